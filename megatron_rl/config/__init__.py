@@ -1,0 +1,1 @@
+"""The configuration: its typed schema, its rules, and the messages that refuse a bad one."""
