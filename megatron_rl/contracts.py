@@ -96,11 +96,13 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
     reward: None when there is no verdict (the scorer failed or timed out): such a sample leaves its group's statistics
     and is counted; it is not a zero. correctness: the raw score that zero variance is judged on, apart from shaping
-    terms. seconds: scoring time. reason: why there is no verdict.
+    terms. answer: the final answer found in the response, None when there is none to be found. seconds: scoring time.
+    reason: why there is no verdict.
     """
 
     reward: float | None
     correctness: float | None
+    answer: str | None = None
     shaping: dict[str, float] = {}
     seconds: float = 0.0
     reason: str = ""
@@ -136,13 +138,18 @@ class SampleRef(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt's rollouts and verdicts. rejected: samples dropped before a verdict, by reason."""
+    """One prompt's rollouts and verdicts.
+
+    rejected: samples dropped before a verdict, by reason. generated_at, judged_at: when the last response arrived and
+    when the last verdict was there, in seconds of the collector's monotonic clock.
+    """
 
     group_id: str
     prompt: Prompt
     samples: tuple[SampleRef, ...]
     rejected: dict[str, int] = {}
-    exposed_reward_seconds: float = 0.0
+    generated_at: float = 0.0
+    judged_at: float = 0.0
 
 
 class Denominators(msgspec.Struct, frozen=True, kw_only=True):

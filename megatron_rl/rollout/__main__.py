@@ -1,0 +1,32 @@
+"""`python -m megatron_rl.rollout HOST PORT NODE`: the collector process.
+
+Invariant: the run's key comes from the environment variable `MEGATRON_RL_RUN_KEY`, never from the command line, which
+other users of the machine can read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+
+from megatron_rl.rollout.collector import serve
+from megatron_rl.rollout.messages import Failed, Hello, frame
+
+RUN_KEY_VARIABLE = "MEGATRON_RL_RUN_KEY"
+
+
+async def _main(host: str, port: int, node: int, key: str) -> None:
+    reader, writer = await asyncio.open_connection(host, port)
+    writer.write(frame(Hello(key=key, node=node)))
+    await writer.drain()
+    try:
+        await serve(reader, writer, node)
+    except Exception as error:
+        writer.write(frame(Failed(f"{type(error).__name__}: {error}")))
+        await writer.drain()
+        raise
+
+
+if __name__ == "__main__":
+    asyncio.run(_main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), os.environ[RUN_KEY_VARIABLE]))

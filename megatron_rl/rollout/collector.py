@@ -1,0 +1,183 @@
+"""The collector process: sends prompts to the node's engines, judges responses as they arrive, keeps the payloads.
+
+Invariant: every `GroupRequest` is answered by exactly one `GroupDone`; a sample that fails is rejected and counted in
+its group, it never takes the group with it. The process ends when rank 0's connection ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+import msgspec
+
+from megatron_rl.contracts import Group, PayloadLocation, Rollout, SampleRef, Verdict
+from megatron_rl.rewards import RewardRunner, build_scorer
+from megatron_rl.rollout.assemble import SampleRejected, assemble_rollout
+from megatron_rl.rollout.engine_pool import EnginePool
+from megatron_rl.rollout.messages import (
+    Configure,
+    FromCollector,
+    GroupDone,
+    GroupRequest,
+    Pause,
+    PausePolicy,
+    Release,
+    Resume,
+    Stop,
+    ToCollector,
+    frame,
+)
+from megatron_rl.rollout.payload_store import PayloadStore
+from megatron_rl.rollout.routes import RouteError
+from megatron_rl.tokenizer import Tokenizer
+from sglang_bridge.errors import EngineError
+from sglang_bridge.generation import RejectedReply
+
+
+@dataclass(frozen=True)
+class _Judged:
+    rollout: Rollout
+    verdict: Verdict
+    generate_seconds: float
+    generated_at: float
+
+
+class Collector:
+    """Serves one connection to rank 0; `send` delivers a message to it."""
+
+    def __init__(self, node: int, configuration: Configure, send: asyncio.Queue[FromCollector]) -> None:
+        self._configuration = configuration
+        self._send = send
+        self._store = PayloadStore(node)
+        self._tokenizer = Tokenizer.from_directory(configuration.tokenizer_path)
+        scorer = build_scorer(configuration.reward_name, answer=configuration.reward_answer)
+        self._rewards = RewardRunner(scorer, timeout_s=configuration.reward_timeout_s)
+        self._engines = EnginePool(
+            configuration.engines,
+            request_timeout_s=configuration.request_timeout_s,
+            retries=configuration.retries,
+            want_routes=configuration.routes is not None,
+        )
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def handle(self, message: ToCollector) -> bool:
+        """Act on one message; False once the collector shall end."""
+        match message:
+            case GroupRequest():
+                task = asyncio.create_task(self._answer(message))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+            case Release():
+                self._store.release(message.group_ids)
+            case Pause():
+                self._engines.pause(abort=message.policy is PausePolicy.ABORT)
+            case Resume():
+                self._engines.resume()
+            case Stop():
+                return False
+            case Configure():
+                raise ValueError("a collector is configured once")
+        return True
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._engines.close()
+
+    async def _answer(self, request: GroupRequest) -> None:
+        results = await asyncio.gather(*(self._sample(request, i) for i in range(request.num_samples)))
+        judged = [result for result in results if isinstance(result, _Judged)]
+        rejected = Counter(result for result in results if isinstance(result, str))
+        locations = self._store_payloads(request, judged)
+        group = Group(
+            group_id=request.group_id,
+            prompt=request.prompt,
+            samples=tuple(_sample_ref(j, where) for j, where in zip(judged, locations, strict=True)),
+            rejected=dict(rejected),
+            generated_at=max((j.generated_at for j in judged), default=0.0),
+            judged_at=time.monotonic() if judged else 0.0,
+        )
+        tokens = sum(j.rollout.num_tokens - len(request.prompt.token_ids) for j in judged)
+        await self._send.put(GroupDone(group=group, generated_tokens=tokens))
+
+    def _store_payloads(self, request: GroupRequest, judged: list[_Judged]) -> list[PayloadLocation]:
+        if request.keep_payload:
+            return self._store.put(request.group_id, [j.rollout for j in judged])
+        return [PayloadLocation(node=0, pid=0, fd=0, offset=0, nbytes=0)] * len(judged)
+
+    async def _sample(self, request: GroupRequest, index: int) -> _Judged | str:
+        """One judged rollout, or the reason why there is none."""
+        trajectory_id = f"{request.group_id}/{index}"
+        start = time.monotonic()
+        try:
+            generation = await self._engines.generate(request.prompt.token_ids, request.sampling, trajectory_id)
+            generated_at = time.monotonic()
+            rollout = assemble_rollout(
+                request.prompt,
+                generation,
+                trajectory_id=trajectory_id,
+                sample_index=index,
+                routes=self._configuration.routes,
+                train_truncated=self._configuration.train_truncated,
+            )
+        except (SampleRejected, RouteError, RejectedReply) as error:
+            return error.reason
+        except EngineError:
+            return "engine"
+        text = self._tokenizer.decode([int(token) for token in generation.output_ids])
+        verdict = await self._rewards.judge(request.prompt, text, rollout.finish_reason)
+        return _Judged(rollout, verdict, generated_at - start, generated_at)
+
+
+def _sample_ref(judged: _Judged, location: PayloadLocation) -> SampleRef:
+    rollout = judged.rollout
+    trainable = [segment for segment in rollout.segments if segment.trainable]
+    return SampleRef(
+        trajectory_id=rollout.trajectory_id,
+        prompt_id=rollout.prompt_id,
+        sample_index=rollout.sample_index,
+        num_inputs=rollout.num_tokens - 1,
+        num_trainable=sum(len(segment.tokens) for segment in trainable),
+        finish_reason=rollout.finish_reason,
+        versions=tuple(sorted({s.version for s in rollout.segments if s.logprobs is not None})),
+        verdict=judged.verdict,
+        location=location,
+        generate_seconds=judged.generate_seconds,
+    )
+
+
+async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, node: int) -> None:
+    """Run a collector over an authenticated connection until it is stopped or the connection ends."""
+    outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
+    first = await _receive(reader)
+    if not isinstance(first, Configure):
+        raise ValueError(f"expected the configuration first, got {type(first).__name__}")
+    collector = Collector(node, first, outbox)
+    sender = asyncio.create_task(_send_all(outbox, writer))
+    try:
+        while await collector.handle(await _receive(reader)):
+            pass
+    except (asyncio.IncompleteReadError, ConnectionError):
+        pass  # rank 0 is gone, and with it the reason to go on
+    finally:
+        sender.cancel()
+        await collector.close()
+        writer.close()
+
+
+_decoder: msgspec.msgpack.Decoder[ToCollector] = msgspec.msgpack.Decoder(ToCollector)
+
+
+async def _receive(reader: asyncio.StreamReader) -> ToCollector:
+    length = int.from_bytes(await reader.readexactly(4), "big")
+    return _decoder.decode(await reader.readexactly(length))
+
+
+async def _send_all(outbox: asyncio.Queue[FromCollector], writer: asyncio.StreamWriter) -> None:
+    while True:
+        writer.write(frame(await outbox.get()))
+        await writer.drain()
