@@ -1,0 +1,93 @@
+"""Sampled pass@1 on the held-out questions.
+
+Invariant: every question counts the same, a sample that was rejected or has no verdict counts as wrong, and the
+confidence interval treats a question's samples as one cluster. No evaluation sample ever reaches the trainer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from megatron_rl.contracts import FinishReason, Group, Prompt, Sampling
+from megatron_rl.rollout.messages import GroupRequest
+from megatron_rl.rollout.producer import Producer
+
+_NORMAL_95 = 1.959964
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """accuracy: mean over questions. half_width: of the 95 % confidence interval (normal, clustered by question).
+
+    parseable: share of responses that end and hold a final answer. finished: share that end before the token limit.
+    """
+
+    accuracy: float
+    half_width: float
+    parseable: float
+    finished: float
+    questions: int
+    samples: int
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "eval/accuracy": self.accuracy,
+            "eval/accuracy_ci95": self.half_width,
+            "eval/parseable": self.parseable,
+            "eval/finished": self.finished,
+            "eval/questions": float(self.questions),
+        }
+
+
+def evaluate(
+    producer: Producer,
+    prompts: Sequence[Prompt],
+    *,
+    label: str,
+    samples_per_prompt: int,
+    sampling: Sampling,
+    idle: Callable[[], None],
+) -> Accuracy:
+    """Draw `samples_per_prompt` responses to each prompt and score them. label: makes group ids unique."""
+    producer.submit(
+        [
+            GroupRequest(
+                group_id=f"eval-{label}-{i}",
+                prompt=prompt,
+                num_samples=samples_per_prompt,
+                sampling=sampling,
+                keep_payload=False,
+            )
+            for i, prompt in enumerate(prompts)
+        ]
+    )
+    return accuracy_of(producer.as_completed(idle), samples_per_prompt)
+
+
+def accuracy_of(groups: Iterable[Group], samples_per_prompt: int) -> Accuracy:
+    """Score groups of `samples_per_prompt` requested samples each."""
+    means: list[float] = []
+    parsed = finished = 0
+    for group in groups:
+        correct = sum(s.verdict.correctness or 0.0 for s in group.samples)
+        means.append(correct / samples_per_prompt)
+        for sample in group.samples:
+            ended = sample.finish_reason is FinishReason.STOP
+            finished += ended
+            parsed += ended and sample.verdict.answer is not None
+    questions = len(means)
+    if questions == 0:
+        raise ValueError("no question to evaluate on: data.num_eval must be at least 1")
+    mean = sum(means) / questions
+    variance = sum((m - mean) ** 2 for m in means) / max(1, questions - 1)
+    samples = questions * samples_per_prompt
+    return Accuracy(
+        accuracy=mean,
+        half_width=_NORMAL_95 * math.sqrt(variance / questions),
+        parseable=parsed / samples,
+        finished=finished / samples,
+        questions=questions,
+        samples=samples,
+    )

@@ -1,0 +1,82 @@
+"""Loads a Hugging Face checkpoint into a rank's model.
+
+Invariant: only the tensors this rank holds are read, one parameter at a time; a missing or misshapen tensor is named
+before anything is trained.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from safetensors import safe_open
+
+from megatron_rl.mcore.hf_config import MoeModelConfig
+from megatron_rl.mcore.hf_weights.layout import Kind, join, shard
+from megatron_rl.mcore.hf_weights.parameters import placed_parameters
+
+
+class CheckpointError(RuntimeError):
+    """The checkpoint lacks a tensor the model needs, or holds one of another shape."""
+
+
+@torch.no_grad()
+def load_hf_weights(models: Sequence[torch.nn.Module], model: MoeModelConfig, path: str | Path) -> None:
+    """Copy the checkpoint at `path` into the models' parameters, converting dtypes. Raises `CheckpointError`."""
+    ep_rank = parallel_state.get_expert_model_parallel_rank()
+    with contextlib.ExitStack() as stack:
+        tensors = _TensorFiles(Path(path), stack)
+        for parameter in placed_parameters(models, model):
+            layout = parameter.layout(ep_rank)
+            full = join(layout.kind, [tensors.read(name) for name in layout.hf_names], model)
+            rank, size = _tensor_rank(layout.expert is not None)
+            if layout.kind is Kind.ROWS:
+                full = F.pad(full, (0, 0, 0, parameter.weight.shape[0] * size - full.shape[0]))
+            part = shard(layout.kind, full, rank, size)
+            if part.shape != parameter.weight.shape:
+                raise CheckpointError(
+                    f"{path}: {', '.join(layout.hf_names)} give shape {tuple(part.shape)} for {parameter.name}, which is "
+                    f"{tuple(parameter.weight.shape)}: config.json and the weights do not belong together"
+                )
+            parameter.weight.copy_(part)
+
+
+def _tensor_rank(is_expert: bool) -> tuple[int, int]:
+    if is_expert:
+        return (
+            parallel_state.get_expert_tensor_parallel_rank(),
+            parallel_state.get_expert_tensor_parallel_world_size(),
+        )
+    return parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+
+
+class _TensorFiles:
+    """The safetensors files of a checkpoint directory, opened once, read lazily."""
+
+    def __init__(self, directory: Path, stack: contextlib.ExitStack) -> None:
+        self._directory = directory
+        self._stack = stack
+        self._open: dict[str, Any] = {}
+        index = directory / "model.safetensors.index.json"
+        if index.is_file():
+            self._file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        elif (directory / "model.safetensors").is_file():
+            self._file_of = dict.fromkeys(self._handle("model.safetensors").keys(), "model.safetensors")
+        else:
+            raise CheckpointError(f"model.path={str(directory)!r}: no model.safetensors or its index is there")
+
+    def read(self, name: str) -> torch.Tensor:
+        if name not in self._file_of:
+            raise CheckpointError(f"model.path={str(self._directory)!r}: tensor {name} is missing")
+        return self._handle(self._file_of[name]).get_tensor(name)
+
+    def _handle(self, file: str) -> Any:
+        if file not in self._open:
+            self._open[file] = self._stack.enter_context(safe_open(self._directory / file, framework="pt"))
+        return self._open[file]
