@@ -1,0 +1,44 @@
+# make train | make test | make lint | make install | make extras
+PYTHON ?= python3.11
+VENV   := .venv
+BIN    := $(VENV)/bin
+NPROC  ?= 2
+ARGS   ?=
+TESTS  ?= tests
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install extras train test lint clean
+
+help: ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+install: $(VENV)/.project ## make .venv with everything pinned; nothing happens when nothing changed
+
+$(BIN)/python:
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.11 or run make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.requirements: $(wildcard requirements/*.txt requirements/*.sh) | $(BIN)/python
+	requirements/install.sh $(VENV)
+	@touch $@
+
+$(VENV)/.project: setup.py $(VENV)/.requirements
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --no-warn-conflicts --editable .
+	@touch $@
+
+extras: install ## add reasoning-gym's generators (compiles C)
+	$(BIN)/python -m pip install --quiet --no-warn-conflicts --constraint requirements/constraints.txt -r requirements/reasoning-gym.txt
+
+train: install ## the quickstart on this machine: make train ARGS="seed=1" NPROC=2
+	$(BIN)/torchrun --standalone --nproc-per-node $(NPROC) launch/train_rl.py experiment=quickstart $(ARGS)
+
+test: install ## every test that needs no GPU: make test TESTS=tests/config
+	$(BIN)/python -m pytest -m "not gpu" $(TESTS)
+
+lint: install ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+clean: ## remove the environment and caches, keep runs/
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

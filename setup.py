@@ -1,0 +1,26 @@
+"""Packages and their data.
+
+Invariant: building needs setuptools alone. No dependency is declared: SGLang's and Megatron-Core's own requirements
+contradict each other, so `requirements/` (through `make install` or the Dockerfile) is what makes an environment.
+"""
+
+from setuptools import find_packages, setup
+
+# kernels/ is not a package itself: SGLang depends on a distribution whose top-level package is called `kernels`.
+packages = find_packages(include=["megatron_rl*", "sglang_bridge*"])
+packages += find_packages(where="kernels", include=["espo_kernels*"])
+
+setup(
+    name="espo-megatron-rl",
+    version="0.1.0",
+    description="Reinforcement learning for Mixture-of-Experts language models on Megatron-Core and SGLang",
+    python_requires=">=3.11",
+    packages=packages,
+    package_dir={"espo_kernels": "kernels/espo_kernels"},
+    include_package_data=False,
+    package_data={
+        "megatron_rl": ["py.typed", "assets/**/*"],
+        "sglang_bridge": ["py.typed", "cpu_shim/**/*"],
+        "espo_kernels": ["py.typed", "**/*.cpp", "**/*.h"],
+    },
+)
