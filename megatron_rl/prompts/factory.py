@@ -1,0 +1,95 @@
+"""From the data settings to prompts.
+
+Invariant: whatever the source, its questions pass through the same split and the same tokenization, so a prompt that is
+too long or holds characters the tokenizer does not know is a bad row wherever it came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from megatron_rl.contracts import Prompt
+from megatron_rl.prompts import column_addition, gym, two_digit_addition
+from megatron_rl.prompts.jsonl import read_jsonl
+from megatron_rl.prompts.question import BadRows, OnBadRow, PromptDataError, Question
+from megatron_rl.prompts.source import Excluded, PromptSource
+from megatron_rl.prompts.split import Split, draw_split, hold_out, keep_apart
+from megatron_rl.tokenizer import Tokenizer, UnknownText
+
+EMBEDDED: Mapping[str, Callable[[int], Iterator[Question]]] = {
+    column_addition.NAME: column_addition.questions,
+    two_digit_addition.NAME: two_digit_addition.questions,
+}
+SOURCES = (*EMBEDDED, "jsonl", "reasoning_gym")
+
+
+def open_prompts(
+    source: str,
+    tokenizer: Tokenizer,
+    *,
+    num_train: int = 24_000,
+    num_eval: int = 512,
+    seed: int = 0,
+    shuffle: bool = True,
+    on_bad_row: str = "fail",
+    max_prompt_tokens: int = 1024,
+    train_path: str | None = None,
+    eval_path: str | None = None,
+    task: str | None = None,
+    task_config: Mapping[str, Any] | None = None,
+) -> PromptSource:
+    """Open a source by name. Raises `PromptDataError` naming the key, or the file and line, and the remedy.
+
+    source: `column_addition`, `two_digit_addition`, `jsonl` or `reasoning_gym`. num_train, num_eval: questions to
+    generate; of a JSONL file all rows are used, and num_eval of them held out unless eval_path names others.
+    seed: generates (embedded tasks, reasoning_gym) and shuffles; it never moves a question across the split.
+    """
+    bad_rows = BadRows(OnBadRow(on_bad_row))
+    if source == "jsonl":
+        split = _split_files(train_path, eval_path, num_eval, bad_rows)
+    else:
+        split = draw_split(_generator(source, seed, task, task_config), num_train, num_eval)
+    return PromptSource(
+        list(_encode(split.train, tokenizer, max_prompt_tokens, bad_rows)),
+        list(_encode(split.held_out, tokenizer, max_prompt_tokens, bad_rows)),
+        seed=seed,
+        shuffle=shuffle,
+        excluded=Excluded(bad_rows.count, split.duplicates, split.overlapping, tuple(bad_rows.examples)),
+    )
+
+
+def _generator(source: str, seed: int, task: str | None, task_config: Mapping[str, Any] | None) -> Iterable[Question]:
+    if source in EMBEDDED:
+        return EMBEDDED[source](seed)
+    if source != "reasoning_gym":
+        raise PromptDataError(f"data.source={source}: there is no such source. Choose one of {', '.join(SOURCES)}")
+    if task is None:
+        raise PromptDataError("data.task: missing. data.source=reasoning_gym needs a generator's name, e.g. chain_sum")
+    return gym.questions(task, seed, task_config or {})
+
+
+def _split_files(train_path: str | None, eval_path: str | None, num_eval: int, bad_rows: BadRows) -> Split:
+    if train_path is None:
+        raise PromptDataError("data.train_path: missing. data.source=jsonl needs a JSONL file of training questions")
+    train = read_jsonl(train_path, bad_rows, key="data.train_path")
+    if eval_path is None:
+        return hold_out(train, num_eval, bad_rows)
+    return keep_apart(train, read_jsonl(eval_path, bad_rows, key="data.eval_path"), bad_rows)
+
+
+def _encode(
+    questions: Iterable[Question], tokenizer: Tokenizer, max_tokens: int, bad_rows: BadRows
+) -> Iterator[Prompt]:
+    for question in questions:
+        try:
+            ids = tokenizer.encode(question.text)
+        except UnknownText as error:
+            bad_rows.report(question.origin, str(error))
+            continue
+        if not 0 < len(ids) <= max_tokens:
+            bad_rows.report(question.origin, f"{len(ids)} tokens; data.max_prompt_tokens allows 1 to {max_tokens}")
+            continue
+        yield Prompt(
+            id=question.id, token_ids=ids, answer=question.answer, task=question.task, difficulty=question.difficulty
+        )

@@ -1,0 +1,72 @@
+"""Questions from reasoning-gym's generators, an optional dependency.
+
+Invariant: only its generators run. Its scorers never do: some execute the model's answer, and the default one pays for
+merely containing the right one; responses are judged by `megatron_rl.rewards` like any others.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron_rl.prompts.question import PromptDataError, Question, same_text
+
+SUPPORTED = "0.1.25"
+_CHUNK = 1000
+
+
+def questions(task: str, seed: int, settings: Mapping[str, Any]) -> Iterator[Question]:
+    """An endless stream of a generator's questions. Raises `PromptDataError` for a task or setting it does not know.
+
+    settings: the generator's own configuration, without its `seed` and `size`.
+    """
+    reserved = {"seed", "size"} & set(settings)
+    if reserved:
+        raise PromptDataError(
+            f"data.task_config: {sorted(reserved)} follow from data.seed, num_train and num_eval; leave them out"
+        )
+    factory = _factory()
+    if task not in factory.DATASETS:
+        known = ", ".join(sorted(factory.DATASETS))
+        raise PromptDataError(f"data.task={task}: reasoning-gym has no generator of that name. It has: {known}")
+    return _stream(factory, task, seed, dict(settings))
+
+
+def _stream(factory: Any, task: str, seed: int, settings: dict[str, Any]) -> Iterator[Question]:
+    for chunk in itertools.count():
+        # Item i of a data set is seeded with seed + i: chunks continue one another.
+        try:
+            dataset = factory.create_dataset(task, seed=seed * 1_000_003 + chunk * _CHUNK, size=_CHUNK, **settings)
+        except (TypeError, ValueError, AssertionError) as error:
+            raise PromptDataError(f"data.task_config={settings}: the generator {task} refuses it: {error}") from error
+        for item in dataset:
+            yield _question(task, item)
+
+
+def _question(task: str, item: Mapping[str, Any]) -> Question:
+    text = str(item["question"])
+    difficulty = item.get("metadata", {}).get("difficulty", "")
+    if isinstance(difficulty, Mapping):
+        difficulty = ",".join(f"{name}={value}" for name, value in sorted(difficulty.items()))
+    return Question(
+        id=f"{task}/{text}",
+        text=text,
+        answer=str(item["answer"]),
+        task=task,
+        identity=same_text(text),
+        origin=f"reasoning_gym {task} {text[:60]!r}",
+        difficulty=str(difficulty),
+    )
+
+
+def _factory() -> Any:
+    try:
+        importlib.import_module("reasoning_gym")  # registers its data sets
+        return importlib.import_module("reasoning_gym.factory")
+    except ImportError as error:
+        raise PromptDataError(
+            f"data.source=reasoning_gym: cannot be imported ({error}). Install it with "
+            f"`pip install reasoning-gym=={SUPPORTED}`"
+        ) from error

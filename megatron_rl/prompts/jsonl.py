@@ -1,0 +1,91 @@
+"""Questions from JSONL files: one object per line with `prompt`, `answer` and optional `id`, `task`, `difficulty`.
+
+Invariant: every line yields a question or a report that names file, line and reason; blank lines are nothing. Other
+keys are ignored. A number as `answer` keeps the digits it is written with, so no precision is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from megatron_rl.prompts.question import BadRows, PromptDataError, Question, same_text
+
+
+class _Row(msgspec.Struct):
+    prompt: str
+    answer: msgspec.Raw
+    id: str | int | None = None
+    task: str = "jsonl"
+    difficulty: str | int | float = ""
+
+
+def read_jsonl(path: str | Path, bad_rows: BadRows, *, key: str) -> list[Question]:
+    """All questions of a file. key: the configuration key that names the file (`data.train_path`), for messages.
+
+    Raises `PromptDataError` when the file cannot be read or holds no usable row.
+    """
+    questions: list[Question] = []
+    line_of_id: dict[str, int] = {}
+    for number, line in _lines(path, key):
+        origin = f"{path} line {number}"
+        try:
+            question = _question(line, origin, default_id=f"{key}:{number}")
+        except (ValueError, UnicodeError) as error:
+            bad_rows.report(origin, str(error))
+            continue
+        first = line_of_id.setdefault(question.id, number)
+        if first == number:
+            questions.append(question)
+        else:
+            bad_rows.report(origin, f"id {question.id!r} is already used in line {first}")
+    if not questions:
+        raise PromptDataError(
+            f"{key}={path}: no usable row among {bad_rows.count} bad ones. Each line must be an object such as "
+            '{"prompt": "2+2=", "answer": "4"}' + "".join(f"\n  {example}" for example in bad_rows.examples[:3])
+        )
+    return questions
+
+
+def _lines(path: str | Path, key: str) -> Iterator[tuple[int, bytes]]:
+    try:
+        with Path(path).open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                content = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+                if content.strip():
+                    yield number, content
+    except OSError as error:
+        raise PromptDataError(
+            f"{key}={path}: cannot be read ({error.strerror}). Name a JSONL file, or choose an embedded task with "
+            "data=column_addition"
+        ) from error
+
+
+def _question(line: bytes, origin: str, default_id: str) -> Question:
+    row = msgspec.json.decode(line, type=_Row)
+    if not row.prompt.strip():
+        raise ValueError("`prompt` is empty")
+    return Question(
+        id=default_id if row.id is None else str(row.id),
+        text=row.prompt,
+        answer=_answer(bytes(row.answer)),
+        task=row.task,
+        identity=same_text(row.prompt),
+        origin=origin,
+        difficulty=str(row.difficulty),
+    )
+
+
+def _answer(raw: bytes) -> str:
+    first = raw[:1]
+    if first == b'"':
+        answer = msgspec.json.decode(raw, type=str)
+    elif first.isdigit() or first == b"-":
+        answer = raw.decode("ascii")
+    else:
+        raise ValueError(f"`answer` must be a string or a number, got {raw[:40].decode('utf-8', 'replace')}")
+    if not answer.strip():
+        raise ValueError("`answer` is empty")
+    return answer

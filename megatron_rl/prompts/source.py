@@ -1,0 +1,102 @@
+"""An endless, seeded stream of training prompts with a cursor, beside a fixed tuple of held-out prompts.
+
+Invariant: every training prompt is given once per epoch, in an order that depends on the seed and the epoch alone;
+`restore(state())` continues exactly where the state was taken, and refuses the state of other data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from megatron_rl.contracts import Count, Prompt
+from megatron_rl.prompts.question import PromptDataError
+
+
+@dataclass(frozen=True)
+class Excluded:
+    """Rows that are not used. bad: malformed or unusable; examples: the first of them. duplicates: repeated questions.
+    overlapping: training rows that are also held out."""
+
+    bad: int = 0
+    duplicates: int = 0
+    overlapping: int = 0
+    examples: tuple[str, ...] = ()
+
+
+class _Cursor(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    epoch: Count
+    position: Count
+    fingerprint: str
+
+
+class PromptSource:
+    """train, held_out: the prompts of each side; excluded: what was left out of both."""
+
+    def __init__(
+        self,
+        train: Sequence[Prompt],
+        held_out: Sequence[Prompt],
+        *,
+        seed: int,
+        shuffle: bool = True,
+        excluded: Excluded | None = None,
+    ) -> None:
+        if not train:
+            raise PromptDataError("data.source: no usable training prompt is left")
+        self.train = tuple(train)
+        self.held_out = tuple(held_out)
+        self.excluded = excluded or Excluded()
+        self._seed = seed
+        self._shuffle = shuffle
+        self._epoch = 0
+        self._position = 0
+        self._order = self._epoch_order()
+
+    def take(self, n: int) -> list[Prompt]:
+        """The next `n` training prompts, across the ends of epochs."""
+        taken: list[Prompt] = []
+        while len(taken) < n:
+            if self._position == len(self._order):
+                self._epoch += 1
+                self._position = 0
+                self._order = self._epoch_order()
+            stop = min(len(self._order), self._position + n - len(taken))
+            taken.extend(self.train[i] for i in self._order[self._position : stop])
+            self._position = stop
+        return taken
+
+    def state(self) -> dict[str, int | str]:
+        """The cursor, as plain values that a checkpoint can hold."""
+        return {"epoch": self._epoch, "position": self._position, "fingerprint": self._fingerprint()}
+
+    def restore(self, state: Mapping[str, int | str]) -> None:
+        """Continue where `state` was taken. Raises `PromptDataError` for a damaged state or the state of other data."""
+        try:
+            cursor = msgspec.convert(dict(state), _Cursor)
+        except msgspec.ValidationError as error:
+            raise PromptDataError(f"data: the checkpoint's cursor is damaged ({error}): use another one") from error
+        if cursor.fingerprint != self._fingerprint():
+            raise PromptDataError(
+                "data: the checkpoint's cursor belongs to other prompts, another data.seed or another data.shuffle. "
+                "Resume with the data the checkpoint was written with"
+            )
+        self._epoch, self._position = cursor.epoch, min(cursor.position, len(self.train))
+        self._order = self._epoch_order()
+
+    def _epoch_order(self) -> list[int]:
+        order = list(range(len(self.train)))
+        if self._shuffle:
+            random.Random(f"{self._seed}/{self._epoch}").shuffle(order)
+        return order
+
+    def _fingerprint(self) -> str:
+        digest = hashlib.blake2b(f"{self._seed}/{self._shuffle}".encode(), digest_size=16)
+        for prompt in self.train:
+            digest.update(f"\0{prompt.id}\0{prompt.answer}".encode("utf-8", "surrogatepass"))
+            digest.update(repr(prompt.token_ids).encode())
+        return digest.hexdigest()

@@ -1,0 +1,43 @@
+"""Worked examples of the embedded tasks, for the supervised stage that comes before reinforcement learning.
+
+Invariant: examples come from the same split as the prompts of `open_prompts`, so the supervised stage never sees a
+question that reinforcement learning is evaluated on, whatever the seeds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_rl.prompts.factory import EMBEDDED
+from megatron_rl.prompts.question import PromptDataError
+from megatron_rl.prompts.split import draw_split
+from megatron_rl.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class WorkedExample:
+    """prompt_ids, response_ids: token ids; the response ends with the end-of-sequence token."""
+
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    answer: str
+
+
+def worked_examples(
+    source: str, tokenizer: Tokenizer, *, num_train: int = 24_000, seed: int = 0
+) -> list[WorkedExample]:
+    """`num_train` training examples of an embedded task, in the order of `seed`."""
+    if source not in EMBEDDED:
+        raise PromptDataError(
+            f"data.source={source}: no worked responses to learn from. Choose one of {', '.join(EMBEDDED)}"
+        )
+    if not tokenizer.eos_ids:
+        raise PromptDataError("model.path: the tokenizer has no end-of-sequence token to end worked responses with")
+    return [
+        WorkedExample(
+            prompt_ids=tokenizer.encode(question.text),
+            response_ids=(*tokenizer.encode(question.target or ""), tokenizer.eos_ids[0]),
+            answer=question.answer,
+        )
+        for question in draw_split(EMBEDDED[source](seed), num_train, 0).train
+    ]

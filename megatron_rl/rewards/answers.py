@@ -1,0 +1,59 @@
+"""Finding the final answer in a response, and telling whether two answers are the same.
+
+Invariant: whatever the model wrote is only ever read as text: nothing is evaluated, and every function takes time
+linear in its input, so no response can stall a scorer. Digits are ASCII digits; other scripts' digits are text.
+"""
+
+from __future__ import annotations
+
+import re
+
+# Sign only where it cannot be a subtraction; commas only where they separate thousands. No exponents: in `e17` the 17
+# is the number.
+_NUMBER = re.compile(r"(?:(?<![0-9A-Za-z)\]}])-)?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
+_BOX = "\\boxed{"
+
+
+def last_number(text: str) -> str | None:
+    """The last number of a text as written, or None."""
+    last = None
+    for match in _NUMBER.finditer(text):
+        last = match
+    return last.group() if last else None
+
+
+def last_line(text: str) -> str | None:
+    """The last line with anything on it, without white space at its ends, or None."""
+    stripped = text.rstrip()
+    return stripped[stripped.rfind("\n") + 1 :].strip() or None
+
+
+def boxed(text: str) -> str | None:
+    r"""The contents of the last `\boxed{...}`, or None when there is none or its braces do not close."""
+    start = text.rfind(_BOX)
+    if start < 0:
+        return None
+    start += len(_BOX)
+    depth = 1
+    for match in re.finditer(r"\\.|[{}]", text[start:], re.DOTALL):
+        depth += {"{": 1, "}": -1}.get(match.group(), 0)  # an escaped brace is neither
+        if depth == 0:
+            return text[start : start + match.start()].strip() or None
+    return None
+
+
+def canonical(answer: str) -> str:
+    """What two answers are compared by: numbers by value, everything else by its text without white space.
+
+    `0,170,151.0`, `170151` and `+170151` are one number; `-0` is `0`. Values are compared as digit strings: no
+    rounding, and no conversion of huge numbers, which is quadratic.
+    """
+    text = "".join(answer.split()).removeprefix("$").removesuffix("$")
+    if _NUMBER.fullmatch(text.removeprefix("+")) is None:
+        return text
+    number = text.removeprefix("+").replace(",", "")
+    negative = number.startswith("-")
+    whole, _, fraction = number.removeprefix("-").partition(".")
+    whole, fraction = whole.lstrip("0") or "0", fraction.rstrip("0")
+    value = f"{whole}.{fraction}" if fraction else whole
+    return f"-{value}" if negative and value != "0" else value

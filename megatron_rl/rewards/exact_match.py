@@ -1,0 +1,53 @@
+"""Right or wrong by the final answer alone.
+
+Invariant: reward and correctness are 1 if and only if the response ended by itself and its final answer equals the
+reference; the working before it is never judged, and a response cut at the token limit has no final answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from megatron_rl.contracts import FinishReason, Prompt, Verdict
+from megatron_rl.rewards.answers import boxed, canonical, last_line, last_number
+
+_FINDERS: Mapping[str, Callable[[str], str | None]] = {
+    "last_number": last_number,
+    "last_line": last_line,
+    "boxed": boxed,
+}
+
+
+class ExactMatch:
+    """answer: where the final answer is looked for: `last_number`, `last_line` or `boxed`."""
+
+    def __init__(self, answer: str = "last_number") -> None:
+        if answer not in _FINDERS:
+            raise ValueError(f"reward.answer={answer}: there is no such rule. Choose one of {', '.join(_FINDERS)}")
+        self._rule = answer
+        self._find = _FINDERS[answer]
+
+    def check_answer(self, answer: str) -> None:
+        """Raise ValueError when the reference answer itself holds nothing that this rule finds."""
+        self._reference(answer)
+
+    async def score(self, prompt: Prompt, text: str, finish_reason: FinishReason) -> Verdict:
+        """Judge a response. Raises ValueError for an unusable reference and for a response that was aborted."""
+        if finish_reason is FinishReason.ABORT:
+            raise ValueError("the response was aborted")
+        reference = self._reference(prompt.answer)
+        found = self._find(text) if finish_reason is FinishReason.STOP else None
+        correct = float(found is not None and canonical(found) == reference)
+        return Verdict(reward=correct, correctness=correct, answer=found)
+
+    def _reference(self, answer: str) -> str:
+        """The reference by which answers are compared; a reference may be bare or written like a response."""
+        found = self._find(answer)
+        if found is None and self._rule == "boxed":
+            found = answer.strip() or None
+        if found is None:
+            raise ValueError(
+                f"reward.answer={self._rule}: the reference answer {answer[:80]!r} holds none. "
+                "Choose the rule that fits the data"
+            )
+        return canonical(found)
