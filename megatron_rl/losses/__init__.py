@@ -1,0 +1,10 @@
+"""Policy-gradient objectives as pure functions of log-probabilities, chosen by `algo=`.
+
+Invariant: π_rollout, π_old and π_θ are three policies in three arguments; ratios compare the last two.
+"""
+
+from megatron_rl.losses.interface import LossResult, PolicyLoss, ResponseTokens
+from megatron_rl.losses.mismatch import rollout_mismatch
+from megatron_rl.losses.registry import NAMES, build_policy_loss
+
+__all__ = ["NAMES", "LossResult", "PolicyLoss", "ResponseTokens", "build_policy_loss", "rollout_mismatch"]

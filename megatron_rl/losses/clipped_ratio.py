@@ -1,0 +1,76 @@
+"""The clipped surrogate that GRPO and GSPO share.
+
+Invariant: a clipped token has exactly zero gradient, an unclipped one the gradient ratio x advantage, and no log-ratio,
+however large, overflows.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+MAX_LOG_RATIO = 10.0
+
+
+class Surrogate(NamedTuple):
+    """objective[T], to be maximised; clipped_low[T], clipped_high[T] bool: tokens without gradient, by side."""
+
+    objective: torch.Tensor
+    clipped_low: torch.Tensor
+    clipped_high: torch.Tensor
+
+
+def ratio_through_tokens(log_ratio: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
+    """s_t = sg[exp(log_ratio_t)] · π_θ(y_t) / sg[π_θ(y_t)], [T].
+
+    GSPO-token (arXiv 2507.18071), Eq. 14: the value of the given ratio, the gradient of the token's own probability.
+    |log_ratio| is limited to 10 in the value only, so a token far out keeps its gradient.
+    """
+    value = log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return value * torch.exp(logprobs - logprobs.detach())
+
+
+def clipped_surrogate(ratio: torch.Tensor, advantages: torch.Tensor, *, low: float, high: float) -> Surrogate:
+    """min(s A, clip(s, 1 - low, 1 + high) A) per token, [T].
+
+    PPO (arXiv 1707.06347), Eq. 7, with the separate bounds of DAPO (arXiv 2503.14476), Eq. 10. The minimum is the
+    clipped branch if and only if A > 0 and s > 1 + high, or A < 0 and s < 1 - low.
+    """
+    clipped_high = (advantages > 0) & (ratio > 1 + high)
+    clipped_low = (advantages < 0) & (ratio < 1 - low)
+    bound = ratio.detach().clamp(1 - low, 1 + high)
+    objective = torch.where(clipped_high | clipped_low, bound, ratio) * advantages
+    return Surrogate(objective, clipped_low, clipped_high)
+
+
+def clip_settings(clip_low: float, clip_high: float) -> tuple[float, float]:
+    """Validated clip widths. Raises ValueError naming the key."""
+    if not 0 < clip_low < 1:
+        raise ValueError(f"algo.clip_low={clip_low}: must lie between 0 and 1; ratios below 1 - clip_low are clipped")
+    if not 0 < clip_high < float("inf"):
+        raise ValueError(f"algo.clip_high={clip_high}: must be above 0; ratios above 1 + clip_high are clipped")
+    return clip_low, clip_high
+
+
+def ratio_metrics(
+    log_ratio: torch.Tensor, ratio: torch.Tensor, surrogate: Surrogate
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Sums and maxima of what happened to the tokens' ratios.
+
+    policy/clip_fraction_low, _high: share of all tokens whose gradient was cut. policy/ratio_mean: 1 for an unchanged
+    policy. policy/log_ratio_abs_max: nats, before any limit.
+    """
+    sums = {
+        "policy/clip_fraction_low": mean_of(surrogate.clipped_low),
+        "policy/clip_fraction_high": mean_of(surrogate.clipped_high),
+        "policy/ratio_mean": mean_of(ratio),
+    }
+    maxima = {"policy/log_ratio_abs_max": log_ratio.detach().abs().max()} if log_ratio.numel() else {}
+    return sums, maxima
+
+
+def mean_of(values: torch.Tensor) -> torch.Tensor:
+    """float32 [2]: the values' sum and their number."""
+    total = values.detach().float().sum()
+    return torch.stack([total, torch.full_like(total, values.numel())])

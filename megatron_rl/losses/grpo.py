@@ -1,0 +1,38 @@
+"""GRPO with clip-higher: token ratios, averaged over all tokens of the step.
+
+Invariant: every trained token of the optimizer step has the same weight, 1 / (number of tokens), whatever the length of
+its sequence and whichever micro-batch or rank it is in.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_rl.contracts import Denominators
+from megatron_rl.losses.clipped_ratio import clip_settings, clipped_surrogate, ratio_metrics, ratio_through_tokens
+from megatron_rl.losses.interface import LossResult, ResponseTokens, require_denominator, require_packed
+
+
+class Grpo:
+    """L = -1/N Σ_t min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t),  r_t = π_θ(y_t) / π_old(y_t)
+
+    GRPO (arXiv 2402.03300) with DAPO's token-level mean and decoupled clipping (arXiv 2503.14476), Eq. 8 to 12;
+    N = denominators.tokens.
+    """
+
+    def __init__(self, clip_low: float = 0.2, clip_high: float = 0.28) -> None:
+        self._low, self._high = clip_settings(clip_low, clip_high)
+
+    def groups(self, response: ResponseTokens) -> None:
+        return None
+
+    def __call__(
+        self, logprobs: torch.Tensor, response: ResponseTokens, groups: object | None, denominators: Denominators
+    ) -> LossResult:
+        require_packed(logprobs, response)
+        count = require_denominator("tokens", denominators.tokens, logprobs.numel())
+        log_ratio = logprobs - response.old_logprobs
+        ratio = ratio_through_tokens(log_ratio, logprobs)
+        surrogate = clipped_surrogate(ratio, response.advantages, low=self._low, high=self._high)
+        sums, maxima = ratio_metrics(log_ratio, ratio, surrogate)
+        return LossResult(-surrogate.objective.sum() / count, sums, maxima)

@@ -1,0 +1,45 @@
+"""GSPO-token: one ratio per sequence, averaged over sequences.
+
+Invariant: every sequence with a non-zero advantage has the same weight, 1 / (number of sequences), and its tokens share
+it equally; all tokens of a sequence are clipped by the same ratio.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_rl.contracts import Denominators
+from megatron_rl.losses.clipped_ratio import clip_settings, clipped_surrogate, ratio_metrics, ratio_through_tokens
+from megatron_rl.losses.interface import LossResult, ResponseTokens, require_denominator, require_packed
+from megatron_rl.losses.sequences import sequence_lengths, sequence_means, spread
+
+
+class Gspo:
+    """L = -1/B Σ_i 1/|y_i| Σ_t min(s_it A_it, clip(s_it, 1 - clip_low, 1 + clip_high) A_it)
+
+        s_i  = exp( 1/|y_i| Σ_t (log π_θ(y_it) - log π_old(y_it)) )
+        s_it = sg[s_i] · π_θ(y_it) / sg[π_θ(y_it)]
+
+    GSPO-token (arXiv 2507.18071), Eq. 13 and 14; B = denominators.sequences. With one advantage per sequence its value
+    and gradient are those of GSPO, Eq. 5 to 7.
+    """
+
+    def __init__(self, clip_low: float = 3e-4, clip_high: float = 4e-4) -> None:
+        self._low, self._high = clip_settings(clip_low, clip_high)
+
+    def groups(self, response: ResponseTokens) -> None:
+        return None
+
+    def __call__(
+        self, logprobs: torch.Tensor, response: ResponseTokens, groups: object | None, denominators: Denominators
+    ) -> LossResult:
+        require_packed(logprobs, response)
+        count = require_denominator("sequences", denominators.sequences, logprobs.numel())
+        lengths = sequence_lengths(response.cu_seqlens)
+        token_log_ratio = (logprobs - response.old_logprobs).detach()
+        log_ratio = spread(sequence_means(token_log_ratio, lengths), lengths, logprobs.numel())
+        ratio = ratio_through_tokens(log_ratio, logprobs)
+        surrogate = clipped_surrogate(ratio, response.advantages, low=self._low, high=self._high)
+        weight = 1.0 / spread(lengths.to(logprobs.dtype), lengths, logprobs.numel())
+        sums, maxima = ratio_metrics(log_ratio, ratio, surrogate)
+        return LossResult(-(surrogate.objective * weight).sum() / count, sums, maxima)
