@@ -1,0 +1,184 @@
+"""Control requests to one engine: health, pausing, weights, checksums. Synchronous, for the trainer's source rank.
+
+Invariant: every call ends within its timeout, and a reply that does not say success raises `RequestFailed` with the
+engine's own words.
+"""
+
+from __future__ import annotations
+
+import http.client
+import urllib.parse
+from typing import Any, Literal
+
+import msgspec
+
+from sglang_bridge.errors import RequestFailed
+
+PauseMode = Literal["abort", "retract", "in_place"]
+
+
+class TensorChecksums(msgspec.Struct, frozen=True):
+    """What one rank of an engine holds: 64-bit checksum in hexadecimal by the engine's own parameter name."""
+
+    checksums: dict[str, str]
+    parallelism_info: dict[str, Any] | list[dict[str, Any]]
+
+
+class _Outcome(msgspec.Struct):
+    success: bool = True
+    message: str = ""
+    ranks: list[TensorChecksums] | None = None
+
+
+class AdminClient:
+    """Speaks to one URL. admin_api_key: None for a server started without one. timeout: seconds per call."""
+
+    def __init__(
+        self, url: str, *, api_key: str | None = None, admin_api_key: str | None = None, timeout: float = 60.0
+    ) -> None:
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme != "http" or parts.hostname is None:
+            raise ValueError(f"engine URL {url!r}: expected http://HOST:PORT")
+        self.url = url
+        self._host, self._port = parts.hostname, parts.port or 80
+        self._api_key, self._admin_api_key = api_key, admin_api_key
+        self._timeout = timeout
+
+    def is_ready(self, *, timeout: float = 2.0) -> bool:
+        """Whether the server accepts requests now; False also while nothing listens yet."""
+        try:
+            status, _ = self._exchange("GET", "/ready", None, timeout=timeout)
+        except RequestFailed:
+            return False
+        return status == 200
+
+    def is_healthy(self, *, timeout: float = 25.0) -> bool:
+        """Whether the server generates a token (about one second when it is idle)."""
+        try:
+            status, _ = self._exchange("GET", "/health_generate", None, timeout=timeout)
+        except RequestFailed:
+            return False
+        return status == 200
+
+    def server_info(self) -> dict[str, Any]:
+        """The server's resolved settings and live state."""
+        status, body = self._exchange("GET", "/server_info", None, admin=False)
+        self._require_ok("/server_info", status, body)
+        return msgspec.json.decode(body, type=dict[str, Any])
+
+    def weight_version(self) -> str:
+        """The version of the weights it serves."""
+        status, body = self._exchange("GET", "/model_info", None, admin=False)
+        self._require_ok("/model_info", status, body)
+        return str(msgspec.json.decode(body, type=dict[str, Any]).get("weight_version"))
+
+    def pause(self, mode: PauseMode = "retract") -> None:
+        """Stop generating. abort ends running requests, retract recomputes them later, in_place keeps their cache."""
+        self._post("/pause_generation", {"mode": mode})
+
+    def resume(self) -> None:
+        """Go on generating."""
+        self._post("/continue_generation", {})
+
+    def flush_cache(self) -> None:
+        """Drop every cached prefix. Fails while requests run."""
+        self._post("/flush_cache", {})
+
+    def abort_all(self) -> None:
+        """Abort every request."""
+        self._post("/abort_request", {"abort_all": True})
+
+    def init_weights_update_group(
+        self, *, address: str, port: int, rank_offset: int, world_size: int, name: str, backend: str, timeout: float
+    ) -> None:
+        """Join a process group as ranks `rank_offset + tp_rank`; returns once joined."""
+        body = {
+            "master_address": address,
+            "master_port": port,
+            "rank_offset": rank_offset,
+            "world_size": world_size,
+            "group_name": name,
+            "backend": backend,
+        }
+        self._post("/init_weights_update_group", body, timeout=timeout)
+
+    def destroy_weights_update_group(self, name: str) -> None:
+        """Leave a process group."""
+        self._post("/destroy_weights_update_group", {"group_name": name})
+
+    def begin_weight_update(self) -> None:
+        """Open a weight-update session."""
+        self._post("/begin_weight_update", {})
+
+    def end_weight_update(self) -> None:
+        """Close the session and finish the weights (fused, quantized)."""
+        self._post("/end_weight_update", {})
+
+    def update_weights_from_distributed(
+        self,
+        *,
+        names: list[str],
+        dtypes: list[str],
+        shapes: list[list[int]],
+        group_name: str,
+        weight_version: str | None,
+        timeout: float,
+    ) -> None:
+        """Receive one flattened bucket by broadcast; returns once it is loaded."""
+        body: dict[str, Any] = {
+            "names": names,
+            "dtypes": dtypes,
+            "shapes": shapes,
+            "group_name": group_name,
+            "load_format": "flattened_bucket",
+            "flush_cache": False,
+        }
+        if weight_version is not None:
+            body["weight_version"] = weight_version
+        self._post("/update_weights_from_distributed", body, timeout=timeout)
+
+    def update_weights_from_disk(self, model_path: str, *, weight_version: str, timeout: float) -> None:
+        """Load a directory in Hugging Face format."""
+        body = {"model_path": model_path, "weight_version": weight_version, "flush_cache": False}
+        self._post("/update_weights_from_disk", body, timeout=timeout)
+
+    def checksums(self, *, timeout: float = 300.0) -> list[TensorChecksums]:
+        """Checksums of every parameter, one entry per tensor-parallel rank."""
+        outcome = self._post("/weights_checker", {"action": "checksum", "selector": "target"}, timeout=timeout)
+        if not outcome.ranks:
+            raise RequestFailed(f"{self.url}/weights_checker returned no checksums: {outcome.message}")
+        return outcome.ranks
+
+    def _post(self, path: str, body: dict[str, Any], *, timeout: float | None = None) -> _Outcome:
+        status, reply = self._exchange("POST", path, body, timeout=timeout)
+        self._require_ok(path, status, reply)
+        try:
+            outcome = msgspec.json.decode(reply, type=_Outcome)
+        except msgspec.DecodeError:  # plain text, as /flush_cache answers
+            return _Outcome(message=reply.decode(errors="replace"))
+        if not outcome.success:
+            raise RequestFailed(f"{self.url}{path} failed: {outcome.message}", status=status)
+        return outcome
+
+    def _require_ok(self, path: str, status: int, reply: bytes) -> None:
+        if status != 200:
+            words = reply[:2000].decode(errors="replace")
+            raise RequestFailed(f"{self.url}{path} answered {status}: {words}", status=status)
+
+    def _exchange(
+        self, method: str, path: str, body: Any, *, timeout: float | None = None, admin: bool = True
+    ) -> tuple[int, bytes]:
+        key = self._admin_api_key if admin else self._api_key
+        headers = {"Content-Type": "application/json"}
+        if key is not None:
+            headers["Authorization"] = f"Bearer {key}"
+        seconds = self._timeout if timeout is None else timeout
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=seconds)
+        try:
+            connection.request(method, path, None if body is None else msgspec.json.encode(body), headers)
+            response = connection.getresponse()
+            return response.status, response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise RequestFailed(f"{self.url}{path}: no answer ({type(error).__name__}: {error})") from error
+        finally:
+            connection.close()

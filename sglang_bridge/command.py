@@ -1,0 +1,88 @@
+"""An engine's command line and environment, from its settings.
+
+Invariant: pure functions; the same settings, port and key file give the same command, and no key appears in it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from sglang_bridge.cpu_support import cpu_shim_path
+from sglang_bridge.settings import EngineSettings
+
+# Without a GPU: SGLang's own torch fallbacks, and no overlap of scheduling with a device that is not there.
+_CPU_ARGS = (
+    "--attention-backend=torch_native",
+    "--sampling-backend=pytorch",
+    "--disable-overlap-schedule",
+)
+_LOOPBACK = frozenset({"127.0.0.1", "localhost"})
+
+
+def build_argv(settings: EngineSettings, *, port: int, key_config: Path) -> list[str]:
+    """The server's argument list. key_config: see `keys.write_server_config`."""
+    argv = [
+        sys.executable,
+        "-m",
+        "sglang.launch_server",
+        "--config",
+        str(key_config),
+        "--model-path",
+        settings.model_path,
+        f"--host={settings.host}",
+        f"--port={port}",
+        f"--device={settings.device}",
+        f"--dtype={settings.dtype}",
+        f"--tp-size={settings.tp}",
+        f"--ep-size={settings.ep}",
+        f"--max-running-requests={settings.max_running_requests}",
+        "--skip-tokenizer-init",
+        "--skip-server-warmup",
+    ]
+    if settings.max_total_tokens is not None:
+        argv.append(f"--max-total-tokens={settings.max_total_tokens}")
+    if settings.quantization is not None:
+        argv.append(f"--quantization={settings.quantization}")
+    if settings.return_routes:
+        argv.append("--enable-return-routed-experts")
+    if settings.device == "cpu":
+        argv += _CPU_ARGS
+    return [*argv, *settings.extra_args]
+
+
+def build_environment(settings: EngineSettings, inherited: Mapping[str, str]) -> dict[str, str]:
+    """The server's environment: the inherited one without torchrun's variables, which would mislead its own group."""
+    environment = {key: value for key, value in inherited.items() if not _belongs_to_torchrun(key)}
+    environment |= {
+        "OMP_NUM_THREADS": str(settings.threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+    search = [str(Path(__file__).parent.parent)]
+    if settings.device == "cpu":
+        environment["SGLANG_USE_CPU_ENGINE"] = "1"
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+        search.insert(0, str(cpu_shim_path()))
+    elif settings.gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, settings.gpus))
+    if inherited.get("PYTHONPATH"):
+        search.append(inherited["PYTHONPATH"])
+    environment["PYTHONPATH"] = os.pathsep.join(search)
+    if settings.host in _LOOPBACK:
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return environment
+
+
+def _belongs_to_torchrun(key: str) -> bool:
+    return key.startswith(("TORCHELASTIC_", "GROUP_", "ROLE_")) or key in {
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    }

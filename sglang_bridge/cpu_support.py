@@ -1,0 +1,49 @@
+"""What a machine without a GPU needs before SGLang or transformers can be imported.
+
+Invariant: nothing here changes a process unless it is called, and nothing is patched that loads by itself.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+_MISSING_SCHEMAS = ("nms", "qnms")
+
+
+def cpu_shim_path() -> Path:
+    """The directory that goes first on PYTHONPATH of CPU servers."""
+    return Path(__file__).parent / "cpu_shim"
+
+
+def declare_torchvision_schemas() -> bool:
+    """Let torchvision be imported where its C++ operators cannot be loaded (a CUDA build beside a CPU torch).
+
+    torchvision's Python part registers shapes for operators that only its C++ part declares; declaring them is
+    enough, nobody calls them. Returns whether that was necessary. Call it before importing transformers.
+    """
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None or spec.origin is None:
+        return False
+    import torch
+
+    if hasattr(torch.ops.torchvision, "nms"):
+        return False
+    for binary in Path(spec.origin).parent.glob("_C*.so"):
+        try:
+            torch.ops.load_library(str(binary))
+            return False
+        except OSError:
+            continue
+    library = torch.library.Library("torchvision", "FRAGMENT")  # noqa: TOR901 (lives as long as the process)
+    for name in _MISSING_SCHEMAS:
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _keep_alive(library)
+    return True
+
+
+def _keep_alive(library: object) -> None:
+    """A library's declarations vanish with the object: tie it to the module that needs them."""
+    import torch
+
+    torch.ops.torchvision._declared_without_binary = library

@@ -1,0 +1,154 @@
+"""One engine reply, decoded and checked.
+
+Invariant: a `Generation` is consistent: one log-probability per output token, one route row per model input (every
+token but the last), a known finish reason. A reply that is not is a `RejectedReply` with a reason; nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import binascii
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pybase64
+
+FinishReason = Literal["stop", "length", "abort"]
+_FINISH_REASONS = ("stop", "length", "abort")
+
+
+class VersionSpan(msgspec.Struct, frozen=True):
+    """Output tokens `start` to `end` (exclusive) were drawn with weights of this version."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A drawn response of r tokens to a prompt of p; n = p + r.
+
+    output_ids: int32 [r]. logprobs: float32 [r], nats, of the temperature-scaled distribution. routes: int32
+    [n-1, layers, topk], row t for the model's input t; None if not asked for or aborted. version_spans: oldest first.
+    """
+
+    output_ids: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    routes: npt.NDArray[np.int32] | None
+    finish_reason: FinishReason
+    version_spans: tuple[VersionSpan, ...]
+    cached_tokens: int
+    retractions: int
+
+    @property
+    def weight_versions(self) -> tuple[str, ...]:
+        """The versions of the weights it was drawn with, oldest first."""
+        return tuple(span.version for span in self.version_spans)
+
+
+class RejectedReply(ValueError):
+    """A reply that cannot be used; `reason` is a short name that metrics count by."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(f"{reason}: {message}")
+        self.reason = reason
+
+
+class _FinishReason(msgspec.Struct):
+    type: str
+
+
+class _MetaInfo(msgspec.Struct):
+    finish_reason: _FinishReason | None
+    weight_version: str
+    output_token_logprobs: list[tuple[float | None, int, str | None]] = []
+    weight_versions: list[VersionSpan] | None = None
+    routed_experts: str | None = None
+    cached_tokens: int = 0
+    num_retractions: int = 0
+
+
+class _Reply(msgspec.Struct):
+    output_ids: list[int]
+    meta_info: _MetaInfo
+
+
+_decoder = msgspec.json.Decoder(_Reply)
+
+
+def decode_generation(body: bytes, *, num_prompt_tokens: int, route_shape: tuple[int, int] | None = None) -> Generation:
+    """Decode the body of a `/generate` reply. route_shape: (hidden layers, top-k), None if routes were not asked for.
+
+    Raises `RejectedReply`.
+    """
+    try:
+        reply = _decoder.decode(body)
+    except msgspec.DecodeError as error:
+        raise RejectedReply("malformed", f"{error}; the reply starts {body[:200]!r}") from error
+    meta = reply.meta_info
+    finish_reason = _finish_reason(meta)
+    output_ids = np.asarray(reply.output_ids, np.int32)
+    routes = None
+    if route_shape is not None and finish_reason != "abort":
+        routes = _routes(meta, num_prompt_tokens + len(output_ids) - 1, route_shape)
+    return Generation(
+        output_ids=output_ids,
+        logprobs=_logprobs(meta, reply.output_ids),
+        routes=routes,
+        finish_reason=finish_reason,
+        version_spans=_version_spans(meta, len(output_ids)),
+        cached_tokens=meta.cached_tokens,
+        retractions=meta.num_retractions,
+    )
+
+
+def _finish_reason(meta: _MetaInfo) -> FinishReason:
+    name = meta.finish_reason.type if meta.finish_reason is not None else None
+    if name not in _FINISH_REASONS:
+        raise RejectedReply("finish_reason", f"{name!r} is none of {', '.join(_FINISH_REASONS)}")
+    return cast(FinishReason, name)
+
+
+def _logprobs(meta: _MetaInfo, output_ids: list[int]) -> npt.NDArray[np.float32]:
+    entries = meta.output_token_logprobs
+    if [token for _, token, _ in entries] != output_ids:
+        raise RejectedReply(
+            "logprobs_length", f"{len(entries)} log-probabilities do not belong to the {len(output_ids)} output tokens"
+        )
+    # JSON has no NaN or infinity: the engine writes null.
+    logprobs = np.asarray([np.nan if value is None else value for value, _, _ in entries], np.float32)
+    if not np.isfinite(logprobs).all():
+        raise RejectedReply("logprobs_nonfinite", "a log-probability is not a finite number")
+    return logprobs
+
+
+def _routes(meta: _MetaInfo, num_inputs: int, shape: tuple[int, int]) -> npt.NDArray[np.int32]:
+    if meta.routed_experts is None:
+        raise RejectedReply(
+            "routes_missing", "the engine recorded no routes; start it with --enable-return-routed-experts"
+        )
+    try:
+        raw = pybase64.b64decode_as_bytearray(meta.routed_experts, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise RejectedReply("routes_encoding", f"routed_experts is not base64: {error}") from error
+    layers, topk = shape
+    expected = num_inputs * layers * topk * 4
+    if len(raw) != expected:
+        raise RejectedReply(
+            "routes_length",
+            f"{len(raw)} bytes of routes, expected {expected} for {num_inputs} inputs x {layers} layers x top-{topk}",
+        )
+    return np.frombuffer(raw, np.dtype("<i4")).reshape(num_inputs, layers, topk)
+
+
+def _version_spans(meta: _MetaInfo, num_output_tokens: int) -> tuple[VersionSpan, ...]:
+    if not meta.weight_versions:
+        return (VersionSpan(meta.weight_version, 0, num_output_tokens),)
+    spans = tuple(meta.weight_versions)
+    ends = [0, *(span.end for span in spans)]
+    if [span.start for span in spans] != ends[:-1] or ends[-1] != num_output_tokens:
+        raise RejectedReply("versions", f"spans {spans} do not cover the {num_output_tokens} output tokens in order")
+    return spans

@@ -1,0 +1,74 @@
+"""A pipe that tells helper processes whether the trainer is still alive.
+
+Invariant: the write end exists in the trainer's process alone, so the kernel closes it however that process ends,
+SIGKILL included; whoever watches the read end then sees end-of-file.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+
+class Lifeline:
+    """Held by the trainer for as long as its helpers shall live. One lifeline serves any number of helpers."""
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+        # A forked child without exec (not torch's spawn) would keep the pipe open: it must let go.
+        os.register_at_fork(after_in_child=self.close)
+
+    @property
+    def read_end(self) -> int:
+        """The descriptor a watcher inherits."""
+        return self._read
+
+    def close(self) -> None:
+        """Let go: every helper on this lifeline is ended by its supervisor."""
+        for descriptor in (self._read, self._write):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._read = self._write = -1
+
+
+def start_supervised(
+    command: Sequence[str],
+    *,
+    lifeline: Lifeline,
+    environment: Mapping[str, str],
+    log: IO[bytes] | int | None = None,
+    grace_seconds: float = 5.0,
+) -> subprocess.Popen[bytes]:
+    """Run a command under a supervisor that ends its whole process tree when the lifeline breaks.
+
+    The returned process is the supervisor: it ends when the command does, with the command's exit code (128 + signal
+    number if a signal ended it), and SIGTERM to it ends the tree. log receives stdout and stderr.
+    """
+    supervisor = [
+        sys.executable,
+        "-m",
+        "sglang_bridge.supervise",
+        f"--lifeline={lifeline.read_end}",
+        f"--grace-seconds={grace_seconds}",
+        "--",
+        *command,
+    ]
+    return subprocess.Popen(
+        supervisor,
+        env={**environment, "PYTHONPATH": _with_package_root(environment.get("PYTHONPATH"))},
+        pass_fds=(lifeline.read_end,),
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT if log is not None else None,
+        start_new_session=True,  # an interrupt typed at a terminal reaches the trainer alone, which ends its helpers
+    )
+
+
+def _with_package_root(search_path: str | None) -> str:
+    root = str(Path(__file__).parent.parent)
+    parts = search_path.split(os.pathsep) if search_path else []
+    return os.pathsep.join(parts if root in parts else [*parts, root])

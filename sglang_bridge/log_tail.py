@@ -1,0 +1,27 @@
+"""The end of an engine's log, fit for an error message.
+
+Invariant: no key of the run ever appears in what is returned (SGLang writes its arguments, keys included, to its log).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+_TAIL_BYTES = 256 * 1024
+_LINE_CHARACTERS = 400
+
+
+def last_lines(path: Path, *, count: int = 30, secrets: Iterable[str] = ()) -> str:
+    """The last `count` lines of a log with every secret blanked out; an empty string if there is no log."""
+    try:
+        with path.open("rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - _TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return ""
+    for secret in secrets:
+        text = text.replace(secret, "***")
+    lines = text.splitlines()[-count:]
+    return "\n".join(line if len(line) <= _LINE_CHARACTERS else line[:_LINE_CHARACTERS] + " ..." for line in lines)

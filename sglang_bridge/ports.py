@@ -1,0 +1,54 @@
+"""Ports for servers, and addresses they may listen on.
+
+Invariant: a server only ever listens on loopback or a private address.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import random
+import socket
+
+# Below Linux's ephemeral range, so that no outgoing connection takes a chosen port before the server binds it.
+_FIRST_PORT, _LAST_PORT = 20000, 32000
+_ATTEMPTS = 64
+
+
+def require_private_address(host: str) -> None:
+    """Raise `ValueError` unless every address of `host` is loopback or private."""
+    try:
+        addresses = {info[4][0] for info in socket.getaddrinfo(host, None)}
+    except socket.gaierror as error:
+        raise ValueError(f"engine host {host!r} cannot be resolved: {error}") from error
+    for address in addresses:
+        ip = ipaddress.ip_address(str(address).split("%")[0])
+        if ip.is_unspecified or not (ip.is_loopback or ip.is_private):
+            raise ValueError(
+                f"engine host {host!r} is {ip}, which is not a loopback or private address: engines obey whoever "
+                "reaches them; use 127.0.0.1 or the node's address in the cluster's private network"
+            )
+
+
+def is_free(host: str, port: int) -> bool:
+    """Whether a server could bind the port now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        # Servers set SO_REUSEADDR: a port in TIME_WAIT counts as free, one that listens does not.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+        return True
+
+
+def choose_port(host: str, preferred: int | None = None) -> int:
+    """The preferred port if it is free, else a random free one. Another process may still take it first."""
+    if preferred is not None and is_free(host, preferred):
+        return preferred
+    generator = random.SystemRandom()
+    for _ in range(_ATTEMPTS):
+        port = generator.randrange(_FIRST_PORT, _LAST_PORT)
+        if is_free(host, port):
+            return port
+    raise OSError(f"no free port found on {host} in {_FIRST_PORT}-{_LAST_PORT} after {_ATTEMPTS} attempts")

@@ -1,0 +1,127 @@
+"""An SGLang server that this process starts, watches and ends.
+
+Invariant: a server started here never outlives the lifeline it was given, and its end is reported with its exit code
+and the last lines of its log.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+from sglang_bridge.admin import AdminClient
+from sglang_bridge.command import build_argv, build_environment
+from sglang_bridge.errors import EngineDied, EngineUnhealthy
+from sglang_bridge.keys import RunKeys, write_server_config
+from sglang_bridge.lifeline import Lifeline, start_supervised
+from sglang_bridge.log_tail import last_lines
+from sglang_bridge.ports import choose_port, require_private_address
+from sglang_bridge.settings import EngineSettings
+
+_POLL_SECONDS = 0.25
+_PORT_TAKEN = "address already in use"
+_PORT_ATTEMPTS = 3
+_GRACE_SECONDS = 0.5  # a server has nothing to save, and SGLang takes five seconds over a polite end
+
+
+class ManagedEngine:
+    """One running server. Make it with `ManagedEngine.start`."""
+
+    def __init__(self, settings: EngineSettings, *, keys: RunKeys, log_path: Path, lifeline: Lifeline) -> None:
+        require_private_address(settings.host)
+        self.settings = settings
+        self.keys = keys
+        self.log_path = log_path
+        self._lifeline = lifeline
+        self._started = time.monotonic()
+        self._starts = 0
+        self._healthy = False
+        self._launch(settings.port)
+
+    @classmethod
+    def start(cls, settings: EngineSettings, *, keys: RunKeys, log_path: Path, lifeline: Lifeline) -> ManagedEngine:
+        """Start a server and return at once. Its log, of mode 0600, holds its keys: SGLang writes its arguments."""
+        return cls(settings, keys=keys, log_path=log_path, lifeline=lifeline)
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://{self.settings.host}:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        """Process id of its supervisor."""
+        return self._process.pid
+
+    def admin(self, *, timeout: float = 60.0) -> AdminClient:
+        """A control client with this run's keys."""
+        return AdminClient(self.url, api_key=self.keys.api_key, admin_api_key=self.keys.admin_api_key, timeout=timeout)
+
+    def poll_healthy(self) -> bool:
+        """Whether it has become healthy, without waiting long. Raises `EngineDied`; a taken port is replaced."""
+        if self._healthy:
+            return True
+        if self._process.poll() is not None and self._lost_its_port():
+            self._launch(None)
+        self.check_alive()
+        admin = self.admin()
+        self._healthy = admin.is_ready() and admin.is_healthy()
+        return self._healthy
+
+    def wait_healthy(self, deadline_seconds: float) -> None:
+        """Wait until healthy, at most `deadline_seconds` since the start. Raises `EngineUnhealthy`, `EngineDied`."""
+        while not self.poll_healthy():
+            if time.monotonic() - self._started > deadline_seconds:
+                raise EngineUnhealthy(
+                    f"engine {self.url} was not healthy {deadline_seconds:.0f} s after its start; raise "
+                    f"engine.start_timeout_s or read {self.log_path}",
+                    log_tail=self.log_tail(),
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def check_alive(self) -> None:
+        """Raise `EngineDied` if the server's process has ended."""
+        code = self._process.poll()
+        if code is not None:
+            raise EngineDied(f"engine {self.url} ended by itself", exit_code=code, log_tail=self.log_tail())
+
+    def log_tail(self, count: int = 30) -> str:
+        """The last lines of its log, keys blanked out."""
+        return last_lines(self.log_path, count=count, secrets=(self.keys.api_key, self.keys.admin_api_key))
+
+    def stop(self, *, timeout: float = 15.0) -> None:
+        """End the server and every process below it; returns when none is left. Safe to call again."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(timeout)
+            except subprocess.TimeoutExpired:  # the supervisor itself hangs: its child dies with it
+                self._process.kill()
+                self._process.wait()
+        self._config_path().unlink(missing_ok=True)
+
+    def _launch(self, preferred_port: int | None) -> None:
+        self._starts += 1
+        self.port = choose_port(self.settings.host, preferred_port)
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        write_server_config(self.keys, self._config_path())
+        descriptor = os.open(self.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            os.fchmod(descriptor, 0o600)
+            self._process = start_supervised(
+                build_argv(self.settings, port=self.port, key_config=self._config_path()),
+                lifeline=self._lifeline,
+                environment=build_environment(self.settings, os.environ),
+                log=descriptor,
+                grace_seconds=_GRACE_SECONDS,
+            )
+        finally:
+            os.close(descriptor)
+
+    def _config_path(self) -> Path:
+        return self.log_path.with_suffix(".keys.yaml")
+
+    def _lost_its_port(self) -> bool:
+        return self._starts < _PORT_ATTEMPTS and _PORT_TAKEN in self.log_tail(200).lower()

@@ -1,0 +1,78 @@
+"""What a managed engine is started with.
+
+Invariant: settings that exist can be turned into a command line; impossible combinations are refused here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+_DTYPES = ("float32", "bfloat16", "float16")
+# Options the bridge sets itself, or that break what it relies on (recorded routes, one replica, private keys).
+_RESERVED = (
+    "--api-key",
+    "--admin-api-key",
+    "--config",
+    "--model-path",
+    "--host",
+    "--port",
+    "--dtype",
+    "--device",
+    "--tp-size",
+    "--tp",
+    "--ep-size",
+    "--ep",
+)
+_UNSUPPORTED = (
+    "--pp-size",
+    "--pipeline-parallel-size",
+    "--dp-size",
+    "--dp",
+    "--data-parallel-size",
+    "--enable-hierarchical-cache",
+    "--disaggregation-mode",
+    "--speculative-algorithm",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """One engine. max_total_tokens: KV-cache slots, None lets SGLang size it from free memory (GPU only).
+
+    threads: OpenMP threads of each of its processes. extra_args: passed to SGLang as they are.
+    """
+
+    model_path: str
+    dtype: str
+    device: Literal["cpu", "cuda"]
+    max_running_requests: int
+    max_total_tokens: int | None
+    tp: int = 1
+    ep: int = 1
+    threads: int = 1
+    host: str = "127.0.0.1"
+    port: int | None = None
+    quantization: str | None = None
+    return_routes: bool = True
+    gpus: tuple[int, ...] = ()
+    extra_args: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _DTYPES:
+            raise ValueError(
+                f"engine.dtype={self.dtype!r}: one of {', '.join(_DTYPES)} (SGLang's 'auto' turns float32 into float16)"
+            )
+        if self.device == "cpu" and self.quantization is not None:
+            raise ValueError(
+                f"engine.quantization={self.quantization!r} with engine.device=cpu: SGLang's quantized CPU kernels need "
+                "AMX; use null"
+            )
+        if self.device == "cpu" and self.max_total_tokens is None:
+            raise ValueError("engine.max_total_tokens=null with engine.device=cpu: give the KV cache a size in tokens")
+        for argument in self.extra_args:
+            option = argument.split("=", 1)[0]
+            if option in _RESERVED:
+                raise ValueError(f"engine.extra_args has {option}: it has a setting of its own; use that one")
+            if option in _UNSUPPORTED:
+                raise ValueError(f"engine.extra_args has {option}: not supported with recorded routes; remove it")
