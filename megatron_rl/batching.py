@@ -48,9 +48,7 @@ class Batcher:
         self._num_moe_layers = len(view.moe_rows(routes.moe_layers)) if routes is not None else 0
         self._device = device
 
-    def optimizer_steps(
-        self, plan: StepPlan, dp_rank: int, payloads: Mapping[int, Rollout]
-    ) -> list[list[MicroBatch]]:
+    def optimizer_steps(self, plan: StepPlan, dp_rank: int, payloads: Mapping[int, Rollout]) -> list[list[MicroBatch]]:
         """This rank's micro-batches of every optimizer step of a plan."""
         return [
             [
@@ -98,7 +96,9 @@ class Batcher:
         )
         for start, rollout in zip(starts, rollouts, strict=False):
             if rollout.routes is None:
-                raise ValueError(f"sample {rollout.trajectory_id} has no routes to replay; set train.replay_routes=false")
+                raise ValueError(
+                    f"sample {rollout.trajectory_id} has no routes to replay; set train.replay_routes=false"
+                )
             packed[start : start + len(rollout.routes)] = rollout.routes
         return self._tensor(packed[self._view.input_rows(starts)])
 

@@ -8,8 +8,8 @@ collector's node reads shared memory itself; what crosses nodes goes through one
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -17,8 +17,7 @@ from megatron_rl.contracts import Rollout, SampleRef, StepPlan
 from megatron_rl.rollout import codec
 
 
-@dataclass(frozen=True)
-class Consumer:
+class Consumer(msgspec.Struct, frozen=True, kw_only=True):
     """One rank as a receiver of payloads: its data-parallel rank, its node, the MoE rows of its pipeline stage."""
 
     dp_rank: int

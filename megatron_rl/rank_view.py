@@ -76,7 +76,9 @@ class RankView:
             or [np.empty(0, np.int64)]
         )
         if len(rows) % self.sp_size:
-            raise ValueError(f"{len(rows)} rows do not divide over {self.sp_size} sequence-parallel ranks: pad the batch")
+            raise ValueError(
+                f"{len(rows)} rows do not divide over {self.sp_size} sequence-parallel ranks: pad the batch"
+            )
         share = len(rows) // self.sp_size
         return rows[self.sp_rank * share : (self.sp_rank + 1) * share]
 

@@ -64,9 +64,7 @@ def _plan_optimizer_step(
     needed += -needed % multiple
     return OptimizerStep(
         micro_batches=tuple(tuple(bins) + ((),) * (needed - len(bins)) for bins in per_rank),
-        denominators=Denominators(
-            sequences=len(indices), tokens=sum(samples[i].num_trainable for i in indices)
-        ),
+        denominators=Denominators(sequences=len(indices), tokens=sum(samples[i].num_trainable for i in indices)),
     )
 
 

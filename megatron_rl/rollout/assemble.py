@@ -35,8 +35,6 @@ def assemble_rollout(
     num_prompt, num_response = len(prompt.token_ids), len(generation.output_ids)
     if num_response == 0:
         raise SampleRejected("empty", f"sample {trajectory_id}: the engine returned no token")
-    if not np.isfinite(generation.logprobs).all():
-        raise SampleRejected("logprobs_nonfinite", f"sample {trajectory_id}: log-probabilities are not finite")
     finish = FinishReason(generation.finish_reason)
     if finish is FinishReason.ABORT:
         raise SampleRejected("aborted", f"sample {trajectory_id}: the engine aborted it")
@@ -52,22 +50,29 @@ def assemble_rollout(
             num_experts=routes.num_experts,
             topk=routes.topk,
         )
+    response = [
+        Segment(
+            generation.output_ids[span.start : span.end],
+            Role.RESPONSE,
+            train_truncated or finish is FinishReason.STOP,
+            generation.logprobs[span.start : span.end],
+            (num_prompt + span.start, min(num_prompt + span.end, num_inputs)),
+            _version(span.version, trajectory_id),
+        )
+        for span in generation.version_spans
+    ]
+    # a retracted request is re-prefilled, so the prompt's routes are those of the last version it was drawn with
+    prompt_version = response[-1].version if generation.retractions else response[0].version
     prompt_segment = Segment(
-        np.asarray(prompt.token_ids, np.int32), Role.PROMPT, False, None, (0, num_prompt), _versions(generation)[0]
+        np.asarray(prompt.token_ids, np.int32), Role.PROMPT, False, None, (0, num_prompt), prompt_version
     )
-    response_segment = Segment(
-        generation.output_ids,
-        Role.RESPONSE,
-        train_truncated or finish is FinishReason.STOP,
-        generation.logprobs,
-        (num_prompt, num_inputs),
-        _versions(generation)[0],
-    )
-    return Rollout(trajectory_id, prompt.id, sample_index, finish, (prompt_segment, response_segment), rows)
+    return Rollout(trajectory_id, prompt.id, sample_index, finish, (prompt_segment, *response), rows)
 
 
-def _versions(generation: Generation) -> tuple[int, ...]:
-    try:
-        return tuple(int(version) for version in generation.weight_versions)
-    except ValueError as error:
-        raise SampleRejected("version", f"weight versions {generation.weight_versions} are not integers") from error
+def _version(version: str, trajectory_id: str) -> int:
+    if not version.isdecimal():
+        raise SampleRejected(
+            "version",
+            f"sample {trajectory_id}: weight version {version!r} is not a number: the engine's weights were never synced",
+        )
+    return int(version)

@@ -66,7 +66,9 @@ def encode(rollout: Rollout) -> bytes:
     packed = msgspec.msgpack.encode(header)
     parts = [_MAGIC + len(packed).to_bytes(4, "little") + packed]
     parts += [np.ascontiguousarray(s.tokens, np.int32).tobytes() for s in rollout.segments]
-    parts += [np.ascontiguousarray(s.logprobs, np.float32).tobytes() for s in rollout.segments if s.logprobs is not None]
+    parts += [
+        np.ascontiguousarray(s.logprobs, np.float32).tobytes() for s in rollout.segments if s.logprobs is not None
+    ]
     if routes is not None:
         parts.append(np.ascontiguousarray(routes).tobytes())
     return b"".join(part + bytes(-len(part) % _ALIGNMENT) for part in parts)
@@ -98,9 +100,7 @@ def decode(buffer: bytes | bytearray | memoryview) -> Rollout:
         Segment(t, s.role, s.trainable, p, s.route_rows, s.version)
         for s, t, p in zip(header.segments, tokens, logprobs, strict=True)
     )
-    return Rollout(
-        header.trajectory_id, header.prompt_id, header.sample_index, header.finish_reason, segments, routes
-    )
+    return Rollout(header.trajectory_id, header.prompt_id, header.sample_index, header.finish_reason, segments, routes)
 
 
 def select_layers(rollout: Rollout, moe_layers: Sequence[int]) -> Rollout:

@@ -59,7 +59,7 @@ class Collector:
             configuration.engines,
             request_timeout_s=configuration.request_timeout_s,
             retries=configuration.retries,
-            want_routes=configuration.routes is not None,
+            route_shape=_route_shape(configuration),
         )
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -131,6 +131,11 @@ class Collector:
         text = self._tokenizer.decode([int(token) for token in generation.output_ids])
         verdict = await self._rewards.judge(request.prompt, text, rollout.finish_reason)
         return _Judged(rollout, verdict, generated_at - start, generated_at)
+
+
+def _route_shape(configuration: Configure) -> tuple[int, int] | None:
+    routes = configuration.routes
+    return None if routes is None else (routes.num_hidden_layers, routes.topk)
 
 
 def _sample_ref(judged: _Judged, location: PayloadLocation) -> SampleRef:

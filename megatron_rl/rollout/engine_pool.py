@@ -16,17 +16,28 @@ from sglang_bridge.generation import Generation
 
 
 class EnginePool:
-    """Engines of one node behind one `generate`."""
+    """Engines of one node behind one `generate`. route_shape: (hidden layers, top-k), None when routes are not wanted."""
 
     def __init__(
-        self, engines: Sequence[EngineEndpoint], *, request_timeout_s: float, retries: int, want_routes: bool
+        self,
+        engines: Sequence[EngineEndpoint],
+        *,
+        request_timeout_s: float,
+        retries: int,
+        route_shape: tuple[int, int] | None,
     ) -> None:
         self._clients = [
-            GenerateClient(e.url, api_key=e.api_key, deadline_seconds=request_timeout_s, retries=retries)
+            GenerateClient(
+                e.url,
+                api_key=e.api_key,
+                deadline_seconds=request_timeout_s,
+                retries=retries,
+                route_shape=route_shape,
+            )
             for e in engines
         ]
         self._in_flight = [0] * len(self._clients)
-        self._want_routes = want_routes
+        self._want_routes = route_shape is not None
         self._running = asyncio.Event()
         self._running.set()
         self._requests: set[asyncio.Task[Generation]] = set()
@@ -65,7 +76,7 @@ class EnginePool:
         self._in_flight[engine] += 1
         try:
             return await self._clients[engine].generate(
-                list(token_ids), sampling, rid=request_id, return_routes=self._want_routes
+                token_ids, sampling, rid=request_id, return_routes=self._want_routes
             )
         finally:
             self._in_flight[engine] -= 1

@@ -35,9 +35,7 @@ class PayloadStore:
         for rollout in rollouts:
             data = codec.encode(rollout)
             _write_all(fd, data)
-            locations.append(
-                PayloadLocation(node=self._node, pid=os.getpid(), fd=fd, offset=offset, nbytes=len(data))
-            )
+            locations.append(PayloadLocation(node=self._node, pid=os.getpid(), fd=fd, offset=offset, nbytes=len(data)))
             offset += len(data)
         return locations
 

@@ -1,0 +1,211 @@
+"""Turns the configuration into the parts of a run.
+
+Invariant: this is the only module that knows both the configuration's keys and the constructors; below it every part
+takes plain parameters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state
+
+from megatron_rl.batching import Batcher
+from megatron_rl.config.schema import AlgoConfig, TrainRlConfig
+from megatron_rl.contracts import Sampling
+from megatron_rl.losses import PolicyLoss, build_policy_loss
+from megatron_rl.mcore.hf_config import MoeModelConfig
+from megatron_rl.mcore.hf_weights import load_hf_weights
+from megatron_rl.mcore.model import ParallelSizes, build_models
+from megatron_rl.mcore.optimizer import AdamSettings, DistributedAdam, wrap_data_parallel
+from megatron_rl.mcore.parallel import RankLayout
+from megatron_rl.mcore.replay import RouteReplay
+from megatron_rl.prompts.factory import open_prompts
+from megatron_rl.prompts.source import PromptSource
+from megatron_rl.rank_view import RankView
+from megatron_rl.response_logprobs import ResponseLogprobs
+from megatron_rl.rollout.messages import Configure, EngineEndpoint, RouteShape
+from megatron_rl.tokenizer import Tokenizer
+from megatron_rl.training_loop import LoopSettings
+from megatron_rl.worker import Worker, gather_consumers
+from sglang_bridge.settings import EngineSettings
+
+_SHARED_ALGO_KEYS = {field.name for field in dataclasses.fields(AlgoConfig)}
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def parallel_sizes(config: TrainRlConfig) -> ParallelSizes:
+    parallel = config.parallel
+    return ParallelSizes(
+        tp=parallel.tp,
+        pp=parallel.pp,
+        vpp=parallel.vpp or 1,
+        cp=parallel.cp,
+        ep=parallel.ep,
+        etp=parallel.etp,
+        sequence_parallel=parallel.sequence_parallel,
+    )
+
+
+def policy_loss(algo: AlgoConfig) -> PolicyLoss:
+    """The loss of `algo.name` with that algorithm's own settings."""
+    own = {f.name: getattr(algo, f.name) for f in dataclasses.fields(algo) if f.name not in _SHARED_ALGO_KEYS}
+    return build_policy_loss(algo.name, **own)
+
+
+def route_shape(config: TrainRlConfig, model: MoeModelConfig) -> RouteShape | None:
+    if not config.train.replay_routes:
+        return None
+    return RouteShape(
+        moe_layers=model.moe_layers,
+        num_hidden_layers=model.num_layers,
+        num_experts=model.num_experts,
+        topk=model.topk,
+    )
+
+
+def build_worker(config: TrainRlConfig, model: MoeModelConfig, layout: RankLayout, rollouts: Path) -> Worker:
+    """This rank's model, optimizer and stages (a collective)."""
+    sizes = parallel_sizes(config)
+    chunks = build_models(model, sizes, dtype=torch_dtype(config.model.dtype), recompute=config.model.recompute)
+    load_hf_weights(chunks, model, config.model.path)
+    models = wrap_data_parallel(chunks)
+    view = _rank_view(sizes, model, layout)
+    routes = route_shape(config, model)
+    return Worker(
+        layout=layout,
+        consumers=gather_consumers(layout, view.moe_rows(model.moe_layers)),
+        model=model,
+        models=models,
+        optimizer=DistributedAdam(models, adam_settings(config)),
+        batcher=Batcher(view, routes, layout.device),
+        logprobs=ResponseLogprobs(
+            temperature=config.rollout.temperature,
+            vocab_size=model.vocab_size,
+            chunk_tokens=config.train.logit_chunk_tokens,
+            tp_group=parallel_state.get_tensor_model_parallel_group() if sizes.tp > 1 else None,
+        ),
+        loss=policy_loss(config.algo),
+        replay=RouteReplay(models) if routes is not None else None,
+        rollouts_directory=rollouts,
+    )
+
+
+def adam_settings(config: TrainRlConfig) -> AdamSettings:
+    optimizer = config.optimizer
+    return AdamSettings(
+        lr=optimizer.lr,
+        betas=(optimizer.beta1, optimizer.beta2),
+        eps=optimizer.eps,
+        weight_decay=optimizer.weight_decay,
+        clip_grad=optimizer.clip_grad,
+        warmup_steps=optimizer.warmup_steps,
+        decay_steps=config.train.total_steps * config.train.optimizer_steps_per_batch,
+        decay=optimizer.decay,
+        min_lr_ratio=optimizer.min_lr_ratio,
+    )
+
+
+def engine_settings(config: TrainRlConfig) -> list[EngineSettings]:
+    """One setting per managed engine of a node; with GPUs each engine gets its own `tp` devices."""
+    engine = config.engine
+    on_gpu = engine.device == "cuda" or (engine.device == "auto" and torch.cuda.is_available())
+    return [
+        EngineSettings(
+            model_path=str(config.model.path),
+            dtype=engine.dtype,
+            device="cuda" if on_gpu else "cpu",
+            max_running_requests=engine.max_running_requests,
+            max_total_tokens=engine.max_total_tokens,
+            tp=engine.tp,
+            ep=engine.ep,
+            threads=engine.threads,
+            quantization=engine.quantization,
+            return_routes=config.train.replay_routes,
+            gpus=tuple(range(index * engine.tp, (index + 1) * engine.tp)) if on_gpu else (),
+            extra_args=tuple(engine.extra_args),
+        )
+        for index in range(engine.count)
+    ]
+
+
+def collector_configuration(
+    config: TrainRlConfig, model: MoeModelConfig, engines: tuple[EngineEndpoint, ...]
+) -> Configure:
+    return Configure(
+        engines=engines,
+        tokenizer_path=str(config.model.path),
+        routes=route_shape(config, model),
+        reward_name=config.reward.name,
+        reward_answer=config.reward.answer,
+        reward_timeout_s=config.reward.timeout_s,
+        request_timeout_s=config.engine.request_timeout_s,
+        retries=config.engine.retries,
+        train_truncated=config.rollout.train_truncated,
+    )
+
+
+def build_prompts(config: TrainRlConfig) -> PromptSource:
+    data = config.data
+    return open_prompts(
+        data.source,
+        Tokenizer.from_directory(config.model.path),
+        num_train=data.num_train,
+        num_eval=data.num_eval,
+        seed=data.seed,
+        shuffle=data.shuffle,
+        on_bad_row=data.on_bad_row,
+        max_prompt_tokens=data.max_prompt_tokens,
+        train_path=data.train_path,
+        eval_path=data.eval_path,
+        task=data.task,
+        task_config=data.task_config,
+    )
+
+
+def loop_settings(config: TrainRlConfig, model: MoeModelConfig) -> LoopSettings:
+    rollout, sizes = config.rollout, parallel_sizes(config)
+    sampling = Sampling(
+        max_new_tokens=rollout.max_new_tokens,
+        temperature=rollout.temperature,
+        stop_token_ids=model.eos_token_ids,
+    )
+    temperature = rollout.temperature if config.eval.temperature is None else config.eval.temperature
+    return LoopSettings(
+        total_steps=config.train.total_steps,
+        prompts_per_step=rollout.prompts_per_step,
+        samples_per_prompt=rollout.samples_per_prompt,
+        sampling=sampling,
+        eval_sampling=Sampling(
+            max_new_tokens=rollout.max_new_tokens, temperature=temperature, stop_token_ids=model.eos_token_ids
+        ),
+        eval_every=config.eval.every,
+        eval_samples_per_prompt=config.eval.samples_per_prompt,
+        optimizer_steps_per_batch=config.train.optimizer_steps_per_batch,
+        tokens_per_micro_batch=config.train.tokens_per_micro_batch,
+        micro_batch_multiple=sizes.pp if sizes.vpp > 1 else 1,
+        normalize_std=config.algo.normalize_std,
+        zero_variance=config.algo.zero_variance,
+        permute_rewards=config.algo.permute_rewards,
+        max_nonfinite_steps=config.train.max_nonfinite_steps,
+        seed=config.seed,
+    )
+
+
+def _rank_view(sizes: ParallelSizes, model: MoeModelConfig, layout: RankLayout) -> RankView:
+    return RankView.of(
+        num_layers=model.num_layers,
+        pp_rank=layout.pp_rank,
+        pp_size=sizes.pp,
+        vpp_size=sizes.vpp,
+        cp_rank=layout.cp_rank,
+        cp_size=sizes.cp,
+        tp_rank=layout.tp_rank,
+        tp_size=sizes.tp,
+        sequence_parallel=sizes.sequence_parallel,
+    )

@@ -1,0 +1,45 @@
+"""The loop of every rank but 0: wait for a command, do it with everyone else.
+
+Invariant: a follower enters a collective only in answer to a command, so it is never inside one that rank 0 skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from megatron_rl.contracts import Abort, Finish, SaveWeights, Sync, Train, Wait
+from megatron_rl.control import ControlChannel
+from megatron_rl.worker import Worker
+
+
+class RunAborted(RuntimeError):
+    """Rank 0 ended the run; it has said why."""
+
+
+def follow(
+    control: ControlChannel,
+    worker: Worker,
+    *,
+    export_dtype: torch.dtype,
+    model_path: Path,
+    check_services: Callable[[], None],
+) -> None:
+    """Obey rank 0 until the run is complete. Raises `RunAborted` when rank 0 gives up."""
+    while True:
+        match control.receive():
+            case Wait():
+                check_services()
+            case Sync():
+                for _ in worker.export(export_dtype):
+                    pass
+            case Train(plan):
+                worker.train(plan)
+            case SaveWeights(path):
+                worker.save(model_path, Path(path), export_dtype)
+            case Abort(reason):
+                raise RunAborted(reason)
+            case Finish():
+                return

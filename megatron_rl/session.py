@@ -1,0 +1,228 @@
+"""Everything one rank holds during a run, opened in order and closed in reverse.
+
+Invariant: after `close` no process that this rank started is alive. Rank 0 leads; local rank 0 of every node runs the
+node's engines and collector; the other ranks follow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from pathlib import Path
+
+import msgspec
+
+from megatron_rl import build
+from megatron_rl.config.schema import TrainRlConfig
+from megatron_rl.contracts import Abort, Wait
+from megatron_rl.control import ControlChannel, broadcast_bytes, gather_bytes
+from megatron_rl.exit_codes import ExitCode
+from megatron_rl.follower import RunAborted, follow
+from megatron_rl.mcore import parallel
+from megatron_rl.mcore.hf_config import MoeModelConfig, read_hf_config
+from megatron_rl.mcore.parallel import RankLayout
+from megatron_rl.node_services import NodeServices
+from megatron_rl.rollout.hub import Hub
+from megatron_rl.rollout.messages import EngineEndpoint
+from megatron_rl.rollout.producer import Producer
+from megatron_rl.training_loop import TrainingLoop
+from megatron_rl.watching.metrics_log import MetricsLog
+from megatron_rl.watching.progress import Progress
+from megatron_rl.watching.run_directory import RunDirectory
+from megatron_rl.weight_sync import WeightSync, build_updater
+from megatron_rl.worker import Worker
+from sglang_bridge.handle import EngineHandle
+from sglang_bridge.keys import RunKeys, create_keys, read_keys
+
+_HUB_SECONDS = 60.0
+
+
+class _NodeEngines(msgspec.Struct, frozen=True):
+    """What a node's local rank 0 tells rank 0 about its engines."""
+
+    node: int
+    endpoints: tuple[EngineEndpoint, ...]
+
+
+class Session:
+    """One rank of one run."""
+
+    def __init__(self, config: TrainRlConfig, run_path: Path, config_yaml: str) -> None:
+        self._config = config
+        self._config_yaml = config_yaml
+        self._directory = RunDirectory(run_path)
+        self._stack = contextlib.ExitStack()
+        self._services: NodeServices | None = None
+        self._endpoints: tuple[EngineEndpoint, ...] = ()
+        self._control: ControlChannel | None = None
+        self._owns_directory = False
+        self._leading = False
+        self.speaks = int(os.environ.get("RANK", "0")) == 0
+
+    def run(self) -> None:
+        """Set up, then lead or follow to the end."""
+        config = self._config
+        model = read_hf_config(config.model.path)
+        layout = parallel.initialize(
+            build.parallel_sizes(config), seed=config.seed, timeout_s=config.parallel.timeout_s
+        )
+        self._stack.callback(parallel.shutdown)
+        control = self._control = ControlChannel(layout.control_group)
+        self._create_directory(layout, control)
+        progress = Progress(config.train.total_steps, enabled=config.logger.progress and layout.rank == 0)
+        progress.say(f"{layout.world_size} rank(s) on {layout.num_nodes} node(s); run directory {self._directory.path}")
+        keys = self._open_keys(layout)
+        if layout.local_rank == 0:
+            self._start_engines(layout, keys)
+        worker = build.build_worker(config, model, layout, self._directory.rollouts)
+        engines = self._gather_engines(layout, keys)
+        hub = self._open_hub(layout)
+        if layout.rank == 0 and hub is not None:
+            self._lead(model, worker, control, hub, engines, keys, progress)
+        else:
+            follow(
+                control,
+                worker,
+                export_dtype=build.torch_dtype(config.engine.dtype),
+                model_path=Path(config.model.path),
+                check_services=self._check_services,
+            )
+
+    def better_reason(self, error: BaseException) -> BaseException:
+        """The death of an engine explains what failed after it."""
+        try:
+            self._check_services()
+        except Exception as death:
+            return death
+        return error
+
+    def abort(self, reason: str) -> None:
+        """Rank 0: tell followers that listen; elsewhere torchrun ends them."""
+        if self._leading and self._control is not None:
+            with contextlib.suppress(RuntimeError):
+                self._control.send(Abort(reason))
+
+    def close(self) -> None:
+        """End this rank's processes and leave the job."""
+        if self._services is not None:
+            self._services.stop()
+        self._stack.close()
+
+    def report(self, code: ExitCode, reason: str) -> None:
+        """Rank 0: leave the code and the reason in the run directory."""
+        if self._owns_directory:
+            self._directory.write_exit(int(code), reason)
+
+    def _lead(
+        self,
+        model: MoeModelConfig,
+        worker: Worker,
+        control: ControlChannel,
+        hub: Hub,
+        engines: list[_NodeEngines],
+        keys: RunKeys,
+        progress: Progress,
+    ) -> None:
+        config = self._config
+        hub.wait_for(len(engines), _HUB_SECONDS)
+        producer = Producer(hub, max_staleness=config.rollout.max_staleness)
+        producer.configure(
+            {e.node: build.collector_configuration(config, model, e.endpoints) for e in engines}
+        )
+        handles = [
+            EngineHandle(urls=(p.url,), tp=config.engine.tp, ep=config.engine.ep, node=e.node)
+            for e in engines
+            for p in e.endpoints
+        ]
+        updater = build_updater(
+            handles,
+            keys,
+            transport=config.sync.transport,
+            bucket_mb=config.sync.bucket_mb,
+            timeout_s=config.sync.timeout_s,
+            directory=self._directory.path / "sync",
+            model_path=Path(config.model.path),
+            device=worker.layout.device,
+        )
+        weights = WeightSync(
+            updater, dtype=build.torch_dtype(config.engine.dtype), audit_every=config.sync.audit_every
+        )
+        self._stack.callback(weights.close)
+        tensorboard = self._directory.tensorboard if config.logger.tensorboard else None
+        log = self._stack.enter_context(MetricsLog(self._directory.metrics_file, tensorboard))
+        loop = TrainingLoop(
+            settings=build.loop_settings(config, model),
+            prompts=build.build_prompts(config),
+            producer=producer,
+            control=control,
+            worker=worker,
+            weights=weights,
+            log=log,
+            progress=progress,
+            check_services=self._check_services,
+        )
+        self._leading = True
+        loop.run()
+        target = self._directory.checkpoints / f"step-{config.train.total_steps}" if config.run.save_weights else None
+        loop.finish(target, Path(config.model.path))
+        self._leading = False
+        progress.say(f"done: everything is in {self._directory.path}")
+
+    def _create_directory(self, layout: RankLayout, control: ControlChannel) -> None:
+        if layout.rank == 0:
+            self._leading = True
+            RunDirectory.create(self._directory.path, self._config_yaml)
+            self._owns_directory = True
+            control.send(Wait())
+            self._leading = False
+        elif isinstance(command := control.receive(), Abort):
+            raise RunAborted(command.reason)
+
+    def _open_keys(self, layout: RankLayout) -> RunKeys:
+        """The run's engine keys, the same on every rank: random, or the external engines' own."""
+        data = None
+        if layout.rank == 0:
+            file = self._config.engine.key_file
+            data = msgspec.msgpack.encode(read_keys(Path(file)) if file is not None else create_keys())
+        return msgspec.msgpack.decode(broadcast_bytes(data, layout.control_group), type=RunKeys)
+
+    def _start_engines(self, layout: RankLayout, keys: RunKeys) -> None:
+        self._services = NodeServices(node=layout.node, log_directory=self._directory.path / "logs")
+        if self._config.engine.mode == "managed":
+            self._services.start_engines(build.engine_settings(self._config), keys)
+
+    def _gather_engines(self, layout: RankLayout, keys: RunKeys) -> list[_NodeEngines]:
+        """Every node's engines, once they answer (a collective)."""
+        endpoints: tuple[EngineEndpoint, ...] = ()
+        if self._services is not None and self._config.engine.mode == "managed":
+            endpoints = tuple(self._services.wait_healthy(self._config.engine.start_timeout_s))
+        elif self._services is not None:
+            external = self._config.engine.urls[layout.node :: layout.num_nodes]
+            endpoints = tuple(EngineEndpoint(url=url, api_key=keys.api_key) for url in external)
+        self._endpoints = endpoints
+        mine = _NodeEngines(layout.node, endpoints)
+        gathered = [
+            msgspec.msgpack.decode(data, type=_NodeEngines)
+            for data in gather_bytes(msgspec.msgpack.encode(mine), layout.control_group)
+        ]
+        return [entry for entry in gathered if entry.endpoints]
+
+    def _open_hub(self, layout: RankLayout) -> Hub | None:
+        """Rank 0 listens; every node with engines starts its collector (a collective)."""
+        hub, run_key = None, secrets.token_urlsafe(32)
+        if layout.rank == 0:
+            host = os.environ.get("MASTER_ADDR", "127.0.0.1") if layout.num_nodes > 1 else "127.0.0.1"
+            hub = Hub(host, run_key)
+            self._stack.callback(hub.close)
+        mine = msgspec.msgpack.encode((hub.address, run_key)) if hub is not None else None
+        address, key = msgspec.msgpack.decode(
+            broadcast_bytes(mine, layout.control_group), type=tuple[tuple[str, int], str]
+        )
+        if self._services is not None and self._endpoints:
+            self._services.start_collector(address, key)
+        return hub
+
+    def _check_services(self) -> None:
+        if self._services is not None:
+            self._services.check()

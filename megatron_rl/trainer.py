@@ -1,0 +1,56 @@
+"""One run from its configuration to its exit code.
+
+Invariant: whatever ends a run, its engines and its collector end with it, and rank 0 leaves the reason in the run
+directory and on standard error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_rl.config.schema import TrainRlConfig
+from megatron_rl.exit_codes import ExitCode
+from megatron_rl.mcore import cpu_compat
+
+
+def run(config: TrainRlConfig, run_path: Path, config_yaml: str) -> int:
+    """Train. `run_path`: the run directory, the same on every rank. Returns an `ExitCode`."""
+    cpu_compat.install()
+    from megatron_rl.failures import Terminated, describe_failure  # Megatron may only be imported after the line above
+    from megatron_rl.session import Session
+
+    with _terminable(Terminated):
+        session = Session(config, run_path, config_yaml)
+        try:
+            session.run()
+            code: ExitCode | None = ExitCode.OK
+            reason = "the run is complete"
+        except BaseException as error:
+            code, reason = describe_failure(session.better_reason(error))
+            if code is None:
+                raise
+            session.abort(reason)
+        finally:
+            session.close()
+        session.report(code, reason)
+        if code is not ExitCode.OK and session.speaks:
+            print(f"\n{reason}\n(exit code {int(code)}: {code.name.lower()})", file=sys.stderr, flush=True)
+    return int(code)
+
+
+@contextlib.contextmanager
+def _terminable(signal_error: type[BaseException]) -> Iterator[None]:
+    """SIGTERM becomes an exception, so that `finally` blocks run."""
+
+    def handle(number: int, frame: object) -> None:
+        raise signal_error
+
+    previous = signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

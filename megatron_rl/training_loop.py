@@ -1,0 +1,201 @@
+"""The main job as rank 0 sees it: a short loop of verbs.
+
+Invariant: a step either completes (rollouts, update, sync, record) or leaves the weights of every rank and engine at the
+same version; samples are trained on by the weights that drew them (max_staleness 0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_rl.advantages import assign_advantages, permute_rewards
+from megatron_rl.contracts import Finish, Group, Sampling, SaveWeights, StepPlan, Train, Wait
+from megatron_rl.control import ControlChannel
+from megatron_rl.evaluation import Accuracy, evaluate
+from megatron_rl.prompts.source import PromptSource
+from megatron_rl.rollout.producer import Producer
+from megatron_rl.rollout_stage import RolloutBatch, roll_out
+from megatron_rl.step_plan import plan_step
+from megatron_rl.watching.metrics_log import MetricsLog
+from megatron_rl.watching.progress import Progress
+from megatron_rl.watching.stopwatch import Stopwatch
+from megatron_rl.weight_sync import WeightSync
+from megatron_rl.worker import Worker
+from megatron_rl.zero_variance import eliminate
+
+
+class NonFiniteRun(RuntimeError):
+    """Too many consecutive steps met a NaN or Inf."""
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """The numbers of the loop; keys of the same names in `train`, `rollout`, `eval`, `algo` and `sync`."""
+
+    total_steps: int
+    prompts_per_step: int
+    samples_per_prompt: int
+    sampling: Sampling
+    eval_sampling: Sampling
+    eval_every: int
+    eval_samples_per_prompt: int
+    optimizer_steps_per_batch: int
+    tokens_per_micro_batch: int
+    micro_batch_multiple: int
+    normalize_std: bool
+    zero_variance: str
+    permute_rewards: bool
+    max_nonfinite_steps: int
+    seed: int
+
+
+@dataclass
+class TrainingLoop:
+    """Rank 0's loop over the stages; every collective goes through `control` first."""
+
+    settings: LoopSettings
+    prompts: PromptSource
+    producer: Producer
+    control: ControlChannel
+    worker: Worker
+    weights: WeightSync
+    log: MetricsLog
+    progress: Progress
+    check_services: Callable[[], None]
+    _nonfinite: int = 0
+
+    def run(self) -> Accuracy:
+        """Train to the end; returns the last evaluation."""
+        self.sync()
+        accuracy = self.evaluate(0, {})
+        for step in range(1, self.settings.total_steps + 1):
+            values = self.train_step(step)
+            if self._evaluation_due(step):
+                accuracy = self.evaluate(step, values)
+            self.log.write(step, values)
+        return accuracy
+
+    def train_step(self, step: int) -> dict[str, float]:
+        """Roll out, eliminate, plan, train, sync; returns the step's metrics."""
+        watch = Stopwatch()
+        with watch.stage("rollout"):
+            batch = self.roll_out(step)
+        kept, values = self.eliminate(batch, step)
+        plan = self.plan(step, kept)
+        outcome = self.train(plan)
+        self.producer.release(batch.group_ids)
+        with watch.stage("sync"):
+            values |= self.sync()
+        values |= outcome | batch.metrics() | watch.values() | _usage(batch, plan)
+        self.progress.step(step, values)
+        return values
+
+    def roll_out(self, step: int) -> RolloutBatch:
+        settings = self.settings
+        return roll_out(
+            self.producer,
+            self.prompts.take(settings.prompts_per_step),
+            label=f"step-{step}",
+            samples_per_prompt=settings.samples_per_prompt,
+            sampling=settings.sampling,
+            idle=self._idle,
+        )
+
+    def eliminate(self, batch: RolloutBatch, step: int) -> tuple[Sequence[Group], dict[str, float]]:
+        groups: Sequence[Group] = batch.groups
+        if self.settings.permute_rewards:
+            groups = permute_rewards(groups, seed=self.settings.seed * 1_000_003 + step)
+        result = eliminate(groups, self.settings.zero_variance)
+        counts = {f"rollout/groups/{kind}": float(count) for kind, count in result.counts.items()}
+        return result.kept, counts | {"rollout/zero_variance_rate": result.zero_variance_rate}
+
+    def plan(self, step: int, groups: Sequence[Group]) -> StepPlan:
+        settings = self.settings
+        samples, advantages = assign_advantages(groups, normalize_std=settings.normalize_std)
+        return plan_step(
+            step,
+            samples,
+            advantages,
+            dp_size=self.worker.layout.dp_size,
+            optimizer_steps=settings.optimizer_steps_per_batch,
+            tokens_per_micro_batch=settings.tokens_per_micro_batch,
+            micro_batch_multiple=settings.micro_batch_multiple,
+            seed=settings.seed,
+        )
+
+    def train(self, plan: StepPlan) -> dict[str, float]:
+        """Every rank trains. Raises `NonFiniteRun` after too many steps with a NaN or Inf."""
+        self.control.send(Train(plan))
+        outcome = self.worker.train(plan)
+        self._nonfinite = 0 if outcome.finite else self._nonfinite + 1
+        if not outcome.finite:
+            where = self.worker.rollouts_directory / f"nonfinite-step-{plan.step}"
+            self.progress.say(f"step {plan.step}: NaN or Inf in loss or gradients; nothing was applied, batch in {where}")
+            if self._nonfinite >= self.settings.max_nonfinite_steps:
+                raise NonFiniteRun(
+                    f"{self._nonfinite} steps in a row had NaN or Inf in loss or gradients "
+                    f"(train.max_nonfinite_steps={self.settings.max_nonfinite_steps}); the batches are in {where.parent}"
+                )
+        return outcome.metrics.values() | outcome.seconds | {"train/nonfinite": float(not outcome.finite)}
+
+    def sync(self) -> dict[str, float]:
+        """Send the weights to every engine under the next version."""
+        command = self.weights.next_command()
+        self.control.send(command)
+        values = self.weights.push(command, self.worker)
+        self.producer.set_version(command.version)
+        return values
+
+    def evaluate(self, step: int, values: dict[str, float]) -> Accuracy:
+        """Held-out pass@1, added to `values`."""
+        watch = Stopwatch()
+        with watch.stage("eval"):
+            accuracy = evaluate(
+                self.producer,
+                self.prompts.held_out,
+                label=str(step),
+                samples_per_prompt=self.settings.eval_samples_per_prompt,
+                sampling=self.settings.eval_sampling,
+                idle=self._idle,
+            )
+        values |= accuracy.metrics() | watch.seconds
+        self.progress.say(
+            f"step {step}: held-out accuracy {accuracy.accuracy:.3f} ± {accuracy.half_width:.3f} "
+            f"({accuracy.questions} questions x {self.settings.eval_samples_per_prompt}, "
+            f"{accuracy.parseable:.1%} parseable)"
+        )
+        if step == 0:
+            self.log.write(0, values)
+        return accuracy
+
+    def finish(self, save_to: Path | None, source: Path) -> None:
+        """Save the weights if asked to and let every rank end."""
+        if save_to is not None:
+            self.control.send(SaveWeights(str(save_to)))
+            self.worker.save(source, save_to, self.weights.dtype)
+        self.control.send(Finish())
+        self.producer.stop()
+
+    def _evaluation_due(self, step: int) -> bool:
+        every = self.settings.eval_every
+        return step == self.settings.total_steps or (every > 0 and step % every == 0)
+
+    def _idle(self) -> None:
+        self.check_services()
+        self.control.send(Wait())
+
+
+def _usage(batch: RolloutBatch, plan: StepPlan) -> dict[str, float]:
+    """How much of what was generated is trained on."""
+    trained = sum(sample.num_trainable for sample in plan.samples)
+    wasted = 1.0 - trained / batch.generated_tokens if batch.generated_tokens else 0.0
+    return {
+        "rollout/wasted_token_fraction": wasted,
+        "train/samples": float(len(plan.samples)),
+        "train/optimizer_steps": float(len(plan.optimizer_steps)),
+        "train/micro_batches": float(sum(len(step.micro_batches[0]) for step in plan.optimizer_steps)),
+    }
+
+

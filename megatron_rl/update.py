@@ -1,0 +1,60 @@
+"""The update: optimizer steps over the micro-batches of one rollout batch.
+
+Invariant: the gradient is that of the loss with the plan's global denominators, whatever the split over ranks and
+micro-batches; a step in which any rank meets a NaN or Inf changes no parameter on any rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatron_rl.batching import MicroBatch
+from megatron_rl.contracts import Denominators
+from megatron_rl.losses import PolicyLoss
+from megatron_rl.mcore.optimizer import DistributedAdam, StepResult
+from megatron_rl.mcore.replay import RouteReplay
+from megatron_rl.mcore.schedule import run_schedule
+from megatron_rl.old_policy import OldPolicy
+from megatron_rl.response_logprobs import ResponseLogprobs
+from megatron_rl.watching.metric_sums import MetricSums
+
+
+def update_policy(
+    models: Sequence[torch.nn.Module],
+    optimizer: DistributedAdam,
+    batches: Sequence[MicroBatch],
+    old: Sequence[OldPolicy],
+    denominators: Denominators,
+    *,
+    logprobs: ResponseLogprobs,
+    loss: PolicyLoss,
+    replay: RouteReplay | None,
+    metrics: MetricSums,
+    dp_size: int,
+) -> StepResult:
+    """One optimizer step: forward, backward, agreed finite check, AdamW.
+
+    `train/loss` is the sum over data-parallel ranks (each adds its local part with weight 1 / dp_size), averaged over
+    the optimizer steps of the batch.
+    """
+
+    def policy_loss(logits: torch.Tensor, index: int) -> tuple[torch.Tensor, Any]:
+        logprob, _ = logprobs(logits, batches[index])
+        result = loss(logprob, old[index].response, old[index].groups, denominators)
+        metrics.add(result.sums, result.maxima)
+        return result.loss, result.loss.detach().clone()
+
+    optimizer.zero_grad()
+    losses = run_schedule(models, [b.packed for b in batches], policy_loss, forward_only=False, replay=replay)
+    total = float(sum(losses)) if losses else 0.0
+    result = optimizer.step(loss_is_finite=math.isfinite(total))
+    if losses:
+        metrics.add_mean("train/loss", total, 1.0 / dp_size)
+    if result.stepped:
+        metrics.add_mean("train/grad_norm", result.grad_norm, 1.0)
+    metrics.add_mean("train/lr", result.lr, 1.0)
+    return result

@@ -1,0 +1,120 @@
+"""What every training rank does when it is told to: train a planned step, export weights, save them.
+
+Invariant: a worker acts only on commands that all ranks received; each method is a collective that every rank enters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+
+from megatron_rl.batching import Batcher, MicroBatch
+from megatron_rl.contracts import Rollout, StepPlan
+from megatron_rl.control import gather_bytes
+from megatron_rl.losses import PolicyLoss
+from megatron_rl.mcore.hf_config import MoeModelConfig
+from megatron_rl.mcore.hf_weights import iterate_hf_weights, save_hf_weights
+from megatron_rl.mcore.optimizer import DistributedAdam
+from megatron_rl.mcore.parallel import RankLayout
+from megatron_rl.mcore.replay import RouteReplay
+from megatron_rl.old_policy import compute_old_policy
+from megatron_rl.payload_exchange import Consumer, exchange_payloads
+from megatron_rl.response_logprobs import ResponseLogprobs
+from megatron_rl.rollout import codec
+from megatron_rl.rollout.payload_store import read_payload
+from megatron_rl.update import update_policy
+from megatron_rl.watching.metric_sums import MetricSums
+from megatron_rl.watching.stopwatch import Stopwatch
+
+
+@dataclass(frozen=True)
+class TrainOutcome:
+    """finite False: a NaN or Inf appeared, the rest of the step was not applied and the batch was saved."""
+
+    finite: bool
+    metrics: MetricSums
+    seconds: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One rank's model, optimizer and stages."""
+
+    layout: RankLayout
+    consumers: Sequence[Consumer]
+    model: MoeModelConfig
+    models: Sequence[torch.nn.Module]
+    optimizer: DistributedAdam
+    batcher: Batcher
+    logprobs: ResponseLogprobs
+    loss: PolicyLoss
+    replay: RouteReplay | None
+    rollouts_directory: Path
+
+    def train(self, plan: StepPlan) -> TrainOutcome:
+        """Run one planned step. Metrics are merged over all ranks, on all ranks."""
+        watch, metrics = Stopwatch(), MetricSums()
+        with watch.stage("exchange"):
+            payloads = exchange_payloads(
+                plan, self.consumers, self.layout.rank, self.layout.control_group, read_payload
+            )
+            steps = self.batcher.optimizer_steps(plan, self.layout.dp_rank, payloads)
+        finite = self._run(plan, steps, watch, metrics)
+        if not finite:
+            self._save_batch(plan, payloads)
+        merged = [MetricSums.from_bytes(data) for data in gather_bytes(metrics.to_bytes(), self.layout.control_group)]
+        return TrainOutcome(finite, MetricSums().merge(merged), watch.seconds)
+
+    def export(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights under Hugging Face names; every rank must exhaust it."""
+        return iterate_hf_weights(self.models, self.model, dtype)
+
+    def save(self, source: Path, target: Path, dtype: torch.dtype) -> None:
+        """Write the weights in Hugging Face format, with the tokenizer and configuration of `source`."""
+        save_hf_weights(self.models, self.model, source=source, target=target, dtype=dtype)
+
+    def _run(
+        self, plan: StepPlan, steps: Sequence[Sequence[MicroBatch]], watch: Stopwatch, metrics: MetricSums
+    ) -> bool:
+        flat = [batch for step in steps for batch in step]
+        if not flat:
+            return True
+        shared = {"logprobs": self.logprobs, "loss": self.loss, "replay": self.replay, "metrics": metrics}
+        with watch.stage("old_policy"):
+            old = compute_old_policy(self.models, flat, **shared)
+        position = 0
+        with watch.stage("train"):
+            for planned, batches in zip(plan.optimizer_steps, steps, strict=True):
+                result = update_policy(
+                    self.models,
+                    self.optimizer,
+                    batches,
+                    old[position : position + len(batches)],
+                    planned.denominators,
+                    dp_size=self.layout.dp_size,
+                    **shared,
+                )
+                position += len(batches)
+                if not result.stepped:
+                    return False
+        return True
+
+    def _save_batch(self, plan: StepPlan, payloads: dict[int, Rollout]) -> None:
+        """Keep what this rank trained on, in the codec's format, for whoever looks for the cause."""
+        directory = self.rollouts_directory / f"nonfinite-step-{plan.step}"
+        directory.mkdir(parents=True, exist_ok=True)
+        with (directory / f"rank-{self.layout.rank}.bin").open("wb") as file:
+            for index in sorted(payloads):
+                data = codec.encode(payloads[index])
+                file.write(len(data).to_bytes(8, "little") + data)
+
+
+def gather_consumers(layout: RankLayout, moe_rows: tuple[int, ...]) -> list[Consumer]:
+    """Every rank as a receiver of payloads, in rank order (a collective)."""
+    mine = Consumer(dp_rank=layout.dp_rank, node=layout.node, moe_rows=moe_rows)
+    everyone = gather_bytes(msgspec.msgpack.encode(mine), layout.control_group)
+    return [msgspec.msgpack.decode(data, type=Consumer) for data in everyone]
