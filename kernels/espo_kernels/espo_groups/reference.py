@@ -1,0 +1,44 @@
+"""Entropy groups in the paper's notation, one sequence and one group at a time.
+
+Invariant: this is the definition; every other backend is tested against it.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+from espo_kernels.espo_groups.settings import GroupSettings
+from espo_kernels.segments import MASKED
+
+
+def groups_reference(
+    old_entropies: torch.Tensor, cu_seqlens: torch.Tensor, mask: torch.Tensor, settings: GroupSettings
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(group_id[T], clip[B, K], count[B, K]); arithmetic in float64 for float64 entropies, else float32."""
+    e = old_entropies if old_entropies.dtype == torch.float64 else old_entropies.float()
+    num_sequences, K = cu_seqlens.numel() - 1, settings.num_groups
+    group_id = torch.full(e.shape, MASKED, dtype=torch.uint8, device=e.device)
+    clip = torch.zeros(num_sequences, K, dtype=e.dtype, device=e.device)
+    count = torch.zeros(num_sequences, K, dtype=torch.int32, device=e.device)
+    offsets = cu_seqlens.tolist()
+    for i, (start, end) in enumerate(pairwise(offsets)):
+        tokens = start + mask[start:end].nonzero().flatten()
+        n = tokens.numel()
+        by_entropy = tokens[e[tokens].sort(descending=True, stable=True).indices]  # ties keep their positions
+        ranks = [0, *settings.first_ranks(n), n]
+        for tau in range(K):
+            members = by_entropy[ranks[tau] : ranks[tau + 1]]
+            group_id[members] = tau
+            count[i, tau] = members.numel()
+            if members.numel():
+                clip[i, tau] = clip_width(e[members].mean(), settings)
+    return group_id, clip, count
+
+
+def clip_width(mean_entropy: torch.Tensor, settings: GroupSettings) -> torch.Tensor:
+    """ε_τ = max(min_clip, α · mean_{t∈τ} e_t / log|V|), or the fixed width. NaN stays NaN."""
+    if settings.fixed_clip is not None:
+        return torch.full_like(mean_entropy, settings.fixed_clip)
+    return (settings.scale * mean_entropy).clamp_min(settings.min_clip)

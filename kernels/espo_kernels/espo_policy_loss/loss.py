@@ -1,0 +1,164 @@
+"""The public function `espo_policy_loss`: checks, then one backend.
+
+Invariant: the loss is what an optimiser minimises, −J; its sum over context-parallel ranks is the loss of the batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from espo_kernels.arguments import (
+    require_cu_seqlens_values,
+    require_finite,
+    require_floating,
+    require_mask,
+    require_one_device,
+    require_packed,
+    require_shape,
+)
+from espo_kernels.backends import Backend, checks_values, resolve_backend
+from espo_kernels.espo_groups import EspoGroups
+from espo_kernels.espo_policy_loss.inputs import LossInputs, RatioDenominator
+from espo_kernels.espo_policy_loss.metrics import EspoMetrics
+from espo_kernels.segments import MASKED
+
+
+class EspoResult(NamedTuple):
+    """loss: scalar to minimise, differentiable in logprobs. metrics: detached, see `EspoMetrics`."""
+
+    loss: torch.Tensor
+    metrics: EspoMetrics
+
+
+def espo_policy_loss(
+    logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    groups: EspoGroups,
+    *,
+    num_sequences: float | torch.Tensor | None = None,
+    ratio_denominator: RatioDenominator = "current",
+    loss_mask: torch.Tensor | None = None,
+    cp_group: dist.ProcessGroup | None = None,
+    backend: Backend = "auto",
+) -> EspoResult:
+    """The ESPO loss −J, to minimise (arXiv 2512.00499 v2, Eq. 7 to 9).
+
+        s_τ = exp(mean_{t∈τ} (log π_θ − log π_old))        s_t = sg[s_τ] · π_θ(y_t) / sg[π_θ(y_t)]
+        J   = 1/B Σ_i 1/K_i Σ_τ 1/|τ| Σ_{t∈τ} min(s_t A_t, clip(s_t, 1 − ε_τ, 1 + ε_τ) A_t)
+
+    |log s| is clamped at 10 (the value, not the gradient). K_i counts the non-empty groups of sequence i; a sequence
+    without unmasked tokens contributes nothing. The gradient of an unmasked token with A ≠ 0 is zero exactly where
+    (A > 0 and s > 1 + ε) or (A < 0 and s < 1 − ε), and −s_t A_t / (B K_i |τ|) elsewhere.
+    One group with a fixed clip is GSPO-token; one-token groups are PPO-clip averaged over tokens, then sequences.
+
+    Args:
+        logprobs, old_logprobs: [T] float, nats, log π_θ(y_t) and log π_old(y_t). Gradient flows through the first.
+        advantages: [T] float, per token.
+        cu_seqlens: [B + 1] integers, from 0 to T, not decreasing.
+        groups: of `espo_groups`, for these tokens and sequences.
+        num_sequences: B, a constant of the global batch when this call is one micro-batch of it. None: the sequences
+            of this call with a non-zero advantage on an unmasked token.
+        ratio_denominator: "current" as above; "old" is Eq. 9 as printed, s_t = sg[s_τ] · π_θ(y_t) / sg[π_old(y_t)].
+        loss_mask: [T] bool. Tokens masked here or in `groups` belong to no group, |τ| counts those that remain.
+        cp_group: ranks that hold other tokens of the same B sequences (one all-reduce of [B, 2K + 1]). Each returns its
+            part of the loss: the loss is their sum.
+
+    Returns:
+        EspoResult(loss, metrics). loss is a float32 scalar (float64 for float64 logprobs).
+
+    Raises:
+        ValueError or TypeError naming the argument. NaN or infinite inputs on unmasked tokens and a wrong cu_seqlens
+        raise on CPU, and on CUDA with ESPO_KERNELS_DEBUG=1; otherwise the loss is NaN.
+    """
+    inputs = LossInputs(
+        old_logprobs=old_logprobs.detach(),
+        advantages=advantages.detach(),
+        cu_seqlens=cu_seqlens,
+        group_id=groups.group_id,
+        clip=groups.clip,
+        loss_mask=loss_mask,
+        ratio_denominator=ratio_denominator,
+        num_sequences=num_sequences,
+        cp_group=cp_group,
+    )
+    _check(logprobs, inputs)
+    match resolve_backend(backend, logprobs):
+        case "triton":
+            from espo_kernels.espo_policy_loss.triton_kernels import loss_triton
+
+            loss, gradient, metrics = loss_triton(logprobs.detach(), inputs)
+            return EspoResult(_WithGradient.apply(logprobs, loss, gradient), metrics)
+        case "cpu":
+            from espo_kernels.espo_policy_loss.cpu import loss_cpu
+
+            loss, gradient, metrics = loss_cpu(logprobs.detach(), inputs)
+            return EspoResult(_WithGradient.apply(logprobs, loss, gradient), metrics)
+    from espo_kernels.espo_policy_loss.reference import loss_reference
+
+    return EspoResult(*loss_reference(logprobs, inputs))
+
+
+class _WithGradient(torch.autograd.Function):
+    """A scalar whose gradient was computed together with it."""
+
+    @staticmethod
+    def forward(ctx: Any, logprobs: torch.Tensor, loss: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gradient)
+        ctx.dtype = logprobs.dtype
+        return loss.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_loss: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return (gradient * grad_loss).to(ctx.dtype), None, None
+
+
+def _check(logprobs: torch.Tensor, inputs: LossInputs) -> None:
+    require_packed("logprobs", logprobs, inputs.cu_seqlens)
+    named = {"logprobs": logprobs, "old_logprobs": inputs.old_logprobs, "advantages": inputs.advantages}
+    for name, tensor in named.items():
+        require_floating(name, tensor)
+        require_shape(name, tensor, (logprobs.numel(),), "logprobs")
+    require_shape("groups.group_id", inputs.group_id, (logprobs.numel(),), "logprobs")
+    if inputs.group_id.dtype != torch.uint8:
+        raise TypeError(f"groups.group_id has dtype {inputs.group_id.dtype}: must be uint8, as espo_groups returns it")
+    if inputs.clip.dim() != 2 or inputs.clip.shape[0] != inputs.cu_seqlens.numel() - 1 or inputs.clip.shape[1] < 1:
+        raise ValueError(
+            f"groups.clip has shape {tuple(inputs.clip.shape)}: must be [B, K] for the "
+            f"{inputs.cu_seqlens.numel() - 1} sequences of cu_seqlens"
+        )
+    require_mask(inputs.loss_mask, logprobs.numel(), "logprobs")
+    require_one_device(
+        **named,
+        cu_seqlens=inputs.cu_seqlens,
+        group_id=inputs.group_id,
+        clip=inputs.clip,
+        loss_mask=inputs.loss_mask,
+    )
+    if inputs.ratio_denominator not in ("current", "old"):
+        raise ValueError(f"ratio_denominator={inputs.ratio_denominator!r}: must be 'current' or 'old'")
+    if isinstance(inputs.num_sequences, (int, float)) and not inputs.num_sequences > 0:
+        raise ValueError(f"num_sequences={inputs.num_sequences}: must be positive (skip a step without sequences)")
+    if checks_values(logprobs):
+        _check_values(named, inputs)
+
+
+def _check_values(named: dict[str, torch.Tensor], inputs: LossInputs) -> None:
+    require_cu_seqlens_values(inputs.cu_seqlens, inputs.group_id.numel())
+    members = inputs.members()
+    strays = ((members != MASKED) & (members >= inputs.num_groups)).nonzero()
+    if strays.numel():
+        at = int(strays[0])
+        raise ValueError(
+            f"groups.group_id[{at}] is {int(members[at])}: must be below {inputs.num_groups}, the groups of groups.clip"
+        )
+    for name, tensor in named.items():
+        require_finite(name, tensor, members != MASKED)
+    if not bool(torch.isfinite(inputs.clip).all()):
+        raise ValueError("groups.clip has NaN or infinite entries: were the old entropies finite?")

@@ -1,0 +1,111 @@
+"""Diagnostics of the loss, kept as sums so that they reduce exactly over micro-batches and ranks.
+
+Invariant: no field is a mean; merging the parts of a batch in any order gives the metrics of the whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+
+from espo_kernels.segments import MASKED
+
+
+@dataclass(frozen=True)
+class EspoMetrics:
+    """One entry per entropy group, [K] float64 on the loss's device, from the highest entropies to the lowest.
+
+    tokens: unmasked tokens. clipped_low, clipped_high: tokens whose gradient the clip removes (A < 0 and s < 1 − ε;
+    A > 0 and s > 1 + ε). ratio_sum, ratio_square_sum, ratio_min, ratio_max: of s_t over tokens (±inf where there are
+    none). groups: non-empty (sequence, group) pairs. epsilon_sum: of their ε.
+    All but the two extremes add up over micro-batches, data-parallel and context-parallel ranks.
+    """
+
+    tokens: torch.Tensor
+    clipped_low: torch.Tensor
+    clipped_high: torch.Tensor
+    ratio_sum: torch.Tensor
+    ratio_square_sum: torch.Tensor
+    groups: torch.Tensor
+    epsilon_sum: torch.Tensor
+    ratio_min: torch.Tensor
+    ratio_max: torch.Tensor
+
+    def merge(self, other: EspoMetrics) -> EspoMetrics:
+        """The metrics of both parts together."""
+        joined = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
+        joined["ratio_min"] = torch.minimum(self.ratio_min, other.ratio_min)
+        joined["ratio_max"] = torch.maximum(self.ratio_max, other.ratio_max)
+        return EspoMetrics(**joined)
+
+    def means(self) -> dict[str, torch.Tensor]:
+        """[2] tensors (weighted sum, weight) by name: add them up, divide at the end.
+
+        `clip_fraction_low`, `clip_fraction_high`, `ratio_mean`, `ratio_square_mean` per token and `epsilon_mean` per
+        group; the same with `/group<k>` for each group. The normalised effective sample size of what was added is
+        ratio_mean² / ratio_square_mean.
+        """
+        pairs = {
+            "clip_fraction_low": (self.clipped_low, self.tokens),
+            "clip_fraction_high": (self.clipped_high, self.tokens),
+            "ratio_mean": (self.ratio_sum, self.tokens),
+            "ratio_square_mean": (self.ratio_square_sum, self.tokens),
+            "epsilon_mean": (self.epsilon_sum, self.groups),
+        }
+        named = {}
+        for name, (total, weight) in pairs.items():
+            by_group = torch.stack((total, weight), dim=1)
+            named[name] = by_group.sum(0)
+            named |= {f"{name}/group{k}": row for k, row in enumerate(by_group)}
+        return named
+
+    def maxima(self) -> dict[str, torch.Tensor]:
+        """Scalars whose maximum over parts is that of the whole: `ratio_max` and `ratio_min_negated`."""
+        return {"ratio_max": self.ratio_max.max(), "ratio_min_negated": -self.ratio_min.min()}
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """Finished scalars: every mean of `means`, `ess` (in (0, 1]), `ratio_min`, `ratio_max`. 0/0 is NaN."""
+        finished = {name: pair[0] / pair[1] for name, pair in self.means().items()}
+        for name in [name for name in finished if name.startswith("ratio_mean")]:
+            square = finished[name.replace("ratio_mean", "ratio_square_mean")]
+            finished[name.replace("ratio_mean", "ess")] = finished[name] ** 2 / square
+        return {**finished, "ratio_min": self.ratio_min.min(), "ratio_max": self.ratio_max.max()}
+
+
+def metrics_from_tokens(
+    s_t: torch.Tensor,
+    eps_t: torch.Tensor,
+    advantages: torch.Tensor,
+    group_id: torch.Tensor,
+    clip: torch.Tensor,
+    nonempty: torch.Tensor,
+    counts_groups: bool,
+) -> EspoMetrics:
+    """Metrics from each token's ratio and clip width ([T]) and each group's ([B, K]).
+
+    counts_groups: False on ranks that hold another part of sequences whose groups are counted elsewhere.
+    """
+    num_groups = clip.shape[1]
+    kept = (group_id != MASKED).nonzero().flatten()
+    k, s, eps, A = group_id[kept].long(), s_t[kept].double(), eps_t[kept].double(), advantages[kept].double()
+
+    def by_group(values: torch.Tensor) -> torch.Tensor:
+        return torch.bincount(k, weights=values.double(), minlength=num_groups)
+
+    def extreme(sign: float) -> torch.Tensor:
+        start = s.new_full((num_groups,), -torch.inf)
+        return sign * start.scatter_reduce(0, k, sign * s, reduce="amax")
+
+    share = 1.0 if counts_groups else 0.0
+    return EspoMetrics(
+        tokens=by_group(torch.ones_like(s)),
+        clipped_low=by_group((A < 0) & (s < 1 - eps)),
+        clipped_high=by_group((A > 0) & (s > 1 + eps)),
+        ratio_sum=by_group(s),
+        ratio_square_sum=by_group(s * s),
+        groups=nonempty.double().sum(0) * share,
+        epsilon_sum=torch.where(nonempty, clip.double(), 0.0).sum(0) * share,
+        ratio_min=extreme(-1.0),
+        ratio_max=extreme(1.0),
+    )

@@ -1,0 +1,54 @@
+"""The public function `quantize_fp8_blockwise`: checks, then one backend.
+
+Invariant: all backends return the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from espo_kernels.arguments import require_floating
+from espo_kernels.backends import Backend, checks_values, resolve_backend
+from espo_kernels.quantize_fp8_blockwise.reference import quantize_reference
+
+
+def quantize_fp8_blockwise(
+    weight: torch.Tensor, *, block: int = 128, power_of_two_scales: bool = False, backend: Backend = "auto"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """e4m3 weights with one scale per block × block square (DeepSeek-V3, arXiv 2412.19437, section 3.3).
+
+        scale_inv = max |w| over the block / 448        fp8 = round_to_nearest_even(w / scale_inv)
+
+    so that w ≈ float(fp8) · scale_inv. Blocks at the right and lower edge may be smaller. A block of zeros has
+    scale_inv 1. A scale is never below 2^-126.
+
+    Args:
+        weight: [..., M, N] float16, bfloat16 or float32. Leading dimensions (stacked experts) are quantised together.
+        block: side of a block, a power of two of at least 16.
+        power_of_two_scales: round scale_inv up to a power of two (the UE8M0 scales of some engines).
+
+    Returns:
+        (fp8[..., M, N] float8_e4m3fn, scale_inv[..., ⌈M/block⌉, ⌈N/block⌉] float32).
+
+    Raises:
+        ValueError or TypeError naming the argument. NaN and infinite weights raise on CPU, and on CUDA with
+        ESPO_KERNELS_DEBUG=1; otherwise their block's scale_inv is NaN.
+    """
+    require_floating("weight", weight)
+    if weight.dtype == torch.float64:
+        raise TypeError("weight has dtype torch.float64: must be float16, bfloat16 or float32")
+    if weight.dim() < 2:
+        raise ValueError(f"weight has shape {tuple(weight.shape)}: must be [..., M, N]")
+    if block < 16 or block & (block - 1):
+        raise ValueError(f"block={block}: must be a power of two of at least 16")
+    weight = weight.detach()
+    if resolve_backend(backend, weight) == "triton":
+        from espo_kernels.quantize_fp8_blockwise.triton_kernel import quantize_triton
+
+        fp8, scale_inv = quantize_triton(weight.contiguous(), block, power_of_two_scales)
+    else:
+        fp8, scale_inv = quantize_reference(weight, block, power_of_two_scales)
+    if checks_values(weight) and not bool(torch.isfinite(scale_inv).all()):
+        at = tuple((~torch.isfinite(scale_inv)).nonzero()[0].tolist())
+        raise ValueError(f"weight has NaN or infinite entries in block {at}: must be finite")
+    return fp8, scale_inv

@@ -1,0 +1,38 @@
+"""Block quantisation in plain torch.
+
+Invariant: this is the definition; every other backend produces the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import pad
+
+FP8_MAX = 448.0
+"""Largest finite e4m3 value."""
+SMALLEST_SCALE = 2.0**-126
+"""Smallest normal float32: below it a scale would lose bits, or vanish and divide by zero."""
+
+
+def quantize_reference(
+    weight: torch.Tensor, block: int, power_of_two_scales: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(fp8[..., M, N] float8_e4m3fn, scale_inv[..., ⌈M/block⌉, ⌈N/block⌉] float32)."""
+    *stack, M, N = weight.shape
+    rows, columns = -(-M // block), -(-N // block)
+    padded = pad(weight.float(), (0, columns * block - N, 0, rows * block - M))
+    blocks = padded.view(*stack, rows, block, columns, block)
+    scale_inv = block_scale(blocks.abs().amax(dim=(-3, -1)), power_of_two_scales)
+    scaled = blocks / scale_inv[..., :, None, :, None]
+    fp8 = scaled.to(torch.float8_e4m3fn).view(*stack, rows * block, columns * block)
+    return fp8[..., :M, :N].contiguous(), scale_inv
+
+
+def block_scale(amax: torch.Tensor, power_of_two_scales: bool) -> torch.Tensor:
+    """amax / 448, rounded up to a power of two if asked; 1 for a block of zeros; NaN where amax is not finite."""
+    scale = (amax / FP8_MAX).clamp_min(SMALLEST_SCALE)
+    if power_of_two_scales:
+        mantissa, exponent = torch.frexp(scale)
+        scale = torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).to(exponent.dtype))
+    scale = torch.where(amax == 0, 1.0, scale)
+    return torch.where(torch.isfinite(amax), scale, torch.nan)

@@ -1,0 +1,69 @@
+"""CPU path: compiled loops over rows, split over torch's intra-op threads.
+
+Invariant: reads each logit from memory once per pass and holds nothing of the logits' size besides the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+
+from espo_kernels.token_logprob_entropy.numba_bits import as_bits
+from espo_kernels.token_logprob_entropy.numba_loops import gradients, partial_sums
+from espo_kernels.token_logprob_entropy.vocabulary import TokenStatistics, VocabularyShard, merge_shards
+
+_MIN_LOGITS_PER_THREAD = 1 << 18
+
+
+def forward(logits: torch.Tensor, targets: torch.Tensor, shard: VocabularyShard) -> TokenStatistics:
+    """See `BackendKernels`."""
+    tokens, columns = logits.shape
+    partial = torch.empty(4, tokens, dtype=torch.float32)
+    bits, ids, out = as_bits(logits), targets.long().numpy(), partial.numpy()
+    inverse_temperature = np.float32(shard.inverse_temperature)
+
+    def rows(start: int, end: int) -> None:
+        partial_sums(bits, columns, ids, out, start, end, shard.first, shard.valid, inverse_temperature)
+
+    _over_rows(rows, tokens, columns)
+    return merge_shards(partial, targets, columns, shard)
+
+
+def backward(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    statistics: TokenStatistics,
+    grad_logprob: torch.Tensor,
+    grad_entropy: torch.Tensor | None,
+    shard: VocabularyShard,
+    out: torch.Tensor,
+) -> None:
+    """See `BackendKernels`. `out` may be `logits`."""
+    tokens, columns = logits.shape
+    if grad_entropy is None:
+        grad_entropy = torch.zeros_like(grad_logprob)
+    per_token = torch.stack(
+        (statistics.maximum, statistics.log_sum, statistics.entropy, grad_logprob, grad_entropy)
+    ).numpy()
+    bits, ids, result = as_bits(logits), targets.long().numpy(), as_bits(out)
+    inverse_temperature = np.float32(shard.inverse_temperature)
+
+    def rows(start: int, end: int) -> None:
+        gradients(bits, columns, ids, per_token, result, start, end, shard.first, shard.valid, inverse_temperature)
+
+    _over_rows(rows, tokens, columns)
+
+
+def _over_rows(loop: Callable[[int, int], None], rows: int, columns: int) -> None:
+    # Threads of our own: numba's OpenMP layer ends a process that forks afterwards, and its portable layer is not
+    # safe to enter from two threads.
+    threads = max(1, min(torch.get_num_threads(), rows, rows * columns // _MIN_LOGITS_PER_THREAD))
+    if threads == 1:
+        loop(0, rows)
+        return
+    edges = [rows * i // threads for i in range(threads + 1)]
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(loop, edges[:-1], edges[1:]))

@@ -1,0 +1,114 @@
+"""Row loops compiled by numba, over logits given as raw bits.
+
+Invariant: the compiler may reorder sums (so that they vectorise) but never assumes finite numbers: NaN and +inf reach
+every result of their row.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from espo_kernels.token_logprob_entropy.numba_bits import from_ordered, load, ordered, power_of_two, store
+
+_REORDER = {"reassoc", "contract", "nsz", "arcp"}
+_BLOCK = 4096  # logits between two looks at the running maximum: their bits stay in the first-level cache
+_LOG2_E = np.float32(1.4426950408889634)
+_LN_2 = np.float32(0.6931471805599453)
+_LOWEST = np.float32(-126.0)
+_HALF = np.float32(0.5)
+_MINUS_INF = np.float32(-np.inf)
+
+
+@njit(fastmath=_REORDER, inline="always")
+def _exp2(t: np.float32) -> np.float32:
+    """2^t for −126 ≤ t ≤ 0 to 2 ulp: 2^n times a polynomial (Cephes exp2f) in the remainder, |f| ≤ 1/2."""
+    n = np.int32(t - _HALF)
+    f = t - np.float32(n)
+    p = np.float32(1.535336188319500e-4)
+    p = p * f + np.float32(1.339887440266574e-3)
+    p = p * f + np.float32(9.618437357674640e-3)
+    p = p * f + np.float32(5.550332471162809e-2)
+    p = p * f + np.float32(2.402264791363012e-1)
+    p = p * f + np.float32(6.931472028550421e-1)
+    return (p * f + np.float32(1.0)) * power_of_two(n)
+
+
+# Slices and loops from 0 keep indices free of Python's negative wrap-around, which would turn loads into gathers.
+@njit(fastmath=_REORDER, nogil=True, cache=True)
+def _block_maximum(block):  # type: ignore[no-untyped-def]
+    key = np.int32(-2147483648)
+    for j in range(block.size):
+        key = max(key, ordered(load(block[j])))
+    return from_ordered(key)
+
+
+@njit(fastmath=_REORDER, nogil=True, cache=True)
+def _block_sums(block, maximum, log2_scale):  # type: ignore[no-untyped-def]
+    """Σ 2^t and Σ t 2^t with t = (x − maximum) · log2(e) / τ."""
+    total, weighted = np.float32(0.0), np.float32(0.0)
+    for j in range(block.size):
+        t = (load(block[j]) - maximum) * log2_scale
+        t = _LOWEST if t < _LOWEST else t  # NaN stays NaN
+        p = _exp2(t)
+        total += p
+        weighted += p * t
+    return total, weighted
+
+
+@njit(nogil=True, cache=True)
+def partial_sums(bits, columns, targets, out, start, end, first, valid, inverse_temperature):  # type: ignore[no-untyped-def]
+    """Rows [start, end): out[:, r] = maximum, Σ exp(d), Σ d exp(d), target logit (NaN if not held here)."""
+    log2_scale = inverse_temperature * _LOG2_E
+    for r in range(start, end):
+        row = bits[r * columns : r * columns + valid]
+        maximum, total, weighted = _MINUS_INF, np.float32(0.0), np.float32(0.0)
+        for begin in range(0, valid, _BLOCK):
+            block = row[begin : begin + _BLOCK]
+            highest = _block_maximum(block)
+            if not highest <= maximum:
+                if total > 0:
+                    shift = (maximum - highest) * log2_scale
+                    scale = np.float32(2.0) ** shift
+                    weighted = (weighted + shift * total) * scale if scale > 0 else np.float32(0.0)
+                    total *= scale
+                maximum = highest
+            block_total, block_weighted = _block_sums(block, maximum, log2_scale)
+            total += block_total
+            weighted += block_weighted
+        out[0, r], out[1, r], out[2, r] = maximum, total, weighted * _LN_2
+        local = targets[r] - first
+        out[3, r] = load(row[local]) if 0 <= local < valid else np.float32(np.nan)
+
+
+@njit(fastmath=_REORDER, nogil=True, cache=True)
+def _row_gradient(row, out, maximum, log_sum, entropy, grad_logprob, grad_entropy, inverse_temperature):  # type: ignore[no-untyped-def]
+    log2_scale = inverse_temperature * _LOG2_E
+    log2_sum = log_sum * _LOG2_E
+    flat, slope = grad_logprob + grad_entropy * entropy, grad_entropy * _LN_2
+    for j in range(row.size):
+        t = (load(row[j]) - maximum) * log2_scale - log2_sum
+        t = _LOWEST if t < _LOWEST else t
+        out[j] = store(-_exp2(t) * (flat + slope * t) * inverse_temperature, row[j])
+
+
+@njit(nogil=True, cache=True)
+def gradients(bits, columns, targets, per_token, out, start, end, first, valid, inverse_temperature):  # type: ignore[no-untyped-def]
+    """Rows [start, end) of ∂loss/∂logits; `out` may be `bits`. per_token: maximum, log-sum, H, ∂logprob, ∂entropy."""
+    for r in range(start, end):
+        row, result = bits[r * columns : (r + 1) * columns], out[r * columns : (r + 1) * columns]
+        maximum, log_sum, entropy = per_token[0, r], per_token[1, r], per_token[2, r]
+        grad_logprob, grad_entropy = per_token[3, r], per_token[4, r]
+        local = targets[r] - first
+        held = 0 <= local < valid
+        target_log_p = (load(row[local]) - maximum) * inverse_temperature - log_sum if held else np.float32(0.0)
+        _row_gradient(
+            row[:valid], result[:valid], maximum, log_sum, entropy, grad_logprob, grad_entropy, inverse_temperature
+        )
+        if held:
+            p = np.exp(target_log_p)
+            rest = p * (grad_logprob + grad_entropy * (target_log_p + entropy)) if p > 0 else np.float32(0.0)
+            result[local] = store(np.float32((grad_logprob - rest) * inverse_temperature), row[local])
+        zero = store(np.float32(0.0), row[0])
+        for j in range(valid, columns):
+            result[j] = zero

@@ -1,0 +1,76 @@
+"""Which columns of the vocabulary a rank holds, and how the ranks' partial sums become one softmax.
+
+Invariant: ranks are merged in rank order from the same gathered numbers, so every rank gets bit-equal results.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+LOWEST = -1e30
+"""Stands for −inf in exponents that are multiplied: exp gives 0 and 0 · LOWEST is 0, where 0 · −inf would be NaN."""
+
+
+@dataclass(frozen=True)
+class VocabularyShard:
+    """Columns [first, first + valid) of the vocabulary are this rank's first `valid` logits; the rest is padding."""
+
+    first: int
+    valid: int
+    inverse_temperature: float
+    group: dist.ProcessGroup | None
+
+
+class TokenStatistics(NamedTuple):
+    """[T] float32 each. maximum: of the logits. log_sum: log Σ exp((x − maximum) / τ)."""
+
+    logprob: torch.Tensor
+    entropy: torch.Tensor
+    maximum: torch.Tensor
+    log_sum: torch.Tensor
+
+
+def vocabulary_shard(
+    columns: int, vocab_size: int | None, temperature: float, group: dist.ProcessGroup | None
+) -> VocabularyShard:
+    """This rank's shard; ranks hold equally many columns, in rank order. ValueError for a vocab_size too large."""
+    rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    held = columns * ranks
+    size = held if vocab_size is None else vocab_size
+    if not 0 < size <= held:
+        raise ValueError(f"vocab_size={vocab_size}: must be from 1 to {held}, the columns of logits on {ranks} ranks")
+    first = rank * columns
+    return VocabularyShard(first, min(max(size - first, 0), columns), 1.0 / temperature, group)
+
+
+def merge_shards(partial: torch.Tensor, targets: torch.Tensor, columns: int, shard: VocabularyShard) -> TokenStatistics:
+    """One all-gather, then the softmax of all shards.
+
+    Args:
+        partial: [4, T] float32, of this rank's columns: maximum, Σ exp(d), Σ d · exp(d) with d = (x − maximum) / τ, and
+            the target's logit (NaN where another rank holds it).
+        columns: logits per rank.
+    """
+    shards = partial.unsqueeze(0)
+    if shard.group is not None:
+        gathered = [torch.empty_like(partial) for _ in range(dist.get_world_size(shard.group))]
+        dist.all_gather(gathered, partial.contiguous(), group=shard.group)
+        shards = torch.stack(gathered)
+    maximum = shards[:, 0].amax(0)
+    shift = ((shards[:, 0] - maximum) * shard.inverse_temperature).clamp_min(LOWEST)
+    scale = shift.exp()
+    total = (scale * shards[:, 1]).sum(0)
+    weighted = (scale * (shards[:, 2] + shift * shards[:, 1])).sum(0)
+    owner = torch.div(targets.long(), columns, rounding_mode="floor").clamp(0, shards.shape[0] - 1)
+    target_logit = shards[:, 3].gather(0, owner.unsqueeze(0)).squeeze(0)
+    log_sum = total.log()
+    return TokenStatistics(
+        logprob=(target_logit - maximum) * shard.inverse_temperature - log_sum,
+        entropy=log_sum - weighted / total,
+        maximum=maximum,
+        log_sum=log_sum,
+    )

@@ -1,0 +1,54 @@
+"""Ragged batches for the tests of the objective, drawn by hypothesis.
+
+Invariant: a batch is built from a seed and lengths alone, so a failing example can be replayed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from hypothesis import strategies as st
+
+
+@dataclass(frozen=True)
+class ResponseBatch:
+    """T packed tokens of B sequences; see `espo_policy_loss`."""
+
+    logprobs: torch.Tensor
+    old_logprobs: torch.Tensor
+    advantages: torch.Tensor
+    entropies: torch.Tensor
+    cu_seqlens: torch.Tensor
+    loss_mask: torch.Tensor
+
+
+def response_batch(
+    lengths: list[int], seed: int, *, drift: float = 0.1, tied: bool = False, masked: float = 0.2
+) -> ResponseBatch:
+    """float64 batch. drift: spread of the log ratios. tied: entropies on a coarse grid. masked: share masked."""
+    rng = torch.Generator().manual_seed(seed)
+    tokens = sum(lengths)
+
+    def normal() -> torch.Tensor:
+        return torch.randn(tokens, generator=rng, dtype=torch.float64)
+
+    old = -normal().abs()
+    entropies = normal().abs() ** 2  # many near zero, a few large
+    if tied:
+        entropies = (entropies * 2).round() / 2
+    sequence_level = torch.randn(len(lengths), generator=rng, dtype=torch.float64)
+    advantages = sequence_level.repeat_interleave(torch.tensor(lengths, dtype=torch.long))
+    return ResponseBatch(
+        logprobs=old + drift * normal(),
+        old_logprobs=old,
+        advantages=advantages,
+        entropies=entropies,
+        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0),
+        loss_mask=torch.rand(tokens, generator=rng) >= masked,
+    )
+
+
+ragged_lengths = st.lists(st.one_of(st.just(0), st.just(1), st.integers(2, 40)), min_size=1, max_size=6)
+seeds = st.integers(0, 2**31 - 1)
+fraction_lists = st.sampled_from([(), (0.2,), (0.07,), (0.5, 0.25), (0.2, 0.3, 0.1)])
