@@ -1,7 +1,8 @@
 """Every configuration key, its type and its default, as Hydra structured configs.
 
 Invariant: a key that is not declared here does not exist. Defaults are safe rather than tuned; recipes live in
-`hydra_conf/experiment`. Nothing here imports torch.
+`hydra_conf/experiment`. A limit on a single value stands beside it (`setting`); rules across values are in `rules/`.
+Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from megatron_rl.config.limits import setting
+
 
 @dataclass
 class ModelConfig:
     """The start checkpoint, a directory in Hugging Face format, and the precision it is trained in."""
 
     path: str = MISSING
-    dtype: str = "float32"  # float32 | bfloat16
-    recompute: str = "none"  # none | selective | full
+    dtype: str = setting("float32", choices=("float32", "bfloat16"))
+    recompute: str = setting("none", choices=("none", "selective", "full"))
 
 
 @dataclass
@@ -27,7 +30,9 @@ class AlgoConfig:
 
     name: str = MISSING
     normalize_std: bool = True  # divide group advantages by the group's standard deviation
-    zero_variance: str = "drop"  # drop: groups whose raw correctness does not differ leave the step
+    zero_variance: str = setting(
+        "drop", choices=("drop",)
+    )  # drop: groups whose raw correctness does not differ leave the step
     permute_rewards: bool = False  # control experiment: verdicts shuffled across the batch; nothing can be learnt
 
 
@@ -36,8 +41,8 @@ class GrpoConfig(AlgoConfig):
     """Token-level ratios with asymmetric clipping (DAPO's clip-higher), averaged over the batch's tokens."""
 
     name: str = "grpo"
-    clip_low: float = 0.2
-    clip_high: float = 0.28
+    clip_low: float = setting(0.2, gt=0, lt=1)
+    clip_high: float = setting(0.28, gt=0)
 
 
 @dataclass
@@ -45,8 +50,8 @@ class GspoConfig(AlgoConfig):
     """Sequence-level ratios with gradients through the tokens (GSPO-token)."""
 
     name: str = "gspo"
-    clip_low: float = 3e-4
-    clip_high: float = 4e-4
+    clip_low: float = setting(3e-4, gt=0, lt=1)
+    clip_high: float = setting(4e-4, gt=0)
 
 
 @dataclass
@@ -54,58 +59,62 @@ class EspoConfig(AlgoConfig):
     """Entropy-grouped importance sampling with entropy-adaptive clipping."""
 
     name: str = "espo"
-    alpha: float = 0.02
+    alpha: float = setting(0.02, ge=0)
     fractions: list[float] = field(default_factory=lambda: [0.2])  # [] = one group: no grouping
-    min_clip: float = 3e-4
-    fixed_clip: float | None = None  # ablation: one epsilon for every group instead of the adaptive one
-    ratio_denominator: str = "current"  # current | old
+    min_clip: float = setting(3e-4, ge=0, lt=1)
+    fixed_clip: float | None = setting(
+        None, gt=0, lt=1
+    )  # ablation: one epsilon for every group instead of the adaptive one
+    ratio_denominator: str = setting("current", choices=("current", "old"))
 
 
 @dataclass
 class DataConfig:
     """Where prompts come from and how they are split into train and held-out questions."""
 
-    source: str = MISSING  # column_addition | two_digit_addition | jsonl | reasoning_gym
+    source: str = setting(MISSING, choices=("column_addition", "two_digit_addition", "jsonl", "reasoning_gym"))
     train_path: str | None = None  # jsonl only
     eval_path: str | None = None  # jsonl only; null: num_eval questions are held out of train_path
     task: str | None = None  # reasoning_gym only: the generator's name
     task_config: dict[str, Any] = field(default_factory=dict)  # reasoning_gym only: the generator's own settings
-    num_train: int = 24000
-    num_eval: int = 512
+    num_train: int = setting(24000, ge=1)
+    num_eval: int = setting(512, ge=1)
     shuffle: bool = True
-    seed: int = 0
-    on_bad_row: str = "fail"  # fail | skip
-    max_prompt_tokens: int = 1024
+    seed: int = setting(0, ge=0)
+    on_bad_row: str = setting("fail", choices=("fail", "skip"))
+    max_prompt_tokens: int = setting(1024, ge=1)
 
 
 @dataclass
 class RewardConfig:
     """How a response is judged."""
 
-    name: str = "exact_match"
-    answer: str = "last_number"  # last_number | last_line | boxed: where the final answer is looked for
-    timeout_s: float = 10.0
+    name: str = setting("exact_match", choices=("exact_match",))
+    answer: str = setting(
+        "last_number", choices=("last_number", "last_line", "boxed")
+    )  # where the final answer is looked for
+    timeout_s: float = setting(10.0, gt=0)
 
 
 @dataclass
 class EngineConfig:
     """SGLang servers: started and watched by the run (managed), or already running (external)."""
 
-    mode: str = "managed"  # managed | external
+    mode: str = setting("managed", choices=("managed", "external"))
     urls: list[str] = field(default_factory=list)  # external only
     key_file: str | None = None  # external only: a 0600 file with {"api_key": ..., "admin_api_key": ...}
-    count: int = 1  # managed only: engines per node
-    tp: int = 1
-    ep: int = 1
-    device: str = "auto"  # auto | cpu | cuda
-    dtype: str = "float32"
+    count: int = setting(1, ge=1)  # managed only: engines per node
+    tp: int = setting(1, ge=1)
+    ep: int = setting(1, ge=1)
+    device: str = setting("auto", choices=("auto", "cpu", "cuda"))
+    dtype: str = setting("float32", choices=("float32", "bfloat16"))
     quantization: str | None = None
-    max_running_requests: int = 256
-    max_total_tokens: int = 16384
-    threads: int = 1
-    start_timeout_s: float = 180.0
-    request_timeout_s: float = 120.0
-    retries: int = 2
+    max_running_requests: int = setting(256, ge=1)
+    max_total_tokens: int = setting(16384, ge=1)
+    threads: int = setting(1, ge=1)
+    start_timeout_s: float = setting(180.0, gt=0)
+    request_timeout_s: float = setting(120.0, gt=0)
+    retries: int = setting(2, ge=0)
     extra_args: list[str] = field(default_factory=list)
 
 
@@ -113,72 +122,72 @@ class EngineConfig:
 class ParallelConfig:
     """Megatron's parallel sizes. Data parallelism is what is left of the world."""
 
-    tp: int = 1
-    pp: int = 1
-    vpp: int | None = None
-    cp: int = 1
-    ep: int = 1
-    etp: int = 1
+    tp: int = setting(1, ge=1)
+    pp: int = setting(1, ge=1)
+    vpp: int | None = setting(None, ge=1)
+    cp: int = setting(1, ge=1)
+    ep: int = setting(1, ge=1)
+    etp: int = setting(1, ge=1)
     sequence_parallel: bool = False
-    timeout_s: float = 600.0
+    timeout_s: float = setting(600.0, gt=0)
 
 
 @dataclass
 class RolloutConfig:
     """One rollout batch: prompts x samples, drawn from the untruncated distribution."""
 
-    prompts_per_step: int = 64
-    samples_per_prompt: int = 8
-    max_new_tokens: int = MISSING
-    temperature: float = 1.0
+    prompts_per_step: int = setting(64, ge=1)
+    samples_per_prompt: int = setting(8, ge=2)
+    max_new_tokens: int = setting(MISSING, ge=1)
+    temperature: float = setting(1.0, gt=0)
     train_truncated: bool = True  # whether a response cut at max_new_tokens receives a loss
-    max_staleness: int = 0
+    max_staleness: int = setting(0, ge=0)
 
 
 @dataclass
 class OptimizerConfig:
     """AdamW and its schedule, counted in optimizer steps."""
 
-    lr: float = 3e-4
-    warmup_steps: int = 5
-    decay: str = "linear"  # constant | linear | cosine
-    min_lr_ratio: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    clip_grad: float = 1.0
+    lr: float = setting(3e-4, ge=0)
+    warmup_steps: int = setting(5, ge=0)
+    decay: str = setting("linear", choices=("constant", "linear", "cosine"))
+    min_lr_ratio: float = setting(0.1, ge=0, le=1)
+    beta1: float = setting(0.9, ge=0, lt=1)
+    beta2: float = setting(0.95, ge=0, lt=1)
+    eps: float = setting(1e-8, gt=0)
+    weight_decay: float = setting(0.0, ge=0)
+    clip_grad: float = setting(1.0, ge=0)  # 0: no clipping
 
 
 @dataclass
 class TrainConfig:
     """One training step: how many optimizer steps a rollout batch is split into, and how big a micro-batch is."""
 
-    total_steps: int = MISSING
-    optimizer_steps_per_batch: int = 4
-    tokens_per_micro_batch: int = 8192
-    logit_chunk_tokens: int = 4096  # rows of logits turned into log-probabilities at a time
+    total_steps: int = setting(MISSING, ge=1)
+    optimizer_steps_per_batch: int = setting(4, ge=1)
+    tokens_per_micro_batch: int = setting(8192, ge=1)
+    logit_chunk_tokens: int = setting(4096, ge=1)  # rows of logits turned into log-probabilities at a time
     replay_routes: bool = True
-    max_nonfinite_steps: int = 3  # consecutive steps with NaN or Inf after which the run stops
+    max_nonfinite_steps: int = setting(3, ge=1)  # consecutive steps with NaN or Inf after which the run stops
 
 
 @dataclass
 class EvalConfig:
     """Sampled pass@1 on the held-out questions, at the training temperature unless told otherwise."""
 
-    every: int = 10  # steps; 0: only at the start and the end
-    samples_per_prompt: int = 4
-    temperature: float | None = None
+    every: int = setting(10, ge=0)  # steps; 0: only at the start and the end
+    samples_per_prompt: int = setting(4, ge=1)
+    temperature: float | None = setting(None, ge=0)  # null: the training temperature
 
 
 @dataclass
 class SyncConfig:
     """How new weights reach the engines."""
 
-    transport: str = "distributed"  # distributed | disk
-    bucket_mb: float = 256.0
-    audit_every: int = 10  # syncs; the first sync is always audited, 0: only that one
-    timeout_s: float = 120.0
+    transport: str = setting("distributed", choices=("distributed", "disk"))
+    bucket_mb: float = setting(256.0, gt=0)
+    audit_every: int = setting(10, ge=0)  # syncs; the first sync is always audited, 0: only that one
+    timeout_s: float = setting(120.0, gt=0)
 
 
 @dataclass
@@ -187,7 +196,7 @@ class LoggerConfig:
 
     tensorboard: bool = True
     progress: bool = True
-    save_rollouts_every: int = 0  # steps; 0: only batches that a non-finite step leaves behind
+    save_rollouts_every: int = setting(0, ge=0)  # steps; 0: only batches that a non-finite step leaves behind
 
 
 @dataclass
@@ -196,6 +205,7 @@ class RunConfig:
 
     root: str = "runs"
     name: str | None = None
+    experiment: str | None = None  # null: the name of the experiment group chosen
     save_weights: bool = True  # write the final weights in Hugging Face format
 
 
@@ -216,4 +226,4 @@ class TrainRlConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
     run: RunConfig = field(default_factory=RunConfig)
-    seed: int = 0
+    seed: int = setting(0, ge=0)

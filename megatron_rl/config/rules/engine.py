@@ -1,0 +1,111 @@
+"""The engines: who starts them, where they listen, and what they are started with."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from megatron_rl.config.facts import LaunchFacts
+from megatron_rl.config.refusal import Refusal
+from megatron_rl.config.schema import EngineConfig
+from sglang_bridge.ports import require_private_address
+from sglang_bridge.settings import EngineSettings
+
+
+def check_engine(engine: EngineConfig, facts: LaunchFacts) -> Iterator[Refusal]:
+    """Rules of both modes."""
+    if engine.tp % engine.ep:
+        rule = f"SGLang spreads experts over the ranks of one engine: it must divide engine.tp={engine.tp}"
+        yield Refusal("engine.ep", engine.ep, rule, "Use a divisor of engine.tp")
+    if engine.mode == "external":
+        yield from _check_external(engine)
+    else:
+        yield from _check_managed(engine, facts)
+
+
+def _check_external(engine: EngineConfig) -> Iterator[Refusal]:
+    if not engine.urls:
+        rule = "engine.mode=external needs the addresses of running servers"
+        yield Refusal("engine.urls", [], rule, "Give them: engine.urls=[http://10.0.0.7:30000], or use engine=managed")
+    for url in engine.urls:
+        yield from _check_url(url)
+    if len(set(engine.urls)) < len(engine.urls):
+        yield Refusal("engine.urls", engine.urls, "An engine is named twice", "Name each one once")
+    if engine.extra_args:
+        rule = "Arguments are given when a server starts, and external ones run already"
+        yield Refusal("engine.extra_args", engine.extra_args, rule, "Remove it, or use engine=managed")
+    if engine.key_file is not None:
+        yield from _check_key_file(Path(engine.key_file))
+
+
+def _check_url(url: str) -> Iterator[Refusal]:
+    remedy = "Use http://HOST:PORT with a loopback or private address"
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        yield Refusal("engine.urls", url, f"It is not a URL ({error})", remedy)
+        return
+    if parts.scheme not in ("http", "https") or not host or port is None:
+        yield Refusal("engine.urls", url, "An engine's address has a scheme, a host and a port", remedy)
+    elif parts.username is not None or parts.path.strip("/") or parts.query:
+        yield Refusal("engine.urls", url, "An engine's address has no user, path or query", remedy)
+    else:
+        try:
+            require_private_address(host)
+        except ValueError as error:
+            yield Refusal("engine.urls", url, str(error))
+
+
+def _check_key_file(path: Path) -> Iterator[Refusal]:
+    key, remedy = "engine.key_file", 'Write {"api_key": ..., "admin_api_key": ...} to a file with mode 0600'
+    if not path.is_file():
+        yield Refusal(key, str(path), "There is no such file", remedy)
+    elif stat.S_IMODE(path.stat().st_mode) & 0o077:
+        yield Refusal(key, str(path), "Others can read the keys", f"chmod 600 {path}")
+
+
+def _check_managed(engine: EngineConfig, facts: LaunchFacts) -> Iterator[Refusal]:
+    for name, value in (("urls", engine.urls or None), ("key_file", engine.key_file)):
+        if value is not None:
+            rule = "engine.mode=managed starts its own servers on free ports with random keys"
+            yield Refusal(f"engine.{name}", value, rule, "Remove it, or use engine=external")
+    on_gpu = engine.device == "cuda" or (engine.device == "auto" and facts.num_gpus > 0)
+    if on_gpu and facts.num_gpus == 0:
+        yield Refusal("engine.device", engine.device, "No CUDA device is visible here", "Use engine.device=cpu")
+    elif on_gpu:
+        yield from _check_gpu_count(engine, facts)
+    try:
+        EngineSettings(
+            model_path="",
+            dtype=engine.dtype,
+            device="cuda" if on_gpu else "cpu",
+            max_running_requests=engine.max_running_requests,
+            max_total_tokens=engine.max_total_tokens,
+            quantization=engine.quantization,
+            extra_args=tuple(engine.extra_args),
+        )
+    except ValueError as error:
+        yield _taken_over(engine, error)
+
+
+def _check_gpu_count(engine: EngineConfig, facts: LaunchFacts) -> Iterator[Refusal]:
+    needed = facts.local_world_size + engine.count * engine.tp
+    if needed > facts.num_gpus:
+        rule = (
+            f"{engine.count} engine(s) of {engine.tp} GPU(s) beside {facts.local_world_size} trainer rank(s) need "
+            f"{needed} GPUs on a node and {facts.num_gpus} are visible; trainer and engine cannot share one"
+        )
+        yield Refusal("engine.count", engine.count, rule, "Start fewer ranks, or lower engine.count or engine.tp")
+
+
+def _taken_over(engine: EngineConfig, error: ValueError) -> Refusal:
+    values = {
+        "engine.quantization": engine.quantization,
+        "engine.extra_args": engine.extra_args,
+        "engine.max_total_tokens": engine.max_total_tokens,
+    }
+    key = next((key for key in values if str(error).startswith(key)), "engine.dtype")
+    return Refusal.from_error(key, values.get(key, engine.dtype), error)

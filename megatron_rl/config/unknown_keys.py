@@ -1,0 +1,77 @@
+"""Finds keys that the schema does not declare.
+
+Invariant: nothing that Hydra lets through behind `+` or `++` reaches the trainer unless the schema declares it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from megatron_rl.config import schema
+from megatron_rl.config.refusal import Refusal
+from megatron_rl.config.store import ALGORITHMS
+
+
+def check_unknown_keys(node: DictConfig, prefix: str = "") -> Iterator[Refusal]:
+    """Refusals of every key below a structured node that its dataclass does not declare. Free dictionaries pass."""
+    declared = OmegaConf.get_type(node)
+    if declared is None or not is_dataclass(declared):
+        return
+    known = {item.name for item in fields(declared)}
+    for name in node:
+        key = f"{prefix}{name}"
+        child = node._get_node(name)
+        if name not in known:
+            value = OmegaConf.to_container(child) if isinstance(child, DictConfig) else child
+            yield unknown_key(key, value)
+        elif isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():
+            yield from check_unknown_keys(child, f"{key}.")
+
+
+def unknown_key(key: str, value: Any) -> Refusal:
+    """The refusal of a key, with the declared keys that look most like it."""
+    return Refusal(key, value, "There is no such key", _suggestion(key))
+
+
+def declared_keys() -> list[str]:
+    """Every declared key by its full name, the keys of all algorithms included."""
+    keys = list(_walk(schema.TrainRlConfig, ""))
+    for algorithm in ALGORITHMS.values():
+        keys += [key for key in _walk(algorithm, "algo.") if key not in keys]
+    return keys
+
+
+def _walk(declared: Any, prefix: str) -> Iterator[str]:
+    for item in fields(declared):
+        section = item.default_factory if is_dataclass(item.default_factory) else None
+        yield f"{prefix}{item.name}"
+        if section is not None:
+            yield from _walk(section, f"{prefix}{item.name}.")
+
+
+def _suggestion(key: str) -> str:
+    keys = declared_keys()
+    exact = [known for known in keys if known.split(".")[-1] == key.split(".")[-1] and known != key]
+    if key in keys:
+        owners = [name for name, node in ALGORITHMS.items() if key in set(_walk(node, "algo."))]
+        return f"It belongs to {_alternatives(f'algo={name}' for name in owners)}"
+    close = exact[:3] or _closest(key, keys)
+    if close:
+        return f"Did you mean {_alternatives(close)}?"
+    return "The command python launch/train_rl.py --cfg job lists every key"
+
+
+def _closest(key: str, keys: list[str]) -> list[str]:
+    section, _, name = key.rpartition(".")
+    siblings = {known.rpartition(".")[2]: known for known in keys if known.rpartition(".")[0] == section}
+    within = [siblings[match] for match in difflib.get_close_matches(name, siblings, n=2, cutoff=0.6)]
+    return within or difflib.get_close_matches(key, keys, n=2, cutoff=0.7)
+
+
+def _alternatives(items: Iterable[str]) -> str:
+    return " or ".join(items)

@@ -1,0 +1,42 @@
+"""All rules, in the order of the configuration's sections.
+
+Invariant: rules across values see only values that keep their own limits, and only a model that could be read.
+"""
+
+from __future__ import annotations
+
+from megatron_rl.config.facts import LaunchFacts
+from megatron_rl.config.limits import check_limits
+from megatron_rl.config.refusal import ConfigurationRefused, Refusal
+from megatron_rl.config.rules.algo import check_algo
+from megatron_rl.config.rules.batch import check_batch
+from megatron_rl.config.rules.data import check_data
+from megatron_rl.config.rules.engine import check_engine
+from megatron_rl.config.rules.lengths import check_lengths
+from megatron_rl.config.rules.model import inspect_model
+from megatron_rl.config.rules.parallel import check_grid, check_model_split
+from megatron_rl.config.rules.precision import check_precision
+from megatron_rl.config.rules.run import check_run
+from megatron_rl.config.schema import TrainRlConfig
+
+
+def validate(config: TrainRlConfig, facts: LaunchFacts) -> None:
+    """Raise `ConfigurationRefused` with every rule that the configuration breaks."""
+    _refuse(list(check_limits(config)))
+    shape, refusals = inspect_model(config.model.path)
+    refusals += check_algo(config.algo)
+    refusals += check_data(config.data)
+    refusals += check_engine(config.engine, facts)
+    refusals += check_grid(config.parallel, facts)
+    refusals += check_precision(config.model, config.engine, facts)
+    refusals += check_batch(config.rollout, config.train, config.data)
+    refusals += check_run(config.run)
+    if shape is not None:
+        refusals += check_model_split(config.parallel, config.engine, shape)
+        refusals += check_lengths(config.data, config.rollout, config.engine, shape)
+    _refuse(refusals)
+
+
+def _refuse(refusals: list[Refusal]) -> None:
+    if refusals:
+        raise ConfigurationRefused(refusals)
