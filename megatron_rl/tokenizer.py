@@ -70,8 +70,10 @@ class Tokenizer:
             raise UnknownText(f"the tokenizer cannot encode {text[:80]!r}: {error}") from error
         ids: list[int] = encoding.ids
         covered = sum(end - start for start, end in encoding.offsets)
-        if covered < len(text) or (self._unknown_id is not None and self._unknown_id in ids):
-            self._refuse_unknown(text, encoding)
+        if covered < len(text) or self._unknown_id in ids:
+            unknown = self._unknown_characters(text)
+            if unknown:
+                raise UnknownText(f"the tokenizer has no token for {', '.join(map(repr, unknown[:8]))}")
         return tuple(ids)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -87,18 +89,14 @@ class Tokenizer:
             )
         return "".join(parts)
 
-    def _refuse_unknown(self, text: str, encoding: tokenizers.Encoding) -> None:
-        seen: set[int] = set()
-        for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
-            if token != self._unknown_id:
-                seen.update(range(start, end))
-        unknown = sorted({c for i, c in enumerate(text) if i not in seen and not (c.isspace() and self._drops(c))})
-        if unknown:
-            raise UnknownText(f"the tokenizer has no token for {', '.join(repr(c) for c in unknown[:8])}")
-
-    def _drops(self, space: str) -> bool:
-        """Whether a white-space character leaves nothing behind, as in tokenizers that split on white space."""
-        return self._unknown_id is None or self._unknown_id not in self._backend.encode(space).ids
+    def _unknown_characters(self, text: str) -> list[str]:
+        """Characters that, encoded alone, give the unknown token or nothing; white space may give nothing."""
+        unknown = []
+        for character in sorted(set(text)):
+            ids = self._backend.encode(character, add_special_tokens=False).ids
+            if self._unknown_id in ids or (not ids and not character.isspace()):
+                unknown.append(character)
+        return unknown
 
 
 def check_matches_model(tokenizer: Tokenizer, *, vocab_size: int, eos_ids: Iterable[int] = ()) -> None:

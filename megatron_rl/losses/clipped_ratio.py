@@ -53,21 +53,23 @@ def clip_settings(clip_low: float, clip_high: float) -> tuple[float, float]:
     return clip_low, clip_high
 
 
-def ratio_metrics(
-    log_ratio: torch.Tensor, ratio: torch.Tensor, surrogate: Surrogate
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def ratio_metrics(ratio: torch.Tensor, surrogate: Surrogate) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Sums and maxima of what happened to the tokens' ratios.
 
     policy/clip_fraction_low, _high: share of all tokens whose gradient was cut. policy/ratio_mean: 1 for an unchanged
-    policy. policy/log_ratio_abs_max: nats, before any limit.
+    policy. policy/ratio_max, policy/inverse_ratio_max: the largest ratio, and one over the smallest.
     """
     sums = {
         "policy/clip_fraction_low": mean_of(surrogate.clipped_low),
         "policy/clip_fraction_high": mean_of(surrogate.clipped_high),
         "policy/ratio_mean": mean_of(ratio),
     }
-    maxima = {"policy/log_ratio_abs_max": log_ratio.detach().abs().max()} if log_ratio.numel() else {}
-    return sums, maxima
+    if ratio.numel() == 0:
+        return sums, {}
+    return sums, {
+        "policy/ratio_max": ratio.detach().max(),
+        "policy/inverse_ratio_max": 1 / ratio.detach().min(),
+    }
 
 
 def mean_of(values: torch.Tensor) -> torch.Tensor:

@@ -34,5 +34,5 @@ class Grpo:
         log_ratio = logprobs - response.old_logprobs
         ratio = ratio_through_tokens(log_ratio, logprobs)
         surrogate = clipped_surrogate(ratio, response.advantages, low=self._low, high=self._high)
-        sums, maxima = ratio_metrics(log_ratio, ratio, surrogate)
+        sums, maxima = ratio_metrics(ratio, surrogate)
         return LossResult(-surrogate.objective.sum() / count, sums, maxima)

@@ -41,5 +41,5 @@ class Gspo:
         ratio = ratio_through_tokens(log_ratio, logprobs)
         surrogate = clipped_surrogate(ratio, response.advantages, low=self._low, high=self._high)
         weight = 1.0 / spread(lengths.to(logprobs.dtype), lengths, logprobs.numel())
-        sums, maxima = ratio_metrics(log_ratio, ratio, surrogate)
+        sums, maxima = ratio_metrics(ratio, surrogate)
         return LossResult(-(surrogate.objective * weight).sum() / count, sums, maxima)

@@ -1,5 +1,7 @@
 """Questions from reasoning-gym's generators, an optional dependency.
 
+Tasks with several right answers (`countdown`) can be drawn, but only the reference answer is judged right.
+
 Invariant: only its generators run. Its scorers never do: some execute the model's answer, and the default one pays for
 merely containing the right one; responses are judged by `megatron_rl.rewards` like any others.
 """
@@ -15,6 +17,7 @@ from megatron_rl.prompts.question import PromptDataError, Question, same_text
 
 SUPPORTED = "0.1.25"
 _CHUNK = 1000
+_SEED_STRIDE = 1_000_003  # prime: the streams of two seeds do not meet
 
 
 def questions(task: str, seed: int, settings: Mapping[str, Any]) -> Iterator[Question]:
@@ -38,7 +41,9 @@ def _stream(factory: Any, task: str, seed: int, settings: dict[str, Any]) -> Ite
     for chunk in itertools.count():
         # Item i of a data set is seeded with seed + i: chunks continue one another.
         try:
-            dataset = factory.create_dataset(task, seed=seed * 1_000_003 + chunk * _CHUNK, size=_CHUNK, **settings)
+            dataset = factory.create_dataset(
+                task, seed=(seed * _SEED_STRIDE + chunk * _CHUNK) % 2**31, size=_CHUNK, **settings
+            )
         except (TypeError, ValueError, AssertionError) as error:
             raise PromptDataError(f"data.task_config={settings}: the generator {task} refuses it: {error}") from error
         for item in dataset:
@@ -47,6 +52,11 @@ def _stream(factory: Any, task: str, seed: int, settings: dict[str, Any]) -> Ite
 
 def _question(task: str, item: Mapping[str, Any]) -> Question:
     text = str(item["question"])
+    if item["answer"] is None:
+        raise PromptDataError(
+            f"data.task={task}: the generator gives no reference answer to compare with, because many answers are right. "
+            "Choose a task with one"
+        )
     difficulty = item.get("metadata", {}).get("difficulty", "")
     if isinstance(difficulty, Mapping):
         difficulty = ",".join(f"{name}={value}" for name, value in sorted(difficulty.items()))
@@ -67,6 +77,6 @@ def _factory() -> Any:
         return importlib.import_module("reasoning_gym.factory")
     except ImportError as error:
         raise PromptDataError(
-            f"data.source=reasoning_gym: cannot be imported ({error}). Install it with "
+            f"data.source=reasoning_gym: cannot be imported ({error}). Install it with `make extras`, or with "
             f"`pip install reasoning-gym=={SUPPORTED}`"
         ) from error

@@ -1,0 +1,36 @@
+import sys
+from itertools import islice
+
+import pytest
+
+from megatron_rl.prompts import PromptDataError, gym
+
+
+def test_a_missing_library_comes_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(PromptDataError, match=r"data\.source=reasoning_gym: .*make extras"):
+        gym.questions("chain_sum", 0, {})
+
+
+def test_size_and_seed_are_not_settings() -> None:
+    with pytest.raises(PromptDataError, match=r"data\.task_config: \['seed'\]"):
+        gym.questions("chain_sum", 0, {"seed": 3})
+
+
+def test_questions_are_reproducible_and_go_on_past_one_chunk() -> None:
+    pytest.importorskip("reasoning_gym", reason="optional: make extras")
+    first = list(islice(gym.questions("gcd", 0, {}), 2500))
+    assert first == list(islice(gym.questions("gcd", 0, {}), 2500))
+    assert len({q.text for q in first}) > 2000
+    assert [q.text for q in islice(gym.questions("gcd", 1, {}), 50)] != [q.text for q in first[:50]]
+    assert all(q.answer.isdigit() and q.difficulty for q in first)
+
+
+def test_bad_tasks_and_settings_are_named() -> None:
+    pytest.importorskip("reasoning_gym", reason="optional: make extras")
+    with pytest.raises(PromptDataError, match=r"data\.task=nothing: .*chain_sum"):
+        gym.questions("nothing", 0, {})
+    with pytest.raises(PromptDataError, match=r"data\.task_config=.*min_terms must be positive"):
+        next(gym.questions("chain_sum", 0, {"min_terms": 0}))
+    with pytest.raises(PromptDataError, match="no reference answer"):
+        next(gym.questions("rubiks_cube", 0, {}))

@@ -1,0 +1,86 @@
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.prompts.jsonl import read_jsonl
+from megatron_rl.prompts.question import BadRows, OnBadRow, PromptDataError
+
+GOOD = b'{"prompt": "2+2=", "answer": "4"}'
+
+
+def write(path: Path, *lines: bytes) -> Path:
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    return path
+
+
+def test_rows_with_and_without_optional_keys(tmp_path: Path) -> None:
+    file = write(
+        tmp_path / "t.jsonl",
+        b"\xef\xbb\xbf" + GOOD,
+        b"",
+        b'{"prompt": "3+3=", "answer": 6, "id": 17, "task": "sums", "difficulty": 2, "source": "ignored"}',
+    )
+    first, second = read_jsonl(file, BadRows(OnBadRow.FAIL), key="data.train_path")
+    assert (first.id, first.text, first.answer, first.task, first.difficulty) == (
+        "data.train_path:1",
+        "2+2=",
+        "4",
+        "jsonl",
+        "",
+    )
+    assert (second.id, second.answer, second.task, second.difficulty) == ("17", "6", "sums", "2")
+    assert second.origin == f"{file} line 3"
+
+
+@pytest.mark.parametrize("number", ["123456789012345678901234567890", "0.1", "-3", "1e400", "3.0"])
+def test_a_number_keeps_its_digits(tmp_path: Path, number: str) -> None:
+    file = write(tmp_path / "t.jsonl", b'{"prompt": "p", "answer": %s}' % number.encode())
+    (question,) = read_jsonl(file, BadRows(OnBadRow.FAIL), key="k")
+    assert question.answer == number
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"prompt": "2+2=", "answer": ', "truncated"),
+        (b"[1, 2]", "Expected `object`"),
+        (b'{"answer": "4"}', "missing required field `prompt`"),
+        (b'{"prompt": "2+2="}', "missing required field `answer`"),
+        (b'{"prompt": 5, "answer": "4"}', "Expected `str`"),
+        (b'{"prompt": "  ", "answer": "4"}', "`prompt` is empty"),
+        (b'{"prompt": "p", "answer": ""}', "`answer` is empty"),
+        (b'{"prompt": "p", "answer": null}', "`answer` must be a string or a number, got null"),
+        (b'{"prompt": "p", "answer": true}', "`answer` must be a string or a number, got true"),
+        (b'{"prompt": "p", "answer": ["4"]}', "`answer` must be a string or a number"),
+        (b'{"prompt": "p", "answer": NaN}', "invalid"),
+        (b'{"prompt": "\xff\xfe", "answer": "4"}', "[Uu][Tt][Ff]-8"),
+        (b'{"prompt": "p", "answer": "4", "difficulty": [1]}', "difficulty"),
+        (b"\x00\x01", "[Ii]nvalid"),
+    ],
+)
+def test_a_malformed_row_names_file_line_and_reason(tmp_path: Path, line: bytes, reason: str) -> None:
+    file = write(tmp_path / "t.jsonl", GOOD, line, b'{"prompt": "q", "answer": "1"}')
+    with pytest.raises(PromptDataError, match=rf"t\.jsonl line 2: .*{reason}.*data\.on_bad_row=skip"):
+        read_jsonl(file, BadRows(OnBadRow.FAIL), key="data.train_path")
+    bad = BadRows(OnBadRow.SKIP)
+    assert [q.text for q in read_jsonl(file, bad, key="data.train_path")] == ["2+2=", "q"]
+    assert bad.count == 1
+    assert "line 2" in bad.examples[0]
+
+
+def test_an_id_used_twice_is_a_bad_row(tmp_path: Path) -> None:
+    row = b'{"prompt": "%s", "answer": "4", "id": "x"}'
+    file = write(tmp_path / "t.jsonl", row % b"a", row % b"b")
+    with pytest.raises(PromptDataError, match="line 2: id 'x' is already used in line 1"):
+        read_jsonl(file, BadRows(OnBadRow.FAIL), key="data.train_path")
+
+
+def test_missing_files_and_empty_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(PromptDataError, match=r"data\.train_path=.*absent.*No such file"):
+        read_jsonl(tmp_path / "absent.jsonl", BadRows(OnBadRow.SKIP), key="data.train_path")
+    with pytest.raises(PromptDataError, match=r"data\.eval_path=.*Is a directory"):
+        read_jsonl(tmp_path, BadRows(OnBadRow.SKIP), key="data.eval_path")
+    with pytest.raises(PromptDataError, match="no usable row"):
+        read_jsonl(write(tmp_path / "e.jsonl", b""), BadRows(OnBadRow.SKIP), key="data.train_path")
+    with pytest.raises(PromptDataError, match=r"no usable row among 1 bad ones.*\n.*line 1"):
+        read_jsonl(write(tmp_path / "b.jsonl", b"{"), BadRows(OnBadRow.SKIP), key="data.train_path")

@@ -1,0 +1,144 @@
+import time
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.rewards.answers import boxed, canonical, last_line, last_number
+
+MEGABYTE = 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("a11b05c11d10e17>170151", "170151"),
+        ("a11b05c11d10e17", "17"),
+        ("046", "046"),
+        ("the answer is -12.", "-12"),
+        ("12-5", "5"),
+        ("x = (3)-4", "4"),
+        ("= -4", "-4"),
+        ("1,234,567.50 dollars", "1,234,567.50"),
+        ("one of 1,2,3", "3"),
+        ("1234,567", "567"),
+        ("3.", "3"),
+        (".5", "5"),
+        ("1e5", "5"),
+        ("none", None),
+        ("", None),
+        ("１２", None),
+        ("10²", "10"),
+        ("1\x002", "2"),
+        ("1\ufffd2", "2"),
+    ],
+)
+def test_last_number(text: str, number: str | None) -> None:
+    assert last_number(text) == number
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [("a\nb\n\n", "b"), ("a\n  b c \t", "b c"), ("only", "only"), ("\n \n", None), ("", None), ("a\r\nb\r\n", "b")],
+)
+def test_last_line(text: str, line: str | None) -> None:
+    assert last_line(text) == line
+
+
+@pytest.mark.parametrize(
+    ("text", "contents"),
+    [
+        (r"\boxed{42}", "42"),
+        (r"\boxed{1} then \boxed{ 2 }.", "2"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{\boxed{3}}", "3"),
+        (r"\boxed{1} and \boxed{2", None),
+        (r"\boxed{}", None),
+        (r"boxed{2}", None),
+        (r"\boxed{9^{9^{9^{9}}}}", "9^{9^{9^{9}}}"),
+    ],
+)
+def test_boxed(text: str, contents: str | None) -> None:
+    assert boxed(text) == contents
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("046", "46"),
+        ("+7", "7"),
+        ("-0", "0"),
+        ("1,234", "1234"),
+        ("3.50", "3.5"),
+        ("3.0", "3"),
+        (" a  b ", "ab"),
+        ("$5$", "5"),
+    ],
+)
+def test_equal_answers(one: str, other: str) -> None:
+    assert canonical(one) == canonical(other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("46", "64"),
+        ("-7", "7"),
+        ("0.5", "5"),
+        ("10", "1"),
+        ("1.05", "1.5"),
+        ("A", "a"),
+        ("１", "1"),
+        ("", "0"),
+        ("1/2", "0.5"),
+    ],
+)
+def test_different_answers(one: str, other: str) -> None:
+    assert canonical(one) != canonical(other)
+
+
+@settings(max_examples=200, deadline=None)
+@given(number=st.integers(-(10**30), 10**30), zeros=st.integers(0, 3))
+def test_integers_written_in_several_ways_are_equal(number: int, zeros: int) -> None:
+    padded = f"{'-' if number < 0 else ''}{'0' * zeros}{abs(number)}"
+    assert canonical(padded) == canonical(f"{number:,}") == canonical(f"{number}.{'0' * (zeros + 1)}") == str(number)
+    assert last_number(f"so it is {number:,}!") == f"{number:,}"
+
+
+@pytest.mark.parametrize("find", [last_number, last_line, boxed, canonical])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "7" * MEGABYTE,
+        "7," * (MEGABYTE // 2),
+        "777," * (MEGABYTE // 4) + "7777",
+        "-" * MEGABYTE,
+        "." * MEGABYTE,
+        "1." * (MEGABYTE // 2),
+        r"\boxed{" * (MEGABYTE // 7),
+        r"\boxed{" + "{" * MEGABYTE,
+        r"\boxed{" + "{}" * (MEGABYTE // 2) + "}",
+        "\\" * MEGABYTE,
+        "\n" * MEGABYTE,
+        " " * MEGABYTE,
+        "\x00" * MEGABYTE,
+        "٣" * (MEGABYTE // 2),
+        "\ud800" * (MEGABYTE // 2),
+    ],
+    ids=lambda text: repr(text[:10]),
+)
+def test_a_megabyte_of_anything_takes_linear_time(find: Callable[[str], str | None], text: str) -> None:
+    start = time.process_time()
+    find(text)
+    assert time.process_time() - start < 1.5
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text())
+def test_any_text_is_read_without_error(text: str) -> None:
+    for find in (last_number, last_line, boxed):
+        found = find(text)
+        assert found is None or found in text
+    assert canonical(canonical(text)) == canonical(text)

@@ -1,0 +1,71 @@
+import asyncio
+
+import pytest
+
+from megatron_rl.contracts import FinishReason, Prompt, Verdict
+from megatron_rl.rewards import ExactMatch, build_scorer
+
+
+def judge(text: str, reference: str = "170151", *, rule: str = "last_number", finish: str = "stop") -> Verdict:
+    prompt = Prompt(id="p", token_ids=(1,), answer=reference, task="t")
+    return asyncio.run(ExactMatch(rule).score(prompt, text, FinishReason(finish)))
+
+
+@pytest.mark.parametrize(
+    ("text", "reward", "answer"),
+    [
+        ("a11b05c11d10e17>170151", 1.0, "170151"),
+        ("a99b99>170151", 1.0, "170151"),  # the working is not judged
+        ("a11b05c11d10e17>170152", 0.0, "170152"),
+        ("a11b05c11d10e17>170151>0", 0.0, "0"),
+        ("a11b05>1701<pad>51", 0.0, "51"),
+        ("", 0.0, None),
+        (">>>", 0.0, None),
+    ],
+)
+def test_the_last_number_decides(text: str, reward: float, answer: str | None) -> None:
+    verdict = judge(text)
+    assert (verdict.reward, verdict.correctness, verdict.answer) == (reward, reward, answer)
+
+
+def test_a_response_that_was_cut_is_wrong_and_has_no_answer() -> None:
+    verdict = judge("a11b05c11d10e17>170151", finish="length")
+    assert (verdict.reward, verdict.correctness, verdict.answer) == (0.0, 0.0, None)
+
+
+def test_an_aborted_response_is_not_judged() -> None:
+    with pytest.raises(ValueError, match="aborted"):
+        judge("1", finish="abort")
+
+
+@pytest.mark.parametrize(
+    ("rule", "text", "reference"),
+    [
+        ("last_number", "so 1,000.0", "1000"),
+        ("last_number", "7", "it is 3 + 4 #### 7"),
+        ("last_line", "because\n  Paris \n", "Paris"),
+        ("boxed", r"thus \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        ("boxed", r"thus \boxed{0.50}", r"\boxed{.5}".replace(".5", "0.5")),
+    ],
+)
+def test_each_rule_reads_response_and_reference(rule: str, text: str, reference: str) -> None:
+    assert judge(text, reference, rule=rule).reward == 1.0
+    assert judge(text + "\n8", reference, rule=rule).reward == (1.0 if rule == "boxed" else 0.0)
+
+
+def test_a_reference_that_the_rule_cannot_read_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"reward\.answer=last_number: the reference answer 'Paris' holds none"):
+        ExactMatch("last_number").check_answer("Paris")
+    with pytest.raises(ValueError, match="Paris"):
+        judge("5", "Paris")
+    ExactMatch("last_line").check_answer("Paris")
+    ExactMatch("boxed").check_answer("Paris")
+    with pytest.raises(ValueError, match="holds none"):
+        ExactMatch("boxed").check_answer("  ")
+
+
+def test_unknown_names_are_refused_with_what_there_is() -> None:
+    with pytest.raises(ValueError, match=r"reward\.answer=first: .*last_number, last_line, boxed"):
+        build_scorer("exact_match", answer="first")
+    with pytest.raises(ValueError, match=r"reward\.name=judge: .*exact_match"):
+        build_scorer("judge")

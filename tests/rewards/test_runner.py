@@ -1,0 +1,94 @@
+import asyncio
+import time
+
+import pytest
+
+from megatron_rl.contracts import FinishReason, Prompt, Verdict
+from megatron_rl.rewards import RewardRunner
+
+PROMPT = Prompt(id="p", token_ids=(1,), answer="1", task="t")
+
+
+class Scripted:
+    """Does with each response what the response's text says."""
+
+    def __init__(self) -> None:
+        self.cancelled = 0
+
+    def check_answer(self, answer: str) -> None:
+        pass
+
+    async def score(self, prompt: Prompt, text: str, finish_reason: FinishReason) -> Verdict:
+        try:
+            match text.split():
+                case ["reward", value]:
+                    return Verdict(reward=float(value), correctness=float(value))
+                case ["sleep", seconds]:
+                    await asyncio.sleep(float(seconds))
+                    return Verdict(reward=1.0, correctness=1.0)
+                case ["none", reason]:
+                    return Verdict(reward=None, correctness=None, reason=reason)
+                case ["own_timeout"]:
+                    raise TimeoutError("the grader's own")
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        raise RuntimeError("broken " + "x" * 1000)
+
+
+def judge(*texts: str, timeout_s: float = 0.2) -> tuple[list[Verdict], Scripted]:
+    scorer = Scripted()
+    runner = RewardRunner(scorer, timeout_s=timeout_s)
+
+    async def run() -> list[Verdict]:
+        return await asyncio.gather(*(runner.judge(PROMPT, text, FinishReason.STOP) for text in texts))
+
+    return asyncio.run(run()), scorer
+
+
+def test_failures_and_timeouts_give_no_verdict_and_harm_no_other() -> None:
+    verdicts, scorer = judge("reward 1", "sleep 30", "explode", "none judge_down", "own_timeout")
+    right, slow, broken, none, own = verdicts
+    assert (right.reward, right.correctness, right.reason) == (1.0, 1.0, "")
+    assert (slow.reward, slow.correctness, slow.reason) == (None, None, "timeout")
+    assert broken.reward is None
+    assert broken.reason.startswith("RuntimeError: broken xxx")
+    assert len(broken.reason) == 200
+    assert (none.reward, none.reason) == (None, "judge_down")
+    assert (own.reward, own.reason) == (None, "TimeoutError: the grader's own")
+    assert scorer.cancelled == 1
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_a_reward_that_is_not_finite_is_no_verdict(value: str) -> None:
+    (verdict,), _ = judge(f"reward {value}")
+    assert (verdict.reward, verdict.correctness) == (None, None)
+    assert "not finite" in verdict.reason
+
+
+def test_scoring_overlaps_and_is_timed() -> None:
+    start = time.perf_counter()
+    verdicts, _ = judge(*["sleep 0.1"] * 50, timeout_s=5)
+    assert time.perf_counter() - start < 2.5, "fifty times 0.1 s one after another would take 5 s"
+    assert all(0.09 < v.seconds < 2.5 and v.reward == 1.0 for v in verdicts)
+
+
+def test_a_cancelled_caller_cancels_its_scorer() -> None:
+    scorer = Scripted()
+    runner = RewardRunner(scorer, timeout_s=10)
+
+    async def run() -> None:
+        task = asyncio.create_task(runner.judge(PROMPT, "sleep 30", FinishReason.STOP))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(run())
+    assert scorer.cancelled == 1
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan")])
+def test_the_timeout_must_be_positive(timeout_s: float) -> None:
+    with pytest.raises(ValueError, match=r"reward\.timeout_s="):
+        RewardRunner(Scripted(), timeout_s=timeout_s)
