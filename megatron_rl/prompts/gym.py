@@ -54,7 +54,7 @@ def _question(task: str, item: Mapping[str, Any]) -> Question:
     text = str(item["question"])
     if item["answer"] is None:
         raise PromptDataError(
-            f"data.task={task}: the generator gives no reference answer to compare with, because many answers are right. "
+            f"data.task={task}: the generator gives no reference answer, because many answers are right. "
             "Choose a task with one"
         )
     difficulty = item.get("metadata", {}).get("difficulty", "")
