@@ -58,7 +58,7 @@ def _config_from_command_line(config_dir: Path) -> TrainRlConfig | None:
     if not captured:
         return None
     composed, choices = captured[0]
-    return typed_config(composed, choices, LaunchFacts.from_environment(os.environ))
+    return typed_config(composed, choices, LaunchFacts.from_environment(os.environ), overrides)
 
 
 def _refuse_multirun(arguments: Sequence[str]) -> None:

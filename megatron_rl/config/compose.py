@@ -30,7 +30,7 @@ def compose(
     """
     register()
     composed, choices = _compose_tree(list(overrides), config_dir)
-    return typed_config(composed, choices, facts or LaunchFacts())
+    return typed_config(composed, choices, facts or LaunchFacts(), overrides)
 
 
 def _compose_tree(overrides: list[str], config_dir: Path) -> tuple[DictConfig, dict[str, str | None]]:

@@ -46,15 +46,19 @@ def as_refusal(error: Exception, overrides: Sequence[str]) -> Refusal:
         key = str(cause.full_key)
         return unknown_key(key, _split(override)[1] if override else _where(error))
     if isinstance(cause, OmegaConfBaseException):
-        return _wrong_value(error, cause, override)
+        return _wrong_value(error, cause, override, overrides)
     return _composition(error, overrides, override)
 
 
 def _composition(error: Exception, overrides: Sequence[str], override: str | None) -> Refusal:
-    twice = re.search(r"(\S+) appears more than once", str(error))
+    twice = re.search(r"(\S+) appears more than once|Multiple values for (\S+?)\.", str(error))
     if twice is not None:
-        override = next((o for o in overrides if _split(o)[0] == twice[1]), twice[1])
+        group = twice[1] or twice[2]
+        override = next((o for o in overrides if _split(o)[0] == group), group)
         return Refusal(*_split(override), "This group has a choice already", f"Replace it: {override.lstrip('+')}")
+    groups = [o for o in overrides if "." not in _split(o)[0]]
+    if override is None and len(groups) == 1:
+        override = groups[0]
     key, value = _split(override) if override else ("configuration", "")
     return Refusal(key, value, _first_line(error), _COMPOSE)
 
@@ -67,8 +71,13 @@ def _missing_option(error: MissingConfigException, overrides: Sequence[str]) -> 
     return Refusal(key, option, rule, f"Choose one of {', '.join(options)}" if options else _COMPOSE)
 
 
-def _wrong_value(error: Exception, cause: OmegaConfBaseException, override: str | None) -> Refusal:
-    key, value = _split(override) if override else (str(cause.full_key or "configuration"), _where(error))
+def _wrong_value(
+    error: Exception, cause: OmegaConfBaseException, override: str | None, overrides: Sequence[str]
+) -> Refusal:
+    key = str(cause.full_key or "configuration")
+    value = next((_split(o)[1] for o in overrides if _split(o)[0] == key), _where(error))
+    if override:
+        key, value = _split(override)
     text = _first_line(cause)
     rule = next((rule for pattern, rule in _TYPES if pattern.search(text)), text)
     remedy = "Give a value of that type" if isinstance(cause, ValidationError) else _COMPOSE
@@ -89,7 +98,7 @@ def _blamed_override(error: Exception, overrides: Sequence[str]) -> str | None:
 
 def _where(error: Exception) -> str:
     named = re.search(r"In '(.+?)'", str(error))
-    return f"(in hydra_conf/{named[1]}.yaml)" if named else ""
+    return f"(in hydra_conf/{named[1]}.yaml)" if named else "?"
 
 
 def _split(override: str) -> tuple[str, str]:

@@ -62,9 +62,7 @@ class EspoConfig(AlgoConfig):
     alpha: float = setting(0.02, ge=0)
     fractions: list[float] = field(default_factory=lambda: [0.2])  # [] = one group: no grouping
     min_clip: float = setting(3e-4, ge=0, lt=1)
-    fixed_clip: float | None = setting(
-        None, gt=0, lt=1
-    )  # ablation: one epsilon for every group instead of the adaptive one
+    fixed_clip: float | None = setting(None, gt=0, lt=1)  # ablation: one epsilon instead of the adaptive ones
     ratio_denominator: str = setting("current", choices=("current", "old"))
 
 
@@ -90,9 +88,7 @@ class RewardConfig:
     """How a response is judged."""
 
     name: str = setting("exact_match", choices=("exact_match",))
-    answer: str = setting(
-        "last_number", choices=("last_number", "last_line", "boxed")
-    )  # where the final answer is looked for
+    answer: str = setting("last_number", choices=("last_number", "last_line", "boxed"))  # where it is looked for
     timeout_s: float = setting(10.0, gt=0)
 
 

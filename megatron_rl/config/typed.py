@@ -5,7 +5,7 @@ Invariant: what comes out has every key, of the declared type, interpolations re
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 from omegaconf import DictConfig, OmegaConf
@@ -19,8 +19,13 @@ from megatron_rl.config.unknown_keys import check_unknown_keys
 from megatron_rl.config.validate import validate
 
 
-def typed_config(composed: DictConfig, choices: Mapping[str, str | None], facts: LaunchFacts) -> TrainRlConfig:
-    """Check a composed tree and convert it. choices: the option taken of each group. Raises `ConfigurationRefused`."""
+def typed_config(
+    composed: DictConfig, choices: Mapping[str, str | None], facts: LaunchFacts, overrides: Sequence[str] = ()
+) -> TrainRlConfig:
+    """Check a composed tree and convert it. choices: the option taken of each group.
+
+    Raises `ConfigurationRefused`.
+    """
     refusals = list(check_unknown_keys(composed))
     try:
         refusals += _missing_values(composed)
@@ -28,7 +33,7 @@ def typed_config(composed: DictConfig, choices: Mapping[str, str | None], facts:
             raise ConfigurationRefused(refusals)
         config = cast(TrainRlConfig, OmegaConf.to_object(composed))
     except OmegaConfBaseException as error:
-        raise ConfigurationRefused([*refusals, as_refusal(error, ())]) from error
+        raise ConfigurationRefused([*refusals, as_refusal(error, overrides)]) from error
     if config.run.experiment is None:
         config.run.experiment = choices.get("experiment") or "custom"
     validate(config, facts)

@@ -6,7 +6,7 @@ Invariant: nothing that Hydra lets through behind `+` or `++` reaches the traine
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ def check_unknown_keys(node: DictConfig, prefix: str = "") -> Iterator[Refusal]:
     if declared is None or not is_dataclass(declared):
         return
     known = {item.name for item in fields(declared)}
-    for name in node:
+    for name in map(str, node):
         key = f"{prefix}{name}"
         child = node._get_node(name)
         if name not in known:
@@ -56,22 +56,15 @@ def _walk(declared: Any, prefix: str) -> Iterator[str]:
 
 def _suggestion(key: str) -> str:
     keys = declared_keys()
-    exact = [known for known in keys if known.split(".")[-1] == key.split(".")[-1] and known != key]
     if key in keys:
-        owners = [name for name, node in ALGORITHMS.items() if key in set(_walk(node, "algo."))]
-        return f"It belongs to {_alternatives(f'algo={name}' for name in owners)}"
-    close = exact[:3] or _closest(key, keys)
-    if close:
-        return f"Did you mean {_alternatives(close)}?"
-    return "The command python launch/train_rl.py --cfg job lists every key"
-
-
-def _closest(key: str, keys: list[str]) -> list[str]:
+        owners = [f"algo={name}" for name, node in ALGORITHMS.items() if key in set(_walk(node, "algo."))]
+        return f"It belongs to {' or '.join(owners)}"
     section, _, name = key.rpartition(".")
     siblings = {known.rpartition(".")[2]: known for known in keys if known.rpartition(".")[0] == section}
-    within = [siblings[match] for match in difflib.get_close_matches(name, siblings, n=2, cutoff=0.6)]
-    return within or difflib.get_close_matches(key, keys, n=2, cutoff=0.7)
-
-
-def _alternatives(items: Iterable[str]) -> str:
-    return " or ".join(items)
+    elsewhere = [known for known in keys if known.rpartition(".")[2] == name]
+    close = [siblings[match] for match in difflib.get_close_matches(name, siblings, n=2)] or elsewhere[:3]
+    if close:
+        return f"Did you mean {' or '.join(close)}?"
+    if siblings:
+        return f"The keys {f'of {section}' if section else 'at the top'} are {', '.join(siblings)}"
+    return "The command python launch/train_rl.py --cfg job prints every key"

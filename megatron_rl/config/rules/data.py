@@ -40,10 +40,9 @@ def _check_files(data: DataConfig) -> Iterator[Refusal]:
         if value is not None and not Path(value).is_file():
             rule = f"There is no such file (from {Path.cwd()})"
             yield Refusal(key, value, rule, "Give the path of a JSONL file")
-    if data.train_path is not None and data.eval_path is not None:
-        if Path(data.train_path).resolve() == Path(data.eval_path).resolve():
-            rule = "It is the training file, so nothing would be held out"
-            yield Refusal("data.eval_path", data.eval_path, rule, "Leave it out: data.num_eval questions are held out")
+    if data.train_path and data.eval_path and Path(data.train_path).resolve() == Path(data.eval_path).resolve():
+        rule = "It is the training file, so nothing would be held out"
+        yield Refusal("data.eval_path", data.eval_path, rule, "Leave it out: data.num_eval questions are held out")
 
 
 def _check_generator(data: DataConfig) -> Iterator[Refusal]:

@@ -61,9 +61,8 @@ def check_model_split(parallel: ParallelConfig, engine: EngineConfig, model: Moe
             rule = f"The model's {count} {part}s cannot be split evenly over {value}"
             yield Refusal(key, value, rule, f"Use a divisor of {count}")
     if model.num_layers % stages:
-        key, value = ("parallel.vpp", parallel.vpp) if (parallel.vpp or 1) > 1 else ("parallel.pp", parallel.pp)
-        rule = f"The model's {model.num_layers} layers cannot be split evenly over {stages} pipeline stages"
-        yield Refusal(key, value, rule, f"pp x vpp must divide {model.num_layers}")
+        rule = f"The model's {model.num_layers} layers cannot be split evenly over pp x vpp = {stages} stages"
+        yield Refusal("parallel.pp", parallel.pp, rule, f"parallel.pp x vpp must divide {model.num_layers}")
     yield from _check_fp8_blocks(engine, model)
 
 

@@ -1,0 +1,50 @@
+"""A checkpoint directory as the configuration's rules see one: shape, tokenizer and a weights file, no real weights."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_rl.tokenizer import write_character_tokenizer
+
+SHAPE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 128,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 48,
+    "max_position_embeddings": 256,
+    "eos_token_id": 1,
+}
+
+MakeCheckpoint = Callable[..., Path]
+
+
+@pytest.fixture
+def make_checkpoint(tmp_path: Path) -> MakeCheckpoint:
+    """Writes a checkpoint whose config.json has some keys changed (a value of None removes the key)."""
+
+    def make(**changes: Any) -> Path:
+        directory = tmp_path / "checkpoint"
+        directory.mkdir(exist_ok=True)
+        shape = {key: value for key, value in (SHAPE | changes).items() if value is not None}
+        (directory / "config.json").write_text(json.dumps(shape))
+        (directory / "model.safetensors").touch()
+        write_character_tokenizer(directory)
+        return directory
+
+    return make
+
+
+@pytest.fixture
+def checkpoint(make_checkpoint: MakeCheckpoint) -> Path:
+    return make_checkpoint()

@@ -1,0 +1,209 @@
+"""Every configuration that must be refused, and what the refusal says."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config.compose import compose
+from megatron_rl.config.facts import LaunchFacts
+from megatron_rl.config.refusal import ConfigurationRefused, Refusal
+from megatron_rl.config.schema import TrainRlConfig
+
+NODE = LaunchFacts(world_size=8, local_world_size=8, num_gpus=16)
+
+
+def refusals(checkpoint: Path, *overrides: str, facts: LaunchFacts | None = None) -> tuple[Refusal, ...]:
+    with pytest.raises(ConfigurationRefused) as refused:
+        compose([f"model.path={checkpoint}", *overrides], facts=facts)
+    return refused.value.refusals
+
+
+def accept(checkpoint: Path, *overrides: str, facts: LaunchFacts | None = None) -> TrainRlConfig:
+    return compose([f"model.path={checkpoint}", *overrides], facts=facts)
+
+
+# overrides | key | value shown | part of the rule | part of the remedy
+UNKNOWN_OR_WRONG_TYPE = [
+    ("foo=1", "foo", "1", "no such key", "keys at the top are model, algo"),
+    ("+foo=1", "foo", "1", "no such key", "keys at the top are model, algo"),
+    ("++foo.bar=1", "foo", "{'bar': 1}", "no such key", "keys at the top"),
+    ("++foo.bar.baz=1", "foo", "{'bar': {'baz': 1}}", "no such key", "keys at the top"),
+    ("foo.bar.baz=1", "foo", "1", "no such key", "keys at the top"),
+    ("optimizer.learning_rate=1", "optimizer.learning_rate", "1", "no such key", "keys of optimizer are lr, warmup"),
+    ("+train.total_step=1", "train.total_step", "1", "no such key", "train.total_steps"),
+    ("++rollout.max_new_token=1", "rollout.max_new_token", "1", "no such key", "rollout.max_new_tokens"),
+    ("+lr=1", "lr", "1", "no such key", "optimizer.lr"),
+    ("algo.alpha=1", "algo.alpha", "1", "no such key", "algo=espo"),
+    ("+algo.alpha=1", "algo.alpha", "1", "no such key", "algo=espo"),
+    ("+engine.server={a: 1}", "engine.server", "{'a': 1}", "no such key", "keys of engine are mode, urls"),
+    ("algo=ppo", "algo", "ppo", "no such file in hydra_conf/algo", "espo, grpo, gspo"),
+    ("experiment=nope", "experiment", "nope", "no such file in hydra_conf/experiment", "quickstart"),
+    ("+engine=nope", "engine", "nope", "no such file in hydra_conf/engine", "external, managed"),
+    ("+experiment=smoke", "experiment", "smoke", "has a choice already", "experiment=smoke"),
+    ("+logger.reward=nope", "logger.reward", "nope", "no such key", "reward"),
+    ("optimizer.lr=abc", "optimizer.lr", "abc", "Must be a number", "value of that type"),
+    ("train.total_steps=2.5", "train.total_steps", "2.5", "whole number", "value of that type"),
+    ("train.total_steps=", "train.total_steps", "''", "whole number", "value of that type"),
+    ("data.shuffle=maybe", "data.shuffle", "maybe", "true or false", "value of that type"),
+    ("engine.urls=abc", "engine.urls", "abc", "a list", "value of that type"),
+    ("optimizer=null", "optimizer", "null", "not be null", "value of that type"),
+    ("rollout=x", "rollout", "x", "a group of keys", "value of that type"),
+    ("~optimizer.lr", "optimizer.lr", "''", "every key always exists", "--cfg job"),
+    ("a b", "a b", "''", "cannot parse", "Quote"),
+    ("run.name=${nope}", "run.name", "${nope}", "'nope' not found", "quote it for the shell"),
+    ("model=5", "model", "5", "must be a string", "--cfg job"),
+]
+
+LIMITS = [
+    ("optimizer.lr=-1e-4", "optimizer.lr", "-0.0001", "at least 0", "default 0.0003"),
+    ("optimizer.lr=nan", "optimizer.lr", "nan", "finite", "default 0.0003"),
+    ("optimizer.lr=inf", "optimizer.lr", "inf", "finite", "default 0.0003"),
+    ("optimizer.beta2=1", "optimizer.beta2", "1.0", "less than 1", "default 0.95"),
+    ("optimizer.decay=step", "optimizer.decay", "step", "constant, linear, cosine", "one of these"),
+    ("optimizer.min_lr_ratio=2", "optimizer.min_lr_ratio", "2.0", "at most 1", "default 0.1"),
+    ("rollout.samples_per_prompt=1", "rollout.samples_per_prompt", "1", "at least 2", "default 8"),
+    ("rollout.temperature=0", "rollout.temperature", "0.0", "greater than 0", "default 1.0"),
+    ("rollout.max_new_tokens=0", "rollout.max_new_tokens", "0", "at least 1", "such a number"),
+    ("eval.every=-1", "eval.every", "-1", "at least 0", "default 10"),
+    ("eval.temperature=-1", "eval.temperature", "-1.0", "at least 0", "default"),
+    ("data.on_bad_row=ignore", "data.on_bad_row", "ignore", "fail, skip", "one of these"),
+    ("data.source=web", "data.source", "web", "jsonl", "one of these"),
+    ("reward.answer=first", "reward.answer", "first", "last_number", "one of these"),
+    ("model.dtype=float16", "model.dtype", "float16", "float32, bfloat16", "one of these"),
+    ("sync.transport=ipc", "sync.transport", "ipc", "distributed, disk", "one of these"),
+    ("engine.mode=remote", "engine.mode", "remote", "managed, external", "one of these"),
+    ("parallel.ep=0", "parallel.ep", "0", "at least 1", "default 1"),
+    ("seed=-1", "seed", "-1", "at least 0", "default 0"),
+    ("algo.clip_low=1", "algo.clip_low", "1.0", "less than 1", "default 0.2"),
+]
+
+COMBINATIONS = [
+    ("parallel.ep=3", "parallel.ep", "3", "does not divide the 1 rank", "torchrun --nproc-per-node 3"),
+    ("parallel.ep=3", "parallel.ep", "3", "8 experts cannot be split", "divisor of 8"),
+    ("parallel=tp2_ep2", "parallel.tp", "2", "does not divide the 1 rank", "--nproc-per-node 2"),
+    ("parallel.sequence_parallel=true", "parallel.sequence_parallel", "true", "parallel.tp=1", "raise parallel.tp"),
+    ("parallel.vpp=2", "parallel.vpp", "2", "parallel.pp=1", "raise parallel.pp"),
+    ("parallel.cp=2", "parallel.cp", "2", "no GPU is visible", "parallel.cp=1"),
+    ("engine.urls=[http://127.0.0.1:3]", "engine.urls", "['http://127.0.0.1:3']", "starts its own", "engine=external"),
+    ("engine=external", "engine.urls", "[]", "needs the addresses", "engine=managed"),
+    ("engine.ep=2", "engine.ep", "2", "divide engine.tp=1", "divisor of engine.tp"),
+    ("engine.device=cuda", "engine.device", "cuda", "No CUDA device", "engine.device=cpu"),
+    ("engine.quantization=fp8", "engine.quantization", "fp8", "AMX", "use null"),
+    ("engine.extra_args=['--port=1']", "engine.extra_args", "['--port=1']", "--port", "use that one"),
+    ("engine.extra_args=['--dp-size=2']", "engine.extra_args", "['--dp-size=2']", "not supported", "remove it"),
+    ("engine.max_total_tokens=32", "engine.max_total_tokens", "32", "64 tokens", "at least 64"),
+    ("engine.dtype=bfloat16", "engine.dtype", "bfloat16", "differs from model.dtype=float32", "${model.dtype}"),
+    ("model.dtype=bfloat16", "model.dtype", "bfloat16", "Without a GPU", "model.dtype=float32"),
+    ("data.max_prompt_tokens=300", "rollout.max_new_tokens", "32", "256 positions", "Lower one"),
+    ("data=jsonl", "data.train_path", "null", "training questions", "data.train_path=train.jsonl"),
+    ("model.path=???", "model.path", "???", "no default", "model.path=..."),
+    ("data.source=jsonl", "data.train_path", "null", "training questions", "data.train_path=train.jsonl"),
+    ("data.train_path=a.jsonl", "data.train_path", "a.jsonl", "no meaning", "data=jsonl"),
+    ("data.task=chain_sum", "data.task", "chain_sum", "no meaning", "data=reasoning_gym"),
+    ("data.source=reasoning_gym", "data.task", "null", "generator's name", "data.task=chain_sum"),
+    ("data.num_train=10", "rollout.prompts_per_step", "64", "data.num_train=10", "raise data.num_train"),
+    ("rollout.max_staleness=1", "rollout.max_staleness", "1", "synchronous", "rollout.max_staleness=0"),
+    ("algo.name=espo", "algo.name", "espo", "different algorithms", "algo=grpo|gspo|espo"),
+    ("train.optimizer_steps_per_batch=513", "train.optimizer_steps_per_batch", "513", "512 samples", "Lower it"),
+    ("run.name=a..b", "run.name", "a..b", "no '..'", "run.root"),
+    ("run.name=a/b", "run.name", "a/b", "letters, digits", "run.root"),
+    ("run.name=''", "run.name", "''", "letters, digits", "run.root"),
+]
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value", "rule", "remedy"),
+    UNKNOWN_OR_WRONG_TYPE + LIMITS + COMBINATIONS,
+    ids=[case[0] for case in UNKNOWN_OR_WRONG_TYPE + LIMITS + COMBINATIONS],
+)
+def test_refusal_names_key_value_rule_and_remedy(
+    checkpoint: Path, override: str, key: str, value: str, rule: str, remedy: str
+) -> None:
+    lines = [str(refusal) for refusal in refusals(checkpoint, override)]
+    assert any(line.startswith(f"{key}={value}: ") and rule in line and remedy in line for line in lines), lines
+
+
+@pytest.mark.parametrize(
+    ("url", "rule"),
+    [
+        ("http://8.8.8.8:30000", "not a loopback or private address"),
+        ("http://0.0.0.0:30000", "not a loopback or private address"),
+        ("http://no-such-host.invalid:1", "cannot be resolved"),
+        ("ftp://127.0.0.1:30000", "a scheme, a host and a port"),
+        ("127.0.0.1:30000", "a scheme, a host and a port"),
+        ("http://127.0.0.1", "a scheme, a host and a port"),
+        ("http://127.0.0.1:99999", "not a URL"),
+        ("http://127.0.0.1:3/generate", "no user, path or query"),
+        ("http://user:secret@127.0.0.1:3", "no user, path or query"),
+    ],
+)
+def test_engine_address_is_refused(checkpoint: Path, url: str, rule: str) -> None:
+    (refusal,) = refusals(checkpoint, "engine=external", f"engine.urls=['{url}']")
+    assert refusal.key == "engine.urls"
+    assert rule in str(refusal)
+
+
+def test_engine_named_twice(checkpoint: Path) -> None:
+    urls = "engine.urls=['http://127.0.0.1:3','http://127.0.0.1:3']"
+    assert "named twice" in str(refusals(checkpoint, "engine=external", urls)[0])
+
+
+def test_key_file_must_exist_and_be_private(checkpoint: Path, tmp_path: Path) -> None:
+    keys, external = tmp_path / "keys.json", ("engine=external", "engine.urls=['http://127.0.0.1:3']")
+    assert "no such file" in str(refusals(checkpoint, *external, f"engine.key_file={keys}")[0])
+    keys.touch(mode=0o644)
+    assert "Others can read" in str(refusals(checkpoint, *external, f"engine.key_file={keys}")[0])
+    keys.chmod(0o600)
+    assert accept(checkpoint, *external, f"engine.key_file={keys}").engine.key_file == str(keys)
+
+
+def test_jsonl_files(checkpoint: Path, tmp_path: Path) -> None:
+    train, held_out = tmp_path / "train.jsonl", tmp_path / "eval.jsonl"
+    train.touch()
+    paths = ("data=jsonl", f"data.train_path={train}")
+    assert refusals(checkpoint, *paths, f"data.eval_path={held_out}")[0].key == "data.eval_path"
+    assert "training file" in str(refusals(checkpoint, *paths, f"data.eval_path={train}")[0])
+    assert accept(checkpoint, *paths).data.train_path == str(train)
+
+
+def test_gpus_are_counted(checkpoint: Path) -> None:
+    facts = LaunchFacts(world_size=8, local_world_size=8, num_gpus=8)
+    assert "need 9 GPUs on a node and 8 are visible" in str(refusals(checkpoint, facts=facts)[0])
+    assert accept(checkpoint, facts=NODE).engine.count == 1
+    assert "AMX" in str(refusals(checkpoint, "engine.device=cpu", "engine.quantization=fp8", facts=NODE)[0])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "facts", "rule"),
+    [
+        (("parallel.tp=8", "parallel.sequence_parallel=true"), NODE, "4 attention heads"),
+        (("parallel.tp=4", "parallel.sequence_parallel=true"), NODE, "2 key-value heads"),
+        (("parallel.tp=2",), NODE, "need sequence parallelism"),
+        (("parallel.pp=8",), NODE, "4 layers cannot be split evenly over pp x vpp = 8"),
+        (("parallel.pp=2", "parallel.vpp=4"), NODE, "4 layers cannot be split evenly over pp x vpp = 8"),
+        (("parallel.ep=4", "parallel.etp=4"), NODE, "parallel.etp x ep x pp = 16 does not divide the 8 rank"),
+        (("engine.tp=4", "engine.quantization=fp8"), NODE, "32 columns of an expert"),
+    ],
+)
+def test_model_cannot_be_split(checkpoint: Path, overrides: tuple[str, ...], facts: LaunchFacts, rule: str) -> None:
+    assert any(rule in str(refusal) for refusal in refusals(checkpoint, *overrides, facts=facts))
+
+
+@pytest.mark.parametrize("parallel", ["single", "ep2", "ep8", "tp2_ep2", "pp2"])
+def test_parallel_groups_fit_a_node(checkpoint: Path, parallel: str) -> None:
+    assert accept(checkpoint, f"parallel={parallel}", facts=NODE).parallel.timeout_s == 600.0
+
+
+def test_all_refusals_are_reported_together(checkpoint: Path) -> None:
+    found = refusals(checkpoint, "run.name=..", "data.train_path=x", "rollout.max_staleness=2")
+    assert [refusal.key for refusal in found] == ["data.train_path", "rollout.max_staleness", "run.name"]
+    report = ConfigurationRefused(found).report()
+    assert report.splitlines()[0] == "3 settings are refused; nothing was started."
+    assert len(report.splitlines()) == 4
+
+
+def test_run_name_taken_and_root_a_file(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "file").touch()
+    assert "exists already" in str(refusals(checkpoint, f"run.root={tmp_path}", "run.name=mine")[0])
+    assert "is a file" in str(refusals(checkpoint, f"run.root={tmp_path}/file/deeper")[0])
