@@ -22,6 +22,7 @@ from megatron_rl.mcore.model import ParallelSizes, build_models
 from megatron_rl.mcore.optimizer import AdamSettings, DistributedAdam, wrap_data_parallel
 from megatron_rl.mcore.parallel import RankLayout
 from megatron_rl.mcore.replay import RouteReplay
+from megatron_rl.policy import Policy
 from megatron_rl.prompts.factory import open_prompts
 from megatron_rl.prompts.source import PromptSource
 from megatron_rl.rank_view import RankView
@@ -81,17 +82,19 @@ def build_worker(config: TrainRlConfig, model: MoeModelConfig, layout: RankLayou
         layout=layout,
         consumers=gather_consumers(layout, view.moe_rows(model.moe_layers)),
         model=model,
-        models=models,
+        policy=Policy(
+            models=models,
+            logprobs=ResponseLogprobs(
+                temperature=config.rollout.temperature,
+                vocab_size=model.vocab_size,
+                chunk_tokens=config.train.logit_chunk_tokens,
+                tp_group=parallel_state.get_tensor_model_parallel_group() if sizes.tp > 1 else None,
+            ),
+            loss=policy_loss(config.algo),
+            replay=RouteReplay(models) if routes is not None else None,
+        ),
         optimizer=DistributedAdam(models, adam_settings(config)),
         batcher=Batcher(view, routes, layout.device),
-        logprobs=ResponseLogprobs(
-            temperature=config.rollout.temperature,
-            vocab_size=model.vocab_size,
-            chunk_tokens=config.train.logit_chunk_tokens,
-            tp_group=parallel_state.get_tensor_model_parallel_group() if sizes.tp > 1 else None,
-        ),
-        loss=policy_loss(config.algo),
-        replay=RouteReplay(models) if routes is not None else None,
         rollouts_directory=rollouts,
     )
 

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from megatron_rl.batching import MicroBatch
 from megatron_rl.losses import PolicyLoss, ResponseTokens, rollout_mismatch
-from megatron_rl.mcore.replay import RouteReplay
 from megatron_rl.mcore.schedule import run_schedule
-from megatron_rl.response_logprobs import ResponseLogprobs
+from megatron_rl.policy import Policy
 from megatron_rl.watching.metric_sums import MetricSums
 
 
@@ -28,28 +26,27 @@ class OldPolicy:
     groups: object | None
 
 
-def compute_old_policy(
-    models: Sequence[torch.nn.Module],
-    batches: Sequence[MicroBatch],
-    *,
-    logprobs: ResponseLogprobs,
-    loss: PolicyLoss,
-    replay: RouteReplay | None,
-    metrics: MetricSums,
-) -> list[OldPolicy]:
+def compute_old_policy(policy: Policy, batches: Sequence[MicroBatch], metrics: MetricSums) -> list[OldPolicy]:
     """Forward-only pass over all micro-batches of a step. Empty on ranks that are not the last pipeline stage."""
 
-    def keep(logits: torch.Tensor, index: int) -> tuple[None, Any]:
-        logprob, entropy = logprobs(logits, batches[index])
+    def keep(logits: torch.Tensor, index: int) -> tuple[None, tuple[torch.Tensor, torch.Tensor]]:
+        logprob, entropy = policy.logprobs(logits, batches[index])
         return None, (logprob.detach(), entropy.detach())
 
     results = run_schedule(
-        models, [b.packed for b in batches], keep, forward_only=True, replay=replay, measure_routes=replay is not None
+        policy.models,
+        [batch.packed for batch in batches],
+        keep,
+        forward_only=True,
+        replay=policy.replay,
+        measure_routes=policy.replay is not None,
     )
-    if replay is not None:
-        differing, total = replay.disagreement()
-        metrics.add_mean("mismatch/route_disagreement", differing, total)
-    return [_old_policy(batch, *result, loss, metrics) for batch, result in zip(batches, results, strict=False)]
+    if policy.replay is not None:
+        metrics.add_mean("mismatch/route_disagreement", *policy.replay.disagreement())
+    return [
+        _old_policy(batch, logprob, entropy, policy.loss, metrics)
+        for batch, (logprob, entropy) in zip(batches, results, strict=False)
+    ]
 
 
 def _old_policy(

@@ -77,7 +77,7 @@ def _all_to_all(outgoing: Sequence[bytes], group: dist.ProcessGroup) -> list[mem
     send = torch.frombuffer(bytearray(b"".join(outgoing)) or bytearray(1), dtype=torch.uint8)[: int(send_sizes.sum())]
     receive = torch.empty(int(receive_sizes.sum()), dtype=torch.uint8)
     dist.all_to_all_single(receive, send, receive_sizes.tolist(), send_sizes.tolist(), group=group)
-    view = memoryview(receive.numpy())
+    view = memoryview(receive.numpy().data)
     offsets = [0, *receive_sizes.cumsum(0).tolist()]
     return [view[start:stop] for start, stop in zip(offsets, offsets[1:], strict=False)]
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from espo_kernels import token_logprob_entropy
 
+from espo_kernels import token_logprob_entropy
 from megatron_rl.batching import MicroBatch
 
 

@@ -17,7 +17,6 @@ from megatron_rl import build
 from megatron_rl.config.schema import TrainRlConfig
 from megatron_rl.contracts import Abort, Wait
 from megatron_rl.control import ControlChannel, broadcast_bytes, gather_bytes
-from megatron_rl.exit_codes import ExitCode
 from megatron_rl.follower import RunAborted, follow
 from megatron_rl.mcore import parallel
 from megatron_rl.mcore.hf_config import MoeModelConfig, read_hf_config
@@ -109,7 +108,7 @@ class Session:
             self._services.stop()
         self._stack.close()
 
-    def report(self, code: ExitCode, reason: str) -> None:
+    def report(self, code: int, reason: str) -> None:
         """Rank 0: leave the code and the reason in the run directory."""
         if self._owns_directory:
             self._directory.write_exit(int(code), reason)

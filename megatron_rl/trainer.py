@@ -25,20 +25,21 @@ def run(config: TrainRlConfig, run_path: Path, config_yaml: str) -> int:
 
     with _terminable(Terminated):
         session = Session(config, run_path, config_yaml)
+        code, reason = ExitCode.OK, "the run is complete"
         try:
             session.run()
-            code: ExitCode | None = ExitCode.OK
-            reason = "the run is complete"
         except BaseException as error:
-            code, reason = describe_failure(session.better_reason(error))
-            if code is None:
-                raise
+            known, reason = describe_failure(session.better_reason(error))
             session.abort(reason)
+            if known is None:
+                session.report(1, reason)
+                raise
+            code = known
         finally:
             session.close()
         session.report(code, reason)
-        if code is not ExitCode.OK and session.speaks:
-            print(f"\n{reason}\n(exit code {int(code)}: {code.name.lower()})", file=sys.stderr, flush=True)
+    if code is not ExitCode.OK and session.speaks:
+        print(f"\n{reason}\n(exit code {int(code)}: {code.name.lower()})", file=sys.stderr, flush=True)
     return int(code)
 
 

@@ -8,33 +8,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from megatron_rl.batching import MicroBatch
 from megatron_rl.contracts import Denominators
-from megatron_rl.losses import PolicyLoss
 from megatron_rl.mcore.optimizer import DistributedAdam, StepResult
-from megatron_rl.mcore.replay import RouteReplay
 from megatron_rl.mcore.schedule import run_schedule
 from megatron_rl.old_policy import OldPolicy
-from megatron_rl.response_logprobs import ResponseLogprobs
+from megatron_rl.policy import Policy
 from megatron_rl.watching.metric_sums import MetricSums
 
 
 def update_policy(
-    models: Sequence[torch.nn.Module],
+    policy: Policy,
     optimizer: DistributedAdam,
     batches: Sequence[MicroBatch],
     old: Sequence[OldPolicy],
     denominators: Denominators,
     *,
-    logprobs: ResponseLogprobs,
-    loss: PolicyLoss,
-    replay: RouteReplay | None,
-    metrics: MetricSums,
     dp_size: int,
+    metrics: MetricSums,
 ) -> StepResult:
     """One optimizer step: forward, backward, agreed finite check, AdamW.
 
@@ -42,14 +36,16 @@ def update_policy(
     the optimizer steps of the batch.
     """
 
-    def policy_loss(logits: torch.Tensor, index: int) -> tuple[torch.Tensor, Any]:
-        logprob, _ = logprobs(logits, batches[index])
-        result = loss(logprob, old[index].response, old[index].groups, denominators)
+    def policy_loss(logits: torch.Tensor, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        logprob, _ = policy.logprobs(logits, batches[index])
+        result = policy.loss(logprob, old[index].response, old[index].groups, denominators)
         metrics.add(result.sums, result.maxima)
         return result.loss, result.loss.detach().clone()
 
     optimizer.zero_grad()
-    losses = run_schedule(models, [b.packed for b in batches], policy_loss, forward_only=False, replay=replay)
+    losses = run_schedule(
+        policy.models, [batch.packed for batch in batches], policy_loss, forward_only=False, replay=policy.replay
+    )
     total = float(sum(losses)) if losses else 0.0
     result = optimizer.step(loss_is_finite=math.isfinite(total))
     if losses:

@@ -15,15 +15,13 @@ import torch
 from megatron_rl.batching import Batcher, MicroBatch
 from megatron_rl.contracts import Rollout, StepPlan
 from megatron_rl.control import gather_bytes
-from megatron_rl.losses import PolicyLoss
 from megatron_rl.mcore.hf_config import MoeModelConfig
 from megatron_rl.mcore.hf_weights import iterate_hf_weights, save_hf_weights
 from megatron_rl.mcore.optimizer import DistributedAdam
 from megatron_rl.mcore.parallel import RankLayout
-from megatron_rl.mcore.replay import RouteReplay
 from megatron_rl.old_policy import compute_old_policy
 from megatron_rl.payload_exchange import Consumer, exchange_payloads
-from megatron_rl.response_logprobs import ResponseLogprobs
+from megatron_rl.policy import Policy
 from megatron_rl.rollout import codec
 from megatron_rl.rollout.payload_store import read_payload
 from megatron_rl.update import update_policy
@@ -47,12 +45,9 @@ class Worker:
     layout: RankLayout
     consumers: Sequence[Consumer]
     model: MoeModelConfig
-    models: Sequence[torch.nn.Module]
+    policy: Policy
     optimizer: DistributedAdam
     batcher: Batcher
-    logprobs: ResponseLogprobs
-    loss: PolicyLoss
-    replay: RouteReplay | None
     rollouts_directory: Path
 
     def train(self, plan: StepPlan) -> TrainOutcome:
@@ -71,11 +66,11 @@ class Worker:
 
     def export(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights under Hugging Face names; every rank must exhaust it."""
-        return iterate_hf_weights(self.models, self.model, dtype)
+        return iterate_hf_weights(self.policy.models, self.model, dtype)
 
     def save(self, source: Path, target: Path, dtype: torch.dtype) -> None:
         """Write the weights in Hugging Face format, with the tokenizer and configuration of `source`."""
-        save_hf_weights(self.models, self.model, source=source, target=target, dtype=dtype)
+        save_hf_weights(self.policy.models, self.model, source=source, target=target, dtype=dtype)
 
     def _run(
         self, plan: StepPlan, steps: Sequence[Sequence[MicroBatch]], watch: Stopwatch, metrics: MetricSums
@@ -83,20 +78,19 @@ class Worker:
         flat = [batch for step in steps for batch in step]
         if not flat:
             return True
-        shared = {"logprobs": self.logprobs, "loss": self.loss, "replay": self.replay, "metrics": metrics}
         with watch.stage("old_policy"):
-            old = compute_old_policy(self.models, flat, **shared)
+            old = compute_old_policy(self.policy, flat, metrics)
         position = 0
         with watch.stage("train"):
             for planned, batches in zip(plan.optimizer_steps, steps, strict=True):
                 result = update_policy(
-                    self.models,
+                    self.policy,
                     self.optimizer,
                     batches,
                     old[position : position + len(batches)],
                     planned.denominators,
                     dp_size=self.layout.dp_size,
-                    **shared,
+                    metrics=metrics,
                 )
                 position += len(batches)
                 if not result.stepped:

@@ -69,7 +69,7 @@ class _Event:
 
 def install() -> bool:
     """Make `megatron.core` importable and runnable on CPU; returns whether anything was changed."""
-    if torch.cuda.is_available() or torch.cuda.Stream is _Stream:
+    if torch.cuda.is_available() or issubclass(torch.cuda.Stream, _Stream):
         return False
     _patch_torch_cuda()
     _patch_torch_factories()
@@ -98,7 +98,7 @@ def _patch_torch_factories() -> None:
     """Megatron writes device="cuda" (or the current device) into factory calls, and tests for CUDA tensor types."""
     # torch caches its factory functions on first use; fill that cache with the originals, or a `torch.device("meta")`
     # context no longer recognises the wrapped ones
-    torch.utils._device._device_constructors()  # type: ignore[no-untyped-call]
+    torch.utils._device._device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     tensor: Any = torch.Tensor
@@ -144,10 +144,8 @@ def _patch_megatron() -> None:
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
     # split sizes become numpy only for CUDA tensors, and the all-to-all insists on that
-    token_dispatcher.maybe_move_tensor_to_cpu = (
-        lambda tensor, as_numpy=False, record_stream=False: tensor.numpy()
-        if as_numpy and torch.is_tensor(tensor)
-        else tensor
+    token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
+        tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
     )
     # without Apex and Transformer Engine Megatron falls back to torch's Adam, whose state it cannot checkpoint
     optimizer.Adam = distrib_optimizer.Adam = FusedLayoutAdam

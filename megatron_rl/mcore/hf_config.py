@@ -104,7 +104,9 @@ class _Reader:
         parameters = self.raw.get("rope_parameters") or self.raw.get("rope_scaling") or {}
         kind = parameters.get("rope_type", parameters.get("type", "default"))
         if kind != "default":
-            raise ModelConfigError(f"{self.file}: rope type {kind!r} is not supported; only the default rotary embedding is")
+            raise ModelConfigError(
+                f"{self.file}: rope type {kind!r} is not supported; only the default rotary embedding is"
+            )
         return float(parameters.get("rope_theta") or self.number("rope_theta", default=10000.0))
 
     def eos_token_ids(self) -> tuple[int, ...]:

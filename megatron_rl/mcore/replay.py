@@ -130,12 +130,12 @@ class RouteReplay:
             raise
         problems = [f"router {i}: {what}" for i, t in enumerate(every) if (what := t.deactivate()) is not None]
         if problems:
-            raise ReplayError("routes were left over, the next step would replay the wrong ones: " + "; ".join(problems))
+            raise ReplayError(
+                "routes were left over, the next step would replay the wrong ones: " + "; ".join(problems)
+            )
 
     @contextlib.contextmanager
-    def forward(
-        self, chunk: int, routes: torch.Tensor | None, real_rows: torch.Tensor | None = None
-    ) -> Iterator[None]:
+    def forward(self, chunk: int, routes: torch.Tensor | None, real_rows: torch.Tensor | None = None) -> Iterator[None]:
         """Force `routes` [rows, MoE layers of this rank, topk] during one micro-batch's forward through model `chunk`.
 
         real_rows bool [rows] leaves padding out of the disagreement. routes None: live routing.

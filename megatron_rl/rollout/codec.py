@@ -19,7 +19,7 @@ from megatron_rl.contracts import FinishReason, Role, Rollout, Segment
 
 _MAGIC = b"RLO1"
 _ALIGNMENT = 8
-_ROUTE_DTYPES = {"uint8": np.uint8, "uint16": np.uint16}
+_ROUTE_DTYPES: dict[str, type[np.unsignedinteger]] = {"uint8": np.uint8, "uint16": np.uint16}
 
 
 class CodecError(ValueError):

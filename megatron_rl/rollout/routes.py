@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+Routes = npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
+
 _UINT8_EXPERTS = 256
 
 
@@ -24,7 +26,7 @@ class RouteError(ValueError):
 
 def validate_routes(
     wire: npt.NDArray[np.int32], *, num_inputs: int, moe_layers: Sequence[int], num_experts: int, topk: int
-) -> npt.NDArray[np.uint8] | npt.NDArray[np.uint16]:
+) -> Routes:
     """Select the MoE layers of `wire` int32 [num_inputs, num_hidden_layers, topk] and check every entry.
 
     Returns uint8 (up to 256 experts) or uint16 [num_inputs, len(moe_layers), topk]. Raises `RouteError`.
@@ -41,13 +43,16 @@ def validate_routes(
     ordered = np.sort(routes, axis=-1)
     if (ordered[..., 1:] == ordered[..., :-1]).any():
         raise RouteError("routes_duplicate", "an expert appears twice in one row")
-    return routes.astype(np.uint8 if num_experts <= _UINT8_EXPERTS else np.uint16)
+    return _narrow(routes, num_experts)
 
 
 def round_robin_routes(
     num_rows: int, num_layers: int, *, num_experts: int, topk: int
-) -> npt.NDArray[np.uint8] | npt.NDArray[np.uint16]:
+) -> Routes:
     """Distinct valid experts for padding rows, spread evenly: [num_rows, num_layers, topk]."""
-    dtype = np.uint8 if num_experts <= _UINT8_EXPERTS else np.uint16
     rows = (np.arange(num_rows)[:, None] * topk + np.arange(topk)) % num_experts
-    return np.broadcast_to(rows[:, None], (num_rows, num_layers, topk)).astype(dtype)
+    return _narrow(np.broadcast_to(rows[:, None], (num_rows, num_layers, topk)), num_experts)
+
+
+def _narrow(routes: npt.NDArray[np.integer], num_experts: int) -> Routes:
+    return routes.astype(np.uint8) if num_experts <= _UINT8_EXPERTS else routes.astype(np.uint16)

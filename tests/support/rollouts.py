@@ -15,7 +15,9 @@ from megatron_rl.contracts import (
 NOWHERE = PayloadLocation(node=0, pid=0, fd=0, offset=0, nbytes=0)
 
 
-def make_rollout(num_prompt: int, num_response: int, *, layers: int = 3, topk: int = 2, dtype: type = np.uint8) -> Rollout:
+def make_rollout(
+    num_prompt: int, num_response: int, *, layers: int = 3, topk: int = 2, dtype: type = np.uint8
+) -> Rollout:
     rng = np.random.default_rng(num_prompt * 100 + num_response)
     inputs = num_prompt + num_response - 1
     return Rollout(

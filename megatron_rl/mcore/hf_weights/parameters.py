@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -44,7 +45,7 @@ def placed_parameters(models: Sequence[torch.nn.Module], model: MoeModelConfig) 
             yield PlacedParameter(name, weight, offset, experts_per_rank)
 
 
-def unwrap(model: torch.nn.Module) -> torch.nn.Module:
+def unwrap(model: torch.nn.Module) -> Any:
     """The GPTModel inside Megatron's wrappers."""
     while isinstance(model, DistributedDataParallel | Float16Module):
         model = model.module

@@ -1,0 +1,172 @@
+"""Make a tiny start checkpoint from scratch: random weights, supervised steps, stopped by measured accuracy.
+
+    python launch/cold_start_sft.py --task column_addition --target 0.26 --out CHECKPOINT_DIRECTORY
+
+Invariant: the accuracy that stops it is sampled by the real engine from the weights just sent to it, averaged over the
+last evaluations, because the curve rises like a cliff.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import secrets
+import tempfile
+from collections import deque
+from pathlib import Path
+
+from megatron_rl.mcore import cpu_compat
+
+cpu_compat.install()
+
+import torch  # noqa: E402
+
+from megatron_rl.batching import Batcher  # noqa: E402
+from megatron_rl.cold_start import SupervisedTrainer, write_blank_model  # noqa: E402
+from megatron_rl.contracts import Prompt, Sampling  # noqa: E402
+from megatron_rl.evaluation import Accuracy, evaluate  # noqa: E402
+from megatron_rl.mcore import parallel  # noqa: E402
+from megatron_rl.mcore.hf_config import read_hf_config  # noqa: E402
+from megatron_rl.mcore.hf_weights import iterate_hf_weights, save_hf_weights  # noqa: E402
+from megatron_rl.mcore.model import ParallelSizes, build_models  # noqa: E402
+from megatron_rl.mcore.optimizer import AdamSettings, DistributedAdam, wrap_data_parallel  # noqa: E402
+from megatron_rl.node_services import NodeServices  # noqa: E402
+from megatron_rl.prompts.factory import open_prompts  # noqa: E402
+from megatron_rl.prompts.worked import worked_examples  # noqa: E402
+from megatron_rl.rank_view import RankView  # noqa: E402
+from megatron_rl.response_logprobs import ResponseLogprobs  # noqa: E402
+from megatron_rl.rollout.hub import Hub  # noqa: E402
+from megatron_rl.rollout.messages import Configure  # noqa: E402
+from megatron_rl.rollout.producer import Producer  # noqa: E402
+from megatron_rl.tokenizer import Tokenizer  # noqa: E402
+from megatron_rl.weight_sync import build_updater  # noqa: E402
+from sglang_bridge.handle import EngineHandle  # noqa: E402
+from sglang_bridge.keys import create_keys  # noqa: E402
+from sglang_bridge.settings import EngineSettings  # noqa: E402
+from sglang_bridge.weights.updater import WeightUpdater  # noqa: E402
+
+
+def main() -> None:
+    arguments = _parse()
+    with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
+        blank = Path(scratch) / "blank"
+        write_blank_model(blank)
+        model = read_hf_config(blank)
+        sizes = ParallelSizes()
+        parallel.initialize(sizes, seed=arguments.seed, timeout_s=600)
+        stack.callback(parallel.shutdown)
+        chunks = build_models(model, sizes, dtype=torch.float32)
+        save_hf_weights(chunks, model, source=blank, target=Path(scratch) / "start", dtype=torch.float32)
+        producer, updater, services = _open_engine(Path(scratch) / "start", Path(scratch), stack)
+        models = wrap_data_parallel(chunks)
+        tokenizer = Tokenizer.from_directory(blank)
+        trainer = SupervisedTrainer(
+            worked_examples(arguments.task, tokenizer),
+            models,
+            DistributedAdam(models, _adam(arguments.lr)),
+            Batcher(RankView.of(num_layers=model.num_layers), None, torch.device("cpu")),
+            ResponseLogprobs(temperature=1.0, vocab_size=model.vocab_size, chunk_tokens=4096, tp_group=None),
+            batch_size=arguments.batch_size,
+            seed=arguments.seed,
+        )
+        prompts = open_prompts(arguments.task, tokenizer, num_eval=256).held_out
+        recent: deque[float] = deque(maxlen=arguments.average)
+        for step in range(1, arguments.max_steps + 1):
+            loss, _ = trainer.step()
+            if step < arguments.evaluate_from or step % arguments.evaluate_every:
+                continue
+            updater.push(iterate_hf_weights(models, model), step)
+            accuracy = _measure(producer, prompts, str(step), arguments.max_new_tokens, model.eos_token_ids, services)
+            recent.append(accuracy.accuracy)
+            print(
+                f"step {step}: loss {loss:.4f}, pass@1 {accuracy.accuracy:.3f} ± {accuracy.half_width:.3f}, "
+                f"{accuracy.parseable:.1%} parseable",
+                flush=True,
+            )
+            if len(recent) == recent.maxlen and sum(recent) / len(recent) >= arguments.target:
+                break
+        save_hf_weights(models, model, source=blank, target=arguments.out, dtype=torch.bfloat16)
+        print(f"wrote {arguments.out}")
+
+
+def _open_engine(
+    start: Path, scratch: Path, stack: contextlib.ExitStack
+) -> tuple[Producer, WeightUpdater, NodeServices]:
+    """One engine on CPU with its collector, ended with `stack`."""
+    services = NodeServices(node=0, log_directory=scratch)
+    stack.callback(services.stop)
+    keys, run_key = create_keys(), secrets.token_urlsafe(32)
+    settings = EngineSettings(
+        model_path=str(start), dtype="float32", device="cpu", max_running_requests=256, max_total_tokens=16384,
+        return_routes=False,
+    )  # fmt: skip
+    services.start_engines([settings], keys)
+    (endpoint,) = services.wait_healthy(180.0)
+    hub = Hub("127.0.0.1", run_key)
+    stack.callback(hub.close)
+    services.start_collector(hub.address, run_key)
+    hub.wait_for(1, 60.0)
+    producer = Producer(hub, max_staleness=1 << 30)
+    producer.configure(
+        {
+            0: Configure(
+                engines=(endpoint,),
+                tokenizer_path=str(start),
+                routes=None,
+                reward_name="exact_match",
+                reward_answer="last_number",
+                reward_timeout_s=10.0,
+                request_timeout_s=120.0,
+                retries=2,
+                train_truncated=True,
+            )
+        }
+    )
+    updater = build_updater(
+        [EngineHandle(urls=(endpoint.url,))], keys, transport="distributed", bucket_mb=64.0, timeout_s=120.0,
+        directory=scratch / "sync", model_path=start, device=torch.device("cpu"),
+    )  # fmt: skip
+    stack.callback(updater.close)
+    return producer, updater, services
+
+
+def _measure(
+    producer: Producer,
+    prompts: tuple[Prompt, ...],
+    label: str,
+    max_new_tokens: int,
+    eos_ids: tuple[int, ...],
+    services: NodeServices,
+) -> Accuracy:
+    sampling = Sampling(max_new_tokens=max_new_tokens, temperature=1.0, stop_token_ids=eos_ids)
+    return evaluate(producer, prompts, label=label, samples_per_prompt=4, sampling=sampling, idle=services.check)
+
+
+def _adam(lr: float) -> AdamSettings:
+    return AdamSettings(
+        lr=lr, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0, clip_grad=1.0, warmup_steps=20, decay_steps=1,
+        decay="constant", min_lr_ratio=1.0,
+    )  # fmt: skip
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--task", required=True, choices=["column_addition", "two_digit_addition"])
+    parser.add_argument("--out", required=True, type=Path, help="directory of the checkpoint; must not exist")
+    parser.add_argument("--target", type=float, default=0.26, help="sampled pass@1 at which training stops")
+    parser.add_argument("--average", type=int, default=2, help="evaluations the accuracy is averaged over")
+    parser.add_argument("--max-steps", type=int, default=1000)
+    parser.add_argument("--evaluate-from", type=int, default=150)
+    parser.add_argument("--evaluate-every", type=int, default=10)
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--max-new-tokens", type=int, default=32)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    if arguments.out.exists():
+        parser.error(f"--out {arguments.out}: exists already; choose another directory")
+    return arguments
+
+
+if __name__ == "__main__":
+    main()
