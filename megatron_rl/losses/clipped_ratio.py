@@ -25,9 +25,10 @@ def ratio_through_tokens(log_ratio: torch.Tensor, logprobs: torch.Tensor) -> tor
     """s_t = sg[exp(log_ratio_t)] · π_θ(y_t) / sg[π_θ(y_t)], [T].
 
     GSPO-token (arXiv 2507.18071), Eq. 14: the value of the given ratio, the gradient of the token's own probability.
-    |log_ratio| is limited to 10 in the value only, so a token far out keeps its gradient.
+    |log_ratio| is limited to 10 in the value only, so a token far out keeps its gradient. Infinite log-ratios give NaN.
     """
-    value = log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    log_ratio = log_ratio.detach()
+    value = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() + log_ratio * 0  # 0 · inf: no limit hides an infinity
     return value * torch.exp(logprobs - logprobs.detach())
 
 

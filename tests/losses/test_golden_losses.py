@@ -1,0 +1,37 @@
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_rl.contracts import Denominators
+from megatron_rl.losses import ResponseTokens, build_policy_loss
+
+GOLDEN = tomllib.loads((Path(__file__).parents[1] / "golden" / "policy_losses.toml").read_text())
+SETTINGS = ("clip_low", "clip_high", "vocab_size", "alpha", "fractions", "min_clip")
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "espo"])
+def test_numbers_worked_by_hand(name: str) -> None:
+    golden: dict[str, Any] = GOLDEN[name]
+    loss = build_policy_loss(name, **{key: golden[key] for key in SETTINGS if key in golden})
+    old = torch.full((len(golden["log_ratios"]),), -1.0)
+    response = ResponseTokens(
+        old_logprobs=old,
+        old_entropies=torch.tensor(golden.get("entropies", [0.5] * len(old))),
+        rollout_logprobs=old,
+        advantages=torch.tensor(golden["advantages"]),
+        cu_seqlens=torch.tensor(golden["cu_seqlens"], dtype=torch.int32),
+    )
+    logprobs = (old + torch.tensor(golden["log_ratios"])).requires_grad_()
+    denominators = Denominators(sequences=golden["sequences"], tokens=golden["tokens"])
+    result = loss(logprobs, response, loss.groups(response), denominators)
+    result.loss.backward()
+    assert result.loss.item() == pytest.approx(golden["loss"], rel=2e-6)
+    assert logprobs.grad is not None
+    torch.testing.assert_close(logprobs.grad, torch.tensor(golden["gradient"]), rtol=2e-6, atol=1e-8)
+    metrics = {key: float(pair[0] / pair[1]) for key, pair in result.sums.items()}
+    metrics |= {key: float(value) for key, value in result.maxima.items()}
+    for key, value in golden["metrics"].items():
+        assert metrics[key] == pytest.approx(value, rel=2e-6, abs=1e-9), key
