@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,8 @@ from megatron_rl.tokenizer import (
     check_matches_model,
     write_character_tokenizer,
 )
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +145,17 @@ def test_a_tokenizer_of_another_model_is_refused(tokenizer: Tokenizer, tmp_path:
 def test_characters_must_be_different(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="once"):
         write_character_tokenizer(tmp_path, "00")
+
+
+def test_prompts_rewards_and_tokenizer_load_without_torch() -> None:
+    code = """if True:
+        import sys
+        import megatron_rl.advantages, megatron_rl.prompts, megatron_rl.rewards, megatron_rl.tokenizer
+        import megatron_rl.zero_variance
+        print(*{"torch", "transformers", "hydra", "reasoning_gym"} & set(sys.modules))
+    """
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (result.stdout.strip(), result.stderr) == ("", "")
 
 
 def test_transformers_loads_the_same_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:

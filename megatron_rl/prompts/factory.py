@@ -12,10 +12,10 @@ from typing import Any
 from megatron_rl.contracts import Prompt
 from megatron_rl.prompts import column_addition, gym, two_digit_addition
 from megatron_rl.prompts.jsonl import read_jsonl
-from megatron_rl.prompts.question import BadRows, OnBadRow, PromptDataError, Question
+from megatron_rl.prompts.question import BadRows, PromptDataError, Question
 from megatron_rl.prompts.source import Excluded, PromptSource
 from megatron_rl.prompts.split import Split, draw_split, hold_out, keep_apart
-from megatron_rl.tokenizer import Tokenizer, UnknownText
+from megatron_rl.tokenizer import Tokenizer
 
 EMBEDDED: Mapping[str, Callable[[int], Iterator[Question]]] = {
     column_addition.NAME: column_addition.questions,
@@ -38,21 +38,24 @@ def open_prompts(
     eval_path: str | None = None,
     task: str | None = None,
     task_config: Mapping[str, Any] | None = None,
+    check_answer: Callable[[str], None] | None = None,
 ) -> PromptSource:
     """Open a source by name. Raises `PromptDataError` naming the key, or the file and line, and the remedy.
 
     source: `column_addition`, `two_digit_addition`, `jsonl` or `reasoning_gym`. num_train, num_eval: questions to
     generate; of a JSONL file all rows are used, and num_eval of them held out unless eval_path names others.
     seed: generates (embedded tasks, reasoning_gym) and shuffles; it never moves a question across the split.
+    check_answer: raises ValueError for a reference answer that responses cannot be judged by (`Scorer.check_answer`),
+    which makes the row a bad one.
     """
-    bad_rows = BadRows(OnBadRow(on_bad_row))
+    bad_rows = BadRows.named(on_bad_row)
     if source == "jsonl":
         split = _split_files(train_path, eval_path, num_eval, bad_rows)
     else:
         split = draw_split(_generator(source, seed, task, task_config), num_train, num_eval)
     return PromptSource(
-        list(_encode(split.train, tokenizer, max_prompt_tokens, bad_rows)),
-        list(_encode(split.held_out, tokenizer, max_prompt_tokens, bad_rows)),
+        list(_usable(split.train, tokenizer, max_prompt_tokens, check_answer, bad_rows)),
+        list(_usable(split.held_out, tokenizer, max_prompt_tokens, check_answer, bad_rows)),
         seed=seed,
         shuffle=shuffle,
         excluded=Excluded(bad_rows.count, split.duplicates, split.overlapping, tuple(bad_rows.examples)),
@@ -78,18 +81,27 @@ def _split_files(train_path: str | None, eval_path: str | None, num_eval: int, b
     return keep_apart(train, read_jsonl(eval_path, bad_rows, key="data.eval_path"), bad_rows)
 
 
-def _encode(
-    questions: Iterable[Question], tokenizer: Tokenizer, max_tokens: int, bad_rows: BadRows
+def _usable(
+    questions: Iterable[Question],
+    tokenizer: Tokenizer,
+    max_tokens: int,
+    check_answer: Callable[[str], None] | None,
+    bad_rows: BadRows,
 ) -> Iterator[Prompt]:
     for question in questions:
         try:
-            ids = tokenizer.encode(question.text)
-        except UnknownText as error:
+            if check_answer is not None:
+                check_answer(question.answer)
+            prompt = _prompt(question, tokenizer.encode(question.text), max_tokens)
+        except ValueError as error:
             bad_rows.report(question.origin, str(error))
-            continue
-        if not 0 < len(ids) <= max_tokens:
-            bad_rows.report(question.origin, f"{len(ids)} tokens; data.max_prompt_tokens allows 1 to {max_tokens}")
-            continue
-        yield Prompt(
-            id=question.id, token_ids=ids, answer=question.answer, task=question.task, difficulty=question.difficulty
-        )
+        else:
+            yield prompt
+
+
+def _prompt(question: Question, ids: tuple[int, ...], max_tokens: int) -> Prompt:
+    if not 0 < len(ids) <= max_tokens:
+        raise ValueError(f"{len(ids)} tokens; data.max_prompt_tokens allows 1 to {max_tokens}")
+    return Prompt(
+        id=question.id, token_ids=ids, answer=question.answer, task=question.task, difficulty=question.difficulty
+    )

@@ -49,6 +49,13 @@ class BadRows:
     count: int = 0
     examples: list[str] = field(default_factory=list)
 
+    @classmethod
+    def named(cls, policy: str) -> BadRows:
+        """By the policy's name in the configuration. Raises `PromptDataError` for an unknown one."""
+        if policy not in set(OnBadRow):
+            raise PromptDataError(f"data.on_bad_row={policy}: must be {' or '.join(OnBadRow)}")
+        return cls(OnBadRow(policy))
+
     def report(self, origin: str, reason: str) -> None:
         """Count a bad row, or raise `PromptDataError` when bad rows are fatal."""
         message = f"{origin}: {reason}"

@@ -10,6 +10,7 @@ import hashlib
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import msgspec
 
@@ -72,7 +73,7 @@ class PromptSource:
 
     def state(self) -> dict[str, int | str]:
         """The cursor, as plain values that a checkpoint can hold."""
-        return {"epoch": self._epoch, "position": self._position, "fingerprint": self._fingerprint()}
+        return {"epoch": self._epoch, "position": self._position, "fingerprint": self._fingerprint}
 
     def restore(self, state: Mapping[str, int | str]) -> None:
         """Continue where `state` was taken. Raises `PromptDataError` for a damaged state or the state of other data."""
@@ -80,7 +81,7 @@ class PromptSource:
             cursor = msgspec.convert(dict(state), _Cursor)
         except msgspec.ValidationError as error:
             raise PromptDataError(f"data: the checkpoint's cursor is damaged ({error}): use another one") from error
-        if cursor.fingerprint != self._fingerprint():
+        if cursor.fingerprint != self._fingerprint:
             raise PromptDataError(
                 "data: the checkpoint's cursor belongs to other prompts, another data.seed or another data.shuffle. "
                 "Resume with the data the checkpoint was written with"
@@ -94,6 +95,7 @@ class PromptSource:
             random.Random(f"{self._seed}/{self._epoch}").shuffle(order)
         return order
 
+    @cached_property
     def _fingerprint(self) -> str:
         digest = hashlib.blake2b(f"{self._seed}/{self._shuffle}".encode(), digest_size=16)
         for prompt in self.train:

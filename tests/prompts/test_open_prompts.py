@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.prompts import PromptDataError, open_prompts, worked_examples
+from megatron_rl.rewards import ExactMatch
 from megatron_rl.tokenizer import Tokenizer, write_character_tokenizer
 
 
@@ -68,6 +69,14 @@ def test_prompts_the_model_cannot_take_are_bad_rows(
     assert "line 2" in source.excluded.examples[0]
 
 
+def test_answers_that_cannot_be_judged_by_are_bad_rows(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl", '{"prompt": "a", "answer": "paris"}', '{"prompt": "b", "answer": 3}')
+    options = {"train_path": path, "num_eval": 0, "check_answer": ExactMatch("last_number").check_answer}
+    with pytest.raises(PromptDataError, match=r"t\.jsonl line 1: reward\.answer=last_number: .*'paris' holds none"):
+        open_prompts("jsonl", tokenizer, **options)
+    assert [p.answer for p in open_prompts("jsonl", tokenizer, on_bad_row="skip", **options).train] == ["3"]
+
+
 def test_a_tokenizer_without_the_task_s_characters_is_named(tmp_path: Path) -> None:
     write_character_tokenizer(tmp_path, "0123456789+=")
     digits_only = Tokenizer.from_directory(tmp_path)
@@ -81,6 +90,7 @@ def test_a_tokenizer_without_the_task_s_characters_is_named(tmp_path: Path) -> N
     ("arguments", "message"),
     [
         ({"source": "csv"}, r"data\.source=csv: .*column_addition, two_digit_addition, jsonl, reasoning_gym"),
+        ({"source": "jsonl", "on_bad_row": "drop"}, r"data\.on_bad_row=drop: must be fail or skip"),
         ({"source": "jsonl"}, r"data\.train_path: missing"),
         ({"source": "reasoning_gym"}, r"data\.task: missing"),
     ],
