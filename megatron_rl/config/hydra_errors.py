@@ -8,103 +8,81 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from hydra.errors import ConfigCompositionException, MissingConfigException, OverrideParseException
-from omegaconf.errors import (
-    ConfigAttributeError,
-    ConfigKeyError,
-    InterpolationKeyError,
-    InterpolationResolutionError,
-    OmegaConfBaseException,
-    ValidationError,
-)
+from hydra.errors import MissingConfigException, OverrideParseException
 
 from megatron_rl.config.refusal import Refusal
 from megatron_rl.config.unknown_keys import unknown_key
 
 _COMPOSE = "The command python launch/train_rl.py --cfg job shows what is composed"
-_TYPES = (
-    (re.compile(r"could not be converted to Integer"), "Must be a whole number"),
-    (re.compile(r"could not be converted to Float"), "Must be a number"),
-    (re.compile(r"is not a valid bool"), "Must be true or false"),
-    (re.compile(r"is not a ListConfig, list or tuple"), "Must be a list, such as [a,b]"),
-    (re.compile(r"is not Optional|not Optional"), "Must not be null"),
-    (re.compile(r"not a subclass of"), "Must be a group of keys, not a value"),
-    (re.compile(r"does not support deletion"), "Cannot be deleted: every key always exists"),
+_GIVE_TYPE = "Give a value of that type"
+# What the libraries say | the rule | the remedy
+_KNOWN = (
+    (r"could not be converted to Integer", "Must be a whole number", _GIVE_TYPE),
+    (r"could not be converted to Float", "Must be a number", _GIVE_TYPE),
+    (r"is not a valid bool", "Must be true or false", _GIVE_TYPE),
+    (r"is not a ListConfig, list or tuple", "Must be a list, such as [a,b]", _GIVE_TYPE),
+    (r"not a subclass of", "Must be a group of keys, not a value", _GIVE_TYPE),
+    (r"not Optional", "Must not be null", _GIVE_TYPE),
+    (r"does not support deletion", "Cannot be deleted: every key always exists", _COMPOSE),
+    (r"[Ii]nterpolation", None, "Name an existing key in ${...}, or quote it for the shell"),
+    (r"appears more than once|Multiple values for", "This group has a choice already", "Replace it, without the +"),
 )
+
+
+@dataclass(frozen=True)
+class _Override:
+    """One `key=value` of the command line."""
+
+    key: str
+    value: str
+
+    @classmethod
+    def parse(cls, text: str) -> _Override:
+        key, _, value = text.partition("=")
+        return cls(key.lstrip("+~"), value)
 
 
 def as_refusal(error: Exception, overrides: Sequence[str]) -> Refusal:
     """The refusal of a configuration that could not be composed. overrides: the command line's, for their values."""
-    cause = error.__cause__ or error
-    override = _blamed_override(error, overrides)
+    given = [_Override.parse(text) for text in overrides]
     if isinstance(error, OverrideParseException):
-        return Refusal(*_split(error.override), "Hydra cannot parse this", "Quote it for the shell: 'key=\"value\"'")
+        blamed = _Override.parse(error.override)
+        return Refusal(blamed.key, blamed.value, "Hydra cannot parse this", "Quote it for the shell: 'key=\"value\"'")
     if isinstance(error, MissingConfigException):
-        return _missing_option(error, overrides)
-    if isinstance(cause, ConfigAttributeError | ConfigKeyError) and cause.full_key:
-        key = str(cause.full_key)
-        return unknown_key(key, _split(override)[1] if override else _where(error))
-    if isinstance(cause, OmegaConfBaseException):
-        return _wrong_value(error, cause, override, overrides)
-    return _composition(error, overrides, override)
+        return _missing_option(error, given)
+    place = re.match(r"In '(.+?)': \w+ raised while composing config:\n", str(error))
+    text = str(error.__cause__ or error)[place.end() if place else 0 :]
+    blamed = _blame(str(error), text, given, place[1] if place else None)
+    if re.match(r"Key '.+?' (is )?not in ", text):
+        return unknown_key(blamed.key, blamed.value)
+    first_line = text.strip().splitlines()[0] if text.strip() else type(error).__name__
+    rule, remedy = next(((r, m) for pattern, r, m in _KNOWN if re.search(pattern, text)), (None, _COMPOSE))
+    if type(error).__module__.startswith("yaml"):
+        rule, remedy = f"A file is not YAML: {' '.join(text.split())}", "Correct it there"
+    return Refusal(blamed.key, blamed.value, rule or first_line, remedy)
 
 
-def _composition(error: Exception, overrides: Sequence[str], override: str | None) -> Refusal:
-    twice = re.search(r"(\S+) appears more than once|Multiple values for (\S+?)\.", str(error))
-    if twice is not None:
-        group = twice[1] or twice[2]
-        override = next((o for o in overrides if _split(o)[0] == group), group)
-        return Refusal(*_split(override), "This group has a choice already", f"Replace it: {override.lstrip('+')}")
-    groups = [o for o in overrides if "." not in _split(o)[0]]
-    if override is None and len(groups) == 1:
-        override = groups[0]
-    key, value = _split(override) if override else ("configuration", "")
-    return Refusal(key, value, _first_line(error), _COMPOSE)
-
-
-def _missing_option(error: MissingConfigException, overrides: Sequence[str]) -> Refusal:
+def _missing_option(error: MissingConfigException, given: Sequence[_Override]) -> Refusal:
     group, _, option = (error.missing_cfg_file or "").removesuffix(".yaml").rpartition("/")
     options = [name for name in error.options or () if not name.startswith("_")]
-    rule = f"There is no such file in hydra_conf/{group}" if group else _first_line(error)
-    key = group or next((_split(o)[0] for o in overrides if _split(o)[1] == option), "configuration")
+    rule = f"There is no such file in hydra_conf/{group}" if group else "There is no such file in hydra_conf"
+    key = group or next((o.key for o in given if o.value == option), "configuration")
     return Refusal(key, option, rule, f"Choose one of {', '.join(options)}" if options else _COMPOSE)
 
 
-def _wrong_value(
-    error: Exception, cause: OmegaConfBaseException, override: str | None, overrides: Sequence[str]
-) -> Refusal:
-    key = str(cause.full_key or "configuration")
-    value = next((_split(o)[1] for o in overrides if _split(o)[0] == key), _where(error))
-    if override:
-        key, value = _split(override)
-    text = _first_line(cause)
-    rule = next((rule for pattern, rule in _TYPES if pattern.search(text)), text)
-    remedy = "Give a value of that type" if isinstance(cause, ValidationError) else _COMPOSE
-    if isinstance(cause, InterpolationResolutionError | InterpolationKeyError):
-        remedy = "Name an existing key in ${...}, or quote it for the shell"
-    return Refusal(key, value, rule, remedy)
-
-
-def _blamed_override(error: Exception, overrides: Sequence[str]) -> str | None:
-    if not isinstance(error, ConfigCompositionException):
-        return None
-    text = str(error)
-    named = re.search(r"Error merging override (.+)", text) or re.search(r"Could not \w+ '(.+?)'", text)
-    if named is None:
-        return None
-    return next((o for o in overrides if o == named[1] or _split(o)[0] == named[1]), named[1])
-
-
-def _where(error: Exception) -> str:
-    named = re.search(r"In '(.+?)'", str(error))
-    return f"(in hydra_conf/{named[1]}.yaml)" if named else "?"
-
-
-def _split(override: str) -> tuple[str, str]:
-    key, _, value = override.partition("=")
-    return key.lstrip("+~"), value
-
-
-def _first_line(error: Exception) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+def _blame(message: str, text: str, given: Sequence[_Override], file: str | None) -> _Override:
+    """The key that is wrong, and its value or the file that sets it."""
+    whole = re.search(r"Error merging override (.+)", message)
+    if whole is not None:
+        return _Override.parse(whole[1])
+    named = re.search(r"full_key: (\S+)", text) or re.search(r"Could not \w+ '(.+?)'", message)
+    named = (
+        named or re.search(r"(\S+) appears more than once", text) or re.search(r"Multiple values for (\S+?)\.", text)
+    )
+    if named is not None:
+        value = next((o.value for o in given if o.key == named[1] or o.key.startswith(f"{named[1]}.")), None)
+        return _Override(named[1], value if value is not None else f"(in {file}.yaml)" if file else "?")
+    groups = [override for override in given if "." not in override.key]
+    return groups[0] if len(groups) == 1 else _Override("configuration", "?")

@@ -39,7 +39,7 @@ UNKNOWN_OR_WRONG_TYPE = [
     ("algo=ppo", "algo", "ppo", "no such file in hydra_conf/algo", "espo, grpo, gspo"),
     ("experiment=nope", "experiment", "nope", "no such file in hydra_conf/experiment", "quickstart"),
     ("+engine=nope", "engine", "nope", "no such file in hydra_conf/engine", "external, managed"),
-    ("+experiment=smoke", "experiment", "smoke", "has a choice already", "experiment=smoke"),
+    ("+experiment=smoke", "experiment", "smoke", "has a choice already", "without the +"),
     ("+logger.reward=nope", "logger.reward", "nope", "no such key", "reward"),
     ("optimizer.lr=abc", "optimizer.lr", "abc", "Must be a number", "value of that type"),
     ("train.total_steps=2.5", "train.total_steps", "2.5", "whole number", "value of that type"),

@@ -1,0 +1,93 @@
+"""`launch/train_rl.py` as a user starts it: real processes."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.exit_codes import ExitCode
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "launch" / "train_rl.py"
+# Runs the script in this interpreter and says at its end whether torch came in.
+PROBE = """
+import runpy, sys
+sys.argv = sys.argv[1:]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+finally:
+    print("heavy modules:", sorted({"torch", "megatron.core", "sglang", "transformers", "numpy"} & set(sys.modules)))
+"""
+
+
+def start(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", PROBE, str(SCRIPT), *arguments]
+    return subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, env=os.environ | environment, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("+optimizer.learning_rate=1", "optimizer.learning_rate=1: There is no such key"),
+        ("train.total_steps=many", "train.total_steps=many: Must be a whole number"),
+        ("parallel=ep2", "parallel.ep=2: parallel.etp x ep x pp = 2 does not divide the 1 rank(s)"),
+        ("model.path=/nowhere", "model.path=/nowhere: There is no such directory"),
+        ("--multirun", "--multirun=''"),
+    ],
+)
+def test_refusal_exits_2_before_torch(tmp_path: Path, override: str, message: str) -> None:
+    done = start(override, cwd=tmp_path)
+    assert done.returncode == ExitCode.REFUSED, done.stderr
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "heavy modules: []" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_refusal_takes_less_than_two_seconds_of_processor_time(tmp_path: Path) -> None:
+    """Processor time, because other processes share the machine: the wall clock would measure them."""
+    before = os.times()
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, str(SCRIPT), "+foo=1"], cwd=tmp_path, capture_output=True, check=False)
+    after = os.times()
+    assert done.returncode == ExitCode.REFUSED
+    assert after.children_user + after.children_system - before.children_user - before.children_system < 2.0
+    assert time.monotonic() - started < 20.0
+
+
+def test_only_the_first_rank_reports(tmp_path: Path) -> None:
+    done = start("+foo=1", cwd=tmp_path, RANK="1", WORLD_SIZE="2")
+    assert (done.returncode, done.stderr) == (ExitCode.REFUSED, "")
+
+
+@pytest.mark.parametrize("question", [("--cfg", "job"), ("--help",), ("--info", "defaults-tree")])
+def test_hydra_answers_without_a_run(tmp_path: Path, question: tuple[str, ...]) -> None:
+    done = start(*question, "experiment=smoke", "algo=espo", cwd=tmp_path)
+    assert done.returncode == ExitCode.OK, done.stderr
+    assert "heavy modules: []" in done.stdout
+    assert "espo" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_run_gets_typed_settings_and_a_clean_environment(tmp_path: Path, checkpoint: Path) -> None:
+    """HYDRA_FULL_ERROR must not leak into engines and collectors; a good configuration is checked without torch too."""
+    code = f"""
+import os, sys
+from pathlib import Path
+from megatron_rl.config.cli import main
+sys.argv = ["train_rl.py", "experiment=smoke", "model.path={checkpoint}"]
+def run(config):
+    print(type(config).__name__, os.environ.get("HYDRA_FULL_ERROR"), os.getcwd() == {str(tmp_path)!r})
+    print("torch" in sys.modules)
+    return 4
+sys.exit(main(run, Path({str(ROOT / "hydra_conf")!r})))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 4, done.stderr
+    assert done.stdout.split() == ["TrainRlConfig", "None", "True", "False"]
+    assert list(tmp_path.iterdir()) == [checkpoint]
