@@ -10,25 +10,23 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from megatron_rl.contracts import Prompt
-from megatron_rl.prompts import column_addition, gym, two_digit_addition
+from megatron_rl.prompts import gym
+from megatron_rl.prompts.embedded import EMBEDDED
 from megatron_rl.prompts.jsonl import read_jsonl
 from megatron_rl.prompts.question import BadRows, PromptDataError, Question
 from megatron_rl.prompts.source import Excluded, PromptSource
 from megatron_rl.prompts.split import Split, draw_split, hold_out, keep_apart
 from megatron_rl.tokenizer import Tokenizer
 
-EMBEDDED: Mapping[str, Callable[[int], Iterator[Question]]] = {
-    column_addition.NAME: column_addition.questions,
-    two_digit_addition.NAME: two_digit_addition.questions,
-}
 SOURCES = (*EMBEDDED, "jsonl", "reasoning_gym")
+_NUM_TRAIN = 24_000
 
 
 def open_prompts(
     source: str,
     tokenizer: Tokenizer,
     *,
-    num_train: int = 24_000,
+    num_train: int | None = None,
     num_eval: int = 512,
     seed: int = 0,
     shuffle: bool = True,
@@ -43,7 +41,8 @@ def open_prompts(
     """Open a source by name. Raises `PromptDataError` naming the key, or the file and line, and the remedy.
 
     source: `column_addition`, `two_digit_addition`, `jsonl` or `reasoning_gym`. num_train, num_eval: questions to
-    generate; of a JSONL file all rows are used, and num_eval of them held out unless eval_path names others.
+    generate (num_train None: the embedded task's usual number, else 24,000); of a JSONL file all rows are used, and
+    num_eval of them held out unless eval_path names others.
     seed: generates (embedded tasks, reasoning_gym) and shuffles; it never moves a question across the split.
     check_answer: raises ValueError for a reference answer that responses cannot be judged by (`Scorer.check_answer`),
     which makes the row a bad one.
@@ -52,7 +51,9 @@ def open_prompts(
     if source == "jsonl":
         split = _split_files(train_path, eval_path, num_eval, bad_rows)
     else:
-        split = draw_split(_generator(source, seed, task, task_config), num_train, num_eval)
+        usual = EMBEDDED[source].num_train if source in EMBEDDED else _NUM_TRAIN
+        wanted = usual if num_train is None else num_train
+        split = draw_split(_generator(source, seed, task, task_config), wanted, num_eval)
     return PromptSource(
         list(_usable(split.train, tokenizer, max_prompt_tokens, check_answer, bad_rows)),
         list(_usable(split.held_out, tokenizer, max_prompt_tokens, check_answer, bad_rows)),
@@ -64,7 +65,7 @@ def open_prompts(
 
 def _generator(source: str, seed: int, task: str | None, task_config: Mapping[str, Any] | None) -> Iterable[Question]:
     if source in EMBEDDED:
-        return EMBEDDED[source](seed)
+        return EMBEDDED[source].questions(seed)
     if source != "reasoning_gym":
         raise PromptDataError(f"data.source={source}: there is no such source. Choose one of {', '.join(SOURCES)}")
     if task is None:

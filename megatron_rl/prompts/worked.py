@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_rl.prompts.factory import EMBEDDED
+from megatron_rl.prompts.embedded import EMBEDDED
 from megatron_rl.prompts.question import PromptDataError
 from megatron_rl.prompts.split import draw_split
 from megatron_rl.tokenizer import Tokenizer
@@ -24,20 +24,22 @@ class WorkedExample:
 
 
 def worked_examples(
-    source: str, tokenizer: Tokenizer, *, num_train: int = 24_000, seed: int = 0
+    source: str, tokenizer: Tokenizer, *, num_train: int | None = None, seed: int = 0
 ) -> list[WorkedExample]:
-    """`num_train` training examples of an embedded task, in the order of `seed`."""
+    """`num_train` training examples of an embedded task (None: its usual number), in the order of `seed`."""
     if source not in EMBEDDED:
         raise PromptDataError(
             f"data.source={source}: no worked responses to learn from. Choose one of {', '.join(EMBEDDED)}"
         )
     if not tokenizer.eos_ids:
         raise PromptDataError("model.path: the tokenizer has no end-of-sequence token to end worked responses with")
+    task = EMBEDDED[source]
+    wanted = task.num_train if num_train is None else num_train
     return [
         WorkedExample(
             prompt_ids=tokenizer.encode(question.text),
             response_ids=(*tokenizer.encode(question.target or ""), tokenizer.eos_ids[0]),
             answer=question.answer,
         )
-        for question in draw_split(EMBEDDED[source](seed), num_train, 0).train
+        for question in draw_split(task.questions(seed), wanted, 0).train
     ]

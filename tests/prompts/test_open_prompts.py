@@ -34,10 +34,11 @@ def test_the_quickstart_data_by_default(tokenizer: Tokenizer) -> None:
 
 
 def test_the_smoke_data_can_be_as_large_as_its_recipe_says(tokenizer: Tokenizer) -> None:
-    source = open_prompts("two_digit_addition", tokenizer, num_train=8000, num_eval=512)
+    source = open_prompts("two_digit_addition", tokenizer)
     assert (len(source.train), len(source.held_out)) == (8000, 512)
     with pytest.raises(PromptDataError, match=r"data\.num_train=24000"):
-        open_prompts("two_digit_addition", tokenizer)
+        open_prompts("two_digit_addition", tokenizer, num_train=24_000)
+    assert len(worked_examples("two_digit_addition", tokenizer)) == 8000
 
 
 def test_files_in_their_own_order(tokenizer: Tokenizer, tmp_path: Path) -> None:

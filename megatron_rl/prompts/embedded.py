@@ -1,0 +1,26 @@
+"""The embedded tasks by name.
+
+Invariant: an embedded task needs no file and no network; its questions follow from the seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from megatron_rl.prompts import column_addition, two_digit_addition
+from megatron_rl.prompts.question import Question
+
+
+@dataclass(frozen=True)
+class EmbeddedTask:
+    """questions: from a seed to a stream of questions with worked responses. num_train: how many recipes train on."""
+
+    questions: Callable[[int], Iterator[Question]]
+    num_train: int
+
+
+EMBEDDED: Mapping[str, EmbeddedTask] = {
+    column_addition.NAME: EmbeddedTask(column_addition.questions, num_train=24_000),
+    two_digit_addition.NAME: EmbeddedTask(two_digit_addition.questions, num_train=8_000),
+}
