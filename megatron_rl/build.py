@@ -27,6 +27,7 @@ from megatron_rl.prompts.factory import open_prompts
 from megatron_rl.prompts.source import PromptSource
 from megatron_rl.rank_view import RankView
 from megatron_rl.response_logprobs import ResponseLogprobs
+from megatron_rl.rewards import build_scorer
 from megatron_rl.rollout.messages import Configure, EngineEndpoint, RouteShape
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.training_loop import LoopSettings
@@ -53,9 +54,11 @@ def parallel_sizes(config: TrainRlConfig) -> ParallelSizes:
     )
 
 
-def policy_loss(algo: AlgoConfig) -> PolicyLoss:
+def policy_loss(algo: AlgoConfig, model: MoeModelConfig) -> PolicyLoss:
     """The loss of `algo.name` with that algorithm's own settings."""
     own = {f.name: getattr(algo, f.name) for f in dataclasses.fields(algo) if f.name not in _SHARED_ALGO_KEYS}
+    if algo.name == "espo":
+        own["vocab_size"] = model.vocab_size  # entropies are relative to log |V|
     return build_policy_loss(algo.name, **own)
 
 
@@ -90,7 +93,7 @@ def build_worker(config: TrainRlConfig, model: MoeModelConfig, layout: RankLayou
                 chunk_tokens=config.train.logit_chunk_tokens,
                 tp_group=parallel_state.get_tensor_model_parallel_group() if sizes.tp > 1 else None,
             ),
-            loss=policy_loss(config.algo),
+            loss=policy_loss(config.algo, model),
             replay=RouteReplay(models) if routes is not None else None,
         ),
         optimizer=DistributedAdam(models, adam_settings(config)),
@@ -168,6 +171,7 @@ def build_prompts(config: TrainRlConfig) -> PromptSource:
         eval_path=data.eval_path,
         task=data.task,
         task_config=data.task_config,
+        check_answer=build_scorer(config.reward.name, answer=config.reward.answer).check_answer,
     )
 
 

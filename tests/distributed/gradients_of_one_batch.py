@@ -73,7 +73,7 @@ def main() -> None:
     policy = Policy(
         models=models,
         logprobs=ResponseLogprobs(temperature=0.8, vocab_size=model.vocab_size, chunk_tokens=50, tp_group=None),
-        loss=build_policy_loss(loss),
+        loss=build_policy_loss(loss, **({"vocab_size": model.vocab_size} if loss == "espo" else {})),
         replay=RouteReplay(models),
     )
     routes = RouteShape(
