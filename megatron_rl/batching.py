@@ -26,8 +26,8 @@ _FILLER_TOKENS = 2
 class MicroBatch:
     """One packed micro-batch of B sequences with T trained tokens in all.
 
-    packed: the model's inputs. rows int64 [T]: rows of the packed inputs whose next token is trained. targets int64 [T]:
-    those next tokens. rollout_logprobs, advantages float32 [T]. cu_seqlens int32 [B + 1]: trained tokens of each
+    packed: the model's inputs. rows int64 [T]: rows of the packed inputs whose next token is trained. targets int64
+    [T]: those next tokens. rollout_logprobs, advantages float32 [T]. cu_seqlens int32 [B + 1]: trained tokens of each
     sequence, a sequence without any counts as empty. A filler has T = 0 and B = 0.
     """
 

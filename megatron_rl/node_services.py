@@ -6,6 +6,7 @@ rank 0 alone, and `check` turns the death of any of them into an error that carr
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -85,10 +86,8 @@ class NodeServices:
     def stop(self) -> None:
         """End everything; harmless to call again."""
         for engine in self._engines:
-            try:
+            with contextlib.suppress(EngineError):  # gone already, which is what was wanted
                 engine.stop()
-            except EngineError:
-                pass  # it is gone already, which is what was wanted
         if self._collector is not None and self._collector.poll() is None:
             self._collector.terminate()
             self._collector.wait(10)

@@ -7,6 +7,7 @@ collector's node reads shared memory itself; what crosses nodes goes through one
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -79,7 +80,7 @@ def _all_to_all(outgoing: Sequence[bytes], group: dist.ProcessGroup) -> list[mem
     dist.all_to_all_single(receive, send, receive_sizes.tolist(), send_sizes.tolist(), group=group)
     view = memoryview(receive.numpy().data)
     offsets = [0, *receive_sizes.cumsum(0).tolist()]
-    return [view[start:stop] for start, stop in zip(offsets, offsets[1:], strict=False)]
+    return [view[start:stop] for start, stop in itertools.pairwise(offsets)]
 
 
 def _with_length(data: bytes) -> bytes:

@@ -7,6 +7,7 @@ across data-parallel ranks, which all route their own tokens, so it never change
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -72,7 +73,7 @@ class RankView:
         sequence's 2c (zigzag); sequence parallelism then splits those rows into contiguous slices.
         """
         rows = np.concatenate(
-            [self._zigzag(start, stop) for start, stop in zip(cu_seqlens, cu_seqlens[1:], strict=False)]
+            [self._zigzag(start, stop) for start, stop in itertools.pairwise(cu_seqlens)]
             or [np.empty(0, np.int64)]
         )
         if len(rows) % self.sp_size:

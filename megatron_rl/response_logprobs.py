@@ -28,7 +28,7 @@ class ResponseLogprobs:
         self._tp_group = tp_group
 
     def __call__(self, logits: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """logits [rows, V / tp] -> (logprob float32 [T], entropy float32 [T]) in nats, for the batch's trained tokens."""
+        """logits [rows, V / tp] -> (logprob, entropy) float32 [T] in nats, for the batch's trained tokens."""
         if len(batch.rows) == 0:
             empty = logits.float().sum() * 0.0  # keeps the graph: a filler still takes part in the backward collectives
             return empty.expand(0), logits.new_zeros(0, dtype=torch.float32)

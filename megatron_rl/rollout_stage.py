@@ -66,9 +66,7 @@ def roll_out(
     before = producer.generated_tokens
     producer.submit(
         [
-            GroupRequest(
-                group_id=group_id, prompt=prompts[index], num_samples=samples_per_prompt, sampling=sampling
-            )
+            GroupRequest(group_id=group_id, prompt=prompts[index], num_samples=samples_per_prompt, sampling=sampling)
             for group_id, index in order.items()
         ]
     )

@@ -7,15 +7,18 @@ node's engines and collector; the other ranks follow.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 import secrets
 from pathlib import Path
 
 import msgspec
+from omegaconf import OmegaConf
 
 from megatron_rl import build
+from megatron_rl.config.run_dir import resolve_run_dir
 from megatron_rl.config.schema import TrainRlConfig
-from megatron_rl.contracts import Abort, Wait
+from megatron_rl.contracts import Abort
 from megatron_rl.control import ControlChannel, broadcast_bytes, gather_bytes
 from megatron_rl.follower import RunAborted, follow
 from megatron_rl.mcore import parallel
@@ -47,15 +50,13 @@ class _NodeEngines(msgspec.Struct, frozen=True):
 class Session:
     """One rank of one run."""
 
-    def __init__(self, config: TrainRlConfig, run_path: Path, config_yaml: str) -> None:
+    def __init__(self, config: TrainRlConfig) -> None:
         self._config = config
-        self._config_yaml = config_yaml
-        self._directory = RunDirectory(run_path)
+        self._directory: RunDirectory | None = None
         self._stack = contextlib.ExitStack()
         self._services: NodeServices | None = None
         self._endpoints: tuple[EngineEndpoint, ...] = ()
         self._control: ControlChannel | None = None
-        self._owns_directory = False
         self._leading = False
         self.speaks = int(os.environ.get("RANK", "0")) == 0
 
@@ -68,17 +69,17 @@ class Session:
         )
         self._stack.callback(parallel.shutdown)
         control = self._control = ControlChannel(layout.control_group)
-        self._create_directory(layout, control)
+        directory = self._open_directory(layout)
         progress = Progress(config.train.total_steps, enabled=config.logger.progress and layout.rank == 0)
-        progress.say(f"{layout.world_size} rank(s) on {layout.num_nodes} node(s); run directory {self._directory.path}")
+        progress.say(f"{layout.world_size} rank(s) on {layout.num_nodes} node(s); run directory {directory.path}")
         keys = self._open_keys(layout)
         if layout.local_rank == 0:
-            self._start_engines(layout, keys)
-        worker = build.build_worker(config, model, layout, self._directory.rollouts)
+            self._start_engines(layout, directory, keys)
+        worker = build.build_worker(config, model, layout, directory.rollouts)
         engines = self._gather_engines(layout, keys)
         hub = self._open_hub(layout)
         if layout.rank == 0 and hub is not None:
-            self._lead(model, worker, control, hub, engines, keys, progress)
+            self._lead(model, worker, directory, control, hub, engines, keys, progress)
         else:
             follow(
                 control,
@@ -110,13 +111,14 @@ class Session:
 
     def report(self, code: int, reason: str) -> None:
         """Rank 0: leave the code and the reason in the run directory."""
-        if self._owns_directory:
+        if self._directory is not None:
             self._directory.write_exit(int(code), reason)
 
     def _lead(
         self,
         model: MoeModelConfig,
         worker: Worker,
+        directory: RunDirectory,
         control: ControlChannel,
         hub: Hub,
         engines: list[_NodeEngines],
@@ -126,9 +128,7 @@ class Session:
         config = self._config
         hub.wait_for(len(engines), _HUB_SECONDS)
         producer = Producer(hub, max_staleness=config.rollout.max_staleness)
-        producer.configure(
-            {e.node: build.collector_configuration(config, model, e.endpoints) for e in engines}
-        )
+        producer.configure({e.node: build.collector_configuration(config, model, e.endpoints) for e in engines})
         handles = [
             EngineHandle(urls=(p.url,), tp=config.engine.tp, ep=config.engine.ep, node=e.node)
             for e in engines
@@ -140,16 +140,14 @@ class Session:
             transport=config.sync.transport,
             bucket_mb=config.sync.bucket_mb,
             timeout_s=config.sync.timeout_s,
-            directory=self._directory.path / "sync",
+            directory=directory.path / "sync",
             model_path=Path(config.model.path),
             device=worker.layout.device,
         )
-        weights = WeightSync(
-            updater, dtype=build.torch_dtype(config.engine.dtype), audit_every=config.sync.audit_every
-        )
+        weights = WeightSync(updater, dtype=build.torch_dtype(config.engine.dtype), audit_every=config.sync.audit_every)
         self._stack.callback(weights.close)
-        tensorboard = self._directory.tensorboard if config.logger.tensorboard else None
-        log = self._stack.enter_context(MetricsLog(self._directory.metrics_file, tensorboard))
+        tensorboard = directory.tensorboard if config.logger.tensorboard else None
+        log = self._stack.enter_context(MetricsLog(directory.metrics_file, tensorboard))
         loop = TrainingLoop(
             settings=build.loop_settings(config, model),
             prompts=build.build_prompts(config),
@@ -163,20 +161,25 @@ class Session:
         )
         self._leading = True
         loop.run()
-        target = self._directory.checkpoints / f"step-{config.train.total_steps}" if config.run.save_weights else None
+        target = directory.checkpoints / f"step-{config.train.total_steps}" if config.run.save_weights else None
         loop.finish(target, Path(config.model.path))
         self._leading = False
-        progress.say(f"done: everything is in {self._directory.path}")
+        progress.say(f"done: everything is in {directory.path}")
 
-    def _create_directory(self, layout: RankLayout, control: ControlChannel) -> None:
+    def _open_directory(self, layout: RankLayout) -> RunDirectory:
+        """Rank 0 names and makes it; the others learn where it is. Raises `RunDirectoryTaken` (rank 0)."""
         if layout.rank == 0:
-            self._leading = True
-            RunDirectory.create(self._directory.path, self._config_yaml)
-            self._owns_directory = True
-            control.send(Wait())
-            self._leading = False
-        elif isinstance(command := control.receive(), Abort):
-            raise RunAborted(command.reason)
+            path = resolve_run_dir(self._config.run, datetime.datetime.now())
+            try:
+                self._directory = RunDirectory.create(path, OmegaConf.to_yaml(OmegaConf.structured(self._config)))
+            finally:
+                created = str(path) if self._directory is not None else ""
+                broadcast_bytes(created.encode(), layout.control_group)
+            return self._directory
+        where = broadcast_bytes(None, layout.control_group).decode()
+        if not where:
+            raise RunAborted("rank 0 could not make the run directory")
+        return RunDirectory(Path(where))
 
     def _open_keys(self, layout: RankLayout) -> RunKeys:
         """The run's engine keys, the same on every rank: random, or the external engines' own."""
@@ -186,8 +189,8 @@ class Session:
             data = msgspec.msgpack.encode(read_keys(Path(file)) if file is not None else create_keys())
         return msgspec.msgpack.decode(broadcast_bytes(data, layout.control_group), type=RunKeys)
 
-    def _start_engines(self, layout: RankLayout, keys: RunKeys) -> None:
-        self._services = NodeServices(node=layout.node, log_directory=self._directory.path / "logs")
+    def _start_engines(self, layout: RankLayout, directory: RunDirectory, keys: RunKeys) -> None:
+        self._services = NodeServices(node=layout.node, log_directory=directory.logs)
         if self._config.engine.mode == "managed":
             self._services.start_engines(build.engine_settings(self._config), keys)
 

@@ -10,21 +10,20 @@ import contextlib
 import signal
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from megatron_rl.config.schema import TrainRlConfig
 from megatron_rl.exit_codes import ExitCode
 from megatron_rl.mcore import cpu_compat
 
 
-def run(config: TrainRlConfig, run_path: Path, config_yaml: str) -> int:
-    """Train. `run_path`: the run directory, the same on every rank. Returns an `ExitCode`."""
+def run(config: TrainRlConfig) -> int:
+    """Train. Returns an `ExitCode`."""
     cpu_compat.install()
     from megatron_rl.failures import Terminated, describe_failure  # Megatron may only be imported after the line above
     from megatron_rl.session import Session
 
     with _terminable(Terminated):
-        session = Session(config, run_path, config_yaml)
+        session = Session(config)
         code, reason = ExitCode.OK, "the run is complete"
         try:
             session.run()

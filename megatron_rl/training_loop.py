@@ -1,7 +1,7 @@
 """The main job as rank 0 sees it: a short loop of verbs.
 
-Invariant: a step either completes (rollouts, update, sync, record) or leaves the weights of every rank and engine at the
-same version; samples are trained on by the weights that drew them (max_staleness 0).
+Invariant: a step either completes (rollouts, update, sync, record) or leaves the weights of every rank and engine at
+the same version; samples are trained on by the weights that drew them (max_staleness 0).
 """
 
 from __future__ import annotations
@@ -132,11 +132,13 @@ class TrainingLoop:
         self._nonfinite = 0 if outcome.finite else self._nonfinite + 1
         if not outcome.finite:
             where = self.worker.rollouts_directory / f"nonfinite-step-{plan.step}"
-            self.progress.say(f"step {plan.step}: NaN or Inf in loss or gradients; nothing was applied, batch in {where}")
+            self.progress.say(
+                f"step {plan.step}: NaN or Inf in loss or gradients; nothing was applied, batch in {where}"
+            )
             if self._nonfinite >= self.settings.max_nonfinite_steps:
                 raise NonFiniteRun(
                     f"{self._nonfinite} steps in a row had NaN or Inf in loss or gradients "
-                    f"(train.max_nonfinite_steps={self.settings.max_nonfinite_steps}); the batches are in {where.parent}"
+                    f"(train.max_nonfinite_steps={self.settings.max_nonfinite_steps}); their batches: {where.parent}"
                 )
         return outcome.metrics.values() | outcome.seconds | {"train/nonfinite": float(not outcome.finite)}
 
@@ -197,5 +199,3 @@ def _usage(batch: RolloutBatch, plan: StepPlan) -> dict[str, float]:
         "train/optimizer_steps": float(len(plan.optimizer_steps)),
         "train/micro_batches": float(sum(len(step.micro_batches[0]) for step in plan.optimizer_steps)),
     }
-
-

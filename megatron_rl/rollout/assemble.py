@@ -73,6 +73,6 @@ def _version(version: str, trajectory_id: str) -> int:
     if not version.isdecimal():
         raise SampleRejected(
             "version",
-            f"sample {trajectory_id}: weight version {version!r} is not a number: the engine's weights were never synced",
+            f"sample {trajectory_id}: weight version {version!r} is not a number: its weights were never synced",
         )
     return int(version)

@@ -16,7 +16,7 @@ from sglang_bridge.generation import Generation
 
 
 class EnginePool:
-    """Engines of one node behind one `generate`. route_shape: (hidden layers, top-k), None when routes are not wanted."""
+    """Engines of one node behind one `generate`. route_shape: (hidden layers, top-k), None: no routes are wanted."""
 
     def __init__(
         self,

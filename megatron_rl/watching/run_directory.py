@@ -59,9 +59,10 @@ class RunDirectory:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
-    def log(self, process: str) -> Path:
-        """The log file of one process, such as `engine-0-0` or `collector-0`."""
-        return self.path / "logs" / f"{process}.log"
+    @property
+    def logs(self) -> Path:
+        """One log a process, such as `engine-0-0.log` or `collector-0.log`."""
+        return self.path / "logs"
 
     def write_exit(self, code: int, reason: str) -> None:
         ended = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
