@@ -74,6 +74,9 @@ def transformer_config(
         pipeline_dtype=dtype,
         attention_softmax_in_fp32=True,
         variable_seq_lengths=sizes.pp > 1,
+        # batched sends of both directions share a peer when pp is 2, and would be received by the wrong one
+        overlap_p2p_comm=sizes.vpp > 1,
+        batch_p2p_comm=sizes.vpp == 1,
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
