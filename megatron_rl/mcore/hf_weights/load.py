@@ -18,7 +18,7 @@ from megatron.core import parallel_state
 from safetensors import safe_open
 
 from megatron_rl.mcore.hf_config import MoeModelConfig
-from megatron_rl.mcore.hf_weights.layout import Kind, join, shard
+from megatron_rl.mcore.hf_weights.layout import Kind, ParameterLayout, join, shard
 from megatron_rl.mcore.hf_weights.parameters import placed_parameters
 
 
@@ -34,7 +34,9 @@ def load_hf_weights(models: Sequence[torch.nn.Module], model: MoeModelConfig, pa
         tensors = _TensorFiles(Path(path), stack)
         for parameter in placed_parameters(models, model):
             layout = parameter.layout(ep_rank)
-            full = join(layout.kind, [tensors.read(name) for name in layout.hf_names], model)
+            parts = [tensors.read(name) for name in layout.hf_names]
+            _check_rows(path, layout, parts, model)
+            full = join(layout.kind, parts, model)
             rank, size = _tensor_rank(layout.expert is not None)
             if layout.kind is Kind.ROWS:
                 full = F.pad(full, (0, 0, 0, parameter.weight.shape[0] * size - full.shape[0]))
@@ -45,6 +47,24 @@ def load_hf_weights(models: Sequence[torch.nn.Module], model: MoeModelConfig, pa
                     f"{tuple(parameter.weight.shape)}: config.json and the weights do not belong together"
                 )
             parameter.weight.copy_(part)
+
+
+def _check_rows(
+    path: str | Path, layout: ParameterLayout, tensors: Sequence[torch.Tensor], model: MoeModelConfig
+) -> None:
+    """Refuse row counts that fusing or padding would hide, or answer with an error that names no tensor."""
+    heads = model.num_attention_heads, model.num_key_value_heads, model.num_key_value_heads
+    if layout.kind is Kind.ROWS:
+        expected = [model.vocab_size]
+    elif layout.kind is Kind.QKV:
+        expected = [count * model.head_dim for count in heads]
+    else:
+        return
+    for name, tensor, rows in zip(layout.hf_names, tensors, expected, strict=True):
+        if tensor.shape[0] != rows:
+            raise CheckpointError(
+                f"{path}: {name} has {tensor.shape[0]} rows, config.json says {rows}: they do not belong together"
+            )
 
 
 def _tensor_rank(is_expert: bool) -> tuple[int, int]:
