@@ -36,10 +36,11 @@ class RouterTarget:
         self._recomputed = 0
         self._active = False
         self._measure = False
+        self._forward_only = False
         self.disagreement = torch.zeros(2, dtype=torch.int64)
 
-    def activate(self, *, measure: bool) -> None:
-        self._active, self._measure = True, measure
+    def activate(self, *, measure: bool, forward_only: bool) -> None:
+        self._active, self._measure, self._forward_only = True, measure, forward_only
         self.disagreement = torch.zeros(2, dtype=torch.int64)
 
     def begin_forward(self, experts: torch.Tensor, real_rows: torch.Tensor | None) -> None:
@@ -49,7 +50,6 @@ class RouterTarget:
         """The forward pass is over: further calls recompute micro-batches, oldest first."""
         if self._target is None:
             raise ReplayError("end_forward without begin_forward")
-        self._pending.append(self._target)
         self._target = None
 
     def deactivate(self) -> str | None:
@@ -60,7 +60,7 @@ class RouterTarget:
         self._recomputed = 0
         if open_target:
             return "a forward pass was begun and never ended"
-        if recomputed and waiting:
+        if waiting:
             return f"{recomputed} micro-batches were recomputed and {waiting} were not"
         return None
 
@@ -86,6 +86,9 @@ class RouterTarget:
     def _next_experts(self, scores: torch.Tensor, topk: int) -> torch.Tensor:
         if self._target is not None:
             experts = self._target
+            # activation checkpointing runs the forward without gradients and again, with them, in the backward pass
+            if not self._forward_only and not torch.is_grad_enabled():
+                self._pending.append(experts)
         elif self._pending:
             experts = self._pending.popleft()
             self._recomputed += 1
@@ -107,21 +110,23 @@ class RouteReplay:
 
     def __init__(self, models: Sequence[torch.nn.Module]) -> None:
         self._targets: list[list[RouterTarget]] = []
+        self._num_experts = 0
         for model in models:
             routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
             chunk = []
             for router in sorted(routers, key=lambda r: r.layer_number or 0):
                 refuse_unreplayable(router.config)
+                self._num_experts = router.config.num_moe_experts
                 router.router_replay = RouterTarget()
                 chunk.append(router.router_replay)
             self._targets.append(chunk)
 
     @contextlib.contextmanager
-    def active(self, *, measure: bool = False) -> Iterator[None]:
+    def active(self, *, measure: bool = False, forward_only: bool = False) -> Iterator[None]:
         """Replay within; on leaving, everything is forgotten. Raises `ReplayError` for leftovers."""
         every = [target for chunk in self._targets for target in chunk]
         for target in every:
-            target.activate(measure=measure)
+            target.activate(measure=measure, forward_only=forward_only)
         try:
             yield
         except BaseException:
@@ -148,6 +153,7 @@ class RouteReplay:
         total = sum(len(t) for t in self._targets)
         if routes.ndim != 3 or routes.shape[1] != total:
             raise ReplayError(f"routes of shape {tuple(routes.shape)}: expected [rows, {total} MoE layers, topk]")
+        _check_experts(routes, self._num_experts)
         for layer, target in enumerate(targets):
             target.begin_forward(routes[:, first + layer], real_rows)
         yield
@@ -158,6 +164,18 @@ class RouteReplay:
         """(row-layers whose live choice differed from the replayed one, row-layers) of the last measured pass."""
         total = sum((t.disagreement for chunk in self._targets for t in chunk), torch.zeros(2, dtype=torch.int64))
         return int(total[0]), int(total[1])
+
+
+def _check_experts(routes: torch.Tensor, num_experts: int) -> None:
+    """Raise `ReplayError` unless every row names existing, different experts; Megatron runs repeated ones silently."""
+    ids = routes.to(torch.int32).sort(dim=-1).values  # uint16 has few operations
+    bad = (ids < 0).any(-1) | (ids >= num_experts).any(-1) | (ids[..., 1:] == ids[..., :-1]).any(-1)
+    if bool(bad.any()):
+        row, layer = bad.nonzero()[0].tolist()
+        raise ReplayError(
+            f"routes[{row}, {layer}] = {routes[row, layer].tolist()}: experts are different and in [0, {num_experts}); "
+            f"{int(bad.sum())} of {bad.numel()} rows are wrong, reject the sample they came with"
+        )
 
 
 def refuse_unreplayable(config: Any) -> None:
@@ -176,6 +194,10 @@ def refuse_unreplayable(config: Any) -> None:
         "moe_router_enable_expert_bias": (
             bool(config.moe_router_enable_expert_bias),
             "the expert bias moves with routing maps",
+        ),
+        "moe_router_force_load_balancing": (
+            bool(config.moe_router_force_load_balancing),
+            "forced balancing makes the scores random",
         ),
     }
     for key, (broken, why) in rules.items():

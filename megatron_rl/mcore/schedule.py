@@ -99,7 +99,7 @@ def run_schedule(
     with torch.set_grad_enabled(not forward_only):
         if replay is None:
             return list(schedule(**arguments))
-        with replay.active(measure=measure_routes):
+        with replay.active(measure=measure_routes, forward_only=forward_only):
             return list(schedule(**arguments))
 
 
