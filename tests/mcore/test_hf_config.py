@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_rl.mcore.hf_config import ModelConfigError, read_hf_config
+
+RAW: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_hidden_layers": 6,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 48,
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6,
+    "norm_topk_prob": True,
+    "eos_token_id": [1, 2],
+}
+
+
+def write(directory: Path, changes: dict[str, Any], remove: tuple[str, ...] = ()) -> Path:
+    raw = {key: value for key, value in (RAW | changes).items() if key not in remove}
+    (directory / "config.json").write_text(json.dumps(raw))
+    return directory
+
+
+def test_both_spellings_of_transformers_read_the_same(tmp_path: Path) -> None:
+    old = read_hf_config(write(tmp_path, {}))
+    new_spelling = {"num_local_experts": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    assert read_hf_config(write(tmp_path, new_spelling, remove=("num_experts", "rope_theta"))) == old
+    assert (old.num_experts, old.rope_theta, old.eos_token_ids) == (8, 1e6, (1, 2))
+
+
+def test_moe_layers_follow_the_step_and_the_exceptions(tmp_path: Path) -> None:
+    config = read_hf_config(write(tmp_path, {"decoder_sparse_step": 2, "mlp_only_layers": [3]}))
+    assert config.moe_layers == (1, 5)
+    assert config.dense_layers == (0, 2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "remove", "message"),
+    [
+        ({}, ("num_experts",), "no experts"),
+        ({"architectures": ["MixtralForCausalLM"]}, (), "MixtralForCausalLM"),
+        ({"mlp_only_layers": [0, 1, 2, 3, 4, 5]}, (), "no layer has experts"),
+        ({"num_experts_per_tok": 9}, (), "num_experts_per_tok=9"),
+        ({"num_key_value_heads": 3}, (), "num_key_value_heads=3"),
+        ({"hidden_size": "64"}, (), "hidden_size='64'"),
+        ({"num_hidden_layers": 0}, (), "num_hidden_layers=0"),
+        ({"attention_bias": True}, (), "attention_bias"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, (), "yarn"),
+        ({}, ("eos_token_id",), "eos_token_id"),
+        ({}, ("vocab_size",), "vocab_size is missing"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_by_name(
+    tmp_path: Path, changes: dict[str, Any], remove: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ModelConfigError, match=message):
+        read_hf_config(write(tmp_path, changes, remove))
+
+
+@pytest.mark.parametrize("content", [None, "{", "[1]"])
+def test_a_missing_or_broken_file_is_named(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ModelConfigError, match=r"config\.json"):
+        read_hf_config(tmp_path)
+
+
+def test_reading_a_configuration_does_not_import_torch(tmp_path: Path) -> None:
+    write(tmp_path, {})
+    program = (
+        "import sys; from megatron_rl.mcore.hf_config import read_hf_config; "
+        f"read_hf_config({str(tmp_path)!r}); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False, cwd=Path(__file__).parents[2]).returncode == 0

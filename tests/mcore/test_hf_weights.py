@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.mcore.packs import pack, sequence
+
+
+def build(checkpoint: Path, *, load: bool = True) -> tuple[list[Any], Any]:
+    from megatron_rl.mcore.hf_config import read_hf_config
+    from megatron_rl.mcore.hf_weights import load_hf_weights
+    from megatron_rl.mcore.model import ParallelSizes, build_models
+
+    config = read_hf_config(checkpoint)
+    models = build_models(config, ParallelSizes(), dtype=torch.float32)
+    if load:
+        load_hf_weights(models, config, checkpoint)
+    return list(models), config
+
+
+def logits_of(models: list[Any], indices: list[int]) -> torch.Tensor:
+    batch = pack(indices)
+    with torch.no_grad():
+        return models[0](
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            attention_mask=None,
+            packed_seq_params=batch.packed_seq_params(),
+        )[0]
+
+
+def test_packed_logits_are_those_of_transformers(megatron: Any, hf_model: Any, checkpoint: Path) -> None:
+    indices = list(range(12))
+    with torch.no_grad():
+        expected = torch.cat([hf_model(input_ids=sequence(i)[None]).logits[0] for i in indices])
+    actual = logits_of(build(checkpoint)[0], indices)
+    assert expected.abs().max() > 1
+    torch.testing.assert_close(actual, expected, rtol=0, atol=2e-5)
+
+
+def test_load_then_export_is_bit_exact(megatron: Any, checkpoint: Path) -> None:
+    from megatron_rl.mcore.hf_weights import iterate_hf_weights
+
+    models, config = build(checkpoint)
+    original = load_file(checkpoint / "model.safetensors")
+    exported = {name: tensor.clone() for name, tensor in iterate_hf_weights(models, config)}
+    assert exported.keys() == original.keys()
+    assert all(torch.equal(exported[name], original[name]) for name in original)
+
+
+def test_saved_checkpoint_is_whole_and_loads_in_transformers(
+    megatron: Any, hf_model: Any, checkpoint: Path, tmp_path: Path
+) -> None:
+    from megatron_rl.mcore.hf_weights import save_hf_weights
+
+    models, config = build(checkpoint)
+    target = tmp_path / "saved"
+    save_hf_weights(models, config, source=checkpoint, target=target, dtype=torch.float32)
+    loaded = type(hf_model).from_pretrained(target)
+    for name, weight in hf_model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], weight), name
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["saved"]
+
+
+def test_a_model_from_scratch_exports_a_checkpoint_that_computes_the_same(
+    megatron: Any, hf_model: Any, checkpoint: Path, tmp_path: Path
+) -> None:
+    from megatron_rl.mcore.hf_weights import save_hf_weights
+
+    models, config = build(checkpoint, load=False)
+    save_hf_weights(models, config, source=checkpoint, target=tmp_path / "scratch", dtype=torch.float32)
+    loaded = type(hf_model).from_pretrained(tmp_path / "scratch").float().eval()
+    with torch.no_grad():
+        expected = loaded(input_ids=sequence(0)[None]).logits[0]
+    torch.testing.assert_close(logits_of(models, [0]), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("model.layers.2.mlp.experts.5.up_proj.weight", lambda t: None, "model.layers.2.mlp.experts.5.up_proj.weight"),
+        ("model.layers.0.mlp.gate.weight", lambda t: t[:-1].clone(), "model.layers.0.mlp.gate.weight"),
+        ("model.layers.0.self_attn.k_proj.weight", lambda t: t[:-16].clone(), "k_proj"),
+        ("model.embed_tokens.weight", lambda t: t[:-3].clone(), "model.embed_tokens.weight"),
+        ("lm_head.weight", lambda t: torch.cat([t, t[:1]]), "lm_head.weight"),
+    ],
+)
+def test_missing_and_misshapen_tensors_are_named(
+    megatron: Any, checkpoint: Path, tmp_path: Path, name: str, change: Any, message: str
+) -> None:
+    from megatron_rl.mcore.hf_weights.load import CheckpointError
+
+    shutil.copytree(checkpoint, tmp_path / "bad")
+    tensors = load_file(checkpoint / "model.safetensors")
+    changed = change(tensors.pop(name))
+    if changed is not None:
+        tensors[name] = changed
+    save_file(tensors, tmp_path / "bad" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=message):
+        build(tmp_path / "bad")
+
+
+def test_a_sharded_checkpoint_is_read_through_its_index(megatron: Any, checkpoint: Path, tmp_path: Path) -> None:
+    from megatron_rl.mcore.hf_weights import iterate_hf_weights
+
+    original = load_file(checkpoint / "model.safetensors")
+    names = sorted(original)
+    halves = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, members in halves.items():
+        save_file({n: original[n] for n in members}, tmp_path / file, metadata={"format": "pt"})
+    index = {"weight_map": {n: file for file, members in halves.items() for n in members}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    shutil.copy(checkpoint / "config.json", tmp_path)
+    models, config = build(tmp_path)
+    assert all(torch.equal(t, original[n]) for n, t in iterate_hf_weights(models, config))

@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.mcore.packs import pack, targets_of
+
+MICRO_BATCHES = [(0, 1, 2), (3, 4)]
+
+
+def build(checkpoint: Path, recompute: str = "none", **overrides: Any) -> tuple[list[Any], Any]:
+    from megatron_rl.mcore.hf_config import read_hf_config
+    from megatron_rl.mcore.hf_weights import load_hf_weights
+    from megatron_rl.mcore.model import ParallelSizes, build_models
+    from megatron_rl.mcore.optimizer import wrap_data_parallel
+    from megatron_rl.mcore.replay import RouteReplay
+
+    config = read_hf_config(checkpoint)
+    models = build_models(config, ParallelSizes(), dtype=torch.float32, recompute=recompute)
+    load_hf_weights(models, config, checkpoint)
+    for name, value in overrides.items():
+        setattr(models[0].config, name, value)
+    return list(wrap_data_parallel(models)), RouteReplay(models)
+
+
+def routers(models: list[Any]) -> list[Any]:
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    return [m for model in models for m in model.modules() if isinstance(m, TopKRouter)]
+
+
+def train_pass(models: list[Any], replay: Any) -> dict[str, torch.Tensor]:
+    """One forward and backward over the micro-batches; returns the gradients by parameter name."""
+    from megatron_rl.mcore.schedule import run_schedule
+
+    def loss(logits: torch.Tensor, index: int) -> tuple[torch.Tensor, None]:
+        value = torch.nn.functional.cross_entropy(logits, targets_of(MICRO_BATCHES[index]), reduction="sum")
+        return value / 50, None
+
+    models[0].zero_grad_buffer()
+    run_schedule(models, [pack(m, range(3)) for m in MICRO_BATCHES], loss, forward_only=False, replay=replay)
+    return {name: p.main_grad.clone() for name, p in models[0].named_parameters()}
+
+
+def chosen(models: list[Any]) -> list[list[torch.Tensor]]:
+    """Records the routing map of every router call from now on, per router."""
+    seen: list[list[torch.Tensor]] = [[] for _ in routers(models)]
+    for router, calls in zip(routers(models), seen, strict=True):
+        router.register_forward_hook(lambda _m, _i, out, calls=calls: calls.append(out[1].detach().clone()))
+    return seen
+
+
+def as_map(routes: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(len(routes), 8, dtype=torch.bool).scatter(1, routes.long(), True)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_every_router_call_uses_the_routes_of_its_micro_batch(megatron: Any, checkpoint: Path, recompute: str) -> None:
+    models, replay = build(checkpoint, recompute)
+    seen = chosen(models)
+    train_pass(models, replay)
+    calls = 2 if recompute == "full" else 1
+    for layer, maps in enumerate(seen):
+        expected = [as_map(pack(m, range(3)).routes[:, layer]) for m in MICRO_BATCHES for _ in range(calls)]
+        assert len(maps) == len(expected)
+        assert all(torch.equal(a, b) for a, b in zip(maps, expected, strict=True))
+
+
+def test_live_choices_differ_from_the_replayed_ones(megatron: Any, checkpoint: Path) -> None:
+    models, _ = build(checkpoint)
+    seen = chosen(models)
+    train_pass(models, None)
+    forced = as_map(pack(MICRO_BATCHES[0], range(3)).routes[:, 0])
+    assert not torch.equal(seen[0][0], forced)
+
+
+def test_recomputation_gives_the_same_gradients(megatron: Any, checkpoint: Path) -> None:
+    plain = train_pass(*build(checkpoint, "none"))
+    again = train_pass(*build(checkpoint, "full"))
+    for name, gradient in plain.items():
+        torch.testing.assert_close(again[name], gradient, rtol=1e-6, atol=1e-8, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_the_router_keeps_its_gradient_under_replay(megatron: Any, checkpoint: Path) -> None:
+    gradients = train_pass(*build(checkpoint))
+    assert all(g.norm() > 0 for name, g in gradients.items() if "router" in name)
+
+
+def test_disagreement_is_zero_for_live_routes_and_counted_otherwise(megatron: Any, checkpoint: Path) -> None:
+    from dataclasses import replace
+
+    from megatron_rl.mcore.schedule import run_schedule
+
+    models, replay = build(checkpoint)
+    seen = chosen(models)
+    batch = pack(MICRO_BATCHES[0], range(3))
+
+    def ignore(logits: torch.Tensor, index: int) -> tuple[None, None]:
+        return None, None
+
+    run_schedule(models, [batch], ignore, forward_only=True, replay=None)
+    live = torch.stack([maps[0].int().topk(2, dim=1).indices for maps in seen], dim=1).to(torch.uint8)
+    run_schedule(models, [replace(batch, routes=live)], ignore, forward_only=True, replay=replay, measure_routes=True)
+    assert replay.disagreement() == (0, live.shape[0] * 3)
+    changed = live.clone()
+    row = changed[4, 2]
+    row[0] = next(e for e in range(8) if e not in row.tolist())  # the last layer: nothing downstream moves
+    run_schedule(
+        models, [replace(batch, routes=changed)], ignore, forward_only=True, replay=replay, measure_routes=True
+    )
+    assert replay.disagreement() == (1, live.shape[0] * 3)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        pytest.param(lambda r: r[:-1], id="a row is missing"),
+        pytest.param(lambda r: r[:, :2], id="a layer is missing"),
+        pytest.param(lambda r: r[..., :1], id="an expert is missing"),
+        pytest.param(lambda r: torch.zeros_like(r), id="an expert twice"),
+        pytest.param(lambda r: r + 8, id="no such expert"),
+        pytest.param(lambda r: r.long() - 8, id="negative expert"),
+    ],
+)
+def test_bad_routes_are_refused(megatron: Any, checkpoint: Path, spoil: Any) -> None:
+    from dataclasses import replace
+
+    from megatron_rl.mcore.replay import ReplayError
+    from megatron_rl.mcore.schedule import run_schedule
+
+    models, replay = build(checkpoint)
+    batch = pack(MICRO_BATCHES[0], range(3))
+    bad = replace(batch, routes=spoil(batch.routes))
+    with pytest.raises(ReplayError):
+        run_schedule(models, [bad], lambda logits, index: (None, None), forward_only=True, replay=replay)
+
+
+def test_a_skipped_recomputation_is_an_error(megatron: Any, checkpoint: Path) -> None:
+    """A loss that does not reach the logits skips the backward pass, and with it every planned recomputation."""
+    from megatron_rl.mcore.replay import ReplayError
+    from megatron_rl.mcore.schedule import run_schedule
+
+    models, replay = build(checkpoint, "full")
+    batches = [pack(m, range(3)) for m in MICRO_BATCHES]
+    with pytest.raises(ReplayError):
+        run_schedule(models, batches, lambda logits, index: (torch.zeros(()), None), forward_only=False, replay=replay)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_nothing_is_left_for_the_next_pass(megatron: Any, checkpoint: Path, recompute: str) -> None:
+    from megatron_rl.mcore.schedule import run_schedule
+
+    models, replay = build(checkpoint, recompute)
+    first = train_pass(models, replay)
+    batches = [pack(m, range(3)) for m in reversed(MICRO_BATCHES)]
+    run_schedule(models, batches, lambda logits, index: (None, None), forward_only=True, replay=replay)
+    for name, gradient in train_pass(models, replay).items():
+        assert torch.equal(gradient, first[name]), name
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("moe_router_fusion", True),
+        ("moe_router_load_balancing_type", "sinkhorn"),
+        ("moe_expert_capacity_factor", 1.0),
+        ("moe_aux_loss_coeff", 0.01),
+        ("moe_router_enable_expert_bias", True),
+        ("moe_router_force_load_balancing", True),
+    ],
+)
+def test_settings_that_ignore_or_change_replayed_routes_are_refused(
+    megatron: Any, checkpoint: Path, key: str, value: object
+) -> None:
+    from megatron_rl.mcore.replay import ReplayError
+
+    with pytest.raises(ReplayError, match=key):
+        build(checkpoint, **{key: value})
+
+
+def test_no_router_is_left_in_megatrons_global_list(megatron: Any, checkpoint: Path) -> None:
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+
+    build(checkpoint)
+    assert not RouterReplay.global_router_replay_instances

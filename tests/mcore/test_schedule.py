@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.mcore.packs import pack, targets_of
+from tests.mcore.test_replay import build
+
+SPLITS = {
+    "one": [(0, 1, 2, 3, 4, 5, 6, 7, 8, 9)],
+    "two": [(0, 1, 2, 3, 4), (5, 6, 7, 8, 9)],
+    "five": [(0, 1), (2, 3), (4, 5), (6, 7), (8, 9)],
+    "uneven and shuffled": [(9, 0, 5), (3,), (7, 1, 2, 8, 6, 4)],
+}
+
+
+def gradients(models: list[Any], replay: Any, split: list[tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    from megatron_rl.mcore.schedule import run_schedule
+
+    total = len(targets_of(range(10)))
+
+    def loss(logits: torch.Tensor, index: int) -> tuple[torch.Tensor, int]:
+        value = torch.nn.functional.cross_entropy(logits, targets_of(split[index]), reduction="sum")
+        return value / total, index
+
+    models[0].zero_grad_buffer()
+    kept = run_schedule(models, [pack(m, range(3)) for m in split], loss, forward_only=False, replay=replay)
+    assert kept == list(range(len(split)))
+    return {name: p.main_grad.clone() for name, p in models[0].named_parameters()}
+
+
+@pytest.mark.parametrize("name", [n for n in SPLITS if n != "one"])
+def test_the_gradient_does_not_depend_on_how_the_batch_is_split(megatron: Any, checkpoint: Path, name: str) -> None:
+    models, replay = build(checkpoint)
+    whole, parts = gradients(models, replay, SPLITS["one"]), gradients(models, replay, SPLITS[name])
+    for parameter, gradient in whole.items():
+        error = (parts[parameter] - gradient).norm() / gradient.norm().clamp(min=1e-12)
+        assert error < 1e-6, (parameter, float(error))
+
+
+def test_a_forward_only_pass_leaves_no_gradient_and_no_graph(megatron: Any, checkpoint: Path) -> None:
+    from megatron_rl.mcore.schedule import run_schedule
+
+    models, replay = build(checkpoint)
+    models[0].zero_grad_buffer()
+    kept = run_schedule(
+        models, [pack((0, 1), range(3))], lambda logits, index: (None, logits), forward_only=True, replay=replay
+    )
+    assert not kept[0].requires_grad
+    assert all(not p.main_grad.any() for p in models[0].parameters())
