@@ -34,7 +34,7 @@ train: install ## the quickstart on this machine: make train ARGS="seed=1" NPROC
 	$(BIN)/torchrun --standalone --nproc-per-node $(NPROC) launch/train_rl.py experiment=quickstart $(ARGS)
 
 test: install ## every test that needs no GPU: make test TESTS=tests/config
-	$(BIN)/python -m pytest -m "not gpu" $(TESTS)
+	$(BIN)/python -m pytest -m "not gpu" --durations=10 $(TESTS)
 
 lint: install ## ruff and mypy
 	$(BIN)/ruff check .
