@@ -13,11 +13,13 @@ from pathlib import Path
 from sglang_bridge.cpu_support import cpu_shim_path
 from sglang_bridge.settings import EngineSettings
 
-# Without a GPU: SGLang's own torch fallbacks, and no overlap of scheduling with a device that is not there.
+# Without a GPU: SGLang's own torch fallbacks, no overlap of scheduling with a device that is not there, and no busy
+# waiting: an idle engine would take a core from the trainer.
 _CPU_ARGS = (
     "--attention-backend=torch_native",
     "--sampling-backend=pytorch",
     "--disable-overlap-schedule",
+    "--sleep-on-idle",
 )
 _LOOPBACK = frozenset({"127.0.0.1", "localhost"})
 

@@ -12,7 +12,6 @@ cpu_compat.install()
 
 import torch
 import torch.distributed as dist
-from support.batches import make_batch
 
 from megatron_rl.batching import Batcher, MicroBatch
 from megatron_rl.contracts import Denominators
@@ -31,6 +30,7 @@ from megatron_rl.response_logprobs import ResponseLogprobs
 from megatron_rl.rollout.messages import RouteShape
 from megatron_rl.step_plan import plan_step
 from megatron_rl.watching.metric_sums import MetricSums
+from support.batches import make_batch
 
 
 def gradient(

@@ -4,16 +4,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.torchrun import torchrun
 
 from megatron_rl.mcore.hf_config import read_hf_config
+from support.torchrun import torchrun
 
 SCRIPT = Path(__file__).with_name("gradients_of_one_batch.py")
 CHECKPOINT = Path(__file__).parents[2] / "megatron_rl/assets/qwen3_moe_tiny_column_addition"
 TOLERANCE = 1e-6  # relative to the gradient's norm, float32
 
 
-def gradients(out: Path, ranks: int, ep: int, loss: str, recompute: str, *variants: str) -> dict[str, dict[str, torch.Tensor]]:
+def gradients(
+    out: Path, ranks: int, ep: int, loss: str, recompute: str, *variants: str
+) -> dict[str, dict[str, torch.Tensor]]:
     out.mkdir(parents=True)
     torchrun(SCRIPT, str(CHECKPOINT), str(out), str(ep), loss, recompute, *variants, ranks=ranks)
     return {file.stem: torch.load(file, weights_only=True) for file in out.glob("*.pt")}

@@ -9,7 +9,9 @@ from megatron_rl.mcore.hf_config import MoeModelConfig
 from support.rollouts import make_ref
 
 
-def make_batch(model: MoeModelConfig, count: int, *, seed: int = 0) -> tuple[list[SampleRef], list[Rollout], list[float]]:
+def make_batch(
+    model: MoeModelConfig, count: int, *, seed: int = 0
+) -> tuple[list[SampleRef], list[Rollout], list[float]]:
     """`count` samples of 9 to 40 tokens with routes, one of them with a masked tool turn, and their advantages."""
     rng = np.random.default_rng(seed)
     rollouts = [_make_rollout(model, index, rng) for index in range(count)]

@@ -1,0 +1,50 @@
+"""The smoke experiment, start to end, as a user runs it."""
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from support.jobs import ROOT, family, start_job, survivors
+
+from megatron_rl.exit_codes import ExitCode
+
+pytestmark = [pytest.mark.engine, pytest.mark.distributed, pytest.mark.timeout(420)]
+NAMES = {
+    "eval/accuracy", "mismatch/ess", "mismatch/k3_kl", "mismatch/logprob_abs_mean", "mismatch/route_disagreement",
+    "policy/clip_fraction_high", "policy/clip_fraction_low", "policy/entropy", "reward/mean", "reward/no_verdict",
+    "rollout/rejected", "rollout/tokens", "rollout/wasted_token_fraction", "rollout/zero_variance_rate", "step",
+    "sync/audit_mismatches", "sync/version", "time/old_policy", "time/reward_exposed", "time/rollout", "time/step",
+    "time/sync", "time/train", "train/grad_norm", "train/loss",
+}  # fmt: skip
+
+
+def test_two_expert_parallel_ranks_train_and_leave_a_complete_run(tmp_path: Path) -> None:
+    job = start_job(tmp_path, "parallel=ep2", "train.total_steps=3", "run.save_weights=true", ranks=2)
+    processes = family(job)
+    output, _ = job.communicate(timeout=360)
+    assert job.returncode == 0, output[-4000:]
+    run = tmp_path / "job"
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [0, 1, 2, 3]
+    assert NAMES - records[-1].keys() == set()
+    assert [record.get("sync/version") for record in records[1:]] == [1, 2, 3]
+    assert records[-1]["sync/audit_mismatches"] == 0
+    assert records[-1]["mismatch/logprob_abs_mean"] < 1e-4
+    assert json.loads((run / "exit.json").read_text())["code"] == 0
+    assert str(run) in output.splitlines()[-1]
+    before = load_file(ROOT / "megatron_rl/assets/qwen3_moe_tiny_two_digit_addition/model.safetensors")
+    after = load_file(run / "checkpoints/step-3/model.safetensors")
+    assert before.keys() == after.keys()
+    assert any(not before[name].equal(after[name]) for name in before)
+    assert survivors(processes, 10) == []
+
+
+def test_a_second_run_in_the_same_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "precious").write_text("data")
+    job = start_job(tmp_path)
+    output, _ = job.communicate(timeout=120)
+    assert job.returncode == ExitCode.REFUSED
+    assert "run.name" in output and "choose another" in output.lower()
+    assert (tmp_path / "job" / "precious").read_text() == "data"

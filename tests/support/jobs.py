@@ -1,0 +1,56 @@
+"""Real runs of the main job, as a user starts them."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+SMOKE = ["experiment=smoke", "data.num_eval=16", "logger=quiet", "run.save_weights=false"]
+
+
+def start_job(run_root: Path, *overrides: str, ranks: int = 1) -> subprocess.Popen[str]:
+    """Start the smoke experiment: plain python for one rank, torchrun for more. Its run is `run_root/job`."""
+    launcher = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [sys.executable, *launcher, str(ROOT / "launch/train_rl.py"), *SMOKE]
+    command += [f"run.root={run_root}", "run.name=job", *overrides]
+    return subprocess.Popen(
+        command,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_for_step(run: Path, step: int, job: subprocess.Popen[str], deadline_seconds: float = 240) -> None:
+    """Wait until metrics.jsonl holds `step`."""
+    deadline = time.monotonic() + deadline_seconds
+    while time.monotonic() < deadline:
+        file = run / "metrics.jsonl"
+        if file.exists() and any(json.loads(line)["step"] >= step for line in file.read_text().splitlines()):
+            return
+        assert job.poll() is None, f"the job ended with {job.returncode}:\n{job.communicate()[0][-4000:]}"
+        time.sleep(0.2)
+    raise AssertionError(f"step {step} was not reached in {deadline_seconds} s")
+
+
+def family(job: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The job's process and all its descendants."""
+    parent = psutil.Process(job.pid)
+    return [parent, *parent.children(recursive=True)]
+
+
+def survivors(processes: list[psutil.Process], seconds: float) -> list[str]:
+    """What is still alive after waiting up to `seconds`; zombies count as dead."""
+    deadline = time.monotonic() + seconds
+    while True:
+        alive = [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        if not alive or time.monotonic() > deadline:
+            return [f"{p.pid} {' '.join(p.cmdline())[:120]}" for p in alive]
+        time.sleep(0.2)
