@@ -13,8 +13,10 @@ from espo_kernels.espo_policy_loss.metrics import EspoMetrics, metrics_from_toke
 from espo_kernels.segments import MASKED, segment_sums, sequence_ids
 
 
-def loss_cpu(logprobs: torch.Tensor, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor, EspoMetrics]:
-    """(loss, d loss / d logprobs [T] float32, metrics) for CPU tensors."""
+def loss_cpu(
+    logprobs: torch.Tensor, inputs: LossInputs
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, EspoMetrics]:
+    """(loss, B · ∂loss/∂logprobs [T] float32, 1/B, metrics) for CPU tensors."""
     K, num_sequences = inputs.num_groups, inputs.clip.shape[0]
     group_id = inputs.members()
     kept = (group_id != MASKED).nonzero().flatten()
@@ -36,11 +38,18 @@ def loss_cpu(logprobs: torch.Tensor, inputs: LossInputs) -> tuple[torch.Tensor, 
     eps = clip.flatten()[segments]
 
     nonempty = size > 0
-    weight = 1 / (size * nonempty.sum(1, keepdim=True) * inputs.denominator(sums[:, 2 * K]))
-    weight = weight.flatten()[segments]
-    loss = -(torch.minimum(s * A, s.clamp(1 - eps, 1 + eps) * A) * weight).sum()
+    weight = (1 / (size * nonempty.sum(1, keepdim=True))).flatten()[segments]
+    inverse_B = torch.as_tensor(1 / inputs.denominator(sums[:, 2 * K]))
+    loss = -inverse_B * (torch.minimum(s * A, s.clamp(1 - eps, 1 + eps) * A) * weight).sum()
     clipped = ((A > 0) & (s > 1 + eps)) | ((A < 0) & (s < 1 - eps))
     gradient = torch.zeros(logprobs.numel(), dtype=torch.float32)
     gradient[kept] = torch.where(clipped, 0.0, -s * A * weight).float()
     metrics = metrics_from_tokens(s, eps, A, group_id[kept], clip, nonempty, inputs.counts_groups)
-    return loss.float(), gradient, metrics
+    return loss.float(), gradient, inverse_B, metrics
+
+
+def scale_cpu(
+    gradient: torch.Tensor, grad_loss: torch.Tensor, inverse_B: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """gradient · grad_loss / B in `dtype`."""
+    return (gradient * (grad_loss * inverse_B)).to(dtype)

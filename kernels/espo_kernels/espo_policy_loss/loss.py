@@ -5,6 +5,7 @@ Invariant: the loss is what an optimiser minimises, −J; its sum over context-p
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -89,34 +90,41 @@ def espo_policy_loss(
     _check(logprobs, inputs)
     match resolve_backend(backend, logprobs):
         case "triton":
-            from espo_kernels.espo_policy_loss.triton_kernels import loss_triton
+            from espo_kernels.espo_policy_loss.triton_launch import loss_triton, scale_triton
 
-            loss, gradient, metrics = loss_triton(logprobs.detach(), inputs)
-            return EspoResult(_WithGradient.apply(logprobs, loss, gradient), metrics)
+            loss, gradient, inverse_B, metrics = loss_triton(logprobs.detach(), inputs)
+            return EspoResult(_WithGradient.apply(logprobs, loss, gradient, inverse_B, scale_triton), metrics)
         case "cpu":
-            from espo_kernels.espo_policy_loss.cpu import loss_cpu
+            from espo_kernels.espo_policy_loss.cpu import loss_cpu, scale_cpu
 
-            loss, gradient, metrics = loss_cpu(logprobs.detach(), inputs)
-            return EspoResult(_WithGradient.apply(logprobs, loss, gradient), metrics)
+            loss, gradient, inverse_B, metrics = loss_cpu(logprobs.detach(), inputs)
+            return EspoResult(_WithGradient.apply(logprobs, loss, gradient, inverse_B, scale_cpu), metrics)
     from espo_kernels.espo_policy_loss.reference import loss_reference
 
     return EspoResult(*loss_reference(logprobs, inputs))
 
 
 class _WithGradient(torch.autograd.Function):
-    """A scalar whose gradient was computed together with it."""
+    """A scalar whose gradient, but for the factor 1/B, was computed together with it."""
 
     @staticmethod
-    def forward(ctx: Any, logprobs: torch.Tensor, loss: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(gradient)
-        ctx.dtype = logprobs.dtype
-        return loss.clone()
+    def forward(
+        ctx: Any,
+        logprobs: torch.Tensor,
+        loss: torch.Tensor,
+        gradient: torch.Tensor,
+        inverse_B: torch.Tensor,
+        scale: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor],
+    ) -> torch.Tensor:
+        ctx.save_for_backward(gradient, inverse_B)
+        ctx.dtype, ctx.scale = logprobs.dtype, scale
+        return loss.view_as(loss)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_loss: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (gradient,) = ctx.saved_tensors
-        return (gradient * grad_loss).to(ctx.dtype), None, None
+    def backward(ctx: Any, grad_loss: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        gradient, inverse_B = ctx.saved_tensors
+        return ctx.scale(gradient, grad_loss, inverse_B, ctx.dtype), None, None, None, None
 
 
 def _check(logprobs: torch.Tensor, inputs: LossInputs) -> None:

@@ -23,7 +23,7 @@ def quantize_reference(
     padded = pad(weight.float(), (0, columns * block - N, 0, rows * block - M))
     blocks = padded.view(*stack, rows, block, columns, block)
     scale_inv = block_scale(blocks.abs().amax(dim=(-3, -1)), power_of_two_scales)
-    scaled = blocks / scale_inv[..., :, None, :, None]
+    scaled = blocks * scale_inv.reciprocal()[..., :, None, :, None]
     fp8 = scaled.to(torch.float8_e4m3fn).view(*stack, rows * block, columns * block)
     return fp8[..., :M, :N].contiguous(), scale_inv
 
@@ -32,7 +32,6 @@ def block_scale(amax: torch.Tensor, power_of_two_scales: bool) -> torch.Tensor:
     """amax / 448, rounded up to a power of two if asked; 1 for a block of zeros; NaN where amax is not finite."""
     scale = (amax / FP8_MAX).clamp_min(SMALLEST_SCALE)
     if power_of_two_scales:
-        mantissa, exponent = torch.frexp(scale)
-        scale = torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).to(exponent.dtype))
+        scale = ((scale.view(torch.int32) + 0x7FFFFF) & ~0x7FFFFF).view(torch.float32)
     scale = torch.where(amax == 0, 1.0, scale)
     return torch.where(torch.isfinite(amax), scale, torch.nan)

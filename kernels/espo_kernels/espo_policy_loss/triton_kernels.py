@@ -1,0 +1,330 @@
+"""Triton kernels of the ESPO loss: one per sequence, one final reduction, one that scales the gradient.
+
+Invariant: every number is reduced by one program in a fixed order, so results are deterministic. NaN in an unmasked
+input, a group id without a group and a wrong `cu_seqlens` reach the loss as NaN: values are compared and selected, not
+passed through a minimum or maximum, which may drop NaN.
+
+All tokens of a group share one s and one ε (unless the ratio's denominator is π_old), so whether a token is clipped
+depends on its advantage's sign alone: the loss and its diagnostics follow from sums over positive and over negative
+advantages, and the second pass over the tokens only writes the gradient.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from espo_kernels.triton_segments import sequence_span
+
+MASKED = tl.constexpr(255)
+MAX_LOG_RATIO = tl.constexpr(10.0)
+# Sums of a sequence by group.
+LOG_RATIO = tl.constexpr(0)
+SIZE = tl.constexpr(1)
+POSITIVE = tl.constexpr(2)  # Σ A over A ≥ 0
+NEGATIVE = tl.constexpr(3)  # Σ A over A < 0
+NUM_POSITIVE = tl.constexpr(4)
+NUM_NEGATIVE = tl.constexpr(5)
+PADDED_SUMS = tl.constexpr(8)
+# Statistics of a sequence by group: the objective, then the fields of `EspoMetrics` in their order.
+PADDED_STATISTICS = tl.constexpr(16)
+NUM_STATISTICS = tl.constexpr(10)
+FIRST_EXTREME = tl.constexpr(8)
+
+
+@triton.jit
+def _row(matrix, index):
+    """matrix[index] of a [rows, PADDED] register tile."""
+    row = tl.arange(0, matrix.shape[0])[:, None]
+    return tl.sum(tl.where(row == index, matrix, 0.0), axis=0)
+
+
+@triton.jit
+def _add_row(matrix, index, vector):
+    row = tl.arange(0, matrix.shape[0])[:, None]
+    return tl.where(row == index, matrix + vector[None, :], matrix)
+
+
+@triton.jit
+def _by_group(values, tau, K: tl.constexpr, PADDED: tl.constexpr):
+    """[PADDED] sums of a block's values by group."""
+    group = tl.arange(0, PADDED)
+    sums = tl.zeros([PADDED], dtype=tl.float32)
+    for k in tl.static_range(K):
+        sums += tl.where(group == k, tl.sum(tl.where(tau == k, values, 0.0), axis=0), 0.0)
+    return sums
+
+
+@triton.jit
+def _to_tokens(vector, tau, K: tl.constexpr, PADDED: tl.constexpr):
+    """Each token's entry of a [PADDED] vector; 0 for tokens of no group."""
+    group = tl.arange(0, PADDED)
+    values = tl.zeros(tau.shape, dtype=tl.float32)
+    for k in tl.static_range(K):
+        values = tl.where(tau == k, tl.sum(tl.where(group == k, vector, 0.0), axis=0), values)
+    return values
+
+
+@triton.jit
+def _load_groups(group_id, loss_mask, start, end, begin, MASK: tl.constexpr, BLOCK: tl.constexpr):
+    """(token indices, inside the sequence, group of each kept token or MASKED)."""
+    token = start + begin + tl.arange(0, BLOCK)
+    inside = token < end
+    tau = tl.load(group_id + token, mask=inside, other=255).to(tl.int32)
+    if MASK:
+        tau = tl.where(tl.load(loss_mask + token, mask=inside, other=0) != 0, tau, MASKED)
+    return token, inside, tau
+
+
+@triton.jit
+def _load_delta(logprobs, old_logprobs, token, member):
+    new = tl.load(logprobs + token, mask=member, other=0.0).to(tl.float32)
+    return new - tl.load(old_logprobs + token, mask=member, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _sequence_sums(
+    logprobs,
+    old_logprobs,
+    advantages,
+    group_id,
+    loss_mask,
+    start,
+    end,
+    K: tl.constexpr,
+    PADDED: tl.constexpr,
+    MASK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """([PADDED_SUMS, PADDED] sums of one sequence, whether a token has an advantage)."""
+    sums = tl.zeros([PADDED_SUMS, PADDED], dtype=tl.float32)
+    strays = tl.zeros([], dtype=tl.float32)
+    for begin in range(0, end - start, BLOCK):
+        token, _inside, tau = _load_groups(group_id, loss_mask, start, end, begin, MASK, BLOCK)
+        member = tau != MASKED
+        strays += tl.sum(tl.where(member & (tau >= K), 1.0, 0.0), axis=0)
+        A = tl.load(advantages + token, mask=member, other=0.0).to(tl.float32)
+        delta = _load_delta(logprobs, old_logprobs, token, member)
+        sums = _add_row(sums, LOG_RATIO, _by_group(delta, tau, K, PADDED))
+        sums = _add_row(sums, SIZE, _by_group(tl.where(member, 1.0, 0.0), tau, K, PADDED))
+        sums = _add_row(sums, POSITIVE, _by_group(tl.where(A < 0, 0.0, A), tau, K, PADDED))
+        sums = _add_row(sums, NEGATIVE, _by_group(tl.where(A < 0, A, 0.0), tau, K, PADDED))
+        sums = _add_row(sums, NUM_POSITIVE, _by_group(tl.where(A > 0, 1.0, 0.0), tau, K, PADDED))
+        sums = _add_row(sums, NUM_NEGATIVE, _by_group(tl.where(A < 0, 1.0, 0.0), tau, K, PADDED))
+    if strays > 0:
+        sums += float("nan")
+    signed = tl.sum(_row(sums, NUM_POSITIVE) + _row(sums, NUM_NEGATIVE), axis=0)
+    return sums, tl.where(signed > 0, 1.0, 0.0)
+
+
+@triton.jit
+def _ratio(log_s, eps):
+    """exp of the clamped log ratio; eps − eps is 0, or NaN if ε is."""
+    log_s = tl.where(log_s > MAX_LOG_RATIO, MAX_LOG_RATIO, log_s)
+    log_s = tl.where(log_s < -MAX_LOG_RATIO, -MAX_LOG_RATIO, log_s)
+    return tl.exp(log_s) + (eps - eps)
+
+
+@triton.jit
+def _shared_ratio_statistics(sums, s, eps, weight, PADDED: tl.constexpr):
+    """[PADDED_STATISTICS, PADDED] without the group rows, when all tokens of a group share s."""
+    size = _row(sums, SIZE)
+    high, low = s > 1.0 + eps, s < 1.0 - eps
+    positive = _row(sums, POSITIVE) * tl.where(high, 1.0 + eps, s)
+    negative = _row(sums, NEGATIVE) * tl.where(low, 1.0 - eps, s)
+    statistics = tl.zeros([PADDED_STATISTICS, PADDED], dtype=tl.float32)
+    statistics = _add_row(statistics, 0, tl.where(size > 0, (positive + negative) * weight, size))
+    statistics = _add_row(statistics, 1, size)
+    statistics = _add_row(statistics, 2, tl.where(low, _row(sums, NUM_NEGATIVE), 0.0))
+    statistics = _add_row(statistics, 3, tl.where(high, _row(sums, NUM_POSITIVE), 0.0))
+    statistics = _add_row(statistics, 4, size * s)
+    statistics = _add_row(statistics, 5, size * s * s)
+    statistics = _add_row(statistics, 8, tl.where(size > 0, s, float("inf")))
+    return _add_row(statistics, 9, tl.where(size > 0, s, -float("inf")))
+
+
+@triton.jit
+def _no_statistics(PADDED: tl.constexpr):
+    """The statistics of no tokens, to be added to."""
+    row = tl.arange(0, PADDED_STATISTICS)[:, None]
+    empty = tl.where(row == 8, float("inf"), tl.where(row == 9, -float("inf"), 0.0))
+    return tl.zeros([PADDED_STATISTICS, PADDED], dtype=tl.float32) + empty
+
+
+@triton.jit
+def _add_token_statistics(statistics, s, eps, scaled, A, tau, K: tl.constexpr, PADDED: tl.constexpr):
+    """Adds a block whose tokens have ratios of their own. scaled: A times the token's weight."""
+    low = (A < 0) & (s < 1.0 - eps)
+    high = (A > 0) & (s > 1.0 + eps)
+    value = tl.where(low, 1.0 - eps, tl.where(high, 1.0 + eps, s))
+    statistics = _add_row(statistics, 0, _by_group(value * scaled, tau, K, PADDED))
+    statistics = _add_row(statistics, 1, _by_group(tl.full(tau.shape, 1.0, tl.float32), tau, K, PADDED))
+    statistics = _add_row(statistics, 2, _by_group(tl.where(low, 1.0, 0.0), tau, K, PADDED))
+    statistics = _add_row(statistics, 3, _by_group(tl.where(high, 1.0, 0.0), tau, K, PADDED))
+    statistics = _add_row(statistics, 4, _by_group(s, tau, K, PADDED))
+    statistics = _add_row(statistics, 5, _by_group(s * s, tau, K, PADDED))
+    row, group = tl.arange(0, PADDED_STATISTICS)[:, None], tl.arange(0, PADDED)[None, :]
+    for k in tl.static_range(K):
+        smallest = tl.min(tl.where(tau == k, s, float("inf")), axis=0)
+        largest = tl.max(tl.where(tau == k, s, -float("inf")), axis=0)
+        statistics = tl.where((row == 8) & (group == k), tl.minimum(statistics, smallest), statistics)
+        statistics = tl.where((row == 9) & (group == k), tl.maximum(statistics, largest), statistics)
+    return statistics
+
+
+@triton.jit
+def espo_group_sums_kernel(
+    logprobs,
+    old_logprobs,
+    advantages,
+    cu_seqlens,
+    group_id,
+    loss_mask,
+    partial,
+    tokens,
+    num_sequences,
+    K: tl.constexpr,
+    PADDED: tl.constexpr,
+    MASK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Sequence program. partial[B, 2K + 1]: Σ log ratio and tokens by group, and whether a token has an advantage."""
+    sequence = tl.program_id(0)
+    start, end, valid = sequence_span(cu_seqlens, sequence, num_sequences, tokens)
+    sums, signed = _sequence_sums(
+        logprobs, old_logprobs, advantages, group_id, loss_mask, start, end, K, PADDED, MASK, BLOCK
+    )
+    group = tl.arange(0, PADDED)
+    row = partial + sequence * (2 * K + 1)
+    tl.store(row + group, tl.where(valid, _row(sums, LOG_RATIO), float("nan")), mask=group < K)
+    tl.store(row + K + group, _row(sums, SIZE), mask=group < K)
+    tl.store(row + 2 * K, signed)
+
+
+@triton.jit
+def espo_sequence_kernel(
+    logprobs,
+    old_logprobs,
+    advantages,
+    cu_seqlens,
+    group_id,
+    loss_mask,
+    clip,
+    partial,
+    gradient,
+    statistics_out,
+    signed_out,
+    tokens,
+    num_sequences,
+    OLD_DENOMINATOR: tl.constexpr,
+    SHARED: tl.constexpr,
+    K: tl.constexpr,
+    PADDED: tl.constexpr,
+    MASK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Sequence program: B · ∂loss/∂logprob of its tokens, and its statistics.
+
+    SHARED: other ranks hold tokens of the same sequence; its sums over all of them are in `partial`.
+    """
+    sequence = tl.program_id(0)
+    start, end, valid = sequence_span(cu_seqlens, sequence, num_sequences, tokens)
+    sums, signed = _sequence_sums(
+        logprobs, old_logprobs, advantages, group_id, loss_mask, start, end, K, PADDED, MASK, BLOCK
+    )
+    group = tl.arange(0, PADDED)
+    log_ratio, size = _row(sums, LOG_RATIO), _row(sums, SIZE)
+    if SHARED:
+        row = partial + sequence * (2 * K + 1)
+        log_ratio = tl.load(row + group, mask=group < K, other=0.0)
+        size = tl.load(row + K + group, mask=group < K, other=0.0)
+        signed = tl.load(row + 2 * K)
+    epsilon = tl.load(clip + sequence * K + group, mask=group < K, other=0.0).to(tl.float32)
+    nonempty = tl.where(size > 0, 1.0, 0.0)
+    log_s = log_ratio / tl.maximum(size, 1.0)
+    weight = 1.0 / (tl.maximum(size, 1.0) * tl.maximum(tl.sum(nonempty, axis=0), 1.0))
+
+    statistics = _shared_ratio_statistics(sums, _ratio(log_s, epsilon), epsilon, weight, PADDED)
+    if OLD_DENOMINATOR:
+        statistics = _no_statistics(PADDED)
+    for begin in range(0, end - start, BLOCK):
+        token, inside, tau = _load_groups(group_id, loss_mask, start, end, begin, MASK, BLOCK)
+        A = tl.load(advantages + token, mask=tau != MASKED, other=0.0).to(tl.float32)
+        log_value = _to_tokens(log_s, tau, K, PADDED)
+        if OLD_DENOMINATOR:
+            log_value += _load_delta(logprobs, old_logprobs, token, tau != MASKED)
+        eps = _to_tokens(epsilon, tau, K, PADDED)
+        s = _ratio(log_value, eps)
+        scaled = A * _to_tokens(weight, tau, K, PADDED)
+        clipped = ((A < 0) & (s < 1.0 - eps)) | ((A > 0) & (s > 1.0 + eps))
+        tl.store(gradient + token, tl.where(clipped | (tau == MASKED), 0.0, -s * scaled), mask=inside)
+        if OLD_DENOMINATOR:
+            statistics = _add_token_statistics(statistics, s, eps, scaled, A, tau, K, PADDED)
+
+    statistics = _add_row(statistics, 6, nonempty)
+    statistics = _add_row(statistics, 7, nonempty * epsilon)
+    statistics = tl.where(valid, statistics, float("nan"))
+    row = tl.arange(0, PADDED_STATISTICS)[:, None]
+    at = (row * K + group[None, :]) * num_sequences + sequence
+    tl.store(statistics_out + at, statistics, mask=(row < NUM_STATISTICS) & (group[None, :] < K))
+    tl.store(signed_out + sequence, signed)
+
+
+@triton.jit
+def espo_reduction_kernel(
+    statistics,
+    signed,
+    given,
+    given_value,
+    loss,
+    inverse_B,
+    metrics,
+    num_sequences,
+    group_share,
+    GIVEN: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program: loss, 1/B and metrics[9, K] of the batch. GIVEN: B is a "value", a "tensor", or "counted" here."""
+    lane = tl.arange(0, BLOCK)
+    objective = tl.zeros([], dtype=tl.float64)
+    counted = tl.zeros([], dtype=tl.float64)
+    for begin in range(0, num_sequences, BLOCK):
+        inside = begin + lane < num_sequences
+        counted += tl.sum(tl.load(signed + begin + lane, mask=inside, other=0.0).to(tl.float64), axis=0)
+    for row in tl.static_range(NUM_STATISTICS):
+        for k in tl.static_range(K):
+            total = tl.zeros([BLOCK], dtype=tl.float64)
+            smallest = tl.full([BLOCK], float("inf"), dtype=tl.float64)
+            for begin in range(0, num_sequences, BLOCK):
+                inside = begin + lane < num_sequences
+                at = statistics + (row * K + k) * num_sequences + begin + lane
+                values = tl.load(at, mask=inside, other=0.0).to(tl.float64)
+                total += values
+                sign = -1.0 if row == FIRST_EXTREME + 1 else 1.0
+                smallest = tl.minimum(smallest, tl.where(inside, values * sign, float("inf")))
+            if row == 0:
+                objective += tl.sum(total, axis=0)
+            elif row < 6:
+                tl.store(metrics + (row - 1) * K + k, tl.sum(total, axis=0))
+            elif row < FIRST_EXTREME:
+                tl.store(metrics + (row - 1) * K + k, tl.sum(total, axis=0) * group_share)
+            elif row == FIRST_EXTREME:
+                tl.store(metrics + (row - 1) * K + k, tl.min(smallest, axis=0))
+            else:
+                tl.store(metrics + (row - 1) * K + k, -tl.min(smallest, axis=0))
+    B = tl.maximum(counted, 1.0)
+    if GIVEN == "value":
+        B = tl.full([], 1.0, dtype=tl.float64) * given_value
+    if GIVEN == "tensor":
+        B = tl.load(given).to(tl.float64)
+    tl.store(loss, (-objective / B).to(tl.float32))
+    tl.store(inverse_B, (1.0 / B).to(tl.float32))
+
+
+@triton.jit
+def scale_gradient_kernel(gradient, grad_loss, inverse_B, out, tokens, BLOCK: tl.constexpr):
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    factor = tl.load(grad_loss).to(tl.float32) * tl.load(inverse_B)
+    scaled = tl.load(gradient + token, mask=token < tokens, other=0.0) * factor
+    tl.store(out + token, scaled.to(out.dtype.element_ty), mask=token < tokens)

@@ -1,0 +1,88 @@
+"""Block quantisation on a GPU: one launch for a whole stack, one program per block.
+
+Invariant: the same bits as the reference: divisions are correctly rounded, and e4m3 rounding is to nearest even.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+FP8_MAX = tl.constexpr(448.0)
+SMALLEST_SCALE = tl.constexpr(2.0**-126)
+
+
+@triton.jit
+def _e4m3_bits(x):
+    """e4m3 bits of a float32, |x| ≤ 464, in integer arithmetic: the interpreter's cast loses rounding carries."""
+    bits = x.to(tl.uint32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    magnitude = bits & 0x7FFFFFFF
+    rounded = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20
+    normal = rounded - (120 << 3)  # exponent bias 127 → 7
+    # Below 2^-6 the step is 2^-9: adding 2^23 units of it lets float32 addition round to nearest even.
+    steps = (tl.abs(x) * 512.0 + 8388608.0).to(tl.uint32, bitcast=True) & 0xF
+    code = tl.where(tl.abs(x) < 0.015625, steps, normal)
+    code = tl.where(x == x, code, 0x7F)
+    return (code | sign).to(tl.uint8)
+
+
+@triton.jit
+def quantize_fp8_blockwise_kernel(
+    weight,
+    fp8,
+    scale_inv,
+    M,
+    N,
+    POWER_OF_TWO: tl.constexpr,
+    EMULATE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program of one block: column block, row block, matrix of the stack."""
+    matrix = tl.program_id(2).to(tl.int64)
+    m = tl.arange(0, BLOCK)[:, None]
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = (m < M - tl.program_id(1) * BLOCK) & (n < N)
+    first = (matrix * M + tl.program_id(1) * BLOCK) * N  # 64 bits here, so that 32 are enough within the block's rows
+    weight += first
+    fp8 += first
+    at = m * N + n
+    w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    amax = tl.max(tl.max(tl.abs(w), axis=1), axis=0)
+    scale = tl.div_rn(amax, FP8_MAX)
+    scale = tl.where(scale < SMALLEST_SCALE, SMALLEST_SCALE, scale)
+    if POWER_OF_TWO:
+        up = (scale.to(tl.uint32, bitcast=True) + 0x7FFFFF) & 0xFF800000
+        scale = up.to(tl.float32, bitcast=True)
+    scale = tl.where(amax == 0, 1.0, scale)
+    # NaN may be lost in a maximum but not in a sum; w − w is NaN for infinities too.
+    scale = scale + tl.sum(tl.sum(w - w, axis=1), axis=0)
+    y = w * tl.div_rn(1.0, scale)
+    if EMULATE:
+        tl.store(fp8 + at, _e4m3_bits(y), mask=inside)
+    else:
+        tl.store(fp8 + at, y.to(tl.float8e4nv).to(tl.uint8, bitcast=True), mask=inside)
+    row = matrix * tl.num_programs(1) + tl.program_id(1)
+    tl.store(scale_inv + row * tl.num_programs(0) + tl.program_id(0), scale)
+
+
+def quantize_triton(weight: torch.Tensor, block: int, power_of_two_scales: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """(fp8, scale_inv) of a contiguous [..., M, N] weight."""
+    *stack, M, N = weight.shape
+    rows, columns, matrices = triton.cdiv(M, block), triton.cdiv(N, block), weight[..., 0, 0].numel() if M and N else 0
+    fp8 = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
+    scale_inv = torch.empty(*stack, rows, columns, dtype=torch.float32, device=weight.device)
+    if matrices:
+        quantize_fp8_blockwise_kernel[(columns, rows, matrices)](
+            weight,
+            fp8,
+            scale_inv,
+            M,
+            N,
+            POWER_OF_TWO=power_of_two_scales,
+            EMULATE=not weight.is_cuda,
+            BLOCK=block,
+            num_warps=16,
+        )
+    return fp8.view(torch.float8_e4m3fn), scale_inv

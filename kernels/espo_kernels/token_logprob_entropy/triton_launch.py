@@ -1,0 +1,76 @@
+"""Launches of the Triton kernels: shapes to grids, nothing else.
+
+Invariant: no host synchronisation, one launch in forward and one in backward (tensor-parallel shards add the merge).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from espo_kernels.token_logprob_entropy.triton_kernels import logits_gradient_kernel, logprob_entropy_kernel
+from espo_kernels.token_logprob_entropy.vocabulary import TokenStatistics, VocabularyShard, merge_shards
+
+_WIDEST_BLOCK = 4096
+
+
+def forward(logits: torch.Tensor, targets: torch.Tensor, shard: VocabularyShard) -> TokenStatistics:
+    """See `BackendKernels`."""
+    tokens, columns = logits.shape
+    out = torch.empty(4, tokens, dtype=torch.float32, device=logits.device)
+    partial = shard.group is not None
+    if tokens:
+        block, warps = _block(columns)
+        logprob_entropy_kernel[(tokens,)](
+            logits,
+            targets,
+            out,
+            tokens,
+            columns,
+            shard.first,
+            shard.valid,
+            shard.inverse_temperature,
+            PARTIAL=partial,
+            BLOCK=block,
+            num_warps=warps,
+        )
+    return merge_shards(out, targets, columns, shard) if partial else TokenStatistics(*out)
+
+
+def backward(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    statistics: TokenStatistics,
+    grad_logprob: torch.Tensor,
+    grad_entropy: torch.Tensor | None,
+    shard: VocabularyShard,
+    out: torch.Tensor,
+) -> None:
+    """See `BackendKernels`. `out` may be `logits`: each program reads its block before it writes it."""
+    tokens, columns = logits.shape
+    if not tokens:
+        return
+    block, warps = _block(columns)
+    logits_gradient_kernel[(tokens, triton.cdiv(columns, block))](
+        logits,
+        targets,
+        statistics.maximum,
+        statistics.log_sum,
+        statistics.entropy,
+        grad_logprob,
+        grad_logprob if grad_entropy is None else grad_entropy,
+        out,
+        columns,
+        shard.first,
+        shard.valid,
+        shard.inverse_temperature,
+        ENTROPY_GRAD=grad_entropy is not None,
+        BLOCK=block,
+        num_warps=warps,
+    )
+
+
+def _block(columns: int) -> tuple[int, int]:
+    """(logits per block, warps): 16 logits per thread at full width."""
+    block = min(triton.next_power_of_2(columns), _WIDEST_BLOCK)
+    return block, max(1, min(8, block // 512))
