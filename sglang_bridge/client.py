@@ -137,10 +137,8 @@ class GenerateClient:
     async def _send_abort(self, name: str, headers: dict[str, str]) -> None:
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
             async with asyncio.timeout(_ABORT_SECONDS):
-                body = msgspec.json.encode({"rid": name})
-                async with self._open_session().post(
-                    f"{self.url}/abort_request", data=body, headers=headers
-                ) as response:
+                body, url = msgspec.json.encode({"rid": name}), f"{self.url}/abort_request"
+                async with self._open_session().post(url, data=body, headers=headers) as response:
                     await response.read()
 
     def _open_session(self) -> aiohttp.ClientSession:

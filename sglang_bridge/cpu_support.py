@@ -35,15 +35,9 @@ def declare_torchvision_schemas() -> bool:
             return False
         except OSError:
             continue
-    library = torch.library.Library("torchvision", "FRAGMENT")  # noqa: TOR901 (lives as long as the process)
+    library = torch.library.Library("torchvision", "FRAGMENT")
     for name in _MISSING_SCHEMAS:
         library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    _keep_alive(library)
+    # The declarations vanish with the object: tie it to the namespace they are in.
+    torch.ops.torchvision.__dict__["_declared_without_binary"] = library
     return True
-
-
-def _keep_alive(library: object) -> None:
-    """A library's declarations vanish with the object: tie it to the module that needs them."""
-    import torch
-
-    torch.ops.torchvision._declared_without_binary = library

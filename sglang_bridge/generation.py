@@ -127,9 +127,7 @@ def _logprobs(meta: _MetaInfo, output_ids: list[int]) -> npt.NDArray[np.float32]
 
 def _routes(meta: _MetaInfo, num_inputs: int, shape: tuple[int, int]) -> npt.NDArray[np.int32]:
     if meta.routed_experts is None:
-        raise RejectedReply(
-            "routes_missing", "the engine recorded no routes; start it with --enable-return-routed-experts"
-        )
+        raise RejectedReply("routes_missing", "start the engine with --enable-return-routed-experts")
     try:
         raw = pybase64.b64decode_as_bytearray(meta.routed_experts, validate=True)
     except (binascii.Error, ValueError) as error:

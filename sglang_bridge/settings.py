@@ -65,8 +65,8 @@ class EngineSettings:
             )
         if self.device == "cpu" and self.quantization is not None:
             raise ValueError(
-                f"engine.quantization={self.quantization!r} with engine.device=cpu: SGLang's quantized CPU kernels need "
-                "AMX; use null"
+                f"engine.quantization={self.quantization!r} with engine.device=cpu: SGLang's quantized kernels "
+                "for CPUs need AMX; use null"
             )
         if self.device == "cpu" and self.max_total_tokens is None:
             raise ValueError("engine.max_total_tokens=null with engine.device=cpu: give the KV cache a size in tokens")

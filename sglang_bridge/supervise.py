@@ -9,6 +9,7 @@ milliseconds and cannot fail with what it watches.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import os
 import select
@@ -99,27 +100,21 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _signal_group(group: int, number: signal.Signals) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(group, number)
-    except ProcessLookupError:
-        pass
 
 
 def _kill(pid: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 def _reap_orphans(child: subprocess.Popen[bytes]) -> None:
     """Collect adopted descendants that have ended; the child itself is left to its Popen object."""
     for pid in descendants(os.getpid()):
         if pid != child.pid:
-            try:
+            with contextlib.suppress(ChildProcessError):  # not adopted (yet)
                 os.waitpid(pid, os.WNOHANG)
-            except ChildProcessError:
-                pass  # not adopted (yet)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """A stream of named tensors cut into flat byte buckets.
 
-Invariant: at most one bucket and one tensor are in memory, the stream is consumed in order and exactly once, and every
+Invariant: at most one bucket and the tensor that did not fit are in memory, the stream is consumed in order and exactly once, and every
 tensor starts at a multiple of its element size, as the receiver's views need.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -33,11 +33,13 @@ class Bucket:
             start = end
 
 
-def iterate_buckets(named_tensors: NamedTensors, *, bucket_bytes: int, device: torch.device) -> Iterator[Bucket]:
-    """Cut `named_tensors` into buckets of at most `bucket_bytes` on `device`; a larger tensor gets one of its own.
+def iterate_buckets(
+    named_tensors: NamedTensors, *, bucket_bytes: int, device: torch.device, alone: Collection[str] = ()
+) -> Iterator[Bucket]:
+    """Cut `named_tensors` into buckets of at most `bucket_bytes` on `device`.
 
-    A yielded bucket is only valid until the next one is asked for. Raises `ValueError` on a repeated name, an empty
-    tensor or an empty stream.
+    A tensor larger than that, or named in `alone`, gets a bucket of its own. A yielded bucket is only valid until the
+    next one is asked for. Raises `ValueError` on a repeated name, an empty tensor or an empty stream.
     """
     filler = _Filler(bucket_bytes, device)
     seen: set[str] = set()
@@ -45,7 +47,7 @@ def iterate_buckets(named_tensors: NamedTensors, *, bucket_bytes: int, device: t
         if name in seen or tensor.numel() == 0:
             raise ValueError(f"weight {name}: {'sent twice' if name in seen else 'has no elements'}")
         seen.add(name)
-        if not filler.fits(tensor):
+        if not filler.fits(tensor) or (filler.names and (name in alone or filler.names[0] in alone)):
             yield filler.take(last=False)
         filler.add(name, tensor)
     if not seen:
@@ -54,12 +56,16 @@ def iterate_buckets(named_tensors: NamedTensors, *, bucket_bytes: int, device: t
 
 
 class _Filler:
-    """Copies tensors into one reused buffer; a tensor larger than the buffer passes through as a view of itself."""
+    """Copies tensors into one reused buffer, or into one of its own where a tensor is larger than that."""
 
     def __init__(self, bucket_bytes: int, device: torch.device) -> None:
         self._buffer = torch.empty(bucket_bytes, dtype=torch.uint8, device=device)
         self._used = 0
         self._bucket = Bucket(self._buffer, last=False)
+
+    @property
+    def names(self) -> list[str]:
+        return self._bucket.names
 
     def fits(self, tensor: torch.Tensor) -> bool:
         aligned = self._used % tensor.dtype.itemsize == 0
@@ -68,7 +74,7 @@ class _Filler:
     def add(self, name: str, tensor: torch.Tensor) -> None:
         data = tensor.detach().contiguous().view(-1).view(torch.uint8)
         if data.numel() > self._buffer.numel():
-            self._bucket.flat = data.to(self._buffer.device)
+            self._bucket.flat = data.to(self._buffer.device, copy=True)
         else:
             self._buffer[self._used : self._used + data.numel()].copy_(data)
         self._used += data.numel()

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
 from sglang_bridge.admin import AdminClient
 from sglang_bridge.errors import EngineError
@@ -49,7 +50,7 @@ def start_call(function: Callable[[], None]) -> Future[None]:
 
 def call_each(links: Sequence[EngineLink], function: Callable[[EngineLink], None]) -> Failures:
     """Call `function` for every link in parallel and return the reasons of those that failed, by URL."""
-    futures = {link.url: start_call(lambda link=link: function(link)) for link in links}
+    futures = {link.url: start_call(partial(function, link)) for link in links}
     failures = {}
     for url, future in futures.items():
         try:

@@ -12,6 +12,8 @@ import uuid
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import wait as concurrent_wait
+from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 
@@ -44,7 +46,8 @@ class EngineGroup:
         world_size = offsets.pop()
         replies = [
             start_call(
-                lambda link=link, offset=offset: link.admin.init_weights_update_group(
+                partial(
+                    link.admin.init_weights_update_group,
                     address=address,
                     port=store.port,
                     rank_offset=offset,
@@ -67,18 +70,16 @@ class EngineGroup:
 
     def deliver(self, bucket: Bucket, version: str | None) -> Delivery:
         """Start broadcasting one bucket; it must stay unchanged until the delivery is done."""
+        request: dict[str, Any] = {
+            "names": bucket.names,
+            "dtypes": [str(dtype).removeprefix("torch.") for dtype in bucket.dtypes],
+            "shapes": [list(shape) for shape in bucket.shapes],
+            "group_name": self._name,
+            "weight_version": version,
+            "timeout": self._timeout,
+        }
         replies = {
-            link.url: start_call(
-                lambda link=link: link.admin.update_weights_from_distributed(
-                    names=bucket.names,
-                    dtypes=[str(dtype).removeprefix("torch.") for dtype in bucket.dtypes],
-                    shapes=[list(shape) for shape in bucket.shapes],
-                    group_name=self._name,
-                    weight_version=version,
-                    timeout=self._timeout,
-                )
-            )
-            for link in self.links
+            link.url: start_call(partial(link.admin.update_weights_from_distributed, **request)) for link in self.links
         }
         try:
             broadcast = dist.broadcast(bucket.flat, src=0, group=self._group, async_op=True)

@@ -40,7 +40,7 @@ def join_as_source(
         [],
         c10d.Backend(backend),
         c10d.PrefixStore(name, store),
-        group_name=name,
+        group_name=c10d.GroupName(name),
         timeout=datetime.timedelta(seconds=timeout_seconds),
     )
     c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}

@@ -6,14 +6,20 @@ in step), and an engine that did not take the complete version stays paused unti
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import collections
+import contextlib
+from collections.abc import Callable, Collection, Sequence
 
 from sglang_bridge.admin import AdminClient, PauseMode
 from sglang_bridge.errors import EngineError, WeightUpdateFailed
 from sglang_bridge.handle import EngineHandle, refuse_unsupported_parallelism
-from sglang_bridge.weights.buckets import NamedTensors, iterate_buckets
+from sglang_bridge.weights.audit import AuditReport, audit_engine
+from sglang_bridge.weights.buckets import Bucket, NamedTensors, iterate_buckets
 from sglang_bridge.weights.calls import EngineLink, Failures, call_each
+from sglang_bridge.weights.expectation import WeightExpectation
 from sglang_bridge.weights.transport import WeightTransport
+
+AfterBucket = Callable[[Bucket, Sequence[EngineLink]], Failures]
 
 
 class WeightUpdater:
@@ -50,29 +56,51 @@ class WeightUpdater:
         self._drop(self._links[index])
         self._links[index] = _link(handle, admin)
 
-    def push(self, named_tensors: NamedTensors, version: int, *, urls: Collection[str] | None = None) -> None:
+    def push(
+        self,
+        named_tensors: NamedTensors,
+        version: int,
+        *,
+        urls: Collection[str] | None = None,
+        alone: Collection[str] = (),
+        after_bucket: AfterBucket | None = None,
+    ) -> None:
         """Give engines (all, or those in `urls`) these weights, in Hugging Face names, as `version`.
 
-        Peak memory is one bucket and one tensor. Raises `WeightUpdateFailed` after the stream is exhausted; engines
-        that took the version serve it by then.
+        Peak memory is one bucket and one tensor. alone: tensors that get a bucket of their own. after_bucket: called
+        with each bucket and the engines that hold it now; its failures count. Raises `WeightUpdateFailed` after the stream is exhausted;
+        engines that took the version serve it by then.
         """
+        stream = iter(named_tensors)
         update = _Update([link for link in self._links if urls is None or link.url in urls])
         try:
             self._prepare(update, version)
             for bucket in iterate_buckets(
-                named_tensors, bucket_bytes=self._bucket_bytes, device=self._transport.device
+                stream, bucket_bytes=self._bucket_bytes, device=self._transport.device, alone=alone
             ):
-                update.note(self._transport.send(bucket, update.alive, version) if update.alive else {})
+                if update.alive:
+                    update.note(self._transport.send(bucket, update.alive, version))
+                if after_bucket is not None:
+                    update.note(after_bucket(bucket, update.alive))
             self._complete(update, version)
-        except BaseException:
+        except Exception:
             for link in update.links:
                 self._drop(link)
+            collections.deque(stream, maxlen=0)  # the other ranks of the export are still iterating
             raise
         for link in update.links:
             if link.url in update.failures:
                 self._drop(link)
         if update.failures:
             raise WeightUpdateFailed(version, update.failures, [link.url for link in update.alive])
+
+    def audit(self, expectation: WeightExpectation, *, urls: Collection[str] | None = None) -> dict[str, AuditReport]:
+        """Compare engines, by value, with what a `push` through `expectation.observe` sent. Reports by URL.
+
+        Raises `AuditUnsupported` for an engine that cannot be compared, `RequestFailed` for one that does not answer.
+        """
+        chosen = [link for link in self._links if urls is None or link.url in urls]
+        return {link.url: audit_engine(link.handle, link.admin, expectation) for link in chosen}
 
     def close(self) -> None:
         """Leave every engine."""
@@ -97,10 +125,8 @@ class WeightUpdater:
     def _close_old_session(self, link: EngineLink) -> None:
         """An update that failed may have left a session open in an engine that lived on."""
         if link in self._unfinished:
-            try:
+            with contextlib.suppress(EngineError):  # none was open
                 link.admin.end_weight_update()
-            except EngineError:
-                pass  # none was open
         self._unfinished.add(link)
 
     def _drop(self, link: EngineLink) -> None:

@@ -4,6 +4,8 @@ Invariant: what has no fallback in SGLang is implemented here in plain torch; wh
 importable and refuses to run. Every layer of a model then uses SGLang's own `forward_native`.
 """
 
+from typing import Any, NoReturn
+
 __version__ = "0.0.0+torch_native"
 
 _SPECULATIVE_ONLY = frozenset(
@@ -20,7 +22,9 @@ _SPECULATIVE_ONLY = frozenset(
 )
 
 
-def assign_req_to_token_pool_cpu(req_pool_indices, req_to_token, start_offset, end_offset, out_cache_loc, pool_len):
+def assign_req_to_token_pool_cpu(
+    req_pool_indices: Any, req_to_token: Any, start_offset: Any, end_offset: Any, out_cache_loc: Any, pool_len: int
+) -> None:
     """Write the cache slots of each request's new tokens into its row: req_to_token[request, start:end] = slots."""
     taken = 0
     for request, start, end in zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True):
@@ -29,11 +33,11 @@ def assign_req_to_token_pool_cpu(req_pool_indices, req_to_token, start_offset, e
         taken += end - start
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> Any:
     if name not in _SPECULATIVE_ONLY:
         raise AttributeError(f"module 'sgl_kernel' (CPU stand-in) has no attribute {name!r}")
 
-    def refuse(*args, **kwargs):
+    def refuse(*args: object, **kwargs: object) -> NoReturn:
         raise NotImplementedError(f"sgl_kernel.{name} serves speculative decoding, which this CPU stand-in lacks")
 
     return refuse

@@ -1,0 +1,83 @@
+"""What an engine must hold, computed while the weights stream by.
+
+Invariant: no second export and no copy of the model. Digests grow tensor by tensor; only tensors that arrive before
+their predecessor in the same engine parameter wait in memory, at most one fused parameter's worth if the export goes
+layer by layer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from sglang_bridge.weights.buckets import NamedTensors
+from sglang_bridge.weights.fused_layout import Slot, locate_slot, padding_rows
+
+
+@dataclass
+class _Parameter:
+    count: int
+    digest: hashlib._Hash = field(default_factory=hashlib.sha256)
+    names: dict[int, str] = field(default_factory=dict)
+    waiting: dict[int, bytes] = field(default_factory=dict)
+    next_slot: int = 0
+
+    def add(self, index: int, name: str, data: bytes | memoryview) -> None:
+        if index in self.names:
+            raise ValueError(f"weight {name}: its place is already taken by {self.names[index]}")
+        self.names[index] = name
+        if index != self.next_slot:
+            self.waiting[index] = bytes(data)
+            return
+        self.digest.update(data)
+        self.next_slot += 1
+        while self.next_slot in self.waiting:
+            self.digest.update(self.waiting.pop(self.next_slot))
+            self.next_slot += 1
+
+
+class WeightExpectation:
+    """SHA-256 of every engine parameter as SGLang's checksum sees it: the raw bytes in the engine's own dtype.
+
+    dtype: the engine's. num_experts: of each MoE layer.
+    """
+
+    def __init__(self, *, dtype: torch.dtype, num_experts: int) -> None:
+        self._dtype = dtype
+        self._num_experts = num_experts
+        self._parameters: dict[str, _Parameter] = {}
+
+    def observe(self, named_tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
+        """Pass the stream on unchanged, adding each tensor to the expectation."""
+        for name, tensor in named_tensors:
+            self.add(name, tensor)
+            yield name, tensor
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Account for one tensor under its Hugging Face name."""
+        slot = locate_slot(name, num_experts=self._num_experts)
+        data = tensor.detach().to(device="cpu", dtype=self._dtype).contiguous()
+        if extra := padding_rows(name, data.shape[0]):
+            data = torch.cat([data, data.new_zeros(extra, *data.shape[1:])])
+        self._parameter(slot).add(slot.index, name, data.view(-1).view(torch.uint8).numpy().data)
+
+    def checksums(self) -> dict[str, str]:
+        """By engine parameter, the 16 hexadecimal digits SGLang reports. Raises `ValueError` if a tensor is missing."""
+        incomplete = {name: p for name, p in self._parameters.items() if p.next_slot < p.count}
+        if incomplete:
+            raise ValueError(
+                "the weights sent are incomplete: "
+                + ", ".join(f"{name} has {len(p.names)} of {p.count} tensors" for name, p in incomplete.items())
+            )
+        return {name: parameter.digest.hexdigest()[:16] for name, parameter in self._parameters.items()}
+
+    def tensors_of(self, parameter: str) -> tuple[str, ...]:
+        """The Hugging Face names that make up an engine parameter, in its order."""
+        names = self._parameters[parameter].names
+        return tuple(names[index] for index in sorted(names))
+
+    def _parameter(self, slot: Slot) -> _Parameter:
+        return self._parameters.setdefault(slot.parameter, _Parameter(slot.count))
