@@ -39,11 +39,10 @@ from megatron_rl.rollout.hub import Hub  # noqa: E402
 from megatron_rl.rollout.messages import Configure  # noqa: E402
 from megatron_rl.rollout.producer import Producer  # noqa: E402
 from megatron_rl.tokenizer import Tokenizer  # noqa: E402
-from megatron_rl.weight_sync import build_updater  # noqa: E402
+from megatron_rl.weight_sync import WeightSync, build_weight_sync  # noqa: E402
 from sglang_bridge.handle import EngineHandle  # noqa: E402
 from sglang_bridge.keys import create_keys  # noqa: E402
 from sglang_bridge.settings import EngineSettings  # noqa: E402
-from sglang_bridge.weights.updater import WeightUpdater  # noqa: E402
 
 
 def main() -> None:
@@ -57,7 +56,7 @@ def main() -> None:
         stack.callback(parallel.shutdown)
         chunks = build_models(model, sizes, dtype=torch.float32)
         save_hf_weights(chunks, model, source=blank, target=Path(scratch) / "start", dtype=torch.float32)
-        producer, updater, services = _open_engine(Path(scratch) / "start", Path(scratch), stack)
+        producer, weights, services = _open_engine(Path(scratch) / "start", Path(scratch), stack)
         models = wrap_data_parallel(chunks)
         tokenizer = Tokenizer.from_directory(blank)
         trainer = SupervisedTrainer(
@@ -75,7 +74,7 @@ def main() -> None:
             loss, _ = trainer.step()
             if step < arguments.evaluate_from or step % arguments.evaluate_every:
                 continue
-            updater.push(iterate_hf_weights(models, model), step)
+            weights.push(weights.next_command(), iterate_hf_weights(models, model))
             accuracy = _measure(producer, prompts, str(step), arguments.max_new_tokens, model.eos_token_ids, services)
             recent.append(accuracy.accuracy)
             print(
@@ -89,9 +88,7 @@ def main() -> None:
         print(f"wrote {arguments.out}")
 
 
-def _open_engine(
-    start: Path, scratch: Path, stack: contextlib.ExitStack
-) -> tuple[Producer, WeightUpdater, NodeServices]:
+def _open_engine(start: Path, scratch: Path, stack: contextlib.ExitStack) -> tuple[Producer, WeightSync, NodeServices]:
     """One engine on CPU with its collector, ended with `stack`."""
     services = NodeServices(node=0, log_directory=scratch)
     stack.callback(services.stop)
@@ -122,12 +119,13 @@ def _open_engine(
             )
         }
     )
-    updater = build_updater(
+    weights = build_weight_sync(
         [EngineHandle(urls=(endpoint.url,))], keys, transport="distributed", bucket_mb=64.0, timeout_s=120.0,
-        directory=scratch / "sync", model_path=start, device=torch.device("cpu"),
+        directory=scratch / "sync", model_path=start, device=torch.device("cpu"), dtype=torch.float32,
+        num_experts=read_hf_config(start).num_experts, audit_every=0,
     )  # fmt: skip
-    stack.callback(updater.close)
-    return producer, updater, services
+    stack.callback(weights.close)
+    return producer, weights, services
 
 
 def _measure(

@@ -73,8 +73,7 @@ class RankView:
         sequence's 2c (zigzag); sequence parallelism then splits those rows into contiguous slices.
         """
         rows = np.concatenate(
-            [self._zigzag(start, stop) for start, stop in itertools.pairwise(cu_seqlens)]
-            or [np.empty(0, np.int64)]
+            [self._zigzag(start, stop) for start, stop in itertools.pairwise(cu_seqlens)] or [np.empty(0, np.int64)]
         )
         if len(rows) % self.sp_size:
             raise ValueError(

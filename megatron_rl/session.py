@@ -32,7 +32,7 @@ from megatron_rl.training_loop import TrainingLoop
 from megatron_rl.watching.metrics_log import MetricsLog
 from megatron_rl.watching.progress import Progress
 from megatron_rl.watching.run_directory import RunDirectory
-from megatron_rl.weight_sync import WeightSync, build_updater
+from megatron_rl.weight_sync import build_weight_sync
 from megatron_rl.worker import Worker
 from sglang_bridge.handle import EngineHandle
 from sglang_bridge.keys import RunKeys, create_keys, read_keys
@@ -134,7 +134,7 @@ class Session:
             for e in engines
             for p in e.endpoints
         ]
-        updater = build_updater(
+        weights = build_weight_sync(
             handles,
             keys,
             transport=config.sync.transport,
@@ -143,14 +143,22 @@ class Session:
             directory=directory.path / "sync",
             model_path=Path(config.model.path),
             device=worker.layout.device,
+            dtype=build.torch_dtype(config.engine.dtype),
+            num_experts=model.num_experts,
+            audit_every=config.sync.audit_every,
         )
-        weights = WeightSync(updater, dtype=build.torch_dtype(config.engine.dtype), audit_every=config.sync.audit_every)
         self._stack.callback(weights.close)
         tensorboard = directory.tensorboard if config.logger.tensorboard else None
         log = self._stack.enter_context(MetricsLog(directory.metrics_file, tensorboard))
+        prompts = build.build_prompts(config)
+        left_out = prompts.excluded
+        progress.say(
+            f"{len(prompts.train)} training prompts, {len(prompts.held_out)} held out; left out: {left_out.bad} bad "
+            f"rows, {left_out.duplicates} duplicates, {left_out.overlapping} that are also held out"
+        )
         loop = TrainingLoop(
             settings=build.loop_settings(config, model),
-            prompts=build.build_prompts(config),
+            prompts=prompts,
             producer=producer,
             control=control,
             worker=worker,

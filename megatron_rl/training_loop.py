@@ -146,7 +146,12 @@ class TrainingLoop:
         """Send the weights to every engine under the next version."""
         command = self.weights.next_command()
         self.control.send(command)
-        values = self.weights.push(command, self.worker)
+        values = self.weights.push(command, self.worker.export(self.weights.dtype))
+        if self.weights.must_locate:
+            self.control.send(command)
+            self.weights.locate(command, self.worker.export(self.weights.dtype))
+        if self.weights.audit_obstacle and command.version == 0:
+            self.progress.say(f"weights are not audited: {self.weights.audit_obstacle}")
         self.producer.set_version(command.version)
         return values
 

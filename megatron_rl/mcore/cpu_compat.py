@@ -1,8 +1,8 @@
 """Megatron-Core on a machine without CUDA.
 
 Invariant: `install` changes nothing where CUDA is available. Elsewhere it maps "the current CUDA device" to the CPU and
-makes streams, events and synchronisation do nothing, which is what they mean for synchronous work. Megatron's files stay
-as they are, except for the few names listed in `_patch_megatron`, each with its reason. Call it before importing
+makes streams, events and synchronisation do nothing, which is what they mean for synchronous work. Megatron's files
+stay as they are, except for the few names listed in `_patch_megatron`, each with its reason. Call it before importing
 `megatron.core`.
 """
 

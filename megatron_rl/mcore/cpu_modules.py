@@ -5,6 +5,7 @@ Invariant: same inputs, same packing and same mathematics as the modules they st
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,7 +52,7 @@ class CpuCoreAttention(MegatronModule):
         super().__init__(config=config)
         if config.context_parallel_size != 1:
             raise ValueError(
-                f"parallel.cp={config.context_parallel_size}: context parallelism needs GPU attention; use parallel.cp=1"
+                f"parallel.cp={config.context_parallel_size}: context parallelism needs GPU attention; use 1"
             )
         self._scale = softmax_scale
 
@@ -85,7 +86,7 @@ class CpuCoreAttention(MegatronModule):
 def length_buckets(bounds: Sequence[int]) -> list[list[tuple[int, int]]]:
     """Group the sequences [start, stop) of cumulative `bounds` so that lengths in a bucket are within 25 %."""
     spans = sorted(
-        ((start, stop) for start, stop in zip(bounds, bounds[1:], strict=False) if stop > start),
+        ((start, stop) for start, stop in itertools.pairwise(bounds) if stop > start),
         key=lambda span: span[1] - span[0],
     )
     buckets: list[list[tuple[int, int]]] = []

@@ -148,9 +148,7 @@ def _check_shape(file: Path, config: MoeModelConfig) -> None:
     if not config.moe_layers:
         raise ModelConfigError(f"{file}: no layer has experts (mlp_only_layers, decoder_sparse_step): not an MoE model")
     if config.topk > config.num_experts:
-        raise ModelConfigError(
-            f"{file}: num_experts_per_tok={config.topk} exceeds num_experts={config.num_experts}; no token could be routed"
-        )
+        raise ModelConfigError(f"{file}: num_experts_per_tok={config.topk} exceeds num_experts={config.num_experts}")
     if config.num_attention_heads % config.num_key_value_heads:
         raise ModelConfigError(
             f"{file}: num_attention_heads={config.num_attention_heads} is not a multiple of "

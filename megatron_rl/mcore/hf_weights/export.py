@@ -16,11 +16,13 @@ from megatron_rl.mcore.hf_config import MoeModelConfig
 from megatron_rl.mcore.hf_weights.layout import Kind, join_shards, split
 from megatron_rl.mcore.hf_weights.parameters import placed_parameters
 
+NamedTensors = Iterator[tuple[str, torch.Tensor]]
+
 
 @torch.no_grad()
 def iterate_hf_weights(
     models: Sequence[torch.nn.Module], model: MoeModelConfig, dtype: torch.dtype | None = None
-) -> Iterator[tuple[str, torch.Tensor]]:
+) -> NamedTensors:
     """Yield (name, full tensor) for every tensor of this pipeline stage, in the same order on all its ranks.
 
     Expert weights are gathered over the expert-parallel group, tensor-parallel shards over theirs. dtype: converts.

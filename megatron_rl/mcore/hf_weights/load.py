@@ -43,7 +43,7 @@ def load_hf_weights(models: Sequence[torch.nn.Module], model: MoeModelConfig, pa
             part = shard(layout.kind, full, rank, size)
             if part.shape != parameter.weight.shape:
                 raise CheckpointError(
-                    f"{path}: {', '.join(layout.hf_names)} give shape {tuple(part.shape)} for {parameter.name}, which is "
+                    f"{path}: {', '.join(layout.hf_names)} give {tuple(part.shape)} for {parameter.name}, which is "
                     f"{tuple(parameter.weight.shape)}: config.json and the weights do not belong together"
                 )
             parameter.weight.copy_(part)
