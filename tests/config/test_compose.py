@@ -1,6 +1,7 @@
 """Groups, experiments and defaults compose to what a user of Hydra expects."""
 
 import datetime
+import re
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,15 @@ def test_declared_keys_hold_every_section() -> None:
     keys = declared_keys()
     assert {"model.path", "algo.alpha", "algo.clip_low", "rollout.max_new_tokens", "seed"} <= set(keys)
     assert len(keys) == len(set(keys))
+
+
+def test_every_key_is_read() -> None:
+    """A key that nothing reads would be a promise that nobody keeps. An algorithm's own keys go to its loss by name."""
+    sources = (HYDRA_CONF.parent / "megatron_rl").rglob("*.py")
+    text = "\n".join(file.read_text() for file in sources if file.name != "schema.py" and file.parent.name != "rules")
+    leaves = [key for key in declared_keys() if "." in key and not key.startswith("algo.")]
+    unread = [key for key in leaves if not re.search(rf"\b{key.replace('.', '[.]')}\b|\.{key.split('.')[1]}\b", text)]
+    assert unread == []
 
 
 def test_run_directory(tmp_path: Path) -> None:

@@ -92,7 +92,6 @@ COMBINATIONS = [
     ("engine.extra_args=['--port=1']", "engine.extra_args", "['--port=1']", "--port", "use that one"),
     ("engine.extra_args=['--dp-size=2']", "engine.extra_args", "['--dp-size=2']", "not supported", "remove it"),
     ("engine.max_total_tokens=32", "engine.max_total_tokens", "32", "64 tokens", "at least 64"),
-    ("engine.dtype=bfloat16", "engine.dtype", "bfloat16", "differs from model.dtype=float32", "${model.dtype}"),
     ("model.dtype=bfloat16", "model.dtype", "bfloat16", "Without a GPU", "model.dtype=float32"),
     ("data.max_prompt_tokens=300", "rollout.max_new_tokens", "32", "256 positions", "Lower one"),
     ("data=jsonl", "data.train_path", "null", "training questions", "data.train_path=train.jsonl"),
@@ -192,6 +191,14 @@ def test_model_cannot_be_split(checkpoint: Path, overrides: tuple[str, ...], fac
 @pytest.mark.parametrize("parallel", ["single", "ep2", "ep8", "tp2_ep2", "pp2"])
 def test_parallel_groups_fit_a_node(checkpoint: Path, parallel: str) -> None:
     assert accept(checkpoint, f"parallel={parallel}", facts=NODE).parallel.timeout_s == 600.0
+
+
+def test_engine_dtype_follows_the_model_and_is_never_wider(checkpoint: Path) -> None:
+    assert accept(checkpoint, "engine.dtype=bfloat16").engine.dtype == "bfloat16"
+    assert accept(checkpoint, "model.dtype=bfloat16", facts=NODE).engine.dtype == "bfloat16"
+    (refusal,) = refusals(checkpoint, "model.dtype=bfloat16", "engine.dtype=float32", facts=NODE)
+    assert str(refusal).startswith("engine.dtype=float32: It is wider than model.dtype=bfloat16")
+    assert "engine.dtype=bfloat16" in refusal.remedy
 
 
 def test_all_refusals_are_reported_together(checkpoint: Path) -> None:

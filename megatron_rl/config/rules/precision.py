@@ -1,4 +1,4 @@
-"""Number formats: those of trainer and engine agree, and the machine has kernels for them."""
+"""Number formats: the machine has kernels for them, and the engine's is no wider than the trainer's."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from megatron_rl.config.schema import EngineConfig, ModelConfig
 
 
 def check_precision(model: ModelConfig, engine: EngineConfig, facts: LaunchFacts) -> Iterator[Refusal]:
-    """float32 on CPU; one dtype on both sides of a weight sync, because its audit compares values."""
+    """float32 training on CPU. Weights are exported in the engine's dtype: bfloat16 rollouts of float32 are allowed."""
     if facts.num_gpus == 0 and model.dtype != "float32":
         rule = "Without a GPU only float32 is trained"
-        yield Refusal("model.dtype", model.dtype, rule, "Use model.dtype=float32 engine.dtype=float32")
-    if engine.dtype != model.dtype:
-        rule = f"It differs from model.dtype={model.dtype}, and a weight sync's audit compares values"
-        yield Refusal("engine.dtype", engine.dtype, rule, "Use engine.dtype=${model.dtype}")
+        yield Refusal("model.dtype", model.dtype, rule, "Use model.dtype=float32")
+    if engine.dtype == "float32" and model.dtype == "bfloat16":
+        rule = "It is wider than model.dtype=bfloat16: rollouts would follow another policy than the one trained"
+        yield Refusal("engine.dtype", engine.dtype, rule, "Use engine.dtype=bfloat16")
