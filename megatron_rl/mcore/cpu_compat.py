@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -73,6 +74,8 @@ def install() -> bool:
         return False
     _patch_torch_cuda()
     _patch_torch_factories()
+    # that Apex and Transformer Engine are missing is why this function exists; Megatron says so six times
+    warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).*")
     _patch_megatron()
     return True
 

@@ -95,6 +95,7 @@ def transformer_config(
         recompute_granularity=None if recompute == "none" else recompute,
         recompute_method="uniform" if full else None,
         recompute_num_layers=1 if full else None,
+        cuda_graph_scope=[],
     )
 
 
