@@ -74,10 +74,21 @@ def install() -> bool:
         return False
     _patch_torch_cuda()
     _patch_torch_factories()
-    # that Apex and Transformer Engine are missing is why this function exists; Megatron says so six times
-    warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).*")
+    _hush_expected_warnings()
     _patch_megatron()
     return True
+
+
+def _hush_expected_warnings() -> None:
+    """What these say is true on every CPU run, on every rank, and nothing a user could act on."""
+    expected = (
+        ".*(Apex|Transformer Engine).*",  # that they are missing is why this module exists
+        ".*reduce_scatter_tensor.*is deprecated.*",  # Megatron's names for torch's collectives
+        ".*all_gather_into_tensor.*is deprecated.*",
+        "The .grad attribute of a Tensor that is not a leaf.*",  # Megatron looks at the distributed optimizer's shards
+    )
+    for message in expected:
+        warnings.filterwarnings("ignore", message=message)
 
 
 def _patch_torch_cuda() -> None:
