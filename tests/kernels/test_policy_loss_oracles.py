@@ -1,0 +1,117 @@
+"""Special cases of ESPO against published objectives, to 1e-8 in float64.
+
+The oracles are written from the formulas of verl (github.com/volcengine/verl, commit b178a3c,
+verl/trainer/ppo/core_algos.py: compute_policy_loss_gspo and compute_policy_loss_vanilla with
+loss_agg_mode="seq-mean-token-mean"): padded [B, L] tensors, autograd, no shared code. Their dual clip (ratio above
+clip_ratio_c with a negative advantage) is no part of PPO-clip; the drift here stays far below it.
+"""
+
+import torch
+from hypothesis import given, settings
+
+from espo_kernels import EspoGroups, espo_groups, espo_policy_loss
+from tests.kernels.batches import ResponseBatch, ragged_lengths, response_batch, seeds
+
+
+def padded(values: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    return torch.nn.utils.rnn.pad_sequence(values.split(lengths), batch_first=True)
+
+
+def sequence_mean_of_token_means(losses: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    tokens = mask.sum(-1)
+    means = (losses * mask).sum(-1) / tokens.clamp(min=1)
+    return means.sum() / (tokens > 0).sum()
+
+
+def gspo_token(
+    log_prob: torch.Tensor, old: torch.Tensor, A: torch.Tensor, mask: torch.Tensor, clip: float
+) -> torch.Tensor:
+    mean_log_ratio = ((log_prob - old) * mask).sum(-1) / mask.sum(-1).clamp(min=1)
+    log_ratio = (log_prob - log_prob.detach() + mean_log_ratio.detach().unsqueeze(-1)).clamp(max=10.0)
+    ratio = log_ratio.exp()
+    losses = torch.maximum(-A * ratio, -A * ratio.clamp(1 - clip, 1 + clip))
+    return sequence_mean_of_token_means(losses, mask)
+
+
+def ppo_clip(
+    log_prob: torch.Tensor, old: torch.Tensor, A: torch.Tensor, mask: torch.Tensor, clip: float
+) -> torch.Tensor:
+    ratio = (log_prob - old).clamp(-20.0, 20.0).exp()
+    losses = torch.maximum(-A * ratio, -A * ratio.clamp(1 - clip, 1 + clip))
+    return sequence_mean_of_token_means(losses, mask)
+
+
+def espo(
+    batch: ResponseBatch, groups: EspoGroups, cu_seqlens: torch.Tensor, B: int, backend: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    logprobs = batch.logprobs.clone().requires_grad_()
+    loss, _ = espo_policy_loss(
+        logprobs, batch.old_logprobs, batch.advantages, cu_seqlens, groups, num_sequences=B, backend=backend
+    )
+    loss.backward()
+    return loss.detach(), logprobs.grad
+
+
+def oracle_result(
+    oracle: object, batch: ResponseBatch, lengths: list[int], clip: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    logprobs = batch.logprobs.clone().requires_grad_()
+    tensors = (logprobs, batch.old_logprobs, batch.advantages, batch.loss_mask.double())
+    loss = oracle(*(padded(tensor, lengths) for tensor in tensors), clip)
+    loss.backward()
+    return loss.detach(), logprobs.grad
+
+
+@settings(max_examples=25, deadline=None)
+@given(ragged_lengths, seeds)
+def test_one_group_with_a_fixed_clip_is_gspo_token(lengths: list[int], seed: int) -> None:
+    batch = response_batch(lengths, seed, drift=0.3)
+    groups = espo_groups(
+        batch.entropies, batch.cu_seqlens, vocab_size=9, fractions=(), fixed_clip=0.05, loss_mask=batch.loss_mask
+    )
+    B = int((groups.count > 0).sum())
+    if B == 0:
+        return
+    loss, gradient = espo(batch, groups, batch.cu_seqlens, B, "reference")
+    expected_loss, expected_gradient = oracle_result(gspo_token, batch, lengths, 0.05)
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-8, atol=1e-12)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-8, atol=1e-12)
+
+
+@settings(max_examples=25, deadline=None)
+@given(ragged_lengths, seeds)
+def test_one_token_groups_with_a_fixed_clip_are_ppo_clip(lengths: list[int], seed: int) -> None:
+    """Every token as a sequence of its own; the weights 1/n of its true sequence are in the advantage."""
+    batch = response_batch(lengths, seed, drift=0.3)
+    sizes = torch.tensor([int(mask.sum()) for mask in batch.loss_mask.split(lengths)])
+    B = int((sizes > 0).sum())
+    if B == 0:
+        return
+    tokens = batch.loss_mask.numel()
+    alone = torch.arange(tokens + 1)
+    groups = espo_groups(batch.entropies, alone, vocab_size=9, fractions=(), fixed_clip=0.2, loss_mask=batch.loss_mask)
+    assert groups.count.max() == 1
+    weight = sizes.clamp(min=1).double().repeat_interleave(torch.tensor(lengths))
+    scaled = ResponseBatch(
+        batch.logprobs, batch.old_logprobs, batch.advantages / weight, batch.entropies, alone, batch.loss_mask
+    )
+    loss, gradient = espo(scaled, groups, alone, B, "reference")
+    expected_loss, expected_gradient = oracle_result(ppo_clip, batch, lengths, 0.2)
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-8, atol=1e-12)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-8, atol=1e-12)
+
+
+def test_one_token_groups_inside_sequences_are_ppo_clip() -> None:
+    """The same through the list of fractions: as many groups as tokens."""
+    lengths = [4, 4, 4]
+    batch = response_batch(lengths, 3, drift=0.3, masked=0.0)
+    groups = espo_groups(batch.entropies, batch.cu_seqlens, vocab_size=9, fractions=(0.25,) * 3, fixed_clip=0.2)
+    assert groups.count.tolist() == [[1] * 4] * 3
+    for backend in ("reference", "cpu"):
+        dtype = torch.float64 if backend == "reference" else torch.float32
+        single = ResponseBatch(*(t.to(dtype) if t.is_floating_point() else t for t in vars(batch).values()))
+        loss, gradient = espo(single, groups, batch.cu_seqlens, 3, backend)
+        expected_loss, expected_gradient = oracle_result(ppo_clip, batch, lengths, 0.2)
+        tolerance = {"rtol": 1e-8, "atol": 1e-12} if backend == "reference" else {"rtol": 1e-5, "atol": 1e-6}
+        torch.testing.assert_close(loss.double(), expected_loss, **tolerance)
+        torch.testing.assert_close(gradient.double(), expected_gradient, **tolerance)
