@@ -119,7 +119,8 @@ def _logprobs(meta: _MetaInfo, output_ids: list[int]) -> npt.NDArray[np.float32]
             "logprobs_length", f"{len(entries)} log-probabilities do not belong to the {len(output_ids)} output tokens"
         )
     # JSON has no NaN or infinity: the engine writes null.
-    logprobs = np.asarray([np.nan if value is None else value for value, _, _ in entries], np.float32)
+    with np.errstate(over="ignore"):
+        logprobs = np.asarray([np.nan if value is None else value for value, _, _ in entries], np.float32)
     if not np.isfinite(logprobs).all():
         raise RejectedReply("logprobs_nonfinite", "a log-probability is not a finite number")
     return logprobs

@@ -68,8 +68,8 @@ class WeightUpdater:
         """Give engines (all, or those in `urls`) these weights, in Hugging Face names, as `version`.
 
         Peak memory is one bucket and one tensor. alone: tensors that get a bucket of their own. after_bucket: called
-        with each bucket and the engines that hold it now; its failures count. Raises `WeightUpdateFailed` after the stream is exhausted;
-        engines that took the version serve it by then.
+        with each bucket and the engines that hold it now; its failures count. Raises `WeightUpdateFailed` after the
+        stream is exhausted; engines that took the version serve it by then.
         """
         stream = iter(named_tensors)
         update = _Update([link for link in self._links if urls is None or link.url in urls])

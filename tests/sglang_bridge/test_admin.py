@@ -1,0 +1,106 @@
+"""The control client against a small HTTP server."""
+
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from sglang_bridge.admin import AdminClient
+from sglang_bridge.errors import RequestFailed
+
+ANSWERS: dict[str, tuple[int, bytes]] = {
+    "/ready": (200, b""),
+    "/health_generate": (503, b""),
+    "/pause_generation": (200, b'{"status": "ok", "message": "Generation paused successfully."}'),
+    "/flush_cache": (400, b"Flush cache failed.\n"),
+    "/continue_generation": (200, b"Resumed.\n"),
+    "/begin_weight_update": (400, b'{"success": false, "message": "a session is already open"}'),
+    "/end_weight_update": (200, b'{"success": false, "message": "none was open"}'),
+    "/model_info": (200, b'{"weight_version": "3"}'),
+    "/weights_checker": (
+        200,
+        b'{"success": true, "message": "", "ranks": [{"checksums": {"a": "1f"}, '
+        b'"per_gpu_checksum": "x", "parallelism_info": {"tp_rank": 0}}]}',
+    ),
+}
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.server.seen.append((self.path, self.headers.get("Authorization"), body))  # type: ignore[attr-defined]
+        status, answer = ANSWERS[self.path]
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    do_POST = do_GET
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[http.server.ThreadingHTTPServer]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as running:
+        running.seen = []  # type: ignore[attr-defined]
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        yield running
+        running.shutdown()
+
+
+@pytest.fixture
+def admin(server: http.server.ThreadingHTTPServer) -> AdminClient:
+    return AdminClient(f"http://127.0.0.1:{server.server_port}", api_key="user", admin_api_key="boss")
+
+
+def test_control_requests_use_the_admin_key_and_reading_the_other(
+    admin: AdminClient, server: http.server.ThreadingHTTPServer
+) -> None:
+    admin.pause("in_place")
+    assert admin.weight_version() == "3"
+    (first, second) = server.seen  # type: ignore[attr-defined]
+    assert (first[0], first[1], json.loads(first[2])) == ("/pause_generation", "Bearer boss", {"mode": "in_place"})
+    assert second[:2] == ("/model_info", "Bearer user")
+
+
+def test_health_is_a_question_not_an_error(admin: AdminClient) -> None:
+    assert admin.is_ready()
+    assert not admin.is_healthy()
+    assert not AdminClient("http://127.0.0.1:9").is_ready()
+
+
+def test_text_answers_count_as_success(admin: AdminClient) -> None:
+    admin.resume()
+
+
+def test_checksums_are_typed(admin: AdminClient) -> None:
+    (rank,) = admin.checksums()
+    assert rank.checksums == {"a": "1f"}
+
+
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        ("flush_cache", "answered 400: Flush cache failed"),
+        ("begin_weight_update", "already open"),
+        ("end_weight_update", "failed: none was open"),
+    ],
+)
+def test_failures_carry_the_engines_words(admin: AdminClient, method: str, words: str) -> None:
+    with pytest.raises(RequestFailed, match=words):
+        getattr(admin, method)()
+
+
+def test_no_answer_names_the_url() -> None:
+    with pytest.raises(RequestFailed, match="127.0.0.1:9/pause_generation: no answer"):
+        AdminClient("http://127.0.0.1:9").pause()
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:30000", "https://host", "http://"])
+def test_other_urls_are_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="http://HOST:PORT"):
+        AdminClient(url)

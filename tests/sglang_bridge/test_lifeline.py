@@ -1,0 +1,136 @@
+"""Process trees end with the process that holds their lifeline, however it ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sglang_bridge.lifeline import Lifeline, start_supervised
+
+# A command with a child and a grandchild that ignore SIGTERM; one of them leaves the process group as a daemon would.
+TREE = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+ignore = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"
+children = [
+    subprocess.Popen([sys.executable, "-c", ignore]),
+    subprocess.Popen([sys.executable, "-c", ignore], start_new_session=True),
+]
+open(sys.argv[1] + ".part", "w").write(" ".join(str(p) for p in [os.getpid(), *(c.pid for c in children)]))
+os.rename(sys.argv[1] + ".part", sys.argv[1])
+time.sleep(300)
+"""
+# A stand-in for the trainer: starts the tree on its lifeline and waits.
+HOLDER = """
+import os, sys, time
+from sglang_bridge.lifeline import Lifeline, start_supervised
+lifeline = Lifeline()
+started = start_supervised([sys.executable, "-c", sys.argv[1], sys.argv[2]], lifeline=lifeline,
+                           environment=os.environ, grace_seconds=0.5)
+if len(sys.argv) > 3 and os.fork() == 0:
+    time.sleep(20)  # a forked helper of the trainer that lives on
+    os._exit(0)
+time.sleep(300)
+"""
+
+
+def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def tree_pids(path: Path) -> list[int]:
+    assert wait_for(path.exists, 20), "the tree did not start"
+    return [int(pid) for pid in path.read_text().split()]
+
+
+def start_tree(path: Path, lifeline: Lifeline) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", TREE, str(path)]
+    return start_supervised(command, lifeline=lifeline, environment=os.environ, grace_seconds=0.5)
+
+
+@pytest.mark.parametrize("extra", [[], ["forked"]], ids=["alone", "with-a-forked-helper"])
+def test_killing_the_holder_ends_the_whole_tree(tmp_path: Path, extra: list[str]) -> None:
+    path = tmp_path / "pids"
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, TREE, str(path), *extra], env=os.environ)
+    pids = tree_pids(path)
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    assert wait_for(lambda: not any(map(is_running, pids)), 10), f"of {pids}, {list(filter(is_running, pids))} live"
+
+
+def test_closing_the_lifeline_ends_the_whole_tree(tmp_path: Path) -> None:
+    lifeline, path = Lifeline(), tmp_path / "pids"
+    process = start_tree(path, lifeline)
+    pids = tree_pids(path)
+    lifeline.close()
+    assert process.wait(10) == 128 + signal.SIGKILL
+    assert not any(map(is_running, pids))
+
+
+def test_terminating_the_supervisor_ends_the_whole_tree(tmp_path: Path) -> None:
+    lifeline, path = Lifeline(), tmp_path / "pids"
+    process = start_tree(path, lifeline)
+    pids = tree_pids(path)
+    process.terminate()
+    process.wait(10)
+    assert not any(map(is_running, pids))
+    lifeline.close()
+
+
+def test_killing_the_supervisor_kills_the_command(tmp_path: Path) -> None:
+    lifeline, path = Lifeline(), tmp_path / "pids"
+    process = start_tree(path, lifeline)
+    pids = tree_pids(path)
+    process.kill()
+    process.wait(10)
+    try:
+        assert wait_for(lambda: not is_running(pids[0]), 5)
+    finally:
+        for pid in filter(is_running, pids):
+            os.kill(pid, signal.SIGKILL)
+        lifeline.close()
+
+
+@pytest.mark.parametrize(("code", "expected"), [("raise SystemExit(7)", 7), ("import os; os.abort()", 134)])
+def test_the_exit_code_is_the_commands(code: str, expected: int) -> None:
+    lifeline = Lifeline()
+    process = start_supervised([sys.executable, "-c", code], lifeline=lifeline, environment=os.environ)
+    assert process.wait(20) == expected
+    lifeline.close()
+
+
+def test_what_a_command_leaves_behind_ends_with_it(tmp_path: Path) -> None:
+    lifeline, path = Lifeline(), tmp_path / "pids"
+    code = TREE.rsplit("time.sleep(300)", 1)[0]
+    command = [sys.executable, "-c", code, str(path)]
+    process = start_supervised(command, lifeline=lifeline, environment=os.environ, grace_seconds=0.2)
+    assert process.wait(20) == 0
+    assert not any(map(is_running, tree_pids(path)))
+    lifeline.close()
+
+
+def test_output_goes_to_the_log(tmp_path: Path) -> None:
+    lifeline, log = Lifeline(), tmp_path / "log"
+    with log.open("wb") as file:
+        code = "import sys; print('out', flush=True); print('err', file=sys.stderr)"
+        process = start_supervised([sys.executable, "-c", code], lifeline=lifeline, environment=os.environ, log=file)
+    process.wait(20)
+    assert log.read_text().split() == ["out", "err"]
+    lifeline.close()

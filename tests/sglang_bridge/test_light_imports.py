@@ -1,0 +1,35 @@
+"""What the collector imports must start fast: no torch, no SGLang, no transformers."""
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("torch", "sglang", "transformers", "megatron", "megatron_rl")
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "sglang_bridge",
+        "sglang_bridge.client",
+        "sglang_bridge.generation",
+        "sglang_bridge.server",
+        "sglang_bridge.admin",
+        "sglang_bridge.keys",
+        "sglang_bridge.lifeline",
+        "sglang_bridge.supervise",
+    ],
+)
+def test_module_imports_nothing_heavy(module: str) -> None:
+    code = f"import sys, {module}; print([name for name in {HEAVY} if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_the_supervisor_needs_only_the_standard_library() -> None:
+    code = (
+        "import sys, sglang_bridge.supervise; print([n for n in ('numpy', 'msgspec', 'aiohttp') if n in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

@@ -1,0 +1,23 @@
+"""Log tails for error messages."""
+
+from pathlib import Path
+
+from sglang_bridge.log_tail import last_lines
+
+
+def test_last_lines_without_secrets(tmp_path: Path) -> None:
+    log = tmp_path / "engine.log"
+    log.write_text("\n".join(["old", "server_args={'api_key': 'hush'}", "Traceback", "boom"]))
+    assert last_lines(log, count=3, secrets=("hush",)) == "server_args={'api_key': '***'}\nTraceback\nboom"
+
+
+def test_long_lines_are_cut_and_bad_bytes_survive(tmp_path: Path) -> None:
+    log = tmp_path / "engine.log"
+    log.write_bytes(b"x" * 10_000 + b"\n\xff\xfe end")
+    first, last = last_lines(log).splitlines()
+    assert len(first) < 500
+    assert last.endswith(" end")
+
+
+def test_a_missing_log_is_empty(tmp_path: Path) -> None:
+    assert last_lines(tmp_path / "none.log") == ""
