@@ -99,6 +99,7 @@ def build_worker(config: TrainRlConfig, model: MoeModelConfig, layout: RankLayou
         optimizer=DistributedAdam(models, adam_settings(config)),
         batcher=Batcher(view, routes, layout.device),
         rollouts_directory=rollouts,
+        save_rollouts_every=config.logger.save_rollouts_every,
     )
 
 

@@ -40,7 +40,7 @@ class TrainOutcome:
 
 @dataclass(frozen=True)
 class Worker:
-    """One rank's model, optimizer and stages."""
+    """One rank's model, optimizer and stages. save_rollouts_every: steps between saved batches, 0: only broken ones."""
 
     layout: RankLayout
     consumers: Sequence[Consumer]
@@ -49,6 +49,7 @@ class Worker:
     optimizer: DistributedAdam
     batcher: Batcher
     rollouts_directory: Path
+    save_rollouts_every: int = 0
 
     def train(self, plan: StepPlan) -> TrainOutcome:
         """Run one planned step. Metrics are merged over all ranks, on all ranks."""
@@ -60,7 +61,9 @@ class Worker:
             steps = self.batcher.optimizer_steps(plan, self.layout.dp_rank, payloads)
         finite = self._run(plan, steps, watch, metrics)
         if not finite:
-            self._save_batch(plan, payloads)
+            self._save_batch(f"nonfinite-step-{plan.step}", payloads)
+        elif self.save_rollouts_every and plan.step % self.save_rollouts_every == 0:
+            self._save_batch(f"step-{plan.step}", payloads)
         merged = [MetricSums.from_bytes(data) for data in gather_bytes(metrics.to_bytes(), self.layout.control_group)]
         return TrainOutcome(finite, MetricSums().merge(merged), watch.seconds)
 
@@ -97,9 +100,9 @@ class Worker:
                     return False
         return True
 
-    def _save_batch(self, plan: StepPlan, payloads: dict[int, Rollout]) -> None:
-        """Keep what this rank trained on, in the codec's format, for whoever looks for the cause."""
-        directory = self.rollouts_directory / f"nonfinite-step-{plan.step}"
+    def _save_batch(self, name: str, payloads: dict[int, Rollout]) -> None:
+        """Keep what this rank trained on: 8-byte little-endian lengths, each followed by one encoded rollout."""
+        directory = self.rollouts_directory / name
         directory.mkdir(parents=True, exist_ok=True)
         with (directory / f"rank-{self.layout.rank}.bin").open("wb") as file:
             for index in sorted(payloads):

@@ -44,7 +44,7 @@ def gradient(
     def loss(logits: torch.Tensor, index: int) -> tuple[torch.Tensor, None]:
         logprob, _ = policy.logprobs(logits, batches[index])
         # away from the old policy, or every ratio is one and clipping never matters
-        moved = logprob + 0.1 * torch.sin(37.0 * logprob.detach())
+        moved = logprob + 0.3 * torch.sin(logprob.detach())
         return policy.loss(moved, old[index].response, old[index].groups, denominators).loss, None
 
     run_schedule(policy.models, [b.packed for b in batches], loss, forward_only=False, replay=policy.replay)

@@ -21,7 +21,12 @@ def running_engine(model_path: Path, directory: Path) -> Iterator[ManagedEngine]
     """A float32 engine on CPU, healthy, ended afterwards."""
     lifeline = Lifeline()
     settings = EngineSettings(
-        model_path=str(model_path), dtype="float32", device="cpu", max_running_requests=128, max_total_tokens=16384
+        model_path=str(model_path),
+        dtype="float32",
+        device="cpu",
+        max_running_requests=128,
+        max_total_tokens=16384,
+        extra_args=("--weight-version=0",),
     )
     engine = ManagedEngine.start(settings, keys=create_keys(), log_path=directory / "engine.log", lifeline=lifeline)
     try:
