@@ -96,7 +96,7 @@ def test_failures_carry_the_engines_words(admin: AdminClient, method: str, words
 
 
 def test_no_answer_names_the_url() -> None:
-    with pytest.raises(RequestFailed, match="127.0.0.1:9/pause_generation: no answer"):
+    with pytest.raises(RequestFailed, match=r"127\.0\.0\.1:9/pause_generation: no answer"):
         AdminClient("http://127.0.0.1:9").pause()
 
 

@@ -25,11 +25,11 @@ def test_impossible_handles_are_refused(wrong: dict) -> None:
 
 @pytest.mark.parametrize("key", ["pp_size", "dp_size"])
 def test_pipeline_and_plain_data_parallelism_are_refused(key: str) -> None:
-    with pytest.raises(ValueError, match=f"{key}=2.*start it with 1"):
+    with pytest.raises(ValueError, match=rf"{key}=2.*start it with 1"):
         refuse_unsupported_parallelism({"tp_size": 1, key: 2}, tp=1)
 
 
 def test_declared_tensor_parallelism_must_be_the_running_one() -> None:
     refuse_unsupported_parallelism({"tp_size": 2, "pp_size": 1, "dp_size": 1}, tp=2)
-    with pytest.raises(ValueError, match="tp_size=4 but is declared with engine.tp=2"):
+    with pytest.raises(ValueError, match=r"tp_size=4 but is declared with engine\.tp=2"):
         refuse_unsupported_parallelism({"tp_size": 4}, tp=2)

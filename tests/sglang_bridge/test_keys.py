@@ -51,5 +51,5 @@ def test_a_malformed_key_file_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "keys.json"
     path.touch(mode=0o600)
     path.write_text(content)
-    with pytest.raises(ValueError, match="engine.key_file"):
+    with pytest.raises(ValueError, match=r"engine\.key_file"):
         read_keys(path)

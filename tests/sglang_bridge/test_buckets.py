@@ -1,0 +1,101 @@
+"""Streams of tensors cut into buckets."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_bridge.weights.buckets import Bucket, iterate_buckets
+
+CPU = torch.device("cpu")
+
+
+def copies(named: list[tuple[str, torch.Tensor]], bucket_bytes: int, alone: tuple[str, ...] = ()) -> list[Bucket]:
+    """The buckets, each with a copy of its bytes: the next one overwrites them."""
+    buckets = []
+    for bucket in iterate_buckets(iter(named), bucket_bytes=bucket_bytes, device=CPU, alone=alone):
+        bucket.flat = bucket.flat.clone()
+        buckets.append(bucket)
+    return buckets
+
+
+def test_buckets_are_filled_in_order_and_the_last_one_says_so() -> None:
+    named = [(name, torch.full((2,), value)) for name, value in (("a", 1.0), ("b", 2.0), ("c", 3.0))]  # 8 bytes each
+    first, second = copies(named, 16)
+    assert (first.names, first.last) == (["a", "b"], False)
+    assert (second.names, second.last) == (["c"], True)
+    assert first.flat.view(torch.float32).tolist() == [1, 1, 2, 2]
+
+
+def test_a_tensor_larger_than_a_bucket_gets_its_own() -> None:
+    named = [("a", torch.ones(1)), ("big", torch.arange(5.0)), ("c", torch.ones(1))]
+    buckets = copies(named, 8)
+    assert [bucket.names for bucket in buckets] == [["a"], ["big"], ["c"]]
+    assert dict(buckets[1].tensors())["big"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_unaligned_tensors_start_a_new_bucket() -> None:
+    named = [
+        ("half", torch.ones(1, dtype=torch.bfloat16)),
+        ("full", torch.ones(1)),
+        ("byte", torch.ones(1).to(torch.uint8)),
+    ]
+    assert [bucket.names for bucket in copies(named, 64)] == [["half"], ["full", "byte"]]
+
+
+def test_chosen_tensors_travel_alone() -> None:
+    named = [(name, torch.ones(1)) for name in "abcd"]
+    assert [bucket.names for bucket in copies(named, 64, alone=("b",))] == [["a"], ["b"], ["c", "d"]]
+
+
+def test_only_one_bucket_ahead_of_the_consumer() -> None:
+    drawn = []
+
+    def lazy() -> object:
+        for index in range(100):
+            drawn.append(index)
+            yield str(index), torch.ones(4)
+
+    buckets = iterate_buckets(lazy(), bucket_bytes=64, device=CPU)  # type: ignore[arg-type]
+    next(buckets)
+    assert len(drawn) == 5  # four that fill the bucket, and the one that did not fit
+
+
+@pytest.mark.parametrize(
+    ("named", "words"),
+    [
+        ([], "no weights"),
+        ([("a", torch.ones(1)), ("a", torch.ones(1))], "a: sent twice"),
+        ([("a", torch.ones(0))], "a: has no elements"),
+    ],
+)
+def test_streams_that_cannot_be_sent(named: list, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        copies(named, 64)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.uint8]),
+            st.lists(st.integers(1, 5), min_size=0, max_size=3),
+        ),
+        min_size=1,
+        max_size=12,
+    ),
+    st.integers(1, 200),
+)
+def test_every_tensor_arrives_once_unchanged_and_aligned(kinds: list, bucket_bytes: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    named = [
+        (f"t{index}", torch.randint(0, 200, shape, generator=generator).to(dtype))
+        for index, (dtype, shape) in enumerate(kinds)
+    ]
+    buckets = copies(named, bucket_bytes)
+    received = {}
+    for bucket in buckets:
+        received |= dict(bucket.tensors())  # a view of an unaligned tensor raises
+        assert bucket.flat.numel() <= bucket_bytes or len(bucket.names) == 1
+    assert list(received) == [name for name, _ in named]
+    assert all(torch.equal(received[name], tensor) and received[name].dtype == tensor.dtype for name, tensor in named)
+    assert [bucket.last for bucket in buckets] == [False] * (len(buckets) - 1) + [True]

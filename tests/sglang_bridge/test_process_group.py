@@ -1,0 +1,106 @@
+"""A process group with another process that joins it the way SGLang does, without a default group on this side."""
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sglang_bridge.errors import RequestFailed
+from sglang_bridge.handle import EngineHandle
+from sglang_bridge.weights.buckets import Bucket
+from sglang_bridge.weights.calls import EngineLink
+from sglang_bridge.weights.distributed import DistributedTransport
+from tests.sglang_bridge.group_peer import PeerAdmin, serve_peer
+
+URL = "http://127.0.0.1:1"
+
+
+@pytest.fixture
+def peer() -> Iterator[tuple["PeerAdmin", BaseProcess]]:
+    """A process with one end of a pipe; the admin that speaks to it."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=serve_peer, args=(theirs,), daemon=True)
+    process.start()
+    assert ours.recv() == "imported"
+    yield PeerAdmin(URL, ours), process
+    process.kill()
+    process.join()
+
+
+def bucket_of(*values: float, last: bool = True) -> Bucket:
+    flat = torch.tensor(values).view(torch.uint8)
+    return Bucket(flat, last, ["w"], [torch.float32], [torch.Size([len(values)])])
+
+
+def transport(timeout: float = 20.0) -> DistributedTransport:
+    return DistributedTransport(address="127.0.0.1", backend="gloo", timeout_seconds=timeout)
+
+
+def test_buckets_arrive_and_no_default_group_appears(peer: tuple[PeerAdmin, BaseProcess]) -> None:
+    link = EngineLink(EngineHandle(urls=(URL,)), peer[0])
+    sender = transport()
+    assert sender.connect([link]) == {}
+    assert sender.send(bucket_of(1.0, 2.0, last=False), [link], 7) == {}
+    assert sender.send(bucket_of(3.0), [link], 7) == {}
+    assert peer[0].received == [([1.0, 2.0], None), ([3.0], "7")]
+    assert not dist.is_initialized()
+    sender.close()
+
+
+@pytest.mark.parametrize("how", ["dies", "hangs", "refuses"])
+def test_a_peer_that_fails_is_reported_within_the_timeout(peer: tuple[PeerAdmin, BaseProcess], how: str) -> None:
+    admin, process = peer
+    link = EngineLink(EngineHandle(urls=(URL,)), admin)
+    sender = transport(timeout=3.0)
+    assert sender.connect([link]) == {}
+    assert process.pid is not None
+    if how == "dies":
+        process.kill()
+        process.join()
+    elif how == "hangs":
+        os.kill(process.pid, signal.SIGSTOP)
+    else:
+        admin.refuse = True
+    start = time.monotonic()
+    big = Bucket(torch.zeros(32 * 2**20, dtype=torch.uint8), True, ["w"], [torch.uint8], [torch.Size([32 * 2**20])])
+    failures = sender.send(big, [link], 1)
+    assert set(failures) == {URL}
+    assert time.monotonic() - start < 6.0
+    sender.forget(link)
+    sender.close()
+
+
+def test_nobody_comes() -> None:
+    class Absent(PeerAdmin):
+        def init_weights_update_group(self, **request: object) -> None:
+            time.sleep(60)
+
+    link = EngineLink(EngineHandle(urls=(URL,)), Absent(URL, None))
+    failures = transport(timeout=1.0).connect([link])
+    assert "no engine joined" in failures[URL]
+
+
+def test_an_engine_that_refuses_to_join_is_reported_at_once() -> None:
+    class Refusing(PeerAdmin):
+        def init_weights_update_group(self, **request: object) -> None:
+            raise RequestFailed("not today")
+
+    start = time.monotonic()
+    link = EngineLink(EngineHandle(urls=(URL,)), Refusing(URL, None))
+    assert transport(timeout=30.0).connect([link]) == {URL: "not today"}
+    assert time.monotonic() - start < 5.0
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"backend": "mpi"}, {"backend": "nccl"}, {"backend": "gloo", "device": torch.device("cuda")}]
+)
+def test_backends_that_cannot_work_are_refused(wrong: dict) -> None:
+    with pytest.raises(ValueError, match="backend"):
+        DistributedTransport(address="127.0.0.1", timeout_seconds=1.0, **wrong)

@@ -1,0 +1,188 @@
+"""The order of a weight update, and what happens when engines fail, with engines and transport that record calls."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+
+from sglang_bridge.admin import AdminClient
+from sglang_bridge.errors import RequestFailed, WeightUpdateFailed
+from sglang_bridge.handle import EngineHandle, Role
+from sglang_bridge.weights.buckets import Bucket
+from sglang_bridge.weights.calls import EngineLink, Failures
+from sglang_bridge.weights.updater import WeightUpdater
+
+A, B = "http://127.0.0.1:1", "http://127.0.0.1:2"
+
+
+class RecordingAdmin(AdminClient):
+    """Writes down control calls; `fails` names those that fail."""
+
+    def __init__(self, url: str, log: list[str], fails: set[str]) -> None:
+        super().__init__(url)
+        self._log, self._fails = log, fails
+
+    def _call(self, name: str) -> None:
+        self._log.append(f"{name} {self.url[-1]}")
+        if name in self._fails:
+            raise RequestFailed(f"{name} refused")
+
+    def server_info(self) -> dict:
+        return {"tp_size": 1, "pp_size": 1, "dp_size": 1}
+
+    def pause(self, mode: str = "retract") -> None:
+        self._call("pause")
+
+    def resume(self) -> None:
+        self._call("resume")
+
+    def flush_cache(self) -> None:
+        self._call("flush")
+
+    def end_weight_update(self) -> None:
+        self._call("end-old")
+
+
+class RecordingTransport:
+    """Writes down what it is asked to do; `script` may add failures."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, log: list[str], script: Callable[[str], Failures]) -> None:
+        self._log, self._script = log, script
+
+    def _note(self, what: str, links: Sequence[EngineLink]) -> Failures:
+        self._log.append(f"{what} {''.join(link.url[-1] for link in links)}")
+        return self._script(what)
+
+    def connect(self, links: Sequence[EngineLink]) -> Failures:
+        return self._note("connect", links)
+
+    def begin(self, links: Sequence[EngineLink], version: int) -> Failures:
+        return self._note("begin", links)
+
+    def send(self, bucket: Bucket, links: Sequence[EngineLink], version: int) -> Failures:
+        return self._note(f"send {','.join(bucket.names)}{' last' if bucket.last else ''}", links)
+
+    def end(self, links: Sequence[EngineLink], version: int) -> Failures:
+        return self._note("end", links)
+
+    def forget(self, link: EngineLink) -> None:
+        self._log.append(f"forget {link.url[-1]}")
+
+    def close(self) -> None:
+        self._log.append("close")
+
+
+class Setup:
+    """Two engines, A and B, and their log."""
+
+    def __init__(
+        self, script: Callable[[str], Failures] = lambda _: {}, fails: dict[str, set[str]] | None = None
+    ) -> None:
+        self.log: list[str] = []
+        self.fails = fails or {}
+        admins = [RecordingAdmin(url, self.log, self.fails.get(url, set())) for url in (A, B)]
+        handles = [EngineHandle(urls=(url,)) for url in (A, B)]
+        self.updater = WeightUpdater(handles, admins, transport=RecordingTransport(self.log, script), bucket_bytes=4)
+
+    def take_log(self) -> list[str]:
+        log = list(self.log)
+        self.log.clear()
+        return log
+
+
+def weights(count: int = 2, seen: list[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    for index in range(count):
+        if seen is not None:
+            seen.append(str(index))
+        yield str(index), torch.ones(1)
+
+
+def test_the_order_of_an_update() -> None:
+    setup = Setup()
+    setup.updater.push(weights(), 1)
+    log = setup.take_log()
+    assert set(log[:2]) == {"pause 1", "pause 2"}
+    assert log[2:7] == ["connect 12", "begin 12", "send 0 12", "send 1 last 12", "end 12"]
+    assert (set(log[7:9]), set(log[9:])) == ({"flush 1", "flush 2"}, {"resume 1", "resume 2"})
+
+
+def test_an_engine_that_fails_is_left_paused_and_the_other_served() -> None:
+    setup = Setup(lambda what: {A: "it died"} if what.startswith("send 0") else {})
+    seen: list[str] = []
+    with pytest.raises(WeightUpdateFailed, match=r"1 engine\(s\): http://127.0.0.1:1: it died") as caught:
+        setup.updater.push(weights(3, seen), 5)
+    assert seen == ["0", "1", "2"]
+    assert caught.value.failed == {A: "it died"}
+    assert caught.value.updated == (B,)
+    log = setup.take_log()
+    assert log[4:] == ["send 0 12", "send 1 2", "send 2 last 2", "end 2", "flush 2", "resume 2", "forget 1"]
+
+
+def test_the_stream_is_exhausted_even_when_every_engine_fails() -> None:
+    setup = Setup(lambda what: {A: "x", B: "x"} if what == "begin" else {})
+    seen: list[str] = []
+    with pytest.raises(WeightUpdateFailed):
+        setup.updater.push(weights(4, seen), 1)
+    assert len(seen) == 4
+    assert not any(entry.startswith(("send", "resume")) for entry in setup.log)
+
+
+def test_the_stream_is_exhausted_even_when_the_transport_breaks() -> None:
+    def script(what: str) -> Failures:
+        raise RuntimeError("no such interface")
+
+    seen: list[str] = []
+    setup = Setup(script)
+    with pytest.raises(RuntimeError, match="no such interface"):
+        setup.updater.push(weights(4, seen), 1)
+    assert len(seen) == 4
+
+
+def test_an_error_of_the_export_itself_comes_through_and_leaves_engines_paused() -> None:
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from weights(2)
+        raise FloatingPointError("NaN in the export")
+
+    setup = Setup()
+    with pytest.raises(FloatingPointError):
+        setup.updater.push(broken(), 1)
+    assert not any(entry.startswith("resume") for entry in setup.log)
+
+
+def test_after_a_failure_the_old_session_is_closed_first() -> None:
+    failing = [True]
+    setup = Setup(lambda what: {A: "x"} if what.startswith("send 0") and failing else {})
+    with pytest.raises(WeightUpdateFailed):
+        setup.updater.push(weights(), 1)
+    failing.clear()
+    setup.take_log()
+    setup.updater.push(weights(), 2)
+    log = setup.take_log()
+    assert "end-old 1" in log and "end-old 2" not in log
+    assert log.index("end-old 1") < log.index("begin 12")
+
+
+def test_control_calls_that_fail_count() -> None:
+    setup = Setup(fails={B: {"flush"}})
+    with pytest.raises(WeightUpdateFailed) as caught:
+        setup.updater.push(weights(), 1)
+    assert caught.value.failed == {B: "flush refused"}
+    assert "resume 2" not in setup.log
+
+
+def test_one_engine_alone_can_be_updated_and_replaced() -> None:
+    setup = Setup()
+    handle = EngineHandle(urls=("http://127.0.0.1:3",), epoch=1)
+    setup.updater.replace(1, handle, RecordingAdmin(handle.url, setup.log, set()))
+    assert setup.take_log() == ["forget 2"]
+    setup.updater.push(weights(1), 4, urls=[handle.url])
+    assert "send 0 last 3" in setup.log
+    assert not any(entry.endswith(" 1") for entry in setup.log)
+
+
+def test_judges_never_get_weights() -> None:
+    handle = EngineHandle(urls=(A,), role=Role.JUDGE)
+    with pytest.raises(ValueError, match="role judge"):
+        WeightUpdater([handle], [AdminClient(A)], transport=RecordingTransport([], lambda _: {}), bucket_bytes=4)
