@@ -39,6 +39,11 @@ class WeightUpdater:
     ) -> None:
         if bucket_bytes < 1:
             raise ValueError(f"sync.bucket_mb gives buckets of {bucket_bytes} bytes: it must be positive")
+        if pause_mode == "in_place":
+            raise ValueError(
+                "pause_mode=in_place keeps the cache that the old weights computed, and the engine refuses to flush it "
+                "while requests run: later samples would be drawn from both versions at once; use retract or abort"
+            )
         self._links = [_link(handle, admin) for handle, admin in zip(handles, admins, strict=True)]
         self._transport = transport
         self._bucket_bytes = bucket_bytes

@@ -182,6 +182,11 @@ def test_one_engine_alone_can_be_updated_and_replaced() -> None:
     assert not any(entry.endswith(" 1") for entry in setup.log)
 
 
+def test_a_pause_that_keeps_the_old_cache_is_refused() -> None:
+    with pytest.raises(ValueError, match="use retract or abort"):
+        WeightUpdater([], [], transport=RecordingTransport([], lambda _: {}), bucket_bytes=4, pause_mode="in_place")
+
+
 def test_judges_never_get_weights() -> None:
     handle = EngineHandle(urls=(A,), role=Role.JUDGE)
     with pytest.raises(ValueError, match="role judge"):

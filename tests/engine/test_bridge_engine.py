@@ -1,0 +1,250 @@
+"""The bridge against one real engine: keys, samples with routes, versions, weight updates and their audit."""
+
+import asyncio
+import stat
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from sglang_bridge.admin import AdminClient
+from sglang_bridge.client import GenerateClient
+from sglang_bridge.errors import RequestFailed, WeightMismatch
+from sglang_bridge.generation import Generation
+from sglang_bridge.handle import EngineHandle
+from sglang_bridge.keys import create_keys
+from sglang_bridge.lifeline import Lifeline
+from sglang_bridge.server import ManagedEngine
+from sglang_bridge.settings import EngineSettings
+from sglang_bridge.weights.buckets import Bucket
+from sglang_bridge.weights.calls import EngineLink, Failures
+from sglang_bridge.weights.disk import DiskTransport
+from sglang_bridge.weights.distributed import DistributedTransport
+from sglang_bridge.weights.expectation import WeightExpectation
+from sglang_bridge.weights.locate import push_and_locate
+from sglang_bridge.weights.updater import WeightUpdater
+from tests.sglang_bridge.tiny_model import EXPERTS, LAYERS, TOP_K, write_tiny_model
+
+pytestmark = pytest.mark.engine
+
+Weights = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return write_tiny_model(root / "a", seed=0), write_tiny_model(root / "b", seed=1)
+
+
+@pytest.fixture(scope="module")
+def weights(models: tuple[Path, Path]) -> tuple[Weights, Weights]:
+    first, second = (load_file(model / "model.safetensors") for model in models)
+    return first, second
+
+
+@pytest.fixture(scope="module")
+def engine(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ManagedEngine]:
+    settings = EngineSettings(
+        model_path=str(models[0]), dtype="float32", device="cpu", max_running_requests=32, max_total_tokens=8192
+    )
+    log_path, lifeline = tmp_path_factory.mktemp("logs") / "engine.log", Lifeline()
+    running = ManagedEngine.start(settings, keys=create_keys(), log_path=log_path, lifeline=lifeline)
+    try:
+        running.wait_healthy(240)
+        yield running
+    finally:
+        running.stop()
+        lifeline.close()
+
+
+@pytest.fixture
+def updater(engine: ManagedEngine) -> Iterator[WeightUpdater]:
+    transport = DistributedTransport(address="127.0.0.1", backend="gloo", timeout_seconds=60)
+    handle = EngineHandle(urls=(engine.url,))
+    with_engine = WeightUpdater([handle], [engine.admin()], transport=transport, bucket_bytes=256 * 1024)
+    yield with_engine
+    with_engine.close()
+
+
+def sampling(tokens: int, temperature: float = 1.0) -> SimpleNamespace:
+    return SimpleNamespace(max_new_tokens=tokens, temperature=temperature, stop_token_ids=())
+
+
+def client_of(engine: ManagedEngine) -> GenerateClient:
+    return GenerateClient(
+        engine.url,
+        api_key=engine.keys.api_key,
+        admin_api_key=engine.keys.admin_api_key,
+        deadline_seconds=120,
+        route_shape=(LAYERS, TOP_K),
+    )
+
+
+def draw(engine: ManagedEngine, prompts: Sequence[Sequence[int]], tokens: int) -> list[Generation]:
+    async def all_of_them() -> list[Generation]:
+        async with client_of(engine) as client:
+            requests = [client.generate(ids, sampling(tokens), rid=f"s{i}") for i, ids in enumerate(prompts)]
+            return list(await asyncio.gather(*requests))
+
+    return asyncio.run(all_of_them())
+
+
+def test_samples_come_with_logprobs_routes_and_a_version(engine: ManagedEngine) -> None:
+    prompts = [[5, 6, 7, 8], list(range(20, 40)), [9]]
+    for prompt, generation in zip(prompts, draw(engine, prompts, 12), strict=True):
+        response = len(generation.output_ids)
+        assert 1 <= response <= 12
+        assert (generation.finish_reason == "stop") == (generation.output_ids[-1] == 2 and response <= 12)
+        assert generation.logprobs.shape == (response,) and (generation.logprobs <= 0).all()
+        assert generation.routes is not None
+        assert generation.routes.shape == (len(prompt) + response - 1, LAYERS, TOP_K)
+        assert generation.routes.min() >= 0 and generation.routes.max() < EXPERTS
+        assert (generation.routes[..., 0] != generation.routes[..., 1]).all()
+        assert len(generation.weight_versions) == 1
+
+
+def test_cached_prefixes_still_have_their_routes(engine: ManagedEngine) -> None:
+    prompt = list(range(50, 90))
+    first, second = (draw(engine, [prompt], 4)[0] for _ in range(2))
+    assert second.cached_tokens > 0
+    assert first.routes is not None and second.routes is not None
+    assert np.array_equal(first.routes[: len(prompt)], second.routes[: len(prompt)])
+
+
+def test_keys_are_needed_and_never_shown(engine: ManagedEngine) -> None:
+    with pytest.raises(RequestFailed) as refused:
+        AdminClient(engine.url, admin_api_key=engine.keys.api_key).pause()
+    assert refused.value.status == 401
+    with pytest.raises(RequestFailed) as refused:
+        AdminClient(engine.url).server_info()
+    assert refused.value.status == 401
+    arguments = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    assert "launch_server" in arguments
+    assert engine.keys.api_key not in arguments and engine.keys.admin_api_key not in arguments
+    assert stat.S_IMODE(engine.log_path.stat().st_mode) == 0o600
+    assert engine.keys.api_key in engine.log_path.read_text()
+    assert engine.keys.api_key not in engine.log_tail(10_000)
+
+
+def test_a_cancelled_request_is_aborted(engine: ManagedEngine) -> None:
+    async def cancel_one() -> None:
+        async with client_of(engine) as client:
+            task = asyncio.create_task(client.generate([4, 5], sampling(1900, temperature=0.0), rid="long"))
+            await asyncio.sleep(0.5)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    asyncio.run(cancel_one())
+    deadline = time.monotonic() + 3
+    while True:
+        try:
+            engine.admin().flush_cache()  # refused while a request runs
+            break
+        except RequestFailed:
+            assert time.monotonic() < deadline, "the request still runs"
+            time.sleep(0.1)
+
+
+def test_new_weights_arrive_by_value_and_samples_carry_their_version(
+    engine: ManagedEngine, updater: WeightUpdater, weights: tuple[Weights, Weights]
+) -> None:
+    for version, content in ((11, weights[1]), (12, weights[0])):
+        expectation = WeightExpectation(dtype=torch.float32, num_experts=EXPERTS)
+        updater.push(expectation.observe(iter(content.items())), version)
+        report = updater.audit(expectation)[engine.url]
+        assert report.compared == len(report.held) == 3 + 9 * LAYERS
+        report.raise_on_mismatch(version)
+        assert draw(engine, [[5, 6, 7]], 3)[0].weight_versions == (str(version),)
+
+
+def test_the_start_weights_are_what_the_checkpoint_says(
+    engine: ManagedEngine, updater: WeightUpdater, weights: tuple[Weights, Weights]
+) -> None:
+    updater.push(iter(weights[0].items()), 20)
+    expectation = WeightExpectation(dtype=torch.float32, num_experts=EXPERTS)
+    for name, tensor in weights[1].items():
+        expectation.add(name, tensor)
+    report = updater.audit(expectation)[engine.url]
+    norms = sum("norm" in name for name in report.held)  # all ones in both models
+    assert len(report.mismatches) == report.compared - norms
+
+
+class FlippingTransport(DistributedTransport):
+    """Flips one bit of one tensor on its way."""
+
+    victim = ""
+
+    def send(self, bucket: Bucket, links: Sequence[EngineLink], version: int) -> Failures:
+        for name, tensor in bucket.tensors():
+            if name == self.victim:
+                tensor.view(-1).view(torch.uint8)[17] ^= 1
+        return super().send(bucket, links, version)
+
+
+@pytest.mark.parametrize(
+    "victim",
+    [
+        "lm_head.weight",
+        "model.layers.1.mlp.gate.weight",
+        "model.layers.2.self_attn.k_proj.weight",
+        "model.layers.3.mlp.experts.6.up_proj.weight",
+    ],
+)
+def test_one_flipped_bit_is_found_named_and_mended(
+    engine: ManagedEngine, weights: tuple[Weights, Weights], victim: str
+) -> None:
+    transport = FlippingTransport(address="127.0.0.1", backend="gloo", timeout_seconds=60)
+    transport.victim = victim
+    handle = EngineHandle(urls=(engine.url,))
+    updater = WeightUpdater([handle], [engine.admin()], transport=transport, bucket_bytes=64 * 1024)
+    expectation = WeightExpectation(dtype=torch.float32, num_experts=EXPERTS)
+    updater.push(expectation.observe(iter(weights[1].items())), 31)
+    reports = updater.audit(expectation)
+    (mismatch,) = reports[engine.url].mismatches
+    assert victim in mismatch.tensors
+    with pytest.raises(WeightMismatch, match=victim):
+        reports[engine.url].raise_on_mismatch(31)
+    transport.victim = ""
+    assert push_and_locate(updater, iter(weights[1].items()), 31, reports) == {engine.url: (victim,)}
+    assert updater.audit(expectation)[engine.url].mismatches == ()
+    updater.close()
+
+
+def test_a_sample_that_spans_an_update_says_so(
+    engine: ManagedEngine, updater: WeightUpdater, weights: tuple[Weights, Weights]
+) -> None:
+    updater.push(iter(weights[0].items()), 41)
+
+    async def draw_across_an_update() -> Generation:
+        async with client_of(engine) as client:
+            task = asyncio.create_task(client.generate([4, 5, 6], sampling(400, temperature=0.0), rid="spanning"))
+            await asyncio.sleep(0.4)
+            await asyncio.to_thread(updater.push, iter(weights[1].items()), 42)
+            return await task
+
+    generation = asyncio.run(draw_across_an_update())
+    assert generation.weight_versions == ("41", "42")
+    assert generation.version_spans[0].end == generation.version_spans[1].start > 0
+    assert generation.retractions == 1
+    assert generation.routes is not None
+
+
+def test_weights_from_disk(
+    engine: ManagedEngine, models: tuple[Path, Path], weights: tuple[Weights, Weights], tmp_path: Path
+) -> None:
+    transport = DiskTransport(directory=tmp_path, config_from=models[0], timeout_seconds=60)
+    handle = EngineHandle(urls=(engine.url,))
+    updater = WeightUpdater([handle], [engine.admin()], transport=transport, bucket_bytes=512 * 1024)
+    for version, content in ((51, weights[1]), (52, weights[0])):
+        expectation = WeightExpectation(dtype=torch.float32, num_experts=EXPERTS)
+        updater.push(expectation.observe(iter(content.items())), version)
+        updater.audit(expectation)[engine.url].raise_on_mismatch(version)
+        assert engine.admin().weight_version() == str(version)
+    updater.close()

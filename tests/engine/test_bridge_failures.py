@@ -1,0 +1,188 @@
+"""Real engines that never start, lose their port, die during an update, or lose their trainer."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from sglang_bridge import server
+from sglang_bridge.client import GenerateClient
+from sglang_bridge.errors import EngineDied, EngineUnhealthy, WeightUpdateFailed
+from sglang_bridge.handle import EngineHandle
+from sglang_bridge.keys import create_keys
+from sglang_bridge.lifeline import Lifeline
+from sglang_bridge.server import ManagedEngine
+from sglang_bridge.settings import EngineSettings
+from sglang_bridge.supervise import descendants
+from sglang_bridge.weights.distributed import DistributedTransport
+from sglang_bridge.weights.updater import WeightUpdater
+from tests.sglang_bridge.tiny_model import write_tiny_model
+
+pytestmark = pytest.mark.engine
+
+# A trainer that starts an engine and is then left alone with it.
+TRAINER = """
+import sys, time
+from pathlib import Path
+from sglang_bridge.keys import create_keys
+from sglang_bridge.lifeline import Lifeline
+from sglang_bridge.server import ManagedEngine
+from sglang_bridge.settings import EngineSettings
+lifeline = Lifeline()
+settings = EngineSettings(model_path=sys.argv[1], dtype="float32", device="cpu", max_running_requests=8,
+                          max_total_tokens=1024)
+engine = ManagedEngine.start(settings, keys=create_keys(), log_path=Path(sys.argv[2]), lifeline=lifeline)
+engine.wait_healthy(240)
+print(engine.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def start(model: Path, tmp_path: Path) -> Iterator[Callable[..., ManagedEngine]]:
+    """Starts engines that end with the test."""
+    lifeline, running = Lifeline(), []
+
+    def start_one(**changes: object) -> ManagedEngine:
+        fields = {
+            "model_path": str(model),
+            "dtype": "float32",
+            "device": "cpu",
+            "max_running_requests": 8,
+            "max_total_tokens": 1024,
+        }
+        settings = EngineSettings(**{**fields, **changes})  # type: ignore[arg-type]
+        log_path = tmp_path / f"engine-{len(running)}.log"
+        running.append(ManagedEngine.start(settings, keys=create_keys(), log_path=log_path, lifeline=lifeline))
+        return running[-1]
+
+    yield start_one
+    for engine in running:
+        engine.stop()
+    lifeline.close()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until_dead(engine: ManagedEngine) -> EngineDied:
+    with pytest.raises(EngineDied) as caught:
+        for _ in range(200):
+            engine.check_alive()
+            time.sleep(0.1)
+    return caught.value
+
+
+def test_an_engine_without_a_model_dies_with_its_reason(start: Callable[..., ManagedEngine], tmp_path: Path) -> None:
+    engine = start(model_path=str(tmp_path / "nothing"))
+    with pytest.raises(EngineDied) as caught:
+        engine.wait_healthy(120)
+    assert caught.value.exit_code != 0
+    assert "nothing" in caught.value.log_tail
+
+
+def test_an_engine_that_is_not_healthy_in_time_is_given_up(start: Callable[..., ManagedEngine]) -> None:
+    engine = start()
+    with pytest.raises(EngineUnhealthy, match=r"engine\.start_timeout_s"):
+        engine.wait_healthy(2)
+    tree = [engine.pid, *descendants(engine.pid)]
+    assert len(tree) >= 2
+    engine.stop()
+    assert not any(map(is_alive, tree))
+
+
+def test_a_port_lost_between_choice_and_start_is_replaced(
+    start: Callable[..., ManagedEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        choose = server.choose_port
+        answers = iter([taken.getsockname()[1]])  # as if it had been free a moment ago
+        monkeypatch.setattr(server, "choose_port", lambda host, port: next(answers, None) or choose(host, port))
+        engine = start()
+        assert engine.port == taken.getsockname()[1]
+        engine.wait_healthy(240)
+        assert engine.port != taken.getsockname()[1]
+
+
+def test_an_engine_that_dies_during_an_update_takes_nothing_with_it(
+    start: Callable[..., ManagedEngine], model: Path
+) -> None:
+    engines = [start(), start()]
+    for engine in engines:
+        engine.wait_healthy(240)
+    victim, survivor = engines
+    updater = WeightUpdater(
+        [EngineHandle(urls=(engine.url,)) for engine in engines],
+        [engine.admin() for engine in engines],
+        transport=DistributedTransport(address="127.0.0.1", backend="gloo", timeout_seconds=20),
+        bucket_bytes=256 * 1024,
+    )
+    weights = load_file(model / "model.safetensors")
+    updater.push(iter(weights.items()), 1)
+    seen: list[str] = []
+
+    def export_while_one_dies() -> Iterator[tuple[str, torch.Tensor]]:
+        for index, (name, tensor) in enumerate(weights.items()):
+            if index == len(weights) // 2:
+                for pid in descendants(victim.pid):
+                    os.kill(pid, signal.SIGKILL)
+            seen.append(name)
+            yield name, tensor
+
+    began = time.monotonic()
+    with pytest.raises(WeightUpdateFailed) as caught:
+        updater.push(export_while_one_dies(), 2)
+    assert time.monotonic() - began < 30
+    assert (set(caught.value.failed), caught.value.updated) == ({victim.url}, (survivor.url,))
+    assert seen == list(weights)
+    assert wait_until_dead(victim).exit_code == 128 + signal.SIGKILL
+
+    replacement = start()
+    replacement.wait_healthy(240)
+    updater.replace(0, EngineHandle(urls=(replacement.url,), epoch=1), replacement.admin())
+    updater.push(iter(weights.items()), 2, urls=[replacement.url])
+    updater.push(iter(weights.items()), 3)
+    for engine in (replacement, survivor):
+        assert engine.admin().weight_version() == "3"
+        assert asyncio.run(_draw_one(engine)) == ("3",)
+    updater.close()
+
+
+async def _draw_one(engine: ManagedEngine) -> tuple[str, ...]:
+    async with GenerateClient(engine.url, api_key=engine.keys.api_key) as client:
+        short = SimpleNamespace(max_new_tokens=2, temperature=1.0, stop_token_ids=())
+        return (await client.generate([5, 6], short, rid="one", return_routes=False)).weight_versions
+
+
+def test_no_engine_outlives_a_trainer_killed_outright(model: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", TRAINER, str(model), str(tmp_path / "engine.log")]
+    trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert trainer.stdout is not None
+    supervisor = int(trainer.stdout.readline())
+    tree = [supervisor, *descendants(supervisor)]
+    assert len(tree) >= 4  # supervisor, server, scheduler, detokenizer
+    trainer.kill()
+    trainer.wait()
+    deadline = time.monotonic() + 15
+    while left := [pid for pid in tree if is_alive(pid)]:
+        assert time.monotonic() < deadline, f"{left} live 15 s after the trainer's death"
+        time.sleep(0.1)
