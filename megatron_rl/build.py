@@ -118,8 +118,8 @@ def adam_settings(config: TrainRlConfig) -> AdamSettings:
     )
 
 
-def engine_settings(config: TrainRlConfig) -> list[EngineSettings]:
-    """One setting per managed engine of a node; with GPUs each engine gets its own `tp` devices."""
+def engine_settings(config: TrainRlConfig, first_gpu: int) -> list[EngineSettings]:
+    """One setting per managed engine of a node; with GPUs each gets `tp` devices of its own from `first_gpu` on."""
     engine = config.engine
     on_gpu = engine.device == "cuda" or (engine.device == "auto" and torch.cuda.is_available())
     return [
@@ -134,7 +134,7 @@ def engine_settings(config: TrainRlConfig) -> list[EngineSettings]:
             threads=engine.threads,
             quantization=engine.quantization,
             return_routes=config.train.replay_routes,
-            gpus=tuple(range(index * engine.tp, (index + 1) * engine.tp)) if on_gpu else (),
+            gpus=tuple(range(first_gpu + index * engine.tp, first_gpu + (index + 1) * engine.tp)) if on_gpu else (),
             extra_args=tuple(engine.extra_args),
         )
         for index in range(engine.count)

@@ -200,7 +200,7 @@ class Session:
     def _start_engines(self, layout: RankLayout, directory: RunDirectory, keys: RunKeys) -> None:
         self._services = NodeServices(node=layout.node, log_directory=directory.logs)
         if self._config.engine.mode == "managed":
-            self._services.start_engines(build.engine_settings(self._config), keys)
+            self._services.start_engines(build.engine_settings(self._config, layout.local_world_size), keys)
 
     def _gather_engines(self, layout: RankLayout, keys: RunKeys) -> list[_NodeEngines]:
         """Every node's engines, once they answer (a collective)."""

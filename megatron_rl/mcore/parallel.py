@@ -27,6 +27,7 @@ class RankLayout:
     rank: int
     world_size: int
     local_rank: int
+    local_world_size: int
     node: int
     num_nodes: int
     dp_rank: int
@@ -71,6 +72,7 @@ def initialize(sizes: ParallelSizes, *, seed: int, timeout_s: float) -> RankLayo
         rank=dist.get_rank(),
         world_size=world_size,
         local_rank=local_rank,
+        local_world_size=local_world,
         node=dist.get_rank() // local_world,
         num_nodes=world_size // local_world,
         dp_rank=parallel_state.get_data_parallel_rank(),
