@@ -20,4 +20,5 @@ def sequence_ids(cu_seqlens: torch.Tensor, num_tokens: int) -> torch.Tensor:
 
 def segment_sums(values: torch.Tensor, segments: torch.Tensor, num_segments: int) -> torch.Tensor:
     """[num_segments] float64 sums of `values` by segment, in token order (CPU: deterministic)."""
-    return torch.bincount(segments, weights=values.double(), minlength=num_segments)
+    # Without elements bincount ignores the dtype of its weights.
+    return torch.bincount(segments, weights=values.double(), minlength=num_segments).double()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from espo_kernels.segments import MASKED
+from espo_kernels.segments import MASKED, segment_sums
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def metrics_from_tokens(
     k, s, eps, A = group_id[kept].long(), s_t[kept].double(), eps_t[kept].double(), advantages[kept].double()
 
     def by_group(values: torch.Tensor) -> torch.Tensor:
-        return torch.bincount(k, weights=values.double(), minlength=num_groups)
+        return segment_sums(values, k, num_groups)
 
     def extreme(sign: float) -> torch.Tensor:
         start = s.new_full((num_groups,), -torch.inf)

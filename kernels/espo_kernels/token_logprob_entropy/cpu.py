@@ -13,7 +13,7 @@ import torch
 
 from espo_kernels.token_logprob_entropy.numba_bits import as_bits
 from espo_kernels.token_logprob_entropy.numba_loops import gradients, partial_sums
-from espo_kernels.token_logprob_entropy.vocabulary import TokenStatistics, VocabularyShard, merge_shards
+from espo_kernels.token_logprob_entropy.vocabulary import TokenStatistics, VocabularyShard, gather_shards, merge_shards
 
 _MIN_LOGITS_PER_THREAD = 1 << 18
 
@@ -29,7 +29,7 @@ def forward(logits: torch.Tensor, targets: torch.Tensor, shard: VocabularyShard)
         partial_sums(bits, columns, ids, out, start, end, shard.first, shard.valid, inverse_temperature)
 
     _over_rows(rows, tokens, columns)
-    return merge_shards(partial, targets, columns, shard)
+    return merge_shards(gather_shards(partial, shard), targets, columns, shard.inverse_temperature)
 
 
 def backward(

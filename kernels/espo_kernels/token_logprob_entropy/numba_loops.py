@@ -73,7 +73,9 @@ def partial_sums(bits, columns, targets, out, start, end, first, valid, inverse_
                     weighted = (weighted + shift * total) * scale if scale > 0 else np.float32(0.0)
                     total *= scale
                 maximum = highest
-            block_total, block_weighted = _block_sums(block, maximum, log2_scale)
+            # A block without a finite logit leaves the maximum at −inf, and −inf − −inf is NaN.
+            base = np.float32(0.0) if maximum == _MINUS_INF else maximum
+            block_total, block_weighted = _block_sums(block, base, log2_scale)
             total += block_total
             weighted += block_weighted
         out[0, r], out[1, r], out[2, r] = maximum, total, weighted * _LN_2

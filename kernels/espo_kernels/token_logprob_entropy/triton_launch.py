@@ -9,7 +9,7 @@ import torch
 import triton
 
 from espo_kernels.token_logprob_entropy.triton_kernels import logits_gradient_kernel, logprob_entropy_kernel
-from espo_kernels.token_logprob_entropy.vocabulary import TokenStatistics, VocabularyShard, merge_shards
+from espo_kernels.token_logprob_entropy.vocabulary import TokenStatistics, VocabularyShard, gather_shards, merge_shards
 
 _WIDEST_BLOCK = 4096
 
@@ -34,7 +34,9 @@ def forward(logits: torch.Tensor, targets: torch.Tensor, shard: VocabularyShard)
             BLOCK=block,
             num_warps=warps,
         )
-    return merge_shards(out, targets, columns, shard) if partial else TokenStatistics(*out)
+    if not partial:
+        return TokenStatistics(*out)
+    return merge_shards(gather_shards(out, shard), targets, columns, shard.inverse_temperature)
 
 
 def backward(

@@ -47,29 +47,36 @@ def vocabulary_shard(
     return VocabularyShard(first, min(max(size - first, 0), columns), 1.0 / temperature, group)
 
 
-def merge_shards(partial: torch.Tensor, targets: torch.Tensor, columns: int, shard: VocabularyShard) -> TokenStatistics:
-    """One all-gather, then the softmax of all shards.
+def gather_shards(partial: torch.Tensor, shard: VocabularyShard) -> list[torch.Tensor]:
+    """Every rank's partial sums, in rank order: one all-gather, or none without a group."""
+    if shard.group is None:
+        return [partial]
+    gathered = [torch.empty_like(partial) for _ in range(dist.get_world_size(shard.group))]
+    dist.all_gather(gathered, partial, group=shard.group)
+    return gathered
+
+
+def merge_shards(
+    partials: list[torch.Tensor], targets: torch.Tensor, columns: int, inverse_temperature: float
+) -> TokenStatistics:
+    """The softmax of all shards.
 
     Args:
-        partial: [4, T] float32, of this rank's columns: maximum, Σ exp(d), Σ d · exp(d) with d = (x − maximum) / τ, and
-            the target's logit (NaN where another rank holds it).
+        partials: by rank, [4, T] float32: maximum, Σ exp(d), Σ d · exp(d) with d = (x − maximum) / τ, and the target's
+            logit (NaN where another rank holds it).
         columns: logits per rank.
     """
-    shards = partial.unsqueeze(0)
-    if shard.group is not None:
-        gathered = [torch.empty_like(partial) for _ in range(dist.get_world_size(shard.group))]
-        dist.all_gather(gathered, partial.contiguous(), group=shard.group)
-        shards = torch.stack(gathered)
+    shards = torch.stack(partials)
     maximum = shards[:, 0].amax(0)
-    shift = ((shards[:, 0] - maximum) * shard.inverse_temperature).clamp_min(LOWEST)
+    shift = ((shards[:, 0] - maximum) * inverse_temperature).clamp_min(LOWEST)
     scale = shift.exp()
     total = (scale * shards[:, 1]).sum(0)
     weighted = (scale * (shards[:, 2] + shift * shards[:, 1])).sum(0)
-    owner = torch.div(targets.long(), columns, rounding_mode="floor").clamp(0, shards.shape[0] - 1)
+    owner = torch.div(targets.long(), columns, rounding_mode="floor").clamp(0, len(partials) - 1)
     target_logit = shards[:, 3].gather(0, owner.unsqueeze(0)).squeeze(0)
     log_sum = total.log()
     return TokenStatistics(
-        logprob=(target_logit - maximum) * shard.inverse_temperature - log_sum,
+        logprob=(target_logit - maximum) * inverse_temperature - log_sum,
         entropy=log_sum - weighted / total,
         maximum=maximum,
         log_sum=log_sum,

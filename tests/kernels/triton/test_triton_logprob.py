@@ -1,0 +1,126 @@
+"""The Triton kernels of `token_logprob_entropy` against the reference in float64."""
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from espo_kernels import token_logprob_entropy
+
+NO_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)  # the interpreter is too slow for it
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# The interpreter truncates when it stores bfloat16; a GPU rounds.
+ROUNDING = {torch.float32: 1e-7, torch.bfloat16: 2**-7, torch.float16: 2**-11}
+NAN, INF = float("nan"), float("inf")
+
+
+def both(
+    logits: torch.Tensor, targets: torch.Tensor, backend: str, entropy_grad: bool = True, **options: object
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits = logits.clone().requires_grad_()
+    logprob, entropy = token_logprob_entropy(logits, targets, entropy_grad=entropy_grad, backend=backend, **options)
+    rng = torch.Generator().manual_seed(0)
+    weights = torch.randn(2, len(targets), generator=rng).to(logprob)
+    (weights[0] @ logprob + (weights[1] @ entropy if entropy_grad else 0)).backward()
+    return logprob.detach(), entropy.detach(), logits.grad
+
+
+@settings(max_examples=12, deadline=None, phases=NO_SHRINKING)
+@given(
+    st.integers(1, 3),
+    st.sampled_from([1, 2, 100, 4096, 4100, 9000]),
+    st.integers(0, 3),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    st.sampled_from([0.0, 100.0, 1000.0]),
+    st.sampled_from([0.0, 1.0, 30.0]),
+    st.booleans(),
+    st.integers(0, 1000),
+)
+def test_equals_the_reference(
+    tokens: int,
+    vocabulary: int,
+    padding: int,
+    dtype: torch.dtype,
+    offset: float,
+    spread: float,
+    entropy_grad: bool,
+    seed: int,
+) -> None:
+    rng = torch.Generator().manual_seed(seed)
+    logits = (torch.randn(tokens, vocabulary + padding, generator=rng) * spread + offset).to(DEVICE, dtype)
+    targets = torch.randint(vocabulary, (tokens,), generator=rng).to(DEVICE)
+    options = {"temperature": 0.7, "vocab_size": vocabulary, "entropy_grad": entropy_grad}
+    logprob, entropy, gradient = both(logits, targets, "triton", **options)
+    expected = both(logits.double(), targets, "reference", **options)
+    torch.testing.assert_close(logprob.double(), expected[0], rtol=4e-6, atol=4e-6)
+    torch.testing.assert_close(entropy.double(), expected[1], rtol=4e-6, atol=4e-6)
+    assert gradient.dtype == dtype
+    torch.testing.assert_close(gradient.double(), expected[2], rtol=ROUNDING[dtype] + 2e-5, atol=4e-6)
+    assert not gradient[:, vocabulary:].any()
+
+
+def test_minus_infinity_is_probability_zero() -> None:
+    logits = torch.randn(2, 5000, device=DEVICE)
+    logits[:, :4500] = -INF
+    targets = torch.tensor([4600, 4999], device=DEVICE)
+    result = both(logits, targets, "triton")
+    expected = both(logits[:, 4500:].double(), targets - 4500, "reference")
+    torch.testing.assert_close(result[0].double(), expected[0], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(result[1].double(), expected[1], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(result[2][:, 4500:].double(), expected[2], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("column", [0, 4999])
+@pytest.mark.parametrize("value", [NAN, INF, -NAN])
+def test_bad_logits_come_out_as_nan(value: float, column: int) -> None:
+    """Straight from the kernel: the public function raises on CPU before anyone sees this."""
+    from espo_kernels.token_logprob_entropy import triton_launch
+    from espo_kernels.token_logprob_entropy.vocabulary import vocabulary_shard
+
+    logits = torch.randn(3, 5000, device=DEVICE)
+    logits[1, column] = value
+    shard = vocabulary_shard(5000, None, 1.0, None)
+    statistics = triton_launch.forward(logits, torch.tensor([5, 5, 7000], device=DEVICE), shard)
+    assert statistics.logprob.isnan().tolist() == [False, True, True]
+    assert statistics.entropy.isnan().tolist() == [False, True, False]
+    nothing, narrow = torch.full((1, 40), -INF, device=DEVICE), vocabulary_shard(40, None, 1.0, None)
+    all_masked = triton_launch.forward(nothing, torch.tensor([0], device=DEVICE), narrow)
+    assert all_masked.logprob.isnan().all()
+    assert all_masked.entropy.isnan().all()
+
+
+def test_gradient_can_overwrite_the_logits() -> None:
+    leaf = torch.randn(2, 5000, device=DEVICE)
+    targets = torch.tensor([3, 4999], device=DEVICE)
+    hidden = leaf.clone().requires_grad_()
+    logits = hidden * 1.0
+    logprob, _ = token_logprob_entropy(logits, targets, inplace_backward=True, backend="triton")
+    received: list[int] = []
+    logits.register_hook(lambda gradient: received.append(gradient.data_ptr()))
+    storage = logits.data_ptr()
+    logprob.sum().backward()
+    assert received == [storage]
+    expected = leaf.double().requires_grad_()
+    token_logprob_entropy(expected, targets)[0].sum().backward()
+    torch.testing.assert_close(hidden.grad.double(), expected.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_shards_merge_into_the_whole() -> None:
+    """Two shards through the kernel and the merge, without processes: what each rank would gather."""
+    from espo_kernels.token_logprob_entropy import triton_kernels
+    from espo_kernels.token_logprob_entropy.vocabulary import merge_shards
+
+    logits = torch.randn(3, 12, device=DEVICE) * 4
+    targets = torch.tensor([0, 6, 9], device=DEVICE)
+    partials = []
+    for rank in range(2):
+        columns = logits[:, 6 * rank : 6 * rank + 6].contiguous()
+        out = torch.empty(4, 3, device=DEVICE)
+        triton_kernels.logprob_entropy_kernel[(3,)](
+            columns, targets, out, 3, 6, 6 * rank, 6 - 2 * rank, 1.25, PARTIAL=True, BLOCK=8
+        )
+        partials.append(out)
+    merged = merge_shards(partials, targets, 6, 1.25)
+    expected = token_logprob_entropy(logits.double(), targets, temperature=0.8, vocab_size=10)
+    torch.testing.assert_close(merged.logprob.double(), expected[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(merged.entropy.double(), expected[1], rtol=1e-5, atol=1e-6)

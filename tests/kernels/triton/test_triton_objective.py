@@ -1,0 +1,136 @@
+"""The Triton kernels of `espo_groups` and `espo_policy_loss` against the references."""
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from espo_kernels import EspoGroups, EspoResult, espo_groups, espo_policy_loss
+from tests.kernels.batches import ResponseBatch, fraction_lists, ragged_lengths, response_batch, seeds
+
+NO_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)  # the interpreter is too slow for it
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+NAN = float("nan")
+
+
+def run(
+    batch: ResponseBatch, backend: str, fractions: tuple[float, ...], denominator: str, **options: object
+) -> tuple[EspoGroups, EspoResult, torch.Tensor]:
+    on_device = ResponseBatch(
+        *(t.to(DEVICE, torch.float32 if t.is_floating_point() else t.dtype) for t in vars(batch).values())
+    )
+    groups = espo_groups(
+        on_device.entropies,
+        on_device.cu_seqlens,
+        vocab_size=50,
+        alpha=0.5,
+        fractions=fractions,
+        loss_mask=on_device.loss_mask,
+        backend=backend,
+    )
+    logprobs = on_device.logprobs.clone().requires_grad_()
+    result = espo_policy_loss(
+        logprobs,
+        on_device.old_logprobs,
+        on_device.advantages,
+        on_device.cu_seqlens,
+        groups,
+        ratio_denominator=denominator,
+        backend=backend,
+        **options,
+    )
+    (result.loss * 3).backward()
+    return groups, result, logprobs.grad
+
+
+def assert_equal(
+    mine: tuple[EspoGroups, EspoResult, torch.Tensor], theirs: tuple[EspoGroups, EspoResult, torch.Tensor]
+) -> None:
+    assert torch.equal(mine[0].group_id, theirs[0].group_id)
+    assert torch.equal(mine[0].count, theirs[0].count)
+    torch.testing.assert_close(mine[0].clip, theirs[0].clip, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(mine[1].loss, theirs[1].loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(mine[2], theirs[2], rtol=1e-5, atol=1e-6)
+    for name, value in theirs[1].metrics.values().items():
+        torch.testing.assert_close(mine[1].metrics.values()[name], value, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+@settings(max_examples=8, deadline=None, phases=NO_SHRINKING)
+@given(ragged_lengths, seeds, fraction_lists, st.sampled_from(["current", "old"]), st.booleans())
+def test_equals_the_reference(
+    lengths: list[int], seed: int, fractions: tuple[float, ...], denominator: str, tied: bool
+) -> None:
+    batch = response_batch(lengths[:3], seed, tied=tied)
+    assert_equal(run(batch, "triton", fractions, denominator), run(batch, "reference", fractions, denominator))
+
+
+@pytest.mark.parametrize("num_sequences", [None, 7, "tensor"])
+def test_several_blocks_and_each_kind_of_denominator(num_sequences: object) -> None:
+    """9,000 tokens are three blocks, with ties at the edge in all of them."""
+    batch = response_batch([9000, 0, 3], 1, tied=True)
+    options = {"num_sequences": torch.tensor(5.0, device=DEVICE) if num_sequences == "tensor" else num_sequences}
+    mine = run(batch, "triton", (0.2,), "current", **options)
+    assert_equal(mine, run(batch, "reference", (0.2,), "current", **options))
+    again = run(batch, "triton", (0.2,), "current", **options)
+    assert torch.equal(mine[1].loss, again[1].loss)
+    assert torch.equal(mine[2], again[2])
+
+
+@pytest.mark.parametrize("lengths", [[], [0, 0]])
+def test_nothing_to_learn_is_a_zero_loss(lengths: list[int]) -> None:
+    batch = response_batch(lengths, 0)
+    _, result, gradient = run(batch, "triton", (0.2,), "current")
+    assert result.loss.item() == 0
+    assert gradient.numel() == 0
+
+
+def launch(batch: ResponseBatch, groups: EspoGroups, denominator: str, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """The loss straight from the kernels: the public function raises on CPU before anyone sees NaN."""
+    from espo_kernels.espo_policy_loss.inputs import LossInputs
+    from espo_kernels.espo_policy_loss.triton_launch import loss_triton
+
+    inputs = LossInputs(
+        batch.old_logprobs.float().to(DEVICE),
+        batch.advantages.float().to(DEVICE),
+        cu_seqlens.to(DEVICE),
+        groups.group_id.to(DEVICE),
+        groups.clip.float().to(DEVICE),
+        None,
+        denominator,
+        1.0,
+        None,
+    )
+    return loss_triton(batch.logprobs.float().to(DEVICE), inputs)[0]
+
+
+@pytest.mark.parametrize("denominator", ["current", "old"])
+def test_bad_values_come_out_as_nan(denominator: str) -> None:
+    clean = response_batch([4, 3], 2, masked=0.0)
+    groups = espo_groups(clean.entropies, clean.cu_seqlens, vocab_size=50)
+    assert not launch(clean, groups, denominator, clean.cu_seqlens).isnan()
+    for field in ("logprobs", "old_logprobs", "advantages"):
+        broken = response_batch([4, 3], 2, masked=0.0)
+        getattr(broken, field)[5] = NAN
+        assert launch(broken, groups, denominator, clean.cu_seqlens).isnan()
+    stray = EspoGroups(groups.group_id.clone(), groups.clip, groups.count)
+    stray.group_id[1] = 9
+    assert launch(clean, stray, denominator, clean.cu_seqlens).isnan()
+    clip = groups.clip.clone()
+    clip[1, 1] = NAN
+    assert launch(clean, EspoGroups(groups.group_id, clip, groups.count), denominator, clean.cu_seqlens).isnan()
+    for cu_seqlens in ([0, 4, 6], [1, 4, 7], [0, 9, 7]):
+        assert launch(clean, groups, denominator, torch.tensor(cu_seqlens)).isnan()
+
+
+def test_bad_entropies_come_out_as_nan_widths() -> None:
+    from espo_kernels.espo_groups.settings import group_settings
+    from espo_kernels.espo_groups.triton_kernel import groups_triton
+
+    entropies = torch.tensor([0.1, NAN, 0.2, 0.3], device=DEVICE)
+    mask = torch.ones(4, dtype=torch.bool, device=DEVICE)
+    for fixed_clip in (None, 0.2):
+        settings_ = group_settings(50, 0.02, (0.2,), 0.01, fixed_clip)
+        _, clip, _ = groups_triton(entropies, torch.tensor([0, 2, 4], device=DEVICE), mask, settings_)
+        assert clip.isnan().tolist() == [[True, False], [False, False]]
+        _, clip, _ = groups_triton(entropies, torch.tensor([0, 3, 2], device=DEVICE), mask, settings_)
+        assert clip.isnan().all()
