@@ -98,6 +98,7 @@ def build_worker(config: TrainRlConfig, model: MoeModelConfig, layout: RankLayou
         ),
         optimizer=DistributedAdam(models, adam_settings(config)),
         batcher=Batcher(view, routes, layout.device),
+        start_checkpoint=Path(config.model.path),
         rollouts_directory=rollouts,
         save_rollouts_every=config.logger.save_rollouts_every,
     )
@@ -118,7 +119,7 @@ def adam_settings(config: TrainRlConfig) -> AdamSettings:
     )
 
 
-def engine_settings(config: TrainRlConfig, first_gpu: int) -> list[EngineSettings]:
+def engine_settings(config: TrainRlConfig, *, first_gpu: int, host: str) -> list[EngineSettings]:
     """One setting per managed engine of a node; with GPUs each gets `tp` devices of its own from `first_gpu` on."""
     engine = config.engine
     on_gpu = engine.device == "cuda" or (engine.device == "auto" and torch.cuda.is_available())
@@ -132,6 +133,7 @@ def engine_settings(config: TrainRlConfig, first_gpu: int) -> list[EngineSetting
             tp=engine.tp,
             ep=engine.ep,
             threads=engine.threads,
+            host=host,
             quantization=engine.quantization,
             return_routes=config.train.replay_routes,
             gpus=tuple(range(first_gpu + index * engine.tp, first_gpu + (index + 1) * engine.tp)) if on_gpu else (),
@@ -153,6 +155,7 @@ def collector_configuration(
         reward_timeout_s=config.reward.timeout_s,
         request_timeout_s=config.engine.request_timeout_s,
         retries=config.engine.retries,
+        max_in_flight=2 * config.engine.max_running_requests,
         train_truncated=config.rollout.train_truncated,
     )
 

@@ -2,7 +2,7 @@
 
 Invariant: values are validated where they enter the trainer (prompt files, engine replies, messages between processes)
 and trusted afterwards; nothing here imports torch. What crosses a process boundary is a `msgspec.Struct`; token data
-stays in numpy arrays and crosses through shared memory (`rollout_codec`, `payload_store`).
+stays in numpy arrays and crosses through shared memory (`rollout.codec`, `rollout.payload_store`).
 
 Weight versions are integers: the number of weight syncs since the run's start checkpoint, which is version 0.
 """
@@ -122,7 +122,7 @@ class SampleRef(msgspec.Struct, frozen=True, kw_only=True):
     """All that rank 0 needs to know of a rollout to plan a step; the payload stays with its collector.
 
     num_inputs: tokens the model reads when it trains on this sample (trajectory length - 1).
-    num_trainable: tokens that receive a loss. versions: weight versions of its trainable segments, ascending.
+    num_trainable: tokens that receive a loss. versions: weight versions of its sampled segments, ascending.
     """
 
     trajectory_id: str

@@ -1,17 +1,20 @@
 """The control loop's channel: rank 0 decides, every rank hears the same command.
 
 Invariant: ranks enter a collective of the model only in answer to a command that all of them received, so an engine's
-restart or an abort can never find one rank inside a collective that another does not join. Commands are MessagePack,
-never pickles.
+restart or an abort can never find one rank inside a collective that another does not join. An abort is only sent while
+the others listen. Commands are MessagePack, never pickles.
 """
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
 
 import msgspec
 import torch
 import torch.distributed as dist
 
-from megatron_rl.contracts import Command
+from megatron_rl.contracts import Abort, Command
 
 _decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 
@@ -21,10 +24,26 @@ class ControlChannel:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
+        self._listening = False
 
     def send(self, command: Command) -> None:
-        """Rank 0 only: tell every rank."""
+        """Rank 0 only: tell every rank something that needs no collective."""
         broadcast_bytes(msgspec.msgpack.encode(command), self._group)
+        self._listening = True
+
+    @contextlib.contextmanager
+    def ordered(self, command: Command) -> Iterator[None]:
+        """Rank 0 only: give an order and carry it out with the others in the block; after it they listen again."""
+        self.send(command)
+        self._listening = False
+        yield
+        self._listening = True
+
+    def abort(self, reason: str) -> None:
+        """Rank 0 only: end the others if they listen; inside a collective they could not hear it."""
+        if self._listening:
+            self._listening = False
+            broadcast_bytes(msgspec.msgpack.encode(Abort(reason)), self._group)
 
     def receive(self) -> Command:
         """Other ranks: wait for the next command."""

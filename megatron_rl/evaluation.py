@@ -11,10 +11,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron_rl.contracts import FinishReason, Group, Prompt, Sampling
-from megatron_rl.rollout.messages import GroupRequest
+from megatron_rl.rollout.messages import ENGINE_FAILURE, GroupRequest
 from megatron_rl.rollout.producer import Producer
 
 _NORMAL_95 = 1.959964
+
+
+class LostEvaluation(RuntimeError):
+    """An engine failed to answer evaluation requests, so there is no accuracy."""
 
 
 @dataclass(frozen=True)
@@ -22,12 +26,14 @@ class Accuracy:
     """accuracy: mean over questions. half_width: of the 95 % confidence interval (normal, clustered by question).
 
     parseable: share of responses that end and hold a final answer. finished: share that end before the token limit.
+    rejected: samples that could not be used, which count as wrong.
     """
 
     accuracy: float
     half_width: float
     parseable: float
     finished: float
+    rejected: int
     questions: int
     samples: int
 
@@ -37,6 +43,7 @@ class Accuracy:
             "eval/accuracy_ci95": self.half_width,
             "eval/parseable": self.parseable,
             "eval/finished": self.finished,
+            "eval/rejected": float(self.rejected),
             "eval/questions": float(self.questions),
         }
 
@@ -50,7 +57,10 @@ def evaluate(
     sampling: Sampling,
     idle: Callable[[], None],
 ) -> Accuracy:
-    """Draw `samples_per_prompt` responses to each prompt and score them. label: makes group ids unique."""
+    """Draw `samples_per_prompt` responses to each prompt and score them. label: makes group ids unique.
+
+    Raises `LostEvaluation` when an engine did not answer a request: that is no wrong answer.
+    """
     producer.submit(
         [
             GroupRequest(
@@ -69,8 +79,14 @@ def evaluate(
 def accuracy_of(groups: Iterable[Group], samples_per_prompt: int) -> Accuracy:
     """Score groups of `samples_per_prompt` requested samples each."""
     means: list[float] = []
-    parsed = finished = 0
+    parsed = finished = rejected = 0
     for group in groups:
+        if group.rejected.get(ENGINE_FAILURE):
+            raise LostEvaluation(
+                f"{group.rejected[ENGINE_FAILURE]} requests of evaluation group {group.group_id} got no answer; see "
+                "the engines' logs, or raise engine.request_timeout_s and engine.retries"
+            )
+        rejected += sum(group.rejected.values())
         correct = sum(s.verdict.correctness or 0.0 for s in group.samples)
         means.append(correct / samples_per_prompt)
         for sample in group.samples:
@@ -88,6 +104,7 @@ def accuracy_of(groups: Iterable[Group], samples_per_prompt: int) -> Accuracy:
         half_width=_NORMAL_95 * math.sqrt(variance / questions),
         parseable=parsed / samples,
         finished=finished / samples,
+        rejected=rejected,
         questions=questions,
         samples=samples,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from megatron_rl.evaluation import LostEvaluation
 from megatron_rl.exit_codes import ExitCode
 from megatron_rl.follower import RunAborted
 from megatron_rl.mcore.hf_config import ModelConfigError
@@ -15,6 +16,7 @@ from megatron_rl.mcore.hf_weights.load import CheckpointError
 from megatron_rl.node_services import CollectorDied
 from megatron_rl.prompts.question import PromptDataError
 from megatron_rl.rollout.hub import CollectorLost
+from megatron_rl.rollout.payload_store import PayloadGone
 from megatron_rl.rollout.producer import ProducerFailed
 from megatron_rl.rollout_stage import NothingCameBack
 from megatron_rl.tokenizer import TokenizerError
@@ -26,7 +28,10 @@ _CODES: tuple[tuple[tuple[type[BaseException], ...], ExitCode], ...] = (
     ((RunDirectoryTaken,), ExitCode.REFUSED),
     ((PromptDataError, CheckpointError, ModelConfigError, TokenizerError), ExitCode.BAD_DATA),
     ((WeightMismatch,), ExitCode.SYNC_MISMATCH),
-    ((EngineError, CollectorDied, CollectorLost, ProducerFailed, NothingCameBack), ExitCode.ENGINE_FAILED),
+    (
+        (EngineError, CollectorDied, CollectorLost, ProducerFailed, NothingCameBack, LostEvaluation, PayloadGone),
+        ExitCode.ENGINE_FAILED,
+    ),
     ((NonFiniteRun,), ExitCode.NON_FINITE),
     ((RunAborted, dist.DistError), ExitCode.PEER_FAILED),
     ((KeyboardInterrupt,), ExitCode.INTERRUPTED),

@@ -24,7 +24,6 @@ def follow(
     worker: Worker,
     *,
     export_dtype: torch.dtype,
-    model_path: Path,
     check_services: Callable[[], None],
 ) -> None:
     """Obey rank 0 until the run is complete. Raises `RunAborted` when rank 0 gives up."""
@@ -38,7 +37,7 @@ def follow(
             case Train(plan):
                 worker.train(plan)
             case SaveWeights(path):
-                worker.save(model_path, Path(path), export_dtype)
+                worker.save(Path(path))
             case Abort(reason):
                 raise RunAborted(reason)
             case Finish():

@@ -10,34 +10,43 @@ import contextlib
 import datetime
 import os
 import secrets
+import time
 from pathlib import Path
 
 import msgspec
 from omegaconf import OmegaConf
 
 from megatron_rl import build
+from megatron_rl.addresses import node_address
 from megatron_rl.config.run_dir import resolve_run_dir
 from megatron_rl.config.schema import TrainRlConfig
-from megatron_rl.contracts import Abort
 from megatron_rl.control import ControlChannel, broadcast_bytes, gather_bytes
+from megatron_rl.evaluation import LostEvaluation
 from megatron_rl.follower import RunAborted, follow
 from megatron_rl.mcore import parallel
 from megatron_rl.mcore.hf_config import MoeModelConfig, read_hf_config
 from megatron_rl.mcore.parallel import RankLayout
 from megatron_rl.node_services import NodeServices
-from megatron_rl.rollout.hub import Hub
+from megatron_rl.prompts.source import PromptSource
+from megatron_rl.rollout.hub import CollectorLost, Hub
 from megatron_rl.rollout.messages import EngineEndpoint
-from megatron_rl.rollout.producer import Producer
+from megatron_rl.rollout.payload_store import PayloadGone
+from megatron_rl.rollout.producer import Producer, ProducerFailed
+from megatron_rl.rollout_stage import NothingCameBack
 from megatron_rl.training_loop import TrainingLoop
 from megatron_rl.watching.metrics_log import MetricsLog
 from megatron_rl.watching.progress import Progress
 from megatron_rl.watching.run_directory import RunDirectory
 from megatron_rl.weight_sync import build_weight_sync
 from megatron_rl.worker import Worker
+from sglang_bridge.errors import EngineError
 from sglang_bridge.handle import EngineHandle
 from sglang_bridge.keys import RunKeys, create_keys, read_keys
+from sglang_bridge.ports import require_private_address
 
 _HUB_SECONDS = 60.0
+_DEATH_SECONDS = 3.0
+_ENGINE_TROUBLE = (EngineError, NothingCameBack, LostEvaluation, CollectorLost, ProducerFailed, PayloadGone)
 
 
 class _NodeEngines(msgspec.Struct, frozen=True):
@@ -57,7 +66,6 @@ class Session:
         self._services: NodeServices | None = None
         self._endpoints: tuple[EngineEndpoint, ...] = ()
         self._control: ControlChannel | None = None
-        self._leading = False
         self.speaks = int(os.environ.get("RANK", "0")) == 0
 
     def run(self) -> None:
@@ -72,41 +80,42 @@ class Session:
         directory = self._open_directory(layout)
         progress = Progress(config.train.total_steps, enabled=config.logger.progress and layout.rank == 0)
         progress.say(f"{layout.world_size} rank(s) on {layout.num_nodes} node(s); run directory {directory.path}")
+        prompts = build.build_prompts(config) if layout.rank == 0 else None  # bad rows are found before engines start
         keys = self._open_keys(layout)
         if layout.local_rank == 0:
             self._start_engines(layout, directory, keys)
         worker = build.build_worker(config, model, layout, directory.rollouts)
         engines = self._gather_engines(layout, keys)
         hub = self._open_hub(layout)
-        if layout.rank == 0 and hub is not None:
-            self._lead(model, worker, directory, control, hub, engines, keys, progress)
+        if hub is not None and prompts is not None:
+            self._lead(model, worker, directory, control, hub, engines, keys, progress, prompts)
         else:
             follow(
                 control,
                 worker,
                 export_dtype=build.torch_dtype(config.engine.dtype),
-                model_path=Path(config.model.path),
                 check_services=self._check_services,
             )
 
     def better_reason(self, error: BaseException) -> BaseException:
-        """The death of an engine explains what failed after it."""
-        try:
-            self._check_services()
-        except Exception as death:
-            return death
+        """The death of an engine explains what failed because of it, but is noticed a moment later."""
+        deadline = time.monotonic() + _DEATH_SECONDS
+        while isinstance(error, _ENGINE_TROUBLE) and time.monotonic() < deadline:
+            try:
+                self._check_services()
+            except Exception as death:
+                return death
+            time.sleep(0.2)
         return error
 
     def abort(self, reason: str) -> None:
-        """Rank 0: tell followers that listen; elsewhere torchrun ends them."""
-        if self._leading and self._control is not None:
+        """Rank 0: tell followers that listen; torchrun ends the others."""
+        if self._control is not None:
             with contextlib.suppress(RuntimeError):
-                self._control.send(Abort(reason))
+                self._control.abort(reason)
 
     def close(self) -> None:
-        """End this rank's processes and leave the job."""
-        if self._services is not None:
-            self._services.stop()
+        """Leave the engines' groups, end this rank's processes, leave the job."""
         self._stack.close()
 
     def report(self, code: int, reason: str) -> None:
@@ -124,6 +133,7 @@ class Session:
         engines: list[_NodeEngines],
         keys: RunKeys,
         progress: Progress,
+        prompts: PromptSource,
     ) -> None:
         config = self._config
         hub.wait_for(len(engines), _HUB_SECONDS)
@@ -150,7 +160,6 @@ class Session:
         self._stack.callback(weights.close)
         tensorboard = directory.tensorboard if config.logger.tensorboard else None
         log = self._stack.enter_context(MetricsLog(directory.metrics_file, tensorboard))
-        prompts = build.build_prompts(config)
         left_out = prompts.excluded
         progress.say(
             f"{len(prompts.train)} training prompts, {len(prompts.held_out)} held out; left out: {left_out.bad} bad "
@@ -167,12 +176,9 @@ class Session:
             progress=progress,
             check_services=self._check_services,
         )
-        self._leading = True
         loop.run()
-        target = directory.checkpoints / f"step-{config.train.total_steps}" if config.run.save_weights else None
-        loop.finish(target, Path(config.model.path))
-        self._leading = False
-        progress.say(f"done: everything is in {directory.path}")
+        loop.finish(directory.checkpoints / f"step-{config.train.total_steps}" if config.run.save_weights else None)
+        print(f"done: metrics, logs and checkpoints are in {directory.path}", flush=True)
 
     def _open_directory(self, layout: RankLayout) -> RunDirectory:
         """Rank 0 names and makes it; the others learn where it is. Raises `RunDirectoryTaken` (rank 0)."""
@@ -199,8 +205,12 @@ class Session:
 
     def _start_engines(self, layout: RankLayout, directory: RunDirectory, keys: RunKeys) -> None:
         self._services = NodeServices(node=layout.node, log_directory=directory.logs)
+        self._stack.callback(self._services.stop)
         if self._config.engine.mode == "managed":
-            self._services.start_engines(build.engine_settings(self._config, layout.local_world_size), keys)
+            settings = build.engine_settings(
+                self._config, first_gpu=layout.local_world_size, host=node_address(layout.num_nodes)
+            )
+            self._services.start_engines(settings, keys)
 
     def _gather_engines(self, layout: RankLayout, keys: RunKeys) -> list[_NodeEngines]:
         """Every node's engines, once they answer (a collective)."""
@@ -222,7 +232,8 @@ class Session:
         """Rank 0 listens; every node with engines starts its collector (a collective)."""
         hub, run_key = None, secrets.token_urlsafe(32)
         if layout.rank == 0:
-            host = os.environ.get("MASTER_ADDR", "127.0.0.1") if layout.num_nodes > 1 else "127.0.0.1"
+            host = node_address(layout.num_nodes)
+            require_private_address(host)
             hub = Hub(host, run_key)
             self._stack.callback(hub.close)
         mine = msgspec.msgpack.encode((hub.address, run_key)) if hub is not None else None

@@ -37,7 +37,7 @@ def run(config: TrainRlConfig) -> int:
         finally:
             session.close()
         session.report(code, reason)
-    if code is not ExitCode.OK and session.speaks:
+    if code is not ExitCode.OK and (session.speaks or code is not ExitCode.PEER_FAILED):
         print(f"\n{reason}\n(exit code {int(code)}: {code.name.lower()})", file=sys.stderr, flush=True)
     return int(code)
 
@@ -47,6 +47,8 @@ def _terminable(signal_error: type[BaseException]) -> Iterator[None]:
     """SIGTERM becomes an exception, so that `finally` blocks run."""
 
     def handle(number: int, frame: object) -> None:
+        for again in (signal.SIGTERM, signal.SIGINT):  # cleaning up is under way: a second signal must not cut it short
+            signal.signal(again, signal.SIG_IGN)
         raise signal_error
 
     previous = signal.signal(signal.SIGTERM, handle)

@@ -6,7 +6,8 @@ the same version; samples are trained on by the weights that drew them (max_stal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from megatron_rl.watching.metrics_log import MetricsLog
 from megatron_rl.watching.progress import Progress
 from megatron_rl.watching.stopwatch import Stopwatch
 from megatron_rl.weight_sync import WeightSync
-from megatron_rl.worker import Worker
+from megatron_rl.worker import TrainOutcome, Worker
 from megatron_rl.zero_variance import eliminate
 
 
@@ -68,29 +69,33 @@ class TrainingLoop:
 
     def run(self) -> Accuracy:
         """Train to the end; returns the last evaluation."""
-        self.sync()
-        accuracy = self.evaluate(0, {})
+        with self._recorded(0) as values:
+            values |= self.sync()
+            accuracy = self.evaluate(0, values)
         for step in range(1, self.settings.total_steps + 1):
-            values = self.train_step(step)
-            if self._evaluation_due(step):
-                accuracy = self.evaluate(step, values)
-            self.log.write(step, values)
+            with self._recorded(step) as values:
+                self.train_step(step, values)
+                if self._evaluation_due(step):
+                    accuracy = self.evaluate(step, values)
         return accuracy
 
-    def train_step(self, step: int) -> dict[str, float]:
-        """Roll out, eliminate, plan, train, sync; returns the step's metrics."""
+    def train_step(self, step: int, values: dict[str, float]) -> None:
+        """Roll out, eliminate, plan, train, sync; adds the step's metrics to `values`."""
         watch = Stopwatch()
         with watch.stage("rollout"):
             batch = self.roll_out(step)
-        kept, values = self.eliminate(batch, step)
+        values |= batch.metrics()
+        kept, counts = self.eliminate(batch, step)
         plan = self.plan(step, kept)
+        values |= counts | _usage(batch, plan)
         outcome = self.train(plan)
+        values |= outcome.metrics.values() | outcome.seconds | {"train/nonfinite": float(not outcome.finite)}
         self.producer.release(batch.group_ids)
+        self._count_nonfinite(plan, outcome)
         with watch.stage("sync"):
             values |= self.sync()
-        values |= outcome | batch.metrics() | watch.values() | _usage(batch, plan)
+        values |= watch.values()
         self.progress.step(step, values)
-        return values
 
     def roll_out(self, step: int) -> RolloutBatch:
         settings = self.settings
@@ -125,31 +130,34 @@ class TrainingLoop:
             seed=settings.seed,
         )
 
-    def train(self, plan: StepPlan) -> dict[str, float]:
-        """Every rank trains. Raises `NonFiniteRun` after too many steps with a NaN or Inf."""
-        self.control.send(Train(plan))
-        outcome = self.worker.train(plan)
+    def train(self, plan: StepPlan) -> TrainOutcome:
+        """Every rank trains its part of the plan."""
+        with self.control.ordered(Train(plan)):
+            return self.worker.train(plan)
+
+    def _count_nonfinite(self, plan: StepPlan, outcome: TrainOutcome) -> None:
+        """Raise `NonFiniteRun` after too many steps in a row with a NaN or Inf."""
         self._nonfinite = 0 if outcome.finite else self._nonfinite + 1
         if not outcome.finite:
             where = self.worker.rollouts_directory / f"nonfinite-step-{plan.step}"
             self.progress.say(
-                f"step {plan.step}: NaN or Inf in loss or gradients; nothing was applied, batch in {where}"
+                f"step {plan.step}: NaN or Inf in loss or gradients; that optimizer step was applied on no rank and "
+                f"the rest of the batch was left out; the batch is in {where}"
             )
             if self._nonfinite >= self.settings.max_nonfinite_steps:
                 raise NonFiniteRun(
                     f"{self._nonfinite} steps in a row had NaN or Inf in loss or gradients "
                     f"(train.max_nonfinite_steps={self.settings.max_nonfinite_steps}); their batches: {where.parent}"
                 )
-        return outcome.metrics.values() | outcome.seconds | {"train/nonfinite": float(not outcome.finite)}
 
     def sync(self) -> dict[str, float]:
         """Send the weights to every engine under the next version."""
         command = self.weights.next_command()
-        self.control.send(command)
-        values = self.weights.push(command, self.worker.export(self.weights.dtype))
+        with self.control.ordered(command):
+            values = self.weights.push(command, self.worker.export(self.weights.dtype))
         if self.weights.must_locate:
-            self.control.send(command)
-            self.weights.locate(command, self.worker.export(self.weights.dtype))
+            with self.control.ordered(command):
+                self.weights.locate(command, self.worker.export(self.weights.dtype))
         if self.weights.audit_obstacle and command.version == 0:
             self.progress.say(f"weights are not audited: {self.weights.audit_obstacle}")
         self.producer.set_version(command.version)
@@ -173,21 +181,28 @@ class TrainingLoop:
             f"({accuracy.questions} questions x {self.settings.eval_samples_per_prompt}, "
             f"{accuracy.parseable:.1%} parseable)"
         )
-        if step == 0:
-            self.log.write(0, values)
         return accuracy
 
-    def finish(self, save_to: Path | None, source: Path) -> None:
+    def finish(self, save_to: Path | None) -> None:
         """Save the weights if asked to and let every rank end."""
         if save_to is not None:
-            self.control.send(SaveWeights(str(save_to)))
-            self.worker.save(source, save_to, self.weights.dtype)
+            with self.control.ordered(SaveWeights(str(save_to))):
+                self.worker.save(save_to)
         self.control.send(Finish())
         self.producer.stop()
 
     def _evaluation_due(self, step: int) -> bool:
         every = self.settings.eval_every
         return step == self.settings.total_steps or (every > 0 and step % every == 0)
+
+    @contextlib.contextmanager
+    def _recorded(self, step: int) -> Iterator[dict[str, float]]:
+        """What a step measured is written even when the step fails."""
+        values: dict[str, float] = {}
+        try:
+            yield values
+        finally:
+            self.log.write(step, values)
 
     def _idle(self) -> None:
         self.check_services()

@@ -7,13 +7,13 @@ was sent; a difference is located to the tensor before the run ends.
 
 from __future__ import annotations
 
-import socket
 import urllib.parse
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from megatron_rl.addresses import LOOPBACK, address_towards
 from megatron_rl.contracts import Sync
 from megatron_rl.mcore.hf_weights.export import NamedTensors
 from sglang_bridge.admin import AdminClient
@@ -114,7 +114,7 @@ def build_weight_sync(
     if transport == "distributed":
         on_gpu = device.type == "cuda"
         chosen = DistributedTransport(
-            address=_address_towards(handles[0].url),
+            address=_address_seen_by(handles[0]),
             backend="nccl" if on_gpu else "gloo",
             timeout_seconds=timeout_s,
             device=device if on_gpu else None,
@@ -128,9 +128,7 @@ def build_weight_sync(
     return WeightSync(engines, updater, dtype=dtype, num_experts=num_experts, audit_every=audit_every)
 
 
-def _address_towards(url: str) -> str:
-    """This machine's address as the engine at `url` sees it."""
-    parts = urllib.parse.urlsplit(url)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((parts.hostname or "127.0.0.1", parts.port or 80))  # sends nothing, only picks the route
-        return str(probe.getsockname()[0])
+def _address_seen_by(engine: EngineHandle) -> str:
+    """Where an engine finds this process's rendezvous."""
+    parts = urllib.parse.urlsplit(engine.url)
+    return address_towards(parts.hostname or LOOPBACK, parts.port or 80)

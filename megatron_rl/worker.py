@@ -48,6 +48,7 @@ class Worker:
     policy: Policy
     optimizer: DistributedAdam
     batcher: Batcher
+    start_checkpoint: Path
     rollouts_directory: Path
     save_rollouts_every: int = 0
 
@@ -71,9 +72,10 @@ class Worker:
         """The weights under Hugging Face names; every rank must exhaust it."""
         return iterate_hf_weights(self.policy.models, self.model, dtype)
 
-    def save(self, source: Path, target: Path, dtype: torch.dtype) -> None:
-        """Write the weights in Hugging Face format, with the tokenizer and configuration of `source`."""
-        save_hf_weights(self.policy.models, self.model, source=source, target=target, dtype=dtype)
+    def save(self, target: Path) -> None:
+        """Write the weights as they are trained, with the start checkpoint's tokenizer and configuration."""
+        dtype = next(self.policy.models[0].parameters()).dtype
+        save_hf_weights(self.policy.models, self.model, source=self.start_checkpoint, target=target, dtype=dtype)
 
     def _run(
         self, plan: StepPlan, steps: Sequence[Sequence[MicroBatch]], watch: Stopwatch, metrics: MetricSums

@@ -118,7 +118,8 @@ class DistributedAdam:
         if not self._agree(loss_is_finite and self._gradients_are_finite()):
             return StepResult(False, float("nan"), lr)
         for group in self._optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_mult", 1.0)
+            group["weight_decay"] = self._settings.weight_decay * group.get("wd_mult", 1.0)
         _, grad_norm, _ = self._optimizer.step()
         self.steps_taken += 1
         return StepResult(True, float(grad_norm), lr)

@@ -18,7 +18,9 @@ from megatron_rl.rewards import RewardRunner, build_scorer
 from megatron_rl.rollout.assemble import SampleRejected, assemble_rollout
 from megatron_rl.rollout.engine_pool import EnginePool
 from megatron_rl.rollout.messages import (
+    ENGINE_FAILURE,
     Configure,
+    Failed,
     FromCollector,
     GroupDone,
     GroupRequest,
@@ -59,6 +61,7 @@ class Collector:
             configuration.engines,
             request_timeout_s=configuration.request_timeout_s,
             retries=configuration.retries,
+            max_in_flight=configuration.max_in_flight,
             route_shape=_route_shape(configuration),
         )
         self._tasks: set[asyncio.Task[None]] = set()
@@ -69,7 +72,7 @@ class Collector:
             case GroupRequest():
                 task = asyncio.create_task(self._answer(message))
                 self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                task.add_done_callback(self._settle)
             case Release():
                 self._store.release(message.group_ids)
             case Pause():
@@ -87,6 +90,12 @@ class Collector:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._engines.close()
+
+    def _settle(self, task: asyncio.Task[None]) -> None:
+        """A group that cannot be answered ends the run; left alone, rank 0 would wait for it for ever."""
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._send.put_nowait(Failed(f"{type(error).__name__}: {error}"))
 
     async def _answer(self, request: GroupRequest) -> None:
         results = await asyncio.gather(*(self._sample(request, i) for i in range(request.num_samples)))
@@ -127,7 +136,7 @@ class Collector:
         except (SampleRejected, RouteError, RejectedReply) as error:
             return error.reason
         except EngineError:
-            return "engine"
+            return ENGINE_FAILURE
         text = self._tokenizer.decode([int(token) for token in generation.output_ids])
         verdict = await self._rewards.judge(request.prompt, text, rollout.finish_reason)
         return _Judged(rollout, verdict, generated_at - start, generated_at)
@@ -156,12 +165,20 @@ def _sample_ref(judged: _Judged, location: PayloadLocation) -> SampleRef:
 
 
 async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, node: int) -> None:
-    """Run a collector over an authenticated connection until it is stopped or the connection ends."""
+    """Run a collector over an authenticated connection until it is stopped or the connection ends.
+
+    What goes wrong before a group can be asked for is reported to rank 0 as `Failed`.
+    """
     outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
     first = await _receive(reader)
     if not isinstance(first, Configure):
         raise ValueError(f"expected the configuration first, got {type(first).__name__}")
-    collector = Collector(node, first, outbox)
+    try:
+        collector = Collector(node, first, outbox)
+    except Exception as error:
+        writer.write(frame(Failed(f"{type(error).__name__}: {error}")))
+        await writer.drain()
+        raise
     sender = asyncio.create_task(_send_all(outbox, writer))
     try:
         while await collector.handle(await _receive(reader)):

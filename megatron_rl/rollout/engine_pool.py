@@ -24,6 +24,7 @@ class EnginePool:
         *,
         request_timeout_s: float,
         retries: int,
+        max_in_flight: int,
         route_shape: tuple[int, int] | None,
     ) -> None:
         self._clients = [
@@ -37,6 +38,7 @@ class EnginePool:
             for e in engines
         ]
         self._in_flight = [0] * len(self._clients)
+        self._slots = asyncio.Semaphore(max_in_flight * len(self._clients))
         self._want_routes = route_shape is not None
         self._running = asyncio.Event()
         self._running.set()
@@ -72,11 +74,12 @@ class EnginePool:
             await client.close()
 
     async def _send(self, token_ids: Sequence[int], sampling: Sampling, request_id: str) -> Generation:
-        engine = min(range(len(self._clients)), key=self._in_flight.__getitem__)
-        self._in_flight[engine] += 1
-        try:
-            return await self._clients[engine].generate(
-                token_ids, sampling, rid=request_id, return_routes=self._want_routes
-            )
-        finally:
-            self._in_flight[engine] -= 1
+        async with self._slots:  # a request's deadline starts when it is sent, not while it waits here
+            engine = min(range(len(self._clients)), key=self._in_flight.__getitem__)
+            self._in_flight[engine] += 1
+            try:
+                return await self._clients[engine].generate(
+                    token_ids, sampling, rid=request_id, return_routes=self._want_routes
+                )
+            finally:
+                self._in_flight[engine] -= 1

@@ -19,9 +19,10 @@ class ConnectionEnded(ConnectionError):
 
 
 class FrameReader:
-    """Splits a byte stream into frames."""
+    """Splits a byte stream into frames of at most `max_bytes`."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
+        self.max_bytes = max_bytes
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
@@ -29,8 +30,8 @@ class FrameReader:
         self._buffer += data
         while len(self._buffer) >= 4:
             length = int.from_bytes(self._buffer[:4], "big")
-            if length > MAX_FRAME_BYTES:
-                raise ConnectionError(f"a frame of {length} bytes; the limit is {MAX_FRAME_BYTES}")
+            if length > self.max_bytes:
+                raise ConnectionError(f"a frame of {length} bytes; the limit is {self.max_bytes}")
             if len(self._buffer) < 4 + length:
                 return
             body = bytes(self._buffer[4 : 4 + length])

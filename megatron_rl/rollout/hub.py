@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 import msgspec
 
 from megatron_rl.rollout.frames import ConnectionEnded, FrameReader, receive_available
-from megatron_rl.rollout.messages import FromCollector, Hello, ToCollector, frame
+from megatron_rl.rollout.messages import MAX_FRAME_BYTES, FromCollector, Hello, ToCollector, frame
+
+_HELLO_BYTES = 4096  # before it has presented the key, a peer may not make us keep more
 
 _decoder: msgspec.msgpack.Decoder[FromCollector] = msgspec.msgpack.Decoder(FromCollector)
 
@@ -28,7 +30,7 @@ class CollectorLost(RuntimeError):
 @dataclass
 class _Peer:
     connection: socket.socket
-    reader: FrameReader = field(default_factory=FrameReader)
+    reader: FrameReader = field(default_factory=lambda: FrameReader(max_bytes=_HELLO_BYTES))
     node: int | None = None
 
 
@@ -106,16 +108,21 @@ class Hub:
             what = "ended" if lost else f"sent a message that is not one ({error})"
             raise CollectorLost(f"the collector of node {peer.node} {what}") from error
         for message in messages:
-            self._handle(peer, message)
+            if not self._handle(peer, message):
+                self._drop(peer)
+                return
 
-    def _handle(self, peer: _Peer, message: FromCollector) -> None:
+    def _handle(self, peer: _Peer, message: FromCollector) -> bool:
+        """Keep a known collector's message, or learn who a peer is; False for a stranger."""
         if peer.node is not None:
             self._inbox.append((peer.node, message))
         elif isinstance(message, Hello) and hmac.compare_digest(message.key.encode(), self._key.encode()):
             peer.node = message.node
+            peer.reader.max_bytes = MAX_FRAME_BYTES
             self._peers[message.node] = peer
         else:
-            self._drop(peer)
+            return False
+        return True
 
     def _drop(self, peer: _Peer) -> None:
         self._selector.unregister(peer.connection)

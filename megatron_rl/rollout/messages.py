@@ -13,6 +13,7 @@ import msgspec
 from megatron_rl.contracts import Group, Prompt, Sampling
 
 MAX_FRAME_BYTES = 64 * 1024 * 1024
+ENGINE_FAILURE = "engine"  # the reason in `Group.rejected` for requests that an engine did not answer
 
 
 class EngineEndpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,7 +33,10 @@ class RouteShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Configure(msgspec.Struct, frozen=True, kw_only=True, tag="configure"):
-    """The collector's whole configuration. routes None: routes are neither requested nor kept."""
+    """The collector's whole configuration. routes None: routes are neither requested nor kept.
+
+    max_in_flight: requests per engine at a time; the others wait in the collector, where no deadline runs yet.
+    """
 
     engines: tuple[EngineEndpoint, ...]
     tokenizer_path: str
@@ -42,6 +46,7 @@ class Configure(msgspec.Struct, frozen=True, kw_only=True, tag="configure"):
     reward_timeout_s: float
     request_timeout_s: float
     retries: int
+    max_in_flight: int
     train_truncated: bool
 
 

@@ -46,9 +46,7 @@ def validate_routes(
     return _narrow(routes, num_experts)
 
 
-def round_robin_routes(
-    num_rows: int, num_layers: int, *, num_experts: int, topk: int
-) -> Routes:
+def round_robin_routes(num_rows: int, num_layers: int, *, num_experts: int, topk: int) -> Routes:
     """Distinct valid experts for padding rows, spread evenly: [num_rows, num_layers, topk]."""
     rows = (np.arange(num_rows)[:, None] * topk + np.arange(topk)) % num_experts
     return _narrow(np.broadcast_to(rows[:, None], (num_rows, num_layers, topk)), num_experts)

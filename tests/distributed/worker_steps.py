@@ -61,6 +61,7 @@ def build(checkpoint: str, rollouts: Path) -> Worker:
         ),
         optimizer=DistributedAdam(models, ADAM),
         batcher=Batcher(RankView.of(num_layers=model.num_layers), route_shape(model), layout.device),
+        start_checkpoint=Path(checkpoint),
         rollouts_directory=rollouts,
     )
 
