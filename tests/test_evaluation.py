@@ -1,9 +1,9 @@
 import msgspec
 import pytest
-from support.rollouts import make_ref, make_rollout
 
 from megatron_rl.contracts import FinishReason, Group, Prompt, Verdict
 from megatron_rl.evaluation import accuracy_of
+from support.rollouts import make_ref, make_rollout
 
 
 def group(*verdicts: Verdict, finish: FinishReason = FinishReason.STOP) -> Group:

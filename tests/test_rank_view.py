@@ -28,8 +28,11 @@ def test_zigzag_by_hand() -> None:
 
 
 @given(
-    st.lists(st.integers(1, 5), min_size=1, max_size=5), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]),
-    st.sampled_from([1, 2]), st.sampled_from([1, 2]),
+    st.lists(st.integers(1, 5), min_size=1, max_size=5),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2]),
+    st.sampled_from([1, 2]),
+    st.sampled_from([1, 2]),
 )
 def test_rows_and_layers_partition(lengths: list[int], cp: int, tp: int, pp: int, vpp: int) -> None:
     rows: list[int] = []

@@ -71,7 +71,11 @@ def test_the_plan_is_reproducible_and_shuffled_by_step() -> None:
     lengths = list(range(1, 40))
     assert plan(lengths) == plan(lengths)
     other = plan_step(
-        6, [sample(i, n) for i, n in enumerate(lengths)], [1.0] * 39, dp_size=2, optimizer_steps=2,
+        6,
+        [sample(i, n) for i, n in enumerate(lengths)],
+        [1.0] * 39,
+        dp_size=2,
+        optimizer_steps=2,
         tokens_per_micro_batch=40,
     )
     assert other.samples != plan(lengths).samples

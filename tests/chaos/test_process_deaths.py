@@ -5,9 +5,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.jobs import family, start_job, survivors, wait_for_step
 
 from megatron_rl.exit_codes import ExitCode
+from support.jobs import family, start_job, survivors, wait_for_step
 
 pytestmark = [pytest.mark.chaos, pytest.mark.engine, pytest.mark.timeout(420)]
 

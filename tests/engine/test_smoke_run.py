@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from support.jobs import ROOT, family, start_job, survivors
 
 from megatron_rl.exit_codes import ExitCode
+from support.jobs import ROOT, family, start_job, survivors
 
 pytestmark = [pytest.mark.engine, pytest.mark.distributed, pytest.mark.timeout(420)]
 NAMES = {

@@ -11,20 +11,20 @@ from megatron_rl.mcore import cpu_compat
 
 cpu_compat.install()  # before anything of Megatron is imported
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from megatron.core import parallel_state, tensor_parallel  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from safetensors.torch import save_file
 
-from megatron_rl.mcore.hf_config import read_hf_config  # noqa: E402
-from megatron_rl.mcore.hf_weights import iterate_hf_weights, load_hf_weights, save_hf_weights  # noqa: E402
-from megatron_rl.mcore.model import ParallelSizes, build_models  # noqa: E402
-from megatron_rl.mcore.optimizer import AdamSettings, DistributedAdam, wrap_data_parallel  # noqa: E402
-from megatron_rl.mcore.parallel import initialize, shutdown  # noqa: E402
-from megatron_rl.mcore.replay import RouteReplay  # noqa: E402
-from megatron_rl.mcore.schedule import run_schedule  # noqa: E402
-from megatron_rl.rank_view import RankView  # noqa: E402
-from tests.mcore.packs import pack, targets_of  # noqa: E402
+from megatron_rl.mcore.hf_config import read_hf_config
+from megatron_rl.mcore.hf_weights import iterate_hf_weights, load_hf_weights, save_hf_weights
+from megatron_rl.mcore.model import ParallelSizes, build_models
+from megatron_rl.mcore.optimizer import AdamSettings, DistributedAdam, wrap_data_parallel
+from megatron_rl.mcore.parallel import initialize, shutdown
+from megatron_rl.mcore.replay import RouteReplay
+from megatron_rl.mcore.schedule import run_schedule
+from megatron_rl.rank_view import RankView
+from tests.mcore.packs import pack, targets_of
 
 GLOBAL_BATCH = [(0, 1), (2, 3), (4, 5), (6, 7)]
 MOE_LAYERS = (0, 2, 3)

@@ -3,9 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.rollouts import assert_equal, make_rollout
-
 from megatron_rl.rollout import codec
+from support.rollouts import assert_equal, make_rollout
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.sampled_from([np.uint8, np.uint16]))

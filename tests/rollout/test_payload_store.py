@@ -4,10 +4,10 @@ import os
 import msgspec
 import numpy as np
 import pytest
-from support.rollouts import assert_equal, make_ref, make_rollout
 
 from megatron_rl.contracts import PayloadLocation, Rollout
 from megatron_rl.rollout.payload_store import PayloadGone, PayloadStore, read_payload
+from support.rollouts import assert_equal, make_ref, make_rollout
 
 
 def test_payloads_are_read_back_whole() -> None:

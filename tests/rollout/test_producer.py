@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
-from support.rollouts import make_ref, make_rollout
 
 from megatron_rl.contracts import Group, Prompt, SampleRef, Sampling
 from megatron_rl.rollout.frames import FrameReader, receive_available
@@ -20,6 +19,7 @@ from megatron_rl.rollout.messages import (
     frame,
 )
 from megatron_rl.rollout.producer import Producer, ProducerFailed
+from support.rollouts import make_ref, make_rollout
 
 KEY = "k" * 32
 
