@@ -38,9 +38,10 @@ class Curve:
 
 def main() -> None:
     arguments = _parse()
-    seeds = [int(seed) for seed in arguments.seeds.split(",")]
     results: dict[str, list[Curve]] = {}
-    for name, overrides in _variants(arguments.variant).items():
+    for head, *overrides in arguments.variant:
+        name, _, own_seeds = head.rstrip(":").partition("@")
+        seeds = [int(seed) for seed in (own_seeds or arguments.seeds).split(",")]
         results[name] = [_curve(arguments, name, seed, [*arguments.common, *overrides]) for seed in seeds]
         _report(results, arguments.out)
     print((arguments.out / "table.md").read_text())
@@ -137,10 +138,6 @@ def _plot(results: dict[str, list[Curve]], file: Path) -> None:
     plt.close(figure)
 
 
-def _variants(given: list[list[str]]) -> dict[str, list[str]]:
-    return {words[0].rstrip(":"): words[1:] for words in given}
-
-
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", required=True, type=lambda text: Path(text).resolve(), help="directory of the runs")
@@ -148,7 +145,12 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--experiment", default="quickstart")
     parser.add_argument("--nproc", type=int, default=1, help="training ranks of each run")
     parser.add_argument(
-        "--variant", action="append", nargs="+", required=True, metavar="WORD", help="NAME: key=value ..."
+        "--variant",
+        action="append",
+        nargs="+",
+        required=True,
+        metavar="WORD",
+        help="NAME: key=value ... or NAME@SEEDS: ...",
     )
     parser.add_argument("--common", nargs="*", default=[], help="overrides of every run")
     return parser.parse_args()
