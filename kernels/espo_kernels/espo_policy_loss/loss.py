@@ -88,7 +88,7 @@ def espo_policy_loss(
         cp_group=cp_group,
     )
     _check(logprobs, inputs)
-    match resolve_backend(backend, logprobs):
+    match resolve_backend(backend, logprobs, cpu_needs_numba=True):
         case "triton":
             from espo_kernels.espo_policy_loss.triton_launch import loss_triton, scale_triton
 

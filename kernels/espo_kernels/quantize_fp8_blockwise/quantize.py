@@ -42,12 +42,17 @@ def quantize_fp8_blockwise(
     if block < 16 or block & (block - 1):
         raise ValueError(f"block={block}: must be a power of two of at least 16")
     weight = weight.detach()
-    if resolve_backend(backend, weight) == "triton":
-        from espo_kernels.quantize_fp8_blockwise.triton_kernel import quantize_triton
+    match resolve_backend(backend, weight):
+        case "triton":
+            from espo_kernels.quantize_fp8_blockwise.triton_kernel import quantize_triton
 
-        fp8, scale_inv = quantize_triton(weight.contiguous(), block, power_of_two_scales)
-    else:
-        fp8, scale_inv = quantize_reference(weight, block, power_of_two_scales)
+            fp8, scale_inv = quantize_triton(weight.contiguous(), block, power_of_two_scales)
+        case "cpu":
+            from espo_kernels.quantize_fp8_blockwise.cpu import quantize_cpu
+
+            fp8, scale_inv = quantize_cpu(weight, block, power_of_two_scales)
+        case _:
+            fp8, scale_inv = quantize_reference(weight, block, power_of_two_scales)
     if checks_values(weight) and not bool(torch.isfinite(scale_inv).all()):
         at = tuple((~torch.isfinite(scale_inv)).nonzero()[0].tolist())
         raise ValueError(f"weight has NaN or infinite entries in block {at}: must be finite")

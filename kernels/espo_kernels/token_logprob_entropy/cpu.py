@@ -49,10 +49,12 @@ def backward(
         (statistics.maximum, statistics.log_sum, statistics.entropy, grad_logprob, grad_entropy)
     ).numpy()
     bits, ids, result = as_bits(logits), targets.long().numpy(), as_bits(out)
-    inverse_temperature = np.float32(shard.inverse_temperature)
+    inverse_temperature, in_place = np.float32(shard.inverse_temperature), out.data_ptr() == logits.data_ptr()
 
     def rows(start: int, end: int) -> None:
-        gradients(bits, columns, ids, per_token, result, start, end, shard.first, shard.valid, inverse_temperature)
+        gradients(
+            bits, columns, ids, per_token, result, start, end, shard.first, shard.valid, inverse_temperature, in_place
+        )
 
     _over_rows(rows, tokens, columns)
 

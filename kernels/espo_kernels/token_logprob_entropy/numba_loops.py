@@ -83,20 +83,34 @@ def partial_sums(bits, columns, targets, out, start, end, first, valid, inverse_
         out[3, r] = load(row[local]) if 0 <= local < valid else np.float32(np.nan)
 
 
+@njit(fastmath=_REORDER, inline="always")
+def _logit_gradient(x, maximum, log2_sum, log2_scale, flat, slope):  # type: ignore[no-untyped-def]
+    t = (x - maximum) * log2_scale - log2_sum
+    t = _LOWEST if t < _LOWEST else t
+    return -_exp2(t) * (flat + slope * t)
+
+
 @njit(fastmath=_REORDER, nogil=True, cache=True)
-def _row_gradient(row, out, maximum, log_sum, entropy, grad_logprob, grad_entropy, inverse_temperature):  # type: ignore[no-untyped-def]
-    log2_scale = inverse_temperature * _LOG2_E
-    log2_sum = log_sum * _LOG2_E
-    flat, slope = grad_logprob + grad_entropy * entropy, grad_entropy * _LN_2
+def _row_gradient(row, out, maximum, log2_sum, log2_scale, flat, slope):  # type: ignore[no-untyped-def]
     for j in range(row.size):
-        t = (load(row[j]) - maximum) * log2_scale - log2_sum
-        t = _LOWEST if t < _LOWEST else t
-        out[j] = store(-_exp2(t) * (flat + slope * t) * inverse_temperature, row[j])
+        out[j] = store(_logit_gradient(load(row[j]), maximum, log2_sum, log2_scale, flat, slope), row[j])
+
+
+# Apart from the above because a loop over two arrays is not vectorised where they turn out to be the same.
+@njit(fastmath=_REORDER, nogil=True, cache=True)
+def _row_gradient_in_place(row, maximum, log2_sum, log2_scale, flat, slope):  # type: ignore[no-untyped-def]
+    for j in range(row.size):
+        row[j] = store(_logit_gradient(load(row[j]), maximum, log2_sum, log2_scale, flat, slope), row[j])
 
 
 @njit(nogil=True, cache=True)
-def gradients(bits, columns, targets, per_token, out, start, end, first, valid, inverse_temperature):  # type: ignore[no-untyped-def]
-    """Rows [start, end) of ∂loss/∂logits; `out` may be `bits`. per_token: maximum, log-sum, H, ∂logprob, ∂entropy."""
+def gradients(  # type: ignore[no-untyped-def]
+    bits, columns, targets, per_token, out, start, end, first, valid, inverse_temperature, in_place
+):
+    """Rows [start, end) of ∂loss/∂logits; in_place says that `out` is `bits`.
+
+    per_token[5, T]: maximum, log-sum, entropy, ∂loss/∂logprob, ∂loss/∂entropy.
+    """
     for r in range(start, end):
         row, result = bits[r * columns : (r + 1) * columns], out[r * columns : (r + 1) * columns]
         maximum, log_sum, entropy = per_token[0, r], per_token[1, r], per_token[2, r]
@@ -104,13 +118,17 @@ def gradients(bits, columns, targets, per_token, out, start, end, first, valid, 
         local = targets[r] - first
         held = 0 <= local < valid
         target_log_p = (load(row[local]) - maximum) * inverse_temperature - log_sum if held else np.float32(0.0)
-        _row_gradient(
-            row[:valid], result[:valid], maximum, log_sum, entropy, grad_logprob, grad_entropy, inverse_temperature
-        )
+        zero = store(np.float32(0.0), row[0])
+        flat = (grad_logprob + grad_entropy * entropy) * inverse_temperature
+        slope = grad_entropy * _LN_2 * inverse_temperature
+        scale, log2_sum = inverse_temperature * _LOG2_E, log_sum * _LOG2_E
+        if in_place:
+            _row_gradient_in_place(row[:valid], maximum, log2_sum, scale, flat, slope)
+        else:
+            _row_gradient(row[:valid], result[:valid], maximum, log2_sum, scale, flat, slope)
         if held:
             p = np.exp(target_log_p)
             rest = p * (grad_logprob + grad_entropy * (target_log_p + entropy)) if p > 0 else np.float32(0.0)
-            result[local] = store(np.float32((grad_logprob - rest) * inverse_temperature), row[local])
-        zero = store(np.float32(0.0), row[0])
+            result[local] = store(np.float32((grad_logprob - rest) * inverse_temperature), zero)
         for j in range(valid, columns):
             result[j] = zero

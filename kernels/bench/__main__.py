@@ -1,0 +1,106 @@
+"""`python -m bench`: measure, print a table, write JSON."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from bench import measure, report
+from bench.implementation import Case
+from bench.logprob_cases import logprob_cases
+from bench.objective_cases import objective_cases
+from bench.quantize_cases import quantize_cases
+
+OPERATIONS = ("logprob", "objective", "quantize")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=list(OPERATIONS))
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--rows", type=int, help="tokens of the logits (2048 on CPU, 16384 on CUDA)")
+    parser.add_argument("--vocabulary", type=int, help="columns of the logits (32768 on CPU, 151936 on CUDA)")
+    parser.add_argument("--compile", action="store_true", help="time torch.compile too (needs a C++ compiler on CPU)")
+    parser.add_argument("--output", type=Path, help="JSON file; default bench/results/<device>-<date>.json")
+    return parser.parse_args()
+
+
+def cases(arguments: argparse.Namespace) -> Iterator[Case]:
+    device = torch.device(arguments.device)
+    on_gpu = device.type == "cuda"
+    if "logprob" in arguments.operations:
+        rows = arguments.rows or (16_384 if on_gpu else 2_048)
+        vocabulary = arguments.vocabulary or (151_936 if on_gpu else 32_768)
+        dtypes = [torch.bfloat16] if on_gpu else [torch.float32, torch.bfloat16]
+        yield from logprob_cases(device, rows, vocabulary, dtypes, arguments.compile)
+    if "objective" in arguments.operations:
+        yield from objective_cases(device, 64, 32_768 if on_gpu else 4_096)
+    if "quantize" in arguments.operations:
+        yield from quantize_cases(device, 128 if on_gpu else 4)
+
+
+def rows_of(case: Case, device: torch.device, copy_bytes_s: float, repeats: int) -> list[report.Row]:
+    expected = [tensor.double().cpu() for tensor in case.implementations[0].run()]
+    differences = {
+        one.name: max(
+            (
+                float((mine.double().cpu() - theirs).abs().max())
+                for mine, theirs in zip(one.run(), expected, strict=True)
+            ),
+            default=0.0,
+        )
+        for one in case.implementations
+        if one.compare
+    }
+    peaks = {one.name: measure.extra_peak_bytes(one.run, device) for one in case.implementations}
+    timings = measure.seconds({one.name: one.run for one in case.implementations}, device, repeats)
+    ours = timings[case.implementations[0].name].best
+    rows = []
+    for one in case.implementations:
+        best, median = timings[one.name]
+        peak = peaks[one.name]
+        rows.append(
+            report.Row(
+                operation=case.operation,
+                part=case.part,
+                shape=case.shape,
+                dtype=case.dtype,
+                implementation=one.name,
+                best_ms=round(best * 1e3, 4),
+                median_ms=round(median * 1e3, 4),
+                bytes_moved=case.bytes_moved,
+                share_of_copy=round(case.bytes_moved / best / copy_bytes_s, 4),
+                extra_peak_ratio=None if peak is None else round(peak / case.input_bytes, 3),
+                times_ours=round(best / ours, 3),
+                max_difference=differences.get(one.name),
+                note=one.note,
+            )
+        )
+    return rows
+
+
+def main() -> None:
+    arguments = parse()
+    device = torch.device(arguments.device)
+    copy_bytes_s = measure.copy_bandwidth(device, 2**32 if device.type == "cuda" else 2**28, arguments.repeats)
+    rows: list[report.Row] = []
+    absent: dict[str, str] = {}
+    for case in cases(arguments):
+        rows += rows_of(case, device, copy_bytes_s, arguments.repeats)
+        absent |= case.absent
+    print(f"copy: {copy_bytes_s / 1e9:.1f} GB/s (read + written)\n{report.table(rows)}")
+    for name, reason in absent.items():
+        print(f"not measured: {name} ({reason})")
+    described = report.machine(device)
+    default = Path(__file__).parent / "results" / f"{device.type}-{described['date']}.json"
+    path = arguments.output or default
+    report.write(path, device, copy_bytes_s / 1e9, rows, absent)
+    print(f"written: {path}")
+
+
+if __name__ == "__main__":
+    main()

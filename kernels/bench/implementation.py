@@ -1,0 +1,43 @@
+"""What is measured: a case with the implementations that compete in it.
+
+Invariant: the implementations of a case compute the same thing from the same tensors; `note` says where one does less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+Run = Callable[[], Sequence[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """run: computes once and returns its results, to be compared with the first implementation's.
+
+    compare: False where the results are of another kind. note: what the reader must know about the comparison.
+    """
+
+    name: str
+    run: Run
+    compare: bool = True
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Case:
+    """implementations: ours first. bytes_moved: read and written by a perfect implementation.
+
+    input_bytes: size of the largest input, the unit of `extra peak / input`. absent: peers not measured, with reasons.
+    """
+
+    operation: str
+    part: str
+    shape: str
+    dtype: str
+    bytes_moved: int
+    input_bytes: int
+    implementations: tuple[Implementation, ...]
+    absent: dict[str, str] = field(default_factory=dict)

@@ -1,0 +1,96 @@
+"""token_logprob_entropy beside eager torch, torch.compile, TRL, verl and Liger-Kernel.
+
+Invariant: all start from the same logits and targets and return (logprob, entropy), or the logits' gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from bench.implementation import Case, Implementation, Run
+from bench.peers import Peer, liger_cross_entropy, trl_pair, verl_pair
+from espo_kernels import token_logprob_entropy
+
+Pair = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+def eager_pair(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    log_p = logits.float().log_softmax(-1)
+    with torch.no_grad():
+        entropy = -(log_p.exp() * log_p).sum(-1)
+    return log_p.gather(1, targets.unsqueeze(1)).squeeze(1), entropy
+
+
+def logprob_cases(
+    device: torch.device, rows: int, vocabulary: int, dtypes: list[torch.dtype], compiled: bool
+) -> Iterator[Case]:
+    """Forward, and forward with the gradient of the logprobs, for each dtype."""
+    peers = [trl_pair(), verl_pair()]
+    pairs: dict[str, Pair] = {"espo_kernels": token_logprob_entropy, "eager": eager_pair}
+    if compiled:
+        pairs["torch.compile"] = torch.compile(eager_pair)
+    pairs |= {peer.name: peer.function for peer in peers if peer.function is not None}
+    absent = {peer.name: peer.reason for peer in peers if peer.function is None}
+    for dtype in dtypes:
+        logits = torch.randn(rows, vocabulary, device=device).mul_(3).to(dtype)
+        targets = torch.randint(vocabulary, (rows,), device=device)
+        common = {
+            "operation": "token_logprob_entropy",
+            "shape": f"{rows} × {vocabulary}",
+            "dtype": str(dtype).removeprefix("torch."),
+            "input_bytes": logits.nbytes,
+            "absent": absent,
+        }
+        forward = [Implementation(name, _forward(pair, logits, targets)) for name, pair in pairs.items()]
+        yield Case(part="forward", bytes_moved=logits.nbytes, implementations=tuple(forward), **common)
+        leaf = logits.requires_grad_()
+        both = [Implementation(name, _with_gradient(pair, leaf, targets)) for name, pair in pairs.items()]
+        both.insert(1, Implementation("espo_kernels, in place", _in_place(leaf, targets), compare=False))
+        liger = liger_cross_entropy()
+        if liger.function is not None and device.type == "cuda":
+            run = _liger(liger, leaf, targets)
+            both.append(Implementation(liger.name, run, compare=False, note="no entropy; gradient in place"))
+        yield Case(part="forward + backward", bytes_moved=3 * logits.nbytes, implementations=tuple(both), **common)
+
+
+def _forward(pair: Pair, logits: torch.Tensor, targets: torch.Tensor) -> Run:
+    def run() -> tuple[torch.Tensor, ...]:
+        with torch.no_grad():
+            return pair(logits, targets)
+
+    return run
+
+
+def _with_gradient(pair: Pair, logits: torch.Tensor, targets: torch.Tensor) -> Run:
+    ones = torch.ones(len(targets), device=targets.device)
+
+    def run() -> tuple[torch.Tensor, ...]:
+        logprob, _ = pair(logits, targets)
+        return torch.autograd.grad(logprob, logits, ones.to(logprob.dtype))
+
+    return run
+
+
+def _in_place(logits: torch.Tensor, targets: torch.Tensor) -> Run:
+    """Repeated in place the logits shrink towards 0: the time is that of any other logits."""
+    scratch = logits.detach().clone()
+    ones = torch.ones(len(targets), device=targets.device)
+
+    def run() -> tuple[torch.Tensor, ...]:
+        leaf = scratch.detach().requires_grad_()
+        logprob, _ = token_logprob_entropy(leaf, targets, inplace_backward=True)
+        return torch.autograd.grad(logprob, leaf, ones)
+
+    return run
+
+
+def _liger(peer: Peer, logits: torch.Tensor, targets: torch.Tensor) -> Run:
+    scratch = logits.detach().clone()
+
+    def run() -> tuple[torch.Tensor, ...]:
+        leaf = scratch.detach().requires_grad_()
+        return (peer.function(leaf, targets, reduction="sum"),)
+
+    return run

@@ -1,0 +1,105 @@
+"""Clocks and memory meters for CPU and CUDA.
+
+Invariant: competing implementations are timed in alternation, so that a busy machine slows all of them; the best time
+is the machine's, the median is what a user sees.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from bench.implementation import Run
+
+
+class Timing(NamedTuple):
+    best: float
+    median: float
+
+
+def seconds(runs: dict[str, Run], device: torch.device, repeats: int) -> dict[str, Timing]:
+    """Seconds of each run, in alternation, after one warm-up of each."""
+    clocks = {name: _cuda_clock(run) if device.type == "cuda" else _cpu_clock(run) for name, run in runs.items()}
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repeats):
+        for name, clock in clocks.items():
+            samples[name].append(clock())
+    return {name: Timing(min(values), statistics.median(values)) for name, values in samples.items()}
+
+
+def copy_bandwidth(device: torch.device, num_bytes: int, repeats: int) -> float:
+    """Bytes per second read plus written by a copy of `num_bytes`."""
+    source = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+
+    def run() -> list[torch.Tensor]:
+        target.copy_(source)
+        return []
+
+    return 2 * source.nbytes / seconds({"copy": run}, device, repeats)["copy"].best
+
+
+def extra_peak_bytes(run: Run, device: torch.device) -> int | None:
+    """Peak memory during one run beyond what was held before it; None where the system does not tell."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # resets the process's peak resident size
+        before = _status_bytes("VmRSS")
+        run()
+        return _status_bytes("VmHWM") - before
+    except OSError:
+        return None
+
+
+def _status_bytes(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/self/status has no {field}")
+
+
+def _cpu_clock(run: Run):  # type: ignore[no-untyped-def]
+    run()
+
+    def clock() -> float:
+        started = time.perf_counter()
+        run()
+        return time.perf_counter() - started
+
+    return clock
+
+
+def _cuda_clock(run: Run):  # type: ignore[no-untyped-def]
+    """Kernel time: replays of a CUDA graph where the run can be captured, else the stream's own time."""
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
+    replay = run
+    try:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        replay = graph.replay
+    except RuntimeError:  # something in the run synchronises
+        torch.cuda.synchronize()
+
+    def clock(iterations: int = 5) -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(iterations):
+            replay()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) / 1e3 / iterations
+
+    return clock

@@ -1,0 +1,91 @@
+"""Functions of other libraries, where they are installed.
+
+Invariant: a peer that cannot be imported is named with the reason; nothing stands in for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Peer(NamedTuple):
+    """function: None when the library is missing or broken, and `reason` says why."""
+
+    name: str
+    function: Callable[..., Any] | None
+    reason: str = ""
+
+
+def trl_pair() -> Peer:
+    """TRL's pair: eager on CPU, its own fused kernel on CUDA from 1.16."""
+    name = "TRL"
+    try:
+        from trl.trainer import utils
+    except Exception as error:  # a half-installed library may raise anything
+        return Peer(name, None, f"{type(error).__name__}: {error}")
+
+    def pair(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        fused = getattr(utils, "selective_log_softmax_and_entropy", None)
+        if fused is not None:
+            return fused(logits, targets, entropy_requires_grad=False)
+        with torch.no_grad():
+            entropy = utils.entropy_from_logits(logits)
+        return utils.selective_log_softmax(logits, targets), entropy
+
+    return Peer(name, pair)
+
+
+def verl_pair() -> Peer:
+    name = "verl"
+    try:
+        from verl.utils import torch_functional
+    except Exception as error:
+        return Peer(name, None, f"{type(error).__name__}: {error}")
+
+    def pair(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.no_grad():
+            entropy = torch_functional.entropy_from_logits_with_chunking(logits)
+        return torch_functional.logprobs_from_logits(logits, targets, inplace_backward=False), entropy
+
+    return Peer(name, pair)
+
+
+def liger_cross_entropy() -> Peer:
+    name = "Liger-Kernel"
+    try:
+        from liger_kernel.transformers.functional import liger_cross_entropy as function
+    except Exception as error:
+        return Peer(name, None, f"{type(error).__name__}: {error}")
+    return Peer(name, function)
+
+
+def torchao_quantizer() -> Peer:
+    name = "torchao"
+    try:
+        from torchao.quantization import quant_primitives as primitives
+
+        choose, quantize = primitives._choose_scale_float8, primitives._quantize_affine_float8
+    except Exception as error:
+        return Peer(name, None, f"{type(error).__name__}: {error}")
+
+    def function(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        blocks = [1] * (weight.dim() - 2) + [128, 128]
+        scale = choose(weight, blocks)
+        return quantize(weight, scale), scale
+
+    return Peer(name, function)
+
+
+def versions() -> dict[str, str]:
+    """Versions of what took part, and of what they run on."""
+    found = {}
+    for package in ("torch", "triton", "numba", "trl", "verl", "liger-kernel", "torchao"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,47 @@
+"""quantize_fp8_blockwise on the expert matrices of Qwen3-30B-A3B, beside torchao and eager torch.
+
+Invariant: scales are compared with ours; codes are not, because libraries round the quotient differently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from bench.implementation import Case, Implementation, Run
+from bench.peers import torchao_quantizer
+from espo_kernels import quantize_fp8_blockwise
+
+SHAPES = {"gate and up": (1536, 2048), "down": (2048, 768)}
+
+
+def quantize_cases(device: torch.device, experts: int) -> Iterator[Case]:
+    """A stack of `experts` matrices of each shape, bfloat16."""
+    peer = torchao_quantizer()
+    for part, (M, N) in SHAPES.items():
+        weight = torch.randn(experts, M, N, device=device, dtype=torch.bfloat16)
+        implementations = [
+            Implementation("espo_kernels", _ours(weight, "auto")),
+            Implementation("eager", _ours(weight, "reference")),
+        ]
+        if peer.function is not None:
+            implementations.append(Implementation(peer.name, _scales_of(peer.function, weight)))
+        yield Case(
+            operation="quantize_fp8_blockwise",
+            part=part,
+            shape=f"{experts} × {M} × {N}",
+            dtype="bfloat16",
+            bytes_moved=weight.nbytes + weight.numel(),
+            input_bytes=weight.nbytes,
+            implementations=tuple(implementations),
+            absent={} if peer.function is not None else {peer.name: peer.reason},
+        )
+
+
+def _ours(weight: torch.Tensor, backend: str) -> Run:
+    return lambda: quantize_fp8_blockwise(weight, backend=backend)[1:]
+
+
+def _scales_of(function, weight: torch.Tensor) -> Run:  # type: ignore[no-untyped-def]
+    return lambda: [function(weight)[1].reshape(*weight.shape[:-2], weight.shape[-2] // 128, -1)]
