@@ -1,7 +1,7 @@
 """Says whether this machine can run a configuration: python launch/preflight.py experiment=quickstart key=value ...
 
-Invariant: it starts no engine, joins no process group and writes nothing but a probe file it removes. Exit code 0: all
-checks passed; 2: the configuration is refused or a check failed.
+Invariant: it starts no engine, joins no process group and writes nothing but a probe file it removes. Exit code 0: no
+check failed, though some may warn; 2: the configuration is refused or a check failed.
 """
 
 from __future__ import annotations
@@ -34,15 +34,21 @@ ENGINE_BYTES, RANK_BYTES = 2 * GIB, GIB // 2
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report. remedy: what to do when it failed."""
+    """One line of the report. remedy: what to do when it failed. required: whether a run cannot do without it."""
 
     name: str
     passed: bool
     found: str
     remedy: str
+    required: bool = True
+
+    @property
+    def refuses(self) -> bool:
+        """Whether a run must not start."""
+        return self.required and not self.passed
 
     def __str__(self) -> str:
-        verdict = "ok  " if self.passed else "FAIL"
+        verdict = "ok  " if self.passed else "FAIL" if self.required else "warn"
         return f"{verdict}  {self.name}: {self.found}" + ("" if self.passed else f". {self.remedy}.")
 
 
@@ -78,10 +84,11 @@ def check_memory(engine: EngineConfig, facts: LaunchFacts) -> Check:
 
 
 def check_shared_memory(directory: str = "/dev/shm") -> Check:
-    """Rollouts cross from the collector to the ranks through shared memory."""
+    """NCCL and engines with several ranks pass data between processes through it; rollouts do not need it."""
     free = shutil.disk_usage(directory).free if os.path.isdir(directory) else 0
     found = f"{free / GIB:.1f} GiB free in {directory}"
-    return Check("shared memory", free >= GIB, found, "In a container give it more: --shm-size 8g")
+    remedy = "NCCL, and SGLang with engine.tp > 1, need some; in a container give it more: --shm-size 8g"
+    return Check("shared memory", free >= GIB, found, remedy, required=False)
 
 
 def check_run_root(root: str) -> Check:
@@ -123,7 +130,7 @@ def preflight(config: TrainRlConfig) -> int:
     print("ok    configuration: every rule is kept")
     for check in checks:
         print(check)
-    return ExitCode.OK if all(check.passed for check in checks) else ExitCode.REFUSED
+    return ExitCode.OK if not any(check.refuses for check in checks) else ExitCode.REFUSED
 
 
 if __name__ == "__main__":
