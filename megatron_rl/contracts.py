@@ -186,11 +186,10 @@ class Wait(msgspec.Struct, frozen=True, tag="wait"):
 
 
 class Sync(msgspec.Struct, frozen=True, tag="sync"):
-    """Export the weights to the named engines (every engine when empty) as `version`."""
+    """Export the weights as `version` to the engines of these indices (every engine when empty)."""
 
     version: int
     engines: tuple[int, ...] = ()
-    epoch: int = 0
     audit: bool = False
 
 

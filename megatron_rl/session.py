@@ -140,7 +140,13 @@ class Session:
         producer = Producer(hub, max_staleness=config.rollout.max_staleness)
         producer.configure({e.node: build.collector_configuration(config, model, e.endpoints) for e in engines})
         handles = [
-            EngineHandle(urls=(p.url,), tp=config.engine.tp, ep=config.engine.ep, node=e.node)
+            EngineHandle(
+                urls=(p.url,),
+                tp=config.engine.tp,
+                ep=config.engine.ep,
+                node=e.node,
+                quantization=config.engine.quantization,
+            )
             for e in engines
             for p in e.endpoints
         ]

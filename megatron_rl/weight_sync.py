@@ -65,13 +65,15 @@ class WeightSync:
     def push(self, command: Sync, weights: NamedTensors) -> dict[str, float]:
         """Send one export to every engine and audit it if told to; returns metrics. Raises `WeightUpdateFailed`."""
         values = {"sync/version": float(command.version)}
+        engines = [self._engines[i] for i in command.engines] or self._engines
+        urls = {handle.url for handle, _ in engines}
         if not command.audit or self.audit_obstacle:
-            self._updater.push(weights, command.version)
+            self._updater.push(weights, command.version, urls=urls)
             return values
         expectation = WeightExpectation(dtype=self.dtype, num_experts=self._num_experts)
-        self._updater.push(expectation.observe(weights), command.version)
+        self._updater.push(expectation.observe(weights), command.version, urls=urls)
         try:
-            reports = [audit_engine(handle, admin, expectation) for handle, admin in self._engines]
+            reports = [audit_engine(handle, admin, expectation) for handle, admin in engines]
         except AuditUnsupported as obstacle:
             self.audit_obstacle = str(obstacle)
             return values

@@ -71,13 +71,25 @@ def build_environment(settings: EngineSettings, inherited: Mapping[str, str]) ->
         environment["CUDA_VISIBLE_DEVICES"] = ""
         search.insert(0, str(cpu_shim_path()))
     elif settings.gpus:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, settings.gpus))
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(_devices(settings.gpus, inherited.get("CUDA_VISIBLE_DEVICES")))
     if inherited.get("PYTHONPATH"):
         search.append(inherited["PYTHONPATH"])
     environment["PYTHONPATH"] = os.pathsep.join(search)
     if settings.host in _LOOPBACK:
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return environment
+
+
+def _devices(gpus: tuple[int, ...], visible: str | None) -> list[str]:
+    """The engine's devices: `gpus` counts within what this process may see, which a scheduler may have restricted."""
+    if visible is None:
+        return [str(gpu) for gpu in gpus]
+    listed = [device.strip() for device in visible.split(",") if device.strip()]
+    if max(gpus) >= len(listed):
+        raise ValueError(
+            f"engine GPUs {gpus} with CUDA_VISIBLE_DEVICES={visible!r}: it lists only {len(listed)} devices"
+        )
+    return [listed[gpu] for gpu in gpus]
 
 
 def _belongs_to_torchrun(key: str) -> bool:

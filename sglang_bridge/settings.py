@@ -21,8 +21,10 @@ _RESERVED = (
     "--device",
     "--tp-size",
     "--tp",
+    "--tensor-parallel-size",
     "--ep-size",
     "--ep",
+    "--expert-parallel-size",
 )
 _UNSUPPORTED = (
     "--pp-size",
@@ -72,7 +74,12 @@ class EngineSettings:
             raise ValueError("engine.max_total_tokens=null with engine.device=cpu: give the KV cache a size in tokens")
         for argument in self.extra_args:
             option = argument.split("=", 1)[0]
-            if option in _RESERVED:
+            if _names(option, _RESERVED):
                 raise ValueError(f"engine.extra_args has {option}: it has a setting of its own; use that one")
-            if option in _UNSUPPORTED:
+            if _names(option, _UNSUPPORTED):
                 raise ValueError(f"engine.extra_args has {option}: not supported with recorded routes; remove it")
+
+
+def _names(option: str, names: tuple[str, ...]) -> bool:
+    """Whether an option is one of `names`, or an abbreviation that SGLang's parser would expand to one."""
+    return option.startswith("--") and any(name == option or name.startswith(option) for name in names)

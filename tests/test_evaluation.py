@@ -2,7 +2,7 @@ import msgspec
 import pytest
 
 from megatron_rl.contracts import FinishReason, Group, Prompt, Verdict
-from megatron_rl.evaluation import accuracy_of
+from megatron_rl.evaluation import LostEvaluation, accuracy_of
 from support.rollouts import make_ref, make_rollout
 
 
@@ -39,3 +39,10 @@ def test_a_truncated_response_is_not_parseable() -> None:
 def test_no_question_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"data\.num_eval"):
         accuracy_of([], 1)
+
+
+def test_a_request_without_an_answer_is_not_a_wrong_answer() -> None:
+    lost = msgspec.structs.replace(group(RIGHT), rejected={"engine": 1})
+    with pytest.raises(LostEvaluation, match="1 requests"):
+        accuracy_of([lost], 2)
+    assert accuracy_of([msgspec.structs.replace(group(RIGHT), rejected={"empty": 1})], 2).rejected == 1

@@ -1,5 +1,6 @@
 """What is left when processes of a run are killed: nothing, and a documented exit code."""
 
+import json
 import signal
 from pathlib import Path
 
@@ -50,4 +51,17 @@ def test_a_terminated_run_takes_everything_with_it(tmp_path: Path) -> None:
     job.send_signal(signal.SIGTERM)
     output, _ = job.communicate(timeout=60)
     assert job.returncode == ExitCode.TERMINATED, output[-3000:]
+    assert json.loads((tmp_path / "job/exit.json").read_text())["code"] == ExitCode.TERMINATED
+    assert survivors(processes, 15) == []
+
+
+@pytest.mark.distributed
+def test_terminating_two_ranks_in_the_middle_of_a_step_does_not_hang(tmp_path: Path) -> None:
+    job = start_job(tmp_path, "train.total_steps=500", "parallel=ep2", ranks=2)
+    wait_for_step(tmp_path / "job", 2, job)
+    processes = family(job)
+    job.send_signal(signal.SIGTERM)
+    job.communicate(timeout=60)
+    assert job.returncode != 0
+    assert json.loads((tmp_path / "job/exit.json").read_text())["code"] == ExitCode.TERMINATED
     assert survivors(processes, 15) == []

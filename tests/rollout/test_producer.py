@@ -181,3 +181,12 @@ def test_large_messages_arrive_whole(hub: Hub) -> None:
         received = hub.poll(1)
     sender.join()
     assert received == (0, message)
+
+
+def test_a_stranger_with_two_bad_frames_is_dropped_once(hub: Hub) -> None:
+    stranger = socket.create_connection(hub.address)
+    stranger.sendall(frame(Failed("a")) + frame(Failed("b")))
+    oversized = socket.create_connection(hub.address)
+    oversized.sendall((1 << 20).to_bytes(4, "big") + b"x" * 100)
+    with pytest.raises(CollectorLost, match="0 of 1"):
+        hub.wait_for(1, 0.3)

@@ -73,3 +73,18 @@ def test_torchrun_variables_do_not_reach_the_engine() -> None:
 def test_what_cannot_work_is_refused(change: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         settings(**change)
+
+
+def test_engine_gpus_count_within_what_the_scheduler_gave() -> None:
+    gpu = settings(device="cuda", gpus=(1, 2))
+    assert build_environment(gpu, {"CUDA_VISIBLE_DEVICES": "4,5,7"})["CUDA_VISIBLE_DEVICES"] == "5,7"
+    with pytest.raises(ValueError, match="lists only 2"):
+        build_environment(gpu, {"CUDA_VISIBLE_DEVICES": "4,5"})
+
+
+@pytest.mark.parametrize(
+    "argument", ["--hos=0.0.0.0", "--model=/other", "--tensor-parallel-size=2", "--disagg=prefill"]
+)
+def test_abbreviated_options_are_refused_too(argument: str) -> None:
+    with pytest.raises(ValueError, match=r"engine\.extra_args"):
+        settings(extra_args=(argument,))
