@@ -48,9 +48,15 @@ def test_memory_and_places(preflight: ModuleType, tmp_path: Path) -> None:
     assert preflight.check_memory(EngineConfig(), LaunchFacts()).passed
     assert not preflight.check_memory(EngineConfig(count=10_000), LaunchFacts()).passed
     assert preflight.check_memory(EngineConfig(mode="external", count=10_000), LaunchFacts()).passed
-    assert not preflight.check_shared_memory(str(tmp_path / "missing")).passed
     assert preflight.check_run_root(str(tmp_path / "not" / "yet")).passed
     assert list(tmp_path.iterdir()) == []
+
+
+def test_little_shared_memory_warns_and_does_not_refuse(preflight: ModuleType, tmp_path: Path) -> None:
+    check = preflight.check_shared_memory(str(tmp_path / "missing"))
+    assert (check.passed, check.refuses) == (False, False)
+    assert str(check).startswith("warn  shared memory: 0.0 GiB free") and "--shm-size" in str(check)
+    assert preflight.check_memory(EngineConfig(count=10_000), LaunchFacts()).refuses
 
 
 def test_script_reports_every_check(tmp_path: Path, checkpoint: Path) -> None:
