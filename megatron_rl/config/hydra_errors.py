@@ -32,23 +32,23 @@ _KNOWN = (
 
 
 @dataclass(frozen=True)
-class _Override:
-    """One `key=value` of the command line."""
+class Override:
+    """One `key=value` of the command line, its prefix +, ++ or ~ taken off."""
 
     key: str
     value: str
 
     @classmethod
-    def parse(cls, text: str) -> _Override:
+    def parse(cls, text: str) -> Override:
         key, _, value = text.partition("=")
         return cls(key.lstrip("+~"), value)
 
 
 def as_refusal(error: Exception, overrides: Sequence[str]) -> Refusal:
     """The refusal of a configuration that could not be composed. overrides: the command line's, for their values."""
-    given = [_Override.parse(text) for text in overrides]
+    given = [Override.parse(text) for text in overrides]
     if isinstance(error, OverrideParseException):
-        blamed = _Override.parse(error.override)
+        blamed = Override.parse(error.override)
         return Refusal(blamed.key, blamed.value, "Hydra cannot parse this", "Quote it for the shell: 'key=\"value\"'")
     if isinstance(error, MissingConfigException):
         return _missing_option(error, given)
@@ -64,7 +64,7 @@ def as_refusal(error: Exception, overrides: Sequence[str]) -> Refusal:
     return Refusal(blamed.key, blamed.value, rule or first_line, remedy)
 
 
-def _missing_option(error: MissingConfigException, given: Sequence[_Override]) -> Refusal:
+def _missing_option(error: MissingConfigException, given: Sequence[Override]) -> Refusal:
     group, _, option = (error.missing_cfg_file or "").removesuffix(".yaml").rpartition("/")
     options = [name for name in error.options or () if not name.startswith("_")]
     rule = f"There is no such file in hydra_conf/{group}" if group else "There is no such file in hydra_conf"
@@ -72,17 +72,17 @@ def _missing_option(error: MissingConfigException, given: Sequence[_Override]) -
     return Refusal(key, option, rule, f"Choose one of {', '.join(options)}" if options else _COMPOSE)
 
 
-def _blame(message: str, text: str, given: Sequence[_Override], file: str | None) -> _Override:
+def _blame(message: str, text: str, given: Sequence[Override], file: str | None) -> Override:
     """The key that is wrong, and its value or the file that sets it."""
     whole = re.search(r"Error merging override (.+)", message)
     if whole is not None:
-        return _Override.parse(whole[1])
+        return Override.parse(whole[1])
     named = re.search(r"full_key: (\S+)", text) or re.search(r"Could not \w+ '(.+?)'", message)
     named = (
         named or re.search(r"(\S+) appears more than once", text) or re.search(r"Multiple values for (\S+?)\.", text)
     )
     if named is not None:
         value = next((o.value for o in given if o.key == named[1] or o.key.startswith(f"{named[1]}.")), None)
-        return _Override(named[1], value if value is not None else f"(in {file}.yaml)" if file else "?")
+        return Override(named[1], value if value is not None else f"(in {file}.yaml)" if file else "?")
     groups = [override for override in given if "." not in override.key]
-    return groups[0] if len(groups) == 1 else _Override("configuration", "?")
+    return groups[0] if len(groups) == 1 else Override("configuration", "?")

@@ -102,16 +102,16 @@ class EngineConfig:
     count: int = setting(1, ge=1)  # managed only: engines per node
     tp: int = setting(1, ge=1)
     ep: int = setting(1, ge=1)
-    device: str = setting("auto", choices=("auto", "cpu", "cuda"))
+    device: str = setting("auto", choices=("auto", "cpu", "cuda"))  # managed only; the trainer's: GPUs where there are
     dtype: str = setting("float32", choices=("float32", "bfloat16"))
     quantization: str | None = None
-    max_running_requests: int = setting(256, ge=1)
-    max_total_tokens: int = setting(16384, ge=1)
-    threads: int = setting(1, ge=1)
-    start_timeout_s: float = setting(180.0, gt=0)
+    max_running_requests: int = setting(256, ge=1)  # bounds the requests in flight too
+    max_total_tokens: int = setting(16384, ge=1)  # managed only
+    threads: int = setting(1, ge=1)  # managed only
+    start_timeout_s: float = setting(180.0, gt=0)  # managed only; less than parallel.timeout_s
     request_timeout_s: float = setting(120.0, gt=0)
     retries: int = setting(2, ge=0)
-    extra_args: list[str] = field(default_factory=list)
+    extra_args: list[str] = field(default_factory=list)  # managed only
 
 
 @dataclass
@@ -119,7 +119,7 @@ class ParallelConfig:
     """Megatron's parallel sizes. Data parallelism is what is left of the world."""
 
     tp: int = setting(1, ge=1)
-    pp: int = setting(1, ge=1)
+    pp: int = setting(1, ge=1)  # more than 1 is not supported yet, as of vpp and cp
     vpp: int | None = setting(None, ge=1)
     cp: int = setting(1, ge=1)
     ep: int = setting(1, ge=1)
@@ -183,7 +183,7 @@ class SyncConfig:
     transport: str = setting("distributed", choices=("distributed", "disk"))
     bucket_mb: float = setting(256.0, gt=0)
     audit_every: int = setting(10, ge=0)  # syncs; the first sync is always audited, 0: only that one
-    timeout_s: float = setting(120.0, gt=0)
+    timeout_s: float = setting(120.0, gt=0)  # less than parallel.timeout_s
 
 
 @dataclass

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_rl.config.facts import LaunchFacts
-from megatron_rl.config.hydra_errors import as_refusal
+from megatron_rl.config.hydra_errors import Override, as_refusal
 from megatron_rl.config.refusal import ConfigurationRefused, Refusal
 from megatron_rl.config.schema import TrainRlConfig
 from megatron_rl.config.unknown_keys import check_unknown_keys
@@ -36,7 +36,7 @@ def typed_config(
         raise ConfigurationRefused([*refusals, as_refusal(error, overrides)]) from error
     if config.run.experiment is None:
         config.run.experiment = choices.get("experiment") or "custom"
-    validate(config, facts)
+    validate(config, facts, given={Override.parse(text).key for text in overrides})
     return config
 
 

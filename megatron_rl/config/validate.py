@@ -5,6 +5,8 @@ Invariant: rules across values see only values that keep their own limits, and o
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from megatron_rl.config.facts import LaunchFacts
 from megatron_rl.config.limits import check_limits
 from megatron_rl.config.refusal import ConfigurationRefused, Refusal
@@ -17,17 +19,19 @@ from megatron_rl.config.rules.model import inspect_model
 from megatron_rl.config.rules.parallel import check_grid, check_model_split
 from megatron_rl.config.rules.precision import check_precision
 from megatron_rl.config.rules.run import check_run
+from megatron_rl.config.rules.timeouts import check_timeouts
 from megatron_rl.config.schema import TrainRlConfig
 
 
-def validate(config: TrainRlConfig, facts: LaunchFacts) -> None:
-    """Raise `ConfigurationRefused` with every rule that the configuration breaks."""
+def validate(config: TrainRlConfig, facts: LaunchFacts, given: Collection[str] = ()) -> None:
+    """Raise `ConfigurationRefused` with every rule that the configuration breaks. given: keys of the command line."""
     _refuse(list(check_limits(config)))
     shape, refusals = inspect_model(config.model.path)
     refusals += check_algo(config.algo)
-    refusals += check_data(config.data)
+    refusals += check_data(config.data, given)
     refusals += check_engine(config.engine, facts)
     refusals += check_grid(config.parallel, facts)
+    refusals += check_timeouts(config.engine, config.parallel, config.sync)
     refusals += check_precision(config.model, config.engine, facts)
     refusals += check_batch(config.rollout, config.train, config.data)
     refusals += check_run(config.run)

@@ -35,7 +35,7 @@ def start(*arguments: str, cwd: Path, **environment: str) -> subprocess.Complete
     [
         ("+optimizer.learning_rate=1", "optimizer.learning_rate=1: There is no such key"),
         ("train.total_steps=many", "train.total_steps=many: Must be a whole number"),
-        ("parallel=ep2", "parallel.ep=2: parallel.etp x ep x pp = 2 does not divide the 1 rank(s)"),
+        ("parallel=ep2", "parallel.ep=2: parallel.etp x ep = 2 does not divide the 1 rank(s)"),
         ("model.path=/nowhere", "model.path=/nowhere: There is no such directory"),
         ("--multirun", "--multirun=''"),
     ],

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from megatron_rl.config.refusal import Refusal
 from megatron_rl.config.schema import DataConfig
 
 
-def check_data(data: DataConfig) -> Iterator[Refusal]:
-    """Required keys of the source, keys of another source, missing files, a generator package that is missing."""
+def check_data(data: DataConfig, given: Collection[str]) -> Iterator[Refusal]:
+    """Required keys of the source, keys of another source, missing files, a generator package that is missing.
+
+    given: keys of the command line. Counts that a recipe brings along may go unused; those a user asks for may not.
+    """
     yield from _check_foreign_keys(data)
+    yield from _check_counts(data, given)
     if data.source == "jsonl":
         yield from _check_files(data)
     elif data.source == "reasoning_gym":
@@ -30,6 +34,17 @@ def _check_foreign_keys(data: DataConfig) -> Iterator[Refusal]:
         if value is not None and data.source != source:
             rule = f"It has no meaning with data.source={data.source}"
             yield Refusal(f"data.{name}", value, rule, f"Remove it, or choose data={source}")
+
+
+def _check_counts(data: DataConfig, given: Collection[str]) -> Iterator[Refusal]:
+    if data.source != "jsonl":
+        return
+    if "data.num_train" in given and data.num_train != DataConfig.num_train:
+        rule = "All rows of data.train_path are used, whatever it says"
+        yield Refusal("data.num_train", data.num_train, rule, "Remove it, or give a shorter file")
+    if "data.num_eval" in given and data.num_eval != DataConfig.num_eval and data.eval_path is not None:
+        rule = "All rows of data.eval_path are used, whatever it says"
+        yield Refusal("data.num_eval", data.num_eval, rule, "Remove it, or give a shorter file")
 
 
 def _check_files(data: DataConfig) -> Iterator[Refusal]:

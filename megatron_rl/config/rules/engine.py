@@ -33,11 +33,25 @@ def _check_external(engine: EngineConfig) -> Iterator[Refusal]:
         yield from _check_url(url)
     if len(set(engine.urls)) < len(engine.urls):
         yield Refusal("engine.urls", engine.urls, "An engine is named twice", "Name each one once")
-    if engine.extra_args:
-        rule = "Arguments are given when a server starts, and external ones run already"
-        yield Refusal("engine.extra_args", engine.extra_args, rule, "Remove it, or use engine=managed")
+    yield from _check_server_settings(engine)
     if engine.key_file is not None:
         yield from _check_key_file(Path(engine.key_file))
+
+
+def _check_server_settings(engine: EngineConfig) -> Iterator[Refusal]:
+    default = EngineConfig()
+    for name, value, unset in (
+        ("count", engine.count, default.count),
+        ("device", engine.device, default.device),
+        ("max_total_tokens", engine.max_total_tokens, default.max_total_tokens),
+        ("threads", engine.threads, default.threads),
+        ("start_timeout_s", engine.start_timeout_s, default.start_timeout_s),
+        ("extra_args", engine.extra_args, default.extra_args),
+    ):
+        if value != unset:
+            rule = "It is for starting a server, and external ones run already"
+            remedy = "Remove it and set it where the server is started, or use engine=managed"
+            yield Refusal(f"engine.{name}", value, rule, remedy)
 
 
 def _check_url(url: str) -> Iterator[Refusal]:
@@ -48,7 +62,10 @@ def _check_url(url: str) -> Iterator[Refusal]:
     except ValueError as error:
         yield Refusal("engine.urls", url, f"It is not a URL ({error})", remedy)
         return
-    if parts.scheme not in ("http", "https") or not host or port is None:
+    if parts.scheme == "https":
+        rule = "The trainer speaks plain HTTP to its engines"
+        yield Refusal("engine.urls", url, rule, f"Terminate TLS in front of it, or leave it out. {remedy}")
+    elif parts.scheme != "http" or not host or port is None:
         yield Refusal("engine.urls", url, "An engine's address has a scheme, a host and a port", remedy)
     elif parts.username is not None or parts.path.strip("/") or parts.query:
         yield Refusal("engine.urls", url, "An engine's address has no user, path or query", remedy)
@@ -73,10 +90,7 @@ def _check_managed(engine: EngineConfig, facts: LaunchFacts) -> Iterator[Refusal
             rule = "engine.mode=managed starts its own servers on free ports with random keys"
             yield Refusal(f"engine.{name}", value, rule, "Remove it, or use engine=external")
     on_gpu = engine.device == "cuda" or (engine.device == "auto" and facts.num_gpus > 0)
-    if on_gpu and facts.num_gpus == 0:
-        yield Refusal("engine.device", engine.device, "No CUDA device is visible here", "Use engine.device=cpu")
-    elif on_gpu:
-        yield from _check_gpu_count(engine, facts)
+    yield from _check_device(engine, facts)
     try:
         EngineSettings(
             model_path="",
@@ -89,6 +103,18 @@ def _check_managed(engine: EngineConfig, facts: LaunchFacts) -> Iterator[Refusal
         )
     except ValueError as error:
         yield _taken_over(engine, error)
+
+
+def _check_device(engine: EngineConfig, facts: LaunchFacts) -> Iterator[Refusal]:
+    """Trainer and engines share one process group for weights: NCCL on GPUs, gloo without, never one of each."""
+    if facts.num_gpus == 0 and engine.device == "cuda":
+        yield Refusal("engine.device", "cuda", "No CUDA device is visible here", "Use engine.device=auto")
+    elif facts.num_gpus > 0 and engine.device == "cpu":
+        rule = f"The trainer sends weights from the {facts.num_gpus} GPU(s) here with NCCL, and a CPU engine has none"
+        remedy = 'Use engine.device=auto, or hide the GPUs from the whole job: CUDA_VISIBLE_DEVICES=""'
+        yield Refusal("engine.device", "cpu", rule, remedy)
+    elif facts.num_gpus > 0:
+        yield from _check_gpu_count(engine, facts)
 
 
 def _check_gpu_count(engine: EngineConfig, facts: LaunchFacts) -> Iterator[Refusal]:
