@@ -6,6 +6,7 @@ is the machine's, the median is what a user sees.
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from pathlib import Path
@@ -45,6 +46,7 @@ def copy_bandwidth(device: torch.device, num_bytes: int, repeats: int) -> float:
 
 def extra_peak_bytes(run: Run, device: torch.device) -> int | None:
     """Peak memory during one run beyond what was held before it; None where the system does not tell."""
+    gc.collect()  # or garbage freed during the run would hide what it allocates
     if device.type == "cuda":
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()

@@ -1,4 +1,4 @@
-"""One of two gloo ranks: `python gloo_rank.py <rank> <store file> <vocabulary|context>`; asserts, then exits 0.
+"""One of two gloo ranks: `python gloo_rank.py <rank> <store file>`; asserts, then exits 0.
 
 Invariant: both ranks build the same whole problem from a seed, solve their part, and compare with the whole.
 """
@@ -32,9 +32,8 @@ class CollectiveCounter:
         return call
 
 
-def check_vocabulary(rank: int) -> None:
+def check_vocabulary(rank: int, counter: CollectiveCounter) -> None:
     """Shards of 10 columns; a vocabulary of 17 pads the second, one of 8 leaves it empty."""
-    counter = CollectiveCounter()
     for vocab_size in (20, 17, 8):
         rng = torch.Generator().manual_seed(1)
         logits = torch.randn(6, 20, generator=rng) * 5 + 300
@@ -66,9 +65,8 @@ def check_vocabulary(rank: int) -> None:
             assert torch.equal(*gathered)
 
 
-def check_context(rank: int) -> None:
+def check_context(rank: int, counter: CollectiveCounter) -> None:
     """Each rank holds every other token of each sequence; one sequence lies on rank 0 alone."""
-    counter = CollectiveCounter()
     lengths = [7, 1, 12, 0, 4]
     batch = response_batch(lengths, 5)
     owner = torch.cat([torch.arange(n) % 2 for n in lengths])
@@ -107,10 +105,12 @@ def check_context(rank: int) -> None:
 
 
 def main() -> None:
-    rank, store, check = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    rank, store = int(sys.argv[1]), sys.argv[2]
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     try:
-        {"vocabulary": check_vocabulary, "context": check_context}[check](rank)
+        counter = CollectiveCounter()
+        check_vocabulary(rank, counter)
+        check_context(rank, counter)
         dist.barrier()
     finally:
         dist.destroy_process_group()

@@ -46,7 +46,7 @@ def backward(
     if grad_entropy is None:
         grad_entropy = torch.zeros_like(grad_logprob)
     per_token = torch.stack(
-        (statistics.maximum, statistics.log_sum, statistics.entropy, grad_logprob, grad_entropy)
+        (statistics.anchor, statistics.log_sum, statistics.entropy, grad_logprob, grad_entropy)
     ).numpy()
     bits, ids, result = as_bits(logits), targets.long().numpy(), as_bits(out)
     inverse_temperature, in_place = np.float32(shard.inverse_temperature), out.data_ptr() == logits.data_ptr()

@@ -50,6 +50,29 @@ def store(typing_context: Any, value: Any, like: Any) -> Any:
 
 
 @intrinsic
+def nearest_integer(typing_context: Any, value: Any) -> Any:
+    """The nearest integer as float32; numba's own rounding calls a library and does not vectorise."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        rint = builder.module.declare_intrinsic("llvm.rint", [ir.FloatType()])
+        return builder.call(rint, [args[0]])
+
+    return types.float32(types.float32), generate
+
+
+@intrinsic
+def prefer_wide_vectors(typing_context: Any) -> Any:
+    """Lets the calling function use 512-bit vectors: by default LLVM stays at 256 bits where both exist."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        # llvmlite accepts only the attributes it knows by name, and this one is a string attribute.
+        set.add(builder.function.attributes, '"prefer-vector-width"="512"')
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic
 def power_of_two(typing_context: Any, exponent: Any) -> Any:
     """2^n as float32 for an int32 n in [-126, 127]."""
 

@@ -1,6 +1,6 @@
 """The autograd node shared by the fast backends.
 
-Invariant: saves the logits themselves and three numbers per token (target, maximum, log-sum; the entropy is a result);
+Invariant: saves the logits themselves and three numbers per token (target, anchor, log-sum; the entropy is a result);
 probabilities are recomputed in backward.
 """
 

@@ -56,7 +56,7 @@ def backward(
     logits_gradient_kernel[(tokens, triton.cdiv(columns, block))](
         logits,
         targets,
-        statistics.maximum,
+        statistics.anchor,
         statistics.log_sum,
         statistics.entropy,
         grad_logprob,

@@ -26,11 +26,11 @@ class VocabularyShard:
 
 
 class TokenStatistics(NamedTuple):
-    """[T] float32 each. maximum: of the logits. log_sum: log Σ exp((x − maximum) / τ)."""
+    """[T] float32 each. log_sum: log Σ exp((x − anchor) / τ), where the anchor is a logit at or near the maximum."""
 
     logprob: torch.Tensor
     entropy: torch.Tensor
-    maximum: torch.Tensor
+    anchor: torch.Tensor
     log_sum: torch.Tensor
 
 
@@ -62,13 +62,13 @@ def merge_shards(
     """The softmax of all shards.
 
     Args:
-        partials: by rank, [4, T] float32: maximum, Σ exp(d), Σ d · exp(d) with d = (x − maximum) / τ, and the target's
+        partials: by rank, [4, T] float32: anchor, Σ exp(d), Σ d · exp(d) with d = (x − anchor) / τ, and the target's
             logit (NaN where another rank holds it).
         columns: logits per rank.
     """
     shards = torch.stack(partials)
-    maximum = shards[:, 0].amax(0)
-    shift = ((shards[:, 0] - maximum) * inverse_temperature).clamp_min(LOWEST)
+    anchor = shards[:, 0].amax(0)
+    shift = ((shards[:, 0] - anchor) * inverse_temperature).clamp_min(LOWEST)
     scale = shift.exp()
     total = (scale * shards[:, 1]).sum(0)
     weighted = (scale * (shards[:, 2] + shift * shards[:, 1])).sum(0)
@@ -76,8 +76,8 @@ def merge_shards(
     target_logit = shards[:, 3].gather(0, owner.unsqueeze(0)).squeeze(0)
     log_sum = total.log()
     return TokenStatistics(
-        logprob=(target_logit - maximum) * inverse_temperature - log_sum,
+        logprob=(target_logit - anchor) * inverse_temperature - log_sum,
         entropy=log_sum - weighted / total,
-        maximum=maximum,
+        anchor=anchor,
         log_sum=log_sum,
     )
