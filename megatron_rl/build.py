@@ -7,6 +7,7 @@ takes plain parameters.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -28,10 +29,16 @@ from megatron_rl.prompts.source import PromptSource
 from megatron_rl.rank_view import RankView
 from megatron_rl.response_logprobs import ResponseLogprobs
 from megatron_rl.rewards import build_scorer
-from megatron_rl.rollout.messages import Configure, EngineEndpoint, RouteShape
+from megatron_rl.rollout.hub import Hub
+from megatron_rl.rollout.messages import Configure, EngineEndpoint, NodeEngines, RouteShape
+from megatron_rl.rollout.producer import Producer
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.training_loop import LoopSettings
+from megatron_rl.watching.run_directory import RunDirectory
+from megatron_rl.weight_sync import WeightSync, build_weight_sync
 from megatron_rl.worker import Worker, gather_consumers
+from sglang_bridge.handle import EngineHandle
+from sglang_bridge.keys import RunKeys
 from sglang_bridge.settings import EngineSettings
 
 _SHARED_ALGO_KEYS = {field.name for field in dataclasses.fields(AlgoConfig)}
@@ -176,6 +183,44 @@ def build_prompts(config: TrainRlConfig) -> PromptSource:
         task=data.task,
         task_config=data.task_config,
         check_answer=build_scorer(config.reward.name, answer=config.reward.answer).check_answer,
+    )
+
+
+def build_producer(config: TrainRlConfig, model: MoeModelConfig, engines: Sequence[NodeEngines], hub: Hub) -> Producer:
+    """The producer over connected collectors, each told its node's engines."""
+    producer = Producer(hub, max_staleness=config.rollout.max_staleness)
+    producer.configure({e.node: collector_configuration(config, model, e.endpoints) for e in engines})
+    return producer
+
+
+def build_sync(
+    config: TrainRlConfig,
+    model: MoeModelConfig,
+    engines: Sequence[NodeEngines],
+    keys: RunKeys,
+    directory: RunDirectory,
+    device: torch.device,
+) -> WeightSync:
+    """Weight sync from rank 0 to every engine of the run."""
+    engine = config.engine
+    return build_weight_sync(
+        [
+            EngineHandle(
+                urls=(endpoint.url,), tp=engine.tp, ep=engine.ep, node=node.node, quantization=engine.quantization
+            )
+            for node in engines
+            for endpoint in node.endpoints
+        ],
+        keys,
+        transport=config.sync.transport,
+        bucket_mb=config.sync.bucket_mb,
+        timeout_s=config.sync.timeout_s,
+        directory=directory.path / "sync",
+        model_path=Path(config.model.path),
+        device=device,
+        dtype=torch_dtype(engine.dtype),
+        num_experts=model.num_experts,
+        audit_every=config.sync.audit_every,
     )
 
 

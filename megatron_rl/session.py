@@ -29,31 +29,22 @@ from megatron_rl.mcore.parallel import RankLayout
 from megatron_rl.node_services import NodeServices
 from megatron_rl.prompts.source import PromptSource
 from megatron_rl.rollout.hub import CollectorLost, Hub
-from megatron_rl.rollout.messages import EngineEndpoint
+from megatron_rl.rollout.messages import EngineEndpoint, NodeEngines
 from megatron_rl.rollout.payload_store import PayloadGone
-from megatron_rl.rollout.producer import Producer, ProducerFailed
+from megatron_rl.rollout.producer import ProducerFailed
 from megatron_rl.rollout_stage import NothingCameBack
 from megatron_rl.training_loop import TrainingLoop
 from megatron_rl.watching.metrics_log import MetricsLog
 from megatron_rl.watching.progress import Progress
 from megatron_rl.watching.run_directory import RunDirectory
-from megatron_rl.weight_sync import build_weight_sync
 from megatron_rl.worker import Worker
 from sglang_bridge.errors import EngineError
-from sglang_bridge.handle import EngineHandle
 from sglang_bridge.keys import RunKeys, create_keys, read_keys
 from sglang_bridge.ports import require_private_address
 
 _HUB_SECONDS = 60.0
 _DEATH_SECONDS = 3.0
 _ENGINE_TROUBLE = (EngineError, NothingCameBack, LostEvaluation, CollectorLost, ProducerFailed, PayloadGone)
-
-
-class _NodeEngines(msgspec.Struct, frozen=True):
-    """What a node's local rank 0 tells rank 0 about its engines."""
-
-    node: int
-    endpoints: tuple[EngineEndpoint, ...]
 
 
 class Session:
@@ -130,39 +121,14 @@ class Session:
         directory: RunDirectory,
         control: ControlChannel,
         hub: Hub,
-        engines: list[_NodeEngines],
+        engines: list[NodeEngines],
         keys: RunKeys,
         progress: Progress,
         prompts: PromptSource,
     ) -> None:
         config = self._config
         hub.wait_for(len(engines), _HUB_SECONDS)
-        producer = Producer(hub, max_staleness=config.rollout.max_staleness)
-        producer.configure({e.node: build.collector_configuration(config, model, e.endpoints) for e in engines})
-        handles = [
-            EngineHandle(
-                urls=(p.url,),
-                tp=config.engine.tp,
-                ep=config.engine.ep,
-                node=e.node,
-                quantization=config.engine.quantization,
-            )
-            for e in engines
-            for p in e.endpoints
-        ]
-        weights = build_weight_sync(
-            handles,
-            keys,
-            transport=config.sync.transport,
-            bucket_mb=config.sync.bucket_mb,
-            timeout_s=config.sync.timeout_s,
-            directory=directory.path / "sync",
-            model_path=Path(config.model.path),
-            device=worker.layout.device,
-            dtype=build.torch_dtype(config.engine.dtype),
-            num_experts=model.num_experts,
-            audit_every=config.sync.audit_every,
-        )
+        weights = build.build_sync(config, model, engines, keys, directory, worker.layout.device)
         self._stack.callback(weights.close)
         tensorboard = directory.tensorboard if config.logger.tensorboard else None
         log = self._stack.enter_context(MetricsLog(directory.metrics_file, tensorboard))
@@ -174,7 +140,7 @@ class Session:
         loop = TrainingLoop(
             settings=build.loop_settings(config, model),
             prompts=prompts,
-            producer=producer,
+            producer=build.build_producer(config, model, engines, hub),
             control=control,
             worker=worker,
             weights=weights,
@@ -218,7 +184,7 @@ class Session:
             )
             self._services.start_engines(settings, keys)
 
-    def _gather_engines(self, layout: RankLayout, keys: RunKeys) -> list[_NodeEngines]:
+    def _gather_engines(self, layout: RankLayout, keys: RunKeys) -> list[NodeEngines]:
         """Every node's engines, once they answer (a collective)."""
         endpoints: tuple[EngineEndpoint, ...] = ()
         if self._services is not None and self._config.engine.mode == "managed":
@@ -227,9 +193,9 @@ class Session:
             external = self._config.engine.urls[layout.node :: layout.num_nodes]
             endpoints = tuple(EngineEndpoint(url=url, api_key=keys.api_key) for url in external)
         self._endpoints = endpoints
-        mine = _NodeEngines(layout.node, endpoints)
+        mine = NodeEngines(node=layout.node, endpoints=endpoints)
         gathered = [
-            msgspec.msgpack.decode(data, type=_NodeEngines)
+            msgspec.msgpack.decode(data, type=NodeEngines)
             for data in gather_bytes(msgspec.msgpack.encode(mine), layout.control_group)
         ]
         return [entry for entry in gathered if entry.endpoints]

@@ -7,6 +7,7 @@ and payloads, so that nothing but model collectives runs on the GPU backend.
 from __future__ import annotations
 
 import datetime
+import math
 import os
 import random
 import socket
@@ -65,7 +66,7 @@ def initialize(sizes: ParallelSizes, *, seed: int, timeout_s: float) -> RankLayo
         context_parallel_size=sizes.cp,
         expert_model_parallel_size=sizes.ep,
         expert_tensor_parallel_size=sizes.etp,
-        distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+        distributed_timeout_minutes=max(1, math.ceil(timeout_s / 60)),
     )
     _seed_everything(seed)
     return RankLayout(

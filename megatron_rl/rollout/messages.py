@@ -23,6 +23,13 @@ class EngineEndpoint(msgspec.Struct, frozen=True, kw_only=True):
     api_key: str | None = None
 
 
+class NodeEngines(msgspec.Struct, frozen=True, kw_only=True):
+    """The engines that a node's collector uses."""
+
+    node: int
+    endpoints: tuple[EngineEndpoint, ...]
+
+
 class RouteShape(msgspec.Struct, frozen=True, kw_only=True):
     """What recorded routes must look like. moe_layers: 0-based decoder layers that have experts."""
 
