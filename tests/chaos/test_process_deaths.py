@@ -8,13 +8,13 @@ import psutil
 import pytest
 
 from megatron_rl.exit_codes import ExitCode
-from support.jobs import family, start_job, survivors, wait_for_step
+from support.jobs import command_line, family, start_job, survivors, wait_for_step
 
 pytestmark = [pytest.mark.chaos, pytest.mark.engine, pytest.mark.timeout(420)]
 
 
 def named(processes: list[psutil.Process], part: str) -> list[psutil.Process]:
-    return [p for p in processes if part in " ".join(p.cmdline())]
+    return [p for p in processes if part in command_line(p)]
 
 
 @pytest.mark.distributed
@@ -22,7 +22,7 @@ def test_nothing_outlives_killed_trainers(tmp_path: Path) -> None:
     job = start_job(tmp_path, "train.total_steps=500", ranks=2)
     wait_for_step(tmp_path / "job", 1, job)
     processes = family(job)
-    trainers = [p for p in named(processes, "launch/train_rl.py") if "supervise" not in " ".join(p.cmdline())]
+    trainers = [p for p in named(processes, "launch/train_rl.py") if "supervise" not in command_line(p)]
     others = [p for p in processes if p not in trainers]
     assert len(trainers) == 3  # torchrun and two ranks
     assert named(others, "sglang") and named(others, "megatron_rl.rollout")

@@ -52,5 +52,13 @@ def survivors(processes: list[psutil.Process], seconds: float) -> list[str]:
     while True:
         alive = [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
         if not alive or time.monotonic() > deadline:
-            return [f"{p.pid} {' '.join(p.cmdline())[:120]}" for p in alive]
+            return [f"{p.pid} {command_line(p)[:120]}" for p in alive]
         time.sleep(0.2)
+
+
+def command_line(process: psutil.Process) -> str:
+    """Empty for a process that has ended, zombies included."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
