@@ -1,69 +1,98 @@
 """Python runs this at the start of every process of a CPU server.
 
-Invariant: exactly two remedies, each applied when the module it concerns is imported, and none to anything else.
-The third blocker, the compiled `sgl_kernel` package, is answered by the package of that name in this directory.
+Invariant: each remedy is applied when the module it concerns is imported, and nothing else is touched. Two of them make
+SGLang start (the third blocker, the compiled `sgl_kernel`, is answered by the package of that name in this directory);
+the last makes its torch-native attention fast, and SGLANG_BRIDGE_BATCHED_ATTENTION=0 leaves it out.
 """
 
 import importlib.abc
 import importlib.machinery
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-_HOST_POOL = "sglang.srt.mem_cache.pool_host.common"
 
+class _Around(importlib.abc.MetaPathFinder):
+    """Runs `before` just before a module is imported, and `after` on it just after."""
 
-class _BeforeTorchvision(importlib.abc.MetaPathFinder):
-    """Declare the operators whose C++ half cannot load beside a CPU torch, just before torchvision is imported."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname == "torchvision":
-            sys.meta_path.remove(self)
-            from sglang_bridge.cpu_support import declare_torchvision_schemas
-
-            declare_torchvision_schemas()
-        return None
-
-
-class _AfterHostPool(importlib.abc.MetaPathFinder):
-    """Give the host copy of the recorded routes plain memory: SGLang registers it with CUDA on every other device."""
+    def __init__(
+        self,
+        name: str,
+        *,
+        before: Callable[[], None] | None = None,
+        after: Callable[[ModuleType], None] | None = None,
+    ) -> None:
+        self._name, self._before, self._after = name, before, after
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != _HOST_POOL:
+        if fullname != self._name:
             return None
         sys.meta_path.remove(self)
+        if self._before is not None:
+            self._before()
+        if self._after is None:
+            return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
         if spec is not None and spec.loader is not None:
-            spec.loader = _LoadAndRegister(spec.loader)
+            spec.loader = _ThenCall(spec.loader, self._after)
         return spec
 
 
-class _LoadAndRegister(importlib.abc.Loader):
-    def __init__(self, loader: importlib.abc.Loader) -> None:
-        self._loader = loader
+class _ThenCall(importlib.abc.Loader):
+    def __init__(self, loader: importlib.abc.Loader, after: Callable[[ModuleType], None]) -> None:
+        self._loader, self._after = loader, after
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        module.ALLOC_MEMORY_FUNCS["cpu"] = _allocate_unpinned
+        self._after(module)
 
 
-def _allocate_unpinned(
-    dims: Any,
-    dtype: Any,
-    device: Any,
-    pin_memory: bool,
-    allocator: Any,
-    registration_granularity_bytes: int | None = None,
-) -> Any:
-    return allocator.allocate(dims, dtype=dtype, device=device)
+def _declare_torchvision() -> None:
+    """torchvision's C++ half cannot load beside a CPU torch, and its Python half insists on two declarations."""
+    from sglang_bridge.cpu_support import declare_torchvision_schemas
+
+    declare_torchvision_schemas()
 
 
-sys.meta_path[:0] = [_BeforeTorchvision(), _AfterHostPool()]
+def _allocate_unpinned(host_pools: ModuleType) -> None:
+    """SGLang registers the host copy of recorded routes with CUDA on every device it does not know."""
+
+    def allocate(
+        dims: Any,
+        dtype: Any,
+        device: Any,
+        pin_memory: bool,
+        allocator: Any,
+        registration_granularity_bytes: int | None = None,
+    ) -> Any:
+        return allocator.allocate(dims, dtype=dtype, device=device)
+
+    host_pools.ALLOC_MEMORY_FUNCS["cpu"] = allocate
+
+
+def _register_batched_attention(registry: ModuleType) -> None:
+    """The torch-native backend calls attention once per sequence and layer."""
+
+    def create(runner: Any) -> Any:
+        from sglang_bridge.cpu_shim.batched_backend import BatchedTorchNativeBackend
+
+        return BatchedTorchNativeBackend(runner)
+
+    registry.register_attention_backend("torch_native")(create)
+
+
+sys.meta_path[:0] = [
+    _Around("torchvision", before=_declare_torchvision),
+    _Around("sglang.srt.mem_cache.pool_host.common", after=_allocate_unpinned),
+]
+if os.environ.get("SGLANG_BRIDGE_BATCHED_ATTENTION") != "0":
+    sys.meta_path.insert(
+        0, _Around("sglang.srt.layers.attention.attention_registry", after=_register_batched_attention)
+    )
