@@ -27,7 +27,7 @@ class RunKeys(msgspec.Struct, frozen=True):
 
 def create_keys() -> RunKeys:
     """Two fresh keys of 256 bits each."""
-    return RunKeys(api_key=secrets.token_urlsafe(32), admin_api_key=secrets.token_urlsafe(32))
+    return RunKeys(api_key=secrets.token_hex(32), admin_api_key=secrets.token_hex(32))
 
 
 def write_keys(keys: RunKeys, path: Path) -> None:

@@ -53,3 +53,9 @@ def test_a_malformed_key_file_is_refused(tmp_path: Path, content: str) -> None:
     path.write_text(content)
     with pytest.raises(ValueError, match=r"engine\.key_file"):
         read_keys(path)
+
+
+def test_no_key_reads_as_an_option() -> None:
+    """SGLang turns its configuration file into arguments, and one that starts with a dash would be an option."""
+    keys = [create_keys() for _ in range(500)]
+    assert all(key[0] not in "-_" for pair in keys for key in (pair.api_key, pair.admin_api_key))
