@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-from sglang_bridge.cpu_shim.padded_attention import decode_attention
+from sglang_bridge.cpu_shim.padded_attention import paged_attention
 
 
 class BatchedTorchNativeBackend(TorchNativeAttnBackend):
-    """Decodes all sequences at once. Its parent calls attention once per sequence and layer: most of a step's time."""
+    """Attends all sequences at once. Its parent does it once per sequence and layer: most of a step's time."""
 
     def _run_sdpa_forward_decode(
         self,
@@ -26,14 +26,40 @@ class BatchedTorchNativeBackend(TorchNativeAttnBackend):
         req_pool_indices: torch.Tensor,
         seq_lens: torch.Tensor,
         encoder_lens: torch.Tensor | None = None,
-        scaling: float | None = None,
-        enable_gqa: bool = False,
-        causal: bool = False,
-        is_cross_attn: bool = False,
-        sliding_window_size: int | None = None,
-    ) -> Any:
-        if encoder_lens is not None or is_cross_attn or causal or sliding_window_size is not None:
+        **options: Any,
+    ) -> torch.Tensor:
+        if not _is_covered(encoder_lens, options):
             return super()._run_sdpa_forward_decode(
+                query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens, **options
+            )
+        attended = paged_attention(
+            query,
+            k_cache,
+            v_cache,
+            req_to_token,
+            req_pool_indices,
+            seq_lens,
+            torch.ones_like(seq_lens),
+            scale=options["scaling"],
+        )
+        return output.copy_(attended)
+
+    def _run_sdpa_forward_extend(
+        self,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        req_to_token: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        extend_prefix_lens: torch.Tensor,
+        extend_seq_lens: torch.Tensor,
+        encoder_lens: torch.Tensor | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        if not _is_covered(encoder_lens, options) or not options["causal"] or int(extend_seq_lens.min()) < 1:
+            return super()._run_sdpa_forward_extend(
                 query,
                 output,
                 k_cache,
@@ -41,12 +67,23 @@ class BatchedTorchNativeBackend(TorchNativeAttnBackend):
                 req_to_token,
                 req_pool_indices,
                 seq_lens,
+                extend_prefix_lens,
+                extend_seq_lens,
                 encoder_lens,
-                scaling=scaling,
-                enable_gqa=enable_gqa,
-                causal=causal,
-                is_cross_attn=is_cross_attn,
-                sliding_window_size=sliding_window_size,
+                **options,
             )
-        output.copy_(decode_attention(query, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, scale=scaling))
-        return output
+        attended = paged_attention(
+            query,
+            k_cache,
+            v_cache,
+            req_to_token,
+            req_pool_indices,
+            seq_lens,
+            extend_seq_lens,
+            scale=options["scaling"],
+        )
+        return output.copy_(attended)
+
+
+def _is_covered(encoder_lens: torch.Tensor | None, options: dict[str, Any]) -> bool:
+    return encoder_lens is None and not options["is_cross_attn"] and options["sliding_window_size"] is None

@@ -1,7 +1,7 @@
-"""Decoding attention of many sequences at once, over a paged key-value cache, in plain torch.
+"""Attention of many sequences at once, over a paged key-value cache, in plain torch.
 
-Invariant: each query sees exactly its own sequence's keys. Sequences of similar length are padded to the longest among
-them, in chunks of bounded size; padding never reaches a result.
+Invariant: each query sees exactly its own sequence's keys up to its own position. Sequences of similar length are
+padded to the longest among them, in chunks of bounded size; padding never reaches a result.
 """
 
 from __future__ import annotations
@@ -11,39 +11,44 @@ from collections.abc import Iterator
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-# Keys gathered at a time: their values and the queries' scores stay near a core's cache.
-_MAX_KEYS = 65536
+# Of one chunk: keys gathered, and pairs of query and key. What is in work stays near a core's cache.
+_MAX_KEYS = 2**16
+_MAX_PAIRS = 2**20
 
 
-def decode_attention(
+def paged_attention(
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slots: torch.Tensor,
     rows: torch.Tensor,
-    lengths: torch.Tensor,
+    num_keys: torch.Tensor,
+    num_queries: torch.Tensor,
     *,
     scale: float | None,
 ) -> torch.Tensor:
-    """One query per sequence against all of that sequence's keys.
+    """Causal attention of packed queries, a sequence's queries being its last positions.
 
-    query: [B, heads, D]. key_cache, value_cache: [cache slots, kv_heads, D]. slots: [table rows, >= longest], the cache
-    slot of each position. rows: [B], the table row of each sequence. lengths: [B], how many keys each has, at least 1.
-    Returns [B, heads, Dv].
+    query: [N, heads, D], sequences one after the other. key_cache, value_cache: [cache slots, kv_heads, D]. slots:
+    [table rows, >= longest], the cache slot of each position. rows: [B], the table row of each sequence. num_keys,
+    num_queries: [B], at least 1 each. Returns [N, heads, Dv].
     """
     output = query.new_empty(query.shape[0], query.shape[1], value_cache.shape[-1])
-    for chosen in _chunks(lengths):
-        keys = lengths[chosen]
-        longest = int(keys.max())
-        table = slots[:, :longest].index_select(0, rows[chosen])
-        visible = torch.arange(longest) < keys[:, None]
+    first_query = num_queries.cumsum(0) - num_queries
+    for chosen in _chunks(num_keys, num_queries):
+        keys, queries = num_keys[chosen, None], num_queries[chosen, None]
+        # Surplus queries repeat their sequence's last one, so that they write what is there already.
+        step = torch.arange(int(queries.max())).minimum(queries - 1)
+        positions = torch.arange(int(keys.max()))
+        table = slots[:, : len(positions)].index_select(0, rows[chosen])
         # A slot past the end may be anything; the sequence's first one holds finite numbers.
-        where = torch.where(visible, table, table[:, :1]).view(-1)
-        output[chosen] = _attend(
-            query[chosen],
-            key_cache.index_select(0, where).view(len(keys), longest, *key_cache.shape[1:]),
-            value_cache.index_select(0, where).view(len(keys), longest, *value_cache.shape[1:]),
-            visible,
+        where = torch.where(positions < keys, table, table[:, :1]).view(-1)
+        packed = first_query[chosen, None] + step
+        output[packed] = _attend(
+            query[packed],
+            key_cache.index_select(0, where).view(*table.shape, *key_cache.shape[1:]),
+            value_cache.index_select(0, where).view(*table.shape, *value_cache.shape[1:]),
+            positions <= (keys - queries + step)[..., None],
             scale,
         )
     return output
@@ -52,30 +57,38 @@ def decode_attention(
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
-    """query [B, heads, D], key and value [B, L, kv_heads, D], visible [B, L] -> [B, heads, Dv].
+    """query [B, T, heads, D], key and value [B, L, kv_heads, D], visible [B, T, L] -> [B, T, heads, Dv].
 
     Query heads that share a key-value head are further queries of it: no key is repeated.
     """
-    batch, heads, width = query.shape
+    batch, steps, heads, width = query.shape
     kv_heads = key.shape[2]
+    shared = heads // kv_heads
+    folded = query.view(batch, steps, kv_heads, shared, width).permute(0, 2, 3, 1, 4)
+    mask = visible[:, None, None].expand(batch, 1, shared, steps, -1)
     result = scaled_dot_product_attention(
-        query.view(batch, kv_heads, heads // kv_heads, width),
+        folded.reshape(batch, kv_heads, shared * steps, width),
         key.transpose(1, 2).to(query.dtype),
         value.transpose(1, 2).to(query.dtype),
-        attn_mask=visible[:, None, None],
+        attn_mask=mask.reshape(batch, 1, shared * steps, -1),
         scale=scale,
     )
-    return result.reshape(batch, heads, -1)
+    return result.view(batch, kv_heads, shared, steps, -1).permute(0, 3, 1, 2, 4).reshape(batch, steps, heads, -1)
 
 
-def _chunks(lengths: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Indices of sequences, all at once if they fit, else in order of length."""
-    if len(lengths) * int(lengths.max()) <= _MAX_KEYS:
-        yield torch.arange(len(lengths))
+def _chunks(num_keys: torch.Tensor, num_queries: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Indices of sequences: all at once if they fit, else in order of length."""
+    keys, queries = int(num_keys.max()), int(num_queries.max())
+    if len(num_keys) * keys <= _MAX_KEYS and len(num_keys) * keys * queries <= _MAX_PAIRS:
+        yield torch.arange(len(num_keys))
         return
-    order = lengths.argsort(descending=True)
-    start = 0
-    while start < len(order):
-        count = max(1, _MAX_KEYS // int(lengths[order[start]]))
-        yield order[start : start + count]
-        start += count
+    chunk: list[int] = []
+    keys, queries = 0, 0
+    for index in num_keys.argsort().tolist():
+        keys, queries = int(num_keys[index]), max(queries, int(num_queries[index]))
+        size = (len(chunk) + 1) * keys
+        if chunk and (size > _MAX_KEYS or size * queries > _MAX_PAIRS):
+            yield torch.tensor(chunk)
+            chunk, queries = [], int(num_queries[index])
+        chunk.append(index)
+    yield torch.tensor(chunk)
