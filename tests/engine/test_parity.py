@@ -1,6 +1,8 @@
-"""Megatron, SGLang and transformers agree on the trained tiny model's log-probabilities, float32, routes replayed.
+"""Megatron, SGLang and transformers agree on the trained tiny models' log-probabilities, float32, routes replayed.
 
-`pytest -s tests/engine/test_parity.py` prints the table.
+`pytest -s tests/engine/test_parity.py` prints the table. The column-addition model is ill-conditioned on a few tokens:
+transformers in float32 is up to 1e-4 from transformers in float64 there, and every pair of float32 engines differs by
+as much. So its largest difference is bounded by twice that, and all but one token in a thousand by the strict limit.
 """
 
 from pathlib import Path
@@ -18,7 +20,7 @@ from support.rollout_files import write_rollouts
 from support.torchrun import torchrun
 
 SCRIPT = Path(__file__).with_name("megatron_logprobs.py")
-CHECKPOINT = Path(__file__).parents[2] / "megatron_rl/assets/qwen3_moe_tiny_column_addition"
+ASSETS = Path(__file__).parents[2] / "megatron_rl/assets"
 MEAN, MAX = 2e-6, 5e-5
 
 
@@ -29,13 +31,13 @@ def rollout_logprobs(rollouts: list[Rollout]) -> dict[str, torch.Tensor]:
     }
 
 
-def transformers_logprobs(rollouts: list[Rollout]) -> dict[str, torch.Tensor]:
+def transformers_logprobs(checkpoint: Path, rollouts: list[Rollout]) -> dict[str, torch.Tensor]:
     """One sequence at a time, with the recorded experts forced through forward hooks on the routers."""
     declare_torchvision_schemas()
     from transformers import Qwen3MoeForCausalLM
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-    model = Qwen3MoeForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32).eval()
+    model = Qwen3MoeForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     routers = [module for module in model.modules() if isinstance(module, Qwen3MoeTopKRouter)]
     current: list[torch.Tensor] = []
 
@@ -63,39 +65,52 @@ def transformers_logprobs(rollouts: list[Rollout]) -> dict[str, torch.Tensor]:
     return result
 
 
-def difference(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> tuple[float, float, int]:
+def difference(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> torch.Tensor:
     assert left.keys() == right.keys()
-    deltas = torch.cat([(left[name] - right[name]).abs() for name in sorted(left)])
-    return float(deltas.mean()), float(deltas.max()), len(deltas)
+    return torch.cat([(left[name] - right[name]).abs() for name in sorted(left)])
+
+
+def all_logprobs(
+    task: str, num_prompts: int, max_new_tokens: int, directory: Path
+) -> dict[str, dict[str, torch.Tensor]]:
+    """By implementation: the log-probabilities of one set of sampled responses."""
+    checkpoint = ASSETS / f"qwen3_moe_tiny_{task}"
+    model = read_hf_config(checkpoint)
+    source = open_prompts(task, Tokenizer.from_directory(checkpoint), num_train=num_prompts, num_eval=num_prompts // 4)
+    prompts: list[Prompt] = [*source.held_out, *source.train][:num_prompts]
+    with running_engine(checkpoint, directory) as engine:
+        sampling = Sampling(max_new_tokens=max_new_tokens, temperature=1.0, stop_token_ids=model.eos_token_ids)
+        rollouts = sample(engine, model, prompts, sampling)
+    file = directory / "rollouts.bin"
+    write_rollouts(file, rollouts)
+    logprobs = {"SGLang": rollout_logprobs(rollouts), "transformers": transformers_logprobs(checkpoint, rollouts)}
+    for ranks, tokens in ((1, 4096), (1, 300), (2, 2048)):
+        out = directory / f"{ranks}-{tokens}.pt"
+        torchrun(SCRIPT, str(checkpoint), str(file), str(out), str(ranks), str(tokens), ranks=ranks)
+        logprobs[f"Megatron EP{ranks}, packs of {tokens}"] = torch.load(out, weights_only=True)
+    return logprobs
 
 
 @pytest.mark.engine
 @pytest.mark.distributed
 @pytest.mark.timeout(600)
-def test_three_implementations_agree(tmp_path: Path) -> None:
-    model = read_hf_config(CHECKPOINT)
-    prompts: list[Prompt] = list(open_prompts("column_addition", Tokenizer.from_directory(CHECKPOINT)).held_out[:320])
-    with running_engine(CHECKPOINT, tmp_path) as engine:
-        sampling = Sampling(max_new_tokens=32, temperature=1.0, stop_token_ids=model.eos_token_ids)
-        rollouts = sample(engine, model, prompts, sampling)
-    write_rollouts(tmp_path / "rollouts.bin", rollouts)
-    logprobs = {"SGLang": rollout_logprobs(rollouts), "transformers": transformers_logprobs(rollouts)}
-    for name, ranks, tokens in (
-        ("Megatron 1 rank", 1, 4096),
-        ("Megatron 1 rank, small packs", 1, 300),
-        ("Megatron EP2", 2, 2048),
-    ):
-        out = tmp_path / f"{ranks}-{tokens}.pt"
-        torchrun(
-            SCRIPT, str(CHECKPOINT), str(tmp_path / "rollouts.bin"), str(out), str(ranks), str(tokens), ranks=ranks
-        )
-        logprobs[name] = torch.load(out, weights_only=True)
-    rows = {}
-    for name in ("Megatron 1 rank", "Megatron 1 rank, small packs", "Megatron EP2"):
-        for reference in ("SGLang", "transformers"):
-            rows[f"{name} against {reference}"] = difference(logprobs[name], logprobs[reference])
-    rows["SGLang against transformers"] = difference(logprobs["SGLang"], logprobs["transformers"])
-    for name, (mean, largest, count) in rows.items():
-        print(f"{name}: mean {mean:.2e}, max {largest:.2e} over {count} tokens")
-    assert all(count >= 5000 for _, _, count in rows.values())
-    assert all(mean <= MEAN and largest <= MAX for mean, largest, _ in rows.values()), rows
+@pytest.mark.parametrize(
+    ("task", "num_prompts", "max_new_tokens", "outliers", "largest"),
+    [("two_digit_addition", 1400, 6, 0.0, MAX), ("column_addition", 320, 32, 1e-3, 4 * MAX)],
+)
+def test_three_implementations_agree(
+    task: str, num_prompts: int, max_new_tokens: int, outliers: float, largest: float, tmp_path: Path
+) -> None:
+    logprobs = all_logprobs(task, num_prompts, max_new_tokens, tmp_path)
+    names = list(logprobs)
+    for index, name in enumerate(names):
+        for other in names[:index]:
+            deltas = difference(logprobs[name], logprobs[other])
+            print(
+                f"{task}: {name} against {other}: mean {deltas.mean():.2e}, max {deltas.max():.2e}, "
+                f"{int((deltas > MAX).sum())} of {len(deltas)} tokens above {MAX:g}"
+            )
+            assert len(deltas) >= 5000
+            assert float(deltas.mean()) <= MEAN
+            assert float(deltas.max()) <= largest
+            assert float((deltas > MAX).float().mean()) <= outliers
