@@ -6,11 +6,12 @@ Invariant: all start from the same logits and targets and return (logprob, entro
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
 from bench.implementation import Case, Implementation, Run
-from bench.peers import Peer, liger_cross_entropy, trl_pair, verl_pair
+from bench.peers import liger_cross_entropy, trl_pair, verl_pair
 from espo_kernels import token_logprob_entropy
 
 Pair = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -36,7 +37,7 @@ def logprob_cases(
     for dtype in dtypes:
         logits = torch.randn(rows, vocabulary, device=device).mul_(3).to(dtype)
         targets = torch.randint(vocabulary, (rows,), device=device)
-        common = {
+        common: dict[str, Any] = {
             "operation": "token_logprob_entropy",
             "shape": f"{rows} × {vocabulary}",
             "dtype": str(dtype).removeprefix("torch."),
@@ -50,7 +51,7 @@ def logprob_cases(
         both.insert(1, Implementation("espo_kernels, in place", _in_place(leaf, targets), compare=False))
         liger = liger_cross_entropy()
         if liger.function is not None and device.type == "cuda":
-            run = _liger(liger, leaf, targets)
+            run = _liger(liger.function, leaf, targets)
             both.append(Implementation(liger.name, run, compare=False, note="no entropy; gradient in place"))
         yield Case(part="forward + backward", bytes_moved=3 * logits.nbytes, implementations=tuple(both), **common)
 
@@ -86,11 +87,11 @@ def _in_place(logits: torch.Tensor, targets: torch.Tensor) -> Run:
     return run
 
 
-def _liger(peer: Peer, logits: torch.Tensor, targets: torch.Tensor) -> Run:
+def _liger(cross_entropy: Callable[..., Any], logits: torch.Tensor, targets: torch.Tensor) -> Run:
     scratch = logits.detach().clone()
 
     def run() -> tuple[torch.Tensor, ...]:
         leaf = scratch.detach().requires_grad_()
-        return (peer.function(leaf, targets, reduction="sum"),)
+        return (cross_entropy(leaf, targets, reduction="sum"),)
 
     return run

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,7 +71,7 @@ def _status_bytes(field: str) -> int:
     raise OSError(f"/proc/self/status has no {field}")
 
 
-def _cpu_clock(run: Run):  # type: ignore[no-untyped-def]
+def _cpu_clock(run: Run) -> Callable[[], float]:
     run()
 
     def clock() -> float:
@@ -81,12 +82,12 @@ def _cpu_clock(run: Run):  # type: ignore[no-untyped-def]
     return clock
 
 
-def _cuda_clock(run: Run):  # type: ignore[no-untyped-def]
+def _cuda_clock(run: Run) -> Callable[[], float]:
     """Kernel time: replays of a CUDA graph where the run can be captured, else the stream's own time."""
     for _ in range(3):
         run()
     torch.cuda.synchronize()
-    replay = run
+    replay: Callable[[], object] = run
     try:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

@@ -6,6 +6,7 @@ Invariant: the eager version is written for speed with torch's own operations, a
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -28,7 +29,7 @@ def objective_cases(device: torch.device, sequences: int, longest: int) -> Itera
     advantages = torch.randn(sequences, device=device).repeat_interleave(lengths.to(device))
     groups = espo_groups(entropies, cu_seqlens, vocab_size=VOCABULARY, min_clip=3e-4)
     shape = f"{sequences} sequences, {tokens} tokens"
-    common = {"shape": shape, "dtype": "float32", "input_bytes": entropies.nbytes}
+    common: dict[str, Any] = {"shape": shape, "dtype": "float32", "input_bytes": entropies.nbytes}
 
     def group() -> list[torch.Tensor]:
         result = espo_groups(entropies, cu_seqlens, vocab_size=VOCABULARY, min_clip=3e-4)

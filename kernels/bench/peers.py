@@ -6,7 +6,7 @@ Invariant: a peer that cannot be imported is named with the reason; nothing stan
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import metadata
+from importlib import import_module, metadata
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ def trl_pair() -> Peer:
     """TRL's pair: eager on CPU, its own fused kernel on CUDA from 1.16."""
     name = "TRL"
     try:
-        from trl.trainer import utils
+        utils = import_module("trl.trainer.utils")
     except Exception as error:  # a half-installed library may raise anything
         return Peer(name, None, f"{type(error).__name__}: {error}")
 
@@ -42,7 +42,7 @@ def trl_pair() -> Peer:
 def verl_pair() -> Peer:
     name = "verl"
     try:
-        from verl.utils import torch_functional
+        torch_functional = import_module("verl.utils.torch_functional")
     except Exception as error:
         return Peer(name, None, f"{type(error).__name__}: {error}")
 
@@ -57,7 +57,7 @@ def verl_pair() -> Peer:
 def liger_cross_entropy() -> Peer:
     name = "Liger-Kernel"
     try:
-        from liger_kernel.transformers.functional import liger_cross_entropy as function
+        function = import_module("liger_kernel.transformers.functional").liger_cross_entropy
     except Exception as error:
         return Peer(name, None, f"{type(error).__name__}: {error}")
     return Peer(name, function)
@@ -66,8 +66,7 @@ def liger_cross_entropy() -> Peer:
 def torchao_quantizer() -> Peer:
     name = "torchao"
     try:
-        from torchao.quantization import quant_primitives as primitives
-
+        primitives = import_module("torchao.quantization.quant_primitives")
         choose, quantize = primitives._choose_scale_float8, primitives._quantize_affine_float8
     except Exception as error:
         return Peer(name, None, f"{type(error).__name__}: {error}")

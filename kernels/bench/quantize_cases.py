@@ -5,13 +5,15 @@ Invariant: scales are compared with ours; codes are not, because libraries round
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
 from bench.implementation import Case, Implementation, Run
 from bench.peers import torchao_quantizer
 from espo_kernels import quantize_fp8_blockwise
+from espo_kernels.backends import Backend
 
 SHAPES = {"gate and up": (1536, 2048), "down": (2048, 768)}
 
@@ -39,9 +41,9 @@ def quantize_cases(device: torch.device, experts: int) -> Iterator[Case]:
         )
 
 
-def _ours(weight: torch.Tensor, backend: str) -> Run:
+def _ours(weight: torch.Tensor, backend: Backend) -> Run:
     return lambda: quantize_fp8_blockwise(weight, backend=backend)[1:]
 
 
-def _scales_of(function, weight: torch.Tensor) -> Run:  # type: ignore[no-untyped-def]
+def _scales_of(function: Callable[..., Any], weight: torch.Tensor) -> Run:
     return lambda: [function(weight)[1].reshape(*weight.shape[:-2], weight.shape[-2] // 128, -1)]

@@ -55,7 +55,7 @@ for dtype in ("*bf16", "*fp16", "*fp32"):
             logprob.logits_gradient_kernel, 8, dict(ENTROPY_GRAD=entropy, BLOCK=4096), logits=dtype, out=dtype)
 for bounds in ((), (1, 5)):
     stacks[f"groups {bounds}"] = spilled(espo_groups_kernel, 8, dict(
-        BOUNDS=bounds, NUM_BOUNDS=len(bounds) // 2, PADDED=2, FIXED=False, BLOCK=4096))
+        BOUNDS=bounds, NUM_BOUNDS=len(bounds) // 2, PADDED=2, FIXED=False, MASK=True, BLOCK=4096))
 stacks["group sums"] = spilled(loss.espo_group_sums_kernel, 16, shape)
 for old in (False, True):
     stacks[f"loss {old}"] = spilled(loss.espo_sequence_kernel, 16, dict(OLD_DENOMINATOR=old, SHARED=old, **shape))

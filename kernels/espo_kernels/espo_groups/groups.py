@@ -18,6 +18,8 @@ from espo_kernels.arguments import (
     require_packed,
 )
 from espo_kernels.backends import Backend, checks_values, resolve_backend
+from espo_kernels.espo_groups.cpu import groups_cpu
+from espo_kernels.espo_groups.reference import groups_reference
 from espo_kernels.espo_groups.settings import group_settings
 
 
@@ -76,19 +78,14 @@ def espo_groups(
     require_one_device(old_entropies=old_entropies, cu_seqlens=cu_seqlens, loss_mask=loss_mask)
     settings = group_settings(vocab_size, alpha, fractions, min_clip, fixed_clip)
     entropies = old_entropies.detach()
-    mask = torch.ones_like(entropies, dtype=torch.bool) if loss_mask is None else loss_mask.bool()
     if checks_values(entropies):
         require_cu_seqlens_values(cu_seqlens, entropies.numel())
-        require_finite("old_entropies", entropies, mask)
-    match resolve_backend(backend, entropies):
-        case "triton":
-            from espo_kernels.espo_groups.triton_kernel import groups_triton
+        require_finite("old_entropies", entropies, None if loss_mask is None else loss_mask.bool())
+    chosen = resolve_backend(backend, entropies)
+    if chosen == "triton":
+        from espo_kernels.espo_groups.triton_kernel import groups_triton
 
-            return EspoGroups(*groups_triton(entropies, cu_seqlens, mask, settings))
-        case "cpu":
-            from espo_kernels.espo_groups.cpu import groups_cpu
-
-            return EspoGroups(*groups_cpu(entropies, cu_seqlens, mask, settings))
-    from espo_kernels.espo_groups.reference import groups_reference
-
-    return EspoGroups(*groups_reference(entropies, cu_seqlens, mask, settings))
+        return EspoGroups(*groups_triton(entropies, cu_seqlens, loss_mask, settings))
+    mask = torch.ones_like(entropies, dtype=torch.bool) if loss_mask is None else loss_mask.bool()
+    split = groups_cpu if chosen == "cpu" else groups_reference
+    return EspoGroups(*split(entropies, cu_seqlens, mask, settings))

@@ -27,16 +27,18 @@ def _descending_key(e):
 
 
 @triton.jit
-def _load_tokens(entropies, mask, start, end, begin, BLOCK: tl.constexpr):
+def _load_tokens(entropies, mask, start, end, begin, MASK: tl.constexpr, BLOCK: tl.constexpr):
     token = start + begin + tl.arange(0, BLOCK)
     inside = token < end
-    kept = inside & (tl.load(mask + token, mask=inside, other=0) != 0)
+    kept = inside
+    if MASK:
+        kept = inside & (tl.load(mask + token, mask=inside, other=0) != 0)
     e = tl.load(entropies + token, mask=kept, other=0.0).to(tl.float32)
     return token, inside, kept, e
 
 
 @triton.jit
-def _edge(entropies, mask, start, end, rank, BLOCK: tl.constexpr):
+def _edge(entropies, mask, start, end, rank, MASK: tl.constexpr, BLOCK: tl.constexpr):
     """(key of the rank-th highest entropy, counted from 1; how many tokens of just that key belong before the edge)."""
     prefix = tl.zeros([], dtype=tl.uint32)
     known = tl.zeros([], dtype=tl.uint32)  # bits of the key that the prefix fixes
@@ -46,7 +48,7 @@ def _edge(entropies, mask, start, end, rank, BLOCK: tl.constexpr):
         shift = position.to(tl.uint32)
         histogram = tl.zeros([256], dtype=tl.int32)
         for begin in range(0, end - start, BLOCK):
-            _token, _inside, kept, e = _load_tokens(entropies, mask, start, end, begin, BLOCK)
+            _token, _inside, kept, e = _load_tokens(entropies, mask, start, end, begin, MASK, BLOCK)
             key = _descending_key(e)
             digits = ((key >> shift) & 0xFF).to(tl.int32)
             histogram += tl.histogram(digits, 256, mask=kept & ((key & known) == prefix))
@@ -103,6 +105,7 @@ def espo_groups_kernel(
     NUM_BOUNDS: tl.constexpr,
     PADDED: tl.constexpr,
     FIXED: tl.constexpr,
+    MASK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """BOUNDS: numerator, denominator of each group's end. PADDED: length of vectors with an entry per group."""
@@ -110,7 +113,7 @@ def espo_groups_kernel(
     start, end, valid = sequence_span(cu_seqlens, sequence, num_sequences, tokens)
     n = tl.zeros([], dtype=tl.int64)
     for begin in range(0, end - start, BLOCK):
-        _token, _inside, counted, _e = _load_tokens(entropies, mask, start, end, begin, BLOCK)
+        _token, _inside, counted, _e = _load_tokens(entropies, mask, start, end, begin, MASK, BLOCK)
         n += tl.sum(counted.to(tl.int32), axis=0)
 
     group = tl.arange(0, PADDED)
@@ -118,7 +121,7 @@ def espo_groups_kernel(
     edge_ties = tl.zeros([PADDED], dtype=tl.int32)
     for j in tl.static_range(NUM_BOUNDS):
         rank = ((n * BOUNDS[2 * j] + (BOUNDS[2 * j + 1] - 1)) // BOUNDS[2 * j + 1]).to(tl.int32)
-        edge, ties = _edge(entropies, mask, start, end, rank, BLOCK)
+        edge, ties = _edge(entropies, mask, start, end, rank, MASK, BLOCK)
         edge_key = tl.where(group == j, edge, edge_key)
         edge_ties = tl.where(group == j, ties, edge_ties)
 
@@ -126,7 +129,7 @@ def espo_groups_kernel(
     sums = tl.zeros([PADDED], dtype=tl.float32)
     members = tl.zeros([PADDED], dtype=tl.int32)
     for begin in range(0, end - start, BLOCK):
-        token, inside, kept, e = _load_tokens(entropies, mask, start, end, begin, BLOCK)
+        token, inside, kept, e = _load_tokens(entropies, mask, start, end, begin, MASK, BLOCK)
         key = _descending_key(e)
         tau, seen_ties = _first_groups(key, kept, edge_key, edge_ties, seen_ties, NUM_BOUNDS, PADDED)
         for k in tl.static_range(NUM_BOUNDS + 1):
@@ -142,7 +145,7 @@ def espo_groups_kernel(
 
 
 def groups_triton(
-    old_entropies: torch.Tensor, cu_seqlens: torch.Tensor, mask: torch.Tensor, settings: GroupSettings
+    old_entropies: torch.Tensor, cu_seqlens: torch.Tensor, mask: torch.Tensor | None, settings: GroupSettings
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(group_id[T] uint8, clip[B, K] float32, count[B, K] int32)."""
     device, tokens, num_sequences = old_entropies.device, old_entropies.numel(), cu_seqlens.numel() - 1
@@ -155,7 +158,7 @@ def groups_triton(
         espo_groups_kernel[(num_sequences,)](
             old_entropies,
             cu_seqlens,
-            mask,
+            group_id if mask is None else mask,
             group_id,
             clip,
             count,
@@ -168,6 +171,7 @@ def groups_triton(
             NUM_BOUNDS=K - 1,
             PADDED=triton.next_power_of_2(K),
             FIXED=settings.fixed_clip is not None,
+            MASK=mask is not None,
             BLOCK=block,
             num_warps=max(4, block // 512),
         )

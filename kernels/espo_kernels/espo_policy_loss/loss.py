@@ -148,6 +148,7 @@ def _check(logprobs: torch.Tensor, inputs: LossInputs) -> None:
         group_id=inputs.group_id,
         clip=inputs.clip,
         loss_mask=inputs.loss_mask,
+        num_sequences=inputs.num_sequences if isinstance(inputs.num_sequences, torch.Tensor) else None,
     )
     if inputs.ratio_denominator not in ("current", "old"):
         raise ValueError(f"ratio_denominator={inputs.ratio_denominator!r}: must be 'current' or 'old'")

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 
@@ -58,6 +59,23 @@ def nearest_integer(typing_context: Any, value: Any) -> Any:
         return builder.call(rint, [args[0]])
 
     return types.float32(types.float32), generate
+
+
+@intrinsic
+def prefetch(typing_context: Any, array: Any, index: Any) -> Any:
+    """Asks for the cache line of array[index], towards the second-level cache, without waiting for it."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        data = context.make_array(array)(context, builder, args[0]).data
+        pointer, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+        address = builder.bitcast(builder.gep(data, [args[1]]), pointer)
+        kind = ir.FunctionType(ir.VoidType(), [pointer, word, word, word])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        read, second_level, of_data = (ir.Constant(word, number) for number in (0, 2, 1))
+        builder.call(function, [address, read, second_level, of_data])
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64), generate
 
 
 @intrinsic

@@ -20,11 +20,13 @@ from espo_kernels.token_logprob_entropy.numba_bits import (
     ordered,
     power_of_two,
     prefer_wide_vectors,
+    prefetch,
     store,
 )
 
 _REORDER = {"reassoc", "contract", "nsz", "arcp"}
-_BLOCK = 2048  # logits between two looks at the anchor: a block that is summed again comes from the first-level cache
+_BLOCK = 1024  # logits between two looks at the anchor: a block that is summed again comes from the first-level cache
+_CACHE_LINE = 64
 _LARGEST_RISE = np.float32(8.0)  # powers of two above the anchor: beyond, entropy = log l − w / l would lose digits
 _LOG2_E = np.float32(1.4426950408889634)
 _LN_2 = np.float32(0.6931471805599453)
@@ -72,11 +74,14 @@ def _block_sums(block, anchor, log2_scale):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def _row_sums(row, log2_scale):  # type: ignore[no-untyped-def]
+def _row_sums(bits, start, end, log2_scale):  # type: ignore[no-untyped-def]
     """(anchor, Σ 2^t, Σ t 2^t); the anchor is −inf if no logit is finite."""
     anchor, total, weighted = _MINUS_INF, np.float32(0.0), np.float32(0.0)
-    for begin in range(0, row.size, _BLOCK):
-        block = row[begin : begin + _BLOCK]
+    for begin in range(start, end, _BLOCK):
+        block = bits[begin : min(begin + _BLOCK, end)]
+        # The exponentials keep the core busy for longer than it looks ahead: without this, memory waits for it.
+        for j in range(begin + _BLOCK, min(begin + 2 * _BLOCK, bits.size), _CACHE_LINE // bits.itemsize):
+            prefetch(bits, j)
         if anchor == _MINUS_INF:
             anchor = _block_maximum(block)
         if anchor == _MINUS_INF:
@@ -102,7 +107,7 @@ def partial_sums(bits, columns, targets, out, start, end, first, valid, inverse_
     """Rows [start, end): out[:, r] = anchor, Σ exp(d), Σ d exp(d), target logit (NaN if not held here)."""
     for r in range(start, end):
         row = bits[r * columns : r * columns + valid]
-        anchor, total, weighted = _row_sums(row, inverse_temperature * _LOG2_E)
+        anchor, total, weighted = _row_sums(bits, r * columns, r * columns + valid, inverse_temperature * _LOG2_E)
         out[0, r], out[1, r], out[2, r] = anchor, total, weighted * _LN_2
         local = targets[r] - first
         out[3, r] = load(row[local]) if 0 <= local < valid else np.float32(np.nan)
