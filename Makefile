@@ -31,7 +31,7 @@ extras: install ## add reasoning-gym's generators (compiles C)
 	$(BIN)/python -m pip install --quiet --no-warn-conflicts --constraint requirements/constraints.txt -r requirements/reasoning-gym.txt
 
 train: install ## the quickstart on this machine: make train ARGS="seed=1" NPROC=2
-	$(BIN)/torchrun --standalone --nproc-per-node $(NPROC) launch/train_rl.py experiment=quickstart $(ARGS)
+	$(BIN)/torchrun --standalone --nproc-per-node $(NPROC) launch/train_rl.py experiment=quickstart parallel=$(if $(filter 1,$(NPROC)),single,ep2) $(ARGS)
 
 test: install ## every test that needs no GPU: make test TESTS=tests/config
 	$(BIN)/python -m pytest -m "not gpu" --durations=10 $(TESTS)
