@@ -42,7 +42,6 @@ def build_argv(settings: EngineSettings, *, port: int, key_config: Path) -> list
         f"--ep-size={settings.ep}",
         f"--max-running-requests={settings.max_running_requests}",
         "--skip-tokenizer-init",
-        "--skip-server-warmup",
         "--log-level-http=warning",  # no line per sample
     ]
     if settings.max_total_tokens is not None:

@@ -66,8 +66,7 @@ class ManagedEngine:
         if self._process.poll() is not None and self._lost_its_port():
             self._launch(None)
         self.check_alive()
-        admin = self.admin()
-        self._healthy = admin.is_ready() and admin.is_healthy()
+        self._healthy = self.admin().is_ready()  # only after SGLang's own warm-up has generated tokens
         return self._healthy
 
     def wait_healthy(self, deadline_seconds: float) -> None:
