@@ -175,3 +175,14 @@ def test_effective_sample_size_from_its_definition(backend: str) -> None:
     assert sums["ratio_mean"][1] == int(batch.loss_mask.sum())
     maxima = result.metrics.maxima()
     assert -maxima["ratio_min_negated"] <= values["ratio_mean"] <= maxima["ratio_max"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_strided_inputs_are_read_right(backend: str) -> None:
+    batch = response_batch([6, 5], 8)
+    expected, gradient = run(batch, backend)
+    strided = ResponseBatch(*(torch.stack([t, t], dim=-1)[..., 0] for t in vars(batch).values()))
+    assert not strided.logprobs.is_contiguous()
+    result, strided_gradient = run(strided, backend)
+    assert torch.equal(result.loss, expected.loss)
+    assert torch.equal(strided_gradient, gradient)

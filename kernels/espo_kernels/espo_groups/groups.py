@@ -18,7 +18,6 @@ from espo_kernels.arguments import (
     require_packed,
 )
 from espo_kernels.backends import Backend, checks_values, resolve_backend
-from espo_kernels.espo_groups.cpu import groups_cpu
 from espo_kernels.espo_groups.reference import groups_reference
 from espo_kernels.espo_groups.settings import group_settings
 
@@ -77,15 +76,19 @@ def espo_groups(
     require_mask(loss_mask, old_entropies.numel(), "old_entropies")
     require_one_device(old_entropies=old_entropies, cu_seqlens=cu_seqlens, loss_mask=loss_mask)
     settings = group_settings(vocab_size, alpha, fractions, min_clip, fixed_clip)
-    entropies = old_entropies.detach()
+    entropies, cu_seqlens = old_entropies.detach().contiguous(), cu_seqlens.contiguous()
+    loss_mask = None if loss_mask is None else loss_mask.contiguous()
     if checks_values(entropies):
         require_cu_seqlens_values(cu_seqlens, entropies.numel())
         require_finite("old_entropies", entropies, None if loss_mask is None else loss_mask.bool())
-    chosen = resolve_backend(backend, entropies)
+    chosen = resolve_backend(backend, entropies, cpu_needs_numba=True)
     if chosen == "triton":
         from espo_kernels.espo_groups.triton_kernel import groups_triton
 
         return EspoGroups(*groups_triton(entropies, cu_seqlens, loss_mask, settings))
     mask = torch.ones_like(entropies, dtype=torch.bool) if loss_mask is None else loss_mask.bool()
-    split = groups_cpu if chosen == "cpu" else groups_reference
-    return EspoGroups(*split(entropies, cu_seqlens, mask, settings))
+    if chosen == "cpu":
+        from espo_kernels.espo_groups.cpu import groups_cpu
+
+        return EspoGroups(*groups_cpu(entropies, cu_seqlens, mask, settings))
+    return EspoGroups(*groups_reference(entropies, cu_seqlens, mask, settings))

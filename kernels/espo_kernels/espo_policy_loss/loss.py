@@ -77,12 +77,12 @@ def espo_policy_loss(
         raise on CPU, and on CUDA with ESPO_KERNELS_DEBUG=1; otherwise the loss is NaN.
     """
     inputs = LossInputs(
-        old_logprobs=old_logprobs.detach(),
-        advantages=advantages.detach(),
-        cu_seqlens=cu_seqlens,
-        group_id=groups.group_id,
-        clip=groups.clip,
-        loss_mask=loss_mask,
+        old_logprobs=old_logprobs.detach().contiguous(),
+        advantages=advantages.detach().contiguous(),
+        cu_seqlens=cu_seqlens.contiguous(),
+        group_id=groups.group_id.contiguous(),
+        clip=groups.clip.contiguous(),
+        loss_mask=None if loss_mask is None else loss_mask.contiguous(),
         ratio_denominator=ratio_denominator,
         num_sequences=num_sequences,
         cp_group=cp_group,
@@ -92,12 +92,12 @@ def espo_policy_loss(
         case "triton":
             from espo_kernels.espo_policy_loss.triton_launch import loss_triton, scale_triton
 
-            loss, gradient, inverse_B, metrics = loss_triton(logprobs.detach(), inputs)
+            loss, gradient, inverse_B, metrics = loss_triton(logprobs.detach().contiguous(), inputs)
             return EspoResult(_WithGradient.apply(logprobs, loss, gradient, inverse_B, scale_triton), metrics)
         case "cpu":
             from espo_kernels.espo_policy_loss.cpu import loss_cpu, scale_cpu
 
-            loss, gradient, inverse_B, metrics = loss_cpu(logprobs.detach(), inputs)
+            loss, gradient, inverse_B, metrics = loss_cpu(logprobs.detach().contiguous(), inputs)
             return EspoResult(_WithGradient.apply(logprobs, loss, gradient, inverse_B, scale_cpu), metrics)
     from espo_kernels.espo_policy_loss.reference import loss_reference
 

@@ -76,7 +76,7 @@ def token_logprob_entropy(
     else:
         kernels = _kernels(chosen)
         logprob, entropy = RecomputedLogprobEntropy.apply(
-            logits, targets, shard, kernels, entropy_grad, inplace_backward
+            logits, targets.contiguous(), shard, kernels, entropy_grad, inplace_backward
         )
     if checks_values(logits):
         _require_finite_logits(entropy)

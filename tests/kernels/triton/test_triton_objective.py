@@ -84,6 +84,12 @@ def test_nothing_to_learn_is_a_zero_loss(lengths: list[int]) -> None:
     assert gradient.numel() == 0
 
 
+def test_strided_inputs_are_read_right() -> None:
+    batch = response_batch([6, 5], 8)
+    strided = ResponseBatch(*(torch.stack([t, t], dim=-1)[..., 0] for t in vars(batch).values()))
+    assert_equal(run(strided, "triton", (0.2,), "current"), run(batch, "reference", (0.2,), "current"))
+
+
 def launch(batch: ResponseBatch, groups: EspoGroups, denominator: str, cu_seqlens: torch.Tensor) -> torch.Tensor:
     """The loss straight from the kernels: the public function raises on CPU before anyone sees NaN."""
     from espo_kernels.espo_policy_loss.inputs import LossInputs
