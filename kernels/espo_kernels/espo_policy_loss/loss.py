@@ -1,5 +1,13 @@
 """The public function `espo_policy_loss`: checks, then one backend.
 
+    s_τ = exp(mean_{t∈τ} (log π_θ − log π_old))        s_t = sg[s_τ] · π_θ(y_t) / sg[π_θ(y_t)]
+    J   = 1/B Σ_i 1/K_i Σ_τ 1/|τ| Σ_{t∈τ} min(s_t A_t, clip(s_t, 1 − ε_τ, 1 + ε_τ) A_t)
+
+|log s| is clamped at 10 (the value, not the gradient). K_i counts the non-empty groups of sequence i; a sequence
+without unmasked tokens contributes nothing. The gradient of an unmasked token with A ≠ 0 is zero exactly where
+(A > 0 and s > 1 + ε) or (A < 0 and s < 1 − ε), and −s_t A_t / (B K_i |τ|) elsewhere. One group with a fixed clip is
+GSPO-token; one-token groups are PPO-clip averaged over tokens, then sequences.
+
 Invariant: the loss is what an optimiser minimises, −J; its sum over context-parallel ranks is the loss of the batch.
 """
 
@@ -47,15 +55,7 @@ def espo_policy_loss(
     cp_group: dist.ProcessGroup | None = None,
     backend: Backend = "auto",
 ) -> EspoResult:
-    """The ESPO loss −J, to minimise (arXiv 2512.00499 v2, Eq. 7 to 9).
-
-        s_τ = exp(mean_{t∈τ} (log π_θ − log π_old))        s_t = sg[s_τ] · π_θ(y_t) / sg[π_θ(y_t)]
-        J   = 1/B Σ_i 1/K_i Σ_τ 1/|τ| Σ_{t∈τ} min(s_t A_t, clip(s_t, 1 − ε_τ, 1 + ε_τ) A_t)
-
-    |log s| is clamped at 10 (the value, not the gradient). K_i counts the non-empty groups of sequence i; a sequence
-    without unmasked tokens contributes nothing. The gradient of an unmasked token with A ≠ 0 is zero exactly where
-    (A > 0 and s > 1 + ε) or (A < 0 and s < 1 − ε), and −s_t A_t / (B K_i |τ|) elsewhere.
-    One group with a fixed clip is GSPO-token; one-token groups are PPO-clip averaged over tokens, then sequences.
+    """The ESPO loss −J, to minimise (arXiv 2512.00499 v2, Eq. 7 to 9; written out at the top of this module).
 
     Args:
         logprobs, old_logprobs: [T] float, nats, log π_θ(y_t) and log π_old(y_t). Gradient flows through the first.

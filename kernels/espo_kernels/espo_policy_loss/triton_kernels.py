@@ -202,6 +202,22 @@ def espo_group_sums_kernel(
 
 
 @triton.jit
+def _load_shared(row, group, K: tl.constexpr):
+    """A sequence's sums over all ranks: log-ratios and sizes by group, and whether it counts in B."""
+    log_ratio = tl.load(row + group, mask=group < K, other=0.0)
+    size = tl.load(row + K + group, mask=group < K, other=0.0)
+    return log_ratio, size, tl.load(row + 2 * K)
+
+
+@triton.jit
+def _store_statistics(out, statistics, group, num_sequences, K: tl.constexpr):
+    """Write [statistic, group] of one sequence, sequences innermost."""
+    row = tl.arange(0, PADDED_STATISTICS)[:, None]
+    at = (row * K + group[None, :]) * num_sequences
+    tl.store(out + at, statistics, mask=(row < NUM_STATISTICS) & (group[None, :] < K))
+
+
+@triton.jit
 def espo_sequence_kernel(
     logprobs,
     old_logprobs,
@@ -223,10 +239,7 @@ def espo_sequence_kernel(
     MASK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sequence program: B · ∂loss/∂logprob of its tokens, and its statistics.
-
-    SHARED: other ranks hold tokens of the same sequence; its sums over all of them are in `partial`.
-    """
+    """One sequence: B · ∂loss/∂logprob of its tokens, and statistics. SHARED: its sums over ranks are in `partial`."""
     sequence = tl.program_id(0)
     start, end, valid = sequence_span(cu_seqlens, sequence, num_sequences, tokens)
     sums, signed = _sequence_sums(
@@ -235,10 +248,7 @@ def espo_sequence_kernel(
     group = tl.arange(0, PADDED)
     log_ratio, size = _row(sums, LOG_RATIO), _row(sums, SIZE)
     if SHARED:
-        row = partial + sequence * (2 * K + 1)
-        log_ratio = tl.load(row + group, mask=group < K, other=0.0)
-        size = tl.load(row + K + group, mask=group < K, other=0.0)
-        signed = tl.load(row + 2 * K)
+        log_ratio, size, signed = _load_shared(partial + sequence * (2 * K + 1), group, K)
     epsilon = tl.load(clip + sequence * K + group, mask=group < K, other=0.0).to(tl.float32)
     nonempty = tl.where(size > 0, 1.0, 0.0)
     log_s = log_ratio / tl.maximum(size, 1.0)
@@ -264,9 +274,7 @@ def espo_sequence_kernel(
     statistics = _add_row(statistics, 6, nonempty)
     statistics = _add_row(statistics, 7, nonempty * epsilon)
     statistics = tl.where(valid, statistics, float("nan"))
-    row = tl.arange(0, PADDED_STATISTICS)[:, None]
-    at = (row * K + group[None, :]) * num_sequences + sequence
-    tl.store(statistics_out + at, statistics, mask=(row < NUM_STATISTICS) & (group[None, :] < K))
+    _store_statistics(statistics_out + sequence, statistics, group, num_sequences, K)
     tl.store(signed_out + sequence, signed)
 
 

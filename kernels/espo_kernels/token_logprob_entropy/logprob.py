@@ -1,5 +1,11 @@
 """The public function `token_logprob_entropy`: checks, then one backend.
 
+    m = max_v x_v,  d_v = (x_v − m) / τ,  l = Σ exp d_v,  w = Σ d_v exp d_v
+    logprob = d_target − log l,           entropy = log l − w / l
+
+One pass over the logits (online softmax, Milakov & Gimelshein, arXiv 1805.02867). Backward recomputes
+p_v = exp(d_v − log l):  ∂logprob/∂x_v = (1[v = target] − p_v) / τ,  ∂entropy/∂x_v = −p_v (log p_v + H) / τ.
+
 Invariant: temperature divides the logits before both results; columns beyond the true vocabulary have probability 0
 and gradient 0.
 """
@@ -29,13 +35,7 @@ def token_logprob_entropy(
     inplace_backward: bool = False,
     backend: Backend = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """log p(target) and H(p) of each token's softmax, in nats.
-
-        m = max_v x_v,  d_v = (x_v − m) / τ,  l = Σ exp d_v,  w = Σ d_v exp d_v
-        logprob = d_target − log l,           entropy = log l − w / l
-
-    One pass over the logits (online softmax, Milakov & Gimelshein, arXiv 1805.02867). Backward recomputes
-    p_v = exp(d_v − log l):  ∂logprob/∂x_v = (1[v = target] − p_v) / τ,  ∂entropy/∂x_v = −p_v (log p_v + H) / τ.
+    """log p(target) and H(p) of each token's softmax, in nats; the equations stand at the top of this module.
 
     Args:
         logits: [T, V] float16, bfloat16 or float32; accumulation is float32. With a tp_group, [T, V / ranks]: this
