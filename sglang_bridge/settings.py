@@ -35,6 +35,7 @@ _UNSUPPORTED = (
     "--enable-hierarchical-cache",
     "--disaggregation-mode",
     "--speculative-algorithm",
+    "--tokenizer-worker-num",  # SGLang refuses it together with keys
 )
 
 
@@ -77,7 +78,7 @@ class EngineSettings:
             if _names(option, _RESERVED):
                 raise ValueError(f"engine.extra_args has {option}: it has a setting of its own; use that one")
             if _names(option, _UNSUPPORTED):
-                raise ValueError(f"engine.extra_args has {option}: not supported with recorded routes; remove it")
+                raise ValueError(f"engine.extra_args has {option}: not supported with recorded routes and keys; remove it")
 
 
 def _names(option: str, names: tuple[str, ...]) -> bool:

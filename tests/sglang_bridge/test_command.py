@@ -67,6 +67,7 @@ def test_torchrun_variables_do_not_reach_the_engine() -> None:
         ({"extra_args": ("--api-key=x",)}, "--api-key"),
         ({"extra_args": ("--port", "1")}, "--port"),
         ({"extra_args": ("--dp-size=2",)}, "--dp-size"),
+        ({"extra_args": ("--tokenizer-worker-num=2",)}, "--tokenizer-worker-num"),
         ({"extra_args": ("--enable-hierarchical-cache",)}, "--enable-hierarchical-cache"),
     ],
 )
