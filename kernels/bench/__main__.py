@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from bench import measure, report
-from bench.implementation import Case
+from bench.implementation import Case, Implementation
 from bench.logprob_cases import logprob_cases
 from bench.objective_cases import objective_cases
 from bench.quantize_cases import quantize_cases
@@ -43,21 +43,15 @@ def cases(arguments: argparse.Namespace) -> Iterator[Case]:
         yield from quantize_cases(device, 128 if on_gpu else 4)
 
 
-def rows_of(case: Case, device: torch.device, copy_bytes_s: float, repeats: int) -> list[report.Row]:
+def rows_of(case: Case, device: torch.device, repeats: int) -> tuple[list[report.Row], float]:
+    """(a row per implementation, the copy bandwidth in bytes per second measured among them)."""
     expected = [tensor.double().cpu() for tensor in case.implementations[0].run()]
-    differences = {
-        one.name: max(
-            (
-                float((mine.double().cpu() - theirs).abs().max())
-                for mine, theirs in zip(one.run(), expected, strict=True)
-            ),
-            default=0.0,
-        )
-        for one in case.implementations
-        if one.compare
-    }
+    differences = {one.name: largest_difference(one, expected) for one in case.implementations if one.compare}
     peaks = {one.name: measure.extra_peak_bytes(one.run, device) for one in case.implementations}
-    timings = measure.seconds({one.name: one.run for one in case.implementations}, device, repeats)
+    copy, copied_bytes = measure.copy_run(device, case.input_bytes)
+    runs = {one.name: one.run for one in case.implementations}
+    timings = measure.seconds({**runs, "copy": copy}, device, repeats)
+    copy_bytes_s = copied_bytes / timings["copy"].best
     ours = timings[case.implementations[0].name].best
     rows = []
     for one in case.implementations:
@@ -80,25 +74,32 @@ def rows_of(case: Case, device: torch.device, copy_bytes_s: float, repeats: int)
                 note=one.note,
             )
         )
-    return rows
+    return rows, copy_bytes_s
+
+
+def largest_difference(one: Implementation, expected: list[torch.Tensor]) -> float:
+    pairs = zip(one.run(), expected, strict=True)
+    return max((float((mine.double().cpu() - theirs).abs().max()) for mine, theirs in pairs), default=0.0)
 
 
 def main() -> None:
     arguments = parse()
     device = torch.device(arguments.device)
-    copy_bytes_s = measure.copy_bandwidth(device, 2**32 if device.type == "cuda" else 2**28, arguments.repeats)
     rows: list[report.Row] = []
     absent: dict[str, str] = {}
+    copies: list[float] = []
     for case in cases(arguments):
-        rows += rows_of(case, device, copy_bytes_s, arguments.repeats)
+        measured, copy_bytes_s = rows_of(case, device, arguments.repeats)
+        rows += measured
+        copies.append(copy_bytes_s / 1e9)
         absent |= case.absent
-    print(f"copy: {copy_bytes_s / 1e9:.1f} GB/s (read + written)\n{report.table(rows)}")
+    print(f"copy: {max(copies):.1f} GB/s (read + written)\n{report.table(rows)}")
     for name, reason in absent.items():
         print(f"not measured: {name} ({reason})")
     described = report.machine(device)
     default = Path(__file__).parent / "results" / f"{device.type}-{described['date']}.json"
     path = arguments.output or default
-    report.write(path, device, copy_bytes_s / 1e9, rows, absent)
+    report.write(path, device, max(copies), rows, absent)
     print(f"written: {path}")
 
 

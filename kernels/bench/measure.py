@@ -6,6 +6,8 @@ is the machine's, the median is what a user sees.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
 import statistics
 import time
@@ -33,21 +35,21 @@ def seconds(runs: dict[str, Run], device: torch.device, repeats: int) -> dict[st
     return {name: Timing(min(values), statistics.median(values)) for name, values in samples.items()}
 
 
-def copy_bandwidth(device: torch.device, num_bytes: int, repeats: int) -> float:
-    """Bytes per second read plus written by a copy of `num_bytes`."""
-    source = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
+def copy_run(device: torch.device, num_bytes: int) -> tuple[Run, int]:
+    """(a copy of at least `num_bytes`, too many for a cache; the bytes it reads and writes)."""
+    source = torch.ones(max(num_bytes, 1 << 28) // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
 
     def run() -> list[torch.Tensor]:
         target.copy_(source)
         return []
 
-    return 2 * source.nbytes / seconds({"copy": run}, device, repeats)["copy"].best
+    return run, 2 * source.nbytes
 
 
 def extra_peak_bytes(run: Run, device: torch.device) -> int | None:
     """Peak memory during one run beyond what was held before it; None where the system does not tell."""
-    gc.collect()  # or garbage freed during the run would hide what it allocates
+    _give_back_free_memory()
     if device.type == "cuda":
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -62,6 +64,13 @@ def extra_peak_bytes(run: Run, device: torch.device) -> int | None:
         return _status_bytes("VmHWM") - before
     except OSError:
         return None
+
+
+def _give_back_free_memory() -> None:
+    """Garbage, and free memory that malloc keeps, would hide what a run allocates."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # glibc only
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _status_bytes(field: str) -> int:

@@ -20,7 +20,8 @@ from bench.peers import versions
 
 @dataclass(frozen=True)
 class Row:
-    """One implementation in one case. share_of_copy: of the copy bandwidth, counting the bytes a perfect one moves.
+    """One implementation in one case. share_of_copy: of the bandwidth of a copy timed in alternation, counting the
+    bytes a perfect one moves.
 
     extra_peak_ratio: peak memory beyond the inputs over the size of the largest. max_difference: to our result.
     """
@@ -76,6 +77,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "device": _cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "load_average": os.getloadavg()[0],
         "versions": {"python": platform.python_version(), **versions()},
     }
     if device.type == "cuda":

@@ -172,4 +172,4 @@ def test_forward_and_backward_need_little_more_than_the_gradient() -> None:
     done = subprocess.run(
         [sys.executable, "-c", PEAK], capture_output=True, text=True, check=True, timeout=120, env=importable()
     )
-    assert float(done.stdout) <= 1.2
+    assert 0.9 <= float(done.stdout) <= 1.2
