@@ -154,16 +154,20 @@ def test_threads_do_not_change_the_result() -> None:
 
 
 PEAK = """
-import resource, torch
+import torch
+from bench.measure import extra_peak_bytes
 from espo_kernels import token_logprob_entropy
-def once(rows):
-    logits = torch.randn(rows, 32768, requires_grad=True)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    logprob, _ = token_logprob_entropy(logits, torch.zeros(rows, dtype=torch.long))
-    logprob.sum().backward()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-once(8)
-print(once(1024) * 1024 / (1024 * 32768 * 4))  # large enough to show above what compiling took
+
+logits = torch.randn(512, 32768, requires_grad=True)
+targets = torch.zeros(512, dtype=torch.long)
+
+def run():
+    logprob, _ = token_logprob_entropy(logits, targets)
+    return torch.autograd.grad(logprob.sum(), logits)
+
+run()
+peak = extra_peak_bytes(run, torch.device("cpu"))
+print("unknown" if peak is None else peak / logits.nbytes)
 """
 
 
@@ -172,4 +176,6 @@ def test_forward_and_backward_need_little_more_than_the_gradient() -> None:
     done = subprocess.run(
         [sys.executable, "-c", PEAK], capture_output=True, text=True, check=True, timeout=120, env=importable()
     )
+    if done.stdout.strip() == "unknown":
+        pytest.skip("the system does not tell a process's peak memory")
     assert 0.9 <= float(done.stdout) <= 1.2
