@@ -63,7 +63,8 @@ class ManagedEngine:
         """Whether it has become healthy, without waiting long. Raises `EngineDied`; a taken port is replaced."""
         if self._healthy:
             return True
-        if self._process.poll() is not None and self._lost_its_port():
+        if self._lost_its_port():  # SGLang says so and then may linger in its warm-up: do not wait for its end
+            self._end(timeout=15.0)
             self._launch(None)
         self.check_alive()
         self._healthy = self.admin().is_ready()  # only after SGLang's own warm-up has generated tokens
@@ -92,6 +93,10 @@ class ManagedEngine:
 
     def stop(self, *, timeout: float = 15.0) -> None:
         """End the server and every process below it; returns when none is left. Safe to call again."""
+        self._end(timeout)
+        self._config_path().unlink(missing_ok=True)
+
+    def _end(self, timeout: float) -> None:
         if self._process.poll() is None:
             self._process.terminate()
             try:
@@ -99,7 +104,6 @@ class ManagedEngine:
             except subprocess.TimeoutExpired:  # the supervisor itself hangs: its child dies with it
                 self._process.kill()
                 self._process.wait()
-        self._config_path().unlink(missing_ok=True)
 
     def _launch(self, preferred_port: int | None) -> None:
         self._starts += 1
@@ -107,6 +111,7 @@ class ManagedEngine:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         write_server_config(self.keys, self._config_path())
         descriptor = os.open(self.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._log_start = os.fstat(descriptor).st_size
         try:
             os.fchmod(descriptor, 0o600)
             self._process = start_supervised(
@@ -123,4 +128,7 @@ class ManagedEngine:
         return self.log_path.with_suffix(".keys.yaml")
 
     def _lost_its_port(self) -> bool:
-        return self._starts < _PORT_ATTEMPTS and _PORT_TAKEN in self.log_tail(200).lower()
+        with self.log_path.open("rb") as log:
+            log.seek(self._log_start)  # what an earlier start wrote does not count
+            said = log.read().decode(errors="replace").lower()
+        return self._starts < _PORT_ATTEMPTS and _PORT_TAKEN in said
