@@ -78,7 +78,7 @@ class EngineSettings:
             if _names(option, _RESERVED):
                 raise ValueError(f"engine.extra_args has {option}: it has a setting of its own; use that one")
             if _names(option, _UNSUPPORTED):
-                raise ValueError(f"engine.extra_args has {option}: not supported with recorded routes and keys; remove it")
+                raise ValueError(f"engine.extra_args has {option}: not supported with routes and keys; remove it")
 
 
 def _names(option: str, names: tuple[str, ...]) -> bool:
