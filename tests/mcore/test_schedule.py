@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,19 @@ def gradients(models: list[Any], replay: Any, split: list[tuple[int, ...]]) -> d
     return {name: p.main_grad.clone() for name, p in models[0].named_parameters()}
 
 
+def norm(norms: Iterable[torch.Tensor]) -> float:
+    return float(torch.stack(list(norms)).norm())
+
+
 @pytest.mark.parametrize("name", [n for n in SPLITS if n != "one"])
 def test_the_gradient_does_not_depend_on_how_the_batch_is_split(megatron: Any, checkpoint: Path, name: str) -> None:
     models, replay = build(checkpoint)
     whole, parts = gradients(models, replay, SPLITS["one"]), gradients(models, replay, SPLITS[name])
+    difference = {name: (parts[name] - gradient).norm() for name, gradient in whole.items()}
+    # A parameter of 16 numbers can lose a digit to rounding that the whole gradient does not.
     for parameter, gradient in whole.items():
-        error = (parts[parameter] - gradient).norm() / gradient.norm().clamp(min=1e-12)
-        assert error < 1e-6, (parameter, float(error))
+        assert difference[parameter] < 1e-5 * gradient.norm().clamp(min=1e-12), parameter
+    assert norm(difference.values()) < 1e-6 * norm(gradient.norm() for gradient in whole.values())
 
 
 def test_a_forward_only_pass_leaves_no_gradient_and_no_graph(megatron: Any, checkpoint: Path) -> None:
