@@ -40,6 +40,7 @@ TINY_MODEL = {
     "mlp_only_layers": [],
     "hidden_act": "silu",
     "rms_norm_eps": 1e-6,
+    "initializer_range": 0.06,
     "rope_theta": 10000.0,
     "attention_bias": False,
     "tie_word_embeddings": False,

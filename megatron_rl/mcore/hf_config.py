@@ -20,7 +20,10 @@ class ModelConfigError(ValueError):
 
 @dataclass(frozen=True)
 class MoeModelConfig:
-    """A Qwen3-MoE decoder. moe_layers: 0-based layers with experts. eos_token_ids: tokens that end a response."""
+    """A Qwen3-MoE decoder. moe_layers: 0-based layers with experts. eos_token_ids: tokens that end a response.
+
+    initializer_range: standard deviation of fresh weights; it matters to a model that is trained from scratch.
+    """
 
     num_layers: int
     hidden_size: int
@@ -34,6 +37,7 @@ class MoeModelConfig:
     vocab_size: int
     rope_theta: float
     rms_norm_eps: float
+    initializer_range: float
     norm_topk_prob: bool
     tie_word_embeddings: bool
     max_position_embeddings: int
@@ -134,6 +138,7 @@ def _build(reader: _Reader) -> MoeModelConfig:
         vocab_size=reader.integer("vocab_size"),
         rope_theta=reader.rope_theta(),
         rms_norm_eps=reader.number("rms_norm_eps", default=1e-6, minimum=0.0),
+        initializer_range=reader.number("initializer_range", default=0.02, minimum=0.0),
         norm_topk_prob=bool(reader.raw.get("norm_topk_prob", False)),
         tie_word_embeddings=bool(reader.raw.get("tie_word_embeddings", False)),
         max_position_embeddings=reader.integer("max_position_embeddings", default=32768),

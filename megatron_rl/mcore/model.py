@@ -1,7 +1,8 @@
 """Builds Megatron's GPTModel from a Hugging Face shape.
 
 Invariant: the router is one whose choice replay can force and nothing changes afterwards: softmax in float32, no
-auxiliary loss, no expert bias, no capacity limit, no fusion. Dropout is zero everywhere, so a forward pass repeats.
+auxiliary loss, no expert bias, no capacity limit, no fusion. Dropout is zero, so a forward pass repeats,
+unless a model is trained from scratch.
 """
 
 from __future__ import annotations
@@ -37,8 +38,16 @@ class ParallelSizes:
     sequence_parallel: bool = False
 
 
+@dataclass(frozen=True)
+class FromScratch:
+    """What only a model without pretrained weights needs. embedding_std None: initializer_range, as all weights."""
+
+    embedding_std: float | None = None
+    hidden_dropout: float = 0.0
+
+
 def transformer_config(
-    model: MoeModelConfig, sizes: ParallelSizes, *, dtype: torch.dtype, recompute: str
+    model: MoeModelConfig, sizes: ParallelSizes, *, dtype: torch.dtype, recompute: str, scratch: FromScratch
 ) -> TransformerConfig:
     """Megatron's configuration of the model. recompute: none, selective or full."""
     on_gpu = torch.cuda.is_available()
@@ -68,7 +77,9 @@ def transformer_config(
         add_bias_linear=False,
         qk_layernorm=True,
         attention_dropout=0.0,
-        hidden_dropout=0.0,
+        hidden_dropout=scratch.hidden_dropout,
+        init_method_std=model.initializer_range,
+        embedding_init_method_std=scratch.embedding_std,
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -100,10 +111,15 @@ def transformer_config(
 
 
 def build_models(
-    model: MoeModelConfig, sizes: ParallelSizes, *, dtype: torch.dtype, recompute: str = "none"
+    model: MoeModelConfig,
+    sizes: ParallelSizes,
+    *,
+    dtype: torch.dtype,
+    recompute: str = "none",
+    scratch: FromScratch = FromScratch(),
 ) -> list[torch.nn.Module]:
-    """This rank's model chunks, one per virtual pipeline stage, randomly initialised (normal, std 0.02)."""
-    config = transformer_config(model, sizes, dtype=dtype, recompute=recompute)
+    """This rank's model chunks, one per virtual pipeline stage, with random weights."""
+    config = transformer_config(model, sizes, dtype=dtype, recompute=recompute, scratch=scratch)
     return [_build_chunk(config, model, chunk if sizes.vpp > 1 else None) for chunk in range(sizes.vpp)]
 
 
