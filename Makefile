@@ -1,4 +1,4 @@
-# make train | make test | make lint | make install | make extras
+# make train | make test | make lint | make install | make extras | make peers
 PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -8,7 +8,7 @@ TESTS  ?= tests
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install extras train test lint clean
+.PHONY: help install extras peers bench train test lint clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -29,6 +29,15 @@ $(VENV)/.project: setup.py $(VENV)/.requirements
 
 extras: install ## add reasoning-gym's generators (compiles C)
 	$(BIN)/python -m pip install --quiet --no-warn-conflicts --constraint requirements/constraints.txt -r requirements/reasoning-gym.txt
+
+$(VENV)/peers: requirements/peers.txt requirements/constraints.txt | install
+	rm -rf $@
+	$(BIN)/python -m pip install --quiet --no-deps --constraint requirements/constraints.txt --target $@ -r requirements/peers.txt
+
+peers: $(VENV)/peers ## add what the kernels are compared with (TRL, Liger-Kernel, verl, torchao), apart from the rest
+
+bench: peers ## the kernels beside their peers: make bench ARGS="--device cpu"
+	cd kernels && env -u OMP_NUM_THREADS PYTHONPATH=$(CURDIR)/$(VENV)/peers $(CURDIR)/$(BIN)/python -m bench $(ARGS)
 
 train: install ## the quickstart on this machine: make train ARGS="seed=1" NPROC=2
 	$(BIN)/torchrun --standalone --nproc-per-node $(NPROC) launch/train_rl.py experiment=quickstart parallel=$(if $(filter 1,$(NPROC)),single,ep2) $(ARGS)

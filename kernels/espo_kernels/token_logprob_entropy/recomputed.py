@@ -15,13 +15,17 @@ from espo_kernels.token_logprob_entropy.vocabulary import TokenStatistics, Vocab
 
 Forward = Callable[[torch.Tensor, torch.Tensor, VocabularyShard], TokenStatistics]
 Backward = Callable[
-    [torch.Tensor, torch.Tensor, TokenStatistics, torch.Tensor, torch.Tensor | None, VocabularyShard, torch.Tensor],
-    None,
+    [torch.Tensor, torch.Tensor, TokenStatistics, torch.Tensor, torch.Tensor | None, VocabularyShard, bool],
+    torch.Tensor,
 ]
 
 
 class BackendKernels(NamedTuple):
-    """forward(logits, targets, shard) and backward(logits, targets, statistics, ∂logprob, ∂entropy, shard, out)."""
+    """Passes over contiguous logits.
+
+    forward(logits, targets, shard); backward(logits, targets, statistics, ∂logprob, ∂entropy, shard, inplace), which
+    returns ∂logits, in a tensor of its own unless inplace.
+    """
 
     forward: Forward
     backward: Backward
@@ -55,15 +59,14 @@ class RecomputedLogprobEntropy(torch.autograd.Function):
         logits, targets, *statistics = ctx.saved_tensors
         rows = logits if logits.is_contiguous() else logits.contiguous()
         inplace = ctx.inplace and rows is logits
-        gradient = rows.detach() if inplace else torch.empty_like(rows)
-        ctx.kernels.backward(
+        gradient = ctx.kernels.backward(
             rows.detach(),
             targets,
             TokenStatistics(*statistics),
             grad_logprob.contiguous(),
             grad_entropy.contiguous() if ctx.entropy_grad else None,
             ctx.shard,
-            gradient,
+            inplace,
         )
         if inplace:
             torch.autograd.graph.increment_version(logits)

@@ -46,12 +46,13 @@ def backward(
     grad_logprob: torch.Tensor,
     grad_entropy: torch.Tensor | None,
     shard: VocabularyShard,
-    out: torch.Tensor,
-) -> None:
-    """See `BackendKernels`. `out` may be `logits`: each program reads its block before it writes it."""
+    inplace: bool,
+) -> torch.Tensor:
+    """See `BackendKernels`. Each program reads its block before it writes it."""
+    out = logits if inplace else torch.empty_like(logits)
     tokens, columns = logits.shape
     if not tokens:
-        return
+        return out
     block, warps = _block(columns)
     logits_gradient_kernel[(tokens, triton.cdiv(columns, block))](
         logits,
@@ -70,6 +71,7 @@ def backward(
         BLOCK=block,
         num_warps=warps,
     )
+    return out
 
 
 def _block(columns: int) -> tuple[int, int]:

@@ -1,0 +1,111 @@
+"""Special cases of ESPO against verl's own functions, to 1e-8 in float64; `make peers` installs verl.
+
+verl divides a sequence's sum by its tokens plus 1e-8, which is what the comparison allows for. Its dual clip (a ratio
+above 3 with a negative advantage) is no part of PPO-clip; the drift here stays below it.
+"""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from espo_kernels import espo_groups, espo_policy_loss
+from tests.kernels.batches import ResponseBatch, response_batch
+from tests.kernels.processes import ROOT, importable
+
+PEERS = Path(sys.prefix) / "peers"
+INSTALLED = (PEERS / "verl").is_dir() or importlib.util.find_spec("verl") is not None
+LENGTHS = [[1, 7, 40], [5], [1, 1, 1, 2], [33, 2, 0, 18, 64, 9], [12, 12, 12, 12]]
+
+
+def padded(values: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    return torch.nn.utils.rnn.pad_sequence(values.split(lengths), batch_first=True)
+
+
+def verl_results(batches: dict[str, dict[str, object]], directory: Path) -> dict[str, dict[str, torch.Tensor]]:
+    torch.save(batches, directory / "batches.pt")
+    script = Path(__file__).with_name("verl_losses.py")
+    environment = importable(PYTHONWARNINGS="ignore")
+    environment["PYTHONPATH"] += f":{PEERS}"
+    done = subprocess.run(
+        [sys.executable, str(script), str(directory / "batches.pt"), str(directory / "out.pt")],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return torch.load(directory / "out.pt", weights_only=True)
+
+
+def one_group_per_sequence(batch: ResponseBatch, lengths: list[int], clip: float) -> tuple[torch.Tensor, torch.Tensor]:
+    groups = espo_groups(
+        batch.entropies, batch.cu_seqlens, vocab_size=9, fractions=(), fixed_clip=clip, loss_mask=batch.loss_mask
+    )
+    return loss_and_gradient(batch, batch.advantages, batch.cu_seqlens, groups)
+
+
+def one_group_per_token(batch: ResponseBatch, lengths: list[int], clip: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every token as a sequence of its own; the weights 1/n of its true sequence are in the advantage."""
+    alone = torch.arange(len(batch.logprobs) + 1)
+    groups = espo_groups(batch.entropies, alone, vocab_size=9, fractions=(), fixed_clip=clip, loss_mask=batch.loss_mask)
+    kept = torch.tensor([int(mask.sum()) for mask in batch.loss_mask.split(lengths)])
+    weight = kept.clamp(min=1).double().repeat_interleave(torch.tensor(lengths)) * int((kept > 0).sum())
+    loss, gradient = loss_and_gradient(batch, batch.advantages / weight, alone, groups, num_sequences=1)
+    return loss, gradient
+
+
+def loss_and_gradient(
+    batch: ResponseBatch,
+    advantages: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    groups: object,
+    num_sequences: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    kept = int((groups.count > 0).any(1).sum()) if num_sequences is None else num_sequences
+    logprobs = batch.logprobs.clone().requires_grad_()
+    loss, _ = espo_policy_loss(
+        logprobs, batch.old_logprobs, advantages, cu_seqlens, groups, num_sequences=kept, backend="reference"
+    )
+    loss.backward()
+    return loss.detach(), logprobs.grad
+
+
+@pytest.mark.skipif(not INSTALLED, reason="verl is not installed: make peers")
+@pytest.mark.timeout(300)
+def test_special_cases_are_what_verl_computes(tmp_path: Path) -> None:
+    cases = {
+        f"{objective} {i} {seed}": (objective, lengths, response_batch(lengths, seed, drift=0.3))
+        for objective in ("gspo", "vanilla")
+        for i, lengths in enumerate(LENGTHS)
+        for seed in range(4)
+    }
+    clips = {"gspo": 0.05, "vanilla": 0.2}
+    expected = verl_results(
+        {
+            name: {
+                "logprobs": padded(batch.logprobs, lengths),
+                "old_logprobs": padded(batch.old_logprobs, lengths),
+                "advantages": padded(batch.advantages, lengths),
+                "mask": padded(batch.loss_mask.double(), lengths),
+                "clip": clips[objective],
+                "objective": objective,
+            }
+            for name, (objective, lengths, batch) in cases.items()
+            if batch.loss_mask.any()
+        },
+        tmp_path,
+    )
+    assert len(expected) > 30
+    ours = {"gspo": one_group_per_sequence, "vanilla": one_group_per_token}
+    for name, result in expected.items():
+        objective, lengths, batch = cases[name]
+        loss, gradient = ours[objective](batch, lengths, clips[objective])
+        torch.testing.assert_close(loss, result["loss"], rtol=1e-8, atol=1e-8, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            padded(gradient, lengths), result["gradient"], rtol=1e-8, atol=1e-8, msg=lambda m, n=name: f"{n}: {m}"
+        )
