@@ -1,8 +1,6 @@
 """Megatron, SGLang and transformers agree on the trained tiny models' log-probabilities, float32, routes replayed.
 
-`pytest -s tests/engine/test_parity.py` prints the table. The column-addition model is ill-conditioned on a few tokens:
-transformers in float32 is up to 1e-4 from transformers in float64 there, and every pair of float32 engines differs by
-as much. So its largest difference is bounded by twice that, and all but one token in a thousand by the strict limit.
+`pytest -s tests/engine/test_parity.py` prints the table.
 """
 
 from pathlib import Path
@@ -95,22 +93,16 @@ def all_logprobs(
 @pytest.mark.distributed
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("task", "num_prompts", "max_new_tokens", "outliers", "largest"),
-    [("two_digit_addition", 1400, 6, 0.0, MAX), ("column_addition", 320, 32, 1e-3, 4 * MAX)],
+    ("task", "num_prompts", "max_new_tokens"), [("two_digit_addition", 1400, 6), ("column_addition", 320, 32)]
 )
-def test_three_implementations_agree(
-    task: str, num_prompts: int, max_new_tokens: int, outliers: float, largest: float, tmp_path: Path
-) -> None:
+def test_three_implementations_agree(task: str, num_prompts: int, max_new_tokens: int, tmp_path: Path) -> None:
     logprobs = all_logprobs(task, num_prompts, max_new_tokens, tmp_path)
     names = list(logprobs)
     for index, name in enumerate(names):
         for other in names[:index]:
             deltas = difference(logprobs[name], logprobs[other])
-            print(
-                f"{task}: {name} against {other}: mean {deltas.mean():.2e}, max {deltas.max():.2e}, "
-                f"{int((deltas > MAX).sum())} of {len(deltas)} tokens above {MAX:g}"
-            )
+            sizes = f"{len(deltas)} tokens, mean {deltas.mean():.2e}, max {deltas.max():.2e}"
+            print(f"{task}: {name} against {other}: {sizes}")
             assert len(deltas) >= 5000
             assert float(deltas.mean()) <= MEAN
-            assert float(deltas.max()) <= largest
-            assert float((deltas > MAX).float().mean()) <= outliers
+            assert float(deltas.max()) <= MAX
