@@ -41,6 +41,7 @@ from megatron_rl.worker import Worker
 from sglang_bridge.errors import EngineError
 from sglang_bridge.keys import RunKeys, create_keys, read_keys
 from sglang_bridge.ports import require_private_address
+from sglang_bridge.readiness import require_external_engines
 
 _HUB_SECONDS = 60.0
 _DEATH_SECONDS = 3.0
@@ -191,6 +192,13 @@ class Session:
             endpoints = tuple(self._services.wait_healthy(self._config.engine.start_timeout_s))
         elif self._services is not None:
             external = self._config.engine.urls[layout.node :: layout.num_nodes]
+            require_external_engines(
+                external,
+                keys,
+                deadline_seconds=self._config.engine.start_timeout_s,
+                return_routes=self._config.train.replay_routes,
+                tp=self._config.engine.tp,
+            )
             endpoints = tuple(EngineEndpoint(url=url, api_key=keys.api_key) for url in external)
         self._endpoints = endpoints
         mine = NodeEngines(node=layout.node, endpoints=endpoints)

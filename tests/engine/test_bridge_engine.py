@@ -15,11 +15,12 @@ from safetensors.torch import load_file
 
 from sglang_bridge.admin import AdminClient
 from sglang_bridge.client import GenerateClient
-from sglang_bridge.errors import RequestFailed, WeightMismatch
+from sglang_bridge.errors import EngineUnhealthy, RequestFailed, WeightMismatch
 from sglang_bridge.generation import Generation
 from sglang_bridge.handle import EngineHandle
 from sglang_bridge.keys import create_keys
 from sglang_bridge.lifeline import Lifeline
+from sglang_bridge.readiness import require_external_engines
 from sglang_bridge.server import ManagedEngine
 from sglang_bridge.settings import EngineSettings
 from sglang_bridge.weights.buckets import Bucket
@@ -93,6 +94,14 @@ def draw(engine: ManagedEngine, prompts: Sequence[Sequence[int]], tokens: int) -
             return list(await asyncio.gather(*requests))
 
     return asyncio.run(all_of_them())
+
+
+def test_a_server_that_somebody_else_started_is_checked(engine: ManagedEngine) -> None:
+    require_external_engines([engine.url], engine.keys, deadline_seconds=5.0, return_routes=True, tp=1)
+    with pytest.raises(EngineUnhealthy, match=r"engine.key_file"):
+        require_external_engines([engine.url], create_keys(), deadline_seconds=5.0, return_routes=True, tp=1)
+    with pytest.raises(EngineUnhealthy, match=r"engine.tp=2"):
+        require_external_engines([engine.url], engine.keys, deadline_seconds=5.0, return_routes=True, tp=2)
 
 
 def test_samples_come_with_logprobs_routes_and_a_version(engine: ManagedEngine) -> None:

@@ -1,11 +1,13 @@
 """Writes a checkpoint in Hugging Face format.
 
-Invariant: the directory appears whole or not at all: files are written beside it and renamed at the end.
+Invariant: the directory appears whole or not at all: files are written beside it, reach the disk and are renamed at the
+end; an older checkpoint of that name is deleted only after that.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -56,9 +58,27 @@ def save_hf_weights(
     if dist.get_rank() == 0:
         _write_index(partial)
         _copy_companions(source, partial, dtype)
-        shutil.rmtree(target, ignore_errors=True)
-        partial.rename(target)
+        _flush(partial)
+        _replace(target, partial)
     dist.barrier()
+
+
+def _flush(directory: Path) -> None:
+    for path in (*directory.iterdir(), directory):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _replace(target: Path, new: Path) -> None:
+    old = target.with_name(target.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    new.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 class _ShardWriter:

@@ -1,0 +1,70 @@
+"""What is asked of a server that somebody else started."""
+
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from sglang_bridge.errors import EngineUnhealthy
+from sglang_bridge.keys import create_keys
+from sglang_bridge.ports import choose_port
+from sglang_bridge.readiness import require_external_engines
+
+INFO: dict[str, Any] = {"enable_return_routed_experts": True, "tp_size": 1}
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        status, info = self.server.answer  # type: ignore[attr-defined]
+        body = json.dumps(info).encode() if self.path == "/server_info" else b""
+        self.send_response(status if self.path == "/server_info" else 200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[http.server.ThreadingHTTPServer]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as running:
+        running.answer = (200, INFO)  # type: ignore[attr-defined]
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        yield running
+        running.shutdown()
+
+
+def check(port: int, *, return_routes: bool = True, tp: int = 1) -> None:
+    urls = [f"http://127.0.0.1:{port}"]
+    require_external_engines(urls, create_keys(), deadline_seconds=0.6, return_routes=return_routes, tp=tp)
+
+
+def test_a_server_that_fits_passes(server: Any) -> None:
+    check(server.server_port)
+
+
+def test_a_server_without_routes_passes_where_none_are_replayed(server: Any) -> None:
+    server.answer = (200, {"enable_return_routed_experts": False, "tp_size": 1})
+    check(server.server_port, return_routes=False)
+    with pytest.raises(EngineUnhealthy, match="--enable-return-routed-experts"):
+        check(server.server_port)
+
+
+def test_nothing_listens() -> None:
+    with pytest.raises(EngineUnhealthy, match=r"did not answer.*start that server"):
+        check(choose_port("127.0.0.1", None))
+
+
+def test_other_keys_are_named(server: Any) -> None:
+    server.answer = (401, {})
+    with pytest.raises(EngineUnhealthy, match=r"engine.key_file"):
+        check(server.server_port)
+
+
+def test_another_tensor_parallel_size_is_named(server: Any) -> None:
+    with pytest.raises(EngineUnhealthy, match=r"engine.tp=2.*tensor parallelism 1"):
+        check(server.server_port, tp=2)
