@@ -29,8 +29,9 @@ def test_payloads_cross_nodes_and_the_step_trains(tmp_path: Path) -> None:
     assert result["metrics"]["policy/entropy"] > 0.0
 
 
-def test_a_nan_on_one_rank_stops_every_rank_and_the_batch_is_saved(tmp_path: Path) -> None:
-    assert not step(tmp_path, "nan_on_rank_1")["finite"]
+@pytest.mark.parametrize("scenario", ["nan_on_rank_1", "nan_logits_on_rank_1"])
+def test_a_nan_on_one_rank_stops_every_rank_and_the_batch_is_saved(tmp_path: Path, scenario: str) -> None:
+    assert not step(tmp_path, scenario)["finite"]
     saved = [read_rollouts(tmp_path / "nonfinite-step-3" / f"rank-{rank}.bin") for rank in (0, 1)]
     assert sorted(r.trajectory_id for part in saved for r in part) == [f"t{i}" for i in range(9)]
 

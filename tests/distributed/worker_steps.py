@@ -1,7 +1,7 @@
 """Under torchrun: a real `Worker` trains one step, with a payload exchange across two pretended nodes.
 
-Usage: worker_steps.py CHECKPOINT OUT SCENARIO; scenario `finite`, `nan_on_rank_1` or `skipped`. Each rank checks itself
-and rank 0 prints what happened as JSON.
+Usage: worker_steps.py CHECKPOINT OUT SCENARIO; scenario `finite`, `nan_on_rank_1`, `nan_logits_on_rank_1` or `skipped`. Each
+rank checks itself and rank 0 prints what happened as JSON.
 """
 
 import json
@@ -91,6 +91,9 @@ def main() -> None:
         poisoned = plan.optimizer_steps[0].micro_batches[1][0][0]
         broken = tuple(float("nan") if i == poisoned else a for i, a in enumerate(plan.advantages))
         plan = msgspec.structs.replace(plan, advantages=broken)
+    if scenario == "nan_logits_on_rank_1" and worker.layout.rank == 1:
+        with torch.no_grad():
+            next(p for n, p in worker.policy.models[-1].named_parameters() if "final_layernorm" in n).fill_(torch.nan)
     before = weights(worker)
     outcome = worker.train(plan)
     unchanged = torch.equal(torch.nan_to_num(before), torch.nan_to_num(weights(worker)))
