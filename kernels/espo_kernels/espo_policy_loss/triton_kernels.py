@@ -1,8 +1,8 @@
 """Triton kernels of the ESPO loss: one per sequence, one final reduction, one that scales the gradient.
 
-Invariant: every number is reduced by one program in a fixed order, so results are deterministic. NaN in an unmasked
-input, a group id without a group and a wrong `cu_seqlens` reach the loss as NaN: values are compared and selected, not
-passed through a minimum or maximum, which may drop NaN.
+Invariant: every number is reduced by one program in a fixed order, so results are deterministic. NaN or infinity in an
+unmasked input, a group id without a group and a wrong `cu_seqlens` reach the loss as NaN: values are compared and
+selected, not passed through a minimum or maximum, which may drop NaN.
 
 All tokens of a group share one s and one ε (unless the ratio's denominator is π_old), so whether a token is clipped
 depends on its advantage's sign alone: the loss and its diagnostics follow from sums over positive and over negative
@@ -77,9 +77,15 @@ def _load_groups(group_id, loss_mask, start, end, begin, MASK: tl.constexpr, BLO
 
 
 @triton.jit
+def _load_finite(values, token, member):
+    """float32, 0 for other tokens. Infinities become NaN: the clamp of the ratio and the clip would hide them."""
+    value = tl.load(values + token, mask=member, other=0.0).to(tl.float32)
+    return value + (value - value)
+
+
+@triton.jit
 def _load_delta(logprobs, old_logprobs, token, member):
-    new = tl.load(logprobs + token, mask=member, other=0.0).to(tl.float32)
-    return new - tl.load(old_logprobs + token, mask=member, other=0.0).to(tl.float32)
+    return _load_finite(logprobs, token, member) - _load_finite(old_logprobs, token, member)
 
 
 @triton.jit
@@ -103,7 +109,7 @@ def _sequence_sums(
         token, _inside, tau = _load_groups(group_id, loss_mask, start, end, begin, MASK, BLOCK)
         member = tau != MASKED
         strays += tl.sum(tl.where(member & (tau >= K), 1.0, 0.0), axis=0)
-        A = tl.load(advantages + token, mask=member, other=0.0).to(tl.float32)
+        A = _load_finite(advantages, token, member)
         delta = _load_delta(logprobs, old_logprobs, token, member)
         sums = _add_row(sums, LOG_RATIO, _by_group(delta, tau, K, PADDED))
         sums = _add_row(sums, SIZE, _by_group(tl.where(member, 1.0, 0.0), tau, K, PADDED))
@@ -203,7 +209,7 @@ def espo_group_sums_kernel(
 
 @triton.jit
 def _load_shared(row, group, K: tl.constexpr):
-    """A sequence's sums over all ranks: log-ratios and sizes by group, and whether it counts in B."""
+    """A sequence's sums over all ranks: log-ratios and sizes by group, and how many ranks hold an advantage of it."""
     log_ratio = tl.load(row + group, mask=group < K, other=0.0)
     size = tl.load(row + K + group, mask=group < K, other=0.0)
     return log_ratio, size, tl.load(row + 2 * K)
@@ -259,7 +265,7 @@ def espo_sequence_kernel(
         statistics = _no_statistics(PADDED)
     for begin in range(0, end - start, BLOCK):
         token, inside, tau = _load_groups(group_id, loss_mask, start, end, begin, MASK, BLOCK)
-        A = tl.load(advantages + token, mask=tau != MASKED, other=0.0).to(tl.float32)
+        A = _load_finite(advantages, token, tau != MASKED)
         log_value = _to_tokens(log_s, tau, K, PADDED)
         if OLD_DENOMINATOR:
             log_value += _load_delta(logprobs, old_logprobs, token, tau != MASKED)
@@ -275,7 +281,8 @@ def espo_sequence_kernel(
     statistics = _add_row(statistics, 7, nonempty * epsilon)
     statistics = tl.where(valid, statistics, float("nan"))
     _store_statistics(statistics_out + sequence, statistics, group, num_sequences, K)
-    tl.store(signed_out + sequence, signed)
+    # Over several ranks it is a count of ranks, but the sequence counts once.
+    tl.store(signed_out + sequence, tl.where(signed > 0, 1.0, 0.0))
 
 
 @triton.jit

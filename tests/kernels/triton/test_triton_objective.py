@@ -10,7 +10,7 @@ from tests.kernels.batches import ResponseBatch, fraction_lists, ragged_lengths,
 
 NO_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)  # the interpreter is too slow for it
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-NAN = float("nan")
+NAN, INF = float("nan"), float("inf")
 
 
 def run(
@@ -110,20 +110,28 @@ def launch(batch: ResponseBatch, groups: EspoGroups, denominator: str, cu_seqlen
 
 
 @pytest.mark.parametrize("denominator", ["current", "old"])
-def test_bad_values_come_out_as_nan(denominator: str) -> None:
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize("field", ["logprobs", "old_logprobs", "advantages"])
+def test_what_is_not_finite_comes_out_as_nan(field: str, value: float, denominator: str) -> None:
+    """The clamp of the log ratio and the clip would make plausible numbers of infinities."""
+    batch = response_batch([4, 3], 2, masked=0.0)
+    groups = espo_groups(batch.entropies, batch.cu_seqlens, vocab_size=50)
+    getattr(batch, field)[5] = value
+    assert launch(batch, groups, denominator, batch.cu_seqlens).isnan()
+
+
+@pytest.mark.parametrize("denominator", ["current", "old"])
+def test_bad_groups_and_offsets_come_out_as_nan(denominator: str) -> None:
     clean = response_batch([4, 3], 2, masked=0.0)
     groups = espo_groups(clean.entropies, clean.cu_seqlens, vocab_size=50)
     assert not launch(clean, groups, denominator, clean.cu_seqlens).isnan()
-    for field in ("logprobs", "old_logprobs", "advantages"):
-        broken = response_batch([4, 3], 2, masked=0.0)
-        getattr(broken, field)[5] = NAN
-        assert launch(broken, groups, denominator, clean.cu_seqlens).isnan()
     stray = EspoGroups(groups.group_id.clone(), groups.clip, groups.count)
     stray.group_id[1] = 9
     assert launch(clean, stray, denominator, clean.cu_seqlens).isnan()
-    clip = groups.clip.clone()
-    clip[1, 1] = NAN
-    assert launch(clean, EspoGroups(groups.group_id, clip, groups.count), denominator, clean.cu_seqlens).isnan()
+    for width in (NAN, INF):
+        clip = groups.clip.clone()
+        clip[1, 1] = width
+        assert launch(clean, EspoGroups(groups.group_id, clip, groups.count), denominator, clean.cu_seqlens).isnan()
     for cu_seqlens in ([0, 4, 6], [1, 4, 7], [0, 9, 7]):
         assert launch(clean, groups, denominator, torch.tensor(cu_seqlens)).isnan()
 
