@@ -1,17 +1,21 @@
 """Questions from JSONL files: one object per line with `prompt`, `answer` and optional `id`, `task`, `difficulty`.
 
 Invariant: every line yields a question or a report that names file, line and reason; blank lines are nothing. Other
-keys are ignored. A number as `answer` keeps the digits it is written with, so no precision is lost.
+keys are ignored. A number as `answer` keeps the digits it is written with, so no precision is lost; only an exponent is
+written out (`1e5` is `100000`), because no rule for finding answers reads one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
 
 import msgspec
 
 from megatron_rl.prompts.question import BadRows, PromptDataError, Question, same_text
+
+_MOST_EXPONENT = 999  # of an answer; 1e999999999 would fill the memory with zeros
 
 
 class _Row(msgspec.Struct):
@@ -33,8 +37,11 @@ def read_jsonl(path: str | Path, bad_rows: BadRows, *, key: str) -> list[Questio
         origin = f"{path} line {number}"
         try:
             question = _question(line, origin, default_id=f"{key}:{number}")
-        except (ValueError, UnicodeError) as error:
+        except ValueError as error:
             bad_rows.report(origin, str(error))
+            continue
+        except RecursionError:
+            bad_rows.report(origin, "its arrays or objects are nested too deeply")
             continue
         first = line_of_id.setdefault(question.id, number)
         if first == number:
@@ -83,9 +90,19 @@ def _answer(raw: bytes) -> str:
     if first == b'"':
         answer = msgspec.json.decode(raw, type=str)
     elif first.isdigit() or first == b"-":
-        answer = raw.decode("ascii")
+        answer = _plain_digits(raw.decode("ascii"))
     else:
         raise ValueError(f"`answer` must be a string or a number, got {raw[:40].decode('utf-8', 'replace')}")
     if not answer.strip():
         raise ValueError("`answer` is empty")
     return answer
+
+
+def _plain_digits(number: str) -> str:
+    """A JSON number without its exponent, exactly."""
+    _, _, exponent = number.lower().partition("e")
+    if not exponent:
+        return number
+    if len(exponent.lstrip("+-0")) > len(str(_MOST_EXPONENT)):
+        raise ValueError(f"`answer`: the exponent of {number[:40]} exceeds {_MOST_EXPONENT}; write the digits out")
+    return format(Decimal(number), "f")

@@ -9,17 +9,45 @@ from __future__ import annotations
 import re
 
 # Sign only where it cannot be a subtraction; commas only where they separate thousands. No exponents: in `e17` the 17
-# is the number.
-_NUMBER = re.compile(r"(?:(?<![0-9A-Za-z)\]}])-)?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
+# is the number. A dot before the digits is decimal where it cannot end a sentence or a section's number.
+_NUMBER = re.compile(
+    r"(?:(?<![0-9A-Za-z)\]}])-)?"
+    r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9A-Za-z.)\]}])\.[0-9]+)"
+)
+# What makes the digits after it a part of a longer number: an exponent, a fraction, a separator, a minus sign that
+# `_NUMBER` takes for a subtraction (or that is no ASCII hyphen).
+_JOINT = re.compile(r"(?:[0-9]\.?[eE][+-]?|[0-9][.,:^'’_]|[0-9)\]}]\s*[/⁄]\s*|\}\{|[-−–]\s*)\Z")
+_THOUSANDS_BEFORE = re.compile(r"(?<![0-9])[0-9]{1,3}\s\Z")
+_JOINT_LENGTH = 16  # characters before a number that are looked at
 _BOX = "\\boxed{"
 
 
 def last_number(text: str) -> str | None:
     """The last number of a text as written, or None."""
+    match = _last_match(text)
+    return match.group() if match else None
+
+
+def misread_number(text: str) -> str | None:
+    """The last number if it is only a part of what is written there: `5` of `1e5`, `2` of `1/2`, `000` of `1 000`.
+
+    Nobody can say what the writer of a reference meant by these, so a reference must not hold one.
+    """
+    match = _last_match(text)
+    if match is None:
+        return None
+    before, after = text[max(0, match.start() - _JOINT_LENGTH) : match.start()], text[match.end() : match.end() + 1]
+    grouped = re.match(r"[0-9]{3}(?![0-9])", match.group()) and _THOUSANDS_BEFORE.search(before)
+    # `isnumeric` without ASCII: superscripts, vulgar fractions and other scripts' digits, which are text to `_NUMBER`.
+    foreign = after.isnumeric() or (before[-1:].isnumeric() and not before[-1:].isascii())
+    return match.group() if grouped or foreign or _JOINT.search(before) else None
+
+
+def _last_match(text: str) -> re.Match[str] | None:
     last = None
     for match in _NUMBER.finditer(text):
         last = match
-    return last.group() if last else None
+    return last
 
 
 def last_line(text: str) -> str | None:

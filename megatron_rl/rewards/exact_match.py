@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from megatron_rl.contracts import FinishReason, Prompt, Verdict
-from megatron_rl.rewards.answers import boxed, canonical, last_line, last_number
+from megatron_rl.rewards.answers import boxed, canonical, last_line, last_number, misread_number
 
 _FINDERS: Mapping[str, Callable[[str], str | None]] = {
     "last_number": last_number,
@@ -28,7 +28,7 @@ class ExactMatch:
         self._find = _FINDERS[answer]
 
     def check_answer(self, answer: str) -> None:
-        """Raise ValueError when the reference answer itself holds nothing that this rule finds."""
+        """Raise ValueError when this rule finds nothing in the reference answer itself, or a part of a number."""
         self._reference(answer)
 
     async def score(self, prompt: Prompt, text: str, finish_reason: FinishReason) -> Verdict:
@@ -49,5 +49,10 @@ class ExactMatch:
             raise ValueError(
                 f"reward.answer={self._rule}: the reference answer {answer[:80]!r} holds none. "
                 "Choose the rule that fits the data"
+            )
+        if self._rule == "last_number" and misread_number(answer) is not None:
+            raise ValueError(
+                f"reward.answer={self._rule}: the reference answer {answer[:80]!r} would be read as {found!r}, a part "
+                "of what is written. Write the number out in plain digits, or choose reward.answer=last_line"
             )
         return canonical(found)

@@ -3,7 +3,8 @@ from itertools import islice
 
 import pytest
 
-from megatron_rl.prompts import PromptDataError, gym
+from megatron_rl.prompts import gym
+from megatron_rl.prompts.question import PromptDataError
 
 
 def test_a_missing_library_comes_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,11 +32,21 @@ def test_rows_with_and_without_optional_keys(tmp_path: Path) -> None:
     assert second.origin == f"{file} line 3"
 
 
-@pytest.mark.parametrize("number", ["123456789012345678901234567890", "0.1", "-3", "1e400", "3.0"])
+@pytest.mark.parametrize("number", ["123456789012345678901234567890", "0.1", "-3", "3.0"])
 def test_a_number_keeps_its_digits(tmp_path: Path, number: str) -> None:
     file = write(tmp_path / "t.jsonl", b'{"prompt": "p", "answer": %s}' % number.encode())
     (question,) = read_jsonl(file, BadRows(OnBadRow.FAIL), key="k")
     assert question.answer == number
+
+
+@pytest.mark.parametrize(
+    ("number", "answer"),
+    [("1e5", "100000"), ("-2.5E-3", "-0.0025"), ("1.50e1", "15.0"), ("0e0", "0"), ("1e-999", f"0.{'0' * 998}1")],
+)
+def test_an_exponent_is_written_out(tmp_path: Path, number: str, answer: str) -> None:
+    file = write(tmp_path / "t.jsonl", b'{"prompt": "p", "answer": %s}' % number.encode())
+    (question,) = read_jsonl(file, BadRows(OnBadRow.FAIL), key="k")
+    assert question.answer == answer
 
 
 @pytest.mark.parametrize(
@@ -53,6 +63,9 @@ def test_a_number_keeps_its_digits(tmp_path: Path, number: str) -> None:
         (b'{"prompt": "p", "answer": true}', "`answer` must be a string or a number, got true"),
         (b'{"prompt": "p", "answer": ["4"]}', "`answer` must be a string or a number"),
         (b'{"prompt": "p", "answer": NaN}', "invalid"),
+        (b'{"prompt": "p", "answer": 1e1000}', "`answer`: the exponent of 1e1000 exceeds 999"),
+        (b'{"prompt": "p", "answer": 1e-99999999999999999999}', "`answer`: the exponent .* exceeds 999"),
+        (b'{"prompt": "p", "answer": "4", "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
         (b'{"prompt": "\xff\xfe", "answer": "4"}', "[Uu][Tt][Ff]-8"),
         (b'{"prompt": "p", "answer": "4", "difficulty": [1]}', "difficulty"),
         (b"\x00\x01", "[Ii]nvalid"),

@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.contracts import Prompt
-from megatron_rl.prompts import PromptDataError, PromptSource
+from megatron_rl.prompts.question import PromptDataError
+from megatron_rl.prompts.source import PromptSource
 
 
 def prompts(n: int) -> list[Prompt]:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.rewards.answers import boxed, canonical, last_line, last_number
+from megatron_rl.rewards.answers import boxed, canonical, last_line, last_number, misread_number
 
 MEGABYTE = 1_000_000
 
@@ -24,7 +24,11 @@ MEGABYTE = 1_000_000
         ("one of 1,2,3", "3"),
         ("1234,567", "567"),
         ("3.", "3"),
-        (".5", "5"),
+        (".5", ".5"),
+        ("x = -.5", "-.5"),
+        ("wait...5", "5"),
+        ("No.5", "5"),
+        ("1.2.5", "5"),
         ("1e5", "5"),
         ("none", None),
         ("", None),
@@ -73,6 +77,8 @@ def test_boxed(text: str, contents: str | None) -> None:
         ("1,234", "1234"),
         ("3.50", "3.5"),
         ("3.0", "3"),
+        (".5", "0.5"),
+        ("-.50", "-0.5"),
         (" a  b ", "ab"),
         ("$5$", "5"),
     ],
@@ -107,7 +113,67 @@ def test_integers_written_in_several_ways_are_equal(number: int, zeros: int) -> 
     assert last_number(f"so it is {number:,}!") == f"{number:,}"
 
 
-@pytest.mark.parametrize("find", [last_number, last_line, boxed, canonical])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "1e5",
+        "-2.5E-3",
+        "2.e+3",
+        "1/2",
+        "1 / 2",
+        "1.2.5",
+        "1 000",
+        "1\u202f000.5",
+        "1'000",
+        "1_000",
+        "1234,567",
+        "0,5",
+        "2)-5",
+        "12-5",
+        "x-5",
+        "- 5",
+        "\u22125",
+        "10^5",
+        "12:30",
+        r"\frac{1}{2}",
+        "10²",
+        "３4",
+        "3½",
+    ],
+)
+def test_a_number_of_which_only_a_part_is_found(text: str) -> None:
+    assert misread_number(text) == last_number(text) is not None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "42",
+        "text ... 42",
+        "text...42",
+        "#### 1,234.50",
+        "x = -4",
+        ".5",
+        "-.5",
+        "+7",
+        "1, 2, 3",
+        "2 + 3 = 5",
+        "Answer: 42",
+        "**42**",
+        r"\boxed{42}",
+        "in 2024 42",
+        "5 km/h",
+        "50%",
+        "a11b05c11d10>17015",
+        "none",
+        "",
+    ],
+)
+def test_a_number_that_is_found_whole(text: str) -> None:
+    assert misread_number(text) is None
+
+
+@pytest.mark.parametrize("find", [last_number, last_line, boxed, canonical, misread_number])
 @pytest.mark.parametrize(
     "text",
     [

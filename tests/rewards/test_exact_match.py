@@ -1,4 +1,5 @@
 import asyncio
+import re
 
 import pytest
 
@@ -62,6 +63,24 @@ def test_a_reference_that_the_rule_cannot_read_is_an_error() -> None:
     ExactMatch("boxed").check_answer("Paris")
     with pytest.raises(ValueError, match="holds none"):
         ExactMatch("boxed").check_answer("  ")
+
+
+@pytest.mark.parametrize(
+    ("answer", "found"), [("1e5", "5"), ("1/2", "2"), ("1 000", "000"), ("2)-5", "5"), ("-2.5E-3", "3")]
+)
+def test_a_reference_that_would_become_another_number_is_an_error(answer: str, found: str) -> None:
+    message = (
+        rf"reward\.answer=last_number: the reference answer '{re.escape(answer)}' would be read as '{found}'.*plain"
+    )
+    with pytest.raises(ValueError, match=message):
+        ExactMatch("last_number").check_answer(answer)
+    ExactMatch("last_line").check_answer(answer)
+    ExactMatch("boxed").check_answer(answer)
+
+
+def test_a_response_may_write_what_a_reference_may_not() -> None:
+    assert judge("so x/2 = 10/5", "5").reward == 1.0
+    assert judge("it is .5", "0.5").reward == judge("it is 0.50", ".5").reward == 1.0
 
 
 def test_unknown_names_are_refused_with_what_there_is() -> None:
