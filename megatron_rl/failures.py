@@ -21,11 +21,11 @@ from megatron_rl.rollout.producer import ProducerFailed
 from megatron_rl.rollout_stage import NothingCameBack
 from megatron_rl.tokenizer import TokenizerError
 from megatron_rl.training_loop import NonFiniteRun
-from megatron_rl.watching.run_directory import RunDirectoryTaken
+from megatron_rl.watching.run_directory import RunDirectoryUnusable
 from sglang_bridge.errors import EngineError, WeightMismatch
 
 _CODES: tuple[tuple[tuple[type[BaseException], ...], ExitCode], ...] = (
-    ((RunDirectoryTaken,), ExitCode.REFUSED),
+    ((RunDirectoryUnusable,), ExitCode.REFUSED),
     ((PromptDataError, CheckpointError, ModelConfigError, TokenizerError), ExitCode.BAD_DATA),
     ((WeightMismatch,), ExitCode.SYNC_MISMATCH),
     (

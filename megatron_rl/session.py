@@ -198,6 +198,7 @@ class Session:
                 deadline_seconds=self._config.engine.start_timeout_s,
                 return_routes=self._config.train.replay_routes,
                 tp=self._config.engine.tp,
+                dtype=self._config.engine.dtype,
             )
             endpoints = tuple(EngineEndpoint(url=url, api_key=keys.api_key) for url in external)
         self._endpoints = endpoints

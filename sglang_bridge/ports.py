@@ -22,7 +22,7 @@ def require_private_address(host: str) -> None:
         raise ValueError(f"engine host {host!r} cannot be resolved: {error}") from error
     for address in addresses:
         ip = ipaddress.ip_address(str(address).split("%")[0])
-        if ip.is_unspecified or not (ip.is_loopback or ip.is_private):
+        if ip.is_unspecified or ip.is_link_local or not (ip.is_loopback or ip.is_private):
             raise ValueError(
                 f"engine host {host!r} is {ip}, which is not a loopback or private address: engines obey whoever "
                 "reaches them; use 127.0.0.1 or the node's address in the cluster's private network"

@@ -1,7 +1,7 @@
 """Checks servers that somebody else started, before any work depends on them.
 
-Invariant: a server that passes answers with these keys, records expert routes where they are needed, and spans the
-tensor-parallel ranks that weight updates count on.
+Invariant: a server that passes answers with these keys, records expert routes where they are needed, and has the
+precision and the tensor-parallel ranks that weight updates count on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _POLL_SECONDS = 0.5
 
 
 def require_external_engines(
-    urls: Sequence[str], keys: RunKeys, *, deadline_seconds: float, return_routes: bool, tp: int
+    urls: Sequence[str], keys: RunKeys, *, deadline_seconds: float, return_routes: bool, tp: int, dtype: str
 ) -> None:
     """Wait, at most `deadline_seconds` for all, until every URL passes. Raises `EngineUnhealthy` naming the URL."""
     deadline = time.monotonic() + deadline_seconds
@@ -37,10 +37,10 @@ def require_external_engines(
             raise EngineUnhealthy(
                 f"engine.urls: {url} answers but refuses requests ({error}); engine.key_file must hold its keys"
             ) from error
-        _require_settings(url, info, return_routes=return_routes, tp=tp)
+        _require_settings(url, info, return_routes=return_routes, tp=tp, dtype=dtype)
 
 
-def _require_settings(url: str, info: dict[str, Any], *, return_routes: bool, tp: int) -> None:
+def _require_settings(url: str, info: dict[str, Any], *, return_routes: bool, tp: int, dtype: str) -> None:
     if return_routes and not info.get("enable_return_routed_experts"):
         raise EngineUnhealthy(
             f"engine.urls: {url} does not record expert routes; start it with --enable-return-routed-experts, or set "
@@ -48,3 +48,5 @@ def _require_settings(url: str, info: dict[str, Any], *, return_routes: bool, tp
         )
     if info.get("tp_size", tp) != tp:
         raise EngineUnhealthy(f"engine.tp={tp}: {url} runs with tensor parallelism {info['tp_size']}; set engine.tp")
+    if info.get("dtype", dtype) != dtype:
+        raise EngineUnhealthy(f"engine.dtype={dtype}: {url} runs in {info['dtype']}; start it with --dtype {dtype}")

@@ -25,6 +25,9 @@ _RESERVED = (
     "--ep-size",
     "--ep",
     "--expert-parallel-size",
+    "--max-total-tokens",
+    "--max-running-requests",
+    "--quantization",
 )
 _UNSUPPORTED = (
     "--pp-size",
@@ -33,6 +36,12 @@ _UNSUPPORTED = (
     "--dp",
     "--data-parallel-size",
     "--enable-hierarchical-cache",
+    "--enable-dp-attention",
+    "--nnodes",
+    "--context-length",
+    "--load-format",
+    "--ssl-keyfile",
+    "--ssl-certfile",
     "--disaggregation-mode",
     "--speculative-algorithm",
     "--tokenizer-worker-num",  # SGLang refuses it together with keys
@@ -75,6 +84,8 @@ class EngineSettings:
             raise ValueError("engine.max_total_tokens=null with engine.device=cpu: give the KV cache a size in tokens")
         for argument in self.extra_args:
             option = argument.split("=", 1)[0]
+            if not option.strip():
+                raise ValueError("engine.extra_args has an empty argument; remove it")
             if _names(option, _RESERVED):
                 raise ValueError(f"engine.extra_args has {option}: it has a setting of its own; use that one")
             if _names(option, _UNSUPPORTED):

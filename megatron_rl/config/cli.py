@@ -22,6 +22,7 @@ from megatron_rl.config.refusal import ConfigurationRefused, Refusal
 from megatron_rl.config.schema import TrainRlConfig
 from megatron_rl.config.store import register
 from megatron_rl.config.typed import typed_config
+from megatron_rl.config.unknown_keys import check_hydra_keys
 from megatron_rl.exit_codes import ExitCode
 
 
@@ -42,6 +43,9 @@ def main(run: Callable[[TrainRlConfig], int], config_dir: Path) -> int:
 def _config_from_command_line(config_dir: Path) -> TrainRlConfig | None:
     arguments = sys.argv[1:]
     _refuse_multirun(arguments)
+    overrides = [argument for argument in arguments if not argument.startswith("-")]
+    if refused := list(check_hydra_keys(overrides)):
+        raise ConfigurationRefused(refused)
     register()
     captured: list[tuple[DictConfig, dict[str, str | None]]] = []
 
@@ -49,7 +53,6 @@ def _config_from_command_line(config_dir: Path) -> TrainRlConfig | None:
     def capture(composed: DictConfig) -> None:
         captured.append((composed, dict(HydraConfig.get().runtime.choices)))
 
-    overrides = [argument for argument in arguments if not argument.startswith("-")]
     try:
         with _errors_raised():
             capture()
@@ -62,7 +65,8 @@ def _config_from_command_line(config_dir: Path) -> TrainRlConfig | None:
 
 
 def _refuse_multirun(arguments: Sequence[str]) -> None:
-    given = next((a for a in arguments if a in ("-m", "--multirun")), None)
+    # argparse takes any beginning of an option's name that fits no other.
+    given = next((a for a in arguments if a == "-m" or (a.startswith("--m") and "--multirun".startswith(a))), None)
     if given is not None:
         rule = "One torchrun is one run: ranks and engines cannot be shared by a sweep"
         raise ConfigurationRefused([Refusal(given, "", rule, "Loop over the values in the shell, one torchrun each")])

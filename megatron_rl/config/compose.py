@@ -17,6 +17,7 @@ from megatron_rl.config.refusal import ConfigurationRefused
 from megatron_rl.config.schema import TrainRlConfig
 from megatron_rl.config.store import register
 from megatron_rl.config.typed import typed_config
+from megatron_rl.config.unknown_keys import check_hydra_keys
 
 HYDRA_CONF = Path(__file__).resolve().parents[2] / "hydra_conf"
 
@@ -28,6 +29,8 @@ def compose(
 
     Raises `ConfigurationRefused`.
     """
+    if refused := list(check_hydra_keys(overrides)):
+        raise ConfigurationRefused(refused)
     register()
     composed, choices = _compose_tree(list(overrides), config_dir)
     return typed_config(composed, choices, facts or LaunchFacts(), overrides)

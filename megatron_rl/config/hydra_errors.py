@@ -49,7 +49,8 @@ def as_refusal(error: Exception, overrides: Sequence[str]) -> Refusal:
     given = [Override.parse(text) for text in overrides]
     if isinstance(error, OverrideParseException):
         blamed = Override.parse(error.override)
-        return Refusal(blamed.key, blamed.value, "Hydra cannot parse this", "Quote it for the shell: 'key=\"value\"'")
+        example = "\"key=['a','b']\"" if blamed.value.startswith("[") else "'key=\"value\"'"
+        return Refusal(blamed.key, blamed.value, "Hydra cannot parse this", f"Quote it for the shell: {example}")
     if isinstance(error, MissingConfigException):
         return _missing_option(error, given)
     place = re.match(r"In '(.+?)': \w+ raised while composing config:\n", str(error))

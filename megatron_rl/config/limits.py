@@ -64,11 +64,11 @@ def _broken_bound(value: float, limits: Limits) -> str | None:
     if not math.isfinite(value):
         return "Must be a finite number"
     if limits.ge is not None and value < limits.ge:
-        return f"Must be at least {limits.ge:g}"
+        return f"Must be at least {limits.ge:.12g}"
     if limits.gt is not None and value <= limits.gt:
-        return f"Must be greater than {limits.gt:g}"
+        return f"Must be greater than {limits.gt:.12g}"
     if limits.le is not None and value > limits.le:
-        return f"Must be at most {limits.le:g}"
+        return f"Must be at most {limits.le:.12g}"
     if limits.lt is not None and value >= limits.lt:
-        return f"Must be less than {limits.lt:g}"
+        return f"Must be less than {limits.lt:.12g}"
     return None

@@ -14,6 +14,8 @@ from omegaconf import MISSING
 
 from megatron_rl.config.limits import setting
 
+MAX_SEED = 2**32 - 1  # of numpy's global generator, which Megatron seeds
+
 
 @dataclass
 class ModelConfig:
@@ -78,7 +80,7 @@ class DataConfig:
     num_train: int = setting(24000, ge=1)
     num_eval: int = setting(512, ge=1)
     shuffle: bool = True
-    seed: int = setting(0, ge=0)
+    seed: int = setting(0, ge=0, le=MAX_SEED)
     on_bad_row: str = setting("fail", choices=("fail", "skip"))
     max_prompt_tokens: int = setting(1024, ge=1)
 
@@ -135,7 +137,8 @@ class RolloutConfig:
     prompts_per_step: int = setting(64, ge=1)
     samples_per_prompt: int = setting(8, ge=2)
     max_new_tokens: int = setting(MISSING, ge=1)
-    temperature: float = setting(1.0, gt=0)
+    # Beyond these SGLang samples greedily, or logits lose their digits, while the trainer divides by it
+    temperature: float = setting(1.0, ge=0.01, le=100)
     train_truncated: bool = True  # whether a response cut at max_new_tokens receives a loss
     max_staleness: int = setting(0, ge=0)
 
@@ -173,7 +176,7 @@ class EvalConfig:
 
     every: int = setting(10, ge=0)  # steps; 0: only at the start and the end
     samples_per_prompt: int = setting(4, ge=1)
-    temperature: float | None = setting(None, ge=0)  # null: the training temperature
+    temperature: float | None = setting(None, ge=0, le=100)  # null: the training temperature
 
 
 @dataclass
@@ -181,7 +184,7 @@ class SyncConfig:
     """How new weights reach the engines."""
 
     transport: str = setting("distributed", choices=("distributed", "disk"))
-    bucket_mb: float = setting(256.0, gt=0)
+    bucket_mb: float = setting(256.0, ge=0.001)
     audit_every: int = setting(10, ge=0)  # syncs; the first sync is always audited, 0: only that one
     timeout_s: float = setting(120.0, gt=0)  # less than parallel.timeout_s
 
@@ -222,4 +225,4 @@ class TrainRlConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
     run: RunConfig = field(default_factory=RunConfig)
-    seed: int = setting(0, ge=0)
+    seed: int = setting(0, ge=0, le=MAX_SEED)

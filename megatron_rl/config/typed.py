@@ -5,7 +5,8 @@ Invariant: what comes out has every key, of the declared type, interpolations re
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import cast
 
 from omegaconf import DictConfig, OmegaConf
@@ -26,7 +27,7 @@ def typed_config(
 
     Raises `ConfigurationRefused`.
     """
-    refusals = list(check_unknown_keys(composed))
+    refusals = [*check_unknown_keys(composed), *_deleted_sections(composed)]
     try:
         refusals += _missing_values(composed)
         if refusals:
@@ -38,6 +39,13 @@ def typed_config(
         config.run.experiment = choices.get("experiment") or "custom"
     validate(config, facts, given={Override.parse(text).key for text in overrides})
     return config
+
+
+def _deleted_sections(composed: DictConfig) -> Iterator[Refusal]:
+    for declared in fields(TrainRlConfig):
+        if declared.name not in composed:
+            rule = "Cannot be deleted: every key always exists"
+            yield Refusal(declared.name, "", rule, f"Leave out ~{declared.name}, and set the keys that should differ")
 
 
 def _missing_values(composed: DictConfig) -> list[Refusal]:

@@ -6,7 +6,7 @@ Invariant: nothing that Hydra lets through behind `+` or `++` reaches the traine
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -31,6 +31,18 @@ def check_unknown_keys(node: DictConfig, prefix: str = "") -> Iterator[Refusal]:
             yield unknown_key(key, value)
         elif isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():
             yield from check_unknown_keys(child, f"{key}.")
+
+
+def check_hydra_keys(overrides: Sequence[str]) -> Iterator[Refusal]:
+    """Refusals of overrides of Hydra's own settings, but for the place of a user's own files.
+
+    Sweeps, directories and logging belong to the run here.
+    """
+    for text in overrides:
+        key, _, value = text.lstrip("+~").partition("=")
+        if key != "hydra.searchpath" and key.split("@")[0].split(".")[0].split("/")[0] == "hydra":
+            rule = "Hydra's own settings are fixed: one torchrun is one run, and only the run writes files"
+            yield Refusal(key, value, rule, "run.root and run.name say where; loop in the shell for several runs")
 
 
 def unknown_key(key: str, value: Any) -> Refusal:

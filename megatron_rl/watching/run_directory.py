@@ -16,7 +16,11 @@ from pathlib import Path
 PACKAGES = ("torch", "megatron-core", "sglang", "triton", "transformers", "hydra-core", "numpy")
 
 
-class RunDirectoryTaken(RuntimeError):
+class RunDirectoryUnusable(RuntimeError):
+    """The directory cannot be made."""
+
+
+class RunDirectoryTaken(RunDirectoryUnusable):
     """Another run owns the directory."""
 
 
@@ -28,7 +32,10 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: Path, config_yaml: str) -> RunDirectory:
-        """Make the directory. Raises `RunDirectoryTaken` when it exists, even from a run that has ended."""
+        """Make the directory. Raises `RunDirectoryTaken` when it exists, even from a run that has ended.
+
+        Raises `RunDirectoryUnusable` where nothing can be made.
+        """
         try:
             path.mkdir(parents=True)
         except FileExistsError:
@@ -36,6 +43,10 @@ class RunDirectory:
                 f"run.name={path.name!r}: {path} exists already, and two runs never share a directory; "
                 "choose another run.name, or move the old run away"
             ) from None
+        except OSError as error:
+            raise RunDirectoryUnusable(
+                f"run.root={str(path.parent)!r}: no directory can be made there ({error}); give another run.root"
+            ) from error
         directory = cls(path)
         for name in ("logs", "rollouts", "checkpoints"):
             (path / name).mkdir()

@@ -8,6 +8,7 @@ from megatron_rl.config.compose import compose
 from megatron_rl.config.facts import LaunchFacts
 from megatron_rl.config.refusal import ConfigurationRefused, Refusal
 from megatron_rl.config.schema import TrainRlConfig
+from sglang_bridge.keys import create_keys, write_keys
 
 NODE = LaunchFacts(world_size=8, local_world_size=8, num_gpus=16)
 
@@ -48,6 +49,13 @@ UNKNOWN_OR_WRONG_TYPE = [
     ("engine.urls=abc", "engine.urls", "abc", "a list", "value of that type"),
     ("optimizer=null", "optimizer", "null", "not be null", "value of that type"),
     ("rollout=x", "rollout", "x", "a group of keys", "value of that type"),
+    ("~optimizer", "optimizer", "''", "every key always exists", "Leave out ~optimizer"),
+    ("~train", "train", "''", "every key always exists", "Leave out ~train"),
+    ("~seed", "seed", "''", "every key always exists", "Leave out ~seed"),
+    ("hydra.mode=MULTIRUN", "hydra.mode", "MULTIRUN", "one torchrun is one run", "run.root"),
+    ("+hydra.foo=1", "hydra.foo", "1", "Hydra's own settings", "run.root"),
+    ("hydra/job_logging=none", "hydra/job_logging", "none", "Hydra's own settings", "run.root"),
+    ("engine.extra_args=[--x=y]", "engine.extra_args", "[--x=y]", "cannot parse", "\"key=['a','b']\""),
     ("~optimizer.lr", "optimizer.lr", "''", "every key always exists", "--cfg job"),
     ("a b", "a b", "''", "cannot parse", "Quote"),
     ("run.name=${nope}", "run.name", "${nope}", "'nope' not found", "quote it for the shell"),
@@ -62,7 +70,10 @@ LIMITS = [
     ("optimizer.decay=step", "optimizer.decay", "step", "constant, linear, cosine", "one of these"),
     ("optimizer.min_lr_ratio=2", "optimizer.min_lr_ratio", "2.0", "at most 1", "default 0.1"),
     ("rollout.samples_per_prompt=1", "rollout.samples_per_prompt", "1", "at least 2", "default 8"),
-    ("rollout.temperature=0", "rollout.temperature", "0.0", "greater than 0", "default 1.0"),
+    ("rollout.temperature=0", "rollout.temperature", "0.0", "at least 0.01", "default 1.0"),
+    ("rollout.temperature=1e300", "rollout.temperature", "1e+300", "at most 100", "default 1.0"),
+    ("sync.bucket_mb=1e-9", "sync.bucket_mb", "1e-09", "at least 0.001", "default 256"),
+    ("seed=4294967296", "seed", "4294967296", "at most 4294967295", "default 0"),
     ("rollout.max_new_tokens=0", "rollout.max_new_tokens", "0", "at least 1", "such a number"),
     ("eval.every=-1", "eval.every", "-1", "at least 0", "default 10"),
     ("eval.temperature=-1", "eval.temperature", "-1.0", "at least 0", "default"),
@@ -96,7 +107,7 @@ COMBINATIONS = [
     ("engine.quantization=fp8", "engine.quantization", "fp8", "AMX", "use null"),
     ("engine.extra_args=['--port=1']", "engine.extra_args", "['--port=1']", "--port", "use that one"),
     ("engine.extra_args=['--dp-size=2']", "engine.extra_args", "['--dp-size=2']", "not supported", "remove it"),
-    ("engine.max_total_tokens=32", "engine.max_total_tokens", "32", "64 tokens", "at least 64"),
+    ("engine.max_total_tokens=32", "engine.max_total_tokens", "32", "66 slots", "at least 66"),
     ("model.dtype=bfloat16", "model.dtype", "bfloat16", "Without a GPU", "model.dtype=float32"),
     ("data.max_prompt_tokens=300", "rollout.max_new_tokens", "32", "256 positions", "Lower one"),
     ("data=jsonl", "data.train_path", "null", "training questions", "data.train_path=train.jsonl"),
@@ -112,6 +123,10 @@ COMBINATIONS = [
     ("run.name=a..b", "run.name", "a..b", "no '..'", "run.root"),
     ("run.name=a/b", "run.name", "a/b", "letters, digits", "run.root"),
     ("run.name=''", "run.name", "''", "letters, digits", "run.root"),
+    ("run.root=''", "run.root", "''", "names no directory", "run.root=runs"),
+    ("engine.extra_args=['--quantization=fp8']", "engine.extra_args", "['--quantization=fp8']", "--quant", "use that"),
+    ("engine.extra_args=['--load-format=dummy']", "engine.extra_args", "['--load-format=dummy']", "not sup", "remove"),
+    ("engine.extra_args=['']", "engine.extra_args", "['']", "an empty argument", "remove it"),
 ]
 
 
@@ -139,8 +154,12 @@ def test_refusal_names_key_value_rule_and_remedy(
         ("127.0.0.1:30000", "a scheme, a host and a port"),
         ("http://127.0.0.1", "a scheme, a host and a port"),
         ("http://127.0.0.1:99999", "not a URL"),
-        ("http://127.0.0.1:3/generate", "no user, path or query"),
-        ("http://user:secret@127.0.0.1:3", "no user, path or query"),
+        ("http://127.0.0.1:3/generate", "no user, path, query or fragment"),
+        ("http://127.0.0.1:3#f", "no user, path, query or fragment"),
+        ("http://127.0.0.1:0", "with a port from 1"),
+        ("http://[::1]:3000", "a name or IPv4"),
+        ("http://169.254.169.254:80", "not a loopback or private address"),
+        ("http://user:secret@127.0.0.1:3", "no user, path, query or fragment"),
     ],
 )
 def test_engine_address_is_refused(checkpoint: Path, url: str, rule: str) -> None:
@@ -185,8 +204,11 @@ def test_what_the_trainer_uses_itself_is_said_of_a_running_server_too(checkpoint
 
 
 def test_engine_named_twice(checkpoint: Path) -> None:
-    urls = "engine.urls=['http://127.0.0.1:3','http://127.0.0.1:3']"
-    assert "named twice" in str(refusals(checkpoint, "engine=external", urls)[0])
+    for other in ("http://127.0.0.1:3", "http://127.0.0.1:3/", "http://localhost:3"):
+        urls = f"engine.urls=['http://127.0.0.1:3','{other}']"
+        assert "named twice" in str(refusals(checkpoint, "engine=external", urls)[0])
+    urls = "engine.urls=['http://127.0.0.1:3','http://127.0.0.1:4']"
+    assert len(accept(checkpoint, "engine=external", urls).engine.urls) == 2
 
 
 def test_key_file_must_exist_and_be_private(checkpoint: Path, tmp_path: Path) -> None:
@@ -195,6 +217,8 @@ def test_key_file_must_exist_and_be_private(checkpoint: Path, tmp_path: Path) ->
     keys.touch(mode=0o644)
     assert "Others can read" in str(refusals(checkpoint, *EXTERNAL, f"engine.key_file={keys}")[0])
     keys.chmod(0o600)
+    assert "two keys as JSON" in str(refusals(checkpoint, *EXTERNAL, f"engine.key_file={keys}")[0])
+    write_keys(create_keys(), keys)
     assert accept(checkpoint, *EXTERNAL, f"engine.key_file={keys}").engine.key_file == str(keys)
 
 

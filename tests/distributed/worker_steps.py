@@ -1,7 +1,7 @@
 """Under torchrun: a real `Worker` trains one step, with a payload exchange across two pretended nodes.
 
-Usage: worker_steps.py CHECKPOINT OUT SCENARIO; scenario `finite`, `nan_on_rank_1`, `nan_logits_on_rank_1` or `skipped`. Each
-rank checks itself and rank 0 prints what happened as JSON.
+Usage: worker_steps.py CHECKPOINT OUT SCENARIO; scenario `finite`, `nan_on_rank_1`, `nan_logits_on_rank_1` or
+`skipped`. Each rank checks itself and rank 0 prints what happened as JSON.
 """
 
 import json

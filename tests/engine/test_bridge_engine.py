@@ -18,7 +18,7 @@ from sglang_bridge.client import GenerateClient
 from sglang_bridge.errors import EngineUnhealthy, RequestFailed, WeightMismatch
 from sglang_bridge.generation import Generation
 from sglang_bridge.handle import EngineHandle
-from sglang_bridge.keys import create_keys
+from sglang_bridge.keys import RunKeys, create_keys
 from sglang_bridge.lifeline import Lifeline
 from sglang_bridge.readiness import require_external_engines
 from sglang_bridge.server import ManagedEngine
@@ -97,11 +97,16 @@ def draw(engine: ManagedEngine, prompts: Sequence[Sequence[int]], tokens: int) -
 
 
 def test_a_server_that_somebody_else_started_is_checked(engine: ManagedEngine) -> None:
-    require_external_engines([engine.url], engine.keys, deadline_seconds=5.0, return_routes=True, tp=1)
-    with pytest.raises(EngineUnhealthy, match=r"engine.key_file"):
-        require_external_engines([engine.url], create_keys(), deadline_seconds=5.0, return_routes=True, tp=1)
-    with pytest.raises(EngineUnhealthy, match=r"engine.tp=2"):
-        require_external_engines([engine.url], engine.keys, deadline_seconds=5.0, return_routes=True, tp=2)
+    def check(keys: RunKeys = engine.keys, *, tp: int = 1, dtype: str = "float32") -> None:
+        require_external_engines([engine.url], keys, deadline_seconds=5.0, return_routes=True, tp=tp, dtype=dtype)
+
+    check()
+    with pytest.raises(EngineUnhealthy, match=r"engine\.key_file"):
+        check(create_keys())
+    with pytest.raises(EngineUnhealthy, match=r"engine\.tp=2"):
+        check(tp=2)
+    with pytest.raises(EngineUnhealthy, match=r"engine\.dtype=bfloat16"):
+        check(dtype="bfloat16")
 
 
 def test_samples_come_with_logprobs_routes_and_a_version(engine: ManagedEngine) -> None:

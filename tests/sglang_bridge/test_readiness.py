@@ -13,7 +13,7 @@ from sglang_bridge.keys import create_keys
 from sglang_bridge.ports import choose_port
 from sglang_bridge.readiness import require_external_engines
 
-INFO: dict[str, Any] = {"enable_return_routed_experts": True, "tp_size": 1}
+INFO: dict[str, Any] = {"enable_return_routed_experts": True, "tp_size": 1, "dtype": "float32"}
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -38,9 +38,9 @@ def server() -> Iterator[http.server.ThreadingHTTPServer]:
         running.shutdown()
 
 
-def check(port: int, *, return_routes: bool = True, tp: int = 1) -> None:
+def check(port: int, *, return_routes: bool = True, tp: int = 1, dtype: str = "float32") -> None:
     urls = [f"http://127.0.0.1:{port}"]
-    require_external_engines(urls, create_keys(), deadline_seconds=0.6, return_routes=return_routes, tp=tp)
+    require_external_engines(urls, create_keys(), deadline_seconds=0.6, return_routes=return_routes, tp=tp, dtype=dtype)
 
 
 def test_a_server_that_fits_passes(server: Any) -> None:
@@ -68,3 +68,8 @@ def test_other_keys_are_named(server: Any) -> None:
 def test_another_tensor_parallel_size_is_named(server: Any) -> None:
     with pytest.raises(EngineUnhealthy, match=r"engine.tp=2.*tensor parallelism 1"):
         check(server.server_port, tp=2)
+
+
+def test_another_precision_is_named(server: Any) -> None:
+    with pytest.raises(EngineUnhealthy, match=r"engine.dtype=bfloat16.*runs in float32"):
+        check(server.server_port, dtype="bfloat16")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from megatron_rl.config.facts import LaunchFacts
 from megatron_rl.config.refusal import Refusal
 from megatron_rl.config.schema import EngineConfig
+from sglang_bridge.keys import read_keys
 from sglang_bridge.ports import require_private_address
 from sglang_bridge.settings import EngineSettings
 
@@ -31,11 +33,31 @@ def _check_external(engine: EngineConfig) -> Iterator[Refusal]:
         yield Refusal("engine.urls", [], rule, "Give them: engine.urls=[http://10.0.0.7:30000], or use engine=managed")
     for url in engine.urls:
         yield from _check_url(url)
-    if len(set(engine.urls)) < len(engine.urls):
-        yield Refusal("engine.urls", engine.urls, "An engine is named twice", "Name each one once")
+    yield from _check_distinct(engine.urls)
     yield from _check_server_settings(engine)
     if engine.key_file is not None:
         yield from _check_key_file(Path(engine.key_file))
+
+
+def _check_distinct(urls: Sequence[str]) -> Iterator[Refusal]:
+    """Two names of one server would be sent the same weights twice at once."""
+    seen: dict[tuple[str, int | None], str] = {}
+    for url in urls:
+        for address in _addresses(url):
+            other = seen.setdefault(address, url)
+            if other is not url:
+                yield Refusal("engine.urls", url, f"An engine is named twice: this is {other}", "Name each one once")
+                break
+
+
+def _addresses(url: str) -> list[tuple[str, int | None]]:
+    """Where a URL leads; nothing for one that is refused anyway."""
+    try:
+        parts = urlsplit(url)
+        found = {str(info[4][0]) for info in socket.getaddrinfo(parts.hostname, None, family=socket.AF_INET)}
+        return [(address, parts.port) for address in sorted(found)]
+    except (ValueError, OSError):
+        return []
 
 
 def _check_server_settings(engine: EngineConfig) -> Iterator[Refusal]:
@@ -67,8 +89,10 @@ def _check_url(url: str) -> Iterator[Refusal]:
         yield Refusal("engine.urls", url, rule, f"Terminate TLS in front of it, or leave it out. {remedy}")
     elif parts.scheme != "http" or not host or port is None:
         yield Refusal("engine.urls", url, "An engine's address has a scheme, a host and a port", remedy)
-    elif parts.username is not None or parts.path.strip("/") or parts.query:
-        yield Refusal("engine.urls", url, "An engine's address has no user, path or query", remedy)
+    elif parts.username is not None or parts.path.strip("/") or parts.query or parts.fragment:
+        yield Refusal("engine.urls", url, "An engine's address has no user, path, query or fragment", remedy)
+    elif ":" in host or port == 0:
+        yield Refusal("engine.urls", url, "An engine's address is a name or IPv4, with a port from 1", remedy)
     else:
         try:
             require_private_address(host)
@@ -82,6 +106,11 @@ def _check_key_file(path: Path) -> Iterator[Refusal]:
         yield Refusal(key, str(path), "There is no such file", remedy)
     elif stat.S_IMODE(path.stat().st_mode) & 0o077:
         yield Refusal(key, str(path), "Others can read the keys", f"chmod 600 {path}")
+    else:
+        try:
+            read_keys(path)
+        except ValueError:  # its text could show a key
+            yield Refusal(key, str(path), "It does not hold two keys as JSON", remedy)
 
 
 def _check_managed(engine: EngineConfig, facts: LaunchFacts) -> Iterator[Refusal]:

@@ -13,11 +13,12 @@ def check_lengths(
     data: DataConfig, rollout: RolloutConfig, engine: EngineConfig, model: MoeModelConfig
 ) -> Iterator[Refusal]:
     """The longest sequence that may occur fits everywhere."""
-    longest = data.max_prompt_tokens + rollout.max_new_tokens
+    # SGLang keeps two positions of a sequence and seven behind a prompt: beyond, it truncates or refuses requests.
+    longest = max(data.max_prompt_tokens + rollout.max_new_tokens + 2, data.max_prompt_tokens + 7)
     said = f"data.max_prompt_tokens={data.max_prompt_tokens} + rollout.max_new_tokens={rollout.max_new_tokens}"
     if longest > model.max_position_embeddings:
-        rule = f"{said} exceed the model's {model.max_position_embeddings} positions"
+        rule = f"{said} and what SGLang keeps free exceed the model's {model.max_position_embeddings} positions"
         yield Refusal("rollout.max_new_tokens", rollout.max_new_tokens, rule, "Lower one of the two")
     if engine.mode == "managed" and engine.max_total_tokens < longest:
-        rule = f"One sequence may have {longest} tokens ({said}) and would never be scheduled"
+        rule = f"One sequence may take {longest} slots ({said}, and what SGLang keeps free)"
         yield Refusal("engine.max_total_tokens", engine.max_total_tokens, rule, f"Give at least {longest}")
