@@ -54,12 +54,24 @@ def open_prompts(
         usual = EMBEDDED[source].num_train if source in EMBEDDED else _NUM_TRAIN
         wanted = usual if num_train is None else num_train
         split = draw_split(_generator(source, seed, task, task_config), wanted, num_eval)
-    return PromptSource(
-        list(_usable(split.train, tokenizer, max_prompt_tokens, check_answer, bad_rows)),
-        list(_usable(split.held_out, tokenizer, max_prompt_tokens, check_answer, bad_rows)),
-        seed=seed,
-        shuffle=shuffle,
-        excluded=Excluded(bad_rows.count, split.duplicates, split.overlapping, tuple(bad_rows.examples)),
+    train = list(_usable(split.train, tokenizer, max_prompt_tokens, check_answer, bad_rows))
+    held_out = list(_usable(split.held_out, tokenizer, max_prompt_tokens, check_answer, bad_rows))
+    excluded = Excluded(bad_rows.count, split.duplicates, split.overlapping, tuple(bad_rows.examples))
+    if not train:
+        key = f"data.source={source}" if train_path is None else f"data.train_path={train_path}"
+        raise _nothing_left(key, "training", excluded)
+    if not held_out and (num_eval or eval_path is not None):
+        key = f"data.num_eval={num_eval}" if eval_path is None else f"data.eval_path={eval_path}"
+        raise _nothing_left(key, "held-out", excluded)
+    return PromptSource(train, held_out, seed=seed, shuffle=shuffle, excluded=excluded)
+
+
+def _nothing_left(key: str, side: str, excluded: Excluded) -> PromptDataError:
+    return PromptDataError(
+        f"{key}: no usable {side} prompt is left: {excluded.bad} bad row(s), {excluded.duplicates} repeated "
+        f"question(s) and {excluded.overlapping} training row(s) that are held out too were left out. Correct the rows "
+        "(data.on_bad_row=fail names the first bad one), or give other data"
+        + "".join(f"\n  {example}" for example in excluded.examples[:3])
     )
 
 

@@ -46,8 +46,16 @@ def _stream(factory: Any, task: str, seed: int, settings: dict[str, Any]) -> Ite
             )
         except (TypeError, ValueError, AssertionError) as error:
             raise PromptDataError(f"data.task_config={settings}: the generator {task} refuses it: {error}") from error
-        for item in dataset:
-            yield _question(task, item)
+        try:
+            for item in dataset:
+                yield _question(task, item)
+        except PromptDataError:
+            raise
+        except Exception as error:  # a generator of many authors: it may raise anything
+            raise PromptDataError(
+                f"data.task={task}: the generator fails with data.seed={seed}, data.task_config={settings} "
+                f"({type(error).__name__}: {error}). Choose another seed, other settings or another task"
+            ) from error
 
 
 def _question(task: str, item: Mapping[str, Any]) -> Question:

@@ -1,6 +1,7 @@
 """An endless, seeded stream of training prompts with a cursor, beside a fixed tuple of held-out prompts.
 
-Invariant: every training prompt is given once per epoch, in an order that depends on the seed and the epoch alone;
+Invariant: every training prompt is given once per epoch, in an order that depends on the seed and the epoch alone, save
+that no take holds a prompt twice: at the end of an epoch, what the take holds already is put off to the next take.
 `restore(state())` continues exactly where the state was taken, and refuses the state of other data.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,6 +34,7 @@ class Excluded:
 class _Cursor(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     epoch: Count
     position: Count
+    put_off: tuple[Count, ...]
     fingerprint: str
 
 
@@ -57,36 +60,59 @@ class PromptSource:
         self._epoch = 0
         self._position = 0
         self._order = self._epoch_order()
+        self._put_off: deque[int] = deque()
 
     def take(self, n: int) -> list[Prompt]:
-        """The next `n` training prompts, across the ends of epochs."""
-        taken: list[Prompt] = []
+        """The next `n` training prompts, all different, across the ends of epochs."""
+        if n > len(self.train):
+            raise PromptDataError(
+                f"rollout.prompts_per_step={n}: there are only {len(self.train)} usable training prompts, and no "
+                "question is drawn twice in a step. Lower it, or give more training data"
+            )
+        taken: dict[int, None] = {}
+        repeated: list[int] = []
         while len(taken) < n:
-            if self._position == len(self._order):
-                self._epoch += 1
-                self._position = 0
-                self._order = self._epoch_order()
-            stop = min(len(self._order), self._position + n - len(taken))
-            taken.extend(self.train[i] for i in self._order[self._position : stop])
-            self._position = stop
-        return taken
+            index = self._next_index()
+            if index in taken:
+                repeated.append(index)
+            else:
+                taken[index] = None
+        self._put_off.extendleft(reversed(repeated))
+        return [self.train[i] for i in taken]
 
-    def state(self) -> dict[str, int | str]:
-        """The cursor, as plain values that a checkpoint can hold."""
-        return {"epoch": self._epoch, "position": self._position, "fingerprint": self._fingerprint}
+    def _next_index(self) -> int:
+        if self._put_off:
+            return self._put_off.popleft()
+        if self._position == len(self._order):
+            self._epoch += 1
+            self._position = 0
+            self._order = self._epoch_order()
+        self._position += 1
+        return self._order[self._position - 1]
 
-    def restore(self, state: Mapping[str, int | str]) -> None:
+    def state(self) -> dict[str, int | str | list[int]]:
+        """The cursor, as plain values that a checkpoint can hold. put_off: fewer indices than the largest take."""
+        return {
+            "epoch": self._epoch,
+            "position": self._position,
+            "put_off": list(self._put_off),
+            "fingerprint": self._fingerprint,
+        }
+
+    def restore(self, state: Mapping[str, int | str | list[int]]) -> None:
         """Continue where `state` was taken. Raises `PromptDataError` for a damaged state or the state of other data."""
         try:
             cursor = msgspec.convert(dict(state), _Cursor)
         except msgspec.ValidationError as error:
-            raise PromptDataError(f"data: the checkpoint's cursor is damaged ({error}): use another one") from error
+            raise _damaged(str(error)) from error
         if cursor.fingerprint != self._fingerprint:
             raise PromptDataError(
                 "data: the checkpoint's cursor belongs to other prompts, another data.seed or another data.shuffle. "
                 "Resume with the data the checkpoint was written with"
             )
-        self._epoch, self._position = cursor.epoch, min(cursor.position, len(self.train))
+        if cursor.position > len(self.train) or any(index >= len(self.train) for index in cursor.put_off):
+            raise _damaged(f"it points beyond the {len(self.train)} training prompts")
+        self._epoch, self._position, self._put_off = cursor.epoch, cursor.position, deque(cursor.put_off)
         self._order = self._epoch_order()
 
     def _epoch_order(self) -> list[int]:
@@ -102,3 +128,7 @@ class PromptSource:
             digest.update(f"\0{prompt.id}\0{prompt.answer}".encode("utf-8", "surrogatepass"))
             digest.update(repr(prompt.token_ids).encode())
         return digest.hexdigest()
+
+
+def _damaged(reason: str) -> PromptDataError:
+    return PromptDataError(f"data: the checkpoint's cursor is damaged ({reason}): use another one")

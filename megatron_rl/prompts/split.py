@@ -77,12 +77,22 @@ def hold_out(questions: Sequence[Question], num_eval: int, bad_rows: BadRows) ->
 
 
 def keep_apart(train: Sequence[Question], held_out: Sequence[Question], bad_rows: BadRows) -> Split:
-    """Two given sets: what is in the held-out set is left out of the training set, and counted."""
+    """Two given sets: what is in the held-out set is left out of the training set, and counted.
+
+    An id that is left on both sides names two different questions: the held-out one is a bad row.
+    """
     unique_train, repeated = _without_repeats(train, bad_rows)
     unique_held, repeated_held = _without_repeats(held_out, bad_rows)
     held = {q.identity for q in unique_held}
     kept = [q for q in unique_train if q.identity not in held]
-    return Split(kept, unique_held, repeated + repeated_held, len(unique_train) - len(kept))
+    origin_of_id = {q.id: q.origin for q in kept}
+    distinct_held = []
+    for question in unique_held:
+        if question.id in origin_of_id:
+            bad_rows.report(question.origin, f"id {question.id!r} is already used in {origin_of_id[question.id]}")
+        else:
+            distinct_held.append(question)
+    return Split(kept, distinct_held, repeated + repeated_held, len(unique_train) - len(kept))
 
 
 def _without_repeats(questions: Sequence[Question], bad_rows: BadRows) -> tuple[list[Question], int]:

@@ -1,5 +1,7 @@
 import sys
+from collections.abc import Iterator
 from itertools import islice
+from types import SimpleNamespace
 
 import pytest
 
@@ -35,3 +37,21 @@ def test_bad_tasks_and_settings_are_named() -> None:
         next(gym.questions("chain_sum", 0, {"min_terms": 0}))
     with pytest.raises(PromptDataError, match="no reference answer"):
         next(gym.questions("rubiks_cube", 0, {}))
+
+
+def broken_items() -> Iterator[dict[str, str]]:
+    yield {"question": "1+1=", "answer": "2"}
+    raise IndexError("no such item")
+
+
+@pytest.mark.parametrize(
+    ("items", "reason"),
+    [(broken_items(), "IndexError: no such item"), (iter([{"answer": "2"}]), "KeyError: 'question'")],
+)
+def test_a_generator_that_fails_on_the_way_is_named(
+    monkeypatch: pytest.MonkeyPatch, items: Iterator[dict[str, str]], reason: str
+) -> None:
+    factory = SimpleNamespace(DATASETS={"sums": None}, create_dataset=lambda task, **settings: items)
+    monkeypatch.setattr(gym, "_factory", lambda: factory)
+    with pytest.raises(PromptDataError, match=rf"data\.task=sums: .*data\.seed=7.*{reason}.*Choose another"):
+        list(gym.questions("sums", 7, {}))

@@ -47,7 +47,7 @@ def test_files_in_their_own_order(tokenizer: Tokenizer, tmp_path: Path) -> None:
     train = write(tmp_path / "t.jsonl", *(f'{{"prompt": "{i}+1=", "answer": {i + 1}}}' for i in range(6)))
     held = write(tmp_path / "e.jsonl", '{"prompt": "3+1=", "answer": 4}')
     source = open_prompts("jsonl", tokenizer, train_path=train, eval_path=held, shuffle=False)
-    assert [p.answer for p in source.take(6)] == ["1", "2", "3", "5", "6", "1"]
+    assert [p.answer for p in source.take(4) + source.take(2)] == ["1", "2", "3", "5", "6", "1"]
     assert [p.answer for p in source.held_out] == ["4"]
     assert source.excluded.overlapping == 1
     split = open_prompts("jsonl", tokenizer, train_path=train, num_eval=2)
@@ -78,6 +78,47 @@ def test_answers_that_cannot_be_judged_by_are_bad_rows(tokenizer: Tokenizer, tmp
     with pytest.raises(PromptDataError, match=r"t\.jsonl line 1: reward\.answer=last_number: .*'paris' holds none"):
         open_prompts("jsonl", tokenizer, **options)
     assert [p.answer for p in open_prompts("jsonl", tokenizer, on_bad_row="skip", **options).train] == ["3"]
+
+
+@pytest.mark.parametrize(
+    ("train", "held_out", "options", "message"),
+    [
+        (
+            ["1", "2"],
+            ["x"],
+            {},
+            r"data\.eval_path=.*e\.jsonl: no usable held-out prompt is left: 1 bad row.*on_bad_row=fail.*x' holds none",
+        ),
+        (["x"], ["1"], {}, r"data\.train_path=.*t\.jsonl: no usable training prompt is left: 1 bad row.*x' holds none"),
+        (["1"], ["1"], {}, r"data\.train_path=.*: no usable training prompt .* 1 training row\(s\) .* held out too"),
+        (["1", "x", "2"], None, {"num_eval": 1}, r"data\.num_eval=1: no usable held-out prompt is left: 1 bad row"),
+    ],
+)
+def test_a_side_without_a_usable_prompt_is_named(
+    tokenizer: Tokenizer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    train: list[str],
+    held_out: list[str] | None,
+    options: dict[str, int],
+    message: str,
+) -> None:
+    # The smallest hash is held out: make it that of the row whose answer cannot be judged by.
+    monkeypatch.setattr("megatron_rl.prompts.split._rank", lambda identity: int(identity != "x+0="))
+    rows = [f'{{"prompt": "{i}+0=", "answer": "{i}"}}' for i in train]
+    paths = {"train_path": write(tmp_path / "t.jsonl", *rows)}
+    if held_out is not None:
+        rows = [f'{{"prompt": "{i}+0=", "answer": "{i}"}}' for i in held_out]
+        paths["eval_path"] = write(tmp_path / "e.jsonl", *rows)
+    with pytest.raises(PromptDataError, match=rf"(?s){message}"):
+        open_prompts(
+            "jsonl",
+            tokenizer,
+            on_bad_row="skip",
+            check_answer=ExactMatch("last_number").check_answer,
+            **paths,
+            **options,
+        )
 
 
 def test_a_tokenizer_without_the_task_s_characters_is_named(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
 import json
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
@@ -18,20 +19,40 @@ def source(n: int = 10, *, seed: int = 0, shuffle: bool = True) -> PromptSource:
 
 
 def test_every_prompt_comes_once_per_epoch_in_a_new_order() -> None:
-    taken = source(10).take(30)
-    epochs = [[p.id for p in taken[i : i + 10]] for i in (0, 10, 20)]
+    running = source(10)
+    epochs = [[p.id for p in running.take(10)] for _ in range(3)]
     assert all(sorted(epoch) == sorted(p.id for p in prompts(10)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
 
 
 def test_the_order_depends_on_the_seed_alone() -> None:
-    assert source(50).take(120) == source(50).take(120)
+    one, other = source(50), source(50)
+    assert [one.take(40) for _ in range(3)] == [other.take(40) for _ in range(3)]
     assert source(50).take(50) != source(50, seed=1).take(50)
-    assert source(5, shuffle=False).take(7) == prompts(5) + prompts(2)
+    in_order = source(5, shuffle=False)
+    assert in_order.take(4) + in_order.take(3) == prompts(5) + prompts(2)
+
+
+@pytest.mark.parametrize("n", [1, 3, 7, 10, 16, 19, 20])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_no_prompt_comes_twice_in_one_take_and_all_come_equally_often(n: int, shuffle: bool) -> None:
+    running = source(20, shuffle=shuffle)
+    drawn: Counter[str] = Counter()
+    for _ in range(200):
+        ids = [p.id for p in running.take(n)]
+        assert len(ids) == len(set(ids)) == n
+        drawn.update(ids)
+        counts = [drawn[p.id] for p in running.train]
+        assert max(counts) - min(counts) <= 2, "one epoch, and those that were put off to the next take"
+
+
+def test_more_prompts_than_there_are_cannot_be_taken() -> None:
+    with pytest.raises(PromptDataError, match=r"rollout\.prompts_per_step=11: .*only 10 usable .* Lower it"):
+        source(10).take(11)
 
 
 @settings(max_examples=50, deadline=None)
-@given(before=st.lists(st.integers(0, 25), max_size=5), after=st.lists(st.integers(0, 25), max_size=5))
+@given(before=st.lists(st.integers(0, 10), max_size=8), after=st.lists(st.integers(0, 10), max_size=8))
 def test_a_restored_cursor_continues_exactly(before: list[int], after: list[int]) -> None:
     running = source(10)
     for n in before:
@@ -43,9 +64,9 @@ def test_a_restored_cursor_continues_exactly(before: list[int], after: list[int]
     assert [running.take(n) for n in after] == [resumed.take(n) for n in after]
 
 
-def test_how_prompts_are_taken_does_not_change_them() -> None:
+def test_how_an_epoch_is_taken_does_not_change_it() -> None:
     one, many = source(10), source(10)
-    assert one.take(25) == [p for n in (1, 9, 3, 0, 12) for p in many.take(n)]
+    assert one.take(10) == [p for n in (1, 5, 0, 4) for p in many.take(n)]
 
 
 @pytest.mark.parametrize("other", [source(11), source(10, seed=1), source(10, shuffle=False)])
@@ -54,8 +75,10 @@ def test_the_cursor_of_other_data_is_refused(other: PromptSource) -> None:
         source(10).restore(other.state())
 
 
-@pytest.mark.parametrize("damage", [{"epoch": -1}, {"position": "x"}, {"position": -3}, {"extra": 1}])
-def test_a_damaged_cursor_is_refused(damage: dict[str, int | str]) -> None:
+@pytest.mark.parametrize(
+    "damage", [{"epoch": -1}, {"position": "x"}, {"position": -3}, {"extra": 1}, {"put_off": "x"}, {"put_off": [10]}]
+)
+def test_a_damaged_cursor_is_refused(damage: dict[str, object]) -> None:
     state = source(10).state()
     with pytest.raises(PromptDataError, match="damaged"):
         source(10).restore({**state, **damage})

@@ -8,8 +8,8 @@ from megatron_rl.prompts.question import BadRows, OnBadRow, PromptDataError, Que
 from megatron_rl.prompts.split import draw_split, hold_out, keep_apart
 
 
-def ask(text: str, answer: str = "1", origin: str = "") -> Question:
-    return Question(id=text, text=text, answer=answer, task="t", identity=same_text(text), origin=origin or text)
+def ask(text: str, answer: str = "1", origin: str = "", id: str = "") -> Question:
+    return Question(id=id or text, text=text, answer=answer, task="t", identity=same_text(text), origin=origin or text)
 
 
 def endless() -> Iterator[Question]:
@@ -80,3 +80,14 @@ def test_held_out_questions_leave_the_training_file() -> None:
     split = keep_apart([ask("What is  x?"), ask("b")], [ask("what is x?"), ask("c")], failing())
     assert [q.text for q in split.train] == ["b"]
     assert split.overlapping == 1
+
+
+def test_an_id_of_both_files_is_a_bad_row_unless_it_is_the_same_question() -> None:
+    train = [ask("a", id="1", origin="t line 1"), ask("b", id="2", origin="t line 2")]
+    held_out = [ask("a", id="1", origin="e line 1"), ask("c", id="2", origin="e line 2")]
+    with pytest.raises(PromptDataError, match="e line 2: id '2' is already used in t line 2"):
+        keep_apart(train, held_out, failing())
+    bad = BadRows(OnBadRow.SKIP)
+    split = keep_apart(train, held_out, bad)
+    assert ([q.text for q in split.train], [q.text for q in split.held_out]) == (["b"], ["a"])
+    assert (split.overlapping, bad.count) == (1, 1)
