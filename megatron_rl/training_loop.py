@@ -87,9 +87,14 @@ class TrainingLoop:
         values |= batch.metrics()
         kept, counts = self.eliminate(batch, step)
         plan = self.plan(step, kept)
-        values |= counts | _usage(batch, plan)
+        values |= counts
         outcome = self.train(plan)
-        values |= outcome.metrics.values() | outcome.seconds | {"train/nonfinite": float(not outcome.finite)}
+        values |= (
+            _usage(batch, plan, outcome.optimizer_steps)
+            | outcome.metrics.values()
+            | outcome.seconds
+            | {"train/nonfinite": float(not outcome.finite)}
+        )
         self.producer.release(batch.group_ids)
         self._count_nonfinite(plan, outcome)
         with watch.stage("sync"):
@@ -136,8 +141,9 @@ class TrainingLoop:
             return self.worker.train(plan)
 
     def _count_nonfinite(self, plan: StepPlan, outcome: TrainOutcome) -> None:
-        """Raise `NonFiniteRun` after too many steps in a row with a NaN or Inf."""
-        self._nonfinite = 0 if outcome.finite else self._nonfinite + 1
+        """Raise `NonFiniteRun` after too many steps in a row with a NaN or Inf; a step without samples is neither."""
+        if plan.samples:
+            self._nonfinite = 0 if outcome.finite else self._nonfinite + 1
         if not outcome.finite:
             where = self.worker.rollouts_directory / f"nonfinite-step-{plan.step}"
             self.progress.say(
@@ -209,13 +215,14 @@ class TrainingLoop:
         self.control.send(Wait())
 
 
-def _usage(batch: RolloutBatch, plan: StepPlan) -> dict[str, float]:
-    """How much of what was generated is trained on."""
-    trained = sum(sample.num_trainable for sample in plan.samples)
+def _usage(batch: RolloutBatch, plan: StepPlan, applied: int) -> dict[str, float]:
+    """How much of what was generated is in the `applied` optimizer steps."""
+    used = (i for step in plan.optimizer_steps[:applied] for rank in step.micro_batches for m in rank for i in m)
+    trained = sum(plan.samples[i].num_trainable for i in used)
     wasted = 1.0 - trained / batch.generated_tokens if batch.generated_tokens else 0.0
     return {
         "rollout/wasted_token_fraction": wasted,
         "train/samples": float(len(plan.samples)),
-        "train/optimizer_steps": float(len(plan.optimizer_steps)),
+        "train/optimizer_steps": float(applied),
         "train/micro_batches": float(sum(len(step.micro_batches[0]) for step in plan.optimizer_steps)),
     }

@@ -31,9 +31,13 @@ from megatron_rl.watching.stopwatch import Stopwatch
 
 @dataclass(frozen=True)
 class TrainOutcome:
-    """finite False: a NaN or Inf appeared, the rest of the step was not applied and the batch was saved."""
+    """finite False: a NaN or Inf appeared, the rest of the step was not applied and the batch was saved.
+
+    optimizer_steps: how many were applied.
+    """
 
     finite: bool
+    optimizer_steps: int
     metrics: MetricSums
     seconds: dict[str, float]
 
@@ -60,13 +64,14 @@ class Worker:
                 plan, self.consumers, self.layout.rank, self.layout.control_group, read_payload
             )
             steps = self.batcher.optimizer_steps(plan, self.layout.dp_rank, payloads)
-        finite = self._run(plan, steps, watch, metrics)
+        stepped = self._run(plan, steps, watch, metrics)
+        finite = stepped == len(plan.optimizer_steps)
         if not finite:
             self._save_batch(f"nonfinite-step-{plan.step}", payloads)
         elif self.save_rollouts_every and plan.step % self.save_rollouts_every == 0:
             self._save_batch(f"step-{plan.step}", payloads)
         merged = [MetricSums.from_bytes(data) for data in gather_bytes(metrics.to_bytes(), self.layout.control_group)]
-        return TrainOutcome(finite, MetricSums().merge(merged), watch.seconds)
+        return TrainOutcome(finite, stepped, MetricSums().merge(merged), watch.seconds)
 
     def export(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights under Hugging Face names; every rank must exhaust it."""
@@ -77,15 +82,14 @@ class Worker:
         dtype = next(self.policy.models[0].parameters()).dtype
         save_hf_weights(self.policy.models, self.model, source=self.start_checkpoint, target=target, dtype=dtype)
 
-    def _run(
-        self, plan: StepPlan, steps: Sequence[Sequence[MicroBatch]], watch: Stopwatch, metrics: MetricSums
-    ) -> bool:
+    def _run(self, plan: StepPlan, steps: Sequence[Sequence[MicroBatch]], watch: Stopwatch, metrics: MetricSums) -> int:
+        """Returns how many optimizer steps were applied."""
         flat = [batch for step in steps for batch in step]
         if not flat:
-            return True
+            return 0
         with watch.stage("old_policy"):
             old = compute_old_policy(self.policy, flat, metrics)
-        position = 0
+        position = stepped = 0
         with watch.stage("train"):
             for planned, batches in zip(plan.optimizer_steps, steps, strict=True):
                 result = update_policy(
@@ -99,8 +103,9 @@ class Worker:
                 )
                 position += len(batches)
                 if not result.stepped:
-                    return False
-        return True
+                    break
+                stepped += 1
+        return stepped
 
     def _save_batch(self, name: str, payloads: dict[int, Rollout]) -> None:
         """Keep what this rank trained on: 8-byte little-endian lengths, each followed by one encoded rollout."""

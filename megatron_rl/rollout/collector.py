@@ -47,6 +47,12 @@ class _Judged:
     generated_at: float
 
 
+@dataclass(frozen=True)
+class _Rejected:
+    reason: str
+    generated_tokens: int
+
+
 class Collector:
     """Serves one connection to rank 0; `send` delivers a message to it."""
 
@@ -100,31 +106,33 @@ class Collector:
     async def _answer(self, request: GroupRequest) -> None:
         results = await asyncio.gather(*(self._sample(request, i) for i in range(request.num_samples)))
         judged = [result for result in results if isinstance(result, _Judged)]
-        rejected = Counter(result for result in results if isinstance(result, str))
+        rejected = [result for result in results if isinstance(result, _Rejected)]
         locations = self._store_payloads(request, judged)
         group = Group(
             group_id=request.group_id,
             prompt=request.prompt,
             samples=tuple(_sample_ref(j, where) for j, where in zip(judged, locations, strict=True)),
-            rejected=dict(rejected),
+            rejected=dict(Counter(r.reason for r in rejected)),
             generated_at=max((j.generated_at for j in judged), default=0.0),
             judged_at=time.monotonic() if judged else 0.0,
         )
         tokens = sum(j.rollout.num_tokens - len(request.prompt.token_ids) for j in judged)
-        await self._send.put(GroupDone(group=group, generated_tokens=tokens))
+        wasted = sum(r.generated_tokens for r in rejected)
+        await self._send.put(GroupDone(group=group, generated_tokens=tokens + wasted))
 
     def _store_payloads(self, request: GroupRequest, judged: list[_Judged]) -> list[PayloadLocation]:
         if request.keep_payload:
             return self._store.put(request.group_id, [j.rollout for j in judged])
         return [PayloadLocation(node=0, pid=0, fd=0, offset=0, nbytes=0)] * len(judged)
 
-    async def _sample(self, request: GroupRequest, index: int) -> _Judged | str:
+    async def _sample(self, request: GroupRequest, index: int) -> _Judged | _Rejected:
         """One judged rollout, or the reason why there is none."""
+        generated_tokens = 0
         trajectory_id = f"{request.group_id}/{index}"
         start = time.monotonic()
         try:
             generation = await self._engines.generate(request.prompt.token_ids, request.sampling, trajectory_id)
-            generated_at = time.monotonic()
+            generated_at, generated_tokens = time.monotonic(), len(generation.output_ids)
             rollout = assemble_rollout(
                 request.prompt,
                 generation,
@@ -134,9 +142,9 @@ class Collector:
                 train_truncated=self._configuration.train_truncated,
             )
         except (SampleRejected, RouteError, RejectedReply) as error:
-            return error.reason
+            return _Rejected(error.reason, generated_tokens)
         except EngineError:
-            return ENGINE_FAILURE
+            return _Rejected(ENGINE_FAILURE, generated_tokens)
         text = self._tokenizer.decode([int(token) for token in generation.output_ids])
         verdict = await self._rewards.judge(request.prompt, text, rollout.finish_reason)
         return _Judged(rollout, verdict, generated_at - start, generated_at)

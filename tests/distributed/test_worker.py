@@ -23,7 +23,7 @@ def step(out: Path, scenario: str) -> dict[str, Any]:
 
 def test_payloads_cross_nodes_and_the_step_trains(tmp_path: Path) -> None:
     result = step(tmp_path, "finite")
-    assert result["finite"]
+    assert result["finite"] and result["optimizer_steps"] == 2
     assert result["metrics"]["train/grad_norm"] > 0.0
     assert 0.0 <= result["metrics"]["mismatch/route_disagreement"] <= 1.0
     assert result["metrics"]["policy/entropy"] > 0.0
@@ -31,7 +31,8 @@ def test_payloads_cross_nodes_and_the_step_trains(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scenario", ["nan_on_rank_1", "nan_logits_on_rank_1"])
 def test_a_nan_on_one_rank_stops_every_rank_and_the_batch_is_saved(tmp_path: Path, scenario: str) -> None:
-    assert not step(tmp_path, scenario)["finite"]
+    result = step(tmp_path, scenario)
+    assert not result["finite"] and result["optimizer_steps"] == 0
     saved = [read_rollouts(tmp_path / "nonfinite-step-3" / f"rank-{rank}.bin") for rank in (0, 1)]
     assert sorted(r.trajectory_id for part in saved for r in part) == [f"t{i}" for i in range(9)]
 

@@ -99,7 +99,9 @@ def main() -> None:
     unchanged = torch.equal(torch.nan_to_num(before), torch.nan_to_num(weights(worker)))
     assert unchanged == (scenario != "finite"), f"rank {worker.layout.rank}: weights unchanged is {unchanged}"
     if worker.layout.rank == 0:
-        print("RESULT " + json.dumps({"finite": outcome.finite, "metrics": outcome.metrics.values()}), flush=True)
+        steps = outcome.optimizer_steps
+        described = {"finite": outcome.finite, "optimizer_steps": steps, "metrics": outcome.metrics.values()}
+        print("RESULT " + json.dumps(described), flush=True)
     torch.distributed.barrier()
     parallel.shutdown()
 

@@ -92,21 +92,24 @@ def request(num_samples: int) -> GroupRequest:
     return GroupRequest(group_id="g", prompt=PROMPT, num_samples=num_samples, sampling=sampling)
 
 
-def collect(answer: Callable[[int], dict[str, object] | int], num_samples: int, check: Callable[[Group], None]) -> None:
+def collect(
+    answer: Callable[[int], dict[str, object] | int], num_samples: int, check: Callable[[GroupDone], None]
+) -> None:
     async def body(url: str) -> None:
         outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
         collector = Collector(0, configuration(url), outbox)
         assert await collector.handle(request(num_samples))
         message = await asyncio.wait_for(outbox.get(), 5)
         assert isinstance(message, GroupDone)
-        check(message.group)  # while the payloads are there
+        check(message)  # while the payloads are there
         await collector.close()
 
     asyncio.run(with_engine(answer, body))
 
 
 def test_samples_are_judged_and_their_payloads_kept() -> None:
-    def check(group: Group) -> None:
+    def check(done: GroupDone) -> None:
+        group = done.group
         assert sorted(s.verdict.reward or 0.0 for s in group.samples) == [0.0, 1.0]
         assert all(s.versions == (3,) and s.finish_reason is FinishReason.STOP for s in group.samples)
         rollout = read_payload(group.samples[0])
@@ -125,9 +128,10 @@ def test_bad_samples_are_counted_and_the_others_live() -> None:
         503,
     ]
 
-    def check(group: Group) -> None:
-        assert len(group.samples) == 1
-        assert group.rejected == {"routes_length": 1, "version": 1, "aborted": 1, "engine": 1}
+    def check(done: GroupDone) -> None:
+        assert len(done.group.samples) == 1
+        assert done.group.rejected == {"routes_length": 1, "version": 1, "aborted": 1, "engine": 1}
+        assert done.generated_tokens >= 2 * 4  # what was generated and then rejected counts: 046 and its end
 
     collect(lambda n: broken[n], 5, check)
 
@@ -135,7 +139,9 @@ def test_bad_samples_are_counted_and_the_others_live() -> None:
 def test_duplicate_experts_are_rejected() -> None:
     rows = len(PROMPT.token_ids) + 3
     same = base64.b64encode(np.zeros((rows, 4, 2), np.int32).tobytes()).decode()
-    collect(lambda n: reply("046", routed_experts=same), 1, lambda group: _assert_rejected(group, "routes_duplicate"))
+    collect(
+        lambda n: reply("046", routed_experts=same), 1, lambda done: _assert_rejected(done.group, "routes_duplicate")
+    )
 
 
 def _assert_rejected(group: Group, reason: str) -> None:
