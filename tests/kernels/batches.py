@@ -51,4 +51,4 @@ def response_batch(
 
 ragged_lengths = st.lists(st.one_of(st.just(0), st.just(1), st.integers(2, 40)), min_size=1, max_size=6)
 seeds = st.integers(0, 2**31 - 1)
-fraction_lists = st.sampled_from([(), (0.2,), (0.07,), (0.5, 0.25), (0.2, 0.3, 0.1)])
+fraction_lists = st.sampled_from([(), (0.2,), (0.07,), (0.5, 0.25), (0.2, 0.3, 0.1), (1 / 3, 1 / 7, 0.1234567891)])

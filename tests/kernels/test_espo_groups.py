@@ -2,7 +2,7 @@
 
 import math
 from fractions import Fraction
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -37,6 +37,30 @@ def test_group_size_is_exact(backend: str, n: int, fraction: float, k: int) -> N
     """0.07 · 100 is 7.000000000000001 in binary; the group still has 7 tokens."""
     groups = espo_groups(*one_sequence([1.0] * n), vocab_size=9, fractions=(fraction,), backend=backend)
     assert groups.count.tolist() == [[k, n - k]]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.floats(0.01, 0.24), min_size=3, max_size=4), st.integers(1, 2000))
+def test_arbitrary_fractions_cut_at_their_sums(backend: str, fractions: list[float], n: int) -> None:
+    """Sums of unrelated fractions have long denominators: products with them would leave 64 bits."""
+    groups = espo_groups(*one_sequence([1.0] * n), vocab_size=9, fractions=fractions, backend=backend)
+    reference = espo_groups(*one_sequence([1.0] * n), vocab_size=9, fractions=fractions, backend="reference")
+    assert torch.equal(groups.group_id, reference.group_id)
+    tolerance = Fraction(5, 1_000_000)  # the nearest short fraction is that close
+    ends = groups.count[0].cumsum(0).tolist()
+    for total, end in zip(accumulate(map(Fraction, fractions)), ends[:-1], strict=True):
+        assert math.ceil(n * (total - tolerance)) <= end <= math.ceil(n * (total + tolerance))
+    assert ends[-1] == n
+
+
+def test_shares_that_make_a_whole_leave_no_rest() -> None:
+    """Normalised shares rarely add up to just 1 in binary."""
+    shares = [math.exp(-x) for x in (0.3, 1.1, 2.7)]
+    fractions = [share / sum(shares) for share in shares]
+    groups = espo_groups(*one_sequence([1.0] * 100), vocab_size=9, fractions=fractions)
+    assert groups.count[0, 3] == 0
+    assert groups.count.sum() == 100
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -96,7 +120,8 @@ def test_groups_partition_the_unmasked_tokens_by_entropy(
     for i, (start, end) in enumerate(pairwise(offsets)):
         ids, e = groups.group_id[start:end], entropies[start:end]
         n = int(batch.loss_mask[start:end].sum())
-        ranks = [math.ceil(n * sum(Fraction(str(q)) for q in fractions[: j + 1])) for j in range(len(fractions))]
+        shares = [Fraction(q).limit_denominator(1_000_000) for q in fractions]
+        ranks = [math.ceil(n * total) for total in accumulate(shares)]
         assert groups.count[i].tolist() == [b - a for a, b in zip([0, *ranks], [*ranks, n], strict=True)]
         for tau in range(len(fractions)):
             higher, lower = ids == tau, (ids > tau) & (ids != 255)

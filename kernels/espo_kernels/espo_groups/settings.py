@@ -1,17 +1,20 @@
 """What defines entropy groups, validated once and passed on as plain numbers.
 
 Invariant: the size of a group is exact integer arithmetic on the fraction the user wrote, so that no backend and no
-rounding of `q * n` decides it.
+rounding of `q * n` decides it. Denominators are at most 10^6, so that n · numerator fits 64 bits in every backend.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
+from numbers import Integral
 
 MAX_GROUPS = 16
+MAX_DENOMINATOR = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -38,21 +41,33 @@ class GroupSettings:
 def group_settings(
     vocab_size: int,
     alpha: float,
-    fractions: tuple[float, ...] | list[float],
+    fractions: Sequence[float],
     min_clip: float,
     fixed_clip: float | None,
 ) -> GroupSettings:
-    """Validate the arguments of `espo_groups`. Raises ValueError naming the argument."""
-    if vocab_size < 2:
-        raise ValueError(f"vocab_size={vocab_size}: must be at least 2 (log|V| divides the entropy)")
+    """Validate the arguments of `espo_groups`. Raises ValueError or TypeError naming the argument."""
+    if not isinstance(vocab_size, Integral) or vocab_size < 2:
+        raise ValueError(f"vocab_size={vocab_size}: must be an integer of at least 2 (log|V| divides the entropy)")
     for name, value in (("alpha", alpha), ("min_clip", min_clip), ("fixed_clip", fixed_clip)):
         if value is not None and not (math.isfinite(value) and value >= 0):
             raise ValueError(f"{name}={value}: must be finite and not negative")
-    if len(fractions) >= MAX_GROUPS:
-        raise ValueError(f"fractions has {len(fractions)} entries: at most {MAX_GROUPS - 1} are supported")
-    # A float such as 0.2 stands for the short fraction the user wrote, not for its binary neighbour.
-    exact = [Fraction(float(fraction)).limit_denominator(1_000_000) for fraction in fractions]
-    if any(not 0 < fraction < 1 for fraction in exact) or sum(exact) > 1:
-        raise ValueError(f"fractions={tuple(fractions)}: each must lie between 0 and 1, their sum must not exceed 1")
-    bounds = tuple((total.numerator, total.denominator) for total in accumulate(exact))
-    return GroupSettings(bounds, alpha / math.log(vocab_size), min_clip, fixed_clip)
+    return GroupSettings(_bounds(fractions), alpha / math.log(vocab_size), min_clip, fixed_clip)
+
+
+def _bounds(fractions: Sequence[float]) -> tuple[tuple[int, int], ...]:
+    """See `GroupSettings`. Raises ValueError or TypeError naming the fractions."""
+    try:
+        shares = tuple(float(fraction) for fraction in fractions)
+    except (TypeError, ValueError):
+        raise TypeError(f"fractions={fractions!r}: must be a sequence of numbers") from None
+    if len(shares) >= MAX_GROUPS:
+        raise ValueError(f"fractions has {len(shares)} entries: at most {MAX_GROUPS - 1} are supported")
+    if any(not 1 / MAX_DENOMINATOR <= share <= 1 - 1 / MAX_DENOMINATOR for share in shares):
+        raise ValueError(f"fractions={shares}: each must lie between 1e-6 and 1 - 1e-6, their sum must not exceed 1")
+    # A float such as 0.2 stands for the short fraction the user wrote, not for its binary neighbour. Sums of unrelated
+    # fractions have long denominators, and are shortened too.
+    exact = accumulate(Fraction(share).limit_denominator(MAX_DENOMINATOR) for share in shares)
+    bounds = [total.limit_denominator(MAX_DENOMINATOR) for total in exact]
+    if bounds and bounds[-1] > 1:
+        raise ValueError(f"fractions={shares}: their sum is {sum(shares)}, and must not exceed 1")
+    return tuple((bound.numerator, bound.denominator) for bound in bounds)
