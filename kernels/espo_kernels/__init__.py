@@ -9,8 +9,9 @@ the speed and the rounding, never the meaning. The plain-torch `reference` of ea
     quantize_fp8_blockwise    e4m3 weights with one scale per block
 
 `backend` is "auto" (Triton on CUDA tensors, compiled CPU code on CPU tensors), "reference", "cpu" or "triton".
-Checks of values that need a host synchronisation on a GPU run on CPU tensors always, and on CUDA tensors when the
-environment variable `ESPO_KERNELS_DEBUG` is 1 (read at each call). Without them such input comes out as NaN.
+Checks of values that need a host synchronisation on a GPU run on CPU tensors and in the reference always (so for
+float64 on any device), and in the Triton kernels when the environment variable `ESPO_KERNELS_DEBUG` is 1 (read at each
+call). Without them such input comes out as NaN.
 """
 
 from espo_kernels.espo_groups import EspoGroups, espo_groups

@@ -35,12 +35,16 @@ def require_one_device(**tensors: torch.Tensor | None) -> None:
 
 
 def require_packed(tokens_name: str, tokens: torch.Tensor, cu_seqlens: torch.Tensor) -> None:
-    """`tokens` is [T] and `cu_seqlens` is [B + 1] integers."""
+    """`tokens` is [T] and `cu_seqlens` is [B + 1] integers; tokens need a sequence."""
     if tokens.dim() != 1:
         raise ValueError(f"{tokens_name} has shape {tuple(tokens.shape)}: must be [T], packed tokens")
     require_integers("cu_seqlens", cu_seqlens)
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
         raise ValueError(f"cu_seqlens has shape {tuple(cu_seqlens.shape)}: must be [B + 1], starting with 0")
+    if cu_seqlens.numel() == 1 and tokens.numel():
+        raise ValueError(
+            f"cu_seqlens has shape (1,): names no sequence for the {tokens.numel()} tokens of {tokens_name}"
+        )
 
 
 def require_mask(loss_mask: torch.Tensor | None, num_tokens: int, like: str) -> None:

@@ -47,9 +47,12 @@ def resolve_backend(backend: Backend, tensor: torch.Tensor, *, cpu_needs_numba: 
     return backend
 
 
-def checks_values(tensor: torch.Tensor) -> bool:
-    """Whether this call looks at values: always on CPU, elsewhere when ESPO_KERNELS_DEBUG=1 (it synchronises)."""
-    return tensor.device.type == "cpu" or os.environ.get("ESPO_KERNELS_DEBUG") == "1"
+def checks_values(tensor: torch.Tensor, backend: Backend) -> bool:
+    """Whether a call served by `backend` looks at values, which synchronises with a GPU.
+
+    Always on CPU and in the reference, which synchronises anyway; elsewhere when ESPO_KERNELS_DEBUG=1.
+    """
+    return tensor.device.type == "cpu" or backend == "reference" or os.environ.get("ESPO_KERNELS_DEBUG") == "1"
 
 
 def _installed(module: str) -> bool:

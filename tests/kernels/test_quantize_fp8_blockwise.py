@@ -88,6 +88,15 @@ def test_stacked_experts_are_quantised_alone() -> None:
     )
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize(
+    ("shape", "scales"), [((0, 5), (0, 1)), ((5, 0), (1, 0)), ((0, 4, 4), (0, 1, 1)), ((2, 0, 5), (2, 0, 1))]
+)
+def test_empty_weights_give_empty_results(backend: str, shape: tuple[int, ...], scales: tuple[int, ...]) -> None:
+    fp8, scale_inv = quantize_fp8_blockwise(torch.zeros(shape), backend=backend)
+    assert (fp8.shape, scale_inv.shape) == (shape, scales)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_modelopt_reads_and_writes_the_same_format() -> None:
     fp8_tensor = pytest.importorskip("modelopt.torch.quantization.qtensor.fp8_tensor", exc_type=Exception)

@@ -5,6 +5,7 @@ Invariant: every unmasked token is in exactly one group of its sequence; group 0
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,7 +41,7 @@ def espo_groups(
     *,
     vocab_size: int,
     alpha: float = 0.02,
-    fractions: tuple[float, ...] | list[float] = (0.2,),
+    fractions: Sequence[float] = (0.2,),
     min_clip: float = 0.0,
     fixed_clip: float | None = None,
     loss_mask: torch.Tensor | None = None,
@@ -51,14 +52,16 @@ def espo_groups(
         ε_τ = max(min_clip, α · mean_{t∈τ} e_t / log|V|)               ESPO (arXiv 2512.00499 v2), Eq. 10 and 11
 
     Of n unmasked tokens, group 0 holds the k = max(1, ceil(q · n)) of highest entropy, ties by position, and the last
-    group the rest. With fractions (q_0, q_1, ...) group j ends at rank ceil((q_0 + ... + q_j) · n), exactly.
+    group the rest. With fractions (q_0, q_1, ...) group j ends at rank ceil((q_0 + ... + q_j) · n), exactly: each sum
+    is the nearest fraction with a denominator of at most 10^6, so 0.2 is 1/5 and 1/3 + 1/3 is 2/3.
 
     Args:
         old_entropies: [T] float, nats, packed sequences. Full-vocabulary entropies of the policy at step start.
         cu_seqlens: [B + 1] integers, from 0 to T, not decreasing.
         vocab_size: |V|, the true vocabulary without padding.
         alpha: α, clip width per normalised entropy.
-        fractions: shares of the groups before the last. () is one group per sequence (no grouping).
+        fractions: shares of the groups before the last, each from 1e-6 to 1 - 1e-6. () is one group per
+            sequence (no grouping).
         min_clip: smallest clip width of a non-empty group; 0 is the paper.
         fixed_clip: this width for every non-empty group instead of the entropy-adaptive one (an ablation).
         loss_mask: [T] bool, False for tokens that belong to no group. None: every token counts.
@@ -68,8 +71,8 @@ def espo_groups(
         float64 entropies). Empty and fully masked sequences have count 0 and clip 0.
 
     Raises:
-        ValueError or TypeError naming the argument. NaN entropies and a wrong cu_seqlens raise on CPU, and on CUDA
-        with ESPO_KERNELS_DEBUG=1; otherwise the clip widths they touch are NaN.
+        ValueError or TypeError naming the argument. NaN entropies and a wrong cu_seqlens raise on CPU and in the
+        reference, and with ESPO_KERNELS_DEBUG=1; otherwise the clip widths they touch are NaN.
     """
     require_packed("old_entropies", old_entropies, cu_seqlens)
     require_floating("old_entropies", old_entropies)
@@ -78,10 +81,10 @@ def espo_groups(
     settings = group_settings(vocab_size, alpha, fractions, min_clip, fixed_clip)
     entropies, cu_seqlens = old_entropies.detach().contiguous(), cu_seqlens.contiguous()
     loss_mask = None if loss_mask is None else loss_mask.contiguous()
-    if checks_values(entropies):
+    chosen = resolve_backend(backend, entropies, cpu_needs_numba=True)
+    if checks_values(entropies, chosen):
         require_cu_seqlens_values(cu_seqlens, entropies.numel())
         require_finite("old_entropies", entropies, None if loss_mask is None else loss_mask.bool())
-    chosen = resolve_backend(backend, entropies, cpu_needs_numba=True)
     if chosen == "triton":
         from espo_kernels.espo_groups.triton_kernel import groups_triton
 

@@ -13,13 +13,17 @@ Invariant: the loss is what an optimiser minimises, −J; its sum over context-p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from espo_kernels.arguments import (
+    FLOATS,
+    INTEGERS,
     require_cu_seqlens_values,
     require_finite,
     require_floating,
@@ -63,7 +67,7 @@ def espo_policy_loss(
         cu_seqlens: [B + 1] integers, from 0 to T, not decreasing.
         groups: of `espo_groups`, for these tokens and sequences.
         num_sequences: B, a constant of the global batch when this call is one micro-batch of it. None: the sequences
-            of this call with a non-zero advantage on an unmasked token.
+            of this call with a non-zero advantage on an unmasked token. A number, or a tensor of one element.
         ratio_denominator: "current" as above; "old" is Eq. 9 as printed, s_t = sg[s_τ] · π_θ(y_t) / sg[π_old(y_t)].
         loss_mask: [T] bool. Tokens masked here or in `groups` belong to no group, |τ| counts those that remain.
         cp_group: ranks that hold other tokens of the same B sequences (one all-reduce of [B, 2K + 1]). Each returns its
@@ -73,8 +77,9 @@ def espo_policy_loss(
         EspoResult(loss, metrics). loss is a float32 scalar (float64 for float64 logprobs).
 
     Raises:
-        ValueError or TypeError naming the argument. NaN or infinite inputs on unmasked tokens and a wrong cu_seqlens
-        raise on CPU, and on CUDA with ESPO_KERNELS_DEBUG=1; otherwise the loss is NaN.
+        ValueError or TypeError naming the argument. NaN or infinite inputs on unmasked tokens, a wrong cu_seqlens and
+        a num_sequences tensor that is not positive raise on CPU and in the reference, and with ESPO_KERNELS_DEBUG=1;
+        otherwise the loss is NaN.
     """
     inputs = LossInputs(
         old_logprobs=old_logprobs.detach().contiguous(),
@@ -84,11 +89,18 @@ def espo_policy_loss(
         clip=groups.clip.contiguous(),
         loss_mask=None if loss_mask is None else loss_mask.contiguous(),
         ratio_denominator=ratio_denominator,
-        num_sequences=num_sequences,
+        num_sequences=_scalar_count(num_sequences),
         cp_group=cp_group,
     )
     _check(logprobs, inputs)
-    match resolve_backend(backend, logprobs, cpu_needs_numba=True):
+    chosen = resolve_backend(backend, logprobs, cpu_needs_numba=True)
+    if checks_values(logprobs, chosen):
+        _check_values(logprobs, inputs)
+    return _loss(chosen, logprobs, inputs)
+
+
+def _loss(backend: Backend, logprobs: torch.Tensor, inputs: LossInputs) -> EspoResult:
+    match backend:
         case "triton":
             from espo_kernels.espo_policy_loss.triton_launch import loss_triton, scale_triton
 
@@ -129,7 +141,7 @@ class _WithGradient(torch.autograd.Function):
 
 def _check(logprobs: torch.Tensor, inputs: LossInputs) -> None:
     require_packed("logprobs", logprobs, inputs.cu_seqlens)
-    named = {"logprobs": logprobs, "old_logprobs": inputs.old_logprobs, "advantages": inputs.advantages}
+    named = _token_inputs(logprobs, inputs)
     for name, tensor in named.items():
         require_floating(name, tensor)
         require_shape(name, tensor, (logprobs.numel(),), "logprobs")
@@ -152,13 +164,33 @@ def _check(logprobs: torch.Tensor, inputs: LossInputs) -> None:
     )
     if inputs.ratio_denominator not in ("current", "old"):
         raise ValueError(f"ratio_denominator={inputs.ratio_denominator!r}: must be 'current' or 'old'")
-    if isinstance(inputs.num_sequences, (int, float)) and not inputs.num_sequences > 0:
-        raise ValueError(f"num_sequences={inputs.num_sequences}: must be positive (skip a step without sequences)")
-    if checks_values(logprobs):
-        _check_values(named, inputs)
 
 
-def _check_values(named: dict[str, torch.Tensor], inputs: LossInputs) -> None:
+def _token_inputs(logprobs: torch.Tensor, inputs: LossInputs) -> dict[str, torch.Tensor]:
+    return {"logprobs": logprobs, "old_logprobs": inputs.old_logprobs, "advantages": inputs.advantages}
+
+
+def _scalar_count(num_sequences: float | torch.Tensor | None) -> float | torch.Tensor | None:
+    """`num_sequences` with a tensor's one element as a scalar; of a tensor the value is not read."""
+    if isinstance(num_sequences, torch.Tensor):
+        if num_sequences.dtype not in (*FLOATS, *INTEGERS):
+            raise TypeError(f"num_sequences has dtype {num_sequences.dtype}: must be a floating or integer dtype")
+        if num_sequences.numel() != 1:
+            raise ValueError(f"num_sequences has shape {tuple(num_sequences.shape)}: must hold one number")
+        return num_sequences.detach().reshape(())
+    if num_sequences is not None:
+        if not isinstance(num_sequences, Real):
+            raise TypeError(f"num_sequences={num_sequences!r}: must be a number or a tensor of one")
+        _require_positive(num_sequences)
+    return num_sequences
+
+
+def _require_positive(num_sequences: float) -> None:
+    if not (math.isfinite(num_sequences) and num_sequences > 0):
+        raise ValueError(f"num_sequences={num_sequences}: must be positive and finite (skip a step without sequences)")
+
+
+def _check_values(logprobs: torch.Tensor, inputs: LossInputs) -> None:
     require_cu_seqlens_values(inputs.cu_seqlens, inputs.group_id.numel())
     members = inputs.members()
     strays = ((members != MASKED) & (members >= inputs.num_groups)).nonzero()
@@ -167,7 +199,9 @@ def _check_values(named: dict[str, torch.Tensor], inputs: LossInputs) -> None:
         raise ValueError(
             f"groups.group_id[{at}] is {int(members[at])}: must be below {inputs.num_groups}, the groups of groups.clip"
         )
-    for name, tensor in named.items():
+    for name, tensor in _token_inputs(logprobs, inputs).items():
         require_finite(name, tensor, members != MASKED)
     if not bool(torch.isfinite(inputs.clip).all()):
         raise ValueError("groups.clip has NaN or infinite entries: were the old entropies finite?")
+    if isinstance(inputs.num_sequences, torch.Tensor):
+        _require_positive(inputs.num_sequences.item())

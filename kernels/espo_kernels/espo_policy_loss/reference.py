@@ -45,6 +45,6 @@ def loss_reference(logprobs: torch.Tensor, inputs: LossInputs) -> tuple[torch.Te
             terms = torch.minimum(s * A[t], s.clamp(1 - eps, 1 + eps) * A[t])
             J = J + terms.sum() / size[i, k] / K_i
             s_t[t], eps_t[t] = s.detach(), eps
-    loss = -J / inputs.denominator(sums[:, 2 * K])
+    loss = (-J / inputs.denominator(sums[:, 2 * K])).to(J.dtype)  # a float64 count does not widen the loss
     nonempty = size > 0
     return loss, metrics_from_tokens(s_t, eps_t, A, group_id, epsilon, nonempty, inputs.counts_groups)

@@ -333,6 +333,7 @@ def espo_reduction_kernel(
         B = tl.full([], 1.0, dtype=tl.float64) * given_value
     if GIVEN == "tensor":
         B = tl.load(given).to(tl.float64)
+        B = tl.where(B > 0, B, float("nan")) + (B - B)  # NaN, too, for an infinite count
     tl.store(loss, (-objective / B).to(tl.float32))
     tl.store(inverse_B, (1.0 / B).to(tl.float32))
 

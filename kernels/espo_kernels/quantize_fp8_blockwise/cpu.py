@@ -16,6 +16,8 @@ def quantize_cpu(weight: torch.Tensor, block: int, power_of_two_scales: bool) ->
     rows, columns = -(-M // block), -(-N // block)
     fp8 = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
     scale_inv = torch.empty(*stack, rows, columns, dtype=torch.float32)
+    if weight.numel() == 0:  # nothing to view as matrices
+        return fp8, scale_inv
     matrices = zip(weight.reshape(-1, M, N), fp8.view(-1, M, N), scale_inv.view(-1, rows, columns), strict=True)
     for matrix, its_fp8, its_scales in matrices:
         for row in range(rows):

@@ -11,6 +11,9 @@ from espo_kernels.arguments import require_floating
 from espo_kernels.backends import Backend, checks_values, resolve_backend
 from espo_kernels.quantize_fp8_blockwise.reference import quantize_reference
 
+MAX_BLOCK = 1024
+"""A Triton program holds its whole block, and Triton's largest tensor has 2^20 elements."""
+
 
 def quantize_fp8_blockwise(
     weight: torch.Tensor, *, block: int = 128, power_of_two_scales: bool = False, backend: Backend = "auto"
@@ -24,25 +27,26 @@ def quantize_fp8_blockwise(
 
     Args:
         weight: [..., M, N] float16, bfloat16 or float32. Leading dimensions (stacked experts) are quantised together.
-        block: side of a block, a power of two of at least 16.
+        block: side of a block, a power of two from 16 to 1024.
         power_of_two_scales: round scale_inv up to a power of two (the UE8M0 scales of some engines).
 
     Returns:
         (fp8[..., M, N] float8_e4m3fn, scale_inv[..., ⌈M/block⌉, ⌈N/block⌉] float32).
 
     Raises:
-        ValueError or TypeError naming the argument. NaN and infinite weights raise on CPU, and on CUDA with
-        ESPO_KERNELS_DEBUG=1; otherwise their block's scale_inv is NaN.
+        ValueError or TypeError naming the argument. NaN and infinite weights raise on CPU and in the reference, and
+        with ESPO_KERNELS_DEBUG=1; otherwise their block's scale_inv is NaN.
     """
     require_floating("weight", weight)
     if weight.dtype == torch.float64:
         raise TypeError("weight has dtype torch.float64: must be float16, bfloat16 or float32")
     if weight.dim() < 2:
         raise ValueError(f"weight has shape {tuple(weight.shape)}: must be [..., M, N]")
-    if block < 16 or block & (block - 1):
-        raise ValueError(f"block={block}: must be a power of two of at least 16")
+    if not isinstance(block, int) or not 16 <= block <= MAX_BLOCK or block & (block - 1):
+        raise ValueError(f"block={block}: must be a power of two from 16 to {MAX_BLOCK}")
     weight = weight.detach()
-    match resolve_backend(backend, weight):
+    chosen = resolve_backend(backend, weight)
+    match chosen:
         case "triton":
             from espo_kernels.quantize_fp8_blockwise.triton_kernel import quantize_triton
 
@@ -53,7 +57,7 @@ def quantize_fp8_blockwise(
             fp8, scale_inv = quantize_cpu(weight, block, power_of_two_scales)
         case _:
             fp8, scale_inv = quantize_reference(weight, block, power_of_two_scales)
-    if checks_values(weight) and not bool(torch.isfinite(scale_inv).all()):
+    if checks_values(weight, chosen) and not bool(torch.isfinite(scale_inv).all()):
         at = tuple((~torch.isfinite(scale_inv)).nonzero()[0].tolist())
         raise ValueError(f"weight has NaN or infinite entries in block {at}: must be finite")
     return fp8, scale_inv

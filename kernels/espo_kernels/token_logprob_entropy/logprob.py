@@ -12,8 +12,6 @@ and gradient 0.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.distributed as dist
 
@@ -22,6 +20,8 @@ from espo_kernels.backends import Backend, checks_values, resolve_backend
 from espo_kernels.token_logprob_entropy.recomputed import BackendKernels, RecomputedLogprobEntropy
 from espo_kernels.token_logprob_entropy.reference import logprob_entropy_reference
 from espo_kernels.token_logprob_entropy.vocabulary import vocabulary_shard
+
+FLOAT32 = torch.finfo(torch.float32)
 
 
 def token_logprob_entropy(
@@ -41,7 +41,7 @@ def token_logprob_entropy(
         logits: [T, V] float16, bfloat16 or float32; accumulation is float32. With a tp_group, [T, V / ranks]: this
             rank's columns of the padded vocabulary, in rank order, equally many on each. −inf is probability 0.
         targets: [T] integers in [0, vocab_size), ids of the whole vocabulary, the same on every rank.
-        temperature: τ > 0.
+        temperature: τ > 0; 1 / τ is a normal float32.
         vocab_size: true vocabulary; later columns are padding. None: all columns.
         tp_group: ranks that share the vocabulary. One all-gather of [4, T] in forward, none in backward; results are
             bit-equal on all ranks, and backward expects the same upstream gradient on all.
@@ -55,7 +55,7 @@ def token_logprob_entropy(
 
     Raises:
         ValueError or TypeError naming the argument. NaN or +inf logits, rows without a finite logit and targets outside
-        the vocabulary raise on CPU, and on CUDA with ESPO_KERNELS_DEBUG=1; otherwise their results are NaN.
+        the vocabulary raise on CPU and in the reference, and with ESPO_KERNELS_DEBUG=1; otherwise they come out as NaN.
     """
     if logits.dim() != 2 or logits.shape[1] == 0:
         raise ValueError(f"logits has shape {tuple(logits.shape)}: must be [T, V] with V > 0")
@@ -63,14 +63,14 @@ def token_logprob_entropy(
     require_integers("targets", targets)
     require_shape("targets", targets, (logits.shape[0],), "logits")
     require_one_device(logits=logits, targets=targets)
-    if not (math.isfinite(temperature) and temperature > 0):
-        raise ValueError(f"temperature={temperature}: must be finite and positive")
+    if not (temperature > 0 and FLOAT32.tiny <= 1 / temperature <= FLOAT32.max):
+        raise ValueError(f"temperature={temperature}: must be finite and positive, with 1 / temperature within float32")
     shard = vocabulary_shard(logits.shape[1], vocab_size, temperature, tp_group)
     ranks = 1 if tp_group is None else dist.get_world_size(tp_group)
     size = logits.shape[1] * ranks if vocab_size is None else vocab_size
-    if checks_values(logits):
-        _require_targets(targets, size)
     chosen = resolve_backend(backend, logits, cpu_needs_numba=True)
+    if checks_values(logits, chosen):
+        _require_targets(targets, size)
     if chosen == "reference":
         logprob, entropy = logprob_entropy_reference(logits, targets, size, shard, entropy_grad)
     else:
@@ -78,7 +78,7 @@ def token_logprob_entropy(
         logprob, entropy = RecomputedLogprobEntropy.apply(
             logits, targets.contiguous(), shard, kernels, entropy_grad, inplace_backward
         )
-    if checks_values(logits):
+    if checks_values(logits, chosen):
         _require_finite_logits(entropy)
     return logprob, entropy
 
@@ -94,7 +94,8 @@ def _kernels(backend: Backend) -> BackendKernels:
 
 
 def _require_targets(targets: torch.Tensor, vocab_size: int) -> None:
-    bad = ((targets < 0) | (targets >= vocab_size)).nonzero()
+    ids = targets.long()  # a narrow dtype would wrap the vocabulary's size
+    bad = ((ids < 0) | (ids >= vocab_size)).nonzero()
     if bad.numel():
         at = int(bad[0])
         raise ValueError(f"targets[{at}] is {int(targets[at])}: must be in [0, {vocab_size}), the true vocabulary")

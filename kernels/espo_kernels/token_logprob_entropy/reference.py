@@ -21,8 +21,9 @@ def logprob_entropy_reference(
     x = _all_columns(logits, shard)[:, :vocab_size]
     z = (x if x.dtype == torch.float64 else x.float()) * shard.inverse_temperature
     log_p = z.log_softmax(dim=-1)
-    known = (targets >= 0) & (targets < x.shape[1])
-    at_target = log_p.gather(1, targets.long().clamp(0, x.shape[1] - 1).unsqueeze(1)).squeeze(1)
+    ids = targets.long()
+    known = (ids >= 0) & (ids < x.shape[1])
+    at_target = log_p.gather(1, ids.clamp(0, x.shape[1] - 1).unsqueeze(1)).squeeze(1)
     logprob = torch.where(known, at_target, torch.nan)
     entropy = -(log_p.exp() * log_p.clamp_min(LOWEST)).sum(-1)
     return logprob, entropy if entropy_grad else entropy.detach()

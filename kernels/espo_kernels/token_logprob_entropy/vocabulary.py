@@ -6,6 +6,7 @@ Invariant: ranks are merged in rank order from the same gathered numbers, so eve
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -37,12 +38,14 @@ class TokenStatistics(NamedTuple):
 def vocabulary_shard(
     columns: int, vocab_size: int | None, temperature: float, group: dist.ProcessGroup | None
 ) -> VocabularyShard:
-    """This rank's shard; ranks hold equally many columns, in rank order. ValueError for a vocab_size too large."""
+    """This rank's shard; ranks hold equally many columns, in rank order. ValueError for a vocab_size that cannot be."""
     rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     held = columns * ranks
     size = held if vocab_size is None else vocab_size
-    if not 0 < size <= held:
-        raise ValueError(f"vocab_size={vocab_size}: must be from 1 to {held}, the columns of logits on {ranks} ranks")
+    if not isinstance(size, Integral) or not 0 < size <= held:
+        raise ValueError(
+            f"vocab_size={vocab_size}: must be an integer from 1 to {held}, the columns of logits on {ranks} ranks"
+        )
     first = rank * columns
     return VocabularyShard(first, min(max(size - first, 0), columns), 1.0 / temperature, group)
 

@@ -59,6 +59,12 @@ def test_equals_the_reference(
     assert not gradient[:, vocabulary:].any()
 
 
+def test_narrow_targets_are_read_right() -> None:
+    logits, targets = torch.randn(2, 300, device=DEVICE), torch.tensor([5, 127], device=DEVICE)
+    expected = token_logprob_entropy(logits, targets, backend="triton")[0]
+    assert torch.equal(token_logprob_entropy(logits, targets.to(torch.int8), backend="triton")[0], expected)
+
+
 def test_minus_infinity_is_probability_zero() -> None:
     logits = torch.randn(2, 5000, device=DEVICE)
     logits[:, :4500] = -INF

@@ -64,16 +64,41 @@ def test_equals_the_reference(
     assert_equal(run(batch, "triton", fractions, denominator), run(batch, "reference", fractions, denominator))
 
 
+@settings(max_examples=4, deadline=None, phases=NO_SHRINKING)
+@given(st.lists(st.floats(0.01, 0.24), min_size=3, max_size=4), seeds)
+def test_arbitrary_fractions_make_the_same_groups(fractions: list[float], seed: int) -> None:
+    batch = response_batch([40, 7], seed)
+    made = [
+        espo_groups(
+            batch.entropies.float().to(DEVICE),
+            batch.cu_seqlens.to(DEVICE),
+            vocab_size=9,
+            fractions=fractions,
+            backend=backend,
+        )
+        for backend in ("triton", "reference")
+    ]
+    assert torch.equal(made[0].group_id, made[1].group_id)
+
+
 @pytest.mark.parametrize("num_sequences", [None, 7, "tensor"])
 def test_several_blocks_and_each_kind_of_denominator(num_sequences: object) -> None:
     """9,000 tokens are three blocks, with ties at the edge in all of them."""
     batch = response_batch([9000, 0, 3], 1, tied=True)
-    options = {"num_sequences": torch.tensor(5.0, device=DEVICE) if num_sequences == "tensor" else num_sequences}
+    options = {"num_sequences": torch.tensor([5], device=DEVICE) if num_sequences == "tensor" else num_sequences}
     mine = run(batch, "triton", (0.2,), "current", **options)
     assert_equal(mine, run(batch, "reference", (0.2,), "current", **options))
     again = run(batch, "triton", (0.2,), "current", **options)
     assert torch.equal(mine[1].loss, again[1].loss)
     assert torch.equal(mine[2], again[2])
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, NAN, INF])
+def test_a_bad_denominator_on_the_gpu_comes_out_as_nan(value: float) -> None:
+    batch = response_batch([4, 3], 2, masked=0.0)
+    groups = espo_groups(batch.entropies, batch.cu_seqlens, vocab_size=50)
+    given = torch.tensor(value, device=DEVICE)
+    assert launch(batch, groups, "current", batch.cu_seqlens, num_sequences=given).isnan()
 
 
 @pytest.mark.parametrize("lengths", [[], [0, 0]])
@@ -90,7 +115,13 @@ def test_strided_inputs_are_read_right() -> None:
     assert_equal(run(strided, "triton", (0.2,), "current"), run(batch, "reference", (0.2,), "current"))
 
 
-def launch(batch: ResponseBatch, groups: EspoGroups, denominator: str, cu_seqlens: torch.Tensor) -> torch.Tensor:
+def launch(
+    batch: ResponseBatch,
+    groups: EspoGroups,
+    denominator: str,
+    cu_seqlens: torch.Tensor,
+    num_sequences: float | torch.Tensor = 1.0,
+) -> torch.Tensor:
     """The loss straight from the kernels: the public function raises on CPU before anyone sees NaN."""
     from espo_kernels.espo_policy_loss.inputs import LossInputs
     from espo_kernels.espo_policy_loss.triton_launch import loss_triton
@@ -103,7 +134,7 @@ def launch(batch: ResponseBatch, groups: EspoGroups, denominator: str, cu_seqlen
         groups.clip.float().to(DEVICE),
         None,
         denominator,
-        1.0,
+        num_sequences,
         None,
     )
     return loss_triton(batch.logprobs.float().to(DEVICE), inputs)[0]
