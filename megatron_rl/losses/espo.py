@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 
 from espo_kernels import EspoGroups, EspoMetrics, espo_groups, espo_policy_loss
+from espo_kernels.backends import resolve_backend
 from megatron_rl.contracts import Denominators
 from megatron_rl.losses.interface import LossResult, ResponseTokens, require_denominator, require_packed
 
@@ -61,8 +62,8 @@ class Espo:
         count = require_denominator("sequences", denominators.sequences, logprobs.numel())
         if not isinstance(groups, EspoGroups):
             raise TypeError("ESPO needs the groups of the same response: call groups(response) first")
-        if logprobs.device.type == "cpu" and not _finite(logprobs, response, groups):
-            # The kernels refuse such values on CPU. A loss of NaN instead lets all ranks agree to skip the step.
+        if _refuses_values(logprobs) and not _finite(logprobs, response, groups):
+            # A loss of NaN instead lets all ranks agree to skip the step.
             return LossResult(logprobs.sum() * torch.nan + torch.nan, {})
         result = espo_policy_loss(
             logprobs,
@@ -90,6 +91,11 @@ class Espo:
         )
 
 
+def _refuses_values(logprobs: torch.Tensor) -> bool:
+    """Whether the kernels raise for NaN and infinities even without their debug switch: on CPU and in the reference."""
+    return logprobs.device.type == "cpu" or resolve_backend("auto", logprobs, cpu_needs_numba=True) == "reference"
+
+
 def _finite(logprobs: torch.Tensor, response: ResponseTokens, groups: EspoGroups) -> bool:
     values = (logprobs, response.old_logprobs, response.advantages, groups.clip)
     return all(bool(torch.isfinite(tensor).all()) for tensor in values)
@@ -98,11 +104,10 @@ def _finite(logprobs: torch.Tensor, response: ResponseTokens, groups: EspoGroups
 def _sums(metrics: EspoMetrics) -> dict[str, torch.Tensor]:
     """Under each name the whole batch, under name/groupN one entropy group, 0 being the highest entropies.
 
-    policy/ess: effective sample size of the ratios as a share of the tokens, 1 / mean(s²), as in `rollout_mismatch`.
+    Kish's effective sample size of the ratios, as a share of the tokens, is policy/ratio_mean² /
+    policy/ratio_square_mean. It is no quotient of sums, so it follows from these two once they are summed.
     """
-    means = metrics.means()
-    named = {f"policy/{name}": pair for name, pair in means.items() if not name.startswith("ratio_square_mean")}
-    return {**named, "policy/ess": means["ratio_square_mean"].flip(0)}
+    return {f"policy/{name}": pair for name, pair in metrics.means().items()}
 
 
 def _maxima(metrics: EspoMetrics) -> dict[str, torch.Tensor]:

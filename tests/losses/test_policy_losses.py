@@ -239,6 +239,15 @@ def test_shapes_and_denominators_are_checked(packed: Packed, name: str) -> None:
         build(name)(logprobs, response, groups, Denominators(sequences=0, tokens=0))
 
 
+@GENERATED
+@given(lengths=LENGTHS, seed=st.integers(0, 10_000), spread=st.sampled_from([0.05, 2.0]))
+def test_espo_s_effective_sample_size_is_a_share(packed: Packed, lengths: list[int], seed: int, spread: float) -> None:
+    logprobs, response = packed(lengths, seed, spread=spread)
+    sums = run("espo", logprobs, response, counts(response)).sums
+    mean, square = (float(pair[0] / pair[1]) for pair in (sums["policy/ratio_mean"], sums["policy/ratio_square_mean"]))
+    assert 0 < mean**2 / square <= 1 + 1e-12
+
+
 def test_espo_needs_its_groups(packed: Packed) -> None:
     logprobs, response = packed([3, 4])
     with pytest.raises(TypeError, match="call groups"):
