@@ -36,6 +36,7 @@ def test_missing_directory_and_file(tmp_path: Path) -> None:
         ({"eos_token_id": None}, "no response would ever end"),
         ({"mlp_only_layers": [0, 1, 2, 3]}, "not an MoE model"),
         ({"num_experts_per_tok": 9}, "exceeds num_experts=8"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "use the bf16 checkpoint"),
         ({"vocab_size": 40}, "They belong to different models"),
         ({"eos_token_id": 7}, "They belong to different models"),
     ],
@@ -53,7 +54,74 @@ def test_broken_files(checkpoint: Path) -> None:
 
 def test_no_weights(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").unlink()
-    assert "no *.safetensors" in refusal_of(checkpoint)
+    assert "no model.safetensors" in refusal_of(checkpoint)
+
+
+def shard(path: Path, *names: str, cut: int = 0) -> None:
+    """A safetensors file of one-element float32 tensors, without its last `cut` bytes."""
+    header = {
+        name: {"dtype": "F32", "shape": [1], "data_offsets": [4 * i, 4 * i + 4]} for i, name in enumerate(names)
+    } | {"__metadata__": {"format": "pt"}}
+    text = json.dumps(header).encode()
+    content = len(text).to_bytes(8, "little") + text + bytes(4 * len(names))
+    path.write_bytes(content[: len(content) - cut])
+
+
+def test_whole_weights_are_accepted(checkpoint: Path) -> None:
+    shard(checkpoint / "model.safetensors", "a", "b")
+    assert compose([f"model.path={checkpoint}"]).model.path == str(checkpoint)
+    (checkpoint / "model.safetensors").unlink()
+    shard(checkpoint / "1.safetensors", "a")
+    shard(checkpoint / "2.safetensors", "b", "c")
+    index = {"weight_map": {"a": "1.safetensors", "b": "2.safetensors", "c": "2.safetensors"}}
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert compose([f"model.path={checkpoint}"]).model.path == str(checkpoint)
+
+
+@pytest.mark.parametrize("cut", [1, 5, 9, 10_000])
+def test_cut_weights(checkpoint: Path, cut: int) -> None:
+    shard(checkpoint / "model.safetensors", "a", "b", cut=cut)
+    text = refusal_of(checkpoint)
+    assert "model.safetensors" in text
+    assert "Copy or download it again" in text
+
+
+@pytest.mark.parametrize(
+    ("content", "rule"),
+    [
+        (b"", "0 bytes"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "no safetensors header"),
+        ((4).to_bytes(8, "little") + b"nope", "no safetensors header"),
+        ((2).to_bytes(8, "little") + b"[]", "no safetensors header"),
+        ((7).to_bytes(8, "little") + b'{"a":1}', "no safetensors header"),
+        ((28).to_bytes(8, "little") + b'{"a":{"data_offsets":[0,-1]}}', "no safetensors header"),
+        ((2).to_bytes(8, "little") + b"{}more", "14 bytes"),
+        ((100_000).to_bytes(8, "little") + b"[" * 100_000, "no safetensors header"),
+    ],
+)
+def test_weights_that_are_something_else(checkpoint: Path, content: bytes, rule: str) -> None:
+    (checkpoint / "model.safetensors").write_bytes(content)
+    assert rule in refusal_of(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("index", "rule"),
+    [
+        ("{", "index.json is not JSON"),
+        ("[" * 100_000, "index.json is not JSON"),
+        ("{}", "weight_map"),
+        ("[]", "weight_map"),
+        ('{"weight_map": {}}', "weight_map"),
+        ('{"weight_map": {"a": 5}}', "weight_map"),
+        ('{"weight_map": {"a": "absent.safetensors"}}', "absent.safetensors"),
+        ('{"weight_map": {"a": "1.safetensors", "z": "1.safetensors"}}', "1.safetensors does not hold z"),
+    ],
+)
+def test_broken_index(checkpoint: Path, index: str, rule: str) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    shard(checkpoint / "1.safetensors", "a")
+    (checkpoint / "model.safetensors.index.json").write_text(index)
+    assert rule in refusal_of(checkpoint)
 
 
 def test_config_json_is_not_json(checkpoint: Path) -> None:

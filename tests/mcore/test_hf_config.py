@@ -60,6 +60,7 @@ def test_moe_layers_follow_the_step_and_the_exceptions(tmp_path: Path) -> None:
         ({"num_hidden_layers": 0}, (), "num_hidden_layers=0"),
         ({"attention_bias": True}, (), "attention_bias"),
         ({"rope_parameters": {"rope_type": "yarn"}}, (), "yarn"),
+        ({"quantization_config": {"quant_method": "fp8"}}, (), r"quantization_config=\{'quant_method': 'fp8'\} .*bf16"),
         ({}, ("eos_token_id",), "eos_token_id"),
         ({}, ("vocab_size",), "vocab_size is missing"),
     ],
@@ -71,7 +72,34 @@ def test_what_cannot_be_trained_is_refused_by_name(
         read_hf_config(write(tmp_path, changes, remove))
 
 
-@pytest.mark.parametrize("content", [None, "{", "[1]"])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": 5}, "architectures=5 is not a list"),
+        ({"rope_parameters": 5}, "rope_parameters=5 is not an object"),
+        ({"rope_parameters": [1]}, r"rope_parameters=\[1\] is not an object"),
+        ({"rope_parameters": {"rope_theta": "1e6"}}, "rope_theta='1e6' is not a finite number"),
+        ({"rope_theta": float("nan")}, "rope_theta=nan is not a finite number"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps=inf is not a finite number"),
+        ({"eos_token_id": "x"}, "eos_token_id='x' is not a token id"),
+        ({"eos_token_id": []}, r"eos_token_id=\[\] is not a token id"),
+        ({"eos_token_id": [1, True]}, r"eos_token_id=\[1, True\] is not a token id"),
+        ({"eos_token_id": -1}, "eos_token_id=-1 is not a token id"),
+        ({"mlp_only_layers": 5}, "mlp_only_layers=5 is not a list of layers from 0 to 5"),
+        ({"mlp_only_layers": [0, 99]}, r"mlp_only_layers=\[0, 99\] is not a list of layers"),
+        ({"mlp_only_layers": ["a"]}, r"mlp_only_layers=\['a'\] is not a list of layers"),
+        ({"hidden_size": 2.5}, "hidden_size=2.5 is not a whole number"),
+        ({"num_hidden_layers": True}, "num_hidden_layers=True is not a whole number"),
+        ({"num_experts": 10**400}, "num_experts=1000.* is not a whole number"),
+        ({"norm_topk_prob": "no"}, "norm_topk_prob='no' is not true or false"),
+    ],
+)
+def test_a_broken_value_is_named_with_its_rule_and_file(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelConfigError, match=rf"config\.json: {message}.*[;,] "):
+        read_hf_config(write(tmp_path, changes))
+
+
+@pytest.mark.parametrize("content", [None, "{", "[1]", "[" * 100_000])
 def test_a_missing_or_broken_file_is_named(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
