@@ -89,6 +89,15 @@ def test_a_model_from_scratch_exports_a_checkpoint_that_computes_the_same(
         ("model.layers.0.self_attn.k_proj.weight", lambda t: t[:-16].clone(), "k_proj"),
         ("model.embed_tokens.weight", lambda t: t[:-3].clone(), "model.embed_tokens.weight"),
         ("lm_head.weight", lambda t: torch.cat([t, t[:1]]), "lm_head.weight"),
+        ("lm_head.weight", lambda t: t[0].clone(), "lm_head.weight has the shape"),
+        ("model.norm.weight", lambda t: t.sum(), "model.norm.weight has the shape"),
+        (
+            "model.layers.0.self_attn.v_proj.weight",
+            lambda t: t[:, 1:].clone(),
+            "v_proj.weight has 32 rows and 31 columns",
+        ),
+        ("model.layers.0.mlp.experts.3.up_proj.weight", lambda t: t[1:].clone(), "up_proj.weight has 23 rows"),
+        ("model.layers.1.mlp.gate_proj.weight", lambda t: t[1:].clone(), "gate_proj.weight has 47 rows"),
     ],
 )
 def test_missing_and_misshapen_tensors_are_named(
@@ -104,6 +113,49 @@ def test_missing_and_misshapen_tensors_are_named(
     save_file(tensors, tmp_path / "bad" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=message):
         build(tmp_path / "bad")
+
+
+def test_quantized_tensors_are_refused(megatron: Any, checkpoint: Path, tmp_path: Path) -> None:
+    """An FP8 tensor without its scales would be copied as if it were a weight."""
+    from megatron_rl.mcore.hf_weights.load import CheckpointError
+
+    shutil.copytree(checkpoint, tmp_path / "fp8")
+    tensors = load_file(checkpoint / "model.safetensors")
+    name = "model.layers.0.self_attn.k_proj.weight"
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    save_file(tensors, tmp_path / "fp8" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=rf"{name} is torch\.float8_e4m3fn.*bf16 checkpoint"):
+        build(tmp_path / "fp8")
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        (None, "model.safetensors cannot be read"),
+        ("{", r"model\.safetensors\.index\.json cannot be read"),
+        ("{}", r"model\.safetensors\.index\.json cannot be read"),
+        ("[" * 100_000, r"model\.safetensors\.index\.json cannot be read"),
+        ({"weight_map": {"model.embed_tokens.weight": "absent.safetensors"}}, "absent.safetensors cannot be read"),
+        (
+            {"weight_map": {"model.embed_tokens.weight": "other.safetensors"}},
+            "embed_tokens.weight of other.safetensors",
+        ),
+    ],
+)
+def test_files_that_break_on_the_way_are_named(
+    megatron: Any, checkpoint: Path, tmp_path: Path, index: str | dict[str, Any] | None, message: str
+) -> None:
+    from megatron_rl.mcore.hf_weights.load import CheckpointError
+
+    shutil.copy(checkpoint / "config.json", tmp_path)
+    save_file({"x": torch.zeros(1)}, tmp_path / "other.safetensors", metadata={"format": "pt"})
+    if index is None:
+        (tmp_path / "model.safetensors").write_bytes((checkpoint / "model.safetensors").read_bytes()[:-100])
+    else:
+        text = index if isinstance(index, str) else json.dumps(index)
+        (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(CheckpointError, match=message):
+        build(tmp_path)
 
 
 def test_a_sharded_checkpoint_is_read_through_its_index(megatron: Any, checkpoint: Path, tmp_path: Path) -> None:
