@@ -15,9 +15,9 @@ _NUMBER = re.compile(
     r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9A-Za-z.)\]}])\.[0-9]+)"
 )
 # What makes the digits after it a part of a longer number: an exponent, a fraction, a separator, a minus sign that
-# `_NUMBER` takes for a subtraction (or that is no ASCII hyphen).
-_JOINT = re.compile(r"(?:[0-9]\.?[eE][+-]?|[0-9][.,:^'’_]|[0-9)\]}]\s*[/⁄]\s*|\}\{|[-−–]\s*)\Z")
-_THOUSANDS_BEFORE = re.compile(r"(?<![0-9])[0-9]{1,3}\s\Z")
+# `_NUMBER` takes for a subtraction (or that is no ASCII hyphen). Nothing is joined across lines.
+_JOINT = re.compile(r"(?:[0-9]\.?[eE][+-]?|[0-9][.,:^'’_]|[0-9)\]}][^\S\n]*[/⁄][^\S\n]*|\}\{|[-−–][^\S\n]*)\Z")
+_THOUSANDS_BEFORE = re.compile(r"(?<![0-9])[0-9]{1,3}[^\S\n]\Z")
 _JOINT_LENGTH = 16  # characters before a number that are looked at
 _BOX = "\\boxed{"
 

@@ -162,6 +162,8 @@ def test_a_number_of_which_only_a_part_is_found(text: str) -> None:
         "**42**",
         r"\boxed{42}",
         "in 2024 42",
+        "3 + 4 = 7\n120",
+        "so\n---\n42",
         "5 km/h",
         "50%",
         "a11b05c11d10>17015",
