@@ -71,8 +71,8 @@ def espo_groups(
         float64 entropies). Empty and fully masked sequences have count 0 and clip 0.
 
     Raises:
-        ValueError or TypeError naming the argument. NaN entropies and a wrong cu_seqlens raise on CPU and in the
-        reference, and with ESPO_KERNELS_DEBUG=1; otherwise the clip widths they touch are NaN.
+        ValueError or TypeError naming the argument. NaN or infinite entropies and a wrong cu_seqlens raise on CPU and
+        in the reference, and with ESPO_KERNELS_DEBUG=1; otherwise the clip widths they touch are NaN.
     """
     require_packed("old_entropies", old_entropies, cu_seqlens)
     require_floating("old_entropies", old_entropies)

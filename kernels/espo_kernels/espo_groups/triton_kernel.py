@@ -79,8 +79,9 @@ def _first_groups(key, kept, edge_key, edge_ties, seen_ties, NUM_BOUNDS: tl.cons
 
 @triton.jit
 def _clip_width(sums, members, scale, min_clip, fixed_clip, FIXED: tl.constexpr):
-    """See `reference.clip_width`; comparisons keep NaN where a maximum might drop it."""
+    """See `reference.clip_width`; NaN for infinite entropies, and comparisons keep it where a maximum might drop it."""
     mean = sums / tl.maximum(members, 1).to(tl.float32)
+    mean = mean + (mean - mean)
     width = mean * scale
     width = tl.where(width < min_clip, min_clip, width)
     if FIXED:

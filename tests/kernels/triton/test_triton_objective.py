@@ -167,15 +167,16 @@ def test_bad_groups_and_offsets_come_out_as_nan(denominator: str) -> None:
         assert launch(clean, groups, denominator, torch.tensor(cu_seqlens)).isnan()
 
 
-def test_bad_entropies_come_out_as_nan_widths() -> None:
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_bad_entropies_come_out_as_nan_widths(value: float) -> None:
     from espo_kernels.espo_groups.settings import group_settings
     from espo_kernels.espo_groups.triton_kernel import groups_triton
 
-    entropies = torch.tensor([0.1, NAN, 0.2, 0.3], device=DEVICE)
+    entropies = torch.tensor([0.1, value, 0.2, 0.3], device=DEVICE)
     mask = torch.ones(4, dtype=torch.bool, device=DEVICE)
     for fixed_clip in (None, 0.2):
         settings_ = group_settings(50, 0.02, (0.2,), 0.01, fixed_clip)
         _, clip, _ = groups_triton(entropies, torch.tensor([0, 2, 4], device=DEVICE), mask, settings_)
-        assert clip.isnan().tolist() == [[True, False], [False, False]]
+        assert clip.isnan().tolist() == [[value != -INF, value == -INF], [False, False]], "where it sorts to"
         _, clip, _ = groups_triton(entropies, torch.tensor([0, 3, 2], device=DEVICE), mask, settings_)
         assert clip.isnan().all()
