@@ -90,3 +90,14 @@ def test_values_are_checked_only_behind_the_debug_switch(monkeypatch: pytest.Mon
         token_logprob_entropy(logits, targets)
     with pytest.raises(ValueError, match=r"logits\[0\] has NaN"):
         token_logprob_entropy(logits, torch.tensor([0], device="cuda"))
+
+
+def test_float64_is_checked_without_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference serves it, and synchronises anyway."""
+    monkeypatch.delenv("ESPO_KERNELS_DEBUG", raising=False)
+    logits = torch.full((1, 8), float("nan"), device="cuda", dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"logits\[0\] has NaN"):
+        token_logprob_entropy(logits, torch.tensor([0], device="cuda"))
+    entropies = torch.ones(5, device="cuda", dtype=torch.float64)
+    with pytest.raises(ValueError, match="cu_seqlens runs from 0 to 4"):
+        espo_groups(entropies, torch.tensor([0, 2, 4], device="cuda"), vocab_size=9)
