@@ -169,7 +169,7 @@ def collector_configuration(
 
 def build_prompts(config: TrainRlConfig) -> PromptSource:
     data = config.data
-    return open_prompts(
+    prompts = open_prompts(
         data.source,
         Tokenizer.from_directory(config.model.path),
         num_train=data.num_train,
@@ -184,6 +184,8 @@ def build_prompts(config: TrainRlConfig) -> PromptSource:
         task_config=data.task_config,
         check_answer=build_scorer(config.reward.name, answer=config.reward.answer).check_answer,
     )
+    prompts.require(config.rollout.prompts_per_step)
+    return prompts
 
 
 def build_producer(config: TrainRlConfig, model: MoeModelConfig, engines: Sequence[NodeEngines], hub: Hub) -> Producer:

@@ -78,8 +78,7 @@ def transformer_config(
         qk_layernorm=True,
         attention_dropout=0.0,
         hidden_dropout=scratch.hidden_dropout,
-        init_method_std=model.initializer_range,
-        embedding_init_method_std=scratch.embedding_std,
+        **_initial_weights(model, scratch),
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -96,18 +95,28 @@ def transformer_config(
         persist_layer_norm=False,
         moe_permute_fusion=False,
         use_cpu_initialization=not on_gpu,
-        tensor_model_parallel_size=sizes.tp,
-        pipeline_model_parallel_size=sizes.pp,
-        virtual_pipeline_model_parallel_size=sizes.vpp if sizes.vpp > 1 else None,
-        context_parallel_size=sizes.cp,
-        sequence_parallel=sizes.sequence_parallel,
-        expert_model_parallel_size=sizes.ep,
-        expert_tensor_parallel_size=sizes.etp,
+        **_parallel_sizes(sizes),
         recompute_granularity=None if recompute == "none" else recompute,
         recompute_method="uniform" if full else None,
         recompute_num_layers=1 if full else None,
         cuda_graph_scope=[],
     )
+
+
+def _parallel_sizes(sizes: ParallelSizes) -> dict[str, Any]:
+    return {
+        "tensor_model_parallel_size": sizes.tp,
+        "pipeline_model_parallel_size": sizes.pp,
+        "virtual_pipeline_model_parallel_size": sizes.vpp if sizes.vpp > 1 else None,
+        "context_parallel_size": sizes.cp,
+        "sequence_parallel": sizes.sequence_parallel,
+        "expert_model_parallel_size": sizes.ep,
+        "expert_tensor_parallel_size": sizes.etp,
+    }
+
+
+def _initial_weights(model: MoeModelConfig, scratch: FromScratch) -> dict[str, Any]:
+    return {"init_method_std": model.initializer_range, "embedding_init_method_std": scratch.embedding_std}
 
 
 def build_models(

@@ -64,11 +64,7 @@ class PromptSource:
 
     def take(self, n: int) -> list[Prompt]:
         """The next `n` training prompts, all different, across the ends of epochs."""
-        if n > len(self.train):
-            raise PromptDataError(
-                f"rollout.prompts_per_step={n}: there are only {len(self.train)} usable training prompts, and no "
-                "question is drawn twice in a step. Lower it, or give more training data"
-            )
+        self.require(n)
         taken: dict[int, None] = {}
         repeated: list[int] = []
         while len(taken) < n:
@@ -79,6 +75,14 @@ class PromptSource:
                 taken[index] = None
         self._put_off.extendleft(reversed(repeated))
         return [self.train[i] for i in taken]
+
+    def require(self, n: int) -> None:
+        """Raise `PromptDataError` unless n prompts can be taken at once."""
+        if n > len(self.train):
+            raise PromptDataError(
+                f"rollout.prompts_per_step={n}: there are only {len(self.train)} usable training prompts, and no "
+                "question is drawn twice in a step. Lower it, or give more training data"
+            )
 
     def _next_index(self) -> int:
         if self._put_off:
