@@ -24,7 +24,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--rows", type=int, help="tokens of the logits (2048 on CPU, 16384 on CUDA)")
     parser.add_argument("--vocabulary", type=int, help="columns of the logits (32768 on CPU, 151936 on CUDA)")
-    parser.add_argument("--compile", action="store_true", help="time torch.compile too (needs a C++ compiler on CPU)")
     parser.add_argument("--output", type=Path, help="JSON file; default bench/results/<device>-<date>.json")
     return parser.parse_args()
 
@@ -36,7 +35,7 @@ def cases(arguments: argparse.Namespace) -> Iterator[Case]:
         rows = arguments.rows or (16_384 if on_gpu else 2_048)
         vocabulary = arguments.vocabulary or (151_936 if on_gpu else 32_768)
         dtypes = [torch.bfloat16] if on_gpu else [torch.float32, torch.bfloat16]
-        yield from logprob_cases(device, rows, vocabulary, dtypes, arguments.compile)
+        yield from logprob_cases(device, rows, vocabulary, dtypes)
     if "objective" in arguments.operations:
         yield from objective_cases(device, 64, 32_768 if on_gpu else 4_096)
     if "quantize" in arguments.operations:

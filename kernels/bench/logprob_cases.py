@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from bench.implementation import Case, Implementation, Run
-from bench.peers import liger_cross_entropy, trl_pair, verl_pair
+from bench.peers import compiled, liger_cross_entropy, trl_pair, verl_pair
 from espo_kernels import token_logprob_entropy
 
 Pair = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -24,16 +24,13 @@ def eager_pair(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tenso
     return log_p.gather(1, targets.unsqueeze(1)).squeeze(1), entropy
 
 
-def logprob_cases(
-    device: torch.device, rows: int, vocabulary: int, dtypes: list[torch.dtype], compiled: bool
-) -> Iterator[Case]:
+def logprob_cases(device: torch.device, rows: int, vocabulary: int, dtypes: list[torch.dtype]) -> Iterator[Case]:
     """Forward, and forward with the gradient of the logprobs, for each dtype."""
-    peers = [trl_pair(), verl_pair()]
+    peers = [compiled(eager_pair, device), trl_pair(), verl_pair()]
+    liger = liger_cross_entropy(device)
     pairs: dict[str, Pair] = {"espo_kernels": token_logprob_entropy, "eager": eager_pair}
-    if compiled:
-        pairs["torch.compile"] = torch.compile(eager_pair)
     pairs |= {peer.name: peer.function for peer in peers if peer.function is not None}
-    absent = {peer.name: peer.reason for peer in peers if peer.function is None}
+    absent = {peer.name: peer.reason for peer in (*peers, liger) if peer.function is None}
     for dtype in dtypes:
         logits = torch.randn(rows, vocabulary, device=device).mul_(3).to(dtype)
         targets = torch.randint(vocabulary, (rows,), device=device)
@@ -49,8 +46,7 @@ def logprob_cases(
         leaf = logits.requires_grad_()
         both = [Implementation(name, _with_gradient(pair, leaf, targets)) for name, pair in pairs.items()]
         both.insert(1, Implementation("espo_kernels, in place", _in_place(leaf, targets), compare=False))
-        liger = liger_cross_entropy()
-        if liger.function is not None and device.type == "cuda":
+        if liger.function is not None:
             run = _liger(liger.function, leaf, targets)
             both.append(Implementation(liger.name, run, compare=False, note="no entropy; gradient in place"))
         yield Case(part="forward + backward", bytes_moved=3 * logits.nbytes, implementations=tuple(both), **common)

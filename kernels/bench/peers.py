@@ -5,6 +5,7 @@ Invariant: a peer that cannot be imported is named with the reason; nothing stan
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable
 from importlib import import_module, metadata
@@ -61,8 +62,18 @@ def verl_pair() -> Peer:
     return Peer(name, pair)
 
 
-def liger_cross_entropy() -> Peer:
+def compiled(function: Callable[..., Any], device: torch.device) -> Peer:
+    """torch.compile of plain torch code."""
+    name = "torch.compile"
+    if device.type == "cpu" and shutil.which("g++") is None:
+        return Peer(name, None, "no C++ compiler (g++) on this machine")
+    return Peer(name, torch.compile(function))
+
+
+def liger_cross_entropy(device: torch.device) -> Peer:
     name = "Liger-Kernel"
+    if device.type != "cuda":
+        return Peer(name, None, "its kernels need a GPU")
     try:
         function = _import("liger_kernel.transformers.functional").liger_cross_entropy
     except Exception as error:
