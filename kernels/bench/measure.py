@@ -20,6 +20,9 @@ import torch
 from bench.implementation import Run
 
 
+_QUIET_SECONDS = 0.1  # OpenMP's threads keep turning for a while after a parallel region, at the cost of who comes next
+
+
 class Timing(NamedTuple):
     best: float
     median: float
@@ -84,6 +87,7 @@ def _cpu_clock(run: Run) -> Callable[[], float]:
     run()
 
     def clock() -> float:
+        time.sleep(_QUIET_SECONDS)
         started = time.perf_counter()
         run()
         return time.perf_counter() - started
