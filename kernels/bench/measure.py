@@ -19,7 +19,6 @@ import torch
 
 from bench.implementation import Run
 
-
 _QUIET_SECONDS = 0.1  # OpenMP's threads keep turning for a while after a parallel region, at the cost of who comes next
 
 
