@@ -12,6 +12,7 @@ from typing import Any
 
 from sglang_bridge.admin import AdminClient
 from sglang_bridge.errors import EngineUnhealthy, RequestFailed
+from sglang_bridge.handle import refuse_unsupported_parallelism
 from sglang_bridge.keys import RunKeys
 
 _POLL_SECONDS = 0.5
@@ -46,7 +47,9 @@ def _require_settings(url: str, info: dict[str, Any], *, return_routes: bool, tp
             f"engine.urls: {url} does not record expert routes; start it with --enable-return-routed-experts, or set "
             "train.replay_routes=false"
         )
-    if info.get("tp_size", tp) != tp:
-        raise EngineUnhealthy(f"engine.tp={tp}: {url} runs with tensor parallelism {info['tp_size']}; set engine.tp")
+    try:
+        refuse_unsupported_parallelism(info, tp=tp)
+    except ValueError as error:
+        raise EngineUnhealthy(f"engine.urls: {url}: {error}") from error
     if info.get("dtype", dtype) != dtype:
         raise EngineUnhealthy(f"engine.dtype={dtype}: {url} runs in {info['dtype']}; start it with --dtype {dtype}")

@@ -78,7 +78,8 @@ def transformer_config(
         qk_layernorm=True,
         attention_dropout=0.0,
         hidden_dropout=scratch.hidden_dropout,
-        **_initial_weights(model, scratch),
+        init_method_std=model.initializer_range,
+        embedding_init_method_std=scratch.embedding_std,
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -113,10 +114,6 @@ def _parallel_sizes(sizes: ParallelSizes) -> dict[str, Any]:
         "expert_model_parallel_size": sizes.ep,
         "expert_tensor_parallel_size": sizes.etp,
     }
-
-
-def _initial_weights(model: MoeModelConfig, scratch: FromScratch) -> dict[str, Any]:
-    return {"init_method_std": model.initializer_range, "embedding_init_method_std": scratch.embedding_std}
 
 
 def build_models(

@@ -12,17 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from espo_kernels import espo_groups, espo_policy_loss
-from tests.kernels.batches import ResponseBatch, response_batch
+from tests.kernels.batches import response_batch
 from tests.kernels.processes import ROOT, importable
+from tests.kernels.special_cases import one_group_per_sequence, one_group_per_token, padded
 
 PEERS = Path(sys.prefix) / "peers"
 INSTALLED = (PEERS / "verl").is_dir() or importlib.util.find_spec("verl") is not None
 LENGTHS = [[1, 7, 40], [5], [1, 1, 1, 2], [33, 2, 0, 18, 64, 9], [12, 12, 12, 12]]
-
-
-def padded(values: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    return torch.nn.utils.rnn.pad_sequence(values.split(lengths), batch_first=True)
 
 
 def verl_results(batches: dict[str, dict[str, object]], directory: Path) -> dict[str, dict[str, torch.Tensor]]:
@@ -40,39 +36,6 @@ def verl_results(batches: dict[str, dict[str, object]], directory: Path) -> dict
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return torch.load(directory / "out.pt", weights_only=True)
-
-
-def one_group_per_sequence(batch: ResponseBatch, lengths: list[int], clip: float) -> tuple[torch.Tensor, torch.Tensor]:
-    groups = espo_groups(
-        batch.entropies, batch.cu_seqlens, vocab_size=9, fractions=(), fixed_clip=clip, loss_mask=batch.loss_mask
-    )
-    return loss_and_gradient(batch, batch.advantages, batch.cu_seqlens, groups)
-
-
-def one_group_per_token(batch: ResponseBatch, lengths: list[int], clip: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every token as a sequence of its own; the weights 1/n of its true sequence are in the advantage."""
-    alone = torch.arange(len(batch.logprobs) + 1)
-    groups = espo_groups(batch.entropies, alone, vocab_size=9, fractions=(), fixed_clip=clip, loss_mask=batch.loss_mask)
-    kept = torch.tensor([int(mask.sum()) for mask in batch.loss_mask.split(lengths)])
-    weight = kept.clamp(min=1).double().repeat_interleave(torch.tensor(lengths)) * int((kept > 0).sum())
-    loss, gradient = loss_and_gradient(batch, batch.advantages / weight, alone, groups, num_sequences=1)
-    return loss, gradient
-
-
-def loss_and_gradient(
-    batch: ResponseBatch,
-    advantages: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    groups: object,
-    num_sequences: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    kept = int((groups.count > 0).any(1).sum()) if num_sequences is None else num_sequences
-    logprobs = batch.logprobs.clone().requires_grad_()
-    loss, _ = espo_policy_loss(
-        logprobs, batch.old_logprobs, advantages, cu_seqlens, groups, num_sequences=kept, backend="reference"
-    )
-    loss.backward()
-    return loss.detach(), logprobs.grad
 
 
 @pytest.mark.skipif(not INSTALLED, reason="verl is not installed: make peers")

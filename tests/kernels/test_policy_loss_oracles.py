@@ -9,12 +9,9 @@ clip_ratio_c with a negative advantage) is no part of PPO-clip; the drift here s
 import torch
 from hypothesis import given, settings
 
-from espo_kernels import EspoGroups, espo_groups, espo_policy_loss
+from espo_kernels import espo_groups
 from tests.kernels.batches import ResponseBatch, ragged_lengths, response_batch, seeds
-
-
-def padded(values: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    return torch.nn.utils.rnn.pad_sequence(values.split(lengths), batch_first=True)
+from tests.kernels.special_cases import loss_and_gradient, one_group_per_sequence, one_group_per_token, padded
 
 
 def sequence_mean_of_token_means(losses: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -41,17 +38,6 @@ def ppo_clip(
     return sequence_mean_of_token_means(losses, mask)
 
 
-def espo(
-    batch: ResponseBatch, groups: EspoGroups, cu_seqlens: torch.Tensor, B: int, backend: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    logprobs = batch.logprobs.clone().requires_grad_()
-    loss, _ = espo_policy_loss(
-        logprobs, batch.old_logprobs, batch.advantages, cu_seqlens, groups, num_sequences=B, backend=backend
-    )
-    loss.backward()
-    return loss.detach(), logprobs.grad
-
-
 def oracle_result(
     oracle: object, batch: ResponseBatch, lengths: list[int], clip: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,13 +52,9 @@ def oracle_result(
 @given(ragged_lengths, seeds)
 def test_one_group_with_a_fixed_clip_is_gspo_token(lengths: list[int], seed: int) -> None:
     batch = response_batch(lengths, seed, drift=0.3)
-    groups = espo_groups(
-        batch.entropies, batch.cu_seqlens, vocab_size=9, fractions=(), fixed_clip=0.05, loss_mask=batch.loss_mask
-    )
-    B = int((groups.count > 0).sum())
-    if B == 0:
+    if not batch.loss_mask.any():
         return
-    loss, gradient = espo(batch, groups, batch.cu_seqlens, B, "reference")
+    loss, gradient = one_group_per_sequence(batch, lengths, 0.05)
     expected_loss, expected_gradient = oracle_result(gspo_token, batch, lengths, 0.05)
     torch.testing.assert_close(loss, expected_loss, rtol=1e-8, atol=1e-12)
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-8, atol=1e-12)
@@ -81,21 +63,10 @@ def test_one_group_with_a_fixed_clip_is_gspo_token(lengths: list[int], seed: int
 @settings(max_examples=25, deadline=None)
 @given(ragged_lengths, seeds)
 def test_one_token_groups_with_a_fixed_clip_are_ppo_clip(lengths: list[int], seed: int) -> None:
-    """Every token as a sequence of its own; the weights 1/n of its true sequence are in the advantage."""
     batch = response_batch(lengths, seed, drift=0.3)
-    sizes = torch.tensor([int(mask.sum()) for mask in batch.loss_mask.split(lengths)])
-    B = int((sizes > 0).sum())
-    if B == 0:
+    if not batch.loss_mask.any():
         return
-    tokens = batch.loss_mask.numel()
-    alone = torch.arange(tokens + 1)
-    groups = espo_groups(batch.entropies, alone, vocab_size=9, fractions=(), fixed_clip=0.2, loss_mask=batch.loss_mask)
-    assert groups.count.max() == 1
-    weight = sizes.clamp(min=1).double().repeat_interleave(torch.tensor(lengths))
-    scaled = ResponseBatch(
-        batch.logprobs, batch.old_logprobs, batch.advantages / weight, batch.entropies, alone, batch.loss_mask
-    )
-    loss, gradient = espo(scaled, groups, alone, B, "reference")
+    loss, gradient = one_group_per_token(batch, lengths, 0.2)
     expected_loss, expected_gradient = oracle_result(ppo_clip, batch, lengths, 0.2)
     torch.testing.assert_close(loss, expected_loss, rtol=1e-8, atol=1e-12)
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-8, atol=1e-12)
@@ -110,7 +81,7 @@ def test_one_token_groups_inside_sequences_are_ppo_clip() -> None:
     for backend in ("reference", "cpu"):
         dtype = torch.float64 if backend == "reference" else torch.float32
         single = ResponseBatch(*(t.to(dtype) if t.is_floating_point() else t for t in vars(batch).values()))
-        loss, gradient = espo(single, groups, batch.cu_seqlens, 3, backend)
+        loss, gradient = loss_and_gradient(single, groups, batch.cu_seqlens, 3, backend)
         expected_loss, expected_gradient = oracle_result(ppo_clip, batch, lengths, 0.2)
         tolerance = {"rtol": 1e-8, "atol": 1e-12} if backend == "reference" else {"rtol": 1e-5, "atol": 1e-6}
         torch.testing.assert_close(loss.double(), expected_loss, **tolerance)

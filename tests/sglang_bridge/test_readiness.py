@@ -66,8 +66,14 @@ def test_other_keys_are_named(server: Any) -> None:
 
 
 def test_another_tensor_parallel_size_is_named(server: Any) -> None:
-    with pytest.raises(EngineUnhealthy, match=r"engine.tp=2.*tensor parallelism 1"):
+    with pytest.raises(EngineUnhealthy, match=r"tp_size=1 .*engine\.tp=2"):
         check(server.server_port, tp=2)
+
+
+def test_pipeline_stages_are_named_before_the_first_sync(server: Any) -> None:
+    server.answer = (200, {**INFO, "pp_size": 2})
+    with pytest.raises(EngineUnhealthy, match=r"127\.0\.0\.1.*pp_size=2"):
+        check(server.server_port)
 
 
 def test_another_precision_is_named(server: Any) -> None:

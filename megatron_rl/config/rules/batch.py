@@ -13,7 +13,7 @@ def check_batch(rollout: RolloutConfig, train: TrainConfig, data: DataConfig) ->
     """Every optimizer step gets a sample, no question is drawn twice in a step, and rollouts are on-policy.
 
     How many questions a JSONL file or a generator gives is known when it is read: `open_prompts` and
-    `PromptSource.take` hold the same rules there.
+    `PromptSource.require` hold the same rules there.
     """
     samples = rollout.prompts_per_step * rollout.samples_per_prompt
     if samples < train.optimizer_steps_per_batch:

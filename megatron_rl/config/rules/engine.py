@@ -33,7 +33,8 @@ def _check_external(engine: EngineConfig) -> Iterator[Refusal]:
         yield Refusal("engine.urls", [], rule, "Give them: engine.urls=[http://10.0.0.7:30000], or use engine=managed")
     for url in engine.urls:
         yield from _check_url(url)
-    yield from _check_distinct(engine.urls)
+    if len(engine.urls) > 1:
+        yield from _check_distinct(engine.urls)
     yield from _check_server_settings(engine)
     if engine.key_file is not None:
         yield from _check_key_file(Path(engine.key_file))
