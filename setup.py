@@ -1,8 +1,4 @@
-"""Packages and their data.
-
-Invariant: building needs setuptools alone. No dependency is declared: SGLang's and Megatron-Core's own requirements
-contradict each other, so `requirements/` (through `make install` or the Dockerfile) is what makes an environment.
-"""
+"""Packages and their data."""
 
 from setuptools import find_packages, setup
 
@@ -19,7 +15,7 @@ setup(
     package_dir={"espo_kernels": "kernels/espo_kernels"},
     include_package_data=False,
     package_data={
-        "megatron_rl": ["py.typed", "assets/**/*"],
+        "megatron_rl": ["py.typed", "models/assets/**/*"],
         "sglang_bridge": ["py.typed", "cpu_shim/**/*"],
         "espo_kernels": ["py.typed", "**/*.cpp", "**/*.h"],
     },

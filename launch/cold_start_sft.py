@@ -4,10 +4,7 @@
     python launch/cold_start_sft.py --task two_digit_addition --seed 1 --evaluate-from 60 --batch-size 256 \\
         --max-new-tokens 6 --out DIRECTORY
 
-These two made the checkpoints in `megatron_rl/assets`.
-
-Invariant: the accuracy that stops it is sampled by the real engine from the weights just sent to it, averaged over the
-last evaluations, because the curve rises like a cliff.
+These two made the checkpoints in `megatron_rl/models/assets`.
 
 The learning rate stays constant: a checkpoint annealed to a low one is destroyed by the updates of reinforcement
 learning within ten steps. Dropout and wide initial weights make it well-conditioned: without them a float32 rounding
@@ -23,31 +20,31 @@ import tempfile
 from collections import deque
 from pathlib import Path
 
-from megatron_rl.mcore import cpu_compat
+from megatron_rl.mcore.cpu import compat
 
-cpu_compat.install()
+compat.install()
 
 import torch  # noqa: E402
 
-from megatron_rl.batching import Batcher  # noqa: E402
-from megatron_rl.cold_start import SupervisedTrainer, write_blank_model  # noqa: E402
-from megatron_rl.contracts import Prompt, Sampling  # noqa: E402
-from megatron_rl.evaluation import Accuracy, evaluate  # noqa: E402
+from megatron_rl.contracts.prompt import Prompt, Sampling  # noqa: E402
 from megatron_rl.mcore import parallel  # noqa: E402
-from megatron_rl.mcore.hf_config import read_hf_config  # noqa: E402
-from megatron_rl.mcore.hf_weights import iterate_hf_weights, save_hf_weights  # noqa: E402
 from megatron_rl.mcore.model import FromScratch, ParallelSizes, build_models  # noqa: E402
 from megatron_rl.mcore.optimizer import AdamSettings, DistributedAdam, wrap_data_parallel  # noqa: E402
-from megatron_rl.node_services import NodeServices  # noqa: E402
+from megatron_rl.mcore.weights import iterate_hf_weights, save_hf_weights  # noqa: E402
+from megatron_rl.models.qwen3_moe import read_shape  # noqa: E402
+from megatron_rl.models.tokenizer import Tokenizer  # noqa: E402
+from megatron_rl.planning.rank_view import RankView  # noqa: E402
 from megatron_rl.prompts.factory import open_prompts  # noqa: E402
 from megatron_rl.prompts.worked import worked_examples  # noqa: E402
-from megatron_rl.rank_view import RankView  # noqa: E402
-from megatron_rl.response_logprobs import ResponseLogprobs  # noqa: E402
-from megatron_rl.rollout.hub import Hub  # noqa: E402
-from megatron_rl.rollout.messages import Configure  # noqa: E402
-from megatron_rl.rollout.producer import Producer  # noqa: E402
-from megatron_rl.tokenizer import Tokenizer  # noqa: E402
-from megatron_rl.weight_sync import WeightSync, build_weight_sync  # noqa: E402
+from megatron_rl.rollouts.evaluation import Accuracy, evaluate  # noqa: E402
+from megatron_rl.rollouts.hub import Hub  # noqa: E402
+from megatron_rl.rollouts.messages import Configure  # noqa: E402
+from megatron_rl.rollouts.queue import RolloutQueue  # noqa: E402
+from megatron_rl.run.services import NodeServices  # noqa: E402
+from megatron_rl.sync.weight_sync import WeightSync, build_weight_sync  # noqa: E402
+from megatron_rl.training.batch import Batcher  # noqa: E402
+from megatron_rl.training.cold_start import SupervisedTrainer, write_blank_model  # noqa: E402
+from megatron_rl.training.logprobs import ResponseLogprobs  # noqa: E402
 from sglang_bridge.handle import EngineHandle  # noqa: E402
 from sglang_bridge.keys import create_keys  # noqa: E402
 from sglang_bridge.settings import EngineSettings  # noqa: E402
@@ -61,7 +58,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
         blank = Path(scratch) / "blank"
         write_blank_model(blank)
-        model = read_hf_config(blank)
+        model = read_shape(blank)
         sizes = ParallelSizes()
         parallel.initialize(sizes, seed=arguments.seed, timeout_s=600)
         stack.callback(parallel.shutdown)
@@ -99,7 +96,9 @@ def main() -> None:
         print(f"wrote {arguments.out}")
 
 
-def _open_engine(start: Path, scratch: Path, stack: contextlib.ExitStack) -> tuple[Producer, WeightSync, NodeServices]:
+def _open_engine(
+    start: Path, scratch: Path, stack: contextlib.ExitStack
+) -> tuple[RolloutQueue, WeightSync, NodeServices]:
     """One engine on CPU with its collector, ended with `stack`."""
     services = NodeServices(node=0, log_directory=scratch)
     stack.callback(services.stop)
@@ -114,7 +113,7 @@ def _open_engine(start: Path, scratch: Path, stack: contextlib.ExitStack) -> tup
     stack.callback(hub.close)
     services.start_collector(hub.address, run_key)
     hub.wait_for(1, 60.0)
-    producer = Producer(hub, max_staleness=1 << 30)
+    producer = RolloutQueue(hub, max_staleness=1 << 30)
     producer.configure(
         {
             0: Configure(
@@ -134,14 +133,14 @@ def _open_engine(start: Path, scratch: Path, stack: contextlib.ExitStack) -> tup
     weights = build_weight_sync(
         [EngineHandle(urls=(endpoint.url,))], keys, transport="distributed", bucket_mb=64.0, timeout_s=120.0,
         directory=scratch / "sync", model_path=start, device=torch.device("cpu"), dtype=torch.float32,
-        num_experts=read_hf_config(start).num_experts, audit_every=0,
+        num_experts=read_shape(start).num_experts, audit_every=0,
     )  # fmt: skip
     stack.callback(weights.close)
     return producer, weights, services
 
 
 def _measure(
-    producer: Producer,
+    producer: RolloutQueue,
     prompts: tuple[Prompt, ...],
     label: str,
     max_new_tokens: int,

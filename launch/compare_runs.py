@@ -2,9 +2,6 @@
 
     python launch/compare_runs.py --out runs/algorithms --seeds 0,1,2 \\
         --variant espo: algo=espo --variant grpo: algo=grpo --variant gspo: algo=gspo
-
-Invariant: every number comes from a run's metrics.jsonl; a run that is complete in the output directory is read, not
-trained again, so an interrupted comparison goes on where it stopped.
 """
 
 from __future__ import annotations

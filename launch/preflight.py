@@ -1,8 +1,4 @@
-"""Says whether this machine can run a configuration: python launch/preflight.py experiment=quickstart key=value ...
-
-Invariant: it starts no engine, joins no process group and writes nothing but a probe file it removes. Exit code 0: no
-check failed, though some may warn; 2: the configuration is refused or a check failed.
-"""
+"""Says whether this machine can run a configuration: python launch/preflight.py experiment=quickstart key=value ..."""
 
 from __future__ import annotations
 
@@ -23,7 +19,7 @@ import psutil
 from megatron_rl.config.cli import main
 from megatron_rl.config.facts import LaunchFacts
 from megatron_rl.config.schema import EngineConfig, TrainRlConfig
-from megatron_rl.exit_codes import ExitCode
+from megatron_rl.contracts.exit_codes import ExitCode
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 1024**3

@@ -1,8 +1,6 @@
 """Where a run's time went: mean seconds by stage.
 
-    python launch/step_times.py runs/NAME
-
-Invariant: read from metrics.jsonl alone; the first step, which pays for warming up, is shown apart.
+python launch/step_times.py runs/NAME
 """
 
 from __future__ import annotations

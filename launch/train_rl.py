@@ -1,7 +1,4 @@
-"""The main job: torchrun launch/train_rl.py experiment=quickstart key=value ...
-
-Invariant: a bad configuration is refused (exit code 2) before torch is imported. Exit codes: megatron_rl/exit_codes.py.
-"""
+"""The main job: torchrun launch/train_rl.py experiment=quickstart key=value ..."""
 
 import sys
 from pathlib import Path
@@ -12,7 +9,7 @@ from megatron_rl.config.schema import TrainRlConfig
 
 def train(config: TrainRlConfig) -> int:
     """Run the checked configuration. The import is late: it brings torch and Megatron."""
-    from megatron_rl.trainer import run
+    from megatron_rl.run.main import run
 
     return run(config)
 

@@ -1,7 +1,4 @@
-"""Prints constraints.txt with the versions that other files give instead: merge_constraints.py BASE OVERRIDE...
-
-Invariant: each distribution has one line in the output, the last file's that names it.
-"""
+"""Prints constraints.txt with the versions that other files give instead: merge_constraints.py BASE OVERRIDE..."""
 
 import re
 import sys

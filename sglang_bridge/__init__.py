@@ -1,7 +1,4 @@
-"""Everything that speaks to SGLang: starting servers, drawing samples, sending weights, auditing them.
-
-Invariant: nothing here imports Megatron or the trainer, and importing this package loads neither torch nor SGLang.
-"""
+"""Everything that speaks to SGLang: starting servers, drawing samples, sending weights, auditing them."""
 
 from sglang_bridge.cpu_support import cpu_shim_path, declare_torchvision_schemas
 

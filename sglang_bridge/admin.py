@@ -1,8 +1,4 @@
-"""Control requests to one engine: health, pausing, weights, checksums. Synchronous, for the trainer's source rank.
-
-Invariant: every call ends within its timeout, and a reply that does not say success raises `RequestFailed` with the
-engine's own words.
-"""
+"""Control requests to one engine: health, pausing, weights, checksums. Synchronous, for the trainer's source rank."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Draws samples from one engine.
-
-Invariant: one HTTP request per sample, and every `generate` ends within its deadline with a `Generation`, a
-`RejectedReply` or a `RequestFailed`; a request that is given up or cancelled is aborted in the engine.
-"""
+"""Draws samples from one engine."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""An engine's command line and environment, from its settings.
-
-Invariant: pure functions; the same settings, port and key file give the same command, and no key appears in it.
-"""
+"""An engine's command line and environment, from its settings."""
 
 from __future__ import annotations
 

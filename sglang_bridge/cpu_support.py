@@ -1,7 +1,4 @@
-"""What a machine without a GPU needs before SGLang or transformers can be imported.
-
-Invariant: nothing here changes a process unless it is called, and nothing is patched that loads by itself.
-"""
+"""What a machine without a GPU needs before SGLang or transformers can be imported."""
 
 from __future__ import annotations
 

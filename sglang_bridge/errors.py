@@ -1,8 +1,4 @@
-"""What can go wrong between the trainer and an engine.
-
-Invariant: every failure that crosses this package's border is an `EngineError`, and its message says which engine,
-what happened and what to do next.
-"""
+"""What can go wrong between the trainer and an engine."""
 
 from __future__ import annotations
 

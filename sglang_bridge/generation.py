@@ -1,8 +1,4 @@
-"""One engine reply, decoded and checked.
-
-Invariant: a `Generation` is consistent: one log-probability per output token, one route row per model input (every
-token but the last), a known finish reason. A reply that is not is a `RejectedReply` with a reason; nothing is guessed.
-"""
+"""One engine reply, decoded and checked."""
 
 from __future__ import annotations
 
@@ -49,7 +45,7 @@ class Generation:
         return tuple(span.version for span in self.version_spans)
 
 
-class RejectedReply(ValueError):
+class GenerationRejected(ValueError):
     """A reply that cannot be used; `reason` is a short name that metrics count by."""
 
     def __init__(self, reason: str, message: str) -> None:
@@ -82,12 +78,12 @@ _decoder = msgspec.json.Decoder(_Reply)
 def decode_generation(body: bytes, *, num_prompt_tokens: int, route_shape: tuple[int, int] | None = None) -> Generation:
     """Decode the body of a `/generate` reply. route_shape: (hidden layers, top-k), None if routes were not asked for.
 
-    Raises `RejectedReply`.
+    Raises `GenerationRejected`.
     """
     try:
         reply = _decoder.decode(body)
     except msgspec.DecodeError as error:
-        raise RejectedReply("malformed", f"{error}; the reply starts {body[:200]!r}") from error
+        raise GenerationRejected("malformed", f"{error}; the reply starts {body[:200]!r}") from error
     meta = reply.meta_info
     finish_reason = _finish_reason(meta)
     output_ids = np.asarray(reply.output_ids, np.int32)
@@ -108,35 +104,35 @@ def decode_generation(body: bytes, *, num_prompt_tokens: int, route_shape: tuple
 def _finish_reason(meta: _MetaInfo) -> FinishReason:
     name = meta.finish_reason.type if meta.finish_reason is not None else None
     if name not in _FINISH_REASONS:
-        raise RejectedReply("finish_reason", f"{name!r} is none of {', '.join(_FINISH_REASONS)}")
+        raise GenerationRejected("finish_reason", f"{name!r} is none of {', '.join(_FINISH_REASONS)}")
     return cast(FinishReason, name)
 
 
 def _logprobs(meta: _MetaInfo, output_ids: list[int]) -> npt.NDArray[np.float32]:
     entries = meta.output_token_logprobs
     if [token for _, token, _ in entries] != output_ids:
-        raise RejectedReply(
+        raise GenerationRejected(
             "logprobs_length", f"{len(entries)} log-probabilities do not belong to the {len(output_ids)} output tokens"
         )
     # JSON has no NaN or infinity: the engine writes null.
     with np.errstate(over="ignore"):
         logprobs = np.asarray([np.nan if value is None else value for value, _, _ in entries], np.float32)
     if not np.isfinite(logprobs).all():
-        raise RejectedReply("logprobs_nonfinite", "a log-probability is not a finite number")
+        raise GenerationRejected("logprobs_nonfinite", "a log-probability is not a finite number")
     return logprobs
 
 
 def _routes(meta: _MetaInfo, num_inputs: int, shape: tuple[int, int]) -> npt.NDArray[np.int32]:
     if meta.routed_experts is None:
-        raise RejectedReply("routes_missing", "start the engine with --enable-return-routed-experts")
+        raise GenerationRejected("routes_missing", "start the engine with --enable-return-routed-experts")
     try:
         raw = pybase64.b64decode_as_bytearray(meta.routed_experts, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise RejectedReply("routes_encoding", f"routed_experts is not base64: {error}") from error
+        raise GenerationRejected("routes_encoding", f"routed_experts is not base64: {error}") from error
     layers, topk = shape
     expected = num_inputs * layers * topk * 4
     if len(raw) != expected:
-        raise RejectedReply(
+        raise GenerationRejected(
             "routes_length",
             f"{len(raw)} bytes of routes, expected {expected} for {num_inputs} inputs x {layers} layers x top-{topk}",
         )
@@ -149,5 +145,7 @@ def _version_spans(meta: _MetaInfo, num_output_tokens: int) -> tuple[VersionSpan
     spans = tuple(meta.weight_versions)
     ends = [0, *(span.end for span in spans)]
     if [span.start for span in spans] != ends[:-1] or ends[-1] != num_output_tokens:
-        raise RejectedReply("versions", f"spans {spans} do not cover the {num_output_tokens} output tokens in order")
+        raise GenerationRejected(
+            "versions", f"spans {spans} do not cover the {num_output_tokens} output tokens in order"
+        )
     return spans

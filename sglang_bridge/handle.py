@@ -1,8 +1,4 @@
-"""What the trainer knows about an engine, and what it may do with it.
-
-Invariant: a handle that exists describes an engine this package can serve: no pipeline stages, no plain data
-parallelism, and weights are only ever sent to engines whose role is `rollout`.
-"""
+"""What the trainer knows about an engine, and what it may do with it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Random keys per run, so that no other user of a machine can use or change its engines.
-
-Invariant: keys live in files of mode 0600 and in the memory of the run's processes, never in a process's arguments or
-environment, which other users can list.
-"""
+"""Random keys per run, so that no other user of a machine can use or change its engines."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""A pipe that tells helper processes whether the trainer is still alive.
-
-Invariant: the write end exists in the trainer's process alone, so the kernel closes it however that process ends,
-SIGKILL included; whoever watches the read end then sees end-of-file.
-"""
+"""A pipe that tells helper processes whether the trainer is still alive."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The end of an engine's log, fit for an error message.
-
-Invariant: no key of the run ever appears in what is returned (SGLang writes its arguments, keys included, to its log).
-"""
+"""The end of an engine's log, fit for an error message."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Ports for servers, and addresses they may listen on.
-
-Invariant: a server only ever listens on loopback or a private address.
-"""
+"""Ports for servers, and addresses they may listen on."""
 
 from __future__ import annotations
 

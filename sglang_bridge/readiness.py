@@ -1,8 +1,4 @@
-"""Checks servers that somebody else started, before any work depends on them.
-
-Invariant: a server that passes answers with these keys, records expert routes where they are needed, and has the
-precision and the tensor-parallel ranks that weight updates count on.
-"""
+"""Checks servers that somebody else started, before any work depends on them."""
 
 from __future__ import annotations
 

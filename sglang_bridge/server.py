@@ -1,8 +1,4 @@
-"""An SGLang server that this process starts, watches and ends.
-
-Invariant: a server started here never outlives the lifeline it was given, and its end is reported with its exit code
-and the last lines of its log.
-"""
+"""An SGLang server that this process starts, watches and ends."""
 
 from __future__ import annotations
 

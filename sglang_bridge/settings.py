@@ -1,7 +1,4 @@
-"""What a managed engine is started with.
-
-Invariant: settings that exist can be turned into a command line; impossible combinations are refused here.
-"""
+"""What a managed engine is started with."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
 """Run a command and end its whole process tree when the process that holds the lifeline is gone.
 
-    python -m sglang_bridge.supervise --lifeline FD [--grace-seconds S] -- COMMAND...
-
-Invariant: this process does not end before every descendant of the command has. Standard library only: it starts in
-milliseconds and cannot fail with what it watches.
+python -m sglang_bridge.supervise --lifeline FD [--grace-seconds S] -- COMMAND...
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def test_wheel_holds_every_module_and_nothing_else(wheel: set[str], tracked: lis
 
 
 def test_wheel_holds_the_shipped_checkpoints(wheel: set[str], tracked: list[str]) -> None:
-    assets = {name for name in tracked if name.startswith("megatron_rl/assets/")}
+    assets = {name for name in tracked if name.startswith("megatron_rl/models/assets/")}
     assert sum(name.endswith(".safetensors") for name in assets) >= 2
     assert assets - wheel == set()
 

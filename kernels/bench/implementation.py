@@ -1,7 +1,4 @@
-"""What is measured: a case with the implementations that compete in it.
-
-Invariant: the implementations of a case compute the same thing from the same tensors; `note` says where one does less.
-"""
+"""What is measured: a case with the implementations that compete in it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""token_logprob_entropy beside eager torch, torch.compile, TRL, verl and Liger-Kernel.
-
-Invariant: all start from the same logits and targets and return (logprob, entropy), or the logits' gradient.
-"""
+"""token_logprob_entropy beside eager torch, torch.compile, TRL, verl and Liger-Kernel."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Clocks and memory meters for CPU and CUDA.
-
-Invariant: competing implementations are timed in alternation, so that a busy machine slows all of them; the best time
-is the machine's, the median is what a user sees.
-"""
+"""Clocks and memory meters for CPU and CUDA."""
 
 from __future__ import annotations
 

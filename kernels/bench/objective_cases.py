@@ -1,7 +1,4 @@
-"""espo_groups and espo_policy_loss at rollout size, beside an eager torch version of the same objective.
-
-Invariant: the eager version is written for speed with torch's own operations, as a user without kernels would.
-"""
+"""espo_groups and espo_policy_loss at rollout size, beside an eager torch version of the same objective."""
 
 from __future__ import annotations
 

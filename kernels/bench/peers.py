@@ -1,7 +1,4 @@
-"""Functions of other libraries, where they are installed.
-
-Invariant: a peer that cannot be imported is named with the reason; nothing stands in for it.
-"""
+"""Functions of other libraries, where they are installed."""
 
 from __future__ import annotations
 

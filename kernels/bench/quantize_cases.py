@@ -1,7 +1,4 @@
-"""quantize_fp8_blockwise on the expert matrices of Qwen3-30B-A3B, beside torchao and eager torch.
-
-Invariant: scales are compared with ours; codes are not, because libraries round the quotient differently.
-"""
+"""quantize_fp8_blockwise on the expert matrices of Qwen3-30B-A3B, beside torchao and eager torch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Measured rows as a table and as JSON.
-
-Invariant: the file says where, when and with what the numbers were measured.
-"""
+"""Measured rows as a table and as JSON."""
 
 from __future__ import annotations
 

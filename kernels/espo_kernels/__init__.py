@@ -1,8 +1,5 @@
 """Fused kernels for ESPO (entropy-grouped policy optimisation) and for FP8 rollout weights.
 
-Invariant: every function gives the same answer, and refuses the same input, on each of its backends; a backend changes
-the speed and the rounding, never the meaning. The plain-torch `reference` of each operation is the definition.
-
     token_logprob_entropy     log-probability and entropy of each token, without a softmax in memory
     espo_groups               entropy groups and clip widths, once per rollout batch
     espo_policy_loss          the objective, its gradient and its diagnostics

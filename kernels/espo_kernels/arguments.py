@@ -1,8 +1,4 @@
-"""Checks that every operation makes on its arguments, before any backend sees them.
-
-Invariant: an error names the argument, its value and the rule it breaks. Shape, dtype and device checks never
-synchronise with a GPU; the functions that read values say so and are called behind `checks_values`.
-"""
+"""Checks that every operation makes on its arguments, before any backend sees them."""
 
 from __future__ import annotations
 

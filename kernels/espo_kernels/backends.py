@@ -1,7 +1,4 @@
-"""Which implementation serves a call.
-
-Invariant: the choice depends on the argument, the tensor's device and what is installed; never on earlier calls.
-"""
+"""Which implementation serves a call."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Tokens of packed sequences and the entropy groups within them.
-
-Invariant: sequence i owns tokens cu_seqlens[i] to cu_seqlens[i + 1]; a masked token belongs to no group.
-"""
+"""Tokens of packed sequences and the entropy groups within them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Packed sequences inside Triton kernels.
-
-Invariant: a wrong `cu_seqlens` is noticed by the kernel itself, which then stores NaN: nothing on the host reads it.
-"""
+"""Packed sequences inside Triton kernels."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The command line of `launch/train_rl.py`: Hydra's, with every mistake refused before torch is imported.
-
-Invariant: a refused configuration ends with exit code 2 and one report, from rank 0; Hydra changes neither the working
-directory nor the logging, and is done before the run begins.
-"""
+"""The command line of `launch/train_rl.py`: Hydra's, with every mistake refused before torch is imported."""
 
 from __future__ import annotations
 
@@ -23,7 +19,7 @@ from megatron_rl.config.schema import TrainRlConfig
 from megatron_rl.config.store import register
 from megatron_rl.config.typed import typed_config
 from megatron_rl.config.unknown_keys import check_hydra_keys
-from megatron_rl.exit_codes import ExitCode
+from megatron_rl.contracts.exit_codes import ExitCode
 
 
 def main(run: Callable[[TrainRlConfig], int], config_dir: Path) -> int:

@@ -1,7 +1,4 @@
-"""Composes the configuration without a command line: for tests, notebooks and scripts.
-
-Invariant: the same overrides give the same configuration, and the same refusals, as `launch/train_rl.py` with them.
-"""
+"""Composes the configuration without a command line: for tests, notebooks and scripts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What the machine and the launcher say, without importing torch.
-
-Invariant: rules learn about the world from here alone, so a test can describe any cluster.
-"""
+"""What the machine and the launcher say, without importing torch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Turns what Hydra and OmegaConf raise while composing into refusals.
-
-Invariant: whatever a command line or a YAML file does wrong, the user sees a key, a value, a rule and a remedy, never a
-traceback of a library.
-"""
+"""Turns what Hydra and OmegaConf raise while composing into refusals."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Limits that a single value must keep, declared beside the key they belong to.
-
-Invariant: a limit is written once, in the schema; every number is finite whether it declares limits or not.
-"""
+"""Limits that a single value must keep, declared beside the key they belong to."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""A refused setting, and how it is told.
-
-Invariant: a refusal names the key, its value, the rule it breaks and what to do instead. All refusals of a
-configuration are reported together.
-"""
+"""A refused setting, and how it is told."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Where a run's directory is.
-
-Invariant: a run's name is one plain directory name below `run.root`; it never leads anywhere else.
-"""
+"""Where a run's directory is."""
 
 from __future__ import annotations
 

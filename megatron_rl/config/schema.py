@@ -1,9 +1,4 @@
-"""Every configuration key, its type and its default, as Hydra structured configs.
-
-Invariant: a key that is not declared here does not exist. Defaults are safe rather than tuned; recipes live in
-`hydra_conf/experiment`. A limit on a single value stands beside it (`setting`); rules across values are in `rules/`.
-Nothing here imports torch.
-"""
+"""Every configuration key, its type and its default, as Hydra structured configs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The schema's registration with Hydra, and the `asset` resolver.
-
-Invariant: registering twice changes nothing. The YAML files of a group take their schema from `schema/<group>/<name>`.
-"""
+"""The schema's registration with Hydra, and the `asset` resolver."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from omegaconf import OmegaConf
 
 from megatron_rl.config import schema
 
-ASSETS = Path(__file__).resolve().parents[1] / "assets"
+ASSETS = Path(__file__).resolve().parents[1] / "models" / "assets"
 ALGORITHMS: dict[str, type[schema.AlgoConfig]] = {
     "grpo": schema.GrpoConfig,
     "gspo": schema.GspoConfig,

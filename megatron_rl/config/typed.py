@@ -1,7 +1,4 @@
-"""From Hydra's composed tree to the typed configuration.
-
-Invariant: what comes out has every key, of the declared type, interpolations resolved, and passed every rule.
-"""
+"""From Hydra's composed tree to the typed configuration."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Finds keys that the schema does not declare.
-
-Invariant: nothing that Hydra lets through behind `+` or `++` reaches the trainer unless the schema declares it.
-"""
+"""Finds keys that the schema does not declare."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""All rules, in the order of the configuration's sections.
-
-Invariant: rules across values see only values that keep their own limits, and only a model that could be read.
-"""
+"""All rules, in the order of the configuration's sections."""
 
 from __future__ import annotations
 
@@ -15,12 +12,12 @@ from megatron_rl.config.rules.batch import check_batch
 from megatron_rl.config.rules.data import check_data
 from megatron_rl.config.rules.engine import check_engine
 from megatron_rl.config.rules.lengths import check_lengths
-from megatron_rl.config.rules.model import inspect_model
 from megatron_rl.config.rules.parallel import check_grid, check_model_split
 from megatron_rl.config.rules.precision import check_precision
 from megatron_rl.config.rules.run import check_run
 from megatron_rl.config.rules.timeouts import check_timeouts
 from megatron_rl.config.schema import TrainRlConfig
+from megatron_rl.models.files import inspect_model
 
 
 def validate(config: TrainRlConfig, facts: LaunchFacts, given: Collection[str] = ()) -> None:

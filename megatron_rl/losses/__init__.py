@@ -1,7 +1,4 @@
-"""Policy-gradient objectives as pure functions of log-probabilities, chosen by `algo=`.
-
-Invariant: π_rollout, π_old and π_θ are three policies in three arguments; ratios compare the last two.
-"""
+"""Policy-gradient objectives as pure functions of log-probabilities, chosen by `algo=`."""
 
 from megatron_rl.losses.interface import LossResult, PolicyLoss, ResponseTokens
 from megatron_rl.losses.mismatch import rollout_mismatch

@@ -1,8 +1,4 @@
-"""The clipped surrogate that GRPO and GSPO share.
-
-Invariant: a clipped token has exactly zero gradient, an unclipped one the gradient ratio x advantage, and no log-ratio,
-however large, overflows.
-"""
+"""The clipped surrogate that GRPO and GSPO share."""
 
 from __future__ import annotations
 

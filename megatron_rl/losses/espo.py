@@ -1,8 +1,4 @@
-"""ESPO: one ratio and one clip width per entropy group, from the fused kernels.
-
-Invariant: groups and clip widths are computed once per rollout batch from the old policy's entropies; recomputing them
-between optimizer steps would move tokens from group to group under the ratios.
-"""
+"""ESPO: one ratio and one clip width per entropy group, from the fused kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ import torch
 
 from espo_kernels import EspoGroups, EspoMetrics, espo_groups, espo_policy_loss
 from espo_kernels.backends import resolve_backend
-from megatron_rl.contracts import Denominators
+from megatron_rl.contracts.plan import Denominators
 from megatron_rl.losses.interface import LossResult, ResponseTokens, require_denominator, require_packed
 
 

@@ -1,14 +1,10 @@
-"""GRPO with clip-higher: token ratios, averaged over all tokens of the step.
-
-Invariant: every trained token of the optimizer step has the same weight, 1 / (number of tokens), whatever the length of
-its sequence and whichever micro-batch or rank it is in.
-"""
+"""GRPO with clip-higher: token ratios, averaged over all tokens of the step."""
 
 from __future__ import annotations
 
 import torch
 
-from megatron_rl.contracts import Denominators
+from megatron_rl.contracts.plan import Denominators
 from megatron_rl.losses.clipped_ratio import clip_settings, clipped_surrogate, ratio_metrics, ratio_through_tokens
 from megatron_rl.losses.interface import LossResult, ResponseTokens, require_denominator, require_packed
 

@@ -1,14 +1,10 @@
-"""GSPO-token: one ratio per sequence, averaged over sequences.
-
-Invariant: every sequence with a non-zero advantage has the same weight, 1 / (number of sequences), and its tokens share
-it equally; all tokens of a sequence are clipped by the same ratio.
-"""
+"""GSPO-token: one ratio per sequence, averaged over sequences."""
 
 from __future__ import annotations
 
 import torch
 
-from megatron_rl.contracts import Denominators
+from megatron_rl.contracts.plan import Denominators
 from megatron_rl.losses.clipped_ratio import clip_settings, clipped_surrogate, ratio_metrics, ratio_through_tokens
 from megatron_rl.losses.interface import LossResult, ResponseTokens, require_denominator, require_packed
 from megatron_rl.losses.sequences import sequence_lengths, sequence_means, spread

@@ -1,8 +1,4 @@
-"""What every policy loss takes and gives.
-
-Invariant: a loss is a local numerator over a global denominator, and a metric is a (weighted sum, weight) pair or a
-maximum, so losses and metrics add up exactly over micro-batches and ranks, however a batch was split.
-"""
+"""What every policy loss takes and gives."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from megatron_rl.contracts import Denominators
+from megatron_rl.contracts.plan import Denominators
 
 
 @dataclass(frozen=True)

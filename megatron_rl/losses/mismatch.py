@@ -1,7 +1,4 @@
-"""How far the policy that sampled the tokens is from the trainer's policy at step start.
-
-Invariant: these numbers compare π_rollout with π_old and nothing else; what the update changes is measured by the loss.
-"""
+"""How far the policy that sampled the tokens is from the trainer's policy at step start."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Losses by name.
-
-Invariant: an unknown name or setting is refused before training starts, naming what there is.
-"""
+"""Losses by name."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Sums over the sequences of a packed micro-batch.
-
-Invariant: no loop over sequences and no host synchronisation; empty sequences are allowed and never divide by zero.
-"""
+"""Sums over the sequences of a packed micro-batch."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Builds Megatron's GPTModel from a Hugging Face shape.
-
-Invariant: the router is one whose choice replay can force and nothing changes afterwards: softmax in float32, no
-auxiliary loss, no expert bias, no capacity limit, no fusion. Dropout is zero, so a forward pass repeats,
-unless a model is trained from scratch.
-"""
+"""Builds Megatron's GPTModel from a Hugging Face shape."""
 
 from __future__ import annotations
 
@@ -21,8 +16,8 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_rl.mcore.cpu_modules import CpuCoreAttention, CpuRmsNorm
-from megatron_rl.mcore.hf_config import MoeModelConfig
+from megatron_rl.mcore.cpu.modules import CpuCoreAttention, CpuRmsNorm
+from megatron_rl.models.qwen3_moe import ModelShape
 
 
 @dataclass(frozen=True)
@@ -47,7 +42,7 @@ class FromScratch:
 
 
 def transformer_config(
-    model: MoeModelConfig, sizes: ParallelSizes, *, dtype: torch.dtype, recompute: str, scratch: FromScratch
+    model: ModelShape, sizes: ParallelSizes, *, dtype: torch.dtype, recompute: str, scratch: FromScratch
 ) -> TransformerConfig:
     """Megatron's configuration of the model. recompute: none, selective or full."""
     on_gpu = torch.cuda.is_available()
@@ -117,7 +112,7 @@ def _parallel_sizes(sizes: ParallelSizes) -> dict[str, Any]:
 
 
 def build_models(
-    model: MoeModelConfig,
+    model: ModelShape,
     sizes: ParallelSizes,
     *,
     dtype: torch.dtype,
@@ -129,7 +124,7 @@ def build_models(
     return [_build_chunk(config, model, chunk if sizes.vpp > 1 else None) for chunk in range(sizes.vpp)]
 
 
-def _build_chunk(config: TransformerConfig, model: MoeModelConfig, vp_stage: int | None) -> torch.nn.Module:
+def _build_chunk(config: TransformerConfig, model: ModelShape, vp_stage: int | None) -> torch.nn.Module:
     on_gpu = torch.cuda.is_available()
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=on_gpu, normalization="RMSNorm", vp_stage=vp_stage)
     stage = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}

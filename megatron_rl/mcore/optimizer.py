@@ -1,8 +1,4 @@
-"""Distributed data parallelism, the distributed AdamW and its learning-rate schedule.
-
-Invariant: either every rank applies an optimizer step or none does: whether loss and gradients are finite is agreed by
-all before any parameter changes.
-"""
+"""Distributed data parallelism, the distributed AdamW and its learning-rate schedule."""
 
 from __future__ import annotations
 

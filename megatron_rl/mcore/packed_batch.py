@@ -1,8 +1,4 @@
-"""A packed micro-batch as the model takes it.
-
-Invariant: sequences lie one after the other on the token axis (THD packing), positions restart at 0 at each sequence's
-start, and attention never crosses `cu_seqlens`. The same batch goes through CPU attention and Transformer Engine.
-"""
+"""A packed micro-batch as the model takes it."""
 
 from __future__ import annotations
 

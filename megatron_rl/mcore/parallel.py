@@ -1,8 +1,4 @@
-"""Process groups: the world becomes Megatron's grid.
-
-Invariant: after `initialize` every rank knows its place (`RankLayout`), and one CPU group spans the world for commands
-and payloads, so that nothing but model collectives runs on the GPU backend.
-"""
+"""Process groups: the world becomes Megatron's grid."""
 
 from __future__ import annotations
 

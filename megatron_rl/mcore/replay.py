@@ -1,10 +1,4 @@
-"""Route replay: Megatron's routers use the experts the engine used, in forward, in recomputation and so in backward.
-
-Invariant: while a micro-batch is computed under replay, every router of the model uses exactly the given experts, and
-its recomputation uses the same ones; only indices are forced, scores come from live logits, so the router keeps its
-gradient (R3, arXiv 2510.11370). Targets live on the model's own routers, never in a process-global list, and none
-outlives its step: leftovers are an error, because they would be replayed for the wrong micro-batch.
-"""
+"""Route replay: Megatron's routers use the experts the engine used, in forward, in recomputation and so in backward."""
 
 from __future__ import annotations
 

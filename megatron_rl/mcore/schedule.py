@@ -1,9 +1,4 @@
-"""One pass of micro-batches through Megatron's own pipeline schedules.
-
-Invariant: gradients are those of the sum of all micro-batches' losses over all data-parallel ranks. Megatron divides by
-micro-batches (schedule) and by DP x CP (gradient reduction), and multiplies by CP; the loss is multiplied by
-micro-batches x DP beforehand, so that losses with global denominators add up whatever the layout.
-"""
+"""One pass of micro-batches through Megatron's own pipeline schedules."""
 
 from __future__ import annotations
 
@@ -16,9 +11,9 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron_rl.mcore.hf_weights.parameters import unwrap
 from megatron_rl.mcore.packed_batch import PackedBatch
 from megatron_rl.mcore.replay import RouteReplay
+from megatron_rl.mcore.weights.parameters import unwrap
 
 
 class LogitsFunction(Protocol):

@@ -4,9 +4,6 @@ Two numbers of n digits (n = 4, 5 or 6) are given by columns from the right, eac
 writes each column's sum with the carry into it, in two digits, then the total with n + 1 digits:
 
     a38b13c65d18e97=   ->   a11b05c11d10e17>170151        (91613 + 78538 = 170151)
-
-Invariant: questions made of the same columns, in any order and with the two numbers' digits exchanged in any column,
-have one identity, so the held-out questions ask for sums of columns never trained on together.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The embedded tasks by name.
-
-Invariant: an embedded task needs no file and no network; its questions follow from the seed. Nothing here imports numpy
-or torch: configurations are checked against it.
-"""
+"""The embedded tasks by name."""
 
 from __future__ import annotations
 

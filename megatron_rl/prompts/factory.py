@@ -1,22 +1,18 @@
-"""From the data settings to prompts.
-
-Invariant: whatever the source, its questions pass through the same split and the same tokenization, so a prompt that is
-too long or holds characters the tokenizer does not know is a bad row wherever it came from.
-"""
+"""From the data settings to prompts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from megatron_rl.contracts import Prompt
+from megatron_rl.contracts.prompt import Prompt
+from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.prompts import gym
 from megatron_rl.prompts.embedded import EMBEDDED
 from megatron_rl.prompts.jsonl import read_jsonl
 from megatron_rl.prompts.question import BadRows, PromptDataError, Question
 from megatron_rl.prompts.source import Excluded, PromptSource
 from megatron_rl.prompts.split import Split, draw_split, hold_out, keep_apart
-from megatron_rl.tokenizer import Tokenizer
 
 SOURCES = (*EMBEDDED, "jsonl", "reasoning_gym")
 _NUM_TRAIN = 24_000

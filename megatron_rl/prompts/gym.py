@@ -1,9 +1,6 @@
 """Questions from reasoning-gym's generators, an optional dependency.
 
 Tasks with several right answers (`countdown`) can be drawn, but only the reference answer is judged right.
-
-Invariant: only its generators run. Its scorers never do: some execute the model's answer, and the default one pays for
-merely containing the right one; responses are judged by `megatron_rl.rewards` like any others.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Questions from JSONL files: one object per line with `prompt`, `answer` and optional `id`, `task`, `difficulty`.
-
-Invariant: every line yields a question or a report that names file, line and reason; blank lines are nothing. Other
-keys are ignored. A number as `answer` keeps the digits it is written with, so no precision is lost; only an exponent is
-written out (`1e5` is `100000`), because no rule for finding answers reads one.
-"""
+"""Questions from JSONL files: one object per line with `prompt`, `answer` and optional `id`, `task`, `difficulty`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What every source of prompts yields before tokenization, and what happens to rows that cannot be used.
-
-Invariant: a row that is left out is always reported with its origin and the reason, and counted.
-"""
+"""What every source of prompts yields before tokenization, and what happens to rows that cannot be used."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""An endless, seeded stream of training prompts with a cursor, beside a fixed tuple of held-out prompts.
-
-Invariant: every training prompt is given once per epoch, in an order that depends on the seed and the epoch alone, save
-that no take holds a prompt twice: at the end of an epoch, what the take holds already is put off to the next take.
-`restore(state())` continues exactly where the state was taken, and refuses the state of other data.
-"""
+"""An endless, seeded stream of training prompts with a cursor, beside a fixed tuple of held-out prompts."""
 
 from __future__ import annotations
 
@@ -16,7 +11,8 @@ from functools import cached_property
 
 import msgspec
 
-from megatron_rl.contracts import Count, Prompt
+from megatron_rl.contracts.numbers import Count
+from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.prompts.question import PromptDataError
 
 

@@ -1,8 +1,4 @@
-"""Train and held-out questions.
-
-Invariant: the side a question falls on depends on its identity alone, never on a seed or on how many questions are
-asked for. So a checkpoint trained under one seed is never evaluated, under another, on a question it has seen.
-"""
+"""Train and held-out questions."""
 
 from __future__ import annotations
 

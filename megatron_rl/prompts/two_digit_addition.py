@@ -1,8 +1,6 @@
 """Addition of two numbers from 0 to 99 in a four-token response: the embedded task of smoke tests.
 
-    12+34=   ->   046
-
-Invariant: `a+b` and `b+a` have one identity, so neither order of a held-out pair is trained on.
+12+34=   ->   046
 """
 
 from __future__ import annotations

@@ -1,17 +1,13 @@
-"""Worked examples of the embedded tasks, for the supervised stage that comes before reinforcement learning.
-
-Invariant: examples come from the same split as the prompts of `open_prompts`, so the supervised stage never sees a
-question that reinforcement learning is evaluated on, whatever the seeds.
-"""
+"""Worked examples of the embedded tasks, for the supervised stage that comes before reinforcement learning."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.prompts.embedded import EMBEDDED
 from megatron_rl.prompts.question import PromptDataError
 from megatron_rl.prompts.split import draw_split
-from megatron_rl.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

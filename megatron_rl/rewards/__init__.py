@@ -1,7 +1,4 @@
-"""How responses are judged: scorers behind one interface, and the runner that calls them.
-
-Invariant: a verdict is a reward or the reason why there is none.
-"""
+"""How responses are judged: scorers behind one interface, and the runner that calls them."""
 
 from megatron_rl.rewards.exact_match import ExactMatch
 from megatron_rl.rewards.runner import RewardRunner

@@ -1,8 +1,4 @@
-"""Finding the final answer in a response, and telling whether two answers are the same.
-
-Invariant: whatever the model wrote is only ever read as text: nothing is evaluated, and every function takes time
-linear in its input, so no response can stall a scorer. Digits are ASCII digits; other scripts' digits are text.
-"""
+"""Finding the final answer in a response, and telling whether two answers are the same."""
 
 from __future__ import annotations
 

@@ -1,14 +1,12 @@
-"""Right or wrong by the final answer alone.
-
-Invariant: reward and correctness are 1 if and only if the response ended by itself and its final answer equals the
-reference; the working before it is never judged, and a response cut at the token limit has no final answer.
-"""
+"""Right or wrong by the final answer alone."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from megatron_rl.contracts import FinishReason, Prompt, Verdict
+from megatron_rl.contracts.group import Verdict
+from megatron_rl.contracts.prompt import Prompt
+from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.rewards.answers import boxed, canonical, last_line, last_number, misread_number
 
 _FINDERS: Mapping[str, Callable[[str], str | None]] = {

@@ -1,8 +1,4 @@
-"""Runs a scorer on responses as they arrive, while others are still being generated.
-
-Invariant: every response gets exactly one `Verdict`. Failure and timeout give one without a reward, never a zero, and
-never take other responses with them.
-"""
+"""Runs a scorer on responses as they arrive, while others are still being generated."""
 
 from __future__ import annotations
 
@@ -12,7 +8,9 @@ import time
 
 import msgspec
 
-from megatron_rl.contracts import FinishReason, Prompt, Verdict
+from megatron_rl.contracts.group import Verdict
+from megatron_rl.contracts.prompt import Prompt
+from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.rewards.scorer import Scorer
 
 _REASON_LENGTH = 200

@@ -1,13 +1,12 @@
-"""The interface of everything that judges responses.
-
-Invariant: a scorer either gives a verdict or raises; it never stands in a zero for "I do not know".
-"""
+"""The interface of everything that judges responses."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from megatron_rl.contracts import FinishReason, Prompt, Verdict
+from megatron_rl.contracts.group import Verdict
+from megatron_rl.contracts.prompt import Prompt
+from megatron_rl.contracts.rollout import FinishReason
 
 
 class Scorer(Protocol):

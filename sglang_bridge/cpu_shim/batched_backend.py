@@ -1,7 +1,4 @@
-"""SGLang's torch-native attention backend with its loop over sequences replaced where that is possible.
-
-Invariant: same inputs, same cache, same results up to rounding; whatever this does not cover goes to SGLang's own code.
-"""
+"""SGLang's torch-native attention backend with its loop over sequences replaced where that is possible."""
 
 from __future__ import annotations
 

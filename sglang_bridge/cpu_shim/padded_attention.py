@@ -1,8 +1,4 @@
-"""Attention of many sequences at once, over a paged key-value cache, in plain torch.
-
-Invariant: each query sees exactly its own sequence's keys up to its own position. Sequences of similar length are
-padded to the longest among them, in chunks of bounded size; padding never reaches a result.
-"""
+"""Attention of many sequences at once, over a paged key-value cache, in plain torch."""
 
 from __future__ import annotations
 

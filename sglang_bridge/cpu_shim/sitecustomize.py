@@ -1,9 +1,4 @@
-"""Python runs this at the start of every process of a CPU server.
-
-Invariant: each remedy is applied when the module it concerns is imported, and nothing else is touched. Two of them make
-SGLang start (the third blocker, the compiled `sgl_kernel`, is answered by the package of that name in this directory);
-the last makes its torch-native attention fast, and SGLANG_BRIDGE_BATCHED_ATTENTION=0 leaves it out.
-"""
+"""Python runs this at the start of every process of a CPU server."""
 
 import importlib.abc
 import importlib.machinery

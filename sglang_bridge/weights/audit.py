@@ -1,9 +1,4 @@
-"""Compares by value what an engine holds with what was sent to it.
-
-Invariant: an audit compares every parameter of the engine or refuses; it never reports agreement on what it did not
-compare. Comparable are unquantized engines on CPU without tensor or expert parallelism: SGLang hashes with SHA-256
-there and holds whole tensors. On GPUs it uses a hash of its own; shards and dequantized values are other bytes.
-"""
+"""Compares by value what an engine holds with what was sent to it."""
 
 from __future__ import annotations
 

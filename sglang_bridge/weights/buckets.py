@@ -1,8 +1,4 @@
-"""A stream of named tensors cut into flat byte buckets.
-
-Invariant: at most one bucket and the tensor that did not fit are in memory; the stream is consumed in order and once;
-every tensor starts at a multiple of its element size, as the receiver's views need.
-"""
+"""A stream of named tensors cut into flat byte buckets."""
 
 from __future__ import annotations
 

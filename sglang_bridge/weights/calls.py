@@ -1,8 +1,4 @@
-"""Control calls to several engines at once.
-
-Invariant: one engine's failure or silence neither stops nor delays the calls to the others, and no call left waiting
-keeps the interpreter from ending.
-"""
+"""Control calls to several engines at once."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Writes buckets as a checkpoint in Hugging Face format and lets engines load it from a file system they share.
-
-Invariant: engines only ever read a complete directory, and at most one version lies on disk.
-"""
+"""Writes buckets as a checkpoint in Hugging Face format and lets engines load it from a file system they share."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Broadcasts buckets over process groups that trainer and engines share.
-
-Invariant: a group that fails takes no other with it. By default each engine has a group of its own, so that an engine
-that dies leaves the rest of an update alone; the price is one transmission per engine. Where engines are many and the
-source's bandwidth counts, larger groups let the backend fan out, and their engines share their fate.
-"""
+"""Broadcasts buckets over process groups that trainer and engines share."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""One process group that holds this process (rank 0) and the tensor-parallel ranks of some engines.
-
-Invariant: every wait ends at a reply, at a broken connection or at the timeout. A group that failed once is abandoned,
-never used again: its members may disagree on what was sent.
-"""
+"""One process group that holds this process (rank 0) and the tensor-parallel ranks of some engines."""
 
 from __future__ import annotations
 

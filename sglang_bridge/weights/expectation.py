@@ -1,9 +1,4 @@
-"""What an engine must hold, computed while the weights stream by.
-
-Invariant: no second export and no copy of the model. Digests grow tensor by tensor; only tensors that arrive before
-their predecessor in the same engine parameter wait in memory, at most one fused parameter's worth if the export goes
-layer by layer.
-"""
+"""What an engine must hold, computed while the weights stream by."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Where SGLang keeps each tensor of a Qwen3-MoE checkpoint: several may share one engine parameter.
-
-Invariant: within an engine parameter, slot k's bytes come right after slot k-1's, because every fusion stacks rows.
-"""
+"""Where SGLang keeps each tensor of a Qwen3-MoE checkpoint: several may share one engine parameter."""
 
 from __future__ import annotations
 

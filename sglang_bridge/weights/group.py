@@ -1,7 +1,4 @@
-"""A process group between the trainer's source rank and engines, apart from the trainer's own groups.
-
-Invariant: the default process group is neither needed nor touched, and its rendezvous listens on one address only.
-"""
+"""A process group between the trainer's source rank and engines, apart from the trainer's own groups."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Names the very tensors that an engine holds wrong, and puts them right.
-
-Invariant: a tensor is named if and only if receiving it again changes what the engine holds. An engine fuses several
-tensors into one parameter, so an audit by checksum can only name candidates; sending each candidate alone tells.
-"""
+"""Names the very tensors that an engine holds wrong, and puts them right."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What every way of moving weights has in common.
-
-Invariant: a transport never raises for one engine's sake; it returns who failed and why, and goes on with the rest.
-"""
+"""What every way of moving weights has in common."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""One weight update of several engines, from the trainer's source rank.
-
-Invariant: `push` consumes its whole stream whatever engines do (the stream is a collective export: other ranks iterate
-in step), and an engine that did not take the complete version stays paused until it does.
-"""
+"""One weight update of several engines, from the trainer's source rank."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_rl.exit_codes import ExitCode
+from megatron_rl.contracts.exit_codes import ExitCode
 from support.jobs import command_line, family, start_job, survivors, wait_for_step
 
 pytestmark = [pytest.mark.chaos, pytest.mark.engine, pytest.mark.timeout(420)]
@@ -25,7 +25,7 @@ def test_nothing_outlives_killed_trainers(tmp_path: Path) -> None:
     trainers = [p for p in named(processes, "launch/train_rl.py") if "supervise" not in command_line(p)]
     others = [p for p in processes if p not in trainers]
     assert len(trainers) == 3  # torchrun and two ranks
-    assert named(others, "sglang") and named(others, "megatron_rl.rollout")
+    assert named(others, "sglang") and named(others, "megatron_rl.rollouts")
     for process in trainers:
         process.send_signal(signal.SIGKILL)
     assert survivors(others, 15) == []

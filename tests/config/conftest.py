@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.tokenizer import write_character_tokenizer
+from megatron_rl.models.tokenizer import write_character_tokenizer
 
 SHAPE = {
     "architectures": ["Qwen3MoeForCausalLM"],

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.exit_codes import ExitCode
+from megatron_rl.contracts.exit_codes import ExitCode
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "launch" / "train_rl.py"

@@ -6,35 +6,35 @@ Usage: gradients_of_one_batch.py CHECKPOINT OUT EP LOSS RECOMPUTE VARIANT...; a 
 import sys
 from pathlib import Path
 
-from megatron_rl.mcore import cpu_compat
+from megatron_rl.mcore.cpu import compat
 
-cpu_compat.install()
+compat.install()
 
 import torch
 import torch.distributed as dist
 
-from megatron_rl.batching import Batcher, MicroBatch
-from megatron_rl.contracts import Denominators
+from megatron_rl.contracts.plan import Denominators
 from megatron_rl.losses import build_policy_loss
 from megatron_rl.mcore import parallel
-from megatron_rl.mcore.hf_config import MoeModelConfig, read_hf_config
-from megatron_rl.mcore.hf_weights import iterate_hf_weights, load_hf_weights
 from megatron_rl.mcore.model import ParallelSizes, build_models
 from megatron_rl.mcore.optimizer import wrap_data_parallel
 from megatron_rl.mcore.replay import RouteReplay
 from megatron_rl.mcore.schedule import run_schedule
-from megatron_rl.old_policy import compute_old_policy
-from megatron_rl.policy import Policy
-from megatron_rl.rank_view import RankView
-from megatron_rl.response_logprobs import ResponseLogprobs
-from megatron_rl.rollout.messages import RouteShape
-from megatron_rl.step_plan import plan_step
-from megatron_rl.watching.metric_sums import MetricSums
+from megatron_rl.mcore.weights import iterate_hf_weights, load_hf_weights
+from megatron_rl.models.qwen3_moe import ModelShape, read_shape
+from megatron_rl.planning.rank_view import RankView
+from megatron_rl.planning.step_plan import plan_step
+from megatron_rl.records.metric_sums import MetricSums
+from megatron_rl.rollouts.messages import RouteShape
+from megatron_rl.training.batch import Batcher, MicroBatch
+from megatron_rl.training.logprobs import ResponseLogprobs
+from megatron_rl.training.old_policy import compute_old_policy
+from megatron_rl.training.policy import Policy
 from support.batches import make_batch
 
 
 def gradient(
-    policy: Policy, batches: list[MicroBatch], denominators: Denominators, model: MoeModelConfig
+    policy: Policy, batches: list[MicroBatch], denominators: Denominators, model: ModelShape
 ) -> dict[str, torch.Tensor]:
     """The reduced gradient under Hugging Face names (a collective)."""
     for chunk in policy.models:
@@ -66,10 +66,10 @@ def main() -> None:
     checkpoint, out, ep, loss, recompute, *variants = sys.argv[1:]
     sizes = ParallelSizes(ep=int(ep))
     layout = parallel.initialize(sizes, seed=0, timeout_s=60)
-    model = read_hf_config(checkpoint)
+    model = read_shape(checkpoint)
     models = wrap_data_parallel(build_models(model, sizes, dtype=torch.float32, recompute=recompute))
     samples, rollouts, advantages = make_batch(model, 24)
-    payload = {rollout.trajectory_id: rollout for rollout in rollouts}
+    payload = {rollout.rollout_id: rollout for rollout in rollouts}
     policy = Policy(
         models=models,
         logprobs=ResponseLogprobs(temperature=0.8, vocab_size=model.vocab_size, chunk_tokens=50, tp_group=None),
@@ -86,7 +86,7 @@ def main() -> None:
         plan = plan_step(
             0, samples, advantages, dp_size=layout.dp_size, optimizer_steps=1, tokens_per_micro_batch=tokens, seed=seed
         )
-        payloads = {i: payload[sample.trajectory_id] for i, sample in enumerate(plan.samples)}
+        payloads = {i: payload[sample.rollout_id] for i, sample in enumerate(plan.samples)}
         (batches,) = batcher.optimizer_steps(plan, layout.dp_rank, payloads)
         result = gradient(policy, batches, plan.optimizer_steps[0].denominators, model)
         if layout.rank == 0:

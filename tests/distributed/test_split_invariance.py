@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.mcore.hf_config import read_hf_config
+from megatron_rl.models.qwen3_moe import read_shape
 from support.torchrun import torchrun
 
 SCRIPT = Path(__file__).with_name("gradients_of_one_batch.py")
-CHECKPOINT = Path(__file__).parents[2] / "megatron_rl/assets/qwen3_moe_tiny_column_addition"
+CHECKPOINT = Path(__file__).parents[2] / "megatron_rl/models/assets/qwen3_moe_tiny_column_addition"
 TOLERANCE = 1e-6  # relative to the gradient's norm, float32
 
 
@@ -31,7 +31,7 @@ def relative_difference(left: dict[str, torch.Tensor], right: dict[str, torch.Te
 @pytest.mark.distributed
 @pytest.mark.parametrize("loss", ["grpo", "espo"])
 def test_same_gradient_whatever_the_split(loss: str, tmp_path: Path) -> None:
-    assert read_hf_config(CHECKPOINT).num_experts == 8
+    assert read_shape(CHECKPOINT).num_experts == 8
     # 24 samples, about 560 input tokens: one, two and five micro-batches, each packed in another order
     single = gradients(tmp_path / "one", 1, 1, loss, "none", "4096:0", "320:1", "130:2")
     reference = single.pop("4096-0")

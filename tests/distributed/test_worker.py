@@ -10,7 +10,7 @@ from support.rollout_files import read_rollouts
 from support.torchrun import torchrun
 
 SCRIPT = Path(__file__).with_name("worker_steps.py")
-CHECKPOINT = Path(__file__).parents[2] / "megatron_rl/assets/qwen3_moe_tiny_column_addition"
+CHECKPOINT = Path(__file__).parents[2] / "megatron_rl/models/assets/qwen3_moe_tiny_column_addition"
 
 pytestmark = pytest.mark.distributed
 
@@ -34,7 +34,7 @@ def test_a_nan_on_one_rank_stops_every_rank_and_the_batch_is_saved(tmp_path: Pat
     result = step(tmp_path, scenario)
     assert not result["finite"] and result["optimizer_steps"] == 0
     saved = [read_rollouts(tmp_path / "nonfinite-step-3" / f"rank-{rank}.bin") for rank in (0, 1)]
-    assert sorted(r.trajectory_id for part in saved for r in part) == [f"t{i}" for i in range(9)]
+    assert sorted(r.rollout_id for part in saved for r in part) == [f"t{i}" for i in range(9)]
 
 
 def test_nothing_to_train_is_skipped_by_all(tmp_path: Path) -> None:

@@ -8,30 +8,30 @@ import json
 import sys
 from pathlib import Path
 
-from megatron_rl.mcore import cpu_compat
+from megatron_rl.mcore.cpu import compat
 
-cpu_compat.install()
+compat.install()
 
 import msgspec
 import torch
 
-from megatron_rl.batching import Batcher
-from megatron_rl.contracts import PayloadLocation, SampleRef
-from megatron_rl.control import broadcast_bytes
+from megatron_rl.contracts.group import RolloutLocation, RolloutRef
 from megatron_rl.losses import build_policy_loss
 from megatron_rl.mcore import parallel
-from megatron_rl.mcore.hf_config import read_hf_config
-from megatron_rl.mcore.hf_weights import load_hf_weights
 from megatron_rl.mcore.model import ParallelSizes, build_models
 from megatron_rl.mcore.optimizer import AdamSettings, DistributedAdam, wrap_data_parallel
 from megatron_rl.mcore.replay import RouteReplay
-from megatron_rl.payload_exchange import Consumer
-from megatron_rl.policy import Policy
-from megatron_rl.rank_view import RankView
-from megatron_rl.response_logprobs import ResponseLogprobs
-from megatron_rl.rollout.payload_store import PayloadStore
-from megatron_rl.step_plan import plan_step
-from megatron_rl.worker import Worker
+from megatron_rl.mcore.weights import load_hf_weights
+from megatron_rl.models.qwen3_moe import read_shape
+from megatron_rl.planning.rank_view import RankView
+from megatron_rl.planning.step_plan import plan_step
+from megatron_rl.rollouts.store import RolloutStore
+from megatron_rl.training.batch import Batcher
+from megatron_rl.training.collectives import broadcast_bytes
+from megatron_rl.training.exchange import Receiver
+from megatron_rl.training.logprobs import ResponseLogprobs
+from megatron_rl.training.policy import Policy
+from megatron_rl.training.worker import Worker
 from support.batches import make_batch
 from support.engines import route_shape
 
@@ -44,14 +44,14 @@ ADAM = AdamSettings(
 def build(checkpoint: str, rollouts: Path) -> Worker:
     sizes = ParallelSizes(ep=2)
     layout = parallel.initialize(sizes, seed=0, timeout_s=60)
-    model = read_hf_config(checkpoint)
+    model = read_shape(checkpoint)
     chunks = build_models(model, sizes, dtype=torch.float32)
     load_hf_weights(chunks, model, checkpoint)
     models = wrap_data_parallel(chunks)
     rows = tuple(range(len(model.moe_layers)))
     return Worker(
         layout=layout,
-        consumers=[Consumer(dp_rank=rank, node=rank, moe_rows=rows) for rank in range(layout.world_size)],
+        consumers=[Receiver(dp_rank=rank, node=rank, moe_rows=rows) for rank in range(layout.world_size)],
         model=model,
         policy=Policy(
             models=models,
@@ -66,14 +66,14 @@ def build(checkpoint: str, rollouts: Path) -> Worker:
     )
 
 
-def store_payloads(worker: Worker, count: int) -> tuple[PayloadStore, list[SampleRef]]:
+def store_payloads(worker: Worker, count: int) -> tuple[RolloutStore, list[RolloutRef]]:
     """Every payload lies on node 0, in rank 0's memory; all ranks learn where."""
     samples, rollouts, _ = make_batch(worker.model, count)
-    store = PayloadStore(node=0)
+    store = RolloutStore(node=0)
     data = None
     if worker.layout.rank == 0:
         data = msgspec.msgpack.encode(store.put("group", rollouts))
-    where = msgspec.msgpack.decode(broadcast_bytes(data, worker.layout.control_group), type=list[PayloadLocation])
+    where = msgspec.msgpack.decode(broadcast_bytes(data, worker.layout.control_group), type=list[RolloutLocation])
     return store, [msgspec.structs.replace(s, location=w) for s, w in zip(samples, where, strict=True)]
 
 

@@ -8,23 +8,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.contracts import Prompt, Rollout, Sampling
-from megatron_rl.mcore.hf_config import read_hf_config
+from megatron_rl.contracts.prompt import Prompt, Sampling
+from megatron_rl.contracts.rollout import Rollout
+from megatron_rl.models.qwen3_moe import read_shape
+from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.prompts.factory import open_prompts
-from megatron_rl.tokenizer import Tokenizer
 from sglang_bridge.cpu_support import declare_torchvision_schemas
 from support.engines import running_engine, sample
 from support.rollout_files import write_rollouts
 from support.torchrun import torchrun
 
 SCRIPT = Path(__file__).with_name("megatron_logprobs.py")
-ASSETS = Path(__file__).parents[2] / "megatron_rl/assets"
+ASSETS = Path(__file__).parents[2] / "megatron_rl/models/assets"
 MEAN, MAX = 2e-6, 5e-5
 
 
 def rollout_logprobs(rollouts: list[Rollout]) -> dict[str, torch.Tensor]:
     return {
-        r.trajectory_id: torch.cat([torch.from_numpy(s.logprobs.copy()) for s in r.segments if s.logprobs is not None])
+        r.rollout_id: torch.cat([torch.from_numpy(s.logprobs.copy()) for s in r.segments if s.logprobs is not None])
         for r in rollouts
     }
 
@@ -59,7 +60,7 @@ def transformers_logprobs(checkpoint: Path, rollouts: list[Rollout]) -> dict[str
             logprobs = model(tokens[None, :-1]).logits[0].log_softmax(-1)
         num_prompt = len(rollout.segments[0].tokens)
         picked = logprobs.gather(1, tokens[1:, None])[:, 0]
-        result[rollout.trajectory_id] = picked[num_prompt - 1 :]
+        result[rollout.rollout_id] = picked[num_prompt - 1 :]
     return result
 
 
@@ -73,7 +74,7 @@ def all_logprobs(
 ) -> dict[str, dict[str, torch.Tensor]]:
     """By implementation: the log-probabilities of one set of sampled responses."""
     checkpoint = ASSETS / f"qwen3_moe_tiny_{task}"
-    model = read_hf_config(checkpoint)
+    model = read_shape(checkpoint)
     source = open_prompts(task, Tokenizer.from_directory(checkpoint), num_train=num_prompts, num_eval=num_prompts // 4)
     prompts: list[Prompt] = [*source.held_out, *source.train][:num_prompts]
     with running_engine(checkpoint, directory) as engine:

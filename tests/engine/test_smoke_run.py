@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from megatron_rl.exit_codes import ExitCode
+from megatron_rl.contracts.exit_codes import ExitCode
 from support.jobs import ROOT, family, start_job, survivors
 
 pytestmark = [pytest.mark.engine, pytest.mark.distributed, pytest.mark.timeout(420)]
@@ -33,7 +33,7 @@ def test_two_expert_parallel_ranks_train_and_leave_a_complete_run(tmp_path: Path
     assert records[-1]["mismatch/logprob_abs_mean"] < 1e-4
     assert json.loads((run / "exit.json").read_text())["code"] == 0
     assert str(run) in output.splitlines()[-1]
-    before = load_file(ROOT / "megatron_rl/assets/qwen3_moe_tiny_two_digit_addition/model.safetensors")
+    before = load_file(ROOT / "megatron_rl/models/assets/qwen3_moe_tiny_two_digit_addition/model.safetensors")
     after = load_file(run / "checkpoints/step-3/model.safetensors")
     assert before.keys() == after.keys()
     assert any(not before[name].equal(after[name]) for name in before)

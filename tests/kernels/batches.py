@@ -1,7 +1,4 @@
-"""Ragged batches for the tests of the objective, drawn by hypothesis.
-
-Invariant: a batch is built from a seed and lengths alone, so a failing example can be replayed.
-"""
+"""Ragged batches for the tests of the objective, drawn by hypothesis."""
 
 from __future__ import annotations
 

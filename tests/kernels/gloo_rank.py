@@ -1,7 +1,4 @@
-"""One of two gloo ranks: `python gloo_rank.py <rank> <store file>`; asserts, then exits 0.
-
-Invariant: both ranks build the same whole problem from a seed, solve their part, and compare with the whole.
-"""
+"""One of two gloo ranks: `python gloo_rank.py <rank> <store file>`; asserts, then exits 0."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Child processes of the kernel tests.
-
-Invariant: a child imports the same packages as the test that starts it, installed or not.
-"""
+"""Child processes of the kernel tests."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The settings under which ESPO must equal other published objectives, in float64.
-
-Invariant: each returns (loss, ∂loss/∂logprobs) of the reference, a mean over the sequences that keep a token.
-"""
+"""The settings under which ESPO must equal other published objectives, in float64."""
 
 from __future__ import annotations
 

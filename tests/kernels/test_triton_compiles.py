@@ -1,7 +1,4 @@
-"""Every Triton kernel compiles to machine code for an H100/H200 (sm_90), without a GPU, and without spilling.
-
-Invariant: what the interpreter accepts and the compiler refuses is found here.
-"""
+"""Every Triton kernel compiles to machine code for an H100/H200 (sm_90), without a GPU, and without spilling."""
 
 import json
 import subprocess

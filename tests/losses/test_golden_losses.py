@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.contracts import Denominators
+from megatron_rl.contracts.plan import Denominators
 from megatron_rl.losses import ResponseTokens, build_policy_loss
 
 GOLDEN = tomllib.loads((Path(__file__).parents[1] / "golden" / "policy_losses.toml").read_text())

@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.contracts import Denominators
+from megatron_rl.contracts.plan import Denominators
 from megatron_rl.losses import LossResult, PolicyLoss, ResponseTokens, build_policy_loss
 
 Packed = Callable[..., tuple[torch.Tensor, ResponseTokens]]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.mcore import cpu_compat
+from megatron_rl.mcore.cpu import compat
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -74,7 +74,7 @@ def checkpoint(hf_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def megatron() -> Iterator[Any]:
     """Megatron's process groups for this one process; yields its `RankLayout`."""
-    cpu_compat.install()
+    compat.install()
     from megatron_rl.mcore.model import ParallelSizes
     from megatron_rl.mcore.parallel import initialize, shutdown
 

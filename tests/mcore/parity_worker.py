@@ -7,23 +7,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.mcore import cpu_compat
+from megatron_rl.mcore.cpu import compat
 
-cpu_compat.install()  # before anything of Megatron is imported
+compat.install()  # before anything of Megatron is imported
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from safetensors.torch import save_file
 
-from megatron_rl.mcore.hf_config import read_hf_config
-from megatron_rl.mcore.hf_weights import iterate_hf_weights, load_hf_weights, save_hf_weights
 from megatron_rl.mcore.model import ParallelSizes, build_models
 from megatron_rl.mcore.optimizer import AdamSettings, DistributedAdam, wrap_data_parallel
 from megatron_rl.mcore.parallel import initialize, shutdown
 from megatron_rl.mcore.replay import RouteReplay
 from megatron_rl.mcore.schedule import run_schedule
-from megatron_rl.rank_view import RankView
+from megatron_rl.mcore.weights import iterate_hf_weights, load_hf_weights, save_hf_weights
+from megatron_rl.models.qwen3_moe import read_shape
+from megatron_rl.planning.rank_view import RankView
 from tests.mcore.packs import pack, targets_of
 
 GLOBAL_BATCH = [(0, 1), (2, 3), (4, 5), (6, 7)]
@@ -54,7 +54,7 @@ def main() -> None:
     args = parser.parse_args()
     sizes = ParallelSizes(args.tp, args.pp, args.vpp, 1, args.ep, args.etp, args.sequence_parallel)
     layout = initialize(sizes, seed=1, timeout_s=60)
-    config = read_hf_config(args.checkpoint)
+    config = read_shape(args.checkpoint)
     bare = build_models(config, sizes, dtype=torch.float32, recompute=args.recompute)
     load_hf_weights(bare, config, args.checkpoint)
     models = wrap_data_parallel(bare)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 @settings(max_examples=50, deadline=None)
 @given(lengths=st.lists(st.integers(0, 60), min_size=1, max_size=40))
 def test_buckets_hold_every_sequence_once_and_bound_the_padding(megatron: Any, lengths: list[int]) -> None:
-    from megatron_rl.mcore.cpu_modules import length_buckets
+    from megatron_rl.mcore.cpu.modules import length_buckets
 
     bounds = torch.tensor([0, *lengths]).cumsum(0).tolist()
     buckets = length_buckets(bounds)
@@ -28,7 +28,7 @@ def test_buckets_hold_every_sequence_once_and_bound_the_padding(megatron: Any, l
 def test_packed_attention_is_each_sequence_alone(megatron: Any, lengths: list[int]) -> None:
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from megatron_rl.mcore.cpu_modules import CpuCoreAttention
+    from megatron_rl.mcore.cpu.modules import CpuCoreAttention
 
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     generator = torch.Generator().manual_seed(sum(lengths))

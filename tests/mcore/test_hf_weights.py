@@ -13,11 +13,11 @@ from tests.mcore.packs import pack, sequence
 
 
 def build(checkpoint: Path, *, load: bool = True) -> tuple[list[Any], Any]:
-    from megatron_rl.mcore.hf_config import read_hf_config
-    from megatron_rl.mcore.hf_weights import load_hf_weights
     from megatron_rl.mcore.model import ParallelSizes, build_models
+    from megatron_rl.mcore.weights import load_hf_weights
+    from megatron_rl.models.qwen3_moe import read_shape
 
-    config = read_hf_config(checkpoint)
+    config = read_shape(checkpoint)
     models = build_models(config, ParallelSizes(), dtype=torch.float32)
     if load:
         load_hf_weights(models, config, checkpoint)
@@ -45,7 +45,7 @@ def test_packed_logits_are_those_of_transformers(megatron: Any, hf_model: Any, c
 
 
 def test_load_then_export_is_bit_exact(megatron: Any, checkpoint: Path) -> None:
-    from megatron_rl.mcore.hf_weights import iterate_hf_weights
+    from megatron_rl.mcore.weights import iterate_hf_weights
 
     models, config = build(checkpoint)
     original = load_file(checkpoint / "model.safetensors")
@@ -57,7 +57,7 @@ def test_load_then_export_is_bit_exact(megatron: Any, checkpoint: Path) -> None:
 def test_saved_checkpoint_is_whole_and_loads_in_transformers(
     megatron: Any, hf_model: Any, checkpoint: Path, tmp_path: Path
 ) -> None:
-    from megatron_rl.mcore.hf_weights import save_hf_weights
+    from megatron_rl.mcore.weights import save_hf_weights
 
     models, config = build(checkpoint)
     target = tmp_path / "saved"
@@ -71,7 +71,7 @@ def test_saved_checkpoint_is_whole_and_loads_in_transformers(
 def test_a_model_from_scratch_exports_a_checkpoint_that_computes_the_same(
     megatron: Any, hf_model: Any, checkpoint: Path, tmp_path: Path
 ) -> None:
-    from megatron_rl.mcore.hf_weights import save_hf_weights
+    from megatron_rl.mcore.weights import save_hf_weights
 
     models, config = build(checkpoint, load=False)
     save_hf_weights(models, config, source=checkpoint, target=tmp_path / "scratch", dtype=torch.float32)
@@ -103,7 +103,7 @@ def test_a_model_from_scratch_exports_a_checkpoint_that_computes_the_same(
 def test_missing_and_misshapen_tensors_are_named(
     megatron: Any, checkpoint: Path, tmp_path: Path, name: str, change: Any, message: str
 ) -> None:
-    from megatron_rl.mcore.hf_weights.load import CheckpointError
+    from megatron_rl.mcore.weights.load import CheckpointError
 
     shutil.copytree(checkpoint, tmp_path / "bad")
     tensors = load_file(checkpoint / "model.safetensors")
@@ -117,7 +117,7 @@ def test_missing_and_misshapen_tensors_are_named(
 
 def test_quantized_tensors_are_refused(megatron: Any, checkpoint: Path, tmp_path: Path) -> None:
     """An FP8 tensor without its scales would be copied as if it were a weight."""
-    from megatron_rl.mcore.hf_weights.load import CheckpointError
+    from megatron_rl.mcore.weights.load import CheckpointError
 
     shutil.copytree(checkpoint, tmp_path / "fp8")
     tensors = load_file(checkpoint / "model.safetensors")
@@ -145,7 +145,7 @@ def test_quantized_tensors_are_refused(megatron: Any, checkpoint: Path, tmp_path
 def test_files_that_break_on_the_way_are_named(
     megatron: Any, checkpoint: Path, tmp_path: Path, index: str | dict[str, Any] | None, message: str
 ) -> None:
-    from megatron_rl.mcore.hf_weights.load import CheckpointError
+    from megatron_rl.mcore.weights.load import CheckpointError
 
     shutil.copy(checkpoint / "config.json", tmp_path)
     save_file({"x": torch.zeros(1)}, tmp_path / "other.safetensors", metadata={"format": "pt"})
@@ -159,7 +159,7 @@ def test_files_that_break_on_the_way_are_named(
 
 
 def test_a_sharded_checkpoint_is_read_through_its_index(megatron: Any, checkpoint: Path, tmp_path: Path) -> None:
-    from megatron_rl.mcore.hf_weights import iterate_hf_weights
+    from megatron_rl.mcore.weights import iterate_hf_weights
 
     original = load_file(checkpoint / "model.safetensors")
     names = sorted(original)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.mcore.hf_weights.layout import Kind, join, join_shards, layout_of, shard, split
+from megatron_rl.mcore.weights.layout import Kind, join, join_shards, layout_of, shard, split
 
 
 @pytest.mark.parametrize(

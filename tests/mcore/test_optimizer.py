@@ -44,7 +44,7 @@ def test_warm_up_then_decay_to_the_floor(megatron: Any, decay: str, expected: li
 
 
 def test_adam_is_torchs_adamw(megatron: Any) -> None:
-    from megatron_rl.mcore.adam import FusedLayoutAdam
+    from megatron_rl.mcore.cpu.adam import FusedLayoutAdam
 
     generator = torch.Generator().manual_seed(0)
     start = [torch.randn(5, 3, generator=generator), torch.randn(7, generator=generator)]

@@ -12,13 +12,13 @@ MICRO_BATCHES = [(0, 1, 2), (3, 4)]
 
 
 def build(checkpoint: Path, recompute: str = "none", **overrides: Any) -> tuple[list[Any], Any]:
-    from megatron_rl.mcore.hf_config import read_hf_config
-    from megatron_rl.mcore.hf_weights import load_hf_weights
     from megatron_rl.mcore.model import ParallelSizes, build_models
     from megatron_rl.mcore.optimizer import wrap_data_parallel
     from megatron_rl.mcore.replay import RouteReplay
+    from megatron_rl.mcore.weights import load_hf_weights
+    from megatron_rl.models.qwen3_moe import read_shape
 
-    config = read_hf_config(checkpoint)
+    config = read_shape(checkpoint)
     models = build_models(config, ParallelSizes(), dtype=torch.float32, recompute=recompute)
     load_hf_weights(models, config, checkpoint)
     for name, value in overrides.items():

@@ -3,11 +3,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.models.tokenizer import Tokenizer, write_character_tokenizer
 from megatron_rl.prompts.factory import open_prompts
 from megatron_rl.prompts.question import PromptDataError
 from megatron_rl.prompts.worked import worked_examples
 from megatron_rl.rewards import ExactMatch
-from megatron_rl.tokenizer import Tokenizer, write_character_tokenizer
 
 
 @pytest.fixture(scope="module")

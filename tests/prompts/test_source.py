@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.contracts import Prompt
+from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.prompts.question import PromptDataError
 from megatron_rl.prompts.source import PromptSource
 

@@ -3,7 +3,9 @@ import re
 
 import pytest
 
-from megatron_rl.contracts import FinishReason, Prompt, Verdict
+from megatron_rl.contracts.group import Verdict
+from megatron_rl.contracts.prompt import Prompt
+from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.rewards import ExactMatch, build_scorer
 
 

@@ -3,7 +3,9 @@ import time
 
 import pytest
 
-from megatron_rl.contracts import FinishReason, Prompt, Verdict
+from megatron_rl.contracts.group import Verdict
+from megatron_rl.contracts.prompt import Prompt
+from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.rewards import RewardRunner
 
 PROMPT = Prompt(id="p", token_ids=(1,), answer="1", task="t")

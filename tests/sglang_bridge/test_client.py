@@ -13,7 +13,7 @@ from aiohttp import web
 
 from sglang_bridge.client import GenerateClient
 from sglang_bridge.errors import RequestFailed
-from sglang_bridge.generation import RejectedReply
+from sglang_bridge.generation import GenerationRejected
 
 SAMPLING = SimpleNamespace(max_new_tokens=4, temperature=0.7, stop_token_ids=(2,))
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -173,7 +173,7 @@ def test_a_bad_reply_is_rejected_and_routes_need_a_shape() -> None:
 
     async def scenario() -> None:
         async with serving(generate) as url, GenerateClient(url) as client:
-            with pytest.raises(RejectedReply, match="malformed"):
+            with pytest.raises(GenerationRejected, match="malformed"):
                 await client.generate([1], SAMPLING, rid="a", return_routes=False)
             with pytest.raises(ValueError, match="route_shape"):
                 await client.generate([1], SAMPLING, rid="a")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_bridge.generation import RejectedReply, VersionSpan, decode_generation
+from sglang_bridge.generation import GenerationRejected, VersionSpan, decode_generation
 
 PROMPT, LAYERS, TOPK = 3, 2, 2
 
@@ -35,7 +35,7 @@ def decode(content: Any, shape: tuple[int, int] | None = (LAYERS, TOPK)) -> Any:
 
 
 def rejection(content: Any) -> str:
-    with pytest.raises(RejectedReply) as caught:
+    with pytest.raises(GenerationRejected) as caught:
         decode(content)
     return caught.value.reason
 
@@ -97,7 +97,7 @@ def test_what_is_no_reply_is_malformed(content: Any) -> None:
 
 @given(st.binary(max_size=200))
 def test_bytes_of_any_kind_are_rejected_not_raised_through(body: bytes) -> None:
-    with pytest.raises(RejectedReply):
+    with pytest.raises(GenerationRejected):
         decode_generation(body, num_prompt_tokens=PROMPT)
 
 

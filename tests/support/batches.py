@@ -4,14 +4,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_rl.contracts import FinishReason, Role, Rollout, SampleRef, Segment
-from megatron_rl.mcore.hf_config import MoeModelConfig
+from megatron_rl.contracts.group import RolloutRef
+from megatron_rl.contracts.rollout import FinishReason, Role, Rollout, Segment
+from megatron_rl.models.qwen3_moe import ModelShape
 from support.rollouts import make_ref
 
 
-def make_batch(
-    model: MoeModelConfig, count: int, *, seed: int = 0
-) -> tuple[list[SampleRef], list[Rollout], list[float]]:
+def make_batch(model: ModelShape, count: int, *, seed: int = 0) -> tuple[list[RolloutRef], list[Rollout], list[float]]:
     """`count` samples of 9 to 40 tokens with routes, one of them with a masked tool turn, and their advantages."""
     rng = np.random.default_rng(seed)
     rollouts = [_make_rollout(model, index, rng) for index in range(count)]
@@ -19,7 +18,7 @@ def make_batch(
     return [make_ref(rollout) for rollout in rollouts], rollouts, advantages
 
 
-def _make_rollout(model: MoeModelConfig, index: int, rng: np.random.Generator) -> Rollout:
+def _make_rollout(model: ModelShape, index: int, rng: np.random.Generator) -> Rollout:
     num_prompt = int(rng.integers(4, 15))
     lengths = [int(rng.integers(5, 27))] if index % 3 else [4, 3, 6]
     roles = [Role.RESPONSE] if index % 3 else [Role.RESPONSE, Role.TOOL, Role.RESPONSE]
@@ -36,7 +35,7 @@ def _make_rollout(model: MoeModelConfig, index: int, rng: np.random.Generator) -
     return Rollout(f"t{index}", f"p{index}", 0, FinishReason.STOP, tuple(segments), routes)
 
 
-def _tokens(model: MoeModelConfig, count: int, rng: np.random.Generator) -> np.ndarray:
+def _tokens(model: ModelShape, count: int, rng: np.random.Generator) -> np.ndarray:
     return rng.integers(1, model.vocab_size, count).astype(np.int32)
 
 

@@ -5,10 +5,11 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron_rl.contracts import Prompt, Rollout, Sampling
-from megatron_rl.mcore.hf_config import MoeModelConfig
-from megatron_rl.rollout.assemble import assemble_rollout
-from megatron_rl.rollout.messages import RouteShape
+from megatron_rl.contracts.prompt import Prompt, Sampling
+from megatron_rl.contracts.rollout import Rollout
+from megatron_rl.models.qwen3_moe import ModelShape
+from megatron_rl.rollouts.assembly import assemble_rollout
+from megatron_rl.rollouts.messages import RouteShape
 from sglang_bridge.client import GenerateClient
 from sglang_bridge.keys import create_keys
 from sglang_bridge.lifeline import Lifeline
@@ -37,14 +38,14 @@ def running_engine(model_path: Path, directory: Path) -> Iterator[ManagedEngine]
         lifeline.close()
 
 
-def route_shape(model: MoeModelConfig) -> RouteShape:
+def route_shape(model: ModelShape) -> RouteShape:
     return RouteShape(
         moe_layers=model.moe_layers, num_hidden_layers=model.num_layers, num_experts=model.num_experts, topk=model.topk
     )
 
 
 def sample(
-    engine: ManagedEngine, model: MoeModelConfig, prompts: Sequence[Prompt], sampling: Sampling, label: str = "t"
+    engine: ManagedEngine, model: ModelShape, prompts: Sequence[Prompt], sampling: Sampling, label: str = "t"
 ) -> list[Rollout]:
     """One response to each prompt, as the collector would build it."""
 
@@ -58,7 +59,7 @@ def sample(
             assemble_rollout(
                 prompt,
                 reply,
-                trajectory_id=f"{label}-{i}",
+                rollout_id=f"{label}-{i}",
                 sample_index=0,
                 routes=route_shape(model),
                 train_truncated=True,

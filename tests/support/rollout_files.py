@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from megatron_rl.contracts import Rollout
-from megatron_rl.rollout import codec
+from megatron_rl.contracts.rollout import Rollout
+from megatron_rl.rollouts import codec
 
 
 def write_rollouts(file: Path, rollouts: list[Rollout]) -> None:

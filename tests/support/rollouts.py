@@ -2,17 +2,10 @@
 
 import numpy as np
 
-from megatron_rl.contracts import (
-    FinishReason,
-    PayloadLocation,
-    Role,
-    Rollout,
-    SampleRef,
-    Segment,
-    Verdict,
-)
+from megatron_rl.contracts.group import RolloutLocation, RolloutRef, Verdict
+from megatron_rl.contracts.rollout import FinishReason, Role, Rollout, Segment
 
-NOWHERE = PayloadLocation(node=0, pid=0, fd=0, offset=0, nbytes=0)
+NOWHERE = RolloutLocation(node=0, pid=0, fd=0, offset=0, nbytes=0)
 
 
 def make_rollout(
@@ -21,7 +14,7 @@ def make_rollout(
     rng = np.random.default_rng(num_prompt * 100 + num_response)
     inputs = num_prompt + num_response - 1
     return Rollout(
-        trajectory_id="g7/3",
+        rollout_id="g7/3",
         prompt_id="p-é",
         sample_index=3,
         finish_reason=FinishReason.STOP,
@@ -41,8 +34,8 @@ def make_rollout(
 
 
 def assert_equal(left: Rollout, right: Rollout) -> None:
-    assert (left.trajectory_id, left.prompt_id, left.sample_index) == (
-        right.trajectory_id,
+    assert (left.rollout_id, left.prompt_id, left.sample_index) == (
+        right.rollout_id,
         right.prompt_id,
         right.sample_index,
     )
@@ -56,10 +49,10 @@ def assert_equal(left: Rollout, right: Rollout) -> None:
     np.testing.assert_array_equal(left.routes, right.routes)
 
 
-def make_ref(rollout: Rollout, location: PayloadLocation = NOWHERE, *, reward: float = 1.0) -> SampleRef:
+def make_ref(rollout: Rollout, location: RolloutLocation = NOWHERE, *, reward: float = 1.0) -> RolloutRef:
     trainable = [s for s in rollout.segments if s.trainable]
-    return SampleRef(
-        trajectory_id=rollout.trajectory_id,
+    return RolloutRef(
+        rollout_id=rollout.rollout_id,
         prompt_id=rollout.prompt_id,
         sample_index=rollout.sample_index,
         num_inputs=rollout.num_tokens - 1,

@@ -1,7 +1,4 @@
-"""CPU path of the entropy groups.
-
-Invariant: the same members as the reference; means accumulate in float64.
-"""
+"""CPU path of the entropy groups."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The public function `espo_groups`: checks, then one backend.
-
-Invariant: every unmasked token is in exactly one group of its sequence; group 0 holds the highest entropies.
-"""
+"""The public function `espo_groups`: checks, then one backend."""
 
 from __future__ import annotations
 

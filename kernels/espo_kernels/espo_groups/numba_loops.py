@@ -1,7 +1,4 @@
-"""Entropy groups as compiled loops: the entropy at each group's edge by selection, then one pass that assigns.
-
-Invariant: the same members as sorting by (entropy descending, position), in linear time.
-"""
+"""Entropy groups as compiled loops: the entropy at each group's edge by selection, then one pass that assigns."""
 
 from __future__ import annotations
 

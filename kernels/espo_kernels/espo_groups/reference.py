@@ -1,7 +1,4 @@
-"""Entropy groups in the paper's notation, one sequence and one group at a time.
-
-Invariant: this is the definition; every other backend is tested against it.
-"""
+"""Entropy groups in the paper's notation, one sequence and one group at a time."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""What defines entropy groups, validated once and passed on as plain numbers.
-
-Invariant: the size of a group is exact integer arithmetic on the fraction the user wrote, so that no backend and no
-rounding of `q * n` decides it. Denominators are at most 10^6, so that n · numerator fits 64 bits in every backend.
-"""
+"""What defines entropy groups, validated once and passed on as plain numbers."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Entropy groups on a GPU: one launch, one program per sequence.
-
-Invariant: the same members as the reference. The entropy at each group's edge is found exactly, byte by byte from the
-top of an order-preserving integer key (radix selection), and ties at the edge go to the earlier positions.
-"""
+"""Entropy groups on a GPU: one launch, one program per sequence."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The ESPO objective: one ratio per entropy group, clipped by the group's own width.
-
-Invariant: gradient flows through `logprobs` alone; everything else is a constant of the step.
-"""
+"""The ESPO objective: one ratio per entropy group, clipped by the group's own width."""
 
 from espo_kernels.espo_policy_loss.loss import EspoResult, espo_policy_loss
 from espo_kernels.espo_policy_loss.metrics import EspoMetrics

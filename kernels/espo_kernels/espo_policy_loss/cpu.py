@@ -1,7 +1,4 @@
-"""CPU path of the ESPO loss: two compiled passes over the tokens, the gradient written out.
-
-Invariant: the gradient of token t is −s_t A_t / (B K_i |τ|) where the clip is inactive and 0 where it is active.
-"""
+"""CPU path of the ESPO loss: two compiled passes over the tokens, the gradient written out."""
 
 from __future__ import annotations
 

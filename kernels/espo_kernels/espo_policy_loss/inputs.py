@@ -1,7 +1,4 @@
-"""What every backend of the loss receives, already checked.
-
-Invariant: `all_reduced` is the only communication of a backend, and every context-parallel rank calls it equally often.
-"""
+"""What every backend of the loss receives, already checked."""
 
 from __future__ import annotations
 

@@ -7,8 +7,6 @@
 without unmasked tokens contributes nothing. The gradient of an unmasked token with A ≠ 0 is zero exactly where
 (A > 0 and s > 1 + ε) or (A < 0 and s < 1 − ε), and −s_t A_t / (B K_i |τ|) elsewhere. One group with a fixed clip is
 GSPO-token; one-token groups are PPO-clip averaged over tokens, then sequences.
-
-Invariant: the loss is what an optimiser minimises, −J; its sum over context-parallel ranks is the loss of the batch.
 """
 
 from __future__ import annotations

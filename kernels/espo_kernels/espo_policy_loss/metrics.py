@@ -1,7 +1,4 @@
-"""Diagnostics of the loss, kept as sums so that they reduce exactly over micro-batches and ranks.
-
-Invariant: no field is a mean; merging the parts of a batch in any order gives the metrics of the whole.
-"""
+"""Diagnostics of the loss, kept as sums so that they reduce exactly over micro-batches and ranks."""
 
 from __future__ import annotations
 

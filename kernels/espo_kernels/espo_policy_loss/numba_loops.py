@@ -1,7 +1,4 @@
-"""The ESPO loss as compiled loops over tokens, in float64.
-
-Invariant: sums run in token order, one accumulator per group, so results are deterministic.
-"""
+"""The ESPO loss as compiled loops over tokens, in float64."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The ESPO objective in the paper's notation, one sequence and one group at a time, differentiated by autograd.
-
-Invariant: this is the definition; every other backend is tested against its value and its gradient.
-"""
+"""The ESPO objective in the paper's notation, one sequence and one group at a time, differentiated by autograd."""
 
 from __future__ import annotations
 

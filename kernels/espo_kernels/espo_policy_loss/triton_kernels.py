@@ -1,9 +1,5 @@
 """Triton kernels of the ESPO loss: one per sequence, one final reduction, one that scales the gradient.
 
-Invariant: every number is reduced by one program in a fixed order, so results are deterministic. NaN or infinity in an
-unmasked input, a group id without a group and a wrong `cu_seqlens` reach the loss as NaN: values are compared and
-selected, not passed through a minimum or maximum, which may drop NaN.
-
 All tokens of a group share one s and one ε (unless the ratio's denominator is π_old), so whether a token is clipped
 depends on its advantage's sign alone: the loss and its diagnostics follow from sums over positive and over negative
 advantages, and the second pass over the tokens only writes the gradient.

@@ -1,8 +1,4 @@
-"""Launches of the Triton kernels of the loss.
-
-Invariant: no host synchronisation; two launches for the loss and one for its gradient (context parallelism adds one
-and an all-reduce).
-"""
+"""Launches of the Triton kernels of the loss."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""CPU path: the reference, one band of blocks at a time.
-
-Invariant: float32 copies exist for one band of one matrix only, whatever the size of the stack.
-"""
+"""CPU path: the reference, one band of blocks at a time."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The public function `quantize_fp8_blockwise`: checks, then one backend.
-
-Invariant: all backends return the same bits.
-"""
+"""The public function `quantize_fp8_blockwise`: checks, then one backend."""
 
 from __future__ import annotations
 

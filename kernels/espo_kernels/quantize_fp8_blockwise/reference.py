@@ -1,7 +1,4 @@
-"""Block quantisation in plain torch.
-
-Invariant: this is the definition; every other backend produces the same bits.
-"""
+"""Block quantisation in plain torch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Block quantisation on a GPU: one launch for a whole stack, one program per block.
-
-Invariant: the same bits as the reference: divisions are correctly rounded, and e4m3 rounding is to nearest even.
-"""
+"""Block quantisation on a GPU: one launch for a whole stack, one program per block."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Log-probability and entropy of each token from logits, without a softmax in memory.
-
-Invariant: forward keeps at most 16 bytes per token besides its results; backward reads the logits once more.
-"""
+"""Log-probability and entropy of each token from logits, without a softmax in memory."""
 
 from espo_kernels.token_logprob_entropy.logprob import token_logprob_entropy
 

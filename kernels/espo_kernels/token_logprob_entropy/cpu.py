@@ -1,7 +1,4 @@
-"""CPU path: compiled loops over rows, split over torch's intra-op threads.
-
-Invariant: reads each logit from memory once per pass and holds nothing of the logits' size besides the gradient.
-"""
+"""CPU path: compiled loops over rows, split over torch's intra-op threads."""
 
 from __future__ import annotations
 

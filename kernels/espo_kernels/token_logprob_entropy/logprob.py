@@ -5,9 +5,6 @@
 
 One pass over the logits (online softmax, Milakov & Gimelshein, arXiv 1805.02867). Backward recomputes
 p_v = exp(d_v − log l):  ∂logprob/∂x_v = (1[v = target] − p_v) / τ,  ∂entropy/∂x_v = −p_v (log p_v + H) / τ.
-
-Invariant: temperature divides the logits before both results; columns beyond the true vocabulary have probability 0
-and gradient 0.
 """
 
 from __future__ import annotations

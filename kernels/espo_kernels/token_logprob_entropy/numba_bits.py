@@ -1,7 +1,4 @@
-"""Logits as raw bits, for compiled loops: numpy has no bfloat16 and numba no 16-bit floats on CPU.
-
-Invariant: int32 is float32, int16 is bfloat16 and uint16 is float16; `load` is exact, `store` rounds to nearest even.
-"""
+"""Logits as raw bits, for compiled loops: numpy has no bfloat16 and numba no 16-bit floats on CPU."""
 
 from __future__ import annotations
 

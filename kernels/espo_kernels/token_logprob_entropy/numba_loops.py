@@ -1,8 +1,5 @@
 """Row loops compiled by numba, over logits given as raw bits.
 
-Invariant: the compiler may reorder sums (so that they vectorise) but never assumes finite numbers: NaN and +inf reach
-every result of their row.
-
 A row's exponentials are taken relative to an anchor, a logit that no other exceeds by more than a few powers of two.
 The anchor need not be the maximum, so one pass over a block is enough: it sums and finds the block's maximum, and only
 a block that rises too far above the anchor is summed again.

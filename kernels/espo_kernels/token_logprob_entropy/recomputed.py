@@ -1,8 +1,4 @@
-"""The autograd node shared by the fast backends.
-
-Invariant: saves the logits themselves and three numbers per token (target, anchor, log-sum; the entropy is a result);
-probabilities are recomputed in backward.
-"""
+"""The autograd node shared by the fast backends."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Log-probability and entropy by the textbook, differentiated by autograd.
-
-Invariant: this is the definition; every other backend is tested against its values and its gradient.
-"""
+"""Log-probability and entropy by the textbook, differentiated by autograd."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Triton kernels: one pass over a row of logits in forward, one in backward.
-
-Invariant: NaN and +inf reach every result of their row. Maxima may drop NaN on a GPU, so it is carried by the sums:
-exponentials are never clamped, only the factor that multiplies them is.
-"""
+"""Triton kernels: one pass over a row of logits in forward, one in backward."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Launches of the Triton kernels: shapes to grids, nothing else.
-
-Invariant: no host synchronisation, one launch in forward and one in backward (tensor-parallel shards add the merge).
-"""
+"""Launches of the Triton kernels: shapes to grids, nothing else."""
 
 from __future__ import annotations
 

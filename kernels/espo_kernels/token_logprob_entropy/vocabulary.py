@@ -1,7 +1,4 @@
-"""Which columns of the vocabulary a rank holds, and how the ranks' partial sums become one softmax.
-
-Invariant: ranks are merged in rank order from the same gathered numbers, so every rank gets bit-equal results.
-"""
+"""Which columns of the vocabulary a rank holds, and how the ranks' partial sums become one softmax."""
 
 from __future__ import annotations
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from megatron_rl.config.refusal import Refusal
 from megatron_rl.config.schema import DataConfig, EngineConfig, RolloutConfig
-from megatron_rl.mcore.hf_config import MoeModelConfig
+from megatron_rl.models.qwen3_moe import ModelShape
 
 
 def check_lengths(
-    data: DataConfig, rollout: RolloutConfig, engine: EngineConfig, model: MoeModelConfig
+    data: DataConfig, rollout: RolloutConfig, engine: EngineConfig, model: ModelShape
 ) -> Iterator[Refusal]:
     """The longest sequence that may occur fits everywhere."""
     # SGLang keeps two positions of a sequence and seven behind a prompt: beyond, it truncates or refuses requests.

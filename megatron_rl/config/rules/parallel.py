@@ -1,8 +1,4 @@
-"""Megatron's grid: it fills the world, and the model can be split that way.
-
-Invariant: what is accepted has one pipeline stage and no context parallelism, which the launcher does not support. So
-the dense grid is world = tp x dp, and the expert grid world = etp x ep x (expert data parallelism).
-"""
+"""Megatron's grid: it fills the world, and the model can be split that way."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ from collections.abc import Iterator
 from megatron_rl.config.facts import LaunchFacts
 from megatron_rl.config.refusal import Refusal
 from megatron_rl.config.schema import EngineConfig, ParallelConfig
-from megatron_rl.mcore.hf_config import MoeModelConfig
+from megatron_rl.models.qwen3_moe import ModelShape
 
 _FP8_BLOCK = 128
 
@@ -51,7 +47,7 @@ def _check_world(parallel: ParallelConfig, facts: LaunchFacts) -> Iterator[Refus
             yield Refusal(key, value, rule, remedy)
 
 
-def check_model_split(parallel: ParallelConfig, engine: EngineConfig, model: MoeModelConfig) -> Iterator[Refusal]:
+def check_model_split(parallel: ParallelConfig, engine: EngineConfig, model: ModelShape) -> Iterator[Refusal]:
     """Every part of the model divides evenly among those that share it, in the trainer and in the engine."""
     splits = (
         ("parallel.ep", parallel.ep, "expert", model.num_experts),
@@ -68,7 +64,7 @@ def check_model_split(parallel: ParallelConfig, engine: EngineConfig, model: Moe
     yield from _check_fp8_blocks(engine, model)
 
 
-def _check_fp8_blocks(engine: EngineConfig, model: MoeModelConfig) -> Iterator[Refusal]:
+def _check_fp8_blocks(engine: EngineConfig, model: ModelShape) -> Iterator[Refusal]:
     width = model.moe_ffn_hidden_size * engine.ep // engine.tp
     if engine.quantization == "fp8" and width % _FP8_BLOCK:
         rule = f"Each engine rank gets {width} columns of an expert, which blocks of {_FP8_BLOCK} do not divide"

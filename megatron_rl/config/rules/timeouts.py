@@ -1,8 +1,4 @@
-"""Patience: who waits inside a collective outlasts what it waits for.
-
-Invariant: an engine that does not start, or does not take its weights, is reported as such before the other ranks give
-up on their collective and hide the cause.
-"""
+"""Patience: who waits inside a collective outlasts what it waits for."""
 
 from __future__ import annotations
 

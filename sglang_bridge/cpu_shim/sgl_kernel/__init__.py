@@ -1,8 +1,4 @@
-"""Stands in for SGLang's compiled kernels, which need AMX and are not published for CPUs.
-
-Invariant: what has no fallback in SGLang is implemented here in plain torch; what only speculative decoding needs is
-importable and refuses to run. Every layer of a model then uses SGLang's own `forward_native`.
-"""
+"""Stands in for SGLang's compiled kernels, which need AMX and are not published for CPUs."""
 
 from typing import Any, NoReturn
 

@@ -1,0 +1,44 @@
+"""What rank 0 tells every rank to do."""
+
+from __future__ import annotations
+
+import msgspec
+
+from megatron_rl.contracts.plan import StepPlan
+
+
+class Wait(msgspec.Struct, frozen=True, tag="wait"):
+    """Rollouts are under way: ask again. Keeps collectives from timing out while rank 0 is busy."""
+
+
+class Sync(msgspec.Struct, frozen=True, tag="sync"):
+    """Export the weights as `version` to the engines of these indices (every engine when empty)."""
+
+    version: int
+    engines: tuple[int, ...] = ()
+    audit: bool = False
+
+
+class Train(msgspec.Struct, frozen=True, tag="plan"):
+    """Run one training step."""
+
+    plan: StepPlan
+
+
+class SaveWeights(msgspec.Struct, frozen=True, tag="save"):
+    """Write the current weights in Hugging Face format into a directory."""
+
+    path: str
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """Stop at once; rank 0 has said why."""
+
+    reason: str
+
+
+class Finish(msgspec.Struct, frozen=True, tag="finish"):
+    """The run is complete."""
+
+
+Command = Wait | Sync | Train | SaveWeights | Abort | Finish

@@ -1,0 +1,19 @@
+"""The exit codes of every launch script."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """What ended a run. 1 is left to Python: an exception that nobody foresaw."""
+
+    OK = 0
+    REFUSED = 2  # the configuration or the run directory; nothing was started
+    BAD_DATA = 3  # prompts or a checkpoint that cannot be read
+    ENGINE_FAILED = 4  # an engine or a collector never became healthy, died or lost too many requests
+    NON_FINITE = 5  # NaN or Inf in loss or gradients for train.max_nonfinite_steps steps in a row
+    SYNC_MISMATCH = 6  # an engine holds other weights than the trainer sent
+    PEER_FAILED = 7  # another rank failed or a collective timed out
+    INTERRUPTED = 130  # SIGINT; 128 + the signal's number
+    TERMINATED = 143  # SIGTERM

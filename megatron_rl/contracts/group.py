@@ -1,0 +1,70 @@
+"""One prompt's rollouts with their verdicts: what rank 0 plans with; the tokens stay with the collector."""
+
+from __future__ import annotations
+
+import msgspec
+
+from megatron_rl.contracts.numbers import Count
+from megatron_rl.contracts.prompt import Prompt
+from megatron_rl.contracts.rollout import FinishReason
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What the reward says of one rollout.
+
+    reward: None when there is no verdict (the scorer failed or timed out): such a sample leaves its group's statistics
+    and is counted; it is not a zero. correctness: the raw score that zero variance is judged on, apart from shaping
+    terms. answer: the final answer found in the response, None when there is none to be found. seconds: scoring time.
+    reason: why there is no verdict.
+    """
+
+    reward: float | None
+    correctness: float | None
+    answer: str | None = None
+    shaping: dict[str, float] = {}
+    seconds: float = 0.0
+    reason: str = ""
+
+
+class RolloutLocation(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a collector keeps an encoded rollout: bytes [offset, offset + nbytes) of one shared-memory segment."""
+
+    node: Count
+    pid: Count
+    fd: Count
+    offset: Count
+    nbytes: Count
+
+
+class RolloutRef(msgspec.Struct, frozen=True, kw_only=True):
+    """All that rank 0 needs to know of a rollout to plan a step; the payload stays with its collector.
+
+    num_inputs: tokens the model reads when it trains on this sample (trajectory length - 1).
+    num_trainable: tokens that receive a loss. versions: weight versions of its sampled segments, ascending.
+    """
+
+    rollout_id: str
+    prompt_id: str
+    sample_index: Count
+    num_inputs: Count
+    num_trainable: Count
+    finish_reason: FinishReason
+    versions: tuple[int, ...]
+    verdict: Verdict
+    location: RolloutLocation
+    generate_seconds: float = 0.0
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt's rollouts and verdicts.
+
+    rejected: samples dropped before a verdict, by reason. generated_at, judged_at: when the last response arrived and
+    when the last verdict was there, in seconds of the collector's monotonic clock.
+    """
+
+    group_id: str
+    prompt: Prompt
+    samples: tuple[RolloutRef, ...]
+    rejected: dict[str, int] = {}
+    generated_at: float = 0.0
+    judged_at: float = 0.0

@@ -1,0 +1,1 @@
+"""What each group is worth: its kind, and the advantages of its rollouts."""

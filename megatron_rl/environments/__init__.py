@@ -1,0 +1,1 @@
+"""What happens with one prompt: turns of the engine, and of whoever answers it."""

@@ -1,0 +1,7 @@
+"""The one Hugging Face weight iterator: load, export and weight sync all go through it."""
+
+from megatron_rl.mcore.weights.export import iterate_hf_weights
+from megatron_rl.mcore.weights.load import load_hf_weights
+from megatron_rl.mcore.weights.save import save_hf_weights
+
+__all__ = ["iterate_hf_weights", "load_hf_weights", "save_hf_weights"]

@@ -1,0 +1,54 @@
+"""Walks a rank's weights under Hugging Face names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_rl.mcore.weights.layout import Kind, join_shards, split
+from megatron_rl.mcore.weights.parameters import placed_parameters
+from megatron_rl.models.qwen3_moe import ModelShape
+
+NamedTensors = Iterator[tuple[str, torch.Tensor]]
+
+
+@torch.no_grad()
+def iterate_hf_weights(
+    models: Sequence[torch.nn.Module], model: ModelShape, dtype: torch.dtype | None = None
+) -> NamedTensors:
+    """Yield (name, full tensor) for every tensor of this pipeline stage, in the same order on all its ranks.
+
+    Expert weights are gathered over the expert-parallel group, tensor-parallel shards over theirs. dtype: converts.
+    """
+    for parameter in placed_parameters(models, model):
+        layout = parameter.layout(ep_rank=0)
+        weight = parameter.weight.detach()
+        is_expert = layout.expert is not None
+        if layout.kind is not Kind.REPLICATED:
+            weight = join_shards(layout.kind, _gather(weight, _tensor_group(is_expert)))
+        copies = _gather(weight, parallel_state.get_expert_model_parallel_group()) if is_expert else [weight]
+        for ep_rank, copy in enumerate(copies):
+            names = parameter.layout(ep_rank).hf_names
+            for name, tensor in zip(names, split(layout.kind, copy, model), strict=True):
+                if layout.kind is Kind.ROWS:
+                    tensor = tensor[: model.vocab_size]
+                yield name, tensor if dtype is None else tensor.to(dtype)
+
+
+def _tensor_group(is_expert: bool) -> dist.ProcessGroup:
+    if is_expert:
+        return parallel_state.get_expert_tensor_parallel_group()
+    return parallel_state.get_tensor_model_parallel_group()
+
+
+def _gather(weight: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    size = dist.get_world_size(group)
+    if size == 1:
+        return [weight]
+    weight = weight.contiguous()
+    copies = [torch.empty_like(weight) for _ in range(size)]
+    dist.all_gather(copies, weight, group=group)
+    return copies

@@ -1,0 +1,49 @@
+"""A rank's parameters with their place in the checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.transformer.module import Float16Module
+
+from megatron_rl.mcore.weights.layout import ParameterLayout, layout_of
+from megatron_rl.models.qwen3_moe import ModelShape
+
+
+@dataclass(frozen=True)
+class PlacedParameter:
+    """`experts_per_rank` is the number of local experts, by which expert names advance from rank to rank."""
+
+    name: str
+    weight: torch.nn.Parameter
+    layer_offset: int
+    experts_per_rank: int
+
+    def layout(self, ep_rank: int) -> ParameterLayout:
+        """The layout as seen from expert-parallel rank `ep_rank`."""
+        return layout_of(self.name, layer_offset=self.layer_offset, expert_offset=ep_rank * self.experts_per_rank)
+
+
+def placed_parameters(models: Sequence[torch.nn.Module], model: ModelShape) -> Iterator[PlacedParameter]:
+    """Every parameter of this rank's chunks that has its own tensor in a checkpoint."""
+    experts_per_rank = model.num_experts // parallel_state.get_expert_model_parallel_world_size()
+    for chunk in models:
+        inner = unwrap(chunk)
+        layers = inner.decoder.layers
+        offset = layers[0].layer_number - 1 if len(layers) else 0
+        for name, weight in inner.named_parameters():
+            if name == "output_layer.weight" and model.tie_word_embeddings:
+                continue
+            yield PlacedParameter(name, weight, offset, experts_per_rank)
+
+
+def unwrap(model: torch.nn.Module) -> Any:
+    """The GPTModel inside Megatron's wrappers."""
+    while isinstance(model, DistributedDataParallel | Float16Module):
+        model = model.module
+    return model

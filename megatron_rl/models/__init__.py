@@ -1,0 +1,1 @@
+"""Model families by their Hugging Face checkpoints, and the tokenizer; nothing here imports torch."""

@@ -1,0 +1,1 @@
+"""What a run writes and prints: its directory, its metrics, its progress."""

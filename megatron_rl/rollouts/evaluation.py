@@ -1,0 +1,108 @@
+"""Sampled pass@1 on the held-out questions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from megatron_rl.contracts.group import Group
+from megatron_rl.contracts.prompt import Prompt, Sampling
+from megatron_rl.contracts.rollout import FinishReason
+from megatron_rl.rollouts.messages import ENGINE_FAILURE, GroupRequest
+from megatron_rl.rollouts.queue import RolloutQueue
+
+_NORMAL_95 = 1.959964
+
+
+class LostEvaluation(RuntimeError):
+    """An engine failed to answer evaluation requests, so there is no accuracy."""
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """accuracy: mean over questions. half_width: of the 95 % confidence interval (normal, clustered by question).
+
+    parseable: share of responses that end and hold a final answer. finished: share that end before the token limit.
+    rejected: samples that could not be used, which count as wrong.
+    """
+
+    accuracy: float
+    half_width: float
+    parseable: float
+    finished: float
+    rejected: int
+    questions: int
+    samples: int
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "eval/accuracy": self.accuracy,
+            "eval/accuracy_ci95": self.half_width,
+            "eval/parseable": self.parseable,
+            "eval/finished": self.finished,
+            "eval/rejected": float(self.rejected),
+            "eval/questions": float(self.questions),
+        }
+
+
+def evaluate(
+    producer: RolloutQueue,
+    prompts: Sequence[Prompt],
+    *,
+    label: str,
+    samples_per_prompt: int,
+    sampling: Sampling,
+    idle: Callable[[], None],
+) -> Accuracy:
+    """Draw `samples_per_prompt` responses to each prompt and score them. label: makes group ids unique.
+
+    Raises `LostEvaluation` when an engine did not answer a request: that is no wrong answer.
+    """
+    producer.submit(
+        [
+            GroupRequest(
+                group_id=f"eval-{label}-{i}",
+                prompt=prompt,
+                num_samples=samples_per_prompt,
+                sampling=sampling,
+                keep_rollouts=False,
+            )
+            for i, prompt in enumerate(prompts)
+        ]
+    )
+    return accuracy_of(producer.as_completed(idle), samples_per_prompt)
+
+
+def accuracy_of(groups: Iterable[Group], samples_per_prompt: int) -> Accuracy:
+    """Score groups of `samples_per_prompt` requested samples each."""
+    means: list[float] = []
+    parsed = finished = rejected = 0
+    for group in groups:
+        if group.rejected.get(ENGINE_FAILURE):
+            raise LostEvaluation(
+                f"{group.rejected[ENGINE_FAILURE]} requests of evaluation group {group.group_id} got no answer; see "
+                "the engines' logs, or raise engine.request_timeout_s and engine.retries"
+            )
+        rejected += sum(group.rejected.values())
+        correct = sum(s.verdict.correctness or 0.0 for s in group.samples)
+        means.append(correct / samples_per_prompt)
+        for sample in group.samples:
+            ended = sample.finish_reason is FinishReason.STOP
+            finished += ended
+            parsed += ended and sample.verdict.answer is not None
+    questions = len(means)
+    if questions == 0:
+        raise ValueError("no question to evaluate on: data.num_eval must be at least 1")
+    mean = sum(means) / questions
+    variance = sum((m - mean) ** 2 for m in means) / max(1, questions - 1)
+    samples = questions * samples_per_prompt
+    return Accuracy(
+        accuracy=mean,
+        half_width=_NORMAL_95 * math.sqrt(variance / questions),
+        parseable=parsed / samples,
+        finished=finished / samples,
+        rejected=rejected,
+        questions=questions,
+        samples=samples,
+    )

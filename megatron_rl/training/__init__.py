@@ -1,0 +1,1 @@
+"""What every rank does with a plan: exchange, batches, old policy, update."""

@@ -1,0 +1,137 @@
+"""Rollouts become the packed micro-batches that the old-policy pass and the update share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megatron_rl.contracts.plan import StepPlan
+from megatron_rl.contracts.rollout import Rollout
+from megatron_rl.contracts.routes import round_robin_routes
+from megatron_rl.mcore.packed_batch import PackedBatch
+from megatron_rl.planning.rank_view import RankView
+from megatron_rl.rollouts.messages import RouteShape
+
+_FILLER_TOKENS = 2
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One packed micro-batch of B sequences with T trained tokens in all.
+
+    packed: the model's inputs. rows int64 [T]: rows of the packed inputs whose next token is trained. targets int64
+    [T]: those next tokens. rollout_logprobs, advantages float32 [T]. cu_seqlens int32 [B + 1]: trained tokens of each
+    sequence, a sequence without any counts as empty. A filler has T = 0 and B = 0.
+    """
+
+    packed: PackedBatch
+    rows: torch.Tensor
+    targets: torch.Tensor
+    rollout_logprobs: torch.Tensor
+    advantages: torch.Tensor
+    cu_seqlens: torch.Tensor
+
+
+class Batcher:
+    """Packs rollouts for one rank. routes None: no replay. device: where the tensors go."""
+
+    def __init__(self, view: RankView, routes: RouteShape | None, device: torch.device) -> None:
+        self._view = view
+        self._routes = routes
+        self._num_moe_layers = len(view.moe_rows(routes.moe_layers)) if routes is not None else 0
+        self._device = device
+
+    def optimizer_steps(self, plan: StepPlan, dp_rank: int, payloads: Mapping[int, Rollout]) -> list[list[MicroBatch]]:
+        """This rank's micro-batches of every optimizer step of a plan."""
+        return [
+            [
+                self.pack([payloads[i] for i in batch], [plan.advantages[i] for i in batch])
+                for batch in step.micro_batches[dp_rank]
+            ]
+            for step in plan.optimizer_steps
+        ]
+
+    def pack(self, rollouts: Sequence[Rollout], advantages: Sequence[float]) -> MicroBatch:
+        """Pack rollouts (none: a zero-loss filler). Their routes hold this rank's MoE layers only."""
+        sequences = [_Sequence.of(rollout, advantage) for rollout, advantage in zip(rollouts, advantages, strict=True)]
+        lengths = [len(s.inputs) for s in sequences]
+        padded = [n + -n % self._view.row_multiple for n in lengths]
+        if not sequences:
+            padded = [_FILLER_TOKENS + -_FILLER_TOKENS % self._view.row_multiple]
+        starts = np.concatenate([[0], np.cumsum(padded)]).astype(np.int32)
+        inputs = np.zeros(starts[-1], np.int64)
+        for start, sequence in zip(starts, sequences, strict=False):
+            inputs[start : start + len(sequence.inputs)] = sequence.inputs
+        rows = [start + s.trained for start, s in zip(starts, sequences, strict=False)]
+        counts = np.concatenate([[0], np.cumsum([len(s.trained) for s in sequences])]).astype(np.int32)
+        return MicroBatch(
+            packed=PackedBatch(
+                input_ids=self._tensor(inputs)[None],
+                position_ids=self._tensor(np.concatenate([np.arange(n) for n in padded]))[None],
+                cu_seqlens=self._tensor(starts),
+                max_seqlen=max(padded),
+                routes=self._pack_routes(rollouts, starts),
+                real_rows=self._real_rows(lengths, starts),
+            ),
+            rows=self._tensor(_joined(rows, np.int64)),
+            targets=self._tensor(_joined([s.targets for s in sequences], np.int64)),
+            rollout_logprobs=self._tensor(_joined([s.logprobs for s in sequences], np.float32)),
+            advantages=self._tensor(_joined([s.advantages for s in sequences], np.float32)),
+            cu_seqlens=self._tensor(counts),
+        )
+
+    def _pack_routes(self, rollouts: Sequence[Rollout], starts: np.ndarray) -> torch.Tensor | None:
+        """The route rows of this rank: padding rows are round-robin, then context and sequence parallelism select."""
+        if self._routes is None:
+            return None
+        packed = round_robin_routes(
+            int(starts[-1]), self._num_moe_layers, num_experts=self._routes.num_experts, topk=self._routes.topk
+        )
+        for start, rollout in zip(starts, rollouts, strict=False):
+            if rollout.routes is None:
+                raise ValueError(f"sample {rollout.rollout_id} has no routes to replay; set train.replay_routes=false")
+            packed[start : start + len(rollout.routes)] = rollout.routes
+        return self._tensor(packed[self._view.input_rows(starts)])
+
+    def _real_rows(self, lengths: Sequence[int], starts: np.ndarray) -> torch.Tensor:
+        real = np.zeros(starts[-1], bool)
+        for start, length in zip(starts, lengths, strict=False):
+            real[start : start + length] = True
+        return self._tensor(real[self._view.input_rows(starts)])
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+
+
+@dataclass(frozen=True)
+class _Sequence:
+    """One trajectory as inputs tokens[:-1]; `trained` are the input rows whose next token is trained."""
+
+    inputs: np.ndarray
+    trained: np.ndarray
+    targets: np.ndarray
+    logprobs: np.ndarray
+    advantages: np.ndarray
+
+    @classmethod
+    def of(cls, rollout: Rollout, advantage: float) -> _Sequence:
+        tokens = np.concatenate([s.tokens for s in rollout.segments]).astype(np.int64)
+        trainable = np.concatenate([np.full(len(s.tokens), s.trainable) for s in rollout.segments])
+        logprobs = np.concatenate(
+            [s.logprobs if s.logprobs is not None else np.zeros(len(s.tokens), np.float32) for s in rollout.segments]
+        )
+        trained = np.flatnonzero(trainable[1:])
+        return cls(
+            inputs=tokens[:-1],
+            trained=trained,
+            targets=tokens[1:][trained],
+            logprobs=logprobs[1:][trained],
+            advantages=np.full(len(trained), advantage, np.float32),
+        )
+
+
+def _joined(parts: Sequence[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
+    return np.concatenate(parts).astype(dtype) if parts else np.empty(0, dtype)

@@ -1,0 +1,22 @@
+"""The model being trained with what every pass over it shares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_rl.losses import PolicyLoss
+from megatron_rl.mcore.replay import RouteReplay
+from megatron_rl.training.logprobs import ResponseLogprobs
+
+
+@dataclass(frozen=True)
+class Policy:
+    """models: this rank's chunks. replay None: live routing."""
+
+    models: Sequence[torch.nn.Module]
+    logprobs: ResponseLogprobs
+    loss: PolicyLoss
+    replay: RouteReplay | None

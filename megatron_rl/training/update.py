@@ -1,0 +1,52 @@
+"""The update: optimizer steps over the micro-batches of one rollout batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from megatron_rl.contracts.plan import Denominators
+from megatron_rl.mcore.optimizer import DistributedAdam, StepResult
+from megatron_rl.mcore.schedule import run_schedule
+from megatron_rl.records.metric_sums import MetricSums
+from megatron_rl.training.batch import MicroBatch
+from megatron_rl.training.old_policy import OldPolicy
+from megatron_rl.training.policy import Policy
+
+
+def update_policy(
+    policy: Policy,
+    optimizer: DistributedAdam,
+    batches: Sequence[MicroBatch],
+    old: Sequence[OldPolicy],
+    denominators: Denominators,
+    *,
+    dp_size: int,
+    metrics: MetricSums,
+) -> StepResult:
+    """One optimizer step: forward, backward, agreed finite check, AdamW.
+
+    `train/loss` is the sum over data-parallel ranks (each adds its local part with weight 1 / dp_size), averaged over
+    the optimizer steps of the batch.
+    """
+
+    def policy_loss(logits: torch.Tensor, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        logprob, _ = policy.logprobs(logits, batches[index])
+        result = policy.loss(logprob, old[index].response, old[index].groups, denominators)
+        metrics.add(result.sums, result.maxima)
+        return result.loss, result.loss.detach().clone()
+
+    optimizer.zero_grad()
+    losses = run_schedule(
+        policy.models, [batch.packed for batch in batches], policy_loss, forward_only=False, replay=policy.replay
+    )
+    total = float(sum(losses)) if losses else 0.0
+    result = optimizer.step(loss_is_finite=math.isfinite(total))
+    if losses:
+        metrics.add_mean("train/loss", total, 1.0 / dp_size)
+    if result.stepped:
+        metrics.add_mean("train/grad_norm", result.grad_norm, 1.0)
+    metrics.add_mean("train/lr", result.lr, 1.0)
+    return result

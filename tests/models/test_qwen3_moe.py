@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_rl.models.qwen3_moe import ModelConfigError, read_shape
+
+RAW: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_hidden_layers": 6,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 48,
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6,
+    "norm_topk_prob": True,
+    "eos_token_id": [1, 2],
+}
+
+
+def write(directory: Path, changes: dict[str, Any], remove: tuple[str, ...] = ()) -> Path:
+    raw = {key: value for key, value in (RAW | changes).items() if key not in remove}
+    (directory / "config.json").write_text(json.dumps(raw))
+    return directory
+
+
+def test_both_spellings_of_transformers_read_the_same(tmp_path: Path) -> None:
+    old = read_shape(write(tmp_path, {}))
+    new_spelling = {"num_local_experts": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    assert read_shape(write(tmp_path, new_spelling, remove=("num_experts", "rope_theta"))) == old
+    assert (old.num_experts, old.rope_theta, old.eos_token_ids) == (8, 1e6, (1, 2))
+
+
+def test_moe_layers_follow_the_step_and_the_exceptions(tmp_path: Path) -> None:
+    config = read_shape(write(tmp_path, {"decoder_sparse_step": 2, "mlp_only_layers": [3]}))
+    assert config.moe_layers == (1, 5)
+    assert config.dense_layers == (0, 2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "remove", "message"),
+    [
+        ({}, ("num_experts",), "no experts"),
+        ({"architectures": ["MixtralForCausalLM"]}, (), "MixtralForCausalLM"),
+        ({"mlp_only_layers": [0, 1, 2, 3, 4, 5]}, (), "no layer has experts"),
+        ({"num_experts_per_tok": 9}, (), "num_experts_per_tok=9"),
+        ({"num_key_value_heads": 3}, (), "num_key_value_heads=3"),
+        ({"hidden_size": "64"}, (), "hidden_size='64'"),
+        ({"num_hidden_layers": 0}, (), "num_hidden_layers=0"),
+        ({"attention_bias": True}, (), "attention_bias"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, (), "yarn"),
+        ({"quantization_config": {"quant_method": "fp8"}}, (), r"quantization_config=\{'quant_method': 'fp8'\} .*bf16"),
+        ({}, ("eos_token_id",), "eos_token_id"),
+        ({}, ("vocab_size",), "vocab_size is missing"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_by_name(
+    tmp_path: Path, changes: dict[str, Any], remove: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ModelConfigError, match=message):
+        read_shape(write(tmp_path, changes, remove))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": 5}, "architectures=5 is not a list"),
+        ({"rope_parameters": 5}, "rope_parameters=5 is not an object"),
+        ({"rope_parameters": [1]}, r"rope_parameters=\[1\] is not an object"),
+        ({"rope_parameters": {"rope_theta": "1e6"}}, "rope_theta='1e6' is not a finite number"),
+        ({"rope_theta": float("nan")}, "rope_theta=nan is not a finite number"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps=inf is not a finite number"),
+        ({"eos_token_id": "x"}, "eos_token_id='x' is not a token id"),
+        ({"eos_token_id": []}, r"eos_token_id=\[\] is not a token id"),
+        ({"eos_token_id": [1, True]}, r"eos_token_id=\[1, True\] is not a token id"),
+        ({"eos_token_id": -1}, "eos_token_id=-1 is not a token id"),
+        ({"mlp_only_layers": 5}, "mlp_only_layers=5 is not a list of layers from 0 to 5"),
+        ({"mlp_only_layers": [0, 99]}, r"mlp_only_layers=\[0, 99\] is not a list of layers"),
+        ({"mlp_only_layers": ["a"]}, r"mlp_only_layers=\['a'\] is not a list of layers"),
+        ({"hidden_size": 2.5}, "hidden_size=2.5 is not a whole number"),
+        ({"num_hidden_layers": True}, "num_hidden_layers=True is not a whole number"),
+        ({"num_experts": 10**400}, "num_experts=1000.* is not a whole number"),
+        ({"norm_topk_prob": "no"}, "norm_topk_prob='no' is not true or false"),
+    ],
+)
+def test_a_broken_value_is_named_with_its_rule_and_file(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelConfigError, match=rf"config\.json: {message}.*[;,] "):
+        read_shape(write(tmp_path, changes))
+
+
+@pytest.mark.parametrize("content", [None, "{", "[1]", "[" * 100_000])
+def test_a_missing_or_broken_file_is_named(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ModelConfigError, match=r"config\.json"):
+        read_shape(tmp_path)
+
+
+def test_reading_a_configuration_does_not_import_torch(tmp_path: Path) -> None:
+    write(tmp_path, {})
+    program = (
+        "import sys; from megatron_rl.models.qwen3_moe import read_shape; "
+        f"read_shape({str(tmp_path)!r}); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False, cwd=Path(__file__).parents[2]).returncode == 0

@@ -1,0 +1,167 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.models.tokenizer import (
+    CHARACTERS,
+    REPLACEMENT,
+    Tokenizer,
+    TokenizerError,
+    UnknownText,
+    check_matches_model,
+    write_character_tokenizer,
+)
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer")
+    write_character_tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(directory: Path) -> Tokenizer:
+    return Tokenizer.from_directory(directory)
+
+
+def byte_level(path: Path, eos: str | None = None) -> Path:
+    """A byte-level BPE tokenizer without merges: 256 tokens, no unknown token."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos} if eos else {}))
+    return path
+
+
+def test_ids_by_hand(tokenizer: Tokenizer) -> None:
+    # 0, 1 and 2 are special, "0" is 3, "a" is 13, "+" 39, "=" 43
+    assert tokenizer.encode("a38+=") == (13, 6, 11, 39, 43)
+    assert tokenizer.vocab_size == 48
+    assert tokenizer.eos_ids == (1,)
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(CHARACTERS, max_size=60))
+def test_text_survives_both_ways(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text)
+    assert len(ids) == len(text)
+    assert tokenizer.decode([*ids, 1]) == text
+
+
+@settings(max_examples=100, deadline=None)
+@given(ids=st.lists(st.integers(0, 60), max_size=40))
+def test_any_ids_decode_and_none_vanishes(tokenizer: Tokenizer, ids: list[int]) -> None:
+    trained = list(ids)
+    while trained and trained[-1] == 1:
+        trained.pop()
+    names = {0: "<pad>", 1: "<eos>", 2: "<unk>"}
+    expected = [names.get(i) or (CHARACTERS[i - 3] if i < 48 else REPLACEMENT) for i in trained]
+    assert tokenizer.decode(ids) == "".join(expected)
+
+
+def test_what_has_no_text_cannot_join_digits(tokenizer: Tokenizer) -> None:
+    one, two = tokenizer.encode("12")
+    for between in (0, 1, 2, 48, 1000):
+        assert tokenizer.decode([one, between, two]) != "12"
+
+
+@pytest.mark.parametrize(("text", "named"), [("1\n2", r"'\\n'"), ("Ab", "'A'"), ("1\x002", r"'\\x00'"), ("１", "'１'")])
+def test_characters_without_a_token_are_named(tokenizer: Tokenizer, text: str, named: str) -> None:
+    with pytest.raises(UnknownText, match=named):
+        tokenizer.encode(text)
+
+
+def test_a_tokenizer_that_drops_what_it_does_not_know_is_not_trusted(tmp_path: Path) -> None:
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1}, []))
+    backend.save(str(tmp_path / "tokenizer.json"))
+    loaded = Tokenizer.from_directory(tmp_path)
+    assert loaded.encode("ab") == (0, 1)
+    with pytest.raises(UnknownText, match="'x'"):
+        loaded.encode("axb")
+
+
+def test_byte_level_tokenizers_take_any_text(tmp_path: Path) -> None:
+    loaded = Tokenizer.from_directory(byte_level(tmp_path))
+    for text in ("Übung macht ½ 🎉\n\x00", ""):
+        assert loaded.decode(loaded.encode(text)) == text
+    assert loaded.decode([*loaded.encode("1"), 300, *loaded.encode("2")]) == f"1{REPLACEMENT}2"
+
+
+def test_end_of_sequence_ids_come_from_both_files(tmp_path: Path) -> None:
+    byte_level(tmp_path, eos="A")
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert Tokenizer.from_directory(tmp_path).eos_ids == tuple(sorted({backend.token_to_id("A"), 7, 9}))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "A"}}')
+    assert backend.token_to_id("A") in Tokenizer.from_directory(tmp_path).eos_ids
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", None, "there is no tokenizer.json"),
+        ("tokenizer.json", "{}", "cannot be read"),
+        ("tokenizer.json", "\x00", "cannot be read"),
+        ("tokenizer_config.json", "{", "not valid JSON"),
+        ("tokenizer_config.json", "[]", "expected a JSON object"),
+        ("tokenizer_config.json", '{"eos_token": "<nowhere>"}', "'<nowhere>' is not in the vocabulary"),
+    ],
+)
+def test_broken_files_are_named(tmp_path: Path, name: str, content: str | None, message: str) -> None:
+    write_character_tokenizer(tmp_path)
+    if content is None:
+        (tmp_path / name).unlink()
+    else:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(TokenizerError, match=message):
+        Tokenizer.from_directory(tmp_path)
+
+
+def test_a_tokenizer_that_fits_is_accepted(tokenizer: Tokenizer) -> None:
+    check_matches_model(tokenizer, vocab_size=48, eos_ids=[1])
+    check_matches_model(tokenizer, vocab_size=64)
+
+
+def test_a_tokenizer_of_another_model_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match=r"ids up to 47, the model's vocabulary ends at 39"):
+        check_matches_model(tokenizer, vocab_size=40)
+    with pytest.raises(TokenizerError, match=r"ends sequences with \[2\], the tokenizer with \[1\]"):
+        check_matches_model(tokenizer, vocab_size=48, eos_ids=[2])
+    with pytest.raises(TokenizerError, match="no end-of-sequence token"):
+        check_matches_model(Tokenizer.from_directory(byte_level(tmp_path)), vocab_size=256)
+
+
+def test_characters_must_be_different(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="once"):
+        write_character_tokenizer(tmp_path, "00")
+
+
+def test_prompts_rewards_and_tokenizer_load_without_torch() -> None:
+    code = """if True:
+        import sys
+        import megatron_rl.credit.advantages, megatron_rl.prompts, megatron_rl.rewards, megatron_rl.models.tokenizer
+        import megatron_rl.credit.kinds
+        print(*{"torch", "transformers", "hydra", "reasoning_gym"} & set(sys.modules))
+    """
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (result.stdout.strip(), result.stderr) == ("", "")
+
+
+def test_transformers_loads_the_same_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
+    transformers = pytest.importorskip("transformers")
+    loaded = transformers.AutoTokenizer.from_pretrained(directory)
+    text = "a38b13=> .,x"
+    assert tuple(loaded(text)["input_ids"]) == tokenizer.encode(text)
+    assert loaded.decode(tokenizer.encode(text)) == text
+    assert (loaded.eos_token_id, loaded.pad_token_id, len(loaded)) == (1, 0, 48)
