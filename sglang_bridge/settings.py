@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt
 
 _DTYPES = ("float32", "bfloat16", "float16")
 # Options the bridge sets itself, or that break what it relies on (recorded routes, one replica, private keys).
@@ -92,3 +94,21 @@ class EngineSettings:
 def _names(option: str, names: tuple[str, ...]) -> bool:
     """Whether an option is one of `names`, or an abbreviation that SGLang's parser would expand to one."""
     return option.startswith("--") and any(name == option or name.startswith(option) for name in names)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """What a user sets for a server. max_total_tokens: KV-cache slots. threads: OpenMP threads of each process."""
+
+    tp: Annotated[int, Ge(1)] = 1
+    ep: Annotated[int, Ge(1)] = 1
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # managed only; the trainer's: GPUs where there are
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    quantization: str | None = None
+    max_running_requests: Annotated[int, Ge(1)] = 256  # bounds the requests in flight too
+    max_total_tokens: Annotated[int, Ge(1)] = 16384  # managed only
+    threads: Annotated[int, Ge(1)] = 1  # managed only
+    start_timeout_s: Annotated[float, Gt(0)] = 180.0  # managed only; less than parallel.timeout_s
+    request_timeout_s: Annotated[float, Gt(0)] = 120.0
+    retries: Annotated[int, Ge(0)] = 2
+    extra_args: list[str] = field(default_factory=list)  # managed only

@@ -1,223 +1,278 @@
-"""Every configuration key, its type and its default, as Hydra structured configs."""
+"""Every configuration key with its type, its limits and its default.
+
+Defaults are safe rather than tuned; recipes live in `hydra_conf/experiment`. Rules across keys are in `rules/`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from omegaconf import MISSING
+from annotated_types import Ge, Gt, Le
+from pydantic import Discriminator, Tag
 
-from megatron_rl.config.limits import setting
+from megatron_rl.config.section import (
+    BelowOne,
+    Door,
+    NotNegative,
+    OpenShare,
+    Options,
+    Positive,
+    Seconds,
+    Section,
+    Seed,
+    Share,
+    Whole,
+)
+from sglang_bridge.settings import ServerSettings
 
-MAX_SEED = 2**32 - 1  # of numpy's global generator, which Megatron seeds
+Dtype = Literal["float32", "bfloat16"]
 
 
-@dataclass
-class ModelConfig:
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings(Section):
     """The start checkpoint, a directory in Hugging Face format, and the precision it is trained in."""
 
-    path: str = MISSING
-    dtype: str = setting("float32", choices=("float32", "bfloat16"))
-    recompute: str = setting("none", choices=("none", "selective", "full"))
+    path: str
+    dtype: Dtype = "float32"
+    recompute: Literal["none", "selective", "full"] = "none"
+    init: Literal["checkpoint", "random"] = "checkpoint"  # random: config.json and the tokenizer are enough
+    embedding_std: Annotated[float, Gt(0)] | None = None  # init=random; null: the model's initializer_range
+    hidden_dropout: BelowOne = 0.0  # init=random
 
 
-@dataclass
-class AlgoConfig:
+@dataclass(frozen=True, kw_only=True)
+class AlgoSettings(Section):
     """What every algorithm shares. `name` chooses the loss; see the subclasses."""
 
-    name: str = MISSING
+    name: str
+    advantages: Literal["group", "one"] = "group"  # group: relative to the group; one: 1 for every judged rollout
     normalize_std: bool = True  # divide group advantages by the group's standard deviation
-    zero_variance: str = setting(
-        "drop", choices=("drop",)
-    )  # drop: groups whose raw correctness does not differ leave the step
+    zero_variance: Literal["drop"] = "drop"  # groups whose raw correctness does not differ leave the step
     permute_rewards: bool = False  # control experiment: verdicts shuffled across the batch; nothing can be learnt
 
 
-@dataclass
-class GrpoConfig(AlgoConfig):
+@dataclass(frozen=True, kw_only=True)
+class GrpoSettings(AlgoSettings):
     """Token-level ratios with asymmetric clipping (DAPO's clip-higher), averaged over the batch's tokens."""
 
-    name: str = "grpo"
-    clip_low: float = setting(0.2, gt=0, lt=1)
-    clip_high: float = setting(0.28, gt=0)
+    name: Literal["grpo"] = "grpo"
+    clip_low: OpenShare = 0.2
+    clip_high: Annotated[float, Gt(0)] = 0.28
 
 
-@dataclass
-class GspoConfig(AlgoConfig):
+@dataclass(frozen=True, kw_only=True)
+class GspoSettings(AlgoSettings):
     """Sequence-level ratios with gradients through the tokens (GSPO-token)."""
 
-    name: str = "gspo"
-    clip_low: float = setting(3e-4, gt=0, lt=1)
-    clip_high: float = setting(4e-4, gt=0)
+    name: Literal["gspo"] = "gspo"
+    clip_low: OpenShare = 3e-4
+    clip_high: Annotated[float, Gt(0)] = 4e-4
 
 
-@dataclass
-class EspoConfig(AlgoConfig):
+@dataclass(frozen=True, kw_only=True)
+class EspoSettings(AlgoSettings):
     """Entropy-grouped importance sampling with entropy-adaptive clipping."""
 
-    name: str = "espo"
-    alpha: float = setting(0.02, ge=0)
+    name: Literal["espo"] = "espo"
+    alpha: NotNegative = 0.02
     fractions: list[float] = field(default_factory=lambda: [0.2])  # [] = one group: no grouping
-    min_clip: float = setting(3e-4, ge=0, lt=1)
-    fixed_clip: float | None = setting(None, gt=0, lt=1)  # ablation: one epsilon instead of the adaptive ones
-    ratio_denominator: str = setting("current", choices=("current", "old"))
+    min_clip: BelowOne = 3e-4
+    fixed_clip: OpenShare | None = None  # ablation: one epsilon instead of the adaptive ones
+    ratio_denominator: Literal["current", "old"] = "current"
 
 
-@dataclass
-class DataConfig:
+@dataclass(frozen=True, kw_only=True)
+class SftSettings(AlgoSettings):
+    """Supervised: the mean negative log-likelihood of the response tokens."""
+
+    name: Literal["sft"] = "sft"
+    advantages: Literal["group", "one"] = "one"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CustomAlgoSettings(AlgoSettings):
+    """A loss of the user's own; `options` are its constructor's arguments."""
+
+    name: Door
+    options: Options = field(default_factory=dict)
+
+
+def algorithm_of(algo: Any) -> str:
+    """Which of the classes above a tree of `algo` keys is checked against."""
+    name = algo.get("name") if isinstance(algo, dict) else getattr(algo, "name", None)
+    return name if name in ("grpo", "gspo", "espo", "sft") else "custom"
+
+
+Algo = Annotated[
+    Annotated[GrpoSettings, Tag("grpo")]
+    | Annotated[GspoSettings, Tag("gspo")]
+    | Annotated[EspoSettings, Tag("espo")]
+    | Annotated[SftSettings, Tag("sft")]
+    | Annotated[CustomAlgoSettings, Tag("custom")],
+    Discriminator(algorithm_of),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSettings(Section):
     """Where prompts come from and how they are split into train and held-out questions."""
 
-    source: str = setting(MISSING, choices=("column_addition", "two_digit_addition", "jsonl", "reasoning_gym"))
+    source: Literal["column_addition", "two_digit_addition", "jsonl", "reasoning_gym"] | Door
     train_path: str | None = None  # jsonl only
     eval_path: str | None = None  # jsonl only; null: num_eval questions are held out of train_path
     task: str | None = None  # reasoning_gym only: the generator's name
-    task_config: dict[str, Any] = field(default_factory=dict)  # reasoning_gym only: the generator's own settings
-    num_train: int = setting(24000, ge=1)
-    num_eval: int = setting(512, ge=1)
+    task_config: Options = field(default_factory=dict)  # reasoning_gym only: the generator's own settings
+    options: Options = field(default_factory=dict)  # arguments of a source of the user's own
+    num_train: Positive = 24000
+    num_eval: Positive = 512
     shuffle: bool = True
-    seed: int = setting(0, ge=0, le=MAX_SEED)
-    on_bad_row: str = setting("fail", choices=("fail", "skip"))
-    max_prompt_tokens: int = setting(1024, ge=1)
+    seed: Seed = 0
+    on_bad_row: Literal["fail", "skip"] = "fail"
+    max_prompt_tokens: Positive = 1024
 
 
-@dataclass
-class RewardConfig:
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentSettings(Section):
+    """What happens with one prompt."""
+
+    name: Literal["single_turn", "worked"] | Door = "single_turn"  # worked: the source's own worked responses
+    options: Options = field(default_factory=dict)  # arguments of an environment of the user's own
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardSettings(Section):
     """How a response is judged."""
 
-    name: str = setting("exact_match", choices=("exact_match",))
-    answer: str = setting("last_number", choices=("last_number", "last_line", "boxed"))  # where it is looked for
-    timeout_s: float = setting(10.0, gt=0)
+    name: Literal["exact_match"] | Door = "exact_match"
+    answer: Literal["last_number", "last_line", "boxed"] = "last_number"  # exact_match: where it is looked for
+    timeout_s: Seconds = 10.0
+    options: Options = field(default_factory=dict)  # arguments of a scorer of the user's own
 
 
-@dataclass
-class EngineConfig:
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings(Section, ServerSettings):
     """SGLang servers: started and watched by the run (managed), or already running (external)."""
 
-    mode: str = setting("managed", choices=("managed", "external"))
+    mode: Literal["managed", "external"] = "managed"
     urls: list[str] = field(default_factory=list)  # external only
     key_file: str | None = None  # external only: a 0600 file with {"api_key": ..., "admin_api_key": ...}
-    count: int = setting(1, ge=1)  # managed only: engines per node
-    tp: int = setting(1, ge=1)
-    ep: int = setting(1, ge=1)
-    device: str = setting("auto", choices=("auto", "cpu", "cuda"))  # managed only; the trainer's: GPUs where there are
-    dtype: str = setting("float32", choices=("float32", "bfloat16"))
-    quantization: str | None = None
-    max_running_requests: int = setting(256, ge=1)  # bounds the requests in flight too
-    max_total_tokens: int = setting(16384, ge=1)  # managed only
-    threads: int = setting(1, ge=1)  # managed only
-    start_timeout_s: float = setting(180.0, gt=0)  # managed only; less than parallel.timeout_s
-    request_timeout_s: float = setting(120.0, gt=0)
-    retries: int = setting(2, ge=0)
-    extra_args: list[str] = field(default_factory=list)  # managed only
+    count: Positive = 1  # managed only: engines per node
 
 
-@dataclass
-class ParallelConfig:
+@dataclass(frozen=True, kw_only=True)
+class ParallelSettings(Section):
     """Megatron's parallel sizes. Data parallelism is what is left of the world."""
 
-    tp: int = setting(1, ge=1)
-    pp: int = setting(1, ge=1)  # more than 1 is not supported yet, as of vpp and cp
-    vpp: int | None = setting(None, ge=1)
-    cp: int = setting(1, ge=1)
-    ep: int = setting(1, ge=1)
-    etp: int = setting(1, ge=1)
+    tp: Positive = 1
+    pp: Positive = 1  # more than 1 is not supported yet, as of vpp and cp
+    vpp: Positive | None = None  # virtual pipeline chunks of a stage; null is 1
+    cp: Positive = 1
+    ep: Positive = 1
+    etp: Positive = 1
     sequence_parallel: bool = False
-    timeout_s: float = setting(600.0, gt=0)
+    timeout_s: Seconds = 600.0
 
 
-@dataclass
-class RolloutConfig:
+@dataclass(frozen=True, kw_only=True)
+class RolloutSettings(Section):
     """One rollout batch: prompts x samples, drawn from the untruncated distribution."""
 
-    prompts_per_step: int = setting(64, ge=1)
-    samples_per_prompt: int = setting(8, ge=2)
-    max_new_tokens: int = setting(MISSING, ge=1)
+    prompts_per_step: Positive = 64
+    samples_per_prompt: Positive = 8
+    max_new_tokens: Positive
     # Beyond these SGLang samples greedily, or logits lose their digits, while the trainer divides by it
-    temperature: float = setting(1.0, ge=0.01, le=100)
+    temperature: Annotated[float, Ge(0.01), Le(100)] = 1.0
     train_truncated: bool = True  # whether a response cut at max_new_tokens receives a loss
-    max_staleness: int = setting(0, ge=0)
+    max_staleness: Whole = 0
 
 
-@dataclass
-class OptimizerConfig:
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSettings(Section):
     """AdamW and its schedule, counted in optimizer steps."""
 
-    lr: float = setting(3e-4, ge=0)
-    warmup_steps: int = setting(5, ge=0)
-    decay: str = setting("linear", choices=("constant", "linear", "cosine"))
-    min_lr_ratio: float = setting(0.1, ge=0, le=1)
-    beta1: float = setting(0.9, ge=0, lt=1)
-    beta2: float = setting(0.95, ge=0, lt=1)
-    eps: float = setting(1e-8, gt=0)
-    weight_decay: float = setting(0.0, ge=0)
-    clip_grad: float = setting(1.0, ge=0)  # 0: no clipping
+    lr: NotNegative = 3e-4
+    warmup_steps: Whole = 5
+    decay: Literal["constant", "linear", "cosine"] = "linear"
+    min_lr_ratio: Share = 0.1
+    beta1: BelowOne = 0.9
+    beta2: BelowOne = 0.95
+    eps: Annotated[float, Gt(0)] = 1e-8
+    weight_decay: NotNegative = 0.0
+    clip_grad: NotNegative = 1.0  # 0: no clipping
 
 
-@dataclass
-class TrainConfig:
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings(Section):
     """One training step: how many optimizer steps a rollout batch is split into, and how big a micro-batch is."""
 
-    total_steps: int = setting(MISSING, ge=1)
-    optimizer_steps_per_batch: int = setting(4, ge=1)
-    tokens_per_micro_batch: int = setting(8192, ge=1)
-    logit_chunk_tokens: int = setting(4096, ge=1)  # rows of logits turned into log-probabilities at a time
+    total_steps: Positive
+    optimizer_steps_per_batch: Positive = 4
+    tokens_per_micro_batch: Positive = 8192
+    logit_chunk_tokens: Positive = 4096  # rows of logits turned into log-probabilities at a time
     replay_routes: bool = True
-    max_nonfinite_steps: int = setting(3, ge=1)  # consecutive steps with NaN or Inf after which the run stops
+    max_nonfinite_steps: Positive = 3  # consecutive steps with NaN or Inf after which the run stops
 
 
-@dataclass
-class EvalConfig:
+@dataclass(frozen=True, kw_only=True)
+class EvalSettings(Section):
     """Sampled pass@1 on the held-out questions, at the training temperature unless told otherwise."""
 
-    every: int = setting(10, ge=0)  # steps; 0: only at the start and the end
-    samples_per_prompt: int = setting(4, ge=1)
-    temperature: float | None = setting(None, ge=0, le=100)  # null: the training temperature
+    every: Whole = 10  # steps; 0: only at the start and the end
+    first: Whole = 0  # no evaluation before this step
+    samples_per_prompt: Positive = 4
+    temperature: Annotated[float, Ge(0), Le(100)] | None = None  # null: the training temperature
+    stop_at: Share | None = None  # the run ends once the mean accuracy of the last `stop_average` evaluations is here
+    stop_average: Positive = 2
 
 
-@dataclass
-class SyncConfig:
+@dataclass(frozen=True, kw_only=True)
+class SyncSettings(Section):
     """How new weights reach the engines."""
 
-    transport: str = setting("distributed", choices=("distributed", "disk"))
-    bucket_mb: float = setting(256.0, ge=0.001)
-    audit_every: int = setting(10, ge=0)  # syncs; the first sync is always audited, 0: only that one
-    timeout_s: float = setting(120.0, gt=0)  # less than parallel.timeout_s
+    when: Literal["step", "evaluation"] = "step"  # evaluation: for rollouts that no engine draws
+    transport: Literal["distributed", "disk"] = "distributed"
+    bucket_mb: Annotated[float, Ge(0.001)] = 256.0
+    audit_every: Whole = 10  # syncs; the first sync is always audited, 0: only that one
+    timeout_s: Seconds = 120.0  # less than parallel.timeout_s
 
 
-@dataclass
-class LoggerConfig:
+@dataclass(frozen=True, kw_only=True)
+class LoggerSettings(Section):
     """What is written beside metrics.jsonl."""
 
     tensorboard: bool = True
     progress: bool = True
-    save_rollouts_every: int = setting(0, ge=0)  # steps; 0: only batches that a non-finite step leaves behind
+    save_rollouts_every: Whole = 0  # steps; 0: only batches that a non-finite step leaves behind
 
 
-@dataclass
-class RunConfig:
+@dataclass(frozen=True, kw_only=True)
+class RunSettings(Section):
     """The run directory is `root/name`; `name` null: experiment, date and time."""
 
     root: str = "runs"
     name: str | None = None
     experiment: str | None = None  # null: the name of the experiment group chosen
     save_weights: bool = True  # write the final weights in Hugging Face format
+    save_dtype: Dtype | None = None  # null: the dtype they are trained in
 
 
-@dataclass
-class TrainRlConfig:
+@dataclass(frozen=True, kw_only=True)
+class Configuration(Section):
     """The whole of `launch/train_rl.py`'s configuration."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
-    algo: AlgoConfig = field(default_factory=AlgoConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    logger: LoggerConfig = field(default_factory=LoggerConfig)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    eval: EvalConfig = field(default_factory=EvalConfig)
-    sync: SyncConfig = field(default_factory=SyncConfig)
-    run: RunConfig = field(default_factory=RunConfig)
-    seed: int = setting(0, ge=0, le=MAX_SEED)
+    model: ModelSettings
+    algo: Algo
+    data: DataSettings
+    environment: EnvironmentSettings = field(default_factory=EnvironmentSettings)
+    reward: RewardSettings = field(default_factory=RewardSettings)
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    parallel: ParallelSettings = field(default_factory=ParallelSettings)
+    logger: LoggerSettings = field(default_factory=LoggerSettings)
+    rollout: RolloutSettings
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    train: TrainSettings
+    eval: EvalSettings = field(default_factory=EvalSettings)
+    sync: SyncSettings = field(default_factory=SyncSettings)
+    run: RunSettings = field(default_factory=RunSettings)
+    seed: Seed = 0

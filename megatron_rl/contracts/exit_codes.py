@@ -1,8 +1,12 @@
-"""The exit codes of every launch script."""
+"""Exit codes of every launch script, and the exceptions that carry them.
+
+Under torchrun they are the codes of the ranks: torchrun reports them and itself exits with 1.
+"""
 
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import ClassVar
 
 
 class ExitCode(IntEnum):
@@ -17,3 +21,9 @@ class ExitCode(IntEnum):
     PEER_FAILED = 7  # another rank failed or a collective timed out
     INTERRUPTED = 130  # SIGINT; 128 + the signal's number
     TERMINATED = 143  # SIGTERM
+
+
+class Failure(Exception):
+    """Something foreseen that ends a run: its text is what a person reads, `exit_code` what a script reads."""
+
+    exit_code: ClassVar[int] = 1

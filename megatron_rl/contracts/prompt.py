@@ -6,13 +6,17 @@ import msgspec
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
-    """One question. `id` is unique within a run's data; `difficulty` is a free label that metrics group by."""
+    """One question. `id` is unique within a run's data; `difficulty` is a free label that metrics group by.
+
+    worked: a worked response, where the source writes one.
+    """
 
     id: str
     token_ids: tuple[int, ...]
     answer: str
     task: str
     difficulty: str = ""
+    worked: str = ""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
