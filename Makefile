@@ -1,4 +1,4 @@
-# make train | make test | make lint | make install | make extras | make peers
+# make train | make check | make test | make lint | make install | make extras | make peers
 PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -8,7 +8,8 @@ TESTS  ?= tests
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install extras peers bench train test lint clean
+.PHONY: help install extras peers bench train check test lint clean
+QUICK  := not engine and not distributed and not chaos and not slow and not gpu
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -41,6 +42,9 @@ bench: peers ## the kernels beside their peers: make bench ARGS="--device cpu"
 
 train: install ## the quickstart on this machine: make train ARGS="seed=1" NPROC=2
 	$(BIN)/torchrun --standalone --nproc-per-node $(NPROC) launch/train_rl.py experiment=quickstart parallel=$(if $(filter 1,$(NPROC)),single,ep2) $(ARGS)
+
+check: lint ## linters and the quick tests: what to run while working
+	$(BIN)/python -m pytest -q -m "$(QUICK)" $(TESTS)
 
 test: install ## every test that needs no GPU: make test TESTS=tests/config
 	$(BIN)/python -m pytest -m "not gpu" --durations=10 $(TESTS)

@@ -18,7 +18,7 @@ import psutil
 
 from megatron_rl.config.cli import main
 from megatron_rl.config.facts import LaunchFacts
-from megatron_rl.config.schema import EngineConfig, TrainRlConfig
+from megatron_rl.config.schema import Configuration, EngineSettings
 from megatron_rl.contracts.exit_codes import ExitCode
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -70,7 +70,7 @@ def check_devices(facts: LaunchFacts) -> Check:
     return Check("GPUs", usable == facts.num_gpus, found, "Install a torch build and a driver that match")
 
 
-def check_memory(engine: EngineConfig, facts: LaunchFacts) -> Check:
+def check_memory(engine: EngineSettings, facts: LaunchFacts) -> Check:
     """Host memory for this node's ranks and managed engines, without their weights."""
     engines = engine.count if engine.mode == "managed" else 0
     needed = facts.local_world_size * RANK_BYTES + engines * ENGINE_BYTES
@@ -101,7 +101,7 @@ def check_run_root(root: str) -> Check:
     return Check("run.root", writable and free >= GIB, found, "Choose another place: run.root=...")
 
 
-def check_external_engines(engine: EngineConfig) -> Iterator[Check]:
+def check_external_engines(engine: EngineSettings) -> Iterator[Check]:
     """A server accepts connections at every address."""
     for url in engine.urls:
         parts = urlsplit(url)
@@ -112,7 +112,7 @@ def check_external_engines(engine: EngineConfig) -> Iterator[Check]:
             yield Check(url, False, str(error), "Start that server, or take it out of engine.urls")
 
 
-def preflight(config: TrainRlConfig) -> int:
+def preflight(config: Configuration) -> int:
     """Print every check of an accepted configuration and return the exit code."""
     facts = LaunchFacts.from_environment(os.environ)
     checks = [

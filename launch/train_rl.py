@@ -1,17 +1,20 @@
-"""The main job: torchrun launch/train_rl.py experiment=quickstart key=value ..."""
+"""The main job: torchrun launch/train_rl.py experiment=quickstart key=value ...
+
+A bad configuration is refused (exit code 2) before torch is imported. Exit codes: megatron_rl/contracts/exit_codes.py.
+"""
 
 import sys
 from pathlib import Path
 
 from megatron_rl.config.cli import main
-from megatron_rl.config.schema import TrainRlConfig
+from megatron_rl.config.schema import Configuration
 
 
-def train(config: TrainRlConfig) -> int:
+def train(configuration: Configuration) -> int:
     """Run the checked configuration. The import is late: it brings torch and Megatron."""
     from megatron_rl.run.main import run
 
-    return run(config)
+    return run(configuration)
 
 
 if __name__ == "__main__":

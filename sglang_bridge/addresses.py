@@ -1,11 +1,17 @@
-"""Which of this machine's addresses another machine reaches it under."""
+"""Where engines may listen, and under which of its addresses a machine is reached."""
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
+from collections.abc import Iterator, Sequence
+from urllib.parse import urlsplit
+
+from sglang_bridge.problem import Problem
 
 LOOPBACK = "127.0.0.1"
+_REMEDY = "Use http://HOST:PORT with a loopback or private address"
 
 
 def address_towards(host: str, port: int) -> str:
@@ -20,3 +26,69 @@ def node_address(num_nodes: int) -> str:
     if num_nodes == 1:
         return LOOPBACK
     return address_towards(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+
+
+def require_private_address(host: str) -> None:
+    """Raise `ValueError` unless every address of `host` is loopback or private."""
+    if rule := _why_not_private(host):
+        raise ValueError(f"{rule}; use {LOOPBACK} or the node's address in the cluster's private network")
+
+
+def url_problem(url: str) -> Problem | None:
+    """Why a URL cannot be that of an engine, None where it can. Resolves the host's name."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        return _refuse(url, f"It is not a URL ({error})")
+    if parts.scheme == "https":
+        remedy = f"Terminate TLS in front of it, or leave it out. {_REMEDY}"
+        return _refuse(url, "The trainer speaks plain HTTP to its engines", remedy)
+    if parts.scheme != "http" or not host or port is None:
+        return _refuse(url, "An engine's address has a scheme, a host and a port")
+    if parts.username is not None or parts.path.strip("/") or parts.query or parts.fragment:
+        return _refuse(url, "An engine's address has no user, path, query or fragment")
+    if ":" in host or port == 0:
+        return _refuse(url, "An engine's address is a name or IPv4, with a port from 1")
+    rule = _why_not_private(host)
+    return _refuse(url, rule) if rule else None
+
+
+def repeated_urls(urls: Sequence[str]) -> Iterator[Problem]:
+    """URLs of one server under two names: it would be sent the same weights twice at once."""
+    seen: dict[tuple[str, int | None], str] = {}
+    for url in urls:
+        others = [seen.setdefault(address, url) for address in _addresses(url)]
+        other = next((other for other in others if other is not url), None)
+        if other is not None:
+            yield _refuse(url, f"An engine is named twice: this is {other}", "Name each one once")
+
+
+def _why_not_private(host: str) -> str:
+    """Empty where every address of `host` is loopback or private."""
+    try:
+        addresses = {info[4][0] for info in socket.getaddrinfo(host, None)}
+    except socket.gaierror as error:
+        return f"engine host {host!r} cannot be resolved: {error}"
+    for address in addresses:
+        ip = ipaddress.ip_address(str(address).split("%")[0])
+        if ip.is_unspecified or ip.is_link_local or not (ip.is_loopback or ip.is_private):
+            return (
+                f"engine host {host!r} is {ip}, which is not a loopback or private address: engines obey whoever "
+                "reaches them"
+            )
+    return ""
+
+
+def _addresses(url: str) -> list[tuple[str, int | None]]:
+    """Where a URL leads; nothing for one that `url_problem` refuses."""
+    try:
+        parts = urlsplit(url)
+        found = {str(info[4][0]) for info in socket.getaddrinfo(parts.hostname, None, family=socket.AF_INET)}
+        return [(address, parts.port) for address in sorted(found)]
+    except (ValueError, OSError):
+        return []
+
+
+def _refuse(url: str, rule: str, remedy: str = _REMEDY) -> Problem:
+    return Problem("engine.urls", url, rule, remedy)

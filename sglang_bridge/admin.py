@@ -1,57 +1,53 @@
-"""Control requests to one engine: health, pausing, weights, checksums. Synchronous, for the trainer's source rank."""
+"""Control requests to one engine: readiness, pausing, weights, checksums. Each call blocks until it is answered."""
 
 from __future__ import annotations
 
 import http.client
 import urllib.parse
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
+from sglang_bridge.engine import Engine
 from sglang_bridge.errors import RequestFailed
+from sglang_bridge.keys import RunKeys
 
-PauseMode = Literal["abort", "retract", "in_place"]
+# Requests that run are put back and computed again under the new weights. "abort" would lose them; "in_place" would
+# keep the cache that the old weights computed, and the engine refuses to flush it while requests run.
+_PAUSE_MODE = "retract"
 
 
-class TensorChecksums(msgspec.Struct, frozen=True):
-    """What one rank of an engine holds: 64-bit checksum in hexadecimal by the engine's own parameter name."""
-
+class _Rank(msgspec.Struct):
     checksums: dict[str, str]
-    parallelism_info: dict[str, Any] | list[dict[str, Any]]
 
 
 class _Outcome(msgspec.Struct):
     success: bool = True
     message: str = ""
-    ranks: list[TensorChecksums] | None = None
+    ranks: list[_Rank] | None = None
 
 
 class AdminClient:
-    """Speaks to one URL. admin_api_key: None for a server started without one. timeout: seconds per call."""
+    """Controls one engine. keys: a server started without keys ignores them. timeout: seconds per call."""
 
-    def __init__(
-        self, url: str, *, api_key: str | None = None, admin_api_key: str | None = None, timeout: float = 60.0
-    ) -> None:
-        parts = urllib.parse.urlsplit(url)
+    def __init__(self, engine: Engine, keys: RunKeys, *, timeout: float = 60.0) -> None:
+        parts = urllib.parse.urlsplit(engine.url)
         if parts.scheme != "http" or parts.hostname is None:
-            raise ValueError(f"engine URL {url!r}: expected http://HOST:PORT")
-        self.url = url
+            raise ValueError(f"engine URL {engine.url!r}: expected http://HOST:PORT")
+        self.engine = engine
         self._host, self._port = parts.hostname, parts.port or 80
-        self._api_key, self._admin_api_key = api_key, admin_api_key
+        self._keys = keys
         self._timeout = timeout
+
+    @property
+    def url(self) -> str:
+        """Its engine's, by which failures name it."""
+        return self.engine.url
 
     def is_ready(self, *, timeout: float = 2.0) -> bool:
         """Whether the server accepts requests now; False also while nothing listens yet."""
         try:
             status, _ = self._exchange("GET", "/ready", None, timeout=timeout)
-        except RequestFailed:
-            return False
-        return status == 200
-
-    def is_healthy(self, *, timeout: float = 25.0) -> bool:
-        """Whether the server generates a token (about one second when it is idle)."""
-        try:
-            status, _ = self._exchange("GET", "/health_generate", None, timeout=timeout)
         except RequestFailed:
             return False
         return status == 200
@@ -62,15 +58,9 @@ class AdminClient:
         self._require_ok("/server_info", status, body)
         return msgspec.json.decode(body, type=dict[str, Any])
 
-    def weight_version(self) -> str:
-        """The version of the weights it serves."""
-        status, body = self._exchange("GET", "/model_info", None, admin=False)
-        self._require_ok("/model_info", status, body)
-        return str(msgspec.json.decode(body, type=dict[str, Any]).get("weight_version"))
-
-    def pause(self, mode: PauseMode = "retract") -> None:
-        """Stop generating. abort ends running requests, retract recomputes them later, in_place keeps their cache."""
-        self._post("/pause_generation", {"mode": mode})
+    def pause(self) -> None:
+        """Stop generating; requests that run are recomputed once it resumes."""
+        self._post("/pause_generation", {"mode": _PAUSE_MODE})
 
     def resume(self) -> None:
         """Go on generating."""
@@ -79,10 +69,6 @@ class AdminClient:
     def flush_cache(self) -> None:
         """Drop every cached prefix. Fails while requests run."""
         self._post("/flush_cache", {})
-
-    def abort_all(self) -> None:
-        """Abort every request."""
-        self._post("/abort_request", {"abort_all": True})
 
     def init_weights_update_group(
         self, *, address: str, port: int, rank_offset: int, world_size: int, name: str, backend: str, timeout: float
@@ -135,15 +121,20 @@ class AdminClient:
 
     def update_weights_from_disk(self, model_path: str, *, weight_version: str, timeout: float) -> None:
         """Load a directory in Hugging Face format."""
-        body = {"model_path": model_path, "weight_version": weight_version, "flush_cache": False}
+        body = {
+            "model_path": model_path,
+            "load_format": "auto",  # else the format the server was started with, which may be "dummy"
+            "weight_version": weight_version,
+            "flush_cache": False,
+        }
         self._post("/update_weights_from_disk", body, timeout=timeout)
 
-    def checksums(self, *, timeout: float = 300.0) -> list[TensorChecksums]:
-        """Checksums of every parameter, one entry per tensor-parallel rank."""
+    def checksums(self, *, timeout: float = 300.0) -> list[dict[str, str]]:
+        """What each tensor-parallel rank holds: a 64-bit checksum in hexadecimal by the engine's parameter name."""
         outcome = self._post("/weights_checker", {"action": "checksum", "selector": "target"}, timeout=timeout)
         if not outcome.ranks:
             raise RequestFailed(f"{self.url}/weights_checker returned no checksums: {outcome.message}")
-        return outcome.ranks
+        return [rank.checksums for rank in outcome.ranks]
 
     def _post(self, path: str, body: dict[str, Any], *, timeout: float | None = None) -> _Outcome:
         status, reply = self._exchange("POST", path, body, timeout=timeout)
@@ -164,10 +155,8 @@ class AdminClient:
     def _exchange(
         self, method: str, path: str, body: Any, *, timeout: float | None = None, admin: bool = True
     ) -> tuple[int, bytes]:
-        key = self._admin_api_key if admin else self._api_key
-        headers = {"Content-Type": "application/json"}
-        if key is not None:
-            headers["Authorization"] = f"Bearer {key}"
+        key = self._keys.admin_api_key if admin else self._keys.api_key
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
         seconds = self._timeout if timeout is None else timeout
         connection = http.client.HTTPConnection(self._host, self._port, timeout=seconds)
         try:

@@ -1,9 +1,8 @@
-"""Draws samples from one engine."""
+"""Asks one engine for generations."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import random
 from collections.abc import Sequence
@@ -17,7 +16,6 @@ from sglang_bridge.generation import Generation, decode_generation
 
 _FIRST_BACKOFF_SECONDS = 0.2
 _LAST_BACKOFF_SECONDS = 5.0
-_ABORT_SECONDS = 5.0
 _TRY_LATER = frozenset({408, 429})
 
 
@@ -35,9 +33,9 @@ class SamplingLike(Protocol):
 class GenerateClient:
     """Speaks to one URL, from one event loop.
 
-    route_shape: (hidden layers, top-k) of the model, needed to ask for routes. deadline_seconds: per sample, retries
-    included. retries: on lost connections and on answers that say to try later, with exponential backoff.
-    admin_api_key: lets an abandoned request be aborted at once; without it the engine notices the closed connection.
+    route_shape: (hidden layers, top-k) of the model, needed to ask for routes. deadline_seconds: per request, retries
+    included. retries: on lost connections and on answers that say to try later, with exponential backoff. A request
+    that is given up closes its connection, and the engine aborts it within seconds.
     """
 
     def __init__(
@@ -45,19 +43,16 @@ class GenerateClient:
         url: str,
         *,
         api_key: str | None = None,
-        admin_api_key: str | None = None,
         deadline_seconds: float = 600.0,
         retries: int = 2,
         route_shape: tuple[int, int] | None = None,
     ) -> None:
         self.url = url.rstrip("/")
         self._headers = _bearer(api_key)
-        self._abort_headers = _bearer(admin_api_key) if admin_api_key is not None else None
         self._deadline_seconds = deadline_seconds
         self._retries = retries
         self._route_shape = route_shape
         self._session: aiohttp.ClientSession | None = None
-        self._aborts: set[asyncio.Task[None]] = set()
         self._attempts = itertools.count()
 
     async def generate(
@@ -79,9 +74,7 @@ class GenerateClient:
         return decode_generation(body, num_prompt_tokens=len(input_ids), route_shape=shape)
 
     async def close(self) -> None:
-        """Close the connections, once pending aborts are delivered."""
-        if self._aborts:
-            await asyncio.wait(self._aborts, timeout=_ABORT_SECONDS)
+        """Close the connections."""
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -114,28 +107,12 @@ class GenerateClient:
         try:
             async with session.post(f"{self.url}/generate", data=request, headers=self._headers) as response:
                 body = await response.read()
-        except asyncio.CancelledError:
-            self._abort(name)
-            raise
         except aiohttp.ClientError as error:
             raise RequestFailed(f"{self.url}: {name} lost its connection ({type(error).__name__}: {error})") from error
         if response.status != 200:
             words = body[:500].decode(errors="replace")
             raise RequestFailed(f"{self.url}: {name} was answered {response.status}: {words}", status=response.status)
         return body
-
-    def _abort(self, name: str) -> None:
-        if self._abort_headers is not None:
-            task = asyncio.get_running_loop().create_task(self._send_abort(name, self._abort_headers))
-            self._aborts.add(task)
-            task.add_done_callback(self._aborts.discard)
-
-    async def _send_abort(self, name: str, headers: dict[str, str]) -> None:
-        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-            async with asyncio.timeout(_ABORT_SECONDS):
-                body, url = msgspec.json.encode({"rid": name}), f"{self.url}/abort_request"
-                async with self._open_session().post(url, data=body, headers=headers) as response:
-                    await response.read()
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:

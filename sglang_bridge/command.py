@@ -1,4 +1,4 @@
-"""An engine's command line and environment, from its settings."""
+"""A server's command line and environment."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from sglang_bridge.cpu_support import cpu_shim_path
-from sglang_bridge.settings import EngineSettings
+from sglang_bridge.settings import ServerPlace, ServerSettings
 
 # Without a GPU: SGLang's own torch fallbacks, no overlap of scheduling with a device that is not there, and no busy
 # waiting: an idle engine would take a core from the trainer.
@@ -21,7 +21,7 @@ _CPU_ARGS = (
 _LOOPBACK = frozenset({"127.0.0.1", "localhost"})
 
 
-def build_argv(settings: EngineSettings, *, port: int, key_config: Path) -> list[str]:
+def build_argv(settings: ServerSettings, place: ServerPlace, *, port: int, key_config: Path) -> list[str]:
     """The server's argument list. key_config: see `keys.write_server_config`."""
     argv = [
         sys.executable,
@@ -30,29 +30,30 @@ def build_argv(settings: EngineSettings, *, port: int, key_config: Path) -> list
         "--config",
         str(key_config),
         "--model-path",
-        settings.model_path,
-        f"--host={settings.host}",
+        place.model_path,
+        f"--host={place.host}",
         f"--port={port}",
-        f"--device={settings.device}",
+        f"--device={place.device}",
         f"--dtype={settings.dtype}",
         f"--tp-size={settings.tp}",
         f"--ep-size={settings.ep}",
         f"--max-running-requests={settings.max_running_requests}",
+        f"--max-total-tokens={settings.max_total_tokens}",
         "--skip-tokenizer-init",
-        "--log-level-http=warning",  # no line per sample
+        "--log-level-http=warning",  # no line per request
     ]
-    if settings.max_total_tokens is not None:
-        argv.append(f"--max-total-tokens={settings.max_total_tokens}")
     if settings.quantization is not None:
         argv.append(f"--quantization={settings.quantization}")
-    if settings.return_routes:
+    if place.return_routes:
         argv.append("--enable-return-routed-experts")
-    if settings.device == "cpu":
+    if place.load_format is not None:
+        argv.append(f"--load-format={place.load_format}")
+    if place.device == "cpu":
         argv += _CPU_ARGS
     return [*argv, *settings.extra_args]
 
 
-def build_environment(settings: EngineSettings, inherited: Mapping[str, str]) -> dict[str, str]:
+def build_environment(settings: ServerSettings, place: ServerPlace, inherited: Mapping[str, str]) -> dict[str, str]:
     """The server's environment: the inherited one without torchrun's variables, which would mislead its own group."""
     environment = {key: value for key, value in inherited.items() if not _belongs_to_torchrun(key)}
     environment |= {
@@ -62,16 +63,16 @@ def build_environment(settings: EngineSettings, inherited: Mapping[str, str]) ->
         "PYTHONUNBUFFERED": "1",
     }
     search = [str(Path(__file__).parent.parent)]
-    if settings.device == "cpu":
+    if place.device == "cpu":
         environment["SGLANG_USE_CPU_ENGINE"] = "1"
         environment["CUDA_VISIBLE_DEVICES"] = ""
         search.insert(0, str(cpu_shim_path()))
-    elif settings.gpus:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(_devices(settings.gpus, inherited.get("CUDA_VISIBLE_DEVICES")))
+    elif place.gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(_devices(place.gpus, inherited.get("CUDA_VISIBLE_DEVICES")))
     if inherited.get("PYTHONPATH"):
         search.append(inherited["PYTHONPATH"])
     environment["PYTHONPATH"] = os.pathsep.join(search)
-    if settings.host in _LOOPBACK:
+    if place.host in _LOOPBACK:
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return environment
 

@@ -13,23 +13,23 @@ def cpu_shim_path() -> Path:
     return Path(__file__).parent / "cpu_shim"
 
 
-def declare_torchvision_schemas() -> bool:
+def declare_torchvision_schemas() -> None:
     """Let torchvision be imported where its C++ operators cannot be loaded (a CUDA build beside a CPU torch).
 
     torchvision's Python part registers shapes for operators that only its C++ part declares; declaring them is
-    enough, nobody calls them. Returns whether that was necessary. Call it before importing transformers.
+    enough, nobody calls them. Call it before importing transformers.
     """
     spec = importlib.util.find_spec("torchvision")
     if spec is None or spec.origin is None:
-        return False
+        return
     import torch
 
     if hasattr(torch.ops.torchvision, "nms"):
-        return False
+        return
     for binary in Path(spec.origin).parent.glob("_C*.so"):
         try:
             torch.ops.load_library(str(binary))
-            return False
+            return
         except OSError:
             continue
     library = torch.library.Library("torchvision", "FRAGMENT")
@@ -37,4 +37,3 @@ def declare_torchvision_schemas() -> bool:
         library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     # The declarations vanish with the object: tie it to the namespace they are in.
     torch.ops.torchvision.__dict__["_declared_without_binary"] = library
-    return True

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 
 class EngineError(Exception):
     """Base of every error this package raises about an engine."""
+
+    exit_code: ClassVar[int] = 4  # what a program that ends because of it exits with
 
 
 class EngineUnhealthy(EngineError):
@@ -18,11 +21,11 @@ class EngineUnhealthy(EngineError):
 
 
 class EngineDied(EngineError):
-    """An engine's process ended by itself. exit_code: 128 + signal number if a signal ended it."""
+    """An engine's process ended by itself. returncode: 128 + signal number if a signal ended it."""
 
-    def __init__(self, message: str, *, exit_code: int, log_tail: str = "") -> None:
-        super().__init__(_with_log(f"{message} (exit code {exit_code})", log_tail))
-        self.exit_code = exit_code
+    def __init__(self, message: str, *, returncode: int, log_tail: str = "") -> None:
+        super().__init__(_with_log(f"{message} (exit code {returncode})", log_tail))
+        self.returncode = returncode
         self.log_tail = log_tail
 
 
@@ -41,7 +44,7 @@ class WeightUpdateFailed(EngineError):
         reasons = "; ".join(f"{url}: {reason}" for url, reason in failed.items())
         super().__init__(
             f"weights of version {version} did not reach {len(failed)} engine(s): {reasons}. "
-            "These engines stay paused: push again, or restart them and replace their handles"
+            "These engines stay paused until a later push reaches them"
         )
         self.version = version
         self.failed = dict(failed)
@@ -49,16 +52,18 @@ class WeightUpdateFailed(EngineError):
 
 
 class WeightMismatch(EngineError):
-    """An engine holds other values than were sent. tensors: the names concerned."""
+    """An engine holds other values than were sent. differences: a text for each of its parameters concerned."""
 
-    def __init__(self, url: str, version: int, tensors: Sequence[str]) -> None:
+    exit_code = 6
+
+    def __init__(self, url: str, version: int, differences: Sequence[str]) -> None:
         super().__init__(
-            f"{url} does not hold the weights of version {version}: {len(tensors)} tensor(s) differ: "
-            f"{', '.join(tensors)}. Its samples must not be trained on: send the weights again"
+            f"{url} does not hold the weights of version {version}: {len(differences)} parameter(s) differ: "
+            f"{_abridged(differences, '; ')}. What it generates must not be trained on: send the weights again"
         )
         self.url = url
         self.version = version
-        self.tensors = tuple(tensors)
+        self.differences = tuple(differences)
 
 
 class AuditUnsupported(EngineError):
@@ -67,3 +72,8 @@ class AuditUnsupported(EngineError):
 
 def _with_log(message: str, log_tail: str) -> str:
     return f"{message}; last lines of its log:\n{log_tail}" if log_tail else message
+
+
+def _abridged(texts: Sequence[str], separator: str, most: int = 8) -> str:
+    more = [f"and {len(texts) - most} more"] if len(texts) > most else []
+    return separator.join([*texts[:most], *more])

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import binascii
+import enum
 from dataclasses import dataclass
-from typing import Literal, cast
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import pybase64
 
-FinishReason = Literal["stop", "length", "abort"]
-_FINISH_REASONS = ("stop", "length", "abort")
+
+class FinishReason(enum.StrEnum):
+    """Why a response ended: a stop token, its longest length, or the engine gave it up."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
 
 
 class VersionSpan(msgspec.Struct, frozen=True):
@@ -88,7 +93,7 @@ def decode_generation(body: bytes, *, num_prompt_tokens: int, route_shape: tuple
     finish_reason = _finish_reason(meta)
     output_ids = np.asarray(reply.output_ids, np.int32)
     routes = None
-    if route_shape is not None and finish_reason != "abort":
+    if route_shape is not None and finish_reason is not FinishReason.ABORT:
         routes = _routes(meta, num_prompt_tokens + len(output_ids) - 1, route_shape)
     return Generation(
         output_ids=output_ids,
@@ -103,9 +108,10 @@ def decode_generation(body: bytes, *, num_prompt_tokens: int, route_shape: tuple
 
 def _finish_reason(meta: _MetaInfo) -> FinishReason:
     name = meta.finish_reason.type if meta.finish_reason is not None else None
-    if name not in _FINISH_REASONS:
-        raise GenerationRejected("finish_reason", f"{name!r} is none of {', '.join(_FINISH_REASONS)}")
-    return cast(FinishReason, name)
+    try:
+        return FinishReason(str(name))
+    except ValueError:
+        raise GenerationRejected("finish_reason", f"{name!r} is none of {', '.join(FinishReason)}") from None
 
 
 def _logprobs(meta: _MetaInfo, output_ids: list[int]) -> npt.NDArray[np.float32]:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import msgspec
 
+from sglang_bridge.problem import Problem
+
 
 class RunKeys(msgspec.Struct, frozen=True):
     """api_key: for generation. admin_api_key: for everything that changes an engine."""
@@ -26,11 +28,6 @@ def create_keys() -> RunKeys:
     return RunKeys(api_key=secrets.token_hex(32), admin_api_key=secrets.token_hex(32))
 
 
-def write_keys(keys: RunKeys, path: Path) -> None:
-    """Write `{"api_key": ..., "admin_api_key": ...}` readable by the owner alone; replaces an older file."""
-    _write_private(path, msgspec.json.encode(keys))
-
-
 def write_server_config(keys: RunKeys, path: Path) -> None:
     """Write the keys as a `--config` file for SGLang, which wants long option names and the suffix .yaml."""
     if path.suffix != ".yaml":
@@ -40,16 +37,24 @@ def write_server_config(keys: RunKeys, path: Path) -> None:
 
 
 def read_keys(path: Path) -> RunKeys:
-    """Read what `write_keys` wrote. Raises `PermissionError` where others may read it, `ValueError` if malformed."""
-    mode = stat.S_IMODE(path.stat().st_mode)
-    if mode & 0o077:
-        raise PermissionError(f"engine.key_file {path} has mode {mode:o}: others may read it; run chmod 600 {path}")
+    """Read `{"api_key": ..., "admin_api_key": ...}`. Raises `ValueError` where `key_file_problem` finds one."""
+    if problem := key_file_problem(path):
+        raise ValueError(str(problem))
+    return msgspec.json.decode(path.read_bytes(), type=RunKeys)
+
+
+def key_file_problem(path: Path) -> Problem | None:
+    """Why keys cannot be read from this file, None where they can. Its text shows no key."""
+    remedy = 'Write {"api_key": ..., "admin_api_key": ...} to a file with mode 0600'
+    if not path.is_file():
+        return Problem("engine.key_file", str(path), "There is no such file", remedy)
+    if stat.S_IMODE(path.stat().st_mode) & 0o077:
+        return Problem("engine.key_file", str(path), "Others can read the keys", f"chmod 600 {path}")
     try:
-        return msgspec.json.decode(path.read_bytes(), type=RunKeys)
-    except msgspec.DecodeError as error:
-        raise ValueError(
-            f'engine.key_file {path}: {error}; expected {{"api_key": "...", "admin_api_key": "..."}}'
-        ) from error
+        msgspec.json.decode(path.read_bytes(), type=RunKeys)
+    except (ValueError, OSError):
+        return Problem("engine.key_file", str(path), "It does not hold two keys as JSON", remedy)
+    return None
 
 
 def _write_private(path: Path, data: bytes) -> None:

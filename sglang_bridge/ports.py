@@ -1,29 +1,13 @@
-"""Ports for servers, and addresses they may listen on."""
+"""Free ports for servers."""
 
 from __future__ import annotations
 
-import ipaddress
 import random
 import socket
 
 # Below Linux's ephemeral range, so that no outgoing connection takes a chosen port before the server binds it.
 _FIRST_PORT, _LAST_PORT = 20000, 32000
 _ATTEMPTS = 64
-
-
-def require_private_address(host: str) -> None:
-    """Raise `ValueError` unless every address of `host` is loopback or private."""
-    try:
-        addresses = {info[4][0] for info in socket.getaddrinfo(host, None)}
-    except socket.gaierror as error:
-        raise ValueError(f"engine host {host!r} cannot be resolved: {error}") from error
-    for address in addresses:
-        ip = ipaddress.ip_address(str(address).split("%")[0])
-        if ip.is_unspecified or ip.is_link_local or not (ip.is_loopback or ip.is_private):
-            raise ValueError(
-                f"engine host {host!r} is {ip}, which is not a loopback or private address: engines obey whoever "
-                "reaches them; use 127.0.0.1 or the node's address in the cluster's private network"
-            )
 
 
 def is_free(host: str, port: int) -> bool:

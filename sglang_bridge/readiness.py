@@ -7,45 +7,56 @@ from collections.abc import Sequence
 from typing import Any
 
 from sglang_bridge.admin import AdminClient
+from sglang_bridge.engine import Engine
 from sglang_bridge.errors import EngineUnhealthy, RequestFailed
-from sglang_bridge.handle import refuse_unsupported_parallelism
 from sglang_bridge.keys import RunKeys
+from sglang_bridge.settings import ServerSettings
 
 _POLL_SECONDS = 0.5
 
 
 def require_external_engines(
-    urls: Sequence[str], keys: RunKeys, *, deadline_seconds: float, return_routes: bool, tp: int, dtype: str
+    engines: Sequence[Engine], keys: RunKeys, settings: ServerSettings, *, return_routes: bool
 ) -> None:
-    """Wait, at most `deadline_seconds` for all, until every URL passes. Raises `EngineUnhealthy` naming the URL."""
-    deadline = time.monotonic() + deadline_seconds
-    for url in urls:
-        engine = AdminClient(url, api_key=keys.api_key, admin_api_key=keys.admin_api_key)
-        while not engine.is_ready():
+    """Wait, at most `settings.start_timeout_s` for all, until every engine answers and is what is declared.
+
+    Raises `EngineUnhealthy` naming the URL.
+    """
+    deadline = time.monotonic() + settings.start_timeout_s
+    for engine in engines:
+        admin = AdminClient(engine, keys)
+        while not admin.is_ready():
             if time.monotonic() > deadline:
                 raise EngineUnhealthy(
-                    f"engine.urls: {url} did not answer within {deadline_seconds:.0f} s; start that server, correct "
-                    "the address, or raise engine.start_timeout_s"
+                    f"engine.urls: {engine.url} did not answer within {settings.start_timeout_s:.0f} s; start that "
+                    "server or correct the address"
                 )
             time.sleep(_POLL_SECONDS)
         try:
-            info = engine.server_info()
+            info = admin.server_info()
         except RequestFailed as error:
             raise EngineUnhealthy(
-                f"engine.urls: {url} answers but refuses requests ({error}); engine.key_file must hold its keys"
+                f"engine.urls: {engine.url} answers but refuses requests ({error}); engine.key_file must hold its keys"
             ) from error
-        _require_settings(url, info, return_routes=return_routes, tp=tp, dtype=dtype)
+        _require_settings(engine, info, settings.dtype, return_routes=return_routes)
 
 
-def _require_settings(url: str, info: dict[str, Any], *, return_routes: bool, tp: int, dtype: str) -> None:
+def _require_settings(engine: Engine, info: dict[str, Any], dtype: str, *, return_routes: bool) -> None:
+    """Compare a running server's `/server_info` with what is declared and with what weight updates support."""
     if return_routes and not info.get("enable_return_routed_experts"):
         raise EngineUnhealthy(
-            f"engine.urls: {url} does not record expert routes; start it with --enable-return-routed-experts, or set "
-            "train.replay_routes=false"
+            f"engine.urls: {engine.url} does not record expert routes; start it with --enable-return-routed-experts, "
+            "or set train.replay_routes=false"
         )
-    try:
-        refuse_unsupported_parallelism(info, tp=tp)
-    except ValueError as error:
-        raise EngineUnhealthy(f"engine.urls: {url}: {error}") from error
+    for key in ("pp_size", "dp_size"):
+        if (size := int(info.get(key) or 1)) > 1:
+            raise EngineUnhealthy(
+                f"engine.urls: {engine.url} runs with {key}={size}: weight updates need a group per stage or replica, "
+                "which is not built; start it with 1 and use more engines or tensor/expert parallelism instead"
+            )
+    if (tp := int(info.get("tp_size") or 1)) != engine.tp:
+        raise EngineUnhealthy(f"engine.tp={engine.tp}: {engine.url} runs with tp_size={tp}; declare engine.tp={tp}")
     if info.get("dtype", dtype) != dtype:
-        raise EngineUnhealthy(f"engine.dtype={dtype}: {url} runs in {info['dtype']}; start it with --dtype {dtype}")
+        raise EngineUnhealthy(
+            f"engine.dtype={dtype}: {engine.url} runs in {info['dtype']}; start it with --dtype {dtype}"
+        )

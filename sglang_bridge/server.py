@@ -7,14 +7,16 @@ import subprocess
 import time
 from pathlib import Path
 
+from sglang_bridge.addresses import require_private_address
 from sglang_bridge.admin import AdminClient
 from sglang_bridge.command import build_argv, build_environment
+from sglang_bridge.engine import Engine
 from sglang_bridge.errors import EngineDied, EngineUnhealthy
 from sglang_bridge.keys import RunKeys, write_server_config
 from sglang_bridge.lifeline import Lifeline, start_supervised
 from sglang_bridge.log_tail import last_lines
-from sglang_bridge.ports import choose_port, require_private_address
-from sglang_bridge.settings import EngineSettings
+from sglang_bridge.ports import choose_port
+from sglang_bridge.settings import ServerPlace, ServerSettings, refusals
 
 _POLL_SECONDS = 0.25
 _PORT_TAKEN = "address already in use"
@@ -25,26 +27,41 @@ _GRACE_SECONDS = 0.5  # a server has nothing to save, and SGLang takes five seco
 class ManagedEngine:
     """One running server. Make it with `ManagedEngine.start`."""
 
-    def __init__(self, settings: EngineSettings, *, keys: RunKeys, log_path: Path, lifeline: Lifeline) -> None:
-        require_private_address(settings.host)
+    def __init__(
+        self, settings: ServerSettings, place: ServerPlace, *, keys: RunKeys, log_path: Path, lifeline: Lifeline
+    ) -> None:
         self.settings = settings
+        self.place = place
         self.keys = keys
         self.log_path = log_path
         self._lifeline = lifeline
         self._started = time.monotonic()
         self._starts = 0
         self._healthy = False
-        self._launch(settings.port)
+        self._launch(place.port)
 
     @classmethod
-    def start(cls, settings: EngineSettings, *, keys: RunKeys, log_path: Path, lifeline: Lifeline) -> ManagedEngine:
-        """Start a server and return at once. Its log, of mode 0600, holds its keys: SGLang writes its arguments."""
-        return cls(settings, keys=keys, log_path=log_path, lifeline=lifeline)
+    def start(
+        cls, settings: ServerSettings, place: ServerPlace, *, keys: RunKeys, log_path: Path, lifeline: Lifeline
+    ) -> ManagedEngine:
+        """Start a server and return at once. Its log, of mode 0600, holds its keys: SGLang writes its arguments.
+
+        Raises `ValueError` for what `refusals` finds, a shape that no engine has and an address that is not private.
+        """
+        if found := [str(problem) for problem in refusals(settings, place.device)]:
+            raise ValueError("\n".join(found))
+        require_private_address(place.host)
+        return cls(settings, place, keys=keys, log_path=log_path, lifeline=lifeline)
+
+    @property
+    def engine(self) -> Engine:
+        """Its address and shape. Until it is healthy, a port that was taken meanwhile is replaced by another one."""
+        return self._engine
 
     @property
     def url(self) -> str:
         """Where it listens."""
-        return f"http://{self.settings.host}:{self.port}"
+        return self._engine.url
 
     @property
     def pid(self) -> int:
@@ -53,7 +70,7 @@ class ManagedEngine:
 
     def admin(self, *, timeout: float = 60.0) -> AdminClient:
         """A control client with this run's keys."""
-        return AdminClient(self.url, api_key=self.keys.api_key, admin_api_key=self.keys.admin_api_key, timeout=timeout)
+        return AdminClient(self.engine, self.keys, timeout=timeout)
 
     def poll_healthy(self) -> bool:
         """Whether it has become healthy, without waiting long. Raises `EngineDied`; a taken port is replaced."""
@@ -81,7 +98,7 @@ class ManagedEngine:
         """Raise `EngineDied` if the server's process has ended."""
         code = self._process.poll()
         if code is not None:
-            raise EngineDied(f"engine {self.url} ended by itself", exit_code=code, log_tail=self.log_tail())
+            raise EngineDied(f"engine {self.url} ended by itself", returncode=code, log_tail=self.log_tail())
 
     def log_tail(self, count: int = 30) -> str:
         """The last lines of its log, keys blanked out."""
@@ -103,7 +120,8 @@ class ManagedEngine:
 
     def _launch(self, preferred_port: int | None) -> None:
         self._starts += 1
-        self.port = choose_port(self.settings.host, preferred_port)
+        port = choose_port(self.place.host, preferred_port)
+        self._engine = self._describe(port)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         write_server_config(self.keys, self._config_path())
         descriptor = os.open(self.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -111,14 +129,19 @@ class ManagedEngine:
         try:
             os.fchmod(descriptor, 0o600)
             self._process = start_supervised(
-                build_argv(self.settings, port=self.port, key_config=self._config_path()),
+                build_argv(self.settings, self.place, port=port, key_config=self._config_path()),
                 lifeline=self._lifeline,
-                environment=build_environment(self.settings, os.environ),
+                environment=build_environment(self.settings, self.place, os.environ),
                 log=descriptor,
                 grace_seconds=_GRACE_SECONDS,
             )
         finally:
             os.close(descriptor)
+
+    def _describe(self, port: int) -> Engine:
+        shape = self.settings
+        url = f"http://{self.place.host}:{port}"
+        return Engine(url=url, node=self.place.node, tp=shape.tp, ep=shape.ep, quantization=shape.quantization)
 
     def _config_path(self) -> Path:
         return self.log_path.with_suffix(".keys.yaml")

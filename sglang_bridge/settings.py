@@ -1,13 +1,15 @@
-"""What a managed engine is started with."""
+"""What a server is started with."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt
 
-_DTYPES = ("float32", "bfloat16", "float16")
+from sglang_bridge.problem import Problem
+
 # Options the bridge sets itself, or that break what it relies on (recorded routes, one replica, private keys).
 _RESERVED = (
     "--api-key",
@@ -48,55 +50,6 @@ _UNSUPPORTED = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineSettings:
-    """One engine. max_total_tokens: KV-cache slots, None lets SGLang size it from free memory (GPU only).
-
-    threads: OpenMP threads of each of its processes. extra_args: passed to SGLang as they are.
-    """
-
-    model_path: str
-    dtype: str
-    device: Literal["cpu", "cuda"]
-    max_running_requests: int
-    max_total_tokens: int | None
-    tp: int = 1
-    ep: int = 1
-    threads: int = 1
-    host: str = "127.0.0.1"
-    port: int | None = None
-    quantization: str | None = None
-    return_routes: bool = True
-    gpus: tuple[int, ...] = ()
-    extra_args: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.dtype not in _DTYPES:
-            raise ValueError(
-                f"engine.dtype={self.dtype!r}: one of {', '.join(_DTYPES)} (SGLang's 'auto' turns float32 into float16)"
-            )
-        if self.device == "cpu" and self.quantization is not None:
-            raise ValueError(
-                f"engine.quantization={self.quantization!r} with engine.device=cpu: SGLang's quantized kernels "
-                "for CPUs need AMX; use null"
-            )
-        if self.device == "cpu" and self.max_total_tokens is None:
-            raise ValueError("engine.max_total_tokens=null with engine.device=cpu: give the KV cache a size in tokens")
-        for argument in self.extra_args:
-            option = argument.split("=", 1)[0]
-            if not option.strip():
-                raise ValueError("engine.extra_args has an empty argument; remove it")
-            if _names(option, _RESERVED):
-                raise ValueError(f"engine.extra_args has {option}: it has a setting of its own; use that one")
-            if _names(option, _UNSUPPORTED):
-                raise ValueError(f"engine.extra_args has {option}: not supported with routes and keys; remove it")
-
-
-def _names(option: str, names: tuple[str, ...]) -> bool:
-    """Whether an option is one of `names`, or an abbreviation that SGLang's parser would expand to one."""
-    return option.startswith("--") and any(name == option or name.startswith(option) for name in names)
-
-
-@dataclass(frozen=True, kw_only=True)
 class ServerSettings:
     """What a user sets for a server. max_total_tokens: KV-cache slots. threads: OpenMP threads of each process."""
 
@@ -112,3 +65,44 @@ class ServerSettings:
     request_timeout_s: Annotated[float, Gt(0)] = 120.0
     retries: Annotated[int, Ge(0)] = 2
     extra_args: list[str] = field(default_factory=list)  # managed only
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerPlace:
+    """What a run decides for one server: what it serves and where.
+
+    node: the host whose collector sends it requests. port: preferred; None or a taken one gives a free one. gpus: its
+    devices, counted within what this process may see. load_format: "dummy" starts with random weights of the right
+    shapes, None reads the checkpoint in `model_path`.
+    """
+
+    model_path: str
+    device: Literal["cpu", "cuda"]
+    host: str = "127.0.0.1"
+    port: int | None = None
+    node: int = 0
+    gpus: tuple[int, ...] = ()
+    return_routes: bool = True
+    load_format: Literal["dummy"] | None = None
+
+
+def refusals(settings: ServerSettings, device: Literal["cpu", "cuda"]) -> Iterator[Problem]:
+    """What a server on this device cannot be started with."""
+    if device == "cpu" and settings.quantization is not None:
+        rule = "SGLang's quantized kernels for CPUs need AMX"
+        yield Problem("engine.quantization", settings.quantization, rule, "On CPU, use null")
+    for argument in settings.extra_args:
+        option = argument.split("=", 1)[0]
+        if not option.strip():
+            yield Problem("engine.extra_args", settings.extra_args, "It has an empty argument", "Remove it")
+        elif _names(option, _RESERVED):
+            rule = f"It has {option}, which has a setting of its own"
+            yield Problem("engine.extra_args", settings.extra_args, rule, "Remove it and use that one")
+        elif _names(option, _UNSUPPORTED):
+            rule = f"It has {option}, which is not supported here"
+            yield Problem("engine.extra_args", settings.extra_args, rule, f"Remove {option}")
+
+
+def _names(option: str, names: tuple[str, ...]) -> bool:
+    """Whether an option is one of `names`, or an abbreviation that SGLang's parser would expand to one."""
+    return option.startswith("--") and any(name == option or name.startswith(option) for name in names)

@@ -1,4 +1,4 @@
-"""Imports point one way: launch -> megatron_rl -> {sglang_bridge, espo_kernels}."""
+"""Imports point one way: launch -> megatron_rl -> {sglang_bridge, espo_kernels}, and one way among the rooms."""
 
 import ast
 import sys
@@ -19,6 +19,24 @@ FORBIDDEN = {
     "megatron_rl": {"launch", "tests"},
     "sglang_bridge": {"launch", "tests", "megatron_rl", "espo_kernels", "megatron", "hydra", "omegaconf"},
 }
+# The rooms of megatron_rl: each imports only those before it.
+ROOMS = (
+    "contracts",
+    "models",
+    "config",
+    "records",
+    "prompts",
+    "environments",
+    "rewards",
+    "rollouts",
+    "credit",
+    "losses",
+    "planning",
+    "mcore",
+    "training",
+    "sync",
+    "run",
+)
 # What the kernels may import besides the standard library: everything else would bind them to this trainer.
 KERNELS_MAY_IMPORT = {"espo_kernels", "torch", "triton", "numpy", "numba", "llvmlite"}
 
@@ -32,6 +50,18 @@ def imports_of(source: str) -> Iterator[str]:
             yield node.module.partition(".")[0]
 
 
+def room_imports(source: str) -> Iterator[str]:
+    """The room of megatron_rl that each import leads to."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        yield from (name.split(".")[1] for name in names if name.startswith("megatron_rl."))
+
+
 def imports_by_file(package: str) -> list[tuple[str, str]]:
     files = sorted(PACKAGES[package].rglob("*.py"))
     return [(str(file.relative_to(ROOT)), name) for file in files for name in imports_of(file.read_text())]
@@ -42,6 +72,26 @@ def test_no_import_points_back(package: str) -> None:
     found = imports_by_file(package)
     assert found, f"{package} has no imports: is the path right?"
     assert [(file, name) for file, name in found if name in FORBIDDEN[package]] == []
+
+
+def test_rooms_import_only_rooms_before_them() -> None:
+    package = PACKAGES["megatron_rl"]
+    assert {path.name for path in package.iterdir() if path.is_dir()} - {"__pycache__"} == set(ROOMS)
+    backward = [
+        f"{file.relative_to(package)} imports {target}"
+        for room in ROOMS
+        for file in sorted((package / room).rglob("*.py"))
+        for target in room_imports(file.read_text())
+        if ROOMS.index(target) > ROOMS.index(room)
+    ]
+    assert backward == []
+    assert list(room_imports("from megatron_rl.run.rank import Rank\nimport megatron_rl.sync as s\n")) == ["run", "sync"]
+
+
+def test_megatron_is_imported_where_it_belongs() -> None:
+    """All of megatron.core is behind `mcore`, but for the group that the vocabulary is sharded over."""
+    found = {file for file, name in imports_by_file("megatron_rl") if name == "megatron"}
+    assert {file for file in found if "/mcore/" not in file} <= {"megatron_rl/run/build.py"}
 
 
 def test_kernels_stand_alone() -> None:

@@ -44,11 +44,14 @@ def resolve_backend(backend: Backend, tensor: torch.Tensor, *, cpu_needs_numba: 
     return backend
 
 
-def checks_values(tensor: torch.Tensor, backend: Backend) -> bool:
+def checks_values(tensor: torch.Tensor, backend: Backend, wanted: bool | None = None) -> bool:
     """Whether a call served by `backend` looks at values, which synchronises with a GPU.
 
-    Always on CPU and in the reference, which synchronises anyway; elsewhere when ESPO_KERNELS_DEBUG=1.
+    As `wanted`; without a wish always on CPU and in the reference, which synchronises anyway, and elsewhere when
+    ESPO_KERNELS_DEBUG=1.
     """
+    if wanted is not None:
+        return wanted
     return tensor.device.type == "cpu" or backend == "reference" or os.environ.get("ESPO_KERNELS_DEBUG") == "1"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,18 +25,10 @@ class LaunchFacts:
         )
 
 
-def is_first_rank() -> bool:
-    """Whether this process speaks for the job: rank 0 of torchrun, or the only process."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 def _count_gpus(visible: str | None, device_directory: Path) -> int:
     present = len(list(device_directory.glob("nvidia[0-9]*")))
     if visible is None:
         return present
-    listed = 0
-    for device in visible.split(","):
-        if not device.strip() or device.strip() == "-1":  # CUDA ignores what follows an invalid entry
-            break
-        listed += 1
-    return min(present, listed)
+    # CUDA ignores what follows an invalid entry.
+    listed = list(itertools.takewhile(lambda device: device.strip() not in ("", "-1"), visible.split(",")))
+    return min(present, len(listed))

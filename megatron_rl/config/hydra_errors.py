@@ -1,85 +1,70 @@
-"""Turns what Hydra and OmegaConf raise while composing into refusals."""
+"""Refusals of what Hydra may not be asked, and of what it cannot compose."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 from hydra.errors import MissingConfigException, OverrideParseException
 
+from megatron_rl.config.keys import declared_keys, unknown_key
 from megatron_rl.config.refusal import Refusal
-from megatron_rl.config.unknown_keys import unknown_key
 
+_QUESTIONS = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "--resolve", "--package"}
 _COMPOSE = "The command python launch/train_rl.py --cfg job shows what is composed"
-_GIVE_TYPE = "Give a value of that type"
-# What the libraries say | the rule | the remedy
+# What the libraries say | the rule, None for their own first line | the remedy
 _KNOWN = (
-    (r"could not be converted to Integer", "Must be a whole number", _GIVE_TYPE),
-    (r"could not be converted to Float", "Must be a number", _GIVE_TYPE),
-    (r"is not a valid bool", "Must be true or false", _GIVE_TYPE),
-    (r"is not a ListConfig, list or tuple", "Must be a list, such as [a,b]", _GIVE_TYPE),
-    (r"not a subclass of", "Must be a group of keys, not a value", _GIVE_TYPE),
-    (r"not Optional", "Must not be null", _GIVE_TYPE),
-    (r"does not support deletion", "Cannot be deleted: every key always exists", _COMPOSE),
     (r"[Ii]nterpolation", None, "Name an existing key in ${...}, or quote it for the shell"),
     (r"appears more than once|Multiple values for", "This group has a choice already", "Replace it, without the +"),
 )
 
 
-@dataclass(frozen=True)
-class Override:
-    """One `key=value` of the command line, its prefix +, ++ or ~ taken off."""
+def split_override(text: str) -> tuple[str, str]:
+    """Key and value of one `key=value` of the command line, its prefix +, ++ or ~ taken off."""
+    key, _, value = text.partition("=")
+    return key.lstrip("+~"), value
 
-    key: str
-    value: str
 
-    @classmethod
-    def parse(cls, text: str) -> Override:
-        key, _, value = text.partition("=")
-        return cls(key.lstrip("+~"), value)
+def forbidden_arguments(arguments: Sequence[str]) -> Iterator[Refusal]:
+    """Hydra's options but for its questions, its own settings but for the place of a user's files, deleted keys."""
+    for text in arguments:
+        key, value = split_override(text)
+        if text.startswith("-") and key not in _QUESTIONS:
+            rule = "One torchrun is one run: it takes key=value, and Hydra's questions --help, --cfg and --info"
+            yield Refusal(key, value, rule, "Loop in the shell; hydra.searchpath=[file://DIR] is for files of your own")
+        elif key != "hydra.searchpath" and re.split("[@./]", key)[0] == "hydra":
+            rule = "Hydra's own settings are fixed: one torchrun is one run, and only the run writes files"
+            yield Refusal(key, value, rule, "run.root and run.name say where; loop in the shell for several runs")
+        elif text.startswith("~") and key in declared_keys():
+            rule = "Cannot be deleted: every key always exists"
+            yield Refusal(key, value, rule, f"Leave out ~{key}, and set what should differ")
 
 
 def as_refusal(error: Exception, overrides: Sequence[str]) -> Refusal:
     """The refusal of a configuration that could not be composed. overrides: the command line's, for their values."""
-    given = [Override.parse(text) for text in overrides]
+    given = dict(map(split_override, overrides))
     if isinstance(error, OverrideParseException):
-        blamed = Override.parse(error.override)
-        example = "\"key=['a','b']\"" if blamed.value.startswith("[") else "'key=\"value\"'"
-        return Refusal(blamed.key, blamed.value, "Hydra cannot parse this", f"Quote it for the shell: {example}")
+        key, value = split_override(error.override)
+        example = "\"key=['a','b']\"" if value.startswith("[") else "'key=\"value\"'"
+        return Refusal(key, value, "Hydra cannot parse this", f"Quote it for the shell: {example}")
     if isinstance(error, MissingConfigException):
-        return _missing_option(error, given)
-    place = re.match(r"In '(.+?)': \w+ raised while composing config:\n", str(error))
-    text = str(error.__cause__ or error)[place.end() if place else 0 :]
-    blamed = _blame(str(error), text, given, place[1] if place else None)
-    if re.match(r"Key '.+?' (is )?not in ", text):
-        return unknown_key(blamed.key, blamed.value)
-    first_line = text.strip().splitlines()[0] if text.strip() else type(error).__name__
-    rule, remedy = next(((r, m) for pattern, r, m in _KNOWN if re.search(pattern, text)), (None, _COMPOSE))
+        group, _, option = (error.missing_cfg_file or "").removesuffix(".yaml").rpartition("/")
+        key = group or next((key for key, value in given.items() if value == option), "configuration")
+        remedy = f"Choose one of {', '.join(error.options)}" if error.options else _COMPOSE
+        return Refusal(key, option, f"There is no such file in {'/'.join(filter(None, ('hydra_conf', group)))}", remedy)
+    text = str(error.__cause__ or error).strip()
+    key = _blamed(f"{error}\n{text}", given)
+    if re.match(r"Key '.+?' is not in struct", text):
+        return unknown_key(key, given.get(key, "?"))
     if type(error).__module__.startswith("yaml"):
-        rule, remedy = f"A file is not YAML: {' '.join(text.split())}", "Correct it there"
-    return Refusal(blamed.key, blamed.value, rule or first_line, remedy)
+        return Refusal(key, given.get(key, "?"), f"A file is not YAML: {' '.join(text.split())}", "Correct it there")
+    rule, remedy = next(((r, m) for pattern, r, m in _KNOWN if re.search(pattern, text)), (None, _COMPOSE))
+    return Refusal(key, given.get(key, "?"), rule or (text.splitlines() or [type(error).__name__])[0], remedy)
 
 
-def _missing_option(error: MissingConfigException, given: Sequence[Override]) -> Refusal:
-    group, _, option = (error.missing_cfg_file or "").removesuffix(".yaml").rpartition("/")
-    options = [name for name in error.options or () if not name.startswith("_")]
-    rule = f"There is no such file in hydra_conf/{group}" if group else "There is no such file in hydra_conf"
-    key = group or next((o.key for o in given if o.value == option), "configuration")
-    return Refusal(key, option, rule, f"Choose one of {', '.join(options)}" if options else _COMPOSE)
-
-
-def _blame(message: str, text: str, given: Sequence[Override], file: str | None) -> Override:
-    """The key that is wrong, and its value or the file that sets it."""
-    whole = re.search(r"Error merging override (.+)", message)
-    if whole is not None:
-        return Override.parse(whole[1])
-    named = re.search(r"full_key: (\S+)", text) or re.search(r"Could not \w+ '(.+?)'", message)
-    named = (
-        named or re.search(r"(\S+) appears more than once", text) or re.search(r"Multiple values for (\S+?)\.", text)
-    )
-    if named is not None:
-        value = next((o.value for o in given if o.key == named[1] or o.key.startswith(f"{named[1]}.")), None)
-        return Override(named[1], value if value is not None else f"(in {file}.yaml)" if file else "?")
-    groups = [override for override in given if "." not in override.key]
-    return groups[0] if len(groups) == 1 else Override("configuration", "?")
+def _blamed(message: str, given: dict[str, str]) -> str:
+    """The key that a message is about; where it names none, the only group chosen on the command line."""
+    patterns = (r"full_key: (\S+)", r"Could not \w+ '(.+?)'", r"(\S+) appears more than once", r"values for (\S+?)\.")
+    named = next((found[1] for pattern in patterns if (found := re.search(pattern, message))), None)
+    groups = [key for key in given if "." not in key]
+    return named or (groups[0] if len(groups) == 1 else "configuration")

@@ -1,32 +1,37 @@
-"""Every configuration key with its type, its limits and its default.
-
-Defaults are safe rather than tuned; recipes live in `hydra_conf/experiment`. Rules across keys are in `rules/`.
-"""
+"""Every configuration key with its type, its limits and its default. Rules across keys are in `rules/`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Le
-from pydantic import Discriminator, Tag
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import ConfigDict, PlainValidator, StringConstraints, TypeAdapter
 
-from megatron_rl.config.section import (
-    BelowOne,
-    Door,
-    NotNegative,
-    OpenShare,
-    Options,
-    Positive,
-    Seconds,
-    Section,
-    Seed,
-    Share,
-    Whole,
-)
 from sglang_bridge.settings import ServerSettings
 
+Positive = Annotated[int, Ge(1)]
+Whole = Annotated[int, Ge(0)]
+Seconds = Annotated[float, Gt(0)]
+NotNegative = Annotated[float, Ge(0)]
+Share = Annotated[float, Ge(0), Le(1)]
+BelowOne = Annotated[float, Ge(0), Lt(1)]
+OpenShare = Annotated[float, Gt(0), Lt(1)]
+Seed = Annotated[int, Ge(0), Le(2**32 - 1)]  # of numpy's global generator, which Megatron seeds
+
+# A user's own class, such as my_package.my_module:MyScorer, and a plain directory name without "..".
+DOOR = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+NAME = r"^[A-Za-z0-9](?:[A-Za-z0-9_-]|\.[A-Za-z0-9_-])*\.?$"
+Door = Annotated[str, StringConstraints(pattern=DOOR)]
+Name = Annotated[str, StringConstraints(pattern=NAME, max_length=128)]
+Options = dict[str, Any]
 Dtype = Literal["float32", "bfloat16"]
+
+
+class Section:
+    """Base of every section: a frozen dataclass that constructors take, checked by pydantic where it is composed."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +81,7 @@ class EspoSettings(AlgoSettings):
 
     name: Literal["espo"] = "espo"
     alpha: NotNegative = 0.02
-    fractions: list[float] = field(default_factory=lambda: [0.2])  # [] = one group: no grouping
+    fractions: list[Annotated[float, Gt(0), Le(1)]] = field(default_factory=lambda: [0.2])  # []: no grouping
     min_clip: BelowOne = 3e-4
     fixed_clip: OpenShare | None = None  # ablation: one epsilon instead of the adaptive ones
     ratio_denominator: Literal["current", "old"] = "current"
@@ -98,20 +103,19 @@ class CustomAlgoSettings(AlgoSettings):
     options: Options = field(default_factory=dict)
 
 
+ALGORITHMS: dict[str, type[AlgoSettings]] = {
+    "grpo": GrpoSettings, "gspo": GspoSettings, "espo": EspoSettings, "sft": SftSettings, "custom": CustomAlgoSettings,
+}  # fmt: skip
+
+
 def algorithm_of(algo: Any) -> str:
-    """Which of the classes above a tree of `algo` keys is checked against."""
-    name = algo.get("name") if isinstance(algo, dict) else getattr(algo, "name", None)
-    return name if name in ("grpo", "gspo", "espo", "sft") else "custom"
+    """Which of `ALGORITHMS` a tree of `algo` keys is checked against."""
+    name = algo.get("name") if isinstance(algo, dict) else None
+    return name if name in ALGORITHMS else "custom"
 
 
-Algo = Annotated[
-    Annotated[GrpoSettings, Tag("grpo")]
-    | Annotated[GspoSettings, Tag("gspo")]
-    | Annotated[EspoSettings, Tag("espo")]
-    | Annotated[SftSettings, Tag("sft")]
-    | Annotated[CustomAlgoSettings, Tag("custom")],
-    Discriminator(algorithm_of),
-]
+def _read_algo(tree: Any) -> AlgoSettings:
+    return TypeAdapter(ALGORITHMS[algorithm_of(tree)]).validate_python(tree)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,8 +255,8 @@ class RunSettings(Section):
     """The run directory is `root/name`; `name` null: experiment, date and time."""
 
     root: str = "runs"
-    name: str | None = None
-    experiment: str | None = None  # null: the name of the experiment group chosen
+    name: Name | None = None
+    experiment: Name | None = None  # null: the name of the experiment group chosen
     save_weights: bool = True  # write the final weights in Hugging Face format
     save_dtype: Dtype | None = None  # null: the dtype they are trained in
 
@@ -262,7 +266,7 @@ class Configuration(Section):
     """The whole of `launch/train_rl.py`'s configuration."""
 
     model: ModelSettings
-    algo: Algo
+    algo: Annotated[AlgoSettings, PlainValidator(_read_algo)]
     data: DataSettings
     environment: EnvironmentSettings = field(default_factory=EnvironmentSettings)
     reward: RewardSettings = field(default_factory=RewardSettings)

@@ -12,10 +12,9 @@ class Wait(msgspec.Struct, frozen=True, tag="wait"):
 
 
 class Sync(msgspec.Struct, frozen=True, tag="sync"):
-    """Export the weights as `version` to the engines of these indices (every engine when empty)."""
+    """Export the weights to the engines as `version`; audit: compare afterwards what they hold."""
 
     version: int
-    engines: tuple[int, ...] = ()
     audit: bool = False
 
 
@@ -25,7 +24,7 @@ class Train(msgspec.Struct, frozen=True, tag="plan"):
     plan: StepPlan
 
 
-class SaveWeights(msgspec.Struct, frozen=True, tag="save"):
+class Save(msgspec.Struct, frozen=True, tag="save"):
     """Write the current weights in Hugging Face format into a directory."""
 
     path: str
@@ -41,4 +40,4 @@ class Finish(msgspec.Struct, frozen=True, tag="finish"):
     """The run is complete."""
 
 
-Command = Wait | Sync | Train | SaveWeights | Abort | Finish
+Command = Wait | Sync | Train | Save | Abort | Finish

@@ -68,3 +68,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     rejected: dict[str, int] = {}
     generated_at: float = 0.0
     judged_at: float = 0.0
+
+    @property
+    def judged(self) -> tuple[RolloutRef, ...]:
+        """The rollouts with a verdict."""
+        return tuple(rollout for rollout in self.samples if rollout.verdict.reward is not None)

@@ -11,6 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from sglang_bridge.generation import FinishReason
+
+__all__ = ["FinishReason", "Role", "Rollout", "Segment"]
+
 
 class Role(enum.StrEnum):
     """Who wrote a segment of a trajectory."""
@@ -18,14 +22,6 @@ class Role(enum.StrEnum):
     PROMPT = "prompt"
     RESPONSE = "response"
     TOOL = "tool"
-
-
-class FinishReason(enum.StrEnum):
-    """Why generation ended: an end-of-sequence token, the token limit, or an abort."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    ABORT = "abort"
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 Routes = npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
 
 _UINT8_EXPERTS = 256
+
+
+class RouteShape(msgspec.Struct, frozen=True, kw_only=True):
+    """What recorded routes must look like. moe_layers: 0-based decoder layers that have experts."""
+
+    moe_layers: tuple[int, ...]
+    num_hidden_layers: int
+    num_experts: int
+    topk: int
 
 
 class RouteError(ValueError):
@@ -20,26 +28,23 @@ class RouteError(ValueError):
         self.reason = reason
 
 
-def validate_routes(
-    wire: npt.NDArray[np.int32], *, num_inputs: int, moe_layers: Sequence[int], num_experts: int, topk: int
-) -> Routes:
+def validate_routes(wire: npt.NDArray[np.int32], shape: RouteShape, num_inputs: int) -> Routes:
     """Select the MoE layers of `wire` int32 [num_inputs, num_hidden_layers, topk] and check every entry.
 
     Returns uint8 (up to 256 experts) or uint16 [num_inputs, len(moe_layers), topk]. Raises `RouteError`.
     """
-    if wire.ndim != 3 or wire.shape[0] != num_inputs or wire.shape[2] != topk or wire.shape[1] <= max(moe_layers):
+    expected = (num_inputs, shape.num_hidden_layers, shape.topk)
+    if wire.shape != expected:
         raise RouteError(
-            "routes_shape",
-            f"routes of shape {wire.shape}: expected {num_inputs} rows (one per input token), layers up to "
-            f"{max(moe_layers)} and top-{topk}",
+            "routes_shape", f"routes of shape {wire.shape}: expected {expected} (input tokens, decoder layers, top-k)"
         )
-    routes = wire[:, list(moe_layers)]
-    if routes.size and (routes.min() < 0 or routes.max() >= num_experts):
-        raise RouteError("routes_range", f"an expert id outside 0..{num_experts - 1}")
+    routes = wire[:, list(shape.moe_layers)]
+    if routes.size and (routes.min() < 0 or routes.max() >= shape.num_experts):
+        raise RouteError("routes_range", f"an expert id outside 0..{shape.num_experts - 1}")
     ordered = np.sort(routes, axis=-1)
     if (ordered[..., 1:] == ordered[..., :-1]).any():
         raise RouteError("routes_duplicate", "an expert appears twice in one row")
-    return _narrow(routes, num_experts)
+    return _narrow(routes, shape.num_experts)
 
 
 def round_robin_routes(num_rows: int, num_layers: int, *, num_experts: int, topk: int) -> Routes:

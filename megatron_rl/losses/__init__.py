@@ -1,7 +1,7 @@
-"""Policy-gradient objectives as pure functions of log-probabilities, chosen by `algo=`."""
+"""Objectives as pure functions of log-probabilities, chosen by `algo=`."""
 
-from megatron_rl.losses.interface import LossResult, PolicyLoss, ResponseTokens
+from megatron_rl.losses.interface import LossResult, Objective, PolicyLoss, ResponseTokens, mean_of
 from megatron_rl.losses.mismatch import rollout_mismatch
-from megatron_rl.losses.registry import NAMES, build_policy_loss
+from megatron_rl.losses.registry import open_loss
 
-__all__ = ["NAMES", "LossResult", "PolicyLoss", "ResponseTokens", "build_policy_loss", "rollout_mismatch"]
+__all__ = ["LossResult", "Objective", "PolicyLoss", "ResponseTokens", "mean_of", "open_loss", "rollout_mismatch"]

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from megatron_rl.losses.interface import mean_of
+
 MAX_LOG_RATIO = 10.0
 
 
@@ -41,15 +43,6 @@ def clipped_surrogate(ratio: torch.Tensor, advantages: torch.Tensor, *, low: flo
     return Surrogate(objective, clipped_low, clipped_high)
 
 
-def clip_settings(clip_low: float, clip_high: float) -> tuple[float, float]:
-    """Validated clip widths. Raises ValueError naming the key."""
-    if not 0 < clip_low < 1:
-        raise ValueError(f"algo.clip_low={clip_low}: must lie between 0 and 1; ratios below 1 - clip_low are clipped")
-    if not 0 < clip_high < float("inf"):
-        raise ValueError(f"algo.clip_high={clip_high}: must be above 0; ratios above 1 + clip_high are clipped")
-    return clip_low, clip_high
-
-
 def ratio_metrics(ratio: torch.Tensor, surrogate: Surrogate) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Sums and maxima of what happened to the tokens' ratios.
 
@@ -67,9 +60,3 @@ def ratio_metrics(ratio: torch.Tensor, surrogate: Surrogate) -> tuple[dict[str, 
         "policy/ratio_max": ratio.detach().max(),
         "policy/inverse_ratio_max": 1 / ratio.detach().min(),
     }
-
-
-def mean_of(values: torch.Tensor) -> torch.Tensor:
-    """float32 [2]: the values' sum and their number."""
-    total = values.detach().float().sum()
-    return torch.stack([total, torch.full_like(total, values.numel())])

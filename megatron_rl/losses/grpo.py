@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from megatron_rl.config.schema import GrpoSettings
 from megatron_rl.contracts.plan import Denominators
-from megatron_rl.losses.clipped_ratio import clip_settings, clipped_surrogate, ratio_metrics, ratio_through_tokens
-from megatron_rl.losses.interface import LossResult, ResponseTokens, require_denominator, require_packed
+from megatron_rl.losses.clipped_ratio import clipped_surrogate, ratio_metrics, ratio_through_tokens
+from megatron_rl.losses.interface import LossResult, Objective, ResponseTokens, require_denominator, require_packed
 
 
 class Grpo:
@@ -16,19 +17,18 @@ class Grpo:
     N = denominators.tokens.
     """
 
-    def __init__(self, clip_low: float = 0.2, clip_high: float = 0.28) -> None:
-        self._low, self._high = clip_settings(clip_low, clip_high)
+    def __init__(self, settings: GrpoSettings) -> None:
+        self._low, self._high = settings.clip_low, settings.clip_high
 
-    def groups(self, response: ResponseTokens) -> None:
-        return None
+    def prepare(self, response: ResponseTokens) -> Objective:
+        """See `PolicyLoss`."""
 
-    def __call__(
-        self, logprobs: torch.Tensor, response: ResponseTokens, groups: object | None, denominators: Denominators
-    ) -> LossResult:
-        require_packed(logprobs, response)
-        count = require_denominator("tokens", denominators.tokens, logprobs.numel())
-        log_ratio = logprobs - response.old_logprobs
-        ratio = ratio_through_tokens(log_ratio, logprobs)
-        surrogate = clipped_surrogate(ratio, response.advantages, low=self._low, high=self._high)
-        sums, maxima = ratio_metrics(ratio, surrogate)
-        return LossResult(-surrogate.objective.sum() / count, sums, maxima)
+        def objective(logprobs: torch.Tensor, denominators: Denominators) -> LossResult:
+            require_packed(logprobs, response)
+            count = require_denominator("tokens", denominators.tokens, logprobs.numel())
+            ratio = ratio_through_tokens(logprobs - response.old_logprobs, logprobs)
+            surrogate = clipped_surrogate(ratio, response.advantages, low=self._low, high=self._high)
+            sums, maxima = ratio_metrics(ratio, surrogate)
+            return LossResult(-surrogate.objective.sum() / count, sums, maxima)
+
+        return objective

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from megatron_rl.config.schema import GspoSettings
 from megatron_rl.contracts.plan import Denominators
-from megatron_rl.losses.clipped_ratio import clip_settings, clipped_surrogate, ratio_metrics, ratio_through_tokens
-from megatron_rl.losses.interface import LossResult, ResponseTokens, require_denominator, require_packed
+from megatron_rl.losses.clipped_ratio import clipped_surrogate, ratio_metrics, ratio_through_tokens
+from megatron_rl.losses.interface import LossResult, Objective, ResponseTokens, require_denominator, require_packed
 from megatron_rl.losses.sequences import sequence_lengths, sequence_means, spread
 
 
@@ -20,22 +21,22 @@ class Gspo:
     and gradient are those of GSPO, Eq. 5 to 7.
     """
 
-    def __init__(self, clip_low: float = 3e-4, clip_high: float = 4e-4) -> None:
-        self._low, self._high = clip_settings(clip_low, clip_high)
+    def __init__(self, settings: GspoSettings) -> None:
+        self._low, self._high = settings.clip_low, settings.clip_high
 
-    def groups(self, response: ResponseTokens) -> None:
-        return None
+    def prepare(self, response: ResponseTokens) -> Objective:
+        """See `PolicyLoss`."""
 
-    def __call__(
-        self, logprobs: torch.Tensor, response: ResponseTokens, groups: object | None, denominators: Denominators
-    ) -> LossResult:
-        require_packed(logprobs, response)
-        count = require_denominator("sequences", denominators.sequences, logprobs.numel())
-        lengths = sequence_lengths(response.cu_seqlens)
-        token_log_ratio = (logprobs - response.old_logprobs).detach()
-        log_ratio = spread(sequence_means(token_log_ratio, lengths), lengths, logprobs.numel())
-        ratio = ratio_through_tokens(log_ratio, logprobs)
-        surrogate = clipped_surrogate(ratio, response.advantages, low=self._low, high=self._high)
-        weight = 1.0 / spread(lengths.to(logprobs.dtype), lengths, logprobs.numel())
-        sums, maxima = ratio_metrics(ratio, surrogate)
-        return LossResult(-(surrogate.objective * weight).sum() / count, sums, maxima)
+        def objective(logprobs: torch.Tensor, denominators: Denominators) -> LossResult:
+            require_packed(logprobs, response)
+            count = require_denominator("sequences", denominators.sequences, logprobs.numel())
+            lengths = sequence_lengths(response.cu_seqlens)
+            token_log_ratio = (logprobs - response.old_logprobs).detach()
+            log_ratio = spread(sequence_means(token_log_ratio, lengths), lengths, logprobs.numel())
+            ratio = ratio_through_tokens(log_ratio, logprobs)
+            surrogate = clipped_surrogate(ratio, response.advantages, low=self._low, high=self._high)
+            weight = 1.0 / spread(lengths.to(logprobs.dtype), lengths, logprobs.numel())
+            sums, maxima = ratio_metrics(ratio, surrogate)
+            return LossResult(-(surrogate.objective * weight).sum() / count, sums, maxima)
+
+        return objective

@@ -1,7 +1,8 @@
-"""What every policy loss takes and gives."""
+"""What every loss takes and gives."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,8 +16,9 @@ class ResponseTokens:
     """The trained tokens of one micro-batch, packed: T tokens of B sequences.
 
     old_logprobs, old_entropies: float32 [T], nats, of the trainer's policy at step start. rollout_logprobs: float32
-    [T], nats, of the policy that sampled the tokens. advantages: float32 [T]. cu_seqlens: int32 [B + 1], sequence i
-    holds tokens cu_seqlens[i] to cu_seqlens[i + 1]; it may be empty. The zero-loss filler has T = 0 and B = 0.
+    [T], nats, of the policy that sampled the tokens, NaN where nobody did. advantages: float32 [T]. cu_seqlens: int32
+    [B + 1], sequence i holds tokens cu_seqlens[i] to cu_seqlens[i + 1]; it may be empty. The zero-loss filler has
+    T = 0 and B = 0.
     """
 
     old_logprobs: torch.Tensor
@@ -39,18 +41,22 @@ class LossResult:
     maxima: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
+Objective = Callable[[torch.Tensor, Denominators], LossResult]
+"""The loss of the current policy's log-probabilities, float32 [T], nats. NaN in, NaN out."""
+
+
 class PolicyLoss(Protocol):
-    """A policy-gradient objective over packed response tokens."""
+    """An objective over packed response tokens."""
 
-    def groups(self, response: ResponseTokens) -> object | None:
-        """What is fixed once per rollout batch, before its first update; None for most objectives."""
+    def prepare(self, response: ResponseTokens) -> Objective:
+        """What the updates of one micro-batch call; called once, before the first of them."""
         ...
 
-    def __call__(
-        self, logprobs: torch.Tensor, response: ResponseTokens, groups: object | None, denominators: Denominators
-    ) -> LossResult:
-        """The loss of the current policy's log-probabilities, float32 [T], nats. NaN in, NaN out."""
-        ...
+
+def mean_of(values: torch.Tensor) -> torch.Tensor:
+    """float32 [2]: the values' sum and their number, as `LossResult.sums` takes them."""
+    total = values.detach().float().sum()
+    return torch.stack([total, torch.full_like(total, values.numel())])
 
 
 def require_packed(logprobs: torch.Tensor, response: ResponseTokens) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from megatron_rl.losses.clipped_ratio import MAX_LOG_RATIO, mean_of
+from megatron_rl.losses.clipped_ratio import MAX_LOG_RATIO
+from megatron_rl.losses.interface import mean_of
 
 
 def rollout_mismatch(old_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -14,6 +15,7 @@ def rollout_mismatch(old_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor)
     mismatch/logprob_abs_mean: mean |log w|. mismatch/k3_kl: mean of `k3(log w)`, an estimate of KL(π_rollout ‖ π_old).
     mismatch/ess: effective sample size of the weights as a share of T, 1 / mean(w²): Kong's 1 / (1 + Var w) with the
     expectation E[w] = 1 put in, so that it reduces from sums. 1 for equal policies; noise may lift it slightly above.
+    All are NaN for a batch with tokens that nobody sampled.
     """
     if old_logprobs.shape != rollout_logprobs.shape or old_logprobs.ndim != 1:
         raise ValueError(

@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from typing import Any
-
+from megatron_rl.config.schema import (
+    AlgoSettings,
+    CustomAlgoSettings,
+    EspoSettings,
+    GrpoSettings,
+    GspoSettings,
+    SftSettings,
+)
+from megatron_rl.contracts.doors import open_door
 from megatron_rl.losses.grpo import Grpo
 from megatron_rl.losses.gspo import Gspo
 from megatron_rl.losses.interface import PolicyLoss
-
-NAMES = ("grpo", "gspo", "espo")
-
-
-def build_policy_loss(name: str, **settings: Any) -> PolicyLoss:
-    """The loss of a name with its own settings (`clip_low`, ...). Raises ValueError naming key, value and remedy."""
-    if name not in NAMES:
-        raise ValueError(f"algo.name={name}: there is no such loss. Choose one of {', '.join(NAMES)}")
-    loss = _loss_class(name)
-    known = inspect.signature(loss).parameters
-    unknown = sorted(settings.keys() - known.keys())
-    if unknown:
-        raise ValueError(f"algo.{unknown[0]}: {name} has no such setting. It has {', '.join(known)}")
-    return loss(**settings)
+from megatron_rl.losses.sft import Sft
+from megatron_rl.models.shape import ModelShape
 
 
-def _loss_class(name: str) -> Callable[..., PolicyLoss]:
-    if name == "espo":
-        from megatron_rl.losses.espo import Espo  # loads the kernels, which the other losses do without
+def open_loss(algo: AlgoSettings, shape: ModelShape) -> PolicyLoss:
+    """The loss that `algo.name` chooses. Raises `DoorError` for a class of the user's own that cannot be opened."""
+    match algo:
+        case GrpoSettings():
+            return Grpo(algo)
+        case GspoSettings():
+            return Gspo(algo)
+        case SftSettings():
+            return Sft()
+        case EspoSettings():
+            from megatron_rl.losses.espo import Espo  # loads the kernels, which the other losses do without
 
-        return Espo
-    return Grpo if name == "grpo" else Gspo
+            return Espo(algo, vocab_size=shape.vocab_size)
+        case CustomAlgoSettings():
+            loss: PolicyLoss = open_door("algo.name", algo.name, algo.options, methods=("prepare",))
+            return loss
+    raise TypeError(f"{type(algo).__name__}: there is no loss for these settings")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,40 +12,12 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
-
-@dataclass(frozen=True)
-class AdamSettings:
-    """AdamW; the schedule counts optimizer steps. decay: constant, linear or cosine, down to min_lr_ratio * lr."""
-
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    clip_grad: float
-    warmup_steps: int
-    decay_steps: int
-    decay: str
-    min_lr_ratio: float
-
-
-def learning_rate(settings: AdamSettings, step: int) -> float:
-    """The rate of optimizer step `step` (0-based): linear warm-up to lr, then the decay over the remaining steps."""
-    if step < settings.warmup_steps:
-        return settings.lr * (step + 1) / settings.warmup_steps
-    span = max(1, settings.decay_steps - settings.warmup_steps)
-    progress = min(1.0, (step - settings.warmup_steps) / span)
-    if settings.decay == "constant":
-        remaining = 1.0
-    elif settings.decay == "linear":
-        remaining = 1.0 - progress
-    elif settings.decay == "cosine":
-        remaining = 0.5 * (1.0 + math.cos(math.pi * progress))
-    else:
-        raise ValueError(f"optimizer.decay={settings.decay!r}: choose constant, linear or cosine")
-    return settings.lr * (settings.min_lr_ratio + (1.0 - settings.min_lr_ratio) * remaining)
+from megatron_rl.config.schema import OptimizerSettings
 
 
 def wrap_data_parallel(models: Sequence[torch.nn.Module]) -> list[DistributedDataParallel]:
@@ -71,7 +42,10 @@ def wrap_data_parallel(models: Sequence[torch.nn.Module]) -> list[DistributedDat
 
 @dataclass(frozen=True)
 class StepResult:
-    """stepped False: some rank had a NaN or Inf, nothing changed anywhere. grad_norm is before clipping."""
+    """stepped False: some rank had a NaN or Inf, nothing changed anywhere; grad_norm is then NaN and lr 0.
+
+    grad_norm: before clipping. lr: the rate that moved the parameters.
+    """
 
     stepped: bool
     grad_norm: float
@@ -79,29 +53,17 @@ class StepResult:
 
 
 class DistributedAdam:
-    """Megatron's distributed optimizer with an agreed finite check and a schedule."""
+    """Megatron's distributed optimizer and schedule, with a finite check that all ranks agree on.
 
-    def __init__(self, models: Sequence[DistributedDataParallel], settings: AdamSettings) -> None:
+    `scheduler` counts the optimizer steps taken; `total_steps` is the step at which the decay ends.
+    """
+
+    def __init__(
+        self, models: Sequence[DistributedDataParallel], settings: OptimizerSettings, *, total_steps: int
+    ) -> None:
         self._models = models
-        self._settings = settings
-        config = get_model_config(models[0])
-        self._optimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=settings.lr,
-                min_lr=settings.lr * settings.min_lr_ratio,
-                weight_decay=settings.weight_decay,
-                adam_beta1=settings.betas[0],
-                adam_beta2=settings.betas[1],
-                adam_eps=settings.eps,
-                clip_grad=settings.clip_grad,
-                bf16=config.bf16,
-                params_dtype=config.params_dtype,
-                use_distributed_optimizer=True,
-            ),
-            list(models),
-        )
-        self.steps_taken = 0
+        self._optimizer = get_megatron_optimizer(_config(get_model_config(models[0]), settings), list(models))
+        self.scheduler = _schedule(self._optimizer, settings, total_steps)
 
     def zero_grad(self) -> None:
         for model in self._models:
@@ -110,22 +72,49 @@ class DistributedAdam:
 
     def step(self, *, loss_is_finite: bool) -> StepResult:
         """Collective: clip and apply the reduced gradients, unless any rank's loss or gradients are not finite."""
-        lr = learning_rate(self._settings, self.steps_taken)
-        if not self._agree(loss_is_finite and self._gradients_are_finite()):
-            return StepResult(False, float("nan"), lr)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr * group.get("lr_mult", 1.0)
-            group["weight_decay"] = self._settings.weight_decay * group.get("wd_mult", 1.0)
+        if not self._all_finite(loss_is_finite):
+            return StepResult(stepped=False, grad_norm=float("nan"), lr=0.0)
+        self.scheduler.step(1)
         _, grad_norm, _ = self._optimizer.step()
-        self.steps_taken += 1
-        return StepResult(True, float(grad_norm), lr)
+        return StepResult(True, float(grad_norm), get_canonical_lr_for_logging(self._optimizer.param_groups))
 
-    def _gradients_are_finite(self) -> bool:
-        buffers = [b for m in self._models for b in (*m.buffers, *m.expert_parallel_buffers)]
-        return all(bool(torch.isfinite(buffer.grad_data).all()) for buffer in buffers)
+    def _all_finite(self, loss_is_finite: bool) -> bool:
+        """Every rank's gradients and loss. The extremes of a buffer are NaN where one entry is, and take no memory."""
+        buffers = [b.grad_data for m in self._models for b in (*m.buffers, *m.expert_parallel_buffers)]
+        extremes = torch.stack([extreme for grads in buffers for extreme in torch.aminmax(grads)])
+        fine = (extremes.isfinite().all() & loss_is_finite).int()
+        dist.all_reduce(fine, op=dist.ReduceOp.MIN)
+        return bool(fine)
 
-    def _agree(self, fine: bool) -> bool:
-        device = self._models[0].buffers[0].grad_data.device
-        flag = torch.tensor(int(fine), device=device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-        return bool(flag)
+
+def _config(model: TransformerConfig, settings: OptimizerSettings) -> OptimizerConfig:
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=settings.lr,
+        min_lr=settings.lr * settings.min_lr_ratio,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.beta1,
+        adam_beta2=settings.beta2,
+        adam_eps=settings.eps,
+        clip_grad=settings.clip_grad,
+        bf16=model.bf16,
+        params_dtype=model.params_dtype,
+        use_distributed_optimizer=True,
+    )
+
+
+def _schedule(optimizer: MegatronOptimizer, settings: OptimizerSettings, total_steps: int) -> OptimizerParamScheduler:
+    """Linear warm-up from 0, then the decay to min_lr_ratio * lr at step `total_steps`; constant weight decay."""
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=settings.lr,
+        min_lr=settings.lr * settings.min_lr_ratio,
+        lr_warmup_steps=settings.warmup_steps,
+        lr_decay_steps=max(total_steps, settings.warmup_steps + 1),  # Megatron takes no warm-up as long as the run
+        lr_decay_style=settings.decay,
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=total_steps,
+        wd_incr_style="constant",
+    )

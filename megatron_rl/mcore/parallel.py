@@ -14,12 +14,16 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from megatron_rl.mcore.model import ParallelSizes
+from megatron_rl.config.schema import ParallelSettings
 
 
 @dataclass(frozen=True)
 class RankLayout:
-    """One rank's place. dp is the dense data-parallel group (experts are sharded across it); node counts hosts."""
+    """One rank's place. dp is the dense data-parallel group (experts are sharded across it); node counts hosts.
+
+    control_group: gloo over all ranks, for commands and rollouts; tensors of the model use the device's backend.
+    tp_group: the ranks that share the vocabulary, None when they do not.
+    """
 
     rank: int
     world_size: int
@@ -33,44 +37,26 @@ class RankLayout:
     pp_rank: int
     cp_rank: int
     ep_rank: int
-    is_last_stage: bool
     device: torch.device
     control_group: dist.ProcessGroup
+    tp_group: dist.ProcessGroup | None
 
 
-def initialize(sizes: ParallelSizes, *, seed: int, timeout_s: float) -> RankLayout:
+def initialize(parallel: ParallelSettings, *, seed: int) -> RankLayout:
     """Join the job torchrun started, or start one of a single process; set every seed."""
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    timeout = datetime.timedelta(seconds=parallel.timeout_s)
     local_rank, local_world = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    timeout = datetime.timedelta(seconds=timeout_s)
-    on_gpu = torch.cuda.is_available()
-    if on_gpu:
-        torch.cuda.set_device(local_rank)
-    if not dist.is_initialized():
-        init = None if "RANK" in os.environ else f"tcp://127.0.0.1:{_free_port()}"
-        dist.init_process_group(
-            "nccl" if on_gpu else "gloo",
-            init_method=init,
-            rank=int(os.environ.get("RANK", "0")),
-            world_size=world_size,
-            timeout=timeout,
-        )
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=sizes.tp,
-        pipeline_model_parallel_size=sizes.pp,
-        virtual_pipeline_model_parallel_size=sizes.vpp if sizes.vpp > 1 else None,
-        context_parallel_size=sizes.cp,
-        expert_model_parallel_size=sizes.ep,
-        expert_tensor_parallel_size=sizes.etp,
-        distributed_timeout_minutes=max(1, math.ceil(timeout_s / 60)),
-    )
+    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    _join(device, timeout)
+    _make_groups(parallel)
     _seed_everything(seed)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     return RankLayout(
-        rank=dist.get_rank(),
+        rank=rank,
         world_size=world_size,
         local_rank=local_rank,
         local_world_size=local_world,
-        node=dist.get_rank() // local_world,
+        node=rank // local_world,
         num_nodes=world_size // local_world,
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=parallel_state.get_data_parallel_world_size(),
@@ -78,9 +64,35 @@ def initialize(sizes: ParallelSizes, *, seed: int, timeout_s: float) -> RankLayo
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         cp_rank=parallel_state.get_context_parallel_rank(),
         ep_rank=parallel_state.get_expert_model_parallel_rank(),
-        is_last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
-        device=torch.device("cuda", local_rank) if on_gpu else torch.device("cpu"),
+        device=device,
         control_group=dist.new_group(backend="gloo", timeout=timeout),
+        tp_group=parallel_state.get_tensor_model_parallel_group() if parallel.tp > 1 else None,
+    )
+
+
+def _join(device: torch.device, timeout: datetime.timedelta) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            init_method=None if "RANK" in os.environ else f"tcp://127.0.0.1:{_free_port()}",
+            rank=int(os.environ.get("RANK", "0")),
+            world_size=int(os.environ.get("WORLD_SIZE", "1")),
+            timeout=timeout,
+        )
+
+
+def _make_groups(parallel: ParallelSettings) -> None:
+    chunks = parallel.vpp or 1
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=parallel.etp,
+        distributed_timeout_minutes=math.ceil(parallel.timeout_s / 60),
     )
 
 

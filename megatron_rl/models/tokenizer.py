@@ -6,18 +6,21 @@ import json
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
+
+from megatron_rl.contracts.exit_codes import ExitCode, Failure
+from megatron_rl.models.character_tokenizer import write_character_tokenizer  # noqa: F401 (until tests import it there)
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz+-*/=>,. "
-_PAD, _EOS, _UNKNOWN = "<pad>", "<eos>", "<unk>"
+_REMEDY = "take the file published with the model, or save it again with save_pretrained"
 
 
-class TokenizerError(ValueError):
+class TokenizerError(Failure, ValueError):
     """The tokenizer's files are missing or broken, or it does not fit the model."""
+
+    exit_code = ExitCode.BAD_DATA
 
 
 class UnknownText(ValueError):
@@ -43,13 +46,13 @@ class Tokenizer:
         file = directory / "tokenizer.json"
         if not file.is_file():
             raise TokenizerError(
-                f"model.path={path}: there is no tokenizer.json in it. A tokenizer in the fast format is needed: "
-                "save it once with AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+                f"{directory} holds no tokenizer.json. A tokenizer in the fast format is needed: save it once with "
+                "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
             )
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises plain Exception for whatever is wrong with the file
-            raise TokenizerError(f"model.path={path}: tokenizer.json cannot be read: {error}") from error
+            raise TokenizerError(f"{file} cannot be read: {error}; {_REMEDY}") from error
         return cls(backend, _eos_ids(directory, backend))
 
     @property
@@ -102,46 +105,20 @@ def check_matches_model(tokenizer: Tokenizer, *, vocab_size: int, eos_ids: Itera
     """
     if tokenizer.vocab_size > vocab_size:
         raise TokenizerError(
-            f"model.path: the tokenizer has ids up to {tokenizer.vocab_size - 1}, the model's vocabulary ends at "
+            f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, the model's vocabulary ends at "
             f"{vocab_size - 1}. They belong to different models: use the tokenizer the model was trained with"
         )
     if not tokenizer.eos_ids:
         raise TokenizerError(
-            "model.path: the tokenizer has no end-of-sequence token, so no response would ever end. Name one as "
+            "the tokenizer has no end-of-sequence token, so no response would ever end. Name one as "
             "eos_token in tokenizer_config.json or as eos_token_id in generation_config.json"
         )
     expected = set(eos_ids)
     if expected and expected.isdisjoint(tokenizer.eos_ids):
         raise TokenizerError(
-            f"model.path: config.json ends sequences with {sorted(expected)}, the tokenizer with "
+            f"config.json ends sequences with {sorted(expected)}, the tokenizer with "
             f"{list(tokenizer.eos_ids)}. They belong to different models: use the tokenizer the model was trained with"
         )
-
-
-def write_character_tokenizer(directory: str | Path, characters: str = CHARACTERS) -> None:
-    """Write tokenizer.json and tokenizer_config.json of a tokenizer with one token per character.
-
-    Ids: 0 `<pad>`, 1 `<eos>`, 2 `<unk>`, then the characters in order; the default alphabet makes a vocabulary of 48.
-    """
-    vocabulary = {token: i for i, token in enumerate([_PAD, _EOS, _UNKNOWN, *characters])}
-    if len(vocabulary) != len(characters) + 3:
-        raise ValueError(f"characters={characters!r}: every character must occur once")
-    backend = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=_UNKNOWN))
-    backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
-    backend.decoder = decoders.Fuse()
-    backend.add_special_tokens([_PAD, _EOS, _UNKNOWN])
-    out = Path(directory)
-    out.mkdir(parents=True, exist_ok=True)
-    backend.save(str(out / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "pad_token": _PAD,
-        "eos_token": _EOS,
-        "unk_token": _UNKNOWN,
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": 1024,
-    }
-    (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def _unknown_id(backend: tokenizers.Tokenizer) -> int | None:
@@ -152,28 +129,32 @@ def _unknown_id(backend: tokenizers.Tokenizer) -> int | None:
     return backend.token_to_id(token) if isinstance(token, str) else None
 
 
+class _AddedToken(msgspec.Struct):
+    content: str
+
+
+class _Ends(msgspec.Struct):
+    eos_token: str | _AddedToken | None = None  # tokenizer_config.json
+    eos_token_id: int | list[int] | None = None  # generation_config.json
+
+
 def _eos_ids(directory: Path, backend: tokenizers.Tokenizer) -> set[int]:
     """Ids that tokenizer_config.json (one token) and generation_config.json (one id or several) end a response with."""
     found: set[int] = set()
-    token = _read_json(directory / "tokenizer_config.json").get("eos_token")
-    text = token.get("content") if isinstance(token, dict) else token
-    if isinstance(text, str):
-        token_id = backend.token_to_id(text)
-        if token_id is None:
-            raise TokenizerError(f"{directory}/tokenizer_config.json: eos_token {text!r} is not in the vocabulary")
-        found.add(token_id)
-    ids = _read_json(directory / "generation_config.json").get("eos_token_id")
-    found.update(i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int))
+    for file in (directory / "tokenizer_config.json", directory / "generation_config.json"):
+        ends = _read_ends(file)
+        found.update([ends.eos_token_id] if isinstance(ends.eos_token_id, int) else ends.eos_token_id or ())
+        if ends.eos_token is not None:
+            text = ends.eos_token.content if isinstance(ends.eos_token, _AddedToken) else ends.eos_token
+            token_id = backend.token_to_id(text)
+            if token_id is None:
+                raise TokenizerError(f"{file}: eos_token={text!r} is not in the vocabulary; {_REMEDY}")
+            found.add(token_id)
     return found
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
+def _read_ends(file: Path) -> _Ends:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise TokenizerError(f"{file}: not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise TokenizerError(f"{file}: expected a JSON object")
-    return content
+        return msgspec.convert(json.loads(file.read_bytes()), _Ends) if file.is_file() else _Ends()
+    except (OSError, ValueError, RecursionError) as error:
+        raise TokenizerError(f"{file} cannot be read: {error}; {_REMEDY}") from error

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from megatron_rl.config.schema import ParallelSettings
+
 
 @dataclass(frozen=True)
 class RankView:
@@ -22,33 +24,23 @@ class RankView:
 
     @classmethod
     def of(
-        cls,
-        *,
-        num_layers: int,
-        pp_rank: int = 0,
-        pp_size: int = 1,
-        vpp_size: int = 1,
-        cp_rank: int = 0,
-        cp_size: int = 1,
-        tp_rank: int = 0,
-        tp_size: int = 1,
-        sequence_parallel: bool = False,
+        cls, num_layers: int, parallel: ParallelSettings, *, pp_rank: int = 0, cp_rank: int = 0, tp_rank: int = 0
     ) -> RankView:
         """The view of one rank. Raises ValueError when the layers do not divide evenly."""
-        chunks = pp_size * vpp_size
-        if num_layers % chunks:
+        pp, vpp = parallel.pp, parallel.vpp or 1
+        if num_layers % (pp * vpp):
             raise ValueError(
-                f"{num_layers} layers do not divide into parallel.pp x parallel.vpp = {pp_size} x {vpp_size} chunks: "
+                f"{num_layers} layers do not divide into parallel.pp x parallel.vpp = {pp} x {vpp} chunks: "
                 "choose sizes whose product divides the number of layers"
             )
-        per_chunk = num_layers // chunks
-        starts = [(virtual * pp_size + pp_rank) * per_chunk for virtual in range(vpp_size)]
+        per_chunk = num_layers // (pp * vpp)
+        starts = [(virtual * pp + pp_rank) * per_chunk for virtual in range(vpp)]
         return cls(
             layers=tuple(tuple(range(start, start + per_chunk)) for start in starts),
             cp_rank=cp_rank,
-            cp_size=cp_size,
-            sp_rank=tp_rank if sequence_parallel else 0,
-            sp_size=tp_size if sequence_parallel else 1,
+            cp_size=parallel.cp,
+            sp_rank=tp_rank if parallel.sequence_parallel else 0,
+            sp_size=parallel.tp if parallel.sequence_parallel else 1,
         )
 
     @property

@@ -1,71 +1,65 @@
-"""Who trains what: judged samples become one `StepPlan`."""
+"""Who trains what: judged rollouts become one `StepPlan`."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
 
+from megatron_rl.config.schema import ParallelSettings, TrainSettings
 from megatron_rl.contracts.group import RolloutRef
 from megatron_rl.contracts.plan import Denominators, OptimizerStep, StepPlan
 
 _Bin = tuple[int, ...]
 
 
-def plan_step(
-    step: int,
-    samples: Sequence[RolloutRef],
-    advantages: Sequence[float],
-    *,
-    dp_size: int,
-    optimizer_steps: int,
-    tokens_per_micro_batch: int,
-    micro_batch_multiple: int = 1,
-    seed: int = 0,
-) -> StepPlan:
-    """Plan one training step.
+class Planner:
+    """Plans training steps for `dp_size` data-parallel ranks. The order of rollouts follows from seed and step."""
 
-    Samples without a trainable token or with zero advantage give no gradient and are left out. The others are shuffled
-    and dealt to `optimizer_steps` optimizer steps (fewer when there are fewer samples); within each, samples go to
-    data-parallel ranks by token count and into micro-batches of at most `tokens_per_micro_batch` input tokens (a longer
-    sample has one to itself). micro_batch_multiple: the number of micro-batches is a multiple of it (virtual pipeline
-    stages need one). No usable sample gives a plan without optimizer steps: a skipped step.
-    """
-    useful = [
-        (sample, advantage)
-        for sample, advantage in zip(samples, advantages, strict=True)
-        if advantage != 0.0 and sample.num_trainable > 0
-    ]
-    random.Random(f"{seed}/{step}").shuffle(useful)
-    kept = tuple(sample for sample, _ in useful)
-    count = min(optimizer_steps, len(kept))
-    return StepPlan(
-        step=step,
-        samples=kept,
-        advantages=tuple(advantage for _, advantage in useful),
-        optimizer_steps=tuple(
-            _plan_optimizer_step(
-                kept, range(i, len(kept), count), dp_size, tokens_per_micro_batch, micro_batch_multiple
-            )
-            for i in range(count)
-        ),
-    )
+    def __init__(self, train: TrainSettings, parallel: ParallelSettings, *, dp_size: int, seed: int) -> None:
+        self._optimizer_steps = train.optimizer_steps_per_batch
+        self._token_budget = train.tokens_per_micro_batch
+        # Megatron's interleaved schedule takes a multiple of pp micro-batches
+        self._multiple = parallel.pp if (parallel.vpp or 1) > 1 else 1
+        self._dp_size = dp_size
+        self._seed = seed
 
+    def plan(self, step: int, rollouts: Sequence[RolloutRef], advantages: Sequence[float]) -> StepPlan:
+        """Plan one training step.
 
-def _plan_optimizer_step(
-    samples: Sequence[RolloutRef], indices: Sequence[int], dp_size: int, token_budget: int, multiple: int
-) -> OptimizerStep:
-    lengths = {i: samples[i].num_inputs for i in indices}
-    per_rank = [_pack(share, lengths, token_budget) for share in _balance(lengths, dp_size)]
-    needed = max(1, *(len(bins) for bins in per_rank))
-    needed += -needed % multiple
-    return OptimizerStep(
-        micro_batches=tuple(tuple(bins) + ((),) * (needed - len(bins)) for bins in per_rank),
-        denominators=Denominators(sequences=len(indices), tokens=sum(samples[i].num_trainable for i in indices)),
-    )
+        Rollouts without a trainable token or with zero advantage give no gradient and are left out. The others are
+        shuffled and dealt to `train.optimizer_steps_per_batch` optimizer steps (fewer when there are fewer rollouts);
+        within each, rollouts go to data-parallel ranks by token count and into micro-batches of at most
+        `train.tokens_per_micro_batch` input tokens (a longer rollout has one to itself). No usable rollout gives a plan
+        without optimizer steps: a skipped step.
+        """
+        useful = [
+            (rollout, advantage)
+            for rollout, advantage in zip(rollouts, advantages, strict=True)
+            if advantage != 0.0 and rollout.num_trainable > 0
+        ]
+        random.Random(f"{self._seed}/{step}").shuffle(useful)
+        kept = tuple(rollout for rollout, _ in useful)
+        count = min(self._optimizer_steps, len(kept))
+        return StepPlan(
+            step=step,
+            samples=kept,
+            advantages=tuple(advantage for _, advantage in useful),
+            optimizer_steps=tuple(self._optimizer_step(kept, range(i, len(kept), count)) for i in range(count)),
+        )
+
+    def _optimizer_step(self, rollouts: Sequence[RolloutRef], indices: Sequence[int]) -> OptimizerStep:
+        lengths = {i: rollouts[i].num_inputs for i in indices}
+        per_rank = [_pack(share, lengths, self._token_budget) for share in _balance(lengths, self._dp_size)]
+        needed = max(1, *(len(bins) for bins in per_rank))
+        needed += -needed % self._multiple
+        return OptimizerStep(
+            micro_batches=tuple(tuple(bins) + ((),) * (needed - len(bins)) for bins in per_rank),
+            denominators=Denominators(sequences=len(indices), tokens=sum(rollouts[i].num_trainable for i in indices)),
+        )
 
 
 def _balance(lengths: dict[int, int], num_ranks: int) -> list[list[int]]:
-    """Deal samples to ranks, longest first, each to the rank with the fewest tokens so far."""
+    """Deal rollouts to ranks, longest first, each to the rank with the fewest tokens so far."""
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
     totals = [0] * num_ranks
     for index in sorted(lengths, key=lambda i: (-lengths[i], i)):

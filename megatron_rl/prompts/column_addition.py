@@ -46,7 +46,6 @@ def question(columns: Sequence[tuple[int, int]]) -> Question:
         answer=answer,
         task=NAME,
         identity=f"{NAME}/{sorted((min(c), max(c)) for c in columns)}",
-        origin=f"{NAME} {text}",
         difficulty=f"{len(columns)}_digits",
-        target=f"{''.join(working)}>{answer}",
+        worked=f"{''.join(working)}>{answer}",
     )

@@ -19,19 +19,13 @@ class Capacity:
 
 @dataclass(frozen=True)
 class EmbeddedTask:
-    """questions: from a seed to a stream of questions with worked responses. num_train: how many recipes train on.
-
-    capacity: None for a task with more questions than any run asks for.
-    """
+    """A `Source` that comes with the program. capacity: None for more questions than any run asks for."""
 
     questions: Callable[[int], Iterator[Question]]
-    num_train: int
     capacity: Capacity | None = None
 
 
 EMBEDDED: Mapping[str, EmbeddedTask] = {
-    column_addition.NAME: EmbeddedTask(column_addition.questions, num_train=24_000),
-    two_digit_addition.NAME: EmbeddedTask(
-        two_digit_addition.questions, num_train=8_000, capacity=Capacity(8_785, 1_215)
-    ),
+    column_addition.NAME: EmbeddedTask(column_addition.questions),
+    two_digit_addition.NAME: EmbeddedTask(two_digit_addition.questions, Capacity(8_785, 1_215)),
 }

@@ -2,99 +2,91 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
 
+from megatron_rl.config.schema import DataSettings
+from megatron_rl.contracts.doors import open_door
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.models.tokenizer import Tokenizer
-from megatron_rl.prompts import gym
 from megatron_rl.prompts.embedded import EMBEDDED
+from megatron_rl.prompts.gym import ReasoningGym
 from megatron_rl.prompts.jsonl import read_jsonl
-from megatron_rl.prompts.question import BadRows, PromptDataError, Question
+from megatron_rl.prompts.question import BadRows, PromptDataError, Question, Source
 from megatron_rl.prompts.source import Excluded, PromptSource
 from megatron_rl.prompts.split import Split, draw_split, hold_out, keep_apart
 
-SOURCES = (*EMBEDDED, "jsonl", "reasoning_gym")
-_NUM_TRAIN = 24_000
+CheckAnswer = Callable[[str], None]
+_FIELDS = tuple(field.name for field in fields(Question))
 
 
-def open_prompts(
-    source: str,
-    tokenizer: Tokenizer,
-    *,
-    num_train: int | None = None,
-    num_eval: int = 512,
-    seed: int = 0,
-    shuffle: bool = True,
-    on_bad_row: str = "fail",
-    max_prompt_tokens: int = 1024,
-    train_path: str | None = None,
-    eval_path: str | None = None,
-    task: str | None = None,
-    task_config: Mapping[str, Any] | None = None,
-    check_answer: Callable[[str], None] | None = None,
-) -> PromptSource:
+def open_prompts(settings: DataSettings, tokenizer: Tokenizer, check_answer: CheckAnswer | None = None) -> PromptSource:
     """Open a source by name. Raises `PromptDataError` naming the key, or the file and line, and the remedy.
 
-    source: `column_addition`, `two_digit_addition`, `jsonl` or `reasoning_gym`. num_train, num_eval: questions to
-    generate (num_train None: the embedded task's usual number, else 24,000); of a JSONL file all rows are used, and
-    num_eval of them held out unless eval_path names others.
-    seed: generates (embedded tasks, reasoning_gym) and shuffles; it never moves a question across the split.
+    Of a JSONL file all rows are used, and data.num_eval of them held out unless data.eval_path names others; other
+    sources write data.num_train and data.num_eval questions. The seed never moves a question across the split.
     check_answer: raises ValueError for a reference answer that responses cannot be judged by (`Scorer.check_answer`),
-    which makes the row a bad one.
+    which makes the row a bad one. Raises `DoorError` where a source of the user's own cannot be opened.
     """
-    bad_rows = BadRows.named(on_bad_row)
-    if source == "jsonl":
-        split = _split_files(train_path, eval_path, num_eval, bad_rows)
+    bad_rows = BadRows(settings.on_bad_row)
+    if settings.source == "jsonl":
+        split = _split_files(settings, bad_rows)
     else:
-        usual = EMBEDDED[source].num_train if source in EMBEDDED else _NUM_TRAIN
-        wanted = usual if num_train is None else num_train
-        split = draw_split(_generator(source, seed, task, task_config), wanted, num_eval)
-    train = list(_usable(split.train, tokenizer, max_prompt_tokens, check_answer, bad_rows))
-    held_out = list(_usable(split.held_out, tokenizer, max_prompt_tokens, check_answer, bad_rows))
+        questions = open_source(settings).questions(settings.seed)
+        split = draw_split(_checked(settings.source, questions), settings.num_train, settings.num_eval)
+    train = list(_usable(split.train, tokenizer, settings.max_prompt_tokens, check_answer, bad_rows))
+    held_out = list(_usable(split.held_out, tokenizer, settings.max_prompt_tokens, check_answer, bad_rows))
     excluded = Excluded(bad_rows.count, split.duplicates, split.overlapping, tuple(bad_rows.examples))
     if not train:
-        key = f"data.source={source}" if train_path is None else f"data.train_path={train_path}"
+        key = f"data.train_path={settings.train_path}" if settings.train_path else f"data.source={settings.source}"
         raise _nothing_left(key, "training", excluded)
-    if not held_out and (num_eval or eval_path is not None):
-        key = f"data.num_eval={num_eval}" if eval_path is None else f"data.eval_path={eval_path}"
+    if not held_out:
+        key = f"data.eval_path={settings.eval_path}" if settings.eval_path else f"data.num_eval={settings.num_eval}"
         raise _nothing_left(key, "held-out", excluded)
-    return PromptSource(train, held_out, seed=seed, shuffle=shuffle, excluded=excluded)
+    return PromptSource(train, held_out, settings, excluded)
 
 
-def _nothing_left(key: str, side: str, excluded: Excluded) -> PromptDataError:
-    return PromptDataError(
-        f"{key}: no usable {side} prompt is left: {excluded.bad} bad row(s), {excluded.duplicates} repeated "
-        f"question(s) and {excluded.overlapping} training row(s) that are held out too were left out. Correct the rows "
-        "(data.on_bad_row=fail names the first bad one), or give other data"
-        + "".join(f"\n  {example}" for example in excluded.examples[:3])
-    )
+def open_source(settings: DataSettings) -> Source:
+    """The source that writes the questions: any but `jsonl`, whose questions are in files."""
+    if settings.source in EMBEDDED:
+        return EMBEDDED[settings.source]
+    if settings.source == "reasoning_gym":
+        return ReasoningGym(settings.task, settings.task_config)
+    source: Source = open_door("data.source", settings.source, settings.options, methods=("questions",))
+    return source
 
 
-def _generator(source: str, seed: int, task: str | None, task_config: Mapping[str, Any] | None) -> Iterable[Question]:
-    if source in EMBEDDED:
-        return EMBEDDED[source].questions(seed)
-    if source != "reasoning_gym":
-        raise PromptDataError(f"data.source={source}: there is no such source. Choose one of {', '.join(SOURCES)}")
-    if task is None:
-        raise PromptDataError("data.task: missing. data.source=reasoning_gym needs a generator's name, e.g. chain_sum")
-    return gym.questions(task, seed, task_config or {})
+def _checked(source: str, questions: Iterable[Question]) -> Iterator[Question]:
+    """Questions as they enter: what a user's own source yields may be anything."""
+    text_of_id: dict[str, str] = {}
+    for question in questions:
+        if not isinstance(question, Question):
+            raise PromptDataError(f"data.source={source}: it yields {type(question).__name__}, not a Question")
+        for name in _FIELDS:
+            if not isinstance(value := getattr(question, name), str):
+                raise PromptDataError(f"data.source={source}: Question.{name}={value!r}: it must be a str")
+        first = text_of_id.setdefault(question.id, question.text)
+        if first != question.text:
+            raise PromptDataError(
+                f"data.source={source}: id {question.id!r} names {first!r} and {question.text!r}. "
+                "Give every question an id of its own"
+            )
+        yield question
 
 
-def _split_files(train_path: str | None, eval_path: str | None, num_eval: int, bad_rows: BadRows) -> Split:
-    if train_path is None:
-        raise PromptDataError("data.train_path: missing. data.source=jsonl needs a JSONL file of training questions")
-    train = read_jsonl(train_path, bad_rows, key="data.train_path")
-    if eval_path is None:
-        return hold_out(train, num_eval, bad_rows)
-    return keep_apart(train, read_jsonl(eval_path, bad_rows, key="data.eval_path"), bad_rows)
+def _split_files(settings: DataSettings, bad_rows: BadRows) -> Split:
+    assert settings.train_path is not None, "the rules of the configuration ask for it"
+    train = read_jsonl(settings.train_path, bad_rows, key="data.train_path")
+    if settings.eval_path is None:
+        return hold_out(train, settings.num_eval, bad_rows)
+    return keep_apart(train, read_jsonl(settings.eval_path, bad_rows, key="data.eval_path"), bad_rows)
 
 
 def _usable(
     questions: Iterable[Question],
     tokenizer: Tokenizer,
     max_tokens: int,
-    check_answer: Callable[[str], None] | None,
+    check_answer: CheckAnswer | None,
     bad_rows: BadRows,
 ) -> Iterator[Prompt]:
     for question in questions:
@@ -112,5 +104,19 @@ def _prompt(question: Question, ids: tuple[int, ...], max_tokens: int) -> Prompt
     if not 0 < len(ids) <= max_tokens:
         raise ValueError(f"{len(ids)} tokens; data.max_prompt_tokens allows 1 to {max_tokens}")
     return Prompt(
-        id=question.id, token_ids=ids, answer=question.answer, task=question.task, difficulty=question.difficulty
+        id=question.id,
+        token_ids=ids,
+        answer=question.answer,
+        task=question.task,
+        difficulty=question.difficulty,
+        worked=question.worked,
+    )
+
+
+def _nothing_left(key: str, side: str, excluded: Excluded) -> PromptDataError:
+    return PromptDataError(
+        f"{key}: no usable {side} prompt is left: {excluded.bad} bad row(s), {excluded.duplicates} repeated "
+        f"question(s) and {excluded.overlapping} training row(s) that are held out too were left out. Correct the rows "
+        "(data.on_bad_row=fail names the first bad one), or give other data"
+        + "".join(f"\n  {example}" for example in excluded.examples[:3])
     )

@@ -7,52 +7,61 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from megatron_rl.prompts.question import PromptDataError, Question, same_text
+from megatron_rl.prompts.question import PromptDataError, Question
 
 SUPPORTED = "0.1.25"
 _CHUNK = 1000
 _SEED_STRIDE = 1_000_003  # prime: the streams of two seeds do not meet
 
 
-def questions(task: str, seed: int, settings: Mapping[str, Any]) -> Iterator[Question]:
-    """An endless stream of a generator's questions. Raises `PromptDataError` for a task or setting it does not know.
+class ReasoningGym:
+    """One generator. settings: its own configuration, without its `seed` and `size`.
 
-    settings: the generator's own configuration, without its `seed` and `size`.
+    Raises `PromptDataError` for a task or setting it does not know.
     """
-    reserved = {"seed", "size"} & set(settings)
-    if reserved:
-        raise PromptDataError(
-            f"data.task_config: {sorted(reserved)} follow from data.seed, num_train and num_eval; leave them out"
-        )
-    factory = _factory()
-    if task not in factory.DATASETS:
-        known = ", ".join(sorted(factory.DATASETS))
-        raise PromptDataError(f"data.task={task}: reasoning-gym has no generator of that name. It has: {known}")
-    return _stream(factory, task, seed, dict(settings))
 
+    def __init__(self, task: str | None, settings: Mapping[str, Any]) -> None:
+        reserved = {"seed", "size"} & set(settings)
+        if reserved:
+            raise PromptDataError(
+                f"data.task_config: {sorted(reserved)} follow from data.seed, num_train and num_eval; leave them out"
+            )
+        self._factory = _factory()
+        if task not in self._factory.DATASETS:
+            known = ", ".join(sorted(self._factory.DATASETS))
+            raise PromptDataError(f"data.task={task}: reasoning-gym has no generator of that name. It has: {known}")
+        self._task, self._settings = str(task), dict(settings)
 
-def _stream(factory: Any, task: str, seed: int, settings: dict[str, Any]) -> Iterator[Question]:
-    for chunk in itertools.count():
-        # Item i of a data set is seeded with seed + i: chunks continue one another.
+    def questions(self, seed: int) -> Iterator[Question]:
+        """An endless stream. Raises `PromptDataError` where the generator fails or gives no reference answer."""
+        for chunk in itertools.count():
+            # Item i of a data set is seeded with seed + i: chunks continue one another.
+            dataset = self._dataset((seed * _SEED_STRIDE + chunk * _CHUNK) % 2**31)
+            try:
+                for item in dataset:
+                    yield _question(self._task, item)
+            except PromptDataError:
+                raise
+            except Exception as error:  # a generator of many authors: it may raise anything
+                raise PromptDataError(
+                    f"data.task={self._task}: the generator fails with data.seed={seed}, "
+                    f"data.task_config={self._settings} ({type(error).__name__}: {error}). Choose another seed, other "
+                    "settings or another task"
+                ) from error
+
+    def _dataset(self, seed: int) -> Iterable[Mapping[str, Any]]:
         try:
-            dataset = factory.create_dataset(
-                task, seed=(seed * _SEED_STRIDE + chunk * _CHUNK) % 2**31, size=_CHUNK, **settings
+            dataset: Iterable[Mapping[str, Any]] = self._factory.create_dataset(
+                self._task, seed=seed, size=_CHUNK, **self._settings
             )
         except (TypeError, ValueError, AssertionError) as error:
-            raise PromptDataError(f"data.task_config={settings}: the generator {task} refuses it: {error}") from error
-        try:
-            for item in dataset:
-                yield _question(task, item)
-        except PromptDataError:
-            raise
-        except Exception as error:  # a generator of many authors: it may raise anything
             raise PromptDataError(
-                f"data.task={task}: the generator fails with data.seed={seed}, data.task_config={settings} "
-                f"({type(error).__name__}: {error}). Choose another seed, other settings or another task"
+                f"data.task_config={self._settings}: the generator {self._task} refuses it: {error}"
             ) from error
+        return dataset
 
 
 def _question(task: str, item: Mapping[str, Any]) -> Question:
@@ -70,7 +79,6 @@ def _question(task: str, item: Mapping[str, Any]) -> Question:
         text=text,
         answer=str(item["answer"]),
         task=task,
-        identity=same_text(text),
         origin=f"reasoning_gym {task} {text[:60]!r}",
         difficulty=str(difficulty),
     )

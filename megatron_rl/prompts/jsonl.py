@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_rl.prompts.question import BadRows, PromptDataError, Question, same_text
+from megatron_rl.prompts.question import BadRows, PromptDataError, Question
 
 _MOST_EXPONENT = 999  # of an answer; 1e999999999 would fill the memory with zeros
 
@@ -74,7 +74,6 @@ def _question(line: bytes, origin: str, default_id: str) -> Question:
         text=row.prompt,
         answer=_answer(bytes(row.answer)),
         task=row.task,
-        identity=same_text(row.prompt),
         origin=origin,
         difficulty=str(row.difficulty),
     )

@@ -2,67 +2,71 @@
 
 from __future__ import annotations
 
-import enum
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from megatron_rl.contracts.exit_codes import ExitCode, Failure
 
 _EXAMPLES_KEPT = 20
 
 
-class PromptDataError(ValueError):
+class PromptDataError(Failure, ValueError):
     """Prompt data that cannot be used; names the key, or the file and line, the rule and the remedy."""
+
+    exit_code = ExitCode.BAD_DATA
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
     """One question in text.
 
-    origin: where it came from, for messages (`train.jsonl line 3`). identity: questions of equal identity are the same
-    question in disguise and never fall on both sides of the train/held-out split. target: a worked response, without
-    the end-of-sequence token, where the source can write one.
+    id: unique within a run's data. task, difficulty: free labels that metrics group by. identity: questions of equal
+    identity are the same question in disguise and never fall on both sides of the train/held-out split; "" stands for
+    the text but for case and white space. origin: where it came from, for messages (`train.jsonl line 3`); "" stands
+    for the id. worked: a worked response, without the end-of-sequence token, where the source can write one.
     """
 
     id: str
     text: str
     answer: str
     task: str
-    identity: str
-    origin: str
     difficulty: str = ""
-    target: str | None = None
+    identity: str = ""
+    origin: str = ""
+    worked: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.identity:
+            object.__setattr__(self, "identity", " ".join(self.text.casefold().split()))
+        if not self.origin:
+            object.__setattr__(self, "origin", self.id)
 
 
-class OnBadRow(enum.StrEnum):
-    """Whether a bad row ends the run (fail) or is left out and counted (skip)."""
+class Source(Protocol):
+    """Writes questions: an embedded task, a generator, or the user's own behind `data.source=package.module:Name`."""
 
-    FAIL = "fail"
-    SKIP = "skip"
+    def questions(self, seed: int) -> Iterator[Question]:
+        """A stream that depends on the seed alone, endless or not. Equal texts are used once."""
+        ...
 
 
 @dataclass
 class BadRows:
-    """Collects rows that cannot be used. count: how many. examples: the first of them, as `origin: reason`."""
+    """Collects rows that cannot be used. policy: whether a bad row ends the run or is left out and counted.
 
-    policy: OnBadRow
+    count: how many. examples: the first of them, as `origin: reason`.
+    """
+
+    policy: Literal["fail", "skip"]
     count: int = 0
     examples: list[str] = field(default_factory=list)
-
-    @classmethod
-    def named(cls, policy: str) -> BadRows:
-        """By the policy's name in the configuration. Raises `PromptDataError` for an unknown one."""
-        if policy not in set(OnBadRow):
-            raise PromptDataError(f"data.on_bad_row={policy}: must be {' or '.join(OnBadRow)}")
-        return cls(OnBadRow(policy))
 
     def report(self, origin: str, reason: str) -> None:
         """Count a bad row, or raise `PromptDataError` when bad rows are fatal."""
         message = f"{origin}: {reason}"
-        if self.policy is OnBadRow.FAIL:
+        if self.policy == "fail":
             raise PromptDataError(f"{message}. Correct it, or leave such rows out with data.on_bad_row=skip")
         self.count += 1
         if len(self.examples) < _EXAMPLES_KEPT:
             self.examples.append(message)
-
-
-def same_text(text: str) -> str:
-    """The identity of a question known by its text alone: case and white space do not make it another question."""
-    return " ".join(text.casefold().split())

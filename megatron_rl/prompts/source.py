@@ -1,17 +1,13 @@
-"""An endless, seeded stream of training prompts with a cursor, beside a fixed tuple of held-out prompts."""
+"""An endless, seeded stream of training prompts, beside a fixed tuple of held-out prompts."""
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
-import msgspec
-
-from megatron_rl.contracts.numbers import Count
+from megatron_rl.config.schema import DataSettings
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.prompts.question import PromptDataError
 
@@ -26,12 +22,10 @@ class Excluded:
     overlapping: int = 0
     examples: tuple[str, ...] = ()
 
-
-class _Cursor(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    epoch: Count
-    position: Count
-    put_off: tuple[Count, ...]
-    fingerprint: str
+    def __str__(self) -> str:
+        return (
+            f"left out: {self.bad} bad rows, {self.duplicates} duplicates, {self.overlapping} that are also held out"
+        )
 
 
 class PromptSource:
@@ -41,18 +35,13 @@ class PromptSource:
         self,
         train: Sequence[Prompt],
         held_out: Sequence[Prompt],
-        *,
-        seed: int,
-        shuffle: bool = True,
+        settings: DataSettings,
         excluded: Excluded | None = None,
     ) -> None:
-        if not train:
-            raise PromptDataError("data.source: no usable training prompt is left")
         self.train = tuple(train)
         self.held_out = tuple(held_out)
         self.excluded = excluded or Excluded()
-        self._seed = seed
-        self._shuffle = shuffle
+        self._settings = settings
         self._epoch = 0
         self._position = 0
         self._order = self._epoch_order()
@@ -90,45 +79,8 @@ class PromptSource:
         self._position += 1
         return self._order[self._position - 1]
 
-    def state(self) -> dict[str, int | str | list[int]]:
-        """The cursor, as plain values that a checkpoint can hold. put_off: fewer indices than the largest take."""
-        return {
-            "epoch": self._epoch,
-            "position": self._position,
-            "put_off": list(self._put_off),
-            "fingerprint": self._fingerprint,
-        }
-
-    def restore(self, state: Mapping[str, int | str | list[int]]) -> None:
-        """Continue where `state` was taken. Raises `PromptDataError` for a damaged state or the state of other data."""
-        try:
-            cursor = msgspec.convert(dict(state), _Cursor)
-        except msgspec.ValidationError as error:
-            raise _damaged(str(error)) from error
-        if cursor.fingerprint != self._fingerprint:
-            raise PromptDataError(
-                "data: the checkpoint's cursor belongs to other prompts, another data.seed or another data.shuffle. "
-                "Resume with the data the checkpoint was written with"
-            )
-        if cursor.position > len(self.train) or any(index >= len(self.train) for index in cursor.put_off):
-            raise _damaged(f"it points beyond the {len(self.train)} training prompts")
-        self._epoch, self._position, self._put_off = cursor.epoch, cursor.position, deque(cursor.put_off)
-        self._order = self._epoch_order()
-
     def _epoch_order(self) -> list[int]:
         order = list(range(len(self.train)))
-        if self._shuffle:
-            random.Random(f"{self._seed}/{self._epoch}").shuffle(order)
+        if self._settings.shuffle:
+            random.Random(f"{self._settings.seed}/{self._epoch}").shuffle(order)
         return order
-
-    @cached_property
-    def _fingerprint(self) -> str:
-        digest = hashlib.blake2b(f"{self._seed}/{self._shuffle}".encode(), digest_size=16)
-        for prompt in self.train:
-            digest.update(f"\0{prompt.id}\0{prompt.answer}".encode("utf-8", "surrogatepass"))
-            digest.update(repr(prompt.token_ids).encode())
-        return digest.hexdigest()
-
-
-def _damaged(reason: str) -> PromptDataError:
-    return PromptDataError(f"data: the checkpoint's cursor is damaged ({reason}): use another one")

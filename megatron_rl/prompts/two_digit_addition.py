@@ -31,7 +31,6 @@ def question(a: int, b: int) -> Question:
         answer=answer,
         task=NAME,
         identity=f"{NAME}/{min(a, b)}+{max(a, b)}",
-        origin=f"{NAME} {text}",
         difficulty="3_digits" if a + b >= 100 else "2_digits" if a + b >= 10 else "1_digit",
-        target=answer,
+        worked=answer,
     )

@@ -5,20 +5,22 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from types import TracebackType
+
+from megatron_rl.config.schema import LoggerSettings
+from megatron_rl.records.run_directory import RunDirectory
 
 
 class MetricsLog:
-    """Appends one record a step. tensorboard None: no event files."""
+    """Appends one JSON object a step, flushed at once; numbers that are not finite are null."""
 
-    def __init__(self, metrics_file: Path, tensorboard: Path | None) -> None:
-        self._file = metrics_file.open("a", encoding="utf-8")
+    def __init__(self, directory: RunDirectory, settings: LoggerSettings) -> None:
+        self._file = directory.metrics_file.open("a", encoding="utf-8")
         self._writer = None
-        if tensorboard is not None:
+        if settings.tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # slow to import, and optional
 
-            self._writer = SummaryWriter(str(tensorboard))
+            self._writer = SummaryWriter(str(directory.tensorboard))
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         record = {"step": step} | {k: v if math.isfinite(v) else None for k, v in sorted(values.items())}

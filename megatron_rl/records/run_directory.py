@@ -9,11 +9,15 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_rl.contracts.exit_codes import ExitCode, Failure
+
 PACKAGES = ("torch", "megatron-core", "sglang", "triton", "transformers", "hydra-core", "numpy")
 
 
-class RunDirectoryUnusable(RuntimeError):
+class RunDirectoryUnusable(Failure):
     """The directory cannot be made."""
+
+    exit_code = ExitCode.REFUSED
 
 
 class RunDirectoryTaken(RunDirectoryUnusable):

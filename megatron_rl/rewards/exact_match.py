@@ -19,9 +19,7 @@ _FINDERS: Mapping[str, Callable[[str], str | None]] = {
 class ExactMatch:
     """answer: where the final answer is looked for: `last_number`, `last_line` or `boxed`."""
 
-    def __init__(self, answer: str = "last_number") -> None:
-        if answer not in _FINDERS:
-            raise ValueError(f"reward.answer={answer}: there is no such rule. Choose one of {', '.join(_FINDERS)}")
+    def __init__(self, answer: str) -> None:
         self._rule = answer
         self._find = _FINDERS[answer]
 

@@ -20,31 +20,41 @@ class RewardRunner:
     """timeout_s: seconds a scorer may take for one response before there is no verdict."""
 
     def __init__(self, scorer: Scorer, *, timeout_s: float) -> None:
-        if not timeout_s > 0:
-            raise ValueError(f"reward.timeout_s={timeout_s}: must be above 0")
         self._scorer = scorer
         self._timeout_s = timeout_s
 
     async def judge(self, prompt: Prompt, text: str, finish_reason: FinishReason) -> Verdict:
-        """Judge one response. Any number of calls may be under way; a cancelled call cancels its scorer."""
+        """Judge one response; whatever a scorer does wrong gives no verdict, with the reason.
+
+        Any number of calls may be under way; a cancelled call cancels its scorer.
+        """
         start = time.perf_counter()
         try:
             async with asyncio.timeout(self._timeout_s) as deadline:
-                verdict = await self._scorer.score(prompt, text, finish_reason)
-            reason = _unusable(verdict)
+                verdict = _checked(await self._scorer.score(prompt, text, finish_reason))
         except Exception as error:
             timed_out = isinstance(error, TimeoutError) and deadline.expired()
             reason = "timeout" if timed_out else f"{type(error).__name__}: {error}"[:_REASON_LENGTH]
-        seconds = time.perf_counter() - start
-        if reason:
-            return Verdict(reward=None, correctness=None, seconds=seconds, reason=reason)
-        return msgspec.structs.replace(verdict, seconds=seconds)
+            verdict = _none(reason)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            verdict = _none("the scorer cancelled itself")
+        return msgspec.structs.replace(verdict, seconds=time.perf_counter() - start)
 
 
-def _unusable(verdict: Verdict) -> str:
-    """Why a scorer's verdict cannot be trained on; empty when it can."""
+def _checked(verdict: Verdict) -> Verdict:
+    """The scorer's verdict with its types checked. Raises TypeError and `msgspec.ValidationError`."""
+    if not isinstance(verdict, Verdict):
+        raise TypeError(f"the scorer returned {type(verdict).__name__}, not a Verdict")
+    verdict = msgspec.convert(msgspec.structs.asdict(verdict), Verdict)
     if verdict.reward is None or verdict.correctness is None:
-        return verdict.reason or "the scorer gave no reward"
+        return _none(verdict.reason or "the scorer gave no reward")
     if not (math.isfinite(verdict.reward) and math.isfinite(verdict.correctness)):
-        return "the scorer's reward is not finite"
-    return ""
+        return _none("the scorer's reward is not finite")
+    return verdict
+
+
+def _none(reason: str) -> Verdict:
+    return Verdict(reward=None, correctness=None, reason=reason)

@@ -1,4 +1,4 @@
-"""`python -m megatron_rl.rollouts HOST PORT NODE`: the collector process."""
+"""`python -m megatron_rl.rollouts HOST PORT NODE`: the collector process. The run's key is in its environment."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ import resource
 import sys
 
 from megatron_rl.rollouts.collector import serve
-from megatron_rl.rollouts.messages import Hello, frame
+from megatron_rl.rollouts.link import Link, LinkLost
 
 RUN_KEY_VARIABLE = "MEGATRON_RL_RUN_KEY"
 
 
-async def _main(host: str, port: int, node: int, key: str) -> None:
-    reader, writer = await asyncio.open_connection(host, port)
-    writer.write(frame(Hello(key=key, node=node)))
-    await writer.drain()
-    await serve(reader, writer, node)
+async def _main(host: str, port: int, node: int, run_key: str) -> None:
+    link = Link(host, port, node, run_key)
+    try:
+        await serve(link, node)
+    except LinkLost as error:
+        sys.exit(f"{error}; the collector ends")
+    finally:
+        link.close()
 
 
 def _allow_many_connections() -> None:
@@ -28,4 +31,4 @@ def _allow_many_connections() -> None:
 
 if __name__ == "__main__":
     _allow_many_connections()
-    asyncio.run(_main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), os.environ[RUN_KEY_VARIABLE]))
+    asyncio.run(_main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), os.environ.pop(RUN_KEY_VARIABLE)))

@@ -1,4 +1,4 @@
-"""Rollouts as bytes, for shared memory, the payload exchange and files.
+"""Rollouts as bytes, for shared memory, the exchange between ranks and files.
 
 Layout: 4-byte magic, 4-byte header length, a MessagePack header, then tokens, log-probabilities and routes, each
 starting at a multiple of 8 bytes.

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from megatron_rl.config.schema import EvalSettings, RolloutSettings
+from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.contracts.rollout import FinishReason
@@ -15,8 +17,10 @@ from megatron_rl.rollouts.queue import RolloutQueue
 _NORMAL_95 = 1.959964
 
 
-class LostEvaluation(RuntimeError):
+class LostEvaluation(Failure):
     """An engine failed to answer evaluation requests, so there is no accuracy."""
+
+    exit_code = ExitCode.ENGINE_FAILED
 
 
 @dataclass(frozen=True)
@@ -46,32 +50,41 @@ class Accuracy:
         }
 
 
-def evaluate(
-    producer: RolloutQueue,
-    prompts: Sequence[Prompt],
-    *,
-    label: str,
-    samples_per_prompt: int,
-    sampling: Sampling,
-    idle: Callable[[], None],
-) -> Accuracy:
-    """Draw `samples_per_prompt` responses to each prompt and score them. label: makes group ids unique.
+@dataclass(frozen=True)
+class Evaluation:
+    """Measures on the held-out questions. stop_token_ids: what ends a response. idle: called while waiting."""
 
-    Raises `LostEvaluation` when an engine did not answer a request: that is no wrong answer.
-    """
-    producer.submit(
-        [
-            GroupRequest(
-                group_id=f"eval-{label}-{i}",
-                prompt=prompt,
-                num_samples=samples_per_prompt,
-                sampling=sampling,
-                keep_rollouts=False,
-            )
-            for i, prompt in enumerate(prompts)
-        ]
-    )
-    return accuracy_of(producer.as_completed(idle), samples_per_prompt)
+    queue: RolloutQueue
+    held_out: Sequence[Prompt]
+    settings: EvalSettings
+    rollout: RolloutSettings
+    stop_token_ids: tuple[int, ...]
+    idle: Callable[[], None]
+
+    def measure(self, label: str) -> Accuracy:
+        """Draw responses to every question and score them. label makes group ids unique in the run.
+
+        Raises `LostEvaluation` when an engine did not answer a request: that is no wrong answer.
+        """
+        settings, rollout = self.settings, self.rollout
+        sampling = Sampling(
+            max_new_tokens=rollout.max_new_tokens,
+            temperature=rollout.temperature if settings.temperature is None else settings.temperature,
+            stop_token_ids=self.stop_token_ids,
+        )
+        self.queue.submit(
+            [
+                GroupRequest(
+                    group_id=f"eval-{label}-{index}",
+                    prompt=prompt,
+                    num_samples=settings.samples_per_prompt,
+                    sampling=sampling,
+                    evaluation=True,
+                )
+                for index, prompt in enumerate(self.held_out)
+            ]
+        )
+        return accuracy_of(self.queue.as_completed(self.idle), settings.samples_per_prompt)
 
 
 def accuracy_of(groups: Iterable[Group], samples_per_prompt: int) -> Accuracy:

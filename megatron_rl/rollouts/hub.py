@@ -1,72 +1,77 @@
-"""Rank 0's end of the collector connections."""
+"""Rank 0's end of the wire to the collectors."""
 
 from __future__ import annotations
 
-import hmac
-import selectors
-import socket
 import time
 from collections import deque
-from dataclasses import dataclass, field
 
 import msgspec
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
 
-from megatron_rl.rollouts.frames import ConnectionEnded, FrameReader, receive_available
-from megatron_rl.rollouts.messages import MAX_FRAME_BYTES, FromCollector, Hello, ToCollector, frame
+from megatron_rl.contracts.exit_codes import ExitCode, Failure
+from megatron_rl.rollouts.messages import MAX_MESSAGE_BYTES, Alive, FromCollector, ToCollector
 
-_HELLO_BYTES = 4096  # before it has presented the key, a peer may not make us keep more
+_LINGER_MILLISECONDS = 1000
 
 _decoder: msgspec.msgpack.Decoder[FromCollector] = msgspec.msgpack.Decoder(FromCollector)
 
 
-class CollectorLost(RuntimeError):
-    """A collector did not connect in time, or its connection ended."""
+class CollectorLost(Failure):
+    """A collector did not connect in time, is not heard any more, or does not speak as one."""
 
-
-@dataclass
-class _Peer:
-    connection: socket.socket
-    reader: FrameReader = field(default_factory=lambda: FrameReader(max_bytes=_HELLO_BYTES))
-    node: int | None = None
+    exit_code = ExitCode.ENGINE_FAILED
 
 
 class Hub:
-    """Listens for collectors on one address; `poll` returns what they said."""
+    """Hears and answers the collectors that hold the run's keys; `poll` returns what they said.
 
-    def __init__(self, host: str, key: str) -> None:
-        self._key = key
-        self._listener = socket.create_server((host, 0))
-        self._listener.setblocking(False)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ, None)
-        self._peers: dict[int, _Peer] = {}
+    `address`: host and port. `run_key`: what a collector needs to be heard; a secret. Traffic is encrypted (CURVE).
+    silence_seconds: a collector that says nothing for so long, while the hub listens, is lost.
+    """
+
+    def __init__(self, host: str, *, silence_seconds: float = 30.0) -> None:
+        hub_public, hub_secret = zmq.curve_keypair()
+        collector_public, collector_secret = zmq.curve_keypair()
+        self.run_key = (hub_public + collector_secret).decode()
+        self._silence_seconds = silence_seconds
+        self._silent: dict[int, float] = {}  # node -> seconds listened since it was last heard
         self._inbox: deque[tuple[int, FromCollector]] = deque()
-
-    @property
-    def address(self) -> tuple[str, int]:
-        host, port = self._listener.getsockname()[:2]
-        return host, port
+        self._context = zmq.Context()
+        self._gate = ThreadAuthenticator(self._context)
+        self._gate.start()
+        self._gate.configure_curve_callback(credentials_provider=_OneKey(collector_public))
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.curve_server = True
+        self._socket.curve_secretkey = hub_secret
+        self._socket.maxmsgsize = MAX_MESSAGE_BYTES
+        self._socket.sndhwm = self._socket.rcvhwm = 0  # what is outstanding bounds the queues; nothing may be dropped
+        self._socket.router_mandatory = True  # sending to a collector that is gone raises
+        self._socket.linger = _LINGER_MILLISECONDS
+        self._socket.bind(f"tcp://{host}:*")
+        self.address = (host, int(self._socket.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2]))
 
     @property
     def nodes(self) -> list[int]:
-        return sorted(self._peers)
+        return sorted(self._silent)
 
     def wait_for(self, num_nodes: int, deadline_seconds: float) -> None:
-        """Block until every node's collector has said hello. Raises `CollectorLost`."""
+        """Block until every node's collector was heard. Raises `CollectorLost`."""
         deadline = time.monotonic() + deadline_seconds
-        while len(self._peers) < num_nodes:
+        while len(self._silent) < num_nodes:
             if time.monotonic() > deadline:
                 raise CollectorLost(
-                    f"{len(self._peers)} of {num_nodes} collectors connected to {self.address} within "
+                    f"{len(self._silent)} of {num_nodes} collectors connected to {self.address} within "
                     f"{deadline_seconds:g} s; see the collector logs in the run directory"
                 )
             self._receive(0.1)
 
     def send(self, node: int, message: ToCollector) -> None:
+        """Send without waiting for delivery. Raises `CollectorLost`."""
         try:
-            self._peers[node].connection.sendall(frame(message))
-        except OSError as error:
-            raise CollectorLost(f"the collector of node {node} is gone: {error}") from error
+            self._socket.send_multipart([_name(node), msgspec.msgpack.encode(message)])
+        except zmq.ZMQError as error:
+            raise CollectorLost(f"the collector of node {node} is gone: {error}; {_log_of(node)}") from error
 
     def poll(self, timeout_seconds: float) -> tuple[int, FromCollector] | None:
         """The next message and its node, or None after the timeout. Raises `CollectorLost`."""
@@ -75,51 +80,56 @@ class Hub:
         return self._inbox.popleft() if self._inbox else None
 
     def close(self) -> None:
-        for key in list(self._selector.get_map().values()):
-            self._selector.unregister(key.fileobj)
-            if isinstance(key.fileobj, socket.socket):
-                key.fileobj.close()
-        self._selector.close()
+        """Deliver what was sent, for a second at most, and stop listening."""
+        self._socket.close()
+        self._gate.stop()
+        self._context.term()
 
     def _receive(self, timeout_seconds: float) -> None:
-        for key, _ in self._selector.select(timeout_seconds):
-            if key.data is None:
-                self._accept()
-            else:
-                self._read(key.data)
+        """Wait for messages, take in all there are, and count the others' silence."""
+        start = time.monotonic()
+        heard = set()
+        if self._socket.poll(int(timeout_seconds * 1000)):
+            while self._socket.poll(0):
+                heard.add(self._take(*self._socket.recv_multipart()))
+        # a suspended hub heard nothing because it did not listen: the clock's jump is nobody's silence
+        listened = min(time.monotonic() - start, timeout_seconds)
+        for node, seconds in self._silent.items():
+            self._silent[node] = 0.0 if node in heard else seconds + listened
+        for node, seconds in self._silent.items():
+            if seconds > self._silence_seconds:
+                raise CollectorLost(
+                    f"the collector of node {node} was not heard for {seconds:.0f} s: it is stopped, cut off, or its "
+                    f"scorer or environment blocks it; {_log_of(node)}"
+                )
 
-    def _accept(self) -> None:
-        connection, _ = self._listener.accept()
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._selector.register(connection, selectors.EVENT_READ, _Peer(connection))
-
-    def _read(self, peer: _Peer) -> None:
+    def _take(self, sender: bytes, *body: bytes) -> int:
         try:
-            messages = [_decoder.decode(body) for body in receive_available(peer.connection, peer.reader)]
-        except (ConnectionError, msgspec.MsgspecError) as error:
-            self._drop(peer)
-            if peer.node is None:
-                return  # a stranger, or a collector of another run: it never presented the key
-            lost = isinstance(error, ConnectionEnded)
-            what = "ended" if lost else f"sent a message that is not one ({error})"
-            raise CollectorLost(f"the collector of node {peer.node} {what}") from error
-        for message in messages:
-            if not self._handle(peer, message):
-                self._drop(peer)
-                return
+            node, message = int(sender), _decoder.decode(b"".join(body))
+        except (ValueError, msgspec.MsgspecError) as error:
+            who = sender.decode(errors="replace")
+            raise CollectorLost(
+                f"the collector of node {who} sent a message that is not one ({error}); {_log_of(who)}"
+            ) from error
+        self._silent.setdefault(node, 0.0)
+        if not isinstance(message, Alive):
+            self._inbox.append((node, message))
+        return node
 
-    def _handle(self, peer: _Peer, message: FromCollector) -> bool:
-        """Keep a known collector's message, or learn who a peer is; False for a stranger."""
-        if peer.node is not None:
-            self._inbox.append((peer.node, message))
-        elif isinstance(message, Hello) and hmac.compare_digest(message.key.encode(), self._key.encode()):
-            peer.node = message.node
-            peer.reader.max_bytes = MAX_FRAME_BYTES
-            self._peers[message.node] = peer
-        else:
-            return False
-        return True
 
-    def _drop(self, peer: _Peer) -> None:
-        self._selector.unregister(peer.connection)
-        peer.connection.close()
+class _OneKey:
+    """Lets in whoever holds the secret half of one key."""
+
+    def __init__(self, public: bytes) -> None:
+        self._public = public
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key == self._public
+
+
+def _name(node: int) -> bytes:
+    return str(node).encode()
+
+
+def _log_of(node: int | str) -> str:
+    return f"see logs/collector-{node}.log in the run directory"

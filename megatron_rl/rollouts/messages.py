@@ -2,107 +2,65 @@
 
 from __future__ import annotations
 
-import enum
-
 import msgspec
 
+from megatron_rl.config.schema import EngineSettings, EnvironmentSettings, RewardSettings, RolloutSettings
 from megatron_rl.contracts.group import Group
+from megatron_rl.contracts.numbers import Count
 from megatron_rl.contracts.prompt import Prompt, Sampling
+from megatron_rl.contracts.routes import RouteShape
+from sglang_bridge.engine import Engine
 
-MAX_FRAME_BYTES = 64 * 1024 * 1024
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 ENGINE_FAILURE = "engine"  # the reason in `Group.rejected` for requests that an engine did not answer
-
-
-class EngineEndpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine a collector may send requests to."""
-
-    url: str
-    api_key: str | None = None
-
-
-class NodeEngines(msgspec.Struct, frozen=True, kw_only=True):
-    """The engines that a node's collector uses."""
-
-    node: int
-    endpoints: tuple[EngineEndpoint, ...]
-
-
-class RouteShape(msgspec.Struct, frozen=True, kw_only=True):
-    """What recorded routes must look like. moe_layers: 0-based decoder layers that have experts."""
-
-    moe_layers: tuple[int, ...]
-    num_hidden_layers: int
-    num_experts: int
-    topk: int
+ENVIRONMENT_FAILURE = "environment"  # ... and for exceptions of the environment
 
 
 class Configure(msgspec.Struct, frozen=True, kw_only=True, tag="configure"):
-    """The collector's whole configuration. routes None: routes are neither requested nor kept.
+    """The collector's whole configuration; the first message. engines: those of its node.
 
-    max_in_flight: requests per engine at a time; the others wait in the collector, where no deadline runs yet.
+    api_key: opens the engines. routes None: routes are neither requested nor kept.
     """
 
-    engines: tuple[EngineEndpoint, ...]
-    tokenizer_path: str
+    engines: tuple[Engine, ...]
+    api_key: str | None
+    model_path: str
     routes: RouteShape | None
-    reward_name: str
-    reward_answer: str
-    reward_timeout_s: float
-    request_timeout_s: float
-    retries: int
-    max_in_flight: int
-    train_truncated: bool
+    engine: EngineSettings
+    rollout: RolloutSettings
+    reward: RewardSettings
+    environment: EnvironmentSettings
 
 
 class GroupRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
-    """Draw `num_samples` responses to one prompt and judge them. keep_rollouts False (evaluation): metadata only."""
+    """Draw `num_samples` rollouts of one prompt and judge them. evaluation: verdicts alone, no rollouts, no routes."""
 
     group_id: str
     prompt: Prompt
-    num_samples: int
+    num_samples: Count
     sampling: Sampling
-    keep_rollouts: bool = True
+    evaluation: bool = False
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
-    """Free the payloads of groups."""
+    """Free the rollouts of groups."""
 
     group_ids: tuple[str, ...]
-
-
-class PausePolicy(enum.StrEnum):
-    """What happens to requests in flight: they finish (drain), or are aborted and sent again after `Resume` (abort)."""
-
-    DRAIN = "drain"
-    ABORT = "abort"
-
-
-class Pause(msgspec.Struct, frozen=True, tag="pause"):
-    """Send no further request to the engines."""
-
-    policy: PausePolicy
-
-
-class Resume(msgspec.Struct, frozen=True, tag="resume"):
-    """Go on after `Pause`."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """End the collector."""
 
 
-class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
-    """A collector's first message: it knows the run's key."""
-
-    key: str
-    node: int
+class Alive(msgspec.Struct, frozen=True, tag="alive"):
+    """The collector's event loop turns; the first one says that it is there."""
 
 
 class GroupDone(msgspec.Struct, frozen=True, kw_only=True, tag="group"):
-    """A group is complete: every sample has a verdict or was rejected."""
+    """A group is complete: every sample has a verdict or was rejected. generated_tokens: drawn by engines for it."""
 
     group: Group
-    generated_tokens: int
+    generated_tokens: Count
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -111,11 +69,5 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     reason: str
 
 
-ToCollector = Configure | GroupRequest | Release | Pause | Resume | Stop
-FromCollector = Hello | GroupDone | Failed
-
-
-def frame(message: ToCollector | FromCollector) -> bytes:
-    """Encode a message with its 4-byte length."""
-    body = msgspec.msgpack.encode(message)
-    return len(body).to_bytes(4, "big") + body
+ToCollector = Configure | GroupRequest | Release | Stop
+FromCollector = Alive | GroupDone | Failed

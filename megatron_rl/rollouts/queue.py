@@ -3,41 +3,38 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
+from megatron_rl.config.schema import RolloutSettings
+from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.group import Group
 from megatron_rl.rollouts.hub import Hub
-from megatron_rl.rollouts.messages import (
-    Configure,
-    Failed,
-    GroupDone,
-    GroupRequest,
-    Pause,
-    PausePolicy,
-    Release,
-    Resume,
-    Stop,
-)
+from megatron_rl.rollouts.messages import Configure, Failed, FromCollector, GroupDone, GroupRequest, Release, Stop
 
 
-class CollectorFailed(RuntimeError):
+class CollectorFailed(Failure):
     """A collector reported that it cannot go on."""
+
+    exit_code = ExitCode.ENGINE_FAILED
 
 
 class RolloutQueue:
-    """Spreads group requests over the nodes' collectors, to the node with the fewest outstanding samples."""
+    """Spreads group requests over the nodes' collectors, to the node with the fewest outstanding samples.
 
-    def __init__(self, hub: Hub, *, max_staleness: int = 0) -> None:
+    generated_tokens: what engines have drawn for delivered groups since the start.
+    """
+
+    def __init__(self, hub: Hub, settings: RolloutSettings) -> None:
         self._hub = hub
-        self._max_staleness = max_staleness
+        self._max_staleness = settings.max_staleness
         self._version = 0
         self._outstanding: dict[str, tuple[int, GroupRequest]] = {}
         self._holders: dict[str, int] = {}
         self.generated_tokens = 0
 
-    def configure(self, configurations: dict[int, Configure]) -> None:
+    def configure(self, configurations: Mapping[int, Configure]) -> None:
         """Send each node's collector its configuration."""
         for node, configuration in configurations.items():
             self._hub.send(node, configuration)
@@ -59,23 +56,23 @@ class RolloutQueue:
             self._outstanding[request.group_id] = (node, request)
             self._hub.send(node, request)
 
-    @property
-    def num_outstanding(self) -> int:
-        return len(self._outstanding)
-
     def as_completed(self, idle: Callable[[], None], *, idle_every_seconds: float = 1.0) -> Iterator[Group]:
-        """Yield groups until none is outstanding; call `idle` at least about every `idle_every_seconds`."""
+        """Yield groups until none is outstanding; call `idle` at least about every `idle_every_seconds`.
+
+        Raises `CollectorFailed` and `CollectorLost`.
+        """
         last = time.monotonic()
         while self._outstanding:
-            group = self._next(idle_every_seconds)
-            if time.monotonic() - last >= idle_every_seconds or group is None:
+            received = self._hub.poll(idle_every_seconds)
+            group = None if received is None else self._accept(*received)
+            if group is None or time.monotonic() - last >= idle_every_seconds:
                 idle()
                 last = time.monotonic()
             if group is not None:
                 yield group
 
     def release(self, group_ids: Sequence[str]) -> None:
-        """Free the payloads of delivered groups."""
+        """Free the rollouts of delivered groups."""
         by_node: dict[int, list[str]] = {}
         for group_id in group_ids:
             node = self._holders.pop(group_id, None)
@@ -84,38 +81,18 @@ class RolloutQueue:
         for node, ids in by_node.items():
             self._hub.send(node, Release(tuple(ids)))
 
-    def pause(self, policy: PausePolicy = PausePolicy.DRAIN) -> None:
-        """Let no collector send further requests until `resume`."""
-        for node in self._hub.nodes:
-            self._hub.send(node, Pause(policy))
-
-    def resume(self) -> None:
-        for node in self._hub.nodes:
-            self._hub.send(node, Resume())
-
-    def snapshot(self) -> bytes:
-        """The requests not yet delivered, as bytes a checkpoint can hold."""
-        return msgspec.msgpack.encode([request for _, request in self._outstanding.values()])
-
-    def restore(self, snapshot: bytes) -> None:
-        """Submit again what a snapshot had outstanding."""
-        self.submit(msgspec.msgpack.decode(snapshot, type=list[GroupRequest]))
-
     def stop(self) -> None:
+        """Let every collector end."""
         for node in self._hub.nodes:
             self._hub.send(node, Stop())
 
-    def _next(self, timeout_seconds: float) -> Group | None:
-        received = self._hub.poll(timeout_seconds)
-        if received is None:
-            return None
-        node, message = received
+    def _accept(self, node: int, message: FromCollector) -> Group:
         if isinstance(message, Failed):
             raise CollectorFailed(f"the collector of node {node} failed: {message.reason}")
         if not isinstance(message, GroupDone) or message.group.group_id not in self._outstanding:
             raise CollectorFailed(f"the collector of node {node} sent an unexpected {type(message).__name__}")
         _, request = self._outstanding.pop(message.group.group_id)
-        if request.keep_rollouts:
+        if not request.evaluation:
             self._holders[message.group.group_id] = node
         self.generated_tokens += message.generated_tokens
         return self._without_stale(message.group)

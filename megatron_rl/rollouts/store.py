@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
+from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.group import RolloutLocation, RolloutRef
 from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.rollouts import codec
 
 
-class RolloutGone(RuntimeError):
-    """The payload of a sample can no longer be read: its collector ended or released it."""
+class RolloutGone(Failure):
+    """A rollout can no longer be read: its collector ended or released it."""
+
+    exit_code = ExitCode.ENGINE_FAILED
 
 
 class RolloutStore:
@@ -42,15 +45,11 @@ class RolloutStore:
             if fd is not None:
                 os.close(fd)
 
-    @property
-    def num_groups(self) -> int:
-        return len(self._segments)
-
 
 def read_rollout(sample: RolloutRef) -> Rollout:
-    """Read one sample's rollout from its collector's memory on this node.
+    """Read one rollout from its collector's memory on this node.
 
-    Raises `RolloutGone`, which names the sample, when the collector has ended or the location is stale.
+    Raises `RolloutGone`, which names the rollout, when the collector has ended or the location is stale.
     """
     where = sample.location
     try:
@@ -61,9 +60,9 @@ def read_rollout(sample: RolloutRef) -> Rollout:
             os.close(fd)
         rollout = codec.decode(data)
     except (OSError, codec.CodecError) as error:
-        raise RolloutGone(f"the payload of sample {sample.rollout_id} cannot be read: {error}") from error
+        raise RolloutGone(f"rollout {sample.rollout_id} cannot be read: {error}") from error
     if rollout.rollout_id != sample.rollout_id:
-        raise RolloutGone(f"sample {sample.rollout_id}: its location now holds {rollout.rollout_id}")
+        raise RolloutGone(f"rollout {sample.rollout_id}: its location now holds {rollout.rollout_id}")
     return rollout
 
 

@@ -7,36 +7,36 @@ import signal
 import sys
 from collections.abc import Iterator
 
-from megatron_rl.config.schema import TrainRlConfig
+from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.mcore.cpu import compat
 
 
-def run(config: TrainRlConfig) -> int:
+def run(configuration: Configuration) -> int:
     """Train. Returns an `ExitCode`."""
     compat.install()
     from megatron_rl.run.failures import (  # Megatron may only be imported after the line above
         Terminated,
         describe_failure,
     )
-    from megatron_rl.run.session import Session
+    from megatron_rl.run.rank import Rank
 
     with _terminable(Terminated):
-        session = Session(config)
+        rank = Rank(configuration)
         code, reason = ExitCode.OK, "the run is complete"
         try:
-            session.run()
+            rank.run()
         except BaseException as error:
-            known, reason = describe_failure(session.better_reason(error))
-            session.abort(reason)
+            known, reason = describe_failure(rank.better_reason(error))
+            rank.abort(reason)
             if known is None:
-                session.report(1, reason)
+                rank.report(1, reason)
                 raise
             code = known
         finally:
-            session.close()
-        session.report(code, reason)
-    if code is not ExitCode.OK and (session.speaks or code is not ExitCode.PEER_FAILED):
+            rank.close()
+        rank.report(code, reason)
+    if code is not ExitCode.OK and (rank.speaks or code is not ExitCode.PEER_FAILED):
         print(f"\n{reason}\n(exit code {int(code)}: {code.name.lower()})", file=sys.stderr, flush=True)
     return int(code)
 

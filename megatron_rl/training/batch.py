@@ -10,10 +10,9 @@ import torch
 
 from megatron_rl.contracts.plan import StepPlan
 from megatron_rl.contracts.rollout import Rollout
-from megatron_rl.contracts.routes import round_robin_routes
+from megatron_rl.contracts.routes import RouteShape, round_robin_routes
 from megatron_rl.mcore.packed_batch import PackedBatch
 from megatron_rl.planning.rank_view import RankView
-from megatron_rl.rollouts.messages import RouteShape
 
 _FILLER_TOKENS = 2
 
@@ -23,8 +22,9 @@ class MicroBatch:
     """One packed micro-batch of B sequences with T trained tokens in all.
 
     packed: the model's inputs. rows int64 [T]: rows of the packed inputs whose next token is trained. targets int64
-    [T]: those next tokens. rollout_logprobs, advantages float32 [T]. cu_seqlens int32 [B + 1]: trained tokens of each
-    sequence, a sequence without any counts as empty. A filler has T = 0 and B = 0.
+    [T]: those next tokens. rollout_logprobs float32 [T], NaN where nobody sampled the token. advantages float32 [T].
+    cu_seqlens int32 [B + 1]: trained tokens of each sequence, a sequence without any counts as empty. A filler has
+    T = 0 and B = 0.
     """
 
     packed: PackedBatch
@@ -44,11 +44,11 @@ class Batcher:
         self._num_moe_layers = len(view.moe_rows(routes.moe_layers)) if routes is not None else 0
         self._device = device
 
-    def optimizer_steps(self, plan: StepPlan, dp_rank: int, payloads: Mapping[int, Rollout]) -> list[list[MicroBatch]]:
-        """This rank's micro-batches of every optimizer step of a plan."""
+    def optimizer_steps(self, plan: StepPlan, dp_rank: int, rollouts: Mapping[int, Rollout]) -> list[list[MicroBatch]]:
+        """This rank's micro-batches of every optimizer step of a plan. rollouts: by index in the plan."""
         return [
             [
-                self.pack([payloads[i] for i in batch], [plan.advantages[i] for i in batch])
+                self.pack([rollouts[i] for i in batch], [plan.advantages[i] for i in batch])
                 for batch in step.micro_batches[dp_rank]
             ]
             for step in plan.optimizer_steps
@@ -92,7 +92,7 @@ class Batcher:
         )
         for start, rollout in zip(starts, rollouts, strict=False):
             if rollout.routes is None:
-                raise ValueError(f"sample {rollout.rollout_id} has no routes to replay; set train.replay_routes=false")
+                raise ValueError(f"rollout {rollout.rollout_id} has no routes to replay: set train.replay_routes=false")
             packed[start : start + len(rollout.routes)] = rollout.routes
         return self._tensor(packed[self._view.input_rows(starts)])
 
@@ -108,7 +108,7 @@ class Batcher:
 
 @dataclass(frozen=True)
 class _Sequence:
-    """One trajectory as inputs tokens[:-1]; `trained` are the input rows whose next token is trained."""
+    """One rollout as inputs tokens[:-1]; `trained` are the input rows whose next token is trained."""
 
     inputs: np.ndarray
     trained: np.ndarray
@@ -121,7 +121,7 @@ class _Sequence:
         tokens = np.concatenate([s.tokens for s in rollout.segments]).astype(np.int64)
         trainable = np.concatenate([np.full(len(s.tokens), s.trainable) for s in rollout.segments])
         logprobs = np.concatenate(
-            [s.logprobs if s.logprobs is not None else np.zeros(len(s.tokens), np.float32) for s in rollout.segments]
+            [np.full(len(s.tokens), np.nan) if s.logprobs is None else s.logprobs for s in rollout.segments]
         )
         trained = np.flatnonzero(trainable[1:])
         return cls(

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
-from megatron_rl.losses import PolicyLoss, ResponseTokens, rollout_mismatch
+from megatron_rl.losses import Objective, ResponseTokens, rollout_mismatch
 from megatron_rl.mcore.schedule import run_schedule
 from megatron_rl.records.metric_sums import MetricSums
 from megatron_rl.training.batch import MicroBatch
 from megatron_rl.training.policy import Policy
 
 
-@dataclass(frozen=True)
-class OldPolicy:
-    """What the loss needs of one micro-batch besides the current log-probabilities."""
+def compute_old_policy(policy: Policy, batches: Sequence[MicroBatch], metrics: MetricSums) -> list[Objective]:
+    """Forward-only pass over all micro-batches of a step: what the updates of each minimise.
 
-    response: ResponseTokens
-    groups: object | None
-
-
-def compute_old_policy(policy: Policy, batches: Sequence[MicroBatch], metrics: MetricSums) -> list[OldPolicy]:
-    """Forward-only pass over all micro-batches of a step. Empty on ranks that are not the last pipeline stage."""
+    Empty on ranks that are not the last pipeline stage.
+    """
 
     def keep(logits: torch.Tensor, index: int) -> tuple[None, tuple[torch.Tensor, torch.Tensor]]:
         logprob, entropy = policy.logprobs(logits, batches[index])
@@ -39,22 +33,11 @@ def compute_old_policy(policy: Policy, batches: Sequence[MicroBatch], metrics: M
     )
     if policy.replay is not None:
         metrics.add_mean("mismatch/route_disagreement", *policy.replay.disagreement())
-    return [
-        _old_policy(batch, logprob, entropy, policy.loss, metrics)
+    responses = [
+        ResponseTokens(logprob, entropy, batch.rollout_logprobs, batch.advantages, batch.cu_seqlens)
         for batch, (logprob, entropy) in zip(batches, results, strict=False)
     ]
-
-
-def _old_policy(
-    batch: MicroBatch, logprob: torch.Tensor, entropy: torch.Tensor, loss: PolicyLoss, metrics: MetricSums
-) -> OldPolicy:
-    response = ResponseTokens(
-        old_logprobs=logprob,
-        old_entropies=entropy,
-        rollout_logprobs=batch.rollout_logprobs,
-        advantages=batch.advantages,
-        cu_seqlens=batch.cu_seqlens,
-    )
-    metrics.add_mean("policy/entropy", float(entropy.sum()), len(entropy))
-    metrics.add(rollout_mismatch(logprob, batch.rollout_logprobs))
-    return OldPolicy(response, loss.groups(response))
+    for response in responses:
+        metrics.add_mean("policy/entropy", float(response.old_entropies.sum()), len(response.old_entropies))
+        metrics.add(rollout_mismatch(response.old_logprobs, response.rollout_logprobs))
+    return [policy.loss.prepare(response) for response in responses]

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch
 
 from megatron_rl.contracts.plan import Denominators
+from megatron_rl.losses import Objective
 from megatron_rl.mcore.optimizer import DistributedAdam, StepResult
 from megatron_rl.mcore.schedule import run_schedule
 from megatron_rl.records.metric_sums import MetricSums
 from megatron_rl.training.batch import MicroBatch
-from megatron_rl.training.old_policy import OldPolicy
 from megatron_rl.training.policy import Policy
 
 
@@ -20,13 +20,13 @@ def update_policy(
     policy: Policy,
     optimizer: DistributedAdam,
     batches: Sequence[MicroBatch],
-    old: Sequence[OldPolicy],
+    objectives: Sequence[Objective],
     denominators: Denominators,
     *,
     dp_size: int,
     metrics: MetricSums,
 ) -> StepResult:
-    """One optimizer step: forward, backward, agreed finite check, AdamW.
+    """One optimizer step: forward, backward, agreed finite check, AdamW. objectives: of `batches`, in their order.
 
     `train/loss` is the sum over data-parallel ranks (each adds its local part with weight 1 / dp_size), averaged over
     the optimizer steps of the batch.
@@ -34,7 +34,7 @@ def update_policy(
 
     def policy_loss(logits: torch.Tensor, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         logprob, _ = policy.logprobs(logits, batches[index])
-        result = policy.loss(logprob, old[index].response, old[index].groups, denominators)
+        result = objectives[index](logprob, denominators)
         metrics.add(result.sums, result.maxima)
         return result.loss, result.loss.detach().clone()
 

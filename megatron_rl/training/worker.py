@@ -9,15 +9,17 @@ from pathlib import Path
 import msgspec
 import torch
 
+from megatron_rl.config.schema import EngineSettings, LoggerSettings, ModelSettings, RunSettings
 from megatron_rl.contracts.plan import StepPlan
 from megatron_rl.contracts.rollout import Rollout
+from megatron_rl.mcore.dtypes import torch_dtype
 from megatron_rl.mcore.optimizer import DistributedAdam
 from megatron_rl.mcore.parallel import RankLayout
 from megatron_rl.mcore.weights import iterate_hf_weights, save_hf_weights
-from megatron_rl.models.qwen3_moe import ModelShape
+from megatron_rl.models.shape import ModelShape
 from megatron_rl.records.metric_sums import MetricSums
 from megatron_rl.records.stopwatch import Stopwatch
-from megatron_rl.rollouts import codec
+from megatron_rl.rollouts.files import write_rollouts
 from megatron_rl.rollouts.store import read_rollout
 from megatron_rl.training.batch import Batcher, MicroBatch
 from megatron_rl.training.collectives import gather_bytes
@@ -42,43 +44,42 @@ class TrainOutcome:
 
 @dataclass(frozen=True)
 class Worker:
-    """One rank's model, optimizer and stages. save_rollouts_every: steps between saved batches, 0: only broken ones."""
+    """One rank's model, optimizer and stages; each method is a collective that every rank enters."""
 
     layout: RankLayout
-    consumers: Sequence[Receiver]
-    model: ModelShape
+    receivers: Sequence[Receiver]
+    shape: ModelShape
     policy: Policy
     optimizer: DistributedAdam
     batcher: Batcher
-    start_checkpoint: Path
+    model: ModelSettings
+    engine: EngineSettings
+    run: RunSettings
+    logger: LoggerSettings
     rollouts_directory: Path
-    save_rollouts_every: int = 0
 
     def train(self, plan: StepPlan) -> TrainOutcome:
         """Run one planned step. Metrics are merged over all ranks, on all ranks."""
         watch, metrics = Stopwatch(), MetricSums()
         with watch.stage("exchange"):
-            payloads = exchange_rollouts(
-                plan, self.consumers, self.layout.rank, self.layout.control_group, read_rollout
+            rollouts = exchange_rollouts(
+                plan, self.receivers, self.layout.rank, self.layout.control_group, read_rollout
             )
-            steps = self.batcher.optimizer_steps(plan, self.layout.dp_rank, payloads)
+            steps = self.batcher.optimizer_steps(plan, self.layout.dp_rank, rollouts)
         stepped = self._run(plan, steps, watch, metrics)
         finite = stepped == len(plan.optimizer_steps)
-        if not finite:
-            self._save_batch(f"nonfinite-step-{plan.step}", payloads)
-        elif self.save_rollouts_every and plan.step % self.save_rollouts_every == 0:
-            self._save_batch(f"step-{plan.step}", payloads)
+        self._keep_rollouts(plan.step, finite, rollouts)
         merged = [MetricSums.from_bytes(data) for data in gather_bytes(metrics.to_bytes(), self.layout.control_group)]
         return TrainOutcome(finite, stepped, MetricSums().merge(merged), watch.seconds)
 
-    def export(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights under Hugging Face names; every rank must exhaust it."""
-        return iterate_hf_weights(self.policy.models, self.model, dtype)
+    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights in the engines' dtype under Hugging Face names; every rank must exhaust it."""
+        return iterate_hf_weights(self.policy.models, self.shape, torch_dtype(self.engine.dtype))
 
     def save(self, target: Path) -> None:
-        """Write the weights as they are trained, with the start checkpoint's tokenizer and configuration."""
-        dtype = next(self.policy.models[0].parameters()).dtype
-        save_hf_weights(self.policy.models, self.model, source=self.start_checkpoint, target=target, dtype=dtype)
+        """Write the weights with the start checkpoint's tokenizer and configuration."""
+        dtype = torch_dtype(self.run.save_dtype or self.model.dtype)
+        save_hf_weights(self.policy.models, self.shape, source=Path(self.model.path), target=target, dtype=dtype)
 
     def _run(self, plan: StepPlan, steps: Sequence[Sequence[MicroBatch]], watch: Stopwatch, metrics: MetricSums) -> int:
         """Returns how many optimizer steps were applied."""
@@ -86,7 +87,7 @@ class Worker:
         if not flat:
             return 0
         with watch.stage("old_policy"):
-            old = compute_old_policy(self.policy, flat, metrics)
+            objectives = compute_old_policy(self.policy, flat, metrics)
         position = stepped = 0
         with watch.stage("train"):
             for planned, batches in zip(plan.optimizer_steps, steps, strict=True):
@@ -94,7 +95,7 @@ class Worker:
                     self.policy,
                     self.optimizer,
                     batches,
-                    old[position : position + len(batches)],
+                    objectives[position : position + len(batches)],
                     planned.denominators,
                     dp_size=self.layout.dp_size,
                     metrics=metrics,
@@ -105,18 +106,17 @@ class Worker:
                 stepped += 1
         return stepped
 
-    def _save_batch(self, name: str, payloads: dict[int, Rollout]) -> None:
-        """Keep what this rank trained on: 8-byte little-endian lengths, each followed by one encoded rollout."""
-        directory = self.rollouts_directory / name
-        directory.mkdir(parents=True, exist_ok=True)
-        with (directory / f"rank-{self.layout.rank}.bin").open("wb") as file:
-            for index in sorted(payloads):
-                data = codec.encode(payloads[index])
-                file.write(len(data).to_bytes(8, "little") + data)
+    def _keep_rollouts(self, step: int, finite: bool, rollouts: dict[int, Rollout]) -> None:
+        every = self.logger.save_rollouts_every
+        if finite and not (every and step % every == 0):
+            return
+        name = f"step-{step}" if finite else f"nonfinite-step-{step}"
+        file = self.rollouts_directory / name / f"rank-{self.layout.rank}.bin"
+        write_rollouts(file, (rollouts[index] for index in sorted(rollouts)))
 
 
 def gather_receivers(layout: RankLayout, moe_rows: tuple[int, ...]) -> list[Receiver]:
-    """Every rank as a receiver of payloads, in rank order (a collective)."""
+    """Every rank as a receiver of rollouts, in rank order (a collective)."""
     mine = Receiver(dp_rank=layout.dp_rank, node=layout.node, moe_rows=moe_rows)
     everyone = gather_bytes(msgspec.msgpack.encode(mine), layout.control_group)
     return [msgspec.msgpack.decode(data, type=Receiver) for data in everyone]

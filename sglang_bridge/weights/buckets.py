@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -29,13 +29,11 @@ class Bucket:
             start = end
 
 
-def iterate_buckets(
-    named_tensors: NamedTensors, *, bucket_bytes: int, device: torch.device, alone: Collection[str] = ()
-) -> Iterator[Bucket]:
+def iterate_buckets(named_tensors: NamedTensors, *, bucket_bytes: int, device: torch.device) -> Iterator[Bucket]:
     """Cut `named_tensors` into buckets of at most `bucket_bytes` on `device`.
 
-    A tensor larger than that, or named in `alone`, gets a bucket of its own. A yielded bucket is only valid until the
-    next one is asked for. Raises `ValueError` on a repeated name, an empty tensor or an empty stream.
+    A tensor larger than that gets a bucket of its own. A yielded bucket is only valid until the next one is asked for.
+    Raises `ValueError` on a repeated name, an empty tensor or an empty stream.
     """
     filler = _Filler(bucket_bytes, device)
     seen: set[str] = set()
@@ -43,7 +41,7 @@ def iterate_buckets(
         if name in seen or tensor.numel() == 0:
             raise ValueError(f"weight {name}: {'sent twice' if name in seen else 'has no elements'}")
         seen.add(name)
-        if not filler.fits(tensor) or (filler.names and (name in alone or filler.names[0] in alone)):
+        if not filler.fits(tensor):
             yield filler.take(last=False)
         filler.add(name, tensor)
     if not seen:
@@ -58,10 +56,6 @@ class _Filler:
         self._buffer = torch.empty(bucket_bytes, dtype=torch.uint8, device=device)
         self._used = 0
         self._bucket = Bucket(self._buffer, last=False)
-
-    @property
-    def names(self) -> list[str]:
-        return self._bucket.names
 
     def fits(self, tensor: torch.Tensor) -> bool:
         aligned = self._used % tensor.dtype.itemsize == 0

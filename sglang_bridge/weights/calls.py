@@ -5,27 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 
 from sglang_bridge.admin import AdminClient
 from sglang_bridge.errors import EngineError
-from sglang_bridge.handle import EngineHandle
 
 Failures = dict[str, str]
-
-
-@dataclass(frozen=True)
-class EngineLink:
-    """An engine and the client that controls it."""
-
-    handle: EngineHandle
-    admin: AdminClient
-
-    @property
-    def url(self) -> str:
-        """Its name in failures."""
-        return self.handle.url
 
 
 def start_call(function: Callable[[], None]) -> Future[None]:
@@ -44,9 +29,9 @@ def start_call(function: Callable[[], None]) -> Future[None]:
     return future
 
 
-def call_each(links: Sequence[EngineLink], function: Callable[[EngineLink], None]) -> Failures:
-    """Call `function` for every link in parallel and return the reasons of those that failed, by URL."""
-    futures = {link.url: start_call(partial(function, link)) for link in links}
+def call_each(admins: Sequence[AdminClient], function: Callable[[AdminClient], None]) -> Failures:
+    """Call `function` for every engine in parallel and return the reasons of those that failed, by URL."""
+    futures = {admin.url: start_call(partial(function, admin)) for admin in admins}
     failures = {}
     for url, future in futures.items():
         try:

@@ -10,8 +10,9 @@ import msgspec
 import torch
 from safetensors.torch import save_file
 
+from sglang_bridge.admin import AdminClient
 from sglang_bridge.weights.buckets import Bucket
-from sglang_bridge.weights.calls import EngineLink, Failures, call_each
+from sglang_bridge.weights.calls import Failures, call_each
 
 
 class DiskTransport:
@@ -29,11 +30,11 @@ class DiskTransport:
         """Where buckets have to be."""
         return torch.device("cpu")
 
-    def connect(self, links: Sequence[EngineLink]) -> Failures:
+    def connect(self, admins: Sequence[AdminClient]) -> Failures:
         """Nothing to prepare."""
         return {}
 
-    def begin(self, links: Sequence[EngineLink], version: int) -> Failures:
+    def begin(self, admins: Sequence[AdminClient], version: int) -> Failures:
         """Start an empty directory for this version."""
         self._remove()
         path = self._path(version)
@@ -42,7 +43,7 @@ class DiskTransport:
         self._shard_of, self._bytes = {}, 0
         return {}
 
-    def send(self, bucket: Bucket, links: Sequence[EngineLink], version: int) -> Failures:
+    def send(self, bucket: Bucket, admins: Sequence[AdminClient], version: int) -> Failures:
         """Write one bucket as one file."""
         name = f"model-{len(set(self._shard_of.values())):05d}.safetensors"
         tensors = dict(bucket.tensors())
@@ -51,20 +52,18 @@ class DiskTransport:
         self._bytes += bucket.flat.numel()
         return {}
 
-    def end(self, links: Sequence[EngineLink], version: int) -> Failures:
+    def end(self, admins: Sequence[AdminClient], version: int) -> Failures:
         """Write the index and let every engine load the directory."""
         path = self._path(version)
         index = {"metadata": {"total_size": self._bytes}, "weight_map": self._shard_of}
         (path / "model.safetensors.index.json").write_bytes(msgspec.json.encode(index))
         return call_each(
-            links,
-            lambda link: link.admin.update_weights_from_disk(
-                str(path), weight_version=str(version), timeout=self._timeout
-            ),
+            admins,
+            lambda admin: admin.update_weights_from_disk(str(path), weight_version=str(version), timeout=self._timeout),
         )
 
-    def forget(self, link: EngineLink) -> None:
-        """Nothing is kept about a link."""
+    def forget(self, admin: AdminClient) -> None:
+        """Nothing is kept about an engine."""
 
     def close(self) -> None:
         """Remove what was written."""

@@ -1,4 +1,4 @@
-"""Broadcasts buckets over process groups that trainer and engines share."""
+"""Broadcasts buckets over a process group that the trainer shares with each engine."""
 
 from __future__ import annotations
 
@@ -7,23 +7,18 @@ from collections.abc import Sequence
 
 import torch
 
+from sglang_bridge.admin import AdminClient
 from sglang_bridge.errors import EngineError
 from sglang_bridge.weights.buckets import Bucket
-from sglang_bridge.weights.calls import EngineLink, Failures, call_each
-from sglang_bridge.weights.engine_group import EngineGroup
+from sglang_bridge.weights.calls import Failures, call_each
+from sglang_bridge.weights.weight_group import WeightGroup
 
 
 class DistributedTransport:
     """gloo on CPUs, NCCL on GPUs. address: of this process, reachable by every engine. device: the rank's GPU."""
 
     def __init__(
-        self,
-        *,
-        address: str,
-        backend: str,
-        timeout_seconds: float,
-        engines_per_group: int = 1,
-        device: torch.device | None = None,
+        self, *, address: str, backend: str, timeout_seconds: float, device: torch.device | None = None
     ) -> None:
         if backend not in ("gloo", "nccl"):
             raise ValueError(f"weight transport backend {backend!r}: gloo (CPU) or nccl (GPU)")
@@ -32,56 +27,51 @@ class DistributedTransport:
         self._address = address
         self._backend = backend
         self._timeout = timeout_seconds
-        self._engines_per_group = engines_per_group
         self._device = device or torch.device("cpu")
-        self._groups: list[EngineGroup] = []
+        self._groups: dict[AdminClient, WeightGroup] = {}
 
     @property
     def device(self) -> torch.device:
         """Where buckets have to be."""
         return self._device
 
-    def connect(self, links: Sequence[EngineLink]) -> Failures:
-        """Make groups for the links that have none."""
-        connected = {link for group in self._groups for link in group.links}
-        missing = [link for link in links if link not in connected]
+    def connect(self, admins: Sequence[AdminClient]) -> Failures:
+        """Make groups for the engines that have none."""
         failures: Failures = {}
-        for start in range(0, len(missing), self._engines_per_group):
-            members = missing[start : start + self._engines_per_group]
+        for admin in admins:
+            if admin in self._groups:
+                continue
             try:
-                group = EngineGroup.open(members, address=self._address, backend=self._backend, timeout=self._timeout)
+                group = WeightGroup.open(admin, address=self._address, backend=self._backend, timeout=self._timeout)
             except EngineError as error:
-                failures |= {link.url: str(error) for link in members}
+                failures[admin.url] = str(error)
             else:
-                self._groups.append(group)
+                self._groups[admin] = group
         return failures
 
-    def begin(self, links: Sequence[EngineLink], version: int) -> Failures:
+    def begin(self, admins: Sequence[AdminClient], version: int) -> Failures:
         """Open a session. Its reply comes first: an engine without one would leave the broadcast waiting."""
-        return call_each(links, lambda link: link.admin.begin_weight_update())
+        return call_each(admins, lambda admin: admin.begin_weight_update())
 
-    def send(self, bucket: Bucket, links: Sequence[EngineLink], version: int) -> Failures:
-        """Broadcast one bucket to all groups at once and wait until every engine has loaded it."""
+    def send(self, bucket: Bucket, admins: Sequence[AdminClient], version: int) -> Failures:
+        """Broadcast one bucket to all engines at once and wait until each has loaded it."""
         deadline = time.monotonic() + self._timeout
-        groups = [group for group in self._groups if any(link in group.links for link in links)]
-        deliveries = [group.deliver(bucket, str(version) if bucket.last else None) for group in groups]
-        failures: Failures = {}
-        for delivery in deliveries:
-            failures |= delivery.finish(deadline)
-        return failures
+        told = str(version) if bucket.last else None
+        deliveries = {admin.url: self._groups[admin].deliver(bucket, told) for admin in admins}
+        reasons = {url: delivery.finish(deadline) for url, delivery in deliveries.items()}
+        return {url: reason for url, reason in reasons.items() if reason is not None}
 
-    def end(self, links: Sequence[EngineLink], version: int) -> Failures:
+    def end(self, admins: Sequence[AdminClient], version: int) -> Failures:
         """Close the session."""
-        return call_each(links, lambda link: link.admin.end_weight_update())
+        return call_each(admins, lambda admin: admin.end_weight_update())
 
-    def forget(self, link: EngineLink) -> None:
-        """Drop the link's group, and with it the connection of its other engines."""
-        for group in [group for group in self._groups if link in group.links]:
-            self._groups.remove(group)
+    def forget(self, admin: AdminClient) -> None:
+        """Drop the engine's group."""
+        if (group := self._groups.pop(admin, None)) is not None:
             group.abandon()
 
     def close(self) -> None:
         """Leave every group."""
-        for group in self._groups:
+        for group in self._groups.values():
             group.close()
         self._groups.clear()

@@ -7,14 +7,15 @@ from typing import Protocol
 
 import torch
 
+from sglang_bridge.admin import AdminClient
 from sglang_bridge.weights.buckets import Bucket
-from sglang_bridge.weights.calls import EngineLink, Failures
+from sglang_bridge.weights.calls import Failures
 
 
 class WeightTransport(Protocol):
     """Moves buckets of one update to several engines. The order is connect, begin, send..., end.
 
-    Links that failed are not passed again within an update; `forget` drops what is kept about a link.
+    Engines that failed are not passed again within an update; `forget` drops what is kept about one.
     """
 
     @property
@@ -22,34 +23,26 @@ class WeightTransport(Protocol):
         """Where buckets have to be."""
         ...
 
-    def connect(self, links: Sequence[EngineLink]) -> Failures:
-        """Prepare links not connected yet."""
+    def connect(self, admins: Sequence[AdminClient]) -> Failures:
+        """Prepare engines not connected yet."""
         ...
 
-    def begin(self, links: Sequence[EngineLink], version: int) -> Failures:
+    def begin(self, admins: Sequence[AdminClient], version: int) -> Failures:
         """Open an update."""
         ...
 
-    def send(self, bucket: Bucket, links: Sequence[EngineLink], version: int) -> Failures:
+    def send(self, bucket: Bucket, admins: Sequence[AdminClient], version: int) -> Failures:
         """Deliver one bucket and return when it has arrived; the last one makes `version` the served one."""
         ...
 
-    def end(self, links: Sequence[EngineLink], version: int) -> Failures:
+    def end(self, admins: Sequence[AdminClient], version: int) -> Failures:
         """Finish the update."""
         ...
 
-    def forget(self, link: EngineLink) -> None:
-        """Drop a link that failed or was replaced."""
+    def forget(self, admin: AdminClient) -> None:
+        """Drop an engine that failed."""
         ...
 
     def close(self) -> None:
         """Leave every engine."""
         ...
-
-
-def refuse_ipc() -> WeightTransport:
-    """GPU memory handles for colocated engines, where trainer and engine share a GPU and cannot share a NCCL group."""
-    raise NotImplementedError(
-        "sync.transport=ipc is not built: it needs engines on the trainer's own GPUs; use sync.transport=distributed "
-        "(engines on other GPUs, or on CPU) or sync.transport=disk"
-    )

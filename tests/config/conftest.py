@@ -1,4 +1,4 @@
-"""A checkpoint directory as the configuration's rules see one: shape, tokenizer and a weights file, no real weights."""
+"""Configurations over a checkpoint as the rules see one: shape, tokenizer and a weights file, no real weights."""
 
 import json
 from collections.abc import Callable
@@ -7,7 +7,11 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.models.tokenizer import write_character_tokenizer
+from megatron_rl.config.cli import compose
+from megatron_rl.config.facts import LaunchFacts
+from megatron_rl.config.refusal import ConfigurationRefused, Refusal
+from megatron_rl.config.schema import Configuration
+from megatron_rl.models.character_tokenizer import write_character_tokenizer
 
 SHAPE = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -27,6 +31,7 @@ SHAPE = {
 }
 
 MakeCheckpoint = Callable[..., Path]
+NODE = LaunchFacts(world_size=8, local_world_size=8, num_gpus=16)
 
 
 @pytest.fixture
@@ -48,3 +53,13 @@ def make_checkpoint(tmp_path: Path) -> MakeCheckpoint:
 @pytest.fixture
 def checkpoint(make_checkpoint: MakeCheckpoint) -> Path:
     return make_checkpoint()
+
+
+def refusals(checkpoint: Path, *overrides: str, facts: LaunchFacts | None = None) -> tuple[Refusal, ...]:
+    with pytest.raises(ConfigurationRefused) as refused:
+        compose([f"model.path={checkpoint}", *overrides], facts=facts)
+    return refused.value.refusals
+
+
+def accept(checkpoint: Path, *overrides: str, facts: LaunchFacts | None = None) -> Configuration:
+    return compose([f"model.path={checkpoint}", *overrides], facts=facts)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.compose import compose
+from megatron_rl.config.cli import compose
 from megatron_rl.config.refusal import ConfigurationRefused
 
 

@@ -89,5 +89,5 @@ sys.exit(main(run, Path({str(ROOT / "hydra_conf")!r})))
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 4, done.stderr
-    assert done.stdout.split() == ["TrainRlConfig", "None", "True", "False"]
+    assert done.stdout.split() == ["Configuration", "None", "True", "False"]
     assert list(tmp_path.iterdir()) == [checkpoint]

@@ -1,16 +1,20 @@
 """Groups, experiments and defaults compose to what a user of Hydra expects."""
 
+import dataclasses
 import datetime
-import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
+from pydantic import TypeAdapter
 
 from megatron_rl.config import schema
-from megatron_rl.config.compose import HYDRA_CONF, compose
+from megatron_rl.config.cli import HYDRA_CONF, compose
 from megatron_rl.config.facts import LaunchFacts
-from megatron_rl.config.run_dir import resolve_run_dir
-from megatron_rl.config.unknown_keys import declared_keys
+from megatron_rl.config.keys import declared_keys
+from megatron_rl.config.run_dir import resolve_run_dir, to_yaml
 
 EXPERIMENTS = sorted(file.stem for file in (HYDRA_CONF / "experiment").glob("*.yaml"))
 NODE = LaunchFacts(world_size=8, local_world_size=8, num_gpus=16)
@@ -33,9 +37,15 @@ def test_every_experiment_is_accepted_as_shipped(experiment: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "node"), [("grpo", schema.GrpoConfig), ("gspo", schema.GspoConfig), ("espo", schema.EspoConfig)]
+    ("name", "node"),
+    [
+        ("grpo", schema.GrpoSettings),
+        ("gspo", schema.GspoSettings),
+        ("espo", schema.EspoSettings),
+        ("sft", schema.SftSettings),
+    ],
 )
-def test_algorithms_have_their_own_schema(checkpoint: Path, name: str, node: type[schema.AlgoConfig]) -> None:
+def test_algorithms_have_their_own_schema(checkpoint: Path, name: str, node: type[schema.AlgoSettings]) -> None:
     config = compose([f"model.path={checkpoint}", f"algo={name}"])
     assert type(config.algo) is node
     assert config.algo == node()  # the YAML recipe and the schema's default agree
@@ -50,30 +60,65 @@ def test_command_line_beats_experiment(checkpoint: Path) -> None:
         "train.total_steps=7",
     ]
     config = compose(overrides)
-    assert isinstance(config.algo, schema.GspoConfig)
+    assert isinstance(config.algo, schema.GspoSettings)
     assert (config.algo.clip_low, config.train.total_steps) == (0.1, 7)
 
 
 def test_free_dictionary_and_interpolation(checkpoint: Path) -> None:
     pytest.importorskip("reasoning_gym")
-    task = ("data=reasoning_gym", "data.task=chain_sum", "+data.task_config.min_terms=3")
+    task = ("data=reasoning_gym", "data.task=chain_sum", "data.task_config.min_terms=3")
     config = compose([f"model.path={checkpoint}", *task, "sync.timeout_s=${engine.request_timeout_s}"])
     assert config.data.task_config == {"min_terms": 3}
     assert config.sync.timeout_s == config.engine.request_timeout_s
 
 
-@pytest.mark.parametrize("group", ["algo", "data", "engine", "logger", "parallel", "reward"])
+@pytest.mark.parametrize("group", ["algo", "data", "engine", "environment", "logger", "parallel", "reward"])
 def test_every_option_of_a_group_sets_only_declared_keys(checkpoint: Path, tmp_path: Path, group: str) -> None:
     (tmp_path / "train.jsonl").touch()
+    own = f"{group}.{'source' if group == 'data' else 'name'}=json:JSONDecoder"
     needed = {
         "external": ["engine.urls=['http://127.0.0.1:3']"],
         "jsonl": [f"data.train_path={tmp_path}/train.jsonl"],
         "reasoning_gym": ["data.task=chain_sum"],
+        "worked": ["algo=sft", "train.replay_routes=false"],
+        "custom": [own],
     }
     for file in (HYDRA_CONF / group).glob("*.yaml"):
         if file.stem == "reasoning_gym":
             pytest.importorskip("reasoning_gym")
         compose([f"model.path={checkpoint}", f"{group}={file.stem}", *needed.get(file.stem, [])], facts=NODE)
+
+
+def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in (tree or {}).items():
+        if isinstance(value, dict) and name not in ("options", "task_config"):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def test_files_hold_differences_only() -> None:
+    """A default stands in the schema and nowhere else."""
+    repeated, seen = [], 0
+    for file in HYDRA_CONF.glob("*/*.yaml"):
+        tree = OmegaConf.to_container(OmegaConf.load(file))
+        assert isinstance(tree, dict)
+        tree.pop("defaults", None)
+        for key, value in leaves(tree, "" if file.parent.name == "experiment" else f"{file.parent.name}."):
+            seen += 1
+            declared = declared_keys()[key]
+            default = declared.default_factory() if callable(declared.default_factory) else declared.default
+            repeated += [f"{file.name}: {key}={value}"] if value == default else []
+    assert repeated == []
+    assert seen > 40
+
+
+def test_cold_start_trains_random_weights_on_worked_responses() -> None:
+    config = compose(["experiment=cold_start"])
+    assert (config.model.init, config.environment.name, config.algo.name) == ("random", "worked", "sft")
+    assert (config.rollout.prompts_per_step, config.rollout.samples_per_prompt) == (64, 1)
+    assert (config.optimizer.lr, config.optimizer.decay, config.optimizer.beta1) == (2e-3, "constant", 0.9)
+    assert (config.eval.first, config.eval.every, config.eval.stop_at, config.eval.stop_average) == (150, 10, 0.3, 2)
 
 
 def test_user_file_with_an_unknown_key_is_refused(checkpoint: Path, tmp_path: Path) -> None:
@@ -100,21 +145,19 @@ def test_declared_keys_hold_every_section() -> None:
     assert len(keys) == len(set(keys))
 
 
-def test_every_key_is_read() -> None:
-    """A key that nothing reads would be a promise that nobody keeps. An algorithm's own keys go to its loss by name."""
-    sources = (HYDRA_CONF.parent / "megatron_rl").rglob("*.py")
-    text = "\n".join(file.read_text() for file in sources if file.name != "schema.py" and file.parent.name != "rules")
-    leaves = [key for key in declared_keys() if "." in key and not key.startswith("algo.")]
-    unread = [key for key in leaves if not re.search(rf"\b{key.replace('.', '[.]')}\b|\.{key.split('.')[1]}\b", text)]
-    assert unread == []
-
-
 def test_run_directory(tmp_path: Path) -> None:
     noon = datetime.datetime(2025, 1, 2, 12, 0, 5)
-    run = schema.RunConfig(root=str(tmp_path), experiment="quickstart")
-    assert resolve_run_dir(run, noon) == tmp_path / "quickstart-20250102-120005"
-    run.name = "mine"
-    assert resolve_run_dir(run, noon) == tmp_path / "mine"
+    unnamed = schema.RunSettings(root=str(tmp_path), experiment="quickstart")
+    assert resolve_run_dir(unnamed, noon) == tmp_path / "quickstart-20250102-120005"
+    assert resolve_run_dir(dataclasses.replace(unnamed, name="mine"), noon) == tmp_path / "mine"
+
+
+def test_text_of_a_configuration_holds_every_key_and_reads_back(checkpoint: Path) -> None:
+    config = compose([f"model.path={checkpoint}", "run.name='1e3'", "optimizer.lr=3e-5", "algo=gspo"])
+    tree: Any = OmegaConf.to_container(OmegaConf.create(to_yaml(config)))
+    assert TypeAdapter(schema.Configuration).validate_python(tree) == config
+    sections = {key.partition(".")[0] for key in declared_keys() if "." in key}
+    assert dict(leaves(tree)).keys() == declared_keys("gspo").keys() - sections
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from megatron_rl.config.facts import LaunchFacts
-from megatron_rl.config.schema import EngineConfig
+from megatron_rl.config.schema import EngineSettings
 
 SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "preflight.py"
 
@@ -37,7 +37,7 @@ def test_engines_that_do_not_answer(preflight: ModuleType) -> None:
         server.bind(("127.0.0.1", 0))
         server.listen()
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
-        engine = EngineConfig(mode="external", urls=[url])
+        engine = EngineSettings(mode="external", urls=[url])
         assert [check.passed for check in preflight.check_external_engines(engine)] == [True]
     (check,) = preflight.check_external_engines(engine)
     assert not check.passed
@@ -45,9 +45,9 @@ def test_engines_that_do_not_answer(preflight: ModuleType) -> None:
 
 
 def test_memory_and_places(preflight: ModuleType, tmp_path: Path) -> None:
-    assert preflight.check_memory(EngineConfig(), LaunchFacts()).passed
-    assert not preflight.check_memory(EngineConfig(count=10_000), LaunchFacts()).passed
-    assert preflight.check_memory(EngineConfig(mode="external", count=10_000), LaunchFacts()).passed
+    assert preflight.check_memory(EngineSettings(), LaunchFacts()).passed
+    assert not preflight.check_memory(EngineSettings(count=10_000), LaunchFacts()).passed
+    assert preflight.check_memory(EngineSettings(mode="external", count=10_000), LaunchFacts()).passed
     assert preflight.check_run_root(str(tmp_path / "not" / "yet")).passed
     assert list(tmp_path.iterdir()) == []
 
@@ -56,7 +56,7 @@ def test_little_shared_memory_warns_and_does_not_refuse(preflight: ModuleType, t
     check = preflight.check_shared_memory(str(tmp_path / "missing"))
     assert (check.passed, check.refuses) == (False, False)
     assert str(check).startswith("warn  shared memory: 0.0 GiB free") and "--shm-size" in str(check)
-    assert preflight.check_memory(EngineConfig(count=10_000), LaunchFacts()).refuses
+    assert preflight.check_memory(EngineSettings(count=10_000), LaunchFacts()).refuses
 
 
 def test_script_reports_every_check(tmp_path: Path, checkpoint: Path) -> None:

@@ -4,24 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.compose import compose
 from megatron_rl.config.facts import LaunchFacts
-from megatron_rl.config.refusal import ConfigurationRefused, Refusal
-from megatron_rl.config.schema import TrainRlConfig
-from sglang_bridge.keys import create_keys, write_keys
-
-NODE = LaunchFacts(world_size=8, local_world_size=8, num_gpus=16)
-
-
-def refusals(checkpoint: Path, *overrides: str, facts: LaunchFacts | None = None) -> tuple[Refusal, ...]:
-    with pytest.raises(ConfigurationRefused) as refused:
-        compose([f"model.path={checkpoint}", *overrides], facts=facts)
-    return refused.value.refusals
-
-
-def accept(checkpoint: Path, *overrides: str, facts: LaunchFacts | None = None) -> TrainRlConfig:
-    return compose([f"model.path={checkpoint}", *overrides], facts=facts)
-
+from megatron_rl.config.refusal import ConfigurationRefused
+from tests.config.conftest import NODE, accept, refusals
 
 # overrides | key | value shown | part of the rule | part of the remedy
 UNKNOWN_OR_WRONG_TYPE = [
@@ -29,21 +14,30 @@ UNKNOWN_OR_WRONG_TYPE = [
     ("+foo=1", "foo", "1", "no such key", "keys at the top are model, algo"),
     ("++foo.bar=1", "foo", "{'bar': 1}", "no such key", "keys at the top"),
     ("++foo.bar.baz=1", "foo", "{'bar': {'baz': 1}}", "no such key", "keys at the top"),
-    ("foo.bar.baz=1", "foo", "1", "no such key", "keys at the top"),
+    ("foo.bar.baz=1", "foo", "?", "no such key", "keys at the top"),
     ("optimizer.learning_rate=1", "optimizer.learning_rate", "1", "no such key", "keys of optimizer are lr, warmup"),
     ("+train.total_step=1", "train.total_step", "1", "no such key", "train.total_steps"),
     ("++rollout.max_new_token=1", "rollout.max_new_token", "1", "no such key", "rollout.max_new_tokens"),
     ("+lr=1", "lr", "1", "no such key", "optimizer.lr"),
     ("algo.clip_low=1", "algo.clip_low", "1", "no such key", "algo=grpo or algo=gspo"),
     ("+algo.clip_low=1", "algo.clip_low", "1", "no such key", "algo=grpo or algo=gspo"),
-    ("+engine.server={a: 1}", "engine.server", "{'a': 1}", "no such key", "keys of engine are mode, urls"),
-    ("algo=ppo", "algo", "ppo", "no such file in hydra_conf/algo", "espo, grpo, gspo"),
+    ("+engine.server={a: 1}", "engine.server", "{'a': 1}", "no such key", "keys of engine are tp, ep"),
+    ("algo=ppo", "algo", "ppo", "no such file in hydra_conf/algo", "custom, espo, grpo, gspo, sft"),
     ("experiment=nope", "experiment", "nope", "no such file in hydra_conf/experiment", "quickstart"),
     ("+engine=nope", "engine", "nope", "no such file in hydra_conf/engine", "external, managed"),
     ("+experiment=smoke", "experiment", "smoke", "has a choice already", "without the +"),
     ("+logger.reward=nope", "logger.reward", "nope", "no such key", "reward"),
     ("optimizer.lr=abc", "optimizer.lr", "abc", "Must be a number", "value of that type"),
     ("train.total_steps=2.5", "train.total_steps", "2.5", "whole number", "value of that type"),
+    ("train.total_steps=true", "train.total_steps", "true", "whole number", "value of that type"),
+    ("optimizer.lr=true", "optimizer.lr", "true", "Must be a number", "value of that type"),
+    ("seed=false", "seed", "false", "whole number", "value of that type"),
+    ("run.root=[a]", "run.root", "['a']", "Must be text", "value of that type"),
+    ("train.total_steps=null", "train.total_steps", "null", "not be null", "value of that type"),
+    ("engine.urls=[a,null]", "engine.urls[1]", "null", "not be null", "value of that type"),
+    ("optimizer.lr.x=1", "optimizer.lr", "{'x': 1}", "Must be a number", "value of that type"),
+    ("algo.name=ppo", "algo.name", "ppo", "those of algo=espo", "algo=grpo|gspo|espo|sft|custom"),
+    ("--config-dir=x", "--config-dir", "x", "One torchrun is one run", "hydra.searchpath"),
     ("train.total_steps=", "train.total_steps", "''", "whole number", "value of that type"),
     ("data.shuffle=maybe", "data.shuffle", "maybe", "true or false", "value of that type"),
     ("engine.urls=abc", "engine.urls", "abc", "a list", "value of that type"),
@@ -56,7 +50,7 @@ UNKNOWN_OR_WRONG_TYPE = [
     ("+hydra.foo=1", "hydra.foo", "1", "Hydra's own settings", "run.root"),
     ("hydra/job_logging=none", "hydra/job_logging", "none", "Hydra's own settings", "run.root"),
     ("engine.extra_args=[--x=y]", "engine.extra_args", "[--x=y]", "cannot parse", "\"key=['a','b']\""),
-    ("~optimizer.lr", "optimizer.lr", "''", "every key always exists", "--cfg job"),
+    ("~optimizer.lr", "optimizer.lr", "''", "every key always exists", "Leave out ~optimizer.lr"),
     ("a b", "a b", "''", "cannot parse", "Quote"),
     ("run.name=${nope}", "run.name", "${nope}", "'nope' not found", "quote it for the shell"),
     ("model=5", "model", "5", "must be a string", "--cfg job"),
@@ -66,19 +60,20 @@ LIMITS = [
     ("optimizer.lr=-1e-4", "optimizer.lr", "-0.0001", "at least 0", "default 0.0003"),
     ("optimizer.lr=nan", "optimizer.lr", "nan", "finite", "default 0.0003"),
     ("optimizer.lr=inf", "optimizer.lr", "inf", "finite", "default 0.0003"),
-    ("optimizer.beta2=1", "optimizer.beta2", "1.0", "less than 1", "default 0.95"),
+    ("optimizer.beta2=1", "optimizer.beta2", "1", "less than 1", "default 0.95"),
     ("optimizer.decay=step", "optimizer.decay", "step", "constant, linear, cosine", "one of these"),
-    ("optimizer.min_lr_ratio=2", "optimizer.min_lr_ratio", "2.0", "at most 1", "default 0.1"),
-    ("rollout.samples_per_prompt=1", "rollout.samples_per_prompt", "1", "at least 2", "default 8"),
-    ("rollout.temperature=0", "rollout.temperature", "0.0", "at least 0.01", "default 1.0"),
+    ("optimizer.min_lr_ratio=2", "optimizer.min_lr_ratio", "2", "at most 1", "default 0.1"),
+    ("rollout.temperature=0", "rollout.temperature", "0", "at least 0.01", "default 1.0"),
     ("rollout.temperature=1e300", "rollout.temperature", "1e+300", "at most 100", "default 1.0"),
     ("sync.bucket_mb=1e-9", "sync.bucket_mb", "1e-09", "at least 0.001", "default 256"),
     ("seed=4294967296", "seed", "4294967296", "at most 4294967295", "default 0"),
     ("rollout.max_new_tokens=0", "rollout.max_new_tokens", "0", "at least 1", "such a number"),
     ("eval.every=-1", "eval.every", "-1", "at least 0", "default 10"),
-    ("eval.temperature=-1", "eval.temperature", "-1.0", "at least 0", "default"),
+    ("eval.temperature=-1", "eval.temperature", "-1", "at least 0", "default"),
     ("data.on_bad_row=ignore", "data.on_bad_row", "ignore", "fail, skip", "one of these"),
-    ("data.source=web", "data.source", "web", "jsonl", "one of these"),
+    ("data.source=web", "data.source", "web", "jsonl, reasoning_gym, or your own package.module:Name", "one of these"),
+    ("environment.name=a:b:c", "environment.name", "a:b:c", "single_turn, worked, or your own", "one of these"),
+    ("algo.fractions=[0.2,2]", "algo.fractions[1]", "2", "at most 1", "such a number"),
     ("reward.answer=first", "reward.answer", "first", "last_number", "one of these"),
     ("model.dtype=float16", "model.dtype", "float16", "float32, bfloat16", "one of these"),
     ("sync.transport=ipc", "sync.transport", "ipc", "distributed, disk", "one of these"),
@@ -86,14 +81,14 @@ LIMITS = [
     ("parallel.ep=0", "parallel.ep", "0", "at least 1", "default 1"),
     ("seed=-1", "seed", "-1", "at least 0", "default 0"),
     ("data.num_eval=0", "data.num_eval", "0", "at least 1", "default 512"),
-    ("algo.min_clip=1", "algo.min_clip", "1.0", "less than 1", "default 0.0003"),
+    ("algo.min_clip=1", "algo.min_clip", "1", "less than 1", "default 0.0003"),
 ]
 
 COMBINATIONS = [
     ("parallel.ep=3", "parallel.ep", "3", "does not divide the 1 rank", "torchrun --nproc-per-node 3"),
     ("parallel.ep=3", "parallel.ep", "3", "8 experts cannot be split", "divisor of 8"),
     ("parallel=tp2_ep2", "parallel.tp", "2", "does not divide the 1 rank", "--nproc-per-node 2"),
-    ("parallel.sequence_parallel=true", "parallel.sequence_parallel", "true", "parallel.tp=1", "raise parallel.tp"),
+    ("parallel.sequence_parallel=true", "parallel.sequence_parallel", "true", "parallel.tp=1", "Use false"),
     ("parallel.pp=2", "parallel.pp", "2", "cannot be sent to engines yet", "parallel.pp=1"),
     ("parallel.vpp=2", "parallel.vpp", "2", "there is only one", "Leave it null"),
     ("parallel.cp=2", "parallel.cp", "2", "not split over context-parallel ranks", "parallel.cp=1"),
@@ -106,27 +101,42 @@ COMBINATIONS = [
     ("engine.device=cuda", "engine.device", "cuda", "No CUDA device", "engine.device=auto"),
     ("engine.quantization=fp8", "engine.quantization", "fp8", "AMX", "use null"),
     ("engine.extra_args=['--port=1']", "engine.extra_args", "['--port=1']", "--port", "use that one"),
-    ("engine.extra_args=['--dp-size=2']", "engine.extra_args", "['--dp-size=2']", "not supported", "remove it"),
+    ("engine.extra_args=['--dp-size=2']", "engine.extra_args", "['--dp-size=2']", "not supported", "Remove --dp-size"),
     ("engine.max_total_tokens=32", "engine.max_total_tokens", "32", "66 slots", "at least 66"),
     ("model.dtype=bfloat16", "model.dtype", "bfloat16", "Without a GPU", "model.dtype=float32"),
     ("data.max_prompt_tokens=300", "rollout.max_new_tokens", "32", "256 positions", "Lower one"),
-    ("data=jsonl", "data.train_path", "null", "training questions", "data.train_path=train.jsonl"),
+    ("data=jsonl", "data.train_path", "null", "a file of questions", "data.train_path=train.jsonl"),
     ("model.path=???", "model.path", "???", "no default", "model.path=..."),
-    ("data.source=jsonl", "data.train_path", "null", "training questions", "data.train_path=train.jsonl"),
+    ("data.source=jsonl", "data.train_path", "null", "a file of questions", "data.train_path=train.jsonl"),
     ("data.train_path=a.jsonl", "data.train_path", "a.jsonl", "no meaning", "data=jsonl"),
     ("data.task=chain_sum", "data.task", "chain_sum", "no meaning", "data=reasoning_gym"),
     ("data.source=reasoning_gym", "data.task", "null", "generator's name", "data.task=chain_sum"),
     ("data.num_train=10", "rollout.prompts_per_step", "64", "data.num_train=10", "raise data.num_train"),
-    ("rollout.max_staleness=1", "rollout.max_staleness", "1", "synchronous", "rollout.max_staleness=0"),
-    ("algo.name=grpo", "algo.name", "grpo", "different algorithms", "algo=grpo|gspo|espo"),
+    ("rollout.max_staleness=1", "rollout.max_staleness", "1", "older weights", "rollout.max_staleness=0"),
+    ("algo.name=grpo", "algo.name", "grpo", "those of algo=espo", "algo=grpo|gspo|espo"),
     ("train.optimizer_steps_per_batch=513", "train.optimizer_steps_per_batch", "513", "512 samples", "Lower it"),
     ("run.name=a..b", "run.name", "a..b", "no '..'", "run.root"),
     ("run.name=a/b", "run.name", "a/b", "letters, digits", "run.root"),
     ("run.name=''", "run.name", "''", "letters, digits", "run.root"),
     ("run.root=''", "run.root", "''", "names no directory", "run.root=runs"),
     ("engine.extra_args=['--quantization=fp8']", "engine.extra_args", "['--quantization=fp8']", "--quant", "use that"),
-    ("engine.extra_args=['--load-format=dummy']", "engine.extra_args", "['--load-format=dummy']", "not sup", "remove"),
-    ("engine.extra_args=['']", "engine.extra_args", "['']", "an empty argument", "remove it"),
+    ("engine.extra_args=['--load-format=dummy']", "engine.extra_args", "['--load-format=dummy']", "not sup", "Remove"),
+    (
+        "rollout.samples_per_prompt=1",
+        "rollout.samples_per_prompt",
+        "1",
+        "a group needs two to compare",
+        "advantages=one",
+    ),
+    ("algo.fractions=[0.6,0.6]", "algo.fractions", "[0.6, 0.6]", "add up to more than 1", "[0.2] for two groups"),
+    ("reward.options.weight=2", "reward.options", "{'weight': 2}", "reward.name=exact_match", "Remove"),
+    ("data.options.a=1", "data.options", "{'a': 1}", "class of your own", "Remove"),
+    ("environment=worked", "algo.advantages", "group", "not compared", "algo=sft"),
+    ("environment=worked", "train.replay_routes", "true", "No engine chose", "train.replay_routes=false"),
+    ("sync.when=evaluation", "sync.when", "evaluation", "every step's weights", "sync.when=step"),
+    ("model.embedding_std=0.1", "model.embedding_std", "0.1", "start at random", "model.init=random"),
+    ("model.hidden_dropout=0.1", "model.hidden_dropout", "0.1", "another policy", "environment=worked"),
+    ("engine.extra_args=['']", "engine.extra_args", "['']", "an empty argument", "Remove it"),
 ]
 
 
@@ -140,86 +150,6 @@ def test_refusal_names_key_value_rule_and_remedy(
 ) -> None:
     lines = [str(refusal) for refusal in refusals(checkpoint, override)]
     assert any(line.startswith(f"{key}={value}: ") and rule in line and remedy in line for line in lines), lines
-
-
-@pytest.mark.parametrize(
-    ("url", "rule"),
-    [
-        ("http://8.8.8.8:30000", "not a loopback or private address"),
-        ("http://0.0.0.0:30000", "not a loopback or private address"),
-        ("http://no-such-host.invalid:1", "cannot be resolved"),
-        ("ftp://127.0.0.1:30000", "a scheme, a host and a port"),
-        ("https://127.0.0.1:30000", "plain HTTP"),
-        ("https://10.0.0.7:30000", "Terminate TLS in front"),
-        ("127.0.0.1:30000", "a scheme, a host and a port"),
-        ("http://127.0.0.1", "a scheme, a host and a port"),
-        ("http://127.0.0.1:99999", "not a URL"),
-        ("http://127.0.0.1:3/generate", "no user, path, query or fragment"),
-        ("http://127.0.0.1:3#f", "no user, path, query or fragment"),
-        ("http://127.0.0.1:0", "with a port from 1"),
-        ("http://[::1]:3000", "a name or IPv4"),
-        ("http://169.254.169.254:80", "not a loopback or private address"),
-        ("http://user:secret@127.0.0.1:3", "no user, path, query or fragment"),
-    ],
-)
-def test_engine_address_is_refused(checkpoint: Path, url: str, rule: str) -> None:
-    (refusal,) = refusals(checkpoint, "engine=external", f"engine.urls=['{url}']")
-    assert refusal.key == "engine.urls"
-    assert rule in str(refusal)
-
-
-# override | value shown
-SERVER_SETTINGS = [
-    ("engine.count=2", "2"),
-    ("engine.device=cuda", "cuda"),
-    ("engine.max_total_tokens=4096", "4096"),
-    ("engine.threads=2", "2"),
-    ("engine.start_timeout_s=60", "60.0"),
-    ("engine.extra_args=['--log-level=info']", "['--log-level=info']"),
-]
-EXTERNAL = ("engine=external", "engine.urls=['http://127.0.0.1:3']")
-
-
-@pytest.mark.parametrize(("override", "value"), SERVER_SETTINGS, ids=[case[0] for case in SERVER_SETTINGS])
-def test_running_server_takes_no_start_settings(checkpoint: Path, override: str, value: str) -> None:
-    (refusal,) = refusals(checkpoint, *EXTERNAL, override)
-    assert str(refusal).startswith(f"{override.partition('=')[0]}={value}: It is for starting a server")
-    assert "where the server is started" in refusal.remedy
-
-
-@pytest.mark.parametrize(
-    "override",
-    [
-        "engine.max_running_requests=32",
-        "engine.request_timeout_s=30",
-        "engine.retries=0",
-        "engine.dtype=bfloat16",
-        "engine.tp=2",
-        "engine.quantization=fp8",
-        "parallel.timeout_s=150",  # nothing waits for a server's start
-    ],
-)
-def test_what_the_trainer_uses_itself_is_said_of_a_running_server_too(checkpoint: Path, override: str) -> None:
-    assert accept(checkpoint, *EXTERNAL, override).engine.mode == "external"
-
-
-def test_engine_named_twice(checkpoint: Path) -> None:
-    for other in ("http://127.0.0.1:3", "http://127.0.0.1:3/", "http://localhost:3"):
-        urls = f"engine.urls=['http://127.0.0.1:3','{other}']"
-        assert "named twice" in str(refusals(checkpoint, "engine=external", urls)[0])
-    urls = "engine.urls=['http://127.0.0.1:3','http://127.0.0.1:4']"
-    assert len(accept(checkpoint, "engine=external", urls).engine.urls) == 2
-
-
-def test_key_file_must_exist_and_be_private(checkpoint: Path, tmp_path: Path) -> None:
-    keys = tmp_path / "keys.json"
-    assert "no such file" in str(refusals(checkpoint, *EXTERNAL, f"engine.key_file={keys}")[0])
-    keys.touch(mode=0o644)
-    assert "Others can read" in str(refusals(checkpoint, *EXTERNAL, f"engine.key_file={keys}")[0])
-    keys.chmod(0o600)
-    assert "two keys as JSON" in str(refusals(checkpoint, *EXTERNAL, f"engine.key_file={keys}")[0])
-    write_keys(create_keys(), keys)
-    assert accept(checkpoint, *EXTERNAL, f"engine.key_file={keys}").engine.key_file == str(keys)
 
 
 def test_jsonl_files(checkpoint: Path, tmp_path: Path) -> None:
@@ -268,7 +198,7 @@ def test_trainer_and_engine_are_on_the_same_kind_of_device(checkpoint: Path) -> 
 
 def test_gpus_are_counted(checkpoint: Path) -> None:
     facts = LaunchFacts(world_size=8, local_world_size=8, num_gpus=8)
-    assert "need 9 GPUs on a node and 8 are visible" in str(refusals(checkpoint, facts=facts)[0])
+    assert "9 needed on a node, 8 visible" in str(refusals(checkpoint, facts=facts)[0])
     assert accept(checkpoint, facts=NODE).engine.count == 1
 
 
@@ -277,7 +207,7 @@ def test_gpus_are_counted(checkpoint: Path) -> None:
     [
         (("parallel.tp=8", "parallel.sequence_parallel=true"), NODE, "4 attention heads"),
         (("parallel.tp=4", "parallel.sequence_parallel=true"), NODE, "2 key-value heads"),
-        (("parallel.tp=2",), NODE, "need sequence parallelism"),
+        (("parallel.tp=2",), NODE, "come together, and parallel.tp=2. Use true"),
         (("parallel.pp=2",), NODE, "several pipeline stages"),
         (("parallel.pp=2", "parallel.vpp=2"), NODE, "Virtual stages"),
         (("parallel.cp=2",), NODE, "not split over context-parallel ranks"),
@@ -303,11 +233,45 @@ def test_engine_dtype_follows_the_model_and_is_never_wider(checkpoint: Path) -> 
 
 
 def test_all_refusals_are_reported_together(checkpoint: Path) -> None:
-    found = refusals(checkpoint, "run.name=..", "data.train_path=x", "rollout.max_staleness=2")
-    assert [refusal.key for refusal in found] == ["data.train_path", "rollout.max_staleness", "run.name"]
-    report = ConfigurationRefused(found).report()
-    assert report.splitlines()[0] == "3 settings are refused; nothing was started."
-    assert len(report.splitlines()) == 4
+    found = refusals(checkpoint, "run.root=''", "data.train_path=x", "rollout.max_staleness=2")
+    assert [refusal.key for refusal in found] == ["data.train_path", "rollout.max_staleness", "run.root"]
+    report = str(ConfigurationRefused(found)).splitlines()
+    assert report[0] == "3 settings are refused; nothing was started."
+    assert len(report) == 4
+
+
+@pytest.mark.parametrize("group", ["algo", "data", "environment", "reward"])
+def test_own_class_without_a_module_is_refused_before_anything_is_imported(checkpoint: Path, group: str) -> None:
+    key = "source" if group == "data" else "name"
+    (refusal,) = refusals(checkpoint, f"{group}=custom")
+    assert refusal.key == f"{group}.{key}"
+    assert f"Give it: {group}.{key}=..." in str(refusal) or "or your own package.module:Name" in str(refusal)
+    (refusal,) = refusals(checkpoint, f"{group}=custom", f"{group}.{key}=no_such_package.module:Mine")
+    assert str(refusal).startswith(f"{group}.{key}=no_such_package.module:Mine: There is no module no_such_package")
+    assert "PYTHONPATH" in refusal.remedy
+    found = accept(
+        checkpoint, f"{group}=custom", f"{group}.{key}=json.decoder:JSONDecoder", f"{group}.options.strict=true"
+    )
+    assert getattr(found, group).options == {"strict": True}
+
+
+def test_worked_responses_need_a_source_that_has_them(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").touch()
+    overrides = ["algo=sft", "train.replay_routes=false", "data=jsonl", f"data.train_path={tmp_path}/train.jsonl"]
+    (refusal,) = refusals(checkpoint, *overrides, "environment=worked")
+    assert str(refusal).startswith("environment.name=worked: data.source=jsonl has no worked responses")
+    assert accept(checkpoint, *overrides).algo.advantages == "one"
+
+
+def test_keys_of_another_algorithm_are_refused_in_a_file_too(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "algo").mkdir()
+    file = tmp_path / "algo" / "mine.yaml"
+    overrides = [f"hydra.searchpath=[file://{tmp_path}]", "algo=mine"]
+    file.write_text("name: espo\nalpha: 0.1\n")
+    assert accept(checkpoint, *overrides).algo.name == "espo"
+    file.write_text("name: espo\nclip_low: 0.1\n")
+    (refusal,) = refusals(checkpoint, *overrides)
+    assert str(refusal) == "algo.clip_low=0.1: There is no such key. It belongs to algo=grpo or algo=gspo."
 
 
 def test_run_name_taken_and_root_a_file(checkpoint: Path, tmp_path: Path) -> None:

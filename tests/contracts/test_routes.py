@@ -1,20 +1,18 @@
+import msgspec
 import numpy as np
 import pytest
 
-from megatron_rl.contracts.routes import RouteError, round_robin_routes, validate_routes
+from megatron_rl.contracts.routes import RouteError, RouteShape, round_robin_routes, validate_routes
 
 WIRE = np.array([[[0, 0], [1, 2]], [[0, 0], [3, 0]]], dtype=np.int32)  # layer 0 is dense: zero-filled
-
-
-def check(wire: np.ndarray, num_experts: int = 4) -> np.ndarray:
-    return validate_routes(wire, num_inputs=2, moe_layers=(1,), num_experts=num_experts, topk=2)
+SHAPE = RouteShape(moe_layers=(1,), num_hidden_layers=2, num_experts=4, topk=2)
 
 
 def test_moe_layers_are_selected_and_narrowed() -> None:
-    routes = check(WIRE)
+    routes = validate_routes(WIRE, SHAPE, 2)
     np.testing.assert_array_equal(routes, [[[1, 2]], [[3, 0]]])
     assert routes.dtype == np.uint8
-    assert check(WIRE, num_experts=257).dtype == np.uint16
+    assert validate_routes(WIRE, msgspec.structs.replace(SHAPE, num_experts=257), 2).dtype == np.uint16
 
 
 @pytest.mark.parametrize(
@@ -30,11 +28,12 @@ def test_moe_layers_are_selected_and_narrowed() -> None:
 )
 def test_bad_routes_are_rejected_by_name(wire: np.ndarray, reason: str) -> None:
     with pytest.raises(RouteError) as caught:
-        check(wire.astype(np.int32))
+        validate_routes(wire.astype(np.int32), SHAPE, 2)
     assert caught.value.reason == reason
 
 
 def test_round_robin_is_valid_and_even() -> None:
     routes = round_robin_routes(12, 3, num_experts=8, topk=2)
-    assert validate_routes(routes.astype(np.int32), num_inputs=12, moe_layers=(0, 1, 2), num_experts=8, topk=2).shape
+    shape = RouteShape(moe_layers=(0, 1, 2), num_hidden_layers=3, num_experts=8, topk=2)
+    np.testing.assert_array_equal(validate_routes(routes.astype(np.int32), shape, 12), routes)
     assert set(np.bincount(routes[:, 0].ravel(), minlength=8)) == {3}

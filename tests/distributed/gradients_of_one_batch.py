@@ -1,8 +1,9 @@
 """Under torchrun: the gradient of one fixed global batch, for several ways to split it; rank 0 saves each.
 
-Usage: gradients_of_one_batch.py CHECKPOINT OUT EP LOSS RECOMPUTE VARIANT...; a variant is TOKENS_PER_MICRO_BATCH:SEED.
+Usage: gradients_of_one_batch.py OUT CASE...; a case is LOSS:EP:RECOMPUTE:TOKENS_PER_MICRO_BATCH:SEED.
 """
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -12,40 +13,38 @@ compat.install()
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
+from megatron_rl.config.schema import AlgoSettings, EspoSettings, GrpoSettings, ParallelSettings
 from megatron_rl.contracts.plan import Denominators
-from megatron_rl.losses import build_policy_loss
 from megatron_rl.mcore import parallel
-from megatron_rl.mcore.model import ParallelSizes, build_models
-from megatron_rl.mcore.optimizer import wrap_data_parallel
-from megatron_rl.mcore.replay import RouteReplay
+from megatron_rl.mcore.parallel import RankLayout
 from megatron_rl.mcore.schedule import run_schedule
-from megatron_rl.mcore.weights import iterate_hf_weights, load_hf_weights
-from megatron_rl.models.qwen3_moe import ModelShape, read_shape
-from megatron_rl.planning.rank_view import RankView
-from megatron_rl.planning.step_plan import plan_step
+from megatron_rl.mcore.weights import iterate_hf_weights
+from megatron_rl.models.shape import ModelShape
 from megatron_rl.records.metric_sums import MetricSums
-from megatron_rl.rollouts.messages import RouteShape
-from megatron_rl.training.batch import Batcher, MicroBatch
-from megatron_rl.training.logprobs import ResponseLogprobs
+from megatron_rl.training.batch import MicroBatch
 from megatron_rl.training.old_policy import compute_old_policy
 from megatron_rl.training.policy import Policy
 from support.batches import make_batch
+from support.policies import COLUMN_ADDITION, make_batcher, make_planner, make_policy
+
+ALGORITHMS: dict[str, AlgoSettings] = {"grpo": GrpoSettings(), "espo": EspoSettings()}
 
 
 def gradient(
-    policy: Policy, batches: list[MicroBatch], denominators: Denominators, model: ModelShape
+    policy: Policy, batches: list[MicroBatch], denominators: Denominators, shape: ModelShape
 ) -> dict[str, torch.Tensor]:
-    """The reduced gradient under Hugging Face names (a collective)."""
+    """The reduced gradient under Hugging Face names (a collective); it takes the place of the weights."""
     for chunk in policy.models:
         chunk.zero_grad_buffer()
-    old = compute_old_policy(policy, batches, MetricSums())
+    objectives = compute_old_policy(policy, batches, MetricSums())
 
     def loss(logits: torch.Tensor, index: int) -> tuple[torch.Tensor, None]:
         logprob, _ = policy.logprobs(logits, batches[index])
         # away from the old policy, or every ratio is one and clipping never matters
         moved = logprob + 0.3 * torch.sin(logprob.detach())
-        return policy.loss(moved, old[index].response, old[index].groups, denominators).loss, None
+        return objectives[index](moved, denominators).loss, None
 
     run_schedule(policy.models, [b.packed for b in batches], loss, forward_only=False, replay=policy.replay)
     for chunk in policy.models:
@@ -59,39 +58,33 @@ def gradient(
                 dist.all_reduce(bucket.grad_data, group=group)
         for weight in chunk.parameters():
             weight.data = weight.main_grad.clone()
-    return {name: tensor.clone() for name, tensor in iterate_hf_weights(policy.models, model)}
+    return {name: tensor.clone() for name, tensor in iterate_hf_weights(policy.models, shape)}
+
+
+def one_case(case: str, layout: RankLayout, settings: ParallelSettings) -> dict[str, torch.Tensor]:
+    loss, _, recompute, tokens, seed = case.split(":")
+    shape, policy = make_policy(COLUMN_ADDITION, settings, ALGORITHMS[loss], recompute=recompute, temperature=0.8)
+    refs, rollouts, advantages = make_batch(shape, 24)
+    by_id = {rollout.rollout_id: rollout for rollout in rollouts}
+    planner = make_planner(settings, layout, seed=int(seed), tokens_per_micro_batch=int(tokens))
+    plan = planner.plan(0, refs, advantages)
+    own = {i: by_id[ref.rollout_id] for i, ref in enumerate(plan.samples)}
+    (batches,) = make_batcher(shape, settings, layout).optimizer_steps(plan, layout.dp_rank, own)
+    if layout.rank == 0:
+        print(f"{case}: {len(batches)} micro-batches per rank", flush=True)
+    return gradient(policy, batches, plan.optimizer_steps[0].denominators, shape)
 
 
 def main() -> None:
-    checkpoint, out, ep, loss, recompute, *variants = sys.argv[1:]
-    sizes = ParallelSizes(ep=int(ep))
-    layout = parallel.initialize(sizes, seed=0, timeout_s=60)
-    model = read_shape(checkpoint)
-    models = wrap_data_parallel(build_models(model, sizes, dtype=torch.float32, recompute=recompute))
-    samples, rollouts, advantages = make_batch(model, 24)
-    payload = {rollout.rollout_id: rollout for rollout in rollouts}
-    policy = Policy(
-        models=models,
-        logprobs=ResponseLogprobs(temperature=0.8, vocab_size=model.vocab_size, chunk_tokens=50, tp_group=None),
-        loss=build_policy_loss(loss, **({"vocab_size": model.vocab_size} if loss == "espo" else {})),
-        replay=RouteReplay(models),
-    )
-    routes = RouteShape(
-        moe_layers=model.moe_layers, num_hidden_layers=model.num_layers, num_experts=model.num_experts, topk=model.topk
-    )
-    batcher = Batcher(RankView.of(num_layers=model.num_layers), routes, layout.device)
-    for variant in variants:
-        load_hf_weights(models, model, checkpoint)
-        tokens, seed = (int(part) for part in variant.split(":"))
-        plan = plan_step(
-            0, samples, advantages, dp_size=layout.dp_size, optimizer_steps=1, tokens_per_micro_batch=tokens, seed=seed
-        )
-        payloads = {i: payload[sample.rollout_id] for i, sample in enumerate(plan.samples)}
-        (batches,) = batcher.optimizer_steps(plan, layout.dp_rank, payloads)
-        result = gradient(policy, batches, plan.optimizer_steps[0].denominators, model)
-        if layout.rank == 0:
-            torch.save(result, Path(out) / f"{variant.replace(':', '-')}.pt")
-            print(f"{variant}: {len(batches)} micro-batches per rank", flush=True)
+    out, *cases = sys.argv[1:]
+    for ep, same_layout in itertools.groupby(sorted(cases, key=lambda c: c.split(":")[1]), lambda c: c.split(":")[1]):
+        settings = ParallelSettings(ep=int(ep), timeout_s=60)
+        layout = parallel.initialize(settings, seed=0)
+        for case in same_layout:
+            result = one_case(case, layout, settings)
+            if layout.rank == 0:
+                torch.save(result, Path(out) / f"{case}.pt")
+        parallel_state.destroy_model_parallel()
     parallel.shutdown()
 
 

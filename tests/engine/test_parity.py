@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_rl.config.schema import DataSettings
 from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.models.qwen3_moe import read_shape
 from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.prompts.factory import open_prompts
+from megatron_rl.rollouts.files import write_rollouts
 from sglang_bridge.cpu_support import declare_torchvision_schemas
 from support.engines import running_engine, sample
-from support.rollout_files import write_rollouts
 from support.torchrun import torchrun
 
 SCRIPT = Path(__file__).with_name("megatron_logprobs.py")
@@ -69,35 +70,25 @@ def difference(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) ->
     return torch.cat([(left[name] - right[name]).abs() for name in sorted(left)])
 
 
-def all_logprobs(
-    task: str, num_prompts: int, max_new_tokens: int, directory: Path
-) -> dict[str, dict[str, torch.Tensor]]:
-    """By implementation: the log-probabilities of one set of sampled responses."""
+TASKS = {"two_digit_addition": (1400, 6), "column_addition": (320, 32)}
+
+
+def record(task: str, directory: Path) -> list[Rollout]:
+    """Rollouts of a shipped checkpoint from a real engine, in `directory`/rollouts.bin too."""
+    num_prompts, max_new_tokens = TASKS[task]
     checkpoint = ASSETS / f"qwen3_moe_tiny_{task}"
-    model = read_shape(checkpoint)
-    source = open_prompts(task, Tokenizer.from_directory(checkpoint), num_train=num_prompts, num_eval=num_prompts // 4)
+    data = DataSettings(source=task, num_train=num_prompts, num_eval=num_prompts // 4)  # type: ignore[arg-type]
+    source = open_prompts(data, Tokenizer.from_directory(checkpoint))
     prompts: list[Prompt] = [*source.held_out, *source.train][:num_prompts]
+    shape = read_shape(checkpoint)
     with running_engine(checkpoint, directory) as engine:
-        sampling = Sampling(max_new_tokens=max_new_tokens, temperature=1.0, stop_token_ids=model.eos_token_ids)
-        rollouts = sample(engine, model, prompts, sampling)
-    file = directory / "rollouts.bin"
-    write_rollouts(file, rollouts)
-    logprobs = {"SGLang": rollout_logprobs(rollouts), "transformers": transformers_logprobs(checkpoint, rollouts)}
-    for ranks, tokens in ((1, 4096), (1, 300), (2, 2048)):
-        out = directory / f"{ranks}-{tokens}.pt"
-        torchrun(SCRIPT, str(checkpoint), str(file), str(out), str(ranks), str(tokens), ranks=ranks)
-        logprobs[f"Megatron EP{ranks}, packs of {tokens}"] = torch.load(out, weights_only=True)
-    return logprobs
+        sampling = Sampling(max_new_tokens=max_new_tokens, temperature=1.0, stop_token_ids=shape.eos_token_ids)
+        rollouts = sample(engine, shape, checkpoint, prompts, sampling)
+    write_rollouts(directory / "rollouts.bin", rollouts)
+    return rollouts
 
 
-@pytest.mark.engine
-@pytest.mark.distributed
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("task", "num_prompts", "max_new_tokens"), [("two_digit_addition", 1400, 6), ("column_addition", 320, 32)]
-)
-def test_three_implementations_agree(task: str, num_prompts: int, max_new_tokens: int, tmp_path: Path) -> None:
-    logprobs = all_logprobs(task, num_prompts, max_new_tokens, tmp_path)
+def compare(task: str, logprobs: dict[str, dict[str, torch.Tensor]]) -> None:
     names = list(logprobs)
     for index, name in enumerate(names):
         for other in names[:index]:
@@ -107,3 +98,30 @@ def test_three_implementations_agree(task: str, num_prompts: int, max_new_tokens
             assert len(deltas) >= 5000
             assert float(deltas.mean()) <= MEAN
             assert float(deltas.max()) <= MAX
+
+
+@pytest.mark.engine
+@pytest.mark.distributed
+@pytest.mark.timeout(600)
+def test_three_implementations_agree(tmp_path: Path) -> None:
+    rollouts = {}
+    for task in TASKS:
+        (tmp_path / task).mkdir()
+        rollouts[task] = record(task, tmp_path / task)
+    for ranks, packs in ((1, (4096, 300)), (2, (2048,))):
+        cases = [
+            f"{ASSETS / f'qwen3_moe_tiny_{task}'}:{tmp_path / task / 'rollouts.bin'}:{tokens}"
+            f":{tmp_path / task / f'Megatron EP{ranks}, packs of {tokens}.pt'}"
+            for task in TASKS
+            for tokens in packs
+        ]
+        torchrun(SCRIPT, str(ranks), *cases, ranks=ranks)
+    for task in TASKS:
+        checkpoint = ASSETS / f"qwen3_moe_tiny_{task}"
+        saved = {file.stem: torch.load(file, weights_only=True) for file in sorted((tmp_path / task).glob("*.pt"))}
+        assert len(saved) == 3
+        engines = {
+            "SGLang": rollout_logprobs(rollouts[task]),
+            "transformers": transformers_logprobs(checkpoint, rollouts[task]),
+        }
+        compare(task, engines | saved)

@@ -201,7 +201,7 @@ def test_the_reference_checks_values_on_any_device(
     monkeypatch.delenv("ESPO_KERNELS_DEBUG", raising=False)
     for name in ("token_logprob_entropy.logprob", "espo_groups.groups", "espo_policy_loss.loss"):
         module = import_module(f"espo_kernels.{name}")
-        monkeypatch.setattr(module, "checks_values", lambda tensor, backend: checks_values(elsewhere, backend))
+        monkeypatch.setattr(module, "checks_values", lambda tensor, backend, wanted: checks_values(elsewhere, backend))
     name, width = {call_logprob: ("logits", (3, 8)), call_groups: ("old_entropies", 5), call_loss: ("logprobs", 5)}[
         call
     ]

@@ -38,6 +38,7 @@ def verl_results(batches: dict[str, dict[str, object]], directory: Path) -> dict
     return torch.load(directory / "out.pt", weights_only=True)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not INSTALLED, reason="verl is not installed: make peers")
 @pytest.mark.timeout(300)
 def test_special_cases_are_what_verl_computes(tmp_path: Path) -> None:

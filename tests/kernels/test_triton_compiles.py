@@ -66,6 +66,7 @@ print(json.dumps(stacks))
 """
 
 
+@pytest.mark.slow
 def test_kernels_compile_for_hopper_without_spilling() -> None:
     pytest.importorskip("triton")
     environment = importable()

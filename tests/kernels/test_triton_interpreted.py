@@ -1,4 +1,4 @@
-"""Runs `triton/` under Triton's interpreter, in a process of its own."""
+"""Runs `triton/`, and the Triton cases of `test_unchecked_values.py`, under Triton's interpreter in its own process."""
 
 import subprocess
 import sys
@@ -10,12 +10,13 @@ import torch
 from tests.kernels.processes import ROOT, importable
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the same tests run compiled on this machine")
 def test_triton_kernels_under_the_interpreter() -> None:
     pytest.importorskip("triton")
-    folder = Path(__file__).with_name("triton")
+    tests = [str(Path(__file__).with_name(name)) for name in ("triton", "test_unchecked_values.py")]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "triton", *tests],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -55,6 +55,8 @@ def test_weights_of_a_known_spread_give_kong_s_size() -> None:
 
 def test_nan_comes_out_and_empty_counts_nothing() -> None:
     assert all(math.isnan(value) for value in means([math.nan, -1.0], [-1.0, -1.0]).values())
+    nobody_sampled = means([-1.0, -1.0], [-1.0, math.nan])
+    assert all(math.isnan(value) for value in nobody_sampled.values())
     empty = rollout_mismatch(torch.zeros(0), torch.zeros(0))
     assert all(pair.tolist() == [0.0, 0.0] for pair in empty.values())
 

@@ -9,27 +9,27 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megatron_rl.config.schema import AlgoSettings, EspoSettings, GrpoSettings, GspoSettings, SftSettings
 from megatron_rl.contracts.plan import Denominators
-from megatron_rl.losses import LossResult, PolicyLoss, ResponseTokens, build_policy_loss
+from megatron_rl.losses import LossResult, PolicyLoss, ResponseTokens, open_loss
+from tests.losses.shapes import shape_of
 
 Packed = Callable[..., tuple[torch.Tensor, ResponseTokens]]
-SETTINGS: dict[str, dict[str, float]] = {
-    "grpo": {"clip_low": 0.2, "clip_high": 0.28},
-    "gspo": {"clip_low": 0.05, "clip_high": 0.08},
-    "espo": {"vocab_size": 48, "alpha": 0.2, "min_clip": 0.01},
-}
+GRPO, GSPO = GrpoSettings(clip_low=0.2, clip_high=0.28), GspoSettings(clip_low=0.05, clip_high=0.08)
+ESPO, VOCABULARY = EspoSettings(alpha=0.2, min_clip=0.01), 48
+SETTINGS: dict[str, AlgoSettings] = {"grpo": GRPO, "gspo": GSPO, "espo": ESPO, "sft": SftSettings()}
 ALL = list(SETTINGS)
+RATIOS = ["grpo", "gspo", "espo"]
 LENGTHS = st.lists(st.integers(0, 7), min_size=1, max_size=5).filter(any)
 GENERATED = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def build(name: str) -> PolicyLoss:
-    return build_policy_loss(name, **SETTINGS[name])
+    return open_loss(SETTINGS[name], shape_of(VOCABULARY))
 
 
 def run(name: str, logprobs: torch.Tensor, response: ResponseTokens, denominators: Denominators) -> LossResult:
-    loss = build(name)
-    return loss(logprobs, response, loss.groups(response), denominators)
+    return build(name).prepare(response)(logprobs, denominators)
 
 
 def counts(response: ResponseTokens) -> Denominators:
@@ -49,7 +49,6 @@ def token_groups(entropies: list[float]) -> list[list[int]]:
 
 def loop(name: str, logprobs: torch.Tensor, response: ResponseTokens, denominators: Denominators) -> float:
     """The loss as its paper writes it, one token at a time, with Python floats."""
-    setting = SETTINGS[name]
     total = 0.0
     for start, end in pairwise(response.cu_seqlens.tolist()):
         log_ratio = (logprobs - response.old_logprobs)[start:end].tolist()
@@ -57,23 +56,23 @@ def loop(name: str, logprobs: torch.Tensor, response: ResponseTokens, denominato
         n = end - start
         if n == 0:
             continue
-        if name == "grpo":
-            total += sum(
-                surrogate(math.exp(x), a, setting["clip_low"], setting["clip_high"])
-                for x, a in zip(log_ratio, advantage, strict=True)
-            )
+        if name == "sft":
+            total += sum(logprobs[start:end].tolist())
+        elif name == "grpo":
+            pairs = zip(log_ratio, advantage, strict=True)
+            total += sum(surrogate(math.exp(x), a, GRPO.clip_low, GRPO.clip_high) for x, a in pairs)
         elif name == "gspo":
             s = math.exp(sum(log_ratio) / n)
-            total += sum(surrogate(s, a, setting["clip_low"], setting["clip_high"]) for a in advantage) / n
+            total += sum(surrogate(s, a, GSPO.clip_low, GSPO.clip_high) for a in advantage) / n
         else:
             entropy = response.old_entropies[start:end].tolist()
             members = token_groups(entropy)
             for group in members:
                 s = math.exp(sum(log_ratio[t] for t in group) / len(group))
                 mean_entropy = sum(entropy[t] for t in group) / len(group)
-                clip = max(setting["min_clip"], setting["alpha"] * mean_entropy / math.log(setting["vocab_size"]))
+                clip = max(ESPO.min_clip, ESPO.alpha * mean_entropy / math.log(VOCABULARY))
                 total += sum(surrogate(s, advantage[t], clip, clip) for t in group) / len(group) / len(members)
-    return -total / (denominators.tokens if name == "grpo" else denominators.sequences)
+    return -total / (denominators.tokens if name in ("grpo", "sft") else denominators.sequences)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -92,9 +91,8 @@ def test_the_loss_is_what_a_loop_over_tokens_gives(
 def test_gradients_are_those_of_the_value(packed: Packed, name: str) -> None:
     # With one advantage per sequence, the gradient through the tokens is the plain derivative of the value.
     logprobs, response = packed([3, 1, 6], seed=4, spread=0.02)
-    loss = build(name)
-    groups = loss.groups(response)
-    assert torch.autograd.gradcheck(lambda x: loss(x, response, groups, counts(response)).loss, (logprobs,))
+    objective = build(name).prepare(response)
+    assert torch.autograd.gradcheck(lambda x: objective(x, counts(response)).loss, (logprobs,))
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -151,8 +149,10 @@ def test_the_filler_gives_zero_that_is_still_in_the_graph(name: str, offsets: li
     assert result.maxima == {}
 
 
-@pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("field", ["logprobs", "old_logprobs", "advantages"])
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [*((name, field) for name in RATIOS for field in ("logprobs", "old_logprobs", "advantages")), ("sft", "logprobs")],
+)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_never_looks_plausible(packed: Packed, name: str, field: str, value: float) -> None:
     logprobs, response = packed([3, 4], dtype=torch.float32)
@@ -172,7 +172,7 @@ def test_entropies_that_are_not_finite_make_espo_s_loss_nan(packed: Packed) -> N
     assert math.isnan(run("espo", logprobs, response, counts(response)).loss.item())
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", RATIOS)
 def test_huge_ratios_stay_finite_and_keep_their_gradient(packed: Packed, name: str) -> None:
     logprobs, response = packed([3, 4], dtype=torch.float32)
     far = (logprobs.detach() + 300).requires_grad_()
@@ -192,7 +192,7 @@ def test_float32_agrees_with_float64(packed: Packed, name: str) -> None:
     assert run(name, logprobs, response, counts(response)).loss.item() == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", RATIOS)
 def test_an_unchanged_policy_gives_the_plain_policy_gradient(packed: Packed, name: str) -> None:
     _, response = packed([3, 5])
     logprobs = response.old_logprobs.clone().requires_grad_()
@@ -230,13 +230,13 @@ def test_gspo_is_its_sequence_form_when_advantages_are_per_sequence(packed: Pack
 @pytest.mark.parametrize("name", ALL)
 def test_shapes_and_denominators_are_checked(packed: Packed, name: str) -> None:
     logprobs, response = packed([3, 4])
-    groups = build(name).groups(response)
+    objective = build(name).prepare(response)
     with pytest.raises(ValueError, match=r"old_logprobs has shape \(7,\), logprobs \(6,\)"):
-        build(name)(logprobs[:6], response, groups, counts(response))
+        objective(logprobs[:6], counts(response))
     with pytest.raises(ValueError, match=r"packed tokens \[T\]"):
-        build(name)(logprobs[None], response, groups, counts(response))
+        objective(logprobs[None], counts(response))
     with pytest.raises(ValueError, match=r"denominators\.(tokens|sequences)=0"):
-        build(name)(logprobs, response, groups, Denominators(sequences=0, tokens=0))
+        objective(logprobs, Denominators(sequences=0, tokens=0))
 
 
 @GENERATED
@@ -248,25 +248,34 @@ def test_espo_s_effective_sample_size_is_a_share(packed: Packed, lengths: list[i
     assert 0 < mean**2 / square <= 1 + 1e-12
 
 
-def test_espo_needs_its_groups(packed: Packed) -> None:
-    logprobs, response = packed([3, 4])
-    with pytest.raises(TypeError, match="call groups"):
-        build("espo")(logprobs, response, None, counts(response))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_espo_groups_what_it_is_prepared_with_and_never_again(packed: Packed, dtype: torch.dtype) -> None:
+    logprobs, response = packed([3, 4], dtype=dtype)
+    objective = build("espo").prepare(response)
+    before = objective(logprobs, counts(response)).loss.item()
+    response.old_entropies.copy_(response.old_entropies.flip(0))
+    assert objective(logprobs, counts(response)).loss.item() == before
+    assert run("espo", logprobs, response, counts(response)).loss.item() != before
 
 
-@pytest.mark.parametrize(
-    ("name", "values", "message"),
-    [
-        ("ppo", {}, r"algo\.name=ppo: .*grpo, gspo, espo"),
-        ("grpo", {"alpha": 0.1}, r"algo\.alpha: grpo has no such setting. It has clip_low, clip_high"),
-        ("grpo", {"clip_low": 1.0}, r"algo\.clip_low=1\.0"),
-        ("grpo", {"clip_low": math.nan}, r"algo\.clip_low=nan"),
-        ("gspo", {"clip_high": 0.0}, r"algo\.clip_high=0\.0"),
-        ("gspo", {"clip_high": math.inf}, r"algo\.clip_high=inf"),
-        ("espo", {"vocab_size": 48, "fractions": [0.5, 0.7]}, "fractions"),
-        ("espo", {"vocab_size": 48, "ratio_denominator": "both"}, r"algo\.ratio_denominator=both"),
-    ],
-)
-def test_bad_settings_are_refused_when_the_loss_is_built(name: str, values: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build_policy_loss(name, **values)
+def test_sft_is_the_mean_negative_log_likelihood(packed: Packed) -> None:
+    # (1 + 2 + 0.5) / 7 tokens of the step; 3.5 / 3 nats per token of this micro-batch
+    _, response = packed([2, 1])
+    logprobs = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64, requires_grad=True)
+    result = run("sft", logprobs, response, Denominators(sequences=5, tokens=7))
+    result.loss.backward()
+    assert result.loss.item() == pytest.approx(0.5)
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([-1 / 7] * 3)
+    assert {name: pair.tolist() for name, pair in result.sums.items()} == {"policy/nll": [3.5, 3.0]}
+    assert result.maxima == {}
+
+
+def test_fractions_that_make_no_groups_are_refused_when_the_loss_is_opened() -> None:
+    with pytest.raises(ValueError, match=r"fractions=\(0\.5, 0\.7\): their sum"):
+        open_loss(EspoSettings(fractions=[0.5, 0.7]), shape_of(VOCABULARY))
+
+
+def test_settings_of_no_loss_are_refused() -> None:
+    with pytest.raises(TypeError, match="AlgoSettings: there is no loss"):
+        open_loss(AlgoSettings(name="ppo"), shape_of(VOCABULARY))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_rl.config.schema import ParallelSettings
 from megatron_rl.mcore.cpu import compat
 
 
@@ -75,8 +76,7 @@ def checkpoint(hf_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def megatron() -> Iterator[Any]:
     """Megatron's process groups for this one process; yields its `RankLayout`."""
     compat.install()
-    from megatron_rl.mcore.model import ParallelSizes
     from megatron_rl.mcore.parallel import initialize, shutdown
 
-    yield initialize(ParallelSizes(), seed=1, timeout_s=60)
+    yield initialize(ParallelSettings(timeout_s=60), seed=1)
     shutdown()

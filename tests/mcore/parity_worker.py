@@ -1,9 +1,10 @@
-"""What one rank of a parity run does: load, log-probabilities, one gradient, export. Started by test_parallel.py."""
+"""What one rank does for each layout: load, log-probabilities, one gradient, export. Started by test_parallel.py."""
 
 from __future__ import annotations
 
-import argparse
+import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +12,99 @@ from megatron_rl.mcore.cpu import compat
 
 compat.install()  # before anything of Megatron is imported
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from safetensors.torch import save_file
 
-from megatron_rl.mcore.model import ParallelSizes, build_models
-from megatron_rl.mcore.optimizer import AdamSettings, DistributedAdam, wrap_data_parallel
-from megatron_rl.mcore.parallel import initialize, shutdown
+from megatron_rl.config.schema import ModelSettings, OptimizerSettings
+from megatron_rl.mcore.model import build_models
+from megatron_rl.mcore.optimizer import DistributedAdam, wrap_data_parallel
+from megatron_rl.mcore.packed_batch import PackedBatch
+from megatron_rl.mcore.parallel import RankLayout, initialize, shutdown
 from megatron_rl.mcore.replay import RouteReplay
 from megatron_rl.mcore.schedule import run_schedule
 from megatron_rl.mcore.weights import iterate_hf_weights, load_hf_weights, save_hf_weights
 from megatron_rl.models.qwen3_moe import read_shape
 from megatron_rl.planning.rank_view import RankView
 from tests.mcore.packs import pack, targets_of
+from tests.mcore.parity_cases import PARITY, POISONED, Case
 
 GLOBAL_BATCH = [(0, 1), (2, 3), (4, 5), (6, 7)]
-MOE_LAYERS = (0, 2, 3)
+
+
+def main(checkpoint: Path, out: Path) -> None:
+    for name, case in (PARITY | POISONED).items():
+        (out / name).mkdir(exist_ok=True)
+        run_case(case, initialize(case.parallel, seed=1), checkpoint, out / name)
+        dist.barrier()
+        parallel_state.destroy_model_parallel()
+    shutdown()
+
+
+def run_case(case: Case, layout: RankLayout, checkpoint: Path, out: Path) -> None:
+    """Write this rank's part of the losses, gradients and exported weights, or what a poisoned step did, to `out`."""
+    shape = read_shape(checkpoint)
+    bare = build_models(shape, ModelSettings(path=str(checkpoint), recompute=case.recompute), case.parallel)
+    load_hf_weights(bare, shape, checkpoint)
+    models = wrap_data_parallel(bare)
+    optimizer = DistributedAdam(models, OptimizerSettings(), total_steps=10)
+    view = RankView.of(shape.num_layers, case.parallel, pp_rank=layout.pp_rank, tp_rank=layout.tp_rank)
+    optimizer.zero_grad()
+    losses = run_batch(models, view, shape.moe_layers, GLOBAL_BATCH[layout.dp_rank :: layout.dp_size])
+    if case.poisoned_rank is not None:
+        (out / str(layout.rank)).write_text(poisoned_step(models, optimizer, layout.rank == case.poisoned_rank))
+        return
+    save_hf_weights(models, shape, source=checkpoint, target=out / "export", dtype=torch.float32)
+    if parallel_state.is_pipeline_last_stage(ignore_virtual=True) and layout.tp_rank == 0:
+        save_file(losses, out / f"losses-{layout.dp_rank}.safetensors")
+    gather_gradients(models)
+    with torch.no_grad():
+        for model in models:
+            for parameter in model.parameters():
+                parameter.copy_(parameter.main_grad)
+    # the iterator gives gradients their Hugging Face names, whatever the layout
+    gradients = {name: t.clone() for name, t in iterate_hf_weights(models, shape)}
+    if layout.dp_rank == 0 and layout.tp_rank == 0:
+        save_file(gradients, out / f"gradients-{layout.pp_rank}.safetensors")
+
+
+def run_batch(
+    models: Sequence[Any], view: RankView, moe_layers: Sequence[int], mine: Sequence[tuple[int, ...]]
+) -> dict[str, torch.Tensor]:
+    """Forward and backward over this rank's micro-batches; the losses of each micro-batch by its name."""
+    total = sum(len(targets_of(indices)) for indices in GLOBAL_BATCH)
+    kept: dict[str, torch.Tensor] = {}
+
+    def loss(logits: torch.Tensor, index: int) -> tuple[torch.Tensor, None]:
+        targets = targets_of(mine[index])
+        losses = tensor_parallel.vocab_parallel_cross_entropy(logits[: len(targets)].clone()[:, None], targets[:, None])
+        kept["-".join(map(str, mine[index]))] = losses.detach().flatten().clone()
+        return losses.sum() / total, None
+
+    batches = [local_pack(indices, view, moe_layers) for indices in mine]
+    run_schedule(models, batches, loss, forward_only=False, replay=RouteReplay(models))
+    return kept
+
+
+def local_pack(indices: tuple[int, ...], view: RankView, moe_layers: Sequence[int]) -> PackedBatch:
+    """Pack `indices` for this rank: its layers, rows padded to a multiple of the sequence-parallel size and sliced."""
+    batch = pack(indices, view.moe_rows(moe_layers))
+    assert batch.routes is not None
+    padding = -batch.num_tokens % view.row_multiple
+    if padding:
+        filler = torch.tensor([0, 1], dtype=torch.uint8).expand(padding, batch.routes.shape[1], 2)
+        batch = replace(
+            batch,
+            input_ids=torch.cat([batch.input_ids, torch.zeros(1, padding, dtype=torch.int64)], 1),
+            position_ids=torch.cat([batch.position_ids, torch.arange(padding)[None]], 1),
+            cu_seqlens=torch.cat([batch.cu_seqlens, batch.cu_seqlens[-1:] + padding]),
+            routes=torch.cat([batch.routes, filler]),
+        )
+    assert batch.routes is not None
+    rows = view.input_rows(np.array([0, batch.num_tokens], np.int32))
+    return replace(batch, routes=batch.routes[torch.from_numpy(rows)])
 
 
 def gather_gradients(models: Sequence[Any]) -> None:
@@ -42,103 +119,15 @@ def gather_gradients(models: Sequence[Any]) -> None:
                 bucket.grad_data.copy_(torch.cat(shards))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("out", type=Path)
-    for name in ("tp", "pp", "vpp", "ep", "etp"):
-        parser.add_argument(f"--{name}", type=int, default=1)
-    parser.add_argument("--sequence-parallel", action="store_true")
-    parser.add_argument("--recompute", default="none")
-    parser.add_argument("--poison-rank", type=int, default=-1)
-    args = parser.parse_args()
-    sizes = ParallelSizes(args.tp, args.pp, args.vpp, 1, args.ep, args.etp, args.sequence_parallel)
-    layout = initialize(sizes, seed=1, timeout_s=60)
-    config = read_shape(args.checkpoint)
-    bare = build_models(config, sizes, dtype=torch.float32, recompute=args.recompute)
-    load_hf_weights(bare, config, args.checkpoint)
-    models = wrap_data_parallel(bare)
-    optimizer = DistributedAdam(models, AdamSettings(1e-3, (0.9, 0.95), 1e-8, 0.0, 1.0, 0, 10, "constant", 0.1))
-    replay = RouteReplay(models)
-
-    view = RankView.of(
-        num_layers=4,
-        pp_rank=layout.pp_rank,
-        pp_size=args.pp,
-        vpp_size=args.vpp,
-        tp_rank=layout.tp_rank,
-        tp_size=args.tp,
-        sequence_parallel=args.sequence_parallel,
-    )
-    mine = GLOBAL_BATCH[layout.dp_rank :: layout.dp_size]
-    batches = [local_pack(indices, view) for indices in mine]
-    total = sum(len(targets_of(indices)) for indices in GLOBAL_BATCH)
-    kept: dict[str, torch.Tensor] = {}
-
-    def loss(logits: torch.Tensor, index: int) -> tuple[torch.Tensor, None]:
-        targets = targets_of(mine[index])
-        losses = tensor_parallel.vocab_parallel_cross_entropy(logits[: len(targets)].clone()[:, None], targets[:, None])
-        kept["-".join(map(str, mine[index]))] = losses.detach().flatten().clone()
-        return losses.sum() / total, None
-
-    optimizer.zero_grad()
-    run_schedule(models, batches, loss, forward_only=False, replay=replay)
-    if args.poison_rank >= 0:
-        before = [p.detach().clone() for model in models for p in model.parameters()]
-        if layout.rank == args.poison_rank:
-            next(models[0].parameters()).main_grad.view(-1)[0] = float("nan")
-        stepped = optimizer.step(loss_is_finite=True).stepped
-        after = [p.detach() for model in models for p in model.parameters()]
-        same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-        (args.out / f"poison-{layout.rank}").write_text(f"stepped={stepped} unchanged={same}")
-    else:
-        write_results(args, models, config, layout, kept)
-    dist.barrier()
-    shutdown()
-
-
-def local_pack(indices: tuple[int, ...], view: RankView) -> Any:
-    """Pack `indices` for this rank: its layers, rows padded to a multiple of the sequence-parallel size and sliced."""
-    from dataclasses import replace
-
-    import numpy as np
-
-    batch = pack(indices, view.moe_rows(MOE_LAYERS))
-    padding = -batch.num_tokens % view.row_multiple
-    if padding:
-        zeros = torch.zeros(1, padding, dtype=torch.int64)
-        assert batch.routes is not None
-        filler = torch.tensor([0, 1], dtype=torch.uint8).expand(padding, batch.routes.shape[1], 2)
-        bounds = torch.cat([batch.cu_seqlens, batch.cu_seqlens[-1:] + padding])
-        batch = replace(
-            batch,
-            input_ids=torch.cat([batch.input_ids, zeros], 1),
-            position_ids=torch.cat([batch.position_ids, torch.arange(padding)[None]], 1),
-            cu_seqlens=bounds,
-            routes=torch.cat([batch.routes, filler]),
-        )
-    assert batch.routes is not None
-    rows = view.input_rows(np.array([0, batch.num_tokens], np.int32))
-    return replace(batch, routes=batch.routes[torch.from_numpy(rows)])
-
-
-def write_results(
-    args: argparse.Namespace, models: Sequence[Any], config: Any, layout: Any, kept: dict[str, torch.Tensor]
-) -> None:
-    save_hf_weights(models, config, source=args.checkpoint, target=args.out / "export", dtype=torch.float32)
-    if layout.is_last_stage and layout.tp_rank == 0:
-        save_file(kept, args.out / f"losses-{layout.dp_rank}.safetensors")
-    gather_gradients(models)
-    with torch.no_grad():
-        for model in models:
-            for parameter in model.parameters():
-                parameter.copy_(parameter.main_grad)
-    # the iterator gives gradients their Hugging Face names, whatever the layout
-    gradients = {name: t.clone() for name, t in iterate_hf_weights(models, config)}
-    source = layout.dp_rank == 0 and parallel_state.get_tensor_model_parallel_rank() == 0
-    if source:
-        save_file(gradients, args.out / f"gradients-{layout.pp_rank}.safetensors")
+def poisoned_step(models: Sequence[Any], optimizer: DistributedAdam, poisoned: bool) -> str:
+    """What an optimizer step did after a NaN appeared on one rank."""
+    before = [p.detach().clone() for model in models for p in model.parameters()]
+    if poisoned:
+        next(models[0].parameters()).main_grad.view(-1)[0] = float("nan")
+    stepped = optimizer.step(loss_is_finite=True).stepped
+    after = [p.detach() for model in models for p in model.parameters()]
+    return f"stepped={stepped} unchanged={all(torch.equal(a, b) for a, b in zip(before, after, strict=True))}"
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

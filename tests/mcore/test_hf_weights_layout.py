@@ -8,40 +8,40 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.mcore.weights.layout import Kind, join, join_shards, layout_of, shard, split
+from megatron_rl.mcore.weights.layout import Fusion, join, join_shards, layout_of, shard, split
 
 
 @pytest.mark.parametrize(
-    ("name", "hf_names", "kind", "expert"),
+    ("name", "hf_names", "fusion", "expert"),
     [
-        ("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), Kind.ROWS, None),
-        ("output_layer.weight", ("lm_head.weight",), Kind.ROWS, None),
-        ("decoder.layers.0.mlp.router.weight", ("model.layers.3.mlp.gate.weight",), Kind.REPLICATED, None),
+        ("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), Fusion.ROWS, None),
+        ("output_layer.weight", ("lm_head.weight",), Fusion.ROWS, None),
+        ("decoder.layers.0.mlp.router.weight", ("model.layers.3.mlp.gate.weight",), Fusion.REPLICATED, None),
         (
             "decoder.layers.1.self_attention.linear_qkv.weight",
             tuple(f"model.layers.4.self_attn.{x}_proj.weight" for x in "qkv"),
-            Kind.QKV,
+            Fusion.QKV,
             None,
         ),
         (
             "decoder.layers.0.mlp.experts.local_experts.2.linear_fc1.weight",
             tuple(f"model.layers.3.mlp.experts.6.{x}_proj.weight" for x in ("gate", "up")),
-            Kind.GATED,
+            Fusion.GATED,
             2,
         ),
         (
             "decoder.layers.0.mlp.experts.linear_fc2.weight2",
             ("model.layers.3.mlp.experts.6.down_proj.weight",),
-            Kind.COLUMNS,
+            Fusion.COLUMNS,
             2,
         ),
     ],
 )
 def test_names_follow_the_layer_and_expert_offsets(
-    name: str, hf_names: tuple[str, ...], kind: Kind, expert: int | None
+    name: str, hf_names: tuple[str, ...], fusion: Fusion, expert: int | None
 ) -> None:
     layout = layout_of(name, layer_offset=3, expert_offset=4)
-    assert (layout.hf_names, layout.kind, layout.expert) == (hf_names, kind, expert)
+    assert (layout.hf_names, layout.fusion, layout.expert) == (hf_names, fusion, expert)
 
 
 @pytest.mark.parametrize("name", ["decoder.layers.0.mlp.router.expert_bias", "something.else", "decoder.layers.x.y"])
@@ -53,20 +53,20 @@ def test_a_parameter_without_a_counterpart_is_named(name: str) -> None:
 def test_query_groups_are_interleaved() -> None:
     model: Any = SimpleNamespace(num_key_value_heads=2, num_attention_heads=4, head_dim=1)
     q, k, v = (torch.tensor([[float(x)] for x in rows]) for rows in ((1, 2, 3, 4), (5, 6), (7, 8)))
-    fused = join(Kind.QKV, [q, k, v], model)
+    fused = join(Fusion.QKV, [q, k, v], model)
     assert fused.flatten().tolist() == [1, 2, 5, 7, 3, 4, 6, 8]  # group 0: q q k v, group 1: q q k v
-    assert all(torch.equal(a, b) for a, b in zip(split(Kind.QKV, fused, model), (q, k, v), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(split(Fusion.QKV, fused, model), (q, k, v), strict=True))
 
 
 def test_a_gated_shard_holds_its_part_of_gate_and_up() -> None:
     fused = torch.tensor([[1.0], [2.0], [3.0], [4.0]])  # gate 1 2, up 3 4
-    assert shard(Kind.GATED, fused, 0, 2).flatten().tolist() == [1, 3]
-    assert shard(Kind.GATED, fused, 1, 2).flatten().tolist() == [2, 4]
+    assert shard(Fusion.GATED, fused, 0, 2).flatten().tolist() == [1, 3]
+    assert shard(Fusion.GATED, fused, 1, 2).flatten().tolist() == [2, 4]
 
 
 @settings(max_examples=25, deadline=None)
-@given(kind=st.sampled_from(list(Kind)), size=st.sampled_from([1, 2, 4]), hidden=st.sampled_from([4, 8]))
-def test_shards_join_to_the_whole(kind: Kind, size: int, hidden: int) -> None:
+@given(fusion=st.sampled_from(list(Fusion)), size=st.sampled_from([1, 2, 4]), hidden=st.sampled_from([4, 8]))
+def test_shards_join_to_the_whole(fusion: Fusion, size: int, hidden: int) -> None:
     whole = torch.arange(16 * hidden, dtype=torch.float32).reshape(16, hidden)
-    shards = [shard(kind, whole, rank, size) for rank in range(size)]
-    assert torch.equal(join_shards(kind, shards), whole)
+    shards = [shard(fusion, whole, rank, size) for rank in range(size)]
+    assert torch.equal(join_shards(fusion, shards), whole)

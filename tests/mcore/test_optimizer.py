@@ -7,40 +7,75 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_rl.config.schema import OptimizerSettings
 from tests.mcore.test_replay import build, train_pass
 
 
-def settings(**changes: Any) -> Any:
-    from megatron_rl.mcore.optimizer import AdamSettings
+def adam(models: list[Any], total_steps: int = 10, **changes: Any) -> Any:
+    from megatron_rl.mcore.optimizer import DistributedAdam
 
-    values: dict[str, Any] = {
-        "lr": 1e-2,
-        "betas": (0.9, 0.95),
-        "eps": 1e-8,
-        "weight_decay": 0.0,
-        "clip_grad": 1e9,
-        "warmup_steps": 0,
-        "decay_steps": 10,
-        "decay": "constant",
-        "min_lr_ratio": 0.1,
-    }
-    return AdamSettings(**(values | changes))
+    values: dict[str, Any] = {"lr": 1e-2, "clip_grad": 1e9, "warmup_steps": 0, "decay": "constant"}
+    return DistributedAdam(models, OptimizerSettings(**(values | changes)), total_steps=total_steps)
+
+
+def snapshot(models: list[Any]) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in models[0].named_parameters()}
+
+
+def step_with_gradient(models: list[Any], optimizer: Any, gradient: float) -> tuple[float, dict[str, torch.Tensor]]:
+    """The reported rate, and how far each parameter moved under the same gradient everywhere."""
+    before = snapshot(models)
+    optimizer.zero_grad()
+    for parameter in models[0].parameters():
+        parameter.main_grad.fill_(gradient)
+    result = optimizer.step(loss_is_finite=True)
+    assert result.stepped
+    return result.lr, {name: p - before[name] for name, p in snapshot(models).items()}
 
 
 @pytest.mark.parametrize(
-    ("decay", "expected"),
+    ("decay", "warmup", "total", "expected"),
     [
-        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
-        ("linear", [0.5, 1.0, 1.0, 0.775, 0.55, 0.325, 0.1]),
-        ("cosine", [0.5, 1.0, 1.0, 0.1 + 0.45 * (1 + math.sqrt(0.5)), 0.55, 0.1 + 0.45 * (1 - math.sqrt(0.5)), 0.1]),
+        ("constant", 2, 6, [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("constant", 0, 2, [1.0, 1.0, 1.0]),
+        ("linear", 2, 6, [0.5, 1.0, 0.775, 0.55, 0.325, 0.1, 0.1]),
+        ("linear", 0, 2, [0.55, 0.1, 0.1]),
+        ("linear", 3, 3, [1 / 3, 2 / 3, 1.0]),
+        ("linear", 8, 4, [0.125, 0.25, 0.375, 0.5]),
+        ("cosine", 2, 6, [0.5, 1.0, 0.1 + 0.45 * (1 + math.sqrt(0.5)), 0.55, 0.1 + 0.45 * (1 - math.sqrt(0.5)), 0.1]),
     ],
 )
-def test_warm_up_then_decay_to_the_floor(megatron: Any, decay: str, expected: list[float]) -> None:
-    from megatron_rl.mcore.optimizer import learning_rate
+def test_the_reported_rate_is_the_one_applied(
+    megatron: Any, checkpoint: Path, decay: str, warmup: int, total: int, expected: list[float]
+) -> None:
+    """AdamW moves every parameter by the rate when all its gradients have been the same."""
+    models, _ = build(checkpoint)
+    optimizer = adam(models, total, lr=0.1, warmup_steps=warmup, decay=decay, min_lr_ratio=0.1, eps=1e-30)
+    for rate in expected:
+        reported, moved = step_with_gradient(models, optimizer, 1.0)
+        assert reported == pytest.approx(0.1 * rate)
+        for name, distance in moved.items():
+            assert distance.mean().item() == pytest.approx(-reported, rel=1e-4), name
 
-    chosen = settings(lr=1.0, warmup_steps=2, decay_steps=6, decay=decay)
-    assert [learning_rate(chosen, step) for step in range(7)] == pytest.approx(expected)
-    assert learning_rate(chosen, 1000) == pytest.approx(expected[-1])
+
+def test_weight_decay_scales_with_the_rate_and_spares_norms(megatron: Any, checkpoint: Path) -> None:
+    models, _ = build(checkpoint)
+    optimizer = adam(models, lr=0.1, warmup_steps=2, weight_decay=0.5)
+    for rate in (0.05, 0.1):
+        before = snapshot(models)
+        _, moved = step_with_gradient(models, optimizer, 0.0)
+        for name, distance in moved.items():
+            shrunk = before[name] * (rate * 0.5 if before[name].ndim > 1 else 0.0)
+            torch.testing.assert_close(distance, -shrunk, rtol=1e-3, atol=1e-6)
+
+
+def test_the_schedule_goes_on_from_its_checkpoint(megatron: Any, checkpoint: Path) -> None:
+    models, _ = build(checkpoint)
+    first, second = (adam(models, 6, warmup_steps=2, decay="linear") for _ in range(2))
+    for _ in range(3):
+        step_with_gradient(models, first, 1.0)
+    second.scheduler.load_state_dict(first.scheduler.state_dict())
+    assert step_with_gradient(models, second, 1.0)[0] == step_with_gradient(models, first, 1.0)[0]
 
 
 def test_adam_is_torchs_adamw(megatron: Any) -> None:
@@ -61,15 +96,9 @@ def test_adam_is_torchs_adamw(megatron: Any) -> None:
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
-def snapshot(models: list[Any]) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in models[0].named_parameters()}
-
-
 def test_a_step_moves_parameters_and_reports_the_norm_before_clipping(megatron: Any, checkpoint: Path) -> None:
-    from megatron_rl.mcore.optimizer import DistributedAdam
-
     models, replay = build(checkpoint)
-    optimizer = DistributedAdam(models, settings(clip_grad=1e-3))
+    optimizer = adam(models, clip_grad=1e-3)
     before = snapshot(models)
     gradients = train_pass(models, replay)
     result = optimizer.step(loss_is_finite=True)
@@ -80,10 +109,8 @@ def test_a_step_moves_parameters_and_reports_the_norm_before_clipping(megatron: 
 
 
 def test_learning_rate_zero_changes_nothing(megatron: Any, checkpoint: Path) -> None:
-    from megatron_rl.mcore.optimizer import DistributedAdam
-
     models, replay = build(checkpoint)
-    optimizer = DistributedAdam(models, settings(lr=0.0, weight_decay=0.1))
+    optimizer = adam(models, lr=0.0, weight_decay=0.1, warmup_steps=2, decay="cosine")
     before = snapshot(models)
     train_pass(models, replay)
     assert optimizer.step(loss_is_finite=True).stepped
@@ -92,18 +119,17 @@ def test_learning_rate_zero_changes_nothing(megatron: Any, checkpoint: Path) -> 
 
 @pytest.mark.parametrize("poison", ["loss", "nan", "inf", "-inf"])
 def test_nothing_changes_after_a_non_finite_loss_or_gradient(megatron: Any, checkpoint: Path, poison: str) -> None:
-    from megatron_rl.mcore.optimizer import DistributedAdam
-
     models, replay = build(checkpoint)
-    optimizer = DistributedAdam(models, settings())
+    optimizer = adam(models, warmup_steps=5)
     before = snapshot(models)
     train_pass(models, replay)
     if poison != "loss":
         next(iter(models[0].parameters())).main_grad[0] = float(poison)
     result = optimizer.step(loss_is_finite=poison != "loss")
-    assert not result.stepped
+    assert (result.stepped, result.lr, optimizer.scheduler.num_steps) == (False, 0.0, 0)
     assert all(torch.equal(p, before[name]) for name, p in snapshot(models).items())
     optimizer.zero_grad()
     train_pass(models, replay)
-    assert optimizer.step(loss_is_finite=True).stepped  # the optimizer itself was not poisoned
+    result = optimizer.step(loss_is_finite=True)
+    assert (result.stepped, result.lr) == (True, pytest.approx(1e-2 / 5))  # neither optimizer nor schedule was poisoned
     assert all(p.isfinite().all() for p in snapshot(models).values())

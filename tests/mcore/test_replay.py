@@ -1,26 +1,28 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 
+from megatron_rl.config.schema import ModelSettings, ParallelSettings
+from megatron_rl.models.qwen3_moe import read_shape
 from tests.mcore.packs import pack, targets_of
 
 MICRO_BATCHES = [(0, 1, 2), (3, 4)]
 
 
-def build(checkpoint: Path, recompute: str = "none", **overrides: Any) -> tuple[list[Any], Any]:
-    from megatron_rl.mcore.model import ParallelSizes, build_models
+def build(checkpoint: Path, recompute: Literal["none", "selective", "full"] = "none", **overrides: Any) -> Any:
+    """One rank's wrapped models with the checkpoint's weights, and their replay. overrides: Megatron's own settings."""
+    from megatron_rl.mcore.model import build_models
     from megatron_rl.mcore.optimizer import wrap_data_parallel
     from megatron_rl.mcore.replay import RouteReplay
     from megatron_rl.mcore.weights import load_hf_weights
-    from megatron_rl.models.qwen3_moe import read_shape
 
-    config = read_shape(checkpoint)
-    models = build_models(config, ParallelSizes(), dtype=torch.float32, recompute=recompute)
-    load_hf_weights(models, config, checkpoint)
+    shape = read_shape(checkpoint)
+    models = build_models(shape, ModelSettings(path=str(checkpoint), recompute=recompute), ParallelSettings())
+    load_hf_weights(models, shape, checkpoint)
     for name, value in overrides.items():
         setattr(models[0].config, name, value)
     return list(wrap_data_parallel(models)), RouteReplay(models)
@@ -120,15 +122,12 @@ def test_disagreement_is_zero_for_live_routes_and_counted_otherwise(megatron: An
         pytest.param(lambda r: r[:-1], id="a row is missing"),
         pytest.param(lambda r: r[:, :2], id="a layer is missing"),
         pytest.param(lambda r: r[..., :1], id="an expert is missing"),
-        pytest.param(lambda r: torch.zeros_like(r), id="an expert twice"),
-        pytest.param(lambda r: r + 8, id="no such expert"),
-        pytest.param(lambda r: r.long() - 8, id="negative expert"),
     ],
 )
-def test_bad_routes_are_refused(megatron: Any, checkpoint: Path, spoil: Any) -> None:
+def test_routes_of_another_shape_are_refused(megatron: Any, checkpoint: Path, spoil: Any) -> None:
     from dataclasses import replace
 
-    from megatron_rl.mcore.replay import ReplayError
+    from megatron_rl.mcore.router_target import ReplayError
     from megatron_rl.mcore.schedule import run_schedule
 
     models, replay = build(checkpoint)
@@ -140,7 +139,7 @@ def test_bad_routes_are_refused(megatron: Any, checkpoint: Path, spoil: Any) -> 
 
 def test_a_skipped_recomputation_is_an_error(megatron: Any, checkpoint: Path) -> None:
     """A loss that does not reach the logits skips the backward pass, and with it every planned recomputation."""
-    from megatron_rl.mcore.replay import ReplayError
+    from megatron_rl.mcore.router_target import ReplayError
     from megatron_rl.mcore.schedule import run_schedule
 
     models, replay = build(checkpoint, "full")
@@ -175,7 +174,7 @@ def test_nothing_is_left_for_the_next_pass(megatron: Any, checkpoint: Path, reco
 def test_settings_that_ignore_or_change_replayed_routes_are_refused(
     megatron: Any, checkpoint: Path, key: str, value: object
 ) -> None:
-    from megatron_rl.mcore.replay import ReplayError
+    from megatron_rl.mcore.router_target import ReplayError
 
     with pytest.raises(ReplayError, match=key):
         build(checkpoint, **{key: value})

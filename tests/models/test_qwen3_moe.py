@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.models.qwen3_moe import ModelConfigError, read_shape
+from megatron_rl.contracts.exit_codes import ExitCode
+from megatron_rl.models.qwen3_moe import read_shape
+from megatron_rl.models.shape import ModelConfigError
 
 RAW: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -43,9 +45,13 @@ def test_both_spellings_of_transformers_read_the_same(tmp_path: Path) -> None:
 
 
 def test_moe_layers_follow_the_step_and_the_exceptions(tmp_path: Path) -> None:
-    config = read_shape(write(tmp_path, {"decoder_sparse_step": 2, "mlp_only_layers": [3]}))
-    assert config.moe_layers == (1, 5)
-    assert config.dense_layers == (0, 2, 3, 4)
+    assert read_shape(write(tmp_path, {"decoder_sparse_step": 2, "mlp_only_layers": [3]})).moe_layers == (1, 5)
+
+
+def test_null_is_as_if_the_key_were_not_there(tmp_path: Path) -> None:
+    absent = dict.fromkeys(("head_dim", "rope_scaling", "quantization_config", "max_position_embeddings"))
+    assert read_shape(write(tmp_path, absent)) == read_shape(write(tmp_path, {}, remove=("head_dim",)))
+    assert read_shape(write(tmp_path, {"num_key_value_heads": None})).num_key_value_heads == 4
 
 
 @pytest.mark.parametrize(
@@ -75,28 +81,29 @@ def test_what_cannot_be_trained_is_refused_by_name(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": 5}, "architectures=5 is not a list"),
-        ({"rope_parameters": 5}, "rope_parameters=5 is not an object"),
-        ({"rope_parameters": [1]}, r"rope_parameters=\[1\] is not an object"),
-        ({"rope_parameters": {"rope_theta": "1e6"}}, "rope_theta='1e6' is not a finite number"),
-        ({"rope_theta": float("nan")}, "rope_theta=nan is not a finite number"),
-        ({"rms_norm_eps": float("inf")}, "rms_norm_eps=inf is not a finite number"),
-        ({"eos_token_id": "x"}, "eos_token_id='x' is not a token id"),
-        ({"eos_token_id": []}, r"eos_token_id=\[\] is not a token id"),
-        ({"eos_token_id": [1, True]}, r"eos_token_id=\[1, True\] is not a token id"),
-        ({"eos_token_id": -1}, "eos_token_id=-1 is not a token id"),
-        ({"mlp_only_layers": 5}, "mlp_only_layers=5 is not a list of layers from 0 to 5"),
-        ({"mlp_only_layers": [0, 99]}, r"mlp_only_layers=\[0, 99\] is not a list of layers"),
-        ({"mlp_only_layers": ["a"]}, r"mlp_only_layers=\['a'\] is not a list of layers"),
-        ({"hidden_size": 2.5}, "hidden_size=2.5 is not a whole number"),
-        ({"num_hidden_layers": True}, "num_hidden_layers=True is not a whole number"),
-        ({"num_experts": 10**400}, "num_experts=1000.* is not a whole number"),
-        ({"norm_topk_prob": "no"}, "norm_topk_prob='no' is not true or false"),
+        ({"architectures": 5}, "architectures=5: expected `array`"),
+        ({"rope_parameters": 5}, "rope_parameters=5: expected `object"),
+        ({"rope_parameters": [1]}, r"rope_parameters=\[1\]: expected `object"),
+        ({"rope_parameters": {"rope_theta": "1e6"}}, r"rope_parameters\.rope_theta='1e6': expected `float"),
+        ({"rope_theta": float("nan")}, "rope_theta=nan: expected `float` >= 1"),
+        ({"rms_norm_eps": float("inf")}, r"rms_norm_eps=inf: expected `float` <= 1e\+30"),
+        ({"eos_token_id": "x"}, "eos_token_id='x': expected `int"),
+        ({"eos_token_id": []}, r"eos_token_id=\[\]: expected `array` of length >= 1"),
+        ({"eos_token_id": [1, True]}, r"eos_token_id=\[1, True\]: expected `int`"),
+        ({"eos_token_id": -1}, "eos_token_id=-1: expected `int` >= 0"),
+        ({"mlp_only_layers": 5}, "mlp_only_layers=5: expected `array`"),
+        ({"mlp_only_layers": [0, 99]}, r"mlp_only_layers=\[0, 99\]: expected layers from 0 to 5"),
+        ({"mlp_only_layers": ["a"]}, r"mlp_only_layers=\['a'\]: expected `int`"),
+        ({"hidden_size": 2.5}, "hidden_size=2.5: expected `int`"),
+        ({"num_hidden_layers": True}, "num_hidden_layers=True: expected `int`"),
+        ({"num_experts": 10**400}, r"num_experts=1000.*: expected `int"),
+        ({"norm_topk_prob": "no"}, "norm_topk_prob='no': expected `bool`"),
     ],
 )
 def test_a_broken_value_is_named_with_its_rule_and_file(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ModelConfigError, match=rf"config\.json: {message}.*[;,] "):
+    with pytest.raises(ModelConfigError, match=rf"config\.json: {message}.*; correct it, or take") as refused:
         read_shape(write(tmp_path, changes))
+    assert refused.value.exit_code is ExitCode.BAD_DATA
 
 
 @pytest.mark.parametrize("content", [None, "{", "[1]", "[" * 100_000])

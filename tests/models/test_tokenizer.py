@@ -8,17 +8,11 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.models.tokenizer import (
-    CHARACTERS,
-    REPLACEMENT,
-    Tokenizer,
-    TokenizerError,
-    UnknownText,
-    check_matches_model,
-    write_character_tokenizer,
-)
+from megatron_rl.contracts.exit_codes import ExitCode
+from megatron_rl.models.character_tokenizer import CHARACTERS, write_character_tokenizer
+from megatron_rl.models.tokenizer import REPLACEMENT, Tokenizer, TokenizerError, UnknownText, check_matches_model
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -110,12 +104,19 @@ def test_end_of_sequence_ids_come_from_both_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("tokenizer.json", None, "there is no tokenizer.json"),
-        ("tokenizer.json", "{}", "cannot be read"),
-        ("tokenizer.json", "\x00", "cannot be read"),
-        ("tokenizer_config.json", "{", "not valid JSON"),
-        ("tokenizer_config.json", "[]", "expected a JSON object"),
-        ("tokenizer_config.json", '{"eos_token": "<nowhere>"}', "'<nowhere>' is not in the vocabulary"),
+        ("tokenizer.json", None, "holds no tokenizer.json"),
+        ("tokenizer.json", "{}", "tokenizer.json cannot be read"),
+        ("tokenizer.json", "\x00", "tokenizer.json cannot be read"),
+        ("tokenizer_config.json", "{", "tokenizer_config.json cannot be read"),
+        ("tokenizer_config.json", "[]", "tokenizer_config.json cannot be read: Expected `object`"),
+        ("tokenizer_config.json", "[" * 100_000, "tokenizer_config.json cannot be read"),
+        (
+            "tokenizer_config.json",
+            '{"eos_token": 5}',
+            r"Expected `str \| object \| null`, got `int` - at `\$\.eos_token",
+        ),
+        ("tokenizer_config.json", '{"eos_token": "<nowhere>"}', "eos_token='<nowhere>' is not in the vocabulary"),
+        ("generation_config.json", '{"eos_token_id": "1"}', "generation_config.json cannot be read"),
     ],
 )
 def test_broken_files_are_named(tmp_path: Path, name: str, content: str | None, message: str) -> None:
@@ -124,8 +125,9 @@ def test_broken_files_are_named(tmp_path: Path, name: str, content: str | None, 
         (tmp_path / name).unlink()
     else:
         (tmp_path / name).write_text(content)
-    with pytest.raises(TokenizerError, match=message):
+    with pytest.raises(TokenizerError, match=message) as refused:
         Tokenizer.from_directory(tmp_path)
+    assert refused.value.exit_code is ExitCode.BAD_DATA
 
 
 def test_a_tokenizer_that_fits_is_accepted(tokenizer: Tokenizer) -> None:

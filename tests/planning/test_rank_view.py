@@ -3,18 +3,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_rl.config.schema import ParallelSettings
 from megatron_rl.planning.rank_view import RankView
 
 
 def test_pipeline_layers_by_hand() -> None:
-    assert RankView.of(num_layers=8, pp_rank=1, pp_size=2).layers == ((4, 5, 6, 7),)
-    assert RankView.of(num_layers=8, pp_rank=1, pp_size=2, vpp_size=2).layers == ((2, 3), (6, 7))
+    assert RankView.of(8, ParallelSettings(pp=2), pp_rank=1).layers == ((4, 5, 6, 7),)
+    assert RankView.of(8, ParallelSettings(pp=2, vpp=2), pp_rank=1).layers == ((2, 3), (6, 7))
     with pytest.raises(ValueError, match=r"parallel\.pp"):
-        RankView.of(num_layers=6, pp_size=4)
+        RankView.of(6, ParallelSettings(pp=4))
 
 
 def test_moe_rows_skip_dense_layers() -> None:
-    view = RankView.of(num_layers=4, pp_rank=1, pp_size=2)
+    view = RankView.of(4, ParallelSettings(pp=2), pp_rank=1)
     assert view.moe_rows((1, 2, 3)) == (1, 2)
 
 
@@ -39,13 +40,12 @@ def test_rows_and_layers_partition(lengths: list[int], cp: int, tp: int, pp: int
     layers: list[int] = []
     for cp_rank in range(cp):
         for tp_rank in range(tp):
-            view = RankView.of(
-                num_layers=8, cp_rank=cp_rank, cp_size=cp, tp_rank=tp_rank, tp_size=tp, sequence_parallel=tp > 1
-            )
+            parallel = ParallelSettings(cp=cp, tp=tp, sequence_parallel=tp > 1)
+            view = RankView.of(8, parallel, cp_rank=cp_rank, tp_rank=tp_rank)
             padded = np.cumsum([0] + [n * view.row_multiple for n in lengths]).astype(np.int32)
             rows += view.input_rows(padded).tolist()
     for pp_rank in range(pp):
-        held = RankView.of(num_layers=8, pp_rank=pp_rank, pp_size=pp, vpp_size=vpp).layers
+        held = RankView.of(8, ParallelSettings(pp=pp, vpp=vpp), pp_rank=pp_rank).layers
         layers += [layer for chunk in held for layer in chunk]
     assert sorted(rows) == list(range(int(padded[-1])))
     assert sorted(layers) == list(range(8))
@@ -53,6 +53,6 @@ def test_rows_and_layers_partition(lengths: list[int], cp: int, tp: int, pp: int
 
 def test_rows_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ValueError, match="pad the batch"):
-        RankView.of(num_layers=2, tp_size=2, sequence_parallel=True).input_rows(np.array([0, 3], np.int32))
+        RankView.of(2, ParallelSettings(tp=2, sequence_parallel=True)).input_rows(np.array([0, 3], np.int32))
     with pytest.raises(ValueError, match="context-parallel"):
         RankView(layers=((0,),), cp_size=2).input_rows(np.array([0, 6], np.int32))

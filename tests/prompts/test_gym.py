@@ -12,31 +12,31 @@ from megatron_rl.prompts.question import PromptDataError
 def test_a_missing_library_comes_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(PromptDataError, match=r"data\.source=reasoning_gym: .*make extras"):
-        gym.questions("chain_sum", 0, {})
+        gym.ReasoningGym("chain_sum", {})
 
 
 def test_size_and_seed_are_not_settings() -> None:
     with pytest.raises(PromptDataError, match=r"data\.task_config: \['seed'\]"):
-        gym.questions("chain_sum", 0, {"seed": 3})
+        gym.ReasoningGym("chain_sum", {"seed": 3})
 
 
 def test_questions_are_reproducible_and_go_on_past_one_chunk() -> None:
     pytest.importorskip("reasoning_gym", reason="optional: make extras")
-    first = list(islice(gym.questions("gcd", 0, {}), 2500))
-    assert first == list(islice(gym.questions("gcd", 0, {}), 2500))
+    first = list(islice(gym.ReasoningGym("gcd", {}).questions(0), 2500))
+    assert first == list(islice(gym.ReasoningGym("gcd", {}).questions(0), 2500))
     assert len({q.text for q in first}) > 2000
-    assert [q.text for q in islice(gym.questions("gcd", 1, {}), 50)] != [q.text for q in first[:50]]
+    assert [q.text for q in islice(gym.ReasoningGym("gcd", {}).questions(1), 50)] != [q.text for q in first[:50]]
     assert all(q.answer.isdigit() and q.difficulty for q in first)
 
 
 def test_bad_tasks_and_settings_are_named() -> None:
     pytest.importorskip("reasoning_gym", reason="optional: make extras")
     with pytest.raises(PromptDataError, match=r"data\.task=nothing: .*chain_sum"):
-        gym.questions("nothing", 0, {})
+        gym.ReasoningGym("nothing", {})
     with pytest.raises(PromptDataError, match=r"data\.task_config=.*min_terms must be positive"):
-        next(gym.questions("chain_sum", 0, {"min_terms": 0}))
+        next(gym.ReasoningGym("chain_sum", {"min_terms": 0}).questions(0))
     with pytest.raises(PromptDataError, match="no reference answer"):
-        next(gym.questions("rubiks_cube", 0, {}))
+        next(gym.ReasoningGym("rubiks_cube", {}).questions(0))
 
 
 def broken_items() -> Iterator[dict[str, str]]:
@@ -54,4 +54,4 @@ def test_a_generator_that_fails_on_the_way_is_named(
     factory = SimpleNamespace(DATASETS={"sums": None}, create_dataset=lambda task, **settings: items)
     monkeypatch.setattr(gym, "_factory", lambda: factory)
     with pytest.raises(PromptDataError, match=rf"data\.task=sums: .*data\.seed=7.*{reason}.*Choose another"):
-        list(gym.questions("sums", 7, {}))
+        list(gym.ReasoningGym("sums", {}).questions(7))

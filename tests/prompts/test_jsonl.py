@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.prompts.jsonl import read_jsonl
-from megatron_rl.prompts.question import BadRows, OnBadRow, PromptDataError
+from megatron_rl.prompts.question import BadRows, PromptDataError
 
 GOOD = b'{"prompt": "2+2=", "answer": "4"}'
 
@@ -20,7 +20,7 @@ def test_rows_with_and_without_optional_keys(tmp_path: Path) -> None:
         b"",
         b'{"prompt": "3+3=", "answer": 6, "id": 17, "task": "sums", "difficulty": 2, "source": "ignored"}',
     )
-    first, second = read_jsonl(file, BadRows(OnBadRow.FAIL), key="data.train_path")
+    first, second = read_jsonl(file, BadRows("fail"), key="data.train_path")
     assert (first.id, first.text, first.answer, first.task, first.difficulty) == (
         "data.train_path:1",
         "2+2=",
@@ -35,7 +35,7 @@ def test_rows_with_and_without_optional_keys(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", ["123456789012345678901234567890", "0.1", "-3", "3.0"])
 def test_a_number_keeps_its_digits(tmp_path: Path, number: str) -> None:
     file = write(tmp_path / "t.jsonl", b'{"prompt": "p", "answer": %s}' % number.encode())
-    (question,) = read_jsonl(file, BadRows(OnBadRow.FAIL), key="k")
+    (question,) = read_jsonl(file, BadRows("fail"), key="k")
     assert question.answer == number
 
 
@@ -45,7 +45,7 @@ def test_a_number_keeps_its_digits(tmp_path: Path, number: str) -> None:
 )
 def test_an_exponent_is_written_out(tmp_path: Path, number: str, answer: str) -> None:
     file = write(tmp_path / "t.jsonl", b'{"prompt": "p", "answer": %s}' % number.encode())
-    (question,) = read_jsonl(file, BadRows(OnBadRow.FAIL), key="k")
+    (question,) = read_jsonl(file, BadRows("fail"), key="k")
     assert question.answer == answer
 
 
@@ -74,8 +74,8 @@ def test_an_exponent_is_written_out(tmp_path: Path, number: str, answer: str) ->
 def test_a_malformed_row_names_file_line_and_reason(tmp_path: Path, line: bytes, reason: str) -> None:
     file = write(tmp_path / "t.jsonl", GOOD, line, b'{"prompt": "q", "answer": "1"}')
     with pytest.raises(PromptDataError, match=rf"t\.jsonl line 2: .*{reason}.*data\.on_bad_row=skip"):
-        read_jsonl(file, BadRows(OnBadRow.FAIL), key="data.train_path")
-    bad = BadRows(OnBadRow.SKIP)
+        read_jsonl(file, BadRows("fail"), key="data.train_path")
+    bad = BadRows("skip")
     assert [q.text for q in read_jsonl(file, bad, key="data.train_path")] == ["2+2=", "q"]
     assert bad.count == 1
     assert "line 2" in bad.examples[0]
@@ -85,15 +85,15 @@ def test_an_id_used_twice_is_a_bad_row(tmp_path: Path) -> None:
     row = b'{"prompt": "%s", "answer": "4", "id": "x"}'
     file = write(tmp_path / "t.jsonl", row % b"a", row % b"b")
     with pytest.raises(PromptDataError, match="line 2: id 'x' is already used in line 1"):
-        read_jsonl(file, BadRows(OnBadRow.FAIL), key="data.train_path")
+        read_jsonl(file, BadRows("fail"), key="data.train_path")
 
 
 def test_missing_files_and_empty_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(PromptDataError, match=r"data\.train_path=.*absent.*No such file"):
-        read_jsonl(tmp_path / "absent.jsonl", BadRows(OnBadRow.SKIP), key="data.train_path")
+        read_jsonl(tmp_path / "absent.jsonl", BadRows("skip"), key="data.train_path")
     with pytest.raises(PromptDataError, match=r"data\.eval_path=.*Is a directory"):
-        read_jsonl(tmp_path, BadRows(OnBadRow.SKIP), key="data.eval_path")
+        read_jsonl(tmp_path, BadRows("skip"), key="data.eval_path")
     with pytest.raises(PromptDataError, match="no usable row"):
-        read_jsonl(write(tmp_path / "e.jsonl", b""), BadRows(OnBadRow.SKIP), key="data.train_path")
+        read_jsonl(write(tmp_path / "e.jsonl", b""), BadRows("skip"), key="data.train_path")
     with pytest.raises(PromptDataError, match=r"no usable row among 1 bad ones.*\n.*line 1"):
-        read_jsonl(write(tmp_path / "b.jsonl", b"{"), BadRows(OnBadRow.SKIP), key="data.train_path")
+        read_jsonl(write(tmp_path / "b.jsonl", b"{"), BadRows("skip"), key="data.train_path")

@@ -1,12 +1,18 @@
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
+from megatron_rl.config.schema import DataSettings
+from megatron_rl.contracts.doors import DoorError
+from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.models.tokenizer import Tokenizer, write_character_tokenizer
 from megatron_rl.prompts.factory import open_prompts
-from megatron_rl.prompts.question import PromptDataError
-from megatron_rl.prompts.worked import worked_examples
+from megatron_rl.prompts.question import PromptDataError, Question
+from megatron_rl.prompts.source import PromptSource
 from megatron_rl.rewards import ExactMatch
 
 
@@ -22,9 +28,13 @@ def write(path: Path, *lines: str) -> str:
     return str(path)
 
 
+def opened(source: str, tokenizer: Tokenizer, **settings: object) -> PromptSource:
+    return open_prompts(DataSettings(source=source, **settings), tokenizer)
+
+
 def test_the_quickstart_data_by_default(tokenizer: Tokenizer) -> None:
     start = time.process_time()
-    source = open_prompts("column_addition", tokenizer)
+    source = opened("column_addition", tokenizer)
     assert time.process_time() - start < 5, "goal: 2 s on an idle core"
     assert len(source.train) == 24_000
     assert len(source.held_out) == 512
@@ -36,21 +46,20 @@ def test_the_quickstart_data_by_default(tokenizer: Tokenizer) -> None:
 
 
 def test_the_smoke_data_can_be_as_large_as_its_recipe_says(tokenizer: Tokenizer) -> None:
-    source = open_prompts("two_digit_addition", tokenizer)
+    source = opened("two_digit_addition", tokenizer, num_train=8000)
     assert (len(source.train), len(source.held_out)) == (8000, 512)
     with pytest.raises(PromptDataError, match=r"data\.num_train=24000"):
-        open_prompts("two_digit_addition", tokenizer, num_train=24_000)
-    assert len(worked_examples("two_digit_addition", tokenizer)) == 8000
+        opened("two_digit_addition", tokenizer, num_train=24_000)
 
 
 def test_files_in_their_own_order(tokenizer: Tokenizer, tmp_path: Path) -> None:
     train = write(tmp_path / "t.jsonl", *(f'{{"prompt": "{i}+1=", "answer": {i + 1}}}' for i in range(6)))
     held = write(tmp_path / "e.jsonl", '{"prompt": "3+1=", "answer": 4}')
-    source = open_prompts("jsonl", tokenizer, train_path=train, eval_path=held, shuffle=False)
+    source = opened("jsonl", tokenizer, train_path=train, eval_path=held, shuffle=False)
     assert [p.answer for p in source.take(4) + source.take(2)] == ["1", "2", "3", "5", "6", "1"]
     assert [p.answer for p in source.held_out] == ["4"]
     assert source.excluded.overlapping == 1
-    split = open_prompts("jsonl", tokenizer, train_path=train, num_eval=2)
+    split = opened("jsonl", tokenizer, train_path=train, num_eval=2)
     assert (len(split.train), len(split.held_out)) == (4, 2)
 
 
@@ -62,11 +71,12 @@ def test_prompts_the_model_cannot_take_are_bad_rows(
     tokenizer: Tokenizer, tmp_path: Path, prompt: str, reason: str
 ) -> None:
     rows = (f'{{"prompt": "{text}", "answer": "2"}}' for text in ("1+1=", prompt, "2"))
+    held = write(tmp_path / "e.jsonl", '{"prompt": "3+1=", "answer": 4}')
     path = write(tmp_path / "t.jsonl", *rows)
-    options = {"train_path": path, "num_eval": 0, "max_prompt_tokens": 40}
+    options = {"train_path": path, "eval_path": held, "max_prompt_tokens": 40}
     with pytest.raises(PromptDataError, match=rf"t\.jsonl line 2: .*({reason})"):
-        open_prompts("jsonl", tokenizer, **options)
-    source = open_prompts("jsonl", tokenizer, on_bad_row="skip", **options)
+        opened("jsonl", tokenizer, **options)
+    source = opened("jsonl", tokenizer, on_bad_row="skip", **options)
     assert len(source.train) == 2
     assert source.excluded.bad == 1
     assert "line 2" in source.excluded.examples[0]
@@ -74,10 +84,13 @@ def test_prompts_the_model_cannot_take_are_bad_rows(
 
 def test_answers_that_cannot_be_judged_by_are_bad_rows(tokenizer: Tokenizer, tmp_path: Path) -> None:
     path = write(tmp_path / "t.jsonl", '{"prompt": "a", "answer": "paris"}', '{"prompt": "b", "answer": 3}')
-    options = {"train_path": path, "num_eval": 0, "check_answer": ExactMatch("last_number").check_answer}
+    held = write(tmp_path / "e.jsonl", '{"prompt": "3+1=", "answer": 4}')
+    settings = DataSettings(source="jsonl", train_path=path, eval_path=held)
+    check = ExactMatch("last_number").check_answer
     with pytest.raises(PromptDataError, match=r"t\.jsonl line 1: reward\.answer=last_number: .*'paris' holds none"):
-        open_prompts("jsonl", tokenizer, **options)
-    assert [p.answer for p in open_prompts("jsonl", tokenizer, on_bad_row="skip", **options).train] == ["3"]
+        open_prompts(settings, tokenizer, check)
+    skipping = replace(settings, on_bad_row="skip")
+    assert [p.answer for p in open_prompts(skipping, tokenizer, check).train] == ["3"]
 
 
 @pytest.mark.parametrize(
@@ -110,46 +123,62 @@ def test_a_side_without_a_usable_prompt_is_named(
     if held_out is not None:
         rows = [f'{{"prompt": "{i}+0=", "answer": "{i}"}}' for i in held_out]
         paths["eval_path"] = write(tmp_path / "e.jsonl", *rows)
+    settings = DataSettings(source="jsonl", on_bad_row="skip", **paths, **options)
     with pytest.raises(PromptDataError, match=rf"(?s){message}"):
-        open_prompts(
-            "jsonl",
-            tokenizer,
-            on_bad_row="skip",
-            check_answer=ExactMatch("last_number").check_answer,
-            **paths,
-            **options,
-        )
+        open_prompts(settings, tokenizer, ExactMatch("last_number").check_answer)
 
 
 def test_a_tokenizer_without_the_task_s_characters_is_named(tmp_path: Path) -> None:
     write_character_tokenizer(tmp_path, "0123456789+=")
     digits_only = Tokenizer.from_directory(tmp_path)
-    with pytest.raises(PromptDataError, match=r"column_addition a.*no token for 'a'"):
-        open_prompts("column_addition", digits_only, num_train=10, num_eval=2)
+    with pytest.raises(PromptDataError, match=r"column_addition/a.*no token for 'a'"):
+        opened("column_addition", digits_only, num_train=10, num_eval=2)
     with pytest.raises(PromptDataError, match="no usable training prompt"):
-        open_prompts("column_addition", digits_only, num_train=10, num_eval=2, on_bad_row="skip")
+        opened("column_addition", digits_only, num_train=10, num_eval=2, on_bad_row="skip")
+
+
+def test_worked_responses_come_with_their_prompts(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    source = opened("column_addition", tokenizer, num_train=100, num_eval=10)
+    for prompt in (*source.train, *source.held_out):
+        assert prompt.worked.endswith(f">{prompt.answer}")
+    path = write(tmp_path / "t.jsonl", '{"prompt": "a", "answer": 1}', '{"prompt": "b", "answer": 3}')
+    assert opened("jsonl", tokenizer, train_path=path, num_eval=1).train[0].worked == ""
+
+
+class Yields:
+    """A source of a user's own that yields what it is told to, by name."""
+
+    GIVEN = MappingProxyType(
+        {
+            "text": ["1+1="],
+            "number": [Question(id="1", text="1+1=", answer=2, task="t")],
+            "one_id": [Question(id="1", text=text, answer="2", task="t") for text in ("1+1=", "2+0=")],
+            "few": [Question(id="1", text="1+1=", answer="2", task="t")] * 3,
+        }
+    )
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def questions(self, seed: int) -> Iterator[Question]:
+        return iter(self.GIVEN[self.what])
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("what", "message"),
     [
-        ({"source": "csv"}, r"data\.source=csv: .*column_addition, two_digit_addition, jsonl, reasoning_gym"),
-        ({"source": "jsonl", "on_bad_row": "drop"}, r"data\.on_bad_row=drop: must be fail or skip"),
-        ({"source": "jsonl"}, r"data\.train_path: missing"),
-        ({"source": "reasoning_gym"}, r"data\.task: missing"),
+        ("text", r"data\.source=.*:Yields: it yields str, not a Question"),
+        ("number", r"data\.source=.*:Yields: Question\.answer=2: it must be a str"),
+        ("one_id", r"data\.source=.*:Yields: id '1' names '1\+1=' and '2\+0='\. Give every question an id of its own"),
+        ("few", r"data\.num_train=24000, data\.num_eval=512: the task gave only \d training"),
     ],
 )
-def test_what_is_missing_is_named(tokenizer: Tokenizer, arguments: dict[str, str], message: str) -> None:
-    with pytest.raises(PromptDataError, match=message):
-        open_prompts(tokenizer=tokenizer, **arguments)
+def test_what_a_source_of_ones_own_does_wrong_is_named(tokenizer: Tokenizer, what: str, message: str) -> None:
+    with pytest.raises(PromptDataError, match=message) as caught:
+        opened(f"{__name__}:Yields", tokenizer, options={"what": what})
+    assert caught.value.exit_code is ExitCode.BAD_DATA
 
 
-def test_worked_examples_end_and_are_never_held_out_questions(tokenizer: Tokenizer) -> None:
-    examples = worked_examples("column_addition", tokenizer, num_train=500, seed=1)
-    held_out = {p.token_ids for p in open_prompts("column_addition", tokenizer, num_train=1, seed=0).held_out}
-    assert held_out.isdisjoint(e.prompt_ids for e in examples)
-    for example in examples:
-        assert example.response_ids[-1] == tokenizer.eos_ids[0]
-        assert tokenizer.decode(example.response_ids).endswith(f">{example.answer}")
-    with pytest.raises(PromptDataError, match="no worked responses"):
-        worked_examples("jsonl", tokenizer)
+def test_options_that_a_source_does_not_take_are_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(DoorError, match=r"data\.options\.whta: .*:Yields\(what\).*Did you mean what\?"):
+        opened(f"{__name__}:Yields", tokenizer, options={"whta": "few"})

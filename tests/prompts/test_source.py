@@ -1,10 +1,8 @@
-import json
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
+from megatron_rl.config.schema import DataSettings
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.prompts.question import PromptDataError
 from megatron_rl.prompts.source import PromptSource
@@ -15,7 +13,8 @@ def prompts(n: int) -> list[Prompt]:
 
 
 def source(n: int = 10, *, seed: int = 0, shuffle: bool = True) -> PromptSource:
-    return PromptSource(prompts(n), prompts(2), seed=seed, shuffle=shuffle)
+    settings = DataSettings(source="column_addition", seed=seed, shuffle=shuffle)
+    return PromptSource(prompts(n), prompts(2), settings)
 
 
 def test_every_prompt_comes_once_per_epoch_in_a_new_order() -> None:
@@ -51,41 +50,6 @@ def test_more_prompts_than_there_are_cannot_be_taken() -> None:
         source(10).take(11)
 
 
-@settings(max_examples=50, deadline=None)
-@given(before=st.lists(st.integers(0, 10), max_size=8), after=st.lists(st.integers(0, 10), max_size=8))
-def test_a_restored_cursor_continues_exactly(before: list[int], after: list[int]) -> None:
-    running = source(10)
-    for n in before:
-        running.take(n)
-    state = json.loads(json.dumps(running.state()))
-    resumed = source(10)
-    resumed.take(3)
-    resumed.restore(state)
-    assert [running.take(n) for n in after] == [resumed.take(n) for n in after]
-
-
 def test_how_an_epoch_is_taken_does_not_change_it() -> None:
     one, many = source(10), source(10)
     assert one.take(10) == [p for n in (1, 5, 0, 4) for p in many.take(n)]
-
-
-@pytest.mark.parametrize("other", [source(11), source(10, seed=1), source(10, shuffle=False)])
-def test_the_cursor_of_other_data_is_refused(other: PromptSource) -> None:
-    with pytest.raises(PromptDataError, match="belongs to other prompts"):
-        source(10).restore(other.state())
-
-
-@pytest.mark.parametrize(
-    "damage", [{"epoch": -1}, {"position": "x"}, {"position": -3}, {"extra": 1}, {"put_off": "x"}, {"put_off": [10]}]
-)
-def test_a_damaged_cursor_is_refused(damage: dict[str, object]) -> None:
-    state = source(10).state()
-    with pytest.raises(PromptDataError, match="damaged"):
-        source(10).restore({**state, **damage})
-    with pytest.raises(PromptDataError, match="damaged"):
-        source(10).restore({})
-
-
-def test_no_training_prompt_is_an_error() -> None:
-    with pytest.raises(PromptDataError, match="no usable training prompt"):
-        PromptSource([], prompts(2), seed=0)

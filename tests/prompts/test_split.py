@@ -4,12 +4,12 @@ from itertools import count, cycle, islice
 import pytest
 
 from megatron_rl.prompts import column_addition, two_digit_addition
-from megatron_rl.prompts.question import BadRows, OnBadRow, PromptDataError, Question, same_text
+from megatron_rl.prompts.question import BadRows, PromptDataError, Question
 from megatron_rl.prompts.split import draw_split, hold_out, keep_apart
 
 
 def ask(text: str, answer: str = "1", origin: str = "", id: str = "") -> Question:
-    return Question(id=id or text, text=text, answer=answer, task="t", identity=same_text(text), origin=origin or text)
+    return Question(id=id or text, text=text, answer=answer, task="t", origin=origin)
 
 
 def endless() -> Iterator[Question]:
@@ -17,7 +17,7 @@ def endless() -> Iterator[Question]:
 
 
 def failing() -> BadRows:
-    return BadRows(OnBadRow.FAIL)
+    return BadRows("fail")
 
 
 @pytest.mark.parametrize("questions", [column_addition.questions, two_digit_addition.questions])
@@ -71,7 +71,7 @@ def test_a_repeated_question_is_used_once_and_a_contradiction_is_a_bad_row() -> 
     rows.append(ask("2+2=", "5", "f line 5"))
     with pytest.raises(PromptDataError, match=r"f line 5: repeats the question of f line 1 with .* \('5'\)"):
         hold_out(rows, 1, failing())
-    bad = BadRows(OnBadRow.SKIP)
+    bad = BadRows("skip")
     assert len(hold_out(rows, 1, bad).train) == 2
     assert bad.count == 1
 
@@ -87,7 +87,7 @@ def test_an_id_of_both_files_is_a_bad_row_unless_it_is_the_same_question() -> No
     held_out = [ask("a", id="1", origin="e line 1"), ask("c", id="2", origin="e line 2")]
     with pytest.raises(PromptDataError, match="e line 2: id '2' is already used in t line 2"):
         keep_apart(train, held_out, failing())
-    bad = BadRows(OnBadRow.SKIP)
+    bad = BadRows("skip")
     split = keep_apart(train, held_out, bad)
     assert ([q.text for q in split.train], [q.text for q in split.held_out]) == (["b"], ["a"])
     assert (split.overlapping, bad.count) == (1, 1)

@@ -3,7 +3,7 @@ from megatron_rl.prompts import two_digit_addition
 
 def test_by_hand() -> None:
     question = two_digit_addition.question(12, 34)
-    assert (question.text, question.answer, question.target) == ("12+34=", "046", "046")
+    assert (question.text, question.answer, question.worked) == ("12+34=", "046", "046")
     assert two_digit_addition.question(5, 99).answer == "104"
 
 

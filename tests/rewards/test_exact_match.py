@@ -6,7 +6,7 @@ import pytest
 from megatron_rl.contracts.group import Verdict
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import FinishReason
-from megatron_rl.rewards import ExactMatch, build_scorer
+from megatron_rl.rewards import ExactMatch
 
 
 def judge(text: str, reference: str = "170151", *, rule: str = "last_number", finish: str = "stop") -> Verdict:
@@ -83,10 +83,3 @@ def test_a_reference_that_would_become_another_number_is_an_error(answer: str, f
 def test_a_response_may_write_what_a_reference_may_not() -> None:
     assert judge("so x/2 = 10/5", "5").reward == 1.0
     assert judge("it is .5", "0.5").reward == judge("it is 0.50", ".5").reward == 1.0
-
-
-def test_unknown_names_are_refused_with_what_there_is() -> None:
-    with pytest.raises(ValueError, match=r"reward\.answer=first: .*last_number, last_line, boxed"):
-        build_scorer("exact_match", answer="first")
-    with pytest.raises(ValueError, match=r"reward\.name=judge: .*exact_match"):
-        build_scorer("judge")

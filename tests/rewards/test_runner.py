@@ -1,6 +1,8 @@
 import asyncio
 import time
+from types import MappingProxyType
 
+import numpy as np
 import pytest
 
 from megatron_rl.contracts.group import Verdict
@@ -13,6 +15,17 @@ PROMPT = Prompt(id="p", token_ids=(1,), answer="1", task="t")
 
 class Scripted:
     """Does with each response what the response's text says."""
+
+    CARELESS = MappingProxyType(
+        {
+            "number": 1.0,
+            "nothing": None,
+            "text": Verdict(reward="1", correctness=1.0),
+            "truth": Verdict(reward=1.0, correctness=True),
+            "answer": Verdict(reward=1.0, correctness=1.0, answer=5),
+            "numpy": Verdict(reward=np.float32(1), correctness=1.0),
+        }
+    )
 
     def __init__(self) -> None:
         self.cancelled = 0
@@ -32,6 +45,10 @@ class Scripted:
                     return Verdict(reward=None, correctness=None, reason=reason)
                 case ["own_timeout"]:
                     raise TimeoutError("the grader's own")
+                case ["own_cancel"]:
+                    raise asyncio.CancelledError
+                case ["careless", name]:
+                    return self.CARELESS[name]
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
@@ -68,11 +85,32 @@ def test_a_reward_that_is_not_finite_is_no_verdict(value: str) -> None:
     assert "not finite" in verdict.reason
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("number", "TypeError: the scorer returned float, not a Verdict"),
+        ("nothing", "TypeError: the scorer returned NoneType, not a Verdict"),
+        ("text", "ValidationError: Expected `float | null`, got `str` - at `$.reward`"),
+        ("truth", "ValidationError: Expected `float | null`, got `bool` - at `$.correctness`"),
+        ("answer", "ValidationError: Expected `str | null`, got `int` - at `$.answer`"),
+        ("numpy", "ValidationError: Expected `float | null`, got `numpy.float32` - at `$.reward`"),
+    ],
+)
+def test_what_is_no_verdict_is_counted_with_its_reason(name: str, reason: str) -> None:
+    (verdict,), _ = judge(f"careless {name}")
+    assert (verdict.reward, verdict.correctness, verdict.reason) == (None, None, reason)
+
+
 def test_scoring_overlaps_and_is_timed() -> None:
     start = time.perf_counter()
     verdicts, _ = judge(*["sleep 0.1"] * 50, timeout_s=5)
     assert time.perf_counter() - start < 2.5, "fifty times 0.1 s one after another would take 5 s"
     assert all(0.09 < v.seconds < 2.5 and v.reward == 1.0 for v in verdicts)
+
+
+def test_a_scorer_that_cancels_itself_gives_no_verdict() -> None:
+    (verdict,), _ = judge("own_cancel")
+    assert (verdict.reward, verdict.reason) == (None, "the scorer cancelled itself")
 
 
 def test_a_cancelled_caller_cancels_its_scorer() -> None:
@@ -88,9 +126,3 @@ def test_a_cancelled_caller_cancels_its_scorer() -> None:
 
     asyncio.run(run())
     assert scorer.cancelled == 1
-
-
-@pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan")])
-def test_the_timeout_must_be_positive(timeout_s: float) -> None:
-    with pytest.raises(ValueError, match=r"reward\.timeout_s="):
-        RewardRunner(Scripted(), timeout_s=timeout_s)

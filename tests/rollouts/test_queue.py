@@ -1,106 +1,61 @@
-import socket
-import threading
 from collections.abc import Iterator
 
-import msgspec
 import pytest
 
-from megatron_rl.contracts.group import Group, RolloutRef
-from megatron_rl.contracts.prompt import Prompt, Sampling
-from megatron_rl.rollouts.frames import FrameReader, receive_available
-from megatron_rl.rollouts.hub import CollectorLost, Hub
-from megatron_rl.rollouts.messages import (
-    Failed,
-    FromCollector,
-    GroupDone,
-    GroupRequest,
-    Hello,
-    Release,
-    ToCollector,
-    frame,
-)
+from megatron_rl.config.schema import RolloutSettings
+from megatron_rl.contracts.exit_codes import ExitCode, Failure
+from megatron_rl.rollouts.hub import Hub
+from megatron_rl.rollouts.messages import Failed, GroupRequest, Release
 from megatron_rl.rollouts.queue import CollectorFailed, RolloutQueue
+from support.collectors import Peer, done, request
 from support.rollouts import make_ref, make_rollout
-
-KEY = "k" * 32
-
-
-class Peer:
-    """A collector's end of the wire, driven by the test."""
-
-    def __init__(self, hub: Hub, node: int, key: str = KEY) -> None:
-        self._socket = socket.create_connection(hub.address, timeout=5)
-        self._reader = FrameReader()
-        self.say(Hello(key=key, node=node))
-
-    def say(self, message: FromCollector) -> None:
-        self._socket.sendall(frame(message))
-
-    def say_raw(self, data: bytes) -> None:
-        self._socket.sendall(data)
-
-    def hear(self) -> list[ToCollector]:
-        decoder = msgspec.msgpack.Decoder(ToCollector)
-        return [decoder.decode(body) for body in receive_available(self._socket, self._reader)]
-
-    def hang_up(self) -> None:
-        self._socket.close()
 
 
 @pytest.fixture
-def hub() -> Iterator[Hub]:
-    hub = Hub("127.0.0.1", KEY)
-    yield hub
-    hub.close()
-
-
-def request(name: str, num_samples: int = 2) -> GroupRequest:
-    return GroupRequest(
-        group_id=name,
-        prompt=Prompt(id=name, token_ids=(1, 2), answer="3", task="t"),
-        num_samples=num_samples,
-        sampling=Sampling(max_new_tokens=4, temperature=1.0),
-    )
-
-
-def done(name: str, samples: tuple[RolloutRef, ...] = ()) -> GroupDone:
-    return GroupDone(group=Group(group_id=name, prompt=request(name).prompt, samples=samples), generated_tokens=5)
+def queue(hub: Hub, peer: Peer) -> Iterator[RolloutQueue]:
+    yield RolloutQueue(hub, RolloutSettings(max_new_tokens=4, max_staleness=1))
 
 
 def idle() -> None:
     pass
 
 
-def test_each_group_is_delivered_once_and_can_be_released(hub: Hub) -> None:
-    peer = Peer(hub, 0)
-    hub.wait_for(1, 5)
-    producer = RolloutQueue(hub)
-    producer.submit([request("a"), request("b")])
-    assert [m.group_id for m in peer.hear() if isinstance(m, GroupRequest)] == ["a", "b"]
+def asked(peer: Peer) -> list[str]:
+    return [message.group_id for message in peer.hear() if isinstance(message, GroupRequest)]
+
+
+def test_each_group_is_delivered_once_and_can_be_released(queue: RolloutQueue, peer: Peer) -> None:
+    queue.submit([request("a"), request("b")])
+    assert asked(peer) == ["a", "b"]
     peer.say(done("b"))
     peer.say(done("a"))
-    assert [g.group_id for g in producer.as_completed(idle)] == ["b", "a"]
+    assert [g.group_id for g in queue.as_completed(idle)] == ["b", "a"]
     with pytest.raises(ValueError, match="once"):
-        producer.submit([request("a")])
-    producer.release(["a", "b"])
+        queue.submit([request("a")])
+    queue.release(["a", "b"])
     assert peer.hear() == [Release(("a", "b"))]
-    assert producer.generated_tokens == 10
+    assert queue.generated_tokens == 10
 
 
-def test_work_is_spread_by_outstanding_samples(hub: Hub) -> None:
-    peers = [Peer(hub, 0), Peer(hub, 1)]
+def test_an_evaluated_group_has_nothing_to_release(queue: RolloutQueue, peer: Peer) -> None:
+    for _ in range(2):
+        queue.submit([request("a", evaluation=True)])
+        peer.say(done("a"))
+        assert len(list(queue.as_completed(idle))) == 1
+    queue.release(["a"])
+    assert not any(isinstance(message, Release) for message in peer.hear())
+
+
+def test_work_is_spread_by_outstanding_samples(hub: Hub, queue: RolloutQueue, peer: Peer) -> None:
+    other = Peer(hub, 1)
     hub.wait_for(2, 5)
-    producer = RolloutQueue(hub)
-    producer.submit([request("big", 5), request("x"), request("y"), request("z")])
-    heard = [[m.group_id for m in peer.hear() if isinstance(m, GroupRequest)] for peer in peers]
-    assert heard == [["big"], ["x", "y", "z"]]
+    queue.submit([request("big", 5), request("x"), request("y"), request("z")])
+    assert [asked(peer), asked(other)] == [["big"], ["x", "y", "z"]]
+    other.hang_up()
 
 
-def test_idle_is_called_while_waiting(hub: Hub) -> None:
-    peer = Peer(hub, 0)
-    hub.wait_for(1, 5)
-    producer = RolloutQueue(hub)
-    producer.submit([request("a")])
+def test_idle_is_called_while_waiting(queue: RolloutQueue, peer: Peer) -> None:
+    queue.submit([request("a")])
     calls = []
 
     def answer_on_third_call() -> None:
@@ -108,86 +63,25 @@ def test_idle_is_called_while_waiting(hub: Hub) -> None:
         if len(calls) == 3:
             peer.say(done("a"))
 
-    assert len(list(producer.as_completed(answer_on_third_call, idle_every_seconds=0.01))) == 1
+    assert len(list(queue.as_completed(answer_on_third_call, idle_every_seconds=0.01))) == 1
     assert len(calls) >= 3
 
 
-def test_stale_samples_are_counted_not_delivered(hub: Hub) -> None:
-    peer = Peer(hub, 0)
-    hub.wait_for(1, 5)
-    producer = RolloutQueue(hub, max_staleness=1)
+def test_stale_samples_are_counted_not_delivered(queue: RolloutQueue, peer: Peer) -> None:
     sample = make_ref(make_rollout(3, 4))  # its response is of version 5
     for version, kept in ((5, 1), (6, 1), (7, 0)):
-        producer.set_version(version)
-        producer.submit([request(f"v{version}")])
+        queue.set_version(version)
+        queue.submit([request(f"v{version}")])
         peer.say(done(f"v{version}", (sample,)))
-        (group,) = producer.as_completed(idle)
+        (group,) = queue.as_completed(idle)
         assert len(group.samples) == kept
         assert group.rejected == ({} if kept else {"stale": 1})
 
 
-def test_a_snapshot_holds_what_was_not_delivered(hub: Hub) -> None:
-    peer = Peer(hub, 0)
-    hub.wait_for(1, 5)
-    producer = RolloutQueue(hub)
-    producer.submit([request("a"), request("b")])
-    peer.say(done("a"))
-    next(producer.as_completed(idle))
-    peer.hear()
-    restored = RolloutQueue(hub)
-    restored.restore(producer.snapshot())
-    assert [m.group_id for m in peer.hear() if isinstance(m, GroupRequest)] == ["b"]
-    assert restored.num_outstanding == 1
-
-
-def test_failures_are_named(hub: Hub) -> None:
-    peer = Peer(hub, 0)
-    hub.wait_for(1, 5)
-    producer = RolloutQueue(hub)
-    producer.submit([request("a")])
-    peer.say(Failed("the engine has gone"))
-    with pytest.raises(CollectorFailed, match="the engine has gone"):
-        list(producer.as_completed(idle))
-    peer.hang_up()
-    with pytest.raises(CollectorLost, match="node 0"):
-        list(producer.as_completed(idle))
-
-
-def test_a_wrong_key_or_garbage_is_not_listened_to(hub: Hub) -> None:
-    Peer(hub, 0, key="wrong")
-    socket.create_connection(hub.address).sendall(b"\xff\xff\xff\xffGET / HTTP/1.1\r\n")
-    with pytest.raises(CollectorLost, match="0 of 1"):
-        hub.wait_for(1, 0.3)
-
-
-def test_garbage_from_a_known_collector_ends_the_run(hub: Hub) -> None:
-    peer = Peer(hub, 0)
-    hub.wait_for(1, 5)
-    peer.say_raw(b"\x00\x00\x00\x03abc")
-    with pytest.raises(CollectorLost, match="not one"):
-        hub.poll(5)
-
-
-def test_large_messages_arrive_whole(hub: Hub) -> None:
-    peer = Peer(hub, 0)
-    hub.wait_for(1, 5)
-    sample = make_ref(make_rollout(3, 4))
-    message = GroupDone(
-        group=Group(group_id="a", prompt=request("a").prompt, samples=(sample,) * 2000), generated_tokens=1
-    )
-    sender = threading.Thread(target=peer.say, args=(message,))
-    sender.start()
-    received = None
-    while received is None:
-        received = hub.poll(1)
-    sender.join()
-    assert received == (0, message)
-
-
-def test_a_stranger_with_two_bad_frames_is_dropped_once(hub: Hub) -> None:
-    stranger = socket.create_connection(hub.address)
-    stranger.sendall(frame(Failed("a")) + frame(Failed("b")))
-    oversized = socket.create_connection(hub.address)
-    oversized.sendall((1 << 20).to_bytes(4, "big") + b"x" * 100)
-    with pytest.raises(CollectorLost, match="0 of 1"):
-        hub.wait_for(1, 0.3)
+def test_failures_are_named(queue: RolloutQueue, peer: Peer) -> None:
+    queue.submit([request("a")])
+    for message, words in ((Failed("the engine has gone"), "the engine has gone"), (done("b"), "unexpected GroupDone")):
+        peer.say(message)
+        with pytest.raises(CollectorFailed, match=words) as caught:
+            list(queue.as_completed(idle))
+        assert isinstance(caught.value, Failure) and caught.value.exit_code is ExitCode.ENGINE_FAILED

@@ -11,14 +11,14 @@ from megatron_rl.rollouts.store import RolloutGone, RolloutStore, read_rollout
 from support.rollouts import assert_equal, make_ref, make_rollout
 
 
-def test_payloads_are_read_back_whole() -> None:
+def test_rollouts_are_read_back_whole() -> None:
     store = RolloutStore(node=0)
     rollouts = [make_rollout(4, 5), make_rollout(9, 30)]
     for rollout, location in zip(rollouts, store.put("g7", rollouts), strict=True):
         assert_equal(read_rollout(make_ref(rollout, location)), rollout)
 
 
-def test_a_released_payload_is_gone_and_its_file_descriptor_reuse_is_noticed() -> None:
+def test_a_released_rollout_is_gone_and_its_file_descriptor_reuse_is_noticed() -> None:
     store = RolloutStore(node=0)
     first = make_rollout(4, 5)
     location = store.put("g1", [first])[0]

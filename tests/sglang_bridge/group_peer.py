@@ -8,14 +8,16 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from sglang_bridge.admin import AdminClient
+from sglang_bridge.engine import Engine
 from sglang_bridge.errors import RequestFailed
+from sglang_bridge.keys import create_keys
 
 
 class PeerAdmin(AdminClient):
     """Forwards the two calls that matter to the peer process and waits for its answers."""
 
     def __init__(self, url: str, pipe: Connection | None) -> None:
-        super().__init__(url)
+        super().__init__(Engine(url=url), create_keys())
         self._pipe = pipe
         self._lock = threading.Lock()
         self.received: list[tuple[list[float], str | None]] = []

@@ -8,23 +8,29 @@ from collections.abc import Iterator
 import pytest
 
 from sglang_bridge.admin import AdminClient
+from sglang_bridge.engine import Engine
 from sglang_bridge.errors import RequestFailed
+from sglang_bridge.keys import RunKeys
 
 ANSWERS: dict[str, tuple[int, bytes]] = {
     "/ready": (200, b""),
-    "/health_generate": (503, b""),
     "/pause_generation": (200, b'{"status": "ok", "message": "Generation paused successfully."}'),
     "/flush_cache": (400, b"Flush cache failed.\n"),
     "/continue_generation": (200, b"Resumed.\n"),
     "/begin_weight_update": (400, b'{"success": false, "message": "a session is already open"}'),
     "/end_weight_update": (200, b'{"success": false, "message": "none was open"}'),
-    "/model_info": (200, b'{"weight_version": "3"}'),
+    "/server_info": (200, b'{"tp_size": 1}'),
+    "/update_weights_from_disk": (200, b'{"success": true, "message": ""}'),
     "/weights_checker": (
         200,
         b'{"success": true, "message": "", "ranks": [{"checksums": {"a": "1f"}, '
         b'"per_gpu_checksum": "x", "parallelism_info": {"tp_rank": 0}}]}',
     ),
 }
+
+
+def client(url: str) -> AdminClient:
+    return AdminClient(Engine(url=url), RunKeys("user", "boss"))
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -54,32 +60,39 @@ def server() -> Iterator[http.server.ThreadingHTTPServer]:
 
 @pytest.fixture
 def admin(server: http.server.ThreadingHTTPServer) -> AdminClient:
-    return AdminClient(f"http://127.0.0.1:{server.server_port}", api_key="user", admin_api_key="boss")
+    return client(f"http://127.0.0.1:{server.server_port}")
 
 
 def test_control_requests_use_the_admin_key_and_reading_the_other(
     admin: AdminClient, server: http.server.ThreadingHTTPServer
 ) -> None:
-    admin.pause("in_place")
-    assert admin.weight_version() == "3"
+    admin.pause()
+    assert admin.server_info() == {"tp_size": 1}
     (first, second) = server.seen  # type: ignore[attr-defined]
-    assert (first[0], first[1], json.loads(first[2])) == ("/pause_generation", "Bearer boss", {"mode": "in_place"})
-    assert second[:2] == ("/model_info", "Bearer user")
+    assert (first[0], first[1], json.loads(first[2])) == ("/pause_generation", "Bearer boss", {"mode": "retract"})
+    assert second[:2] == ("/server_info", "Bearer user")
 
 
-def test_health_is_a_question_not_an_error(admin: AdminClient) -> None:
+def test_readiness_is_a_question_not_an_error(admin: AdminClient) -> None:
     assert admin.is_ready()
-    assert not admin.is_healthy()
-    assert not AdminClient("http://127.0.0.1:9").is_ready()
+    assert not client("http://127.0.0.1:9").is_ready()
 
 
 def test_text_answers_count_as_success(admin: AdminClient) -> None:
     admin.resume()
 
 
+def test_a_directory_is_loaded_whatever_the_server_started_with(
+    admin: AdminClient, server: http.server.ThreadingHTTPServer
+) -> None:
+    admin.update_weights_from_disk("/d", weight_version="3", timeout=5)
+    (path, _, body) = server.seen[0]  # type: ignore[attr-defined]
+    assert path == "/update_weights_from_disk"
+    assert json.loads(body) == {"model_path": "/d", "load_format": "auto", "weight_version": "3", "flush_cache": False}
+
+
 def test_checksums_are_typed(admin: AdminClient) -> None:
-    (rank,) = admin.checksums()
-    assert rank.checksums == {"a": "1f"}
+    assert admin.checksums() == [{"a": "1f"}]
 
 
 @pytest.mark.parametrize(
@@ -97,10 +110,10 @@ def test_failures_carry_the_engines_words(admin: AdminClient, method: str, words
 
 def test_no_answer_names_the_url() -> None:
     with pytest.raises(RequestFailed, match=r"127\.0\.0\.1:9/pause_generation: no answer"):
-        AdminClient("http://127.0.0.1:9").pause()
+        client("http://127.0.0.1:9").pause()
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:30000", "https://host", "http://"])
 def test_other_urls_are_refused(url: str) -> None:
     with pytest.raises(ValueError, match="http://HOST:PORT"):
-        AdminClient(url)
+        client(url)

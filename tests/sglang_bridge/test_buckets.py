@@ -10,10 +10,10 @@ from sglang_bridge.weights.buckets import Bucket, iterate_buckets
 CPU = torch.device("cpu")
 
 
-def copies(named: list[tuple[str, torch.Tensor]], bucket_bytes: int, alone: tuple[str, ...] = ()) -> list[Bucket]:
+def copies(named: list[tuple[str, torch.Tensor]], bucket_bytes: int) -> list[Bucket]:
     """The buckets, each with a copy of its bytes: the next one overwrites them."""
     buckets = []
-    for bucket in iterate_buckets(iter(named), bucket_bytes=bucket_bytes, device=CPU, alone=alone):
+    for bucket in iterate_buckets(iter(named), bucket_bytes=bucket_bytes, device=CPU):
         bucket.flat = bucket.flat.clone()
         buckets.append(bucket)
     return buckets
@@ -41,11 +41,6 @@ def test_unaligned_tensors_start_a_new_bucket() -> None:
         ("byte", torch.ones(1).to(torch.uint8)),
     ]
     assert [bucket.names for bucket in copies(named, 64)] == [["half"], ["full", "byte"]]
-
-
-def test_chosen_tensors_travel_alone() -> None:
-    named = [(name, torch.ones(1)) for name in "abcd"]
-    assert [bucket.names for bucket in copies(named, 64, alone=("b",))] == [["a"], ["b"], ["c", "d"]]
 
 
 def test_only_one_bucket_ahead_of_the_consumer() -> None:

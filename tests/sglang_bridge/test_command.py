@@ -1,49 +1,55 @@
 """An engine's command line and environment."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from sglang_bridge import cpu_shim_path
 from sglang_bridge.command import build_argv, build_environment
-from sglang_bridge.settings import EngineSettings
+from sglang_bridge.cpu_support import cpu_shim_path
+from sglang_bridge.settings import ServerPlace, ServerSettings
 
-CPU = {
-    "model_path": "/m",
-    "dtype": "float32",
-    "device": "cpu",
-    "max_running_requests": 8,
-    "max_total_tokens": 1024,
-}
+PLACE = ServerPlace(model_path="/m", device="cpu")
+KEYS = Path("/k.yaml")
 
 
-def settings(**changes: object) -> EngineSettings:
-    return EngineSettings(**{**CPU, **changes})  # type: ignore[arg-type]
+def argv_of(place: ServerPlace = PLACE, **settings: Any) -> list[str]:
+    return build_argv(ServerSettings(**settings), place, port=21000, key_config=KEYS)
+
+
+def environment_of(inherited: dict[str, str], place: ServerPlace = PLACE, **settings: Any) -> dict[str, str]:
+    return build_environment(ServerSettings(**settings), place, inherited)
 
 
 def test_dtype_device_and_address_are_always_explicit() -> None:
-    argv = build_argv(settings(), port=21000, key_config=Path("/k.yaml"))
+    argv = argv_of()
     assert {"--dtype=float32", "--device=cpu", "--host=127.0.0.1", "--port=21000"} <= set(argv)
     assert argv[argv.index("--config") + 1] == "/k.yaml"
     assert {"--skip-tokenizer-init", "--enable-return-routed-experts"} <= set(argv)
 
 
 def test_extra_arguments_come_last_so_that_they_win() -> None:
-    argv = build_argv(settings(extra_args=("--random-seed=3",)), port=1, key_config=Path("/k.yaml"))
+    argv = argv_of(extra_args=["--random-seed=3"])
     assert argv[-1] == "--random-seed=3"
 
 
 def test_routes_can_be_left_out() -> None:
-    argv = build_argv(settings(return_routes=False), port=1, key_config=Path("/k.yaml"))
+    argv = argv_of(replace(PLACE, return_routes=False))
     assert "--enable-return-routed-experts" not in argv
 
 
+def test_weights_come_from_the_checkpoint_or_are_random_until_the_first_sync() -> None:
+    assert not any(argument.startswith("--load-format") for argument in argv_of())
+    assert "--load-format=dummy" in argv_of(replace(PLACE, load_format="dummy"))
+
+
 def test_only_cpu_engines_get_the_shim() -> None:
-    cpu = build_environment(settings(), {})
+    cpu = environment_of({})
     assert cpu["PYTHONPATH"].split(os.pathsep)[0] == str(cpu_shim_path())
     assert cpu["SGLANG_USE_CPU_ENGINE"] == "1"
-    gpu = build_environment(settings(device="cuda", gpus=(2, 3)), {"PYTHONPATH": "/mine"})
+    gpu = environment_of({"PYTHONPATH": "/mine"}, replace(PLACE, device="cuda", gpus=(2, 3)))
     assert str(cpu_shim_path()) not in gpu["PYTHONPATH"]
     assert gpu["PYTHONPATH"].split(os.pathsep)[-1] == "/mine"
     assert gpu["CUDA_VISIBLE_DEVICES"] == "2,3"
@@ -52,40 +58,14 @@ def test_only_cpu_engines_get_the_shim() -> None:
 
 def test_torchrun_variables_do_not_reach_the_engine() -> None:
     inherited = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x", "HOME": "/h"}
-    environment = build_environment(settings(threads=2), inherited)
+    environment = environment_of(inherited, threads=2)
     assert not {"RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"} & environment.keys()
     assert environment["HOME"] == "/h"
     assert environment["OMP_NUM_THREADS"] == "2"
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"dtype": "auto"}, "engine.dtype='auto'"),
-        ({"quantization": "fp8"}, "engine.quantization='fp8'"),
-        ({"max_total_tokens": None}, "engine.max_total_tokens=null"),
-        ({"extra_args": ("--api-key=x",)}, "--api-key"),
-        ({"extra_args": ("--port", "1")}, "--port"),
-        ({"extra_args": ("--dp-size=2",)}, "--dp-size"),
-        ({"extra_args": ("--tokenizer-worker-num=2",)}, "--tokenizer-worker-num"),
-        ({"extra_args": ("--enable-hierarchical-cache",)}, "--enable-hierarchical-cache"),
-    ],
-)
-def test_what_cannot_work_is_refused(change: dict, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        settings(**change)
-
-
 def test_engine_gpus_count_within_what_the_scheduler_gave() -> None:
-    gpu = settings(device="cuda", gpus=(1, 2))
-    assert build_environment(gpu, {"CUDA_VISIBLE_DEVICES": "4,5,7"})["CUDA_VISIBLE_DEVICES"] == "5,7"
+    gpu = replace(PLACE, device="cuda", gpus=(1, 2))
+    assert environment_of({"CUDA_VISIBLE_DEVICES": "4,5,7"}, gpu)["CUDA_VISIBLE_DEVICES"] == "5,7"
     with pytest.raises(ValueError, match="lists only 2"):
-        build_environment(gpu, {"CUDA_VISIBLE_DEVICES": "4,5"})
-
-
-@pytest.mark.parametrize(
-    "argument", ["--hos=0.0.0.0", "--model=/other", "--tensor-parallel-size=2", "--disagg=prefill"]
-)
-def test_abbreviated_options_are_refused_too(argument: str) -> None:
-    with pytest.raises(ValueError, match=r"engine\.extra_args"):
-        settings(extra_args=(argument,))
+        environment_of({"CUDA_VISIBLE_DEVICES": "4,5"}, gpu)

@@ -6,18 +6,18 @@ import torch
 from safetensors.torch import load_file
 
 from sglang_bridge.admin import AdminClient
+from sglang_bridge.engine import Engine
 from sglang_bridge.errors import RequestFailed
-from sglang_bridge.handle import EngineHandle
+from sglang_bridge.keys import create_keys
 from sglang_bridge.weights.buckets import iterate_buckets
-from sglang_bridge.weights.calls import EngineLink
 from sglang_bridge.weights.disk import DiskTransport
 
 
 class LoadingAdmin(AdminClient):
     """Loads what it is told to, as an engine would."""
 
-    def __init__(self, url: str) -> None:
-        super().__init__(url)
+    def __init__(self) -> None:
+        super().__init__(Engine(url="http://127.0.0.1:1"), create_keys())
         self.held: dict[str, torch.Tensor] = {}
         self.version = ""
 
@@ -29,23 +29,22 @@ class LoadingAdmin(AdminClient):
         self.version = weight_version
 
 
-def push(transport: DiskTransport, link: EngineLink, weights: dict[str, torch.Tensor], version: int) -> None:
-    assert transport.connect([link]) == {}
-    assert transport.begin([link], version) == {}
+def push(transport: DiskTransport, admin: AdminClient, weights: dict[str, torch.Tensor], version: int) -> None:
+    assert transport.connect([admin]) == {}
+    assert transport.begin([admin], version) == {}
     for bucket in iterate_buckets(iter(weights.items()), bucket_bytes=32, device=transport.device):
-        assert transport.send(bucket, [link], version) == {}
-    assert transport.end([link], version) == {}
+        assert transport.send(bucket, [admin], version) == {}
+    assert transport.end([admin], version) == {}
 
 
 def test_a_version_is_loaded_complete_and_replaces_the_one_before(tmp_path: Path) -> None:
     (tmp_path / "start").mkdir()
     (tmp_path / "start" / "config.json").write_text("{}")
-    admin = LoadingAdmin("http://127.0.0.1:1")
-    link = EngineLink(EngineHandle(urls=(admin.url,)), admin)
+    admin = LoadingAdmin()
     transport = DiskTransport(directory=tmp_path / "sync", config_from=tmp_path / "start", timeout_seconds=5)
     for version in (1, 2):
         weights = {name: torch.randn(3, 2) for name in "abc"}
-        push(transport, link, weights, version)
+        push(transport, admin, weights, version)
         assert admin.version == str(version)
         assert all(torch.equal(admin.held[name], weights[name]) for name in "abc")
         assert [path.name for path in (tmp_path / "sync").iterdir()] == [f"version-{version}"]

@@ -6,16 +6,19 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sglang_bridge.keys import RunKeys, create_keys, read_keys, write_keys, write_server_config
+from sglang_bridge.keys import RunKeys, create_keys, key_file_problem, read_keys, write_server_config
 
 
-def test_keys_come_back_and_belong_to_the_owner_alone(tmp_path: Path) -> None:
-    keys, path = create_keys(), tmp_path / "keys.json"
-    path.write_text("older, and readable by all")
-    path.chmod(0o644)
-    write_keys(keys, path)
-    assert read_keys(path) == keys
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+def key_file(path: Path, content: str = '{"api_key": "a", "admin_api_key": "b"}', mode: int = 0o600) -> Path:
+    path.write_text(content)
+    path.chmod(mode)
+    return path
+
+
+def test_keys_are_read_from_a_file_of_the_owner_alone(tmp_path: Path) -> None:
+    path = key_file(tmp_path / "keys.json")
+    assert key_file_problem(path) is None
+    assert read_keys(path) == RunKeys("a", "b")
 
 
 def test_every_run_has_other_keys() -> None:
@@ -31,6 +34,8 @@ def test_printing_keys_does_not_show_them() -> None:
 
 def test_server_config_is_yaml_with_the_option_names(tmp_path: Path) -> None:
     keys, path = create_keys(), tmp_path / "engine.yaml"
+    path.write_text("older, and readable by all")
+    path.chmod(0o644)
     write_server_config(keys, path)
     assert yaml.safe_load(path.read_text()) == {"api-key": keys.api_key, "admin-api-key": keys.admin_api_key}
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -39,20 +44,21 @@ def test_server_config_is_yaml_with_the_option_names(tmp_path: Path) -> None:
 
 
 def test_a_key_file_that_others_may_read_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "keys.json"
-    write_keys(create_keys(), path)
-    path.chmod(0o640)
-    with pytest.raises(PermissionError, match="chmod 600"):
+    path = key_file(tmp_path / "keys.json", mode=0o640)
+    with pytest.raises(ValueError, match=r"engine\.key_file=.*Others can read the keys\. chmod 600"):
         read_keys(path)
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"api_key": "a"}', '{"api_key": 1, "admin_api_key": "b"}'])
-def test_a_malformed_key_file_is_refused(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "keys.json"
-    path.touch(mode=0o600)
-    path.write_text(content)
-    with pytest.raises(ValueError, match=r"engine\.key_file"):
-        read_keys(path)
+def test_a_key_file_that_is_missing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no such file"):
+        read_keys(tmp_path / "keys.json")
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"api_key": "secret"}', '{"api_key": 1, "admin_api_key": "secret"}'])
+def test_a_malformed_key_file_is_refused_without_showing_it(tmp_path: Path, content: str) -> None:
+    with pytest.raises(ValueError, match="two keys as JSON") as caught:
+        read_keys(key_file(tmp_path / "keys.json", content))
+    assert "secret" not in str(caught.value)
 
 
 def test_no_key_reads_as_an_option() -> None:

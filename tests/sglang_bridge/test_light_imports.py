@@ -1,4 +1,4 @@
-"""What the collector imports must start fast: no torch, no SGLang, no transformers."""
+"""What the collector and the configuration import must start fast: no torch, no SGLang, no transformers."""
 
 import subprocess
 import sys
@@ -18,6 +18,9 @@ HEAVY = ("torch", "sglang", "transformers", "megatron", "megatron_rl")
         "sglang_bridge.admin",
         "sglang_bridge.keys",
         "sglang_bridge.lifeline",
+        "sglang_bridge.settings",
+        "sglang_bridge.addresses",
+        "sglang_bridge.readiness",
         "sglang_bridge.supervise",
     ],
 )

@@ -12,9 +12,7 @@ import torch
 import torch.distributed as dist
 
 from sglang_bridge.errors import RequestFailed
-from sglang_bridge.handle import EngineHandle
 from sglang_bridge.weights.buckets import Bucket
-from sglang_bridge.weights.calls import EngineLink
 from sglang_bridge.weights.distributed import DistributedTransport
 from tests.sglang_bridge.group_peer import PeerAdmin, serve_peer
 
@@ -45,11 +43,10 @@ def transport(timeout: float = 20.0) -> DistributedTransport:
 
 def test_buckets_arrive_and_no_default_group_appears(peer: tuple[PeerAdmin, BaseProcess]) -> None:
     had_default_group = dist.is_initialized()
-    link = EngineLink(EngineHandle(urls=(URL,)), peer[0])
     sender = transport()
-    assert sender.connect([link]) == {}
-    assert sender.send(bucket_of(1.0, 2.0, last=False), [link], 7) == {}
-    assert sender.send(bucket_of(3.0), [link], 7) == {}
+    assert sender.connect([peer[0]]) == {}
+    assert sender.send(bucket_of(1.0, 2.0, last=False), [peer[0]], 7) == {}
+    assert sender.send(bucket_of(3.0), [peer[0]], 7) == {}
     assert peer[0].received == [([1.0, 2.0], None), ([3.0], "7")]
     assert dist.is_initialized() == had_default_group
     sender.close()
@@ -58,9 +55,8 @@ def test_buckets_arrive_and_no_default_group_appears(peer: tuple[PeerAdmin, Base
 @pytest.mark.parametrize("how", ["dies", "hangs", "refuses"])
 def test_a_peer_that_fails_is_reported_within_the_timeout(peer: tuple[PeerAdmin, BaseProcess], how: str) -> None:
     admin, process = peer
-    link = EngineLink(EngineHandle(urls=(URL,)), admin)
     sender = transport(timeout=3.0)
-    assert sender.connect([link]) == {}
+    assert sender.connect([admin]) == {}
     assert process.pid is not None
     if how == "dies":
         process.kill()
@@ -71,10 +67,10 @@ def test_a_peer_that_fails_is_reported_within_the_timeout(peer: tuple[PeerAdmin,
         admin.refuse = True
     start = time.monotonic()
     big = Bucket(torch.zeros(32 * 2**20, dtype=torch.uint8), True, ["w"], [torch.uint8], [torch.Size([32 * 2**20])])
-    failures = sender.send(big, [link], 1)
+    failures = sender.send(big, [admin], 1)
     assert set(failures) == {URL}
     assert time.monotonic() - start < 6.0
-    sender.forget(link)
+    sender.forget(admin)
     sender.close()
 
 
@@ -83,8 +79,7 @@ def test_nobody_comes() -> None:
         def init_weights_update_group(self, **request: object) -> None:
             time.sleep(60)
 
-    link = EngineLink(EngineHandle(urls=(URL,)), Absent(URL, None))
-    failures = transport(timeout=1.0).connect([link])
+    failures = transport(timeout=1.0).connect([Absent(URL, None)])
     assert "no engine joined" in failures[URL]
 
 
@@ -94,8 +89,7 @@ def test_an_engine_that_refuses_to_join_is_reported_at_once() -> None:
             raise RequestFailed("not today")
 
     start = time.monotonic()
-    link = EngineLink(EngineHandle(urls=(URL,)), Refusing(URL, None))
-    assert transport(timeout=30.0).connect([link]) == {URL: "not today"}
+    assert transport(timeout=30.0).connect([Refusing(URL, None)]) == {URL: "not today"}
     assert time.monotonic() - start < 5.0
 
 

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from sglang_bridge.engine import Engine
 from sglang_bridge.errors import EngineUnhealthy
 from sglang_bridge.keys import create_keys
 from sglang_bridge.ports import choose_port
 from sglang_bridge.readiness import require_external_engines
+from sglang_bridge.settings import ServerSettings
 
 INFO: dict[str, Any] = {"enable_return_routed_experts": True, "tp_size": 1, "dtype": "float32"}
 
@@ -38,9 +40,10 @@ def server() -> Iterator[http.server.ThreadingHTTPServer]:
         running.shutdown()
 
 
-def check(port: int, *, return_routes: bool = True, tp: int = 1, dtype: str = "float32") -> None:
-    urls = [f"http://127.0.0.1:{port}"]
-    require_external_engines(urls, create_keys(), deadline_seconds=0.6, return_routes=return_routes, tp=tp, dtype=dtype)
+def check(port: int, *, return_routes: bool = True, tp: int = 1, **settings: Any) -> None:
+    engines = [Engine(url=f"http://127.0.0.1:{port}", tp=tp)]
+    declared = ServerSettings(start_timeout_s=0.6, tp=tp, **settings)
+    require_external_engines(engines, create_keys(), declared, return_routes=return_routes)
 
 
 def test_a_server_that_fits_passes(server: Any) -> None:
@@ -65,14 +68,17 @@ def test_other_keys_are_named(server: Any) -> None:
         check(server.server_port)
 
 
-def test_another_tensor_parallel_size_is_named(server: Any) -> None:
-    with pytest.raises(EngineUnhealthy, match=r"tp_size=1 .*engine\.tp=2"):
+def test_the_declared_tensor_parallel_size_must_be_the_running_one(server: Any) -> None:
+    with pytest.raises(EngineUnhealthy, match=r"engine\.tp=2: http.* runs with tp_size=1"):
         check(server.server_port, tp=2)
+    server.answer = (200, {**INFO, "tp_size": 2, "pp_size": 1, "dp_size": 1})
+    check(server.server_port, tp=2)
 
 
-def test_pipeline_stages_are_named_before_the_first_sync(server: Any) -> None:
-    server.answer = (200, {**INFO, "pp_size": 2})
-    with pytest.raises(EngineUnhealthy, match=r"127\.0\.0\.1.*pp_size=2"):
+@pytest.mark.parametrize("key", ["pp_size", "dp_size"])
+def test_pipeline_and_plain_data_parallelism_are_named_before_the_first_sync(server: Any, key: str) -> None:
+    server.answer = (200, {**INFO, key: 2})
+    with pytest.raises(EngineUnhealthy, match=rf"127\.0\.0\.1.*{key}=2.*start it with 1"):
         check(server.server_port)
 
 

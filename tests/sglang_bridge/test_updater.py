@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from sglang_bridge.admin import AdminClient
+from sglang_bridge.engine import Engine
 from sglang_bridge.errors import RequestFailed, WeightUpdateFailed
-from sglang_bridge.handle import EngineHandle, Role
+from sglang_bridge.keys import create_keys
 from sglang_bridge.weights.buckets import Bucket
-from sglang_bridge.weights.calls import EngineLink, Failures
+from sglang_bridge.weights.calls import Failures
 from sglang_bridge.weights.updater import WeightUpdater
 
 A, B = "http://127.0.0.1:1", "http://127.0.0.1:2"
@@ -19,7 +20,7 @@ class RecordingAdmin(AdminClient):
     """Writes down control calls; `fails` names those that fail."""
 
     def __init__(self, url: str, log: list[str], fails: set[str]) -> None:
-        super().__init__(url)
+        super().__init__(Engine(url=url), create_keys())
         self._log, self._fails = log, fails
 
     def _call(self, name: str) -> None:
@@ -27,10 +28,7 @@ class RecordingAdmin(AdminClient):
         if name in self._fails:
             raise RequestFailed(f"{name} refused")
 
-    def server_info(self) -> dict:
-        return {"tp_size": 1, "pp_size": 1, "dp_size": 1}
-
-    def pause(self, mode: str = "retract") -> None:
+    def pause(self) -> None:
         self._call("pause")
 
     def resume(self) -> None:
@@ -51,24 +49,24 @@ class RecordingTransport:
     def __init__(self, log: list[str], script: Callable[[str], Failures]) -> None:
         self._log, self._script = log, script
 
-    def _note(self, what: str, links: Sequence[EngineLink]) -> Failures:
-        self._log.append(f"{what} {''.join(link.url[-1] for link in links)}")
+    def _note(self, what: str, admins: Sequence[AdminClient]) -> Failures:
+        self._log.append(f"{what} {''.join(admin.url[-1] for admin in admins)}")
         return self._script(what)
 
-    def connect(self, links: Sequence[EngineLink]) -> Failures:
-        return self._note("connect", links)
+    def connect(self, admins: Sequence[AdminClient]) -> Failures:
+        return self._note("connect", admins)
 
-    def begin(self, links: Sequence[EngineLink], version: int) -> Failures:
-        return self._note("begin", links)
+    def begin(self, admins: Sequence[AdminClient], version: int) -> Failures:
+        return self._note("begin", admins)
 
-    def send(self, bucket: Bucket, links: Sequence[EngineLink], version: int) -> Failures:
-        return self._note(f"send {','.join(bucket.names)}{' last' if bucket.last else ''}", links)
+    def send(self, bucket: Bucket, admins: Sequence[AdminClient], version: int) -> Failures:
+        return self._note(f"send {','.join(bucket.names)}{' last' if bucket.last else ''}", admins)
 
-    def end(self, links: Sequence[EngineLink], version: int) -> Failures:
-        return self._note("end", links)
+    def end(self, admins: Sequence[AdminClient], version: int) -> Failures:
+        return self._note("end", admins)
 
-    def forget(self, link: EngineLink) -> None:
-        self._log.append(f"forget {link.url[-1]}")
+    def forget(self, admin: AdminClient) -> None:
+        self._log.append(f"forget {admin.url[-1]}")
 
     def close(self) -> None:
         self._log.append("close")
@@ -83,8 +81,7 @@ class Setup:
         self.log: list[str] = []
         self.fails = fails or {}
         admins = [RecordingAdmin(url, self.log, self.fails.get(url, set())) for url in (A, B)]
-        handles = [EngineHandle(urls=(url,)) for url in (A, B)]
-        self.updater = WeightUpdater(handles, admins, transport=RecordingTransport(self.log, script), bucket_bytes=4)
+        self.updater = WeightUpdater(admins, transport=RecordingTransport(self.log, script), bucket_bytes=4)
 
     def take_log(self) -> list[str]:
         log = list(self.log)
@@ -172,22 +169,6 @@ def test_control_calls_that_fail_count() -> None:
     assert "resume 2" not in setup.log
 
 
-def test_one_engine_alone_can_be_updated_and_replaced() -> None:
-    setup = Setup()
-    handle = EngineHandle(urls=("http://127.0.0.1:3",), epoch=1)
-    setup.updater.replace(1, handle, RecordingAdmin(handle.url, setup.log, set()))
-    assert setup.take_log() == ["forget 2"]
-    setup.updater.push(weights(1), 4, urls=[handle.url])
-    assert "send 0 last 3" in setup.log
-    assert not any(entry.endswith(" 1") for entry in setup.log)
-
-
-def test_a_pause_that_keeps_the_old_cache_is_refused() -> None:
-    with pytest.raises(ValueError, match="use retract or abort"):
-        WeightUpdater([], [], transport=RecordingTransport([], lambda _: {}), bucket_bytes=4, pause_mode="in_place")
-
-
-def test_judges_never_get_weights() -> None:
-    handle = EngineHandle(urls=(A,), role=Role.JUDGE)
-    with pytest.raises(ValueError, match="role judge"):
-        WeightUpdater([handle], [AdminClient(A)], transport=RecordingTransport([], lambda _: {}), bucket_bytes=4)
+def test_buckets_hold_something() -> None:
+    with pytest.raises(ValueError, match=r"sync\.bucket_mb"):
+        WeightUpdater([], transport=RecordingTransport([], lambda _: {}), bucket_bytes=0)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import sglang_bridge
+from sglang_bridge.cpu_support import declare_torchvision_schemas
 
 LAYERS, EXPERTS, TOP_K, VOCAB = 4, 8, 2, 200
 
 
 def write_tiny_model(directory: Path, *, seed: int = 0) -> Path:
     """Write random float32 weights, wide enough that logits and routers are not degenerate (about 2.5 MB)."""
-    sglang_bridge.declare_torchvision_schemas()
+    declare_torchvision_schemas()
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 

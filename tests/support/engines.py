@@ -1,35 +1,35 @@
-"""Real engines and real samples for tests."""
+"""Real engines and real rollouts for tests."""
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Awaitable, Iterator, Sequence
 from pathlib import Path
 
 from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.contracts.rollout import Rollout
-from megatron_rl.models.qwen3_moe import ModelShape
-from megatron_rl.rollouts.assembly import assemble_rollout
-from megatron_rl.rollouts.messages import RouteShape
+from megatron_rl.environments.episode import Episode, EpisodeRules
+from megatron_rl.environments.single_turn import SingleTurn
+from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.tokenizer import Tokenizer
+from megatron_rl.run.engines import route_shape
 from sglang_bridge.client import GenerateClient
+from sglang_bridge.generation import Generation
 from sglang_bridge.keys import create_keys
 from sglang_bridge.lifeline import Lifeline
 from sglang_bridge.server import ManagedEngine
-from sglang_bridge.settings import EngineSettings
+from sglang_bridge.settings import ServerPlace, ServerSettings
 
 
 @contextlib.contextmanager
-def running_engine(model_path: Path, directory: Path) -> Iterator[ManagedEngine]:
+def running_engine(model_path: Path, directory: Path, *, max_running_requests: int = 128) -> Iterator[ManagedEngine]:
     """A float32 engine on CPU, healthy, ended afterwards."""
     lifeline = Lifeline()
-    settings = EngineSettings(
-        model_path=str(model_path),
-        dtype="float32",
-        device="cpu",
-        max_running_requests=128,
-        max_total_tokens=16384,
-        extra_args=("--weight-version=0",),
+    settings = ServerSettings(max_running_requests=max_running_requests, extra_args=["--weight-version=0"])
+    place = ServerPlace(model_path=str(model_path), device="cpu")
+    engine = ManagedEngine.start(
+        settings, place, keys=create_keys(), log_path=directory / "engine.log", lifeline=lifeline
     )
-    engine = ManagedEngine.start(settings, keys=create_keys(), log_path=directory / "engine.log", lifeline=lifeline)
     try:
         engine.wait_healthy(240)
         yield engine
@@ -38,33 +38,28 @@ def running_engine(model_path: Path, directory: Path) -> Iterator[ManagedEngine]
         lifeline.close()
 
 
-def route_shape(model: ModelShape) -> RouteShape:
-    return RouteShape(
-        moe_layers=model.moe_layers, num_hidden_layers=model.num_layers, num_experts=model.num_experts, topk=model.topk
-    )
-
-
 def sample(
-    engine: ManagedEngine, model: ModelShape, prompts: Sequence[Prompt], sampling: Sampling, label: str = "t"
+    engine: ManagedEngine, shape: ModelShape, model_path: Path, prompts: Sequence[Prompt], sampling: Sampling
 ) -> list[Rollout]:
-    """One response to each prompt, as the collector would build it."""
+    """One response to each prompt, as the collector would get it."""
+    tokenizer = Tokenizer.from_directory(model_path)
+
+    rules = EpisodeRules(sampling=sampling, routes=route_shape(shape), train_truncated=True)
+    numbers = itertools.count()
 
     async def draw() -> list[Rollout]:
-        shape = (model.num_layers, model.topk)
-        async with GenerateClient(engine.url, api_key=engine.keys.api_key, route_shape=shape) as client:
-            replies = await asyncio.gather(
-                *(client.generate(p.token_ids, sampling, rid=f"{label}-{i}") for i, p in enumerate(prompts))
-            )
-        return [
-            assemble_rollout(
-                prompt,
-                reply,
-                rollout_id=f"{label}-{i}",
-                sample_index=0,
-                routes=route_shape(model),
-                train_truncated=True,
-            )
-            for i, (prompt, reply) in enumerate(zip(prompts, replies, strict=True))
-        ]
+        async with GenerateClient(
+            engine.url, api_key=engine.keys.api_key, route_shape=(shape.num_layers, shape.topk)
+        ) as client:
+
+            def generate(tokens: Sequence[int], sampling: Sampling) -> Awaitable[Generation]:
+                return client.generate(tokens, sampling, rid=f"t-{next(numbers)}")
+
+            async def play(index: int, prompt: Prompt) -> Rollout:
+                episode = Episode(prompt, generate, tokenizer, rules, rollout_id=f"t-{index}")
+                await SingleTurn().play(episode)
+                return episode.rollout()
+
+            return list(await asyncio.gather(*(play(i, p) for i, p in enumerate(prompts))))
 
     return asyncio.run(draw())

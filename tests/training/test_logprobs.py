@@ -6,7 +6,19 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_rl.config.schema import (
+    AlgoSettings,
+    EspoSettings,
+    GrpoSettings,
+    GspoSettings,
+    RolloutSettings,
+    SftSettings,
+    TrainSettings,
+)
+from megatron_rl.contracts.plan import Denominators
+from megatron_rl.losses import ResponseTokens, open_loss
 from megatron_rl.training.logprobs import ResponseLogprobs
+from tests.losses.shapes import shape_of
 
 ROWS, VOCABULARY, PADDED = 37, 11, 12
 
@@ -23,7 +35,9 @@ def logits(seed: int = 1) -> torch.Tensor:
 
 
 def response_logprobs(chunk_tokens: int, temperature: float = 0.7) -> ResponseLogprobs:
-    return ResponseLogprobs(temperature=temperature, vocab_size=VOCABULARY, chunk_tokens=chunk_tokens, tp_group=None)
+    train = TrainSettings(total_steps=1, logit_chunk_tokens=chunk_tokens)
+    rollout = RolloutSettings(max_new_tokens=8, temperature=temperature)
+    return ResponseLogprobs(train, rollout, vocab_size=VOCABULARY, tp_group=None)
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 5, 64])
@@ -51,12 +65,38 @@ def test_a_batch_without_trained_tokens_keeps_the_graph() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_logits_that_are_not_finite_make_every_result_nan(value: float) -> None:
+def test_a_row_that_is_not_finite_makes_its_token_nan(value: float) -> None:
+    """And with it the loss; the other tokens keep what they have."""
     mine, batch = logits(), micro_batch(9)
+    clean = response_logprobs(4)(mine.detach().clone(), batch)
     with torch.no_grad():
-        mine[30, 2] = value
-    logprob, entropy = response_logprobs(4)(mine, batch)
-    assert logprob.shape == entropy.shape == (9,)
-    assert logprob.isnan().all() and entropy.isnan().all()
-    logprob.sum().backward()
-    assert mine.grad is not None and mine.grad.isnan().all()
+        mine[batch.rows[5], 2] = value
+    bad = torch.arange(9) == 5
+    found = response_logprobs(4)(mine, batch)
+    for result, expected in zip(found, clean, strict=True):
+        assert torch.equal(result.isnan(), bad)
+        assert torch.equal(result[~bad], expected[~bad])
+    found[0].sum().backward()
+    assert mine.grad is not None
+    assert mine.grad[batch.rows[5], :VOCABULARY].isnan().all()
+
+
+@pytest.mark.parametrize("algo", [GrpoSettings(), GspoSettings(), EspoSettings(), SftSettings()])
+@pytest.mark.parametrize("when", ["old policy", "update"])
+def test_a_nan_logit_makes_every_loss_nan_and_raises_nowhere(algo: AlgoSettings, when: str) -> None:
+    batch, mine, broken = micro_batch(9), logits(), logits()
+    with torch.no_grad():
+        broken[batch.rows[5], 2] = torch.nan
+    old = response_logprobs(4)(broken if when == "old policy" else mine, batch)
+    response = ResponseTokens(
+        *(tensor.detach() for tensor in old),
+        rollout_logprobs=old[0].detach(),
+        advantages=torch.linspace(-1, 1, 9),
+        cu_seqlens=torch.tensor([0, 4, 9], dtype=torch.int32),
+    )
+    objective = open_loss(algo, shape_of(VOCABULARY)).prepare(response)
+    current, _ = response_logprobs(4)(broken if when == "update" else mine, batch)
+    loss = objective(current, Denominators(sequences=2, tokens=9)).loss
+    loss.backward()
+    depends = when == "update" or not isinstance(algo, SftSettings)
+    assert bool(loss.isnan()) == depends

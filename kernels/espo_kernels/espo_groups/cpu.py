@@ -18,9 +18,11 @@ def groups_cpu(
     shape = (cu_seqlens.numel() - 1, settings.num_groups)
     group_id = torch.full(old_entropies.shape, MASKED, dtype=torch.uint8)
     sums, count = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.int32)
+    entropies = old_entropies.float()
     assign_groups(
-        old_entropies.float().numpy(),
-        cu_seqlens.long().numpy(),
+        # NaN sorts above all in the other backends and makes its group's width NaN, and so does infinity.
+        torch.where(entropies.isnan(), torch.inf, entropies).numpy(),
+        cu_seqlens.numpy(),
         mask.numpy(),
         np.array(settings.bounds, dtype=np.int64).reshape(-1, 2),
         group_id.numpy(),

@@ -17,14 +17,16 @@ from espo_kernels.arguments import (
 )
 from espo_kernels.backends import Backend, checks_values, resolve_backend
 from espo_kernels.espo_groups.reference import groups_reference
-from espo_kernels.espo_groups.settings import group_settings
+from espo_kernels.espo_groups.settings import GroupSettings, group_settings
+from espo_kernels.segments import offsets_in_bounds
 
 
 @dataclass(frozen=True)
 class EspoGroups:
-    """group_id[T] uint8: the token's group, 255 for masked tokens. clip[B, K]: ε of each group, 0 for empty ones.
+    """group_id[T] uint8: the token's group, 255 for masked tokens. count[B, K] int32: tokens of each group.
 
-    count[B, K] int32: tokens of each group. K is the number of groups; group 0 holds the highest entropies.
+    clip[B, K]: ε of each group, 0 for empty ones; float32 (float64 for float64 entropies). K is the number of groups;
+    group 0 holds the highest entropies.
     """
 
     group_id: torch.Tensor
@@ -42,6 +44,7 @@ def espo_groups(
     min_clip: float = 0.0,
     fixed_clip: float | None = None,
     loss_mask: torch.Tensor | None = None,
+    check_values: bool | None = None,
     backend: Backend = "auto",
 ) -> EspoGroups:
     """Split each sequence's tokens by the old policy's entropy, and give each group its clip width.
@@ -57,19 +60,18 @@ def espo_groups(
         cu_seqlens: [B + 1] integers, from 0 to T, not decreasing.
         vocab_size: |V|, the true vocabulary without padding.
         alpha: α, clip width per normalised entropy.
-        fractions: shares of the groups before the last, each from 1e-6 to 1 - 1e-6. () is one group per
-            sequence (no grouping).
+        fractions: shares of the groups before the last, each from 1e-6 to 1 - 1e-6. () is one group per sequence.
         min_clip: smallest clip width of a non-empty group; 0 is the paper.
         fixed_clip: this width for every non-empty group instead of the entropy-adaptive one (an ablation).
         loss_mask: [T] bool, False for tokens that belong to no group. None: every token counts.
+        check_values, backend: see `espo_kernels`.
 
     Returns:
-        EspoGroups(group_id[T], clip[B, K], count[B, K]) with K = len(fractions) + 1; clip is float32 (float64 for
-        float64 entropies). Empty and fully masked sequences have count 0 and clip 0.
+        `EspoGroups` with K = len(fractions) + 1. Empty and fully masked sequences have count 0 and clip 0.
 
     Raises:
-        ValueError or TypeError naming the argument. NaN or infinite entropies and a wrong cu_seqlens raise on CPU and
-        in the reference, and with ESPO_KERNELS_DEBUG=1; otherwise the clip widths they touch are NaN.
+        ValueError or TypeError naming the argument. NaN or infinite entropies and a wrong cu_seqlens raise where values
+        are checked; otherwise the clip widths they touch are NaN. NaN sorts above every number.
     """
     require_packed("old_entropies", old_entropies, cu_seqlens)
     require_floating("old_entropies", old_entropies)
@@ -77,18 +79,29 @@ def espo_groups(
     require_one_device(old_entropies=old_entropies, cu_seqlens=cu_seqlens, loss_mask=loss_mask)
     settings = group_settings(vocab_size, alpha, fractions, min_clip, fixed_clip)
     entropies, cu_seqlens = old_entropies.detach().contiguous(), cu_seqlens.contiguous()
-    loss_mask = None if loss_mask is None else loss_mask.contiguous()
     chosen = resolve_backend(backend, entropies, cpu_needs_numba=True)
-    if checks_values(entropies, chosen):
+    if checks_values(entropies, chosen, check_values):
         require_cu_seqlens_values(cu_seqlens, entropies.numel())
         require_finite("old_entropies", entropies, None if loss_mask is None else loss_mask.bool())
-    if chosen == "triton":
+    return _groups(chosen, entropies, cu_seqlens, loss_mask, settings)
+
+
+def _groups(
+    backend: Backend,
+    entropies: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    loss_mask: torch.Tensor | None,
+    settings: GroupSettings,
+) -> EspoGroups:
+    if backend == "triton":
         from espo_kernels.espo_groups.triton_kernel import groups_triton
 
-        return EspoGroups(*groups_triton(entropies, cu_seqlens, loss_mask, settings))
-    mask = torch.ones_like(entropies, dtype=torch.bool) if loss_mask is None else loss_mask.bool()
-    if chosen == "cpu":
-        from espo_kernels.espo_groups.cpu import groups_cpu
-
-        return EspoGroups(*groups_cpu(entropies, cu_seqlens, mask, settings))
-    return EspoGroups(*groups_reference(entropies, cu_seqlens, mask, settings))
+        mask = None if loss_mask is None else loss_mask.contiguous()
+        return EspoGroups(*groups_triton(entropies, cu_seqlens, mask, settings))
+    kept = torch.ones_like(entropies, dtype=torch.bool) if loss_mask is None else loss_mask.bool().contiguous()
+    offsets, poison = offsets_in_bounds(cu_seqlens, entropies.numel())
+    groups = groups_reference
+    if backend == "cpu":
+        from espo_kernels.espo_groups.cpu import groups_cpu as groups
+    group_id, clip, count = groups(entropies, offsets, kept, settings)
+    return EspoGroups(group_id, clip + poison, count)

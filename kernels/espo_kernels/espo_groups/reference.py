@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 
 from espo_kernels.espo_groups.settings import GroupSettings
-from espo_kernels.segments import MASKED
+from espo_kernels.segments import MASKED, without_infinities
 
 
 def groups_reference(
@@ -35,7 +35,8 @@ def groups_reference(
 
 
 def clip_width(mean_entropy: torch.Tensor, settings: GroupSettings) -> torch.Tensor:
-    """ε_τ = max(min_clip, α · mean_{t∈τ} e_t / log|V|), or the fixed width. NaN stays NaN."""
+    """ε_τ = max(min_clip, α · mean_{t∈τ} e_t / log|V|), or the fixed width. NaN for a mean that is not finite."""
+    mean_entropy = without_infinities(mean_entropy)
     if settings.fixed_clip is not None:
-        return torch.full_like(mean_entropy, settings.fixed_clip)
+        return settings.fixed_clip + (mean_entropy - mean_entropy)
     return (settings.scale * mean_entropy).clamp_min(settings.min_clip)

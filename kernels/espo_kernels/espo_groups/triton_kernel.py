@@ -58,6 +58,34 @@ def _edge(entropies, mask, start, end, rank, MASK: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
+def _edges(
+    entropies,
+    mask,
+    start,
+    end,
+    BOUNDS: tl.constexpr,
+    NUM_BOUNDS: tl.constexpr,
+    PADDED: tl.constexpr,
+    MASK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """[PADDED] of each bound: `_edge` at its rank among the sequence's kept tokens."""
+    n = tl.zeros([], dtype=tl.int64)
+    for begin in range(0, end - start, BLOCK):
+        _token, _inside, counted, _e = _load_tokens(entropies, mask, start, end, begin, MASK, BLOCK)
+        n += tl.sum(counted.to(tl.int32), axis=0)
+    group = tl.arange(0, PADDED)
+    edge_key = tl.zeros([PADDED], dtype=tl.uint32)
+    edge_ties = tl.zeros([PADDED], dtype=tl.int32)
+    for j in tl.static_range(NUM_BOUNDS):
+        rank = ((n * BOUNDS[2 * j] + (BOUNDS[2 * j + 1] - 1)) // BOUNDS[2 * j + 1]).to(tl.int32)
+        edge, ties = _edge(entropies, mask, start, end, rank, MASK, BLOCK)
+        edge_key = tl.where(group == j, edge, edge_key)
+        edge_ties = tl.where(group == j, ties, edge_ties)
+    return edge_key, edge_ties
+
+
+@triton.jit
 def _first_groups(key, kept, edge_key, edge_ties, seen_ties, NUM_BOUNDS: tl.constexpr, PADDED: tl.constexpr):
     """(group of each token of a block, the ties seen at each edge so far, this block's included)."""
     group = tl.arange(0, PADDED)
@@ -108,20 +136,8 @@ def espo_groups_kernel(
     """BOUNDS: numerator, denominator of each group's end. PADDED: length of vectors with an entry per group."""
     sequence = tl.program_id(0)
     start, end, valid = sequence_span(cu_seqlens, sequence, num_sequences, tokens)
-    n = tl.zeros([], dtype=tl.int64)
-    for begin in range(0, end - start, BLOCK):
-        _token, _inside, counted, _e = _load_tokens(entropies, mask, start, end, begin, MASK, BLOCK)
-        n += tl.sum(counted.to(tl.int32), axis=0)
-
+    edge_key, edge_ties = _edges(entropies, mask, start, end, BOUNDS, NUM_BOUNDS, PADDED, MASK, BLOCK)
     group = tl.arange(0, PADDED)
-    edge_key = tl.zeros([PADDED], dtype=tl.uint32)
-    edge_ties = tl.zeros([PADDED], dtype=tl.int32)
-    for j in tl.static_range(NUM_BOUNDS):
-        rank = ((n * BOUNDS[2 * j] + (BOUNDS[2 * j + 1] - 1)) // BOUNDS[2 * j + 1]).to(tl.int32)
-        edge, ties = _edge(entropies, mask, start, end, rank, MASK, BLOCK)
-        edge_key = tl.where(group == j, edge, edge_key)
-        edge_ties = tl.where(group == j, ties, edge_ties)
-
     seen_ties = tl.zeros([PADDED], dtype=tl.int32)
     sums = tl.zeros([PADDED], dtype=tl.float32)
     members = tl.zeros([PADDED], dtype=tl.int32)

@@ -15,7 +15,7 @@ def loss_cpu(
     """(loss, B · ∂loss/∂logprobs [T] float32, 1/B, metrics) for CPU tensors."""
     num_sequences, K = inputs.clip.shape
     tokens = [tensor.float().numpy() for tensor in (logprobs, inputs.old_logprobs, inputs.advantages)]
-    layout = (inputs.cu_seqlens.long().numpy(), inputs.members().numpy())
+    layout = (inputs.cu_seqlens.numpy(), inputs.group_id.numpy())
     sums = torch.zeros(num_sequences, 2 * K + 1, dtype=torch.float64)
     sequence_sums(*tokens, *layout, sums.numpy())
     sums = inputs.all_reduced(sums)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 
-from espo_kernels.segments import MASKED
+from espo_kernels.segments import MASKED, offsets_in_bounds, without_infinities
 
 RatioDenominator = Literal["current", "old"]
 
@@ -45,6 +45,14 @@ class LossInputs:
             return self.group_id
         return self.group_id.masked_fill(self.loss_mask == 0, MASKED)
 
+    def in_bounds(self) -> tuple[LossInputs, torch.Tensor]:
+        """(these inputs without a mask, every index in bounds; 0, or NaN if one was not)."""
+        offsets, poison = offsets_in_bounds(self.cu_seqlens, self.group_id.numel())
+        members = self.members()
+        strays = (members != MASKED) & (members >= self.num_groups)
+        inside = replace(self, cu_seqlens=offsets, group_id=members.masked_fill(strays, MASKED), loss_mask=None)
+        return inside, poison
+
     def all_reduced(self, sums: torch.Tensor) -> torch.Tensor:
         """`sums` added over the ranks that hold parts of the same sequences."""
         if self.cp_group is not None:
@@ -52,7 +60,13 @@ class LossInputs:
         return sums
 
     def denominator(self, has_advantage: torch.Tensor) -> float | torch.Tensor:
-        """B: the plan's constant, else the sequences of this call with an advantage ([B] counts), at least 1."""
+        """B: the plan's constant, else the sequences of this call with an advantage ([B] counts), at least 1.
+
+        NaN for a tensor that is not positive and finite.
+        """
+        if isinstance(self.num_sequences, torch.Tensor):
+            B = without_infinities(self.num_sequences.double())
+            return torch.where(B > 0, B, torch.nan)
         if self.num_sequences is not None:
             return self.num_sequences
         return (has_advantage > 0).sum().clamp_min(1)

@@ -38,7 +38,10 @@ from espo_kernels.segments import MASKED
 
 
 class EspoResult(NamedTuple):
-    """loss: scalar to minimise, differentiable in logprobs. metrics: detached, see `EspoMetrics`."""
+    """loss: scalar to minimise, differentiable in logprobs, float32 (float64 for float64 logprobs).
+
+    metrics: detached, see `EspoMetrics`.
+    """
 
     loss: torch.Tensor
     metrics: EspoMetrics
@@ -55,29 +58,26 @@ def espo_policy_loss(
     ratio_denominator: RatioDenominator = "current",
     loss_mask: torch.Tensor | None = None,
     cp_group: dist.ProcessGroup | None = None,
+    check_values: bool | None = None,
     backend: Backend = "auto",
 ) -> EspoResult:
     """The ESPO loss −J, to minimise (arXiv 2512.00499 v2, Eq. 7 to 9; written out at the top of this module).
 
     Args:
-        logprobs, old_logprobs: [T] float, nats, log π_θ(y_t) and log π_old(y_t). Gradient flows through the first.
-        advantages: [T] float, per token.
+        logprobs, old_logprobs, advantages: [T] float, log π_θ(y_t) and log π_old(y_t) in nats, A_t. Gradient flows
+            through the first.
         cu_seqlens: [B + 1] integers, from 0 to T, not decreasing.
         groups: of `espo_groups`, for these tokens and sequences.
         num_sequences: B, a constant of the global batch when this call is one micro-batch of it. None: the sequences
             of this call with a non-zero advantage on an unmasked token. A number, or a tensor of one element.
         ratio_denominator: "current" as above; "old" is Eq. 9 as printed, s_t = sg[s_τ] · π_θ(y_t) / sg[π_old(y_t)].
         loss_mask: [T] bool. Tokens masked here or in `groups` belong to no group, |τ| counts those that remain.
-        cp_group: ranks that hold other tokens of the same B sequences (one all-reduce of [B, 2K + 1]). Each returns its
-            part of the loss: the loss is their sum.
-
-    Returns:
-        EspoResult(loss, metrics). loss is a float32 scalar (float64 for float64 logprobs).
+        cp_group: ranks that hold other tokens of the same B sequences. The loss is the sum of what they return.
+        check_values, backend: see `espo_kernels`.
 
     Raises:
         ValueError or TypeError naming the argument. NaN or infinite inputs on unmasked tokens, a wrong cu_seqlens and
-        a num_sequences tensor that is not positive raise on CPU and in the reference, and with ESPO_KERNELS_DEBUG=1;
-        otherwise the loss is NaN.
+        a num_sequences tensor that is not positive raise where values are checked; otherwise the loss is NaN.
     """
     inputs = LossInputs(
         old_logprobs=old_logprobs.detach().contiguous(),
@@ -92,7 +92,7 @@ def espo_policy_loss(
     )
     _check(logprobs, inputs)
     chosen = resolve_backend(backend, logprobs, cpu_needs_numba=True)
-    if checks_values(logprobs, chosen):
+    if checks_values(logprobs, chosen, check_values):
         _check_values(logprobs, inputs)
     return _loss(chosen, logprobs, inputs)
 
@@ -107,11 +107,14 @@ def _loss(backend: Backend, logprobs: torch.Tensor, inputs: LossInputs) -> EspoR
         case "cpu":
             from espo_kernels.espo_policy_loss.cpu import loss_cpu, scale_cpu
 
+            inputs, poison = inputs.in_bounds()
             loss, gradient, inverse_B, metrics = loss_cpu(logprobs.detach().contiguous(), inputs)
-            return EspoResult(_WithGradient.apply(logprobs, loss, gradient, inverse_B, scale_cpu), metrics)
+            return EspoResult(_WithGradient.apply(logprobs, loss + poison, gradient, inverse_B, scale_cpu), metrics)
     from espo_kernels.espo_policy_loss.reference import loss_reference
 
-    return EspoResult(*loss_reference(logprobs, inputs))
+    inputs, poison = inputs.in_bounds()
+    loss, metrics = loss_reference(logprobs, inputs)
+    return EspoResult(loss + poison, metrics)
 
 
 class _WithGradient(torch.autograd.Function):

@@ -23,15 +23,21 @@ def sequence_sums(logprobs, old_logprobs, advantages, cu_seqlens, group_id, sums
             tau = group_id[t]
             if tau == MASKED:
                 continue
-            sums[i, tau] += np.float64(logprobs[t]) - np.float64(old_logprobs[t])
+            delta = np.float64(logprobs[t]) - np.float64(old_logprobs[t])
+            sums[i, tau] += delta + (delta - delta)  # infinities become NaN, or the clamp of the ratio would hide them
             sums[i, K + tau] += 1
             if advantages[t] != 0:
                 sums[i, 2 * K] = 1
 
 
 @njit(nogil=True, cache=True)
-def _ratio(log_s):  # type: ignore[no-untyped-def]
-    return math.exp(min(max(log_s, -MAX_LOG_RATIO), MAX_LOG_RATIO))
+def _ratio(log_s, eps):  # type: ignore[no-untyped-def]
+    """exp of the clamped log ratio, NaN if it is or ε is not finite."""
+    if log_s > MAX_LOG_RATIO:
+        log_s = MAX_LOG_RATIO
+    elif log_s < -MAX_LOG_RATIO:
+        log_s = -MAX_LOG_RATIO
+    return math.exp(log_s) + (eps - eps)
 
 
 @njit(nogil=True, cache=True)
@@ -53,15 +59,17 @@ def token_terms(  # type: ignore[no-untyped-def]
                 statistics[EPSILON_SUM, tau] += clip[i, tau]
         for tau in range(K):
             if sums[i, K + tau] > 0:
-                s_of[tau] = _ratio(sums[i, tau] / sums[i, K + tau])
+                s_of[tau] = _ratio(sums[i, tau] / sums[i, K + tau], clip[i, tau])
                 weight_of[tau] = 1 / (sums[i, K + tau] * nonempty)
         for t in range(cu_seqlens[i], cu_seqlens[i + 1]):
             tau = group_id[t]
             if tau == MASKED:
                 continue
             s, eps, A = s_of[tau], clip[i, tau], np.float64(advantages[t])
+            A += A - A
             if old_denominator:
-                s = _ratio(sums[i, tau] / sums[i, K + tau] + np.float64(logprobs[t]) - np.float64(old_logprobs[t]))
+                log_s = sums[i, tau] / sums[i, K + tau] + np.float64(logprobs[t]) - np.float64(old_logprobs[t])
+                s = _ratio(log_s, eps)
             value, slope = s, s
             if A > 0 and s > 1 + eps:
                 value, slope = 1 + eps, 0.0

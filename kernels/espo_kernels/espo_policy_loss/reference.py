@@ -8,14 +8,15 @@ import torch
 
 from espo_kernels.espo_policy_loss.inputs import MAX_LOG_RATIO, LossInputs
 from espo_kernels.espo_policy_loss.metrics import EspoMetrics, metrics_from_tokens
+from espo_kernels.segments import without_infinities
 
 
 def loss_reference(logprobs: torch.Tensor, inputs: LossInputs) -> tuple[torch.Tensor, EspoMetrics]:
     """(loss, metrics); arithmetic in float64 for float64 logprobs, else float32."""
     log_pi = logprobs if logprobs.dtype == torch.float64 else logprobs.float()
-    A, epsilon = inputs.advantages.to(log_pi.dtype), inputs.clip.to(log_pi.dtype)
-    delta = (log_pi - inputs.old_logprobs.to(log_pi.dtype)).detach()
-    group_id, K = inputs.members(), inputs.num_groups
+    A, epsilon = (without_infinities(tensor.to(log_pi.dtype)) for tensor in (inputs.advantages, inputs.clip))
+    delta = without_infinities((log_pi - inputs.old_logprobs.to(log_pi.dtype)).detach())
+    group_id, K = inputs.group_id, inputs.num_groups
     offsets = inputs.cu_seqlens.tolist()
     spans = [range(start, end) for start, end in pairwise(offsets)]
     tau = [[i.start + (group_id[i.start : i.stop] == k).nonzero().flatten() for k in range(K)] for i in spans]

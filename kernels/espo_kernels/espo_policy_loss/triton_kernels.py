@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from espo_kernels.triton_segments import sequence_span
+from espo_kernels.triton_segments import add_to_row, by_group, sequence_span, tile_row, to_tokens
 
 MASKED = tl.constexpr(255)
 MAX_LOG_RATIO = tl.constexpr(10.0)
@@ -26,39 +26,6 @@ PADDED_SUMS = tl.constexpr(8)
 PADDED_STATISTICS = tl.constexpr(16)
 NUM_STATISTICS = tl.constexpr(10)
 FIRST_EXTREME = tl.constexpr(8)
-
-
-@triton.jit
-def _row(matrix, index):
-    """matrix[index] of a [rows, PADDED] register tile."""
-    row = tl.arange(0, matrix.shape[0])[:, None]
-    return tl.sum(tl.where(row == index, matrix, 0.0), axis=0)
-
-
-@triton.jit
-def _add_row(matrix, index, vector):
-    row = tl.arange(0, matrix.shape[0])[:, None]
-    return tl.where(row == index, matrix + vector[None, :], matrix)
-
-
-@triton.jit
-def _by_group(values, tau, K: tl.constexpr, PADDED: tl.constexpr):
-    """[PADDED] sums of a block's values by group."""
-    group = tl.arange(0, PADDED)
-    sums = tl.zeros([PADDED], dtype=tl.float32)
-    for k in tl.static_range(K):
-        sums += tl.where(group == k, tl.sum(tl.where(tau == k, values, 0.0), axis=0), 0.0)
-    return sums
-
-
-@triton.jit
-def _to_tokens(vector, tau, K: tl.constexpr, PADDED: tl.constexpr):
-    """Each token's entry of a [PADDED] vector; 0 for tokens of no group."""
-    group = tl.arange(0, PADDED)
-    values = tl.zeros(tau.shape, dtype=tl.float32)
-    for k in tl.static_range(K):
-        values = tl.where(tau == k, tl.sum(tl.where(group == k, vector, 0.0), axis=0), values)
-    return values
 
 
 @triton.jit
@@ -107,15 +74,15 @@ def _sequence_sums(
         strays += tl.sum(tl.where(member & (tau >= K), 1.0, 0.0), axis=0)
         A = _load_finite(advantages, token, member)
         delta = _load_delta(logprobs, old_logprobs, token, member)
-        sums = _add_row(sums, LOG_RATIO, _by_group(delta, tau, K, PADDED))
-        sums = _add_row(sums, SIZE, _by_group(tl.where(member, 1.0, 0.0), tau, K, PADDED))
-        sums = _add_row(sums, POSITIVE, _by_group(tl.where(A < 0, 0.0, A), tau, K, PADDED))
-        sums = _add_row(sums, NEGATIVE, _by_group(tl.where(A < 0, A, 0.0), tau, K, PADDED))
-        sums = _add_row(sums, NUM_POSITIVE, _by_group(tl.where(A > 0, 1.0, 0.0), tau, K, PADDED))
-        sums = _add_row(sums, NUM_NEGATIVE, _by_group(tl.where(A < 0, 1.0, 0.0), tau, K, PADDED))
+        sums = add_to_row(sums, LOG_RATIO, by_group(delta, tau, K, PADDED))
+        sums = add_to_row(sums, SIZE, by_group(tl.where(member, 1.0, 0.0), tau, K, PADDED))
+        sums = add_to_row(sums, POSITIVE, by_group(tl.where(A < 0, 0.0, A), tau, K, PADDED))
+        sums = add_to_row(sums, NEGATIVE, by_group(tl.where(A < 0, A, 0.0), tau, K, PADDED))
+        sums = add_to_row(sums, NUM_POSITIVE, by_group(tl.where(A > 0, 1.0, 0.0), tau, K, PADDED))
+        sums = add_to_row(sums, NUM_NEGATIVE, by_group(tl.where(A < 0, 1.0, 0.0), tau, K, PADDED))
     if strays > 0:
         sums += float("nan")
-    signed = tl.sum(_row(sums, NUM_POSITIVE) + _row(sums, NUM_NEGATIVE), axis=0)
+    signed = tl.sum(tile_row(sums, NUM_POSITIVE) + tile_row(sums, NUM_NEGATIVE), axis=0)
     return sums, tl.where(signed > 0, 1.0, 0.0)
 
 
@@ -128,21 +95,36 @@ def _ratio(log_s, eps):
 
 
 @triton.jit
+def _means(log_ratio, size):
+    """By group: mean log ratio, 1 if non-empty, 1 / (|τ| K_i)."""
+    nonempty = tl.where(size > 0, 1.0, 0.0)
+    tokens = tl.maximum(size, 1.0)
+    return log_ratio / tokens, nonempty, 1.0 / (tokens * tl.maximum(tl.sum(nonempty, axis=0), 1.0))
+
+
+@triton.jit
+def _token_gradient(s, eps, A, scaled, tau):
+    """B · ∂loss/∂logprob; 0 for clipped and masked tokens. scaled: A times the token's weight."""
+    clipped = ((A < 0) & (s < 1.0 - eps)) | ((A > 0) & (s > 1.0 + eps))
+    return tl.where(clipped | (tau == MASKED), 0.0, -s * scaled)
+
+
+@triton.jit
 def _shared_ratio_statistics(sums, s, eps, weight, PADDED: tl.constexpr):
     """[PADDED_STATISTICS, PADDED] without the group rows, when all tokens of a group share s."""
-    size = _row(sums, SIZE)
+    size = tile_row(sums, SIZE)
     high, low = s > 1.0 + eps, s < 1.0 - eps
-    positive = _row(sums, POSITIVE) * tl.where(high, 1.0 + eps, s)
-    negative = _row(sums, NEGATIVE) * tl.where(low, 1.0 - eps, s)
+    positive = tile_row(sums, POSITIVE) * tl.where(high, 1.0 + eps, s)
+    negative = tile_row(sums, NEGATIVE) * tl.where(low, 1.0 - eps, s)
     statistics = tl.zeros([PADDED_STATISTICS, PADDED], dtype=tl.float32)
-    statistics = _add_row(statistics, 0, tl.where(size > 0, (positive + negative) * weight, size))
-    statistics = _add_row(statistics, 1, size)
-    statistics = _add_row(statistics, 2, tl.where(low, _row(sums, NUM_NEGATIVE), 0.0))
-    statistics = _add_row(statistics, 3, tl.where(high, _row(sums, NUM_POSITIVE), 0.0))
-    statistics = _add_row(statistics, 4, size * s)
-    statistics = _add_row(statistics, 5, size * s * s)
-    statistics = _add_row(statistics, 8, tl.where(size > 0, s, float("inf")))
-    return _add_row(statistics, 9, tl.where(size > 0, s, -float("inf")))
+    statistics = add_to_row(statistics, 0, tl.where(size > 0, (positive + negative) * weight, size))
+    statistics = add_to_row(statistics, 1, size)
+    statistics = add_to_row(statistics, 2, tl.where(low, tile_row(sums, NUM_NEGATIVE), 0.0))
+    statistics = add_to_row(statistics, 3, tl.where(high, tile_row(sums, NUM_POSITIVE), 0.0))
+    statistics = add_to_row(statistics, 4, size * s)
+    statistics = add_to_row(statistics, 5, size * s * s)
+    statistics = add_to_row(statistics, 8, tl.where(size > 0, s, float("inf")))
+    return add_to_row(statistics, 9, tl.where(size > 0, s, -float("inf")))
 
 
 @triton.jit
@@ -159,12 +141,12 @@ def _add_token_statistics(statistics, s, eps, scaled, A, tau, K: tl.constexpr, P
     low = (A < 0) & (s < 1.0 - eps)
     high = (A > 0) & (s > 1.0 + eps)
     value = tl.where(low, 1.0 - eps, tl.where(high, 1.0 + eps, s))
-    statistics = _add_row(statistics, 0, _by_group(value * scaled, tau, K, PADDED))
-    statistics = _add_row(statistics, 1, _by_group(tl.full(tau.shape, 1.0, tl.float32), tau, K, PADDED))
-    statistics = _add_row(statistics, 2, _by_group(tl.where(low, 1.0, 0.0), tau, K, PADDED))
-    statistics = _add_row(statistics, 3, _by_group(tl.where(high, 1.0, 0.0), tau, K, PADDED))
-    statistics = _add_row(statistics, 4, _by_group(s, tau, K, PADDED))
-    statistics = _add_row(statistics, 5, _by_group(s * s, tau, K, PADDED))
+    statistics = add_to_row(statistics, 0, by_group(value * scaled, tau, K, PADDED))
+    statistics = add_to_row(statistics, 1, by_group(tl.full(tau.shape, 1.0, tl.float32), tau, K, PADDED))
+    statistics = add_to_row(statistics, 2, by_group(tl.where(low, 1.0, 0.0), tau, K, PADDED))
+    statistics = add_to_row(statistics, 3, by_group(tl.where(high, 1.0, 0.0), tau, K, PADDED))
+    statistics = add_to_row(statistics, 4, by_group(s, tau, K, PADDED))
+    statistics = add_to_row(statistics, 5, by_group(s * s, tau, K, PADDED))
     row, group = tl.arange(0, PADDED_STATISTICS)[:, None], tl.arange(0, PADDED)[None, :]
     for k in tl.static_range(K):
         smallest = tl.min(tl.where(tau == k, s, float("inf")), axis=0)
@@ -198,22 +180,32 @@ def espo_group_sums_kernel(
     )
     group = tl.arange(0, PADDED)
     row = partial + sequence * (2 * K + 1)
-    tl.store(row + group, tl.where(valid, _row(sums, LOG_RATIO), float("nan")), mask=group < K)
-    tl.store(row + K + group, _row(sums, SIZE), mask=group < K)
+    tl.store(row + group, tl.where(valid, tile_row(sums, LOG_RATIO), float("nan")), mask=group < K)
+    tl.store(row + K + group, tile_row(sums, SIZE), mask=group < K)
     tl.store(row + 2 * K, signed)
 
 
 @triton.jit
-def _load_shared(row, group, K: tl.constexpr):
-    """A sequence's sums over all ranks: log-ratios and sizes by group, and how many ranks hold an advantage of it."""
-    log_ratio = tl.load(row + group, mask=group < K, other=0.0)
-    size = tl.load(row + K + group, mask=group < K, other=0.0)
-    return log_ratio, size, tl.load(row + 2 * K)
+def _load_row(row, K: tl.constexpr, PADDED: tl.constexpr):
+    """[PADDED] float32 of K numbers, one for each group; 0 behind them."""
+    group = tl.arange(0, PADDED)
+    return tl.load(row + group, mask=group < K, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _store_statistics(out, statistics, group, num_sequences, K: tl.constexpr):
-    """Write [statistic, group] of one sequence, sequences innermost."""
+def _load_shared(row, K: tl.constexpr, PADDED: tl.constexpr):
+    """A sequence's sums over all ranks: log-ratios and sizes by group, and whether one holds an advantage of it."""
+    signed = tl.where(tl.load(row + 2 * K) > 0, 1.0, 0.0)
+    return _load_row(row, K, PADDED), _load_row(row + K, K, PADDED), signed
+
+
+@triton.jit
+def _store_statistics(out, statistics, nonempty, epsilon, valid, num_sequences, K: tl.constexpr, PADDED: tl.constexpr):
+    """Write [statistic, group] of one sequence with its group rows, sequences innermost; NaN unless valid."""
+    statistics = add_to_row(statistics, 6, nonempty)
+    statistics = add_to_row(statistics, 7, nonempty * epsilon)
+    statistics = tl.where(valid, statistics, float("nan"))
+    group = tl.arange(0, PADDED)
     row = tl.arange(0, PADDED_STATISTICS)[:, None]
     at = (row * K + group[None, :]) * num_sequences
     tl.store(out + at, statistics, mask=(row < NUM_STATISTICS) & (group[None, :] < K))
@@ -247,38 +239,40 @@ def espo_sequence_kernel(
     sums, signed = _sequence_sums(
         logprobs, old_logprobs, advantages, group_id, loss_mask, start, end, K, PADDED, MASK, BLOCK
     )
-    group = tl.arange(0, PADDED)
-    log_ratio, size = _row(sums, LOG_RATIO), _row(sums, SIZE)
+    log_ratio, size = tile_row(sums, LOG_RATIO), tile_row(sums, SIZE)
     if SHARED:
-        log_ratio, size, signed = _load_shared(partial + sequence * (2 * K + 1), group, K)
-    epsilon = tl.load(clip + sequence * K + group, mask=group < K, other=0.0).to(tl.float32)
-    nonempty = tl.where(size > 0, 1.0, 0.0)
-    log_s = log_ratio / tl.maximum(size, 1.0)
-    weight = 1.0 / (tl.maximum(size, 1.0) * tl.maximum(tl.sum(nonempty, axis=0), 1.0))
-
+        log_ratio, size, signed = _load_shared(partial + sequence * (2 * K + 1), K, PADDED)
+    epsilon = _load_row(clip + sequence * K, K, PADDED)
+    log_s, nonempty, weight = _means(log_ratio, size)
     statistics = _shared_ratio_statistics(sums, _ratio(log_s, epsilon), epsilon, weight, PADDED)
     if OLD_DENOMINATOR:
         statistics = _no_statistics(PADDED)
     for begin in range(0, end - start, BLOCK):
         token, inside, tau = _load_groups(group_id, loss_mask, start, end, begin, MASK, BLOCK)
         A = _load_finite(advantages, token, tau != MASKED)
-        log_value = _to_tokens(log_s, tau, K, PADDED)
+        log_value = to_tokens(log_s, tau, K, PADDED)
         if OLD_DENOMINATOR:
             log_value += _load_delta(logprobs, old_logprobs, token, tau != MASKED)
-        eps = _to_tokens(epsilon, tau, K, PADDED)
+        eps = to_tokens(epsilon, tau, K, PADDED)
         s = _ratio(log_value, eps)
-        scaled = A * _to_tokens(weight, tau, K, PADDED)
-        clipped = ((A < 0) & (s < 1.0 - eps)) | ((A > 0) & (s > 1.0 + eps))
-        tl.store(gradient + token, tl.where(clipped | (tau == MASKED), 0.0, -s * scaled), mask=inside)
+        scaled = A * to_tokens(weight, tau, K, PADDED)
+        tl.store(gradient + token, _token_gradient(s, eps, A, scaled, tau), mask=inside)
         if OLD_DENOMINATOR:
             statistics = _add_token_statistics(statistics, s, eps, scaled, A, tau, K, PADDED)
+    _store_statistics(statistics_out + sequence, statistics, nonempty, epsilon, valid, num_sequences, K, PADDED)
+    tl.store(signed_out + sequence, signed)
 
-    statistics = _add_row(statistics, 6, nonempty)
-    statistics = _add_row(statistics, 7, nonempty * epsilon)
-    statistics = tl.where(valid, statistics, float("nan"))
-    _store_statistics(statistics_out + sequence, statistics, group, num_sequences, K)
-    # Over several ranks it is a count of ranks, but the sequence counts once.
-    tl.store(signed_out + sequence, tl.where(signed > 0, 1.0, 0.0))
+
+@triton.jit
+def _denominator(counted, given, given_value, GIVEN: tl.constexpr):
+    """B, NaN for a tensor that is not positive and finite."""
+    B = tl.maximum(counted, 1.0)
+    if GIVEN == "value":
+        B = tl.full([], 1.0, dtype=tl.float64) * given_value
+    if GIVEN == "tensor":
+        B = tl.load(given).to(tl.float64)
+        B = tl.where(B > 0, B, float("nan")) + (B - B)
+    return B
 
 
 @triton.jit
@@ -324,12 +318,7 @@ def espo_reduction_kernel(
                 tl.store(metrics + (row - 1) * K + k, tl.min(smallest, axis=0))
             else:
                 tl.store(metrics + (row - 1) * K + k, -tl.min(smallest, axis=0))
-    B = tl.maximum(counted, 1.0)
-    if GIVEN == "value":
-        B = tl.full([], 1.0, dtype=tl.float64) * given_value
-    if GIVEN == "tensor":
-        B = tl.load(given).to(tl.float64)
-        B = tl.where(B > 0, B, float("nan")) + (B - B)  # NaN, too, for an infinite count
+    B = _denominator(counted, given, given_value, GIVEN)
     tl.store(loss, (-objective / B).to(tl.float32))
     tl.store(inverse_B, (1.0 / B).to(tl.float32))
 

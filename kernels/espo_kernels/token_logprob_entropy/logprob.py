@@ -30,6 +30,7 @@ def token_logprob_entropy(
     tp_group: dist.ProcessGroup | None = None,
     entropy_grad: bool = False,
     inplace_backward: bool = False,
+    check_values: bool | None = None,
     backend: Backend = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """log p(target) and H(p) of each token's softmax, in nats; the equations stand at the top of this module.
@@ -45,15 +46,34 @@ def token_logprob_entropy(
         entropy_grad: whether gradient flows through the entropy too.
         inplace_backward: write the gradient over the logits (2 bytes per bfloat16 logit instead of 4). The logits are
             lost; autograd refuses to use them again. Ignored by backend="reference".
-        backend: see `espo_kernels`.
+        check_values, backend: see `espo_kernels`.
 
     Returns:
         (logprob[T], entropy[T]) float32 (float64 for float64 logits, which take the reference).
 
     Raises:
         ValueError or TypeError naming the argument. NaN or +inf logits, rows without a finite logit and targets outside
-        the vocabulary raise on CPU and in the reference, and with ESPO_KERNELS_DEBUG=1; otherwise they come out as NaN.
+        the vocabulary raise where values are checked; otherwise they come out as NaN.
     """
+    _check(logits, targets, temperature)
+    shard = vocabulary_shard(logits.shape[1], vocab_size, temperature, tp_group)
+    size = vocab_size or logits.shape[1] * (1 if tp_group is None else dist.get_world_size(tp_group))
+    chosen = resolve_backend(backend, logits, cpu_needs_numba=True)
+    checked = checks_values(logits, chosen, check_values)
+    if checked:
+        _require_targets(targets, size)
+    if chosen == "reference":
+        logprob, entropy = logprob_entropy_reference(logits, targets, size, shard, entropy_grad)
+    else:
+        logprob, entropy = RecomputedLogprobEntropy.apply(
+            logits, targets.contiguous(), shard, _kernels(chosen), entropy_grad, inplace_backward
+        )
+    if checked:
+        _require_finite_logits(entropy)
+    return logprob, entropy
+
+
+def _check(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> None:
     if logits.dim() != 2 or logits.shape[1] == 0:
         raise ValueError(f"logits has shape {tuple(logits.shape)}: must be [T, V] with V > 0")
     require_floating("logits", logits)
@@ -62,22 +82,6 @@ def token_logprob_entropy(
     require_one_device(logits=logits, targets=targets)
     if not (temperature > 0 and FLOAT32.tiny <= 1 / temperature <= FLOAT32.max):
         raise ValueError(f"temperature={temperature}: must be finite and positive, with 1 / temperature within float32")
-    shard = vocabulary_shard(logits.shape[1], vocab_size, temperature, tp_group)
-    ranks = 1 if tp_group is None else dist.get_world_size(tp_group)
-    size = logits.shape[1] * ranks if vocab_size is None else vocab_size
-    chosen = resolve_backend(backend, logits, cpu_needs_numba=True)
-    if checks_values(logits, chosen):
-        _require_targets(targets, size)
-    if chosen == "reference":
-        logprob, entropy = logprob_entropy_reference(logits, targets, size, shard, entropy_grad)
-    else:
-        kernels = _kernels(chosen)
-        logprob, entropy = RecomputedLogprobEntropy.apply(
-            logits, targets.contiguous(), shard, kernels, entropy_grad, inplace_backward
-        )
-    if checks_values(logits, chosen):
-        _require_finite_logits(entropy)
-    return logprob, entropy
 
 
 def _kernels(backend: Backend) -> BackendKernels:

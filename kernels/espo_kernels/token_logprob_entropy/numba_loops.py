@@ -157,7 +157,7 @@ def gradients(  # type: ignore[no-untyped-def]
             _row_gradient(row[:valid], result[:valid], anchor, log2_sum, scale, flat, slope)
         if held:
             p = np.exp(target_log_p)
-            rest = p * (grad_logprob + grad_entropy * (target_log_p + entropy)) if p > 0 else np.float32(0.0)
+            rest = np.float32(0.0) if p == 0 else p * (grad_logprob + grad_entropy * (target_log_p + entropy))
             result[local] = store(np.float32((grad_logprob - rest) * inverse_temperature), zero)
         for j in range(valid, columns):
             result[j] = zero

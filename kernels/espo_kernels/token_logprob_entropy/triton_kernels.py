@@ -30,6 +30,13 @@ def _accumulate(x, maximum, total, weighted, log2_scale):
 
 
 @triton.jit
+def _target_logit(base, target, valid):
+    """NaN for a target that is not among the row's valid columns."""
+    held = (target >= 0) & (target < valid)
+    return tl.where(held, tl.load(base + target, mask=held, other=0.0).to(tl.float32), float("nan"))
+
+
+@triton.jit
 def logprob_entropy_kernel(
     logits,
     targets,
@@ -65,10 +72,7 @@ def logprob_entropy_kernel(
 
     sum_exp = tl.sum(total, axis=0)
     sum_weighted = tl.sum(weighted, axis=0) * LN_2
-    target = tl.load(targets + row).to(tl.int64) - first
-    held = (target >= 0) & (target < valid)
-    target_logit = tl.load(base + target, mask=held, other=0.0).to(tl.float32)
-    target_logit = tl.where(held, target_logit, float("nan"))
+    target_logit = _target_logit(base, tl.load(targets + row).to(tl.int64) - first, valid)
     if PARTIAL:
         tl.store(out + row, maximum)
         tl.store(out + tokens + row, sum_exp)

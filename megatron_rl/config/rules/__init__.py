@@ -1,1 +1,24 @@
-"""Rules across values, one module per section of the configuration."""
+"""Rules across values, each as the key that is wrong, the rule and the remedy; some look at files and host names."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from operator import attrgetter
+
+from megatron_rl.config.facts import LaunchFacts
+from megatron_rl.config.refusal import Refusal
+from megatron_rl.config.rules.machine import check_engine, check_fit, check_parallel
+from megatron_rl.config.rules.method import check_data, check_environment, check_method
+from megatron_rl.config.run_dir import check_run
+from megatron_rl.config.schema import Configuration
+from megatron_rl.models.files import inspect_checkpoint
+
+
+def broken_rules(c: Configuration, facts: LaunchFacts, given: Collection[str]) -> Iterator[Refusal]:
+    """Every rule that the configuration breaks on this machine. given: keys of the command line."""
+    shape, problems = inspect_checkpoint(c.model.path, weights=c.model.init == "checkpoint")
+    broken = [("model.path", problem.rule, problem.remedy) for problem in problems]
+    broken += [*check_method(c), *check_data(c, given), *check_environment(c), *check_engine(c.engine, facts)]
+    broken += [*check_parallel(c, facts), *(check_fit(c, shape) if shape is not None else ()), *check_run(c.run)]
+    for key, rule, remedy in broken:
+        yield Refusal(key, attrgetter(key)(c), rule, remedy)

@@ -1,4 +1,4 @@
-"""The one Hugging Face weight iterator: load, export and weight sync all go through it."""
+"""A rank's weights under Hugging Face names: loaded, walked through and saved."""
 
 from megatron_rl.mcore.weights.export import iterate_hf_weights
 from megatron_rl.mcore.weights.load import load_hf_weights

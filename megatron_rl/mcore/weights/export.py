@@ -8,33 +8,33 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_rl.mcore.weights.layout import Kind, join_shards, split
+from megatron_rl.mcore.weights.layout import Fusion, join_shards, split
 from megatron_rl.mcore.weights.parameters import placed_parameters
-from megatron_rl.models.qwen3_moe import ModelShape
+from megatron_rl.models.shape import ModelShape
 
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
 
 
 @torch.no_grad()
 def iterate_hf_weights(
-    models: Sequence[torch.nn.Module], model: ModelShape, dtype: torch.dtype | None = None
+    models: Sequence[torch.nn.Module], shape: ModelShape, dtype: torch.dtype | None = None
 ) -> NamedTensors:
     """Yield (name, full tensor) for every tensor of this pipeline stage, in the same order on all its ranks.
 
     Expert weights are gathered over the expert-parallel group, tensor-parallel shards over theirs. dtype: converts.
     """
-    for parameter in placed_parameters(models, model):
+    for parameter in placed_parameters(models, shape):
         layout = parameter.layout(ep_rank=0)
         weight = parameter.weight.detach()
         is_expert = layout.expert is not None
-        if layout.kind is not Kind.REPLICATED:
-            weight = join_shards(layout.kind, _gather(weight, _tensor_group(is_expert)))
+        if layout.fusion is not Fusion.REPLICATED:
+            weight = join_shards(layout.fusion, _gather(weight, _tensor_group(is_expert)))
         copies = _gather(weight, parallel_state.get_expert_model_parallel_group()) if is_expert else [weight]
         for ep_rank, copy in enumerate(copies):
             names = parameter.layout(ep_rank).hf_names
-            for name, tensor in zip(names, split(layout.kind, copy, model), strict=True):
-                if layout.kind is Kind.ROWS:
-                    tensor = tensor[: model.vocab_size]
+            for name, tensor in zip(names, split(layout.fusion, copy, shape), strict=True):
+                if layout.fusion is Fusion.ROWS:
+                    tensor = tensor[: shape.vocab_size]
                 yield name, tensor if dtype is None else tensor.to(dtype)
 
 

@@ -12,7 +12,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.module import Float16Module
 
 from megatron_rl.mcore.weights.layout import ParameterLayout, layout_of
-from megatron_rl.models.qwen3_moe import ModelShape
+from megatron_rl.models.shape import ModelShape
 
 
 @dataclass(frozen=True)
@@ -29,15 +29,15 @@ class PlacedParameter:
         return layout_of(self.name, layer_offset=self.layer_offset, expert_offset=ep_rank * self.experts_per_rank)
 
 
-def placed_parameters(models: Sequence[torch.nn.Module], model: ModelShape) -> Iterator[PlacedParameter]:
+def placed_parameters(models: Sequence[torch.nn.Module], shape: ModelShape) -> Iterator[PlacedParameter]:
     """Every parameter of this rank's chunks that has its own tensor in a checkpoint."""
-    experts_per_rank = model.num_experts // parallel_state.get_expert_model_parallel_world_size()
+    experts_per_rank = shape.num_experts // parallel_state.get_expert_model_parallel_world_size()
     for chunk in models:
         inner = unwrap(chunk)
         layers = inner.decoder.layers
         offset = layers[0].layer_number - 1 if len(layers) else 0
         for name, weight in inner.named_parameters():
-            if name == "output_layer.weight" and model.tie_word_embeddings:
+            if name == "output_layer.weight" and shape.tie_word_embeddings:
                 continue
             yield PlacedParameter(name, weight, offset, experts_per_rank)
 

@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from safetensors.torch import save_file
 
 from megatron_rl.mcore.weights.export import iterate_hf_weights
-from megatron_rl.models.qwen3_moe import ModelShape
+from megatron_rl.models.shape import ModelShape
 
 _SHARD_BYTES = 4 << 30
 _COMPANIONS = (
@@ -30,7 +30,7 @@ _COMPANIONS = (
 
 def save_hf_weights(
     models: Sequence[torch.nn.Module],
-    model: ModelShape,
+    shape: ModelShape,
     *,
     source: Path,
     target: Path,
@@ -45,7 +45,7 @@ def save_hf_weights(
     owner = parallel_state.get_data_parallel_rank() == 0 and parallel_state.get_tensor_model_parallel_rank() == 0
     stage = parallel_state.get_pipeline_model_parallel_rank()
     writer = _ShardWriter(partial, f"model-stage{stage:03d}") if owner else None
-    for name, tensor in iterate_hf_weights(models, model, dtype):
+    for name, tensor in iterate_hf_weights(models, shape, dtype):
         if writer is not None:
             writer.add(name, tensor)
     if writer is not None:

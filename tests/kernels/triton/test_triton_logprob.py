@@ -1,6 +1,5 @@
 """The Triton kernels of `token_logprob_entropy` against the reference in float64."""
 
-import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -11,7 +10,6 @@ NO_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)  # the interpreter 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # The interpreter truncates when it stores bfloat16; a GPU rounds.
 ROUNDING = {torch.float32: 1e-7, torch.bfloat16: 2**-7, torch.float16: 2**-11}
-NAN, INF = float("nan"), float("inf")
 
 
 def both(
@@ -67,32 +65,13 @@ def test_narrow_targets_are_read_right() -> None:
 
 def test_minus_infinity_is_probability_zero() -> None:
     logits = torch.randn(2, 5000, device=DEVICE)
-    logits[:, :4500] = -INF
+    logits[:, :4500] = -torch.inf
     targets = torch.tensor([4600, 4999], device=DEVICE)
     result = both(logits, targets, "triton")
     expected = both(logits[:, 4500:].double(), targets - 4500, "reference")
     torch.testing.assert_close(result[0].double(), expected[0], rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(result[1].double(), expected[1], rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(result[2][:, 4500:].double(), expected[2], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("column", [0, 4999])
-@pytest.mark.parametrize("value", [NAN, INF, -NAN])
-def test_bad_logits_come_out_as_nan(value: float, column: int) -> None:
-    """Straight from the kernel: the public function raises on CPU before anyone sees this."""
-    from espo_kernels.token_logprob_entropy import triton_launch
-    from espo_kernels.token_logprob_entropy.vocabulary import vocabulary_shard
-
-    logits = torch.randn(3, 5000, device=DEVICE)
-    logits[1, column] = value
-    shard = vocabulary_shard(5000, None, 1.0, None)
-    statistics = triton_launch.forward(logits, torch.tensor([5, 5, 7000], device=DEVICE), shard)
-    assert statistics.logprob.isnan().tolist() == [False, True, True]
-    assert statistics.entropy.isnan().tolist() == [False, True, False]
-    nothing, narrow = torch.full((1, 40), -INF, device=DEVICE), vocabulary_shard(40, None, 1.0, None)
-    all_masked = triton_launch.forward(nothing, torch.tensor([0], device=DEVICE), narrow)
-    assert all_masked.logprob.isnan().all()
-    assert all_masked.entropy.isnan().all()
 
 
 def test_gradient_can_overwrite_the_logits() -> None:

@@ -1,0 +1,90 @@
+"""What is trained on what: data, environment, algorithm and batch go together."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from importlib.util import find_spec
+from operator import attrgetter
+from pathlib import Path
+
+from megatron_rl.config.schema import Configuration, DataSettings, EspoSettings
+from megatron_rl.contracts.doors import MODULE_REMEDY, missing_module
+
+# How many different questions a finite task has on each side of its split, whatever the seed.
+CAPACITY = {"two_digit_addition": {"data.num_train": ("training", 8_785), "data.num_eval": ("held-out", 1_215)}}
+_OWNERS = {"train_path": "jsonl", "eval_path": "jsonl", "task": "reasoning_gym", "task_config": "reasoning_gym"}
+
+
+def check_data(c: Configuration, given: Collection[str]) -> Iterator[tuple[str, str, str]]:
+    """Each source has its own keys, enough questions, and files that exist. given: keys of the command line.
+
+    How many questions a file or a generator has is known when it is read: the prompt source holds the same rules.
+    """
+    data, source = c.data, c.data.source
+    for key, owner in _OWNERS.items():
+        if getattr(data, key) and source != owner:
+            yield f"data.{key}", f"It has no meaning with data.source={source}", f"Remove it, or choose data={owner}"
+    if source == "reasoning_gym" and data.task is None:
+        yield "data.task", "data.source=reasoning_gym needs a generator's name", "Give one: data.task=chain_sum"
+    if source == "reasoning_gym" and find_spec("reasoning_gym") is None:
+        yield "data.source", "reasoning-gym is not installed", "Run make extras"
+    for key, (side, most) in CAPACITY.get(source, {}).items():
+        if attrgetter(key)(c) > most:
+            yield key, f"{source} has {most} {side} questions in all", f"Use {key}={most}, or data=column_addition"
+    if source != "jsonl" and c.rollout.prompts_per_step > data.num_train:
+        rule = f"data.num_train={data.num_train} questions cannot fill one step"
+        yield "rollout.prompts_per_step", rule, "Lower it, or raise data.num_train"
+    if source == "jsonl" and data.train_path is None:
+        yield "data.train_path", "data.source=jsonl needs a file of questions", "Give one: data.train_path=train.jsonl"
+    for key, path, count in (("train_path", data.train_path, "num_train"), ("eval_path", data.eval_path, "num_eval")):
+        if source == "jsonl" and path is not None:
+            # Counts that a recipe brings along may go unused; those that a user asks for may not.
+            if f"data.{count}" in given and getattr(data, count) != getattr(DataSettings, count):
+                yield f"data.{count}", f"All rows of data.{key} are used, whatever it says", "Remove it"
+            if not Path(path).is_file():
+                yield f"data.{key}", f"There is no such file (from {Path.cwd()})", "Give the path of a JSONL file"
+    if data.train_path and data.eval_path and Path(data.train_path).resolve() == Path(data.eval_path).resolve():
+        yield "data.eval_path", "It is the training file", "Leave it out: data.num_eval questions are held out of it"
+
+
+def check_method(c: Configuration) -> Iterator[tuple[str, str, str]]:
+    """Algorithm, users' own classes, environment, and how a batch is split."""
+    for section in ("algo.name", "data.source", "environment.name", "reward.name"):
+        name, options = attrgetter(section)(c), f"{section.partition('.')[0]}.options"
+        if ":" in name and (problem := missing_module(name)):
+            yield section, problem, MODULE_REMEDY
+        if ":" not in name and section != "algo.name" and attrgetter(options)(c):
+            yield options, f"They are for a class of your own, and {section}={name}", "Remove them"
+    fractions = c.algo.fractions if isinstance(c.algo, EspoSettings) else []
+    if sum(fractions) > 1 or len(fractions) > 254:
+        rule = "The fractions must not add up to more than 1, and be at most 254: groups are numbered in uint8"
+        yield "algo.fractions", rule, "Use [0.2] for two groups, [] for none"
+    samples = c.rollout.prompts_per_step * c.rollout.samples_per_prompt
+    if samples < c.train.optimizer_steps_per_batch:
+        rule = f"{samples} samples cannot be split over so many optimizer steps"
+        yield "train.optimizer_steps_per_batch", rule, "Lower it, or raise rollout.prompts_per_step"
+    if c.rollout.samples_per_prompt < 2 and c.algo.advantages == "group":
+        rule = "Advantages are relative to the group, and a group needs two to compare"
+        yield "rollout.samples_per_prompt", rule, "Give at least 2, or choose algo.advantages=one"
+    if c.rollout.max_staleness > 0:
+        yield "rollout.max_staleness", "Rollouts of older weights are not trained on yet", "Use rollout.max_staleness=0"
+
+
+def check_environment(c: Configuration) -> Iterator[tuple[str, str, str]]:
+    """Worked responses are shown, not sampled: nothing is compared or replayed, and engines only evaluate."""
+    environment, model = c.environment.name, c.model
+    if environment == "worked":
+        if c.data.source in ("jsonl", "reasoning_gym"):
+            yield "environment.name", f"data.source={c.data.source} has no worked responses", "Use data=column_addition"
+        if c.algo.advantages != "one":
+            yield "algo.advantages", "Worked responses are not compared with one another", "Use one, as algo=sft does"
+        if c.train.replay_routes:
+            yield "train.replay_routes", "No engine chose routes for a worked response", "Use train.replay_routes=false"
+    elif c.sync.when == "evaluation":
+        yield "sync.when", f"environment.name={environment} samples from every step's weights", "Use sync.when=step"
+    elif model.hidden_dropout:
+        rule = f"Dropout trains another policy than the one that environment.name={environment} samples"
+        yield "model.hidden_dropout", rule, "Use 0, or environment=worked"
+    for key, value in (("model.hidden_dropout", model.hidden_dropout), ("model.embedding_std", model.embedding_std)):
+        if value and model.init != "random":
+            yield key, "It is for weights that start at random", "Remove it, or use model.init=random"

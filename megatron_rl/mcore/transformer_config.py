@@ -1,0 +1,107 @@
+"""Megatron's `TransformerConfig` from a model's shape and the settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_rl.config.schema import ModelSettings, ParallelSettings
+from megatron_rl.mcore.dtypes import torch_dtype
+from megatron_rl.models.shape import ModelShape
+
+
+def transformer_config(shape: ModelShape, model: ModelSettings, parallel: ParallelSettings) -> TransformerConfig:
+    """Megatron's configuration of the model on this machine, with GPUs or without."""
+    return TransformerConfig(
+        **_attention(shape),
+        **_experts(shape),
+        **_training(shape, model),
+        **_parallelism(parallel),
+        **_machine(on_gpu=torch.cuda.is_available()),
+    )
+
+
+def _attention(shape: ModelShape) -> dict[str, Any]:
+    return {
+        "num_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_query_groups": shape.num_key_value_heads,
+        "kv_channels": shape.head_dim,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": shape.rms_norm_eps,
+        "qk_layernorm": True,
+        "attention_softmax_in_fp32": True,
+    }
+
+
+def _experts(shape: ModelShape) -> dict[str, Any]:
+    """The MLPs, with and without experts; nothing that would balance or drop what the engine routed."""
+    return {
+        "ffn_hidden_size": shape.ffn_hidden_size,
+        "activation_func": F.silu,
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "moe_ffn_hidden_size": shape.moe_ffn_hidden_size,
+        "num_moe_experts": shape.num_experts,
+        "moe_layer_freq": [int(i in shape.moe_layers) for i in range(shape.num_layers)],
+        "moe_router_topk": shape.topk,
+        "moe_router_pre_softmax": not shape.norm_topk_prob,
+        "moe_router_score_function": "softmax",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_dtype": "fp32",
+        "moe_token_dispatcher_type": "alltoall",
+    }
+
+
+def _training(shape: ModelShape, model: ModelSettings) -> dict[str, Any]:
+    dtype, full = torch_dtype(model.dtype), model.recompute == "full"
+    return {
+        "bf16": dtype is torch.bfloat16,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "attention_dropout": 0.0,
+        "hidden_dropout": model.hidden_dropout,
+        "init_method_std": shape.initializer_range,
+        "embedding_init_method_std": model.embedding_std,
+        "recompute_granularity": None if model.recompute == "none" else model.recompute,
+        "recompute_method": "uniform" if full else None,
+        "recompute_num_layers": 1 if full else None,
+    }
+
+
+def _parallelism(parallel: ParallelSettings) -> dict[str, Any]:
+    chunks = parallel.vpp or 1
+    return {
+        "tensor_model_parallel_size": parallel.tp,
+        "pipeline_model_parallel_size": parallel.pp,
+        "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
+        "context_parallel_size": parallel.cp,
+        "sequence_parallel": parallel.sequence_parallel,
+        "expert_model_parallel_size": parallel.ep,
+        "expert_tensor_parallel_size": parallel.etp,
+        "variable_seq_lengths": parallel.pp > 1,
+        # batched sends of both directions share a peer when pp is 2, and would be received by the wrong one
+        "overlap_p2p_comm": chunks > 1,
+        "batch_p2p_comm": chunks == 1,
+    }
+
+
+def _machine(*, on_gpu: bool) -> dict[str, Any]:
+    """No fused kernels but the grouped experts of a GPU: the others need libraries that need not be there."""
+    return {
+        "moe_grouped_gemm": on_gpu,
+        "use_cpu_initialization": not on_gpu,
+        "cuda_graph_scope": [],
+        "masked_softmax_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "apply_rope_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False,
+        "moe_permute_fusion": False,
+    }

@@ -1,0 +1,182 @@
+"""One way to open engines: servers, collectors, the rollout queue and weight sync, ended together."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+
+from megatron_rl.config.schema import Configuration
+from megatron_rl.contracts.routes import RouteShape
+from megatron_rl.mcore.parallel import RankLayout
+from megatron_rl.models.shape import ModelShape
+from megatron_rl.records.run_directory import RunDirectory
+from megatron_rl.rollouts.hub import Hub
+from megatron_rl.rollouts.messages import Configure
+from megatron_rl.rollouts.queue import RolloutQueue
+from megatron_rl.run.services import NodeServices
+from megatron_rl.sync.open import open_weight_sync
+from megatron_rl.sync.sender import WeightSync
+from megatron_rl.training.collectives import broadcast_bytes, gather_bytes
+from sglang_bridge.addresses import node_address, require_private_address
+from sglang_bridge.engine import Engine
+from sglang_bridge.keys import RunKeys, create_keys, read_keys
+from sglang_bridge.readiness import require_external_engines
+from sglang_bridge.settings import ServerPlace
+
+_HUB_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Connected:
+    """Rank 0's hold on the engines: where rollouts are asked for, and where weights are sent."""
+
+    queue: RolloutQueue
+    weights: WeightSync
+
+
+class Engines:
+    """The engines of a run as one rank sees them. Open them with `open_engines`."""
+
+    def __init__(
+        self,
+        configuration: Configuration,
+        shape: ModelShape,
+        layout: RankLayout,
+        directory: RunDirectory,
+        stack: contextlib.ExitStack,
+    ) -> None:
+        self._configuration = configuration
+        self._shape = shape
+        self._layout = layout
+        self._directory = directory
+        self._stack = stack
+        self._keys = self._share_keys()
+        self._services: NodeServices | None = None
+        if layout.local_rank == 0:
+            self._services = NodeServices(node=layout.node, log_directory=directory.logs)
+            stack.callback(self._services.stop)
+            if configuration.engine.mode == "managed":
+                self._services.start_engines(configuration.engine, self._places(), self._keys)
+
+    def connect(self) -> Connected | None:
+        """Wait until every engine answers and connect rank 0 to all (a collective); None on the other ranks."""
+        own = self._own_engines()
+        gathered = gather_bytes(msgspec.msgpack.encode(own), self._layout.control_group)
+        engines = [e for data in gathered for e in msgspec.msgpack.decode(data, type=list[Engine])]
+        hub = self._open_hub(start_collector=bool(own))
+        if hub is None:
+            return None
+        configuration = self._configuration
+        hub.wait_for(len({engine.node for engine in engines}), _HUB_SECONDS)
+        queue = RolloutQueue(hub, configuration.rollout)
+        queue.configure({node: self._configure(engines, node) for node in {engine.node for engine in engines}})
+        weights = open_weight_sync(
+            engines,
+            self._keys,
+            configuration.sync,
+            configuration.engine,
+            self._shape,
+            directory=self._directory.path / "sync",
+            model_path=Path(configuration.model.path),
+            device=self._layout.device,
+        )
+        self._stack.callback(weights.close)
+        return Connected(queue, weights)
+
+    def check(self) -> None:
+        """Raise `EngineDied` or `CollectorDied` if a process of this node has ended."""
+        if self._services is not None:
+            self._services.check()
+
+    def _share_keys(self) -> RunKeys:
+        """The run's engine keys, the same on every rank: random, or the external engines' own (a collective)."""
+        data = None
+        if self._layout.rank == 0:
+            file = self._configuration.engine.key_file
+            data = msgspec.msgpack.encode(read_keys(Path(file)) if file is not None else create_keys())
+        return msgspec.msgpack.decode(broadcast_bytes(data, self._layout.control_group), type=RunKeys)
+
+    def _places(self) -> list[ServerPlace]:
+        """One place per managed engine of this node; with GPUs each gets `tp` devices of its own behind the ranks'."""
+        engine, model, layout = self._configuration.engine, self._configuration.model, self._layout
+        on_gpu = engine.device == "cuda" or (engine.device == "auto" and torch.cuda.is_available())
+        starts = [layout.local_world_size + index * engine.tp for index in range(engine.count)]
+        return [
+            ServerPlace(
+                model_path=model.path,
+                device="cuda" if on_gpu else "cpu",
+                node=layout.node,
+                host=node_address(layout.num_nodes),
+                gpus=tuple(range(start, start + engine.tp)) if on_gpu else (),
+                return_routes=self._configuration.train.replay_routes,
+                load_format="dummy" if model.init == "random" else None,
+            )
+            for start in starts
+        ]
+
+    def _own_engines(self) -> list[Engine]:
+        """This node's engines, once they answer; none where another rank of the node has them."""
+        settings, layout = self._configuration.engine, self._layout
+        if self._services is None:
+            return []
+        if settings.mode == "managed":
+            return self._services.wait_healthy(settings.start_timeout_s)
+        engines = [
+            Engine(url=url, node=layout.node, tp=settings.tp, ep=settings.ep, quantization=settings.quantization)
+            for url in settings.urls[layout.node :: layout.num_nodes]
+        ]
+        require_external_engines(engines, self._keys, settings, return_routes=self._configuration.train.replay_routes)
+        return engines
+
+    def _open_hub(self, *, start_collector: bool) -> Hub | None:
+        """Rank 0 listens; every node with engines starts its collector (a collective)."""
+        hub, mine = None, None
+        if self._layout.rank == 0:
+            host = node_address(self._layout.num_nodes)
+            require_private_address(host)
+            hub = Hub(host)
+            self._stack.callback(hub.close)
+            mine = msgspec.msgpack.encode((hub.address, hub.run_key))
+        address, key = msgspec.msgpack.decode(
+            broadcast_bytes(mine, self._layout.control_group), type=tuple[tuple[str, int], str]
+        )
+        if self._services is not None and start_collector:
+            self._services.start_collector(address, key)
+        return hub
+
+    def _configure(self, engines: list[Engine], node: int) -> Configure:
+        configuration = self._configuration
+        return Configure(
+            engines=tuple(engine for engine in engines if engine.node == node),
+            api_key=self._keys.api_key,
+            model_path=configuration.model.path,
+            routes=route_shape(self._shape) if configuration.train.replay_routes else None,
+            engine=configuration.engine,
+            rollout=configuration.rollout,
+            reward=configuration.reward,
+            environment=configuration.environment,
+        )
+
+
+def route_shape(shape: ModelShape) -> RouteShape:
+    """What recorded routes of a model look like."""
+    return RouteShape(
+        moe_layers=shape.moe_layers, num_hidden_layers=shape.num_layers, num_experts=shape.num_experts, topk=shape.topk
+    )
+
+
+@contextlib.contextmanager
+def open_engines(
+    configuration: Configuration, shape: ModelShape, layout: RankLayout, directory: RunDirectory
+) -> Iterator[Engines]:
+    """Start this node's servers, which load meanwhile; `connect` waits for them. All end with the block.
+
+    A collective: every rank of the run enters it.
+    """
+    with contextlib.ExitStack() as stack:
+        yield Engines(configuration, shape, layout, directory, stack)

@@ -1,0 +1,49 @@
+"""A process group between the trainer's source rank and engines, apart from the trainer's own groups."""
+
+from __future__ import annotations
+
+import datetime
+import socket
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+
+def open_store(address: str, *, timeout_seconds: float) -> dist.TCPStore:
+    """A rendezvous at `address` and a free port (`.port`); it lives as long as the object."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, 0), family=family) as listener:
+        # torch would listen on every interface; it takes over this socket instead.
+        return dist.TCPStore(
+            address,
+            listener.getsockname()[1],
+            is_master=True,
+            timeout=datetime.timedelta(seconds=timeout_seconds),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+
+
+def join_as_source(
+    store: dist.Store, *, name: str, world_size: int, backend: str, timeout_seconds: float
+) -> dist.ProcessGroup:
+    """Join as rank 0 the group that SGLang's `init_custom_process_group` builds on its side.
+
+    Both sides must prefix the store alike and build the backend through torch's own helper, which has no public name.
+    """
+    group, _ = c10d._new_process_group_helper(
+        world_size,
+        0,
+        [],
+        c10d.Backend(backend),
+        c10d.PrefixStore(name, store),
+        group_name=c10d.GroupName(name),
+        timeout=datetime.timedelta(seconds=timeout_seconds),
+    )
+    c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
+    return group
+
+
+def leave(group: dist.ProcessGroup) -> None:
+    """Destroy this process's side of a group."""
+    dist.destroy_process_group(group)

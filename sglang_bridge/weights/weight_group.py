@@ -1,0 +1,142 @@
+"""One process group that holds this process (rank 0) and the tensor-parallel ranks of one engine."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from concurrent.futures import Future, wait
+from functools import partial
+
+import torch.distributed as dist
+
+from sglang_bridge.admin import AdminClient
+from sglang_bridge.errors import EngineError, RequestFailed
+from sglang_bridge.weights.buckets import Bucket
+from sglang_bridge.weights.calls import start_call
+from sglang_bridge.weights.process_group import join_as_source, leave, open_store
+
+_POLL_SECONDS = 0.02
+_SHORT_POLL_SECONDS = 0.002
+
+
+class WeightGroup:
+    """Make it with `WeightGroup.open`."""
+
+    def __init__(
+        self, name: str, admin: AdminClient, store: dist.TCPStore, group: dist.ProcessGroup, timeout: float
+    ) -> None:
+        self._name = name
+        self._admin = admin
+        self._store = store  # lives as long as the group
+        self._group = group
+        self._timeout = timeout
+
+    @classmethod
+    def open(cls, admin: AdminClient, *, address: str, backend: str, timeout: float) -> WeightGroup:
+        """Let the engine join a new group, and join it. Raises `EngineError` when it does not within the timeout."""
+        name = f"weights-{uuid.uuid4().hex[:12]}"
+        store = open_store(address, timeout_seconds=timeout)
+        world_size = 1 + admin.engine.tp
+        reply = start_call(
+            partial(
+                admin.init_weights_update_group,
+                address=address,
+                port=store.port,
+                rank_offset=1,
+                world_size=world_size,
+                name=name,
+                backend=backend,
+                timeout=timeout,
+            )
+        )
+        _wait_for_arrival(store, reply, timeout)
+        try:
+            group = join_as_source(store, name=name, world_size=world_size, backend=backend, timeout_seconds=timeout)
+        except RuntimeError as error:  # torch.distributed's errors: a peer left, or the timeout
+            raise RequestFailed(f"the process group for weights did not form: {error}") from error
+        reply.result(timeout)
+        return cls(name, admin, store, group, timeout)
+
+    def deliver(self, bucket: Bucket, version: str | None) -> Delivery:
+        """Start broadcasting one bucket; it must stay unchanged until the delivery is done."""
+        reply = start_call(
+            partial(
+                self._admin.update_weights_from_distributed,
+                names=bucket.names,
+                dtypes=[str(dtype).removeprefix("torch.") for dtype in bucket.dtypes],
+                shapes=[list(shape) for shape in bucket.shapes],
+                group_name=self._name,
+                weight_version=version,
+                timeout=self._timeout,
+            )
+        )
+        try:
+            broadcast = dist.broadcast(bucket.flat, src=0, group=self._group, async_op=True)
+        except RuntimeError as error:
+            return Delivery(reply, None, failed=f"the broadcast could not start: {error}")
+        return Delivery(reply, broadcast)
+
+    def abandon(self) -> None:
+        """Let go after a failure. A pending broadcast ends at the group's timeout, in nobody's way."""
+        start_call(partial(leave, self._group))
+
+    def close(self) -> None:
+        """Leave in good order, the engine first."""
+        with contextlib.suppress(EngineError):  # it is gone, or it never minded
+            self._admin.destroy_weights_update_group(self._name)
+        leave(self._group)
+
+
+class Delivery:
+    """A bucket on its way to one engine."""
+
+    def __init__(self, reply: Future[None], broadcast: dist.Work | None, *, failed: str | None = None) -> None:
+        self._reply = reply
+        self._broadcast = broadcast
+        self._failed = failed
+
+    def finish(self, deadline: float) -> str | None:
+        """Wait until it has arrived, has failed, or `time.monotonic()` passes `deadline`; why it failed, if it did."""
+        while not self._is_done():
+            if time.monotonic() > deadline:
+                return "no answer before sync.timeout_s"
+            _wait_for(self._reply)
+        return self._reply_error() or self._failed
+
+    def _is_done(self) -> bool:
+        """Reply and broadcast are in, or one of them failed."""
+        if self._failed is not None or self._reply_error() is not None:
+            return True
+        assert self._broadcast is not None
+        if not self._broadcast.is_completed():
+            return False
+        try:
+            self._broadcast.wait()
+        except RuntimeError as error:
+            self._failed = f"the broadcast broke: {error}"
+            return True
+        return self._reply.done()
+
+    def _reply_error(self) -> str | None:
+        error = self._reply.exception() if self._reply.done() else None
+        return None if error is None else str(error)
+
+
+def _wait_for(reply: Future[None]) -> None:
+    """Sleep until the reply is there, or for one polling interval."""
+    if reply.done():  # the broadcast is what is missing
+        time.sleep(_SHORT_POLL_SECONDS)
+    else:
+        wait([reply], timeout=_POLL_SECONDS)
+
+
+def _wait_for_arrival(store: dist.TCPStore, reply: Future[None], timeout: float) -> None:
+    """Wait until the engine has reached the rendezvous: joining before would block even if it refuses."""
+    deadline = time.monotonic() + timeout
+    while store.num_keys() == 0:
+        if reply.done():
+            reply.result()
+        if time.monotonic() > deadline:
+            raise RequestFailed(f"no engine joined the process group for weights within {timeout:.0f} s")
+        time.sleep(_POLL_SECONDS)

@@ -1,0 +1,31 @@
+"""The layouts that must compute what one rank computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_rl.config.schema import ParallelSettings
+
+
+@dataclass(frozen=True)
+class Case:
+    """poisoned_rank: the rank that finds a NaN among its gradients."""
+
+    parallel: ParallelSettings
+    recompute: Literal["none", "full"] = "none"
+    poisoned_rank: int | None = None
+
+
+EP2 = ParallelSettings(ep=2, timeout_s=60)
+PP2_VPP2 = ParallelSettings(pp=2, vpp=2, timeout_s=60)
+PARITY = {
+    "dp2": Case(ParallelSettings(timeout_s=60)),
+    "ep2": Case(EP2),
+    "ep2 recompute": Case(EP2, recompute="full"),
+    "tp2 sequence-parallel ep2": Case(ParallelSettings(tp=2, ep=2, sequence_parallel=True, timeout_s=60)),
+    "pp2": Case(ParallelSettings(pp=2, timeout_s=60)),
+    "pp2 vpp2": Case(PP2_VPP2),
+    "pp2 vpp2 recompute": Case(PP2_VPP2, recompute="full"),
+}
+POISONED = {f"nan on rank {rank}": Case(EP2, poisoned_rank=rank) for rank in (0, 1)}

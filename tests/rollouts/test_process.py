@@ -1,0 +1,137 @@
+"""The collector as the process that a run starts."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config.schema import EnvironmentSettings, EvalSettings, RolloutSettings
+from megatron_rl.rollouts.__main__ import RUN_KEY_VARIABLE
+from megatron_rl.rollouts.batch import RolloutBatch, RolloutStage
+from megatron_rl.rollouts.evaluation import Accuracy, Evaluation
+from megatron_rl.rollouts.hub import CollectorLost, Hub
+from megatron_rl.rollouts.queue import CollectorFailed, RolloutQueue
+from support.fake_engine import configuration, fake_engine, reply
+from support.scripted_model import EOS, PROMPT
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = """
+class SecondChance:
+    async def play(self, episode):
+        response = await episode.respond()
+        if episode.prompt.answer not in response.text:
+            episode.observe("no,")
+            await episode.respond()
+"""
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    hub = Hub("127.0.0.1", silence_seconds=2.0)
+    yield hub
+    hub.close()
+
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(hub: Hub, tmp_path: Path) -> Iterator[Start]:
+    """Starts the collector of node 0 with a folder of the user's own on its path."""
+    processes = []
+    (tmp_path / "second_chance.py").write_text(ENVIRONMENT)
+
+    def run(run_key: str = hub.run_key) -> subprocess.Popen[str]:
+        host, port = hub.address
+        process = subprocess.Popen(
+            [sys.executable, "-m", "megatron_rl.rollouts", host, str(port), "0"],
+            env=os.environ | {RUN_KEY_VARIABLE: run_key, "PYTHONPATH": f"{ROOT}:{tmp_path}"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        processes.append(process)
+        return process
+
+    yield run
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def draw(hub: Hub, environment: EnvironmentSettings) -> tuple[RolloutBatch, Accuracy]:
+    """A batch and an evaluation from the collector process, through a queue as rank 0 uses it."""
+    rollout, asked = RolloutSettings(max_new_tokens=16, samples_per_prompt=2), EvalSettings(samples_per_prompt=2)
+    queue = RolloutQueue(hub, rollout)
+
+    def work(url: str) -> tuple[RolloutBatch, Accuracy]:
+        hub.wait_for(1, 20)
+        queue.configure({0: configuration(url, environment=environment)})
+        queue.set_version(3)
+        batch = RolloutStage(queue, rollout, (EOS,), lambda: None).draw("step-1", [PROMPT, PROMPT])
+        queue.release(batch.group_ids)
+        accuracy = Evaluation(queue, [PROMPT], asked, rollout, (EOS,), lambda: None).measure("1")
+        queue.stop()
+        return batch, accuracy
+
+    async def run() -> tuple[RolloutBatch, Accuracy]:
+        async with fake_engine(lambda n, asked: reply(asked, "046" if len(asked["input_ids"]) > 8 else "047")) as url:
+            return await asyncio.to_thread(work, url)
+
+    return asyncio.run(run())
+
+
+def test_a_batch_and_an_evaluation_in_an_environment_of_ones_own(hub: Hub, start: Start) -> None:
+    process = start()
+    batch, accuracy = draw(hub, EnvironmentSettings(name="second_chance:SecondChance"))
+    assert batch.group_ids == ["step-1-0", "step-1-1"]
+    metrics = batch.metrics()
+    assert (metrics["rollout/samples"], metrics["rollout/tokens"], metrics["reward/mean"]) == (4.0, 32.0, 1.0)
+    assert (accuracy.accuracy, accuracy.samples) == (1.0, 2)
+    assert process.wait(5) == 0  # it was told to stop
+
+
+def test_an_environment_that_cannot_be_opened_ends_the_run_by_name(hub: Hub, start: Start) -> None:
+    start()
+    with pytest.raises(CollectorFailed, match=r"DoorError: environment\.name=second_chance:Nothing"):
+        draw(hub, EnvironmentSettings(name="second_chance:Nothing"))
+
+
+def test_a_stalled_collector_is_lost(hub: Hub, start: Start) -> None:
+    process = start()
+    hub.wait_for(1, 20)
+    for _ in range(30):
+        assert hub.poll(0.1) is None  # for longer than it may be silent: it is not
+    process.send_signal(signal.SIGSTOP)
+    with pytest.raises(CollectorLost, match="node 0 was not heard"):
+        while True:
+            hub.poll(0.5)
+
+
+def test_a_collector_ends_with_the_hub(hub: Hub, start: Start) -> None:
+    process = start()
+    hub.wait_for(1, 20)
+    hub._socket.close(0)
+    output, _ = process.communicate(timeout=10)
+    assert process.returncode == 1 and "the connection to rank 0 ended" in output
+
+
+def test_a_collector_with_another_key_ends_and_says_why(hub: Hub, start: Start) -> None:
+    other = Hub("127.0.0.1")
+    process = start(hub.run_key[:40] + other.run_key[40:])
+    other.close()
+    output, _ = process.communicate(timeout=20)
+    assert process.returncode == 1 and "does not know this collector's key" in output
+
+
+def test_the_key_is_not_on_the_command_line(hub: Hub, start: Start) -> None:
+    process = start()
+    hub.wait_for(1, 20)
+    command = Path(f"/proc/{process.pid}/cmdline").read_bytes()
+    assert b"megatron_rl.rollouts" in command
+    assert hub.run_key.encode() not in command

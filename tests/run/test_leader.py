@@ -1,0 +1,178 @@
+"""The order of a run's verbs: when it evaluates, syncs and stops. Stand-ins say when they are called."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from megatron_rl.config.schema import (
+    EvalSettings,
+    GrpoSettings,
+    ParallelSettings,
+    RolloutSettings,
+    RunSettings,
+    SyncSettings,
+    TrainSettings,
+)
+from megatron_rl.contracts.commands import Command, Save, Sync, Train
+from megatron_rl.contracts.group import Group
+from megatron_rl.contracts.prompt import Prompt
+from megatron_rl.credit.assign import Credit
+from megatron_rl.planning.step_plan import Planner
+from megatron_rl.records.metric_sums import MetricSums
+from megatron_rl.records.progress import Progress
+from megatron_rl.records.records import Records
+from megatron_rl.records.run_directory import RunDirectory
+from megatron_rl.rollouts.batch import RolloutBatch
+from megatron_rl.rollouts.evaluation import Accuracy
+from megatron_rl.run.leader import Leader, NonFiniteRun, Stages
+from megatron_rl.training.worker import TrainOutcome
+from support.groups import group
+
+
+class Stage:
+    """All stages in one: notes each call in `said`."""
+
+    def __init__(self, *, finite: Sequence[bool] = (), accuracies: Sequence[float] = (), groups: Sequence[Group] = ()):
+        self.said: list[str] = []
+        self.logged: dict[int, dict[str, float]] = {}
+        self.released: list[str] = []
+        self.version = -1
+        self.audit_obstacle = ""
+        self._finite, self._accuracies = iter(finite), iter(accuracies)
+        self._groups = tuple(groups) or (group(1.0, 0.0, name="g"),)
+
+    def take(self, count: int) -> list[Prompt]:
+        return [Prompt(id=str(i), token_ids=(1,), answer="1", task="t") for i in range(count)]
+
+    def draw(self, label: str, prompts: Sequence[Prompt]) -> RolloutBatch:
+        self.said.append(f"draw {label}")
+        return RolloutBatch(self._groups, 8)
+
+    def measure(self, label: str) -> Accuracy:
+        self.said.append(f"evaluate {label} at version {self.version}")
+        accuracy = next(self._accuracies, 0.5)
+        return Accuracy(
+            accuracy=accuracy, half_width=0.1, parseable=1.0, finished=1.0, rejected=0, questions=1, samples=1
+        )
+
+    def next_command(self) -> Sync:
+        return Sync(version=self.version + 1)
+
+    def run(self, command: Command) -> Any:
+        match command:
+            case Sync(version):
+                self.said.append(f"sync {version}")
+                return {"sync/version": float(version)}
+            case Train(plan):
+                self.said.append(f"train {plan.step}")
+                finite = next(self._finite, True)
+                return TrainOutcome(finite, len(plan.optimizer_steps) if finite else 0, MetricSums(), {})
+            case Save(path):
+                self.said.append(f"save {path.rsplit('/', 1)[1]}")
+        return None
+
+    def set_version(self, version: int) -> None:
+        self.version = version
+
+    def release(self, group_ids: list[str]) -> None:
+        self.released += group_ids
+
+    def finish(self) -> None:
+        self.said.append("finish")
+
+    def stop(self) -> None:
+        self.said.append("stop")
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        self.logged[step] = dict(values)
+
+
+def lead(
+    stage: Stage,
+    tmp_path: Any,
+    *,
+    steps: int = 2,
+    evals: dict[str, Any] | None = None,
+    when: str = "step",
+    **train: Any,
+) -> Stage:
+    settings = TrainSettings(total_steps=steps, optimizer_steps_per_batch=1, **train)
+    stages = Stages(
+        prompts=stage,  # type: ignore[arg-type]
+        rollouts=stage,  # type: ignore[arg-type]
+        credit=Credit(GrpoSettings(), seed=0),
+        planner=Planner(settings, ParallelSettings(), dp_size=1, seed=0),
+        evaluation=stage,  # type: ignore[arg-type]
+    )
+    records = Records(RunDirectory(tmp_path), stage, Progress(steps, enabled=False))  # type: ignore[arg-type]
+    Leader(
+        settings,
+        RolloutSettings(max_new_tokens=4, prompts_per_step=1),
+        EvalSettings(**({"every": 0} | (evals or {}))),
+        SyncSettings(when=when),  # type: ignore[arg-type]
+        RunSettings(),
+        stages,
+        stage,  # type: ignore[arg-type]
+        stage,  # type: ignore[arg-type]
+        stage,  # type: ignore[arg-type]
+        records,
+    ).lead()
+    return stage
+
+
+def test_a_run_in_order(tmp_path: Any) -> None:
+    stage = lead(Stage(), tmp_path)
+    assert stage.said == [
+        "sync 0", "evaluate 0 at version 0",
+        "draw step-1", "train 1", "sync 1",
+        "draw step-2", "train 2", "sync 2", "evaluate 2 at version 2",
+        "save step-2", "finish", "stop",
+    ]  # fmt: skip
+    assert stage.released == ["g", "g"]
+    assert stage.logged[1]["sync/version"] == 1 and stage.logged[2]["eval/accuracy"] == 0.5
+
+
+def test_evaluations_come_at_their_interval_and_never_before_the_first(tmp_path: Any) -> None:
+    def evaluated(**evals: int) -> list[str]:
+        said = lead(Stage(), tmp_path, steps=7, evals=evals).said
+        return [text.split()[1] for text in said if text.startswith("evaluate")]
+
+    assert evaluated(every=3) == ["0", "3", "6", "7"]
+    assert evaluated(every=2, first=4) == ["4", "6", "7"]
+    assert evaluated(every=0) == ["0", "7"]
+
+
+def test_weights_that_no_rollout_needs_are_sent_before_evaluations_only(tmp_path: Any) -> None:
+    stage = lead(Stage(), tmp_path, steps=4, evals={"every": 2, "first": 1}, when="evaluation")
+    syncs = [text for text in stage.said if text.startswith(("sync", "evaluate"))]
+    assert syncs == ["sync 0", "sync 1", "evaluate 2 at version 1", "sync 2", "evaluate 4 at version 2"]
+
+
+def test_the_run_stops_where_the_mean_of_the_last_evaluations_is_reached(tmp_path: Any) -> None:
+    evals = {"every": 1, "stop_at": 0.5, "stop_average": 2}
+    stage = lead(Stage(accuracies=[0.1, 0.6, 0.3, 0.8, 0.9]), tmp_path, steps=9, evals=evals)
+    assert [text for text in stage.said if text.startswith("train")] == ["train 1", "train 2", "train 3"]
+    assert stage.said[-3:] == ["save step-3", "finish", "stop"]
+
+
+def test_non_finite_steps_in_a_row_end_the_run_and_are_recorded(tmp_path: Any) -> None:
+    stage = Stage(finite=[False, True, False, False])
+    with pytest.raises(NonFiniteRun, match=r"2 steps in a row .*train\.max_nonfinite_steps=2"):
+        lead(stage, tmp_path, steps=9, max_nonfinite_steps=2)
+    assert [text for text in stage.said if text.startswith("train")] == ["train 1", "train 2", "train 3", "train 4"]
+    assert [stage.logged[step]["train/nonfinite"] for step in (1, 2, 3, 4)] == [1, 0, 1, 1]
+
+
+def test_a_step_without_rollouts_neither_counts_as_finite_nor_as_broken(tmp_path: Any) -> None:
+    flat = Stage(finite=[True] * 3, groups=[group(1.0, 1.0, name="flat")])
+    lead(flat, tmp_path, steps=3)
+    assert flat.logged[1]["train/optimizer_steps"] == 0
+    assert flat.logged[1]["rollout/zero_variance_rate"] == 1.0
+    assert flat.logged[1]["rollout/wasted_token_fraction"] == 1.0
+
+
+def test_tokens_that_trained_are_not_wasted(tmp_path: Any) -> None:
+    stage = lead(Stage(), tmp_path)  # two rollouts of four trained tokens, eight generated
+    assert stage.logged[1]["rollout/wasted_token_fraction"] == 0.0
+    assert stage.logged[1]["train/samples"] == 2

@@ -1,0 +1,64 @@
+"""Addresses that are private, and URLs that can be an engine's."""
+
+import pytest
+
+from sglang_bridge.addresses import node_address, repeated_urls, require_private_address, url_problem
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "10.1.2.3", "192.168.0.7", "::1"])
+def test_private_addresses_pass(host: str) -> None:
+    require_private_address(host)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "8.8.8.8", "::"])
+def test_other_addresses_are_refused(host: str) -> None:
+    with pytest.raises(ValueError, match="not a loopback or private address"):
+        require_private_address(host)
+
+
+def test_a_host_without_address_is_refused() -> None:
+    with pytest.raises(ValueError, match="cannot be resolved"):
+        require_private_address("no-such-host.invalid")
+
+
+def test_one_node_needs_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert node_address(1) == node_address(2) == "127.0.0.1"
+
+
+def test_an_engines_url_passes() -> None:
+    assert url_problem("http://127.0.0.1:30000") is None
+    assert url_problem("http://localhost:30000/") is None
+
+
+@pytest.mark.parametrize(
+    ("url", "rule"),
+    [
+        ("http://[::1", "not a URL"),
+        ("http://127.0.0.1:port", "not a URL"),
+        ("https://127.0.0.1:1", "plain HTTP"),
+        ("127.0.0.1:30000", "a scheme, a host and a port"),
+        ("http://127.0.0.1", "a scheme, a host and a port"),
+        ("http://:30000", "a scheme, a host and a port"),
+        ("http://me@127.0.0.1:1", "no user, path, query or fragment"),
+        ("http://127.0.0.1:1/v1", "no user, path, query or fragment"),
+        ("http://127.0.0.1:1?a=b", "no user, path, query or fragment"),
+        ("http://127.0.0.1:0", "a port from 1"),
+        ("http://[::1]:30000", "IPv4"),
+        ("http://8.8.8.8:30000", "not a loopback or private address"),
+    ],
+)
+def test_what_is_no_engines_url_is_told(url: str, rule: str) -> None:
+    problem = url_problem(url)
+    assert problem is not None
+    assert (problem.key, problem.value) == ("engine.urls", url)
+    assert rule in problem.rule and problem.remedy
+    assert str(problem).startswith(f"engine.urls={url}: ")
+
+
+def test_one_server_under_two_names_is_told() -> None:
+    (problem,) = repeated_urls(["http://127.0.0.1:3", "http://localhost:3", "http://127.0.0.1:4"])
+    assert problem.value == "http://localhost:3"
+    assert "named twice: this is http://127.0.0.1:3" in problem.rule
+    assert list(repeated_urls(["http://127.0.0.1:3", "http://127.0.0.1:4", "not a url"])) == []

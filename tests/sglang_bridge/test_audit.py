@@ -1,0 +1,108 @@
+"""Audits by value, with an engine that holds what the test says."""
+
+import hashlib
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_bridge.admin import AdminClient
+from sglang_bridge.engine import Engine
+from sglang_bridge.errors import AuditUnsupported, EngineError, WeightMismatch
+from sglang_bridge.keys import create_keys
+from sglang_bridge.weights.audit import Mismatch, audit_engine
+from sglang_bridge.weights.expectation import WeightExpectation
+
+QKV = tuple(f"model.layers.0.self_attn.{kind}_proj.weight" for kind in "qkv")
+FUSED, NORM = "model.layers.0.self_attn.qkv_proj.weight", "model.norm.weight"
+
+
+class HoldingAdmin(AdminClient):
+    """Holds these tensors, by the engine's parameter names."""
+
+    def __init__(self, held: dict[str, torch.Tensor], *, device: str = "cpu", **shape: Any) -> None:
+        super().__init__(Engine(url="http://127.0.0.1:1", **shape), create_keys())
+        self._held, self._device = held, device
+
+    def server_info(self) -> dict[str, Any]:
+        return {"device": self._device}
+
+    def checksums(self, *, timeout: float = 300.0) -> list[dict[str, str]]:
+        digests = {name: hashlib.sha256(tensor.numpy().tobytes()) for name, tensor in self._held.items()}
+        return [{name: digest.hexdigest()[:16] for name, digest in digests.items()}]
+
+
+def sent_and_held() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """What a correct engine holds once these tensors were sent."""
+    sent = {name: torch.full((2, 2), float(index)) for index, name in enumerate(QKV)} | {NORM: torch.ones(2)}
+    return sent, {FUSED: torch.cat([sent[name] for name in QKV]), NORM: torch.ones(2)}
+
+
+def expected(sent: dict[str, torch.Tensor]) -> WeightExpectation:
+    expectation = WeightExpectation(dtype=torch.float32, num_experts=1)
+    for name, tensor in sent.items():
+        expectation.add(name, tensor)
+    return expectation
+
+
+def test_an_engine_that_holds_what_was_sent_passes() -> None:
+    sent, held = sent_and_held()
+    report = audit_engine(HoldingAdmin(held), expected(sent))
+    assert (report.url, report.compared, report.mismatches) == ("http://127.0.0.1:1", 2, ())
+    report.raise_on_mismatch(3)
+
+
+def test_one_bit_is_found_and_named_with_the_tensors_fused_in_its_parameter() -> None:
+    sent, held = sent_and_held()
+    held[FUSED].view(torch.int32)[5, 1] ^= 1
+    report = audit_engine(HoldingAdmin(held), expected(sent))
+    (mismatch,) = report.mismatches
+    assert (mismatch.parameter, mismatch.tensors) == (FUSED, QKV)
+    assert mismatch.reason.startswith("sent ")
+    with pytest.raises(WeightMismatch, match=r"version 3: 1 parameter\(s\) differ: .*qkv_proj.*k_proj") as caught:
+        report.raise_on_mismatch(3)
+    assert (caught.value.exit_code, EngineError.exit_code) == (6, 4)
+
+
+def test_a_parameter_that_nothing_was_sent_for_is_found() -> None:
+    sent, held = sent_and_held()
+    report = audit_engine(HoldingAdmin({**held, "model.extra": torch.ones(1)}), expected(sent))
+    assert report.mismatches == (Mismatch("model.extra", (), "nothing was sent for it"),)
+    assert report.compared == 3
+
+
+def test_a_sent_tensor_that_the_engine_lacks_is_found() -> None:
+    sent, held = sent_and_held()
+    del held[FUSED]
+    report = audit_engine(HoldingAdmin(held), expected(sent))
+    assert report.mismatches == (Mismatch(FUSED, QKV, "the engine has no such parameter"),)
+    assert report.compared == 2
+
+
+def test_a_tensor_missing_from_a_fused_parameter_is_an_error_of_the_export() -> None:
+    sent, held = sent_and_held()
+    del sent[QKV[1]]
+    with pytest.raises(ValueError, match=r"qkv_proj\.weight has 2 of 3 tensors"):
+        audit_engine(HoldingAdmin(held), expected(sent))
+
+
+@pytest.mark.parametrize(
+    ("obstacle", "words"),
+    [
+        ({"device": "cuda"}, "device=cuda"),
+        ({"tp": 2, "ep": 2}, "tp=2 ep=2"),
+        ({"quantization": "fp8"}, "quantization=fp8"),
+    ],
+)
+def test_engines_whose_checksums_cannot_be_predicted(obstacle: dict[str, Any], words: str) -> None:
+    sent, held = sent_and_held()
+    with pytest.raises(AuditUnsupported, match=rf"{words} .*sync\.audit_every=0"):
+        audit_engine(HoldingAdmin(held, **obstacle), expected(sent))
+
+
+def test_the_text_of_many_differences_stays_short() -> None:
+    expert = Mismatch("w13_weight", tuple(f"expert-{index}" for index in range(100)), "sent a, held b")
+    assert str(expert).endswith("expert-15 and 84 more")
+    error = WeightMismatch("http://127.0.0.1:1", 3, ["x"] * 20)
+    assert "20 parameter(s) differ: x; x; x; x; x; x; x; x; and 12 more. " in str(error)
+    assert len(error.differences) == 20

@@ -1,0 +1,78 @@
+"""A small HTTP server that answers as an engine does: its bytes, not its model."""
+
+import asyncio
+import base64
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import numpy as np
+from aiohttp import web
+
+from megatron_rl.config.schema import EngineSettings, EnvironmentSettings, RewardSettings, RolloutSettings
+from megatron_rl.contracts.routes import RouteShape
+from megatron_rl.rollouts.messages import Configure
+from sglang_bridge.engine import Engine
+from support.scripted_model import CHECKPOINT, EOS, TOKENIZER
+
+LAYERS, TOPK = 4, 2
+
+Reply = dict[str, Any]
+Answer = Callable[[int, Reply], Reply | int]
+
+
+def reply(request: Reply, text: str, **changes: object) -> Reply:
+    """A text and its end of sequence in answer to a request, with routes if it asked for them."""
+    ids = [*TOKENIZER.encode(text), EOS]
+    meta: Reply = {
+        "finish_reason": {"type": "stop"},
+        "weight_version": "3",
+        "output_token_logprobs": [(-0.5, token, None) for token in ids],
+    }
+    if request["return_routed_experts"]:
+        meta["routed_experts"] = routes(request, len(ids))
+    return {"output_ids": ids, "meta_info": meta | changes}
+
+
+def routes(request: Reply, num_output: int, experts: tuple[int, int] = (0, 1)) -> str:
+    """Rows for a request's inputs, as the engine encodes them."""
+    rows = np.tile(np.array(experts, np.int32), (len(request["input_ids"]) + num_output - 1, LAYERS, 1))
+    return base64.b64encode(rows.tobytes()).decode()
+
+
+@contextlib.asynccontextmanager
+async def fake_engine(answer: Answer) -> AsyncIterator[str]:
+    """Serve `/generate` and yield the URL: request number n gets `answer(n, request)`, a reply or a status."""
+    count = 0
+
+    async def generate(request: web.Request) -> web.Response:
+        nonlocal count
+        count += 1
+        result = answer(count - 1, json.loads(await request.read()))
+        await asyncio.sleep(0.01)
+        return web.Response(status=result) if isinstance(result, int) else web.json_response(result)
+
+    application = web.Application()
+    application.router.add_post("/generate", generate)
+    runner = web.AppRunner(application)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+def configuration(url: str, *, environment: EnvironmentSettings | None = None) -> Configure:
+    """What a collector is told to use one engine."""
+    return Configure(
+        engines=(Engine(url=url),),
+        api_key="secret",
+        model_path=str(CHECKPOINT),
+        routes=RouteShape(moe_layers=(0, 1, 2, 3), num_hidden_layers=LAYERS, num_experts=8, topk=TOPK),
+        engine=EngineSettings(request_timeout_s=5.0, retries=0, max_running_requests=2),
+        rollout=RolloutSettings(max_new_tokens=16),
+        reward=RewardSettings(timeout_s=5.0),
+        environment=environment or EnvironmentSettings(),
+    )

@@ -1,0 +1,65 @@
+"""A rank's policy over a shipped checkpoint, for scripts that run under torchrun."""
+
+from pathlib import Path
+
+from megatron_rl.config.schema import (
+    AlgoSettings,
+    ModelSettings,
+    OptimizerSettings,
+    ParallelSettings,
+    RolloutSettings,
+    TrainSettings,
+)
+from megatron_rl.losses import open_loss
+from megatron_rl.mcore.model import build_models
+from megatron_rl.mcore.optimizer import wrap_data_parallel
+from megatron_rl.mcore.parallel import RankLayout
+from megatron_rl.mcore.replay import RouteReplay
+from megatron_rl.mcore.weights import load_hf_weights
+from megatron_rl.models.qwen3_moe import read_shape
+from megatron_rl.models.shape import ModelShape
+from megatron_rl.planning.rank_view import RankView
+from megatron_rl.planning.step_plan import Planner
+from megatron_rl.run.engines import route_shape
+from megatron_rl.training.batch import Batcher
+from megatron_rl.training.logprobs import ResponseLogprobs
+from megatron_rl.training.policy import Policy
+
+ASSETS = Path(__file__).resolve().parents[2] / "megatron_rl/models/assets"
+COLUMN_ADDITION = ASSETS / "qwen3_moe_tiny_column_addition"
+TWO_DIGIT_ADDITION = ASSETS / "qwen3_moe_tiny_two_digit_addition"
+
+ADAM = OptimizerSettings(lr=1e-3, warmup_steps=1, decay="constant")
+
+
+def train_settings(**changes: int) -> TrainSettings:
+    return TrainSettings(**({"total_steps": 1, "optimizer_steps_per_batch": 1, "logit_chunk_tokens": 64} | changes))
+
+
+def make_policy(
+    checkpoint: Path,
+    parallel: ParallelSettings,
+    algo: AlgoSettings,
+    *,
+    recompute: str = "none",
+    temperature: float = 1.0,
+) -> tuple[ModelShape, Policy]:
+    """The checkpoint's weights in Megatron's model with replay, wrapped for data parallelism (a collective)."""
+    shape = read_shape(checkpoint)
+    chunks = build_models(shape, ModelSettings(path=str(checkpoint), recompute=recompute), parallel)  # type: ignore[arg-type]
+    load_hf_weights(chunks, shape, checkpoint)
+    models = wrap_data_parallel(chunks)
+    rollout = RolloutSettings(max_new_tokens=32, temperature=temperature)
+    logprobs = ResponseLogprobs(train_settings(), rollout, vocab_size=shape.vocab_size, tp_group=None)
+    return shape, Policy(models=models, logprobs=logprobs, loss=open_loss(algo, shape), replay=RouteReplay(models))
+
+
+def make_batcher(shape: ModelShape, parallel: ParallelSettings, layout: RankLayout) -> Batcher:
+    view = RankView.of(
+        shape.num_layers, parallel, pp_rank=layout.pp_rank, cp_rank=layout.cp_rank, tp_rank=layout.tp_rank
+    )
+    return Batcher(view, route_shape(shape), layout.device)
+
+
+def make_planner(parallel: ParallelSettings, layout: RankLayout, *, seed: int = 0, **train: int) -> Planner:
+    return Planner(train_settings(**train), parallel, dp_size=layout.dp_size, seed=seed)
