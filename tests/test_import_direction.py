@@ -85,7 +85,10 @@ def test_rooms_import_only_rooms_before_them() -> None:
         if ROOMS.index(target) > ROOMS.index(room)
     ]
     assert backward == []
-    assert list(room_imports("from megatron_rl.run.rank import Rank\nimport megatron_rl.sync as s\n")) == ["run", "sync"]
+    assert list(room_imports("from megatron_rl.run.rank import Rank\nimport megatron_rl.sync as s\n")) == [
+        "run",
+        "sync",
+    ]
 
 
 def test_megatron_is_imported_where_it_belongs() -> None:

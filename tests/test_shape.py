@@ -1,4 +1,4 @@
-"""The code keeps its shape: rooms with names, small files, short functions, a docstring that says what each file does."""
+"""The code keeps its shape: rooms with names, small files, short functions, docstrings that say what files are for."""
 
 import ast
 import re

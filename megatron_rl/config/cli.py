@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from megatron_rl.config.refusal import ConfigurationRefused
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.exit_codes import ExitCode
 
+_LAST_WORD_SECONDS = 3.0  # torchrun ends every rank once one has ended: let the one that speaks end first
 HYDRA_CONF = Path(__file__).resolve().parents[2] / "hydra_conf"
 
 
@@ -38,6 +40,8 @@ def main(run: Callable[[Configuration], int], config_dir: Path) -> int:
     except ConfigurationRefused as refused:
         if os.environ.get("RANK", "0") == "0":
             print(refused, file=sys.stderr)
+        else:
+            time.sleep(_LAST_WORD_SECONDS)
         return refused.exit_code
     return run(configuration)
 

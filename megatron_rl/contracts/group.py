@@ -12,7 +12,7 @@ from megatron_rl.contracts.rollout import FinishReason
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """What the reward says of one rollout.
 
-    reward: None when there is no verdict (the scorer failed or timed out): such a sample leaves its group's statistics
+    reward: None when there is no verdict (the scorer failed or timed out): such a rollout leaves its group's statistics
     and is counted; it is not a zero. correctness: the raw score that zero variance is judged on, apart from shaping
     terms. answer: the final answer found in the response, None when there is none to be found. seconds: scoring time.
     reason: why there is no verdict.
@@ -37,9 +37,9 @@ class RolloutLocation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RolloutRef(msgspec.Struct, frozen=True, kw_only=True):
-    """All that rank 0 needs to know of a rollout to plan a step; the payload stays with its collector.
+    """All that rank 0 needs to know of a rollout to plan a step; the tokens stay with its collector.
 
-    num_inputs: tokens the model reads when it trains on this sample (trajectory length - 1).
+    num_inputs: tokens the model reads when it trains on it (all tokens but the last).
     num_trainable: tokens that receive a loss. versions: weight versions of its sampled segments, ascending.
     """
 
@@ -58,13 +58,13 @@ class RolloutRef(msgspec.Struct, frozen=True, kw_only=True):
 class Group(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt's rollouts and verdicts.
 
-    rejected: samples dropped before a verdict, by reason. generated_at, judged_at: when the last response arrived and
+    rejected: rollouts dropped before a verdict, by reason. generated_at, judged_at: when the last response arrived and
     when the last verdict was there, in seconds of the collector's monotonic clock.
     """
 
     group_id: str
     prompt: Prompt
-    samples: tuple[RolloutRef, ...]
+    rollouts: tuple[RolloutRef, ...]
     rejected: dict[str, int] = {}
     generated_at: float = 0.0
     judged_at: float = 0.0
@@ -72,4 +72,4 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def judged(self) -> tuple[RolloutRef, ...]:
         """The rollouts with a verdict."""
-        return tuple(rollout for rollout in self.samples if rollout.verdict.reward is not None)
+        return tuple(rollout for rollout in self.rollouts if rollout.verdict.reward is not None)

@@ -11,7 +11,7 @@ from megatron_rl.contracts.numbers import Count
 class Denominators(msgspec.Struct, frozen=True, kw_only=True):
     """Global constants of one optimizer step's loss, fixed before its first micro-batch.
 
-    sequences: samples with a verdict and a non-zero advantage on a trainable token. tokens: their trainable tokens.
+    sequences: rollouts with a verdict and a non-zero advantage on a trainable token. tokens: their trainable tokens.
     """
 
     sequences: Count
@@ -19,7 +19,7 @@ class Denominators(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OptimizerStep(msgspec.Struct, frozen=True, kw_only=True):
-    """micro_batches[dp_rank][m] lists indices into `StepPlan.samples`; an empty tuple is a zero-loss filler.
+    """micro_batches[dp_rank][m] lists indices into `StepPlan.rollouts`; an empty tuple is a zero-loss filler.
 
     Every data-parallel rank has the same number of micro-batches.
     """
@@ -29,9 +29,9 @@ class OptimizerStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Who trains what in one training step. advantages[i] belongs to samples[i]."""
+    """Who trains what in one training step. advantages[i] belongs to rollouts[i]."""
 
     step: Count
-    samples: tuple[RolloutRef, ...]
+    rollouts: tuple[RolloutRef, ...]
     advantages: tuple[float, ...]
     optimizer_steps: tuple[OptimizerStep, ...]

@@ -11,10 +11,10 @@ def token_usage(generated_tokens: int, plan: StepPlan, applied: int) -> dict[str
     rollout/wasted_token_fraction: the share of generated tokens that ended in no gradient.
     """
     used = (i for step in plan.optimizer_steps[:applied] for rank in step.micro_batches for m in rank for i in m)
-    trained = sum(plan.samples[i].num_trainable for i in used)
+    trained = sum(plan.rollouts[i].num_trainable for i in used)
     return {
         "rollout/wasted_token_fraction": 1.0 - trained / generated_tokens if generated_tokens else 0.0,
-        "train/samples": float(len(plan.samples)),
+        "train/samples": float(len(plan.rollouts)),
         "train/optimizer_steps": float(applied),
         "train/micro_batches": float(sum(len(step.micro_batches[0]) for step in plan.optimizer_steps)),
     }

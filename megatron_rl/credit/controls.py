@@ -21,9 +21,9 @@ def permute_rewards(groups: Sequence[Group], seed: int) -> list[Group]:
     return [
         msgspec.structs.replace(
             group,
-            samples=tuple(
+            rollouts=tuple(
                 msgspec.structs.replace(r, verdict=next(remaining)) if r.verdict.reward is not None else r
-                for r in group.samples
+                for r in group.rollouts
             ),
         )
         for group in groups

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from espo_kernels import EspoMetrics, espo_groups, espo_policy_loss
+from espo_kernels import espo_groups, espo_policy_loss
 from espo_kernels.espo_groups.settings import group_settings
 from megatron_rl.config.schema import EspoSettings
 from megatron_rl.contracts.plan import Denominators
@@ -47,19 +47,8 @@ class Espo:
                 ratio_denominator=self._ratio_denominator,
                 check_values=False,
             )
-            return LossResult(result.loss, _sums(result.metrics), _maxima(result.metrics) if logprobs.numel() else {})
+            sums = {f"policy/{name}": pair for name, pair in result.metrics.means().items()}
+            maxima = {f"policy/{name}": value for name, value in result.metrics.maxima().items() if logprobs.numel()}
+            return LossResult(result.loss, sums, maxima)
 
         return objective
-
-
-def _sums(metrics: EspoMetrics) -> dict[str, torch.Tensor]:
-    """Under each name the whole batch, under name/groupN one entropy group, 0 being the highest entropies.
-
-    Kish's effective sample size of the ratios, as a share of the tokens, is policy/ratio_mean² /
-    policy/ratio_square_mean. It is no quotient of sums, so it follows from these two once they are summed.
-    """
-    return {f"policy/{name}": pair for name, pair in metrics.means().items()}
-
-
-def _maxima(metrics: EspoMetrics) -> dict[str, torch.Tensor]:
-    return {"policy/ratio_max": metrics.ratio_max.max(), "policy/inverse_ratio_max": 1 / metrics.ratio_min.min()}

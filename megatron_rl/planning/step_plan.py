@@ -42,7 +42,7 @@ class Planner:
         count = min(self._optimizer_steps, len(kept))
         return StepPlan(
             step=step,
-            samples=kept,
+            rollouts=kept,
             advantages=tuple(advantage for _, advantage in useful),
             optimizer_steps=tuple(self._optimizer_step(kept, range(i, len(kept), count)) for i in range(count)),
         )

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
 
 from megatron_rl.config.schema import DataSettings
 from megatron_rl.contracts.doors import open_door
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.models.tokenizer import Tokenizer
-from megatron_rl.prompts.embedded import EMBEDDED
+from megatron_rl.prompts import column_addition, two_digit_addition
 from megatron_rl.prompts.gym import ReasoningGym
 from megatron_rl.prompts.jsonl import read_jsonl
 from megatron_rl.prompts.question import BadRows, PromptDataError, Question, Source
 from megatron_rl.prompts.source import Excluded, PromptSource
 from megatron_rl.prompts.split import Split, draw_split, hold_out, keep_apart
 
+EMBEDDED: Mapping[str, Source] = {task.NAME: task for task in (column_addition, two_digit_addition)}
 CheckAnswer = Callable[[str], None]
 _FIELDS = tuple(field.name for field in fields(Question))
 

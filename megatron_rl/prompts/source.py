@@ -23,9 +23,7 @@ class Excluded:
     examples: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return (
-            f"left out: {self.bad} bad rows, {self.duplicates} duplicates, {self.overlapping} that are also held out"
-        )
+        return f"left out: {self.bad} bad rows, {self.duplicates} duplicates, {self.overlapping} that are also held out"
 
 
 class PromptSource:

@@ -9,6 +9,10 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+from omegaconf import OmegaConf
+
+from megatron_rl.config.schema import Configuration, RunSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 
 PACKAGES = ("torch", "megatron-core", "sglang", "triton", "transformers", "hydra-core", "numpy")
@@ -31,11 +35,12 @@ class RunDirectory:
     path: Path
 
     @classmethod
-    def create(cls, path: Path, config_yaml: str) -> RunDirectory:
+    def create(cls, configuration: Configuration, now: datetime.datetime) -> RunDirectory:
         """Make the directory. Raises `RunDirectoryTaken` when it exists, even from a run that has ended.
 
-        Raises `RunDirectoryUnusable` where nothing can be made.
+        Ranks read different clocks: call it on rank 0. Raises `RunDirectoryUnusable` where nothing can be made.
         """
+        path = path_of(configuration.run, now)
         try:
             path.mkdir(parents=True)
         except FileExistsError:
@@ -50,7 +55,7 @@ class RunDirectory:
         directory = cls(path)
         for name in ("logs", "rollouts", "checkpoints"):
             (path / name).mkdir()
-        (path / "config.yaml").write_text(config_yaml)
+        (path / "config.yaml").write_text(to_yaml(configuration))
         (path / "versions.json").write_text(json.dumps(_versions(), indent=2) + "\n")
         return directory
 
@@ -78,6 +83,17 @@ class RunDirectory:
     def write_exit(self, code: int, reason: str) -> None:
         ended = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         (self.path / "exit.json").write_text(json.dumps({"code": code, "reason": reason, "ended": ended}) + "\n")
+
+
+def path_of(run: RunSettings, now: datetime.datetime) -> Path:
+    """The absolute path of a run's directory; a run without a name is called after its experiment and `now`."""
+    name = run.name if run.name is not None else f"{run.experiment}-{now:%Y%m%d-%H%M%S}"
+    return Path(run.root).expanduser().resolve() / name
+
+
+def to_yaml(configuration: Configuration) -> str:
+    """Every key with its value, as YAML."""
+    return OmegaConf.to_yaml(msgspec.to_builtins(configuration))
 
 
 def _versions() -> dict[str, str]:

@@ -38,7 +38,7 @@ class RolloutBatch:
 
     def metrics(self) -> dict[str, float]:
         """Metrics under `rollout/` and `reward/`, and the seconds of judging after the last response."""
-        samples = [sample for group in self.groups for sample in group.samples]
+        samples = [sample for group in self.groups for sample in group.rollouts]
         rewards = [s.verdict.reward for s in samples if s.verdict.reward is not None]
         rejected = self.rejected
         generated = max((group.generated_at for group in self.groups), default=0.0)
@@ -89,7 +89,7 @@ class RolloutStage:
         done = {group.group_id: group for group in self.queue.as_completed(self.idle)}
         groups = tuple(done[request.group_id] for request in requests)
         batch = RolloutBatch(groups, self.queue.generated_tokens - before)
-        if not any(group.samples for group in groups):
+        if not any(group.rollouts for group in groups):
             raise NothingCameBack(
                 f"all samples of batch {label} were rejected: {dict(batch.rejected)}; see the engines' and the "
                 "collectors' logs"

@@ -74,7 +74,7 @@ class Collector:
         group = Group(
             group_id=request.group_id,
             prompt=request.prompt,
-            samples=tuple(_ref(j, where) for j, where in zip(judged, locations, strict=True)),
+            rollouts=tuple(_ref(j, where) for j, where in zip(judged, locations, strict=True)),
             rejected=dict(Counter(r.reason for r in results if isinstance(r, Rejected))),
             generated_at=max((j.generated_at for j in judged), default=0.0),
             judged_at=time.monotonic() if judged else 0.0,

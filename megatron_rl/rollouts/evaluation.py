@@ -98,9 +98,9 @@ def accuracy_of(groups: Iterable[Group], samples_per_prompt: int) -> Accuracy:
                 "the engines' logs, or raise engine.request_timeout_s and engine.retries"
             )
         rejected += sum(group.rejected.values())
-        correct = sum(s.verdict.correctness or 0.0 for s in group.samples)
+        correct = sum(s.verdict.correctness or 0.0 for s in group.rollouts)
         means.append(correct / samples_per_prompt)
-        for sample in group.samples:
+        for sample in group.rollouts:
             ended = sample.finish_reason is FinishReason.STOP
             finished += ended
             parsed += ended and sample.verdict.answer is not None

@@ -99,9 +99,9 @@ class RolloutQueue:
 
     def _without_stale(self, group: Group) -> Group:
         oldest = self._version - self._max_staleness
-        fresh = tuple(s for s in group.samples if not s.versions or s.versions[0] >= oldest)
-        stale = len(group.samples) - len(fresh)
+        fresh = tuple(s for s in group.rollouts if not s.versions or s.versions[0] >= oldest)
+        stale = len(group.rollouts) - len(fresh)
         if not stale:
             return group
         rejected = {**group.rejected, "stale": group.rejected.get("stale", 0) + stale}
-        return msgspec.structs.replace(group, samples=fresh, rejected=rejected)
+        return msgspec.structs.replace(group, rollouts=fresh, rejected=rejected)

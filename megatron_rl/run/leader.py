@@ -137,7 +137,7 @@ class Leader:
 
     def _count_nonfinite(self, plan: StepPlan, outcome: TrainOutcome) -> None:
         """Raise `NonFiniteRun` after too many steps in a row with a NaN or Inf; a step without rollouts is neither."""
-        if plan.samples:
+        if plan.rollouts:
             self._nonfinite = 0 if outcome.finite else self._nonfinite + 1
         if outcome.finite:
             return

@@ -8,7 +8,6 @@ import os
 import time
 from pathlib import Path
 
-from megatron_rl.config.run_dir import resolve_run_dir, to_yaml
 from megatron_rl.config.schema import Configuration
 from megatron_rl.environments.environment import open_environment
 from megatron_rl.losses import open_loss
@@ -95,11 +94,10 @@ class Rank:
     def _open_directory(self, layout: RankLayout) -> RunDirectory:
         """Rank 0 names and makes it; the others learn where it is. Raises `RunDirectoryTaken` (rank 0)."""
         if layout.rank == 0:
-            path = resolve_run_dir(self._configuration.run, datetime.datetime.now())
             try:
-                self._directory = RunDirectory.create(path, to_yaml(self._configuration))
+                self._directory = RunDirectory.create(self._configuration, datetime.datetime.now())
             finally:
-                created = str(path) if self._directory is not None else ""
+                created = str(self._directory.path) if self._directory is not None else ""
                 broadcast_bytes(created.encode(), layout.control_group)
             return self._directory
         where = broadcast_bytes(None, layout.control_group).decode()

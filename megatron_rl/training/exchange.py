@@ -54,7 +54,7 @@ def exchange_rollouts(
     incoming: list[list[int]] = [[] for _ in receivers]
     for to, receiver in enumerate(receivers):
         for index in rollouts_of(plan, receiver.dp_rank):
-            ref = plan.samples[index]
+            ref = plan.rollouts[index]
             sender = sender_of(index, ref.location.node, to, receivers)
             if sender == rank:
                 rollout = codec.select_layers(read(ref), receiver.moe_rows)

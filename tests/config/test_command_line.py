@@ -74,6 +74,11 @@ def test_hydra_answers_without_a_run(tmp_path: Path, question: tuple[str, ...]) 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_question_about_a_mistake_is_refused_too(tmp_path: Path) -> None:
+    done = start("--cfg", "job", "foo=1", cwd=tmp_path)
+    assert (done.returncode, "foo=1: There is no such key" in done.stderr) == (ExitCode.REFUSED, True)
+
+
 def test_run_gets_typed_settings_and_a_clean_environment(tmp_path: Path, checkpoint: Path) -> None:
     """HYDRA_FULL_ERROR must not leak into engines and collectors; a good configuration is checked without torch too."""
     code = f"""

@@ -1,20 +1,16 @@
 """Groups, experiments and defaults compose to what a user of Hydra expects."""
 
-import dataclasses
-import datetime
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
-from pydantic import TypeAdapter
 
 from megatron_rl.config import schema
 from megatron_rl.config.cli import HYDRA_CONF, compose
 from megatron_rl.config.facts import LaunchFacts
 from megatron_rl.config.keys import declared_keys
-from megatron_rl.config.run_dir import resolve_run_dir, to_yaml
 
 EXPERIMENTS = sorted(file.stem for file in (HYDRA_CONF / "experiment").glob("*.yaml"))
 NODE = LaunchFacts(world_size=8, local_world_size=8, num_gpus=16)
@@ -143,21 +139,6 @@ def test_declared_keys_hold_every_section() -> None:
     keys = declared_keys()
     assert {"model.path", "algo.alpha", "algo.clip_low", "rollout.max_new_tokens", "seed"} <= set(keys)
     assert len(keys) == len(set(keys))
-
-
-def test_run_directory(tmp_path: Path) -> None:
-    noon = datetime.datetime(2025, 1, 2, 12, 0, 5)
-    unnamed = schema.RunSettings(root=str(tmp_path), experiment="quickstart")
-    assert resolve_run_dir(unnamed, noon) == tmp_path / "quickstart-20250102-120005"
-    assert resolve_run_dir(dataclasses.replace(unnamed, name="mine"), noon) == tmp_path / "mine"
-
-
-def test_text_of_a_configuration_holds_every_key_and_reads_back(checkpoint: Path) -> None:
-    config = compose([f"model.path={checkpoint}", "run.name='1e3'", "optimizer.lr=3e-5", "algo=gspo"])
-    tree: Any = OmegaConf.to_container(OmegaConf.create(to_yaml(config)))
-    assert TypeAdapter(schema.Configuration).validate_python(tree) == config
-    sections = {key.partition(".")[0] for key in declared_keys() if "." in key}
-    assert dict(leaves(tree)).keys() == declared_keys("gspo").keys() - sections
 
 
 @pytest.mark.parametrize(

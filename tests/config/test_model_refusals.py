@@ -55,6 +55,7 @@ def test_broken_files(checkpoint: Path) -> None:
 def test_no_weights(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").unlink()
     assert "no model.safetensors" in refusal_of(checkpoint)
+    assert compose([f"model.path={checkpoint}", "model.init=random"]).model.init == "random"
 
 
 def shard(path: Path, *names: str, cut: int = 0) -> None:

@@ -68,7 +68,7 @@ def one_case(case: str, layout: RankLayout, settings: ParallelSettings) -> dict[
     by_id = {rollout.rollout_id: rollout for rollout in rollouts}
     planner = make_planner(settings, layout, seed=int(seed), tokens_per_micro_batch=int(tokens))
     plan = planner.plan(0, refs, advantages)
-    own = {i: by_id[ref.rollout_id] for i, ref in enumerate(plan.samples)}
+    own = {i: by_id[ref.rollout_id] for i, ref in enumerate(plan.rollouts)}
     (batches,) = make_batcher(shape, settings, layout).optimizer_steps(plan, layout.dp_rank, own)
     if layout.rank == 0:
         print(f"{case}: {len(batches)} micro-batches per rank", flush=True)

@@ -49,7 +49,7 @@ def one_case(case: str, settings: ParallelSettings, layout: RankLayout) -> None:
     planner = make_planner(settings, layout, tokens_per_micro_batch=int(tokens))
     plan = planner.plan(0, [make_ref(rollout) for rollout in rollouts], [1.0] * len(rollouts))
     by_id = {rollout.rollout_id: rollout for rollout in rollouts}
-    own = {i: by_id[ref.rollout_id] for i, ref in enumerate(plan.samples)}
+    own = {i: by_id[ref.rollout_id] for i, ref in enumerate(plan.rollouts)}
     (batches,) = make_batcher(shape, settings, layout).optimizer_steps(plan, layout.dp_rank, own)
     metrics = MetricSums()
     compute_old_policy(policy, batches, metrics)
@@ -57,7 +57,7 @@ def one_case(case: str, settings: ParallelSettings, layout: RankLayout) -> None:
     for indices, response in zip(plan.optimizer_steps[0].micro_batches[layout.dp_rank], recorder.seen, strict=True):
         bounds = response.cu_seqlens.tolist()
         for i, start, stop in zip(indices, bounds, bounds[1:], strict=False):
-            mine[plan.samples[i].rollout_id] = response.old_logprobs[start:stop].clone()
+            mine[plan.rollouts[i].rollout_id] = response.old_logprobs[start:stop].clone()
     everyone: list[dict[str, torch.Tensor]] = [{} for _ in range(layout.world_size)]
     dist.all_gather_object(everyone, mine)
     if layout.rank == 0:

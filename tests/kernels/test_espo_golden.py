@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from espo_kernels import espo_groups, espo_policy_loss
+from tests.kernels.finished import finished
 
 GOLDEN = json.loads((Path(__file__).parent.parent / "golden" / "espo_objective.json").read_text())
 SEQUENCES = GOLDEN["sequences"]
@@ -58,11 +59,11 @@ def test_twelve_tokens(backend: str, dtype: torch.dtype, rtol: float) -> None:
     assert metrics.tokens.tolist() == [3, 8]
     assert metrics.clipped_high.tolist() == [2, 0]
     assert metrics.clipped_low.tolist() == [1, 0]
-    ess, finished = GOLDEN["effective_sample_size"], metrics.values()
+    ess, values = GOLDEN["effective_sample_size"], finished(metrics)
     assert metrics.ratio_sum.tolist() == pytest.approx(ess["ratio_sum"], rel=rtol)
     assert metrics.ratio_square_sum.tolist() == pytest.approx(ess["ratio_square_sum"], rel=rtol)
-    assert [finished[f"ess/group{tau}"].item() for tau in (0, 1)] == pytest.approx(ess["by_group"], rel=rtol)
-    assert finished["ess"].item() == pytest.approx(ess["whole"], rel=rtol)
+    assert [values[f"ess/group{tau}"].item() for tau in (0, 1)] == pytest.approx(ess["by_group"], rel=rtol)
+    assert values["ess"].item() == pytest.approx(ess["whole"], rel=rtol)
     for tau, groups_of in enumerate((high, low)):
         ratios = [group["s"] for group in groups_of]
         assert metrics.ratio_min[tau].item() == pytest.approx(min(ratios), rel=rtol)

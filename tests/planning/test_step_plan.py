@@ -52,7 +52,7 @@ def test_every_rollout_once_and_the_same_counts_everywhere(
         assert step.denominators.tokens == 3 * len(members)
         for bins in step.micro_batches:
             for batch in bins:
-                assert len(batch) <= 1 or sum(result.samples[i].num_inputs for i in batch) <= 40
+                assert len(batch) <= 1 or sum(result.rollouts[i].num_inputs for i in batch) <= 40
         seen += members
     assert sorted(seen) == list(range(len(lengths)))
     assert len(result.optimizer_steps) == min(optimizer_steps, len(lengths))
@@ -66,7 +66,7 @@ def test_only_virtual_stages_need_a_multiple_of_micro_batches() -> None:
 def test_rollouts_without_gradient_are_left_out() -> None:
     rollouts = [rollout(0, 5), rollout(1, 5), rollout(2, 5, trainable=0)]
     result = planner().plan(0, rollouts, [1.0, 0.0, -1.0])
-    assert [ref.rollout_id for ref in result.samples] == ["t0"]
+    assert [ref.rollout_id for ref in result.rollouts] == ["t0"]
     assert result.advantages == (1.0,)
 
 
@@ -82,17 +82,18 @@ def test_a_rank_without_rollouts_gets_fillers() -> None:
 def test_the_plan_is_reproducible_and_shuffled_by_step() -> None:
     lengths = list(range(1, 40))
     assert plan(lengths) == plan(lengths)
-    assert plan(lengths, step=6).samples != plan(lengths).samples
+    assert plan(lengths, step=6).rollouts != plan(lengths).rollouts
     other_seed = Planner(TrainSettings(total_steps=1), ParallelSettings(), dp_size=2, seed=1)
     assert (
-        other_seed.plan(5, [rollout(i, n) for i, n in enumerate(lengths)], [1.0] * 39).samples != plan(lengths).samples
+        other_seed.plan(5, [rollout(i, n) for i, n in enumerate(lengths)], [1.0] * 39).rollouts
+        != plan(lengths).rollouts
     )
 
 
 def test_ranks_are_balanced_by_tokens() -> None:
     result = plan([30, 10, 10, 10], dp_size=2, optimizer_steps=1)
     totals = sorted(
-        sum(result.samples[i].num_inputs for batch in bins for i in batch)
+        sum(result.rollouts[i].num_inputs for batch in bins for i in batch)
         for bins in result.optimizer_steps[0].micro_batches
     )
     assert totals == [30, 30]

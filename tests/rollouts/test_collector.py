@@ -53,7 +53,7 @@ def collect(
 def test_samples_are_judged_and_kept_until_released() -> None:
     async def check(done: FromCollector, collector: Collector) -> None:
         assert isinstance(done, GroupDone) and done.generated_tokens == 8
-        samples = done.group.samples
+        samples = done.group.rollouts
         assert sorted(s.verdict.reward or 0.0 for s in samples) == [0.0, 1.0]
         assert all(s.versions == (3,) and s.finish_reason is FinishReason.STOP for s in samples)
         rollout = read_rollout(samples[0])
@@ -78,7 +78,7 @@ def test_bad_samples_are_counted_and_the_others_live() -> None:
         return reply(asked, "046", **changes[n]) if n < 5 else 503
 
     def check(done: FromCollector, collector: Collector) -> None:
-        assert isinstance(done, GroupDone) and len(done.group.samples) == 1
+        assert isinstance(done, GroupDone) and len(done.group.rollouts) == 1
         reasons = ("routes_length", "routes_duplicate", "version", "aborted", "engine")
         assert done.group.rejected == dict.fromkeys(reasons, 1)
         assert done.generated_tokens == 4 * 4  # what was generated and then rejected counts: 046 and its end
@@ -93,7 +93,7 @@ def test_an_evaluation_asks_for_no_routes_and_keeps_nothing() -> None:
 
     def check(done: FromCollector, collector: Collector) -> None:
         assert isinstance(done, GroupDone)
-        (sample,) = done.group.samples
+        (sample,) = done.group.rollouts
         assert sample.verdict.correctness == 1.0 and sample.location.nbytes == 0
         with pytest.raises(RolloutGone):
             read_rollout(sample)
@@ -105,7 +105,7 @@ def test_an_evaluation_asks_for_no_routes_and_keeps_nothing() -> None:
 def test_worked_responses_need_no_engine() -> None:
     def check(done: FromCollector, collector: Collector) -> None:
         assert isinstance(done, GroupDone) and done.generated_tokens == 0
-        (sample,) = done.group.samples
+        (sample,) = done.group.rollouts
         assert sample.versions == () and sample.num_trainable == 4 and sample.verdict.correctness == 1.0
         assert read_rollout(sample).routes is None
 
@@ -138,7 +138,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_an_environment_of_ones_own_has_two_turns(own: str) -> None:
     def check(done: FromCollector, collector: Collector) -> None:
         assert isinstance(done, GroupDone) and done.group.rejected == {}
-        (sample,) = done.group.samples
+        (sample,) = done.group.rollouts
         rollout = read_rollout(sample)
         assert [s.role for s in rollout.segments] == [Role.PROMPT, Role.RESPONSE, Role.TOOL, Role.RESPONSE]
         assert rollout.routes is not None and len(rollout.routes) == rollout.num_tokens - 1 == sample.num_inputs

@@ -11,7 +11,7 @@ from support.rollouts import make_ref, make_rollout
 def group(*verdicts: Verdict, finish: FinishReason = FinishReason.STOP) -> Group:
     base = msgspec.structs.replace(make_ref(make_rollout(2, 2)), finish_reason=finish)
     samples = tuple(msgspec.structs.replace(base, verdict=v) for v in verdicts)
-    return Group(group_id="g", prompt=Prompt(id="p", token_ids=(1,), answer="1", task="t"), samples=samples)
+    return Group(group_id="g", prompt=Prompt(id="p", token_ids=(1,), answer="1", task="t"), rollouts=samples)
 
 
 RIGHT = Verdict(reward=1.0, correctness=1.0, answer="12")

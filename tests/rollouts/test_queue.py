@@ -74,7 +74,7 @@ def test_stale_samples_are_counted_not_delivered(queue: RolloutQueue, peer: Peer
         queue.submit([request(f"v{version}")])
         peer.say(done(f"v{version}", (sample,)))
         (group,) = queue.as_completed(idle)
-        assert len(group.samples) == kept
+        assert len(group.rollouts) == kept
         assert group.rejected == ({} if kept else {"stale": 1})
 
 

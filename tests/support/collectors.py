@@ -50,5 +50,5 @@ def request(name: str, num_samples: int = 2, *, evaluation: bool = False) -> Gro
 
 
 def done(name: str, samples: tuple[RolloutRef, ...] = (), **changes: object) -> GroupDone:
-    group = Group(group_id=name, prompt=request(name).prompt, samples=samples)
+    group = Group(group_id=name, prompt=request(name).prompt, rollouts=samples)
     return GroupDone(group=msgspec.structs.replace(group, **changes), generated_tokens=5)

@@ -29,4 +29,4 @@ def group(*verdicts: Verdict | float | None, name: str = "g") -> Group:
         )
         for i, v in enumerate(verdicts)
     )
-    return Group(group_id=name, prompt=Prompt(id=name, token_ids=(1,), answer="1", task="t"), samples=rollouts)
+    return Group(group_id=name, prompt=Prompt(id=name, token_ids=(1,), answer="1", task="t"), rollouts=rollouts)

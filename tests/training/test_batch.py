@@ -226,7 +226,7 @@ def test_a_filler_has_tokens_for_the_model_and_none_to_train(view: RankView, row
 def test_a_rank_packs_what_the_plan_gives_it() -> None:
     one = OptimizerStep(micro_batches=(((0, 2), (1,)), ((3,), ())), denominators=Denominators(sequences=4, tokens=9))
     two = OptimizerStep(micro_batches=(((5,),), ((4,),)), denominators=Denominators(sequences=2, tokens=4))
-    plan = StepPlan(step=0, samples=(), advantages=(0.0, 1.0, 2.0, 3.0, 4.0, 5.0), optimizer_steps=(one, two))
+    plan = StepPlan(step=0, rollouts=(), advantages=(0.0, 1.0, 2.0, 3.0, 4.0, 5.0), optimizer_steps=(one, two))
     mine = {3: FIVE, 4: THREE}
     steps = Batcher(WHOLE, SHAPE, torch.device("cpu")).optimizer_steps(plan, 1, mine)
     assert [[batch.targets.tolist() for batch in step] for step in steps] == [[[4, 5, 6], []], [[9, 10]]]

@@ -51,7 +51,7 @@ class LossInputs:
         members = self.members()
         strays = (members != MASKED) & (members >= self.num_groups)
         inside = replace(self, cu_seqlens=offsets, group_id=members.masked_fill(strays, MASKED), loss_mask=None)
-        return inside, poison
+        return inside, torch.where(strays.any(), torch.nan, poison)
 
     def all_reduced(self, sums: torch.Tensor) -> torch.Tensor:
         """`sums` added over the ranks that hold parts of the same sequences."""

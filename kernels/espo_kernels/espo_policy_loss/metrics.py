@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 
@@ -29,19 +29,13 @@ class EspoMetrics:
     ratio_min: torch.Tensor
     ratio_max: torch.Tensor
 
-    def merge(self, other: EspoMetrics) -> EspoMetrics:
-        """The metrics of both parts together."""
-        joined = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
-        joined["ratio_min"] = torch.minimum(self.ratio_min, other.ratio_min)
-        joined["ratio_max"] = torch.maximum(self.ratio_max, other.ratio_max)
-        return EspoMetrics(**joined)
-
     def means(self) -> dict[str, torch.Tensor]:
         """[2] tensors (weighted sum, weight) by name: add them up, divide at the end.
 
         `clip_fraction_low`, `clip_fraction_high`, `ratio_mean`, `ratio_square_mean` per token and `epsilon_mean` per
-        group; the same with `/group<k>` for each group. The normalised effective sample size of what was added is
-        ratio_mean² / ratio_square_mean.
+        group; the same with `/group<k>` for each group, 0 being the highest entropies. Kish's effective sample size of
+        the ratios, as a share of the tokens, is ratio_mean² / ratio_square_mean. It is no quotient of sums, so it
+        follows from these two once they are summed.
         """
         pairs = {
             "clip_fraction_low": (self.clipped_low, self.tokens),
@@ -58,16 +52,11 @@ class EspoMetrics:
         return named
 
     def maxima(self) -> dict[str, torch.Tensor]:
-        """Scalars whose maximum over parts is that of the whole: `ratio_max` and `ratio_min_negated`."""
-        return {"ratio_max": self.ratio_max.max(), "ratio_min_negated": -self.ratio_min.min()}
+        """Scalars whose maximum over parts is that of the whole: `ratio_max` and `inverse_ratio_max`, 1 / the smallest.
 
-    def values(self) -> dict[str, torch.Tensor]:
-        """Finished scalars: every mean of `means`, `ess` (in (0, 1]), `ratio_min`, `ratio_max`. 0/0 is NaN."""
-        finished = {name: pair[0] / pair[1] for name, pair in self.means().items()}
-        for name in [name for name in finished if name.startswith("ratio_mean")]:
-            square = finished[name.replace("ratio_mean", "ratio_square_mean")]
-            finished[name.replace("ratio_mean", "ess")] = finished[name] ** 2 / square
-        return {**finished, "ratio_min": self.ratio_min.min(), "ratio_max": self.ratio_max.max()}
+        Without tokens they are −inf and 0.
+        """
+        return {"ratio_max": self.ratio_max.max(), "inverse_ratio_max": 1 / self.ratio_min.min()}
 
 
 def metrics_from_tokens(

@@ -1,12 +1,13 @@
-"""Trainer and engines on one machine: sizes, number formats, timeouts and addresses."""
+"""Trainer and engines on one machine: sizes, number formats, timeouts, addresses and the run's directory."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_rl.config.facts import LaunchFacts
-from megatron_rl.config.schema import Configuration, EngineSettings
+from megatron_rl.config.schema import Configuration, EngineSettings, RunSettings
 from megatron_rl.models.shape import ModelShape
 from sglang_bridge.addresses import repeated_urls, url_problem
 from sglang_bridge.keys import key_file_problem
@@ -22,11 +23,7 @@ def check_parallel(c: Configuration, facts: LaunchFacts) -> Iterator[tuple[str, 
     for key, size, name in (("parallel.tp", tp, "parallel.tp"), ("parallel.ep", ep, "parallel.etp x ep")):
         if facts.world_size % size:
             rule = f"{name} = {size} does not divide the {facts.world_size} rank(s) of this job"
-            yield (
-                key,
-                rule,
-                f"Start a multiple of {size} ranks (torchrun --nproc-per-node {size}), or use smaller sizes",
-            )
+            yield key, rule, f"Start a multiple of {size} ranks (torchrun --nproc-per-node {size}), or lower it"
     if c.parallel.pp > 1:
         yield "parallel.pp", "Weights of several pipeline stages cannot be sent to engines yet", "Use parallel.pp=1"
     if (c.parallel.vpp or 1) > 1:
@@ -99,11 +96,8 @@ def _check_external(engine: EngineSettings) -> Iterator[tuple[str, str, str]]:
 def _check_managed(engine: EngineSettings, facts: LaunchFacts) -> Iterator[tuple[str, str, str]]:
     for name in ("urls", "key_file"):
         if getattr(engine, name):
-            yield (
-                f"engine.{name}",
-                "engine.mode=managed starts its own servers with its own keys",
-                "Use engine=external",
-            )
+            rule = "engine.mode=managed starts its own servers on free ports with random keys"
+            yield f"engine.{name}", rule, "Remove it, or use engine=external"
     on_gpu = engine.device == "cuda" or (engine.device == "auto" and facts.num_gpus > 0)
     for problem in refusals(engine, "cuda" if on_gpu else "cpu"):
         yield problem.key, problem.rule, problem.remedy
@@ -117,3 +111,18 @@ def _check_managed(engine: EngineSettings, facts: LaunchFacts) -> Iterator[tuple
     elif needed > facts.num_gpus > 0:
         rule = f"Engines share no GPU with {ranks} trainer rank(s): {needed} needed on a node, {facts.num_gpus} visible"
         yield "engine.count", rule, "Start fewer ranks, or lower engine.count or engine.tp"
+
+
+def check_run(run: RunSettings) -> Iterator[tuple[str, str, str]]:
+    """The run's directory can be made: the root can hold directories, and the name is not taken."""
+    root = Path(run.root).expanduser()
+    blocking = next((parent for parent in (root, *root.parents) if parent.exists()), Path())
+    if not run.root:
+        yield "run.root", "It names no directory", "Give one, such as run.root=runs"
+    elif not blocking.is_dir():
+        yield "run.root", f"{blocking} is a file", "Give a directory, or a path to make one at"
+    elif not os.access(blocking, os.W_OK | os.X_OK):
+        yield "run.root", f"{blocking} is not writable for this user", "Give another directory"
+    elif run.name is not None and (root / run.name).exists():
+        rule = f"{root / run.name} exists already, and two runs never share a directory"
+        yield "run.name", rule, "Choose another name, or move the old run away"

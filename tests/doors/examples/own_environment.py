@@ -4,7 +4,8 @@ With this folder on PYTHONPATH: environment.name=own_environment:SecondTry
 """
 
 from megatron_rl.contracts.rollout import FinishReason
-from megatron_rl.environments import Environment, Episode
+from megatron_rl.environments.environment import Environment
+from megatron_rl.environments.episode import Episode
 from megatron_rl.rewards.answers import canonical, last_number
 
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from espo_kernels import EspoGroups, EspoResult, espo_groups, espo_policy_loss
 from tests.kernels.batches import ResponseBatch, response_batch
+from tests.kernels.finished import finished, merged
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LENGTHS = [7, 1, 12, 0, 4]
@@ -74,6 +75,6 @@ def test_two_ranks_add_up_to_the_whole(
     torch.testing.assert_close(total, whole.loss.detach(), rtol=1e-5, atol=1e-6)
     for rank, (_, its_gradient) in enumerate(results):
         torch.testing.assert_close(its_gradient, gradient[owner == rank], rtol=1e-5, atol=1e-6)
-    merged = results[0][0].metrics.merge(results[1][0].metrics).values()
-    for name, value in whole.metrics.values().items():
-        torch.testing.assert_close(merged[name], value, rtol=1e-5, atol=1e-6, equal_nan=True)
+    together = finished(merged(*(result.metrics for result, _ in results)))
+    for name, value in finished(whole.metrics).items():
+        torch.testing.assert_close(together[name], value, rtol=1e-5, atol=1e-6, equal_nan=True)
