@@ -21,7 +21,6 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     reward: float | None
     correctness: float | None
     answer: str | None = None
-    shaping: dict[str, float] = {}
     seconds: float = 0.0
     reason: str = ""
 

@@ -11,7 +11,6 @@ import msgspec
 import tokenizers
 
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
-from megatron_rl.models.character_tokenizer import write_character_tokenizer  # noqa: F401 (until tests import it there)
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _REMEDY = "take the file published with the model, or save it again with save_pretrained"

@@ -11,7 +11,7 @@ from megatron_rl.config.cli import compose
 from megatron_rl.config.facts import LaunchFacts
 from megatron_rl.config.refusal import ConfigurationRefused, Refusal
 from megatron_rl.config.schema import Configuration
-from megatron_rl.models.character_tokenizer import write_character_tokenizer
+from support.character_tokenizer import write_character_tokenizer
 
 SHAPE = {
     "architectures": ["Qwen3MoeForCausalLM"],

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.models.character_tokenizer import write_character_tokenizer
 from megatron_rl.models.files import Problem, inspect_checkpoint
 from megatron_rl.models.weight_files import DamagedWeights, check_weight_files, weight_map
+from support.character_tokenizer import write_character_tokenizer
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],

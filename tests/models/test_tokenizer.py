@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.contracts.exit_codes import ExitCode
-from megatron_rl.models.character_tokenizer import CHARACTERS, write_character_tokenizer
 from megatron_rl.models.tokenizer import REPLACEMENT, Tokenizer, TokenizerError, UnknownText, check_matches_model
+from support.character_tokenizer import CHARACTERS, write_character_tokenizer
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,11 +9,12 @@ import pytest
 from megatron_rl.config.schema import DataSettings
 from megatron_rl.contracts.doors import DoorError
 from megatron_rl.contracts.exit_codes import ExitCode
-from megatron_rl.models.tokenizer import Tokenizer, write_character_tokenizer
+from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.prompts.factory import open_prompts
 from megatron_rl.prompts.question import PromptDataError, Question
 from megatron_rl.prompts.source import PromptSource
 from megatron_rl.rewards import ExactMatch
+from support.character_tokenizer import write_character_tokenizer
 
 
 @pytest.fixture(scope="module")

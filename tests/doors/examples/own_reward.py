@@ -29,5 +29,4 @@ class RightAndShort(Scorer):
         found = last_number(text) if finish_reason is FinishReason.STOP else None
         right = float(found is not None and canonical(found) == canonical(prompt.answer))
         excess = min(max(len(text) / self.limit - 1, 0.0), 1.0)
-        taken = right * self.penalty * excess
-        return Verdict(reward=right - taken, correctness=right, answer=found, shaping={"length": -taken})
+        return Verdict(reward=right - right * self.penalty * excess, correctness=right, answer=found)
