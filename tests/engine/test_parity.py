@@ -8,15 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.config.schema import DataSettings
-from megatron_rl.contracts.prompt import Prompt, Sampling
+from megatron_rl.config.cli import compose
 from megatron_rl.contracts.rollout import Rollout
-from megatron_rl.models.qwen3_moe import read_shape
 from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.prompts.factory import open_prompts
 from megatron_rl.rollouts.files import write_rollouts
-from sglang_bridge.cpu_support import declare_torchvision_schemas
-from support.engines import running_engine, sample
+from support.engines import draw_rollouts
 from support.torchrun import torchrun
 
 SCRIPT = Path(__file__).with_name("megatron_logprobs.py")
@@ -33,7 +30,6 @@ def rollout_logprobs(rollouts: list[Rollout]) -> dict[str, torch.Tensor]:
 
 def transformers_logprobs(checkpoint: Path, rollouts: list[Rollout]) -> dict[str, torch.Tensor]:
     """One sequence at a time, with the recorded experts forced through forward hooks on the routers."""
-    declare_torchvision_schemas()
     from transformers import Qwen3MoeForCausalLM
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
@@ -70,20 +66,26 @@ def difference(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) ->
     return torch.cat([(left[name] - right[name]).abs() for name in sorted(left)])
 
 
-TASKS = {"two_digit_addition": (1400, 6), "column_addition": (320, 32)}
+SAMPLES = 2
+# by task: its recipe, and how many prompts give more than 5,000 response tokens
+TASKS = {"two_digit_addition": ("smoke", 700), "column_addition": ("quickstart", 160)}
 
 
 def record(task: str, directory: Path) -> list[Rollout]:
     """Rollouts of a shipped checkpoint from a real engine, in `directory`/rollouts.bin too."""
-    num_prompts, max_new_tokens = TASKS[task]
-    checkpoint = ASSETS / f"qwen3_moe_tiny_{task}"
-    data = DataSettings(source=task, num_train=num_prompts, num_eval=num_prompts // 4)  # type: ignore[arg-type]
-    source = open_prompts(data, Tokenizer.from_directory(checkpoint))
-    prompts: list[Prompt] = [*source.held_out, *source.train][:num_prompts]
-    shape = read_shape(checkpoint)
-    with running_engine(checkpoint, directory) as engine:
-        sampling = Sampling(max_new_tokens=max_new_tokens, temperature=1.0, stop_token_ids=shape.eos_token_ids)
-        rollouts = sample(engine, shape, checkpoint, prompts, sampling)
+    experiment, num_prompts = TASKS[task]
+    configuration = compose(
+        [
+            f"experiment={experiment}",
+            f"data.num_train={num_prompts}",
+            f"rollout.prompts_per_step={num_prompts}",
+            f"rollout.samples_per_prompt={SAMPLES}",
+            "engine.extra_args=['--weight-version=0']",
+        ]
+    )
+    prompts = open_prompts(configuration.data, Tokenizer.from_directory(configuration.model.path))
+    rollouts = draw_rollouts(configuration, prompts.train, directory)
+    assert len(rollouts) == SAMPLES * num_prompts
     write_rollouts(directory / "rollouts.bin", rollouts)
     return rollouts
 
@@ -106,7 +108,6 @@ def compare(task: str, logprobs: dict[str, dict[str, torch.Tensor]]) -> None:
 def test_three_implementations_agree(tmp_path: Path) -> None:
     rollouts = {}
     for task in TASKS:
-        (tmp_path / task).mkdir()
         rollouts[task] = record(task, tmp_path / task)
     for ranks, packs in ((1, (4096, 300)), (2, (2048,))):
         cases = [

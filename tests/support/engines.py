@@ -1,29 +1,34 @@
-"""Real engines and real rollouts for tests."""
+"""Real engines for tests: the whole of them as a run opens them, or one server alone."""
 
-import asyncio
 import contextlib
-import itertools
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron_rl.contracts.prompt import Prompt, Sampling
+import torch
+
+from megatron_rl.config.schema import Configuration
+from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import Rollout
-from megatron_rl.environments.episode import Episode, EpisodeRules
-from megatron_rl.environments.single_turn import SingleTurn
-from megatron_rl.models.shape import ModelShape
-from megatron_rl.models.tokenizer import Tokenizer
-from megatron_rl.run.engines import route_shape
-from sglang_bridge.client import GenerateClient
-from sglang_bridge.generation import Generation
+from megatron_rl.mcore.parallel import RankLayout
+from megatron_rl.models.qwen3_moe import read_shape
+from megatron_rl.records.run_directory import RunDirectory
+from megatron_rl.rollouts.batch import RolloutStage
+from megatron_rl.rollouts.store import read_rollout
+from megatron_rl.run.engines import open_engines
 from sglang_bridge.keys import create_keys
 from sglang_bridge.lifeline import Lifeline
 from sglang_bridge.server import ManagedEngine
 from sglang_bridge.settings import ServerPlace, ServerSettings
 
+ONLY_RANK = RankLayout(
+    rank=0, world_size=1, local_rank=0, local_world_size=1, node=0, num_nodes=1, dp_rank=0, dp_size=1, tp_rank=0,
+    pp_rank=0, cp_rank=0, ep_rank=0, device=torch.device("cpu"), control_group=None, tp_group=None,
+)  # fmt: skip
+
 
 @contextlib.contextmanager
 def running_engine(model_path: Path, directory: Path, *, max_running_requests: int = 128) -> Iterator[ManagedEngine]:
-    """A float32 engine on CPU, healthy, ended afterwards."""
+    """One float32 server on CPU, healthy, ended afterwards."""
     lifeline = Lifeline()
     settings = ServerSettings(max_running_requests=max_running_requests, extra_args=["--weight-version=0"])
     place = ServerPlace(model_path=str(model_path), device="cpu")
@@ -38,28 +43,15 @@ def running_engine(model_path: Path, directory: Path, *, max_running_requests: i
         lifeline.close()
 
 
-def sample(
-    engine: ManagedEngine, shape: ModelShape, model_path: Path, prompts: Sequence[Prompt], sampling: Sampling
-) -> list[Rollout]:
-    """One response to each prompt, as the collector would get it."""
-    tokenizer = Tokenizer.from_directory(model_path)
+def draw_rollouts(configuration: Configuration, prompts: Sequence[Prompt], directory: Path) -> list[Rollout]:
+    """One batch, drawn and judged as a run would: engines, collector and queue; its weights are the checkpoint's.
 
-    rules = EpisodeRules(sampling=sampling, routes=route_shape(shape), train_truncated=True)
-    numbers = itertools.count()
-
-    async def draw() -> list[Rollout]:
-        async with GenerateClient(
-            engine.url, api_key=engine.keys.api_key, route_shape=(shape.num_layers, shape.topk)
-        ) as client:
-
-            def generate(tokens: Sequence[int], sampling: Sampling) -> Awaitable[Generation]:
-                return client.generate(tokens, sampling, rid=f"t-{next(numbers)}")
-
-            async def play(index: int, prompt: Prompt) -> Rollout:
-                episode = Episode(prompt, generate, tokenizer, rules, rollout_id=f"t-{index}")
-                await SingleTurn().play(episode)
-                return episode.rollout()
-
-            return list(await asyncio.gather(*(play(i, p) for i, p in enumerate(prompts))))
-
-    return asyncio.run(draw())
+    Needs `engine.extra_args=[--weight-version=0]`, as nothing is synced.
+    """
+    shape = read_shape(configuration.model.path)
+    (directory / "logs").mkdir(parents=True)
+    with open_engines(configuration, shape, ONLY_RANK, RunDirectory(directory)) as engines:
+        connected = engines.connect()
+        assert connected is not None
+        stage = RolloutStage(connected.queue, configuration.rollout, shape.eos_token_ids, engines.check)
+        return [read_rollout(ref) for group in stage.draw("t", prompts).groups for ref in group.rollouts]
