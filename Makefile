@@ -1,4 +1,4 @@
-# make train | make check | make test | make lint | make install | make extras | make peers
+# make train | make check | make test | make lint | make install | make extras | make peers | make mutants
 PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -8,7 +8,7 @@ TESTS  ?= tests
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install extras peers bench train check test lint clean
+.PHONY: help install extras peers mutants bench train check test lint clean
 QUICK  := not engine and not distributed and not chaos and not slow and not gpu
 
 help: ## list the targets
@@ -36,6 +36,13 @@ $(VENV)/peers: requirements/peers.txt requirements/constraints.txt | install
 	$(BIN)/python -m pip install --quiet --no-deps --constraint requirements/constraints.txt --target $@ -r requirements/peers.txt
 
 peers: $(VENV)/peers ## add what the kernels are compared with (TRL, Liger-Kernel, verl, torchao), apart from the rest
+
+$(VENV)/mutants: requirements/mutants.txt requirements/constraints.txt | install
+	rm -rf $@
+	$(BIN)/python -m pip install --quiet --no-deps --constraint requirements/constraints.txt --target $@ -r requirements/mutants.txt
+
+mutants: $(VENV)/mutants ## change the code and see whether a unit test notices: make mutants ARGS="pure --only 'megatron_rl.credit*'"
+	PYTHONPATH=$(CURDIR)/$(VENV)/mutants $(BIN)/python tests/mutants/run.py $(ARGS)
 
 bench: peers ## the kernels beside their peers: make bench ARGS="--device cpu"
 	cd kernels && env -u OMP_NUM_THREADS PYTHONPATH=$(CURDIR)/$(VENV)/peers $(CURDIR)/$(BIN)/python -m bench $(ARGS)

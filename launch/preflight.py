@@ -1,4 +1,11 @@
-"""Says whether this machine can run a configuration: python launch/preflight.py experiment=quickstart key=value ..."""
+"""Says whether this machine can run a configuration; nothing is started.
+
+    python launch/preflight.py experiment=quickstart key=value ...
+    torchrun --nproc-per-node 2 launch/preflight.py parallel=ep2 key=value ...
+
+It takes what launch/train_rl.py takes, with the same ranks. What that refuses is refused, and what a run opens before
+its first step is opened. One line a check, from one rank of each node; exit code 0, or 2 when a run must not start.
+"""
 
 from __future__ import annotations
 
@@ -9,28 +16,37 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from urllib.parse import urlsplit
+from typing import TypeVar
 
 import psutil
 
 from megatron_rl.config.cli import main
 from megatron_rl.config.facts import LaunchFacts
 from megatron_rl.config.schema import Configuration, EngineSettings
-from megatron_rl.contracts.exit_codes import ExitCode
+from megatron_rl.contracts.exit_codes import ExitCode, Failure
+from megatron_rl.models.qwen3_moe import read_shape
+from sglang_bridge.addresses import node_address, require_private_address
+from sglang_bridge.engine import Engine
+from sglang_bridge.errors import EngineError
+from sglang_bridge.keys import create_keys, read_keys
+from sglang_bridge.readiness import require_external_engines
 
 ROOT = Path(__file__).resolve().parents[1]
+T = TypeVar("T")
 GIB = 1024**3
 PINNED = ("torch", "megatron-core", "sglang", "triton", "transformers", "hydra-core", "numpy")
 # Resident memory of a tiny model's processes; larger models need their weights on top.
 ENGINE_BYTES, RANK_BYTES = 2 * GIB, GIB // 2
+ANSWER_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report. remedy: what to do when it failed. required: whether a run cannot do without it."""
+    """One line of the report. remedy: what to do when it failed, empty where `found` says it. required: whether a run
+    cannot do without it."""
 
     name: str
     passed: bool
@@ -45,7 +61,7 @@ class Check:
 
     def __str__(self) -> str:
         verdict = "ok  " if self.passed else "FAIL" if self.required else "warn"
-        return f"{verdict}  {self.name}: {self.found}" + ("" if self.passed else f". {self.remedy}.")
+        return f"{verdict}  {self.name}: {self.found}" + ("" if self.passed or not self.remedy else f". {self.remedy}.")
 
 
 def check_versions(constraints: str) -> Iterator[Check]:
@@ -61,13 +77,16 @@ def check_versions(constraints: str) -> Iterator[Check]:
         yield Check(name, same, f"{found}, pinned {pinned[name]}", "Run make install, or expect what was not tested")
 
 
-def check_devices(facts: LaunchFacts) -> Check:
-    """Device files, which the configuration's rules count, against what torch can use."""
+def check_devices(facts: LaunchFacts) -> Iterator[Check]:
+    """GPUs that the configuration's rules count, against what torch can use."""
     import torch
 
     usable = torch.cuda.device_count()
-    found = f"{facts.num_gpus} device file(s), {usable} usable by torch"
-    return Check("GPUs", usable == facts.num_gpus, found, "Install a torch build and a driver that match")
+    found = f"{facts.num_gpus} for torch, which can use {usable}"
+    yield Check("GPUs", usable == facts.num_gpus, found, "Install a torch build and a driver that match")
+    if facts.idle_gpus:
+        found = f"{facts.idle_gpus} stay idle: the installed torch is built for CPUs"
+        yield Check("idle GPUs", False, found, "Install a CUDA build of torch (Dockerfile)", required=False)
 
 
 def check_memory(engine: EngineSettings, facts: LaunchFacts) -> Check:
@@ -88,46 +107,97 @@ def check_shared_memory(directory: str = "/dev/shm") -> Check:
 
 
 def check_run_root(root: str) -> Check:
-    """The run directory can be made, and there is room in it."""
+    """The run directory can be made."""
     path = Path(root).expanduser().resolve()
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
-    free = shutil.disk_usage(existing).free
     try:
         with tempfile.NamedTemporaryFile(dir=existing):
-            writable = True
-    except OSError:
-        writable = False
-    found = f"{existing}, {free / GIB:.1f} GiB free, {'writable' if writable else 'not writable'}"
-    return Check("run.root", writable and free >= GIB, found, "Choose another place: run.root=...")
+            return Check("run.root", True, f"{existing} is writable", "")
+    except OSError as error:
+        return Check("run.root", False, f"{existing}: {error.strerror}", "Choose another place: run.root=...")
 
 
-def check_external_engines(engine: EngineSettings) -> Iterator[Check]:
-    """A server accepts connections at every address."""
-    for url in engine.urls:
-        parts = urlsplit(url)
+def check_addresses(facts: LaunchFacts) -> Iterator[Check]:
+    """Nodes reach one another in a private network."""
+    if (nodes := facts.world_size // facts.local_world_size) > 1:
         try:
-            socket.create_connection((parts.hostname or "", parts.port or 0), timeout=5.0).close()
-            yield Check(url, True, "accepts connections", "")
-        except OSError as error:
-            yield Check(url, False, str(error), "Start that server, or take it out of engine.urls")
+            host = node_address(nodes)
+            require_private_address(host)
+            yield Check("address", True, host, "")
+        except (ValueError, OSError, KeyError) as error:
+            yield Check("address", False, str(error), "Start with torchrun on every node")
+
+
+def check_external_engines(c: Configuration) -> Iterator[Check]:
+    """Every server answers, and is what the configuration says."""
+    engine = replace(c.engine, start_timeout_s=ANSWER_SECONDS)
+    keys = read_keys(Path(engine.key_file)) if engine.key_file is not None else create_keys()
+    for url in engine.urls:
+        server = Engine(url=url, node=0, tp=engine.tp, ep=engine.ep, quantization=engine.quantization)
+        try:
+            require_external_engines([server], keys, engine, return_routes=c.train.replay_routes)
+        except EngineError as error:
+            yield Check(url, False, str(error), "")
+        else:
+            yield Check(url, True, "answers as it should", "")
+
+
+def check_opening(c: Configuration) -> Iterator[Check]:
+    """What ranks open before the first step: their imports, classes of the user's own, prompts, room on the disk."""
+    from megatron_rl.mcore.cpu import compat
+
+    compat.install()
+    try:
+        from megatron_rl.environments.environment import open_environment
+        from megatron_rl.losses import open_loss
+        from megatron_rl.run.build import build_prompts
+        from megatron_rl.run.space import require_space
+    except ImportError as error:
+        yield Check("trainer", False, f"cannot be imported ({error})", "Run make install")
+        return
+    shape = read_shape(c.model.path)
+    yield _opened("algo", lambda: open_loss(c.algo, shape), lambda loss: type(loss).__name__)
+    yield _opened("environment", lambda: open_environment(c.environment), lambda opened: type(opened).__name__)
+    yield _opened(
+        "prompts",
+        lambda: build_prompts(c),
+        lambda p: f"{len(p.train)} to train, {len(p.held_out)} held out; {p.excluded}",
+    )
+    yield _opened("disk space", lambda: require_space(c, shape), lambda _: "enough for what the run writes")
+
+
+def _opened(name: str, open_it: Callable[[], T], told: Callable[[T], str]) -> Check:
+    try:
+        return Check(name, True, told(open_it()), "")
+    except Failure as failure:
+        return Check(name, False, str(failure), "")
+    except Exception as error:  # classes of the user's own may raise anything
+        return Check(name, False, f"{type(error).__name__}: {error}", "Correct it there")
 
 
 def preflight(config: Configuration) -> int:
-    """Print every check of an accepted configuration and return the exit code."""
+    """Print every check of an accepted configuration, on one rank of each node, and return the exit code."""
     facts = LaunchFacts.from_environment(os.environ)
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return ExitCode.OK
     checks = [
         *check_versions((ROOT / "requirements" / "constraints.txt").read_text()),
-        check_devices(facts),
+        *check_devices(facts),
         check_memory(config.engine, facts),
         check_shared_memory(),
         check_run_root(config.run.root),
-        *check_external_engines(config.engine),
+        *check_addresses(facts),
+        *check_external_engines(config),
+        *check_opening(config),
     ]
-    print("ok    configuration: every rule is kept")
-    for check in checks:
-        print(check)
+    where = f"{socket.gethostname()}: " if facts.world_size > facts.local_world_size else ""
+    for line in ("ok    configuration: every rule is kept", *checks):
+        print(f"{where}{line}")
     return ExitCode.OK if not any(check.refuses for check in checks) else ExitCode.REFUSED
 
 
 if __name__ == "__main__":
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(__doc__)
+        sys.exit(ExitCode.OK)
     sys.exit(main(preflight, ROOT / "hydra_conf"))

@@ -14,6 +14,8 @@ if ! "${install[@]}" -r "$here/runtime.txt" -r "$here/dev.txt"; then
     exit 1
 fi
 "${install[@]}" --no-deps -r "$here/nodeps.txt"
+# transformers imports a torchvision that it finds, and one built for CUDA cannot be imported beside a CPU torch.
+"$1/bin/python" -c 'import torchvision' 2>/dev/null || "${pip[@]}" uninstall -qq --yes torchvision
 
 cuda=$("${pip[@]}" list --format=freeze | grep -iE '^(cuda-toolkit|nvidia-(cu|nccl|nvjitlink|nvshmem|nvtx))' || true)
 if [ -n "$cuda" ]; then

@@ -44,6 +44,11 @@ class AdminClient:
         """Its engine's, by which failures name it."""
         return self.engine.url
 
+    @property
+    def address(self) -> tuple[str, int]:
+        """Its engine's host and port."""
+        return self._host, self._port
+
     def is_ready(self, *, timeout: float = 2.0) -> bool:
         """Whether the server accepts requests now; False also while nothing listens yet."""
         try:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from sglang_bridge.cpu_support import cpu_shim_path
-from sglang_bridge.settings import ServerPlace, ServerSettings
+from sglang_bridge.settings import ServerPlace, ServerSettings, kv_cache_slots
 
 # Without a GPU: SGLang's own torch fallbacks, no overlap of scheduling with a device that is not there, and no busy
 # waiting: an idle engine would take a core from the trainer.
@@ -18,6 +18,8 @@ _CPU_ARGS = (
     "--disable-overlap-schedule",
     "--sleep-on-idle",
 )
+# Records the experts of every token. SGLang's own choice for Qwen3-MoE on the newest GPUs does not.
+RECORDING_RUNNER = "triton"
 _LOOPBACK = frozenset({"127.0.0.1", "localhost"})
 
 
@@ -38,14 +40,18 @@ def build_argv(settings: ServerSettings, place: ServerPlace, *, port: int, key_c
         f"--tp-size={settings.tp}",
         f"--ep-size={settings.ep}",
         f"--max-running-requests={settings.max_running_requests}",
-        f"--max-total-tokens={settings.max_total_tokens}",
         "--skip-tokenizer-init",
         "--log-level-http=warning",  # no line per request
     ]
+    if (slots := kv_cache_slots(settings, place.device)) is not None:
+        argv.append(f"--max-total-tokens={slots}")
+    if place.seed is not None:
+        argv.append(f"--random-seed={place.seed}")
     if settings.quantization is not None:
         argv.append(f"--quantization={settings.quantization}")
     if place.return_routes:
         argv.append("--enable-return-routed-experts")
+        argv += [f"--moe-runner-backend={RECORDING_RUNNER}"] if place.device == "cuda" else []
     if place.load_format is not None:
         argv.append(f"--load-format={place.load_format}")
     if place.device == "cpu":
@@ -67,7 +73,9 @@ def build_environment(settings: ServerSettings, place: ServerPlace, inherited: M
         environment["SGLANG_USE_CPU_ENGINE"] = "1"
         environment["CUDA_VISIBLE_DEVICES"] = ""
         search.insert(0, str(cpu_shim_path()))
-    elif place.gpus:
+    else:
+        environment |= nccl_environment(inherited)
+    if place.gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(_devices(place.gpus, inherited.get("CUDA_VISIBLE_DEVICES")))
     if inherited.get("PYTHONPATH"):
         search.append(inherited["PYTHONPATH"])
@@ -75,6 +83,15 @@ def build_environment(settings: ServerSettings, place: ServerPlace, inherited: M
     if place.host in _LOOPBACK:
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return environment
+
+
+def nccl_environment(inherited: Mapping[str, str]) -> dict[str, str]:
+    """What NCCL has to find in the environment of trainer and engines alike, before either starts it.
+
+    Their common group would hang if one side used cuMem or NVLS buffers and the other did not; SGLang switches off both
+    unless its environment says otherwise.
+    """
+    return {name: inherited.get(name, "0") for name in ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")}
 
 
 def _devices(gpus: tuple[int, ...], visible: str | None) -> list[str]:

@@ -67,7 +67,7 @@ class WeightMismatch(EngineError):
 
 
 class AuditUnsupported(EngineError):
-    """An engine's weights cannot be compared by value: the message says why."""
+    """An engine holds parameters of the right names whose values cannot be compared: the message says why."""
 
 
 def _with_log(message: str, log_tail: str) -> str:

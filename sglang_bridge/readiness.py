@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from sglang_bridge.admin import AdminClient
+from sglang_bridge.command import RECORDING_RUNNER
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import EngineUnhealthy, RequestFailed
 from sglang_bridge.keys import RunKeys
 from sglang_bridge.settings import ServerSettings
 
 _POLL_SECONDS = 0.5
+_NOT_RECORDING = frozenset({"flashinfer_trtllm", "experimental_sgl_trtllm", "flashinfer_mxfp4", "triton_kernel"})
 
 
 def require_external_engines(
@@ -43,11 +48,8 @@ def require_external_engines(
 
 def _require_settings(engine: Engine, info: dict[str, Any], dtype: str, *, return_routes: bool) -> None:
     """Compare a running server's `/server_info` with what is declared and with what weight updates support."""
-    if return_routes and not info.get("enable_return_routed_experts"):
-        raise EngineUnhealthy(
-            f"engine.urls: {engine.url} does not record expert routes; start it with --enable-return-routed-experts, "
-            "or set train.replay_routes=false"
-        )
+    if return_routes:
+        _require_routes(engine, info)
     for key in ("pp_size", "dp_size"):
         if (size := int(info.get(key) or 1)) > 1:
             raise EngineUnhealthy(
@@ -60,3 +62,40 @@ def _require_settings(engine: Engine, info: dict[str, Any], dtype: str, *, retur
         raise EngineUnhealthy(
             f"engine.dtype={dtype}: {engine.url} runs in {info['dtype']}; start it with --dtype {dtype}"
         )
+    _require_unquantized(engine, info)
+
+
+def _require_routes(engine: Engine, info: dict[str, Any]) -> None:
+    if not info.get("enable_return_routed_experts"):
+        raise EngineUnhealthy(
+            f"engine.urls: {engine.url} does not record expert routes; start it with --enable-return-routed-experts, "
+            "or set train.replay_routes=false"
+        )
+    if (runner := info.get("moe_runner_backend")) in _NOT_RECORDING:
+        raise EngineUnhealthy(
+            f"engine.urls: {engine.url} runs its experts with {runner}, which routes inside its kernels and records "
+            f"nothing; start it with --moe-runner-backend {RECORDING_RUNNER}, or set train.replay_routes=false"
+        )
+
+
+def _require_unquantized(engine: Engine, info: dict[str, Any]) -> None:
+    if (quantization := info.get("quantization")) is not None:
+        raise EngineUnhealthy(
+            f"engine.quantization: {engine.url} runs with quantization={quantization}, and weights are sent without "
+            "scales; start it without --quantization"
+        )
+    path = Path(str(info.get("model_path")))
+    if (path / "config.json").is_file() and _is_quantized(path / "config.json"):
+        raise EngineUnhealthy(
+            f"engine.urls: {engine.url} serves the quantized checkpoint {path}, and weights are sent without scales; "
+            "start it with the unquantized one"
+        )
+
+
+def _is_quantized(config: Path) -> bool:
+    """Of a checkpoint that this machine sees too; SGLang does not say what it found in there."""
+    try:
+        found = msgspec.json.decode(config.read_bytes())
+    except (OSError, msgspec.DecodeError):
+        return False
+    return isinstance(found, dict) and bool(found.get("quantization_config"))

@@ -46,7 +46,11 @@ _UNSUPPORTED = (
     "--disaggregation-mode",
     "--speculative-algorithm",
     "--tokenizer-worker-num",  # SGLang refuses it together with keys
+    "--enable-symm-mem",  # these two change NCCL's settings on the engine's side only
+    "--enable-nccl-nvls",
+    "--moe-runner-backend",  # some of them route inside a kernel, where nothing records the experts
 )
+_CPU_SLOTS = 16384
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +63,7 @@ class ServerSettings:
     dtype: Literal["float32", "bfloat16"] = "float32"
     quantization: str | None = None
     max_running_requests: Annotated[int, Ge(1)] = 256  # bounds the requests in flight too
-    max_total_tokens: Annotated[int, Ge(1)] = 16384  # managed only
+    max_total_tokens: Annotated[int, Ge(1)] | None = None  # managed only; null: 16384 on CPUs, what fits on GPUs
     threads: Annotated[int, Ge(1)] = 1  # managed only
     start_timeout_s: Annotated[float, Gt(0)] = 180.0  # managed only; less than parallel.timeout_s
     request_timeout_s: Annotated[float, Gt(0)] = 120.0
@@ -73,7 +77,7 @@ class ServerPlace:
 
     node: the host whose collector sends it requests. port: preferred; None or a taken one gives a free one. gpus: its
     devices, counted within what this process may see. load_format: "dummy" starts with random weights of the right
-    shapes, None reads the checkpoint in `model_path`.
+    shapes, None reads the checkpoint in `model_path`. seed: of its sampling; None lets SGLang draw one.
     """
 
     model_path: str
@@ -84,13 +88,35 @@ class ServerPlace:
     gpus: tuple[int, ...] = ()
     return_routes: bool = True
     load_format: Literal["dummy"] | None = None
+    seed: int | None = None
+
+
+def device_of(settings: ServerSettings, num_gpus: int) -> Literal["cpu", "cuda"]:
+    """What a server runs on where so many GPUs can be used."""
+    return "cuda" if settings.device == "cuda" or (settings.device == "auto" and num_gpus > 0) else "cpu"
+
+
+def kv_cache_slots(settings: ServerSettings, device: Literal["cpu", "cuda"]) -> int | None:
+    """How many tokens a server on this device keeps in its KV cache; None: as many as SGLang finds memory for."""
+    if settings.max_total_tokens is None and device == "cpu":
+        return _CPU_SLOTS  # SGLang would take a share of the host's memory, which the trainer needs
+    return settings.max_total_tokens
+
+
+def quantization_refusal(quantization: str | None) -> Iterator[Problem]:
+    """Why a quantized server, started here or elsewhere, cannot be given weights."""
+    if quantization is not None:
+        rule = "Weights are sent unquantized, and a quantized server would load them without scales"
+        yield Problem("engine.quantization", quantization, rule, "Use null, and servers started without --quantization")
 
 
 def refusals(settings: ServerSettings, device: Literal["cpu", "cuda"]) -> Iterator[Problem]:
     """What a server on this device cannot be started with."""
-    if device == "cpu" and settings.quantization is not None:
-        rule = "SGLang's quantized kernels for CPUs need AMX"
-        yield Problem("engine.quantization", settings.quantization, rule, "On CPU, use null")
+    yield from quantization_refusal(settings.quantization)
+    if device == "cuda" and settings.dtype == "float32":
+        rule = "SGLang's attention and norm kernels for GPUs take 16-bit numbers only"
+        remedy = 'Use model.dtype=bfloat16, which it follows, or run all on the CPU: CUDA_VISIBLE_DEVICES=""'
+        yield Problem("engine.dtype", settings.dtype, rule, remedy)
     for argument in settings.extra_args:
         option = argument.split("=", 1)[0]
         if not option.strip():

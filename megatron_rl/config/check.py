@@ -79,6 +79,8 @@ def _in_words(value: Any) -> Any:
     """Booleans, which are numbers to Python, as words: pydantic then refuses them where a number is wanted."""
     if isinstance(value, dict):
         return {key: inner if key in _FREE else _in_words(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_in_words(inner) for inner in value]
     return str(value).lower() if isinstance(value, bool) else value
 
 

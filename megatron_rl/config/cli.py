@@ -31,9 +31,8 @@ def main(run: Callable[[Configuration], int], config_dir: Path) -> int:
     arguments = sys.argv[1:]
     try:
         if any(argument.startswith("-") for argument in arguments):
-            _compose(
-                [a for a in arguments if "=" in a or a.startswith(("-", "~"))], config_dir
-            )  # not the job of --cfg job
+            # what is wrong is refused in our words; an argument without a value belongs to a question, as job to --cfg
+            _compose([a for a in arguments if "=" in a or a.startswith(("-", "~"))], config_dir)
             hydra.main(str(config_dir), "train_rl", version_base="1.3")(lambda _: None)()
             return ExitCode.OK
         configuration = compose(arguments, facts=LaunchFacts.from_environment(os.environ), config_dir=config_dir)

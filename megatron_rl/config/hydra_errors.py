@@ -10,7 +10,8 @@ from hydra.errors import MissingConfigException, OverrideParseException
 from megatron_rl.config.keys import declared_keys, unknown_key
 from megatron_rl.config.refusal import Refusal
 
-_QUESTIONS = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "--resolve", "--package"}
+_QUESTIONS = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i"}
+_ABOUT_QUESTIONS = {"--resolve", "--package", "-p"}
 _COMPOSE = "The command python launch/train_rl.py --cfg job shows what is composed"
 # What the libraries say | the rule, None for their own first line | the remedy
 _KNOWN = (
@@ -27,9 +28,11 @@ def split_override(text: str) -> tuple[str, str]:
 
 def forbidden_arguments(arguments: Sequence[str]) -> Iterator[Refusal]:
     """Hydra's options but for its questions, its own settings but for the place of a user's files, deleted keys."""
+    asked = {text.partition("=")[0] for text in arguments}
+    allowed = _QUESTIONS | (_ABOUT_QUESTIONS if asked & _QUESTIONS else set())
     for text in arguments:
         key, value = split_override(text)
-        if text.startswith("-") and key not in _QUESTIONS:
+        if text.startswith("-") and key not in allowed:
             rule = "One torchrun is one run: it takes key=value, and Hydra's questions --help, --cfg and --info"
             yield Refusal(key, value, rule, "Loop in the shell; hydra.searchpath=[file://DIR] is for files of your own")
         elif key != "hydra.searchpath" and re.split("[@./]", key)[0] == "hydra":
@@ -45,6 +48,8 @@ def as_refusal(error: Exception, overrides: Sequence[str]) -> Refusal:
     given = dict(map(split_override, overrides))
     if isinstance(error, OverrideParseException):
         key, value = split_override(error.override)
+        if "=" not in error.override:
+            return Refusal(key, value, "A setting is key=value, without spaces", f"Write {key}=...")
         example = "\"key=['a','b']\"" if value.startswith("[") else "'key=\"value\"'"
         return Refusal(key, value, "Hydra cannot parse this", f"Quote it for the shell: {example}")
     if isinstance(error, MissingConfigException):

@@ -142,6 +142,7 @@ class EnvironmentSettings(Section):
 
     name: Literal["single_turn", "worked"] | Door = "single_turn"  # worked: the source's own worked responses
     options: Options = field(default_factory=dict)  # arguments of an environment of the user's own
+    timeout_s: Seconds = 600.0  # what an environment may take between two responses before its rollout is rejected
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +163,8 @@ class EngineSettings(Section, ServerSettings):
     urls: list[str] = field(default_factory=list)  # external only
     key_file: str | None = None  # external only: a 0600 file with {"api_key": ..., "admin_api_key": ...}
     count: Positive = 1  # managed only: engines per node
+    # An engine that answers nobody for request_timeout_s and this for each of rollout.max_new_tokens has failed
+    token_timeout_s: NotNegative = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,9 +176,14 @@ class ParallelSettings(Section):
     vpp: Positive | None = None  # virtual pipeline chunks of a stage; null is 1
     cp: Positive = 1
     ep: Positive = 1
-    etp: Positive = 1
+    etp: Positive | None = None  # ranks that share one expert; null: 1 with ep above 1, else tp (Megatron: always tp)
     sequence_parallel: bool = False
     timeout_s: Seconds = 600.0
+
+    @property
+    def default_etp(self) -> int:
+        """What `etp` is when it is null."""
+        return self.tp if self.ep == 1 else 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,6 +197,7 @@ class RolloutSettings(Section):
     temperature: Annotated[float, Ge(0.01), Le(100)] = 1.0
     train_truncated: bool = True  # whether a response cut at max_new_tokens receives a loss
     max_staleness: Whole = 0
+    max_rejected_share: Share = 0.5  # of a batch's rollouts: with more of them unusable the run stops
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,6 +224,7 @@ class TrainSettings(Section):
     tokens_per_micro_batch: Positive = 8192
     logit_chunk_tokens: Positive = 4096  # rows of logits turned into log-probabilities at a time
     replay_routes: bool = True
+    max_route_disagreement: Share = 0.5  # with the trainer's own routing; above it the run stops, 1: never
     max_nonfinite_steps: Positive = 3  # consecutive steps with NaN or Inf after which the run stops
 
 
@@ -228,6 +238,7 @@ class EvalSettings(Section):
     temperature: Annotated[float, Ge(0), Le(100)] | None = None  # null: the training temperature
     stop_at: Share | None = None  # the run ends once the mean accuracy of the last `stop_average` evaluations is here
     stop_average: Positive = 2
+    max_rejected_share: Share = 0.1  # with more unusable responses there is no accuracy: the run stops
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,6 +268,7 @@ class RunSettings(Section):
     root: str = "runs"
     name: Name | None = None
     experiment: Name | None = None  # null: the name of the experiment group chosen
+    on_existing: Literal["refuse", "overwrite_failed"] = "refuse"  # overwrite_failed: the name of a run that failed
     save_weights: bool = True  # write the final weights in Hugging Face format
     save_dtype: Dtype | None = None  # null: the dtype they are trained in
 

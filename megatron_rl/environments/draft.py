@@ -12,6 +12,8 @@ from megatron_rl.contracts.rollout import FinishReason, Role, Rollout, Segment
 from megatron_rl.contracts.routes import Routes, RouteShape, validate_routes
 from sglang_bridge.generation import Generation
 
+_MOST_DIGITS = 9  # of a weight version
+
 
 class RolloutRejected(ValueError):
     """What came back cannot become a rollout; `reason` is a short name that metrics count by."""
@@ -102,7 +104,7 @@ class RolloutDraft:
         self._segments.append(Segment(array, role, False, logprobs, (start, start + len(array)), version))
 
     def _number(self, version: str) -> int:
-        if not version.isdecimal():
+        if not version.isdecimal() or len(version) > _MOST_DIGITS:
             raise self._rejected(
                 "version", f"weight version {version!r} is not a number: its weights were never synced"
             )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 
 import msgspec
@@ -42,7 +44,8 @@ class Episode:
 
     An environment calls `respond`, `observe` and `demonstrate` one after the other, in any order. `text` is what the
     scorer reads: the last response. `finish_reason` is why that one ended, None before the first. `sampled_tokens`
-    counts what the engine generated, rejected or not.
+    counts what the engine generated, rejected or not. threads: where replies are checked and decoded; None: the event
+    loop's own.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class Episode:
         *,
         rollout_id: str,
         sample_index: int = 0,
+        threads: Executor | None = None,
     ) -> None:
         self.prompt = prompt
         self.text = ""
@@ -62,6 +66,7 @@ class Episode:
         self._generate = generate
         self._tokenizer = tokenizer
         self._rules = rules
+        self._threads = threads
         self._draft = RolloutDraft(rollout_id, prompt, sample_index, rules.routes)
 
     async def respond(self) -> Response:
@@ -76,8 +81,9 @@ class Episode:
         sampling = msgspec.structs.replace(self._rules.sampling, max_new_tokens=self._budget)
         generation = await self._generate(self._draft.tokens, sampling)
         self.sampled_tokens += len(generation.output_ids)
-        self._draft.sample(generation)
-        return self._end(self._tokenizer.decode(generation.output_ids.tolist()), generation.finish_reason)
+        # Long responses take tens of milliseconds to check: in a thread they hold up no other episode.
+        text = await asyncio.get_running_loop().run_in_executor(self._threads, self._take, generation)
+        return self._end(text, generation.finish_reason)
 
     def observe(self, text: str) -> None:
         """Add text that nobody sampled, such as a tool's answer: read by the model, not trained.
@@ -107,6 +113,10 @@ class Episode:
             raise RolloutRejected("empty", f"prompt {self.prompt.id}: the environment asked for no response")
         trainable = self._rules.train_truncated or self.finish_reason is FinishReason.STOP
         return self._draft.rollout(self.finish_reason, trainable=trainable)
+
+    def _take(self, generation: Generation) -> str:
+        self._draft.sample(generation)
+        return self._tokenizer.decode(generation.output_ids.tolist())
 
     @property
     def _budget(self) -> int:

@@ -10,6 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.config.schema import ModelSettings, ParallelSettings
 from megatron_rl.mcore.dtypes import torch_dtype
+from megatron_rl.mcore.parallel import expert_tensor_size
 from megatron_rl.models.shape import ModelShape
 
 
@@ -83,7 +84,7 @@ def _parallelism(parallel: ParallelSettings) -> dict[str, Any]:
         "context_parallel_size": parallel.cp,
         "sequence_parallel": parallel.sequence_parallel,
         "expert_model_parallel_size": parallel.ep,
-        "expert_tensor_parallel_size": parallel.etp,
+        "expert_tensor_parallel_size": expert_tensor_size(parallel),
         "variable_seq_lengths": parallel.pp > 1,
         # batched sends of both directions share a peer when pp is 2, and would be received by the wrong one
         "overlap_p2p_comm": chunks > 1,

@@ -59,6 +59,11 @@ class Tokenizer:
         """One more than the largest id, special tokens included."""
         return max(self._vocabulary, default=-1) + 1
 
+    @property
+    def longest_token(self) -> int:
+        """Characters of the longest token, special tokens included."""
+        return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=0)
+
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of a text, no special tokens added. Raises `UnknownText` naming characters without a token."""
         try:

@@ -18,6 +18,7 @@ from megatron_rl.prompts.split import Split, draw_split, hold_out, keep_apart
 
 EMBEDDED: Mapping[str, Source] = {task.NAME: task for task in (column_addition, two_digit_addition)}
 CheckAnswer = Callable[[str], None]
+_MOST_CHARACTERS = 65_536  # of an id or a reference answer
 _FIELDS = tuple(field.name for field in fields(Question))
 
 
@@ -37,7 +38,8 @@ def open_prompts(settings: DataSettings, tokenizer: Tokenizer, check_answer: Che
         split = draw_split(_checked(settings.source, questions), settings.num_train, settings.num_eval)
     train = list(_usable(split.train, tokenizer, settings.max_prompt_tokens, check_answer, bad_rows))
     held_out = list(_usable(split.held_out, tokenizer, settings.max_prompt_tokens, check_answer, bad_rows))
-    excluded = Excluded(bad_rows.count, split.duplicates, split.overlapping, tuple(bad_rows.examples))
+    named, examples = tuple(bad_rows.named), tuple(bad_rows.examples)
+    excluded = Excluded(bad_rows.count, split.duplicates, split.overlapping, examples, named)
     if not train:
         key = f"data.train_path={settings.train_path}" if settings.train_path else f"data.source={settings.source}"
         raise _nothing_left(key, "training", excluded)
@@ -90,8 +92,10 @@ def _usable(
     check_answer: CheckAnswer | None,
     bad_rows: BadRows,
 ) -> Iterator[Prompt]:
+    most_characters = max_tokens * tokenizer.longest_token
     for question in questions:
         try:
+            _check_lengths(question, max_tokens, most_characters)
             if check_answer is not None:
                 check_answer(question.answer)
             prompt = _prompt(question, tokenizer.encode(question.text), max_tokens)
@@ -99,6 +103,18 @@ def _usable(
             bad_rows.report(question.origin, str(error))
         else:
             yield prompt
+
+
+def _check_lengths(question: Question, max_tokens: int, most_characters: int) -> None:
+    """Before anything reads the texts: encoding megabytes takes minutes in which no signal is heard."""
+    if len(question.text) > most_characters:
+        raise ValueError(
+            f"{len(question.text)} characters; data.max_prompt_tokens={max_tokens} of the longest token are "
+            f"{most_characters}"
+        )
+    for name, value in (("id", question.id), ("answer", question.answer)):
+        if len(value) > _MOST_CHARACTERS:
+            raise ValueError(f"`{name}` has {len(value)} characters; at most {_MOST_CHARACTERS} are taken")
 
 
 def _prompt(question: Question, ids: tuple[int, ...], max_tokens: int) -> Prompt:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
@@ -10,6 +11,7 @@ import msgspec
 
 from megatron_rl.prompts.question import BadRows, PromptDataError, Question
 
+_MOST_BYTES = 16 * 2**20  # of a line; no model reads so long a prompt, and a file without line ends fills no memory
 _MOST_EXPONENT = 999  # of an answer; 1e999999999 would fill the memory with zeros
 
 
@@ -30,6 +32,9 @@ def read_jsonl(path: str | Path, bad_rows: BadRows, *, key: str) -> list[Questio
     line_of_id: dict[str, int] = {}
     for number, line in _lines(path, key):
         origin = f"{path} line {number}"
+        if len(line) > _MOST_BYTES:
+            bad_rows.report(origin, f"is longer than {_MOST_BYTES} bytes")
+            continue
         try:
             question = _question(line, origin, default_id=f"{key}:{number}")
         except ValueError as error:
@@ -52,11 +57,18 @@ def read_jsonl(path: str | Path, bad_rows: BadRows, *, key: str) -> list[Questio
 
 
 def _lines(path: str | Path, key: str) -> Iterator[tuple[int, bytes]]:
+    """Lines that are not empty, with their numbers; of one that is too long only so much that this can be seen."""
     try:
         with Path(path).open("rb") as file:
-            for number, line in enumerate(file, start=1):
+            for number in itertools.count(1):
+                line = file.readline(_MOST_BYTES + 1)
+                if not line:
+                    return
+                piece = line
+                while len(piece) > _MOST_BYTES and not piece.endswith(b"\n"):
+                    piece = file.readline(_MOST_BYTES + 1)
                 content = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-                if content.strip():
+                if len(line) > _MOST_BYTES or content.strip():
                     yield number, content
     except OSError as error:
         raise PromptDataError(

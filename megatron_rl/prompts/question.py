@@ -9,6 +9,8 @@ from typing import Literal, Protocol
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 
 _EXAMPLES_KEPT = 20
+_MOST_NAMED = 10_000
+_LONGEST_REASON = 300  # characters: what a row holds may be megabytes
 
 
 class PromptDataError(Failure, ValueError):
@@ -53,20 +55,37 @@ class Source(Protocol):
 
 @dataclass
 class BadRows:
-    """Collects rows that cannot be used. policy: whether a bad row ends the run or is left out and counted.
+    """Collects rows that are not used. policy: whether a bad row ends the run or is left out and counted.
 
-    count: how many. examples: the first of them, as `origin: reason`.
+    count: how many bad ones. examples: the first of them, as `origin: reason`. named: the first 10,000 of all rows that
+    are left out, repeated ones too.
     """
 
     policy: Literal["fail", "skip"]
     count: int = 0
     examples: list[str] = field(default_factory=list)
+    named: list[str] = field(default_factory=list)
 
     def report(self, origin: str, reason: str) -> None:
         """Count a bad row, or raise `PromptDataError` when bad rows are fatal."""
-        message = f"{origin}: {reason}"
+        message = _shortened(f"{origin}: {reason}")
         if self.policy == "fail":
             raise PromptDataError(f"{message}. Correct it, or leave such rows out with data.on_bad_row=skip")
         self.count += 1
         if len(self.examples) < _EXAMPLES_KEPT:
             self.examples.append(message)
+        self._name(message)
+
+    def leave_out(self, origin: str, reason: str) -> None:
+        """Name a row that is not used though nothing is wrong with it."""
+        self._name(_shortened(f"{origin}: {reason}"))
+
+    def _name(self, message: str) -> None:
+        if len(self.named) < _MOST_NAMED:
+            self.named.append(message)
+
+
+def _shortened(text: str) -> str:
+    """One line of bounded length."""
+    text = text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]}…"
+    return " ".join(text.split())

@@ -15,15 +15,24 @@ from megatron_rl.prompts.question import PromptDataError
 @dataclass(frozen=True)
 class Excluded:
     """Rows that are not used. bad: malformed or unusable; examples: the first of them. duplicates: repeated questions.
-    overlapping: training rows that are also held out."""
+    overlapping: training rows that are also held out. named: the first of all these, as `origin: reason`."""
 
     bad: int = 0
     duplicates: int = 0
     overlapping: int = 0
     examples: tuple[str, ...] = ()
+    named: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"left out: {self.bad} bad rows, {self.duplicates} duplicates, {self.overlapping} that are also held out"
+
+    def report(self) -> str:
+        """The text of a file that names what was left out, a line each; empty when there is nothing to name."""
+        if not self.named:
+            return ""
+        more = self.bad + self.duplicates + self.overlapping - len(self.named)
+        rest = [f"... and {more} more"] if more > 0 else []
+        return "\n".join([str(self), *self.named, *rest]) + "\n"
 
 
 class PromptSource:

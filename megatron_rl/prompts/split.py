@@ -80,7 +80,12 @@ def keep_apart(train: Sequence[Question], held_out: Sequence[Question], bad_rows
     unique_train, repeated = _without_repeats(train, bad_rows)
     unique_held, repeated_held = _without_repeats(held_out, bad_rows)
     held = {q.identity for q in unique_held}
-    kept = [q for q in unique_train if q.identity not in held]
+    kept = []
+    for question in unique_train:
+        if question.identity in held:
+            bad_rows.leave_out(question.origin, "is held out too")
+        else:
+            kept.append(question)
     origin_of_id = {q.id: q.origin for q in kept}
     distinct_held = []
     for question in unique_held:
@@ -100,6 +105,7 @@ def _without_repeats(questions: Sequence[Question], bad_rows: BadRows) -> tuple[
             continue
         if known.answer == question.answer:
             duplicates += 1
+            bad_rows.leave_out(question.origin, f"repeats the question of {known.origin}")
         else:
             bad_rows.report(
                 question.origin, f"repeats the question of {known.origin} with another answer ({question.answer!r})"

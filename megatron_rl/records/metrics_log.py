@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 
 from megatron_rl.config.schema import LoggerSettings
 from megatron_rl.records.run_directory import RunDirectory
+from megatron_rl.records.writing import CannotWrite, writing_problem
 
 
 class MetricsLog:
-    """Appends one JSON object a step, flushed at once; numbers that are not finite are null."""
+    """Appends one JSON object a step, flushed at once; numbers that are not finite are null. Raises `CannotWrite`."""
 
     def __init__(self, directory: RunDirectory, settings: LoggerSettings) -> None:
-        self._file = directory.metrics_file.open("a", encoding="utf-8")
+        self._path = directory.metrics_file
+        with self._explained():
+            self._file = self._path.open("ab", buffering=0)
         self._writer = None
         if settings.tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # slow to import, and optional
@@ -24,17 +29,40 @@ class MetricsLog:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         record = {"step": step} | {k: v if math.isfinite(v) else None for k, v in sorted(values.items())}
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
-        if self._writer is not None:
-            for name, value in values.items():
-                self._writer.add_scalar(name, value, step)
-            self._writer.flush()
+        with self._explained():
+            self._append(json.dumps(record).encode() + b"\n")
+            if self._writer is not None:
+                for name, value in values.items():
+                    self._writer.add_scalar(name, value, step)
+                self._writer.flush()
 
     def close(self) -> None:
+        """Harmless when nothing more can be written."""
         self._file.close()
         if self._writer is not None:
-            self._writer.close()
+            with contextlib.suppress(OSError):
+                self._writer.close()
+
+    def _append(self, line: bytes) -> None:
+        """The whole line or nothing: half a line would make the file unreadable."""
+        start = self._file.seek(0, 2)
+        view = memoryview(line)
+        try:
+            while view:
+                view = view[os.write(self._file.fileno(), view) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._file.truncate(start)
+            raise
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if (problem := writing_problem(error, self._path)) is None:
+                raise
+            raise CannotWrite(problem) from error
 
     def __enter__(self) -> MetricsLog:
         return self

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.metadata
 import json
 import platform
+import secrets
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +17,8 @@ from omegaconf import OmegaConf
 
 from megatron_rl.config.schema import Configuration, RunSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
+from megatron_rl.records.exit_record import read_exit_record, reserve_exit_record
+from megatron_rl.records.run_lock import run_is_alive
 
 PACKAGES = ("torch", "megatron-core", "sglang", "triton", "transformers", "hydra-core", "numpy")
 
@@ -38,25 +43,29 @@ class RunDirectory:
     def create(cls, configuration: Configuration, now: datetime.datetime) -> RunDirectory:
         """Make the directory. Raises `RunDirectoryTaken` when it exists, even from a run that has ended.
 
-        Ranks read different clocks: call it on rank 0. Raises `RunDirectoryUnusable` where nothing can be made.
+        run.on_existing=overwrite_failed removes what a run left that did not complete. Ranks read different clocks:
+        call it on rank 0. Raises `RunDirectoryUnusable` where nothing can be made.
         """
         path = path_of(configuration.run, now)
+        if configuration.run.on_existing == "overwrite_failed":
+            _remove_failed(path)
         try:
             path.mkdir(parents=True)
         except FileExistsError:
-            raise RunDirectoryTaken(
-                f"run.name={path.name!r}: {path} exists already, and two runs never share a directory; "
-                "choose another run.name, or move the old run away"
-            ) from None
+            raise _taken(path, "two runs never share a directory") from None
         except OSError as error:
             raise RunDirectoryUnusable(
                 f"run.root={str(path.parent)!r}: no directory can be made there ({error}); give another run.root"
             ) from error
         directory = cls(path)
-        for name in ("logs", "rollouts", "checkpoints"):
-            (path / name).mkdir()
-        (path / "config.yaml").write_text(to_yaml(configuration))
-        (path / "versions.json").write_text(json.dumps(_versions(), indent=2) + "\n")
+        with contextlib.ExitStack() as undo:
+            undo.callback(shutil.rmtree, path, ignore_errors=True)  # half a directory would only block the name
+            for name in ("logs", "rollouts", "checkpoints"):
+                (path / name).mkdir()
+            (path / "config.yaml").write_text(to_yaml(configuration))
+            (path / "versions.json").write_text(json.dumps(_versions(), indent=2) + "\n")
+            reserve_exit_record(path)
+            undo.pop_all()
         return directory
 
     @property
@@ -80,10 +89,6 @@ class RunDirectory:
         """One log a process, such as `engine-0-0.log` or `collector-0.log`."""
         return self.path / "logs"
 
-    def write_exit(self, code: int, reason: str) -> None:
-        ended = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        (self.path / "exit.json").write_text(json.dumps({"code": code, "reason": reason, "ended": ended}) + "\n")
-
 
 def path_of(run: RunSettings, now: datetime.datetime) -> Path:
     """The absolute path of a run's directory; a run without a name is called after its experiment and `now`."""
@@ -94,6 +99,31 @@ def path_of(run: RunSettings, now: datetime.datetime) -> Path:
 def to_yaml(configuration: Configuration) -> str:
     """Every key with its value, as YAML."""
     return OmegaConf.to_yaml(msgspec.to_builtins(configuration))
+
+
+def _remove_failed(path: Path) -> None:
+    """Remove the directory of a run that ended without completing. Raises `RunDirectoryTaken` for any other."""
+    if not path.exists():
+        return
+    if not all((path / name).is_file() for name in ("config.yaml", "versions.json")):
+        raise _taken(path, "it is not the directory of a run")
+    if (ended := read_exit_record(path)) is not None and ended.code == ExitCode.OK:
+        raise _taken(path, "its run is complete")
+    if run_is_alive(path):
+        raise _taken(path, "a process of its run is still alive")
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")  # half of it must never stand under the name
+    try:
+        path.rename(aside)
+        shutil.rmtree(aside)
+    except OSError as error:
+        raise _taken(path, f"it cannot be removed ({error})") from error
+
+
+def _taken(path: Path, why: str) -> RunDirectoryTaken:
+    return RunDirectoryTaken(
+        f"run.name={path.name!r}: {path} exists already, and {why}; choose another run.name, move the old run away, "
+        "or, if it failed, use its name again: run.on_existing=overwrite_failed"
+    )
 
 
 def _versions() -> dict[str, str]:

@@ -14,6 +14,7 @@ from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.rewards.scorer import Scorer
 
 _REASON_LENGTH = 200
+_ANSWER_LENGTH = 1000
 
 
 class RewardRunner:
@@ -34,8 +35,7 @@ class RewardRunner:
                 verdict = _checked(await self._scorer.score(prompt, text, finish_reason))
         except Exception as error:
             timed_out = isinstance(error, TimeoutError) and deadline.expired()
-            reason = "timeout" if timed_out else f"{type(error).__name__}: {error}"[:_REASON_LENGTH]
-            verdict = _none(reason)
+            verdict = _none("timeout" if timed_out else f"{type(error).__name__}: {error}")
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():
@@ -53,8 +53,14 @@ def _checked(verdict: Verdict) -> Verdict:
         return _none(verdict.reason or "the scorer gave no reward")
     if not (math.isfinite(verdict.reward) and math.isfinite(verdict.correctness)):
         return _none("the scorer's reward is not finite")
-    return verdict
+    answer = None if verdict.answer is None else _sendable(verdict.answer, _ANSWER_LENGTH)
+    return msgspec.structs.replace(verdict, answer=answer, reason=_sendable(verdict.reason, _REASON_LENGTH))
 
 
 def _none(reason: str) -> Verdict:
-    return Verdict(reward=None, correctness=None, reason=reason)
+    return Verdict(reward=None, correctness=None, reason=_sendable(reason, _REASON_LENGTH))
+
+
+def _sendable(text: str, length: int) -> str:
+    """What a message to rank 0 can hold: halves of characters cannot be encoded, and texts may be megabytes."""
+    return text[:length].encode("utf-8", "replace").decode()

@@ -12,20 +12,25 @@ from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.rollouts.messages import GroupRequest
 from megatron_rl.rollouts.queue import RolloutQueue
+from megatron_rl.rollouts.rejections import too_many, unusable
 
 
-class NothingCameBack(Failure):
-    """Every sample of a batch was rejected: going on would train on nothing for ever."""
+class TooManyRejected(Failure):
+    """So many rollouts of a batch could not be used that going on would train on what is left by accident."""
 
     exit_code = ExitCode.ENGINE_FAILED
 
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """Groups in the order of their prompts, and the tokens that were generated for them."""
+    """Groups in the order of their prompts, and the tokens that were generated for them.
+
+    engines_left_out: how many engines were not asked any more at the end, because they failed.
+    """
 
     groups: tuple[Group, ...]
     generated_tokens: int
+    engines_left_out: int = 0
 
     @property
     def group_ids(self) -> list[str]:
@@ -36,19 +41,36 @@ class RolloutBatch:
         """Samples without a rollout, by reason."""
         return sum((Counter(group.rejected) for group in self.groups), Counter[str]())
 
+    @property
+    def reward_exposed(self) -> float:
+        """Seconds of judging after the last response, on the node where it took longest: each has its own clock."""
+        nodes: dict[int, list[Group]] = {}
+        for group in self.groups:
+            if group.rollouts:
+                nodes.setdefault(group.rollouts[0].location.node, []).append(group)
+        waits = (max(g.judged_at for g in groups) - max(g.generated_at for g in groups) for groups in nodes.values())
+        return max(0.0, *waits, 0.0)
+
+    def require(self, label: str, max_rejected_share: float) -> None:
+        """Raise `TooManyRejected` when more than this share of the rollouts, or all, cannot be used."""
+        lost = unusable(self.groups)
+        asked = self.rejected.total() + sum(len(group.rollouts) for group in self.groups)
+        if lost.total() > max_rejected_share * asked or lost.total() == asked:
+            key = "rollout.max_rejected_share"
+            raise TooManyRejected(too_many(f"batch {label}", lost, asked, key=key, most=max_rejected_share))
+
     def metrics(self) -> dict[str, float]:
         """Metrics under `rollout/` and `reward/`, and the seconds of judging after the last response."""
         samples = [sample for group in self.groups for sample in group.rollouts]
         rewards = [s.verdict.reward for s in samples if s.verdict.reward is not None]
         rejected = self.rejected
-        generated = max((group.generated_at for group in self.groups), default=0.0)
-        judged = max((group.judged_at for group in self.groups), default=0.0)
         values = {
             "rollout/tokens": float(self.generated_tokens),
             "rollout/samples": float(len(samples)),
             "rollout/rejected": float(rejected.total()),
             "reward/no_verdict": float(len(samples) - len(rewards)),
-            "time/reward_exposed": max(0.0, judged - generated),
+            "rollout/engines_left_out": float(self.engines_left_out),
+            "time/reward_exposed": self.reward_exposed,
         }
         if rewards:
             values["reward/mean"] = sum(rewards) / len(rewards)
@@ -69,7 +91,7 @@ class RolloutStage:
     idle: Callable[[], None]
 
     def draw(self, label: str, prompts: Sequence[Prompt]) -> RolloutBatch:
-        """Draw and judge one batch. label makes group ids unique in the run. Raises `NothingCameBack`."""
+        """Draw and judge one batch. label makes group ids unique in the run. Raises `TooManyRejected`."""
         sampling = Sampling(
             max_new_tokens=self.settings.max_new_tokens,
             temperature=self.settings.temperature,
@@ -88,10 +110,6 @@ class RolloutStage:
         self.queue.submit(requests)
         done = {group.group_id: group for group in self.queue.as_completed(self.idle)}
         groups = tuple(done[request.group_id] for request in requests)
-        batch = RolloutBatch(groups, self.queue.generated_tokens - before)
-        if not any(group.rollouts for group in groups):
-            raise NothingCameBack(
-                f"all samples of batch {label} were rejected: {dict(batch.rejected)}; see the engines' and the "
-                "collectors' logs"
-            )
+        batch = RolloutBatch(groups, self.queue.generated_tokens - before, len(self.queue.engines_left_out))
+        batch.require(label, self.settings.max_rejected_share)
         return batch

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 
 from megatron_rl.contracts.group import Group, RolloutLocation, RolloutRef
 from megatron_rl.rollouts.link import Link
@@ -24,6 +25,7 @@ from megatron_rl.rollouts.player import Judged, Player, Rejected
 from megatron_rl.rollouts.store import RolloutStore
 
 _ALIVE_EVERY_SECONDS = 1.0
+_THREADS = 4  # a pool of our own: that of the event loop may be full of a scorer's blocked calls
 _NOT_KEPT = RolloutLocation(node=0, pid=0, fd=0, offset=0, nbytes=0)
 
 
@@ -33,7 +35,8 @@ class Collector:
     def __init__(self, node: int, configuration: Configure, send: Callable[[FromCollector], Awaitable[None]]) -> None:
         self._send = send
         self._store = RolloutStore(node)
-        self._player = Player(configuration)
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="replies")
+        self._player = Player(configuration, send, self._threads)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def handle(self, message: ToCollector) -> bool:
@@ -56,28 +59,31 @@ class Collector:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._player.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _answer(self, request: GroupRequest) -> None:
         """A group that cannot be answered ends the run; left alone, rank 0 would wait for it for ever."""
         try:
-            message: FromCollector = await self._play(request)
+            await self._send(await self._play(request))
         except Exception as error:
-            message = _failure(error)
-        await self._send(message)
+            await self._send(_failure(error))
 
     async def _play(self, request: GroupRequest) -> GroupDone:
         results = await asyncio.gather(*(self._player.play(request, i) for i in range(request.num_samples)))
         judged = [result for result in results if isinstance(result, Judged)]
+        judged_at = time.monotonic()
         locations = [_NOT_KEPT] * len(judged)
         if not request.evaluation:
-            locations = self._store.put(request.group_id, [j.rollout for j in judged])
+            rollouts = [j.rollout for j in judged]
+            run = asyncio.get_running_loop().run_in_executor  # copies what may be hundreds of megabytes
+            locations = await run(self._threads, self._store.put, request.group_id, rollouts)
         group = Group(
             group_id=request.group_id,
             prompt=request.prompt,
             rollouts=tuple(_ref(j, where) for j, where in zip(judged, locations, strict=True)),
             rejected=dict(Counter(r.reason for r in results if isinstance(r, Rejected))),
             generated_at=max((j.generated_at for j in judged), default=0.0),
-            judged_at=time.monotonic() if judged else 0.0,
+            judged_at=judged_at if judged else 0.0,
         )
         return GroupDone(group=group, generated_tokens=sum(result.sampled_tokens for result in results))
 
@@ -119,7 +125,8 @@ async def _work(link: Link, node: int) -> None:
     if not isinstance(first, Configure):
         raise ValueError(f"expected the configuration first, got {type(first).__name__}")
     try:
-        collector = Collector(node, first, link.send)
+        # In a thread: a user's scorer may load for minutes, and rank 0 wants to hear that this process lives.
+        collector = await asyncio.to_thread(Collector, node, first, link.send)
     except Exception as error:
         await link.send(_failure(error))
         raise

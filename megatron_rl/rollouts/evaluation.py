@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_rl.config.schema import EvalSettings, RolloutSettings
@@ -11,14 +11,15 @@ from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.contracts.rollout import FinishReason
-from megatron_rl.rollouts.messages import ENGINE_FAILURE, GroupRequest
+from megatron_rl.rollouts.messages import GroupRequest
 from megatron_rl.rollouts.queue import RolloutQueue
+from megatron_rl.rollouts.rejections import too_many, unusable
 
 _NORMAL_95 = 1.959964
 
 
 class LostEvaluation(Failure):
-    """An engine failed to answer evaluation requests, so there is no accuracy."""
+    """So many responses could not be used that there is no accuracy."""
 
     exit_code = ExitCode.ENGINE_FAILED
 
@@ -28,7 +29,7 @@ class Accuracy:
     """accuracy: mean over questions. half_width: of the 95 % confidence interval (normal, clustered by question).
 
     parseable: share of responses that end and hold a final answer. finished: share that end before the token limit.
-    rejected: samples that could not be used, which count as wrong.
+    rejected: samples that could not be used, which count as wrong and as not finished.
     """
 
     accuracy: float
@@ -64,7 +65,7 @@ class Evaluation:
     def measure(self, label: str) -> Accuracy:
         """Draw responses to every question and score them. label makes group ids unique in the run.
 
-        Raises `LostEvaluation` when an engine did not answer a request: that is no wrong answer.
+        Raises `LostEvaluation` when more than `eval.max_rejected_share` of them could not be used.
         """
         settings, rollout = self.settings, self.rollout
         sampling = Sampling(
@@ -84,20 +85,15 @@ class Evaluation:
                 for index, prompt in enumerate(self.held_out)
             ]
         )
-        return accuracy_of(self.queue.as_completed(self.idle), settings.samples_per_prompt)
+        groups = list(self.queue.as_completed(self.idle))
+        return accuracy_of(groups, settings.samples_per_prompt, max_rejected_share=settings.max_rejected_share)
 
 
-def accuracy_of(groups: Iterable[Group], samples_per_prompt: int) -> Accuracy:
-    """Score groups of `samples_per_prompt` requested samples each."""
+def accuracy_of(groups: Sequence[Group], samples_per_prompt: int, *, max_rejected_share: float) -> Accuracy:
+    """Score groups of `samples_per_prompt` requested samples each. Raises `LostEvaluation`."""
     means: list[float] = []
-    parsed = finished = rejected = 0
+    parsed = finished = 0
     for group in groups:
-        if group.rejected.get(ENGINE_FAILURE):
-            raise LostEvaluation(
-                f"{group.rejected[ENGINE_FAILURE]} requests of evaluation group {group.group_id} got no answer; see "
-                "the engines' logs, or raise engine.request_timeout_s and engine.retries"
-            )
-        rejected += sum(group.rejected.values())
         correct = sum(s.verdict.correctness or 0.0 for s in group.rollouts)
         means.append(correct / samples_per_prompt)
         for sample in group.rollouts:
@@ -110,12 +106,16 @@ def accuracy_of(groups: Iterable[Group], samples_per_prompt: int) -> Accuracy:
     mean = sum(means) / questions
     variance = sum((m - mean) ** 2 for m in means) / max(1, questions - 1)
     samples = questions * samples_per_prompt
+    lost = unusable(groups)
+    if lost.total() > max_rejected_share * samples or lost.total() == samples:
+        key = "eval.max_rejected_share"
+        raise LostEvaluation(too_many("an evaluation", lost, samples, key=key, most=max_rejected_share))
     return Accuracy(
         accuracy=mean,
         half_width=_NORMAL_95 * math.sqrt(variance / questions),
         parseable=parsed / samples,
         finished=finished / samples,
-        rejected=rejected,
+        rejected=lost.total(),
         questions=questions,
         samples=samples,
     )

@@ -30,7 +30,7 @@ class Hub:
     silence_seconds: a collector that says nothing for so long, while the hub listens, is lost.
     """
 
-    def __init__(self, host: str, *, silence_seconds: float = 30.0) -> None:
+    def __init__(self, host: str, *, silence_seconds: float = 12.0) -> None:
         hub_public, hub_secret = zmq.curve_keypair()
         collector_public, collector_secret = zmq.curve_keypair()
         self.run_key = (hub_public + collector_secret).decode()

@@ -12,14 +12,16 @@ from megatron_rl.contracts.routes import RouteShape
 from sglang_bridge.engine import Engine
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-ENGINE_FAILURE = "engine"  # the reason in `Group.rejected` for requests that an engine did not answer
+ENGINE_FAILURE = "engine"  # the reason in `Group.rejected` for requests that no engine answered
+EXPIRED = "expired"  # ... for those whose engine fell silent until their deadline, with nothing to be kept
 ENVIRONMENT_FAILURE = "environment"  # ... and for exceptions of the environment
 
 
 class Configure(msgspec.Struct, frozen=True, kw_only=True, tag="configure"):
     """The collector's whole configuration; the first message. engines: those of its node.
 
-    api_key: opens the engines. routes None: routes are neither requested nor kept.
+    api_key: opens the engines. routes None: routes are neither requested nor kept. vocab_size: of the model; sampled
+    tokens are below it. seed: the run's; what an engine in deterministic mode draws by follows from it.
     """
 
     engines: tuple[Engine, ...]
@@ -30,6 +32,8 @@ class Configure(msgspec.Struct, frozen=True, kw_only=True, tag="configure"):
     rollout: RolloutSettings
     reward: RewardSettings
     environment: EnvironmentSettings
+    vocab_size: int | None = None
+    seed: int = 0
 
 
 class GroupRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
@@ -63,6 +67,26 @@ class GroupDone(msgspec.Struct, frozen=True, kw_only=True, tag="group"):
     generated_tokens: Count
 
 
+class AbortRequest(msgspec.Struct, frozen=True, tag="abort"):
+    """Rank 0, which has the admin key, shall have an engine abort a request whose deadline is over."""
+
+    url: str
+    rid: str
+
+
+class EngineLeftOut(msgspec.Struct, frozen=True, tag="engine_left_out"):
+    """An engine failed several times in a row and is asked for nothing until `EngineBack`."""
+
+    url: str
+    reason: str
+
+
+class EngineBack(msgspec.Struct, frozen=True, tag="engine_back"):
+    """An engine that was left out is used again."""
+
+    url: str
+
+
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """The collector cannot go on."""
 
@@ -70,4 +94,4 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 ToCollector = Configure | GroupRequest | Release | Stop
-FromCollector = Alive | GroupDone | Failed
+FromCollector = Alive | GroupDone | AbortRequest | EngineLeftOut | EngineBack | Failed

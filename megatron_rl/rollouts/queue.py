@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -11,7 +13,19 @@ from megatron_rl.config.schema import RolloutSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.group import Group
 from megatron_rl.rollouts.hub import Hub
-from megatron_rl.rollouts.messages import Configure, Failed, FromCollector, GroupDone, GroupRequest, Release, Stop
+from megatron_rl.rollouts.messages import (
+    AbortRequest,
+    Configure,
+    EngineBack,
+    EngineLeftOut,
+    Failed,
+    FromCollector,
+    GroupDone,
+    GroupRequest,
+    Release,
+    Stop,
+)
+from sglang_bridge.errors import EngineError
 
 
 class CollectorFailed(Failure):
@@ -23,11 +37,23 @@ class CollectorFailed(Failure):
 class RolloutQueue:
     """Spreads group requests over the nodes' collectors, to the node with the fewest outstanding samples.
 
-    generated_tokens: what engines have drawn for delivered groups since the start.
+    generated_tokens: what engines have drawn for delivered groups since the start. engines_left_out: URLs of engines
+    that collectors do not ask any more because they failed. abort: makes the engine at a URL abort a request; None:
+    expired requests are given up. say: tells a person what happens to engines.
     """
 
-    def __init__(self, hub: Hub, settings: RolloutSettings) -> None:
+    def __init__(
+        self,
+        hub: Hub,
+        settings: RolloutSettings,
+        *,
+        abort: Callable[[str, str], None] | None = None,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
         self._hub = hub
+        self._abort = abort
+        self._say = say
+        self.engines_left_out: set[str] = set()
         self._max_staleness = settings.max_staleness
         self._version = 0
         self._outstanding: dict[str, tuple[int, GroupRequest]] = {}
@@ -65,7 +91,7 @@ class RolloutQueue:
         while self._outstanding:
             received = self._hub.poll(idle_every_seconds)
             group = None if received is None else self._accept(*received)
-            if group is None or time.monotonic() - last >= idle_every_seconds:
+            if received is None or time.monotonic() - last >= idle_every_seconds:
                 idle()
                 last = time.monotonic()
             if group is not None:
@@ -86,9 +112,12 @@ class RolloutQueue:
         for node in self._hub.nodes:
             self._hub.send(node, Stop())
 
-    def _accept(self, node: int, message: FromCollector) -> Group:
+    def _accept(self, node: int, message: FromCollector) -> Group | None:
         if isinstance(message, Failed):
             raise CollectorFailed(f"the collector of node {node} failed: {message.reason}")
+        if isinstance(message, AbortRequest | EngineLeftOut | EngineBack):
+            self._note(message)
+            return None
         if not isinstance(message, GroupDone) or message.group.group_id not in self._outstanding:
             raise CollectorFailed(f"the collector of node {node} sent an unexpected {type(message).__name__}")
         _, request = self._outstanding.pop(message.group.group_id)
@@ -96,6 +125,26 @@ class RolloutQueue:
             self._holders[message.group.group_id] = node
         self.generated_tokens += message.generated_tokens
         return self._without_stale(message.group)
+
+    def _note(self, message: AbortRequest | EngineLeftOut | EngineBack) -> None:
+        text = ""
+        match message:
+            case AbortRequest(url, rid):
+                # Not waited for: an engine that is stopped would hold up everything.
+                threading.Thread(target=self._try_to_abort, args=(url, rid), daemon=True).start()
+            case EngineLeftOut(url, reason):
+                self.engines_left_out.add(url)
+                text = f"engine {url} is left out until it is healthy again: {reason}"
+            case EngineBack(url):
+                self.engines_left_out.discard(url)
+                text = f"engine {url} is used again"
+        if text and self._say is not None:
+            self._say(text)
+
+    def _try_to_abort(self, url: str, rid: str) -> None:
+        if self._abort is not None:
+            with contextlib.suppress(EngineError):  # the collector gives the request up then
+                self._abort(url, rid)
 
     def _without_stale(self, group: Group) -> Group:
         oldest = self._version - self._max_staleness

@@ -12,7 +12,7 @@ import torch
 
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.routes import RouteShape
-from megatron_rl.mcore.parallel import RankLayout
+from megatron_rl.mcore.job import Job
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.records.run_directory import RunDirectory
 from megatron_rl.rollouts.hub import Hub
@@ -29,6 +29,7 @@ from sglang_bridge.readiness import require_external_engines
 from sglang_bridge.settings import ServerPlace
 
 _HUB_SECONDS = 60.0
+_ABANDON_SECONDS = 2.5
 
 
 @dataclass(frozen=True)
@@ -46,19 +47,19 @@ class Engines:
         self,
         configuration: Configuration,
         shape: ModelShape,
-        layout: RankLayout,
+        job: Job,
         directory: RunDirectory,
         stack: contextlib.ExitStack,
     ) -> None:
         self._configuration = configuration
         self._shape = shape
-        self._layout = layout
+        self._job = job
         self._directory = directory
         self._stack = stack
         self._keys = self._share_keys()
         self._services: NodeServices | None = None
-        if layout.local_rank == 0:
-            self._services = NodeServices(node=layout.node, log_directory=directory.logs)
+        if job.local_rank == 0:
+            self._services = NodeServices(node=job.node, log_directory=directory.logs)
             stack.callback(self._services.stop)
             if configuration.engine.mode == "managed":
                 self._services.start_engines(configuration.engine, self._places(), self._keys)
@@ -66,7 +67,7 @@ class Engines:
     def connect(self) -> Connected | None:
         """Wait until every engine answers and connect rank 0 to all (a collective); None on the other ranks."""
         own = self._own_engines()
-        gathered = gather_bytes(msgspec.msgpack.encode(own), self._layout.control_group)
+        gathered = gather_bytes(msgspec.msgpack.encode(own), self._job.control_group)
         engines = [e for data in gathered for e in msgspec.msgpack.decode(data, type=list[Engine])]
         hub = self._open_hub(start_collector=bool(own))
         if hub is None:
@@ -83,35 +84,48 @@ class Engines:
             self._shape,
             directory=self._directory.path / "sync",
             model_path=Path(configuration.model.path),
-            device=self._layout.device,
+            device=self._job.device,
         )
         self._stack.callback(weights.close)
         return Connected(queue, weights)
 
+    @property
+    def starting(self) -> str:
+        """What this node waits for, for people."""
+        settings = self._configuration.engine
+        if settings.mode == "external":
+            return f"connecting to {len(settings.urls)} engine(s)"
+        return f"starting {settings.count} engine(s) a node"
+
     def check(self) -> None:
-        """Raise `EngineDied` or `CollectorDied` if a process of this node has ended."""
+        """Raise an error if an engine or the collector of this node ended, or was stopped."""
         if self._services is not None:
             self._services.check()
+
+    def abandon(self) -> None:
+        """End this node's processes now; nothing that they hold is needed any more."""
+        if self._services is not None:
+            self._services.stop(_ABANDON_SECONDS)
 
     def _share_keys(self) -> RunKeys:
         """The run's engine keys, the same on every rank: random, or the external engines' own (a collective)."""
         data = None
-        if self._layout.rank == 0:
+        if self._job.rank == 0:
             file = self._configuration.engine.key_file
             data = msgspec.msgpack.encode(read_keys(Path(file)) if file is not None else create_keys())
-        return msgspec.msgpack.decode(broadcast_bytes(data, self._layout.control_group), type=RunKeys)
+        return msgspec.msgpack.decode(broadcast_bytes(data, self._job.control_group), type=RunKeys)
 
     def _places(self) -> list[ServerPlace]:
         """One place per managed engine of this node; with GPUs each gets `tp` devices of its own behind the ranks'."""
-        engine, model, layout = self._configuration.engine, self._configuration.model, self._layout
+        engine, model, job = self._configuration.engine, self._configuration.model, self._job
         on_gpu = engine.device == "cuda" or (engine.device == "auto" and torch.cuda.is_available())
-        starts = [layout.local_world_size + index * engine.tp for index in range(engine.count)]
+        starts = [job.local_world_size + index * engine.tp for index in range(engine.count)]
         return [
             ServerPlace(
                 model_path=model.path,
                 device="cuda" if on_gpu else "cpu",
-                node=layout.node,
-                host=node_address(layout.num_nodes),
+                node=job.node,
+                host=node_address(job.num_nodes),
                 gpus=tuple(range(start, start + engine.tp)) if on_gpu else (),
                 return_routes=self._configuration.train.replay_routes,
                 load_format="dummy" if model.init == "random" else None,
@@ -121,14 +135,14 @@ class Engines:
 
     def _own_engines(self) -> list[Engine]:
         """This node's engines, once they answer; none where another rank of the node has them."""
-        settings, layout = self._configuration.engine, self._layout
+        settings, job = self._configuration.engine, self._job
         if self._services is None:
             return []
         if settings.mode == "managed":
             return self._services.wait_healthy(settings.start_timeout_s)
         engines = [
-            Engine(url=url, node=layout.node, tp=settings.tp, ep=settings.ep, quantization=settings.quantization)
-            for url in settings.urls[layout.node :: layout.num_nodes]
+            Engine(url=url, node=job.node, tp=settings.tp, ep=settings.ep, quantization=settings.quantization)
+            for url in settings.urls[job.node :: job.num_nodes]
         ]
         require_external_engines(engines, self._keys, settings, return_routes=self._configuration.train.replay_routes)
         return engines
@@ -136,14 +150,14 @@ class Engines:
     def _open_hub(self, *, start_collector: bool) -> Hub | None:
         """Rank 0 listens; every node with engines starts its collector (a collective)."""
         hub, mine = None, None
-        if self._layout.rank == 0:
-            host = node_address(self._layout.num_nodes)
+        if self._job.rank == 0:
+            host = node_address(self._job.num_nodes)
             require_private_address(host)
             hub = Hub(host)
             self._stack.callback(hub.close)
             mine = msgspec.msgpack.encode((hub.address, hub.run_key))
         address, key = msgspec.msgpack.decode(
-            broadcast_bytes(mine, self._layout.control_group), type=tuple[tuple[str, int], str]
+            broadcast_bytes(mine, self._job.control_group), type=tuple[tuple[str, int], str]
         )
         if self._services is not None and start_collector:
             self._services.start_collector(address, key)
@@ -172,11 +186,11 @@ def route_shape(shape: ModelShape) -> RouteShape:
 
 @contextlib.contextmanager
 def open_engines(
-    configuration: Configuration, shape: ModelShape, layout: RankLayout, directory: RunDirectory
+    configuration: Configuration, shape: ModelShape, job: Job, directory: RunDirectory
 ) -> Iterator[Engines]:
     """Start this node's servers, which load meanwhile; `connect` waits for them. All end with the block.
 
     A collective: every rank of the run enters it.
     """
     with contextlib.ExitStack() as stack:
-        yield Engines(configuration, shape, layout, directory, stack)
+        yield Engines(configuration, shape, job, directory, stack)

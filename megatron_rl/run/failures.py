@@ -5,24 +5,19 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
+from megatron_rl.records.writing import writing_problem
 from sglang_bridge.errors import EngineError
 
 _PEER_WORDS = ("gloo", "nccl", "connection closed by peer", "connection reset by peer")
 
 
-class Terminated(BaseException):
-    """SIGTERM arrived."""
-
-
 def describe_failure(error: BaseException) -> tuple[ExitCode | None, str]:
     """The code of an exception, None if nobody foresaw it, and its reason."""
     text = str(error)
-    if isinstance(error, Terminated):
-        return ExitCode.TERMINATED, "the run was told to stop (SIGTERM)"
-    if isinstance(error, KeyboardInterrupt):
-        return ExitCode.INTERRUPTED, "the run was interrupted (SIGINT)"
     if isinstance(error, Failure | EngineError):
         return ExitCode(error.exit_code), text or type(error).__name__
+    if (problem := writing_problem(error)) is not None:
+        return ExitCode.CANNOT_WRITE, problem
     if isinstance(error, dist.DistError):
         return ExitCode.PEER_FAILED, text
     if isinstance(error, RuntimeError) and any(word in text.lower() for word in _PEER_WORDS):

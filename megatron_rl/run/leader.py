@@ -16,6 +16,7 @@ from megatron_rl.credit.account import token_usage
 from megatron_rl.credit.assign import Credit
 from megatron_rl.planning.step_plan import Planner
 from megatron_rl.prompts.source import PromptSource
+from megatron_rl.records.idle_steps import IdleSteps
 from megatron_rl.records.records import Records
 from megatron_rl.records.stopwatch import Stopwatch
 from megatron_rl.rollouts.batch import RolloutStage
@@ -60,6 +61,7 @@ class Leader:
     _accuracies: deque[float] = field(default_factory=deque)
     _nonfinite: int = 0
     _synced: bool = False
+    _idle: IdleSteps = field(default_factory=IdleSteps)
 
     def lead(self) -> None:
         """Train to the end, save the weights if asked to and let every rank end."""
@@ -76,6 +78,8 @@ class Leader:
             self.dispatcher.run(Save(str(self.records.directory.checkpoints / f"step-{step}")))
         self.dispatcher.finish()
         self.queue.stop()
+        if summary := self._idle.summary():
+            self.records.progress.say(summary)
 
     def train_step(self, step: int, values: dict[str, float]) -> None:
         """Roll out, credit, plan, train, sync; adds the step's metrics to `values`."""
@@ -96,6 +100,8 @@ class Leader:
                 self.send_weights(values)
         values |= watch.values()
         self.records.progress.step(step, values)
+        if warning := self._idle.note(values):
+            self.records.progress.say(warning)
 
     def send_weights(self, values: dict[str, float]) -> None:
         """Send the weights to every engine under the next version, unless they have them."""
@@ -114,7 +120,7 @@ class Leader:
             return
         self.send_weights(values)
         watch = Stopwatch()
-        with watch.stage("eval"):
+        with watch.stage("eval"), self.records.progress.during(f"evaluating after step {step}"):
             accuracy = self.stages.evaluation.measure(str(step))
         self._accuracies.append(accuracy.accuracy)
         values |= accuracy.metrics() | watch.seconds

@@ -2,56 +2,52 @@
 
 from __future__ import annotations
 
-import contextlib
-import signal
-import sys
-from collections.abc import Iterator
+import os
+import threading
+from typing import TYPE_CHECKING
 
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.exit_codes import ExitCode
-from megatron_rl.mcore.cpu import compat
+from megatron_rl.records.progress import Progress
+from megatron_rl.run.ending import close, explain, leave, leave_thread
+from megatron_rl.run.last_words import LastWords
+from megatron_rl.run.siblings import Siblings
+from megatron_rl.run.watch import Watch, end_with_torchrun
+
+if TYPE_CHECKING:
+    from megatron_rl.run.rank import Rank
+
+_CLOSE_SECONDS = 30.0  # of a run that is complete
 
 
 def run(configuration: Configuration) -> int:
-    """Train. Returns an `ExitCode`."""
-    compat.install()
-    from megatron_rl.run.failures import (  # Megatron may only be imported after the line above
-        Terminated,
-        describe_failure,
-    )
-    from megatron_rl.run.rank import Rank
-
-    with _terminable(Terminated):
-        rank = Rank(configuration)
-        code, reason = ExitCode.OK, "the run is complete"
+    """Train. Returns `ExitCode.OK`; with any other code the process ends here, in a few seconds and with its reason."""
+    siblings = Siblings.of(os.environ)
+    words = LastWords(siblings)
+    talks = configuration.logger.progress and siblings.rank == 0
+    progress = Progress(configuration.train.total_steps, enabled=talks)
+    threading.excepthook = leave_thread
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what it warns of when peers end is said in better words
+    with Watch(words) as watch:
+        rank = None
         try:
-            rank.run()
+            with watch.interruptible():
+                end_with_torchrun(siblings)
+                rank = _open(configuration, progress, words, watch)
+                rank.run()
+                words.complete()
         except BaseException as error:
-            known, reason = describe_failure(rank.better_reason(error))
-            rank.abort(reason)
-            if known is None:
-                rank.report(1, reason)
-                raise
-            code = known
-        finally:
-            rank.close()
-        rank.report(code, reason)
-    if code is not ExitCode.OK and (rank.speaks or code is not ExitCode.PEER_FAILED):
-        print(f"\n{reason}\n(exit code {int(code)}: {code.name.lower()})", file=sys.stderr, flush=True)
-    return int(code)
+            explain(error, words, watch)
+        if rank is None or words.code != ExitCode.OK:
+            leave(words, siblings, rank)
+        watch.allow(_CLOSE_SECONDS)
+        close(rank)
+    return ExitCode.OK
 
 
-@contextlib.contextmanager
-def _terminable(signal_error: type[BaseException]) -> Iterator[None]:
-    """SIGTERM becomes an exception, so that `finally` blocks run."""
-
-    def handle(number: int, frame: object) -> None:
-        for again in (signal.SIGTERM, signal.SIGINT):  # cleaning up is under way: a second signal must not cut it short
-            signal.signal(again, signal.SIG_IGN)
-        raise signal_error
-
-    previous = signal.signal(signal.SIGTERM, handle)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+def _open(configuration: Configuration, progress: Progress, words: LastWords, watch: Watch) -> Rank:
+    """The import of torch is late and long: signals and progress come first."""
+    progress.say("importing torch")
+    with progress.during("importing torch"):
+        from megatron_rl.run.rank import Rank
+    return Rank(configuration, progress, words, watch)

@@ -8,11 +8,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from megatron_rl.config.schema import EngineSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.rollouts.__main__ import RUN_KEY_VARIABLE
+from megatron_rl.run.process_table import kill, tree
+from megatron_rl.run.pulse import Pulse
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import EngineError
 from sglang_bridge.keys import RunKeys
@@ -22,6 +25,7 @@ from sglang_bridge.server import ManagedEngine
 from sglang_bridge.settings import ServerPlace
 
 _POLL_SECONDS = 0.2
+_STOP_SECONDS = 15.0
 
 
 class CollectorDied(Failure):
@@ -39,6 +43,7 @@ class NodeServices:
         self._lifeline = Lifeline()
         self._engines: list[ManagedEngine] = []
         self._collector: subprocess.Popen[bytes] | None = None
+        self._pulse = Pulse()
 
     def start_engines(self, settings: EngineSettings, places: Iterable[ServerPlace], keys: RunKeys) -> None:
         """Start servers and return at once; they load while the trainer builds its model."""
@@ -70,23 +75,46 @@ class NodeServices:
             )
 
     def check(self) -> None:
-        """Raise `EngineDied` or `CollectorDied` if a process of this node has ended."""
+        """Raise `EngineDied`, `CollectorDied` or `ProcessStopped` if a process of this node will not answer again."""
         for engine in self._engines:
             engine.check_alive()
         if self._collector is not None and (code := self._collector.poll()) is not None:
             tail = last_lines(self._collector_log, count=20)
             raise CollectorDied(f"the collector of node {self._node} ended with code {code}; its log ends:\n{tail}")
+        self._pulse.look(self._supervisors)
 
-    def stop(self) -> None:
-        """End everything; harmless to call again."""
-        for engine in self._engines:
-            with contextlib.suppress(EngineError):  # gone already, which is what was wanted
-                engine.stop()
-        if self._collector is not None and self._collector.poll() is None:
-            self._collector.terminate()
-            self._collector.wait(10)
+    def stop(self, seconds: float = _STOP_SECONDS) -> None:
+        """End everything at once; harmless to call again. What does not end in `seconds` is killed."""
+        trees = [process for pid in self._supervisors.values() for process in tree(pid)]
+        with ThreadPoolExecutor(max_workers=len(self._engines) + 1) as pool:
+            pool.submit(self._stop_collector, seconds)
+            for engine in self._engines:
+                pool.submit(_stop_engine, engine, seconds)
+        kill(trees)  # what a supervisor that was stopped or killed leaves behind
         self._lifeline.close()
+
+    def _stop_collector(self, seconds: float) -> None:
+        if self._collector is None or self._collector.poll() is not None:
+            return
+        self._collector.terminate()
+        try:
+            self._collector.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self._collector.kill()
+
+    @property
+    def _supervisors(self) -> dict[str, int]:
+        """The topmost process of each engine and of the collector."""
+        found = {f"engine {engine.url}": engine.pid for engine in self._engines}
+        if self._collector is not None:
+            found[f"the collector of node {self._node}"] = self._collector.pid
+        return found
 
     @property
     def _collector_log(self) -> Path:
         return self._logs / f"collector-{self._node}.log"
+
+
+def _stop_engine(engine: ManagedEngine, seconds: float) -> None:
+    with contextlib.suppress(EngineError, OSError):  # gone already, or a disk without room for a removal
+        engine.stop(timeout=seconds)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import urllib.parse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from megatron_rl.config.schema import EngineSettings, SyncSettings
 from megatron_rl.mcore.dtypes import torch_dtype
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.sync.sender import WeightSync
-from sglang_bridge.addresses import LOOPBACK, address_towards
 from sglang_bridge.admin import AdminClient
 from sglang_bridge.engine import Engine
 from sglang_bridge.keys import RunKeys
@@ -36,25 +34,21 @@ def open_weight_sync(
 ) -> WeightSync:
     """Weight sync from this process to `engines`. directory: for the disk transport, on a file system they share."""
     admins = [AdminClient(e, keys, timeout=settings.timeout_s) for e in engines]
+    on_gpu = device.type == "cuda"
     if settings.transport == "disk":
         transport: WeightTransport = DiskTransport(
             directory=directory, config_from=model_path, timeout_seconds=settings.timeout_s
         )
     else:
-        transport = _broadcast(engines[0], settings, device)
+        transport = DistributedTransport(
+            backend="nccl" if on_gpu else "gloo",
+            timeout_seconds=settings.timeout_s,
+            device=device if on_gpu else None,
+        )
     return WeightSync(
         WeightUpdater(admins, transport=transport, bucket_bytes=int(settings.bucket_mb * 2**20)),
         settings,
-        expect=lambda: WeightExpectation(dtype=torch_dtype(engine.dtype), num_experts=shape.num_experts),
-    )
-
-
-def _broadcast(engine: Engine, settings: SyncSettings, device: torch.device) -> DistributedTransport:
-    parts = urllib.parse.urlsplit(engine.url)
-    on_gpu = device.type == "cuda"
-    return DistributedTransport(
-        address=address_towards(parts.hostname or LOOPBACK, parts.port or 80),
-        backend="nccl" if on_gpu else "gloo",
-        timeout_seconds=settings.timeout_s,
-        device=device if on_gpu else None,
+        expect=lambda: WeightExpectation(
+            dtype=torch_dtype(engine.dtype), num_experts=shape.num_experts, device="cuda" if on_gpu else "cpu"
+        ),
     )

@@ -3,17 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
-from megatron_rl.losses import Objective, ResponseTokens, rollout_mismatch
+from megatron_rl.contracts.plan import Denominators
+from megatron_rl.losses import LossResult, Objective, ResponseTokens, mean_of, rollout_mismatch
 from megatron_rl.mcore.schedule import run_schedule
 from megatron_rl.records.metric_sums import MetricSums
 from megatron_rl.training.batch import MicroBatch
 from megatron_rl.training.policy import Policy
 
 
-def compute_old_policy(policy: Policy, batches: Sequence[MicroBatch], metrics: MetricSums) -> list[Objective]:
+@dataclass(frozen=True)
+class Prepared:
+    """An `Objective` of one micro-batch with the log-probabilities, float32 [T], that its ratios start from."""
+
+    objective: Objective
+    old_logprobs: torch.Tensor
+
+    def __call__(self, logprobs: torch.Tensor, denominators: Denominators) -> LossResult:
+        return self.objective(logprobs, denominators)
+
+    def deviation(self, logprobs: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The largest |π_θ(y_t) / π_old(y_t) - 1|, a scalar; nothing without tokens.
+
+        Before the first optimizer step both are the same weights: what is left is noise of the arithmetic, and a clip
+        width below it cuts tokens at random.
+        """
+        if logprobs.numel() == 0:
+            return {}
+        return {"policy/first_ratio_deviation": torch.expm1(logprobs.detach() - self.old_logprobs).abs().max()}
+
+
+def compute_old_policy(policy: Policy, batches: Sequence[MicroBatch], metrics: MetricSums) -> list[Prepared]:
     """Forward-only pass over all micro-batches of a step: what the updates of each minimise.
 
     Empty on ranks that are not the last pipeline stage.
@@ -38,6 +61,6 @@ def compute_old_policy(policy: Policy, batches: Sequence[MicroBatch], metrics: M
         for batch, (logprob, entropy) in zip(batches, results, strict=False)
     ]
     for response in responses:
-        metrics.add_mean("policy/entropy", float(response.old_entropies.sum()), len(response.old_entropies))
+        metrics.add({"policy/entropy": mean_of(response.old_entropies)})
         metrics.add(rollout_mismatch(response.old_logprobs, response.rollout_logprobs))
-    return [policy.loss.prepare(response) for response in responses]
+    return [Prepared(policy.loss.prepare(response), response.old_logprobs) for response in responses]

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch
 
 from megatron_rl.contracts.plan import Denominators
-from megatron_rl.losses import Objective
 from megatron_rl.mcore.optimizer import DistributedAdam, StepResult
 from megatron_rl.mcore.schedule import run_schedule
 from megatron_rl.records.metric_sums import MetricSums
 from megatron_rl.training.batch import MicroBatch
+from megatron_rl.training.old_policy import Prepared
 from megatron_rl.training.policy import Policy
 
 
@@ -20,14 +20,16 @@ def update_policy(
     policy: Policy,
     optimizer: DistributedAdam,
     batches: Sequence[MicroBatch],
-    objectives: Sequence[Objective],
+    objectives: Sequence[Prepared],
     denominators: Denominators,
     *,
     dp_size: int,
+    first_step: bool,
     metrics: MetricSums,
 ) -> StepResult:
     """One optimizer step: forward, backward, agreed finite check, AdamW. objectives: of `batches`, in their order.
 
+    first_step: no weight has moved since the old-policy pass, so ratios other than 1 are noise, which is measured.
     `train/loss` is the sum over data-parallel ranks (each adds its local part with weight 1 / dp_size), averaged over
     the optimizer steps of the batch.
     """
@@ -35,7 +37,7 @@ def update_policy(
     def policy_loss(logits: torch.Tensor, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         logprob, _ = policy.logprobs(logits, batches[index])
         result = objectives[index](logprob, denominators)
-        metrics.add(result.sums, result.maxima)
+        metrics.add(result.sums, result.maxima | (objectives[index].deviation(logprob) if first_step else {}))
         return result.loss, result.loss.detach().clone()
 
     optimizer.zero_grad()

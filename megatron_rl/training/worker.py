@@ -9,7 +9,8 @@ from pathlib import Path
 import msgspec
 import torch
 
-from megatron_rl.config.schema import EngineSettings, LoggerSettings, ModelSettings, RunSettings
+from megatron_rl.config.schema import EngineSettings, LoggerSettings, ModelSettings, RunSettings, TrainSettings
+from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.plan import StepPlan
 from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.mcore.dtypes import torch_dtype
@@ -29,6 +30,12 @@ from megatron_rl.training.policy import Policy
 from megatron_rl.training.update import update_policy
 
 
+class RoutesDisagree(Failure):
+    """The engines recorded other routes than the trainer's routers choose, too many to be rounding."""
+
+    exit_code = ExitCode.SYNC_MISMATCH
+
+
 @dataclass(frozen=True)
 class TrainOutcome:
     """finite False: a NaN or Inf appeared, the rest of the step was not applied and the batch was saved.
@@ -44,7 +51,10 @@ class TrainOutcome:
 
 @dataclass(frozen=True)
 class Worker:
-    """One rank's model, optimizer and stages; each method is a collective that every rank enters."""
+    """One rank's model, optimizer and stages; each method is a collective that every rank enters.
+
+    settings None: routes are not judged.
+    """
 
     layout: RankLayout
     receivers: Sequence[Receiver]
@@ -57,9 +67,10 @@ class Worker:
     run: RunSettings
     logger: LoggerSettings
     rollouts_directory: Path
+    settings: TrainSettings | None = None
 
     def train(self, plan: StepPlan) -> TrainOutcome:
-        """Run one planned step. Metrics are merged over all ranks, on all ranks."""
+        """Run one planned step. Metrics are merged over all ranks, on all ranks. Raises `RoutesDisagree` on all."""
         watch, metrics = Stopwatch(), MetricSums()
         with watch.stage("exchange"):
             rollouts = exchange_rollouts(
@@ -68,9 +79,13 @@ class Worker:
             steps = self.batcher.optimizer_steps(plan, self.layout.dp_rank, rollouts)
         stepped = self._run(plan, steps, watch, metrics)
         finite = stepped == len(plan.optimizer_steps)
-        self._keep_rollouts(plan.step, finite, rollouts)
-        merged = [MetricSums.from_bytes(data) for data in gather_bytes(metrics.to_bytes(), self.layout.control_group)]
-        return TrainOutcome(finite, stepped, MetricSums().merge(merged), watch.seconds)
+        everyones = gather_bytes(metrics.to_bytes(), self.layout.control_group)
+        merged = MetricSums().merge(MetricSums.from_bytes(data) for data in everyones)
+        disagreement = self._absurd_disagreement(merged)
+        self._keep_rollouts(plan.step, "disagreeing-" if disagreement else "" if finite else "nonfinite-", rollouts)
+        if disagreement:
+            raise RoutesDisagree(f"step {plan.step}: {disagreement}; the batch is in {self.rollouts_directory}")
+        return TrainOutcome(finite, stepped, merged, watch.seconds)
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights in the engines' dtype under Hugging Face names; every rank must exhaust it."""
@@ -98,6 +113,7 @@ class Worker:
                     objectives[position : position + len(batches)],
                     planned.denominators,
                     dp_size=self.layout.dp_size,
+                    first_step=stepped == 0,
                     metrics=metrics,
                 )
                 position += len(batches)
@@ -106,12 +122,24 @@ class Worker:
                 stepped += 1
         return stepped
 
-    def _keep_rollouts(self, step: int, finite: bool, rollouts: dict[int, Rollout]) -> None:
+    def _absurd_disagreement(self, metrics: MetricSums) -> str:
+        """What is wrong with the step's routes; empty where they are plausible. The same on all ranks."""
+        share = metrics.values().get("mismatch/route_disagreement", 0.0)
+        if self.settings is None or share <= self.settings.max_route_disagreement:
+            return ""
+        return (
+            f"the engines' routes are not those that the trainer's routers choose in {share:.1%} of the tokens' layers "
+            f"(train.max_route_disagreement={self.settings.max_route_disagreement:g}). Rounding makes a few percent: "
+            "these engines hold other weights or record other tokens' routes. Look for what records them "
+            "(--moe-runner-backend), or train without: train.replay_routes=false"
+        )
+
+    def _keep_rollouts(self, step: int, fault: str, rollouts: dict[int, Rollout]) -> None:
+        """fault: why they are kept, as the beginning of their directory's name."""
         every = self.logger.save_rollouts_every
-        if finite and not (every and step % every == 0):
+        if not fault and not (every and step % every == 0):
             return
-        name = f"step-{step}" if finite else f"nonfinite-step-{step}"
-        file = self.rollouts_directory / name / f"rank-{self.layout.rank}.bin"
+        file = self.rollouts_directory / f"{fault}step-{step}" / f"rank-{self.layout.rank}.bin"
         write_rollouts(file, (rollouts[index] for index in sorted(rollouts)))
 
 

@@ -49,11 +49,24 @@ class _ThenCall(importlib.abc.Loader):
         self._after(module)
 
 
-def _declare_torchvision() -> None:
-    """torchvision's C++ half cannot load beside a CPU torch, and its Python half insists on two declarations."""
-    from sglang_bridge.cpu_support import declare_torchvision_schemas
+def _stand_in_for_torchvision() -> None:
+    """SGLang imports torchvision with its configurations; only models that see images call it.
 
-    declare_torchvision_schemas()
+    The environment of a CPU machine is without it: a build for CUDA breaks transformers, which finds it and cannot
+    import it. Here too transformers must not find one: it remembers its first answer, so ask before there is anything.
+    """
+    from transformers.utils import is_torchvision_available
+
+    if is_torchvision_available():
+        return
+    names = ("torchvision", "torchvision.transforms", "torchvision.transforms.functional")
+    package, transforms, functional = modules = [ModuleType(name, "Nothing; see sitecustomize.") for name in names]
+    package.transforms, transforms.functional = transforms, functional  # type: ignore[attr-defined]
+    transforms.InterpolationMode = functional.InterpolationMode = None  # type: ignore[attr-defined]
+    for module in modules:
+        module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None, is_package=True)
+        module.__path__ = []
+        sys.modules[module.__name__] = module
 
 
 def _allocate_unpinned(host_pools: ModuleType) -> None:
@@ -84,7 +97,7 @@ def _register_batched_attention(registry: ModuleType) -> None:
 
 
 sys.meta_path[:0] = [
-    _Around("torchvision", before=_declare_torchvision),
+    _Around("sglang.srt.configs", before=_stand_in_for_torchvision),
     _Around("sglang.srt.mem_cache.pool_host.common", after=_allocate_unpinned),
 ]
 if os.environ.get("SGLANG_BRIDGE_BATCHED_ATTENTION") != "0":

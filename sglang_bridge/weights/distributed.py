@@ -15,16 +15,13 @@ from sglang_bridge.weights.weight_group import WeightGroup
 
 
 class DistributedTransport:
-    """gloo on CPUs, NCCL on GPUs. address: of this process, reachable by every engine. device: the rank's GPU."""
+    """gloo on CPUs, NCCL on GPUs. device: the rank's GPU."""
 
-    def __init__(
-        self, *, address: str, backend: str, timeout_seconds: float, device: torch.device | None = None
-    ) -> None:
+    def __init__(self, *, backend: str, timeout_seconds: float, device: torch.device | None = None) -> None:
         if backend not in ("gloo", "nccl"):
             raise ValueError(f"weight transport backend {backend!r}: gloo (CPU) or nccl (GPU)")
         if (backend == "nccl") != (device is not None and device.type == "cuda"):
             raise ValueError(f"weight transport backend {backend!r} with device {device}: nccl needs a GPU, gloo none")
-        self._address = address
         self._backend = backend
         self._timeout = timeout_seconds
         self._device = device or torch.device("cpu")
@@ -42,8 +39,8 @@ class DistributedTransport:
             if admin in self._groups:
                 continue
             try:
-                group = WeightGroup.open(admin, address=self._address, backend=self._backend, timeout=self._timeout)
-            except EngineError as error:
+                group = WeightGroup.open(admin, backend=self._backend, timeout=self._timeout)
+            except (EngineError, OSError) as error:  # OSError: no route to its host
                 failures[admin.url] = str(error)
             else:
                 self._groups[admin] = group

@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 
 from sglang_bridge.weights.buckets import NamedTensors
+from sglang_bridge.weights.digests import CpuDigest, Digest, GpuDigest
 from sglang_bridge.weights.fused_layout import Slot, locate_slot, padding_rows
 
 
 @dataclass
 class _Parameter:
     count: int
-    digest: hashlib._Hash = field(default_factory=hashlib.sha256)
+    digest: Digest
     names: dict[int, str] = field(default_factory=dict)
-    waiting: dict[int, bytes] = field(default_factory=dict)
+    waiting: dict[int, torch.Tensor] = field(default_factory=dict)
     next_slot: int = 0
 
-    def add(self, index: int, name: str, data: bytes | memoryview) -> None:
+    def add(self, index: int, name: str, data: torch.Tensor) -> None:
         if index in self.names:
             raise ValueError(f"weight {name}: its place is already taken by {self.names[index]}")
         self.names[index] = name
         if index != self.next_slot:
-            self.waiting[index] = bytes(data)
+            self.waiting[index] = data.clone()
             return
         self.digest.update(data)
         self.next_slot += 1
@@ -35,12 +36,13 @@ class _Parameter:
 
 
 class WeightExpectation:
-    """SHA-256 of every engine parameter as SGLang's checksum sees it: the raw bytes in the engine's own dtype.
+    """SGLang's checksum of every engine parameter: of the raw bytes in the engine's own dtype.
 
-    dtype: the engine's. num_experts: of each MoE layer.
+    dtype: the engine's. num_experts: of each MoE layer. device: the engines', on which the kind of checksum depends.
     """
 
-    def __init__(self, *, dtype: torch.dtype, num_experts: int) -> None:
+    def __init__(self, *, dtype: torch.dtype, num_experts: int, device: Literal["cpu", "cuda"] = "cpu") -> None:
+        self.device = device
         self._dtype = dtype
         self._num_experts = num_experts
         self._parameters: dict[str, _Parameter] = {}
@@ -54,10 +56,10 @@ class WeightExpectation:
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Account for one tensor under its Hugging Face name."""
         slot = locate_slot(name, num_experts=self._num_experts)
-        data = tensor.detach().to(device="cpu", dtype=self._dtype).contiguous()
+        data = tensor.detach().to(self._dtype).contiguous()
         if extra := padding_rows(name, data.shape[0]):
             data = torch.cat([data, data.new_zeros(extra, *data.shape[1:])])
-        self._parameter(slot).add(slot.index, name, data.view(-1).view(torch.uint8).numpy().data)
+        self._parameter(slot).add(slot.index, name, data.view(-1).view(torch.uint8))
 
     def checksums(self) -> dict[str, str]:
         """By engine parameter, the 16 hexadecimal digits SGLang reports. Raises `ValueError` if a tensor is missing."""
@@ -67,7 +69,7 @@ class WeightExpectation:
                 "the weights sent are incomplete: "
                 + ", ".join(f"{name} has {len(p.names)} of {p.count} tensors" for name, p in incomplete.items())
             )
-        return {name: parameter.digest.hexdigest()[:16] for name, parameter in self._parameters.items()}
+        return {name: parameter.digest.hexdigest() for name, parameter in self._parameters.items()}
 
     def tensors_of(self, parameter: str) -> tuple[str, ...]:
         """The Hugging Face names that make up an engine parameter, in its order."""
@@ -75,4 +77,7 @@ class WeightExpectation:
         return tuple(names[index] for index in sorted(names))
 
     def _parameter(self, slot: Slot) -> _Parameter:
-        return self._parameters.setdefault(slot.parameter, _Parameter(slot.count))
+        if slot.parameter not in self._parameters:
+            digest = GpuDigest() if self.device == "cuda" else CpuDigest()
+            self._parameters[slot.parameter] = _Parameter(slot.count, digest)
+        return self._parameters[slot.parameter]

@@ -22,7 +22,8 @@ class WeightUpdater:
         self.admins = tuple(admins)
         self._transport = transport
         self._bucket_bytes = bucket_bytes
-        self._unfinished: set[AdminClient] = set()  # alive or not, their last update did not complete
+        # Alive or not, their last update did not complete, or was another run's: who knows how that ended?
+        self._unfinished = set(self.admins)
 
     def push(self, named_tensors: NamedTensors, version: int) -> None:
         """Give every engine these weights, in Hugging Face names, as `version`.
@@ -66,7 +67,7 @@ class WeightUpdater:
         self._unfinished -= set(update.alive)
 
     def _close_old_session(self, admin: AdminClient) -> None:
-        """An update that failed may have left a session open in an engine that lived on."""
+        """An update that failed, or whose trainer died, left a session open in an engine that lived on."""
         if admin in self._unfinished:
             with contextlib.suppress(EngineError):  # none was open
                 admin.end_weight_update()

@@ -10,6 +10,7 @@ from functools import partial
 
 import torch.distributed as dist
 
+from sglang_bridge.addresses import address_towards
 from sglang_bridge.admin import AdminClient
 from sglang_bridge.errors import EngineError, RequestFailed
 from sglang_bridge.weights.buckets import Bucket
@@ -33,9 +34,13 @@ class WeightGroup:
         self._timeout = timeout
 
     @classmethod
-    def open(cls, admin: AdminClient, *, address: str, backend: str, timeout: float) -> WeightGroup:
-        """Let the engine join a new group, and join it. Raises `EngineError` when it does not within the timeout."""
+    def open(cls, admin: AdminClient, *, backend: str, timeout: float) -> WeightGroup:
+        """Let the engine join a new group, and join it. Raises `EngineError` when it does not within the timeout.
+
+        They meet at this process's address on the route to the engine's host.
+        """
         name = f"weights-{uuid.uuid4().hex[:12]}"
+        address = address_towards(*admin.address)
         store = open_store(address, timeout_seconds=timeout)
         world_size = 1 + admin.engine.tp
         reply = start_call(

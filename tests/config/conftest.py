@@ -32,6 +32,7 @@ SHAPE = {
 
 MakeCheckpoint = Callable[..., Path]
 NODE = LaunchFacts(world_size=8, local_world_size=8, num_gpus=16)
+BF16 = "model.dtype=bfloat16"  # which engine.dtype follows; engines on GPUs take nothing wider
 
 
 @pytest.fixture

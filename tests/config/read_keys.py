@@ -19,7 +19,9 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 def unread_keys(sources: Mapping[str, str]) -> list[str]:
     """The declared keys that no source reads outside `NOT_A_USE`. sources: from a file's name to its text."""
     modules = [ast.parse(text) for name, text in sources.items() if not name.startswith(NOT_A_USE)]
-    reader = _Reader()
+    nodes = [node for module in modules for node in ast.walk(module)]
+    own = {node.name for node in nodes if isinstance(node, ast.ClassDef)}
+    reader = _Reader(own)
     for _ in range(3):  # what a class holds may be known only once another class is
         for module in modules:
             reader.read(module)
@@ -30,13 +32,15 @@ def unread_keys(sources: Mapping[str, str]) -> list[str]:
 class _Reader:
     """Follows annotated names, attributes of `self` and plain assignments through modules, by the classes' names."""
 
-    def __init__(self) -> None:
+    def __init__(self, own: set[str]) -> None:
+        self._own = own
         sections = {cls.__name__: name for name, cls in SECTIONS.items()}
         sections |= {cls.__name__: "algo" for cls in ALGORITHMS.values()} | {ServerSettings.__name__: "engine"}
         self._sections = sections
         # What attributes of a class hold: the name of the attribute to the name of its class.
         self._held = {name: dict[str, str]() for name in sections}
         self._held["Configuration"] = {name: cls.__name__ for name, cls in SECTIONS.items()}
+        self._loaded = set[str]()  # attributes that are read of anything but a section
         self._top = {field.name for field in fields(Configuration)} - set(SECTIONS)
         self.found: set[str] = set()
 
@@ -65,8 +69,14 @@ class _Reader:
                 self._assign(target, self._type(value, known), known)
             if isinstance(node, ast.AnnAssign):
                 self._assign(node.target, self._annotated(node.annotation), known)
+        copies = {
+            id(value)
+            for node in ast.walk(function)
+            for name, value in _copies(node, self._own)
+            if name not in self._loaded and f"_{name}" not in self._loaded
+        }
         for node in ast.walk(function):
-            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and id(node) not in copies:
                 self._count(self._type(node.value, known), node.attr)
 
     def _assign(self, target: ast.expr, found: str | None, known: dict[str, str]) -> None:
@@ -80,6 +90,8 @@ class _Reader:
             self.found.add(f"{self._sections[owner]}.{attribute}")
         elif owner == "Configuration" and attribute in self._top:
             self.found.add(attribute)
+        else:
+            self._loaded.add(attribute)
 
     def _type(self, value: ast.expr, known: Mapping[str, str]) -> str | None:
         """The class of an expression, where following names and attributes tells it."""
@@ -101,6 +113,17 @@ class _Reader:
 
 
 _NAMED = ast.Name | ast.Attribute
+
+
+def _copies(node: ast.AST, own: set[str]) -> Iterator[tuple[str, ast.expr]]:
+    """Values that are only handed on, with the name they get: stored, passed to a class of ours, or not used."""
+    if isinstance(node, ast.Expr):
+        yield "", node.value
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in own:
+        yield from ((keyword.arg or "", keyword.value) for keyword in node.keywords)
+    for target, value in _assignments(node):
+        if isinstance(target, ast.Attribute):
+            yield target.attr.lstrip("_"), value
 
 
 def _assignments(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:

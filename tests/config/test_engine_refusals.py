@@ -60,7 +60,6 @@ def test_running_server_takes_no_start_settings(checkpoint: Path, override: str,
         "engine.retries=0",
         "engine.dtype=bfloat16",
         "engine.tp=2",
-        "engine.quantization=fp8",
         "parallel.timeout_s=150",  # nothing waits for a server's start
     ],
 )

@@ -20,6 +20,18 @@ def test_a_key_that_only_the_build_function_copies_is_reported() -> None:
     assert found == [key for key in declared_keys() if "." in key or key == "seed"]
 
 
+def test_a_key_that_is_only_handed_on_is_reported_wherever_that_happens() -> None:
+    handed_on = (
+        "def open_adam(c: Configuration):\n    return Adam(lr=c.optimizer.lr)\nclass Adam:\n    lr: float\n",
+        "class A:\n    def __init__(self, s: OptimizerSettings):\n        self._lr = s.lr\n",
+        "def f(s: OptimizerSettings):\n    s.lr\n",
+    )
+    for source in handed_on:
+        assert "optimizer.lr" in unread_keys({"megatron_rl/mcore/a.py": source}), source
+    elsewhere = "import torch\ndef f(s: OptimizerSettings):\n    return AdamW(lr=s.lr)\n"
+    assert "optimizer.lr" not in unread_keys({"megatron_rl/mcore/a.py": elsewhere})
+
+
 def test_ways_of_reading_a_key() -> None:
     ways = {
         "optimizer.lr": "def f(settings: OptimizerSettings):\n    return settings.lr",

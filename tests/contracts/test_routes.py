@@ -32,6 +32,19 @@ def test_bad_routes_are_rejected_by_name(wire: np.ndarray, reason: str) -> None:
     assert caught.value.reason == reason
 
 
+def test_an_expert_chosen_twice_is_found_wherever_it_stands() -> None:
+    topk = 4
+    shape = RouteShape(moe_layers=(0, 1, 2), num_hidden_layers=3, num_experts=8, topk=topk)
+    wire = np.tile(np.arange(topk, dtype=np.int32), (5, 3, 1))
+    np.testing.assert_array_equal(validate_routes(wire, shape, 5), wire)
+    for place in np.ndindex(wire.shape):
+        for other in set(range(topk)) - {place[-1]}:
+            twice = wire.copy()
+            twice[place] = other
+            with pytest.raises(RouteError, match="twice"):
+                validate_routes(twice, shape, 5)
+
+
 def test_round_robin_is_valid_and_even() -> None:
     routes = round_robin_routes(12, 3, num_experts=8, topk=2)
     shape = RouteShape(moe_layers=(0, 1, 2), num_hidden_layers=3, num_experts=8, topk=2)

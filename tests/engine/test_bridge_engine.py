@@ -57,7 +57,7 @@ def engine(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture
 def updater(engine: ManagedEngine) -> Iterator[WeightUpdater]:
-    transport = DistributedTransport(address="127.0.0.1", backend="gloo", timeout_seconds=60)
+    transport = DistributedTransport(backend="gloo", timeout_seconds=60)
     with_engine = WeightUpdater([engine.admin()], transport=transport, bucket_bytes=256 * 1024)
     yield with_engine
     with_engine.close()
@@ -180,6 +180,26 @@ def test_the_start_weights_are_what_the_checkpoint_says(
     assert len(report.mismatches) == report.compared - norms
 
 
+def test_a_run_can_use_an_engine_whose_last_trainer_died_in_the_middle_of_an_update(
+    engine: ManagedEngine, updater: WeightUpdater, weights: tuple[Weights, Weights]
+) -> None:
+    engine.admin().pause()
+    engine.admin().begin_weight_update()  # and nobody who would end it
+    updater.push(iter(weights[0].items()), 25)
+    assert draw(engine, [[5, 6, 7]], 2)[0].weight_versions == ("25",)
+
+
+def test_a_weight_that_the_engine_does_not_know_is_found(
+    engine: ManagedEngine, updater: WeightUpdater, weights: tuple[Weights, Weights]
+) -> None:
+    """The engine itself drops it without a word and says that the update succeeded."""
+    expectation = WeightExpectation(dtype=torch.float32, num_experts=EXPERTS)
+    misnamed = {**weights[0], "model.layers.0.self_attn.qq_norm.weight": torch.ones(4)}
+    updater.push(expectation.observe(iter(misnamed.items())), 26)
+    with pytest.raises(WeightMismatch, match=r"qq_norm\.weight \(the engine has no such parameter\)"):
+        audit_engine(engine.admin(), expectation).raise_on_mismatch(26)
+
+
 class FlippingTransport(DistributedTransport):
     """Flips one bit of one tensor on its way."""
 
@@ -204,7 +224,7 @@ class FlippingTransport(DistributedTransport):
 def test_one_flipped_bit_is_found_and_named(
     engine: ManagedEngine, weights: tuple[Weights, Weights], victim: str
 ) -> None:
-    transport = FlippingTransport(address="127.0.0.1", backend="gloo", timeout_seconds=60)
+    transport = FlippingTransport(backend="gloo", timeout_seconds=60)
     transport.victim = victim
     updater = WeightUpdater([engine.admin()], transport=transport, bucket_bytes=64 * 1024)
     for version in (31, 32):

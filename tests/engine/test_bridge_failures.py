@@ -126,7 +126,7 @@ def test_an_engine_that_dies_during_an_update_takes_nothing_with_it(
     victim, survivor = engines
     updater = WeightUpdater(
         [engine.admin() for engine in engines],
-        transport=DistributedTransport(address="127.0.0.1", backend="gloo", timeout_seconds=20),
+        transport=DistributedTransport(backend="gloo", timeout_seconds=20),
         bucket_bytes=256 * 1024,
     )
     weights = load_file(model / "model.safetensors")
@@ -152,7 +152,7 @@ def test_an_engine_that_dies_during_an_update_takes_nothing_with_it(
     updater.close()
     alone = WeightUpdater(
         [survivor.admin()],
-        transport=DistributedTransport(address="127.0.0.1", backend="gloo", timeout_seconds=20),
+        transport=DistributedTransport(backend="gloo", timeout_seconds=20),
         bucket_bytes=256 * 1024,
     )
     alone.push(iter(weights.items()), 3)

@@ -8,10 +8,6 @@ OUT {name: {loss: scalar, gradient: [B, L]}}.
 import sys
 from typing import Any
 
-from sglang_bridge.cpu_support import declare_torchvision_schemas
-
-declare_torchvision_schemas()
-
 import torch
 from verl.trainer.ppo import core_algos
 from verl.workers.config import ActorConfig

@@ -4,39 +4,77 @@ import os
 import subprocess
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "launch/slurm/train_rl.sbatch"
+TORCHRUN = "/opt/venv/bin/torchrun"
 
 
-def submit(directory: Path, *overrides: str, **environment: str) -> list[str]:
+def start(directory: Path, *overrides: str, **environment: str) -> subprocess.CompletedProcess[str]:
     for name, body in (("scontrol", 'echo node-7; echo node-8; echo "$@" >&2'), ("srun", 'printf "%s\\n" "$@"')):
         command = directory / name
         command.write_text(f"#!/bin/sh\n{body}\n")
         command.chmod(0o755)
+    path = f"{directory}:{os.environ['PATH']}"
+    command_line = ["bash", str(SCRIPT), *overrides]
+    return subprocess.run(command_line, env={"PATH": path, **environment}, capture_output=True, text=True, check=False)
+
+
+def submit(directory: Path, *overrides: str, **environment: str) -> subprocess.CompletedProcess[str]:
     slurm = {
         "SLURM_SUBMIT_DIR": str(ROOT),
         "SLURM_JOB_NODELIST": "node-[7-8]",
         "SLURM_JOB_NUM_NODES": "2",
         "SLURM_JOB_ID": "123456",
-        "PATH": f"{directory}:{os.environ['PATH']}",
+        "TORCHRUN": TORCHRUN,
     }
-    done = subprocess.run(
-        ["bash", str(ROOT / "launch/slurm/train_rl.sbatch"), *overrides],
-        env={**slurm, **environment},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "show hostnames node-[7-8]" in done.stderr
+    return start(directory, *overrides, **(slurm | environment))
+
+
+def words_of(directory: Path, *overrides: str, **environment: str) -> list[str]:
+    done = submit(directory, *overrides, **environment)
+    assert done.returncode == 0 and "show hostnames node-[7-8]" in done.stderr
     return done.stdout.splitlines()
 
 
 def test_every_node_meets_at_the_first_one(tmp_path: Path) -> None:
-    words = submit(tmp_path, "parallel=ep8", "run.name=a b")
-    assert words[:2] == ["--kill-on-bad-exit=1", ".venv/bin/torchrun"]
+    words = words_of(tmp_path, "parallel=ep8", "run.name=a b")
+    assert words[:2] == ["--kill-on-bad-exit=1", TORCHRUN]
     assert {"--nnodes=2", "--nproc-per-node=4", "--rdzv-endpoint=node-7:23456", "--rdzv-id=123456"} < set(words)
     assert words[-3:] == ["launch/train_rl.py", "parallel=ep8", "run.name=a b"]
 
 
 def test_ranks_and_environment_can_be_chosen(tmp_path: Path) -> None:
-    words = submit(tmp_path, NPROC="6", TORCHRUN="/opt/venv/bin/torchrun")
-    assert words[1] == "/opt/venv/bin/torchrun" and "--nproc-per-node=6" in words
+    words = words_of(tmp_path, NPROC="6", TORCHRUN="/only/in/the/container")
+    assert words[1] == "/only/in/the/container" and "--nproc-per-node=6" in words
+
+
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        ({"SLURM_SUBMIT_DIR": "/"}, "/ holds no launch/train_rl.py. Submit the job from the repository's root"),
+        ({"NPROC": "all"}, "NPROC=all is not a number of ranks"),
+    ],
+)
+def test_a_job_that_cannot_run_says_why_before_any_node_starts(
+    tmp_path: Path, environment: dict[str, str], told: str
+) -> None:
+    done = submit(tmp_path, **environment)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert told in done.stderr
+
+
+def test_a_checkout_without_an_environment_says_how_to_make_one(tmp_path: Path) -> None:
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "launch" / "train_rl.py").touch()
+    done = submit(tmp_path, SLURM_SUBMIT_DIR=str(tmp_path), TORCHRUN="")
+    assert done.returncode == 2 and "There is no .venv/bin/torchrun. Run make install" in done.stderr
+
+
+def test_outside_of_slurm_it_says_how_it_is_submitted(tmp_path: Path) -> None:
+    helped = start(tmp_path, "--help")
+    assert helped.returncode == 0
+    assert "sbatch --nodes=2 launch/slurm/train_rl.sbatch experiment=quickstart" in helped.stdout
+    done = start(tmp_path, "experiment=quickstart")
+    assert done.returncode == 2 and "This is no Slurm job" in done.stderr and "unbound" not in done.stderr

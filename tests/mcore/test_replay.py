@@ -79,6 +79,58 @@ def test_live_choices_differ_from_the_replayed_ones(megatron: Any, checkpoint: P
     assert not torch.equal(seen[0][0], forced)
 
 
+def test_scores_of_the_replayed_experts_not_of_the_best_ones() -> None:
+    from megatron_rl.mcore.router_target import RouterTarget
+
+    def best(scores: torch.Tensor, topk: int, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        values, experts = scores.topk(topk, dim=1)
+        return values, experts
+
+    target = RouterTarget()
+    target.activate(measure=True, forward_only=True)
+    target.begin_forward(torch.tensor([[1, 2], [3, 0]], dtype=torch.uint8), None)
+    scores = torch.tensor([[9.0, 1.0, 5.0, 7.0], [2.0, 8.0, 4.0, 6.0]])
+    values, experts = target.get_replay_topk(scores, 2, default_compute_topk=best)
+    assert experts.tolist() == [[1, 2], [3, 0]]
+    assert values.tolist() == [[1.0, 5.0], [6.0, 2.0]]
+    assert target.disagreement.tolist() == [2, 2]
+
+
+def test_pending_micro_batches_are_recomputed_oldest_first() -> None:
+    from megatron_rl.mcore.router_target import RouterTarget
+
+    target, scores, routes = RouterTarget(), torch.eye(3), [torch.full((3, 1), expert) for expert in range(3)]
+    target.activate(measure=False, forward_only=False)
+    for experts in routes:
+        target.begin_forward(experts, None)
+        with torch.no_grad():
+            target.get_replay_topk(scores, 1, default_compute_topk=torch.topk)
+        target.end_forward()
+    again = [target.get_replay_topk(scores, 1, default_compute_topk=torch.topk)[1] for _ in routes]
+    assert [experts[0].item() for experts in again] == [0, 1, 2]
+    assert target.deactivate() is None
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_gate_weights_are_the_replayed_experts_own(megatron: Any, checkpoint: Path, recompute: Any) -> None:
+    """p_e = exp(x · w_e) / Σ over the replayed experts exp(x · w), 0 for all others; no live choice enters."""
+    models, replay = build(checkpoint, recompute)
+    seen: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
+    for router in routers(models):
+        router.register_forward_hook(lambda m, inputs, out: seen.append((m, inputs[0].detach(), out[0].detach())))
+    train_pass(models, replay)
+    assert len(seen) == len(routers(models)) * len(MICRO_BATCHES) * (2 if recompute == "full" else 1)
+    routes = [pack(m, range(3)).routes for m in MICRO_BATCHES]
+    for router, x, gates in seen:
+        x = x.reshape(-1, x.shape[-1]).double()
+        (forced,) = (r[:, routers(models).index(router)].long() for r in routes if len(r) == len(x))
+        logits = x @ router.weight.detach().double().T
+        assert (logits.topk(2).indices.sort().values != forced.sort().values).any(1).float().mean() > 0.8
+        chosen = logits.gather(1, forced).exp()
+        expected = torch.zeros_like(logits).scatter(1, forced, chosen / chosen.sum(1, keepdim=True))
+        torch.testing.assert_close(gates.double(), expected, rtol=1e-5, atol=1e-7)
+
+
 def test_recomputation_gives_the_same_gradients(megatron: Any, checkpoint: Path) -> None:
     plain = train_pass(*build(checkpoint, "none"))
     again = train_pass(*build(checkpoint, "full"))

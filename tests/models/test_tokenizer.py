@@ -45,6 +45,10 @@ def test_ids_by_hand(tokenizer: Tokenizer) -> None:
     assert tokenizer.eos_ids == (1,)
 
 
+def test_the_longest_token_bounds_what_ids_can_say(tokenizer: Tokenizer) -> None:
+    assert tokenizer.longest_token == max(len(tokenizer.decode([i])) for i in (0, 2, 3))
+
+
 @settings(max_examples=100, deadline=None)
 @given(text=st.text(CHARACTERS, max_size=60))
 def test_text_survives_both_ways(tokenizer: Tokenizer, text: str) -> None:

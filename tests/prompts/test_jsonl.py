@@ -1,3 +1,4 @@
+import time
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,17 @@ def test_a_malformed_row_names_file_line_and_reason(tmp_path: Path, line: bytes,
     assert [q.text for q in read_jsonl(file, bad, key="data.train_path")] == ["2+2=", "q"]
     assert bad.count == 1
     assert "line 2" in bad.examples[0]
+
+
+def test_a_line_of_megabytes_is_a_bad_row_and_the_next_is_read(tmp_path: Path) -> None:
+    huge = b'{"prompt": "%s", "answer": "4"}' % (b"1 " * 25_000_000)
+    limit = b'{"prompt": "%s", "answer": "5"}' % (b"2" * (16 * 2**20 - 30))
+    file = write(tmp_path / "t.jsonl", huge, GOOD, b" " * 2**25 + GOOD, limit)
+    bad, start = BadRows("skip"), time.process_time()
+    questions = read_jsonl(file, bad, key="data.train_path")
+    assert time.process_time() - start < 5
+    assert [q.origin[-6:] for q in questions] == ["line 2", "line 4"] and questions[1].answer == "5"
+    assert bad.examples == [f"{file} line {n}: is longer than 16777216 bytes" for n in (1, 3)]
 
 
 def test_an_id_used_twice_is_a_bad_row(tmp_path: Path) -> None:

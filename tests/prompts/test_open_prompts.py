@@ -1,3 +1,5 @@
+import json
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -81,6 +83,59 @@ def test_prompts_the_model_cannot_take_are_bad_rows(
     assert len(source.train) == 2
     assert source.excluded.bad == 1
     assert "line 2" in source.excluded.examples[0]
+
+
+def test_every_row_that_is_left_out_is_named_with_its_reason(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    rows = ("1+1=", "Übung", "1+1=", "2+2=", "3+1=")
+    held = write(tmp_path / "e.jsonl", '{"prompt": "3+1=", "answer": 4}')
+    path = write(tmp_path / "t.jsonl", *(f'{{"prompt": "{text}", "answer": "2"}}' for text in rows))
+    source = opened("jsonl", tokenizer, on_bad_row="skip", train_path=path, eval_path=held)
+    first, *named = source.excluded.report().splitlines()
+    assert first == "left out: 1 bad rows, 1 duplicates, 1 that are also held out"
+    assert sorted(named) == [
+        f"{path} line 2: the tokenizer has no token for 'Ü'",
+        f"{path} line 3: repeats the question of {path} line 1",
+        f"{path} line 5: is held out too",
+    ]
+
+
+def test_ten_thousand_of_them_are_named_and_the_others_counted(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    bad = [f'{{"prompt": "Ü{i}", "answer": "{i}"}}' for i in range(10_003)]
+    path = write(tmp_path / "t.jsonl", '{"prompt": "1+1=", "answer": 2}', *bad)
+    held = write(tmp_path / "e.jsonl", '{"prompt": "3+1=", "answer": 4}')
+    lines = (
+        opened("jsonl", tokenizer, on_bad_row="skip", train_path=path, eval_path=held).excluded.report().splitlines()
+    )
+    assert len(lines) == 1 + 10_000 + 1 and lines[-1] == "... and 3 more"
+
+
+def test_nothing_left_out_is_nothing_to_report(tokenizer: Tokenizer) -> None:
+    assert opened("column_addition", tokenizer, num_train=100, num_eval=10).excluded.report() == ""
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"prompt": "1" * 5_000_000, "answer": "2"}, "5000000 characters; data.max_prompt_tokens=40 of .* are 200"),
+        ({"prompt": "1", "answer": "2" * 5_000_000}, "`answer` has 5000000 characters; at most 65536 are taken"),
+        ({"prompt": "1", "answer": "2", "id": "2" * 5_000_000}, "`id` has 5000000 characters"),
+        ({"prompt": "1+1=", "answer": "2 3 " * 1_000_000}, "repeats the question of .* with another answer .*…$"),
+    ],
+)
+def test_a_row_of_megabytes_is_refused_before_anything_reads_it(
+    tokenizer: Tokenizer, tmp_path: Path, row: dict[str, str], reason: str
+) -> None:
+    """Encoding one takes minutes in which nobody could stop the run."""
+    held = write(tmp_path / "e.jsonl", '{"prompt": "3+1=", "answer": 4}')
+    path = write(tmp_path / "t.jsonl", '{"prompt": "1+1=", "answer": 2}', json.dumps(row))
+    settings = DataSettings(
+        source="jsonl", train_path=path, eval_path=held, max_prompt_tokens=40, on_bad_row="skip", num_eval=1
+    )
+    start = time.process_time()
+    excluded = open_prompts(settings, tokenizer, ExactMatch("last_number").check_answer).excluded
+    assert time.process_time() - start < 3
+    assert excluded.bad == 1 and re.search(f"line 2: {reason}", excluded.examples[0])
+    assert len(excluded.examples[0]) < 400
 
 
 def test_answers_that_cannot_be_judged_by_are_bad_rows(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import dataclasses
 import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from omegaconf import OmegaConf
@@ -12,7 +12,9 @@ from pydantic import TypeAdapter
 from megatron_rl.config import schema
 from megatron_rl.config.cli import compose
 from megatron_rl.config.keys import declared_keys
+from megatron_rl.records.exit_record import write_exit_record
 from megatron_rl.records.run_directory import RunDirectory, RunDirectoryTaken, RunDirectoryUnusable, path_of, to_yaml
+from megatron_rl.records.run_lock import hold_run
 
 
 def test_run_directory(tmp_path: Path) -> None:
@@ -37,10 +39,68 @@ def test_a_directory_belongs_to_one_run(tmp_path: Path) -> None:
     directory = RunDirectory.create(config, noon)
     assert directory.path == tmp_path / "mine"
     assert {path.name for path in directory.path.iterdir()} == {
-        "logs", "rollouts", "checkpoints", "config.yaml", "versions.json"
+        "logs", "rollouts", "checkpoints", "config.yaml", "versions.json", ".exit-reserve"
     }  # fmt: skip
     with pytest.raises(RunDirectoryTaken, match=r"run\.name='mine'.*choose another"):
         RunDirectory.create(config, noon)
     blocked = dataclasses.replace(config, run=dataclasses.replace(config.run, root=str(tmp_path / "mine/config.yaml")))
     with pytest.raises(RunDirectoryUnusable, match=r"run\.root"):
         RunDirectory.create(blocked, noon)
+
+
+NOON = datetime.datetime(2025, 1, 2, 12, 0, 5)
+
+
+def again(tmp_path: Path, on_existing: Literal["refuse", "overwrite_failed"] = "overwrite_failed") -> RunDirectory:
+    config = compose()
+    run = dataclasses.replace(config.run, root=str(tmp_path), name="mine", on_existing=on_existing)
+    return RunDirectory.create(dataclasses.replace(config, run=run), NOON)
+
+
+@pytest.mark.parametrize("code", [4, None])
+def test_the_name_of_a_failed_run_can_be_used_again_by_saying_so(tmp_path: Path, code: int | None) -> None:
+    first = again(tmp_path)
+    (first.path / "metrics.jsonl").write_text("old")
+    if code is not None:
+        write_exit_record(first.path, code, "the engine died")
+    with pytest.raises(RunDirectoryTaken, match=r"run\.on_existing=overwrite_failed"):
+        again(tmp_path, "refuse")
+    second = again(tmp_path)
+    assert second.path == first.path and not second.metrics_file.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_complete_run_is_never_overwritten(tmp_path: Path) -> None:
+    first = again(tmp_path)
+    write_exit_record(first.path, 0, "the run is complete")
+    with pytest.raises(RunDirectoryTaken, match="its run is complete"):
+        again(tmp_path)
+    assert (first.path / "exit.json").exists()
+
+
+def test_a_run_that_is_still_alive_is_never_overwritten(tmp_path: Path) -> None:
+    first = again(tmp_path)
+    two_ranks = [hold_run(first.path), hold_run(first.path)]
+    for lock in two_ranks:
+        with pytest.raises(RunDirectoryTaken, match="still alive"):
+            again(tmp_path)
+        lock.close()
+    again(tmp_path)
+
+
+def test_a_directory_that_no_run_made_is_never_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "precious").write_text("data")
+    with pytest.raises(RunDirectoryTaken, match="not the directory of a run"):
+        again(tmp_path)
+    assert (tmp_path / "mine" / "precious").read_text() == "data"
+
+
+def test_a_directory_that_cannot_be_filled_is_not_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(directory: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("megatron_rl.records.run_directory.reserve_exit_record", full)
+    with pytest.raises(OSError, match="No space"):
+        again(tmp_path)
+    assert list(tmp_path.iterdir()) == []

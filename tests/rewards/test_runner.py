@@ -2,6 +2,7 @@ import asyncio
 import time
 from types import MappingProxyType
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -47,6 +48,10 @@ class Scripted:
                     raise TimeoutError("the grader's own")
                 case ["own_cancel"]:
                     raise asyncio.CancelledError
+                case ["half_a_character", value]:
+                    return Verdict(reward=float(value), correctness=1.0, answer="\ud800" * 10**6, reason="\ud800")
+                case ["raise_half_a_character"]:
+                    raise ValueError("\ud800")
                 case ["careless", name]:
                     return self.CARELESS[name]
         except asyncio.CancelledError:
@@ -126,3 +131,11 @@ def test_a_cancelled_caller_cancels_its_scorer() -> None:
 
     asyncio.run(run())
     assert scorer.cancelled == 1
+
+
+@pytest.mark.parametrize("text", ["half_a_character 1", "half_a_character nan", "raise_half_a_character"])
+def test_whatever_a_scorer_writes_a_verdict_can_be_sent(text: str) -> None:
+    """A verdict that cannot be encoded would leave rank 0 waiting for its group."""
+    (verdict,), _ = judge(text)
+    assert len(msgspec.msgpack.encode(verdict)) < 2000
+    assert (verdict.reward == 1.0) == text.endswith("1")

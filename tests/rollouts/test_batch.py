@@ -1,13 +1,18 @@
+import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 
+import msgspec
 import pytest
 
 from megatron_rl.config.schema import EvalSettings, RolloutSettings
+from megatron_rl.contracts.exit_codes import ExitCode, Failure
+from megatron_rl.contracts.group import Group, RolloutLocation, Verdict
 from megatron_rl.contracts.prompt import Prompt, Sampling
-from megatron_rl.rollouts.batch import NothingCameBack, RolloutStage
-from megatron_rl.rollouts.evaluation import Evaluation
+from megatron_rl.rollouts.batch import RolloutBatch, RolloutStage, TooManyRejected
+from megatron_rl.rollouts.evaluation import Evaluation, LostEvaluation
 from megatron_rl.rollouts.hub import Hub
-from megatron_rl.rollouts.messages import GroupDone, GroupRequest
+from megatron_rl.rollouts.messages import EngineLeftOut, GroupDone, GroupRequest
 from megatron_rl.rollouts.queue import RolloutQueue
 from support.collectors import Peer, done
 from support.rollouts import make_ref, make_rollout
@@ -49,16 +54,74 @@ def test_groups_come_in_the_order_of_their_prompts_and_are_counted(hub: Hub, pee
         "rollout/rejected/engine": 1.0,
         "rollout/response_length": pytest.approx((3 * 3 + 2 * 5) / 5),
         "rollout/truncated": 0.0,
+        "rollout/engines_left_out": 0.0,
         "reward/mean": pytest.approx(0.6),
         "reward/no_verdict": 0.0,
         "time/reward_exposed": 0.5,
     }
 
 
-def test_a_batch_of_which_nothing_came_back_ends_the_run(hub: Hub, peer: Peer) -> None:
-    idle = answering(peer, lambda request: done(request.group_id, rejected={"engine": 2}), [])
-    with pytest.raises(NothingCameBack, match="'engine': 6"):
-        RolloutStage(RolloutQueue(hub, SETTINGS), SETTINGS, (1,), idle).draw("step-4", PROMPTS)
+def draw(hub: Hub, peer: Peer, answer: Callable[[GroupRequest], GroupDone], share: float = 0.5) -> RolloutBatch:
+    settings = replace(SETTINGS, max_rejected_share=share)
+    return RolloutStage(RolloutQueue(hub, settings), settings, (1,), answering(peer, answer, [])).draw(
+        "step-4", PROMPTS
+    )
+
+
+def losing(count: int, reason: str = "engine") -> Callable[[GroupRequest], GroupDone]:
+    """Of the first group's two rollouts `count` are rejected, of the others' none."""
+    kept = (make_ref(make_rollout(2, 3)),) * 2
+
+    def answer(request: GroupRequest) -> GroupDone:
+        lost = count if request.group_id == "step-4-0" else 0
+        return done(request.group_id, kept[lost:], rejected={reason: lost} if lost else {})
+
+    return answer
+
+
+def test_a_batch_that_lost_too_many_rollouts_ends_the_run_by_reason(hub: Hub, peer: Peer) -> None:
+    assert draw(hub, peer, losing(2), share=1 / 3).rejected == {"engine": 2}  # 2 of 6
+    with pytest.raises(TooManyRejected) as caught:
+        draw(hub, peer, losing(2), share=0.33)
+    words = (
+        "batch step-4: 2 of 6 rollouts cannot be used (2 engine (no engine answered)); rollout.max_rejected_share=0.33"
+    )
+    assert str(caught.value).startswith(words) and "logs/collector-*.log" in str(caught.value)
+    assert isinstance(caught.value, Failure) and caught.value.exit_code is ExitCode.ENGINE_FAILED
+
+
+def test_a_batch_of_which_nothing_came_back_ends_the_run_whatever_may_be_lost(hub: Hub, peer: Peer) -> None:
+    with pytest.raises(TooManyRejected, match=r"6 of 6 rollouts cannot be used \(6 logprobs_nonfinite \(.* NaN"):
+        draw(hub, peer, lambda request: done(request.group_id, rejected={"logprobs_nonfinite": 2}), share=1.0)
+
+
+def test_engines_that_are_left_out_are_a_metric(hub: Hub, peer: Peer) -> None:
+    def answer(request: GroupRequest) -> GroupDone:
+        peer.say(EngineLeftOut("http://e", "500"))
+        return done(request.group_id, (make_ref(make_rollout(2, 3)),) * 2)
+
+    assert draw(hub, peer, answer).metrics()["rollout/engines_left_out"] == 1.0
+
+
+def test_a_rollout_without_a_verdict_cannot_be_used_either(hub: Hub, peer: Peer) -> None:
+    none = Verdict(reward=None, correctness=None, reason="timeout")
+    unjudged = msgspec.structs.replace(make_ref(make_rollout(2, 3)), verdict=none)
+    with pytest.raises(TooManyRejected, match=r"6 of 6 .* \(6 no_verdict \(the scorer failed, .*reward\.timeout_s"):
+        draw(hub, peer, lambda request: done(request.group_id, (unjudged, unjudged)))
+
+
+def test_judging_is_timed_by_the_clock_of_each_node(hub: Hub, peer: Peer) -> None:
+    """Monotonic clocks start when a machine does: between nodes they differ by weeks."""
+
+    def on_node(node: int, generated: float, judged: float) -> Group:
+        where = RolloutLocation(node=node, pid=1, fd=1, offset=0, nbytes=0)
+        ref = make_ref(make_rollout(2, 3), where)
+        return done("a", (ref,), generated_at=generated, judged_at=judged).group
+
+    lost = msgspec.structs.replace(on_node(1, 9e9, 9e9), rollouts=())
+    groups = (on_node(0, 10.0, 10.5), on_node(0, 10.2, 11.0), on_node(1, 5e6, 5e6 + 0.25), lost)
+    assert RolloutBatch(groups, 1).reward_exposed == pytest.approx(0.8)
+    assert RolloutBatch((lost,), 1).reward_exposed == 0.0
 
 
 def test_an_evaluation_draws_as_training_does_unless_told_otherwise(hub: Hub, peer: Peer) -> None:
@@ -72,3 +135,15 @@ def test_an_evaluation_draws_as_training_does_unless_told_otherwise(hub: Hub, pe
     assert [r.group_id for r in asked[:3]] == ["eval-4-0", "eval-4-1", "eval-4-2"]
     assert all(r.evaluation for r in asked)
     assert [r.sampling.temperature for r in asked] == [0.7] * 3 + [0.0] * 3
+
+
+@pytest.mark.parametrize(("share", "lost"), [(0.5, False), (0.3, True)])
+def test_an_evaluation_may_lose_what_its_key_allows(hub: Hub, peer: Peer, share: float, lost: bool) -> None:
+    queue, settings = RolloutQueue(hub, SETTINGS), EvalSettings(samples_per_prompt=2, max_rejected_share=share)
+    evaluation = Evaluation(queue, PROMPTS, settings, SETTINGS, (1,), answering(peer, half_lost, []))
+    with pytest.raises(LostEvaluation) if lost else contextlib.nullcontext():
+        assert evaluation.measure("4").rejected == 3
+
+
+def half_lost(request: GroupRequest) -> GroupDone:
+    return done(request.group_id, (make_ref(make_rollout(2, 3)),), rejected={"expired": 1})

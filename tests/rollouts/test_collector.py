@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -13,10 +14,16 @@ from megatron_rl.config.schema import EngineSettings, EnvironmentSettings
 from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.contracts.rollout import FinishReason, Role
 from megatron_rl.rollouts.collector import Collector
-from megatron_rl.rollouts.engine_pool import EnginePool
-from megatron_rl.rollouts.messages import Configure, Failed, FromCollector, GroupDone, GroupRequest, Release
+from megatron_rl.rollouts.messages import (
+    AbortRequest,
+    Configure,
+    Failed,
+    FromCollector,
+    GroupDone,
+    GroupRequest,
+    Release,
+)
 from megatron_rl.rollouts.store import RolloutGone, read_rollout
-from sglang_bridge.engine import Engine
 from support.fake_engine import Answer, Reply, configuration, fake_engine, reply, routes
 from support.scripted_model import EOS, PROMPT
 
@@ -32,12 +39,13 @@ def collect(
     asked: GroupRequest,
     check: Callable[[FromCollector, Collector], Awaitable[None] | None],
     environment: EnvironmentSettings | None = None,
+    seconds: float = 0.01,
     **changes: object,
 ) -> None:
     """Ask a collector for one group, and look at its message while the rollouts are there."""
 
     async def run() -> None:
-        async with fake_engine(answer) as url:
+        async with fake_engine(answer, seconds=seconds) as url:
             outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
             configured: Configure = msgspec.structs.replace(configuration(url, environment=environment), **changes)
             collector = Collector(0, configured, outbox.put)
@@ -86,6 +94,95 @@ def test_bad_samples_are_counted_and_the_others_live() -> None:
     collect(broken, request(6), check)
 
 
+@pytest.mark.parametrize("version", ["9" * 5000, "1" + "0" * 30, "-1", "1.5", ""])
+def test_a_weight_version_that_is_no_number_of_syncs_is_counted(version: str) -> None:
+    def check(done: FromCollector, collector: Collector) -> None:
+        assert isinstance(done, GroupDone) and done.group.rejected == {"version": 2}
+        msgspec.msgpack.encode(done)
+
+    collect(lambda n, asked: reply(asked, "046", weight_version=version), request(2), check)
+
+
+def test_a_token_outside_the_vocabulary_is_counted_not_raised() -> None:
+    def strange(n: int, asked: Reply) -> Reply:
+        token = (-5, 48, 2**40)[n]
+        changed = reply(asked, "046", output_token_logprobs=[(-0.5, t, None) for t in (token, EOS)])
+        return changed | {"output_ids": [token, EOS]}
+
+    def check(done: FromCollector, collector: Collector) -> None:
+        assert isinstance(done, GroupDone) and done.group.rejected == {"token_range": 3}
+
+    collect(strange, request(3), check)
+
+
+def seeds(run_seed: int) -> list[int]:
+    """What two samples of a group were drawn by, in a run with this seed."""
+    drawn: dict[str, int] = {}
+
+    def answer(n: int, asked: Reply) -> Reply:
+        drawn[asked["rid"].partition("#")[0]] = asked["sampling_params"]["sampling_seed"]
+        return reply(asked, "046")
+
+    collect(answer, request(2), lambda done, collector: None, seed=run_seed)
+    return [drawn["g/0"], drawn["g/1"]]
+
+
+def test_every_request_s_seed_follows_from_the_run_s() -> None:
+    first, other = seeds(7), seeds(8)
+    assert first == seeds(7) and len({*first, *other}) == 4
+    assert all(0 <= seed < 2**63 for seed in first)  # the engine takes no more
+
+
+def test_every_turn_has_a_seed_of_its_own(own: str) -> None:
+    drawn: list[int] = []
+
+    def answer(n: int, asked: Reply) -> Reply:
+        drawn.append(asked["sampling_params"]["sampling_seed"])
+        return reply(asked, "046" if n else "047")
+
+    environment = EnvironmentSettings(name=f"{own}:SecondChance")
+    collect(answer, request(1), lambda done, collector: None, environment)
+    assert len(set(drawn)) == 2
+
+
+def test_replies_are_read_checked_and_stored_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long response is tens of megabytes: on the loop it would hold up every other request, and the heartbeat."""
+    where: dict[str, str] = {}
+    works = ("sglang_bridge.client.decode_generation", "megatron_rl.environments.draft.validate_routes")
+    for name in (*works, "megatron_rl.rollouts.codec.encode"):
+        module, _, function = name.rpartition(".")
+        original = getattr(sys.modules[module], function)
+
+        def noted(
+            *args: object, name: str = name, original: Callable[..., object] = original, **rest: object
+        ) -> object:
+            where[name] = threading.current_thread().name
+            return original(*args, **rest)
+
+        monkeypatch.setattr(name, noted)
+    collect(lambda n, asked: reply(asked, "046"), request(1), lambda done, collector: None)
+    assert len(where) == 3 and all(thread.startswith("replies") for thread in where.values())
+
+
+def test_a_silent_engine_s_samples_are_counted_as_expired(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglang_bridge.client._ABORT_SECONDS", 0.05)
+    told: list[FromCollector] = []
+
+    async def run() -> None:
+        async with fake_engine(lambda n, asked: None) as url:
+            outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
+            impatient = EngineSettings(request_timeout_s=0.1, token_timeout_s=0.01, retries=0)
+            collector = Collector(0, msgspec.structs.replace(configuration(url), engine=impatient), outbox.put)
+            await collector.handle(request(2))
+            told.extend([await asyncio.wait_for(outbox.get(), 5) for _ in range(3)])
+            await collector.close()
+
+    asyncio.run(run())
+    *aborts, done = told
+    assert sorted(m.rid for m in aborts if isinstance(m, AbortRequest)) == ["g/0#0;", "g/1#1;"]
+    assert isinstance(done, GroupDone) and done.group.rejected == {"expired": 2}
+
+
 def test_an_evaluation_asks_for_no_routes_and_keeps_nothing() -> None:
     def answer(n: int, asked: Reply) -> Reply:
         assert asked["return_routed_experts"] is False
@@ -113,12 +210,19 @@ def test_worked_responses_need_no_engine() -> None:
 
 
 ENVIRONMENTS = """
+import asyncio
+
 class SecondChance:
     async def play(self, episode):
         response = await episode.respond()
         if episode.prompt.answer not in response.text:
             episode.observe("no,")
             await episode.respond()
+
+class Forgetful:
+    async def play(self, episode):
+        await episode.respond()
+        await asyncio.sleep(3600)
 
 class Broken:
     async def play(self, episode):
@@ -162,6 +266,23 @@ def test_an_exception_of_an_environment_rejects_its_rollout(own: str, caplog: py
     collect(lambda n, asked: reply(asked, "046"), request(2), check, EnvironmentSettings(name=f"{own}:Broken"))
 
 
+def test_an_environment_that_never_ends_is_ended(own: str, caplog: pytest.LogCaptureFixture) -> None:
+    def check(done: FromCollector, collector: Collector) -> None:
+        assert isinstance(done, GroupDone) and done.group.rejected == {"environment": 2}
+        assert "the environment took longer than environment.timeout_s=0.2" in caplog.text
+
+    environment = EnvironmentSettings(name=f"{own}:Forgetful", timeout_s=0.2)
+    collect(lambda n, asked: reply(asked, "046"), request(2), check, environment)
+
+
+def test_waiting_for_a_response_is_not_the_environment_s_time(own: str) -> None:
+    def check(done: FromCollector, collector: Collector) -> None:
+        assert isinstance(done, GroupDone) and done.group.rejected == {} and len(done.group.rollouts) == 1
+
+    environment = EnvironmentSettings(name=f"{own}:SecondChance", timeout_s=0.5)
+    collect(lambda n, asked: reply(asked, "046" if n else "047"), request(1), check, environment, seconds=0.8)
+
+
 def test_a_group_that_cannot_be_stored_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_descriptors(*_: object) -> int:
         raise OSError(24, "Too many open files")
@@ -171,32 +292,3 @@ def test_a_group_that_cannot_be_stored_is_reported(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr("os.memfd_create", no_descriptors)
     collect(lambda n, asked: reply(asked, "046"), request(1), check)
-
-
-def test_requests_in_flight_are_bounded() -> None:
-    flying, most = 0, 0
-
-    async def run() -> None:
-        async with fake_engine(lambda n, asked: reply(asked, "046")) as url:
-            settings = EngineSettings(max_running_requests=2, retries=0)
-            pool = EnginePool([Engine(url=url)], settings, api_key=None, route_shape=(4, 2))
-            client = pool._clients[0]
-            original = client.generate
-
-            async def counted(*args: object, **kwargs: object) -> object:
-                nonlocal flying, most
-                flying += 1
-                most = max(most, flying)
-                try:
-                    return await original(*args, **kwargs)  # type: ignore[arg-type]
-                finally:
-                    flying -= 1
-
-            client.generate = counted  # type: ignore[method-assign, assignment]
-            await asyncio.gather(
-                *(pool.generate(PROMPT.token_ids, SAMPLING, rid=f"r{i}", return_routes=True) for i in range(10))
-            )
-            await pool.close()
-
-    asyncio.run(run())
-    assert most == 4  # two for each that runs

@@ -4,7 +4,8 @@ import pytest
 from megatron_rl.contracts.group import Group, Verdict
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import FinishReason
-from megatron_rl.rollouts.evaluation import LostEvaluation, accuracy_of
+from megatron_rl.rollouts import evaluation
+from megatron_rl.rollouts.evaluation import Accuracy, LostEvaluation
 from support.rollouts import make_ref, make_rollout
 
 
@@ -12,6 +13,14 @@ def group(*verdicts: Verdict, finish: FinishReason = FinishReason.STOP) -> Group
     base = msgspec.structs.replace(make_ref(make_rollout(2, 2)), finish_reason=finish)
     samples = tuple(msgspec.structs.replace(base, verdict=v) for v in verdicts)
     return Group(group_id="g", prompt=Prompt(id="p", token_ids=(1,), answer="1", task="t"), rollouts=samples)
+
+
+def accuracy_of(groups: list[Group], samples_per_prompt: int, share: float = 1.0) -> Accuracy:
+    return evaluation.accuracy_of(groups, samples_per_prompt, max_rejected_share=share)
+
+
+def lost(count: int, reason: str = "expired") -> Group:
+    return msgspec.structs.replace(group(), rejected={reason: count})
 
 
 RIGHT = Verdict(reward=1.0, correctness=1.0, answer="12")
@@ -43,8 +52,23 @@ def test_no_question_is_an_error() -> None:
         accuracy_of([], 1)
 
 
-def test_a_request_without_an_answer_is_not_a_wrong_answer() -> None:
-    lost = msgspec.structs.replace(group(RIGHT), rejected={"engine": 1})
-    with pytest.raises(LostEvaluation, match="1 requests"):
-        accuracy_of([lost], 2)
-    assert accuracy_of([msgspec.structs.replace(group(RIGHT), rejected={"empty": 1})], 2).rejected == 1
+def test_an_expired_response_is_wrong_and_not_finished() -> None:
+    """One response that an engine did not answer in time ends no run."""
+    result = accuracy_of([group(RIGHT)] * 9 + [lost(1)], 1, 0.1)
+    assert (result.accuracy, result.finished, result.parseable, result.rejected) == (0.9, 0.9, 0.9, 1)
+
+
+@pytest.mark.parametrize("reason", ["expired", "engine", "logprobs_nonfinite"])
+def test_an_evaluation_that_lost_too_many_responses_is_no_accuracy(reason: str) -> None:
+    """With NaN weights every response is rejected: that is an error, not 0.000 ± 0.000."""
+    accuracy_of([group(RIGHT)] * 9 + [lost(1, reason)], 1, 0.1)
+    with pytest.raises(LostEvaluation, match=rf"1 of 9 .*\(1 {reason} .*eval\.max_rejected_share=0\.1 "):
+        accuracy_of([group(RIGHT)] * 8 + [lost(1, reason)], 1, 0.1)
+    with pytest.raises(LostEvaluation, match="4 of 4"):
+        accuracy_of([lost(2, reason), lost(2, reason)], 2, 1.0)
+
+
+def test_an_evaluation_whose_scorer_fails_is_no_accuracy() -> None:
+    with pytest.raises(LostEvaluation, match=r"2 of 2 .*\(2 no_verdict \(the scorer failed"):
+        accuracy_of([group(NONE), group(NONE)], 1, 0.1)
+    assert accuracy_of([group(RIGHT)] * 9 + [group(NONE)], 1, 0.1).rejected == 1

@@ -21,12 +21,22 @@ from support.scripted_model import EOS, PROMPT
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = """
+import time
+
 class SecondChance:
     async def play(self, episode):
         response = await episode.respond()
         if episode.prompt.answer not in response.text:
             episode.observe("no,")
             await episode.respond()
+
+class LoadsForLong(SecondChance):
+    def __init__(self):
+        time.sleep(4)
+
+class Blocks:
+    async def play(self, episode):
+        time.sleep(60)
 """
 
 
@@ -111,6 +121,18 @@ def test_a_stalled_collector_is_lost(hub: Hub, start: Start) -> None:
     with pytest.raises(CollectorLost, match="node 0 was not heard"):
         while True:
             hub.poll(0.5)
+
+
+def test_an_environment_that_blocks_the_collector_is_noticed(hub: Hub, start: Start) -> None:
+    start()
+    with pytest.raises(CollectorLost, match=r"node 0 was not heard for \d s: .* its scorer or environment blocks it"):
+        draw(hub, EnvironmentSettings(name="second_chance:Blocks"))
+
+
+def test_an_environment_may_take_long_to_open(hub: Hub, start: Start) -> None:
+    start()
+    batch, _ = draw(hub, EnvironmentSettings(name="second_chance:LoadsForLong"))
+    assert batch.metrics()["rollout/samples"] == 4.0
 
 
 def test_a_collector_ends_with_the_hub(hub: Hub, start: Start) -> None:

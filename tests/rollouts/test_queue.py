@@ -1,3 +1,5 @@
+import queue as queue_module
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -5,8 +7,9 @@ import pytest
 from megatron_rl.config.schema import RolloutSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.rollouts.hub import Hub
-from megatron_rl.rollouts.messages import Failed, GroupRequest, Release
+from megatron_rl.rollouts.messages import AbortRequest, EngineBack, EngineLeftOut, Failed, GroupRequest, Release
 from megatron_rl.rollouts.queue import CollectorFailed, RolloutQueue
+from sglang_bridge.errors import RequestFailed
 from support.collectors import Peer, done, request
 from support.rollouts import make_ref, make_rollout
 
@@ -67,6 +70,17 @@ def test_idle_is_called_while_waiting(queue: RolloutQueue, peer: Peer) -> None:
     assert len(calls) >= 3
 
 
+def test_idle_is_not_called_for_each_message(queue: RolloutQueue, peer: Peer) -> None:
+    """It is a collective of all ranks, and a frozen engine's requests expire by the hundred."""
+    queue.submit([request("a", evaluation=True)])
+    for rid in range(100):
+        peer.say(AbortRequest("http://e", str(rid)))
+    peer.say(done("a"))
+    calls: list[int] = []
+    assert len(list(queue.as_completed(lambda: calls.append(1)))) == 1
+    assert len(calls) < 5
+
+
 def test_stale_samples_are_counted_not_delivered(queue: RolloutQueue, peer: Peer) -> None:
     sample = make_ref(make_rollout(3, 4))  # its response is of version 5
     for version, kept in ((5, 1), (6, 1), (7, 0)):
@@ -76,6 +90,50 @@ def test_stale_samples_are_counted_not_delivered(queue: RolloutQueue, peer: Peer
         (group,) = queue.as_completed(idle)
         assert len(group.rollouts) == kept
         assert group.rejected == ({} if kept else {"stale": 1})
+
+
+def test_what_happens_to_engines_is_said_and_known(hub: Hub, peer: Peer) -> None:
+    said: list[str] = []
+    queue = RolloutQueue(hub, RolloutSettings(max_new_tokens=4), say=said.append)
+    for message, left_out in (
+        (EngineLeftOut("http://e", "500: broken"), {"http://e"}),
+        (EngineBack("http://e"), set()),
+    ):
+        queue.submit([request("a", evaluation=True)])
+        peer.say(message)
+        peer.say(done("a"))
+        assert len(list(queue.as_completed(idle))) == 1
+        assert queue.engines_left_out == left_out
+    assert said == [
+        "engine http://e is left out until it is healthy again: 500: broken",
+        "engine http://e is used again",
+    ]
+
+
+def test_an_expired_request_is_aborted_and_nobody_waits_for_that(hub: Hub, peer: Peer) -> None:
+    """The engine may be stopped: asking it takes as long as a connection waits."""
+    told, hang = queue_module.Queue[tuple[str, str]](), threading.Event()
+
+    def abort(url: str, rid: str) -> None:
+        told.put((url, rid))
+        hang.wait(30)
+        raise RequestFailed("no answer")
+
+    queue = RolloutQueue(hub, RolloutSettings(max_new_tokens=4), abort=abort)
+    queue.submit([request("a")])
+    for rid in ("a/0#1;", "a/1#2;"):
+        peer.say(AbortRequest("http://e", rid))
+    peer.say(done("a"))
+    assert len(list(queue.as_completed(idle))) == 1
+    assert {told.get(timeout=5), told.get(timeout=5)} == {("http://e", "a/0#1;"), ("http://e", "a/1#2;")}
+    hang.set()
+
+
+def test_an_expired_request_is_given_up_where_nobody_can_abort_it(queue: RolloutQueue, peer: Peer) -> None:
+    queue.submit([request("a")])
+    peer.say(AbortRequest("http://e", "a/0#1;"))
+    peer.say(done("a"))
+    assert len(list(queue.as_completed(idle))) == 1
 
 
 def test_failures_are_named(queue: RolloutQueue, peer: Peer) -> None:

@@ -1,10 +1,12 @@
 """Which exit code and sentence an exception becomes."""
 
+import errno
+
 import pytest
 import torch.distributed as dist
 
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
-from megatron_rl.run.failures import Terminated, comes_from_engines, describe_failure
+from megatron_rl.run.failures import comes_from_engines, describe_failure
 from sglang_bridge.errors import EngineDied, EngineError, WeightMismatch
 
 
@@ -18,8 +20,9 @@ class BadPrompts(Failure, ValueError):
         (BadPrompts("train.jsonl line 3: empty"), ExitCode.BAD_DATA, "train.jsonl line 3: empty"),
         (EngineError("no answer"), ExitCode.ENGINE_FAILED, "no answer"),
         (WeightMismatch("http://e", 3, ["lm_head.weight"]), ExitCode.SYNC_MISMATCH, "lm_head.weight"),
-        (Terminated(), ExitCode.TERMINATED, "SIGTERM"),
-        (KeyboardInterrupt(), ExitCode.INTERRUPTED, "SIGINT"),
+        (OSError(errno.ENOSPC, "No space left", "/runs/a.bin"), ExitCode.CANNOT_WRITE, "/runs/a.bin cannot be written"),
+        (RuntimeError("I/O error: Read-only file system (os error 30)"), ExitCode.CANNOT_WRITE, "read-only"),
+        (FileNotFoundError(errno.ENOENT, "No such file", "/x"), None, "FileNotFoundError"),
         (dist.DistBackendError("timed out"), ExitCode.PEER_FAILED, "timed out"),
         (RuntimeError("Connection closed by peer [127.0.0.1]"), ExitCode.PEER_FAILED, "another rank is gone"),
         (RuntimeError("shapes differ"), None, "RuntimeError: shapes differ"),

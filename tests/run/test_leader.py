@@ -1,7 +1,8 @@
 """The order of a run's verbs: when it evaluates, syncs and stops. Stand-ins say when they are called."""
 
+import io
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 
@@ -95,6 +96,7 @@ def lead(
     steps: int = 2,
     evals: dict[str, Any] | None = None,
     when: str = "step",
+    stream: TextIO | None = None,
     **train: Any,
 ) -> Stage:
     settings = TrainSettings(total_steps=steps, optimizer_steps_per_batch=1, **train)
@@ -105,7 +107,7 @@ def lead(
         planner=Planner(settings, ParallelSettings(), dp_size=1, seed=0),
         evaluation=stage,  # type: ignore[arg-type]
     )
-    records = Records(RunDirectory(tmp_path), stage, Progress(steps, enabled=False))  # type: ignore[arg-type]
+    records = Records(RunDirectory(tmp_path), stage, Progress(steps, enabled=stream is not None, stream=stream))  # type: ignore[arg-type]
     Leader(
         settings,
         RolloutSettings(max_new_tokens=4, prompts_per_step=1),
@@ -176,3 +178,20 @@ def test_tokens_that_trained_are_not_wasted(tmp_path: Any) -> None:
     stage = lead(Stage(), tmp_path)  # two rollouts of four trained tokens, eight generated
     assert stage.logged[1]["rollout/wasted_token_fraction"] == 0.0
     assert stage.logged[1]["train/samples"] == 2
+
+
+def test_a_run_that_learns_nothing_says_so_in_every_step_while_it_lasts_and_at_the_end(tmp_path: Any) -> None:
+    said = io.StringIO()
+    lead(Stage(groups=[group(0.0, 0.0, name="flat")]), tmp_path, steps=4, stream=said)
+    lines = said.getvalue().splitlines()
+    steps = [line for line in lines if "| nothing trained: all 1 groups flat (1 wrong) |" in line]
+    assert len(steps) == 4 and not any("nan" in line for line in lines)
+    after_third = lines[lines.index(steps[2]) + 1]
+    assert "warning: 3 steps in a row trained nothing; every answer is wrong" in after_third
+    assert "4 of 4 steps trained nothing: every answer is wrong" in lines[-1]
+
+
+def test_a_run_that_learns_has_nothing_to_add(tmp_path: Any) -> None:
+    said = io.StringIO()
+    lead(Stage(), tmp_path, steps=4, stream=said)
+    assert "trained nothing" not in said.getvalue() and "warning" not in said.getvalue()

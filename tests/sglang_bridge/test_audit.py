@@ -1,7 +1,6 @@
 """Audits by value, with an engine that holds what the test says."""
 
-import hashlib
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from sglang_bridge.engine import Engine
 from sglang_bridge.errors import AuditUnsupported, EngineError, WeightMismatch
 from sglang_bridge.keys import create_keys
 from sglang_bridge.weights.audit import Mismatch, audit_engine
+from sglang_bridge.weights.digests import CpuDigest, Digest, GpuDigest
 from sglang_bridge.weights.expectation import WeightExpectation
 
 QKV = tuple(f"model.layers.0.self_attn.{kind}_proj.weight" for kind in "qkv")
@@ -18,18 +18,23 @@ FUSED, NORM = "model.layers.0.self_attn.qkv_proj.weight", "model.norm.weight"
 
 
 class HoldingAdmin(AdminClient):
-    """Holds these tensors, by the engine's parameter names."""
+    """Holds these tensors on each of its ranks, by the engine's parameter names, in an engine of this shape."""
 
-    def __init__(self, held: dict[str, torch.Tensor], *, device: str = "cpu", **shape: Any) -> None:
+    def __init__(self, *ranks: dict[str, torch.Tensor], info: dict[str, Any] | None = None, **shape: Any) -> None:
         super().__init__(Engine(url="http://127.0.0.1:1", **shape), create_keys())
-        self._held, self._device = held, device
+        self._ranks, self._info = ranks, info or {"device": "cpu"}
 
     def server_info(self) -> dict[str, Any]:
-        return {"device": self._device}
+        return self._info
 
     def checksums(self, *, timeout: float = 300.0) -> list[dict[str, str]]:
-        digests = {name: hashlib.sha256(tensor.numpy().tobytes()) for name, tensor in self._held.items()}
-        return [{name: digest.hexdigest()[:16] for name, digest in digests.items()}]
+        digest = GpuDigest if self._info["device"] == "cuda" else CpuDigest
+        return [{name: checksum(digest(), tensor) for name, tensor in held.items()} for held in self._ranks]
+
+
+def checksum(digest: Digest, tensor: torch.Tensor) -> str:
+    digest.update(tensor.view(-1).view(torch.uint8))
+    return digest.hexdigest()
 
 
 def sent_and_held() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -38,8 +43,8 @@ def sent_and_held() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     return sent, {FUSED: torch.cat([sent[name] for name in QKV]), NORM: torch.ones(2)}
 
 
-def expected(sent: dict[str, torch.Tensor]) -> WeightExpectation:
-    expectation = WeightExpectation(dtype=torch.float32, num_experts=1)
+def expected(sent: dict[str, torch.Tensor], device: Literal["cpu", "cuda"] = "cpu") -> WeightExpectation:
+    expectation = WeightExpectation(dtype=torch.float32, num_experts=1, device=device)
     for name, tensor in sent.items():
         expectation.add(name, tensor)
     return expectation
@@ -86,18 +91,49 @@ def test_a_tensor_missing_from_a_fused_parameter_is_an_error_of_the_export() -> 
         audit_engine(HoldingAdmin(held), expected(sent))
 
 
+GPU = {"device": "cuda", "moe_runner_backend": "triton"}
+
+
+def test_an_engine_on_a_gpu_is_compared_by_value_too() -> None:
+    sent, held = sent_and_held()
+    report = audit_engine(HoldingAdmin(held, info=GPU), expected(sent, "cuda"))
+    assert (report.compared, report.mismatches) == (2, ())
+    held[FUSED].view(torch.int32)[5, 1] ^= 1
+    (mismatch,) = audit_engine(HoldingAdmin(held, info=GPU), expected(sent, "cuda")).mismatches
+    assert (mismatch.parameter, mismatch.tensors) == (FUSED, QKV)
+
+
 @pytest.mark.parametrize(
-    ("obstacle", "words"),
+    ("device", "info", "shape", "words"),
     [
-        ({"device": "cuda"}, "device=cuda"),
-        ({"tp": 2, "ep": 2}, "tp=2 ep=2"),
-        ({"quantization": "fp8"}, "quantization=fp8"),
+        ("cpu", {"device": "cuda"}, {}, "device=cuda"),
+        ("cuda", {"device": "cpu"}, {}, "device=cpu"),
+        ("cuda", {"device": "cuda", "moe_runner_backend": "flashinfer_trtllm"}, {}, "flashinfer_trtllm"),
+        ("cpu", {"device": "cpu"}, {"tp": 2, "ep": 2}, "tp=2 ep=2"),
+        ("cpu", {"device": "cpu"}, {"quantization": "fp8"}, "quantization=fp8"),
     ],
 )
-def test_engines_whose_checksums_cannot_be_predicted(obstacle: dict[str, Any], words: str) -> None:
+def test_engines_whose_checksums_cannot_be_predicted_are_compared_by_name(
+    device: Literal["cpu", "cuda"], info: dict[str, Any], shape: dict[str, Any], words: str
+) -> None:
     sent, held = sent_and_held()
-    with pytest.raises(AuditUnsupported, match=rf"{words} .*sync\.audit_every=0"):
-        audit_engine(HoldingAdmin(held, **obstacle), expected(sent))
+    ranks = [held] * shape.get("tp", 1)
+    with pytest.raises(AuditUnsupported, match=rf"every parameter that was sent, by name; .*{words}"):
+        audit_engine(HoldingAdmin(*ranks, info=info, **shape), expected(sent, device))
+    odd = {**held, "model.extra": torch.ones(1)}
+    report = audit_engine(HoldingAdmin(*ranks[1:], odd, info=info, **shape), expected(sent, device))
+    assert report.mismatches == (Mismatch("model.extra", (), "nothing was sent for it"),)
+    del odd["model.extra"], odd[NORM]
+    report = audit_engine(HoldingAdmin(*ranks[1:], odd, info=info, **shape), expected(sent, device))
+    assert report.mismatches == (Mismatch(NORM, (NORM,), "the engine has no such parameter"),)
+
+
+def test_a_name_that_the_engine_does_not_know_is_an_error_and_not_skipped() -> None:
+    """SGLang's own loader drops such tensors in silence."""
+    sent, held = sent_and_held()
+    report = audit_engine(HoldingAdmin(held), expected({**sent, "model.nrom.weight": torch.ones(2)}))
+    with pytest.raises(WeightMismatch, match=r"model\.nrom\.weight \(the engine has no such parameter\)"):
+        report.raise_on_mismatch(0)
 
 
 def test_the_text_of_many_differences_stays_short() -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -11,9 +10,9 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from sglang_bridge.client import GenerateClient
+from sglang_bridge.client import GenerateClient, RequestExpired, may_succeed_elsewhere
 from sglang_bridge.errors import RequestFailed
-from sglang_bridge.generation import GenerationRejected
+from sglang_bridge.generation import FinishReason, Generation, GenerationRejected
 
 SAMPLING = SimpleNamespace(max_new_tokens=4, temperature=0.7, stop_token_ids=(2,))
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -31,9 +30,9 @@ def good_reply() -> web.Response:
 
 
 @asynccontextmanager
-async def serving(generate: Handler) -> AsyncIterator[str]:
+async def serving(handler: Handler, *, path: str = "/generate") -> AsyncIterator[str]:
     app = web.Application()
-    app.router.add_post("/generate", generate)
+    app.router.add_route("*", path, handler)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -68,57 +67,51 @@ def test_a_request_asks_for_the_untruncated_distribution() -> None:
     assert body["return_logprob"] and body["return_routed_experts"]
 
 
-def test_busy_answers_and_lost_connections_are_tried_again_under_other_names() -> None:
+def test_a_request_carries_its_seed() -> None:
+    seen: list[dict] = []
+
+    async def generate(request: web.Request) -> web.Response:
+        seen.append((await request.json())["sampling_params"])
+        return good_reply()
+
+    async def scenario() -> None:
+        async with serving(generate) as url, GenerateClient(url, route_shape=(1, 1)) as client:
+            for seed in (None, 2**63 - 1):
+                await client.generate([1, 2, 3], SAMPLING, rid="a", seed=seed)
+
+    asyncio.run(scenario())
+    assert "sampling_seed" not in seen[0] and seen[1]["sampling_seed"] == 2**63 - 1
+
+
+def test_no_two_requests_have_names_of_which_one_starts_as_the_other() -> None:
+    """The engine refuses a name twice, and aborts every request whose name starts as the one it is given."""
     names: list[str] = []
 
     async def generate(request: web.Request) -> web.StreamResponse:
         names.append((await request.json())["rid"])
-        if len(names) == 1:
-            return web.Response(status=503)
-        if len(names) == 2:
-            assert request.transport is not None
-            request.transport.close()
         return good_reply()
 
     async def scenario() -> None:
-        async with serving(generate) as url, GenerateClient(url, retries=2, route_shape=(1, 1)) as client:
-            await client.generate([1, 2, 3], SAMPLING, rid="a")
+        async with serving(generate) as url, GenerateClient(url, route_shape=(1, 1)) as client:
+            for _ in range(12):
+                await client.generate([1, 2, 3], SAMPLING, rid="a")
 
     asyncio.run(scenario())
-    assert len(set(names)) == 3
+    assert not [(one, other) for one in names for other in names if one is not other and other.startswith(one)]
 
 
-def test_retries_are_bounded() -> None:
-    calls = itertools.count()
-
+@pytest.mark.parametrize(("status", "elsewhere"), [(500, True), (503, True), (401, True), (400, False), (413, False)])
+def test_a_refusal_says_whether_another_engine_might_answer(status: int, elsewhere: bool) -> None:
     async def generate(request: web.Request) -> web.Response:
-        next(calls)
-        return web.Response(status=500, text="out of order")
+        return web.Response(status=status, text="no and no")
 
     async def scenario() -> None:
-        async with serving(generate) as url, GenerateClient(url, retries=1) as client:
-            with pytest.raises(RequestFailed, match="500: out of order"):
+        async with serving(generate) as url, GenerateClient(url) as client:
+            with pytest.raises(RequestFailed, match=f"{status}: no and no") as caught:
                 await client.generate([1], SAMPLING, rid="a", return_routes=False)
+            assert may_succeed_elsewhere(caught.value) is elsewhere
 
     asyncio.run(scenario())
-    assert next(calls) == 2
-
-
-def test_a_refusal_is_not_tried_again() -> None:
-    calls = itertools.count()
-
-    async def generate(request: web.Request) -> web.Response:
-        next(calls)
-        return web.Response(status=400, text="prompt too long")
-
-    async def scenario() -> None:
-        async with serving(generate) as url, GenerateClient(url, retries=5) as client:
-            with pytest.raises(RequestFailed, match="prompt too long") as caught:
-                await client.generate([1], SAMPLING, rid="a", return_routes=False)
-            assert caught.value.status == 400
-
-    asyncio.run(scenario())
-    assert next(calls) == 1
 
 
 @pytest.mark.parametrize("how", ["deadline", "cancel"])
@@ -137,7 +130,7 @@ def test_what_is_given_up_closes_its_connection(how: str) -> None:
         async with serving(generate) as url, GenerateClient(url, deadline_seconds=deadline) as client:
             task = asyncio.create_task(client.generate([1], SAMPLING, rid="a", return_routes=False))
             if how == "deadline":
-                with pytest.raises(RequestFailed, match="within 0 s"):
+                with pytest.raises(RequestExpired, match=r"nothing was answered for 0 s .* engine\.token_timeout_s"):
                     await task
             else:
                 await asked.wait()
@@ -149,11 +142,108 @@ def test_what_is_given_up_closes_its_connection(how: str) -> None:
     asyncio.run(scenario())
 
 
-def test_nobody_listening_fails_within_the_retries() -> None:
+def test_a_request_waits_for_as_long_as_its_engine_answers_others() -> None:
+    """However long the engine's queue is: a deadline from the start of the request would drop the longest responses."""
+
+    async def generate(request: web.Request) -> web.Response:
+        await asyncio.sleep(1.0 if "long" in (await request.json())["rid"] else 0.01)
+        return good_reply()
+
     async def scenario() -> None:
-        async with GenerateClient("http://127.0.0.1:9", retries=1) as client:
-            with pytest.raises(RequestFailed, match="lost its connection"):
+        async with serving(generate) as url, GenerateClient(url, deadline_seconds=0.4, route_shape=(1, 1)) as client:
+            long = asyncio.create_task(client.generate([1, 2, 3], SAMPLING, rid="long"))
+            while not long.done():
+                await client.generate([1, 2, 3], SAMPLING, rid="short")
+                await asyncio.sleep(0.05)
+            assert (await long).output_ids.tolist() == [5]
+            with pytest.raises(RequestExpired):  # alone it would have been given up
+                await client.generate([1, 2, 3], SAMPLING, rid="long")
+
+    asyncio.run(scenario())
+
+
+def cut_off(ids: list[int], *, routes: bool = True) -> tuple[Generation | str, list[tuple[str, str]]]:
+    """What becomes of a request that is aborted at its deadline after `ids` were drawn, and who was told to abort."""
+    aborted, told = asyncio.Event(), list[tuple[str, str]]()
+
+    async def abort(url: str, rid: str) -> None:
+        told.append((url, rid))
+        aborted.set()
+
+    async def generate(request: web.Request) -> web.Response:
+        await aborted.wait()
+        rows = base64.b64encode(np.zeros((2 + len(ids), 1, 1), "<i4").tobytes()).decode()
+        meta = {
+            "finish_reason": {"type": "abort", "message": "Aborted"},
+            "weight_version": "1",
+            "output_token_logprobs": [[-1.0, token, None] for token in ids],
+        }
+        return web.json_response({"output_ids": ids, "meta_info": meta | ({"routed_experts": rows} if routes else {})})
+
+    async def scenario() -> Generation | str:
+        async with (
+            serving(generate) as url,
+            GenerateClient(url, deadline_seconds=0.2, route_shape=(1, 1), abort=abort) as client,
+        ):
+            try:
+                return await client.generate([1, 2, 3], SAMPLING, rid="a")
+            except RequestExpired as error:
+                return str(error)
+
+    return asyncio.run(scenario()), told
+
+
+def test_what_an_expired_request_had_drawn_is_kept_as_truncated_with_its_routes() -> None:
+    result, told = cut_off([5, 6, 7])
+    assert isinstance(result, Generation)
+    assert (result.output_ids.tolist(), result.finish_reason) == ([5, 6, 7], FinishReason.LENGTH)
+    assert result.routes is not None and result.routes.shape == (5, 1, 1)
+    assert [rid for _, rid in told] == ["a#0;"]
+
+
+def test_a_response_that_had_just_ended_when_it_was_aborted_is_not_truncated() -> None:
+    result, _ = cut_off([5, *SAMPLING.stop_token_ids])
+    assert isinstance(result, Generation) and result.finish_reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize("given", [{"ids": []}, {"ids": [5], "routes": False}])
+def test_an_expired_request_of_which_nothing_can_be_kept_failed(given: dict) -> None:
+    result, _ = cut_off(**given)
+    assert isinstance(result, str) and "nothing was answered" in result
+
+
+def test_an_abort_that_nobody_asked_for_is_not_taken_for_a_truncated_response() -> None:
+    async def generate(request: web.Request) -> web.Response:
+        meta = {"finish_reason": {"type": "abort"}, "weight_version": "1", "output_token_logprobs": [[-1.0, 5, None]]}
+        return web.json_response({"output_ids": [5], "meta_info": meta})
+
+    async def scenario() -> None:
+        async with serving(generate) as url, GenerateClient(url, route_shape=(1, 1)) as client:
+            generation = await client.generate([1, 2, 3], SAMPLING, rid="a")
+            assert generation.finish_reason is FinishReason.ABORT
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_is_up_when_its_health_is() -> None:
+    async def health(request: web.Request) -> web.Response:
+        return web.Response(status=status)
+
+    async def scenario() -> bool:
+        async with serving(health, path="/health") as url, GenerateClient(url) as client:
+            return await client.is_up()
+
+    for status in (200, 503):
+        assert asyncio.run(scenario()) is (status == 200)
+    assert asyncio.run(GenerateClient("http://127.0.0.1:9").is_up()) is False
+
+
+def test_nobody_listening_is_a_failure_that_may_pass() -> None:
+    async def scenario() -> None:
+        async with GenerateClient("http://127.0.0.1:9") as client:
+            with pytest.raises(RequestFailed, match="lost its connection") as caught:
                 await client.generate([1], SAMPLING, rid="a", return_routes=False)
+            assert may_succeed_elsewhere(caught.value)
 
     asyncio.run(scenario())
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from sglang_bridge.command import build_argv, build_environment
+from sglang_bridge.command import build_argv, build_environment, nccl_environment
 from sglang_bridge.cpu_support import cpu_shim_path
 from sglang_bridge.settings import ServerPlace, ServerSettings
 
 PLACE = ServerPlace(model_path="/m", device="cpu")
+GPU = replace(PLACE, device="cuda", gpus=(0,))
 KEYS = Path("/k.yaml")
 
 
@@ -69,3 +70,31 @@ def test_engine_gpus_count_within_what_the_scheduler_gave() -> None:
     assert environment_of({"CUDA_VISIBLE_DEVICES": "4,5,7"}, gpu)["CUDA_VISIBLE_DEVICES"] == "5,7"
     with pytest.raises(ValueError, match="lists only 2"):
         environment_of({"CUDA_VISIBLE_DEVICES": "4,5"}, gpu)
+
+
+def test_a_gpus_memory_is_sglangs_to_divide() -> None:
+    assert "--max-total-tokens=16384" in argv_of()
+    assert not any("--max-total-tokens" in argument for argument in argv_of(GPU, dtype="bfloat16"))
+    for place in (PLACE, GPU):
+        assert "--max-total-tokens=4096" in argv_of(place, max_total_tokens=4096)
+
+
+def test_where_routes_are_replayed_experts_run_in_kernels_that_record_them() -> None:
+    """SGLang's default on the newest GPUs, flashinfer_trtllm, routes inside its kernel: it would record zeros."""
+    assert "--moe-runner-backend=triton" in argv_of(GPU)
+    assert not any("--moe-runner-backend" in argument for argument in argv_of(replace(GPU, return_routes=False)))
+    assert not any("--moe-runner-backend" in argument for argument in argv_of(PLACE))
+
+
+def test_the_runs_seed_reaches_the_engine() -> None:
+    assert "--random-seed=7" in argv_of(replace(PLACE, seed=7))
+    assert not any("--random-seed" in argument for argument in argv_of())
+
+
+def test_nccl_is_set_alike_on_both_sides_of_the_weight_group() -> None:
+    """NCCL waits forever when one side uses cuMem or NVLS buffers and the other does not; SGLang switches both off."""
+    assert nccl_environment({}) == {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+    chosen = {"NCCL_CUMEM_ENABLE": "1", "HOME": "/h"}
+    assert nccl_environment(chosen) == {"NCCL_CUMEM_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}, "a user's choice holds"
+    for inherited in ({}, chosen):
+        assert nccl_environment(inherited).items() <= environment_of(inherited, GPU).items()

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_bridge.generation import GenerationRejected, VersionSpan, decode_generation
+from sglang_bridge.generation import Generation, GenerationRejected, VersionSpan, decode_generation
 
 PROMPT, LAYERS, TOPK = 3, 2, 2
 
@@ -30,14 +30,21 @@ def reply(response: int = 2, **meta: Any) -> dict[str, Any]:
     return {"output_ids": [10 + t for t in range(response)], "meta_info": {**fields, **meta}}
 
 
-def decode(content: Any, shape: tuple[int, int] | None = (LAYERS, TOPK)) -> Any:
-    return decode_generation(json.dumps(content).encode(), num_prompt_tokens=PROMPT, route_shape=shape)
+def decode(content: Any, shape: tuple[int, int] | None = (LAYERS, TOPK), vocab_size: int | None = 100) -> Generation:
+    body = json.dumps(content).encode()
+    return decode_generation(body, num_prompt_tokens=PROMPT, route_shape=shape, vocab_size=vocab_size)
 
 
-def rejection(content: Any) -> str:
+def rejection(content: Any, **rules: Any) -> str:
     with pytest.raises(GenerationRejected) as caught:
-        decode(content)
+        decode(content, **rules)
     return caught.value.reason
+
+
+def drawn(*ids: int) -> dict[str, Any]:
+    """A reply with these output tokens, consistent in all else."""
+    content = reply(len(ids), output_token_logprobs=[[-0.5, token, None] for token in ids])
+    return content | {"output_ids": list(ids)}
 
 
 def test_a_consistent_reply() -> None:
@@ -60,12 +67,52 @@ def test_versions_of_a_sample_that_spans_an_update() -> None:
     assert decode(reply(weight_versions=spans)).weight_versions == ("6", "7")
 
 
-def test_an_aborted_reply_has_no_routes() -> None:
-    aborted = reply(0, finish_reason={"type": "abort", "message": "m"}, routed_experts=None)
-    generation = decode(aborted)
-    assert generation.finish_reason == "abort"
-    assert generation.routes is None
-    assert len(generation.output_ids) == 0
+def test_an_aborted_reply_has_what_the_engine_still_gave() -> None:
+    """Aborted while it ran: all tokens and their routes; while it waited: nothing, and no routes."""
+    abort = {"type": "abort", "message": "m"}
+    ran = decode(reply(2, finish_reason=abort))
+    assert (ran.finish_reason, ran.output_ids.tolist()) == ("abort", [10, 11])
+    assert ran.routes is not None and ran.routes.shape == (4, LAYERS, TOPK)
+    waited = decode(reply(0, finish_reason=abort, routed_experts=None))
+    assert (waited.finish_reason, waited.routes, len(waited.output_ids)) == ("abort", None, 0)
+    assert rejection(reply(2, finish_reason=abort, routed_experts="AAAA")) == "routes_length"
+
+
+@pytest.mark.parametrize("token", [-5, 100, 10**6, 2**31, 2**40, 2**70])
+def test_a_token_outside_the_vocabulary_is_rejected(token: int) -> None:
+    assert decode(drawn(0, 99)).output_ids.tolist() == [0, 99]
+    assert rejection(drawn(11, token)) == "token_range"
+
+
+def test_what_is_no_token_anywhere_is_rejected_without_a_known_vocabulary_too() -> None:
+    assert decode(drawn(10**6), vocab_size=None).output_ids.tolist() == [10**6]
+    for token in (-1, 2**31, 2**70):
+        assert rejection(drawn(token), vocab_size=None) == "token_range"
+
+
+def test_a_positive_log_probability_is_rejected_but_for_rounding() -> None:
+    def entries(value: float) -> list[list[Any]]:
+        return [[-0.5, 10, None], [value, 11, None]]
+
+    assert decode(reply(output_token_logprobs=entries(1e-6))).logprobs[1] == np.float32(1e-6)
+    for value in (0.01, 0.5, 1e30):
+        assert rejection(reply(output_token_logprobs=entries(value))) == "logprobs_positive"
+
+
+def test_routes_written_with_white_space_and_in_any_place_are_found() -> None:
+    content = reply()
+    routes = content["meta_info"].pop("routed_experts")
+    first = content | {"meta_info": {"routed_experts": routes} | content["meta_info"]}
+    for text in (json.dumps(first), json.dumps(first, separators=(",", ":")), json.dumps(first, indent=2)):
+        generation = decode_generation(text.encode(), num_prompt_tokens=PROMPT, route_shape=(LAYERS, TOPK))
+        assert generation.routes is not None and generation.routes.ravel().tolist() == list(range(16))
+    assert rejection({"routed_experts": routes} | reply(routed_experts=None)) == "routes_missing"
+    both = decode({"routed_experts": "AAAA"} | reply())
+    assert both.routes is not None and both.routes.ravel().tolist() == list(range(16))
+    assert rejection(reply(routed_experts=["AAAA"])) == "malformed"
+
+
+FORTH_AND_BACK = ((6, 0, 2), (7, 2, 0), (8, 0, 2))  # every token twice
 
 
 @pytest.mark.parametrize(
@@ -83,6 +130,7 @@ def test_an_aborted_reply_has_no_routes() -> None:
         ({"routed_experts": base64.b64encode(bytes(63)).decode()}, "routes_length"),
         ({"weight_versions": [{"version": "7", "start": 0, "end": 1}]}, "versions"),
         ({"weight_versions": [{"version": "7", "start": 1, "end": 2}]}, "versions"),
+        ({"weight_versions": [{"version": str(v), "start": a, "end": b} for v, a, b in FORTH_AND_BACK]}, "versions"),
         ({"weight_version": 7}, "malformed"),
     ],
 )
@@ -99,6 +147,54 @@ def test_what_is_no_reply_is_malformed(content: Any) -> None:
 def test_bytes_of_any_kind_are_rejected_not_raised_through(body: bytes) -> None:
     with pytest.raises(GenerationRejected):
         decode_generation(body, num_prompt_tokens=PROMPT)
+
+
+JUNK = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**70), 2**70),
+    st.floats(),
+    st.text(max_size=4),
+    st.lists(st.integers(-3, 13), max_size=3),
+    st.dictionaries(st.sampled_from(["type", "version", "start", "end"]), st.integers(-3, 3), max_size=3),
+)
+
+
+@st.composite
+def mutilated(draw: st.DrawFn) -> dict[str, Any]:
+    """A consistent reply with junk in up to three places, at any depth."""
+    content = reply(draw(st.integers(0, 3)), weight_versions=draw(st.none() | st.just([])))
+    for _ in range(draw(st.integers(1, 3))):
+        place: Any = content
+        while True:
+            keys = list(place) if isinstance(place, dict) else range(len(place))
+            if not keys:
+                break
+            key = draw(st.sampled_from(keys))
+            if not isinstance(place[key], dict | list) or draw(st.booleans()):
+                place[key] = draw(JUNK)
+                break
+            place = place[key]
+    return content
+
+
+@settings(max_examples=500)
+@given(mutilated())
+def test_a_mutilated_reply_is_rejected_or_consistent_never_raised_through(content: dict[str, Any]) -> None:
+    try:
+        generation = decode(content)
+    except GenerationRejected:
+        return
+    count = len(generation.output_ids)
+    assert generation.output_ids.tolist() == content["output_ids"] and ((generation.output_ids >= 0).all())
+    assert generation.output_ids.max(initial=0) < 100
+    given = [value for value, _, _ in content["meta_info"]["output_token_logprobs"]]
+    assert generation.logprobs.tolist() == [np.float32(value) for value in given]
+    assert (generation.logprobs <= 1e-3).all()
+    assert generation.routes is None or generation.routes.shape == (PROMPT + count - 1, LAYERS, TOPK)
+    spans = generation.version_spans
+    assert [span.start for span in spans] == [0, *(span.end for span in spans[:-1])] and spans[-1].end == count
+    assert all(span.start < span.end or count == 0 for span in spans)
 
 
 @given(st.integers(1, 30), st.integers(1, 5), st.integers(1, 4), st.integers(0, 2**31 - 1))

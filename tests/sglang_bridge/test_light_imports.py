@@ -16,6 +16,7 @@ HEAVY = ("torch", "sglang", "transformers", "megatron", "megatron_rl")
         "sglang_bridge.generation",
         "sglang_bridge.server",
         "sglang_bridge.admin",
+        "sglang_bridge.gpus",
         "sglang_bridge.keys",
         "sglang_bridge.lifeline",
         "sglang_bridge.settings",

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from sglang_bridge.errors import RequestFailed
+from sglang_bridge.weights import weight_group
 from sglang_bridge.weights.buckets import Bucket
 from sglang_bridge.weights.distributed import DistributedTransport
 from tests.sglang_bridge.group_peer import PeerAdmin, serve_peer
@@ -38,7 +39,7 @@ def bucket_of(*values: float, last: bool = True) -> Bucket:
 
 
 def transport(timeout: float = 20.0) -> DistributedTransport:
-    return DistributedTransport(address="127.0.0.1", backend="gloo", timeout_seconds=timeout)
+    return DistributedTransport(backend="gloo", timeout_seconds=timeout)
 
 
 def test_buckets_arrive_and_no_default_group_appears(peer: tuple[PeerAdmin, BaseProcess]) -> None:
@@ -93,9 +94,25 @@ def test_an_engine_that_refuses_to_join_is_reported_at_once() -> None:
     assert time.monotonic() - start < 5.0
 
 
+def test_each_engine_gets_the_address_that_it_can_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A local engine and one on another machine: what the one calls this process leads the other nowhere."""
+    routes = {"127.0.0.1": "127.0.0.1", "10.0.0.7": "127.0.0.2"}  # which of its addresses faces which host
+    monkeypatch.setattr(weight_group, "address_towards", lambda host, port: routes[host])
+    told = {}
+
+    class Absent(PeerAdmin):
+        def init_weights_update_group(self, **request: object) -> None:
+            told[self.url] = request["address"]
+            raise RequestFailed("seen enough")
+
+    urls = ("http://10.0.0.7:5", "http://127.0.0.1:6")
+    assert set(transport().connect([Absent(url, None) for url in urls])) == set(urls)
+    assert told == {urls[0]: "127.0.0.2", urls[1]: "127.0.0.1"}
+
+
 @pytest.mark.parametrize(
     "wrong", [{"backend": "mpi"}, {"backend": "nccl"}, {"backend": "gloo", "device": torch.device("cuda")}]
 )
 def test_backends_that_cannot_work_are_refused(wrong: dict) -> None:
     with pytest.raises(ValueError, match="backend"):
-        DistributedTransport(address="127.0.0.1", timeout_seconds=1.0, **wrong)
+        DistributedTransport(timeout_seconds=1.0, **wrong)

@@ -4,6 +4,7 @@ import http.server
 import json
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,3 +86,38 @@ def test_pipeline_and_plain_data_parallelism_are_named_before_the_first_sync(ser
 def test_another_precision_is_named(server: Any) -> None:
     with pytest.raises(EngineUnhealthy, match=r"engine.dtype=bfloat16.*runs in float32"):
         check(server.server_port, dtype="bfloat16")
+
+
+def test_a_quantized_server_is_named_before_it_is_given_unscaled_weights(server: Any) -> None:
+    server.answer = (200, {**INFO, "quantization": "fp8"})
+    with pytest.raises(EngineUnhealthy, match=r"engine\.quantization.*127\.0\.0\.1.*quantization=fp8.*without"):
+        check(server.server_port)
+    server.answer = (200, {**INFO, "quantization": None})
+    check(server.server_port)
+
+
+def test_a_server_of_a_quantized_checkpoint_is_named_too(server: Any, tmp_path: Path) -> None:
+    """SGLang takes the checkpoint's own quantization without saying so in its settings."""
+    server.answer = (200, {**INFO, "quantization": None, "model_path": str(tmp_path)})
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
+    with pytest.raises(EngineUnhealthy, match=r"engine\.urls.*serves the quantized checkpoint .*unquantized one"):
+        check(server.server_port)
+    for harmless in ("{}", "not json", "[]"):
+        (tmp_path / "config.json").write_text(harmless)
+        check(server.server_port)
+    server.answer = (200, {**INFO, "model_path": "on/another/machine"})
+    check(server.server_port)
+
+
+@pytest.mark.parametrize("backend", ["flashinfer_trtllm", "experimental_sgl_trtllm", "triton_kernel"])
+def test_a_server_whose_kernels_record_no_routes_is_named(server: Any, backend: str) -> None:
+    server.answer = (200, {**INFO, "moe_runner_backend": backend})
+    with pytest.raises(EngineUnhealthy, match=rf"{backend}.*--moe-runner-backend triton.*train\.replay_routes=false"):
+        check(server.server_port)
+    check(server.server_port, return_routes=False)
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton", "deep_gemm", "flashinfer_trtllm_routed"])
+def test_a_server_whose_kernels_record_routes_passes(server: Any, backend: str) -> None:
+    server.answer = (200, {**INFO, "moe_runner_backend": backend})
+    check(server.server_port)

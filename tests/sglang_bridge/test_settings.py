@@ -12,15 +12,21 @@ from sglang_bridge.settings import ServerPlace, ServerSettings, refusals
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_defaults_and_unknown_options_are_accepted(device: str) -> None:
-    assert list(refusals(ServerSettings(), device)) == []  # type: ignore[arg-type]
-    assert list(refusals(ServerSettings(extra_args=["--random-seed=3"]), device)) == []  # type: ignore[arg-type]
+    dtype = "float32" if device == "cpu" else "bfloat16"
+    for settings in (ServerSettings(dtype=dtype), ServerSettings(dtype=dtype, extra_args=["--random-seed=3"])):
+        assert list(refusals(settings, device)) == []  # type: ignore[arg-type]
 
 
-def test_quantization_needs_a_gpu() -> None:
-    settings = ServerSettings(quantization="fp8")
-    (problem,) = refusals(settings, "cpu")
-    assert str(problem).startswith("engine.quantization=fp8: ") and "AMX" in problem.rule
-    assert list(refusals(settings, "cuda")) == []
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_quantized_engines_are_refused(device: str) -> None:
+    (problem,) = refusals(ServerSettings(quantization="fp8", dtype="bfloat16"), device)  # type: ignore[arg-type]
+    assert str(problem).startswith("engine.quantization=fp8: Weights are sent unquantized")
+
+
+def test_float32_has_no_kernels_on_gpus() -> None:
+    (problem,) = refusals(ServerSettings(dtype="float32"), "cuda")
+    assert (problem.key, problem.value) == ("engine.dtype", "float32")
+    assert list(refusals(ServerSettings(dtype="float32"), "cpu")) == []
 
 
 @pytest.mark.parametrize(
@@ -39,10 +45,14 @@ def test_quantization_needs_a_gpu() -> None:
         (["--model=/other"], "--model"),
         (["--tensor-parallel-size=2"], "--tensor-parallel-size"),
         (["--disagg=prefill"], "--disagg"),
+        # one side's only, or where nothing records routes
+        (["--enable-symm-mem"], "--enable-symm-mem"),
+        (["--enable-nccl-nvls"], "--enable-nccl-nvls"),
+        (["--moe-runner-backend=flashinfer_trtllm"], "--moe-runner-backend"),
     ],
 )
 def test_options_that_are_the_bridges_or_unsupported(arguments: list[str], words: str) -> None:
-    (problem,) = refusals(ServerSettings(extra_args=arguments), "cuda")
+    (problem,) = refusals(ServerSettings(extra_args=arguments), "cpu")
     assert (problem.key, problem.value) == ("engine.extra_args", arguments)
     assert words in problem.rule and problem.remedy.startswith("Remove")
 

@@ -101,6 +101,8 @@ def test_the_order_of_an_update() -> None:
     setup.updater.push(weights(), 1)
     log = setup.take_log()
     assert set(log[:2]) == {"pause 1", "pause 2"}
+    assert set(log[2:4]) == {"end-old 1", "end-old 2"}
+    log = log[2:]
     assert log[2:7] == ["connect 12", "begin 12", "send 0 12", "send 1 last 12", "end 12"]
     assert (set(log[7:9]), set(log[9:])) == ({"flush 1", "flush 2"}, {"resume 1", "resume 2"})
 
@@ -114,7 +116,7 @@ def test_an_engine_that_fails_is_left_paused_and_the_other_served() -> None:
     assert caught.value.failed == {A: "it died"}
     assert caught.value.updated == (B,)
     log = setup.take_log()
-    assert log[4:] == ["send 0 12", "send 1 2", "send 2 last 2", "end 2", "flush 2", "resume 2", "forget 1"]
+    assert log[6:] == ["send 0 12", "send 1 2", "send 2 last 2", "end 2", "flush 2", "resume 2", "forget 1"]
 
 
 def test_the_stream_is_exhausted_even_when_every_engine_fails() -> None:
@@ -146,6 +148,35 @@ def test_an_error_of_the_export_itself_comes_through_and_leaves_engines_paused()
     with pytest.raises(FloatingPointError):
         setup.updater.push(broken(), 1)
     assert not any(entry.startswith("resume") for entry in setup.log)
+
+
+def test_a_run_closes_the_session_that_a_dead_trainer_left_open() -> None:
+    """An engine refuses to begin an update while one is open; one without any refuses to end it, which is fine."""
+    sessions = {A: True, B: False}
+
+    class Admin(RecordingAdmin):
+        def end_weight_update(self) -> None:
+            super().end_weight_update()
+            if not sessions[self.url]:
+                raise RequestFailed("no weight-update session is open")
+            sessions[self.url] = False
+
+    def begin(what: str) -> Failures:
+        return {url: "a session is already open" for url in sessions if what == "begin" and sessions[url]}
+
+    log: list[str] = []
+    admins = [Admin(url, log, set()) for url in (A, B)]
+    WeightUpdater(admins, transport=RecordingTransport(log, begin), bucket_bytes=4).push(weights(), 0)
+    assert log.index("begin 12") > log.index("end-old 1")
+    assert {"resume 1", "resume 2"} <= set(log)
+
+
+def test_a_session_is_closed_once_and_not_before_every_update() -> None:
+    setup = Setup()
+    setup.updater.push(weights(), 0)
+    setup.take_log()
+    setup.updater.push(weights(), 1)
+    assert not any(entry.startswith("end-old") for entry in setup.log)
 
 
 def test_after_a_failure_the_old_session_is_closed_first() -> None:

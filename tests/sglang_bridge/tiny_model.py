@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sglang_bridge.cpu_support import declare_torchvision_schemas
-
 LAYERS, EXPERTS, TOP_K, VOCAB = 4, 8, 2, 200
 
 
 def write_tiny_model(directory: Path, *, seed: int = 0) -> Path:
     """Write random float32 weights, wide enough that logits and routers are not degenerate (about 2.5 MB)."""
-    declare_torchvision_schemas()
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 

@@ -19,7 +19,7 @@ from support.scripted_model import CHECKPOINT, EOS, TOKENIZER
 LAYERS, TOPK = 4, 2
 
 Reply = dict[str, Any]
-Answer = Callable[[int, Reply], Reply | int]
+Answer = Callable[[int, Reply], Reply | int | None]
 
 
 def reply(request: Reply, text: str, **changes: object) -> Reply:
@@ -42,20 +42,27 @@ def routes(request: Reply, num_output: int, experts: tuple[int, int] = (0, 1)) -
 
 
 @contextlib.asynccontextmanager
-async def fake_engine(answer: Answer) -> AsyncIterator[str]:
-    """Serve `/generate` and yield the URL: request number n gets `answer(n, request)`, a reply or a status."""
+async def fake_engine(
+    answer: Answer, *, healthy: Callable[[], bool] = lambda: True, seconds: float = 0.01
+) -> AsyncIterator[str]:
+    """Serve `/generate` and `/health` and yield the URL: request number n gets `answer(n, request)`: a reply, a status,
+    or with None no answer. seconds: what each takes."""
     count = 0
 
     async def generate(request: web.Request) -> web.Response:
         nonlocal count
         count += 1
         result = answer(count - 1, json.loads(await request.read()))
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(3600.0 if result is None else seconds)
         return web.Response(status=result) if isinstance(result, int) else web.json_response(result)
 
-    application = web.Application()
+    async def health(request: web.Request) -> web.Response:
+        return web.Response(status=200 if healthy() else 503)
+
+    application = web.Application(client_max_size=2**30)
     application.router.add_post("/generate", generate)
-    runner = web.AppRunner(application)
+    application.router.add_get("/health", health)
+    runner = web.AppRunner(application, shutdown_timeout=0.1)
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -64,10 +71,10 @@ async def fake_engine(answer: Answer) -> AsyncIterator[str]:
         await runner.cleanup()
 
 
-def configuration(url: str, *, environment: EnvironmentSettings | None = None) -> Configure:
-    """What a collector is told to use one engine."""
+def configuration(*urls: str, environment: EnvironmentSettings | None = None) -> Configure:
+    """What a collector is told to use engines at these addresses."""
     return Configure(
-        engines=(Engine(url=url),),
+        engines=tuple(Engine(url=url) for url in urls),
         api_key="secret",
         model_path=str(CHECKPOINT),
         routes=RouteShape(moe_layers=(0, 1, 2, 3), num_hidden_layers=LAYERS, num_experts=8, topk=TOPK),
@@ -75,4 +82,5 @@ def configuration(url: str, *, environment: EnvironmentSettings | None = None) -
         rollout=RolloutSettings(max_new_tokens=16),
         reward=RewardSettings(timeout_s=5.0),
         environment=environment or EnvironmentSettings(),
+        vocab_size=48,
     )

@@ -13,19 +13,28 @@ ROOT = Path(__file__).resolve().parents[2]
 SMOKE = ["experiment=smoke", "data.num_eval=16", "logger=quiet", "run.save_weights=false"]
 
 
-def start_job(run_root: Path, *overrides: str, ranks: int = 1) -> subprocess.Popen[str]:
-    """Start the smoke experiment: plain python for one rank, torchrun for more. Its run is `run_root/job`."""
+def start_job(
+    run_root: Path, *overrides: str, ranks: int = 1, errors: Path | None = None, python: tuple[str, ...] = ()
+) -> subprocess.Popen[str]:
+    """Start the smoke experiment: plain python for one rank, torchrun for more. Its run is `run_root/job`.
+
+    errors: a file for standard error, which otherwise comes with the output. python: a command that runs the launcher.
+    """
     launcher = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command = [sys.executable, *launcher, str(ROOT / "launch/train_rl.py"), *SMOKE]
+    command = [*python, sys.executable, *launcher, str(ROOT / "launch/train_rl.py"), *SMOKE]
     command += [f"run.root={run_root}", "run.name=job", *overrides]
-    return subprocess.Popen(
+    stderr = errors.open("w") if errors is not None else None
+    job = subprocess.Popen(
         command,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=stderr if stderr is not None else subprocess.STDOUT,
         text=True,
         start_new_session=True,
     )
+    if stderr is not None:
+        stderr.close()
+    return job
 
 
 def wait_for_step(run: Path, step: int, job: subprocess.Popen[str], deadline_seconds: float = 240) -> None:
@@ -46,14 +55,27 @@ def family(job: subprocess.Popen[str]) -> list[psutil.Process]:
     return [parent, *parent.children(recursive=True)]
 
 
+def named(processes: list[psutil.Process], part: str) -> list[psutil.Process]:
+    """Those with `part` in their command line."""
+    return [p for p in processes if part in command_line(p)]
+
+
 def survivors(processes: list[psutil.Process], seconds: float) -> list[str]:
     """What is still alive after waiting up to `seconds`; zombies count as dead."""
     deadline = time.monotonic() + seconds
     while True:
-        alive = [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        alive = [p for p in processes if lives(p)]
         if not alive or time.monotonic() > deadline:
             return [f"{p.pid} {command_line(p)[:120]}" for p in alive]
         time.sleep(0.2)
+
+
+def lives(process: psutil.Process) -> bool:
+    """Whether it runs or could; a zombie does not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
 
 
 def command_line(process: psutil.Process) -> str:

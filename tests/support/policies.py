@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import torch.distributed as dist
+
 from megatron_rl.config.schema import (
     AlgoSettings,
     ModelSettings,
@@ -43,14 +45,18 @@ def make_policy(
     *,
     recompute: str = "none",
     temperature: float = 1.0,
+    tp_group: dist.ProcessGroup | None = None,
 ) -> tuple[ModelShape, Policy]:
-    """The checkpoint's weights in Megatron's model with replay, wrapped for data parallelism (a collective)."""
+    """The checkpoint's weights in Megatron's model with replay, wrapped for data parallelism (a collective).
+
+    tp_group: over which the vocabulary is sharded, as the rank's layout tells.
+    """
     shape = read_shape(checkpoint)
     chunks = build_models(shape, ModelSettings(path=str(checkpoint), recompute=recompute), parallel)  # type: ignore[arg-type]
     load_hf_weights(chunks, shape, checkpoint)
     models = wrap_data_parallel(chunks)
     rollout = RolloutSettings(max_new_tokens=32, temperature=temperature)
-    logprobs = ResponseLogprobs(train_settings(), rollout, vocab_size=shape.vocab_size, tp_group=None)
+    logprobs = ResponseLogprobs(train_settings(), rollout, vocab_size=shape.vocab_size, tp_group=tp_group)
     return shape, Policy(models=models, logprobs=logprobs, loss=open_loss(algo, shape), replay=RouteReplay(models))
 
 

@@ -50,14 +50,14 @@ def truth(expected: dict[str, str]) -> dict[str, str]:
 
 
 def make_sync(held: HELD = truth, *, device: str = "cpu", audit_every: int = 3) -> tuple[WeightSync, FakeUpdater]:
-    admin = FakeAdmin(held, device=device)
-    updater = FakeUpdater(admin)
+    updater = FakeUpdater(FakeAdmin(held, device=device))
 
     def expect() -> WeightExpectation:
         whole = WeightExpectation(dtype=torch.float32, num_experts=2)
         for name, tensor in WEIGHTS.items():
             whole.add(name, tensor)
-        admin.expected = whole.checksums()
+        for admin in updater.admins:
+            admin.expected = whole.checksums()
         return WeightExpectation(dtype=torch.float32, num_experts=2)
 
     settings = SyncSettings(audit_every=audit_every)
@@ -102,11 +102,21 @@ def test_a_difference_ends_the_run_and_names_the_tensor(held: HELD, named: str) 
     assert updater.pushed == [(0, list(WEIGHTS))]
 
 
-def test_engines_that_cannot_be_audited_are_said_so_once() -> None:
-    sync, updater = make_sync(device="cuda")
+def test_engines_that_cannot_be_audited_by_value_are_compared_by_name_and_said_so_once() -> None:
+    sync, updater = make_sync(device="cuda", audit_every=1)
     assert send(sync) == {"sync/version": 0.0}
     assert "device=cuda" in sync.audit_obstacle
     assert send(sync) == {"sync/version": 1.0} and len(updater.pushed) == 2
+    unknown, _ = make_sync(lambda e: {k: v for k, v in e.items() if k != "model.norm.weight"}, device="cuda")
+    with pytest.raises(WeightMismatch, match=r"model\.norm\.weight \(the engine has no such parameter\)"):
+        send(unknown)
+
+
+def test_every_engine_is_audited() -> None:
+    sync, updater = make_sync()
+    updater.admins.append(FakeAdmin(lambda e: e | {"model.norm.weight": "0" * 16}))
+    with pytest.raises(WeightMismatch, match=r"model\.norm\.weight \(sent .*, held 0000"):
+        send(sync)
 
 
 def test_a_bystander_exhausts_the_export() -> None:

@@ -18,6 +18,6 @@ def broken_rules(c: Configuration, facts: LaunchFacts, given: Collection[str]) -
     shape, problems = inspect_checkpoint(c.model.path, weights=c.model.init == "checkpoint")
     broken = [("model.path", problem.rule, problem.remedy) for problem in problems]
     broken += [*check_method(c), *check_data(c, given), *check_environment(c), *check_engine(c.engine, facts)]
-    broken += [*check_parallel(c, facts), *(check_fit(c, shape) if shape is not None else ()), *check_run(c.run)]
+    broken += [*check_parallel(c, facts), *(check_fit(c, shape, facts) if shape is not None else ()), *check_run(c.run)]
     for key, rule, remedy in broken:
         yield Refusal(key, attrgetter(key)(c), rule, remedy)

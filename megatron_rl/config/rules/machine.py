@@ -11,19 +11,25 @@ from megatron_rl.config.schema import Configuration, EngineSettings, RunSettings
 from megatron_rl.models.shape import ModelShape
 from sglang_bridge.addresses import repeated_urls, url_problem
 from sglang_bridge.keys import key_file_problem
-from sglang_bridge.settings import refusals
+from sglang_bridge.settings import device_of, kv_cache_slots, quantization_refusal, refusals
 
-_FP8_BLOCK = 128
 _FOR_A_START = ("count", "device", "max_total_tokens", "threads", "start_timeout_s", "extra_args")
 
 
 def check_parallel(c: Configuration, facts: LaunchFacts) -> Iterator[tuple[str, str, str]]:
     """Megatron's grid, what is not built yet, timeouts and number formats."""
-    tp, ep = c.parallel.tp, c.parallel.etp * c.parallel.ep
-    for key, size, name in (("parallel.tp", tp, "parallel.tp"), ("parallel.ep", ep, "parallel.etp x ep")):
+    tp, ep, etp = c.parallel.tp, c.parallel.ep, c.parallel.etp or c.parallel.default_etp
+    grids = [("parallel.tp", tp, "parallel.tp"), ("parallel.ep", etp * ep, "parallel.etp x ep")]
+    for key, size, name in grids if ep > 1 else grids[:1]:
         if facts.world_size % size:
             rule = f"{name} = {size} does not divide the {facts.world_size} rank(s) of this job"
             yield key, rule, f"Start a multiple of {size} ranks (torchrun --nproc-per-node {size}), or lower it"
+    if ep == 1 and etp != tp:
+        rule = f"Without parallel.ep Megatron reduces experts' gradients as those of layers over parallel.tp={tp} ranks"
+        yield "parallel.etp", rule, "Leave it null, which is parallel.tp"
+    elif etp not in (1, tp):
+        rule = f"With parallel.tp={tp} no whole step of such a grid has been compared with an exact one"
+        yield "parallel.etp", rule, "Leave it null for whole experts, or use parallel.tp"
     if c.parallel.pp > 1:
         yield "parallel.pp", "Weights of several pipeline stages cannot be sent to engines yet", "Use parallel.pp=1"
     if (c.parallel.vpp or 1) > 1:
@@ -39,17 +45,17 @@ def check_parallel(c: Configuration, facts: LaunchFacts) -> Iterator[tuple[str, 
             rule = f"The other ranks wait in a collective and give up after parallel.timeout_s={c.parallel.timeout_s:g}"
             yield key, rule, "Lower it, or raise parallel.timeout_s above it"
     if facts.num_gpus == 0 and c.model.dtype != "float32":
-        yield "model.dtype", "Without a GPU only float32 is trained", "Use model.dtype=float32"
+        yield "model.dtype", f"Without a GPU only float32 is trained ({_no_gpu(facts)})", "Use model.dtype=float32"
     if c.engine.dtype == "float32" and c.model.dtype == "bfloat16":
         rule = "It is wider than model.dtype=bfloat16: rollouts would follow another policy than the one trained"
         yield "engine.dtype", rule, "Use engine.dtype=bfloat16"
 
 
-def check_fit(c: Configuration, shape: ModelShape) -> Iterator[tuple[str, str, str]]:
+def check_fit(c: Configuration, shape: ModelShape, facts: LaunchFacts) -> Iterator[tuple[str, str, str]]:
     """Every part of the model divides evenly among those that share it, and the longest sequence fits everywhere."""
     for key, size, part, count in (
         ("parallel.ep", c.parallel.ep, "expert", shape.num_experts),
-        ("parallel.etp", c.parallel.etp, "column of an expert's hidden layer", shape.moe_ffn_hidden_size),
+        ("parallel.etp", c.parallel.etp or c.parallel.default_etp, "column of an expert", shape.moe_ffn_hidden_size),
         ("parallel.tp", c.parallel.tp, "attention head", shape.num_attention_heads),
         ("parallel.tp", c.parallel.tp, "key-value head", shape.num_key_value_heads),
         ("engine.ep", c.engine.ep, "expert", shape.num_experts),
@@ -57,26 +63,24 @@ def check_fit(c: Configuration, shape: ModelShape) -> Iterator[tuple[str, str, s
     ):
         if count % size:
             yield key, f"The model's {count} {part}s cannot be split evenly over {size}", f"Use a divisor of {count}"
-    width = shape.moe_ffn_hidden_size * c.engine.ep // c.engine.tp
-    if c.engine.quantization == "fp8" and width % _FP8_BLOCK:
-        rule = f"Each engine rank gets {width} columns of an expert, which blocks of {_FP8_BLOCK} do not divide"
-        yield "engine.quantization", rule, "Spread whole experts instead: engine.ep=${engine.tp}"
     prompt, new, positions = c.data.max_prompt_tokens, c.rollout.max_new_tokens, shape.max_position_embeddings
     # SGLang keeps two positions of a sequence and seven behind a prompt: beyond, it truncates or refuses requests.
     longest = max(prompt + new + 2, prompt + 7)
     said = f"data.max_prompt_tokens={prompt} + rollout.max_new_tokens={new} and what SGLang keeps free"
     if longest > positions:
         yield "rollout.max_new_tokens", f"{said} exceed the model's {positions} positions", "Lower one of the two"
-    if c.engine.mode == "managed" and c.engine.max_total_tokens < longest:
+    slots = kv_cache_slots(c.engine, device_of(c.engine, facts.num_gpus))
+    if c.engine.mode == "managed" and slots is not None and slots < longest:
         yield "engine.max_total_tokens", f"One sequence may take {longest} slots ({said})", f"Give at least {longest}"
 
 
 def check_engine(engine: EngineSettings, facts: LaunchFacts) -> Iterator[tuple[str, str, str]]:
-    """Who starts the engines, where they listen, and what they are started with."""
+    """Who starts the engines, where they listen, what they are started with, and a GPU for each rank and engine."""
     if engine.tp % engine.ep:
         rule = f"SGLang spreads experts over the ranks of one engine: it must divide engine.tp={engine.tp}"
         yield "engine.ep", rule, "Use a divisor of engine.tp"
     yield from _check_external(engine) if engine.mode == "external" else _check_managed(engine, facts)
+    yield from _check_gpus(engine, facts)
 
 
 def _check_external(engine: EngineSettings) -> Iterator[tuple[str, str, str]]:
@@ -85,6 +89,8 @@ def _check_external(engine: EngineSettings) -> Iterator[tuple[str, str, str]]:
         yield "engine.urls", rule, "Give them: engine.urls=[http://10.0.0.7:30000], or use engine=managed"
     for problem in (*filter(None, map(url_problem, engine.urls)), *repeated_urls(engine.urls)):
         yield problem.key, f"{problem.rule} ({problem.value})", problem.remedy
+    for problem in quantization_refusal(engine.quantization):
+        yield problem.key, problem.rule, problem.remedy
     if engine.key_file is not None and (found := key_file_problem(Path(engine.key_file))):
         yield found.key, found.rule, found.remedy
     for name in _FOR_A_START:
@@ -98,19 +104,31 @@ def _check_managed(engine: EngineSettings, facts: LaunchFacts) -> Iterator[tuple
         if getattr(engine, name):
             rule = "engine.mode=managed starts its own servers on free ports with random keys"
             yield f"engine.{name}", rule, "Remove it, or use engine=external"
-    on_gpu = engine.device == "cuda" or (engine.device == "auto" and facts.num_gpus > 0)
-    for problem in refusals(engine, "cuda" if on_gpu else "cpu"):
+    for problem in refusals(engine, device_of(engine, facts.num_gpus)):
         yield problem.key, problem.rule, problem.remedy
     # Trainer and engines share one process group for weights: NCCL on GPUs, gloo without, never one of each.
-    ranks, needed = facts.local_world_size, facts.local_world_size + engine.count * engine.tp
     if facts.num_gpus == 0 and engine.device == "cuda":
-        yield "engine.device", "No CUDA device is visible here", "Use engine.device=auto"
+        yield "engine.device", _no_gpu(facts), "Use engine.device=auto, or install a CUDA build of torch"
     elif facts.num_gpus > 0 and engine.device == "cpu":
         rule = f"The trainer sends weights from the {facts.num_gpus} GPU(s) here with NCCL, and a CPU engine has none"
         yield "engine.device", rule, 'Use auto, or hide the GPUs from the whole job: CUDA_VISIBLE_DEVICES=""'
-    elif needed > facts.num_gpus > 0:
-        rule = f"Engines share no GPU with {ranks} trainer rank(s): {needed} needed on a node, {facts.num_gpus} visible"
-        yield "engine.count", rule, "Start fewer ranks, or lower engine.count or engine.tp"
+
+
+def _check_gpus(engine: EngineSettings, facts: LaunchFacts) -> Iterator[tuple[str, str, str]]:
+    """No GPU is shared: each rank, and each process of a managed engine, takes one of its own."""
+    ranks, engines = facts.local_world_size, engine.count * engine.tp if engine.mode == "managed" else 0
+    left = facts.num_gpus - engines
+    if 0 < facts.num_gpus < ranks + engines and engine.device != "cpu":
+        rule = f"{ranks} trainer rank(s) and {engines} engine process(es) of a node need a GPU each"
+        way = "Lower engine.count or engine.tp" if engines > 1 else "Use engine=external, with engines elsewhere"
+        way = f"Start at most {left} rank(s) (torchrun --nproc-per-node {left})" if left > 0 else way
+        key = "engine.count" if engines else "engine.mode"
+        yield key, f"{rule}, and {facts.num_gpus} are visible", f'{way}, or run all on the CPU: CUDA_VISIBLE_DEVICES=""'
+
+
+def _no_gpu(facts: LaunchFacts) -> str:
+    idle = f"The installed torch is built for CPUs and cannot use the {facts.idle_gpus} GPU(s) here"
+    return idle if facts.idle_gpus else "No CUDA device is visible here"
 
 
 def check_run(run: RunSettings) -> Iterator[tuple[str, str, str]]:
@@ -123,6 +141,7 @@ def check_run(run: RunSettings) -> Iterator[tuple[str, str, str]]:
         yield "run.root", f"{blocking} is a file", "Give a directory, or a path to make one at"
     elif not os.access(blocking, os.W_OK | os.X_OK):
         yield "run.root", f"{blocking} is not writable for this user", "Give another directory"
-    elif run.name is not None and (root / run.name).exists():
+    elif run.name is not None and run.on_existing == "refuse" and (root / run.name).exists():
         rule = f"{root / run.name} exists already, and two runs never share a directory"
-        yield "run.name", rule, "Choose another name, or move the old run away"
+        remedy = "Choose another, move the old run away, or, if it failed, give run.on_existing=overwrite_failed"
+        yield "run.name", rule, remedy

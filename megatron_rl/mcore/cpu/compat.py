@@ -139,11 +139,13 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 def _patch_megatron() -> None:
     import megatron.core.optimizer as optimizer
     import megatron.core.optimizer.distrib_optimizer as distrib_optimizer
+    import megatron.core.tensor_parallel.mappings as mappings
     import megatron.core.tensor_parallel.random as random
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 
     from megatron_rl.mcore.cpu.adam import FusedLayoutAdam
+    from megatron_rl.mcore.cpu.uneven import padded_gather, padded_reduce_scatter
 
     # the RNG tracker drives a CUDA generator that does not exist
     random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
@@ -155,6 +157,9 @@ def _patch_megatron() -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
         tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
     )
+    # the token dispatcher's collectives over the ranks that share an expert
+    mappings._gather_along_first_dim = padded_gather(mappings._gather_along_first_dim)
+    mappings._reduce_scatter_along_first_dim = padded_reduce_scatter(mappings._reduce_scatter_along_first_dim)
     # without Apex and Transformer Engine Megatron falls back to torch's Adam, whose state it cannot checkpoint
     optimizer.Adam = distrib_optimizer.Adam = FusedLayoutAdam
     optimizer.USING_PYTORCH_OPTIMIZER = False

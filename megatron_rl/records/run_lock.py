@@ -1,0 +1,28 @@
+"""Which run directories belong to living processes: each rank holds a shared lock, which ends with the process."""
+
+from __future__ import annotations
+
+import fcntl
+from pathlib import Path
+from typing import IO
+
+_NAME = ".alive"
+
+
+def hold_run(directory: Path) -> IO[bytes]:
+    """Mark a run as alive for as long as the returned file is open. Raises `OSError` where files cannot be locked."""
+    file = (directory / _NAME).open("ab")
+    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return file
+
+
+def run_is_alive(directory: Path) -> bool:
+    """Whether a rank of the run of a directory still lives; also where that cannot be told."""
+    try:
+        with (directory / _NAME).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False  # it never came so far
+    except OSError:
+        return True
+    return False

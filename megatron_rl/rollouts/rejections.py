@@ -1,0 +1,45 @@
+"""What is said of rollouts that could not be used."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from megatron_rl.contracts.group import Group
+from megatron_rl.rollouts.messages import ENGINE_FAILURE, ENVIRONMENT_FAILURE, EXPIRED
+
+NO_VERDICT = "no_verdict"
+_MEANINGS = {
+    ENGINE_FAILURE: "no engine answered",
+    EXPIRED: "an engine fell silent or is too slow; engine.token_timeout_s gives it time",
+    ENVIRONMENT_FAILURE: "the environment raised an exception",
+    "logprobs_nonfinite": "log-probabilities are NaN or infinite, as the weights may be",
+    NO_VERDICT: "the scorer failed, or took longer than reward.timeout_s",
+    "stale": "drawn with weights older than rollout.max_staleness allows",
+}
+
+
+def unusable(groups: Iterable[Group]) -> Counter[str]:
+    """Rollouts that were rejected or have no verdict, by reason."""
+    found = Counter[str]()
+    for group in groups:
+        found.update(group.rejected)
+        without = len(group.rollouts) - len(group.judged)
+        if without:
+            found[NO_VERDICT] += without
+    return found
+
+
+def too_many(what: str, lost: Mapping[str, int], asked: int, *, key: str, most: float) -> str:
+    """The sentence that ends a run: how many, why, the rule and where to look. most: the share that `key` allows."""
+    ordered = sorted(lost.items(), key=lambda item: (-item[1], item[0]))
+    reasons = ", ".join(f"{count} {reason}{_meaning(reason)}" for reason, count in ordered)
+    return (
+        f"{what}: {sum(lost.values())} of {asked} rollouts cannot be used ({reasons}); {key}={most:g} is the largest "
+        "share that may be lost. logs/collector-*.log in the run directory shows the first of each kind with its "
+        "cause, logs/engine-*.log what the engines say"
+    )
+
+
+def _meaning(reason: str) -> str:
+    return f" ({_MEANINGS[reason]})" if reason in _MEANINGS else ""

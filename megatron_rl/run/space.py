@@ -1,0 +1,57 @@
+"""Room on the disk for what a run will write, asked for before it starts."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from megatron_rl.config.schema import Configuration, Dtype
+from megatron_rl.contracts.exit_codes import ExitCode, Failure
+from megatron_rl.models.shape import ModelShape
+
+_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
+_RECORDS_BYTES = 32 * 2**20  # metrics, logs, TensorBoard
+_MIB = 2**20
+
+
+class NoSpace(Failure):
+    """What the run will write does not fit on its disk."""
+
+    exit_code = ExitCode.CANNOT_WRITE
+
+
+def num_parameters(shape: ModelShape) -> int:
+    """All parameters of a model."""
+    hidden, heads, groups = shape.hidden_size, shape.num_attention_heads, shape.num_key_value_heads
+    attention = hidden * shape.head_dim * (2 * heads + 2 * groups) + 2 * shape.head_dim + 2 * hidden
+    experts = shape.num_experts * (3 * hidden * shape.moe_ffn_hidden_size + hidden)
+    dense = 3 * hidden * shape.ffn_hidden_size
+    layers = shape.num_layers * attention + len(shape.moe_layers) * experts
+    layers += (shape.num_layers - len(shape.moe_layers)) * dense
+    tables = shape.vocab_size * hidden * (1 if shape.tie_word_embeddings else 2)
+    return layers + tables + hidden
+
+
+def bytes_needed(c: Configuration, shape: ModelShape) -> dict[str, int]:
+    """What a run writes at most at one time, by the key that asks for it."""
+    parameters = num_parameters(shape)
+    needed = {"run.root (metrics and logs)": _RECORDS_BYTES}
+    if c.run.save_weights:  # twice: a checkpoint is replaced only once the new one is whole
+        needed["run.save_weights=true"] = 2 * parameters * _BYTES[c.run.save_dtype or c.model.dtype]
+    if c.sync.transport == "disk":
+        needed["sync.transport=disk"] = parameters * _BYTES[c.engine.dtype]
+    return needed
+
+
+def require_space(c: Configuration, shape: ModelShape) -> None:
+    """Raises `NoSpace` when the disk of `run.root` has less room than the run will need."""
+    root = Path(c.run.root).expanduser().resolve()
+    existing = next(parent for parent in (root, *root.parents) if parent.exists())
+    free, needed = shutil.disk_usage(existing).free, bytes_needed(c, shape)
+    if free >= sum(needed.values()):
+        return
+    parts = ", ".join(f"{size / _MIB:,.0f} MiB for {key}" for key, size in needed.items())
+    raise NoSpace(
+        f"run.root={c.run.root!r}: {free / _MIB:,.0f} MiB are free on its disk, and the run may need {parts}; make "
+        "room, give another run.root, or use run.save_weights=false"
+    )

@@ -1,0 +1,50 @@
+"""One request for a generation, encoded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+
+class SamplingLike(Protocol):
+    """How to draw. Anything with these attributes will do."""
+
+    @property
+    def max_new_tokens(self) -> int: ...
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def stop_token_ids(self) -> Sequence[int]: ...
+
+
+def encode_request(
+    input_ids: Sequence[int], sampling: SamplingLike, rid: str, return_routes: bool, seed: int | None
+) -> bytes:
+    """The body of a `/generate` request for the untruncated distribution: no top-p, no top-k, no penalty.
+
+    seed: ignored by engines that are not in deterministic mode.
+    """
+    body: dict[str, Any] = {
+        "rid": rid,
+        "input_ids": list(input_ids),
+        "sampling_params": {
+            "max_new_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "frequency_penalty": 0.0,
+            "presence_penalty": 0.0,
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "ignore_eos": False,
+        },
+        "return_logprob": True,
+        "return_routed_experts": return_routes,
+        "stream": False,
+    }
+    if seed is not None:
+        body["sampling_params"]["sampling_seed"] = seed
+    return msgspec.json.encode(body)

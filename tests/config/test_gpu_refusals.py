@@ -1,0 +1,83 @@
+"""What is refused on machines with GPUs, and what a user is told to do there."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config.facts import LaunchFacts
+from tests.config.conftest import BF16, NODE, accept, refusals
+
+
+def machine(ranks: int, gpus: int) -> LaunchFacts:
+    return LaunchFacts(world_size=ranks, local_world_size=ranks, num_gpus=gpus)
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 8])
+def test_gpus_that_a_cpu_torch_cannot_use_do_not_stop_a_run(checkpoint: Path, gpus: int) -> None:
+    """`make train` on a workstation with a graphics card and the torch of `make install`."""
+    facts = LaunchFacts(world_size=2, local_world_size=2, idle_gpus=gpus)
+    assert accept(checkpoint, "parallel=ep2", facts=facts).engine.dtype == "float32"
+    refusal = next(r for r in refusals(checkpoint, "engine.device=cuda", facts=facts) if r.key == "engine.device")
+    assert f"The installed torch is built for CPUs and cannot use the {gpus} GPU(s) here" in str(refusal)
+    assert "engine.device=auto" in refusal.remedy and "CUDA build of torch" in refusal.remedy
+    (refusal,) = refusals(checkpoint, "parallel=ep2", BF16, facts=facts)
+    assert refusal.key == "model.dtype" and f"cannot use the {gpus} GPU(s) here" in str(refusal)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_one_gpu_says_what_it_can_do(checkpoint: Path, ranks: int) -> None:
+    (refusal,) = refusals(checkpoint, BF16, facts=machine(ranks, 1))
+    assert refusal.key == "engine.count"
+    assert f"{ranks} trainer rank(s) and 1 engine process(es) of a node need a GPU each, and 1 are" in str(refusal)
+    assert 'CUDA_VISIBLE_DEVICES=""' in refusal.remedy, "all of it runs on the CPU"
+    assert "engine=external" in refusal.remedy, "or the engine is somewhere else"
+    assert "--nproc-per-node" not in refusal.remedy, "there is no number of ranks that would help"
+
+
+def test_the_remedy_says_how_many_ranks_fit(checkpoint: Path) -> None:
+    (refusal,) = refusals(checkpoint, BF16, facts=machine(2, 2))
+    assert "2 trainer rank(s) and 1 engine process(es) of a node need a GPU each, and 2 are" in str(refusal)
+    assert "Start at most 1 rank(s) (torchrun --nproc-per-node 1)" in refusal.remedy
+    (refusal,) = refusals(checkpoint, BF16, "engine.tp=2", "engine.count=2", facts=machine(8, 8))
+    assert "8 trainer rank(s) and 4 engine process(es)" in str(refusal)
+    assert "at most 4 rank(s)" in refusal.remedy
+    (refusal,) = refusals(checkpoint, BF16, "engine.count=2", facts=machine(1, 2))
+    assert "Lower engine.count or engine.tp" in refusal.remedy
+    assert accept(checkpoint, BF16, facts=machine(1, 2)).engine.count == 1
+
+
+def test_each_rank_has_a_gpu_of_its_own_beside_external_engines_too(checkpoint: Path) -> None:
+    external = ("engine=external", "engine.urls=['http://127.0.0.1:3']", BF16)
+    (refusal,) = refusals(checkpoint, *external, facts=machine(2, 1))
+    assert refusal.key == "engine.mode" and "need a GPU each, and 1 are visible" in str(refusal)
+    assert "Start at most 1 rank(s)" in refusal.remedy
+    assert accept(checkpoint, *external, facts=machine(1, 1)).engine.mode == "external"
+
+
+def test_float32_engines_have_no_kernels_on_gpus(checkpoint: Path) -> None:
+    (refusal,) = refusals(checkpoint, facts=NODE)
+    assert str(refusal).startswith("engine.dtype=float32: SGLang's attention and norm kernels for GPUs")
+    assert "model.dtype=bfloat16" in refusal.remedy and 'CUDA_VISIBLE_DEVICES=""' in refusal.remedy
+    assert accept(checkpoint, "engine.dtype=bfloat16", facts=NODE).model.dtype == "float32"
+    assert accept(checkpoint).engine.dtype == "float32"
+
+
+@pytest.mark.parametrize("facts", [LaunchFacts(), NODE])
+@pytest.mark.parametrize("mode", [(), ("engine=external", "engine.urls=['http://127.0.0.1:3']")])
+def test_quantized_engines_wait_for_a_sync_that_quantizes(
+    checkpoint: Path, facts: LaunchFacts, mode: tuple[str, ...]
+) -> None:
+    found = refusals(checkpoint, *mode, "engine.dtype=bfloat16", "engine.quantization=fp8", facts=facts)
+    (refusal,) = [refusal for refusal in found if refusal.key == "engine.quantization"]
+    assert "Weights are sent unquantized" in str(refusal) and "Use null" in refusal.remedy
+
+
+def test_the_key_value_cache_of_a_gpu_is_sized_by_sglang(checkpoint: Path) -> None:
+    """16,384 slots would starve a large GPU; on CPUs they are what fits."""
+    longer = ("rollout.max_new_tokens=20000", "data.max_prompt_tokens=16")
+    assert accept(checkpoint, BF16, facts=NODE).engine.max_total_tokens is None
+    found = refusals(checkpoint, *longer)
+    assert any(r.key == "engine.max_total_tokens" and "20018 slots" in str(r) for r in found)
+    assert not any(r.key == "engine.max_total_tokens" for r in refusals(checkpoint, BF16, *longer, facts=NODE))
+    found = refusals(checkpoint, BF16, *longer, "engine.max_total_tokens=16384", facts=NODE)
+    assert any(r.key == "engine.max_total_tokens" for r in found)

@@ -1,0 +1,84 @@
+"""A layout is accepted if and only if whole steps of its kind are compared with exact ones in test_whole_steps.py."""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+
+from megatron_rl.config.cli import compose
+from megatron_rl.config.facts import LaunchFacts
+from megatron_rl.config.refusal import Refusal
+from megatron_rl.config.rules import broken_rules
+from megatron_rl.config.schema import Configuration, ModelSettings, ParallelSettings
+from support.layouts import LAYOUTS, RECOMPUTE, Recompute, cases_of, kind_of
+from support.policies import COLUMN_ADDITION
+
+
+@pytest.fixture(scope="module")
+def smallest() -> Configuration:
+    return compose(
+        ["experiment=smoke", f"model.path={COLUMN_ADDITION}", "engine=external", "engine.urls=[http://127.0.0.1:3]"]
+    )
+
+
+def refused(
+    c: Configuration, parallel: ParallelSettings, recompute: Recompute = "none", ranks: int = 8
+) -> list[Refusal]:
+    changed = dataclasses.replace(c, parallel=parallel, model=ModelSettings(path=c.model.path, recompute=recompute))
+    return list(broken_rules(changed, LaunchFacts(world_size=ranks, local_world_size=ranks), ()))
+
+
+def test_what_is_accepted_is_what_is_compared(smallest: Configuration) -> None:
+    compared = {layout.kind for layout in LAYOUTS.values()}
+    accepted = set()
+    for tp, ep, etp, recompute in itertools.product((1, 2), (1, 2, 4), (None, 1, 2, 4), RECOMPUTE):
+        for sequence_parallel in (False, True):
+            parallel = ParallelSettings(tp=tp, ep=ep, etp=etp, sequence_parallel=sequence_parallel)
+            kind = kind_of(parallel, recompute)
+            fine = not refused(smallest, parallel, recompute)
+            assert fine == (kind in compared and sequence_parallel == (tp > 1)), (parallel, recompute)
+            accepted |= {kind} if fine else set()
+    assert accepted == compared
+    assert {case.layout for ranks in (1, 2, 4) for case in cases_of(ranks)} == set(LAYOUTS)
+
+
+@pytest.mark.parametrize("size", ["pp", "vpp", "cp"])
+def test_pipelines_and_contexts_are_compared_by_nobody(smallest: Configuration, size: str) -> None:
+    sizes: Any = {size: 2}
+    assert refused(smallest, ParallelSettings(**sizes))
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if not name.startswith("tp4")])  # the model has two kv heads
+def test_compared_layouts_are_accepted_on_their_ranks(smallest: Configuration, name: str) -> None:
+    layout = LAYOUTS[name]
+    assert refused(smallest, layout.parallel, layout.recompute, layout.ranks) == []
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ({"tp": 2, "etp": 1}, "parallel.etp=1: Without parallel.ep Megatron reduces experts' gradients"),
+        ({"etp": 2}, "parallel.etp=2: Without parallel.ep Megatron reduces experts' gradients"),
+        ({"ep": 2, "etp": 2}, "parallel.etp=2: With parallel.tp=1 no whole step of such a grid"),
+        ({"tp": 2, "ep": 2, "etp": 4}, "parallel.etp=4: With parallel.tp=2 no whole step of such a grid"),
+    ],
+)
+def test_a_grid_of_experts_that_trains_wrong_or_unproven_is_refused(
+    smallest: Configuration, sizes: dict[str, int], said: str
+) -> None:
+    parallel: Any = {"sequence_parallel": sizes.get("tp", 1) > 1} | sizes
+    (refusal,) = refused(smallest, ParallelSettings(**parallel))
+    assert str(refusal).startswith(said)
+    assert refusal.remedy.startswith("Leave it null")
+    assert refused(smallest, dataclasses.replace(ParallelSettings(**parallel), etp=None)) == []
+
+
+def test_experts_are_split_as_everything_else_is_unless_they_are_spread() -> None:
+    assert ParallelSettings(tp=2).default_etp == 2
+    assert ParallelSettings(tp=2, ep=2).default_etp == ParallelSettings(ep=2).default_etp == 1
+
+
+def test_a_job_too_small_for_tensor_parallelism_is_told_so_once(smallest: Configuration) -> None:
+    (refusal,) = refused(smallest, ParallelSettings(tp=2, sequence_parallel=True), ranks=1)
+    assert (refusal.key, refusal.value) == ("parallel.tp", 2)

@@ -1,0 +1,127 @@
+"""Whole training steps in every accepted layout are those of an independent float64 replica.
+
+The replica (`support.float64_model`, `support.float64_steps`) shares the settings and the rollouts with the trainer and
+nothing else. The rollouts' routes are random: replaying them, and weighing the experts by anything but their own
+probabilities, makes a difference.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_rl.models.qwen3_moe import read_shape
+from megatron_rl.rollouts.files import read_rollouts, write_rollouts
+from support.batches import make_batch
+from support.float64_model import Float64Model, write_checkpoint
+from support.float64_steps import Float64Trainer, advantages_of
+from support.judged_batches import judged_groups
+from support.layouts import ALGORITHMS, BATCH, BATCHES, MODELS, OPTIMIZER, TEMPERATURE, TOTAL_STEPS, Case, cases_of
+from support.torchrun import torchrun
+
+SCRIPT = Path(__file__).with_name("whole_steps.py")
+GRAD_NORM = 1e-5  # relative, each optimizer step
+WEIGHT = 1e-6  # absolute, every weight after the last step; they have moved by up to 3e-3
+MOVEMENT = 1e-4  # the error's norm relative to the movement's, over all weights
+METRIC = 1e-5  # absolute; all are smaller than 5
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+
+
+@dataclass(frozen=True)
+class Expected:
+    trainer: Float64Trainer
+    start: dict[str, torch.Tensor]
+    advantages: list[dict[str, float]]
+    metrics: list[dict[str, float]]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("whole_steps")
+    for model, changes in MODELS.items():
+        write_checkpoint(made / model, **changes)
+    _, rollouts, _ = make_batch(read_shape(made / "plain"), BATCHES * BATCH)
+    write_rollouts(made / "rollouts.bin", rollouts)
+    return made
+
+
+@pytest.fixture(scope="module")
+def trained(directory: Path) -> Callable[[Case], dict[str, Any]]:
+    """What the trainer did, every case of a world size in one job."""
+
+    @cache
+    def play(ranks: int) -> None:
+        torchrun(SCRIPT, str(directory), *map(str, cases_of(ranks)), ranks=ranks, timeout=500)
+
+    def of(ranks: int, case: Case) -> dict[str, Any]:
+        play(ranks)
+        found: dict[str, Any] = torch.load(directory / f"{case}.pt", weights_only=True)
+        return found
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def expected(directory: Path) -> Iterator[Callable[[Case, list[list[list[str]]]], Expected]]:
+    """What the replica does with the same rollouts in the same optimizer steps; it is small, so one thread is best."""
+    made: dict[tuple[str, str], tuple[Expected, Any]] = {}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+
+    def of(case: Case, steps: list[list[list[str]]]) -> Expected:
+        key = case.algorithm, case.model
+        if key not in made:
+            made[key] = replay(directory, case, steps), steps
+        assert made[key][1] == steps, "layouts put rollouts into different optimizer steps"
+        return made[key][0]
+
+    yield of
+    torch.set_num_threads(threads)
+
+
+def replay(directory: Path, case: Case, steps: list[list[list[str]]]) -> Expected:
+    rollouts = read_rollouts(directory / "rollouts.bin")
+    model = Float64Model.read(directory / case.model)
+    start = {name: weight.detach().clone() for name, weight in model.weights.items()}
+    trainer = Float64Trainer(model, ALGORITHMS[case.algorithm], OPTIMIZER, TOTAL_STEPS, TEMPERATURE)
+    by_id = {rollout.rollout_id: rollout for rollout in rollouts}
+    groups = [judged_groups(rollouts[batch * BATCH : (batch + 1) * BATCH]) for batch in range(BATCHES)]
+    advantages = [advantages_of(batch) for batch in groups]
+    metrics = [trainer.train(batch, by_id, known) for batch, known in zip(steps, advantages, strict=True)]
+    return Expected(trainer, start, advantages, metrics)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "case"), [pytest.param(n, case, id=f"{n}-{case}") for n in (1, 2, 4) for case in cases_of(n)]
+)
+def test_whole_steps_are_exact(trained: Any, expected: Any, ranks: int, case: Case) -> None:
+    found = trained(ranks, case)
+    exact: Expected = expected(case, [batch["steps"] for batch in found["batches"]])
+    assert found["rates"] == pytest.approx(exact.trainer.rates, rel=1e-12)
+    for batch, advantages, metrics in zip(found["batches"], exact.advantages, exact.metrics, strict=True):
+        assert batch["advantages"] == pytest.approx(advantages, rel=1e-12)
+        assert {name: batch["metrics"][name] for name in metrics} == pytest.approx(metrics, rel=0, abs=METRIC)
+        # where nothing is clipped or only live experts are replayed, less is compared than it seems
+        assert metrics["policy/clip_fraction_low"] > 0.02 and metrics["policy/clip_fraction_high"] > 0.02
+        assert metrics["mismatch/route_disagreement"] > 0.9
+    assert found["grad_norms"] == pytest.approx(exact.trainer.grad_norms, rel=GRAD_NORM)
+    assert min(exact.trainer.grad_norms) > OPTIMIZER.clip_grad, "clipping is part of every step"
+    weights = exact.trainer.model.weights
+    assert found["weights"].keys() == weights.keys()
+    errors = {name: found["weights"][name].double() - weight.detach() for name, weight in weights.items()}
+    largest = {name: float(error.abs().max()) for name, error in errors.items()}
+    worst = max(largest, key=lambda name: largest[name])
+    error = norm(list(errors.values())) / norm([w.detach() - exact.start[name] for name, w in weights.items()])
+    off = max(abs(a / b - 1) for a, b in zip(found["grad_norms"], exact.trainer.grad_norms, strict=True))
+    print(f"{case}: grad norm {off:.1e}, worst weight {largest[worst]:.1e}, of the movement {error:.1e}")
+    assert largest[worst] < WEIGHT, (worst, largest[worst])
+    assert error < MOVEMENT
+
+
+def norm(tensors: list[torch.Tensor]) -> float:
+    return float(torch.stack([tensor.square().sum() for tensor in tensors]).sum().sqrt())

@@ -1,0 +1,136 @@
+"""Under torchrun: whole steps of a real `Worker` in several layouts, one after the other; rank 0 saves what each did.
+
+Usage: whole_steps.py DIRECTORY CASE...; a case is LAYOUT:ALGORITHM:MODEL of `support.layouts`. DIRECTORY holds a
+checkpoint for each model, and `rollouts.bin`.
+"""
+
+import itertools
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.mcore.cpu import compat
+
+compat.install()
+
+import msgspec
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_rl.config.schema import EngineSettings, LoggerSettings, ModelSettings, RunSettings
+from megatron_rl.contracts.group import RolloutLocation
+from megatron_rl.contracts.plan import StepPlan
+from megatron_rl.contracts.rollout import Rollout
+from megatron_rl.credit.assign import Credit
+from megatron_rl.mcore import parallel
+from megatron_rl.mcore.optimizer import DistributedAdam, StepResult
+from megatron_rl.mcore.parallel import RankLayout
+from megatron_rl.rollouts.files import read_rollouts
+from megatron_rl.rollouts.store import RolloutStore
+from megatron_rl.training.collectives import broadcast_bytes
+from megatron_rl.training.worker import Worker, gather_receivers
+from support.judged_batches import judged_groups
+from support.layouts import (
+    ALGORITHMS,
+    BATCH,
+    BATCHES,
+    LAYOUTS,
+    OPTIMIZER,
+    STEPS_PER_BATCH,
+    TEMPERATURE,
+    TOTAL_STEPS,
+    Case,
+)
+from support.policies import make_batcher, make_planner, make_policy
+
+
+class RecordingAdam(DistributedAdam):
+    """Keeps what every step says of itself."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.taken: list[StepResult] = []
+
+    def step(self, *, loss_is_finite: bool) -> StepResult:
+        self.taken.append(super().step(loss_is_finite=loss_is_finite))
+        return self.taken[-1]
+
+
+def build(case: Case, layout: RankLayout, directory: Path) -> tuple[Worker, RecordingAdam]:
+    grid, recompute, checkpoint = LAYOUTS[case.layout].parallel, LAYOUTS[case.layout].recompute, directory / case.model
+    shape, policy = make_policy(
+        checkpoint,
+        grid,
+        ALGORITHMS[case.algorithm],
+        recompute=recompute,
+        temperature=TEMPERATURE,
+        tp_group=layout.tp_group,
+    )
+    adam = RecordingAdam(policy.models, OPTIMIZER, total_steps=TOTAL_STEPS)
+    worker = Worker(
+        layout=layout,
+        receivers=gather_receivers(layout, tuple(range(len(shape.moe_layers)))),
+        shape=shape,
+        policy=policy,
+        optimizer=adam,
+        batcher=make_batcher(shape, grid, layout),
+        model=ModelSettings(path=str(checkpoint)),
+        engine=EngineSettings(dtype="float32"),
+        run=RunSettings(),
+        logger=LoggerSettings(),
+        rollouts_directory=directory,
+    )
+    return worker, adam
+
+
+def locate(layout: RankLayout, store: RolloutStore, rollouts: Sequence[Rollout], batch: int) -> list[RolloutLocation]:
+    """Every rollout lies in rank 0's memory; all ranks learn where."""
+    data = msgspec.msgpack.encode(store.put(str(batch), rollouts)) if layout.rank == 0 else None
+    return msgspec.msgpack.decode(broadcast_bytes(data, layout.control_group), type=list[RolloutLocation])
+
+
+def planned(plan: StepPlan) -> list[list[str]]:
+    """The rollouts of each optimizer step."""
+    return [
+        sorted(plan.rollouts[i].rollout_id for rank in step.micro_batches for batch in rank for i in batch)
+        for step in plan.optimizer_steps
+    ]
+
+
+def play(case: Case, layout: RankLayout, directory: Path) -> None:
+    worker, adam = build(case, layout, directory)
+    store, credit, said = RolloutStore(node=0), Credit(ALGORITHMS[case.algorithm], seed=0), []
+    planner = make_planner(
+        LAYOUTS[case.layout].parallel, layout, optimizer_steps_per_batch=STEPS_PER_BATCH, tokens_per_micro_batch=40
+    )
+    rollouts = read_rollouts(directory / "rollouts.bin")
+    for batch in range(BATCHES):
+        mine = rollouts[batch * BATCH : (batch + 1) * BATCH]
+        credited = credit.assign(batch, judged_groups(mine, locate(layout, store, mine, batch)))
+        plan = planner.plan(batch, credited.rollouts, credited.advantages)
+        outcome = worker.train(plan)
+        assert outcome.finite and outcome.optimizer_steps == STEPS_PER_BATCH
+        assert all(len(step.micro_batches[0]) > 1 for step in plan.optimizer_steps)
+        advantages = {r.rollout_id: a for r, a in zip(plan.rollouts, plan.advantages, strict=True)}
+        said.append({"steps": planned(plan), "advantages": advantages, "metrics": outcome.metrics.values()})
+    weights = {name: tensor.clone() for name, tensor in worker.export()}
+    if layout.rank == 0:
+        steps = {"grad_norms": [s.grad_norm for s in adam.taken], "rates": [s.lr for s in adam.taken]}
+        torch.save({"batches": said, "weights": weights, **steps}, directory / f"{case}.pt")
+    dist.barrier()
+
+
+def main() -> None:
+    directory, cases = Path(sys.argv[1]), [Case.named(name) for name in sys.argv[2:]]
+    for settings, same_grid in itertools.groupby(cases, lambda case: LAYOUTS[case.layout].parallel):
+        layout = parallel.initialize(settings, seed=0)
+        for case in same_grid:
+            play(case, layout, directory)
+        parallel_state.destroy_model_parallel()
+    parallel.shutdown()
+
+
+if __name__ == "__main__":
+    main()

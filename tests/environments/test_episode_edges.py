@@ -1,0 +1,59 @@
+"""Episodes at their edges: before the first response, the last token of a budget, and whose rollout it is."""
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from megatron_rl.contracts.prompt import Sampling
+from megatron_rl.contracts.rollout import FinishReason
+from megatron_rl.environments.draft import RolloutRejected
+from megatron_rl.environments.episode import Episode, EpisodeRules
+from support.scripted_model import PROMPT, TOKENIZER, ScriptedModel, Turn
+from tests.environments.test_episode import played
+
+SAMPLING = Sampling(temperature=1.0, max_new_tokens=32)
+
+
+def test_a_rollout_says_whose_it_is() -> None:
+    model = ScriptedModel([Turn.saying("046")])
+    rules = EpisodeRules(sampling=SAMPLING, routes=None, train_truncated=True)
+    with ThreadPoolExecutor(1, thread_name_prefix="checks") as threads:
+        episode = Episode(PROMPT, model.generate, TOKENIZER, rules, rollout_id="q/5", sample_index=5, threads=threads)
+        assert (episode.text, episode.finish_reason) == ("", None)
+        asyncio.run(_respond(episode))
+        assert len(threads._threads) == 1, "replies are checked in the threads it was given"
+    rollout = episode.rollout()
+    assert (rollout.rollout_id, rollout.prompt_id, rollout.sample_index) == ("q/5", "q", 5)
+    first = Episode(PROMPT, model.generate, TOKENIZER, rules, rollout_id="q/0")
+    first.demonstrate("046")
+    assert first.rollout().sample_index == 0
+
+
+async def _respond(episode: Episode) -> None:
+    await episode.respond()
+
+
+def test_one_token_of_budget_is_still_asked_for() -> None:
+    cut = Turn(TOKENIZER.encode("0"), (("3", 1),), FinishReason.LENGTH)
+    _, _, model = played([cut], budget=1)
+    assert model.asked == [(PROMPT.token_ids, 1)]
+
+
+def test_the_last_of_three_versions_is_that_of_a_retracted_request() -> None:
+    retracted = Turn(TOKENIZER.encode("046"), (("3", 1), ("4", 1), ("5", 1)), retractions=1)
+    rollout, _, _ = played([retracted])
+    assert [segment.version for segment in rollout.segments] == [5, 3, 4, 5]
+
+
+def test_tokens_are_32_bits_wide() -> None:
+    rollout, _, _ = played([Turn.saying("4"), Turn.saying("046")], "no")
+    assert {segment.tokens.dtype for segment in rollout.segments} == {np.dtype(np.int32)}
+
+
+def test_a_version_has_at_most_nine_digits() -> None:
+    rollout, _, _ = played([Turn.saying("4", version="999999999")])
+    assert rollout.segments[1].version == 999_999_999
+    with pytest.raises(RolloutRejected):
+        played([Turn.saying("4", version="1000000000")])

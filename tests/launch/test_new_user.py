@@ -1,0 +1,70 @@
+"""A stranger's own questions by README alone, with a typo at each step: every one is refused with what to write."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config.cli import compose
+from megatron_rl.config.refusal import ConfigurationRefused
+from megatron_rl.contracts.exit_codes import ExitCode
+from support.scripts import start_script
+
+COMMAND = ["experiment=smoke", "data=jsonl", "data.train_path=sums.jsonl", "data.num_eval=16", "train.total_steps=2"]
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sums.jsonl").write_text('{"prompt": "10+11=", "answer": 21}\n')
+    return tmp_path
+
+
+def refused(*overrides: str) -> str:
+    with pytest.raises(ConfigurationRefused) as error:
+        compose(overrides)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("right", "typed", "told"),
+    [
+        ("experiment=smoke", "experiment=smok", "Choose one of cold_start, quickstart, smoke"),
+        ("experiment=smoke", "experiment", "experiment='': A setting is key=value, without spaces. Write exper"),
+        ("experiment=smoke", "experiments=smoke", "experiments=smoke: There is no such key"),
+        ("experiment=smoke", "--experiment=smoke", "it takes key=value"),
+        ("data=jsonl", "data=json", "Choose one of column_addition, custom, jsonl,"),
+        ("data=jsonl", "data.source=json", "Must be one of column_addition, two_digit_addition, jsonl"),
+        ("data.train_path=sums.jsonl", "data.train_path=sum.jsonl", "There is no such file (from "),
+        ("data.train_path=sums.jsonl", "data.train_path=.", "There is no such file (from "),
+        ("data.train_path=sums.jsonl", "data.trainpath=sums.jsonl", "Did you mean data.train_path?"),
+        ("data.num_eval=16", "data.num_eval=0", "Must be at least 1"),
+        ("data.num_eval=16", "data.num_eval=sixteen", "Must be a whole number"),
+        ("data.num_eval=16", "data.num_train=16", "All rows of data.train_path are used"),
+        ("data.num_eval=16", "data.eval_path=sums.jsonl", "It is the training file"),
+        ("train.total_steps=2", "train.total_step=2", "Did you mean train.total_steps?"),
+        ("train.total_steps=2", "train.total_steps=-2", "Must be at least 1"),
+        ("train.total_steps=2", "train.total_steps", "A setting is key=value"),
+        ("train.total_steps=2", "reward.answer=number", "Must be one of last_number, last_line, boxed"),
+        ("train.total_steps=2", "model=hf", "model.path=???: It has no default and was not given"),
+        ("train.total_steps=2", "parallel=ep2", "torchrun --nproc-per-node 2"),
+        ("train.total_steps=2", "run.name=my/run", "run.root says where"),
+    ],
+)
+def test_a_typo_is_refused_with_what_to_write(right: str, typed: str, told: str) -> None:
+    assert told in refused(*(typed if word == right else word for word in COMMAND))
+
+
+def test_a_model_of_a_hub_is_not_looked_for() -> None:
+    told = refused(*COMMAND, "model=hf", "model.path=Qwen/Qwen3-30B-A3B", "model.dtype=float32")
+    assert "There is no such directory" in told and "nothing is downloaded" in told
+
+
+def test_the_command_without_a_typo_is_accepted() -> None:
+    assert compose(COMMAND).data.train_path == "sums.jsonl"
+
+
+def test_a_typo_in_a_process_leaves_no_traceback_and_no_files(directory: Path) -> None:
+    done = start_script("train_rl", *COMMAND, "train.total_step=2", cwd=directory)
+    assert (done.returncode, done.stdout) == (ExitCode.REFUSED, "")
+    assert "Did you mean train.total_steps?" in done.stderr and "Traceback" not in done.stderr
+    assert [path.name for path in directory.iterdir()] == ["sums.jsonl"]

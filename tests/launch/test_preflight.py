@@ -1,0 +1,207 @@
+"""`launch/preflight.py` passes nothing that training refuses, and says what is wrong with a machine."""
+
+import json
+import threading
+from collections import namedtuple
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from megatron_rl.config.cli import compose
+from megatron_rl.config.facts import LaunchFacts
+from megatron_rl.config.schema import EngineSettings
+from megatron_rl.contracts.exit_codes import ExitCode
+from support.scripts import LAUNCH, load_script, start_script
+
+ROWS = [{"prompt": f"{a}+{b}=", "answer": a + b} for a in range(10, 20) for b in range(10, 15)]
+SMALL = ("experiment=smoke", "data=jsonl", "data.num_eval=8", "data.train_path=sums.jsonl")
+
+
+@pytest.fixture
+def preflight(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+    """In a directory with a file of sums."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    module = load_script("preflight")
+    monkeypatch.setattr(module, "ANSWER_SECONDS", 0.1)
+    return module
+
+
+def test_pinned_environment_passes_and_another_version_fails(preflight: ModuleType) -> None:
+    constraints = (LAUNCH.parent / "requirements" / "constraints.txt").read_text()
+    assert [check.name for check in preflight.check_versions(constraints) if not check.passed] == []
+    other = constraints.replace("\ntorch==2.13.0\n", "\ntorch==2.0.0\n")
+    assert [check.name for check in preflight.check_versions(other) if not check.passed] == ["torch"]
+
+
+def test_memory_and_places(preflight: ModuleType, tmp_path: Path) -> None:
+    assert preflight.check_memory(EngineSettings(), LaunchFacts()).passed
+    assert not preflight.check_memory(EngineSettings(count=10_000), LaunchFacts()).passed
+    assert preflight.check_memory(EngineSettings(mode="external", count=10_000), LaunchFacts()).passed
+    assert preflight.check_run_root(str(tmp_path / "not" / "yet")).passed
+    assert preflight.check_run_root("/proc/nowhere").refuses
+    assert [path.name for path in tmp_path.iterdir()] == ["sums.jsonl"]
+
+
+def test_little_shared_memory_warns_and_does_not_refuse(preflight: ModuleType, tmp_path: Path) -> None:
+    check = preflight.check_shared_memory(str(tmp_path / "missing"))
+    assert (check.passed, check.refuses) == (False, False)
+    assert str(check).startswith("warn  shared memory: 0.0 GiB free") and "--shm-size" in str(check)
+    assert preflight.check_memory(EngineSettings(count=10_000), LaunchFacts()).refuses
+
+
+def test_gpus_that_torch_cannot_use_are_said(preflight: ModuleType) -> None:
+    idle = list(preflight.check_devices(LaunchFacts(idle_gpus=2)))[-1]
+    assert str(idle).startswith("warn  idle GPUs: 2 stay idle: the installed torch is built for CPUs")
+    (usable,) = preflight.check_devices(LaunchFacts(num_gpus=99))
+    assert usable.refuses
+
+
+INFO = {"enable_return_routed_experts": True, "tp_size": 1, "dtype": "float32"}
+
+
+@pytest.fixture
+def server() -> Iterator[ThreadingHTTPServer]:
+    """Answers /ready, and /server_info with what `info` says."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.dumps(running.info).encode()  # type: ignore[attr-defined]
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
+        running.info = dict(INFO)  # type: ignore[attr-defined]
+        thread = threading.Thread(target=running.serve_forever)
+        thread.start()
+        yield running
+        running.shutdown()
+        thread.join()
+
+
+def test_engines_are_asked_what_training_asks_them(preflight: ModuleType, server: Any) -> None:
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    config = compose(["experiment=smoke", "engine=external", f"engine.urls=[{url}]"])
+    (check,) = preflight.check_external_engines(config)
+    assert check.passed and url in str(check)
+    server.info["tp_size"] = 2
+    (check,) = preflight.check_external_engines(config)
+    assert check.refuses and "declare engine.tp=2" in str(check)
+    server.info |= INFO | {"enable_return_routed_experts": False}
+    (check,) = preflight.check_external_engines(config)
+    assert check.refuses and "start it with --enable-return-routed-experts" in str(check)
+
+
+def test_engines_that_do_not_answer_are_named(preflight: ModuleType) -> None:
+    config = compose(["experiment=smoke", "engine=external", "engine.urls=[http://127.0.0.1:9]"])
+    (check,) = preflight.check_external_engines(config)
+    assert check.refuses and "http://127.0.0.1:9 did not answer" in str(check) and "start that server" in str(check)
+
+
+def opening(preflight: ModuleType, *overrides: str) -> dict[str, Any]:
+    return {check.name: check for check in preflight.check_opening(compose(overrides))}
+
+
+def test_what_a_run_opens_first_is_opened(preflight: ModuleType) -> None:
+    checks = opening(preflight, *SMALL)
+    assert [name for name, check in checks.items() if check.refuses] == []
+    assert str(checks["prompts"]).startswith("ok    prompts: 42 to train, 8 held out; left out: 0 bad rows")
+
+
+@pytest.mark.parametrize(
+    ("row", "overrides", "told"),
+    [
+        ('{"prompt": "1+1="}', [], "sums.jsonl line 51: Object missing required field `answer`"),
+        ('{"prompt": "1+1=", "answer": "two"}', [], "sums.jsonl line 51: "),
+        ('{"prompt": "1Ω1=", "answer": 1}', [], "the tokenizer has no token for 'Ω'"),
+        ("", ["data.num_eval=50"], "data.num_eval=50: holding that many out of 50 usable questions leaves none"),
+        ("", ["rollout.prompts_per_step=43"], "rollout.prompts_per_step=43: there are only 42"),
+    ],
+)
+def test_data_that_training_refuses_does_not_pass(
+    preflight: ModuleType, tmp_path: Path, row: str, overrides: list[str], told: str
+) -> None:
+    with (tmp_path / "sums.jsonl").open("a") as file:
+        file.write(row)
+    check = opening(preflight, *SMALL, *overrides)["prompts"]
+    assert check.refuses and told in str(check)
+
+
+def test_classes_of_the_users_own_are_opened(
+    preflight: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_things.py").write_text(
+        "class Loss:\n    def __init__(self): raise KeyError('oops')\nclass Play: ..."
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    algo = ("algo=custom", "algo.name=own_things:Loss")
+    environment = ("environment=custom", "environment.name=own_things:Play")
+    checks = opening(preflight, *SMALL, *algo, *environment)
+    assert checks["algo"].refuses and "KeyError: 'oops'" in str(checks["algo"])
+    assert checks["environment"].refuses and "it has no method `play`" in str(checks["environment"])
+
+
+def test_a_disk_that_is_too_small_does_not_pass(preflight: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")(2**30, 2**30, 1000)
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: usage)
+    assert opening(preflight, *SMALL)["disk space"].refuses
+
+
+def test_a_missing_library_is_told(preflight: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(preflight.sys.modules, "megatron_rl.run.build", None)
+    (check,) = opening(preflight, *SMALL).values()
+    assert check.refuses and "cannot be imported" in str(check) and "make install" in str(check)
+
+
+def test_one_rank_of_a_node_speaks(
+    preflight: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(preflight, "check_opening", lambda _: [])
+    ranks = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in ranks.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert preflight.preflight(compose(SMALL)) == ExitCode.OK
+    assert capsys.readouterr().out == ""
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    preflight.preflight(compose(SMALL))
+    lines = capsys.readouterr().out.splitlines()
+    assert all(line.startswith(f"{preflight.socket.gethostname()}: ") for line in lines)
+    assert any("address: 127.0.0.1" in line for line in lines)
+
+
+def test_nodes_without_a_master_are_told(preflight: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    (check,) = preflight.check_addresses(LaunchFacts(world_size=4, local_world_size=2))
+    assert check.refuses and "torchrun on every node" in str(check)
+    assert list(preflight.check_addresses(LaunchFacts(world_size=2, local_world_size=2))) == []
+
+
+def test_help_and_refused_settings(tmp_path: Path) -> None:
+    helped = start_script("preflight", "--help", cwd=tmp_path)
+    assert helped.returncode == ExitCode.OK and "launch/preflight.py experiment=quickstart" in helped.stdout
+    refused = start_script("preflight", "experiment=smoke", "optimizer.lr=fast", cwd=tmp_path)
+    assert (refused.returncode, refused.stdout) == (ExitCode.REFUSED, "")
+    assert "optimizer.lr=fast: Must be a number" in refused.stderr and "Traceback" not in refused.stderr
+
+
+@pytest.mark.slow
+def test_script_reports_every_check(preflight: ModuleType, tmp_path: Path) -> None:
+    good = start_script("preflight", *SMALL, cwd=tmp_path)
+    lines = good.stdout.splitlines()
+    assert lines[0] == "ok    configuration: every rule is kept", good.stderr
+    assert {"host memory", "run.root", "algo", "environment", "prompts", "disk space"} < {
+        line[6:].partition(":")[0] for line in lines
+    }
+    assert good.returncode == (ExitCode.REFUSED if "FAIL" in good.stdout else ExitCode.OK)
+    bad = start_script("preflight", *SMALL, "data.num_eval=500", cwd=tmp_path)
+    assert bad.returncode == ExitCode.REFUSED
+    assert "FAIL  prompts: data.num_eval=500" in bad.stdout and "Traceback" not in bad.stderr

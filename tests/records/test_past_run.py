@@ -1,0 +1,71 @@
+"""A run's directory is read back, and a damaged one is refused with what is wrong."""
+
+import datetime
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config.cli import compose
+from megatron_rl.config.schema import LoggerSettings
+from megatron_rl.records.metrics_log import MetricsLog
+from megatron_rl.records.past_run import RunUnreadable, flat_settings, read_metrics, read_settings
+from megatron_rl.records.run_directory import RunDirectory, to_yaml
+
+QUIET = LoggerSettings(tensorboard=False, progress=False)
+
+
+def test_what_a_run_writes_is_what_is_read(tmp_path: Path) -> None:
+    asked = compose(["experiment=smoke", "optimizer.lr=3e-5", f"run.root={tmp_path}", "run.name=a", "seed=7"])
+    directory = RunDirectory.create(asked, datetime.datetime.now())
+    with MetricsLog(directory, QUIET) as log:
+        log.write(0, {"eval/accuracy": 0.25, "train/grad_norm": float("nan")})
+        log.write(1, {})
+    assert read_metrics(directory.path) == [
+        {"step": 0, "eval/accuracy": 0.25, "train/grad_norm": None},
+        {"step": 1},
+    ]
+    settings = read_settings(directory.path)
+    assert settings == flat_settings(to_yaml(asked))
+    assert (settings["optimizer.lr"], settings["seed"], settings["data.seed"]) == (3e-5, 7, 7)
+    assert (settings["engine.extra_args"], settings["data.task_config"]) == ([], {})
+
+
+def test_the_line_that_a_run_is_writing_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1, "eval/acc')
+    assert read_metrics(tmp_path) == [{"step": 0}]
+
+
+@pytest.mark.parametrize("line", ['{"step": 0', "[1]", '{"step": "one"}', "", "nonsense"])
+def test_a_damaged_line_is_named(tmp_path: Path, line: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 0}}\n{line}\n{{"step": 2}}\n')
+    with pytest.raises(RunUnreadable, match=r"metrics.jsonl line 2 is damaged .*Remove that line"):
+        read_metrics(tmp_path)
+
+
+def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"\xff\xfe": 1}\n')
+    with pytest.raises(RunUnreadable, match="line 1 is damaged"):
+        read_metrics(tmp_path)
+    (tmp_path / "config.yaml").write_bytes(b"\xff\xfe: 1\n")
+    with pytest.raises(RunUnreadable, match=r"config\.yaml is damaged"):
+        read_settings(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "a: [", "- 1\n", "a: ${"])
+def test_settings_that_are_none_are_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(RunUnreadable, match=r"config.yaml is damaged .*run again"):
+        read_settings(tmp_path)
+
+
+def test_directories_that_hold_no_run_are_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(RunUnreadable, match=r"runs/no: there is no such directory. Give a run's"):
+        read_metrics(Path("runs/no"))
+    with pytest.raises(RunUnreadable, match=r"holds no metrics.jsonl: it is the directory of no run"):
+        read_metrics(tmp_path)
+    (tmp_path / "versions.json").touch()
+    with pytest.raises(RunUnreadable, match="a run that ended before it wrote one"):
+        read_metrics(tmp_path)
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(RunUnreadable, match=r"cannot be read: Is a directory"):
+        read_metrics(tmp_path)

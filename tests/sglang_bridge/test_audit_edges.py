@@ -1,0 +1,25 @@
+"""Audits at their edges: how long a text gets, one kind of sharding alone, and a server that names no MoE runner."""
+
+import pytest
+
+from sglang_bridge.engine import Engine
+from sglang_bridge.errors import AuditUnsupported
+from sglang_bridge.weights.audit import Mismatch, audit_engine, require_auditable
+from tests.sglang_bridge.test_audit import HoldingAdmin, expected, sent_and_held
+
+
+@pytest.mark.parametrize(("count", "end"), [(2, "e-1"), (16, "e-15"), (17, "e-15 and 1 more"), (18, "e-15 and 2 more")])
+def test_up_to_sixteen_fused_tensors_are_named(count: int, end: str) -> None:
+    assert str(Mismatch("w13_weight", tuple(f"e-{i}" for i in range(count)), "x")).endswith(f", {end}")
+
+
+@pytest.mark.parametrize("shape", [{"tp": 2}, {"tp": 3}, {"tp": 2, "ep": 2}])
+def test_a_sharded_engine_is_not_compared_by_value(shape: dict[str, int]) -> None:
+    with pytest.raises(AuditUnsupported, match=f"tp={shape['tp']} "):
+        require_auditable(Engine(url="http://127.0.0.1:1", **shape), {"device": "cpu"}, "cpu")
+
+
+def test_a_server_that_names_no_moe_runner_has_the_plain_one() -> None:
+    sent, held = sent_and_held()
+    report = audit_engine(HoldingAdmin(held, info={"device": "cuda"}), expected(sent, "cuda"))
+    assert (report.compared, report.mismatches) == (2, ())

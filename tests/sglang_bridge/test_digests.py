@@ -1,0 +1,66 @@
+"""Checksums of parameters whose parts stream by are those that SGLang takes of the whole."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sglang_bridge.weights.digests import CpuDigest, GpuDigest
+
+TILE_WORDS = 8192
+
+
+def digest_of(kind: type[CpuDigest] | type[GpuDigest], tensor: torch.Tensor, parts: int = 1) -> str:
+    digest = kind()
+    for part in tensor.contiguous().view(-1).view(torch.uint8).tensor_split(parts):
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def test_on_cpus_it_is_the_beginning_of_sha256() -> None:
+    tensor = torch.randn(33)
+    assert digest_of(CpuDigest, tensor) == hashlib.sha256(tensor.numpy().tobytes()).hexdigest()[:16]
+    assert digest_of(CpuDigest, tensor, 7) == digest_of(CpuDigest, tensor)
+
+
+def test_on_gpus_it_is_what_sglangs_kernel_computes(tmp_path: Path) -> None:
+    """The kernel itself, interpreted: whole tiles, a part of one, odd numbers of bytes, more than one tile."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = [
+        torch.randn(1, generator=generator),
+        torch.randn(5, generator=generator).bfloat16(),  # ten bytes: the last word is padded
+        torch.randn(TILE_WORDS, generator=generator),
+        torch.randn(2 * TILE_WORDS + 3, generator=generator),
+        torch.randn(3, TILE_WORDS + 1, generator=generator).bfloat16(),
+        torch.zeros(0),
+    ]
+    torch.save(tensors, tmp_path / "tensors.pt")
+    script = Path(__file__).with_name("sglang_gpu_hash.py")
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "tensors.pt")],
+        env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert [digest_of(GpuDigest, tensor) for tensor in tensors] == json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("kind", [CpuDigest, GpuDigest])
+def test_parts_of_any_size_make_the_same_digest(kind: type[CpuDigest] | type[GpuDigest]) -> None:
+    tensor = torch.randn(2 * TILE_WORDS + 77).bfloat16()
+    assert {digest_of(kind, tensor, parts) for parts in (1, 2, 3, 5, 1000)} == {digest_of(kind, tensor)}
+
+
+@pytest.mark.parametrize("kind", [CpuDigest, GpuDigest])
+def test_one_bit_and_the_order_of_parts_change_it(kind: type[CpuDigest] | type[GpuDigest]) -> None:
+    tensor = torch.randn(TILE_WORDS + 5)
+    before = digest_of(kind, tensor)
+    other = tensor.clone()
+    other.view(torch.int32)[TILE_WORDS] ^= 1 << 17
+    assert digest_of(kind, other) != before
+    assert digest_of(kind, tensor.roll(1)) != before
+    assert digest_of(kind, tensor[:-1]) != before

@@ -1,0 +1,179 @@
+"""Whole training steps in float64, written from the formulas: advantages, GRPO, ESPO, clipping, schedule, AdamW."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron_rl.config.schema import AlgoSettings, EspoSettings, GrpoSettings, OptimizerSettings
+from megatron_rl.contracts.group import Group
+from megatron_rl.contracts.rollout import Rollout
+from support.float64_model import Float64Model
+
+_NO_DECAY_BELOW = 2  # dimensions: the weights of norms are not decayed
+
+
+def advantages_of(groups: Sequence[Group]) -> dict[str, float]:
+    """(R - mean) / (std + 1e-6) by rollout, std over n - 1; without a verdict or a difference in correctness: none."""
+    found: dict[str, float] = {}
+    for group in groups:
+        judged = [r for r in group.rollouts if r.verdict.reward is not None]
+        if len({r.verdict.correctness for r in judged}) > 1:
+            rewards = torch.tensor([r.verdict.reward for r in judged], dtype=torch.float64)
+            centred = rewards - rewards.mean()
+            std = (centred.square().sum() / (len(judged) - 1)).sqrt()
+            found |= dict(zip([r.rollout_id for r in judged], (centred / (std + 1e-6)).tolist(), strict=True))
+    return found
+
+
+@dataclass(frozen=True)
+class Sequence64:
+    """One rollout as the model reads it: inputs [n], routes [n, layers, top-k]; `rows` are trained on `targets`."""
+
+    inputs: torch.Tensor
+    routes: torch.Tensor
+    rows: torch.Tensor
+    targets: torch.Tensor
+    sampled: torch.Tensor
+
+    @classmethod
+    def of(cls, rollout: Rollout) -> "Sequence64":
+        tokens, trained, sampled = [], [], []
+        for segment in rollout.segments:
+            tokens += segment.tokens.tolist()
+            trained += [segment.trainable] * len(segment.tokens)
+            sampled += [0.0] * len(segment.tokens) if segment.logprobs is None else segment.logprobs.tolist()
+        rows = [i - 1 for i in range(1, len(tokens)) if trained[i]]
+        return cls(
+            inputs=torch.tensor(tokens[:-1]),
+            routes=torch.tensor(rollout.routes.tolist()),
+            rows=torch.tensor(rows),
+            targets=torch.tensor([tokens[i + 1] for i in rows]),
+            sampled=torch.tensor([sampled[i + 1] for i in rows], dtype=torch.float64),
+        )
+
+
+@dataclass
+class Means:
+    """Sums and weights of what the trainer reports as means."""
+
+    totals: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, name: str, values: torch.Tensor | float, weight: float | None = None) -> None:
+        values = torch.as_tensor(values, dtype=torch.float64)
+        pair = self.totals.setdefault(name, [0.0, 0.0])
+        pair[0] += float(values.sum())
+        pair[1] += values.numel() if weight is None else weight
+
+    def values(self) -> dict[str, float]:
+        return {name: total / weight for name, (total, weight) in self.totals.items()}
+
+
+@dataclass
+class Float64Trainer:
+    """Trains a model step by step. grad_norms, rates: of every optimizer step so far."""
+
+    model: Float64Model
+    algo: AlgoSettings
+    optimizer: OptimizerSettings
+    total_steps: int
+    temperature: float
+    grad_norms: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._moments = {name: (torch.zeros_like(w), torch.zeros_like(w)) for name, w in self.model.weights.items()}
+
+    def train(
+        self, steps: Sequence[Sequence[str]], rollouts: Mapping[str, Rollout], advantages: Mapping[str, float]
+    ) -> dict[str, float]:
+        """One rollout batch: the old policy once, then an optimizer step for each list of rollouts. Returns metrics."""
+        means = Means()
+        sequences = {name: Sequence64.of(rollouts[name]) for step in steps for name in step}
+        with torch.no_grad():
+            old = {name: self._old(sequence, means) for name, sequence in sequences.items()}
+        for step in steps:
+            tokens = sum(len(sequences[name].rows) for name in step)
+            total = torch.zeros((), dtype=torch.float64)
+            for name in step:
+                logprob, _ = self._logprobs(sequences[name])
+                objective = self._objective(logprob, *old[name], advantages[name], means)
+                per_token = isinstance(self.algo, GrpoSettings)
+                total = total - (objective.sum() / tokens if per_token else objective / len(step))
+            means.add("train/loss", total.detach())
+            self._update(torch.autograd.grad(total, list(self.model.weights.values()), materialize_grads=True))
+            means.add("train/grad_norm", self.grad_norms[-1])
+            means.add("train/lr", self.rates[-1])
+        return means.values()
+
+    def _logprobs(self, sequence: Sequence64, means: Means | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        logits, differing = self.model.logits(sequence.inputs, sequence.routes)
+        logp = (logits[sequence.rows] / self.temperature).log_softmax(-1)
+        if means is not None:
+            means.add("mismatch/route_disagreement", float(differing), sequence.routes[..., 0].numel())
+        return logp.gather(-1, sequence.targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+    def _old(self, sequence: Sequence64, means: Means) -> tuple[torch.Tensor, torch.Tensor]:
+        logprob, entropy = self._logprobs(sequence, means)
+        log_w = logprob - sequence.sampled
+        means.add("policy/entropy", entropy)
+        means.add("mismatch/logprob_abs_mean", log_w.abs())
+        means.add("mismatch/k3_kl", log_w.clamp(-10, 10).exp() - 1 - log_w.clamp(-10, 10))
+        return logprob, entropy
+
+    def _objective(
+        self, logprob: torch.Tensor, old: torch.Tensor, entropy: torch.Tensor, advantage: float, means: Means
+    ) -> torch.Tensor:
+        """GRPO: of each token. ESPO: of the sequence."""
+        if isinstance(self.algo, GrpoSettings):
+            ratio = (logprob - old).exp()
+            return _clipped(ratio, advantage, self.algo.clip_low, self.algo.clip_high, means)
+        assert isinstance(self.algo, EspoSettings)
+        count = max(1, math.ceil(self.algo.fractions[0] * len(old)))
+        by_entropy = sorted(range(len(old)), key=lambda t: (-float(entropy[t]), t))
+        groups = [sorted(g) for g in (by_entropy[:count], by_entropy[count:]) if g]
+        parts = []
+        for group in groups:
+            width = self.algo.alpha * float(entropy[group].mean()) / math.log(self.model.config["vocab_size"])
+            width = max(self.algo.min_clip, width)
+            ratio = (logprob - old)[group].mean().exp().detach() * (logprob[group] - logprob[group].detach()).exp()
+            parts.append(_clipped(ratio, advantage, width, width, means).mean())
+            means.add("policy/epsilon_mean", width)
+        return torch.stack(parts).mean()
+
+    def _update(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Global-norm clipping and AdamW."""
+        settings, step = self.optimizer, len(self.rates) + 1
+        norm = math.sqrt(sum(float(g.square().sum()) for g in gradients))
+        rate, scale = self._rate(step), min(1.0, settings.clip_grad / (norm + 1e-6))
+        self.grad_norms.append(norm)
+        self.rates.append(rate)
+        for (name, weight), gradient in zip(self.model.weights.items(), gradients, strict=True):
+            mean, square = self._moments[name]
+            mean.mul_(settings.beta1).add_((1 - settings.beta1) * scale * gradient)
+            square.mul_(settings.beta2).add_((1 - settings.beta2) * (scale * gradient) ** 2)
+            direction = mean / (1 - settings.beta1**step)
+            direction = direction / ((square / (1 - settings.beta2**step)).sqrt() + settings.eps)
+            with torch.no_grad():
+                decay = settings.weight_decay if weight.ndim >= _NO_DECAY_BELOW else 0.0
+                weight.sub_(rate * (direction + decay * weight))
+
+    def _rate(self, step: int) -> float:
+        """Linear warm-up from 0, then linear decay to min_lr_ratio at `total_steps`."""
+        settings = self.optimizer
+        if step <= settings.warmup_steps:
+            return settings.lr * step / settings.warmup_steps
+        left = (self.total_steps - step) / (self.total_steps - settings.warmup_steps)
+        return settings.lr * (settings.min_lr_ratio + (1 - settings.min_lr_ratio) * left)
+
+
+def _clipped(ratio: torch.Tensor, advantage: float, low: float, high: float, means: Means) -> torch.Tensor:
+    """min(r A, clip(r, 1 - low, 1 + high) A) of each token."""
+    for name, cut in (
+        ("low", (ratio < 1 - low) & (advantage < 0)),
+        ("high", (ratio > 1 + high) & (advantage > 0)),
+    ):
+        means.add(f"policy/clip_fraction_{name}", cut.double())
+    means.add("policy/ratio_mean", ratio.detach())
+    return torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)

@@ -1,0 +1,44 @@
+"""Under torchrun: three ranks on two pretended nodes exchange rollouts over gloo; then one of these cannot be read."""
+
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from test_exchange import made, plan_of, read
+
+from megatron_rl.contracts.group import RolloutRef
+from megatron_rl.contracts.rollout import Rollout
+from megatron_rl.rollouts import codec
+from megatron_rl.training.exchange import ExchangeFailed, exchange_rollouts
+from megatron_rl.training.parcels import Receiver, rollouts_of
+from support.rollouts import assert_equal
+
+
+def unreadable(ref: RolloutRef) -> Rollout:
+    if ref.rollout_id == "r3":
+        raise OSError("gone")
+    return read(ref)
+
+
+dist.init_process_group("gloo")
+rank, group = dist.get_rank(), dist.group.WORLD
+assert group is not None
+plan = plan_of([i // 3 % 2 for i in range(17)], dp_size=2)
+receivers = [Receiver(dp_rank=node, node=node, moe_rows=(2, 0)) for node in (0, 1, 1)]  # the last two share tensors
+rollouts = exchange_rollouts(plan, receivers, rank, group, read)
+assert sorted(rollouts) == rollouts_of(plan, receivers[rank].dp_rank)
+for index, rollout in rollouts.items():
+    assert_equal(rollout, codec.select_layers(made(index), (2, 0)))
+try:
+    exchange_rollouts(plan, receivers, rank, group, unreadable)
+except ExchangeFailed as error:
+    assert "rollout r3: gone" in str(error)
+else:
+    raise AssertionError(f"rank {rank} was told nothing")
+dist.barrier()
+if rank == 0:
+    print(f"exchanged on {dist.get_world_size()} ranks", flush=True)
+dist.destroy_process_group()
