@@ -93,6 +93,10 @@ class AdminClient:
         """Leave a process group."""
         self._post("/destroy_weights_update_group", {"group_name": name})
 
+    def abort(self, rid: str) -> None:
+        """End every request whose name begins like this; it answers with what it has drawn so far."""
+        self._post("/abort_request", {"rid": rid})
+
     def begin_weight_update(self) -> None:
         """Open a weight-update session."""
         self._post("/begin_weight_update", {})

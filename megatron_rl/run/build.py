@@ -67,6 +67,7 @@ def build_worker(c: Configuration, shape: ModelShape, loss: PolicyLoss, layout: 
         engine=c.engine,
         run=c.run,
         logger=c.logger,
+        settings=c.train,
         rollouts_directory=rollouts,
     )
 

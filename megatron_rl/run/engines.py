@@ -23,12 +23,14 @@ from megatron_rl.sync.open import open_weight_sync
 from megatron_rl.sync.sender import WeightSync
 from megatron_rl.training.collectives import broadcast_bytes, gather_bytes
 from sglang_bridge.addresses import node_address, require_private_address
+from sglang_bridge.admin import AdminClient
 from sglang_bridge.engine import Engine
 from sglang_bridge.keys import RunKeys, create_keys, read_keys
 from sglang_bridge.readiness import require_external_engines
 from sglang_bridge.settings import ServerPlace
 
 _HUB_SECONDS = 60.0
+_ABORT_SECONDS = 5.0
 _ABANDON_SECONDS = 2.5
 
 
@@ -74,7 +76,7 @@ class Engines:
             return None
         configuration = self._configuration
         hub.wait_for(len({engine.node for engine in engines}), _HUB_SECONDS)
-        queue = RolloutQueue(hub, configuration.rollout)
+        queue = RolloutQueue(hub, configuration.rollout, abort=self._abort_request)
         queue.configure({node: self._configure(engines, node) for node in {engine.node for engine in engines}})
         weights = open_weight_sync(
             engines,
@@ -129,8 +131,9 @@ class Engines:
                 gpus=tuple(range(start, start + engine.tp)) if on_gpu else (),
                 return_routes=self._configuration.train.replay_routes,
                 load_format="dummy" if model.init == "random" else None,
+                seed=(self._configuration.seed + job.node * engine.count + index) % 2**32,
             )
-            for start in starts
+            for index, start in enumerate(starts)
         ]
 
     def _own_engines(self) -> list[Engine]:
@@ -174,7 +177,13 @@ class Engines:
             rollout=configuration.rollout,
             reward=configuration.reward,
             environment=configuration.environment,
+            vocab_size=self._shape.vocab_size,
+            seed=configuration.seed,
         )
+
+    def _abort_request(self, url: str, rid: str) -> None:
+        """End one request; collectors do not hold the key for it."""
+        AdminClient(Engine(url=url), self._keys, timeout=_ABORT_SECONDS).abort(rid)
 
 
 def route_shape(shape: ModelShape) -> RouteShape:

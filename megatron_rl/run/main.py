@@ -13,6 +13,7 @@ from megatron_rl.run.ending import close, explain, leave, leave_thread
 from megatron_rl.run.last_words import LastWords
 from megatron_rl.run.siblings import Siblings
 from megatron_rl.run.watch import Watch, end_with_torchrun
+from sglang_bridge.command import nccl_environment
 
 if TYPE_CHECKING:
     from megatron_rl.run.rank import Rank
@@ -47,6 +48,7 @@ def run(configuration: Configuration) -> int:
 
 def _open(configuration: Configuration, progress: Progress, words: LastWords, watch: Watch) -> Rank:
     """The import of torch is late and long: signals and progress come first."""
+    os.environ.update(nccl_environment(os.environ))  # before torch could start NCCL
     progress.say("importing torch")
     with progress.during("importing torch"):
         from megatron_rl.run.rank import Rank

@@ -56,6 +56,8 @@ class Trainer:
             return
         self.dispatcher = dispatcher
         progress.say(f"{len(prompts.train)} training prompts, {len(prompts.held_out)} held out; {prompts.excluded}")
+        if report := prompts.excluded.report():
+            (self._directory.path / "left_out.txt").write_text(report + "\n", encoding="utf-8", errors="replace")
         log = self._stack.enter_context(MetricsLog(self._directory, c.logger))
         records = Records(self._directory, log, progress)
         stops, dp_size = self._shape.eos_token_ids, worker.layout.dp_size

@@ -67,7 +67,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Outcome:
-    """seconds: from the fault to the end of the launcher and of all ranks. code: of exit.json. root_cause: the code that
+    """seconds: from the fault to the end of launcher and ranks. code: of exit.json. root_cause: the code that
     torchrun names. left, shared_memory: what outlives them, of processes and of files in /dev/shm.
     """
 

@@ -1,0 +1,78 @@
+"""What a collector asks of engines, asked of a real one: seeds, and aborts at a deadline."""
+
+import asyncio
+import json
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+
+from megatron_rl.config.schema import EngineSettings
+from megatron_rl.contracts.prompt import Sampling
+from megatron_rl.models.qwen3_moe import read_shape
+from megatron_rl.rollouts.engine_pool import EnginePool, RequestForm
+from megatron_rl.rollouts.messages import AbortRequest, FromCollector
+from sglang_bridge.engine import Engine
+from sglang_bridge.generation import FinishReason, Generation
+from sglang_bridge.server import ManagedEngine
+from support.engines import running_engine
+from support.scripted_model import CHECKPOINT, PROMPT
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+SHAPE = read_shape(CHECKPOINT)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ManagedEngine]:
+    with running_engine(CHECKPOINT, tmp_path_factory.mktemp("engine")) as running:
+        yield running
+
+
+def admin(engine: ManagedEngine, path: str, body: dict) -> None:
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {engine.keys.admin_api_key}"}
+    urllib.request.urlopen(urllib.request.Request(engine.url + path, json.dumps(body).encode(), headers), timeout=30)
+
+
+def test_what_runs_at_its_deadline_is_kept_with_its_routes_and_the_engine_goes_on(engine: ManagedEngine) -> None:
+    """The engine is paused while it generates: it falls silent, every request expires, is aborted and answered."""
+    aborted: list[str] = []
+
+    async def tell(message: FromCollector) -> None:
+        if isinstance(message, AbortRequest):
+            await asyncio.to_thread(admin, engine, "/abort_request", {"rid": message.rid})
+            aborted.append(message.rid)
+            if len(aborted) == 1:
+                await asyncio.to_thread(admin, engine, "/continue_generation", {})
+
+    async def run() -> list[Generation | BaseException]:
+        form = RequestForm(
+            api_key=engine.keys.api_key,
+            longest_response=1,
+            route_shape=(SHAPE.num_layers, SHAPE.topk),
+            vocab_size=SHAPE.vocab_size,
+        )
+        settings = EngineSettings(request_timeout_s=4.0, token_timeout_s=0.0, retries=0)
+        pool = EnginePool([Engine(url=engine.url)], settings, form, tell)
+        sampling = Sampling(max_new_tokens=100, temperature=5.0)
+        requests = [
+            asyncio.create_task(
+                pool.generate(PROMPT.token_ids, sampling, rid=f"r{i}", return_routes=True, seed=2**63 - 1 - i)
+            )
+            for i in range(48)
+        ]
+        await asyncio.wait(requests, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.to_thread(admin, engine, "/pause_generation", {"mode": "in_place"})
+        results = await asyncio.gather(*requests, return_exceptions=True)
+        results.append(await pool.generate(PROMPT.token_ids, sampling, rid="after", return_routes=True))
+        await pool.close()
+        return results
+
+    results = asyncio.run(run())
+    assert aborted, "no request was running when the engine was paused"
+    assert all(isinstance(result, Generation) for result in results), results
+    for result in results:
+        assert isinstance(result, Generation) and result.routes is not None
+        assert len(result.routes) == len(PROMPT.token_ids) + len(result.output_ids) - 1
+        assert result.finish_reason is not FinishReason.ABORT
+    cut = [r for r in results if isinstance(r, Generation) and r.finish_reason is FinishReason.LENGTH]
+    assert any(0 < len(r.output_ids) < 100 for r in cut)
