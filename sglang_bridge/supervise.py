@@ -17,10 +17,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from sglang_bridge.shared_memory import mapped_shared_memory, remove_shared_memory
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _CHECK_SECONDS = 0.5
-_TRACKER_SECONDS = 2.0
 
 
 def main(arguments: list[str]) -> int:
@@ -39,20 +40,19 @@ def main(arguments: list[str]) -> int:
 
 def end_tree(child: subprocess.Popen[bytes], grace_seconds: float) -> int:
     """SIGTERM to the child's process group, SIGKILL after the grace to every descendant left. Returns its code."""
+    shared_memory = mapped_shared_memory(descendants(os.getpid()))
     _signal_group(child.pid, signal.SIGTERM)
     deadline = time.monotonic() + grace_seconds
     while time.monotonic() < deadline and (child.poll() is None or descendants(os.getpid())):
         _reap_orphans(child)
         time.sleep(0.05)
-    deadline = time.monotonic() + _TRACKER_SECONDS
     while left := descendants(os.getpid()):
-        patient = time.monotonic() < deadline
         for pid in left:
-            if not (patient and _is_tracker(pid)):
-                _kill(pid)
+            _kill(pid)
         child.poll()
         _reap_orphans(child)
         time.sleep(0.02)
+    remove_shared_memory(shared_memory)
     return child.wait()
 
 
@@ -67,14 +67,6 @@ def descendants(pid: int) -> list[int]:
         for child in pids:
             found += [child, *descendants(child)]
     return found
-
-
-def _is_tracker(pid: int) -> bool:
-    """Python's own helper that removes the semaphores and shared memory of processes that were killed, then ends."""
-    try:
-        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:

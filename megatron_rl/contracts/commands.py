@@ -30,14 +30,8 @@ class Save(msgspec.Struct, frozen=True, tag="save"):
     path: str
 
 
-class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """Stop at once; rank 0 has said why."""
-
-    reason: str
-
-
 class Finish(msgspec.Struct, frozen=True, tag="finish"):
     """The run is complete."""
 
 
-Command = Wait | Sync | Train | Save | Abort | Finish
+Command = Wait | Sync | Train | Save | Finish

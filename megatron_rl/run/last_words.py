@@ -77,6 +77,7 @@ class LastWords:
 
     def _explain_signal(self, number: signal.Signals) -> int:
         code = SIGNALS[number]
+        time.sleep(_POLL_SECONDS)  # a dying torchrun signals before it is seen to be dead
         if self._siblings.orphaned:
             said = f"torchrun (process {self._siblings.agent}) was killed, and its ranks end with it"
             return self._say(code, said) if self._siblings.local_rank == 0 else self._wait_for_words(code)

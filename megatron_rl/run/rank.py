@@ -8,24 +8,26 @@ from __future__ import annotations
 import contextlib
 import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron_rl.config.schema import Configuration
+from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.mcore.job import Job, join, leave
 from megatron_rl.models.qwen3_moe import read_shape
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.records.progress import Progress, print_line
 from megatron_rl.records.run_directory import RunDirectory
 from megatron_rl.records.run_lock import hold_run
-from megatron_rl.run.dispatch import RunAborted
 from megatron_rl.run.engines import Engines, open_engines
 from megatron_rl.run.last_words import LastWords
 from megatron_rl.run.space import require_space
 from megatron_rl.run.watch import Watch
 from megatron_rl.training.collectives import broadcast_bytes
 
-if TYPE_CHECKING:
-    from megatron_rl.run.trainer import Trainer
+
+class NoDirectory(Failure):
+    """Rank 0 could not make the run directory, and says why."""
+
+    exit_code = ExitCode.PEER_FAILED
 
 
 class Rank:
@@ -38,7 +40,6 @@ class Rank:
         self._watch = watch
         self._stack = contextlib.ExitStack()
         self._engines: Engines | None = None
-        self._trainer: Trainer | None = None
 
     def run(self) -> None:
         """Set up, then lead or follow to the end."""
@@ -55,8 +56,7 @@ class Rank:
 
             compat.install()
             from megatron_rl.run.trainer import Trainer  # Megatron may only be imported after the line above
-        self._trainer = Trainer(c, shape, job, directory, progress, self._stack)
-        self._trainer.run(engines, self._watch)
+        Trainer(c, shape, job, directory, progress, self._stack).run(engines, self._watch)
         if job.rank == 0:
             print_line(f"done: metrics, logs and checkpoints are in {directory.path}")
 
@@ -65,10 +65,10 @@ class Rank:
         self._stack.close()
 
     def abandon(self) -> None:
-        """After one that failed: end this rank's processes, so that nobody waits for them, and tell who listens."""
-        if self._trainer is not None and self._trainer.dispatcher is not None:
-            with contextlib.suppress(RuntimeError):
-                self._trainer.dispatcher.abort("rank 0 has said why")
+        """After one that failed: end this rank's processes first, so that nothing below waits for them.
+
+        Other ranks notice the end of this process; a message could not reach one that is inside a collective.
+        """
         if self._engines is not None:
             self._engines.abandon()
         self._stack.close()
@@ -87,7 +87,7 @@ class Rank:
                 broadcast_bytes(str(made.path).encode() if made is not None else b"", job.control_group)
         where = str(made.path) if made is not None else broadcast_bytes(None, job.control_group).decode()
         if not where:
-            raise RunAborted("rank 0 could not make the run directory")
+            raise NoDirectory("rank 0 could not make the run directory")
         self._words.directory = Path(where)
         with contextlib.suppress(OSError):  # a file system without locks
             self._stack.enter_context(hold_run(Path(where)))

@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from pathlib import Path
 from megatron_rl.config.schema import EngineSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.rollouts.__main__ import RUN_KEY_VARIABLE
-from megatron_rl.run.process_table import kill, tree
+from megatron_rl.run.process_table import Process, kill, tree
 from megatron_rl.run.pulse import Pulse
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import EngineError
@@ -23,6 +24,7 @@ from sglang_bridge.lifeline import Lifeline, start_supervised
 from sglang_bridge.log_tail import last_lines
 from sglang_bridge.server import ManagedEngine
 from sglang_bridge.settings import ServerPlace
+from sglang_bridge.shared_memory import mapped_shared_memory, remove_shared_memory
 
 _POLL_SECONDS = 0.2
 _STOP_SECONDS = 15.0
@@ -44,6 +46,8 @@ class NodeServices:
         self._engines: list[ManagedEngine] = []
         self._collector: subprocess.Popen[bytes] | None = None
         self._pulse = Pulse()
+        self._looking = threading.Lock()
+        self._shared_memory: set[Path] = set()  # of engines that are healthy; dead ones do not tell
 
     def start_engines(self, settings: EngineSettings, places: Iterable[ServerPlace], keys: RunKeys) -> None:
         """Start servers and return at once; they load while the trainer builds its model."""
@@ -60,6 +64,7 @@ class NodeServices:
                 waiting[0].wait_healthy(0.0)
             waiting = [engine for engine in waiting if not engine.poll_healthy()]
             time.sleep(_POLL_SECONDS if waiting else 0.0)
+        self._shared_memory = mapped_shared_memory(process.pid for process in self._processes())
         return [engine.engine for engine in self._engines]
 
     def start_collector(self, hub: tuple[str, int], run_key: str) -> None:
@@ -81,16 +86,19 @@ class NodeServices:
         if self._collector is not None and (code := self._collector.poll()) is not None:
             tail = last_lines(self._collector_log, count=20)
             raise CollectorDied(f"the collector of node {self._node} ended with code {code}; its log ends:\n{tail}")
-        self._pulse.look(self._supervisors)
+        with self._looking:  # the watch looks, and so does the main thread while it waits
+            self._pulse.look(self._supervisors)
 
     def stop(self, seconds: float = _STOP_SECONDS) -> None:
         """End everything at once; harmless to call again. What does not end in `seconds` is killed."""
-        trees = [process for pid in self._supervisors.values() for process in tree(pid)]
+        trees = self._processes()
+        shared_memory = self._shared_memory | mapped_shared_memory(process.pid for process in trees)
         with ThreadPoolExecutor(max_workers=len(self._engines) + 1) as pool:
             pool.submit(self._stop_collector, seconds)
             for engine in self._engines:
                 pool.submit(_stop_engine, engine, seconds)
         kill(trees)  # what a supervisor that was stopped or killed leaves behind
+        remove_shared_memory(shared_memory)
         self._lifeline.close()
 
     def _stop_collector(self, seconds: float) -> None:
@@ -101,6 +109,9 @@ class NodeServices:
             self._collector.wait(seconds)
         except subprocess.TimeoutExpired:
             self._collector.kill()
+
+    def _processes(self) -> list[Process]:
+        return [process for pid in self._supervisors.values() for process in tree(pid)]
 
     @property
     def _supervisors(self) -> dict[str, int]:

@@ -40,8 +40,8 @@ class Siblings:
 
     @property
     def orphaned(self) -> bool:
-        """Whether torchrun is gone."""
-        return self.agent != 0 and os.getppid() != self.agent
+        """Whether torchrun is gone, or about to be: its last threads outlive its first."""
+        return self.agent != 0 and (os.getppid() != self.agent or not lives(self.agent))
 
     def living(self) -> set[int]:
         """Ranks of this node that live, this one among them."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 
+import torch.distributed as dist
+
 from megatron_rl.config.schema import Configuration
 from megatron_rl.environments.environment import open_environment
 from megatron_rl.losses import open_loss
@@ -24,7 +26,7 @@ from megatron_rl.training.worker import Worker
 
 
 class Trainer:
-    """What a rank does beside engines that load, and then with them. dispatcher: rank 0's, once it leads."""
+    """What a rank does beside engines that load, and then with them."""
 
     def __init__(
         self,
@@ -41,7 +43,6 @@ class Trainer:
         self._directory = directory
         self._progress = progress
         self._stack = stack
-        self.dispatcher: Dispatcher | None = None
 
     def run(self, engines: Engines, watch: Watch) -> None:
         """To the end of the run."""
@@ -54,7 +55,6 @@ class Trainer:
         if connected is None or prompts is None:
             dispatcher.follow()
             return
-        self.dispatcher = dispatcher
         progress.say(f"{len(prompts.train)} training prompts, {len(prompts.held_out)} held out; {prompts.excluded}")
         if report := prompts.excluded.report():
             (self._directory.path / "left_out.txt").write_text(report + "\n", encoding="utf-8", errors="replace")
@@ -73,8 +73,17 @@ class Trainer:
             worker = build_worker(c, shape, loss, layout, self._directory.rollouts)
         progress.say("compiling kernels")
         with progress.during("compiling kernels"):
-            warm_up(worker)
+            self._compile(worker)
         return worker
+
+    def _compile(self, worker: Worker) -> None:
+        """One rank of each node first: on CPUs the others then read from its cache what it compiled."""
+        together = worker.layout.tp_group is not None  # they share the vocabulary, and compute in collectives
+        if self._job.local_rank and not together:
+            dist.barrier(self._job.control_group)
+        warm_up(worker)
+        if not self._job.local_rank and not together:
+            dist.barrier(self._job.control_group)
 
     def _connect(self, engines: Engines, watch: Watch) -> Connected | None:
         self._progress.say("waiting for the engines")

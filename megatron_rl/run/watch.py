@@ -75,7 +75,8 @@ class Watch:
     def __enter__(self) -> Watch:
         self._read, self._write = socket.socketpair()
         self._write.setblocking(False)
-        self._previous = {number: signal.signal(number, self._interrupt) for number in SIGNALS}
+        heeded = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
+        self._previous = {number: signal.signal(number, self._interrupt) for number in heeded}
         self._previous_fd = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
         self._thread.start()
         return self

@@ -7,7 +7,7 @@ import pytest
 from safetensors.torch import load_file
 
 from megatron_rl.contracts.exit_codes import ExitCode
-from support.jobs import ROOT, family, start_job, survivors
+from support.jobs import ROOT, family, start_job, survivors, wait_for_step
 
 pytestmark = [pytest.mark.engine, pytest.mark.distributed, pytest.mark.timeout(420)]
 NAMES = {
@@ -21,10 +21,11 @@ NAMES = {
 
 def test_two_expert_parallel_ranks_train_and_leave_a_complete_run(tmp_path: Path) -> None:
     job = start_job(tmp_path, "parallel=ep2", "train.total_steps=3", "run.save_weights=true", ranks=2)
+    run = tmp_path / "job"
+    wait_for_step(run, 1, job)
     processes = family(job)
     output, _ = job.communicate(timeout=360)
     assert job.returncode == 0, output[-4000:]
-    run = tmp_path / "job"
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [0, 1, 2, 3]
     assert NAMES - records[-1].keys() == set()

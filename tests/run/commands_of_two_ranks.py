@@ -1,12 +1,10 @@
-"""Under torchrun: two ranks execute what rank 0 says, then rank 0 finishes or aborts. Usage: ... finish|abort"""
-
-import sys
+"""Under torchrun: two ranks execute what rank 0 says, then rank 0 finishes."""
 
 import torch
 import torch.distributed as dist
 
 from megatron_rl.contracts.commands import Save, Sync, Wait
-from megatron_rl.run.dispatch import Dispatcher, RunAborted
+from megatron_rl.run.dispatch import Dispatcher
 
 
 def main() -> None:
@@ -29,12 +27,9 @@ def main() -> None:
         dispatcher.run(Wait())
         assert dispatcher.run(Sync(version=20)) == 41
         dispatcher.run(Save("somewhere"))
-        dispatcher.finish() if sys.argv[1] == "finish" else dispatcher.abort("the engine died")
+        dispatcher.finish()
     else:
-        try:
-            dispatcher.follow()
-        except RunAborted as error:
-            done.append(f"aborted: {error}")
+        dispatcher.follow()
     everyone: list[list[str]] = [[], []]
     dist.all_gather_object(everyone, done)
     if rank == 0:

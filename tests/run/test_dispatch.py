@@ -11,7 +11,5 @@ DONE = ["wait", "sync 41", "somewhere"]
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("end", "last"), [("finish", []), ("abort", ["aborted: the engine died"])])
-def test_two_ranks_execute_what_rank_0_says(end: str, last: list[str]) -> None:
-    output = torchrun(SCRIPT, end, ranks=2)
-    assert f"RESULT {[DONE, DONE + last]}" in output
+def test_two_ranks_execute_what_rank_0_says() -> None:
+    assert f"RESULT {[DONE, DONE]}" in torchrun(SCRIPT, ranks=2)

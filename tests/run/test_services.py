@@ -12,7 +12,10 @@ import pytest
 from megatron_rl.run.process_table import lives, tree
 from megatron_rl.run.pulse import ProcessStopped, Pulse
 from megatron_rl.run.services import NodeServices
+from sglang_bridge.engine import Engine
 from sglang_bridge.lifeline import Lifeline, start_supervised
+
+_SLEEP = "import subprocess; subprocess.Popen(['sleep', '60']).wait()"
 
 
 class Sleeper:
@@ -20,15 +23,24 @@ class Sleeper:
 
     url = "http://127.0.0.1:1"
 
-    def __init__(self, lifeline: Lifeline) -> None:
-        code = "import subprocess; subprocess.Popen(['sleep', '60']).wait()"
-        self.process = start_supervised(
-            [sys.executable, "-c", code], lifeline=lifeline, environment=dict(os.environ), grace_seconds=0.3
-        )
+    engine = Engine(url=url)
+
+    def __init__(self, lifeline: Lifeline, code: str = _SLEEP, log: Path | None = None) -> None:
+        with (log or Path(os.devnull)).open("wb") as out:
+            self.process = start_supervised(
+                [sys.executable, "-c", code],
+                lifeline=lifeline,
+                environment=dict(os.environ),
+                log=out,
+                grace_seconds=0.3,
+            )
         self.pid = self.process.pid
         deadline = time.monotonic() + 20
         while len(tree(self.pid)) < 3 and time.monotonic() < deadline:  # supervisor, python, sleep
             time.sleep(0.05)
+
+    def poll_healthy(self) -> bool:
+        return True
 
     def check_alive(self) -> None:
         assert self.process.poll() is None
@@ -76,25 +88,27 @@ def test_a_stopped_engine_ends_the_run_after_a_while(services: NodeServices) -> 
     services.stop(1.0)
 
 
-def test_shared_memory_of_an_engine_that_is_killed_is_removed(tmp_path: Path) -> None:
-    """Python's resource tracker does it, if it is given the time: a supervisor kills it last."""
+@pytest.mark.parametrize("death", ["ended", "supervisor killed", "trainer killed"])
+def test_shared_memory_of_engines_is_removed_whoever_dies(tmp_path: Path, death: str) -> None:
+    """Python's resource tracker, which would do it, is killed with them; SGLang's own files nobody tracks."""
     code = (
-        "import multiprocessing, signal, sys, time\nfrom multiprocessing.shared_memory import SharedMemory\n"
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "import multiprocessing, signal, time\nfrom multiprocessing.shared_memory import SharedMemory\n"
         "lock, memory = multiprocessing.get_context('spawn').Lock(), SharedMemory(create=True, size=4096)\n"
-        "print(memory.name, flush=True)\ntime.sleep(60)\n"
+        "print(memory.name, flush=True)\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(60)\n"
     )
-    before = set(os.listdir("/dev/shm"))
-    lifeline, log = Lifeline(), tmp_path / "log"
-    with log.open("wb") as out:
-        process = start_supervised(
-            [sys.executable, "-c", code], lifeline=lifeline, environment=dict(os.environ), log=out, grace_seconds=0.2
-        )
-    while not (name := log.read_text().strip()):
+    services, log = NodeServices(node=0, log_directory=tmp_path), tmp_path / "log"
+    services._engines.append(engine := Sleeper(services._lifeline, code, log))  # type: ignore[arg-type]
+    while len(log.read_text()) < 5:
         time.sleep(0.05)
-    mine = set(os.listdir("/dev/shm")) - before
-    assert name in mine
-    process.terminate()
-    process.wait(10)
-    lifeline.close()
+    name = log.read_text().strip()
+    services.wait_healthy(10)
+    assert name in os.listdir("/dev/shm")
+    if death == "trainer killed":
+        services._lifeline.close()
+        engine.process.wait(10)
+    else:
+        if death == "supervisor killed":
+            engine.process.kill()
+            engine.process.wait()
+        services.stop(3.0)
     assert name not in os.listdir("/dev/shm")

@@ -13,6 +13,7 @@ from megatron_rl.run.ending import close
 ROOT = Path(__file__).resolve().parents[2]
 HEAD = """
 import ctypes, os, signal, subprocess, sys, time
+import megatron_rl.run.failures
 from pathlib import Path
 from megatron_rl.run.ending import explain, leave
 from megatron_rl.run.last_words import LastWords
@@ -68,6 +69,12 @@ def test_a_signal_ends_a_run_that_works(number: signal.Signals) -> None:
     code, errors, seconds = run("run(sleeping)", number)
     assert code == 128 + number and seconds < 5
     assert errors.strip().splitlines()[0] == f"the run was told to stop ({number.name})" and "Traceback" not in errors
+
+
+def test_a_run_under_nohup_outlives_its_terminal() -> None:
+    code = "signal.signal(signal.SIGHUP, signal.SIG_IGN)\nrun(sleeping)"
+    status, errors, _ = run(code, signal.SIGHUP, signal.SIGTERM)
+    assert status == 143 and "SIGHUP" not in errors
 
 
 def test_a_signal_ends_a_run_that_is_stuck_in_a_collective() -> None:
