@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
+
+
+def how_it_ended(returncode: int) -> str:
+    """A process's end in words. returncode: minus a signal's number, or 128 more than it, if a signal ended it."""
+    number = -returncode if returncode < 0 else returncode - 128
+    if number == signal.SIGKILL:
+        return "SIGKILL: from outside, or by the kernel for want of memory (see dmesg)"
+    return signal.Signals(number).name if number in set(signal.Signals) else f"exit code {returncode}"
 
 
 class EngineError(Exception):
@@ -21,10 +30,10 @@ class EngineUnhealthy(EngineError):
 
 
 class EngineDied(EngineError):
-    """An engine's process ended by itself. returncode: 128 + signal number if a signal ended it."""
+    """An engine's process ended by itself. returncode: as of `how_it_ended`."""
 
     def __init__(self, message: str, *, returncode: int, log_tail: str = "") -> None:
-        super().__init__(_with_log(f"{message} (exit code {returncode})", log_tail))
+        super().__init__(_with_log(f"{message} ({how_it_ended(returncode)})", log_tail))
         self.returncode = returncode
         self.log_tail = log_tail
 

@@ -27,8 +27,8 @@ class ConfigurationRefused(Failure):
     exit_code = ExitCode.REFUSED
 
     def __init__(self, refusals: Sequence[Refusal]) -> None:
-        headline = "1 setting is refused" if len(refusals) == 1 else f"{len(refusals)} settings are refused"
-        super().__init__("\n".join([f"{headline}; nothing was started.", *(f"  {refusal}" for refusal in refusals)]))
+        count = "1 setting is refused" if len(refusals) == 1 else f"{len(refusals)} settings are refused"
+        super().__init__("\n".join([*map(str, refusals), f"{count}; nothing was started."]))
         self.refusals = tuple(refusals)
 
 

@@ -18,7 +18,7 @@ from megatron_rl.rollouts.__main__ import RUN_KEY_VARIABLE
 from megatron_rl.run.process_table import Process, kill, tree
 from megatron_rl.run.pulse import Pulse
 from sglang_bridge.engine import Engine
-from sglang_bridge.errors import EngineError
+from sglang_bridge.errors import EngineError, how_it_ended
 from sglang_bridge.keys import RunKeys
 from sglang_bridge.lifeline import Lifeline, start_supervised
 from sglang_bridge.log_tail import last_lines
@@ -85,7 +85,8 @@ class NodeServices:
             engine.check_alive()
         if self._collector is not None and (code := self._collector.poll()) is not None:
             tail = last_lines(self._collector_log, count=20)
-            raise CollectorDied(f"the collector of node {self._node} ended with code {code}; its log ends:\n{tail}")
+            end = f"the collector of node {self._node} ended ({how_it_ended(code)})"
+            raise CollectorDied(f"{end}; its log ends:\n{tail}")
         with self._looking:  # the watch looks, and so does the main thread while it waits
             self._pulse.look(self._supervisors)
 

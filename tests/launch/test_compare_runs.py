@@ -196,7 +196,8 @@ def test_the_number_of_ranks_reaches_the_rules_and_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     assert compare("--seeds", "0", "--variant", "a:", "parallel=ep2") == ExitCode.REFUSED
-    assert "--variant a, seed 0: 1 setting is refused" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "--variant a, seed 0: parallel.ep=2: " in said and "1 setting is refused" in said
     monkeypatch.setattr(
         "support.past_runs.compose", lambda overrides: script.compose(overrides, facts=script.LaunchFacts(2, 2))
     )

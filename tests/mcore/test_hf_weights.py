@@ -100,9 +100,12 @@ def test_a_model_from_scratch_exports_a_checkpoint_that_computes_the_same(
         ),
         ("model.layers.0.mlp.experts.3.up_proj.weight", lambda t: t[1:].clone(), "up_proj.weight has 23 rows"),
         ("model.layers.1.mlp.gate_proj.weight", lambda t: t[1:].clone(), "gate_proj.weight has 47 rows"),
+        ("model.norm.weight", lambda t: (-t.abs()).sqrt(), "model.norm.weight of model.safetensors holds NaN or Inf"),
+        ("lm_head.weight", lambda t: t / 0.0, "lm_head.weight of model.safetensors holds NaN or Inf"),
+        ("lm_head.weight", lambda t: t.abs() / -0.0, "lm_head.weight of model.safetensors holds NaN or Inf"),
     ],
 )
-def test_missing_and_misshapen_tensors_are_named(
+def test_tensors_that_are_missing_misshapen_or_not_finite_are_named(
     megatron: Any, checkpoint: Path, tmp_path: Path, name: str, change: Any, message: str
 ) -> None:
     from megatron_rl.mcore.weights.load import CheckpointError

@@ -256,9 +256,9 @@ FAULTS = [
     Fault("full disk during the run", r".*metrics\.jsonl cannot be written: the disk is full", ExitCode.CANNOT_WRITE,
           _fill_disk, _small_disk("48m")),
     Fault("full disk before the run", "run.root=.*MiB are free on its disk", None, None, _no_space),
-    Fault("read-only run.root", "1 setting is refused", None, None, _read_only),
+    Fault("read-only run.root", "run.root=.*read-only", None, None, _read_only),
     Fault("stolen port", "", ExitCode.OK, _steal_port, recovers=True, steps=2),
-    Fault("NaN weights", "an evaluation: .* cannot be used .*non", ExitCode.ENGINE_FAILED, None, _nan_weights),
+    Fault("NaN weights", "model.path=.*tensor .*input_layernorm.* holds NaN", ExitCode.BAD_DATA, None, _nan_weights),
 ]  # fmt: skip
 
 

@@ -22,7 +22,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # all others need scal
 
 
 class CheckpointError(Failure, RuntimeError):
-    """The checkpoint's files cannot be read, or lack a tensor the model needs or hold it in another shape or dtype."""
+    """The checkpoint's files cannot be read, or lack a tensor the model needs, or hold it in another shape or dtype, or
+    not finite."""
 
     exit_code = ExitCode.BAD_DATA
 
@@ -113,6 +114,8 @@ class _TensorFiles:
                 f"model.path={str(self._directory)!r}: tensor {name} is {tensor.dtype}; weights must be float32, "
                 "bfloat16 or float16, because scales of quantized ones are not read. Use the bf16 checkpoint"
             )
+        if tensor.numel() and not torch.stack(torch.aminmax(tensor)).isfinite().all():  # NaN is both of them
+            raise self._unusable(f"tensor {name} of {file} holds NaN or Inf")
         return tensor
 
     def _unusable(self, rule: str) -> CheckpointError:

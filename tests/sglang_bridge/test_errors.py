@@ -1,0 +1,21 @@
+"""What people read when an engine's process ends."""
+
+import pytest
+
+from sglang_bridge.errors import EngineDied, how_it_ended
+
+
+@pytest.mark.parametrize(
+    ("returncode", "words"),
+    [
+        (-9, "SIGKILL: from outside"),
+        (137, "SIGKILL: from outside"),
+        (139, "SIGSEGV"),
+        (-15, "SIGTERM"),
+        (1, "exit code 1"),
+        (255, "exit code 255"),
+    ],
+)
+def test_an_end_by_a_signal_is_named(returncode: int, words: str) -> None:
+    assert how_it_ended(returncode).startswith(words)
+    assert str(EngineDied("gone", returncode=returncode)).startswith(f"gone ({words}")
