@@ -256,7 +256,7 @@ FAULTS = [
     Fault("full disk during the run", r".*metrics\.jsonl cannot be written: the disk is full", ExitCode.CANNOT_WRITE,
           _fill_disk, _small_disk("48m")),
     Fault("full disk before the run", "run.root=.*MiB are free on its disk", None, None, _no_space),
-    Fault("read-only run.root", "run.root=.*read-only", None, None, _read_only),
+    Fault("read-only run.root", "run.root=.* is not writable", None, None, _read_only),
     Fault("stolen port", "", ExitCode.OK, _steal_port, recovers=True, steps=2),
     Fault("NaN weights", "model.path=.*tensor .*input_layernorm.* holds NaN", ExitCode.BAD_DATA, None, _nan_weights),
 ]  # fmt: skip
