@@ -1,0 +1,87 @@
+"""Reads the tensors of a checkpoint in Hugging Face format."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from megatron_rl.contracts.exit_codes import ExitCode, Failure
+from megatron_rl.models.weight_files import DamagedWeights, weight_map
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # all others need scales, which are not read
+
+
+class CheckpointError(Failure, RuntimeError):
+    """A tensor of a checkpoint is missing, cannot be read, has a wrong shape or dtype, or is not finite."""
+
+    exit_code = ExitCode.BAD_DATA
+
+
+class TensorFiles:
+    """The safetensors files of a checkpoint directory: a context, within which each is opened once and read lazily.
+
+    key: the setting that named the directory, for messages. Raises `CheckpointError`.
+    """
+
+    def __init__(self, directory: Path, key: str = "model.path") -> None:
+        self._directory = directory
+        self._name = f"{key}={str(directory)!r}"
+        self._stack = contextlib.ExitStack()
+        self._open: dict[str, Any] = {}
+        try:
+            self._file_of = weight_map(directory)
+        except DamagedWeights as error:
+            raise self._unusable(str(error)) from error
+
+    @property
+    def names(self) -> list[str]:
+        """Of its tensors, in the order of their files."""
+        return sorted(self._file_of, key=lambda name: (self._file_of[name], name))
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of its tensors, by name; reads no tensor."""
+        return {name: tuple(self._holding(name).get_slice(name).get_shape()) for name in self.names}
+
+    def __enter__(self) -> TensorFiles:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, in the checkpoint's dtype; all its values are finite."""
+        holding = self._holding(name)
+        try:
+            tensor = holding.get_tensor(name)
+        except (OSError, ValueError, SafetensorError) as error:
+            raise self._unreadable(name, error) from error
+        if tensor.dtype not in _DTYPES:
+            raise CheckpointError(
+                f"{self._name}: tensor {name} is {tensor.dtype}; weights must be float32, "
+                "bfloat16 or float16, because scales of quantized ones are not read. Use the bf16 checkpoint"
+            )
+        if tensor.numel() and not torch.stack(torch.aminmax(tensor)).isfinite().all():  # NaN is both of them
+            raise self._unusable(f"tensor {name} of {self._file_of[name]} holds NaN or Inf")
+        return tensor
+
+    def _holding(self, name: str) -> Any:
+        """The open file with a tensor."""
+        if name not in self._file_of:
+            raise self._unusable(f"tensor {name} is missing")
+        file = self._file_of[name]
+        try:
+            if file not in self._open:
+                self._open[file] = self._stack.enter_context(safe_open(self._directory / file, framework="pt"))
+        except (OSError, ValueError, SafetensorError) as error:
+            raise self._unreadable(name, error) from error
+        return self._open[file]
+
+    def _unreadable(self, name: str, error: Exception) -> CheckpointError:
+        return self._unusable(f"tensor {name} of {self._file_of[name]} cannot be read ({error})")
+
+    def _unusable(self, rule: str) -> CheckpointError:
+        return CheckpointError(f"{self._name}: {rule}. Copy or download the checkpoint again")

@@ -1,0 +1,123 @@
+"""`launch/merge.py`: what it writes, and what it refuses before it writes."""
+
+import json
+import shutil
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_rl.contracts.exit_codes import ExitCode
+from support.policies import TWO_DIGIT_ADDITION
+from support.scripts import load_script
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    return load_script("merge")
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a start checkpoint and two that moved: one norm by +2, by +1, all else stands."""
+    start = load_file(TWO_DIGIT_ADDITION / "model.safetensors")
+    for name, step in (("start", 0.0), ("a", 2.0), ("b", 1.0)):
+        shutil.copytree(TWO_DIGIT_ADDITION, tmp_path / name)
+        moved = start | {"model.norm.weight": start["model.norm.weight"] + step}
+        save_file(moved, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "moved"),
+    [
+        (["linear", "--models", "a", "b", "--weights", "1", "3"], 1.25),
+        (["ties", "--base", "start", "--models", "a", "b", "--density", "1", "--scale", "2"], 3.0),
+    ],
+)
+def test_two_models_become_one(script: ModuleType, models: Path, arguments: list[str], moved: float) -> None:
+    assert script.main([*arguments, "--out", "made/merged"]) == ExitCode.OK
+    start, merged = (load_file(file / "model.safetensors") for file in (models / "start", models / "made/merged"))
+    assert merged.keys() == start.keys()
+    for name, tensor in start.items():
+        torch.testing.assert_close(merged[name], tensor + moved * (name == "model.norm.weight"), rtol=0, atol=1e-6)
+    for file in ("config.json", "tokenizer.json"):
+        assert (models / "made/merged" / file).read_bytes() == (models / "a" / file).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("linear --models a", "--models=a: at least two"),
+        ("linear --models a b --weights 1", "--weights=[1.0]: 2 models need as many"),
+        ("linear --models a b --weights 0 0", "not all 0"),
+        ("linear --models a b --weights 2 -1", "none negative"),
+        ("linear --models a b --weights nan 1", "must be finite"),
+        ("linear --models a b --base start", "--base=start: linear does not use it"),
+        ("linear --models a b --density 0.5", "--density=0.5: linear does not use it"),
+        ("ties --models a b", "--base: ties needs"),
+        ("ties --base start --models a b --density 0", "--density=0.0: it must be above 0"),
+        ("ties --base start --models a b --scale inf", "--scale=inf: it must be above 0"),
+        ("ties --base nowhere --models a b", "nowhere: config.json cannot be read"),
+        ("linear --models a a/config.json", "a/config.json: config.json cannot be read"),
+    ],
+)
+def test_refusals_name_the_option(
+    script: ModuleType, models: Path, capsys: pytest.CaptureFixture[str], arguments: str, message: str
+) -> None:
+    assert script.main([*arguments.split(), "--out", "merged"]) == ExitCode.REFUSED
+    said = capsys.readouterr()
+    assert message in said.err and "Traceback" not in said.err and not said.out
+    assert not (models / "merged").exists()
+
+
+def test_a_directory_that_exists_is_not_written_over(
+    script: ModuleType, models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert script.main(["linear", "--models", "a", "b", "--out", "b"]) == ExitCode.REFUSED
+    assert "--out=b: it exists" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda d: edit(d / "config.json", rope_theta=5.0), "b: rope_theta=5.0 in config.json, and 10000.0 in a"),
+        (lambda d: (d / "config.json").write_text("[]"), "b: config.json is not an object"),
+        (lambda d: (d / "config.json").write_text("{"), "b: config.json cannot be read"),
+        (lambda d: (d / "model.safetensors").write_bytes(b""), "b: model.safetensors has 0 bytes"),
+        (lambda d: (d / "tokenizer.json").unlink(), "b: b holds no tokenizer.json"),
+        (lambda d: swap_ids(d / "tokenizer.json"), "b: its tokenizer gives tokens other ids than that of a"),
+    ],
+)
+def test_checkpoints_of_another_model_are_refused(
+    script: ModuleType, models: Path, capsys: pytest.CaptureFixture[str], spoil: object, message: str
+) -> None:
+    spoil(models / "b")  # type: ignore[operator]
+    assert script.main(["linear", "--models", "a", "b", "--out", "merged"]) == ExitCode.REFUSED
+    assert message in capsys.readouterr().err
+
+
+def test_what_is_found_on_the_way_is_told_too(
+    script: ModuleType, models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = load_file(models / "b/model.safetensors")
+    weights["model.norm.weight"][0] = float("inf")
+    save_file(weights, models / "b/model.safetensors", metadata={"format": "pt"})
+    assert script.main(["linear", "--models", "a", "b", "--out", "merged"]) == ExitCode.BAD_DATA
+    assert "checkpoint='b': tensor model.norm.weight of model.safetensors holds NaN" in capsys.readouterr().err
+    assert not list(models.glob("merged*"))
+
+
+def edit(file: Path, **changes: object) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def swap_ids(file: Path) -> None:
+    tokenizer = json.loads(file.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = list(vocabulary)[-2:]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    file.write_text(json.dumps(tokenizer))
