@@ -156,7 +156,7 @@ def check_opening(c: Configuration) -> Iterator[Check]:
         yield Check("trainer", False, f"cannot be imported ({error})", "Run make install")
         return
     shape = read_shape(c.model.path)
-    yield _opened("algo", lambda: open_loss(c.algo, shape), lambda loss: type(loss).__name__)
+    yield _opened("algo", lambda: open_loss(c.algo, shape), lambda _: c.algo.name)
     yield _opened("environment", lambda: open_environment(c.environment), lambda opened: type(opened).__name__)
     yield _opened(
         "prompts",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Mapping, Sequence
+import sysconfig
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import PathFinder
 from typing import Any
 
@@ -17,32 +20,94 @@ MODULE_REMEDY = (
 )
 
 
+_LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_LONGEST_WORDS = 300  # characters of an exception's own text
+
+
 class DoorError(Failure, ValueError):
-    """A door that leads nowhere, or options that what stands behind it does not take."""
+    """A door that leads nowhere, options that what stands behind it does not take, or a class that fails."""
 
     exit_code = ExitCode.REFUSED
 
 
-def open_door(key: str, name: str, options: Mapping[str, Any], *, methods: Sequence[str] = ()) -> Any:
+@contextlib.contextmanager
+def own_code(
+    what: str, *, passing: tuple[type[Exception], ...] = (), failure: type[Failure] = DoorError
+) -> Iterator[None]:
+    """What the user's code raises within becomes a `failure` that names `what`, the error and the user's line.
+
+    passing: what the caller expects and hears as it is.
+    """
+    try:
+        yield
+    except passing:
+        raise
+    except (Exception, SystemExit) as error:
+        raise failure(f"{what} fails: {told(error)}") from error
+
+
+def told(error: BaseException) -> str:
+    """An exception of the user's code in one line, with the place in that code."""
+    words = " ".join(str(error).split())
+    words = words if len(words) <= _LONGEST_WORDS else f"{words[:_LONGEST_WORDS]}…"
+    place = place_of(error)
+    return f"{type(error).__name__}{f': {words}' if words else ''}{f' ({place})' if place else ''}"
+
+
+def place_of(error: BaseException) -> str | None:
+    """`file:line, in function` of the innermost frame below the one that caught it and in no library, or None."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    below = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.name != own_code.__name__][1:]
+    frames = [frame for frame in below if not frame.filename.startswith("<frozen")]
+    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)] or frames
+    return f"{own[-1].filename}:{own[-1].lineno}, in {own[-1].name}" if own else None
+
+
+def open_door(
+    key: str, name: str, options: Mapping[str, Any], *, methods: Mapping[str, Sequence[str]] | None = None
+) -> Any:
     """Import `package.module:Name` and call it with the options as keyword arguments.
 
     key: the configuration key that holds the name (`reward.name`); the options' key follows from it
-    (`reward.options`). methods: what the result must have. Raises `DoorError` for a module that cannot be imported, a
-    name that is not in it, options that do not fit its signature, a ValueError or TypeError raised on opening, and a
-    method that the result lacks.
+    (`reward.options`). methods: what the result must have, with the arguments that they are called with. Raises
+    `DoorError` for a module that cannot be imported, a name that is not in it, options that do not fit its signature,
+    whatever is raised on opening, and a method that the result lacks or that takes other arguments.
     """
     target = _find(key, name)
     options_key = f"{key.rpartition('.')[0]}.options"
     _check_options(options_key, name, target, options)
+    given = ", ".join(f"{option}={value!r}" for option, value in options.items())
     try:
-        opened = target(**options)
+        with own_code(f"{key}={name}: {name}({given})", passing=(TypeError, ValueError)):
+            opened = target(**options)
     except (TypeError, ValueError) as error:
-        given = ", ".join(f"{option}={value!r}" for option, value in options.items())
-        raise DoorError(f"{options_key}: {name}({given}) refuses: {error}") from error
-    for method in methods:
-        if not hasattr(opened, method):
-            raise DoorError(f"{key}={name}: it has no method `{method}`. Write one; it needs {', '.join(methods)}")
+        if isinstance(error, DoorError):
+            raise
+        place = place_of(error)
+        at = f" ({place})" if place else ""
+        raise DoorError(f"{options_key}: {name}({given}) refuses: {error}{at}") from error
+    for method, arguments in (methods or {}).items():
+        with own_code(f"{key}={name}: `{method}`", passing=(DoorError,)):
+            if not hasattr(opened, method):
+                needed = ", ".join(methods or ())
+                raise DoorError(f"{key}={name}: it has no method `{method}`. Write one; it needs {needed}")
+            _check_call(f"{key}={name}: `{method}`", getattr(opened, method), arguments)
     return opened
+
+
+def _check_call(what: str, method: Any, arguments: Sequence[str]) -> None:
+    if not callable(method):
+        raise DoorError(f"{what} is no method but {type(method).__name__}. Write a method")
+    try:
+        signature = inspect.signature(method)
+    except (TypeError, ValueError):  # some built-in methods have none; calling them tells
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        wanted = ", ".join(arguments)
+        raise DoorError(f"{what} is called with ({wanted}), and takes {signature}: {error}. Take these") from error
 
 
 def missing_module(name: str) -> str | None:
@@ -72,13 +137,17 @@ def _find(key: str, name: str) -> Any:
         if error.name is not None and f"{module}.".startswith(f"{error.name}."):
             raise DoorError(f"{key}={name}: there is no module {error.name}. {MODULE_REMEDY}") from error
         raise DoorError(f"{key}={name}: {module} needs {error.name}, which is not installed") from error
-    except Exception as error:  # the user's code: it may raise anything
-        raise DoorError(f"{key}={name}: importing {module} fails ({type(error).__name__}: {error})") from error
+    except (Exception, SystemExit) as error:  # the user's code: it may raise anything
+        raise DoorError(f"{key}={name}: importing {module} fails: {told(error)}") from error
     try:
         return getattr(found, attribute)
     except AttributeError as error:
         own = [n for n, value in vars(found).items() if inspect.isclass(value) and value.__module__ == module]
         hint = _did_you_mean(attribute, own)
+        if found.__spec__ is not None and found.__spec__.origin is None:
+            folders = ", ".join(map(str, found.__path__))
+            where = f"{module} is a folder without an __init__.py ({folders}), not a file. Name one: {module}.FILE:"
+            raise DoorError(f"{key}={name}: {where}{attribute}") from error
         raise DoorError(f"{key}={name}: {found.__file__} has no class {attribute}.{hint}") from error
 
 

@@ -30,7 +30,8 @@ def open_environment(settings: EnvironmentSettings) -> Environment:
         return SingleTurn()
     if settings.name == "worked":
         return Worked()
-    environment: Environment = open_door("environment.name", settings.name, settings.options, methods=("play",))
+    methods = {"play": ("episode",)}
+    environment: Environment = open_door("environment.name", settings.name, settings.options, methods=methods)
     if not inspect.iscoroutinefunction(environment.play):
         raise DoorError(f"environment.name={settings.name}: `play` is an ordinary function. Write `async def play`")
     return environment

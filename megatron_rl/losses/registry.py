@@ -14,6 +14,7 @@ from megatron_rl.contracts.doors import open_door
 from megatron_rl.losses.grpo import Grpo
 from megatron_rl.losses.gspo import Gspo
 from megatron_rl.losses.interface import PolicyLoss
+from megatron_rl.losses.own import OwnLoss
 from megatron_rl.losses.sft import Sft
 from megatron_rl.models.shape import ModelShape
 
@@ -32,6 +33,5 @@ def open_loss(algo: AlgoSettings, shape: ModelShape) -> PolicyLoss:
 
             return Espo(algo, vocab_size=shape.vocab_size)
         case CustomAlgoSettings():
-            loss: PolicyLoss = open_door("algo.name", algo.name, algo.options, methods=("prepare",))
-            return loss
+            return OwnLoss(algo.name, open_door("algo.name", algo.name, algo.options, methods={"prepare": ("response",)}))
     raise TypeError(f"{type(algo).__name__}: there is no loss for these settings")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
 
 from megatron_rl.config.schema import DataSettings
-from megatron_rl.contracts.doors import open_door
+from megatron_rl.contracts.doors import open_door, own_code
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.prompts import column_addition, two_digit_addition
@@ -34,8 +34,7 @@ def open_prompts(settings: DataSettings, tokenizer: Tokenizer, check_answer: Che
     if settings.source == "jsonl":
         split = _split_files(settings, bad_rows)
     else:
-        questions = open_source(settings).questions(settings.seed)
-        split = draw_split(_checked(settings.source, questions), settings.num_train, settings.num_eval)
+        split = draw_split(draw_questions(settings), settings.num_train, settings.num_eval)
     train = list(_usable(split.train, tokenizer, settings.max_prompt_tokens, check_answer, bad_rows))
     held_out = list(_usable(split.held_out, tokenizer, settings.max_prompt_tokens, check_answer, bad_rows))
     named, examples = tuple(bad_rows.named), tuple(bad_rows.examples)
@@ -55,14 +54,16 @@ def open_source(settings: DataSettings) -> Source:
         return EMBEDDED[settings.source]
     if settings.source == "reasoning_gym":
         return ReasoningGym(settings.task, settings.task_config)
-    source: Source = open_door("data.source", settings.source, settings.options, methods=("questions",))
+    methods = {"questions": ("seed",)}
+    source: Source = open_door("data.source", settings.source, settings.options, methods=methods)
     return source
 
 
-def _checked(source: str, questions: Iterable[Question]) -> Iterator[Question]:
-    """Questions as they enter: what a user's own source yields may be anything."""
+def draw_questions(settings: DataSettings) -> Iterator[Question]:
+    """The questions of a source, checked: what a user's own yields may be anything. Raises `PromptDataError`."""
+    source, opened = settings.source, open_source(settings)
     text_of_id: dict[str, str] = {}
-    for question in questions:
+    for question in _drawn(source, opened, settings.seed):
         if not isinstance(question, Question):
             raise PromptDataError(f"data.source={source}: it yields {type(question).__name__}, not a Question")
         for name in _FIELDS:
@@ -75,6 +76,18 @@ def _checked(source: str, questions: Iterable[Question]) -> Iterator[Question]:
                 "Give every question an id of its own"
             )
         yield question
+
+
+def _drawn(name: str, source: Source, seed: int) -> Iterator[object]:
+    """What `questions` yields. The embedded ones and generators tell for themselves what is wrong."""
+    called = f"data.source={name}: questions({seed})"
+    with own_code(called, passing=(PromptDataError,), failure=PromptDataError):
+        questions = source.questions(seed)
+    if not isinstance(questions, Iterable):
+        kind = type(questions).__name__
+        raise PromptDataError(f"{called} returns {kind}, not an iterator. Write a generator that yields Questions")
+    with own_code(called, passing=(PromptDataError,), failure=PromptDataError):
+        yield from questions
 
 
 def _split_files(settings: DataSettings, bad_rows: BadRows) -> Split:

@@ -2,6 +2,6 @@
 
 from megatron_rl.rewards.exact_match import ExactMatch
 from megatron_rl.rewards.runner import RewardRunner
-from megatron_rl.rewards.scorer import Scorer, open_scorer
+from megatron_rl.rewards.scorer import Scorer, open_answer_check, open_scorer
 
-__all__ = ["ExactMatch", "RewardRunner", "Scorer", "open_scorer"]
+__all__ = ["ExactMatch", "RewardRunner", "Scorer", "open_answer_check", "open_scorer"]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Protocol
 
 from megatron_rl.config.schema import RewardSettings
-from megatron_rl.contracts.doors import DoorError, open_door
+from megatron_rl.contracts.doors import DoorError, open_door, own_code
 from megatron_rl.contracts.group import Verdict
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import FinishReason
@@ -39,7 +40,21 @@ def open_scorer(settings: RewardSettings) -> Scorer:
     """`exact_match`, or the user's own scorer behind `reward.name=package.module:Name`. Raises `DoorError`."""
     if settings.name == "exact_match":
         return ExactMatch(settings.answer)
-    scorer: Scorer = open_door("reward.name", settings.name, settings.options, methods=("check_answer", "score"))
+    methods = {"check_answer": ("answer",), "score": ("prompt", "text", "finish_reason")}
+    scorer: Scorer = open_door("reward.name", settings.name, settings.options, methods=methods)
     if not inspect.iscoroutinefunction(scorer.score):
         raise DoorError(f"reward.name={settings.name}: `score` is an ordinary function. Write `async def score`")
+    if inspect.iscoroutinefunction(scorer.check_answer):
+        raise DoorError(f"reward.name={settings.name}: `check_answer` is not awaited. Write `def check_answer`")
     return scorer
+
+
+def open_answer_check(settings: RewardSettings) -> Callable[[str], None]:
+    """`check_answer` of an opened scorer: ValueError is about the answer, anything else a `DoorError`."""
+    scorer = open_scorer(settings)
+
+    def check(answer: str) -> None:
+        with own_code(f"reward.name={settings.name}: check_answer({answer[:80]!r})", passing=(ValueError,)):
+            scorer.check_answer(answer)
+
+    return check

@@ -21,7 +21,7 @@ from megatron_rl.planning.step_plan import Planner
 from megatron_rl.prompts.factory import open_prompts
 from megatron_rl.prompts.source import PromptSource
 from megatron_rl.records.records import Records
-from megatron_rl.rewards import open_scorer
+from megatron_rl.rewards import open_answer_check
 from megatron_rl.rollouts.batch import RolloutStage
 from megatron_rl.rollouts.evaluation import Evaluation
 from megatron_rl.run.dispatch import Dispatcher, Table
@@ -37,7 +37,7 @@ from megatron_rl.training.worker import Worker, gather_receivers
 def build_prompts(c: Configuration) -> PromptSource:
     """Training and held-out prompts, all of them readable and answerable. Raises `PromptDataError`."""
     tokenizer = Tokenizer.from_directory(c.model.path)
-    prompts = open_prompts(c.data, tokenizer, open_scorer(c.reward).check_answer)
+    prompts = open_prompts(c.data, tokenizer, open_answer_check(c.reward))
     prompts.require(c.rollout.prompts_per_step)
     return prompts
 
