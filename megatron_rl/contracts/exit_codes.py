@@ -13,7 +13,7 @@ class ExitCode(IntEnum):
     """What ended a run. 1 is left to Python: an exception that nobody foresaw."""
 
     OK = 0
-    REFUSED = 2  # the configuration or the run directory; nothing was started
+    REFUSED = 2  # the configuration or the run directory, before anything starts; or a class of the user's own failed
     BAD_DATA = 3  # prompts or a checkpoint that cannot be read
     ENGINE_FAILED = 4  # an engine or a collector never became healthy, died or lost too many requests
     NON_FINITE = 5  # NaN or Inf in loss or gradients for train.max_nonfinite_steps steps in a row

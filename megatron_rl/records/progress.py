@@ -56,7 +56,7 @@ class Progress:
         )
         parts = [
             f"step {step}/{self._total}",
-            f"reward {values['reward/mean']:.3f}" if "reward/mean" in values else "no reward",
+            f"reward {values['reward/mean']:.3g}" if "reward/mean" in values else "no reward",
             f"{values['rollout/tokens']:.0f} tokens at {rate:.0f}/s",
             *lost_rollouts(values),
             *what_trained(values),

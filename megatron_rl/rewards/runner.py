@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from pathlib import Path
 
 import msgspec
 
+from megatron_rl.contracts.doors import place_of
 from megatron_rl.contracts.group import Verdict
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import FinishReason
@@ -15,6 +17,7 @@ from megatron_rl.rewards.scorer import Scorer
 
 _REASON_LENGTH = 200
 _ANSWER_LENGTH = 1000
+_MOST = 1e6  # of a reward's or correctness' size: means and deviations of larger ones say nothing any more
 
 
 class RewardRunner:
@@ -35,7 +38,7 @@ class RewardRunner:
                 verdict = _checked(await self._scorer.score(prompt, text, finish_reason))
         except Exception as error:
             timed_out = isinstance(error, TimeoutError) and deadline.expired()
-            verdict = _none("timeout" if timed_out else f"{type(error).__name__}: {error}")
+            verdict = _none("timeout" if timed_out else _words(error))
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():
@@ -53,12 +56,22 @@ def _checked(verdict: Verdict) -> Verdict:
         return _none(verdict.reason or "the scorer gave no reward")
     if not (math.isfinite(verdict.reward) and math.isfinite(verdict.correctness)):
         return _none("the scorer's reward is not finite")
+    if max(abs(verdict.reward), abs(verdict.correctness)) > _MOST:
+        return _none(f"reward {verdict.reward:g} or correctness {verdict.correctness:g} is beyond {_MOST:g}")
     answer = None if verdict.answer is None else _sendable(verdict.answer, _ANSWER_LENGTH)
     return msgspec.structs.replace(verdict, answer=answer, reason=_sendable(verdict.reason, _REASON_LENGTH))
 
 
 def _none(reason: str) -> Verdict:
     return Verdict(reward=None, correctness=None, reason=_sendable(reason, _REASON_LENGTH))
+
+
+def _words(error: Exception) -> str:
+    """The error and, in front of what may be long, the line of the user's scorer."""
+    place, words = place_of(error), f"{type(error).__name__}: {error}"
+    if place is None or place.startswith(__file__):  # what a scorer returned is looked at here
+        return words
+    return f"{Path(place).name}: {words}"
 
 
 def _sendable(text: str, length: int) -> str:

@@ -12,7 +12,7 @@ from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.rollouts.messages import GroupRequest
 from megatron_rl.rollouts.queue import RolloutQueue
-from megatron_rl.rollouts.rejections import too_many, unusable
+from megatron_rl.rollouts.rejections import OwnClassFailed, first_reason, lost_by_own_class, too_many, unusable
 
 
 class TooManyRejected(Failure):
@@ -52,12 +52,14 @@ class RolloutBatch:
         return max(0.0, *waits, 0.0)
 
     def require(self, label: str, max_rejected_share: float) -> None:
-        """Raise `TooManyRejected` when more than this share of the rollouts, or all, cannot be used."""
+        """Raise `TooManyRejected`, or `OwnClassFailed`, when more than this share of the rollouts, or all, are lost."""
         lost = unusable(self.groups)
         asked = self.rejected.total() + sum(len(group.rollouts) for group in self.groups)
         if lost.total() > max_rejected_share * asked or lost.total() == asked:
             key = "rollout.max_rejected_share"
-            raise TooManyRejected(too_many(f"batch {label}", lost, asked, key=key, most=max_rejected_share))
+            first = first_reason(self.groups)
+            text = too_many(f"batch {label}", lost, asked, key=key, most=max_rejected_share, first=first)
+            raise OwnClassFailed(text) if lost_by_own_class(lost) else TooManyRejected(text)
 
     def metrics(self) -> dict[str, float]:
         """Metrics under `rollout/` and `reward/`, and the seconds of judging after the last response."""

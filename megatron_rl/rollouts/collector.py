@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from megatron_rl.contracts.doors import DoorError
 from megatron_rl.contracts.group import Group, RolloutLocation, RolloutRef
 from megatron_rl.rollouts.link import Link
 from megatron_rl.rollouts.messages import (
@@ -144,4 +145,6 @@ async def _stay_alive(link: Link) -> None:
 
 
 def _failure(error: Exception) -> Failed:
+    if isinstance(error, DoorError):
+        return Failed(str(error), refused=True)
     return Failed(f"{type(error).__name__}: {error}")

@@ -13,7 +13,7 @@ from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.rollouts.messages import GroupRequest
 from megatron_rl.rollouts.queue import RolloutQueue
-from megatron_rl.rollouts.rejections import too_many, unusable
+from megatron_rl.rollouts.rejections import OwnClassFailed, first_reason, lost_by_own_class, too_many, unusable
 
 _NORMAL_95 = 1.959964
 
@@ -90,7 +90,7 @@ class Evaluation:
 
 
 def accuracy_of(groups: Sequence[Group], samples_per_prompt: int, *, max_rejected_share: float) -> Accuracy:
-    """Score groups of `samples_per_prompt` requested samples each. Raises `LostEvaluation`."""
+    """Score groups of `samples_per_prompt` requested samples each. Raises `LostEvaluation`, `OwnClassFailed`."""
     means: list[float] = []
     parsed = finished = 0
     for group in groups:
@@ -109,7 +109,9 @@ def accuracy_of(groups: Sequence[Group], samples_per_prompt: int, *, max_rejecte
     lost = unusable(groups)
     if lost.total() > max_rejected_share * samples or lost.total() == samples:
         key = "eval.max_rejected_share"
-        raise LostEvaluation(too_many("an evaluation", lost, samples, key=key, most=max_rejected_share))
+        first = first_reason(groups)
+        text = too_many("an evaluation", lost, samples, key=key, most=max_rejected_share, first=first)
+        raise OwnClassFailed(text) if lost_by_own_class(lost) else LostEvaluation(text)
     return Accuracy(
         accuracy=mean,
         half_width=_NORMAL_95 * math.sqrt(variance / questions),

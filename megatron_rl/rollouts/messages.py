@@ -88,9 +88,10 @@ class EngineBack(msgspec.Struct, frozen=True, tag="engine_back"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The collector cannot go on."""
+    """The collector cannot go on. refused: because of a class of the user's own that does not open."""
 
     reason: str
+    refused: bool = False
 
 
 ToCollector = Configure | GroupRequest | Release | Stop

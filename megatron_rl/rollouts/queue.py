@@ -34,6 +34,12 @@ class CollectorFailed(Failure):
     exit_code = ExitCode.ENGINE_FAILED
 
 
+class CollectorRefused(CollectorFailed):
+    """A class of the user's own does not open in the collector's process."""
+
+    exit_code = ExitCode.REFUSED
+
+
 class RolloutQueue:
     """Spreads group requests over the nodes' collectors, to the node with the fewest outstanding samples.
 
@@ -114,7 +120,8 @@ class RolloutQueue:
 
     def _accept(self, node: int, message: FromCollector) -> Group | None:
         if isinstance(message, Failed):
-            raise CollectorFailed(f"the collector of node {node} failed: {message.reason}")
+            failed = CollectorRefused if message.refused else CollectorFailed
+            raise failed(f"the collector of node {node} failed: {message.reason}")
         if isinstance(message, AbortRequest | EngineLeftOut | EngineBack):
             self._note(message)
             return None

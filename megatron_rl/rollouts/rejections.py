@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
+from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.group import Group
 from megatron_rl.rollouts.messages import ENGINE_FAILURE, ENVIRONMENT_FAILURE, EXPIRED
 
@@ -19,6 +20,12 @@ _MEANINGS = {
 }
 
 
+class OwnClassFailed(Failure):
+    """Most of the rollouts that were lost were lost by the scorer or the environment, not by engines."""
+
+    exit_code = ExitCode.REFUSED
+
+
 def unusable(groups: Iterable[Group]) -> Counter[str]:
     """Rollouts that were rejected or have no verdict, by reason."""
     found = Counter[str]()
@@ -30,12 +37,26 @@ def unusable(groups: Iterable[Group]) -> Counter[str]:
     return found
 
 
-def too_many(what: str, lost: Mapping[str, int], asked: int, *, key: str, most: float) -> str:
-    """The sentence that ends a run: how many, why, the rule and where to look. most: the share that `key` allows."""
+def lost_by_own_class(lost: Mapping[str, int]) -> bool:
+    """Whether it was rather the scorer or the environment than engines and networks."""
+    return 2 * (lost.get(NO_VERDICT, 0) + lost.get(ENVIRONMENT_FAILURE, 0)) > sum(lost.values())
+
+
+def first_reason(groups: Iterable[Group]) -> str:
+    """What a scorer said first of why there is no verdict, with its line; empty when it said nothing."""
+    return next((r.verdict.reason for g in groups for r in g.rollouts if r.verdict.reward is None), "")
+
+
+def too_many(what: str, lost: Mapping[str, int], asked: int, *, key: str, most: float, first: str = "") -> str:
+    """The sentence that ends a run: how many, why, the rule and where to look. most: the share that `key` allows.
+
+    first: see `first_reason`.
+    """
     ordered = sorted(lost.items(), key=lambda item: (-item[1], item[0]))
     reasons = ", ".join(f"{count} {reason}{_meaning(reason)}" for reason, count in ordered)
+    said = f", first: {first}" if first else ""
     return (
-        f"{what}: {sum(lost.values())} of {asked} rollouts cannot be used ({reasons}); {key}={most:g} is the largest "
+        f"{what}: {sum(lost.values())} of {asked} rollouts cannot be used ({reasons}){said}; {key}={most:g} is the largest "
         "share that may be lost. logs/collector-*.log in the run directory shows the first of each kind with its "
         "cause, logs/engine-*.log what the engines say"
     )

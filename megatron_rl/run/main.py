@@ -34,7 +34,7 @@ def run(configuration: Configuration) -> int:
         try:
             with watch.interruptible():
                 end_with_torchrun(siblings)
-                rank = _open(configuration, progress, words, watch)
+                rank = _open(configuration, progress, words, watch, leads=siblings.rank == 0)
                 rank.run()
                 words.complete()
         except BaseException as error:
@@ -46,10 +46,17 @@ def run(configuration: Configuration) -> int:
     return ExitCode.OK
 
 
-def _open(configuration: Configuration, progress: Progress, words: LastWords, watch: Watch) -> Rank:
-    """The import of torch is late and long: signals and progress come first."""
+def _open(
+    configuration: Configuration, progress: Progress, words: LastWords, watch: Watch, *, leads: bool
+) -> Rank:
+    """The import of torch is late and long: signals and progress come first. leads: rank 0 looks at users' classes."""
     os.environ.update(nccl_environment(os.environ))  # before torch could start NCCL
     progress.say("importing torch")
     with progress.during("importing torch"):
         from megatron_rl.run.rank import Rank
+    if leads:
+        from megatron_rl.run.own_classes import named, require_own_classes
+
+        with progress.during(f"opening {', '.join(named(configuration))}"):
+            require_own_classes(configuration)
     return Rank(configuration, progress, words, watch)

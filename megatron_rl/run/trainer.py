@@ -12,6 +12,7 @@ from megatron_rl.losses import open_loss
 from megatron_rl.mcore import parallel
 from megatron_rl.mcore.job import Job
 from megatron_rl.models.shape import ModelShape
+from megatron_rl.prompts.source import PromptSource
 from megatron_rl.records.metrics_log import MetricsLog
 from megatron_rl.records.progress import Progress
 from megatron_rl.records.records import Records
@@ -47,7 +48,7 @@ class Trainer:
     def run(self, engines: Engines, watch: Watch) -> None:
         """To the end of the run."""
         c, progress = self._configuration, self._progress
-        prompts = build_prompts(c) if self._job.rank == 0 else None
+        prompts = self._build_prompts() if self._job.rank == 0 else None
         worker = self._build_worker()
         connected = self._connect(engines, watch)
         sender = connected.weights if connected is not None else Bystander()
@@ -62,6 +63,11 @@ class Trainer:
         records = Records(self._directory, log, progress)
         stops, dp_size = self._shape.eos_token_ids, worker.layout.dp_size
         build_leader(c, stops, dispatcher, connected, records, prompts, dp_size).lead()
+
+    def _build_prompts(self) -> PromptSource:
+        self._progress.say("reading prompts")
+        with self._progress.during("reading prompts"):
+            return build_prompts(self._configuration)
 
     def _build_worker(self) -> Worker:
         """The model and its stages, and the kernels compiled."""

@@ -27,7 +27,7 @@ def line(**values: float) -> str:
 
 def test_a_step_in_one_line() -> None:
     text = line()
-    for part in ("step 3/10", "reward 0.250", "640 tokens at 320/s", "zero-variance 50%", "entropy 1.250", "grad 0.75"):
+    for part in ("step 3/10", "reward 0.25", "640 tokens at 320/s", "zero-variance 50%", "entropy 1.250", "grad 0.75"):
         assert part in text
     assert "lost" not in text and "verdict" not in text and text.count("\n") == 1
 

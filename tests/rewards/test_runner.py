@@ -76,10 +76,11 @@ def test_failures_and_timeouts_give_no_verdict_and_harm_no_other() -> None:
     assert (right.reward, right.correctness, right.reason) == (1.0, 1.0, "")
     assert (slow.reward, slow.correctness, slow.reason) == (None, None, "timeout")
     assert broken.reward is None
-    assert broken.reason.startswith("RuntimeError: broken xxx")
+    assert ", in score: RuntimeError: broken xxx" in broken.reason
     assert len(broken.reason) == 200
     assert (none.reward, none.reason) == (None, "judge_down")
-    assert (own.reward, own.reason) == (None, "TimeoutError: the grader's own")
+    assert (own.reward, own.reason) == (None, own.reason)
+    assert own.reason.endswith(", in score: TimeoutError: the grader's own")
     assert scorer.cancelled == 1
 
 
@@ -139,3 +140,15 @@ def test_whatever_a_scorer_writes_a_verdict_can_be_sent(text: str) -> None:
     (verdict,), _ = judge(text)
     assert len(msgspec.msgpack.encode(verdict)) < 2000
     assert (verdict.reward == 1.0) == text.endswith("1")
+
+
+@pytest.mark.parametrize("value", ["1e300", "-2e6"])
+def test_an_absurd_reward_is_no_verdict(value: str) -> None:
+    (verdict,), _ = judge(f"reward {value}")
+    assert verdict.reward is None and verdict.reason == f"reward {float(value):g} or correctness {float(value):g} is " \
+        "beyond 1e+06"
+
+
+def test_why_a_scorer_failed_begins_with_its_line() -> None:
+    (verdict,), _ = judge("explode")
+    assert verdict.reason.startswith("test_runner.py:") and ", in score: RuntimeError: broken" in verdict.reason

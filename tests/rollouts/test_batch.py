@@ -11,6 +11,7 @@ from megatron_rl.contracts.group import Group, RolloutLocation, Verdict
 from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.rollouts.batch import RolloutBatch, RolloutStage, TooManyRejected
 from megatron_rl.rollouts.evaluation import Evaluation, LostEvaluation
+from megatron_rl.rollouts.rejections import OwnClassFailed
 from megatron_rl.rollouts.hub import Hub
 from megatron_rl.rollouts.messages import EngineLeftOut, GroupDone, GroupRequest
 from megatron_rl.rollouts.queue import RolloutQueue
@@ -106,7 +107,7 @@ def test_engines_that_are_left_out_are_a_metric(hub: Hub, peer: Peer) -> None:
 def test_a_rollout_without_a_verdict_cannot_be_used_either(hub: Hub, peer: Peer) -> None:
     none = Verdict(reward=None, correctness=None, reason="timeout")
     unjudged = msgspec.structs.replace(make_ref(make_rollout(2, 3)), verdict=none)
-    with pytest.raises(TooManyRejected, match=r"6 of 6 .* \(6 no_verdict \(the scorer failed, .*reward\.timeout_s"):
+    with pytest.raises(OwnClassFailed, match=r"6 of 6 .* \(6 no_verdict \(the scorer failed, .*reward\.timeout_s"):
         draw(hub, peer, lambda request: done(request.group_id, (unjudged, unjudged)))
 
 

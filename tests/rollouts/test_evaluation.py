@@ -6,6 +6,7 @@ from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.rollouts import evaluation
 from megatron_rl.rollouts.evaluation import Accuracy, LostEvaluation
+from megatron_rl.rollouts.rejections import OwnClassFailed
 from support.rollouts import make_ref, make_rollout
 
 
@@ -69,6 +70,6 @@ def test_an_evaluation_that_lost_too_many_responses_is_no_accuracy(reason: str) 
 
 
 def test_an_evaluation_whose_scorer_fails_is_no_accuracy() -> None:
-    with pytest.raises(LostEvaluation, match=r"2 of 2 .*\(2 no_verdict \(the scorer failed"):
+    with pytest.raises(OwnClassFailed, match=r"2 of 2 .*\(2 no_verdict \(the scorer failed"):
         accuracy_of([group(NONE), group(NONE)], 1, 0.1)
     assert accuracy_of([group(RIGHT)] * 9 + [group(NONE)], 1, 0.1).rejected == 1
