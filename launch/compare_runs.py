@@ -28,9 +28,9 @@ from typing import Any, NoReturn
 from megatron_rl.config.cli import compose
 from megatron_rl.config.facts import LaunchFacts
 from megatron_rl.config.hydra_errors import split_override
-from megatron_rl.config.refusal import ConfigurationRefused, shown
 from megatron_rl.config.schema import NAME
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
+from megatron_rl.contracts.refusal import ConfigurationRefused, shown
 from megatron_rl.records.curves import Curve, plot, read_curve, table
 from megatron_rl.records.exit_record import read_exit_record
 from megatron_rl.records.past_run import flat_settings, read_settings

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Le
 
 from sglang_bridge.problem import Problem
 
@@ -57,17 +57,19 @@ _CPU_SLOTS = 16384
 class ServerSettings:
     """What a user sets for a server. max_total_tokens: KV-cache slots. threads: OpenMP threads of each process."""
 
-    tp: Annotated[int, Ge(1)] = 1
-    ep: Annotated[int, Ge(1)] = 1
+    tp: Annotated[int, Ge(1), Le(1024)] = 1
+    ep: Annotated[int, Ge(1), Le(1024)] = 1
     device: Literal["auto", "cpu", "cuda"] = "auto"  # managed only; the trainer's: GPUs where there are
     dtype: Literal["float32", "bfloat16"] = "float32"
     quantization: str | None = None
-    max_running_requests: Annotated[int, Ge(1)] = 256  # bounds the requests in flight too
-    max_total_tokens: Annotated[int, Ge(1)] | None = None  # managed only; null: 16384 on CPUs, what fits on GPUs
-    threads: Annotated[int, Ge(1)] = 1  # managed only
-    start_timeout_s: Annotated[float, Gt(0)] = 180.0  # managed only; less than parallel.timeout_s
-    request_timeout_s: Annotated[float, Gt(0)] = 120.0
-    retries: Annotated[int, Ge(0)] = 2
+    max_running_requests: Annotated[int, Ge(1), Le(10**6)] = 256  # bounds the requests in flight too
+    max_total_tokens: Annotated[int, Ge(1), Le(2**31 - 1)] | None = (
+        None  # managed only; null: 16384 on CPUs, what fits on GPUs
+    )
+    threads: Annotated[int, Ge(1), Le(1024)] = 1  # managed only
+    start_timeout_s: Annotated[float, Gt(0), Le(10**6)] = 180.0  # less than parallel.timeout_s
+    request_timeout_s: Annotated[float, Gt(0), Le(10**6)] = 120.0
+    retries: Annotated[int, Ge(0), Le(100)] = 2
     extra_args: list[str] = field(default_factory=list)  # managed only
 
 

@@ -15,9 +15,9 @@ from pydantic_core import ErrorDetails
 from megatron_rl.config.facts import LaunchFacts
 from megatron_rl.config.hydra_errors import as_refusal, split_override
 from megatron_rl.config.keys import declared_keys, unknown_key
-from megatron_rl.config.refusal import ConfigurationRefused, Refusal, shown
 from megatron_rl.config.rules import broken_rules
 from megatron_rl.config.schema import ALGORITHMS, DOOR, NAME, Configuration, algorithm_of
+from megatron_rl.contracts.refusal import ConfigurationRefused, Refusal, shown
 
 _CONFIGURATION = TypeAdapter(Configuration)
 _FREE = ("options", "task_config")  # what a user's class or a generator takes
@@ -44,9 +44,9 @@ _RULES = (
 
 
 def checked(
-    composed: DictConfig, choices: Mapping[str, str | None], facts: LaunchFacts, overrides: Sequence[str] = ()
+    composed: DictConfig, choices: Mapping[str, str | None], facts: LaunchFacts | None, overrides: Sequence[str] = ()
 ) -> Configuration:
-    """The configuration of a composed tree. choices: the option taken of each group.
+    """The configuration of a composed tree. choices: the option taken of each group. facts None: without the rules.
 
     Raises `ConfigurationRefused` with everything that types and limits refuse, or else with every broken rule.
     """
@@ -66,7 +66,7 @@ def checked(
         configuration = _CONFIGURATION.validate_python(_in_words(tree))
     except ValidationError as error:
         refusals += _from_pydantic(error, algorithm, {refusal.key for refusal in refusals})
-    if not refusals:
+    if not refusals and facts is not None:
         refusals = list(broken_rules(configuration, facts, {split_override(text)[0] for text in overrides}))
     if refusals:
         places = {key: place for place, key in enumerate(declared_keys())}

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import hydra
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from megatron_rl.config.check import checked
 from megatron_rl.config.facts import LaunchFacts
-from megatron_rl.config.hydra_errors import as_refusal, forbidden_arguments
+from megatron_rl.config.hydra_errors import as_refusal, as_typed, forbidden_arguments, settings_of
 from megatron_rl.config.keys import register
-from megatron_rl.config.refusal import ConfigurationRefused
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.exit_codes import ExitCode
+from megatron_rl.contracts.refusal import ConfigurationRefused
 
 _LAST_WORD_SECONDS = 3.0  # torchrun ends every rank once one has ended: let the one that speaks end first
 HYDRA_CONF = Path(__file__).resolve().parents[2] / "hydra_conf"
@@ -31,10 +32,7 @@ def main(run: Callable[[Configuration], int], config_dir: Path) -> int:
     arguments = sys.argv[1:]
     try:
         if any(argument.startswith("-") for argument in arguments):
-            # what is wrong is refused in our words; an argument without a value belongs to a question, as job to --cfg
-            _compose([a for a in arguments if "=" in a or a.startswith(("-", "~"))], config_dir)
-            hydra.main(str(config_dir), "train_rl", version_base="1.3")(lambda _: None)()
-            return ExitCode.OK
+            return _answer(arguments, config_dir)
         configuration = compose(arguments, facts=LaunchFacts.from_environment(os.environ), config_dir=config_dir)
     except ConfigurationRefused as refused:
         if os.environ.get("RANK", "0") == "0":
@@ -52,20 +50,38 @@ def compose(
 
     Raises `ConfigurationRefused`.
     """
-    composed = _compose(overrides, config_dir)
-    choices = dict(composed.hydra.runtime.choices)
-    with open_dict(composed):
-        del composed["hydra"]
+    composed, choices = _compose(overrides, config_dir)
     return checked(composed, choices, facts or LaunchFacts(), overrides)
 
 
-def _compose(arguments: Sequence[str], config_dir: Path) -> DictConfig:
+def _answer(arguments: Sequence[str], config_dir: Path) -> int:
+    """Hydra's questions, what is wrong in our words. `--cfg job`: resolved where types and limits are kept."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it in silence
+    composed, choices = _compose(arguments, config_dir)
+    if not {"--cfg", "-c", "--cfg=job"} & set(arguments):
+        hydra.main(str(config_dir), "train_rl", version_base="1.3")(lambda _: None)()
+        return ExitCode.OK
+    resolved = False
+    try:
+        checked(composed, choices, None, settings_of(arguments))
+        resolved = True
+    finally:
+        print(OmegaConf.to_yaml(composed, resolve=resolved), end="", flush=True)
+    return ExitCode.OK
+
+
+def _compose(arguments: Sequence[str], config_dir: Path) -> tuple[DictConfig, dict[str, str | None]]:
+    """The composed tree without Hydra's own part, and the option taken of each group."""
     if refused := list(forbidden_arguments(arguments)):
         raise ConfigurationRefused(refused)
-    overrides = [argument for argument in arguments if not argument.startswith("-")]
+    overrides = settings_of(arguments)
     register()
     try:
         with hydra.initialize_config_dir(str(config_dir), version_base="1.3"):
-            return hydra.compose("train_rl", overrides, return_hydra_config=True)
+            composed = hydra.compose("train_rl", [*map(as_typed, overrides)], return_hydra_config=True)
     except Exception as error:  # Hydra raises its own, OmegaConf's and plain ValueErrors for bad overrides
         raise ConfigurationRefused([as_refusal(error, overrides)]) from error
+    choices = dict(composed.hydra.runtime.choices)
+    with open_dict(composed):
+        del composed["hydra"]
+    return composed, choices

@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_rl.contracts.refusal import ConfigurationRefused, Refusal
 from sglang_bridge.gpus import torch_uses_cuda, visible_gpus
+
+_OF_TORCHRUN = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 @dataclass(frozen=True)
@@ -25,8 +28,12 @@ class LaunchFacts:
     def from_environment(
         cls, environment: Mapping[str, str], devices: Path = Path("/dev"), *, uses_cuda: bool | None = None
     ) -> LaunchFacts:
-        """uses_cuda: whether torch does; None asks the installed one."""
-        ranks, local = (int(environment.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+        """uses_cuda: whether torch does; None asks the installed one. Raises `ConfigurationRefused`."""
+        ranks, local = (environment.get(name, "1") for name in _OF_TORCHRUN)
+        for name, value in zip(_OF_TORCHRUN, (ranks, local), strict=True):
+            if not value.isdecimal() or not int(value):
+                rule = "torchrun puts a whole number of ranks into this variable of the environment"
+                raise ConfigurationRefused([Refusal(name, value, rule, f"Start with torchrun, or unset {name}")])
         gpus = visible_gpus(environment, devices)
         usable = torch_uses_cuda() if uses_cuda is None else uses_cuda
-        return cls(ranks, local, gpus if usable else 0, 0 if usable else gpus)
+        return cls(int(ranks), int(local), gpus if usable else 0, 0 if usable else gpus)

@@ -10,8 +10,8 @@ from typing import Any, get_type_hints
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from megatron_rl.config.refusal import Refusal
 from megatron_rl.config.schema import ALGORITHMS, Configuration
+from megatron_rl.contracts.refusal import Refusal
 
 ASSETS = Path(__file__).resolve().parents[1] / "models" / "assets"
 SECTIONS: dict[str, Any] = {name: cls for name, cls in get_type_hints(Configuration).items() if is_dataclass(cls)}
@@ -54,8 +54,9 @@ def unknown_key(key: str, value: Any) -> Refusal:
     """The refusal of a key, with the declared keys that look most like it."""
     keys, (section, _, name) = declared_keys(), key.rpartition(".")
     siblings = {known.rpartition(".")[2]: known for known in keys if known.rpartition(".")[0] == section}
+    siblings |= {} if section else {"experiment": "experiment"}
     elsewhere = [known for known in keys if known.rpartition(".")[2] == name]
-    close = [siblings[match] for match in difflib.get_close_matches(name, siblings, n=2)] or elsewhere[:3]
+    close = [siblings[match] for match in difflib.get_close_matches(name.lower(), siblings, n=2)] or elsewhere[:3]
     remedy = "The command python launch/train_rl.py --cfg job prints every key"
     if key in keys:
         remedy = f"It belongs to {' or '.join(f'algo={name}' for name in ALGORITHMS if key in declared_keys(name))}"

@@ -10,9 +10,10 @@ from pydantic import ConfigDict, PlainValidator, StringConstraints, TypeAdapter
 
 from sglang_bridge.settings import ServerSettings
 
-Positive = Annotated[int, Ge(1)]
-Whole = Annotated[int, Ge(0)]
-Seconds = Annotated[float, Gt(0)]
+Positive = Annotated[int, Ge(1), Le(2**31 - 1)]
+Count = Annotated[int, Ge(1), Le(10**7)]  # of what is kept in memory, one by one
+Whole = Annotated[int, Ge(0), Le(2**31 - 1)]
+Seconds = Annotated[float, Gt(0), Le(10**6)]  # eleven days; milliseconds of it fit into 31 bits
 NotNegative = Annotated[float, Ge(0)]
 Share = Annotated[float, Ge(0), Le(1)]
 BelowOne = Annotated[float, Ge(0), Lt(1)]
@@ -128,8 +129,8 @@ class DataSettings(Section):
     task: str | None = None  # reasoning_gym only: the generator's name
     task_config: Options = field(default_factory=dict)  # reasoning_gym only: the generator's own settings
     options: Options = field(default_factory=dict)  # arguments of a source of the user's own
-    num_train: Positive = 24000
-    num_eval: Positive = 512
+    num_train: Count = 24000
+    num_eval: Count = 512
     shuffle: bool = True
     seed: Seed = 0
     on_bad_row: Literal["fail", "skip"] = "fail"
@@ -162,9 +163,9 @@ class EngineSettings(Section, ServerSettings):
     mode: Literal["managed", "external"] = "managed"
     urls: list[str] = field(default_factory=list)  # external only
     key_file: str | None = None  # external only: a 0600 file with {"api_key": ..., "admin_api_key": ...}
-    count: Positive = 1  # managed only: engines per node
+    count: Annotated[int, Ge(1), Le(1024)] = 1  # managed only: engines per node
     # An engine that answers nobody for request_timeout_s and this for each of rollout.max_new_tokens has failed
-    token_timeout_s: NotNegative = 0.1
+    token_timeout_s: Annotated[float, Ge(0), Le(3600)] = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,8 +191,8 @@ class ParallelSettings(Section):
 class RolloutSettings(Section):
     """One rollout batch: prompts x samples, drawn from the untruncated distribution."""
 
-    prompts_per_step: Positive = 64
-    samples_per_prompt: Positive = 8
+    prompts_per_step: Count = 64
+    samples_per_prompt: Count = 8
     max_new_tokens: Positive
     # Beyond these SGLang samples greedily, or logits lose their digits, while the trainer divides by it
     temperature: Annotated[float, Ge(0.01), Le(100)] = 1.0
@@ -234,7 +235,7 @@ class EvalSettings(Section):
 
     every: Whole = 10  # steps; 0: only at the start and the end
     first: Whole = 0  # no evaluation before this step
-    samples_per_prompt: Positive = 4
+    samples_per_prompt: Count = 4
     temperature: Annotated[float, Ge(0), Le(100)] | None = None  # null: the training temperature
     stop_at: Share | None = None  # the run ends once the mean accuracy of the last `stop_average` evaluations is here
     stop_average: Positive = 2

@@ -33,5 +33,7 @@ def open_loss(algo: AlgoSettings, shape: ModelShape) -> PolicyLoss:
 
             return Espo(algo, vocab_size=shape.vocab_size)
         case CustomAlgoSettings():
-            return OwnLoss(algo.name, open_door("algo.name", algo.name, algo.options, methods={"prepare": ("response",)}))
+            return OwnLoss(
+                algo.name, open_door("algo.name", algo.name, algo.options, methods={"prepare": ("response",)})
+            )
     raise TypeError(f"{type(algo).__name__}: there is no loss for these settings")

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_rl.contracts.paths import problem_with
 from megatron_rl.models.qwen3_moe import read_shape
 from megatron_rl.models.shape import ModelConfigError, ModelShape
 from megatron_rl.models.tokenizer import Tokenizer, TokenizerError, check_matches_model
@@ -26,8 +27,7 @@ def inspect_checkpoint(path: str, *, weights: bool = True) -> tuple[ModelShape |
     weights False: the model starts from random weights; config.json and the tokenizer are enough.
     """
     directory = Path(path)
-    if not directory.is_dir():
-        rule = "It is a file, not a directory" if directory.exists() else "There is no such directory"
+    if (rule := problem_with(path, folder=True)) is not None:
         return None, [Problem(rule, "Give a local directory in Hugging Face format; nothing is downloaded from a hub")]
     try:
         shape = read_shape(directory)

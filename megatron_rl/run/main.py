@@ -46,9 +46,7 @@ def run(configuration: Configuration) -> int:
     return ExitCode.OK
 
 
-def _open(
-    configuration: Configuration, progress: Progress, words: LastWords, watch: Watch, *, leads: bool
-) -> Rank:
+def _open(configuration: Configuration, progress: Progress, words: LastWords, watch: Watch, *, leads: bool) -> Rank:
     """The import of torch is late and long: signals and progress come first. leads: rank 0 looks at users' classes."""
     os.environ.update(nccl_environment(os.environ))  # before torch could start NCCL
     progress.say("importing torch")

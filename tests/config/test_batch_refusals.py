@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.cli import compose
-from megatron_rl.config.refusal import ConfigurationRefused
+from megatron_rl.contracts.refusal import ConfigurationRefused
 
 
 @pytest.mark.parametrize(

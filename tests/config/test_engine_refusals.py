@@ -39,7 +39,6 @@ SERVER_SETTINGS = [
     ("engine.device=cuda", "cuda"),
     ("engine.max_total_tokens=4096", "4096"),
     ("engine.threads=2", "2"),
-    ("engine.start_timeout_s=60", "60.0"),
     ("engine.extra_args=['--log-level=info']", "['--log-level=info']"),
 ]
 EXTERNAL = ("engine=external", "engine.urls=['http://127.0.0.1:3']")
@@ -60,7 +59,7 @@ def test_running_server_takes_no_start_settings(checkpoint: Path, override: str,
         "engine.retries=0",
         "engine.dtype=bfloat16",
         "engine.tp=2",
-        "parallel.timeout_s=150",  # nothing waits for a server's start
+        "engine.start_timeout_s=60",  # for which it is waited for
     ],
 )
 def test_what_the_trainer_uses_itself_is_said_of_a_running_server_too(checkpoint: Path, override: str) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.facts import LaunchFacts
+from megatron_rl.contracts.refusal import ConfigurationRefused
 
 
 @pytest.mark.parametrize(
@@ -20,3 +21,9 @@ def test_gpus_are_counted_without_torch(tmp_path: Path, visible: str | None, gpu
     assert facts == LaunchFacts(world_size=4, local_world_size=2, num_gpus=gpus)
     facts = LaunchFacts.from_environment(environment, tmp_path, uses_cuda=False)
     assert facts == LaunchFacts(world_size=4, local_world_size=2, num_gpus=0, idle_gpus=gpus)
+
+
+@pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", "x"), ("LOCAL_WORLD_SIZE", ""), ("WORLD_SIZE", "0")])
+def test_a_world_that_is_no_number_is_refused(name: str, value: str) -> None:
+    with pytest.raises(ConfigurationRefused, match=f"{name}=.*unset {name}"):
+        LaunchFacts.from_environment({name: value}, uses_cuda=False)

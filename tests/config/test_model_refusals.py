@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_rl.config.cli import compose
-from megatron_rl.config.refusal import ConfigurationRefused
+from megatron_rl.contracts.refusal import ConfigurationRefused
 from tests.config.conftest import MakeCheckpoint
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.facts import LaunchFacts
-from megatron_rl.config.refusal import ConfigurationRefused
+from megatron_rl.contracts.refusal import ConfigurationRefused
 from tests.config.conftest import BF16, NODE, accept, refusals
 
 # overrides | key | value shown | part of the rule | part of the remedy
@@ -14,7 +14,7 @@ UNKNOWN_OR_WRONG_TYPE = [
     ("+foo=1", "foo", "1", "no such key", "keys at the top are model, algo"),
     ("++foo.bar=1", "foo", "{'bar': 1}", "no such key", "keys at the top"),
     ("++foo.bar.baz=1", "foo", "{'bar': {'baz': 1}}", "no such key", "keys at the top"),
-    ("foo.bar.baz=1", "foo", "?", "no such key", "keys at the top"),
+    ("foo.bar.baz=1", "foo.bar.baz", "1", "no such key", "--cfg job"),
     ("optimizer.learning_rate=1", "optimizer.learning_rate", "1", "no such key", "keys of optimizer are lr, warmup"),
     ("+train.total_step=1", "train.total_step", "1", "no such key", "train.total_steps"),
     ("++rollout.max_new_token=1", "rollout.max_new_token", "1", "no such key", "rollout.max_new_tokens"),
@@ -49,11 +49,29 @@ UNKNOWN_OR_WRONG_TYPE = [
     ("hydra.mode=MULTIRUN", "hydra.mode", "MULTIRUN", "one torchrun is one run", "run.root"),
     ("+hydra.foo=1", "hydra.foo", "1", "Hydra's own settings", "run.root"),
     ("hydra/job_logging=none", "hydra/job_logging", "none", "Hydra's own settings", "run.root"),
-    ("engine.extra_args=[--x=y]", "engine.extra_args", "[--x=y]", "cannot parse", "\"key=['a','b']\""),
+    ("engine.extra_args=[--x=y]", "engine.extra_args", "[--x=y]", "cannot parse", "\"engine.extra_args=['--x=y']\""),
     ("~optimizer.lr", "optimizer.lr", "''", "every key always exists", "Leave out ~optimizer.lr"),
     ("a b", "a b", "''", "key=value, without spaces", "Write a b=..."),
     ("run.name=${nope}", "run.name", "${nope}", "'nope' not found", "quote it for the shell"),
-    ("model=5", "model", "5", "must be a string", "--cfg job"),
+    ("model=5", "model", "5", "one of its options", "that --help lists"),
+    ("experiment=null", "experiment", "null", "one of its options", "that --help lists"),
+    ("algo=", "algo", "''", "no such file", "Choose one of custom, espo"),
+    ("trian.total_steps=3", "trian.total_steps", "3", "no such key", "Did you mean train.total_steps?"),
+    ("TRAIN.total_steps=3", "TRAIN.total_steps", "3", "no such key", "Did you mean train.total_steps?"),
+    ("Experiment=smoke", "Experiment", "smoke", "no such key", "Did you mean experiment?"),
+    ("+train.total_steps=3", "train.total_steps", "3", "has a value already", "without the +: train.total_steps=3"),
+    ("--train.total_steps=3", "--train.total_steps", "3", "takes key=value", "Write train.total_steps=3"),
+    ("run.name=a,b", "run.name", "a,b", "several values", "'run.name=\"a,b\"'"),
+    ("model.path=/a b/c=d", "model.path", "/a b/c=d", "cannot parse", "'model.path=\"/a b/c=d\"'"),
+    (
+        "hydra.searchpath=[file:///nowhere]",
+        "hydra.searchpath",
+        "[file:///nowhere]",
+        "no directory file:///now",
+        "Write",
+    ),
+    ("hydra.searchpath=[/tmp]", "hydra.searchpath", "[/tmp]", "no directory /tmp", "[file:///DIRECTORY]"),
+    ("--package=algo", "--package", "algo", "takes key=value", "Loop"),
 ]
 
 LIMITS = [
@@ -81,6 +99,11 @@ LIMITS = [
     ("parallel.ep=0", "parallel.ep", "0", "at least 1", "default 1"),
     ("seed=-1", "seed", "-1", "at least 0", "default 0"),
     ("data.num_eval=0", "data.num_eval", "0", "at least 1", "default 512"),
+    ("parallel.timeout_s=1e300", "parallel.timeout_s", "1e+300", "at most 1000000", "default 600"),
+    ("engine.start_timeout_s=1e9", "engine.start_timeout_s", "1000000000.0", "at most 1000000", "default 180"),
+    ("train.total_steps=100000000000000000000", "train.total_steps", "100000000000000000000", "at most 2147", "number"),
+    ("engine.count=5000", "engine.count", "5000", "at most 1024", "default 1"),
+    ("rollout.samples_per_prompt=100000000", "rollout.samples_per_prompt", "100000000", "at most 10000000", "default"),
     ("algo.min_clip=1", "algo.min_clip", "1", "less than 1", "default 0.0003"),
 ]
 
@@ -133,11 +156,18 @@ COMBINATIONS = [
     ("data.options.a=1", "data.options", "{'a': 1}", "class of your own", "Remove"),
     ("environment=worked", "algo.advantages", "group", "not compared", "algo=sft"),
     ("environment=worked", "train.replay_routes", "true", "No engine chose", "train.replay_routes=false"),
+    ("algo=sft", "algo.name", "sft", "right or wrong", "environment=worked"),
+    ("algo=sft algo.advantages=group", "algo.advantages", "group", "has no advantages", "Use one"),
+    ("algo.advantages=one algo.permute_rewards=true", "algo.permute_rewards", "true", "no reward is used", "Remove"),
+    ("reward.name=json:X reward.answer=boxed", "reward.answer", "boxed", "Only exact_match reads it", "Remove"),
     ("sync.when=evaluation", "sync.when", "evaluation", "every step's weights", "sync.when=step"),
     ("model.embedding_std=0.1", "model.embedding_std", "0.1", "start at random", "model.init=random"),
     ("model.hidden_dropout=0.1", "model.hidden_dropout", "0.1", "another policy", "environment=worked"),
     ("engine.extra_args=['']", "engine.extra_args", "['']", "an empty argument", "Remove it"),
 ]
+
+
+OF_SEVERAL = {case[0]: case[0].split(" ") for case in COMBINATIONS}
 
 
 @pytest.mark.parametrize(
@@ -148,7 +178,7 @@ COMBINATIONS = [
 def test_refusal_names_key_value_rule_and_remedy(
     checkpoint: Path, override: str, key: str, value: str, rule: str, remedy: str
 ) -> None:
-    lines = [str(refusal) for refusal in refusals(checkpoint, override)]
+    lines = [str(refusal) for refusal in refusals(checkpoint, *OF_SEVERAL.get(override, [override]))]
     assert any(line.startswith(f"{key}={value}: ") and rule in line and remedy in line for line in lines), lines
 
 
@@ -250,10 +280,11 @@ def test_own_class_without_a_module_is_refused_before_anything_is_imported(check
 
 def test_worked_responses_need_a_source_that_has_them(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").touch()
-    overrides = ["algo=sft", "train.replay_routes=false", "data=jsonl", f"data.train_path={tmp_path}/train.jsonl"]
-    (refusal,) = refusals(checkpoint, *overrides, "environment=worked")
+    overrides = ["train.replay_routes=false", "data=jsonl", f"data.train_path={tmp_path}/train.jsonl"]
+    (refusal,) = refusals(checkpoint, *overrides, "algo=sft", "environment=worked")
     assert str(refusal).startswith("environment.name=worked: data.source=jsonl has no worked responses")
-    assert accept(checkpoint, *overrides).algo.advantages == "one"
+    own = ("environment=custom", "environment.name=json:JSONDecoder")
+    assert accept(checkpoint, *overrides, "algo=sft", *own).algo.advantages == "one"
 
 
 def test_keys_of_another_algorithm_are_refused_in_a_file_too(checkpoint: Path, tmp_path: Path) -> None:

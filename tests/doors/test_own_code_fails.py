@@ -19,7 +19,7 @@ from megatron_rl.prompts.question import PromptDataError
 from megatron_rl.rewards import open_answer_check, open_scorer
 from tests.losses.shapes import shape_of
 
-MODULE = '''
+MODULE = """
 class Missing:
     def __init__(self): {}["limit"]
 
@@ -70,7 +70,7 @@ class Loss:
 
 class LossWithoutArguments:
     def prepare(self): pass
-'''
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +88,10 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("own_classes:Missing", r"^reward\.name=own_classes:Missing: .*fails: KeyError: 'limit' \(.*own_classes\.py:3, in "),
+        (
+            "own_classes:Missing",
+            r"^reward\.name=own_classes:Missing: .*fails: KeyError: 'limit' \(.*own_classes\.py:3, in ",
+        ),
         ("own_classes:Exits", r"^reward\.name=.*fails: SystemExit: no licence \(.*own_classes\.py:6, in __init__"),
         ("own_exit:X", r"^reward\.name=own_exit:X: importing own_exit fails: SystemExit: 3 \(.*own_exit\.py:1"),
         ("own_syntax:X", r"importing own_syntax fails: SyntaxError: .*own_syntax\.py:2"),

@@ -145,8 +145,10 @@ def test_whatever_a_scorer_writes_a_verdict_can_be_sent(text: str) -> None:
 @pytest.mark.parametrize("value", ["1e300", "-2e6"])
 def test_an_absurd_reward_is_no_verdict(value: str) -> None:
     (verdict,), _ = judge(f"reward {value}")
-    assert verdict.reward is None and verdict.reason == f"reward {float(value):g} or correctness {float(value):g} is " \
-        "beyond 1e+06"
+    assert (
+        verdict.reward is None
+        and verdict.reason == f"reward {float(value):g} or correctness {float(value):g} is beyond 1e+06"
+    )
 
 
 def test_why_a_scorer_failed_begins_with_its_line() -> None:

@@ -11,10 +11,10 @@ from megatron_rl.contracts.group import Group, RolloutLocation, Verdict
 from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.rollouts.batch import RolloutBatch, RolloutStage, TooManyRejected
 from megatron_rl.rollouts.evaluation import Evaluation, LostEvaluation
-from megatron_rl.rollouts.rejections import OwnClassFailed
 from megatron_rl.rollouts.hub import Hub
 from megatron_rl.rollouts.messages import EngineLeftOut, GroupDone, GroupRequest
 from megatron_rl.rollouts.queue import RolloutQueue
+from megatron_rl.rollouts.rejections import OwnClassFailed
 from support.collectors import Peer, done
 from support.rollouts import make_ref, make_rollout
 

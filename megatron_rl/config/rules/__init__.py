@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterator
 from operator import attrgetter
 
 from megatron_rl.config.facts import LaunchFacts
-from megatron_rl.config.refusal import Refusal
 from megatron_rl.config.rules.machine import check_engine, check_fit, check_parallel, check_run
 from megatron_rl.config.rules.method import check_data, check_environment, check_method
 from megatron_rl.config.schema import Configuration
+from megatron_rl.contracts.refusal import Refusal
 from megatron_rl.models.files import inspect_checkpoint
 
 

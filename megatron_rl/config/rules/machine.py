@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 
 from megatron_rl.config.facts import LaunchFacts
 from megatron_rl.config.schema import Configuration, EngineSettings, RunSettings
+from megatron_rl.contracts.paths import problem_with_new
 from megatron_rl.models.shape import ModelShape
 from sglang_bridge.addresses import repeated_urls, url_problem
 from sglang_bridge.keys import key_file_problem
 from sglang_bridge.settings import device_of, kv_cache_slots, quantization_refusal, refusals
 
-_FOR_A_START = ("count", "device", "max_total_tokens", "threads", "start_timeout_s", "extra_args")
+_FOR_A_START = ("count", "device", "max_total_tokens", "threads", "extra_args")
 
 
 def check_parallel(c: Configuration, facts: LaunchFacts) -> Iterator[tuple[str, str, str]]:
@@ -39,9 +40,8 @@ def check_parallel(c: Configuration, facts: LaunchFacts) -> Iterator[tuple[str, 
     if c.parallel.sequence_parallel != (tp > 1):
         rule = f"In MoE layers sequence parallelism and tensor parallelism come together, and parallel.tp={tp}"
         yield "parallel.sequence_parallel", rule, f"Use {str(tp > 1).lower()}, or change parallel.tp"
-    starts = {"engine.start_timeout_s": c.engine.start_timeout_s} if c.engine.mode == "managed" else {}
-    for key, seconds in (starts | {"sync.timeout_s": c.sync.timeout_s}).items():
-        if seconds >= c.parallel.timeout_s:
+    for key in ("engine.start_timeout_s", "sync.timeout_s"):
+        if attrgetter(key)(c) >= c.parallel.timeout_s:
             rule = f"The other ranks wait in a collective and give up after parallel.timeout_s={c.parallel.timeout_s:g}"
             yield key, rule, "Lower it, or raise parallel.timeout_s above it"
     if facts.num_gpus == 0 and c.model.dtype != "float32":
@@ -133,15 +133,10 @@ def _no_gpu(facts: LaunchFacts) -> str:
 
 def check_run(run: RunSettings) -> Iterator[tuple[str, str, str]]:
     """The run's directory can be made: the root can hold directories, and the name is not taken."""
-    root = Path(run.root).expanduser()
-    blocking = next((parent for parent in (root, *root.parents) if parent.exists()), Path())
-    if not run.root:
-        yield "run.root", "It names no directory", "Give one, such as run.root=runs"
-    elif not blocking.is_dir():
-        yield "run.root", f"{blocking} is a file", "Give a directory, or a path to make one at"
-    elif not os.access(blocking, os.W_OK | os.X_OK):
-        yield "run.root", f"{blocking} is not writable for this user", "Give another directory"
-    elif run.name is not None and run.on_existing == "refuse" and (root / run.name).exists():
+    root = Path(run.root)
+    if problem := problem_with_new(run.root):
+        yield "run.root", problem, "Give a directory, or a path to make one at, such as run.root=runs"
+    elif run.name is not None and run.on_existing == "refuse" and (root.expanduser() / run.name).exists():
         rule = f"{root / run.name} exists already, and two runs never share a directory"
         remedy = "Choose another, move the old run away, or, if it failed, give run.on_existing=overwrite_failed"
         yield "run.name", rule, remedy

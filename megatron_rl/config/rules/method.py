@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 
-from megatron_rl.config.schema import Configuration, DataSettings, EspoSettings
+from megatron_rl.config.schema import Configuration, DataSettings, EspoSettings, RewardSettings, SftSettings
 from megatron_rl.contracts.doors import MODULE_REMEDY, missing_module
+from megatron_rl.contracts.paths import problem_with
 
 # How many different questions a finite task has on each side of its split, whatever the seed.
 CAPACITY = {"two_digit_addition": {"data.num_train": ("training", 8_785), "data.num_eval": ("held-out", 1_215)}}
@@ -41,9 +43,9 @@ def check_data(c: Configuration, given: Collection[str]) -> Iterator[tuple[str, 
             # Counts that a recipe brings along may go unused; those that a user asks for may not.
             if f"data.{count}" in given and getattr(data, count) != getattr(DataSettings, count):
                 yield f"data.{count}", f"All rows of data.{key} are used, whatever it says", "Remove it"
-            if not Path(path).is_file():
-                yield f"data.{key}", f"There is no such file (from {Path.cwd()})", "Give the path of a JSONL file"
-    if data.train_path and data.eval_path and Path(data.train_path).resolve() == Path(data.eval_path).resolve():
+            if (problem := problem_with(path, folder=False)) is not None:
+                yield f"data.{key}", f"{problem} (from {Path.cwd()})", "Give the path of a JSONL file"
+    if data.train_path and data.eval_path and os.path.realpath(data.train_path) == os.path.realpath(data.eval_path):
         yield "data.eval_path", "It is the training file", "Leave it out: data.num_eval questions are held out of it"
 
 
@@ -55,6 +57,15 @@ def check_method(c: Configuration) -> Iterator[tuple[str, str, str]]:
             yield section, problem, MODULE_REMEDY
         if ":" not in name and section != "algo.name" and attrgetter(options)(c):
             yield options, f"They are for a class of your own, and {section}={name}", "Remove them"
+    if ":" in c.reward.name and c.reward.answer != RewardSettings.answer:
+        yield "reward.answer", f"Only exact_match reads it, and reward.name={c.reward.name}", "Remove it"
+    if isinstance(c.algo, SftSettings) and c.environment.name == "single_turn":
+        rule = "algo=sft makes every response likelier, right or wrong, and these are the model's own"
+        yield "algo.name", rule, "Use environment=worked, or algo=grpo, gspo or espo"
+    if isinstance(c.algo, SftSettings) and c.algo.advantages == "group":
+        yield "algo.advantages", "The loss of algo=sft has no advantages", "Use one"
+    if c.algo.permute_rewards and c.algo.advantages == "one":
+        yield "algo.permute_rewards", "With algo.advantages=one no reward is used", "Remove it, or use advantages=group"
     fractions = c.algo.fractions if isinstance(c.algo, EspoSettings) else []
     if sum(fractions) > 1 or len(fractions) > 254:
         rule = "The fractions must not add up to more than 1, and be at most 254: groups are numbered in uint8"
