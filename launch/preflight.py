@@ -27,6 +27,7 @@ from megatron_rl.config.cli import main
 from megatron_rl.config.facts import LaunchFacts
 from megatron_rl.config.schema import Configuration, EngineSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
+from megatron_rl.contracts.interrupts import end_quietly
 from megatron_rl.models.qwen3_moe import read_shape
 from sglang_bridge.addresses import node_address, require_private_address
 from sglang_bridge.engine import Engine
@@ -197,6 +198,7 @@ def preflight(config: Configuration) -> int:
 
 
 if __name__ == "__main__":
+    end_quietly()
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(__doc__)
         sys.exit(ExitCode.OK)

@@ -3,11 +3,16 @@
 A bad configuration is refused (exit code 2) before torch is imported. Exit codes: megatron_rl/contracts/exit_codes.py.
 """
 
+from __future__ import annotations
+
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megatron_rl.config.cli import main
-from megatron_rl.config.schema import Configuration
+from megatron_rl.contracts.interrupts import end_quietly
+
+if TYPE_CHECKING:
+    from megatron_rl.config.schema import Configuration
 
 
 def train(configuration: Configuration) -> int:
@@ -17,5 +22,13 @@ def train(configuration: Configuration) -> int:
     return run(configuration)
 
 
+def start() -> int:
+    """From the command line to the exit code. The import takes most of a second, in which Ctrl-C is heard."""
+    end_quietly()
+    from megatron_rl.config.cli import main
+
+    return main(train, Path(__file__).resolve().parents[1] / "hydra_conf")
+
+
 if __name__ == "__main__":
-    sys.exit(main(train, Path(__file__).resolve().parents[1] / "hydra_conf"))
+    sys.exit(start())

@@ -46,9 +46,15 @@ def read_keys(path: Path) -> RunKeys:
 def key_file_problem(path: Path) -> Problem | None:
     """Why keys cannot be read from this file, None where they can. Its text shows no key."""
     remedy = 'Write {"api_key": ..., "admin_api_key": ...} to a file with mode 0600'
-    if not path.is_file():
-        return Problem("engine.key_file", str(path), "There is no such file", remedy)
-    if stat.S_IMODE(path.stat().st_mode) & 0o077:
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        gone = isinstance(error, FileNotFoundError | NotADirectoryError)
+        rule = "There is no such file" if gone else f"It cannot be looked at ({error.strerror})"
+        return Problem("engine.key_file", str(path), rule, remedy)
+    if not stat.S_ISREG(mode):
+        return Problem("engine.key_file", str(path), "There is no such file: it is something else", remedy)
+    if stat.S_IMODE(mode) & 0o077:
         return Problem("engine.key_file", str(path), "Others can read the keys", f"chmod 600 {path}")
     try:
         msgspec.json.decode(path.read_bytes(), type=RunKeys)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from sglang_bridge.keys import RunKeys
 from sglang_bridge.settings import ServerSettings
 
 _POLL_SECONDS = 0.5
+_REFUSED_SHARE = 1 / 6  # of start_timeout_s, after which an address where nothing listens is taken for a wrong one
 _NOT_RECORDING = frozenset({"flashinfer_trtllm", "experimental_sgl_trtllm", "flashinfer_mxfp4", "triton_kernel"})
 
 
@@ -25,12 +27,20 @@ def require_external_engines(
 ) -> None:
     """Wait, at most `settings.start_timeout_s` for all, until every engine answers and is what is declared.
 
-    Raises `EngineUnhealthy` naming the URL.
+    A sixth of it is waited for an address where nothing listens, as while a server loads its model. Raises `EngineUnhealthy`
+    naming the URL.
     """
     deadline = time.monotonic() + settings.start_timeout_s
     for engine in engines:
         admin = AdminClient(engine, keys)
+        give_up = time.monotonic() + settings.start_timeout_s * _REFUSED_SHARE
         while not admin.is_ready():
+            if (nobody := _nobody_listens(admin.address)) is not None and time.monotonic() > give_up:
+                raise EngineUnhealthy(
+                    f"engine.urls: {engine.url}: {nobody}; correct the address, start that server, or, if it takes "
+                    f"long to load, raise engine.start_timeout_s={settings.start_timeout_s:g}, a sixth of which is "
+                    "waited for it to listen"
+                )
             if time.monotonic() > deadline:
                 raise EngineUnhealthy(
                     f"engine.urls: {engine.url} did not answer within {settings.start_timeout_s:.0f} s; start that "
@@ -44,6 +54,19 @@ def require_external_engines(
                 f"engine.urls: {engine.url} answers but refuses requests ({error}); engine.key_file must hold its keys"
             ) from error
         _require_settings(engine, info, settings.dtype, return_routes=return_routes)
+
+
+def _nobody_listens(address: tuple[str, int]) -> str | None:
+    """Why no connection comes about, None where somebody takes it, or where that cannot be told."""
+    try:
+        with socket.create_connection(address, timeout=2.0):
+            return None
+    except ConnectionRefusedError:
+        return "nothing listens there (connection refused)"
+    except socket.gaierror as error:
+        return f"its name is not known ({error.strerror})"
+    except OSError:
+        return None
 
 
 def _require_settings(engine: Engine, info: dict[str, Any], dtype: str, *, return_routes: bool) -> None:

@@ -14,7 +14,7 @@ from sglang_bridge.engine import Engine
 from sglang_bridge.errors import EngineDied, EngineUnhealthy
 from sglang_bridge.keys import RunKeys, write_server_config
 from sglang_bridge.lifeline import Lifeline, start_supervised
-from sglang_bridge.log_tail import last_lines
+from sglang_bridge.log_tail import last_exception, last_lines, refused_arguments
 from sglang_bridge.ports import choose_port
 from sglang_bridge.settings import ServerPlace, ServerSettings, refusals
 
@@ -98,7 +98,13 @@ class ManagedEngine:
         """Raise `EngineDied` if the server's process has ended."""
         code = self._process.poll()
         if code is not None:
-            raise EngineDied(f"engine {self.url} ended by itself", returncode=code, log_tail=self.log_tail())
+            log = self.log_tail()
+            why = f"engine {self.url} ended by itself"
+            if self.settings.extra_args and (said := refused_arguments(log)):
+                why = f"engine.extra_args={self.settings.extra_args}: SGLang refuses them: {said}. Correct them; {why}"
+            elif said := last_exception(log):
+                why = f"{why}: {said}"
+            raise EngineDied(why, returncode=code, log_tail=log)
 
     def log_tail(self, count: int = 30) -> str:
         """The last lines of its log, keys blanked out."""

@@ -44,7 +44,8 @@ def lost_by_own_class(lost: Mapping[str, int]) -> bool:
 
 def first_reason(groups: Iterable[Group]) -> str:
     """What a scorer said first of why there is no verdict, with its line; empty when it said nothing."""
-    return next((r.verdict.reason for g in groups for r in g.rollouts if r.verdict.reward is None), "")
+    samples = (sample for group in groups for sample in group.rollouts)
+    return next((s.verdict.reason for s in samples if s.verdict.reward is None), "")
 
 
 def too_many(what: str, lost: Mapping[str, int], asked: int, *, key: str, most: float, first: str = "") -> str:
@@ -56,8 +57,8 @@ def too_many(what: str, lost: Mapping[str, int], asked: int, *, key: str, most: 
     reasons = ", ".join(f"{count} {reason}{_meaning(reason)}" for reason, count in ordered)
     said = f", first: {first}" if first else ""
     return (
-        f"{what}: {sum(lost.values())} of {asked} rollouts cannot be used ({reasons}){said}; {key}={most:g} is the largest "
-        "share that may be lost. logs/collector-*.log in the run directory shows the first of each kind with its "
+        f"{what}: {sum(lost.values())} of {asked} rollouts cannot be used ({reasons}){said}; {key}={most:g} is the "
+        "largest share that may be lost. logs/collector-*.log in the run directory shows the first of each kind with its "
         "cause, logs/engine-*.log what the engines say"
     )
 

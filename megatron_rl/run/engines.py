@@ -96,7 +96,7 @@ class Engines:
         """What this node waits for, for people."""
         settings = self._configuration.engine
         if settings.mode == "external":
-            return f"connecting to {len(settings.urls)} engine(s)"
+            return f"connecting to {', '.join(settings.urls)}"
         return f"starting {settings.count} engine(s) a node"
 
     def check(self) -> None:

@@ -92,8 +92,11 @@ class Trainer:
             dist.barrier(self._job.control_group)
 
     def _connect(self, engines: Engines, watch: Watch) -> Connected | None:
-        self._progress.say("waiting for the engines")
-        with self._progress.during("waiting for the engines"):
+        settings, what = self._configuration.engine, "waiting for the engines"
+        if settings.mode == "external":
+            what = f"waiting for {', '.join(settings.urls)} (engine.start_timeout_s={settings.start_timeout_s:g})"
+        self._progress.say(what)
+        with self._progress.during(what):
             connected = engines.connect()
         watch.look_at(engines.check)
         return connected

@@ -1,6 +1,7 @@
 """`launch/train_rl.py` as a user starts it: real processes."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -96,3 +97,47 @@ sys.exit(main(run, Path({str(ROOT / "hydra_conf")!r})))
     assert done.returncode == 4, done.stderr
     assert done.stdout.split() == ["Configuration", "None", "True", "False"]
     assert list(tmp_path.iterdir()) == [checkpoint]
+
+
+def test_ctrl_c_while_it_imports_leaves_no_traceback(tmp_path: Path) -> None:
+    code = PROBE.replace("import runpy, sys", "import runpy, sys\nprint('on', flush=True)")
+    command = [sys.executable, "-c", code, str(SCRIPT), "experiment=smoke", f"run.root={tmp_path}"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.readline()
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == ExitCode.INTERRUPTED
+        assert "Traceback" not in process.stderr.read()
+
+
+@pytest.mark.parametrize("question", [["--help"], ["--cfg", "job"], ["--info", "all"]])
+def test_an_answer_that_nobody_reads_leaves_no_traceback(tmp_path: Path, question: list[str]) -> None:
+    read, write = os.pipe()
+    os.close(read)  # as `| head` that is done
+    command = [sys.executable, str(SCRIPT), *question]
+    done = subprocess.run(command, cwd=tmp_path, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("question", "told"),
+    [
+        (["--cfg", "job", "job"], "A setting is key=value"),
+        (["--cfg", "nothing"], "Write --cfg job"),
+        (["--cfg", "job", "train.total_steps=many"], "train.total_steps=many: Must be a whole number"),
+        (["--cfg", "job", "--package", "nothing"], "--package='': "),
+        (["--info", "nope"], "A setting is key=value"),
+    ],
+)
+def test_a_question_that_cannot_be_answered_is_refused(tmp_path: Path, question: list[str], told: str) -> None:
+    done = start(*question, cwd=tmp_path)
+    assert done.returncode == ExitCode.REFUSED, done.stderr
+    assert done.stderr.startswith("1 setting is refused") and told in done.stderr
+
+
+def test_the_configuration_is_shown_resolved_and_with_the_text_that_was_typed(tmp_path: Path) -> None:
+    done = start("--cfg", "job", "run.name=2026_11_21", "seed=7", cwd=tmp_path)
+    assert done.returncode == ExitCode.OK, done.stderr
+    assert "name: '2026_11_21'" in done.stdout and done.stdout.count("seed: 7") == 2 and "${" not in done.stdout

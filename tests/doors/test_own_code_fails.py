@@ -1,4 +1,4 @@
-"""A class of the user's own that fails: the key, the method, the user's line and a documented code, never a traceback."""
+"""A class of the user's own that fails: key, method, the user's line and a documented code, never a traceback."""
 
 import re
 import sys

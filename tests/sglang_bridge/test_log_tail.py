@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from sglang_bridge.log_tail import last_lines
+from sglang_bridge.log_tail import last_exception, last_lines, refused_arguments
 
 
 def test_last_lines_without_secrets(tmp_path: Path) -> None:
@@ -21,3 +21,10 @@ def test_long_lines_are_cut_and_bad_bytes_survive(tmp_path: Path) -> None:
 
 def test_a_missing_log_is_empty(tmp_path: Path) -> None:
     assert last_lines(tmp_path / "none.log") == ""
+
+
+def test_the_reason_in_a_log_is_found() -> None:
+    usage = "usage: launch_server.py [-h]\n  [--tp TP]\nlaunch_server.py: error: unrecognized arguments: --nope\n"
+    trace = "Traceback (most recent call last):\n  File x\nKeyError: 1\ntorch.OutOfMemoryError: no room\n  at\n"
+    assert (refused_arguments(usage), last_exception(usage)) == ("unrecognized arguments: --nope", None)
+    assert (refused_arguments(trace), last_exception(trace)) == (None, "torch.OutOfMemoryError: no room")

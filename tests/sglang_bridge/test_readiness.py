@@ -2,7 +2,9 @@
 
 import http.server
 import json
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,7 +45,7 @@ def server() -> Iterator[http.server.ThreadingHTTPServer]:
 
 def check(port: int, *, return_routes: bool = True, tp: int = 1, **settings: Any) -> None:
     engines = [Engine(url=f"http://127.0.0.1:{port}", tp=tp)]
-    declared = ServerSettings(start_timeout_s=0.6, tp=tp, **settings)
+    declared = ServerSettings(tp=tp, **{"start_timeout_s": 0.6, **settings})
     require_external_engines(engines, create_keys(), declared, return_routes=return_routes)
 
 
@@ -59,8 +61,24 @@ def test_a_server_without_routes_passes_where_none_are_replayed(server: Any) -> 
 
 
 def test_nothing_listens() -> None:
-    with pytest.raises(EngineUnhealthy, match=r"did not answer.*start that server"):
-        check(choose_port("127.0.0.1", None))
+    start = time.monotonic()
+    with pytest.raises(EngineUnhealthy, match=r"nothing listens there \(connection refused\); .*start_timeout_s"):
+        check(choose_port("127.0.0.1", None), start_timeout_s=12.0)
+    assert 2.0 <= time.monotonic() - start < 9.0, "a sixth of the time that a server gets"
+
+
+def test_a_name_that_nobody_has_is_told_soon() -> None:
+    with pytest.raises(EngineUnhealthy, match=r"no-such-host\.invalid:1: its name is not known"):
+        require_external_engines(
+            [Engine(url="http://no-such-host.invalid:1")], create_keys(), ServerSettings(start_timeout_s=0.6),
+            return_routes=True,
+        )  # fmt: skip
+
+
+def test_a_server_that_hangs_gets_all_of_its_time() -> None:
+    told = pytest.raises(EngineUnhealthy, match=r"did not answer within 1 s; start that server")
+    with socket.create_server(("127.0.0.1", 0)) as silent, told:
+        check(silent.getsockname()[1])
 
 
 def test_other_keys_are_named(server: Any) -> None:
