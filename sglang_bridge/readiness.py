@@ -27,8 +27,8 @@ def require_external_engines(
 ) -> None:
     """Wait, at most `settings.start_timeout_s` for all, until every engine answers and is what is declared.
 
-    A sixth of it is waited for an address where nothing listens, as while a server loads its model. Raises `EngineUnhealthy`
-    naming the URL.
+    A sixth of it is waited for an address where nothing listens, as while a server loads its model. Raises
+    `EngineUnhealthy` naming the URL.
     """
     deadline = time.monotonic() + settings.start_timeout_s
     for engine in engines:

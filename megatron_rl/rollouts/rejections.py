@@ -58,8 +58,8 @@ def too_many(what: str, lost: Mapping[str, int], asked: int, *, key: str, most: 
     said = f", first: {first}" if first else ""
     return (
         f"{what}: {sum(lost.values())} of {asked} rollouts cannot be used ({reasons}){said}; {key}={most:g} is the "
-        "largest share that may be lost. logs/collector-*.log in the run directory shows the first of each kind with its "
-        "cause, logs/engine-*.log what the engines say"
+        "largest share that may be lost. logs/collector-*.log in the run directory shows the first of each kind "
+        "with its cause, logs/engine-*.log what the engines say"
     )
 
 
