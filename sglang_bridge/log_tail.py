@@ -8,7 +8,7 @@ from pathlib import Path
 
 _TAIL_BYTES = 256 * 1024
 _LINE_CHARACTERS = 400
-_REFUSED_ARGUMENTS = re.compile(r"^\S+: error: (.+)$", re.MULTILINE)  # what argparse says last
+_REFUSED_ARGUMENTS = re.compile(r"^[\w. -]+: error: (.+)$", re.MULTILINE)  # what argparse says last
 _EXCEPTION = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception): .+$", re.MULTILINE)
 
 

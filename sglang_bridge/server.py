@@ -102,6 +102,7 @@ class ManagedEngine:
             why = f"engine {self.url} ended by itself"
             if self.settings.extra_args and (said := refused_arguments(log)):
                 why = f"engine.extra_args={self.settings.extra_args}: SGLang refuses them: {said}. Correct them; {why}"
+                log = ""  # thirty lines of usage
             elif said := last_exception(log):
                 why = f"{why}: {said}"
             raise EngineDied(why, returncode=code, log_tail=log)

@@ -1,0 +1,48 @@
+"""A server that ends at once because of what a user gave it says so in the first line."""
+
+import contextlib
+import time
+from pathlib import Path
+
+import pytest
+
+from sglang_bridge import server
+from sglang_bridge.errors import EngineDied
+from sglang_bridge.keys import create_keys
+from sglang_bridge.lifeline import Lifeline
+from sglang_bridge.server import ManagedEngine
+from sglang_bridge.settings import ServerPlace, ServerSettings
+
+USAGE = """for i in range(99): print('  [--option]')
+print('sglang serve: error: unrecognized arguments: --nope'); exit(2)"""
+TRACE = "raise OSError('no model there')"
+
+
+@pytest.mark.parametrize(
+    ("code", "extra", "first_line"),
+    [
+        (
+            USAGE,
+            ["--nope"],
+            "engine.extra_args=['--nope']: SGLang refuses them: unrecognized arguments: --nope. ",
+        ),
+        (TRACE, [], "engine http://127.0.0.1:"),
+    ],
+)
+def test_the_reason_is_the_first_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, extra: list[str], first_line: str
+) -> None:
+    monkeypatch.setattr(server, "build_argv", lambda *given, **named: ["python", "-c", code])
+    with contextlib.closing(Lifeline()) as lifeline:
+        engine = ManagedEngine.start(
+            ServerSettings(extra_args=extra), ServerPlace(model_path="/model", device="cpu"),
+            keys=create_keys(), log_path=tmp_path / "engine.log", lifeline=lifeline,
+        )  # fmt: skip
+        with pytest.raises(EngineDied) as died:
+            for _ in range(200):
+                engine.check_alive()
+                time.sleep(0.1)
+        engine.stop()
+    lines = str(died.value).splitlines()
+    assert lines[0].startswith(first_line)
+    assert len(lines) == 1 if extra else "ended by itself: OSError: no model there" in lines[0]
