@@ -86,9 +86,9 @@ class ManagedEngine:
     def wait_healthy(self, deadline_seconds: float) -> None:
         """Wait until healthy, at most `deadline_seconds` since the start. Raises `EngineUnhealthy`, `EngineDied`."""
         while not self.poll_healthy():
-            if time.monotonic() - self._started > deadline_seconds:
+            if (waited := time.monotonic() - self._started) > deadline_seconds:
                 raise EngineUnhealthy(
-                    f"engine {self.url} was not healthy {deadline_seconds:.0f} s after its start; raise "
+                    f"engine {self.url} was not healthy {waited:.0f} s after its start; raise "
                     f"engine.start_timeout_s or read {self.log_path}",
                     log_tail=self.log_tail(),
                 )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sglang_bridge import server
-from sglang_bridge.errors import EngineDied
+from sglang_bridge.errors import EngineDied, EngineUnhealthy
 from sglang_bridge.keys import create_keys
 from sglang_bridge.lifeline import Lifeline
 from sglang_bridge.server import ManagedEngine
@@ -46,3 +46,20 @@ def test_the_reason_is_the_first_line(
     lines = str(died.value).splitlines()
     assert lines[0].startswith(first_line)
     assert len(lines) == 1 if extra else "ended by itself: OSError: no model there" in lines[0]
+
+
+def test_an_engine_that_takes_too_long_says_how_long_it_was_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "build_argv", lambda *given, **named: ["sleep", "60"])
+    place = ServerPlace(model_path="/model", device="cpu")
+    with contextlib.closing(Lifeline()) as lifeline:
+        engine = ManagedEngine.start(
+            ServerSettings(), place, keys=create_keys(), log_path=tmp_path / "log", lifeline=lifeline
+        )
+        time.sleep(1.2)
+        with pytest.raises(
+            EngineUnhealthy, match=r"not healthy [1-9]\d* s after its start; raise engine\.start_timeout_s"
+        ):
+            engine.wait_healthy(0.0)  # as whoever waits for several does in the end
+        engine.stop()
