@@ -38,7 +38,7 @@ def require_external_engines(
             if (nobody := _nobody_listens(admin.address)) is not None and time.monotonic() > give_up:
                 raise EngineUnhealthy(
                     f"engine.urls: {engine.url}: {nobody}; correct the address, start that server, or, if it takes "
-                    f"long to load, raise engine.start_timeout_s={settings.start_timeout_s:g}, a sixth of which is "
+                    f"long to load, raise engine.start_timeout_s, a sixth of which is "
                     "waited for it to listen"
                 )
             if time.monotonic() > deadline:

@@ -35,7 +35,7 @@ def refused(*overrides: str) -> str:
         ("data=jsonl", "data=json", "Choose one of column_addition, custom, jsonl,"),
         ("data=jsonl", "data.source=json", "Must be one of column_addition, two_digit_addition, jsonl"),
         ("data.train_path=sums.jsonl", "data.train_path=sum.jsonl", "There is no such file (from "),
-        ("data.train_path=sums.jsonl", "data.train_path=.", "There is no such file (from "),
+        ("data.train_path=sums.jsonl", "data.train_path=.", "There is no such file: it is a directory (from "),
         ("data.train_path=sums.jsonl", "data.trainpath=sums.jsonl", "Did you mean data.train_path?"),
         ("data.num_eval=16", "data.num_eval=0", "Must be at least 1"),
         ("data.num_eval=16", "data.num_eval=sixteen", "Must be a whole number"),

@@ -103,7 +103,11 @@ def test_engines_are_asked_what_training_asks_them(preflight: ModuleType, server
 def test_engines_that_do_not_answer_are_named(preflight: ModuleType) -> None:
     config = compose(["experiment=smoke", "engine=external", "engine.urls=[http://127.0.0.1:9]"])
     (check,) = preflight.check_external_engines(config)
-    assert check.refuses and "http://127.0.0.1:9 did not answer" in str(check) and "start that server" in str(check)
+    assert (
+        check.refuses
+        and "http://127.0.0.1:9: nothing listens there" in str(check)
+        and "start that server" in str(check)
+    )
 
 
 def opening(preflight: ModuleType, *overrides: str) -> dict[str, Any]:
