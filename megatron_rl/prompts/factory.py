@@ -11,7 +11,7 @@ from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.prompts import column_addition, two_digit_addition
 from megatron_rl.prompts.gym import ReasoningGym
-from megatron_rl.prompts.jsonl import read_jsonl
+from megatron_rl.prompts.jsonl import Render, read_jsonl, refuse_messages
 from megatron_rl.prompts.question import BadRows, PromptDataError, Question, Source
 from megatron_rl.prompts.source import Excluded, PromptSource
 from megatron_rl.prompts.split import Split, draw_split, hold_out, keep_apart
@@ -22,20 +22,29 @@ _MOST_CHARACTERS = 65_536  # of an id or a reference answer
 _FIELDS = tuple(field.name for field in fields(Question))
 
 
-def open_prompts(settings: DataSettings, tokenizer: Tokenizer, check_answer: CheckAnswer | None = None) -> PromptSource:
+def open_prompts(
+    settings: DataSettings,
+    tokenizer: Tokenizer,
+    check_answer: CheckAnswer | None = None,
+    *,
+    render: Render = refuse_messages,
+    worked: bool = False,
+) -> PromptSource:
     """Open a source by name. Raises `PromptDataError` naming the key, or the file and line, and the remedy.
 
     Of a JSONL file all rows are used, and data.num_eval of them held out unless data.eval_path names others; other
     sources write data.num_train and data.num_eval questions. The seed never moves a question across the split.
     check_answer: raises ValueError for a reference answer that responses cannot be judged by (`Scorer.check_answer`),
-    which makes the row a bad one. Raises `DoorError` where a source of the user's own cannot be opened.
+    which makes the row a bad one. render: of rows with messages. worked: training questions without a worked response
+    are bad ones too. Raises `DoorError` where a source of the user's own cannot be opened.
     """
     bad_rows = BadRows(settings.on_bad_row)
     if settings.source == "jsonl":
-        split = _split_files(settings, bad_rows)
+        split = _split_files(settings, render, bad_rows)
     else:
         split = draw_split(draw_questions(settings), settings.num_train, settings.num_eval)
-    train = list(_usable(split.train, tokenizer, settings.max_prompt_tokens, check_answer, bad_rows))
+    questions = _with_responses(split.train, bad_rows) if worked else split.train
+    train = list(_usable(questions, tokenizer, settings.max_prompt_tokens, check_answer, bad_rows))
     held_out = list(_usable(split.held_out, tokenizer, settings.max_prompt_tokens, check_answer, bad_rows))
     named, examples = tuple(bad_rows.named), tuple(bad_rows.examples)
     excluded = Excluded(bad_rows.count, split.duplicates, split.overlapping, examples, named)
@@ -90,12 +99,20 @@ def _drawn(name: str, source: Source, seed: int) -> Iterator[object]:
         yield from questions
 
 
-def _split_files(settings: DataSettings, bad_rows: BadRows) -> Split:
+def _split_files(settings: DataSettings, render: Render, bad_rows: BadRows) -> Split:
     assert settings.train_path is not None, "the rules of the configuration ask for it"
-    train = read_jsonl(settings.train_path, bad_rows, key="data.train_path")
+    train = read_jsonl(settings.train_path, bad_rows, key="data.train_path", render=render)
     if settings.eval_path is None:
         return hold_out(train, settings.num_eval, bad_rows)
-    return keep_apart(train, read_jsonl(settings.eval_path, bad_rows, key="data.eval_path"), bad_rows)
+    return keep_apart(train, read_jsonl(settings.eval_path, bad_rows, key="data.eval_path", render=render), bad_rows)
+
+
+def _with_responses(questions: Iterable[Question], bad_rows: BadRows) -> Iterator[Question]:
+    for question in questions:
+        if question.worked:
+            yield question
+        else:
+            bad_rows.report(question.origin, "it shows no response, which environment=worked is to learn from")
 
 
 def _usable(

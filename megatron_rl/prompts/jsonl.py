@@ -1,13 +1,14 @@
-"""Questions from JSONL files: one object per line with `prompt`, `answer` and optional `id`, `task`, `difficulty`."""
+"""Questions from JSONL files: one object per line with `prompt` or `messages`, `answer`, `response` and labels."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from megatron_rl.prompts.question import BadRows, PromptDataError, Question
 
@@ -15,18 +16,34 @@ _MOST_BYTES = 16 * 2**20  # of a line; no model reads so long a prompt, and a fi
 _MOST_EXPONENT = 999  # of an answer; 1e999999999 would fill the memory with zeros
 
 
+Render = Callable[[Sequence[Mapping[str, str]]], str]
+"""The text of messages up to where the assistant's next one begins. Raises ValueError."""
+
+
+def refuse_messages(messages: Sequence[Mapping[str, str]]) -> str:
+    """The `Render` of whoever has no chat template."""
+    raise ValueError("it holds `messages`, and there is no chat template here")
+
+
+class _Message(msgspec.Struct):
+    role: str
+    content: str
+
+
 class _Row(msgspec.Struct):
-    prompt: str
-    answer: msgspec.Raw
+    prompt: str | UnsetType = UNSET
+    messages: list[_Message] | UnsetType = UNSET
+    answer: msgspec.Raw | UnsetType = UNSET
+    response: str | UnsetType = UNSET
     id: str | int | None = None
     task: str = "jsonl"
     difficulty: str | int | float = ""
 
 
-def read_jsonl(path: str | Path, bad_rows: BadRows, *, key: str) -> list[Question]:
+def read_jsonl(path: str | Path, bad_rows: BadRows, *, key: str, render: Render = refuse_messages) -> list[Question]:
     """All questions of a file. key: the configuration key that names the file (`data.train_path`), for messages.
 
-    Raises `PromptDataError` when the file cannot be read or holds no usable row.
+    render: of rows with `messages`. Raises `PromptDataError` when the file cannot be read or holds no usable row.
     """
     questions: list[Question] = []
     line_of_id: dict[str, int] = {}
@@ -36,7 +53,7 @@ def read_jsonl(path: str | Path, bad_rows: BadRows, *, key: str) -> list[Questio
             bad_rows.report(origin, f"is longer than {_MOST_BYTES} bytes")
             continue
         try:
-            question = _question(line, origin, default_id=f"{key}:{number}")
+            question = _question(line, origin, render, default_id=f"{key}:{number}")
         except ValueError as error:
             bad_rows.report(origin, str(error))
             continue
@@ -77,18 +94,43 @@ def _lines(path: str | Path, key: str) -> Iterator[tuple[int, bytes]]:
         ) from error
 
 
-def _question(line: bytes, origin: str, default_id: str) -> Question:
+def _question(line: bytes, origin: str, render: Render, default_id: str) -> Question:
     row = msgspec.json.decode(line, type=_Row)
-    if not row.prompt.strip():
-        raise ValueError("`prompt` is empty")
+    text, response = _conversation(row, render)
+    if isinstance(row.answer, UnsetType) and not response:
+        raise ValueError("`answer` is missing, and there is no response in which it could be found")
     return Question(
         id=default_id if row.id is None else str(row.id),
-        text=row.prompt,
-        answer=_answer(bytes(row.answer)),
+        text=text,
+        answer=response if isinstance(row.answer, UnsetType) else _answer(bytes(row.answer)),
         task=row.task,
         origin=origin,
         difficulty=str(row.difficulty),
+        worked=response,
     )
+
+
+def _conversation(row: _Row, render: Render) -> tuple[str, str]:
+    """What the model reads, and the response that the row shows, if any."""
+    if (row.prompt is UNSET) == (row.messages is UNSET):
+        raise ValueError("`prompt` or `messages` is needed, one of them")
+    if row.response is not UNSET and not row.response.strip():
+        raise ValueError("`response` is empty")
+    if row.prompt is not UNSET and not row.prompt.strip():
+        raise ValueError("`prompt` is empty")
+    response = "" if row.response is UNSET else row.response
+    if row.messages is UNSET:
+        return str(row.prompt), response
+    messages = [{"role": message.role, "content": message.content} for message in row.messages]
+    if messages and messages[-1]["role"] == "assistant":
+        if response:
+            raise ValueError("`response` is given, and `messages` end with one of the assistant")
+        response = messages.pop()["content"]
+        if not response.strip():
+            raise ValueError("the assistant's last message is empty")
+    if not messages or messages[-1]["role"] == "assistant":
+        raise ValueError("`messages` hold nothing that the assistant could answer")
+    return render(messages), response
 
 
 def _answer(raw: bytes) -> str:

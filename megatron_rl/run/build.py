@@ -14,6 +14,7 @@ from megatron_rl.mcore.optimizer import DistributedAdam, wrap_data_parallel
 from megatron_rl.mcore.parallel import RankLayout
 from megatron_rl.mcore.replay import RouteReplay
 from megatron_rl.mcore.weights import load_hf_weights
+from megatron_rl.models.chat_template import ChatTemplate
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.planning.rank_view import RankView
@@ -37,7 +38,8 @@ from megatron_rl.training.worker import Worker, gather_receivers
 def build_prompts(c: Configuration) -> PromptSource:
     """Training and held-out prompts, all of them readable and answerable. Raises `PromptDataError`."""
     tokenizer = Tokenizer.from_directory(c.model.path)
-    prompts = open_prompts(c.data, tokenizer, open_answer_check(c.reward))
+    render, worked = ChatTemplate(Path(c.model.path)).prompt, c.environment.name == "worked"
+    prompts = open_prompts(c.data, tokenizer, open_answer_check(c.reward), render=render, worked=worked)
     prompts.require(c.rollout.prompts_per_step)
     return prompts
 

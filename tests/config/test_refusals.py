@@ -278,13 +278,12 @@ def test_own_class_without_a_module_is_refused_before_anything_is_imported(check
     assert getattr(found, group).options == {"strict": True}
 
 
-def test_worked_responses_need_a_source_that_has_them(checkpoint: Path, tmp_path: Path) -> None:
-    (tmp_path / "train.jsonl").touch()
-    overrides = ["train.replay_routes=false", "data=jsonl", f"data.train_path={tmp_path}/train.jsonl"]
-    (refusal,) = refusals(checkpoint, *overrides, "algo=sft", "environment=worked")
-    assert str(refusal).startswith("environment.name=worked: data.source=jsonl has no worked responses")
+def test_worked_responses_need_a_source_that_has_them(checkpoint: Path) -> None:
+    overrides = ["train.replay_routes=false", "algo=sft"]
+    refusal = refusals(checkpoint, *overrides, "data=reasoning_gym", "environment=worked")[-1]
+    assert str(refusal).startswith("environment.name=worked: data.source=reasoning_gym has no worked responses")
     own = ("environment=custom", "environment.name=json:JSONDecoder")
-    assert accept(checkpoint, *overrides, "algo=sft", *own).algo.advantages == "one"
+    assert accept(checkpoint, *overrides, *own).algo.advantages == "one"
 
 
 def test_keys_of_another_algorithm_are_refused_in_a_file_too(checkpoint: Path, tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,33 @@ def test_rows_with_and_without_optional_keys(tmp_path: Path) -> None:
     assert second.origin == f"{file} line 3"
 
 
+def shout(messages: Sequence[Mapping[str, str]]) -> str:
+    return "".join(f"{message['role']}: {message['content']}! " for message in messages) + "assistant:"
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ('"prompt": "2+2=", "response": "4"', ("2+2=", "4", "4")),
+        ('"prompt": "2+2=", "answer": 4, "response": "so: 4"', ("2+2=", "so: 4", "4")),
+        ('"messages": [{"role": "user", "content": "2+2"}], "answer": 4', ("user: 2+2! assistant:", "", "4")),
+        (
+            '"messages": [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "it is 4"}]',
+            ("user: 2+2! assistant:", "it is 4", "it is 4"),
+        ),
+        (
+            '"messages": [{"role": "system", "content": "s"}, {"role": "assistant", "content": "a"}, '
+            '{"role": "user", "content": "u", "name": "x"}], "response": "r"',
+            ("system: s! assistant: a! user: u! assistant:", "r", "r"),
+        ),
+    ],
+)
+def test_rows_with_responses_and_messages(tmp_path: Path, row: str, expected: tuple[str, str, str]) -> None:
+    file = write(tmp_path / "t.jsonl", f"{{{row}}}".encode())
+    (question,) = read_jsonl(file, BadRows("fail"), key="k", render=shout)
+    assert (question.text, question.worked, question.answer) == expected
+
+
 @pytest.mark.parametrize("number", ["123456789012345678901234567890", "0.1", "-3", "3.0"])
 def test_a_number_keeps_its_digits(tmp_path: Path, number: str) -> None:
     file = write(tmp_path / "t.jsonl", b'{"prompt": "p", "answer": %s}' % number.encode())
@@ -55,8 +83,16 @@ def test_an_exponent_is_written_out(tmp_path: Path, number: str, answer: str) ->
     [
         (b'{"prompt": "2+2=", "answer": ', "truncated"),
         (b"[1, 2]", "Expected `object`"),
-        (b'{"answer": "4"}', "missing required field `prompt`"),
-        (b'{"prompt": "2+2="}', "missing required field `answer`"),
+        (b'{"answer": "4"}', "`prompt` or `messages` is needed"),
+        (b'{"prompt": "2+2="}', "`answer` is missing"),
+        (b'{"prompt": "p", "messages": [], "answer": 4}', "`prompt` or `messages` is needed, one of them"),
+        (b'{"messages": [], "answer": 4}', "nothing that the assistant could answer"),
+        (b'{"messages": [{"role": "user"}], "answer": 4}', "missing required field `content`"),
+        (b'{"messages": [{"role": "assistant", "content": "4"}]}', "nothing that the assistant could answer"),
+        (b'{"messages": [{"role": "assistant", "content": " "}]}', "the assistant's last message is empty"),
+        (b'{"messages": [{"role": "assistant", "content": "4"}], "response": "4"}', "`messages` end with one of"),
+        (b'{"messages": [{"role": "user", "content": "4"}], "answer": 4}', "there is no chat template here"),
+        (b'{"prompt": "p", "response": " "}', "`response` is empty"),
         (b'{"prompt": 5, "answer": "4"}', "Expected `str`"),
         (b'{"prompt": "  ", "answer": "4"}', "`prompt` is empty"),
         (b'{"prompt": "p", "answer": ""}', "`answer` is empty"),

@@ -85,8 +85,8 @@ def check_environment(c: Configuration) -> Iterator[tuple[str, str, str]]:
     """Worked responses are shown, not sampled: nothing is compared or replayed, and engines only evaluate."""
     environment, model = c.environment.name, c.model
     if environment == "worked":
-        if c.data.source in ("jsonl", "reasoning_gym"):
-            yield "environment.name", f"data.source={c.data.source} has no worked responses", "Use data=column_addition"
+        if c.data.source == "reasoning_gym":
+            yield "environment.name", "data.source=reasoning_gym has no worked responses", "Use data=column_addition"
         if c.algo.advantages != "one":
             yield "algo.advantages", "Worked responses are not compared with one another", "Use one, as algo=sft does"
         if c.train.replay_routes:
