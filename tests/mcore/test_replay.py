@@ -168,6 +168,23 @@ def test_disagreement_is_zero_for_live_routes_and_counted_otherwise(megatron: An
     assert replay.disagreement() == (1, live.shape[0] * 3)
 
 
+def test_counting_disagreement_makes_no_router_wait_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_rl.mcore.router_target import RouterTarget
+
+    for name in ("cpu", "item", "tolist", "nonzero", "__int__", "__bool__"):
+        monkeypatch.setattr(torch.Tensor, name, lambda *_, name=name: pytest.fail(f"{name} waits"))
+    monkeypatch.setattr(torch.Tensor, "__getitem__", lambda *_: pytest.fail("an index of bools waits for its size"))
+    target, live = RouterTarget(), torch.eye(4)
+    target.activate(measure=True, forward_only=True)
+    for experts, real in (([[0], [1], [3], [2]], [True, True, True, False]), ([[1], [1], [2], [0]], None)):
+        rows = None if real is None else torch.tensor(real)
+        target.begin_forward(torch.tensor(experts), rows)
+        target.get_replay_topk(live, 1, default_compute_topk=lambda scores, topk, **_: scores.topk(topk, dim=1))
+        target.end_forward()
+    monkeypatch.undo()
+    assert target.disagreement.tolist() == [1 + 2, 3 + 4]
+
+
 @pytest.mark.parametrize(
     "spoil",
     [
