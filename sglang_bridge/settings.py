@@ -67,7 +67,7 @@ class ServerSettings:
     threads: Annotated[int, Ge(1)] = 1  # managed only
     start_timeout_s: Annotated[float, Gt(0)] = 180.0  # managed only; less than parallel.timeout_s
     request_timeout_s: Annotated[float, Gt(0)] = 120.0
-    retries: Annotated[int, Ge(0)] = 2
+    retries: Annotated[int, Ge(0)] = 2  # of a failed request, each a round over all engines of the node
     extra_args: list[str] = field(default_factory=list)  # managed only
 
 

@@ -40,6 +40,11 @@ class Accuracy:
     questions: int
     samples: int
 
+    def __str__(self) -> str:
+        lost = f", {self.rejected} lost" if self.rejected else ""
+        asked = f"{self.questions} questions x {self.samples // self.questions}"
+        return f"{self.accuracy:.3f} ± {self.half_width:.3f} ({asked}, {self.parseable:.1%} parseable{lost})"
+
     def metrics(self) -> dict[str, float]:
         return {
             "eval/accuracy": self.accuracy,

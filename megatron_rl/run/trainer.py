@@ -88,6 +88,6 @@ class Trainer:
     def _connect(self, engines: Engines, watch: Watch) -> Connected | None:
         self._progress.say("waiting for the engines")
         with self._progress.during("waiting for the engines"):
-            connected = engines.connect()
+            connected = engines.connect(self._progress.say)
         watch.look_at(engines.check)
         return connected
