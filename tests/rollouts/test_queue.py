@@ -1,5 +1,6 @@
 import queue as queue_module
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from megatron_rl.config.schema import RolloutSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.rollouts.hub import Hub
-from megatron_rl.rollouts.messages import AbortRequest, EngineBack, EngineLeftOut, Failed, GroupRequest, Release
+from megatron_rl.rollouts.messages import AbortRequest, Alive, EngineBack, EngineLeftOut, Failed, GroupRequest, Release
 from megatron_rl.rollouts.queue import CollectorFailed, RolloutQueue
 from sglang_bridge.errors import RequestFailed
 from support.collectors import Peer, done, request
@@ -79,6 +80,24 @@ def test_idle_is_not_called_for_each_message(queue: RolloutQueue, peer: Peer) ->
     calls: list[int] = []
     assert len(list(queue.as_completed(lambda: calls.append(1)))) == 1
     assert len(calls) < 5
+
+
+def test_idle_is_not_called_for_each_sign_of_life(queue: RolloutQueue, peer: Peer) -> None:
+    """Of a hundred nodes a hundred come every second."""
+    queue.submit([request("a", evaluation=True)])
+    calls: list[int] = []
+
+    def live() -> None:
+        for _ in range(60):
+            peer.say(Alive())
+            time.sleep(0.005)
+        peer.say(done("a"))
+
+    speaker = threading.Thread(target=live)
+    speaker.start()
+    assert len(list(queue.as_completed(lambda: calls.append(1), idle_every_seconds=0.1))) == 1
+    speaker.join()
+    assert 2 <= len(calls) < 30
 
 
 def test_stale_samples_are_counted_not_delivered(queue: RolloutQueue, peer: Peer) -> None:
