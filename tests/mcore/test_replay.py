@@ -13,7 +13,13 @@ from tests.mcore.packs import pack, targets_of
 MICRO_BATCHES = [(0, 1, 2), (3, 4)]
 
 
-def build(checkpoint: Path, recompute: Literal["none", "selective", "full"] = "none", **overrides: Any) -> Any:
+def build(
+    checkpoint: Path,
+    recompute: Literal["none", "selective", "full"] = "none",
+    *,
+    dtype: Any = "float32",
+    **overrides: Any,
+) -> Any:
     """One rank's wrapped models with the checkpoint's weights, and their replay. overrides: Megatron's own settings."""
     from megatron_rl.mcore.model import build_models
     from megatron_rl.mcore.optimizer import wrap_data_parallel
@@ -21,7 +27,9 @@ def build(checkpoint: Path, recompute: Literal["none", "selective", "full"] = "n
     from megatron_rl.mcore.weights import load_hf_weights
 
     shape = read_shape(checkpoint)
-    models = build_models(shape, ModelSettings(path=str(checkpoint), recompute=recompute), ParallelSettings())
+    models = build_models(
+        shape, ModelSettings(path=str(checkpoint), recompute=recompute, dtype=dtype), ParallelSettings()
+    )
     load_hf_weights(models, shape, checkpoint)
     for name, value in overrides.items():
         setattr(models[0].config, name, value)
