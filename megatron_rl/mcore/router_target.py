@@ -26,10 +26,8 @@ class RouterTarget:
         self._real_rows: torch.Tensor | None = None
         self._pending: deque[torch.Tensor] = deque()
         self._recomputed = 0
+        self.activate(measure=False, forward_only=False)
         self._active = False
-        self._measure = False
-        self._forward_only = False
-        self.disagreement = torch.zeros(2, dtype=torch.int64)
 
     def activate(self, *, measure: bool, forward_only: bool) -> None:
         self._active, self._measure, self._forward_only = True, measure, forward_only

@@ -45,6 +45,7 @@ FORCED = routes([1, 2], [3, 1], [3, 2])
 
 def test_outside_of_replay_the_router_chooses_by_itself() -> None:
     target, best = RouterTarget(), Best()
+    assert target.disagreement.tolist() == [0, 0]
     assert ask(target, best)[1] == LIVE
     assert best.asked == [(2, 4, 3, True)]
     target.activate(measure=False, forward_only=False)
@@ -84,7 +85,7 @@ def test_only_the_forward_of_a_measured_pass_is_counted_and_padding_is_not() -> 
     ask(target)
     assert target.disagreement.tolist() == [3, 5]
     target.activate(measure=False, forward_only=True)
-    assert target.disagreement.tolist() == [0, 0]
+    assert target.disagreement.tolist() == [0, 0] and target.disagreement.dtype == torch.int64
     ask(target)
     assert target.disagreement.tolist() == [0, 0]
 
@@ -105,8 +106,8 @@ def test_what_was_not_recomputed_is_told_with_numbers_and_forgotten() -> None:
         with torch.no_grad():
             ask(target)
         target.end_forward()
-    assert ask(target)[1] == FORCED.tolist()
-    assert target.deactivate() == "1 micro-batches were recomputed and 2 were not"
+    assert [ask(target)[1] for _ in range(2)] == [FORCED.tolist()] * 2
+    assert target.deactivate() == "2 micro-batches were recomputed and 1 were not"
     target.activate(measure=False, forward_only=False)
     assert target.deactivate() is None
     target.activate(measure=False, forward_only=False)
