@@ -5,10 +5,20 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_rl.config.schema import RolloutSettings
+from megatron_rl.config.schema import EngineSettings, EnvironmentSettings, RewardSettings, RolloutSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.rollouts.hub import Hub
-from megatron_rl.rollouts.messages import AbortRequest, Alive, EngineBack, EngineLeftOut, Failed, GroupRequest, Release
+from megatron_rl.rollouts.messages import (
+    AbortRequest,
+    Alive,
+    Configure,
+    EngineBack,
+    EngineLeftOut,
+    Failed,
+    GroupRequest,
+    Release,
+    Stop,
+)
 from megatron_rl.rollouts.queue import CollectorFailed, RolloutQueue
 from sglang_bridge.errors import RequestFailed
 from support.collectors import Peer, done, request
@@ -162,3 +172,29 @@ def test_failures_are_named(queue: RolloutQueue, peer: Peer) -> None:
         with pytest.raises(CollectorFailed, match=words) as caught:
             list(queue.as_completed(idle))
         assert isinstance(caught.value, Failure) and caught.value.exit_code is ExitCode.ENGINE_FAILED
+
+
+def test_every_collector_gets_its_own_configuration_and_is_told_to_end(
+    hub: Hub, queue: RolloutQueue, peer: Peer
+) -> None:
+    other = Peer(hub, 1)
+    hub.wait_for(2, 5)
+    ours, theirs = (
+        Configure(
+            engines=(), api_key=None, model_path=path, routes=None, engine=EngineSettings(),
+            rollout=RolloutSettings(max_new_tokens=4), reward=RewardSettings(), environment=EnvironmentSettings(),
+        )
+        for path in ("/ours", "/theirs")
+    )  # fmt: skip
+    queue.configure({0: ours, 1: theirs})
+    queue.stop()
+    assert [peer.hear(), other.hear()] == [[ours, Stop()], [theirs, Stop()]]
+    other.hang_up()
+
+
+def test_stale_rollouts_add_to_what_the_collector_rejected_as_such(queue: RolloutQueue, peer: Peer) -> None:
+    queue.set_version(9)
+    queue.submit([request("a")])
+    peer.say(done("a", (make_ref(make_rollout(3, 4)),), rejected={"stale": 2, "engine": 1}))
+    (group,) = queue.as_completed(idle)
+    assert group.rejected == {"stale": 3, "engine": 1}
