@@ -3,6 +3,7 @@ import threading
 import time
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from megatron_rl.config.schema import EngineSettings, EnvironmentSettings, RewardSettings, RolloutSettings
@@ -66,6 +67,23 @@ def test_work_is_spread_by_outstanding_samples(hub: Hub, queue: RolloutQueue, pe
     queue.submit([request("big", 5), request("x"), request("y"), request("z")])
     assert [asked(peer), asked(other)] == [["big"], ["x", "y", "z"]]
     other.hang_up()
+
+
+def test_what_is_still_outstanding_counts_where_more_is_asked_for(hub: Hub, queue: RolloutQueue, peer: Peer) -> None:
+    other = Peer(hub, 1)
+    hub.wait_for(2, 5)
+    for turn in ([("a", 2), ("b", 3)], [("c", 1)], [("d", 1)], [("e", 1)], [("f", 2), ("g", 1), ("h", 1), ("i", 1)]):
+        queue.submit([request(name, samples) for name, samples in turn])
+    assert [asked(peer), asked(other)] == [["a", "c", "d", "f", "i"], ["b", "e", "g", "h"]]
+    other.hang_up()
+
+
+def test_rollouts_of_the_start_checkpoint_are_fresh_before_the_first_sync(hub: Hub, peer: Peer) -> None:
+    queue = RolloutQueue(hub, RolloutSettings(max_new_tokens=4, max_staleness=0))
+    queue.submit([request("a")])
+    peer.say(done("a", (msgspec.structs.replace(make_ref(make_rollout(3, 4)), versions=(0,)),)))
+    (group,) = queue.as_completed(idle)
+    assert len(group.rollouts) == 1
 
 
 def test_idle_is_called_while_waiting(queue: RolloutQueue, peer: Peer) -> None:
@@ -144,6 +162,7 @@ def test_an_expired_request_is_aborted_and_nobody_waits_for_that(hub: Hub, peer:
     told, hang = queue_module.Queue[tuple[str, str]](), threading.Event()
 
     def abort(url: str, rid: str) -> None:
+        assert threading.current_thread().daemon, "the process would not end before it"
         told.put((url, rid))
         hang.wait(30)
         raise RequestFailed("no answer")
