@@ -139,12 +139,12 @@ def test_nothing_changes_after_a_non_finite_loss_or_gradient(megatron: Any, chec
 def test_each_setting_reaches_the_step(megatron: Any, checkpoint: Path) -> None:
     """Two steps of AdamW (arXiv 1711.05101) with clipping, worked out beside it; all gradients of a step are alike."""
     models, _ = build(checkpoint)
-    beta1, beta2, eps, clip, rate = 0.5, 0.6, 0.1, 2.0, 0.1
+    beta1, beta2, eps, clip, rate = 0.5, 0.6, 1e-3, 2.0, 0.1
     optimizer = adam(models, lr=rate, beta1=beta1, beta2=beta2, eps=eps, clip_grad=clip)
     count = sum(parameter.numel() for parameter in models[0].parameters())
     mean = square = 0.0
-    for step, gradient in ((1, 1.0), (2, -2.0)):
-        clipped = gradient * clip / (abs(gradient) * math.sqrt(count) + 1e-6)
+    for step, gradient in ((1, 1.0), (2, -0.002)):  # the second is not clipped
+        clipped = gradient * min(1.0, clip / (abs(gradient) * math.sqrt(count) + 1e-6))
         mean, square = beta1 * mean + (1 - beta1) * clipped, beta2 * square + (1 - beta2) * clipped**2
         expected = -rate * (mean / (1 - beta1**step)) / (math.sqrt(square / (1 - beta2**step)) + eps)
         _, moved = step_with_gradient(models, optimizer, gradient)
