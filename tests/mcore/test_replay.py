@@ -193,6 +193,12 @@ def test_counting_disagreement_makes_no_router_wait_for_the_gpu(monkeypatch: pyt
     assert target.disagreement.tolist() == [1 + 2, 3 + 4]
 
 
+def test_a_stage_without_experts_has_nothing_to_disagree_about(megatron: Any) -> None:
+    from megatron_rl.mcore.replay import RouteReplay
+
+    assert RouteReplay([torch.nn.Linear(2, 2)]).disagreement() == (0, 0)
+
+
 @pytest.mark.parametrize(
     "spoil",
     [
