@@ -33,7 +33,7 @@ from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.refusal import ConfigurationRefused, shown
 from megatron_rl.records.curves import Curve, plot, read_curve, table
 from megatron_rl.records.exit_record import read_exit_record
-from megatron_rl.records.past_run import flat_settings, read_settings
+from megatron_rl.records.past_run import flat_settings, read_ranks, read_settings
 from megatron_rl.records.run_directory import to_yaml
 from megatron_rl.records.run_lock import run_is_alive
 
@@ -58,7 +58,8 @@ class ComparisonRefused(Failure):
 
 @dataclass(frozen=True)
 class Run:
-    """One variant with one seed. asked: its configuration as {"section.key": value}, without the run's own section."""
+    """One variant with one seed. asked: its configuration as {"section.key": value}, without the run's own section, and
+    its number of ranks."""
 
     variant: str
     seed: int
@@ -120,7 +121,8 @@ def _run(given: argparse.Namespace, name: str, seed: int, overrides: Sequence[st
         configuration = compose(overrides, facts=LaunchFacts.from_environment(os.environ | ranks))
     except ConfigurationRefused as refused:
         raise ComparisonRefused(f"--variant {name}, seed {seed}: {refused}") from refused
-    return Run(name, seed, given.out / run, overrides, _compared(flat_settings(to_yaml(configuration))))
+    asked = _compared(flat_settings(to_yaml(configuration)), given.nproc)
+    return Run(name, seed, given.out / run, overrides, asked)
 
 
 def _head(head: str, common_seeds: list[int]) -> tuple[str, list[int]]:
@@ -139,8 +141,9 @@ def _head(head: str, common_seeds: list[int]) -> tuple[str, list[int]]:
         raise ComparisonRefused(f"--variant {head}: {error}") from error
 
 
-def _compared(settings: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in settings.items() if not key.startswith("run.")}
+def _compared(settings: dict[str, Any], ranks: int | None) -> dict[str, Any]:
+    compared = {key: value for key, value in settings.items() if not key.startswith("run.")}
+    return compared if ranks is None else {"number of ranks": ranks} | compared
 
 
 def is_complete(run: Run) -> bool:
@@ -150,7 +153,7 @@ def is_complete(run: Run) -> bool:
         if run_is_alive(run.directory):
             raise ComparisonRefused(f"{run.directory} is a run under way. Wait for its end, or give another --out")
         return False
-    made = _compared(read_settings(run.directory))
+    made = _compared(read_settings(run.directory), read_ranks(run.directory))
     keys = [key for key in run.asked | made if key not in made or key not in run.asked or made[key] != run.asked[key]]
     if keys:
         told = "\n".join(f"  {key}: {_value(made, key)} there, {_value(run.asked, key)} asked for" for key in keys)

@@ -29,6 +29,7 @@ from megatron_rl.config.schema import Configuration, EngineSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.interrupts import end_quietly
 from megatron_rl.models.qwen3_moe import read_shape
+from megatron_rl.records.run_directory import PACKAGES
 from sglang_bridge.addresses import node_address, require_private_address
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import EngineError
@@ -38,7 +39,6 @@ from sglang_bridge.readiness import require_external_engines
 ROOT = Path(__file__).resolve().parents[1]
 T = TypeVar("T")
 GIB = 1024**3
-PINNED = ("torch", "megatron-core", "sglang", "triton", "transformers", "hydra-core", "numpy")
 # Resident memory of a tiny model's processes; larger models need their weights on top.
 ENGINE_BYTES, RANK_BYTES = 2 * GIB, GIB // 2
 ANSWER_SECONDS = 5.0
@@ -68,7 +68,7 @@ class Check:
 def check_versions(constraints: str) -> Iterator[Check]:
     """Installed versions against the pinned ones. constraints: the text of requirements/constraints.txt."""
     pinned = dict(re.findall(r"^([\w.-]+)==(\S+)$", constraints, flags=re.MULTILINE))
-    for name in PINNED:
+    for name in PACKAGES:
         try:
             found = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -63,13 +63,12 @@ class ServerSettings:
     dtype: Literal["float32", "bfloat16"] = "float32"
     quantization: str | None = None
     max_running_requests: Annotated[int, Ge(1), Le(10**6)] = 256  # bounds the requests in flight too
-    max_total_tokens: Annotated[int, Ge(1), Le(2**31 - 1)] | None = (
-        None  # managed only; null: 16384 on CPUs, what fits on GPUs
-    )
+    # managed only; null: 16384 on CPUs, what fits on GPUs
+    max_total_tokens: Annotated[int, Ge(1), Le(2**31 - 1)] | None = None
     threads: Annotated[int, Ge(1), Le(1024)] = 1  # managed only
     start_timeout_s: Annotated[float, Gt(0), Le(10**6)] = 180.0  # less than parallel.timeout_s
     request_timeout_s: Annotated[float, Gt(0), Le(10**6)] = 120.0
-    retries: Annotated[int, Ge(0), Le(100)] = 2
+    retries: Annotated[int, Ge(0), Le(100)] = 2  # of a failed request, each a round over all engines of the node
     extra_args: list[str] = field(default_factory=list)  # managed only
 
 

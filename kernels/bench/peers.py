@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Callable
 from importlib import import_module, metadata
 from typing import Any, NamedTuple
@@ -19,17 +18,11 @@ class Peer(NamedTuple):
     reason: str = ""
 
 
-def _import(module: str) -> Any:
-    # No peer needs torchvision. Where it is found transformers imports it, which fails beside a CPU build of torch.
-    sys.modules.setdefault("torchvision", None)  # type: ignore[arg-type]
-    return import_module(module)
-
-
 def trl_pair() -> Peer:
     """TRL's pair: eager on CPU, its own fused kernel on CUDA from 1.16."""
     name = "TRL"
     try:
-        utils = _import("trl.trainer.utils")
+        utils = import_module("trl.trainer.utils")
     except Exception as error:  # a half-installed library may raise anything
         return Peer(name, None, f"{type(error).__name__}: {error}")
 
@@ -47,7 +40,7 @@ def trl_pair() -> Peer:
 def verl_pair() -> Peer:
     name = "verl"
     try:
-        torch_functional = _import("verl.utils.torch_functional")
+        torch_functional = import_module("verl.utils.torch_functional")
     except Exception as error:
         return Peer(name, None, f"{type(error).__name__}: {error}")
 
@@ -72,7 +65,7 @@ def liger_cross_entropy(device: torch.device) -> Peer:
     if device.type != "cuda":
         return Peer(name, None, "its kernels need a GPU")
     try:
-        function = _import("liger_kernel.transformers.functional").liger_cross_entropy
+        function = import_module("liger_kernel.transformers.functional").liger_cross_entropy
     except Exception as error:
         return Peer(name, None, f"{type(error).__name__}: {error}")
     return Peer(name, function)
@@ -81,7 +74,7 @@ def liger_cross_entropy(device: torch.device) -> Peer:
 def torchao_quantizer() -> Peer:
     name = "torchao"
     try:
-        primitives = _import("torchao.quantization.quant_primitives")
+        primitives = import_module("torchao.quantization.quant_primitives")
         choose, quantize = primitives._choose_scale_float8, primitives._quantize_affine_float8
     except Exception as error:
         return Peer(name, None, f"{type(error).__name__}: {error}")

@@ -51,7 +51,6 @@ class RolloutRef(msgspec.Struct, frozen=True, kw_only=True):
     versions: tuple[int, ...]
     verdict: Verdict
     location: RolloutLocation
-    generate_seconds: float = 0.0
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):

@@ -67,8 +67,11 @@ class RouteReplay:
 
     def disagreement(self) -> tuple[int, int]:
         """(row-layers whose live choice differed from the replayed one, row-layers) of the last measured pass."""
-        total = sum((t.disagreement for chunk in self._targets for t in chunk), torch.zeros(2, dtype=torch.int64))
-        return int(total[0]), int(total[1])
+        counts = [target.disagreement for chunk in self._targets for target in chunk]
+        if not counts:  # a pipeline stage without experts
+            return 0, 0
+        differing, rows = torch.stack(counts).sum(0).tolist()  # the only transfer of a pass
+        return differing, rows
 
 
 def _refuse_unreplayable(config: Any) -> None:

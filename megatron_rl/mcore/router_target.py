@@ -17,7 +17,8 @@ class ReplayError(RuntimeError):
 class RouterTarget:
     """The experts one router shall use; Megatron's router asks it through `get_replay_topk`.
 
-    disagreement int64 [2] counts (rows whose live top-k set differs from the target's, rows) while measuring.
+    disagreement int64 [2] counts (rows whose live top-k set differs from the target's, rows) while measuring, on the
+    routers' device: counting waits for nothing.
     """
 
     def __init__(self) -> None:
@@ -25,10 +26,8 @@ class RouterTarget:
         self._real_rows: torch.Tensor | None = None
         self._pending: deque[torch.Tensor] = deque()
         self._recomputed = 0
+        self.activate(measure=False, forward_only=False)
         self._active = False
-        self._measure = False
-        self._forward_only = False
-        self.disagreement = torch.zeros(2, dtype=torch.int64)
 
     def activate(self, *, measure: bool, forward_only: bool) -> None:
         self._active, self._measure, self._forward_only = True, measure, forward_only
@@ -91,6 +90,5 @@ class RouterTarget:
 
     def _count_disagreement(self, live: torch.Tensor, experts: torch.Tensor) -> None:
         differs = (live.sort(-1).values != experts.sort(-1).values).any(-1)
-        if self._real_rows is not None:
-            differs = differs[self._real_rows.to(differs.device)]
-        self.disagreement += torch.stack([differs.sum(), differs.new_tensor(differs.numel(), dtype=torch.int64)]).cpu()
+        real = torch.ones_like(differs) if self._real_rows is None else self._real_rows.to(differs.device)
+        self.disagreement = self.disagreement.to(differs.device) + torch.stack([(differs & real).sum(), real.sum()])

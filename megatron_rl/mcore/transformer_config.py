@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -93,16 +94,23 @@ def _parallelism(parallel: ParallelSettings) -> dict[str, Any]:
 
 
 def _machine(*, on_gpu: bool) -> dict[str, Any]:
-    """No fused kernels but the grouped experts of a GPU: the others need libraries that need not be there."""
+    """A GPU has Transformer Engine, whose fused kernels are used as far as routes can be replayed through them.
+
+    moe_permute_fusion is more than speed: it adds up a token's experts in a fixed order, where Megatron's own unpermute
+    is a scatter_add_ with bfloat16 atomics, and two passes over the same weights differ by more than ESPO's clip width
+    (tests/training/test_both_passes.py). Torch's deterministic algorithms would give an order too, but slow down every
+    index_add and scatter of the model. The fused router ignores replay and stays off.
+    """
     return {
         "moe_grouped_gemm": on_gpu,
         "use_cpu_initialization": not on_gpu,
         "cuda_graph_scope": [],
-        "masked_softmax_fusion": False,
-        "bias_activation_fusion": False,
-        "bias_dropout_fusion": False,
-        "apply_rope_fusion": False,
-        "gradient_accumulation_fusion": False,
+        "moe_permute_fusion": on_gpu,
+        "moe_router_fusion": False,
+        "apply_rope_fusion": on_gpu,  # the other one also waits for the sequences' lengths, in each layer
+        "bias_activation_fusion": on_gpu,
+        "bias_dropout_fusion": on_gpu,
+        "gradient_accumulation_fusion": on_gpu and find_spec("fused_weight_gradient_mlp_cuda") is not None,  # of Apex
+        "masked_softmax_fusion": False,  # Transformer Engine's attention has its own
         "persist_layer_norm": False,
-        "moe_permute_fusion": False,
     }

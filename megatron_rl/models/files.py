@@ -14,40 +14,40 @@ from megatron_rl.models.weight_files import DamagedWeights, check_weight_files
 
 
 @dataclass(frozen=True)
-class Problem:
+class Defect:
     """What is wrong with a checkpoint. remedy may be empty when the rule's text already holds it."""
 
     rule: str
     remedy: str = ""
 
 
-def inspect_checkpoint(path: str, *, weights: bool = True) -> tuple[ModelShape | None, list[Problem]]:
+def inspect_checkpoint(path: str, *, weights: bool = True) -> tuple[ModelShape | None, list[Defect]]:
     """The model's shape, None when it cannot be read, and what is wrong with the checkpoint.
 
     weights False: the model starts from random weights; config.json and the tokenizer are enough.
     """
     directory = Path(path)
     if (rule := problem_with(path, folder=True)) is not None:
-        return None, [Problem(rule, "Give a local directory in Hugging Face format; nothing is downloaded from a hub")]
+        return None, [Defect(rule, "Give a local directory in Hugging Face format; nothing is downloaded from a hub")]
     try:
         shape = read_shape(directory)
     except ModelConfigError as error:
-        return None, [Problem(str(error))]
+        return None, [Defect(str(error))]
     problems = _check_tokenizer(directory, shape)
     return shape, [*(_check_weights(directory) if weights else ()), *problems]
 
 
-def _check_weights(directory: Path) -> Iterator[Problem]:
+def _check_weights(directory: Path) -> Iterator[Defect]:
     """At most one problem: a copy that broke off has many damaged files, and one says it."""
     try:
         check_weight_files(directory)
     except DamagedWeights as error:
-        yield Problem(str(error), "Copy or download it again, or convert it with save_pretrained")
+        yield Defect(str(error), "Copy or download it again, or convert it with save_pretrained")
 
 
-def _check_tokenizer(directory: Path, shape: ModelShape) -> Iterator[Problem]:
+def _check_tokenizer(directory: Path, shape: ModelShape) -> Iterator[Defect]:
     try:
         tokenizer = Tokenizer.from_directory(directory)
         check_matches_model(tokenizer, vocab_size=shape.vocab_size, eos_ids=shape.eos_token_ids)
     except TokenizerError as error:
-        yield Problem(str(error))
+        yield Defect(str(error))

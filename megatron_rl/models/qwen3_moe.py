@@ -134,8 +134,7 @@ def _check_supported(config: _Config) -> None:
     if config.quantization_config:
         raise ValueError(
             f"quantization_config={_shown(config.quantization_config)} is not supported: the trainer holds "
-            "full-precision weights and would load quantized ones without their scales; use the bf16 checkpoint (the "
-            "engines quantize by engine.quantization)"
+            "full-precision weights and would load quantized ones without their scales; use the bf16 checkpoint"
         )
     kind = config.rope.rope_type or config.rope.type or "default"
     refused = {

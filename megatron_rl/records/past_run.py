@@ -12,6 +12,11 @@ from megatron_rl.contracts.exit_codes import ExitCode, Failure
 
 Record = dict[str, float | None]
 
+
+class _Versions(msgspec.Struct):
+    ranks: int | None = None
+
+
 _records = msgspec.json.Decoder(Record)
 
 
@@ -49,6 +54,15 @@ def read_settings(directory: Path) -> dict[str, Any]:
         raise
     except Exception as error:  # PyYAML's, OmegaConf's and plain ValueErrors
         raise RunUnreadable(f"{file} is damaged ({_first_line(error)}). Move the run away, or run again") from error
+
+
+def read_ranks(directory: Path) -> int | None:
+    """How many ranks it ran on; None for a run that did not note it. Raises `RunUnreadable`."""
+    file = directory / "versions.json"
+    try:
+        return msgspec.json.decode(_bytes(file), type=_Versions).ranks
+    except msgspec.DecodeError as error:
+        raise RunUnreadable(f"{file} is damaged ({error}). Move the run away, or run again") from error
 
 
 def flat_settings(text: str) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def print_line(text: str, stream: TextIO | None = None) -> bool:
 
 
 def lost_rollouts(values: Mapping[str, float]) -> list[str]:
-    """How many samples of a step came to nothing, and why; empty when none."""
+    """How many rollouts of a step came to nothing, and why; empty when none."""
     rejected = values.get("rollout/rejected", 0.0)
     without = values.get("reward/no_verdict", 0.0)
     found = []

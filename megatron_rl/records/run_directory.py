@@ -40,11 +40,11 @@ class RunDirectory:
     path: Path
 
     @classmethod
-    def create(cls, configuration: Configuration, now: datetime.datetime) -> RunDirectory:
+    def create(cls, configuration: Configuration, now: datetime.datetime, *, ranks: int = 1) -> RunDirectory:
         """Make the directory. Raises `RunDirectoryTaken` when it exists, even from a run that has ended.
 
         run.on_existing=overwrite_failed removes what a run left that did not complete. Ranks read different clocks:
-        call it on rank 0. Raises `RunDirectoryUnusable` where nothing can be made.
+        call it on rank 0. ranks: how many there are. Raises `RunDirectoryUnusable` where nothing can be made.
         """
         path = path_of(configuration.run, now)
         if configuration.run.on_existing == "overwrite_failed":
@@ -63,7 +63,7 @@ class RunDirectory:
             for name in ("logs", "rollouts", "checkpoints"):
                 (path / name).mkdir()
             (path / "config.yaml").write_text(to_yaml(configuration))
-            (path / "versions.json").write_text(json.dumps(_versions(), indent=2) + "\n")
+            (path / "versions.json").write_text(json.dumps(_versions() | {"ranks": ranks}, indent=2) + "\n")
             reserve_exit_record(path)
             undo.pop_all()
         return directory
@@ -127,10 +127,11 @@ def _taken(path: Path, why: str) -> RunDirectoryTaken:
 
 
 def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version(), "platform": platform.platform()}
+    """Of Python, the platform and the packages that decide what a run computes."""
+    found = {"python": platform.python_version(), "platform": platform.platform()}
     for package in PACKAGES:
         try:
-            versions[package] = importlib.metadata.version(package)
+            found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            versions[package] = "not installed"
-    return versions
+            found[package] = "not installed"
+    return found

@@ -38,7 +38,7 @@ class RolloutBatch:
 
     @property
     def rejected(self) -> Counter[str]:
-        """Samples without a rollout, by reason."""
+        """Rollouts that were asked for and could not be used, by reason."""
         return sum((Counter(group.rejected) for group in self.groups), Counter[str]())
 
     @property
@@ -63,23 +63,23 @@ class RolloutBatch:
 
     def metrics(self) -> dict[str, float]:
         """Metrics under `rollout/` and `reward/`, and the seconds of judging after the last response."""
-        samples = [sample for group in self.groups for sample in group.rollouts]
-        rewards = [s.verdict.reward for s in samples if s.verdict.reward is not None]
+        rollouts = [rollout for group in self.groups for rollout in group.rollouts]
+        rewards = [r.verdict.reward for r in rollouts if r.verdict.reward is not None]
         rejected = self.rejected
         values = {
             "rollout/tokens": float(self.generated_tokens),
-            "rollout/samples": float(len(samples)),
+            "rollout/samples": float(len(rollouts)),
             "rollout/rejected": float(rejected.total()),
-            "reward/no_verdict": float(len(samples) - len(rewards)),
+            "reward/no_verdict": float(len(rollouts) - len(rewards)),
             "rollout/engines_left_out": float(self.engines_left_out),
             "time/reward_exposed": self.reward_exposed,
         }
         if rewards:
             values["reward/mean"] = sum(rewards) / len(rewards)
-        if samples:
-            lengths = [s.num_trainable for s in samples]
+        if rollouts:
+            lengths = [r.num_trainable for r in rollouts]
             values["rollout/response_length"] = sum(lengths) / len(lengths)
-            values["rollout/truncated"] = sum(s.finish_reason == "length" for s in samples) / len(samples)
+            values["rollout/truncated"] = sum(r.finish_reason == "length" for r in rollouts) / len(rollouts)
         return values | {f"rollout/rejected/{reason}": float(count) for reason, count in rejected.items()}
 
 

@@ -101,7 +101,6 @@ def _ref(judged: Judged, location: RolloutLocation) -> RolloutRef:
         versions=tuple(sorted({s.version for s in rollout.segments if s.logprobs is not None})),
         verdict=judged.verdict,
         location=location,
-        generate_seconds=judged.generate_seconds,
     )
 
 

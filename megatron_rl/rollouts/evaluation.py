@@ -29,7 +29,7 @@ class Accuracy:
     """accuracy: mean over questions. half_width: of the 95 % confidence interval (normal, clustered by question).
 
     parseable: share of responses that end and hold a final answer. finished: share that end before the token limit.
-    rejected: samples that could not be used, which count as wrong and as not finished.
+    rejected: rollouts that could not be used, which count as wrong and as not finished.
     """
 
     accuracy: float
@@ -39,6 +39,11 @@ class Accuracy:
     rejected: int
     questions: int
     samples: int
+
+    def __str__(self) -> str:
+        lost = f", {self.rejected} lost" if self.rejected else ""
+        asked = f"{self.questions} questions x {self.samples // self.questions}"
+        return f"{self.accuracy:.3f} ± {self.half_width:.3f} ({asked}, {self.parseable:.1%} parseable{lost})"
 
     def metrics(self) -> dict[str, float]:
         return {
@@ -90,16 +95,16 @@ class Evaluation:
 
 
 def accuracy_of(groups: Sequence[Group], samples_per_prompt: int, *, max_rejected_share: float) -> Accuracy:
-    """Score groups of `samples_per_prompt` requested samples each. Raises `LostEvaluation`, `OwnClassFailed`."""
+    """Score groups of `samples_per_prompt` requested rollouts each. Raises `LostEvaluation`, `OwnClassFailed`."""
     means: list[float] = []
     parsed = finished = 0
     for group in groups:
         correct = sum(s.verdict.correctness or 0.0 for s in group.rollouts)
         means.append(correct / samples_per_prompt)
-        for sample in group.rollouts:
-            ended = sample.finish_reason is FinishReason.STOP
+        for rollout in group.rollouts:
+            ended = rollout.finish_reason is FinishReason.STOP
             finished += ended
-            parsed += ended and sample.verdict.answer is not None
+            parsed += ended and rollout.verdict.answer is not None
     questions = len(means)
     if questions == 0:
         raise ValueError("no question to evaluate on: data.num_eval must be at least 1")

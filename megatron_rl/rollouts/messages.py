@@ -61,7 +61,7 @@ class Alive(msgspec.Struct, frozen=True, tag="alive"):
 
 
 class GroupDone(msgspec.Struct, frozen=True, kw_only=True, tag="group"):
-    """A group is complete: every sample has a verdict or was rejected. generated_tokens: drawn by engines for it."""
+    """A group is complete: every rollout has a verdict or was rejected. generated_tokens: drawn by engines for it."""
 
     group: Group
     generated_tokens: Count

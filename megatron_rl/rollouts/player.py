@@ -1,4 +1,4 @@
-"""One sample: the environment plays an episode, the scorer judges it."""
+"""One rollout: the environment plays an episode, the scorer judges it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,6 @@ class Judged:
     rollout: Rollout
     verdict: Verdict
     sampled_tokens: int
-    generate_seconds: float
     generated_at: float
 
 
@@ -93,7 +92,6 @@ class Player:
         clock = asyncio.timeout(patience)
         episode = self._open_episode(request, index, clock)
         environment = for_evaluation(self._environment) if request.evaluation else self._environment
-        start = time.monotonic()
         try:
             async with clock:
                 await environment.play(episode)
@@ -108,11 +106,11 @@ class Player:
             if clock.expired():
                 error.add_note(f"the environment took longer than environment.timeout_s={patience:g}")
             return self._reject(episode, ENVIRONMENT_FAILURE, error)
-        end = time.monotonic()
+        generated_at = time.monotonic()
         verdict = await self._rewards.judge(request.prompt, episode.text, rollout.finish_reason)
         if verdict.reward is None:
             self._log_first(NO_VERDICT, f"{rollout.rollout_id} has no verdict: {verdict.reason}")
-        return Judged(rollout, verdict, episode.sampled_tokens, end - start, end)
+        return Judged(rollout, verdict, episode.sampled_tokens, generated_at)
 
     async def close(self) -> None:
         await self._engines.close()

@@ -41,7 +41,7 @@ class CollectorRefused(CollectorFailed):
 
 
 class RolloutQueue:
-    """Spreads group requests over the nodes' collectors, to the node with the fewest outstanding samples.
+    """Spreads group requests over the nodes' collectors, to the node with the fewest outstanding rollouts.
 
     generated_tokens: what engines have drawn for delivered groups since the start. engines_left_out: URLs of engines
     that collectors do not ask any more because they failed. abort: makes the engine at a URL abort a request; None:
@@ -89,17 +89,18 @@ class RolloutQueue:
             self._hub.send(node, request)
 
     def as_completed(self, idle: Callable[[], None], *, idle_every_seconds: float = 1.0) -> Iterator[Group]:
-        """Yield groups until none is outstanding; call `idle` at least about every `idle_every_seconds`.
+        """Yield groups until none is outstanding; call `idle` about every `idle_every_seconds`.
 
         Raises `CollectorFailed` and `CollectorLost`.
         """
-        last = time.monotonic()
+        due = time.monotonic() + idle_every_seconds
         while self._outstanding:
-            received = self._hub.poll(idle_every_seconds)
+            # nothing may have come although the hub was woken: every collector says that it is alive
+            received = self._hub.poll(max(0.0, due - time.monotonic()))
             group = None if received is None else self._accept(*received)
-            if received is None or time.monotonic() - last >= idle_every_seconds:
+            if time.monotonic() >= due:
                 idle()
-                last = time.monotonic()
+                due = time.monotonic() + idle_every_seconds
             if group is not None:
                 yield group
 

@@ -46,12 +46,12 @@ class RolloutStore:
                 os.close(fd)
 
 
-def read_rollout(sample: RolloutRef) -> Rollout:
+def read_rollout(ref: RolloutRef) -> Rollout:
     """Read one rollout from its collector's memory on this node.
 
     Raises `RolloutGone`, which names the rollout, when the collector has ended or the location is stale.
     """
-    where = sample.location
+    where = ref.location
     try:
         fd = os.open(f"/proc/{where.pid}/fd/{where.fd}", os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -60,9 +60,9 @@ def read_rollout(sample: RolloutRef) -> Rollout:
             os.close(fd)
         rollout = codec.decode(data)
     except (OSError, codec.CodecError) as error:
-        raise RolloutGone(f"rollout {sample.rollout_id} cannot be read: {error}") from error
-    if rollout.rollout_id != sample.rollout_id:
-        raise RolloutGone(f"rollout {sample.rollout_id}: its location now holds {rollout.rollout_id}")
+        raise RolloutGone(f"rollout {ref.rollout_id} cannot be read: {error}") from error
+    if rollout.rollout_id != ref.rollout_id:
+        raise RolloutGone(f"rollout {ref.rollout_id}: its location now holds {rollout.rollout_id}")
     return rollout
 
 

@@ -13,7 +13,7 @@ from megatron_rl.mcore.model import build_models
 from megatron_rl.mcore.optimizer import DistributedAdam, wrap_data_parallel
 from megatron_rl.mcore.parallel import RankLayout
 from megatron_rl.mcore.replay import RouteReplay
-from megatron_rl.mcore.weights import load_hf_weights
+from megatron_rl.mcore.weights import draw_hf_weights, load_hf_weights
 from megatron_rl.models.chat_template import ChatTemplate
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.tokenizer import Tokenizer
@@ -49,6 +49,8 @@ def build_worker(c: Configuration, shape: ModelShape, loss: PolicyLoss, layout: 
     chunks = build_models(shape, c.model, c.parallel)
     if c.model.init == "checkpoint":
         load_hf_weights(chunks, shape, c.model.path)
+    else:
+        draw_hf_weights(chunks, shape, seed=c.seed)
     models = wrap_data_parallel(chunks)
     view = RankView.of(
         shape.num_layers, c.parallel, pp_rank=layout.pp_rank, cp_rank=layout.cp_rank, tp_rank=layout.tp_rank

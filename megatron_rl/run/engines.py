@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from sglang_bridge.admin import AdminClient
 from sglang_bridge.engine import Engine
 from sglang_bridge.keys import RunKeys, create_keys, read_keys
 from sglang_bridge.readiness import require_external_engines
-from sglang_bridge.settings import ServerPlace
+from sglang_bridge.settings import ServerPlace, device_of
 
 _HUB_SECONDS = 60.0
 _ABORT_SECONDS = 5.0
@@ -66,8 +66,11 @@ class Engines:
             if configuration.engine.mode == "managed":
                 self._services.start_engines(configuration.engine, self._places(), self._keys)
 
-    def connect(self) -> Connected | None:
-        """Wait until every engine answers and connect rank 0 to all (a collective); None on the other ranks."""
+    def connect(self, say: Callable[[str], None] | None = None) -> Connected | None:
+        """Wait until every engine answers and connect rank 0 to all (a collective); None on the other ranks.
+
+        say: tells a person what happens to engines later.
+        """
         own = self._own_engines()
         gathered = gather_bytes(msgspec.msgpack.encode(own), self._job.control_group)
         engines = [e for data in gathered for e in msgspec.msgpack.decode(data, type=list[Engine])]
@@ -76,7 +79,7 @@ class Engines:
             return None
         configuration = self._configuration
         hub.wait_for(len({engine.node for engine in engines}), _HUB_SECONDS)
-        queue = RolloutQueue(hub, configuration.rollout, abort=self._abort_request)
+        queue = RolloutQueue(hub, configuration.rollout, abort=self._abort_request, say=say)
         queue.configure({node: self._configure(engines, node) for node in {engine.node for engine in engines}})
         weights = open_weight_sync(
             engines,
@@ -120,15 +123,15 @@ class Engines:
     def _places(self) -> list[ServerPlace]:
         """One place per managed engine of this node; with GPUs each gets `tp` devices of its own behind the ranks'."""
         engine, model, job = self._configuration.engine, self._configuration.model, self._job
-        on_gpu = engine.device == "cuda" or (engine.device == "auto" and torch.cuda.is_available())
+        device = device_of(engine, torch.cuda.device_count())
         starts = [job.local_world_size + index * engine.tp for index in range(engine.count)]
         return [
             ServerPlace(
                 model_path=model.path,
-                device="cuda" if on_gpu else "cpu",
+                device=device,
                 node=job.node,
                 host=node_address(job.num_nodes),
-                gpus=tuple(range(start, start + engine.tp)) if on_gpu else (),
+                gpus=tuple(range(start, start + engine.tp)) if device == "cuda" else (),
                 return_routes=self._configuration.train.replay_routes,
                 load_format="dummy" if model.init == "random" else None,
                 seed=(self._configuration.seed + job.node * engine.count + index) % 2**32,

@@ -80,6 +80,11 @@ class Leader:
         self.queue.stop()
         if summary := self._idle.summary():
             self.records.progress.say(summary)
+        if self.eval.stop_at is not None and not self._reached():
+            self.records.progress.say(
+                f"warning: eval.stop_at={self.eval.stop_at:g} was not reached in {step} steps; the last "
+                f"{min(len(self._accuracies), self.eval.stop_average)} evaluation(s) average {self._recent():.3f}"
+            )
 
     def train_step(self, step: int, values: dict[str, float]) -> None:
         """Roll out, credit, plan, train, sync; adds the step's metrics to `values`."""
@@ -110,7 +115,7 @@ class Leader:
         command = self.weights.next_command()
         values |= self.dispatcher.run(command)
         if self.weights.audit_obstacle and command.version == 0:
-            self.records.progress.say(f"weights are not audited: {self.weights.audit_obstacle}")
+            self.records.progress.say(f"weights are not audited by value: {self.weights.audit_obstacle}")
         self.queue.set_version(command.version)
         self._synced = True
 
@@ -124,10 +129,7 @@ class Leader:
             accuracy = self.stages.evaluation.measure(str(step))
         self._accuracies.append(accuracy.accuracy)
         values |= accuracy.metrics() | watch.seconds
-        self.records.progress.say(
-            f"step {step}: held-out accuracy {accuracy.accuracy:.3f} ± {accuracy.half_width:.3f} "
-            f"({accuracy.questions} questions x {self.eval.samples_per_prompt}, {accuracy.parseable:.1%} parseable)"
-        )
+        self.records.progress.say(f"step {step}: held-out accuracy {accuracy}")
 
     def _evaluation_due(self, step: int) -> bool:
         if step == self.train.total_steps:
@@ -139,7 +141,10 @@ class Leader:
         """Whether the mean accuracy of the last evaluations is what the run was to stop at."""
         if self.eval.stop_at is None or len(self._accuracies) < self.eval.stop_average:
             return False
-        return fmean(list(self._accuracies)[-self.eval.stop_average :]) >= self.eval.stop_at
+        return self._recent() >= self.eval.stop_at
+
+    def _recent(self) -> float:
+        return fmean(list(self._accuracies)[-self.eval.stop_average :])
 
     def _count_nonfinite(self, plan: StepPlan, outcome: TrainOutcome) -> None:
         """Raise `NonFiniteRun` after too many steps in a row with a NaN or Inf; a step without rollouts is neither."""

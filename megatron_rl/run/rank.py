@@ -82,7 +82,7 @@ class Rank:
         if job.rank == 0:
             try:
                 require_space(self._configuration, shape)
-                made = RunDirectory.create(self._configuration, datetime.datetime.now())
+                made = RunDirectory.create(self._configuration, datetime.datetime.now(), ranks=job.world_size)
             finally:
                 broadcast_bytes(str(made.path).encode() if made is not None else b"", job.control_group)
         where = str(made.path) if made is not None else broadcast_bytes(None, job.control_group).decode()

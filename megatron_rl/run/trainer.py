@@ -97,6 +97,6 @@ class Trainer:
             what = f"waiting for {', '.join(settings.urls)} (engine.start_timeout_s={settings.start_timeout_s:g})"
         self._progress.say(what)
         with self._progress.during(what):
-            connected = engines.connect()
+            connected = engines.connect(self._progress.say)
         watch.look_at(engines.check)
         return connected

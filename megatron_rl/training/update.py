@@ -50,5 +50,4 @@ def update_policy(
         metrics.add_mean("train/loss", total, 1.0 / dp_size)
     if result.stepped:
         metrics.add_mean("train/grad_norm", result.grad_norm, 1.0)
-    metrics.add_mean("train/lr", result.lr, 1.0)
     return result

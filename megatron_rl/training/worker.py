@@ -51,10 +51,7 @@ class TrainOutcome:
 
 @dataclass(frozen=True)
 class Worker:
-    """One rank's model, optimizer and stages; each method is a collective that every rank enters.
-
-    settings None: routes are not judged.
-    """
+    """One rank's model, optimizer and stages; each method is a collective that every rank enters."""
 
     layout: RankLayout
     receivers: Sequence[Receiver]
@@ -66,8 +63,8 @@ class Worker:
     engine: EngineSettings
     run: RunSettings
     logger: LoggerSettings
+    settings: TrainSettings
     rollouts_directory: Path
-    settings: TrainSettings | None = None
 
     def train(self, plan: StepPlan) -> TrainOutcome:
         """Run one planned step. Metrics are merged over all ranks, on all ranks. Raises `RoutesDisagree` on all."""
@@ -77,10 +74,12 @@ class Worker:
                 plan, self.receivers, self.layout.rank, self.layout.control_group, read_rollout
             )
             steps = self.batcher.optimizer_steps(plan, self.layout.dp_rank, rollouts)
-        stepped = self._run(plan, steps, watch, metrics)
-        finite = stepped == len(plan.optimizer_steps)
+        rates = self._run(plan, steps, watch, metrics)
+        stepped, finite = len(rates), len(rates) == len(plan.optimizer_steps)
         everyones = gather_bytes(metrics.to_bytes(), self.layout.control_group)
         merged = MetricSums().merge(MetricSums.from_bytes(data) for data in everyones)
+        if rates:
+            merged.add_mean("train/lr", rates[-1], 1.0)
         disagreement = self._absurd_disagreement(merged)
         self._keep_rollouts(plan.step, "disagreeing-" if disagreement else "" if finite else "nonfinite-", rollouts)
         if disagreement:
@@ -96,14 +95,16 @@ class Worker:
         dtype = torch_dtype(self.run.save_dtype or self.model.dtype)
         save_hf_weights(self.policy.models, self.shape, source=Path(self.model.path), target=target, dtype=dtype)
 
-    def _run(self, plan: StepPlan, steps: Sequence[Sequence[MicroBatch]], watch: Stopwatch, metrics: MetricSums) -> int:
-        """Returns how many optimizer steps were applied."""
+    def _run(
+        self, plan: StepPlan, steps: Sequence[Sequence[MicroBatch]], watch: Stopwatch, metrics: MetricSums
+    ) -> list[float]:
+        """Returns the learning rate of each optimizer step that was applied."""
         flat = [batch for step in steps for batch in step]
         if not flat:
-            return 0
+            return []
         with watch.stage("old_policy"):
             objectives = compute_old_policy(self.policy, flat, metrics)
-        position = stepped = 0
+        position, rates = 0, list[float]()
         with watch.stage("train"):
             for planned, batches in zip(plan.optimizer_steps, steps, strict=True):
                 result = update_policy(
@@ -113,19 +114,19 @@ class Worker:
                     objectives[position : position + len(batches)],
                     planned.denominators,
                     dp_size=self.layout.dp_size,
-                    first_step=stepped == 0,
+                    first_step=not rates,
                     metrics=metrics,
                 )
                 position += len(batches)
                 if not result.stepped:
                     break
-                stepped += 1
-        return stepped
+                rates.append(result.lr)
+        return rates
 
     def _absurd_disagreement(self, metrics: MetricSums) -> str:
         """What is wrong with the step's routes; empty where they are plausible. The same on all ranks."""
         share = metrics.values().get("mismatch/route_disagreement", 0.0)
-        if self.settings is None or share <= self.settings.max_route_disagreement:
+        if share <= self.settings.max_route_disagreement:
             return ""
         return (
             f"the engines' routes are not those that the trainer's routers choose in {share:.1%} of the tokens' layers "

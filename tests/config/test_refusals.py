@@ -235,6 +235,12 @@ def test_trainer_and_engine_are_on_the_same_kind_of_device(checkpoint: Path) -> 
         (("parallel.pp=2",), NODE, "several pipeline stages"),
         (("parallel.pp=2", "parallel.vpp=2"), NODE, "Virtual stages"),
         (("parallel.cp=2",), NODE, "not split over context-parallel ranks"),
+        (("parallel.etp=2",), NODE, "Without parallel.ep Megatron reduces experts' gradients as those of layers over"),
+        (
+            ("parallel.ep=2", "parallel.etp=2"),
+            NODE,
+            "parallel.etp=2: With parallel.tp=1 no whole step of such a grid has been compared",
+        ),
         (("parallel.ep=4", "parallel.etp=4"), NODE, "parallel.etp x ep = 16 does not divide the 8 rank"),
     ],
 )

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_rl.config.schema import EngineSettings, LoggerSettings, ModelSettings, RunSettings
+from megatron_rl.config.schema import EngineSettings, LoggerSettings, ModelSettings, RunSettings, TrainSettings
 from megatron_rl.contracts.group import RolloutLocation
 from megatron_rl.contracts.plan import StepPlan
 from megatron_rl.contracts.rollout import Rollout
@@ -80,6 +80,7 @@ def build(case: Case, layout: RankLayout, directory: Path) -> tuple[Worker, Reco
         engine=EngineSettings(dtype="float32"),
         run=RunSettings(),
         logger=LoggerSettings(),
+        settings=TrainSettings(total_steps=1, max_route_disagreement=1),  # their routes are random
         rollouts_directory=directory,
     )
     return worker, adam

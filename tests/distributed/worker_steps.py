@@ -22,6 +22,7 @@ from megatron_rl.config.schema import (
     ModelSettings,
     ParallelSettings,
     RunSettings,
+    TrainSettings,
 )
 from megatron_rl.contracts.group import RolloutLocation, RolloutRef
 from megatron_rl.mcore import parallel
@@ -51,6 +52,7 @@ def build(layout: RankLayout, rollouts: Path) -> Worker:
         engine=EngineSettings(),
         run=RunSettings(),
         logger=LoggerSettings(),
+        settings=TrainSettings(total_steps=1, max_route_disagreement=1),  # their routes are random
         rollouts_directory=rollouts,
     )
 

@@ -34,7 +34,8 @@ class Launcher:
     def __call__(self, command: list[str]) -> "Launcher":
         self.commands.append(command)
         script = next(index for index, word in enumerate(command) if word.endswith("train_rl.py"))
-        write_run([*command[script + 1 :], *self.other], code=self.code)
+        ranks = [int(word.partition("=")[2]) for word in command if word.startswith("--nproc-per-node=")]
+        write_run([*command[script + 1 :], *self.other], code=self.code, ranks=(ranks or [1])[0])
         self.returncode = 0 if self.code == 0 else 1
         return self
 
@@ -123,6 +124,17 @@ def test_keys_that_only_one_configuration_has_are_a_difference(
     message = capsys.readouterr().err
     assert "optimizer.warmup_steps: nothing there, 5 asked for" in message
     assert "extra: null there, nothing asked for" in message
+
+
+def test_a_run_on_another_number_of_ranks_is_another_run(
+    compare: Compare, launcher: Launcher, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = complete(tmp_path, "a-seed0", "seed=0", ranks=2)
+    assert compare("--seeds", "0", "--variant", "a:") == ExitCode.REFUSED
+    assert "number of ranks: 2 there, 1 asked for" in capsys.readouterr().err
+    (run / "versions.json").write_text("{")
+    assert compare("--seeds", "0", "--variant", "a:") == ExitCode.REFUSED
+    assert "a-seed0/versions.json is damaged" in capsys.readouterr().err
 
 
 def test_where_a_run_is_makes_no_difference(compare: Compare, launcher: Launcher, tmp_path: Path) -> None:

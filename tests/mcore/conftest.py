@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,17 +22,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def torchvision_schema() -> Iterator[None]:
-    """A torchvision built for CUDA cannot load its operators here, and transformers imports it: declare the schema."""
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    for name in ("nms", "qnms"):
-        with contextlib.suppress(RuntimeError):  # declared before, by torchvision itself or by another test
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    yield
-
-
-@pytest.fixture(scope="session")
-def hf_model(torchvision_schema: None) -> Any:
+def hf_model() -> Any:
     """Two query groups, one dense layer among four, weights far from their initial values."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 

@@ -25,8 +25,9 @@ from megatron_rl.mcore.packed_batch import PackedBatch
 from megatron_rl.mcore.parallel import RankLayout, initialize, shutdown
 from megatron_rl.mcore.replay import RouteReplay
 from megatron_rl.mcore.schedule import run_schedule
-from megatron_rl.mcore.weights import iterate_hf_weights, load_hf_weights, save_hf_weights
+from megatron_rl.mcore.weights import draw_hf_weights, iterate_hf_weights, load_hf_weights, save_hf_weights
 from megatron_rl.models.qwen3_moe import read_shape
+from megatron_rl.models.shape import ModelShape
 from megatron_rl.planning.rank_view import RankView
 from tests.mcore.packs import pack, targets_of
 from tests.mcore.parity_cases import PARITY, POISONED, Case
@@ -57,6 +58,7 @@ def run_case(case: Case, layout: RankLayout, checkpoint: Path, out: Path) -> Non
         (out / str(layout.rank)).write_text(poisoned_step(models, optimizer, layout.rank == case.poisoned_rank))
         return
     save_hf_weights(models, shape, source=checkpoint, target=out / "export", dtype=torch.float32)
+    save_drawn(case, shape, checkpoint, out / "drawn")
     if parallel_state.is_pipeline_last_stage(ignore_virtual=True) and layout.tp_rank == 0:
         save_file(losses, out / f"losses-{layout.dp_rank}.safetensors")
     gather_gradients(models)
@@ -68,6 +70,19 @@ def run_case(case: Case, layout: RankLayout, checkpoint: Path, out: Path) -> Non
     gradients = {name: t.clone() for name, t in iterate_hf_weights(models, shape)}
     if layout.dp_rank == 0 and layout.tp_rank == 0:
         save_file(gradients, out / f"gradients-{layout.pp_rank}.safetensors")
+
+
+def save_drawn(case: Case, shape: ModelShape, checkpoint: Path, target: Path) -> None:
+    """A model from scratch, before data parallelism could make replicas equal that are not."""
+    fresh = build_models(shape, ModelSettings(path=str(checkpoint), init="random", embedding_std=0.5), case.parallel)
+    draw_hf_weights(fresh, shape, seed=5)
+    ours = torch.cat([parameter.detach().flatten() for chunk in fresh for parameter in chunk.parameters()])
+    replicas = parallel_state.get_data_parallel_group()
+    if case.parallel.ep == 1:
+        copies = [torch.empty_like(ours) for _ in range(dist.get_world_size(replicas))]
+        dist.all_gather(copies, ours, group=replicas)
+        assert all(torch.equal(copy, ours) for copy in copies)
+    save_hf_weights(fresh, shape, source=checkpoint, target=target, dtype=torch.float32)
 
 
 def run_batch(

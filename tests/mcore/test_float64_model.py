@@ -21,7 +21,7 @@ def test_the_replica_shares_settings_and_contracts_with_the_trainer_and_no_code(
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_the_replica_is_transformers_model(torchvision_schema: None, tmp_path: Path, model: str) -> None:
+def test_the_replica_is_transformers_model(tmp_path: Path, model: str) -> None:
     """transformers computes norms, rotations and routers in float32, whatever the weights are."""
     from transformers import AutoModelForCausalLM
 

@@ -20,3 +20,24 @@ def test_settings_of_a_model_from_scratch_take_effect(megatron: Any, checkpoint:
 def test_parameters_have_the_dtype_of_the_settings(megatron: Any, checkpoint: Path, dtype: str) -> None:
     (model,), _ = build(checkpoint, dtype=dtype)
     assert {p.dtype for p in model.parameters()} == {getattr(torch, dtype)}
+
+
+def test_a_gpu_adds_up_experts_in_a_fixed_order_and_fuses_what_replay_allows(
+    megatron: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron itself accepts these settings, with the kernels that Transformer Engine brings."""
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.transformer.moe import moe_utils
+
+    from megatron_rl.config.schema import ModelSettings, ParallelSettings
+    from megatron_rl.mcore.transformer_config import transformer_config
+    from megatron_rl.models.qwen3_moe import read_shape
+
+    kernels = ("permute", "permute_with_probs", "sort_chunks_by_index", "sort_chunks_by_index_with_probs", "unpermute")
+    for name in kernels:
+        monkeypatch.setattr(moe_utils, f"fused_{name}", object(), raising=False)
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb_thd", object())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config = transformer_config(read_shape(checkpoint), ModelSettings(path=str(checkpoint)), ParallelSettings())
+    on = {name for name in vars(config) if name.endswith("_fusion") and getattr(config, name)}
+    assert on == {"moe_permute_fusion", "apply_rope_fusion", "bias_activation_fusion", "bias_dropout_fusion"}

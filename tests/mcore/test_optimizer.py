@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_rl.config.schema import OptimizerSettings
+from tests.mcore.packs import pack
 from tests.mcore.test_replay import build, train_pass
 
 
@@ -133,3 +134,82 @@ def test_nothing_changes_after_a_non_finite_loss_or_gradient(megatron: Any, chec
     result = optimizer.step(loss_is_finite=True)
     assert (result.stepped, result.lr) == (True, pytest.approx(1e-2 / 5))  # neither optimizer nor schedule was poisoned
     assert all(p.isfinite().all() for p in snapshot(models).values())
+
+
+def test_each_setting_reaches_the_step(megatron: Any, checkpoint: Path) -> None:
+    """Two steps of AdamW (arXiv 1711.05101) with clipping, worked out beside it; all gradients of a step are alike."""
+    models, _ = build(checkpoint)
+    beta1, beta2, eps, clip, rate = 0.5, 0.6, 1e-3, 2.0, 0.1
+    optimizer = adam(models, lr=rate, beta1=beta1, beta2=beta2, eps=eps, clip_grad=clip)
+    count = sum(parameter.numel() for parameter in models[0].parameters())
+    mean = square = 0.0
+    for step, gradient in ((1, 1.0), (2, -0.002)):  # the second is not clipped
+        clipped = gradient * min(1.0, clip / (abs(gradient) * math.sqrt(count) + 1e-6))
+        mean, square = beta1 * mean + (1 - beta1) * clipped, beta2 * square + (1 - beta2) * clipped**2
+        expected = -rate * (mean / (1 - beta1**step)) / (math.sqrt(square / (1 - beta2**step)) + eps)
+        _, moved = step_with_gradient(models, optimizer, gradient)
+        for name, distance in moved.items():
+            assert distance.mean().item() == pytest.approx(expected, rel=1e-3), name
+
+
+def test_gradients_of_bfloat16_weights_are_summed_and_applied_in_float32(megatron: Any, checkpoint: Path) -> None:
+    """Each step moves a weight of 1 by less than bfloat16 can hold, several together by more."""
+    models, _ = build(checkpoint, dtype="bfloat16")
+    assert {parameter.main_grad.dtype for parameter in models[0].parameters()} == {torch.float32}
+    optimizer = adam(models, lr=1e-3)
+    norm = next(parameter for name, parameter in models[0].named_parameters() if "final_layernorm" in name)
+    with torch.no_grad():
+        norm.fill_(1.0)
+    optimizer._optimizer.reload_model_params()
+    step_with_gradient(models, optimizer, 1.0)
+    assert (norm == 1).all()
+    for _ in range(4):
+        step_with_gradient(models, optimizer, 1.0)
+    assert (norm < 1).all()
+
+
+def test_every_part_of_the_optimizer_is_sharded_over_the_ranks(megatron: Any, checkpoint: Path) -> None:
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    models, _ = build(checkpoint)
+    parts = adam(models)._optimizer.chained_optimizers
+    assert parts and all(isinstance(part, DistributedOptimizer) for part in parts)
+
+
+def test_gradients_are_reduced_once_a_step(megatron: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    models, replay = build(checkpoint)
+    calls: list[int] = []
+    reduce = models[0].finish_grad_sync
+    monkeypatch.setattr(models[0], "finish_grad_sync", lambda *a, **k: (calls.append(1), reduce(*a, **k))[1])
+    train_pass(models, replay)
+    assert calls == [1]
+
+
+def test_a_nan_in_a_gradient_raises_on_no_rank(megatron: Any, checkpoint: Path) -> None:
+    """The others would wait for it; the step that follows agrees to leave it out."""
+    from megatron_rl.mcore.schedule import run_schedule
+
+    models, replay = build(checkpoint)
+    optimizer = adam(models)
+    optimizer.zero_grad()
+
+    def loss(logits: torch.Tensor, index: int) -> tuple[torch.Tensor, None]:
+        return logits.sum() * float("nan"), None
+
+    run_schedule(models, [pack((0, 1), range(3))], loss, forward_only=False, replay=replay)
+    result = optimizer.step(loss_is_finite=True)
+    assert not result.stepped and math.isnan(result.grad_norm)
+
+
+def test_another_ranks_nan_stops_this_one(megatron: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_rl.mcore import optimizer as module
+
+    def with_a_rank_that_says_no(fine: torch.Tensor, op: Any = module.dist.ReduceOp.SUM) -> None:
+        if op == module.dist.ReduceOp.MIN:
+            fine.zero_()
+
+    models, replay = build(checkpoint)
+    optimizer = adam(models)
+    train_pass(models, replay)
+    monkeypatch.setattr(module.dist, "all_reduce", with_a_rank_that_says_no)
+    assert not optimizer.step(loss_is_finite=True).stepped

@@ -54,6 +54,25 @@ def test_two_ranks_compute_what_one_computes(one_rank: Path, two_ranks: Path, ch
     assert errors[worst] < limit, sorted(((round(e, 9), n) for n, e in errors.items()), reverse=True)[:6]
 
 
+@pytest.mark.parametrize("name", PARITY)
+def test_a_model_from_scratch_is_the_same_in_every_layout(one_rank: Path, two_ranks: Path, name: str) -> None:
+    expected, drawn = read(one_rank / "drawn"), read(two_ranks / name / "drawn")
+    assert drawn.keys() == expected.keys()
+    assert all(torch.equal(drawn[tensor], expected[tensor]) for tensor in expected)
+
+
+def test_a_model_from_scratch_repeats_no_expert_and_no_layer(one_rank: Path) -> None:
+    drawn = read(one_rank / "drawn")
+    firsts = {name: tuple(tensor.flatten()[:4].tolist()) for name, tensor in drawn.items() if tensor.ndim == 2}
+    assert len(set(firsts.values())) == len(firsts)
+    deviations = {name: float(drawn[name].std()) for name in firsts}
+    assert deviations["model.embed_tokens.weight"] == pytest.approx(0.5, rel=0.1)
+    assert deviations["lm_head.weight"] == pytest.approx(0.02, rel=0.1)
+    assert deviations["model.layers.0.mlp.experts.3.down_proj.weight"] == pytest.approx(0.02 / 8**0.5, rel=0.2)
+    assert deviations["model.layers.0.mlp.experts.3.up_proj.weight"] == pytest.approx(0.02, rel=0.2)
+    assert all(float(tensor.std()) == 0 and float(tensor[0]) == 1 for tensor in drawn.values() if tensor.ndim == 1)
+
+
 @pytest.mark.parametrize("name", POISONED)
 def test_a_nan_on_one_rank_stops_the_step_on_all(two_ranks: Path, name: str) -> None:
     said = [(two_ranks / name / str(rank)).read_text() for rank in (0, 1)]

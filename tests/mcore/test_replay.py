@@ -13,7 +13,13 @@ from tests.mcore.packs import pack, targets_of
 MICRO_BATCHES = [(0, 1, 2), (3, 4)]
 
 
-def build(checkpoint: Path, recompute: Literal["none", "selective", "full"] = "none", **overrides: Any) -> Any:
+def build(
+    checkpoint: Path,
+    recompute: Literal["none", "selective", "full"] = "none",
+    *,
+    dtype: Any = "float32",
+    **overrides: Any,
+) -> Any:
     """One rank's wrapped models with the checkpoint's weights, and their replay. overrides: Megatron's own settings."""
     from megatron_rl.mcore.model import build_models
     from megatron_rl.mcore.optimizer import wrap_data_parallel
@@ -21,7 +27,9 @@ def build(checkpoint: Path, recompute: Literal["none", "selective", "full"] = "n
     from megatron_rl.mcore.weights import load_hf_weights
 
     shape = read_shape(checkpoint)
-    models = build_models(shape, ModelSettings(path=str(checkpoint), recompute=recompute), ParallelSettings())
+    models = build_models(
+        shape, ModelSettings(path=str(checkpoint), recompute=recompute, dtype=dtype), ParallelSettings()
+    )
     load_hf_weights(models, shape, checkpoint)
     for name, value in overrides.items():
         setattr(models[0].config, name, value)
@@ -166,6 +174,29 @@ def test_disagreement_is_zero_for_live_routes_and_counted_otherwise(megatron: An
         models, [replace(batch, routes=changed)], ignore, forward_only=True, replay=replay, measure_routes=True
     )
     assert replay.disagreement() == (1, live.shape[0] * 3)
+
+
+def test_counting_disagreement_makes_no_router_wait_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_rl.mcore.router_target import RouterTarget
+
+    for name in ("cpu", "item", "tolist", "nonzero", "__int__", "__bool__"):
+        monkeypatch.setattr(torch.Tensor, name, lambda *_, name=name: pytest.fail(f"{name} waits"))
+    monkeypatch.setattr(torch.Tensor, "__getitem__", lambda *_: pytest.fail("an index of bools waits for its size"))
+    target, live = RouterTarget(), torch.eye(4)
+    target.activate(measure=True, forward_only=True)
+    for experts, real in (([[0], [1], [3], [2]], [True, True, True, False]), ([[1], [1], [2], [0]], None)):
+        rows = None if real is None else torch.tensor(real)
+        target.begin_forward(torch.tensor(experts), rows)
+        target.get_replay_topk(live, 1, default_compute_topk=lambda scores, topk, **_: scores.topk(topk, dim=1))
+        target.end_forward()
+    monkeypatch.undo()
+    assert target.disagreement.tolist() == [1 + 2, 3 + 4]
+
+
+def test_a_stage_without_experts_has_nothing_to_disagree_about(megatron: Any) -> None:
+    from megatron_rl.mcore.replay import RouteReplay
+
+    assert RouteReplay([torch.nn.Linear(2, 2)]).disagreement() == (0, 0)
 
 
 @pytest.mark.parametrize(

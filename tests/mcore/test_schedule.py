@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,3 +59,31 @@ def test_a_forward_only_pass_leaves_no_gradient_and_no_graph(megatron: Any, chec
     )
     assert not kept[0].requires_grad
     assert all(not p.main_grad.any() for p in models[0].parameters())
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_logits_of_a_bfloat16_model_stay_what_they_are(megatron: Any, checkpoint: Path, wrapped: bool) -> None:
+    """A float32 copy of them would be the largest tensor of a step."""
+    from megatron_rl.mcore.schedule import run_schedule
+
+    models, replay = build(checkpoint, dtype="bfloat16")
+    models = models if wrapped else [model.module for model in models]
+    batches = [pack((0, 1), range(3))]
+    (dtype,) = run_schedule(models, batches, lambda x, _: (None, x.dtype), forward_only=True, replay=replay)
+    assert dtype == torch.bfloat16
+
+
+def test_routes_are_measured_when_asked_for_and_without_padding(megatron: Any, checkpoint: Path) -> None:
+    from megatron_rl.mcore.schedule import run_schedule
+
+    models, replay = build(checkpoint)
+    batch = pack((0, 1), range(3))
+    real = torch.arange(batch.num_tokens) < 5
+
+    def rows(**asked: bool) -> int:
+        padded = replace(batch, real_rows=real)
+        run_schedule(models, [padded], lambda *_: (None, None), forward_only=True, replay=replay, **asked)
+        return int(replay.disagreement()[1])
+
+    assert rows(measure_routes=True) == 5 * 3
+    assert rows() == 0

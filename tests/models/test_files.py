@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.models.files import Problem, inspect_checkpoint
+from megatron_rl.models.files import Defect, inspect_checkpoint
 from megatron_rl.models.weight_files import DamagedWeights, check_weight_files, weight_map
 from support.character_tokenizer import write_character_tokenizer
 
@@ -62,7 +62,7 @@ def test_weights_and_tokenizer_are_both_named(checkpoint: Path) -> None:
 
 def test_no_directory_and_no_shape(checkpoint: Path) -> None:
     nowhere = inspect_checkpoint(str(checkpoint / "nowhere"))
-    assert nowhere == (None, [Problem("There is no such directory", nowhere[1][0].remedy)])
+    assert nowhere == (None, [Defect("There is no such directory", nowhere[1][0].remedy)])
     assert "not a directory" in inspect_checkpoint(str(checkpoint / "config.json"))[1][0].rule
     (checkpoint / "config.json").write_text("{}")
     assert "no experts" in inspect_checkpoint(str(checkpoint))[1][0].rule

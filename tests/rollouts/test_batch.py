@@ -9,6 +9,7 @@ from megatron_rl.config.schema import EvalSettings, RolloutSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.group import Group, RolloutLocation, Verdict
 from megatron_rl.contracts.prompt import Prompt, Sampling
+from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.rollouts.batch import RolloutBatch, RolloutStage, TooManyRejected
 from megatron_rl.rollouts.evaluation import Evaluation, LostEvaluation
 from megatron_rl.rollouts.hub import Hub
@@ -60,6 +61,13 @@ def test_groups_come_in_the_order_of_their_prompts_and_are_counted(hub: Hub, pee
         "reward/no_verdict": 0.0,
         "time/reward_exposed": 0.5,
     }
+    assert stage.draw("step-5", PROMPTS).generated_tokens == 15  # of this batch, not of all
+
+
+def test_truncated_responses_are_a_share() -> None:
+    ref = make_ref(make_rollout(2, 3))
+    cut = msgspec.structs.replace(ref, finish_reason=FinishReason.LENGTH)
+    assert RolloutBatch((done("a", (ref, cut, cut, cut)).group,), 1).metrics()["rollout/truncated"] == 0.75
 
 
 def draw(hub: Hub, peer: Peer, answer: Callable[[GroupRequest], GroupDone], share: float = 0.5) -> RolloutBatch:
@@ -135,6 +143,7 @@ def test_an_evaluation_draws_as_training_does_unless_told_otherwise(hub: Hub, pe
         assert (accuracy.accuracy, accuracy.questions) == (1.0, 3)
     assert [r.group_id for r in asked[:3]] == ["eval-4-0", "eval-4-1", "eval-4-2"]
     assert all(r.evaluation for r in asked)
+    assert {(r.sampling.max_new_tokens, r.sampling.stop_token_ids) for r in asked} == {(8, (1,))}
     assert [r.sampling.temperature for r in asked] == [0.7] * 3 + [0.0] * 3
 
 

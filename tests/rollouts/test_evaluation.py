@@ -73,3 +73,19 @@ def test_an_evaluation_whose_scorer_fails_is_no_accuracy() -> None:
     with pytest.raises(OwnClassFailed, match=r"2 of 2 .*\(2 no_verdict \(the scorer failed"):
         accuracy_of([group(NONE), group(NONE)], 1, 0.1)
     assert accuracy_of([group(RIGHT)] * 9 + [group(NONE)], 1, 0.1).rejected == 1
+
+
+def test_an_accuracy_is_told_and_recorded_with_all_it_was_measured_on() -> None:
+    result = accuracy_of(
+        [group(RIGHT, RIGHT, WRONG, UNPARSED), msgspec.structs.replace(group(RIGHT), rejected={"a": 3})], 4
+    )
+    assert str(result) == "0.375 ± 0.245 (2 questions x 4, 50.0% parseable, 3 lost)"
+    assert str(accuracy_of([group(RIGHT, WRONG)], 2)) == "0.500 ± 0.000 (1 questions x 2, 100.0% parseable)"
+    assert result.metrics() == {
+        "eval/accuracy": 0.375,
+        "eval/accuracy_ci95": pytest.approx(1.959964 * 0.125),
+        "eval/parseable": 0.5,
+        "eval/finished": 0.625,
+        "eval/rejected": 3.0,
+        "eval/questions": 2.0,
+    }

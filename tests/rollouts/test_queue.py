@@ -1,13 +1,25 @@
 import queue as queue_module
 import threading
+import time
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
-from megatron_rl.config.schema import RolloutSettings
+from megatron_rl.config.schema import EngineSettings, EnvironmentSettings, RewardSettings, RolloutSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.rollouts.hub import Hub
-from megatron_rl.rollouts.messages import AbortRequest, EngineBack, EngineLeftOut, Failed, GroupRequest, Release
+from megatron_rl.rollouts.messages import (
+    AbortRequest,
+    Alive,
+    Configure,
+    EngineBack,
+    EngineLeftOut,
+    Failed,
+    GroupRequest,
+    Release,
+    Stop,
+)
 from megatron_rl.rollouts.queue import CollectorFailed, RolloutQueue
 from sglang_bridge.errors import RequestFailed
 from support.collectors import Peer, done, request
@@ -57,6 +69,23 @@ def test_work_is_spread_by_outstanding_samples(hub: Hub, queue: RolloutQueue, pe
     other.hang_up()
 
 
+def test_what_is_still_outstanding_counts_where_more_is_asked_for(hub: Hub, queue: RolloutQueue, peer: Peer) -> None:
+    other = Peer(hub, 1)
+    hub.wait_for(2, 5)
+    for turn in ([("a", 2), ("b", 3)], [("c", 1)], [("d", 1)], [("e", 1)], [("f", 2), ("g", 1), ("h", 1), ("i", 1)]):
+        queue.submit([request(name, samples) for name, samples in turn])
+    assert [asked(peer), asked(other)] == [["a", "c", "d", "f", "i"], ["b", "e", "g", "h"]]
+    other.hang_up()
+
+
+def test_rollouts_of_the_start_checkpoint_are_fresh_before_the_first_sync(hub: Hub, peer: Peer) -> None:
+    queue = RolloutQueue(hub, RolloutSettings(max_new_tokens=4, max_staleness=0))
+    queue.submit([request("a")])
+    peer.say(done("a", (msgspec.structs.replace(make_ref(make_rollout(3, 4)), versions=(0,)),)))
+    (group,) = queue.as_completed(idle)
+    assert len(group.rollouts) == 1
+
+
 def test_idle_is_called_while_waiting(queue: RolloutQueue, peer: Peer) -> None:
     queue.submit([request("a")])
     calls = []
@@ -79,6 +108,24 @@ def test_idle_is_not_called_for_each_message(queue: RolloutQueue, peer: Peer) ->
     calls: list[int] = []
     assert len(list(queue.as_completed(lambda: calls.append(1)))) == 1
     assert len(calls) < 5
+
+
+def test_idle_is_not_called_for_each_sign_of_life(queue: RolloutQueue, peer: Peer) -> None:
+    """Of a hundred nodes a hundred come every second."""
+    queue.submit([request("a", evaluation=True)])
+    calls: list[int] = []
+
+    def live() -> None:
+        for _ in range(60):
+            peer.say(Alive())
+            time.sleep(0.005)
+        peer.say(done("a"))
+
+    speaker = threading.Thread(target=live)
+    speaker.start()
+    assert len(list(queue.as_completed(lambda: calls.append(1), idle_every_seconds=0.1))) == 1
+    speaker.join()
+    assert 2 <= len(calls) < 30
 
 
 def test_stale_samples_are_counted_not_delivered(queue: RolloutQueue, peer: Peer) -> None:
@@ -115,6 +162,7 @@ def test_an_expired_request_is_aborted_and_nobody_waits_for_that(hub: Hub, peer:
     told, hang = queue_module.Queue[tuple[str, str]](), threading.Event()
 
     def abort(url: str, rid: str) -> None:
+        assert threading.current_thread().daemon, "the process would not end before it"
         told.put((url, rid))
         hang.wait(30)
         raise RequestFailed("no answer")
@@ -143,3 +191,29 @@ def test_failures_are_named(queue: RolloutQueue, peer: Peer) -> None:
         with pytest.raises(CollectorFailed, match=words) as caught:
             list(queue.as_completed(idle))
         assert isinstance(caught.value, Failure) and caught.value.exit_code is ExitCode.ENGINE_FAILED
+
+
+def test_every_collector_gets_its_own_configuration_and_is_told_to_end(
+    hub: Hub, queue: RolloutQueue, peer: Peer
+) -> None:
+    other = Peer(hub, 1)
+    hub.wait_for(2, 5)
+    ours, theirs = (
+        Configure(
+            engines=(), api_key=None, model_path=path, routes=None, engine=EngineSettings(),
+            rollout=RolloutSettings(max_new_tokens=4), reward=RewardSettings(), environment=EnvironmentSettings(),
+        )
+        for path in ("/ours", "/theirs")
+    )  # fmt: skip
+    queue.configure({0: ours, 1: theirs})
+    queue.stop()
+    assert [peer.hear(), other.hear()] == [[ours, Stop()], [theirs, Stop()]]
+    other.hang_up()
+
+
+def test_stale_rollouts_add_to_what_the_collector_rejected_as_such(queue: RolloutQueue, peer: Peer) -> None:
+    queue.set_version(9)
+    queue.submit([request("a")])
+    peer.say(done("a", (make_ref(make_rollout(3, 4)),), rejected={"stale": 2, "engine": 1}))
+    (group,) = queue.as_completed(idle)
+    assert group.rejected == {"stale": 3, "engine": 1}

@@ -34,7 +34,15 @@ from support.groups import group
 class Stage:
     """All stages in one: notes each call in `said`."""
 
-    def __init__(self, *, finite: Sequence[bool] = (), accuracies: Sequence[float] = (), groups: Sequence[Group] = ()):
+    def __init__(
+        self,
+        *,
+        finite: Sequence[bool] = (),
+        accuracies: Sequence[float] = (),
+        groups: Sequence[Group] = (),
+        lost: int = 0,
+    ) -> None:
+        self._lost = lost
         self.said: list[str] = []
         self.logged: dict[int, dict[str, float]] = {}
         self.released: list[str] = []
@@ -54,7 +62,7 @@ class Stage:
         self.said.append(f"evaluate {label} at version {self.version}")
         accuracy = next(self._accuracies, 0.5)
         return Accuracy(
-            accuracy=accuracy, half_width=0.1, parseable=1.0, finished=1.0, rejected=0, questions=1, samples=1
+            accuracy=accuracy, half_width=0.1, parseable=0.5, finished=1.0, rejected=self._lost, questions=2, samples=8
         )
 
     def next_command(self) -> Sync:
@@ -156,6 +164,33 @@ def test_the_run_stops_where_the_mean_of_the_last_evaluations_is_reached(tmp_pat
     stage = lead(Stage(accuracies=[0.1, 0.6, 0.3, 0.8, 0.9]), tmp_path, steps=9, evals=evals)
     assert [text for text in stage.said if text.startswith("train")] == ["train 1", "train 2", "train 3"]
     assert stage.said[-3:] == ["save step-3", "finish", "stop"]
+
+
+def test_a_run_says_at_its_end_that_it_missed_what_it_was_to_reach(tmp_path: Any) -> None:
+    evals = {"every": 1, "stop_at": 0.5, "stop_average": 2}
+    said = io.StringIO()
+    lead(Stage(accuracies=[0.1, 0.2, 0.6]), tmp_path, evals=evals, stream=said)
+    last = said.getvalue().splitlines()[-1]
+    assert "warning: eval.stop_at=0.5 was not reached in 2 steps; the last 2 evaluation(s) average 0.400" in last
+    said = io.StringIO()
+    lead(Stage(accuracies=[0.1, 0.2, 0.9]), tmp_path, evals=evals, stream=said)
+    assert "eval.stop_at" not in said.getvalue()
+
+
+def test_an_evaluation_says_how_many_responses_were_lost(tmp_path: Any) -> None:
+    said = io.StringIO()
+    lead(Stage(lost=3), tmp_path, stream=said)
+    assert "step 0: held-out accuracy 0.500 ± 0.100 (2 questions x 4, 50.0% parseable, 3 lost)" in said.getvalue()
+    said = io.StringIO()
+    lead(Stage(), tmp_path, stream=said)
+    assert "lost" not in said.getvalue()
+
+
+def test_weights_that_no_engine_can_show_are_said_to_be_unaudited_once(tmp_path: Any) -> None:
+    stage, said = Stage(), io.StringIO()
+    stage.audit_obstacle = "this SGLang has no checksums"
+    lead(stage, tmp_path, stream=said)
+    assert said.getvalue().count("weights are not audited by value: this SGLang has no checksums") == 1
 
 
 def test_non_finite_steps_in_a_row_end_the_run_and_are_recorded(tmp_path: Any) -> None:

@@ -104,8 +104,7 @@ class Float64Trainer:
             means.add("train/loss", total.detach())
             self._update(torch.autograd.grad(total, list(self.model.weights.values()), materialize_grads=True))
             means.add("train/grad_norm", self.grad_norms[-1])
-            means.add("train/lr", self.rates[-1])
-        return means.values()
+        return means.values() | {"train/lr": self.rates[-1]}
 
     def _logprobs(self, sequence: Sequence64, means: Means | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         logits, differing = self.model.logits(sequence.inputs, sequence.routes)

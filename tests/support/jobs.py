@@ -10,18 +10,23 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
-SMOKE = ["experiment=smoke", "data.num_eval=16", "logger=quiet", "run.save_weights=false"]
+QUICK = ["data.num_eval=16", "logger=quiet", "run.save_weights=false"]
 
 
 def start_job(
-    run_root: Path, *overrides: str, ranks: int = 1, errors: Path | None = None, python: tuple[str, ...] = ()
+    run_root: Path,
+    *overrides: str,
+    ranks: int = 1,
+    errors: Path | None = None,
+    python: tuple[str, ...] = (),
+    experiment: str = "smoke",
 ) -> subprocess.Popen[str]:
-    """Start the smoke experiment: plain python for one rank, torchrun for more. Its run is `run_root/job`.
+    """Start an experiment: plain python for one rank, torchrun for more. Its run is `run_root/job`.
 
     errors: a file for standard error, which otherwise comes with the output. python: a command that runs the launcher.
     """
     launcher = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command = [*python, sys.executable, *launcher, str(ROOT / "launch/train_rl.py"), *SMOKE]
+    command = [*python, sys.executable, *launcher, str(ROOT / "launch/train_rl.py"), f"experiment={experiment}", *QUICK]
     command += [f"run.root={run_root}", "run.name=job", *overrides]
     stderr = errors.open("w") if errors is not None else None
     job = subprocess.Popen(

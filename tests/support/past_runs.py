@@ -15,10 +15,12 @@ from megatron_rl.records.run_directory import RunDirectory
 SETTINGS = LoggerSettings(tensorboard=False, progress=False)
 
 
-def write_run(overrides: Sequence[str], *, accuracies: Sequence[float] = (0.25, 0.5), code: int | None = 0) -> Path:
+def write_run(
+    overrides: Sequence[str], *, accuracies: Sequence[float] = (0.25, 0.5), code: int | None = 0, ranks: int = 1
+) -> Path:
     """The directory of a run of these overrides, one step before each accuracy but the first. code: None leaves no
     exit record, as a killed run does."""
-    directory = RunDirectory.create(compose(overrides), datetime.datetime(2025, 1, 2))
+    directory = RunDirectory.create(compose(overrides), datetime.datetime(2025, 1, 2), ranks=ranks)
     with MetricsLog(directory, SETTINGS) as log:
         for step, accuracy in enumerate(accuracies):
             values = {"eval/accuracy": accuracy, "eval/accuracy_ci95": 0.125, "eval/parseable": 1.0, "time/eval": 2.0}

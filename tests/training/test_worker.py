@@ -55,7 +55,8 @@ class Passes:
         dp_size: int, first_step: bool, metrics: MetricSums,
     ) -> StepResult:  # fmt: skip
         self.updates.append((batches, objectives, denominators.sequences, first_step))
-        return StepResult(stepped=len(self.updates) - 1 != self._bad_step, grad_norm=1.0, lr=0.1)
+        stepped = len(self.updates) - 1 != self._bad_step
+        return StepResult(stepped, grad_norm=1.0, lr=len(self.updates) / 8 if stepped else 0.0)
 
 
 def make_worker(directory: Path, train: TrainSettings | None = None) -> Worker:
@@ -88,6 +89,7 @@ def test_each_optimizer_step_trains_its_own_micro_batches(monkeypatch: pytest.Mo
         (["1.0"], ["objective of 1.0"], 2, False),
     ]
     assert (outcome.finite, outcome.optimizer_steps) == (True, 2)
+    assert outcome.metrics.values()["train/lr"] == 2 / 8
     assert list(tmp_path.iterdir()) == []
 
 
@@ -96,6 +98,7 @@ def test_after_a_step_that_is_not_finite_the_rest_is_left_out(monkeypatch: pytes
     outcome = make_worker(tmp_path).train(plan(1, 1, 1))
     assert len(passes.updates) == 2
     assert (outcome.finite, outcome.optimizer_steps) == (False, 1)
+    assert outcome.metrics.values()["train/lr"] == 1 / 8, "the rate of the step that was made"
     assert [path.name for path in tmp_path.iterdir()] == ["nonfinite-step-3"]
 
 

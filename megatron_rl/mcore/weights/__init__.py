@@ -1,7 +1,8 @@
-"""A rank's weights under Hugging Face names: loaded, walked through and saved."""
+"""A rank's weights under Hugging Face names: loaded or drawn, walked through and saved."""
 
+from megatron_rl.mcore.weights.draw import draw_hf_weights
 from megatron_rl.mcore.weights.export import iterate_hf_weights
 from megatron_rl.mcore.weights.load import load_hf_weights
 from megatron_rl.mcore.weights.save import save_hf_weights
 
-__all__ = ["iterate_hf_weights", "load_hf_weights", "save_hf_weights"]
+__all__ = ["draw_hf_weights", "iterate_hf_weights", "load_hf_weights", "save_hf_weights"]

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from megatron.core import parallel_state
 
-from megatron_rl.mcore.weights.layout import Fusion, ParameterLayout, join, shard
+from megatron_rl.mcore.weights.layout import Fusion, ParameterLayout, join
 from megatron_rl.mcore.weights.parameters import placed_parameters
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.tensor_files import CheckpointError, TensorFiles
@@ -24,11 +23,7 @@ def load_hf_weights(models: Sequence[torch.nn.Module], shape: ModelShape, path: 
             layout = parameter.layout(ep_rank)
             parts = [tensors.read(name) for name in layout.hf_names]
             _check_shapes(path, layout, parts, parameter.weight.ndim, shape)
-            full = join(layout.fusion, parts, shape)
-            rank, size = _tensor_rank(layout.expert is not None)
-            if layout.fusion is Fusion.ROWS:
-                full = F.pad(full, (0, 0, 0, parameter.weight.shape[0] * size - full.shape[0]))
-            part = shard(layout.fusion, full, rank, size)
+            part = parameter.part_of(join(layout.fusion, parts, shape), layout)
             if part.shape != parameter.weight.shape:
                 raise CheckpointError(
                     f"{path}: {', '.join(layout.hf_names)} give {tuple(part.shape)} for {parameter.name}, which is "
@@ -62,12 +57,3 @@ def _check_shapes(
                 f"{path}: {name} has {tensor.shape[0]} rows and {tensor.shape[1]} columns, config.json says {rows} and "
                 f"{shape.hidden_size}: they do not belong together"
             )
-
-
-def _tensor_rank(is_expert: bool) -> tuple[int, int]:
-    if is_expert:
-        return (
-            parallel_state.get_expert_tensor_parallel_rank(),
-            parallel_state.get_expert_tensor_parallel_world_size(),
-        )
-    return parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.module import Float16Module
 
-from megatron_rl.mcore.weights.layout import ParameterLayout, layout_of
+from megatron_rl.mcore.weights.layout import Fusion, ParameterLayout, layout_of, shard
 from megatron_rl.models.shape import ModelShape
 
 
@@ -28,6 +29,13 @@ class PlacedParameter:
         """The layout as seen from expert-parallel rank `ep_rank`."""
         return layout_of(self.name, layer_offset=self.layer_offset, expert_offset=ep_rank * self.experts_per_rank)
 
+    def part_of(self, full: torch.Tensor, layout: ParameterLayout) -> torch.Tensor:
+        """This rank's shard of the whole parameter; rows that pad the vocabulary are zero."""
+        rank, size = tensor_rank(layout)
+        if layout.fusion is Fusion.ROWS:
+            full = F.pad(full, (0, 0, 0, self.weight.shape[0] * size - full.shape[0]))
+        return shard(layout.fusion, full, rank, size)
+
 
 def placed_parameters(models: Sequence[torch.nn.Module], shape: ModelShape) -> Iterator[PlacedParameter]:
     """Every parameter of this rank's chunks that has its own tensor in a checkpoint."""
@@ -40,6 +48,16 @@ def placed_parameters(models: Sequence[torch.nn.Module], shape: ModelShape) -> I
             if name == "output_layer.weight" and shape.tie_word_embeddings:
                 continue
             yield PlacedParameter(name, weight, offset, experts_per_rank)
+
+
+def tensor_rank(layout: ParameterLayout) -> tuple[int, int]:
+    """Which of how many ranks this one is among those that share a parameter."""
+    if layout.expert is not None:
+        return (
+            parallel_state.get_expert_tensor_parallel_rank(),
+            parallel_state.get_expert_tensor_parallel_world_size(),
+        )
+    return parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
 
 
 def unwrap(model: torch.nn.Module) -> Any:
