@@ -151,7 +151,7 @@ def check_opening(c: Configuration) -> Iterator[Check]:
     try:
         from megatron_rl.environments.environment import open_environment
         from megatron_rl.losses import open_loss
-        from megatron_rl.run.build import build_prompts
+        from megatron_rl.run.prompts import build_prompts
         from megatron_rl.run.space import require_space
     except ImportError as error:
         yield Check("trainer", False, f"cannot be imported ({error})", "Run make install")

@@ -61,12 +61,12 @@ def _answer(arguments: Sequence[str], config_dir: Path) -> int:
     if not {"--cfg", "-c", "--cfg=job"} & set(arguments):
         hydra.main(str(config_dir), "train_rl", version_base="1.3")(lambda _: None)()
         return ExitCode.OK
-    resolved = False
     try:
         checked(composed, choices, None, settings_of(arguments))
-        resolved = True
-    finally:
-        print(OmegaConf.to_yaml(composed, resolve=resolved), end="", flush=True)
+    except ConfigurationRefused:
+        print(OmegaConf.to_yaml(composed), end="", flush=True)
+        raise
+    print(OmegaConf.to_yaml(composed, resolve=True), end="")
     return ExitCode.OK
 
 

@@ -65,8 +65,8 @@ def forbidden_arguments(arguments: Sequence[str]) -> Iterator[Refusal]:
             rule = "Hydra's own settings are fixed: one torchrun is one run, and only the run writes files"
             yield Refusal(key, value, rule, "run.root and run.name say where; loop in the shell for several runs")
         elif text.startswith("~") and key in declared_keys():
-            rule = "Cannot be deleted: every key always exists"
-            yield Refusal(key, value, rule, f"Leave out ~{key}, and set what should differ")
+            remedy = f"Leave out ~{key}, and set what should differ"
+            yield Refusal(key, value, "Cannot be deleted: every key always exists", remedy)
 
 
 def as_refusal(error: Exception, overrides: Sequence[str]) -> Refusal:

@@ -14,15 +14,11 @@ from megatron_rl.mcore.optimizer import DistributedAdam, wrap_data_parallel
 from megatron_rl.mcore.parallel import RankLayout
 from megatron_rl.mcore.replay import RouteReplay
 from megatron_rl.mcore.weights import draw_hf_weights, load_hf_weights
-from megatron_rl.models.chat_template import ChatTemplate
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.planning.rank_view import RankView
 from megatron_rl.planning.step_plan import Planner
-from megatron_rl.prompts.factory import open_prompts
 from megatron_rl.prompts.source import PromptSource
 from megatron_rl.records.records import Records
-from megatron_rl.rewards import open_answer_check
 from megatron_rl.rollouts.batch import RolloutStage
 from megatron_rl.rollouts.evaluation import Evaluation
 from megatron_rl.run.dispatch import Dispatcher, Table
@@ -33,15 +29,6 @@ from megatron_rl.training.batch import Batcher
 from megatron_rl.training.logprobs import ResponseLogprobs
 from megatron_rl.training.policy import Policy
 from megatron_rl.training.worker import Worker, gather_receivers
-
-
-def build_prompts(c: Configuration) -> PromptSource:
-    """Training and held-out prompts, all of them readable and answerable. Raises `PromptDataError`."""
-    tokenizer = Tokenizer.from_directory(c.model.path)
-    render, worked = ChatTemplate(Path(c.model.path)).prompt, c.environment.name == "worked"
-    prompts = open_prompts(c.data, tokenizer, open_answer_check(c.reward), render=render, worked=worked)
-    prompts.require(c.rollout.prompts_per_step)
-    return prompts
 
 
 def build_worker(c: Configuration, shape: ModelShape, loss: PolicyLoss, layout: RankLayout, rollouts: Path) -> Worker:

@@ -17,9 +17,10 @@ from megatron_rl.records.metrics_log import MetricsLog
 from megatron_rl.records.progress import Progress
 from megatron_rl.records.records import Records
 from megatron_rl.records.run_directory import RunDirectory
-from megatron_rl.run.build import build_leader, build_prompts, build_table, build_worker
+from megatron_rl.run.build import build_leader, build_table, build_worker
 from megatron_rl.run.dispatch import Dispatcher
 from megatron_rl.run.engines import Connected, Engines
+from megatron_rl.run.prompts import build_prompts
 from megatron_rl.run.warm_up import warm_up
 from megatron_rl.run.watch import Watch
 from megatron_rl.sync.sender import Bystander

@@ -13,7 +13,7 @@ def lines_of(path: Path) -> int:
 
 
 def test_lines_of_configuration_code_per_key() -> None:
-    """Every file of the configuration and the function that builds a run, over all keys of all algorithms."""
+    """Every file of the configuration and what builds a run, over all keys of all algorithms."""
     build = lines_of(ROOT / "megatron_rl" / "run" / "build.py")
     lines = build + sum(lines_of(file) for file in (ROOT / "megatron_rl" / "config").rglob("*.py"))
     sections = {key.partition(".")[0] for key in declared_keys() if "." in key}

@@ -123,7 +123,7 @@ def test_what_a_run_opens_first_is_opened(preflight: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("row", "overrides", "told"),
     [
-        ('{"prompt": "1+1="}', [], "sums.jsonl line 51: Object missing required field `answer`"),
+        ('{"prompt": "1+1="}', [], "sums.jsonl line 51: `answer` is missing"),
         ('{"prompt": "1+1=", "answer": "two"}', [], "sums.jsonl line 51: "),
         ('{"prompt": "1Ω1=", "answer": 1}', [], "the tokenizer has no token for 'Ω'"),
         ("", ["data.num_eval=50"], "data.num_eval=50: holding that many out of 50 usable questions leaves none"),
@@ -160,7 +160,7 @@ def test_a_disk_that_is_too_small_does_not_pass(preflight: ModuleType, monkeypat
 
 
 def test_a_missing_library_is_told(preflight: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(preflight.sys.modules, "megatron_rl.run.build", None)
+    monkeypatch.setitem(preflight.sys.modules, "megatron_rl.run.prompts", None)
     (check,) = opening(preflight, *SMALL).values()
     assert check.refuses and "cannot be imported" in str(check) and "make install" in str(check)
 

@@ -108,7 +108,7 @@ def test_a_batch_and_an_evaluation_in_an_environment_of_ones_own(hub: Hub, start
 
 def test_an_environment_that_cannot_be_opened_ends_the_run_by_name(hub: Hub, start: Start) -> None:
     start()
-    with pytest.raises(CollectorFailed, match=r"DoorError: environment\.name=second_chance:Nothing"):
+    with pytest.raises(CollectorFailed, match=r"environment\.name=second_chance:Nothing"):
         draw(hub, EnvironmentSettings(name="second_chance:Nothing"))
 
 

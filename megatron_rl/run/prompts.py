@@ -1,0 +1,21 @@
+"""The questions of a run, with everything that reads them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_rl.config.schema import Configuration
+from megatron_rl.models.chat_template import ChatTemplate
+from megatron_rl.models.tokenizer import Tokenizer
+from megatron_rl.prompts.factory import open_prompts
+from megatron_rl.prompts.source import PromptSource
+from megatron_rl.rewards import open_answer_check
+
+
+def build_prompts(c: Configuration) -> PromptSource:
+    """Training and held-out prompts, all of them readable and answerable. Raises `PromptDataError`."""
+    tokenizer = Tokenizer.from_directory(c.model.path)
+    render, worked = ChatTemplate(Path(c.model.path)).prompt, c.environment.name == "worked"
+    prompts = open_prompts(c.data, tokenizer, open_answer_check(c.reward), render=render, worked=worked)
+    prompts.require(c.rollout.prompts_per_step)
+    return prompts
