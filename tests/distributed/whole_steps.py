@@ -43,7 +43,7 @@ from support.layouts import (
     TOTAL_STEPS,
     Case,
 )
-from support.policies import make_batcher, make_planner, make_policy
+from support.policies import make_batcher, make_planner, make_policy, make_view
 
 
 class RecordingAdam(DistributedAdam):
@@ -67,11 +67,12 @@ def build(case: Case, layout: RankLayout, directory: Path) -> tuple[Worker, Reco
         recompute=recompute,
         temperature=TEMPERATURE,
         tp_group=layout.tp_group,
+        cp_group=layout.cp_group,
     )
     adam = RecordingAdam(policy.models, OPTIMIZER, total_steps=TOTAL_STEPS)
     worker = Worker(
         layout=layout,
-        receivers=gather_receivers(layout, tuple(range(len(shape.moe_layers)))),
+        receivers=gather_receivers(layout, make_view(shape, grid, layout).moe_rows(shape.moe_layers)),
         shape=shape,
         policy=policy,
         optimizer=adam,
