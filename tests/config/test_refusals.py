@@ -129,7 +129,6 @@ COMBINATIONS = [
     ("engine.extra_args=['--port=1']", "engine.extra_args", "['--port=1']", "--port", "use that one"),
     ("engine.extra_args=['--dp-size=2']", "engine.extra_args", "['--dp-size=2']", "not supported", "Remove --dp-size"),
     ("engine.max_total_tokens=32", "engine.max_total_tokens", "32", "66 slots", "at least 66"),
-    ("model.dtype=bfloat16", "model.dtype", "bfloat16", "Without a GPU", "model.dtype=float32"),
     ("data.max_prompt_tokens=300", "rollout.max_new_tokens", "32", "256 positions", "Lower one"),
     ("data=jsonl", "data.train_path", "null", "a file of questions", "data.train_path=train.jsonl"),
     ("model.path=???", "model.path", "???", "no default", "model.path=..."),
@@ -259,7 +258,8 @@ def test_parallel_groups_fit_a_node(checkpoint: Path, parallel: str) -> None:
 
 def test_engine_dtype_follows_the_model_and_is_never_wider(checkpoint: Path) -> None:
     assert accept(checkpoint, "engine.dtype=bfloat16").engine.dtype == "bfloat16"
-    assert accept(checkpoint, "model.dtype=bfloat16", facts=NODE).engine.dtype == "bfloat16"
+    for facts in (NODE, LaunchFacts()):
+        assert accept(checkpoint, "model.dtype=bfloat16", facts=facts).engine.dtype == "bfloat16"
     refusal = refusals(checkpoint, "model.dtype=bfloat16", "engine.dtype=float32", facts=NODE)[-1]
     assert str(refusal).startswith("engine.dtype=float32: It is wider than model.dtype=bfloat16")
     assert "engine.dtype=bfloat16" in refusal.remedy

@@ -49,9 +49,11 @@ def test_what_is_accepted_is_what_is_compared(smallest: Configuration) -> None:
     assert {case.layout for ranks in (1, 2, 4) for case in cases_of(ranks)} == set(LAYOUTS)
 
 
-def test_every_recomputation_is_compared_along_every_axis() -> None:
-    compared = {(axis, layout.recompute) for layout in LAYOUTS.values() for axis in layout.kind.axes | {"one"}}
-    assert compared == set(itertools.product(("one", "tp", "pp", "vpp", "cp", "ep"), RECOMPUTE))
+def test_every_recomputation_and_precision_is_compared_along_every_axis() -> None:
+    axes = ("one", "tp", "pp", "vpp", "cp", "ep")
+    compared = {(axis, layout) for layout in LAYOUTS.values() for axis in layout.kind.axes | {"one"}}
+    assert {(axis, layout.recompute) for axis, layout in compared} == {*itertools.product(axes, RECOMPUTE)}
+    assert {(axis, layout.dtype) for axis, layout in compared} == {*itertools.product(axes, ("float32", "bfloat16"))}
 
 
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if not name.startswith("tp4")])  # the model has two kv heads

@@ -59,12 +59,14 @@ class RecordingAdam(DistributedAdam):
 
 
 def build(case: Case, layout: RankLayout, directory: Path) -> tuple[Worker, RecordingAdam]:
-    grid, recompute, checkpoint = LAYOUTS[case.layout].parallel, LAYOUTS[case.layout].recompute, directory / case.model
+    chosen, checkpoint = LAYOUTS[case.layout], directory / case.model
+    grid = chosen.parallel
     shape, policy = make_policy(
         checkpoint,
         grid,
         ALGORITHMS[case.algorithm],
-        recompute=recompute,
+        recompute=chosen.recompute,
+        dtype=chosen.dtype,
         temperature=TEMPERATURE,
         tp_group=layout.tp_group,
         cp_group=layout.cp_group,

@@ -44,6 +44,7 @@ def make_policy(
     algo: AlgoSettings,
     *,
     recompute: str = "none",
+    dtype: str = "float32",
     temperature: float = 1.0,
     tp_group: dist.ProcessGroup | None = None,
     cp_group: dist.ProcessGroup | None = None,
@@ -53,7 +54,8 @@ def make_policy(
     tp_group, cp_group: over which vocabulary and sequences are shared, as the rank's layout tells.
     """
     shape = read_shape(checkpoint)
-    chunks = build_models(shape, ModelSettings(path=str(checkpoint), recompute=recompute), parallel)  # type: ignore[arg-type]
+    settings = ModelSettings(path=str(checkpoint), recompute=recompute, dtype=dtype)  # type: ignore[arg-type]
+    chunks = build_models(shape, settings, parallel)
     load_hf_weights(chunks, shape, checkpoint)
     models = wrap_data_parallel(chunks)
     rollout = RolloutSettings(max_new_tokens=32, temperature=temperature)

@@ -19,7 +19,7 @@ def broken_rules(c: Configuration, facts: LaunchFacts, given: Collection[str]) -
     shape, problems = inspect_checkpoint(c.model.path, weights=c.model.init == "checkpoint")
     broken = [("model.path", problem.rule, problem.remedy) for problem in problems]
     broken += [*check_method(c), *check_data(c, given), *check_environment(c), *check_engine(c.engine, facts)]
-    broken += [*check_grid(c.parallel, facts), *check_ranks(c, facts), *check_run(c.run)]
+    broken += [*check_grid(c.parallel, facts), *check_ranks(c), *check_run(c.run)]
     if shape is not None:
         broken += [*check_split(c.parallel, shape), *check_fit(c, shape, facts)]
     for key, rule, remedy in broken:

@@ -17,14 +17,12 @@ from sglang_bridge.settings import device_of, kv_cache_slots, quantization_refus
 _FOR_A_START = ("count", "device", "max_total_tokens", "threads", "extra_args")
 
 
-def check_ranks(c: Configuration, facts: LaunchFacts) -> Iterator[tuple[str, str, str]]:
+def check_ranks(c: Configuration) -> Iterator[tuple[str, str, str]]:
     """How long ranks wait for one another, and number formats."""
     for key in ("engine.start_timeout_s", "sync.timeout_s"):
         if attrgetter(key)(c) >= c.parallel.timeout_s:
             rule = f"The other ranks wait in a collective and give up after parallel.timeout_s={c.parallel.timeout_s:g}"
             yield key, rule, "Lower it, or raise parallel.timeout_s above it"
-    if facts.num_gpus == 0 and c.model.dtype != "float32":
-        yield "model.dtype", f"Without a GPU only float32 is trained ({_no_gpu(facts)})", "Use model.dtype=float32"
     if c.engine.dtype == "float32" and c.model.dtype == "bfloat16":
         rule = "It is wider than model.dtype=bfloat16: rollouts would follow another policy than the one trained"
         yield "engine.dtype", rule, "Use engine.dtype=bfloat16"
