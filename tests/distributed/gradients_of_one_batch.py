@@ -1,5 +1,7 @@
 """Under torchrun: the gradient of one fixed global batch, for several ways to split it; rank 0 saves each.
 
+Every call of every router is checked against the routes of its micro-batch on the way.
+
 Usage: gradients_of_one_batch.py OUT CASE...; a case is LOSS:GRID:RECOMPUTE:TOKENS_PER_MICRO_BATCH:SEED.
 """
 
@@ -30,6 +32,7 @@ from megatron_rl.training.old_policy import compute_old_policy
 from megatron_rl.training.policy import Policy
 from support.batches import make_batch
 from support.policies import COLUMN_ADDITION, make_batcher, make_planner, make_policy, make_view
+from support.routers import routers_checked
 
 GRIDS: dict[str, dict[str, Any]] = {
     "dp": {}, "ep2": {"ep": 2}, "pp2": {"pp": 2}, "pp2_vpp2": {"pp": 2, "vpp": 2}, "cp2": {"cp": 2},
@@ -38,7 +41,13 @@ ALGORITHMS: dict[str, AlgoSettings] = {"grpo": GrpoSettings(), "espo": EspoSetti
 
 
 def gradient(
-    policy: Policy, batches: list[MicroBatch], denominators: Denominators, shape: ModelShape, layout: RankLayout
+    policy: Policy,
+    batches: list[MicroBatch],
+    denominators: Denominators,
+    shape: ModelShape,
+    layout: RankLayout,
+    *,
+    recomputed: bool,
 ) -> dict[str, torch.Tensor]:
     """The reduced gradient under Hugging Face names, on rank 0 (a collective); it takes the place of the weights."""
     for chunk in policy.models:
@@ -51,7 +60,9 @@ def gradient(
         moved = logprob + 0.3 * torch.sin(logprob.detach())
         return objectives[index](moved, denominators).loss, None
 
-    run_schedule(policy.models, [b.packed for b in batches], loss, forward_only=False, replay=policy.replay)
+    packed = [batch.packed for batch in batches]
+    with routers_checked(policy.models, packed, recomputed=recomputed):
+        run_schedule(policy.models, packed, loss, forward_only=False, replay=policy.replay)
     for chunk in policy.models:
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
             group = buffer.data_parallel_group
@@ -82,7 +93,9 @@ def one_case(case: str, layout: RankLayout, settings: ParallelSettings) -> dict[
     (batches,) = make_batcher(shape, settings, layout).optimizer_steps(plan, layout.dp_rank, own)
     if layout.rank == 0:
         print(f"{case}: {len(batches)} micro-batches per rank", flush=True)
-    return gradient(policy, batches, plan.optimizer_steps[0].denominators, shape, layout)
+    return gradient(
+        policy, batches, plan.optimizer_steps[0].denominators, shape, layout, recomputed=recompute == "full"
+    )
 
 
 def main() -> None:
