@@ -173,8 +173,10 @@ class ParallelSettings(Section):
     """Megatron's parallel sizes. Data parallelism is what is left of the world."""
 
     tp: Positive = 1
-    pp: Positive = 1  # more than 1 is not supported yet, as of vpp and cp
+    pp: Positive = 1
     vpp: Positive | None = None  # virtual pipeline chunks of a stage; null is 1
+    first_stage_layers: Positive | None = None  # of the stage that embeds too; null: as many as the others
+    last_stage_layers: Positive | None = None  # of the stage that computes logits too; null: as many as the others
     cp: Positive = 1
     ep: Positive = 1
     etp: Positive | None = None  # ranks that share one expert; null: 1 with ep above 1, else tp (Megatron: always tp)

@@ -19,7 +19,7 @@ from megatron_rl.mcore.job import Job, join, leave
 class RankLayout(Job):
     """One rank's place in the grid. dp is the dense data-parallel group (experts are sharded across it).
 
-    tp_group: the ranks that share the vocabulary, None when they do not.
+    tp_group: the ranks that share the vocabulary, cp_group: those that share sequences; None when none do.
     """
 
     dp_rank: int
@@ -29,6 +29,7 @@ class RankLayout(Job):
     cp_rank: int
     ep_rank: int
     tp_group: dist.ProcessGroup | None
+    cp_group: dist.ProcessGroup | None
 
 
 def initialize(parallel: ParallelSettings, *, seed: int, job: Job | None = None) -> RankLayout:
@@ -45,6 +46,7 @@ def initialize(parallel: ParallelSettings, *, seed: int, job: Job | None = None)
         cp_rank=parallel_state.get_context_parallel_rank(),
         ep_rank=parallel_state.get_expert_model_parallel_rank(),
         tp_group=parallel_state.get_tensor_model_parallel_group() if parallel.tp > 1 else None,
+        cp_group=parallel_state.get_context_parallel_group() if parallel.cp > 1 else None,
     )
 
 

@@ -82,6 +82,8 @@ def _parallelism(parallel: ParallelSettings) -> dict[str, Any]:
         "tensor_model_parallel_size": parallel.tp,
         "pipeline_model_parallel_size": parallel.pp,
         "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
+        "num_layers_in_first_pipeline_stage": parallel.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": parallel.last_stage_layers,
         "context_parallel_size": parallel.cp,
         "sequence_parallel": parallel.sequence_parallel,
         "expert_model_parallel_size": parallel.ep,

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_rl.config.schema import ParallelSettings
+from megatron_rl.models.pipeline_split import PipelineSplit
 
 
 @dataclass(frozen=True)
@@ -26,17 +27,12 @@ class RankView:
     def of(
         cls, num_layers: int, parallel: ParallelSettings, *, pp_rank: int = 0, cp_rank: int = 0, tp_rank: int = 0
     ) -> RankView:
-        """The view of one rank. Raises ValueError when the layers do not divide evenly."""
-        pp, vpp = parallel.pp, parallel.vpp or 1
-        if num_layers % (pp * vpp):
-            raise ValueError(
-                f"{num_layers} layers do not divide into parallel.pp x parallel.vpp = {pp} x {vpp} chunks: "
-                "choose sizes whose product divides the number of layers"
-            )
-        per_chunk = num_layers // (pp * vpp)
-        starts = [(virtual * pp + pp_rank) * per_chunk for virtual in range(vpp)]
+        """The view of one rank. Raises ValueError when the layers cannot be split so."""
+        split = PipelineSplit(
+            num_layers, parallel.pp, parallel.vpp or 1, parallel.first_stage_layers, parallel.last_stage_layers
+        )
         return cls(
-            layers=tuple(tuple(range(start, start + per_chunk)) for start in starts),
+            layers=split.layers()[pp_rank],
             cp_rank=cp_rank,
             cp_size=parallel.cp,
             sp_rank=tp_rank if parallel.sequence_parallel else 0,
@@ -53,15 +49,16 @@ class RankView:
         held = {layer for chunk in self.layers for layer in chunk}
         return tuple(i for i, layer in enumerate(moe_layers) if layer in held)
 
-    def input_rows(self, cu_seqlens: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-        """Rows of the packed batch this rank's routers see, in their order.
+    def context_rows(self, cu_seqlens: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+        """Rows of the packed batch that the model of this rank is given; the ranks of a sequence slice share them."""
+        return zigzag_rows(cu_seqlens, self.cp_rank, self.cp_size)
 
-        cu_seqlens int32 [B + 1] counts padded rows. Context parallelism gives rank r the chunks r and 2c-1-r of each
-        sequence's 2c (zigzag); sequence parallelism then splits those rows into contiguous slices.
+    def input_rows(self, cu_seqlens: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+        """Rows of the packed batch that this rank's routers see: its contiguous slice of `context_rows`, in order.
+
+        cu_seqlens int32 [B + 1] counts padded rows.
         """
-        rows = np.concatenate(
-            [self._zigzag(start, stop) for start, stop in itertools.pairwise(cu_seqlens)] or [np.empty(0, np.int64)]
-        )
+        rows = self.context_rows(cu_seqlens)
         if len(rows) % self.sp_size:
             raise ValueError(
                 f"{len(rows)} rows do not divide over {self.sp_size} sequence-parallel ranks: pad the batch"
@@ -69,12 +66,22 @@ class RankView:
         share = len(rows) // self.sp_size
         return rows[self.sp_rank * share : (self.sp_rank + 1) * share]
 
-    def _zigzag(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        if self.cp_size == 1:
-            return np.arange(start, stop)
-        chunks = 2 * self.cp_size
-        if (stop - start) % chunks:
-            raise ValueError(f"a sequence of {stop - start} rows does not divide into {chunks} context-parallel chunks")
-        size = (stop - start) // chunks
-        first, last = start + self.cp_rank * size, start + (chunks - 1 - self.cp_rank) * size
-        return np.concatenate([np.arange(first, first + size), np.arange(last, last + size)])
+
+def zigzag_rows(cu_seqlens: npt.NDArray[np.int32], cp_rank: int, cp_size: int) -> npt.NDArray[np.int64]:
+    """Rows of context-parallel rank r of c: the chunks r and 2c-1-r of each sequence's 2c, as Transformer Engine's.
+
+    Every rank so has the same share of a causal mask. cu_seqlens int32 [B + 1] counts rows padded to a multiple of 2c.
+    """
+    parts = [np.empty(0, np.int64)]
+    for start, stop in itertools.pairwise(cu_seqlens):
+        if cp_size == 1:
+            parts.append(np.arange(start, stop))
+            continue
+        size, rest = divmod(stop - start, 2 * cp_size)
+        if rest:
+            raise ValueError(
+                f"a sequence of {stop - start} rows does not divide into {2 * cp_size} context-parallel chunks"
+            )
+        chunks = (start + chunk * size for chunk in (cp_rank, 2 * cp_size - 1 - cp_rank))
+        parts += [np.arange(first, first + size) for first in chunks]
+    return np.concatenate(parts)

@@ -42,7 +42,8 @@ def build_worker(c: Configuration, shape: ModelShape, loss: PolicyLoss, layout: 
     view = RankView.of(
         shape.num_layers, c.parallel, pp_rank=layout.pp_rank, cp_rank=layout.cp_rank, tp_rank=layout.tp_rank
     )
-    logprobs = ResponseLogprobs(c.train, c.rollout, vocab_size=shape.vocab_size, tp_group=layout.tp_group)
+    groups = {"tp_group": layout.tp_group, "cp_group": layout.cp_group}
+    logprobs = ResponseLogprobs(c.train, c.rollout, vocab_size=shape.vocab_size, **groups)
     replay = RouteReplay(models) if c.train.replay_routes else None
     routes = route_shape(shape) if c.train.replay_routes else None
     return Worker(
@@ -58,6 +59,7 @@ def build_worker(c: Configuration, shape: ModelShape, loss: PolicyLoss, layout: 
         engine=c.engine,
         run=c.run,
         logger=c.logger,
+        sync=c.sync,
         settings=c.train,
         rollouts_directory=rollouts,
     )

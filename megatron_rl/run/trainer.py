@@ -85,7 +85,8 @@ class Trainer:
 
     def _compile(self, worker: Worker) -> None:
         """One rank of each node first: on CPUs the others then read from its cache what it compiled."""
-        together = worker.layout.tp_group is not None  # they share the vocabulary, and compute in collectives
+        layout = worker.layout  # who shares the vocabulary or sequences computes in collectives
+        together = layout.tp_group is not None or layout.cp_group is not None
         if self._job.local_rank and not together:
             dist.barrier(self._job.control_group)
         warm_up(worker)

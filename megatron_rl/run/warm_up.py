@@ -19,7 +19,7 @@ _LOGIT_WEIGHTS = ("output_layer.weight", "word_embeddings.weight")
 def warm_up(worker: Worker) -> None:
     """Log-probabilities and loss of a made-up micro-batch, forward and backward; the model is left alone.
 
-    A collective where ranks share the vocabulary.
+    A collective where ranks share the vocabulary or sequences.
     """
     names = (named for model in worker.policy.models for named in model.named_parameters())
     columns = next((weight.shape[0] for name, weight in names if name.endswith(_LOGIT_WEIGHTS)), None)
@@ -43,6 +43,7 @@ def _batch(worker: Worker) -> MicroBatch:
         worker.batcher.pack([], []),
         rows=torch.arange(_TOKENS, device=device),
         targets=torch.zeros(_TOKENS, dtype=torch.int64, device=device),
+        places=torch.arange(_TOKENS, device=device),
         rollout_logprobs=torch.full((_TOKENS,), -1.0, device=device),
         advantages=torch.ones(_TOKENS, device=device),
         cu_seqlens=torch.arange(0, _TOKENS + 1, share, dtype=torch.int32, device=device),

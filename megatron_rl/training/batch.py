@@ -15,21 +15,24 @@ from megatron_rl.mcore.packed_batch import PackedBatch
 from megatron_rl.planning.rank_view import RankView
 
 _FILLER_TOKENS = 2
+_ELSEWHERE = -1
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """One packed micro-batch of B sequences with T trained tokens in all.
 
-    packed: the model's inputs. rows int64 [T]: rows of the packed inputs whose next token is trained. targets int64
-    [T]: those next tokens. rollout_logprobs float32 [T], NaN where nobody sampled the token. advantages float32 [T].
-    cu_seqlens int32 [B + 1]: trained tokens of each sequence, a sequence without any counts as empty. A filler has
-    T = 0 and B = 0.
+    packed: the model's inputs on this rank, which holds R of the T trained tokens: all of them unless sequences are
+    shared by context parallelism. rows int64 [R]: rows of these inputs whose next token is trained. targets int64 [R]:
+    those next tokens. places int64 [R]: which of the T they are, ascending. rollout_logprobs float32 [T], NaN where
+    nobody sampled the token. advantages float32 [T]. cu_seqlens int32 [B + 1]: trained tokens of each sequence, a
+    sequence without any counts as empty. A filler has T = 0 and B = 0.
     """
 
     packed: PackedBatch
     rows: torch.Tensor
     targets: torch.Tensor
+    places: torch.Tensor
     rollout_logprobs: torch.Tensor
     advantages: torch.Tensor
     cu_seqlens: torch.Tensor
@@ -65,19 +68,24 @@ class Batcher:
         inputs = np.zeros(starts[-1], np.int64)
         for start, sequence in zip(starts, sequences, strict=False):
             inputs[start : start + len(sequence.inputs)] = sequence.inputs
-        rows = [start + s.trained for start, s in zip(starts, sequences, strict=False)]
+        held = self._view.context_rows(starts)
+        row_of = np.full(starts[-1], _ELSEWHERE)
+        row_of[held] = np.arange(len(held))
+        rows = row_of[_joined([start + s.trained for start, s in zip(starts, sequences, strict=False)], np.int64)]
+        here = rows != _ELSEWHERE
         counts = np.concatenate([[0], np.cumsum([len(s.trained) for s in sequences])]).astype(np.int32)
         return MicroBatch(
             packed=PackedBatch(
-                input_ids=self._tensor(inputs)[None],
-                position_ids=self._tensor(np.concatenate([np.arange(n) for n in padded]))[None],
+                input_ids=self._tensor(inputs[held])[None],
+                position_ids=self._tensor(np.concatenate([np.arange(n) for n in padded])[held])[None],
                 cu_seqlens=self._tensor(starts),
                 max_seqlen=max(padded),
                 routes=self._pack_routes(rollouts, starts),
                 real_rows=self._real_rows(lengths, starts),
             ),
-            rows=self._tensor(_joined(rows, np.int64)),
-            targets=self._tensor(_joined([s.targets for s in sequences], np.int64)),
+            rows=self._tensor(rows[here]),
+            targets=self._tensor(_joined([s.targets for s in sequences], np.int64)[here]),
+            places=self._tensor(np.flatnonzero(here)),
             rollout_logprobs=self._tensor(_joined([s.logprobs for s in sequences], np.float32)),
             advantages=self._tensor(_joined([s.advantages for s in sequences], np.float32)),
             cu_seqlens=self._tensor(counts),

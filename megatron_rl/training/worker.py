@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 import torch
 
-from megatron_rl.config.schema import EngineSettings, LoggerSettings, ModelSettings, RunSettings, TrainSettings
+from megatron_rl.config.schema import (
+    EngineSettings,
+    LoggerSettings,
+    ModelSettings,
+    RunSettings,
+    SyncSettings,
+    TrainSettings,
+)
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.plan import StepPlan
 from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.mcore.dtypes import torch_dtype
 from megatron_rl.mcore.optimizer import DistributedAdam
 from megatron_rl.mcore.parallel import RankLayout
-from megatron_rl.mcore.weights import iterate_hf_weights, save_hf_weights
+from megatron_rl.mcore.weights import every_stage, iterate_hf_weights, save_hf_weights
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.records.metric_sums import MetricSums
 from megatron_rl.records.stopwatch import Stopwatch
@@ -65,6 +72,7 @@ class Worker:
     logger: LoggerSettings
     settings: TrainSettings
     rollouts_directory: Path
+    sync: SyncSettings = field(default_factory=SyncSettings)
 
     def train(self, plan: StepPlan) -> TrainOutcome:
         """Run one planned step. Metrics are merged over all ranks, on all ranks. Raises `RoutesDisagree` on all."""
@@ -87,8 +95,9 @@ class Worker:
         return TrainOutcome(finite, stepped, merged, watch.seconds)
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights in the engines' dtype under Hugging Face names; every rank must exhaust it."""
-        return iterate_hf_weights(self.policy.models, self.shape, torch_dtype(self.engine.dtype))
+        """The weights in the engines' dtype under Hugging Face names, all of them on rank 0; every rank exhausts it."""
+        weights = iterate_hf_weights(self.policy.models, self.shape, torch_dtype(self.engine.dtype))
+        return every_stage(weights, self.layout, bucket_bytes=int(self.sync.bucket_mb * 2**20))
 
     def save(self, target: Path) -> None:
         """Write the weights with the start checkpoint's tokenizer and configuration."""

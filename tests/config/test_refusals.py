@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.config.cli import HYDRA_CONF
 from megatron_rl.config.facts import LaunchFacts
 from megatron_rl.contracts.refusal import ConfigurationRefused
 from tests.config.conftest import BF16, NODE, accept, refusals
@@ -112,9 +113,11 @@ COMBINATIONS = [
     ("parallel.ep=3", "parallel.ep", "3", "8 experts cannot be split", "divisor of 8"),
     ("parallel=tp2_ep2", "parallel.tp", "2", "does not divide the 1 rank", "--nproc-per-node 2"),
     ("parallel.sequence_parallel=true", "parallel.sequence_parallel", "true", "parallel.tp=1", "Use false"),
-    ("parallel.pp=2", "parallel.pp", "2", "cannot be sent to engines yet", "parallel.pp=1"),
+    ("parallel.pp=2", "parallel.pp", "2", "does not divide the 1 rank", "--nproc-per-node 2"),
+    ("parallel.pp=3", "parallel.pp", "3", "4 layers do not divide over 3 stage(s)", "first_stage_layers"),
     ("parallel.vpp=2", "parallel.vpp", "2", "there is only one", "Leave it null"),
-    ("parallel.cp=2", "parallel.cp", "2", "not split over context-parallel ranks", "parallel.cp=1"),
+    ("parallel.first_stage_layers=2", "parallel.first_stage_layers", "2", "holds every layer", "Choose others"),
+    ("parallel.cp=2", "parallel.cp", "2", "does not divide the 1 rank", "--nproc-per-node 2"),
     ("parallel.timeout_s=180", "engine.start_timeout_s", "180.0", "parallel.timeout_s=180", "raise parallel.timeout_s"),
     ("engine.start_timeout_s=601", "engine.start_timeout_s", "601.0", "wait in a collective", "Lower it"),
     ("sync.timeout_s=600", "sync.timeout_s", "600.0", "wait in a collective", "raise parallel.timeout_s"),
@@ -126,7 +129,6 @@ COMBINATIONS = [
     ("engine.extra_args=['--port=1']", "engine.extra_args", "['--port=1']", "--port", "use that one"),
     ("engine.extra_args=['--dp-size=2']", "engine.extra_args", "['--dp-size=2']", "not supported", "Remove --dp-size"),
     ("engine.max_total_tokens=32", "engine.max_total_tokens", "32", "66 slots", "at least 66"),
-    ("model.dtype=bfloat16", "model.dtype", "bfloat16", "Without a GPU", "model.dtype=float32"),
     ("data.max_prompt_tokens=300", "rollout.max_new_tokens", "32", "256 positions", "Lower one"),
     ("data=jsonl", "data.train_path", "null", "a file of questions", "data.train_path=train.jsonl"),
     ("model.path=???", "model.path", "???", "no default", "model.path=..."),
@@ -232,9 +234,10 @@ def test_trainer_and_engine_are_on_the_same_kind_of_device(checkpoint: Path) -> 
         (("parallel.tp=8", "parallel.sequence_parallel=true"), NODE, "4 attention heads"),
         (("parallel.tp=4", "parallel.sequence_parallel=true"), NODE, "2 key-value heads"),
         (("parallel.tp=2",), NODE, "come together, and parallel.tp=2. Use true"),
-        (("parallel.pp=2",), NODE, "several pipeline stages"),
-        (("parallel.pp=2", "parallel.vpp=2"), NODE, "Virtual stages"),
-        (("parallel.cp=2",), NODE, "not split over context-parallel ranks"),
+        (("parallel.pp=2", "parallel.vpp=4"), NODE, "4 layers do not divide over 2 stage(s) of 4 chunks each"),
+        (("parallel.pp=2", "parallel.last_stage_layers=4"), NODE, "the 0 layers that the first and last stage leave"),
+        (("parallel.pp=2", "parallel.vpp=2", "parallel.first_stage_layers=3"), NODE, "parallel.first_stage_layers=3"),
+        (("parallel=tp2_pp2", "parallel.cp=2"), NODE, "With parallel.tp=2 and parallel.pp=2 no whole step"),
         (("parallel.etp=2",), NODE, "Without parallel.ep Megatron reduces experts' gradients as those of layers over"),
         (
             ("parallel.ep=2", "parallel.etp=2"),
@@ -248,14 +251,15 @@ def test_model_cannot_be_split(checkpoint: Path, overrides: tuple[str, ...], fac
     assert any(rule in str(refusal) for refusal in refusals(checkpoint, *overrides, facts=facts))
 
 
-@pytest.mark.parametrize("parallel", ["single", "ep2", "ep8", "tp2_ep2"])
+@pytest.mark.parametrize("parallel", sorted(file.stem for file in (HYDRA_CONF / "parallel").glob("*.yaml")))
 def test_parallel_groups_fit_a_node(checkpoint: Path, parallel: str) -> None:
     assert accept(checkpoint, f"parallel={parallel}", BF16, facts=NODE).parallel.timeout_s == 600.0
 
 
 def test_engine_dtype_follows_the_model_and_is_never_wider(checkpoint: Path) -> None:
     assert accept(checkpoint, "engine.dtype=bfloat16").engine.dtype == "bfloat16"
-    assert accept(checkpoint, "model.dtype=bfloat16", facts=NODE).engine.dtype == "bfloat16"
+    for facts in (NODE, LaunchFacts()):
+        assert accept(checkpoint, "model.dtype=bfloat16", facts=facts).engine.dtype == "bfloat16"
     refusal = refusals(checkpoint, "model.dtype=bfloat16", "engine.dtype=float32", facts=NODE)[-1]
     assert str(refusal).startswith("engine.dtype=float32: It is wider than model.dtype=bfloat16")
     assert "engine.dtype=bfloat16" in refusal.remedy

@@ -1,11 +1,14 @@
 """Under torchrun: the gradient of one fixed global batch, for several ways to split it; rank 0 saves each.
 
-Usage: gradients_of_one_batch.py OUT CASE...; a case is LOSS:EP:RECOMPUTE:TOKENS_PER_MICRO_BATCH:SEED.
+Every call of every router is checked against the routes of its micro-batch on the way.
+
+Usage: gradients_of_one_batch.py OUT CASE...; a case is LOSS:GRID:RECOMPUTE:TOKENS_PER_MICRO_BATCH:SEED.
 """
 
 import itertools
 import sys
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.mcore.cpu import compat
 
@@ -20,22 +23,33 @@ from megatron_rl.contracts.plan import Denominators
 from megatron_rl.mcore import parallel
 from megatron_rl.mcore.parallel import RankLayout
 from megatron_rl.mcore.schedule import run_schedule
-from megatron_rl.mcore.weights import iterate_hf_weights
+from megatron_rl.mcore.weights import every_stage, iterate_hf_weights
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.records.metric_sums import MetricSums
+from megatron_rl.rollouts.codec import select_layers
 from megatron_rl.training.batch import MicroBatch
 from megatron_rl.training.old_policy import compute_old_policy
 from megatron_rl.training.policy import Policy
 from support.batches import make_batch
-from support.policies import COLUMN_ADDITION, make_batcher, make_planner, make_policy
+from support.policies import COLUMN_ADDITION, make_batcher, make_planner, make_policy, make_view
+from support.routers import routers_checked
 
+GRIDS: dict[str, dict[str, Any]] = {
+    "dp": {}, "ep2": {"ep": 2}, "pp2": {"pp": 2}, "pp2_vpp2": {"pp": 2, "vpp": 2}, "cp2": {"cp": 2},
+}  # fmt: skip
 ALGORITHMS: dict[str, AlgoSettings] = {"grpo": GrpoSettings(), "espo": EspoSettings()}
 
 
 def gradient(
-    policy: Policy, batches: list[MicroBatch], denominators: Denominators, shape: ModelShape
+    policy: Policy,
+    batches: list[MicroBatch],
+    denominators: Denominators,
+    shape: ModelShape,
+    layout: RankLayout,
+    *,
+    recomputed: bool,
 ) -> dict[str, torch.Tensor]:
-    """The reduced gradient under Hugging Face names (a collective); it takes the place of the weights."""
+    """The reduced gradient under Hugging Face names, on rank 0 (a collective); it takes the place of the weights."""
     for chunk in policy.models:
         chunk.zero_grad_buffer()
     objectives = compute_old_policy(policy, batches, MetricSums())
@@ -46,7 +60,9 @@ def gradient(
         moved = logprob + 0.3 * torch.sin(logprob.detach())
         return objectives[index](moved, denominators).loss, None
 
-    run_schedule(policy.models, [b.packed for b in batches], loss, forward_only=False, replay=policy.replay)
+    packed = [batch.packed for batch in batches]
+    with routers_checked(policy.models, packed, recomputed=recomputed):
+        run_schedule(policy.models, packed, loss, forward_only=False, replay=policy.replay)
     for chunk in policy.models:
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
             group = buffer.data_parallel_group
@@ -58,27 +74,34 @@ def gradient(
                 dist.all_reduce(bucket.grad_data, group=group)
         for weight in chunk.parameters():
             weight.data = weight.main_grad.clone()
-    return {name: tensor.clone() for name, tensor in iterate_hf_weights(policy.models, shape)}
+    stages = every_stage(iterate_hf_weights(policy.models, shape), layout, bucket_bytes=1 << 20)
+    return {name: tensor.clone() for name, tensor in stages}
 
 
 def one_case(case: str, layout: RankLayout, settings: ParallelSettings) -> dict[str, torch.Tensor]:
     loss, _, recompute, tokens, seed = case.split(":")
-    shape, policy = make_policy(COLUMN_ADDITION, settings, ALGORITHMS[loss], recompute=recompute, temperature=0.8)
+    groups = {"tp_group": layout.tp_group, "cp_group": layout.cp_group}
+    shape, policy = make_policy(
+        COLUMN_ADDITION, settings, ALGORITHMS[loss], recompute=recompute, temperature=0.8, **groups
+    )
     refs, rollouts, advantages = make_batch(shape, 24)
     by_id = {rollout.rollout_id: rollout for rollout in rollouts}
     planner = make_planner(settings, layout, seed=int(seed), tokens_per_micro_batch=int(tokens))
     plan = planner.plan(0, refs, advantages)
-    own = {i: by_id[ref.rollout_id] for i, ref in enumerate(plan.rollouts)}
+    held = make_view(shape, settings, layout).moe_rows(shape.moe_layers)
+    own = {i: select_layers(by_id[ref.rollout_id], held) for i, ref in enumerate(plan.rollouts)}
     (batches,) = make_batcher(shape, settings, layout).optimizer_steps(plan, layout.dp_rank, own)
     if layout.rank == 0:
         print(f"{case}: {len(batches)} micro-batches per rank", flush=True)
-    return gradient(policy, batches, plan.optimizer_steps[0].denominators, shape)
+    return gradient(
+        policy, batches, plan.optimizer_steps[0].denominators, shape, layout, recomputed=recompute == "full"
+    )
 
 
 def main() -> None:
     out, *cases = sys.argv[1:]
-    for ep, same_layout in itertools.groupby(sorted(cases, key=lambda c: c.split(":")[1]), lambda c: c.split(":")[1]):
-        settings = ParallelSettings(ep=int(ep), timeout_s=60)
+    for grid, same_layout in itertools.groupby(sorted(cases, key=lambda c: c.split(":")[1]), lambda c: c.split(":")[1]):
+        settings = ParallelSettings(**GRIDS[grid], timeout_s=60)
         layout = parallel.initialize(settings, seed=0)
         for case in same_layout:
             result = one_case(case, layout, settings)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,30 +24,36 @@ def smallest() -> Configuration:
 
 
 def refused(
-    c: Configuration, parallel: ParallelSettings, recompute: Recompute = "none", ranks: int = 8
+    c: Configuration, parallel: ParallelSettings, recompute: Recompute = "none", ranks: int = 16
 ) -> list[Refusal]:
     changed = dataclasses.replace(c, parallel=parallel, model=ModelSettings(path=c.model.path, recompute=recompute))
     return list(broken_rules(changed, LaunchFacts(world_size=ranks, local_world_size=ranks), ()))
 
 
+def grids() -> Iterator[ParallelSettings]:
+    sizes = {"tp": (1, 2), "pp": (1, 2), "vpp": (None, 2), "cp": (1, 2), "ep": (1, 2, 4), "etp": (None, 1, 2, 4)}
+    for chosen in itertools.product(*sizes.values(), (False, True)):
+        named: Any = dict(zip([*sizes, "sequence_parallel"], chosen, strict=True))
+        yield ParallelSettings(**named)
+
+
 def test_what_is_accepted_is_what_is_compared(smallest: Configuration) -> None:
     compared = {layout.kind for layout in LAYOUTS.values()}
     accepted = set()
-    for tp, ep, etp, recompute in itertools.product((1, 2), (1, 2, 4), (None, 1, 2, 4), RECOMPUTE):
-        for sequence_parallel in (False, True):
-            parallel = ParallelSettings(tp=tp, ep=ep, etp=etp, sequence_parallel=sequence_parallel)
-            kind = kind_of(parallel, recompute)
-            fine = not refused(smallest, parallel, recompute)
-            assert fine == (kind in compared and sequence_parallel == (tp > 1)), (parallel, recompute)
-            accepted |= {kind} if fine else set()
+    for parallel in grids():
+        kind = kind_of(parallel)
+        fine = not refused(smallest, parallel)
+        assert fine == (kind in compared and parallel.sequence_parallel == (parallel.tp > 1)), parallel
+        accepted |= {kind} if fine else set()
     assert accepted == compared
     assert {case.layout for ranks in (1, 2, 4) for case in cases_of(ranks)} == set(LAYOUTS)
 
 
-@pytest.mark.parametrize("size", ["pp", "vpp", "cp"])
-def test_pipelines_and_contexts_are_compared_by_nobody(smallest: Configuration, size: str) -> None:
-    sizes: Any = {size: 2}
-    assert refused(smallest, ParallelSettings(**sizes))
+def test_every_recomputation_and_precision_is_compared_along_every_axis() -> None:
+    axes = ("one", "tp", "pp", "vpp", "cp", "ep")
+    compared = {(axis, layout) for layout in LAYOUTS.values() for axis in layout.kind.axes | {"one"}}
+    assert {(axis, layout.recompute) for axis, layout in compared} == {*itertools.product(axes, RECOMPUTE)}
+    assert {(axis, layout.dtype) for axis, layout in compared} == {*itertools.product(axes, ("float32", "bfloat16"))}
 
 
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if not name.startswith("tp4")])  # the model has two kv heads
@@ -62,6 +69,7 @@ def test_compared_layouts_are_accepted_on_their_ranks(smallest: Configuration, n
         ({"etp": 2}, "parallel.etp=2: Without parallel.ep Megatron reduces experts' gradients"),
         ({"ep": 2, "etp": 2}, "parallel.etp=2: With parallel.tp=1 no whole step of such a grid"),
         ({"tp": 2, "ep": 2, "etp": 4}, "parallel.etp=4: With parallel.tp=2 no whole step of such a grid"),
+        ({"tp": 2, "ep": 2, "etp": 2, "pp": 2}, "parallel.etp=2: With parallel.pp=2 and parallel.cp=1 no whole step"),
     ],
 )
 def test_a_grid_of_experts_that_trains_wrong_or_unproven_is_refused(

@@ -43,7 +43,7 @@ from support.layouts import (
     TOTAL_STEPS,
     Case,
 )
-from support.policies import make_batcher, make_planner, make_policy
+from support.policies import make_batcher, make_planner, make_policy, make_view
 
 
 class RecordingAdam(DistributedAdam):
@@ -59,19 +59,22 @@ class RecordingAdam(DistributedAdam):
 
 
 def build(case: Case, layout: RankLayout, directory: Path) -> tuple[Worker, RecordingAdam]:
-    grid, recompute, checkpoint = LAYOUTS[case.layout].parallel, LAYOUTS[case.layout].recompute, directory / case.model
+    chosen, checkpoint = LAYOUTS[case.layout], directory / case.model
+    grid = chosen.parallel
     shape, policy = make_policy(
         checkpoint,
         grid,
         ALGORITHMS[case.algorithm],
-        recompute=recompute,
+        recompute=chosen.recompute,
+        dtype=chosen.dtype,
         temperature=TEMPERATURE,
         tp_group=layout.tp_group,
+        cp_group=layout.cp_group,
     )
     adam = RecordingAdam(policy.models, OPTIMIZER, total_steps=TOTAL_STEPS)
     worker = Worker(
         layout=layout,
-        receivers=gather_receivers(layout, tuple(range(len(shape.moe_layers)))),
+        receivers=gather_receivers(layout, make_view(shape, grid, layout).moe_rows(shape.moe_layers)),
         shape=shape,
         policy=policy,
         optimizer=adam,
@@ -103,9 +106,8 @@ def planned(plan: StepPlan) -> list[list[str]]:
 def play(case: Case, layout: RankLayout, directory: Path) -> None:
     worker, adam = build(case, layout, directory)
     store, credit, said = RolloutStore(node=0), Credit(ALGORITHMS[case.algorithm], seed=0), []
-    planner = make_planner(
-        LAYOUTS[case.layout].parallel, layout, optimizer_steps_per_batch=STEPS_PER_BATCH, tokens_per_micro_batch=40
-    )
+    grid, tokens = LAYOUTS[case.layout].parallel, 80 if layout.dp_size == 1 else 40
+    planner = make_planner(grid, layout, optimizer_steps_per_batch=STEPS_PER_BATCH, tokens_per_micro_batch=tokens)
     rollouts = read_rollouts(directory / "rollouts.bin")
     for batch in range(BATCHES):
         mine = rollouts[batch * BATCH : (batch + 1) * BATCH]
@@ -113,7 +115,8 @@ def play(case: Case, layout: RankLayout, directory: Path) -> None:
         plan = planner.plan(batch, credited.rollouts, credited.advantages)
         outcome = worker.train(plan)
         assert outcome.finite and outcome.optimizer_steps == STEPS_PER_BATCH
-        assert all(len(step.micro_batches[0]) > 1 for step in plan.optimizer_steps)
+        fewest = 3 if grid.pp > 1 else 2  # several in flight in a pipeline
+        assert all(len(step.micro_batches[0]) >= fewest for step in plan.optimizer_steps)
         advantages = {r.rollout_id: a for r, a in zip(plan.rollouts, plan.advantages, strict=True)}
         said.append({"steps": planned(plan), "advantages": advantages, "metrics": outcome.metrics.values()})
     weights = {name: tensor.clone() for name, tensor in worker.export()}

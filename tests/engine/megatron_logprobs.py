@@ -1,9 +1,11 @@
 """Under torchrun: Megatron's log-probabilities of recorded rollouts, packed, routes replayed; rank 0 saves them.
 
-Usage: megatron_logprobs.py EP CASE...; a case is CHECKPOINT:ROLLOUTS:TOKENS_PER_MICRO_BATCH:OUT.
+Usage: megatron_logprobs.py CASE...; a case is LAYOUT:CHECKPOINT:ROLLOUTS:TOKENS_PER_MICRO_BATCH:OUT, the layout one of
+`support.layouts`.
 """
 
 import dataclasses
+import itertools
 import sys
 from pathlib import Path
 
@@ -13,15 +15,18 @@ compat.install()
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from megatron_rl.config.schema import GrpoSettings, ParallelSettings
 from megatron_rl.losses import LossResult, Objective, ResponseTokens
 from megatron_rl.mcore import parallel
 from megatron_rl.mcore.parallel import RankLayout
 from megatron_rl.records.metric_sums import MetricSums
+from megatron_rl.rollouts.codec import select_layers
 from megatron_rl.rollouts.files import read_rollouts
 from megatron_rl.training.old_policy import compute_old_policy
-from support.policies import make_batcher, make_planner, make_policy
+from support.layouts import LAYOUTS
+from support.policies import make_batcher, make_planner, make_policy, make_view
 from support.rollouts import make_ref
 
 
@@ -41,20 +46,23 @@ class Recorder:
 
 
 def one_case(case: str, settings: ParallelSettings, layout: RankLayout) -> None:
-    checkpoint, rollouts_file, tokens, out = case.split(":")
-    shape, policy = make_policy(Path(checkpoint), settings, GrpoSettings())
+    _, checkpoint, rollouts_file, tokens, out = case.split(":")
+    groups = {"tp_group": layout.tp_group, "cp_group": layout.cp_group}
+    shape, policy = make_policy(Path(checkpoint), settings, GrpoSettings(), **groups)
     recorder = Recorder()
     policy = dataclasses.replace(policy, loss=recorder)
     rollouts = read_rollouts(Path(rollouts_file))
     planner = make_planner(settings, layout, tokens_per_micro_batch=int(tokens))
     plan = planner.plan(0, [make_ref(rollout) for rollout in rollouts], [1.0] * len(rollouts))
     by_id = {rollout.rollout_id: rollout for rollout in rollouts}
-    own = {i: by_id[ref.rollout_id] for i, ref in enumerate(plan.rollouts)}
+    held = make_view(shape, settings, layout).moe_rows(shape.moe_layers)
+    own = {i: select_layers(by_id[ref.rollout_id], held) for i, ref in enumerate(plan.rollouts)}
     (batches,) = make_batcher(shape, settings, layout).optimizer_steps(plan, layout.dp_rank, own)
     metrics = MetricSums()
     compute_old_policy(policy, batches, metrics)
     mine = {}
-    for indices, response in zip(plan.optimizer_steps[0].micro_batches[layout.dp_rank], recorder.seen, strict=True):
+    planned = plan.optimizer_steps[0].micro_batches[layout.dp_rank]
+    for indices, response in zip(planned, recorder.seen, strict=layout.pp_rank == settings.pp - 1):
         bounds = response.cu_seqlens.tolist()
         for i, start, stop in zip(indices, bounds, bounds[1:], strict=False):
             mine[plan.rollouts[i].rollout_id] = response.old_logprobs[start:stop].clone()
@@ -66,11 +74,12 @@ def one_case(case: str, settings: ParallelSettings, layout: RankLayout) -> None:
 
 
 def main() -> None:
-    ep, *cases = sys.argv[1:]
-    settings = ParallelSettings(ep=int(ep), timeout_s=120)
-    layout = parallel.initialize(settings, seed=0)
-    for case in cases:
-        one_case(case, settings, layout)
+    for name, cases in itertools.groupby(sys.argv[1:], lambda case: case.partition(":")[0]):
+        settings = LAYOUTS[name].parallel
+        layout = parallel.initialize(settings, seed=0)
+        for case in cases:
+            one_case(case, settings, layout)
+        parallel_state.destroy_model_parallel()
     parallel.shutdown()
 
 

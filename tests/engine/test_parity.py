@@ -70,6 +70,12 @@ SAMPLES = 2
 # by task: its recipe, and how many prompts give more than 5,000 response tokens
 TASKS = {"two_digit_addition": ("smoke", 700), "column_addition": ("quickstart", 160)}
 
+# by ranks: layouts of `support.layouts`, and tokens in a micro-batch
+LAYOUTS = {
+    1: (("one-none", 4096), ("one-none", 300)),
+    2: (("ep2-none", 2048), ("pp2_vpp2-none", 1024), ("cp2-none", 2048)),
+}
+
 
 def record(task: str, directory: Path) -> list[Rollout]:
     """Rollouts of a shipped checkpoint from a real engine, in `directory`/rollouts.bin too."""
@@ -109,18 +115,18 @@ def test_three_implementations_agree(tmp_path: Path) -> None:
     rollouts = {}
     for task in TASKS:
         rollouts[task] = record(task, tmp_path / task)
-    for ranks, packs in ((1, (4096, 300)), (2, (2048,))):
+    for ranks, packs in LAYOUTS.items():
         cases = [
-            f"{ASSETS / f'qwen3_moe_tiny_{task}'}:{tmp_path / task / 'rollouts.bin'}:{tokens}"
-            f":{tmp_path / task / f'Megatron EP{ranks}, packs of {tokens}.pt'}"
+            f"{layout}:{ASSETS / f'qwen3_moe_tiny_{task}'}:{tmp_path / task / 'rollouts.bin'}:{tokens}"
+            f":{tmp_path / task / f'Megatron {layout}, packs of {tokens}.pt'}"
+            for layout, tokens in packs
             for task in TASKS
-            for tokens in packs
         ]
-        torchrun(SCRIPT, str(ranks), *cases, ranks=ranks)
+        torchrun(SCRIPT, *cases, ranks=ranks)
     for task in TASKS:
         checkpoint = ASSETS / f"qwen3_moe_tiny_{task}"
         saved = {file.stem: torch.load(file, weights_only=True) for file in sorted((tmp_path / task).glob("*.pt"))}
-        assert len(saved) == 3
+        assert len(saved) == sum(map(len, LAYOUTS.values()))
         engines = {
             "SGLang": rollout_logprobs(rollouts[task]),
             "transformers": transformers_logprobs(checkpoint, rollouts[task]),

@@ -25,8 +25,8 @@ NAMES = {
 }  # fmt: skip
 
 
-def test_two_expert_parallel_ranks_train_and_leave_a_complete_run(tmp_path: Path) -> None:
-    job = start_job(tmp_path, "parallel=ep2", "train.total_steps=3", "run.save_weights=true", ranks=2)
+def test_two_interleaved_pipeline_stages_train_and_leave_a_complete_run(tmp_path: Path) -> None:
+    job = start_job(tmp_path, "parallel=pp2_vpp2", "train.total_steps=3", "run.save_weights=true", ranks=2)
     run = tmp_path / "job"
     wait_for_step(run, 1, job)
     processes = family(job)
@@ -41,8 +41,11 @@ def test_two_expert_parallel_ranks_train_and_leave_a_complete_run(tmp_path: Path
     assert json.loads((run / "exit.json").read_text())["code"] == 0
     assert str(run) in output.splitlines()[-1]
     before = load_file(ROOT / "megatron_rl/models/assets/qwen3_moe_tiny_two_digit_addition/model.safetensors")
-    after = load_file(run / "checkpoints/step-3/model.safetensors")
+    shards = sorted((run / "checkpoints/step-3").glob("*.safetensors"))
+    after = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
+    assert len(shards) == 2, "each stage writes its own layers"
     assert before.keys() == after.keys()
+    assert records[-1]["sync/audit_compared"] == records[0]["sync/audit_compared"] > 0
     assert any(not before[name].equal(after[name]) for name in before)
     assert survivors(processes, 10) == []
 

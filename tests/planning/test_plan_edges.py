@@ -33,7 +33,7 @@ def test_without_virtual_stages_any_number_of_micro_batches_will_do() -> None:
 
 
 def test_layers_that_do_not_divide_over_virtual_stages_are_refused() -> None:
-    with pytest.raises(ValueError, match="2 x 2 chunks"):
+    with pytest.raises(ValueError, match=r"over 2 stage\(s\) of 2 chunks each"):
         RankView.of(6, ParallelSettings(pp=2, vpp=2))
 
 

@@ -23,6 +23,7 @@ from sglang_bridge.settings import ServerPlace, ServerSettings
 ONLY_RANK = RankLayout(
     rank=0, world_size=1, local_rank=0, local_world_size=1, node=0, num_nodes=1, dp_rank=0, dp_size=1, tp_rank=0,
     pp_rank=0, cp_rank=0, ep_rank=0, device=torch.device("cpu"), control_group=None, tp_group=None,
+    cp_group=None,
 )  # fmt: skip
 
 

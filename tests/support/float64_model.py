@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-# A dense layer between two with experts, an odd vocabulary, four key-value heads: every layout pads or cuts something.
+# A dense layer among those with experts, an odd vocabulary, four key-value heads: every layout pads or cuts something.
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -19,7 +19,7 @@ CONFIG: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "moe_intermediate_size": 24,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 4,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 8,

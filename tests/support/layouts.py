@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from megatron_rl.config.schema import EspoSettings, GrpoSettings, OptimizerSettings, ParallelSettings
+from megatron_rl.config.schema import Dtype, EspoSettings, GrpoSettings, OptimizerSettings, ParallelSettings
 
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 
 MODELS: dict[str, dict[str, bool]] = {"plain": {}, "tied": {"norm_topk_prob": False, "tie_word_embeddings": True}}
-ALGORITHMS = {"grpo": GrpoSettings(clip_low=0.03, clip_high=0.05), "espo": EspoSettings(alpha=0.02, min_clip=3e-3)}
+ALGORITHMS = {"grpo": GrpoSettings(clip_low=0.03, clip_high=0.05), "espo": EspoSettings(alpha=0.012, min_clip=3e-3)}
 OPTIMIZER = OptimizerSettings(
     lr=1e-3, warmup_steps=2, decay="linear", min_lr_ratio=0.1, beta2=0.9, eps=1e-5, weight_decay=0.1, clip_grad=0.5
 )
@@ -18,12 +18,19 @@ BATCHES, BATCH, STEPS_PER_BATCH = 2, 24, 2
 
 
 class Kind(NamedTuple):
-    """What a layout is apart from its sizes; data parallelism is free. etp: over which an expert is split."""
+    """What a grid is apart from its sizes; data parallelism is free. etp: over which an expert is split."""
 
     tp: bool
+    pp: bool
+    vpp: bool
+    cp: bool
     ep: bool
     etp: Literal["1", "tp", "other"]
-    recompute: str
+
+    @property
+    def axes(self) -> set[str]:
+        """What is above 1, or what there is besides data parallelism."""
+        return {name for name in ("tp", "pp", "vpp", "cp", "ep") if getattr(self, name)}
 
 
 @dataclass(frozen=True)
@@ -33,20 +40,22 @@ class Layout:
     ranks: int
     parallel: ParallelSettings
     recompute: Recompute = "none"
+    dtype: Dtype = "float32"
 
     @property
     def kind(self) -> Kind:
-        return kind_of(self.parallel, self.recompute)
+        return kind_of(self.parallel)
 
 
-def kind_of(parallel: ParallelSettings, recompute: str) -> Kind:
+def kind_of(parallel: ParallelSettings) -> Kind:
     etp = parallel.etp or parallel.default_etp
     split: Literal["1", "tp", "other"] = "tp" if etp == parallel.tp > 1 else "1" if etp == 1 else "other"
-    return Kind(parallel.tp > 1, parallel.ep > 1, split, recompute)
+    tp, pp, vpp, cp, ep = (size > 1 for size in (parallel.tp, parallel.pp, parallel.vpp or 1, parallel.cp, parallel.ep))
+    return Kind(tp, pp, vpp, cp, ep, split)
 
 
-def grid(tp: int = 1, ep: int = 1, etp: int | None = None) -> ParallelSettings:
-    return ParallelSettings(tp=tp, ep=ep, etp=etp, sequence_parallel=tp > 1, timeout_s=200)
+def grid(tp: int = 1, **sizes: int) -> ParallelSettings:
+    return ParallelSettings(tp=tp, sequence_parallel=tp > 1, timeout_s=200, **sizes)
 
 
 def _layouts(ranks: int, **grids: ParallelSettings) -> dict[str, Layout]:
@@ -58,17 +67,48 @@ def _layouts(ranks: int, **grids: ParallelSettings) -> dict[str, Layout]:
     }
 
 
+# Every kind of grid, and each of its axes with every recomputation and in bfloat16.
 LAYOUTS: dict[str, Layout] = {
     **_layouts(1, one=grid()),
     "dp2-none": Layout(2, grid()),
-    **_layouts(2, ep2=grid(ep=2), tp2=grid(tp=2), tp2_ep2=grid(tp=2, ep=2)),
-    **_layouts(4, tp2_ep2_etp2=grid(tp=2, ep=2, etp=2)),
-    "ep4-none": Layout(4, grid(ep=4)),
-    "dp2_ep2-none": Layout(4, grid(ep=2)),
-    "tp2_dp2-none": Layout(4, grid(tp=2)),
-    "tp2_ep2_dp2-none": Layout(4, grid(tp=2, ep=2)),
+    **_layouts(2, ep2=grid(ep=2), tp2=grid(tp=2), pp2=grid(pp=2), pp2_vpp2=grid(pp=2, vpp=2), cp2=grid(cp=2)),
+    "tp2_ep2-none": Layout(2, grid(tp=2, ep=2)),
+    "tp2_ep2-full": Layout(2, grid(tp=2, ep=2), "full"),
+    "cp2_ep2-none": Layout(2, grid(cp=2, ep=2)),
+    "tp2_ep2-bfloat16": Layout(2, grid(tp=2, ep=2), "full", "bfloat16"),
+    "pp2_vpp2-bfloat16": Layout(2, grid(pp=2, vpp=2), "full", "bfloat16"),
+    "cp2_ep2-bfloat16": Layout(2, grid(cp=2, ep=2), "full", "bfloat16"),
+    "pp2_uneven-none": Layout(2, grid(pp=2, first_stage_layers=1)),
+    "pp4-full": Layout(4, grid(pp=4), "full"),
+    "tp2_ep2_etp2-full": Layout(4, grid(tp=2, ep=2, etp=2), "full"),
+    "tp2_pp2-none": Layout(4, grid(tp=2, pp=2)),
+    "tp2_pp2_ep2-full": Layout(4, grid(tp=2, pp=2, ep=2), "full"),
+    "tp2_pp2_vpp2-none": Layout(4, grid(tp=2, pp=2, vpp=2)),
+    "tp2_pp2_vpp2_ep2-full": Layout(4, grid(tp=2, pp=2, vpp=2, ep=2), "full"),
+    "tp2_cp2-none": Layout(4, grid(tp=2, cp=2)),
+    "tp2_cp2_ep2-full": Layout(4, grid(tp=2, cp=2, ep=2), "full"),
+    "pp2_cp2-none": Layout(4, grid(pp=2, cp=2)),
+    "pp2_cp2_ep2-full": Layout(4, grid(pp=2, cp=2, ep=2), "full"),
+    "pp2_vpp2_cp2-full": Layout(4, grid(pp=2, vpp=2, cp=2), "full"),
+    "pp2_vpp2_cp2_ep2-none": Layout(4, grid(pp=2, vpp=2, cp=2, ep=2)),
     "tp4_ep2-none": Layout(4, grid(tp=4, ep=2)),
+    "ep4-none": Layout(4, grid(ep=4)),
+    **{
+        f"{name}_dp2-none": Layout(4, parallel)
+        for name, parallel in {
+            "ep2": grid(ep=2),
+            "tp2": grid(tp=2),
+            "pp2": grid(pp=2),
+            "tp2_ep2": grid(tp=2, ep=2),
+            "pp2_ep2": grid(pp=2, ep=2),
+            "pp2_vpp2_ep2": grid(pp=2, vpp=2, ep=2),
+            "cp2_ep2": grid(cp=2, ep=2),
+        }.items()
+    },
 }
+# With tied embeddings the first and the last stage hold the same tensor, and so do their distributed optimizers.
+TIED = ("one-none", "tp2_ep2-none", "pp2_vpp2-none", "pp2_dp2-none")
+BOTH_ALGORITHMS = ("one-none", "tp2_ep2-none")
 
 
 @dataclass(frozen=True)
@@ -88,9 +128,14 @@ class Case:
 
 
 def cases_of(ranks: int) -> list[Case]:
-    """Every layout of so many ranks, the algorithms in turn; one of one rank and one of two with everything else."""
+    """Every layout of so many ranks, the algorithms in turn, some with both; and tied embeddings."""
     names = [name for name, layout in LAYOUTS.items() if layout.ranks == ranks]
-    cases = {Case(name, list(ALGORITHMS)[turn % 2]) for turn, name in enumerate(names)}
-    for name in {"one-none", "tp2_ep2-none"} & set(names):
-        cases |= {Case(name, "grpo", "tied"), *(Case(name, algorithm) for algorithm in ALGORITHMS)}
+    cases = {Case(name, _algorithm(turn, LAYOUTS[name].dtype)) for turn, name in enumerate(names)}
+    cases |= {Case(name, algorithm) for name in {*BOTH_ALGORITHMS} & {*names} for algorithm in ALGORITHMS}
+    cases |= {Case(name, "grpo", "tied") for name in {*TIED} & {*names}}
     return sorted(cases, key=lambda case: (names.index(case.layout), str(case)))
+
+
+def _algorithm(turn: int, dtype: Dtype) -> str:
+    """In turn; ESPO's clip widths are below the noise of bfloat16."""
+    return "grpo" if dtype == "bfloat16" else list(ALGORITHMS)[turn % 2]

@@ -44,27 +44,34 @@ def make_policy(
     algo: AlgoSettings,
     *,
     recompute: str = "none",
+    dtype: str = "float32",
     temperature: float = 1.0,
     tp_group: dist.ProcessGroup | None = None,
+    cp_group: dist.ProcessGroup | None = None,
 ) -> tuple[ModelShape, Policy]:
     """The checkpoint's weights in Megatron's model with replay, wrapped for data parallelism (a collective).
 
-    tp_group: over which the vocabulary is sharded, as the rank's layout tells.
+    tp_group, cp_group: over which vocabulary and sequences are shared, as the rank's layout tells.
     """
     shape = read_shape(checkpoint)
-    chunks = build_models(shape, ModelSettings(path=str(checkpoint), recompute=recompute), parallel)  # type: ignore[arg-type]
+    settings = ModelSettings(path=str(checkpoint), recompute=recompute, dtype=dtype)  # type: ignore[arg-type]
+    chunks = build_models(shape, settings, parallel)
     load_hf_weights(chunks, shape, checkpoint)
     models = wrap_data_parallel(chunks)
     rollout = RolloutSettings(max_new_tokens=32, temperature=temperature)
-    logprobs = ResponseLogprobs(train_settings(), rollout, vocab_size=shape.vocab_size, tp_group=tp_group)
+    groups = {"tp_group": tp_group, "cp_group": cp_group}
+    logprobs = ResponseLogprobs(train_settings(), rollout, vocab_size=shape.vocab_size, **groups)
     return shape, Policy(models=models, logprobs=logprobs, loss=open_loss(algo, shape), replay=RouteReplay(models))
 
 
-def make_batcher(shape: ModelShape, parallel: ParallelSettings, layout: RankLayout) -> Batcher:
-    view = RankView.of(
+def make_view(shape: ModelShape, parallel: ParallelSettings, layout: RankLayout) -> RankView:
+    return RankView.of(
         shape.num_layers, parallel, pp_rank=layout.pp_rank, cp_rank=layout.cp_rank, tp_rank=layout.tp_rank
     )
-    return Batcher(view, route_shape(shape), layout.device)
+
+
+def make_batcher(shape: ModelShape, parallel: ParallelSettings, layout: RankLayout) -> Batcher:
+    return Batcher(make_view(shape, parallel, layout), route_shape(shape), layout.device)
 
 
 def make_planner(parallel: ParallelSettings, layout: RankLayout, *, seed: int = 0, **train: int) -> Planner:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -122,17 +123,28 @@ def test_a_rollout_without_trained_tokens_is_an_empty_sequence() -> None:
     ],
 )
 def test_every_sequence_is_padded_to_the_row_multiple(view: RankView, padded: tuple[int, int]) -> None:
-    batch, plain = pack([FIVE, THREE], [0.5, -1.0], view), pack([FIVE, THREE], [0.5, -1.0])
+    plain = pack([FIVE, THREE], [0.5, -1.0])
     first, second = padded
-    assert batch.packed.cu_seqlens.tolist() == [0, first, first + second]
-    assert batch.packed.max_seqlen == max(padded)
-    expected = [1, 2, 3, 4, 5] + [0] * (first - 5) + [7, 8, 9] + [0] * (second - 3)
-    assert batch.packed.input_ids.tolist() == [expected]
-    assert batch.packed.position_ids.tolist() == [[*range(first), *range(second)]]
-    assert batch.rows.tolist() == [2, 3, 4, first + 1, first + 2], "trained rows count the padding before them"
-    assert batch.packed.input_ids[0, batch.rows].tolist() == [3, 4, 5, 8, 9]
-    for name in ("targets", "rollout_logprobs", "advantages", "cu_seqlens"):
-        assert torch.equal(getattr(batch, name), getattr(plain, name)), name
+    inputs, positions, trained = ([-1] * (first + second) for _ in range(3))
+    for rank in range(view.cp_size):
+        mine = replace(view, cp_rank=rank)
+        batch = pack([FIVE, THREE], [0.5, -1.0], mine)
+        assert batch.packed.cu_seqlens.tolist() == [0, first, first + second]
+        assert batch.packed.max_seqlen == max(padded)
+        held = mine.context_rows(np.array([0, first, first + second], np.int32))
+        assert len(held) == (first + second) // view.cp_size == batch.packed.num_tokens
+        for at, row in enumerate(held):
+            inputs[row] = int(batch.packed.input_ids[0, at])
+            positions[row] = int(batch.packed.position_ids[0, at])
+        assert torch.equal(batch.targets, plain.targets[batch.places])
+        for row, place in zip(batch.rows.tolist(), batch.places.tolist(), strict=True):
+            trained[held[row]] = place
+        for name in ("rollout_logprobs", "advantages", "cu_seqlens"):
+            assert torch.equal(getattr(batch, name), getattr(plain, name)), name
+    assert inputs == [1, 2, 3, 4, 5] + [0] * (first - 5) + [7, 8, 9] + [0] * (second - 3)
+    assert positions == [*range(first), *range(second)]
+    places = {2: 0, 3: 1, 4: 2, first + 1: 3, first + 2: 4}
+    assert trained == [places.get(row, -1) for row in range(first + second)], "rows count the padding before them"
 
 
 def test_routes_are_those_of_the_rollouts() -> None:
@@ -210,14 +222,14 @@ def test_without_replay_routes_are_neither_needed_nor_packed() -> None:
 @pytest.mark.parametrize(("view", "rows"), [(WHOLE, 2), (RankView(((0, 1, 2),), cp_rank=1, cp_size=2, sp_size=2), 8)])
 def test_a_filler_has_tokens_for_the_model_and_none_to_train(view: RankView, rows: int) -> None:
     batch = pack([], [], view)
-    assert batch.packed.input_ids.shape == batch.packed.position_ids.shape == (1, rows)
+    assert batch.packed.input_ids.shape == batch.packed.position_ids.shape == (1, rows // view.cp_size)
     assert batch.packed.cu_seqlens.tolist() == [0, rows]
     assert batch.packed.max_seqlen == rows
     held = rows // (view.cp_size * view.sp_size)
     assert batch.packed.routes is not None and batch.packed.routes.shape == (held, 2, TOPK)
     assert (batch.packed.routes.sort(-1).values.diff(dim=-1) > 0).all()
     assert batch.packed.real_rows is not None and batch.packed.real_rows.tolist() == [False] * held
-    for name in ("rows", "targets", "rollout_logprobs", "advantages"):
+    for name in ("rows", "targets", "places", "rollout_logprobs", "advantages"):
         assert getattr(batch, name).shape == (0,), name
     assert batch.cu_seqlens.tolist() == [0]
     assert batch.rows.dtype == batch.targets.dtype == torch.int64

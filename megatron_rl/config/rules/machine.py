@@ -1,4 +1,4 @@
-"""Trainer and engines on one machine: sizes, number formats, timeouts, addresses and the run's directory."""
+"""Trainer and engines on one machine: number formats, timeouts, addresses and the run's directory."""
 
 from __future__ import annotations
 
@@ -17,47 +17,20 @@ from sglang_bridge.settings import device_of, kv_cache_slots, quantization_refus
 _FOR_A_START = ("count", "device", "max_total_tokens", "threads", "extra_args")
 
 
-def check_parallel(c: Configuration, facts: LaunchFacts) -> Iterator[tuple[str, str, str]]:
-    """Megatron's grid, what is not built yet, timeouts and number formats."""
-    tp, ep, etp = c.parallel.tp, c.parallel.ep, c.parallel.etp or c.parallel.default_etp
-    grids = [("parallel.tp", tp, "parallel.tp"), ("parallel.ep", etp * ep, "parallel.etp x ep")]
-    for key, size, name in grids if ep > 1 else grids[:1]:
-        if facts.world_size % size:
-            rule = f"{name} = {size} does not divide the {facts.world_size} rank(s) of this job"
-            yield key, rule, f"Start a multiple of {size} ranks (torchrun --nproc-per-node {size}), or lower it"
-    if ep == 1 and etp != tp:
-        rule = f"Without parallel.ep Megatron reduces experts' gradients as those of layers over parallel.tp={tp} ranks"
-        yield "parallel.etp", rule, "Leave it null, which is parallel.tp"
-    elif etp not in (1, tp):
-        rule = f"With parallel.tp={tp} no whole step of such a grid has been compared with an exact one"
-        yield "parallel.etp", rule, "Leave it null for whole experts, or use parallel.tp"
-    if c.parallel.pp > 1:
-        yield "parallel.pp", "Weights of several pipeline stages cannot be sent to engines yet", "Use parallel.pp=1"
-    if (c.parallel.vpp or 1) > 1:
-        yield "parallel.vpp", "Virtual stages interleave pipeline stages, of which there is only one", "Leave it null"
-    if c.parallel.cp > 1:
-        yield "parallel.cp", "Batches are not split over context-parallel ranks yet", "Use parallel.cp=1"
-    if c.parallel.sequence_parallel != (tp > 1):
-        rule = f"In MoE layers sequence parallelism and tensor parallelism come together, and parallel.tp={tp}"
-        yield "parallel.sequence_parallel", rule, f"Use {str(tp > 1).lower()}, or change parallel.tp"
+def check_ranks(c: Configuration) -> Iterator[tuple[str, str, str]]:
+    """How long ranks wait for one another, and number formats."""
     for key in ("engine.start_timeout_s", "sync.timeout_s"):
         if attrgetter(key)(c) >= c.parallel.timeout_s:
             rule = f"The other ranks wait in a collective and give up after parallel.timeout_s={c.parallel.timeout_s:g}"
             yield key, rule, "Lower it, or raise parallel.timeout_s above it"
-    if facts.num_gpus == 0 and c.model.dtype != "float32":
-        yield "model.dtype", f"Without a GPU only float32 is trained ({_no_gpu(facts)})", "Use model.dtype=float32"
     if c.engine.dtype == "float32" and c.model.dtype == "bfloat16":
         rule = "It is wider than model.dtype=bfloat16: rollouts would follow another policy than the one trained"
         yield "engine.dtype", rule, "Use engine.dtype=bfloat16"
 
 
 def check_fit(c: Configuration, shape: ModelShape, facts: LaunchFacts) -> Iterator[tuple[str, str, str]]:
-    """Every part of the model divides evenly among those that share it, and the longest sequence fits everywhere."""
+    """An engine's ranks share the model evenly, and the longest sequence fits everywhere."""
     for key, size, part, count in (
-        ("parallel.ep", c.parallel.ep, "expert", shape.num_experts),
-        ("parallel.etp", c.parallel.etp or c.parallel.default_etp, "column of an expert", shape.moe_ffn_hidden_size),
-        ("parallel.tp", c.parallel.tp, "attention head", shape.num_attention_heads),
-        ("parallel.tp", c.parallel.tp, "key-value head", shape.num_key_value_heads),
         ("engine.ep", c.engine.ep, "expert", shape.num_experts),
         ("engine.tp", c.engine.tp, "attention head", shape.num_attention_heads),
     ):

@@ -6,11 +6,17 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_rl.planning.rank_view import zigzag_rows
 
 _BUCKET_SPREAD = 1.25  # longest over shortest sequence in a padded bucket: bounds the padding's cost
 
@@ -31,7 +37,8 @@ class CpuRmsNorm(torch.nn.Module):
 class CpuCoreAttention(MegatronModule):
     """Causal attention over THD packing: [T, heads, dim] in, [T, heads * dim] out.
 
-    Sequences of similar length are padded into one batch; a causal query never sees the padding behind it.
+    Sequences of similar length are padded into one batch; a causal query never sees the padding behind it. Ranks that
+    share sequences (context parallelism, `zigzag_rows`) gather keys and values, and attend with the queries they hold.
     """
 
     def __init__(
@@ -47,11 +54,8 @@ class CpuCoreAttention(MegatronModule):
         **_: Any,
     ) -> None:
         super().__init__(config=config)
-        if config.context_parallel_size != 1:
-            raise ValueError(
-                f"parallel.cp={config.context_parallel_size}: context parallelism needs GPU attention; use 1"
-            )
         self._scale = softmax_scale
+        self._cp_group = None if config.context_parallel_size == 1 else parallel_state.get_context_parallel_group()
 
     def forward(
         self,
@@ -66,18 +70,51 @@ class CpuCoreAttention(MegatronModule):
         if packed_seq_params is None:
             raise ValueError("CPU attention takes packed sequences only: pass packed_seq_params")
         bounds = packed_seq_params.cu_seqlens_q.tolist()
+        held = None
+        if self._cp_group is not None:
+            held, (key, value) = _whole_sequences(bounds, (key, value), self._cp_group)
         repeats = query.shape[1] // key.shape[1]
         if repeats > 1:
             key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
         outputs, positions = [], []
         for bucket in length_buckets(bounds):
-            index, inside = _padded_index(bucket, query.device)
-            q, k, v = (t[index].transpose(1, 2) for t in (query, key, value))  # [b, heads, s, dim]
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self._scale).transpose(1, 2)
-            outputs.append(out[inside])
-            positions.append(index[inside])
+            out, rows = self._attend(bucket, query, key, value, held)
+            outputs.append(out)
+            positions.append(rows)
         order = torch.cat(positions).argsort()
         return torch.cat(outputs)[order].reshape(query.shape[0], -1)
+
+    def _attend(
+        self,
+        bucket: Sequence[tuple[int, int]],
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        held: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of one bucket's queries, [rows, heads, dim], and which rows of `query` these are.
+
+        held: the packed rows that the queries are, None where they are all rows.
+        """
+        keys, real = _padded_index(bucket, query.device)
+        queries, inside, mask = keys, real, None
+        if held is not None:
+            size = len(key) // len(query)
+            queries, inside = _padded_index([(start // size, stop // size) for start, stop in bucket], query.device)
+            mask = ((keys[:, None, :] <= held[queries][:, :, None]) & real[:, None, :])[:, None]
+        q, k, v = (t.transpose(1, 2) for t in (query[queries], key[keys], value[keys]))  # [b, heads, s, dim]
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=self._scale)
+        return out.transpose(1, 2)[inside], queries[inside]
+
+
+def _whole_sequences(
+    bounds: Sequence[int], parts: Sequence[torch.Tensor], group: dist.ProcessGroup
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The packed rows held here, and the `parts` of all ranks, [T, ...], in packed order; gradients go back to them."""
+    size, offsets = group.size(), np.array(bounds)
+    rows = [torch.from_numpy(zigzag_rows(offsets, rank, size)) for rank in range(size)]
+    order = torch.cat(rows).argsort()
+    return rows[group.rank()], [gather_from_sequence_parallel_region(part, group=group)[order] for part in parts]
 
 
 def length_buckets(bounds: Sequence[int]) -> list[list[tuple[int, int]]]:

@@ -24,6 +24,8 @@ def iterate_hf_weights(
     Expert weights are gathered over the expert-parallel group, tensor-parallel shards over theirs. dtype: converts.
     """
     for parameter in placed_parameters(models, shape):
+        if parameter.copy:
+            continue
         layout = parameter.layout(ep_rank=0)
         weight = parameter.weight.detach()
         is_expert = layout.expert is not None

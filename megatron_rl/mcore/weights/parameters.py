@@ -15,19 +15,26 @@ from megatron.core.transformer.module import Float16Module
 from megatron_rl.mcore.weights.layout import Fusion, ParameterLayout, layout_of, shard
 from megatron_rl.models.shape import ModelShape
 
+_EMBEDDING = "embedding.word_embeddings.weight"
+
 
 @dataclass(frozen=True)
 class PlacedParameter:
-    """`experts_per_rank` is the number of local experts, by which expert names advance from rank to rank."""
+    """`experts_per_rank` is the number of local experts, by which expert names advance from rank to rank.
+
+    copy: the last stage's own copy of tied embeddings; the tensor belongs to the first stage.
+    """
 
     name: str
     weight: torch.nn.Parameter
     layer_offset: int
     experts_per_rank: int
+    copy: bool
 
     def layout(self, ep_rank: int) -> ParameterLayout:
         """The layout as seen from expert-parallel rank `ep_rank`."""
-        return layout_of(self.name, layer_offset=self.layer_offset, expert_offset=ep_rank * self.experts_per_rank)
+        name = _EMBEDDING if self.copy else self.name
+        return layout_of(name, layer_offset=self.layer_offset, expert_offset=ep_rank * self.experts_per_rank)
 
     def part_of(self, full: torch.Tensor, layout: ParameterLayout) -> torch.Tensor:
         """This rank's shard of the whole parameter; rows that pad the vocabulary are zero."""
@@ -38,16 +45,15 @@ class PlacedParameter:
 
 
 def placed_parameters(models: Sequence[torch.nn.Module], shape: ModelShape) -> Iterator[PlacedParameter]:
-    """Every parameter of this rank's chunks that has its own tensor in a checkpoint."""
+    """Every parameter of this rank's chunks."""
     experts_per_rank = shape.num_experts // parallel_state.get_expert_model_parallel_world_size()
     for chunk in models:
         inner = unwrap(chunk)
         layers = inner.decoder.layers
         offset = layers[0].layer_number - 1 if len(layers) else 0
         for name, weight in inner.named_parameters():
-            if name == "output_layer.weight" and shape.tie_word_embeddings:
-                continue
-            yield PlacedParameter(name, weight, offset, experts_per_rank)
+            copy = name == "output_layer.weight" and shape.tie_word_embeddings
+            yield PlacedParameter(name, weight, offset, experts_per_rank, copy)
 
 
 def tensor_rank(layout: ParameterLayout) -> tuple[int, int]:

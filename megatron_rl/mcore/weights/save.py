@@ -26,7 +26,8 @@ def save_hf_weights(
     if dist.get_rank() == 0:
         begin(target)
     dist.barrier()
-    owner = parallel_state.get_data_parallel_rank() == 0 and parallel_state.get_tensor_model_parallel_rank() == 0
+    replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    owner = replica == 0 and parallel_state.get_tensor_model_parallel_rank() == 0
     stage = parallel_state.get_pipeline_model_parallel_rank()
     writer = ShardWriter(target, f"model-stage{stage:03d}") if owner else None
     for name, tensor in iterate_hf_weights(models, shape, dtype):

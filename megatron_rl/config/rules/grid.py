@@ -1,0 +1,64 @@
+"""Megatron's grid: what the ranks and the model divide into, and what was compared with exact training steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from megatron_rl.config.facts import LaunchFacts
+from megatron_rl.config.schema import ParallelSettings
+from megatron_rl.models.pipeline_split import PipelineSplit
+from megatron_rl.models.shape import ModelShape
+
+_UNPROVEN = "no whole step of such a grid has been compared with an exact one"
+
+
+def check_grid(p: ParallelSettings, facts: LaunchFacts) -> Iterator[tuple[str, str, str]]:
+    """The ranks of the job divide into the grid, and whole steps of such grids have been compared with exact ones."""
+    etp = p.etp or p.default_etp
+    shared = {name: size for name, size in (("tp", p.tp), ("pp", p.pp), ("cp", p.cp)) if size > 1}
+    experts = {"etp": etp, "ep": p.ep} | ({"pp": p.pp} if p.pp > 1 else {})
+    grids = [(list(shared)[-1:], shared), (["ep"], experts if p.ep > 1 else {})]
+    for key, sizes in grids:
+        if facts.world_size % (size := math.prod(sizes.values())):
+            rule = f"parallel.{' x '.join(sizes)} = {size} does not divide the {facts.world_size} rank(s) of this job"
+            remedy = f"Start a multiple of {size} ranks (torchrun --nproc-per-node {size}), or lower it"
+            yield f"parallel.{key[0]}", rule, remedy
+    yield from _check_experts(p, etp)
+    if len(shared) > 2:
+        rule = f"With parallel.tp={p.tp} and parallel.pp={p.pp} {_UNPROVEN}"
+        yield "parallel.cp", rule, "Use parallel.cp=1, or only one of the other two"
+    if p.sequence_parallel != (p.tp > 1):
+        rule = f"In MoE layers sequence parallelism and tensor parallelism come together, and parallel.tp={p.tp}"
+        yield "parallel.sequence_parallel", rule, f"Use {str(p.tp > 1).lower()}, or change parallel.tp"
+    if (p.vpp or 1) > 1 and p.pp == 1:
+        yield "parallel.vpp", "Virtual stages interleave pipeline stages, of which there is only one", "Leave it null"
+
+
+def _check_experts(p: ParallelSettings, etp: int) -> Iterator[tuple[str, str, str]]:
+    if p.ep == 1 and etp != p.tp:
+        rule = f"Without parallel.ep Megatron reduces experts' gradients as those of layers over parallel.tp={p.tp}"
+        yield "parallel.etp", f"{rule} ranks", "Leave it null, which is parallel.tp"
+    elif etp not in (1, p.tp):
+        rule = f"With parallel.tp={p.tp} {_UNPROVEN}"
+        yield "parallel.etp", rule, "Leave it null for whole experts, or use parallel.tp"
+    elif etp > 1 and p.ep > 1 and (p.pp > 1 or p.cp > 1):
+        rule = f"With parallel.pp={p.pp} and parallel.cp={p.cp} {_UNPROVEN}"
+        yield "parallel.etp", rule, "Leave it null for whole experts"
+
+
+def check_split(p: ParallelSettings, shape: ModelShape) -> Iterator[tuple[str, str, str]]:
+    """Every part of the model divides evenly among the ranks that share it, and its layers over pipeline stages."""
+    for key, size, part, count in (
+        ("parallel.ep", p.ep, "expert", shape.num_experts),
+        ("parallel.etp", p.etp or p.default_etp, "column of an expert", shape.moe_ffn_hidden_size),
+        ("parallel.tp", p.tp, "attention head", shape.num_attention_heads),
+        ("parallel.tp", p.tp, "key-value head", shape.num_key_value_heads),
+    ):
+        if count % size:
+            yield key, f"The model's {count} {part}s cannot be split evenly over {size}", f"Use a divisor of {count}"
+    split = PipelineSplit(shape.num_layers, p.pp, p.vpp or 1, p.first_stage_layers, p.last_stage_layers)
+    if problem := split.problem():
+        key = "first_stage_layers" if p.first_stage_layers else "last_stage_layers" if p.last_stage_layers else "pp"
+        remedy = "Choose others, or give the first and the last stage fewer: parallel.first_stage_layers, ..."
+        yield f"parallel.{key}", f"Of the model's {shape.num_layers} layers {problem}", remedy

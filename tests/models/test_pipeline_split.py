@@ -1,0 +1,67 @@
+"""Layers over pipeline stages: by hand, and as Megatron places them."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from megatron_rl.mcore.cpu import compat
+from megatron_rl.models.pipeline_split import PipelineSplit
+
+compat.install()
+
+
+def test_by_hand() -> None:
+    assert PipelineSplit(8, 2).layers() == (((0, 1, 2, 3),), ((4, 5, 6, 7),))
+    assert PipelineSplit(8, 2, 2).layers() == (((0, 1), (4, 5)), ((2, 3), (6, 7)))
+    assert PipelineSplit(8, 3, first=2, last=2).layers() == (((0, 1),), ((2, 3, 4, 5),), ((6, 7),))
+    assert PipelineSplit(5, 2, last=2).layers() == (((0, 1, 2),), ((3, 4),))
+    assert PipelineSplit(12, 2, 2, first=4).layers() == (((0, 1), (6, 7)), ((2, 3, 4, 5), (8, 9, 10, 11)))
+
+
+@pytest.mark.parametrize(
+    ("split", "said"),
+    [
+        (PipelineSplit(6, 4), "the 6 layers do not divide over 4 stage"),
+        (PipelineSplit(6, 2, 2), "of 2 chunks each"),
+        (PipelineSplit(6, 2, first=6), "the 0 layers that the first and last stage leave do not divide over 1 stage"),
+        (PipelineSplit(6, 2, first=2, last=3), "the 1 layers"),
+        (PipelineSplit(6, 3, first=7), "the -1 layers"),
+        (PipelineSplit(7, 2, 2, first=3), "3 layers do not divide into 2 chunks"),
+        (PipelineSplit(6, 1, last=6), "a single pipeline stage holds every layer"),
+    ],
+)
+def test_what_does_not_divide_is_named(split: PipelineSplit, said: str) -> None:
+    assert said in split.problem()
+    with pytest.raises(ValueError, match=r"parallel\.pp="):
+        split.layers()
+
+
+@given(
+    num_layers=st.integers(1, 24),
+    stages=st.integers(1, 4),
+    chunks=st.integers(1, 3),
+    first=st.none() | st.integers(1, 6),
+    last=st.none() | st.integers(1, 6),
+)
+def test_megatron_places_them_so(num_layers: int, stages: int, chunks: int, first: Any, last: Any) -> None:
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    assume(stages > 1 or chunks == 1)
+    split = PipelineSplit(num_layers, stages, chunks, first, last)
+    assume(not split.problem())
+    config: Any = TransformerConfig(
+        num_layers=num_layers, hidden_size=8, num_attention_heads=1, pipeline_model_parallel_size=stages,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None, pipeline_dtype=torch.float32,
+        num_layers_in_first_pipeline_stage=first, num_layers_in_last_pipeline_stage=last,
+    )  # fmt: skip
+    for stage, held in enumerate(split.layers()):
+        for chunk, layers in enumerate(held):
+            virtual = chunk if chunks > 1 else None
+            start = get_transformer_layer_offset(config, vp_stage=virtual, pp_rank=stage)
+            size = get_num_layers_to_build(config, vp_stage=virtual, pp_rank=stage)
+            assert layers == tuple(range(start, start + size))
