@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -77,6 +78,24 @@ class DistributedAdam:
         self.scheduler.step(1)
         _, grad_norm, _ = self._optimizer.step()
         return StepResult(True, float(grad_norm), get_canonical_lr_for_logging(self._optimizer.param_groups))
+
+    @property
+    def steps(self) -> int:
+        """How many optimizer steps were taken."""
+        return int(self.scheduler.num_steps)
+
+    def sharded_state(self, model_state: dict[str, Any], content: dict[str, Any], *, loading: bool) -> Any:
+        """The optimizer's tensors with their places in the whole model (a collective). model_state: the model's."""
+        return self._optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=content)
+
+    def load(self, state: Any, steps: int) -> None:
+        """Take over a state that `sharded_state` laid out; rates and decays are those of this run's settings."""
+        self._optimizer.load_state_dict(state)
+        for group in self._optimizer.param_groups:
+            if steps:
+                group["step"] = steps  # a fused Adam counts there
+        self.scheduler.num_steps = 0
+        self.scheduler.step(steps)
 
     def _all_finite(self, loss_is_finite: bool) -> bool:
         """Every rank's gradients and loss. The extremes of a buffer are NaN where one entry is, and take no memory."""

@@ -1,0 +1,94 @@
+"""Under torchrun: train a batch, save, train another; then load what was saved, in this layout and in others.
+
+Usage: checkpoint_layouts.py DIRECTORY LAYOUT...; LAYOUTs of `support.layouts`, all of this job's ranks. DIRECTORY holds
+the checkpoint `plain` and `rollouts.bin`. Rank 0 saves what each pair of layouts did in SAVED-LOADED.pt, and in
+SAVED-.pt what the run did that was never stopped.
+"""
+
+import sys
+from pathlib import Path
+
+from megatron_rl.mcore.cpu import compat
+
+compat.install()
+
+import torch
+import torch.distributed as dist
+from distributed.whole_steps import build, locate
+from megatron.core import parallel_state
+
+from megatron_rl.credit.assign import Credit
+from megatron_rl.mcore import parallel
+from megatron_rl.mcore.checkpoint import load_random_state, load_tensors, save_random_state, save_tensors
+from megatron_rl.mcore.parallel import RankLayout
+from megatron_rl.rollouts.files import read_rollouts
+from megatron_rl.rollouts.store import RolloutStore
+from megatron_rl.training.worker import Worker
+from support.judged_batches import judged_groups
+from support.layouts import ALGORITHMS, BATCH, LAYOUTS, STEPS_PER_BATCH, Case
+from support.policies import make_planner
+
+
+def train(worker: Worker, case: Case, layout: RankLayout, directory: Path, batch: int) -> dict[str, float]:
+    store = RolloutStore(node=0)
+    mine = read_rollouts(directory / "rollouts.bin")[batch * BATCH : (batch + 1) * BATCH]
+    credit = Credit(ALGORITHMS[case.algorithm], seed=0)
+    credited = credit.assign(batch, judged_groups(mine, locate(layout, store, mine, batch)))
+    planner = make_planner(
+        LAYOUTS[case.layout].parallel, layout, optimizer_steps_per_batch=STEPS_PER_BATCH, tokens_per_micro_batch=40
+    )
+    outcome = worker.train(planner.plan(batch, credited.rollouts, credited.advantages))
+    assert outcome.finite and outcome.optimizer_steps == STEPS_PER_BATCH
+    return outcome.metrics.values()
+
+
+def note(worker: Worker, metrics: dict[str, float], file: Path, adam_steps: set[int]) -> None:
+    weights = {name: tensor.clone() for name, tensor in worker.export()}
+    if worker.layout.rank == 0:
+        torch.save({"metrics": metrics, "weights": weights, "adam_steps": sorted(adam_steps)}, file)
+
+
+def adam_steps(worker: Worker) -> set[int]:
+    return {group["step"] for group in worker.optimizer._optimizer.param_groups if group["params"]}
+
+
+def save(case: Case, directory: Path) -> None:
+    layout = parallel.initialize(LAYOUTS[case.layout].parallel, seed=0)
+    worker, adam = build(case, layout, directory)
+    train(worker, case, layout, directory, 0)
+    target = directory / f"saved-{case.layout}"
+    if layout.rank == 0:
+        (target / "rng").mkdir(parents=True)
+    dist.barrier()
+    save_tensors(worker.policy.models, adam, target, layout.control_group)
+    save_random_state(target / "rng" / f"{layout.rank}.safetensors")
+    drawn = torch.rand(3)
+    load_random_state(target / "rng" / f"{layout.rank}.safetensors")
+    assert torch.rand(3).equal(drawn)
+    metrics = train(worker, case, layout, directory, 1)
+    note(worker, metrics, directory / f"{case.layout}-.pt", adam_steps(worker))
+    parallel_state.destroy_model_parallel()
+
+
+def load(case: Case, directory: Path, saved: str) -> None:
+    layout = parallel.initialize(LAYOUTS[case.layout].parallel, seed=7)
+    worker, adam = build(case, layout, directory)
+    load_tensors(worker.policy.models, adam, directory / f"saved-{saved}", optimizer_steps=STEPS_PER_BATCH)
+    assert adam_steps(worker) == {STEPS_PER_BATCH}
+    metrics = train(worker, case, layout, directory, 1)
+    note(worker, metrics, directory / f"{saved}-{case.layout}.pt", adam_steps(worker))
+    parallel_state.destroy_model_parallel()
+
+
+def main() -> None:
+    directory, names = Path(sys.argv[1]), sys.argv[2:]
+    for name in names:
+        save(Case(name, "grpo"), directory)
+    for saved in names:
+        for name in names:
+            load(Case(name, "grpo"), directory, saved)
+    parallel.shutdown()
+
+
+if __name__ == "__main__":
+    main()
