@@ -201,6 +201,7 @@ class RolloutSettings(Section):
     train_truncated: bool = True  # whether a response cut at max_new_tokens receives a loss
     max_staleness: Whole = 0
     max_rejected_share: Share = 0.5  # of a batch's rollouts: with more of them unusable the run stops
+    recorded: str | None = None  # mode=train_only: the directory of a run with mode=rollout_only
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,6 +275,11 @@ class RunSettings(Section):
     on_existing: Literal["refuse", "overwrite_failed"] = "refuse"  # overwrite_failed: the name of a run that failed
     save_weights: bool = True  # write the final weights in Hugging Face format
     save_dtype: Dtype | None = None  # null: the dtype they are trained in
+    checkpoint_every: Whole = 0  # steps after which all that a run needs to go on is saved; 0: never
+    keep_checkpoints: Positive = 2  # the newest ones; a new one is whole before an old one is removed
+    on_failed_save: Literal["stop", "go_on"] = "stop"  # such as a full disk; the checkpoints before it stay whole
+    resume: str = "never"  # auto: go on from root/name's newest checkpoint, if any; or the path of one
+    stop_within_s: Seconds = 25.0  # after SIGTERM, for the step and a checkpoint; torchrun kills after 30 s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,4 +300,5 @@ class Configuration(Section):
     eval: EvalSettings = field(default_factory=EvalSettings)
     sync: SyncSettings = field(default_factory=SyncSettings)
     run: RunSettings = field(default_factory=RunSettings)
+    mode: Literal["train", "rollout_only", "train_only"] = "train"  # rollout_only records what train_only trains on
     seed: Seed = 0

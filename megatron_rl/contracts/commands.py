@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.plan import StepPlan
 
 
@@ -30,8 +31,22 @@ class Save(msgspec.Struct, frozen=True, tag="save"):
     path: str
 
 
+class Checkpoint(msgspec.Struct, frozen=True, tag="checkpoint"):
+    """Save all that the run needs to go on after `step`. state: what rank 0 alone knows, as it goes into a file."""
+
+    step: int
+    state: bytes
+
+
+class Record(msgspec.Struct, frozen=True, tag="record"):
+    """Write the rollouts of a batch to a directory: every node those that lie there."""
+
+    path: str
+    groups: tuple[Group, ...]
+
+
 class Finish(msgspec.Struct, frozen=True, tag="finish"):
     """The run is complete."""
 
 
-Command = Wait | Sync | Train | Save | Finish
+Command = Wait | Sync | Train | Save | Checkpoint | Record | Finish

@@ -20,6 +20,7 @@ class ExitCode(IntEnum):
     SYNC_MISMATCH = 6  # an engine holds other weights than the trainer sent
     PEER_FAILED = 7  # another rank failed or a collective timed out
     CANNOT_WRITE = 8  # a file of the run cannot be written: the disk is full, over quota or read-only
+    REQUEUE = 75  # told to stop, and a checkpoint was saved before: start the same again with run.resume=auto
     HUNG_UP = 129  # SIGHUP, such as a closed terminal; 128 + the signal's number
     INTERRUPTED = 130  # SIGINT, such as Ctrl-C
     TERMINATED = 143  # SIGTERM, or the launcher of the ranks was killed

@@ -86,6 +86,8 @@ class DistributedAdam:
 
     def sharded_state(self, model_state: dict[str, Any], content: dict[str, Any], *, loading: bool) -> Any:
         """The optimizer's tensors with their places in the whole model (a collective). model_state: the model's."""
+        if not loading:
+            self._fill_state()
         return self._optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=content)
 
     def load(self, state: Any, steps: int) -> None:
@@ -96,6 +98,15 @@ class DistributedAdam:
                 group["step"] = steps  # a fused Adam counts there
         self.scheduler.num_steps = 0
         self.scheduler.step(steps)
+
+    def _fill_state(self) -> None:
+        """Moments of parameters that were never stepped are zeros: Megatron saves no others."""
+        for optimizer in self._optimizer.chained_optimizers:
+            for group in optimizer.optimizer.param_groups:
+                for param in group["params"]:
+                    for name in ("exp_avg", "exp_avg_sq"):
+                        if name not in optimizer.optimizer.state[param]:
+                            optimizer.optimizer.state[param][name] = torch.zeros_like(param, dtype=torch.float32)
 
     def _all_finite(self, loss_is_finite: bool) -> bool:
         """Every rank's gradients and loss. The extremes of a buffer are NaN where one entry is, and take no memory."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections import deque
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from megatron_rl.config.schema import DataSettings
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.prompts.question import PromptDataError
+from megatron_rl.records.run_state import PromptCursor
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,24 @@ class PromptSource:
         self._put_off.extendleft(reversed(repeated))
         return [self.train[i] for i in taken]
 
+    @property
+    def cursor(self) -> PromptCursor:
+        """What was taken so far."""
+        return PromptCursor(
+            epoch=self._epoch, position=self._position, put_off=tuple(self._put_off), digest=self._digest()
+        )
+
+    def seek(self, cursor: PromptCursor) -> None:
+        """Go on behind what a run before had taken. Raises `PromptDataError` where that run had other prompts."""
+        if cursor.digest != self._digest():
+            raise PromptDataError(
+                f"run.resume: the checkpoint's run had other training prompts than the {len(self.train)} here. Give it "
+                "the same data.* and the same files, or start another run"
+            )
+        self._epoch, self._position = cursor.epoch, cursor.position
+        self._put_off = deque(cursor.put_off)
+        self._order = self._epoch_order()
+
     def require(self, n: int) -> None:
         """Raise `PromptDataError` unless n prompts can be taken at once."""
         if n > len(self.train):
@@ -85,6 +105,11 @@ class PromptSource:
             self._order = self._epoch_order()
         self._position += 1
         return self._order[self._position - 1]
+
+    def _digest(self) -> str:
+        """Of which prompts in which order a cursor speaks."""
+        named = "\n".join(f"{prompt.id}\t{prompt.token_ids}" for prompt in self.train)
+        return hashlib.sha256(f"{self._settings.seed}/{self._settings.shuffle}\n{named}".encode()).hexdigest()
 
     def _epoch_order(self) -> list[int]:
         order = list(range(len(self.train)))

@@ -15,9 +15,12 @@ from megatron_rl.records.writing import CannotWrite, writing_problem
 
 
 class MetricsLog:
-    """Appends one JSON object a step, flushed at once; numbers that are not finite are null. Raises `CannotWrite`."""
+    """Appends one JSON object a step, flushed at once; numbers that are not finite are null. Raises `CannotWrite`.
 
-    def __init__(self, directory: RunDirectory, settings: LoggerSettings) -> None:
+    first_step: of a run that goes on; TensorBoard hides what was written before of it and of later ones.
+    """
+
+    def __init__(self, directory: RunDirectory, settings: LoggerSettings, first_step: int | None = None) -> None:
         self._path = directory.metrics_file
         with self._explained():
             self._file = self._path.open("ab", buffering=0)
@@ -25,7 +28,7 @@ class MetricsLog:
         if settings.tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # slow to import, and optional
 
-            self._writer = SummaryWriter(str(directory.tensorboard))
+            self._writer = SummaryWriter(str(directory.tensorboard), purge_step=first_step)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         record = {"step": step} | {k: v if math.isfinite(v) else None for k, v in sorted(values.items())}

@@ -31,6 +31,10 @@ class Shelf:
     def path(self, step: int) -> Path:
         return self.folder / f"iter_{step:07d}"
 
+    def staged(self, step: int) -> Path:
+        """Where a checkpoint lies until it is whole."""
+        return self.path(step).with_suffix(_STAGED)
+
     def saved(self) -> list[Path]:
         """Everything that was committed, newest first, whole or damaged since."""
         steps = {path: step_of(path) for path in self.folder.iterdir()} if self.folder.is_dir() else {}
@@ -41,13 +45,13 @@ class Shelf:
         self.folder.mkdir(exist_ok=True)
         for left in (*self.folder.glob(f"iter_*{_STAGED}"), *self.folder.glob(f"iter_*{_LEAVING}")):
             shutil.rmtree(left)
-        staged = self.path(step).with_suffix(_STAGED)
+        staged = self.staged(step)
         staged.mkdir()
         return staged
 
     def discard(self, step: int) -> None:
         """Remove what was staged and will not be committed."""
-        shutil.rmtree(self.path(step).with_suffix(_STAGED), ignore_errors=True)
+        shutil.rmtree(self.staged(step), ignore_errors=True)
 
     def commit(self, step: int) -> Path:
         """Give the staged files their name: from now on they are the newest checkpoint."""

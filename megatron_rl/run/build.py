@@ -24,6 +24,7 @@ from megatron_rl.rollouts.evaluation import Evaluation
 from megatron_rl.run.dispatch import Dispatcher, Table
 from megatron_rl.run.engines import Connected, Engines, route_shape
 from megatron_rl.run.leader import Leader, Stages
+from megatron_rl.run.modes import RollOut
 from megatron_rl.sync.sender import Sender
 from megatron_rl.training.batch import Batcher
 from megatron_rl.training.logprobs import ResponseLogprobs
@@ -88,4 +89,5 @@ def build_leader(
         planner=Planner(c.train, c.parallel, dp_size=dp_size, seed=c.seed),
         evaluation=Evaluation(queue, prompts.held_out, c.eval, c.rollout, stops, idle),
     )
-    return Leader(c.train, c.rollout, c.eval, c.sync, c.run, stages, queue, connected.weights, dispatcher, records)
+    loop = RollOut if c.mode == "rollout_only" else Leader
+    return loop(c.train, c.rollout, c.eval, c.sync, c.run, stages, queue, connected.weights, dispatcher, records)

@@ -4,27 +4,57 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
+from typing import Protocol
 
 from megatron_rl.config.schema import EvalSettings, RolloutSettings, RunSettings, SyncSettings, TrainSettings
 from megatron_rl.contracts.commands import Save, Train
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.plan import StepPlan
+from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.credit.account import token_usage
 from megatron_rl.credit.assign import Credit
 from megatron_rl.planning.step_plan import Planner
-from megatron_rl.prompts.source import PromptSource
 from megatron_rl.records.idle_steps import IdleSteps
 from megatron_rl.records.records import Records
+from megatron_rl.records.run_state import Position, PromptCursor
 from megatron_rl.records.stopwatch import Stopwatch
-from megatron_rl.rollouts.batch import RolloutStage
+from megatron_rl.rollouts.batch import RolloutBatch
 from megatron_rl.rollouts.evaluation import Evaluation
-from megatron_rl.rollouts.queue import RolloutQueue
 from megatron_rl.run.dispatch import Dispatcher
+from megatron_rl.run.keeper import Keeper
+from megatron_rl.run.stop import StepGivenUp
 from megatron_rl.sync.sender import WeightSync
 from megatron_rl.training.worker import TrainOutcome
+
+
+class Prompts(Protocol):
+    """Where a step's prompts come from, and how far they were taken."""
+
+    @property
+    def cursor(self) -> PromptCursor: ...
+
+    def seek(self, cursor: PromptCursor) -> None: ...
+
+    def take(self, n: int) -> list[Prompt]: ...
+
+
+class Rollouts(Protocol):
+    """Turns prompts into judged groups."""
+
+    def draw(self, label: str, prompts: Sequence[Prompt]) -> RolloutBatch: ...
+
+
+class Queue(Protocol):
+    """Who holds the rollouts that were drawn."""
+
+    def release(self, group_ids: Sequence[str]) -> None: ...
+
+    def set_version(self, version: int) -> None: ...
+
+    def stop(self) -> None: ...
 
 
 class NonFiniteRun(Failure):
@@ -37,11 +67,11 @@ class NonFiniteRun(Failure):
 class Stages:
     """The stages of a step that rank 0 runs by itself."""
 
-    prompts: PromptSource
-    rollouts: RolloutStage
+    prompts: Prompts
+    rollouts: Rollouts
     credit: Credit
     planner: Planner
-    evaluation: Evaluation
+    evaluation: Evaluation | None
 
 
 @dataclass
@@ -54,28 +84,32 @@ class Leader:
     sync: SyncSettings
     run: RunSettings
     stages: Stages
-    queue: RolloutQueue
-    weights: WeightSync
+    queue: Queue
+    weights: WeightSync | None
     dispatcher: Dispatcher
     records: Records
+    keeper: Keeper | None = None
+    _first_step: int = 1
+    _pending: dict[str, float] = field(default_factory=dict)
     _accuracies: deque[float] = field(default_factory=deque)
     _nonfinite: int = 0
     _synced: bool = False
+    _told_obstacle: bool = False
     _idle: IdleSteps = field(default_factory=IdleSteps)
 
     def lead(self) -> None:
         """Train to the end, save the weights if asked to and let every rank end."""
-        with self._recorded(0) as values:
-            self.send_weights(values)
-            self.evaluate(0, values)
-        for step in range(1, self.train.total_steps + 1):
-            with self._recorded(step) as values:
+        self._begin()
+        step = self._first_step - 1
+        for step in range(self._first_step, self.train.total_steps + 1):
+            with self._in_time(step), self._recorded(step) as values:
                 self.train_step(step, values)
                 self.evaluate(step, values)
-            if self._reached():
+            reached = self._reached()
+            self._keep(step, last=reached or step == self.train.total_steps)
+            if reached:
                 break
-        if self.run.save_weights:
-            self.dispatcher.run(Save(str(self.records.directory.checkpoints / f"step-{step}")))
+        self.save_weights(step)
         self.dispatcher.finish()
         self.queue.stop()
         if summary := self._idle.summary():
@@ -86,10 +120,34 @@ class Leader:
                 f"{min(len(self._accuracies), self.eval.stop_average)} evaluation(s) average {self._recent():.3f}"
             )
 
+    def save_weights(self, step: int) -> None:
+        """In Hugging Face format, if asked to."""
+        if self.run.save_weights:
+            self.dispatcher.run(Save(str(self.records.directory.checkpoints / f"step-{step}")))
+
+    def go_on(self, position: Position) -> None:
+        """Begin after a step of a run before, instead of at the start."""
+        self._first_step = position.step + 1
+        self._nonfinite, self._accuracies = position.nonfinite, deque(position.accuracies)
+        self.stages.prompts.seek(position.prompts)
+        if self.weights is not None:
+            self.weights.go_on(position.version, synced=position.synced and self.sync.when == "step")
+
+    def position(self, step: int) -> Position:
+        """What this loop needs to go on after `step`."""
+        return Position(
+            step=step,
+            version=None if self.weights is None else self.weights.version,
+            synced=self._synced,
+            prompts=self.stages.prompts.cursor,
+            nonfinite=self._nonfinite,
+            accuracies=tuple(self._accuracies),
+        )
+
     def train_step(self, step: int, values: dict[str, float]) -> None:
         """Roll out, credit, plan, train, sync; adds the step's metrics to `values`."""
         watch = Stopwatch()
-        with watch.stage("rollout"):
+        with watch.stage("rollout"), self.keeper.nothing_trained() if self.keeper else contextlib.nullcontext():
             batch = self.stages.rollouts.draw(f"step-{step}", self.stages.prompts.take(self.rollout.prompts_per_step))
         credited = self.stages.credit.assign(step, batch.groups)
         values |= batch.metrics() | credited.metrics()
@@ -110,18 +168,19 @@ class Leader:
 
     def send_weights(self, values: dict[str, float]) -> None:
         """Send the weights to every engine under the next version, unless they have them."""
-        if self._synced:
+        if self._synced or self.weights is None:
             return
         command = self.weights.next_command()
         values |= self.dispatcher.run(command)
-        if self.weights.audit_obstacle and command.version == 0:
+        if self.weights.audit_obstacle and not self._told_obstacle:
+            self._told_obstacle = True
             self.records.progress.say(f"weights are not audited by value: {self.weights.audit_obstacle}")
         self.queue.set_version(command.version)
         self._synced = True
 
     def evaluate(self, step: int, values: dict[str, float]) -> None:
         """Held-out pass@1, added to `values`, when it is due."""
-        if not self._evaluation_due(step):
+        if self.stages.evaluation is None or not self._evaluation_due(step):
             return
         self.send_weights(values)
         watch = Stopwatch()
@@ -130,6 +189,37 @@ class Leader:
         self._accuracies.append(accuracy.accuracy)
         values |= accuracy.metrics() | watch.seconds
         self.records.progress.say(f"step {step}: held-out accuracy {accuracy}")
+
+    def _begin(self) -> None:
+        """Bring the engines to the weights that the run begins with; a new run is evaluated, and has a record of it."""
+        if self._first_step == 1:
+            with self._recorded(0) as values:
+                self.send_weights(values)
+                self.evaluate(0, values)
+        elif self.sync.when == "step":
+            self.send_weights(self._pending)
+
+    def _keep(self, step: int, *, last: bool) -> None:
+        """Save a checkpoint when it is due, and end the run when it was told to stop."""
+        if self.keeper is not None:
+            if self.keeper.due(step, last=last):
+                self._pending |= self.keeper.save(self.position(step))
+            if not last:
+                self.keeper.leave_if_told()
+
+    @contextlib.contextmanager
+    def _in_time(self, step: int) -> Iterator[None]:
+        """A step that there is no time for, because the run was told to stop, leaves the checkpoint of the last one."""
+        if self.keeper is None:
+            yield
+            return
+        before = self.position(step - 1)
+        try:
+            yield
+        except StepGivenUp:
+            if self.keeper.saved != before.step:
+                self.keeper.save(before)
+            self.keeper.leave_if_told()
 
     def _evaluation_due(self, step: int) -> bool:
         if step == self.train.total_steps:
@@ -166,7 +256,7 @@ class Leader:
     @contextlib.contextmanager
     def _recorded(self, step: int) -> Iterator[dict[str, float]]:
         """What a step measured is written even when the step fails."""
-        values: dict[str, float] = {}
+        values, self._pending = self._pending, {}
         try:
             yield values
         finally:

@@ -12,6 +12,7 @@ from megatron_rl.records.progress import Progress
 from megatron_rl.run.ending import close, explain, leave, leave_thread
 from megatron_rl.run.last_words import LastWords
 from megatron_rl.run.siblings import Siblings
+from megatron_rl.run.stop import StopRequest
 from megatron_rl.run.watch import Watch, end_with_torchrun
 from sglang_bridge.command import nccl_environment
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from megatron_rl.run.rank import Rank
 
 _CLOSE_SECONDS = 30.0  # of a run that is complete
+_FOLLOW_SECONDS = 5.0  # the other ranks end after rank 0, which saves
 
 
 def run(configuration: Configuration) -> int:
@@ -29,12 +31,14 @@ def run(configuration: Configuration) -> int:
     progress = Progress(configuration.train.total_steps, enabled=talks)
     threading.excepthook = leave_thread
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what it warns of when peers end is said in better words
-    with Watch(words) as watch:
+    limit = configuration.run.stop_within_s + (_FOLLOW_SECONDS if siblings.rank else 0.0)
+    stop = StopRequest(limit) if configuration.run.checkpoint_every else None
+    with Watch(words, stop=stop) as watch:
         rank = None
         try:
             with watch.interruptible():
                 end_with_torchrun(siblings)
-                rank = _open(configuration, progress, words, watch, leads=siblings.rank == 0)
+                rank = _open(configuration, progress, words, watch, stop, leads=siblings.rank == 0)
                 rank.run()
                 words.complete()
         except BaseException as error:
@@ -46,7 +50,15 @@ def run(configuration: Configuration) -> int:
     return ExitCode.OK
 
 
-def _open(configuration: Configuration, progress: Progress, words: LastWords, watch: Watch, *, leads: bool) -> Rank:
+def _open(
+    configuration: Configuration,
+    progress: Progress,
+    words: LastWords,
+    watch: Watch,
+    stop: StopRequest | None,
+    *,
+    leads: bool,
+) -> Rank:
     """The import of torch is late and long: signals and progress come first. leads: rank 0 looks at users' classes."""
     os.environ.update(nccl_environment(os.environ))  # before torch could start NCCL
     progress.say("importing torch")
@@ -57,4 +69,4 @@ def _open(configuration: Configuration, progress: Progress, words: LastWords, wa
 
         with progress.during(f"opening {', '.join(named(configuration))}"):
             require_own_classes(configuration)
-    return Rank(configuration, progress, words, watch)
+    return Rank(configuration, progress, words, watch, stop)

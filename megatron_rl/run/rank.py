@@ -6,7 +6,6 @@ The order is that of the seconds: torch takes two to import, an engine twenty to
 from __future__ import annotations
 
 import contextlib
-import datetime
 from pathlib import Path
 
 from megatron_rl.config.schema import Configuration
@@ -19,7 +18,9 @@ from megatron_rl.records.run_directory import RunDirectory
 from megatron_rl.records.run_lock import hold_run
 from megatron_rl.run.engines import Engines, open_engines
 from megatron_rl.run.last_words import LastWords
+from megatron_rl.run.resume import Start, find_start, open_directory
 from megatron_rl.run.space import require_space
+from megatron_rl.run.stop import StopRequest
 from megatron_rl.run.watch import Watch
 from megatron_rl.training.collectives import broadcast_bytes
 
@@ -33,11 +34,19 @@ class NoDirectory(Failure):
 class Rank:
     """One rank of one run. Rank 0 leads; local rank 0 of every node runs the node's engines; the others follow."""
 
-    def __init__(self, configuration: Configuration, progress: Progress, words: LastWords, watch: Watch) -> None:
+    def __init__(
+        self,
+        configuration: Configuration,
+        progress: Progress,
+        words: LastWords,
+        watch: Watch,
+        stop: StopRequest | None = None,
+    ) -> None:
         self._configuration = configuration
         self._progress = progress
         self._words = words
         self._watch = watch
+        self._stop = stop
         self._stack = contextlib.ExitStack()
         self._engines: Engines | None = None
 
@@ -47,16 +56,20 @@ class Rank:
         shape = read_shape(c.model.path)
         job = join(c.parallel)
         self._stack.callback(leave)
-        directory = self._open_directory(job, shape)
+        start = find_start(c, job)
+        directory = self._open_directory(job, shape, start)
         progress.say(f"{job.world_size} rank(s) on {job.num_nodes} node(s); run directory {directory.path}")
-        engines = self._engines = self._stack.enter_context(open_engines(c, shape, job, directory))
-        progress.say(f"{engines.starting}; importing Megatron meanwhile")
+        self._tell(start)
+        if c.mode != "train_only":
+            self._engines = self._stack.enter_context(open_engines(c, shape, job, directory))
+            progress.say(f"{self._engines.starting}; importing Megatron meanwhile")
         with progress.during("importing Megatron"):
             from megatron_rl.mcore.cpu import compat
 
             compat.install()
             from megatron_rl.run.trainer import Trainer  # Megatron may only be imported after the line above
-        Trainer(c, shape, job, directory, progress, self._stack).run(engines, self._watch)
+        trainer = Trainer(c, shape, job, directory, progress, self._stack, start, self._stop)
+        trainer.run(self._engines, self._watch)
         if job.rank == 0:
             print_line(f"done: metrics, logs and checkpoints are in {directory.path}")
 
@@ -73,16 +86,25 @@ class Rank:
             self._engines.abandon()
         self._stack.close()
 
-    def _open_directory(self, job: Job, shape: ModelShape) -> RunDirectory:
+    def _tell(self, start: Start) -> None:
+        for damaged in start.damaged:
+            self._progress.say(f"warning: a damaged checkpoint is passed over: {damaged}")
+        if start.state is not None:
+            self._progress.say(f"going on after step {start.state.step}, from {start.checkpoint}")
+        for change in start.changed(self._configuration):
+            self._progress.say(f"not as it was when the checkpoint was saved: {change}")
+
+    def _open_directory(self, job: Job, shape: ModelShape, start: Start) -> RunDirectory:
         """Rank 0 names and makes it; the others learn where it is. All of them mark the run as alive.
 
-        Raises `RunDirectoryTaken` and `NoSpace` (rank 0).
+        Raises `RunDirectoryTaken`, `NoSpace` and `OtherRun` (rank 0).
         """
         made: RunDirectory | None = None
         if job.rank == 0:
             try:
+                start.changed(self._configuration)
                 require_space(self._configuration, shape)
-                made = RunDirectory.create(self._configuration, datetime.datetime.now(), ranks=job.world_size)
+                made = open_directory(self._configuration, start, ranks=job.world_size)
             finally:
                 broadcast_bytes(str(made.path).encode() if made is not None else b"", job.control_group)
         where = str(made.path) if made is not None else broadcast_bytes(None, job.control_group).decode()

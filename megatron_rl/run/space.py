@@ -32,12 +32,19 @@ def num_parameters(shape: ModelShape) -> int:
     return layers + tables + hidden
 
 
+def checkpoint_bytes(c: Configuration, shape: ModelShape) -> int:
+    """What one checkpoint takes: the weights, and in float32 the optimizer's weights and two moments."""
+    return num_parameters(shape) * (_BYTES[c.model.dtype] + 3 * _BYTES["float32"])
+
+
 def bytes_needed(c: Configuration, shape: ModelShape) -> dict[str, int]:
     """What a run writes at most at one time, by the key that asks for it."""
     parameters = num_parameters(shape)
     needed = {"run.root (metrics and logs)": _RECORDS_BYTES}
     if c.run.save_weights:  # twice: a checkpoint is replaced only once the new one is whole
         needed["run.save_weights=true"] = 2 * parameters * _BYTES[c.run.save_dtype or c.model.dtype]
+    if c.run.checkpoint_every:  # a new one is whole before the oldest is removed
+        needed["run.checkpoint_every"] = (c.run.keep_checkpoints + 1) * checkpoint_bytes(c, shape)
     if c.sync.transport == "disk":
         needed["sync.transport=disk"] = parameters * _BYTES[c.engine.dtype]
     return needed

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from megatron_rl.config.schema import Configuration
+from megatron_rl.contracts.commands import Checkpoint, Command, Record, Save, Train, Wait
 from megatron_rl.environments.environment import open_environment
 from megatron_rl.losses import open_loss
 from megatron_rl.mcore import parallel
@@ -17,10 +21,18 @@ from megatron_rl.records.metrics_log import MetricsLog
 from megatron_rl.records.progress import Progress
 from megatron_rl.records.records import Records
 from megatron_rl.records.run_directory import RunDirectory
+from megatron_rl.records.shelf import Shelf
 from megatron_rl.run.build import build_leader, build_table, build_worker
+from megatron_rl.run.checkpoints import Checkpoints
 from megatron_rl.run.dispatch import Dispatcher
 from megatron_rl.run.engines import Connected, Engines
+from megatron_rl.run.keeper import Keeper
+from megatron_rl.run.leader import Leader
+from megatron_rl.run.modes import record_rollouts, train_only_leader
 from megatron_rl.run.prompts import build_prompts
+from megatron_rl.run.resume import Start, settings_of
+from megatron_rl.run.space import checkpoint_bytes
+from megatron_rl.run.stop import StopRequest
 from megatron_rl.run.warm_up import warm_up
 from megatron_rl.run.watch import Watch
 from megatron_rl.sync.sender import Bystander
@@ -28,7 +40,10 @@ from megatron_rl.training.worker import Worker
 
 
 class Trainer:
-    """What a rank does beside engines that load, and then with them."""
+    """What a rank does beside engines that load, and then with them.
+
+    start: what the run goes on from. stop: None where nothing is saved.
+    """
 
     def __init__(
         self,
@@ -38,6 +53,8 @@ class Trainer:
         directory: RunDirectory,
         progress: Progress,
         stack: contextlib.ExitStack,
+        start: Start,
+        stop: StopRequest | None,
     ) -> None:
         self._configuration = configuration
         self._shape = shape
@@ -45,25 +62,75 @@ class Trainer:
         self._directory = directory
         self._progress = progress
         self._stack = stack
+        self._start = start
+        self._stop = stop or StopRequest(configuration.run.stop_within_s)
 
-    def run(self, engines: Engines, watch: Watch) -> None:
-        """To the end of the run."""
+    def run(self, engines: Engines | None, watch: Watch) -> None:
+        """To the end of the run. engines None: rollouts are recorded ones."""
+        if engines is None:
+            self._train_only()
+            return
         c, progress = self._configuration, self._progress
         prompts = self._build_prompts() if self._job.rank == 0 else None
         worker = self._build_worker()
         connected = self._connect(engines, watch)
         sender = connected.weights if connected is not None else Bystander()
-        dispatcher = Dispatcher(self._job.control_group, build_table(worker, engines, sender))
+        table = {**build_table(worker, engines, sender), **self._keeping(worker)}
+        table[Wait] = lambda command: self._wait(engines)
+        dispatcher = Dispatcher(self._job.control_group, table)
+        self._stop.accept()
         if connected is None or prompts is None:
             dispatcher.follow()
             return
         progress.say(f"{len(prompts.train)} training prompts, {len(prompts.held_out)} held out; {prompts.excluded}")
         if report := prompts.excluded.report():
             (self._directory.path / "left_out.txt").write_text(report + "\n", encoding="utf-8", errors="replace")
-        log = self._stack.enter_context(MetricsLog(self._directory, c.logger))
-        records = Records(self._directory, log, progress)
         stops, dp_size = self._shape.eos_token_ids, worker.layout.dp_size
-        build_leader(c, stops, dispatcher, connected, records, prompts, dp_size).lead()
+        leader = build_leader(c, stops, dispatcher, connected, self._records(), prompts, dp_size)
+        self._lead(leader, worker)
+
+    def _lead(self, leader: Leader, worker: Worker) -> None:
+        """From where the run goes on to its end."""
+        c, start = self._configuration, self._start
+        saved = start.state.step if start.state is not None and c.run.resume == "auto" else None
+        leader.keeper = Keeper(
+            settings=c.run,
+            facts=settings_of(c),
+            world_size=worker.layout.world_size,
+            optimizer_steps=lambda: worker.optimizer.steps,
+            dispatcher=leader.dispatcher,
+            progress=self._progress,
+            stop=self._stop,
+            saved=saved,
+        )
+        if start.state is not None:
+            leader.go_on(start.state.position)
+        leader.lead()
+
+    def _records(self) -> Records:
+        state = self._start.state
+        log = MetricsLog(self._directory, self._configuration.logger, None if state is None else state.step + 1)
+        return Records(self._directory, self._stack.enter_context(log), self._progress)
+
+    def _keeping(self, worker: Worker) -> dict[type[Command], Callable[[Any], Any]]:
+        """What every rank does for the commands that keep something."""
+        run, shape = self._configuration.run, self._shape
+        nbytes = checkpoint_bytes(self._configuration, shape)
+        checkpoints = Checkpoints(worker, Shelf(self._directory.checkpoints), nbytes, run.keep_checkpoints)
+        return {Checkpoint: checkpoints.save, Record: lambda command: record_rollouts(command, self._job)}
+
+    def _train_only(self) -> None:
+        """On recorded rollouts, with no engine."""
+        c, worker = self._configuration, self._build_worker()
+        table = self._keeping(worker)
+        table[Train] = lambda command: worker.train(command.plan)
+        table[Save] = lambda command: worker.save(Path(command.path))
+        dispatcher = Dispatcher(self._job.control_group, table)
+        self._stop.accept()
+        if self._job.rank:
+            dispatcher.follow()
+            return
+        self._lead(train_only_leader(c, self._job, dispatcher, self._records(), worker.layout.dp_size), worker)
 
     def _build_prompts(self) -> PromptSource:
         self._progress.say("reading prompts")
@@ -78,6 +145,8 @@ class Trainer:
         progress.say("loading the model")
         with progress.during("loading the model"):
             worker = build_worker(c, shape, loss, layout, self._directory.rollouts)
+        if fresh := self._start.load(worker):
+            progress.say(fresh)
         progress.say("compiling kernels")
         with progress.during("compiling kernels"):
             self._compile(worker)
@@ -92,6 +161,10 @@ class Trainer:
         warm_up(worker)
         if not self._job.local_rank and not together:
             dist.barrier(self._job.control_group)
+
+    def _wait(self, engines: Engines) -> None:
+        engines.check()
+        self._stop.check_time()
 
     def _connect(self, engines: Engines, watch: Watch) -> Connected | None:
         settings, what = self._configuration.engine, "waiting for the engines"

@@ -17,6 +17,7 @@ from types import FrameType, TracebackType
 from megatron_rl.run.last_words import SIGNALS, LastWords
 from megatron_rl.run.process_table import kill, tree
 from megatron_rl.run.siblings import Siblings
+from megatron_rl.run.stop import WARNINGS, StopRequest
 
 _CHECK_SECONDS = 1.0
 _POLL_SECONDS = 0.2
@@ -37,10 +38,12 @@ class Watch:
 
     The main thread may be stuck in a collective, where no signal handler of Python runs and no engine is looked at;
     this thread runs all the same. Once `words` has a code, the process ends with it in `end_seconds`, whatever hangs.
+    stop: takes the signals that leave time to save; None: each of them ends the run as it stands.
     """
 
-    def __init__(self, words: LastWords, *, end_seconds: float = _END_SECONDS) -> None:
+    def __init__(self, words: LastWords, *, end_seconds: float = _END_SECONDS, stop: StopRequest | None = None) -> None:
         self._words = words
+        self._stop = stop
         self._end_seconds = end_seconds
         self._check: Callable[[], None] | None = None
         self._interruptible = False
@@ -75,7 +78,8 @@ class Watch:
     def __enter__(self) -> Watch:
         self._read, self._write = socket.socketpair()
         self._write.setblocking(False)
-        heeded = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
+        known = (*SIGNALS, *(WARNINGS if self._stop is not None else ()))
+        heeded = [number for number in dict.fromkeys(known) if signal.getsignal(number) != signal.SIG_IGN]  # nohup
         self._previous = {number: signal.signal(number, self._interrupt) for number in heeded}
         self._previous_fd = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
         self._thread.start()
@@ -93,6 +97,8 @@ class Watch:
         self._write.close()
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self._stop is not None and number in WARNINGS:
+            return  # the thread decides, and signals again where the run shall end
         if self._interruptible:
             self._interruptible = False  # once: a second signal must not cut the clean-up short
             raise Stopped(number)
@@ -101,7 +107,9 @@ class Watch:
         next_check = 0.0
         while not self._done.is_set():
             for number in self._arrived():
-                self._words.told_to_stop(number)
+                self._heed(number)
+            if self._stop is not None and self._stop.expired:
+                self._give_up(signal.SIGTERM)
             if self._words.code is not None:
                 self._end_in_time()
             elif self._check is not None and time.monotonic() >= next_check:
@@ -111,7 +119,20 @@ class Watch:
     def _arrived(self) -> list[int]:
         """Signals since the last call, after waiting for a moment."""
         readable, _, _ = select.select([self._read], [], [], _POLL_SECONDS)
-        return [number for number in self._read.recv(64) if number in SIGNALS] if readable else []
+        return [n for n in self._read.recv(64) if n in SIGNALS or n in WARNINGS] if readable else []
+
+    def _heed(self, number: int) -> None:
+        if self._stop is not None and number in WARNINGS:
+            if not self._stop.take(number):
+                self._give_up(number)
+        elif number in SIGNALS:
+            self._words.told_to_stop(number)
+
+    def _give_up(self, number: int) -> None:
+        """No time is left to save, or nobody wants it."""
+        self._stop = None
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)  # raises `Stopped` there
+        self._words.told_to_stop(number)
 
     def _look(self, check: Callable[[], None]) -> None:
         from megatron_rl.run.failures import describe_failure  # it imports torch, which a run does while it is watched

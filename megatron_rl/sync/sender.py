@@ -48,13 +48,24 @@ class WeightSync:
         self._settings = settings
         self._expect = expect
         self._next_version = 0
+        self._first = True
         self.audit_obstacle = ""
+
+    @property
+    def version(self) -> int | None:
+        """The last one sent; None before the first."""
+        return self._next_version - 1 if self._next_version else None
+
+    def go_on(self, version: int | None, *, synced: bool) -> None:
+        """Count on from a run before, whose engines got `version` last; synced: these weights are sent once more."""
+        self._next_version = 0 if version is None else version if synced else version + 1
 
     def next_command(self) -> Sync:
         """What to tell every rank next. The first sync is always audited."""
         version, every = self._next_version, self._settings.audit_every
         self._next_version += 1
-        return Sync(version=version, audit=version == 0 or (every > 0 and version % every == 0))
+        first, self._first = self._first, False
+        return Sync(version=version, audit=first or (every > 0 and version % every == 0))
 
     def send(self, command: Sync, weights: NamedTensors) -> dict[str, float]:
         """Send one export to every engine and audit it if told to. Raises `WeightUpdateFailed`, `WeightMismatch`."""

@@ -109,7 +109,12 @@ def check_run(run: RunSettings) -> Iterator[tuple[str, str, str]]:
     root = Path(run.root)
     if problem := problem_with_new(run.root):
         yield "run.root", problem, "Give a directory, or a path to make one at, such as run.root=runs"
-    elif run.name is not None and run.on_existing == "refuse" and (root.expanduser() / run.name).exists():
+    elif run.name is not None and _refused(run) and (root.expanduser() / run.name).exists():
         rule = f"{root / run.name} exists already, and two runs never share a directory"
         remedy = "Choose another, move the old run away, or, if it failed, give run.on_existing=overwrite_failed"
-        yield "run.name", rule, remedy
+        yield "run.name", rule, f"{remedy}; run.resume=auto goes on with it"
+
+
+def _refused(run: RunSettings) -> bool:
+    """Whether a directory that is there already is none of this run's."""
+    return run.on_existing == "refuse" and run.resume != "auto"

@@ -15,6 +15,11 @@ _TRACKER = "megatron/"
 _WORDS, _NUMPY_WORDS = 625, 624  # of the Mersenne twister's state
 
 
+def random_state_file(checkpoint: Path, rank: int) -> Path:
+    """Where a rank's numbers lie in a checkpoint."""
+    return checkpoint / "rng" / f"rank-{rank:05d}.safetensors"
+
+
 def save_random_state(file: Path) -> None:
     """Python's, numpy's, torch's and Megatron's generators. Raises `OSError`."""
     file.parent.mkdir(exist_ok=True)

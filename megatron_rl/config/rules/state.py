@@ -1,0 +1,50 @@
+"""What a run does and where it begins: modes, recorded rollouts, checkpoints, and the directory of a run before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_rl.config.schema import Configuration
+
+
+def check_mode(c: Configuration) -> Iterator[tuple[str, str, str]]:
+    """Half a run has half the keys."""
+    recorded = c.rollout.recorded
+    if c.mode == "train_only":
+        if recorded is None:
+            rule = "mode=train_only trains on rollouts that a run with mode=rollout_only recorded"
+            yield "rollout.recorded", rule, "Give that run's directory: rollout.recorded=runs/NAME"
+        elif not Path(recorded).expanduser().is_dir():
+            yield "rollout.recorded", f"There is no such directory (from {Path.cwd()})", "Give a run's directory"
+        if c.eval.stop_at is not None:
+            yield "eval.stop_at", "mode=train_only has no engine to evaluate with", "Leave it null"
+    elif recorded is not None:
+        yield "rollout.recorded", f"mode={c.mode} draws its rollouts from engines", "Remove it, or use mode=train_only"
+    if c.mode == "rollout_only":
+        if c.run.checkpoint_every:
+            yield "run.checkpoint_every", "mode=rollout_only trains nothing that could be saved", "Use 0"
+        if c.run.resume != "never":
+            rule = "mode=rollout_only records from the start checkpoint, from its first step"
+            yield "run.resume", rule, "Use run.resume=never"
+        if c.environment.name == "worked":
+            yield "mode", "environment.name=worked samples nothing that could be recorded", "Use mode=train"
+
+
+def check_resume(c: Configuration) -> Iterator[tuple[str, str, str]]:
+    """One run goes on in one directory, from something that is there."""
+    run = c.run
+    if run.resume == "auto":
+        if run.name is None:
+            rule = "The directory of a run without a name is called after the time, and is never found again"
+            yield "run.name", rule, "Give the run a name, or the path of a checkpoint: run.resume=runs/NAME"
+        if run.on_existing == "overwrite_failed":
+            rule = "It would remove the run that run.resume=auto goes on with"
+            yield "run.on_existing", rule, "Use run.on_existing=refuse, or run.resume=never"
+    elif run.resume != "never":
+        given = Path(run.resume).expanduser()
+        if not given.is_dir():
+            rule = f"Neither auto nor never, and no directory (from {Path.cwd()})"
+            yield "run.resume", rule, "Give auto, never, or the directory of a run or of one of its checkpoints"
+        elif run.name is not None and given.resolve() == (Path(run.root).expanduser() / run.name).resolve():
+            yield "run.resume", "It is the directory of this run itself", "Use run.resume=auto to go on in it"

@@ -1,0 +1,68 @@
+"""What rank 0 alone knows of a run between two steps: the part of a checkpoint that is no tensor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from megatron_rl.contracts.numbers import Count
+
+NAME = "state.json"
+_FORMAT = 1
+
+
+class PromptCursor(msgspec.Struct, frozen=True, kw_only=True):
+    """Which prompts were taken. put_off: indices of those that a step could not take twice. digest: of all prompts."""
+
+    epoch: Count
+    position: Count
+    digest: str
+    put_off: tuple[Count, ...] = ()
+
+
+class Position(msgspec.Struct, frozen=True, kw_only=True):
+    """Where rank 0's loop is after `step`.
+
+    version: of the weights that engines got last, None before the first; synced: whether they hold the present ones.
+    nonfinite: how many steps in a row had NaN or Inf. accuracies: of the evaluations so far. Between two steps no
+    rollout is under way: all that were asked for have been trained on (rollout.max_staleness is 0).
+    """
+
+    step: Count
+    version: Count | None
+    synced: bool
+    prompts: PromptCursor
+    nonfinite: Count = 0
+    accuracies: tuple[float, ...] = ()
+
+
+class RunState(msgspec.Struct, frozen=True, kw_only=True):
+    """optimizer_steps: taken so far. settings: every key of the configuration."""
+
+    position: Position
+    optimizer_steps: Count
+    world_size: Count
+    settings: dict[str, Any]
+    format: int = _FORMAT
+
+    @property
+    def step(self) -> int:
+        return self.position.step
+
+
+def encode_state(state: RunState) -> bytes:
+    """As the file `state.json`."""
+    return msgspec.json.format(msgspec.json.encode(state), indent=1) + b"\n"
+
+
+def read_state(checkpoint: Path) -> RunState:
+    """The state in a checkpoint. Raises ValueError."""
+    try:
+        state = msgspec.json.decode((checkpoint / NAME).read_bytes(), type=RunState)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ValueError(f"{NAME} cannot be read ({error})") from error
+    if state.format != _FORMAT:
+        raise ValueError(f"{NAME} is of format {state.format}, and this version reads {_FORMAT}")
+    return state

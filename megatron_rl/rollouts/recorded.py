@@ -1,0 +1,84 @@
+"""Recorded batches in the place of engines: the same prompts, rollouts and verdicts, in the same order."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from megatron_rl.contracts.exit_codes import ExitCode, Failure
+from megatron_rl.contracts.group import Group
+from megatron_rl.contracts.prompt import Prompt
+from megatron_rl.records.run_state import PromptCursor
+from megatron_rl.rollouts.batch import RolloutBatch
+from megatron_rl.rollouts.recording import BATCH, RecordingUnreadable, read_batch_record, read_groups
+from megatron_rl.rollouts.store import RolloutStore
+
+
+class BadRecording(Failure):
+    """rollout.recorded names something that cannot be trained on."""
+
+    exit_code = ExitCode.BAD_DATA
+
+
+class RecordedRollouts:
+    """Prompts, rollouts and queue of a run with mode=train_only, on rank 0. node: where this process runs.
+
+    directory: of a run with mode=rollout_only, or its `recorded/`. Raises `BadRecording` when it has not `batches`
+    whole batches.
+    """
+
+    def __init__(self, directory: str | Path, *, node: int, batches: int) -> None:
+        given = Path(directory).expanduser().resolve()
+        self._root = given / "recorded" if (given / "recorded").is_dir() else given
+        self._batches = sorted(path.parent for path in self._root.glob(f"step-*/{BATCH}"))
+        if len(self._batches) < batches:
+            raise BadRecording(
+                f"rollout.recorded={str(directory)!r}: train.total_steps={batches}, and {len(self._batches)} whole "
+                f"batches (step-*/{BATCH}) lie in {self._root}. Train fewer steps, or record more: mode=rollout_only"
+            )
+        self._store = RolloutStore(node)
+        self._position = 0
+        self._digest = hashlib.sha256(b"".join((path / BATCH).read_bytes() for path in self._batches)).hexdigest()
+
+    @property
+    def cursor(self) -> PromptCursor:
+        return PromptCursor(epoch=0, position=self._position, digest=self._digest)
+
+    def seek(self, cursor: PromptCursor) -> None:
+        """Go on behind the batches that a run before trained on. Raises `BadRecording` where those were others."""
+        if cursor.digest != self._digest:
+            raise BadRecording(f"run.resume: the checkpoint's run trained on other batches than those in {self._root}")
+        self._position = cursor.position
+
+    def take(self, n: int) -> list[Prompt]:
+        """The recorded groups bring their prompts."""
+        return []
+
+    def draw(self, label: str, prompts: Sequence[Prompt]) -> RolloutBatch:
+        """The next batch, readable by the ranks of all nodes. Raises `BadRecording`."""
+        directory = self._batches[self._position]
+        try:
+            record, pairs = read_batch_record(directory), read_groups(directory)
+        except RecordingUnreadable as error:
+            raise BadRecording(f"rollout.recorded: {error}") from error
+        self._position += 1
+        groups = tuple(self._place(group, self._store.put(group.group_id, rollouts)) for group, rollouts in pairs)
+        return RolloutBatch(groups, record.generated_tokens, record.engines_left_out)
+
+    def release(self, group_ids: Sequence[str]) -> None:
+        self._store.release(group_ids)
+
+    def set_version(self, version: int) -> None:
+        """Nobody samples from the weights."""
+
+    def stop(self) -> None:
+        """Nothing runs."""
+
+    def _place(self, group: Group, locations: Sequence[object]) -> Group:
+        rollouts = zip(group.rollouts, locations, strict=True)
+        return msgspec.structs.replace(
+            group, rollouts=tuple(msgspec.structs.replace(ref, location=where) for ref, where in rollouts)
+        )

@@ -1,0 +1,146 @@
+"""Where a run begins: at its start checkpoint, or at the newest whole checkpoint of a run."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from megatron_rl.config.schema import Configuration
+from megatron_rl.contracts.exit_codes import ExitCode, Failure
+from megatron_rl.mcore.job import Job
+from megatron_rl.records.manifest import NAME as MANIFEST
+from megatron_rl.records.manifest import Damaged, Manifest, changed_files, read_manifest
+from megatron_rl.records.past_run import flat_settings
+from megatron_rl.records.reopened import reopen
+from megatron_rl.records.run_directory import RunDirectory, path_of, to_yaml
+from megatron_rl.records.run_state import RunState, read_state
+from megatron_rl.records.shelf import Shelf
+from megatron_rl.training.collectives import broadcast_bytes, gather_bytes
+
+if TYPE_CHECKING:
+    from megatron_rl.training.worker import Worker
+
+# What a checkpoint's numbers mean follows from these. Of the others a run that goes on takes the new values.
+_FIXED = ("model.path", "model.init", "seed", "mode", "data.", "rollout.prompts_per_step", "rollout.recorded")
+
+
+class NoWholeCheckpoint(Failure):
+    """There are checkpoints, and none of them can be gone on from."""
+
+    exit_code = ExitCode.BAD_DATA
+
+
+class OtherRun(Failure):
+    """The checkpoint is of a run whose settings do not fit those given."""
+
+    exit_code = ExitCode.REFUSED
+
+
+@dataclass(frozen=True)
+class Start:
+    """checkpoint, state: what the run goes on from, None for a new one. damaged: newer checkpoints, and why."""
+
+    checkpoint: Path | None = None
+    state: RunState | None = None
+    damaged: tuple[str, ...] = ()
+
+    def load(self, worker: Worker) -> str:
+        """Every rank's tensors and random numbers (a collective). Returns what does not go on as it was."""
+        if self.checkpoint is None or self.state is None:
+            return ""
+        from megatron_rl.mcore.checkpoint import load_random_state, load_tensors, random_state_file
+
+        steps, world_size = self.state.optimizer_steps, worker.layout.world_size
+        load_tensors(worker.policy.models, worker.optimizer, self.checkpoint, optimizer_steps=steps)
+        if world_size != self.state.world_size:
+            return f"{self.state.world_size} ranks saved it: random numbers (dropout) start anew on {world_size}"
+        load_random_state(random_state_file(self.checkpoint, worker.layout.rank))
+        return ""
+
+    def changed(self, c: Configuration) -> list[str]:
+        """Settings that are not those of the checkpoint, as `key: old -> new`. Raises `OtherRun`."""
+        if self.state is None:
+            return []
+        now = settings_of(c)
+        different = [key for key in now if now[key] != self.state.settings.get(key, now[key])]
+        told = {key: f"{key}: {self.state.settings[key]!r} -> {now[key]!r}" for key in different}
+        if fixed := [told[key] for key in different if key.startswith(_FIXED)]:
+            raise OtherRun(
+                f"run.resume={c.run.resume!r}: {self.checkpoint} is of a run with other settings ({'; '.join(fixed)}). "
+                "Give the old ones, or start another run"
+            )
+        return [told[key] for key in different if not key.startswith("run.")]
+
+
+def settings_of(c: Configuration) -> dict[str, Any]:
+    """Every key as a checkpoint keeps it."""
+    return flat_settings(to_yaml(c))
+
+
+def find_start(c: Configuration, job: Job) -> Start:
+    """The newest whole checkpoint that run.resume speaks of (a collective). Raises `NoWholeCheckpoint` on all ranks."""
+    if c.run.resume == "never":
+        return Start()
+    named = msgspec.msgpack.encode([str(path) for path in _candidates(c)]) if job.rank == 0 else None
+    candidates = msgspec.msgpack.decode(broadcast_bytes(named, job.control_group), type=list[str])
+    damaged: list[str] = []
+    for candidate in map(Path, candidates):
+        problems = _problems(candidate, job)
+        if not problems:
+            return Start(candidate, read_state(candidate), tuple(damaged))
+        damaged.append(f"{candidate}: {'; '.join(problems)}")
+    if damaged or c.run.resume != "auto":
+        raise NoWholeCheckpoint(
+            f"run.resume={c.run.resume!r}: no whole checkpoint is there ({' | '.join(damaged) or 'none at all'}). "
+            "Give another one, or start anew with run.resume=never"
+        )
+    return Start()
+
+
+def open_directory(c: Configuration, start: Start, *, ranks: int = 1) -> RunDirectory:
+    """The run's directory: a new one, or that of the run that goes on. Rank 0 only. Raises `RunDirectoryTaken`."""
+    now = datetime.datetime.now()
+    directory = RunDirectory(path_of(c.run, now))
+    if c.run.resume != "auto" or not directory.path.exists():
+        return RunDirectory.create(c, now, ranks=ranks)
+    reopen(c, start.state.step if start.state is not None else None)
+    shelf = Shelf(directory.checkpoints)
+    for newer in shelf.saved():
+        if start.checkpoint is not None and newer.name > start.checkpoint.name:
+            shelf.set_aside(newer)
+    return directory
+
+
+def _candidates(c: Configuration) -> Sequence[Path]:
+    if c.run.resume == "auto":
+        return Shelf(_directory(c).checkpoints).saved()
+    given = Path(c.run.resume).expanduser().resolve()
+    if (given / MANIFEST).exists() or not given.is_dir():
+        return [given]
+    return Shelf(given / "checkpoints").saved() or Shelf(given).saved() or [given]
+
+
+def _directory(c: Configuration) -> RunDirectory:
+    return RunDirectory(path_of(c.run, datetime.datetime.now()))
+
+
+def _problems(checkpoint: Path, job: Job) -> list[str]:
+    """What is wrong with a checkpoint; every rank reads its share of the files (a collective)."""
+    manifest: Manifest | None = None
+    problems: list[str] = []
+    try:
+        manifest = read_manifest(checkpoint)
+        read_state(checkpoint)
+    except (Damaged, ValueError) as error:
+        problems = [str(error)]
+    names: Mapping[str, object] = manifest.files if manifest is not None else {}
+    if manifest is not None and not problems:
+        problems = changed_files(checkpoint, manifest, list(names)[job.rank :: job.world_size])
+    everyones = gather_bytes(msgspec.msgpack.encode(problems), job.control_group)
+    found = [problem for data in everyones for problem in msgspec.msgpack.decode(data, type=list[str])]
+    return list(dict.fromkeys(found))
