@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from megatron_rl.contracts.group import Group, RolloutLocation, RolloutRef, Verdict
@@ -195,7 +196,7 @@ def read_groups(directory: Path) -> list[tuple[Group, list[Rollout]]]:
     record = read_batch_record(directory)
     try:
         found = {i: (group, held) for part in record.parts for i, group, held in _read_part(directory / part)}
-    except (OSError, KeyError, ValueError, msgspec.MsgspecError) as error:
+    except (OSError, KeyError, ValueError, msgspec.MsgspecError, SafetensorError) as error:
         raise RecordingUnreadable(f"{directory} is damaged: {error}") from error
     if sorted(found) != list(range(record.groups)):
         raise RecordingUnreadable(f"{directory} holds {len(found)} of {record.groups} groups")

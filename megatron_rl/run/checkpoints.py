@@ -21,6 +21,10 @@ from megatron_rl.training.collectives import broadcast_bytes, gather_bytes
 from megatron_rl.training.worker import Worker
 
 _MIB = 2**20
+_WRITER_WORDS = (
+    "PytorchStreamWriter",
+    "inline_container.cc",
+)  # torch's writer of zip files hides the cause
 
 
 @dataclass(frozen=True)
@@ -120,4 +124,6 @@ def _problem(error: BaseException) -> str:
         return known
     if isinstance(error, OSError):
         return str(error)
-    return f"{error}" if "PytorchStreamWriter" in str(error) else ""
+    if any(word in str(error) for word in _WRITER_WORDS):
+        return f"the disk is full, over quota or does not work: torch could not write all of a file ({error})"
+    return ""

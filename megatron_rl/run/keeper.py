@@ -73,7 +73,7 @@ class Keeper:
             f"checkpoint of step {state.step}: {outcome.nbytes / _MIB:,.1f} MiB in "
             f"{watch.seconds['time/checkpoint']:.1f} s"
         )
-        return watch.seconds | {"checkpoint/bytes": float(outcome.nbytes)}
+        return watch.seconds
 
     def leave_if_told(self) -> None:
         """Raises `StoppedAfterSave` once a run that was told to stop has saved."""

@@ -39,9 +39,10 @@ class StopRequest:
             if number == signal.SIGUSR1:  # a warning: harmless for a run that cannot save
                 self.asked = self.asked or (signal.Signals(number).name if self._accepts else None)
                 return True
-            if number != signal.SIGTERM or not self._accepts or self._deadline is not None:
+            if number != signal.SIGTERM or not self._accepts:
                 return False
-            self._deadline = self._clock() + self._seconds
+            if self._deadline is None:  # Slurm and torchrun both send it: the second one asks for nothing new
+                self._deadline = self._clock() + self._seconds
             self.asked = self.asked or signal.Signals(number).name
             return True
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 _TRACKER = "megatron/"
@@ -47,7 +48,7 @@ def load_random_state(file: Path) -> None:
         words, gauss = found["python"].tolist(), found["python_gauss"].tolist()
         if len(words) != _WORDS or len(found["numpy"]) != _NUMPY_WORDS:
             raise ValueError("a generator's state has another length")
-    except (OSError, KeyError, ValueError) as error:
+    except (OSError, KeyError, ValueError, SafetensorError) as error:
         raise ValueError(f"{file} is not the state of random numbers: {error}") from error
     random.setstate((3, tuple(words), gauss[0] if gauss else None))
     position, has_gauss = found["numpy_position"].tolist()

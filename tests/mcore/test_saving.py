@@ -1,0 +1,100 @@
+"""A checkpoint of one rank: whole or not there, whatever the disk does, and read without trusting it."""
+
+import os
+import pickle
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_rl.mcore.cpu import compat
+
+compat.install()
+
+from megatron_rl.config.schema import GrpoSettings, ParallelSettings
+from megatron_rl.contracts.commands import Checkpoint
+from megatron_rl.mcore.checkpoint import load_tensors
+from megatron_rl.mcore.optimizer import DistributedAdam
+from megatron_rl.records.manifest import changed_files, read_manifest
+from megatron_rl.records.shelf import Shelf
+from megatron_rl.run.checkpoints import Checkpoints
+from support.policies import ADAM, TWO_DIGIT_ADDITION, make_policy
+
+
+@pytest.fixture(scope="module")
+def worker(megatron: Any) -> Any:
+    """What saving needs of a worker, before its first optimizer step."""
+    _, policy = make_policy(TWO_DIGIT_ADDITION, ParallelSettings(), GrpoSettings())
+    return SimpleNamespace(
+        layout=megatron, policy=policy, optimizer=DistributedAdam(policy.models, ADAM, total_steps=9)
+    )
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system with room for one checkpoint and a half."""
+    if os.geteuid():
+        pytest.skip("mounting a small disk needs root")
+    mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("no file system may be mounted here")
+    yield tmp_path
+    subprocess.run(["umount", "--lazy", str(tmp_path)], check=False)
+
+
+def whole(checkpoint: Path) -> bool:
+    manifest = read_manifest(checkpoint)
+    return not changed_files(checkpoint, manifest, manifest.files) and "common.pt" in manifest.files
+
+
+def test_a_full_disk_is_named_and_leaves_the_checkpoint_before(worker: Any, disk: Path) -> None:
+    checkpoints = Checkpoints(worker, Shelf(disk / "checkpoints"), nbytes=0, keep=2)
+    assert checkpoints.save(Checkpoint(1, b"{}")).problem == ""
+    outcome = checkpoints.save(Checkpoint(2, b"{}"))
+    assert "disk is full" in outcome.problem
+    assert [path.name for path in (disk / "checkpoints").iterdir()] == ["iter_0000001"]
+    assert whole(disk / "checkpoints/iter_0000001")
+
+
+def test_room_is_asked_for_before_anything_is_written(worker: Any, tmp_path: Path) -> None:
+    shelf = Shelf(tmp_path / "checkpoints")
+    outcome = Checkpoints(worker, shelf, nbytes=2**60, keep=2).save(Checkpoint(1, b"{}"))
+    assert "MiB are free, and a checkpoint takes 1,099,511,627,776 MiB" in outcome.problem
+    assert list(shelf.folder.iterdir()) == []
+
+
+def test_mistakes_of_the_program_are_no_full_disks(
+    worker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise TypeError("no such thing")
+
+    monkeypatch.setattr("megatron_rl.run.checkpoints.save_tensors", broken)
+    with pytest.raises(TypeError):
+        Checkpoints(worker, Shelf(tmp_path / "checkpoints"), nbytes=0, keep=2).save(Checkpoint(1, b"{}"))
+
+
+def test_what_a_checkpoint_wants_to_run_is_not_run(worker: Any, tmp_path: Path) -> None:
+    checkpoints = Checkpoints(worker, Shelf(tmp_path / "checkpoints"), nbytes=0, keep=2)
+    assert checkpoints.save(Checkpoint(1, b"{}")).problem == ""
+    saved = tmp_path / "checkpoints/iter_0000001"
+    before = {name: weight.clone() for name, weight in worker.policy.models[0].named_parameters()}
+    with torch.no_grad():
+        for weight in worker.policy.models[0].parameters():
+            weight.zero_()
+    load_tensors(worker.policy.models, worker.optimizer, saved, optimizer_steps=0)
+    assert all(weight.equal(before[name]) for name, weight in worker.policy.models[0].named_parameters())
+
+    class Harm:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "harm"),)
+
+    for evil in (pickle.dumps(Harm()), b"ctorch.distributed.checkpoint.metadata\nos.mkdir\n(V/tmp\ntR."):
+        (saved / ".metadata").write_bytes(evil)
+        with pytest.raises(ValueError, match=r"\.metadata is not the metadata of tensors"):
+            load_tensors(worker.policy.models, worker.optimizer, saved, optimizer_steps=0)
+    assert not (tmp_path / "harm").exists()

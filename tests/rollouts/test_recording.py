@@ -1,0 +1,92 @@
+"""Recorded rollouts come back as they were, and can be read without this project."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from megatron_rl.models.qwen3_moe import read_shape
+from megatron_rl.rollouts.recorded import BadRecording, RecordedRollouts
+from megatron_rl.rollouts.recording import (
+    BatchRecord,
+    RecordingUnreadable,
+    batch_directory,
+    read_groups,
+    write_batch,
+    write_parts,
+)
+from megatron_rl.rollouts.store import read_rollout
+from support.batches import make_batch
+from support.judged_batches import judged_groups
+from support.policies import TWO_DIGIT_ADDITION
+from support.recordings import write_recording
+from support.rollouts import assert_equal
+
+SHAPE = read_shape(TWO_DIGIT_ADDITION)
+
+
+def test_groups_come_back_as_they_were_over_several_parts_and_nodes(tmp_path: Path) -> None:
+    _, made, _ = make_batch(SHAPE, 16)
+    rollouts = [dataclasses.replace(rollout, prompt_id=f"g{place // 4}") for place, rollout in enumerate(made)]
+    groups = judged_groups(rollouts)
+    held = [(i, group, rollouts[4 * i : 4 * i + 4]) for i, group in enumerate(groups)]
+    empty = msgspec.structs.replace(groups[0], group_id="empty", rollouts=(), rejected={"engine": 4})
+    parts = write_parts(tmp_path, 0, [held[0], held[2], (4, empty, [])], part_bytes=1000)
+    parts += write_parts(tmp_path, 1, [held[1], held[3]])
+    assert parts == ["node-0-00000", "node-0-00001", "node-0-00002", "node-1-00000"]
+    write_batch(tmp_path, BatchRecord(step=7, groups=5, generated_tokens=9, engines_left_out=0, parts=tuple(parts)))
+    found = read_groups(tmp_path)
+    assert [group for group, _ in found] == [*groups, empty]
+    for (_, got), (_, _, wanted) in zip(found, held, strict=False):
+        for a, b in zip(got, wanted, strict=True):
+            assert_equal(a, b)
+
+
+def test_a_reader_of_json_and_safetensors_finds_every_token(tmp_path: Path) -> None:
+    """What docs/rollouts.md shows."""
+    write_recording(tmp_path, SHAPE, steps=1)
+    directory = batch_directory(tmp_path, 1)
+    part = json.loads((directory / "batch.json").read_text())["parts"][0]
+    arrays = load_file(directory / f"{part}.safetensors")
+    lines = [json.loads(line) for line in (directory / f"{part}.jsonl").read_text().splitlines()]
+    rollout = lines[0]["rollouts"][1]
+    start, stop = rollout["tokens"]
+    assert sum(segment["tokens"] for segment in rollout["segments"]) == stop - start
+    first = rollout["segments"][0]
+    assert first["role"] == "prompt" and np.isnan(arrays["logprobs"][start : start + first["tokens"]]).all()
+    assert np.isfinite(arrays["logprobs"][stop - 1])
+    rows = slice(*rollout["routes"])
+    assert arrays["routes"][rows].shape == (stop - start - 1, len(SHAPE.moe_layers), SHAPE.topk)
+
+
+def test_a_damaged_recording_is_named(tmp_path: Path) -> None:
+    write_recording(tmp_path, SHAPE, steps=2)
+    lines = batch_directory(tmp_path, 1) / "node-0-00000.jsonl"
+    lines.write_bytes(b"".join(lines.read_bytes().splitlines(keepends=True)[:-1]))
+    with pytest.raises(RecordingUnreadable, match="holds 3 of 4 groups"):
+        read_groups(batch_directory(tmp_path, 1))
+    (batch_directory(tmp_path, 2) / "node-0-00000.safetensors").write_bytes(b"{}")
+    with pytest.raises(RecordingUnreadable, match="is damaged"):
+        read_groups(batch_directory(tmp_path, 2))
+
+
+def test_recorded_batches_are_drawn_in_order_and_gone_on_with(tmp_path: Path) -> None:
+    write_recording(tmp_path / "recorded", SHAPE, steps=3)
+    source = RecordedRollouts(tmp_path, node=0, batches=3)
+    first = source.draw("step-1", [])
+    assert first.generated_tokens == 500 and first.groups[0].group_id == "step-1-0"
+    ref = first.groups[1].rollouts[2]
+    assert read_rollout(ref).rollout_id == ref.rollout_id
+    again = RecordedRollouts(tmp_path, node=0, batches=3)
+    again.seek(source.cursor)
+    assert again.draw("step-2", []).groups[0].group_id == "step-2-0"
+    source.release(first.group_ids)
+    with pytest.raises(BadRecording, match=r"train\.total_steps=4, and 3 whole batches"):
+        RecordedRollouts(tmp_path, node=0, batches=4)
+    write_recording(tmp_path / "other", SHAPE, steps=2)
+    with pytest.raises(BadRecording, match="other batches"):
+        RecordedRollouts(tmp_path / "other", node=0, batches=2).seek(source.cursor)
