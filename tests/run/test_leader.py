@@ -1,134 +1,13 @@
 """The order of a run's verbs: when it evaluates, syncs and stops. Stand-ins say when they are called."""
 
 import io
-from collections.abc import Sequence
-from typing import Any, TextIO
+from typing import Any
 
 import pytest
 
-from megatron_rl.config.schema import (
-    EvalSettings,
-    GrpoSettings,
-    ParallelSettings,
-    RolloutSettings,
-    RunSettings,
-    SyncSettings,
-    TrainSettings,
-)
-from megatron_rl.contracts.commands import Command, Save, Sync, Train
-from megatron_rl.contracts.group import Group
-from megatron_rl.contracts.prompt import Prompt
-from megatron_rl.credit.assign import Credit
-from megatron_rl.planning.step_plan import Planner
-from megatron_rl.records.metric_sums import MetricSums
-from megatron_rl.records.progress import Progress
-from megatron_rl.records.records import Records
-from megatron_rl.records.run_directory import RunDirectory
-from megatron_rl.rollouts.batch import RolloutBatch
-from megatron_rl.rollouts.evaluation import Accuracy
-from megatron_rl.run.leader import Leader, NonFiniteRun, Stages
-from megatron_rl.training.worker import TrainOutcome
+from megatron_rl.run.leader import NonFiniteRun
 from support.groups import group
-
-
-class Stage:
-    """All stages in one: notes each call in `said`."""
-
-    def __init__(
-        self,
-        *,
-        finite: Sequence[bool] = (),
-        accuracies: Sequence[float] = (),
-        groups: Sequence[Group] = (),
-        lost: int = 0,
-    ) -> None:
-        self._lost = lost
-        self.said: list[str] = []
-        self.logged: dict[int, dict[str, float]] = {}
-        self.released: list[str] = []
-        self.version = -1
-        self.audit_obstacle = ""
-        self._finite, self._accuracies = iter(finite), iter(accuracies)
-        self._groups = tuple(groups) or (group(1.0, 0.0, name="g"),)
-
-    def take(self, count: int) -> list[Prompt]:
-        return [Prompt(id=str(i), token_ids=(1,), answer="1", task="t") for i in range(count)]
-
-    def draw(self, label: str, prompts: Sequence[Prompt]) -> RolloutBatch:
-        self.said.append(f"draw {label}")
-        return RolloutBatch(self._groups, 8)
-
-    def measure(self, label: str) -> Accuracy:
-        self.said.append(f"evaluate {label} at version {self.version}")
-        accuracy = next(self._accuracies, 0.5)
-        return Accuracy(
-            accuracy=accuracy, half_width=0.1, parseable=0.5, finished=1.0, rejected=self._lost, questions=2, samples=8
-        )
-
-    def next_command(self) -> Sync:
-        return Sync(version=self.version + 1)
-
-    def run(self, command: Command) -> Any:
-        match command:
-            case Sync(version):
-                self.said.append(f"sync {version}")
-                return {"sync/version": float(version)}
-            case Train(plan):
-                self.said.append(f"train {plan.step}")
-                finite = next(self._finite, True)
-                return TrainOutcome(finite, len(plan.optimizer_steps) if finite else 0, MetricSums(), {})
-            case Save(path):
-                self.said.append(f"save {path.rsplit('/', 1)[1]}")
-        return None
-
-    def set_version(self, version: int) -> None:
-        self.version = version
-
-    def release(self, group_ids: list[str]) -> None:
-        self.released += group_ids
-
-    def finish(self) -> None:
-        self.said.append("finish")
-
-    def stop(self) -> None:
-        self.said.append("stop")
-
-    def write(self, step: int, values: dict[str, float]) -> None:
-        self.logged[step] = dict(values)
-
-
-def lead(
-    stage: Stage,
-    tmp_path: Any,
-    *,
-    steps: int = 2,
-    evals: dict[str, Any] | None = None,
-    when: str = "step",
-    stream: TextIO | None = None,
-    **train: Any,
-) -> Stage:
-    settings = TrainSettings(total_steps=steps, optimizer_steps_per_batch=1, **train)
-    stages = Stages(
-        prompts=stage,  # type: ignore[arg-type]
-        rollouts=stage,  # type: ignore[arg-type]
-        credit=Credit(GrpoSettings(), seed=0),
-        planner=Planner(settings, ParallelSettings(), dp_size=1, seed=0),
-        evaluation=stage,  # type: ignore[arg-type]
-    )
-    records = Records(RunDirectory(tmp_path), stage, Progress(steps, enabled=stream is not None, stream=stream))  # type: ignore[arg-type]
-    Leader(
-        settings,
-        RolloutSettings(max_new_tokens=4, prompts_per_step=1),
-        EvalSettings(**({"every": 0} | (evals or {}))),
-        SyncSettings(when=when),  # type: ignore[arg-type]
-        RunSettings(),
-        stages,
-        stage,  # type: ignore[arg-type]
-        stage,  # type: ignore[arg-type]
-        stage,  # type: ignore[arg-type]
-        records,
-    ).lead()
-    return stage
+from support.leaders import Stage, lead
 
 
 def test_a_run_in_order(tmp_path: Any) -> None:

@@ -1,0 +1,75 @@
+"""A run that is killed and goes on ends bit for bit where one ends that was never killed."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from megatron_rl.models.qwen3_moe import read_shape
+from megatron_rl.records.manifest import read_manifest
+from support.jobs import family, start_job, survivors, wait_for_step
+from support.policies import TWO_DIGIT_ADDITION
+from support.recordings import write_recording
+
+STEPS = 10
+LAYOUTS = {"ep2": ("parallel=ep2",)}
+
+pytestmark = [pytest.mark.distributed, pytest.mark.chaos, pytest.mark.timeout(600)]
+
+
+def train_only(root: Path, recording: Path, *overrides: str) -> subprocess.Popen[str]:
+    return start_job(
+        root, "mode=train_only", f"rollout.recorded={recording}", f"train.total_steps={STEPS}",
+        "train.max_route_disagreement=1", "run.save_weights=true", "run.checkpoint_every=2", "logger.progress=true",
+        *overrides, ranks=2,
+    )  # fmt: skip
+
+
+def end_of(job: subprocess.Popen[str]) -> str:
+    output, _ = job.communicate(timeout=300)
+    assert job.returncode == 0, output[-4000:]
+    return output
+
+
+def kill(job: subprocess.Popen[str]) -> None:
+    """All processes at once, as a node that loses its power."""
+    processes = family(job)
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+    job.communicate(timeout=60)
+    assert survivors(processes, 10) == []
+
+
+def metrics_of(root: Path) -> list[dict[str, Any]]:
+    """Every record but what clocks say."""
+    records = [json.loads(line) for line in (root / "job/metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in record.items() if not k.startswith("time/")} for record in records]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_killed_and_resumed_equals_never_killed(tmp_path: Path, layout: str) -> None:
+    write_recording(tmp_path / "rollouts/recorded", read_shape(TWO_DIGIT_ADDITION), steps=STEPS)
+    never, killed = tmp_path / "never", tmp_path / "killed"
+    end_of(train_only(never, tmp_path / "rollouts", *LAYOUTS[layout]))
+    job = train_only(killed, tmp_path / "rollouts", *LAYOUTS[layout])
+    wait_for_step(killed / "job", 3, job)
+    kill(job)
+    saved = sorted(path.name for path in (killed / "job/checkpoints").glob("iter_???????"))
+    assert saved and saved[-1] < f"iter_{STEPS:07d}", "it was killed before its end"
+    output = end_of(train_only(killed, tmp_path / "rollouts", *LAYOUTS[layout], "run.resume=auto"))
+    assert f"going on after step {int(saved[-1][5:])}" in output
+    assert [record["step"] for record in metrics_of(killed)] == list(range(STEPS + 1))
+    assert metrics_of(killed) == metrics_of(never)
+    weights = load_file(never / f"job/checkpoints/step-{STEPS}/model.safetensors")
+    resumed = load_file(killed / f"job/checkpoints/step-{STEPS}/model.safetensors")
+    assert [name for name, weight in weights.items() if not weight.equal(resumed[name])] == []
+    manifests = [read_manifest(root / f"job/checkpoints/iter_{STEPS:07d}").files for root in (never, killed)]
+    states = [{n: r for n, r in files.items() if n.endswith((".distcp", ".safetensors"))} for files in manifests]
+    assert len(states[0]) >= 4 and states[0] == states[1], "the optimizer's state and random numbers too"

@@ -1,0 +1,128 @@
+"""When a run saves, what it says of a save that fails, and how it ends when it is told to stop."""
+
+import io
+import signal
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from megatron_rl.config.schema import RunSettings
+from megatron_rl.contracts.commands import Checkpoint, Command
+from megatron_rl.contracts.exit_codes import ExitCode
+from megatron_rl.records.progress import Progress
+from megatron_rl.records.run_state import PromptCursor, RunState
+from megatron_rl.run.checkpoints import SavedCheckpoint
+from megatron_rl.run.keeper import CheckpointNotSaved, Keeper, StoppedAfterSave
+from megatron_rl.run.stop import StepGivenUp, StopRequest
+from support.checkpoints import make_state
+from support.leaders import Stage, lead
+
+
+class Ranks:
+    """Remembers what was saved; `problems`: what becomes of each save in turn."""
+
+    def __init__(self, *problems: str) -> None:
+        self.saved: list[RunState] = []
+        self._problems = iter(problems)
+
+    def run(self, command: Command) -> SavedCheckpoint:
+        assert isinstance(command, Checkpoint)
+        self.saved.append(msgspec.json.decode(command.state, type=RunState))
+        return SavedCheckpoint(next(self._problems, ""), 2**20)
+
+
+def keeper(ranks: Ranks, stop: StopRequest, *, stream: Any = None, **run: Any) -> Keeper:
+    return Keeper(
+        settings=RunSettings(**({"checkpoint_every": 2} | run)),
+        facts={"seed": 0},
+        world_size=1,
+        optimizer_steps=lambda: 7,
+        dispatcher=ranks,  # type: ignore[arg-type]
+        progress=Progress(9, enabled=stream is not None, stream=stream),
+        stop=stop,
+    )
+
+
+def stop_request(*, clock: Any = None) -> StopRequest:
+    stop = StopRequest(10.0, clock=clock) if clock else StopRequest(10.0)
+    stop.accept()
+    return stop
+
+
+def test_checkpoints_come_every_few_steps_and_at_the_end(tmp_path: Path) -> None:
+    ranks = Ranks()
+    stage = lead(Stage(), tmp_path, steps=5, keeper=keeper(ranks, stop_request()))
+    assert [state.step for state in ranks.saved] == [2, 4, 5]
+    assert [state.position.version for state in ranks.saved] == [2, 4, 5] and ranks.saved[0].optimizer_steps == 7
+    assert [state.position.prompts.position for state in ranks.saved] == [2, 4, 5], "prompts that were taken"
+    assert "time/checkpoint" in stage.logged[3] and "time/checkpoint" not in stage.logged[2]
+    assert stage.said[-1] == "stop"
+
+
+def test_a_run_that_is_told_to_stop_ends_its_step_saves_and_asks_to_be_started_again(tmp_path: Path) -> None:
+    ranks, stop = Ranks(), stop_request()
+    stage = Stage(on_train=lambda step: stop.take(signal.SIGUSR1) if step == 3 else None)
+    with pytest.raises(StoppedAfterSave, match=r"SIGUSR1.*after step 3; start it again with run\.resume=auto") as told:
+        lead(stage, tmp_path, steps=9, keeper=keeper(ranks, stop))
+    assert told.value.exit_code is ExitCode.REQUEUE == 75
+    assert [state.step for state in ranks.saved] == [2, 3]
+    assert "train 4" not in stage.said
+
+
+def test_a_step_that_has_trained_nothing_is_given_up_when_time_runs_out(tmp_path: Path) -> None:
+    now = [0.0]
+    ranks, stop = Ranks(), stop_request(clock=lambda: now[0])
+
+    def on_draw(step: int) -> None:
+        if step == 4:
+            stop.take(signal.SIGTERM)
+            stop.check_time()  # half of the limit is left
+            now[0] = 5.5
+            stop.check_time()
+
+    with pytest.raises(StoppedAfterSave):
+        lead(Stage(on_draw=on_draw), tmp_path, steps=9, keeper=keeper(ranks, stop))
+    assert [state.step for state in ranks.saved] == [2, 3]
+    assert ranks.saved[-1].position.prompts.position == 3, "the prompts of step 4 are drawn again"
+
+
+def test_a_step_that_trains_is_never_given_up() -> None:
+    now = [0.0]
+    stop = stop_request(clock=lambda: now[0])
+    stop.take(signal.SIGTERM)
+    now[0] = 9.0
+    stop.check_time()
+    stop.nothing_trained = True
+    with pytest.raises(StepGivenUp):
+        stop.check_time()
+    assert not stop.expired
+    now[0] = 10.5
+    assert stop.expired
+
+
+def test_a_save_that_fails_ends_the_run_or_is_told(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotSaved, match=r"step 4 cannot be saved: disk full; that of step 2 is still whole"):
+        lead(Stage(), tmp_path, steps=5, keeper=keeper(Ranks("", "disk full"), stop_request()))
+    said, ranks = io.StringIO(), Ranks("disk full")
+    stage = lead(Stage(), tmp_path, steps=5, keeper=keeper(ranks, stop_request(), stream=said, on_failed_save="go_on"))
+    assert "warning: the checkpoint of step 2 cannot be saved: disk full; there is none before it" in said.getvalue()
+    assert stage.logged[3]["checkpoint/failed"] == 1.0 and [state.step for state in ranks.saved] == [2, 4, 5]
+
+
+def test_signals_are_requests_once_there_is_something_to_save() -> None:
+    stop = StopRequest(10.0)
+    assert not stop.take(signal.SIGTERM) and stop.take(signal.SIGUSR1) and stop.asked is None
+    stop.accept()
+    assert stop.take(signal.SIGTERM) and stop.take(signal.SIGTERM), "Slurm and torchrun both send it"
+    assert stop.asked == "SIGTERM" and not stop.take(signal.SIGINT)
+
+
+def test_a_run_goes_on_behind_its_checkpoint(tmp_path: Path) -> None:
+    cursor = PromptCursor(epoch=0, position=3, digest="d")
+    position = make_state(3, version=3, prompts=cursor, accuracies=(0.4,), nonfinite=1).position
+    stage = lead(Stage(finite=[False]), tmp_path, steps=5, position=position, max_nonfinite_steps=3)
+    assert stage.said[:3] == ["sync 3", "draw step-4", "train 4"], "the engines get the checkpoint's weights first"
+    assert sorted(stage.logged) == [4, 5] and stage.cursor.position == 5
+    assert stage.version == 5

@@ -1,0 +1,27 @@
+"""Checkpoints with a real state and small files in the place of tensors."""
+
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.records.manifest import Manifest, files_of, record_of, write_manifest, write_synced
+from megatron_rl.records.run_state import NAME, Position, PromptCursor, RunState, encode_state
+from megatron_rl.records.shelf import Shelf
+
+
+def make_state(step: int, settings: dict[str, Any] | None = None, **position: Any) -> RunState:
+    cursor = PromptCursor(epoch=0, position=16 * step, digest="d")
+    return RunState(
+        position=Position(**({"step": step, "version": step, "synced": True, "prompts": cursor} | position)),
+        optimizer_steps=2 * step,
+        world_size=1,
+        settings=settings or {},
+    )
+
+
+def save_checkpoint(shelf: Shelf, step: int, settings: dict[str, Any] | None = None) -> Path:
+    staged = shelf.stage(step)
+    write_synced(staged / "tensors", b"tensors of step %d" % step)
+    write_synced(staged / NAME, encode_state(make_state(step, settings)))
+    files = {name: record_of(staged / name) for name in files_of(staged)}
+    write_manifest(staged, Manifest(step=step, world_size=1, files=files))
+    return shelf.commit(step)

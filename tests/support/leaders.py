@@ -1,0 +1,152 @@
+"""A leader over stand-ins for all of its stages, which say when they are called."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TextIO
+
+import msgspec
+
+from megatron_rl.config.schema import (
+    EvalSettings,
+    GrpoSettings,
+    ParallelSettings,
+    RolloutSettings,
+    RunSettings,
+    SyncSettings,
+    TrainSettings,
+)
+from megatron_rl.contracts.commands import Command, Save, Sync, Train
+from megatron_rl.contracts.group import Group
+from megatron_rl.contracts.prompt import Prompt
+from megatron_rl.credit.assign import Credit
+from megatron_rl.planning.step_plan import Planner
+from megatron_rl.records.metric_sums import MetricSums
+from megatron_rl.records.progress import Progress
+from megatron_rl.records.records import Records
+from megatron_rl.records.run_directory import RunDirectory
+from megatron_rl.records.run_state import Position, PromptCursor
+from megatron_rl.rollouts.batch import RolloutBatch
+from megatron_rl.rollouts.evaluation import Accuracy
+from megatron_rl.run.keeper import Keeper
+from megatron_rl.run.leader import Leader, Stages
+from megatron_rl.training.worker import TrainOutcome
+from support.groups import group
+
+
+class Stage:
+    """All stages in one: notes each call in `said`."""
+
+    def __init__(
+        self,
+        *,
+        finite: Sequence[bool] = (),
+        accuracies: Sequence[float] = (),
+        groups: Sequence[Group] = (),
+        lost: int = 0,
+        on_draw: Callable[[int], object] = lambda step: None,
+        on_train: Callable[[int], object] = lambda step: None,
+    ) -> None:
+        self.cursor = PromptCursor(epoch=0, position=0, digest="d")
+        self._lost = lost
+        self._on_draw, self._on_train = on_draw, on_train
+        self.said: list[str] = []
+        self.logged: dict[int, dict[str, float]] = {}
+        self.released: list[str] = []
+        self.version = -1
+        self.audit_obstacle = ""
+        self._finite, self._accuracies = iter(finite), iter(accuracies)
+        self._groups = tuple(groups) or (group(1.0, 0.0, name="g"),)
+
+    def seek(self, cursor: PromptCursor) -> None:
+        self.cursor = cursor
+
+    def go_on(self, version: int | None, *, synced: bool) -> None:
+        assert version is not None and synced
+        self.version = version - 1
+
+    def take(self, count: int) -> list[Prompt]:
+        self.cursor = msgspec.structs.replace(self.cursor, position=self.cursor.position + count)
+        return [Prompt(id=str(i), token_ids=(1,), answer="1", task="t") for i in range(count)]
+
+    def draw(self, label: str, prompts: Sequence[Prompt]) -> RolloutBatch:
+        self.said.append(f"draw {label}")
+        self._on_draw(int(label.rpartition("-")[2]))
+        return RolloutBatch(self._groups, 8)
+
+    def measure(self, label: str) -> Accuracy:
+        self.said.append(f"evaluate {label} at version {self.version}")
+        accuracy = next(self._accuracies, 0.5)
+        return Accuracy(
+            accuracy=accuracy, half_width=0.1, parseable=0.5, finished=1.0, rejected=self._lost, questions=2, samples=8
+        )
+
+    def next_command(self) -> Sync:
+        return Sync(version=self.version + 1)
+
+    def run(self, command: Command) -> Any:
+        match command:
+            case Sync(version):
+                self.said.append(f"sync {version}")
+                return {"sync/version": float(version)}
+            case Train(plan):
+                self.said.append(f"train {plan.step}")
+                self._on_train(plan.step)
+                finite = next(self._finite, True)
+                return TrainOutcome(finite, len(plan.optimizer_steps) if finite else 0, MetricSums(), {})
+            case Save(path):
+                self.said.append(f"save {path.rsplit('/', 1)[1]}")
+        return None
+
+    def set_version(self, version: int) -> None:
+        self.version = version
+
+    def release(self, group_ids: list[str]) -> None:
+        self.released += group_ids
+
+    def finish(self) -> None:
+        self.said.append("finish")
+
+    def stop(self) -> None:
+        self.said.append("stop")
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        self.logged[step] = dict(values)
+
+
+def lead(
+    stage: Stage,
+    tmp_path: Any,
+    *,
+    steps: int = 2,
+    evals: dict[str, Any] | None = None,
+    when: str = "step",
+    stream: TextIO | None = None,
+    keeper: Keeper | None = None,
+    position: Position | None = None,
+    **train: Any,
+) -> Stage:
+    settings = TrainSettings(total_steps=steps, optimizer_steps_per_batch=1, **train)
+    stages = Stages(
+        prompts=stage,  # type: ignore[arg-type]
+        rollouts=stage,  # type: ignore[arg-type]
+        credit=Credit(GrpoSettings(), seed=0),
+        planner=Planner(settings, ParallelSettings(), dp_size=1, seed=0),
+        evaluation=stage,  # type: ignore[arg-type]
+    )
+    records = Records(RunDirectory(tmp_path), stage, Progress(steps, enabled=stream is not None, stream=stream))  # type: ignore[arg-type]
+    leader = Leader(
+        settings,
+        RolloutSettings(max_new_tokens=4, prompts_per_step=1),
+        EvalSettings(**({"every": 0} | (evals or {}))),
+        SyncSettings(when=when),  # type: ignore[arg-type]
+        RunSettings(),
+        stages,
+        stage,  # type: ignore[arg-type]
+        stage,  # type: ignore[arg-type]
+        stage,  # type: ignore[arg-type]
+        records,
+        keeper,
+    )
+    if position is not None:
+        leader.go_on(position)
+    leader.lead()
+    return stage
