@@ -14,12 +14,12 @@ from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.records.exit_record import read_exit_record, reserve_exit_record
 from megatron_rl.records.manifest import write_synced
-from megatron_rl.records.run_directory import RunDirectory, RunDirectoryTaken, path_of, to_yaml
+from megatron_rl.records.run_directory import STOP_FILE, RunDirectory, RunDirectoryTaken, path_of, to_yaml
 from megatron_rl.records.run_lock import run_is_alive
 
 _PATIENCE_SECONDS = 30.0
 _ASIDE = "resumed"  # one folder in it for each time a run went on
-_MOVED = ("exit.json", "left_out.txt")
+_MOVED = ("exit.json", "left_out.txt", STOP_FILE)
 
 
 class _Step(msgspec.Struct):

@@ -20,6 +20,7 @@ from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.records.exit_record import read_exit_record, reserve_exit_record
 from megatron_rl.records.run_lock import run_is_alive
 
+STOP_FILE = "stop"  # whoever makes it asks the run to save and end
 PACKAGES = ("torch", "megatron-core", "sglang", "triton", "transformers", "hydra-core", "numpy")
 
 

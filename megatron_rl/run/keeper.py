@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.schema import RunSettings
@@ -34,7 +35,10 @@ class StoppedAfterSave(Failure):
 
 @dataclass
 class Keeper:
-    """Rank 0's. facts: every key of the run; optimizer_steps: counts them; saved: the step of the newest checkpoint."""
+    """Rank 0's. facts: every key of the run; optimizer_steps: counts them; saved: the step of the newest checkpoint.
+
+    request: a file whose existence asks the run to stop, as SIGUSR1 does.
+    """
 
     settings: RunSettings
     facts: dict[str, Any]
@@ -43,11 +47,12 @@ class Keeper:
     dispatcher: Dispatcher
     progress: Progress
     stop: StopRequest
+    request: Path
     saved: int | None = None
 
     @property
     def told_to_stop(self) -> bool:
-        return self.settings.checkpoint_every > 0 and self.stop.asked is not None
+        return self.settings.checkpoint_every > 0 and bool(self._asked)
 
     def due(self, step: int, *, last: bool) -> bool:
         """Whether to save after a step."""
@@ -79,7 +84,7 @@ class Keeper:
         """Raises `StoppedAfterSave` once a run that was told to stop has saved."""
         if self.told_to_stop and self.saved is not None:
             raise StoppedAfterSave(
-                f"the run was told to stop ({self.stop.asked}) and has saved a checkpoint after step {self.saved}; "
+                f"the run was told to stop ({self._asked}) and has saved a checkpoint after step {self.saved}; "
                 "start it again with run.resume=auto"
             )
 
@@ -91,6 +96,11 @@ class Keeper:
             yield
         finally:
             self.stop.nothing_trained = False
+
+    @property
+    def _asked(self) -> str:
+        """How the run was told to stop; empty where nobody did."""
+        return self.stop.asked or (f"the file {self.request.name}" if self.request.exists() else "")
 
     def _explain(self, step: int, problem: str) -> None:
         before = "there is none before it" if self.saved is None else f"that of step {self.saved} is still whole"

@@ -20,7 +20,7 @@ from megatron_rl.prompts.source import PromptSource
 from megatron_rl.records.metrics_log import MetricsLog
 from megatron_rl.records.progress import Progress
 from megatron_rl.records.records import Records
-from megatron_rl.records.run_directory import RunDirectory
+from megatron_rl.records.run_directory import STOP_FILE, RunDirectory
 from megatron_rl.records.shelf import Shelf
 from megatron_rl.run.build import build_leader, build_table, build_worker
 from megatron_rl.run.checkpoints import Checkpoints
@@ -101,6 +101,7 @@ class Trainer:
             dispatcher=leader.dispatcher,
             progress=self._progress,
             stop=self._stop,
+            request=self._directory.path / STOP_FILE,
             saved=saved,
         )
         if start.state is not None:

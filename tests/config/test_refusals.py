@@ -166,6 +166,11 @@ COMBINATIONS = [
     ("model.embedding_std=0.1", "model.embedding_std", "0.1", "start at random", "model.init=random"),
     ("model.hidden_dropout=0.1", "model.hidden_dropout", "0.1", "another policy", "environment=worked"),
     ("engine.extra_args=['']", "engine.extra_args", "['']", "an empty argument", "Remove it"),
+    ("mode=train_only", "rollout.recorded", "null", "mode=rollout_only recorded", "rollout.recorded=runs/NAME"),
+    ("rollout.recorded=x", "rollout.recorded", "x", "mode=train draws", "mode=train_only"),
+    ("mode=eval_only", "mode", "eval_only", "train, rollout_only, train_only", "one of these"),
+    ("run.resume=auto", "run.name", "null", "never found again", "run.resume=runs/NAME"),
+    ("run.resume=nowhere", "run.resume", "nowhere", "no directory", "Give auto, never"),
 ]
 
 
@@ -182,6 +187,29 @@ def test_refusal_names_key_value_rule_and_remedy(
 ) -> None:
     lines = [str(refusal) for refusal in refusals(checkpoint, *OF_SEVERAL.get(override, [override]))]
     assert any(line.startswith(f"{key}={value}: ") and rule in line and remedy in line for line in lines), lines
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "rule"),
+    [
+        (("run.resume=auto", "run.name=a", "run.on_existing=overwrite_failed"), "run.on_existing", "It would remove"),
+        (("mode=train_only", "rollout.recorded=nowhere"), "rollout.recorded", "no such directory"),
+        (("mode=train_only", "eval.stop_at=0.5"), "eval.stop_at", "no engine to evaluate with"),
+        (("mode=rollout_only", "run.checkpoint_every=2"), "run.checkpoint_every", "trains nothing"),
+        (("mode=rollout_only", "run.resume=auto", "run.name=a"), "run.resume", "from the start checkpoint"),
+    ],
+)
+def test_what_contradicts_itself_is_refused_by_name(
+    checkpoint: Path, overrides: tuple[str, ...], key: str, rule: str
+) -> None:
+    assert any(r.key == key and rule in str(r) for r in refusals(checkpoint, *overrides))
+
+
+def test_a_run_does_not_begin_from_itself(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    given = (f"run.root={tmp_path}", "run.name=a", f"run.resume={tmp_path}/a", "run.on_existing=overwrite_failed")
+    assert [r.key for r in refusals(checkpoint, *given)] == ["run.resume"]
+    assert accept(checkpoint, *given[:2], "run.resume=auto").run.resume == "auto"
 
 
 def test_jsonl_files(checkpoint: Path, tmp_path: Path) -> None:

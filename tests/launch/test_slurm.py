@@ -11,8 +11,11 @@ SCRIPT = ROOT / "launch/slurm/train_rl.sbatch"
 TORCHRUN = "/opt/venv/bin/torchrun"
 
 
-def start(directory: Path, *overrides: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    for name, body in (("scontrol", 'echo node-7; echo node-8; echo "$@" >&2'), ("srun", 'printf "%s\\n" "$@"')):
+SRUN = 'printf "%s\\n" "$@"'
+
+
+def start(directory: Path, *overrides: str, srun: str = SRUN, **environment: str) -> subprocess.CompletedProcess[str]:
+    for name, body in (("scontrol", 'echo node-7; echo node-8; echo "$@" >&2'), ("srun", srun)):
         command = directory / name
         command.write_text(f"#!/bin/sh\n{body}\n")
         command.chmod(0o755)
@@ -21,7 +24,7 @@ def start(directory: Path, *overrides: str, **environment: str) -> subprocess.Co
     return subprocess.run(command_line, env={"PATH": path, **environment}, capture_output=True, text=True, check=False)
 
 
-def submit(directory: Path, *overrides: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def submit(directory: Path, *overrides: str, srun: str = SRUN, **environment: str) -> subprocess.CompletedProcess[str]:
     slurm = {
         "SLURM_SUBMIT_DIR": str(ROOT),
         "SLURM_JOB_NODELIST": "node-[7-8]",
@@ -29,7 +32,7 @@ def submit(directory: Path, *overrides: str, **environment: str) -> subprocess.C
         "SLURM_JOB_ID": "123456",
         "TORCHRUN": TORCHRUN,
     }
-    return start(directory, *overrides, **(slurm | environment))
+    return start(directory, *overrides, srun=srun, **(slurm | environment))
 
 
 def words_of(directory: Path, *overrides: str, **environment: str) -> list[str]:
@@ -48,6 +51,26 @@ def test_every_node_meets_at_the_first_one(tmp_path: Path) -> None:
 def test_ranks_and_environment_can_be_chosen(tmp_path: Path) -> None:
     words = words_of(tmp_path, NPROC="6", TORCHRUN="/only/in/the/container")
     assert words[1] == "/only/in/the/container" and "--nproc-per-node=6" in words
+
+
+@pytest.mark.parametrize(("code", "requeued"), [(75, True), (0, False), (143, False)])
+def test_a_job_that_saved_before_its_limit_is_queued_again(tmp_path: Path, code: int, requeued: bool) -> None:
+    """The warning comes while the run goes on; what the run leaves decides."""
+    run = tmp_path / "runs/long"
+    run.mkdir(parents=True)
+    srun = f"""kill -USR1 $PPID
+        for _ in $(seq 200); do [ -e {run}/stop ] && break; sleep 0.05; done
+        echo '{{"code":{code},"reason":"r"}}' > {run}/exit.json; exit {int(code != 0)}"""
+    overrides = (f"run.root={tmp_path}/runs", "run.name=long", "run.resume=auto", "run.checkpoint_every=5")
+    done = submit(tmp_path, *overrides, srun=srun)
+    assert (run / "stop").exists() and ("requeue 123456" in done.stderr) == requeued
+    assert done.returncode == (0 if requeued else int(code != 0))
+
+
+def test_a_run_that_cannot_go_on_is_not_asked_to_stop(tmp_path: Path) -> None:
+    (tmp_path / "runs/short").mkdir(parents=True)
+    done = submit(tmp_path, f"run.root={tmp_path}/runs", "run.name=short", srun="kill -USR1 $PPID; sleep 0.3; exit 3")
+    assert done.returncode == 3 and list((tmp_path / "runs/short").iterdir()) == []
 
 
 @pytest.mark.parametrize(

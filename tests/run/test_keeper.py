@@ -33,7 +33,9 @@ class Ranks:
         return SavedCheckpoint(next(self._problems, ""), 2**20)
 
 
-def keeper(ranks: Ranks, stop: StopRequest, *, stream: Any = None, **run: Any) -> Keeper:
+def keeper(
+    ranks: Ranks, stop: StopRequest, *, stream: Any = None, request: Path = Path("/nowhere"), **run: Any
+) -> Keeper:
     return Keeper(
         settings=RunSettings(**({"checkpoint_every": 2} | run)),
         facts={"seed": 0},
@@ -42,6 +44,7 @@ def keeper(ranks: Ranks, stop: StopRequest, *, stream: Any = None, **run: Any) -
         dispatcher=ranks,  # type: ignore[arg-type]
         progress=Progress(9, enabled=stream is not None, stream=stream),
         stop=stop,
+        request=request,
     )
 
 
@@ -86,6 +89,14 @@ def test_a_step_that_has_trained_nothing_is_given_up_when_time_runs_out(tmp_path
         lead(Stage(on_draw=on_draw), tmp_path, steps=9, keeper=keeper(ranks, stop))
     assert [state.step for state in ranks.saved] == [2, 3]
     assert ranks.saved[-1].position.prompts.position == 3, "the prompts of step 4 are drawn again"
+
+
+def test_a_file_asks_as_a_signal_does(tmp_path: Path) -> None:
+    ranks, request = Ranks(), tmp_path / "stop"
+    stage = Stage(on_train=lambda step: request.touch() if step == 1 else None)
+    with pytest.raises(StoppedAfterSave, match=r"the file stop.*after step 1"):
+        lead(stage, tmp_path, steps=9, keeper=keeper(ranks, StopRequest(10.0), request=request))
+    assert [state.step for state in ranks.saved] == [1]
 
 
 def test_a_step_that_trains_is_never_given_up() -> None:
