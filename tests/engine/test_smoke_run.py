@@ -1,13 +1,24 @@
-"""The smoke experiment, start to end, as a user runs it."""
+"""The smoke experiment, start to end, as a user runs it; and then from its checkpoint, and in two halves."""
 
 import json
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import msgspec
+import psutil
 import pytest
 from safetensors.torch import load_file
 
 from megatron_rl.contracts.exit_codes import ExitCode
-from support.jobs import ROOT, family, start_job, survivors, wait_for_step
+from megatron_rl.models.qwen3_moe import read_shape
+from megatron_rl.records.run_state import read_state
+from megatron_rl.rollouts.recording import batch_directory, read_groups
+from sglang_bridge.keys import create_keys
+from support.engines import running_engine
+from support.jobs import ROOT, family, named, start_job, survivors, wait_for_step
+from support.policies import TWO_DIGIT_ADDITION
 
 pytestmark = [pytest.mark.engine, pytest.mark.distributed, pytest.mark.timeout(420)]
 # Every metric of the run: people and dashboards read them, so a name that is new, gone or changed is a decision.
@@ -25,21 +36,53 @@ NAMES = {
 }  # fmt: skip
 
 
-def test_two_interleaved_pipeline_stages_train_and_leave_a_complete_run(tmp_path: Path) -> None:
-    job = start_job(tmp_path, "parallel=pp2_vpp2", "train.total_steps=3", "run.save_weights=true", ranks=2)
-    run = tmp_path / "job"
+class Done(NamedTuple):
+    """A run that is complete, its output, and what was alive in its middle."""
+
+    run: Path
+    output: str
+    processes: list[psutil.Process]
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.run / "metrics.jsonl").read_text().splitlines()]
+
+
+def complete(job: subprocess.Popen[str], run: Path) -> Done:
     wait_for_step(run, 1, job)
     processes = family(job)
     output, _ = job.communicate(timeout=360)
     assert job.returncode == 0, output[-4000:]
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return Done(run, output, processes)
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory: pytest.TempPathFactory) -> Done:
+    root = tmp_path_factory.mktemp("smoke")
+    overrides = ("parallel=pp2_vpp2", "train.total_steps=3", "run.save_weights=true")
+    checkpoints = ("run.checkpoint_every=1", "run.keep_checkpoints=3")
+    return complete(start_job(root, *overrides, *checkpoints, ranks=2), root / "job")
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]]:
+    """Overrides for runs that share one engine."""
+    directory, keys = tmp_path_factory.mktemp("engine"), create_keys()
+    (directory / "keys.json").touch(mode=0o600)
+    (directory / "keys.json").write_bytes(msgspec.json.encode(keys))
+    with running_engine(TWO_DIGIT_ADDITION, directory, return_routes=True, keys=keys) as server:
+        yield "engine=external", f"engine.urls=['{server.url}']", f"engine.key_file={directory}/keys.json"
+
+
+def test_two_interleaved_pipeline_stages_train_and_leave_a_complete_run(smoke: Done) -> None:
+    run, records = smoke.run, smoke.records
     assert [record["step"] for record in records] == [0, 1, 2, 3]
     assert {name for record in records for name in record} == NAMES
     assert [record.get("sync/version") for record in records[1:]] == [1, 2, 3]
     assert records[-1]["sync/audit_mismatches"] == 0
     assert records[-1]["mismatch/logprob_abs_mean"] < 1e-4
     assert json.loads((run / "exit.json").read_text())["code"] == 0
-    assert str(run) in output.splitlines()[-1]
+    assert str(run) in smoke.output.splitlines()[-1]
     before = load_file(ROOT / "megatron_rl/models/assets/qwen3_moe_tiny_two_digit_addition/model.safetensors")
     shards = sorted((run / "checkpoints/step-3").glob("*.safetensors"))
     after = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
@@ -47,7 +90,46 @@ def test_two_interleaved_pipeline_stages_train_and_leave_a_complete_run(tmp_path
     assert before.keys() == after.keys()
     assert records[-1]["sync/audit_compared"] == records[0]["sync/audit_compared"] > 0
     assert any(not before[name].equal(after[name]) for name in before)
-    assert survivors(processes, 10) == []
+    assert survivors(smoke.processes, 10) == []
+
+
+def test_another_layout_goes_on_with_the_prompts_versions_and_weights(
+    smoke: Done, engine: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The checkpoint of two interleaved pipeline stages after step 2, on one rank and with another engine."""
+    resume = f"run.resume={smoke.run}/checkpoints/iter_0000002"
+    done = complete(
+        start_job(tmp_path, *engine, resume, "train.total_steps=3", "run.checkpoint_every=1"), tmp_path / "job"
+    )
+    (record,) = done.records
+    assert record["step"] == 3 and record["sync/version"] == 3
+    assert record["mismatch/logprob_abs_mean"] < 1e-4, "the engine sampled from the checkpoint's weights"
+    assert record["sync/audit_mismatches"] == 0 and record["train/lr"] == smoke.records[3]["train/lr"]
+    here, there = (read_state(run / "checkpoints/iter_0000003") for run in (done.run, smoke.run))
+    assert here.position.prompts == there.position.prompts
+    assert (here.position.version, here.optimizer_steps) == (there.position.version, there.optimizer_steps) == (3, 6)
+
+
+def test_recorded_rollouts_are_trained_on_without_an_engine(engine: tuple[str, ...], tmp_path: Path) -> None:
+    steps = "train.total_steps=2"
+    rolled_out = complete(
+        start_job(tmp_path / "rollouts", *engine, steps, "mode=rollout_only"), tmp_path / "rollouts/job"
+    )
+    recorded = rolled_out.run / "recorded"
+    shape, drawn = read_shape(TWO_DIGIT_ADDITION), [read_groups(batch_directory(recorded, step)) for step in (1, 2)]
+    assert [len(groups) for groups in drawn] == [16, 16]
+    assert len({group.prompt.id for groups in drawn for group, _ in groups}) == 32, "no prompt twice"
+    assert all(
+        rollout.routes is not None and rollout.routes.shape[1:] == (len(shape.moe_layers), shape.topk)
+        for groups in drawn for _, rollouts in groups for rollout in rollouts
+    )  # fmt: skip
+    overrides = ("mode=train_only", f"rollout.recorded={rolled_out.run}", steps)
+    trained = complete(start_job(tmp_path / "trained", *overrides), tmp_path / "trained/job")
+    assert named(trained.processes, "sglang") == []
+    first = trained.records[1]
+    assert first["mismatch/logprob_abs_mean"] < 1e-4 and first["train/samples"] > 0
+    for name in ("reward/mean", "rollout/tokens", "rollout/zero_variance_rate"):
+        assert [r[name] for r in trained.records[1:]] == [r[name] for r in rolled_out.records[1:]], name
 
 
 def test_a_model_from_scratch_learns_a_users_own_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

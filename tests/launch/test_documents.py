@@ -45,6 +45,8 @@ def test_every_training_command_composes(tmp_path: Path, monkeypatch: pytest.Mon
             continue
         overrides = words[words.index(script) + 1 :]
         ranks = 8 if "sbatch" in words else int(words[2]) if "--nproc-per-node" in words else 1
+        for recorded in (word.partition("=")[2] for word in overrides if word.startswith("rollout.recorded=")):
+            (tmp_path / recorded).mkdir(parents=True)  # the command before it makes one
         compose(overrides, facts=LaunchFacts(ranks, ranks))
         tried.append(script)
     assert {"launch/train_rl.py", "launch/preflight.py", "launch/slurm/train_rl.sbatch"} <= set(tried)

@@ -15,7 +15,7 @@ from megatron_rl.records.run_directory import RunDirectory
 from megatron_rl.rollouts.batch import RolloutStage
 from megatron_rl.rollouts.store import read_rollout
 from megatron_rl.run.engines import open_engines
-from sglang_bridge.keys import create_keys
+from sglang_bridge.keys import RunKeys, create_keys
 from sglang_bridge.lifeline import Lifeline
 from sglang_bridge.server import ManagedEngine
 from sglang_bridge.settings import ServerPlace, ServerSettings
@@ -28,13 +28,20 @@ ONLY_RANK = RankLayout(
 
 
 @contextlib.contextmanager
-def running_engine(model_path: Path, directory: Path, *, max_running_requests: int = 128) -> Iterator[ManagedEngine]:
+def running_engine(
+    model_path: Path,
+    directory: Path,
+    *,
+    max_running_requests: int = 128,
+    return_routes: bool = False,
+    keys: RunKeys | None = None,
+) -> Iterator[ManagedEngine]:
     """One float32 server on CPU, healthy, ended afterwards."""
     lifeline = Lifeline()
     settings = ServerSettings(max_running_requests=max_running_requests, extra_args=["--weight-version=0"])
-    place = ServerPlace(model_path=str(model_path), device="cpu")
+    place = ServerPlace(model_path=str(model_path), device="cpu", return_routes=return_routes)
     engine = ManagedEngine.start(
-        settings, place, keys=create_keys(), log_path=directory / "engine.log", lifeline=lifeline
+        settings, place, keys=keys or create_keys(), log_path=directory / "engine.log", lifeline=lifeline
     )
     try:
         engine.wait_healthy(240)
