@@ -14,7 +14,6 @@ compat.install()
 
 import torch
 import torch.distributed as dist
-from distributed.whole_steps import build, locate
 from megatron.core import parallel_state
 
 from megatron_rl.credit.assign import Credit
@@ -27,6 +26,7 @@ from megatron_rl.training.worker import Worker
 from support.judged_batches import judged_groups
 from support.layouts import ALGORITHMS, BATCH, LAYOUTS, STEPS_PER_BATCH, Case
 from support.policies import make_planner
+from tests.distributed.whole_steps import build, locate
 
 
 def train(worker: Worker, case: Case, layout: RankLayout, directory: Path, batch: int) -> dict[str, float]:

@@ -5,14 +5,18 @@ import json
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
+from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.models.qwen3_moe import read_shape
+from megatron_rl.records.exit_record import read_exit_record
 from megatron_rl.records.manifest import read_manifest
+from megatron_rl.records.run_state import read_state
 from support.jobs import family, start_job, survivors, wait_for_step
 from support.policies import TWO_DIGIT_ADDITION
 from support.recordings import write_recording
@@ -23,11 +27,11 @@ LAYOUTS = {"ep2": ("parallel=ep2",)}
 pytestmark = [pytest.mark.distributed, pytest.mark.chaos, pytest.mark.timeout(600)]
 
 
-def train_only(root: Path, recording: Path, *overrides: str) -> subprocess.Popen[str]:
+def train_only(root: Path, recording: Path, *overrides: str, ranks: int = 2) -> subprocess.Popen[str]:
     return start_job(
         root, "mode=train_only", f"rollout.recorded={recording}", f"train.total_steps={STEPS}",
         "train.max_route_disagreement=1", "run.save_weights=true", "run.checkpoint_every=2", "logger.progress=true",
-        *overrides, ranks=2,
+        *overrides, ranks=ranks,
     )  # fmt: skip
 
 
@@ -47,6 +51,12 @@ def kill(job: subprocess.Popen[str]) -> None:
     assert survivors(processes, 10) == []
 
 
+def wait_for_a_save(checkpoints: Path, job: subprocess.Popen[str]) -> None:
+    while not any(checkpoints.glob("*.staged/*.distcp")):
+        assert job.poll() is None
+        time.sleep(0.002)
+
+
 def metrics_of(root: Path) -> list[dict[str, Any]]:
     """Every record but what clocks say."""
     records = [json.loads(line) for line in (root / "job/metrics.jsonl").read_text().splitlines()]
@@ -60,7 +70,9 @@ def test_killed_and_resumed_equals_never_killed(tmp_path: Path, layout: str) -> 
     end_of(train_only(never, tmp_path / "rollouts", *LAYOUTS[layout]))
     job = train_only(killed, tmp_path / "rollouts", *LAYOUTS[layout])
     wait_for_step(killed / "job", 3, job)
+    wait_for_a_save(killed / "job/checkpoints", job)
     kill(job)
+    assert list((killed / "job/checkpoints").glob("*.staged")), "it was killed while it saved"
     saved = sorted(path.name for path in (killed / "job/checkpoints").glob("iter_???????"))
     assert saved and saved[-1] < f"iter_{STEPS:07d}", "it was killed before its end"
     output = end_of(train_only(killed, tmp_path / "rollouts", *LAYOUTS[layout], "run.resume=auto"))
@@ -73,3 +85,16 @@ def test_killed_and_resumed_equals_never_killed(tmp_path: Path, layout: str) -> 
     manifests = [read_manifest(root / f"job/checkpoints/iter_{STEPS:07d}").files for root in (never, killed)]
     states = [{n: r for n, r in files.items() if n.endswith((".distcp", ".safetensors"))} for files in manifests]
     assert len(states[0]) >= 4 and states[0] == states[1], "the optimizer's state and random numbers too"
+
+
+def test_a_run_that_is_told_to_stop_saves_and_ends_with_its_own_code(tmp_path: Path) -> None:
+    write_recording(tmp_path / "rollouts/recorded", read_shape(TWO_DIGIT_ADDITION), steps=STEPS)
+    job = train_only(tmp_path, tmp_path / "rollouts", "run.checkpoint_every=100", "run.keep_checkpoints=9", ranks=1)
+    wait_for_step(tmp_path / "job", 1, job)
+    job.send_signal(signal.SIGTERM)
+    output, _ = job.communicate(timeout=120)
+    ended = read_exit_record(tmp_path / "job")
+    assert job.returncode == ExitCode.REQUEUE and ended is not None and ended.code == ExitCode.REQUEUE, output[-4000:]
+    (saved,) = (tmp_path / "job/checkpoints").iterdir()
+    steps = [record["step"] for record in metrics_of(tmp_path)]
+    assert read_state(saved).step == steps[-1] < STEPS and f"after step {steps[-1]}" in output
