@@ -50,7 +50,7 @@ def as_typed(override: str) -> str:
 
 def forbidden_arguments(arguments: Sequence[str]) -> Iterator[Refusal]:
     """Hydra's options but for its questions, its own settings but for the place of a user's files, deleted keys."""
-    for text, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for text, following in zip(arguments, [*arguments[1:], ""], strict=False):
         key, value = split_override(text)
         if text.startswith("-") and key not in _QUESTIONS:
             rule = "One torchrun is one run: it takes key=value, and Hydra's questions --help, --cfg and --info"
