@@ -56,7 +56,6 @@ class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
     sample_index: Count
     finish_reason: FinishReason
     verdict: Verdict
-    seconds: float
     tokens: tuple[Count, Count]
     routes: tuple[Count, Count] | None
     segments: tuple[SegmentRecord, ...]
@@ -125,7 +124,6 @@ class _Part:
             sample_index=ref.sample_index,
             finish_reason=ref.finish_reason,
             verdict=ref.verdict,
-            seconds=ref.generate_seconds,
             tokens=(first, self.num_tokens),
             routes=None if rollout.routes is None else (first_route, self.num_routes),
             segments=tuple(
@@ -244,5 +242,4 @@ def _ref(record: RolloutRecord, rollout: Rollout) -> RolloutRef:
         versions=tuple(sorted({s.version for s in rollout.segments if s.logprobs is not None})),
         verdict=record.verdict,
         location=_NOWHERE,
-        generate_seconds=record.seconds,
     )

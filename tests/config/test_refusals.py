@@ -194,7 +194,7 @@ def test_refusal_names_key_value_rule_and_remedy(
     [
         (("run.resume=auto", "run.name=a", "run.on_existing=overwrite_failed"), "run.on_existing", "It would remove"),
         (("mode=train_only", "rollout.recorded=nowhere"), "rollout.recorded", "no such directory"),
-        (("mode=train_only", "eval.stop_at=0.5"), "eval.stop_at", "no engine to evaluate with"),
+        (("mode=train_only", "eval.stop_at=0.5"), "eval.stop_at", "mode=train_only evaluates nothing"),
         (("mode=rollout_only", "run.checkpoint_every=2"), "run.checkpoint_every", "trains nothing"),
         (("mode=rollout_only", "run.resume=auto", "run.name=a"), "run.resume", "from the start checkpoint"),
     ],

@@ -30,7 +30,7 @@ def test_text_of_a_configuration_holds_every_key_and_reads_back() -> None:
     assert TypeAdapter(schema.Configuration).validate_python(tree) == config
     keys = {f"{section}.{key}" for section, inner in tree.items() if isinstance(inner, dict) for key in inner}
     sections = {key.partition(".")[0] for key in declared_keys() if "." in key}
-    assert keys | {"seed"} == declared_keys("gspo").keys() - sections
+    assert keys | {"seed", "mode"} == declared_keys("gspo").keys() - sections
 
 
 def test_a_directory_belongs_to_one_run(tmp_path: Path) -> None:

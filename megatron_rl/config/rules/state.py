@@ -17,10 +17,10 @@ def check_mode(c: Configuration) -> Iterator[tuple[str, str, str]]:
             yield "rollout.recorded", rule, "Give that run's directory: rollout.recorded=runs/NAME"
         elif not Path(recorded).expanduser().is_dir():
             yield "rollout.recorded", f"There is no such directory (from {Path.cwd()})", "Give a run's directory"
-        if c.eval.stop_at is not None:
-            yield "eval.stop_at", "mode=train_only has no engine to evaluate with", "Leave it null"
     elif recorded is not None:
         yield "rollout.recorded", f"mode={c.mode} draws its rollouts from engines", "Remove it, or use mode=train_only"
+    if c.mode != "train" and c.eval.stop_at is not None:
+        yield "eval.stop_at", f"mode={c.mode} evaluates nothing", "Leave it null"
     if c.mode == "rollout_only":
         if c.run.checkpoint_every:
             yield "run.checkpoint_every", "mode=rollout_only trains nothing that could be saved", "Use 0"
