@@ -277,6 +277,7 @@ class RunSettings(Section):
     save_dtype: Dtype | None = None  # null: the dtype they are trained in
     checkpoint_every: Whole = 0  # steps after which all that a run needs to go on is saved; 0: never
     keep_checkpoints: Positive = 2  # the newest ones; a new one is whole before an old one is removed
+    background_saves: bool = False  # checkpoints are copied to host memory, and written while the next steps train
     on_failed_save: Literal["stop", "go_on"] = "stop"  # such as a full disk; the checkpoints before it stay whole
     resume: str = "never"  # auto: go on from root/name's newest checkpoint, if any; or the path of one
     stop_within_s: Seconds = 25.0  # after SIGTERM, for the step and a checkpoint; torchrun kills after 30 s

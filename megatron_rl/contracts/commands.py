@@ -32,10 +32,18 @@ class Save(msgspec.Struct, frozen=True, tag="save"):
 
 
 class Checkpoint(msgspec.Struct, frozen=True, tag="checkpoint"):
-    """Save all that the run needs to go on after `step`. state: what rank 0 alone knows, as it goes into a file."""
+    """Save all that the run needs to go on after `step`. state: what rank 0 alone knows, as it goes into a file.
+
+    background: write it while the next steps train; `Settle` tells what became of it.
+    """
 
     step: int
     state: bytes
+    background: bool = False
+
+
+class Settle(msgspec.Struct, frozen=True, tag="settle"):
+    """Wait for the checkpoint that is written in the background, if there is one."""
 
 
 class Record(msgspec.Struct, frozen=True, tag="record"):
@@ -49,4 +57,4 @@ class Finish(msgspec.Struct, frozen=True, tag="finish"):
     """The run is complete."""
 
 
-Command = Wait | Sync | Train | Save | Checkpoint | Record | Finish
+Command = Wait | Sync | Train | Save | Checkpoint | Settle | Record | Finish

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.schema import RunSettings
-from megatron_rl.contracts.commands import Checkpoint
+from megatron_rl.contracts.commands import Checkpoint, Settle
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.records.progress import Progress
 from megatron_rl.records.run_state import Position, RunState, encode_state
@@ -49,6 +49,7 @@ class Keeper:
     stop: StopRequest
     request: Path
     saved: int | None = None
+    _writing: bool = False
 
     @property
     def told_to_stop(self) -> bool:
@@ -57,28 +58,42 @@ class Keeper:
     def due(self, step: int, *, last: bool) -> bool:
         """Whether to save after a step."""
         every = self.settings.checkpoint_every
+        if last or self.told_to_stop:
+            self.settle()
         return every > 0 and step != self.saved and (last or step % every == 0 or self.told_to_stop)
 
-    def save(self, position: Position) -> dict[str, float]:
-        """Save a checkpoint; returns its metrics. Raises `CheckpointNotSaved`."""
+    def save(self, position: Position, *, last: bool = True) -> dict[str, float]:
+        """Save a checkpoint; returns its metrics. Raises `CheckpointNotSaved`. last: nothing will be done meanwhile."""
         state = RunState(
             position=position,
             optimizer_steps=self.optimizer_steps(),
             world_size=self.world_size,
             settings=self.facts,
         )
-        watch = Stopwatch()
+        watch, background = Stopwatch(), self.settings.background_saves and not last and not self.told_to_stop
         with watch.stage("checkpoint"), self.progress.during(f"saving the checkpoint of step {state.step}"):
-            outcome: SavedCheckpoint = self.dispatcher.run(Checkpoint(state.step, encode_state(state)))
+            values = self.settle()
+            command = Checkpoint(state.step, encode_state(state), background)
+            outcome: SavedCheckpoint | None = self.dispatcher.run(command)
+        self._writing = background
+        return watch.seconds | values | (self._tell(outcome) if outcome is not None else {})
+
+    def settle(self) -> dict[str, float]:
+        """Wait for a checkpoint that is being written; returns its metrics. Raises `CheckpointNotSaved`."""
+        if not self._writing:
+            return {}
+        self._writing = False
+        outcome: SavedCheckpoint = self.dispatcher.run(Settle())
+        return self._tell(outcome)
+
+    def _tell(self, outcome: SavedCheckpoint) -> dict[str, float]:
+        """Say what became of a save."""
         if outcome.problem:
-            self._explain(state.step, outcome.problem)
-            return watch.seconds | {"checkpoint/failed": 1.0}
-        self.saved = state.step
-        self.progress.say(
-            f"checkpoint of step {state.step}: {outcome.nbytes / _MIB:,.1f} MiB in "
-            f"{watch.seconds['time/checkpoint']:.1f} s"
-        )
-        return watch.seconds
+            self._explain(outcome.step, outcome.problem)
+            return {"checkpoint/failed": 1.0}
+        self.saved = outcome.step
+        self.progress.say(f"checkpoint of step {outcome.step}: {outcome.nbytes / _MIB:,.1f} MiB")
+        return {}
 
     def leave_if_told(self) -> None:
         """Raises `StoppedAfterSave` once a run that was told to stop has saved."""

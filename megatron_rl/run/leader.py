@@ -203,7 +203,7 @@ class Leader:
         """Save a checkpoint when it is due, and end the run when it was told to stop."""
         if self.keeper is not None:
             if self.keeper.due(step, last=last):
-                self._pending |= self.keeper.save(self.position(step))
+                self._pending |= self.keeper.save(self.position(step), last=last)
             if not last:
                 self.keeper.leave_if_told()
 
@@ -217,6 +217,7 @@ class Leader:
         try:
             yield
         except StepGivenUp:
+            self.keeper.settle()
             if self.keeper.saved != before.step:
                 self.keeper.save(before)
             self.keeper.leave_if_told()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from megatron_rl.config.schema import Configuration
-from megatron_rl.contracts.commands import Checkpoint, Command, Record, Save, Train, Wait
+from megatron_rl.contracts.commands import Checkpoint, Command, Record, Save, Settle, Train, Wait
 from megatron_rl.environments.environment import open_environment
 from megatron_rl.losses import open_loss
 from megatron_rl.mcore import parallel
@@ -117,8 +118,18 @@ class Trainer:
         """What every rank does for the commands that keep something."""
         run, shape = self._configuration.run, self._shape
         nbytes = checkpoint_bytes(self._configuration, shape)
-        checkpoints = Checkpoints(worker, Shelf(self._directory.checkpoints), nbytes, run.keep_checkpoints)
-        return {Checkpoint: checkpoints.save, Record: lambda command: record_rollouts(command, self._job)}
+        background = None
+        if run.checkpoint_every and run.background_saves:
+            background = dist.new_group(
+                backend="gloo", timeout=timedelta(seconds=self._configuration.parallel.timeout_s)
+            )
+        shelf, keep = Shelf(self._directory.checkpoints), run.keep_checkpoints
+        checkpoints = Checkpoints(worker, shelf, nbytes=nbytes, keep=keep, background=background)
+        return {
+            Checkpoint: checkpoints.save,
+            Settle: checkpoints.settle,
+            Record: lambda command: record_rollouts(command, self._job),
+        }
 
     def _train_only(self) -> None:
         """On recorded rollouts, with no engine."""

@@ -18,7 +18,7 @@ from megatron.core import parallel_state
 
 from megatron_rl.credit.assign import Credit
 from megatron_rl.mcore import parallel
-from megatron_rl.mcore.checkpoint import load_random_state, load_tensors, save_random_state, save_tensors
+from megatron_rl.mcore.checkpoint import gather_tensors, load_random_state, load_tensors, random_state, write_tensors
 from megatron_rl.mcore.parallel import RankLayout
 from megatron_rl.rollouts.files import read_rollouts
 from megatron_rl.rollouts.store import RolloutStore
@@ -60,8 +60,8 @@ def save(case: Case, directory: Path) -> None:
     if layout.rank == 0:
         (target / "rng").mkdir(parents=True)
     dist.barrier()
-    save_tensors(worker.policy.models, adam, target, layout.control_group)
-    save_random_state(target / "rng" / f"{layout.rank}.safetensors")
+    write_tensors(gather_tensors(worker.policy.models, adam), target, layout.control_group)
+    (target / "rng" / f"{layout.rank}.safetensors").write_bytes(random_state())
     drawn = torch.rand(3)
     load_random_state(target / "rng" / f"{layout.rank}.safetensors")
     assert torch.rand(3).equal(drawn)

@@ -16,12 +16,12 @@ from megatron_rl.mcore.cpu import compat
 compat.install()
 
 from megatron_rl.config.schema import GrpoSettings, ParallelSettings
-from megatron_rl.contracts.commands import Checkpoint
+from megatron_rl.contracts.commands import Checkpoint, Settle
 from megatron_rl.mcore.checkpoint import load_tensors
 from megatron_rl.mcore.optimizer import DistributedAdam
 from megatron_rl.records.manifest import changed_files, read_manifest
 from megatron_rl.records.shelf import Shelf
-from megatron_rl.run.checkpoints import Checkpoints
+from megatron_rl.run.checkpoints import Checkpoints, SavedCheckpoint
 from support.policies import ADAM, TWO_DIGIT_ADDITION, make_policy
 
 
@@ -73,7 +73,7 @@ def test_mistakes_of_the_program_are_no_full_disks(
     def broken(*_: Any) -> None:
         raise TypeError("no such thing")
 
-    monkeypatch.setattr("megatron_rl.run.checkpoints.save_tensors", broken)
+    monkeypatch.setattr("megatron_rl.run.checkpoints.write_tensors", broken)
     with pytest.raises(TypeError):
         Checkpoints(worker, Shelf(tmp_path / "checkpoints"), nbytes=0, keep=2).save(Checkpoint(1, b"{}"))
 
@@ -98,3 +98,17 @@ def test_what_a_checkpoint_wants_to_run_is_not_run(worker: Any, tmp_path: Path) 
         with pytest.raises(ValueError, match=r"\.metadata is not the metadata of tensors"):
             load_tensors(worker.policy.models, worker.optimizer, saved, optimizer_steps=0)
     assert not (tmp_path / "harm").exists()
+
+
+def test_what_trains_meanwhile_does_not_change_what_is_saved(worker: Any, tmp_path: Path) -> None:
+    shelf, group = Shelf(tmp_path / "checkpoints"), worker.layout.control_group
+    checkpoints = Checkpoints(worker, shelf, nbytes=0, keep=2, background=group)
+    before = {name: weight.clone() for name, weight in worker.policy.models[0].named_parameters()}
+    assert checkpoints.save(Checkpoint(3, b"{}", background=True)) is None
+    with torch.no_grad():
+        for weight in worker.policy.models[0].parameters():
+            weight.add_(1.0)
+    assert checkpoints.settle(Settle()) == SavedCheckpoint(3, nbytes=read_manifest(shelf.path(3)).nbytes)
+    assert whole(shelf.path(3)) and checkpoints.settle(Settle()) is None
+    load_tensors(worker.policy.models, worker.optimizer, shelf.path(3), optimizer_steps=0)
+    assert all(weight.equal(before[name]) for name, weight in worker.policy.models[0].named_parameters())

@@ -25,12 +25,18 @@ class Ranks:
 
     def __init__(self, *problems: str) -> None:
         self.saved: list[RunState] = []
+        self.said: list[str] = []
         self._problems = iter(problems)
 
-    def run(self, command: Command) -> SavedCheckpoint:
-        assert isinstance(command, Checkpoint)
-        self.saved.append(msgspec.json.decode(command.state, type=RunState))
-        return SavedCheckpoint(next(self._problems, ""), 2**20)
+    def run(self, command: Command) -> SavedCheckpoint | None:
+        if isinstance(command, Checkpoint):
+            self.saved.append(msgspec.json.decode(command.state, type=RunState))
+            self.said.append(f"{'begin' if command.background else 'save'} {command.step}")
+            if command.background:
+                return None
+        else:
+            self.said.append("settle")
+        return SavedCheckpoint(self.saved[-1].step, next(self._problems, ""), 2**20)
 
 
 def keeper(
@@ -120,6 +126,14 @@ def test_a_save_that_fails_ends_the_run_or_is_told(tmp_path: Path) -> None:
     stage = lead(Stage(), tmp_path, steps=5, keeper=keeper(ranks, stop_request(), stream=said, on_failed_save="go_on"))
     assert "warning: the checkpoint of step 2 cannot be saved: disk full; there is none before it" in said.getvalue()
     assert stage.logged[3]["checkpoint/failed"] == 1.0 and [state.step for state in ranks.saved] == [2, 4, 5]
+
+
+def test_saves_in_the_background_are_settled_before_the_next_and_at_the_end(tmp_path: Path) -> None:
+    ranks = Ranks()
+    lead(Stage(), tmp_path, steps=5, keeper=keeper(ranks, stop_request(), background_saves=True))
+    assert ranks.said == ["begin 2", "settle", "begin 4", "settle", "save 5"]
+    with pytest.raises(CheckpointNotSaved, match=r"step 2 cannot be saved: disk full"):
+        lead(Stage(), tmp_path, steps=5, keeper=keeper(Ranks("disk full"), stop_request(), background_saves=True))
 
 
 def test_signals_are_requests_once_there_is_something_to_save() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 _TRACKER = "megatron/"
 _WORDS, _NUMPY_WORDS = 625, 624  # of the Mersenne twister's state
@@ -21,9 +21,8 @@ def random_state_file(checkpoint: Path, rank: int) -> Path:
     return checkpoint / "rng" / f"rank-{rank:05d}.safetensors"
 
 
-def save_random_state(file: Path) -> None:
-    """Python's, numpy's, torch's and Megatron's generators. Raises `OSError`."""
-    file.parent.mkdir(exist_ok=True)
+def random_state() -> bytes:
+    """Python's, numpy's, torch's and Megatron's generators, as the bytes of a file."""
     _, words, gauss = random.getstate()
     _, numpy_words, position, has_gauss, cached = np.random.get_state(legacy=True)
     tensors = {
@@ -38,7 +37,7 @@ def save_random_state(file: Path) -> None:
         tensors["cuda"] = torch.cuda.get_rng_state()
     tracked = get_cuda_rng_tracker().get_states()
     tensors |= {_TRACKER + name: state.cpu() for name, state in tracked.items() if torch.is_tensor(state)}
-    save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, file)
+    return save({name: tensor.clone().contiguous() for name, tensor in tensors.items()})
 
 
 def load_random_state(file: Path) -> None:

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
-from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     _replace_state_dict_keys_with_sharded_keys,
@@ -35,26 +34,24 @@ _NEEDED = {
 }
 
 
-class DirectStrategy(SaveShardedStrategy):
-    """Megatron's `torch_dist` format, written without further processes. group: over all ranks, on the CPU."""
+def as_torch(sharded: ShardedStateDict) -> dict[str, Any]:
+    """What this rank writes of a sharded state, as torch's checkpoints take it."""
+    tensors, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
+    state: dict[str, Any] = mcore_to_pyt_state_dict(tensors, False)
+    return state
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__("torch_dist", 1)
-        self._group = group
 
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        return True
+def write_state(state: dict[str, Any], directory: Path, group: dist.ProcessGroup) -> None:
+    """Collective, in Megatron's `torch_dist` format. group: over all ranks, on the CPU.
 
-    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
-        """Raises torch's `CheckpointException` on every rank when one cannot write."""
-        tensors, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
-        dcp.save(
-            mcore_to_pyt_state_dict(tensors, False),
-            storage_writer=dcp.FileSystemWriter(checkpoint_dir, sync_files=True),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-            process_group=self._group,
-        )
+    Raises torch's `CheckpointException` on every rank when one cannot write.
+    """
+    dcp.save(
+        state,
+        storage_writer=dcp.FileSystemWriter(directory, sync_files=True),
+        planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+        process_group=group,
+    )
 
 
 class _Names(pickle.Unpickler):

@@ -16,34 +16,48 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, merge
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, extract_matching_values, merge
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    is_main_replica,
+)
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from megatron.core.distributed import DistributedDataParallel
 
-from megatron_rl.mcore.checkpoint.storage import DirectStrategy, check_metadata
+from megatron_rl.mcore.checkpoint.storage import as_torch, check_metadata, write_state
 from megatron_rl.mcore.optimizer import DistributedAdam
 
 _CONTENT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 
-def save_tensors(
-    models: Sequence[DistributedDataParallel],
-    optimizer: DistributedAdam,
-    directory: Path,
-    group: dist.ProcessGroup,
-) -> None:
-    """Collective: write all weights and the optimizer's state into a directory. group: over all ranks, on the CPU.
+def gather_tensors(
+    models: Sequence[DistributedDataParallel], optimizer: DistributedAdam, *, copy: bool = False
+) -> dict[str, Any]:
+    """Collective: this rank's share of all weights and the optimizer's state, for `write_tensors`.
 
-    Raises `OSError` on rank 0 before others wait for it, or torch's `CheckpointException` on every rank.
+    copy: apart from the model, which may be trained meanwhile.
     """
-    state = _sharded(models, optimizer, loading=False)
-    sharded, _ = save_preprocess(state, validate_access_integrity=True)
-    shares = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    FullyParallelSaveStrategyWrapper(DirectStrategy(group), shares).save(sharded, directory)
+    sharded, _ = save_preprocess(_sharded(models, optimizer, loading=False), validate_access_integrity=True)
+    ranks = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    writer = TorchDistSaveShardedStrategy("torch_dist", 1)
+    FullyParallelSaveStrategyWrapper(writer, ranks).apply_saving_parallelization(sharded)
+    if copy:
+        dict_list_map_inplace(_copied, sharded)
+    return as_torch(sharded)
+
+
+def write_tensors(state: dict[str, Any], directory: Path, group: dist.ProcessGroup) -> None:
+    """Collective: write every rank's share into a directory. group: over all ranks, on the CPU.
+
+    Raises torch's `CheckpointException` on every rank, or `OSError` on rank 0, which nobody waits for by then.
+    """
+    write_state(state, directory, group)
     if dist.get_rank() == 0:
         TorchCommonSaveStrategy("torch", 1).save_common({"content_metadata": _CONTENT}, directory)
         save_config(CheckpointingConfig("torch_dist", 1), str(directory))
@@ -76,6 +90,12 @@ def _sharded(
         state = chunks | {"optimizer": optimizer.sharded_state(chunks, _CONTENT, loading=loading)}
     _, tensors = extract_matching_values(state, lambda value: isinstance(value, ShardedObject))
     return tensors
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, ShardedTensor) and value.data is not None and is_main_replica(value.replica_id):
+        value.data = value.data.detach().to("cpu", copy=True)
+    return value
 
 
 def _fill(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
