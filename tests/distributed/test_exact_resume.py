@@ -68,14 +68,15 @@ def test_killed_and_resumed_equals_never_killed(tmp_path: Path, layout: str) -> 
     write_recording(tmp_path / "rollouts/recorded", read_shape(TWO_DIGIT_ADDITION), steps=STEPS)
     never, killed = tmp_path / "never", tmp_path / "killed"
     end_of(train_only(never, tmp_path / "rollouts", *LAYOUTS[layout]))
-    job = train_only(killed, tmp_path / "rollouts", *LAYOUTS[layout])
+    again = (killed, tmp_path / "rollouts", *LAYOUTS[layout], "run.background_saves=true")
+    job = train_only(*again)
     wait_for_step(killed / "job", 3, job)
     wait_for_a_save(killed / "job/checkpoints", job)
     kill(job)
     assert list((killed / "job/checkpoints").glob("*.staged")), "it was killed while it saved"
     saved = sorted(path.name for path in (killed / "job/checkpoints").glob("iter_???????"))
     assert saved and saved[-1] < f"iter_{STEPS:07d}", "it was killed before its end"
-    output = end_of(train_only(killed, tmp_path / "rollouts", *LAYOUTS[layout], "run.resume=auto"))
+    output = end_of(train_only(*again, "run.resume=auto"))
     assert f"going on after step {int(saved[-1][5:])}" in output
     assert [record["step"] for record in metrics_of(killed)] == list(range(STEPS + 1))
     assert metrics_of(killed) == metrics_of(never)
