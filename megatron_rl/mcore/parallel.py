@@ -31,6 +31,16 @@ class RankLayout(Job):
     tp_group: dist.ProcessGroup | None
     cp_group: dist.ProcessGroup | None
 
+    @property
+    def ranks(self) -> dict[str, int]:
+        """What decides which layers and rows this rank needs."""
+        return {"pp_rank": self.pp_rank, "cp_rank": self.cp_rank, "tp_rank": self.tp_rank}
+
+    @property
+    def groups(self) -> dict[str, dist.ProcessGroup | None]:
+        """Who computes the log-probabilities of the same tokens, or of the same sequences, together."""
+        return {"tp_group": self.tp_group, "cp_group": self.cp_group}
+
 
 def initialize(parallel: ParallelSettings, *, seed: int, job: Job | None = None) -> RankLayout:
     """Make the job's ranks Megatron's grid and set every seed. job: None joins it."""

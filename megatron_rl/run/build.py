@@ -40,11 +40,9 @@ def build_worker(c: Configuration, shape: ModelShape, loss: PolicyLoss, layout: 
     else:
         draw_hf_weights(chunks, shape, seed=c.seed)
     models = wrap_data_parallel(chunks)
-    view = RankView.of(
-        shape.num_layers, c.parallel, pp_rank=layout.pp_rank, cp_rank=layout.cp_rank, tp_rank=layout.tp_rank
-    )
-    groups = {"tp_group": layout.tp_group, "cp_group": layout.cp_group}
-    logprobs = ResponseLogprobs(c.train, c.rollout, vocab_size=shape.vocab_size, **groups)
+    view = RankView.of(shape.num_layers, c.parallel, **layout.ranks)
+    logprobs = ResponseLogprobs(c.train, c.rollout, vocab_size=shape.vocab_size, **layout.groups)
+    updates = c.train.total_steps * c.train.optimizer_steps_per_batch
     replay = RouteReplay(models) if c.train.replay_routes else None
     routes = route_shape(shape) if c.train.replay_routes else None
     return Worker(
@@ -52,9 +50,7 @@ def build_worker(c: Configuration, shape: ModelShape, loss: PolicyLoss, layout: 
         receivers=gather_receivers(layout, view.moe_rows(shape.moe_layers)),
         shape=shape,
         policy=Policy(models=models, logprobs=logprobs, loss=loss, replay=replay),
-        optimizer=DistributedAdam(
-            models, c.optimizer, total_steps=c.train.total_steps * c.train.optimizer_steps_per_batch
-        ),
+        optimizer=DistributedAdam(models, c.optimizer, total_steps=updates),
         batcher=Batcher(view, routes, layout.device),
         model=c.model,
         engine=c.engine,

@@ -270,7 +270,7 @@ def test_trainer_and_engine_are_on_the_same_kind_of_device(checkpoint: Path) -> 
         (
             ("parallel.ep=2", "parallel.etp=2"),
             NODE,
-            "parallel.etp=2: With parallel.tp=1 no whole step of such a grid has been compared",
+            "parallel.etp=2: With parallel.tp=1, pp=1 and cp=1 no whole step of such a grid has been compared",
         ),
         (("parallel.ep=4", "parallel.etp=4"), NODE, "parallel.etp x ep = 16 does not divide the 8 rank"),
     ],

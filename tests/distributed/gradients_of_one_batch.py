@@ -80,9 +80,8 @@ def gradient(
 
 def one_case(case: str, layout: RankLayout, settings: ParallelSettings) -> dict[str, torch.Tensor]:
     loss, _, recompute, tokens, seed = case.split(":")
-    groups = {"tp_group": layout.tp_group, "cp_group": layout.cp_group}
     shape, policy = make_policy(
-        COLUMN_ADDITION, settings, ALGORITHMS[loss], recompute=recompute, temperature=0.8, **groups
+        COLUMN_ADDITION, settings, ALGORITHMS[loss], recompute=recompute, temperature=0.8, **layout.groups
     )
     refs, rollouts, advantages = make_batch(shape, 24)
     by_id = {rollout.rollout_id: rollout for rollout in rollouts}

@@ -67,9 +67,12 @@ def test_compared_layouts_are_accepted_on_their_ranks(smallest: Configuration, n
     [
         ({"tp": 2, "etp": 1}, "parallel.etp=1: Without parallel.ep Megatron reduces experts' gradients"),
         ({"etp": 2}, "parallel.etp=2: Without parallel.ep Megatron reduces experts' gradients"),
-        ({"ep": 2, "etp": 2}, "parallel.etp=2: With parallel.tp=1 no whole step of such a grid"),
-        ({"tp": 2, "ep": 2, "etp": 4}, "parallel.etp=4: With parallel.tp=2 no whole step of such a grid"),
-        ({"tp": 2, "ep": 2, "etp": 2, "pp": 2}, "parallel.etp=2: With parallel.pp=2 and parallel.cp=1 no whole step"),
+        ({"ep": 2, "etp": 2}, "parallel.etp=2: With parallel.tp=1, pp=1 and cp=1 no whole step of such a grid"),
+        (
+            {"tp": 2, "ep": 2, "etp": 4},
+            "parallel.etp=4: With parallel.tp=2, pp=1 and cp=1 no whole step of such a grid",
+        ),
+        ({"tp": 2, "ep": 2, "etp": 2, "pp": 2}, "parallel.etp=2: With parallel.tp=2, pp=2 and cp=1 no whole step"),
     ],
 )
 def test_a_grid_of_experts_that_trains_wrong_or_unproven_is_refused(

@@ -10,7 +10,10 @@ from megatron_rl.rollouts.files import read_rollouts
 from support.torchrun import torchrun
 
 SCRIPT = Path(__file__).with_name("worker_steps.py")
-SCENARIOS = ("finite", "nan_on_rank_1", "nan_logits_on_rank_1", "skipped")
+SCENARIOS = (
+    "finite", "nan_on_rank_1", "nan_logits_on_rank_1", "skipped", "pipeline_finite", "pipeline_nan_logits_on_rank_1",
+    "pipeline_skipped",
+)  # fmt: skip
 
 pytestmark = pytest.mark.distributed
 
@@ -28,8 +31,9 @@ def results(saved: Path) -> dict[str, dict[str, Any]]:
     return {scenario: json.loads(text) for _, scenario, text in lines}
 
 
-def test_rollouts_cross_nodes_and_the_step_trains(results: dict[str, dict[str, Any]]) -> None:
-    result = results["finite"]
+@pytest.mark.parametrize("scenario", ["finite", "pipeline_finite"])
+def test_rollouts_cross_nodes_and_the_step_trains(results: dict[str, dict[str, Any]], scenario: str) -> None:
+    result = results[scenario]
     assert result["finite"] and result["optimizer_steps"] == 2
     assert result["metrics"]["train/grad_norm"] > 0.0
     assert 0.0 <= result["metrics"]["mismatch/route_disagreement"] <= 1.0
@@ -45,5 +49,15 @@ def test_a_nan_on_one_rank_stops_every_rank_and_the_batch_is_saved(
     assert sorted(r.rollout_id for part in parts for r in part) == [f"t{i}" for i in range(9)]
 
 
-def test_nothing_to_train_is_skipped_by_all(results: dict[str, dict[str, Any]]) -> None:
-    assert results["skipped"]["finite"]
+def test_a_nan_on_the_last_stage_stops_the_first_too(results: dict[str, dict[str, Any]], saved: Path) -> None:
+    """Only the last stage has logits and a loss. Each keeps all rollouts, with the routes of its own layers."""
+    scenario = "pipeline_nan_logits_on_rank_1"
+    assert not results[scenario]["finite"] and results[scenario]["optimizer_steps"] == 0
+    parts = [read_rollouts(saved / scenario / "nonfinite-step-3" / f"rank-{rank}.bin") for rank in (0, 1)]
+    assert [sorted(r.rollout_id for r in part) for part in parts] == [[f"t{i}" for i in range(9)]] * 2
+    assert all(r.routes is not None and r.routes.shape[1] == 2 for part in parts for r in part)
+
+
+@pytest.mark.parametrize("scenario", ["skipped", "pipeline_skipped"])
+def test_nothing_to_train_is_skipped_by_all(results: dict[str, dict[str, Any]], scenario: str) -> None:
+    assert results[scenario]["finite"]

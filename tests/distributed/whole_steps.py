@@ -68,8 +68,7 @@ def build(case: Case, layout: RankLayout, directory: Path) -> tuple[Worker, Reco
         recompute=chosen.recompute,
         dtype=chosen.dtype,
         temperature=TEMPERATURE,
-        tp_group=layout.tp_group,
-        cp_group=layout.cp_group,
+        **layout.groups,
     )
     adam = RecordingAdam(policy.models, OPTIMIZER, total_steps=TOTAL_STEPS)
     worker = Worker(

@@ -1,9 +1,12 @@
 """Under torchrun: a real `Worker` trains one step, with rollouts exchanged across two pretended nodes.
 
-Usage: worker_steps.py OUT SCENARIO...; a scenario is `finite`, `nan_on_rank_1`, `nan_logits_on_rank_1` or `skipped`.
-Each rank checks itself and rank 0 prints what happened as JSON.
+Usage: worker_steps.py OUT SCENARIO...; a scenario is `finite`, `nan_on_rank_1`, `nan_logits_on_rank_1` or `skipped`:
+with expert parallelism, or behind `pipeline_` with two stages. Each rank checks itself and rank 0 prints what happened
+as JSON.
 """
 
+import dataclasses
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -14,6 +17,7 @@ compat.install()
 
 import msgspec
 import torch
+from megatron.core import parallel_state
 
 from megatron_rl.config.schema import (
     EngineSettings,
@@ -30,24 +34,28 @@ from megatron_rl.mcore.optimizer import DistributedAdam
 from megatron_rl.mcore.parallel import RankLayout
 from megatron_rl.rollouts.store import RolloutStore
 from megatron_rl.training.collectives import broadcast_bytes
-from megatron_rl.training.exchange import Receiver
-from megatron_rl.training.worker import Worker
+from megatron_rl.training.worker import Worker, gather_receivers
 from support.batches import make_batch
-from support.policies import ADAM, COLUMN_ADDITION, make_batcher, make_planner, make_policy
+from support.policies import ADAM, COLUMN_ADDITION, make_batcher, make_planner, make_policy, make_view
 
-SETTINGS = ParallelSettings(ep=2, timeout_s=60)
+EXPERTS, PIPELINE = ParallelSettings(ep=2, timeout_s=60), ParallelSettings(pp=2, timeout_s=60)
 
 
-def build(layout: RankLayout, rollouts: Path) -> Worker:
-    shape, policy = make_policy(COLUMN_ADDITION, SETTINGS, GrpoSettings())
-    rows = tuple(range(len(shape.moe_layers)))
+def settings_of(scenario: str) -> ParallelSettings:
+    return PIPELINE if scenario.startswith("pipeline_") else EXPERTS
+
+
+def build(layout: RankLayout, rollouts: Path, settings: ParallelSettings) -> Worker:
+    shape, policy = make_policy(COLUMN_ADDITION, settings, GrpoSettings())
+    held = make_view(shape, settings, layout).moe_rows(shape.moe_layers)
+    receivers = gather_receivers(dataclasses.replace(layout, node=layout.rank), held)
     return Worker(
         layout=layout,
-        receivers=[Receiver(dp_rank=rank, node=rank, moe_rows=rows) for rank in range(layout.world_size)],
+        receivers=receivers,
         shape=shape,
         policy=policy,
         optimizer=DistributedAdam(policy.models, ADAM, total_steps=10),
-        batcher=make_batcher(shape, SETTINGS, layout),
+        batcher=make_batcher(shape, settings, layout),
         model=ModelSettings(path=str(COLUMN_ADDITION)),
         engine=EngineSettings(),
         run=RunSettings(),
@@ -72,11 +80,12 @@ def weights(worker: Worker) -> torch.Tensor:
     return torch.cat([p.detach().flatten().clone() for m in worker.policy.models for p in m.parameters()])
 
 
-def play(layout: RankLayout, out: Path, scenario: str) -> None:
-    worker = build(layout, out)
+def play(layout: RankLayout, out: Path, name: str) -> None:
+    settings, scenario = settings_of(name), name.removeprefix("pipeline_")
+    worker = build(layout, out, settings)
     _store, refs = store_rollouts(worker, 9)
     advantages = [0.0 if scenario == "skipped" else (-1.0) ** i for i in range(len(refs))]
-    planner = make_planner(SETTINGS, layout, optimizer_steps_per_batch=2, tokens_per_micro_batch=64)
+    planner = make_planner(settings, layout, optimizer_steps_per_batch=2, tokens_per_micro_batch=64)
     plan = planner.plan(3, refs, advantages)
     if scenario == "nan_on_rank_1":
         poisoned = plan.optimizer_steps[0].micro_batches[1][0][0]
@@ -92,15 +101,17 @@ def play(layout: RankLayout, out: Path, scenario: str) -> None:
     if layout.rank == 0:
         steps = outcome.optimizer_steps
         described = {"finite": outcome.finite, "optimizer_steps": steps, "metrics": outcome.metrics.values()}
-        print(f"RESULT {scenario} {json.dumps(described)}", flush=True)
+        print(f"RESULT {name} {json.dumps(described)}", flush=True)
     torch.distributed.barrier()
 
 
 def main() -> None:
     out, *scenarios = sys.argv[1:]
-    layout = parallel.initialize(SETTINGS, seed=0)
-    for scenario in scenarios:
-        play(layout, Path(out) / scenario, scenario)
+    for settings, same_grid in itertools.groupby(scenarios, settings_of):
+        layout = parallel.initialize(settings, seed=0)
+        for scenario in same_grid:
+            play(layout, Path(out) / scenario, scenario)
+        parallel_state.destroy_model_parallel()
     parallel.shutdown()
 
 

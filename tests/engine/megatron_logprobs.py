@@ -47,8 +47,7 @@ class Recorder:
 
 def one_case(case: str, settings: ParallelSettings, layout: RankLayout) -> None:
     _, checkpoint, rollouts_file, tokens, out = case.split(":")
-    groups = {"tp_group": layout.tp_group, "cp_group": layout.cp_group}
-    shape, policy = make_policy(Path(checkpoint), settings, GrpoSettings(), **groups)
+    shape, policy = make_policy(Path(checkpoint), settings, GrpoSettings(), **layout.groups)
     recorder = Recorder()
     policy = dataclasses.replace(policy, loss=recorder)
     rollouts = read_rollouts(Path(rollouts_file))

@@ -65,9 +65,7 @@ def make_policy(
 
 
 def make_view(shape: ModelShape, parallel: ParallelSettings, layout: RankLayout) -> RankView:
-    return RankView.of(
-        shape.num_layers, parallel, pp_rank=layout.pp_rank, cp_rank=layout.cp_rank, tp_rank=layout.tp_rank
-    )
+    return RankView.of(shape.num_layers, parallel, **layout.ranks)
 
 
 def make_batcher(shape: ModelShape, parallel: ParallelSettings, layout: RankLayout) -> Batcher:

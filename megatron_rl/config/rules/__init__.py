@@ -23,6 +23,6 @@ def broken_rules(c: Configuration, facts: LaunchFacts, given: Collection[str]) -
     broken += check_engine(c.engine, facts) if c.mode != "train_only" else ()
     broken += [*check_grid(c.parallel, facts), *check_ranks(c), *check_run(c.run)]
     if shape is not None:
-        broken += [*check_split(c.parallel, shape), *check_fit(c, shape, facts)]
+        broken += [*check_split(c.parallel, c.engine, shape), *check_fit(c, shape, facts)]
     for key, rule, remedy in broken:
         yield Refusal(key, attrgetter(key)(c), rule, remedy)

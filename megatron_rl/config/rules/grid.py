@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from megatron_rl.config.facts import LaunchFacts
-from megatron_rl.config.schema import ParallelSettings
+from megatron_rl.config.schema import EngineSettings, ParallelSettings
 from megatron_rl.models.pipeline_split import PipelineSplit
 from megatron_rl.models.shape import ModelShape
 
@@ -24,7 +24,12 @@ def check_grid(p: ParallelSettings, facts: LaunchFacts) -> Iterator[tuple[str, s
             rule = f"parallel.{' x '.join(sizes)} = {size} does not divide the {facts.world_size} rank(s) of this job"
             remedy = f"Start a multiple of {size} ranks (torchrun --nproc-per-node {size}), or lower it"
             yield f"parallel.{key[0]}", rule, remedy
-    yield from _check_experts(p, etp)
+    if p.ep == 1 and etp != p.tp:
+        rule = f"Without parallel.ep Megatron reduces experts' gradients as those of layers over parallel.tp={p.tp}"
+        yield "parallel.etp", f"{rule} ranks", "Leave it null, which is parallel.tp"
+    elif etp not in (1, p.tp) or (etp > 1 and p.ep > 1 and (p.pp > 1 or p.cp > 1)):
+        rule = f"With parallel.tp={p.tp}, pp={p.pp} and cp={p.cp} {_UNPROVEN}"
+        yield "parallel.etp", rule, "Leave it null for whole experts, or use parallel.tp without pp and cp"
     if len(shared) > 2:
         rule = f"With parallel.tp={p.tp} and parallel.pp={p.pp} {_UNPROVEN}"
         yield "parallel.cp", rule, "Use parallel.cp=1, or only one of the other two"
@@ -35,25 +40,15 @@ def check_grid(p: ParallelSettings, facts: LaunchFacts) -> Iterator[tuple[str, s
         yield "parallel.vpp", "Virtual stages interleave pipeline stages, of which there is only one", "Leave it null"
 
 
-def _check_experts(p: ParallelSettings, etp: int) -> Iterator[tuple[str, str, str]]:
-    if p.ep == 1 and etp != p.tp:
-        rule = f"Without parallel.ep Megatron reduces experts' gradients as those of layers over parallel.tp={p.tp}"
-        yield "parallel.etp", f"{rule} ranks", "Leave it null, which is parallel.tp"
-    elif etp not in (1, p.tp):
-        rule = f"With parallel.tp={p.tp} {_UNPROVEN}"
-        yield "parallel.etp", rule, "Leave it null for whole experts, or use parallel.tp"
-    elif etp > 1 and p.ep > 1 and (p.pp > 1 or p.cp > 1):
-        rule = f"With parallel.pp={p.pp} and parallel.cp={p.cp} {_UNPROVEN}"
-        yield "parallel.etp", rule, "Leave it null for whole experts"
-
-
-def check_split(p: ParallelSettings, shape: ModelShape) -> Iterator[tuple[str, str, str]]:
+def check_split(p: ParallelSettings, engine: EngineSettings, shape: ModelShape) -> Iterator[tuple[str, str, str]]:
     """Every part of the model divides evenly among the ranks that share it, and its layers over pipeline stages."""
     for key, size, part, count in (
         ("parallel.ep", p.ep, "expert", shape.num_experts),
         ("parallel.etp", p.etp or p.default_etp, "column of an expert", shape.moe_ffn_hidden_size),
         ("parallel.tp", p.tp, "attention head", shape.num_attention_heads),
         ("parallel.tp", p.tp, "key-value head", shape.num_key_value_heads),
+        ("engine.ep", engine.ep, "expert", shape.num_experts),
+        ("engine.tp", engine.tp, "attention head", shape.num_attention_heads),
     ):
         if count % size:
             yield key, f"The model's {count} {part}s cannot be split evenly over {size}", f"Use a divisor of {count}"

@@ -29,13 +29,7 @@ def check_ranks(c: Configuration) -> Iterator[tuple[str, str, str]]:
 
 
 def check_fit(c: Configuration, shape: ModelShape, facts: LaunchFacts) -> Iterator[tuple[str, str, str]]:
-    """An engine's ranks share the model evenly, and the longest sequence fits everywhere."""
-    for key, size, part, count in (
-        ("engine.ep", c.engine.ep, "expert", shape.num_experts),
-        ("engine.tp", c.engine.tp, "attention head", shape.num_attention_heads),
-    ):
-        if count % size:
-            yield key, f"The model's {count} {part}s cannot be split evenly over {size}", f"Use a divisor of {count}"
+    """The longest sequence fits everywhere."""
     prompt, new, positions = c.data.max_prompt_tokens, c.rollout.max_new_tokens, shape.max_position_embeddings
     # SGLang keeps two positions of a sequence and seven behind a prompt: beyond, it truncates or refuses requests.
     longest = max(prompt + new + 2, prompt + 7)
@@ -81,7 +75,9 @@ def _check_managed(engine: EngineSettings, facts: LaunchFacts) -> Iterator[tuple
         yield problem.key, problem.rule, problem.remedy
     # Trainer and engines share one process group for weights: NCCL on GPUs, gloo without, never one of each.
     if facts.num_gpus == 0 and engine.device == "cuda":
-        yield "engine.device", _no_gpu(facts), "Use engine.device=auto, or install a CUDA build of torch"
+        idle = f"The installed torch is built for CPUs and cannot use the {facts.idle_gpus} GPU(s) here"
+        rule = idle if facts.idle_gpus else "No CUDA device is visible here"
+        yield "engine.device", rule, "Use engine.device=auto, or install a CUDA build of torch"
     elif facts.num_gpus > 0 and engine.device == "cpu":
         rule = f"The trainer sends weights from the {facts.num_gpus} GPU(s) here with NCCL, and a CPU engine has none"
         yield "engine.device", rule, 'Use auto, or hide the GPUs from the whole job: CUDA_VISIBLE_DEVICES=""'
@@ -97,11 +93,6 @@ def _check_gpus(engine: EngineSettings, facts: LaunchFacts) -> Iterator[tuple[st
         way = f"Start at most {left} rank(s) (torchrun --nproc-per-node {left})" if left > 0 else way
         key = "engine.count" if engines else "engine.mode"
         yield key, f"{rule}, and {facts.num_gpus} are visible", f'{way}, or run all on the CPU: CUDA_VISIBLE_DEVICES=""'
-
-
-def _no_gpu(facts: LaunchFacts) -> str:
-    idle = f"The installed torch is built for CPUs and cannot use the {facts.idle_gpus} GPU(s) here"
-    return idle if facts.idle_gpus else "No CUDA device is visible here"
 
 
 def check_run(run: RunSettings) -> Iterator[tuple[str, str, str]]:
