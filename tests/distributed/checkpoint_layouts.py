@@ -1,8 +1,8 @@
 """Under torchrun: train a batch, save, train another; then load what was saved, in this layout and in others.
 
-Usage: checkpoint_layouts.py DIRECTORY LAYOUT...; LAYOUTs of `support.layouts`, all of this job's ranks. DIRECTORY holds
-the checkpoint `plain` and `rollouts.bin`. Rank 0 saves what each pair of layouts did in SAVED-LOADED.pt, and in
-SAVED-.pt what the run did that was never stopped.
+Usage: checkpoint_layouts.py DIRECTORY SAVED:LOADED...; both are LAYOUTs of `support.layouts`, all of this job's ranks.
+DIRECTORY holds the checkpoint `plain` and `rollouts.bin`. Rank 0 saves what each pair did in SAVED:LOADED.pt, and in
+SAVED:.pt what the run did that was never stopped.
 """
 
 import sys
@@ -66,7 +66,7 @@ def save(case: Case, directory: Path) -> None:
     load_random_state(target / "rng" / f"{layout.rank}.safetensors")
     assert torch.rand(3).equal(drawn)
     metrics = train(worker, case, layout, directory, 1)
-    note(worker, metrics, directory / f"{case.layout}-.pt", adam_steps(worker))
+    note(worker, metrics, directory / f"{case.layout}:.pt", adam_steps(worker))
     parallel_state.destroy_model_parallel()
 
 
@@ -76,17 +76,16 @@ def load(case: Case, directory: Path, saved: str) -> None:
     load_tensors(worker.policy.models, adam, directory / f"saved-{saved}", optimizer_steps=STEPS_PER_BATCH)
     assert adam_steps(worker) == {STEPS_PER_BATCH}
     metrics = train(worker, case, layout, directory, 1)
-    note(worker, metrics, directory / f"{saved}-{case.layout}.pt", adam_steps(worker))
+    note(worker, metrics, directory / f"{saved}:{case.layout}.pt", adam_steps(worker))
     parallel_state.destroy_model_parallel()
 
 
 def main() -> None:
-    directory, names = Path(sys.argv[1]), sys.argv[2:]
-    for name in names:
-        save(Case(name, "grpo"), directory)
-    for saved in names:
-        for name in names:
-            load(Case(name, "grpo"), directory, saved)
+    directory, pairs = Path(sys.argv[1]), [pair.split(":") for pair in sys.argv[2:]]
+    for saved in dict.fromkeys(saved for saved, _ in pairs):
+        save(Case(saved, "grpo"), directory)
+    for saved, loaded in pairs:
+        load(Case(loaded, "grpo"), directory, saved)
     parallel.shutdown()
 
 

@@ -14,7 +14,12 @@ from support.layouts import BATCH, BATCHES, MODELS, STEPS_PER_BATCH
 from support.torchrun import torchrun
 
 SCRIPT = Path(__file__).with_name("checkpoint_layouts.py")
-LAYOUTS = ("ep2-none", "dp2-none", "tp2-none")
+LAYOUTS = ("ep2-none", "dp2-none", "tp2-none", "pp2_vpp2-none", "cp2-none")
+# Every layout is saved and loaded in another one; dp2 is EP 1.
+OTHERS = (
+    ("ep2-none", "dp2-none"), ("dp2-none", "ep2-none"), ("pp2_vpp2-none", "ep2-none"), ("tp2-none", "cp2-none"),
+    ("cp2-none", "pp2_vpp2-none"), ("ep2-none", "tp2-none"),
+)  # fmt: skip
 SAME = 2e-6  # absolute, of metrics and weights: layouts add in other orders; a lost moment moves weights by 1e-3
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
@@ -27,7 +32,8 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_checkpoint(directory / "plain", **MODELS["plain"])
     _, rollouts, _ = make_batch(read_shape(directory / "plain"), BATCHES * BATCH)
     write_rollouts(directory / "rollouts.bin", rollouts)
-    torchrun(SCRIPT, str(directory), *LAYOUTS, ranks=2, timeout=500)
+    pairs = [*((layout, layout) for layout in LAYOUTS), *OTHERS]
+    torchrun(SCRIPT, str(directory), *map(":".join, pairs), ranks=2, timeout=500)
     return directory
 
 
@@ -38,7 +44,7 @@ def read(directory: Path, name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_run_that_is_loaded_goes_on_bit_for_bit(played: Path, layout: str) -> None:
-    never_stopped, resumed = read(played, f"{layout}-"), read(played, f"{layout}-{layout}")
+    never_stopped, resumed = read(played, f"{layout}:"), read(played, f"{layout}:{layout}")
     assert resumed["metrics"] == never_stopped["metrics"]
     assert resumed["adam_steps"] == never_stopped["adam_steps"] == [2 * STEPS_PER_BATCH]
     different = [
@@ -47,9 +53,9 @@ def test_a_run_that_is_loaded_goes_on_bit_for_bit(played: Path, layout: str) -> 
     assert different == []
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [(a, b) for a in LAYOUTS for b in LAYOUTS if a != b])
+@pytest.mark.parametrize(("saved", "loaded"), OTHERS)
 def test_another_layout_goes_on_with_the_same_model_and_optimizer(played: Path, saved: str, loaded: str) -> None:
-    never_stopped, resumed = read(played, f"{saved}-"), read(played, f"{saved}-{loaded}")
+    never_stopped, resumed = read(played, f"{saved}:"), read(played, f"{saved}:{loaded}")
     for name in ("train/loss", "policy/entropy", "train/grad_norm"):
         assert resumed["metrics"][name] == pytest.approx(never_stopped["metrics"][name], abs=SAME), name
     for name, weight in never_stopped["weights"].items():

@@ -22,7 +22,7 @@ from support.policies import TWO_DIGIT_ADDITION
 from support.recordings import write_recording
 
 STEPS = 10
-LAYOUTS = {"ep2": ("parallel=ep2",)}
+LAYOUTS = {name: (f"parallel={name}",) for name in ("ep2", "pp2", "cp2")}
 
 pytestmark = [pytest.mark.distributed, pytest.mark.chaos, pytest.mark.timeout(600)]
 

@@ -30,9 +30,9 @@ NAMES = {
     "rollout/engines_left_out", "rollout/groups/flat_right", "rollout/groups/flat_wrong", "rollout/groups/mixed",
     "rollout/groups/too_few_verdicts", "rollout/rejected", "rollout/response_length", "rollout/samples",
     "rollout/tokens", "rollout/truncated", "rollout/wasted_token_fraction", "rollout/zero_variance_rate", "step",
-    "sync/audit_compared", "sync/audit_mismatches", "sync/version", "time/eval", "time/exchange", "time/old_policy",
-    "time/reward_exposed", "time/rollout", "time/step", "time/sync", "time/train", "train/grad_norm", "train/loss",
-    "train/lr", "train/micro_batches", "train/nonfinite", "train/optimizer_steps", "train/samples",
+    "sync/audit_compared", "sync/audit_mismatches", "sync/version", "time/checkpoint", "time/eval", "time/exchange",
+    "time/old_policy", "time/reward_exposed", "time/rollout", "time/step", "time/sync", "time/train", "train/grad_norm",
+    "train/loss", "train/lr", "train/micro_batches", "train/nonfinite", "train/optimizer_steps", "train/samples",
 }  # fmt: skip
 
 
