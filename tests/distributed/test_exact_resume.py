@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from megatron_rl.contracts.exit_codes import ExitCode
@@ -63,6 +64,12 @@ def metrics_of(root: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in record.items() if not k.startswith("time/")} for record in records]
 
 
+def weights_of(root: Path) -> dict[str, torch.Tensor]:
+    """In Hugging Face format, a file for each pipeline stage."""
+    files = (root / f"job/checkpoints/step-{STEPS}").glob("*.safetensors")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_killed_and_resumed_equals_never_killed(tmp_path: Path, layout: str) -> None:
     write_recording(tmp_path / "rollouts/recorded", read_shape(TWO_DIGIT_ADDITION), steps=STEPS)
@@ -80,8 +87,8 @@ def test_killed_and_resumed_equals_never_killed(tmp_path: Path, layout: str) -> 
     assert f"going on after step {int(saved[-1][5:])}" in output
     assert [record["step"] for record in metrics_of(killed)] == list(range(STEPS + 1))
     assert metrics_of(killed) == metrics_of(never)
-    weights = load_file(never / f"job/checkpoints/step-{STEPS}/model.safetensors")
-    resumed = load_file(killed / f"job/checkpoints/step-{STEPS}/model.safetensors")
+    weights, resumed = weights_of(never), weights_of(killed)
+    assert weights.keys() == resumed.keys() and len(weights) > 10
     assert [name for name, weight in weights.items() if not weight.equal(resumed[name])] == []
     manifests = [read_manifest(root / f"job/checkpoints/iter_{STEPS:07d}").files for root in (never, killed)]
     states = [{n: r for n, r in files.items() if n.endswith((".distcp", ".safetensors"))} for files in manifests]
