@@ -28,7 +28,7 @@ from megatron_rl.config.facts import LaunchFacts
 from megatron_rl.config.schema import Configuration, EngineSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.interrupts import end_quietly
-from megatron_rl.models.qwen3_moe import read_shape
+from megatron_rl.models.families import read_shape
 from megatron_rl.records.run_directory import PACKAGES
 from sglang_bridge.addresses import node_address, require_private_address
 from sglang_bridge.engine import Engine

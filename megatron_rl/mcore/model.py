@@ -11,6 +11,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -47,7 +48,16 @@ def _build_chunk(config: TransformerConfig, shape: ModelShape, vp_stage: int | N
     chunk.model_type = ModelType.encoder_or_decoder
     if on_gpu:
         chunk = chunk.cuda()
-    return Float16Module(config, chunk) if config.bf16 else chunk
+    return _in_bfloat16(config, chunk) if config.bf16 else chunk
+
+
+def _in_bfloat16(config: TransformerConfig, chunk: torch.nn.Module) -> torch.nn.Module:
+    """The chunk in bfloat16, but for the routers' biases: rounded ones would choose other experts."""
+    half = Float16Module(config, chunk)
+    for router in half.modules():
+        if isinstance(router, TopKRouter):
+            router._maintain_float32_expert_bias()
+    return half
 
 
 def _on_cpu(spec: Any) -> Any:
@@ -57,8 +67,9 @@ def _on_cpu(spec: Any) -> Any:
         attention = modules.self_attention.submodules
         if attention.core_attention is DotProductAttention:
             attention.core_attention = CpuCoreAttention
-        if attention.q_layernorm is WrappedTorchNorm:
-            attention.q_layernorm = attention.k_layernorm = CpuRmsNorm
+        for norm in ("q_layernorm", "k_layernorm", "kv_layernorm"):
+            if vars(attention).get(norm) is WrappedTorchNorm:
+                setattr(attention, norm, CpuRmsNorm)
         modules.input_layernorm = modules.pre_mlp_layernorm = CpuRmsNorm
     spec.layer_norm = CpuRmsNorm
     return spec

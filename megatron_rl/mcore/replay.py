@@ -87,9 +87,9 @@ def _refuse_unreplayable(config: Any) -> None:
             "capacity dropping changes the choice after replay",
         ),
         "moe_aux_loss_coeff": (bool(config.moe_aux_loss_coeff), "the auxiliary loss uses the live choice"),
-        "moe_router_enable_expert_bias": (
-            bool(config.moe_router_enable_expert_bias),
-            "the expert bias moves with routing maps",
+        "moe_router_bias_update_rate": (
+            bool(config.moe_router_enable_expert_bias and config.moe_router_bias_update_rate),
+            "the expert bias would move with the replayed choice; it must stay frozen",
         ),
         "moe_router_force_load_balancing": (
             bool(config.moe_router_force_load_balancing),

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_rl.config.schema import ModelSettings, ParallelSettings
 from megatron_rl.mcore.dtypes import torch_dtype
@@ -17,8 +17,11 @@ from megatron_rl.models.shape import ModelShape
 
 def transformer_config(shape: ModelShape, model: ModelSettings, parallel: ParallelSettings) -> TransformerConfig:
     """Megatron's configuration of the model on this machine, with GPUs or without."""
-    return TransformerConfig(
+    kind = TransformerConfig if shape.latent is None else MLATransformerConfig
+    return kind(
         **_attention(shape),
+        **_latent(shape),
+        **_mlp(shape),
         **_experts(shape),
         **_training(shape, model),
         **_parallelism(parallel),
@@ -35,24 +38,54 @@ def _attention(shape: ModelShape) -> dict[str, Any]:
         "kv_channels": shape.head_dim,
         "normalization": "RMSNorm",
         "layernorm_epsilon": shape.rms_norm_eps,
-        "qk_layernorm": True,
+        "qk_layernorm": shape.qk_norm or shape.latent is not None,
         "attention_softmax_in_fp32": True,
     }
 
 
-def _experts(shape: ModelShape) -> dict[str, Any]:
-    """The MLPs, with and without experts; nothing that would balance or drop what the engine routed."""
+def _latent(shape: ModelShape) -> dict[str, Any]:
+    """Multi-head latent attention, which has its own rotary embedding."""
+    latent = shape.latent
+    if latent is None:
+        return {}
+    return {
+        "q_lora_rank": latent.q_rank,
+        "kv_lora_rank": latent.kv_rank,
+        "qk_head_dim": latent.plain_dim,
+        "qk_pos_emb_head_dim": latent.rotary_dim,
+        "v_head_dim": latent.value_dim,
+        "rope_type": "rope",
+        "rotary_base": shape.rope_theta,
+    }
+
+
+def _mlp(shape: ModelShape) -> dict[str, Any]:
     return {
         "ffn_hidden_size": shape.ffn_hidden_size,
         "activation_func": F.silu,
         "gated_linear_unit": True,
         "add_bias_linear": False,
+    }
+
+
+def _experts(shape: ModelShape) -> dict[str, Any]:
+    """The layers with experts; nothing that would balance or drop what the engine routed."""
+    if not shape.moe_layers:
+        return {"moe_layer_freq": [0] * shape.num_layers}
+    router = shape.router
+    return {
         "moe_ffn_hidden_size": shape.moe_ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": shape.shared_ffn_hidden_size or None,
         "num_moe_experts": shape.num_experts,
         "moe_layer_freq": [int(i in shape.moe_layers) for i in range(shape.num_layers)],
         "moe_router_topk": shape.topk,
-        "moe_router_pre_softmax": not shape.norm_topk_prob,
-        "moe_router_score_function": "softmax",
+        "moe_router_pre_softmax": not router.normalized,
+        "moe_router_score_function": router.score,
+        "moe_router_topk_scaling_factor": None if router.scaling == 1 else router.scaling,
+        "moe_router_num_groups": router.groups if router.groups > 1 else None,
+        "moe_router_group_topk": router.group_topk if router.groups > 1 else None,
+        "moe_router_enable_expert_bias": router.bias,
+        "moe_router_bias_update_rate": 0.0,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_router_dtype": "fp32",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.contracts.paths import problem_with
-from megatron_rl.models.qwen3_moe import read_shape
+from megatron_rl.models.families import read_shape
 from megatron_rl.models.shape import ModelConfigError, ModelShape
 from megatron_rl.models.tokenizer import Tokenizer, TokenizerError, check_matches_model
 from megatron_rl.models.weight_files import DamagedWeights, check_weight_files

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_rl.config.schema import Configuration, CustomAlgoSettings
 from megatron_rl.environments.environment import open_environment
 from megatron_rl.losses import open_loss
-from megatron_rl.models.qwen3_moe import read_shape
+from megatron_rl.models.families import read_shape
 from megatron_rl.prompts.factory import draw_questions
 from megatron_rl.rewards import open_scorer
 

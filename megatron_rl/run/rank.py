@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.mcore.job import Job, join, leave
-from megatron_rl.models.qwen3_moe import read_shape
+from megatron_rl.models.families import read_shape
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.records.progress import Progress, print_line
 from megatron_rl.records.run_directory import RunDirectory

@@ -31,8 +31,8 @@ def test_missing_directory_and_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "rule"),
     [
-        ({"num_experts": None}, "only Mixture-of-Experts models"),
-        ({"architectures": ["MixtralForCausalLM"]}, "not supported"),
+        ({"num_experts": None}, "num_experts is missing"),
+        ({"architectures": ["GptOssForCausalLM"]}, "not supported"),
         ({"eos_token_id": None}, "no response would ever end"),
         ({"mlp_only_layers": [0, 1, 2, 3]}, "not an MoE model"),
         ({"num_experts_per_tok": 9}, "exceeds num_experts=8"),

@@ -14,7 +14,7 @@ from megatron_rl.contracts.rollout import FinishReason, Role
 from megatron_rl.environments.environment import open_environment
 from megatron_rl.environments.episode import Episode
 from megatron_rl.losses import ResponseTokens, open_loss
-from megatron_rl.models.qwen3_moe import read_shape
+from megatron_rl.models.families import read_shape
 from megatron_rl.prompts.factory import open_prompts
 from megatron_rl.rewards import RewardRunner, open_scorer
 from support.scripted_model import CHECKPOINT, PROMPT, TOKENIZER, ScriptedModel, Turn, open_episode

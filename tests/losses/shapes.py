@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_rl.models.qwen3_moe import read_shape
+from megatron_rl.models.families import read_shape
 from megatron_rl.models.shape import ModelShape
 
 ASSET = Path(__file__).parents[2] / "megatron_rl/models/assets/qwen3_moe_tiny_column_addition"

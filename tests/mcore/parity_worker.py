@@ -26,7 +26,7 @@ from megatron_rl.mcore.parallel import RankLayout, initialize, shutdown
 from megatron_rl.mcore.replay import RouteReplay
 from megatron_rl.mcore.schedule import run_schedule
 from megatron_rl.mcore.weights import draw_hf_weights, iterate_hf_weights, load_hf_weights, save_hf_weights
-from megatron_rl.models.qwen3_moe import read_shape
+from megatron_rl.models.families import read_shape
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.planning.rank_view import RankView
 from tests.mcore.packs import pack, targets_of

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_rl.config.schema import ModelSettings, ParallelSettings
 from megatron_rl.contracts.exit_codes import ExitCode
-from megatron_rl.models.qwen3_moe import read_shape
+from megatron_rl.models.families import read_shape
 from tests.mcore.packs import pack, sequence
 
 

@@ -8,14 +8,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.mcore.weights.layout import Fusion, join, join_shards, layout_of, shard, split
+from megatron_rl.mcore.weights.layout import join, join_shards, layout_of, shard, split
+from megatron_rl.models.names import Fusion
+from megatron_rl.models.qwen3_moe import NAMES
 
 
 @pytest.mark.parametrize(
     ("name", "hf_names", "fusion", "expert"),
     [
-        ("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), Fusion.ROWS, None),
-        ("output_layer.weight", ("lm_head.weight",), Fusion.ROWS, None),
+        ("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), Fusion.VOCABULARY, None),
+        ("output_layer.weight", ("lm_head.weight",), Fusion.VOCABULARY, None),
         ("decoder.layers.0.mlp.router.weight", ("model.layers.3.mlp.gate.weight",), Fusion.REPLICATED, None),
         (
             "decoder.layers.1.self_attention.linear_qkv.weight",
@@ -40,14 +42,14 @@ from megatron_rl.mcore.weights.layout import Fusion, join, join_shards, layout_o
 def test_names_follow_the_layer_and_expert_offsets(
     name: str, hf_names: tuple[str, ...], fusion: Fusion, expert: int | None
 ) -> None:
-    layout = layout_of(name, layer_offset=3, expert_offset=4)
+    layout = layout_of(name, NAMES, layer_offset=3, expert_offset=4)
     assert (layout.hf_names, layout.fusion, layout.expert) == (hf_names, fusion, expert)
 
 
 @pytest.mark.parametrize("name", ["decoder.layers.0.mlp.router.expert_bias", "something.else", "decoder.layers.x.y"])
 def test_a_parameter_without_a_counterpart_is_named(name: str) -> None:
     with pytest.raises(KeyError, match=name):
-        layout_of(name, layer_offset=0, expert_offset=0)
+        layout_of(name, NAMES, layer_offset=0, expert_offset=0)
 
 
 def test_query_groups_are_interleaved() -> None:

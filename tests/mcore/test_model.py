@@ -31,7 +31,7 @@ def test_a_gpu_adds_up_experts_in_a_fixed_order_and_fuses_what_replay_allows(
 
     from megatron_rl.config.schema import ModelSettings, ParallelSettings
     from megatron_rl.mcore.transformer_config import transformer_config
-    from megatron_rl.models.qwen3_moe import read_shape
+    from megatron_rl.models.families import read_shape
 
     kernels = ("permute", "permute_with_probs", "sort_chunks_by_index", "sort_chunks_by_index_with_probs", "unpermute")
     for name in kernels:

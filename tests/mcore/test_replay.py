@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_rl.config.schema import ModelSettings, ParallelSettings
-from megatron_rl.models.qwen3_moe import read_shape
+from megatron_rl.models.families import read_shape
 from tests.mcore.packs import pack, targets_of
 
 MICRO_BATCHES = [(0, 1, 2), (3, 4)]
@@ -250,7 +250,6 @@ def test_nothing_is_left_for_the_next_pass(megatron: Any, checkpoint: Path, reco
         ("moe_router_load_balancing_type", "sinkhorn"),
         ("moe_expert_capacity_factor", 1.0),
         ("moe_aux_loss_coeff", 0.01),
-        ("moe_router_enable_expert_bias", True),
         ("moe_router_force_load_balancing", True),
     ],
 )

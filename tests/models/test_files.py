@@ -65,7 +65,7 @@ def test_no_directory_and_no_shape(checkpoint: Path) -> None:
     assert nowhere == (None, [Defect("There is no such directory", nowhere[1][0].remedy)])
     assert "not a directory" in inspect_checkpoint(str(checkpoint / "config.json"))[1][0].rule
     (checkpoint / "config.json").write_text("{}")
-    assert "no experts" in inspect_checkpoint(str(checkpoint))[1][0].rule
+    assert "not supported" in inspect_checkpoint(str(checkpoint))[1][0].rule
 
 
 @pytest.mark.parametrize("cut", [1, 5, 9, 10_000])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_rl.contracts.exit_codes import ExitCode
-from megatron_rl.models.qwen3_moe import read_shape
+from megatron_rl.models.families import read_shape
 from megatron_rl.models.shape import ModelConfigError
 
 RAW: dict[str, Any] = {
@@ -57,8 +57,9 @@ def test_null_is_as_if_the_key_were_not_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "remove", "message"),
     [
-        ({}, ("num_experts",), "no experts"),
-        ({"architectures": ["MixtralForCausalLM"]}, (), "MixtralForCausalLM"),
+        ({}, ("num_experts",), "num_experts is missing"),
+        ({"architectures": ["GptOssForCausalLM"]}, (), "GptOssForCausalLM.*one of Qwen3MoeForCausalLM, Qwen3"),
+        ({"use_sliding_window": True}, (), "use_sliding_window=true"),
         ({"mlp_only_layers": [0, 1, 2, 3, 4, 5]}, (), "no layer has experts"),
         ({"num_experts_per_tok": 9}, (), "num_experts_per_tok=9"),
         ({"num_key_value_heads": 3}, (), "num_key_value_heads=3"),
@@ -117,7 +118,7 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path, content: str | None) 
 def test_reading_a_configuration_does_not_import_torch(tmp_path: Path) -> None:
     write(tmp_path, {})
     program = (
-        "import sys; from megatron_rl.models.qwen3_moe import read_shape; "
+        "import sys; from megatron_rl.models.families import read_shape; "
         f"read_shape({str(tmp_path)!r}); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False, cwd=Path(__file__).parents[2]).returncode == 0

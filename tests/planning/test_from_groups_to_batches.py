@@ -8,7 +8,7 @@ import torch
 from megatron_rl.config.schema import GrpoSettings, ParallelSettings, TrainSettings
 from megatron_rl.contracts.routes import RouteShape
 from megatron_rl.credit.assign import Credit
-from megatron_rl.models.qwen3_moe import read_shape
+from megatron_rl.models.families import read_shape
 from megatron_rl.planning.rank_view import RankView
 from megatron_rl.planning.step_plan import Planner
 from megatron_rl.training.batch import Batcher

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_rl.config.schema import EngineSettings
 from megatron_rl.contracts.prompt import Sampling
-from megatron_rl.models.qwen3_moe import read_shape
+from megatron_rl.models.families import read_shape
 from megatron_rl.rollouts.engine_pool import EnginePool, RequestForm
 from megatron_rl.rollouts.messages import AbortRequest, FromCollector
 from sglang_bridge.client import RequestExpired

@@ -8,7 +8,7 @@ import pytest
 from safetensors import safe_open
 
 from megatron_rl.config.cli import compose
-from megatron_rl.models.qwen3_moe import read_shape
+from megatron_rl.models.families import read_shape
 from megatron_rl.run import space
 from megatron_rl.run.space import NoSpace, bytes_needed, num_parameters, require_space
 

@@ -17,7 +17,7 @@ from megatron_rl.config.schema import (
 )
 from megatron_rl.contracts.plan import Denominators
 from megatron_rl.losses import Objective, ResponseTokens, open_loss
-from megatron_rl.models.qwen3_moe import read_shape
+from megatron_rl.models.families import read_shape
 from megatron_rl.planning.rank_view import RankView
 from megatron_rl.run.warm_up import warm_up
 from megatron_rl.training.batch import Batcher

@@ -6,7 +6,7 @@ import numpy as np
 
 from megatron_rl.contracts.group import RolloutRef
 from megatron_rl.contracts.rollout import FinishReason, Role, Rollout, Segment
-from megatron_rl.models.qwen3_moe import ModelShape
+from megatron_rl.models.shape import ModelShape
 from support.rollouts import make_ref
 
 

@@ -10,7 +10,7 @@ from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.mcore.parallel import RankLayout
-from megatron_rl.models.qwen3_moe import read_shape
+from megatron_rl.models.families import read_shape
 from megatron_rl.records.run_directory import RunDirectory
 from megatron_rl.rollouts.batch import RolloutStage
 from megatron_rl.rollouts.store import read_rollout

@@ -18,7 +18,7 @@ from megatron_rl.mcore.optimizer import wrap_data_parallel
 from megatron_rl.mcore.parallel import RankLayout
 from megatron_rl.mcore.replay import RouteReplay
 from megatron_rl.mcore.weights import load_hf_weights
-from megatron_rl.models.qwen3_moe import read_shape
+from megatron_rl.models.families import read_shape
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.planning.rank_view import RankView
 from megatron_rl.planning.step_plan import Planner

@@ -20,7 +20,7 @@ from megatron_rl.mcore.model import build_models
 from megatron_rl.mcore.optimizer import DistributedAdam, wrap_data_parallel
 from megatron_rl.mcore.parallel import RankLayout
 from megatron_rl.mcore.replay import RouteReplay
-from megatron_rl.models.qwen3_moe import read_shape
+from megatron_rl.models.families import read_shape
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.records.metric_sums import MetricSums
 from megatron_rl.training.logprobs import ResponseLogprobs

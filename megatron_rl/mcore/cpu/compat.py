@@ -143,6 +143,7 @@ def _patch_megatron() -> None:
     import megatron.core.tensor_parallel.random as random
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+    import megatron.core.transformer.multi_latent_attention as multi_latent_attention
 
     from megatron_rl.mcore.cpu.adam import FusedLayoutAdam
     from megatron_rl.mcore.cpu.uneven import padded_gather, padded_reduce_scatter
@@ -153,6 +154,8 @@ def _patch_megatron() -> None:
     # 0.16.1 defines this name only where Transformer Engine imports, and reads it everywhere
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+    # 0.16.1 takes the imports of its own stand-ins for Transformer Engine's layers, which are None, for the real ones
+    multi_latent_attention.HAVE_TE = False
     # split sizes become numpy only for CUDA tensors, and the all-to-all insists on that
     token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
         tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor

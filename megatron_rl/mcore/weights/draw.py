@@ -13,8 +13,8 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
-from megatron_rl.mcore.weights.layout import Fusion, ParameterLayout
-from megatron_rl.mcore.weights.parameters import PlacedParameter, placed_parameters, tensor_rank
+from megatron_rl.mcore.weights.parameters import placed_parameters
+from megatron_rl.models.names import Fusion
 from megatron_rl.models.shape import ModelShape
 
 
@@ -31,23 +31,10 @@ def draw_hf_weights(models: Sequence[torch.nn.Module], shape: ModelShape, *, see
             draw = config.output_layer_init_method
         else:
             draw = config.embedding_init_method if "embed" in layout.hf_names[0] else config.init_method
-        full = torch.empty(_full_shape(parameter, layout, shape))
+        rows, columns = parameter.whole_shape(layout)
+        full = torch.empty(shape.vocab_size if layout.fusion is Fusion.VOCABULARY else rows, columns)
         draw(full, generator=_generator(seed, layout.hf_names[0]))
         parameter.weight.copy_(parameter.part_of(full, layout))
-
-
-def _full_shape(parameter: PlacedParameter, layout: ParameterLayout, shape: ModelShape) -> tuple[int, int]:
-    rows, columns = parameter.weight.shape
-    _, size = tensor_rank(layout)
-    match layout.fusion:
-        case Fusion.REPLICATED:
-            return rows, columns
-        case Fusion.ROWS:
-            return shape.vocab_size, columns
-        case Fusion.COLUMNS:
-            return rows, columns * size
-        case _:
-            return rows * size, columns
 
 
 def _generator(seed: int, name: str) -> torch.Generator:

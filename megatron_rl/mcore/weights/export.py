@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_rl.mcore.weights.layout import Fusion, join_shards, split
+from megatron_rl.mcore.weights.layout import join_shards, split
 from megatron_rl.mcore.weights.parameters import placed_parameters
+from megatron_rl.models.names import Fusion
 from megatron_rl.models.shape import ModelShape
 
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
@@ -21,7 +22,8 @@ def iterate_hf_weights(
 ) -> NamedTensors:
     """Yield (name, full tensor) for every tensor of this pipeline stage, in the same order on all its ranks.
 
-    Expert weights are gathered over the expert-parallel group, tensor-parallel shards over theirs. dtype: converts.
+    Expert weights are gathered over the expert-parallel group, tensor-parallel shards over theirs. dtype: converts
+    what is trained; frozen numbers keep theirs.
     """
     for parameter in placed_parameters(models, shape):
         if parameter.copy:
@@ -35,9 +37,9 @@ def iterate_hf_weights(
         for ep_rank, copy in enumerate(copies):
             names = parameter.layout(ep_rank).hf_names
             for name, tensor in zip(names, split(layout.fusion, copy, shape), strict=True):
-                if layout.fusion is Fusion.ROWS:
+                if layout.fusion is Fusion.VOCABULARY:
                     tensor = tensor[: shape.vocab_size]
-                yield name, tensor if dtype is None else tensor.to(dtype)
+                yield name, tensor if dtype is None or parameter.frozen else tensor.to(dtype)
 
 
 def _tensor_group(is_expert: bool) -> dist.ProcessGroup:

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import enum
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from megatron_rl.models.names import OUTER, Fusion, Names
 from megatron_rl.models.shape import ModelShape
-
-
-class Fusion(enum.Enum):
-    """How Hugging Face tensors are fused into one parameter, and along which axis tensor parallelism cuts it."""
-
-    REPLICATED = "replicated"
-    ROWS = "rows"  # vocabulary and other column-parallel weights: cut along axis 0
-    COLUMNS = "columns"  # row-parallel weights: cut along axis 1
-    QKV = "qkv"  # q, k, v interleaved by query group: cut by group along axis 0
-    GATED = "gated"  # gate over up; every shard holds its part of both
 
 
 @dataclass(frozen=True)
@@ -31,54 +21,29 @@ class ParameterLayout:
     expert: int | None = None
 
 
-_OUTER = {
-    "embedding.word_embeddings.weight": ("model.embed_tokens.weight", Fusion.ROWS),
-    "decoder.final_layernorm.weight": ("model.norm.weight", Fusion.REPLICATED),
-    "output_layer.weight": ("lm_head.weight", Fusion.ROWS),
-}
-_INNER = {
-    "input_layernorm.weight": ("input_layernorm.weight", Fusion.REPLICATED),
-    "self_attention.linear_qkv.layer_norm_weight": ("input_layernorm.weight", Fusion.REPLICATED),
-    "pre_mlp_layernorm.weight": ("post_attention_layernorm.weight", Fusion.REPLICATED),
-    "mlp.linear_fc1.layer_norm_weight": ("post_attention_layernorm.weight", Fusion.REPLICATED),
-    "self_attention.q_layernorm.weight": ("self_attn.q_norm.weight", Fusion.REPLICATED),
-    "self_attention.k_layernorm.weight": ("self_attn.k_norm.weight", Fusion.REPLICATED),
-    "self_attention.linear_proj.weight": ("self_attn.o_proj.weight", Fusion.COLUMNS),
-    "mlp.router.weight": ("mlp.gate.weight", Fusion.REPLICATED),
-    "mlp.linear_fc2.weight": ("mlp.down_proj.weight", Fusion.COLUMNS),
-}
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
-_LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(?P<expert>\d+)\.linear_fc(?P<fc>[12])\.weight")
-_GROUPED_EXPERT = re.compile(r"mlp\.experts\.linear_fc(?P<fc>[12])\.weight(?P<expert>\d+)")
+_LOCAL_EXPERT = re.compile(r"(mlp\.experts\.)local_experts\.(?P<expert>\d+)\.(linear_fc[12]\.weight)")
+_GROUPED_EXPERT = re.compile(r"(mlp\.experts\.)(linear_fc[12]\.weight)(?P<expert>\d+)")
 
 
-def layout_of(name: str, *, layer_offset: int, expert_offset: int) -> ParameterLayout:
+def layout_of(name: str, names: Names, *, layer_offset: int, expert_offset: int) -> ParameterLayout:
     """The layout of a Megatron parameter. layer_offset: global index of this chunk's layer 0; expert_offset likewise.
 
-    Raises KeyError for a parameter without a Hugging Face counterpart.
+    names: of the model's family. Raises KeyError for a parameter without a Hugging Face counterpart.
     """
-    if name in _OUTER:
-        hf_name, fusion = _OUTER[name]
-        return ParameterLayout((hf_name,), fusion)
+    if name in OUTER:
+        return ParameterLayout(*OUTER[name])
     match = _LAYER.fullmatch(name)
-    if match is None:
+    layer, inner = (int(match[1]) + layer_offset, match[2]) if match else (0, name)
+    expert, local = _LOCAL_EXPERT.fullmatch(inner) or _GROUPED_EXPERT.fullmatch(inner), None
+    if expert is not None:
+        inner, local = "".join(part for part in expert.groups() if not part.isdigit()), int(expert["expert"])
+    if match is None or inner not in names:
         raise KeyError(f"parameter {name} has no Hugging Face counterpart")
-    prefix, inner = f"model.layers.{int(match[1]) + layer_offset}.", match[2]
-    if inner in _INNER:
-        hf_name, fusion = _INNER[inner]
-        return ParameterLayout((prefix + hf_name,), fusion)
-    if inner == "self_attention.linear_qkv.weight":
-        return ParameterLayout(tuple(f"{prefix}self_attn.{x}_proj.weight" for x in "qkv"), Fusion.QKV)
-    if inner == "mlp.linear_fc1.weight":
-        return ParameterLayout(tuple(f"{prefix}mlp.{x}_proj.weight" for x in ("gate", "up")), Fusion.GATED)
-    expert_match = _LOCAL_EXPERT.fullmatch(inner) or _GROUPED_EXPERT.fullmatch(inner)
-    if expert_match is None:
-        raise KeyError(f"parameter {name} has no Hugging Face counterpart")
-    local = int(expert_match["expert"])
-    experts = f"{prefix}mlp.experts.{local + expert_offset}."
-    if expert_match["fc"] == "1":
-        return ParameterLayout((experts + "gate_proj.weight", experts + "up_proj.weight"), Fusion.GATED, local)
-    return ParameterLayout((experts + "down_proj.weight",), Fusion.COLUMNS, local)
+    inside, fusion = names[inner]
+    number = "" if local is None else str(local + expert_offset)
+    hf_names = tuple(f"model.layers.{layer}.{hf_name.replace('{expert}', number)}" for hf_name in inside)
+    return ParameterLayout(hf_names, fusion, local)
 
 
 def join(fusion: Fusion, tensors: Sequence[torch.Tensor], shape: ModelShape) -> torch.Tensor:

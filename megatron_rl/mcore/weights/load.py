@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 from megatron.core import parallel_state
 
-from megatron_rl.mcore.weights.layout import Fusion, ParameterLayout, join
+from megatron_rl.mcore.weights.layout import ParameterLayout, join
 from megatron_rl.mcore.weights.parameters import placed_parameters
+from megatron_rl.models.names import Fusion
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.tensor_files import CheckpointError, TensorFiles
 
@@ -22,7 +23,7 @@ def load_hf_weights(models: Sequence[torch.nn.Module], shape: ModelShape, path: 
         for parameter in placed_parameters(models, shape):
             layout = parameter.layout(ep_rank)
             parts = [tensors.read(name) for name in layout.hf_names]
-            _check_shapes(path, layout, parts, parameter.weight.ndim, shape)
+            _check_shapes(path, layout, parts, parameter.whole_shape(layout), shape)
             part = parameter.part_of(join(layout.fusion, parts, shape), layout)
             if part.shape != parameter.weight.shape:
                 raise CheckpointError(
@@ -33,27 +34,34 @@ def load_hf_weights(models: Sequence[torch.nn.Module], shape: ModelShape, path: 
 
 
 def _check_shapes(
-    path: str | Path, layout: ParameterLayout, tensors: Sequence[torch.Tensor], ndim: int, shape: ModelShape
+    path: str | Path,
+    layout: ParameterLayout,
+    tensors: Sequence[torch.Tensor],
+    whole: tuple[int, ...],
+    shape: ModelShape,
 ) -> None:
-    """Refuse shapes that fusing or padding would hide, or answer with an error that names no tensor."""
+    """Refuse shapes that fusing or padding would hide, or answer with an error that names no tensor.
+
+    whole: the shape of the parameter over all its ranks.
+    """
     for name, tensor in zip(layout.hf_names, tensors, strict=True):
-        if tensor.ndim != ndim:
+        if tensor.ndim != len(whole):
             raise CheckpointError(
-                f"{path}: {name} has the shape {tuple(tensor.shape)}, and the model's has {ndim} dimension(s): "
+                f"{path}: {name} has the shape {tuple(tensor.shape)}, and the model's has {len(whole)} dimension(s): "
                 "config.json and the weights do not belong together"
             )
     heads = shape.num_attention_heads, shape.num_key_value_heads, shape.num_key_value_heads
-    if layout.fusion is Fusion.ROWS:
+    if layout.fusion is Fusion.VOCABULARY:
         expected = [shape.vocab_size]
     elif layout.fusion is Fusion.QKV:
         expected = [count * shape.head_dim for count in heads]
     elif layout.fusion is Fusion.GATED:
-        expected = [shape.ffn_hidden_size if layout.expert is None else shape.moe_ffn_hidden_size] * 2
+        expected = [whole[0] // 2] * 2
     else:
         return
     for name, tensor, rows in zip(layout.hf_names, tensors, expected, strict=True):
-        if tensor.shape != (rows, shape.hidden_size):
+        if tensor.shape != (rows, whole[1]):
             raise CheckpointError(
                 f"{path}: {name} has {tensor.shape[0]} rows and {tensor.shape[1]} columns, config.json says {rows} and "
-                f"{shape.hidden_size}: they do not belong together"
+                f"{whole[1]}: they do not belong together"
             )

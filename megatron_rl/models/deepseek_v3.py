@@ -1,0 +1,146 @@
+"""DeepSeek-V3: latent attention, dense layers first, shared experts, a sigmoid router with groups and a frozen bias.
+
+The norms inside its attention use `rms_norm_eps`, as SGLang's do; transformers takes 1e-6 there, which published
+checkpoints of DeepSeek have.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from megatron_rl.models.config_json import (
+    REMEDY,
+    Count,
+    DecoderConfig,
+    Index,
+    common_shape,
+    convert,
+    refuse_too_many,
+    refuse_unsupported,
+)
+from megatron_rl.models.names import DENSE_MLP, EXPERTS, LAYER_NORMS, OUTPUT, Fusion, Names, mlp, router
+from megatron_rl.models.shape import LatentAttention, ModelShape, Router
+
+ARCHITECTURE = "DeepseekV3ForCausalLM"
+_LATENT: Names = {
+    f"self_attention.{name}": ((f"self_attn.{tensor}.weight",), fusion)
+    for name, tensor, fusion in (
+        ("linear_q_proj.weight", "q_proj", Fusion.ROWS),
+        ("linear_q_down_proj.weight", "q_a_proj", Fusion.ROWS),
+        ("linear_q_up_proj.weight", "q_b_proj", Fusion.ROWS),
+        ("linear_kv_down_proj.weight", "kv_a_proj_with_mqa", Fusion.ROWS),
+        ("linear_kv_up_proj.weight", "kv_b_proj", Fusion.ROWS),
+        ("q_layernorm.weight", "q_a_layernorm", Fusion.REPLICATED),
+        ("linear_q_up_proj.layer_norm_weight", "q_a_layernorm", Fusion.REPLICATED),
+        ("kv_layernorm.weight", "kv_a_layernorm", Fusion.REPLICATED),
+        ("linear_kv_up_proj.layer_norm_weight", "kv_a_layernorm", Fusion.REPLICATED),
+    )
+}
+NAMES: Names = {
+    **LAYER_NORMS,
+    **_LATENT,
+    **OUTPUT,
+    **DENSE_MLP,
+    **router("mlp.gate.weight"),
+    "mlp.router.expert_bias": (("mlp.gate.e_score_correction_bias",), Fusion.REPLICATED),
+    **EXPERTS,
+    **mlp("mlp.shared_experts.", "mlp.shared_experts."),
+}
+
+
+class _Config(DecoderConfig, kw_only=True):
+    moe_intermediate_size: Count
+    n_routed_experts: Count
+    num_experts_per_tok: Count
+    n_shared_experts: Count = 1
+    first_k_dense_replace: Index = 3
+    moe_layer_freq: Count = 1
+    n_group: Count = 8
+    topk_group: Count = 4
+    routed_scaling_factor: Annotated[float, Meta(gt=0, le=1e30)] = 2.5
+    norm_topk_prob: bool = True
+    scoring_func: str = "sigmoid"
+    topk_method: str = "noaux_tc"
+    q_lora_rank: Count | None = None  # null: not compressed
+    kv_lora_rank: Count
+    qk_nope_head_dim: Count
+    qk_rope_head_dim: Count
+    v_head_dim: Count
+    rope_interleave: bool = True
+    num_nextn_predict_layers: Index = 0
+
+    @property
+    def router(self) -> Router:
+        limited = self.topk_group < self.n_group
+        return Router(
+            score="sigmoid",
+            scaling=self.routed_scaling_factor,
+            groups=self.n_group if limited else 1,
+            group_topk=self.topk_group if limited else 1,
+            bias=True,
+        )
+
+
+def shape(raw: dict[str, Any]) -> ModelShape:
+    """The shape that a config.json describes. Raises ValueError naming key, value, rule and remedy."""
+    config = convert(raw, _Config)
+    heads = config.num_attention_heads
+    refuse_unsupported(
+        config,
+        num_key_value_heads=(
+            config.num_key_value_heads not in (None, heads),
+            "latent attention has one a query",
+        ),
+        scoring_func=(config.scoring_func != "sigmoid", "the router's scores are sigmoids"),
+        topk_method=(config.topk_method != "noaux_tc", "experts are chosen by score and bias, within groups"),
+        norm_topk_prob=(not config.norm_topk_prob, "Megatron-Core normalizes the sigmoids of the chosen experts"),
+        num_experts_per_tok=(config.num_experts_per_tok == 1, "Megatron-Core does not normalize a single sigmoid"),
+        moe_layer_freq=(config.moe_layer_freq != 1, "every layer behind the dense ones has experts"),
+        rope_interleave=(not config.rope_interleave, "rotary dimensions are pairs"),
+        num_nextn_predict_layers=(
+            config.num_nextn_predict_layers > 0,
+            "layers that predict further tokens are not trained (set it to 0 to leave them out)",
+        ),
+    )
+    refuse_too_many(config.num_experts_per_tok, config.n_routed_experts, "n_routed_experts")
+    _refuse_groups(config)
+    plain, rotary = config.qk_nope_head_dim, config.qk_rope_head_dim
+    common = common_shape(config) | {"num_key_value_heads": heads, "head_dim": plain + rotary}
+    return ModelShape(
+        architecture=ARCHITECTURE,
+        qk_norm=False,
+        latent=LatentAttention(config.q_lora_rank, config.kv_lora_rank, plain, rotary, config.v_head_dim),
+        moe_layers=tuple(range(config.first_k_dense_replace, config.num_hidden_layers)),
+        num_experts=config.n_routed_experts,
+        topk=config.num_experts_per_tok,
+        moe_ffn_hidden_size=config.moe_intermediate_size,
+        shared_ffn_hidden_size=config.moe_intermediate_size * config.n_shared_experts,
+        router=config.router,
+        **common,
+    )
+
+
+def _refuse_groups(config: _Config) -> None:
+    """Megatron-Core ranks a group by its best topk // topk_group experts, transformers and SGLang by its best two."""
+    experts, topk, groups, chosen = (
+        config.n_routed_experts,
+        config.num_experts_per_tok,
+        config.n_group,
+        config.topk_group,
+    )
+    if config.first_k_dense_replace >= config.num_hidden_layers:
+        raise ValueError(
+            f"first_k_dense_replace={config.first_k_dense_replace}: no layer has experts; choose another checkpoint"
+        )
+    if experts % groups or chosen > groups or topk > experts // groups * chosen:
+        raise ValueError(
+            f"n_group={groups}: {experts} experts in {groups} groups, {chosen} of which hold a token's {topk}, "
+            f"are not possible; {REMEDY}"
+        )
+    if chosen < groups and topk // chosen != 2:
+        raise ValueError(
+            f"topk_group={chosen} is not supported: Megatron-Core would rank groups by their best {topk // chosen} "
+            "experts, the model does by two; choose another checkpoint"
+        )

@@ -1,0 +1,58 @@
+"""Mixtral: experts in every layer, a softmax over the chosen ones, and no norms of queries and keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_rl.models.config_json import (
+    Count,
+    DecoderConfig,
+    NotNegative,
+    Theta,
+    common_shape,
+    convert,
+    refuse_too_many,
+    refuse_unsupported,
+)
+from megatron_rl.models.names import ATTENTION, LAYER_NORMS, Names, mlp, router
+from megatron_rl.models.shape import ModelShape
+
+ARCHITECTURE = "MixtralForCausalLM"
+_EXPERT = "block_sparse_moe.experts.{expert}."
+NAMES: Names = {
+    **LAYER_NORMS,
+    **ATTENTION,
+    **router("block_sparse_moe.gate.weight"),
+    **mlp("mlp.experts.", _EXPERT, gate="w1", up="w3", down="w2"),
+}
+
+
+class _Config(DecoderConfig, kw_only=True):
+    num_local_experts: Count = 8
+    num_experts_per_tok: Count = 2
+    sliding_window: Count | None = None
+    router_jitter_noise: NotNegative = 0.0
+    rms_norm_eps: NotNegative = 1e-5
+    rope_theta: Theta = 1e6
+
+
+def shape(raw: dict[str, Any]) -> ModelShape:
+    """The shape that a config.json describes. Raises ValueError naming key, value, rule and remedy."""
+    config = convert(raw, _Config)
+    odd_heads = config.head_dim is not None and config.head_dim * config.num_attention_heads != config.hidden_size
+    refuse_unsupported(
+        config,
+        sliding_window=(config.sliding_window is not None, "attention is full and causal"),
+        router_jitter_noise=(config.router_jitter_noise > 0, "noise would train another policy than the one sampled"),
+        head_dim=(odd_heads, "SGLang takes hidden_size / num_attention_heads"),
+    )
+    refuse_too_many(config.num_experts_per_tok, config.num_local_experts, "num_local_experts")
+    return ModelShape(
+        architecture=ARCHITECTURE,
+        qk_norm=False,
+        moe_layers=tuple(range(config.num_hidden_layers)),
+        num_experts=config.num_local_experts,
+        topk=config.num_experts_per_tok,
+        moe_ffn_hidden_size=config.intermediate_size,
+        **common_shape(config),
+    )

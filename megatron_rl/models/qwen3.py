@@ -1,0 +1,23 @@
+"""Qwen3 without experts: every layer has one MLP. There is nothing to route, and so nothing to replay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_rl.models.config_json import DecoderConfig, common_shape, convert, refuse_unsupported
+from megatron_rl.models.names import ATTENTION, DENSE_MLP, LAYER_NORMS, QK_NORMS, Names
+from megatron_rl.models.shape import ModelShape
+
+ARCHITECTURE = "Qwen3ForCausalLM"
+NAMES: Names = {**LAYER_NORMS, **ATTENTION, **QK_NORMS, **DENSE_MLP}
+
+
+class _Config(DecoderConfig, kw_only=True):
+    use_sliding_window: bool = False
+
+
+def shape(raw: dict[str, Any]) -> ModelShape:
+    """The shape that a config.json describes. Raises ValueError naming key, value, rule and remedy."""
+    config = convert({"head_dim": 128} | raw, _Config)  # transformers' default here, whatever the hidden size
+    refuse_unsupported(config, use_sliding_window=(config.use_sliding_window, "attention is full and causal"))
+    return ModelShape(architecture=ARCHITECTURE, qk_norm=True, **common_shape(config))

@@ -1,0 +1,106 @@
+"""A tiny random transformers model of every family, and its routers made to choose what a test says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-6,
+    "eos_token_id": 1,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+
+
+def qwen3_moe() -> Any:
+    """A dense layer among those with experts."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**_COMMON, **experts, head_dim=16, mlp_only_layers=[1]))
+
+
+def qwen3() -> Any:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM(Qwen3Config(**_COMMON, head_dim=16))
+
+
+def mixtral() -> Any:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return MixtralForCausalLM(MixtralConfig(**_COMMON, num_local_experts=8, num_experts_per_tok=2))
+
+
+def deepseek_v3(q_rank: int | None = 20, n_group: int = 4) -> Any:
+    """One dense layer; two of four groups for a token; two shared experts; value heads narrower than keys."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    changes = {"num_key_value_heads": 4, "q_lora_rank": q_rank, "kv_lora_rank": 24, "v_head_dim": 10}
+    changes |= {"qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "num_nextn_predict_layers": 0}
+    changes |= {"first_k_dense_replace": 1, "n_routed_experts": 8, "n_shared_experts": 2, "moe_intermediate_size": 24}
+    changes |= {"num_experts_per_tok": 4, "n_group": n_group, "topk_group": n_group // 2 or 1}
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**(_COMMON | changes)))
+
+
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "qwen3_moe": qwen3_moe,
+    "qwen3": qwen3,
+    "mixtral": mixtral,
+    "deepseek_v3": deepseek_v3,
+    "deepseek_v3 whole queries, one group": lambda: deepseek_v3(q_rank=None, n_group=1),
+}
+
+
+def randomized(model: Any) -> Any:
+    """The model in float32, its weights far from their initial values; a router's bias moves many choices."""
+    generator = torch.Generator().manual_seed(3)
+    model = model.float().eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn(weight.shape, generator=generator) * 0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn(buffer.shape, generator=generator) * 0.3)
+    return model
+
+
+def gates(model: Any) -> list[Any]:
+    """The routers, by layer."""
+    return [layer.mlp.gate for layer in model.model.layers if "gate" in dict(layer.mlp.named_children())]
+
+
+def force(model: Any, routes: torch.Tensor | None) -> None:
+    """Every router chooses `routes` [rows, MoE layers, topk]; None: its own choice again. Weights come from its scores.
+
+    Written from the papers, not from either implementation.
+    """
+    for layer, gate in enumerate(gates(model)):
+        if routes is None:
+            gate.__dict__.pop("forward", None)
+        else:
+            gate.forward = _Forced(gate, routes[:, layer].long(), model.config)
+
+
+class _Forced:
+    def __init__(self, gate: Any, experts: torch.Tensor, config: Any) -> None:
+        self._gate, self._experts, self._config = gate, experts, config
+
+    def __call__(self, hidden: torch.Tensor) -> Sequence[torch.Tensor]:
+        hidden = hidden.reshape(-1, hidden.shape[-1])
+        logits = hidden @ self._gate.weight.T
+        sigmoid = self._config.model_type == "deepseek_v3"
+        scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
+        weights = scores.gather(1, self._experts)
+        weights = weights / weights.sum(1, keepdim=True)
+        return logits, weights * (self._config.routed_scaling_factor if sigmoid else 1.0), self._experts
