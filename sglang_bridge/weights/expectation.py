@@ -10,7 +10,7 @@ import torch
 
 from sglang_bridge.weights.buckets import NamedTensors
 from sglang_bridge.weights.digests import CpuDigest, Digest, GpuDigest
-from sglang_bridge.weights.fused_layout import Slot, locate_slot, padding_rows
+from sglang_bridge.weights.fused_layout import Slot, held_dtype, locate_slot, padding_rows
 
 
 @dataclass
@@ -56,7 +56,7 @@ class WeightExpectation:
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Account for one tensor under its Hugging Face name."""
         slot = locate_slot(name, num_experts=self._num_experts)
-        data = tensor.detach().to(self._dtype).contiguous()
+        data = tensor.detach().to(held_dtype(name, self._dtype)).contiguous()
         if extra := padding_rows(name, data.shape[0]):
             data = torch.cat([data, data.new_zeros(extra, *data.shape[1:])])
         self._parameter(slot).add(slot.index, name, data.view(-1).view(torch.uint8))

@@ -73,8 +73,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("whole_steps")
     for model, changes in MODELS.items():
         write_checkpoint(made / model, **changes)
-    _, rollouts, _ = make_batch(read_shape(made / "plain"), BATCHES * BATCH)
-    write_rollouts(made / "rollouts.bin", rollouts)
+        _, rollouts, _ = make_batch(read_shape(made / model), BATCHES * BATCH)
+        write_rollouts(made / model / "rollouts.bin", rollouts)
     return made
 
 
@@ -113,7 +113,7 @@ def expected(directory: Path) -> Iterator[Callable[[Case, list[list[list[str]]]]
 
 
 def replay(directory: Path, case: Case, steps: list[list[list[str]]]) -> Expected:
-    rollouts = read_rollouts(directory / "rollouts.bin")
+    rollouts = read_rollouts(directory / case.model / "rollouts.bin")
     model = Float64Model.read(directory / case.model)
     start = {name: weight.detach().clone() for name, weight in model.weights.items()}
     trainer = Float64Trainer(model, ALGORITHMS[case.algorithm], OPTIMIZER, TOTAL_STEPS, TEMPERATURE)
@@ -136,7 +136,7 @@ def test_whole_steps_are_exact(trained: Any, expected: Any, ranks: int, case: Ca
         assert {name: batch["metrics"][name] for name in metrics} == pytest.approx(metrics, rel=0, abs=tolerance.metric)
         # where nothing is clipped or only live experts are replayed, less is compared than it seems
         assert metrics["policy/clip_fraction_low"] > 0.02 and metrics["policy/clip_fraction_high"] > 0.02
-        assert metrics["mismatch/route_disagreement"] > 0.9
+        assert case.model == "dense" or metrics["mismatch/route_disagreement"] > 0.9
     assert found["grad_norms"] == pytest.approx(exact.trainer.grad_norms, rel=tolerance.grad_norm)
     assert min(exact.trainer.grad_norms) > OPTIMIZER.clip_grad, "clipping is part of every step"
     weights = exact.trainer.model.weights

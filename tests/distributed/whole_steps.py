@@ -1,7 +1,7 @@
 """Under torchrun: whole steps of a real `Worker` in several layouts, one after the other; rank 0 saves what each did.
 
 Usage: whole_steps.py DIRECTORY CASE...; a case is LAYOUT:ALGORITHM:MODEL of `support.layouts`. DIRECTORY holds a
-checkpoint for each model, and `rollouts.bin`.
+checkpoint for each model, with its `rollouts.bin`.
 """
 
 import itertools
@@ -107,7 +107,7 @@ def play(case: Case, layout: RankLayout, directory: Path) -> None:
     store, credit, said = RolloutStore(node=0), Credit(ALGORITHMS[case.algorithm], seed=0), []
     grid, tokens = LAYOUTS[case.layout].parallel, 80 if layout.dp_size == 1 else 40
     planner = make_planner(grid, layout, optimizer_steps_per_batch=STEPS_PER_BATCH, tokens_per_micro_batch=tokens)
-    rollouts = read_rollouts(directory / "rollouts.bin")
+    rollouts = read_rollouts(directory / case.model / "rollouts.bin")
     for batch in range(BATCHES):
         mine = rollouts[batch * BATCH : (batch + 1) * BATCH]
         credited = credit.assign(batch, judged_groups(mine, locate(layout, store, mine, batch)))

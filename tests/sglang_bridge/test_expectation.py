@@ -22,6 +22,10 @@ LAYER = "model.layers.3"
         (f"{LAYER}.mlp.experts.2.gate_proj.weight", Slot(f"{LAYER}.mlp.experts.w13_weight", 4, 16)),
         (f"{LAYER}.mlp.experts.2.up_proj.weight", Slot(f"{LAYER}.mlp.experts.w13_weight", 5, 16)),
         (f"{LAYER}.mlp.experts.7.down_proj.weight", Slot(f"{LAYER}.mlp.experts.w2_weight", 7, 8)),
+        (f"{LAYER}.mlp.shared_experts.up_proj.weight", Slot(f"{LAYER}.mlp.shared_experts.gate_up_proj.weight", 1, 2)),
+        (f"{LAYER}.block_sparse_moe.experts.2.w1.weight", Slot(f"{LAYER}.block_sparse_moe.experts.w13_weight", 4, 16)),
+        (f"{LAYER}.block_sparse_moe.experts.2.w3.weight", Slot(f"{LAYER}.block_sparse_moe.experts.w13_weight", 5, 16)),
+        (f"{LAYER}.block_sparse_moe.experts.7.w2.weight", Slot(f"{LAYER}.block_sparse_moe.experts.w2_weight", 7, 8)),
         (f"{LAYER}.mlp.gate.weight", Slot(f"{LAYER}.mlp.gate.weight", 0, 1)),
         (f"{LAYER}.self_attn.q_norm.weight", Slot(f"{LAYER}.self_attn.q_norm.weight", 0, 1)),
         ("lm_head.weight", Slot("lm_head.weight", 0, 1)),
@@ -69,6 +73,13 @@ def test_values_are_those_of_the_engines_dtype_with_the_vocabulary_padded() -> N
     assert expectation.checksums() == {
         "lm_head.weight": sha(weight.to(torch.bfloat16), torch.zeros(1, 4, dtype=torch.bfloat16))
     }
+
+
+def test_a_routers_bias_keeps_every_bit() -> None:
+    bias = torch.randn(8)
+    expectation = WeightExpectation(dtype=torch.bfloat16, num_experts=8)
+    expectation.add(f"{LAYER}.mlp.gate.e_score_correction_bias", bias)
+    assert expectation.checksums() == {f"{LAYER}.mlp.gate.e_score_correction_bias": sha(bias)}
 
 
 def test_observing_passes_the_stream_on_lazily() -> None:

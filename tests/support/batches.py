@@ -32,6 +32,7 @@ def _make_rollout(model: ModelShape, index: int, rng: np.random.Generator) -> Ro
         position += length
     scores = rng.random((total - 1, len(model.moe_layers), model.num_experts))
     routes = np.argsort(scores, axis=-1)[..., : model.topk].astype(np.uint8)
+    routes = routes if model.moe_layers else None
     return Rollout(f"t{index}", f"p{index}", 0, FinishReason.STOP, tuple(segments), routes)
 
 

@@ -1,4 +1,4 @@
-"""Qwen3-MoE in float64 and plain torch, from a Hugging Face checkpoint: a sequence at a time, experts forced.
+"""Qwen3-MoE, dense Qwen3 and Mixtral in float64 and plain torch: a sequence at a time, experts forced.
 
 It shares no code with the trainer's model, its losses or its training: whole steps are compared with it.
 """
@@ -33,6 +33,16 @@ CONFIG: dict[str, Any] = {
     "tie_word_embeddings": False,
     "eos_token_id": 1,
 }
+# What differs in the other families.
+DENSE: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "mlp_only_layers": [0, 1, 2, 3]}
+MIXTRAL: dict[str, Any] = {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_local_experts": 8,
+    "intermediate_size": 24,
+    "head_dim": 4,
+    "mlp_only_layers": [],
+}
 
 
 def write_checkpoint(directory: Path, **changes: Any) -> Path:
@@ -54,22 +64,29 @@ def _random(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
 def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     hidden, dim, vocabulary = config["hidden_size"], config["head_dim"], config["vocab_size"]
     heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+    mixtral, (gate, up, down) = config["model_type"] == "mixtral", _mlp_names(config)
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
     for layer in range(config["num_hidden_layers"]):
         at, dense = f"model.layers.{layer}.", layer in config["mlp_only_layers"]
         shapes |= {f"{at}{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
-        shapes |= {f"{at}self_attn.{x}_norm.weight": (dim,) for x in "qk"}
+        shapes |= {f"{at}self_attn.{x}_norm.weight": (dim,) for x in ("" if mixtral else "qk")}
         shapes[f"{at}self_attn.q_proj.weight"] = (heads * dim, hidden)
         shapes |= {f"{at}self_attn.{x}_proj.weight": (groups * dim, hidden) for x in "kv"}
         shapes[f"{at}self_attn.o_proj.weight"] = (hidden, heads * dim)
+        at += "block_sparse_moe." if mixtral else "mlp."
         if not dense:
-            shapes[f"{at}mlp.gate.weight"] = (config["num_experts"], hidden)
-        wide = config["intermediate_size" if dense else "moe_intermediate_size"]
+            shapes[f"{at}gate.weight"] = (config["num_experts"], hidden)
+        wide = config["intermediate_size" if dense or mixtral else "moe_intermediate_size"]
         for expert in [""] if dense else [f"experts.{e}." for e in range(config["num_experts"])]:
-            shapes |= {f"{at}mlp.{expert}{x}_proj.weight": (wide, hidden) for x in ("gate", "up")}
-            shapes[f"{at}mlp.{expert}down_proj.weight"] = (hidden, wide)
+            shapes |= {f"{at}{expert}{x}.weight": (wide, hidden) for x in (gate, up)}
+            shapes[f"{at}{expert}{down}.weight"] = (hidden, wide)
     shapes["model.norm.weight"] = (hidden,)
     return shapes if config["tie_word_embeddings"] else shapes | {"lm_head.weight": (vocabulary, hidden)}
+
+
+def _mlp_names(config: dict[str, Any]) -> tuple[str, str, str]:
+    """What gate, up and down are called."""
+    return ("w1", "w3", "w2") if config["model_type"] == "mixtral" else ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -95,10 +112,11 @@ class Float64Model:
             at = f"model.layers.{layer}."
             x = x + self._attention(at + "self_attn.", self._norm(x, at + "input_layernorm"))
             normed = self._norm(x, at + "post_attention_layernorm")
+            at += "block_sparse_moe." if self.config["model_type"] == "mixtral" else "mlp."
             if layer in self.config["mlp_only_layers"]:
-                x = x + self._mlp(at + "mlp.", normed)
+                x = x + self._mlp(at, normed)
             else:
-                out, changed = self._experts(at + "mlp.", normed, None if routes is None else routes[:, moe_layer])
+                out, changed = self._experts(at, normed, None if routes is None else routes[:, moe_layer])
                 x, differing, moe_layer = x + out, differing + changed, moe_layer + 1
         head = "model.embed_tokens.weight" if self.config["tie_word_embeddings"] else "lm_head.weight"
         return self._norm(x, "model.norm") @ self.weights[head].T, differing
@@ -111,8 +129,9 @@ class Float64Model:
         return x @ self.weights[f"{name}.weight"].T
 
     def _mlp(self, at: str, x: torch.Tensor) -> torch.Tensor:
-        gate = self._linear(x, at + "gate_proj")
-        return self._linear(gate * torch.sigmoid(gate) * self._linear(x, at + "up_proj"), at + "down_proj")
+        gate_name, up, down = _mlp_names(self.config)
+        gate = self._linear(x, at + gate_name)
+        return self._linear(gate * torch.sigmoid(gate) * self._linear(x, at + up), at + down)
 
     def _experts(self, at: str, x: torch.Tensor, forced: torch.Tensor | None) -> tuple[torch.Tensor, int]:
         probabilities = self._linear(x, at + "gate").softmax(-1)
@@ -130,7 +149,9 @@ class Float64Model:
     def _attention(self, at: str, x: torch.Tensor) -> torch.Tensor:
         n, dim = len(x), self.config["head_dim"]
         q, k, v = (self._linear(x, f"{at}{name}_proj").view(n, -1, dim).transpose(0, 1) for name in "qkv")
-        q, k = self._rotated(self._norm(q, at + "q_norm")), self._rotated(self._norm(k, at + "k_norm"))
+        if self.config["model_type"] != "mixtral":
+            q, k = self._norm(q, at + "q_norm"), self._norm(k, at + "k_norm")
+        q, k = self._rotated(q), self._rotated(k)
         k, v = (t.repeat_interleave(len(q) // len(t), dim=0) for t in (k, v))
         scores = (q @ k.transpose(1, 2) / dim**0.5).masked_fill(torch.ones(n, n).triu(1).bool(), -torch.inf)
         return self._linear((scores.softmax(-1) @ v).transpose(0, 1).reshape(n, -1), at + "o_proj")

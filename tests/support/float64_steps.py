@@ -32,7 +32,7 @@ class Sequence64:
     """One rollout as the model reads it: inputs [n], routes [n, layers, top-k]; `rows` are trained on `targets`."""
 
     inputs: torch.Tensor
-    routes: torch.Tensor
+    routes: torch.Tensor | None
     rows: torch.Tensor
     targets: torch.Tensor
     sampled: torch.Tensor
@@ -47,7 +47,7 @@ class Sequence64:
         rows = [i - 1 for i in range(1, len(tokens)) if trained[i]]
         return cls(
             inputs=torch.tensor(tokens[:-1]),
-            routes=torch.tensor(rollout.routes.tolist()),
+            routes=None if rollout.routes is None else torch.tensor(rollout.routes.tolist()),
             rows=torch.tensor(rows),
             targets=torch.tensor([tokens[i + 1] for i in rows]),
             sampled=torch.tensor([sampled[i + 1] for i in rows], dtype=torch.float64),
@@ -109,7 +109,7 @@ class Float64Trainer:
     def _logprobs(self, sequence: Sequence64, means: Means | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         logits, differing = self.model.logits(sequence.inputs, sequence.routes)
         logp = (logits[sequence.rows] / self.temperature).log_softmax(-1)
-        if means is not None:
+        if means is not None and sequence.routes is not None:
             means.add("mismatch/route_disagreement", float(differing), sequence.routes[..., 0].numel())
         return logp.gather(-1, sequence.targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 

@@ -1,14 +1,20 @@
 """The layouts whose whole steps are compared with float64 ones; the launcher refuses every kind that is not here."""
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from megatron_rl.config.schema import Dtype, EspoSettings, GrpoSettings, OptimizerSettings, ParallelSettings
+from support.float64_model import DENSE, MIXTRAL
 
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 
-MODELS: dict[str, dict[str, bool]] = {"plain": {}, "tied": {"norm_topk_prob": False, "tie_word_embeddings": True}}
+MODELS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tied": {"norm_topk_prob": False, "tie_word_embeddings": True},
+    "dense": DENSE,
+    "mixtral": MIXTRAL,
+}
 ALGORITHMS = {"grpo": GrpoSettings(clip_low=0.03, clip_high=0.05), "espo": EspoSettings(alpha=0.012, min_clip=3e-3)}
 OPTIMIZER = OptimizerSettings(
     lr=1e-3, warmup_steps=2, decay="linear", min_lr_ratio=0.1, beta2=0.9, eps=1e-5, weight_decay=0.1, clip_grad=0.5
@@ -108,6 +114,8 @@ LAYOUTS: dict[str, Layout] = {
 }
 # With tied embeddings the first and the last stage hold the same tensor, and so do their distributed optimizers.
 TIED = ("one-none", "tp2_ep2-none", "pp2_vpp2-none", "pp2_dp2-none")
+# Other families, where experts, heads and columns are split, and in another kind of grid each.
+OTHER_FAMILIES = {"dense": ("one-none", "tp2-full"), "mixtral": ("one-full", "tp2_ep2-none", "cp2_ep2-none")}
 BOTH_ALGORITHMS = ("one-none", "tp2_ep2-none")
 
 
@@ -133,6 +141,7 @@ def cases_of(ranks: int) -> list[Case]:
     cases = {Case(name, _algorithm(turn, LAYOUTS[name].dtype)) for turn, name in enumerate(names)}
     cases |= {Case(name, algorithm) for name in {*BOTH_ALGORITHMS} & {*names} for algorithm in ALGORITHMS}
     cases |= {Case(name, "grpo", "tied") for name in {*TIED} & {*names}}
+    cases |= {Case(name, "grpo", model) for model, given in OTHER_FAMILIES.items() for name in {*given} & {*names}}
     return sorted(cases, key=lambda case: (names.index(case.layout), str(case)))
 
 

@@ -61,7 +61,8 @@ def make_policy(
     rollout = RolloutSettings(max_new_tokens=32, temperature=temperature)
     groups = {"tp_group": tp_group, "cp_group": cp_group}
     logprobs = ResponseLogprobs(train_settings(), rollout, vocab_size=shape.vocab_size, **groups)
-    return shape, Policy(models=models, logprobs=logprobs, loss=open_loss(algo, shape), replay=RouteReplay(models))
+    replay = RouteReplay(models) if shape.moe_layers else None
+    return shape, Policy(models=models, logprobs=logprobs, loss=open_loss(algo, shape), replay=replay)
 
 
 def make_view(shape: ModelShape, parallel: ParallelSettings, layout: RankLayout) -> RankView:
@@ -69,7 +70,7 @@ def make_view(shape: ModelShape, parallel: ParallelSettings, layout: RankLayout)
 
 
 def make_batcher(shape: ModelShape, parallel: ParallelSettings, layout: RankLayout) -> Batcher:
-    return Batcher(make_view(shape, parallel, layout), route_shape(shape), layout.device)
+    return Batcher(make_view(shape, parallel, layout), route_shape(shape) if shape.moe_layers else None, layout.device)
 
 
 def make_planner(parallel: ParallelSettings, layout: RankLayout, *, seed: int = 0, **train: int) -> Planner:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 from operator import attrgetter
 
 from megatron_rl.config.facts import LaunchFacts
+from megatron_rl.config.rules.family import check_family
 from megatron_rl.config.rules.grid import check_grid, check_split
 from megatron_rl.config.rules.machine import check_engine, check_fit, check_ranks, check_run
 from megatron_rl.config.rules.method import check_data, check_environment, check_method
@@ -23,6 +24,6 @@ def broken_rules(c: Configuration, facts: LaunchFacts, given: Collection[str]) -
     broken += check_engine(c.engine, facts) if c.mode != "train_only" else ()
     broken += [*check_grid(c.parallel, facts), *check_ranks(c), *check_run(c.run)]
     if shape is not None:
-        broken += [*check_split(c.parallel, c.engine, shape), *check_fit(c, shape, facts)]
+        broken += [*check_split(c.parallel, c.engine, shape), *check_fit(c, shape, facts), *check_family(c, shape, facts)]
     for key, rule, remedy in broken:
         yield Refusal(key, attrgetter(key)(c), rule, remedy)

@@ -1,0 +1,71 @@
+"""What each kind of model refuses of the settings."""
+
+from typing import Any
+
+import pytest
+
+from megatron_rl.config.facts import LaunchFacts
+from tests.config.conftest import BF16, NODE, MakeCheckpoint, accept, refusals
+
+DENSE: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], "num_experts": None, "num_experts_per_tok": None}
+MIXTRAL: dict[str, Any] = {"architectures": ["MixtralForCausalLM"], "num_experts": None, "num_local_experts": 8}
+DEEPSEEK: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}
+TWO = LaunchFacts(world_size=2, local_world_size=2)
+
+
+def keys(checkpoint: Any, *overrides: str, facts: LaunchFacts | None = None) -> dict[str, str]:
+    return {refusal.key: str(refusal) for refusal in refusals(checkpoint, *overrides, facts=facts)}
+
+
+def test_a_model_without_experts_replays_nothing(make_checkpoint: MakeCheckpoint) -> None:
+    checkpoint = make_checkpoint(**DENSE)
+    said = keys(checkpoint)
+    assert list(said) == ["train.replay_routes"]
+    assert "Qwen3ForCausalLM has no experts: there are no routes to replay" in said["train.replay_routes"]
+    assert not accept(checkpoint, "train.replay_routes=false").train.replay_routes
+    assert list(keys(checkpoint, "train.replay_routes=false", "parallel.ep=2", facts=TWO)) == ["parallel.ep"]
+
+
+def test_mixtral_is_trained_in_every_layout(make_checkpoint: MakeCheckpoint) -> None:
+    checkpoint = make_checkpoint(**MIXTRAL)
+    accept(checkpoint, "parallel=tp2_ep2", facts=TWO)
+    accept(checkpoint, "parallel=cp2", facts=TWO)
+
+
+@pytest.mark.parametrize(
+    ("layout", "key"), [("tp2_ep2", "parallel.tp"), ("tp2_pp2", "parallel.tp"), ("cp2", "parallel.cp")]
+)
+def test_latent_attention_is_not_split_over_ranks(make_checkpoint: MakeCheckpoint, layout: str, key: str) -> None:
+    four = LaunchFacts(world_size=4, local_world_size=4, num_gpus=8)
+    said = keys(make_checkpoint(**DEEPSEEK), f"parallel={layout}", BF16, facts=four)
+    assert list(said) == [key]
+    assert "latent attention" in said[key]
+
+
+@pytest.mark.parametrize("layout", ["ep2", "pp2"])
+def test_latent_attention_in_experts_and_stages(make_checkpoint: MakeCheckpoint, layout: str) -> None:
+    gpus = LaunchFacts(world_size=2, local_world_size=2, num_gpus=4)
+    accept(make_checkpoint(**DEEPSEEK), f"parallel={layout}", BF16, facts=gpus)
+
+
+def test_no_engine_serves_latent_attention_without_a_gpu(make_checkpoint: MakeCheckpoint) -> None:
+    said = keys(make_checkpoint(**DEEPSEEK))
+    assert list(said) == ["engine.device"]
+    assert "SGLang cannot serve the attention of DeepseekV3ForCausalLM on CPUs" in said["engine.device"]
+
+
+def test_widths_that_engines_without_a_gpu_would_change(make_checkpoint: MakeCheckpoint) -> None:
+    checkpoint = make_checkpoint(moe_intermediate_size=24)
+    assert "MLPs of 24 columns to multiples of 32" in keys(checkpoint)["model.path"]
+    accept(checkpoint, BF16, facts=NODE)
