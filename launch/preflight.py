@@ -29,6 +29,8 @@ from megatron_rl.config.schema import Configuration, EngineSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.interrupts import end_quietly
 from megatron_rl.models.families import read_shape
+from megatron_rl.models.shape import ModelShape
+from megatron_rl.planning.memory import engine_memory, rank_memory
 from megatron_rl.records.run_directory import PACKAGES
 from sglang_bridge.addresses import node_address, require_private_address
 from sglang_bridge.engine import Engine
@@ -90,6 +92,15 @@ def check_devices(facts: LaunchFacts) -> Iterator[Check]:
         yield Check("idle GPUs", False, found, "Install a CUDA build of torch (Dockerfile)", required=False)
 
 
+def device_bytes(facts: LaunchFacts) -> int:
+    """Memory of a GPU, or each rank's share of the host's that is free."""
+    import torch
+
+    if facts.num_gpus:
+        return torch.cuda.get_device_properties(0).total_memory
+    return psutil.virtual_memory().available // facts.local_world_size
+
+
 def check_memory(engine: EngineSettings, facts: LaunchFacts) -> Check:
     """Host memory for this node's ranks and managed engines, without their weights."""
     engines = engine.count if engine.mode == "managed" else 0
@@ -97,6 +108,31 @@ def check_memory(engine: EngineSettings, facts: LaunchFacts) -> Check:
     available = psutil.virtual_memory().available
     found = f"{available / GIB:.1f} GiB available, at least {needed / GIB:.1f} needed"
     return Check("host memory", available >= needed, found, "Free memory, or start fewer ranks or engines")
+
+
+def check_rank_memory(c: Configuration, shape: ModelShape, facts: LaunchFacts, device_bytes: int) -> Iterator[Check]:
+    """What the settings need of a rank's device and of an engine's. device_bytes: of a GPU, or a process's share."""
+    where = "of a GPU" if facts.num_gpus else "for each rank"
+    worst = max(
+        (rank_memory(c, shape, world_size=facts.world_size, stage=stage) for stage in range(c.parallel.pp)),
+        key=lambda memory: memory.total,
+    )
+    parts = ", ".join(f"{name} {_gib(size)}" for name, size in worst.parts.items())
+    found = f"{parts}: {_gib(worst.total)} of {_gib(device_bytes)} GiB {where}, at most, on stage {worst.stage}"
+    remedy = "More ranks or parallel.ep, .pp, .tp, model.recompute=full or a smaller train.tokens_per_micro_batch"
+    yield Check("rank memory", worst.total <= device_bytes, found, remedy)
+    engine = engine_memory(c, shape)
+    found = (
+        f"parameters {_gib(engine.parameters)}, KV cache {_gib(engine.kv_cache)} of {_gib(device_bytes)} GiB"
+    )
+    yield Check("engine weights", engine.parameters <= device_bytes, found, "Raise engine.tp")
+    if engine.parameters <= device_bytes < engine.total:
+        found, remedy = "requests will wait for one another", "Raise engine.tp, or lower engine.max_running_requests"
+        yield Check("KV cache", False, found, remedy, required=False)
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.{1 if size >= GIB else 3}f}"
 
 
 def check_shared_memory(directory: str = "/dev/shm") -> Check:
@@ -185,6 +221,7 @@ def preflight(config: Configuration) -> int:
         *check_versions((ROOT / "requirements" / "constraints.txt").read_text()),
         *check_devices(facts),
         check_memory(config.engine, facts),
+        *check_rank_memory(config, read_shape(config.model.path), facts, device_bytes(facts)),
         check_shared_memory(),
         check_run_root(config.run.root),
         *check_addresses(facts),

@@ -5,11 +5,12 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from megatron_rl.config.schema import Configuration, Dtype
+from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
+from megatron_rl.models.parameter_count import num_parameters
 from megatron_rl.models.shape import ModelShape
+from megatron_rl.planning.memory import BYTES
 
-_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
 _RECORDS_BYTES = 32 * 2**20  # metrics, logs, TensorBoard
 _MIB = 2**20
 
@@ -20,21 +21,9 @@ class NoSpace(Failure):
     exit_code = ExitCode.CANNOT_WRITE
 
 
-def num_parameters(shape: ModelShape) -> int:
-    """All parameters of a model."""
-    hidden, heads, groups = shape.hidden_size, shape.num_attention_heads, shape.num_key_value_heads
-    attention = hidden * shape.head_dim * (2 * heads + 2 * groups) + 2 * shape.head_dim + 2 * hidden
-    experts = shape.num_experts * (3 * hidden * shape.moe_ffn_hidden_size + hidden)
-    dense = 3 * hidden * shape.ffn_hidden_size
-    layers = shape.num_layers * attention + len(shape.moe_layers) * experts
-    layers += (shape.num_layers - len(shape.moe_layers)) * dense
-    tables = shape.vocab_size * hidden * (1 if shape.tie_word_embeddings else 2)
-    return layers + tables + hidden
-
-
 def checkpoint_bytes(c: Configuration, shape: ModelShape) -> int:
     """What one checkpoint takes: the weights, and in float32 the optimizer's weights and two moments."""
-    return num_parameters(shape) * (_BYTES[c.model.dtype] + 3 * _BYTES["float32"])
+    return num_parameters(shape) * (BYTES[c.model.dtype] + 3 * BYTES["float32"])
 
 
 def bytes_needed(c: Configuration, shape: ModelShape) -> dict[str, int]:
@@ -42,11 +31,11 @@ def bytes_needed(c: Configuration, shape: ModelShape) -> dict[str, int]:
     parameters = num_parameters(shape)
     needed = {"run.root (metrics and logs)": _RECORDS_BYTES}
     if c.run.save_weights:  # twice: a checkpoint is replaced only once the new one is whole
-        needed["run.save_weights=true"] = 2 * parameters * _BYTES[c.run.save_dtype or c.model.dtype]
+        needed["run.save_weights=true"] = 2 * parameters * BYTES[c.run.save_dtype or c.model.dtype]
     if c.run.checkpoint_every:  # a new one is whole before the oldest is removed
         needed["run.checkpoint_every"] = (c.run.keep_checkpoints + 1) * checkpoint_bytes(c, shape)
     if c.sync.transport == "disk":
-        needed["sync.transport=disk"] = parameters * _BYTES[c.engine.dtype]
+        needed["sync.transport=disk"] = parameters * BYTES[c.engine.dtype]
     return needed
 
 

@@ -174,6 +174,17 @@ def megatron_gradients(tiny: Tiny, recompute: str) -> dict[str, torch.Tensor]:
     return {name: tensor.double() for name, tensor in iterate_hf_weights(models, tiny.shape)}
 
 
+def test_every_parameter_is_counted(megatron: Any, tiny: Tiny) -> None:
+    from megatron_rl.models.parameter_count import num_parameters
+    from megatron_rl.planning.memory import held_parameters
+
+    held, experts = {name: weight.numel() for name, weight in tiny.megatron()[0].named_parameters()}, ".experts."
+    assert num_parameters(tiny.shape) == sum(held.values())
+    counted = held_parameters(tiny.shape, ParallelSettings(), 0)
+    assert counted.experts == sum(count for name, count in held.items() if experts in name)
+    assert counted.dense + counted.experts == sum(held.values())
+
+
 def test_load_then_export_then_load_is_bit_exact(megatron: Any, tiny: Tiny, tmp_path: Path) -> None:
     from megatron_rl.mcore.weights import save_hf_weights
 

@@ -9,8 +9,9 @@ from safetensors import safe_open
 
 from megatron_rl.config.cli import compose
 from megatron_rl.models.families import read_shape
+from megatron_rl.models.parameter_count import num_parameters
 from megatron_rl.run import space
-from megatron_rl.run.space import NoSpace, bytes_needed, num_parameters, require_space
+from megatron_rl.run.space import NoSpace, bytes_needed, require_space
 
 ASSETS = Path(space.__file__).parents[1] / "models" / "assets"
 
