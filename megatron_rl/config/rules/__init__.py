@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterator
 from operator import attrgetter
 
 from megatron_rl.config.facts import LaunchFacts
-from megatron_rl.config.rules.family import check_family
 from megatron_rl.config.rules.grid import check_grid, check_split
 from megatron_rl.config.rules.machine import check_engine, check_fit, check_ranks, check_run
 from megatron_rl.config.rules.method import check_data, check_environment, check_method
@@ -14,6 +13,8 @@ from megatron_rl.config.rules.state import check_mode, check_resume
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.refusal import Refusal
 from megatron_rl.models.files import inspect_checkpoint
+from megatron_rl.models.limits import LIMITED, limits_of
+from sglang_bridge.settings import device_of
 
 
 def broken_rules(c: Configuration, facts: LaunchFacts, given: Collection[str]) -> Iterator[Refusal]:
@@ -24,6 +25,8 @@ def broken_rules(c: Configuration, facts: LaunchFacts, given: Collection[str]) -
     broken += check_engine(c.engine, facts) if c.mode != "train_only" else ()
     broken += [*check_grid(c.parallel, facts), *check_ranks(c), *check_run(c.run)]
     if shape is not None:
-        broken += [*check_split(c.parallel, c.engine, shape), *check_fit(c, shape, facts), *check_family(c, shape, facts)]
+        broken += [*check_split(c.parallel, c.engine, shape), *check_fit(c, shape, facts)]
+        on_cpu = c.mode != "train_only" and device_of(c.engine, facts.num_gpus) == "cpu"
+        broken += limits_of(shape, {key: attrgetter(key)(c) for key in LIMITED}, engine_on_cpu=on_cpu)
     for key, rule, remedy in broken:
         yield Refusal(key, attrgetter(key)(c), rule, remedy)
