@@ -122,11 +122,10 @@ def check_rank_memory(c: Configuration, shape: ModelShape, facts: LaunchFacts, d
     remedy = "More ranks or parallel.ep, .pp, .tp, model.recompute=full or a smaller train.tokens_per_micro_batch"
     yield Check("rank memory", worst.total <= device_bytes, found, remedy)
     engine = engine_memory(c, shape)
-    found = (
-        f"parameters {_gib(engine.parameters)}, KV cache {_gib(engine.kv_cache)} of {_gib(device_bytes)} GiB"
-    )
-    yield Check("engine weights", engine.parameters <= device_bytes, found, "Raise engine.tp")
-    if engine.parameters <= device_bytes < engine.total:
+    found = f"parameters {_gib(engine.parameters)}, KV cache {_gib(engine.kv_cache)} GiB on each device"
+    managed = c.engine.mode == "managed"  # of the others' devices nothing is known here
+    yield Check("engine memory", not managed or engine.parameters <= device_bytes, found, "Raise engine.tp")
+    if managed and engine.parameters <= device_bytes < engine.total:
         found, remedy = "requests will wait for one another", "Raise engine.tp, or lower engine.max_running_requests"
         yield Check("KV cache", False, found, remedy, required=False)
 

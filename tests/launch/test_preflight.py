@@ -4,6 +4,7 @@ import json
 import threading
 from collections import namedtuple
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType
@@ -13,8 +14,9 @@ import pytest
 
 from megatron_rl.config.cli import compose
 from megatron_rl.config.facts import LaunchFacts
-from megatron_rl.config.schema import EngineSettings
+from megatron_rl.config.schema import EngineSettings, ParallelSettings
 from megatron_rl.contracts.exit_codes import ExitCode
+from megatron_rl.models.families import read_shape
 from support.scripts import LAUNCH, load_script, start_script
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": a + b} for a in range(10, 20) for b in range(10, 15)]
@@ -45,6 +47,23 @@ def test_memory_and_places(preflight: ModuleType, tmp_path: Path) -> None:
     assert preflight.check_run_root(str(tmp_path / "not" / "yet")).passed
     assert preflight.check_run_root("/proc/nowhere").refuses
     assert [path.name for path in tmp_path.iterdir()] == ["sums.jsonl"]
+
+
+def test_what_does_not_fit_is_said_part_by_part(preflight: ModuleType) -> None:
+    shape = read_shape(Path(__file__).parents[1] / "support" / "published" / "qwen3_30b_a3b")
+    c = replace(compose(["experiment=smoke"]), parallel=ParallelSettings(ep=8))
+    facts = LaunchFacts(world_size=8, local_world_size=8, num_gpus=8)
+    rank, engine = preflight.check_rank_memory(c, shape, facts, 80 * 2**30)
+    # float32, experts over eight ranks: (1,541,093,376 + 28,991,029,248 / 8) x (4 + 4), and 8 / 8 and 8 bytes of Adam's
+    assert rank.refuses and engine.refuses
+    parts = "parameters 19.2, gradients 19.2, optimizer 28.4, activations"
+    assert str(rank).startswith(f"FAIL  rank memory: {parts}") and "of 80.0 GiB of a GPU" in str(rank)
+    assert "model.recompute=full" in str(rank)
+    assert str(engine) == "FAIL  engine memory: parameters 113.7, KV cache 0.656 GiB on each device. Raise engine.tp."
+    fits, served, waits = preflight.check_rank_memory(c, shape, facts, 114 * 2**30)
+    assert fits.passed and served.passed and (waits.passed, waits.refuses) == (False, False)
+    elsewhere = replace(c, engine=replace(c.engine, mode="external"))
+    assert list(preflight.check_rank_memory(elsewhere, shape, facts, 80 * 2**30))[1].passed
 
 
 def test_little_shared_memory_warns_and_does_not_refuse(preflight: ModuleType, tmp_path: Path) -> None:
