@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.models.qwen3_moe import read_shape
+from megatron_rl.models.families import read_shape
 from megatron_rl.rollouts.files import write_rollouts
 from support.batches import make_batch
 from support.float64_model import write_checkpoint

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_rl.contracts.exit_codes import ExitCode
-from megatron_rl.models.qwen3_moe import read_shape
+from megatron_rl.models.families import read_shape
 from megatron_rl.records.exit_record import read_exit_record
 from megatron_rl.records.manifest import read_manifest
 from megatron_rl.records.run_state import read_state

@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 from megatron_rl.contracts.exit_codes import ExitCode
-from megatron_rl.models.qwen3_moe import read_shape
+from megatron_rl.models.families import read_shape
 from megatron_rl.records.run_state import read_state
 from megatron_rl.rollouts.recording import batch_directory, read_groups
 from sglang_bridge.keys import create_keys

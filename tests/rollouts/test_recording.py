@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from megatron_rl.models.qwen3_moe import read_shape
+from megatron_rl.models.families import read_shape
 from megatron_rl.rollouts.recorded import BadRecording, RecordedRollouts
 from megatron_rl.rollouts.recording import (
     BatchRecord,
