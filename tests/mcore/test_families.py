@@ -46,7 +46,7 @@ class Tiny(NamedTuple):
 
 
 @pytest.fixture(scope="module", params=list(FAMILIES))
-def tiny(request: Any, torchvision_schema: None, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+def tiny(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     hf = randomized(FAMILIES[request.param]())
     checkpoint = tmp_path_factory.mktemp("family") / "checkpoint"
     hf.save_pretrained(checkpoint)
@@ -81,7 +81,7 @@ def hf_logits(tiny: Tiny, routes: Callable[[tuple[int, ...]], torch.Tensor] | No
     return torch.cat(rows)
 
 
-def test_every_family_is_here(torchvision_schema: None) -> None:
+def test_every_family_is_here() -> None:
     assert {architecture for make in FAMILIES.values() for architecture in [type(make()).__name__]} == set(KNOWN)
 
 
