@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron_rl.config.schema import ModelSettings, ParallelSettings
 from megatron_rl.mcore.dtypes import torch_dtype
 from megatron_rl.mcore.parallel import expert_tensor_size
-from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.shape import ModelShape, Yarn
 
 
 def transformer_config(shape: ModelShape, model: ModelSettings, parallel: ParallelSettings) -> TransformerConfig:
@@ -54,8 +54,20 @@ def _latent(shape: ModelShape) -> dict[str, Any]:
         "qk_head_dim": latent.plain_dim,
         "qk_pos_emb_head_dim": latent.rotary_dim,
         "v_head_dim": latent.value_dim,
-        "rope_type": "rope",
         "rotary_base": shape.rope_theta,
+        **({"rope_type": "rope", "rotary_scaling_factor": 1.0} if latent.yarn is None else _yarn(latent.yarn)),
+    }
+
+
+def _yarn(yarn: Yarn) -> dict[str, Any]:
+    return {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": yarn.factor,
+        "original_max_position_embeddings": yarn.positions,
+        "beta_fast": yarn.beta_fast,
+        "beta_slow": yarn.beta_slow,
+        "mscale": yarn.mscale,
+        "mscale_all_dim": yarn.mscale_all_dim,
     }
 
 

@@ -22,6 +22,16 @@ class Rope(msgspec.Struct):
     rope_type: str | None = None
     type: str | None = None
     rope_theta: Theta | None = None
+    factor: Theta | None = None  # these six of YaRN
+    original_max_position_embeddings: Count | None = None
+    beta_fast: NotNegative = 32.0
+    beta_slow: NotNegative = 1.0
+    mscale: NotNegative = 0.0
+    mscale_all_dim: NotNegative = 0.0
+
+    @property
+    def kind(self) -> str:
+        return self.rope_type or self.type or "default"
 
 
 class DecoderConfig(msgspec.Struct, kw_only=True):
@@ -71,18 +81,23 @@ def convert(raw: dict[str, Any], wanted: type[S]) -> S:
         raise ValueError(f"{key}={shown(value)}: {rule[0].lower()}{rule[1:]}; {REMEDY}") from error
 
 
-def refuse_unsupported(config: DecoderConfig, **refused: tuple[bool, str]) -> None:
-    """Raise ValueError for what the trainer's model cannot compute. refused: by key, whether it is wrong, and why."""
+def refuse_unsupported(
+    config: DecoderConfig, *, ropes: tuple[str, ...] = ("default",), **refused: tuple[bool, str]
+) -> None:
+    """Raise ValueError for what the trainer's model cannot compute.
+
+    ropes: the rotary embeddings that it can. refused: by key, whether it is wrong, and why.
+    """
     if config.quantization_config:
         raise ValueError(
             f"quantization_config={shown(config.quantization_config)} is not supported: the trainer holds "
             "full-precision weights and would load quantized ones without their scales; use the bf16 checkpoint"
         )
-    kind = config.rope.rope_type or config.rope.type or "default"
+    kind = config.rope.kind
     rules = {
         f"hidden_act={config.hidden_act!r}": (config.hidden_act != "silu", "the MLPs use silu"),
         "attention_bias=true": (config.attention_bias, "attention has no bias"),
-        f"rope type {kind!r}": (kind != "default", "only the default rotary embedding is"),
+        f"rope type {kind!r}": (kind not in ropes, f"only {' and '.join(ropes)} rotary embeddings are"),
     }
     for key, rule in refused.items():
         value = getattr(config, key)

@@ -21,7 +21,7 @@ from megatron_rl.models.config_json import (
     refuse_unsupported,
 )
 from megatron_rl.models.names import DENSE_MLP, EXPERTS, LAYER_NORMS, OUTPUT, Fusion, Names, mlp, router
-from megatron_rl.models.shape import LatentAttention, ModelShape, Router
+from megatron_rl.models.shape import LatentAttention, ModelShape, Router, Yarn
 
 ARCHITECTURE = "DeepseekV3ForCausalLM"
 _LATENT: Names = {
@@ -89,6 +89,7 @@ def shape(raw: dict[str, Any]) -> ModelShape:
     heads = config.num_attention_heads
     refuse_unsupported(
         config,
+        ropes=("default", "yarn"),
         num_key_value_heads=(
             config.num_key_value_heads not in (None, heads),
             "latent attention has one a query",
@@ -111,7 +112,9 @@ def shape(raw: dict[str, Any]) -> ModelShape:
     return ModelShape(
         architecture=ARCHITECTURE,
         qk_norm=False,
-        latent=LatentAttention(config.q_lora_rank, config.kv_lora_rank, plain, rotary, config.v_head_dim),
+        latent=LatentAttention(
+            config.q_lora_rank, config.kv_lora_rank, plain, rotary, config.v_head_dim, _yarn(config)
+        ),
         moe_layers=tuple(range(config.first_k_dense_replace, config.num_hidden_layers)),
         num_experts=config.n_routed_experts,
         topk=config.num_experts_per_tok,
@@ -119,6 +122,25 @@ def shape(raw: dict[str, Any]) -> ModelShape:
         shared_ffn_hidden_size=config.moe_intermediate_size * config.n_shared_experts,
         router=config.router,
         **common,
+    )
+
+
+def _yarn(config: _Config) -> Yarn | None:
+    rope = config.rope
+    if rope.kind != "yarn":
+        return None
+    if rope.factor is None or rope.original_max_position_embeddings is None or not rope.mscale * rope.mscale_all_dim:
+        raise ValueError(
+            "rope type 'yarn': factor, original_max_position_embeddings, mscale and mscale_all_dim must be given and "
+            f"not be 0; {REMEDY}"
+        )
+    return Yarn(
+        rope.factor,
+        rope.original_max_position_embeddings,
+        rope.beta_fast,
+        rope.beta_slow,
+        rope.mscale,
+        rope.mscale_all_dim,
     )
 
 

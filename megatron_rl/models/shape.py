@@ -15,10 +15,23 @@ class ModelConfigError(Failure, ValueError):
 
 
 @dataclass(frozen=True)
+class Yarn:
+    """A rotary embedding for sequences `factor` times as long as `positions` (YaRN, arXiv 2309.00071)."""
+
+    factor: float
+    positions: int
+    beta_fast: float
+    beta_slow: float
+    mscale: float
+    mscale_all_dim: float
+
+
+@dataclass(frozen=True)
 class LatentAttention:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values come out of one small vector.
 
-    q_rank None: queries are projected directly. A head's query and key are `plain_dim` + `rotary_dim` wide.
+    q_rank None: queries are projected directly. A head's query and key are `plain_dim` + `rotary_dim` wide. yarn None:
+    the default rotary embedding.
     """
 
     q_rank: int | None
@@ -26,6 +39,7 @@ class LatentAttention:
     plain_dim: int
     rotary_dim: int
     value_dim: int
+    yarn: Yarn | None = None
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,11 @@ def mixtral() -> Any:
     return MixtralForCausalLM(MixtralConfig(**_COMMON, num_local_experts=8, num_experts_per_tok=2))
 
 
-def deepseek_v3(q_rank: int | None = 20, n_group: int = 4) -> Any:
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 8}
+YARN |= {"beta_fast": 2, "beta_slow": 0.5, "mscale": 0.7, "mscale_all_dim": 1.3}
+
+
+def deepseek_v3(q_rank: int | None = 20, n_group: int = 4, **more: Any) -> Any:
     """One dense layer; two of four groups for a token; two shared experts; value heads narrower than keys."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
@@ -50,7 +54,7 @@ def deepseek_v3(q_rank: int | None = 20, n_group: int = 4) -> Any:
     changes |= {"qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "num_nextn_predict_layers": 0}
     changes |= {"first_k_dense_replace": 1, "n_routed_experts": 8, "n_shared_experts": 2, "moe_intermediate_size": 24}
     changes |= {"num_experts_per_tok": 4, "n_group": n_group, "topk_group": n_group // 2 or 1}
-    return DeepseekV3ForCausalLM(DeepseekV3Config(**(_COMMON | changes)))
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**(_COMMON | changes | more)))
 
 
 FAMILIES: dict[str, Callable[[], Any]] = {
@@ -59,6 +63,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "mixtral": mixtral,
     "deepseek_v3": deepseek_v3,
     "deepseek_v3 whole queries, one group": lambda: deepseek_v3(q_rank=None, n_group=1),
+    "deepseek_v3 YaRN": lambda: deepseek_v3(rope_parameters=YARN),
 }
 
 

@@ -74,6 +74,7 @@ def test_groups_that_are_all_allowed_are_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope type 'linear'"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope type 'llama3'"),
         ({"attention_bias": True}, "attention_bias=true"),
