@@ -32,6 +32,7 @@ SHAPE = {
 
 MakeCheckpoint = Callable[..., Path]
 NODE = LaunchFacts(world_size=8, local_world_size=8, num_gpus=16)
+ON_CLUSTERS = {"pp2_ep8", "tp4_pp8_ep16"}  # layouts of more ranks than a node has; see test_published_models.py
 BF16 = "model.dtype=bfloat16"  # which engine.dtype follows; engines on GPUs take nothing wider
 
 

@@ -81,9 +81,8 @@ def test_every_option_of_a_group_sets_only_declared_keys(checkpoint: Path, tmp_p
         "worked": ["algo=sft", "train.replay_routes=false"],
         "custom": [own],
     }
-    on_clusters = ("pp2_ep8", "tp4_pp8_ep16")  # test_published_models.py
     for file in (HYDRA_CONF / group).glob("*.yaml"):
-        if file.stem in on_clusters:
+        if file.stem in ON_CLUSTERS:
             continue
         if file.stem == "reasoning_gym":
             pytest.importorskip("reasoning_gym")

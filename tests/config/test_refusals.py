@@ -7,7 +7,7 @@ import pytest
 from megatron_rl.config.cli import HYDRA_CONF
 from megatron_rl.config.facts import LaunchFacts
 from megatron_rl.contracts.refusal import ConfigurationRefused
-from tests.config.conftest import BF16, NODE, accept, refusals
+from tests.config.conftest import BF16, NODE, ON_CLUSTERS, accept, refusals
 
 # overrides | key | value shown | part of the rule | part of the remedy
 UNKNOWN_OR_WRONG_TYPE = [
@@ -279,7 +279,9 @@ def test_model_cannot_be_split(checkpoint: Path, overrides: tuple[str, ...], fac
     assert any(rule in str(refusal) for refusal in refusals(checkpoint, *overrides, facts=facts))
 
 
-@pytest.mark.parametrize("parallel", sorted(file.stem for file in (HYDRA_CONF / "parallel").glob("*.yaml")))
+@pytest.mark.parametrize(
+    "parallel", sorted({file.stem for file in (HYDRA_CONF / "parallel").glob("*.yaml")} - ON_CLUSTERS)
+)
 def test_parallel_groups_fit_a_node(checkpoint: Path, parallel: str) -> None:
     assert accept(checkpoint, f"parallel={parallel}", BF16, facts=NODE).parallel.timeout_s == 600.0
 

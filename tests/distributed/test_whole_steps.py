@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from megatron_rl.models.families import read_shape
 from megatron_rl.rollouts.files import read_rollouts, write_rollouts
@@ -24,6 +25,7 @@ from support.layouts import (
     ALGORITHMS,
     BATCH,
     BATCHES,
+    DEEPSEEK,
     LAYOUTS,
     MODELS,
     OPTIMIZER,
@@ -33,6 +35,7 @@ from support.layouts import (
     cases_of,
 )
 from support.torchrun import torchrun
+from tests.mcore.tiny_families import deepseek_v3, randomized
 
 SCRIPT = Path(__file__).with_name("whole_steps.py")
 
@@ -75,6 +78,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_checkpoint(made / model, **changes)
         _, rollouts, _ = make_batch(read_shape(made / model), BATCHES * BATCH)
         write_rollouts(made / model / "rollouts.bin", rollouts)
+    randomized(deepseek_v3()).save_pretrained(made / "deepseek")
+    _, rollouts, _ = make_batch(read_shape(made / "deepseek"), BATCHES * BATCH)
+    write_rollouts(made / "deepseek" / "rollouts.bin", rollouts)
     return made
 
 
@@ -84,7 +90,8 @@ def trained(directory: Path) -> Callable[[Case], dict[str, Any]]:
 
     @cache
     def play(ranks: int) -> None:
-        torchrun(SCRIPT, str(directory), *map(str, cases_of(ranks)), ranks=ranks, timeout=500)
+        cases = [*cases_of(ranks), *(Case(layout, "grpo", "deepseek") for layout in DEEPSEEK.get(ranks, ()))]
+        torchrun(SCRIPT, str(directory), *map(str, cases), ranks=ranks, timeout=500)
 
     def of(ranks: int, case: Case) -> dict[str, Any]:
         play(ranks)
@@ -149,6 +156,21 @@ def test_whole_steps_are_exact(trained: Any, expected: Any, ranks: int, case: Ca
     print(f"{case}: grad norm {off:.1e}, worst weight {largest[worst]:.1e}, of the movement {error:.1e}")
     assert largest[worst] < tolerance.weight, (worst, largest[worst])
     assert error < tolerance.movement
+
+
+@pytest.mark.parametrize("layout", DEEPSEEK[2])
+def test_steps_with_latent_attention_are_those_of_one_rank(trained: Any, directory: Path, layout: str) -> None:
+    """And the routers' biases stay as they are, bit for bit."""
+    alone, found = (trained(n, Case(name, "grpo", "deepseek")) for n, name in ((1, DEEPSEEK[1][0]), (2, layout)))
+    start = load_file(directory / "deepseek" / "model.safetensors")
+    assert found["grad_norms"] == pytest.approx(alone["grad_norms"], rel=1e-5)
+    assert found["weights"].keys() == alone["weights"].keys() == start.keys()
+    for name, weight in found["weights"].items():
+        if name.endswith("e_score_correction_bias"):
+            assert torch.equal(weight, start[name])
+        else:
+            assert float((alone["weights"][name] - start[name]).abs().max()) > 1e-4
+            assert float((alone["weights"][name] - weight).abs().max()) < 1e-6
 
 
 def norm(tensors: list[torch.Tensor]) -> float:

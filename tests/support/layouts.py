@@ -116,6 +116,8 @@ LAYOUTS: dict[str, Layout] = {
 TIED = ("one-none", "tp2_ep2-none", "pp2_vpp2-none", "pp2_dp2-none")
 # Other families, where experts, heads and columns are split, and in another kind of grid each.
 OTHER_FAMILIES = {"dense": ("one-none", "tp2-full"), "mixtral": ("one-full", "tp2_ep2-none", "cp2_ep2-none")}
+# Without a replica: layouts of two ranks are compared with one rank
+DEEPSEEK = {1: ("one-none",), 2: ("ep2-none", "pp2-none")}
 BOTH_ALGORITHMS = ("one-none", "tp2_ep2-none")
 
 
