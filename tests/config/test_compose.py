@@ -11,9 +11,9 @@ from megatron_rl.config import schema
 from megatron_rl.config.cli import HYDRA_CONF, compose
 from megatron_rl.config.facts import LaunchFacts
 from megatron_rl.config.keys import declared_keys
+from tests.config.conftest import NODE, ON_CLUSTERS
 
 EXPERIMENTS = sorted(file.stem for file in (HYDRA_CONF / "experiment").glob("*.yaml"))
-NODE = LaunchFacts(world_size=8, local_world_size=8, num_gpus=16)
 
 
 def test_quickstart_is_the_default(checkpoint: Path) -> None:
