@@ -7,7 +7,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from megatron_rl.config.facts import LaunchFacts
-from megatron_rl.config.schema import Configuration, EngineSettings, RunSettings
+from megatron_rl.config.schema import Configuration, EngineSettings, ModelSettings, RunSettings
 from megatron_rl.contracts.paths import problem_with_new
 from megatron_rl.models.shape import ModelShape
 from sglang_bridge.addresses import repeated_urls, url_problem
@@ -26,6 +26,19 @@ def check_ranks(c: Configuration) -> Iterator[tuple[str, str, str]]:
     if c.engine.dtype == "float32" and c.model.dtype == "bfloat16":
         rule = "It is wider than model.dtype=bfloat16: rollouts would follow another policy than the one trained"
         yield "engine.dtype", rule, "Use engine.dtype=bfloat16"
+
+
+def check_spec(model: ModelSettings, facts: LaunchFacts) -> Iterator[tuple[str, str, str]]:
+    """Transformer Engine's modules, and its FP8, where they can run."""
+    missing = _no_gpu(facts) if facts.num_gpus == 0 else "" if facts.transformer_engine else "It is not installed here"
+    if model.spec == "te" and missing:
+        yield "model.spec", f"Transformer Engine's modules run on CUDA alone. {missing}", "Use model.spec=local"
+    elif model.spec == "te" and model.dtype == "float32":
+        rule = "Transformer Engine has no attention over packed sequences in float32"
+        yield "model.spec", rule, "Use model.spec=local, or model.dtype=bfloat16"
+    if model.fp8 is not None and (missing or model.spec == "local" or model.dtype == "float32"):
+        rule = f"FP8 matrix products are those of model.spec=te in bfloat16. {missing or 'Here model.spec is local'}"
+        yield "model.fp8", rule, "Leave it null, which trains in model.dtype"
 
 
 def check_fit(c: Configuration, shape: ModelShape, facts: LaunchFacts) -> Iterator[tuple[str, str, str]]:
