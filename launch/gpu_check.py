@@ -33,7 +33,7 @@ TAIL_LINES = 40
 # Stages in the order of what they tell, with the seconds each may take: later ones get what is left of the budget.
 STAGES = {
     "machine": 60, "attention": 60, "parity": 60, "kernels": 150, "passes": 60, "train": 150, "state": 60, "export": 60,
-    "quantize": 40, "bench": 90,
+    "quantize": 40, "bench": 90, "fp8_training": 90, "engine": 180,
 }  # fmt: skip
 
 
@@ -70,7 +70,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="seconds on the CPU, to see that the program works")
     parser.add_argument("--only", nargs="+", choices=list(STAGES), help="these stages alone")
     parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds for all stages (default 540)")
-    parser.add_argument("--out", type=Path, help=f"JSON file; default in {RESULTS.relative_to(ROOT)}")
+    parser.add_argument("--out", type=Path, help="JSON file; default in launch/results/gpu_check")
     return parser.parse_args(arguments)
 
 

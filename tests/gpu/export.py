@@ -23,7 +23,7 @@ def export(setting: Setting, report: Report) -> None:
     """A worker with random weights: save, load in transformers, compare packed logits."""
     from transformers import AutoModelForCausalLM
 
-    write_model(setting.scratch / "model", small=setting.small, layers=2)
+    write_model(setting.scratch / "model", small=setting.small, layers=2, vocabulary=512 if setting.small else 32_000)
     worker = open_worker(configure(setting.scratch / "model", setting.scratch), setting.scratch)
     target, start = setting.scratch / "exported", time.perf_counter()
     worker.save(target)
@@ -39,9 +39,9 @@ def export(setting: Setting, report: Report) -> None:
     inputs = {"input_ids": packed.input_ids, "position_ids": packed.position_ids, "attention_mask": None}
     with torch.no_grad():
         ours = worker.policy.models[0](**inputs, packed_seq_params=packed.packed_seq_params())[0].float()
-        loaded = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval().to(device)
-        theirs = torch.cat([loaded(input_ids=sequence(i)[None].to(device)).logits[0] for i in INDICES])
-    error = (ours[:, : theirs.shape[1]] - theirs).abs() / theirs.abs().max()
+        loaded = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+        theirs = torch.cat([loaded(input_ids=sequence(i)[None]).logits[0] for i in INDICES])
+    error = (ours.cpu()[:, : theirs.shape[1]] - theirs).abs() / theirs.abs().max()
     report.at_most("mean_error", float(error.mean()), _LIMIT[worker.model.dtype])
     report.note("max_error", float(error.max()))
     parallel.shutdown()

@@ -23,7 +23,7 @@ from tests.gpu.workers import configure, make_rollouts, open_worker, write_model
 def state(setting: Setting, report: Report) -> None:
     """One step, save, a second step; then a fresh worker, load, and the second step again."""
     small = setting.small
-    shape = write_model(setting.scratch / "model", small=small, layers=1)
+    shape = write_model(setting.scratch / "model", small=small, layers=1, vocabulary=512 if small else 32_000)
     c = configure(setting.scratch / "model", setting.scratch, "train.optimizer_steps_per_batch=1")
     _store, refs, advantages = make_rollouts(shape, 4, prompt=16, response=48 if small else 480, seed=0)
     planner = Planner(c.train, c.parallel, dp_size=1, seed=0)

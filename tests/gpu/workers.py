@@ -34,14 +34,15 @@ _LARGE = {"hidden_size": 1536, "num_hidden_layers": 12, "num_attention_heads": 1
           "vocab_size": 151_936}  # fmt: skip
 
 
-def write_model(directory: Path, *, small: bool, layers: int | None = None) -> ModelShape:
+def write_model(
+    directory: Path, *, small: bool, layers: int | None = None, vocabulary: int | None = None
+) -> ModelShape:
     """config.json and a tokenizer of a Qwen3-MoE: 2.4 billion parameters with 12 layers, or some thousand."""
     config: dict[str, Any] = dict(_COMMON)
     config |= _TINY if small else _LARGE
-    config |= {
-        "intermediate_size": 4 * config["hidden_size"],
-        "num_hidden_layers": layers or config["num_hidden_layers"],
-    }
+    config["intermediate_size"] = 4 * config["hidden_size"]
+    config["num_hidden_layers"] = layers or config["num_hidden_layers"]
+    config["vocab_size"] = vocabulary or config["vocab_size"]
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     write_character_tokenizer(directory)
