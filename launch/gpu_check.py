@@ -120,6 +120,7 @@ def environment(small: bool) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         "CUDA_VISIBLE_DEVICES": "" if small else first,
         "HF_HUB_OFFLINE": "1",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # for the stages that ask for deterministic products
         "PYTHONWARNINGS": "ignore",
         **({"OMP_NUM_THREADS": "1"} if small else {}),
     }

@@ -22,6 +22,8 @@ from tests.gpu.workers import configure, make_rollouts, open_worker, write_model
 
 def state(setting: Setting, report: Report) -> None:
     """One step, save, a second step; then a fresh worker, load, and the second step again."""
+    # attention's backward pass adds atomically unless told not to
+    torch.use_deterministic_algorithms(torch.cuda.is_available(), warn_only=True)
     small = setting.small
     shape = write_model(setting.scratch / "model", small=small, layers=1, vocabulary=512 if small else 32_000)
     c = configure(setting.scratch / "model", setting.scratch, "train.optimizer_steps_per_batch=1")

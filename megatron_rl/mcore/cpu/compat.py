@@ -69,6 +69,7 @@ def install() -> bool:
     _hush_expected_warnings()
     if torch.cuda.is_available():
         _replace_missing_libraries(every=False)
+        _add_in_one_order()
         return False
     _patch_torch_cuda()
     _patch_torch_factories()
@@ -160,6 +161,16 @@ def _replace_missing_libraries(*, every: bool) -> None:
     optimizer.Adam = distrib_optimizer.Adam = FusedLayoutAdam
     optimizer.USING_PYTORCH_OPTIMIZER = False
     distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
+
+
+def _add_in_one_order() -> None:
+    """On CPUs additions already have an order."""
+    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+
+    from megatron_rl.mcore.ordered_experts import ordered_permute, ordered_unpermute
+
+    token_dispatcher.permute = ordered_permute(token_dispatcher.permute)
+    token_dispatcher.unpermute = ordered_unpermute(token_dispatcher.unpermute)
 
 
 def _patch_megatron() -> None:
