@@ -13,6 +13,7 @@ from types import ModuleType
 import pytest
 
 from support.scripts import load_script, start_script
+from tests.gpu.bare_machine import bundled, closure, normal, write_blocker
 
 ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_ENGINE = (
@@ -36,8 +37,15 @@ def script() -> ModuleType:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_every_stage_runs_small_on_a_cpu(script: ModuleType, tmp_path: Path) -> None:
-    """All but the engine, whose parts tests/engine holds, and FP8 training, which no CPU has."""
+def test_every_stage_runs_small_on_a_cpu_with_torch_transformers_and_the_bundle(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """All but the engine, whose parts tests/engine holds, and FP8 training, which no CPU has.
+
+    Of the installed packages only those are there that a GPU machine without network would have.
+    """
+    write_blocker(tmp_path / "bare", also=("numba", "llvmlite"))  # the kernels' path on CPUs
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "bare"))
     assert {*WITHOUT_ENGINE, "fp8_training", "engine"} == set(script.STAGES)
     out = tmp_path / "result.json"
     command = [sys.executable, str(ROOT / "launch/gpu_check.py"), "--small", "--out", str(out), "--only"]
@@ -53,6 +61,7 @@ def test_every_stage_runs_small_on_a_cpu(script: ModuleType, tmp_path: Path) -> 
     }
     assert stages["train"]["values"]["replayed_tokens_s"] > 0
     assert stages["kernels"]["values"]["passed"] > 0
+    assert stages["machine"]["values"]["imports"] == [], "SGLang is hidden"
     assert "stage" in done.stdout and "replay_cost" in done.stdout and f"written: {out}" in done.stdout
 
 
@@ -127,3 +136,9 @@ def test_all_limits_are_known_and_the_first_stages_fit_the_budget(script: Module
     assert list(script.STAGES)[-1] == "engine"
     limits = list(script.STAGES.values())
     assert sum(limits[:6]) <= script.BUDGET_S <= 540
+
+
+def test_the_bundle_holds_what_its_packages_require() -> None:
+    """Its wheels are installed without their requirements."""
+    typical = closure(("torch", "triton", "transformers", "numpy", "packaging"))
+    assert closure(bundled()) - typical - {normal(name) for name in bundled()} == set()
