@@ -74,6 +74,7 @@ class VarlenAttention:
 
 def _torch_function() -> Callable[..., Any] | None:
     try:
-        return importlib.import_module("torch.nn.attention.varlen").varlen_attn  # type: ignore[no-any-return]
+        found: Callable[..., Any] = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     except (ImportError, AttributeError):
         return None
+    return found

@@ -88,12 +88,15 @@ def _check_managed(engine: EngineSettings, facts: LaunchFacts) -> Iterator[tuple
         yield problem.key, problem.rule, problem.remedy
     # Trainer and engines share one process group for weights: NCCL on GPUs, gloo without, never one of each.
     if facts.num_gpus == 0 and engine.device == "cuda":
-        idle = f"The installed torch is built for CPUs and cannot use the {facts.idle_gpus} GPU(s) here"
-        rule = idle if facts.idle_gpus else "No CUDA device is visible here"
-        yield "engine.device", rule, "Use engine.device=auto, or install a CUDA build of torch"
+        yield "engine.device", _no_gpu(facts), "Use engine.device=auto, or install a CUDA build of torch"
     elif facts.num_gpus > 0 and engine.device == "cpu":
         rule = f"The trainer sends weights from the {facts.num_gpus} GPU(s) here with NCCL, and a CPU engine has none"
         yield "engine.device", rule, 'Use auto, or hide the GPUs from the whole job: CUDA_VISIBLE_DEVICES=""'
+
+
+def _no_gpu(facts: LaunchFacts) -> str:
+    idle = f"The installed torch is built for CPUs and cannot use the {facts.idle_gpus} GPU(s) here"
+    return idle if facts.idle_gpus else "No CUDA device is visible here"
 
 
 def _check_gpus(engine: EngineSettings, facts: LaunchFacts) -> Iterator[tuple[str, str, str]]:
