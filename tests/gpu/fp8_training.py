@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 
 from megatron_rl.mcore.cpu import compat
@@ -15,7 +14,7 @@ from megatron_rl.config.facts import has_transformer_engine
 from megatron_rl.mcore import parallel
 from megatron_rl.planning.step_plan import Planner
 from tests.gpu.stage import Report, Setting, Skipped, run
-from tests.gpu.workers import configure, make_rollouts, open_worker, write_model
+from tests.gpu.workers import ROUTES_OF_NOBODY, configure, make_rollouts, open_worker, write_model
 
 _MOST_GRAD_NORM_CHANGE = 0.2  # relative; e4m3 rounds to three bits
 
@@ -30,9 +29,9 @@ def fp8_training(setting: Setting, report: Report) -> None:
     for recipe in recipes:
         c = configure(
             setting.scratch / "model", setting.scratch,
-            "model.spec=te", f"model.fp8={recipe}", "train.optimizer_steps_per_batch=1",
+            "model.spec=te", f"model.fp8={recipe}", "train.optimizer_steps_per_batch=1", ROUTES_OF_NOBODY,
         )  # fmt: skip
-        worker = dataclasses.replace(open_worker(c, setting.scratch), settings=None)
+        worker = open_worker(c, setting.scratch)
         _store, refs, advantages = make_rollouts(shape, 8, prompt=64, response=449, seed=0)
         plan = Planner(c.train, c.parallel, dp_size=1, seed=0).plan(0, refs, advantages)
         values = worker.train(plan).metrics.values()

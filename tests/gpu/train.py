@@ -18,7 +18,7 @@ from megatron_rl.planning.step_plan import Planner
 from megatron_rl.training.batch import Batcher
 from megatron_rl.training.worker import Worker
 from tests.gpu.stage import Report, Setting, run
-from tests.gpu.workers import configure, make_rollouts, open_worker, write_model
+from tests.gpu.workers import ROUTES_OF_NOBODY, configure, make_rollouts, open_worker, write_model
 
 _ENOUGH_BYTES = 100 * 2**30  # of GPU memory for the large model, its gradients and its optimizer's state
 STEPS = 4
@@ -32,10 +32,10 @@ def train(setting: Setting, report: Report) -> None:
     micro_batch, count, prompt, response = (64, 4, 15, 49) if small else (8192, 16, 256, 769)
     c = configure(
         setting.scratch / "model", setting.scratch,
-        f"train.tokens_per_micro_batch={micro_batch}", "train.optimizer_steps_per_batch=1",
+        f"train.tokens_per_micro_batch={micro_batch}", "train.optimizer_steps_per_batch=1", ROUTES_OF_NOBODY,
         f"rollout.max_new_tokens={response}", f"data.max_prompt_tokens={prompt}",
     )  # fmt: skip
-    worker = dataclasses.replace(open_worker(c, setting.scratch), settings=None)  # random routes are nobody's choice
+    worker = open_worker(c, setting.scratch)
     report.note("parameters", sum(p.numel() for model in worker.policy.models for p in model.parameters()))
     report.note("dtype", c.model.dtype)
     report.note("spec", "te" if any("TE" in type(m).__name__ for m in worker.policy.models[0].modules()) else "local")

@@ -25,6 +25,7 @@ from megatron_rl.training.worker import Worker
 from support.character_tokenizer import write_character_tokenizer
 from support.rollouts import make_ref
 
+ROUTES_OF_NOBODY = "train.max_route_disagreement=1"  # random ones are not what the routers choose
 _COMMON = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "eos_token_id": 1, "hidden_act": "silu",
            "norm_topk_prob": True, "max_position_embeddings": 4096, "rope_theta": 1e6}  # fmt: skip
 _TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
