@@ -1,4 +1,5 @@
 # make train | make check | make test | make lint | make install | make extras | make peers | make mutants
+# make gpu-check | make gpu-bundle
 PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -8,11 +9,12 @@ TESTS  ?= tests
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install extras peers mutants bench train check test lint clean
+TARGET_PYTHON ?= 3.12
+.PHONY: help install extras peers mutants bench gpu-check gpu-bundle train check test lint clean
 QUICK  := not engine and not distributed and not chaos and not slow and not gpu
 
 help: ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 install: $(VENV)/.project ## make .venv with everything pinned; nothing happens when nothing changed
 
@@ -46,6 +48,12 @@ mutants: $(VENV)/mutants ## change the code and see whether a unit test notices:
 
 bench: peers ## the kernels beside their peers: make bench ARGS="--device cpu"
 	cd kernels && env -u OMP_NUM_THREADS PYTHONPATH=$(CURDIR)/$(VENV)/peers $(CURDIR)/$(BIN)/python -m bench $(ARGS)
+
+gpu-check: ## all that one GPU can prove in nine minutes, with the Python at hand: make gpu-check ARGS="--small" PYTHON=python3
+	env -u OMP_NUM_THREADS $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) launch/gpu_check.py $(ARGS)
+
+gpu-bundle: install ## wheels that a GPU machine without network lacks: make gpu-bundle TARGET_PYTHON=3.12
+	requirements/gpu-bundle.sh $(VENV) gpu-bundle $(TARGET_PYTHON)
 
 train: install ## the quickstart on this machine: make train ARGS="seed=1" NPROC=2
 	$(BIN)/torchrun --standalone --nproc-per-node $(NPROC) launch/train_rl.py experiment=quickstart parallel=$(if $(filter 1,$(NPROC)),single,ep2) $(ARGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +18,14 @@ class LaunchFacts:
     """world_size: torchrun's ranks, 1 when started with plain python. num_gpus: CUDA devices this process may use.
 
     idle_gpus: those that it could use, were the installed torch not built for CPUs.
+    transformer_engine: whether it is installed.
     """
 
     world_size: int = 1
     local_world_size: int = 1
     num_gpus: int = 0
     idle_gpus: int = 0
+    transformer_engine: bool = False
 
     @classmethod
     def from_environment(
@@ -36,4 +39,10 @@ class LaunchFacts:
                 raise ConfigurationRefused([Refusal(name, value, rule, f"Start with torchrun, or unset {name}")])
         gpus = visible_gpus(environment, devices)
         usable = torch_uses_cuda() if uses_cuda is None else uses_cuda
-        return cls(int(ranks), int(local), gpus if usable else 0, 0 if usable else gpus)
+        gpus, idle = (gpus, 0) if usable else (0, gpus)
+        return cls(int(ranks), int(local), gpus, idle, has_transformer_engine())
+
+
+def has_transformer_engine() -> bool:
+    """Whether Transformer Engine is installed; nothing is imported."""
+    return importlib.util.find_spec("transformer_engine") is not None

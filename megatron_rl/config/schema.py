@@ -42,6 +42,8 @@ class ModelSettings(Section):
     path: str
     dtype: Dtype = "float32"
     recompute: Literal["none", "selective", "full"] = "none"
+    spec: Literal["local", "te"] | None = None  # null: te with CUDA, Transformer Engine and bfloat16
+    fp8: Literal["tensorwise", "blockwise", "mxfp8"] | None = None  # te only: matrix products of training in FP8
     init: Literal["checkpoint", "random"] = "checkpoint"  # random: config.json and the tokenizer are enough
     embedding_std: Annotated[float, Gt(0)] | None = None  # init=random; null: the model's initializer_range
     hidden_dropout: BelowOne = 0.0  # init=random

@@ -2,39 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from megatron.core import parallel_state
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.config.schema import ModelSettings, ParallelSettings
-from megatron_rl.mcore.cpu.modules import CpuCoreAttention, CpuRmsNorm
+from megatron_rl.mcore.layer_spec import decoder_spec
 from megatron_rl.mcore.transformer_config import transformer_config
 from megatron_rl.models.shape import ModelShape
+
+_FP8_ROWS = {"tensorwise": 16, "mxfp8": 32, "blockwise": 128}  # a scale is of the tensor, of 32 rows, of 128 rows
+
+
+def pack_multiple(model: ModelSettings) -> int:
+    """Rows of a packed batch are padded to this many on every rank: what an FP8 matrix product takes."""
+    return 1 if model.fp8 is None else _FP8_ROWS[model.fp8]
 
 
 def build_models(shape: ModelShape, model: ModelSettings, parallel: ParallelSettings) -> list[torch.nn.Module]:
     """This rank's model chunks, one per virtual pipeline stage, with random weights."""
     config = transformer_config(shape, model, parallel)
     chunks = parallel.vpp or 1
-    return [_build_chunk(config, shape, chunk if chunks > 1 else None) for chunk in range(chunks)]
+    return [_build_chunk(config, shape, model, chunk if chunks > 1 else None) for chunk in range(chunks)]
 
 
-def _build_chunk(config: TransformerConfig, shape: ModelShape, vp_stage: int | None) -> torch.nn.Module:
-    on_gpu = torch.cuda.is_available()
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=on_gpu, normalization="RMSNorm", vp_stage=vp_stage)
+def _build_chunk(
+    config: TransformerConfig, shape: ModelShape, model: ModelSettings, vp_stage: int | None
+) -> torch.nn.Module:
     stage = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
     chunk = GPTModel(
         config=config,
-        transformer_layer_spec=spec if on_gpu else _on_cpu(spec),
+        transformer_layer_spec=decoder_spec(config, model, vp_stage),
         vocab_size=shape.vocab_size + -shape.vocab_size % config.tensor_model_parallel_size,
         max_sequence_length=shape.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(**stage),
@@ -46,7 +48,7 @@ def _build_chunk(config: TransformerConfig, shape: ModelShape, vp_stage: int | N
         vp_stage=vp_stage,
     )
     chunk.model_type = ModelType.encoder_or_decoder
-    if on_gpu:
+    if torch.cuda.is_available():
         chunk = chunk.cuda()
     return _in_bfloat16(config, chunk) if config.bf16 else chunk
 
@@ -58,18 +60,3 @@ def _in_bfloat16(config: TransformerConfig, chunk: torch.nn.Module) -> torch.nn.
         if isinstance(router, TopKRouter):
             router._maintain_float32_expert_bias()
     return half
-
-
-def _on_cpu(spec: Any) -> Any:
-    """Swap the local modules of a decoder block spec for the CPU ones."""
-    for layer in spec.layer_specs:
-        modules = layer.submodules
-        attention = modules.self_attention.submodules
-        if attention.core_attention is DotProductAttention:
-            attention.core_attention = CpuCoreAttention
-        for norm in ("q_layernorm", "k_layernorm", "kv_layernorm"):
-            if vars(attention).get(norm) is WrappedTorchNorm:
-                setattr(attention, norm, CpuRmsNorm)
-        modules.input_layernorm = modules.pre_mlp_layernorm = CpuRmsNorm
-    spec.layer_norm = CpuRmsNorm
-    return spec

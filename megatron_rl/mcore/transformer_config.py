@@ -11,6 +11,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megatron_rl.config.schema import ModelSettings, ParallelSettings
 from megatron_rl.mcore.dtypes import torch_dtype
+from megatron_rl.mcore.layer_spec import chosen_spec, spec_options
 from megatron_rl.mcore.parallel import expert_tensor_size
 from megatron_rl.models.shape import ModelShape, Yarn
 
@@ -25,7 +26,8 @@ def transformer_config(shape: ModelShape, model: ModelSettings, parallel: Parall
         **_experts(shape),
         **_training(shape, model),
         **_parallelism(parallel),
-        **_machine(on_gpu=torch.cuda.is_available()),
+        **_machine(on_gpu=torch.cuda.is_available(), te=chosen_spec(model) == "te"),
+        **spec_options(model),
     )
 
 
@@ -140,24 +142,24 @@ def _parallelism(parallel: ParallelSettings) -> dict[str, Any]:
     }
 
 
-def _machine(*, on_gpu: bool) -> dict[str, Any]:
-    """A GPU has Transformer Engine, whose fused kernels are used as far as routes can be replayed through them.
+def _machine(*, on_gpu: bool, te: bool) -> dict[str, Any]:
+    """With Transformer Engine its fused kernels are used as far as routes can be replayed through them.
 
     moe_permute_fusion is more than speed: it adds up a token's experts in a fixed order, where Megatron's own unpermute
     is a scatter_add_ with bfloat16 atomics, and two passes over the same weights differ by more than ESPO's clip width
-    (tests/training/test_both_passes.py). Torch's deterministic algorithms would give an order too, but slow down every
-    index_add and scatter of the model. The fused router ignores replay and stays off.
+    (tests/training/test_both_passes.py); without it `mcore/ordered_experts.py` gives the order. Torch's deterministic
+    algorithms would, too, but slow down every index_add and scatter of the model. The fused router ignores replay and
+    stays off.
     """
     return {
-        "moe_grouped_gemm": on_gpu,
         "use_cpu_initialization": not on_gpu,
         "cuda_graph_scope": [],
-        "moe_permute_fusion": on_gpu,
+        "moe_permute_fusion": te,
         "moe_router_fusion": False,
-        "apply_rope_fusion": on_gpu,  # the other one also waits for the sequences' lengths, in each layer
-        "bias_activation_fusion": on_gpu,
-        "bias_dropout_fusion": on_gpu,
-        "gradient_accumulation_fusion": on_gpu and find_spec("fused_weight_gradient_mlp_cuda") is not None,  # of Apex
+        "apply_rope_fusion": te,  # the other one also waits for the sequences' lengths, in each layer
+        "bias_activation_fusion": te,
+        "bias_dropout_fusion": te,
+        "gradient_accumulation_fusion": te and find_spec("fused_weight_gradient_mlp_cuda") is not None,  # of Apex
         "masked_softmax_fusion": False,  # Transformer Engine's attention has its own
         "persist_layer_norm": False,
     }

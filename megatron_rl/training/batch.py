@@ -39,10 +39,14 @@ class MicroBatch:
 
 
 class Batcher:
-    """Packs rollouts for one rank. routes None: no replay. device: where the tensors go."""
+    """Packs rollouts for one rank. routes None: no replay. device: where the tensors go.
 
-    def __init__(self, view: RankView, routes: RouteShape | None, device: torch.device) -> None:
+    multiple: every rank's rows of a pack are a multiple of it; the pack's last sequence is padded up to that.
+    """
+
+    def __init__(self, view: RankView, routes: RouteShape | None, device: torch.device, *, multiple: int = 1) -> None:
         self._view = view
+        self._multiple = multiple * view.row_multiple if multiple > 1 else 1
         self._routes = routes
         self._num_moe_layers = len(view.moe_rows(routes.moe_layers)) if routes is not None else 0
         self._device = device
@@ -64,6 +68,7 @@ class Batcher:
         padded = [n + -n % self._view.row_multiple for n in lengths]
         if not sequences:
             padded = [_FILLER_TOKENS + -_FILLER_TOKENS % self._view.row_multiple]
+        padded[-1] += -sum(padded) % self._multiple
         starts = np.concatenate([[0], np.cumsum(padded)]).astype(np.int32)
         inputs = np.zeros(starts[-1], np.int64)
         for start, sequence in zip(starts, sequences, strict=False):

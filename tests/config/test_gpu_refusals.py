@@ -80,3 +80,28 @@ def test_the_key_value_cache_of_a_gpu_is_sized_by_sglang(checkpoint: Path) -> No
     assert not any(r.key == "engine.max_total_tokens" for r in refusals(checkpoint, BF16, *longer, facts=NODE))
     found = refusals(checkpoint, BF16, *longer, "engine.max_total_tokens=16384", facts=NODE)
     assert any(r.key == "engine.max_total_tokens" for r in found)
+
+
+def test_transformer_engine_is_refused_where_it_cannot_run(checkpoint: Path) -> None:
+    with_te = LaunchFacts(world_size=8, local_world_size=8, num_gpus=16, transformer_engine=True)
+    assert accept(checkpoint, "model.spec=te", BF16, facts=with_te).model.spec == "te"
+    assert accept(checkpoint, "model.spec=local", BF16, facts=with_te).model.spec == "local"
+    assert accept(checkpoint, facts=LaunchFacts()).model.spec is None, "null is always right"
+    for facts, why in ((LaunchFacts(), "No CUDA device is visible here"), (NODE, "It is not installed here")):
+        (refusal,) = [r for r in refusals(checkpoint, "model.spec=te", BF16, facts=facts) if r.key == "model.spec"]
+        assert why in str(refusal) and refusal.remedy == "Use model.spec=local"
+    found = refusals(checkpoint, "model.spec=te", "engine.dtype=bfloat16", facts=with_te)
+    assert [r.key for r in found] == ["model.spec"] and "in float32" in str(found[0])
+
+
+def test_fp8_training_is_refused_without_transformer_engine(checkpoint: Path) -> None:
+    with_te = LaunchFacts(world_size=8, local_world_size=8, num_gpus=16, transformer_engine=True)
+    assert accept(checkpoint, "model.fp8=blockwise", BF16, facts=with_te).model.fp8 == "blockwise"
+    for facts, overrides, why in (
+        (LaunchFacts(), (), "No CUDA device is visible here"),
+        (NODE, (BF16,), "It is not installed here"),
+        (with_te, (BF16, "model.spec=local"), "Here model.spec is local"),
+    ):
+        found = refusals(checkpoint, "model.fp8=blockwise", *overrides, facts=facts)
+        (refusal,) = [r for r in found if r.key == "model.fp8"]
+        assert "FP8 matrix products are those of model.spec=te" in str(refusal) and why in str(refusal)

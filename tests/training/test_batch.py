@@ -243,3 +243,15 @@ def test_a_rank_packs_what_the_plan_gives_it() -> None:
     steps = Batcher(WHOLE, SHAPE, torch.device("cpu")).optimizer_steps(plan, 1, mine)
     assert [[batch.targets.tolist() for batch in step] for step in steps] == [[[4, 5, 6], []], [[9, 10]]]
     assert [[batch.advantages.tolist() for batch in step] for step in steps] == [[[3.0] * 3, []], [[4.0] * 2]]
+
+
+@pytest.mark.parametrize("view", [WHOLE, RankView(layers=((0, 1, 2),), sp_size=2)])
+def test_the_last_sequence_is_padded_to_what_fp8_products_take(view: RankView) -> None:
+    batcher = Batcher(view, SHAPE, torch.device("cpu"), multiple=16)
+    batch = batcher.pack([FIVE, THREE], [0.5, 0.25])
+    rows = 16 * view.row_multiple
+    assert batch.packed.num_tokens == rows
+    assert batch.packed.cu_seqlens.tolist() == [0, 5 + 5 % view.row_multiple, rows]
+    assert batch.packed.real_rows is not None and int(batch.packed.real_rows.sum()) == 8
+    assert batch.targets.tolist() == [4, 5, 6, 9, 10]
+    assert batcher.pack([], []).packed.num_tokens == rows, "a filler too"

@@ -7,7 +7,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from megatron_rl.config.facts import LaunchFacts
-from megatron_rl.config.schema import Configuration, EngineSettings, RunSettings
+from megatron_rl.config.schema import Configuration, EngineSettings, ModelSettings, RunSettings
 from megatron_rl.contracts.paths import problem_with_new
 from megatron_rl.models.shape import ModelShape
 from sglang_bridge.addresses import repeated_urls, url_problem
@@ -26,6 +26,19 @@ def check_ranks(c: Configuration) -> Iterator[tuple[str, str, str]]:
     if c.engine.dtype == "float32" and c.model.dtype == "bfloat16":
         rule = "It is wider than model.dtype=bfloat16: rollouts would follow another policy than the one trained"
         yield "engine.dtype", rule, "Use engine.dtype=bfloat16"
+
+
+def check_spec(model: ModelSettings, facts: LaunchFacts) -> Iterator[tuple[str, str, str]]:
+    """Transformer Engine's modules, and its FP8, where they can run."""
+    missing = _no_gpu(facts) if facts.num_gpus == 0 else "" if facts.transformer_engine else "It is not installed here"
+    if model.spec == "te" and missing:
+        yield "model.spec", f"Transformer Engine's modules run on CUDA alone. {missing}", "Use model.spec=local"
+    elif model.spec == "te" and model.dtype == "float32":
+        rule = "Transformer Engine has no attention over packed sequences in float32"
+        yield "model.spec", rule, "Use model.spec=local, or model.dtype=bfloat16"
+    if model.fp8 is not None and (missing or model.spec == "local" or model.dtype == "float32"):
+        rule = f"FP8 matrix products are those of model.spec=te in bfloat16. {missing or 'Here model.spec is local'}"
+        yield "model.fp8", rule, "Leave it null, which trains in model.dtype"
 
 
 def check_fit(c: Configuration, shape: ModelShape, facts: LaunchFacts) -> Iterator[tuple[str, str, str]]:
@@ -75,12 +88,15 @@ def _check_managed(engine: EngineSettings, facts: LaunchFacts) -> Iterator[tuple
         yield problem.key, problem.rule, problem.remedy
     # Trainer and engines share one process group for weights: NCCL on GPUs, gloo without, never one of each.
     if facts.num_gpus == 0 and engine.device == "cuda":
-        idle = f"The installed torch is built for CPUs and cannot use the {facts.idle_gpus} GPU(s) here"
-        rule = idle if facts.idle_gpus else "No CUDA device is visible here"
-        yield "engine.device", rule, "Use engine.device=auto, or install a CUDA build of torch"
+        yield "engine.device", _no_gpu(facts), "Use engine.device=auto, or install a CUDA build of torch"
     elif facts.num_gpus > 0 and engine.device == "cpu":
         rule = f"The trainer sends weights from the {facts.num_gpus} GPU(s) here with NCCL, and a CPU engine has none"
         yield "engine.device", rule, 'Use auto, or hide the GPUs from the whole job: CUDA_VISIBLE_DEVICES=""'
+
+
+def _no_gpu(facts: LaunchFacts) -> str:
+    idle = f"The installed torch is built for CPUs and cannot use the {facts.idle_gpus} GPU(s) here"
+    return idle if facts.idle_gpus else "No CUDA device is visible here"
 
 
 def _check_gpus(engine: EngineSettings, facts: LaunchFacts) -> Iterator[tuple[str, str, str]]:

@@ -1,4 +1,4 @@
-"""Megatron-Core on a machine without CUDA."""
+"""Megatron-Core on a machine without CUDA, and on one without Transformer Engine and Apex."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 import torch.utils._device
+
+from megatron_rl.config.facts import has_transformer_engine
 
 _CPU = torch.device("cpu")
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn")
@@ -63,18 +65,23 @@ class _Event:
 
 
 def install() -> bool:
-    """Make `megatron.core` importable and runnable on CPU; returns whether anything was changed."""
-    if torch.cuda.is_available() or issubclass(torch.cuda.Stream, _Stream):
+    """Make `megatron.core` run here, whatever is missing; returns whether torch was changed, as it is without CUDA."""
+    if issubclass(torch.cuda.Stream, _Stream):
+        return False
+    _hush_expected_warnings()
+    if torch.cuda.is_available():
+        _replace_missing_libraries(every=False)
+        _add_in_one_order()
         return False
     _patch_torch_cuda()
     _patch_torch_factories()
-    _hush_expected_warnings()
+    _replace_missing_libraries(every=True)
     _patch_megatron()
     return True
 
 
 def _hush_expected_warnings() -> None:
-    """What these say is true on every CPU run, on every rank, and nothing a user could act on."""
+    """What these say is true on every rank of every such run, and nothing a user could act on."""
     expected = (
         ".*(Apex|Transformer Engine).*",  # that they are missing is why this module exists
         ".*reduce_scatter_tensor.*is deprecated.*",  # Megatron's names for torch's collectives
@@ -136,26 +143,52 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def _patch_megatron() -> None:
+def _replace_missing_libraries(*, every: bool) -> None:
+    """What Megatron takes from Transformer Engine or Apex and cannot do without.
+
+    every: replace what it found, too; False: nothing changes where it found one of them.
+    """
     import megatron.core.optimizer as optimizer
     import megatron.core.optimizer.distrib_optimizer as distrib_optimizer
-    import megatron.core.tensor_parallel.mappings as mappings
-    import megatron.core.tensor_parallel.random as random
     import megatron.core.transformer.moe.moe_utils as moe_utils
-    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
     import megatron.core.transformer.multi_latent_attention as multi_latent_attention
 
     from megatron_rl.mcore.cpu.adam import FusedLayoutAdam
+
+    # 0.16.1 defines this name only where Transformer Engine imports, and reads it everywhere
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    if every or not has_transformer_engine():
+        # 0.16.1 takes the imports of its own stand-ins for Transformer Engine's layers, None, for the real ones
+        multi_latent_attention.HAVE_TE = False
+    if distrib_optimizer.HAVE_APEX_OR_TE and not every:
+        return
+    # Megatron falls back to torch's Adam, whose state it cannot checkpoint
+    optimizer.Adam = distrib_optimizer.Adam = FusedLayoutAdam
+    optimizer.USING_PYTORCH_OPTIMIZER = False
+    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
+
+
+def _add_in_one_order() -> None:
+    """On CPUs additions already have an order."""
+    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+
+    from megatron_rl.mcore.ordered_experts import ordered_permute, ordered_unpermute
+
+    token_dispatcher.permute = ordered_permute(token_dispatcher.permute)
+    token_dispatcher.unpermute = ordered_unpermute(token_dispatcher.unpermute)
+
+
+def _patch_megatron() -> None:
+    import megatron.core.tensor_parallel.mappings as mappings
+    import megatron.core.tensor_parallel.random as random
+    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+
     from megatron_rl.mcore.cpu.uneven import padded_gather, padded_reduce_scatter
 
     # the RNG tracker drives a CUDA generator that does not exist
     random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
-    # 0.16.1 defines this name only where Transformer Engine imports, and reads it everywhere
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
-    # 0.16.1 takes the imports of its own stand-ins for Transformer Engine's layers, which are None, for the real ones
-    multi_latent_attention.HAVE_TE = False
     # split sizes become numpy only for CUDA tensors, and the all-to-all insists on that
     token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
         tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
@@ -163,7 +196,3 @@ def _patch_megatron() -> None:
     # the token dispatcher's collectives over the ranks that share an expert
     mappings._gather_along_first_dim = padded_gather(mappings._gather_along_first_dim)
     mappings._reduce_scatter_along_first_dim = padded_reduce_scatter(mappings._reduce_scatter_along_first_dim)
-    # without Apex and Transformer Engine Megatron falls back to torch's Adam, whose state it cannot checkpoint
-    optimizer.Adam = distrib_optimizer.Adam = FusedLayoutAdam
-    optimizer.USING_PYTORCH_OPTIMIZER = False
-    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True

@@ -1,4 +1,4 @@
-"""CPU stand-ins for Transformer Engine's modules, put into the layer spec (no monkey-patching)."""
+"""What the local layer spec uses in place of Transformer Engine's modules, on CPUs and on GPUs (no monkey-patching)."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_rl.mcore.varlen_attention import VarlenAttention
 from megatron_rl.planning.rank_view import zigzag_rows
 
 _BUCKET_SPREAD = 1.25  # longest over shortest sequence in a padded bucket: bounds the padding's cost
@@ -37,8 +38,10 @@ class CpuRmsNorm(torch.nn.Module):
 class CpuCoreAttention(MegatronModule):
     """Causal attention over THD packing: [T, heads, dim] in, [T, heads * dim] out.
 
-    Sequences of similar length are padded into one batch; a causal query never sees the padding behind it. Ranks that
-    share sequences (context parallelism, `zigzag_rows`) gather keys and values, and attend with the queries they hold.
+    In half precision on CUDA it is torch's variable-length attention where the installed torch has it. Elsewhere
+    sequences of similar length are padded into one batch; a causal query never sees the padding behind it. Ranks that
+    share sequences (context parallelism, `zigzag_rows`) do that too: they gather keys and values, and attend with the
+    queries they hold.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class CpuCoreAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self._scale = softmax_scale
+        self._varlen = VarlenAttention()
         self._cp_group = None if config.context_parallel_size == 1 else parallel_state.get_context_parallel_group()
 
     def forward(
@@ -68,7 +72,10 @@ class CpuCoreAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
         if packed_seq_params is None:
-            raise ValueError("CPU attention takes packed sequences only: pass packed_seq_params")
+            raise ValueError("this attention takes packed sequences only: pass packed_seq_params")
+        if self._cp_group is None and self._varlen.fits(query, key, value):
+            lengths = {"cu_seqlens": packed_seq_params.cu_seqlens_q, "max_seqlen": packed_seq_params.max_seqlen_q}
+            return self._varlen(query, key, value, **lengths, scale=self._scale).reshape(query.shape[0], -1)
         bounds = packed_seq_params.cu_seqlens_q.tolist()
         held = None
         if self._cp_group is not None:
@@ -112,7 +119,8 @@ def _whole_sequences(
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The packed rows held here, and the `parts` of all ranks, [T, ...], in packed order; gradients go back to them."""
     size, offsets = group.size(), np.array(bounds)
-    rows = [torch.from_numpy(zigzag_rows(offsets, rank, size)) for rank in range(size)]
+    device = parts[0].device
+    rows = [torch.from_numpy(zigzag_rows(offsets, rank, size)).to(device) for rank in range(size)]
     order = torch.cat(rows).argsort()
     return rows[group.rank()], [gather_from_sequence_parallel_region(part, group=group)[order] for part in parts]
 

@@ -1,0 +1,35 @@
+"""The kernels' bench table: time, and the share of a copy's bandwidth."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.gpu.stage import Report, Setting, run
+
+KERNELS = Path(__file__).resolve().parents[2] / "kernels"
+_SMALL = ("--device", "cpu", "--operations", "objective", "--repeats", "1")
+
+
+def bench(setting: Setting, report: Report) -> None:
+    """Run `python -m bench` and keep its rows."""
+    output = setting.scratch / "bench.json"
+    command = [sys.executable, "-m", "bench", "--output", str(output), *(_SMALL if setting.small else ())]
+    done = subprocess.run(command, cwd=KERNELS, capture_output=True, text=True)
+    print(done.stdout, done.stderr[-4_000:])
+    report.holds("bench_succeeded", done.returncode == 0)
+    if done.returncode:
+        return
+    record = json.loads(output.read_text())
+    report.note("copy_gb_s", round(record["copy_gb_s"], 1))
+    for row in record["rows"]:
+        if row["implementation"] == "espo_kernels":
+            name = f"{row['operation']} {row['part']} {row['dtype']}"
+            report.note(name, {"ms": row["best_ms"], "of_copy": row["share_of_copy"]})
+    report.note("rows", record["rows"])
+
+
+if __name__ == "__main__":
+    run(bench)

@@ -1,0 +1,57 @@
+"""Which modules a model is made of, and what decides it; Transformer Engine's own are only chosen here, never built."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_rl.config.schema import ModelSettings
+from tests.mcore.test_hf_weights import build
+
+
+@pytest.mark.parametrize(
+    ("cuda", "installed", "settings", "expected"),
+    [
+        (True, True, {"dtype": "bfloat16"}, "te"),
+        (True, True, {"dtype": "float32"}, "local"),
+        (True, False, {"dtype": "bfloat16"}, "local"),
+        (False, True, {"dtype": "bfloat16"}, "local"),
+        (True, True, {"dtype": "bfloat16", "spec": "local"}, "local"),
+        (False, False, {"dtype": "bfloat16", "spec": "te"}, "te"),
+    ],
+)
+def test_null_is_transformer_engine_where_it_can_run(
+    megatron: Any, monkeypatch: pytest.MonkeyPatch, cuda: bool, installed: bool, settings: Any, expected: str
+) -> None:
+    from megatron_rl.mcore import layer_spec
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(layer_spec, "has_transformer_engine", lambda: installed)
+    assert layer_spec.chosen_spec(ModelSettings(path="x", **settings)) == expected
+
+
+def test_only_transformer_engine_has_grouped_experts_and_fp8(megatron: Any) -> None:
+    from megatron_rl.mcore.layer_spec import spec_options
+    from megatron_rl.mcore.model import pack_multiple
+
+    def te(fp8: Any) -> ModelSettings:
+        return ModelSettings(path="x", dtype="bfloat16", spec="te", fp8=fp8)
+
+    assert spec_options(ModelSettings(path="x", spec="local")) == {"moe_grouped_gemm": False}
+    assert spec_options(te(None)) == {"moe_grouped_gemm": True}
+    for recipe, encoding, rows in (("tensorwise", "hybrid", 16), ("blockwise", "e4m3", 128), ("mxfp8", "e4m3", 32)):
+        assert spec_options(te(recipe)) == {"moe_grouped_gemm": True, "fp8": encoding, "fp8_recipe": recipe}
+        assert pack_multiple(te(recipe)) == rows
+    assert pack_multiple(te(None)) == 1
+
+
+def test_a_local_model_holds_no_fused_module(megatron: Any, checkpoint: Path) -> None:
+    (model,), _ = build(checkpoint, spec="local")
+    kinds = {type(module).__name__ for module in model.modules()}
+    assert {"CpuCoreAttention", "CpuRmsNorm", "SequentialMLP"} <= kinds
+    assert not [kind for kind in kinds if kind.startswith("TE") or "Fused" in kind or "Grouped" in kind]
+    assert not [key for key, value in vars(model.config).items() if key.endswith("_fusion") and value]
+    assert not model.config.persist_layer_norm
