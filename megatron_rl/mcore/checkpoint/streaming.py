@@ -38,7 +38,7 @@ class SavedWeights:
     def __init__(self, directory: Path, shape: ModelShape, model: ModelSettings, *, bucket_bytes: int) -> None:
         self._pieces, self._shape = Pieces(directory), shape
         with torch.device("meta"):  # names, shapes and places alone
-            models = build_models(shape, model, ParallelSettings())
+            models: list[Any] = build_models(shape, model, ParallelSettings())
         self._places: dict[str, Any] = models[0].sharded_state_dict()
         self.buckets = list(_filled(placed_parameters(models, shape), bucket_bytes))
 
