@@ -21,15 +21,19 @@ from megatron_rl.mcore.transformer_config import transformer_config
 from megatron_rl.models.shape import ModelShape
 
 
-def build_models(shape: ModelShape, model: ModelSettings, parallel: ParallelSettings) -> list[torch.nn.Module]:
-    """This rank's model chunks, one per virtual pipeline stage, with random weights."""
-    config = transformer_config(shape, model, parallel)
+def build_models(
+    shape: ModelShape, model: ModelSettings, parallel: ParallelSettings, *, on_gpu: bool | None = None
+) -> list[torch.nn.Module]:
+    """This rank's model chunks, one per virtual pipeline stage, with random weights. on_gpu None: if there is one."""
+    on_gpu = torch.cuda.is_available() if on_gpu is None else on_gpu
+    config = transformer_config(shape, model, parallel, on_gpu=on_gpu)
     chunks = parallel.vpp or 1
-    return [_build_chunk(config, shape, chunk if chunks > 1 else None) for chunk in range(chunks)]
+    return [_build_chunk(config, shape, chunk if chunks > 1 else None, on_gpu=on_gpu) for chunk in range(chunks)]
 
 
-def _build_chunk(config: TransformerConfig, shape: ModelShape, vp_stage: int | None) -> torch.nn.Module:
-    on_gpu = torch.cuda.is_available()
+def _build_chunk(
+    config: TransformerConfig, shape: ModelShape, vp_stage: int | None, *, on_gpu: bool
+) -> torch.nn.Module:
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=on_gpu, normalization="RMSNorm", vp_stage=vp_stage)
     stage = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
     chunk = GPTModel(

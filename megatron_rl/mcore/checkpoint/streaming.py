@@ -38,9 +38,14 @@ class SavedWeights:
     def __init__(self, directory: Path, shape: ModelShape, model: ModelSettings, *, bucket_bytes: int) -> None:
         self._pieces, self._shape = Pieces(directory), shape
         with torch.device("meta"):  # names, shapes and places alone
-            models: list[Any] = build_models(shape, model, ParallelSettings())
+            models: list[Any] = build_models(shape, model, ParallelSettings(), on_gpu=False)
         self._places: dict[str, Any] = models[0].sharded_state_dict()
         self.buckets = list(_filled(placed_parameters(models, shape), bucket_bytes))
+
+    def all(self, dtype: torch.dtype) -> NamedTensors:
+        """Every tensor of the model by its Hugging Face name, as `dtype`; one bucket is in memory."""
+        for bucket in self.buckets:
+            yield from self.read(bucket, dtype)
 
     def read(self, bucket: Bucket, dtype: torch.dtype | None = None) -> NamedTensors:
         """Every tensor of a bucket by its Hugging Face name; dtype converts. Raises ValueError for another model's."""
