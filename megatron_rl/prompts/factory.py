@@ -72,7 +72,7 @@ def open_set(
     prompts = list(_usable(split.held_out, tokenizer, settings.max_prompt_tokens, check_answer, bad_rows))
     if not prompts:
         excluded = Excluded(bad_rows.count, split.duplicates, 0, tuple(bad_rows.examples), tuple(bad_rows.named))
-        raise _nothing_left(f"{key}={path}", "usable", excluded)
+        raise _nothing_left(f"{key}={path}", "held-out", excluded)
     return prompts
 
 

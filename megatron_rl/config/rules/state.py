@@ -22,9 +22,8 @@ def check_mode(c: Configuration) -> Iterator[tuple[str, str, str]]:
     if c.mode != "train" and c.eval.stop_at is not None:
         yield "eval.stop_at", f"mode={c.mode} has no steps that an accuracy could end", "Leave it null"
     if c.mode == "eval":
-        for key, used in (("checkpoint_every", c.run.checkpoint_every), ("save_weights", c.run.save_weights)):
-            if used:
-                yield f"run.{key}", "mode=eval changes no weights that could be saved", "Leave it out"
+        if c.run.checkpoint_every:
+            yield "run.checkpoint_every", "mode=eval changes no weights that could be saved", "Use 0"
         if c.run.resume == "auto":
             yield "run.resume", "mode=eval goes on with nothing", "Give the path of a checkpoint, or use never"
     elif c.eval.sets:
