@@ -244,7 +244,10 @@ def test_a_set_of_questions_is_read_without_repeats_and_bad_rows_are_named(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     rows = [json.dumps({"prompt": text, "answer": "4"}) for text in ("2+2=", "1+3=", "2+2=", "9" * 600)]
-    file, settings = write(tmp_path / "sums.jsonl", *rows), DataSettings(source="jsonl", on_bad_row="skip")
+    file, settings = (
+        write(tmp_path / "sums.jsonl", *rows),
+        DataSettings(source="jsonl", on_bad_row="skip", max_prompt_tokens=64),
+    )
     assert [prompt.answer for prompt in open_set("sums", file, settings, tokenizer)] == ["4", "4"]
     with pytest.raises(PromptDataError, match=r"sums\.jsonl line 4.*tokens"):
         open_set("sums", file, replace(settings, on_bad_row="fail"), tokenizer)
