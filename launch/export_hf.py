@@ -70,14 +70,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not isinstance(refused, ExportRefused) or os.environ.get("LOCAL_RANK", "0") == "0":  # the same on all
             print(refused, file=sys.stderr)
         return refused.exit_code
-    except OSError as error:
-        print(writing_problem(error, options.out) or f"--out={options.out}: {error}", file=sys.stderr)
-        return ExitCode.CANNOT_WRITE
     except KeyboardInterrupt:
         print(f"interrupted: {options.out} was not written", file=sys.stderr)
         return ExitCode.INTERRUPTED
-    except RuntimeError as error:
-        if not several:
+    except Exception as error:  # safetensors has its own for a full disk, torch plain ones for a rank that ended
+        problem = writing_problem(error, options.out)
+        if problem is not None or isinstance(error, OSError):
+            said = problem.replace("run.root", "--out") if problem is not None else f"--out={options.out}: {error}"
+            print(said, file=sys.stderr)
+            return ExitCode.CANNOT_WRITE
+        if not (several and isinstance(error, RuntimeError)):
             raise
         print(f"another rank ended, and says why: {options.out} was not written ({error})", file=sys.stderr)
         return ExitCode.PEER_FAILED

@@ -1,9 +1,9 @@
 """Under torchrun: train a batch, save, train another; then load what was saved, in this layout and in others.
 
 Usage: checkpoint_layouts.py DIRECTORY SAVED:LOADED...; both are LAYOUTs of `support.layouts`, all of this job's ranks.
-DIRECTORY holds the checkpoint `plain` and `rollouts.bin`. Rank 0 saves what each pair did in SAVED:LOADED.pt, in SAVED:.pt
-what the run did that was never stopped, and in SAVED-model.pt what the model was that was saved; exported-SAVED is what
-was exported of it by all ranks, which share neither vocabulary nor experts then.
+DIRECTORY holds the checkpoint `plain` and `rollouts.bin`. Rank 0 saves what each pair did in SAVED:LOADED.pt, in
+SAVED:.pt what the run did that was never stopped, and in SAVED-model.pt what the model was that was saved;
+exported-SAVED is what was exported of it by all ranks, which share neither vocabulary nor experts then.
 """
 
 import sys

@@ -1,6 +1,7 @@
 """`launch/export_hf.py`: which checkpoint it takes, and what it refuses before it writes."""
 
 import argparse
+import errno
 import io
 import shutil
 from pathlib import Path
@@ -8,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from safetensors import SafetensorError
 
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.records.progress import Progress
@@ -76,6 +78,33 @@ def test_a_disk_without_room_is_refused(script: ModuleType, run: Path, monkeypat
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(script.ExportRefused, match="--out=out: 0 MiB are free there, and it takes"):
         plan(script, "job")
+
+
+@pytest.mark.parametrize(
+    "error", [SafetensorError("I/O error: No space left on device (os error 28)"), OSError(errno.ENOSPC, "full", "x")]
+)
+def test_a_disk_that_fills_up_is_named(
+    script: ModuleType,
+    run: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+) -> None:
+    def full(options: argparse.Namespace) -> None:
+        raise error
+
+    monkeypatch.setattr(script, "export", full)
+    monkeypatch.setattr(script.signal, "signal", lambda *given: None)
+    assert script.main(["job", "--out", "out"]) == ExitCode.CANNOT_WRITE
+    assert "out cannot be written: the disk is full. Make room there, or give another --out" in capsys.readouterr().err
+
+
+def test_the_help_names_every_option(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        script.main(["--help"])
+    said = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert all(option in said for option in ("CHECKPOINT", "--out", "--dtype", "--model", "--bucket-mib", "torchrun"))
 
 
 @pytest.mark.parametrize(

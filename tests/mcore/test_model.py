@@ -39,7 +39,7 @@ def test_a_gpu_adds_up_experts_in_a_fixed_order_and_fuses_what_replay_allows(
     monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb_thd", object())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     config = transformer_config(
-        read_shape(checkpoint), ModelSettings(path=str(checkpoint)), ParallelSettings(), on_gpu=False
+        read_shape(checkpoint), ModelSettings(path=str(checkpoint)), ParallelSettings(), on_gpu=True
     )
     on = {name for name in vars(config) if name.endswith("_fusion") and getattr(config, name)}
     assert on == {"moe_permute_fusion", "apply_rope_fusion", "bias_activation_fusion", "bias_dropout_fusion"}

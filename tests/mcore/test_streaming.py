@@ -83,6 +83,28 @@ def test_an_export_holds_one_bucket_at_a_time(
     assert max(held) > BUCKET / 2, "it is the weights that were counted"
 
 
+def test_an_export_that_is_interrupted_leaves_nothing(
+    saved: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_rl.mcore.checkpoint import streaming, write_hf
+
+    def interrupted(writer: Any, name: str, tensor: torch.Tensor) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(streaming.ShardWriter, "add", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_hf(opened(saved, checkpoint), tmp_path / "out", source=checkpoint, dtype=torch.float32)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_of_another_model_is_refused(saved: Path, checkpoint: Path, tmp_path: Path) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    for change, message in (({"intermediate_size": 64}, "has the shape"), ({"mlp_only_layers": []}, "it holds no")):
+        (tmp_path / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(ValueError, match=f"is of another model: .*{message}"):
+            list(opened(saved, tmp_path).all(torch.float32))
+
+
 @pytest.mark.parametrize(("spoil", "dtype"), [(math.nan, torch.float32), (1e38, torch.float16)])
 def test_an_export_that_would_hold_nan_is_refused_and_leaves_nothing(
     megatron: Any, checkpoint: Path, tmp_path: Path, spoil: float, dtype: torch.dtype
