@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_rl.config.schema import ModelSettings, ParallelSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
+from megatron_rl.models.families import read_shape
 from megatron_rl.models.files import inspect_checkpoint
-from megatron_rl.models.qwen3_moe import read_shape
 from megatron_rl.records.progress import Progress
 from megatron_rl.records.run_state import RunState, read_state
 from megatron_rl.records.writing import writing_problem
@@ -163,7 +163,7 @@ def model_of(state: RunState, given: Path | None) -> ModelSettings:
 
 def require_room(out: Path, model: ModelSettings, dtype: str) -> None:
     """Raises `ExportRefused` when the result would not fit on its disk."""
-    from megatron_rl.run.space import num_parameters
+    from megatron_rl.models.parameter_count import num_parameters
 
     needed = num_parameters(read_shape(model.path)) * BYTES[dtype]
     where = next(parent for parent in out.absolute().parents if parent.exists())

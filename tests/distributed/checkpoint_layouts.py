@@ -30,7 +30,7 @@ from megatron_rl.mcore.checkpoint import (
     write_tensors,
 )
 from megatron_rl.mcore.parallel import RankLayout
-from megatron_rl.models.qwen3_moe import read_shape
+from megatron_rl.models.families import read_shape
 from megatron_rl.rollouts.files import read_rollouts
 from megatron_rl.rollouts.store import RolloutStore
 from megatron_rl.training.worker import Worker

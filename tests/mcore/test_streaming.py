@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_rl.config.schema import ModelSettings, OptimizerSettings
-from megatron_rl.models.qwen3_moe import read_shape
+from megatron_rl.models.families import read_shape
 from megatron_rl.models.tensor_files import CheckpointError
 from tests.mcore.test_hf_weights import build
 
