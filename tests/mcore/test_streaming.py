@@ -14,6 +14,7 @@ from megatron_rl.config.schema import ModelSettings, OptimizerSettings
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.tensor_files import CheckpointError
 from tests.mcore.test_hf_weights import build
+from tests.mcore.tiny_families import FAMILIES, randomized
 
 BUCKET = 30_000  # bytes; the largest parameter of the model has 6,400 and the whole model 250,000
 
@@ -118,3 +119,16 @@ def test_an_export_that_would_hold_nan_is_refused_and_leaves_nothing(
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight holds NaN or Inf"):
         write_hf(weights, tmp_path / "out", source=checkpoint, dtype=dtype)
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_every_family_is_exported_bit_for_bit(megatron: Any, tmp_path: Path, family: str) -> None:
+    randomized(FAMILIES[family]()).save_pretrained(tmp_path / "start")
+    (tmp_path / "saved").mkdir()
+    save(build(tmp_path / "start")[0], tmp_path / "saved")
+    exported = {
+        name: tensor.clone() for name, tensor in opened(tmp_path / "saved", tmp_path / "start").all(torch.float32)
+    }
+    original = load_file(tmp_path / "start" / "model.safetensors")
+    assert exported.keys() == original.keys()
+    assert [name for name, tensor in original.items() if not torch.equal(exported[name], tensor)] == []
