@@ -44,6 +44,7 @@ def opened(saved: Path, checkpoint: Path, bucket_bytes: int = BUCKET) -> Any:
 
 def live_bytes() -> int:
     """Of all tensors in memory, each storage once."""
+    gc.collect()
     tensors = [t for t in gc.get_objects() if isinstance(t, torch.Tensor) and t.device.type == "cpu"]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
