@@ -241,6 +241,7 @@ class EvalSettings(Section):
     every: Whole = 10  # steps; 0: only at the start and the end
     first: Whole = 0  # no evaluation before this step
     samples_per_prompt: Count = 4
+    sets: dict[str, str] = field(default_factory=dict)  # mode=eval: JSONL files by name; none: the held-out questions
     temperature: Annotated[float, Ge(0), Le(100)] | None = None  # null: the training temperature
     stop_at: Share | None = None  # the run ends once the mean accuracy of the last `stop_average` evaluations is here
     stop_average: Positive = 2
@@ -303,5 +304,5 @@ class Configuration(Section):
     eval: EvalSettings = field(default_factory=EvalSettings)
     sync: SyncSettings = field(default_factory=SyncSettings)
     run: RunSettings = field(default_factory=RunSettings)
-    mode: Literal["train", "rollout_only", "train_only"] = "train"  # rollout_only records what train_only trains on
+    mode: Literal["train", "rollout_only", "train_only", "eval"] = "train"  # train_only takes what rollout_only records
     seed: Seed = 0

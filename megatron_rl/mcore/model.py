@@ -23,15 +23,19 @@ def pack_multiple(model: ModelSettings) -> int:
     return 1 if model.fp8 is None else _FP8_ROWS[model.fp8]
 
 
-def build_models(shape: ModelShape, model: ModelSettings, parallel: ParallelSettings) -> list[torch.nn.Module]:
-    """This rank's model chunks, one per virtual pipeline stage, with random weights."""
-    config = transformer_config(shape, model, parallel)
+def build_models(
+    shape: ModelShape, model: ModelSettings, parallel: ParallelSettings, *, on_gpu: bool | None = None
+) -> list[torch.nn.Module]:
+    """This rank's model chunks, one per virtual pipeline stage, with random weights. on_gpu None: if there is one."""
+    on_gpu = torch.cuda.is_available() if on_gpu is None else on_gpu
+    config = transformer_config(shape, model, parallel, on_gpu=on_gpu)
     chunks = parallel.vpp or 1
-    return [_build_chunk(config, shape, model, chunk if chunks > 1 else None) for chunk in range(chunks)]
+    stages: list[int | None] = [*range(chunks)] if chunks > 1 else [None]
+    return [_build_chunk(config, shape, model, stage, on_gpu=on_gpu) for stage in stages]
 
 
 def _build_chunk(
-    config: TransformerConfig, shape: ModelShape, model: ModelSettings, vp_stage: int | None
+    config: TransformerConfig, shape: ModelShape, model: ModelSettings, vp_stage: int | None, *, on_gpu: bool
 ) -> torch.nn.Module:
     stage = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
     chunk = GPTModel(
@@ -48,7 +52,7 @@ def _build_chunk(
         vp_stage=vp_stage,
     )
     chunk.model_type = ModelType.encoder_or_decoder
-    if torch.cuda.is_available():
+    if on_gpu:
         chunk = chunk.cuda()
     return _in_bfloat16(config, chunk) if config.bf16 else chunk
 

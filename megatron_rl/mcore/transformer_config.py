@@ -16,8 +16,10 @@ from megatron_rl.mcore.parallel import expert_tensor_size
 from megatron_rl.models.shape import ModelShape, Yarn
 
 
-def transformer_config(shape: ModelShape, model: ModelSettings, parallel: ParallelSettings) -> TransformerConfig:
-    """Megatron's configuration of the model on this machine, with GPUs or without."""
+def transformer_config(
+    shape: ModelShape, model: ModelSettings, parallel: ParallelSettings, *, on_gpu: bool
+) -> TransformerConfig:
+    """Megatron's configuration of the model, with GPUs or without."""
     kind = TransformerConfig if shape.latent is None else MLATransformerConfig
     return kind(
         **_attention(shape),
@@ -26,7 +28,7 @@ def transformer_config(shape: ModelShape, model: ModelSettings, parallel: Parall
         **_experts(shape),
         **_training(shape, model),
         **_parallelism(parallel),
-        **_machine(on_gpu=torch.cuda.is_available(), te=chosen_spec(model) == "te"),
+        **_machine(on_gpu=on_gpu, te=chosen_spec(model) == "te"),
         **spec_options(model),
     )
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from megatron_rl.models.weight_files import tensor_names
 
-_SHARD_BYTES = 4 << 30
+SHARD_BYTES = 4 << 30
 _COMPANIONS = (
     "config.json",
     "generation_config.json",
@@ -49,16 +49,20 @@ def commit(target: Path, *, source: Path, dtype: torch.dtype | None) -> None:
 
 
 class ShardWriter:
-    """Collects tensors of a checkpoint that was begun, and writes shards. prefix: of its files, each writer's own."""
+    """Collects tensors of a checkpoint that was begun, and writes shards. prefix: of its files, each writer's own.
 
-    def __init__(self, target: Path, prefix: str = "model") -> None:
+    shard_bytes: of the tensors that it holds at most, or one tensor.
+    """
+
+    def __init__(self, target: Path, prefix: str = "model", shard_bytes: int = SHARD_BYTES) -> None:
+        self._most = shard_bytes
         self._path = f"{_partial(target)}/{prefix}"
         self._tensors: dict[str, torch.Tensor] = {}
         self._bytes = 0
         self._count = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        if self._bytes and self._bytes + tensor.nbytes > _SHARD_BYTES:
+        if self._bytes and self._bytes + tensor.nbytes > self._most:
             self.close()
         self._tensors[name] = tensor.cpu().clone()
         self._bytes += tensor.nbytes

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.models.checkpoint_files import ShardWriter, begin, commit, discard
+from megatron_rl.models.checkpoint_files import SHARD_BYTES, ShardWriter, begin, commit, discard
 from megatron_rl.models.tensor_files import CheckpointError, TensorFiles
 
 Merge = Callable[[Sequence[torch.Tensor]], torch.Tensor]
@@ -44,7 +44,14 @@ def ties(
     return start + scale * merged / total.masked_fill_(total == 0, 1.0)
 
 
-def merge_checkpoints(sources: Sequence[Path], target: Path, merge: Merge, *, dtype: torch.dtype | None = None) -> None:
+def merge_checkpoints(
+    sources: Sequence[Path],
+    target: Path,
+    merge: Merge,
+    *,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
     """Write what `merge` makes of the sources' tensors, one after the other, as a checkpoint like the first.
 
     dtype: of the result; None: the first's. Raises `CheckpointError` before anything is written if their tensors' names
@@ -55,7 +62,7 @@ def merge_checkpoints(sources: Sequence[Path], target: Path, merge: Merge, *, dt
         _require_same_tensors(sources, files)
         begin(target)
         stack.callback(discard, target)
-        writer = ShardWriter(target)
+        writer = ShardWriter(target, shard_bytes=shard_bytes)
         for name in files[0].names:
             tensors = [file.read(name) for file in files]
             merged = merge(tensors).to(dtype or tensors[0].dtype)

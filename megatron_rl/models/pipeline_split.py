@@ -28,6 +28,8 @@ class PipelineSplit:
         if (left == 0) != (middle == 0) or left < 0 or (middle and left % (middle * self.chunks)):
             chunks = f" of {self.chunks} chunks each" if self.chunks > 1 else ""
             return f"{where} do not divide over {middle} stage(s){chunks}"
+        if not middle and self.chunks > 1:
+            return "two pipeline stages of several chunks take one of first and last, not both"
         if any(size % self.chunks for size in given):
             return f"{' and '.join(map(str, given))} layers do not divide into {self.chunks} chunks"
         return ""

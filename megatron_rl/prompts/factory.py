@@ -57,6 +57,25 @@ def open_prompts(
     return PromptSource(train, held_out, settings, excluded)
 
 
+def open_set(
+    name: str,
+    path: str,
+    settings: DataSettings,
+    tokenizer: Tokenizer,
+    check_answer: CheckAnswer | None = None,
+    *,
+    render: Render = refuse_messages,
+) -> list[Prompt]:
+    """The questions of one of eval.sets, each once; bad rows are as in `open_prompts`. Raises `PromptDataError`."""
+    key, bad_rows = f"eval.sets.{name}", BadRows(settings.on_bad_row)
+    split = keep_apart([], read_jsonl(path, bad_rows, key=key, render=render), bad_rows)
+    prompts = list(_usable(split.held_out, tokenizer, settings.max_prompt_tokens, check_answer, bad_rows))
+    if not prompts:
+        excluded = Excluded(bad_rows.count, split.duplicates, 0, tuple(bad_rows.examples), tuple(bad_rows.named))
+        raise _nothing_left(f"{key}={path}", "held-out", excluded)
+    return prompts
+
+
 def open_source(settings: DataSettings) -> Source:
     """The source that writes the questions: any but `jsonl`, whose questions are in files."""
     if settings.source in EMBEDDED:

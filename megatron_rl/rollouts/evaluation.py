@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -12,10 +11,9 @@ from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.rollouts.messages import GroupRequest
+from megatron_rl.rollouts.pass_rates import mean_ci95
 from megatron_rl.rollouts.queue import RolloutQueue
 from megatron_rl.rollouts.rejections import OwnClassFailed, first_reason, lost_by_own_class, too_many, unusable
-
-_NORMAL_95 = 1.959964
 
 
 class LostEvaluation(Failure):
@@ -72,6 +70,13 @@ class Evaluation:
 
         Raises `LostEvaluation` when more than `eval.max_rejected_share` of them could not be used.
         """
+        settings = self.settings
+        return accuracy_of(
+            self.draw(label), settings.samples_per_prompt, max_rejected_share=settings.max_rejected_share
+        )
+
+    def draw(self, label: str) -> list[Group]:
+        """Judged responses to every question, as the queue delivers them."""
         settings, rollout = self.settings, self.rollout
         sampling = Sampling(
             max_new_tokens=rollout.max_new_tokens,
@@ -90,8 +95,7 @@ class Evaluation:
                 for index, prompt in enumerate(self.held_out)
             ]
         )
-        groups = list(self.queue.as_completed(self.idle))
-        return accuracy_of(groups, settings.samples_per_prompt, max_rejected_share=settings.max_rejected_share)
+        return list(self.queue.as_completed(self.idle))
 
 
 def accuracy_of(groups: Sequence[Group], samples_per_prompt: int, *, max_rejected_share: float) -> Accuracy:
@@ -108,8 +112,7 @@ def accuracy_of(groups: Sequence[Group], samples_per_prompt: int, *, max_rejecte
     questions = len(means)
     if questions == 0:
         raise ValueError("no question to evaluate on: data.num_eval must be at least 1")
-    mean = sum(means) / questions
-    variance = sum((m - mean) ** 2 for m in means) / max(1, questions - 1)
+    mean, half_width = mean_ci95(means)
     samples = questions * samples_per_prompt
     lost = unusable(groups)
     if lost.total() > max_rejected_share * samples or lost.total() == samples:
@@ -119,7 +122,7 @@ def accuracy_of(groups: Sequence[Group], samples_per_prompt: int, *, max_rejecte
         raise OwnClassFailed(text) if lost_by_own_class(lost) else LostEvaluation(text)
     return Accuracy(
         accuracy=mean,
-        half_width=_NORMAL_95 * math.sqrt(variance / questions),
+        half_width=half_width,
         parseable=parsed / samples,
         finished=finished / samples,
         rejected=lost.total(),

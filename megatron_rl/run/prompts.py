@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_rl.config.schema import Configuration
+from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.models.chat_template import ChatTemplate
 from megatron_rl.models.tokenizer import Tokenizer
-from megatron_rl.prompts.factory import open_prompts
+from megatron_rl.prompts.factory import open_prompts, open_set
 from megatron_rl.prompts.source import PromptSource
 from megatron_rl.rewards import open_answer_check
 
@@ -19,3 +20,14 @@ def build_prompts(c: Configuration) -> PromptSource:
     prompts = open_prompts(c.data, tokenizer, open_answer_check(c.reward), render=render, worked=worked)
     prompts.require(c.rollout.prompts_per_step)
     return prompts
+
+
+def build_sets(c: Configuration) -> dict[str, tuple[Prompt, ...]]:
+    """What mode=eval measures on, by name: eval.sets, or the held-out questions. Raises `PromptDataError`."""
+    if not c.eval.sets:
+        return {"held_out": build_prompts(c).held_out}
+    tokenizer, render = Tokenizer.from_directory(c.model.path), ChatTemplate(Path(c.model.path)).prompt
+    check = open_answer_check(c.reward)
+    return {
+        name: tuple(open_set(name, file, c.data, tokenizer, check, render=render)) for name, file in c.eval.sets.items()
+    }

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from megatron_rl.training.worker import Worker
 
 # What a checkpoint's numbers mean follows from these. Of the others a run that goes on takes the new values.
+_MODEL = ("model.path", "model.init")
 _FIXED = ("model.path", "model.init", "seed", "mode", "data.", "rollout.prompts_per_step", "rollout.recorded")
 
 
@@ -69,12 +70,13 @@ class Start:
         now = settings_of(c)
         different = [key for key in now if now[key] != self.state.settings.get(key, now[key])]
         told = {key: f"{key}: {self.state.settings[key]!r} -> {now[key]!r}" for key in different}
-        if fixed := [told[key] for key in different if key.startswith(_FIXED)]:
+        kept = _MODEL if c.mode == "eval" else _FIXED
+        if fixed := [told[key] for key in different if key.startswith(kept)]:
             raise OtherRun(
                 f"run.resume={c.run.resume!r}: {self.checkpoint} is of a run with other settings ({'; '.join(fixed)}). "
                 "Give the old ones, or start another run"
             )
-        return [told[key] for key in different if not key.startswith("run.")]
+        return [told[key] for key in different if not key.startswith("run.") and c.mode != "eval"]
 
 
 def settings_of(c: Configuration) -> dict[str, Any]:
@@ -86,20 +88,30 @@ def find_start(c: Configuration, job: Job) -> Start:
     """The newest whole checkpoint that run.resume speaks of (a collective). Raises `NoWholeCheckpoint` on all ranks."""
     if c.run.resume == "never":
         return Start()
-    named = msgspec.msgpack.encode([str(path) for path in _candidates(c)]) if job.rank == 0 else None
-    candidates = msgspec.msgpack.decode(broadcast_bytes(named, job.control_group), type=list[str])
-    damaged: list[str] = []
-    for candidate in map(Path, candidates):
-        problems = _problems(candidate, job)
-        if not problems:
-            return Start(candidate, read_state(candidate), tuple(damaged))
-        damaged.append(f"{candidate}: {'; '.join(problems)}")
+    checkpoint, damaged = newest_whole(_candidates(c) if job.rank == 0 else (), job)
+    if checkpoint is not None:
+        return Start(checkpoint, read_state(checkpoint), damaged)
     if damaged or c.run.resume != "auto":
         raise NoWholeCheckpoint(
             f"run.resume={c.run.resume!r}: no whole checkpoint is there ({' | '.join(damaged) or 'none at all'}). "
             "Give another one, or start anew with run.resume=never"
         )
     return Start()
+
+
+def newest_whole(candidates: Sequence[Path], job: Job) -> tuple[Path | None, tuple[str, ...]]:
+    """The first checkpoint that is as it was saved, and those before it with what is wrong with them (a collective).
+
+    candidates: rank 0's count.
+    """
+    named = msgspec.msgpack.encode([str(path) for path in candidates]) if job.rank == 0 else None
+    damaged: list[str] = []
+    for candidate in map(Path, msgspec.msgpack.decode(broadcast_bytes(named, job.control_group), type=list[str])):
+        problems = _problems(candidate, job)
+        if not problems:
+            return candidate, tuple(damaged)
+        damaged.append(f"{candidate}: {'; '.join(problems)}")
+    return None, tuple(damaged)
 
 
 def open_directory(c: Configuration, start: Start, *, ranks: int = 1) -> RunDirectory:
@@ -119,7 +131,12 @@ def open_directory(c: Configuration, start: Start, *, ranks: int = 1) -> RunDire
 def _candidates(c: Configuration) -> Sequence[Path]:
     if c.run.resume == "auto":
         return Shelf(_directory(c).checkpoints).saved()
-    given = Path(c.run.resume).expanduser().resolve()
+    return candidates_in(Path(c.run.resume))
+
+
+def candidates_in(path: Path) -> Sequence[Path]:
+    """The checkpoints of a run, newest first; or the one that the path names."""
+    given = path.expanduser().resolve()
     if (given / MANIFEST).exists() or not given.is_dir():
         return [given]
     return Shelf(given / "checkpoints").saved() or Shelf(given).saved() or [given]

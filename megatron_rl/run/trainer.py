@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from megatron_rl.config.schema import Configuration
-from megatron_rl.contracts.commands import Checkpoint, Command, Record, Save, Settle, Train, Wait
+from megatron_rl.contracts.commands import Checkpoint, Command, Record, Save, Settle, Sync, Train, Wait
 from megatron_rl.environments.environment import open_environment
 from megatron_rl.losses import open_loss
 from megatron_rl.mcore import parallel
@@ -23,14 +24,16 @@ from megatron_rl.records.progress import Progress
 from megatron_rl.records.records import Records
 from megatron_rl.records.run_directory import STOP_FILE, RunDirectory
 from megatron_rl.records.shelf import Shelf
+from megatron_rl.rollouts.evaluation import Evaluation
 from megatron_rl.run.build import build_leader, build_table, build_worker
 from megatron_rl.run.checkpoints import Checkpoints
 from megatron_rl.run.dispatch import Dispatcher
 from megatron_rl.run.engines import Connected, Engines
 from megatron_rl.run.keeper import Keeper
 from megatron_rl.run.leader import Leader
+from megatron_rl.run.measure import Measure, open_weights
 from megatron_rl.run.modes import record_rollouts, train_only_leader
-from megatron_rl.run.prompts import build_prompts
+from megatron_rl.run.prompts import build_prompts, build_sets
 from megatron_rl.run.resume import Start, settings_of
 from megatron_rl.run.space import checkpoint_bytes
 from megatron_rl.run.stop import StopRequest
@@ -70,6 +73,9 @@ class Trainer:
         """To the end of the run. engines None: rollouts are recorded ones."""
         if engines is None:
             self._train_only()
+            return
+        if self._configuration.mode == "eval":
+            self._measure(engines, watch)
             return
         c, progress = self._configuration, self._progress
         prompts = self._build_prompts() if self._job.rank == 0 else None
@@ -111,7 +117,8 @@ class Trainer:
 
     def _records(self) -> Records:
         state = self._start.state
-        log = MetricsLog(self._directory, self._configuration.logger, None if state is None else state.step + 1)
+        first = None if state is None or self._configuration.mode == "eval" else state.step + 1
+        log = MetricsLog(self._directory, self._configuration.logger, first)
         return Records(self._directory, self._stack.enter_context(log), self._progress)
 
     def _keeping(self, worker: Worker) -> dict[type[Command], Callable[[Any], Any]]:
@@ -143,6 +150,27 @@ class Trainer:
             dispatcher.follow()
             return
         self._lead(train_only_leader(c, self._job, dispatcher, self._records(), worker.layout.dp_size), worker)
+
+    def _measure(self, engines: Engines, watch: Watch) -> None:
+        """What engines answer; weights of a checkpoint are read by rank 0 alone, and no model is in memory."""
+        c, checkpoint = self._configuration, self._start.checkpoint
+        sets = build_sets(c) if self._job.rank == 0 else {}
+        connected = self._connect(engines, watch)
+        table: dict[type[Command], Callable[[Any], Any]] = {Wait: lambda command: engines.check()}
+        if checkpoint is not None:
+            weights = open_weights(c, self._shape, checkpoint, self._job)
+            sender = connected.weights if connected is not None else Bystander()
+            table[Sync] = lambda command: sender.send(command, weights() if self._job.rank == 0 else iter(()))
+        dispatcher = Dispatcher(self._job.control_group, table)
+        if connected is None:
+            dispatcher.follow()
+            return
+        idle, stops = partial(dispatcher.run, Wait()), self._shape.eos_token_ids
+        evaluations = {
+            name: Evaluation(connected.queue, prompts, c.eval, c.rollout, stops, idle) for name, prompts in sets.items()
+        }
+        sync = connected.weights if checkpoint is not None else None
+        Measure(evaluations, sync, dispatcher, connected.queue, self._records()).lead()
 
     def _build_prompts(self) -> PromptSource:
         self._progress.say("reading prompts")

@@ -1,8 +1,9 @@
 """Under torchrun: train a batch, save, train another; then load what was saved, in this layout and in others.
 
 Usage: checkpoint_layouts.py DIRECTORY SAVED:LOADED...; both are LAYOUTs of `support.layouts`, all of this job's ranks.
-DIRECTORY holds the checkpoint `plain` and `rollouts.bin`. Rank 0 saves what each pair did in SAVED:LOADED.pt, and in
-SAVED:.pt what the run did that was never stopped.
+DIRECTORY holds the checkpoint `plain` and `rollouts.bin`. Rank 0 saves what each pair did in SAVED:LOADED.pt, in
+SAVED:.pt what the run did that was never stopped, and in SAVED-model.pt what the model was that was saved;
+exported-SAVED is what was exported of it by all ranks, which share neither vocabulary nor experts then.
 """
 
 import sys
@@ -16,10 +17,20 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_rl.config.schema import ModelSettings, ParallelSettings
 from megatron_rl.credit.assign import Credit
 from megatron_rl.mcore import parallel
-from megatron_rl.mcore.checkpoint import gather_tensors, load_random_state, load_tensors, random_state, write_tensors
+from megatron_rl.mcore.checkpoint import (
+    SavedWeights,
+    gather_tensors,
+    load_random_state,
+    load_tensors,
+    random_state,
+    write_hf,
+    write_tensors,
+)
 from megatron_rl.mcore.parallel import RankLayout
+from megatron_rl.models.families import read_shape
 from megatron_rl.rollouts.files import read_rollouts
 from megatron_rl.rollouts.store import RolloutStore
 from megatron_rl.training.worker import Worker
@@ -27,6 +38,10 @@ from support.judged_batches import judged_groups
 from support.layouts import ALGORITHMS, BATCH, LAYOUTS, STEPS_PER_BATCH, Case
 from support.policies import make_planner
 from tests.distributed.whole_steps import build, locate
+from tests.mcore.packs import pack
+
+SEQUENCES = range(8)
+BUCKET = 40_000  # bytes; the model has 300,000
 
 
 def train(worker: Worker, case: Case, layout: RankLayout, directory: Path, batch: int) -> dict[str, float]:
@@ -62,11 +77,39 @@ def save(case: Case, directory: Path) -> None:
     dist.barrier()
     write_tensors(gather_tensors(worker.policy.models, adam), target, layout.control_group)
     (target / "rng" / f"{layout.rank}.safetensors").write_bytes(random_state())
+    note_model(worker, case, directory / f"{case.layout}-model.pt")
     drawn = torch.rand(3)
     load_random_state(target / "rng" / f"{layout.rank}.safetensors")
     assert torch.rand(3).equal(drawn)
     metrics = train(worker, case, layout, directory, 1)
     note(worker, metrics, directory / f"{case.layout}:.pt", adam_steps(worker))
+    parallel_state.destroy_model_parallel()
+
+
+def note_model(worker: Worker, case: Case, file: Path) -> None:
+    """The weights, and the logits of some sequences where every rank computes all of them."""
+    weights = {name: tensor.clone() for name, tensor in worker.export()}
+    batch, logits = pack(SEQUENCES), None
+    if LAYOUTS[case.layout].kind.axes <= {"ep"}:
+        with torch.no_grad():
+            logits = worker.policy.models[0](
+                input_ids=batch.input_ids,
+                position_ids=batch.position_ids,
+                attention_mask=None,
+                packed_seq_params=batch.packed_seq_params(),
+            )[0]
+    if worker.layout.rank == 0:
+        torch.save({"weights": weights, "logits": logits}, file)
+
+
+def export(directory: Path, names: list[str]) -> None:
+    """Both ranks write what each layout saved."""
+    parallel.initialize(ParallelSettings(), seed=0)
+    source, dtype = directory / "plain", torch.float32
+    for name in names:
+        model = ModelSettings(path=str(source))
+        saved = SavedWeights(directory / f"saved-{name}", read_shape(source), model, bucket_bytes=BUCKET)
+        write_hf(saved, directory / f"exported-{name}", source=source, dtype=dtype)
     parallel_state.destroy_model_parallel()
 
 
@@ -82,8 +125,10 @@ def load(case: Case, directory: Path, saved: str) -> None:
 
 def main() -> None:
     directory, pairs = Path(sys.argv[1]), [pair.split(":") for pair in sys.argv[2:]]
-    for saved in dict.fromkeys(saved for saved, _ in pairs):
+    names = list(dict.fromkeys(saved for saved, _ in pairs))
+    for saved in names:
         save(Case(saved, "grpo"), directory)
+    export(directory, names)
     for saved, loaded in pairs:
         load(Case(loaded, "grpo"), directory, saved)
     parallel.shutdown()

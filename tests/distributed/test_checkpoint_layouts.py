@@ -1,10 +1,11 @@
-"""A checkpoint is exact in the layout that saved it, and goes on in every other one."""
+"""A checkpoint is exact in the layout that saved it, goes on in every other one, and is exported from each."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from megatron_rl.models.families import read_shape
 from megatron_rl.rollouts.files import write_rollouts
@@ -12,6 +13,7 @@ from support.batches import make_batch
 from support.float64_model import write_checkpoint
 from support.layouts import BATCH, BATCHES, MODELS, STEPS_PER_BATCH
 from support.torchrun import torchrun
+from tests.mcore.packs import sequence
 
 SCRIPT = Path(__file__).with_name("checkpoint_layouts.py")
 LAYOUTS = ("ep2-none", "dp2-none", "tp2-none", "pp2_vpp2-none", "cp2-none")
@@ -20,6 +22,7 @@ OTHERS = (
     ("ep2-none", "dp2-none"), ("dp2-none", "ep2-none"), ("pp2_vpp2-none", "ep2-none"), ("tp2-none", "cp2-none"),
     ("cp2-none", "pp2_vpp2-none"), ("ep2-none", "tp2-none"),
 )  # fmt: skip
+SEQUENCES = range(8)  # whose logits the job computed
 SAME = 2e-6  # absolute, of metrics and weights: layouts add in other orders; a lost moment moves weights by 1e-3
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
@@ -60,3 +63,22 @@ def test_another_layout_goes_on_with_the_same_model_and_optimizer(played: Path, 
         assert resumed["metrics"][name] == pytest.approx(never_stopped["metrics"][name], abs=SAME), name
     for name, weight in never_stopped["weights"].items():
         assert float((weight - resumed["weights"][name]).abs().max()) < SAME, name
+
+
+@pytest.mark.parametrize("saved", LAYOUTS)
+def test_an_exported_model_is_bit_for_bit_the_one_that_was_saved(played: Path, saved: str) -> None:
+    expected, directory = read(played, f"{saved}-model")["weights"], played / f"exported-{saved}"
+    exported = {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    assert exported.keys() == expected.keys()
+    assert [name for name, weight in expected.items() if not weight.equal(exported[name])] == []
+
+
+def test_logits_of_an_exported_model_are_those_of_the_trainer(played: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    expected = read(played, "ep2-none-model")["logits"]
+    loaded = AutoModelForCausalLM.from_pretrained(played / "exported-ep2-none").float().eval()
+    with torch.no_grad():
+        actual = torch.cat([loaded(input_ids=sequence(i)[None]).logits[0] for i in SEQUENCES])
+    assert expected.abs().max() > 0.5
+    torch.testing.assert_close(actual, expected, rtol=0, atol=2e-5)

@@ -15,6 +15,7 @@ from megatron_rl.prompts.question import BadRows
 from support.scripts import load_script
 
 ROOT = Path(__file__).resolve().parents[2]
+RUNS = ("rollout.recorded=runs/", "run.resume=runs/")
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -41,12 +42,12 @@ def test_every_training_command_composes(tmp_path: Path, monkeypatch: pytest.Mon
     for words in (words for file in DOCUMENTS for words in commands(file)):
         script = next(word for word in words if word.startswith("launch/"))
         assert (ROOT / script).is_file()
-        if script == "launch/compare_runs.py" or "parallel.ep=3" in words or "--cfg" in words:
+        if script in ("launch/compare_runs.py", "launch/export_hf.py") or "parallel.ep=3" in words or "--cfg" in words:
             continue
         overrides = words[words.index(script) + 1 :]
         ranks = 8 if "sbatch" in words else int(words[2]) if "--nproc-per-node" in words else 1
-        for recorded in (word.partition("=")[2] for word in overrides if word.startswith("rollout.recorded=")):
-            (tmp_path / recorded).mkdir(parents=True)  # the command before it makes one
+        for given in (word.partition("=")[2] for word in overrides if word.startswith(RUNS)):
+            (tmp_path / given).mkdir(parents=True, exist_ok=True)  # the command before it makes one
         compose(overrides, facts=LaunchFacts(ranks, ranks))
         tried.append(script)
     assert {"launch/train_rl.py", "launch/preflight.py", "launch/slurm/train_rl.sbatch"} <= set(tried)

@@ -42,7 +42,7 @@ def test_a_gpu_adds_up_experts_in_a_fixed_order_and_fuses_what_replay_allows(
 
     def fusions(spec: Any) -> set[str]:
         settings = ModelSettings(path=str(checkpoint), dtype="bfloat16", spec=spec)
-        config = transformer_config(shape, settings, ParallelSettings())
+        config = transformer_config(shape, settings, ParallelSettings(), on_gpu=True)
         return {name for name in vars(config) if name.endswith("_fusion") and getattr(config, name)}
 
     assert fusions("te") == {

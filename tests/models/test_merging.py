@@ -73,11 +73,8 @@ def mean(tensors: list[torch.Tensor]) -> torch.Tensor:
     return linear(tensors, [1, 1])
 
 
-def test_a_merged_checkpoint_is_whole_in_shards_too(
-    sources: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("megatron_rl.models.checkpoint_files._SHARD_BYTES", 100_000)
-    merge_checkpoints(sources, tmp_path / "out", mean, dtype=torch.bfloat16)  # type: ignore[arg-type]
+def test_a_merged_checkpoint_is_whole_in_shards_too(sources: list[Path], tmp_path: Path) -> None:
+    merge_checkpoints(sources, tmp_path / "out", mean, dtype=torch.bfloat16, shard_bytes=100_000)  # type: ignore[arg-type]
     a, b = (load_file(source / "model.safetensors") for source in sources)
     expected = {name: ((tensor.float() + b[name].float()) / 2).bfloat16() for name, tensor in a.items()}
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())["weight_map"]

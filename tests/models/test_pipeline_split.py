@@ -30,6 +30,7 @@ def test_by_hand() -> None:
         (PipelineSplit(6, 2, first=2, last=3), "the 1 layers"),
         (PipelineSplit(6, 3, first=7), "the -1 layers"),
         (PipelineSplit(7, 2, 2, first=3), "3 layers do not divide into 2 chunks"),
+        (PipelineSplit(4, 2, 2, first=2, last=2), "take one of first and last, not both"),
         (PipelineSplit(6, 1, last=6), "a single pipeline stage holds every layer"),
     ],
 )
@@ -39,25 +40,30 @@ def test_what_does_not_divide_is_named(split: PipelineSplit, said: str) -> None:
         split.layers()
 
 
-@given(
-    num_layers=st.integers(1, 24),
-    stages=st.integers(1, 4),
-    chunks=st.integers(1, 3),
-    first=st.none() | st.integers(1, 6),
-    last=st.none() | st.integers(1, 6),
-)
-def test_megatron_places_them_so(num_layers: int, stages: int, chunks: int, first: Any, last: Any) -> None:
+@st.composite
+def splits(draw: st.DrawFn) -> PipelineSplit:
+    """Those without a problem."""
+    stages = draw(st.integers(1, 4))
+    chunks = draw(st.integers(1, 3)) if stages > 1 else 1
+    share = st.integers(1, 3).map(lambda layers: layers * chunks)
+    first, last = (draw(st.none() | share) if stages > 1 else None for _ in range(2))
+    given = [size for size in (first, last) if size is not None]
+    assume(chunks == 1 or len(given) < stages)
+    return PipelineSplit(sum(given) + (stages - len(given)) * draw(share), stages, chunks, first, last)
+
+
+@given(split=splits())
+def test_megatron_places_them_so(split: PipelineSplit) -> None:
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-    assume(stages > 1 or chunks == 1)
-    split = PipelineSplit(num_layers, stages, chunks, first, last)
-    assume(not split.problem())
+    assert split.problem() == ""
+    chunks = split.chunks
     config: Any = TransformerConfig(
-        num_layers=num_layers, hidden_size=8, num_attention_heads=1, pipeline_model_parallel_size=stages,
+        num_layers=split.num_layers, hidden_size=8, num_attention_heads=1, pipeline_model_parallel_size=split.stages,
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None, pipeline_dtype=torch.float32,
-        num_layers_in_first_pipeline_stage=first, num_layers_in_last_pipeline_stage=last,
+        num_layers_in_first_pipeline_stage=split.first, num_layers_in_last_pipeline_stage=split.last,
     )  # fmt: skip
     for stage, held in enumerate(split.layers()):
         for chunk, layers in enumerate(held):

@@ -12,7 +12,7 @@ from megatron_rl.config.schema import DataSettings
 from megatron_rl.contracts.doors import DoorError
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.models.tokenizer import Tokenizer
-from megatron_rl.prompts.factory import open_prompts
+from megatron_rl.prompts.factory import open_prompts, open_set
 from megatron_rl.prompts.question import PromptDataError, Question
 from megatron_rl.prompts.source import PromptSource
 from megatron_rl.rewards import ExactMatch
@@ -238,3 +238,21 @@ def test_what_a_source_of_ones_own_does_wrong_is_named(tokenizer: Tokenizer, wha
 def test_options_that_a_source_does_not_take_are_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(DoorError, match=r"data\.options\.whta: .*:Yields\(what\).*Did you mean what\?"):
         opened(f"{__name__}:Yields", tokenizer, options={"whta": "few"})
+
+
+def test_a_set_of_questions_is_read_without_repeats_and_bad_rows_are_named(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    rows = [json.dumps({"prompt": text, "answer": "4"}) for text in ("2+2=", "1+3=", "2+2=", "9" * 600)]
+    file, settings = (
+        write(tmp_path / "sums.jsonl", *rows),
+        DataSettings(source="jsonl", on_bad_row="skip", max_prompt_tokens=64),
+    )
+    assert [prompt.answer for prompt in open_set("sums", file, settings, tokenizer)] == ["4", "4"]
+    with pytest.raises(PromptDataError, match=r"sums\.jsonl line 4.*tokens"):
+        open_set("sums", file, replace(settings, on_bad_row="fail"), tokenizer)
+    with pytest.raises(PromptDataError, match=r"eval\.sets\.gone=.*cannot be read"):
+        open_set("gone", str(tmp_path / "gone.jsonl"), settings, tokenizer)
+    only_long = write(tmp_path / "long.jsonl", rows[3])
+    with pytest.raises(PromptDataError, match=r"eval\.sets\.long=.*no usable held-out"):
+        open_set("long", only_long, settings, tokenizer)

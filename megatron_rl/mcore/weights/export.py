@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_rl.mcore.weights.layout import join_shards, split
-from megatron_rl.mcore.weights.parameters import placed_parameters
+from megatron_rl.mcore.weights.parameters import PlacedParameter, placed_parameters
 from megatron_rl.models.names import Fusion
 from megatron_rl.models.shape import ModelShape
 
@@ -35,11 +35,18 @@ def iterate_hf_weights(
             weight = join_shards(layout.fusion, _gather(weight, _tensor_group(is_expert)))
         copies = _gather(weight, parallel_state.get_expert_model_parallel_group()) if is_expert else [weight]
         for ep_rank, copy in enumerate(copies):
-            names = parameter.layout(ep_rank).hf_names
-            for name, tensor in zip(names, split(layout.fusion, copy, shape), strict=True):
-                if layout.fusion is Fusion.VOCABULARY:
-                    tensor = tensor[: shape.vocab_size]
-                yield name, tensor if dtype is None or parameter.frozen else tensor.to(dtype)
+            yield from hf_tensors(parameter, ep_rank, copy, shape, dtype)
+
+
+def hf_tensors(
+    parameter: PlacedParameter, ep_rank: int, weight: torch.Tensor, shape: ModelShape, dtype: torch.dtype | None
+) -> NamedTensors:
+    """The tensors that one whole parameter of a rank is fused from, by their names; no padding. dtype: converts."""
+    layout = parameter.layout(ep_rank)
+    for name, tensor in zip(layout.hf_names, split(layout.fusion, weight, shape), strict=True):
+        if layout.fusion is Fusion.VOCABULARY:
+            tensor = tensor[: shape.vocab_size]
+        yield name, tensor if dtype is None or parameter.frozen else tensor.to(dtype)
 
 
 def _tensor_group(is_expert: bool) -> dist.ProcessGroup:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_rl.mcore.weights.export import iterate_hf_weights
-from megatron_rl.models.checkpoint_files import ShardWriter, begin, commit
+from megatron_rl.models.checkpoint_files import SHARD_BYTES, ShardWriter, begin, commit
 from megatron_rl.models.shape import ModelShape
 
 
@@ -21,15 +21,20 @@ def save_hf_weights(
     source: Path,
     target: Path,
     dtype: torch.dtype,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Collective: write the weights as `dtype` to `target`, with the tokenizer and configuration of `source`."""
+    """Collective: write the weights as `dtype` to `target`, with the tokenizer and configuration of `source`.
+
+    One rank of each pipeline stage writes what the stage holds. Beside the model its memory holds one shard, of at most
+    `shard_bytes` or one tensor, and one parameter gathered from the ranks that share it.
+    """
     if dist.get_rank() == 0:
         begin(target)
     dist.barrier()
     replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     owner = replica == 0 and parallel_state.get_tensor_model_parallel_rank() == 0
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    writer = ShardWriter(target, f"model-stage{stage:03d}") if owner else None
+    writer = ShardWriter(target, f"model-stage{stage:03d}", shard_bytes) if owner else None
     for name, tensor in iterate_hf_weights(models, shape, dtype):
         if writer is not None:
             writer.add(name, tensor)

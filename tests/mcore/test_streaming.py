@@ -1,0 +1,135 @@
+"""A checkpoint that is exported without its model in memory."""
+
+import gc
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_rl.config.schema import ModelSettings, OptimizerSettings
+from megatron_rl.models.families import read_shape
+from megatron_rl.models.tensor_files import CheckpointError
+from tests.mcore.test_hf_weights import build
+from tests.mcore.tiny_families import FAMILIES, randomized
+
+BUCKET = 30_000  # bytes; the largest parameter of the model has 6,400 and the whole model 250,000
+
+
+@pytest.fixture(scope="module")
+def saved(megatron: Any, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint, as a run of one rank saves it."""
+    return save(build(checkpoint)[0], tmp_path_factory.mktemp("saved"))
+
+
+def save(chunks: list[Any], directory: Path) -> Path:
+    from megatron_rl.mcore.checkpoint import gather_tensors, write_tensors
+    from megatron_rl.mcore.optimizer import DistributedAdam, wrap_data_parallel
+
+    models = wrap_data_parallel(chunks)
+    adam = DistributedAdam(models, OptimizerSettings(), total_steps=1)
+    write_tensors(gather_tensors(models, adam), directory, torch.distributed.group.WORLD)
+    return directory
+
+
+def opened(saved: Path, checkpoint: Path, bucket_bytes: int = BUCKET) -> Any:
+    from megatron_rl.mcore.checkpoint import SavedWeights
+
+    model = ModelSettings(path=str(checkpoint))
+    return SavedWeights(saved, read_shape(checkpoint), model, bucket_bytes=bucket_bytes)
+
+
+def live_bytes() -> int:
+    """Of all tensors in memory, each storage once."""
+    gc.collect()
+    tensors = [t for t in gc.get_objects() if isinstance(t, torch.Tensor) and t.device.type == "cpu"]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def test_an_exported_checkpoint_is_bit_for_bit_what_was_saved(
+    saved: Path, hf_model: Any, checkpoint: Path, tmp_path: Path
+) -> None:
+    from megatron_rl.mcore.checkpoint import write_hf
+
+    write_hf(opened(saved, checkpoint), tmp_path / "out", source=checkpoint, dtype=torch.float32)
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())["weight_map"]
+    original = load_file(checkpoint / "model.safetensors")
+    assert index.keys() == original.keys() and len(set(index.values())) > 4
+    for name, tensor in original.items():
+        assert torch.equal(load_file(tmp_path / "out" / index[name])[name], tensor), name
+    loaded = type(hf_model).from_pretrained(tmp_path / "out")
+    assert all(torch.equal(loaded.state_dict()[name], weight) for name, weight in hf_model.state_dict().items())
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_export_holds_one_bucket_at_a_time(
+    saved: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_rl.mcore.checkpoint import streaming, write_hf
+
+    weights, held = opened(saved, checkpoint), list[int]()
+    before, add = live_bytes(), streaming.ShardWriter.add
+    largest = max(parameter.weight.nbytes for bucket in weights.buckets for parameter in bucket)
+
+    def watched(writer: Any, name: str, tensor: torch.Tensor) -> None:
+        add(writer, name, tensor)
+        held.append(live_bytes() - before)
+
+    monkeypatch.setattr(streaming.ShardWriter, "add", watched)
+    write_hf(weights, tmp_path / "out", source=checkpoint, dtype=torch.float32)
+    total = sum(tensor.nbytes for tensor in load_file(checkpoint / "model.safetensors").values())
+    assert max(held) <= BUCKET + 2 * largest < total / 3
+    assert max(held) > BUCKET / 2, "it is the weights that were counted"
+
+
+def test_an_export_that_is_interrupted_leaves_nothing(
+    saved: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_rl.mcore.checkpoint import streaming, write_hf
+
+    def interrupted(writer: Any, name: str, tensor: torch.Tensor) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(streaming.ShardWriter, "add", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_hf(opened(saved, checkpoint), tmp_path / "out", source=checkpoint, dtype=torch.float32)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_of_another_model_is_refused(saved: Path, checkpoint: Path, tmp_path: Path) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    for change, message in (({"intermediate_size": 64}, "has the shape"), ({"mlp_only_layers": []}, "it holds no")):
+        (tmp_path / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(ValueError, match=f"is of another model: .*{message}"):
+            list(opened(saved, tmp_path).all(torch.float32))
+
+
+@pytest.mark.parametrize(("spoil", "dtype"), [(math.nan, torch.float32), (1e38, torch.float16)])
+def test_an_export_that_would_hold_nan_is_refused_and_leaves_nothing(
+    megatron: Any, checkpoint: Path, tmp_path: Path, spoil: float, dtype: torch.dtype
+) -> None:
+    from megatron_rl.mcore.checkpoint import write_hf
+
+    chunks, _ = build(checkpoint)
+    chunks[0].decoder.final_layernorm.weight.data[3] = spoil
+    (tmp_path / "saved").mkdir()
+    weights = opened(save(chunks, tmp_path / "saved"), checkpoint)
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight holds NaN or Inf"):
+        write_hf(weights, tmp_path / "out", source=checkpoint, dtype=dtype)
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_every_family_is_exported_bit_for_bit(megatron: Any, tmp_path: Path, family: str) -> None:
+    randomized(FAMILIES[family]()).save_pretrained(tmp_path / "start")
+    (tmp_path / "saved").mkdir()
+    save(build(tmp_path / "start")[0], tmp_path / "saved")
+    exported = {
+        name: tensor.clone() for name, tensor in opened(tmp_path / "saved", tmp_path / "start").all(torch.float32)
+    }
+    original = load_file(tmp_path / "start" / "model.safetensors")
+    assert exported.keys() == original.keys()
+    assert [name for name, tensor in original.items() if not torch.equal(exported[name], tensor)] == []
