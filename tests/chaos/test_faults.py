@@ -12,7 +12,7 @@ from support.faults import MOST_SECONDS, by_name, suffer
 from support.jobs import family, start_job, survivors, wait_for_step
 
 pytestmark = [pytest.mark.chaos, pytest.mark.engine, pytest.mark.distributed, pytest.mark.timeout(300)]
-FAULTS = ["SIGTERM", "SIGKILL engine", "SIGKILL rank 1", "SIGKILL torchrun", "SIGSTOP engine"]
+FAULTS = ["SIGKILL rank 1", "SIGSTOP engine"]
 
 
 @pytest.mark.parametrize("name", FAULTS)
