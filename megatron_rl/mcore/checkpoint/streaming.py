@@ -1,6 +1,6 @@
 """The weights of a checkpoint in Hugging Face format: some parameters at a time, and never the model in memory.
 
-Invariant: a rank holds at most one bucket and one parameter more
+Invariant: a rank holds at most one bucket and two copies of one parameter
 (tests/mcore/test_streaming.py::test_an_export_holds_one_bucket_at_a_time).
 """
 
