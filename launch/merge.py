@@ -46,12 +46,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Failure as refused:
         print(refused, file=sys.stderr)
         return refused.exit_code
-    except OSError as error:
-        print(writing_problem(error, options.out) or f"--out={options.out}: {error}", file=sys.stderr)
-        return ExitCode.CANNOT_WRITE
     except KeyboardInterrupt:
         print(f"interrupted: {options.out} was not written", file=sys.stderr)
         return ExitCode.INTERRUPTED
+    except Exception as error:  # safetensors has an exception of its own for a full disk
+        problem = writing_problem(error, options.out)
+        if problem is None and not isinstance(error, OSError):
+            raise
+        print(
+            f"--out={options.out}: {error}" if problem is None else problem.replace("run.root", "--out"),
+            file=sys.stderr,
+        )
+        return ExitCode.CANNOT_WRITE
     print(f"done: {options.out}")
     return ExitCode.OK
 

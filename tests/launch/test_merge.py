@@ -7,6 +7,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.contracts.exit_codes import ExitCode
@@ -108,6 +109,20 @@ def test_what_is_found_on_the_way_is_told_too(
     save_file(weights, models / "b/model.safetensors", metadata={"format": "pt"})
     assert script.main(["linear", "--models", "a", "b", "--out", "merged"]) == ExitCode.BAD_DATA
     assert "checkpoint='b': tensor model.norm.weight of model.safetensors holds NaN" in capsys.readouterr().err
+    assert not list(models.glob("merged*"))
+
+
+def test_a_full_disk_is_one_sentence(
+    script: ModuleType, models: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object, **options: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("megatron_rl.models.checkpoint_files.save_file", full)
+    assert script.main("linear --models a b --out merged".split()) == ExitCode.CANNOT_WRITE
+    assert capsys.readouterr().err == (
+        "merged cannot be written: the disk is full. Make room there, or give another --out, and start again\n"
+    )
     assert not list(models.glob("merged*"))
 
 
