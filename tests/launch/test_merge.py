@@ -119,7 +119,7 @@ def test_a_full_disk_is_one_sentence(
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr("megatron_rl.models.checkpoint_files.save_file", full)
-    assert script.main("linear --models a b --out merged".split()) == ExitCode.CANNOT_WRITE
+    assert script.main(["linear", "--models", "a", "b", "--out", "merged"]) == ExitCode.CANNOT_WRITE
     assert capsys.readouterr().err == (
         "merged cannot be written: the disk is full. Make room there, or give another --out, and start again\n"
     )
