@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -61,5 +62,19 @@ def _with_our_modules(spec: Any) -> Any:
             if vars(attention).get(norm) is WrappedTorchNorm:
                 setattr(attention, norm, CpuRmsNorm)
         modules.input_layernorm = modules.pre_mlp_layernorm = CpuRmsNorm
+        modules.sharded_state_dict_keys_map = _names_in_checkpoints(modules)
     spec.layer_norm = CpuRmsNorm
     return spec
+
+
+def _names_in_checkpoints(modules: Any) -> dict[str, str]:
+    """What Transformer Engine calls a layer's norms, which it fuses into the products behind them.
+
+    Megatron's own map for local specs names the norm before experts as if it were fused, which it is not.
+    """
+    latent = "kv_layernorm" in vars(modules.self_attention.submodules)
+    fused = {"self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_"} if latent else {}
+    fused |= {"self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_"} if latent else {}
+    fused |= {} if latent else {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    has_experts = issubclass(modules.mlp.module, MoELayer)
+    return fused if has_experts else fused | {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}

@@ -28,7 +28,7 @@ def transformer_config(
         **_experts(shape),
         **_training(shape, model),
         **_parallelism(parallel),
-        **_machine(on_gpu=on_gpu, te=chosen_spec(model) == "te"),
+        **_machine(shape, on_gpu=on_gpu, te=chosen_spec(model) == "te"),
         **spec_options(model),
     )
 
@@ -144,7 +144,7 @@ def _parallelism(parallel: ParallelSettings) -> dict[str, Any]:
     }
 
 
-def _machine(*, on_gpu: bool, te: bool) -> dict[str, Any]:
+def _machine(shape: ModelShape, *, on_gpu: bool, te: bool) -> dict[str, Any]:
     """With Transformer Engine its fused kernels are used as far as routes can be replayed through them.
 
     moe_permute_fusion is more than speed: it adds up a token's experts in a fixed order, where Megatron's own unpermute
@@ -158,7 +158,8 @@ def _machine(*, on_gpu: bool, te: bool) -> dict[str, Any]:
         "cuda_graph_scope": [],
         "moe_permute_fusion": te,
         "moe_router_fusion": False,
-        "apply_rope_fusion": te,  # the other one also waits for the sequences' lengths, in each layer
+        # the other one also waits for the sequences' lengths, in each layer; of latent attention Megatron fuses YaRN's
+        "apply_rope_fusion": te and (shape.latent is None or shape.latent.yarn is not None),
         "bias_activation_fusion": te,
         "bias_dropout_fusion": te,
         "gradient_accumulation_fusion": te and find_spec("fused_weight_gradient_mlp_cuda") is not None,  # of Apex

@@ -19,6 +19,8 @@ _COMPANIONS = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
     "vocab.json",
     "merges.txt",
 )

@@ -11,6 +11,8 @@ import torch
 from megatron_rl.models.checkpoint_files import SHARD_BYTES, ShardWriter, begin, commit, discard
 from megatron_rl.models.tensor_files import CheckpointError, TensorFiles
 
+_KEPT = ".e_score_correction_bias"  # in its own dtype: a router's bias that is rounded chooses other experts
+
 Merge = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
 
@@ -65,7 +67,8 @@ def merge_checkpoints(
         writer = ShardWriter(target, shard_bytes=shard_bytes)
         for name in files[0].names:
             tensors = [file.read(name) for file in files]
-            merged = merge(tensors).to(dtype or tensors[0].dtype)
+            own = dtype is None or name.endswith(_KEPT)
+            merged = merge(tensors).to(tensors[0].dtype if own else dtype)
             if not merged.isfinite().all():
                 raise CheckpointError(
                     f"{name} would hold NaN or Inf in {merged.dtype}. Choose other weights, or a dtype with more range"

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save
 
 from megatron_rl.contracts.group import Group, RolloutLocation, RolloutRef, Verdict
 from megatron_rl.contracts.numbers import Count
@@ -146,7 +146,8 @@ class _Part:
         }
         if self.routes:
             arrays["routes"] = np.concatenate(self.routes)
-        save_file(arrays, stem.with_suffix(".safetensors"), metadata={"format": _NAME, "version": str(_VERSION)})
+        data = save(arrays, metadata={"format": _NAME, "version": str(_VERSION)})
+        write_synced(stem.with_suffix(".safetensors"), data)
         write_synced(stem.with_suffix(".jsonl"), b"".join(self.lines))
 
 

@@ -90,6 +90,7 @@ class Leader:
     records: Records
     keeper: Keeper | None = None
     _first_step: int = 1
+    _goes_on: bool = False
     _pending: dict[str, float] = field(default_factory=dict)
     _accuracies: deque[float] = field(default_factory=deque)
     _nonfinite: int = 0
@@ -127,7 +128,7 @@ class Leader:
 
     def go_on(self, position: Position) -> None:
         """Begin after a step of a run before, instead of at the start."""
-        self._first_step = position.step + 1
+        self._first_step, self._goes_on = position.step + 1, True
         self._nonfinite, self._accuracies = position.nonfinite, deque(position.accuracies)
         self.stages.prompts.seek(position.prompts)
         if self.weights is not None:
@@ -192,7 +193,7 @@ class Leader:
 
     def _begin(self) -> None:
         """Bring the engines to the weights that the run begins with; a new run is evaluated, and has a record of it."""
-        if self._first_step == 1:
+        if not self._goes_on:
             with self._recorded(0) as values:
                 self.send_weights(values)
                 self.evaluate(0, values)
@@ -204,7 +205,10 @@ class Leader:
         if self.keeper is not None:
             if self.keeper.due(step, last=last):
                 self._pending |= self.keeper.save(self.position(step), last=last)
-            if not last:
+            if not last and self.keeper.told_to_stop:  # it may have been told during the save
+                self.keeper.settle()
+                if self.keeper.saved != step:
+                    self._pending |= self.keeper.save(self.position(step))
                 self.keeper.leave_if_told()
 
     @contextlib.contextmanager
@@ -225,6 +229,8 @@ class Leader:
     def _evaluation_due(self, step: int) -> bool:
         if step == self.train.total_steps:
             return True
+        if self.keeper is not None and self.keeper.told_to_stop:
+            return False  # the time that is left is for the checkpoint
         every = self.eval.every if step else 1
         return step >= self.eval.first and every > 0 and step % every == 0
 

@@ -70,7 +70,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]
     directory, keys = tmp_path_factory.mktemp("engine"), create_keys()
     (directory / "keys.json").touch(mode=0o600)
     (directory / "keys.json").write_bytes(msgspec.json.encode(keys))
-    with running_engine(TWO_DIGIT_ADDITION, directory, return_routes=True, keys=keys) as server:
+    with running_engine(TWO_DIGIT_ADDITION, directory, keys=keys) as server:
         yield "engine=external", f"engine.urls=['{server.url}']", f"engine.key_file={directory}/keys.json"
 
 

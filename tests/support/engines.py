@@ -33,13 +33,12 @@ def running_engine(
     directory: Path,
     *,
     max_running_requests: int = 128,
-    return_routes: bool = False,
     keys: RunKeys | None = None,
 ) -> Iterator[ManagedEngine]:
     """One float32 server on CPU, healthy, ended afterwards."""
     lifeline = Lifeline()
     settings = ServerSettings(max_running_requests=max_running_requests, extra_args=["--weight-version=0"])
-    place = ServerPlace(model_path=str(model_path), device="cpu", return_routes=return_routes)
+    place = ServerPlace(model_path=str(model_path), device="cpu")
     engine = ManagedEngine.start(
         settings, place, keys=keys or create_keys(), log_path=directory / "engine.log", lifeline=lifeline
     )

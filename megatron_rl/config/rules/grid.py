@@ -47,6 +47,8 @@ def check_split(p: ParallelSettings, engine: EngineSettings, shape: ModelShape) 
         ("parallel.etp", p.etp or p.default_etp, "column of an expert", shape.moe_ffn_hidden_size),
         ("parallel.tp", p.tp, "attention head", shape.num_attention_heads),
         ("parallel.tp", p.tp, "key-value head", shape.num_key_value_heads),
+        ("parallel.tp", p.tp, "column of an MLP", shape.ffn_hidden_size),
+        ("parallel.tp", p.tp, "column of a shared expert", shape.shared_ffn_hidden_size),
         ("engine.ep", engine.ep, "expert", shape.num_experts),
         ("engine.tp", engine.tp, "attention head", shape.num_attention_heads),
     ):

@@ -30,6 +30,7 @@ _NEEDED = {
     ("torch.serialization", "_get_layout"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),  # what Python 3.13 calls it
     *((_METADATA, name) for name in _CLASSES.split()),
 }
 
