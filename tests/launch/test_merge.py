@@ -112,6 +112,18 @@ def test_what_is_found_on_the_way_is_told_too(
     assert not list(models.glob("merged*"))
 
 
+def test_the_chat_template_and_an_exact_bias_are_kept(script: ModuleType, models: Path) -> None:
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    for name in ("a", "b"):
+        (models / name / "chat_template.jinja").write_text("{{ messages }}")
+        weights = load_file(models / name / "model.safetensors")
+        save_file(weights | {bias: torch.tensor([0.1, 0.7])}, models / name / "model.safetensors")
+    assert script.main("linear --models a b --dtype bfloat16 --out merged".split()) == ExitCode.OK
+    merged = load_file(models / "merged/model.safetensors")
+    assert merged[bias].dtype is torch.float32 and merged["model.norm.weight"].dtype is torch.bfloat16
+    assert (models / "merged/chat_template.jinja").read_text() == "{{ messages }}"
+
+
 def test_a_full_disk_is_one_sentence(
     script: ModuleType, models: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.config.schema import ModelSettings
+from megatron_rl.config.schema import ModelSettings, ParallelSettings
+from megatron_rl.models.families import read_shape
 from tests.mcore.test_hf_weights import build
+from tests.mcore.tiny_families import FAMILIES
 
 
 @pytest.mark.parametrize(
@@ -55,3 +57,32 @@ def test_a_local_model_holds_no_fused_module(megatron: Any, checkpoint: Path) ->
     assert not [kind for kind in kinds if kind.startswith("TE") or "Fused" in kind or "Grouped" in kind]
     assert not [key for key, value in vars(model.config).items() if key.endswith("_fusion") and value]
     assert not model.config.persist_layer_norm
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        ("qwen3_moe", {"self_attention.linear_qkv.layer_norm_weight"}),
+        (
+            "deepseek_v3",
+            {"input_layernorm.weight", *(f"self_attention.linear_{x}_up_proj.layer_norm_weight" for x in ("q", "kv"))},
+        ),
+    ],
+)
+def test_checkpoints_name_norms_as_transformer_engine_does(
+    megatron: Any, tmp_path: Path, family: str, expected: set[str]
+) -> None:
+    """It fuses each with the product behind it, but for the one before experts."""
+    from megatron_rl.mcore.model import build_models
+
+    FAMILIES[family]().save_pretrained(tmp_path)
+    shape = read_shape(tmp_path)
+    with torch.device("meta"):
+        (model,) = build_models(shape, ModelSettings(path=str(tmp_path)), ParallelSettings(), on_gpu=False)
+    names = {value.key for value in model.sharded_state_dict().values() if hasattr(value, "key")}
+    for layer in range(shape.num_layers):
+        start = f"decoder.layers.{layer}."
+        norms = {name.removeprefix(start) for name in names if name.startswith(start) and "norm" in name}
+        of_heads = {f"self_attention.{x}_layernorm.weight" for x in "qk"}
+        last = "pre_mlp_layernorm.weight" if layer in shape.moe_layers else "mlp.linear_fc1.layer_norm_weight"
+        assert norms - of_heads == expected | {last}

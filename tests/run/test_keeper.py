@@ -136,6 +136,35 @@ def test_saves_in_the_background_are_settled_before_the_next_and_at_the_end(tmp_
         lead(Stage(), tmp_path, steps=5, keeper=keeper(Ranks("disk full"), stop_request(), background_saves=True))
 
 
+def test_a_run_that_is_told_during_a_background_save_ends_with_that_checkpoint(tmp_path: Path) -> None:
+    stop = stop_request()
+
+    class Told(Ranks):
+        def run(self, command: Command) -> SavedCheckpoint | None:
+            if isinstance(command, Checkpoint) and command.step == 4:
+                stop.take(signal.SIGUSR1)
+            return super().run(command)
+
+    ranks = Told()
+    with pytest.raises(StoppedAfterSave, match="after step 4"):
+        lead(Stage(), tmp_path, steps=9, keeper=keeper(ranks, stop, background_saves=True))
+    assert ranks.said == ["begin 2", "settle", "begin 4", "settle"]
+
+
+def test_a_run_that_is_told_to_stop_evaluates_no_more(tmp_path: Path) -> None:
+    stop = stop_request()
+    stage = Stage(on_train=lambda step: stop.take(signal.SIGUSR1) if step == 3 else None)
+    with pytest.raises(StoppedAfterSave):
+        lead(stage, tmp_path, steps=9, evals={"every": 1}, keeper=keeper(Ranks(), stop))
+    assert "eval/accuracy" in stage.logged[2] and "eval/accuracy" not in stage.logged[3]
+
+
+def test_a_run_that_goes_on_at_its_start_is_not_evaluated_twice(tmp_path: Path) -> None:
+    position = make_state(0, version=1, prompts=PromptCursor(epoch=0, position=0, digest="d")).position
+    stage = lead(Stage(), tmp_path, steps=2, evals={"every": 1}, position=position)
+    assert sorted(stage.logged) == [1, 2]
+
+
 def test_signals_are_requests_once_there_is_something_to_save() -> None:
     stop = StopRequest(10.0)
     assert not stop.take(signal.SIGTERM) and stop.take(signal.SIGUSR1) and stop.asked is None
