@@ -118,7 +118,7 @@ def test_the_chat_template_and_an_exact_bias_are_kept(script: ModuleType, models
         (models / name / "chat_template.jinja").write_text("{{ messages }}")
         weights = load_file(models / name / "model.safetensors")
         save_file(weights | {bias: torch.tensor([0.1, 0.7])}, models / name / "model.safetensors")
-    assert script.main("linear --models a b --dtype bfloat16 --out merged".split()) == ExitCode.OK
+    assert script.main(["linear", "--models", "a", "b", "--dtype", "bfloat16", "--out", "merged"]) == ExitCode.OK
     merged = load_file(models / "merged/model.safetensors")
     assert merged[bias].dtype is torch.float32 and merged["model.norm.weight"].dtype is torch.bfloat16
     assert (models / "merged/chat_template.jinja").read_text() == "{{ messages }}"
