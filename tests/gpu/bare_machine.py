@@ -66,6 +66,8 @@ def write_blocker(directory: Path, also: Iterable[str] = ()) -> None:
     allowed = closure(TYPICAL) | {normal(name) for name in bundled()} | {normal(name) for name in also} | own
     by_module = importlib.metadata.packages_distributions()
     blocked = {top for top, names in by_module.items() if not {normal(name) for name in names} & allowed}
+    folder = importlib.metadata.distribution("setuptools").locate_file("setuptools/_vendor")
+    blocked -= {file.name.removesuffix(".py") for file in Path(str(folder)).iterdir()}  # it brings these along
     directory.mkdir(parents=True, exist_ok=True)
     text = _BLOCKER.format(blocked=sorted(blocked))
     (directory / "sitecustomize.py").write_text(text)
