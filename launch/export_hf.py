@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ from megatron_rl.models.families import read_shape
 from megatron_rl.models.files import inspect_checkpoint
 from megatron_rl.records.progress import Progress
 from megatron_rl.records.run_state import RunState, read_state
-from megatron_rl.records.writing import writing_problem
+from megatron_rl.records.writing import free_bytes, writing_problem
 
 if TYPE_CHECKING:
     from megatron_rl.mcore.job import Job
@@ -74,10 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"interrupted: {options.out} was not written", file=sys.stderr)
         return ExitCode.INTERRUPTED
     except Exception as error:  # safetensors has its own for a full disk, torch plain ones for a rank that ended
-        problem = writing_problem(error, options.out)
+        problem = writing_problem(error, options.out, key="--out")
         if problem is not None or isinstance(error, OSError):
-            said = problem.replace("run.root", "--out") if problem is not None else f"--out={options.out}: {error}"
-            print(said, file=sys.stderr)
+            print(problem or f"--out={options.out}: {error}", file=sys.stderr)
             return ExitCode.CANNOT_WRITE
         if not (several and isinstance(error, RuntimeError)):
             raise
@@ -166,8 +164,7 @@ def require_room(out: Path, model: ModelSettings, dtype: str) -> None:
     from megatron_rl.models.parameter_count import num_parameters
 
     needed = num_parameters(read_shape(model.path)) * BYTES[dtype]
-    where = next(parent for parent in out.absolute().parents if parent.exists())
-    if (free := shutil.disk_usage(where).free) < needed:
+    if (free := free_bytes(out)) < needed:
         raise ExportRefused(f"--out={out}: {free / MIB:,.0f} MiB are free there, and it takes {needed / MIB:,.0f} MiB")
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.models.tokenizer import Tokenizer, TokenizerError
 from megatron_rl.models.weight_files import DamagedWeights, check_weight_files
 from megatron_rl.records.progress import Progress
-from megatron_rl.records.writing import writing_problem
+from megatron_rl.records.writing import free_bytes, writing_problem
 
 DTYPES = ("float32", "bfloat16", "float16")
 NAMES_ONLY = {"_name_or_path", "dtype", "torch_dtype", "transformers_version"}  # of config.json: not what is computed
@@ -50,13 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"interrupted: {options.out} was not written", file=sys.stderr)
         return ExitCode.INTERRUPTED
     except Exception as error:  # safetensors has an exception of its own for a full disk
-        problem = writing_problem(error, options.out)
+        problem = writing_problem(error, options.out, key="--out")
         if problem is None and not isinstance(error, OSError):
             raise
-        print(
-            f"--out={options.out}: {error}" if problem is None else problem.replace("run.root", "--out"),
-            file=sys.stderr,
-        )
+        print(problem or f"--out={options.out}: {error}", file=sys.stderr)
         return ExitCode.CANNOT_WRITE
     print(f"done: {options.out}")
     return ExitCode.OK
@@ -139,8 +135,7 @@ def require_room(options: argparse.Namespace, sources: Sequence[Path]) -> None:
     """Raises `MergeRefused` when the result would not fit on its disk."""
     widening = 2 if options.dtype == "float32" else 1
     needed = widening * sum(file.stat().st_size for file in sources[0].glob("*.safetensors"))
-    where = next(parent for parent in options.out.absolute().parents if parent.exists())
-    if (free := shutil.disk_usage(where).free) < needed:
+    if (free := free_bytes(options.out)) < needed:
         raise MergeRefused(f"--out={options.out}: {free >> 20} MiB are free there, and it may need {needed >> 20} MiB")
 
 

@@ -26,7 +26,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """All files of one checkpoint but the manifest itself, by name relative to it."""
 
     step: Count
-    world_size: Count
     files: dict[str, FileRecord]
     format: int = _FORMAT
 

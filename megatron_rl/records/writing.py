@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,10 +24,17 @@ class CannotWrite(Failure):
     exit_code = ExitCode.CANNOT_WRITE
 
 
-def writing_problem(error: BaseException, where: Path | None = None) -> str | None:
+def free_bytes(path: Path) -> int:
+    """What is free on the disk where a path lies, or would lie: it need not exist."""
+    place = path.absolute()
+    return shutil.disk_usage(next(folder for folder in (place, *place.parents) if folder.exists())).free
+
+
+def writing_problem(error: BaseException, where: Path | None = None, *, key: str = "run.root") -> str | None:
     """Why a file cannot be written, if that is what an exception says; None for all others.
 
-    where: what was being written, for errors that do not name it. Libraries in Rust say `(os error 28)` in their text.
+    where: what was being written, for errors that do not name it. key: the setting that says where. Libraries in Rust
+    say `(os error 28)` in their text.
     """
     for link in _chain(error):
         known = link.errno if isinstance(link, OSError) else None
@@ -34,7 +42,7 @@ def writing_problem(error: BaseException, where: Path | None = None) -> str | No
         if number is not None:
             path = where or (link.filename if isinstance(link, OSError) else None)
             named = f"{path} cannot be written" if path else f"a file of the run cannot be written ({link})"
-            return f"{named}: {_CAUSES[number]}. Make room there, or give another run.root, and start again"
+            return f"{named}: {_CAUSES[number]}. Make room there, or give another {key}, and start again"
     return None
 
 

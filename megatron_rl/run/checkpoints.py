@@ -109,7 +109,7 @@ class Checkpoints:
         everyones = gather_bytes(msgspec.msgpack.encode(found), group)
         parts = [msgspec.msgpack.decode(data, type=dict[str, FileRecord]) for data in everyones]
         files = dict(sorted((name, record) for part in parts for name, record in part.items()))
-        manifest = Manifest(step=step, world_size=layout.world_size, files=files)
+        manifest = Manifest(step=step, files=files)
 
         def commit() -> None:
             write_manifest(staged, manifest)

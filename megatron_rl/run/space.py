@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 from megatron_rl.config.schema import Configuration
@@ -10,6 +9,7 @@ from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.models.parameter_count import num_parameters
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.planning.memory import BYTES
+from megatron_rl.records.writing import free_bytes
 
 _RECORDS_BYTES = 32 * 2**20  # metrics, logs, TensorBoard
 _MIB = 2**20
@@ -41,9 +41,7 @@ def bytes_needed(c: Configuration, shape: ModelShape) -> dict[str, int]:
 
 def require_space(c: Configuration, shape: ModelShape) -> None:
     """Raises `NoSpace` when the disk of `run.root` has less room than the run will need."""
-    root = Path(c.run.root).expanduser().resolve()
-    existing = next(parent for parent in (root, *root.parents) if parent.exists())
-    free, needed = shutil.disk_usage(existing).free, bytes_needed(c, shape)
+    free, needed = free_bytes(Path(c.run.root).expanduser().resolve()), bytes_needed(c, shape)
     if free >= sum(needed.values()):
         return
     parts = ", ".join(f"{size / _MIB:,.0f} MiB for {key}" for key, size in needed.items())

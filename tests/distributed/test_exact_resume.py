@@ -23,7 +23,7 @@ from support.policies import TWO_DIGIT_ADDITION
 from support.recordings import write_recording
 
 STEPS = 10
-LAYOUTS = {name: (f"parallel={name}",) for name in ("pp2",)}
+LAYOUTS = {name: (f"parallel={name}",) for name in ("cp2_ep2", "pp2")}
 
 pytestmark = [pytest.mark.distributed, pytest.mark.chaos, pytest.mark.timeout(600)]
 

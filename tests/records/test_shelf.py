@@ -30,7 +30,7 @@ def save(shelf: Shelf, step: int, *, keep: int = 1) -> None:
     for name in ("tensors", "rng/0", "state.json"):
         write_synced(staged / name, f"{name} of step {step}".encode())
     files = {name: record_of(staged / name) for name in files_of(staged)}
-    write_manifest(staged, Manifest(step=step, world_size=1, files=files))
+    write_manifest(staged, Manifest(step=step, files=files))
     shelf.commit(step)
     shelf.prune(keep)
 

@@ -23,5 +23,5 @@ def save_checkpoint(shelf: Shelf, step: int, settings: dict[str, Any] | None = N
     write_synced(staged / "tensors", b"tensors of step %d" % step)
     write_synced(staged / NAME, encode_state(make_state(step, settings)))
     files = {name: record_of(staged / name) for name in files_of(staged)}
-    write_manifest(staged, Manifest(step=step, world_size=1, files=files))
+    write_manifest(staged, Manifest(step=step, files=files))
     return shelf.commit(step)
