@@ -39,7 +39,8 @@ class RolloutRef(msgspec.Struct, frozen=True, kw_only=True):
     """All that rank 0 needs to know of a rollout to plan a step; the tokens stay with its collector.
 
     num_inputs: tokens the model reads when it trains on it (all tokens but the last).
-    num_trainable: tokens that receive a loss. versions: weight versions of its sampled segments, ascending.
+    num_trainable: tokens that receive a loss. generated: tokens that engines drew for it. versions: weight versions of
+    its sampled segments, ascending.
     """
 
     rollout_id: str
@@ -47,6 +48,7 @@ class RolloutRef(msgspec.Struct, frozen=True, kw_only=True):
     sample_index: Count
     num_inputs: Count
     num_trainable: Count
+    generated: Count = 0
     finish_reason: FinishReason
     versions: tuple[int, ...]
     verdict: Verdict
@@ -56,14 +58,18 @@ class RolloutRef(msgspec.Struct, frozen=True, kw_only=True):
 class Group(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt's rollouts and verdicts.
 
-    rejected: rollouts dropped before a verdict, by reason. generated_at, judged_at: when the last response arrived and
-    when the last verdict was there, in seconds of the collector's monotonic clock.
+    rejected, rejected_tokens: rollouts dropped before a verdict and the tokens that engines drew for them, by reason.
+    weight: multiplies the group's advantages; other than 1 it makes up for groups of its prompt that were stopped
+    early. generated_at, judged_at: when the last response arrived and when the last verdict was there, in seconds of
+    the collector's monotonic clock.
     """
 
     group_id: str
     prompt: Prompt
     rollouts: tuple[RolloutRef, ...]
     rejected: dict[str, int] = {}
+    rejected_tokens: dict[str, int] = {}
+    weight: float = 1.0
     generated_at: float = 0.0
     judged_at: float = 0.0
 

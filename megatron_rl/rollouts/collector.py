@@ -70,8 +70,10 @@ class Collector:
             await self._send(_failure(error))
 
     async def _play(self, request: GroupRequest) -> GroupDone:
-        results = await asyncio.gather(*(self._player.play(request, i) for i in range(request.num_samples)))
+        indices = range(request.first_sample, request.first_sample + request.num_samples)
+        results = await asyncio.gather(*(self._player.play(request, index) for index in indices))
         judged = [result for result in results if isinstance(result, Judged)]
+        rejected = [result for result in results if isinstance(result, Rejected)]
         judged_at = time.monotonic()
         locations = [_NOT_KEPT] * len(judged)
         if not request.evaluation:
@@ -82,7 +84,11 @@ class Collector:
             group_id=request.group_id,
             prompt=request.prompt,
             rollouts=tuple(_ref(j, where) for j, where in zip(judged, locations, strict=True)),
-            rejected=dict(Counter(r.reason for r in results if isinstance(r, Rejected))),
+            rejected=dict(Counter(r.reason for r in rejected)),
+            rejected_tokens={
+                reason: sum(r.sampled_tokens for r in rejected if r.reason == reason)
+                for reason in {r.reason for r in rejected}
+            },
             generated_at=max((j.generated_at for j in judged), default=0.0),
             judged_at=judged_at if judged else 0.0,
         )
@@ -97,6 +103,7 @@ def _ref(judged: Judged, location: RolloutLocation) -> RolloutRef:
         sample_index=rollout.sample_index,
         num_inputs=rollout.num_tokens - 1,
         num_trainable=sum(len(segment.tokens) for segment in rollout.segments if segment.trainable),
+        generated=judged.sampled_tokens,
         finish_reason=rollout.finish_reason,
         versions=tuple(sorted({s.version for s in rollout.segments if s.logprobs is not None})),
         verdict=judged.verdict,

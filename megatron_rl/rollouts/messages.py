@@ -14,6 +14,7 @@ from sglang_bridge.engine import Engine
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 ENGINE_FAILURE = "engine"  # the reason in `Group.rejected` for requests that no engine answered
 EXPIRED = "expired"  # ... for those whose engine fell silent until their deadline, with nothing to be kept
+STALE = "stale"  # ... for those drawn with weights older than rollout.max_staleness allows
 ENVIRONMENT_FAILURE = "environment"  # ... and for exceptions of the environment
 
 
@@ -37,12 +38,16 @@ class Configure(msgspec.Struct, frozen=True, kw_only=True, tag="configure"):
 
 
 class GroupRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
-    """Draw `num_samples` rollouts of one prompt and judge them. evaluation: verdicts alone, no rollouts, no routes."""
+    """Draw `num_samples` rollouts of one prompt and judge them. evaluation: verdicts alone, no rollouts, no routes.
+
+    first_sample: how many of its group were drawn before, by another request.
+    """
 
     group_id: str
     prompt: Prompt
     num_samples: Count
     sampling: Sampling
+    first_sample: Count = 0
     evaluation: bool = False
 
 

@@ -14,6 +14,7 @@ from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.group import Group
 from megatron_rl.rollouts.hub import Hub
 from megatron_rl.rollouts.messages import (
+    STALE,
     AbortRequest,
     Configure,
     EngineBack,
@@ -160,5 +161,10 @@ class RolloutQueue:
         stale = len(group.rollouts) - len(fresh)
         if not stale:
             return group
-        rejected = {**group.rejected, "stale": group.rejected.get("stale", 0) + stale}
-        return msgspec.structs.replace(group, rollouts=fresh, rejected=rejected)
+        tokens = sum(s.generated for s in group.rollouts) - sum(s.generated for s in fresh)
+        return msgspec.structs.replace(
+            group,
+            rollouts=fresh,
+            rejected={**group.rejected, STALE: group.rejected.get(STALE, 0) + stale},
+            rejected_tokens={**group.rejected_tokens, STALE: group.rejected_tokens.get(STALE, 0) + tokens},
+        )

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.group import Group
-from megatron_rl.rollouts.messages import ENGINE_FAILURE, ENVIRONMENT_FAILURE, EXPIRED
+from megatron_rl.rollouts.messages import ENGINE_FAILURE, ENVIRONMENT_FAILURE, EXPIRED, STALE
 
 NO_VERDICT = "no_verdict"
 _MEANINGS = {
@@ -16,7 +16,7 @@ _MEANINGS = {
     ENVIRONMENT_FAILURE: "the environment raised an exception",
     "logprobs_nonfinite": "log-probabilities are NaN or infinite, as the weights may be",
     NO_VERDICT: "the scorer failed, or took longer than reward.timeout_s",
-    "stale": "drawn with weights older than rollout.max_staleness allows",
+    STALE: "drawn with weights older than rollout.max_staleness allows",
 }
 
 
