@@ -22,6 +22,12 @@ class PromptCursor(msgspec.Struct, frozen=True, kw_only=True):
     put_off: tuple[Count, ...] = ()
 
 
+class SelectorState(msgspec.Struct, frozen=True, kw_only=True):
+    """What chooses a step's prompts, between two steps."""
+
+    prompts: PromptCursor
+
+
 class Position(msgspec.Struct, frozen=True, kw_only=True):
     """Where rank 0's loop is after `step`.
 
@@ -33,7 +39,7 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
     step: Count
     version: Count | None
     synced: bool
-    prompts: PromptCursor
+    selection: SelectorState
     nonfinite: Count = 0
     accuracies: tuple[float, ...] = ()
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
 
 from megatron_rl.config.schema import RolloutSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.group import Group
-from megatron_rl.contracts.prompt import Prompt, Sampling
+from megatron_rl.contracts.prompt import Sampling
+from megatron_rl.records.run_state import SelectorState
 from megatron_rl.rollouts.messages import GroupRequest
 from megatron_rl.rollouts.queue import RolloutQueue
 from megatron_rl.rollouts.rejections import OwnClassFailed, first_reason, lost_by_own_class, too_many, unusable
+from megatron_rl.selection.selector import Ask, Selector
 
 
 class TooManyRejected(Failure):
@@ -23,29 +27,34 @@ class TooManyRejected(Failure):
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """Groups in the order of their prompts, and the tokens that were generated for them.
+    """groups: to be credited, in the order of their prompts; stopped, surplus: drawn and left out (see `Chosen`).
 
-    engines_left_out: how many engines were not asked any more at the end, because they failed.
+    generated_tokens: for all of these. engines_left_out: how many engines were not asked any more at the end, because
+    they failed. delivered: what is to be released. choices: metrics of the selection.
     """
 
     groups: tuple[Group, ...]
     generated_tokens: int
     engines_left_out: int = 0
+    stopped: tuple[Group, ...] = ()
+    surplus: tuple[Group, ...] = ()
+    delivered: tuple[str, ...] = ()
+    choices: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def group_ids(self) -> list[str]:
-        return [group.group_id for group in self.groups]
+    def drawn(self) -> tuple[Group, ...]:
+        return self.groups + self.stopped + self.surplus
 
     @property
     def rejected(self) -> Counter[str]:
         """Rollouts that were asked for and could not be used, by reason."""
-        return sum((Counter(group.rejected) for group in self.groups), Counter[str]())
+        return sum((Counter(group.rejected) for group in self.drawn), Counter[str]())
 
     @property
     def reward_exposed(self) -> float:
         """Seconds of judging after the last response, on the node where it took longest: each has its own clock."""
         nodes: dict[int, list[Group]] = {}
-        for group in self.groups:
+        for group in self.drawn:
             if group.rollouts:
                 nodes.setdefault(group.rollouts[0].location.node, []).append(group)
         waits = (max(g.judged_at for g in groups) - max(g.generated_at for g in groups) for groups in nodes.values())
@@ -53,17 +62,17 @@ class RolloutBatch:
 
     def require(self, label: str, max_rejected_share: float) -> None:
         """Raise `TooManyRejected`, or `OwnClassFailed`, when more than this share of the rollouts, or all, are lost."""
-        lost = unusable(self.groups)
-        asked = self.rejected.total() + sum(len(group.rollouts) for group in self.groups)
+        lost = unusable(self.drawn)
+        asked = self.rejected.total() + sum(len(group.rollouts) for group in self.drawn)
         if lost.total() > max_rejected_share * asked or lost.total() == asked:
             key = "rollout.max_rejected_share"
-            first = first_reason(self.groups)
+            first = first_reason(self.drawn)
             text = too_many(f"batch {label}", lost, asked, key=key, most=max_rejected_share, first=first)
             raise OwnClassFailed(text) if lost_by_own_class(lost) else TooManyRejected(text)
 
     def metrics(self) -> dict[str, float]:
         """Metrics under `rollout/` and `reward/`, and the seconds of judging after the last response."""
-        rollouts = [rollout for group in self.groups for rollout in group.rollouts]
+        rollouts = [rollout for group in self.drawn for rollout in group.rollouts]
         rewards = [r.verdict.reward for r in rollouts if r.verdict.reward is not None]
         rejected = self.rejected
         values = {
@@ -80,7 +89,11 @@ class RolloutBatch:
             lengths = [r.num_trainable for r in rollouts]
             values["rollout/response_length"] = sum(lengths) / len(lengths)
             values["rollout/truncated"] = sum(r.finish_reason == "length" for r in rollouts) / len(rollouts)
-        return values | {f"rollout/rejected/{reason}": float(count) for reason, count in rejected.items()}
+        return (
+            values
+            | dict(self.choices)
+            | {f"rollout/rejected/{reason}": float(count) for reason, count in rejected.items()}
+        )
 
 
 @dataclass(frozen=True)
@@ -89,29 +102,75 @@ class RolloutStage:
 
     queue: RolloutQueue
     settings: RolloutSettings
+    selector: Selector
     stop_token_ids: tuple[int, ...]
     idle: Callable[[], None]
 
-    def draw(self, label: str, prompts: Sequence[Prompt]) -> RolloutBatch:
-        """Draw and judge one batch. label makes group ids unique in the run. Raises `TooManyRejected`."""
+    def draw(self, step: int) -> RolloutBatch:
+        """Draw and judge one batch. Raises `TooManyRejected`."""
+        label, drawn = f"step-{step}", dict[int, Group]()
+        before, delivered = self.queue.generated_tokens, list[str]()
+        selection = self.selector.select(step)
+        asks = selection.begin()
+        while asks:
+            asked = self._submit(label, asks)
+            for group in self.queue.as_completed(self.idle):
+                delivered.append(group.group_id)
+                index = asked.pop(group.group_id).index
+                drawn[index] = joined(drawn[index], group) if index in drawn else group
+                if (extension := selection.answered(index, drawn[index])) is not None:
+                    asked |= self._submit(label, [extension])
+            asks = selection.more()
+        chosen = selection.result()
+        batch = RolloutBatch(
+            groups=chosen.groups,
+            stopped=chosen.stopped,
+            surplus=chosen.surplus,
+            generated_tokens=self.queue.generated_tokens - before,
+            engines_left_out=len(self.queue.engines_left_out),
+            delivered=tuple(delivered),
+            choices=selection.metrics(),
+        )
+        batch.require(label, self.settings.max_rejected_share)
+        return batch
+
+    def state(self) -> SelectorState:
+        return self.selector.state()
+
+    def restore(self, state: SelectorState) -> None:
+        """See `Selector`."""
+        self.selector.restore(state)
+
+    def _submit(self, label: str, asks: Sequence[Ask]) -> dict[str, Ask]:
+        """What was asked, by group id: every part of a group has its own."""
         sampling = Sampling(
             max_new_tokens=self.settings.max_new_tokens,
             temperature=self.settings.temperature,
             stop_token_ids=self.stop_token_ids,
         )
-        requests = [
-            GroupRequest(
-                group_id=f"{label}-{index}",
-                prompt=prompt,
-                num_samples=self.settings.samples_per_prompt,
-                sampling=sampling,
-            )
-            for index, prompt in enumerate(prompts)
-        ]
-        before = self.queue.generated_tokens
-        self.queue.submit(requests)
-        done = {group.group_id: group for group in self.queue.as_completed(self.idle)}
-        groups = tuple(done[request.group_id] for request in requests)
-        batch = RolloutBatch(groups, self.queue.generated_tokens - before, len(self.queue.engines_left_out))
-        batch.require(label, self.settings.max_rejected_share)
-        return batch
+        asked = {f"{label}-{ask.index}" + (f"+{ask.first_sample}" if ask.first_sample else ""): ask for ask in asks}
+        self.queue.submit(
+            [
+                GroupRequest(
+                    group_id=group_id,
+                    prompt=ask.prompt,
+                    num_samples=ask.samples,
+                    first_sample=ask.first_sample,
+                    sampling=sampling,
+                )
+                for group_id, ask in asked.items()
+            ]
+        )
+        return asked
+
+
+def joined(first: Group, rest: Group) -> Group:
+    """One group, under the id of its first part."""
+    return msgspec.structs.replace(
+        first,
+        rollouts=first.rollouts + rest.rollouts,
+        rejected=dict(Counter(first.rejected) + Counter(rest.rejected)),
+        rejected_tokens=dict(Counter(first.rejected_tokens) + Counter(rest.rejected_tokens)),
+        generated_at=max(first.generated_at, rest.generated_at),
+        judged_at=max(first.judged_at, rest.judged_at),
+    )

@@ -10,8 +10,7 @@ import msgspec
 
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.group import Group
-from megatron_rl.contracts.prompt import Prompt
-from megatron_rl.records.run_state import PromptCursor
+from megatron_rl.records.run_state import PromptCursor, SelectorState
 from megatron_rl.rollouts.batch import RolloutBatch
 from megatron_rl.rollouts.recording import BATCH, RecordingUnreadable, read_batch_record, read_groups
 from megatron_rl.rollouts.store import RolloutStore
@@ -43,21 +42,16 @@ class RecordedRollouts:
         self._position = 0
         self._digest = hashlib.sha256(b"".join((path / BATCH).read_bytes() for path in self._batches)).hexdigest()
 
-    @property
-    def cursor(self) -> PromptCursor:
-        return PromptCursor(epoch=0, position=self._position, digest=self._digest)
+    def state(self) -> SelectorState:
+        return SelectorState(prompts=PromptCursor(epoch=0, position=self._position, digest=self._digest))
 
-    def seek(self, cursor: PromptCursor) -> None:
+    def restore(self, state: SelectorState) -> None:
         """Go on behind the batches that a run before trained on. Raises `BadRecording` where those were others."""
-        if cursor.digest != self._digest:
+        if state.prompts.digest != self._digest:
             raise BadRecording(f"run.resume: the checkpoint's run trained on other batches than those in {self._root}")
-        self._position = cursor.position
+        self._position = state.prompts.position
 
-    def take(self, n: int) -> list[Prompt]:
-        """The recorded groups bring their prompts."""
-        return []
-
-    def draw(self, label: str, prompts: Sequence[Prompt]) -> RolloutBatch:
+    def draw(self, step: int) -> RolloutBatch:
         """The next batch, readable by the ranks of all nodes. Raises `BadRecording`."""
         directory = self._batches[self._position]
         try:
@@ -65,8 +59,16 @@ class RecordedRollouts:
         except RecordingUnreadable as error:
             raise BadRecording(f"rollout.recorded: {error}") from error
         self._position += 1
-        groups = tuple(self._place(group, self._store.put(group.group_id, rollouts)) for group, rollouts in pairs)
-        return RolloutBatch(groups, record.generated_tokens, record.engines_left_out)
+        drawn = tuple(self._place(group, self._store.put(group.group_id, rollouts)) for group, rollouts in pairs)
+        credited, kept = len(drawn) - record.stopped - record.surplus, len(drawn) - record.surplus
+        return RolloutBatch(
+            groups=drawn[:credited],
+            stopped=drawn[credited:kept],
+            surplus=drawn[kept:],
+            generated_tokens=record.generated_tokens,
+            engines_left_out=record.engines_left_out,
+            delivered=tuple(group.group_id for group in drawn),
+        )
 
     def release(self, group_ids: Sequence[str]) -> None:
         self._store.release(group_ids)

@@ -21,16 +21,22 @@ from megatron_rl.contracts.rollout import FinishReason, Role, Rollout, Segment
 from megatron_rl.records.manifest import write_synced
 
 BATCH = "batch.json"
-_NAME, _VERSION = "megatron_rl rollouts", 1
+_NAME, _VERSION = "megatron_rl rollouts", 2
 _PART_BYTES = 256 * 2**20
 _NOWHERE = RolloutLocation(node=0, pid=0, fd=0, offset=0, nbytes=0)
 
 
 class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One batch as a whole. parts: the names of its files without their endings."""
+    """One batch as a whole.
+
+    stopped, surplus: how many of its last groups are these (see `RolloutBatch`), in this order. parts: the names of its
+    files without their endings.
+    """
 
     step: Count
     groups: Count
+    stopped: Count = 0
+    surplus: Count = 0
     generated_tokens: Count
     engines_left_out: Count
     parts: tuple[str, ...]
@@ -50,11 +56,13 @@ class SegmentRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One rollout. tokens, routes: its rows [start, stop) of the part's arrays; routes None: it has none."""
+    """One rollout. tokens, routes: its rows [start, stop) of the part's arrays; routes None: it has none. generated:
+    tokens that engines drew for it."""
 
     rollout_id: str
     sample_index: Count
     finish_reason: FinishReason
+    generated: Count
     verdict: Verdict
     tokens: tuple[Count, Count]
     routes: tuple[Count, Count] | None
@@ -68,6 +76,8 @@ class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
     group_id: str
     prompt: Prompt
     rejected: dict[str, int]
+    rejected_tokens: dict[str, int]
+    weight: float
     generated_at: float
     judged_at: float
     rollouts: tuple[RolloutRecord, ...]
@@ -101,6 +111,8 @@ class _Part:
             group_id=group.group_id,
             prompt=group.prompt,
             rejected=group.rejected,
+            rejected_tokens=group.rejected_tokens,
+            weight=group.weight,
             generated_at=group.generated_at,
             judged_at=group.judged_at,
             rollouts=records,
@@ -123,6 +135,7 @@ class _Part:
             rollout_id=ref.rollout_id,
             sample_index=ref.sample_index,
             finish_reason=ref.finish_reason,
+            generated=ref.generated,
             verdict=ref.verdict,
             tokens=(first, self.num_tokens),
             routes=None if rollout.routes is None else (first_route, self.num_routes),
@@ -212,6 +225,8 @@ def _read_part(stem: Path) -> Iterator[tuple[int, Group, list[Rollout]]]:
             prompt=record.prompt,
             rollouts=tuple(_ref(r, rollout) for r, rollout in zip(record.rollouts, rollouts, strict=True)),
             rejected=record.rejected,
+            rejected_tokens=record.rejected_tokens,
+            weight=record.weight,
             generated_at=record.generated_at,
             judged_at=record.judged_at,
         )
@@ -239,6 +254,7 @@ def _ref(record: RolloutRecord, rollout: Rollout) -> RolloutRef:
         sample_index=record.sample_index,
         num_inputs=rollout.num_tokens - 1,
         num_trainable=sum(len(s.tokens) for s in rollout.segments if s.trainable),
+        generated=record.generated,
         finish_reason=record.finish_reason,
         versions=tuple(sorted({s.version for s in rollout.segments if s.logprobs is not None})),
         verdict=record.verdict,

@@ -25,6 +25,7 @@ from megatron_rl.run.dispatch import Dispatcher, Table
 from megatron_rl.run.engines import Connected, Engines, route_shape
 from megatron_rl.run.leader import Leader, Stages
 from megatron_rl.run.modes import RollOut
+from megatron_rl.selection.uniform import Uniform
 from megatron_rl.sync.sender import Sender
 from megatron_rl.training.batch import Batcher
 from megatron_rl.training.logprobs import ResponseLogprobs
@@ -79,8 +80,7 @@ def build_leader(
     """Rank 0's loop over its stages. stops: tokens that end a response."""
     queue, idle = connected.queue, partial(dispatcher.run, Wait())
     stages = Stages(
-        prompts=prompts,
-        rollouts=RolloutStage(queue, c.rollout, stops, idle),
+        rollouts=RolloutStage(queue, c.rollout, Uniform(prompts, c.rollout), stops, idle),
         credit=Credit(c.algo, seed=c.seed),
         planner=Planner(c.train, c.parallel, dp_size=dp_size, seed=c.seed),
         evaluation=Evaluation(queue, prompts.held_out, c.eval, c.rollout, stops, idle),

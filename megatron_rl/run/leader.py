@@ -13,13 +13,12 @@ from megatron_rl.config.schema import EvalSettings, RolloutSettings, RunSettings
 from megatron_rl.contracts.commands import Save, Train
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.plan import StepPlan
-from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.credit.account import token_usage
 from megatron_rl.credit.assign import Credit
 from megatron_rl.planning.step_plan import Planner
 from megatron_rl.records.idle_steps import IdleSteps
 from megatron_rl.records.records import Records
-from megatron_rl.records.run_state import Position, PromptCursor
+from megatron_rl.records.run_state import Position, SelectorState
 from megatron_rl.records.stopwatch import Stopwatch
 from megatron_rl.rollouts.batch import RolloutBatch
 from megatron_rl.rollouts.evaluation import Evaluation
@@ -30,21 +29,14 @@ from megatron_rl.sync.sender import WeightSync
 from megatron_rl.training.worker import TrainOutcome
 
 
-class Prompts(Protocol):
-    """Where a step's prompts come from, and how far they were taken."""
-
-    @property
-    def cursor(self) -> PromptCursor: ...
-
-    def seek(self, cursor: PromptCursor) -> None: ...
-
-    def take(self, n: int) -> list[Prompt]: ...
-
-
 class Rollouts(Protocol):
-    """Turns prompts into judged groups."""
+    """Where a step's judged groups come from, and how far a run is in choosing them."""
 
-    def draw(self, label: str, prompts: Sequence[Prompt]) -> RolloutBatch: ...
+    def draw(self, step: int) -> RolloutBatch: ...
+
+    def state(self) -> SelectorState: ...
+
+    def restore(self, state: SelectorState) -> None: ...
 
 
 class Queue(Protocol):
@@ -67,7 +59,6 @@ class NonFiniteRun(Failure):
 class Stages:
     """The stages of a step that rank 0 runs by itself."""
 
-    prompts: Prompts
     rollouts: Rollouts
     credit: Credit
     planner: Planner
@@ -130,7 +121,7 @@ class Leader:
         """Begin after a step of a run before, instead of at the start."""
         self._first_step, self._goes_on = position.step + 1, True
         self._nonfinite, self._accuracies = position.nonfinite, deque(position.accuracies)
-        self.stages.prompts.seek(position.prompts)
+        self.stages.rollouts.restore(position.selection)
         if self.weights is not None:
             self.weights.go_on(position.version, synced=position.synced and self.sync.when == "step")
 
@@ -140,7 +131,7 @@ class Leader:
             step=step,
             version=None if self.weights is None else self.weights.version,
             synced=self._synced,
-            prompts=self.stages.prompts.cursor,
+            selection=self.stages.rollouts.state(),
             nonfinite=self._nonfinite,
             accuracies=tuple(self._accuracies),
         )
@@ -149,14 +140,14 @@ class Leader:
         """Roll out, credit, plan, train, sync; adds the step's metrics to `values`."""
         watch = Stopwatch()
         with watch.stage("rollout"), self.keeper.nothing_trained() if self.keeper else contextlib.nullcontext():
-            batch = self.stages.rollouts.draw(f"step-{step}", self.stages.prompts.take(self.rollout.prompts_per_step))
+            batch = self.stages.rollouts.draw(step)
         credited = self.stages.credit.assign(step, batch.groups)
         values |= batch.metrics() | credited.metrics()
         plan = self.stages.planner.plan(step, credited.rollouts, credited.advantages)
         outcome: TrainOutcome = self.dispatcher.run(Train(plan))
         values |= token_usage(batch.generated_tokens, plan, outcome.optimizer_steps)
         values |= outcome.metrics.values() | outcome.seconds | {"train/nonfinite": float(not outcome.finite)}
-        self.queue.release(batch.group_ids)
+        self.queue.release(batch.delivered)
         self._count_nonfinite(plan, outcome)
         self._synced = False
         with watch.stage("sync"):

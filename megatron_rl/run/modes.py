@@ -31,20 +31,22 @@ class RollOut(Leader):
         """Roll out and record; adds the step's metrics to `values`."""
         watch = Stopwatch()
         with watch.stage("rollout"):
-            batch = self.stages.rollouts.draw(f"step-{step}", self.stages.prompts.take(self.rollout.prompts_per_step))
+            batch = self.stages.rollouts.draw(step)
         values |= batch.metrics() | self.stages.credit.assign(step, batch.groups).metrics()
         directory = batch_directory(self.records.directory.path / "recorded", step)
         with watch.stage("record"):
-            parts = self.dispatcher.run(Record(str(directory), batch.groups))
+            parts = self.dispatcher.run(Record(str(directory), batch.drawn))
             record = BatchRecord(
                 step=step,
-                groups=len(batch.groups),
+                groups=len(batch.drawn),
+                stopped=len(batch.stopped),
+                surplus=len(batch.surplus),
                 generated_tokens=batch.generated_tokens,
                 engines_left_out=batch.engines_left_out,
                 parts=tuple(parts),
             )
             write_batch(directory, record)
-        self.queue.release(batch.group_ids)
+        self.queue.release(batch.delivered)
         values |= watch.values()
         self.records.progress.step(step, values)
 
@@ -75,7 +77,6 @@ def train_only_leader(c: Configuration, job: Job, dispatcher: Dispatcher, record
     """mode=train_only: rank 0's loop over recorded batches, without engines. Raises `BadRecording`."""
     recorded = RecordedRollouts(c.rollout.recorded or "", node=job.node, batches=c.train.total_steps)
     stages = Stages(
-        prompts=recorded,
         rollouts=recorded,
         credit=Credit(c.algo, seed=c.seed),
         planner=Planner(c.train, c.parallel, dp_size=dp_size, seed=c.seed),

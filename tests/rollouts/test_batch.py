@@ -1,6 +1,7 @@
 import contextlib
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -16,8 +17,10 @@ from megatron_rl.rollouts.hub import Hub
 from megatron_rl.rollouts.messages import EngineLeftOut, GroupDone, GroupRequest
 from megatron_rl.rollouts.queue import RolloutQueue
 from megatron_rl.rollouts.rejections import OwnClassFailed
+from megatron_rl.selection.selector import Ask, Chosen
 from support.collectors import Peer, done
 from support.rollouts import make_ref, make_rollout
+from support.selection import Given
 
 PROMPTS = [Prompt(id=name, token_ids=(1, 2), answer="3", task="t") for name in "abc"]
 SETTINGS = RolloutSettings(max_new_tokens=8, samples_per_prompt=2, temperature=0.7, max_staleness=9)
@@ -43,9 +46,10 @@ def test_groups_come_in_the_order_of_their_prompts_and_are_counted(hub: Hub, pee
         return done(request.group_id, samples, rejected=rejected, generated_at=2.0, judged_at=2.5)
 
     asked: list[GroupRequest] = []
-    stage = RolloutStage(RolloutQueue(hub, SETTINGS), SETTINGS, (1,), answering(peer, answer, asked))
-    batch = stage.draw("step-4", PROMPTS)
-    assert batch.group_ids == [r.group_id for r in asked] == ["step-4-0", "step-4-1", "step-4-2"]
+    stage = RolloutStage(RolloutQueue(hub, SETTINGS), SETTINGS, Given(PROMPTS, 2), (1,), answering(peer, answer, asked))
+    batch = stage.draw(4)
+    assert list(batch.delivered) == ["step-4-2", "step-4-1", "step-4-0"]
+    assert [g.group_id for g in batch.groups] == [r.group_id for r in asked] == ["step-4-0", "step-4-1", "step-4-2"]
     assert [r.prompt for r in asked] == PROMPTS
     assert all(r.num_samples == 2 and not r.evaluation for r in asked)
     assert asked[0].sampling == Sampling(max_new_tokens=8, temperature=0.7, stop_token_ids=(1,))
@@ -61,7 +65,7 @@ def test_groups_come_in_the_order_of_their_prompts_and_are_counted(hub: Hub, pee
         "reward/no_verdict": 0.0,
         "time/reward_exposed": 0.5,
     }
-    assert stage.draw("step-5", PROMPTS).generated_tokens == 15  # of this batch, not of all
+    assert stage.draw(5).generated_tokens == 15  # of this batch, not of all
 
 
 def test_truncated_responses_are_a_share() -> None:
@@ -72,9 +76,8 @@ def test_truncated_responses_are_a_share() -> None:
 
 def draw(hub: Hub, peer: Peer, answer: Callable[[GroupRequest], GroupDone], share: float = 0.5) -> RolloutBatch:
     settings = replace(SETTINGS, max_rejected_share=share)
-    return RolloutStage(RolloutQueue(hub, settings), settings, (1,), answering(peer, answer, [])).draw(
-        "step-4", PROMPTS
-    )
+    given = Given(PROMPTS, 2)
+    return RolloutStage(RolloutQueue(hub, settings), settings, given, (1,), answering(peer, answer, [])).draw(4)
 
 
 def losing(count: int, reason: str = "engine") -> Callable[[GroupRequest], GroupDone]:
@@ -157,3 +160,54 @@ def test_an_evaluation_may_lose_what_its_key_allows(hub: Hub, peer: Peer, share:
 
 def half_lost(request: GroupRequest) -> GroupDone:
     return done(request.group_id, (make_ref(make_rollout(2, 3)),), rejected={"expired": 1})
+
+
+@dataclass
+class Probing:
+    """Asks two rollouts of each prompt, two more of the first, and another prompt once these are there."""
+
+    heard: list[tuple[int, int]] = field(default_factory=list)
+    later: list[Ask] = field(default_factory=lambda: [Ask(2, PROMPTS[2], 1)])
+
+    def begin(self) -> list[Ask]:
+        return [Ask(0, PROMPTS[0], 2), Ask(1, PROMPTS[1], 2)]
+
+    def answered(self, index: int, group: Group) -> Ask | None:
+        self.heard.append((index, len(group.rollouts)))
+        self.groups = {**self.__dict__.get("groups", {}), index: group}
+        return Ask(0, PROMPTS[0], 2, first_sample=2) if self.heard[-1] == (0, 2) else None
+
+    def more(self) -> list[Ask]:
+        later, self.later = self.later, []
+        return later
+
+    def result(self) -> Chosen:
+        return Chosen(groups=(self.groups[0],), stopped=(self.groups[1],), surplus=(self.groups[2],))
+
+    def metrics(self) -> dict[str, float]:
+        return {"select/rounds": 2.0}
+
+
+def test_a_group_that_is_extended_is_one_group_and_a_further_round_is_asked(hub: Hub, peer: Peer) -> None:
+    def answer(request: GroupRequest) -> GroupDone:
+        refs = tuple(
+            msgspec.structs.replace(make_ref(make_rollout(2, 3)), sample_index=request.first_sample + i, generated=3)
+            for i in range(request.num_samples)
+        )
+        return done(request.group_id, refs, rejected={"engine": 1} if request.first_sample else {})
+
+    asked: list[GroupRequest] = []
+    probing = Probing()
+    selector = SimpleNamespace(select=lambda step: probing)
+    stage = RolloutStage(RolloutQueue(hub, SETTINGS), SETTINGS, selector, (1,), answering(peer, answer, asked))  # type: ignore[arg-type]
+    batch = stage.draw(4)
+    assert sorted(probing.heard) == [(0, 2), (0, 4), (1, 2), (2, 1)]
+    assert [r.group_id for r in asked] == ["step-4-0", "step-4-1", "step-4-0+2", "step-4-2"]
+    assert sorted(batch.delivered) == ["step-4-0", "step-4-0+2", "step-4-1", "step-4-2"]
+    (whole,) = batch.groups
+    assert (whole.group_id, [r.sample_index for r in whole.rollouts], whole.rejected) == (
+        "step-4-0", [0, 1, 2, 3], {"engine": 1},
+    )  # fmt: skip
+    assert [g.group_id for g in batch.stopped + batch.surplus] == ["step-4-1", "step-4-2"]
+    metrics = batch.metrics()
+    assert (metrics["rollout/samples"], metrics["rollout/rejected"], metrics["select/rounds"]) == (7.0, 1.0, 2.0)

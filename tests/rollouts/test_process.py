@@ -18,6 +18,7 @@ from megatron_rl.rollouts.hub import CollectorLost, Hub
 from megatron_rl.rollouts.queue import CollectorFailed, RolloutQueue
 from support.fake_engine import configuration, fake_engine, reply
 from support.scripted_model import EOS, PROMPT
+from support.selection import Given
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = """
@@ -83,8 +84,8 @@ def draw(hub: Hub, environment: EnvironmentSettings) -> tuple[RolloutBatch, Accu
         hub.wait_for(1, 20)
         queue.configure({0: configuration(url, environment=environment)})
         queue.set_version(3)
-        batch = RolloutStage(queue, rollout, (EOS,), lambda: None).draw("step-1", [PROMPT, PROMPT])
-        queue.release(batch.group_ids)
+        batch = RolloutStage(queue, rollout, Given([PROMPT, PROMPT], 2), (EOS,), lambda: None).draw(1)
+        queue.release(batch.delivered)
         accuracy = Evaluation(queue, [PROMPT], asked, rollout, (EOS,), lambda: None).measure("1")
         queue.stop()
         return batch, accuracy
@@ -99,7 +100,7 @@ def draw(hub: Hub, environment: EnvironmentSettings) -> tuple[RolloutBatch, Accu
 def test_a_batch_and_an_evaluation_in_an_environment_of_ones_own(hub: Hub, start: Start) -> None:
     process = start()
     batch, accuracy = draw(hub, EnvironmentSettings(name="second_chance:SecondChance"))
-    assert batch.group_ids == ["step-1-0", "step-1-1"]
+    assert sorted(batch.delivered) == ["step-1-0", "step-1-1"]
     metrics = batch.metrics()
     assert (metrics["rollout/samples"], metrics["rollout/tokens"], metrics["reward/mean"]) == (4.0, 32.0, 1.0)
     assert (accuracy.accuracy, accuracy.samples) == (1.0, 2)

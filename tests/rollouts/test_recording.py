@@ -77,16 +77,16 @@ def test_a_damaged_recording_is_named(tmp_path: Path) -> None:
 def test_recorded_batches_are_drawn_in_order_and_gone_on_with(tmp_path: Path) -> None:
     write_recording(tmp_path / "recorded", SHAPE, steps=3)
     source = RecordedRollouts(tmp_path, node=0, batches=3)
-    first = source.draw("step-1", [])
+    first = source.draw(1)
     assert first.generated_tokens == 500 and first.groups[0].group_id == "step-1-0"
     ref = first.groups[1].rollouts[2]
     assert read_rollout(ref).rollout_id == ref.rollout_id
     again = RecordedRollouts(tmp_path, node=0, batches=3)
-    again.seek(source.cursor)
-    assert again.draw("step-2", []).groups[0].group_id == "step-2-0"
-    source.release(first.group_ids)
+    again.restore(source.state())
+    assert again.draw(2).groups[0].group_id == "step-2-0"
+    source.release(first.delivered)
     with pytest.raises(BadRecording, match=r"train\.total_steps=4, and 3 whole batches"):
         RecordedRollouts(tmp_path, node=0, batches=4)
     write_recording(tmp_path / "other", SHAPE, steps=2)
     with pytest.raises(BadRecording, match="other batches"):
-        RecordedRollouts(tmp_path / "other", node=0, batches=2).seek(source.cursor)
+        RecordedRollouts(tmp_path / "other", node=0, batches=2).restore(source.state())

@@ -12,7 +12,7 @@ from megatron_rl.config.schema import RunSettings
 from megatron_rl.contracts.commands import Checkpoint, Command
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.records.progress import Progress
-from megatron_rl.records.run_state import PromptCursor, RunState
+from megatron_rl.records.run_state import PromptCursor, RunState, SelectorState
 from megatron_rl.run.checkpoints import SavedCheckpoint
 from megatron_rl.run.keeper import CheckpointNotSaved, Keeper, StoppedAfterSave
 from megatron_rl.run.stop import StepGivenUp, StopRequest
@@ -65,7 +65,7 @@ def test_checkpoints_come_every_few_steps_and_at_the_end(tmp_path: Path) -> None
     stage = lead(Stage(), tmp_path, steps=5, keeper=keeper(ranks, stop_request()))
     assert [state.step for state in ranks.saved] == [2, 4, 5]
     assert [state.position.version for state in ranks.saved] == [2, 4, 5] and ranks.saved[0].optimizer_steps == 7
-    assert [state.position.prompts.position for state in ranks.saved] == [2, 4, 5], "prompts that were taken"
+    assert [state.position.selection.prompts.position for state in ranks.saved] == [2, 4, 5], "prompts that were taken"
     assert "time/checkpoint" in stage.logged[3] and "time/checkpoint" not in stage.logged[2]
     assert stage.said[-1] == "stop"
 
@@ -94,7 +94,7 @@ def test_a_step_that_has_trained_nothing_is_given_up_when_time_runs_out(tmp_path
     with pytest.raises(StoppedAfterSave):
         lead(Stage(on_draw=on_draw), tmp_path, steps=9, keeper=keeper(ranks, stop))
     assert [state.step for state in ranks.saved] == [2, 3]
-    assert ranks.saved[-1].position.prompts.position == 3, "the prompts of step 4 are drawn again"
+    assert ranks.saved[-1].position.selection.prompts.position == 3, "the prompts of step 4 are drawn again"
 
 
 def test_a_file_asks_as_a_signal_does(tmp_path: Path) -> None:
@@ -160,7 +160,9 @@ def test_a_run_that_is_told_to_stop_evaluates_no_more(tmp_path: Path) -> None:
 
 
 def test_a_run_that_goes_on_at_its_start_is_not_evaluated_twice(tmp_path: Path) -> None:
-    position = make_state(0, version=1, prompts=PromptCursor(epoch=0, position=0, digest="d")).position
+    position = make_state(
+        0, version=1, selection=SelectorState(prompts=PromptCursor(epoch=0, position=0, digest="d"))
+    ).position
     stage = lead(Stage(), tmp_path, steps=2, evals={"every": 1}, position=position)
     assert sorted(stage.logged) == [1, 2]
 
@@ -175,7 +177,9 @@ def test_signals_are_requests_once_there_is_something_to_save() -> None:
 
 def test_a_run_goes_on_behind_its_checkpoint(tmp_path: Path) -> None:
     cursor = PromptCursor(epoch=0, position=3, digest="d")
-    position = make_state(3, version=3, prompts=cursor, accuracies=(0.4,), nonfinite=1).position
+    position = make_state(
+        3, version=3, selection=SelectorState(prompts=cursor), accuracies=(0.4,), nonfinite=1
+    ).position
     stage = lead(Stage(finite=[False]), tmp_path, steps=5, position=position, max_nonfinite_steps=3)
     assert stage.said[:3] == ["sync 3", "draw step-4", "train 4"], "the engines get the checkpoint's weights first"
     assert sorted(stage.logged) == [4, 5] and stage.cursor.position == 5

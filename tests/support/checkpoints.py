@@ -4,14 +4,16 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.records.manifest import Manifest, files_of, record_of, write_manifest, write_synced
-from megatron_rl.records.run_state import NAME, Position, PromptCursor, RunState, encode_state
+from megatron_rl.records.run_state import NAME, Position, PromptCursor, RunState, SelectorState, encode_state
 from megatron_rl.records.shelf import Shelf
 
 
 def make_state(step: int, settings: dict[str, Any] | None = None, **position: Any) -> RunState:
     cursor = PromptCursor(epoch=0, position=16 * step, digest="d")
     return RunState(
-        position=Position(**({"step": step, "version": step, "synced": True, "prompts": cursor} | position)),
+        position=Position(
+            **({"step": step, "version": step, "synced": True, "selection": SelectorState(prompts=cursor)} | position)
+        ),
         optimizer_steps=2 * step,
         world_size=1,
         settings=settings or {},

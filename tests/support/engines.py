@@ -19,6 +19,7 @@ from sglang_bridge.keys import RunKeys, create_keys
 from sglang_bridge.lifeline import Lifeline
 from sglang_bridge.server import ManagedEngine
 from sglang_bridge.settings import ServerPlace, ServerSettings
+from support.selection import Given
 
 ONLY_RANK = RankLayout(
     rank=0, world_size=1, local_rank=0, local_world_size=1, node=0, num_nodes=1, dp_rank=0, dp_size=1, tp_rank=0,
@@ -60,5 +61,11 @@ def draw_rollouts(configuration: Configuration, prompts: Sequence[Prompt], direc
     with open_engines(configuration, shape, ONLY_RANK, RunDirectory(directory)) as engines:
         connected = engines.connect()
         assert connected is not None
-        stage = RolloutStage(connected.queue, configuration.rollout, shape.eos_token_ids, engines.check)
-        return [read_rollout(ref) for group in stage.draw("t", prompts).groups for ref in group.rollouts]
+        stage = RolloutStage(
+            connected.queue,
+            configuration.rollout,
+            Given(prompts, configuration.rollout.samples_per_prompt),
+            shape.eos_token_ids,
+            engines.check,
+        )
+        return [read_rollout(ref) for group in stage.draw(1).groups for ref in group.rollouts]

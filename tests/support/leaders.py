@@ -16,14 +16,13 @@ from megatron_rl.config.schema import (
 )
 from megatron_rl.contracts.commands import Command, Save, Sync, Train
 from megatron_rl.contracts.group import Group
-from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.credit.assign import Credit
 from megatron_rl.planning.step_plan import Planner
 from megatron_rl.records.metric_sums import MetricSums
 from megatron_rl.records.progress import Progress
 from megatron_rl.records.records import Records
 from megatron_rl.records.run_directory import RunDirectory
-from megatron_rl.records.run_state import Position, PromptCursor
+from megatron_rl.records.run_state import Position, PromptCursor, SelectorState
 from megatron_rl.rollouts.batch import RolloutBatch
 from megatron_rl.rollouts.evaluation import Accuracy
 from megatron_rl.run.keeper import Keeper
@@ -56,21 +55,21 @@ class Stage:
         self._finite, self._accuracies = iter(finite), iter(accuracies)
         self._groups = tuple(groups) or (group(1.0, 0.0, name="g"),)
 
-    def seek(self, cursor: PromptCursor) -> None:
-        self.cursor = cursor
+    def state(self) -> SelectorState:
+        return SelectorState(prompts=self.cursor)
+
+    def restore(self, state: SelectorState) -> None:
+        self.cursor = state.prompts
 
     def go_on(self, version: int | None, *, synced: bool) -> None:
         assert version is not None and synced
         self.version = version - 1
 
-    def take(self, count: int) -> list[Prompt]:
-        self.cursor = msgspec.structs.replace(self.cursor, position=self.cursor.position + count)
-        return [Prompt(id=str(i), token_ids=(1,), answer="1", task="t") for i in range(count)]
-
-    def draw(self, label: str, prompts: Sequence[Prompt]) -> RolloutBatch:
-        self.said.append(f"draw {label}")
-        self._on_draw(int(label.rpartition("-")[2]))
-        return RolloutBatch(self._groups, 8)
+    def draw(self, step: int) -> RolloutBatch:
+        self.cursor = msgspec.structs.replace(self.cursor, position=self.cursor.position + 1)
+        self.said.append(f"draw step-{step}")
+        self._on_draw(step)
+        return RolloutBatch(self._groups, 8, delivered=tuple(group.group_id for group in self._groups))
 
     def measure(self, label: str) -> Accuracy:
         self.said.append(f"evaluate {label} at version {self.version}")
@@ -126,7 +125,6 @@ def lead(
 ) -> Stage:
     settings = TrainSettings(total_steps=steps, optimizer_steps_per_batch=1, **train)
     stages = Stages(
-        prompts=stage,  # type: ignore[arg-type]
         rollouts=stage,  # type: ignore[arg-type]
         credit=Credit(GrpoSettings(), seed=0),
         planner=Planner(settings, ParallelSettings(), dp_size=1, seed=0),

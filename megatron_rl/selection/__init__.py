@@ -1,0 +1,1 @@
+"""Which prompts a step asks, and how many rollouts of each."""

@@ -1,0 +1,55 @@
+"""Every prompt in turn, with as many rollouts as every other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megatron_rl.config.schema import RolloutSettings
+from megatron_rl.contracts.group import Group
+from megatron_rl.contracts.prompt import Prompt
+from megatron_rl.prompts.source import PromptSource
+from megatron_rl.records.run_state import SelectorState
+from megatron_rl.selection.selector import Ask, Chosen
+
+
+@dataclass(frozen=True)
+class UniformStep:
+    """One round of `prompts`, and all their groups."""
+
+    prompts: Sequence[Prompt]
+    samples: int
+    _groups: dict[int, Group] = field(default_factory=dict)
+
+    def begin(self) -> list[Ask]:
+        return [Ask(index, prompt, self.samples) for index, prompt in enumerate(self.prompts)]
+
+    def answered(self, index: int, group: Group) -> Ask | None:
+        self._groups[index] = group
+        return None
+
+    def more(self) -> list[Ask]:
+        return []
+
+    def result(self) -> Chosen:
+        return Chosen(tuple(self._groups[index] for index in sorted(self._groups)))
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """`rollout.prompts_per_step` prompts a step, in the source's order; see `Selector`."""
+
+    source: PromptSource
+    settings: RolloutSettings
+
+    def select(self, step: int) -> UniformStep:
+        return UniformStep(self.source.take(self.settings.prompts_per_step), self.settings.samples_per_prompt)
+
+    def state(self) -> SelectorState:
+        return SelectorState(prompts=self.source.cursor)
+
+    def restore(self, state: SelectorState) -> None:
+        self.source.seek(state.prompts)
