@@ -29,8 +29,9 @@ class TooManyRejected(Failure):
 class RolloutBatch:
     """groups: to be credited, in the order of their prompts; stopped, surplus: drawn and left out (see `Chosen`).
 
-    generated_tokens: for all of these. engines_left_out: how many engines were not asked any more at the end, because
-    they failed. delivered: what is to be released. choices: metrics of the selection.
+    generated_tokens: what engines drew in this step. carried_in, carried_out: tokens of groups that the step before
+    drew for this one, and of those that this one drew for the next. engines_left_out: how many engines were not asked
+    any more at the end, because they failed. delivered: what is to be released. choices: metrics of the selection.
     """
 
     groups: tuple[Group, ...]
@@ -38,6 +39,8 @@ class RolloutBatch:
     engines_left_out: int = 0
     stopped: tuple[Group, ...] = ()
     surplus: tuple[Group, ...] = ()
+    carried_in: int = 0
+    carried_out: int = 0
     delivered: tuple[str, ...] = ()
     choices: Mapping[str, float] = field(default_factory=dict)
 
@@ -105,30 +108,35 @@ class RolloutStage:
     selector: Selector
     stop_token_ids: tuple[int, ...]
     idle: Callable[[], None]
+    _parts: dict[str, list[str]] = field(default_factory=dict)  # what each group was delivered as, until it is used
 
     def draw(self, step: int) -> RolloutBatch:
         """Draw and judge one batch. Raises `TooManyRejected`."""
         label, drawn = f"step-{step}", dict[int, Group]()
-        before, delivered = self.queue.generated_tokens, list[str]()
+        before, carried = self.queue.generated_tokens, set(self._parts)
         selection = self.selector.select(step)
         asks = selection.begin()
         while asks:
             asked = self._submit(label, asks)
             for group in self.queue.as_completed(self.idle):
-                delivered.append(group.group_id)
                 index = asked.pop(group.group_id).index
                 drawn[index] = joined(drawn[index], group) if index in drawn else group
+                self._parts.setdefault(drawn[index].group_id, []).append(group.group_id)
                 if (extension := selection.answered(index, drawn[index])) is not None:
                     asked |= self._submit(label, [extension])
             asks = selection.more()
         chosen = selection.result()
+        told = chosen.groups + chosen.stopped + chosen.surplus
+        ended = {group.group_id: self._parts.pop(group.group_id) for group in told}
         batch = RolloutBatch(
             groups=chosen.groups,
             stopped=chosen.stopped,
             surplus=chosen.surplus,
             generated_tokens=self.queue.generated_tokens - before,
             engines_left_out=len(self.queue.engines_left_out),
-            delivered=tuple(delivered),
+            carried_in=sum(tokens_of(group) for group in told if group.group_id in carried),
+            carried_out=sum(tokens_of(group) for group in drawn.values() if group.group_id not in ended),
+            delivered=tuple(part for parts in ended.values() for part in parts),
             choices=selection.metrics(),
         )
         batch.require(label, self.settings.max_rejected_share)
@@ -162,6 +170,11 @@ class RolloutStage:
             ]
         )
         return asked
+
+
+def tokens_of(group: Group) -> int:
+    """What engines drew for it, rejected rollouts included."""
+    return sum(ref.generated for ref in group.rollouts) + sum(group.rejected_tokens.values())
 
 
 def joined(first: Group, rest: Group) -> Group:

@@ -13,7 +13,7 @@ from megatron_rl.records.run_state import SelectorState
 from megatron_rl.selection.selector import Ask, Chosen
 
 
-@dataclass(frozen=True)
+@dataclass
 class UniformStep:
     """One round of `prompts`, and all their groups."""
 

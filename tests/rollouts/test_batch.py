@@ -18,6 +18,7 @@ from megatron_rl.rollouts.messages import EngineLeftOut, GroupDone, GroupRequest
 from megatron_rl.rollouts.queue import RolloutQueue
 from megatron_rl.rollouts.rejections import OwnClassFailed
 from megatron_rl.selection.selector import Ask, Chosen
+from megatron_rl.selection.uniform import UniformStep
 from support.collectors import Peer, done
 from support.rollouts import make_ref, make_rollout
 from support.selection import Given
@@ -48,7 +49,7 @@ def test_groups_come_in_the_order_of_their_prompts_and_are_counted(hub: Hub, pee
     asked: list[GroupRequest] = []
     stage = RolloutStage(RolloutQueue(hub, SETTINGS), SETTINGS, Given(PROMPTS, 2), (1,), answering(peer, answer, asked))
     batch = stage.draw(4)
-    assert list(batch.delivered) == ["step-4-2", "step-4-1", "step-4-0"]
+    assert list(batch.delivered) == ["step-4-0", "step-4-1", "step-4-2"]
     assert [g.group_id for g in batch.groups] == [r.group_id for r in asked] == ["step-4-0", "step-4-1", "step-4-2"]
     assert [r.prompt for r in asked] == PROMPTS
     assert all(r.num_samples == 2 and not r.evaluation for r in asked)
@@ -211,3 +212,32 @@ def test_a_group_that_is_extended_is_one_group_and_a_further_round_is_asked(hub:
     assert [g.group_id for g in batch.stopped + batch.surplus] == ["step-4-1", "step-4-2"]
     metrics = batch.metrics()
     assert (metrics["rollout/samples"], metrics["rollout/rejected"], metrics["select/rounds"]) == (7.0, 1.0, 2.0)
+
+
+@dataclass
+class Keeping(UniformStep):
+    """Keeps its last group for the next step, in which it is the first."""
+
+    kept: tuple[Group, ...] = ()
+
+    def result(self) -> Chosen:
+        *groups, self.left = super().result().groups
+        return Chosen(groups=(*self.kept, *groups))
+
+
+def test_a_group_that_is_kept_for_the_next_step_is_released_there_and_its_tokens_are_told(hub: Hub, peer: Peer) -> None:
+    def answer(request: GroupRequest) -> GroupDone:
+        ref = msgspec.structs.replace(make_ref(make_rollout(2, 3)), generated=3)
+        return done(request.group_id, (ref,), rejected_tokens={"engine": 2})
+
+    steps = [Keeping(PROMPTS, 2)]
+    steps.append(Keeping(PROMPTS, 2))
+    selector = SimpleNamespace(select=lambda step: steps[step])
+    stage = RolloutStage(RolloutQueue(hub, SETTINGS), SETTINGS, selector, (1,), answering(peer, answer, []))  # type: ignore[arg-type]
+    first = stage.draw(0)
+    assert first.delivered == ("step-0-0", "step-0-1")
+    assert (first.carried_in, first.carried_out) == (0, 5)
+    steps[1].kept = (steps[0].left,)
+    second = stage.draw(1)
+    assert second.delivered == ("step-0-2", "step-1-0", "step-1-1")
+    assert (second.carried_in, second.carried_out) == (5, 5)
