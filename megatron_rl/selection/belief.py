@@ -32,15 +32,18 @@ class Beliefs:
     """A row for each prompt that was ever offered; a prompt that was never drawn is believed to be like its stratum.
 
     How many are right is the sum of the scores, each cut to [0, 1]: half of the tests passed is half a right answer.
-    Which groups are mixed, `kind_of` says. A group with fewer than two verdicts says nothing, but was seen.
+    Which groups are mixed, `kind_of` says. A group with fewer than two verdicts says nothing, but was seen. pool: ids
+    that can be offered; rows of others are kept for when they come back.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pool: Collection[str] = ()) -> None:
+        self._pool = frozenset(pool)
         self._rows: dict[str, int] = {}
         self._means = np.zeros(0, np.float32)
         self._variances = np.zeros(0, np.float32)
         self._seen = np.zeros(0, np.int32)  # step of the last group, _NEVER before the first
         self._since = np.zeros(0, np.int32)  # step of the last group; before the first, of the first offer
+        self._aside = np.zeros(0, np.bool_)  # of no prompt of the pool
         self._strata = Strata()
         self._learnt = (0.0, 0.0)  # Σ h e / S and Σ h² / S, discounted: what the shared drift is the quotient of
         self._clock = 0
@@ -61,21 +64,22 @@ class Beliefs:
             row = self._rows[prompt.id] = len(self._rows)
             if row == len(self._means):
                 self._grow(max(64, 2 * row))
-            self._seen[row], self._since[row] = _NEVER, step
+            self._seen[row], self._since[row], self._aside[row] = _NEVER, step, False
         return row
 
     def unseen_for(self, row: int, step: int) -> int:
         """Steps since its last group, or since its first offer."""
         return step - int(self._since[row])
 
-    def oldest(self, prompts: Collection[str], step: int) -> int:
-        """`unseen_for` of the one among `prompts` that has waited longest."""
-        rows = [row for prompt, row in self._rows.items() if prompt in prompts]
-        return step - int(self._since[rows].min()) if rows else 0
+    def oldest(self, step: int) -> int:
+        """`unseen_for` of the prompt of the pool that has waited longest."""
+        since = self._since[: len(self)][~self._aside[: len(self)]]
+        return step - int(since.min()) if len(since) else 0
 
-    def outside(self, prompts: Collection[str]) -> int:
-        """How many rows are of other prompts than these: they are kept for when those come back."""
-        return sum(prompt not in prompts for prompt in self._rows)
+    @property
+    def aside(self) -> int:
+        """How many rows are of prompts that are not in the pool."""
+        return int(self._aside[: len(self)].sum())
 
     def outlook(self, step: int, counts: Sequence[int]) -> Outlook:
         """What to expect of groups of so many rollouts in `step`."""
@@ -138,6 +142,7 @@ class Beliefs:
         self._rows = {prompt: row for row, prompt in enumerate(state.prompts)}
         self._means, self._variances = (np.frombuffer(a, np.float32).copy() for a in (state.means, state.variances))
         self._seen, self._since = (np.frombuffer(array, np.int32).copy() for array in (state.seen, state.since))
+        self._aside = np.array([prompt not in self._pool for prompt in state.prompts], np.bool_)
         self._strata.restore(state.strata)
         self._learnt, self._clock = state.drift, state.clock
 
@@ -145,7 +150,7 @@ class Beliefs:
         more = size - len(self._means)
         self._means, self._variances = (np.pad(array, (0, more)) for array in (self._means, self._variances))
         self._seen = np.pad(self._seen, (0, more), constant_values=_NEVER)
-        self._since = np.pad(self._since, (0, more))
+        self._since, self._aside = np.pad(self._since, (0, more)), np.pad(self._aside, (0, more))
 
     def _learn_drift(
         self, step: int, again: Floats, means: Floats, steps: Floats, seen: Floats, variances: Floats
