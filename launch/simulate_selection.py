@@ -4,10 +4,12 @@
     python launch/simulate_selection.py --drift 2
     python launch/simulate_selection.py --small    # seconds
 
-6,000 prompts in five tags have logits of their pass rates around -5, -2.5, 0, 2.5 and 5 (standard deviation 2.5), which drift
-by 0.004 +- 0.03 a step whatever is trained. A step wants 128 mixed groups of 8; a right response has 3,000 tokens, a
-wrong one 7,000. 300 steps, four seeds; all but "first 100" is from after step 100. Newly solvable: began at most at 2 %
-and passed 10 %; the share that was drawn within 60 steps.
+6,000 prompts in five tags have logits of their pass rates around -5, -2.5, 0, 2.5 and 5 (standard deviation 2.5). They
+drift by 0.004 +- 0.03 a step whatever is trained, or twice that with --drift 2. A step wants 128 mixed groups of 8; a
+right response has 3,000 tokens, a wrong one 7,000. 300 steps, four seeds; all but "first 100" and "unseen > 150" is
+from after step 100. Newly seen: of the prompts that began at 2 % at most and passed 10 %, those drawn within 60 steps.
+Unseen > 150: the share of prompts that were not drawn for more than 150 steps. Of uniform, of cut: tokens per mixed
+group as a share of theirs.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import mean
 
 import numpy as np
@@ -37,7 +39,18 @@ VARIANTS: Mapping[str, SelectionSettings] = {
     "belief, no probe": SelectionSettings(name="belief", probe=0),
     "belief": SelectionSettings(name="belief"),
 }
-COLUMNS = ("rollouts/mixed", "ktok/mixed", "of uniform", "of cut", "first 100", "newly seen", "unseen > 150", "rounds")
+COLUMNS = (
+    "rollouts/mixed",
+    "ktok/mixed",
+    "of uniform",
+    "of cut",
+    "first 100",
+    "newly seen",
+    "unseen > 150",
+    "rounds",
+    "weight ESS",
+)
+UNIFORM, CUT = "uniform", "oversample, surplus cut"
 TAGS = (-5.0, -2.5, 0.0, 2.5, 5.0)
 TOKENS = {True: 3000, False: 7000}
 SOON, LONG = 60, 150
@@ -55,7 +68,7 @@ class Size:
     seeds: int = 4
 
 
-SMALL = Size(prompts=1500, wanted=32, steps=160, warm=60, seeds=1)
+SMALL = Size(prompts=2400, wanted=48, steps=200, warm=100, seeds=1)
 
 
 class World:
@@ -138,27 +151,62 @@ def simulate(settings: SelectionSettings, size: Size, seed: int, drift: float) -
     """One run of one variant."""
     world = World(size, seed, drift)
     source = PromptSource(world.prompts, world.prompts[:1], DataSettings(source="column_addition", seed=seed))
-    rollout = RolloutSettings(
-        max_new_tokens=8192, prompts_per_step=size.wanted, samples_per_prompt=size.samples
-    )
+    rollout = RolloutSettings(max_new_tokens=8192, prompts_per_step=size.wanted, samples_per_prompt=size.samples)
     selector = open_selector(source, rollout, settings, seed=seed)
-    early, late, unseen = Tally(), Tally(), []
-    predicted = {}
+    early, late, unseen, weights = Tally(), Tally(), list[float](), list[float]()
     for step in range(1, size.steps + 1):
         world.go_on(step)
         selection = selector.select(step)
         groups, rounds = play(selection, world, step)
         (early if step <= size.warm else late).note(list(groups.values()), selection.result(), rounds)
-        predicted = selection.metrics()
+        weights.append(selection.metrics().get("select/weight_ess", 1.0))
         if step > LONG:
             unseen.append(float(np.mean(step - world.last > LONG)))
     told = (world.solvable_at > size.warm) & (world.solvable_at <= size.steps - SOON)
     return {
         "rollouts/mixed": late.rollouts / late.mixed,
         "ktok/mixed": late.tokens / late.mixed / 1000,
-        "mixed": late.mixed / late.steps,
         "first 100": early.rollouts / early.mixed,
         "newly seen": float(world.met_soon[told].mean()) if told.any() else float("nan"),
         "unseen > 150": mean(unseen) if unseen else float("nan"),
         "rounds": late.rounds / late.steps,
-    } | predicted
+        "weight ESS": mean(weights[size.warm :]),
+    }
+
+
+def compare(size: Size, drift: float, variants: Sequence[str] = tuple(VARIANTS)) -> dict[str, dict[str, float]]:
+    """The columns of every variant: means over the seeds, and its tokens as a share of uniform's and of cutting's."""
+    results: dict[str, dict[str, float]] = {}
+    for name in variants:
+        runs = [simulate(VARIANTS[name], size, seed, drift) for seed in range(size.seeds)]
+        results[name] = {column: mean(run[column] for run in runs) for column in runs[0]}
+    for result in results.values():
+        for column, other in (("of uniform", UNIFORM), ("of cut", CUT)):
+            result[column] = result["ktok/mixed"] / results[other]["ktok/mixed"]
+    return results
+
+
+def table(results: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
+    """The lines of a Markdown table."""
+    yield "| | " + " | ".join(COLUMNS) + " |"
+    yield "|---" * (len(COLUMNS) + 1) + "|"
+    for name, result in results.items():
+        yield f"| {name} | " + " | ".join(f"{result[column]:.3g}" for column in COLUMNS) + " |"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table and return the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--small", action="store_true", help="2,400 prompts, 48 groups a step, 200 steps, one seed")
+    parser.add_argument("--drift", type=float, default=1.0, help="how fast pass rates change; 1: as above")
+    asked = parser.parse_args(arguments)
+    if not 0 <= asked.drift <= 100:
+        parser.error("--drift must be from 0 to 100")
+    print("\n".join(table(compare(SMALL if asked.small else Size(), asked.drift))))
+    return ExitCode.OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

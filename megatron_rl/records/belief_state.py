@@ -8,9 +8,9 @@ import msgspec
 class BeliefState(msgspec.Struct, frozen=True, kw_only=True):
     """prompts: ids, in the order of the rows of the arrays.
 
-    means, variances: float32 [n]. seen, since: int32 [n]. strata: (source, tag, its moments), those of all together first. drift: the
-    two sums that the shared drift is the quotient of. clock: the last step. window: (predicted, observed, groups) of
-    the last steps.
+    means, variances: float32 [n]. seen, since: int32 [n]. strata: (source, tag, its moments), those of all together
+    first. drift: the two sums that the shared drift is the quotient of. clock: the last step. window: (predicted,
+    observed, groups) of the last steps.
     """
 
     prompts: tuple[str, ...]

@@ -13,6 +13,7 @@ import numpy as np
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.credit.kinds import Kind, kind_of
+from megatron_rl.prompts.question import PromptDataError
 from megatron_rl.records.belief_state import BeliefState
 from megatron_rl.selection.arcsine import WIDEST, Floats, chance_of_mixed, observation, predicted, updated
 from megatron_rl.selection.strata import Strata, Stratum, stratum_of
@@ -97,7 +98,7 @@ class Beliefs:
         rows = np.array([self.row(group.prompt, step) for group in groups], np.intp)
         first = self._seen[rows] == _NEVER
         before = np.stack([self._means[rows], self._variances[rows]]).astype(np.float64)
-        for place in np.flatnonzero(first):
+        for place in np.flatnonzero(first).tolist():
             before[:, place] = self.prior(stratum_of(groups[place].prompt))
         steps = np.where(first, 0, step - self._seen[rows]).astype(np.float64)
         means, variances = predicted(before[0], before[1], steps, self.drift)
@@ -109,7 +110,7 @@ class Beliefs:
         seen, noise = observation(right, np.maximum(samples, 1), mixed)
         self._learn_drift(step, told & ~first, before[0], steps, seen, variances + noise)
         self._strata.fade(step - self._clock)
-        for place in np.flatnonzero(first & told):
+        for place in np.flatnonzero(first & told).tolist():
             self._strata.add(stratum_of(groups[place].prompt), float(seen[place]), float(noise[place]))
         after = updated(means, variances, seen, noise)
         self._means[rows] = np.where(told, after[0], means)
@@ -138,7 +139,10 @@ class Beliefs:
         )
 
     def restore(self, state: BeliefState) -> None:
-        """Forget all, and believe what was saved."""
+        """Forget all, and believe what was saved. Raises `PromptDataError` where that is damaged."""
+        arrays = (state.means, state.variances, state.seen, state.since)
+        if any(len(array) != 4 * len(state.prompts) for array in arrays) or not state.strata:
+            raise PromptDataError("run.resume: the checkpoint's beliefs are damaged. Give another checkpoint")
         self._rows = {prompt: row for row, prompt in enumerate(state.prompts)}
         self._means, self._variances = (np.frombuffer(a, np.float32).copy() for a in (state.means, state.variances))
         self._seen, self._since = (np.frombuffer(array, np.int32).copy() for array in (state.seen, state.since))

@@ -28,12 +28,12 @@ _PASSES = 8  # over all prompts in one step: one that cannot be filled ends
 
 @dataclass
 class _Asked:
-    """One prompt of a step. samples: its rollouts so far; chance: of a mixed group of the first that were asked."""
+    """One prompt of a step. first: rollouts asked of it first; chance: that those are mixed; samples: asked so far."""
 
     prompt: Prompt
-    samples: int
+    first: int
     chance: float
-    probe: bool
+    samples: int
     rescued: bool = False
     group: Group | None = None
     kind: Kind | None = None
@@ -43,6 +43,12 @@ class _Asked:
         return self.kind is Kind.MIXED
 
 
+def first_counts(settings: SelectionSettings, full: int) -> tuple[int, int, int]:
+    """Rollouts asked first: of a prompt that is believed to give a mixed group, may give one, and hardly gives one."""
+    probe = settings.probe or full
+    return full, probe, max(2, probe // 2) if probe < full else full
+
+
 class BeliefSelector:
     """See `Selector` and docs/selection.md. seed: of the coins."""
 
@@ -50,7 +56,7 @@ class BeliefSelector:
         self, source: PromptSource, rollout: RolloutSettings, settings: SelectionSettings, *, seed: int
     ) -> None:
         self.source, self.rollout, self.settings, self.seed = source, rollout, settings, seed
-        self.beliefs = Beliefs(prompt.id for prompt in source.train)
+        self.beliefs = Beliefs([prompt.id for prompt in source.train])
         self.calibration = Calibration()
 
     def select(self, step: int) -> BeliefStep:
@@ -89,20 +95,20 @@ class BeliefStep:
         settings, rollout = self.selector.settings, self.selector.rollout
         self._full = rollout.samples_per_prompt
         self._wanted = rollout.prompts_per_step
-        self._probe = settings.probe or self._full
-        self._outlook = self.selector.beliefs.outlook(self.step, (self._full, self._probe))
+        self._counts = first_counts(settings, self._full)
+        self._outlook = self.selector.beliefs.outlook(self.step, self._counts)
 
     def begin(self) -> list[Ask]:
         asks = self._round(self._wanted)
         if not asks and (offered := self.selector.source.offer(self._ids)) is not None:
-            self._ask(_Asked(offered[0], self._full, 0.0, False))  # a step asks something, whatever is believed
+            self._ask(_Asked(offered[0], self._full, 0.0, self._full))  # a step asks something, whatever is believed
             return [Ask(0, offered[0], self._full)]
         return asks
 
     def answered(self, index: int, group: Group) -> Ask | None:
         asked = self._asked[index]
         asked.group, asked.kind = group, kind_of(group)
-        return self._extension(index) if asked.probe and asked.samples < self._full and asked.mixed else None
+        return self._extension(index) if asked.samples < self._full and asked.mixed else None
 
     def more(self) -> list[Ask]:
         mixed = sum(asked.mixed for asked in self._asked)
@@ -127,8 +133,8 @@ class BeliefStep:
 
         A probe counts in full until it is answered, so that the budget holds whatever comes back.
         """
-        settings, source, first, expected = self.selector.settings, self.selector.source, len(self._asked), 0.0
-        left = settings.budget * self._wanted * self._full - sum(asked.samples for asked in self._asked)
+        source, first, expected = self.selector.source, len(self._asked), 0.0
+        left = self._left()
         while expected < wanted and left >= self._full and self._offered < _PASSES * len(source.train):
             offered = source.offer(self._ids)
             if offered is None:
@@ -142,6 +148,11 @@ class BeliefStep:
         self._rounds += bool(asks)
         return sorted(asks, key=lambda ask: ask.samples)
 
+    def _left(self) -> float:
+        """Rollouts that the step's budget still has."""
+        asked = sum(asked.samples for asked in self._asked)
+        return self.selector.settings.budget * self._wanted * self._full - asked
+
     def _ask(self, asked: _Asked) -> None:
         self._ids.add(asked.prompt.id)
         self._asked.append(asked)
@@ -150,13 +161,14 @@ class BeliefStep:
         """What to ask of an offered prompt, if anything."""
         selector = self.selector
         row = selector.beliefs.row(prompt, self.step)
-        full, probed = self._outlook.of(prompt, row)
-        taken = acceptance(full, selector.beliefs.unseen_for(row, self.step), selector.settings)
+        chances = self._outlook.of(prompt, row)
+        taken = acceptance(chances[0], selector.beliefs.unseen_for(row, self.step), selector.settings)
         if coin(selector.seed, epoch, prompt.id) >= taken:
             return None
         self._accepted += taken
-        probe = self._probe < self._full and full < selector.settings.target
-        return _Asked(prompt, self._probe if probe else self._full, probed if probe else full, probe)
+        target = selector.settings.target
+        which = 0 if chances[0] >= target else 1 if chances[0] >= target / 2 else 2
+        return _Asked(prompt, self._counts[which], chances[which], self._counts[which])
 
     def _extension(self, index: int) -> Ask:
         asked = self._asked[index]
@@ -166,17 +178,18 @@ class BeliefStep:
     def _rescues(self) -> Iterable[Ask]:
         """All-wrong probes that are drawn in full all the same, as far as their budget goes."""
         budget = self.selector.settings.rescue_budget * self._wanted * self._full
-        left = budget - sum(self._full - self._probe for asked in self._asked if asked.rescued)
+        spent = sum(self._full - asked.first for asked in self._asked if asked.rescued)
+        left = min(budget - spent, self._left())
         for index, asked in enumerate(self._asked):
-            if asked.samples < self._full and asked.kind is Kind.FLAT_WRONG and left >= self._full - self._probe:
+            if asked.samples < self._full and asked.kind is Kind.FLAT_WRONG and left >= self._full - asked.first:
                 asked.rescued = True
-                left -= self._full - self._probe
+                left -= self._full - asked.first
                 yield self._extension(index)
 
     def _weighed(self, asked: _Asked, group: Group) -> Group:
-        if not asked.probe or asked.rescued or not asked.mixed:
+        if asked.first == self._full or asked.rescued or not asked.mixed:
             return group
-        return msgspec.structs.replace(group, weight=extension_weight(group, self._probe))
+        return msgspec.structs.replace(group, weight=extension_weight(group, asked.first))
 
     def _note(self, groups: tuple[Group, ...]) -> None:
         """groups: those to be credited."""
@@ -184,7 +197,10 @@ class BeliefStep:
         # A rescue turned a probe that was flat into something else: it counts as what it was.
         seen = sum(asked.mixed and not asked.rescued for asked in told)
         self.selector.calibration.add(sum(asked.chance for asked in told), seen, len(told))
-        mixed, probes = [g for g in groups if kind_of(g) is Kind.MIXED], [a for a in self._asked if a.probe]
+        mixed, probes = (
+            [g for g in groups if kind_of(g) is Kind.MIXED],
+            [a for a in self._asked if a.first < self._full],
+        )
         beliefs, count = self.selector.beliefs, max(len(self._asked), 1)
         missing = self._wanted - len(mixed)
         self._metrics = self.selector.calibration.metrics() | {

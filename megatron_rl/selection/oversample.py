@@ -1,4 +1,4 @@
-"""Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): full groups of every prompt in turn until enough are mixed."""
+"""Dynamic sampling (DAPO, arXiv 2503.14476, 3.2): full groups of every prompt in turn until enough are mixed."""
 
 from __future__ import annotations
 

@@ -25,9 +25,9 @@ def pilot_mixed_probability(scores: Sequence[float], pilot: int) -> float:
 def extension_weight(group: Group, probe: int) -> float:
     """What an extended group's advantages are multiplied by: 1 / P(pilot mixed | its scores), at most N / n0.
 
-    Of the verdicts alone: where `probe` rollouts gave fewer of them, the pilot is those. Then the expected gradient over
-    all probes of a prompt is that of full groups, for every advantage that vanishes where all scores are equal: the
-    order of a group's rollouts says nothing of their scores, so each choice of a pilot was as likely as this one.
+    Of the verdicts alone: where `probe` rollouts gave fewer of them, the pilot is those. The order of rollouts says
+    nothing of their scores, so every choice of a pilot was as likely as this one, and the expected gradient over
+    all probes of a prompt is that of full groups, for every advantage that vanishes where all scores are equal.
     """
     scores = [r.verdict.correctness for r in group.judged if r.verdict.correctness is not None]
     pilot = sum(r.sample_index < probe for r in group.judged if r.verdict.correctness is not None)
