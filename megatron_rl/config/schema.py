@@ -207,6 +207,23 @@ class RolloutSettings(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SelectionSettings(Section):
+    """Which prompts a step asks, and how many rollouts of each. See docs/selection.md."""
+
+    name: Literal["uniform", "oversample", "belief"] = "uniform"
+    # Rollouts of a step at most, in multiples of rollout.prompts_per_step x rollout.samples_per_prompt
+    budget: Annotated[float, Ge(1), Le(10**4)] = 4.0
+    enough: Annotated[float, Gt(0), Le(1)] = 0.9  # belief: of prompts_per_step mixed groups; no further round is asked
+    floor: Annotated[float, Gt(0), Le(1)] = 0.02  # belief: a prompt is taken at least so often when it is offered
+    age: Positive = 100  # belief: steps after which a prompt that was not drawn is taken every other time
+    target: Annotated[float, Gt(0), Le(1)] = 0.75  # belief: chance of a mixed group that is taken at once, in full
+    power: Annotated[float, Ge(0), Le(100)] = 6.0  # belief: others are taken with (chance / target)^power
+    probe: Whole = 4  # belief: rollouts of the others, extended when they are mixed; 0: all rollouts at once
+    rescue_budget: NotNegative = 0.0  # belief: as budget, for all-wrong probes; above 0 it changes the objective
+    surplus: Literal["cut", "keep"] = "cut"  # oversample: mixed groups beyond prompts_per_step; keep: for the next step
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizerSettings(Section):
     """AdamW and its schedule, counted in optimizer steps."""
 
@@ -299,6 +316,7 @@ class Configuration(Section):
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     logger: LoggerSettings = field(default_factory=LoggerSettings)
     rollout: RolloutSettings
+    selection: SelectionSettings = field(default_factory=SelectionSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     train: TrainSettings
     eval: EvalSettings = field(default_factory=EvalSettings)

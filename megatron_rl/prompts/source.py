@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from megatron_rl.config.schema import DataSettings
@@ -55,27 +55,40 @@ class PromptSource:
         self._position = 0
         self._order = self._epoch_order()
         self._put_off: deque[int] = deque()
+        self._repeated: list[int] = []
 
     def take(self, n: int) -> list[Prompt]:
         """The next `n` training prompts, all different, across the ends of epochs."""
         self.require(n)
-        taken: dict[int, None] = {}
-        repeated: list[int] = []
+        self.begin_step()
+        taken: dict[str, Prompt] = {}
         while len(taken) < n:
-            index = self._next_index()
-            if index in taken:
-                repeated.append(index)
-            else:
-                taken[index] = None
-        self._put_off.extendleft(reversed(repeated))
-        return [self.train[i] for i in taken]
+            offered = self.offer(taken)
+            assert offered is not None, "there are n different ones"
+            taken[offered[0].id] = offered[0]
+        return list(taken.values())
+
+    def begin_step(self) -> None:
+        """What the step before could not ask twice comes first."""
+        self._put_off.extendleft(reversed(self._repeated))
+        self._repeated = []
+
+    def offer(self, asked: Collection[str]) -> tuple[Prompt, int] | None:
+        """The next training prompt, and its epoch: each is offered once per epoch, across the ends of epochs.
+
+        asked: ids that this step has asked; their prompts are put off to the next step. None: it has asked all.
+        """
+        if len(asked) >= len(self.train):
+            return None
+        while self.train[index := self._next_index()].id in asked:
+            self._repeated.append(index)
+        return self.train[index], self._epoch
 
     @property
     def cursor(self) -> PromptCursor:
-        """What was taken so far."""
-        return PromptCursor(
-            epoch=self._epoch, position=self._position, put_off=tuple(self._put_off), digest=self._digest()
-        )
+        """What was offered so far."""
+        put_off = (*self._repeated, *self._put_off)
+        return PromptCursor(epoch=self._epoch, position=self._position, put_off=put_off, digest=self._digest())
 
     def seek(self, cursor: PromptCursor) -> None:
         """Go on behind what a run before had taken. Raises `PromptDataError` where that run had other prompts."""
@@ -85,7 +98,7 @@ class PromptSource:
                 "the same data.* and the same files, or start another run"
             )
         self._epoch, self._position = cursor.epoch, cursor.position
-        self._put_off = deque(cursor.put_off)
+        self._put_off, self._repeated = deque(cursor.put_off), []
         self._order = self._epoch_order()
 
     def require(self, n: int) -> None:

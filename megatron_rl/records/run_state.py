@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from megatron_rl.contracts.numbers import Count
+from megatron_rl.records.belief_state import BeliefState
 
 NAME = "state.json"
 _FORMAT = 1
@@ -23,9 +24,10 @@ class PromptCursor(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SelectorState(msgspec.Struct, frozen=True, kw_only=True):
-    """What chooses a step's prompts, between two steps."""
+    """What chooses a step's prompts, between two steps. beliefs: of selection.name=belief."""
 
     prompts: PromptCursor
+    beliefs: BeliefState | None = None
 
 
 class Position(msgspec.Struct, frozen=True, kw_only=True):

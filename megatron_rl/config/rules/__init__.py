@@ -9,6 +9,7 @@ from megatron_rl.config.facts import LaunchFacts
 from megatron_rl.config.rules.grid import check_grid, check_split
 from megatron_rl.config.rules.machine import check_engine, check_fit, check_ranks, check_run, check_spec
 from megatron_rl.config.rules.method import check_data, check_environment, check_method
+from megatron_rl.config.rules.selection import check_selection
 from megatron_rl.config.rules.state import check_mode, check_resume
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.refusal import Refusal
@@ -22,6 +23,7 @@ def broken_rules(c: Configuration, facts: LaunchFacts, given: Collection[str]) -
     shape, problems = inspect_checkpoint(c.model.path, weights=c.model.init == "checkpoint")
     broken = [("model.path", problem.rule, problem.remedy) for problem in problems]
     broken += [*check_method(c), *check_data(c, given), *check_environment(c), *check_mode(c), *check_resume(c)]
+    broken += check_selection(c, given)
     broken += check_engine(c.engine, facts) if c.mode != "train_only" else ()
     broken += [*check_spec(c.model, facts), *check_grid(c.parallel, facts), *check_ranks(c), *check_run(c.run)]
     if shape is not None:

@@ -1,0 +1,185 @@
+"""What a run believes of each prompt's pass rate, by prompt id.
+
+Invariant: beliefs that were saved and restored go on bit for bit
+(tests/selection/test_belief.py::test_restored_beliefs_go_on_bit_for_bit).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from megatron_rl.contracts.group import Group
+from megatron_rl.contracts.prompt import Prompt
+from megatron_rl.credit.kinds import Kind, kind_of
+from megatron_rl.prompts.question import PromptDataError
+from megatron_rl.records.belief_state import BeliefState
+from megatron_rl.selection.arcsine import WIDEST, Floats, chance_of_mixed, observation, predicted, updated
+from megatron_rl.selection.strata import Strata, Stratum, stratum_of
+
+_NEVER = -1
+_KEPT = 0.98  # of the weight, per step, of what the shared drift was learnt from
+_NO_DRIFT = 2.5e5  # the weight of there being none: a deviation of 0.002 rad a step
+_FASTEST = 0.02  # rad a step
+
+
+def scores_of(group: Group) -> list[float]:
+    """The raw correctness of the rollouts with a verdict."""
+    return [r.verdict.correctness for r in group.judged if r.verdict.correctness is not None]
+
+
+class Beliefs:
+    """A row for each prompt that was ever offered; a prompt that was never drawn is believed to be like its stratum.
+
+    How many are right is the sum of the scores, each cut to [0, 1]: half of the tests passed is half a right answer.
+    Which groups are mixed, `kind_of` says. A group with fewer than two verdicts says nothing, but was seen. pool: ids
+    that can be offered; rows of others are kept for when they come back.
+    """
+
+    def __init__(self, pool: Collection[str] = ()) -> None:
+        self._pool = frozenset(pool)
+        self._rows: dict[str, int] = {}
+        self._means = np.zeros(0, np.float32)
+        self._variances = np.zeros(0, np.float32)
+        self._seen = np.zeros(0, np.int32)  # step of the last group, _NEVER before the first
+        self._since = np.zeros(0, np.int32)  # step of the last group; before the first, of the first offer
+        self._aside = np.zeros(0, np.bool_)  # of no prompt of the pool
+        self._strata = Strata()
+        self._learnt = (0.0, 0.0)  # Σ h e / S and Σ h² / S, discounted: what the shared drift is the quotient of
+        self._clock = 0
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def drift(self) -> float:
+        """v, in rad a step: the weighted regression of z − μ on h = Δt sin 2μ, with weights 1 / (V + R)."""
+        moved, weight = self._learnt
+        return float(np.clip(moved / (weight + _NO_DRIFT), -_FASTEST, _FASTEST))
+
+    def row(self, prompt: Prompt, step: int) -> int:
+        """Its row; a prompt without one gets one, offered first in `step`."""
+        row = self._rows.get(prompt.id)
+        if row is None:
+            row = self._rows[prompt.id] = len(self._rows)
+            if row == len(self._means):
+                self._grow(max(64, 2 * row))
+            self._seen[row], self._since[row], self._aside[row] = _NEVER, step, False
+        return row
+
+    def unseen_for(self, row: int, step: int) -> int:
+        """Steps since its last group, or since its first offer."""
+        return step - int(self._since[row])
+
+    def oldest(self, step: int) -> int:
+        """`unseen_for` of the prompt of the pool that has waited longest."""
+        since = self._since[: len(self)][~self._aside[: len(self)]]
+        return step - int(since.min()) if len(since) else 0
+
+    @property
+    def aside(self) -> int:
+        """How many rows are of prompts that are not in the pool."""
+        return int(self._aside[: len(self)].sum())
+
+    def outlook(self, step: int, counts: Sequence[int]) -> Outlook:
+        """What to expect of groups of so many rollouts in `step`."""
+        steps = np.maximum(step - self._seen, 0).astype(np.float64)
+        now = predicted(self._means.astype(np.float64), self._variances.astype(np.float64), steps, self.drift)
+        known = self._seen != _NEVER
+        return Outlook(self, known, np.stack([chance_of_mixed(*now, n) for n in counts]), tuple(counts))
+
+    def prior(self, stratum: Stratum) -> tuple[float, float]:
+        """Mean and variance of ψ of what was never drawn."""
+        return self._strata.prior(stratum)
+
+    def observe(self, step: int, groups: Sequence[Group]) -> None:
+        """Learn from a step's groups, at most one of each prompt, in an order that no arrival decides."""
+        rows = np.array([self.row(group.prompt, step) for group in groups], np.intp)
+        first = self._seen[rows] == _NEVER
+        before = np.stack([self._means[rows], self._variances[rows]]).astype(np.float64)
+        for place in np.flatnonzero(first).tolist():
+            before[:, place] = self.prior(stratum_of(groups[place].prompt))
+        steps = np.where(first, 0, step - self._seen[rows]).astype(np.float64)
+        means, variances = predicted(before[0], before[1], steps, self.drift)
+        kinds = [kind_of(group) for group in groups]
+        told = np.array([kind is not Kind.TOO_FEW_VERDICTS for kind in kinds], np.bool_)
+        scores = [np.clip(scores_of(group), 0.0, 1.0) for group in groups]
+        right, samples = (np.array([f(s) for s in scores], np.float64) for f in (np.sum, len))
+        mixed = np.array([kind is Kind.MIXED for kind in kinds], np.bool_)
+        seen, noise = observation(right, np.maximum(samples, 1), mixed)
+        self._learn_drift(step, told & ~first, before[0], steps, seen, variances + noise)
+        self._strata.fade(step - self._clock)
+        for place in np.flatnonzero(first & told).tolist():
+            self._strata.add(stratum_of(groups[place].prompt), float(seen[place]), float(noise[place]))
+        after = updated(means, variances, seen, noise)
+        self._means[rows] = np.where(told, after[0], means)
+        self._variances[rows] = np.where(told, after[1], variances)
+        self._seen[rows] = self._since[rows] = step
+        self._clock = step
+
+    def widen(self) -> None:
+        """All lose their certainty."""
+        self._variances[:] = WIDEST
+
+    def state(self, window: Sequence[tuple[float, float, float]] = ()) -> BeliefState:
+        count = len(self)
+        arrays = (self._means, self._variances, self._seen, self._since)
+        means, variances, seen, since = (array[:count].tobytes() for array in arrays)
+        return BeliefState(
+            prompts=tuple(self._rows),
+            means=means,
+            variances=variances,
+            seen=seen,
+            since=since,
+            strata=self._strata.state(),
+            drift=self._learnt,
+            clock=self._clock,
+            window=tuple(window),
+        )
+
+    def restore(self, state: BeliefState) -> None:
+        """Forget all, and believe what was saved. Raises `PromptDataError` where that is damaged."""
+        arrays = (state.means, state.variances, state.seen, state.since)
+        if any(len(array) != 4 * len(state.prompts) for array in arrays) or not state.strata:
+            raise PromptDataError("run.resume: the checkpoint's beliefs are damaged. Give another checkpoint")
+        self._rows = {prompt: row for row, prompt in enumerate(state.prompts)}
+        self._means, self._variances = (np.frombuffer(a, np.float32).copy() for a in (state.means, state.variances))
+        self._seen, self._since = (np.frombuffer(array, np.int32).copy() for array in (state.seen, state.since))
+        self._aside = np.array([prompt not in self._pool for prompt in state.prompts], np.bool_)
+        self._strata.restore(state.strata)
+        self._learnt, self._clock = state.drift, state.clock
+
+    def _grow(self, size: int) -> None:
+        more = size - len(self._means)
+        self._means, self._variances = (np.pad(array, (0, more)) for array in (self._means, self._variances))
+        self._seen = np.pad(self._seen, (0, more), constant_values=_NEVER)
+        self._since, self._aside = np.pad(self._since, (0, more)), np.pad(self._aside, (0, more))
+
+    def _learn_drift(
+        self, step: int, again: Floats, means: Floats, steps: Floats, seen: Floats, variances: Floats
+    ) -> None:
+        """again: which were seen before; means: of that time; variances: of what is seen, V + R."""
+        kept = _KEPT ** (step - self._clock)
+        slope = np.where(again, steps * np.sin(2 * means), 0.0)
+        moved, weight = self._learnt
+        moved = kept * moved + float(np.sum(slope * (seen - means) / variances))
+        self._learnt = (moved, kept * weight + float(np.sum(slope * slope / variances)))
+
+
+class Outlook:
+    """Of one step: the chance of a mixed group, by prompt and number of rollouts."""
+
+    def __init__(self, beliefs: Beliefs, known: Floats, chances: Floats, counts: tuple[int, ...]) -> None:
+        self._beliefs, self._known, self._chances, self._counts = beliefs, known, chances, counts
+        self._of_stratum: dict[Stratum, tuple[float, ...]] = {}
+
+    def of(self, prompt: Prompt, row: int) -> tuple[float, ...]:
+        """One for each number of rollouts."""
+        if row < len(self._known) and self._known[row]:
+            return tuple(self._chances[:, row].tolist())
+        stratum = stratum_of(prompt)
+        if stratum not in self._of_stratum:
+            mean, variance = (np.array([number]) for number in self._beliefs.prior(stratum))
+            self._of_stratum[stratum] = tuple(float(chance_of_mixed(mean, variance, n)[0]) for n in self._counts)
+        return self._of_stratum[stratum]

@@ -1,0 +1,21 @@
+"""From the settings to a selector."""
+
+from __future__ import annotations
+
+from megatron_rl.config.schema import RolloutSettings, SelectionSettings
+from megatron_rl.prompts.source import PromptSource
+from megatron_rl.selection.belief_selector import BeliefSelector
+from megatron_rl.selection.oversample import Oversample
+from megatron_rl.selection.selector import Selector
+from megatron_rl.selection.uniform import Uniform
+
+
+def open_selector(
+    source: PromptSource, rollout: RolloutSettings, settings: SelectionSettings, *, seed: int
+) -> Selector:
+    """The selector of `selection.name`. seed: the run's."""
+    if settings.name == "belief":
+        return BeliefSelector(source, rollout, settings, seed=seed)
+    if settings.name == "oversample":
+        return Oversample(source, rollout, settings)
+    return Uniform(source, rollout)

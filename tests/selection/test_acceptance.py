@@ -1,0 +1,27 @@
+import pytest
+
+from megatron_rl.config.schema import SelectionSettings
+from megatron_rl.selection.acceptance import acceptance, coin
+
+SETTINGS = SelectionSettings(name="belief")
+
+
+def test_a_prompt_is_taken_by_its_chance_of_a_mixed_group() -> None:
+    assert acceptance(0.75, 0, SETTINGS) == acceptance(0.9, 0, SETTINGS) == 1
+    assert acceptance(0.6, 0, SETTINGS) == pytest.approx(0.8**6)
+    assert acceptance(0.375, 0, SETTINGS) == 0.02 and acceptance(0.0, 0, SETTINGS) == 0.02  # 0.5^6 = 0.0156
+
+
+def test_a_prompt_that_was_not_drawn_for_long_is_taken_every_other_time() -> None:
+    assert [acceptance(0.0, unseen, SETTINGS) for unseen in (99, 100, 10_000)] == [0.02, 0.5, 0.5]
+    assert acceptance(0.74, 100, SETTINGS) == pytest.approx((0.74 / 0.75) ** 6)
+    assert acceptance(0.0, 7, SelectionSettings(name="belief", age=7, floor=0.9)) == 0.9
+
+
+def test_coins_are_fair_and_fall_the_same_again() -> None:
+    coins = [coin(3, epoch, f"p{i}") for epoch in range(4) for i in range(2500)]
+    assert coins == [coin(3, epoch, f"p{i}") for epoch in range(4) for i in range(2500)]
+    assert len(set(coins)) == 10_000 and all(0 <= c < 1 for c in coins)
+    for share in (0.02, 0.5, 0.9):
+        assert sum(c < share for c in coins) / 10_000 == pytest.approx(share, abs=0.015)
+    assert coin(3, 1, "p") != coin(4, 1, "p") != coin(4, 2, "p") and coin(0, 0, "\ud800") >= 0

@@ -1,0 +1,130 @@
+import msgspec
+import numpy as np
+import pytest
+
+from megatron_rl.contracts.group import Group
+from megatron_rl.contracts.prompt import Prompt
+from megatron_rl.prompts.question import PromptDataError
+from megatron_rl.records.belief_state import BeliefState
+from megatron_rl.selection.belief import Beliefs
+from support.answers import make_pool
+from support.groups import group
+
+POOL = make_pool(40, tags=2)
+IDS = [prompt.id for prompt in POOL]
+
+
+def of(prompt: Prompt, *scores: float | None) -> Group:
+    return msgspec.structs.replace(group(*scores, name=prompt.id), prompt=prompt)
+
+
+def chance(beliefs: Beliefs, prompt: Prompt, step: int, samples: int = 8) -> float:
+    row = beliefs.row(prompt, step)
+    return beliefs.outlook(step, (samples,)).of(prompt, row)[0]
+
+
+def test_a_first_group_moves_what_is_believed_of_its_prompt() -> None:
+    beliefs = Beliefs(IDS)
+    before = chance(beliefs, POOL[0], 1)
+    assert before == pytest.approx(0.66666, abs=1e-4), "nothing is known: V = 1/4"
+    beliefs.observe(1, [of(POOL[0], *[0.0] * 8), of(POOL[2], *[1.0] * 4, *[0.0] * 4)])
+    assert chance(beliefs, POOL[0], 2) < 0.35 < before < 0.9 < chance(beliefs, POOL[2], 2)
+    beliefs.observe(3, [of(POOL[0], *[0.0] * 8)])
+    assert chance(beliefs, POOL[0], 4) < 0.25
+    sure = chance(beliefs, POOL[0], 4)
+    assert sure < chance(beliefs, POOL[0], 200), "certainty is lost with time"
+    beliefs.widen()
+    assert chance(beliefs, POOL[0], 4) > 0.5 > sure and 0 not in (len(beliefs),)
+
+
+def test_a_new_prompt_is_believed_to_be_like_its_source_and_tag() -> None:
+    beliefs = Beliefs(IDS)
+    hopeless = [of(prompt, *[0.0] * 8) for prompt in POOL[0:20:2]]
+    mixed = [of(prompt, *[1.0] * 4, *[0.0] * 4) for prompt in POOL[1:20:2]]
+    beliefs.observe(1, hopeless + mixed)
+    assert chance(beliefs, POOL[20], 2) < 0.5 < 0.85 < chance(beliefs, POOL[21], 2)
+    other = Prompt(id="x", token_ids=(1,), answer="1", task="another", difficulty="0")
+    assert chance(beliefs, POOL[20], 2) < chance(beliefs, other, 2) < chance(beliefs, POOL[21], 2), "that of all"
+
+
+def test_a_share_of_tests_passed_counts_as_a_share_of_an_answer() -> None:
+    halves, binary, cut = Beliefs(), Beliefs(), Beliefs()
+    halves.observe(1, [of(POOL[0], 0.5, 0.5, 0.75, 0.25)])
+    binary.observe(1, [of(POOL[0], 1.0, 0.0, 1.0, 0.0)])
+    cut.observe(1, [of(POOL[0], 7.0, -3.0, 1.0, 0.0)])
+    assert halves.state() == binary.state() == cut.state()
+    tied, right = Beliefs(), Beliefs()
+    tied.observe(1, [of(POOL[0], 0.75, 0.75, 0.75, 0.75)])
+    right.observe(1, [of(POOL[0], 1.0, 1.0, 1.0, 1.0)])
+    assert tied.state() == right.state(), "flat is flat"
+
+
+def test_a_group_without_verdicts_says_nothing_but_was_seen() -> None:
+    beliefs = Beliefs(IDS)
+    beliefs.observe(1, [of(POOL[0], 1.0, 0.0)])
+    before = chance(beliefs, POOL[0], 9)
+    beliefs.observe(9, [of(POOL[0], None, 1.0), of(POOL[1], None, None)])
+    assert chance(beliefs, POOL[0], 9) == pytest.approx(before, abs=1e-6)
+    assert beliefs.unseen_for(beliefs.row(POOL[1], 9), 12) == 3
+    assert chance(beliefs, POOL[3], 9) == pytest.approx(chance(beliefs, POOL[1], 9), abs=0.01)
+
+
+def test_how_long_a_prompt_waits_counts_from_its_first_offer() -> None:
+    beliefs = Beliefs(IDS)
+    row = beliefs.row(POOL[0], 5)
+    assert beliefs.row(POOL[0], 9) == row and beliefs.unseen_for(row, 9) == 4 and beliefs.oldest(9) == 4
+    beliefs.observe(9, [of(POOL[0], 1.0, 0.0)])
+    assert beliefs.unseen_for(row, 9) == 0 == Beliefs(IDS).oldest(9)
+
+
+def test_the_shared_drift_is_learnt_from_all() -> None:
+    rng, beliefs = np.random.default_rng(0), Beliefs()
+    logits = rng.normal(-1, 1, 40)
+    for step in range(1, 301):
+        logits += 0.02
+        if step % 5 == 0:
+            right = rng.random((40, 16)) < 1 / (1 + np.exp(-logits))[:, None]
+            beliefs.observe(step, [of(p, *map(float, r)) for p, r in zip(POOL, right, strict=True)])
+        if step == 150:
+            assert beliefs.drift == pytest.approx(0.02 / 4, rel=0.4)
+
+
+def grown(seed: int = 0) -> Beliefs:
+    rng, beliefs = np.random.default_rng(seed), Beliefs(IDS)
+    for step in range(1, 6):
+        asked = rng.permutation(40)[:15]
+        beliefs.observe(step, [of(POOL[i], *map(float, rng.random(8) < 0.4)) for i in asked])
+    return beliefs
+
+
+def test_restored_beliefs_go_on_bit_for_bit() -> None:
+    beliefs, again = grown(), Beliefs(IDS)
+    state = beliefs.state([(1.0, 2.0, 3.0)])
+    again.restore(msgspec.json.decode(msgspec.json.encode(state), type=BeliefState))
+    assert again.state([(1.0, 2.0, 3.0)]) == state
+    for each in (beliefs, again):
+        each.row(Prompt(id="new", token_ids=(1,), answer="1", task="t", difficulty="1"), 8)
+        each.observe(9, [of(POOL[3], 1.0, 0.0, 0.0), of(POOL[30], 0.0, 0.0)])
+    assert again.state() == beliefs.state() and again.drift == beliefs.drift
+
+
+def test_a_changed_pool_keeps_what_it_can() -> None:
+    state = grown().state()
+    smaller = Beliefs(IDS[:10])
+    smaller.restore(state)
+    assert smaller.aside == sum(prompt not in IDS[:10] for prompt in state.prompts) > 0
+    assert chance(smaller, POOL[0], 6) == chance(grown(), POOL[0], 6)
+    assert smaller.oldest(1000) == 1000 - min(
+        int(since)
+        for prompt, since in zip(state.prompts, np.frombuffer(state.since, np.int32), strict=True)
+        if prompt in IDS[:10]
+    )
+    back = Beliefs(IDS)
+    back.restore(smaller.state())
+    assert back.aside == 0 and back.state().prompts[: len(state.prompts)] == state.prompts
+
+
+def test_damaged_beliefs_are_refused() -> None:
+    state = grown().state()
+    with pytest.raises(PromptDataError, match="beliefs are damaged"):
+        Beliefs().restore(msgspec.structs.replace(state, since=state.since[:-1]))

@@ -1,0 +1,42 @@
+"""Weights of extended groups: the note's table, and all pilots enumerated."""
+
+from itertools import combinations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_rl.selection.weights import effective_share, extension_weight, pilot_mixed_probability
+from support.groups import group
+
+
+def test_weights_of_a_probe_of_four_of_eight() -> None:
+    found = [1 / pilot_mixed_probability([1.0] * k + [0.0] * (8 - k), 4) for k in range(1, 8)]
+    assert found == pytest.approx([2, 14 / 11, 14 / 13, 35 / 34, 14 / 13, 14 / 11, 2])
+    assert 1 / pilot_mixed_probability([1.0] + [0.0] * 7, 2) == pytest.approx(4), "at most N / n0"
+
+
+@given(st.lists(st.sampled_from([0.0, 0.25, 1.0]), min_size=2, max_size=9), st.integers(2, 9))
+def test_the_probability_is_the_share_of_mixed_pilots(scores: list[float], pilot: int) -> None:
+    pilot = min(pilot, len(scores))
+    pilots = list(combinations(scores, pilot))
+    assert pilot_mixed_probability(scores, pilot) == pytest.approx(sum(len(set(p)) > 1 for p in pilots) / len(pilots))
+
+
+@pytest.mark.parametrize("pilot", [-1, 0, 1, 4])
+def test_a_pilot_that_cannot_be_mixed_is_refused(pilot: int) -> None:
+    with pytest.raises(ValueError, match="2 <= pilot"):
+        pilot_mixed_probability([0.0, 1.0, 1.0], pilot)
+
+
+def test_rollouts_without_a_verdict_are_in_no_weight() -> None:
+    drawn = group(1.0, None, 0.0, 0.0, 1.0, 0.0, None, 1.0)  # pilot: 3 of 6 verdicts, of which 3 are right
+    assert extension_weight(drawn, 4) == pytest.approx(1 / (1 - 2 / 20))
+    reversed_order = msgspec.structs.replace(drawn, rollouts=drawn.rollouts[::-1])
+    assert extension_weight(reversed_order, 4) == extension_weight(drawn, 4)
+
+
+def test_effective_share() -> None:
+    assert effective_share([]) == effective_share([2.0, 2.0]) == 1
+    assert effective_share([1.0, 3.0]) == pytest.approx(16 / 20)
