@@ -125,7 +125,7 @@ def _read_algo(tree: Any) -> AlgoSettings:
 class DataSettings(Section):
     """Where prompts come from and how they are split into train and held-out questions."""
 
-    source: Literal["column_addition", "two_digit_addition", "jsonl", "reasoning_gym"] | Door
+    source: Literal["column_addition", "column_addition_mixed", "two_digit_addition", "jsonl", "reasoning_gym"] | Door
     train_path: str | None = None  # jsonl only
     eval_path: str | None = None  # jsonl only; null: num_eval questions are held out of train_path
     task: str | None = None  # reasoning_gym only: the generator's name

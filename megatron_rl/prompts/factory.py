@@ -9,14 +9,16 @@ from megatron_rl.config.schema import DataSettings
 from megatron_rl.contracts.doors import open_door, own_code
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.models.tokenizer import Tokenizer
-from megatron_rl.prompts import column_addition, two_digit_addition
+from megatron_rl.prompts import column_addition, column_addition_mixed, two_digit_addition
 from megatron_rl.prompts.gym import ReasoningGym
 from megatron_rl.prompts.jsonl import Render, read_jsonl, refuse_messages
 from megatron_rl.prompts.question import BadRows, PromptDataError, Question, Source
 from megatron_rl.prompts.source import Excluded, PromptSource
 from megatron_rl.prompts.split import Split, draw_split, hold_out, keep_apart
 
-EMBEDDED: Mapping[str, Source] = {task.NAME: task for task in (column_addition, two_digit_addition)}
+EMBEDDED: Mapping[str, Source] = {
+    task.NAME: task for task in (column_addition, column_addition_mixed, two_digit_addition)
+}
 CheckAnswer = Callable[[str], None]
 _MOST_CHARACTERS = 65_536  # of an id or a reference answer
 _FIELDS = tuple(field.name for field in fields(Question))

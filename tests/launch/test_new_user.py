@@ -28,12 +28,12 @@ def refused(*overrides: str) -> str:
 @pytest.mark.parametrize(
     ("right", "typed", "told"),
     [
-        ("experiment=smoke", "experiment=smok", "Choose one of cold_start, quickstart, smoke"),
+        ("experiment=smoke", "experiment=smok", "Choose one of cold_start, mixed, quickstart, smoke"),
         ("experiment=smoke", "experiment", "experiment='': A setting is key=value, without spaces. Write exper"),
         ("experiment=smoke", "experiments=smoke", "experiments=smoke: There is no such key"),
         ("experiment=smoke", "--experiment=smoke", "it takes key=value"),
-        ("data=jsonl", "data=json", "Choose one of column_addition, custom, jsonl,"),
-        ("data=jsonl", "data.source=json", "Must be one of column_addition, two_digit_addition, jsonl"),
+        ("data=jsonl", "data=json", "Choose one of column_addition, column_addition_mixed, custom, jsonl,"),
+        ("data=jsonl", "data.source=json", "Must be one of column_addition, column_addition_mixed, two_digit_addition"),
         ("data.train_path=sums.jsonl", "data.train_path=sum.jsonl", "There is no such file (from "),
         ("data.train_path=sums.jsonl", "data.train_path=.", "There is no such file: it is a directory (from "),
         ("data.train_path=sums.jsonl", "data.trainpath=sums.jsonl", "Did you mean data.train_path?"),
