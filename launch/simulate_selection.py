@@ -28,9 +28,9 @@ from megatron_rl.contracts.group import Group, RolloutLocation, RolloutRef, Verd
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.credit.kinds import Kind, kind_of
+from megatron_rl.prompts.selection.factory import open_selector
+from megatron_rl.prompts.selection.selector import Ask, Chosen, StepSelection
 from megatron_rl.prompts.source import PromptSource
-from megatron_rl.selection.factory import open_selector
-from megatron_rl.selection.selector import Ask, Chosen, StepSelection
 
 VARIANTS: Mapping[str, SelectionSettings] = {
     "uniform": SelectionSettings(),

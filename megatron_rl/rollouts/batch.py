@@ -12,11 +12,11 @@ from megatron_rl.config.schema import RolloutSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Sampling
+from megatron_rl.prompts.selection.selector import Ask, Selector
 from megatron_rl.records.run_state import SelectorState
 from megatron_rl.rollouts.messages import GroupRequest
 from megatron_rl.rollouts.queue import RolloutQueue
 from megatron_rl.rollouts.rejections import OwnClassFailed, first_reason, lost_by_own_class, too_many, unusable
-from megatron_rl.selection.selector import Ask, Selector
 
 
 class TooManyRejected(Failure):

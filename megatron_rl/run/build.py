@@ -17,6 +17,7 @@ from megatron_rl.mcore.weights import draw_hf_weights, load_hf_weights
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.planning.rank_view import RankView
 from megatron_rl.planning.step_plan import Planner
+from megatron_rl.prompts.selection.factory import open_selector
 from megatron_rl.prompts.source import PromptSource
 from megatron_rl.records.records import Records
 from megatron_rl.rollouts.batch import RolloutStage
@@ -25,7 +26,6 @@ from megatron_rl.run.dispatch import Dispatcher, Table
 from megatron_rl.run.engines import Connected, Engines, route_shape
 from megatron_rl.run.leader import Leader, Stages
 from megatron_rl.run.modes import RollOut
-from megatron_rl.selection.uniform import Uniform
 from megatron_rl.sync.sender import Sender
 from megatron_rl.training.batch import Batcher
 from megatron_rl.training.logprobs import ResponseLogprobs
@@ -80,7 +80,9 @@ def build_leader(
     """Rank 0's loop over its stages. stops: tokens that end a response."""
     queue, idle = connected.queue, partial(dispatcher.run, Wait())
     stages = Stages(
-        rollouts=RolloutStage(queue, c.rollout, Uniform(prompts, c.rollout), stops, idle),
+        rollouts=RolloutStage(
+            queue, c.rollout, open_selector(prompts, c.rollout, c.selection, seed=c.seed), stops, idle
+        ),
         credit=Credit(c.algo, seed=c.seed),
         planner=Planner(c.train, c.parallel, dp_size=dp_size, seed=c.seed),
         evaluation=Evaluation(queue, prompts.held_out, c.eval, c.rollout, stops, idle),

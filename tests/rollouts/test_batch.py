@@ -11,14 +11,14 @@ from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.group import Group, RolloutLocation, Verdict
 from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.contracts.rollout import FinishReason
+from megatron_rl.prompts.selection.selector import Ask, Chosen
+from megatron_rl.prompts.selection.uniform import UniformStep
 from megatron_rl.rollouts.batch import RolloutBatch, RolloutStage, TooManyRejected
 from megatron_rl.rollouts.evaluation import Evaluation, LostEvaluation
 from megatron_rl.rollouts.hub import Hub
 from megatron_rl.rollouts.messages import EngineLeftOut, GroupDone, GroupRequest
 from megatron_rl.rollouts.queue import RolloutQueue
 from megatron_rl.rollouts.rejections import OwnClassFailed
-from megatron_rl.selection.selector import Ask, Chosen
-from megatron_rl.selection.uniform import UniformStep
 from support.collectors import Peer, done
 from support.rollouts import make_ref, make_rollout
 from support.selection import Given

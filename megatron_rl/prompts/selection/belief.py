@@ -1,7 +1,7 @@
 """What a run believes of each prompt's pass rate, by prompt id.
 
 Invariant: beliefs that were saved and restored go on bit for bit
-(tests/selection/test_belief.py::test_restored_beliefs_go_on_bit_for_bit).
+(tests/prompts/selection/test_belief.py::test_restored_beliefs_go_on_bit_for_bit).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.credit.kinds import Kind, kind_of
 from megatron_rl.prompts.question import PromptDataError
+from megatron_rl.prompts.selection.arcsine import WIDEST, Floats, chance_of_mixed, observation, predicted, updated
+from megatron_rl.prompts.selection.strata import Strata, Stratum, stratum_of
 from megatron_rl.records.belief_state import BeliefState
-from megatron_rl.selection.arcsine import WIDEST, Floats, chance_of_mixed, observation, predicted, updated
-from megatron_rl.selection.strata import Strata, Stratum, stratum_of
 
 _NEVER = -1
 _KEPT = 0.98  # of the weight, per step, of what the shared drift was learnt from

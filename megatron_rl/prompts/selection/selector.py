@@ -1,7 +1,7 @@
 """The interface of everything that chooses a step's prompts, and how many rollouts each of them gets.
 
 No choice depends on the order in which groups arrive: a run that is resumed chooses as one that was never stopped
-(tests/selection/test_uniform.py).
+(tests/prompts/selection/test_uniform.py).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 from megatron_rl.config.schema import DataSettings, RolloutSettings
 from megatron_rl.contracts.prompt import Prompt
+from megatron_rl.prompts.selection.selector import Chosen
+from megatron_rl.prompts.selection.uniform import Uniform
 from megatron_rl.prompts.source import PromptSource
-from megatron_rl.selection.selector import Chosen
-from megatron_rl.selection.uniform import Uniform
 from support.groups import group
 
 SETTINGS = RolloutSettings(max_new_tokens=8, prompts_per_step=3, samples_per_prompt=2)

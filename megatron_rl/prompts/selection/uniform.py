@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from megatron_rl.config.schema import RolloutSettings
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Prompt
+from megatron_rl.prompts.selection.selector import Ask, Chosen
 from megatron_rl.prompts.source import PromptSource
 from megatron_rl.records.run_state import SelectorState
-from megatron_rl.selection.selector import Ask, Chosen
 
 
 @dataclass

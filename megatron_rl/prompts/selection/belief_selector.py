@@ -1,6 +1,6 @@
 """Asks the prompts that are believed to give mixed groups, and probes those that may not.
 
-No choice depends on the order in which groups arrive (tests/selection/test_belief_selector.py).
+No choice depends on the order in which groups arrive (tests/prompts/selection/test_belief_selector.py).
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from megatron_rl.config.schema import RolloutSettings, SelectionSettings
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.credit.kinds import Kind, kind_of
+from megatron_rl.prompts.selection.acceptance import acceptance, coin
+from megatron_rl.prompts.selection.belief import Beliefs
+from megatron_rl.prompts.selection.calibration import Calibration
+from megatron_rl.prompts.selection.selector import Ask, Chosen
+from megatron_rl.prompts.selection.weights import effective_share, extension_weight
 from megatron_rl.prompts.source import PromptSource
 from megatron_rl.records.run_state import SelectorState
-from megatron_rl.selection.acceptance import acceptance, coin
-from megatron_rl.selection.belief import Beliefs
-from megatron_rl.selection.calibration import Calibration
-from megatron_rl.selection.selector import Ask, Chosen
-from megatron_rl.selection.weights import effective_share, extension_weight
 
 _PASSES = 8  # over all prompts in one step: one that cannot be filled ends
 

@@ -5,8 +5,8 @@ import pytest
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.prompts.question import PromptDataError
+from megatron_rl.prompts.selection.belief import Beliefs
 from megatron_rl.records.belief_state import BeliefState
-from megatron_rl.selection.belief import Beliefs
 from support.answers import make_pool
 from support.groups import group
 

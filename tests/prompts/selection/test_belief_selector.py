@@ -10,11 +10,11 @@ from megatron_rl.config.schema import DataSettings, RolloutSettings, SelectionSe
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.credit.kinds import Kind, kind_of
 from megatron_rl.prompts.question import PromptDataError
+from megatron_rl.prompts.selection.belief_selector import BeliefSelector
+from megatron_rl.prompts.selection.uniform import Uniform
+from megatron_rl.prompts.selection.weights import extension_weight
 from megatron_rl.prompts.source import PromptSource
 from megatron_rl.records.run_state import SelectorState
-from megatron_rl.selection.belief_selector import BeliefSelector
-from megatron_rl.selection.uniform import Uniform
-from megatron_rl.selection.weights import extension_weight
 from support.answers import make_pool, play, play_steps
 
 POOL = make_pool(400, tags=4)
@@ -149,7 +149,7 @@ def test_missing_verdicts_stall_nothing() -> None:
 def test_rescued_probes_are_all_wrong_ones_and_as_many_as_their_budget_holds() -> None:
     asked = selector(rescue_budget=0.25)
     selection = asked.select(1)
-    rounds, chosen = play(selection, lambda prompt, i: float(i >= 4 and prompt.difficulty != "1" or i == 9))
+    _, chosen = play(selection, lambda prompt, i: float((i >= 4 and prompt.difficulty != "1") or i == 9))
     rescued = int(selection.metrics()["select/rescued"])
     assert rescued == int(0.25 * WANTED * N) // 4
     assert all(group.weight == 1 for group in chosen.groups)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from megatron_rl.config.schema import RolloutSettings, SelectionSettings
+from megatron_rl.prompts.selection.belief_selector import BeliefSelector
+from megatron_rl.prompts.selection.oversample import Oversample
+from megatron_rl.prompts.selection.selector import Selector
+from megatron_rl.prompts.selection.uniform import Uniform
 from megatron_rl.prompts.source import PromptSource
-from megatron_rl.selection.belief_selector import BeliefSelector
-from megatron_rl.selection.oversample import Oversample
-from megatron_rl.selection.selector import Selector
-from megatron_rl.selection.uniform import Uniform
 
 
 def open_selector(

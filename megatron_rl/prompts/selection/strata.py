@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megatron_rl.contracts.prompt import Prompt
-from megatron_rl.selection.arcsine import HIGHEST, WIDEST
+from megatron_rl.prompts.selection.arcsine import HIGHEST, WIDEST
 
 Stratum = tuple[str, str]
 StrataState = tuple[tuple[str, str, tuple[float, float, float, float]], ...]

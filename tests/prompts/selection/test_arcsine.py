@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.selection.arcsine import HIGHEST, chance_of_mixed, observation, predicted, updated
+from megatron_rl.prompts.selection.arcsine import HIGHEST, chance_of_mixed, observation, predicted, updated
 
 
 def one(*numbers: float) -> tuple[np.ndarray, ...]:

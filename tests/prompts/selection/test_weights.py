@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.selection.weights import effective_share, extension_weight, pilot_mixed_probability
+from megatron_rl.prompts.selection.weights import effective_share, extension_weight, pilot_mixed_probability
 from support.groups import group
 
 

@@ -1,7 +1,7 @@
 import pytest
 
 from megatron_rl.config.schema import SelectionSettings
-from megatron_rl.selection.acceptance import acceptance, coin
+from megatron_rl.prompts.selection.acceptance import acceptance, coin
 
 SETTINGS = SelectionSettings(name="belief")
 

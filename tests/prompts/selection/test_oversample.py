@@ -3,8 +3,8 @@ from collections.abc import Callable
 from megatron_rl.config.schema import DataSettings, RolloutSettings, SelectionSettings
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.credit.kinds import Kind, kind_of
+from megatron_rl.prompts.selection.oversample import Oversample
 from megatron_rl.prompts.source import PromptSource
-from megatron_rl.selection.oversample import Oversample
 from support.answers import make_pool, play, play_steps
 
 POOL = make_pool(40, tags=4)
