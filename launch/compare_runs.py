@@ -6,6 +6,23 @@
 Each run is OUT/NAME-seedN. A complete one whose configuration is the one asked for is not repeated, so the same command
 goes on with a comparison that was interrupted; one of another configuration is refused. Written to OUT: table.md,
 curves.json, curves.png.
+
+A fair contest: each variant first gets the same number of trials on seeds that are not reported (OUT/search). Its best
+settings, and the best ones at its given clip widths, are then trained on the reported seeds; contest.md, contest.json:
+
+    python launch/compare_runs.py --out runs/contest --parallel 2 --shared-engines --variant espo: algo=espo \\
+        --variant grpo: algo=grpo --search optimizer.lr=1e-4,3e-4,1e-3 clip_scale=1,10,100 \\
+        --search grpo: optimizer.lr=1e-4,3e-4,1e-3 clip_scale=0.25,1,2 --search-common train.total_steps=12
+
+Rollout tokens until equal held-out accuracy (tokens.md, tokens.json, tokens.png), which wants an evaluation every few
+steps:
+
+    python launch/compare_runs.py --out runs/tokens --equal-accuracy --against oversample \\
+        --common data=column_addition_mixed eval.every=4 --variant uniform: selection.name=uniform \\
+        --variant oversample: selection.name=oversample --variant belief: selection.name=belief
+
+With --shared-engines an engine's random numbers go on from one run to the next: a seed chooses prompts and their order,
+and what is sampled differs from a run that starts its own.
 """
 
 from __future__ import annotations
@@ -14,75 +31,35 @@ import argparse
 import contextlib
 import json
 import os
-import re
-import shlex
-import signal
-import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from megatron_rl.config.cli import compose
 from megatron_rl.config.facts import LaunchFacts
-from megatron_rl.config.hydra_errors import split_override
-from megatron_rl.config.schema import NAME
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
-from megatron_rl.contracts.refusal import ConfigurationRefused, shown
 from megatron_rl.records.curves import Curve, plot, read_curve, table
-from megatron_rl.records.exit_record import read_exit_record
-from megatron_rl.records.past_run import flat_settings, read_ranks, read_settings
-from megatron_rl.records.run_directory import to_yaml
-from megatron_rl.records.run_lock import run_is_alive
+from megatron_rl.records.token_table import at_level, plot_tokens, token_table
+from megatron_rl.run.comparison.arguments import parser
+from megatron_rl.run.comparison.contest import Contest, judge
+from megatron_rl.run.comparison.contest_report import contest_record, contest_table, trial_table
+from megatron_rl.run.comparison.plan import ComparisonRefused, Planner, Run, check_overrides, is_complete, read_variants
+from megatron_rl.run.comparison.shared_engines import check_shareable, shared_engines
+from megatron_rl.run.comparison.training import Place, ended_by_sigterm, train_all
 
 SCRIPT = Path(__file__).resolve().with_name("train_rl.py")
-# Keys that overrides may not set, and what sets them
-_OURS = {
-    "experiment": "--experiment",
-    "seed": "--seeds",
-    "run.root": "--out",
-    "run.name": "the variant's name",
-    "run.on_existing": "this script, which runs again what did not complete",
-}
-_LARGEST_SEED = 2**32 - 1
-_CLOSING_SECONDS = 60.0  # twice what torchrun gives its ranks
-
-
-class ComparisonRefused(Failure):
-    """What was asked for cannot be compared; nothing was started."""
-
-    exit_code = ExitCode.REFUSED
-
-
-@dataclass(frozen=True)
-class Run:
-    """One variant with one seed. asked: its configuration as {"section.key": value}, without the run's own section, and
-    its number of ranks."""
-
-    variant: str
-    seed: int
-    directory: Path
-    overrides: tuple[str, ...]
-    asked: dict[str, Any]
+Train = Callable[[Sequence[Run], Callable[[Run], None]], int]  # those that are not complete; 0, or why one failed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: that of the run that failed, or 0."""
-    given = _parser().parse_args(arguments)
+    given = parser(__doc__ or "").parse_args(arguments)
     try:
-        if find_spec("matplotlib") is None:
-            raise ComparisonRefused("matplotlib, which draws the plot, is not installed. Run make install")
-        runs = list(plan(given))
-        complete = [is_complete(run) for run in runs]  # whatever is refused is refused before the first run
-        for index, run in enumerate(runs):
-            if not complete[index]:
-                if code := train(run, given.nproc):
-                    return code
-                report(runs[: index + 1], given.out)
-        report(runs, given.out)
-        print((given.out / "table.md").read_text() + f"\nplot: {given.out / 'curves.png'}")
+        _check(given)
+        with ended_by_sigterm():
+            return _contest(given) if given.search else _compare(given)
     except Failure as refused:
         print(refused, file=sys.stderr)
         return refused.exit_code
@@ -92,173 +69,130 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted. The same command goes on here", file=sys.stderr)
         return ExitCode.INTERRUPTED
-    return ExitCode.OK
+
+
+def _check(given: argparse.Namespace) -> None:
+    """Raise `ComparisonRefused` for what can be told before any configuration is composed."""
+    if find_spec("matplotlib") is None:
+        raise ComparisonRefused("matplotlib, which draws the plot, is not installed. Run make install")
+    check_overrides(given.common, "--common")
+    check_overrides(given.search_common, "--search-common")
+    if given.search_common and not given.search:
+        raise ComparisonRefused("--search-common: there is no search. Give --search key=v1,v2, or leave it out")
+    if given.against is not None and given.equal_accuracy is None:
+        raise ComparisonRefused(f"--against {given.against}: it goes with --equal-accuracy. Give that too")
+    names = [variant.name for variant in read_variants(given.variant, given.seeds)]
+    if given.against is not None and (given.search or given.against not in names):
+        either = "a search reports each variant twice" if given.search else f"the variants are {', '.join(names)}"
+        raise ComparisonRefused(f"--against {given.against}: {either}. Name one of them, without --search")
+    if given.parallel > 1 and (gpus := LaunchFacts.from_environment(os.environ).num_gpus):
+        raise ComparisonRefused(f"--parallel {given.parallel}: {gpus} GPU(s) are visible, and runs would share them. "
+                                "Leave it out")  # fmt: skip
 
 
 def plan(given: argparse.Namespace) -> Iterator[Run]:
-    """Every run with its checked configuration. Raises `ComparisonRefused`."""
-    taken: set[str] = set()
-    for head, *overrides in given.variant:
-        name, seeds = _head(head, given.seeds)
-        if name in taken:
-            raise ComparisonRefused(
-                f"--variant {name}: another one has this name, which its runs would share. Rename one"
-            )
-        taken.add(name)
-        for override in (*given.common, *overrides):
-            if (key := split_override(override)[0].lstrip("+~")) in _OURS:
-                raise ComparisonRefused(f"--variant {name}: {override}: {key} is set by {_OURS[key]}. Leave it out")
-        for seed in seeds:
-            yield _run(given, name, seed, (*given.common, *overrides))
+    """Every run with its checked configuration, without a search. Raises `ComparisonRefused`."""
+    planner = _planner(given)
+    for variant in read_variants(given.variant, given.seeds):
+        for seed in variant.seeds:
+            yield planner.run(variant.name, variant.overrides, seed, label=variant.name)
 
 
-def _run(given: argparse.Namespace, name: str, seed: int, overrides: Sequence[str]) -> Run:
-    run = f"{name}-seed{seed}"
-    ours = (f"seed={seed}", f"run.root={given.out}", f"run.name={run}", "run.on_existing=overwrite_failed")
-    overrides = (f"experiment={given.experiment}", *overrides, *ours)
-    ranks = {"WORLD_SIZE": str(given.nproc), "LOCAL_WORLD_SIZE": str(given.nproc)}
-    try:
-        configuration = compose(overrides, facts=LaunchFacts.from_environment(os.environ | ranks))
-    except ConfigurationRefused as refused:
-        raise ComparisonRefused(f"--variant {name}, seed {seed}: {refused}") from refused
-    asked = _compared(flat_settings(to_yaml(configuration)), given.nproc)
-    return Run(name, seed, given.out / run, overrides, asked)
+def _planner(given: argparse.Namespace) -> Planner:
+    return Planner(given.out, given.experiment, given.nproc, tuple(given.common))
 
 
-def _head(head: str, common_seeds: list[int]) -> tuple[str, list[int]]:
-    """The name and the seeds of `NAME:` or `NAME@SEEDS:`."""
-    name, at, own = head.removesuffix(":").partition("@")
-    if not head.endswith(":"):
-        raise ComparisonRefused(
-            f"--variant {head}: a variant begins with its name and a colon, and a space follows: "
-            f"--variant {re.split('[:=]', head)[0]}: key=value ..."
-        )
-    if not re.fullmatch(NAME, name):
-        raise ComparisonRefused(f"--variant {head}: the name becomes a directory's. Use letters, digits, '-' and '_'")
-    try:
-        return name, _seeds(own) if at else common_seeds
-    except argparse.ArgumentTypeError as error:
-        raise ComparisonRefused(f"--variant {head}: {error}") from error
+def _compare(given: argparse.Namespace) -> int:
+    """Train what is not complete, and report after every run."""
+    runs = list(plan(given))
+    done = {run.directory for run in runs if is_complete(run)}  # whatever is refused is refused before the first run
+
+    def finished(run: Run) -> None:
+        done.add(run.directory)
+        _report(_by_variant(run for run in runs if run.directory in done), given.out)
+
+    with _training(given, runs) as train:
+        if code := train([run for run in runs if run.directory not in done], finished):
+            return code
+    results = _by_variant(runs)
+    _report(results, given.out)
+    _report_tokens(results, given)
+    print((given.out / "table.md").read_text() + f"\nplot: {given.out / 'curves.png'}")
+    return ExitCode.OK
 
 
-def _compared(settings: dict[str, Any], ranks: int | None) -> dict[str, Any]:
-    compared = {key: value for key, value in settings.items() if not key.startswith("run.")}
-    return compared if ranks is None else {"number of ranks": ranks} | compared
-
-
-def is_complete(run: Run) -> bool:
-    """Whether the run was made already. Raises `ComparisonRefused` where another is in its place, or it is going on."""
-    ended = read_exit_record(run.directory)
-    if ended is None or ended.code != ExitCode.OK:
-        if run_is_alive(run.directory):
-            raise ComparisonRefused(f"{run.directory} is a run under way. Wait for its end, or give another --out")
-        return False
-    made = _compared(read_settings(run.directory), read_ranks(run.directory))
-    keys = [key for key in run.asked | made if key not in made or key not in run.asked or made[key] != run.asked[key]]
-    if keys:
-        told = "\n".join(f"  {key}: {_value(made, key)} there, {_value(run.asked, key)} asked for" for key in keys)
-        raise ComparisonRefused(
-            f"{run.directory} holds a complete run of another configuration, which is not relabelled:\n{told}\n"
-            "Give another --out, or move that run away"
-        )
-    return True
-
-
-def _value(settings: dict[str, Any], key: str) -> str:
-    return shown(settings[key]) if key in settings else "nothing"
-
-
-def train(run: Run, ranks: int) -> int:
-    """Train to the end, in place of what did not complete. Returns the exit code, 0 for a complete run."""
-    launcher = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command = [sys.executable, *launcher, str(SCRIPT), *run.overrides]
-    print(shlex.join(command), flush=True)
-    with _ending_with_us(subprocess.Popen(command)) as process:
-        process.wait()
-    ended = read_exit_record(run.directory)
-    if process.returncode == 0 and is_complete(run):
-        return ExitCode.OK
-    signalled = 128 - process.returncode if process.returncode < 0 else process.returncode
-    code, reason = (ended.code, ended.reason) if ended is not None else (signalled, "it left no exit.json")
-    print(f"\n{run.directory.name} failed (exit code {code}): {reason}\nThe same command goes on here", file=sys.stderr)
-    return code or 1
+def _contest(given: argparse.Namespace) -> int:
+    """Search, choose, train the reported runs, report."""
+    variants = read_variants(given.variant, given.seeds)
+    contest = Contest.read(variants, given.search, given.search_seeds, _planner(given), given.search_common)
+    searched = contest.searched()
+    tried = [run for runs in searched.values() for run in runs]
+    left = [run for run in tried if not is_complete(run)]
+    with _training(given, tried) as train:
+        if code := train(left, lambda run: None):
+            return code
+        trials = judge(searched)
+        chosen = contest.chosen(trials)
+        reported = contest.reported(chosen)
+        unique = {run.directory: run for runs in reported.values() for run in runs}
+        if code := train([run for run in unique.values() if not is_complete(run)], lambda run: None):
+            return code
+    curves = {key: [read_curve(run.directory, run.seed) for run in runs] for key, runs in reported.items()}
+    budget = contest.budget(searched)
+    text = [budget, "", *contest_table(reported, curves, chosen), "", *trial_table(trials, chosen)]
+    (given.out / "contest.md").write_text("\n".join(text) + "\n")
+    _write_json(given.out / "contest.json", contest_record(budget, trials, chosen, reported, curves))
+    results = {f"{name}, {how}": own for (name, how), own in curves.items()}
+    _report(results, given.out)
+    _report_tokens(results, given)
+    print((given.out / "contest.md").read_text() + f"\nplot: {given.out / 'curves.png'}")
+    return ExitCode.OK
 
 
 @contextlib.contextmanager
-def _ending_with_us(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    """However the block is left, the process has ended. Ctrl-C reaches it without us, SIGTERM does not."""
+def _training(given: argparse.Namespace, runs: Sequence[Run]) -> Iterator[Train]:
+    """How runs are trained. Engines that they share are started when the first is, and end with the block."""
+    if given.shared_engines:
+        check_shareable(runs, LaunchFacts.from_environment(os.environ))
+    with contextlib.ExitStack() as stack:
+        places: list[Place] = [] if given.shared_engines else [()] * given.parallel
 
-    def terminated(number: int, frame: object) -> NoReturn:
-        raise SystemExit(ExitCode.TERMINATED)
+        def train(left: Sequence[Run], finished: Callable[[Run], None]) -> int:
+            if left and not places:
+                engines = shared_engines(runs[0].configuration, given.parallel, given.out / "engines")
+                places.extend(stack.enter_context(engines))
+            return train_all(left, SCRIPT, places, given.nproc, finished)
 
-    before = signal.signal(signal.SIGTERM, terminated)
-    try:
-        yield process
-    except OSError as error:
-        print(f"{error.filename} cannot be written: {error.strerror}. The same command goes on here", file=sys.stderr)
-        return ExitCode.CANNOT_WRITE
-    except KeyboardInterrupt:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_CLOSING_SECONDS)
-        raise
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            process.wait()
-        signal.signal(signal.SIGTERM, before)
+        yield train
 
 
-def report(runs: Sequence[Run], out: Path) -> None:
-    """Write table, curves and plot of complete runs. Raises `RunUnreadable`."""
+def _by_variant(runs: Iterator[Run] | Sequence[Run]) -> dict[str, list[Curve]]:
     results: dict[str, list[Curve]] = {}
     for run in runs:
         results.setdefault(run.variant, []).append(read_curve(run.directory, run.seed))
+    return results
+
+
+def _report(results: dict[str, list[Curve]], out: Path) -> None:
+    """Write table, curves and plot of complete runs."""
     (out / "table.md").write_text("\n".join(table(results)) + "\n")
-    curves = {name: [asdict(curve) for curve in curves] for name, curves in results.items()}
-    (out / "curves.json").write_text(json.dumps(curves, indent=1) + "\n")
+    _write_json(out / "curves.json", {name: [asdict(curve) for curve in curves] for name, curves in results.items()})
     plot(results, out / "curves.png")
 
 
-def _parser() -> argparse.ArgumentParser:
-    description, _, epilog = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=description, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--out", required=True, type=_directory, help="directory of the runs; made where it is not")
-    parser.add_argument("--seeds", default="0,1,2", type=_seeds, help="of variants without their own (default: 0,1,2)")
-    parser.add_argument("--experiment", default="quickstart", help="what every run starts from (default: %(default)s)")
-    parser.add_argument(
-        "--nproc", default=os.environ.get("NPROC", "1"), type=_ranks, help="ranks of each run (default: $NPROC, or 1)"
-    )
-    parser.add_argument("--common", nargs="*", default=[], metavar="key=value", help="overrides of every run")
-    parser.add_argument(
-        "--variant", action="append", nargs="+", required=True, metavar=("NAME:", "key=value"),
-        help="a variant and its overrides; NAME@SEEDS: gives it its own seeds. Repeat it for each variant",
-    )  # fmt: skip
-    return parser
+def _report_tokens(results: dict[str, list[Curve]], given: argparse.Namespace) -> None:
+    """Where asked for: tokens until equal accuracy. Raises `LevelRefused`."""
+    if given.equal_accuracy is None:
+        return
+    reached = at_level(results, None if given.equal_accuracy == "highest" else given.equal_accuracy)
+    (given.out / "tokens.md").write_text("\n".join(token_table(results, reached, given.against)) + "\n")
+    _write_json(given.out / "tokens.json", asdict(reached))
+    plot_tokens(results, reached, given.out / "tokens.png")
+    print((given.out / "tokens.md").read_text() + f"\nplot: {given.out / 'tokens.png'}\n")
 
 
-def _directory(text: str) -> Path:
-    if not text:
-        raise argparse.ArgumentTypeError("it names no directory")
-    return Path(text).expanduser().resolve()
-
-
-def _ranks(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks: give a whole number from 1")
-    return int(text)
-
-
-def _seeds(text: str) -> list[int]:
-    words = [word.strip() for word in text.split(",")]
-    for word in words:
-        if not word.isascii() or not word.isdigit() or int(word) > _LARGEST_SEED:
-            raise argparse.ArgumentTypeError(f"{word!r} is not a seed: give whole numbers with commas, such as 0,1,2")
-    seeds = [int(word) for word in words]
-    if len(set(seeds)) < len(seeds):
-        raise argparse.ArgumentTypeError(f"{text} names a seed twice, and so would two runs be named. Give each once")
-    return seeds
+def _write_json(file: Path, value: Any) -> None:
+    file.write_text(json.dumps(value, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
-from megatron_rl.records.past_run import RunUnreadable, read_metrics
+from megatron_rl.records.past_run import Record, RunUnreadable, read_metrics
 
 
 @dataclass(frozen=True)
@@ -15,7 +17,8 @@ class Curve:
     """points: each evaluation as (rollout tokens so far, accuracy).
 
     half_width: of the last accuracy's 95 % interval. parseable: share of the first evaluation's answers. seconds: of
-    all steps and evaluations.
+    all steps and evaluations. clipped: share of the tokens that had no gradient because their ratio was clipped, the
+    mean of all steps; 0 without any.
     """
 
     seed: int
@@ -23,6 +26,7 @@ class Curve:
     half_width: float
     parseable: float
     seconds: float
+    clipped: float = 0.0
 
     @property
     def gain(self) -> float:
@@ -45,7 +49,15 @@ def read_curve(directory: Path, seed: int) -> Curve:
         half_width=_first(record.get("eval/accuracy_ci95") for record in reversed(records)),
         parseable=_first(record.get("eval/parseable") for record in records),
         seconds=sum((r.get("time/step") or 0.0) + (r.get("time/eval") or 0.0) for r in records),
+        clipped=clipped_share(records),
     )
+
+
+def clipped_share(records: Iterable[Record]) -> float:
+    """The share of clipped tokens, the mean of the steps that say one; 0 where none does."""
+    pairs = [[record.get(f"policy/clip_fraction_{side}") for side in ("low", "high")] for record in records]
+    shares = [low + high for low, high in pairs if low is not None and high is not None]
+    return mean(shares) if shares else 0.0
 
 
 def _first(values: Iterable[float | None]) -> float:
@@ -69,20 +81,27 @@ def table(results: Mapping[str, Sequence[Curve]]) -> Iterator[str]:
 
 def plot(results: Mapping[str, Sequence[Curve]], file: Path) -> None:
     """Mean accuracy of each variant over rollout tokens, with the range of its seeds."""
+    with drawing(file) as axes:
+        for index, (name, curves) in enumerate(results.items()):
+            evaluations = list(zip(*(curve.points for curve in curves), strict=False))  # to the end of the shortest
+            tokens = [mean(count for count, _ in points) for points in evaluations]
+            accuracies = [[accuracy for _, accuracy in points] for points in evaluations]
+            label = f"{name} (mean of {len(curves)})"
+            axes.plot(tokens, list(map(mean, accuracies)), color=f"C{index}", marker="o", markersize=3, label=label)
+            low, high = list(map(min, accuracies)), list(map(max, accuracies))
+            axes.fill_between(tokens, low, high, color=f"C{index}", alpha=0.15, linewidth=0)
+
+
+@contextlib.contextmanager
+def drawing(file: Path) -> Iterator[Any]:
+    """Axes of held-out accuracy over rollout tokens, written to a PNG file at the end of the block."""
     import matplotlib  # slow to import, and nothing else draws
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4.2), dpi=150)
-    for index, (name, curves) in enumerate(results.items()):
-        evaluations = list(zip(*(curve.points for curve in curves), strict=False))  # to the end of the shortest
-        tokens = [mean(count for count, _ in points) for points in evaluations]
-        accuracies = [[accuracy for _, accuracy in points] for points in evaluations]
-        label = f"{name} (mean of {len(curves)})"
-        axes.plot(tokens, list(map(mean, accuracies)), color=f"C{index}", marker="o", markersize=3, label=label)
-        low, high = list(map(min, accuracies)), list(map(max, accuracies))
-        axes.fill_between(tokens, low, high, color=f"C{index}", alpha=0.15, linewidth=0)
+    yield axes
     axes.set_xlabel("rollout tokens")
     axes.set_ylabel("held-out accuracy (sampled pass@1)")
     axes.grid(alpha=0.3)

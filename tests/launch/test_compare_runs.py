@@ -1,74 +1,24 @@
 """`launch/compare_runs.py` reports runs of the configurations asked for, and nothing else, under their names."""
 
 import json
+import signal
 import subprocess
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 
+from megatron_rl.config.cli import compose
+from megatron_rl.config.facts import LaunchFacts
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.records.run_lock import hold_run
-from support.past_runs import write_run
-from support.scripts import load_script, start_script
+from megatron_rl.run.comparison import training
+from support.comparisons import Launcher, complete
+from support.scripts import start_script
 
 Compare = Callable[..., int]
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    return load_script("compare_runs")
-
-
-class Launcher:
-    """Stands for the run: leaves the directory of a run of the overrides it is given, ended with `code`."""
-
-    def __init__(self) -> None:
-        self.commands: list[list[str]] = []
-        self.code: int | None = 0
-        self.other: list[str] = []  # what the run is made of instead of what was asked for
-        self.during: Callable[[], Any] = lambda: None
-
-    def __call__(self, command: list[str]) -> "Launcher":
-        self.commands.append(command)
-        script = next(index for index, word in enumerate(command) if word.endswith("train_rl.py"))
-        ranks = [int(word.partition("=")[2]) for word in command if word.startswith("--nproc-per-node=")]
-        write_run([*command[script + 1 :], *self.other], code=self.code, ranks=(ranks or [1])[0])
-        self.returncode = 0 if self.code == 0 else 1
-        return self
-
-    def wait(self, timeout: float | None = None) -> int:
-        self.during()
-        return self.returncode
-
-    def poll(self) -> int:
-        return self.returncode
-
-
-@pytest.fixture
-def launcher(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launcher]:
-    launched = Launcher()
-    replaced = SimpleNamespace(Popen=launched, TimeoutExpired=subprocess.TimeoutExpired)
-    monkeypatch.setattr(script, "subprocess", replaced)
-    yield launched
-
-
-@pytest.fixture
-def compare(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compare:
-    monkeypatch.delenv("NPROC", raising=False)
-
-    def run(*arguments: str) -> int:
-        code: int = script.main(["--out", str(tmp_path / "out"), *arguments])
-        return code
-
-    return run
-
-
-def complete(tmp_path: Path, name: str, *overrides: str, experiment: str = "quickstart", **kind: Any) -> Path:
-    place = (f"run.root={tmp_path / 'out'}", f"run.name={name}")
-    return write_run([f"experiment={experiment}", *place, *overrides], **kind)
 
 
 def test_runs_are_made_once_and_reported_together(
@@ -76,7 +26,7 @@ def test_runs_are_made_once_and_reported_together(
 ) -> None:
     asked = ("--seeds", "0,1", "--variant", "a:", "algo=espo", "--variant", "b@5:", "algo=grpo", "optimizer.lr=0")
     assert compare(*asked) == ExitCode.OK
-    assert [command[-2].partition("=")[2] for command in launcher.commands] == ["a-seed0", "a-seed1", "b-seed5"]
+    assert launcher.names == ["a-seed0", "a-seed1", "b-seed5"]
     assert {"algo=grpo", "optimizer.lr=0", "seed=5", "experiment=quickstart"} < set(launcher.commands[2])
     table = (tmp_path / "out" / "table.md").read_text()
     assert [line.split(" | ")[:2] for line in table.splitlines()[2:]] == [
@@ -204,14 +154,13 @@ def test_ctrl_c_ends_the_run_and_says_how_to_go_on(
 
 
 def test_the_number_of_ranks_reaches_the_rules_and_the_run(
-    script: ModuleType, compare: Compare, launcher: Launcher, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    compare: Compare, launcher: Launcher, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert compare("--seeds", "0", "--variant", "a:", "parallel=ep2") == ExitCode.REFUSED
     said = capsys.readouterr().err
     assert "--variant a, seed 0: parallel.ep=2: " in said and "1 setting is refused" in said
     monkeypatch.setattr(
-        "support.past_runs.compose", lambda overrides: script.compose(overrides, facts=script.LaunchFacts(2, 2))
+        "support.past_runs.compose", lambda overrides: compose(overrides, facts=LaunchFacts(2, 2))
     )
     assert compare("--nproc", "2", "--seeds", "0", "--variant", "a:", "parallel=ep2") == ExitCode.OK
     assert "--nproc-per-node=2" in launcher.commands[0]
@@ -231,7 +180,7 @@ def test_the_number_of_ranks_reaches_the_rules_and_the_run(
         (["--variant", "a@one:"], "'one' is not a seed: give whole numbers with commas"),
         (["--variant", "a@:"], "'' is not a seed"),
         (["--variant", "a:", "seed=1"], "seed is set by --seeds. Leave it out"),
-        (["--common", "run.name=x", "--variant", "a:"], "run.name is set by the variant's name"),
+        (["--common", "run.name=x", "--variant", "a:"], "--common: run.name=x: run.name is set by the variant's name"),
         (["--variant", "a:", "++run.root=x"], "run.root is set by --out"),
         (["--variant", "a:", "algo=nothing"], "algo=nothing: There is no such file"),
         (["--variant", "a:", "optimizer.lr=fast"], "optimizer.lr=fast: Must be a number"),
@@ -255,6 +204,9 @@ def test_what_cannot_be_compared_is_refused_before_anything_starts(
         (["--seeds", "4294967296", "--variant", "a:"], "'4294967296' is not a seed"),
         (["--seeds", "1,1", "--variant", "a:"], "names a seed twice"),
         (["--nproc", "0", "--variant", "a:"], "'0' is not a number of ranks: give a whole number from 1"),
+        (["--parallel", "two", "--variant", "a:"], "'two' is not a number of runs: give a whole number from 1"),
+        (["--equal-accuracy", "60", "--variant", "a:"], "'60' is not an accuracy: give a number between 0 and 1"),
+        (["--search-seeds", "x", "--variant", "a:"], "'x' is not a seed"),
         (["--variants", "a:"], "--variant"),
     ],
 )
@@ -288,13 +240,49 @@ def test_a_place_where_nothing_can_be_written_is_told(
     assert "table.md cannot be written" in capsys.readouterr().err
 
 
-def test_sigterm_ends_the_run_too(script: ModuleType) -> None:
-    """With a real process, which hears only what this one tells it."""
-    process = subprocess.Popen(["sleep", "60"])
-    with pytest.raises(SystemExit) as ended, script._ending_with_us(process):
-        script.signal.raise_signal(script.signal.SIGTERM)
+def test_sigterm_ends_all_runs_too() -> None:
+    """With real processes, which hear only what this one tells them."""
+    processes = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) for _ in range(2)]
+    jobs = [SimpleNamespace(process=process) for process in processes]
+    with pytest.raises(SystemExit) as ended, training.ended_by_sigterm(), training._ending_with_us(jobs):
+        signal.raise_signal(signal.SIGTERM)
     assert ended.value.code == ExitCode.TERMINATED
-    assert process.returncode == -script.signal.SIGTERM
+    assert [process.returncode for process in processes] == [-signal.SIGTERM] * 2
+
+
+def test_several_runs_at_a_time_have_an_output_each(
+    compare: Compare, launcher: Launcher, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    under_way = []
+    launcher.during = lambda: under_way.append(len(launcher.commands))
+    assert compare("--parallel", "2", "--seeds", "0,1,2", "--variant", "a:") == ExitCode.OK
+    assert under_way == [2, 3, 3], "two from the start, and the third as soon as one has ended"
+    logs = [Path(streams["stdout"].name).name for streams in launcher.streams]
+    assert logs == ["a-seed0.log", "a-seed1.log", "a-seed2.log"]
+    assert "train_rl.py" in (tmp_path / "out" / "logs" / "a-seed1.log").read_text()
+    assert "a-seed2: complete" in capsys.readouterr().out
+
+
+def test_after_a_failure_no_run_is_started_and_those_under_way_are_kept(
+    compare: Compare, launcher: Launcher, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launcher.outcome = lambda overrides: {"code": 4 if "seed=0" in overrides else 0}
+    launcher.commands = []
+
+    def one_failed(timeout: float | None = None) -> int:
+        launcher.returncode = 0
+        return 0
+
+    launcher.wait = one_failed  # type: ignore[method-assign]
+    assert compare("--parallel", "2", "--seeds", "0,1,2,3", "--variant", "a:") == 4
+    assert launcher.names == ["a-seed0", "a-seed1"]
+    assert "| a | 1 |" in (tmp_path / "out" / "table.md").read_text()
+    said = capsys.readouterr().err
+    assert "a-seed0 failed (exit code 4)" in said and "logs/a-seed0.log" in said
+    launcher.commands.clear()
+    launcher.outcome = lambda overrides: {"code": 0}
+    assert compare("--parallel", "2", "--seeds", "0,1,2,3", "--variant", "a:") == ExitCode.OK
+    assert launcher.names == ["a-seed0", "a-seed2", "a-seed3"]
 
 
 def test_help_shows_a_command_that_works(tmp_path: Path) -> None:

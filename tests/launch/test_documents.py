@@ -56,7 +56,7 @@ def test_every_training_command_composes(tmp_path: Path, monkeypatch: pytest.Mon
 def test_the_comparison_behind_the_table_is_accepted(tmp_path: Path) -> None:
     (words,) = [w for w in commands(ROOT / "README.md") if "launch/compare_runs.py" in w]
     script = load_script("compare_runs")
-    given: Namespace = script._parser().parse_args(words[words.index("launch/compare_runs.py") + 1 :])
+    given: Namespace = script.parser("").parse_args(words[words.index("launch/compare_runs.py") + 1 :])
     given.out = tmp_path
     assert [run.variant for run in script.plan(given)] == [
         *["espo"] * 3, *["grpo"] * 3, *["gspo"] * 3, *["frozen"] * 3, *["permuted"] * 2

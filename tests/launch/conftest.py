@@ -1,0 +1,35 @@
+"""`launch/compare_runs.py`, whose runs are stood for."""
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from support.comparisons import Launcher
+from support.scripts import load_script
+
+
+@pytest.fixture(scope="session")
+def script() -> ModuleType:
+    return load_script("compare_runs")
+
+
+@pytest.fixture
+def launcher(monkeypatch: pytest.MonkeyPatch) -> Launcher:
+    launched = Launcher()
+    replaced = SimpleNamespace(Popen=launched, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr("megatron_rl.run.comparison.training.subprocess", replaced)
+    return launched
+
+
+@pytest.fixture
+def compare(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    monkeypatch.delenv("NPROC", raising=False)
+
+    def run(*arguments: str) -> int:
+        code: int = script.main(["--out", str(tmp_path / "out"), *arguments])
+        return code
+
+    return run
