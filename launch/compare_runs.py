@@ -134,8 +134,8 @@ def _contest(given: argparse.Namespace) -> int:
         trials = judge(searched)
         chosen = contest.chosen(trials)
         reported = contest.reported(chosen)
-        unique = {run.directory: run for runs in reported.values() for run in runs}
-        if code := train([run for run in unique.values() if not is_complete(run)], lambda run: None):
+        left = [run for runs in reported.values() for run in runs if not is_complete(run)]
+        if code := train(left, lambda run: None):
             return code
     curves = {key: [read_curve(run.directory, run.seed) for run in runs] for key, runs in reported.items()}
     budget = contest.budget(searched)

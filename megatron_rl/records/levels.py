@@ -41,4 +41,4 @@ def tokens_at(points: Points, level: float) -> float | None:
 def common_level(curves: Iterable[Points]) -> float:
     """The highest accuracy that every rising curve reaches, down to a tenth of a percent."""
     lowest = min(rising(points)[-1][1] for points in curves)
-    return math.floor(lowest * 1000 + 1e-9) / 1000
+    return min(math.floor(lowest * 1000 + 1e-9) / 1000, lowest)  # 0.7 may be a little less in binary

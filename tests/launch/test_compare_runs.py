@@ -159,9 +159,7 @@ def test_the_number_of_ranks_reaches_the_rules_and_the_run(
     assert compare("--seeds", "0", "--variant", "a:", "parallel=ep2") == ExitCode.REFUSED
     said = capsys.readouterr().err
     assert "--variant a, seed 0: parallel.ep=2: " in said and "1 setting is refused" in said
-    monkeypatch.setattr(
-        "support.past_runs.compose", lambda overrides: compose(overrides, facts=LaunchFacts(2, 2))
-    )
+    monkeypatch.setattr("support.past_runs.compose", lambda overrides: compose(overrides, facts=LaunchFacts(2, 2)))
     assert compare("--nproc", "2", "--seeds", "0", "--variant", "a:", "parallel=ep2") == ExitCode.OK
     assert "--nproc-per-node=2" in launcher.commands[0]
     monkeypatch.setenv("NPROC", "2")

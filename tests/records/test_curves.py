@@ -46,3 +46,9 @@ def test_the_table_has_each_run_and_the_mean_of_a_variant(tmp_path: Path) -> Non
     short = read_curve(write_run([f"run.root={tmp_path}", "run.name=s"], accuracies=(0.5,)), 2)
     plot({"espo": [*curves, short]}, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_clipped_tokens_of_both_sides_are_averaged_over_the_steps_that_train(tmp_path: Path) -> None:
+    run = write_run([f"run.root={tmp_path}", "run.name=a"], accuracies=(0.25, 0.5, 0.75), clipped=0.25)
+    assert read_curve(run, seed=0).clipped == 0.25
+    assert read_curve(write_run([f"run.root={tmp_path}", "run.name=b"], accuracies=(0.25,)), seed=0).clipped == 0

@@ -11,7 +11,7 @@ from megatron_rl.records.curves import read_curve
 from megatron_rl.run.comparison.plan import ComparisonRefused, Planner, Run, Variant, has_diverged
 from megatron_rl.run.comparison.search import Point, Trial, at_given_widths, best, read_grids
 
-BEST, GIVEN = "best", "given widths"
+BEST, GIVEN, BOTH = "best", "best at given widths", "best, and at given widths"
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,17 @@ class Contest:
         }
 
     def chosen(self, trials: Mapping[str, Sequence[Trial]]) -> dict[str, dict[str, Trial]]:
-        """Of each variant: its best trial, and its best one at the given clip widths. Raises `NothingFound`."""
-        return {name: {BEST: best(name, own), GIVEN: best(name, own, at_given_widths)} for name, own in trials.items()}
+        """Of each variant, by what it was chosen as: its best trial, and its best one at the given clip widths, which
+        may be the same. Raises `NothingFound`."""
+        found = {}
+        for name, own in trials.items():
+            top = best(name, own)
+            same = at_given_widths(top.point)
+            found[name] = {BOTH: top} if same else {BEST: top, GIVEN: best(name, own, at_given_widths)}
+        return found
 
     def reported(self, chosen: Mapping[str, Mapping[str, Trial]]) -> dict[tuple[str, str], list[Run]]:
-        """The reported runs by variant and how its settings were chosen; both may be the same ones."""
+        """The reported runs by variant and what their settings were chosen as. Raises `ComparisonRefused`."""
         return {
             (variant.name, how): [self._run(self.planner, variant, trial.point, seed) for seed in variant.seeds]
             for variant in self.variants
