@@ -48,6 +48,7 @@ from megatron_rl.run.comparison.contest_report import contest_record, contest_ta
 from megatron_rl.run.comparison.plan import ComparisonRefused, Planner, Run, check_overrides, is_complete, read_variants
 from megatron_rl.run.comparison.shared_engines import check_shareable, shared_engines
 from megatron_rl.run.comparison.training import Place, ended_by_sigterm, train_all
+from sglang_bridge.errors import EngineError
 
 SCRIPT = Path(__file__).resolve().with_name("train_rl.py")
 Train = Callable[[Sequence[Run], Callable[[Run], None]], int]  # those that are not complete; 0, or why one failed
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _check(given)
         with ended_by_sigterm():
             return _contest(given) if given.search else _compare(given)
-    except Failure as refused:
+    except (Failure, EngineError) as refused:
         print(refused, file=sys.stderr)
         return refused.exit_code
     except OSError as error:

@@ -20,6 +20,7 @@ from megatron_rl.run.comparison.search import (
     best,
     clip_widths,
 )
+from sglang_bridge.errors import EngineUnhealthy
 from support.comparisons import Launcher, value_of
 
 Compare = Callable[..., int]
@@ -186,6 +187,18 @@ def test_runs_that_share_engines_are_led_to_them_and_are_the_same_runs(
     assert learnt.commands == [], "where the engine is makes no difference"
     assert compare(*SMALL, "--shared-engines") == ExitCode.OK
     assert opened == [1], "none is started for nothing"
+
+
+def test_engines_that_do_not_start_end_the_comparison_with_their_code(
+    compare: Compare, launcher: Launcher, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def engines(*given: Any) -> None:
+        raise EngineUnhealthy("engine http://127.0.0.1:9000 was not healthy 180 s after its start")
+
+    monkeypatch.setattr("launch_compare_runs.shared_engines", engines)
+    assert compare("--seeds", "0", "--variant", "a:", "--shared-engines") == ExitCode.ENGINE_FAILED
+    assert "was not healthy 180 s" in capsys.readouterr().err
+    assert launcher.commands == []
 
 
 @pytest.mark.parametrize(
