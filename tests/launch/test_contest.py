@@ -179,13 +179,13 @@ def test_runs_that_share_engines_are_led_to_them_and_are_the_same_runs(
                 f"engine.key_file={tmp_path}/keys.json") for i in range(count)]  # fmt: skip
 
     monkeypatch.setattr("launch_compare_runs.shared_engines", engines)
-    assert compare(*SMALL, "--shared-engines") == ExitCode.OK
+    assert compare(*ONE, "--shared-engines") == ExitCode.OK
     assert opened == [1], "once, for the trials and for what is reported"
     assert all("engine.urls=['http://127.0.0.1:9000']" in command for command in learnt.commands)
     learnt.commands.clear()
-    assert compare(*SMALL) == ExitCode.OK
+    assert compare(*ONE) == ExitCode.OK
     assert learnt.commands == [], "where the engine is makes no difference"
-    assert compare(*SMALL, "--shared-engines") == ExitCode.OK
+    assert compare(*ONE, "--shared-engines") == ExitCode.OK
     assert opened == [1], "none is started for nothing"
 
 
