@@ -15,11 +15,10 @@ settings, and the best ones at its given clip widths, are then trained on the re
         --search grpo: optimizer.lr=1e-4,3e-4,1e-3 clip_scale=0.25,1,2 --search-common train.total_steps=12
 
 Rollout tokens until equal held-out accuracy (tokens.md, tokens.json, tokens.png), which wants an evaluation every few
-steps:
+steps; docs/comparisons.md says how it is read:
 
-    python launch/compare_runs.py --out runs/tokens --equal-accuracy --against oversample \\
-        --common data=column_addition_mixed eval.every=4 --variant uniform: selection.name=uniform \\
-        --variant oversample: selection.name=oversample --variant belief: selection.name=belief
+    python launch/compare_runs.py --out runs/tokens --experiment mixed --equal-accuracy --against oversample \\
+        --common eval.every=4 --variant oversample: selection=oversample --variant belief: selection=belief
 
 With --shared-engines an engine's random numbers go on from one run to the next: a seed chooses prompts and their order,
 and what is sampled differs from a run that starts its own.
@@ -124,8 +123,7 @@ def _compare(given: argparse.Namespace) -> int:
 
 def _contest(given: argparse.Namespace) -> int:
     """Search, choose, train the reported runs, report."""
-    variants = read_variants(given.variant, given.seeds)
-    contest = Contest.read(variants, given.search, given.search_seeds, _planner(given), given.search_common)
+    contest = _read_contest(given)
     searched = contest.searched()
     tried = [run for runs in searched.values() for run in runs]
     left = [run for run in tried if not is_complete(run)]
@@ -148,6 +146,11 @@ def _contest(given: argparse.Namespace) -> int:
     _report_tokens(results, given)
     print((given.out / "contest.md").read_text() + f"\nplot: {given.out / 'curves.png'}")
     return ExitCode.OK
+
+
+def _read_contest(given: argparse.Namespace) -> Contest:
+    variants = read_variants(given.variant, given.seeds)
+    return Contest.read(variants, given.search, given.search_seeds, _planner(given), given.search_common)
 
 
 @contextlib.contextmanager

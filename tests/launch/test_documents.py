@@ -63,6 +63,20 @@ def test_the_comparison_behind_the_table_is_accepted(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_every_comparison_is_accepted(tmp_path: Path) -> None:
+    script = load_script("compare_runs")
+    contest, tokens = [w for w in commands(ROOT / "docs" / "comparisons.md") if "launch/compare_runs.py" in w]
+    given: Namespace = script.parser("").parse_args(contest[2:])
+    given.out = tmp_path
+    script._check(given)
+    planned = script._read_contest(given)
+    assert planned.budget(planned.searched()).startswith("Search: 6 trials of each variant, on each seed of 100 for 10")
+    given = script.parser("").parse_args(tokens[2:])
+    given.out = tmp_path
+    script._check(given)
+    assert len(list(script.plan(given))) == 9
+
+
 def test_rows_that_are_shown_are_read(tmp_path: Path) -> None:
     rows = re.findall(r"^ {4}(\{.*\})$", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
