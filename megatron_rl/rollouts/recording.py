@@ -50,7 +50,10 @@ class SegmentRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One rollout. tokens, routes: its rows [start, stop) of the part's arrays; routes None: it has none."""
+    """One rollout. tokens, routes: its rows [start, stop) of the part's arrays; routes None: it has none.
+
+    generated, repetition: as in `RolloutRef`.
+    """
 
     rollout_id: str
     sample_index: Count
@@ -59,6 +62,8 @@ class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
     tokens: tuple[Count, Count]
     routes: tuple[Count, Count] | None
     segments: tuple[SegmentRecord, ...]
+    generated: Count = 0
+    repetition: float = 0.0
 
 
 class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +76,8 @@ class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
     generated_at: float
     judged_at: float
     rollouts: tuple[RolloutRecord, ...]
+    rejected_tokens: dict[str, int] = {}
+    weight: float = 1.0
 
 
 class RecordingUnreadable(ValueError):
@@ -104,6 +111,8 @@ class _Part:
             generated_at=group.generated_at,
             judged_at=group.judged_at,
             rollouts=records,
+            rejected_tokens=group.rejected_tokens,
+            weight=group.weight,
         )
         self.lines.append(msgspec.json.encode(record) + b"\n")
 
@@ -126,6 +135,8 @@ class _Part:
             verdict=ref.verdict,
             tokens=(first, self.num_tokens),
             routes=None if rollout.routes is None else (first_route, self.num_routes),
+            generated=ref.generated,
+            repetition=ref.repetition,
             segments=tuple(
                 SegmentRecord(
                     tokens=len(s.tokens),
@@ -212,6 +223,8 @@ def _read_part(stem: Path) -> Iterator[tuple[int, Group, list[Rollout]]]:
             prompt=record.prompt,
             rollouts=tuple(_ref(r, rollout) for r, rollout in zip(record.rollouts, rollouts, strict=True)),
             rejected=record.rejected,
+            rejected_tokens=record.rejected_tokens,
+            weight=record.weight,
             generated_at=record.generated_at,
             judged_at=record.judged_at,
         )
@@ -239,6 +252,8 @@ def _ref(record: RolloutRecord, rollout: Rollout) -> RolloutRef:
         sample_index=record.sample_index,
         num_inputs=rollout.num_tokens - 1,
         num_trainable=sum(len(s.tokens) for s in rollout.segments if s.trainable),
+        generated=record.generated,
+        repetition=record.repetition,
         finish_reason=record.finish_reason,
         versions=tuple(sorted({s.version for s in rollout.segments if s.logprobs is not None})),
         verdict=record.verdict,

@@ -81,7 +81,7 @@ def build_leader(
     stages = Stages(
         prompts=prompts,
         rollouts=RolloutStage(queue, c.rollout, stops, idle),
-        credit=Credit(c.algo, seed=c.seed),
+        credit=Credit(c.algo, c.credit, seed=c.seed, max_new_tokens=c.rollout.max_new_tokens),
         planner=Planner(c.train, c.parallel, dp_size=dp_size, seed=c.seed),
         evaluation=Evaluation(queue, prompts.held_out, c.eval, c.rollout, stops, idle),
     )

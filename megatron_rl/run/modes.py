@@ -77,7 +77,7 @@ def train_only_leader(c: Configuration, job: Job, dispatcher: Dispatcher, record
     stages = Stages(
         prompts=recorded,
         rollouts=recorded,
-        credit=Credit(c.algo, seed=c.seed),
+        credit=Credit(c.algo, c.credit, seed=c.seed, max_new_tokens=c.rollout.max_new_tokens),
         planner=Planner(c.train, c.parallel, dp_size=dp_size, seed=c.seed),
         evaluation=None,
     )

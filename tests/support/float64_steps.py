@@ -15,15 +15,19 @@ _NO_DECAY_BELOW = 2  # dimensions: the weights of norms are not decayed
 
 
 def advantages_of(groups: Sequence[Group]) -> dict[str, float]:
-    """(R - mean) / (std + 1e-6) by rollout, std over n - 1; without a verdict or a difference in correctness: none."""
+    """A = (c - mean) / (std + 1e-6) by rollout, c its correctness of 0 or 1, std over n - 1; with x = clip(c - reward):
+    A (1 - x / 2) where c is 1, A (1 + x / 2) where it is 0. Without a verdict or a difference in correctness: none.
+    """
     found: dict[str, float] = {}
     for group in groups:
         judged = [r for r in group.rollouts if r.verdict.reward is not None]
         if len({r.verdict.correctness for r in judged}) > 1:
-            rewards = torch.tensor([r.verdict.reward for r in judged], dtype=torch.float64)
-            centred = rewards - rewards.mean()
+            scores = torch.tensor([r.verdict.correctness for r in judged], dtype=torch.float64)
+            below = (scores - torch.tensor([r.verdict.reward for r in judged], dtype=torch.float64)).clamp(0, 1)
+            centred = scores - scores.mean()
             std = (centred.square().sum() / (len(judged) - 1)).sqrt()
-            found |= dict(zip([r.rollout_id for r in judged], (centred / (std + 1e-6)).tolist(), strict=True))
+            factors = 1 + torch.where(scores == 1, -0.5, 0.5) * below
+            found |= dict(zip([r.rollout_id for r in judged], (factors * centred / (std + 1e-6)).tolist(), strict=True))
     return found
 
 
