@@ -78,3 +78,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     def judged(self) -> tuple[RolloutRef, ...]:
         """The rollouts with a verdict."""
         return tuple(rollout for rollout in self.rollouts if rollout.verdict.reward is not None)
+
+
+def drawn_tokens(group: Group) -> int:
+    """Tokens that engines drew for a group: those of its rollouts and of the rejected ones."""
+    return sum(rollout.generated for rollout in group.rollouts) + sum(group.rejected_tokens.values())

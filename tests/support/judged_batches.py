@@ -11,12 +11,13 @@ from support.rollouts import NOWHERE, make_ref
 
 GROUP = 4
 # Correctness and shaped reward of each group's rollouts: three mixed ones, one of them with a rollout that nobody could
-# judge, and a flat one whose rewards differ.
+# judge, and an all-right and an all-wrong one whose rewards differ.
 _VERDICTS = (
     ((1.0, 1.0), (0.0, 0.0), (1.0, 0.7), (0.0, -0.1)),
     ((1.0, 0.9), (None, None), (0.0, 0.0), (0.0, -0.2)),
     ((1.0, 1.0), (1.0, 0.5), (1.0, 0.8), (1.0, 0.6)),
     ((0.0, 0.3), (0.0, 0.0), (0.0, -0.4), (1.0, 1.0)),
+    ((0.0, 0.0), (0.0, -0.3), (0.0, 0.0), (0.0, -0.2)),
 )
 
 
