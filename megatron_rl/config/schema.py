@@ -56,7 +56,6 @@ class AlgoSettings(Section):
     name: str
     advantages: Literal["group", "one"] = "group"  # group: relative to the group; one: 1 for every judged rollout
     normalize_std: bool = True  # divide group advantages by the group's standard deviation
-    zero_variance: Literal["drop"] = "drop"  # groups whose raw correctness does not differ leave the step
     permute_rewards: bool = False  # control experiment: verdicts shuffled across the batch; nothing can be learnt
 
 
@@ -156,6 +155,23 @@ class RewardSettings(Section):
     answer: Literal["last_number", "last_line", "boxed"] = "last_number"  # exact_match: where it is looked for
     timeout_s: Seconds = 10.0
     options: Options = field(default_factory=dict)  # arguments of a scorer of the user's own
+
+
+@dataclass(frozen=True, kw_only=True)
+class CreditSettings(Section):
+    """What becomes of groups without a contrast, and what shaping may add to the others' (docs/zero_variance.md)."""
+
+    flat_right: Literal["drop", "zvp", "keep"] = "drop"  # zvp: trained by entropy; keep: counted, as plain GRPO does
+    flat_wrong: Literal["drop", "zvp", "keep"] = "drop"
+    tied_right: Literal["drop", "shape"] = "drop"  # all right, of lengths that differ: the shorter, the better
+    tied_wrong: Literal["drop", "shape"] = "drop"  # all wrong, some repeating themselves: the others are better
+    zvp_alpha: Share = 0.1  # advantage per nat of entropy; 0: as drop
+    shaping: Annotated[float, Ge(0), Le(0.5)] = 0.5  # the share of an advantage that penalties may take or add; 0: none
+    length: Literal["buffer", "excess"] | None = None  # penalty of right responses; null: none
+    length_buffer: Positive | None = None  # tokens before rollout.max_new_tokens; null: a fifth of that
+    length_excess: Annotated[float, Ge(1)] = 1.5  # times the group's median length of right responses
+    repetition_ngram: Annotated[int, Ge(2), Le(10**4)] | None = None  # penalty of wrong responses (40); null: none
+    tied_scale: Annotated[float, Gt(0), Le(0.1)] = 0.1  # the largest advantage in a tied group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,6 +328,7 @@ class Configuration(Section):
     data: DataSettings
     environment: EnvironmentSettings = field(default_factory=EnvironmentSettings)
     reward: RewardSettings = field(default_factory=RewardSettings)
+    credit: CreditSettings = field(default_factory=CreditSettings)
     engine: EngineSettings = field(default_factory=EngineSettings)
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     logger: LoggerSettings = field(default_factory=LoggerSettings)

@@ -14,8 +14,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
     reward: None when there is no verdict (the scorer failed or timed out): such a rollout leaves its group's statistics
     and is counted; it is not a zero. correctness: the raw score that zero variance is judged on, apart from shaping
-    terms. answer: the final answer found in the response, None when there is none to be found. seconds: scoring time.
-    reason: why there is no verdict.
+    terms; None for all of a prompt where no truth is known, as with a judge. answer: the final answer found in the
+    response, None when there is none to be found. seconds: scoring time. reason: why there is no verdict.
     """
 
     reward: float | None
@@ -39,8 +39,8 @@ class RolloutRef(msgspec.Struct, frozen=True, kw_only=True):
     """All that rank 0 needs to know of a rollout to plan a step; the tokens stay with its collector.
 
     num_inputs: tokens the model reads when it trains on it (all tokens but the last).
-    num_trainable: tokens that receive a loss. generated: tokens that engines drew for it. versions: weight versions of
-    its sampled segments, ascending.
+    num_trainable: tokens that receive a loss. generated: tokens that engines drew for it. repetition: how much of them
+    repeats itself, from 0 to 1, where that is asked for. versions: weight versions of its sampled segments, ascending.
     """
 
     rollout_id: str
@@ -49,6 +49,7 @@ class RolloutRef(msgspec.Struct, frozen=True, kw_only=True):
     num_inputs: Count
     num_trainable: Count
     generated: Count = 0
+    repetition: float = 0.0
     finish_reason: FinishReason
     versions: tuple[int, ...]
     verdict: Verdict
@@ -77,3 +78,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     def judged(self) -> tuple[RolloutRef, ...]:
         """The rollouts with a verdict."""
         return tuple(rollout for rollout in self.rollouts if rollout.verdict.reward is not None)
+
+
+def drawn_tokens(group: Group) -> int:
+    """Tokens that engines drew for a group: those of its rollouts and of the rejected ones."""
+    return sum(rollout.generated for rollout in group.rollouts) + sum(group.rejected_tokens.values())

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgspec
 
 from megatron_rl.contracts.group import RolloutRef
 from megatron_rl.contracts.numbers import Count
 
 
+class Uncounted(NamedTuple):
+    """A rollout of a group without a contrast: trained beside the others, which the loss is divided by.
+
+    entropy_advantage: see `StepPlan`. Other than 0 it makes the rollout a flat one.
+    """
+
+    rollout: RolloutRef
+    advantage: float
+    entropy_advantage: float = 0.0
+
+
 class Denominators(msgspec.Struct, frozen=True, kw_only=True):
     """Global constants of one optimizer step's loss, fixed before its first micro-batch.
 
-    sequences: rollouts with a verdict and a non-zero advantage on a trainable token. tokens: their trainable tokens.
+    sequences: rollouts of mixed groups with a non-zero advantage on a trainable token, and flat ones that are kept;
+    where there is none, all that are trained. tokens: their trainable tokens.
     """
 
     sequences: Count
@@ -29,9 +43,14 @@ class OptimizerStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Who trains what in one training step. advantages[i] belongs to rollouts[i]."""
+    """Who trains what in one training step. advantages[i] belongs to rollouts[i].
+
+    entropy_advantages[i]: α > 0 of a rollout of an all-right group, -α of an all-wrong one, 0 for others; its tokens'
+    advantages follow from their entropies. Empty: 0 for all.
+    """
 
     step: Count
     rollouts: tuple[RolloutRef, ...]
     advantages: tuple[float, ...]
     optimizer_steps: tuple[OptimizerStep, ...]
+    entropy_advantages: tuple[float, ...] = ()

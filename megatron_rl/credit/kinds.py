@@ -3,30 +3,82 @@
 from __future__ import annotations
 
 import enum
+import math
+from dataclasses import dataclass
+from functools import cached_property
 
-from megatron_rl.contracts.group import Group
+import numpy as np
+import numpy.typing as npt
+
+from megatron_rl.contracts.group import Group, RolloutRef
+from megatron_rl.credit.penalties import Penalties
 
 _RIGHT = 0.5
+_TELLING_RANGE = 0.2  # of a penalty within a group: less is noise, which dividing by a deviation would blow up
 
 
 class Kind(enum.StrEnum):
-    """What a group's raw correctness looks like over its rollouts with a verdict.
+    """What a group's raw correctness looks like over its rollouts with a verdict; every group is of exactly one kind.
 
-    MIXED: it differs. FLAT_RIGHT, FLAT_WRONG: it is the same for all, at least 0.5 or below. TOO_FEW_VERDICTS: fewer
-    than two rollouts have a verdict.
+    MIXED: it differs; without raw correctness, as a judge's reward has none, the reward differs. TIED_RIGHT,
+    TIED_WRONG: it is the same for all, at least 0.5 or below, and a penalty that is switched on differs by 0.2 or more:
+    length among right ones, repetition among wrong ones. FLAT_RIGHT, FLAT_WRONG: the same without such a difference.
+    JUDGED_TIE: no raw correctness and equal rewards. TOO_FEW_VERDICTS: fewer than two rollouts have a verdict.
     """
 
     MIXED = "mixed"
+    TIED_RIGHT = "tied_right"
+    TIED_WRONG = "tied_wrong"
     FLAT_RIGHT = "flat_right"
     FLAT_WRONG = "flat_wrong"
+    JUDGED_TIE = "judged_tie"
     TOO_FEW_VERDICTS = "too_few_verdicts"
 
 
-def kind_of(group: Group) -> Kind:
-    """The kind of one group."""
-    scores = [r.verdict.correctness for r in group.judged if r.verdict.correctness is not None]
+@dataclass(frozen=True)
+class Told:
+    """The rollouts of a group that its statistics are over, and their raw scores.
+
+    has_truth: the scores are raw correctness; else no rollout has any, and they are rewards.
+    """
+
+    rollouts: tuple[RolloutRef, ...]
+    has_truth: bool
+
+    @classmethod
+    def of(cls, group: Group) -> Told:
+        """Where some have a raw correctness, a rollout without a finite one has no verdict."""
+        has_truth = any(r.verdict.correctness is not None for r in group.judged)
+        return cls(tuple(r for r in group.judged if _is_told(r, has_truth=has_truth)), has_truth)
+
+    @cached_property
+    def scores(self) -> npt.NDArray[np.float64]:
+        """float64 [n]."""
+        return np.array([_score(r, has_truth=self.has_truth) for r in self.rollouts], np.float64)
+
+
+def kind_of(group: Group, penalties: Penalties | None = None) -> Kind:
+    """The kind of one group. penalties None: none is switched on."""
+    told = Told.of(group)
+    scores = told.scores
     if len(scores) < 2:
         return Kind.TOO_FEW_VERDICTS
-    if min(scores) != max(scores):
+    if scores.min() != scores.max():
         return Kind.MIXED
-    return Kind.FLAT_RIGHT if scores[0] >= _RIGHT else Kind.FLAT_WRONG
+    if not told.has_truth:
+        return Kind.JUDGED_TIE
+    right = bool(scores[0] >= _RIGHT)
+    if penalties is not None:
+        found = penalties.length(told.rollouts, scores > -math.inf) if right else penalties.repetition(told.rollouts)
+        if np.ptp(found) >= _TELLING_RANGE:
+            return Kind.TIED_RIGHT if right else Kind.TIED_WRONG
+    return Kind.FLAT_RIGHT if right else Kind.FLAT_WRONG
+
+
+def _score(rollout: RolloutRef, *, has_truth: bool) -> float | None:
+    return rollout.verdict.correctness if has_truth else rollout.verdict.reward
+
+
+def _is_told(rollout: RolloutRef, *, has_truth: bool) -> bool:
+    score, reward = _score(rollout, has_truth=has_truth), rollout.verdict.reward
+    return score is not None and reward is not None and math.isfinite(score) and math.isfinite(reward)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 
 from megatron_rl.config.schema import ParallelSettings, TrainSettings
 from megatron_rl.contracts.group import RolloutRef
-from megatron_rl.contracts.plan import Denominators, OptimizerStep, StepPlan
+from megatron_rl.contracts.plan import Denominators, OptimizerStep, StepPlan, Uncounted
 
 _Bin = tuple[int, ...]
 
@@ -23,7 +24,14 @@ class Planner:
         self._dp_size = dp_size
         self._seed = seed
 
-    def plan(self, step: int, rollouts: Sequence[RolloutRef], advantages: Sequence[float]) -> StepPlan:
+    def plan(
+        self,
+        step: int,
+        rollouts: Sequence[RolloutRef],
+        advantages: Sequence[float],
+        uncounted: Sequence[Uncounted] = (),
+        kept: Sequence[RolloutRef] = (),
+    ) -> StepPlan:
         """Plan one training step.
 
         Rollouts without a trainable token or with zero advantage give no gradient and are left out. The others are
@@ -31,30 +39,49 @@ class Planner:
         within each, rollouts go to data-parallel ranks by token count and into micro-batches of at most
         `train.tokens_per_micro_batch` input tokens (a longer rollout has one to itself). No usable rollout gives a plan
         without optimizer steps: a skipped step.
+
+        uncounted: dealt evenly beside them, of tied and of flat ones each at most as many as of the others in every
+        optimizer step, drawn by seed; where there are no others, all of them. kept: counted and not trained.
         """
-        useful = [
-            (rollout, advantage)
-            for rollout, advantage in zip(rollouts, advantages, strict=True)
-            if advantage != 0.0 and rollout.num_trainable > 0
-        ]
-        random.Random(f"{self._seed}/{step}").shuffle(useful)
-        kept = tuple(rollout for rollout, _ in useful)
-        count = min(self._optimizer_steps, len(kept))
+        counted = self._useful(step, "", [Uncounted(*pair) for pair in zip(rollouts, advantages, strict=True)])
+        of_tied = self._useful(step, "/tied", [u for u in uncounted if u.entropy_advantage == 0.0])
+        of_flat = self._useful(step, "/flat", [u for u in uncounted if u.entropy_advantage != 0.0])
+        most = len(counted)  # the first sort is what the loss is divided by
+        sorts = [counted, of_tied[:most], of_flat[:most]] if counted else [[*of_tied, *of_flat]]
+        starts = [0, *itertools.accumulate(len(sort) for sort in sorts)]
+        trained, count = [*itertools.chain(*sorts)], min(self._optimizer_steps, len(sorts[0]))
+        refs, only_counted = tuple(u.rollout for u in trained), [r for r in kept if r.num_trainable > 0]
+        steps = []
+        for i in range(count):
+            dealt = [range(start + i, stop, count) for start, stop in itertools.pairwise(starts)]
+            counts = [*(refs[index] for index in dealt[0]), *only_counted[i::count]]
+            steps.append(self._optimizer_step(refs, [*itertools.chain(*dealt)], counts))
         return StepPlan(
             step=step,
-            rollouts=kept,
-            advantages=tuple(advantage for _, advantage in useful),
-            optimizer_steps=tuple(self._optimizer_step(kept, range(i, len(kept), count)) for i in range(count)),
+            rollouts=refs,
+            advantages=tuple(u.advantage for u in trained),
+            optimizer_steps=tuple(steps),
+            entropy_advantages=tuple(u.entropy_advantage for u in trained) if of_flat else (),
         )
 
-    def _optimizer_step(self, rollouts: Sequence[RolloutRef], indices: Sequence[int]) -> OptimizerStep:
+    def _useful(self, step: int, sort: str, rollouts: Sequence[Uncounted]) -> list[Uncounted]:
+        """Those that give a gradient, shuffled."""
+        found = [
+            u for u in rollouts if (u.advantage, u.entropy_advantage) != (0.0, 0.0) and u.rollout.num_trainable > 0
+        ]
+        random.Random(f"{self._seed}/{step}{sort}").shuffle(found)
+        return found
+
+    def _optimizer_step(
+        self, rollouts: Sequence[RolloutRef], indices: Sequence[int], counted: Sequence[RolloutRef]
+    ) -> OptimizerStep:
         lengths = {i: rollouts[i].num_inputs for i in indices}
         per_rank = [_pack(share, lengths, self._token_budget) for share in _balance(lengths, self._dp_size)]
         needed = max(1, *(len(bins) for bins in per_rank))
         needed += -needed % self._multiple
         return OptimizerStep(
             micro_batches=tuple(tuple(bins) + ((),) * (needed - len(bins)) for bins in per_rank),
-            denominators=Denominators(sequences=len(indices), tokens=sum(rollouts[i].num_trainable for i in indices)),
+            denominators=Denominators(sequences=len(counted), tokens=sum(r.num_trainable for r in counted)),
         )
 
 

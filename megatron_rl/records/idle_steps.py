@@ -10,6 +10,11 @@ _REMEDIES = {
     "flat_wrong": "every answer is wrong: give easier questions, more rollout.samples_per_prompt or "
     "rollout.max_new_tokens, a start checkpoint that solves some, or look at reward.answer",
     "flat_right": "every answer is right: give harder questions",
+    "tied_wrong": "every answer is wrong, and some repeat themselves: give easier questions, or use "
+    "credit.tied_wrong=shape",
+    "tied_right": "every answer is right, of lengths that differ: give harder questions, or use "
+    "credit.tied_right=shape",
+    "judged_tie": "all answers to a question have the same reward: look at what the reward tells apart",
     "too_few_verdicts": "the reward gives no verdicts, or rollouts are lost: see reward/no_verdict and "
     "rollout/rejected in metrics.jsonl, and raise reward.timeout_s if scoring takes longer",
     "mixed": "groups differ, but no token of them may be trained: raise rollout.max_new_tokens, or use "

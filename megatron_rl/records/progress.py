@@ -12,7 +12,11 @@ from collections.abc import Iterator, Mapping
 from typing import TextIO
 
 _PATIENCE_SECONDS = 10.0
-_KINDS = {"flat_wrong": "wrong", "flat_right": "right", "too_few_verdicts": "with fewer than two verdicts"}
+_KINDS = {
+    "flat_wrong": "wrong", "flat_right": "right", "tied_wrong": "tied wrong", "tied_right": "tied right",
+    "judged_tie": "with equal rewards", "too_few_verdicts": "with fewer than two verdicts",
+}  # fmt: skip
+_NAMED_CLASSES = 4  # of what became of the tokens: a line is short
 
 
 class Progress:
@@ -60,6 +64,7 @@ class Progress:
             f"{values['rollout/tokens']:.0f} tokens at {rate:.0f}/s",
             *lost_rollouts(values),
             *what_trained(values),
+            *where_tokens_went(values),
             f"{values['time/step']:.1f} s ({times})",
         ]
         self.say(" | ".join(parts))
@@ -104,6 +109,19 @@ def what_trained(values: Mapping[str, float]) -> list[str]:
     ]
 
 
+def where_tokens_went(values: Mapping[str, float]) -> list[str]:
+    """Shares of the step's tokens by what became of them, the largest first; empty without an account."""
+    prefix = "account/"
+    tokens = {name.removeprefix(prefix): n for name, n in values.items() if name.startswith(prefix) and n > 0}
+    total = tokens.pop("generated", 0.0)
+    if not total:
+        return []
+    tokens.pop("evaluation", None)
+    ordered = sorted(tokens.items(), key=lambda item: (-item[1], item[0]))[:_NAMED_CLASSES]
+    named = (f"{n / total:.0%} {name.removeprefix('trained/').replace('_', ' ')}" for name, n in ordered)
+    return [f"tokens: {', '.join(named)}"]
+
+
 def untrained_groups(values: Mapping[str, float]) -> str:
     """The groups of a step by what they lack, such as `all 64 groups flat (63 wrong, 1 right)`."""
     groups = {kind: values.get(f"rollout/groups/{kind}", 0.0) for kind in ("mixed", *_KINDS)}
@@ -113,5 +131,5 @@ def untrained_groups(values: Mapping[str, float]) -> str:
         cut = f"{values.get('rollout/truncated', 0.0):.0%} of all responses cut at rollout.max_new_tokens"
         named = ", ".join(filter(None, [f"{mixed:.0f} mixed ones without a token to train, {cut}", named]))
         return f"{total:.0f} groups ({named})"
-    flat = groups["flat_wrong"] + groups["flat_right"]
+    flat = total - groups["too_few_verdicts"]
     return f"all {total:.0f} groups {'flat' if flat == total else 'without a contrast'} ({named})"

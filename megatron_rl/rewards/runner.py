@@ -52,12 +52,13 @@ def _checked(verdict: Verdict) -> Verdict:
     if not isinstance(verdict, Verdict):
         raise TypeError(f"the scorer returned {type(verdict).__name__}, not a Verdict")
     verdict = msgspec.convert(msgspec.structs.asdict(verdict), Verdict)
-    if verdict.reward is None or verdict.correctness is None:
+    if verdict.reward is None:
         return _none(verdict.reason or "the scorer gave no reward")
-    if not (math.isfinite(verdict.reward) and math.isfinite(verdict.correctness)):
+    correctness = verdict.reward if verdict.correctness is None else verdict.correctness  # None: a judge's reward
+    if not (math.isfinite(verdict.reward) and math.isfinite(correctness)):
         return _none("the scorer's reward is not finite")
-    if max(abs(verdict.reward), abs(verdict.correctness)) > _MOST:
-        return _none(f"reward {verdict.reward:g} or correctness {verdict.correctness:g} is beyond {_MOST:g}")
+    if max(abs(verdict.reward), abs(correctness)) > _MOST:
+        return _none(f"reward {verdict.reward:g} or correctness {correctness:g} is beyond {_MOST:g}")
     answer = None if verdict.answer is None else _sendable(verdict.answer, _ANSWER_LENGTH)
     return msgspec.structs.replace(verdict, answer=answer, reason=_sendable(verdict.reason, _REASON_LENGTH))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from megatron_rl.contracts.doors import DoorError
@@ -23,6 +23,7 @@ from megatron_rl.rollouts.messages import (
     ToCollector,
 )
 from megatron_rl.rollouts.player import Judged, Player, Rejected
+from megatron_rl.rollouts.repetition import repetition, sampled_tokens
 from megatron_rl.rollouts.store import RolloutStore
 
 _ALIVE_EVERY_SECONDS = 1.0
@@ -36,6 +37,7 @@ class Collector:
     def __init__(self, node: int, configuration: Configure, send: Callable[[FromCollector], Awaitable[None]]) -> None:
         self._send = send
         self._store = RolloutStore(node)
+        self._credit = configuration.credit
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="replies")
         self._player = Player(configuration, send, self._threads)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -75,15 +77,14 @@ class Collector:
         judged = [result for result in results if isinstance(result, Judged)]
         rejected = [result for result in results if isinstance(result, Rejected)]
         judged_at = time.monotonic()
-        locations = [_NOT_KEPT] * len(judged)
+        refs = [_ref(j, _NOT_KEPT, 0.0) for j in judged]
         if not request.evaluation:
-            rollouts = [j.rollout for j in judged]
             run = asyncio.get_running_loop().run_in_executor  # copies what may be hundreds of megabytes
-            locations = await run(self._threads, self._store.put, request.group_id, rollouts)
+            refs = await run(self._threads, self._keep, request.group_id, judged)
         group = Group(
             group_id=request.group_id,
             prompt=request.prompt,
-            rollouts=tuple(_ref(j, where) for j, where in zip(judged, locations, strict=True)),
+            rollouts=tuple(refs),
             rejected=dict(Counter(r.reason for r in rejected)),
             rejected_tokens={
                 reason: sum(r.sampled_tokens for r in rejected if r.reason == reason)
@@ -94,8 +95,13 @@ class Collector:
         )
         return GroupDone(group=group, generated_tokens=sum(result.sampled_tokens for result in results))
 
+    def _keep(self, group_id: str, judged: Sequence[Judged]) -> list[RolloutRef]:
+        locations, ngram = self._store.put(group_id, [j.rollout for j in judged]), self._credit.repetition_ngram
+        repeated = [0.0 if ngram is None else repetition(sampled_tokens(j.rollout), ngram) for j in judged]
+        return [_ref(*found) for found in zip(judged, locations, repeated, strict=True)]
 
-def _ref(judged: Judged, location: RolloutLocation) -> RolloutRef:
+
+def _ref(judged: Judged, location: RolloutLocation, repeated: float) -> RolloutRef:
     rollout = judged.rollout
     return RolloutRef(
         rollout_id=rollout.rollout_id,
@@ -104,6 +110,7 @@ def _ref(judged: Judged, location: RolloutLocation) -> RolloutRef:
         num_inputs=rollout.num_tokens - 1,
         num_trainable=sum(len(segment.tokens) for segment in rollout.segments if segment.trainable),
         generated=judged.sampled_tokens,
+        repetition=repeated,
         finish_reason=rollout.finish_reason,
         versions=tuple(sorted({s.version for s in rollout.segments if s.logprobs is not None})),
         verdict=judged.verdict,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron_rl.config.schema import EvalSettings, RolloutSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
-from megatron_rl.contracts.group import Group
+from megatron_rl.contracts.group import Group, drawn_tokens
 from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.rollouts.messages import GroupRequest
@@ -27,7 +27,8 @@ class Accuracy:
     """accuracy: mean over questions. half_width: of the 95 % confidence interval (normal, clustered by question).
 
     parseable: share of responses that end and hold a final answer. finished: share that end before the token limit.
-    rejected: rollouts that could not be used, which count as wrong and as not finished.
+    rejected: rollouts that could not be used, which count as wrong and as not finished. tokens: drawn by engines for
+    all of it.
     """
 
     accuracy: float
@@ -37,6 +38,7 @@ class Accuracy:
     rejected: int
     questions: int
     samples: int
+    tokens: int = 0
 
     def __str__(self) -> str:
         lost = f", {self.rejected} lost" if self.rejected else ""
@@ -128,4 +130,5 @@ def accuracy_of(groups: Sequence[Group], samples_per_prompt: int, *, max_rejecte
         rejected=lost.total(),
         questions=questions,
         samples=samples,
+        tokens=sum(drawn_tokens(group) for group in groups),
     )

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
-from megatron_rl.config.schema import EngineSettings, EnvironmentSettings, RewardSettings, RolloutSettings
+from megatron_rl.config.schema import (
+    CreditSettings,
+    EngineSettings,
+    EnvironmentSettings,
+    RewardSettings,
+    RolloutSettings,
+)
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.numbers import Count
 from megatron_rl.contracts.prompt import Prompt, Sampling
@@ -33,6 +39,7 @@ class Configure(msgspec.Struct, frozen=True, kw_only=True, tag="configure"):
     rollout: RolloutSettings
     reward: RewardSettings
     environment: EnvironmentSettings
+    credit: CreditSettings = CreditSettings()
     vocab_size: int | None = None
     seed: int = 0
 

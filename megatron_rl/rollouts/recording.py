@@ -56,8 +56,10 @@ class SegmentRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One rollout. tokens, routes: its rows [start, stop) of the part's arrays; routes None: it has none. generated:
-    tokens that engines drew for it."""
+    """One rollout. tokens, routes: its rows [start, stop) of the part's arrays; routes None: it has none.
+
+    generated, repetition: as in `RolloutRef`.
+    """
 
     rollout_id: str
     sample_index: Count
@@ -67,6 +69,7 @@ class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
     tokens: tuple[Count, Count]
     routes: tuple[Count, Count] | None
     segments: tuple[SegmentRecord, ...]
+    repetition: float = 0.0
 
 
 class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,6 +142,7 @@ class _Part:
             verdict=ref.verdict,
             tokens=(first, self.num_tokens),
             routes=None if rollout.routes is None else (first_route, self.num_routes),
+            repetition=ref.repetition,
             segments=tuple(
                 SegmentRecord(
                     tokens=len(s.tokens),
@@ -255,6 +259,7 @@ def _ref(record: RolloutRecord, rollout: Rollout) -> RolloutRef:
         num_inputs=rollout.num_tokens - 1,
         num_trainable=sum(len(s.tokens) for s in rollout.segments if s.trainable),
         generated=record.generated,
+        repetition=record.repetition,
         finish_reason=record.finish_reason,
         versions=tuple(sorted({s.version for s in rollout.segments if s.logprobs is not None})),
         verdict=record.verdict,

@@ -79,11 +79,10 @@ def build_leader(
 ) -> Leader:  # fmt: skip
     """Rank 0's loop over its stages. stops: tokens that end a response."""
     queue, idle = connected.queue, partial(dispatcher.run, Wait())
+    selector = open_selector(prompts, c.rollout, c.selection, seed=c.seed)
     stages = Stages(
-        rollouts=RolloutStage(
-            queue, c.rollout, open_selector(prompts, c.rollout, c.selection, seed=c.seed), stops, idle
-        ),
-        credit=Credit(c.algo, seed=c.seed),
+        rollouts=RolloutStage(queue, c.rollout, selector, stops, idle),
+        credit=Credit(c.algo, c.credit, seed=c.seed, max_new_tokens=c.rollout.max_new_tokens),
         planner=Planner(c.train, c.parallel, dp_size=dp_size, seed=c.seed),
         evaluation=Evaluation(queue, prompts.held_out, c.eval, c.rollout, stops, idle),
     )

@@ -180,6 +180,7 @@ class Engines:
             rollout=configuration.rollout,
             reward=configuration.reward,
             environment=configuration.environment,
+            credit=configuration.credit,
             vocab_size=self._shape.vocab_size,
             seed=configuration.seed,
         )

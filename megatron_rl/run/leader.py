@@ -13,9 +13,10 @@ from megatron_rl.config.schema import EvalSettings, RolloutSettings, RunSettings
 from megatron_rl.contracts.commands import Save, Train
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.plan import StepPlan
-from megatron_rl.credit.account import token_usage
+from megatron_rl.credit.account import account, usage, warning_of
 from megatron_rl.credit.assign import Credit
 from megatron_rl.planning.step_plan import Planner
+from megatron_rl.records.flat_balance import FlatBalance
 from megatron_rl.records.idle_steps import IdleSteps
 from megatron_rl.records.records import Records
 from megatron_rl.records.run_state import Position, SelectorState
@@ -88,6 +89,7 @@ class Leader:
     _synced: bool = False
     _told_obstacle: bool = False
     _idle: IdleSteps = field(default_factory=IdleSteps)
+    _balance: FlatBalance = field(default_factory=FlatBalance)
 
     def lead(self) -> None:
         """Train to the end, save the weights if asked to and let every rank end."""
@@ -143,9 +145,20 @@ class Leader:
             batch = self.stages.rollouts.draw(step)
         credited = self.stages.credit.assign(step, batch.groups)
         values |= batch.metrics() | credited.metrics()
-        plan = self.stages.planner.plan(step, credited.rollouts, credited.advantages)
+        plan = self.stages.planner.plan(step, credited.rollouts, credited.advantages, credited.uncounted, credited.kept)
         outcome: TrainOutcome = self.dispatcher.run(Train(plan))
-        values |= token_usage(batch.generated_tokens, plan, outcome.optimizer_steps)
+        applied, tokens = outcome.optimizer_steps, batch.generated_tokens
+        values |= usage(plan, applied, generated_tokens=tokens)
+        values |= account(
+            batch.groups,
+            credited,
+            plan,
+            applied,
+            generated_tokens=tokens,
+            stopped=batch.stopped,
+            surplus=batch.surplus,
+            carried=batch.carried_out - batch.carried_in,
+        )
         values |= outcome.metrics.values() | outcome.seconds | {"train/nonfinite": float(not outcome.finite)}
         self.queue.release(batch.delivered)
         self._count_nonfinite(plan, outcome)
@@ -155,8 +168,9 @@ class Leader:
                 self.send_weights(values)
         values |= watch.values()
         self.records.progress.step(step, values)
-        if warning := self._idle.note(values):
-            self.records.progress.say(warning)
+        for warning in (self._idle.note(values), self._balance.note(values), warning_of(values)):
+            if warning:
+                self.records.progress.say(warning)
 
     def send_weights(self, values: dict[str, float]) -> None:
         """Send the weights to every engine under the next version, unless they have them."""
@@ -179,7 +193,8 @@ class Leader:
         with watch.stage("eval"), self.records.progress.during(f"evaluating after step {step}"):
             accuracy = self.stages.evaluation.measure(str(step))
         self._accuracies.append(accuracy.accuracy)
-        values |= accuracy.metrics() | watch.seconds
+        values |= accuracy.metrics() | watch.seconds | {"account/evaluation": float(accuracy.tokens)}
+        values["account/generated"] = values.get("account/generated", 0.0) + accuracy.tokens
         self.records.progress.say(f"step {step}: held-out accuracy {accuracy}")
 
     def _begin(self) -> None:

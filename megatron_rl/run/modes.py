@@ -78,7 +78,7 @@ def train_only_leader(c: Configuration, job: Job, dispatcher: Dispatcher, record
     recorded = RecordedRollouts(c.rollout.recorded or "", node=job.node, batches=c.train.total_steps)
     stages = Stages(
         rollouts=recorded,
-        credit=Credit(c.algo, seed=c.seed),
+        credit=Credit(c.algo, c.credit, seed=c.seed, max_new_tokens=c.rollout.max_new_tokens),
         planner=Planner(c.train, c.parallel, dp_size=dp_size, seed=c.seed),
         evaluation=None,
     )

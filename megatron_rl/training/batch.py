@@ -25,7 +25,8 @@ class MicroBatch:
     packed: the model's inputs on this rank, which holds R of the T trained tokens: all of them unless sequences are
     shared by context parallelism. rows int64 [R]: rows of these inputs whose next token is trained. targets int64 [R]:
     those next tokens. places int64 [R]: which of the T they are, ascending. rollout_logprobs float32 [T], NaN where
-    nobody sampled the token. advantages float32 [T]. cu_seqlens int32 [B + 1]: trained tokens of each sequence, a
+    nobody sampled the token. advantages float32 [T]; entropy_advantages float32 [T]: see `StepPlan`, which each token
+    of a sequence has from it. cu_seqlens int32 [B + 1]: trained tokens of each sequence, a
     sequence without any counts as empty. A filler has T = 0 and B = 0.
     """
 
@@ -36,6 +37,7 @@ class MicroBatch:
     rollout_logprobs: torch.Tensor
     advantages: torch.Tensor
     cu_seqlens: torch.Tensor
+    entropy_advantages: torch.Tensor
 
 
 class Batcher:
@@ -53,16 +55,24 @@ class Batcher:
 
     def optimizer_steps(self, plan: StepPlan, dp_rank: int, rollouts: Mapping[int, Rollout]) -> list[list[MicroBatch]]:
         """This rank's micro-batches of every optimizer step of a plan. rollouts: by index in the plan."""
+        entropic = plan.entropy_advantages or (0.0,) * len(plan.advantages)
         return [
             [
-                self.pack([rollouts[i] for i in batch], [plan.advantages[i] for i in batch])
+                self.pack(
+                    [rollouts[i] for i in batch], [plan.advantages[i] for i in batch], [entropic[i] for i in batch]
+                )
                 for batch in step.micro_batches[dp_rank]
             ]
             for step in plan.optimizer_steps
         ]
 
-    def pack(self, rollouts: Sequence[Rollout], advantages: Sequence[float]) -> MicroBatch:
-        """Pack rollouts (none: a zero-loss filler). Their routes hold this rank's MoE layers only."""
+    def pack(
+        self, rollouts: Sequence[Rollout], advantages: Sequence[float], entropy_advantages: Sequence[float] = ()
+    ) -> MicroBatch:
+        """Pack rollouts (none: a zero-loss filler). Their routes hold this rank's MoE layers only.
+
+        entropy_advantages: none for 0 everywhere.
+        """
         sequences = [_Sequence.of(rollout, advantage) for rollout, advantage in zip(rollouts, advantages, strict=True)]
         lengths = [len(s.inputs) for s in sequences]
         padded = [n + -n % self._view.row_multiple for n in lengths]
@@ -78,7 +88,9 @@ class Batcher:
         row_of[held] = np.arange(len(held))
         rows = row_of[_joined([start + s.trained for start, s in zip(starts, sequences, strict=False)], np.int64)]
         here = rows != _ELSEWHERE
-        counts = np.concatenate([[0], np.cumsum([len(s.trained) for s in sequences])]).astype(np.int32)
+        trained = [len(s.trained) for s in sequences]
+        counts = np.concatenate([[0], np.cumsum(trained)]).astype(np.int32)
+        entropic = np.array(entropy_advantages or [0.0] * len(sequences), np.float32).repeat(trained)
         return MicroBatch(
             packed=PackedBatch(
                 input_ids=self._tensor(inputs[held])[None],
@@ -94,6 +106,7 @@ class Batcher:
             rollout_logprobs=self._tensor(_joined([s.logprobs for s in sequences], np.float32)),
             advantages=self._tensor(_joined([s.advantages for s in sequences], np.float32)),
             cu_seqlens=self._tensor(counts),
+            entropy_advantages=self._tensor(entropic),
         )
 
     def _pack_routes(self, rollouts: Sequence[Rollout], starts: np.ndarray) -> torch.Tensor | None:

@@ -12,6 +12,7 @@ from megatron_rl.losses import LossResult, Objective, ResponseTokens, mean_of, r
 from megatron_rl.mcore.schedule import run_schedule
 from megatron_rl.records.metric_sums import MetricSums
 from megatron_rl.training.batch import MicroBatch
+from megatron_rl.training.entropy_advantages import advantage_sizes, token_advantages
 from megatron_rl.training.policy import Policy
 
 
@@ -57,9 +58,11 @@ def compute_old_policy(policy: Policy, batches: Sequence[MicroBatch], metrics: M
     if policy.replay is not None:
         metrics.add_mean("mismatch/route_disagreement", *policy.replay.disagreement())
     responses = [
-        ResponseTokens(logprob, entropy, batch.rollout_logprobs, batch.advantages, batch.cu_seqlens)
+        ResponseTokens(logprob, entropy, batch.rollout_logprobs, token_advantages(batch, entropy), batch.cu_seqlens)
         for batch, (logprob, entropy) in zip(batches, results, strict=False)
     ]
+    for batch, response in zip(batches, responses, strict=False):
+        metrics.add(advantage_sizes(batch, response.advantages))
     for response in responses:
         metrics.add({"policy/entropy": mean_of(response.old_entropies)})
         metrics.add(rollout_mismatch(response.old_logprobs, response.rollout_logprobs))

@@ -105,6 +105,15 @@ LIMITS = [
     ("train.total_steps=100000000000000000000", "train.total_steps", "100000000000000000000", "at most 2147", "number"),
     ("engine.count=5000", "engine.count", "5000", "at most 1024", "default 1"),
     ("rollout.samples_per_prompt=100000000", "rollout.samples_per_prompt", "100000000", "at most 10000000", "default"),
+    ("credit.shaping=0.6", "credit.shaping", "0.6", "at most 0.5", "default 0.5"),
+    ("credit.shaping=-0.1", "credit.shaping", "-0.1", "at least 0", "default 0.5"),
+    ("credit.tied_scale=0.2", "credit.tied_scale", "0.2", "at most 0.1", "default 0.1"),
+    ("credit.zvp_alpha=nan", "credit.zvp_alpha", "nan", "finite", "default 0.1"),
+    ("credit.length_excess=0.5", "credit.length_excess", "0.5", "at least 1", "default 1.5"),
+    ("credit.repetition_ngram=1", "credit.repetition_ngram", "1", "at least 2", "default null"),
+    ("credit.flat_right=shape", "credit.flat_right", "shape", "drop, zvp, keep", "one of these"),
+    ("credit.tied_right=zvp", "credit.tied_right", "zvp", "drop, shape", "one of these"),
+    ("algo.zero_variance=drop", "algo.zero_variance", "drop", "no such key", "keys of algo are name"),
     ("algo.min_clip=1", "algo.min_clip", "1", "less than 1", "default 0.0003"),
 ]
 
@@ -170,6 +179,16 @@ COMBINATIONS = [
     ("rollout.recorded=x", "rollout.recorded", "x", "mode=train draws", "mode=train_only"),
     ("mode=eval_only", "mode", "eval_only", "train, rollout_only, train_only", "one of these"),
     ("run.resume=auto", "run.name", "null", "never found again", "run.resume=runs/NAME"),
+    ("credit.zvp_alpha=0.2", "credit.zvp_alpha", "0.2", "change nothing", "credit.flat_right=zvp"),
+    ("credit.tied_scale=0.05", "credit.tied_scale", "0.05", "change nothing", "credit.tied_right=shape"),
+    ("credit.length_buffer=4", "credit.length_buffer", "4", "change nothing", "credit.length=buffer"),
+    ("credit.length_excess=2", "credit.length_excess", "2.0", "change nothing", "credit.length=excess"),
+    ("credit.tied_right=shape", "credit.tied_right", "shape", "change nothing", "credit.length=buffer or excess"),
+    ("credit.tied_wrong=shape", "credit.tied_wrong", "shape", "change nothing", "credit.repetition_ngram=40"),
+    ("credit.length=excess credit.shaping=0", "credit.length", "excess", "change nothing", "credit.shaping above 0"),
+    ("credit.length=buffer credit.length_buffer=33", "credit.length_buffer", "33", "max_new_tokens=32", "Give fewer"),
+    ("credit.repetition_ngram=32", "credit.repetition_ngram", "32", "max_new_tokens=32", "Give fewer"),
+    ("algo.advantages=one credit.flat_right=zvp", "credit.flat_right", "zvp", "the advantage 1", "advantages=group"),
     ("run.resume=nowhere", "run.resume", "nowhere", "no directory", "Give auto, never"),
 ]
 

@@ -19,12 +19,13 @@ from megatron_rl.models.families import read_shape
 from megatron_rl.rollouts.files import read_rollouts, write_rollouts
 from support.batches import make_batch
 from support.float64_model import Float64Model, write_checkpoint
-from support.float64_steps import Float64Trainer, advantages_of
+from support.float64_steps import Float64Trainer, advantages_of, entropy_advantages_of
 from support.judged_batches import judged_groups
 from support.layouts import (
     ALGORITHMS,
     BATCH,
     BATCHES,
+    CREDIT,
     DEEPSEEK,
     LAYOUTS,
     MODELS,
@@ -67,7 +68,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 class Expected:
     trainer: Float64Trainer
     start: dict[str, torch.Tensor]
-    advantages: list[dict[str, float]]
+    advantages: list[dict[str, tuple[float, float]]]
     metrics: list[dict[str, float]]
 
 
@@ -126,7 +127,11 @@ def replay(directory: Path, case: Case, steps: list[list[list[str]]]) -> Expecte
     trainer = Float64Trainer(model, ALGORITHMS[case.algorithm], OPTIMIZER, TOTAL_STEPS, TEMPERATURE)
     by_id = {rollout.rollout_id: rollout for rollout in rollouts}
     groups = [judged_groups(rollouts[batch * BATCH : (batch + 1) * BATCH]) for batch in range(BATCHES)]
-    advantages = [advantages_of(batch) for batch in groups]
+    alphas = [entropy_advantages_of(batch, CREDIT.zvp_alpha) for batch in groups]
+    advantages = [
+        {name: (a, 0.0) for name, a in advantages_of(batch).items()} | {name: (0.0, a) for name, a in own.items()}
+        for batch, own in zip(groups, alphas, strict=True)
+    ]
     metrics = [trainer.train(batch, by_id, known) for batch, known in zip(steps, advantages, strict=True)]
     return Expected(trainer, start, advantages, metrics)
 
@@ -139,7 +144,10 @@ def test_whole_steps_are_exact(trained: Any, expected: Any, ranks: int, case: Ca
     exact: Expected = expected(case, [batch["steps"] for batch in found["batches"]])
     assert found["rates"] == pytest.approx(exact.trainer.rates, rel=1e-12)
     for batch, advantages, metrics in zip(found["batches"], exact.advantages, exact.metrics, strict=True):
-        assert batch["advantages"] == pytest.approx(advantages, rel=1e-12)
+        assert batch["advantages"].keys() == advantages.keys()
+        for name, pair in advantages.items():
+            assert batch["advantages"][name] == pytest.approx(pair, rel=1e-12)
+        assert {alpha for _, alpha in advantages.values()} == {0.0, CREDIT.zvp_alpha, -CREDIT.zvp_alpha}
         assert {name: batch["metrics"][name] for name in metrics} == pytest.approx(metrics, rel=0, abs=tolerance.metric)
         # where nothing is clipped or only live experts are replayed, less is compared than it seems
         assert metrics["policy/clip_fraction_low"] > 0.01 and metrics["policy/clip_fraction_high"] > 0.01

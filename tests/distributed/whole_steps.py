@@ -36,6 +36,7 @@ from support.layouts import (
     ALGORITHMS,
     BATCH,
     BATCHES,
+    CREDIT,
     LAYOUTS,
     OPTIMIZER,
     STEPS_PER_BATCH,
@@ -104,20 +105,21 @@ def planned(plan: StepPlan) -> list[list[str]]:
 
 def play(case: Case, layout: RankLayout, directory: Path) -> None:
     worker, adam = build(case, layout, directory)
-    store, credit, said = RolloutStore(node=0), Credit(ALGORITHMS[case.algorithm], seed=0), []
+    store, credit, said = RolloutStore(node=0), Credit(ALGORITHMS[case.algorithm], CREDIT, seed=0), []
     grid, tokens = LAYOUTS[case.layout].parallel, 80 if layout.dp_size == 1 else 40
     planner = make_planner(grid, layout, optimizer_steps_per_batch=STEPS_PER_BATCH, tokens_per_micro_batch=tokens)
     rollouts = read_rollouts(directory / case.model / "rollouts.bin")
     for batch in range(BATCHES):
         mine = rollouts[batch * BATCH : (batch + 1) * BATCH]
         credited = credit.assign(batch, judged_groups(mine, locate(layout, store, mine, batch)))
-        plan = planner.plan(batch, credited.rollouts, credited.advantages)
+        plan = planner.plan(batch, credited.rollouts, credited.advantages, credited.uncounted)
         outcome = worker.train(plan)
         assert outcome.finite and outcome.optimizer_steps == STEPS_PER_BATCH
         fewest = 3 if grid.pp > 1 else 2  # several in flight in a pipeline
         assert all(len(step.micro_batches[0]) >= fewest for step in plan.optimizer_steps)
-        advantages = {r.rollout_id: a for r, a in zip(plan.rollouts, plan.advantages, strict=True)}
-        said.append({"steps": planned(plan), "advantages": advantages, "metrics": outcome.metrics.values()})
+        names, metrics = [ref.rollout_id for ref in plan.rollouts], outcome.metrics.values()
+        given = dict(zip(names, zip(plan.advantages, plan.entropy_advantages, strict=True), strict=True))
+        said.append({"steps": planned(plan), "advantages": given, "metrics": metrics})
     weights = {name: tensor.clone() for name, tensor in worker.export()}
     if layout.rank == 0:
         steps = {"grad_norms": [s.grad_norm for s in adam.taken], "rates": [s.lr for s in adam.taken]}

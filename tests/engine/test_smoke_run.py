@@ -23,11 +23,16 @@ from support.policies import TWO_DIGIT_ADDITION
 pytestmark = [pytest.mark.engine, pytest.mark.distributed, pytest.mark.timeout(420)]
 # Every metric of the run: people and dashboards read them, so a name that is new, gone or changed is a decision.
 NAMES = {
+    "account/evaluation", "account/flat_dropped", "account/generated", "account/trained/flat", "account/trained/mixed",
+    "account/trained/tied", "account/unaccounted",
     "eval/accuracy", "eval/accuracy_ci95", "eval/finished", "eval/parseable", "eval/questions", "eval/rejected",
     "mismatch/ess", "mismatch/k3_kl", "mismatch/logprob_abs_mean", "mismatch/route_disagreement",
     "policy/clip_fraction_high", "policy/clip_fraction_low", "policy/entropy", "policy/first_ratio_deviation",
-    "policy/inverse_ratio_max", "policy/ratio_max", "policy/ratio_mean", "reward/mean", "reward/no_verdict",
-    "rollout/engines_left_out", "rollout/groups/flat_right", "rollout/groups/flat_wrong", "rollout/groups/mixed",
+    "policy/inverse_ratio_max", "policy/ratio_max", "policy/ratio_mean", "reward/mean", "reward/no_correctness",
+    "reward/no_verdict", "reward/shaping_share", "policy/advantage_mixed",
+    "rollout/engines_left_out", "rollout/groups/flat_right", "rollout/groups/flat_wrong", "rollout/groups/judged_tie",
+    "rollout/groups/mixed", "rollout/groups/tied_right", "rollout/groups/tied_wrong", "select/weight_ess",
+    "train/flat_samples",
     "rollout/groups/too_few_verdicts", "rollout/rejected", "rollout/response_length", "rollout/samples",
     "rollout/tokens", "rollout/truncated", "rollout/wasted_token_fraction", "rollout/zero_variance_rate", "step",
     "sync/audit_compared", "sync/audit_mismatches", "sync/version", "time/checkpoint", "time/eval", "time/exchange",
@@ -46,6 +51,12 @@ class Done(NamedTuple):
     @property
     def records(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.run / "metrics.jsonl").read_text().splitlines()]
+
+
+def classes_of(record: dict[str, float]) -> float:
+    """All tokens of a step by what became of them, added up."""
+    beside = ("account/generated", "account/unaccounted")
+    return sum(n for name, n in record.items() if name.startswith("account/") and name not in beside)
 
 
 def complete(job: subprocess.Popen[str], run: Path) -> Done:
@@ -80,6 +91,8 @@ def test_two_interleaved_pipeline_stages_train_and_leave_a_complete_run(smoke: D
     assert {name for record in records for name in record} == NAMES
     assert [record.get("sync/version") for record in records[1:]] == [1, 2, 3]
     assert records[-1]["sync/audit_mismatches"] == 0
+    assert [record["account/unaccounted"] for record in records[1:]] == [0.0, 0.0, 0.0]
+    assert all(classes_of(record) == record["account/generated"] > 0 for record in records)
     assert records[-1]["mismatch/logprob_abs_mean"] < 1e-4
     assert json.loads((run / "exit.json").read_text())["code"] == 0
     assert str(run) in smoke.output.splitlines()[-1]
@@ -126,6 +139,7 @@ def test_recorded_rollouts_are_trained_on_without_an_engine(engine: tuple[str, .
     overrides = ("mode=train_only", f"rollout.recorded={rolled_out.run}", steps)
     trained = complete(start_job(tmp_path / "trained", *overrides), tmp_path / "trained/job")
     assert named(trained.processes, "sglang") == []
+    assert [record["account/unaccounted"] for record in trained.records[1:]] == [0.0, 0.0]
     first = trained.records[1]
     assert first["mismatch/logprob_abs_mean"] < 1e-4 and first["train/samples"] > 0
     for name in ("reward/mean", "rollout/tokens", "rollout/zero_variance_rate"):

@@ -21,9 +21,18 @@ class ResponseBatch:
 
 
 def response_batch(
-    lengths: list[int], seed: int, *, drift: float = 0.1, tied: bool = False, masked: float = 0.2
+    lengths: list[int],
+    seed: int,
+    *,
+    drift: float = 0.1,
+    tied: bool = False,
+    masked: float = 0.2,
+    one_advantage: bool = False,
 ) -> ResponseBatch:
-    """float64 batch. drift: spread of the log ratios. tied: entropies on a coarse grid. masked: share masked."""
+    """float64 batch. drift: spread of the log ratios. tied: entropies on a coarse grid. masked: share masked.
+
+    Of odd seeds every token has an advantage of its own, as in flat groups, unless one_advantage; some are 0.
+    """
     rng = torch.Generator().manual_seed(seed)
     tokens = sum(lengths)
 
@@ -36,6 +45,9 @@ def response_batch(
         entropies = (entropies * 2).round() / 2
     sequence_level = torch.randn(len(lengths), generator=rng, dtype=torch.float64)
     advantages = sequence_level.repeat_interleave(torch.tensor(lengths, dtype=torch.long))
+    if seed % 2 and not one_advantage:
+        own = torch.Generator().manual_seed(seed)
+        advantages = torch.randn(tokens, generator=own, dtype=torch.float64).round(decimals=1)
     return ResponseBatch(
         logprobs=old + drift * normal(),
         old_logprobs=old,

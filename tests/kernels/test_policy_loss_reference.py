@@ -17,7 +17,7 @@ def test_gradcheck_where_the_stop_gradient_is_the_derivative(
     lengths: list[int], seed: int, fractions: tuple[float, ...]
 ) -> None:
     """With one advantage per sequence, Σ_t sg[s] ∂log π_t A / |τ| is the derivative of s A itself."""
-    batch = response_batch(lengths, seed, drift=0.01)
+    batch = response_batch(lengths, seed, drift=0.01, one_advantage=True)
     groups = espo_groups(
         batch.entropies, batch.cu_seqlens, vocab_size=9, fractions=fractions, fixed_clip=0.4, loss_mask=batch.loss_mask
     )

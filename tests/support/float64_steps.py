@@ -15,15 +15,29 @@ _NO_DECAY_BELOW = 2  # dimensions: the weights of norms are not decayed
 
 
 def advantages_of(groups: Sequence[Group]) -> dict[str, float]:
-    """(R - mean) / (std + 1e-6) by rollout, std over n - 1; without a verdict or a difference in correctness: none."""
+    """A = (c - mean) / (std + 1e-6) by rollout, c its correctness of 0 or 1, std over n - 1; with x = clip(c - reward):
+    A (1 - x / 2) where c is 1, A (1 + x / 2) where it is 0. Without a verdict or a difference in correctness: none.
+    """
     found: dict[str, float] = {}
     for group in groups:
         judged = [r for r in group.rollouts if r.verdict.reward is not None]
         if len({r.verdict.correctness for r in judged}) > 1:
-            rewards = torch.tensor([r.verdict.reward for r in judged], dtype=torch.float64)
-            centred = rewards - rewards.mean()
+            scores = torch.tensor([r.verdict.correctness for r in judged], dtype=torch.float64)
+            below = (scores - torch.tensor([r.verdict.reward for r in judged], dtype=torch.float64)).clamp(0, 1)
+            centred = scores - scores.mean()
             std = (centred.square().sum() / (len(judged) - 1)).sqrt()
-            found |= dict(zip([r.rollout_id for r in judged], (centred / (std + 1e-6)).tolist(), strict=True))
+            factors = 1 + torch.where(scores == 1, -0.5, 0.5) * below
+            found |= dict(zip([r.rollout_id for r in judged], (factors * centred / (std + 1e-6)).tolist(), strict=True))
+    return found
+
+
+def entropy_advantages_of(groups: Sequence[Group], alpha: float) -> dict[str, float]:
+    """α by rollout of an all-right group, -α of an all-wrong one; all have a verdict."""
+    found: dict[str, float] = {}
+    for group in groups:
+        scores = {r.verdict.correctness for r in group.rollouts}
+        if len(scores) == 1:
+            found |= dict.fromkeys([r.rollout_id for r in group.rollouts], alpha if scores == {1.0} else -alpha)
     return found
 
 
@@ -86,21 +100,30 @@ class Float64Trainer:
         self._moments = {name: (torch.zeros_like(w), torch.zeros_like(w)) for name, w in self.model.weights.items()}
 
     def train(
-        self, steps: Sequence[Sequence[str]], rollouts: Mapping[str, Rollout], advantages: Mapping[str, float]
+        self,
+        steps: Sequence[Sequence[str]],
+        rollouts: Mapping[str, Rollout],
+        advantages: Mapping[str, tuple[float, float]],
     ) -> dict[str, float]:
-        """One rollout batch: the old policy once, then an optimizer step for each list of rollouts. Returns metrics."""
+        """One rollout batch: the old policy once, then an optimizer step for each list of rollouts. Returns metrics.
+
+        advantages: of mixed groups (A, 0), of flat ones (0, ±α), which are in no denominator.
+        """
         means = Means()
         sequences = {name: Sequence64.of(rollouts[name]) for step in steps for name in step}
         with torch.no_grad():
             old = {name: self._old(sequence, means) for name, sequence in sequences.items()}
         for step in steps:
-            tokens = sum(len(sequences[name].rows) for name in step)
+            counted = [name for name in step if advantages[name][1] == 0]
+            tokens = sum(len(sequences[name].rows) for name in counted)
             total = torch.zeros((), dtype=torch.float64)
             for name in step:
                 logprob, _ = self._logprobs(sequences[name])
-                objective = self._objective(logprob, *old[name], advantages[name], means)
+                each = _per_token(*advantages[name], old[name][1])
+                means.add(f"policy/advantage_{'mixed' if name in counted else 'flat'}", each.abs())
+                objective = self._objective(logprob, *old[name], each, means)
                 per_token = isinstance(self.algo, GrpoSettings)
-                total = total - (objective.sum() / tokens if per_token else objective / len(step))
+                total = total - (objective.sum() / tokens if per_token else objective / len(counted))
             means.add("train/loss", total.detach())
             self._update(torch.autograd.grad(total, list(self.model.weights.values()), materialize_grads=True))
             means.add("train/grad_norm", self.grad_norms[-1])
@@ -122,12 +145,12 @@ class Float64Trainer:
         return logprob, entropy
 
     def _objective(
-        self, logprob: torch.Tensor, old: torch.Tensor, entropy: torch.Tensor, advantage: float, means: Means
+        self, logprob: torch.Tensor, old: torch.Tensor, entropy: torch.Tensor, advantages: torch.Tensor, means: Means
     ) -> torch.Tensor:
         """GRPO: of each token. ESPO: of the sequence."""
         if isinstance(self.algo, GrpoSettings):
             ratio = (logprob - old).exp()
-            return _clipped(ratio, advantage, self.algo.clip_low, self.algo.clip_high, means)
+            return _clipped(ratio, advantages, self.algo.clip_low, self.algo.clip_high, means)
         assert isinstance(self.algo, EspoSettings)
         count = max(1, math.ceil(self.algo.fractions[0] * len(old)))
         by_entropy = sorted(range(len(old)), key=lambda t: (-float(entropy[t]), t))
@@ -137,7 +160,7 @@ class Float64Trainer:
             width = self.algo.alpha * float(entropy[group].mean()) / math.log(self.model.config["vocab_size"])
             width = max(self.algo.min_clip, width)
             ratio = (logprob - old)[group].mean().exp().detach() * (logprob[group] - logprob[group].detach()).exp()
-            parts.append(_clipped(ratio, advantage, width, width, means).mean())
+            parts.append(_clipped(ratio, advantages[group], width, width, means).mean())
             means.add("policy/epsilon_mean", width)
         return torch.stack(parts).mean()
 
@@ -167,12 +190,19 @@ class Float64Trainer:
         return settings.lr * (settings.min_lr_ratio + (1 - settings.min_lr_ratio) * left)
 
 
-def _clipped(ratio: torch.Tensor, advantage: float, low: float, high: float, means: Means) -> torch.Tensor:
+def _per_token(advantage: float, alpha: float, entropies: torch.Tensor) -> torch.Tensor:
+    """[T]: A for all tokens, or α H_t, or -|α| (max H - H_t); the latter two at most 1."""
+    if alpha == 0:
+        return torch.full_like(entropies, advantage)
+    return (alpha * entropies if alpha > 0 else alpha * (entropies.max() - entropies)).clamp(-1, 1)
+
+
+def _clipped(ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float, means: Means) -> torch.Tensor:
     """min(r A, clip(r, 1 - low, 1 + high) A) of each token."""
     for name, cut in (
-        ("low", (ratio < 1 - low) & (advantage < 0)),
-        ("high", (ratio > 1 + high) & (advantage > 0)),
+        ("low", (ratio < 1 - low) & (advantages < 0)),
+        ("high", (ratio > 1 + high) & (advantages > 0)),
     ):
         means.add(f"policy/clip_fraction_{name}", cut.double())
     means.add("policy/ratio_mean", ratio.detach())
-    return torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+    return torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)

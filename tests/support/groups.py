@@ -1,5 +1,7 @@
 """Groups of judged rollouts with made-up contents."""
 
+from collections.abc import Sequence
+
 from megatron_rl.contracts.group import Group, RolloutLocation, RolloutRef, Verdict
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import FinishReason
@@ -13,15 +15,27 @@ def verdict(correctness: float | None, reward: float | None = None) -> Verdict:
     return Verdict(reward=correctness if reward is None else reward, correctness=correctness)
 
 
-def group(*verdicts: Verdict | float | None, name: str = "g") -> Group:
-    """A group with one rollout for each verdict; a number stands for a verdict of that reward and correctness."""
+def group(
+    *verdicts: Verdict | float | None,
+    name: str = "g",
+    generated: Sequence[int] | None = None,
+    repetition: Sequence[float] | None = None,
+    weight: float = 1.0,
+) -> Group:
+    """A group with one rollout for each verdict; a number stands for a verdict of that reward and correctness.
+
+    generated: tokens of each, four where not given; all of them are trainable.
+    """
+    tokens, repeated = generated or [4] * len(verdicts), repetition or [0.0] * len(verdicts)
     rollouts = tuple(
         RolloutRef(
             rollout_id=f"{name}/{i}",
             prompt_id=name,
             sample_index=i,
-            num_inputs=9,
-            num_trainable=4,
+            num_inputs=5 + tokens[i],
+            num_trainable=tokens[i],
+            generated=tokens[i],
+            repetition=repeated[i],
             finish_reason=FinishReason.STOP,
             versions=(0,),
             verdict=v if isinstance(v, Verdict) else verdict(v),
@@ -29,4 +43,5 @@ def group(*verdicts: Verdict | float | None, name: str = "g") -> Group:
         )
         for i, v in enumerate(verdicts)
     )
-    return Group(group_id=name, prompt=Prompt(id=name, token_ids=(1,), answer="1", task="t"), rollouts=rollouts)
+    prompt = Prompt(id=name, token_ids=(1,), answer="1", task="t")
+    return Group(group_id=name, prompt=prompt, rollouts=rollouts, weight=weight)

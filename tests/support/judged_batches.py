@@ -11,12 +11,13 @@ from support.rollouts import NOWHERE, make_ref
 
 GROUP = 4
 # Correctness and shaped reward of each group's rollouts: three mixed ones, one of them with a rollout that nobody could
-# judge, and a flat one whose rewards differ.
+# judge, and an all-right and an all-wrong one whose rewards differ.
 _VERDICTS = (
-    ((1.0, 1.0), (0.0, 0.0), (1.0, 0.7), (0.0, 0.1)),
-    ((1.0, 0.9), (None, None), (0.0, 0.0), (0.0, 0.2)),
+    ((1.0, 1.0), (0.0, 0.0), (1.0, 0.7), (0.0, -0.1)),
+    ((1.0, 0.9), (None, None), (0.0, 0.0), (0.0, -0.2)),
     ((1.0, 1.0), (1.0, 0.5), (1.0, 0.8), (1.0, 0.6)),
-    ((0.0, 0.3), (0.0, 0.0), (0.0, 0.0), (1.0, 1.0)),
+    ((0.0, 0.3), (0.0, 0.0), (0.0, -0.4), (1.0, 1.0)),
+    ((0.0, 0.0), (0.0, -0.3), (0.0, 0.0), (0.0, -0.2)),
 )
 
 
@@ -31,7 +32,7 @@ def _group(index: int, refs: Sequence[RolloutRef]) -> Group:
     """No two groups have the same rewards."""
     judged = []
     for place, (ref, (correctness, reward)) in enumerate(zip(refs, _VERDICTS[index % len(_VERDICTS)], strict=True)):
-        own = None if reward is None else reward + 0.01 * index * place
+        own = None if reward is None else reward - 0.01 * index * (place + 1)
         judged.append(msgspec.structs.replace(ref, verdict=Verdict(reward=own, correctness=correctness)))
     prompt = Prompt(id=f"g{index}", token_ids=(1,), answer="1", task="t")
     return Group(group_id=f"g{index}", prompt=prompt, rollouts=tuple(judged))

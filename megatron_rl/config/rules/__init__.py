@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 from operator import attrgetter
 
 from megatron_rl.config.facts import LaunchFacts
+from megatron_rl.config.rules.credit import check_credit
 from megatron_rl.config.rules.grid import check_grid, check_split
 from megatron_rl.config.rules.machine import check_engine, check_fit, check_ranks, check_run, check_spec
 from megatron_rl.config.rules.method import check_data, check_environment, check_method
@@ -24,6 +25,7 @@ def broken_rules(c: Configuration, facts: LaunchFacts, given: Collection[str]) -
     broken = [("model.path", problem.rule, problem.remedy) for problem in problems]
     broken += [*check_method(c), *check_data(c, given), *check_environment(c), *check_mode(c), *check_resume(c)]
     broken += check_selection(c, given)
+    broken += check_credit(c)
     broken += check_engine(c.engine, facts) if c.mode != "train_only" else ()
     broken += [*check_spec(c.model, facts), *check_grid(c.parallel, facts), *check_ranks(c), *check_run(c.run)]
     if shape is not None:

@@ -1,0 +1,44 @@
+"""How much of a response repeats itself, against a count of n-grams in plain Python."""
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.rollouts.repetition import repetition
+
+
+def counted(tokens: list[int], ngram: int) -> float:
+    seen: set[tuple[int, ...]] = set()
+    covered: set[int] = set()
+    for start in range(len(tokens) - ngram + 1):
+        window = tuple(tokens[start : start + ngram])
+        if window in seen:
+            covered.update(range(start, start + ngram))
+        seen.add(window)
+    return max(0.0, len(covered) / max(1, len(tokens)) - 0.02)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(0, 3), max_size=60), st.integers(2, 8))
+def test_it_is_the_share_of_tokens_in_ngrams_that_occurred_before(tokens: list[int], ngram: int) -> None:
+    assert repetition(np.array(tokens, np.int32), ngram) == pytest.approx(counted(tokens, ngram))
+
+
+def test_by_hand() -> None:
+    assert repetition(np.arange(100, dtype=np.int32), 4) == 0.0
+    assert repetition(np.zeros(100, np.int32), 4) == pytest.approx(0.99 - 0.02)  # all but the first
+    twice = np.concatenate([np.arange(50), np.arange(50)]).astype(np.int32)
+    assert repetition(twice, 40) == pytest.approx(0.5 - 0.02)
+    assert repetition(twice, 51) == 0.0
+    once_more = np.concatenate([np.arange(398), [0, 1]]).astype(np.int32)
+    assert repetition(once_more, 2) == 0.0, "half a percent is no repetition"
+
+
+def test_a_long_response_takes_milliseconds() -> None:
+    tokens = np.random.default_rng(0).integers(0, 150_000, 32_768).astype(np.int32)
+    start = time.process_time()
+    assert repetition(tokens, 40) == 0.0
+    assert time.process_time() - start < 0.5
