@@ -106,6 +106,14 @@ LIMITS = [
     ("engine.count=5000", "engine.count", "5000", "at most 1024", "default 1"),
     ("rollout.samples_per_prompt=100000000", "rollout.samples_per_prompt", "100000000", "at most 10000000", "default"),
     ("algo.min_clip=1", "algo.min_clip", "1", "less than 1", "default 0.0003"),
+    ("selection.name=best", "selection.name", "best", "uniform, oversample, belief", "one of these"),
+    ("selection.budget=0.5", "selection.budget", "0.5", "at least 1", "default 4.0"),
+    ("selection.floor=0", "selection.floor", "0", "greater than 0", "default 0.02"),
+    ("selection.target=1.5", "selection.target", "1.5", "at most 1", "default 0."),
+    ("selection.power=-1", "selection.power", "-1", "at least 0", "default"),
+    ("selection.rescue_budget=-1", "selection.rescue_budget", "-1", "at least 0", "default 0.0"),
+    ("selection.age=0", "selection.age", "0", "at least 1", "default 100"),
+    ("selection.enough=nan", "selection.enough", "nan", "finite", "default 0.9"),
 ]
 
 COMBINATIONS = [
@@ -171,6 +179,23 @@ COMBINATIONS = [
     ("mode=eval_only", "mode", "eval_only", "train, rollout_only, train_only", "one of these"),
     ("run.resume=auto", "run.name", "null", "never found again", "run.resume=runs/NAME"),
     ("run.resume=nowhere", "run.resume", "nowhere", "no directory", "Give auto, never"),
+    ("selection.probe=2", "selection.probe", "2", "selection.name=uniform does not read it", "selection=belief"),
+    ("selection.budget=2", "selection.budget", "2.0", "=uniform does not", "selection=oversample or selection=belief"),
+    ("selection=belief selection.surplus=keep", "selection.surplus", "keep", "=belief does not", "=oversample"),
+    ("selection=belief selection.probe=8", "selection.probe", "8", "less than a group of 8", "2 to 7, or 0"),
+    ("selection=belief selection.probe=1", "selection.probe", "1", "compared within itself", "2 to 7, or 0"),
+    ("selection=belief rollout.samples_per_prompt=2", "selection.probe", "4", "less than a group of 2", "Use 0"),
+    ("selection=belief selection.probe=0 selection.rescue_budget=1", "selection.rescue_budget", "1.0", "no probe", "0"),
+    ("selection=oversample selection.surplus=keep", "selection.surplus", "keep", "older weights", "Use cut"),
+    ("selection=belief algo.advantages=one", "selection.name", "belief", "every judged rollout", "selection=uniform"),
+    ("selection=belief mode=eval", "selection.name", "belief", "mode=eval chooses no prompts", "mode=train"),
+    (
+        "selection=oversample selection.surplus=keep run.checkpoint_every=5",
+        "selection.surplus",
+        "keep",
+        "A checkpoint holds no rollouts",
+        "Use cut",
+    ),
 ]
 
 
