@@ -79,9 +79,10 @@ def test_a_run_that_had_no_beliefs_begins_with_none() -> None:
 def test_probes_come_first_and_are_extended_where_they_are_mixed() -> None:
     asked = selector()
     rounds, chosen = play(asked.select(1), graded())
-    begun = [ask for ask in rounds[0] if ask.first_sample == 0]
-    assert [ask.samples for ask in begun] == sorted(ask.samples for ask in begun)
-    extended = {ask.index: ask for ask in rounds[0] if ask.first_sample}
+    for asks in rounds:
+        begun = [ask.samples for ask in asks if ask.first_sample == 0]
+        assert begun == sorted(begun)
+    extended = {ask.index: ask for asks in rounds for ask in asks if ask.first_sample}
     assert extended and all(ask.first_sample + ask.samples == N for ask in extended.values())
     groups = {group.group_id: group for group in chosen.groups}
     for index, ask in extended.items():
