@@ -115,6 +115,14 @@ LIMITS = [
     ("credit.tied_right=zvp", "credit.tied_right", "zvp", "drop, shape", "one of these"),
     ("algo.zero_variance=drop", "algo.zero_variance", "drop", "no such key", "keys of algo are name"),
     ("algo.min_clip=1", "algo.min_clip", "1", "less than 1", "default 0.0003"),
+    ("selection.name=best", "selection.name", "best", "uniform, oversample, belief", "one of these"),
+    ("selection.budget=0.5", "selection.budget", "0.5", "at least 1", "default 4.0"),
+    ("selection.floor=0", "selection.floor", "0", "greater than 0", "default 0.02"),
+    ("selection.target=1.5", "selection.target", "1.5", "at most 1", "default 0."),
+    ("selection.power=-1", "selection.power", "-1", "at least 0", "default"),
+    ("selection.rescue_budget=-1", "selection.rescue_budget", "-1", "at least 0", "default 0.0"),
+    ("selection.age=0", "selection.age", "0", "at least 1", "default 100"),
+    ("selection.enough=nan", "selection.enough", "nan", "finite", "default 0.9"),
 ]
 
 COMBINATIONS = [
@@ -190,6 +198,23 @@ COMBINATIONS = [
     ("credit.repetition_ngram=32", "credit.repetition_ngram", "32", "max_new_tokens=32", "Give fewer"),
     ("algo.advantages=one credit.flat_right=zvp", "credit.flat_right", "zvp", "the advantage 1", "advantages=group"),
     ("run.resume=nowhere", "run.resume", "nowhere", "no directory", "Give auto, never"),
+    ("selection.probe=2", "selection.probe", "2", "selection.name=uniform does not read it", "selection=belief"),
+    ("selection.budget=2", "selection.budget", "2.0", "=uniform does not", "selection=oversample or selection=belief"),
+    ("selection=belief selection.surplus=keep", "selection.surplus", "keep", "=belief does not", "=oversample"),
+    ("selection=belief selection.probe=8", "selection.probe", "8", "less than a group of 8", "2 to 7, or 0"),
+    ("selection=belief selection.probe=1", "selection.probe", "1", "compared within itself", "2 to 7, or 0"),
+    ("selection=belief rollout.samples_per_prompt=2", "selection.probe", "4", "less than a group of 2", "Use 0"),
+    ("selection=belief selection.probe=0 selection.rescue_budget=1", "selection.rescue_budget", "1.0", "no probe", "0"),
+    ("selection=oversample selection.surplus=keep", "selection.surplus", "keep", "older weights", "Use cut"),
+    ("selection=belief algo.advantages=one", "selection.name", "belief", "every judged rollout", "selection=uniform"),
+    ("selection=belief mode=eval", "selection.name", "belief", "mode=eval chooses no prompts", "mode=train"),
+    (
+        "selection=oversample selection.surplus=keep run.checkpoint_every=5",
+        "selection.surplus",
+        "keep",
+        "A checkpoint holds no rollouts",
+        "Use cut",
+    ),
 ]
 
 

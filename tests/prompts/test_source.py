@@ -53,3 +53,30 @@ def test_more_prompts_than_there_are_cannot_be_taken() -> None:
 def test_how_an_epoch_is_taken_does_not_change_it() -> None:
     one, many = source(10), source(10)
     assert one.take(10) == [p for n in (1, 5, 0, 4) for p in many.take(n)]
+
+
+def test_each_prompt_is_offered_once_per_epoch_however_few_are_asked() -> None:
+    running = source(10)
+    offered: list[tuple[str, int]] = []
+    for _ in range(6):
+        running.begin_step()
+        for _ in range(5):
+            prompt, epoch = running.offer(()) or pytest.fail("there are ten")
+            offered.append((prompt.id, epoch))
+    assert [epoch for _, epoch in offered] == [0] * 10 + [1] * 10 + [2] * 10
+    assert len(set(offered)) == 30
+
+
+def test_a_prompt_that_a_step_has_asked_is_offered_first_in_the_next_one() -> None:
+    running, resumed = source(3, shuffle=False), source(3, shuffle=False)
+    assert [p.id for p in running.take(2)] == ["p0", "p1"]
+    running.begin_step()
+    asked = {"p2"}
+    assert running.offer(()) is not None  # p2 itself
+    assert running.offer(asked) == (prompts(3)[0], 1) and running.offer(asked | {"p0"}) == (prompts(3)[1], 1)
+    assert running.offer({"p0", "p2"}) == (prompts(3)[1], 2), "p2 of epoch 1 and p0 of epoch 2 are put off"
+    assert running.offer({"p0", "p1", "p2"}) is None
+    resumed.seek(running.cursor)
+    for each in (running, resumed):
+        assert [p.id for p in each.take(2)] == ["p2", "p0"]
+    assert running.cursor == resumed.cursor

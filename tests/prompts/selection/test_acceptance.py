@@ -3,7 +3,7 @@ import pytest
 from megatron_rl.config.schema import SelectionSettings
 from megatron_rl.prompts.selection.acceptance import acceptance, coin
 
-SETTINGS = SelectionSettings(name="belief")
+SETTINGS = SelectionSettings(name="belief", target=0.75, power=6)
 
 
 def test_a_prompt_is_taken_by_its_chance_of_a_mixed_group() -> None:
