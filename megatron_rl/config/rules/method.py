@@ -77,8 +77,9 @@ def check_method(c: Configuration) -> Iterator[tuple[str, str, str]]:
     if c.rollout.samples_per_prompt < 2 and c.algo.advantages == "group":
         rule = "Advantages are relative to the group, and a group needs two to compare"
         yield "rollout.samples_per_prompt", rule, "Give at least 2, or choose algo.advantages=one"
-    if c.rollout.max_staleness > 0:
-        yield "rollout.max_staleness", "Rollouts of older weights are not trained on yet", "Use rollout.max_staleness=0"
+    if c.rollout.max_staleness > 0 and not (c.selection.name == "oversample" and c.selection.surplus == "keep"):
+        rule = "Nothing is trained on later than in the step that draws it, but for selection.surplus=keep"
+        yield "rollout.max_staleness", rule, "Use rollout.max_staleness=0"
 
 
 def check_environment(c: Configuration) -> Iterator[tuple[str, str, str]]:
