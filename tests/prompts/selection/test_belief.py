@@ -47,6 +47,16 @@ def test_a_new_prompt_is_believed_to_be_like_its_source_and_tag() -> None:
     assert chance(beliefs, POOL[20], 2) < chance(beliefs, other, 2) < chance(beliefs, POOL[21], 2), "that of all"
 
 
+def test_how_a_stratum_once_was_is_forgotten() -> None:
+    beliefs = Beliefs(IDS)
+    beliefs.observe(1, [of(prompt, *[0.0] * 8) for prompt in POOL[0:20:2]])
+    beliefs.observe(500, [of(prompt, *[1.0] * 4, *[0.0] * 4) for prompt in POOL[20:28:2]])
+    soon = Beliefs(IDS)
+    soon.observe(1, [of(prompt, *[0.0] * 8) for prompt in POOL[0:20:2]])
+    soon.observe(2, [of(prompt, *[1.0] * 4, *[0.0] * 4) for prompt in POOL[20:28:2]])
+    assert chance(beliefs, POOL[30], 501) > 0.7 > 0.5 > chance(soon, POOL[30], 3)
+
+
 def test_a_share_of_tests_passed_counts_as_a_share_of_an_answer() -> None:
     halves, binary, cut = Beliefs(), Beliefs(), Beliefs()
     halves.observe(1, [of(POOL[0], 0.5, 0.5, 0.75, 0.25)])
