@@ -194,16 +194,21 @@ def table(results: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
         yield f"| {name} | " + " | ".join(f"{result[column]:.3g}" for column in COLUMNS) + " |"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table and return the exit code."""
+def parser() -> argparse.ArgumentParser:
+    """Of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--small", action="store_true", help="2,400 prompts, 48 groups a step, 200 steps, one seed")
     parser.add_argument("--drift", type=float, default=1.0, help="how fast pass rates change; 1: as above")
-    asked = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table and return the exit code."""
+    asked = parser().parse_args(arguments)
     if not 0 <= asked.drift <= 100:
-        parser.error("--drift must be from 0 to 100")
+        parser().error("--drift must be from 0 to 100")
     print("\n".join(table(compare(SMALL if asked.small else Size(), asked.drift))))
     return ExitCode.OK
 

@@ -205,7 +205,7 @@ COMBINATIONS = [
     ("selection=belief selection.probe=1", "selection.probe", "1", "compared within itself", "2 to 7, or 0"),
     ("selection=belief rollout.samples_per_prompt=2", "selection.probe", "4", "less than a group of 2", "Use 0"),
     ("selection=belief selection.probe=0 selection.rescue_budget=1", "selection.rescue_budget", "1.0", "no probe", "0"),
-    ("selection=oversample selection.surplus=keep", "selection.surplus", "keep", "older weights", "Use cut"),
+    ("selection=oversample selection.surplus=keep", "selection.surplus", "keep", "older weights", "max_staleness=1"),
     ("selection=belief algo.advantages=one", "selection.name", "belief", "every judged rollout", "selection=uniform"),
     ("selection=belief mode=eval", "selection.name", "belief", "mode=eval chooses no prompts", "mode=train"),
     (

@@ -45,6 +45,9 @@ def test_every_training_command_composes(tmp_path: Path, monkeypatch: pytest.Mon
         if script in ("launch/compare_runs.py", "launch/export_hf.py") or "parallel.ep=3" in words or "--cfg" in words:
             continue
         overrides = words[words.index(script) + 1 :]
+        if script == "launch/simulate_selection.py":
+            load_script("simulate_selection").parser().parse_args(overrides)
+            continue
         ranks = 8 if "sbatch" in words else int(words[2]) if "--nproc-per-node" in words else 1
         for given in (word.partition("=")[2] for word in overrides if word.startswith(RUNS)):
             (tmp_path / given).mkdir(parents=True, exist_ok=True)  # the command before it makes one
