@@ -20,6 +20,7 @@ _SHORT = {
 # What a rollout is that could have trained and is not in the plan
 _LEFT = {"mixed": "at_the_mean", "tied": "tied_dropped", "flat": "flat_dropped"}
 _STALE = "stale"
+_ALWAYS = ("trained/mixed", "trained/tied", "trained/flat", "flat_dropped")
 
 
 def account(
@@ -42,11 +43,12 @@ def account(
     tied_dropped, judged_tie, too_few_verdicts: of groups that had nothing to teach, or more than may train beside the
     mixed ones. at_the_mean: advantage 0 in a mixed group. truncated_masked: tokens that may not be trained. no_verdict.
     probe_stopped, surplus_cut: of such groups. carried: below 0 where more came from the step before. rejected/REASON,
-    stale: rollouts that could not be used. A class without a token is left out, but for those that train. generated:
-    all of them; with evaluation, which the caller adds to both, the classes add up to it. unaccounted: those in no
-    class, 0 unless a count is wrong (tests/credit/test_account.py::test_the_classes_add_up_to_what_was_generated).
+    stale: rollouts that could not be used. A class without a token is left out, but for those that train and
+    flat_dropped. generated: all of them; with evaluation, which the caller adds to both, the classes add up to it.
+    unaccounted: those in no class, 0 unless a count is wrong
+    (tests/credit/test_account.py::test_the_classes_add_up_to_what_was_generated).
     """
-    found = Counter[str]({"trained/mixed": 0, "trained/tied": 0, "trained/flat": 0})
+    found = Counter[str](dict.fromkeys(_ALWAYS, 0))
     fates = _fates(plan, applied)
     for group, kind in zip(groups, credited.each, strict=True):
         for name, tokens in _of_group(group, kind, fates):
@@ -56,7 +58,7 @@ def account(
             found.update(_rejected(group))
             found[name] += sum(rollout.generated for rollout in group.rollouts)
     found["carried"] += carried
-    kept = {name: count for name, count in found.items() if count or name.startswith("trained/")}
+    kept = {name: count for name, count in found.items() if count or name in _ALWAYS}
     values = {f"account/{name}": float(count) for name, count in kept.items()}
     return values | {
         "account/generated": float(generated_tokens),

@@ -24,20 +24,19 @@ pytestmark = [pytest.mark.engine, pytest.mark.distributed, pytest.mark.timeout(4
 # Every metric of the run: people and dashboards read them, so a name that is new, gone or changed is a decision.
 NAMES = {
     "account/evaluation", "account/flat_dropped", "account/generated", "account/trained/flat", "account/trained/mixed",
-    "account/trained/tied", "account/unaccounted",
-    "eval/accuracy", "eval/accuracy_ci95", "eval/finished", "eval/parseable", "eval/questions", "eval/rejected",
-    "mismatch/ess", "mismatch/k3_kl", "mismatch/logprob_abs_mean", "mismatch/route_disagreement",
-    "policy/clip_fraction_high", "policy/clip_fraction_low", "policy/entropy", "policy/first_ratio_deviation",
-    "policy/inverse_ratio_max", "policy/ratio_max", "policy/ratio_mean", "reward/mean", "reward/no_correctness",
-    "reward/no_verdict", "reward/shaping_share", "policy/advantage_mixed",
+    "account/trained/tied", "account/unaccounted", "eval/accuracy", "eval/accuracy_ci95", "eval/finished",
+    "eval/parseable", "eval/questions", "eval/rejected", "mismatch/ess", "mismatch/k3_kl", "mismatch/logprob_abs_mean",
+    "mismatch/route_disagreement", "policy/advantage_mixed", "policy/clip_fraction_high", "policy/clip_fraction_low",
+    "policy/entropy", "policy/first_ratio_deviation", "policy/inverse_ratio_max", "policy/ratio_max",
+    "policy/ratio_mean", "reward/mean", "reward/no_correctness", "reward/no_verdict", "reward/shaping_share",
     "rollout/engines_left_out", "rollout/groups/flat_right", "rollout/groups/flat_wrong", "rollout/groups/judged_tie",
-    "rollout/groups/mixed", "rollout/groups/tied_right", "rollout/groups/tied_wrong", "select/weight_ess",
-    "train/flat_samples",
-    "rollout/groups/too_few_verdicts", "rollout/rejected", "rollout/response_length", "rollout/samples",
-    "rollout/tokens", "rollout/truncated", "rollout/wasted_token_fraction", "rollout/zero_variance_rate", "step",
-    "sync/audit_compared", "sync/audit_mismatches", "sync/version", "time/checkpoint", "time/eval", "time/exchange",
-    "time/old_policy", "time/reward_exposed", "time/rollout", "time/step", "time/sync", "time/train", "train/grad_norm",
-    "train/loss", "train/lr", "train/micro_batches", "train/nonfinite", "train/optimizer_steps", "train/samples",
+    "rollout/groups/mixed", "rollout/groups/tied_right", "rollout/groups/tied_wrong", "rollout/groups/too_few_verdicts",
+    "rollout/rejected", "rollout/response_length", "rollout/samples", "rollout/tokens", "rollout/truncated",
+    "rollout/wasted_token_fraction", "rollout/zero_variance_rate", "select/weight_ess", "step", "sync/audit_compared",
+    "sync/audit_mismatches", "sync/version", "time/checkpoint", "time/eval", "time/exchange", "time/old_policy",
+    "time/reward_exposed", "time/rollout", "time/step", "time/sync", "time/train", "train/flat_samples",
+    "train/grad_norm", "train/loss", "train/lr", "train/micro_batches", "train/nonfinite", "train/optimizer_steps",
+    "train/samples",
 }  # fmt: skip
 
 

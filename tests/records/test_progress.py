@@ -48,6 +48,21 @@ def test_groups_that_cannot_train_for_other_reasons() -> None:
     )
 
 
+def test_a_step_says_what_became_of_its_tokens() -> None:
+    account = {
+        "trained/mixed": 61.0, "flat_dropped": 22.0, "probe_stopped": 9.0, "trained/tied": 5.0, "no_verdict": 3.0,
+        "trained/flat": 0.0, "unaccounted": 0.0, "generated": 100.0,
+    }  # fmt: skip
+    text = line(**{f"account__{name}": n for name, n in account.items()})
+    assert "| tokens: 61% mixed, 22% flat dropped, 9% probe stopped, 5% tied |" in text
+    assert "tokens:" not in line()
+
+
+def test_groups_with_ties_have_no_contrast_either() -> None:
+    ties = {"rollout/groups/tied_right": 2.0, "rollout/groups/judged_tie": 1.0}
+    assert untrained_groups(ties) == "all 3 groups flat (2 tied right, 1 with equal rewards)"
+
+
 def test_a_step_that_was_not_applied_says_so() -> None:
     assert what_trained({"train/samples": 8.0})[-1] == "no update: NaN or Inf"
 

@@ -39,6 +39,8 @@ class Scripted:
             match text.split():
                 case ["reward", value]:
                     return Verdict(reward=float(value), correctness=float(value))
+                case ["judged", value]:
+                    return Verdict(reward=float(value), correctness=None)
                 case ["sleep", seconds]:
                     await asyncio.sleep(float(seconds))
                     return Verdict(reward=1.0, correctness=1.0)
@@ -82,6 +84,12 @@ def test_failures_and_timeouts_give_no_verdict_and_harm_no_other() -> None:
     assert (own.reward, own.reason) == (None, own.reason)
     assert own.reason.endswith(", in score: TimeoutError: the grader's own")
     assert scorer.cancelled == 1
+
+
+def test_a_judges_reward_needs_no_correctness_and_must_be_finite() -> None:
+    judged, lost = judge("judged 0.25", "judged nan")[0]
+    assert (judged.reward, judged.correctness, judged.reason) == (0.25, None, "")
+    assert lost.reward is None and "not finite" in lost.reason
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])

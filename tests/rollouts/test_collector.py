@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from megatron_rl.config.schema import EngineSettings, EnvironmentSettings
+from megatron_rl.config.schema import CreditSettings, EngineSettings, EnvironmentSettings
 from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.contracts.rollout import FinishReason, Role
 from megatron_rl.rollouts.collector import Collector
@@ -72,6 +72,16 @@ def test_samples_are_judged_and_kept_until_released() -> None:
             read_rollout(samples[0])
 
     collect(lambda n, asked: reply(asked, "046" if n else "047"), request(2), check)
+
+
+@pytest.mark.parametrize(("ngram", "share"), [(2, 7 / 9 - 0.02), (9, 0.0), (None, 0.0)])
+def test_what_repeats_itself_is_measured_where_it_is_asked_for(ngram: int | None, share: float) -> None:
+    def check(done: FromCollector, collector: Collector) -> None:
+        assert isinstance(done, GroupDone)
+        assert [sample.repetition for sample in done.group.rollouts] == [pytest.approx(share)]
+
+    settings = CreditSettings(repetition_ngram=ngram)
+    collect(lambda n, asked: reply(asked, "44444444"), request(1), check, credit=settings)  # and its end: 9 tokens
 
 
 def test_bad_samples_are_counted_and_the_others_live() -> None:

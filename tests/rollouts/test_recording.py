@@ -33,8 +33,12 @@ def test_groups_come_back_as_they_were_over_several_parts_and_nodes(tmp_path: Pa
     _, made, _ = make_batch(SHAPE, 16)
     rollouts = [dataclasses.replace(rollout, prompt_id=f"g{place // 4}") for place, rollout in enumerate(made)]
     groups = judged_groups(rollouts)
+    measured = tuple(msgspec.structs.replace(r, generated=9, repetition=0.25) for r in groups[1].rollouts)
+    groups[1] = msgspec.structs.replace(groups[1], rollouts=measured, weight=1.27)
     held = [(i, group, rollouts[4 * i : 4 * i + 4]) for i, group in enumerate(groups)]
-    empty = msgspec.structs.replace(groups[0], group_id="empty", rollouts=(), rejected={"engine": 4})
+    empty = msgspec.structs.replace(
+        groups[0], group_id="empty", rollouts=(), rejected={"engine": 4}, rejected_tokens={"engine": 7}
+    )
     parts = write_parts(tmp_path, 0, [held[0], held[2], (4, empty, [])], part_bytes=1000)
     parts += write_parts(tmp_path, 1, [held[1], held[3]])
     assert parts == ["node-0-00000", "node-0-00001", "node-0-00002", "node-1-00000"]

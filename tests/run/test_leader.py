@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from megatron_rl.config.schema import CreditSettings
 from megatron_rl.run.leader import NonFiniteRun
 from support.groups import group
 from support.leaders import Stage, lead
@@ -109,3 +110,32 @@ def test_a_run_that_learns_has_nothing_to_add(tmp_path: Any) -> None:
     said = io.StringIO()
     lead(Stage(), tmp_path, steps=4, stream=said)
     assert "trained nothing" not in said.getvalue() and "warning" not in said.getvalue()
+
+
+def test_every_token_of_a_step_and_its_evaluation_is_in_one_class(tmp_path: Any) -> None:
+    stage, said = Stage(finite=[True, False]), io.StringIO()
+    lead(stage, tmp_path, stream=said)
+    accounts = [{n: v for n, v in stage.logged[step].items() if n.startswith("account/") and v} for step in (0, 1, 2)]
+    assert accounts == [
+        {"account/evaluation": 5, "account/generated": 5},
+        {"account/trained/mixed": 8, "account/generated": 8},
+        {"account/not_applied": 8, "account/evaluation": 5, "account/generated": 13},
+    ]
+    assert [stage.logged[step]["account/unaccounted"] for step in (1, 2)] == [0, 0]
+    assert "| tokens: 100% mixed |" in said.getvalue() and "unaccounted" not in said.getvalue()
+
+
+def test_an_account_that_does_not_add_up_is_said_and_the_run_goes_on(tmp_path: Any) -> None:
+    said = io.StringIO()
+    stage = lead(Stage(groups=[group(1.0, 0.0, generated=[4, 5])]), tmp_path, stream=said)  # the engines said 8
+    assert stage.logged[1]["account/unaccounted"] == -1
+    assert said.getvalue().count("warning: 1 of 8 generated tokens are counted twice (account/unaccounted)") == 2
+    assert stage.said[-1] == "stop"
+
+
+def test_flat_groups_are_planned_beside_mixed_ones_when_asked_for(tmp_path: Any) -> None:
+    groups = [group(1.0, 0.0, name="m"), group(1.0, 1.0, name="f")]
+    assert lead(Stage(groups=groups), tmp_path).logged[1]["train/flat_samples"] == 0
+    zvp = lead(Stage(groups=groups), tmp_path, credit=CreditSettings(flat_right="zvp"))
+    assert zvp.logged[1]["train/flat_samples"] == 2
+    assert zvp.logged[1]["account/trained/flat"] == 8

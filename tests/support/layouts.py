@@ -23,7 +23,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixtral": MIXTRAL,
 }
 ALGORITHMS = {"grpo": GrpoSettings(clip_low=0.03, clip_high=0.05), "espo": EspoSettings(alpha=0.012, min_clip=3e-3)}
-CREDIT = CreditSettings(flat_right="zvp", flat_wrong="zvp", zvp_alpha=0.3)
+CREDIT = CreditSettings(flat_right="zvp", flat_wrong="zvp", zvp_alpha=0.1)
 OPTIMIZER = OptimizerSettings(
     lr=1e-3, warmup_steps=2, decay="linear", min_lr_ratio=0.1, beta2=0.9, eps=1e-5, weight_decay=0.1, clip_grad=0.5
 )

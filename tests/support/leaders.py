@@ -6,6 +6,7 @@ from typing import Any, TextIO
 import msgspec
 
 from megatron_rl.config.schema import (
+    CreditSettings,
     EvalSettings,
     GrpoSettings,
     ParallelSettings,
@@ -75,7 +76,14 @@ class Stage:
         self.said.append(f"evaluate {label} at version {self.version}")
         accuracy = next(self._accuracies, 0.5)
         return Accuracy(
-            accuracy=accuracy, half_width=0.1, parseable=0.5, finished=1.0, rejected=self._lost, questions=2, samples=8
+            accuracy=accuracy,
+            half_width=0.1,
+            parseable=0.5,
+            finished=1.0,
+            rejected=self._lost,
+            questions=2,
+            samples=8,
+            tokens=5,
         )
 
     def next_command(self) -> Sync:
@@ -121,12 +129,13 @@ def lead(
     stream: TextIO | None = None,
     keeper: Keeper | None = None,
     position: Position | None = None,
+    credit: CreditSettings | None = None,
     **train: Any,
 ) -> Stage:
     settings = TrainSettings(total_steps=steps, optimizer_steps_per_batch=1, **train)
     stages = Stages(
         rollouts=stage,  # type: ignore[arg-type]
-        credit=Credit(GrpoSettings(), seed=0),
+        credit=Credit(GrpoSettings(), credit, seed=0),
         planner=Planner(settings, ParallelSettings(), dp_size=1, seed=0),
         evaluation=stage,  # type: ignore[arg-type]
     )

@@ -13,7 +13,8 @@ from megatron_rl.rewards.answers import canonical, last_number
 class RightAndShort(Scorer):
     """1 for the right last number, less a share of `penalty` that grows from `limit` characters to twice as many.
 
-    Zero variance is judged on `correctness`, so groups that differ only in length are left out of training.
+    Advantages compare `correctness`. What the reward lacks of it takes up to half of them (`credit.shaping`), so that a
+    long right answer stays above a wrong one; groups that differ only in length are left out of training.
     """
 
     def __init__(self, limit: int, penalty: float = 0.5) -> None:
