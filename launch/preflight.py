@@ -197,7 +197,7 @@ def check_opening(c: Configuration) -> Iterator[Check]:
     yield _opened(
         "prompts",
         lambda: build_prompts(c),
-        lambda p: f"{len(p.train)} to train, {len(p.held_out)} held out; {p.excluded}",
+        lambda p: f"{len(p.train)} to train, {len(p.held_out)} held out; " + "; ".join(filter(None, p.told())),
     )
     yield _opened("disk space", lambda: require_space(c, shape), lambda _: "enough for what the run writes")
 

@@ -136,6 +136,8 @@ class DataSettings(Section):
     seed: Seed = 0
     on_bad_row: Literal["fail", "skip"] = "fail"
     max_prompt_tokens: Positive = 1024
+    pass_rates: str | None = None  # a file of launch/profile_prompts.py; mode=profile writes it
+    band: list[Share] | None = None  # [low, high]: only prompts whose pass rate there lies between these are trained on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -339,5 +341,6 @@ class Configuration(Section):
     eval: EvalSettings = field(default_factory=EvalSettings)
     sync: SyncSettings = field(default_factory=SyncSettings)
     run: RunSettings = field(default_factory=RunSettings)
-    mode: Literal["train", "rollout_only", "train_only", "eval"] = "train"  # train_only takes what rollout_only records
+    # train_only takes what rollout_only records; profile: see data.pass_rates
+    mode: Literal["train", "rollout_only", "train_only", "eval", "profile"] = "train"
     seed: Seed = 0

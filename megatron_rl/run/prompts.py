@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_rl.config.schema import Configuration
@@ -23,7 +24,12 @@ def build_prompts(c: Configuration) -> PromptSource:
 
 
 def build_sets(c: Configuration) -> dict[str, tuple[Prompt, ...]]:
-    """What mode=eval measures on, by name: eval.sets, or the held-out questions. Raises `PromptDataError`."""
+    """What modes that train nothing ask, by name. Raises `PromptDataError`.
+
+    mode=eval: eval.sets, or the held-out questions; mode=profile: every training prompt, of which no rates are known.
+    """
+    if c.mode == "profile":
+        return {"train": build_prompts(replace(c, data=replace(c.data, pass_rates=None))).train}
     if not c.eval.sets:
         return {"held_out": build_prompts(c).held_out}
     tokenizer, render = Tokenizer.from_directory(c.model.path), ChatTemplate(Path(c.model.path)).prompt
