@@ -343,4 +343,5 @@ class Configuration(Section):
     run: RunSettings = field(default_factory=RunSettings)
     # train_only takes what rollout_only records; profile: see data.pass_rates
     mode: Literal["train", "rollout_only", "train_only", "eval", "profile"] = "train"
+    stages: list[Options] | None = None  # one after another: name, keys that differ, until; see docs/stages.md
     seed: Seed = 0

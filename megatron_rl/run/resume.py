@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # What a checkpoint's numbers mean follows from these. Of the others a run that goes on takes the new values.
 _MODEL = ("model.path", "model.init")
-_FIXED = ("model.path", "model.init", "seed", "mode", "data.", "rollout.prompts_per_step", "rollout.recorded")
+_FIXED = ("model.path", "model.init", "seed", "mode", "data.", "rollout.prompts_per_step", "rollout.recorded", "stages")
 
 
 class NoWholeCheckpoint(Failure):
