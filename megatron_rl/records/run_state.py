@@ -46,8 +46,8 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
     """Where rank 0's loop is after `step`.
 
     version: of the weights that engines got last, None before the first; synced: whether they hold the present ones.
-    nonfinite: how many steps in a row had NaN or Inf. accuracies: of the evaluations so far. stage: None without the key
-    `stages`. Between two steps no rollout is under way: all that were asked for have been trained on
+    nonfinite: how many steps in a row had NaN or Inf. accuracies: of the evaluations so far. stage: None without
+    the key `stages`. Between two steps no rollout is under way: all that were asked for have been trained on
     (rollout.max_staleness is 0).
     """
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_rl.config.schema import Configuration
+from megatron_rl.config.stages import stages_of
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.models.chat_template import ChatTemplate
 from megatron_rl.models.tokenizer import Tokenizer
@@ -19,7 +20,9 @@ def build_prompts(c: Configuration) -> PromptSource:
     tokenizer = Tokenizer.from_directory(c.model.path)
     render, worked = ChatTemplate(Path(c.model.path)).prompt, c.environment.name == "worked"
     prompts = open_prompts(c.data, tokenizer, open_answer_check(c.reward), render=render, worked=worked)
-    prompts.require(c.rollout.prompts_per_step)
+    for of_a_step in (*(stage.configuration for stage in stages_of(c)), c):
+        prompts.choose(of_a_step.data.band)
+        prompts.require(c.rollout.prompts_per_step)
     return prompts
 
 

@@ -83,7 +83,7 @@ class Trainer:
         worker = self._build_worker()
         connected = self._connect(engines, watch)
         sender = connected.weights if connected is not None else Bystander()
-        table = {**build_table(worker, engines, sender), **self._keeping(worker)}
+        table = {**build_table(c, worker, engines, sender), **self._keeping(worker)}
         table[Wait] = lambda command: self._wait(engines)
         dispatcher = Dispatcher(self._job.control_group, table)
         self._stop.accept()
