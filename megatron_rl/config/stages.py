@@ -110,6 +110,9 @@ def _out_of_order(c: Configuration, stages: Sequence[Stage]) -> Iterator[Refusal
         until, where = stage.entry.until, f"stages[{stage.entry.name}].until"
         if (until is None and stage is not stages[-1]) or until == Until():
             yield Refusal(where, "null", "Nothing would end it", "Give steps, tokens or accuracy: until: {steps: 100}")
+        if stage.entry.reprofile and c.selection.name != "belief":
+            rule = f"selection.name={c.selection.name} believes nothing of prompts"
+            yield Refusal(f"stages[{stage.entry.name}].reprofile", "all", rule, "Remove it, or use selection=belief")
         if until is not None and until.accuracy is not None and not c.eval.every:
             yield Refusal(f"{where}.accuracy", until.accuracy, "eval.every=0 measures none", "Raise eval.every")
         if (
