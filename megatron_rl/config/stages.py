@@ -4,40 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from annotated_types import Ge, Gt, Le
 from pydantic import TypeAdapter, ValidationError
 
-from megatron_rl.config.schema import Configuration, Name, Section
+from megatron_rl.config.schema import Configuration, Entry, Until
 from megatron_rl.contracts.refusal import Refusal
 
 _CHANGES = (
     "data.band", "rollout.max_new_tokens", "rollout.samples_per_prompt", "rollout.temperature", "optimizer.lr",
     "algo.clip_low", "algo.clip_high", "algo.alpha", "algo.min_clip", "algo.fixed_clip", "credit.",
 )  # fmt: skip
-Number = Annotated[int, Ge(1)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Until(Section):
-    """What ends a stage, whichever comes first. steps, tokens: of the whole run; accuracy: at an evaluation within."""
-
-    steps: Number | None = None
-    tokens: Number | None = None
-    accuracy: Annotated[float, Gt(0), Le(1)] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Entry(Section):
-    """What a stage says beside the keys that it changes. reprofile: what is believed of prompts loses its certainty."""
-
-    name: Name
-    until: Until | None = None
-    reprofile: Literal["all"] | None = None
-
-
 _CONFIGURATION, _ENTRY = TypeAdapter(Configuration), TypeAdapter(Entry)
 
 
@@ -103,31 +80,29 @@ def _may_change(key: str) -> bool:
 
 
 def _out_of_order(c: Configuration, stages: Sequence[Stage]) -> Iterator[Refusal]:
-    names = [stage.entry.name for stage in stages]
+    names, ends = [stage.entry.name for stage in stages], dict[str, tuple[str, int]]()
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield Refusal("stages", name, "Two stages have this name", "Give each a name of its own")
     for stage in stages:
-        until, where = stage.entry.until, f"stages[{stage.entry.name}].until"
-        if (until is None and stage is not stages[-1]) or until == Until():
-            yield Refusal(where, "null", "Nothing would end it", "Give steps, tokens or accuracy: until: {steps: 100}")
-        if stage.entry.reprofile and c.selection.name != "belief":
+        entry, where, last = stage.entry, f"stages[{stage.entry.name}]", stage is stages[-1]
+        until = entry.until or Until()
+        if until == Until() and (entry.until or not last):
+            yield Refusal(
+                f"{where}.until", "null", "Nothing would end it", "Give steps, tokens or accuracy, {steps: 9}"
+            )
+        if entry.reprofile and c.selection.name != "belief":
             rule = f"selection.name={c.selection.name} believes nothing of prompts"
-            yield Refusal(f"stages[{stage.entry.name}].reprofile", "all", rule, "Remove it, or use selection=belief")
-        if until is not None and until.accuracy is not None and not c.eval.every:
-            yield Refusal(f"{where}.accuracy", until.accuracy, "eval.every=0 measures none", "Raise eval.every")
-        if (
-            until is not None
-            and until.steps is not None
-            and until.steps >= c.train.total_steps
-            and stage is not stages[-1]
-        ):
+            yield Refusal(f"{where}.reprofile", "all", rule, "Remove it, or use selection=belief")
+        if until.accuracy and not c.eval.every:
+            yield Refusal(f"{where}.until.accuracy", until.accuracy, "eval.every=0 measures none", "Raise eval.every")
+        if not last and (until.steps or 0) >= c.train.total_steps:
             rule = f"The next stage would begin after train.total_steps={c.train.total_steps}"
-            yield Refusal(f"{where}.steps", until.steps, rule, "Lower it, or raise train.total_steps")
-    for kind in ("steps", "tokens"):
-        ends = [(s, asdict(s.entry.until)[kind]) for s in stages if s.entry.until and asdict(s.entry.until)[kind]]
-        for (before, first), (stage, second) in pairwise(ends):
-            if second <= first:
+            yield Refusal(f"{where}.until.steps", until.steps, rule, "Lower it, or raise train.total_steps")
+        for kind, end in (("steps", until.steps), ("tokens", until.tokens)):
+            before, most = ends.get(kind, ("", 0))
+            if end and end <= most:
                 rule = (
-                    f"It ends before it begins: {before.entry.name} lasts until {first}, and both count from the start"
+                    f"It ends before it begins: {before} lasts until {most}, and both count from the start of the run"
                 )
-                yield Refusal(f"stages[{stage.entry.name}].until.{kind}", second, rule, f"Give more than {first}")
+                yield Refusal(f"{where}.until.{kind}", end, rule, f"Give more than {most}")
+            ends[kind] = (entry.name, end) if end else (before, most)

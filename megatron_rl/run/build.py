@@ -23,7 +23,7 @@ from megatron_rl.prompts.source import PromptSource
 from megatron_rl.records.records import Records
 from megatron_rl.rollouts.batch import RolloutStage
 from megatron_rl.rollouts.evaluation import Evaluation
-from megatron_rl.run.course import Course, change
+from megatron_rl.run.course import change, open_course
 from megatron_rl.run.dispatch import Dispatcher, Table
 from megatron_rl.run.engines import Connected, Engines, route_shape
 from megatron_rl.run.leader import Leader, Stages
@@ -93,6 +93,6 @@ def build_leader(
             evaluation=Evaluation(queue, prompts.held_out, c.eval, c.rollout, stops, idle),
         )
 
-    course = Course(stages_of(c), stages, dispatcher, records.progress.say) if c.stages else None
+    course = open_course(c, stages, dispatcher, records.progress.say)
     loop, settings = RollOut if c.mode == "rollout_only" else Leader, (c.train, c.rollout, c.eval, c.sync, c.run)
     return loop(*settings, stages(c), queue, connected.weights, dispatcher, records, course=course)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from megatron_rl.config.schema import Configuration, CustomAlgoSettings
-from megatron_rl.config.stages import Stage, Until
+from megatron_rl.config.schema import Configuration, CustomAlgoSettings, Until
+from megatron_rl.config.stages import Stage, stages_of
 from megatron_rl.contracts.commands import Enter
 from megatron_rl.losses import open_loss
 from megatron_rl.records.run_state import StageState
@@ -111,6 +111,13 @@ class Course:
         changes = ", ".join(f"{key}={value}" for key, value in stage.changes.items()) or "nothing changes"
         place = f"{self._schedule.state.index + 1} of {len(self._stages)}"
         self._say(f"stage {stage.entry.name} ({place}) begins with step {step}: {changes}")
+
+
+def open_course(
+    c: Configuration, parts: Callable[[Configuration], Stages], dispatcher: Dispatcher, say: Callable[[str], None]
+) -> Course | None:
+    """None for a run without `stages`."""
+    return Course(stages_of(c), parts, dispatcher, say) if c.stages else None
 
 
 def change(worker: Worker, c: Configuration) -> None:
