@@ -26,6 +26,7 @@ import psutil
 from megatron_rl.config.cli import main
 from megatron_rl.config.facts import LaunchFacts
 from megatron_rl.config.schema import Configuration, EngineSettings
+from megatron_rl.config.stages import widest
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.interrupts import end_quietly
 from megatron_rl.models.families import read_shape
@@ -197,7 +198,7 @@ def check_opening(c: Configuration) -> Iterator[Check]:
     yield _opened(
         "prompts",
         lambda: build_prompts(c),
-        lambda p: f"{len(p.train)} to train, {len(p.held_out)} held out; {p.excluded}",
+        lambda p: f"{len(p.train)} to train, {len(p.held_out)} held out; " + "; ".join(filter(None, p.told())),
     )
     yield _opened("disk space", lambda: require_space(c, shape), lambda _: "enough for what the run writes")
 
@@ -220,7 +221,7 @@ def preflight(config: Configuration) -> int:
         *check_versions((ROOT / "requirements" / "constraints.txt").read_text()),
         *check_devices(facts),
         check_memory(config.engine, facts),
-        *check_rank_memory(config, read_shape(config.model.path), facts, device_bytes(facts)),
+        *check_rank_memory(widest(config), read_shape(config.model.path), facts, device_bytes(facts)),
         check_shared_memory(),
         check_run_root(config.run.root),
         *check_addresses(facts),

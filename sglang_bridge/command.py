@@ -54,6 +54,8 @@ def build_argv(settings: ServerSettings, place: ServerPlace, *, port: int, key_c
         argv += [f"--moe-runner-backend={RECORDING_RUNNER}"] if place.device == "cuda" else []
     if place.load_format is not None:
         argv.append(f"--load-format={place.load_format}")
+    else:
+        argv.append("--weight-version=0")  # the start checkpoint: what it answers may be judged before any sync
     if place.device == "cpu":
         argv += _CPU_ARGS
     return [*argv, *settings.extra_args]

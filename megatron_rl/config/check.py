@@ -17,6 +17,7 @@ from megatron_rl.config.hydra_errors import as_refusal, split_override
 from megatron_rl.config.keys import declared_keys, unknown_key
 from megatron_rl.config.rules import broken_rules
 from megatron_rl.config.schema import ALGORITHMS, DOOR, NAME, Configuration, algorithm_of
+from megatron_rl.config.stages import refused_stages, stages_of
 from megatron_rl.contracts.refusal import ConfigurationRefused, Refusal, shown
 
 _CONFIGURATION = TypeAdapter(Configuration)
@@ -66,8 +67,14 @@ def checked(
         configuration = _CONFIGURATION.validate_python(_in_words(tree))
     except ValidationError as error:
         refusals += _from_pydantic(error, algorithm, {refusal.key for refusal in refusals})
+    if not refusals:
+        refusals = list(refused_stages(configuration, lambda error: _from_pydantic(error, algorithm, ())))
     if not refusals and facts is not None:
-        refusals = list(broken_rules(configuration, facts, {split_override(text)[0] for text in overrides}))
+        given = {split_override(text)[0] for text in overrides}
+        refusals = list(broken_rules(configuration, facts, given))
+        for stage in stages_of(configuration):
+            broken = (refusal for refusal in broken_rules(stage.configuration, facts, given) if refusal not in refusals)
+            refusals += [r._replace(rule=f"In stage {stage.entry.name}: {r.rule}") for r in broken]
     if refusals:
         places = {key: place for place, key in enumerate(declared_keys())}
         refusals.sort(key=lambda refusal: places.get(refusal.key.partition(".")[0], len(places)))

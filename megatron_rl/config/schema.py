@@ -136,6 +136,8 @@ class DataSettings(Section):
     seed: Seed = 0
     on_bad_row: Literal["fail", "skip"] = "fail"
     max_prompt_tokens: Positive = 1024
+    pass_rates: str | None = None  # a file of launch/profile_prompts.py; mode=profile writes it
+    band: list[Share] | None = None  # [low, high]: only prompts whose pass rate there lies between these are trained on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,6 +322,24 @@ class RunSettings(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Until(Section):
+    """What ends a stage, whichever comes first. steps, tokens: of the whole run; accuracy: at an evaluation within."""
+
+    steps: Positive | None = None
+    tokens: Annotated[int, Ge(1)] | None = None
+    accuracy: Annotated[float, Gt(0), Le(1)] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry(Section):
+    """What one of `stages` says beside the keys that it changes. reprofile: beliefs of prompts lose their certainty."""
+
+    name: Name
+    until: Until | None = None  # null: the end of the run
+    reprofile: Literal["all"] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Configuration(Section):
     """The whole of `launch/train_rl.py`'s configuration."""
 
@@ -339,5 +359,7 @@ class Configuration(Section):
     eval: EvalSettings = field(default_factory=EvalSettings)
     sync: SyncSettings = field(default_factory=SyncSettings)
     run: RunSettings = field(default_factory=RunSettings)
-    mode: Literal["train", "rollout_only", "train_only", "eval"] = "train"  # train_only takes what rollout_only records
+    # train_only takes what rollout_only records; profile: see data.pass_rates
+    mode: Literal["train", "rollout_only", "train_only", "eval", "profile"] = "train"
+    stages: list[Options] | None = None  # one after another: name, keys that differ, until; see docs/stages.md
     seed: Seed = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from megatron_rl.contracts.group import Group
+from megatron_rl.contracts.numbers import Count
 from megatron_rl.contracts.plan import StepPlan
 
 
@@ -23,6 +24,12 @@ class Train(msgspec.Struct, frozen=True, tag="plan"):
     """Run one training step."""
 
     plan: StepPlan
+
+
+class Enter(msgspec.Struct, frozen=True, tag="enter"):
+    """Train with the settings of this one of the run's `stages` from now on."""
+
+    stage: Count
 
 
 class Save(msgspec.Struct, frozen=True, tag="save"):
@@ -57,4 +64,4 @@ class Finish(msgspec.Struct, frozen=True, tag="finish"):
     """The run is complete."""
 
 
-Command = Wait | Sync | Train | Save | Checkpoint | Settle | Record | Finish
+Command = Wait | Sync | Train | Enter | Save | Checkpoint | Settle | Record | Finish

@@ -64,7 +64,15 @@ class DistributedAdam:
     ) -> None:
         self._models = models
         self._optimizer = get_megatron_optimizer(_config(get_model_config(models[0]), settings), list(models))
+        self._min_ratio = settings.min_lr_ratio
         self.scheduler = _schedule(self._optimizer, settings, total_steps)
+
+    def scale_to(self, lr: float) -> None:
+        """Go on along the same warm-up and decay, which from now on lead up to this rate; moments stay."""
+        self.scheduler.max_lr, self.scheduler.min_lr = lr, lr * self._min_ratio
+        for group in self._optimizer.param_groups:
+            group["max_lr"], group["min_lr"] = self.scheduler.max_lr, self.scheduler.min_lr
+        self.scheduler.step(0)
 
     def zero_grad(self) -> None:
         for model in self._models:

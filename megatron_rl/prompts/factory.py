@@ -12,6 +12,7 @@ from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.prompts import column_addition, column_addition_mixed, two_digit_addition
 from megatron_rl.prompts.gym import ReasoningGym
 from megatron_rl.prompts.jsonl import Render, read_jsonl, refuse_messages
+from megatron_rl.prompts.pass_rates import read_pass_rates
 from megatron_rl.prompts.question import BadRows, PromptDataError, Question, Source
 from megatron_rl.prompts.source import Excluded, PromptSource
 from megatron_rl.prompts.split import Split, draw_split, hold_out, keep_apart
@@ -56,7 +57,8 @@ def open_prompts(
     if not held_out:
         key = f"data.eval_path={settings.eval_path}" if settings.eval_path else f"data.num_eval={settings.num_eval}"
         raise _nothing_left(key, "held-out", excluded)
-    return PromptSource(train, held_out, settings, excluded)
+    rates = read_pass_rates(settings.pass_rates, settings) if settings.pass_rates is not None else {}
+    return PromptSource(train, held_out, settings, excluded, rates)
 
 
 def open_set(

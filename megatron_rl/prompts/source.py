@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_rl.config.schema import DataSettings
 from megatron_rl.contracts.prompt import Prompt
+from megatron_rl.prompts.pass_rates import PassRate
 from megatron_rl.prompts.question import PromptDataError
 from megatron_rl.records.run_state import PromptCursor
 
@@ -38,7 +39,11 @@ class Excluded:
 
 
 class PromptSource:
-    """train, held_out: the prompts of each side; excluded: what was left out of both."""
+    """train, held_out: the prompts of each side; excluded: what was left out of both.
+
+    rates: estimated pass rates by prompt id. A band of them leaves out of `take` what is not in it; `train`, the order
+    and the cursor are those of all prompts, so that a band may change between two steps.
+    """
 
     def __init__(
         self,
@@ -46,6 +51,7 @@ class PromptSource:
         held_out: Sequence[Prompt],
         settings: DataSettings,
         excluded: Excluded | None = None,
+        rates: Mapping[str, PassRate] | None = None,
     ) -> None:
         self.train = tuple(train)
         self.held_out = tuple(held_out)
@@ -56,6 +62,37 @@ class PromptSource:
         self._order = self._epoch_order()
         self._put_off: deque[int] = deque()
         self._repeated: list[int] = []
+        self.rates: Mapping[str, PassRate] = rates or {}
+        self._band: Sequence[float] | None = None
+        self._outside: frozenset[int] = frozenset()
+        self.choose(settings.band)
+
+    @property
+    def num_available(self) -> int:
+        """How many training prompts there are to take: those in the band."""
+        return len(self.train) - len(self._outside)
+
+    def choose(self, band: Sequence[float] | None) -> None:
+        """From now on take only prompts whose rate lies in [low, high]; None: all."""
+        self._band, self._outside = band, frozenset[int]()
+        if band is not None:
+            low, high = band
+            inside = {prompt_id for prompt_id, rate in self.rates.items() if rate.within(low, high)}
+            self._outside = frozenset(i for i, prompt in enumerate(self.train) if prompt.id not in inside)
+
+    def told(self) -> tuple[str, str]:
+        """What was left out, and what is known of pass rates, for people."""
+        return str(self.excluded), self.report_rates()
+
+    def report_rates(self) -> str:
+        """How many prompts of each side of the file and of the band there are, for people; empty without rates."""
+        if not self.rates:
+            return ""
+        known = {prompt.id for prompt in self.train}
+        rated = sum(bool((rate := self.rates.get(prompt.id)) and rate.samples) for prompt in self.train)
+        inside = "" if self._band is None else f"; {self.num_available} in data.band={list(self._band)}"
+        strangers = sum(prompt_id not in known for prompt_id in self.rates)
+        return f"pass rates: of {rated} of {len(known)} training prompts, and of {strangers} unknown ids{inside}"
 
     def take(self, n: int) -> list[Prompt]:
         """The next `n` training prompts, all different, across the ends of epochs."""
@@ -78,7 +115,7 @@ class PromptSource:
 
         asked: ids that this step has asked; their prompts are put off to the next step. None: it has asked all.
         """
-        if len(asked) >= len(self.train):
+        if len(asked) >= self.num_available:
             return None
         while self.train[index := self._next_index()].id in asked:
             self._repeated.append(index)
@@ -103,6 +140,12 @@ class PromptSource:
 
     def require(self, n: int) -> None:
         """Raise `PromptDataError` unless n prompts can be taken at once."""
+        if self._band is not None and n > self.num_available:
+            raise PromptDataError(
+                f"data.band={list(self._band)}: it leaves {self.num_available} prompts, and "
+                f"rollout.prompts_per_step={n} different ones are taken in a step ({self.report_rates()}). Widen the "
+                "band, lower rollout.prompts_per_step, or give more training data"
+            )
         if n > len(self.train):
             raise PromptDataError(
                 f"rollout.prompts_per_step={n}: there are only {len(self.train)} usable training prompts, and no "
@@ -110,6 +153,11 @@ class PromptSource:
             )
 
     def _next_index(self) -> int:
+        while (index := self._next_of_all()) in self._outside:
+            pass
+        return index
+
+    def _next_of_all(self) -> int:
         if self._put_off:
             return self._put_off.popleft()
         if self._position == len(self._order):

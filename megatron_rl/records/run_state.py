@@ -30,12 +30,25 @@ class SelectorState(msgspec.Struct, frozen=True, kw_only=True):
     beliefs: BeliefState | None = None
 
 
+class StageState(msgspec.Struct, frozen=True, kw_only=True):
+    """Which of the run's `stages` it is in. begun: its first step. tokens: that engines drew for all steps so far.
+
+    accuracy: of the last evaluation since `begun`, None before the first.
+    """
+
+    index: Count = 0
+    begun: Count = 1
+    tokens: Count = 0
+    accuracy: float | None = None
+
+
 class Position(msgspec.Struct, frozen=True, kw_only=True):
     """Where rank 0's loop is after `step`.
 
     version: of the weights that engines got last, None before the first; synced: whether they hold the present ones.
-    nonfinite: how many steps in a row had NaN or Inf. accuracies: of the evaluations so far. Between two steps no
-    rollout is under way: all that were asked for have been trained on (rollout.max_staleness is 0).
+    nonfinite: how many steps in a row had NaN or Inf. accuracies: of the evaluations so far. stage: None without
+    the key `stages`. Between two steps no rollout is under way: all that were asked for have been trained on
+    (rollout.max_staleness is 0).
     """
 
     step: Count
@@ -44,6 +57,7 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
     selection: SelectorState
     nonfinite: Count = 0
     accuracies: tuple[float, ...] = ()
+    stage: StageState | None = None
 
 
 class RunState(msgspec.Struct, frozen=True, kw_only=True):

@@ -149,6 +149,10 @@ class RolloutStage:
         """See `Selector`."""
         self.selector.restore(state)
 
+    def widen(self) -> None:
+        """See `Selector`."""
+        self.selector.widen()
+
     def _submit(self, label: str, asks: Sequence[Ask]) -> dict[str, Ask]:
         """What was asked, by group id: every part of a group has its own."""
         sampling = Sampling(

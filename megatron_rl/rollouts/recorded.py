@@ -51,6 +51,9 @@ class RecordedRollouts:
             raise BadRecording(f"run.resume: the checkpoint's run trained on other batches than those in {self._root}")
         self._position = state.prompts.position
 
+    def widen(self) -> None:
+        """Nothing is believed of them."""
+
     def draw(self, step: int) -> RolloutBatch:
         """The next batch, readable by the ranks of all nodes. Raises `BadRecording`."""
         directory = self._batches[self._position]

@@ -6,7 +6,8 @@ from functools import partial
 from pathlib import Path
 
 from megatron_rl.config.schema import Configuration
-from megatron_rl.contracts.commands import Save, Sync, Train, Wait
+from megatron_rl.config.stages import stages_of
+from megatron_rl.contracts.commands import Enter, Save, Sync, Train, Wait
 from megatron_rl.credit.assign import Credit
 from megatron_rl.losses import PolicyLoss
 from megatron_rl.mcore.model import build_models, pack_multiple
@@ -22,6 +23,7 @@ from megatron_rl.prompts.source import PromptSource
 from megatron_rl.records.records import Records
 from megatron_rl.rollouts.batch import RolloutStage
 from megatron_rl.rollouts.evaluation import Evaluation
+from megatron_rl.run.course import change, open_course
 from megatron_rl.run.dispatch import Dispatcher, Table
 from megatron_rl.run.engines import Connected, Engines, route_shape
 from megatron_rl.run.leader import Leader, Stages
@@ -63,9 +65,10 @@ def build_worker(c: Configuration, shape: ModelShape, loss: PolicyLoss, layout: 
     )
 
 
-def build_table(worker: Worker, engines: Engines, sender: Sender) -> Table:
+def build_table(c: Configuration, worker: Worker, engines: Engines, sender: Sender) -> Table:
     """What this rank does for each command."""
     return {
+        Enter: lambda command: change(worker, stages_of(c)[command.stage].configuration),
         Wait: lambda command: engines.check(),
         Train: lambda command: worker.train(command.plan),
         Sync: lambda command: sender.send(command, worker.export()),
@@ -79,12 +82,17 @@ def build_leader(
 ) -> Leader:  # fmt: skip
     """Rank 0's loop over its stages. stops: tokens that end a response."""
     queue, idle = connected.queue, partial(dispatcher.run, Wait())
-    selector = open_selector(prompts, c.rollout, c.selection, seed=c.seed)
-    stages = Stages(
-        rollouts=RolloutStage(queue, c.rollout, selector, stops, idle),
-        credit=Credit(c.algo, c.credit, seed=c.seed, max_new_tokens=c.rollout.max_new_tokens),
-        planner=Planner(c.train, c.parallel, dp_size=dp_size, seed=c.seed),
-        evaluation=Evaluation(queue, prompts.held_out, c.eval, c.rollout, stops, idle),
-    )
-    loop = RollOut if c.mode == "rollout_only" else Leader
-    return loop(c.train, c.rollout, c.eval, c.sync, c.run, stages, queue, connected.weights, dispatcher, records)
+
+    def stages(c: Configuration) -> Stages:
+        prompts.choose(c.data.band)
+        selector = open_selector(prompts, c.rollout, c.selection, seed=c.seed)
+        return Stages(
+            rollouts=RolloutStage(queue, c.rollout, selector, stops, idle),
+            credit=Credit(c.algo, c.credit, seed=c.seed, max_new_tokens=c.rollout.max_new_tokens),
+            planner=Planner(c.train, c.parallel, dp_size=dp_size, seed=c.seed),
+            evaluation=Evaluation(queue, prompts.held_out, c.eval, c.rollout, stops, idle),
+        )
+
+    course = open_course(c, stages, dispatcher, records.progress.say)
+    loop, settings = RollOut if c.mode == "rollout_only" else Leader, (c.train, c.rollout, c.eval, c.sync, c.run)
+    return loop(*settings, stages(c), queue, connected.weights, dispatcher, records, course=course)

@@ -23,6 +23,7 @@ from megatron_rl.records.run_state import Position, SelectorState
 from megatron_rl.records.stopwatch import Stopwatch
 from megatron_rl.rollouts.batch import RolloutBatch
 from megatron_rl.rollouts.evaluation import Evaluation
+from megatron_rl.run.course import Course
 from megatron_rl.run.dispatch import Dispatcher
 from megatron_rl.run.keeper import Keeper
 from megatron_rl.run.stop import StepGivenUp
@@ -38,6 +39,8 @@ class Rollouts(Protocol):
     def state(self) -> SelectorState: ...
 
     def restore(self, state: SelectorState) -> None: ...
+
+    def widen(self) -> None: ...
 
 
 class Queue(Protocol):
@@ -81,6 +84,7 @@ class Leader:
     dispatcher: Dispatcher
     records: Records
     keeper: Keeper | None = None
+    course: Course | None = None
     _first_step: int = 1
     _goes_on: bool = False
     _pending: dict[str, float] = field(default_factory=dict)
@@ -93,13 +97,16 @@ class Leader:
 
     def lead(self) -> None:
         """Train to the end, save the weights if asked to and let every rank end."""
+        self._enter(self._first_step)
         self._begin()
         step = self._first_step - 1
         for step in range(self._first_step, self.train.total_steps + 1):
             with self._in_time(step), self._recorded(step) as values:
+                self._enter(step)
                 self.train_step(step, values)
                 self.evaluate(step, values)
-            reached = self._reached()
+                self._note(values)
+            reached = self._reached() or (self.course is not None and self.course.over(step))
             self._keep(step, last=reached or step == self.train.total_steps)
             if reached:
                 break
@@ -124,6 +131,8 @@ class Leader:
         self._first_step, self._goes_on = position.step + 1, True
         self._nonfinite, self._accuracies = position.nonfinite, deque(position.accuracies)
         self.stages.rollouts.restore(position.selection)
+        if self.course is not None and position.stage is not None:
+            self.course.restore(position.stage)
         if self.weights is not None:
             self.weights.go_on(position.version, synced=position.synced and self.sync.when == "step")
 
@@ -136,6 +145,7 @@ class Leader:
             selection=self.stages.rollouts.state(),
             nonfinite=self._nonfinite,
             accuracies=tuple(self._accuracies),
+            stage=None if self.course is None else self.course.state,
         )
 
     def train_step(self, step: int, values: dict[str, float]) -> None:
@@ -196,6 +206,15 @@ class Leader:
         values |= accuracy.metrics() | watch.seconds | {"account/evaluation": float(accuracy.tokens)}
         values["account/generated"] = values.get("account/generated", 0.0) + accuracy.tokens
         self.records.progress.say(f"step {step}: held-out accuracy {accuracy}")
+
+    def _enter(self, step: int) -> None:
+        """Run this step with the parts of its stage, where the run has stages."""
+        if self.course is not None:
+            self.stages = self.course.enter(step, self.stages)
+
+    def _note(self, values: dict[str, float]) -> None:
+        if self.course is not None:
+            values |= self.course.note(values)
 
     def _begin(self) -> None:
         """Bring the engines to the weights that the run begins with; a new run is evaluated, and has a record of it."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_rl.config.schema import Configuration
+from megatron_rl.config.stages import stages_of
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.models.chat_template import ChatTemplate
 from megatron_rl.models.tokenizer import Tokenizer
@@ -18,12 +20,19 @@ def build_prompts(c: Configuration) -> PromptSource:
     tokenizer = Tokenizer.from_directory(c.model.path)
     render, worked = ChatTemplate(Path(c.model.path)).prompt, c.environment.name == "worked"
     prompts = open_prompts(c.data, tokenizer, open_answer_check(c.reward), render=render, worked=worked)
-    prompts.require(c.rollout.prompts_per_step)
+    for of_a_step in (*(stage.configuration for stage in stages_of(c)), c):
+        prompts.choose(of_a_step.data.band)
+        prompts.require(c.rollout.prompts_per_step)
     return prompts
 
 
 def build_sets(c: Configuration) -> dict[str, tuple[Prompt, ...]]:
-    """What mode=eval measures on, by name: eval.sets, or the held-out questions. Raises `PromptDataError`."""
+    """What modes that train nothing ask, by name. Raises `PromptDataError`.
+
+    mode=eval: eval.sets, or the held-out questions; mode=profile: every training prompt, of which no rates are known.
+    """
+    if c.mode == "profile":
+        return {"train": build_prompts(replace(c, data=replace(c.data, pass_rates=None))).train}
     if not c.eval.sets:
         return {"held_out": build_prompts(c).held_out}
     tokenizer, render = Tokenizer.from_directory(c.model.path), ChatTemplate(Path(c.model.path)).prompt

@@ -9,6 +9,7 @@ import contextlib
 from pathlib import Path
 
 from megatron_rl.config.schema import Configuration
+from megatron_rl.config.stages import widest
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.mcore.job import Job, join, leave
 from megatron_rl.models.families import read_shape
@@ -61,7 +62,7 @@ class Rank:
         progress.say(f"{job.world_size} rank(s) on {job.num_nodes} node(s); run directory {directory.path}")
         self._tell(start)
         if c.mode != "train_only":
-            self._engines = self._stack.enter_context(open_engines(c, shape, job, directory))
+            self._engines = self._stack.enter_context(open_engines(widest(c), shape, job, directory))
             progress.say(f"{self._engines.starting}; importing Megatron meanwhile")
         with progress.during("importing Megatron"):
             from megatron_rl.mcore.cpu import compat

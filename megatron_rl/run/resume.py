@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # What a checkpoint's numbers mean follows from these. Of the others a run that goes on takes the new values.
 _MODEL = ("model.path", "model.init")
-_FIXED = ("model.path", "model.init", "seed", "mode", "data.", "rollout.prompts_per_step", "rollout.recorded")
+_FIXED = ("model.path", "model.init", "seed", "mode", "data.", "rollout.prompts_per_step", "rollout.recorded", "stages")
 
 
 class NoWholeCheckpoint(Failure):
@@ -70,13 +70,14 @@ class Start:
         now = settings_of(c)
         different = [key for key in now if now[key] != self.state.settings.get(key, now[key])]
         told = {key: f"{key}: {self.state.settings[key]!r} -> {now[key]!r}" for key in different}
-        kept = _MODEL if c.mode == "eval" else _FIXED
+        measures = c.mode in ("eval", "profile")
+        kept = _MODEL if measures else _FIXED
         if fixed := [told[key] for key in different if key.startswith(kept)]:
             raise OtherRun(
                 f"run.resume={c.run.resume!r}: {self.checkpoint} is of a run with other settings ({'; '.join(fixed)}). "
                 "Give the old ones, or start another run"
             )
-        return [told[key] for key in different if not key.startswith("run.") and c.mode != "eval"]
+        return [told[key] for key in different if not key.startswith("run.") and not measures]
 
 
 def settings_of(c: Configuration) -> dict[str, Any]:

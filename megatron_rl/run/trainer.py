@@ -33,6 +33,7 @@ from megatron_rl.run.keeper import Keeper
 from megatron_rl.run.leader import Leader
 from megatron_rl.run.measure import Measure, open_weights
 from megatron_rl.run.modes import record_rollouts, train_only_leader
+from megatron_rl.run.profile import Profile, open_rates
 from megatron_rl.run.prompts import build_prompts, build_sets
 from megatron_rl.run.resume import Start, settings_of
 from megatron_rl.run.space import checkpoint_bytes
@@ -74,7 +75,7 @@ class Trainer:
         if engines is None:
             self._train_only()
             return
-        if self._configuration.mode == "eval":
+        if self._configuration.mode in ("eval", "profile"):
             self._measure(engines, watch)
             return
         c, progress = self._configuration, self._progress
@@ -82,14 +83,15 @@ class Trainer:
         worker = self._build_worker()
         connected = self._connect(engines, watch)
         sender = connected.weights if connected is not None else Bystander()
-        table = {**build_table(worker, engines, sender), **self._keeping(worker)}
+        table = {**build_table(c, worker, engines, sender), **self._keeping(worker)}
         table[Wait] = lambda command: self._wait(engines)
         dispatcher = Dispatcher(self._job.control_group, table)
         self._stop.accept()
         if connected is None or prompts is None:
             dispatcher.follow()
             return
-        progress.say(f"{len(prompts.train)} training prompts, {len(prompts.held_out)} held out; {prompts.excluded}")
+        counts = f"{len(prompts.train)} training prompts, {len(prompts.held_out)} held out"
+        progress.say("; ".join(filter(None, (counts, *prompts.told()))))
         if report := prompts.excluded.report():
             (self._directory.path / "left_out.txt").write_text(report + "\n", encoding="utf-8", errors="replace")
         stops, dp_size = self._shape.eos_token_ids, worker.layout.dp_size
@@ -117,7 +119,7 @@ class Trainer:
 
     def _records(self) -> Records:
         state = self._start.state
-        first = None if state is None or self._configuration.mode == "eval" else state.step + 1
+        first = None if state is None or self._configuration.mode in ("eval", "profile") else state.step + 1
         log = MetricsLog(self._directory, self._configuration.logger, first)
         return Records(self._directory, self._stack.enter_context(log), self._progress)
 
@@ -155,6 +157,7 @@ class Trainer:
         """What engines answer; weights of a checkpoint are read by rank 0 alone, and no model is in memory."""
         c, checkpoint = self._configuration, self._start.checkpoint
         sets = build_sets(c) if self._job.rank == 0 else {}
+        rates = open_rates(c) if self._job.rank == 0 and c.mode == "profile" else None
         connected = self._connect(engines, watch)
         table: dict[type[Command], Callable[[Any], Any]] = {Wait: lambda command: engines.check()}
         if checkpoint is not None:
@@ -170,7 +173,8 @@ class Trainer:
             name: Evaluation(connected.queue, prompts, c.eval, c.rollout, stops, idle) for name, prompts in sets.items()
         }
         sync = connected.weights if checkpoint is not None else None
-        Measure(evaluations, sync, dispatcher, connected.queue, self._records()).lead()
+        rest = (sync, dispatcher, connected.queue, self._records())
+        (Measure(evaluations, *rest) if rates is None else Profile(evaluations["train"], rates, *rest)).lead()
 
     def _build_prompts(self) -> PromptSource:
         self._progress.say("reading prompts")

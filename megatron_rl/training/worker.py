@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -20,6 +20,7 @@ from megatron_rl.config.schema import (
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.plan import StepPlan
 from megatron_rl.contracts.rollout import Rollout
+from megatron_rl.losses import PolicyLoss
 from megatron_rl.mcore.dtypes import torch_dtype
 from megatron_rl.mcore.optimizer import DistributedAdam
 from megatron_rl.mcore.parallel import RankLayout
@@ -32,6 +33,7 @@ from megatron_rl.rollouts.store import read_rollout
 from megatron_rl.training.batch import Batcher, MicroBatch
 from megatron_rl.training.collectives import gather_bytes
 from megatron_rl.training.exchange import Receiver, exchange_rollouts
+from megatron_rl.training.logprobs import ResponseLogprobs
 from megatron_rl.training.old_policy import compute_old_policy
 from megatron_rl.training.policy import Policy
 from megatron_rl.training.update import update_policy
@@ -56,7 +58,7 @@ class TrainOutcome:
     seconds: dict[str, float]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Worker:
     """One rank's model, optimizer and stages; each method is a collective that every rank enters."""
 
@@ -93,6 +95,11 @@ class Worker:
         if disagreement:
             raise RoutesDisagree(f"step {plan.step}: {disagreement}; the batch is in {self.rollouts_directory}")
         return TrainOutcome(finite, stepped, merged, watch.seconds)
+
+    def change(self, loss: PolicyLoss, logprobs: ResponseLogprobs, lr: float) -> None:
+        """Train with these from the next step on."""
+        self.policy = replace(self.policy, loss=loss, logprobs=logprobs)
+        self.optimizer.scale_to(lr)
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights in the engines' dtype under Hugging Face names, all of them on rank 0; every rank exhausts it."""

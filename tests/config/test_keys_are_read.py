@@ -17,7 +17,7 @@ def test_a_key_that_only_the_build_function_copies_is_reported() -> None:
     build = "def build(c: Configuration):\n    return Adam(lr=c.optimizer.lr, eps=c.optimizer.eps)\n"
     adam = "class Adam:\n    def __init__(self, lr: float, eps: float):\n        self.lr, self.eps = lr, eps\n"
     found = unread_keys({"megatron_rl/run/build.py": build, "megatron_rl/mcore/adam.py": adam})
-    assert found == [key for key in declared_keys() if "." in key or key in ("seed", "mode")]
+    assert found == [key for key in declared_keys() if "." in key or key in ("seed", "mode", "stages")]
 
 
 def test_a_key_that_is_only_handed_on_is_reported_wherever_that_happens() -> None:

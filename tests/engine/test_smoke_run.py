@@ -32,12 +32,18 @@ NAMES = {
     "rollout/engines_left_out", "rollout/groups/flat_right", "rollout/groups/flat_wrong", "rollout/groups/judged_tie",
     "rollout/groups/mixed", "rollout/groups/tied_right", "rollout/groups/tied_wrong", "rollout/groups/too_few_verdicts",
     "rollout/rejected", "rollout/response_length", "rollout/samples", "rollout/tokens", "rollout/truncated",
-    "rollout/wasted_token_fraction", "rollout/zero_variance_rate", "select/weight_ess", "step", "sync/audit_compared",
+    "rollout/wasted_token_fraction", "rollout/zero_variance_rate", "select/weight_ess", "stage/index", "stage/tokens",
+    "step", "sync/audit_compared",
     "sync/audit_mismatches", "sync/version", "time/checkpoint", "time/eval", "time/exchange", "time/old_policy",
     "time/reward_exposed", "time/rollout", "time/step", "time/sync", "time/train", "train/flat_samples",
     "train/grad_norm", "train/loss", "train/lr", "train/micro_batches", "train/nonfinite", "train/optimizer_steps",
     "train/samples",
 }  # fmt: skip
+STAGES = (
+    "stages=[{name: first, until: {steps: 1}},"
+    "{name: second, rollout.samples_per_prompt: 4, rollout.max_new_tokens: 5, rollout.temperature: 0.8,"
+    "optimizer.lr: 1e-5}]"
+)
 
 
 class Done(NamedTuple):
@@ -69,7 +75,7 @@ def complete(job: subprocess.Popen[str], run: Path) -> Done:
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory: pytest.TempPathFactory) -> Done:
     root = tmp_path_factory.mktemp("smoke")
-    overrides = ("parallel=pp2_vpp2", "train.total_steps=3", "run.save_weights=true")
+    overrides = ("parallel=pp2_vpp2", "train.total_steps=3", "run.save_weights=true", "logger.progress=true", STAGES)
     checkpoints = ("run.checkpoint_every=1", "run.keep_checkpoints=3")
     return complete(start_job(root, *overrides, *checkpoints, ranks=2), root / "job")
 
@@ -105,20 +111,32 @@ def test_two_interleaved_pipeline_stages_train_and_leave_a_complete_run(smoke: D
     assert survivors(smoke.processes, 10) == []
 
 
+def test_its_second_stage_draws_and_trains_with_other_settings(smoke: Done) -> None:
+    first, second, third = smoke.records[1:]
+    assert [record["stage/index"] for record in (first, second, third)] == [0, 1, 1]
+    assert [record["rollout/samples"] for record in (first, second, third)] == [128, 64, 64]
+    assert second["stage/tokens"] == first["rollout/tokens"] + second["rollout/tokens"]
+    assert first["train/lr"] > 1e-4 > 1e-5 >= second["train/lr"] > third["train/lr"]
+    # what engines drew at another temperature has these log-probabilities at that temperature alone
+    assert max(record["mismatch/logprob_abs_mean"] for record in (first, second, third)) < 1e-4
+    assert "stage second (2 of 2) begins with step 2: rollout.samples_per_prompt=4, rollout.max_new_tok" in smoke.output
+
+
 def test_another_layout_goes_on_with_the_prompts_versions_and_weights(
     smoke: Done, engine: tuple[str, ...], tmp_path: Path
 ) -> None:
     """The checkpoint of two interleaved pipeline stages after step 2, on one rank and with another engine."""
     resume = f"run.resume={smoke.run}/checkpoints/iter_0000002"
     done = complete(
-        start_job(tmp_path, *engine, resume, "train.total_steps=3", "run.checkpoint_every=1"), tmp_path / "job"
+        start_job(tmp_path, *engine, resume, "train.total_steps=3", "run.checkpoint_every=1", STAGES), tmp_path / "job"
     )
     (record,) = done.records
     assert record["step"] == 3 and record["sync/version"] == 3
     assert record["mismatch/logprob_abs_mean"] < 1e-4, "the engine sampled from the checkpoint's weights"
     assert record["sync/audit_mismatches"] == 0 and record["train/lr"] == smoke.records[3]["train/lr"]
     here, there = (read_state(run / "checkpoints/iter_0000003") for run in (done.run, smoke.run))
-    assert here.position.prompts == there.position.prompts
+    assert here.position.selection == there.position.selection
+    assert here.position.stage is not None and (here.position.stage.index, here.position.stage.begun) == (1, 2)
     assert (here.position.version, here.optimizer_steps) == (there.position.version, there.optimizer_steps) == (3, 6)
 
 

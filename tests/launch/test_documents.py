@@ -48,10 +48,15 @@ def test_every_training_command_composes(tmp_path: Path, monkeypatch: pytest.Mon
         if script == "launch/simulate_selection.py":
             load_script("simulate_selection").parser().parse_args(overrides)
             continue
+        if script == "launch/profile_prompts.py":
+            (tmp_path / overrides[overrides.index("--out") + 1]).unlink(missing_ok=True)
+            overrides = load_script("profile_prompts").settings_of(overrides)
         ranks = 8 if "sbatch" in words else int(words[2]) if "--nproc-per-node" in words else 1
         for given in (word.partition("=")[2] for word in overrides if word.startswith(RUNS)):
             (tmp_path / given).mkdir(parents=True, exist_ok=True)  # the command before it makes one
         compose(overrides, facts=LaunchFacts(ranks, ranks))
+        for out in (words[i + 1] for i, word in enumerate(words) if word == "--out"):
+            (tmp_path / out).touch()  # what the command after it reads
         tried.append(script)
     assert {"launch/train_rl.py", "launch/preflight.py", "launch/slurm/train_rl.sbatch"} <= set(tried)
 

@@ -79,6 +79,24 @@ def test_the_schedule_goes_on_from_its_checkpoint(megatron: Any, checkpoint: Pat
     assert step_with_gradient(models, second, 1.0)[0] == step_with_gradient(models, first, 1.0)[0]
 
 
+def test_another_rate_keeps_warm_up_decay_and_moments(megatron: Any, checkpoint: Path) -> None:
+    """As an optimizer that had this rate all along, but for where the parameters are by now."""
+    models, _ = build(checkpoint)
+    optimizer = adam(models, 6, lr=0.1, warmup_steps=2, decay="linear", min_lr_ratio=0.1, eps=1e-30)
+    rates = []
+    for step in range(6):
+        if step in (1, 4):
+            optimizer.scale_to(0.02 if step == 1 else 0.2)
+        reported, moved = step_with_gradient(models, optimizer, 1.0)
+        rates.append(reported)
+        assert all(d.mean().item() == pytest.approx(-reported, rel=1e-3) for d in moved.values())
+    shares = [0.5, 1.0, 0.775, 0.55, 0.325, 0.1]
+    assert rates == pytest.approx([0.1 * 0.5, *(0.02 * share for share in shares[1:4]), 0.2 * 0.325, 0.2 * 0.1])
+    optimizer.load(optimizer._optimizer.state_dict(), 4)  # a run that goes on is told its stage afterwards
+    optimizer.scale_to(0.2)
+    assert step_with_gradient(models, optimizer, 1.0)[0] == pytest.approx(0.2 * 0.325)
+
+
 def test_adam_is_torchs_adamw(megatron: Any) -> None:
     from megatron_rl.mcore.cpu.adam import FusedLayoutAdam
 

@@ -46,6 +46,12 @@ def test_weights_come_from_the_checkpoint_or_are_random_until_the_first_sync() -
     assert "--load-format=dummy" in argv_of(replace(PLACE, load_format="dummy"))
 
 
+def test_a_start_checkpoint_answers_as_version_0_and_random_weights_as_none() -> None:
+    """Where nothing is synced, as in mode=eval, rollouts of a version that is no number would all be rejected."""
+    assert "--weight-version=0" in argv_of()
+    assert not any(argument.startswith("--weight-version") for argument in argv_of(replace(PLACE, load_format="dummy")))
+
+
 def test_only_cpu_engines_get_the_shim() -> None:
     cpu = environment_of({})
     assert cpu["PYTHONPATH"].split(os.pathsep)[0] == str(cpu_shim_path())

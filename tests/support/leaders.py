@@ -6,6 +6,7 @@ from typing import Any, TextIO
 import msgspec
 
 from megatron_rl.config.schema import (
+    Configuration,
     CreditSettings,
     EvalSettings,
     GrpoSettings,
@@ -15,7 +16,8 @@ from megatron_rl.config.schema import (
     SyncSettings,
     TrainSettings,
 )
-from megatron_rl.contracts.commands import Command, Save, Sync, Train
+from megatron_rl.config.stages import Stage as StageSettings
+from megatron_rl.contracts.commands import Command, Enter, Save, Sync, Train
 from megatron_rl.contracts.group import Group
 from megatron_rl.credit.assign import Credit
 from megatron_rl.planning.step_plan import Planner
@@ -26,6 +28,7 @@ from megatron_rl.records.run_directory import RunDirectory
 from megatron_rl.records.run_state import Position, PromptCursor, SelectorState
 from megatron_rl.rollouts.batch import RolloutBatch
 from megatron_rl.rollouts.evaluation import Accuracy
+from megatron_rl.run.course import Course
 from megatron_rl.run.keeper import Keeper
 from megatron_rl.run.leader import Leader, Stages
 from megatron_rl.training.worker import TrainOutcome
@@ -61,6 +64,9 @@ class Stage:
 
     def restore(self, state: SelectorState) -> None:
         self.cursor = state.prompts
+
+    def widen(self) -> None:
+        self.said.append("widen")
 
     def go_on(self, version: int | None, *, synced: bool) -> None:
         assert version is not None and synced
@@ -99,6 +105,8 @@ class Stage:
                 self._on_train(plan.step)
                 finite = next(self._finite, True)
                 return TrainOutcome(finite, len(plan.optimizer_steps) if finite else 0, MetricSums(), {})
+            case Enter(index):
+                self.said.append(f"enter {index}")
             case Save(path):
                 self.said.append(f"save {path.rsplit('/', 1)[1]}")
         return None
@@ -130,6 +138,7 @@ def lead(
     keeper: Keeper | None = None,
     position: Position | None = None,
     credit: CreditSettings | None = None,
+    course: Sequence[StageSettings] = (),
     **train: Any,
 ) -> Stage:
     settings = TrainSettings(total_steps=steps, optimizer_steps_per_batch=1, **train)
@@ -139,6 +148,11 @@ def lead(
         planner=Planner(settings, ParallelSettings(), dp_size=1, seed=0),
         evaluation=stage,  # type: ignore[arg-type]
     )
+
+    def parts(c: Configuration) -> Stages:
+        stage.said.append(f"parts for {c.rollout.max_new_tokens} tokens")
+        return stages
+
     records = Records(RunDirectory(tmp_path), stage, Progress(steps, enabled=stream is not None, stream=stream))  # type: ignore[arg-type]
     leader = Leader(
         settings,
@@ -152,6 +166,7 @@ def lead(
         stage,  # type: ignore[arg-type]
         records,
         keeper,
+        Course(course, parts, stage, records.progress.say) if course else None,  # type: ignore[arg-type]
     )
     if position is not None:
         leader.go_on(position)

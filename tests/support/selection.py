@@ -24,3 +24,6 @@ class Given:
 
     def restore(self, state: SelectorState) -> None:
         """There is nothing to go on with."""
+
+    def widen(self) -> None:
+        """There is nothing to forget."""

@@ -1,11 +1,12 @@
 """How often the shipped checkpoint of column addition solves questions, sampled with transformers in float32.
 
-The table of docs/data.md (about three minutes on one core):  PYTHONPATH=.:kernels:tests python -m support.start_policy
+The tables of docs/data.md (a few minutes on one core):  PYTHONPATH=.:kernels:tests python -m support.start_policy
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Sequence
 from itertools import islice
 
@@ -39,6 +40,13 @@ class StartPolicy:
         return [sum(judged[i : i + samples]) / samples for i in range(0, len(judged), samples)]
 
     @torch.inference_mode()
+    def likelihoods(self, questions: Sequence[Question]) -> list[float]:
+        """Of each question's worked response: its pass rate, but for other responses with the right total."""
+        tokens = torch.tensor([(*self._tokenizer.encode(q.text + q.worked), END) for q in questions])
+        logprobs = self._model(tokens).logits.log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None])[..., 0]
+        return logprobs[:, len(questions[0].text) - 1 :].sum(1).exp().tolist()
+
+    @torch.inference_mode()
     def _sample(self, texts: Sequence[str], samples: int) -> list[list[int]]:
         prompts = torch.tensor([self._tokenizer.encode(text) for text in texts]).repeat_interleave(samples, 0)
         output = self._model(prompts, use_cache=True)
@@ -67,6 +75,17 @@ def by_length(num: int, seed: int = 0) -> dict[int, list[Question]]:
     return kinds
 
 
+def by_carries(digits: int, num: int) -> list[list[Question]]:
+    """`num` questions of column_addition's kind with 0, 1, ... `digits` carries."""
+    rng = random.Random(0)
+    found: list[list[Question]] = [[] for _ in range(digits + 1)]
+    while min(map(len, found)) < num:
+        lower = [(rng.randint(0, 9), rng.randint(0, 9)) for _ in range(digits - 1)]
+        question = column_addition_mixed.question([*lower, (rng.randint(1, 9), rng.randint(1, 9))])
+        found[int(question.difficulty.split("_")[2])].append(question)
+    return [questions[:num] for questions in found]
+
+
 def shares(rates: Sequence[float]) -> tuple[float, float, float, float]:
     """Mean rate; the shares of questions at 95 % and above, from 20 to 70 %, at 2 % and below."""
     n = len(rates)
@@ -77,15 +96,16 @@ def shares(rates: Sequence[float]) -> tuple[float, float, float, float]:
 
 def main() -> None:
     policy = StartPolicy(seed=0)
-    print("digits  questions  mean   >=95%  20-70%  <=2%      (128 samples each)")
-    for digits, questions in by_length(200).items():
-        rates = [rate for i in range(0, 200, 10) for rate in policy.pass_rates(questions[i : i + 10], 128)]
-        mean, high, middle, low = shares(rates)
-        print(f"{digits}  {len(rates):13d}  {mean:8.3f}  {high:.2f}   {middle:.2f}    {low:.2f}", flush=True)
-        labels = sorted({question.difficulty for question in questions})
-        for label in labels:
-            own = [rate for rate, question in zip(rates, questions, strict=True) if question.difficulty == label]
-            print(f"    {label}: {len(own)} questions, mean {sum(own) / len(own):.3f}")
+    print("column_addition, mean likelihood of the worked response of 100 questions: digits, 0 carries, 1 carry, ...")
+    for digits in range(3, 7):
+        cells = [policy.likelihoods(questions) for questions in by_carries(digits, 100)]
+        print(digits, " ".join(f"{sum(cell) / len(cell):.2f}" for cell in cells))
+    print("column_addition_mixed: digits, what, mean, at 95 % and above, 20 to 70 %, at 2 % and below")
+    for digits, questions in by_length(1000).items():
+        likely = [x for i in range(0, 1000, 100) for x in policy.likelihoods(questions[i : i + 100])]
+        rates = [x for i in range(0, 200, 10) for x in policy.pass_rates(questions[i : i + 10], 128)]
+        for what, values in (("likelihood of 1000", likely), ("rate in 128 samples of 200", rates)):
+            print(digits, what, *(f"{share:.3f}" for share in shares(values)), flush=True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from megatron_rl.config.facts import LaunchFacts
 from megatron_rl.config.rules.credit import check_credit
 from megatron_rl.config.rules.grid import check_grid, check_split
 from megatron_rl.config.rules.machine import check_engine, check_fit, check_ranks, check_run, check_spec
-from megatron_rl.config.rules.method import check_data, check_environment, check_method
+from megatron_rl.config.rules.method import check_data, check_environment, check_method, check_pass_rates
 from megatron_rl.config.rules.selection import check_selection
 from megatron_rl.config.rules.state import check_mode, check_resume
 from megatron_rl.config.schema import Configuration
@@ -27,6 +27,7 @@ def broken_rules(c: Configuration, facts: LaunchFacts, given: Collection[str]) -
     broken += check_selection(c, given)
     broken += check_credit(c)
     broken += check_engine(c.engine, facts) if c.mode != "train_only" else ()
+    broken += check_pass_rates(c)
     broken += [*check_spec(c.model, facts), *check_grid(c.parallel, facts), *check_ranks(c), *check_run(c.run)]
     if shape is not None:
         broken += [*check_split(c.parallel, c.engine, shape), *check_fit(c, shape, facts)]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_rl.config.schema import Configuration, DataSettings, EspoSettings, RewardSettings, SftSettings
 from megatron_rl.contracts.doors import MODULE_REMEDY, missing_module
-from megatron_rl.contracts.paths import problem_with
+from megatron_rl.contracts.paths import problem_with, problem_with_new
 
 # How many different questions a finite task has on each side of its split, whatever the seed.
 CAPACITY = {"two_digit_addition": {"data.num_train": ("training", 8_785), "data.num_eval": ("held-out", 1_215)}}
@@ -47,6 +47,24 @@ def check_data(c: Configuration, given: Collection[str]) -> Iterator[tuple[str, 
                 yield f"data.{key}", f"{problem} (from {Path.cwd()})", "Give the path of a JSONL file"
     if data.train_path and data.eval_path and os.path.realpath(data.train_path) == os.path.realpath(data.eval_path):
         yield "data.eval_path", "It is the training file", "Leave it out: data.num_eval questions are held out of it"
+
+
+def check_pass_rates(c: Configuration) -> Iterator[tuple[str, str, str]]:
+    """Pass rates and the band held against them; which prompts a file knows is seen when it is read."""
+    path, band, key = c.data.pass_rates, c.data.band, "data.pass_rates"
+    tool = "python launch/profile_prompts.py writes one"
+    if c.mode == "profile" and path is None:
+        yield key, "mode=profile writes pass rates to a file", "Give data.pass_rates=rates.jsonl"
+    elif c.mode == "profile" and path is not None and Path(path).exists():
+        yield key, "mode=profile writes a new file, and it is there already", "Give another name, or remove it"
+    elif c.mode == "profile" and path is not None and (problem := problem_with_new(str(Path(path).parent))):
+        yield key, f"{problem} (from {Path.cwd()})", "Give a path where a file can be written"
+    elif c.mode != "profile" and path is not None and (problem := problem_with(path, folder=False)):
+        yield key, f"{problem} (from {Path.cwd()})", f"{tool}, or leave it null"
+    if band is not None and (c.mode == "profile" or path is None):
+        yield "data.band", "The pass rates of the prompts are not known", f"Leave it null; data.pass_rates: {tool}"
+    if band is not None and (len(band) != 2 or band[0] > band[1]):
+        yield "data.band", "It is [low, high], with low at most high", "Give such a pair, for example [0.1,0.9]"
 
 
 def check_method(c: Configuration) -> Iterator[tuple[str, str, str]]:

@@ -23,7 +23,7 @@ def check_selection(c: Configuration, given: Collection[str]) -> Iterator[tuple[
         if name and name not in _READ[selection.name]:
             owners = " or ".join(f"selection={owner}" for owner, names in _READ.items() if name in names)
             yield key, f"selection.name={selection.name} does not read it", f"Remove it, or use {owners}"
-    if asked and c.mode in ("train_only", "eval"):
+    if asked and c.mode in ("train_only", "eval", "profile"):
         yield "selection.name", f"mode={c.mode} chooses no prompts", "Remove it, or use mode=train"
     if selection.name != "uniform" and c.algo.advantages == "one":
         rule = "With algo.advantages=one every judged rollout is trained on: no group is worth more than another"

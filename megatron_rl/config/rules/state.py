@@ -21,12 +21,12 @@ def check_mode(c: Configuration) -> Iterator[tuple[str, str, str]]:
         yield "rollout.recorded", f"mode={c.mode} draws its rollouts from engines", "Remove it, or use mode=train_only"
     if c.mode != "train" and c.eval.stop_at is not None:
         yield "eval.stop_at", f"mode={c.mode} has no steps that an accuracy could end", "Leave it null"
-    if c.mode == "eval":
+    if c.mode in ("eval", "profile"):
         if c.run.checkpoint_every:
-            yield "run.checkpoint_every", "mode=eval changes no weights that could be saved", "Use 0"
+            yield "run.checkpoint_every", f"mode={c.mode} changes no weights that could be saved", "Use 0"
         if c.run.resume == "auto":
-            yield "run.resume", "mode=eval goes on with nothing", "Give the path of a checkpoint, or use never"
-    elif c.eval.sets:
+            yield "run.resume", f"mode={c.mode} goes on with nothing", "Give the path of a checkpoint, or use never"
+    if c.mode != "eval" and c.eval.sets:
         yield "eval.sets", "Only mode=eval measures several sets", "Use mode=eval, or data.eval_path for one"
     for name, file in c.eval.sets.items():
         if not Path(file).expanduser().is_file():
@@ -37,7 +37,7 @@ def check_mode(c: Configuration) -> Iterator[tuple[str, str, str]]:
         if c.run.resume != "never":
             rule = "mode=rollout_only records from the start checkpoint, from its first step"
             yield "run.resume", rule, "Use run.resume=never"
-    if c.mode in ("rollout_only", "eval") and c.environment.name == "worked":
+    if c.mode in ("rollout_only", "eval", "profile") and c.environment.name == "worked":
         yield "mode", "environment.name=worked samples nothing", "Use mode=train"
 
 

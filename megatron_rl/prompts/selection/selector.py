@@ -72,3 +72,7 @@ class Selector(Protocol):
     def restore(self, state: SelectorState) -> None:
         """Raises `PromptDataError` where the state is that of other prompts."""
         ...
+
+    def widen(self) -> None:
+        """What is believed of prompts loses its certainty, because something else is asked of them now."""
+        ...

@@ -53,3 +53,6 @@ class Uniform:
 
     def restore(self, state: SelectorState) -> None:
         self.source.seek(state.prompts)
+
+    def widen(self) -> None:
+        """There is nothing to forget."""
