@@ -6,6 +6,7 @@ The order is that of the seconds: torch takes two to import, an engine twenty to
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 
 from megatron_rl.config.schema import Configuration
@@ -14,6 +15,7 @@ from megatron_rl.mcore.job import Job, join, leave
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.records.progress import Progress, print_line
+from megatron_rl.records.reopened import claim
 from megatron_rl.records.run_directory import RunDirectory
 from megatron_rl.records.run_lock import hold_run
 from megatron_rl.run.engines import Engines, open_engines
@@ -56,7 +58,7 @@ class Rank:
         shape = read_shape(c.model.path)
         job = join(c.parallel)
         self._stack.callback(leave)
-        start = find_start(c, job)
+        start = self._find_start(job)
         directory = self._open_directory(job, shape, start)
         progress.say(f"{job.world_size} rank(s) on {job.num_nodes} node(s); run directory {directory.path}")
         self._tell(start)
@@ -94,23 +96,51 @@ class Rank:
         for change in start.changed(self._configuration):
             self._progress.say(f"not as it was when the checkpoint was saved: {change}")
 
+    def _find_start(self, job: Job) -> Start:
+        """Where the run begins; looked for once no process of it lives, which could still prune what is found.
+
+        Raises `RunDirectoryTaken` (rank 0) and `NoWholeCheckpoint`.
+        """
+
+        def wait() -> str:
+            if (claimed := claim(self._configuration)) is not None:
+                self._stack.enter_context(claimed)
+            return "free"
+
+        if self._configuration.run.resume == "auto":
+            with self._progress.during("waiting for the processes of the run before to end"):
+                _led(job, wait)
+        with self._progress.during("comparing the checkpoint with its hashes"):
+            return find_start(self._configuration, job)
+
     def _open_directory(self, job: Job, shape: ModelShape, start: Start) -> RunDirectory:
         """Rank 0 names and makes it; the others learn where it is. All of them mark the run as alive.
 
         Raises `RunDirectoryTaken`, `NoSpace` and `OtherRun` (rank 0).
         """
-        made: RunDirectory | None = None
-        if job.rank == 0:
-            try:
-                start.changed(self._configuration)
-                require_space(self._configuration, shape)
-                made = open_directory(self._configuration, start, ranks=job.world_size)
-            finally:
-                broadcast_bytes(str(made.path).encode() if made is not None else b"", job.control_group)
-        where = str(made.path) if made is not None else broadcast_bytes(None, job.control_group).decode()
-        if not where:
-            raise NoDirectory("rank 0 could not make the run directory")
-        self._words.directory = Path(where)
+
+        def open_it() -> str:
+            start.changed(self._configuration)
+            require_space(self._configuration, shape)
+            return str(open_directory(self._configuration, start, ranks=job.world_size).path)
+
+        where = Path(_led(job, open_it))
+        self._words.directory = where
         with contextlib.suppress(OSError):  # a file system without locks
-            self._stack.enter_context(hold_run(Path(where)))
-        return RunDirectory(Path(where))
+            self._stack.enter_context(hold_run(where))
+        return RunDirectory(where)
+
+
+def _led(job: Job, action: Callable[[], str]) -> str:
+    """Rank 0 acts, and every rank learns what it says (a collective). Raises `NoDirectory` on the others if it fails."""
+    said = ""
+    if job.rank == 0:
+        try:
+            said = action()
+        finally:
+            broadcast_bytes(said.encode(), job.control_group)
+        return said
+    said = broadcast_bytes(None, job.control_group).decode()
+    if not said:
+        raise NoDirectory("rank 0 could not make the run directory")
+    return said

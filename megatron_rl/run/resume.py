@@ -115,12 +115,15 @@ def newest_whole(candidates: Sequence[Path], job: Job) -> tuple[Path | None, tup
 
 
 def open_directory(c: Configuration, start: Start, *, ranks: int = 1) -> RunDirectory:
-    """The run's directory: a new one, or that of the run that goes on. Rank 0 only. Raises `RunDirectoryTaken`."""
+    """The run's directory: a new one, or the claimed one of the run that goes on. Rank 0 only.
+
+    Raises `RunDirectoryTaken`.
+    """
     now = datetime.datetime.now()
     directory = RunDirectory(path_of(c.run, now))
     if c.run.resume != "auto" or not directory.path.exists():
         return RunDirectory.create(c, now, ranks=ranks)
-    reopen(c, start.state.step if start.state is not None else None)
+    reopen(c, start.state.position if start.state is not None else None)
     shelf = Shelf(directory.checkpoints)
     for newer in shelf.saved():
         if start.checkpoint is not None and newer.name > start.checkpoint.name:

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import Configuration
+from megatron_rl.records.reopened import claim
 from megatron_rl.records.run_directory import RunDirectory, RunDirectoryTaken
 from megatron_rl.records.shelf import Shelf
 from megatron_rl.run.resume import NoWholeCheckpoint, OtherRun, Start, find_start, open_directory, settings_of
@@ -82,5 +83,5 @@ def test_what_may_change_is_told_and_what_may_not_is_refused(tmp_path: Path) -> 
 def test_a_directory_of_something_else_is_not_gone_on_with(tmp_path: Path) -> None:
     (tmp_path / "job").mkdir()
     with pytest.raises(RunDirectoryTaken, match="not the directory of a run"):
-        open_directory(configured(tmp_path, "run.resume=auto"), Start())
+        claim(configured(tmp_path, "run.resume=auto"))
     assert RunDirectory(tmp_path / "job").path.exists()
