@@ -58,7 +58,7 @@ class Rank:
         shape = read_shape(c.model.path)
         job = join(c.parallel)
         self._stack.callback(leave)
-        start = self._find_start(job)
+        start = self.find_start(job)
         directory = self._open_directory(job, shape, start)
         progress.say(f"{job.world_size} rank(s) on {job.num_nodes} node(s); run directory {directory.path}")
         self._tell(start)
@@ -96,7 +96,7 @@ class Rank:
         for change in start.changed(self._configuration):
             self._progress.say(f"not as it was when the checkpoint was saved: {change}")
 
-    def _find_start(self, job: Job) -> Start:
+    def find_start(self, job: Job) -> Start:
         """Where the run begins; looked for once no process of it lives, which could still prune what is found.
 
         Raises `RunDirectoryTaken` (rank 0) and `NoWholeCheckpoint`.
@@ -132,7 +132,7 @@ class Rank:
 
 
 def _led(job: Job, action: Callable[[], str]) -> str:
-    """Rank 0 acts, and every rank learns what it says (a collective). Raises `NoDirectory` on the others if it fails."""
+    """Rank 0 acts, and all learn what it says (a collective). Raises `NoDirectory` on the others where it failed."""
     said = ""
     if job.rank == 0:
         try:

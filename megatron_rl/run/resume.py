@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,12 @@ class NoWholeCheckpoint(Failure):
     exit_code = ExitCode.BAD_DATA
 
 
+class CheckpointUnusable(Failure):
+    """A checkpoint is as it was saved, and cannot be loaded: it is of another model, or of another version."""
+
+    exit_code = ExitCode.BAD_DATA
+
+
 class OtherRun(Failure):
     """The checkpoint is of a run whose settings do not fit those given."""
 
@@ -51,16 +58,20 @@ class Start:
     damaged: tuple[str, ...] = ()
 
     def load(self, worker: Worker) -> str:
-        """Every rank's tensors and random numbers (a collective). Returns what does not go on as it was."""
+        """Every rank's tensors and random numbers (a collective). Returns what does not go on as it was.
+
+        Raises `CheckpointUnusable`.
+        """
         if self.checkpoint is None or self.state is None:
             return ""
         from megatron_rl.mcore.checkpoint import load_random_state, load_tensors, random_state_file
 
         steps, world_size = self.state.optimizer_steps, worker.layout.world_size
-        load_tensors(worker.policy.models, worker.optimizer, self.checkpoint, optimizer_steps=steps)
-        if world_size != self.state.world_size:
-            return f"{self.state.world_size} ranks saved it: random numbers (dropout) start anew on {world_size}"
-        load_random_state(random_state_file(self.checkpoint, worker.layout.rank))
+        with loading(self.checkpoint):
+            load_tensors(worker.policy.models, worker.optimizer, self.checkpoint, optimizer_steps=steps)
+            if world_size != self.state.world_size:
+                return f"{self.state.world_size} ranks saved it: random numbers (dropout) start anew on {world_size}"
+            load_random_state(random_state_file(self.checkpoint, worker.layout.rank))
         return ""
 
     def changed(self, c: Configuration) -> list[str]:
@@ -77,6 +88,28 @@ class Start:
                 "Give the old ones, or start another run"
             )
         return [told[key] for key in different if not key.startswith("run.") and c.mode != "eval"]
+
+
+@contextlib.contextmanager
+def loading(checkpoint: Path) -> Iterator[None]:
+    """Raises `CheckpointUnusable` for whatever its files are found to be. Within it Megatron may be imported."""
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as error:  # its own text is a traceback for each rank
+        found = (str(inner).partition("\n")[0] for inner, _ in error.failures.values())
+        raise _unusable(checkpoint, "; ".join(dict.fromkeys(found))) from error
+    except (ValueError, OSError, CheckpointingException) as error:
+        raise _unusable(checkpoint, str(error)) from error
+
+
+def _unusable(checkpoint: Path, why: str) -> CheckpointUnusable:
+    return CheckpointUnusable(
+        f"{checkpoint} cannot be loaded: {why}. Give the model and the version that saved it, or another checkpoint: "
+        "run.resume=PATH under another run.name"
+    )
 
 
 def settings_of(c: Configuration) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Where a run begins: the newest whole checkpoint, and what is said of the others."""
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,12 +9,16 @@ import pytest
 
 from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import Configuration
+from megatron_rl.records.progress import Progress
 from megatron_rl.records.reopened import claim
 from megatron_rl.records.run_directory import RunDirectory, RunDirectoryTaken
+from megatron_rl.records.run_lock import claim_run, hold_run
 from megatron_rl.records.shelf import Shelf
+from megatron_rl.run.rank import Rank
 from megatron_rl.run.resume import NoWholeCheckpoint, OtherRun, Start, find_start, open_directory, settings_of
 from support.checkpoints import make_state, save_checkpoint
 
+NOTHING: Any = None
 JOB: Any = SimpleNamespace(rank=0, world_size=1, control_group=None)
 
 
@@ -51,6 +56,23 @@ def test_the_newest_whole_checkpoint_is_taken_and_damaged_ones_are_named(tmp_pat
     open_directory(c, start)
     assert [path.name for path in shelf.saved()] == ["iter_0000005"]
     assert (shelf.folder / "iter_0000015.damaged-1/tensors").exists()
+
+
+def test_what_the_dying_run_before_still_prunes_is_not_taken(tmp_path: Path, shelf: Shelf) -> None:
+    alive = hold_run(shelf.folder.parent)
+
+    def die() -> None:
+        save_checkpoint(shelf, 20, settings_of(configured(tmp_path, "run.resume=auto")))
+        shelf.prune(1)
+        alive.close()
+
+    dying = threading.Timer(0.5, die)
+    dying.start()
+    rank = Rank(configured(tmp_path, "run.resume=auto"), Progress(1, enabled=False), NOTHING, NOTHING)
+    assert rank.find_start(JOB).checkpoint == shelf.path(20)
+    dying.join()
+    assert claim_run(shelf.folder.parent) is None, "the run has it now"
+    rank.close()
 
 
 def test_a_run_without_any_whole_checkpoint_is_not_started_anew_in_silence(tmp_path: Path, shelf: Shelf) -> None:
