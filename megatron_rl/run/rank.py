@@ -61,7 +61,7 @@ class Rank:
         start = self.find_start(job)
         directory = self._open_directory(job, shape, start)
         progress.say(f"{job.world_size} rank(s) on {job.num_nodes} node(s); run directory {directory.path}")
-        self._tell(start)
+        self.tell(start)
         if c.mode != "train_only":
             self._engines = self._stack.enter_context(open_engines(c, shape, job, directory))
             progress.say(f"{self._engines.starting}; importing Megatron meanwhile")
@@ -88,7 +88,14 @@ class Rank:
             self._engines.abandon()
         self._stack.close()
 
-    def _tell(self, start: Start) -> None:
+    def tell(self, start: Start) -> None:
+        """What a person should know of the beginning."""
+        run = self._configuration.run
+        if run.resume == "auto" and not run.checkpoint_every:
+            self._progress.say(
+                "warning: run.resume=auto goes on from checkpoints, and run.checkpoint_every=0 saves none: what "
+                "this run trains is lost when it is stopped"
+            )
         for damaged in start.damaged:
             self._progress.say(f"warning: a damaged checkpoint is passed over: {damaged}")
         if start.state is not None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 # What a checkpoint's numbers mean follows from these. Of the others a run that goes on takes the new values.
 _MODEL = ("model.path", "model.init")
+_PATHS = ("model.path", "rollout.recorded", "data.train_path", "data.eval_path")
 _FIXED = ("model.path", "model.init", "seed", "mode", "data.", "rollout.prompts_per_step", "rollout.recorded")
 
 
@@ -78,9 +79,9 @@ class Start:
         """Settings that are not those of the checkpoint, as `key: old -> new`. Raises `OtherRun`."""
         if self.state is None:
             return []
-        now = settings_of(c)
-        different = [key for key in now if now[key] != self.state.settings.get(key, now[key])]
-        told = {key: f"{key}: {self.state.settings[key]!r} -> {now[key]!r}" for key in different}
+        now, before = settings_of(c), self.state.settings
+        different = [key for key in now if not _same(key, now[key], before.get(key, now[key]))]
+        told = {key: f"{key}: {before[key]!r} -> {now[key]!r}" for key in different}
         kept = _MODEL if c.mode == "eval" else _FIXED
         if fixed := [told[key] for key in different if key.startswith(kept)]:
             raise OtherRun(
@@ -88,6 +89,13 @@ class Start:
                 "Give the old ones, or start another run"
             )
         return [told[key] for key in different if not key.startswith("run.") and c.mode != "eval"]
+
+
+def _same(key: str, now: Any, before: Any) -> bool:
+    """Whether two values mean the same: a path may be written in several ways."""
+    if key in _PATHS and isinstance(now, str) and isinstance(before, str):
+        return now == before or Path(now).expanduser().resolve() == Path(before).expanduser().resolve()
+    return bool(now == before)
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """Where a run begins: the newest whole checkpoint, and what is said of the others."""
 
+import io
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -75,6 +76,14 @@ def test_what_the_dying_run_before_still_prunes_is_not_taken(tmp_path: Path, she
     rank.close()
 
 
+def test_going_on_without_checkpoints_is_said(tmp_path: Path) -> None:
+    for overrides, warned in (((), True), (("run.checkpoint_every=2",), False)):
+        said = io.StringIO()
+        c = configured(tmp_path, "run.resume=auto", *overrides)
+        Rank(c, Progress(1, enabled=True, stream=said), NOTHING, NOTHING).tell(Start())
+        assert ("run.checkpoint_every=0 saves none" in said.getvalue()) == warned
+
+
 def test_a_run_without_any_whole_checkpoint_is_not_started_anew_in_silence(tmp_path: Path, shelf: Shelf) -> None:
     for path in shelf.saved():
         (path / "manifest.json").unlink()
@@ -100,6 +109,19 @@ def test_what_may_change_is_told_and_what_may_not_is_refused(tmp_path: Path) -> 
     assert start.changed(c) == ["optimizer.lr: 0.1 -> 0.2"]
     with pytest.raises(OtherRun, match=r"data\.seed: 0 -> 7.*Give the old ones"):
         start.changed(configured(tmp_path, "optimizer.lr=0.1", "data.seed=7"))
+
+
+def test_a_path_may_be_written_in_another_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "linked").symlink_to(tmp_path / "rollouts")
+    train_only = ("mode=train_only", "run.resume=auto")
+    old = settings_of(configured(tmp_path, *train_only, f"rollout.recorded={tmp_path}/rollouts"))
+    start = Start(tmp_path, make_state(5, old))
+    for same in ("rollouts", "./linked", f"{tmp_path}/linked/../rollouts"):
+        assert start.changed(configured(tmp_path, *train_only, f"rollout.recorded={same}")) == []
+    with pytest.raises(OtherRun, match=r"rollout\.recorded: '.*rollouts' -> '.'"):
+        start.changed(configured(tmp_path, *train_only, "rollout.recorded=."))
 
 
 def test_a_directory_of_something_else_is_not_gone_on_with(tmp_path: Path) -> None:
