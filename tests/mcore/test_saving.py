@@ -16,11 +16,13 @@ from megatron_rl.mcore.cpu import compat
 
 compat.install()
 
+from megatron.core.dist_checkpointing.strategies.checkpointable import CheckpointableShardedTensor
+
 from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import GrpoSettings, ModelSettings, ParallelSettings
 from megatron_rl.contracts.commands import Checkpoint, Settle
 from megatron_rl.contracts.exit_codes import ExitCode
-from megatron_rl.mcore.checkpoint import load_tensors
+from megatron_rl.mcore.checkpoint import gather_tensors, load_tensors
 from megatron_rl.mcore.model import build_models
 from megatron_rl.mcore.optimizer import DistributedAdam, wrap_data_parallel
 from megatron_rl.models.families import read_shape
@@ -144,3 +146,18 @@ def test_what_trains_meanwhile_does_not_change_what_is_saved(worker: Any, tmp_pa
     assert whole(shelf.path(3)) and checkpoints.settle(Settle()) is None
     load_tensors(worker.policy.models, worker.optimizer, shelf.path(3), optimizer_steps=0)
     assert all(weight.equal(before[name]) for name, weight in worker.policy.models[0].named_parameters())
+
+
+@pytest.mark.parametrize("copy", [False, True])
+def test_a_save_holds_as_much_memory_as_preflight_says(worker: Any, copy: bool) -> None:
+    def held(value: Any) -> list[torch.Tensor]:
+        whole = isinstance(value, CheckpointableShardedTensor)
+        return [value._sh_ten.data] if whole else [shard.tensor for shard in value.local_shards()]
+
+    parts = {"optimizer": dict[int, int](), "model": dict[int, int]()}
+    for name, value in gather_tensors(worker.policy.models, worker.optimizer, copy=copy).items():
+        for storage in (tensor.untyped_storage() for tensor in held(value)):
+            parts["optimizer" if name.startswith("optimizer.") else "model"][storage.data_ptr()] = storage.nbytes()
+    parameters = sum(weight.numel() for weight in worker.policy.models[0].parameters())
+    optimizer, model = (sum(parts[name].values()) / parameters for name in ("optimizer", "model"))
+    assert (optimizer, model) == pytest.approx((12, 4), rel=0.01), "bytes a parameter; padding comes on top"
