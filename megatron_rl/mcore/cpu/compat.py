@@ -88,6 +88,7 @@ def _nothing_compiled() -> Iterator[None]:
     On CPUs they stay as they are: the mark alone imports torch's compiler, two seconds in every rank, and the call
     needs one for C++.
     """
+
     def as_it_is(function: Any = None, **_: Any) -> Any:
         return function if function is not None else as_it_is
 
