@@ -131,6 +131,20 @@ def check_rank_memory(c: Configuration, shape: ModelShape, facts: LaunchFacts, d
         yield Check("KV cache", False, found, remedy, required=False)
 
 
+def check_save_memory(c: Configuration, shape: ModelShape, facts: LaunchFacts, available: int) -> Iterator[Check]:
+    """What saving a checkpoint needs of a node's memory; without GPUs the ranks train in it. available: in bytes."""
+    if not c.run.checkpoint_every:
+        return
+    stages = [rank_memory(c, shape, world_size=facts.world_size, stage=stage) for stage in range(c.parallel.pp)]
+    saving = max(memory.host_save for memory in stages)
+    training = 0 if facts.num_gpus else max(memory.total for memory in stages)
+    needed = facts.local_world_size * (saving + training)
+    beside = f" beside the {_gib(training)} it trains in" if training else ""
+    found = f"{_gib(saving)} GiB for each rank{beside}, {facts.local_world_size} of them; {_gib(available)} available"
+    remedy = "More nodes with more parallel.ep, .pp or .tp; run.background_saves=false saves a copy"
+    yield Check("memory of a save", needed <= available, found, remedy)
+
+
 def _gib(size: int) -> str:
     return f"{size / GIB:.{1 if size >= GIB else 3}f}"
 
@@ -222,6 +236,7 @@ def preflight(config: Configuration) -> int:
         *check_devices(facts),
         check_memory(config.engine, facts),
         *check_rank_memory(widest(config), read_shape(config.model.path), facts, device_bytes(facts)),
+        *check_save_memory(config, read_shape(config.model.path), facts, psutil.virtual_memory().available),
         check_shared_memory(),
         check_run_root(config.run.root),
         *check_addresses(facts),

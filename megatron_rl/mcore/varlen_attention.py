@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -21,8 +22,16 @@ class VarlenAttention:
     """
 
     def __init__(self, function: Callable[..., Any] | None = None) -> None:
-        self._function = function if function is not None else _torch_function()
-        self._takes = inspect.signature(self._function).parameters.keys() if self._function is not None else ()
+        self._given = function
+
+    @functools.cached_property
+    def _function(self) -> Callable[..., Any] | None:
+        """Looked up when something fits: its import brings torch's compiler, a second for nothing on CPUs."""
+        return self._given if self._given is not None else _torch_function()
+
+    @functools.cached_property
+    def _takes(self) -> Collection[str]:
+        return inspect.signature(self._function).parameters.keys() if self._function is not None else ()
 
     @property
     def available(self) -> bool:
@@ -33,7 +42,7 @@ class VarlenAttention:
         """Whether FlashAttention takes these: half precision on CUDA, one head size, a multiple of 8 up to 256."""
         dim = query.shape[-1]
         one_size = key.shape[-1] == value.shape[-1] == dim and dim % 8 == 0 and dim <= _MOST_HEAD_DIM
-        return self.available and query.is_cuda and query.dtype in _HALF and one_size
+        return query.is_cuda and query.dtype in _HALF and one_size and self.available
 
     def __call__(
         self,

@@ -20,11 +20,16 @@ BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
 _GRADIENT = 4  # reduced in float32
 _MOMENTS = 8  # Adam's two, float32; a bfloat16 model keeps its weights in float32 beside them
 _WIDE_EXPERTS = 256
+_ON_HOST = ("host_routes", "host_save")
+_SAVED = 12  # float32 weights and both moments, which Megatron gathers on every rank (`fully_reshardable`)
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on the device of a rank of pipeline stage `stage`, and `host_routes` in its host's memory."""
+    """Bytes on the device of a rank of pipeline stage `stage`.
+
+    host_routes, host_save: in its host's memory, for a batch and while a checkpoint is saved.
+    """
 
     stage: int
     parameters: int
@@ -34,11 +39,12 @@ class RankMemory:
     logits: int
     routes: int
     host_routes: int
+    host_save: int
 
     @property
     def parts(self) -> dict[str, int]:
         """What lies on the device, by name."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("stage", "host_routes")}
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("stage", *_ON_HOST)}
 
     @property
     def total(self) -> int:
@@ -97,15 +103,18 @@ def rank_memory(c: Configuration, shape: ModelShape, *, world_size: int, stage: 
     batch_rows = math.ceil(rollouts * p.tp * p.pp * p.cp / world_size) * longest
     replayed = moe * width if c.train.replay_routes else 0
     on_last = stage == p.pp - 1
+    shared = math.ceil(held.dense / dense_copies) + math.ceil(held.experts / expert_copies)
+    copied = (size + _SAVED) * shared if c.run.background_saves else 0  # of what this rank writes
     return RankMemory(
         stage=stage,
         parameters=size * (held.dense + held.experts),
         gradients=_GRADIENT * (held.dense + held.experts),
-        optimizer=adam * (math.ceil(held.dense / dense_copies) + math.ceil(held.experts / expert_copies)),
+        optimizer=adam * shared,
         activations=_activations(c, shape, rows, stage),
         logits=3 * rows * math.ceil(shape.vocab_size / p.tp) * size if on_last else 0,  # they, a copy, their gradient
         routes=math.ceil(batch_rows / (p.cp * p.tp)) * replayed,  # all micro-batches of a batch are packed at once
         host_routes=batch_rows * replayed,
+        host_save=_SAVED * (held.dense + held.experts) + copied if c.run.checkpoint_every else 0,
     )
 
 

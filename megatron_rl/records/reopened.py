@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
@@ -15,7 +16,8 @@ from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.records.exit_record import read_exit_record, reserve_exit_record
 from megatron_rl.records.manifest import write_synced
 from megatron_rl.records.run_directory import STOP_FILE, RunDirectory, RunDirectoryTaken, path_of, to_yaml
-from megatron_rl.records.run_lock import run_is_alive
+from megatron_rl.records.run_lock import claim_run
+from megatron_rl.records.run_state import Position, ended_by
 
 _PATIENCE_SECONDS = 30.0
 _ASIDE = "resumed"  # one folder in it for each time a run went on
@@ -26,13 +28,34 @@ class _Step(msgspec.Struct):
     step: int
 
 
-def reopen(configuration: Configuration, step: int | None) -> RunDirectory:
-    """Go on in a run's directory after `step`, None: from the beginning. Rank 0 only. Raises `RunDirectoryTaken`.
+def claim(configuration: Configuration) -> IO[bytes] | None:
+    """Wait until no process of the run to go on with lives, and mark it as this one's; None where there is no run.
 
-    Records of later steps, exit.json and a changed config.yaml move to `resumed/N/`.
+    Whoever dies may still save and prune: look for its checkpoints after this. One that was killed a moment ago takes
+    seconds to end. Rank 0 only. Raises `RunDirectoryTaken`.
     """
     path = path_of(configuration.run, datetime.datetime.now())
-    _require_free(path, complete=step is not None and step >= configuration.train.total_steps)
+    if not path.exists():
+        return None
+    if not all((path / name).is_file() for name in ("config.yaml", "versions.json")):
+        raise _taken(path, "it is not the directory of a run; choose another run.name")
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while (lock := claim_run(path)) is None:
+        if time.monotonic() > deadline:
+            raise _taken(path, "a process of its run is still alive; end it first")
+        time.sleep(0.5)
+    return lock
+
+
+def reopen(configuration: Configuration, after: Position | None) -> RunDirectory:
+    """Go on in a claimed run's directory behind a position, None: from the beginning. Rank 0 only.
+
+    Records of later steps, exit.json and a changed config.yaml move to `resumed/N/`. Raises `RunDirectoryTaken`.
+    """
+    path = path_of(configuration.run, datetime.datetime.now())
+    step = after.step if after is not None else None
+    if after is not None:
+        _require_unfinished(path, ended_by(after.step, after.accuracies, configuration.train, configuration.eval))
     folder = _next_folder(path / _ASIDE)
     cut_metrics(path / "metrics.jsonl", folder / "metrics.jsonl", step)
     for name in _MOVED:
@@ -72,18 +95,11 @@ def cut_metrics(file: Path, aside: Path, step: int | None) -> None:
     os.replace(partial, file)
 
 
-def _require_free(path: Path, *, complete: bool) -> None:
-    """A run that was killed a moment ago may take seconds to end."""
-    if not all((path / name).is_file() for name in ("config.yaml", "versions.json")):
-        raise _taken(path, "it is not the directory of a run; choose another run.name")
+def _require_unfinished(path: Path, key: str) -> None:
+    """key: what leaves the run nothing to train. One that was killed before its very end has an end to make."""
     ended = read_exit_record(path)
-    if complete and ended is not None and ended.code == ExitCode.OK:
-        raise _taken(path, "its run is complete; raise train.total_steps to train it further")
-    deadline = time.monotonic() + _PATIENCE_SECONDS
-    while run_is_alive(path):
-        if time.monotonic() > deadline:
-            raise _taken(path, "a process of its run is still alive; end it first")
-        time.sleep(0.5)
+    if key and ended is not None and ended.code == ExitCode.OK:
+        raise _taken(path, f"its run is complete; raise {key} to train it further")
 
 
 def _taken(path: Path, why: str) -> RunDirectoryTaken:

@@ -16,6 +16,21 @@ def hold_run(directory: Path) -> IO[bytes]:
     return file
 
 
+def claim_run(directory: Path) -> IO[bytes] | None:
+    """As `hold_run`, for the one process that goes on with a run; None while a process of it lives.
+
+    None also where files cannot be locked. Raises `OSError` where the directory cannot be written.
+    """
+    file = (directory / _NAME).open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # other ranks share it; fails if another claim came between
+    except OSError:
+        file.close()
+        return None
+    return file
+
+
 def run_is_alive(directory: Path) -> bool:
     """Whether a rank of the run of a directory still lives; also where that cannot be told."""
     try:

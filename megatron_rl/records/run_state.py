@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import msgspec
 
+from megatron_rl.config.schema import EvalSettings, TrainSettings
 from megatron_rl.contracts.numbers import Count
 from megatron_rl.records.belief_state import BeliefState
 
@@ -72,6 +75,20 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def step(self) -> int:
         return self.position.step
+
+
+def reached(accuracies: Sequence[float], settings: EvalSettings) -> bool:
+    """Whether the mean of the last `eval.stop_average` evaluations is what the run was to stop at."""
+    if settings.stop_at is None or len(accuracies) < settings.stop_average:
+        return False
+    return fmean(list(accuracies)[-settings.stop_average :]) >= settings.stop_at
+
+
+def ended_by(step: int, accuracies: Sequence[float], train: TrainSettings, evals: EvalSettings) -> str:
+    """The key that leaves a run nothing to train after a step; empty where there is more."""
+    if step >= train.total_steps:
+        return "train.total_steps"
+    return "eval.stop_at" if reached(accuracies, evals) else ""
 
 
 def encode_state(state: RunState) -> bytes:

@@ -100,12 +100,11 @@ class Course:
         self._schedule.note(round(values["rollout/tokens"]), values.get("eval/accuracy"))
         return {"stage/index": float(self.state.index), "stage/tokens": float(self.state.tokens)}
 
-    def over(self, step: int) -> bool:
-        """Whether the last stage ended with this step, and the run with it."""
-        reason = self._schedule.ended(step + 1) if self.state.index == len(self._stages) - 1 else ""
-        if reason:
-            self._say(f"stage {self._stages[-1].entry.name}, the last one, ended after step {step}: {reason}")
-        return bool(reason)
+    def over(self, step: int) -> str:
+        """What ended the last stage with this step, and the run with it; empty where nothing did."""
+        if self.state.index < len(self._stages) - 1 or not (reason := self._schedule.ended(step + 1)):
+            return ""
+        return f"{reason} of {self._stages[-1].entry.name}, the last of stages"
 
     def _tell(self, step: int, stage: Stage) -> None:
         changes = ", ".join(f"{key}={value}" for key, value in stage.changes.items()) or "nothing changes"

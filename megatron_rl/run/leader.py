@@ -19,7 +19,7 @@ from megatron_rl.planning.step_plan import Planner
 from megatron_rl.records.flat_balance import FlatBalance
 from megatron_rl.records.idle_steps import IdleSteps
 from megatron_rl.records.records import Records
-from megatron_rl.records.run_state import Position, SelectorState
+from megatron_rl.records.run_state import Position, SelectorState, ended_by, reached
 from megatron_rl.records.stopwatch import Stopwatch
 from megatron_rl.rollouts.batch import RolloutBatch
 from megatron_rl.rollouts.evaluation import Evaluation
@@ -97,25 +97,29 @@ class Leader:
 
     def lead(self) -> None:
         """Train to the end, save the weights if asked to and let every rank end."""
-        self._enter(self._first_step)
-        self._begin()
         step = self._first_step - 1
-        for step in range(self._first_step, self.train.total_steps + 1):
+        if key := self._over(step):
+            self.records.progress.say(f"nothing is left to train after step {step}: raise {key} to train further")
+        else:
+            self._enter(self._first_step)
+            self._begin()
+            self._leave_if_told(step)
+        while not self._over(step):
+            step += 1
             with self._in_time(step), self._recorded(step) as values:
                 self._enter(step)
                 self.train_step(step, values)
                 self.evaluate(step, values)
                 self._note(values)
-            reached = self._reached() or (self.course is not None and self.course.over(step))
-            self._keep(step, last=reached or step == self.train.total_steps)
-            if reached:
-                break
+            self._keep(step, last=bool(self._over(step)))
         self.save_weights(step)
         self.dispatcher.finish()
         self.queue.stop()
+        if step < self.train.total_steps:
+            self.records.progress.say(f"ended after step {step} by {self._over(step)}")
         if summary := self._idle.summary():
             self.records.progress.say(summary)
-        if self.eval.stop_at is not None and not self._reached():
+        if self.eval.stop_at is not None and not reached(self._accuracies, self.eval):
             self.records.progress.say(
                 f"warning: eval.stop_at={self.eval.stop_at:g} was not reached in {step} steps; the last "
                 f"{min(len(self._accuracies), self.eval.stop_average)} evaluation(s) average {self._recent():.3f}"
@@ -230,11 +234,16 @@ class Leader:
         if self.keeper is not None:
             if self.keeper.due(step, last=last):
                 self._pending |= self.keeper.save(self.position(step), last=last)
-            if not last and self.keeper.told_to_stop:  # it may have been told during the save
-                self.keeper.settle()
-                if self.keeper.saved != step:
-                    self._pending |= self.keeper.save(self.position(step))
-                self.keeper.leave_if_told()
+            if not last:
+                self._leave_if_told(step)  # it may have been told during the save
+
+    def _leave_if_told(self, step: int, at: Position | None = None) -> None:
+        """End a run that was told to stop, with a checkpoint after a step. at: its position, None: where the run is."""
+        if self.keeper is not None and self.keeper.told_to_stop:
+            self.keeper.settle()
+            if self.keeper.saved != step:
+                self._pending |= self.keeper.save(at or self.position(step))
+            self.keeper.leave_if_told()
 
     @contextlib.contextmanager
     def _in_time(self, step: int) -> Iterator[None]:
@@ -246,10 +255,7 @@ class Leader:
         try:
             yield
         except StepGivenUp:
-            self.keeper.settle()
-            if self.keeper.saved != before.step:
-                self.keeper.save(before)
-            self.keeper.leave_if_told()
+            self._leave_if_told(before.step, before)
 
     def _evaluation_due(self, step: int) -> bool:
         if step == self.train.total_steps:
@@ -259,11 +265,11 @@ class Leader:
         every = self.eval.every if step else 1
         return step >= self.eval.first and every > 0 and step % every == 0
 
-    def _reached(self) -> bool:
-        """Whether the mean accuracy of the last evaluations is what the run was to stop at."""
-        if self.eval.stop_at is None or len(self._accuracies) < self.eval.stop_average:
-            return False
-        return self._recent() >= self.eval.stop_at
+    def _over(self, step: int) -> str:
+        """What ended the run with this step; empty where nothing did."""
+        if key := ended_by(step, self._accuracies, self.train, self.eval):
+            return key
+        return self.course.over(step) if self.course is not None else ""
 
     def _recent(self) -> float:
         return fmean(list(self._accuracies)[-self.eval.stop_average :])

@@ -18,6 +18,7 @@ from megatron_rl.rollouts.evaluation import Accuracy, Evaluation, accuracy_of
 from megatron_rl.rollouts.pass_rates import pass_rates
 from megatron_rl.rollouts.queue import RolloutQueue
 from megatron_rl.run.dispatch import Dispatcher
+from megatron_rl.run.resume import loading
 from megatron_rl.sync.sender import NamedTensors, WeightSync
 
 
@@ -88,7 +89,16 @@ def table(results: list[SetResult]) -> list[str]:
 
 
 def open_weights(c: Configuration, shape: ModelShape, checkpoint: Path, job: Job) -> Callable[[], NamedTensors]:
-    """The weights of a checkpoint as engines take them, a bucket in memory at a time (a collective)."""
+    """The weights of a checkpoint as engines take them, a bucket in memory at a time (a collective).
+
+    Raises `CheckpointUnusable`, also while they are read.
+    """
     parallel.initialize(ParallelSettings(timeout_s=c.parallel.timeout_s), seed=c.seed, job=job)
-    saved = SavedWeights(checkpoint, shape, c.model, bucket_bytes=int(c.sync.bucket_mb * 2**20))
-    return lambda: saved.all(torch_dtype(c.engine.dtype))
+    with loading(checkpoint):
+        saved = SavedWeights(checkpoint, shape, c.model, bucket_bytes=int(c.sync.bucket_mb * 2**20))
+
+    def weights() -> NamedTensors:
+        with loading(checkpoint):
+            yield from saved.all(torch_dtype(c.engine.dtype))
+
+    return weights

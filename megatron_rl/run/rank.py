@@ -6,6 +6,7 @@ The order is that of the seconds: torch takes two to import, an engine twenty to
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 
 from megatron_rl.config.schema import Configuration
@@ -15,6 +16,7 @@ from megatron_rl.mcore.job import Job, join, leave
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.records.progress import Progress, print_line
+from megatron_rl.records.reopened import claim
 from megatron_rl.records.run_directory import RunDirectory
 from megatron_rl.records.run_lock import hold_run
 from megatron_rl.run.engines import Engines, open_engines
@@ -57,10 +59,10 @@ class Rank:
         shape = read_shape(c.model.path)
         job = join(c.parallel)
         self._stack.callback(leave)
-        start = find_start(c, job)
+        start = self.find_start(job)
         directory = self._open_directory(job, shape, start)
         progress.say(f"{job.world_size} rank(s) on {job.num_nodes} node(s); run directory {directory.path}")
-        self._tell(start)
+        self.tell(start)
         if c.mode != "train_only":
             self._engines = self._stack.enter_context(open_engines(widest(c), shape, job, directory))
             progress.say(f"{self._engines.starting}; importing Megatron meanwhile")
@@ -87,7 +89,14 @@ class Rank:
             self._engines.abandon()
         self._stack.close()
 
-    def _tell(self, start: Start) -> None:
+    def tell(self, start: Start) -> None:
+        """What a person should know of the beginning."""
+        run = self._configuration.run
+        if run.resume == "auto" and not run.checkpoint_every:
+            self._progress.say(
+                "warning: run.resume=auto goes on from checkpoints, and run.checkpoint_every=0 saves none: what "
+                "this run trains is lost when it is stopped"
+            )
         for damaged in start.damaged:
             self._progress.say(f"warning: a damaged checkpoint is passed over: {damaged}")
         if start.state is not None:
@@ -95,23 +104,51 @@ class Rank:
         for change in start.changed(self._configuration):
             self._progress.say(f"not as it was when the checkpoint was saved: {change}")
 
+    def find_start(self, job: Job) -> Start:
+        """Where the run begins; looked for once no process of it lives, which could still prune what is found.
+
+        Raises `RunDirectoryTaken` (rank 0) and `NoWholeCheckpoint`.
+        """
+
+        def wait() -> str:
+            if (claimed := claim(self._configuration)) is not None:
+                self._stack.enter_context(claimed)
+            return "free"
+
+        if self._configuration.run.resume == "auto":
+            with self._progress.during("waiting for the processes of the run before to end"):
+                _led(job, wait)
+        with self._progress.during("comparing the checkpoint with its hashes"):
+            return find_start(self._configuration, job)
+
     def _open_directory(self, job: Job, shape: ModelShape, start: Start) -> RunDirectory:
         """Rank 0 names and makes it; the others learn where it is. All of them mark the run as alive.
 
         Raises `RunDirectoryTaken`, `NoSpace` and `OtherRun` (rank 0).
         """
-        made: RunDirectory | None = None
-        if job.rank == 0:
-            try:
-                start.changed(self._configuration)
-                require_space(self._configuration, shape)
-                made = open_directory(self._configuration, start, ranks=job.world_size)
-            finally:
-                broadcast_bytes(str(made.path).encode() if made is not None else b"", job.control_group)
-        where = str(made.path) if made is not None else broadcast_bytes(None, job.control_group).decode()
-        if not where:
-            raise NoDirectory("rank 0 could not make the run directory")
-        self._words.directory = Path(where)
+
+        def open_it() -> str:
+            start.changed(self._configuration)
+            require_space(self._configuration, shape)
+            return str(open_directory(self._configuration, start, ranks=job.world_size).path)
+
+        where = Path(_led(job, open_it))
+        self._words.directory = where
         with contextlib.suppress(OSError):  # a file system without locks
-            self._stack.enter_context(hold_run(Path(where)))
-        return RunDirectory(Path(where))
+            self._stack.enter_context(hold_run(where))
+        return RunDirectory(where)
+
+
+def _led(job: Job, action: Callable[[], str]) -> str:
+    """Rank 0 acts, and all learn what it says (a collective). Raises `NoDirectory` on the others where it failed."""
+    said = ""
+    if job.rank == 0:
+        try:
+            said = action()
+        finally:
+            broadcast_bytes(said.encode(), job.control_group)
+        return said
+    said = broadcast_bytes(None, job.control_group).decode()
+    if not said:
+        raise NoDirectory("rank 0 could not make the run directory")
+    return said

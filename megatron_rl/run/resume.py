@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,11 +28,18 @@ if TYPE_CHECKING:
 
 # What a checkpoint's numbers mean follows from these. Of the others a run that goes on takes the new values.
 _MODEL = ("model.path", "model.init")
+_PATHS = ("model.path", "rollout.recorded", "data.train_path", "data.eval_path")
 _FIXED = ("model.path", "model.init", "seed", "mode", "data.", "rollout.prompts_per_step", "rollout.recorded", "stages")
 
 
 class NoWholeCheckpoint(Failure):
     """There are checkpoints, and none of them can be gone on from."""
+
+    exit_code = ExitCode.BAD_DATA
+
+
+class CheckpointUnusable(Failure):
+    """A checkpoint is as it was saved, and cannot be loaded: it is of another model, or of another version."""
 
     exit_code = ExitCode.BAD_DATA
 
@@ -51,25 +59,29 @@ class Start:
     damaged: tuple[str, ...] = ()
 
     def load(self, worker: Worker) -> str:
-        """Every rank's tensors and random numbers (a collective). Returns what does not go on as it was."""
+        """Every rank's tensors and random numbers (a collective). Returns what does not go on as it was.
+
+        Raises `CheckpointUnusable`.
+        """
         if self.checkpoint is None or self.state is None:
             return ""
         from megatron_rl.mcore.checkpoint import load_random_state, load_tensors, random_state_file
 
         steps, world_size = self.state.optimizer_steps, worker.layout.world_size
-        load_tensors(worker.policy.models, worker.optimizer, self.checkpoint, optimizer_steps=steps)
-        if world_size != self.state.world_size:
-            return f"{self.state.world_size} ranks saved it: random numbers (dropout) start anew on {world_size}"
-        load_random_state(random_state_file(self.checkpoint, worker.layout.rank))
+        with loading(self.checkpoint):
+            load_tensors(worker.policy.models, worker.optimizer, self.checkpoint, optimizer_steps=steps)
+            if world_size != self.state.world_size:
+                return f"{self.state.world_size} ranks saved it: random numbers (dropout) start anew on {world_size}"
+            load_random_state(random_state_file(self.checkpoint, worker.layout.rank))
         return ""
 
     def changed(self, c: Configuration) -> list[str]:
         """Settings that are not those of the checkpoint, as `key: old -> new`. Raises `OtherRun`."""
         if self.state is None:
             return []
-        now = settings_of(c)
-        different = [key for key in now if now[key] != self.state.settings.get(key, now[key])]
-        told = {key: f"{key}: {self.state.settings[key]!r} -> {now[key]!r}" for key in different}
+        now, before = settings_of(c), self.state.settings
+        different = [key for key in now if not _same(key, now[key], before.get(key, now[key]))]
+        told = {key: f"{key}: {before[key]!r} -> {now[key]!r}" for key in different}
         measures = c.mode in ("eval", "profile")
         kept = _MODEL if measures else _FIXED
         if fixed := [told[key] for key in different if key.startswith(kept)]:
@@ -78,6 +90,35 @@ class Start:
                 "Give the old ones, or start another run"
             )
         return [told[key] for key in different if not key.startswith("run.") and not measures]
+
+
+def _same(key: str, now: Any, before: Any) -> bool:
+    """Whether two values mean the same: a path may be written in several ways."""
+    if key in _PATHS and isinstance(now, str) and isinstance(before, str):
+        return now == before or Path(now).expanduser().resolve() == Path(before).expanduser().resolve()
+    return bool(now == before)
+
+
+@contextlib.contextmanager
+def loading(checkpoint: Path) -> Iterator[None]:
+    """Raises `CheckpointUnusable` for whatever its files are found to be. Within it Megatron may be imported."""
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as error:  # its own text is a traceback for each rank
+        found = (str(inner).partition("\n")[0] for inner, _ in error.failures.values())
+        raise _unusable(checkpoint, "; ".join(dict.fromkeys(found))) from error
+    except (ValueError, OSError, CheckpointingException) as error:
+        raise _unusable(checkpoint, str(error)) from error
+
+
+def _unusable(checkpoint: Path, why: str) -> CheckpointUnusable:
+    return CheckpointUnusable(
+        f"{checkpoint} cannot be loaded: {why}. Give the model and the version that saved it, or another checkpoint: "
+        "run.resume=PATH under another run.name"
+    )
 
 
 def settings_of(c: Configuration) -> dict[str, Any]:
@@ -116,12 +157,15 @@ def newest_whole(candidates: Sequence[Path], job: Job) -> tuple[Path | None, tup
 
 
 def open_directory(c: Configuration, start: Start, *, ranks: int = 1) -> RunDirectory:
-    """The run's directory: a new one, or that of the run that goes on. Rank 0 only. Raises `RunDirectoryTaken`."""
+    """The run's directory: a new one, or the claimed one of the run that goes on. Rank 0 only.
+
+    Raises `RunDirectoryTaken`.
+    """
     now = datetime.datetime.now()
     directory = RunDirectory(path_of(c.run, now))
     if c.run.resume != "auto" or not directory.path.exists():
         return RunDirectory.create(c, now, ranks=ranks)
-    reopen(c, start.state.step if start.state is not None else None)
+    reopen(c, start.state.position if start.state is not None else None)
     shelf = Shelf(directory.checkpoints)
     for newer in shelf.saved():
         if start.checkpoint is not None and newer.name > start.checkpoint.name:

@@ -17,7 +17,8 @@ class StepGivenUp(Exception):
 class StopRequest:
     """Notes the first request. seconds: how long after SIGTERM; `asked`: its name, None while nobody asked.
 
-    Signals are only taken as requests once `accept` was called: before, there is nothing to save.
+    SIGTERM is only taken as a request once `accept` was called: before, there is nothing to save. A warning is always
+    kept, and met when there is.
     """
 
     def __init__(self, seconds: float, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -36,8 +37,8 @@ class StopRequest:
     def take(self, number: int) -> bool:
         """Whether a signal is a request that will be met; False: the run shall end as it stands."""
         with self._lock:
-            if number == signal.SIGUSR1:  # a warning: harmless for a run that cannot save
-                self.asked = self.asked or (signal.Signals(number).name if self._accepts else None)
+            if number == signal.SIGUSR1:
+                self.asked = self.asked or signal.Signals(number).name
                 return True
             if number != signal.SIGTERM or not self._accepts:
                 return False

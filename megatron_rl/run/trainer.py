@@ -189,7 +189,9 @@ class Trainer:
         progress.say("loading the model")
         with progress.during("loading the model"):
             worker = build_worker(c, shape, loss, layout, self._directory.rollouts)
-        if fresh := self._start.load(worker):
+        with progress.during("loading the checkpoint"):
+            fresh = self._start.load(worker)
+        if fresh:
             progress.say(fresh)
         progress.say("compiling kernels")
         with progress.during("compiling kernels"):

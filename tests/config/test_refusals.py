@@ -255,7 +255,7 @@ def test_refusal_names_key_value_rule_and_remedy(
         (("mode=eval", "eval.sets={a: nowhere}"), "eval.sets", "a: there is no such file"),
         (("mode=eval", "environment=worked"), "mode", "samples nothing"),
         (("eval.sets={a: x}",), "eval.sets", "Only mode=eval"),
-        (("mode=rollout_only", "run.checkpoint_every=2"), "run.checkpoint_every", "trains nothing"),
+        (("mode=rollout_only", "run.checkpoint_every=2"), "run.checkpoint_every", "changes no weights"),
         (("mode=rollout_only", "run.resume=auto", "run.name=a"), "run.resume", "from the start checkpoint"),
     ],
 )

@@ -1,6 +1,7 @@
 """`launch/merge.py`: what it writes, and what it refuses before it writes."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 from types import ModuleType
@@ -11,7 +12,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.contracts.exit_codes import ExitCode
-from support.policies import TWO_DIGIT_ADDITION
+from megatron_rl.models.families import read_shape
+from support.jobs import start_job
+from support.policies import COLUMN_ADDITION, TWO_DIGIT_ADDITION
+from support.recordings import write_recording
 from support.scripts import load_script
 
 
@@ -148,3 +152,33 @@ def swap_ids(file: Path) -> None:
     first, second = list(vocabulary)[-2:]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     file.write_text(json.dumps(tokenizer))
+
+
+@pytest.mark.slow
+def test_a_merged_quickstart_checkpoint_trains(script: ModuleType, tmp_path: Path) -> None:
+    """From recorded rollouts, two steps; the parents are further from it than training takes it."""
+    start, generator = load_file(COLUMN_ADDITION / "model.safetensors"), torch.Generator().manual_seed(0)
+    for name in ("a", "b"):
+        shutil.copytree(COLUMN_ADDITION, tmp_path / name)
+        moved = {n: t + (0.1 * torch.randn(t.shape, generator=generator)).to(t.dtype) for n, t in start.items()}
+        save_file(moved, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
+    parents = ["--models", str(tmp_path / "a"), str(tmp_path / "b"), "--dtype", "float32"]
+    merged = tmp_path / "merged"
+    options = ["--base", str(COLUMN_ADDITION), "--density", "0.5", "--out", str(merged)]
+    assert script.main(["ties", *options, *parents]) == ExitCode.OK
+    write_recording(tmp_path / "rollouts/recorded", read_shape(merged), steps=2)
+    job = start_job(
+        tmp_path, "mode=train_only", f"rollout.recorded={tmp_path}/rollouts", f"model.path={merged}",
+        "train.total_steps=2", "train.max_route_disagreement=1", "run.save_weights=true", experiment="quickstart",
+    )  # fmt: skip
+    output, _ = job.communicate(timeout=200)
+    assert job.returncode == ExitCode.OK, output[-4000:]
+    last = json.loads((tmp_path / "job/metrics.jsonl").read_text().splitlines()[-1])
+    assert last["step"] == 2 and last["train/optimizer_steps"] > 0 and math.isfinite(last["train/grad_norm"])
+    trained, before = (load_file(at / "model.safetensors") for at in (tmp_path / "job/checkpoints/step-2", merged))
+    assert trained.keys() == before.keys() == start.keys()
+    moved_by = {name: float((trained[name] - before[name]).abs().max()) for name in before}
+    assert 1e-5 < max(moved_by.values()) < 0.02
+    for parent in (COLUMN_ADDITION, tmp_path / "a", tmp_path / "b"):
+        other = load_file(parent / "model.safetensors")
+        assert max(float((trained[name] - other[name].float()).abs().max()) for name in other) > 0.1

@@ -66,6 +66,20 @@ def test_what_does_not_fit_is_said_part_by_part(preflight: ModuleType) -> None:
     assert list(preflight.check_rank_memory(elsewhere, shape, facts, 80 * 2**30))[1].passed
 
 
+def test_a_node_without_the_memory_of_a_save_is_told_before_the_first_one(preflight: ModuleType) -> None:
+    shape = read_shape(Path(__file__).parents[1] / "support" / "published" / "qwen3_30b_a3b")
+    facts = LaunchFacts(world_size=8, local_world_size=8, num_gpus=8)
+    c = replace(compose(["experiment=smoke", "run.checkpoint_every=1"]), parallel=ParallelSettings(ep=8))
+    (check,) = preflight.check_save_memory(c, shape, facts, 400 * 2**30)
+    # (1,541,093,376 + 28,991,029,248 / 8) x 12 bytes, on each of eight ranks
+    assert check.refuses and "57.7 GiB for each rank, 8 of them; 400.0 available" in str(check)
+    assert next(preflight.check_save_memory(c, shape, facts, 500 * 2**30)).passed
+    alone = LaunchFacts(world_size=1, local_world_size=1)
+    (check,) = preflight.check_save_memory(replace(c, parallel=ParallelSettings()), shape, alone, 2**30)
+    assert check.refuses and "beside the" in str(check), "without GPUs it trains in the same memory"
+    assert list(preflight.check_save_memory(compose(["experiment=smoke"]), shape, facts, 0)) == []
+
+
 def test_little_shared_memory_warns_and_does_not_refuse(preflight: ModuleType, tmp_path: Path) -> None:
     check = preflight.check_shared_memory(str(tmp_path / "missing"))
     assert (check.passed, check.refuses) == (False, False)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,23 @@ def test_settings_of_a_model_from_scratch_take_effect(megatron: Any, checkpoint:
 def test_parameters_have_the_dtype_of_the_settings(megatron: Any, checkpoint: Path, dtype: str) -> None:
     (model,), _ = build(checkpoint, dtype=dtype)
     assert {p.dtype for p in model.parameters()} == {getattr(torch, dtype)}
+
+
+def test_a_rank_on_a_cpu_loads_no_compiler_for_what_it_does_not_compile() -> None:
+    """Two to three seconds in every rank of every job; the C++ compiler that it would call may be missing."""
+    code = (
+        "import sys, torch\n"
+        "from megatron_rl.mcore.cpu import compat\n"
+        "compat.install()\n"
+        "from megatron.core.transformer.moe.router import TopKRouter\n"
+        "from megatron_rl.mcore.varlen_attention import VarlenAttention\n"
+        "assert not VarlenAttention().fits(*[torch.ones(4, 2, 8)] * 3)\n"
+        "assert torch.compile.__module__ == 'torch', 'for those who call it themselves'\n"
+        "assert not hasattr(TopKRouter._apply_expert_bias, '_torchdynamo_orig_callable')\n"
+        "print([name for name in ('torch._inductor.compile_fx', 'torch._dynamo') if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
 def test_a_gpu_adds_up_experts_in_a_fixed_order_and_fuses_what_replay_allows(

@@ -4,6 +4,7 @@ import os
 import pickle
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,13 +16,22 @@ from megatron_rl.mcore.cpu import compat
 
 compat.install()
 
-from megatron_rl.config.schema import GrpoSettings, ParallelSettings
+from megatron.core.dist_checkpointing.strategies.checkpointable import CheckpointableShardedTensor
+
+from megatron_rl.config.cli import compose
+from megatron_rl.config.schema import GrpoSettings, ModelSettings, ParallelSettings
 from megatron_rl.contracts.commands import Checkpoint, Settle
-from megatron_rl.mcore.checkpoint import load_tensors
-from megatron_rl.mcore.optimizer import DistributedAdam
+from megatron_rl.contracts.exit_codes import ExitCode
+from megatron_rl.mcore.checkpoint import gather_tensors, load_tensors
+from megatron_rl.mcore.model import build_models
+from megatron_rl.mcore.optimizer import DistributedAdam, wrap_data_parallel
+from megatron_rl.models.families import read_shape
 from megatron_rl.records.manifest import changed_files, read_manifest
 from megatron_rl.records.shelf import Shelf
 from megatron_rl.run.checkpoints import Checkpoints, SavedCheckpoint
+from megatron_rl.run.measure import open_weights
+from megatron_rl.run.resume import CheckpointUnusable, Start
+from support.checkpoints import make_state
 from support.policies import ADAM, TWO_DIGIT_ADDITION, make_policy
 
 
@@ -100,6 +110,30 @@ def test_what_a_checkpoint_wants_to_run_is_not_run(worker: Any, tmp_path: Path) 
     assert not (tmp_path / "harm").exists()
 
 
+def test_a_checkpoint_of_another_model_is_named_and_not_a_traceback(
+    worker: Any, megatron: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf = Shelf(tmp_path / "checkpoints")
+    assert Checkpoints(worker, shelf, nbytes=0, keep=2).save(Checkpoint(1, b"{}")).problem == ""
+    start = Start(shelf.path(1), make_state(1))
+    shape = replace(read_shape(TWO_DIGIT_ADDITION), moe_ffn_hidden_size=48)
+    settings = ModelSettings(path=str(TWO_DIGIT_ADDITION))
+    models = wrap_data_parallel(build_models(shape, settings, ParallelSettings()))
+    policy, optimizer = SimpleNamespace(models=models), DistributedAdam(models, ADAM, total_steps=9)
+    other: Any = SimpleNamespace(layout=megatron, policy=policy, optimizer=optimizer)
+    said = rf"{shelf.path(1)} cannot be loaded: .*experts.*Give the model"
+    with pytest.raises(CheckpointUnusable, match=said) as refused:
+        start.load(other)
+    assert refused.value.exit_code == ExitCode.BAD_DATA and "Traceback" not in str(refused.value)
+    monkeypatch.setattr("megatron_rl.run.measure.parallel.initialize", lambda *_, **__: None)  # it is, here
+    c, job = compose(["experiment=smoke", "mode=eval"]), megatron
+    with pytest.raises(CheckpointUnusable, match=said):
+        list(open_weights(c, shape, shelf.path(1), job)())
+    (shelf.path(1) / "metadata.json").unlink()
+    with pytest.raises(CheckpointUnusable, match=r"cannot be loaded: .*is not a distributed checkpoint"):
+        start.load(worker)
+
+
 def test_what_trains_meanwhile_does_not_change_what_is_saved(worker: Any, tmp_path: Path) -> None:
     shelf, group = Shelf(tmp_path / "checkpoints"), worker.layout.control_group
     checkpoints = Checkpoints(worker, shelf, nbytes=0, keep=2, background=group)
@@ -112,3 +146,18 @@ def test_what_trains_meanwhile_does_not_change_what_is_saved(worker: Any, tmp_pa
     assert whole(shelf.path(3)) and checkpoints.settle(Settle()) is None
     load_tensors(worker.policy.models, worker.optimizer, shelf.path(3), optimizer_steps=0)
     assert all(weight.equal(before[name]) for name, weight in worker.policy.models[0].named_parameters())
+
+
+@pytest.mark.parametrize("copy", [False, True])
+def test_a_save_holds_as_much_memory_as_preflight_says(worker: Any, copy: bool) -> None:
+    def held(value: Any) -> list[torch.Tensor]:
+        whole = isinstance(value, CheckpointableShardedTensor)
+        return [value._sh_ten.data] if whole else [shard.tensor for shard in value.local_shards()]
+
+    parts = {"optimizer": dict[int, int](), "model": dict[int, int]()}
+    for name, value in gather_tensors(worker.policy.models, worker.optimizer, copy=copy).items():
+        for storage in (tensor.untyped_storage() for tensor in held(value)):
+            parts["optimizer" if name.startswith("optimizer.") else "model"][storage.data_ptr()] = storage.nbytes()
+    parameters = sum(weight.numel() for weight in worker.policy.models[0].parameters())
+    optimizer, model = (sum(parts[name].values()) / parameters for name in ("optimizer", "model"))
+    assert (optimizer, model) == pytest.approx((12, 4), rel=0.01), "bytes a parameter; padding comes on top"

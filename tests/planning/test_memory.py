@@ -71,6 +71,19 @@ def test_the_optimizer_is_shared_by_ranks_with_the_same_weights() -> None:
     assert half.optimizer == memory.optimizer * 3 // 2
 
 
+def test_a_save_gathers_weights_and_moments_on_every_rank_and_copies_what_it_writes_meanwhile() -> None:
+    c = settings(ep=2)
+    held = held_parameters(SMALL, ParallelSettings(ep=2), 0)
+    assert rank_memory(c, SMALL, world_size=4, stage=0).host_save == 0
+    saving = replace(c, run=replace(c.run, checkpoint_every=1))
+    assert rank_memory(saving, SMALL, world_size=4, stage=0).host_save == 12 * (held.dense + held.experts)
+    copying = replace(saving, run=replace(saving.run, background_saves=True))
+    own = held.dense // 4 + held.experts // 2
+    assert rank_memory(copying, SMALL, world_size=4, stage=0).host_save == 12 * (held.dense + held.experts) + 16 * own
+    before, after = (rank_memory(each, SMALL, world_size=4, stage=0).total for each in (c, copying))
+    assert before == after, "none of it lies on the device"
+
+
 def test_logits_are_the_last_stages_and_routes_those_of_its_layers() -> None:
     first, last = (rank_memory(settings(pp=2), SMALL, world_size=2, stage=stage) for stage in (0, 1))
     assert (first.logits, last.logits) == (0, 3 * 100 * 10 * 4)

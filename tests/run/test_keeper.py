@@ -169,10 +169,33 @@ def test_a_run_that_goes_on_at_its_start_is_not_evaluated_twice(tmp_path: Path) 
 
 def test_signals_are_requests_once_there_is_something_to_save() -> None:
     stop = StopRequest(10.0)
-    assert not stop.take(signal.SIGTERM) and stop.take(signal.SIGUSR1) and stop.asked is None
+    assert not stop.take(signal.SIGTERM) and stop.asked is None
     stop.accept()
     assert stop.take(signal.SIGTERM) and stop.take(signal.SIGTERM), "Slurm and torchrun both send it"
     assert stop.asked == "SIGTERM" and not stop.take(signal.SIGINT)
+
+
+def test_a_warning_while_the_run_is_set_up_ends_it_before_its_first_step(tmp_path: Path) -> None:
+    stop, ranks, stage = StopRequest(10.0), Ranks(), Stage()
+    assert stop.take(signal.SIGUSR1)
+    stop.accept()
+    with pytest.raises(StoppedAfterSave, match=r"SIGUSR1.*after step 0"):
+        lead(stage, tmp_path, steps=9, evals={"every": 1}, keeper=keeper(ranks, stop))
+    assert ranks.said == ["save 0"] and stage.said == ["sync 0"]
+
+
+def test_a_run_that_its_accuracy_ended_trains_no_more_when_it_goes_on(tmp_path: Path) -> None:
+    cursor, said = PromptCursor(epoch=0, position=3, digest="d"), io.StringIO()
+    position = make_state(3, version=3, prompts=cursor, accuracies=(0.1, 0.5, 0.7)).position
+    evals = {"every": 1, "stop_at": 0.6}
+    stage = lead(Stage(), tmp_path, steps=9, evals=evals, position=position, stream=said)
+    assert stage.said == ["save step-3", "finish", "stop"], "what it was killed before"
+    assert "nothing is left to train after step 3: raise eval.stop_at to train further" in said.getvalue()
+    raised = lead(Stage(), tmp_path, steps=4, evals=evals | {"stop_at": 0.9}, position=position)
+    assert "train 4" in raised.said
+    said = io.StringIO()
+    assert "train 4" not in lead(Stage(), tmp_path, steps=3, position=position, stream=said).said
+    assert "nothing is left to train after step 3: raise train.total_steps" in said.getvalue()
 
 
 def test_a_run_goes_on_behind_its_checkpoint(tmp_path: Path) -> None:

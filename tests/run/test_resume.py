@@ -1,5 +1,7 @@
 """Where a run begins: the newest whole checkpoint, and what is said of the others."""
 
+import io
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,11 +10,16 @@ import pytest
 
 from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import Configuration
+from megatron_rl.records.progress import Progress
+from megatron_rl.records.reopened import claim
 from megatron_rl.records.run_directory import RunDirectory, RunDirectoryTaken
+from megatron_rl.records.run_lock import claim_run, hold_run
 from megatron_rl.records.shelf import Shelf
+from megatron_rl.run.rank import Rank
 from megatron_rl.run.resume import NoWholeCheckpoint, OtherRun, Start, find_start, open_directory, settings_of
 from support.checkpoints import make_state, save_checkpoint
 
+NOTHING: Any = None
 JOB: Any = SimpleNamespace(rank=0, world_size=1, control_group=None)
 
 
@@ -52,6 +59,31 @@ def test_the_newest_whole_checkpoint_is_taken_and_damaged_ones_are_named(tmp_pat
     assert (shelf.folder / "iter_0000015.damaged-1/tensors").exists()
 
 
+def test_what_the_dying_run_before_still_prunes_is_not_taken(tmp_path: Path, shelf: Shelf) -> None:
+    alive = hold_run(shelf.folder.parent)
+
+    def die() -> None:
+        save_checkpoint(shelf, 20, settings_of(configured(tmp_path, "run.resume=auto")))
+        shelf.prune(1)
+        alive.close()
+
+    dying = threading.Timer(0.5, die)
+    dying.start()
+    rank = Rank(configured(tmp_path, "run.resume=auto"), Progress(1, enabled=False), NOTHING, NOTHING)
+    assert rank.find_start(JOB).checkpoint == shelf.path(20)
+    dying.join()
+    assert claim_run(shelf.folder.parent) is None, "the run has it now"
+    rank.close()
+
+
+def test_going_on_without_checkpoints_is_said(tmp_path: Path) -> None:
+    for overrides, warned in (((), True), (("run.checkpoint_every=2",), False)):
+        said = io.StringIO()
+        c = configured(tmp_path, "run.resume=auto", *overrides)
+        Rank(c, Progress(1, enabled=True, stream=said), NOTHING, NOTHING).tell(Start())
+        assert ("run.checkpoint_every=0 saves none" in said.getvalue()) == warned
+
+
 def test_a_run_without_any_whole_checkpoint_is_not_started_anew_in_silence(tmp_path: Path, shelf: Shelf) -> None:
     for path in shelf.saved():
         (path / "manifest.json").unlink()
@@ -79,8 +111,21 @@ def test_what_may_change_is_told_and_what_may_not_is_refused(tmp_path: Path) -> 
         start.changed(configured(tmp_path, "optimizer.lr=0.1", "data.seed=7"))
 
 
+def test_a_path_may_be_written_in_another_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "linked").symlink_to(tmp_path / "rollouts")
+    train_only = ("mode=train_only", "run.resume=auto")
+    old = settings_of(configured(tmp_path, *train_only, f"rollout.recorded={tmp_path}/rollouts"))
+    start = Start(tmp_path, make_state(5, old))
+    for same in ("rollouts", "./linked", f"{tmp_path}/linked/../rollouts"):
+        assert start.changed(configured(tmp_path, *train_only, f"rollout.recorded={same}")) == []
+    with pytest.raises(OtherRun, match=r"rollout\.recorded: '.*rollouts' -> '.'"):
+        start.changed(configured(tmp_path, *train_only, "rollout.recorded=."))
+
+
 def test_a_directory_of_something_else_is_not_gone_on_with(tmp_path: Path) -> None:
     (tmp_path / "job").mkdir()
     with pytest.raises(RunDirectoryTaken, match="not the directory of a run"):
-        open_directory(configured(tmp_path, "run.resume=auto"), Start())
+        claim(configured(tmp_path, "run.resume=auto"))
     assert RunDirectory(tmp_path / "job").path.exists()

@@ -11,7 +11,7 @@ from megatron_rl.config.rules.grid import check_grid, check_split
 from megatron_rl.config.rules.machine import check_engine, check_fit, check_ranks, check_run, check_spec
 from megatron_rl.config.rules.method import check_data, check_environment, check_method, check_pass_rates
 from megatron_rl.config.rules.selection import check_selection
-from megatron_rl.config.rules.state import check_mode, check_resume
+from megatron_rl.config.rules.state import check_mode, check_resume, check_unread
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.refusal import Refusal
 from megatron_rl.models.files import inspect_checkpoint
@@ -23,12 +23,10 @@ def broken_rules(c: Configuration, facts: LaunchFacts, given: Collection[str]) -
     """Every rule that the configuration breaks on this machine. given: keys of the command line."""
     shape, problems = inspect_checkpoint(c.model.path, weights=c.model.init == "checkpoint")
     broken = [("model.path", problem.rule, problem.remedy) for problem in problems]
-    broken += [*check_method(c), *check_data(c, given), *check_environment(c), *check_mode(c), *check_resume(c)]
-    broken += check_selection(c, given)
-    broken += check_credit(c)
+    broken += [*check_method(c), *check_data(c, given), *check_environment(c), *check_mode(c), *check_unread(c, given)]
+    broken += [*check_selection(c, given), *check_credit(c), *check_spec(c.model, facts), *check_resume(c)]
     broken += check_engine(c.engine, facts) if c.mode != "train_only" else ()
-    broken += check_pass_rates(c)
-    broken += [*check_spec(c.model, facts), *check_grid(c.parallel, facts), *check_ranks(c), *check_run(c.run)]
+    broken += [*check_pass_rates(c), *check_grid(c.parallel, facts), *check_ranks(c), *check_run(c.run)]
     if shape is not None:
         broken += [*check_split(c.parallel, c.engine, shape), *check_fit(c, shape, facts)]
         on_cpu = c.mode != "train_only" and device_of(c.engine, facts.num_gpus) == "cpu"

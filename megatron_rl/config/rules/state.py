@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from operator import attrgetter
 from pathlib import Path
 
 from megatron_rl.config.schema import Configuration
+
+_SAVING = ("run.keep_checkpoints", "run.background_saves", "run.on_failed_save", "run.stop_within_s")
+_REFUSED, _OF_STEPS = ("eval.stop_at", "eval.sets"), ("eval.every", "eval.first", "run.save_weights")
+_UNREAD = {"train_only": ("eval.",), "rollout_only": ("eval.", "run.save_weights"), "eval": _OF_STEPS}
+
+
+def check_unread(c: Configuration, given: Collection[str]) -> Iterator[tuple[str, str, str]]:
+    """What the command line asks for is done; what a recipe brings may idle. Null, false and 0 ask for nothing."""
+    for key in sorted(given):
+        if key in _SAVING and not c.run.checkpoint_every and attrgetter(key)(c):
+            yield key, "With run.checkpoint_every=0 nothing is saved", "Give run.checkpoint_every=N, or remove it"
+        elif key.startswith(_UNREAD.get(c.mode, ())) and key not in _REFUSED and attrgetter(key)(c):
+            yield key, f"mode={c.mode} has no use for it", "Remove it"
 
 
 def check_mode(c: Configuration) -> Iterator[tuple[str, str, str]]:
@@ -21,22 +35,18 @@ def check_mode(c: Configuration) -> Iterator[tuple[str, str, str]]:
         yield "rollout.recorded", f"mode={c.mode} draws its rollouts from engines", "Remove it, or use mode=train_only"
     if c.mode != "train" and c.eval.stop_at is not None:
         yield "eval.stop_at", f"mode={c.mode} has no steps that an accuracy could end", "Leave it null"
-    if c.mode in ("eval", "profile"):
-        if c.run.checkpoint_every:
-            yield "run.checkpoint_every", f"mode={c.mode} changes no weights that could be saved", "Use 0"
-        if c.run.resume == "auto":
-            yield "run.resume", f"mode={c.mode} goes on with nothing", "Give the path of a checkpoint, or use never"
+    if c.mode in ("eval", "profile", "rollout_only") and c.run.checkpoint_every:
+        yield "run.checkpoint_every", f"mode={c.mode} changes no weights that could be saved", "Use 0"
+    if c.mode in ("eval", "profile") and c.run.resume == "auto":
+        yield "run.resume", f"mode={c.mode} goes on with nothing", "Give the path of a checkpoint, or use never"
     if c.mode != "eval" and c.eval.sets:
         yield "eval.sets", "Only mode=eval measures several sets", "Use mode=eval, or data.eval_path for one"
     for name, file in c.eval.sets.items():
         if not Path(file).expanduser().is_file():
             yield "eval.sets", f"{name}: there is no such file (from {Path.cwd()})", "Give a JSONL file"
-    if c.mode == "rollout_only":
-        if c.run.checkpoint_every:
-            yield "run.checkpoint_every", "mode=rollout_only trains nothing that could be saved", "Use 0"
-        if c.run.resume != "never":
-            rule = "mode=rollout_only records from the start checkpoint, from its first step"
-            yield "run.resume", rule, "Use run.resume=never"
+    if c.mode == "rollout_only" and c.run.resume != "never":
+        rule = "mode=rollout_only records from the start checkpoint, from its first step"
+        yield "run.resume", rule, "Use run.resume=never"
     if c.mode in ("rollout_only", "eval", "profile") and c.environment.name == "worked":
         yield "mode", "environment.name=worked samples nothing", "Use mode=train"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -75,9 +75,29 @@ def install() -> bool:
         return False
     _patch_torch_cuda()
     _patch_torch_factories()
-    _replace_missing_libraries(every=True)
-    _patch_megatron()
+    with _nothing_compiled():
+        _replace_missing_libraries(every=True)
+        _patch_megatron()
     return True
+
+
+@contextlib.contextmanager
+def _nothing_compiled() -> Iterator[None]:
+    """While Megatron is imported it marks small functions for torch.compile.
+
+    On CPUs they stay as they are: the mark alone imports torch's compiler, two seconds in every rank, and the call
+    needs one for C++.
+    """
+
+    def as_it_is(function: Any = None, **_: Any) -> Any:
+        return function if function is not None else as_it_is
+
+    library: Any = torch
+    compiled, library.compile = library.compile, as_it_is
+    try:
+        yield
+    finally:
+        library.compile = compiled
 
 
 def _hush_expected_warnings() -> None:
