@@ -3,6 +3,7 @@
 import re
 import shlex
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,8 @@ def test_every_training_command_composes(tmp_path: Path, monkeypatch: pytest.Mon
     for words in (words for file in DOCUMENTS for words in commands(file)):
         script = next(word for word in words if word.startswith("launch/"))
         assert (ROOT / script).is_file()
-        if script in ("launch/compare_runs.py", "launch/export_hf.py") or "parallel.ep=3" in words or "--cfg" in words:
+        own_arguments = ("launch/compare_runs.py", "launch/export_hf.py", "launch/simulate_selection.py")
+        if script in own_arguments or "parallel.ep=3" in words or "--cfg" in words:
             continue
         overrides = words[words.index(script) + 1 :]
         if script == "launch/simulate_selection.py":
@@ -78,7 +80,9 @@ def test_every_comparison_is_accepted(tmp_path: Path) -> None:
     given.out = tmp_path
     script._check(given)
     planned = script._read_contest(given)
-    assert planned.budget(planned.searched()).startswith("Search: 6 trials of each variant, on each seed of 100 for 10")
+    assert [len(points) for points in planned.grids.values()] == [6] * 6
+    furthest = replace(planned, grids={name: points[-1:] for name, points in planned.grids.items()})
+    assert "on each seed of 100 for 10 steps" in planned.budget(furthest.searched())
     given = script.parser("").parse_args(tokens[2:])
     given.out = tmp_path
     script._check(given)
