@@ -101,24 +101,14 @@ def _same(key: str, now: Any, before: Any) -> bool:
 
 @contextlib.contextmanager
 def loading(checkpoint: Path) -> Iterator[None]:
-    """Raises `CheckpointUnusable` for whatever its files are found to be. Within it Megatron may be imported."""
-    from megatron.core.dist_checkpointing.core import CheckpointingException
-    from torch.distributed.checkpoint.api import CheckpointException
-
+    """Raises `CheckpointUnusable` for whatever its files are found to be."""
     try:
         yield
-    except CheckpointException as error:  # its own text is a traceback for each rank
-        found = (str(inner).partition("\n")[0] for inner, _ in error.failures.values())
-        raise _unusable(checkpoint, "; ".join(dict.fromkeys(found))) from error
-    except (ValueError, OSError, CheckpointingException) as error:
-        raise _unusable(checkpoint, str(error)) from error
-
-
-def _unusable(checkpoint: Path, why: str) -> CheckpointUnusable:
-    return CheckpointUnusable(
-        f"{checkpoint} cannot be loaded: {why}. Give the model and the version that saved it, or another checkpoint: "
-        "run.resume=PATH under another run.name"
-    )
+    except (ValueError, OSError) as error:
+        raise CheckpointUnusable(
+            f"{checkpoint} cannot be loaded: {error}. Give the model and the version that saved it, or another "
+            "checkpoint: run.resume=PATH under another run.name"
+        ) from error
 
 
 def settings_of(c: Configuration) -> dict[str, Any]:

@@ -185,8 +185,7 @@ def test_a_warning_while_the_run_is_set_up_ends_it_before_its_first_step(tmp_pat
 
 
 def test_a_run_that_its_accuracy_ended_trains_no_more_when_it_goes_on(tmp_path: Path) -> None:
-    cursor, said = PromptCursor(epoch=0, position=3, digest="d"), io.StringIO()
-    position = make_state(3, version=3, prompts=cursor, accuracies=(0.1, 0.5, 0.7)).position
+    position, said = make_state(3, accuracies=(0.1, 0.5, 0.7)).position, io.StringIO()
     evals = {"every": 1, "stop_at": 0.6}
     stage = lead(Stage(), tmp_path, steps=9, evals=evals, position=position, stream=said)
     assert stage.said == ["save step-3", "finish", "stop"], "what it was killed before"

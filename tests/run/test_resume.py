@@ -60,16 +60,16 @@ def test_the_newest_whole_checkpoint_is_taken_and_damaged_ones_are_named(tmp_pat
 
 
 def test_what_the_dying_run_before_still_prunes_is_not_taken(tmp_path: Path, shelf: Shelf) -> None:
-    alive = hold_run(shelf.folder.parent)
+    alive, c = hold_run(shelf.folder.parent), configured(tmp_path, "run.resume=auto")
 
     def die() -> None:
-        save_checkpoint(shelf, 20, settings_of(configured(tmp_path, "run.resume=auto")))
+        save_checkpoint(shelf, 20, settings_of(c))
         shelf.prune(1)
         alive.close()
 
     dying = threading.Timer(0.5, die)
     dying.start()
-    rank = Rank(configured(tmp_path, "run.resume=auto"), Progress(1, enabled=False), NOTHING, NOTHING)
+    rank = Rank(c, Progress(1, enabled=False), NOTHING, NOTHING)
     assert rank.find_start(JOB).checkpoint == shelf.path(20)
     dying.join()
     assert claim_run(shelf.folder.parent) is None, "the run has it now"

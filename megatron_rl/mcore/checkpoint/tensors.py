@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, extract_matching_values, merge
 from megatron.core.dist_checkpointing.mapping import (
     ShardedObject,
@@ -29,6 +29,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from megatron.core.distributed import DistributedDataParallel
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.mcore.checkpoint.storage import as_torch, check_metadata, write_state
 from megatron_rl.mcore.optimizer import DistributedAdam
@@ -68,13 +69,19 @@ def load_tensors(
 ) -> None:
     """Collective: read weights and the optimizer's state, whatever layout saved them.
 
-    optimizer_steps: how many had been taken. Raises ValueError for files that are not such a checkpoint, and Megatron's
-    or torch's `CheckpointingException`, `CheckpointException` for one of another model.
+    optimizer_steps: how many had been taken. Raises ValueError for files that are not such a checkpoint, and for one of
+    another model.
     """
     check_metadata(directory)
     state = _sharded(models, optimizer, loading=True)
     _, plain = extract_sharded_base(state)
-    loaded = dist_checkpointing.load(state, str(directory))
+    try:
+        loaded = dist_checkpointing.load(state, str(directory))
+    except CheckpointException as error:  # its own text is a traceback for each rank
+        found = (str(inner).partition("\n")[0] for inner, _ in error.failures.values())
+        raise ValueError("; ".join(dict.fromkeys(found))) from error
+    except CheckpointingException as error:
+        raise ValueError(str(error)) from error
     for index, model in enumerate(models):
         _fill(model.module, loaded[_chunk(index)])
     merge(loaded, {"optimizer": plain["optimizer"]})
