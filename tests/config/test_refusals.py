@@ -154,7 +154,7 @@ COMBINATIONS = [
     ("data.task=chain_sum", "data.task", "chain_sum", "no meaning", "data=reasoning_gym"),
     ("data.source=reasoning_gym", "data.task", "null", "generator's name", "data.task=chain_sum"),
     ("data.num_train=10", "rollout.prompts_per_step", "64", "data.num_train=10", "raise data.num_train"),
-    ("rollout.max_staleness=1", "rollout.max_staleness", "1", "older weights", "rollout.max_staleness=0"),
+    ("rollout.max_staleness=1", "rollout.max_staleness", "1", "later than", "rollout.max_staleness=0"),
     ("algo.name=grpo", "algo.name", "grpo", "those of algo=espo", "algo=grpo|gspo|espo"),
     ("train.optimizer_steps_per_batch=513", "train.optimizer_steps_per_batch", "513", "512 samples", "Lower it"),
     ("run.name=a..b", "run.name", "a..b", "no '..'", "run.root"),

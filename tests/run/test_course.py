@@ -76,7 +76,7 @@ def test_a_run_ends_with_its_last_stage(tmp_path: Path) -> None:
     screen = io.StringIO()
     stage = lead(Stage(), tmp_path, steps=9, course=stages(SHORT, "{name: end, until: {tokens: 40}}"), stream=screen)
     assert max(stage.logged) == 5 and "save step-5" in stage.said
-    assert "stage end, the last one, ended after step 5: until.tokens=40, and 40 were drawn" in screen.getvalue()
+    assert "ended after step 5 by until.tokens=40, and 40 were drawn of end, the last of stages" in screen.getvalue()
 
 
 @pytest.mark.parametrize("done", range(1, 6))
