@@ -20,6 +20,7 @@ from megatron_rl.records.flat_balance import FlatBalance
 from megatron_rl.records.idle_steps import IdleSteps
 from megatron_rl.records.records import Records
 from megatron_rl.records.run_state import Position, SelectorState, ended_by, reached
+from megatron_rl.records.selection_alarm import SelectionAlarm
 from megatron_rl.records.stopwatch import Stopwatch
 from megatron_rl.rollouts.batch import RolloutBatch
 from megatron_rl.rollouts.evaluation import Evaluation
@@ -94,6 +95,7 @@ class Leader:
     _told_obstacle: bool = False
     _idle: IdleSteps = field(default_factory=IdleSteps)
     _balance: FlatBalance = field(default_factory=FlatBalance)
+    _selection: SelectionAlarm = field(default_factory=SelectionAlarm)
 
     def lead(self) -> None:
         """Train to the end, save the weights if asked to and let every rank end."""
@@ -182,7 +184,8 @@ class Leader:
                 self.send_weights(values)
         values |= watch.values()
         self.records.progress.step(step, values)
-        for warning in (self._idle.note(values), self._balance.note(values), warning_of(values)):
+        alarms = (self._idle, self._balance, self._selection)
+        for warning in (*(alarm.note(values) for alarm in alarms), warning_of(values)):
             if warning:
                 self.records.progress.say(warning)
 

@@ -209,6 +209,13 @@ COMBINATIONS = [
     ("selection=belief algo.advantages=one", "selection.name", "belief", "every judged rollout", "selection=uniform"),
     ("selection=belief mode=eval", "selection.name", "belief", "mode=eval chooses no prompts", "mode=train"),
     (
+        "selection=oversample selection.surplus=keep rollout.max_staleness=1 stages=[{name: a}]",
+        "selection.surplus",
+        "keep",
+        "A stage",
+        "Use cut",
+    ),
+    (
         "selection=oversample selection.surplus=keep run.checkpoint_every=5",
         "selection.surplus",
         "keep",

@@ -38,5 +38,7 @@ def check_selection(c: Configuration, given: Collection[str]) -> Iterator[tuple[
         if c.rollout.max_staleness < 1:
             rule = "What is kept for the next step was drawn from older weights, and rollout.max_staleness=0"
             yield "selection.surplus", rule, "Use cut, or rollout.max_staleness=1"
+        if c.stages:
+            yield "selection.surplus", "A stage may change what a group is, and stages are set", "Use cut"
         if c.run.checkpoint_every:
             yield "selection.surplus", "A checkpoint holds no rollouts, and run.checkpoint_every is set", "Use cut"
