@@ -209,13 +209,6 @@ COMBINATIONS = [
     ("selection=belief algo.advantages=one", "selection.name", "belief", "every judged rollout", "selection=uniform"),
     ("selection=belief mode=eval", "selection.name", "belief", "mode=eval chooses no prompts", "mode=train"),
     (
-        "selection=oversample selection.surplus=keep rollout.max_staleness=1 stages=[{name: a}]",
-        "selection.surplus",
-        "keep",
-        "A stage",
-        "Use cut",
-    ),
-    (
         "selection=oversample selection.surplus=keep run.checkpoint_every=5",
         "selection.surplus",
         "keep",
@@ -360,6 +353,13 @@ def test_engine_dtype_follows_the_model_and_is_never_wider(checkpoint: Path) -> 
     refusal = refusals(checkpoint, "model.dtype=bfloat16", "engine.dtype=float32", facts=NODE)[-1]
     assert str(refusal).startswith("engine.dtype=float32: It is wider than model.dtype=bfloat16")
     assert "engine.dtype=bfloat16" in refusal.remedy
+
+
+def test_a_surplus_is_not_kept_from_stage_to_stage(checkpoint: Path) -> None:
+    kept = ("selection=oversample", "selection.surplus=keep", "rollout.max_staleness=1")
+    assert accept(checkpoint, *kept).selection.surplus == "keep"
+    (found,) = refusals(checkpoint, *kept, "stages=[{name: a}]")
+    assert (found.key, found.remedy) == ("selection.surplus", "Use cut")
 
 
 def test_all_refusals_are_reported_together(checkpoint: Path) -> None:
