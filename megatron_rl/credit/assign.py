@@ -38,13 +38,12 @@ class Worth:
 
 @dataclass(frozen=True)
 class Credited(Worth):
-    """A batch. each: the kinds of its groups, in their order. weights: of the mixed ones.
+    """A batch. each: the kinds of its groups, in their order.
 
     no_correctness: rollouts without the raw correctness that others of their group have.
     """
 
     each: tuple[Kind, ...] = ()
-    weights: tuple[float, ...] = ()
     no_correctness: int = 0
 
     @property
@@ -54,23 +53,20 @@ class Credited(Worth):
         return {kind: counts[kind] for kind in Kind}
 
     def metrics(self) -> dict[str, float]:
-        """Groups by kind, and what shaping and weights did.
+        """Groups by kind, and what shaping did.
 
         rollout/zero_variance_rate: the share of groups without a contrast among those with enough verdicts to tell (0
         without any). reward/shaping_share: of the advantages' size, what penalties took, added or made.
-        reward/no_correctness: such rollouts count as those without a verdict. select/weight_ess: effective sample size
-        of the mixed groups' weights, as a share of their number (1 without any).
+        reward/no_correctness: such rollouts count as those without a verdict.
         """
         kinds = self.kinds
         flat = sum(kinds[kind] for kind in _WITHOUT_CONTRAST)
         told = flat + kinds[Kind.MIXED]
-        squares = sum(w * w for w in self.weights)
         return {
             **{f"rollout/groups/{kind}": float(count) for kind, count in kinds.items()},
             "rollout/zero_variance_rate": flat / told if told else 0.0,
             "reward/shaping_share": self.changed / self.size if self.size else 0.0,
             "reward/no_correctness": float(self.no_correctness),
-            "select/weight_ess": sum(self.weights) ** 2 / (len(self.weights) * squares) if squares else 1.0,
         }
 
 
@@ -112,7 +108,6 @@ class Credit:
             changed=sum(worth.changed for worth in worths),
             size=sum(worth.size for worth in worths),
             each=each,
-            weights=tuple(group.weight for group, kind in zip(groups, each, strict=True) if kind is Kind.MIXED),
             no_correctness=sum(len(g.judged) - len(told.rollouts) for g, told in zip(groups, tolds, strict=True)),
         )
 

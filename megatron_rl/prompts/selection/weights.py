@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from math import comb
 
 from megatron_rl.contracts.group import Group
+from megatron_rl.credit.kinds import Told
 
 
 def pilot_mixed_probability(scores: Sequence[float], pilot: int) -> float:
@@ -29,9 +30,9 @@ def extension_weight(group: Group, probe: int) -> float:
     nothing of their scores, so every choice of a pilot was as likely as this one, and the expected gradient over
     all probes of a prompt is that of full groups, for every advantage that vanishes where all scores are equal.
     """
-    scores = [r.verdict.correctness for r in group.judged if r.verdict.correctness is not None]
-    pilot = sum(r.sample_index < probe for r in group.judged if r.verdict.correctness is not None)
-    return 1.0 / pilot_mixed_probability(scores, pilot)
+    told = Told.of(group)
+    pilot = sum(r.sample_index < probe for r in told.rollouts)
+    return 1.0 / pilot_mixed_probability(told.scores.tolist(), pilot)
 
 
 def effective_share(weights: Sequence[float]) -> float:

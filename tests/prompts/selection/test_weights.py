@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_rl.contracts.group import Verdict
 from megatron_rl.prompts.selection.weights import effective_share, extension_weight, pilot_mixed_probability
 from support.groups import group
 
@@ -35,6 +36,11 @@ def test_rollouts_without_a_verdict_are_in_no_weight() -> None:
     assert extension_weight(drawn, 4) == pytest.approx(1 / (1 - 2 / 20))
     reversed_order = msgspec.structs.replace(drawn, rollouts=drawn.rollouts[::-1])
     assert extension_weight(reversed_order, 4) == extension_weight(drawn, 4)
+
+
+def test_where_no_truth_is_known_the_weight_is_of_a_judges_rewards() -> None:
+    judged = [Verdict(reward=reward, correctness=None) for reward in (0.1, 0.9, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1)]
+    assert extension_weight(group(*judged), 4) == pytest.approx(2.0)
 
 
 def test_effective_share() -> None:
