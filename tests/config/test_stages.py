@@ -19,6 +19,8 @@ A, B = "{name: a, until: {steps: 5}}", "{name: b}"
         (f"[{A},{{name: b, parallel.tp: 2}}]", "stages[b].parallel.tp=2: No stage changes it"),
         (f"[{A},{{name: b, seed.a: 2}}]", "stages[b].seed.a=2: No stage changes it"),
         (f"[{A},{{name: b, train.total_steps: 9}}]", "stages[b].train.total_steps=9: No stage changes it"),
+        (f"[{A},{{name: b, credit.repetition_ngram: 4}}]", "stages[b].credit.repetition_ngram=4: No stage changes it"),
+        (f"[{A},{{name: b, credit.shaping: 0.9}}]", "stages[b].credit.shaping=0.9: Must be at most 0.5"),
         (f"[{A},{{name: b, rollout.temperature: 0}}]", "stages[b].rollout.temperature=0: Must be at least 0.01"),
         (f"[{A},{{name: b, rollout.max_new_tokens: true}}]", "stages[b].rollout.max_new_tokens=true: Must be a whole"),
         (f"[{A},{{name: b, algo.clip_low: 0.1}}]", "stages[b].algo.clip_low=0.1: There is no such key. It belongs to"),
@@ -52,6 +54,11 @@ def test_stages_that_end_by_accuracy_are_evaluated(checkpoint: Path) -> None:
     assert len(stages_of(accept(checkpoint, stages))) == 2
     (refusal,) = refusals(checkpoint, stages, "eval.every=0")
     assert str(refusal).startswith("stages[a].until.accuracy=0.5: eval.every=0 measures none")
+
+
+def test_no_group_is_carried_into_the_next_stage(checkpoint: Path) -> None:
+    kept = ("selection=oversample", "selection.surplus=keep", "rollout.max_staleness=1")
+    assert any("groups of one stage" in str(r) for r in refusals(checkpoint, f"stages=[{A},{B}]", *kept))
 
 
 def test_only_training_has_stages(checkpoint: Path) -> None:
