@@ -78,9 +78,6 @@ def refused_stages(c: Configuration, told: Callable[[ValidationError], Iterable[
         return
     if c.mode != "train":
         yield Refusal("stages", "[...]", f"mode={c.mode} does not train step after step", "Use mode=train, or null")
-    if c.selection.surplus == "keep":
-        rule = "With selection.surplus=keep groups of one stage would be trained on in the next"
-        yield Refusal("stages", "[...]", rule, "Use selection.surplus=cut")
     if not c.stages:
         yield Refusal("stages", "[]", "It names no stage", "Give one, as in docs/stages.md, or null")
     for number, given in enumerate(c.stages):

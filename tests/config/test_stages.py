@@ -56,11 +56,6 @@ def test_stages_that_end_by_accuracy_are_evaluated(checkpoint: Path) -> None:
     assert str(refusal).startswith("stages[a].until.accuracy=0.5: eval.every=0 measures none")
 
 
-def test_no_group_is_carried_into_the_next_stage(checkpoint: Path) -> None:
-    kept = ("selection=oversample", "selection.surplus=keep", "rollout.max_staleness=1")
-    assert any("groups of one stage" in str(r) for r in refusals(checkpoint, f"stages=[{A},{B}]", *kept))
-
-
 def test_only_training_has_stages(checkpoint: Path) -> None:
     (refusal,) = refusals(checkpoint, f"stages=[{A},{B}]", "mode=rollout_only")
     assert "mode=rollout_only does not train" in str(refusal)
