@@ -322,24 +322,6 @@ class RunSettings(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Until(Section):
-    """What ends a stage, whichever comes first. steps, tokens: of the whole run; accuracy: at an evaluation within."""
-
-    steps: Positive | None = None
-    tokens: Annotated[int, Ge(1)] | None = None
-    accuracy: Annotated[float, Gt(0), Le(1)] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Entry(Section):
-    """What one of `stages` says beside the keys that it changes. reprofile: beliefs of prompts lose their certainty."""
-
-    name: Name
-    until: Until | None = None  # null: the end of the run
-    reprofile: Literal["all"] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Configuration(Section):
     """The whole of `launch/train_rl.py`'s configuration."""
 

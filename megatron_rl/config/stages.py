@@ -4,17 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from annotated_types import Ge, Gt, Le
 from pydantic import TypeAdapter, ValidationError
 
-from megatron_rl.config.schema import Configuration, Entry, Until
+from megatron_rl.config.schema import Configuration, Name, Positive, Section
 from megatron_rl.contracts.refusal import Refusal
 
 _CHANGES = (
     "data.band", "rollout.max_new_tokens", "rollout.samples_per_prompt", "rollout.temperature", "optimizer.lr",
     "algo.clip_low", "algo.clip_high", "algo.alpha", "algo.min_clip", "algo.fixed_clip", "credit.",
 )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Until(Section):
+    """What ends a stage, whichever comes first. steps, tokens: of the whole run; accuracy: at an evaluation within."""
+
+    steps: Positive | None = None
+    tokens: Annotated[int, Ge(1)] | None = None
+    accuracy: Annotated[float, Gt(0), Le(1)] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry(Section):
+    """What one of `stages` says beside the keys that it changes. reprofile: beliefs of prompts lose their certainty."""
+
+    name: Name
+    until: Until | None = None  # null: the end of the run
+    reprofile: Literal["all"] | None = None
+
+
 _CONFIGURATION, _ENTRY = TypeAdapter(Configuration), TypeAdapter(Entry)
 
 
@@ -76,7 +97,8 @@ def refused_stages(c: Configuration, told: Callable[[ValidationError], Iterable[
 
 
 def _may_change(key: str) -> bool:
-    return key in _CHANGES or key.startswith("credit.")
+    """Penalties of repetition are counted where rollouts are stored, by the n that the run began with."""
+    return key in _CHANGES or (key.startswith("credit.") and key != "credit.repetition_ngram")
 
 
 def _out_of_order(c: Configuration, stages: Sequence[Stage]) -> Iterator[Refusal]:

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.config.cli import compose
-from megatron_rl.config.schema import Until
 from megatron_rl.config.stages import Stage as StageSettings
-from megatron_rl.config.stages import stages_of
+from megatron_rl.config.stages import Until, stages_of
 from megatron_rl.records.run_state import Position, SelectorState, StageState
 from megatron_rl.run.course import Schedule
 from support.leaders import Stage, lead
