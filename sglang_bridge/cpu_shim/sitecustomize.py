@@ -96,9 +96,28 @@ def _register_batched_attention(registry: ModuleType) -> None:
     registry.register_attention_backend("torch_native")(create)
 
 
+def _add_as_the_trainer_does(name: str) -> Callable[[ModuleType], None]:
+    """See `trainer_sums`, which is imported only where SGLang is: this file runs in every process of a server."""
+
+    def replace(module: ModuleType) -> None:
+        from sglang_bridge.cpu_shim.trainer_sums import REPLACEMENTS
+
+        REPLACEMENTS[name](module)
+
+    return replace
+
+
+_SUMS = (
+    "sglang.srt.layers.quantization.unquant",
+    "sglang.srt.layers.logits_processor",
+    "sglang.srt.layers.moe.fused_moe_native",
+    "sglang.srt.layers.moe.topk",
+)
+
 sys.meta_path[:0] = [
     _Around("sglang.srt.configs", before=_stand_in_for_torchvision),
     _Around("sglang.srt.mem_cache.pool_host.common", after=_allocate_unpinned),
+    *(_Around(name, after=_add_as_the_trainer_does(name)) for name in _SUMS),
 ]
 if os.environ.get("SGLANG_BRIDGE_BATCHED_ATTENTION") != "0":
     sys.meta_path.insert(
