@@ -112,6 +112,7 @@ _SUMS = (
     "sglang.srt.layers.logits_processor",
     "sglang.srt.layers.moe.fused_moe_native",
     "sglang.srt.layers.moe.topk",
+    "sglang.srt.layers.sampler",
 )
 
 sys.meta_path[:0] = [
