@@ -7,7 +7,6 @@ another place than Megatron does. `docs/on_policy.md` has what is equal since, a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -53,12 +52,12 @@ def route(logits: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
     return chosen.softmax(dim=-1), ids.to(torch.int32)
 
 
-def replace_linear(unquant: ModuleType) -> None:
+def replace_linear(unquant: Any) -> None:
     """`sglang.srt.layers.quantization.unquant`: every product with a weight but the last and those of experts."""
     unquant.F = _with_linear(unquant.F)
 
 
-def replace_lm_head(logits_processor: ModuleType) -> None:
+def replace_lm_head(logits_processor: Any) -> None:
     """`sglang.srt.layers.logits_processor`, which multiplies by itself."""
     processor = logits_processor.LogitsProcessor
     original = processor._compute_lm_head
@@ -73,7 +72,7 @@ def replace_lm_head(logits_processor: ModuleType) -> None:
     processor._compute_lm_head = compute
 
 
-def replace_experts(fused_moe_native: ModuleType) -> None:
+def replace_experts(fused_moe_native: Any) -> None:
     """`sglang.srt.layers.moe.fused_moe_native`: experts without biases and with SwiGLU."""
     original = fused_moe_native.moe_forward_native
 
@@ -87,7 +86,7 @@ def replace_experts(fused_moe_native: ModuleType) -> None:
     fused_moe_native.moe_forward_native = forward
 
 
-def replace_routing(topk: ModuleType) -> None:
+def replace_routing(topk: Any) -> None:
     """`sglang.srt.layers.moe.topk`: softmax routers whose weights are made to add up to 1."""
     original = topk.fused_topk_native
 
@@ -99,14 +98,16 @@ def replace_routing(topk: ModuleType) -> None:
     topk.fused_topk_native = fused_topk
 
 
-def replace_logprobs(sampler: ModuleType) -> None:
+def replace_logprobs(sampler: Any) -> None:
     """`sglang.srt.layers.sampler`: log-probabilities in double precision, not the logarithm of float32 probabilities.
 
     In float32 the sum over a vocabulary of 32,000 alone costs 2e-6.
     """
     original = sampler.Sampler.forward
 
-    def forward(self: Any, logits_output: Any, sampling_info: Any, return_logprob: bool, *rest: Any, **given: Any) -> Any:
+    def forward(
+        self: Any, logits_output: Any, sampling_info: Any, return_logprob: bool, *rest: Any, **given: Any
+    ) -> Any:
         if return_logprob and given.get("logprob_logits") is None:
             given["logprob_logits"] = logits_output.next_token_logits.double()
         return original(self, logits_output, sampling_info, return_logprob, *rest, **given)
@@ -120,12 +121,3 @@ def _with_linear(functional: ModuleType) -> ModuleType:
     vars(copy).update(vars(functional))
     copy.linear = linear  # type: ignore[attr-defined]
     return copy
-
-
-REPLACEMENTS: dict[str, Callable[[ModuleType], None]] = {
-    "sglang.srt.layers.quantization.unquant": replace_linear,
-    "sglang.srt.layers.logits_processor": replace_lm_head,
-    "sglang.srt.layers.moe.fused_moe_native": replace_experts,
-    "sglang.srt.layers.moe.topk": replace_routing,
-    "sglang.srt.layers.sampler": replace_logprobs,
-}

@@ -1,4 +1,4 @@
-"""Where an engine and the trainer differ: the largest differences between a real SGLang server's numbers and Megatron's.
+"""Where an engine and the trainer differ: how far a real SGLang server's numbers are from Megatron's.
 
 On the same tokens with the engine's routes replayed, float32, one rank, for each operation of each layer. The engine
 draws while it is watched, so its rows come from prefills and from decoding in batches of every size; Megatron computes
