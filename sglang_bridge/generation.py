@@ -6,6 +6,7 @@ import binascii
 import enum
 import re
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -13,6 +14,7 @@ import numpy.typing as npt
 import pybase64
 
 _MOST_ROUNDING = 1e-3  # nats that a log-probability may be above zero
+_LEAST = -1e4  # nats: what is drawn is far above; engines write float32's lowest number for a chance of zero
 _ROUTES_KEY = b'"routed_experts"'
 _OPENING = re.compile(rb'\s*:\s*"')
 
@@ -64,6 +66,9 @@ class GenerationRejected(ValueError):
         self.reason = reason
 
 
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
 class _FinishReason(msgspec.Struct):
     type: str
 
@@ -74,8 +79,8 @@ class _MetaInfo(msgspec.Struct):
     output_token_logprobs: list[tuple[float | None, int, str | None]] = []
     weight_versions: list[VersionSpan] | None = None
     routed_experts: str | None = None
-    cached_tokens: int = 0
-    num_retractions: int = 0
+    cached_tokens: _Count = 0
+    num_retractions: _Count = 0
 
 
 class _Reply(msgspec.Struct):
@@ -97,7 +102,7 @@ def decode_generation(
     text, routes = _without_routes(body)
     try:
         reply = _decoder.decode(text)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise GenerationRejected("malformed", f"{error}; the reply starts {body[:200]!r}") from error
     meta = reply.meta_info
     finish_reason = _finish_reason(meta)
@@ -159,6 +164,8 @@ def _logprobs(meta: _MetaInfo, output_ids: list[int]) -> npt.NDArray[np.float32]
         raise GenerationRejected("logprobs_nonfinite", "a log-probability is not a finite number")
     if logprobs.max(initial=0) > _MOST_ROUNDING:
         raise GenerationRejected("logprobs_positive", f"a log-probability of {logprobs.max()} is a chance above one")
+    if logprobs.min(initial=0) < _LEAST:
+        raise GenerationRejected("logprobs_tiny", f"a log-probability of {logprobs.min()} is no chance of being drawn")
     return logprobs
 
 

@@ -57,8 +57,13 @@ class RolloutDraft:
             raise self._rejected("empty", "the engine returned no token")
         if generation.finish_reason is FinishReason.ABORT:
             raise self._rejected("aborted", "the engine aborted it")
-        self._append_routes(generation)
         versions = [self._number(span.version) for span in generation.version_spans]
+        if versions != sorted(versions):
+            raise self._rejected("versions", f"weight versions {versions} go back")
+        if self._route_shape is not None and generation.retractions and versions[0] != versions[-1]:
+            # read again with the last weights, and the rows of what older ones had drawn are overwritten
+            raise self._rejected("routes_rewritten", f"retracted while its weights changed, versions {versions}")
+        self._append_routes(generation)
         # a retracted request is re-prefilled, so what it read was last read with the last version it was drawn with
         self._read(version=versions[-1] if generation.retractions else versions[0])
         for span, version in zip(generation.version_spans, versions, strict=True):
@@ -104,7 +109,7 @@ class RolloutDraft:
         self._segments.append(Segment(array, role, False, logprobs, (start, start + len(array)), version))
 
     def _number(self, version: str) -> int:
-        if not version.isdecimal() or len(version) > _MOST_DIGITS:
+        if not (version.isascii() and version.isdecimal()) or len(version) > _MOST_DIGITS:
             raise self._rejected(
                 "version", f"weight version {version!r} is not a number: its weights were never synced"
             )

@@ -81,6 +81,12 @@ class Episode:
         sampling = msgspec.structs.replace(self._rules.sampling, max_new_tokens=self._budget)
         generation = await self._generate(self._draft.tokens, sampling)
         self.sampled_tokens += len(generation.output_ids)
+        if len(generation.output_ids) > sampling.max_new_tokens:
+            raise RolloutRejected(
+                "too_long",
+                f"prompt {self.prompt.id}: the engine drew {len(generation.output_ids)} tokens, asked for at most "
+                f"{sampling.max_new_tokens}",
+            )
         # Long responses take tens of milliseconds to check: in a thread they hold up no other episode.
         text = await asyncio.get_running_loop().run_in_executor(self._threads, self._take, generation)
         return self._end(text, generation.finish_reason)

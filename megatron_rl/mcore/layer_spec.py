@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -13,6 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.config.facts import has_transformer_engine
 from megatron_rl.config.schema import ModelSettings
+from megatron_rl.mcore.cpu.few_rows import ExpertColumnLinear, ExpertRowLinear
 from megatron_rl.mcore.cpu.modules import CpuCoreAttention, CpuRmsNorm
 
 Spec = Literal["local", "te"]
@@ -62,6 +64,9 @@ def _with_our_modules(spec: Any) -> Any:
             if vars(attention).get(norm) is WrappedTorchNorm:
                 setattr(attention, norm, CpuRmsNorm)
         modules.input_layernorm = modules.pre_mlp_layernorm = CpuRmsNorm
+        if _has_experts(modules):
+            experts = _submodules(_submodules(modules.mlp).experts)
+            experts.linear_fc1, experts.linear_fc2 = ExpertColumnLinear, ExpertRowLinear
         modules.sharded_state_dict_keys_map = _names_in_checkpoints(modules)
     spec.layer_norm = CpuRmsNorm
     return spec
@@ -76,5 +81,14 @@ def _names_in_checkpoints(modules: Any) -> dict[str, str]:
     fused = {"self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_"} if latent else {}
     fused |= {"self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_"} if latent else {}
     fused |= {} if latent else {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
-    has_experts = issubclass(modules.mlp.module, MoELayer)
-    return fused if has_experts else fused | {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+    return fused if _has_experts(modules) else fused | {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+
+
+def _has_experts(modules: Any) -> bool:
+    """A `ModuleSpec` in Megatron-Core 0.16, a `functools.partial` since; of dense layers, of a class's method."""
+    built = modules.mlp.func if isinstance(modules.mlp, partial) else modules.mlp.module
+    return isinstance(built, type) and issubclass(built, MoELayer)
+
+
+def _submodules(spec: Any) -> Any:
+    return spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 # Of one chunk: keys gathered, and pairs of query and key. What is in work stays near a core's cache.
 _MAX_KEYS = 2**16
 _MAX_PAIRS = 2**20
+# A row's sums must not depend on the others, as the trainer has others (`docs/on_policy.md`): the products inside take
+# at least four rows of queries at a time, and whole vectors of keys, where those that are masked add zeros.
+_QUERIES, _KEYS = 4, 16
 
 
 def paged_attention(
@@ -34,9 +37,10 @@ def paged_attention(
     for chosen in _chunks(num_keys, num_queries):
         keys, queries = num_keys[chosen, None], num_queries[chosen, None]
         # Surplus queries repeat their sequence's last one, so that they write what is there already.
-        step = torch.arange(int(queries.max())).minimum(queries - 1)
-        positions = torch.arange(int(keys.max()))
+        step = torch.arange(_rounded(queries, _QUERIES)).minimum(queries - 1)
+        positions = torch.arange(_rounded(keys, _KEYS))
         table = slots[:, : len(positions)].index_select(0, rows[chosen])
+        table = pad(table, (0, len(positions) - table.shape[1]))
         # A slot past the end may be anything; the sequence's first one holds finite numbers.
         where = torch.where(positions < keys, table, table[:, :1]).view(-1)
         packed = first_query[chosen, None] + step
@@ -48,6 +52,10 @@ def paged_attention(
             scale,
         )
     return output
+
+
+def _rounded(counts: torch.Tensor, multiple: int) -> int:
+    return -int(counts.max()) // multiple * -multiple
 
 
 def _attend(

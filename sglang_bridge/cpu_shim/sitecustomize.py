@@ -96,6 +96,25 @@ def _register_batched_attention(registry: ModuleType) -> None:
     registry.register_attention_backend("torch_native")(create)
 
 
+def _add_as_the_trainer_does(replacement: str) -> Callable[[ModuleType], None]:
+    """A function of `trainer_sums`, which is imported only where SGLang is: this file runs in all of a server."""
+
+    def replace(module: ModuleType) -> None:
+        from sglang_bridge.cpu_shim import trainer_sums
+
+        getattr(trainer_sums, replacement)(module)
+
+    return replace
+
+
+_SUMS = {
+    "sglang.srt.layers.quantization.unquant": "replace_linear",
+    "sglang.srt.layers.logits_processor": "replace_lm_head",
+    "sglang.srt.layers.moe.fused_moe_native": "replace_experts",
+    "sglang.srt.layers.moe.topk": "replace_routing",
+    "sglang.srt.layers.sampler": "replace_logprobs",
+}
+
 sys.meta_path[:0] = [
     _Around("sglang.srt.configs", before=_stand_in_for_torchvision),
     _Around("sglang.srt.mem_cache.pool_host.common", after=_allocate_unpinned),
@@ -104,3 +123,5 @@ if os.environ.get("SGLANG_BRIDGE_BATCHED_ATTENTION") != "0":
     sys.meta_path.insert(
         0, _Around("sglang.srt.layers.attention.attention_registry", after=_register_batched_attention)
     )
+if os.environ.get("SGLANG_BRIDGE_TRAINER_SUMS") != "0":
+    sys.meta_path[:0] = [_Around(name, after=_add_as_the_trainer_does(how)) for name, how in _SUMS.items()]

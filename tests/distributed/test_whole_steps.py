@@ -30,6 +30,7 @@ from support.layouts import (
     LAYOUTS,
     MODELS,
     OPTIMIZER,
+    STEPS_PER_BATCH,
     TEMPERATURE,
     TOTAL_STEPS,
     Case,
@@ -179,6 +180,21 @@ def test_steps_with_latent_attention_are_those_of_one_rank(trained: Any, directo
         else:
             assert float((alone["weights"][name] - start[name]).abs().max()) > 1e-4
             assert float((alone["weights"][name] - weight).abs().max()) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("ranks", "case"), [pytest.param(n, case, id=f"{n}-{case}") for n in (1, 2, 4) for case in cases_of(n)]
+)
+def test_every_router_call_is_replayed_and_every_router_has_a_gradient(trained: Any, ranks: int, case: Case) -> None:
+    """In the old-policy pass, in forward, in recomputation and in backward; the script compares the maps themselves."""
+    found = trained(ranks, case)["routers"]
+    assert len(found) == ranks
+    calls = sum(count for count, _ in found)
+    smallest = [gradient for _, gradient in found if gradient is not None]
+    if case.model == "dense":
+        assert calls == 0 and not smallest
+    else:
+        assert calls >= 2 * BATCHES * STEPS_PER_BATCH * 2 and min(smallest) > 0
 
 
 def norm(tensors: list[torch.Tensor]) -> float:

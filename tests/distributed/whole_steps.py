@@ -29,6 +29,7 @@ from megatron_rl.mcore.optimizer import DistributedAdam, StepResult
 from megatron_rl.mcore.parallel import RankLayout
 from megatron_rl.rollouts.files import read_rollouts
 from megatron_rl.rollouts.store import RolloutStore
+from megatron_rl.training.batch import Batcher, MicroBatch
 from megatron_rl.training.collectives import broadcast_bytes
 from megatron_rl.training.worker import Worker, gather_receivers
 from support.judged_batches import judged_groups
@@ -45,21 +46,35 @@ from support.layouts import (
     Case,
 )
 from support.policies import make_batcher, make_planner, make_policy, make_view
+from support.router_calls import RouterCalls
+
+
+class RecordingBatcher(Batcher):
+    """Keeps the micro-batches that it packed last."""
+
+    packed: list[list[MicroBatch]]
+
+    def optimizer_steps(self, *args: Any) -> list[list[MicroBatch]]:
+        self.packed = super().optimizer_steps(*args)
+        return self.packed
 
 
 class RecordingAdam(DistributedAdam):
-    """Keeps what every step says of itself."""
+    """Keeps what every step says of itself, and the smallest gradient of a router."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, models: Sequence[Any], *args: Any, **kwargs: Any) -> None:
+        super().__init__(models, *args, **kwargs)
         self.taken: list[StepResult] = []
+        self.routers = RouterCalls(models)
+        self.router_gradients: list[float] = []
 
     def step(self, *, loss_is_finite: bool) -> StepResult:
+        self.router_gradients += self.routers.gradients()
         self.taken.append(super().step(loss_is_finite=loss_is_finite))
         return self.taken[-1]
 
 
-def build(case: Case, layout: RankLayout, directory: Path) -> tuple[Worker, RecordingAdam]:
+def build(case: Case, layout: RankLayout, directory: Path) -> tuple[Worker, RecordingAdam, RecordingBatcher]:
     chosen, checkpoint = LAYOUTS[case.layout], directory / case.model
     grid = chosen.parallel
     shape, policy = make_policy(
@@ -72,13 +87,15 @@ def build(case: Case, layout: RankLayout, directory: Path) -> tuple[Worker, Reco
         **layout.groups,
     )
     adam = RecordingAdam(policy.models, OPTIMIZER, total_steps=TOTAL_STEPS)
+    batcher = make_batcher(shape, grid, layout, RecordingBatcher)
+    assert isinstance(batcher, RecordingBatcher)
     worker = Worker(
         layout=layout,
         receivers=gather_receivers(layout, make_view(shape, grid, layout).moe_rows(shape.moe_layers)),
         shape=shape,
         policy=policy,
         optimizer=adam,
-        batcher=make_batcher(shape, grid, layout),
+        batcher=batcher,
         model=ModelSettings(path=str(checkpoint)),
         engine=EngineSettings(dtype="float32"),
         run=RunSettings(),
@@ -86,7 +103,7 @@ def build(case: Case, layout: RankLayout, directory: Path) -> tuple[Worker, Reco
         settings=TrainSettings(total_steps=1, max_route_disagreement=1),  # their routes are random
         rollouts_directory=directory,
     )
-    return worker, adam
+    return worker, adam, batcher
 
 
 def locate(layout: RankLayout, store: RolloutStore, rollouts: Sequence[Rollout], batch: int) -> list[RolloutLocation]:
@@ -104,7 +121,8 @@ def planned(plan: StepPlan) -> list[list[str]]:
 
 
 def play(case: Case, layout: RankLayout, directory: Path) -> None:
-    worker, adam = build(case, layout, directory)
+    worker, adam, batcher = build(case, layout, directory)
+    calls = 0
     store, credit, said = RolloutStore(node=0), Credit(ALGORITHMS[case.algorithm], CREDIT, seed=0), []
     grid, tokens = LAYOUTS[case.layout].parallel, 80 if layout.dp_size == 1 else 40
     planner = make_planner(grid, layout, optimizer_steps_per_batch=STEPS_PER_BATCH, tokens_per_micro_batch=tokens)
@@ -115,15 +133,18 @@ def play(case: Case, layout: RankLayout, directory: Path) -> None:
         plan = planner.plan(batch, credited.rollouts, credited.advantages, credited.uncounted)
         outcome = worker.train(plan)
         assert outcome.finite and outcome.optimizer_steps == STEPS_PER_BATCH
+        calls += adam.routers.check(batcher.packed, recomputed=LAYOUTS[case.layout].recompute == "full")
         fewest = 3 if grid.pp > 1 else 2  # several in flight in a pipeline
         assert all(len(step.micro_batches[0]) >= fewest for step in plan.optimizer_steps)
         names, metrics = [ref.rollout_id for ref in plan.rollouts], outcome.metrics.values()
         given = dict(zip(names, zip(plan.advantages, plan.entropy_advantages, strict=True), strict=True))
         said.append({"steps": planned(plan), "advantages": given, "metrics": metrics})
     weights = {name: tensor.clone() for name, tensor in worker.export()}
+    routers: list[Any] = [None] * layout.world_size
+    dist.all_gather_object(routers, (calls, min(adam.router_gradients, default=None)))
     if layout.rank == 0:
         steps = {"grad_norms": [s.grad_norm for s in adam.taken], "rates": [s.lr for s in adam.taken]}
-        torch.save({"batches": said, "weights": weights, **steps}, directory / f"{case}.pt")
+        torch.save({"batches": said, "weights": weights, "routers": routers, **steps}, directory / f"{case}.pt")
     dist.barrier()
 
 

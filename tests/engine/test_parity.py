@@ -15,10 +15,13 @@ from megatron_rl.prompts.factory import open_prompts
 from megatron_rl.rollouts.files import write_rollouts
 from support.engines import draw_rollouts
 from support.torchrun import torchrun
+from tests.mcore.test_same_sums import EXACT
 
 SCRIPT = Path(__file__).with_name("megatron_logprobs.py")
 ASSETS = Path(__file__).parents[2] / "megatron_rl/models/assets"
 MEAN, MAX = 2e-6, 5e-5
+# An engine and Megatron on one rank add in one order: their logits are equal, and the logarithm of the softmax is left.
+ON_POLICY_MEAN, ON_POLICY_MAX = 1.5e-7, 1e-6
 
 
 def rollout_logprobs(rollouts: list[Rollout]) -> dict[str, torch.Tensor]:
@@ -104,8 +107,9 @@ def compare(task: str, logprobs: dict[str, dict[str, torch.Tensor]]) -> None:
             sizes = f"{len(deltas)} tokens, mean {deltas.mean():.2e}, max {deltas.max():.2e}"
             print(f"{task}: {name} against {other}: {sizes}")
             assert len(deltas) >= 5000
-            assert float(deltas.mean()) <= MEAN
-            assert float(deltas.max()) <= MAX
+            one_order = EXACT and other == "SGLang" and name.startswith("Megatron one")
+            assert float(deltas.mean()) <= (ON_POLICY_MEAN if one_order else MEAN)
+            assert float(deltas.max()) <= (ON_POLICY_MAX if one_order else MAX)
 
 
 @pytest.mark.engine

@@ -99,8 +99,9 @@ def test_one_segment_for_each_weight_version() -> None:
 
 def test_what_a_retracted_request_read_has_its_last_version() -> None:
     retracted = Turn(TOKENIZER.encode("04"), (("3", 1), ("4", 1)), retractions=1)
-    rollout, _, _ = played([Turn.saying("4", version="2"), retracted], "no")
+    rollout, _, _ = played([Turn.saying("4", version="2"), retracted], "no", routes=None)
     assert [s.version for s in rollout.segments] == [2, 2, 4, 3, 4]
+    assert rejected(retracted) == "routes_rewritten"
 
 
 def test_the_budget_bounds_sampled_and_observed_tokens() -> None:

@@ -43,7 +43,7 @@ def test_one_token_of_budget_is_still_asked_for() -> None:
 
 def test_the_last_of_three_versions_is_that_of_a_retracted_request() -> None:
     retracted = Turn(TOKENIZER.encode("046"), (("3", 1), ("4", 1), ("5", 1)), retractions=1)
-    rollout, _, _ = played([retracted])
+    rollout, _, _ = played([retracted], routes=None)
     assert [segment.version for segment in rollout.segments] == [5, 3, 4, 5]
 
 

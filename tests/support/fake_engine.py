@@ -19,7 +19,7 @@ from support.scripted_model import CHECKPOINT, EOS, TOKENIZER
 LAYERS, TOPK = 4, 2
 
 Reply = dict[str, Any]
-Answer = Callable[[int, Reply], Reply | int | None]
+Answer = Callable[[int, Reply], Reply | bytes | int | None]
 
 
 def reply(request: Reply, text: str, **changes: object) -> Reply:
@@ -45,8 +45,8 @@ def routes(request: Reply, num_output: int, experts: tuple[int, int] = (0, 1)) -
 async def fake_engine(
     answer: Answer, *, healthy: Callable[[], bool] = lambda: True, seconds: float = 0.01
 ) -> AsyncIterator[str]:
-    """Serve `/generate` and `/health` and yield the URL: request number n gets `answer(n, request)`: a reply, a status,
-    or with None no answer. seconds: what each takes."""
+    """Serve `/generate` and `/health` and yield the URL: request number n gets `answer(n, request)`: a reply or its
+    bytes, a status, or with None no answer. seconds: what each takes."""
     count = 0
 
     async def generate(request: web.Request) -> web.Response:
@@ -54,6 +54,8 @@ async def fake_engine(
         count += 1
         result = answer(count - 1, json.loads(await request.read()))
         await asyncio.sleep(3600.0 if result is None else seconds)
+        if isinstance(result, bytes):
+            return web.Response(body=result)
         return web.Response(status=result) if isinstance(result, int) else web.json_response(result)
 
     async def health(request: web.Request) -> web.Response:

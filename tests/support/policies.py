@@ -69,8 +69,10 @@ def make_view(shape: ModelShape, parallel: ParallelSettings, layout: RankLayout)
     return RankView.of(shape.num_layers, parallel, **layout.ranks)
 
 
-def make_batcher(shape: ModelShape, parallel: ParallelSettings, layout: RankLayout) -> Batcher:
-    return Batcher(make_view(shape, parallel, layout), route_shape(shape) if shape.moe_layers else None, layout.device)
+def make_batcher(
+    shape: ModelShape, parallel: ParallelSettings, layout: RankLayout, kind: type[Batcher] = Batcher
+) -> Batcher:
+    return kind(make_view(shape, parallel, layout), route_shape(shape) if shape.moe_layers else None, layout.device)
 
 
 def make_planner(parallel: ParallelSettings, layout: RankLayout, *, seed: int = 0, **train: int) -> Planner:

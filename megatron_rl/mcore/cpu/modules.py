@@ -20,6 +20,7 @@ from megatron_rl.mcore.varlen_attention import VarlenAttention
 from megatron_rl.planning.rank_view import zigzag_rows
 
 _BUCKET_SPREAD = 1.25  # longest over shortest sequence in a padded bucket: bounds the padding's cost
+_POSITIONS = 16  # of whole vectors, with which a row's sums do not depend on how long its bucket is
 
 
 class CpuRmsNorm(torch.nn.Module):
@@ -140,8 +141,11 @@ def length_buckets(bounds: Sequence[int]) -> list[list[tuple[int, int]]]:
 
 
 def _padded_index(spans: Sequence[tuple[int, int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row index [b, s] of each padded position (padding repeats the last row) and which positions are real."""
+    """Row index [b, s] of each padded position (padding repeats the last row) and which positions are real.
+
+    s is a multiple of `_POSITIONS`.
+    """
     starts = torch.tensor([start for start, _ in spans], device=device)[:, None]
     lengths = torch.tensor([stop - start for start, stop in spans], device=device)[:, None]
-    offsets = torch.arange(int(lengths.max()), device=device)[None]
+    offsets = torch.arange(-int(lengths.max()) // _POSITIONS * -_POSITIONS, device=device)[None]
     return starts + torch.minimum(offsets, lengths - 1), offsets < lengths
