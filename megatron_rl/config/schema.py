@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import ConfigDict, PlainValidator, StringConstraints, TypeAdapter
+from pydantic import BeforeValidator, ConfigDict, PlainValidator, StringConstraints, TypeAdapter
 
 from sglang_bridge.settings import ServerSettings
 
@@ -26,6 +26,7 @@ NAME = r"^[A-Za-z0-9](?:[A-Za-z0-9_-]|\.[A-Za-z0-9_-])*\.?$"
 Door = Annotated[str, StringConstraints(pattern=DOOR)]
 Name = Annotated[str, StringConstraints(pattern=NAME, max_length=128)]
 Options = dict[str, Any]
+Off = BeforeValidator(lambda value: "off" if value == "false" else value)  # what YAML makes of a bare off
 Dtype = Literal["float32", "bfloat16"]
 
 
@@ -264,7 +265,8 @@ class TrainSettings(Section):
     optimizer_steps_per_batch: Positive = 4
     tokens_per_micro_batch: Positive = 8192
     logit_chunk_tokens: Positive = 4096  # rows of logits turned into log-probabilities at a time
-    replay_routes: bool = True
+    # Which recorded routes every pass replays: the engines' (R3), the old-policy pass' own (R2), or none
+    replay: Annotated[Literal["rollout", "trainer", "off"], Off] = "rollout"
     max_route_disagreement: Share = 0.5  # with the trainer's own routing; above it the run stops, 1: never
     max_nonfinite_steps: Positive = 3  # consecutive steps with NaN or Inf after which the run stops
 

@@ -46,8 +46,8 @@ def build_worker(c: Configuration, shape: ModelShape, loss: PolicyLoss, layout: 
     view = RankView.of(shape.num_layers, c.parallel, **layout.ranks)
     logprobs = ResponseLogprobs(c.train, c.rollout, vocab_size=shape.vocab_size, **layout.groups)
     updates = c.train.total_steps * c.train.optimizer_steps_per_batch
-    replay = RouteReplay(models) if c.train.replay_routes else None
-    routes = route_shape(shape) if c.train.replay_routes else None
+    replay = RouteReplay(models, c.train.replay) if c.train.replay != "off" else None
+    routes = route_shape(shape) if c.train.replay == "rollout" else None
     return Worker(
         layout=layout,
         receivers=gather_receivers(layout, view.moe_rows(shape.moe_layers)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -41,7 +41,7 @@ class MicroBatch:
 
 
 class Batcher:
-    """Packs rollouts for one rank. routes None: no replay. device: where the tensors go.
+    """Packs rollouts for one rank. routes None: theirs are not replayed. device: where the tensors go.
 
     multiple: every rank's rows of a pack are a multiple of it; the pack's last sequence is padded up to that.
     """
@@ -118,7 +118,9 @@ class Batcher:
         )
         for start, rollout in zip(starts, rollouts, strict=False):
             if rollout.routes is None:
-                raise ValueError(f"rollout {rollout.rollout_id} has no routes to replay: set train.replay_routes=false")
+                raise ValueError(
+                    f"rollout {rollout.rollout_id} has no routes to replay: set train.replay=trainer or off"
+                )
             packed[start : start + len(rollout.routes)] = rollout.routes
         return self._tensor(packed[self._view.input_rows(starts)])
 
@@ -157,6 +159,14 @@ class _Sequence:
             logprobs=logprobs[1:][trained],
             advantages=np.full(len(trained), advantage, np.float32),
         )
+
+
+def with_routes(steps: Sequence[Sequence[MicroBatch]], recorded: Sequence[torch.Tensor]) -> list[list[MicroBatch]]:
+    """The same micro-batches with routes that this rank's own routers recorded, in their order; none: unchanged."""
+    if not recorded:  # a pipeline stage without experts
+        return [list(step) for step in steps]
+    routes = iter(recorded)
+    return [[replace(batch, packed=replace(batch.packed, routes=next(routes))) for batch in step] for step in steps]
 
 
 def _joined(parts: Sequence[np.ndarray], dtype: type[np.generic]) -> np.ndarray:

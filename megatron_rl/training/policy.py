@@ -14,7 +14,7 @@ from megatron_rl.training.logprobs import ResponseLogprobs
 
 @dataclass(frozen=True)
 class Policy:
-    """models: this rank's chunks. replay None: live routing."""
+    """models: this rank's chunks. replay None: live routing in every pass."""
 
     models: Sequence[torch.nn.Module]
     logprobs: ResponseLogprobs

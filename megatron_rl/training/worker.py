@@ -24,13 +24,14 @@ from megatron_rl.losses import PolicyLoss
 from megatron_rl.mcore.dtypes import torch_dtype
 from megatron_rl.mcore.optimizer import DistributedAdam
 from megatron_rl.mcore.parallel import RankLayout
+from megatron_rl.mcore.router_target import ReplayError
 from megatron_rl.mcore.weights import every_stage, iterate_hf_weights, save_hf_weights
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.records.metric_sums import MetricSums
 from megatron_rl.records.stopwatch import Stopwatch
 from megatron_rl.rollouts.files import write_rollouts
 from megatron_rl.rollouts.store import read_rollout
-from megatron_rl.training.batch import Batcher, MicroBatch
+from megatron_rl.training.batch import Batcher, MicroBatch, with_routes
 from megatron_rl.training.collectives import gather_bytes
 from megatron_rl.training.exchange import Receiver, exchange_rollouts
 from megatron_rl.training.logprobs import ResponseLogprobs
@@ -77,7 +78,10 @@ class Worker:
     sync: SyncSettings = field(default_factory=SyncSettings)
 
     def train(self, plan: StepPlan) -> TrainOutcome:
-        """Run one planned step. Metrics are merged over all ranks, on all ranks. Raises `RoutesDisagree` on all."""
+        """Run one planned step. Metrics are merged over all ranks, on all ranks.
+
+        Raises on all of them: `ReplayError` where one replayed other routes than the recorded ones, `RoutesDisagree`.
+        """
         watch, metrics = Stopwatch(), MetricSums()
         with watch.stage("exchange"):
             rollouts = exchange_rollouts(
@@ -90,8 +94,14 @@ class Worker:
         merged = MetricSums().merge(MetricSums.from_bytes(data) for data in everyones)
         if rates:
             merged.add_mean("train/lr", rates[-1], 1.0)
-        disagreement = self._absurd_disagreement(merged)
-        self._keep_rollouts(plan.step, "disagreeing-" if disagreement else "" if finite else "nonfinite-", rollouts)
+        faults, disagreement = self._everyones_faults(), self._absurd_disagreement(merged)
+        why = "unreplayed-" if faults else "disagreeing-" if disagreement else "" if finite else "nonfinite-"
+        self._keep_rollouts(plan.step, why, rollouts)
+        if faults:
+            raise ReplayError(
+                f"step {plan.step}: {faults}. That optimizer step was applied on no rank; the batch is in "
+                f"{self.rollouts_directory}"
+            )
         if disagreement:
             raise RoutesDisagree(f"step {plan.step}: {disagreement}; the batch is in {self.rollouts_directory}")
         return TrainOutcome(finite, stepped, merged, watch.seconds)
@@ -120,6 +130,8 @@ class Worker:
             return []
         with watch.stage("old_policy"):
             objectives = compute_old_policy(self.policy, flat, metrics)
+            if self.policy.replay is not None and self.policy.replay.source == "trainer":
+                steps = with_routes(steps, self.policy.replay.take_recorded())
         position, rates = 0, list[float]()
         with watch.stage("train"):
             for planned, batches in zip(plan.optimizer_steps, steps, strict=True):
@@ -139,6 +151,15 @@ class Worker:
                 rates.append(result.lr)
         return rates
 
+    def _everyones_faults(self) -> str:
+        """Where routes were not replayed as recorded, on any rank (a collective); empty where all was well."""
+        replay = self.policy.replay
+        if replay is None:
+            return ""
+        everyones = gather_bytes(replay.take_faults().encode(), self.layout.control_group)
+        found = [f"rank {rank}: {data.decode()}" for rank, data in enumerate(everyones) if data]
+        return f"routes were not replayed as recorded: {'; '.join(found)}" if found else ""
+
     def _absurd_disagreement(self, metrics: MetricSums) -> str:
         """What is wrong with the step's routes; empty where they are plausible. The same on all ranks."""
         share = metrics.values().get("mismatch/route_disagreement", 0.0)
@@ -148,7 +169,7 @@ class Worker:
             f"the engines' routes are not those that the trainer's routers choose in {share:.1%} of the tokens' layers "
             f"(train.max_route_disagreement={self.settings.max_route_disagreement:g}). Rounding makes a few percent: "
             "these engines hold other weights or record other tokens' routes. Look for what records them "
-            "(--moe-runner-backend), or train without: train.replay_routes=false"
+            "(--moe-runner-backend), or train without: train.replay=trainer"
         )
 
     def _keep_rollouts(self, step: int, fault: str, rollouts: dict[int, Rollout]) -> None:
