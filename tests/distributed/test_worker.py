@@ -1,4 +1,4 @@
-"""One training step of two real ranks: exchange across nodes, agreement on NaN, skipped steps."""
+"""One training step of two real ranks: exchange across nodes, agreement on NaN, skipped steps, replay of own routes."""
 
 import json
 from pathlib import Path
@@ -10,9 +10,10 @@ from megatron_rl.rollouts.files import read_rollouts
 from support.torchrun import torchrun
 
 SCRIPT = Path(__file__).with_name("worker_steps.py")
+GRIDS = ("pipeline", "interleaved", "tensor", "context")
 SCENARIOS = (
-    "finite", "nan_on_rank_1", "nan_logits_on_rank_1", "skipped", "pipeline_finite", "pipeline_nan_logits_on_rank_1",
-    "pipeline_skipped",
+    "finite", "nan_on_rank_1", "nan_logits_on_rank_1", "skipped", "recorded", "fault_on_rank_1", "pipeline_finite",
+    "pipeline_nan_logits_on_rank_1", "pipeline_skipped", *(f"{grid}_recorded" for grid in GRIDS),
 )  # fmt: skip
 
 pytestmark = pytest.mark.distributed
@@ -61,3 +62,23 @@ def test_a_nan_on_the_last_stage_stops_the_first_too(results: dict[str, dict[str
 @pytest.mark.parametrize("scenario", ["skipped", "pipeline_skipped"])
 def test_nothing_to_train_is_skipped_by_all(results: dict[str, dict[str, Any]], scenario: str) -> None:
     assert results[scenario]["finite"]
+
+
+@pytest.mark.parametrize("scenario", ["recorded", *(f"{grid}_recorded" for grid in GRIDS)])
+def test_every_pass_of_an_update_uses_the_routes_of_the_old_policy(
+    results: dict[str, dict[str, Any]], scenario: str
+) -> None:
+    """With full recomputation, several micro-batches: the ranks compare each router's calls with what was recorded."""
+    assert results[scenario]["compared"] > 2 and results[scenario]["would_differ"] > 0.1
+
+
+def test_a_rank_that_replays_otherwise_stops_all_together_before_a_weight_moves(
+    results: dict[str, dict[str, Any]], saved: Path
+) -> None:
+    said = results["fault_on_rank_1"]["error"]
+    assert said.startswith("step 3: routes were not replayed as recorded: rank 1: layer 0, micro-batch 0: ")
+    assert "its router ran 2 times in one forward pass, not once" in said
+    assert {path.name for path in (saved / "fault_on_rank_1" / "unreplayed-step-3").iterdir()} == {
+        "rank-0.bin",
+        "rank-1.bin",
+    }
