@@ -51,12 +51,23 @@ class ModelSettings(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CorrectionSettings(Section):
+    """Weights of tokens that correct the engine's policy to the old one; `losses/corrections.py` has the formulas."""
+
+    kind: Annotated[Literal["off", "tis", "icepop", "mis"], Off] = "off"
+    level: Literal["token", "sequence", "geometric"] | None = None  # of the ratio; null: the kind's own
+    low: OpenShare | None = None  # below it a ratio is masked; null: the kind's own, and so the upper one
+    high: Annotated[float, Gt(1)] | None = None  # above it a ratio is masked, or with tis truncated
+
+
+@dataclass(frozen=True, kw_only=True)
 class AlgoSettings(Section):
     """What every algorithm shares. `name` chooses the loss; see the subclasses."""
 
     name: str
     advantages: Literal["group", "one"] = "group"  # group: relative to the group; one: 1 for every judged rollout
     normalize_std: bool = True  # divide group advantages by the group's standard deviation
+    correction: CorrectionSettings = field(default_factory=CorrectionSettings)
     permute_rewards: bool = False  # control experiment: verdicts shuffled across the batch; nothing can be learnt
 
 

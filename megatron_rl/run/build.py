@@ -9,7 +9,7 @@ from megatron_rl.config.schema import Configuration
 from megatron_rl.config.stages import stages_of
 from megatron_rl.contracts.commands import Enter, Save, Sync, Train, Wait
 from megatron_rl.credit.assign import Credit
-from megatron_rl.losses import PolicyLoss
+from megatron_rl.losses import Correction, PolicyLoss
 from megatron_rl.mcore.model import build_models, pack_multiple
 from megatron_rl.mcore.optimizer import DistributedAdam, wrap_data_parallel
 from megatron_rl.mcore.parallel import RankLayout
@@ -52,7 +52,7 @@ def build_worker(c: Configuration, shape: ModelShape, loss: PolicyLoss, layout: 
         layout=layout,
         receivers=gather_receivers(layout, view.moe_rows(shape.moe_layers)),
         shape=shape,
-        policy=Policy(models=models, logprobs=logprobs, loss=loss, replay=replay),
+        policy=Policy(models, logprobs, loss, replay, Correction(c.algo.correction)),
         optimizer=DistributedAdam(models, c.optimizer, total_steps=updates),
         batcher=Batcher(view, routes, layout.device, multiple=pack_multiple(c.model)),
         model=c.model,

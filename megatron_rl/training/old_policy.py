@@ -69,4 +69,6 @@ def compute_old_policy(policy: Policy, batches: Sequence[MicroBatch], metrics: M
     for response in responses:
         metrics.add({"policy/entropy": mean_of(response.old_entropies)})
         metrics.add(rollout_mismatch(response.old_logprobs, response.rollout_logprobs))
-    return [Prepared(policy.loss.prepare(response), response.old_logprobs) for response in responses]
+        metrics.add(policy.correction.metrics(response))
+    corrected = map(policy.correction.corrected, responses)
+    return [Prepared(policy.loss.prepare(response), response.old_logprobs) for response in corrected]
