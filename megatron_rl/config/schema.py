@@ -278,6 +278,7 @@ class TrainSettings(Section):
     logit_chunk_tokens: Positive = 4096  # rows of logits turned into log-probabilities at a time
     # Which recorded routes every pass replays: the engines' (R3), the old-policy pass' own (R2), or none
     replay: Annotated[Literal["rollout", "trainer", "off"], Off] = "rollout"
+    measure_replay_every: Whole = 0  # steps in which a pass with live routing shows what replay changes; 0: never
     max_route_disagreement: Share = 0.5  # with the trainer's own routing; above it the run stops, 1: never
     max_nonfinite_steps: Positive = 3  # consecutive steps with NaN or Inf after which the run stops
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -52,6 +53,12 @@ class Batcher:
         self._routes = routes
         self._num_moe_layers = len(view.moe_rows(routes.moe_layers)) if routes is not None else 0
         self._device = device
+        self._route_seconds = 0.0
+
+    def take_route_seconds(self) -> float:
+        """What packing routes and sending them to the device took since the last call."""
+        seconds, self._route_seconds = self._route_seconds, 0.0
+        return seconds
 
     def optimizer_steps(self, plan: StepPlan, dp_rank: int, rollouts: Mapping[int, Rollout]) -> list[list[MicroBatch]]:
         """This rank's micro-batches of every optimizer step of a plan. rollouts: by index in the plan."""
@@ -113,6 +120,7 @@ class Batcher:
         """The route rows of this rank: padding rows are round-robin, then context and sequence parallelism select."""
         if self._routes is None:
             return None
+        began = time.perf_counter()
         packed = round_robin_routes(
             int(starts[-1]), self._num_moe_layers, num_experts=self._routes.num_experts, topk=self._routes.topk
         )
@@ -122,7 +130,9 @@ class Batcher:
                     f"rollout {rollout.rollout_id} has no routes to replay: set train.replay=trainer or off"
                 )
             packed[start : start + len(rollout.routes)] = rollout.routes
-        return self._tensor(packed[self._view.input_rows(starts)])
+        moved = self._tensor(packed[self._view.input_rows(starts)])
+        self._route_seconds += time.perf_counter() - began
+        return moved
 
     def _real_rows(self, lengths: Sequence[int], starts: np.ndarray) -> torch.Tensor:
         real = np.zeros(starts[-1], bool)
@@ -131,7 +141,11 @@ class Batcher:
         return self._tensor(real[self._view.input_rows(starts)])
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+        """On the device, without waiting for it."""
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        if self._device.type == "cuda":
+            tensor = tensor.pin_memory()  # else the copy waits
+        return tensor.to(self._device, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -159,14 +173,6 @@ class _Sequence:
             logprobs=logprobs[1:][trained],
             advantages=np.full(len(trained), advantage, np.float32),
         )
-
-
-def with_routes(steps: Sequence[Sequence[MicroBatch]], recorded: Sequence[torch.Tensor]) -> list[list[MicroBatch]]:
-    """The same micro-batches with routes that this rank's own routers recorded, in their order; none: unchanged."""
-    if not recorded:  # a pipeline stage without experts
-        return [list(step) for step in steps]
-    routes = iter(recorded)
-    return [[replace(batch, packed=replace(batch.packed, routes=next(routes))) for batch in step] for step in steps]
 
 
 def _joined(parts: Sequence[np.ndarray], dtype: type[np.generic]) -> np.ndarray:

@@ -31,13 +31,15 @@ from megatron_rl.records.metric_sums import MetricSums
 from megatron_rl.records.stopwatch import Stopwatch
 from megatron_rl.rollouts.files import write_rollouts
 from megatron_rl.rollouts.store import read_rollout
-from megatron_rl.training.batch import Batcher, MicroBatch, with_routes
+from megatron_rl.training.batch import Batcher, MicroBatch
 from megatron_rl.training.collectives import gather_bytes
 from megatron_rl.training.exchange import Receiver, exchange_rollouts
 from megatron_rl.training.logprobs import ResponseLogprobs
+from megatron_rl.training.measure_replay import measure_replay
 from megatron_rl.training.old_policy import compute_old_policy
 from megatron_rl.training.policy import Policy
 from megatron_rl.training.update import update_policy
+from megatron_rl.training.update_routes import routes_of_update
 
 
 class RoutesDisagree(Failure):
@@ -88,10 +90,13 @@ class Worker:
                 plan, self.receivers, self.layout.rank, self.layout.control_group, read_rollout
             )
             steps = self.batcher.optimizer_steps(plan, self.layout.dp_rank, rollouts)
-        rates = self._run(plan, steps, watch, metrics)
+        measured: dict[str, float] = {}
+        rates = self._run(plan, steps, watch, metrics, measured)
         stepped, finite = len(rates), len(rates) == len(plan.optimizer_steps)
         everyones = gather_bytes(metrics.to_bytes(), self.layout.control_group)
         merged = MetricSums().merge(MetricSums.from_bytes(data) for data in everyones)
+        for name, value in measured.items():
+            merged.add_mean(name, value, 1.0)
         if rates:
             merged.add_mean("train/lr", rates[-1], 1.0)
         faults, disagreement = self._everyones_faults(), self._absurd_disagreement(merged)
@@ -122,16 +127,24 @@ class Worker:
         save_hf_weights(self.policy.models, self.shape, source=Path(self.model.path), target=target, dtype=dtype)
 
     def _run(
-        self, plan: StepPlan, steps: Sequence[Sequence[MicroBatch]], watch: Stopwatch, metrics: MetricSums
+        self,
+        plan: StepPlan,
+        steps: Sequence[Sequence[MicroBatch]],
+        watch: Stopwatch,
+        metrics: MetricSums,
+        measured: dict[str, float],
     ) -> list[float]:
-        """Returns the learning rate of each optimizer step that was applied."""
+        """Returns the learning rate of each optimizer step that was applied. measured: gets what all ranks know."""
         flat = [batch for step in steps for batch in step]
         if not flat:
             return []
         with watch.stage("old_policy"):
             objectives = compute_old_policy(self.policy, flat, metrics)
-            if self.policy.replay is not None and self.policy.replay.source == "trainer":
-                steps = with_routes(steps, self.policy.replay.take_recorded())
+        steps = routes_of_update(steps, self.policy.replay, self.batcher, watch, metrics)
+        if (every := self.settings.measure_replay_every) and plan.step % every == 0:
+            with watch.stage("measure_replay"):
+                old, group = [objective.old_logprobs for objective in objectives], self.layout.control_group
+                measured |= measure_replay(self.policy, flat, old, self.shape, group, metrics)
         position, rates = 0, list[float]()
         with watch.stage("train"):
             for planned, batches in zip(plan.optimizer_steps, steps, strict=True):

@@ -177,6 +177,7 @@ COMBINATIONS = [
     ("data.options.a=1", "data.options", "{'a': 1}", "class of your own", "Remove"),
     ("environment=worked", "algo.advantages", "group", "not compared", "algo=sft"),
     ("environment=worked", "train.replay", "rollout", "No engine chose", "train.replay=trainer or off"),
+    ("train.measure_replay_every=2 train.replay=off", "train.measure_replay_every", "2", "engines rec", "Use 0"),
     ("algo.correction=tis", "algo.correction", "tis", "a group of keys", "value of that type"),
     ("algo.correction.kind=yes", "algo.correction.kind", "yes", "Must be one of off, tis, icepop, mis", "one of these"),
     (

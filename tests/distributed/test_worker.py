@@ -41,6 +41,29 @@ def test_rollouts_cross_nodes_and_the_step_trains(results: dict[str, dict[str, A
     assert result["metrics"]["policy/entropy"] > 0.0
 
 
+@pytest.mark.parametrize("scenario", ["finite", "pipeline_finite"])
+def test_what_replay_changes_is_known_of_the_layers_and_tokens_of_all_ranks(
+    results: dict[str, dict[str, Any]], scenario: str
+) -> None:
+    """Each rank has half of the rows, or of the layers."""
+    metrics = results[scenario]["metrics"]
+    by_layer = [metrics[f"routes/disagreement/layer_{layer}"] for layer in range(4)]
+    assert sum(by_layer) / 4 == pytest.approx(metrics["mismatch/route_disagreement"])
+    assert metrics["routes/live_disagreement/layer_0"] == by_layer[0], "no layer is before the first one"
+    shares = [metrics[f"routes/load/layer_3/expert_{expert}"] for expert in range(8)]
+    assert sum(shares) == pytest.approx(1) and metrics["routes/load_imbalance/layer_3"] == pytest.approx(
+        8 * max(shares)
+    )
+    assert metrics["mismatch/replayed/logprob_abs_mean"] == pytest.approx(metrics["mismatch/logprob_abs_mean"])
+    assert metrics["mismatch/live/k3_kl"] != pytest.approx(metrics["mismatch/replayed/k3_kl"], rel=1e-3)
+    for kind in ("live", "replayed"):
+        assert metrics[f"mismatch/{kind}/logprob_abs_p99.9"] > metrics[f"mismatch/{kind}/logprob_abs_mean"]
+    other = results["pipeline_finite" if scenario == "finite" else "finite"]["metrics"]
+    measured = {key for key in metrics if key.startswith(("routes/", "mismatch/"))}
+    assert {key: metrics[key] for key in measured} == pytest.approx({key: other[key] for key in measured}, rel=2e-2)
+    assert metrics["replay/bytes_per_token"] == 2 * (4 if scenario == "finite" else 2), "top-2, one byte each, a layer"
+
+
 @pytest.mark.parametrize("scenario", ["nan_on_rank_1", "nan_logits_on_rank_1"])
 def test_a_nan_on_one_rank_stops_every_rank_and_the_batch_is_saved(
     results: dict[str, dict[str, Any]], saved: Path, scenario: str

@@ -40,7 +40,7 @@ from megatron_rl.mcore.parallel import RankLayout
 from megatron_rl.mcore.router_target import ReplayError
 from megatron_rl.mcore.schedule import run_schedule
 from megatron_rl.rollouts.store import RolloutStore
-from megatron_rl.training import worker as worker_module
+from megatron_rl.training import update_routes
 from megatron_rl.training.batch import MicroBatch
 from megatron_rl.training.collectives import broadcast_bytes, gather_bytes
 from megatron_rl.training.worker import Worker, gather_receivers
@@ -84,7 +84,9 @@ def build(layout: RankLayout, rollouts: Path, settings: ParallelSettings, scenar
         engine=EngineSettings(),
         run=RunSettings(),
         logger=LoggerSettings(),
-        settings=TrainSettings(total_steps=1, max_route_disagreement=1),  # their routes are random
+        settings=TrainSettings(  # their routes are random
+            total_steps=1, max_route_disagreement=1, measure_replay_every=0 if own else 3
+        ),
         rollouts_directory=rollouts,
     )
 
@@ -141,7 +143,7 @@ def play(layout: RankLayout, out: Path, name: str) -> None:
 def train_recorded(worker: Worker, plan: StepPlan) -> dict[str, float]:
     """The weights move after the old-policy pass; the update's passes use the routes of that one, over both steps."""
     updated: list[MicroBatch] = []
-    with_routes, updates = worker_module.with_routes, contextlib.ExitStack()
+    with_routes, updates = update_routes.with_routes, contextlib.ExitStack()
 
     def moved(steps: Any, recorded: Any) -> Any:
         assert not updated
@@ -156,10 +158,10 @@ def train_recorded(worker: Worker, plan: StepPlan) -> dict[str, float]:
         updates.enter_context(routers_checked(worker.policy.models, packed, recomputed=True))
         return steps
 
-    worker_module.with_routes = moved
+    update_routes.with_routes = moved
     with updates:
         assert worker.train(plan).finite
-    worker_module.with_routes = with_routes
+    update_routes.with_routes = with_routes
     assert len(updated) > 2 and all(batch.packed.routes is not None for batch in updated)
     live = routes_chosen(worker, updated)  # after the weights have moved
     forced = [batch.packed.routes.long().sort(-1).values for batch in updated if batch.packed.routes is not None]

@@ -98,6 +98,9 @@ def check_method(c: Configuration) -> Iterator[tuple[str, str, str]]:
     if c.rollout.max_staleness > 0 and not (c.selection.name == "oversample" and c.selection.surplus == "keep"):
         rule = "Nothing is trained on later than in the step that draws it, but for selection.surplus=keep"
         yield "rollout.max_staleness", rule, "Use rollout.max_staleness=0"
+    if c.train.measure_replay_every and c.train.replay != "rollout":
+        rule = f"It compares with routes that engines recorded, and train.replay={c.train.replay}"
+        yield "train.measure_replay_every", rule, "Use 0, or train.replay=rollout"
 
 
 def check_environment(c: Configuration) -> Iterator[tuple[str, str, str]]:
