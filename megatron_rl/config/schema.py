@@ -196,6 +196,8 @@ class EngineSettings(Section, ServerSettings):
     urls: list[str] = field(default_factory=list)  # external only
     key_file: str | None = None  # external only: a 0600 file with {"api_key": ..., "admin_api_key": ...}
     count: Annotated[int, Ge(1), Le(1024)] = 1  # managed only: engines per node
+    # A simulation of weight rounding alone: weights are rounded so before they are sent
+    simulate: Annotated[Literal["off", "bf16", "fp8_blockwise"], Off] = "off"
     # An engine that answers nobody for request_timeout_s and this for each of rollout.max_new_tokens has failed
     token_timeout_s: Annotated[float, Ge(0), Le(3600)] = 0.1
 

@@ -25,7 +25,7 @@ from megatron_rl.mcore.dtypes import torch_dtype
 from megatron_rl.mcore.optimizer import DistributedAdam
 from megatron_rl.mcore.parallel import RankLayout
 from megatron_rl.mcore.router_target import ReplayError
-from megatron_rl.mcore.weights import every_stage, iterate_hf_weights, save_hf_weights
+from megatron_rl.mcore.weights import every_stage, iterate_hf_weights, rounded, save_hf_weights
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.records.metric_sums import MetricSums
 from megatron_rl.records.stopwatch import Stopwatch
@@ -117,8 +117,9 @@ class Worker:
         self.optimizer.scale_to(lr)
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights in the engines' dtype under Hugging Face names, all of them on rank 0; every rank exhausts it."""
+        """The weights as engines shall hold them, under Hugging Face names, all on rank 0; every rank exhausts it."""
         weights = iterate_hf_weights(self.policy.models, self.shape, torch_dtype(self.engine.dtype))
+        weights = rounded(weights, self.engine.simulate)
         return every_stage(weights, self.layout, bucket_bytes=int(self.sync.bucket_mb * 2**20))
 
     def save(self, target: Path) -> None:
