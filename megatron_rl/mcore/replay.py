@@ -77,17 +77,24 @@ class RouteReplay:
         for target in targets:
             target.end_forward()
 
-    def take_recorded(self) -> list[torch.Tensor]:
-        """What the last recording pass recorded, by micro-batch: [rows, MoE layers of this rank, topk].
+    def take_recorded(self, num_batches: int) -> list[torch.Tensor | None]:
+        """What the last recording pass recorded, by micro-batch: [rows, MoE layers of this rank, topk], narrow.
 
-        uint8 or uint16. Empty on a pipeline stage without experts.
+        None on a pipeline stage without experts, and where a router recorded nothing, which is a fault.
         """
-        every = self._every
-        batches = sorted({batch for target in every for batch in target.recorded})
-        kept = [target.recorded for target in every]
-        for target in every:
+        kept = [(target, target.recorded) for target in self._every]
+        for target, recorded in kept:
             target.recorded = {}
-        return [torch.stack([recorded[batch] for recorded in kept], dim=1) for batch in batches]
+            lost = [batch for batch in range(num_batches) if batch not in recorded]
+            target.faults += [
+                f"layer {target.layer}, micro-batch {batch}: its router recorded nothing" for batch in lost
+            ]
+        return [
+            torch.stack([recorded[batch] for _, recorded in kept], dim=1)
+            if kept and all(batch in recorded for _, recorded in kept)
+            else None
+            for batch in range(num_batches)
+        ]
 
     @property
     def faulty(self) -> bool:

@@ -10,7 +10,7 @@ import torch
 from megatron_rl.contracts.plan import StepPlan
 from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.losses import rollout_mismatch
-from megatron_rl.mcore.router_target import Routing
+from megatron_rl.mcore.router_target import ReplayError, Routing
 from megatron_rl.mcore.schedule import run_schedule
 from megatron_rl.records.metric_sums import MetricSums
 from megatron_rl.training.batch import MicroBatch
@@ -63,7 +63,7 @@ def measure_gaps(worker: Worker, plan: StepPlan, rollouts: Mapping[int, Rollout]
     sampled = torch.cat([batch.rollout_logprobs for batch in flat])
     old, own, disagreement = {"off": evaluate(policy, flat, "record")}, flat, None
     if replay is not None:
-        own = list(with_routes([flat], replay.take_recorded())[0])
+        own = list(with_routes([flat], replay.take_recorded(len(flat)))[0])
         old["trainer"] = old["off"]
         old["rollout"] = evaluate(policy, flat, "replay")
         differing, rows = replay.disagreement()
@@ -74,7 +74,7 @@ def measure_gaps(worker: Worker, plan: StepPlan, rollouts: Mapping[int, Rollout]
         current["trainer"] = evaluate(policy, own, "replay")
         current["rollout"] = evaluate(policy, flat, "replay")
         if faults := replay.take_faults():
-            raise RuntimeError(f"the measurement is void: {faults}")
+            raise ReplayError(f"the measurement is void: {faults}")
     return Gaps(
         tokens=len(sampled),
         engine_old={name: Gap.between(old[name], sampled) for name in old},

@@ -29,7 +29,7 @@ def routes_of_update(
         return steps
     with watch.stage("replay"):
         if replay.source == "trainer":
-            steps = with_routes(steps, replay.take_recorded())
+            steps = with_routes(steps, replay.take_recorded(sum(map(len, steps))))
     watch.seconds["time/replay"] += batcher.take_route_seconds()
     routes = [batch.packed.routes for step in steps for batch in step if batch.packed.routes is not None]
     metrics.add_mean("replay/bytes_per_token", sum(r.nbytes for r in routes), sum(len(r) for r in routes))
@@ -37,10 +37,8 @@ def routes_of_update(
 
 
 def with_routes(
-    steps: Sequence[Sequence[MicroBatch]], recorded: Sequence[torch.Tensor]
+    steps: Sequence[Sequence[MicroBatch]], recorded: Sequence[torch.Tensor | None]
 ) -> Sequence[Sequence[MicroBatch]]:
-    """The same micro-batches with routes that this rank's own routers recorded, in their order; none: unchanged."""
-    if not recorded:  # a pipeline stage without experts
-        return steps
+    """The same micro-batches with routes that this rank's own routers recorded, in their order."""
     routes = iter(recorded)
     return [[replace(batch, packed=replace(batch.packed, routes=next(routes))) for batch in step] for step in steps]

@@ -180,7 +180,8 @@ def routes_chosen(worker: Worker, batches: Sequence[MicroBatch]) -> list[torch.T
         replay=worker.policy.replay,
         routing="record",
     )
-    return worker.policy.replay.take_recorded()
+    found = worker.policy.replay.take_recorded(len(packed))
+    return [routes for routes in found if routes is not None]
 
 
 def fail_to_replay(layout: RankLayout, worker: Worker, plan: StepPlan, before: torch.Tensor, name: str) -> None:

@@ -92,13 +92,13 @@ def test_recorded_routes_are_replayed_after_the_weights_have_moved(
     models, replay = build(checkpoint, recompute)
     batches = [pack(m) for m in MICRO_BATCHES]
 
-    def record() -> list[torch.Tensor]:
+    def record() -> list[Any]:
         run_schedule(
             models, batches, lambda *_: (None, None), forward_only=True, replay=replay, routing="record"
         )  # fmt: skip
-        return replay.take_recorded()
+        return replay.take_recorded(len(batches))
 
-    recorded = record()
+    recorded = [routes for routes in record() if routes is not None]
     assert [r.shape for r in recorded] == [(b.num_tokens, 3, 2) for b in batches]
     assert all(r.dtype == torch.uint8 for r in recorded)
     generator = torch.Generator().manual_seed(5)
@@ -115,3 +115,26 @@ def test_recorded_routes_are_replayed_after_the_weights_have_moved(
             models, batches, lambda logits, _: (logits.square().mean(), None), forward_only=False, replay=replay
         )
     assert replay.take_faults() == ""
+
+
+def test_a_router_that_recorded_nothing_is_a_fault_and_leaves_nothing_to_replay(
+    megatron: Any, checkpoint: Path
+) -> None:
+    from megatron_rl.mcore.schedule import run_schedule
+
+    models, replay = build(checkpoint)
+    (batch,) = [pack(MICRO_BATCHES[0])]
+    routers(models)[1].router_replay = None
+    run_schedule(
+        models, [batch], lambda *_: (None, None), forward_only=True, replay=replay, routing="record"
+    )  # fmt: skip
+    assert replay.take_recorded(1) == [None]
+    assert "layer 2, micro-batch 0: its router recorded nothing" in replay.take_faults()
+    assert replay.take_recorded(1) == [None], "what was recorded is handed out once"
+
+
+def test_a_stage_without_experts_records_nothing_and_that_is_no_fault() -> None:
+    from megatron_rl.mcore.replay import RouteReplay
+
+    replay = RouteReplay([torch.nn.Linear(2, 2)], "trainer")
+    assert replay.take_recorded(2) == [None, None] and replay.take_faults() == ""
