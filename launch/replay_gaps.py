@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from megatron_rl.config.cli import compose
-from megatron_rl.config.schema import NAME, Configuration
+from megatron_rl.config.schema import Configuration
+from megatron_rl.config.values import NAME
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.refusal import ConfigurationRefused
 from megatron_rl.models.families import read_shape

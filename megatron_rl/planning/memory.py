@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-from megatron_rl.config.schema import Configuration, Dtype, ParallelSettings
+from megatron_rl.config.schema import Configuration, ParallelSettings
+from megatron_rl.config.values import Dtype
 from megatron_rl.models.parameter_count import (
     attention,
     beside_experts,

@@ -17,7 +17,7 @@ from support.scripts import load_script
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = ("rollout.recorded=runs/", "run.resume=runs/")
-OTHERS = ("compare_runs", "export_hf", "heat_maps", "replay_gaps", "simulate_selection")  # scripts that take no configuration
+OTHERS = ("compare_runs", "export_hf", "heat_maps", "replay_gaps")  # scripts that take no configuration
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 

@@ -27,6 +27,7 @@ from megatron_rl.training.policy import Policy
 from megatron_rl.training.update import update_policy
 
 TOKENS = 5
+FIELDS = ("logprobs", "rollout_logprobs", "advantages", "entropy_advantages")
 WAITS = ("tolist", "item", "__float__", "__int__", "__bool__", "cpu", "numpy")
 
 
@@ -71,6 +72,7 @@ def make_batches(count: int) -> list[Any]:
             logprobs=torch.randn(TOKENS, generator=generator).as_subclass(OnDevice),
             rollout_logprobs=torch.randn(TOKENS, generator=generator).as_subclass(OnDevice),
             advantages=torch.ones(TOKENS).as_subclass(OnDevice),
+            entropy_advantages=torch.zeros(TOKENS).as_subclass(OnDevice),
             cu_seqlens=torch.tensor([0, TOKENS], dtype=torch.int32),
         )
         for _ in range(count)
@@ -126,7 +128,7 @@ def test_later_optimizer_steps_do_not_say_it(policy: Policy) -> None:
 
 def test_a_filler_has_no_ratio(policy: Policy) -> None:
     (batch,), metrics = make_batches(1), MetricSums()
-    empty = {name: getattr(batch, name)[:0] for name in ("logprobs", "rollout_logprobs", "advantages")}
+    empty = {name: getattr(batch, name)[:0] for name in FIELDS}
     filler = SimpleNamespace(packed=None, cu_seqlens=torch.tensor([0], dtype=torch.int32), **empty)
     objectives = compute_old_policy(policy, [filler], metrics)  # type: ignore[list-item]
     train(policy, [filler], objectives, metrics, first_step=True)

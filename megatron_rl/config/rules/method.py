@@ -98,9 +98,6 @@ def check_method(c: Configuration) -> Iterator[tuple[str, str, str]]:
     if c.rollout.max_staleness > 0 and not (c.selection.name == "oversample" and c.selection.surplus == "keep"):
         rule = "Nothing is trained on later than in the step that draws it, but for selection.surplus=keep"
         yield "rollout.max_staleness", rule, "Use rollout.max_staleness=0"
-    if c.train.measure_replay_every and c.train.replay != "rollout":
-        rule = f"It compares with routes that engines recorded, and train.replay={c.train.replay}"
-        yield "train.measure_replay_every", rule, "Use 0, or train.replay=rollout"
 
 
 def check_environment(c: Configuration) -> Iterator[tuple[str, str, str]]:
@@ -121,19 +118,3 @@ def check_environment(c: Configuration) -> Iterator[tuple[str, str, str]]:
     for key, value in (("model.hidden_dropout", model.hidden_dropout), ("model.embedding_std", model.embedding_std)):
         if value and model.init != "random":
             yield key, "It is for weights that start at random", "Remove it, or use model.init=random"
-
-
-def check_correction(c: Configuration) -> Iterator[tuple[str, str, str]]:
-    """Which kinds of correction have which levels and bounds, and what there is to correct."""
-    correction, kind = c.algo.correction, c.algo.correction.kind
-    if kind != "off" and (isinstance(c.algo, SftSettings) or c.environment.name == "worked"):
-        yield "algo.correction.kind", "It corrects what an engine sampled, and responses are shown here", "Use off"
-    for name in ("level", "low", "high"):
-        if kind == "off" and attrgetter(name)(correction) is not None:
-            yield f"algo.correction.{name}", "It has no meaning with kind=off", "Remove it, or choose a kind"
-    if kind == "tis" and correction.low is not None:
-        yield "algo.correction.low", "Truncation has an upper bound alone", "Remove it, or use kind=icepop"
-    if kind == "icepop" and correction.level not in (None, "token"):
-        yield "algo.correction.level", "IcePop masks single tokens", "Use token, or kind=mis for whole sequences"
-    if kind == "mis" and correction.level == "token":
-        yield "algo.correction.level", "mis masks whole sequences", "Use kind=icepop, which masks tokens"
