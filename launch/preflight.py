@@ -186,7 +186,7 @@ def check_external_engines(c: Configuration) -> Iterator[Check]:
     for url in engine.urls:
         server = Engine(url=url, node=0, tp=engine.tp, ep=engine.ep, quantization=engine.quantization)
         try:
-            require_external_engines([server], keys, engine, return_routes=c.train.replay_routes)
+            require_external_engines([server], keys, engine, return_routes=c.train.replay == "rollout")
         except EngineError as error:
             yield Check(url, False, str(error), "")
         else:

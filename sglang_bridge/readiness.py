@@ -92,12 +92,12 @@ def _require_routes(engine: Engine, info: dict[str, Any]) -> None:
     if not info.get("enable_return_routed_experts"):
         raise EngineUnhealthy(
             f"engine.urls: {engine.url} does not record expert routes; start it with --enable-return-routed-experts, "
-            "or set train.replay_routes=false"
+            "or set train.replay=trainer or off"
         )
     if (runner := info.get("moe_runner_backend")) in _NOT_RECORDING:
         raise EngineUnhealthy(
             f"engine.urls: {engine.url} runs its experts with {runner}, which routes inside its kernels and records "
-            f"nothing; start it with --moe-runner-backend {RECORDING_RUNNER}, or set train.replay_routes=false"
+            f"nothing; start it with --moe-runner-backend {RECORDING_RUNNER}, or set train.replay=trainer or off"
         )
 
 

@@ -14,10 +14,11 @@ from pydantic_core import ErrorDetails
 
 from megatron_rl.config.facts import LaunchFacts
 from megatron_rl.config.hydra_errors import as_refusal, split_override
-from megatron_rl.config.keys import declared_keys, unknown_key
+from megatron_rl.config.keys import INNER, declared_keys, unknown_key
 from megatron_rl.config.rules import broken_rules
-from megatron_rl.config.schema import ALGORITHMS, DOOR, NAME, Configuration, algorithm_of
+from megatron_rl.config.schema import ALGORITHMS, Configuration, algorithm_of
 from megatron_rl.config.stages import refused_stages, stages_of
+from megatron_rl.config.values import DOOR, NAME
 from megatron_rl.contracts.refusal import ConfigurationRefused, Refusal, shown
 
 _CONFIGURATION = TypeAdapter(Configuration)
@@ -95,7 +96,8 @@ def _from_pydantic(error: ValidationError, algorithm: str, known: Collection[str
     """One refusal for each key. known: keys that are refused already, and `algo.name` stands for its whole section."""
     by_key: dict[str, list[ErrorDetails]] = {}
     for details in error.errors(include_url=False):
-        named, inside = details["loc"][:2], details["loc"][2:]  # inside: indices, and names of a union's members
+        depth = 3 if ".".join(map(str, details["loc"][:2])) in INNER else 2
+        named, inside = details["loc"][:depth], details["loc"][depth:]  # inside: indices, names of a union's members
         key = ".".join(map(str, named)) + "".join(f"[{part}]" for part in inside if isinstance(part, int))
         by_key.setdefault(key, []).append(details)
     for key, errors in by_key.items():

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, Field, asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from megatron_rl.config.schema import ALGORITHMS, Configuration
+from megatron_rl.config.schema import ALGORITHMS, Configuration, CorrectionSettings
 from megatron_rl.contracts.refusal import Refusal
 
 ASSETS = Path(__file__).resolve().parents[1] / "models" / "assets"
 SECTIONS: dict[str, Any] = {name: cls for name, cls in get_type_hints(Configuration).items() if is_dataclass(cls)}
+INNER: dict[str, Any] = {"algo.correction": CorrectionSettings}  # sections within a section
 
 
 def declared_keys(algorithm: str | None = None) -> dict[str, Field[Any]]:
@@ -26,6 +27,8 @@ def declared_keys(algorithm: str | None = None) -> dict[str, Field[Any]]:
             classes = [ALGORITHMS[algorithm]] if algorithm else list(ALGORITHMS.values())
         found[top.name] = top
         found |= {f"{top.name}.{inner.name}": inner for cls in classes for inner in fields(cls)}
+        for name in (name for name in INNER if name in found and name.startswith(f"{top.name}.")):
+            found |= {f"{name}.{inner.name}": inner for inner in fields(INNER[name])}
     return found
 
 
@@ -47,6 +50,8 @@ def register() -> None:
 
 def _defaults(section: Any) -> dict[str, Any]:
     made = {f.name: f.default_factory() for f in fields(section) if f.default_factory is not MISSING}
+    inner = {name.rpartition(".")[2]: asdict(cls()) for name, cls in INNER.items()}
+    made |= {name: inner[name] for name in made if name in inner}
     return {f.name: made.get(f.name, "???" if f.default is MISSING else f.default) for f in fields(section)}
 
 

@@ -5,34 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Le, Lt
-from pydantic import ConfigDict, PlainValidator, StringConstraints, TypeAdapter
+from annotated_types import Ge, Gt, Le
+from pydantic import PlainValidator, TypeAdapter
 
+from megatron_rl.config.values import (
+    BelowOne,
+    Count,
+    Door,
+    Dtype,
+    Name,
+    NotNegative,
+    Off,
+    OpenShare,
+    Options,
+    Positive,
+    Seconds,
+    Section,
+    Seed,
+    Share,
+    Whole,
+)  # fmt: skip
 from sglang_bridge.settings import ServerSettings
-
-Positive = Annotated[int, Ge(1), Le(2**31 - 1)]
-Count = Annotated[int, Ge(1), Le(10**7)]  # of what is kept in memory, one by one
-Whole = Annotated[int, Ge(0), Le(2**31 - 1)]
-Seconds = Annotated[float, Gt(0), Le(10**6)]  # eleven days; milliseconds of it fit into 31 bits
-NotNegative = Annotated[float, Ge(0)]
-Share = Annotated[float, Ge(0), Le(1)]
-BelowOne = Annotated[float, Ge(0), Lt(1)]
-OpenShare = Annotated[float, Gt(0), Lt(1)]
-Seed = Annotated[int, Ge(0), Le(2**32 - 1)]  # of numpy's global generator, which Megatron seeds
-
-# A user's own class, such as my_package.my_module:MyScorer, and a plain directory name without "..".
-DOOR = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
-NAME = r"^[A-Za-z0-9](?:[A-Za-z0-9_-]|\.[A-Za-z0-9_-])*\.?$"
-Door = Annotated[str, StringConstraints(pattern=DOOR)]
-Name = Annotated[str, StringConstraints(pattern=NAME, max_length=128)]
-Options = dict[str, Any]
-Dtype = Literal["float32", "bfloat16"]
-
-
-class Section:
-    """Base of every section: a frozen dataclass that constructors take, checked by pydantic where it is composed."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +43,23 @@ class ModelSettings(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CorrectionSettings(Section):
+    """Weights of tokens that correct the engine's policy to the old one; `losses/corrections.py` has the formulas."""
+
+    kind: Annotated[Literal["off", "tis", "icepop", "mis"], Off] = "off"
+    level: Literal["token", "sequence", "geometric"] | None = None  # of the ratio; null: the kind's own
+    low: OpenShare | None = None  # below it a ratio is masked; null: the kind's own, and so the upper one
+    high: Annotated[float, Gt(1)] | None = None  # above it a ratio is masked, or with tis truncated
+
+
+@dataclass(frozen=True, kw_only=True)
 class AlgoSettings(Section):
     """What every algorithm shares. `name` chooses the loss; see the subclasses."""
 
     name: str
     advantages: Literal["group", "one"] = "group"  # group: relative to the group; one: 1 for every judged rollout
     normalize_std: bool = True  # divide group advantages by the group's standard deviation
+    correction: CorrectionSettings = field(default_factory=CorrectionSettings)
     permute_rewards: bool = False  # control experiment: verdicts shuffled across the batch; nothing can be learnt
 
 
@@ -184,6 +188,8 @@ class EngineSettings(Section, ServerSettings):
     urls: list[str] = field(default_factory=list)  # external only
     key_file: str | None = None  # external only: a 0600 file with {"api_key": ..., "admin_api_key": ...}
     count: Annotated[int, Ge(1), Le(1024)] = 1  # managed only: engines per node
+    # A simulation of weight rounding alone: weights are rounded so before they are sent
+    simulate: Annotated[Literal["off", "bf16", "fp8_blockwise"], Off] = "off"
     # An engine that answers nobody for request_timeout_s and this for each of rollout.max_new_tokens has failed
     token_timeout_s: Annotated[float, Ge(0), Le(3600)] = 0.1
 
@@ -264,7 +270,9 @@ class TrainSettings(Section):
     optimizer_steps_per_batch: Positive = 4
     tokens_per_micro_batch: Positive = 8192
     logit_chunk_tokens: Positive = 4096  # rows of logits turned into log-probabilities at a time
-    replay_routes: bool = True
+    # Which recorded routes every pass replays: the engines' (R3), the old-policy pass' own (R2), or none
+    replay: Annotated[Literal["rollout", "trainer", "off"], Off] = "rollout"
+    measure_replay_every: Whole = 0  # steps in which a pass with live routing shows what replay changes; 0: never
     max_route_disagreement: Share = 0.5  # with the trainer's own routing; above it the run stops, 1: never
     max_nonfinite_steps: Positive = 3  # consecutive steps with NaN or Inf after which the run stops
 

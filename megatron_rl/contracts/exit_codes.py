@@ -17,7 +17,7 @@ class ExitCode(IntEnum):
     BAD_DATA = 3  # prompts or a checkpoint that cannot be read
     ENGINE_FAILED = 4  # an engine or a collector never became healthy, died or lost too many requests
     NON_FINITE = 5  # NaN or Inf in loss or gradients for train.max_nonfinite_steps steps in a row
-    SYNC_MISMATCH = 6  # an engine holds other weights than the trainer sent
+    SYNC_MISMATCH = 6  # an engine holds other weights than the trainer sent, or routes were not replayed as recorded
     PEER_FAILED = 7  # another rank failed or a collective timed out
     CANNOT_WRITE = 8  # a file of the run cannot be written: the disk is full, over quota or read-only
     REQUEUE = 75  # told to stop, and a checkpoint was saved before: start the same again with run.resume=auto

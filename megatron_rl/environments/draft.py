@@ -76,7 +76,7 @@ class RolloutDraft:
             raise self._rejected("empty", "there is no response in it")
         num_inputs = self._segments[-1].route_rows[1] - 1
         if self._route_shape is not None and (self._routes is None or len(self._routes) != num_inputs):
-            raise self._rejected("routes_missing", "nobody sampled its last response; set train.replay_routes=false")
+            raise self._rejected("routes_missing", "nobody sampled its last response; set train.replay=trainer or off")
         segments = tuple(
             replace(
                 segment,

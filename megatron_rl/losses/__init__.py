@@ -1,7 +1,10 @@
 """Objectives as pure functions of log-probabilities, chosen by `algo=`."""
 
+from megatron_rl.losses.corrections import Correction
 from megatron_rl.losses.interface import LossResult, Objective, PolicyLoss, ResponseTokens, mean_of
 from megatron_rl.losses.mismatch import rollout_mismatch
 from megatron_rl.losses.registry import open_loss
 
-__all__ = ["LossResult", "Objective", "PolicyLoss", "ResponseTokens", "mean_of", "open_loss", "rollout_mismatch"]
+__all__ = [
+    "Correction", "LossResult", "Objective", "PolicyLoss", "ResponseTokens", "mean_of", "open_loss", "rollout_mismatch",
+]  # fmt: skip

@@ -1,77 +1,136 @@
-"""Route replay: Megatron's routers use the experts the engine used, in forward, in recomputation and so in backward."""
+"""Route replay: Megatron's routers use recorded experts, in forward, in recomputation and so in backward."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
-from megatron_rl.mcore.router_target import ReplayError, RouterTarget
+from megatron_rl.mcore.router_target import ReplayError, RouterTarget, Routing
+
+_SHOWN_FAULTS = 8
 
 
 class RouteReplay:
-    """Replays routes through the routers of one rank's model chunks."""
+    """Replays routes through the routers of one rank's model chunks.
 
-    def __init__(self, models: Sequence[torch.nn.Module]) -> None:
+    source: who records them: the engines, at rollout (R3, arXiv 2510.11370), or these routers, in the old-policy pass
+    (R2, arXiv 2507.18071, 5.3).
+    """
+
+    def __init__(self, models: Sequence[torch.nn.Module], source: Literal["rollout", "trainer"] = "rollout") -> None:
+        self.source = source
         self._targets: list[list[RouterTarget]] = []
         for model in models:
             routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
             chunk = []
             for router in sorted(routers, key=lambda r: r.layer_number or 0):
                 _refuse_unreplayable(router.config)
-                router.router_replay = RouterTarget()
+                router.router_replay = RouterTarget((router.layer_number or 1) - 1, _recomputations(router.config))
                 chunk.append(router.router_replay)
             self._targets.append(chunk)
 
+    @property
+    def _every(self) -> list[RouterTarget]:
+        return [target for chunk in self._targets for target in chunk]
+
+    @property
+    def first_pass(self) -> Routing:
+        """What the routers do in the old-policy pass."""
+        return "record" if self.source == "trainer" else "replay"
+
     @contextlib.contextmanager
-    def active(self, *, measure: bool = False, forward_only: bool = False) -> Iterator[None]:
-        """Replay within; on leaving, everything is forgotten. Raises `ReplayError` for leftovers."""
-        every = [target for chunk in self._targets for target in chunk]
-        for target in every:
-            target.activate(measure=measure, forward_only=forward_only)
+    def active(
+        self, routing: Routing = "replay", *, measure: bool = False, forward_only: bool = False
+    ) -> Iterator[None]:
+        """Replay within; on leaving, everything but what was recorded and measured is forgotten."""
+        for target in self._every:
+            target.activate(routing, measure=measure, forward_only=forward_only)
         try:
             yield
-        except BaseException:
-            for target in every:
+        finally:
+            for target in self._every:
                 target.deactivate()
-            raise
-        problems = [f"router {i}: {what}" for i, t in enumerate(every) if (what := t.deactivate()) is not None]
-        if problems:
-            raise ReplayError(
-                "routes were left over, the next step would replay the wrong ones: " + "; ".join(problems)
-            )
 
     @contextlib.contextmanager
-    def forward(self, chunk: int, routes: torch.Tensor | None, real_rows: torch.Tensor | None = None) -> Iterator[None]:
-        """Force `routes` [rows, MoE layers of this rank, topk] during one micro-batch's forward through model `chunk`.
+    def forward(
+        self, chunk: int, batch: int, routes: torch.Tensor | None, real_rows: torch.Tensor | None = None
+    ) -> Iterator[None]:
+        """One micro-batch's forward through model `chunk`. routes [rows, MoE layers of this rank, topk].
 
-        real_rows bool [rows] leaves padding out of the disagreement. routes None: live routing. Only shapes are checked
-        here: expert ids were, by `contracts.routes`, where the routes entered.
+        batch: its place in the pass. real_rows bool [rows] leaves padding out of what is measured. routes None: there
+        is nothing to replay, or to compare with. Only shapes are checked here: expert ids were, by `contracts.routes`,
+        where the routes entered.
         """
-        if routes is None:
-            yield
-            return
         first = sum(len(targets) for targets in self._targets[:chunk])
-        targets = self._targets[chunk]
-        total = sum(len(t) for t in self._targets)
-        if routes.ndim != 3 or routes.shape[1] != total:
-            raise ReplayError(f"routes of shape {tuple(routes.shape)}: expected [rows, {total} MoE layers, topk]")
+        targets, total = self._targets[chunk], len(self._every)
+        if routes is not None and targets and (routes.ndim != 3 or routes.shape[1] != total):
+            shape = tuple(routes.shape)
+            targets[0].faults.append(f"micro-batch {batch}: routes of shape {shape}, not [rows, {total} layers, topk]")
+            routes = None
         for layer, target in enumerate(targets):
-            target.begin_forward(routes[:, first + layer], real_rows)
+            target.begin_forward(batch, None if routes is None else routes[:, first + layer], real_rows)
         yield
         for target in targets:
             target.end_forward()
 
+    def take_recorded(self, num_batches: int) -> list[torch.Tensor | None]:
+        """What the last recording pass recorded, by micro-batch: [rows, MoE layers of this rank, topk], narrow.
+
+        None on a pipeline stage without experts, and where a router recorded nothing, which is a fault.
+        """
+        kept = [(target, target.recorded) for target in self._every]
+        for target, recorded in kept:
+            target.recorded = {}
+            lost = [batch for batch in range(num_batches) if batch not in recorded]
+            target.faults += [
+                f"layer {target.layer}, micro-batch {batch}: its router recorded nothing" for batch in lost
+            ]
+        return [
+            torch.stack([recorded[batch] for _, recorded in kept], dim=1)
+            if kept and all(batch in recorded for _, recorded in kept)
+            else None
+            for batch in range(num_batches)
+        ]
+
+    @property
+    def faulty(self) -> bool:
+        """Whether routes were not replayed as recorded, on this rank, since `take_faults`."""
+        return any(target.faults for target in self._every)
+
+    def take_faults(self) -> str:
+        """What was wrong since the last call, empty where nothing was; the first few, with their layers and counts."""
+        found = [fault for target in self._every for fault in target.faults]
+        for target in self._every:
+            target.faults = []
+        more = f"; and {len(found) - _SHOWN_FAULTS} more" if len(found) > _SHOWN_FAULTS else ""
+        return "; ".join(found[:_SHOWN_FAULTS]) + more
+
     def disagreement(self) -> tuple[int, int]:
-        """(row-layers whose live choice differed from the replayed one, row-layers) of the last measured pass."""
-        counts = [target.disagreement for chunk in self._targets for target in chunk]
-        if not counts:  # a pipeline stage without experts
-            return 0, 0
-        differing, rows = torch.stack(counts).sum(0).tolist()  # the only transfer of a pass
-        return differing, rows
+        """(row-layers whose live choice differed from the given one, row-layers) of the last measured pass."""
+        counts = self.layer_disagreement().values()
+        return sum(differing for differing, _ in counts), sum(rows for _, rows in counts)
+
+    def layer_disagreement(self) -> dict[int, tuple[int, int]]:
+        """`disagreement` of each of this rank's decoder layers with experts, counted from 0."""
+        if not self._every:  # a pipeline stage without experts
+            return {}
+        counts = torch.stack([target.disagreement for target in self._every]).tolist()  # the only transfer of a pass
+        return {target.layer: (differing, rows) for target, (differing, rows) in zip(self._every, counts, strict=True)}
+
+    def layer_load(self) -> dict[int, list[int]]:
+        """How many rows each expert got in the last measured pass, by decoder layer, counted from 0."""
+        return {target.layer: target.load.tolist() for target in self._every}
+
+
+def _recomputations(config: Any) -> int:
+    """How often a router runs again in the backward pass."""
+    modules = config.recompute_modules or ()
+    again = config.recompute_granularity == "full" or (config.recompute_granularity == "selective" and "moe" in modules)
+    return int(again)
 
 
 def _refuse_unreplayable(config: Any) -> None:
@@ -98,4 +157,4 @@ def _refuse_unreplayable(config: Any) -> None:
     }
     for key, (broken, why) in rules.items():
         if broken:
-            raise ReplayError(f"{key}={getattr(config, key)!r}: {why}; switch it off or set train.replay_routes=false")
+            raise ReplayError(f"{key}={getattr(config, key)!r}: {why}; switch it off or set train.replay=off")

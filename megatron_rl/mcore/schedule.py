@@ -13,6 +13,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_rl.mcore.packed_batch import PackedBatch
 from megatron_rl.mcore.replay import RouteReplay
+from megatron_rl.mcore.router_target import Routing
 from megatron_rl.mcore.weights.parameters import unwrap
 
 
@@ -52,7 +53,7 @@ class _Stage:
         if self.replay is None:
             output = model(**inputs)
         else:
-            with self.replay.forward(chunk, batch.routes, batch.real_rows):
+            with self.replay.forward(chunk, index, batch.routes, batch.real_rows):
                 output = model(**inputs)
         return output, lambda logits: self._loss(logits, index)
 
@@ -70,9 +71,13 @@ def run_schedule(
     *,
     forward_only: bool,
     replay: RouteReplay | None = None,
+    routing: Routing = "replay",
     measure_routes: bool = False,
 ) -> list[Any]:
-    """Run every micro-batch forward (and backward); returns what `on_logits` kept, in order, on the last stage."""
+    """Run every micro-batch forward (and backward); returns what `on_logits` kept, in order, on the last stage.
+
+    replay None: routers choose by themselves. routing: what they do instead, else.
+    """
     stage = _Stage(
         models,
         batches,
@@ -94,7 +99,7 @@ def run_schedule(
     with torch.set_grad_enabled(not forward_only):
         if replay is None:
             return list(schedule(**arguments))
-        with replay.active(measure=measure_routes, forward_only=forward_only):
+        with replay.active(routing, measure=measure_routes, forward_only=forward_only):
             return list(schedule(**arguments))
 
 

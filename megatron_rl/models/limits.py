@@ -8,7 +8,7 @@ from typing import Any
 from megatron_rl.models.shape import ModelShape
 
 # The settings that a model limits
-LIMITED = ("train.replay_routes", "parallel.ep", "parallel.tp", "parallel.cp", "engine.ep", "engine.tp")
+LIMITED = ("train.replay", "parallel.ep", "parallel.tp", "parallel.cp", "engine.ep", "engine.tp")
 _CPU_COLUMNS = 32  # SGLang widens an MLP to a multiple of this for each rank of an engine on CPUs
 _UNPROVEN = "no step of latent attention in such a grid has been compared with an exact one"
 
@@ -17,8 +17,8 @@ def limits_of(shape: ModelShape, settings: Mapping[str, Any], *, engine_on_cpu: 
     """The key that is wrong, the rule and the remedy. settings: the values of the keys below, by their full names."""
     if not shape.moe_layers:
         none = f"{shape.architecture} has no experts"
-        if settings["train.replay_routes"]:
-            yield "train.replay_routes", f"{none}: there are no routes to replay", "Use train.replay_routes=false"
+        if settings["train.replay"] != "off":
+            yield "train.replay", f"{none}: there are no routes to replay", "Use train.replay=off"
         for key in ("parallel.ep", "engine.ep"):
             if settings[key] > 1:
                 yield key, f"{none} to spread over ranks", "Use 1"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-from megatron_rl.config.schema import Configuration, Dtype, ParallelSettings
+from megatron_rl.config.schema import Configuration, ParallelSettings
+from megatron_rl.config.values import Dtype
 from megatron_rl.models.parameter_count import (
     attention,
     beside_experts,
@@ -101,7 +102,7 @@ def rank_memory(c: Configuration, shape: ModelShape, *, world_size: int, stage: 
     rollouts = c.rollout.prompts_per_step * c.rollout.samples_per_prompt
     longest = c.data.max_prompt_tokens + c.rollout.max_new_tokens
     batch_rows = math.ceil(rollouts * p.tp * p.pp * p.cp / world_size) * longest
-    replayed = moe * width if c.train.replay_routes else 0
+    routes = moe * width if c.train.replay != "off" else 0
     on_last = stage == p.pp - 1
     shared = math.ceil(held.dense / dense_copies) + math.ceil(held.experts / expert_copies)
     copied = (size + _SAVED) * shared if c.run.background_saves else 0  # of what this rank writes
@@ -112,8 +113,8 @@ def rank_memory(c: Configuration, shape: ModelShape, *, world_size: int, stage: 
         optimizer=adam * shared,
         activations=_activations(c, shape, rows, stage),
         logits=3 * rows * math.ceil(shape.vocab_size / p.tp) * size if on_last else 0,  # they, a copy, their gradient
-        routes=math.ceil(batch_rows / (p.cp * p.tp)) * replayed,  # all micro-batches of a batch are packed at once
-        host_routes=batch_rows * replayed,
+        routes=math.ceil(batch_rows / (p.cp * p.tp)) * routes,  # all micro-batches of a batch are packed at once
+        host_routes=batch_rows * routes if c.train.replay == "rollout" else 0,
         host_save=_SAVED * (held.dense + held.experts) + copied if c.run.checkpoint_every else 0,
     )
 

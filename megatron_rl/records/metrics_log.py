@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 
 from megatron_rl.config.schema import LoggerSettings
+from megatron_rl.records.heat_maps import heat_maps, is_drawn, is_share
+from megatron_rl.records.past_run import RunUnreadable, read_metrics
 from megatron_rl.records.run_directory import RunDirectory
 from megatron_rl.records.writing import CannotWrite, writing_problem
 
@@ -36,7 +38,12 @@ class MetricsLog:
             self._append(json.dumps(record).encode() + b"\n")
             if self._writer is not None:
                 for name, value in values.items():
-                    self._writer.add_scalar(name, value, step)
+                    if not is_share(name):
+                        self._writer.add_scalar(name, value, step)
+                if any(map(is_drawn, values)):
+                    with contextlib.suppress(RunUnreadable):  # no picture of an old damaged line
+                        for heat_map in heat_maps(read_metrics(self._path.parent)):
+                            self._writer.add_image(heat_map.name, heat_map.image(), step)
                 self._writer.flush()
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from megatron_rl.config.schema import Configuration
 from megatron_rl.config.stages import stages_of
 from megatron_rl.contracts.commands import Enter, Save, Sync, Train, Wait
 from megatron_rl.credit.assign import Credit
-from megatron_rl.losses import PolicyLoss
+from megatron_rl.losses import Correction, PolicyLoss
 from megatron_rl.mcore.model import build_models, pack_multiple
 from megatron_rl.mcore.optimizer import DistributedAdam, wrap_data_parallel
 from megatron_rl.mcore.parallel import RankLayout
@@ -46,13 +46,13 @@ def build_worker(c: Configuration, shape: ModelShape, loss: PolicyLoss, layout: 
     view = RankView.of(shape.num_layers, c.parallel, **layout.ranks)
     logprobs = ResponseLogprobs(c.train, c.rollout, vocab_size=shape.vocab_size, **layout.groups)
     updates = c.train.total_steps * c.train.optimizer_steps_per_batch
-    replay = RouteReplay(models) if c.train.replay_routes else None
-    routes = route_shape(shape) if c.train.replay_routes else None
+    replay = RouteReplay(models, c.train.replay) if c.train.replay != "off" else None
+    routes = route_shape(shape) if c.train.replay == "rollout" else None
     return Worker(
         layout=layout,
         receivers=gather_receivers(layout, view.moe_rows(shape.moe_layers)),
         shape=shape,
-        policy=Policy(models=models, logprobs=logprobs, loss=loss, replay=replay),
+        policy=Policy(models, logprobs, loss, replay, Correction(c.algo.correction)),
         optimizer=DistributedAdam(models, c.optimizer, total_steps=updates),
         batcher=Batcher(view, routes, layout.device, multiple=pack_multiple(c.model)),
         model=c.model,

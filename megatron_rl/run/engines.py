@@ -58,6 +58,7 @@ class Engines:
         self._job = job
         self._directory = directory
         self._stack = stack
+        self._record_routes = configuration.train.replay == "rollout"
         self._keys = self._share_keys()
         self._services: NodeServices | None = None
         if job.local_rank == 0:
@@ -132,7 +133,7 @@ class Engines:
                 node=job.node,
                 host=node_address(job.num_nodes),
                 gpus=tuple(range(start, start + engine.tp)) if device == "cuda" else (),
-                return_routes=self._configuration.train.replay_routes,
+                return_routes=self._record_routes,
                 load_format="dummy" if model.init == "random" else None,
                 seed=(self._configuration.seed + job.node * engine.count + index) % 2**32,
             )
@@ -150,7 +151,7 @@ class Engines:
             Engine(url=url, node=job.node, tp=settings.tp, ep=settings.ep, quantization=settings.quantization)
             for url in settings.urls[job.node :: job.num_nodes]
         ]
-        require_external_engines(engines, self._keys, settings, return_routes=self._configuration.train.replay_routes)
+        require_external_engines(engines, self._keys, settings, return_routes=self._record_routes)
         return engines
 
     def _open_hub(self, *, start_collector: bool) -> Hub | None:
@@ -175,7 +176,7 @@ class Engines:
             engines=tuple(engine for engine in engines if engine.node == node),
             api_key=self._keys.api_key,
             model_path=configuration.model.path,
-            routes=route_shape(self._shape) if configuration.train.replay_routes else None,
+            routes=route_shape(self._shape) if self._record_routes else None,
             engine=configuration.engine,
             rollout=configuration.rollout,
             reward=configuration.reward,

@@ -11,6 +11,7 @@ from megatron_rl.mcore import parallel
 from megatron_rl.mcore.checkpoint import SavedWeights
 from megatron_rl.mcore.dtypes import torch_dtype
 from megatron_rl.mcore.job import Job
+from megatron_rl.mcore.weights import rounded
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.records.records import Records
 from megatron_rl.records.stopwatch import Stopwatch
@@ -99,6 +100,6 @@ def open_weights(c: Configuration, shape: ModelShape, checkpoint: Path, job: Job
 
     def weights() -> NamedTensors:
         with loading(checkpoint):
-            yield from saved.all(torch_dtype(c.engine.dtype))
+            yield from rounded(saved.all(torch_dtype(c.engine.dtype)), c.engine.simulate)
 
     return weights

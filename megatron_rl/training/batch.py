@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -41,7 +42,7 @@ class MicroBatch:
 
 
 class Batcher:
-    """Packs rollouts for one rank. routes None: no replay. device: where the tensors go.
+    """Packs rollouts for one rank. routes None: theirs are not replayed. device: where the tensors go.
 
     multiple: every rank's rows of a pack are a multiple of it; the pack's last sequence is padded up to that.
     """
@@ -52,6 +53,12 @@ class Batcher:
         self._routes = routes
         self._num_moe_layers = len(view.moe_rows(routes.moe_layers)) if routes is not None else 0
         self._device = device
+        self._route_seconds = 0.0
+
+    def take_route_seconds(self) -> float:
+        """What packing routes and sending them to the device took since the last call."""
+        seconds, self._route_seconds = self._route_seconds, 0.0
+        return seconds
 
     def optimizer_steps(self, plan: StepPlan, dp_rank: int, rollouts: Mapping[int, Rollout]) -> list[list[MicroBatch]]:
         """This rank's micro-batches of every optimizer step of a plan. rollouts: by index in the plan."""
@@ -113,14 +120,19 @@ class Batcher:
         """The route rows of this rank: padding rows are round-robin, then context and sequence parallelism select."""
         if self._routes is None:
             return None
+        began = time.perf_counter()
         packed = round_robin_routes(
             int(starts[-1]), self._num_moe_layers, num_experts=self._routes.num_experts, topk=self._routes.topk
         )
         for start, rollout in zip(starts, rollouts, strict=False):
             if rollout.routes is None:
-                raise ValueError(f"rollout {rollout.rollout_id} has no routes to replay: set train.replay_routes=false")
+                raise ValueError(
+                    f"rollout {rollout.rollout_id} has no routes to replay: set train.replay=trainer or off"
+                )
             packed[start : start + len(rollout.routes)] = rollout.routes
-        return self._tensor(packed[self._view.input_rows(starts)])
+        moved = self._tensor(packed[self._view.input_rows(starts)])
+        self._route_seconds += time.perf_counter() - began
+        return moved
 
     def _real_rows(self, lengths: Sequence[int], starts: np.ndarray) -> torch.Tensor:
         real = np.zeros(starts[-1], bool)
@@ -129,7 +141,11 @@ class Batcher:
         return self._tensor(real[self._view.input_rows(starts)])
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+        """On the device, without waiting for it."""
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        if self._device.type == "cuda":
+            tensor = tensor.pin_memory()  # else the copy waits
+        return tensor.to(self._device, non_blocking=True)
 
 
 @dataclass(frozen=True)

@@ -34,3 +34,10 @@ def gather_bytes(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
     parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(world)]
     dist.all_gather(parts, padded, group=group)
     return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
+
+
+def sum_counts(counts: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """The sum over all ranks of whole numbers on the CPU, on every rank."""
+    if group is not None:
+        dist.all_reduce(counts, group=group)
+    return counts

@@ -47,16 +47,19 @@ def compute_old_policy(policy: Policy, batches: Sequence[MicroBatch], metrics: M
         logprob, entropy = policy.logprobs(logits, batches[index])
         return None, (logprob.detach(), entropy.detach())
 
+    replay = policy.replay
+    routing = "replay" if replay is None else replay.first_pass
     results = run_schedule(
         policy.models,
         [batch.packed for batch in batches],
         keep,
         forward_only=True,
-        replay=policy.replay,
-        measure_routes=policy.replay is not None,
+        replay=replay,
+        routing=routing,
+        measure_routes=replay is not None and routing == "replay",
     )
-    if policy.replay is not None:
-        metrics.add_mean("mismatch/route_disagreement", *policy.replay.disagreement())
+    if replay is not None and routing == "replay":
+        metrics.add_mean("mismatch/route_disagreement", *replay.disagreement())
     responses = [
         ResponseTokens(logprob, entropy, batch.rollout_logprobs, token_advantages(batch, entropy), batch.cu_seqlens)
         for batch, (logprob, entropy) in zip(batches, results, strict=False)
@@ -66,4 +69,6 @@ def compute_old_policy(policy: Policy, batches: Sequence[MicroBatch], metrics: M
     for response in responses:
         metrics.add({"policy/entropy": mean_of(response.old_entropies)})
         metrics.add(rollout_mismatch(response.old_logprobs, response.rollout_logprobs))
-    return [Prepared(policy.loss.prepare(response), response.old_logprobs) for response in responses]
+        metrics.add(policy.correction.metrics(response))
+    corrected = map(policy.correction.corrected, responses)
+    return [Prepared(policy.loss.prepare(response), response.old_logprobs) for response in corrected]

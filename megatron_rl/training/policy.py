@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
-from megatron_rl.losses import PolicyLoss
+from megatron_rl.config.schema import CorrectionSettings
+from megatron_rl.losses import Correction, PolicyLoss
 from megatron_rl.mcore.replay import RouteReplay
 from megatron_rl.training.logprobs import ResponseLogprobs
 
 
 @dataclass(frozen=True)
 class Policy:
-    """models: this rank's chunks. replay None: live routing."""
+    """models: this rank's chunks. replay None: live routing in every pass."""
 
     models: Sequence[torch.nn.Module]
     logprobs: ResponseLogprobs
     loss: PolicyLoss
     replay: RouteReplay | None
+    correction: Correction = field(default_factory=lambda: Correction(CorrectionSettings()))

@@ -27,7 +27,9 @@ def update_policy(
     first_step: bool,
     metrics: MetricSums,
 ) -> StepResult:
-    """One optimizer step: forward, backward, agreed finite check, AdamW. objectives: of `batches`, in their order.
+    """One optimizer step: forward, backward, agreed check, AdamW. objectives: of `batches`, in their order.
+
+    No rank steps where one met a NaN or Inf, or replayed other routes than the recorded ones.
 
     first_step: no weight has moved since the old-policy pass, so ratios other than 1 are noise, which is measured.
     `train/loss` is the sum over data-parallel ranks (each adds its local part with weight 1 / dp_size), averaged over
@@ -45,7 +47,8 @@ def update_policy(
         policy.models, [batch.packed for batch in batches], policy_loss, forward_only=False, replay=policy.replay
     )
     total = float(sum(losses)) if losses else 0.0
-    result = optimizer.step(loss_is_finite=math.isfinite(total))
+    replayed = policy.replay is None or not policy.replay.faulty
+    result = optimizer.step(loss_is_finite=math.isfinite(total) and replayed)
     if losses:
         metrics.add_mean("train/loss", total, 1.0 / dp_size)
     if result.stepped:

@@ -42,7 +42,7 @@ def test_every_experiment_is_accepted_as_shipped(experiment: str) -> None:
     ],
 )
 def test_algorithms_have_their_own_schema(checkpoint: Path, name: str, node: type[schema.AlgoSettings]) -> None:
-    worked = ["environment=worked", "train.replay_routes=false"] if name == "sft" else []
+    worked = ["environment=worked", "train.replay=off"] if name == "sft" else []
     config = compose([f"model.path={checkpoint}", f"algo={name}", *worked])
     assert type(config.algo) is node
     assert config.algo == node()  # the YAML recipe and the schema's default agree
@@ -77,8 +77,8 @@ def test_every_option_of_a_group_sets_only_declared_keys(checkpoint: Path, tmp_p
         "external": ["engine.urls=['http://127.0.0.1:3']"],
         "jsonl": [f"data.train_path={tmp_path}/train.jsonl"],
         "reasoning_gym": ["data.task=chain_sum"],
-        "sft": ["environment=worked", "train.replay_routes=false"],
-        "worked": ["algo=sft", "train.replay_routes=false"],
+        "sft": ["environment=worked", "train.replay=off"],
+        "worked": ["algo=sft", "train.replay=off"],
         "custom": [own],
     }
     for file in (HYDRA_CONF / group).glob("*.yaml"):

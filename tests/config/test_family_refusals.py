@@ -31,10 +31,10 @@ def keys(checkpoint: Any, *overrides: str, facts: LaunchFacts | None = None) -> 
 def test_a_model_without_experts_replays_nothing(make_checkpoint: MakeCheckpoint) -> None:
     checkpoint = make_checkpoint(**DENSE)
     said = keys(checkpoint)
-    assert list(said) == ["train.replay_routes"]
-    assert "Qwen3ForCausalLM has no experts: there are no routes to replay" in said["train.replay_routes"]
-    assert not accept(checkpoint, "train.replay_routes=false").train.replay_routes
-    assert list(keys(checkpoint, "train.replay_routes=false", "parallel.ep=2", facts=TWO)) == ["parallel.ep"]
+    assert list(said) == ["train.replay"]
+    assert "Qwen3ForCausalLM has no experts: there are no routes to replay" in said["train.replay"]
+    assert accept(checkpoint, "train.replay=off").train.replay == "off"
+    assert list(keys(checkpoint, "train.replay=off", "parallel.ep=2", facts=TWO)) == ["parallel.ep"]
 
 
 def test_mixtral_is_trained_in_every_layout(make_checkpoint: MakeCheckpoint) -> None:

@@ -40,6 +40,8 @@ UNKNOWN_OR_WRONG_TYPE = [
     ("algo.name=ppo", "algo.name", "ppo", "those of algo=espo", "algo=grpo|gspo|espo|sft|custom"),
     ("--config-dir=x", "--config-dir", "x", "One torchrun is one run", "hydra.searchpath"),
     ("train.total_steps=", "train.total_steps", "''", "whole number", "value of that type"),
+    ("+train.replay_routes=false", "train.replay_routes", "false", "no such key", "Did you mean train.replay?"),
+    ("train.replay=none", "train.replay", "none", "Must be one of rollout, trainer, off", "Choose one"),
     ("data.shuffle=maybe", "data.shuffle", "maybe", "true or false", "value of that type"),
     ("engine.urls=abc", "engine.urls", "abc", "a list", "value of that type"),
     ("optimizer=null", "optimizer", "null", "not be null", "value of that type"),
@@ -174,7 +176,33 @@ COMBINATIONS = [
     ("reward.options.weight=2", "reward.options", "{'weight': 2}", "reward.name=exact_match", "Remove"),
     ("data.options.a=1", "data.options", "{'a': 1}", "class of your own", "Remove"),
     ("environment=worked", "algo.advantages", "group", "not compared", "algo=sft"),
-    ("environment=worked", "train.replay_routes", "true", "No engine chose", "train.replay_routes=false"),
+    ("environment=worked", "train.replay", "rollout", "No engine chose", "train.replay=trainer or off"),
+    ("train.measure_replay_every=2 train.replay=off", "train.measure_replay_every", "2", "engines rec", "Use 0"),
+    ("engine.simulate=fp8", "engine.simulate", "fp8", "Must be one of off, bf16, fp8_blockwise", "one of these"),
+    ("mode=eval engine.simulate=bf16", "engine.simulate", "bf16", "sends no weights", "run.resume=runs/NAME"),
+    ("model.dtype=bfloat16 engine.dtype=bfloat16 engine.simulate=bf16", "engine.simulate", "bf16", "anyway", "Use off"),
+    ("algo.correction=tis", "algo.correction", "tis", "a group of keys", "value of that type"),
+    ("algo.correction.kind=yes", "algo.correction.kind", "yes", "Must be one of off, tis, icepop, mis", "one of these"),
+    (
+        "algo.correction.cap=2",
+        "algo.correction.cap",
+        "2",
+        "no such key",
+        "of algo.correction are kind, level, low, high",
+    ),
+    ("algo.correction.low=1.5", "algo.correction.low", "1.5", "Must be less than 1", "such a number"),
+    ("algo.correction.high=0.5", "algo.correction.high", "0.5", "Must be greater than 1", "such a number"),
+    ("algo.correction.high=3", "algo.correction.high", "3.0", "no meaning with kind=off", "choose a kind"),
+    ("algo.correction.kind=tis algo.correction.low=0.5", "algo.correction.low", "0.5", "upper bound alone", "icepop"),
+    (
+        "algo.correction.kind=icepop algo.correction.level=sequence",
+        "algo.correction.level",
+        "sequence",
+        "single",
+        "mis",
+    ),
+    ("algo.correction.kind=mis algo.correction.level=token", "algo.correction.level", "token", "whole", "kind=icepop"),
+    ("algo=sft algo.correction.kind=tis", "algo.correction.kind", "tis", "responses are shown", "Use off"),
     ("algo=sft", "algo.name", "sft", "right or wrong", "environment=worked"),
     ("algo=sft algo.advantages=group", "algo.advantages", "group", "has no advantages", "Use one"),
     ("algo.advantages=one algo.permute_rewards=true", "algo.permute_rewards", "true", "no reward is used", "Remove"),
@@ -386,7 +414,7 @@ def test_own_class_without_a_module_is_refused_before_anything_is_imported(check
 
 
 def test_worked_responses_need_a_source_that_has_them(checkpoint: Path) -> None:
-    overrides = ["train.replay_routes=false", "algo=sft"]
+    overrides = ["train.replay=off", "algo=sft"]
     refusal = refusals(checkpoint, *overrides, "data=reasoning_gym", "environment=worked")[-1]
     assert str(refusal).startswith("environment.name=worked: data.source=reasoning_gym has no worked responses")
     own = ("environment=custom", "environment.name=json:JSONDecoder")

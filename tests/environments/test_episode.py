@@ -144,7 +144,7 @@ def test_a_demonstration_needs_room_and_has_no_routes() -> None:
     assert too_long.value.reason == "too_long"
     episode = open_episode(ScriptedModel([]))
     episode.demonstrate("046")
-    with pytest.raises(RolloutRejected, match=r"train\.replay_routes=false") as no_routes:
+    with pytest.raises(RolloutRejected, match=r"train\.replay=trainer or off") as no_routes:
         episode.rollout()
     assert no_routes.value.reason == "routes_missing"
 

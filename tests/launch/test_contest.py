@@ -206,7 +206,7 @@ def test_engines_that_do_not_start_end_the_comparison_with_their_code(
     [
         (["--common", "engine.threads=2"], "a-seed0 has engine.threads=2, and a shared server is started"),
         (["--variant", "b:", "engine.max_running_requests=8"], "b-seed0 has engine.max_running_requests=8 and a-seed0"),
-        (["--variant", "b:", "train.replay_routes=false"], "b-seed0 has train.replay_routes=False and a-seed0 True"),
+        (["--variant", "b:", "engine.dtype=bfloat16"], "b-seed0 has engine.dtype=bfloat16 and a-seed0 float32"),
     ],
 )  # fmt: skip
 def test_runs_that_one_server_cannot_serve_are_refused(
@@ -216,3 +216,15 @@ def test_runs_that_one_server_cannot_serve_are_refused(
     said = capsys.readouterr().err
     assert told in said and "leave --shared-engines out" in said
     assert launcher.commands == []
+
+
+def test_ways_to_replay_and_to_round_share_a_server(
+    compare: Compare, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def engines(*given: Any) -> None:
+        raise EngineUnhealthy("it would have started")
+
+    monkeypatch.setattr("launch_compare_runs.shared_engines", engines)
+    other = ("--variant", "b:", "train.replay=trainer", "engine.simulate=fp8_blockwise")
+    assert compare("--seeds", "0", "--variant", "a:", *other, "--shared-engines") == ExitCode.ENGINE_FAILED
+    assert "it would have started" in capsys.readouterr().err

@@ -1,66 +1,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
 
-from megatron_rl.config.schema import ModelSettings, ParallelSettings
-from megatron_rl.models.families import read_shape
-from tests.mcore.packs import pack, targets_of
-
-MICRO_BATCHES = [(0, 1, 2), (3, 4)]
-
-
-def build(
-    checkpoint: Path,
-    recompute: Literal["none", "selective", "full"] = "none",
-    *,
-    dtype: Any = "float32",
-    **overrides: Any,
-) -> Any:
-    """One rank's wrapped models with the checkpoint's weights, and their replay. overrides: Megatron's own settings."""
-    from megatron_rl.mcore.model import build_models
-    from megatron_rl.mcore.optimizer import wrap_data_parallel
-    from megatron_rl.mcore.replay import RouteReplay
-    from megatron_rl.mcore.weights import load_hf_weights
-
-    shape = read_shape(checkpoint)
-    models = build_models(
-        shape, ModelSettings(path=str(checkpoint), recompute=recompute, dtype=dtype), ParallelSettings()
-    )
-    load_hf_weights(models, shape, checkpoint)
-    for name, value in overrides.items():
-        setattr(models[0].config, name, value)
-    return list(wrap_data_parallel(models)), RouteReplay(models)
-
-
-def routers(models: list[Any]) -> list[Any]:
-    from megatron.core.transformer.moe.router import TopKRouter
-
-    return [m for model in models for m in model.modules() if isinstance(m, TopKRouter)]
-
-
-def train_pass(models: list[Any], replay: Any) -> dict[str, torch.Tensor]:
-    """One forward and backward over the micro-batches; returns the gradients by parameter name."""
-    from megatron_rl.mcore.schedule import run_schedule
-
-    def loss(logits: torch.Tensor, index: int) -> tuple[torch.Tensor, None]:
-        value = torch.nn.functional.cross_entropy(logits, targets_of(MICRO_BATCHES[index]), reduction="sum")
-        return value / 50, None
-
-    models[0].zero_grad_buffer()
-    run_schedule(models, [pack(m, range(3)) for m in MICRO_BATCHES], loss, forward_only=False, replay=replay)
-    return {name: p.main_grad.clone() for name, p in models[0].named_parameters()}
-
-
-def chosen(models: list[Any]) -> list[list[torch.Tensor]]:
-    """Records the routing map of every router call from now on, per router."""
-    seen: list[list[torch.Tensor]] = [[] for _ in routers(models)]
-    for router, calls in zip(routers(models), seen, strict=True):
-        router.register_forward_hook(lambda _m, _i, out, calls=calls: calls.append(out[1].detach().clone()))
-    return seen
+from tests.mcore.packs import pack
+from tests.mcore.replayed_models import MICRO_BATCHES, build, chosen, routers, train_pass
 
 
 def as_map(routes: torch.Tensor) -> torch.Tensor:
@@ -95,8 +42,8 @@ def test_scores_of_the_replayed_experts_not_of_the_best_ones() -> None:
         return values, experts
 
     target = RouterTarget()
-    target.activate(measure=True, forward_only=True)
-    target.begin_forward(torch.tensor([[1, 2], [3, 0]], dtype=torch.uint8), None)
+    target.activate("replay", measure=True, forward_only=True)
+    target.begin_forward(0, torch.tensor([[1, 2], [3, 0]], dtype=torch.uint8), None)
     scores = torch.tensor([[9.0, 1.0, 5.0, 7.0], [2.0, 8.0, 4.0, 6.0]])
     values, experts = target.get_replay_topk(scores, 2, default_compute_topk=best)
     assert experts.tolist() == [[1, 2], [3, 0]]
@@ -107,16 +54,21 @@ def test_scores_of_the_replayed_experts_not_of_the_best_ones() -> None:
 def test_pending_micro_batches_are_recomputed_oldest_first() -> None:
     from megatron_rl.mcore.router_target import RouterTarget
 
-    target, scores, routes = RouterTarget(), torch.eye(3), [torch.full((3, 1), expert) for expert in range(3)]
-    target.activate(measure=False, forward_only=False)
-    for experts in routes:
-        target.begin_forward(experts, None)
+    target, scores, routes = (
+        RouterTarget(recomputations=1),
+        torch.eye(3),
+        [torch.full((3, 1), expert) for expert in range(3)],
+    )
+    target.activate("replay", measure=False, forward_only=False)
+    for batch, experts in enumerate(routes):
+        target.begin_forward(batch, experts, None)
         with torch.no_grad():
             target.get_replay_topk(scores, 1, default_compute_topk=torch.topk)
         target.end_forward()
     again = [target.get_replay_topk(scores, 1, default_compute_topk=torch.topk)[1] for _ in routes]
     assert [experts[0].item() for experts in again] == [0, 1, 2]
-    assert target.deactivate() is None
+    target.deactivate()
+    assert target.faults == []
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -183,52 +135,23 @@ def test_counting_disagreement_makes_no_router_wait_for_the_gpu(monkeypatch: pyt
         monkeypatch.setattr(torch.Tensor, name, lambda *_, name=name: pytest.fail(f"{name} waits"))
     monkeypatch.setattr(torch.Tensor, "__getitem__", lambda *_: pytest.fail("an index of bools waits for its size"))
     target, live = RouterTarget(), torch.eye(4)
-    target.activate(measure=True, forward_only=True)
-    for experts, real in (([[0], [1], [3], [2]], [True, True, True, False]), ([[1], [1], [2], [0]], None)):
+    target.activate("replay", measure=True, forward_only=True)
+    for batch, (experts, real) in enumerate(
+        (([[0], [1], [3], [2]], [True, True, True, False]), ([[1], [1], [2], [0]], None))
+    ):
         rows = None if real is None else torch.tensor(real)
-        target.begin_forward(torch.tensor(experts), rows)
+        target.begin_forward(batch, torch.tensor(experts), rows)
         target.get_replay_topk(live, 1, default_compute_topk=lambda scores, topk, **_: scores.topk(topk, dim=1))
         target.end_forward()
     monkeypatch.undo()
     assert target.disagreement.tolist() == [1 + 2, 3 + 4]
+    assert target.load.tolist() == [1 + 1, 1 + 2, 0 + 1, 1 + 0], "the fourth row of the first is padding"
 
 
 def test_a_stage_without_experts_has_nothing_to_disagree_about(megatron: Any) -> None:
     from megatron_rl.mcore.replay import RouteReplay
 
     assert RouteReplay([torch.nn.Linear(2, 2)]).disagreement() == (0, 0)
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        pytest.param(lambda r: r[:-1], id="a row is missing"),
-        pytest.param(lambda r: r[:, :2], id="a layer is missing"),
-        pytest.param(lambda r: r[..., :1], id="an expert is missing"),
-    ],
-)
-def test_routes_of_another_shape_are_refused(megatron: Any, checkpoint: Path, spoil: Any) -> None:
-    from dataclasses import replace
-
-    from megatron_rl.mcore.router_target import ReplayError
-    from megatron_rl.mcore.schedule import run_schedule
-
-    models, replay = build(checkpoint)
-    batch = pack(MICRO_BATCHES[0], range(3))
-    bad = replace(batch, routes=spoil(batch.routes))
-    with pytest.raises(ReplayError):
-        run_schedule(models, [bad], lambda logits, index: (None, None), forward_only=True, replay=replay)
-
-
-def test_a_skipped_recomputation_is_an_error(megatron: Any, checkpoint: Path) -> None:
-    """A loss that does not reach the logits skips the backward pass, and with it every planned recomputation."""
-    from megatron_rl.mcore.router_target import ReplayError
-    from megatron_rl.mcore.schedule import run_schedule
-
-    models, replay = build(checkpoint, "full")
-    batches = [pack(m, range(3)) for m in MICRO_BATCHES]
-    with pytest.raises(ReplayError):
-        run_schedule(models, batches, lambda logits, index: (torch.zeros(()), None), forward_only=False, replay=replay)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

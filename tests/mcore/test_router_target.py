@@ -30,9 +30,9 @@ def ask(target: RouterTarget, best: Best | None = None, topk: int = 2) -> tuple[
     return values, experts.tolist()
 
 
-def active(*, measure: bool = False, forward_only: bool = False) -> RouterTarget:
-    target = RouterTarget()
-    target.activate(measure=measure, forward_only=forward_only)
+def active(*, measure: bool = False, forward_only: bool = False, recomputations: int = 1) -> RouterTarget:
+    target = RouterTarget(layer=4, recomputations=recomputations)
+    target.activate("replay", measure=measure, forward_only=forward_only)
     return target
 
 
@@ -48,17 +48,18 @@ def test_outside_of_replay_the_router_chooses_by_itself() -> None:
     assert target.disagreement.tolist() == [0, 0]
     assert ask(target, best)[1] == LIVE
     assert best.asked == [(2, 4, 3, True)]
-    target.activate(measure=False, forward_only=False)
-    target.begin_forward(FORCED, None)
+    target.activate("replay", measure=False, forward_only=False)
+    target.begin_forward(0, FORCED, None)
     ask(target)
     target.end_forward()
-    assert target.deactivate() is None
+    target.deactivate()
+    assert target.faults == []
     assert ask(target)[1] == LIVE
 
 
 def test_within_it_uses_the_forced_experts_with_gradients_to_their_scores() -> None:
     target, best = active(), Best()
-    target.begin_forward(FORCED, None)
+    target.begin_forward(0, FORCED, None)
     values, experts = ask(target, best)
     assert experts == FORCED.tolist() and values.tolist() == [[1, 5], [6, 8], [0, 1]]
     assert values.requires_grad
@@ -67,13 +68,13 @@ def test_within_it_uses_the_forced_experts_with_gradients_to_their_scores() -> N
 
 def test_the_experts_are_indices_whatever_they_came_as() -> None:
     target = active()
-    target.begin_forward(FORCED, None)
+    target.begin_forward(0, FORCED, None)
     assert target.get_replay_topk(SCORES, 2, None, None, Best())[1].dtype == torch.int64
 
 
 def test_only_the_forward_of_a_measured_pass_is_counted_and_padding_is_not() -> None:
     target, best = active(measure=True), Best()
-    target.begin_forward(routes([3, 0], [0, 1], [1, 2]), torch.tensor([True, True, False]))
+    target.begin_forward(0, routes([3, 0], [0, 1], [1, 2]), torch.tensor([True, True, False]))
     with torch.no_grad():
         ask(target, best)
     assert target.disagreement.tolist() == [1, 2], "order is no difference, the third row is padding"
@@ -81,63 +82,119 @@ def test_only_the_forward_of_a_measured_pass_is_counted_and_padding_is_not() -> 
     target.end_forward()
     ask(target)
     assert target.disagreement.tolist() == [1, 2], "a recomputed router is not counted again"
-    target.begin_forward(FORCED, None)
+    target.begin_forward(0, FORCED, None)
     ask(target)
     assert target.disagreement.tolist() == [3, 5]
-    target.activate(measure=False, forward_only=True)
+    target.activate("replay", measure=False, forward_only=True)
     assert target.disagreement.tolist() == [0, 0] and target.disagreement.dtype == torch.int64
     ask(target)
     assert target.disagreement.tolist() == [0, 0]
 
 
+def test_load_counts_the_rows_of_each_used_expert_and_no_padding() -> None:
+    target = active(measure=True)
+    target.begin_forward(0, routes([3, 0], [0, 1], [1, 2]), torch.tensor([True, True, False]))
+    ask(target)
+    assert target.load.tolist() == [2, 1, 0, 1]
+
+
+def test_a_live_pass_uses_its_own_choice_and_counts_the_given_one_beside_it() -> None:
+    target = RouterTarget()
+    target.activate("live", measure=True, forward_only=True)
+    target.begin_forward(0, routes([3, 0], [0, 1], [1, 2]), None)
+    assert ask(target)[1] == LIVE
+    target.end_forward()
+    assert target.disagreement.tolist() == [2, 3] and target.load.tolist() == [2, 2, 0, 2]
+    target.begin_forward(1, None, None)
+    assert ask(target)[1] == LIVE
+    target.end_forward()
+    assert target.disagreement.tolist() == [2, 3], "nothing to compare with"
+    target.deactivate()
+    assert target.faults == [] and target.recorded == {}
+
+
+@pytest.mark.parametrize(("experts", "dtype"), [(256, torch.uint8), (257, torch.uint16)])
+def test_a_recording_pass_keeps_the_live_choice_of_each_micro_batch(experts: int, dtype: torch.dtype) -> None:
+    target = RouterTarget()
+    target.activate("record", measure=False, forward_only=True)
+    for batch in (0, 1):
+        target.begin_forward(batch, None, None)
+        scores = torch.zeros(1, experts).index_fill(1, torch.tensor([experts - 1 - batch]), 1.0)
+        target.get_replay_topk(scores, 1, None, None, Best())
+        target.end_forward()
+    target.deactivate()
+    assert {batch: kept.tolist() for batch, kept in target.recorded.items()} == {0: [[experts - 1]], 1: [[experts - 2]]}
+    assert all(kept.dtype == dtype for kept in target.recorded.values())
+    assert target.faults == []
+
+
 def test_without_gradients_in_a_forward_only_pass_nothing_waits_for_recomputation() -> None:
     target = active(forward_only=True)
-    target.begin_forward(FORCED, None)
+    target.begin_forward(0, FORCED, None)
     with torch.no_grad():
         ask(target)
     target.end_forward()
-    assert target.deactivate() is None
+    target.deactivate()
+    assert target.faults == []
 
 
 def test_what_was_not_recomputed_is_told_with_numbers_and_forgotten() -> None:
     target = active()
-    for _ in range(3):
-        target.begin_forward(FORCED, None)
+    for batch in range(3):
+        target.begin_forward(batch, FORCED, None)
         with torch.no_grad():
             ask(target)
         target.end_forward()
     assert [ask(target)[1] for _ in range(2)] == [FORCED.tolist()] * 2
-    assert target.deactivate() == "2 micro-batches were recomputed and 1 were not"
-    target.activate(measure=False, forward_only=False)
-    assert target.deactivate() is None
-    target.activate(measure=False, forward_only=False)
-    target.begin_forward(FORCED, None)
+    target.deactivate()
+    assert target.faults == ["layer 4, micro-batch 2: its router was recomputed 0 times, not 1"]
+    target.activate("replay", measure=False, forward_only=False)
+    target.deactivate()
+    assert len(target.faults) == 1
+
+
+def test_a_recomputation_that_the_settings_do_not_make_is_told() -> None:
+    target = active(recomputations=0)
+    target.begin_forward(0, FORCED, None)
     with torch.no_grad():
         ask(target)
     target.end_forward()
-    assert target.deactivate() == "0 micro-batches were recomputed and 1 were not"
+    ask(target)
+    target.deactivate()
+    assert target.faults == ["layer 4, micro-batch 0: its router was recomputed 1 times, not 0"]
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_a_router_runs_once_in_a_forward_pass(times: int) -> None:
+    target = active(recomputations=0)
+    target.begin_forward(7, FORCED, None)
+    for _ in range(times):
+        ask(target)
+    target.end_forward()
+    target.deactivate()
+    assert target.faults == [f"layer 4, micro-batch 7: its router ran {times} times in one forward pass, not once"]
 
 
 def test_padding_of_one_micro_batch_is_not_that_of_the_next_pass() -> None:
-    target = active(measure=True)
-    target.begin_forward(FORCED, torch.tensor([True, False, False]))
-    assert target.deactivate() == "a forward pass was begun and never ended"
-    with pytest.raises(ReplayError, match="end_forward without begin_forward"):
-        target.end_forward()
+    target = active(measure=True, recomputations=0)
+    target.begin_forward(3, FORCED, torch.tensor([True, False, False]))
+    target.deactivate()
+    assert target.faults == ["layer 4, micro-batch 3: its forward pass was begun and never ended"]
     assert target._real_rows is None and target._target is None
 
 
-def test_a_router_without_routes_for_its_micro_batch_is_an_error() -> None:
-    with pytest.raises(ReplayError, match="ran under replay without routes for its micro-batch"):
-        ask(active())
+def test_a_router_without_routes_for_its_micro_batch_chooses_by_itself_and_says_so() -> None:
+    target = active()
+    assert ask(target)[1] == LIVE
+    assert target.faults == ["layer 4: its router ran without routes for its micro-batch"]
 
 
 @pytest.mark.parametrize("bad", [FORCED[:2], FORCED[:, :1]])
-def test_routes_of_another_shape_are_an_error(bad: torch.Tensor) -> None:
+def test_routes_of_another_shape_are_not_used_and_told(bad: torch.Tensor) -> None:
     target = active()
-    target.begin_forward(bad, None)
-    with pytest.raises(ReplayError, match=r"routes of shape \(\d, \d\) for 3 rows and top-2"):
-        ask(target)
+    target.begin_forward(0, bad, None)
+    assert ask(target)[1] == LIVE
+    assert target.faults == [f"layer 4, micro-batch 0: routes of shape {tuple(bad.shape)} for 3 rows and top-2"]
 
 
 def test_a_megatron_that_passes_no_topk_is_an_error() -> None:

@@ -1,6 +1,7 @@
 """A rank's policy over a shipped checkpoint, for scripts that run under torchrun."""
 
 from pathlib import Path
+from typing import Literal
 
 import torch.distributed as dist
 
@@ -44,6 +45,7 @@ def make_policy(
     algo: AlgoSettings,
     *,
     recompute: str = "none",
+    source: Literal["rollout", "trainer"] = "rollout",
     dtype: str = "float32",
     temperature: float = 1.0,
     tp_group: dist.ProcessGroup | None = None,
@@ -61,7 +63,7 @@ def make_policy(
     rollout = RolloutSettings(max_new_tokens=32, temperature=temperature)
     groups = {"tp_group": tp_group, "cp_group": cp_group}
     logprobs = ResponseLogprobs(train_settings(), rollout, vocab_size=shape.vocab_size, **groups)
-    replay = RouteReplay(models) if shape.moe_layers else None
+    replay = RouteReplay(models, source) if shape.moe_layers else None
     return shape, Policy(models=models, logprobs=logprobs, loss=open_loss(algo, shape), replay=replay)
 
 
@@ -70,9 +72,16 @@ def make_view(shape: ModelShape, parallel: ParallelSettings, layout: RankLayout)
 
 
 def make_batcher(
-    shape: ModelShape, parallel: ParallelSettings, layout: RankLayout, kind: type[Batcher] = Batcher
+    shape: ModelShape,
+    parallel: ParallelSettings,
+    layout: RankLayout,
+    kind: type[Batcher] = Batcher,
+    *,
+    replayed: bool = True,
 ) -> Batcher:
-    return kind(make_view(shape, parallel, layout), route_shape(shape) if shape.moe_layers else None, layout.device)
+    """replayed: the rollouts' own routes."""
+    routes = route_shape(shape) if shape.moe_layers and replayed else None
+    return kind(make_view(shape, parallel, layout), routes, layout.device)
 
 
 def make_planner(parallel: ParallelSettings, layout: RankLayout, *, seed: int = 0, **train: int) -> Planner:

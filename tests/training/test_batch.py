@@ -215,7 +215,7 @@ def test_without_replay_routes_are_neither_needed_nor_packed() -> None:
     bare = rollout(*parts(FIVE), routed=False)
     batcher = Batcher(WHOLE, None, torch.device("cpu"))
     assert batcher.pack([bare, FIVE], [1.0, 1.0]).packed.routes is None
-    with pytest.raises(ValueError, match=r"rollout r1 has no routes to replay: set train\.replay_routes=false"):
+    with pytest.raises(ValueError, match=r"rollout r1 has no routes to replay: set train\.replay=trainer or off"):
         pack([bare], [1.0])
 
 

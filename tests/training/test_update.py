@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -14,8 +15,9 @@ from megatron_rl.mcore.cpu import compat
 
 compat.install()
 
-from megatron_rl.config.schema import GrpoSettings
+from megatron_rl.config.schema import CorrectionSettings, GrpoSettings
 from megatron_rl.contracts.plan import Denominators
+from megatron_rl.losses import Correction, ResponseTokens
 from megatron_rl.losses.grpo import Grpo
 from megatron_rl.mcore.optimizer import StepResult
 from megatron_rl.records.metric_sums import MetricSums
@@ -25,6 +27,7 @@ from megatron_rl.training.policy import Policy
 from megatron_rl.training.update import update_policy
 
 TOKENS = 5
+FIELDS = ("logprobs", "rollout_logprobs", "advantages", "entropy_advantages")
 WAITS = ("tolist", "item", "__float__", "__int__", "__bool__", "cpu", "numpy")
 
 
@@ -69,6 +72,7 @@ def make_batches(count: int) -> list[Any]:
             logprobs=torch.randn(TOKENS, generator=generator).as_subclass(OnDevice),
             rollout_logprobs=torch.randn(TOKENS, generator=generator).as_subclass(OnDevice),
             advantages=torch.ones(TOKENS).as_subclass(OnDevice),
+            entropy_advantages=torch.zeros(TOKENS).as_subclass(OnDevice),
             cu_seqlens=torch.tensor([0, TOKENS], dtype=torch.int32),
         )
         for _ in range(count)
@@ -124,7 +128,7 @@ def test_later_optimizer_steps_do_not_say_it(policy: Policy) -> None:
 
 def test_a_filler_has_no_ratio(policy: Policy) -> None:
     (batch,), metrics = make_batches(1), MetricSums()
-    empty = {name: getattr(batch, name)[:0] for name in ("logprobs", "rollout_logprobs", "advantages")}
+    empty = {name: getattr(batch, name)[:0] for name in FIELDS}
     filler = SimpleNamespace(packed=None, cu_seqlens=torch.tensor([0], dtype=torch.int32), **empty)
     objectives = compute_old_policy(policy, [filler], metrics)  # type: ignore[list-item]
     train(policy, [filler], objectives, metrics, first_step=True)
@@ -152,3 +156,20 @@ def test_metrics_are_the_same_however_they_were_summed(policy: Policy) -> None:
     values = MetricSums.from_bytes(metrics.to_bytes()).values()
     assert values["mismatch/logprob_abs_mean"] == pytest.approx(float(differences.abs().mean()))
     assert values["policy/entropy"] == pytest.approx(0.5)
+
+
+def test_the_weights_of_a_correction_reach_the_loss_and_are_reported_with_and_without_it(policy: Policy) -> None:
+    batches = make_batches(2)
+    ratio = torch.cat([(b.logprobs - b.rollout_logprobs).exp() for b in batches]).as_subclass(torch.Tensor)
+    capped, reported = ratio.clamp(max=2.0), {}
+    for kind in ("off", "tis"):
+        prepared: list[ResponseTokens] = []
+        loss = SimpleNamespace(prepare=prepared.append)
+        correction, metrics = Correction(CorrectionSettings(kind=kind)), MetricSums()  # type: ignore[arg-type]
+        compute_old_policy(replace(policy, loss=loss, correction=correction), batches, metrics)  # type: ignore[arg-type]
+        advantages = torch.cat([p.advantages for p in prepared]).as_subclass(torch.Tensor)
+        torch.testing.assert_close(advantages, capped if kind == "tis" else torch.ones(2 * TOKENS))
+        reported[kind] = metrics.values()
+    assert reported["off"] == reported["tis"]
+    assert reported["off"]["mismatch/tis_weight_mean"] == pytest.approx(float(capped.mean()))
+    assert 0 < reported["off"]["mismatch/tis_truncated"] == pytest.approx(float((ratio > 2).float().mean()))

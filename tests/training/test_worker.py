@@ -17,6 +17,7 @@ from megatron_rl.config.schema import EngineSettings, LoggerSettings, ModelSetti
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.plan import Denominators, OptimizerStep, StepPlan
 from megatron_rl.mcore.optimizer import StepResult
+from megatron_rl.mcore.router_target import ReplayError
 from megatron_rl.records.metric_sums import MetricSums
 from megatron_rl.training import worker as module
 from megatron_rl.training.worker import RoutesDisagree, Worker
@@ -44,6 +45,7 @@ class Passes:
         monkeypatch.setattr(module, "exchange_rollouts", lambda *_: {})
         monkeypatch.setattr(module, "gather_bytes", lambda data, group: [data])
         monkeypatch.setattr(module, "compute_old_policy", self._old_policy)
+        monkeypatch.setattr(module, "routes_of_update", lambda steps, *_: steps)
         monkeypatch.setattr(module, "update_policy", self._update)
 
     def _old_policy(self, policy: Any, batches: Sequence[str], metrics: MetricSums) -> list[str]:
@@ -59,14 +61,14 @@ class Passes:
         return StepResult(stepped, grad_norm=1.0, lr=len(self.updates) / 8 if stepped else 0.0)
 
 
-def make_worker(directory: Path, train: TrainSettings | None = None) -> Worker:
+def make_worker(directory: Path, train: TrainSettings | None = None, replay: Any = None) -> Worker:
     def optimizer_steps(planned: StepPlan, rank: int, rollouts: Any) -> list[list[str]]:
         return [
             [f"{index}.{batch}" for batch in range(len(step.micro_batches[rank]))]
             for index, step in enumerate(planned.optimizer_steps)
         ]
 
-    made_up: dict[str, Any] = {name: SimpleNamespace() for name in ("shape", "policy", "optimizer")}
+    made_up: dict[str, Any] = {name: SimpleNamespace() for name in ("shape", "optimizer")}
     return Worker(
         layout=SimpleNamespace(rank=0, dp_rank=0, dp_size=1, control_group=None),  # type: ignore[arg-type]
         receivers=[],
@@ -77,6 +79,7 @@ def make_worker(directory: Path, train: TrainSettings | None = None) -> Worker:
         logger=LoggerSettings(),
         rollouts_directory=directory,
         settings=train or TrainSettings(total_steps=1),
+        policy=SimpleNamespace(replay=replay),  # type: ignore[arg-type]
         **made_up,
     )
 
@@ -119,6 +122,19 @@ def test_routes_that_are_not_the_models_own_stop_the_run(
         make_worker(tmp_path, train).train(plan(1))
     assert e.value.exit_code == ExitCode.SYNC_MISMATCH
     assert [path.name for path in tmp_path.iterdir()] == ["disagreeing-step-3"], "the batch is kept to look at"
+
+
+def test_routes_that_another_rank_did_not_replay_as_recorded_stop_this_one_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    Passes(monkeypatch, bad_step=0)
+    faults = [b"", b"layer 3, micro-batch 1: its router ran 2 times in one forward pass, not once"]
+    everyones = {b"nothing wrong here": faults}
+    monkeypatch.setattr(module, "gather_bytes", lambda data, group: everyones.get(data, [data]))
+    replay = SimpleNamespace(source="rollout", take_faults=lambda: "nothing wrong here")
+    with pytest.raises(ReplayError, match=r"step 3: .*rank 1: layer 3, micro-batch 1: .* 2 times.*applied on no rank"):
+        make_worker(tmp_path, replay=replay).train(plan(1))
+    assert [path.name for path in tmp_path.iterdir()] == ["unreplayed-step-3"], "the batch is kept to look at"
 
 
 @pytest.mark.parametrize(("differing", "limit"), [(0, 0.5), (50, 0.5), (100, 1.0)])

@@ -18,11 +18,16 @@ _FOR_A_START = ("count", "device", "max_total_tokens", "threads", "extra_args")
 
 
 def check_ranks(c: Configuration) -> Iterator[tuple[str, str, str]]:
-    """How long ranks wait for one another, and number formats."""
+    """How long ranks wait for one another, and number formats, real and simulated."""
     for key in ("engine.start_timeout_s", "sync.timeout_s"):
         if attrgetter(key)(c) >= c.parallel.timeout_s:
             rule = f"The other ranks wait in a collective and give up after parallel.timeout_s={c.parallel.timeout_s:g}"
             yield key, rule, "Lower it, or raise parallel.timeout_s above it"
+    if c.engine.simulate == "bf16" and c.engine.dtype == "bfloat16":
+        yield "engine.simulate", "engine.dtype=bfloat16 rounds weights so anyway", "Use off, or engine.dtype=float32"
+    if c.engine.simulate != "off" and c.mode == "eval" and c.run.resume == "never":
+        rule = "Without a checkpoint mode=eval sends no weights, and engines serve model.path as it is"
+        yield "engine.simulate", rule, "Use off, or give a checkpoint: run.resume=runs/NAME"
     if c.engine.dtype == "float32" and c.model.dtype == "bfloat16":
         rule = "It is wider than model.dtype=bfloat16: rollouts would follow another policy than the one trained"
         yield "engine.dtype", rule, "Use engine.dtype=bfloat16"

@@ -108,8 +108,8 @@ def check_environment(c: Configuration) -> Iterator[tuple[str, str, str]]:
             yield "environment.name", "data.source=reasoning_gym has no worked responses", "Use data=column_addition"
         if c.algo.advantages != "one":
             yield "algo.advantages", "Worked responses are not compared with one another", "Use one, as algo=sft does"
-        if c.train.replay_routes:
-            yield "train.replay_routes", "No engine chose routes for a worked response", "Use train.replay_routes=false"
+        if c.train.replay == "rollout":
+            yield "train.replay", "No engine chose routes for a worked response", "Use train.replay=trainer or off"
     elif c.sync.when == "evaluation":
         yield "sync.when", f"environment.name={environment} samples from every step's weights", "Use sync.when=step"
     elif model.hidden_dropout:

@@ -12,7 +12,8 @@ from typing import Any
 from megatron_rl.config.cli import compose
 from megatron_rl.config.facts import LaunchFacts
 from megatron_rl.config.hydra_errors import split_override
-from megatron_rl.config.schema import NAME, Configuration
+from megatron_rl.config.schema import Configuration
+from megatron_rl.config.values import NAME
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.refusal import ConfigurationRefused, shown
 from megatron_rl.records.exit_record import read_exit_record

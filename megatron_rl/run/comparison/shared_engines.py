@@ -13,6 +13,7 @@ import msgspec
 
 from megatron_rl.config.facts import LaunchFacts
 from megatron_rl.config.schema import Configuration, EngineSettings
+from megatron_rl.models.families import read_shape
 from megatron_rl.run.comparison.plan import ComparisonRefused, Run
 from megatron_rl.run.comparison.training import Place
 from sglang_bridge.keys import RunKeys, create_keys
@@ -51,11 +52,9 @@ def _key(settings: EngineSettings, name: str) -> Any:
 
 
 def _served(c: Configuration) -> dict[str, Any]:
-    """What a server is started with."""
-    engine = {f"engine.{name}": value for name, value in msgspec.to_builtins(c.engine).items()}
-    return engine | {
-        "model.path": c.model.path, "model.init": c.model.init, "train.replay_routes": c.train.replay_routes
-    }  # fmt: skip
+    """What a server is started with. It records routes for whoever asks, and takes weights rounded in any way."""
+    engine = {f"engine.{name}": value for name, value in msgspec.to_builtins(c.engine).items() if name != "simulate"}
+    return engine | {"model.path": c.model.path, "model.init": c.model.init}
 
 
 @contextlib.contextmanager
@@ -76,7 +75,7 @@ def shared_engines(c: Configuration, count: int, directory: Path) -> Iterator[li
         place = ServerPlace(
             model_path=c.model.path,
             device="cpu",
-            return_routes=c.train.replay_routes,
+            return_routes=bool(read_shape(c.model.path).moe_layers),
             load_format="dummy" if c.model.init == "random" else None,
         )
         services.start_engines(c.engine, [replace(place, seed=index) for index in range(count)], keys)

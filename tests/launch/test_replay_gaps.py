@@ -1,0 +1,60 @@
+"""The table of gaps: what is refused before anything starts, and what it says."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from support.policies import TWO_DIGIT_ADDITION
+from support.scripts import load_script
+
+script: Any = load_script("replay_gaps")
+MODEL, KIND = f"--model=moe={TWO_DIGIT_ADDITION}", ("--rollouts", "fp8:", "engine.simulate=fp8_blockwise")
+COMMON = ("--common", "experiment=smoke")
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ((f"--model={TWO_DIGIT_ADDITION}", *KIND, *COMMON), "Give NAME=PATH"),
+        (("--model=moe=/nowhere", *KIND, *COMMON), "moe=/nowhere"),
+        ((MODEL, "--rollouts", "engine.dtype=bfloat16", *COMMON), "begin with a name and a colon"),
+        ((MODEL, "--rollouts", "fp8:", "engine.simulate=fp4", *COMMON), "Must be one of off, bf16, fp8_blockwise"),
+    ],
+)
+def test_mistakes_are_told_before_an_engine_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], why: str
+) -> None:
+    assert script.main(["--out", str(tmp_path / "gaps"), *words]) == 2
+    assert why in capsys.readouterr().err
+    assert not (tmp_path / "gaps").exists()
+
+
+def test_engines_record_routes_and_megatron_computes_in_float32(tmp_path: Path) -> None:
+    given = script._parser().parse_args(["--out", str(tmp_path), MODEL, *KIND, *COMMON])
+    (case,) = script.plan(given)
+    overrides = script.drawn(case)
+    assert {"mode=rollout_only", "train.replay=rollout", "model.dtype=float32", f"run.root={tmp_path}"} <= set(
+        overrides
+    )
+    assert case.result == tmp_path / "moe-fp8.json"
+
+
+def test_a_row_for_each_way_to_replay_and_one_for_a_model_without_experts(tmp_path: Path) -> None:
+    from megatron_rl.mcore.cpu import compat
+
+    compat.install()
+    from megatron_rl.training.replay_gaps import Gap, Gaps
+
+    def gaps(*names: str) -> bytes:
+        found = {name: Gap(0.01 * i, 0.5, 1e-4) for i, name in enumerate(names, start=1)}
+        return msgspec.json.encode(Gaps(51234, found, found, 0.0123 if len(names) > 1 else None))
+
+    cases = [script.Case(f"{model} | fp8", tmp_path / model, ()) for model in ("moe", "dense")]
+    cases[0].result.write_bytes(gaps("off", "trainer", "rollout"))
+    cases[1].result.write_bytes(gaps("off"))
+    head, _, *rows = script.table(cases)
+    assert all(row.count("|") == head.count("|") for row in rows)
+    assert [row.split(" | ")[4] for row in rows] == ["off", "R2 (trainer)", "R3 (rollout)", "no experts"]
+    assert rows[2].startswith("| moe | fp8 | 51,234 | 1.23% | R3 (rollout) | 3.00e-02 | 5.00e-01 | 1.00e-04 | 3.00e-02")
