@@ -10,7 +10,8 @@ from typing import Any, get_type_hints
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from megatron_rl.config.schema import ALGORITHMS, Configuration, CorrectionSettings
+from megatron_rl.config.algorithms import ALGORITHMS, CorrectionSettings
+from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.refusal import Refusal
 
 ASSETS = Path(__file__).resolve().parents[1] / "models" / "assets"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le
-from pydantic import PlainValidator, TypeAdapter
+from pydantic import PlainValidator
 
+from megatron_rl.config.algorithms import AlgoSettings, read_algorithm
 from megatron_rl.config.values import (
     BelowOne,
     Count,
@@ -16,7 +17,6 @@ from megatron_rl.config.values import (
     Name,
     NotNegative,
     Off,
-    OpenShare,
     Options,
     Positive,
     Seconds,
@@ -40,88 +40,6 @@ class ModelSettings(Section):
     init: Literal["checkpoint", "random"] = "checkpoint"  # random: config.json and the tokenizer are enough
     embedding_std: Annotated[float, Gt(0)] | None = None  # init=random; null: the model's initializer_range
     hidden_dropout: BelowOne = 0.0  # init=random
-
-
-@dataclass(frozen=True, kw_only=True)
-class CorrectionSettings(Section):
-    """Weights of tokens that correct the engine's policy to the old one; `losses/corrections.py` has the formulas."""
-
-    kind: Annotated[Literal["off", "tis", "icepop", "mis"], Off] = "off"
-    level: Literal["token", "sequence", "geometric"] | None = None  # of the ratio; null: the kind's own
-    low: OpenShare | None = None  # below it a ratio is masked; null: the kind's own, and so the upper one
-    high: Annotated[float, Gt(1)] | None = None  # above it a ratio is masked, or with tis truncated
-
-
-@dataclass(frozen=True, kw_only=True)
-class AlgoSettings(Section):
-    """What every algorithm shares. `name` chooses the loss; see the subclasses."""
-
-    name: str
-    advantages: Literal["group", "one"] = "group"  # group: relative to the group; one: 1 for every judged rollout
-    normalize_std: bool = True  # divide group advantages by the group's standard deviation
-    correction: CorrectionSettings = field(default_factory=CorrectionSettings)
-    permute_rewards: bool = False  # control experiment: verdicts shuffled across the batch; nothing can be learnt
-
-
-@dataclass(frozen=True, kw_only=True)
-class GrpoSettings(AlgoSettings):
-    """Token-level ratios with asymmetric clipping (DAPO's clip-higher), averaged over the batch's tokens."""
-
-    name: Literal["grpo"] = "grpo"
-    clip_low: OpenShare = 0.2
-    clip_high: Annotated[float, Gt(0)] = 0.28
-
-
-@dataclass(frozen=True, kw_only=True)
-class GspoSettings(AlgoSettings):
-    """Sequence-level ratios with gradients through the tokens (GSPO-token)."""
-
-    name: Literal["gspo"] = "gspo"
-    clip_low: OpenShare = 3e-4
-    clip_high: Annotated[float, Gt(0)] = 4e-4
-
-
-@dataclass(frozen=True, kw_only=True)
-class EspoSettings(AlgoSettings):
-    """Entropy-grouped importance sampling with entropy-adaptive clipping."""
-
-    name: Literal["espo"] = "espo"
-    alpha: NotNegative = 0.02
-    fractions: list[Annotated[float, Gt(0), Le(1)]] = field(default_factory=lambda: [0.2])  # []: no grouping
-    min_clip: BelowOne = 3e-4
-    fixed_clip: OpenShare | None = None  # ablation: one epsilon instead of the adaptive ones
-    ratio_denominator: Literal["current", "old"] = "current"
-
-
-@dataclass(frozen=True, kw_only=True)
-class SftSettings(AlgoSettings):
-    """Supervised: the mean negative log-likelihood of the response tokens."""
-
-    name: Literal["sft"] = "sft"
-    advantages: Literal["group", "one"] = "one"
-
-
-@dataclass(frozen=True, kw_only=True)
-class CustomAlgoSettings(AlgoSettings):
-    """A loss of the user's own; `options` are its constructor's arguments."""
-
-    name: Door
-    options: Options = field(default_factory=dict)
-
-
-ALGORITHMS: dict[str, type[AlgoSettings]] = {
-    "grpo": GrpoSettings, "gspo": GspoSettings, "espo": EspoSettings, "sft": SftSettings, "custom": CustomAlgoSettings,
-}  # fmt: skip
-
-
-def algorithm_of(algo: Any) -> str:
-    """Which of `ALGORITHMS` a tree of `algo` keys is checked against."""
-    name = algo.get("name") if isinstance(algo, dict) else None
-    return name if name in ALGORITHMS else "custom"
-
-
-def _read_algo(tree: Any) -> AlgoSettings:
-    return TypeAdapter(ALGORITHMS[algorithm_of(tree)]).validate_python(tree)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,7 +252,7 @@ class Configuration(Section):
     """The whole of `launch/train_rl.py`'s configuration."""
 
     model: ModelSettings
-    algo: Annotated[AlgoSettings, PlainValidator(_read_algo)]
+    algo: Annotated[AlgoSettings, PlainValidator(read_algorithm)]
     data: DataSettings
     environment: EnvironmentSettings = field(default_factory=EnvironmentSettings)
     reward: RewardSettings = field(default_factory=RewardSettings)

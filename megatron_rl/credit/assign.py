@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_rl.config.schema import AlgoSettings, CreditSettings
+from megatron_rl.config.algorithms import AlgoSettings
+from megatron_rl.config.schema import CreditSettings
 from megatron_rl.contracts.group import Group, RolloutRef
 from megatron_rl.contracts.plan import Uncounted
 from megatron_rl.credit.advantages import Floats, group_relative, shaped, tied

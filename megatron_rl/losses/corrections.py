@@ -28,7 +28,7 @@ from dataclasses import replace
 
 import torch
 
-from megatron_rl.config.schema import CorrectionSettings
+from megatron_rl.config.algorithms import CorrectionSettings
 from megatron_rl.losses.clipped_ratio import MAX_LOG_RATIO
 from megatron_rl.losses.interface import ResponseTokens
 from megatron_rl.losses.sequences import sequence_lengths, spread

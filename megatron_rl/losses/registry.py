@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_rl.config.schema import (
+from megatron_rl.config.algorithms import (
     AlgoSettings,
     CustomAlgoSettings,
     EspoSettings,

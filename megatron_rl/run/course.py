@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from megatron_rl.config.schema import Configuration, CustomAlgoSettings
+from megatron_rl.config.algorithms import CustomAlgoSettings
+from megatron_rl.config.schema import Configuration
 from megatron_rl.config.stages import Stage, Until, stages_of
 from megatron_rl.contracts.commands import Enter
 from megatron_rl.losses import open_loss

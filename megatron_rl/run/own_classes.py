@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_rl.config.schema import Configuration, CustomAlgoSettings
+from megatron_rl.config.algorithms import CustomAlgoSettings
+from megatron_rl.config.schema import Configuration
 from megatron_rl.environments.environment import open_environment
 from megatron_rl.losses import open_loss
 from megatron_rl.models.families import read_shape

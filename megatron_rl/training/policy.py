@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_rl.config.schema import CorrectionSettings
+from megatron_rl.config.algorithms import CorrectionSettings
 from megatron_rl.losses import Correction, PolicyLoss
 from megatron_rl.mcore.replay import RouteReplay
 from megatron_rl.training.logprobs import ResponseLogprobs

@@ -6,8 +6,9 @@ import ast
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 
+from megatron_rl.config.algorithms import ALGORITHMS
 from megatron_rl.config.keys import INNER, SECTIONS, declared_keys
-from megatron_rl.config.schema import ALGORITHMS, Configuration
+from megatron_rl.config.schema import Configuration
 from sglang_bridge.settings import ServerSettings
 
 # The configuration itself, and the place that only hands it on: reading there is not using.

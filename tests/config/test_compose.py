@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from megatron_rl.config import schema
+from megatron_rl.config import algorithms
 from megatron_rl.config.cli import HYDRA_CONF, compose
 from megatron_rl.config.facts import LaunchFacts
 from megatron_rl.config.keys import declared_keys
@@ -35,13 +35,13 @@ def test_every_experiment_is_accepted_as_shipped(experiment: str) -> None:
 @pytest.mark.parametrize(
     ("name", "node"),
     [
-        ("grpo", schema.GrpoSettings),
-        ("gspo", schema.GspoSettings),
-        ("espo", schema.EspoSettings),
-        ("sft", schema.SftSettings),
+        ("grpo", algorithms.GrpoSettings),
+        ("gspo", algorithms.GspoSettings),
+        ("espo", algorithms.EspoSettings),
+        ("sft", algorithms.SftSettings),
     ],
 )
-def test_algorithms_have_their_own_schema(checkpoint: Path, name: str, node: type[schema.AlgoSettings]) -> None:
+def test_algorithms_have_their_own_schema(checkpoint: Path, name: str, node: type[algorithms.AlgoSettings]) -> None:
     worked = ["environment=worked", "train.replay=off"] if name == "sft" else []
     config = compose([f"model.path={checkpoint}", f"algo={name}", *worked])
     assert type(config.algo) is node
@@ -57,7 +57,7 @@ def test_command_line_beats_experiment(checkpoint: Path) -> None:
         "train.total_steps=7",
     ]
     config = compose(overrides)
-    assert isinstance(config.algo, schema.GspoSettings)
+    assert isinstance(config.algo, algorithms.GspoSettings)
     assert (config.algo.clip_low, config.train.total_steps) == (0.1, 7)
 
 

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.config.schema import CreditSettings, GrpoSettings, ParallelSettings, SftSettings, TrainSettings
+from megatron_rl.config.algorithms import GrpoSettings, SftSettings
+from megatron_rl.config.schema import CreditSettings, ParallelSettings, TrainSettings
 from megatron_rl.contracts.group import Group, RolloutRef, Verdict, drawn_tokens
 from megatron_rl.contracts.plan import Denominators, OptimizerStep, StepPlan
 from megatron_rl.credit.account import account, usage, warning_of

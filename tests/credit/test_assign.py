@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.config.schema import AlgoSettings, GrpoSettings, SftSettings
+from megatron_rl.config.algorithms import AlgoSettings, GrpoSettings, SftSettings
 from megatron_rl.contracts.group import Group
 from megatron_rl.credit.assign import Credit, Credited
 from megatron_rl.credit.kinds import Kind, kind_of

@@ -1,6 +1,6 @@
 """Credit at its edges: exactly half right, and what the permutation control is seeded with."""
 
-from megatron_rl.config.schema import GrpoSettings
+from megatron_rl.config.algorithms import GrpoSettings
 from megatron_rl.credit.assign import Credit, Credited
 from megatron_rl.credit.kinds import Kind, kind_of
 from support.groups import group

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.config.schema import CreditSettings, GrpoSettings
+from megatron_rl.config.algorithms import GrpoSettings
+from megatron_rl.config.schema import CreditSettings
 from megatron_rl.contracts.group import Verdict
 from megatron_rl.credit.advantages import group_relative, shaped, tied
 from megatron_rl.credit.assign import Credit, Credited

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_rl.config.schema import AlgoSettings, EspoSettings, GrpoSettings, ParallelSettings
+from megatron_rl.config.algorithms import AlgoSettings, EspoSettings, GrpoSettings
+from megatron_rl.config.schema import ParallelSettings
 from megatron_rl.contracts.plan import Denominators
 from megatron_rl.mcore import parallel
 from megatron_rl.mcore.parallel import RankLayout

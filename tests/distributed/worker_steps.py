@@ -23,9 +23,9 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 
+from megatron_rl.config.algorithms import GrpoSettings
 from megatron_rl.config.schema import (
     EngineSettings,
-    GrpoSettings,
     LoggerSettings,
     ModelSettings,
     ParallelSettings,

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.config.schema import CustomAlgoSettings, DataSettings, EnvironmentSettings, RewardSettings
+from megatron_rl.config.algorithms import CustomAlgoSettings
+from megatron_rl.config.schema import DataSettings, EnvironmentSettings, RewardSettings
 from megatron_rl.contracts.doors import DoorError, missing_module
 from megatron_rl.contracts.plan import Denominators
 from megatron_rl.contracts.prompt import Prompt

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.config.schema import CustomAlgoSettings, DataSettings, EnvironmentSettings, RewardSettings
+from megatron_rl.config.algorithms import CustomAlgoSettings
+from megatron_rl.config.schema import DataSettings, EnvironmentSettings, RewardSettings
 from megatron_rl.contracts.doors import DoorError, open_door
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.plan import Denominators

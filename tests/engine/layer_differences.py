@@ -22,8 +22,9 @@ compat.install()
 
 import torch
 
+from megatron_rl.config.algorithms import GrpoSettings
 from megatron_rl.config.cli import compose
-from megatron_rl.config.schema import GrpoSettings, ParallelSettings
+from megatron_rl.config.schema import ParallelSettings
 from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.mcore import parallel
 from megatron_rl.mcore.schedule import run_schedule

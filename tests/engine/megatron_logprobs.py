@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_rl.config.schema import GrpoSettings, ParallelSettings
+from megatron_rl.config.algorithms import GrpoSettings
+from megatron_rl.config.schema import ParallelSettings
 from megatron_rl.losses import LossResult, Objective, ResponseTokens
 from megatron_rl.mcore import parallel
 from megatron_rl.mcore.parallel import RankLayout

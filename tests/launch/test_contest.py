@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.config.schema import EspoSettings, GspoSettings, SftSettings
+from megatron_rl.config.algorithms import EspoSettings, GspoSettings, SftSettings
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.run.comparison.plan import ComparisonRefused
 from megatron_rl.run.comparison.search import (

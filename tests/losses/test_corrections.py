@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.config.schema import ALGORITHMS, CorrectionSettings
+from megatron_rl.config.algorithms import ALGORITHMS, CorrectionSettings
 from megatron_rl.contracts.plan import Denominators
 from megatron_rl.losses import Correction, ResponseTokens, open_loss
 from tests.losses.shapes import shape_of

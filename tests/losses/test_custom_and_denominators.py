@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_rl.config.schema import CustomAlgoSettings, EspoSettings
+from megatron_rl.config.algorithms import CustomAlgoSettings, EspoSettings
 from megatron_rl.contracts.doors import DoorError
 from megatron_rl.contracts.plan import Denominators
 from megatron_rl.losses import ResponseTokens, open_loss

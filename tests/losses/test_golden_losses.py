@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.config.schema import ALGORITHMS
+from megatron_rl.config.algorithms import ALGORITHMS
 from megatron_rl.contracts.plan import Denominators
 from megatron_rl.losses import ResponseTokens, open_loss
 from tests.losses.shapes import shape_of

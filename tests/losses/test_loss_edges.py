@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megatron_rl.config.schema import GspoSettings
+from megatron_rl.config.algorithms import GspoSettings
 from megatron_rl.contracts.plan import Denominators
 from megatron_rl.losses import ResponseTokens, open_loss, rollout_mismatch
 from megatron_rl.losses.clipped_ratio import clipped_surrogate, ratio_through_tokens

@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.config.schema import AlgoSettings, EspoSettings, GrpoSettings, GspoSettings, SftSettings
+from megatron_rl.config.algorithms import AlgoSettings, EspoSettings, GrpoSettings, GspoSettings, SftSettings
 from megatron_rl.contracts.plan import Denominators
 from megatron_rl.losses import LossResult, PolicyLoss, ResponseTokens, open_loss
 from tests.losses.shapes import shape_of

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.config.schema import GrpoSettings, ParallelSettings
+from megatron_rl.config.algorithms import GrpoSettings
+from megatron_rl.config.schema import ParallelSettings
 from megatron_rl.records.log_histogram import RESOLUTION
 
 GRID = ParallelSettings(timeout_s=60)

@@ -10,7 +10,8 @@ import msgspec
 import pytest
 import torch
 
-from megatron_rl.config.schema import GrpoSettings, OptimizerSettings, ParallelSettings
+from megatron_rl.config.algorithms import GrpoSettings
+from megatron_rl.config.schema import OptimizerSettings, ParallelSettings
 
 GRID = ParallelSettings(timeout_s=60)
 

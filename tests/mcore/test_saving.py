@@ -18,8 +18,9 @@ compat.install()
 
 from megatron.core.dist_checkpointing.strategies.checkpointable import CheckpointableShardedTensor
 
+from megatron_rl.config.algorithms import GrpoSettings
 from megatron_rl.config.cli import compose
-from megatron_rl.config.schema import GrpoSettings, ModelSettings, ParallelSettings
+from megatron_rl.config.schema import ModelSettings, ParallelSettings
 from megatron_rl.contracts.commands import Checkpoint, Settle
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.mcore.checkpoint import gather_tensors, load_tensors

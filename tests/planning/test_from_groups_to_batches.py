@@ -5,7 +5,8 @@ import itertools
 import pytest
 import torch
 
-from megatron_rl.config.schema import GrpoSettings, ParallelSettings, TrainSettings
+from megatron_rl.config.algorithms import GrpoSettings
+from megatron_rl.config.schema import ParallelSettings, TrainSettings
 from megatron_rl.contracts.routes import RouteShape
 from megatron_rl.credit.assign import Credit
 from megatron_rl.models.families import read_shape

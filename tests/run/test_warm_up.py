@@ -6,15 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.config.schema import (
-    AlgoSettings,
-    EspoSettings,
-    GspoSettings,
-    ModelSettings,
-    ParallelSettings,
-    RolloutSettings,
-    SftSettings,
-)
+from megatron_rl.config.algorithms import AlgoSettings, EspoSettings, GspoSettings, SftSettings
+from megatron_rl.config.schema import ModelSettings, ParallelSettings, RolloutSettings
 from megatron_rl.contracts.plan import Denominators
 from megatron_rl.losses import Objective, ResponseTokens, open_loss
 from megatron_rl.models.families import read_shape

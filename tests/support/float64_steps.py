@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_rl.config.schema import AlgoSettings, EspoSettings, GrpoSettings, OptimizerSettings
+from megatron_rl.config.algorithms import AlgoSettings, EspoSettings, GrpoSettings
+from megatron_rl.config.schema import OptimizerSettings
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.rollout import Rollout
 from support.float64_model import Float64Model

@@ -3,14 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from megatron_rl.config.schema import (
-    CreditSettings,
-    Dtype,
-    EspoSettings,
-    GrpoSettings,
-    OptimizerSettings,
-    ParallelSettings,
-)
+from megatron_rl.config.algorithms import EspoSettings, GrpoSettings
+from megatron_rl.config.schema import CreditSettings, Dtype, OptimizerSettings, ParallelSettings
 from support.float64_model import DENSE, MIXTRAL
 
 Recompute = Literal["none", "selective", "full"]

@@ -5,11 +5,11 @@ from typing import Any, TextIO
 
 import msgspec
 
+from megatron_rl.config.algorithms import GrpoSettings
 from megatron_rl.config.schema import (
     Configuration,
     CreditSettings,
     EvalSettings,
-    GrpoSettings,
     ParallelSettings,
     RolloutSettings,
     RunSettings,

@@ -5,14 +5,8 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from megatron_rl.config.schema import (
-    AlgoSettings,
-    ModelSettings,
-    OptimizerSettings,
-    ParallelSettings,
-    RolloutSettings,
-    TrainSettings,
-)
+from megatron_rl.config.algorithms import AlgoSettings
+from megatron_rl.config.schema import ModelSettings, OptimizerSettings, ParallelSettings, RolloutSettings, TrainSettings
 from megatron_rl.losses import open_loss
 from megatron_rl.mcore.model import build_models
 from megatron_rl.mcore.optimizer import wrap_data_parallel

@@ -13,7 +13,8 @@ compat.install()
 
 import torch
 
-from megatron_rl.config.schema import GrpoSettings, ModelSettings, ParallelSettings, RolloutSettings
+from megatron_rl.config.algorithms import GrpoSettings
+from megatron_rl.config.schema import ModelSettings, ParallelSettings, RolloutSettings
 from megatron_rl.losses.grpo import Grpo
 from megatron_rl.mcore import parallel
 from megatron_rl.mcore.model import build_models

@@ -9,7 +9,7 @@ from megatron_rl.mcore.cpu import compat
 
 compat.install()
 
-from megatron_rl.config.schema import AlgoSettings, EspoSettings, GrpoSettings, GspoSettings
+from megatron_rl.config.algorithms import AlgoSettings, EspoSettings, GrpoSettings, GspoSettings
 from megatron_rl.contracts.plan import Denominators
 from megatron_rl.losses import ResponseTokens, open_loss
 from megatron_rl.models.families import read_shape

@@ -6,15 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.config.schema import (
-    AlgoSettings,
-    EspoSettings,
-    GrpoSettings,
-    GspoSettings,
-    RolloutSettings,
-    SftSettings,
-    TrainSettings,
-)
+from megatron_rl.config.algorithms import AlgoSettings, EspoSettings, GrpoSettings, GspoSettings, SftSettings
+from megatron_rl.config.schema import RolloutSettings, TrainSettings
 from megatron_rl.contracts.plan import Denominators
 from megatron_rl.losses import ResponseTokens, open_loss
 from megatron_rl.training.logprobs import ResponseLogprobs

@@ -15,7 +15,7 @@ from megatron_rl.mcore.cpu import compat
 
 compat.install()
 
-from megatron_rl.config.schema import CorrectionSettings, GrpoSettings
+from megatron_rl.config.algorithms import CorrectionSettings, GrpoSettings
 from megatron_rl.contracts.plan import Denominators
 from megatron_rl.losses import Correction, ResponseTokens
 from megatron_rl.losses.grpo import Grpo

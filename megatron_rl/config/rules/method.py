@@ -8,7 +8,8 @@ from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 
-from megatron_rl.config.schema import Configuration, DataSettings, EspoSettings, RewardSettings, SftSettings
+from megatron_rl.config.algorithms import EspoSettings, SftSettings
+from megatron_rl.config.schema import Configuration, DataSettings, RewardSettings
 from megatron_rl.contracts.doors import MODULE_REMEDY, missing_module
 from megatron_rl.contracts.paths import problem_with, problem_with_new
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from operator import attrgetter
 
-from megatron_rl.config.schema import Configuration, SftSettings
+from megatron_rl.config.algorithms import SftSettings
+from megatron_rl.config.schema import Configuration
 
 
 def check_replay(c: Configuration) -> Iterator[tuple[str, str, str]]:

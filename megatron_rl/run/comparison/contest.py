@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
 
-from megatron_rl.config.schema import AlgoSettings
+from megatron_rl.config.algorithms import AlgoSettings
 from megatron_rl.records.curves import read_curve
 from megatron_rl.run.comparison.plan import ComparisonRefused, Planner, Run, Variant, has_diverged
 from megatron_rl.run.comparison.search import Point, Trial, at_given_widths, best, read_grids

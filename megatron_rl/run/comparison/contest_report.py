@@ -7,7 +7,7 @@ from dataclasses import asdict
 from statistics import mean
 from typing import Any
 
-from megatron_rl.config.schema import AlgoSettings
+from megatron_rl.config.algorithms import AlgoSettings
 from megatron_rl.records.curves import Curve
 from megatron_rl.run.comparison.plan import ComparisonRefused, Run
 from megatron_rl.run.comparison.search import Point, Trial, clip_widths

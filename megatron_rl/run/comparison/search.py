@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from megatron_rl.config.schema import AlgoSettings, EspoSettings, GrpoSettings, GspoSettings
+from megatron_rl.config.algorithms import AlgoSettings, EspoSettings, GrpoSettings, GspoSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.run.comparison.plan import ComparisonRefused, Variant, check_overrides
 
