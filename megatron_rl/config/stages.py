@@ -109,9 +109,7 @@ def _out_of_order(c: Configuration, stages: Sequence[Stage]) -> Iterator[Refusal
         entry, where, last = stage.entry, f"stages[{stage.entry.name}]", stage is stages[-1]
         until = entry.until or Until()
         if until == Until() and (entry.until or not last):
-            yield Refusal(
-                f"{where}.until", "null", "Nothing would end it", "Give steps, tokens or accuracy, {steps: 9}"
-            )
+            yield Refusal(f"{where}.until", "null", "Nothing would end it", "Give steps, tokens or accuracy")
         if entry.reprofile and c.selection.name != "belief":
             rule = f"selection.name={c.selection.name} believes nothing of prompts"
             yield Refusal(f"{where}.reprofile", "all", rule, "Remove it, or use selection=belief")
@@ -123,8 +121,6 @@ def _out_of_order(c: Configuration, stages: Sequence[Stage]) -> Iterator[Refusal
         for kind, end in (("steps", until.steps), ("tokens", until.tokens)):
             before, most = ends.get(kind, ("", 0))
             if end and end <= most:
-                rule = (
-                    f"It ends before it begins: {before} lasts until {most}, and both count from the start of the run"
-                )
+                rule = f"It ends before it begins: {before} lasts until {most}, and both count from the run's start"
                 yield Refusal(f"{where}.until.{kind}", end, rule, f"Give more than {most}")
             ends[kind] = (entry.name, end) if end else (before, most)

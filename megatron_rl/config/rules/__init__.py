@@ -6,13 +6,11 @@ from collections.abc import Collection, Iterator
 from operator import attrgetter
 
 from megatron_rl.config.facts import LaunchFacts
-from megatron_rl.config.rules.credit import check_credit
 from megatron_rl.config.rules.grid import check_grid, check_split
 from megatron_rl.config.rules.machine import check_engine, check_fit, check_ranks, check_run, check_spec
-from megatron_rl.config.rules.method import check_data, check_environment, check_method, check_pass_rates
-from megatron_rl.config.rules.replay import check_replay
-from megatron_rl.config.rules.selection import check_selection
+from megatron_rl.config.rules.method import check_data, check_environment, check_method, check_pass_rates, check_replay
 from megatron_rl.config.rules.state import check_mode, check_resume, check_unread
+from megatron_rl.config.rules.zero_variance import check_credit, check_selection
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.refusal import Refusal
 from megatron_rl.models.files import inspect_checkpoint
@@ -26,9 +24,14 @@ def broken_rules(c: Configuration, facts: LaunchFacts, given: Collection[str]) -
     broken = [("model.path", problem.rule, problem.remedy) for problem in problems]
     broken += [*check_method(c), *check_data(c, given), *check_environment(c), *check_mode(c), *check_unread(c, given)]
     broken += [*check_selection(c, given), *check_credit(c), *check_spec(c.model, facts), *check_resume(c)]
-    broken += check_replay(c)
     broken += check_engine(c.engine, facts) if c.mode != "train_only" else ()
-    broken += [*check_pass_rates(c), *check_grid(c.parallel, facts), *check_ranks(c), *check_run(c.run)]
+    broken += [
+        *check_grid(c.parallel, facts),
+        *check_ranks(c),
+        *check_run(c.run),
+        *check_pass_rates(c),
+        *check_replay(c),
+    ]
     if shape is not None:
         broken += [*check_split(c.parallel, c.engine, shape), *check_fit(c, shape, facts)]
         on_cpu = c.mode != "train_only" and device_of(c.engine, facts.num_gpus) == "cpu"
