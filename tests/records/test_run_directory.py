@@ -31,7 +31,7 @@ def test_text_of_a_configuration_holds_every_key_and_reads_back() -> None:
     keys = {f"{section}.{key}" for section, inner in tree.items() if isinstance(inner, dict) for key in inner}
     keys |= {f"algo.correction.{key}" for key in tree["algo"]["correction"]}
     sections = {key.partition(".")[0] for key in declared_keys() if "." in key}
-    assert keys | {"seed", "mode"} == declared_keys("gspo").keys() - sections
+    assert keys | {"seed", "mode", "stages"} == declared_keys("gspo").keys() - sections
 
 
 def test_a_directory_belongs_to_one_run(tmp_path: Path) -> None:
