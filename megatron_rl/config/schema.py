@@ -106,8 +106,7 @@ class EngineSettings(Section, ServerSettings):
     urls: list[str] = field(default_factory=list)  # external only
     key_file: str | None = None  # external only: a 0600 file with {"api_key": ..., "admin_api_key": ...}
     count: Annotated[int, Ge(1), Le(1024)] = 1  # managed only: engines per node
-    # A simulation of weight rounding alone: weights are rounded so before they are sent
-    simulate: Annotated[Literal["off", "bf16", "fp8_blockwise"], Off] = "off"
+    simulate: Annotated[Literal["off", "bf16", "fp8_blockwise"], Off] = "off"  # a rounding of weights, and no more
     # An engine that answers nobody for request_timeout_s and this for each of rollout.max_new_tokens has failed
     token_timeout_s: Annotated[float, Ge(0), Le(3600)] = 0.1
 
@@ -188,8 +187,7 @@ class TrainSettings(Section):
     optimizer_steps_per_batch: Positive = 4
     tokens_per_micro_batch: Positive = 8192
     logit_chunk_tokens: Positive = 4096  # rows of logits turned into log-probabilities at a time
-    # Which recorded routes every pass replays: the engines' (R3), the old-policy pass' own (R2), or none
-    replay: Annotated[Literal["rollout", "trainer", "off"], Off] = "rollout"
+    replay: Annotated[Literal["rollout", "trainer", "off"], Off] = "rollout"  # the routes of engines (R3), own (R2)
     measure_replay_every: Whole = 0  # steps in which a pass with live routing shows what replay changes; 0: never
     max_route_disagreement: Share = 0.5  # with the trainer's own routing; above it the run stops, 1: never
     max_nonfinite_steps: Positive = 3  # consecutive steps with NaN or Inf after which the run stops
