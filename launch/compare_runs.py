@@ -37,8 +37,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.facts import LaunchFacts
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
+from megatron_rl.contracts.facts import LaunchFacts
 from megatron_rl.records.curves import Curve, plot, read_curve, table
 from megatron_rl.records.token_table import at_level, plot_tokens, token_table
 from megatron_rl.run.comparison.arguments import parser

@@ -24,10 +24,10 @@ from typing import TypeVar
 import psutil
 
 from megatron_rl.config.cli import main
-from megatron_rl.config.facts import LaunchFacts
 from megatron_rl.config.schema import Configuration, EngineSettings
 from megatron_rl.config.stages import widest
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
+from megatron_rl.contracts.facts import LaunchFacts
 from megatron_rl.contracts.interrupts import end_quietly
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.shape import ModelShape

@@ -12,8 +12,8 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_rl.config.facts import has_transformer_engine
 from megatron_rl.config.schema import ModelSettings
+from megatron_rl.contracts.facts import has_transformer_engine
 from megatron_rl.mcore.cpu.few_rows import ExpertColumnLinear, ExpertRowLinear
 from megatron_rl.mcore.cpu.modules import CpuCoreAttention, CpuRmsNorm
 

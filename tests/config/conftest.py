@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from megatron_rl.config.cli import compose
-from megatron_rl.config.facts import LaunchFacts
 from megatron_rl.config.schema import Configuration
+from megatron_rl.contracts.facts import LaunchFacts
 from megatron_rl.contracts.refusal import ConfigurationRefused, Refusal
 from support.character_tokenizer import write_character_tokenizer
 

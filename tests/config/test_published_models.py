@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.cli import compose
-from megatron_rl.config.facts import LaunchFacts
 from megatron_rl.config.schema import Configuration
+from megatron_rl.contracts.facts import LaunchFacts
 from megatron_rl.models.families import read_shape
 from megatron_rl.planning.memory import engine_memory, rank_memory
 from support.character_tokenizer import write_character_tokenizer

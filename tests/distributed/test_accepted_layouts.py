@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from megatron_rl.config.cli import compose
-from megatron_rl.config.facts import LaunchFacts
 from megatron_rl.config.rules import broken_rules
 from megatron_rl.config.schema import Configuration, ModelSettings, ParallelSettings
+from megatron_rl.contracts.facts import LaunchFacts
 from megatron_rl.contracts.refusal import Refusal
 from support.layouts import LAYOUTS, RECOMPUTE, Recompute, cases_of, kind_of
 from support.policies import COLUMN_ADDITION

@@ -10,7 +10,7 @@ compat.install()
 
 import torch
 
-from megatron_rl.config.facts import has_transformer_engine
+from megatron_rl.contracts.facts import has_transformer_engine
 from megatron_rl.mcore import parallel
 from megatron_rl.planning.step_plan import Planner
 from tests.gpu.stage import Report, Setting, Skipped, run

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from megatron_rl.config.cli import compose
-from megatron_rl.config.facts import LaunchFacts
 from megatron_rl.config.schema import Configuration
+from megatron_rl.contracts.facts import LaunchFacts
 from megatron_rl.contracts.group import RolloutRef
 from megatron_rl.contracts.rollout import FinishReason, Role, Rollout, Segment
 from megatron_rl.losses import open_loss

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_rl.config.cli import compose
-from megatron_rl.config.facts import LaunchFacts
 from megatron_rl.contracts.exit_codes import ExitCode
+from megatron_rl.contracts.facts import LaunchFacts
 from megatron_rl.records.run_lock import hold_run
 from megatron_rl.run.comparison import training
 from support.comparisons import Launcher, complete

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.cli import compose
-from megatron_rl.config.facts import LaunchFacts
 from megatron_rl.contracts.exit_codes import ExitCode
+from megatron_rl.contracts.facts import LaunchFacts
 from megatron_rl.prompts.jsonl import read_jsonl
 from megatron_rl.prompts.question import BadRows
 from support.scripts import load_script

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from megatron_rl.config.cli import compose
-from megatron_rl.config.facts import LaunchFacts
 from megatron_rl.config.schema import EngineSettings, ParallelSettings
 from megatron_rl.contracts.exit_codes import ExitCode
+from megatron_rl.contracts.facts import LaunchFacts
 from megatron_rl.models.families import read_shape
 from support.scripts import LAUNCH, load_script, start_script
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_rl.config.cli import compose
-from megatron_rl.config.facts import LaunchFacts
+from megatron_rl.contracts.facts import LaunchFacts
 from megatron_rl.run.comparison.plan import ComparisonRefused
 from megatron_rl.run.comparison.shared_engines import check_shareable, shared_engines
 from sglang_bridge.engine import Engine

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from operator import attrgetter
 
-from megatron_rl.config.facts import LaunchFacts
 from megatron_rl.config.rules.grid import check_grid, check_split
 from megatron_rl.config.rules.machine import check_engine, check_fit, check_ranks, check_run, check_spec
 from megatron_rl.config.rules.method import check_data, check_environment, check_method, check_pass_rates, check_replay
 from megatron_rl.config.rules.state import check_mode, check_resume, check_unread
 from megatron_rl.config.rules.zero_variance import check_credit, check_selection
 from megatron_rl.config.schema import Configuration
+from megatron_rl.contracts.facts import LaunchFacts
 from megatron_rl.contracts.refusal import Refusal
 from megatron_rl.models.files import inspect_checkpoint
 from megatron_rl.models.limits import LIMITED, limits_of

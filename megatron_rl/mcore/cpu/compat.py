@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.utils._device
 
-from megatron_rl.config.facts import has_transformer_engine
+from megatron_rl.contracts.facts import has_transformer_engine
 
 _CPU = torch.device("cpu")
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn")

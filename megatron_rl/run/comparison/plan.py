@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.cli import compose
-from megatron_rl.config.facts import LaunchFacts
 from megatron_rl.config.hydra_errors import split_override
 from megatron_rl.config.schema import Configuration
 from megatron_rl.config.values import NAME
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
+from megatron_rl.contracts.facts import LaunchFacts
 from megatron_rl.contracts.refusal import ConfigurationRefused, shown
 from megatron_rl.records.exit_record import read_exit_record
 from megatron_rl.records.past_run import flat_settings, read_ranks, read_settings

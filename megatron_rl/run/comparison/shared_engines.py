@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from megatron_rl.config.facts import LaunchFacts
 from megatron_rl.config.schema import Configuration, EngineSettings
+from megatron_rl.contracts.facts import LaunchFacts
 from megatron_rl.models.families import read_shape
 from megatron_rl.run.comparison.plan import ComparisonRefused, Run
 from megatron_rl.run.comparison.training import Place
