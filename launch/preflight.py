@@ -25,7 +25,6 @@ import psutil
 
 from megatron_rl.config.cli import main
 from megatron_rl.config.schema import Configuration, EngineSettings
-from megatron_rl.config.stages import widest
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.facts import LaunchFacts
 from megatron_rl.contracts.interrupts import end_quietly
@@ -33,6 +32,7 @@ from megatron_rl.models.families import read_shape
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.planning.memory import engine_memory, rank_memory
 from megatron_rl.records.run_directory import PACKAGES
+from megatron_rl.run.widest import widest
 from sglang_bridge.addresses import node_address, require_private_address
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import EngineError

@@ -65,13 +65,6 @@ def _merged(c: Configuration) -> Iterator[Stage]:
         yield Stage(entry, changes, _CONFIGURATION.validate_python(tree))
 
 
-def widest(c: Configuration) -> Configuration:
-    """With the longest responses and the largest groups of all stages: what is sized once, at the start."""
-    rollouts = [stage.configuration.rollout for stage in stages_of(c)] or [c.rollout]
-    longest, largest = max(r.max_new_tokens for r in rollouts), max(r.samples_per_prompt for r in rollouts)
-    return replace(c, rollout=replace(c.rollout, max_new_tokens=longest, samples_per_prompt=largest))
-
-
 def refused_stages(c: Configuration, told: Callable[[ValidationError], Iterable[Refusal]]) -> Iterator[Refusal]:
     """Everything that is wrong with the entries; the rules are kept for each of `stages_of`. told: types and limits."""
     if c.stages is None:

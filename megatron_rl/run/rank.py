@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_rl.config.schema import Configuration
-from megatron_rl.config.stages import widest
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.mcore.job import Job, join, leave
 from megatron_rl.models.families import read_shape
@@ -25,6 +24,7 @@ from megatron_rl.run.resume import Start, find_start, open_directory
 from megatron_rl.run.space import require_space
 from megatron_rl.run.stop import StopRequest
 from megatron_rl.run.watch import Watch
+from megatron_rl.run.widest import widest
 from megatron_rl.training.collectives import broadcast_bytes
 
 

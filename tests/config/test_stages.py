@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.stages import stages_of, widest
+from megatron_rl.config.stages import stages_of
+from megatron_rl.run.widest import widest
 from tests.config.test_refusals import accept, refusals
 
 A, B = "{name: a, until: {steps: 5}}", "{name: b}"
