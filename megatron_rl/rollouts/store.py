@@ -41,8 +41,7 @@ class RolloutStore:
     def release(self, group_ids: Iterable[str]) -> None:
         """Free the memory of groups; unknown ids are ignored, so that releasing twice is harmless."""
         for group_id in group_ids:
-            fd = self._segments.pop(group_id, None)
-            if fd is not None:
+            if (fd := self._segments.pop(group_id, None)) is not None:
                 os.close(fd)
 
 
@@ -54,10 +53,8 @@ def read_rollout(ref: RolloutRef) -> Rollout:
     where = ref.location
     try:
         fd = os.open(f"/proc/{where.pid}/fd/{where.fd}", os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        with os.fdopen(fd, "rb", buffering=0):
             data = _read_all(fd, where.nbytes, where.offset)
-        finally:
-            os.close(fd)
         rollout = codec.decode(data)
     except (OSError, codec.CodecError) as error:
         raise RolloutGone(f"rollout {ref.rollout_id} cannot be read: {error}") from error
@@ -73,8 +70,7 @@ def _write_all(fd: int, data: bytes) -> None:
 
 
 def _read_all(fd: int, nbytes: int, offset: int) -> bytearray:
-    data = bytearray(nbytes)
-    filled = 0
+    data, filled = bytearray(nbytes), 0
     while filled < nbytes:
         count = os.preadv(fd, [memoryview(data)[filled:]], offset + filled)
         if count == 0:

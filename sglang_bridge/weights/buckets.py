@@ -73,9 +73,7 @@ class _Filler:
         self._bucket.shapes.append(tensor.shape)
 
     def take(self, *, last: bool) -> Bucket:
-        bucket = self._bucket
-        bucket.last = last
-        bucket.flat = bucket.flat[: self._used]
+        bucket, self._bucket = self._bucket, Bucket(self._buffer, last=False)
+        bucket.last, bucket.flat = last, bucket.flat[: self._used]
         self._used = 0
-        self._bucket = Bucket(self._buffer, last=False)
         return bucket
