@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import gcd
 
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
@@ -11,8 +12,8 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 _MAX_KEYS = 2**16
 _MAX_PAIRS = 2**20
 # A row's sums must not depend on the others, as the trainer has others (`docs/on_policy.md`): the products inside take
-# at least four rows of queries at a time, and whole vectors of keys, where those that are masked add zeros.
-_QUERIES, _KEYS = 4, 16
+# four rows of queries or more at a time, and whole vectors of keys, where those that are masked add zeros.
+_ROWS, _KEYS = 4, 16
 
 
 def paged_attention(
@@ -34,13 +35,15 @@ def paged_attention(
     """
     output = query.new_empty(query.shape[0], query.shape[1], value_cache.shape[-1])
     first_query = num_queries.cumsum(0) - num_queries
+    steps = _ROWS // gcd(_ROWS, query.shape[1] // key_cache.shape[1])  # each is a row for every head of a group
     for chosen in _chunks(num_keys, num_queries):
         keys, queries = num_keys[chosen, None], num_queries[chosen, None]
         # Surplus queries repeat their sequence's last one, so that they write what is there already.
-        step = torch.arange(_rounded(queries, _QUERIES)).minimum(queries - 1)
+        step = torch.arange(_rounded(queries, steps)).minimum(queries - 1)
         positions = torch.arange(_rounded(keys, _KEYS))
         table = slots[:, : len(positions)].index_select(0, rows[chosen])
-        table = pad(table, (0, len(positions) - table.shape[1]))
+        if table.shape[1] < len(positions):
+            table = pad(table, (0, len(positions) - table.shape[1]))
         # A slot past the end may be anything; the sequence's first one holds finite numbers.
         where = torch.where(positions < keys, table, table[:, :1]).view(-1)
         packed = first_query[chosen, None] + step

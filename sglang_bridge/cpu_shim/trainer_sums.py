@@ -31,19 +31,22 @@ def experts(
 
     x: [rows, hidden]. gate_up: [experts, 2 * inner, hidden]. down: [experts, hidden, inner]. weights, ids: [rows, k].
     """
-    ids, order = ids.long().sort(dim=1)
-    place = ids.view(-1).argsort(stable=True)
-    chosen, scale = x[place // ids.shape[1]], weights.gather(1, order).view(-1, 1)[place]
+    ids = ids.long()
+    if ids.shape[1] > 2:  # two are added alike either way
+        ids, order = ids.sort(dim=1)
+        weights = weights.gather(1, order)
+    place = ids.view(-1).argsort()
     counts = torch.bincount(ids.view(-1), minlength=len(down)).tolist()
-    parts = []
-    for expert, (rows, weight) in enumerate(zip(chosen.split(counts), scale.split(counts), strict=True)):
-        if len(rows):
-            gate, up = linear(rows, gate_up[expert]).chunk(2, dim=-1)
-            parts.append(linear(F.silu(gate) * up * weight, down[expert]))
+    gate, up = _by_expert(x[place // ids.shape[1]], gate_up, counts).chunk(2, dim=-1)
     answers = x.new_empty(place.shape[0], x.shape[1])
-    if parts:
-        answers[place] = torch.cat(parts)
+    answers[place] = _by_expert(F.silu(gate) * up * weights.view(-1)[place, None], down, counts)
     return answers.view(*ids.shape, -1).sum(dim=1)
+
+
+def _by_expert(rows: torch.Tensor, weight: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    """Products of the first counts[0] rows with the first expert's weight [out, in], of the next with the second's."""
+    parts = [linear(part, weight[e]) for e, part in enumerate(rows.split(counts)) if len(part)]
+    return torch.cat(parts) if parts else rows.new_empty(0, weight.shape[1])
 
 
 def route(logits: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:

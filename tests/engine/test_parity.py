@@ -20,8 +20,9 @@ from tests.mcore.test_same_sums import EXACT
 SCRIPT = Path(__file__).with_name("megatron_logprobs.py")
 ASSETS = Path(__file__).parents[2] / "megatron_rl/models/assets"
 MEAN, MAX = 2e-6, 5e-5
-# An engine and Megatron on one rank add in one order: their logits are equal, and the logarithm of the softmax is left.
-ON_POLICY_MEAN, ON_POLICY_MAX = 1.5e-7, 1e-6
+# An engine and Megatron add in one order (docs/on_policy.md): the last bits of the softmax's logarithm are left. All of
+# these layouts add in it.
+ON_POLICY_MEAN, ON_POLICY_MAX = 1.5e-7, 2e-6
 
 
 def rollout_logprobs(rollouts: list[Rollout]) -> dict[str, torch.Tensor]:
@@ -107,9 +108,11 @@ def compare(task: str, logprobs: dict[str, dict[str, torch.Tensor]]) -> None:
             sizes = f"{len(deltas)} tokens, mean {deltas.mean():.2e}, max {deltas.max():.2e}"
             print(f"{task}: {name} against {other}: {sizes}")
             assert len(deltas) >= 5000
-            one_order = EXACT and other == "SGLang" and name.startswith("Megatron one")
-            assert float(deltas.mean()) <= (ON_POLICY_MEAN if one_order else MEAN)
-            assert float(deltas.max()) <= (ON_POLICY_MAX if one_order else MAX)
+            mean, largest = MEAN, MAX
+            if EXACT and name.startswith("Megatron") and other != "transformers":
+                mean, largest = (ON_POLICY_MEAN, ON_POLICY_MAX) if other == "SGLang" else (0.0, 0.0)
+            assert float(deltas.mean()) <= mean
+            assert float(deltas.max()) <= largest
 
 
 @pytest.mark.engine
