@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from tests.mcore.packs import pack
 from tests.mcore.replayed_models import MICRO_BATCHES, build, chosen, routers, train_pass
@@ -128,22 +129,31 @@ def test_disagreement_is_zero_for_live_routes_and_counted_otherwise(megatron: An
     assert replay.disagreement() == (1, live.shape[0] * 3)
 
 
-def test_counting_disagreement_makes_no_router_wait_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+WAITS = ("cpu", "item", "tolist", "nonzero", "__int__", "__bool__", "__getitem__")  # an index of bools has a size
+
+
+class NoWaiting(TorchFunctionMode):
+    """Fails where the host would wait for a GPU."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.__name__ in WAITS:
+            pytest.fail(f"{function.__name__} waits")
+        return function(*args, **(kwargs or {}))
+
+
+def test_counting_disagreement_makes_no_router_wait_for_the_gpu() -> None:
     from megatron_rl.mcore.router_target import RouterTarget
 
-    for name in ("cpu", "item", "tolist", "nonzero", "__int__", "__bool__"):
-        monkeypatch.setattr(torch.Tensor, name, lambda *_, name=name: pytest.fail(f"{name} waits"))
-    monkeypatch.setattr(torch.Tensor, "__getitem__", lambda *_: pytest.fail("an index of bools waits for its size"))
     target, live = RouterTarget(), torch.eye(4)
     target.activate("replay", measure=True, forward_only=True)
     for batch, (experts, real) in enumerate(
         (([[0], [1], [3], [2]], [True, True, True, False]), ([[1], [1], [2], [0]], None))
     ):
         rows = None if real is None else torch.tensor(real)
-        target.begin_forward(batch, torch.tensor(experts), rows)
-        target.get_replay_topk(live, 1, default_compute_topk=lambda scores, topk, **_: scores.topk(topk, dim=1))
-        target.end_forward()
-    monkeypatch.undo()
+        with NoWaiting():
+            target.begin_forward(batch, torch.tensor(experts), rows)
+            target.get_replay_topk(live, 1, default_compute_topk=lambda scores, topk, **_: scores.topk(topk, dim=1))
+            target.end_forward()
     assert target.disagreement.tolist() == [1 + 2, 3 + 4]
     assert target.load.tolist() == [1 + 1, 1 + 2, 0 + 1, 1 + 0], "the fourth row of the first is padding"
 
