@@ -101,7 +101,7 @@ def decode_generation(
     """
     text, routes = _without_routes(body)
     try:
-        reply = _decoder.decode(text)
+        reply = _decoder.decode(text.decode())  # as str: of keys that it skips, msgspec checks no bytes
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise GenerationRejected("malformed", f"{error}; the reply starts {body[:200]!r}") from error
     meta = reply.meta_info

@@ -63,7 +63,7 @@ def logits_of(models: list[Any], batch: Any, replay: Any = None) -> torch.Tensor
         stack.enter_context(torch.no_grad())
         if replay is not None:
             stack.enter_context(replay.active(forward_only=True))
-            stack.enter_context(replay.forward(0, batch.routes))
+            stack.enter_context(replay.forward(0, 0, batch.routes))
         return models[0](
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,

@@ -133,6 +133,10 @@ def sound(draw: st.DrawFn, num_prompt: int, budget: int = BUDGET) -> Reply:
     return {"output_ids": ids, "meta_info": meta}
 
 
+def sound_routes(rows: int) -> str:
+    return encoded([[(1, 2)] * LAYERS] * rows)
+
+
 def other_routes(change: Callable[[list[list[tuple[int, int]]]], Any], form: str = "i") -> Callable[[Reply], None]:
     def spoil(reply: Reply) -> None:
         raw = base64.b64decode(reply["meta_info"]["routed_experts"])
@@ -342,6 +346,8 @@ def test_what_breaks_a_parser_is_a_malformed_reply(lab: Lab) -> None:
         b"",
         b"\xff\xfe",
         b'{"output_ids":[1],"meta_info":{"weight_version":"\xff"',
+        b'{"output_ids":[2],"meta_info":{"finish_reason":{"type":"stop"},"weight_version":"3","\x80":0,'
+        b'"output_token_logprobs":[[-0.5,2,null]],"routed_experts":"%s"}}' % sound_routes(N).encode(),
     ):
         assert check(lab, body) == "malformed"
 
