@@ -43,7 +43,7 @@ def test_engine_to_old_is_before_the_update_with_live_and_with_recorded_routes(m
     assert gaps.tokens == len(before["sampled"]) and 0 < gaps.disagreement < 1
     means = {name: gap.mean for name, gap in gaps.engine_old.items()}
     assert means == pytest.approx({"off": live, "trainer": live, "rollout": replayed})
-    assert live != pytest.approx(replayed, rel=1e-3)
+    assert live != pytest.approx(replayed, rel=1e-5)
     assert all(gap.mean > 0 and gap.tail > gap.mean and gap.k3 > 0 for gap in gaps.old_current.values())
     assert len({gap.mean for gap in gaps.old_current.values()}) == 3
     assert msgspec.json.decode(msgspec.json.encode(gaps), type=type(gaps)) == gaps
