@@ -42,6 +42,7 @@ VARIANTS: Mapping[str, SelectionSettings] = {
     "oversample, surplus cut": SelectionSettings(name="oversample"),
     "belief, no probe": SelectionSettings(name="belief", probe=0),
     "belief": SelectionSettings(name="belief"),
+    "belief, sharp": SelectionSettings(name="belief", target=0.8, power=8, floor=0.02),
 }
 COLUMNS = (
     "rollouts/mixed",
