@@ -2,6 +2,7 @@
 
     python launch/simulate_selection.py            # the table of docs/selection.md
     python launch/simulate_selection.py --drift 2
+    python launch/simulate_selection.py --generalise
     python launch/simulate_selection.py --small    # seconds
 
 6,000 prompts in five tags have logits of their pass rates around -5, -2.5, 0, 2.5 and 5 (standard deviation 2.5). They
@@ -10,6 +11,9 @@ right response has 3,000 tokens, a wrong one 7,000. 300 steps, four seeds; all b
 from after step 100. Newly seen: of the prompts that began at 2 % at most and passed 10 %, those drawn within 60 steps.
 Unseen > 150: the share of prompts that were not drawn for more than 150 steps. Of uniform, of cut: tokens per mixed
 group as a share of theirs.
+
+--generalise: 1,536 prompts, 32 groups a step, 80 steps, and what the policy learns elsewhere opens the hardest tag: from
+step 20 to 34 its logits rise by 4. Steps 21 to 80 count, and the opened are drawn within 30 steps or not.
 """
 
 from __future__ import annotations
@@ -38,6 +42,7 @@ VARIANTS: Mapping[str, SelectionSettings] = {
     "oversample, surplus cut": SelectionSettings(name="oversample"),
     "belief, no probe": SelectionSettings(name="belief", probe=0),
     "belief": SelectionSettings(name="belief"),
+    "belief, sharp": SelectionSettings(name="belief", target=0.8, power=8, floor=0.02),
 }
 COLUMNS = (
     "rollouts/mixed",
@@ -53,12 +58,13 @@ COLUMNS = (
 UNIFORM, CUT = "uniform", "oversample, surplus cut"
 TAGS = (-5.0, -2.5, 0.0, 2.5, 5.0)
 TOKENS = {True: 3000, False: 7000}
-SOON, LONG = 60, 150
+LONG = 150
+OPENED = range(20, 35)  # steps in which the hardest tag becomes solvable
 
 
 @dataclass(frozen=True)
 class Size:
-    """warm: steps that most columns leave out."""
+    """warm: steps that most columns leave out. soon: in which an opened prompt should be drawn. rise: of logits."""
 
     prompts: int = 6000
     wanted: int = 128
@@ -66,9 +72,12 @@ class Size:
     steps: int = 300
     warm: int = 100
     seeds: int = 4
+    soon: int = 60
+    rise: float = 0.0
 
 
 SMALL = Size(prompts=2400, wanted=48, steps=200, warm=100, seeds=1)
+GENERALISE = Size(prompts=1536, wanted=32, steps=80, warm=20, soon=30, rise=4.0)
 
 
 class World:
@@ -77,7 +86,7 @@ class World:
     def __init__(self, size: Size, seed: int, drift: float) -> None:
         self.size, self.drift = size, drift
         self.rng = np.random.default_rng([seed, 7])
-        tags = self.rng.integers(len(TAGS), size=size.prompts)
+        self.tags = tags = self.rng.integers(len(TAGS), size=size.prompts)
         self.logits = self.rng.normal(np.array(TAGS)[tags], 2.5)
         self.prompts = [Prompt(id=str(i), token_ids=(1,), answer="", task="sim", difficulty=str(tag))
                         for i, tag in enumerate(tags)]  # fmt: skip
@@ -89,6 +98,8 @@ class World:
 
     def go_on(self, step: int) -> None:
         self.logits += self.drift * self.rng.normal(0.004, 0.03, self.size.prompts)
+        if step in OPENED:
+            self.logits[self.tags == 0] += self.size.rise / len(OPENED)
         self.rates = 1 / (1 + np.exp(-self.logits))
         self.solvable_at[self.hopeless & (self.rates > 0.1) & (self.solvable_at < 0)] = step
 
@@ -96,7 +107,7 @@ class World:
         """The group with `ask.samples` more rollouts."""
         index = int(ask.prompt.id)
         self.last[index] = step
-        self.met_soon[index] |= 0 <= self.solvable_at[index] >= step - SOON
+        self.met_soon[index] |= 0 <= self.solvable_at[index] >= step - self.size.soon
         right = self.rng.random(ask.samples) < self.rates[index]
         drawn = tuple(ROLLOUTS[bool(r)][ask.first_sample + i] for i, r in enumerate(right))
         earlier = () if before is None else before.rollouts
@@ -162,7 +173,7 @@ def simulate(settings: SelectionSettings, size: Size, seed: int, drift: float) -
         weights.append(selection.metrics().get("select/weight_ess", 1.0))
         if step > LONG:
             unseen.append(float(np.mean(step - world.last > LONG)))
-    told = (world.solvable_at > size.warm) & (world.solvable_at <= size.steps - SOON)
+    told = (world.solvable_at > size.warm) & (world.solvable_at <= size.steps - size.soon)
     return {
         "rollouts/mixed": late.rollouts / late.mixed,
         "ktok/mixed": late.tokens / late.mixed / 1000,
@@ -200,6 +211,7 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--small", action="store_true", help="2,400 prompts, 48 groups a step, 200 steps, one seed")
+    parser.add_argument("--generalise", action="store_true", help="the hardest tag becomes solvable; see above")
     parser.add_argument("--drift", type=float, default=1.0, help="how fast pass rates change; 1: as above")
     return parser
 
@@ -207,9 +219,10 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table and return the exit code."""
     asked = parser().parse_args(arguments)
+    size = GENERALISE if asked.generalise else SMALL if asked.small else Size()
     if not 0 <= asked.drift <= 100:
         parser().error("--drift must be from 0 to 100")
-    print("\n".join(table(compare(SMALL if asked.small else Size(), asked.drift))))
+    print("\n".join(table(compare(size, asked.drift))))
     return ExitCode.OK
 
 

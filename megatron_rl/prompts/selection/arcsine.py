@@ -11,17 +11,19 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 
 HIGHEST = np.pi / 2  # ψ of p = 1
-GROWTH = 2e-4  # of the variance per step: how far a pass rate wanders by itself
 WIDEST = 0.25  # nothing is known
 
 
-def predicted(mean: Floats, variance: Floats, steps: Floats, drift: float) -> tuple[Floats, Floats]:
-    """The belief `steps` steps later: μ + v Δt sin 2μ within [0, π/2], V + 2e-4 Δt up to 0.25.
+def predicted(
+    mean: Floats, variance: Floats, steps: Floats, drift: float, growth: Floats | float
+) -> tuple[Floats, Floats]:
+    """The belief `steps` steps later: μ + v Δt sin 2μ within [0, π/2], V + q Δt up to 0.25.
 
+    growth: q, see `Wander`.
     drift: v, a quarter of what the logit of every pass rate gains per step (dψ/dt = sin 2ψ / 4 · d logit p / dt).
     """
     moved = np.clip(mean + drift * steps * np.sin(2 * mean), 0.0, HIGHEST)
-    return moved, np.maximum(variance, np.minimum(variance + GROWTH * steps, WIDEST))
+    return moved, np.maximum(variance, np.minimum(variance + growth * steps, WIDEST))
 
 
 def observation(right: Floats, samples: Floats, mixed: npt.NDArray[np.bool_]) -> tuple[Floats, Floats]:

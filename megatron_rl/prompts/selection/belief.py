@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Prompt
@@ -16,6 +17,7 @@ from megatron_rl.credit.kinds import Kind, kind_of
 from megatron_rl.prompts.question import PromptDataError
 from megatron_rl.prompts.selection.arcsine import WIDEST, Floats, chance_of_mixed, observation, predicted, updated
 from megatron_rl.prompts.selection.strata import Strata, Stratum, stratum_of
+from megatron_rl.prompts.selection.wander import Wander, surprise
 from megatron_rl.records.belief_state import BeliefState
 
 _NEVER = -1
@@ -46,6 +48,7 @@ class Beliefs:
         self._since = np.zeros(0, np.int32)  # step of the last group; before the first, of the first offer
         self._aside = np.zeros(0, np.bool_)  # of no prompt of the pool
         self._strata = Strata()
+        self._wander = Wander()
         self._learnt = (0.0, 0.0)  # Σ h e / S and Σ h² / S, discounted: what the shared drift is the quotient of
         self._clock = 0
 
@@ -84,10 +87,23 @@ class Beliefs:
 
     def outlook(self, step: int, counts: Sequence[int]) -> Outlook:
         """What to expect of groups of so many rollouts in `step`."""
+        return Outlook(self, step, self._seen != _NEVER, tuple(counts))
+
+    def chances(self, step: int, counts: Sequence[int], growth: float) -> Floats:
+        """Of mixed groups, for each number of rollouts and row, where the variance grows so fast. [counts, rows]"""
         steps = np.maximum(step - self._seen, 0).astype(np.float64)
-        now = predicted(self._means.astype(np.float64), self._variances.astype(np.float64), steps, self.drift)
-        known = self._seen != _NEVER
-        return Outlook(self, known, np.stack([chance_of_mixed(*now, n) for n in counts]), tuple(counts))
+        means, variances = self._means.astype(np.float64), self._variances.astype(np.float64)
+        now = predicted(means, variances, steps, self.drift, growth)
+        return np.stack([chance_of_mixed(*now, n) for n in counts])
+
+    def growth(self, stratum: Stratum) -> float:
+        """q: by how much the variance of a belief of the stratum grows per step."""
+        return self._wander.of(stratum)
+
+    @property
+    def wander(self) -> float:
+        """q of all strata."""
+        return self._wander.shared
 
     def prior(self, stratum: Stratum) -> tuple[float, float]:
         """Mean and variance of ψ of what was never drawn."""
@@ -98,10 +114,12 @@ class Beliefs:
         rows = np.array([self.row(group.prompt, step) for group in groups], np.intp)
         first = self._seen[rows] == _NEVER
         before = np.stack([self._means[rows], self._variances[rows]]).astype(np.float64)
+        strata = [stratum_of(group.prompt) for group in groups]
         for place in np.flatnonzero(first).tolist():
-            before[:, place] = self.prior(stratum_of(groups[place].prompt))
+            before[:, place] = self.prior(strata[place])
         steps = np.where(first, 0, step - self._seen[rows]).astype(np.float64)
-        means, variances = predicted(before[0], before[1], steps, self.drift)
+        growth = np.array([self.growth(stratum) for stratum in strata])
+        means, variances = predicted(before[0], before[1], steps, self.drift, growth)
         kinds = [kind_of(group) for group in groups]
         told = np.array([kind is not Kind.TOO_FEW_VERDICTS for kind in kinds], np.bool_)
         scores = [np.clip(scores_of(group), 0.0, 1.0) for group in groups]
@@ -110,8 +128,11 @@ class Beliefs:
         seen, noise = observation(right, np.maximum(samples, 1), mixed)
         self._learn_drift(step, told & ~first, before[0], steps, seen, variances + noise)
         self._strata.fade(step - self._clock)
+        self._wander.fade(step - self._clock)
+        more = surprise(seen - means, before[1] + noise, mixed)
+        self._wander.learn(strata, np.where(told, steps, 0.0), more, variances + noise)
         for place in np.flatnonzero(first & told).tolist():
-            self._strata.add(stratum_of(groups[place].prompt), float(seen[place]), float(noise[place]))
+            self._strata.add(strata[place], float(seen[place]), float(noise[place]))
         after = updated(means, variances, seen, noise)
         self._means[rows] = np.where(told, after[0], means)
         self._variances[rows] = np.where(told, after[1], variances)
@@ -136,6 +157,7 @@ class Beliefs:
             drift=self._learnt,
             clock=self._clock,
             window=tuple(window),
+            wander=self._wander.state(),
         )
 
     def restore(self, state: BeliefState) -> None:
@@ -148,6 +170,7 @@ class Beliefs:
         self._seen, self._since = (np.frombuffer(array, np.int32).copy() for array in (state.seen, state.since))
         self._aside = np.array([prompt not in self._pool for prompt in state.prompts], np.bool_)
         self._strata.restore(state.strata)
+        self._wander.restore(state.wander)
         self._learnt, self._clock = state.drift, state.clock
 
     def _grow(self, size: int) -> None:
@@ -170,15 +193,19 @@ class Beliefs:
 class Outlook:
     """Of one step: the chance of a mixed group, by prompt and number of rollouts."""
 
-    def __init__(self, beliefs: Beliefs, known: Floats, chances: Floats, counts: tuple[int, ...]) -> None:
-        self._beliefs, self._known, self._chances, self._counts = beliefs, known, chances, counts
+    def __init__(self, beliefs: Beliefs, step: int, known: npt.NDArray[np.bool_], counts: tuple[int, ...]) -> None:
+        self._beliefs, self._step, self._known, self._counts = beliefs, step, known, counts
+        self._of_known: dict[Stratum, Floats] = {}
         self._of_stratum: dict[Stratum, tuple[float, ...]] = {}
 
     def of(self, prompt: Prompt, row: int) -> tuple[float, ...]:
         """One for each number of rollouts."""
-        if row < len(self._known) and self._known[row]:
-            return tuple(self._chances[:, row].tolist())
         stratum = stratum_of(prompt)
+        if row < len(self._known) and self._known[row]:
+            if stratum not in self._of_known:
+                growth = self._beliefs.growth(stratum)
+                self._of_known[stratum] = self._beliefs.chances(self._step, self._counts, growth)
+            return tuple(self._of_known[stratum][:, row].tolist())
         if stratum not in self._of_stratum:
             mean, variance = (np.array([number]) for number in self._beliefs.prior(stratum))
             self._of_stratum[stratum] = tuple(float(chance_of_mixed(mean, variance, n)[0]) for n in self._counts)

@@ -217,5 +217,6 @@ class BeliefStep:
             "select/rescued": float(sum(asked.rescued for asked in probes)),
             "select/rounds": float(self._rounds),
             "select/drift": beliefs.drift,
+            "select/wander": beliefs.wander,
             "select/beliefs_aside": float(beliefs.aside),
         }

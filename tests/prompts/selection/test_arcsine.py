@@ -34,11 +34,11 @@ def test_a_belief_moves_towards_what_was_seen() -> None:
 
 def test_a_belief_drifts_and_grows_wider() -> None:
     # sin 2 pi/4 = 1: ten steps of 0.001; 10 x 2e-4. At the ends nothing drifts
-    mean, variance = predicted(*one(np.pi / 4, 0.05, 10), 0.001)
+    mean, variance = predicted(*one(np.pi / 4, 0.05, 10), 0.001, 2e-4)
     assert mean[0] == pytest.approx(np.pi / 4 + 0.01) and variance[0] == pytest.approx(0.052)
-    assert predicted(*one(HIGHEST, 0.01, 100), 0.01)[0][0] == pytest.approx(HIGHEST)
-    assert predicted(*one(0.3, 0.01, 10_000), 0.0)[1][0] == 0.25
-    assert predicted(*one(0.3, 0.01, 0), 0.01) == one(0.3, 0.01)
+    assert predicted(*one(HIGHEST, 0.01, 100), 0.01, 2e-4)[0][0] == pytest.approx(HIGHEST)
+    assert predicted(*one(0.3, 0.01, 10_000), 0.0, 2e-4)[1][0] == 0.25
+    assert predicted(*one(0.3, 0.01, 0), 0.01, 0.02) == one(0.3, 0.01)
 
 
 def test_the_chance_of_a_mixed_group() -> None:
@@ -61,14 +61,15 @@ def test_the_chance_is_close_to_that_of_a_known_pass_rate() -> None:
     variance=st.floats(1e-6, 0.25),
     steps=st.integers(0, 10_000),
     drift=st.floats(-0.02, 0.02),
+    growth=st.floats(2e-4, 0.02),
     samples=st.integers(2, 64),
     share=st.floats(0, 1),
     mixed=st.booleans(),
 )
 def test_beliefs_stay_beliefs(
-    mean: float, variance: float, steps: int, drift: float, samples: int, share: float, mixed: bool
+    mean: float, variance: float, steps: int, drift: float, growth: float, samples: int, share: float, mixed: bool
 ) -> None:
-    m, v = predicted(*one(mean, variance, steps), drift)
+    m, v = predicted(*one(mean, variance, steps), drift, growth)
     assert 0 <= m[0] <= HIGHEST and variance <= v[0] <= max(variance, 0.25)
     z, noise = observation(*one(share * samples, samples), np.array([mixed]))
     assert 0 <= z[0] <= HIGHEST and 0 < noise[0] <= 0.25

@@ -1,3 +1,5 @@
+from collections.abc import Callable
+
 import msgspec
 import numpy as np
 import pytest
@@ -99,6 +101,34 @@ def test_the_shared_drift_is_learnt_from_all() -> None:
             assert beliefs.drift == pytest.approx(0.02 / 4, rel=0.4)
 
 
+def rising(beliefs: Beliefs, rate: Callable[[int], float], steps: range, tag: str = "0") -> None:
+    """Every fourth step the prompts of the tag are asked."""
+    asked = [prompt for prompt in POOL if prompt.difficulty == tag]
+    rng = np.random.default_rng(0)
+    for step in steps[::4]:
+        beliefs.observe(step, [of(prompt, *map(float, rng.random(8) < rate(step))) for prompt in asked])
+
+
+def test_certainty_is_lost_faster_where_pass_rates_move() -> None:
+    beliefs = Beliefs(IDS)
+    rising(beliefs, lambda step: 0.5, range(1, 41))
+    rising(beliefs, lambda step: 0.5, range(3, 41), tag="1")
+    slow = beliefs.growth(("t", "0"))
+    assert slow == pytest.approx(2e-4, abs=2e-4), "they stay as they are"
+    rising(beliefs, lambda step: 0.9 if step // 4 % 2 else 0.1, range(41, 81))
+    assert beliefs.growth(("t", "0")) > 0.01 > 10 * slow
+    assert beliefs.growth(("t", "0")) > beliefs.growth(("t", "new")) > beliefs.growth(("t", "1")), "strata differ"
+    assert beliefs.wander == beliefs.growth(("t", "new")), "that of all"
+
+
+def test_a_hopeless_prompt_is_uncertain_soon_where_others_move() -> None:
+    still, moving = Beliefs(IDS), Beliefs(IDS)
+    for beliefs, rates in ((still, (0.5, 0.5)), (moving, (0.1, 0.9))):
+        beliefs.observe(0, [of(POOL[1], *[0.0] * 8)])
+        rising(beliefs, lambda step, rates=rates: rates[step // 4 % 2], range(1, 42))  # type: ignore[misc]
+    assert chance(still, POOL[1], 45) < 0.4 < 0.5 < chance(moving, POOL[1], 45)
+
+
 def grown(seed: int = 0) -> Beliefs:
     rng, beliefs = np.random.default_rng(seed), Beliefs(IDS)
     for step in range(1, 6):
@@ -116,6 +146,13 @@ def test_restored_beliefs_go_on_bit_for_bit() -> None:
         each.row(Prompt(id="new", token_ids=(1,), answer="1", task="t", difficulty="1"), 8)
         each.observe(9, [of(POOL[3], 1.0, 0.0, 0.0), of(POOL[30], 0.0, 0.0)])
     assert again.state() == beliefs.state() and again.drift == beliefs.drift
+    assert len(state.wander) == 3 and all(weight > 0 for _, _, (_, weight) in state.wander)
+
+
+def test_a_checkpoint_without_what_certainty_is_lost_by_begins_it_anew() -> None:
+    again = Beliefs(IDS)
+    again.restore(msgspec.structs.replace(grown().state(), wander=()))
+    assert again.wander == 2e-4 == again.growth(("t", "0"))
 
 
 def test_a_changed_pool_keeps_what_it_can() -> None:

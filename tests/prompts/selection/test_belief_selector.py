@@ -77,7 +77,7 @@ def test_a_run_that_had_no_beliefs_begins_with_none() -> None:
 
 
 def test_probes_come_first_and_are_extended_where_they_are_mixed() -> None:
-    asked = selector()
+    asked = selector(target=0.8)
     rounds, chosen = play(asked.select(1), graded())
     for asks in rounds:
         begun = [ask.samples for ask in asks if ask.first_sample == 0]
@@ -148,14 +148,16 @@ def test_missing_verdicts_stall_nothing() -> None:
 
 
 def test_rescued_probes_are_all_wrong_ones_and_as_many_as_their_budget_holds() -> None:
-    asked = selector(rescue_budget=0.25)
+    asked = selector(rescue_budget=0.25, target=0.8)
     selection = asked.select(1)
     _, chosen = play(selection, lambda prompt, i: float(i >= 4 and prompt.difficulty != "1"))
     rescued = int(selection.metrics()["select/rescued"])
     assert rescued == int(0.25 * WANTED * N) // 4
     assert all(group.weight == 1 for group in chosen.groups)
-    assert play(selector(rescue_budget=0.25).select(1), right)[1] == play(selector().select(1), right)[1]
-    assert selector().select(1).begin() == selector(rescue_budget=0.25).select(1).begin(), "off or on: the same begins"
+    off, on = selector(target=0.8), selector(rescue_budget=0.25, target=0.8)
+    assert off.select(1).begin() == on.select(1).begin(), "off or on: the same begins"
+    off, on = selector(target=0.8), selector(rescue_budget=0.25, target=0.8)
+    assert play(on.select(1), right)[1] == play(off.select(1), right)[1]
 
 
 def test_wrong_predictions_are_told() -> None:
