@@ -155,6 +155,8 @@ class SelectionSettings(Section):
     # Rollouts of a step at most, in multiples of rollout.prompts_per_step x rollout.samples_per_prompt
     budget: Annotated[float, Ge(1), Le(10**4)] = 4.0
     enough: Annotated[float, Gt(0), Le(1)] = 0.9  # belief: of prompts_per_step mixed groups; no further round is asked
+    # belief: solved: what is likely all right is skipped; flat: what is likely all wrong, too
+    skip: Literal["solved", "flat"] = "solved"
     floor: Annotated[float, Gt(0), Le(1)] = 0.1  # belief: a prompt is taken at least so often when it is offered
     age: Positive = 100  # belief: steps after which a prompt that was not drawn is taken every other time
     target: Annotated[float, Gt(0), Le(1)] = 0.6  # belief: chance of a mixed group that is taken at once, in full

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from megatron_rl.contracts.group import Group, RolloutRef
 from megatron_rl.credit.penalties import Penalties
 
-_RIGHT = 0.5
+RIGHT = 0.5
 _TELLING_RANGE = 0.2  # of a penalty within a group: less is noise, which dividing by a deviation would blow up
 
 
@@ -67,7 +67,7 @@ def kind_of(group: Group, penalties: Penalties | None = None) -> Kind:
         return Kind.MIXED
     if not told.has_truth:
         return Kind.JUDGED_TIE
-    right = bool(scores[0] >= _RIGHT)
+    right = bool(scores[0] >= RIGHT)
     if penalties is not None:
         found = penalties.length(told.rollouts, scores > -math.inf) if right else penalties.repetition(told.rollouts)
         if np.ptp(found) >= _TELLING_RANGE:

@@ -10,7 +10,7 @@ from megatron_rl.config.schema import Configuration, CreditSettings
 _READ = {
     "uniform": ("name",),
     "oversample": ("name", "budget", "surplus"),
-    "belief": ("name", "budget", "enough", "floor", "age", "target", "power", "probe", "rescue_budget"),
+    "belief": ("name", "budget", "enough", "skip", "floor", "age", "target", "power", "probe", "rescue_budget"),
 }
 
 
@@ -33,8 +33,9 @@ def check_selection(c: Configuration, given: Collection[str]) -> Iterator[tuple[
         if selection.probe == 1 or selection.probe >= samples:
             rule = f"A probe is compared within itself, and is less than a group of {samples}"
             yield "selection.probe", rule, f"Give 2 to {samples - 1}, or 0 for whole groups" if samples > 2 else "Use 0"
-        if selection.rescue_budget and not selection.probe:
-            yield "selection.rescue_budget", "selection.probe=0 leaves no probe to rescue", "Use 0, or probe"
+        if selection.rescue_budget and (not selection.probe or selection.skip == "solved"):
+            rule = "It draws all-wrong probes in full, which skip=solved does anyway, and probe=0 leaves none"
+            yield "selection.rescue_budget", rule, "Use 0, or selection.skip=flat with a probe"
     if selection.surplus == "keep" and selection.name == "oversample":
         if c.rollout.max_staleness < 1:
             rule = "What is kept for the next step was drawn from older weights, and rollout.max_staleness=0"

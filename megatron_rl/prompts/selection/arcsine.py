@@ -43,6 +43,16 @@ def updated(mean: Floats, variance: Floats, seen: Floats, noise: Floats) -> tupl
     return np.clip(mean + gain * (seen - mean), 0.0, HIGHEST), (1 - gain) * variance
 
 
+def chance_of_all_right(mean: Floats, variance: Floats, samples: int) -> Floats:
+    """The probability that `samples` rollouts are all right: exp(−N (π/2 − μ)² / a) / √a, a = 1 + 2 N V.
+
+    The mean of exp(−N (π/2 − ψ)²), which is close to p^N, over the belief.
+    """
+    spread = 1 + 2 * samples * variance
+    away = HIGHEST - mean
+    return np.clip(np.exp(-samples * away * away / spread) / np.sqrt(spread), 0.0, 1.0)
+
+
 def chance_of_mixed(mean: Floats, variance: Floats, samples: int) -> Floats:
     """The probability that `samples` rollouts are neither all right nor all wrong.
 

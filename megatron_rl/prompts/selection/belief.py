@@ -15,7 +15,15 @@ from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.credit.kinds import Kind, kind_of
 from megatron_rl.prompts.question import PromptDataError
-from megatron_rl.prompts.selection.arcsine import WIDEST, Floats, chance_of_mixed, observation, predicted, updated
+from megatron_rl.prompts.selection.arcsine import (
+    WIDEST,
+    Floats,
+    chance_of_all_right,
+    chance_of_mixed,
+    observation,
+    predicted,
+    updated,
+)
 from megatron_rl.prompts.selection.strata import Strata, Stratum, stratum_of
 from megatron_rl.prompts.selection.wander import Wander, surprise
 from megatron_rl.records.belief_state import BeliefState
@@ -90,11 +98,14 @@ class Beliefs:
         return Outlook(self, step, self._seen != _NEVER, tuple(counts))
 
     def chances(self, step: int, counts: Sequence[int], growth: float) -> Floats:
-        """Of mixed groups, for each number of rollouts and row, where the variance grows so fast. [counts, rows]"""
+        """Of mixed groups of so many rollouts, and last of whole groups that are not all right: [counts + 1, rows].
+
+        growth: of the variance per step.
+        """
         steps = np.maximum(step - self._seen, 0).astype(np.float64)
         means, variances = self._means.astype(np.float64), self._variances.astype(np.float64)
         now = predicted(means, variances, steps, self.drift, growth)
-        return np.stack([chance_of_mixed(*now, n) for n in counts])
+        return outlook_of(*now, counts)
 
     def growth(self, stratum: Stratum) -> float:
         """q: by how much the variance of a belief of the stratum grows per step."""
@@ -190,8 +201,14 @@ class Beliefs:
         self._learnt = (moved, kept * weight + float(np.sum(slope * slope / variances)))
 
 
+def outlook_of(means: Floats, variances: Floats, counts: Sequence[int]) -> Floats:
+    """See `Beliefs.chances`; the first of the counts is that of a whole group."""
+    mixed = [chance_of_mixed(means, variances, count) for count in counts]
+    return np.stack([*mixed, 1 - chance_of_all_right(means, variances, counts[0])])
+
+
 class Outlook:
-    """Of one step: the chance of a mixed group, by prompt and number of rollouts."""
+    """Of one step: the chances of a prompt, those of `outlook_of`."""
 
     def __init__(self, beliefs: Beliefs, step: int, known: npt.NDArray[np.bool_], counts: tuple[int, ...]) -> None:
         self._beliefs, self._step, self._known, self._counts = beliefs, step, known, counts
@@ -199,7 +216,7 @@ class Outlook:
         self._of_stratum: dict[Stratum, tuple[float, ...]] = {}
 
     def of(self, prompt: Prompt, row: int) -> tuple[float, ...]:
-        """One for each number of rollouts."""
+        """One for each number of rollouts, and that of a whole group that is not all right."""
         stratum = stratum_of(prompt)
         if row < len(self._known) and self._known[row]:
             if stratum not in self._of_known:
@@ -208,5 +225,5 @@ class Outlook:
             return tuple(self._of_known[stratum][:, row].tolist())
         if stratum not in self._of_stratum:
             mean, variance = (np.array([number]) for number in self._beliefs.prior(stratum))
-            self._of_stratum[stratum] = tuple(float(chance_of_mixed(mean, variance, n)[0]) for n in self._counts)
+            self._of_stratum[stratum] = tuple(outlook_of(mean, variance, self._counts)[:, 0].tolist())
         return self._of_stratum[stratum]

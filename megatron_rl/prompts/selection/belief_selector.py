@@ -36,6 +36,7 @@ class _Asked:
     samples: int
     rescued: bool = False
     group: Group | None = None
+    opening: Kind | None = None  # of what was asked first
     kind: Kind | None = None
 
     @property
@@ -108,7 +109,9 @@ class BeliefStep:
     def answered(self, index: int, group: Group) -> Ask | None:
         asked = self._asked[index]
         asked.group, asked.kind = group, kind_of(group)
-        return self._extension(index) if asked.samples < self._full and asked.mixed else None
+        asked.opening = asked.opening or asked.kind
+        goes_on = asked.mixed or (asked.kind is Kind.FLAT_WRONG and self.selector.settings.skip == "solved")
+        return self._extension(index) if asked.samples < self._full and goes_on else None
 
     def more(self) -> list[Ask]:
         mixed = sum(asked.mixed for asked in self._asked)
@@ -162,12 +165,13 @@ class BeliefStep:
         selector = self.selector
         row = selector.beliefs.row(prompt, self.step)
         chances = self._outlook.of(prompt, row)
-        taken = acceptance(chances[0], selector.beliefs.unseen_for(row, self.step), selector.settings)
+        worth = chances[0] if selector.settings.skip == "flat" else chances[-1]
+        taken = acceptance(worth, selector.beliefs.unseen_for(row, self.step), selector.settings)
         if coin(selector.seed, epoch, prompt.id) >= taken:
             return None
         self._accepted += taken
         target = selector.settings.target
-        which = 0 if chances[0] >= target else 1 if chances[0] >= target / 2 else 2
+        which = 0 if worth >= target else 1 if worth >= target / 2 else 2
         return _Asked(prompt, self._counts[which], chances[which], self._counts[which])
 
     def _extension(self, index: int) -> Ask:
@@ -189,7 +193,9 @@ class BeliefStep:
     def _weighed(self, asked: _Asked, group: Group) -> Group:
         if asked.first == self._full or asked.rescued or not asked.mixed:
             return group
-        return msgspec.structs.replace(group, weight=extension_weight(group, asked.first))
+        return msgspec.structs.replace(
+            group, weight=extension_weight(group, asked.first, skip=self.selector.settings.skip)
+        )
 
     def _note(self, groups: tuple[Group, ...]) -> None:
         """groups: those to be credited."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from math import comb
 
 from megatron_rl.contracts.group import Group
-from megatron_rl.credit.kinds import Told
+from megatron_rl.credit.kinds import RIGHT, Told
 
 
 def pilot_mixed_probability(scores: Sequence[float], pilot: int) -> float:
@@ -23,8 +23,22 @@ def pilot_mixed_probability(scores: Sequence[float], pilot: int) -> float:
     return 1.0 - sum(comb(count, pilot) for count in Counter(scores).values()) / comb(drawn, pilot)
 
 
-def extension_weight(group: Group, probe: int) -> float:
-    """What an extended group's advantages are multiplied by: 1 / P(pilot mixed | its scores), at most N / n0.
+def pilot_unsolved_probability(scores: Sequence[float], pilot: int) -> float:
+    """The probability that `pilot` of a group's judged `scores`, chosen blindly, are not all right and equal.
+
+    P = 1 - Σ_(v >= 1/2) C(c_v, n0) / C(N, n0): as above, of the values that are right. Raises ValueError as above.
+    """
+    drawn = len(scores)
+    if not 1 <= pilot <= drawn:
+        raise ValueError(f"pilot={pilot} of {drawn} scores: 1 <= pilot <= scores")
+    right = (count for score, count in Counter(scores).items() if score >= RIGHT)
+    return 1.0 - sum(comb(count, pilot) for count in right) / comb(drawn, pilot)
+
+
+def extension_weight(group: Group, probe: int, *, skip: str) -> float:
+    """What an extended group's advantages are multiplied by: 1 / P(pilot extended | its scores), at most N / n0.
+
+    skip: what is not extended: `flat`, all but mixed pilots; `solved`, those that are all right.
 
     Of the verdicts alone: where `probe` rollouts gave fewer of them, the pilot is those. The order of rollouts says
     nothing of their scores, so every choice of a pilot was as likely as this one, and the expected gradient over
@@ -32,7 +46,8 @@ def extension_weight(group: Group, probe: int) -> float:
     """
     told = Told.of(group)
     pilot = sum(r.sample_index < probe for r in told.rollouts)
-    return 1.0 / pilot_mixed_probability(told.scores.tolist(), pilot)
+    probability = pilot_mixed_probability if skip == "flat" else pilot_unsolved_probability
+    return 1.0 / probability(told.scores.tolist(), pilot)
 
 
 def effective_share(weights: Sequence[float]) -> float:
