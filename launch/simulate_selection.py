@@ -12,8 +12,8 @@ from after step 100. Newly seen: of the prompts that began at 2 % at most and pa
 Unseen > 150: the share of prompts that were not drawn for more than 150 steps. Of uniform, of cut: tokens per mixed
 group as a share of theirs.
 
---generalise: 1,536 prompts, 32 groups a step, 80 steps, and what the policy learns elsewhere opens the hardest tag: from
-step 20 to 34 its logits rise by 4. Steps 21 to 80 count, and the opened are drawn within 30 steps or not.
+--generalise: 1,536 prompts, 32 groups a step, 80 steps, and what the policy learns elsewhere opens the hardest tag:
+from step 20 to 34 its logits rise by 4. Steps 21 to 80 count, and the opened are drawn within 30 steps or not.
 """
 
 from __future__ import annotations
