@@ -40,9 +40,10 @@ VARIANTS: Mapping[str, SelectionSettings] = {
     "uniform": SelectionSettings(),
     "oversample, surplus kept": SelectionSettings(name="oversample", surplus="keep"),
     "oversample, surplus cut": SelectionSettings(name="oversample"),
-    "belief, no probe": SelectionSettings(name="belief", probe=0),
     "belief": SelectionSettings(name="belief"),
-    "belief, sharp": SelectionSettings(name="belief", target=0.8, power=8, floor=0.02),
+    "belief, flat skipped": SelectionSettings(name="belief", skip="flat"),
+    "belief, flat skipped, no probe": SelectionSettings(name="belief", skip="flat", probe=0),
+    "belief, flat skipped, sharp": SelectionSettings(name="belief", skip="flat", target=0.8, power=8, floor=0.02),
 }
 COLUMNS = (
     "rollouts/mixed",

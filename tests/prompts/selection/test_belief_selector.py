@@ -24,7 +24,7 @@ DATA = DataSettings(source="column_addition")
 
 
 def selector(pool: list[Prompt] = POOL, *, seed: int = 0, **settings: object) -> BeliefSelector:
-    chosen = SelectionSettings(name="belief", **settings)  # type: ignore[arg-type]
+    chosen = SelectionSettings(**({"name": "belief", "skip": "flat"} | settings))  # type: ignore[arg-type]
     return BeliefSelector(PromptSource(pool, pool[:1], DATA), ROLLOUT, chosen, seed=seed)
 
 
@@ -88,8 +88,29 @@ def test_probes_come_first_and_are_extended_where_they_are_mixed() -> None:
     for index, ask in extended.items():
         group = groups[f"g{index}"]
         assert [r.sample_index for r in group.rollouts] == list(range(N))
-        assert group.weight == extension_weight(group, ask.first_sample) > 1
+        assert group.weight == extension_weight(group, ask.first_sample, skip="flat") > 1
     assert all(group.weight == 1 for name, group in groups.items() if int(name[1:]) not in extended)
+
+
+def test_what_is_hard_is_asked_as_ever_where_only_what_is_solved_is_skipped() -> None:
+    asked = selector(skip="solved", floor=0.02, age=1000)
+    play_steps(asked, range(1, 40), graded())
+    drawn: dict[str, list[int]] = {tag: [] for tag in "0123"}
+    for step in range(40, 60):
+        for ask in play(asked.select(step), graded())[0][0]:
+            drawn[ask.prompt.difficulty].append(ask.samples)
+    assert set(drawn["0"]) == {N}, "never right: all rollouts at once"
+    assert len(drawn["1"]) < 0.2 * len(drawn["0"]) and N not in drawn["1"], "always right: probed, and seldom"
+
+
+def test_a_probe_goes_on_unless_it_is_all_right_where_only_what_is_solved_is_skipped() -> None:
+    asked = selector(skip="solved", target=1.0, power=0)
+    rounds, chosen = play(asked.select(1), graded())
+    extended = {ask.prompt.difficulty for asks in rounds for ask in asks if ask.first_sample}
+    assert "0" in extended and "1" not in extended
+    assert chosen.stopped and all(kind_of(group) is Kind.FLAT_RIGHT for group in chosen.stopped)
+    assert all(group.weight == 1 for group in chosen.groups if kind_of(group) is not Kind.MIXED)
+    assert asked.calibration.metrics()["select/observed_mixed"] < 0.5, "as the probes were, not as they became"
 
 
 def test_a_prompt_that_hardly_gives_a_mixed_group_gets_half_a_probe() -> None:

@@ -1,12 +1,13 @@
 """Screen-and-extend with its weights has the expected gradient of groups drawn in full; without them it has another."""
 
+from collections.abc import Callable
 from math import comb
 
 import numpy as np
 import pytest
 
 from megatron_rl.credit.advantages import group_relative
-from megatron_rl.prompts.selection.weights import pilot_mixed_probability
+from megatron_rl.prompts.selection.weights import pilot_mixed_probability, pilot_unsolved_probability
 
 N, PILOT = 8, 4
 PASS_RATES = np.array([0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85, 0.95])
@@ -18,7 +19,9 @@ def advantages_of(rewards: np.ndarray) -> np.ndarray:
     return centred / (rewards.std(-1, ddof=1, keepdims=True) + 1e-6)
 
 
-def coefficient(p: float, probed: bool, weighted: bool) -> float:
+def coefficient(
+    p: float, probed: bool, weighted: bool, going_on: Callable[[list[float], int], float] = pilot_mixed_probability
+) -> float:
     """c(p) of E[sum_i A_i grad log pi_i] = c(p) grad p, by enumeration over k and over all pilots of each k."""
     total = 0.0
     for k in range(1, N):
@@ -27,7 +30,7 @@ def coefficient(p: float, probed: bool, weighted: bool) -> float:
         # grad log pi of a right sample is grad p / p in expectation, of a wrong one -grad p / (1 - p)
         value = advantages[:k].sum() / p - advantages[k:].sum() / (1 - p)
         chance = comb(N, k) * p**k * (1 - p) ** (N - k)
-        mixed = pilot_mixed_probability(scores, PILOT)
+        mixed = going_on(scores, PILOT)
         total += chance * value * ((mixed if probed else 1.0) * (1 / mixed if weighted else 1.0))
     return total
 
@@ -40,6 +43,14 @@ def test_every_pass_rate_counts_as_much_as_with_full_groups(p: float) -> None:
     assert raw < 0.95, "without weights hard and easy prompts count less"
     if p == 0.1:
         assert raw == pytest.approx(0.63, abs=0.005)  # the known value
+
+
+@pytest.mark.parametrize("p", PASS_RATES)
+def test_so_it_does_where_only_solved_pilots_stop(p: float) -> None:
+    full = coefficient(p, probed=False, weighted=False)
+    assert coefficient(p, True, True, pilot_unsolved_probability) == pytest.approx(full, rel=1e-12)
+    raw = coefficient(p, True, False, pilot_unsolved_probability) / full
+    assert raw < 0.999 if p >= 0.2 else raw > 0.98
 
 
 class TabularPolicy:
