@@ -69,7 +69,7 @@ def adam_steps(worker: Worker) -> set[int]:
 
 def save(case: Case, directory: Path) -> None:
     layout = parallel.initialize(LAYOUTS[case.layout].parallel, seed=0)
-    worker, adam = build(case, layout, directory)
+    worker, adam, _ = build(case, layout, directory)
     train(worker, case, layout, directory, 0)
     target = directory / f"saved-{case.layout}"
     if layout.rank == 0:
@@ -115,7 +115,7 @@ def export(directory: Path, names: list[str]) -> None:
 
 def load(case: Case, directory: Path, saved: str) -> None:
     layout = parallel.initialize(LAYOUTS[case.layout].parallel, seed=7)
-    worker, adam = build(case, layout, directory)
+    worker, adam, _ = build(case, layout, directory)
     load_tensors(worker.policy.models, adam, directory / f"saved-{saved}", optimizer_steps=STEPS_PER_BATCH)
     assert adam_steps(worker) == {STEPS_PER_BATCH}
     metrics = train(worker, case, layout, directory, 1)
