@@ -159,9 +159,9 @@ class SelectionSettings(Section):
     skip: Literal["solved", "flat"] = "solved"
     floor: Annotated[float, Gt(0), Le(1)] = 0.1  # belief: a prompt is taken at least so often when it is offered
     age: Positive = 100  # belief: steps after which a prompt that was not drawn is taken every other time
-    target: Annotated[float, Gt(0), Le(1)] = 0.6  # belief: chance of a mixed group that is taken at once, in full
+    target: Annotated[float, Gt(0), Le(1)] = 0.6  # belief: chance of not being skipped that is taken at once, in full
     power: Annotated[float, Ge(0), Le(100)] = 5.0  # belief: others are taken with (chance / target)^power
-    probe: Whole = 4  # belief: rollouts of the others, extended when they are mixed; 0: all rollouts at once
+    probe: Whole = 4  # belief: rollouts of the others, extended unless they are to be skipped; 0: all at once
     rescue_budget: NotNegative = 0.0  # belief: as budget, for all-wrong probes; above 0 it changes the objective
     surplus: Literal["cut", "keep"] = "cut"  # oversample: mixed groups beyond prompts_per_step; keep: for the next step
 

@@ -8,6 +8,8 @@ from megatron_rl.contracts.numbers import Count
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import FinishReason
 
+STALE = "stale"  # the reason in `Group.rejected` for rollouts of weights older than rollout.max_staleness allows
+
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """What the reward says of one rollout.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from megatron_rl.contracts.group import Group, RolloutRef
+from megatron_rl.contracts.group import STALE, Group, RolloutRef
 from megatron_rl.contracts.plan import StepPlan
 from megatron_rl.credit.assign import Credited
 from megatron_rl.credit.kinds import Kind, Told
@@ -19,7 +19,6 @@ _SHORT = {
 }
 # What a rollout is that could have trained and is not in the plan
 _LEFT = {"mixed": "at_the_mean", "tied": "tied_dropped", "flat": "flat_dropped"}
-_STALE = "stale"
 _ALWAYS = ("trained/mixed", "trained/tied", "trained/flat", "flat_dropped")
 
 
@@ -128,5 +127,5 @@ def _class_of(rollout: RolloutRef, kind: Kind, fates: Mapping[str, bool]) -> str
 
 def _rejected(group: Group) -> Counter[str]:
     return Counter(
-        {r if r == _STALE else f"rejected/{r}": tokens for r, tokens in group.rejected_tokens.items() if tokens}
+        {r if r == STALE else f"rejected/{r}": tokens for r, tokens in group.rejected_tokens.items() if tokens}
     )

@@ -20,7 +20,6 @@ from sglang_bridge.engine import Engine
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 ENGINE_FAILURE = "engine"  # the reason in `Group.rejected` for requests that no engine answered
 EXPIRED = "expired"  # ... for those whose engine fell silent until their deadline, with nothing to be kept
-STALE = "stale"  # ... for those drawn with weights older than rollout.max_staleness allows
 ENVIRONMENT_FAILURE = "environment"  # ... and for exceptions of the environment
 
 

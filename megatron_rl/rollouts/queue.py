@@ -11,10 +11,9 @@ import msgspec
 
 from megatron_rl.config.schema import RolloutSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
-from megatron_rl.contracts.group import Group
+from megatron_rl.contracts.group import STALE, Group
 from megatron_rl.rollouts.hub import Hub
 from megatron_rl.rollouts.messages import (
-    STALE,
     AbortRequest,
     Configure,
     EngineBack,

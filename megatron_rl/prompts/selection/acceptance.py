@@ -16,9 +16,10 @@ def coin(seed: int, epoch: int, prompt_id: str) -> float:
 
 
 def acceptance(chance: float, unseen: int, settings: SelectionSettings) -> float:
-    """The probability that an offered prompt is taken; never 0. chance: of a mixed group; unseen: for how many steps.
+    """The probability that an offered prompt is taken; never 0. unseen: for how many steps.
 
-    max(floor, min(1, (u / target)^power)), and at least 1/2 once unseen for `age` steps.
+    max(floor, min(1, (chance / target)^power)), and at least 1/2 once unseen for `age` steps. chance: of a group
+    that `selection.skip` does not name.
     """
     taken = max(settings.floor, min(1.0, (chance / settings.target) ** settings.power))
     return max(taken, _OLD) if unseen >= settings.age else taken

@@ -1,4 +1,4 @@
-"""Asks the prompts that are believed to give mixed groups, and probes those that may not.
+"""Asks seldom what is believed to teach nothing, and probes it first: what is solved, or with skip=flat hopeless too.
 
 No choice depends on the order in which groups arrive (tests/prompts/selection/test_belief_selector.py).
 """
@@ -45,7 +45,7 @@ class _Asked:
 
 
 def first_counts(settings: SelectionSettings, full: int) -> tuple[int, int, int]:
-    """Rollouts asked first: of a prompt that is believed to give a mixed group, may give one, and hardly gives one."""
+    """Rollouts asked first: of a prompt that is believed to teach something, may do so, and hardly does."""
     probe = settings.probe or full
     return full, probe, max(2, probe // 2) if probe < full else full
 
