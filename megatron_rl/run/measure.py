@@ -53,10 +53,7 @@ class Measure:
         """Measure every set, write the metrics and print a table; then every rank ends."""
         values: dict[str, float] = {}
         try:
-            if self.weights is not None:
-                command = self.weights.next_command()
-                values |= self.dispatcher.run(command)
-                self.queue.set_version(command.version)
+            values |= send_first(self.weights, self.dispatcher, self.queue)
             results = [self._measured(name, evaluation, values) for name, evaluation in self.sets.items()]
         finally:
             self.records.log.write(0, values)
@@ -74,6 +71,16 @@ class Measure:
         result = SetResult(name, accuracy, pass_rates(groups, samples))
         values |= result.metrics() | watch.seconds
         return result
+
+
+def send_first(weights: WeightSync | None, dispatcher: Dispatcher, queue: RolloutQueue) -> dict[str, float]:
+    """Bring the engines to the weights that are measured, and return what that took; None: they hold them."""
+    if weights is None:
+        return {}
+    command = weights.next_command()
+    values: dict[str, float] = dispatcher.run(command)
+    queue.set_version(command.version)
+    return values
 
 
 def table(results: list[SetResult]) -> list[str]:

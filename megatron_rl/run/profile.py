@@ -16,6 +16,7 @@ from megatron_rl.records.records import Records
 from megatron_rl.rollouts.evaluation import Evaluation, accuracy_of
 from megatron_rl.rollouts.queue import RolloutQueue
 from megatron_rl.run.dispatch import Dispatcher
+from megatron_rl.run.measure import send_first
 from megatron_rl.sync.sender import WeightSync
 
 _AT_A_TIME = 256  # prompts; what an interrupted profile loses at most
@@ -38,10 +39,7 @@ class Profile:
         values: dict[str, float] = {}
         prompts = self.evaluation.held_out
         try:
-            if self.weights is not None:
-                command = self.weights.next_command()
-                values |= self.dispatcher.run(command)
-                self.queue.set_version(command.version)
+            values |= send_first(self.weights, self.dispatcher, self.queue)
             self._ask([prompt for prompt in prompts if prompt.id not in self.file.done])
             self.file.finish()
             rates = [self.file.done[prompt.id] for prompt in prompts]
