@@ -5,12 +5,14 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 NPROC  ?= 2
 ARGS   ?=
+WORKERS ?= 2
 TESTS  ?= tests
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 TARGET_PYTHON ?= 3.12
 .PHONY: help install extras peers mutants bench gpu-check gpu-bundle train check test lint clean
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 QUICK  := not engine and not distributed and not chaos and not slow and not gpu
 
 help: ## list the targets
@@ -59,10 +61,10 @@ train: install ## the quickstart on this machine: make train ARGS="seed=1" NPROC
 	$(BIN)/torchrun --standalone --nproc-per-node $(NPROC) launch/train_rl.py experiment=quickstart parallel=$(if $(filter 1,$(NPROC)),single,ep2) $(ARGS)
 
 check: lint ## linters and the quick tests: what to run while working
-	$(BIN)/python -m pytest -q -m "$(QUICK)" $(TESTS)
+	$(PYTEST) -q -m "$(QUICK)" $(TESTS)
 
 test: install ## every test that needs no GPU: make test TESTS=tests/config
-	$(BIN)/python -m pytest -m "not gpu" --durations=10 $(TESTS)
+	$(PYTEST) -m "not gpu" --durations=10 $(TESTS)
 
 lint: install ## ruff and mypy
 	$(BIN)/ruff check .

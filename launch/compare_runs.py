@@ -20,6 +20,11 @@ steps; docs/comparisons.md says how it is read:
     python launch/compare_runs.py --out runs/tokens --experiment mixed --equal-accuracy --against oversample \\
         --common eval.every=4 --variant oversample: selection=oversample --variant belief: selection=belief
 
+Other metrics over the steps, in the same figure as accuracy (metrics.md, metrics.json, metrics.png):
+
+    python launch/compare_runs.py --out runs/stability --common engine.simulate=fp8_blockwise --metric mismatch/k3_kl \\
+        --variant replay: train.replay=rollout --variant live: train.replay=off
+
 With --shared-engines an engine's random numbers go on from one run to the next: a seed chooses prompts and their order,
 and what is sampled differs from a run that starts its own.
 """
@@ -40,6 +45,7 @@ from typing import Any
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.facts import LaunchFacts
 from megatron_rl.records.curves import Curve, plot, read_curve, table
+from megatron_rl.records.metric_curves import Courses, metric_table, plot_metrics, read_courses
 from megatron_rl.records.token_table import at_level, plot_tokens, token_table
 from megatron_rl.run.comparison.arguments import parser
 from megatron_rl.run.comparison.contest import Contest, judge
@@ -81,6 +87,8 @@ def _check(given: argparse.Namespace) -> None:
         raise ComparisonRefused("--search-common: there is no search. Give --search key=v1,v2, or leave it out")
     if given.against is not None and given.equal_accuracy is None:
         raise ComparisonRefused(f"--against {given.against}: it goes with --equal-accuracy. Give that too")
+    if given.metric and given.search:
+        raise ComparisonRefused(f"--metric {given.metric[0]}: a search reports accuracy alone. Leave one of them out")
     names = [variant.name for variant in read_variants(given.variant, given.seeds)]
     if given.against is not None and (given.search or given.against not in names):
         either = "a search reports each variant twice" if given.search else f"the variants are {', '.join(names)}"
@@ -117,6 +125,7 @@ def _compare(given: argparse.Namespace) -> int:
     results = _by_variant(runs)
     _report(results, given.out)
     _report_tokens(results, given)
+    _report_metrics(runs, given)
     print((given.out / "table.md").read_text() + f"\nplot: {given.out / 'curves.png'}")
     return ExitCode.OK
 
@@ -193,6 +202,19 @@ def _report_tokens(results: dict[str, list[Curve]], given: argparse.Namespace) -
     _write_json(given.out / "tokens.json", asdict(reached))
     plot_tokens(results, reached, given.out / "tokens.png")
     print((given.out / "tokens.md").read_text() + f"\nplot: {given.out / 'tokens.png'}\n")
+
+
+def _report_metrics(runs: Sequence[Run], given: argparse.Namespace) -> None:
+    """Where asked for: other metrics over the steps. Raises `MetricRefused`."""
+    if not given.metric:
+        return
+    results: dict[str, list[Courses]] = {}
+    for run in runs:
+        results.setdefault(run.variant, []).append(read_courses(run.directory, run.seed, given.metric))
+    (given.out / "metrics.md").write_text("\n".join(metric_table(results)) + "\n")
+    _write_json(given.out / "metrics.json", {name: [asdict(run) for run in own] for name, own in results.items()})
+    plot_metrics(results, given.out / "metrics.png")
+    print((given.out / "metrics.md").read_text() + f"\nplot: {given.out / 'metrics.png'}\n")
 
 
 def _write_json(file: Path, value: Any) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from megatron_rl.records.figure import draw_range, drawing
 from megatron_rl.records.past_run import Record, RunUnreadable, read_metrics
 
 
@@ -81,31 +82,16 @@ def table(results: Mapping[str, Sequence[Curve]]) -> Iterator[str]:
 
 def plot(results: Mapping[str, Sequence[Curve]], file: Path) -> None:
     """Mean accuracy of each variant over rollout tokens, with the range of its seeds."""
-    with drawing(file) as axes:
+    with accuracy_over_tokens(file) as axes:
         for index, (name, curves) in enumerate(results.items()):
-            evaluations = list(zip(*(curve.points for curve in curves), strict=False))  # to the end of the shortest
-            tokens = [mean(count for count, _ in points) for points in evaluations]
-            accuracies = [[accuracy for _, accuracy in points] for points in evaluations]
-            label = f"{name} (mean of {len(curves)})"
-            axes.plot(tokens, list(map(mean, accuracies)), color=f"C{index}", marker="o", markersize=3, label=label)
-            low, high = list(map(min, accuracies)), list(map(max, accuracies))
-            axes.fill_between(tokens, low, high, color=f"C{index}", alpha=0.15, linewidth=0)
+            points = [curve.points for curve in curves]
+            draw_range(axes, points, index=index, label=f"{name} (mean of {len(curves)})")
 
 
 @contextlib.contextmanager
-def drawing(file: Path) -> Iterator[Any]:
+def accuracy_over_tokens(file: Path) -> Iterator[Any]:
     """Axes of held-out accuracy over rollout tokens, written to a PNG file at the end of the block."""
-    import matplotlib  # slow to import, and nothing else draws
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4.2), dpi=150)
-    yield axes
-    axes.set_xlabel("rollout tokens")
-    axes.set_ylabel("held-out accuracy (sampled pass@1)")
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    figure.tight_layout()
-    figure.savefig(file)
-    plt.close(figure)
+    with drawing(file) as (axes,):
+        axes.set_xlabel("rollout tokens")
+        axes.set_ylabel("held-out accuracy (sampled pass@1)")
+        yield axes

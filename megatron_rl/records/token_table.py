@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import mean
 
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
-from megatron_rl.records.curves import Curve, drawing
+from megatron_rl.records.curves import Curve, accuracy_over_tokens
 from megatron_rl.records.levels import common_level, rising, tokens_at
 
 
@@ -72,7 +72,7 @@ def _times(others: Sequence[float], own: Sequence[float]) -> str:
 
 def plot_tokens(results: Mapping[str, Sequence[Curve]], reached: Reached, file: Path) -> None:
     """Each run as a thin line, each variant's rising mean as a thick one, and where it crosses the level."""
-    with drawing(file) as axes:
+    with accuracy_over_tokens(file) as axes:
         for index, (name, curves) in enumerate(results.items()):
             colour = f"C{index}"
             for curve in curves:

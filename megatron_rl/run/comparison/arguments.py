@@ -29,6 +29,10 @@ def parser(documentation: str) -> argparse.ArgumentParser:
     _add_speed(parser.add_argument_group("many runs"))
     _add_search(parser.add_argument_group("a fair contest"))
     _add_tokens(parser.add_argument_group("tokens to equal accuracy"))
+    parser.add_argument_group("other metrics").add_argument(
+        "--metric", action="append", default=[], metavar="NAME",
+        help="also report this one, such as mismatch/k3_kl, over the steps; repeat it for each",
+    )  # fmt: skip
     return parser
 
 
