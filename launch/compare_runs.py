@@ -42,7 +42,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.contracts.exit_codes import ExitCode, Failure
+from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.facts import LaunchFacts
 from megatron_rl.records.curves import Curve, plot, read_curve, table
 from megatron_rl.records.metric_curves import Courses, metric_table, plot_metrics, read_courses
@@ -50,10 +50,10 @@ from megatron_rl.records.token_table import at_level, plot_tokens, token_table
 from megatron_rl.run.comparison.arguments import parser
 from megatron_rl.run.comparison.contest import Contest, judge
 from megatron_rl.run.comparison.contest_report import contest_record, contest_table, trial_table
+from megatron_rl.run.comparison.ending import ended
 from megatron_rl.run.comparison.plan import ComparisonRefused, Planner, Run, check_overrides, is_complete, read_variants
 from megatron_rl.run.comparison.shared_engines import check_shareable, shared_engines
 from megatron_rl.run.comparison.training import Place, ended_by_sigterm, train_all
-from sglang_bridge.errors import EngineError
 
 SCRIPT = Path(__file__).resolve().with_name("train_rl.py")
 Train = Callable[[Sequence[Run], Callable[[Run], None]], int]  # those that are not complete; 0, or why one failed
@@ -62,19 +62,13 @@ Train = Callable[[Sequence[Run], Callable[[Run], None]], int]  # those that are 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: that of the run that failed, or 0."""
     given = parser(__doc__ or "").parse_args(arguments)
-    try:
+
+    def work() -> int:
         _check(given)
         with ended_by_sigterm():
             return _contest(given) if given.search else _compare(given)
-    except (Failure, EngineError) as refused:
-        print(refused, file=sys.stderr)
-        return refused.exit_code
-    except OSError as error:
-        print(f"{error.filename} cannot be written: {error.strerror}. The same command goes on here", file=sys.stderr)
-        return ExitCode.CANNOT_WRITE
-    except KeyboardInterrupt:
-        print("\ninterrupted. The same command goes on here", file=sys.stderr)
-        return ExitCode.INTERRUPTED
+
+    return ended(work)
 
 
 def _check(given: argparse.Namespace) -> None:

@@ -32,6 +32,7 @@ from megatron_rl.contracts.refusal import ConfigurationRefused
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.files import inspect_checkpoint
 from megatron_rl.records.exit_record import read_exit_record
+from megatron_rl.run.comparison.ending import ended
 
 if TYPE_CHECKING:
     from megatron_rl.training.replay_gaps import Gaps
@@ -64,28 +65,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: that of what failed, or 0."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        if words[:1] == ["--measure"]:
-            measure(Path(words[1]), words[2:])
-            return ExitCode.OK
-        given = _parser().parse_args(words)
-        cases = list(plan(given))
-        given.out.mkdir(parents=True, exist_ok=True)
-        for case in cases:
-            if code := draw(case) or call(SCRIPT, "--measure", str(case.directory), *case.overrides):
-                return code
-        text = "\n".join(table(cases))
-        (given.out / "table.md").write_text(text + "\n")
-        print(text)
-    except Failure as refused:
-        print(refused, file=sys.stderr)
-        return refused.exit_code
-    except OSError as error:
-        print(f"{error.filename} cannot be written: {error.strerror}. The same command goes on here", file=sys.stderr)
-        return ExitCode.CANNOT_WRITE
-    except KeyboardInterrupt:
-        print("\ninterrupted. The same command goes on here", file=sys.stderr)
-        return ExitCode.INTERRUPTED
+    if words[:1] == ["--measure"]:
+        return ended(lambda: measure(Path(words[1]), words[2:]))
+    given = _parser().parse_args(words)
+    return ended(lambda: compare(given))
+
+
+def compare(given: argparse.Namespace) -> int:
+    """Draw and measure what was not, and write the table. Returns the exit code."""
+    cases = list(plan(given))
+    given.out.mkdir(parents=True, exist_ok=True)
+    for case in cases:
+        if code := draw(case) or call(SCRIPT, "--measure", str(case.directory), *case.overrides):
+            return code
+    text = "\n".join(table(cases))
+    (given.out / "table.md").write_text(text + "\n")
+    print(text)
     return ExitCode.OK
 
 
@@ -134,8 +129,8 @@ def call(script: Path, *arguments: str) -> int:
     return subprocess.run(command, check=False).returncode
 
 
-def measure(directory: Path, overrides: Sequence[str]) -> None:
-    """In this process: one rank, a batch that was drawn before. Writes DIRECTORY.json."""
+def measure(directory: Path, overrides: Sequence[str]) -> int:
+    """In this process: one rank, a batch that was drawn before. Writes DIRECTORY.json and returns the exit code."""
     configuration = compose([*overrides, "mode=train_only", f"rollout.recorded={directory}"])
     from megatron_rl.mcore.cpu import compat
 
@@ -148,6 +143,7 @@ def measure(directory: Path, overrides: Sequence[str]) -> None:
     finally:
         parallel.shutdown()
     directory.with_suffix(".json").write_bytes(msgspec.json.encode(gaps))
+    return ExitCode.OK
 
 
 def _gaps(c: Configuration, layout: Any, directory: Path) -> Gaps:
