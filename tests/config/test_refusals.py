@@ -23,7 +23,7 @@ UNKNOWN_OR_WRONG_TYPE = [
     ("algo.clip_low=1", "algo.clip_low", "1", "no such key", "algo=grpo or algo=gspo"),
     ("+algo.clip_low=1", "algo.clip_low", "1", "no such key", "algo=grpo or algo=gspo"),
     ("+engine.server={a: 1}", "engine.server", "{'a': 1}", "no such key", "keys of engine are tp, ep"),
-    ("algo=ppo", "algo", "ppo", "no such file in hydra_conf/algo", "custom, espo, grpo, gspo, sft"),
+    ("algo=ppo", "algo", "ppo", "no such file in hydra_conf/algo", "custom, espo, espo_wide, grpo, gspo, gspo_wide, sft"),
     ("experiment=nope", "experiment", "nope", "no such file in hydra_conf/experiment", "quickstart"),
     ("+engine=nope", "engine", "nope", "no such file in hydra_conf/engine", "external, managed"),
     ("+experiment=smoke", "experiment", "smoke", "has a choice already", "without the +"),
