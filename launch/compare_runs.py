@@ -93,11 +93,16 @@ def _check(given: argparse.Namespace) -> None:
 
 
 def plan(given: argparse.Namespace) -> Iterator[Run]:
-    """Every run with its checked configuration, without a search. Raises `ComparisonRefused`."""
+    """Every run with its checked configuration, without a search. Raises `ComparisonRefused`.
+
+    Variants take turns, so that a machine that slows down slows all of them.
+    """
     planner = _planner(given)
-    for variant in read_variants(given.variant, given.seeds):
-        for seed in variant.seeds:
-            yield planner.run(variant.name, variant.overrides, seed, label=variant.name)
+    variants = read_variants(given.variant, given.seeds)
+    for turn in range(max(len(variant.seeds) for variant in variants)):
+        for variant in variants:
+            for seed in variant.seeds[turn : turn + 1]:
+                yield planner.run(variant.name, variant.overrides, seed, label=variant.name)
 
 
 def _planner(given: argparse.Namespace) -> Planner:
