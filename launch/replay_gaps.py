@@ -150,8 +150,10 @@ def _gaps(c: Configuration, layout: Any, directory: Path) -> Gaps:
     from megatron_rl.credit.assign import Credit
     from megatron_rl.losses import open_loss
     from megatron_rl.planning.step_plan import Planner
+    from megatron_rl.rollouts.recorded import UnfitRollout, fitting
     from megatron_rl.rollouts.recording import batch_directory, read_groups
     from megatron_rl.run.build import build_worker
+    from megatron_rl.run.engines import route_shape
     from megatron_rl.training.replay_gaps import measure_gaps
 
     shape = read_shape(c.model.path)
@@ -161,7 +163,12 @@ def _gaps(c: Configuration, layout: Any, directory: Path) -> Gaps:
     plan = Planner(c.train, c.parallel, dp_size=1, seed=c.seed).plan(1, credited.rollouts, credited.advantages)
     if not plan.rollouts:
         raise GapsRefused(f"{directory}: no group has both right and wrong responses. Draw more prompts")
-    by_id = {rollout.rollout_id: rollout for _, rollouts in pairs for rollout in rollouts}
+    routes = route_shape(shape) if c.train.replay == "rollout" else None
+    try:
+        kept = [fitting(rollout, routes, shape.vocab_size) for _, rollouts in pairs for rollout in rollouts]
+    except UnfitRollout as unfit:
+        raise GapsRefused(f"{directory}: {unfit}") from unfit
+    by_id = {rollout.rollout_id: rollout for rollout in kept}
     return measure_gaps(worker, plan, {i: by_id[ref.rollout_id] for i, ref in enumerate(plan.rollouts)})
 
 

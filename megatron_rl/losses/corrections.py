@@ -10,7 +10,9 @@ With w_t = π_old(y_t) / π_rollout(y_t), and for a sequence i of |y_i| sampled 
 
 tis: truncated importance sampling, Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL
 Training" (2025). icepop: M(k) of Ring-1T (arXiv 2510.18855), k = w_t. mis: masked importance sampling, Liu, Li et al.,
-"When Speed Kills Stability" (2025); its geometric level also in DeepSeek-V3.2 (arXiv 2512.02556).
+"When Speed Kills Stability" (2025), which masks above an upper bound alone; low is of verl's rejection sampling, as the
+geometric level is. (DeepSeek-V3.2, arXiv 2512.02556, masks by a sequence's mean log-ratio too, but only what has a
+negative advantage: that is not done here.)
 
 c is a constant, computed once for a rollout batch. Every loss here is a sum over tokens of min(s A, clip(s) A) times
 constants, and for c ≥ 0
@@ -33,7 +35,8 @@ from megatron_rl.losses.clipped_ratio import MAX_LOG_RATIO
 from megatron_rl.losses.interface import ResponseTokens
 from megatron_rl.losses.sequences import sequence_lengths, spread
 
-# (low, high) by kind and level: of the papers, and of verl's rollout correction where they give none
+# (low, high) by kind and level. tis, mis: defaults of verl's rollout correction (`rollout_is_threshold`,
+# `decoupled_seq_is_rs`, `decoupled_geo_rs`). icepop: NeMo RL's for it (docs/guides/prorlv2.md)
 _BOUNDS: dict[tuple[str, str], tuple[float, float]] = {
     ("tis", "token"): (0.0, 2.0),
     ("tis", "sequence"): (0.0, 2.0),

@@ -37,6 +37,16 @@ class RouteReplay:
     def _every(self) -> list[RouterTarget]:
         return [target for chunk in self._targets for target in chunk]
 
+    def require_layers(self, layers: Sequence[int]) -> None:
+        """Raise `ReplayError` unless the routers are of these decoder layers, from 0, in this order, as routes are."""
+        found = [target.layer for target in self._every]
+        if found != list(layers):
+            raise ReplayError(
+                f"train.replay={self.source}: this rank's routers are of the decoder layers {found}, its routes of "
+                f"{list(layers)}: this Megatron-Core splits pipeline stages otherwise than models/pipeline_split.py. "
+                "Use another grid, or train.replay=off"
+            )
+
     @property
     def first_pass(self) -> Routing:
         """What the routers do in the old-policy pass."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.group import Group
+from megatron_rl.contracts.rollout import Rollout
+from megatron_rl.contracts.routes import RouteError, RouteShape, validate_kept_routes
 from megatron_rl.records.run_state import PromptCursor, SelectorState
 from megatron_rl.rollouts.batch import RolloutBatch
 from megatron_rl.rollouts.recording import BATCH, RecordingUnreadable, read_batch_record, read_groups
@@ -22,14 +25,40 @@ class BadRecording(Failure):
     exit_code = ExitCode.BAD_DATA
 
 
+class UnfitRollout(ValueError):
+    """A recorded rollout cannot be trained on by this model."""
+
+
+def fitting(rollout: Rollout, routes: RouteShape | None, vocab_size: int) -> Rollout:
+    """A recorded rollout as a model can train on it; see `RecordedRollouts`. Raises `UnfitRollout`.
+
+    Behind this nobody looks at tokens and routes again: a rank would meet an index out of range, or train the wrong
+    experts.
+    """
+    other = "model.path is another model than the one that recorded it: give that one, or record again"
+    tokens = [segment.tokens for segment in rollout.segments if len(segment.tokens)]
+    if tokens and not (min(t.min() for t in tokens) >= 0 and max(t.max() for t in tokens) < vocab_size):
+        raise UnfitRollout(f"rollout {rollout.rollout_id}: a token id outside 0..{vocab_size - 1}; {other}")
+    if routes is None:
+        return replace(rollout, routes=None)
+    if rollout.routes is None:
+        raise UnfitRollout(f"rollout {rollout.rollout_id}: no routes were recorded. Use train.replay=trainer or off")
+    try:
+        return replace(rollout, routes=validate_kept_routes(rollout.routes, routes, rollout.num_tokens - 1))
+    except RouteError as error:
+        raise UnfitRollout(f"rollout {rollout.rollout_id}: {error}; {other}") from error
+
+
 class RecordedRollouts:
     """Prompts, rollouts and queue of a run with mode=train_only, on rank 0. node: where this process runs.
 
-    directory: of a run with mode=rollout_only, or its `recorded/`. Raises `BadRecording` when it has not `batches`
-    whole batches.
+    directory: of a run with mode=rollout_only, or its `recorded/`. routes, vocab_size: of the model that is trained;
+    routes None: they are not replayed. Raises `BadRecording` when it has not `batches` whole batches.
     """
 
-    def __init__(self, directory: str | Path, *, node: int, batches: int) -> None:
+    def __init__(
+        self, directory: str | Path, *, node: int, batches: int, routes: RouteShape | None, vocab_size: int
+    ) -> None:
         given = Path(directory).expanduser().resolve()
         self._root = given / "recorded" if (given / "recorded").is_dir() else given
         self._batches = sorted(path.parent for path in self._root.glob(f"step-*/{BATCH}"))
@@ -39,6 +68,7 @@ class RecordedRollouts:
                 f"batches (step-*/{BATCH}) lie in {self._root}. Train fewer steps, or record more: mode=rollout_only"
             )
         self._store = RolloutStore(node)
+        self._routes, self._vocab_size = routes, vocab_size
         self._position = 0
         self._digest = hashlib.sha256(b"".join((path / BATCH).read_bytes() for path in self._batches)).hexdigest()
 
@@ -61,8 +91,9 @@ class RecordedRollouts:
             record, pairs = read_batch_record(directory), read_groups(directory)
         except RecordingUnreadable as error:
             raise BadRecording(f"rollout.recorded: {error}") from error
+        fitting = [(group, [self._fitting(rollout, directory) for rollout in rollouts]) for group, rollouts in pairs]
         self._position += 1
-        drawn = tuple(self._place(group, self._store.put(group.group_id, rollouts)) for group, rollouts in pairs)
+        drawn = tuple(self._place(group, self._store.put(group.group_id, rollouts)) for group, rollouts in fitting)
         credited, kept = len(drawn) - record.stopped - record.surplus, len(drawn) - record.surplus
         return RolloutBatch(
             groups=drawn[:credited],
@@ -81,6 +112,12 @@ class RecordedRollouts:
 
     def stop(self) -> None:
         """Nothing runs."""
+
+    def _fitting(self, rollout: Rollout, directory: Path) -> Rollout:
+        try:
+            return fitting(rollout, self._routes, self._vocab_size)
+        except UnfitRollout as error:
+            raise BadRecording(f"rollout.recorded: {directory}, {error}") from error
 
     def _place(self, group: Group, locations: Sequence[object]) -> Group:
         rollouts = zip(group.rollouts, locations, strict=True)

@@ -46,11 +46,13 @@ def build_worker(c: Configuration, shape: ModelShape, loss: PolicyLoss, layout: 
     view = RankView.of(shape.num_layers, c.parallel, **layout.ranks)
     logprobs = ResponseLogprobs(c.train, c.rollout, vocab_size=shape.vocab_size, **layout.groups)
     updates = c.train.total_steps * c.train.optimizer_steps_per_batch
-    replay = RouteReplay(models, c.train.replay) if c.train.replay != "off" else None
+    held, replay = view.moe_rows(shape.moe_layers), None
+    if c.train.replay != "off":
+        (replay := RouteReplay(models, c.train.replay)).require_layers([shape.moe_layers[row] for row in held])
     routes = route_shape(shape) if c.train.replay == "rollout" else None
     return Worker(
         layout=layout,
-        receivers=gather_receivers(layout, view.moe_rows(shape.moe_layers)),
+        receivers=gather_receivers(layout, held),
         shape=shape,
         policy=Policy(models, logprobs, loss, replay, Correction(c.algo.correction)),
         optimizer=DistributedAdam(models, c.optimizer, total_steps=updates),

@@ -12,6 +12,7 @@ from megatron_rl.contracts.commands import Record
 from megatron_rl.contracts.group import Group
 from megatron_rl.credit.assign import Credit
 from megatron_rl.mcore.job import Job
+from megatron_rl.models.shape import ModelShape
 from megatron_rl.planning.step_plan import Planner
 from megatron_rl.records.records import Records
 from megatron_rl.records.stopwatch import Stopwatch
@@ -19,6 +20,7 @@ from megatron_rl.rollouts.recorded import RecordedRollouts
 from megatron_rl.rollouts.recording import BatchRecord, batch_directory, write_batch, write_parts
 from megatron_rl.rollouts.store import read_rollout
 from megatron_rl.run.dispatch import Dispatcher
+from megatron_rl.run.engines import route_shape
 from megatron_rl.run.leader import Leader, Stages
 from megatron_rl.training.collectives import gather_bytes
 
@@ -73,9 +75,17 @@ def _node_of(group: Group) -> int:
     return group.rollouts[0].location.node if group.rollouts else 0
 
 
-def train_only_leader(c: Configuration, job: Job, dispatcher: Dispatcher, records: Records, dp_size: int) -> Leader:
+def train_only_leader(
+    c: Configuration, shape: ModelShape, job: Job, dispatcher: Dispatcher, records: Records, dp_size: int
+) -> Leader:
     """mode=train_only: rank 0's loop over recorded batches, without engines. Raises `BadRecording`."""
-    recorded = RecordedRollouts(c.rollout.recorded or "", node=job.node, batches=c.train.total_steps)
+    recorded = RecordedRollouts(
+        c.rollout.recorded or "",
+        node=job.node,
+        batches=c.train.total_steps,
+        routes=route_shape(shape) if c.train.replay == "rollout" else None,
+        vocab_size=shape.vocab_size,
+    )
     stages = Stages(
         rollouts=recorded,
         credit=Credit(c.algo, c.credit, seed=c.seed, max_new_tokens=c.rollout.max_new_tokens),

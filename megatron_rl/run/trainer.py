@@ -151,7 +151,8 @@ class Trainer:
         if self._job.rank:
             dispatcher.follow()
             return
-        self._lead(train_only_leader(c, self._job, dispatcher, self._records(), worker.layout.dp_size), worker)
+        dp_size = worker.layout.dp_size
+        self._lead(train_only_leader(c, self._shape, self._job, dispatcher, self._records(), dp_size), worker)
 
     def _measure(self, engines: Engines, watch: Watch) -> None:
         """What engines answer; weights of a checkpoint are read by rank 0 alone, and no model is in memory."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -21,6 +22,7 @@ from megatron_rl.training.update_routes import with_routes
 from megatron_rl.training.worker import Worker
 
 _TAIL = 0.999
+_ROUNDING = 1e-6  # of a share times a count that is a whole number
 
 
 class Gap(msgspec.Struct, frozen=True):
@@ -35,7 +37,8 @@ class Gap(msgspec.Struct, frozen=True):
         """a, b: log-probabilities [T] of the same tokens, T at least 1."""
         size = (a - b).abs().sort().values
         total, count = rollout_mismatch(a, b)["mismatch/k3_kl"].tolist()
-        return cls(float(size.mean()), float(size[int(_TAIL * (len(size) - 1))]), total / count)
+        place = math.ceil(_TAIL * len(size) - _ROUNDING) - 1
+        return cls(float(size.mean()), float(size[place]), total / count)
 
 
 class Gaps(msgspec.Struct, frozen=True):

@@ -180,6 +180,13 @@ COMBINATIONS = [
     ("train.measure_replay_every=2 train.replay=off", "train.measure_replay_every", "2", "engines rec", "Use 0"),
     ("engine.simulate=fp8", "engine.simulate", "fp8", "Must be one of off, bf16, fp8_blockwise", "one of these"),
     ("mode=eval engine.simulate=bf16", "engine.simulate", "bf16", "sends no weights", "run.resume=runs/NAME"),
+    (
+        "mode=profile data.pass_rates=r.jsonl engine.simulate=bf16",
+        "engine.simulate",
+        "bf16",
+        "sends no weights",
+        "run.resume=runs/NAME",
+    ),
     ("model.dtype=bfloat16 engine.dtype=bfloat16 engine.simulate=bf16", "engine.simulate", "bf16", "anyway", "Use off"),
     ("algo.correction=tis", "algo.correction", "tis", "a group of keys", "value of that type"),
     ("algo.correction.kind=yes", "algo.correction.kind", "yes", "Must be one of off, tis, icepop, mis", "one of these"),

@@ -2,7 +2,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from megatron_rl.contracts.routes import RouteError, RouteShape, round_robin_routes, validate_routes
+from megatron_rl.contracts.routes import (
+    RouteError,
+    RouteShape,
+    round_robin_routes,
+    validate_kept_routes,
+    validate_routes,
+)
 
 WIRE = np.array([[[0, 0], [1, 2]], [[0, 0], [3, 0]]], dtype=np.int32)  # layer 0 is dense: zero-filled
 SHAPE = RouteShape(moe_layers=(1,), num_hidden_layers=2, num_experts=4, topk=2)
@@ -29,6 +35,34 @@ def test_moe_layers_are_selected_and_narrowed() -> None:
 def test_bad_routes_are_rejected_by_name(wire: np.ndarray, reason: str) -> None:
     with pytest.raises(RouteError) as caught:
         validate_routes(wire.astype(np.int32), SHAPE, 2)
+    assert caught.value.reason == reason
+
+
+KEPT = np.array([[[1, 2]], [[3, 0]]], dtype=np.uint8)
+
+
+def test_kept_routes_come_back_as_they_were_and_as_narrow_as_the_model_s() -> None:
+    np.testing.assert_array_equal(validate_kept_routes(KEPT, SHAPE, 2), KEPT)
+    assert validate_kept_routes(KEPT.astype(np.uint16), SHAPE, 2).dtype == np.uint8
+    assert validate_kept_routes(KEPT, msgspec.structs.replace(SHAPE, num_experts=257), 2).dtype == np.uint16
+
+
+@pytest.mark.parametrize(
+    ("kept", "reason"),
+    [
+        (KEPT[:1], "routes_shape"),
+        (KEPT.repeat(2, axis=1), "routes_shape"),
+        (KEPT[..., :1], "routes_shape"),
+        (KEPT[:, 0], "routes_shape"),
+        (KEPT.astype(np.float32), "routes_shape"),
+        (KEPT + 1, "routes_range"),
+        (KEPT.astype(np.uint16) + 256, "routes_range"),
+        (np.where(KEPT == 2, 1, KEPT), "routes_duplicate"),
+    ],
+)
+def test_kept_routes_of_another_model_are_rejected_by_name(kept: np.ndarray, reason: str) -> None:
+    with pytest.raises(RouteError) as caught:
+        validate_kept_routes(kept, SHAPE, 2)
     assert caught.value.reason == reason
 
 

@@ -142,10 +142,13 @@ def test_another_layout_goes_on_with_the_prompts_versions_and_weights(
 
 
 def test_recorded_rollouts_are_trained_on_without_an_engine(engine: tuple[str, ...], tmp_path: Path) -> None:
-    steps = "train.total_steps=2"
+    """And what the engine held was rounded as FP8: the trainer, which is not, is as far from it as the rounding."""
+    steps, rounded = "train.total_steps=2", "engine.simulate=fp8_blockwise"
     rolled_out = complete(
-        start_job(tmp_path / "rollouts", *engine, steps, "mode=rollout_only"), tmp_path / "rollouts/job"
+        start_job(tmp_path / "rollouts", *engine, steps, rounded, "mode=rollout_only"), tmp_path / "rollouts/job"
     )
+    audited = rolled_out.records[0]
+    assert audited["sync/audit_mismatches"] == 0 and audited["sync/audit_compared"] > 0
     recorded = rolled_out.run / "recorded"
     shape, drawn = read_shape(TWO_DIGIT_ADDITION), [read_groups(batch_directory(recorded, step)) for step in (1, 2)]
     assert [len(groups) for groups in drawn] == [16, 16]
@@ -159,7 +162,8 @@ def test_recorded_rollouts_are_trained_on_without_an_engine(engine: tuple[str, .
     assert named(trained.processes, "sglang") == []
     assert [record["account/unaccounted"] for record in trained.records[1:]] == [0.0, 0.0]
     first = trained.records[1]
-    assert first["mismatch/logprob_abs_mean"] < 1e-4 and first["train/samples"] > 0
+    assert 1e-3 < first["mismatch/logprob_abs_mean"] < 0.2, "rounded weights, and their own rows"
+    assert 0 < first["mismatch/route_disagreement"] < 0.2 and first["train/samples"] > 0
     for name in ("reward/mean", "rollout/tokens", "rollout/zero_variance_rate"):
         assert [r[name] for r in trained.records[1:]] == [r[name] for r in rolled_out.records[1:]], name
 

@@ -60,6 +60,29 @@ def test_weights_by_hand(kind: str, how: dict[str, Any], expected: list[float]) 
     assert weights(kind, RATIOS, OFFSETS, **how) == expected
 
 
+# by kind and level: the ratios that a token or a sequence of two may just have, and just not, unless bounds are given
+DEFAULTS = [
+    ("tis", "token", [1.99], [2.01]),
+    ("tis", "sequence", [1.99], [2.01]),
+    ("tis", "geometric", [1.99], [2.01]),
+    ("icepop", "token", [0.51, 4.99], [0.49, 5.01]),
+    ("mis", "sequence", [0.51, 1.99], [0.49, 2.01]),
+    ("mis", "geometric", [0.9991, 1.0009], [0.9989, 1.0011]),
+]
+
+
+@pytest.mark.parametrize(("kind", "level", "inside", "outside"), DEFAULTS)
+def test_bounds_unless_given_are_those_that_are_documented(
+    kind: str, level: str, inside: list[float], outside: list[float]
+) -> None:
+    for ratio in inside + outside:
+        each = ratio if level == "token" else ratio**0.5 if level == "sequence" else ratio
+        within = 1.0 if (kind, level) == ("mis", "geometric") else ratio
+        expected = within if ratio in inside else 2.0 if kind == "tis" else 0.0
+        found = weights(kind, [each, each], [0, 2], level=level)
+        assert found == pytest.approx([expected] * 2, abs=2e-5), (ratio, found)
+
+
 @pytest.mark.parametrize(("kind", "level"), KINDS)
 def test_tokens_that_nobody_sampled_keep_their_weight_and_stay_out_of_their_sequence(kind: str, level: str) -> None:
     nan = math.nan

@@ -37,6 +37,17 @@ def measured(checkpoint: Path, layout: Any, *, lr: float) -> tuple[Any, dict[str
     return measure_gaps(worker, plan, mine), before
 
 
+@pytest.mark.parametrize(("tokens", "exceeding"), [(1, 0), (500, 0), (1000, 1), (1999, 1), (2000, 2), (51_234, 51)])
+def test_the_tail_is_what_999_of_1000_do_not_exceed(megatron: Any, tokens: int, exceeding: int) -> None:
+    from megatron_rl.records.log_histogram import RESOLUTION, log_counts, quantile
+    from megatron_rl.training.replay_gaps import Gap
+
+    size = torch.linspace(1.0, 2.0, tokens, dtype=torch.float64)
+    found = Gap.between(-size[torch.randperm(tokens)], torch.zeros(tokens, dtype=torch.float64)).tail
+    assert int((size > found).sum()) == exceeding
+    assert quantile(log_counts(size), 0.999) == pytest.approx(found, rel=RESOLUTION), "as in mismatch/*"
+
+
 def test_engine_to_old_is_before_the_update_with_live_and_with_recorded_routes(megatron: Any, checkpoint: Path) -> None:
     gaps, before = measured(checkpoint, megatron, lr=1e-2)
     live, replayed = (float((before[name] - before["sampled"]).abs().mean()) for name in ("live", "replayed"))

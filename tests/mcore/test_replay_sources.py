@@ -41,6 +41,17 @@ def test_routes_that_do_not_fit_are_told_with_layer_and_micro_batch(
     assert not replay.faulty and replay.take_faults() == ""
 
 
+def test_routes_of_other_layers_than_the_routers_are_refused_before_anything_runs(
+    megatron: Any, checkpoint: Path
+) -> None:
+    from megatron_rl.mcore.router_target import ReplayError
+
+    _, replay = build(checkpoint)
+    replay.require_layers((0, 2, 3))
+    with pytest.raises(ReplayError, match=r"layers \[0, 2, 3\], its routes of \[0, 1, 2\].*train\.replay=off"):
+        replay.require_layers((0, 1, 2))
+
+
 def test_a_skipped_recomputation_is_a_fault(megatron: Any, checkpoint: Path) -> None:
     """A loss that does not reach the logits skips the backward pass, and with it every planned recomputation."""
     from megatron_rl.mcore.schedule import run_schedule

@@ -3,13 +3,16 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from megatron_rl.contracts.routes import RouteShape
 from megatron_rl.models.families import read_shape
+from megatron_rl.models.shape import ModelShape
 from megatron_rl.rollouts.recorded import BadRecording, RecordedRollouts
 from megatron_rl.rollouts.recording import (
     BatchRecord,
@@ -78,19 +81,58 @@ def test_a_damaged_recording_is_named(tmp_path: Path) -> None:
         read_groups(batch_directory(tmp_path, 2))
 
 
+def opened(directory: Path, batches: int, shape: ModelShape = SHAPE, *, replayed: bool = True) -> RecordedRollouts:
+    routes = RouteShape(
+        moe_layers=shape.moe_layers, num_hidden_layers=shape.num_layers, num_experts=shape.num_experts, topk=shape.topk
+    )
+    wanted = routes if replayed else None
+    return RecordedRollouts(directory, node=0, batches=batches, routes=wanted, vocab_size=shape.vocab_size)
+
+
+@pytest.mark.parametrize(
+    ("of_the_model", "said"),
+    [
+        ({"num_experts": SHAPE.num_experts // 2}, "an expert id outside"),
+        ({"topk": SHAPE.topk + 1}, "routes of shape"),
+        ({"moe_layers": SHAPE.moe_layers[1:]}, "routes of shape"),
+        ({"vocab_size": SHAPE.vocab_size // 2}, "a token id outside"),
+    ],
+)
+def test_what_another_model_recorded_is_refused_before_a_rank_computes_with_it(
+    tmp_path: Path, of_the_model: dict[str, Any], said: str
+) -> None:
+    """In a rank it would be an index out of range, or wrong experts without a word."""
+    write_recording(tmp_path, SHAPE, steps=1)
+    with pytest.raises(BadRecording, match=rf"rollout\.recorded.*step-0000001.*t0.*{said}.*another model"):
+        opened(tmp_path, 1, dataclasses.replace(SHAPE, **of_the_model)).draw(1)
+
+
+def test_a_recording_without_routes_trains_only_where_none_are_replayed(tmp_path: Path) -> None:
+    write_recording(tmp_path, dataclasses.replace(SHAPE, moe_layers=()), steps=1)  # made without routes
+    with pytest.raises(BadRecording, match=r"t0.*no routes.*train\.replay=trainer or off"):
+        opened(tmp_path, 1).draw(1)
+    assert len(opened(tmp_path, 1, replayed=False).draw(1).groups) == 4
+
+
+def test_routes_that_are_not_replayed_do_not_travel(tmp_path: Path) -> None:
+    write_recording(tmp_path, SHAPE, steps=1)
+    (ref, *_) = opened(tmp_path, 1, replayed=False).draw(1).groups[0].rollouts
+    assert read_rollout(ref).routes is None
+
+
 def test_recorded_batches_are_drawn_in_order_and_gone_on_with(tmp_path: Path) -> None:
     write_recording(tmp_path / "recorded", SHAPE, steps=3)
-    source = RecordedRollouts(tmp_path, node=0, batches=3)
+    source = opened(tmp_path, 3)
     first = source.draw(1)
     assert first.generated_tokens == 500 and first.groups[0].group_id == "step-1-0"
     ref = first.groups[1].rollouts[2]
     assert read_rollout(ref).rollout_id == ref.rollout_id
-    again = RecordedRollouts(tmp_path, node=0, batches=3)
+    again = opened(tmp_path, 3)
     again.restore(source.state())
     assert again.draw(2).groups[0].group_id == "step-2-0"
     source.release(first.delivered)
     with pytest.raises(BadRecording, match=r"train\.total_steps=4, and 3 whole batches"):
-        RecordedRollouts(tmp_path, node=0, batches=4)
+        opened(tmp_path, 4)
     write_recording(tmp_path / "other", SHAPE, steps=2)
     with pytest.raises(BadRecording, match="other batches"):
-        RecordedRollouts(tmp_path / "other", node=0, batches=2).restore(source.state())
+        opened(tmp_path / "other", 2).restore(source.state())

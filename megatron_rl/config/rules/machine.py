@@ -25,8 +25,8 @@ def check_ranks(c: Configuration) -> Iterator[tuple[str, str, str]]:
             yield key, rule, "Lower it, or raise parallel.timeout_s above it"
     if c.engine.simulate == "bf16" and c.engine.dtype == "bfloat16":
         yield "engine.simulate", "engine.dtype=bfloat16 rounds weights so anyway", "Use off, or engine.dtype=float32"
-    if c.engine.simulate != "off" and c.mode == "eval" and c.run.resume == "never":
-        rule = "Without a checkpoint mode=eval sends no weights, and engines serve model.path as it is"
+    if c.engine.simulate != "off" and c.mode in ("eval", "profile") and c.run.resume == "never":
+        rule = f"Without a checkpoint mode={c.mode} sends no weights, and engines serve model.path as it is"
         yield "engine.simulate", rule, "Use off, or give a checkpoint: run.resume=runs/NAME"
     if c.engine.dtype == "float32" and c.model.dtype == "bfloat16":
         rule = "It is wider than model.dtype=bfloat16: rollouts would follow another policy than the one trained"
