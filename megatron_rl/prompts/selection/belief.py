@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Prompt
-from megatron_rl.credit.kinds import Kind, kind_of
+from megatron_rl.credit.kinds import Kind, Told, kind_of
 from megatron_rl.prompts.question import PromptDataError
 from megatron_rl.prompts.selection.arcsine import (
     WIDEST,
@@ -34,22 +34,19 @@ _NO_DRIFT = 2.5e5  # the weight of there being none: a deviation of 0.002 rad a 
 _FASTEST = 0.02  # rad a step
 
 
-def scores_of(group: Group) -> list[float]:
-    """The raw correctness of the rollouts with a verdict."""
-    return [r.verdict.correctness for r in group.judged if r.verdict.correctness is not None]
-
-
 class Beliefs:
     """A row for each prompt that was ever offered; a prompt that was never drawn is believed to be like its stratum.
 
     How many are right is the sum of the scores, each cut to [0, 1]: half of the tests passed is half a right answer.
-    Which groups are mixed, `kind_of` says. A group with fewer than two verdicts says nothing, but was seen. pool: ids
-    that can be offered; rows of others are kept for when they come back.
+    Which groups are mixed, `kind_of` says. A group with fewer than two verdicts says nothing, but was seen; so does one
+    of a judge's rewards, which are no pass rate. pool: ids that can be offered; rows of others are kept for when they
+    come back.
     """
 
     def __init__(self, pool: Collection[str] = ()) -> None:
         self._pool = frozenset(pool)
         self._rows: dict[str, int] = {}
+        self._named = tuple[str, ...]()  # their ids as of the last `state`, which every step asks for
         self._means = np.zeros(0, np.float32)
         self._variances = np.zeros(0, np.float32)
         self._seen = np.zeros(0, np.int32)  # step of the last group, _NEVER before the first
@@ -131,9 +128,9 @@ class Beliefs:
         steps = np.where(first, 0, step - self._seen[rows]).astype(np.float64)
         growth = np.array([self.growth(stratum) for stratum in strata])
         means, variances = predicted(before[0], before[1], steps, self.drift, growth)
-        kinds = [kind_of(group) for group in groups]
-        told = np.array([kind is not Kind.TOO_FEW_VERDICTS for kind in kinds], np.bool_)
-        scores = [np.clip(scores_of(group), 0.0, 1.0) for group in groups]
+        kinds, found = [kind_of(group) for group in groups], [Told.of(group) for group in groups]
+        told = np.array([each.has_truth and len(each.rollouts) >= 2 for each in found], np.bool_)
+        scores = [np.clip(each.scores, 0.0, 1.0) for each in found]
         right, samples = (np.array([f(s) for s in scores], np.float64) for f in (np.sum, len))
         mixed = np.array([kind is Kind.MIXED for kind in kinds], np.bool_)
         seen, noise = observation(right, np.maximum(samples, 1), mixed)
@@ -158,8 +155,10 @@ class Beliefs:
         count = len(self)
         arrays = (self._means, self._variances, self._seen, self._since)
         means, variances, seen, since = (array[:count].tobytes() for array in arrays)
+        if len(self._named) != count:  # rows are only added
+            self._named = tuple(self._rows)
         return BeliefState(
-            prompts=tuple(self._rows),
+            prompts=self._named,
             means=means,
             variances=variances,
             seen=seen,
@@ -176,7 +175,7 @@ class Beliefs:
         arrays = (state.means, state.variances, state.seen, state.since)
         if any(len(array) != 4 * len(state.prompts) for array in arrays) or not state.strata:
             raise PromptDataError("run.resume: the checkpoint's beliefs are damaged. Give another checkpoint")
-        self._rows = {prompt: row for row, prompt in enumerate(state.prompts)}
+        self._rows, self._named = {prompt: row for row, prompt in enumerate(state.prompts)}, state.prompts
         self._means, self._variances = (np.frombuffer(a, np.float32).copy() for a in (state.means, state.variances))
         self._seen, self._since = (np.frombuffer(array, np.int32).copy() for array in (state.seen, state.since))
         self._aside = np.array([prompt not in self._pool for prompt in state.prompts], np.bool_)
