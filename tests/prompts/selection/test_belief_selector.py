@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from itertools import pairwise
 
 import msgspec
 import pytest
@@ -141,6 +142,25 @@ def test_no_question_is_asked_twice_in_a_step() -> None:
         rounds, _ = play(asked.select(step), graded())
         ids = [ask.prompt.id for asks in rounds for ask in asks if ask.first_sample == 0]
         assert len(ids) == len(set(ids))
+
+
+@pytest.mark.parametrize("skip", ["solved", "flat"])
+@pytest.mark.parametrize(("floor", "age"), [(0.1, 10**6), (1e-9, 20)])
+def test_no_stratum_is_starved_whatever_is_believed_of_it(skip: str, floor: float, age: int) -> None:
+    """The floor alone gives each stratum its share of every pass over the data; the age alone each of its prompts."""
+    pool, steps = make_pool(64, tags=4), 100
+    asked = selector(pool, skip=skip, floor=floor, age=age)
+    drawn: dict[str, list[int]] = {prompt.id: [] for prompt in pool}
+    for step in range(1, steps + 1):
+        for asks in play(asked.select(step), graded())[0]:
+            for ask in asks:
+                drawn[ask.prompt.id] += [step] * (ask.first_sample == 0)
+    for tag in "0123":
+        own = [drawn[prompt.id] for prompt in pool if prompt.difficulty == tag]
+        assert sum(map(len, own)) >= 0.08 * len(own) * asked.source.cursor.epoch, tag
+    if age < steps:
+        waits = [after - before for each in drawn.values() for before, after in pairwise([0, *each, steps])]
+        assert max(waits) <= 2.5 * age, "half of the offers after `age` steps are taken"
 
 
 @pytest.mark.parametrize("budget", [1.0, 1.5, 4.0])
