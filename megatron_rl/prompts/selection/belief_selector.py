@@ -57,7 +57,7 @@ class BeliefSelector:
         self, source: PromptSource, rollout: RolloutSettings, settings: SelectionSettings, *, seed: int
     ) -> None:
         self.source, self.rollout, self.settings, self.seed = source, rollout, settings, seed
-        self.beliefs = Beliefs([prompt.id for prompt in source.train])
+        self.beliefs = Beliefs([prompt.id for prompt in source.train], source.rates)
         self.calibration = Calibration()
 
     def select(self, step: int) -> BeliefStep:
