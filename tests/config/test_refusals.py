@@ -240,6 +240,13 @@ COMBINATIONS = [
         "Use 0",
     ),
     ("selection=belief selection.rescue_budget=1", "selection.rescue_budget", "1.0", "skip=solved does", "skip=flat"),
+    (
+        "selection=belief selection.skip=flat selection.rescue_budget=5",
+        "selection.rescue_budget",
+        "5.0",
+        "selection.budget=4",
+        "raise selection.budget",
+    ),
     ("selection=oversample selection.surplus=keep", "selection.surplus", "keep", "older weights", "max_staleness=1"),
     ("selection=belief algo.advantages=one", "selection.name", "belief", "every judged rollout", "selection=uniform"),
     ("selection=belief mode=eval", "selection.name", "belief", "mode=eval chooses no prompts", "mode=train"),

@@ -31,7 +31,8 @@ class Rated:
         rate = self.rates.get(prompt_id)
         if rate is None or not rate.samples:
             return None
-        seen = observation(np.array([rate.right]), np.array([rate.samples]), np.array([0 < rate.right < rate.samples]))
+        right, samples = np.array([float(rate.right)]), np.array([float(rate.samples)])
+        seen = observation(right, samples, (right > 0) & (right < samples))
         mean, variance = updated(np.array([HIGHEST / 2]), np.array([WIDEST]), *seen)
         return float(mean[0]), float(variance[0])
 

@@ -122,6 +122,21 @@ def test_the_shared_drift_is_learnt_from_all() -> None:
             assert beliefs.drift == pytest.approx(0.02 / 4, rel=0.4)
 
 
+def test_what_the_shared_drift_is_learnt_from_by_hand() -> None:
+    beliefs = Beliefs()
+    beliefs.observe(1, [of(POOL[0], *[1.0] * 2, *[0.0] * 6)])
+    mean, variance = (
+        float(np.frombuffer(a, np.float32)[0]) for a in (beliefs.state().means, beliefs.state().variances)
+    )
+    beliefs.observe(6, [of(POOL[0], *[1.0] * 4, *[0.0] * 4)])
+    slope, spread = 5 * np.sin(2 * mean), variance + 5 * 2e-4 + 1 / 34
+    assert beliefs.state().drift == pytest.approx((slope * (np.pi / 4 - mean) / spread, slope**2 / spread))
+    assert beliefs.drift == pytest.approx(slope * (np.pi / 4 - mean) / (slope**2 + 2.5e5 * spread))
+    before = beliefs.state().drift
+    beliefs.observe(16, [of(POOL[1], 1.0, 0.0)])
+    assert beliefs.state().drift == pytest.approx([0.98**10 * each for each in before]), "a first group says nothing"
+
+
 def rising(beliefs: Beliefs, rate: Callable[[int], float], steps: range, tag: str = "0") -> None:
     """Every fourth step the prompts of the tag are asked."""
     asked = [prompt for prompt in POOL if prompt.difficulty == tag]
