@@ -130,6 +130,31 @@ def test_a_prompt_that_hardly_gives_a_mixed_group_gets_half_a_probe() -> None:
     assert sizes == {2, 4, 8}
 
 
+def test_probes_shrink_by_half_below_half_of_the_target() -> None:
+    asked = selector(make_pool(24), probe=6, target=1.0, power=0)
+    first, second = (play(asked.select(step), lambda prompt, i: 0.0)[0] for step in (1, 2))
+    assert {ask.samples for asks in first for ask in asks} == {6}, "u = 0.67"
+    assert {ask.samples for asks in second for ask in asks} == {3}, "u = 0.39 after six wrong ones"
+
+
+def a_third(prompt: Prompt, sample: int) -> float:
+    """Every third prompt is right half of the time."""
+    return float(prompt.token_ids[0] % 3 == 0 and sample % 2)
+
+
+def test_a_further_round_asks_for_what_is_missing_unless_there_is_enough() -> None:
+    rounds, _ = play(selector(probe=0, power=0).select(1), a_third)
+    assert len(rounds) > 1 and len(rounds[1]) < 0.8 * len(rounds[0]), "a third was mixed"
+    assert len(play(selector(probe=0, power=0, enough=0.25).select(1), a_third)[0]) == 1
+
+
+def test_a_budget_holds_when_every_probe_is_extended() -> None:
+    selection = selector(budget=1.0, target=1.0, power=0).select(1)
+    rounds, _ = play(selection, lambda prompt, i: float(i % 2))
+    assert sum(ask.samples for asks in rounds for ask in asks) == WANTED * N
+    assert selection.metrics()["select/probes_extended"] == WANTED
+
+
 def test_without_probes_every_group_is_whole() -> None:
     rounds, chosen = play(selector(probe=0).select(1), graded())
     assert {ask.samples for ask in rounds[0]} == {N} and chosen.stopped == ()
