@@ -58,7 +58,7 @@ class DataSettings(Section):
     seed: Seed = 0
     on_bad_row: Literal["fail", "skip"] = "fail"
     max_prompt_tokens: Positive = 1024
-    pass_rates: str | None = None  # a file of launch/profile_prompts.py; mode=profile writes it
+    pass_rates: str | None = None  # a file of launch/profile_prompts.py, where beliefs begin; mode=profile writes it
     band: list[Share] | None = None  # [low, high]: only prompts whose pass rate there lies between these are trained on
 
 

@@ -110,11 +110,11 @@ def _of_group(group: Group, kind: Kind, fates: Mapping[str, bool]) -> Iterator[t
     told = {rollout.rollout_id for rollout in Told.of(group).rollouts}
     for rollout in group.rollouts:
         trainable = min(rollout.num_trainable, rollout.generated)
-        yield "truncated_masked", 0 if rollout.rollout_id not in told else rollout.generated - trainable
-        if rollout.rollout_id not in told and rollout.rollout_id not in fates:
-            yield "no_verdict", rollout.generated
-        else:
+        if rollout.rollout_id in told or rollout.rollout_id in fates:
+            yield "truncated_masked", rollout.generated - trainable
             yield _class_of(rollout, kind, fates), trainable
+        else:
+            yield "no_verdict", rollout.generated
 
 
 def _class_of(rollout: RolloutRef, kind: Kind, fates: Mapping[str, bool]) -> str:

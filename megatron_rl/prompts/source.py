@@ -7,6 +7,7 @@ import random
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from megatron_rl.config.schema import DataSettings
 from megatron_rl.contracts.prompt import Prompt
@@ -61,7 +62,7 @@ class PromptSource:
         self._position = 0
         self._order = self._epoch_order()
         self._put_off: deque[int] = deque()
-        self._repeated: list[int] = []
+        self._repeated: dict[int, None] = {}  # each once: a step may go through many epochs
         self.rates: Mapping[str, PassRate] = rates or {}
         self._band: Sequence[float] | None = None
         self._outside: frozenset[int] = frozenset()
@@ -108,34 +109,35 @@ class PromptSource:
     def begin_step(self) -> None:
         """What the step before could not ask twice comes first."""
         self._put_off.extendleft(reversed(self._repeated))
-        self._repeated = []
+        self._repeated = {}
 
     def offer(self, asked: Collection[str]) -> tuple[Prompt, int] | None:
         """The next training prompt, and its epoch: each is offered once per epoch, across the ends of epochs.
 
-        asked: ids that this step has asked; their prompts are put off to the next step. None: it has asked all.
+        asked: ids that this step has asked; their prompts are put off to the next step, each once. None: it has asked
+        all.
         """
         if len(asked) >= self.num_available:
             return None
         while self.train[index := self._next_index()].id in asked:
-            self._repeated.append(index)
+            self._repeated[index] = None
         return self.train[index], self._epoch
 
     @property
     def cursor(self) -> PromptCursor:
         """What was offered so far."""
         put_off = (*self._repeated, *self._put_off)
-        return PromptCursor(epoch=self._epoch, position=self._position, put_off=put_off, digest=self._digest())
+        return PromptCursor(epoch=self._epoch, position=self._position, put_off=put_off, digest=self._digest)
 
     def seek(self, cursor: PromptCursor) -> None:
         """Go on behind what a run before had taken. Raises `PromptDataError` where that run had other prompts."""
-        if cursor.digest != self._digest():
+        if cursor.digest != self._digest:
             raise PromptDataError(
                 f"run.resume: the checkpoint's run had other training prompts than the {len(self.train)} here. Give it "
                 "the same data.* and the same files, or start another run"
             )
         self._epoch, self._position = cursor.epoch, cursor.position
-        self._put_off, self._repeated = deque(cursor.put_off), []
+        self._put_off, self._repeated = deque(cursor.put_off), {}
         self._order = self._epoch_order()
 
     def require(self, n: int) -> None:
@@ -167,6 +169,7 @@ class PromptSource:
         self._position += 1
         return self._order[self._position - 1]
 
+    @cached_property
     def _digest(self) -> str:
         """Of which prompts in which order a cursor speaks."""
         named = "\n".join(f"{prompt.id}\t{prompt.token_ids}" for prompt in self.train)

@@ -11,6 +11,7 @@ class BeliefState(msgspec.Struct, frozen=True, kw_only=True):
     means, variances: float32 [n]. seen, since: int32 [n]. strata: (source, tag, its moments), those of all together
     first. drift: the two sums that the shared drift is the quotient of. clock: the last step. window: (predicted,
     observed, groups) of the last steps. wander: as strata, the two sums that the growth of variance is learnt from.
+    rated: the two sums that the doubt in given pass rates is learnt from.
     """
 
     prompts: tuple[str, ...]
@@ -23,3 +24,4 @@ class BeliefState(msgspec.Struct, frozen=True, kw_only=True):
     clock: int
     window: tuple[tuple[float, float, float], ...] = ()
     wander: tuple[tuple[str, str, tuple[float, float]], ...] = ()
+    rated: tuple[float, float] = (0.0, 0.0)

@@ -132,6 +132,20 @@ def test_what_is_trained_without_comparing_is_accounted_by_its_kind() -> None:
     assert (found["account/no_verdict"], found["account/unaccounted"]) == (4, 0)
 
 
+def test_what_is_trained_in_part_is_accounted_whole() -> None:
+    """Of the rollout whose truth is unknown too, which algo.advantages=one trains all the same."""
+    odd = group(1.0, Verdict(reward=1.0, correctness=None), name="a", generated=[4, 9])
+    odd = msgspec.structs.replace(
+        odd, rollouts=tuple(msgspec.structs.replace(r, num_trainable=3) for r in odd.rollouts)
+    )
+    credited = Credit(SftSettings(), seed=0).assign(1, [odd])
+    planner = Planner(TrainSettings(total_steps=1), ParallelSettings(), dp_size=1, seed=0)
+    step = planner.plan(1, credited.rollouts, credited.advantages)
+    found = account([odd], credited, step, len(step.optimizer_steps), generated_tokens=13)
+    assert (found["account/trained/too_few_verdicts"], found["account/truncated_masked"]) == (6, 7)
+    assert found["account/unaccounted"] == 0
+
+
 SCORES = st.one_of(st.none(), st.sampled_from([0.0, 0.5, 1.0]), st.just(Verdict(reward=0.5, correctness=None)))
 ROLLOUTS = st.lists(st.tuples(SCORES, st.integers(0, 100), st.floats(0, 0.98), st.booleans()), max_size=5)
 LOST = st.dictionaries(st.sampled_from(["engine", "stale", "expired"]), st.integers(0, 50))

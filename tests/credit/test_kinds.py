@@ -86,6 +86,16 @@ def test_only_lengths_tie_right_groups_and_only_repetition_wrong_ones(
     assert kind_of(alike, penalties(**switched_on)) is kind_of(alike)
 
 
+@pytest.mark.parametrize(("apart", "right", "wrong"), [
+    (0.2, Kind.TIED_RIGHT, Kind.TIED_WRONG),
+    (0.19, Kind.FLAT_RIGHT, Kind.FLAT_WRONG),
+])  # fmt: skip
+def test_a_group_is_tied_from_a_difference_of_a_fifth_on(apart: float, right: Kind, wrong: Kind) -> None:
+    on = penalties(length="buffer", length_buffer=100, repetition_ngram=4)
+    assert kind_of(group(1, 1, generated=[0, round(100 * apart)]), on) is right
+    assert kind_of(group(0, 0, repetition=[0.0, apart]), on) is wrong
+
+
 VERDICTS = st.builds(
     Verdict,
     reward=st.sampled_from([None, 0.0, 0.5, 1.0, math.nan]),

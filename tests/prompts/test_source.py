@@ -80,3 +80,25 @@ def test_a_prompt_that_a_step_has_asked_is_offered_first_in_the_next_one() -> No
     for each in (running, resumed):
         assert [p.id for p in each.take(2)] == ["p2", "p0"]
     assert running.cursor == resumed.cursor
+
+
+def test_steps_of_many_epochs_put_off_no_prompt_more_than_once() -> None:
+    running = source(4)
+    for _ in range(5):
+        running.begin_step()
+        asked: set[str] = set()
+        for turn in range(20):
+            prompt, _ = running.offer(asked) or pytest.fail("there are four")
+            if turn < 2:
+                asked.add(prompt.id)
+        assert len(running.cursor.put_off) == len(set(running.cursor.put_off)) <= 2
+
+
+def test_a_cursor_is_cheap_however_many_prompts_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    running = source(10)
+    before = running.cursor
+    monkeypatch.setattr("megatron_rl.prompts.source.hashlib.sha256", lambda _: pytest.fail("prompts are read again"))
+    running.take(3)
+    assert running.cursor.digest == before.digest
+    running.seek(before)
+    assert running.cursor == before

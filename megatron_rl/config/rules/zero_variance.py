@@ -36,6 +36,9 @@ def check_selection(c: Configuration, given: Collection[str]) -> Iterator[tuple[
         if selection.rescue_budget and (not selection.probe or selection.skip == "solved"):
             rule = "It draws all-wrong probes in full, which skip=solved does anyway, and probe=0 leaves none"
             yield "selection.rescue_budget", rule, "Use 0, or selection.skip=flat with a probe"
+        if selection.rescue_budget > selection.budget:
+            rule = f"It is a part of selection.budget={selection.budget:g}, which holds all rollouts of a step"
+            yield "selection.rescue_budget", rule, "Give less, or raise selection.budget"
     if selection.surplus == "keep" and selection.name == "oversample":
         if c.rollout.max_staleness < 1:
             rule = "What is kept for the next step was drawn from older weights, and rollout.max_staleness=0"

@@ -6,14 +6,15 @@ Invariant: beliefs that were saved and restored go on bit for bit
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Prompt
-from megatron_rl.credit.kinds import Kind, kind_of
+from megatron_rl.credit.kinds import Kind, Told, kind_of
+from megatron_rl.prompts.pass_rates import PassRate
 from megatron_rl.prompts.question import PromptDataError
 from megatron_rl.prompts.selection.arcsine import (
     WIDEST,
@@ -24,6 +25,7 @@ from megatron_rl.prompts.selection.arcsine import (
     predicted,
     updated,
 )
+from megatron_rl.prompts.selection.rated import Rated
 from megatron_rl.prompts.selection.strata import Strata, Stratum, stratum_of
 from megatron_rl.prompts.selection.wander import Wander, surprise
 from megatron_rl.records.belief_state import BeliefState
@@ -34,22 +36,20 @@ _NO_DRIFT = 2.5e5  # the weight of there being none: a deviation of 0.002 rad a 
 _FASTEST = 0.02  # rad a step
 
 
-def scores_of(group: Group) -> list[float]:
-    """The raw correctness of the rollouts with a verdict."""
-    return [r.verdict.correctness for r in group.judged if r.verdict.correctness is not None]
-
-
 class Beliefs:
-    """A row for each prompt that was ever offered; a prompt that was never drawn is believed to be like its stratum.
+    """A row for each prompt that was ever offered; one that was never drawn is believed to be as its given pass rate
+    says, or like its stratum.
 
     How many are right is the sum of the scores, each cut to [0, 1]: half of the tests passed is half a right answer.
-    Which groups are mixed, `kind_of` says. A group with fewer than two verdicts says nothing, but was seen. pool: ids
-    that can be offered; rows of others are kept for when they come back.
+    Which groups are mixed, `kind_of` says. A group with fewer than two verdicts says nothing, but was seen; so does one
+    of a judge's rewards, which are no pass rate. pool: ids that can be offered; rows of others are kept for when they
+    come back. rates: given, by prompt id, of the time before the first step.
     """
 
-    def __init__(self, pool: Collection[str] = ()) -> None:
+    def __init__(self, pool: Collection[str] = (), rates: Mapping[str, PassRate] | None = None) -> None:
         self._pool = frozenset(pool)
         self._rows: dict[str, int] = {}
+        self._named = tuple[str, ...]()  # their ids as of the last `state`, which every step asks for
         self._means = np.zeros(0, np.float32)
         self._variances = np.zeros(0, np.float32)
         self._seen = np.zeros(0, np.int32)  # step of the last group, _NEVER before the first
@@ -57,6 +57,7 @@ class Beliefs:
         self._aside = np.zeros(0, np.bool_)  # of no prompt of the pool
         self._strata = Strata()
         self._wander = Wander()
+        self._rated = Rated(rates or {})
         self._learnt = (0.0, 0.0)  # Σ h e / S and Σ h² / S, discounted: what the shared drift is the quotient of
         self._clock = 0
 
@@ -117,8 +118,22 @@ class Beliefs:
         return self._wander.shared
 
     def prior(self, stratum: Stratum) -> tuple[float, float]:
-        """Mean and variance of ψ of what was never drawn."""
+        """Mean and variance of ψ of what was never drawn and has no rate."""
         return self._strata.prior(stratum)
+
+    def rated(self, prompt: Prompt, step: int) -> tuple[float, float] | None:
+        """Mean and variance of ψ in `step` by its given rate, if that were this policy's; None without one."""
+        if (given := self._rated.of(prompt.id)) is None:
+            return None
+        steps, growth = np.array([float(step)]), self.growth(stratum_of(prompt))
+        mean, variance = predicted(np.array([given[0]]), np.array([given[1]]), steps, self.drift, growth)
+        return float(mean[0]), float(variance[0])
+
+    def start(self, prompt: Prompt, step: int) -> tuple[float, float]:
+        """Mean and variance of ψ in `step` of a prompt that was never drawn."""
+        if (rated := self.rated(prompt, step)) is None:
+            return self.prior(stratum_of(prompt))
+        return rated[0], max(rated[1], min(rated[1] + self._rated.doubt, WIDEST))
 
     def observe(self, step: int, groups: Sequence[Group]) -> None:
         """Learn from a step's groups, at most one of each prompt, in an order that no arrival decides."""
@@ -127,23 +142,26 @@ class Beliefs:
         before = np.stack([self._means[rows], self._variances[rows]]).astype(np.float64)
         strata = [stratum_of(group.prompt) for group in groups]
         for place in np.flatnonzero(first).tolist():
-            before[:, place] = self.prior(strata[place])
+            before[:, place] = self.start(groups[place].prompt, step)
         steps = np.where(first, 0, step - self._seen[rows]).astype(np.float64)
         growth = np.array([self.growth(stratum) for stratum in strata])
         means, variances = predicted(before[0], before[1], steps, self.drift, growth)
-        kinds = [kind_of(group) for group in groups]
-        told = np.array([kind is not Kind.TOO_FEW_VERDICTS for kind in kinds], np.bool_)
-        scores = [np.clip(scores_of(group), 0.0, 1.0) for group in groups]
+        kinds, found = [kind_of(group) for group in groups], [Told.of(group) for group in groups]
+        told = np.array([each.has_truth and len(each.rollouts) >= 2 for each in found], np.bool_)
+        scores = [np.clip(each.scores, 0.0, 1.0) for each in found]
         right, samples = (np.array([f(s) for s in scores], np.float64) for f in (np.sum, len))
         mixed = np.array([kind is Kind.MIXED for kind in kinds], np.bool_)
         seen, noise = observation(right, np.maximum(samples, 1), mixed)
+        rated = {place: self.rated(groups[place].prompt, step) for place in np.flatnonzero(first & told).tolist()}
         self._learn_drift(step, told & ~first, before[0], steps, seen, variances + noise)
-        self._strata.fade(step - self._clock)
-        self._wander.fade(step - self._clock)
+        for learner in (self._strata, self._wander, self._rated):
+            learner.fade(step - self._clock)
         more = surprise(seen - means, before[1] + noise, mixed)
         self._wander.learn(strata, np.where(told, steps, 0.0), more, variances + noise)
-        for place in np.flatnonzero(first & told).tolist():
+        for place, given in rated.items():
             self._strata.add(strata[place], float(seen[place]), float(noise[place]))
+            if given is not None:
+                self._rated.learn(float(surprise(seen[place] - given[0], given[1] + noise[place], mixed[place])))
         after = updated(means, variances, seen, noise)
         self._means[rows] = np.where(told, after[0], means)
         self._variances[rows] = np.where(told, after[1], variances)
@@ -153,13 +171,16 @@ class Beliefs:
     def widen(self) -> None:
         """All lose their certainty."""
         self._variances[:] = WIDEST
+        self._rated.widen()
 
     def state(self, window: Sequence[tuple[float, float, float]] = ()) -> BeliefState:
         count = len(self)
         arrays = (self._means, self._variances, self._seen, self._since)
         means, variances, seen, since = (array[:count].tobytes() for array in arrays)
+        if len(self._named) != count:  # rows are only added
+            self._named = tuple(self._rows)
         return BeliefState(
-            prompts=tuple(self._rows),
+            prompts=self._named,
             means=means,
             variances=variances,
             seen=seen,
@@ -169,6 +190,7 @@ class Beliefs:
             clock=self._clock,
             window=tuple(window),
             wander=self._wander.state(),
+            rated=self._rated.state(),
         )
 
     def restore(self, state: BeliefState) -> None:
@@ -176,12 +198,13 @@ class Beliefs:
         arrays = (state.means, state.variances, state.seen, state.since)
         if any(len(array) != 4 * len(state.prompts) for array in arrays) or not state.strata:
             raise PromptDataError("run.resume: the checkpoint's beliefs are damaged. Give another checkpoint")
-        self._rows = {prompt: row for row, prompt in enumerate(state.prompts)}
+        self._rows, self._named = {prompt: row for row, prompt in enumerate(state.prompts)}, state.prompts
         self._means, self._variances = (np.frombuffer(a, np.float32).copy() for a in (state.means, state.variances))
         self._seen, self._since = (np.frombuffer(array, np.int32).copy() for array in (state.seen, state.since))
         self._aside = np.array([prompt not in self._pool for prompt in state.prompts], np.bool_)
         self._strata.restore(state.strata)
         self._wander.restore(state.wander)
+        self._rated.restore(state.rated)
         self._learnt, self._clock = state.drift, state.clock
 
     def _grow(self, size: int) -> None:
@@ -223,7 +246,12 @@ class Outlook:
                 growth = self._beliefs.growth(stratum)
                 self._of_known[stratum] = self._beliefs.chances(self._step, self._counts, growth)
             return tuple(self._of_known[stratum][:, row].tolist())
+        if self._beliefs.rated(prompt, self._step) is not None:
+            return self._expected(self._beliefs.start(prompt, self._step))
         if stratum not in self._of_stratum:
-            mean, variance = (np.array([number]) for number in self._beliefs.prior(stratum))
-            self._of_stratum[stratum] = tuple(outlook_of(mean, variance, self._counts)[:, 0].tolist())
+            self._of_stratum[stratum] = self._expected(self._beliefs.prior(stratum))
         return self._of_stratum[stratum]
+
+    def _expected(self, belief: tuple[float, float]) -> tuple[float, ...]:
+        mean, variance = (np.array([number]) for number in belief)
+        return tuple(outlook_of(mean, variance, self._counts)[:, 0].tolist())

@@ -57,7 +57,7 @@ class BeliefSelector:
         self, source: PromptSource, rollout: RolloutSettings, settings: SelectionSettings, *, seed: int
     ) -> None:
         self.source, self.rollout, self.settings, self.seed = source, rollout, settings, seed
-        self.beliefs = Beliefs([prompt.id for prompt in source.train])
+        self.beliefs = Beliefs([prompt.id for prompt in source.train], source.rates)
         self.calibration = Calibration()
 
     def select(self, step: int) -> BeliefStep:
@@ -199,9 +199,9 @@ class BeliefStep:
 
     def _note(self, groups: tuple[Group, ...]) -> None:
         """groups: those to be credited."""
-        told = [a for a in self._asked if a.kind not in (None, Kind.TOO_FEW_VERDICTS)]
-        # A rescue turned a probe that was flat into something else: it counts as what it was.
-        seen = sum(asked.mixed and not asked.rescued for asked in told)
+        # An extension turns a probe into something else: it counts as what it was.
+        told = [a for a in self._asked if a.opening not in (None, Kind.TOO_FEW_VERDICTS)]
+        seen = sum(asked.opening is Kind.MIXED for asked in told)
         self.selector.calibration.add(sum(asked.chance for asked in told), seen, len(told))
         mixed, probes = (
             [g for g in groups if kind_of(g) is Kind.MIXED],

@@ -40,13 +40,18 @@ def extension_weight(group: Group, probe: int, *, skip: str) -> float:
 
     skip: what is not extended: `flat`, all but mixed pilots; `solved`, those that are all right.
 
+    Where no truth is known nothing is right, and ties of a judge are not extended either way.
+
     Of the verdicts alone: where `probe` rollouts gave fewer of them, the pilot is those. The order of rollouts says
     nothing of their scores, so every choice of a pilot was as likely as this one, and the expected gradient over
-    all probes of a prompt is that of full groups, for every advantage that vanishes where all scores are equal.
+    all probes of a prompt is that of full groups, for every advantage that vanishes where all scores are equal. 1 where
+    the pilot has fewer than two of the verdicts, because its scorer found the truth only later.
     """
     told = Told.of(group)
     pilot = sum(r.sample_index < probe for r in told.rollouts)
-    probability = pilot_mixed_probability if skip == "flat" else pilot_unsolved_probability
+    if pilot < 2:
+        return 1.0
+    probability = pilot_unsolved_probability if skip == "solved" and told.has_truth else pilot_mixed_probability
     return 1.0 / probability(told.scores.tolist(), pilot)
 
 

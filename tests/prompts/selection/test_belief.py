@@ -1,10 +1,11 @@
+import math
 from collections.abc import Callable
 
 import msgspec
 import numpy as np
 import pytest
 
-from megatron_rl.contracts.group import Group
+from megatron_rl.contracts.group import Group, Verdict
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.prompts.question import PromptDataError
 from megatron_rl.prompts.selection.belief import Beliefs
@@ -16,7 +17,7 @@ POOL = make_pool(40, tags=2)
 IDS = [prompt.id for prompt in POOL]
 
 
-def of(prompt: Prompt, *scores: float | None) -> Group:
+def of(prompt: Prompt, *scores: Verdict | float | None) -> Group:
     return msgspec.structs.replace(group(*scores, name=prompt.id), prompt=prompt)
 
 
@@ -81,6 +82,26 @@ def test_a_group_without_verdicts_says_nothing_but_was_seen() -> None:
     assert chance(beliefs, POOL[3], 9) == pytest.approx(chance(beliefs, POOL[1], 9), abs=0.01)
 
 
+def judge(reward: float) -> Verdict:
+    return Verdict(reward=reward, correctness=None)
+
+
+def test_a_judges_rewards_are_no_pass_rate() -> None:
+    beliefs = Beliefs(IDS)
+    before = beliefs.prior(("t", "0"))
+    beliefs.observe(1, [of(POOL[0], judge(0.9), judge(0.8)), of(POOL[1], judge(1.0), judge(1.0))])
+    assert beliefs.prior(("t", "0")) == before == beliefs.prior(("t", "1"))
+    assert chance(beliefs, POOL[0], 1) == pytest.approx(chance(beliefs, POOL[3], 1), abs=1e-6)
+    assert beliefs.unseen_for(beliefs.row(POOL[1], 1), 3) == 2, "but they were seen"
+
+
+def test_a_correctness_that_is_not_finite_spoils_no_belief() -> None:
+    one, other = Beliefs(IDS), Beliefs(IDS)
+    one.observe(1, [of(POOL[0], 1.0, Verdict(reward=1.0, correctness=math.nan), 0.0)])
+    other.observe(1, [of(POOL[0], 1.0, None, 0.0)])
+    assert one.state() == other.state()
+
+
 def test_how_long_a_prompt_waits_counts_from_its_first_offer() -> None:
     beliefs = Beliefs(IDS)
     row = beliefs.row(POOL[0], 5)
@@ -99,6 +120,21 @@ def test_the_shared_drift_is_learnt_from_all() -> None:
             beliefs.observe(step, [of(p, *map(float, r)) for p, r in zip(POOL, right, strict=True)])
         if step == 150:
             assert beliefs.drift == pytest.approx(0.02 / 4, rel=0.4)
+
+
+def test_what_the_shared_drift_is_learnt_from_by_hand() -> None:
+    beliefs = Beliefs()
+    beliefs.observe(1, [of(POOL[0], *[1.0] * 2, *[0.0] * 6)])
+    mean, variance = (
+        float(np.frombuffer(a, np.float32)[0]) for a in (beliefs.state().means, beliefs.state().variances)
+    )
+    beliefs.observe(6, [of(POOL[0], *[1.0] * 4, *[0.0] * 4)])
+    slope, spread = 5 * np.sin(2 * mean), variance + 5 * 2e-4 + 1 / 34
+    assert beliefs.state().drift == pytest.approx((slope * (np.pi / 4 - mean) / spread, slope**2 / spread))
+    assert beliefs.drift == pytest.approx(slope * (np.pi / 4 - mean) / (slope**2 + 2.5e5 * spread))
+    before = beliefs.state().drift
+    beliefs.observe(16, [of(POOL[1], 1.0, 0.0)])
+    assert beliefs.state().drift == pytest.approx([0.98**10 * each for each in before]), "a first group says nothing"
 
 
 def rising(beliefs: Beliefs, rate: Callable[[int], float], steps: range, tag: str = "0") -> None:
@@ -169,6 +205,17 @@ def test_a_changed_pool_keeps_what_it_can() -> None:
     back = Beliefs(IDS)
     back.restore(smaller.state())
     assert back.aside == 0 and back.state().prompts[: len(state.prompts)] == state.prompts
+
+
+def test_what_every_step_asks_for_copies_no_ids() -> None:
+    beliefs, again = grown(), Beliefs(IDS)
+    state = beliefs.state()
+    beliefs.observe(6, [of(POOL[IDS.index(state.prompts[0])], 1.0, 0.0)])
+    assert beliefs.state().prompts is state.prompts
+    beliefs.row(Prompt(id="new", token_ids=(1,), answer="1", task="t"), 7)
+    assert beliefs.state().prompts == (*state.prompts, "new")
+    again.restore(state)
+    assert again.state().prompts is state.prompts
 
 
 def test_damaged_beliefs_are_refused() -> None:

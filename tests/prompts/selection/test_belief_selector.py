@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from itertools import pairwise
 
 import msgspec
 import pytest
@@ -110,7 +111,15 @@ def test_a_probe_goes_on_unless_it_is_all_right_where_only_what_is_solved_is_ski
     assert "0" in extended and "1" not in extended
     assert chosen.stopped and all(kind_of(group) is Kind.FLAT_RIGHT for group in chosen.stopped)
     assert all(group.weight == 1 for group in chosen.groups if kind_of(group) is not Kind.MIXED)
-    assert asked.calibration.metrics()["select/observed_mixed"] < 0.5, "as the probes were, not as they became"
+
+
+def test_probes_are_compared_with_what_was_predicted_of_them_not_with_what_they_became() -> None:
+    for skip in ("solved", "flat"):
+        asked = selector(skip=skip, target=1.0, power=0, rescue_budget=4.0 * (skip == "flat"))
+        selection = asked.select(1)
+        _, chosen = play(selection, lambda prompt, i: float(i >= 4))
+        assert any(kind_of(group) is Kind.MIXED for group in chosen.groups), "extended ones"
+        assert selection.metrics()["select/observed_mixed"] == 0.0 < selection.metrics()["select/predicted_mixed"]
 
 
 def test_a_prompt_that_hardly_gives_a_mixed_group_gets_half_a_probe() -> None:
@@ -119,6 +128,31 @@ def test_a_prompt_that_hardly_gives_a_mixed_group_gets_half_a_probe() -> None:
     sizes = {ask.samples for step in range(40, 60) for ask in play(asked.select(step), graded())[0][0]
              if ask.first_sample == 0}  # fmt: skip
     assert sizes == {2, 4, 8}
+
+
+def test_probes_shrink_by_half_below_half_of_the_target() -> None:
+    asked = selector(make_pool(24), probe=6, target=1.0, power=0)
+    first, second = (play(asked.select(step), lambda prompt, i: 0.0)[0] for step in (1, 2))
+    assert {ask.samples for asks in first for ask in asks} == {6}, "u = 0.67"
+    assert {ask.samples for asks in second for ask in asks} == {3}, "u = 0.39 after six wrong ones"
+
+
+def a_third(prompt: Prompt, sample: int) -> float:
+    """Every third prompt is right half of the time."""
+    return float(prompt.token_ids[0] % 3 == 0 and sample % 2)
+
+
+def test_a_further_round_asks_for_what_is_missing_unless_there_is_enough() -> None:
+    rounds, _ = play(selector(probe=0, power=0).select(1), a_third)
+    assert len(rounds) > 1 and len(rounds[1]) < 0.8 * len(rounds[0]), "a third was mixed"
+    assert len(play(selector(probe=0, power=0, enough=0.25).select(1), a_third)[0]) == 1
+
+
+def test_a_budget_holds_when_every_probe_is_extended() -> None:
+    selection = selector(budget=1.0, target=1.0, power=0).select(1)
+    rounds, _ = play(selection, lambda prompt, i: float(i % 2))
+    assert sum(ask.samples for asks in rounds for ask in asks) == WANTED * N
+    assert selection.metrics()["select/probes_extended"] == WANTED
 
 
 def test_without_probes_every_group_is_whole() -> None:
@@ -133,6 +167,25 @@ def test_no_question_is_asked_twice_in_a_step() -> None:
         rounds, _ = play(asked.select(step), graded())
         ids = [ask.prompt.id for asks in rounds for ask in asks if ask.first_sample == 0]
         assert len(ids) == len(set(ids))
+
+
+@pytest.mark.parametrize("skip", ["solved", "flat"])
+@pytest.mark.parametrize(("floor", "age"), [(0.1, 10**6), (1e-9, 20)])
+def test_no_stratum_is_starved_whatever_is_believed_of_it(skip: str, floor: float, age: int) -> None:
+    """The floor alone gives each stratum its share of every pass over the data; the age alone each of its prompts."""
+    pool, steps = make_pool(64, tags=4), 100
+    asked = selector(pool, skip=skip, floor=floor, age=age)
+    drawn: dict[str, list[int]] = {prompt.id: [] for prompt in pool}
+    for step in range(1, steps + 1):
+        for asks in play(asked.select(step), graded())[0]:
+            for ask in asks:
+                drawn[ask.prompt.id] += [step] * (ask.first_sample == 0)
+    for tag in "0123":
+        own = [drawn[prompt.id] for prompt in pool if prompt.difficulty == tag]
+        assert sum(map(len, own)) >= 0.08 * len(own) * asked.source.cursor.epoch, tag
+    if age < steps:
+        waits = [after - before for each in drawn.values() for before, after in pairwise([0, *each, steps])]
+        assert max(waits) <= 2.5 * age, "half of the offers after `age` steps are taken"
 
 
 @pytest.mark.parametrize("budget", [1.0, 1.5, 4.0])

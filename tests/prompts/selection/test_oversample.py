@@ -44,6 +44,15 @@ def test_a_kept_surplus_comes_first_in_the_next_step() -> None:
     assert sum(kind_of(group) is Kind.MIXED for group in chosen.groups) == 4
 
 
+def test_a_question_whose_group_was_kept_is_not_asked_again_beside_it() -> None:
+    keeping = selector(make_pool(8, tags=4), surplus="keep")
+    play(keeping.select(1), mixed_tags("0", "1", "3"))
+    kept = {group.prompt.id for group in keeping.kept}
+    rounds, _ = play(keeping.select(2), mixed_tags())
+    asked = [ask.prompt.id for asks in rounds for ask in asks]
+    assert kept == {"p5", "p7"} and sorted(asked) == ["p0", "p1", "p2", "p3", "p4", "p6"]
+
+
 def test_the_budget_ends_a_step_that_is_not_full() -> None:
     selection = selector(budget=2.9).select(1)
     rounds, chosen = play(selection, mixed_tags("0"))

@@ -60,7 +60,14 @@ def test_rollouts_without_a_verdict_are_in_no_weight() -> None:
 
 def test_where_no_truth_is_known_the_weight_is_of_a_judges_rewards() -> None:
     judged = [Verdict(reward=reward, correctness=None) for reward in (0.1, 0.9, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1)]
-    assert extension_weight(group(*judged), 4, skip="flat") == pytest.approx(2.0)
+    for skip in ("flat", "solved"):  # a judge's tie is not extended either way, however low its reward
+        assert extension_weight(group(*judged), 4, skip=skip) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("skip", ["flat", "solved"])
+def test_a_scorer_that_finds_the_truth_only_later_ends_nothing(skip: str) -> None:
+    first = [Verdict(reward=reward, correctness=None) for reward in (0.0, 1.0, 0.0, 1.0)]
+    assert extension_weight(group(*first, 1.0, 0.0, 0.0, 0.0), 4, skip=skip) == 1
 
 
 def test_effective_share() -> None:
