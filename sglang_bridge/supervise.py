@@ -22,6 +22,7 @@ from sglang_bridge.shared_memory import mapped_shared_memory, remove_shared_memo
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _CHECK_SECONDS = 0.5
+_TRACKER_SECONDS = 2.0
 
 
 def main(arguments: list[str]) -> int:
@@ -39,21 +40,44 @@ def main(arguments: list[str]) -> int:
 
 
 def end_tree(child: subprocess.Popen[bytes], grace_seconds: float) -> int:
-    """SIGTERM to the child's process group, SIGKILL after the grace to every descendant left. Returns its code."""
+    """SIGTERM to the child's process group, SIGKILL after the grace to every descendant left. Returns its code.
+
+    Trackers of multiprocessing's resources come last: they end by themselves when nobody is left who uses them, and
+    remove the named semaphores that were left. A killed one removes none.
+    """
     shared_memory = mapped_shared_memory(descendants(os.getpid()))
     _signal_group(child.pid, signal.SIGTERM)
-    deadline = time.monotonic() + grace_seconds
+    _wait(child, grace_seconds)
+    _kill_all(child, but=_is_tracker)
+    _wait(child, _TRACKER_SECONDS)
+    _kill_all(child)
+    remove_shared_memory(shared_memory)
+    return child.wait()
+
+
+def _wait(child: subprocess.Popen[bytes], seconds: float) -> None:
+    """Until the whole tree has ended, but no longer than that."""
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and (child.poll() is None or descendants(os.getpid())):
         _reap_orphans(child)
         time.sleep(0.05)
-    while left := descendants(os.getpid()):
+
+
+def _kill_all(child: subprocess.Popen[bytes], but: Callable[[int], bool] = lambda pid: False) -> None:
+    """SIGKILL until no descendant is left; but: of those that may stay."""
+    while left := [pid for pid in descendants(os.getpid()) if not but(pid)]:
         for pid in left:
             _kill(pid)
         child.poll()
         _reap_orphans(child)
         time.sleep(0.02)
-    remove_shared_memory(shared_memory)
-    return child.wait()
+
+
+def _is_tracker(pid: int) -> bool:
+    try:
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def descendants(pid: int) -> list[int]:

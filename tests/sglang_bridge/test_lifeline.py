@@ -37,6 +37,18 @@ if len(sys.argv) > 3 and os.fork() == 0:
     os._exit(0)
 time.sleep(300)
 """
+# A process of the tree ends and leaves a named semaphore: nobody has it mapped, and the tracker removes it.
+SEMAPHORE = """
+import multiprocessing, os, sys, time
+from multiprocessing import resource_tracker
+resource_tracker.ensure_running()
+if os.fork() == 0:
+    made = multiprocessing.get_context("spawn").Semaphore()
+    open(sys.argv[1] + ".part", "w").write(made._semlock.name)
+    os.rename(sys.argv[1] + ".part", sys.argv[1])
+    os._exit(0)
+time.sleep(300)
+"""
 
 
 def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
@@ -124,6 +136,18 @@ def test_what_a_command_leaves_behind_ends_with_it(tmp_path: Path) -> None:
     assert process.wait(20) == 0
     assert not any(map(is_running, tree_pids(path)))
     lifeline.close()
+
+
+def test_semaphores_of_a_process_that_was_killed_are_removed(tmp_path: Path) -> None:
+    lifeline, path = Lifeline(), tmp_path / "name"
+    command = [sys.executable, "-c", SEMAPHORE, str(path)]
+    process = start_supervised(command, lifeline=lifeline, environment=os.environ, grace_seconds=0)
+    assert wait_for(path.exists, 20)
+    file = Path(f"/dev/shm/sem.{path.read_text().removeprefix('/')}")
+    assert file.exists()
+    lifeline.close()
+    process.wait(20)
+    assert not file.exists()
 
 
 def test_output_goes_to_the_log(tmp_path: Path) -> None:
