@@ -61,7 +61,7 @@ def checked(
     refusals = [Refusal(key, "???", "It has no default and was not given", f"Give it: {key}=...") for key in missing]
     if isinstance(run := tree["run"], dict) and run["experiment"] is None:
         run["experiment"] = choices.get("experiment") or "custom"
-    algorithm, chosen = algorithm_of(tree["algo"]), choices.get("algo")
+    algorithm, chosen = algorithm_of(tree["algo"]), (choices.get("algo") or "").partition("_")[0]  # espo of espo_wide
     if chosen in ALGORITHMS and chosen != algorithm:
         rule, remedy = f"The other keys are those of algo={chosen}", f"Choose the group: algo={'|'.join(ALGORITHMS)}"
         refusals.append(Refusal("algo.name", tree["algo"]["name"], rule, remedy))

@@ -164,6 +164,7 @@ COMBINATIONS = [
     ("data.num_train=10", "rollout.prompts_per_step", "64", "data.num_train=10", "raise data.num_train"),
     ("rollout.max_staleness=1", "rollout.max_staleness", "1", "later than", "rollout.max_staleness=0"),
     ("algo.name=grpo", "algo.name", "grpo", "those of algo=espo", "algo=grpo|gspo|espo"),
+    ("algo=gspo_wide algo.name=grpo", "algo.name", "grpo", "those of algo=gspo", "algo=grpo|gspo|espo"),
     ("train.optimizer_steps_per_batch=513", "train.optimizer_steps_per_batch", "513", "512 samples", "Lower it"),
     ("run.name=a..b", "run.name", "a..b", "no '..'", "run.root"),
     ("run.name=a/b", "run.name", "a/b", "letters, digits", "run.root"),
