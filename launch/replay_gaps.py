@@ -177,16 +177,16 @@ def table(cases: Sequence[Case]) -> Iterator[str]:
     from megatron_rl.training.replay_gaps import Gaps
 
     yield (
-        "| model | rollouts | tokens | routes disagree | replay | engine to old: mean | p99.9 | KL (k3) "
-        "| old to current: mean | p99.9 | KL (k3) |"
+        "| model | rollouts | tokens | routes disagree | replay | engine to old: mean | p99.9 | KL (k3) | beyond 2x "
+        "| old to current: mean | p99.9 | KL (k3) | beyond 2x |"
     )
-    yield "|---|---|---|---|---|---|---|---|---|---|---|"
+    yield "|---|---|---|---|---|---|---|---|---|---|---|---|---|"
     for case in cases:
         gaps = msgspec.json.decode(case.result.read_bytes(), type=Gaps)
         differ = "" if gaps.disagreement is None else f"{gaps.disagreement:.2%}"
         for replay, before in gaps.engine_old.items():
             after = gaps.old_current[replay]
-            numbers = [f"{g:.2e}" for gap in (before, after) for g in (gap.mean, gap.tail, gap.k3)]
+            numbers = [f"{g:.2e}" for gap in (before, after) for g in (gap.mean, gap.tail, gap.k3, gap.extreme)]
             said = _NAMES[replay] if gaps.disagreement is not None else "no experts"
             yield f"| {case.name} | {gaps.tokens:,} | {differ} | {said} | {' | '.join(numbers)} |"
 

@@ -26,11 +26,15 @@ _ROUNDING = 1e-6  # of a share times a count that is a whole number
 
 
 class Gap(msgspec.Struct, frozen=True):
-    """Of |log π_a(y_t) - log π_b(y_t)|, nats: the mean and the value that 99.9 % do not exceed; KL(π_b ‖ π_a) by k3."""
+    """Of |log π_a(y_t) - log π_b(y_t)|, nats: the mean and the value that 99.9 % do not exceed; KL(π_b ‖ π_a) by k3.
+
+    extreme: share of the tokens whose probabilities differ by more than a factor of 2.
+    """
 
     mean: float
     tail: float
     k3: float
+    extreme: float
 
     @classmethod
     def between(cls, a: torch.Tensor, b: torch.Tensor) -> Gap:
@@ -38,7 +42,7 @@ class Gap(msgspec.Struct, frozen=True):
         size = (a - b).abs().sort().values
         total, count = rollout_mismatch(a, b)["mismatch/k3_kl"].tolist()
         place = math.ceil(_TAIL * len(size) - _ROUNDING) - 1
-        return cls(float(size.mean()), float(size[place]), total / count)
+        return cls(float(size.mean()), float(size[place]), total / count, float((size > math.log(2)).double().mean()))
 
 
 class Gaps(msgspec.Struct, frozen=True):

@@ -48,7 +48,7 @@ def test_a_row_for_each_way_to_replay_and_one_for_a_model_without_experts(tmp_pa
     from megatron_rl.training.replay_gaps import Gap, Gaps
 
     def gaps(*names: str) -> bytes:
-        found = {name: Gap(0.01 * i, 0.5, 1e-4) for i, name in enumerate(names, start=1)}
+        found = {name: Gap(0.01 * i, 0.5, 1e-4, 2e-3) for i, name in enumerate(names, start=1)}
         return msgspec.json.encode(Gaps(51234, found, found, 0.0123 if len(names) > 1 else None))
 
     cases = [script.Case(f"{model} | fp8", tmp_path / model, ()) for model in ("moe", "dense")]
@@ -57,4 +57,4 @@ def test_a_row_for_each_way_to_replay_and_one_for_a_model_without_experts(tmp_pa
     head, _, *rows = script.table(cases)
     assert all(row.count("|") == head.count("|") for row in rows)
     assert [row.split(" | ")[4] for row in rows] == ["off", "R2 (trainer)", "R3 (rollout)", "no experts"]
-    assert rows[2].startswith("| moe | fp8 | 51,234 | 1.23% | R3 (rollout) | 3.00e-02 | 5.00e-01 | 1.00e-04 | 3.00e-02")
+    assert rows[2].startswith("| moe | fp8 | 51,234 | 1.23% | R3 (rollout) | 3.00e-02 | 5.00e-01 | 1.00e-04 | 2.00e-03 | 3.00e-02")

@@ -48,6 +48,13 @@ def test_the_tail_is_what_999_of_1000_do_not_exceed(megatron: Any, tokens: int, 
     assert quantile(log_counts(size), 0.999) == pytest.approx(found, rel=RESOLUTION), "as in mismatch/*"
 
 
+def test_a_token_is_extreme_when_its_probabilities_differ_by_more_than_a_factor_of_two(megatron: Any) -> None:
+    from megatron_rl.training.replay_gaps import Gap
+
+    ratios = torch.tensor([1.0, 1.99, 2.01, 0.51, 0.49, 1.5, 7.0, 1.0], dtype=torch.float64)
+    assert Gap.between(ratios.log(), torch.zeros(8, dtype=torch.float64)).extreme == 3 / 8
+
+
 def test_engine_to_old_is_before_the_update_with_live_and_with_recorded_routes(megatron: Any, checkpoint: Path) -> None:
     gaps, before = measured(checkpoint, megatron, lr=1e-2)
     live, replayed = (float((before[name] - before["sampled"]).abs().mean()) for name in ("live", "replayed"))
