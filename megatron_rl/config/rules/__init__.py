@@ -22,10 +22,10 @@ def broken_rules(c: Configuration, facts: LaunchFacts, given: Collection[str]) -
     """Every rule that the configuration breaks on this machine. given: keys of the command line."""
     shape, problems = inspect_checkpoint(c.model.path, weights=c.model.init == "checkpoint")
     broken = [("model.path", problem.rule, problem.remedy) for problem in problems]
-    broken += [*check_method(c), *check_data(c, given), *check_environment(c), *check_mode(c), *check_unread(c, given)]
+    broken += [*check_method(c), *check_data(c, given), *check_environment(c), *check_mode(c)]
     broken += [*check_selection(c, given), *check_credit(c), *check_spec(c.model, facts), *check_resume(c)]
-    broken += check_engine(c.engine, facts) if c.mode != "train_only" else ()
     broken += [
+        *check_engine(c.engine, facts),
         *check_grid(c.parallel, facts),
         *check_ranks(c),
         *check_run(c.run),
@@ -36,5 +36,7 @@ def broken_rules(c: Configuration, facts: LaunchFacts, given: Collection[str]) -
         broken += [*check_split(c.parallel, c.engine, shape), *check_fit(c, shape, facts)]
         on_cpu = c.mode != "train_only" and device_of(c.engine, facts.num_gpus) == "cpu"
         broken += limits_of(shape, {key: attrgetter(key)(c) for key in LIMITED}, engine_on_cpu=on_cpu)
-    for key, rule, remedy in broken:
+    if c.mode == "train_only":  # starts no engine
+        broken = [(key, rule, remedy) for key, rule, remedy in broken if not key.startswith("engine.")]
+    for key, rule, remedy in (*broken, *check_unread(c, given)):
         yield Refusal(key, attrgetter(key)(c), rule, remedy)
