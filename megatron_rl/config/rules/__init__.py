@@ -8,6 +8,7 @@ from operator import attrgetter
 from megatron_rl.config.rules.grid import check_grid, check_split
 from megatron_rl.config.rules.machine import check_engine, check_fit, check_ranks, check_run, check_spec
 from megatron_rl.config.rules.method import check_data, check_environment, check_method, check_pass_rates, check_replay
+from megatron_rl.config.rules.recompute import check_recompute, check_recomputed
 from megatron_rl.config.rules.state import check_mode, check_resume, check_unread
 from megatron_rl.config.rules.zero_variance import check_credit, check_selection
 from megatron_rl.config.schema import Configuration
@@ -31,9 +32,11 @@ def broken_rules(c: Configuration, facts: LaunchFacts, given: Collection[str]) -
         *check_run(c.run),
         *check_pass_rates(c),
         *check_replay(c),
+        *check_recompute(c.model, facts),
     ]
     if shape is not None:
         broken += [*check_split(c.parallel, c.engine, shape), *check_fit(c, shape, facts)]
+        broken += check_recomputed(c.model, shape)
         on_cpu = c.mode != "train_only" and device_of(c.engine, facts.num_gpus) == "cpu"
         broken += limits_of(shape, {key: attrgetter(key)(c) for key in LIMITED}, engine_on_cpu=on_cpu)
     if c.mode == "train_only":  # starts no engine
