@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_rl.config.schema import Configuration
 
 _SAVING = ("run.keep_checkpoints", "run.background_saves", "run.on_failed_save", "run.stop_within_s")
-_NOTHING = (None, False, 0, "", "off", [], {})
+_NOTHING: tuple[object, ...] = (None, False, 0, "", "off", [], {})
 _REFUSED, _OF_STEPS = ("eval.stop_at", "eval.sets"), ("eval.every", "eval.first", "run.save_weights")
 _UNREAD = {"train_only": ("engine.", "eval."), "rollout_only": ("eval.", "run.save_weights"), "eval": _OF_STEPS}
 
