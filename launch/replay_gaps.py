@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from megatron_rl.config.cli import compose
+from megatron_rl.config.hydra_errors import split_override
 from megatron_rl.config.schema import Configuration
 from megatron_rl.config.values import NAME
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
@@ -50,7 +51,7 @@ class GapsRefused(Failure):
 
 @dataclass(frozen=True)
 class Case:
-    """One model with one kind of rollouts. overrides: of the run that draws, and of the measurement."""
+    """One model with one kind of rollouts. overrides: of the run that draws; those of engines are its alone."""
 
     name: str
     directory: Path
@@ -76,7 +77,7 @@ def compare(given: argparse.Namespace) -> int:
     cases = list(plan(given))
     given.out.mkdir(parents=True, exist_ok=True)
     for case in cases:
-        if code := draw(case) or call(SCRIPT, "--measure", str(case.directory), *case.overrides):
+        if code := draw(case) or call(SCRIPT, "--measure", str(case.directory), *measured(case)):
             return code
     text = "\n".join(table(cases))
     (given.out / "table.md").write_text(text + "\n")
@@ -115,6 +116,13 @@ def drawn(case: Case) -> tuple[str, ...]:
     return (*case.overrides, "mode=rollout_only", *where)
 
 
+def measured(case: Case) -> tuple[str, ...]:
+    """The overrides of a case's measurement, which has no engines."""
+    keys = (split_override(text)[0] for text in case.overrides)
+    kept = [text for key, text in zip(keys, case.overrides, strict=True) if key.split(".")[0] != "engine"]
+    return (*kept, "mode=train_only", f"rollout.recorded={case.directory}")
+
+
 def draw(case: Case) -> int:
     """Draw the rollouts unless that was done. Returns the exit code."""
     ended = read_exit_record(case.directory)
@@ -131,7 +139,7 @@ def call(script: Path, *arguments: str) -> int:
 
 def measure(directory: Path, overrides: Sequence[str]) -> int:
     """In this process: one rank, a batch that was drawn before. Writes DIRECTORY.json and returns the exit code."""
-    configuration = compose([*overrides, "mode=train_only", f"rollout.recorded={directory}"])
+    configuration = compose(overrides)
     from megatron_rl.mcore.cpu import compat
 
     compat.install()

@@ -30,26 +30,33 @@ _RESERVED = (
     "--max-running-requests",
     "--quantization",
 )
-_UNSUPPORTED = (
-    "--pp-size",
-    "--pipeline-parallel-size",
-    "--dp-size",
-    "--dp",
-    "--data-parallel-size",
-    "--enable-hierarchical-cache",
-    "--enable-dp-attention",
-    "--nnodes",
-    "--context-length",
-    "--load-format",
-    "--ssl-keyfile",
-    "--ssl-certfile",
-    "--disaggregation-mode",
-    "--speculative-algorithm",
-    "--tokenizer-worker-num",  # SGLang refuses it together with keys
-    "--enable-symm-mem",  # these two change NCCL's settings on the engine's side only
-    "--enable-nccl-nvls",
-    "--moe-runner-backend",  # some of them route inside a kernel, where nothing records the experts
-)
+# What is not supported, by the reason; read in SGLang 0.5.23, which records routes before experts are mapped to places
+_UNSUPPORTED = {
+    "": (
+        "--pp-size", "--pipeline-parallel-size", "--dp-size", "--dp", "--data-parallel-size", "--nnodes",
+        "--context-length", "--load-format", "--ssl-keyfile", "--ssl-certfile",
+        "--tokenizer-worker-num",  # SGLang refuses it together with keys
+    ),
+    "it changes NCCL's settings on the engine's side only": ("--enable-symm-mem", "--enable-nccl-nvls"),
+    # routes stay those of the checkpoint's experts there, but weights and their audit go by the checkpoint's order
+    "experts get copies and places of their own, which weights sent under the checkpoint's ids do not follow": (
+        "--enable-eplb", "--ep-num-redundant-experts", "--init-expert-location", "--ep-dispatch-algorithm",
+        "--elastic-ep-backend", "--elastic-ep-join-mode", "--enable-elastic-expert-backup", "--enable-paged-experts",
+        "--kt-weight-path",
+    ),
+    "ranks then route different tokens, and one rank's record is taken for all": (
+        "--moe-a2a-backend", "--enable-dp-attention", "--attn-dp-size", "--attention-data-parallel-size",
+        "--attn-cp-size", "--attention-context-parallel-size", "--dcp-size", "--decode-context-parallel-size",
+        "--moe-dp-size", "--moe-data-parallel-size", "--dwdp-size", "--enable-prefill-cp",
+    ),
+    "of two batches at a time, one overwrites the other's routes": ("--enable-two-batch-overlap", "--enable-pdmux"),
+    "drafted tokens have no room in the record of routes": ("--speculative-algorithm",),
+    "tokens whose keys and values come from elsewhere have the routes of others": (
+        "--enable-hierarchical-cache", "--enable-lmcache", "--enable-flexkv", "--radix-cache-backend",
+        "--enable-unified-cache-external-linker", "--disaggregation-mode",
+    ),
+    "some of them route where nothing records the experts": ("--moe-runner-backend", "--model-impl"),
+}  # fmt: skip
 _CPU_SLOTS = 16384
 
 
@@ -125,9 +132,11 @@ def refusals(settings: ServerSettings, device: Literal["cpu", "cuda"]) -> Iterat
         elif _names(option, _RESERVED):
             rule = f"It has {option}, which has a setting of its own"
             yield Problem("engine.extra_args", settings.extra_args, rule, "Remove it and use that one")
-        elif _names(option, _UNSUPPORTED):
-            rule = f"It has {option}, which is not supported here"
-            yield Problem("engine.extra_args", settings.extra_args, rule, f"Remove {option}")
+        else:
+            for why in (why for why, names in _UNSUPPORTED.items() if _names(option, names)):
+                rule = f"It has {option}, which is not supported here{why and ': '}{why}"
+                yield Problem("engine.extra_args", settings.extra_args, rule, f"Remove {option}")
+                break
 
 
 def _names(option: str, names: tuple[str, ...]) -> bool:

@@ -27,6 +27,8 @@ from megatron_rl.config.values import (
 )  # fmt: skip
 from sglang_bridge.settings import ServerSettings
 
+RecomputeModule = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings(Section):
@@ -35,6 +37,7 @@ class ModelSettings(Section):
     path: str
     dtype: Dtype = "float32"
     recompute: Literal["none", "selective", "full"] = "none"
+    recompute_modules: list[RecomputeModule] | None = None  # selective only, Megatron's names; null: [core_attn]
     spec: Literal["local", "te"] | None = None  # null: te with CUDA, Transformer Engine and bfloat16
     fp8: Literal["tensorwise", "blockwise", "mxfp8"] | None = None  # te only: matrix products of training in FP8
     init: Literal["checkpoint", "random"] = "checkpoint"  # random: config.json and the tokenizer are enough

@@ -9,6 +9,7 @@ from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import FinishReason
 
 STALE = "stale"  # the reason in `Group.rejected` for rollouts of weights older than rollout.max_staleness allows
+NEVER_SENT = "version_never_sent"  # ... and of a version that is above the trainer's own
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):

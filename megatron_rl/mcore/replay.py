@@ -137,7 +137,7 @@ class RouteReplay:
 
 
 def _recomputations(config: Any) -> int:
-    """How often a router runs again in the backward pass."""
+    """How often a router runs again in the backward pass: with its layer, or with its experts (`moe`), once."""
     modules = config.recompute_modules or ()
     again = config.recompute_granularity == "full" or (config.recompute_granularity == "selective" and "moe" in modules)
     return int(again)

@@ -120,6 +120,7 @@ def _training(shape: ModelShape, model: ModelSettings) -> dict[str, Any]:
         "init_method_std": shape.initializer_range,
         "embedding_init_method_std": model.embedding_std,
         "recompute_granularity": None if model.recompute == "none" else model.recompute,
+        "recompute_modules": None if model.recompute_modules is None else list(model.recompute_modules),
         "recompute_method": "uniform" if full else None,
         "recompute_num_layers": 1 if full else None,
     }

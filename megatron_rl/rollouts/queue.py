@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
 from megatron_rl.config.schema import RolloutSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
-from megatron_rl.contracts.group import STALE, Group
+from megatron_rl.contracts.group import NEVER_SENT, STALE, Group, RolloutRef
 from megatron_rl.rollouts.hub import Hub
 from megatron_rl.rollouts.messages import (
     AbortRequest,
@@ -132,7 +133,8 @@ class RolloutQueue:
         if not request.evaluation:
             self._holders[message.group.group_id] = node
         self.generated_tokens += message.generated_tokens
-        return self._without_stale(message.group)
+        staleness = 0 if request.evaluation else self._max_staleness  # what is measured are the weights of now
+        return _without_misdated(message.group, self._version - staleness, self._version)
 
     def _note(self, message: AbortRequest | EngineLeftOut | EngineBack) -> None:
         text = ""
@@ -154,16 +156,22 @@ class RolloutQueue:
             with contextlib.suppress(EngineError):  # the collector gives the request up then
                 self._abort(url, rid)
 
-    def _without_stale(self, group: Group) -> Group:
-        oldest = self._version - self._max_staleness
-        fresh = tuple(s for s in group.rollouts if not s.versions or s.versions[0] >= oldest)
-        stale = len(group.rollouts) - len(fresh)
-        if not stale:
-            return group
-        tokens = sum(s.generated for s in group.rollouts) - sum(s.generated for s in fresh)
-        return msgspec.structs.replace(
-            group,
-            rollouts=fresh,
-            rejected={**group.rejected, STALE: group.rejected.get(STALE, 0) + stale},
-            rejected_tokens={**group.rejected_tokens, STALE: group.rejected_tokens.get(STALE, 0) + tokens},
-        )
+
+def _without_misdated(group: Group, oldest: int, newest: int) -> Group:
+    """Reject rollouts any token of which was drawn with a version outside of oldest to newest, by reason."""
+
+    def fault(rollout: RolloutRef) -> str | None:
+        if rollout.versions and rollout.versions[-1] > newest:
+            return NEVER_SENT
+        return STALE if rollout.versions and rollout.versions[0] < oldest else None
+
+    faults = [fault(rollout) for rollout in group.rollouts]
+    if not any(faults):
+        return group
+    counts, tokens = Counter(group.rejected), Counter(group.rejected_tokens)
+    for rollout, reason in zip(group.rollouts, faults, strict=True):
+        if reason is not None:
+            counts[reason] += 1
+            tokens[reason] += rollout.generated
+    kept = tuple(rollout for rollout, reason in zip(group.rollouts, faults, strict=True) if reason is None)
+    return msgspec.structs.replace(group, rollouts=kept, rejected=dict(counts), rejected_tokens=dict(tokens))

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
-from megatron_rl.contracts.group import STALE, Group
+from megatron_rl.contracts.group import NEVER_SENT, STALE, Group
 from megatron_rl.rollouts.messages import ENGINE_FAILURE, ENVIRONMENT_FAILURE, EXPIRED
 
 NO_VERDICT = "no_verdict"
@@ -16,7 +16,8 @@ _MEANINGS = {
     ENVIRONMENT_FAILURE: "the environment raised an exception",
     "logprobs_nonfinite": "log-probabilities are NaN or infinite, as the weights may be",
     NO_VERDICT: "the scorer failed, or took longer than reward.timeout_s",
-    STALE: "drawn with weights older than rollout.max_staleness allows",
+    STALE: "drawn with weights older than rollout.max_staleness allows, or than those that are evaluated",
+    NEVER_SENT: "drawn with weights of a version that this run never sent: another run uses the engines, or did",
 }
 
 

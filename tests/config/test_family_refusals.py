@@ -69,3 +69,39 @@ def test_widths_that_engines_without_a_gpu_would_change(make_checkpoint: MakeChe
     checkpoint = make_checkpoint(moe_intermediate_size=24)
     assert "MLPs of 24 columns to multiples of 32" in keys(checkpoint)["model.path"]
     accept(checkpoint, BF16, facts=NODE)
+
+
+SELECTIVE = "model.recompute=selective"
+TE = LaunchFacts(world_size=1, local_world_size=1, num_gpus=2, transformer_engine=True)
+HERE = LaunchFacts(world_size=1, local_world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "facts", "why"),
+    [
+        ({}, ["model.recompute_modules=[moe]"], HERE, "model.recompute=none recomputes nothing"),
+        ({}, ["model.recompute=full", "model.recompute_modules=[moe]"], HERE, "model.recompute=full recomputes all"),
+        ({}, [SELECTIVE, "model.recompute_modules=[]"], HERE, "It recomputes nothing"),
+        ({}, [SELECTIVE, "model.recompute_modules=[moe_act]"], HERE, "here model.spec is local"),
+        ({}, [SELECTIVE, "model.recompute_modules=[moe_act]", BF16, "model.spec=local"], TE, "model.spec is local"),
+        ({}, [SELECTIVE, "model.recompute_modules=[layernorm]"], HERE, "Transformer Engine, which is not installed"),
+        ({}, [SELECTIVE, "model.recompute_modules=[mlp]"], HERE, "experts in every layer: mlp recomputes nothing"),
+        ({}, [SELECTIVE, "model.recompute_modules=[shared_experts]"], HERE, "The model has no shared experts"),
+        ({}, [SELECTIVE, "model.recompute_modules=[mla_up_proj]", BF16], TE, "The model has no latent attention"),
+        (DENSE, ["train.replay=off", SELECTIVE, "model.recompute_modules=[moe]"], HERE, "The model has no experts"),
+    ],
+)
+def test_what_cannot_be_recomputed_is_refused(
+    make_checkpoint: MakeCheckpoint, family: dict[str, Any], overrides: list[str], facts: LaunchFacts, why: str
+) -> None:
+    said = keys(make_checkpoint(**family), *overrides, facts=facts)
+    assert list(said) == ["model.recompute_modules"] and why in said["model.recompute_modules"]
+
+
+def test_what_can_be_recomputed_is_accepted(make_checkpoint: MakeCheckpoint) -> None:
+    modules = "model.recompute_modules=[moe,core_attn]"
+    assert accept(make_checkpoint(), SELECTIVE, modules).model.recompute_modules == ["moe", "core_attn"]
+    modules = "model.recompute_modules=[moe_act,layernorm]"
+    accept(make_checkpoint(), SELECTIVE, modules, BF16, facts=TE)
+    modules = "model.recompute_modules=[mla_up_proj,mlp,shared_experts]"
+    accept(make_checkpoint(**DEEPSEEK, n_shared_experts=1), SELECTIVE, modules, BF16, facts=TE)

@@ -41,6 +41,20 @@ def test_engines_record_routes_and_megatron_computes_in_float32(tmp_path: Path) 
     assert case.result == tmp_path / "moe-fp8.json"
 
 
+def test_the_measurement_is_of_the_same_run_without_its_engines(tmp_path: Path) -> None:
+    """`mode=train_only` refuses keys of engines, which only the run that draws has."""
+    kinds = (*KIND, "engine.count=2", "train.optimizer_steps_per_batch=2")
+    given = script._parser().parse_args(["--out", str(tmp_path), MODEL, *kinds, *COMMON, "engine=managed"])
+    (case,) = script.plan(given)
+    case.directory.mkdir()
+    assert {"engine.simulate=fp8_blockwise", "engine.count=2", "engine=managed"} <= set(script.drawn(case))
+    measured = script.measured(case)
+    assert not [override for override in measured if override.startswith("engine")]
+    configuration = script.compose(measured)
+    assert (configuration.mode, configuration.rollout.recorded) == ("train_only", str(case.directory))
+    assert (configuration.train.optimizer_steps_per_batch, configuration.model.dtype) == (2, "float32")
+
+
 def test_a_row_for_each_way_to_replay_and_one_for_a_model_without_experts(tmp_path: Path) -> None:
     from megatron_rl.mcore.cpu import compat
 

@@ -18,19 +18,22 @@ def build(
     checkpoint: Path,
     recompute: Literal["none", "selective", "full"] = "none",
     *,
+    modules: list[Any] | None = None,
     dtype: Any = "float32",
     **overrides: Any,
 ) -> Any:
-    """One rank's wrapped models with the checkpoint's weights, and their replay. overrides: Megatron's own settings."""
+    """One rank's wrapped models with the checkpoint's weights, and their replay.
+
+    modules: `model.recompute_modules`. overrides: Megatron's own settings.
+    """
     from megatron_rl.mcore.model import build_models
     from megatron_rl.mcore.optimizer import wrap_data_parallel
     from megatron_rl.mcore.replay import RouteReplay
     from megatron_rl.mcore.weights import load_hf_weights
 
     shape = read_shape(checkpoint)
-    models = build_models(
-        shape, ModelSettings(path=str(checkpoint), recompute=recompute, dtype=dtype), ParallelSettings()
-    )
+    settings = ModelSettings(path=str(checkpoint), recompute=recompute, recompute_modules=modules, dtype=dtype)
+    models = build_models(shape, settings, ParallelSettings())
     load_hf_weights(models, shape, checkpoint)
     for name, value in overrides.items():
         setattr(models[0].config, name, value)

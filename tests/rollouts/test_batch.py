@@ -20,11 +20,18 @@ from megatron_rl.rollouts.messages import EngineLeftOut, GroupDone, GroupRequest
 from megatron_rl.rollouts.queue import RolloutQueue
 from megatron_rl.rollouts.rejections import OwnClassFailed
 from support.collectors import Peer, done
-from support.rollouts import make_ref, make_rollout
+from support.rollouts import VERSION, make_ref, make_rollout
 from support.selection import Given
 
 PROMPTS = [Prompt(id=name, token_ids=(1, 2), answer="3", task="t") for name in "abc"]
-SETTINGS = RolloutSettings(max_new_tokens=8, samples_per_prompt=2, temperature=0.7, max_staleness=9)
+SETTINGS = RolloutSettings(max_new_tokens=8, samples_per_prompt=2, temperature=0.7)
+
+
+def synced(hub: Hub, settings: RolloutSettings = SETTINGS) -> RolloutQueue:
+    """A queue whose engines have the weights that `make_rollout`'s responses are drawn with."""
+    queue = RolloutQueue(hub, settings)
+    queue.set_version(VERSION)
+    return queue
 
 
 def answering(peer: Peer, answer: Callable[[GroupRequest], GroupDone], asked: list[GroupRequest]) -> Callable[[], None]:
@@ -47,7 +54,7 @@ def test_groups_come_in_the_order_of_their_prompts_and_are_counted(hub: Hub, pee
         return done(request.group_id, samples, rejected=rejected, generated_at=2.0, judged_at=2.5)
 
     asked: list[GroupRequest] = []
-    stage = RolloutStage(RolloutQueue(hub, SETTINGS), SETTINGS, Given(PROMPTS, 2), (1,), answering(peer, answer, asked))
+    stage = RolloutStage(synced(hub), SETTINGS, Given(PROMPTS, 2), (1,), answering(peer, answer, asked))
     batch = stage.draw(4)
     assert list(batch.delivered) == ["step-4-0", "step-4-1", "step-4-2"]
     assert [g.group_id for g in batch.groups] == [r.group_id for r in asked] == ["step-4-0", "step-4-1", "step-4-2"]
@@ -78,7 +85,7 @@ def test_truncated_responses_are_a_share() -> None:
 def draw(hub: Hub, peer: Peer, answer: Callable[[GroupRequest], GroupDone], share: float = 0.5) -> RolloutBatch:
     settings = replace(SETTINGS, max_rejected_share=share)
     given = Given(PROMPTS, 2)
-    return RolloutStage(RolloutQueue(hub, settings), settings, given, (1,), answering(peer, answer, [])).draw(4)
+    return RolloutStage(synced(hub, settings), settings, given, (1,), answering(peer, answer, [])).draw(4)
 
 
 def losing(count: int, reason: str = "engine") -> Callable[[GroupRequest], GroupDone]:
@@ -140,7 +147,7 @@ def test_judging_is_timed_by_the_clock_of_each_node(hub: Hub, peer: Peer) -> Non
 def test_an_evaluation_draws_as_training_does_unless_told_otherwise(hub: Hub, peer: Peer) -> None:
     asked: list[GroupRequest] = []
     idle = answering(peer, lambda r: done(r.group_id, (make_ref(make_rollout(2, 3)),)), asked)
-    queue = RolloutQueue(hub, SETTINGS)
+    queue = synced(hub)
     for temperature in (None, 0.0):
         settings = EvalSettings(samples_per_prompt=1, temperature=temperature)
         accuracy = Evaluation(queue, PROMPTS, settings, SETTINGS, (1,), idle).measure("4")
@@ -153,7 +160,7 @@ def test_an_evaluation_draws_as_training_does_unless_told_otherwise(hub: Hub, pe
 
 @pytest.mark.parametrize(("share", "lost"), [(0.5, False), (0.3, True)])
 def test_an_evaluation_may_lose_what_its_key_allows(hub: Hub, peer: Peer, share: float, lost: bool) -> None:
-    queue, settings = RolloutQueue(hub, SETTINGS), EvalSettings(samples_per_prompt=2, max_rejected_share=share)
+    queue, settings = synced(hub), EvalSettings(samples_per_prompt=2, max_rejected_share=share)
     evaluation = Evaluation(queue, PROMPTS, settings, SETTINGS, (1,), answering(peer, half_lost, []))
     with pytest.raises(LostEvaluation) if lost else contextlib.nullcontext():
         assert evaluation.measure("4").rejected == 3
@@ -200,7 +207,7 @@ def test_a_group_that_is_extended_is_one_group_and_a_further_round_is_asked(hub:
     asked: list[GroupRequest] = []
     probing = Probing()
     selector = SimpleNamespace(select=lambda step: probing)
-    stage = RolloutStage(RolloutQueue(hub, SETTINGS), SETTINGS, selector, (1,), answering(peer, answer, asked))  # type: ignore[arg-type]
+    stage = RolloutStage(synced(hub), SETTINGS, selector, (1,), answering(peer, answer, asked))  # type: ignore[arg-type]
     batch = stage.draw(4)
     assert sorted(probing.heard) == [(0, 2), (0, 4), (1, 2), (2, 1)]
     assert [r.group_id for r in asked] == ["step-4-0", "step-4-1", "step-4-0+2", "step-4-2"]
@@ -233,7 +240,7 @@ def test_a_group_that_is_kept_for_the_next_step_is_released_there_and_its_tokens
     steps = [Keeping(PROMPTS, 2)]
     steps.append(Keeping(PROMPTS, 2))
     selector = SimpleNamespace(select=lambda step: steps[step])
-    stage = RolloutStage(RolloutQueue(hub, SETTINGS), SETTINGS, selector, (1,), answering(peer, answer, []))  # type: ignore[arg-type]
+    stage = RolloutStage(synced(hub), SETTINGS, selector, (1,), answering(peer, answer, []))  # type: ignore[arg-type]
     first = stage.draw(0)
     assert first.delivered == ("step-0-0", "step-0-1")
     assert (first.carried_in, first.carried_out) == (0, 5)

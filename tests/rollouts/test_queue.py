@@ -23,7 +23,7 @@ from megatron_rl.rollouts.messages import (
 from megatron_rl.rollouts.queue import CollectorFailed, RolloutQueue
 from sglang_bridge.errors import RequestFailed
 from support.collectors import Peer, done, request
-from support.rollouts import make_ref, make_rollout
+from support.rollouts import VERSION, make_ref, make_rollout
 
 
 @pytest.fixture
@@ -128,15 +128,42 @@ def test_idle_is_not_called_for_each_sign_of_life(queue: RolloutQueue, peer: Pee
     assert 2 <= len(calls) < 30
 
 
-def test_stale_samples_are_counted_not_delivered(queue: RolloutQueue, peer: Peer) -> None:
-    sample = make_ref(make_rollout(3, 4))  # its response is of version 5
-    for version, kept in ((5, 1), (6, 1), (7, 0)):
-        queue.set_version(version)
-        queue.submit([request(f"v{version}")])
-        peer.say(done(f"v{version}", (sample,)))
-        (group,) = queue.as_completed(idle)
-        assert len(group.rollouts) == kept
-        assert group.rejected == ({} if kept else {"stale": 1})
+# the queue's version | max_staleness | evaluation | what becomes of a rollout of version 5
+DATED = [
+    (VERSION, 0, False, None),
+    (VERSION + 1, 1, False, None),
+    (VERSION + 2, 1, False, "stale"),
+    (VERSION - 1, 1, False, "version_never_sent"),
+    (0, 9, False, "version_never_sent"),
+    (VERSION, 1, True, None),
+    (VERSION + 1, 1, True, "stale"),  # it would count as the accuracy of weights that it was not drawn with
+    (VERSION - 1, 1, True, "version_never_sent"),
+]
+
+
+@pytest.mark.parametrize(("version", "staleness", "evaluation", "reason"), DATED)
+def test_rollouts_of_weights_too_old_or_never_sent_are_counted_not_delivered(
+    hub: Hub, peer: Peer, version: int, staleness: int, evaluation: bool, reason: str | None
+) -> None:
+    queue = RolloutQueue(hub, RolloutSettings(max_new_tokens=4, max_staleness=staleness))
+    queue.set_version(version)
+    queue.submit([request("a", evaluation=evaluation)])
+    peer.say(done("a", (msgspec.structs.replace(make_ref(make_rollout(3, 4)), generated=4),)))
+    (group,) = queue.as_completed(idle)
+    assert len(group.rollouts) == (0 if reason else 1)
+    assert (group.rejected, group.rejected_tokens) == (({reason: 1}, {reason: 4}) if reason else ({}, {}))
+
+
+def test_one_token_of_a_version_that_was_never_sent_is_enough(queue: RolloutQueue, peer: Peer) -> None:
+    queue.set_version(VERSION)
+    queue.submit([request("a")])
+    kept = make_ref(make_rollout(3, 4))
+    ref = msgspec.structs.replace(kept, versions=(VERSION, 999))
+    unsampled = msgspec.structs.replace(kept, versions=())
+    peer.say(done("a", (ref, kept, unsampled)))
+    (group,) = queue.as_completed(idle)
+    assert group.rollouts == (kept, unsampled)
+    assert group.rejected == {"version_never_sent": 1}
 
 
 def test_what_happens_to_engines_is_said_and_known(hub: Hub, peer: Peer) -> None:

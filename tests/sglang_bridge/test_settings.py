@@ -57,6 +57,38 @@ def test_options_that_are_the_bridges_or_unsupported(arguments: list[str], words
     assert words in problem.rule and problem.remedy.startswith("Remove")
 
 
+WRONG_ROUTES = {
+    "which weights sent under the checkpoint's ids do not follow": [
+        "--enable-eplb", "--ep-num-redundant-experts=2", "--init-expert-location=trivial",
+        "--ep-dispatch-algorithm=fake", "--elastic-ep-backend=mooncake", "--enable-paged-experts",
+    ],
+    "one rank's record is taken for all": [
+        "--moe-a2a-backend=deepep", "--attn-dp-size=2", "--attention-data-parallel-size=2", "--attn-cp-size=2",
+        "--dcp-size=2", "--moe-dp-size=2", "--dwdp-size=2", "--enable-prefill-cp",
+    ],
+    "one overwrites the other's routes": ["--enable-two-batch-overlap", "--enable-two", "--enable-pdmux"],
+    "no room in the record of routes": ["--speculative-algorithm=NGRAM"],
+    "have the routes of others": [
+        "--enable-hierarchical-cache", "--enable-lmcache", "--enable-flexkv", "--radix-cache-backend=x",
+        "--enable-unified-cache-external-linker", "--disaggregation-mode=decode",
+    ],
+    "nothing records the experts": ["--model-impl=transformers", "--moe-runner-backend=flashinfer_trtllm"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("why", "argument"), [(why, a) for why, found in WRONG_ROUTES.items() for a in found])
+def test_options_that_would_record_wrong_routes_or_none_are_refused_with_the_reason(why: str, argument: str) -> None:
+    (problem,) = refusals(ServerSettings(extra_args=[argument]), "cpu")
+    option = argument.split("=")[0]
+    assert problem.rule.startswith(f"It has {option}, which is not supported here: ") and problem.rule.endswith(why)
+    assert problem.remedy == f"Remove {option}"
+
+
+def test_options_that_leave_routes_alone_are_accepted() -> None:
+    harmless = ["--disable-radix-cache", "--enable-mixed-chunk", "--enable-single-batch-overlap"]
+    assert list(refusals(ServerSettings(extra_args=harmless), "cpu")) == []
+
+
 def test_every_problem_is_told_at_once() -> None:
     settings = ServerSettings(quantization="fp8", extra_args=["--port=1", "--nnodes=2"])
     assert len(list(refusals(settings, "cpu"))) == 3

@@ -5,6 +5,7 @@ import numpy as np
 from megatron_rl.contracts.group import RolloutLocation, RolloutRef, Verdict
 from megatron_rl.contracts.rollout import FinishReason, Role, Rollout, Segment
 
+VERSION = 5  # of the weights that `make_rollout`'s response is drawn with
 NOWHERE = RolloutLocation(node=0, pid=0, fd=0, offset=0, nbytes=0)
 
 
@@ -26,7 +27,7 @@ def make_rollout(
                 True,
                 rng.normal(size=num_response).astype(np.float32),
                 (num_prompt, inputs),
-                5,
+                VERSION,
             ),
         ),
         routes=rng.integers(0, 8, (inputs, layers, topk)).astype(dtype),

@@ -9,17 +9,22 @@ from pathlib import Path
 from megatron_rl.config.schema import Configuration
 
 _SAVING = ("run.keep_checkpoints", "run.background_saves", "run.on_failed_save", "run.stop_within_s")
+_NOTHING: tuple[object, ...] = (None, False, 0, "", "off", [], {})
 _REFUSED, _OF_STEPS = ("eval.stop_at", "eval.sets"), ("eval.every", "eval.first", "run.save_weights")
-_UNREAD = {"train_only": ("eval.",), "rollout_only": ("eval.", "run.save_weights"), "eval": _OF_STEPS}
+_UNREAD = {"train_only": ("engine.", "eval."), "rollout_only": ("eval.", "run.save_weights"), "eval": _OF_STEPS}
 
 
 def check_unread(c: Configuration, given: Collection[str]) -> Iterator[tuple[str, str, str]]:
-    """What the command line asks for is done; what a recipe brings may idle. Null, false and 0 ask for nothing."""
+    """What the command line asks for is done; what a recipe brings may idle. Null, false, off and 0 ask for nothing."""
     for key in sorted(given):
-        if key in _SAVING and not c.run.checkpoint_every and attrgetter(key)(c):
+        if key in _SAVING and not c.run.checkpoint_every and _asks(c, key):
             yield key, "With run.checkpoint_every=0 nothing is saved", "Give run.checkpoint_every=N, or remove it"
-        elif key.startswith(_UNREAD.get(c.mode, ())) and key not in _REFUSED and attrgetter(key)(c):
+        elif key.startswith(_UNREAD.get(c.mode, ())) and key not in _REFUSED and _asks(c, key):
             yield key, f"mode={c.mode} has no use for it", "Remove it"
+
+
+def _asks(c: Configuration, key: str) -> bool:
+    return attrgetter(key)(c) not in _NOTHING
 
 
 def check_mode(c: Configuration) -> Iterator[tuple[str, str, str]]:
