@@ -84,10 +84,12 @@ def test_no_checkpoint_and_a_run_without_beliefs_are_refused(tmp_path: Path) -> 
         read_beliefs(configured(f"selection.beliefs={tmp_path}"))
 
 
-def test_beliefs_of_another_data_set_are_refused(shelf: Shelf) -> None:
-    c = configured(f"selection.beliefs={shelf.folder.parent}", "data=column_addition")
-    with pytest.raises(PromptDataError, match=r"another data set: it has beliefs of \d+ prompts.*the 200 training"):
-        opened(c)
+def test_beliefs_of_another_data_set_are_refused(shelf: Shelf, tmp_path: Path) -> None:
+    rows = (f'{{"id": "mine-{i}", "prompt": "{i}+1=", "answer": {i + 1}}}' for i in range(10, 40))
+    (tmp_path / "train.jsonl").write_text("\n".join(rows))
+    of_file = ("data=jsonl", f"data.train_path={tmp_path}/train.jsonl", "data.num_eval=6", "rollout.prompts_per_step=8")
+    with pytest.raises(PromptDataError, match=r"another data set: it has beliefs of \d+ prompts.*the 24 training"):
+        opened(configured(f"selection.beliefs={shelf.folder.parent}", *of_file))
 
 
 def test_a_run_that_goes_on_has_its_own_and_needs_no_other(shelf: Shelf, tmp_path: Path) -> None:
