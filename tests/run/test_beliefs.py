@@ -27,8 +27,8 @@ NOTHING: Any = None
 JOB: Any = SimpleNamespace(rank=0, world_size=1, control_group=None)
 
 
-def configured(*overrides: str) -> Configuration:
-    return compose(["experiment=smoke", "selection=belief", "data.num_train=200", *overrides])
+def configured(*overrides: str, data: tuple[str, ...] = ("data.num_train=200",)) -> Configuration:
+    return compose(["experiment=smoke", "selection=belief", *data, *overrides])
 
 
 def opened(c: Configuration) -> BeliefSelector:
@@ -89,7 +89,7 @@ def test_beliefs_of_another_data_set_are_refused(shelf: Shelf, tmp_path: Path) -
     (tmp_path / "train.jsonl").write_text("\n".join(rows))
     of_file = ("data=jsonl", f"data.train_path={tmp_path}/train.jsonl", "data.num_eval=6", "rollout.prompts_per_step=8")
     with pytest.raises(PromptDataError, match=r"another data set: it has beliefs of \d+ prompts.*the 24 training"):
-        opened(configured(f"selection.beliefs={shelf.folder.parent}", *of_file))
+        opened(configured(f"selection.beliefs={shelf.folder.parent}", data=of_file))
 
 
 def test_a_run_that_goes_on_has_its_own_and_needs_no_other(shelf: Shelf, tmp_path: Path) -> None:
