@@ -201,6 +201,7 @@ def check_opening(c: Configuration) -> Iterator[Check]:
     try:
         from megatron_rl.environments.environment import open_environment
         from megatron_rl.losses import open_loss
+        from megatron_rl.run.beliefs import read_beliefs
         from megatron_rl.run.prompts import build_prompts
         from megatron_rl.run.space import require_space
     except ImportError as error:
@@ -211,7 +212,7 @@ def check_opening(c: Configuration) -> Iterator[Check]:
     yield _opened("environment", lambda: open_environment(c.environment), lambda opened: type(opened).__name__)
     yield _opened(
         "prompts",
-        lambda: build_prompts(c),
+        lambda: build_prompts(c, read_beliefs(c) if c.run.resume == "never" else None),
         lambda p: f"{len(p.train)} to train, {len(p.held_out)} held out; " + "; ".join(filter(None, p.told())),
     )
     yield _opened("disk space", lambda: require_space(c, shape), lambda _: "enough for what the run writes")

@@ -166,6 +166,7 @@ class SelectionSettings(Section):
     power: Annotated[float, Ge(0), Le(100)] = 5.0  # belief: others are taken with (chance / target)^power
     probe: Whole = 4  # belief: rollouts of the others, extended unless they are to be skipped; 0: all at once
     rescue_budget: NotNegative = 0.0  # belief: as budget, for all-wrong probes; above 0 it changes the objective
+    beliefs: str | None = None  # belief: a run, or one of its checkpoints: a new run begins with what it believed
     surplus: Literal["cut", "keep"] = "cut"  # oversample: mixed groups beyond prompts_per_step; keep: for the next step
 
 

@@ -25,6 +25,12 @@ def refuse_messages(messages: Sequence[Mapping[str, str]]) -> str:
     raise ValueError("it holds `messages`, and there is no chat template here")
 
 
+def is_line(prompt_id: str) -> bool:
+    """Whether a training row without an `id` is called so: by its line, which means nothing in another file."""
+    key, _, number = prompt_id.partition(":")
+    return key == "data.train_path" and number.isdecimal()
+
+
 class _Message(msgspec.Struct):
     role: str
     content: str

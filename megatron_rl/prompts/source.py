@@ -13,6 +13,7 @@ from megatron_rl.config.schema import DataSettings
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.prompts.pass_rates import PassRate
 from megatron_rl.prompts.question import PromptDataError
+from megatron_rl.records.belief_state import BeliefState
 from megatron_rl.records.run_state import PromptCursor
 
 
@@ -43,7 +44,8 @@ class PromptSource:
     """train, held_out: the prompts of each side; excluded: what was left out of both.
 
     rates: estimated pass rates by prompt id. A band of them leaves out of `take` what is not in it; `train`, the order
-    and the cursor are those of all prompts, so that a band may change between two steps.
+    and the cursor are those of all prompts, so that a band may change between two steps. beliefs: that a new run begins
+    with, where another had some (see `Inherited`).
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class PromptSource:
         self._put_off: deque[int] = deque()
         self._repeated: dict[int, None] = {}  # each once: a step may go through many epochs
         self.rates: Mapping[str, PassRate] = rates or {}
+        self.beliefs: BeliefState | None = None
         self._band: Sequence[float] | None = None
         self._outside: frozenset[int] = frozenset()
         self.choose(settings.band)
@@ -81,9 +84,9 @@ class PromptSource:
             inside = {prompt_id for prompt_id, rate in self.rates.items() if rate.within(low, high)}
             self._outside = frozenset(i for i, prompt in enumerate(self.train) if prompt.id not in inside)
 
-    def told(self) -> tuple[str, str]:
-        """What was left out, and what is known of pass rates, for people."""
-        return str(self.excluded), self.report_rates()
+    def told(self) -> tuple[str, str, str]:
+        """What was left out, and what is known of pass rates and believed of them, for people."""
+        return str(self.excluded), self.report_rates(), self._report_beliefs()
 
     def report_rates(self) -> str:
         """How many prompts of each side of the file and of the band there are, for people; empty without rates."""
@@ -94,6 +97,16 @@ class PromptSource:
         inside = "" if self._band is None else f"; {self.num_available} in data.band={list(self._band)}"
         strangers = sum(prompt_id not in known for prompt_id in self.rates)
         return f"pass rates: of {rated} of {len(known)} training prompts, and of {strangers} unknown ids{inside}"
+
+    def _report_beliefs(self) -> str:
+        """How many prompts a run that begins with another's beliefs knows; empty for any other."""
+        if self.beliefs is None:
+            return ""
+        known = len({prompt.id for prompt in self.train} & set(self.beliefs.prompts))
+        few = "; fewer than half are known, and the others begin as their stratum does"
+        others = len(self.beliefs.prompts) - known
+        told = f"beliefs: of {known} of {len(self.train)} training prompts, and of {others} others"
+        return told + (few if 2 * known < len(self.train) else "")
 
     def take(self, n: int) -> list[Prompt]:
         """The next `n` training prompts, all different, across the ends of epochs."""

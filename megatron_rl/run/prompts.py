@@ -11,18 +11,24 @@ from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.models.chat_template import ChatTemplate
 from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.prompts.factory import open_prompts, open_set
+from megatron_rl.prompts.selection.inherited import Inherited
 from megatron_rl.prompts.source import PromptSource
 from megatron_rl.rewards import open_answer_check
 
 
-def build_prompts(c: Configuration) -> PromptSource:
-    """Training and held-out prompts, all of them readable and answerable. Raises `PromptDataError`."""
+def build_prompts(c: Configuration, beliefs: Inherited | None = None) -> PromptSource:
+    """Training and held-out prompts, all of them readable and answerable. Raises `PromptDataError`.
+
+    beliefs: of another run, to begin with.
+    """
     tokenizer = Tokenizer.from_directory(c.model.path)
     render, worked = ChatTemplate(Path(c.model.path)).prompt, c.environment.name == "worked"
     prompts = open_prompts(c.data, tokenizer, open_answer_check(c.reward), render=render, worked=worked)
     for of_a_step in (*(stage.configuration for stage in stages_of(c)), c):
         prompts.choose(of_a_step.data.band)
         prompts.require(c.rollout.prompts_per_step)
+    if beliefs is not None:
+        beliefs.give(prompts)
     return prompts
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_rl.config.schema import Configuration
@@ -14,10 +15,12 @@ from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.mcore.job import Job, join, leave
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.shape import ModelShape
+from megatron_rl.prompts.selection.inherited import Inherited
 from megatron_rl.records.progress import Progress, print_line
 from megatron_rl.records.reopened import claim
 from megatron_rl.records.run_directory import RunDirectory
 from megatron_rl.records.run_lock import hold_run
+from megatron_rl.run.beliefs import read_beliefs
 from megatron_rl.run.engines import Engines, open_engines
 from megatron_rl.run.last_words import LastWords
 from megatron_rl.run.resume import Start, find_start, open_directory
@@ -52,6 +55,7 @@ class Rank:
         self._stop = stop
         self._stack = contextlib.ExitStack()
         self._engines: Engines | None = None
+        self._beliefs: Inherited | None = None
 
     def run(self) -> None:
         """Set up, then lead or follow to the end."""
@@ -61,6 +65,7 @@ class Rank:
         self._stack.callback(leave)
         start = self.find_start(job)
         directory = self._open_directory(job, shape, start)
+        start = replace(start, beliefs=self._beliefs)
         progress.say(f"{job.world_size} rank(s) on {job.num_nodes} node(s); run directory {directory.path}")
         self.tell(start)
         if c.mode != "train_only":
@@ -99,6 +104,8 @@ class Rank:
             )
         for damaged in start.damaged:
             self._progress.say(f"warning: a damaged checkpoint is passed over: {damaged}")
+        for warning in start.beliefs.warnings if start.beliefs is not None else ():
+            self._progress.say(f"warning: {warning}")
         if start.state is not None:
             self._progress.say(f"going on after step {start.state.step}, from {start.checkpoint}")
         for change in start.changed(self._configuration):
@@ -124,12 +131,13 @@ class Rank:
     def _open_directory(self, job: Job, shape: ModelShape, start: Start) -> RunDirectory:
         """Rank 0 names and makes it; the others learn where it is. All of them mark the run as alive.
 
-        Raises `RunDirectoryTaken`, `NoSpace` and `OtherRun` (rank 0).
+        Raises `RunDirectoryTaken`, `NoSpace`, `NoBeliefs` and `OtherRun` (rank 0).
         """
 
         def open_it() -> str:
             start.changed(self._configuration)
             require_space(self._configuration, shape)
+            self._beliefs = read_beliefs(self._configuration, start.state)
             return str(open_directory(self._configuration, start, ranks=job.world_size).path)
 
         where = Path(_led(job, open_it))

@@ -14,6 +14,7 @@ import msgspec
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.mcore.job import Job
+from megatron_rl.prompts.selection.inherited import Inherited
 from megatron_rl.records.manifest import NAME as MANIFEST
 from megatron_rl.records.manifest import Damaged, Manifest, changed_files, read_manifest
 from megatron_rl.records.past_run import flat_settings
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 # What a checkpoint's numbers mean follows from these. Of the others a run that goes on takes the new values.
 _MODEL = ("model.path", "model.init")
-_PATHS = ("model.path", "rollout.recorded", "data.train_path", "data.eval_path")
+_PATHS = ("model.path", "rollout.recorded", "data.train_path", "data.eval_path", "selection.beliefs")
 _FIXED = ("model.path", "model.init", "seed", "mode", "data.", "rollout.prompts_per_step", "rollout.recorded", "stages")
 
 
@@ -52,11 +53,15 @@ class OtherRun(Failure):
 
 @dataclass(frozen=True)
 class Start:
-    """checkpoint, state: what the run goes on from, None for a new one. damaged: newer checkpoints, and why."""
+    """checkpoint, state: what the run goes on from, None for a new one. damaged: newer checkpoints, and why.
+
+    beliefs: of another run, which rank 0 begins with.
+    """
 
     checkpoint: Path | None = None
     state: RunState | None = None
     damaged: tuple[str, ...] = ()
+    beliefs: Inherited | None = None
 
     def load(self, worker: Worker) -> str:
         """Every rank's tensors and random numbers (a collective). Returns what does not go on as it was.

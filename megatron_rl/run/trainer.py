@@ -180,7 +180,7 @@ class Trainer:
     def _build_prompts(self) -> PromptSource:
         self._progress.say("reading prompts")
         with self._progress.during("reading prompts"):
-            return build_prompts(self._configuration)
+            return build_prompts(self._configuration, self._start.beliefs)
 
     def _build_worker(self) -> Worker:
         """The model and its stages, and the kernels compiled."""

@@ -20,10 +20,10 @@ def make_state(step: int, settings: dict[str, Any] | None = None, **position: An
     )
 
 
-def save_checkpoint(shelf: Shelf, step: int, settings: dict[str, Any] | None = None) -> Path:
+def save_checkpoint(shelf: Shelf, step: int, settings: dict[str, Any] | None = None, **position: Any) -> Path:
     staged = shelf.stage(step)
     write_synced(staged / "tensors", b"tensors of step %d" % step)
-    write_synced(staged / NAME, encode_state(make_state(step, settings)))
+    write_synced(staged / NAME, encode_state(make_state(step, settings, **position)))
     files = {name: record_of(staged / name) for name in files_of(staged)}
     write_manifest(staged, Manifest(step=step, files=files))
     return shelf.commit(step)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import fields
+from os.path import expanduser
+from pathlib import Path
 
-from megatron_rl.config.schema import Configuration, CreditSettings
+from megatron_rl.config.schema import Configuration, CreditSettings, SelectionSettings
+from megatron_rl.contracts.paths import problem_with
 
 _READ = {
     "uniform": ("name",),
     "oversample": ("name", "budget", "surplus"),
-    "belief": ("name", "budget", "enough", "skip", "floor", "age", "target", "power", "probe", "rescue_budget"),
+    "belief": tuple(field.name for field in fields(SelectionSettings) if field.name != "surplus"),
 }
 
 
@@ -30,6 +33,10 @@ def check_selection(c: Configuration, given: Collection[str]) -> Iterator[tuple[
         rule = "With algo.advantages=one every judged rollout is trained on: no group is worth more than another"
         yield "selection.name", rule, "Use selection=uniform, or algo.advantages=group"
     if selection.name == "belief":
+        given_run = selection.beliefs if c.run.resume == "never" else None  # else it may have gone: it is not read
+        if given_run is not None and (problem := problem_with(expanduser(given_run), folder=True)):
+            remedy = "Give the directory of a run with selection=belief, or of one of its checkpoints"
+            yield "selection.beliefs", f"{problem} (from {Path.cwd()})", remedy
         if selection.probe == 1 or selection.probe >= samples:
             rule = f"A probe is compared within itself, and is less than a group of {samples}"
             yield "selection.probe", rule, f"Give 2 to {samples - 1}, or 0 for whole groups" if samples > 2 else "Use 0"

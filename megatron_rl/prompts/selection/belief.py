@@ -28,9 +28,8 @@ from megatron_rl.prompts.selection.arcsine import (
 from megatron_rl.prompts.selection.rated import Rated
 from megatron_rl.prompts.selection.strata import Strata, Stratum, stratum_of
 from megatron_rl.prompts.selection.wander import Wander, surprise
-from megatron_rl.records.belief_state import BeliefState
+from megatron_rl.records.belief_state import BEFORE, NEVER, BeliefState
 
-_NEVER = -1
 _KEPT = 0.98  # of the weight, per step, of what the shared drift was learnt from
 _NO_DRIFT = 2.5e5  # the weight of there being none: a deviation of 0.002 rad a step
 _FASTEST = 0.02  # rad a step
@@ -52,7 +51,7 @@ class Beliefs:
         self._named = tuple[str, ...]()  # their ids as of the last `state`, which every step asks for
         self._means = np.zeros(0, np.float32)
         self._variances = np.zeros(0, np.float32)
-        self._seen = np.zeros(0, np.int32)  # step of the last group, _NEVER before the first
+        self._seen = np.zeros(0, np.int32)  # step of the last group, NEVER before the first; BEFORE: another run's
         self._since = np.zeros(0, np.int32)  # step of the last group; before the first, of the first offer
         self._aside = np.zeros(0, np.bool_)  # of no prompt of the pool
         self._strata = Strata()
@@ -77,7 +76,7 @@ class Beliefs:
             row = self._rows[prompt.id] = len(self._rows)
             if row == len(self._means):
                 self._grow(max(64, 2 * row))
-            self._seen[row], self._since[row], self._aside[row] = _NEVER, step, False
+            self._seen[row], self._since[row], self._aside[row] = NEVER, step, False
         return row
 
     def unseen_for(self, row: int, step: int) -> int:
@@ -96,7 +95,7 @@ class Beliefs:
 
     def outlook(self, step: int, counts: Sequence[int]) -> Outlook:
         """What to expect of groups of so many rollouts in `step`."""
-        return Outlook(self, step, self._seen != _NEVER, tuple(counts))
+        return Outlook(self, step, self._seen > BEFORE, tuple(counts))
 
     def chances(self, step: int, counts: Sequence[int], growth: float) -> Floats:
         """Of mixed groups of so many rollouts, and last of whole groups that are not all right: [counts + 1, rows].
@@ -122,8 +121,14 @@ class Beliefs:
         return self._strata.prior(stratum)
 
     def rated(self, prompt: Prompt, step: int) -> tuple[float, float] | None:
-        """Mean and variance of ψ in `step` by its given rate, if that were this policy's; None without one."""
-        if (given := self._rated.of(prompt.id)) is None:
+        """Mean and variance of ψ in `step` by another run's belief or its given rate, if that were this policy's; None
+        without either."""
+        row = self._rows.get(prompt.id)
+        if row is not None and self._seen[row] == BEFORE:
+            given = float(self._means[row]), float(self._variances[row])
+        elif (rate := self._rated.of(prompt.id)) is not None:
+            given = rate
+        else:
             return None
         steps, growth = np.array([float(step)]), self.growth(stratum_of(prompt))
         mean, variance = predicted(np.array([given[0]]), np.array([given[1]]), steps, self.drift, growth)
@@ -138,7 +143,7 @@ class Beliefs:
     def observe(self, step: int, groups: Sequence[Group]) -> None:
         """Learn from a step's groups, at most one of each prompt, in an order that no arrival decides."""
         rows = np.array([self.row(group.prompt, step) for group in groups], np.intp)
-        first = self._seen[rows] == _NEVER
+        first = self._seen[rows] <= BEFORE  # in this run
         before = np.stack([self._means[rows], self._variances[rows]]).astype(np.float64)
         strata = [stratum_of(group.prompt) for group in groups]
         for place in np.flatnonzero(first).tolist():
@@ -169,9 +174,18 @@ class Beliefs:
         self._clock = step
 
     def widen(self) -> None:
-        """All lose their certainty."""
-        self._variances[:] = WIDEST
+        """All lose their certainty; what was given before the first step, by the doubt in it."""
+        self._variances[self._seen > BEFORE] = WIDEST
         self._rated.widen()
+
+    def handed_on(self) -> tuple[Floats, Floats]:
+        """Means and variances of ψ after the last step, row by row, as another run may begin with them."""
+        count = len(self)
+        steps = np.maximum(self._clock - self._seen[:count], 0).astype(np.float64)
+        means, variances = (array[:count].astype(np.float64) for array in (self._means, self._variances))
+        means, variances = predicted(means, variances, steps, self.drift, self.wander)
+        doubted = np.where(self._seen[:count] == BEFORE, np.minimum(variances + self._rated.doubt, WIDEST), variances)
+        return means, np.maximum(doubted, variances)
 
     def state(self, window: Sequence[tuple[float, float, float]] = ()) -> BeliefState:
         count = len(self)
@@ -195,9 +209,10 @@ class Beliefs:
 
     def restore(self, state: BeliefState) -> None:
         """Forget all, and believe what was saved. Raises `PromptDataError` where that is damaged."""
-        arrays = (state.means, state.variances, state.seen, state.since)
-        if any(len(array) != 4 * len(state.prompts) for array in arrays) or not state.strata:
-            raise PromptDataError("run.resume: the checkpoint's beliefs are damaged. Give another checkpoint")
+        if problem := state.problem():
+            raise PromptDataError(
+                f"run.resume: the checkpoint's beliefs are damaged ({problem}). Give another checkpoint"
+            )
         self._rows, self._named = {prompt: row for row, prompt in enumerate(state.prompts)}, state.prompts
         self._means, self._variances = (np.frombuffer(a, np.float32).copy() for a in (state.means, state.variances))
         self._seen, self._since = (np.frombuffer(array, np.int32).copy() for array in (state.seen, state.since))
@@ -210,7 +225,7 @@ class Beliefs:
     def _grow(self, size: int) -> None:
         more = size - len(self._means)
         self._means, self._variances = (np.pad(array, (0, more)) for array in (self._means, self._variances))
-        self._seen = np.pad(self._seen, (0, more), constant_values=_NEVER)
+        self._seen = np.pad(self._seen, (0, more), constant_values=NEVER)
         self._since, self._aside = np.pad(self._since, (0, more)), np.pad(self._aside, (0, more))
 
     def _learn_drift(

@@ -58,6 +58,8 @@ class BeliefSelector:
     ) -> None:
         self.source, self.rollout, self.settings, self.seed = source, rollout, settings, seed
         self.beliefs = Beliefs([prompt.id for prompt in source.train], source.rates)
+        if source.beliefs is not None:
+            self.beliefs.restore(source.beliefs)
         self.calibration = Calibration()
 
     def select(self, step: int) -> BeliefStep:
@@ -68,7 +70,7 @@ class BeliefSelector:
         return SelectorState(prompts=self.source.cursor, beliefs=self.beliefs.state(self.calibration.window))
 
     def restore(self, state: SelectorState) -> None:
-        """A run that had no beliefs begins with none; those of other prompts are kept aside."""
+        """After a run that had no beliefs those that this one begins with stay."""
         self.source.seek(state.prompts)
         if state.beliefs is not None:
             self.beliefs.restore(state.beliefs)

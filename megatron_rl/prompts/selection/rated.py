@@ -1,4 +1,4 @@
-"""What given pass rates say of prompts that were never drawn, and how far they can be trusted."""
+"""What given pass rates say of prompts that were never drawn, and how far that, or another run's belief, is trusted."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ _WIDENED = 100.0  # groups' worth of knowing nothing
 class Rated:
     """rates: by prompt id; those without samples say nothing.
 
-    The doubt is a variance, in rad², by which the rates are further from what is drawn than counting explains: they may
-    be another model's. It is the discounted mean of e² - V - R over the first groups of rated prompts.
+    The doubt is a variance, in rad², by which the rates, and beliefs of another run, are further from what is drawn
+    than counting explains: they may be another model's. It is the discounted mean of e² - V - R over the first groups
+    of such prompts.
     """
 
     rates: Mapping[str, PassRate] = field(default_factory=dict)
@@ -53,10 +54,15 @@ class Rated:
 
     def widen(self) -> None:
         """They lose their certainty, until first groups show that they have it."""
-        self._learnt = (_WIDENED + _ASSUMED) * WIDEST, _WIDENED
+        self._learnt = doubtful(_WIDENED)
 
     def state(self) -> tuple[float, float]:
         return self._learnt
 
     def restore(self, state: tuple[float, float]) -> None:
         self._learnt = state
+
+
+def doubtful(groups: float) -> tuple[float, float]:
+    """The state in which nothing that was given is believed, until about so many first groups bear it out."""
+    return (groups + _ASSUMED) * WIDEST, groups
