@@ -229,7 +229,7 @@ class Beliefs:
         self._since, self._aside = np.pad(self._since, (0, more)), np.pad(self._aside, (0, more))
 
     def _learn_drift(
-        self, step: int, again: Floats, means: Floats, steps: Floats, seen: Floats, variances: Floats
+        self, step: int, again: npt.NDArray[np.bool_], means: Floats, steps: Floats, seen: Floats, variances: Floats
     ) -> None:
         """again: which were seen before; means: of that time; variances: of what is seen, V + R."""
         kept = _KEPT ** (step - self._clock)
