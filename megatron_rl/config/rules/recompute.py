@@ -13,8 +13,7 @@ _KEY = "model.recompute_modules"
 
 def check_recompute(model: ModelSettings, facts: LaunchFacts) -> Iterator[tuple[str, str, str]]:
     """Modules are named where some are recomputed, and Megatron has a way to recompute each."""
-    modules = model.recompute_modules
-    if modules is None:
+    if (modules := model.recompute_modules) is None:
         return
     if model.recompute != "selective":
         rule = f"model.recompute={model.recompute} recomputes {'all' if model.recompute == 'full' else 'nothing'}"
@@ -33,14 +32,12 @@ def check_recompute(model: ModelSettings, facts: LaunchFacts) -> Iterator[tuple[
 
 def check_recomputed(model: ModelSettings, shape: ModelShape) -> Iterator[tuple[str, str, str]]:
     """The model has what is to be recomputed."""
-    dense = len(shape.moe_layers) < shape.num_layers
-    missing = {
-        "moe": None if shape.moe_layers else "no experts",
-        "moe_act": None if shape.moe_layers else "no experts",
-        "mlp": None if dense else "experts in every layer",
-        "shared_experts": None if shape.shared_ffn_hidden_size else "no shared experts",
-        "mla_up_proj": None if shape.latent is not None else "no latent attention",
+    lacking = {
+        "no experts": () if shape.moe_layers else ("moe", "moe_act"),
+        "experts in every layer": ("mlp",) if len(shape.moe_layers) == shape.num_layers else (),
+        "no shared experts": () if shape.shared_ffn_hidden_size else ("shared_experts",),
+        "no latent attention": () if shape.latent is not None else ("mla_up_proj",),
     }
-    for module in model.recompute_modules or ():
-        if found := missing.get(module):
+    for found, module in ((found, module) for found, modules in lacking.items() for module in modules):
+        if module in (model.recompute_modules or ()):
             yield _KEY, f"The model has {found}: {module} recomputes nothing", f"Leave {module} out"
