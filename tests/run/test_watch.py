@@ -12,7 +12,7 @@ from megatron_rl.run.ending import close
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAD = """
-import ctypes, os, signal, subprocess, sys, time
+import ctypes, os, signal, subprocess, sys, threading, time
 import megatron_rl.run.failures
 from pathlib import Path
 from megatron_rl.run.ending import explain, leave
@@ -23,7 +23,7 @@ from megatron_rl.run.watch import Watch
 def stuck():  # a wait in native code, which no signal interrupts
     libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
     libc.pthread_mutex_lock(mutex)
-    print("ready", flush=True)
+    threading.Timer(0.5, lambda: print("ready", flush=True)).start()  # from another thread: this one is stuck by then
     libc.pthread_mutex_lock(mutex)
 
 def sleeping():
