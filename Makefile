@@ -13,7 +13,8 @@ export OMP_NUM_THREADS ?= 1
 TARGET_PYTHON ?= 3.12
 .PHONY: help install extras peers mutants bench gpu-check gpu-bundle train check test lint clean
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
-QUICK  := not engine and not distributed and not chaos and not slow and not gpu
+HEAVY  := engine or distributed or chaos or slow
+QUICK  := not gpu and not ($(HEAVY))
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -64,7 +65,8 @@ check: lint ## linters and the quick tests: what to run while working
 	$(PYTEST) -q -m "$(QUICK)" $(TESTS)
 
 test: install ## every test that needs no GPU: make test TESTS=tests/config
-	$(PYTEST) -m "not gpu" --durations=10 $(TESTS)
+	$(PYTEST) -q -m "$(QUICK)" --durations=5 $(TESTS) || [ $$? = 5 ]
+	$(BIN)/python -m pytest -m "not gpu and ($(HEAVY))" --durations=10 $(TESTS) || [ $$? = 5 ]
 
 lint: install ## ruff and mypy
 	$(BIN)/ruff check .
