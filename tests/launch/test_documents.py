@@ -17,7 +17,7 @@ from megatron_rl.prompts.question import BadRows
 from support.scripts import load_script
 
 ROOT = Path(__file__).resolve().parents[2]
-RUNS = ("rollout.recorded=runs/", "run.resume=runs/")
+RUNS = ("rollout.recorded=runs/", "run.resume=runs/", "selection.beliefs=runs/")
 OTHERS = ("compare_runs", "export_hf", "heat_maps", "replay_gaps")  # scripts that take no configuration
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -40,7 +40,8 @@ def test_links_and_folders_exist(file: Path) -> None:
 
 def test_every_training_command_composes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "sums.jsonl").write_text('{"prompt": "1+1=", "answer": 2}\n')
+    for rows in ("sums.jsonl", "more.jsonl"):
+        (tmp_path / rows).write_text('{"prompt": "1+1=", "answer": 2}\n')
     tried = []
     for words in (words for file in DOCUMENTS for words in commands(file)):
         script = next(word for word in words if word.startswith("launch/"))
