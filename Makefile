@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 .DEFAULT_GOAL := help
 TARGET_PYTHON ?= 3.12
 .PHONY: help install extras peers mutants bench gpu-check gpu-bundle train check test lint clean
-PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 HEAVY  := engine or distributed or chaos or slow
 QUICK  := not gpu and not ($(HEAVY))
 

@@ -125,8 +125,8 @@ def measured(case: Case) -> tuple[str, ...]:
 
 def draw(case: Case) -> int:
     """Draw the rollouts unless that was done. Returns the exit code."""
-    ended = read_exit_record(case.directory)
-    if ended is not None and ended.code == ExitCode.OK:
+    record = read_exit_record(case.directory)
+    if record is not None and record.code == ExitCode.OK:
         return ExitCode.OK
     return call(SCRIPT.with_name("train_rl.py"), *drawn(case))
 

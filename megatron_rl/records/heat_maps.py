@@ -77,7 +77,7 @@ def is_share(name: str) -> bool:
 
 def draw(heat_map: HeatMap, file: Path) -> None:
     """A PNG with axes and a scale."""
-    import matplotlib  # slow to import, and nothing else draws
+    import matplotlib  # slow to import
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
