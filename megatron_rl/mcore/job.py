@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config.schema import ParallelSettings
+from megatron_rl.mcore.gloo_device import share_gloo_device
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ def join(parallel: ParallelSettings) -> Job:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
+        share_gloo_device()
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             init_method=None if "RANK" in os.environ else f"tcp://127.0.0.1:{_free_port()}",

@@ -30,6 +30,7 @@ from support.layouts import (
     LAYOUTS,
     MODELS,
     OPTIMIZER,
+    RANKS,
     STEPS_PER_BATCH,
     TEMPERATURE,
     TOTAL_STEPS,
@@ -138,7 +139,7 @@ def replay(directory: Path, case: Case, steps: list[list[list[str]]]) -> Expecte
 
 
 @pytest.mark.parametrize(
-    ("ranks", "case"), [pytest.param(n, case, id=f"{n}-{case}") for n in (1, 2, 4) for case in cases_of(n)]
+    ("ranks", "case"), [pytest.param(n, case, id=f"{n}-{case}") for n in RANKS for case in cases_of(n)]
 )
 def test_whole_steps_are_exact(trained: Any, expected: Any, ranks: int, case: Case) -> None:
     found, tolerance = trained(ranks, case), TOLERANCES[LAYOUTS[case.layout].dtype]
@@ -183,7 +184,7 @@ def test_steps_with_latent_attention_are_those_of_one_rank(trained: Any, directo
 
 
 @pytest.mark.parametrize(
-    ("ranks", "case"), [pytest.param(n, case, id=f"{n}-{case}") for n in (1, 2, 4) for case in cases_of(n)]
+    ("ranks", "case"), [pytest.param(n, case, id=f"{n}-{case}") for n in RANKS for case in cases_of(n)]
 )
 def test_every_router_call_is_replayed_and_every_router_has_a_gradient(trained: Any, ranks: int, case: Case) -> None:
     """In the old-policy pass, in forward, in recomputation and in backward; the script compares the maps themselves."""

@@ -101,6 +101,15 @@ LAYOUTS: dict[str, Layout] = {
     "pp2_vpp2_cp2_ep2-none": Layout(4, grid(pp=2, vpp=2, cp=2, ep=2)),
     "tp4_ep2-none": Layout(4, grid(tp=4, ep=2)),
     "ep4-none": Layout(4, grid(ep=4)),
+    "tp2_cp2_ep2_etp2-none": Layout(4, grid(tp=2, cp=2, ep=2, etp=2)),
+    "tp2_pp2_ep2_etp2-none": Layout(8, grid(tp=2, pp=2, ep=2, etp=2)),
+    "tp2_pp2_vpp2_ep2_etp2-full": Layout(8, grid(tp=2, pp=2, vpp=2, ep=2, etp=2), "full"),
+    "tp2_pp2_cp2-full": Layout(8, grid(tp=2, pp=2, cp=2), "full"),
+    "tp2_pp2_cp2_ep2-none": Layout(8, grid(tp=2, pp=2, cp=2, ep=2)),
+    "tp2_pp2_cp2_ep2_etp2-full": Layout(8, grid(tp=2, pp=2, cp=2, ep=2, etp=2), "full"),
+    "tp2_pp2_vpp2_cp2-none": Layout(8, grid(tp=2, pp=2, vpp=2, cp=2)),
+    "tp2_pp2_vpp2_cp2_ep2-full": Layout(8, grid(tp=2, pp=2, vpp=2, cp=2, ep=2), "full"),
+    "tp2_pp2_vpp2_cp2_ep2_etp2-none": Layout(8, grid(tp=2, pp=2, vpp=2, cp=2, ep=2, etp=2)),
     **{
         f"{name}_dp2-none": Layout(4, parallel)
         for name, parallel in {
@@ -114,6 +123,7 @@ LAYOUTS: dict[str, Layout] = {
         }.items()
     },
 }
+RANKS = sorted({layout.ranks for layout in LAYOUTS.values()})
 # With tied embeddings the first and the last stage hold the same tensor, and so do their distributed optimizers.
 TIED = ("one-none", "tp2_ep2-none", "pp2_vpp2-none", "pp2_dp2-none")
 # Other families, where experts, heads and columns are split, and in another kind of grid each.

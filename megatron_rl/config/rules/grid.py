@@ -10,8 +10,6 @@ from megatron_rl.contracts.facts import LaunchFacts
 from megatron_rl.models.pipeline_split import PipelineSplit
 from megatron_rl.models.shape import ModelShape
 
-_UNPROVEN = "no whole step of such a grid has been compared with an exact one"
-
 
 def check_grid(p: ParallelSettings, facts: LaunchFacts) -> Iterator[tuple[str, str, str]]:
     """The ranks of the job divide into the grid, and whole steps of such grids have been compared with exact ones."""
@@ -27,12 +25,9 @@ def check_grid(p: ParallelSettings, facts: LaunchFacts) -> Iterator[tuple[str, s
     if p.ep == 1 and etp != p.tp:
         rule = f"Without parallel.ep Megatron reduces experts' gradients as those of layers over parallel.tp={p.tp}"
         yield "parallel.etp", f"{rule} ranks", "Leave it null, which is parallel.tp"
-    elif etp not in (1, p.tp) or (etp > 1 and p.ep > 1 and (p.pp > 1 or p.cp > 1)):
-        rule = f"With parallel.tp={p.tp}, pp={p.pp} and cp={p.cp} {_UNPROVEN}"
-        yield "parallel.etp", rule, "Leave it null for whole experts, or use parallel.tp without pp and cp"
-    if len(shared) > 2:
-        rule = f"With parallel.tp={p.tp} and parallel.pp={p.pp} {_UNPROVEN}"
-        yield "parallel.cp", rule, "Use parallel.cp=1, or only one of the other two"
+    elif etp not in (1, p.tp):
+        rule = f"With parallel.tp={p.tp} no whole step of such a grid has been compared with an exact one"
+        yield "parallel.etp", rule, "Leave it null for whole experts, or use parallel.tp"
     if p.sequence_parallel != (p.tp > 1):
         rule = f"In MoE layers sequence parallelism and tensor parallelism come together, and parallel.tp={p.tp}"
         yield "parallel.sequence_parallel", rule, f"Use {str(p.tp > 1).lower()}, or change parallel.tp"
