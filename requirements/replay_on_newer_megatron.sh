@@ -36,4 +36,5 @@ cd "$here/.."
 print("Megatron-Core", megatron.core.__version__, "torch", torch.__version__, "Python", platform.python_version())' 2>/dev/null
 export CUDA_VISIBLE_DEVICES= PYTHONPATH=$PWD:$PWD/kernels:$PWD/tests OMP_NUM_THREADS=1
 exec "$venv/bin/python" -m pytest -q tests/mcore/test_replay.py tests/mcore/test_router_target.py \
-    tests/mcore/test_layer_spec.py tests/mcore/test_same_sums.py tests/contracts/test_routes.py
+    tests/mcore/test_replay_recompute.py tests/mcore/test_replay_sources.py tests/mcore/test_layer_spec.py \
+    tests/mcore/test_same_sums.py tests/contracts/test_routes.py

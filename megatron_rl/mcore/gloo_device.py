@@ -11,8 +11,8 @@ from torch.distributed import distributed_c10d
 def share_gloo_device() -> None:
     """Let gloo groups that this process makes from now on share the device that torch gives the first of them.
 
-    torch makes one for each group, and each has a thread that wakes up every 10 ms: the fifty groups of a grid cost a
-    rank 5 % of a core while it waits. torch's `new_group` has no option for it.
+    torch makes one for each group, and each has a thread that wakes up every 10 ms: forty groups cost a waiting rank 5 %
+    of a core. torch's `new_group` has no option for it.
     """
     library: Any = distributed_c10d
     own = library.ProcessGroupGloo
