@@ -66,7 +66,7 @@ check: lint ## linters and the quick tests: what to run while working
 
 test: install ## every test that needs no GPU: make test TESTS=tests/config
 	$(PYTEST) -q -m "$(QUICK)" --durations=5 $(TESTS) || [ $$? = 5 ]
-	$(BIN)/python -m pytest -m "not gpu and ($(HEAVY))" --durations=10 $(TESTS) || [ $$? = 5 ]
+	$(PYTEST) -m "not gpu and ($(HEAVY))" --durations=10 $(TESTS) || [ $$? = 5 ]
 
 lint: install ## ruff and mypy
 	$(BIN)/ruff check .

@@ -91,9 +91,9 @@ class RecordedRollouts:
             record, pairs = read_batch_record(directory), read_groups(directory)
         except RecordingUnreadable as error:
             raise BadRecording(f"rollout.recorded: {error}") from error
-        fitting = [(group, [self._fitting(rollout, directory) for rollout in rollouts]) for group, rollouts in pairs]
+        checked = [(group, [self._fitting(rollout, directory) for rollout in rollouts]) for group, rollouts in pairs]
         self._position += 1
-        drawn = tuple(self._place(group, self._store.put(group.group_id, rollouts)) for group, rollouts in fitting)
+        drawn = tuple(self._place(group, self._store.put(group.group_id, rollouts)) for group, rollouts in checked)
         credited, kept = len(drawn) - record.stopped - record.surplus, len(drawn) - record.surplus
         return RolloutBatch(
             groups=drawn[:credited],

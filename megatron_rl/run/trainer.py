@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -197,6 +198,7 @@ class Trainer:
         progress.say("compiling kernels")
         with progress.during("compiling kernels"):
             self._compile(worker)
+        gc.freeze()  # modules and model stay to the end: to search them takes 5 % of a rank's time on a CPU
         return worker
 
     def _compile(self, worker: Worker) -> None:
