@@ -125,7 +125,7 @@ def play(case: Case, layout: RankLayout, directory: Path) -> None:
     worker, adam, batcher = build(case, layout, directory)
     calls = 0
     store, credit, said = RolloutStore(node=0), Credit(ALGORITHMS[case.algorithm], CREDIT, seed=0), []
-    grid, tokens = LAYOUTS[case.layout].parallel, 110 if layout.dp_size == 1 else 55
+    grid, tokens = LAYOUTS[case.layout].parallel, 80 if layout.dp_size == 1 else 40
     planner = make_planner(grid, layout, optimizer_steps_per_batch=STEPS_PER_BATCH, tokens_per_micro_batch=tokens)
     rollouts = read_rollouts(directory / case.model / "rollouts.bin")
     for batch in range(BATCHES):
