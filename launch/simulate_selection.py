@@ -43,7 +43,7 @@ VARIANTS: Mapping[str, SelectionSettings] = {
     "belief": SelectionSettings(name="belief"),
     "belief, flat skipped": SelectionSettings(name="belief", skip="flat"),
     "belief, flat skipped, no probe": SelectionSettings(name="belief", skip="flat", probe=0),
-    "belief, flat skipped, sharp": SelectionSettings(name="belief", skip="flat", target=0.8, power=8, floor=0.02),
+    "belief, flat skipped, sharp": SelectionSettings(name="belief", skip="flat", target=0.92, power=14, floor=0.04),
 }
 COLUMNS = (
     "rollouts/mixed",

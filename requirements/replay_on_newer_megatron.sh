@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run the tests of router replay on a newer Megatron-Core, in a virtual environment of its own.
+# Run the tests of router replay, and whole training steps in every grid, on a newer Megatron-Core, in a virtual environment of its own.
 # usage: requirements/replay_on_newer_megatron.sh [VERSION [VENV]]      PYTHON=... chooses the interpreter
 #
 # CUDA=1 accepts a CUDA build of torch (gigabytes; it runs without a GPU) where the index has no other for that Python.
@@ -27,8 +27,8 @@ elif ! "${install[@]}" --constraint "$here/no-cuda.txt" torch; then
     echo "The index offers no CPU build of torch for $("$python" --version): add one that does, or accept the CUDA build with CUDA=1" >&2
     exit 1
 fi
-"${install[@]}" annotated-types hydra-core llvmlite msgspec numba numpy omegaconf psutil pybase64 safetensors tokenizers \
-    transformers hypothesis pytest pytest-timeout
+"${install[@]}" aiohttp annotated-types hydra-core llvmlite msgspec numba numpy omegaconf psutil pybase64 pyzmq safetensors \
+    tensorboard tokenizers transformers hypothesis pytest pytest-timeout
 "${pip[@]}" install --quiet --no-deps "megatron-core==$version"
 
 cd "$here/.."
@@ -37,4 +37,5 @@ print("Megatron-Core", megatron.core.__version__, "torch", torch.__version__, "P
 export CUDA_VISIBLE_DEVICES= PYTHONPATH=$PWD:$PWD/kernels:$PWD/tests OMP_NUM_THREADS=1
 exec "$venv/bin/python" -m pytest -q tests/mcore/test_replay.py tests/mcore/test_router_target.py \
     tests/mcore/test_replay_recompute.py tests/mcore/test_replay_sources.py tests/mcore/test_layer_spec.py \
-    tests/mcore/test_same_sums.py tests/contracts/test_routes.py
+    tests/mcore/test_same_sums.py tests/contracts/test_routes.py \
+    tests/mcore/test_parallel.py tests/distributed/test_whole_steps.py
