@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import datetime
+import os
+from types import FunctionType
 from typing import Any
 
 from torch.distributed import distributed_c10d
@@ -11,23 +12,26 @@ from torch.distributed import distributed_c10d
 def share_gloo_device() -> None:
     """Let gloo groups that this process makes from now on share the device that torch gives the first of them.
 
-    torch makes one for each group, and each has a thread that wakes up every 10 ms: forty groups cost a waiting rank 5 %
-    of a core. torch's `new_group` has no option for it.
+    torch makes one for each group, and each has a thread that wakes up every 10 ms: forty groups cost a waiting rank 5 % of
+    a core. torch's `new_group` has no option for it. Nothing changes where TORCH_GLOO_LAZY_INIT is set: connections
+    made late are told apart by the rank alone, so that two groups on one device take each other's.
     """
-    library: Any = distributed_c10d
-    own = library.ProcessGroupGloo
-    if own.__module__ == __name__:
+    gloo: Any = distributed_c10d.ProcessGroupGloo
+    own = gloo.__init__
+    if isinstance(own, FunctionType) or os.environ.get("TORCH_GLOO_LAZY_INIT"):
         return
     devices: list[Any] = []
 
-    class ProcessGroupGloo(own):  # type: ignore[misc, valid-type]
-        def __init__(self, store: Any, rank: int, size: int, timeout: datetime.timedelta) -> None:
-            if not devices:  # torch knows which interface
-                super().__init__(store, rank, size, timeout=timeout)
-                devices.extend(self.options._devices)
-                return
-            options = own._Options()
-            options._devices, options._timeout, options._threads = devices, timeout, 2 * len(devices)
-            super().__init__(store, rank, size, options)
+    def __init__(self: Any, *place: Any, **given: Any) -> None:
+        if given.keys() != {"timeout"}:
+            own(self, *place, **given)
+        elif not devices:  # torch knows which interface
+            own(self, *place, **given)
+            devices.extend(self.options._devices)
+        else:
+            options = gloo._Options()
+            options._devices, options._timeout, options._threads = devices, given["timeout"], 2 * len(devices)
+            own(self, *place, options)
 
-    library.ProcessGroupGloo = ProcessGroupGloo
+    # not a subclass: torch asks groups for their class, and they forget that Python made them
+    gloo.__init__ = __init__

@@ -1,31 +1,53 @@
 """Groups of a rank share one gloo device, whose thread wakes up a hundred times a second whether or not it has work."""
 
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).resolve().parents[1]
-ONE_RANK = """
+TWO_RANKS = """
+import os
+from datetime import timedelta
 from pathlib import Path
 import torch, torch.distributed as dist
+from torch.distributed import distributed_c10d
 from megatron_rl.config.schema import ParallelSettings
 from megatron_rl.mcore.job import join, leave
 
+os.environ["RANK"] = str(int(os.fork() == 0))
 for _ in range(2):
-    join(ParallelSettings())
+    rank = join(ParallelSettings(timeout_s=10)).rank
     groups = [dist.new_group() for _ in range(8)]
     for group in groups:
         dist.all_reduce(total := torch.ones(3), group=group)
-        assert total.tolist() == [1, 1, 1] and dist.get_backend(group) == "gloo"
-    print([file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")].count("gloo_tcp_loop"))
+        assert total.tolist() == [2, 2, 2] and dist.get_backend(group) == "gloo"
+        distributed_c10d._set_pg_timeout(timedelta(seconds=9), group)
+        assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=9)
+    if rank == 0:
+        print([file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")].count("gloo_tcp_loop"))
     leave()
+if rank == 0:
+    assert os.wait()[1] == 0
 """
 
 
-def test_all_groups_of_a_rank_have_one_thread_that_polls() -> None:
-    environment = {"PYTHONPATH": f"{TESTS.parent}:{TESTS.parent / 'kernels'}", "CUDA_VISIBLE_DEVICES": ""}
+@pytest.mark.parametrize(("late", "threads"), [(None, ["1", "1"]), ("1", ["10", "10"])])
+def test_all_groups_of_a_rank_have_one_thread_that_polls_unless_they_connect_late(
+    late: str | None, threads: list[str]
+) -> None:
+    """Connections made late on one device would be taken for another group's, and time out."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("TORCH_", "GLOO_"))}
+    environment |= place | {"PYTHONPATH": f"{TESTS.parent}:{TESTS.parent / 'kernels'}", "CUDA_VISIBLE_DEVICES": ""}
+    environment |= {"TORCH_GLOO_LAZY_INIT": late} if late else {}
     result = subprocess.run(
-        [sys.executable, "-c", ONE_RANK], env=environment, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", TWO_RANKS], env=environment, capture_output=True, text=True, timeout=60, check=False
     )
     assert result.returncode == 0, result.stderr
-    assert result.stdout.split() == ["1", "1"]
+    assert result.stdout.split() == threads
