@@ -12,9 +12,9 @@ from torch.distributed import distributed_c10d
 def share_gloo_device() -> None:
     """Let gloo groups that this process makes from now on share the device that torch gives the first of them.
 
-    torch makes one for each group, and each has a thread that wakes up every 10 ms: forty groups cost a waiting rank 5 % of
-    a core. torch's `new_group` has no option for it. Nothing changes where TORCH_GLOO_LAZY_INIT is set: connections
-    made late are told apart by the rank alone, so that two groups on one device take each other's.
+    torch makes one for each group, and each has a thread that wakes up every 10 ms: forty groups cost a waiting rank
+    5 % of a core. torch's `new_group` has no option for it. Nothing changes where TORCH_GLOO_LAZY_INIT is set:
+    connections made late fail on a device that has several groups.
     """
     gloo: Any = distributed_c10d.ProcessGroupGloo
     own = gloo.__init__

@@ -39,7 +39,7 @@ if rank == 0:
 def test_all_groups_of_a_rank_have_one_thread_that_polls_unless_they_connect_late(
     late: str | None, threads: list[str]
 ) -> None:
-    """Connections made late on one device would be taken for another group's, and time out."""
+    """With TORCH_GLOO_LAZY_INIT a second group on a device never connects. torch can give all of them other timeouts."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
