@@ -19,7 +19,8 @@ from megatron_rl.config.schema import ParallelSettings
 from megatron_rl.mcore.job import join, leave
 
 os.environ["RANK"] = str(int(os.fork() == 0))
-for _ in range(2):
+for port in os.environ["PORTS"].split():  # the store of the last round may still answer
+    os.environ["MASTER_PORT"] = port
     rank = join(ParallelSettings(timeout_s=10)).rank
     groups = [dist.new_group() for _ in range(8)]
     for group in groups:
@@ -39,10 +40,10 @@ if rank == 0:
 def test_all_groups_of_a_rank_have_one_thread_that_polls_unless_they_connect_late(
     late: str | None, threads: list[str]
 ) -> None:
-    """With TORCH_GLOO_LAZY_INIT a second group on a device never connects. torch can give all of them other timeouts."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
+    """With TORCH_GLOO_LAZY_INIT a second group on a device never connects. torch can give any other timeouts."""
+    with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
+        ports = f"{first.getsockname()[1]} {second.getsockname()[1]}"
+    place = {"MASTER_ADDR": "127.0.0.1", "PORTS": ports, "WORLD_SIZE": "2"}
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("TORCH_", "GLOO_"))}
     environment |= place | {"PYTHONPATH": f"{TESTS.parent}:{TESTS.parent / 'kernels'}", "CUDA_VISIBLE_DEVICES": ""}
     environment |= {"TORCH_GLOO_LAZY_INIT": late} if late else {}
