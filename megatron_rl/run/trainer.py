@@ -199,6 +199,7 @@ class Trainer:
         with progress.during("compiling kernels"):
             self._compile(worker)
         gc.freeze()  # modules and model stay to the end: to search them takes 5 % of a rank's time on a CPU
+        self._stack.callback(gc.unfreeze)  # or libraries report all that they still hold as leaked
         return worker
 
     def _compile(self, worker: Worker) -> None:

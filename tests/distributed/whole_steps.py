@@ -4,7 +4,6 @@ Usage: whole_steps.py DIRECTORY CASE...; a case is LAYOUT:ALGORITHM:MODEL of `su
 checkpoint for each model, with its `rollouts.bin`.
 """
 
-import gc
 import itertools
 import sys
 from collections.abc import Sequence
@@ -150,7 +149,6 @@ def play(case: Case, layout: RankLayout, directory: Path) -> None:
 
 
 def main() -> None:
-    gc.freeze()  # to search what was imported takes 7 % of the time
     directory, cases = Path(sys.argv[1]), [Case.named(name) for name in sys.argv[2:]]
     for settings, same_grid in itertools.groupby(cases, lambda case: LAYOUTS[case.layout].parallel):
         layout = parallel.initialize(settings, seed=0)
