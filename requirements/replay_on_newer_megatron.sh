@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Run the tests of router replay, and whole training steps in every grid, on a newer Megatron-Core, in a virtual environment of its own.
+# Run the tests of router replay, and whole training steps in every grid, on a newer Megatron-Core, in a virtual
+# environment of its own.
 # usage: requirements/replay_on_newer_megatron.sh [VERSION [VENV]]      PYTHON=... chooses the interpreter
 #
 # CUDA=1 accepts a CUDA build of torch (gigabytes; it runs without a GPU) where the index has no other for that Python.
