@@ -55,9 +55,12 @@ def test_ranks_and_environment_can_be_chosen(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("code", "requeued"), [(75, True), (0, False), (143, False)])
 def test_a_job_that_saved_before_its_limit_is_queued_again(tmp_path: Path, code: int, requeued: bool) -> None:
-    """The warning comes while the run goes on; what the run leaves decides."""
+    """The warning comes while the run goes on, and the run ends while it is passed on; what the run leaves decides."""
     run = tmp_path / "runs/long"
     run.mkdir(parents=True)
+    slow = tmp_path / "touch"
+    slow.write_text('#!/bin/sh\n: > "$1"\nsleep 0.3\n')
+    slow.chmod(0o755)
     srun = f"""kill -USR1 $PPID
         for _ in $(seq 200); do [ -e {run}/stop ] && break; sleep 0.05; done
         echo '{{"code":{code},"reason":"r"}}' > {run}/exit.json; exit {int(code != 0)}"""

@@ -37,12 +37,14 @@ def admin(engine: ManagedEngine, path: str, body: dict) -> None:
 def test_what_runs_at_its_deadline_is_kept_with_its_routes_and_the_engine_goes_on(engine: ManagedEngine) -> None:
     """The engine is paused while it generates: it falls silent, every request expires, is aborted and answered."""
     aborted: list[str] = []
+    requests: list[asyncio.Task[Generation]] = []
 
     async def tell(message: FromCollector) -> None:
         if isinstance(message, AbortRequest):
             await asyncio.to_thread(admin, engine, "/abort_request", {"rid": message.rid})
             aborted.append(message.rid)
-            if len(aborted) == 1:
+            # Going on before the last is aborted would let the others end by themselves.
+            if len(aborted) == sum(not request.done() for request in requests):
                 await asyncio.to_thread(admin, engine, "/continue_generation", {})
 
     async def run() -> list[Generation | BaseException]:
@@ -55,12 +57,12 @@ def test_what_runs_at_its_deadline_is_kept_with_its_routes_and_the_engine_goes_o
         settings = EngineSettings(request_timeout_s=4.0, token_timeout_s=0.0, retries=0)
         pool = EnginePool([Engine(url=engine.url)], settings, form, tell)
         sampling = Sampling(max_new_tokens=100, temperature=5.0)
-        requests = [
+        requests.extend(
             asyncio.create_task(
                 pool.generate(PROMPT.token_ids, sampling, rid=f"r{i}", return_routes=True, seed=2**63 - 1 - i)
             )
             for i in range(48)
-        ]
+        )
         answers = asyncio.as_completed(requests)
         for _ in range(6):  # of 48: by then others are in the middle of theirs
             await next(answers)
