@@ -2,6 +2,7 @@
 
 import importlib.abc
 import importlib.machinery
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -96,6 +97,21 @@ def _register_batched_attention(registry: ModuleType) -> None:
     registry.register_attention_backend("torch_native")(create)
 
 
+def _fork_processes(engine: ModuleType) -> None:
+    """SGLang spawns its scheduler and detokenizer, as a GPU's context needs, and each imports all of SGLang again.
+
+    The launcher has one thread when it starts them, so forking is safe; what these start themselves is spawned.
+    """
+    configure = engine._set_envs_and_config
+
+    def configure_and_fork(server_args: Any) -> None:
+        configure(server_args)
+        multiprocessing.set_start_method("fork", force=True)
+        os.register_at_fork(after_in_child=lambda: multiprocessing.set_start_method("spawn", force=True))
+
+    engine._set_envs_and_config = configure_and_fork  # type: ignore[attr-defined]
+
+
 def _add_as_the_trainer_does(replacement: str) -> Callable[[ModuleType], None]:
     """A function of `trainer_sums`, which is imported only where SGLang is: this file runs in all of a server."""
 
@@ -118,6 +134,7 @@ _SUMS = {
 sys.meta_path[:0] = [
     _Around("sglang.srt.configs", before=_stand_in_for_torchvision),
     _Around("sglang.srt.mem_cache.pool_host.common", after=_allocate_unpinned),
+    _Around("sglang.srt.entrypoints.engine", after=_fork_processes),
 ]
 if os.environ.get("SGLANG_BRIDGE_BATCHED_ATTENTION") != "0":
     sys.meta_path.insert(
