@@ -12,8 +12,9 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 _MAX_KEYS = 2**16
 _MAX_PAIRS = 2**20
 # A row's sums must not depend on the others, as the trainer has others (`docs/on_policy.md`): the products inside take
-# four rows of queries or more at a time, and whole vectors of keys, where those that are masked add zeros.
-_ROWS, _KEYS = 4, 16
+# four rows of queries or more at a time, and whole vectors of keys, where those that are masked add zeros. Over more
+# keys than `_WHOLE` MKL splits the sum by how many there are: then sequences of the same padded length go together.
+_ROWS, _KEYS, _WHOLE = 4, 16, 192
 
 
 def paged_attention(
@@ -40,7 +41,7 @@ def paged_attention(
         keys, queries = num_keys[chosen, None], num_queries[chosen, None]
         # Surplus queries repeat their sequence's last one, so that they write what is there already.
         step = torch.arange(_rounded(queries, steps)).minimum(queries - 1)
-        positions = torch.arange(_rounded(keys, _KEYS))
+        positions = torch.arange(_padded(int(keys.max())))
         table = slots[:, : len(positions)].index_select(0, rows[chosen])
         if table.shape[1] < len(positions):
             table = pad(table, (0, len(positions) - table.shape[1]))
@@ -59,6 +60,12 @@ def paged_attention(
 
 def _rounded(counts: torch.Tensor, multiple: int) -> int:
     return -int(counts.max()) // multiple * -multiple
+
+
+def _padded(keys: int) -> int:
+    """Whole vectors of keys; of more than `_WHOLE` at most a quarter more, so that few lengths are left."""
+    multiple = _KEYS if keys <= _WHOLE else 2 ** ((keys - 1).bit_length() - 3)
+    return -keys // multiple * -multiple
 
 
 def _attend(
@@ -86,16 +93,17 @@ def _attend(
 def _chunks(num_keys: torch.Tensor, num_queries: torch.Tensor) -> Iterator[torch.Tensor]:
     """Indices of sequences: all at once if they fit, else in order of length."""
     keys, queries = int(num_keys.max()), int(num_queries.max())
-    if len(num_keys) * keys <= _MAX_KEYS and len(num_keys) * keys * queries <= _MAX_PAIRS:
+    if keys <= _WHOLE and len(num_keys) * keys <= _MAX_KEYS and len(num_keys) * keys * queries <= _MAX_PAIRS:
         yield torch.arange(len(num_keys))
         return
     chunk: list[int] = []
-    keys, queries = 0, 0
+    together, queries = 0, 0
     for index in num_keys.argsort().tolist():
         keys, queries = int(num_keys[index]), max(queries, int(num_queries[index]))
-        size = (len(chunk) + 1) * keys
-        if chunk and (size > _MAX_KEYS or size * queries > _MAX_PAIRS):
+        size, length = (len(chunk) + 1) * keys, max(_padded(keys), _WHOLE)
+        if chunk and (length != together or size > _MAX_KEYS or size * queries > _MAX_PAIRS):
             yield torch.tensor(chunk)
             chunk, queries = [], int(num_queries[index])
         chunk.append(index)
+        together = length
     yield torch.tensor(chunk)

@@ -1,7 +1,9 @@
 """Python runs this at the start of every process of a CPU server."""
 
+import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import multiprocessing
 import os
 import sys
@@ -32,7 +34,7 @@ class _Around(importlib.abc.MetaPathFinder):
             self._before()
         if self._after is None:
             return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        spec = importlib.util.find_spec(fullname)  # others may be around it too
         if spec is not None and spec.loader is not None:
             spec.loader = _ThenCall(spec.loader, self._after)
         return spec
@@ -112,17 +114,19 @@ def _fork_processes(engine: ModuleType) -> None:
     engine._set_envs_and_config = configure_and_fork  # type: ignore[attr-defined]
 
 
-def _add_as_the_trainer_does(replacement: str) -> Callable[[ModuleType], None]:
-    """A function of `trainer_sums`, which is imported only where SGLang is: this file runs in all of a server."""
+def _replaced_by(room: str, function: str) -> Callable[[ModuleType], None]:
+    """A function of this directory, imported only where SGLang is: this file runs in all of a server."""
 
     def replace(module: ModuleType) -> None:
-        from sglang_bridge.cpu_shim import trainer_sums
-
-        getattr(trainer_sums, replacement)(module)
+        getattr(importlib.import_module(f"sglang_bridge.cpu_shim.{room}"), function)(module)
 
     return replace
 
 
+_SEEDS = {
+    "sglang.srt.sampling.sampling_batch_info": "keep_seeds",
+    "sglang.srt.layers.sampler": "draw_by_seed",
+}
 _SUMS = {
     "sglang.srt.layers.quantization.unquant": "replace_linear",
     "sglang.srt.layers.logits_processor": "replace_lm_head",
@@ -135,10 +139,11 @@ sys.meta_path[:0] = [
     _Around("sglang.srt.configs", before=_stand_in_for_torchvision),
     _Around("sglang.srt.mem_cache.pool_host.common", after=_allocate_unpinned),
     _Around("sglang.srt.entrypoints.engine", after=_fork_processes),
+    *(_Around(name, after=_replaced_by("seeded_sampling", how)) for name, how in _SEEDS.items()),
 ]
 if os.environ.get("SGLANG_BRIDGE_BATCHED_ATTENTION") != "0":
     sys.meta_path.insert(
         0, _Around("sglang.srt.layers.attention.attention_registry", after=_register_batched_attention)
     )
 if os.environ.get("SGLANG_BRIDGE_TRAINER_SUMS") != "0":
-    sys.meta_path[:0] = [_Around(name, after=_add_as_the_trainer_does(how)) for name, how in _SUMS.items()]
+    sys.meta_path[:0] = [_Around(name, after=_replaced_by("trainer_sums", how)) for name, how in _SUMS.items()]

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 
 from sglang_bridge.cpu_shim.padded_attention import paged_attention
 from sglang_bridge.cpu_shim.trainer_sums import experts, linear, route
+from support.exactness import EXACT
 from tests.mcore.packs import pack
 from tests.mcore.test_replay import build
 
-EXACT = torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.backends.mkl.is_available()
 LONGEST = 192  # keys: beyond, MKL splits the sum over them
 
 
@@ -87,6 +87,30 @@ def test_attention_in_a_prefill_in_decoding_and_in_a_packed_pass_is_the_same(
 def test_attention_over_more_keys_is_close(megatron: Any) -> None:
     for mine, theirs in attended([300, 700], (4, 2)):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 1500), min_size=1, max_size=8),
+    heads=st.sampled_from([(4, 2), (8, 1), (4, 4)]),
+    queries=st.integers(1, 40),
+)
+def test_a_sequence_is_attended_alike_alone_and_among_others(
+    lengths: list[int], heads: tuple[int, int], queries: int
+) -> None:
+    """However many keys there are, and however many of the last tokens are read at once."""
+    generator = torch.Generator().manual_seed(sum(lengths))
+    num_keys = torch.tensor(lengths)
+    num_queries = num_keys.clamp(max=queries)
+    key, value = (torch.randn(sum(lengths), heads[1], 16, generator=generator) for _ in range(2))
+    query = torch.randn(int(num_queries.sum()), heads[0], 16, generator=generator)
+    slots = (num_keys.cumsum(0) - num_keys)[:, None] + torch.arange(max(lengths))
+    slots = slots.clamp(max=sum(lengths) - 1).to(torch.int32)
+    together = paged_attention(query, key, value, slots, torch.arange(len(lengths)), num_keys, num_queries, scale=None)
+    parts = zip(query.split(num_queries.tolist()), together.split(num_queries.tolist()), strict=True)
+    for i, (mine, among) in enumerate(parts):
+        rows, each = torch.tensor([i]), (num_keys[i : i + 1], num_queries[i : i + 1])
+        assert_same(paged_attention(mine, key, value, slots, rows, *each, scale=None), among)
 
 
 def weights_of(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -12,12 +12,13 @@ from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.models.families import read_shape
 from megatron_rl.rollouts.engine_pool import EnginePool, RequestForm
 from megatron_rl.rollouts.messages import AbortRequest, FromCollector
-from sglang_bridge.client import RequestExpired
+from sglang_bridge.client import GenerateClient, RequestExpired
 from sglang_bridge.engine import Engine
 from sglang_bridge.generation import FinishReason, Generation
 from sglang_bridge.server import ManagedEngine
 from support.engines import running_engine
-from support.scripted_model import CHECKPOINT, PROMPT
+from support.exactness import EXACT
+from support.scripted_model import CHECKPOINT, PROMPT, TOKENIZER
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 SHAPE = read_shape(CHECKPOINT)
@@ -32,6 +33,33 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ManagedEngine]:
 def admin(engine: ManagedEngine, path: str, body: dict) -> None:
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {engine.keys.admin_api_key}"}
     urllib.request.urlopen(urllib.request.Request(engine.url + path, json.dumps(body).encode(), headers), timeout=30)
+
+
+def test_a_seed_draws_the_same_response_whatever_is_drawn_beside_it(engine: ManagedEngine) -> None:
+    """Tokens, log-probabilities and routes: of 300 at a time, then of 7 in another order, with cached prompts."""
+    prompts = [TOKENIZER.encode(f"{10 + i % 80}+{99 - i % 37}=") for i in range(200)]
+
+    async def draw(order: Sequence[int], at_a_time: int) -> dict[int, tuple[bytes, bytes, bytes]]:
+        slots, drawn = asyncio.Semaphore(at_a_time), {}
+        shape = (SHAPE.num_layers, SHAPE.topk)
+        async with GenerateClient(engine.url, api_key=engine.keys.api_key, route_shape=shape) as client:
+
+            async def one(i: int) -> None:
+                async with slots:
+                    sampling = Sampling(max_new_tokens=(20, 20, 20, 300)[i % 4], temperature=10.0)
+                    done = await client.generate(prompts[i], sampling, rid=f"s{i}", return_routes=True, seed=i << 40)
+                assert done.routes is not None
+                drawn[i] = done.output_ids.tobytes(), done.logprobs.tobytes(), done.routes.tobytes()
+
+            await asyncio.gather(*(one(i) for i in order))
+        return drawn
+
+    order = list(range(len(prompts)))
+    together = asyncio.run(draw(order, 300))
+    assert len({ids for ids, _, _ in together.values()}) > 150
+    other = asyncio.run(draw(order[::-1], 7))
+    different = [i for i in order if together[i] != other[i]]
+    assert not different if EXACT else sum(together[i][0] != other[i][0] for i in different) <= 2
 
 
 def test_what_runs_at_its_deadline_is_kept_with_its_routes_and_the_engine_goes_on(engine: ManagedEngine) -> None:
