@@ -70,8 +70,7 @@ class GenerateClient:
     ) -> Generation:
         """Draw one response. rid: the request's name in the engine's log; repeats get a number of their own.
 
-        seed: what an engine in deterministic mode draws by; others ignore it. Raises `RequestFailed`, `RequestExpired`
-        and `GenerationRejected`.
+        seed: see `request.encode_request`. Raises `RequestFailed`, `RequestExpired` and `GenerationRejected`.
         """
         if return_routes and self._route_shape is None:
             raise ValueError("routes were asked for: GenerateClient needs route_shape=(hidden layers, top-k)")

@@ -24,7 +24,7 @@ def encode_request(
 ) -> bytes:
     """The body of a `/generate` request for the untruncated distribution: no top-p, no top-k, no penalty.
 
-    seed: ignored by engines that are not in deterministic mode.
+    seed: what engines on CPUs draw by, and others with `--enable-deterministic-inference`, which otherwise ignore it.
     """
     body: dict[str, Any] = {
         "rid": rid,

@@ -27,7 +27,7 @@ class Configure(msgspec.Struct, frozen=True, kw_only=True, tag="configure"):
     """The collector's whole configuration; the first message. engines: those of its node.
 
     api_key: opens the engines. routes None: routes are neither requested nor kept. vocab_size: of the model; sampled
-    tokens are below it. seed: the run's; what an engine in deterministic mode draws by follows from it.
+    tokens are below it. seed: the run's; what each response is drawn by follows from it.
     """
 
     engines: tuple[Engine, ...]
