@@ -1,7 +1,9 @@
 """Real runs of the main job, as a user starts them."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -58,6 +60,19 @@ def family(job: subprocess.Popen[str]) -> list[psutil.Process]:
     """The job's process and all its descendants."""
     parent = psutil.Process(job.pid)
     return [parent, *parent.children(recursive=True)]
+
+
+def kill(job: subprocess.Popen[str], known: list[psutil.Process]) -> None:
+    """All processes at once, as a node that loses its power: those that are `known` stand still while it looks."""
+    for process in reversed(known):  # the ranks before their launcher
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.suspend()
+    processes = family(job)
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+    job.communicate(timeout=60)
+    assert survivors(processes, 10) == []
 
 
 def named(processes: list[psutil.Process], part: str) -> list[psutil.Process]:
