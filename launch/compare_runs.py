@@ -25,8 +25,8 @@ Other metrics over the steps, in the same figure as accuracy (metrics.md, metric
     python launch/compare_runs.py --out runs/stability --common engine.simulate=fp8_blockwise --metric mismatch/k3_kl \\
         --variant replay: train.replay=rollout --variant live: train.replay=off
 
-With --shared-engines a run draws what it draws with its own on CPUs, by its seed (docs/repeatable.md). On GPUs an engine's
-random numbers go on from one run to the next.
+With --shared-engines a run draws on CPUs what it would with its own, by its seed (docs/repeatable.md). On GPUs an
+engine's random numbers go on from one run to the next.
 """
 
 from __future__ import annotations

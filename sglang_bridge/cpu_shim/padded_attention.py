@@ -100,7 +100,7 @@ def _chunks(num_keys: torch.Tensor, num_queries: torch.Tensor) -> Iterator[torch
     together, queries = 0, 0
     for index in num_keys.argsort().tolist():
         keys, queries = int(num_keys[index]), max(queries, int(num_queries[index]))
-        size, length = (len(chunk) + 1) * keys, max(_padded(keys), _WHOLE)
+        size, length = (len(chunk) + 1) * _padded(keys), max(_padded(keys), _WHOLE)
         if chunk and (length != together or size > _MAX_KEYS or size * queries > _MAX_PAIRS):
             yield torch.tensor(chunk)
             chunk, queries = [], int(num_queries[index])

@@ -19,9 +19,12 @@ def draw(weights: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) ->
 
     weights: [rows, V], none negative, a positive one in each row. seeds, positions: [rows], integers. Returns int64
     [rows, 1]. A row's first index whose cumulative weight is above u times the sum; u follows from seed and position.
+    Raises ValueError for a row without weight, or with NaN.
     """
     cumulative = weights.double().cumsum(dim=-1)
     total = cumulative[:, -1:]
+    if not bool(((total > 0) & total.isfinite()).all()):
+        raise ValueError("the model's probabilities are NaN, infinite or all zero: are its weights finite?")
     below = torch.nextafter(total, torch.zeros_like(total))  # u times the sum may be rounded up to the sum
     return torch.searchsorted(cumulative, (uniform(seeds, positions)[:, None] * total).minimum(below), right=True)
 
@@ -51,13 +54,32 @@ def keep_seeds(sampling_batch_info: Any) -> None:
     info.from_schedule_batch = classmethod(from_schedule_batch)
 
 
-def draw_by_seed(sampler: Any) -> None:
-    """`sglang.srt.layers.sampler`, whose own way needs a kernel for CUDA."""
+def kept(probs: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor, min_ps: torch.Tensor) -> torch.Tensor:
+    """Which tokens [rows, V] remain: the top_k likeliest, those that make up top_p, those of min_p of the likeliest one.
 
-    def from_probabilities(probs: torch.Tensor, sampling_seed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    A row that asks for none of it keeps all, so that it is drawn alike whether or not another row does.
+    """
+    ordered, index = probs.sort(dim=-1, descending=True, stable=True)
+    before = ordered.cumsum(dim=-1) - ordered
+    stay = torch.arange(probs.shape[1]) < top_ks[:, None]
+    stay &= (before <= top_ps[:, None]) | (top_ps[:, None] >= 1)
+    stay &= ordered >= ordered[:, :1] * min_ps[:, None]
+    return torch.empty_like(stay).scatter_(1, index, stay)
+
+
+def draw_by_seed(sampler: Any) -> None:
+    """`sglang.srt.layers.sampler`, whose own ways need a kernel for CUDA, or a batch of which no row asks for min-p."""
+    original = sampler.top_k_top_p_min_p_sampling_from_probs_torch
+
+    def of_all(probs: torch.Tensor, sampling_seed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return draw(probs, sampling_seed, positions).view(-1).to(torch.int32)
 
-    def from_logarithms(logprobs: torch.Tensor, seed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return draw(logprobs.exp(), seed, positions)
+    def of_some(
+        probs: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor, min_ps: torch.Tensor, need_min_p: bool,
+        sampling_seed: torch.Tensor, positions: torch.Tensor, **options: Any,
+    ) -> Any:  # fmt: skip
+        if options.get("return_filtered_probs"):
+            return original(probs, top_ks, top_ps, min_ps, need_min_p, None, positions, **options)
+        return of_all(probs * kept(probs, top_ks, top_ps, min_ps), sampling_seed, positions)
 
-    sampler.sampling_from_probs_torch, sampler.multinomial_with_seed = from_probabilities, from_logarithms
+    sampler.sampling_from_probs_torch, sampler.top_k_top_p_min_p_sampling_from_probs_torch = of_all, of_some

@@ -102,16 +102,24 @@ def _register_batched_attention(registry: ModuleType) -> None:
 def _fork_processes(engine: ModuleType) -> None:
     """SGLang spawns its scheduler and detokenizer, as a GPU's context needs, and each imports all of SGLang again.
 
-    The launcher has one thread when it starts them, so forking is safe; what these start themselves is spawned.
+    The launcher starts its threads after them, so forking is safe; whatever else is started is spawned.
     """
-    configure = engine._set_envs_and_config
+    configure, launch = engine._set_envs_and_config, engine.Engine._launch_subprocesses.__func__
 
     def configure_and_fork(server_args: Any) -> None:
         configure(server_args)
-        multiprocessing.set_start_method("fork", force=True)
-        os.register_at_fork(after_in_child=lambda: multiprocessing.set_start_method("spawn", force=True))
+        if server_args.numa_node is None:  # its processes are started by another program
+            multiprocessing.set_start_method("fork", force=True)
 
+    def launch_and_spawn(cls: Any, *given: Any, **options: Any) -> Any:
+        try:
+            return launch(cls, *given, **options)
+        finally:
+            multiprocessing.set_start_method("spawn", force=True)
+
+    os.register_at_fork(after_in_child=lambda: multiprocessing.set_start_method("spawn", force=True))
     engine._set_envs_and_config = configure_and_fork  # type: ignore[attr-defined]
+    engine.Engine._launch_subprocesses = classmethod(launch_and_spawn)
 
 
 def _replaced_by(room: str, function: str) -> Callable[[ModuleType], None]:

@@ -18,13 +18,13 @@ pytestmark = [
 
 
 def test_a_run_that_is_killed_goes_on_as_one_that_is_not(tmp_path: Path) -> None:
-    """It chooses the same prompts by the same beliefs and draws the same tokens, 5 at a time in place of 64."""
+    """It chooses the same prompts by the same beliefs and draws the same tokens, with one engine for two."""
     settings = (
         "selection=belief", f"train.total_steps={STEPS}", "run.checkpoint_every=2", "run.save_weights=true",
         "eval.every=2",
     )  # fmt: skip
     never, killed = tmp_path / "never", tmp_path / "killed"
-    job = start_job(never, *settings)
+    job = start_job(never, *settings, "engine.count=2")
     output, _ = job.communicate(timeout=300)
     assert job.returncode == 0, output[-4000:]
     job = start_job(killed, *settings, "engine.max_running_requests=5")

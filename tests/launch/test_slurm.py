@@ -64,8 +64,8 @@ def test_a_job_that_saved_before_its_limit_is_queued_again(tmp_path: Path, code:
     srun = f"""kill -USR1 $PPID
         for _ in $(seq 200); do [ -e {run}/stop ] && break; sleep 0.05; done
         echo '{{"code":{code},"reason":"r"}}' > {run}/exit.json; exit {int(code != 0)}"""
-    overrides = (f"run.root={tmp_path}/runs", "run.name=long", "run.resume=auto", "run.checkpoint_every=5")
-    done = submit(tmp_path, *overrides, srun=srun)
+    overrides = ("run.root=~/runs", "run.name=long", "run.resume=auto", "run.checkpoint_every=5")
+    done = submit(tmp_path, *overrides, srun=srun, HOME=str(tmp_path))
     assert (run / "stop").exists() and ("requeue 123456" in done.stderr) == requeued
     assert done.returncode == (0 if requeued else int(code != 0))
 

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from sglang_bridge.cpu_support import cpu_shim_path
 
 # The imports of SGLang's configurations, then what transformers is to know of it.
@@ -18,22 +20,28 @@ print(is_torchvision_available(), importlib.util.find_spec("torchvision") is not
 """
 
 
-# How SGLang configures its launcher, then what its processes are started with, and what they would start with.
+# How SGLang starts its processes, and what start method each of them has.
 ENGINE = """
 import multiprocessing as mp
 def _set_envs_and_config(server_args):
     mp.set_start_method("spawn", force=True)
-"""
-LAUNCH = """
-import multiprocessing as mp
-from sglang.srt.entrypoints import engine
 def tell():
     print(mp.get_start_method(), flush=True)
-engine._set_envs_and_config(None)
-tell()
-scheduler = mp.Process(target=tell)
-scheduler.start()
-scheduler.join()
+class Engine:
+    @classmethod
+    def _launch_subprocesses(cls, server_args, tell):
+        _set_envs_and_config(server_args)
+        tell()
+        scheduler = mp.Process(target=tell)
+        scheduler.start()
+        scheduler.join()
+"""
+LAUNCH = """
+from types import SimpleNamespace
+if __name__ == "__main__":
+    from sglang.srt.entrypoints import engine
+    engine.Engine._launch_subprocesses(SimpleNamespace(numa_node={numa_node}), tell=engine.tell)
+    engine.tell()
 """
 
 
@@ -57,5 +65,11 @@ def test_engines_import_torchvision_where_there_is_none_and_transformers_sees_no
     assert told == "False True\n"
 
 
-def test_an_engine_forks_its_processes_and_these_spawn_theirs(tmp_path: Path) -> None:
-    assert run_with_shim(tmp_path, "sglang/srt/entrypoints", {"engine.py": ENGINE}, LAUNCH) == "fork\nspawn\n"
+@pytest.mark.parametrize(("numa_node", "launcher"), [(None, "fork"), ([0], "spawn")])
+def test_an_engine_forks_its_processes_and_all_else_is_spawned(
+    tmp_path: Path, numa_node: list[int] | None, launcher: str
+) -> None:
+    """While it launches, in the process that it launches, and afterwards."""
+    script = LAUNCH.format(numa_node=numa_node)
+    told = run_with_shim(tmp_path, "sglang/srt/entrypoints", {"engine.py": ENGINE}, script)
+    assert told.split() == [launcher, "spawn", "spawn"]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_bridge.cpu_shim import seeded_sampling
-from sglang_bridge.cpu_shim.seeded_sampling import draw, keep_seeds, uniform
+from sglang_bridge.cpu_shim.seeded_sampling import draw, draw_by_seed, keep_seeds, kept, uniform
 
 # SplitMix64's first outputs from a state of 0 and of 1234567, as its authors' program prints them.
 OUTPUTS = {
@@ -58,6 +58,46 @@ def test_a_row_is_drawn_alike_alone_and_among_others() -> None:
     together = draw(weights, seeds, positions)
     alone = [draw(weights[i : i + 1], seeds[i : i + 1], positions[i : i + 1]) for i in range(40)]
     assert torch.equal(together, torch.cat(alone)) and len(together.unique()) > 20
+
+
+@pytest.mark.parametrize("row", [[float("nan"), 1.0], [0.0, 0.0], [float("inf"), 1.0]])
+def test_probabilities_that_are_none_are_no_token(row: list[float]) -> None:
+    with pytest.raises(ValueError, match="NaN, infinite or all zero"):
+        draw(torch.tensor([[0.5, 0.5], row]), integers(1, 2), integers(0, 0))
+
+
+ALL, PROBABILITIES = 2**30, [0.1, 0.4, 0.2, 0.3]
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p", "tokens"),
+    [
+        (ALL, 1.0, 0.0, [0, 1, 2, 3]),
+        (1, 1.0, 0.0, [1]),
+        (ALL, 0.5, 0.0, [1, 3]),
+        (ALL, 1.0, 0.6, [1, 3]),
+        (3, 0.95, 0.4, [1, 2, 3]),
+    ],
+)
+def test_a_request_for_the_likeliest_tokens_gets_these(
+    top_k: int, top_p: float, min_p: float, tokens: list[int]
+) -> None:
+    limits = torch.tensor([top_k]), torch.tensor([top_p]), torch.tensor([min_p])
+    assert kept(torch.tensor([PROBABILITIES]), *limits)[0].nonzero()[:, 0].tolist() == tokens
+
+
+def test_who_asks_for_all_tokens_gets_the_same_beside_a_greedy_request() -> None:
+    sampler = SimpleNamespace(sampling_from_probs_torch=None, top_k_top_p_min_p_sampling_from_probs_torch=None)
+    draw_by_seed(sampler)
+    probs = torch.rand(64, 300, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    seeds, positions = torch.arange(64) << 40, torch.arange(64)
+    alone = sampler.sampling_from_probs_torch(probs, sampling_seed=seeds, positions=positions)
+    top_ks, ones = torch.full((64,), ALL), torch.ones(64)
+    top_ks[0] = 1
+    beside = sampler.top_k_top_p_min_p_sampling_from_probs_torch(
+        probs, top_ks, ones, 0 * ones, False, seeds, positions, return_filtered_probs=False, max_top_k=None
+    )
+    assert beside[0] == probs[0].argmax() and torch.equal(alone[1:], beside[1:])
 
 
 def batch(*seeds: int | None) -> Any:
