@@ -55,7 +55,7 @@ def keep_seeds(sampling_batch_info: Any) -> None:
 
 
 def kept(probs: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor, min_ps: torch.Tensor) -> torch.Tensor:
-    """Which tokens [rows, V] remain: the top_k likeliest, those that make up top_p, those of min_p of the likeliest one.
+    """Which tokens [rows, V] remain: the top_k likeliest, those that make up top_p, those of min_p of the likeliest.
 
     A row that asks for none of it keeps all, so that it is drawn alike whether or not another row does.
     """
