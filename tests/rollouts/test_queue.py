@@ -228,7 +228,7 @@ def test_what_a_collector_said_before_it_left_is_told_although_nobody_had_listen
     peer.say(Failed("environment.name=mine:Nothing", refused=refused))
     peer.hang_up(linger_seconds=5)
     code = ExitCode.REFUSED if refused else ExitCode.ENGINE_FAILED
-    with pytest.raises(CollectorFailed, match="node 0 failed: environment.name=mine:Nothing") as caught:
+    with pytest.raises(CollectorFailed, match=r"node 0 failed: .*mine:Nothing") as caught:
         submit_until_it_is_gone(queue)
     assert caught.value.exit_code is code
 
