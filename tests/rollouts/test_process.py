@@ -112,6 +112,7 @@ def test_a_stalled_collector_is_lost(hub: Hub, start: Start) -> None:
     hub.wait_for(1, 20)
     for _ in range(35):
         assert hub.poll(0.1) is None  # for longer than it may be silent: it is not
+    hub._silence_seconds = 1.5
     process.send_signal(signal.SIGSTOP)
     with pytest.raises(CollectorLost, match="node 0 was not heard"):
         while True:
@@ -119,7 +120,7 @@ def test_a_stalled_collector_is_lost(hub: Hub, start: Start) -> None:
 
 
 def test_an_environment_that_blocks_the_collector_is_noticed(hub: Hub, start: Start) -> None:
-    hub._silence_seconds = 3.0
+    hub._silence_seconds = 2.0
     start()
     with pytest.raises(CollectorLost, match=r"node 0 was not heard for \d s: .* its scorer or environment blocks it"):
         draw(hub, EnvironmentSettings(name="second_chance:Blocks"))
