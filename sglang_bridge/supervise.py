@@ -22,7 +22,7 @@ from sglang_bridge.shared_memory import mapped_shared_memory, remove_shared_memo
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _CHECK_SECONDS = 0.5
-_TRACKER_SECONDS = 2.0
+_TRACKER_SECONDS = 5.0
 
 
 def main(arguments: list[str]) -> int:

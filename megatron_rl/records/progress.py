@@ -49,6 +49,7 @@ class Progress:
             yield
         finally:
             done.set()
+            reminder.join()  # it may be about to speak, and what is over is not under way
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         rollout_seconds = values.get("time/rollout", 0.0)

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import fcntl
+import time
 from pathlib import Path
 from typing import IO
 
 _NAME = ".alive"
+_PATIENCE_SECONDS = 5.0
 
 
 def hold_run(directory: Path) -> IO[bytes]:
     """Mark a run as alive for as long as the returned file is open. Raises `OSError` where files cannot be locked."""
     file = (directory / _NAME).open("ab")
-    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    return file
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:  # somebody is just looking whether the run lives
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+        else:
+            return file
 
 
 def claim_run(directory: Path) -> IO[bytes] | None:

@@ -13,7 +13,7 @@ import msgspec
 from megatron_rl.config.schema import RolloutSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.group import NEVER_SENT, STALE, Group, RolloutRef
-from megatron_rl.rollouts.hub import Hub
+from megatron_rl.rollouts.hub import CollectorLost, Hub
 from megatron_rl.rollouts.messages import (
     AbortRequest,
     Configure,
@@ -25,6 +25,7 @@ from megatron_rl.rollouts.messages import (
     GroupRequest,
     Release,
     Stop,
+    ToCollector,
 )
 from sglang_bridge.errors import EngineError
 
@@ -70,14 +71,17 @@ class RolloutQueue:
     def configure(self, configurations: Mapping[int, Configure]) -> None:
         """Send each node's collector its configuration."""
         for node, configuration in configurations.items():
-            self._hub.send(node, configuration)
+            self._send(node, configuration)
 
     def set_version(self, version: int) -> None:
         """The trainer's weights are now `version`; staleness is counted from it."""
         self._version = version
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
-        """Ask for groups. Raises ValueError for a group id that is outstanding or was delivered and not released."""
+        """Ask for groups. Raises `ValueError` for a group id that is outstanding or was delivered and not released.
+
+        Like every method that sends, it raises `CollectorFailed` and `CollectorLost`.
+        """
         load = dict.fromkeys(self._hub.nodes, 0)
         for node, request in self._outstanding.values():
             load[node] += request.num_samples
@@ -87,7 +91,7 @@ class RolloutQueue:
             node = min(load, key=lambda n: (load[n], n))
             load[node] += request.num_samples
             self._outstanding[request.group_id] = (node, request)
-            self._hub.send(node, request)
+            self._send(node, request)
 
     def as_completed(self, idle: Callable[[], None], *, idle_every_seconds: float = 1.0) -> Iterator[Group]:
         """Yield groups until none is outstanding; call `idle` about every `idle_every_seconds`.
@@ -113,17 +117,31 @@ class RolloutQueue:
             if node is not None:
                 by_node.setdefault(node, []).append(group_id)
         for node, ids in by_node.items():
-            self._hub.send(node, Release(tuple(ids)))
+            self._send(node, Release(tuple(ids)))
 
     def stop(self) -> None:
         """Let every collector end."""
         for node in self._hub.nodes:
-            self._hub.send(node, Stop())
+            self._send(node, Stop())
+
+    def _send(self, node: int, message: ToCollector) -> None:
+        """Raises `CollectorLost`; `CollectorFailed` where a collector that is gone had said why, unheard so far."""
+        try:
+            self._hub.send(node, message)
+        except CollectorLost as lost:
+            for sender, said in self._unheard():
+                if sender == node and isinstance(said, Failed):
+                    raise _failure_of(node, said) from lost
+            raise
+
+    def _unheard(self) -> Iterator[tuple[int, FromCollector]]:
+        with contextlib.suppress(CollectorLost):
+            while (received := self._hub.poll(0)) is not None:
+                yield received
 
     def _accept(self, node: int, message: FromCollector) -> Group | None:
         if isinstance(message, Failed):
-            failed = CollectorRefused if message.refused else CollectorFailed
-            raise failed(f"the collector of node {node} failed: {message.reason}")
+            raise _failure_of(node, message)
         if isinstance(message, AbortRequest | EngineLeftOut | EngineBack):
             self._note(message)
             return None
@@ -155,6 +173,11 @@ class RolloutQueue:
         if self._abort is not None:
             with contextlib.suppress(EngineError):  # the collector gives the request up then
                 self._abort(url, rid)
+
+
+def _failure_of(node: int, message: Failed) -> CollectorFailed:
+    failed = CollectorRefused if message.refused else CollectorFailed
+    return failed(f"the collector of node {node} failed: {message.reason}")
 
 
 def _without_misdated(group: Group, oldest: int, newest: int) -> Group:

@@ -12,7 +12,8 @@ from typing import NamedTuple
 from sglang_bridge.supervise import descendants
 
 _ENDED = ("", "Z", "X")
-_START_FIELD = 19  # counted from the state, which follows the name in brackets
+_FLAGS_FIELD, _START_FIELD = 6, 19  # counted from the state, which follows the name in brackets
+_EXITING = 0x4  # among a process's flags (PF_EXITING)
 
 
 class Process(NamedTuple):
@@ -43,12 +44,17 @@ def children(pid: int) -> list[int]:
 
 def variable(pid: int, name: str) -> str | None:
     """A variable of the environment that a process was started with."""
-    try:
-        entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return None
     prefix = f"{name}=".encode()
+    entries = _environment(pid).split(b"\0")
     return next((entry[len(prefix) :].decode() for entry in entries if entry.startswith(prefix)), None)
+
+
+def starting(pid: int) -> bool:
+    """Whether a process is between its fork and its program: the kernel does not show its environment yet."""
+    if _environment(pid):
+        return False
+    fields = _fields(pid)  # looked at later: the environment of a process that ends is gone before it is
+    return bool(fields) and fields[0] not in _ENDED and not int(fields[_FLAGS_FIELD]) & _EXITING
 
 
 def tree(pid: int) -> list[Process]:
@@ -62,6 +68,14 @@ def kill(processes: Iterable[Process]) -> None:
         if process.started and _start(process.pid) == process.started:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process.pid, signal.SIGKILL)
+
+
+def _environment(pid: int) -> bytes:
+    """As the process was started with it, each variable ended by a zero byte; empty where it cannot be read."""
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return b""
 
 
 def _start(pid: int) -> str:

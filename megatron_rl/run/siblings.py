@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_rl.run.process_table import children, lives, variable
+from megatron_rl.run.process_table import children, lives, starting, variable
+
+_START_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,13 @@ class Siblings:
         return self.agent != 0 and (os.getppid() != self.agent or not lives(self.agent))
 
     def living(self) -> set[int]:
-        """Ranks of this node that live, this one among them."""
-        ranks = (variable(pid, "RANK") for pid in children(self.agent) if lives(pid)) if self.agent else ()
+        """Ranks of this node that live, this one among them. One that is just being started is waited for."""
+        if not self.agent:
+            return {self.rank}
+        deadline = time.monotonic() + _START_SECONDS
+        while any(map(starting, processes := children(self.agent))) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        ranks = (variable(pid, "RANK") for pid in processes if lives(pid))
         return {self.rank, *(int(rank) for rank in ranks if rank is not None)}
 
     def dead(self) -> list[int]:

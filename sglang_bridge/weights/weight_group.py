@@ -84,7 +84,9 @@ class WeightGroup:
 
     def abandon(self) -> None:
         """Let go after a failure. A pending broadcast ends at the group's timeout, in nobody's way."""
-        start_call(partial(leave, self._group))
+        last = [self._group]
+        del self._group  # whoever lets go of it last waits for the broadcast: that has to be the thread
+        start_call(lambda: leave(last.pop()))
 
     def close(self) -> None:
         """Leave in good order, the engine first."""

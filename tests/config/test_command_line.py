@@ -100,12 +100,17 @@ sys.exit(main(run, Path({str(ROOT / "hydra_conf")!r})))
 
 
 def test_ctrl_c_while_it_imports_leaves_no_traceback(tmp_path: Path) -> None:
-    code = PROBE.replace("import runpy, sys", "import runpy, sys\nprint('on', flush=True)")
+    """From its first line on, before which Python itself answers."""
+    heard = (
+        "import runpy, sys\nfrom megatron_rl.contracts import interrupts\nend_quietly = interrupts.end_quietly\n"
+        "def told():\n    end_quietly()\n    print('on', flush=True)\ninterrupts.end_quietly = told"
+    )
+    code = PROBE.replace("import runpy, sys", heard)
     command = [sys.executable, "-c", code, str(SCRIPT), "experiment=smoke", f"run.root={tmp_path}"]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
-        process.stdout.readline()
-        time.sleep(0.3)
+        assert process.stdout.readline() == "on\n"
+        time.sleep(0.2)
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == ExitCode.INTERRUPTED
         assert "Traceback" not in process.stderr.read()

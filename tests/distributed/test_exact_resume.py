@@ -6,9 +6,11 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -41,8 +43,11 @@ def end_of(job: subprocess.Popen[str]) -> str:
     return output
 
 
-def kill(job: subprocess.Popen[str]) -> None:
-    """All processes at once, as a node that loses its power."""
+def kill(job: subprocess.Popen[str], known: list[psutil.Process]) -> None:
+    """All processes at once, as a node that loses its power: those that are `known` stand still while it looks."""
+    for process in reversed(known):  # the ranks before their launcher
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.suspend()
     processes = family(job)
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
@@ -51,9 +56,17 @@ def kill(job: subprocess.Popen[str]) -> None:
     assert survivors(processes, 10) == []
 
 
-def wait_for_its_second_save(checkpoints: Path, job: subprocess.Popen[str]) -> None:
+def wait_for_its_second_save(checkpoints: Path, job: subprocess.Popen[str]) -> list[psutil.Process]:
+    """Returns the processes of the job: to find them may take as long as a save."""
     first = checkpoints / f"iter_{EVERY:07d}"
-    while not first.exists() or not any(checkpoints.glob("*.staged/*.distcp")):
+    wait_until(first.exists, job)
+    processes = family(job)
+    wait_until(lambda: any(checkpoints.glob("*.staged/*.distcp")), job)
+    return processes
+
+
+def wait_until(condition: Callable[[], bool], job: subprocess.Popen[str]) -> None:
+    while not condition():
         assert job.poll() is None
         time.sleep(0.002)
 
@@ -77,8 +90,7 @@ def test_killed_and_resumed_equals_never_killed(tmp_path: Path, layout: str) -> 
     end_of(train_only(never, tmp_path / "rollouts", f"parallel={layout}"))
     again = (killed, tmp_path / "rollouts", f"parallel={layout}", "run.background_saves=true")
     job = train_only(*again)
-    wait_for_its_second_save(killed / "job/checkpoints", job)
-    kill(job)
+    kill(job, wait_for_its_second_save(killed / "job/checkpoints", job))
     assert list((killed / "job/checkpoints").glob("*.staged")), "it was killed while it saved"
     saved = sorted(path.name for path in (killed / "job/checkpoints").glob("iter_???????"))
     assert saved and saved[-1] < f"iter_{STEPS:07d}", "it was killed before its end"
@@ -95,8 +107,10 @@ def test_killed_and_resumed_equals_never_killed(tmp_path: Path, layout: str) -> 
 
 
 def test_a_run_that_is_told_to_stop_saves_and_ends_with_its_own_code(tmp_path: Path) -> None:
-    write_recording(tmp_path / "rollouts/recorded", read_shape(TWO_DIGIT_ADDITION), steps=STEPS)
-    job = train_only(tmp_path, tmp_path / "rollouts", "run.checkpoint_every=100", "run.keep_checkpoints=9", ranks=1)
+    many = 20 * STEPS  # it is told long before their end
+    write_recording(tmp_path / "rollouts/recorded", read_shape(TWO_DIGIT_ADDITION), steps=many)
+    settings = (f"train.total_steps={many}", "run.checkpoint_every=1000", "run.keep_checkpoints=9")
+    job = train_only(tmp_path, tmp_path / "rollouts", *settings, ranks=1)
     wait_for_step(tmp_path / "job", 1, job)
     job.send_signal(signal.SIGTERM)
     output, _ = job.communicate(timeout=120)
@@ -104,4 +118,4 @@ def test_a_run_that_is_told_to_stop_saves_and_ends_with_its_own_code(tmp_path: P
     assert job.returncode == ExitCode.REQUEUE and ended is not None and ended.code == ExitCode.REQUEUE, output[-4000:]
     (saved,) = (tmp_path / "job/checkpoints").iterdir()
     steps = [record["step"] for record in metrics_of(tmp_path)]
-    assert read_state(saved).step == steps[-1] < STEPS and f"after step {steps[-1]}" in output
+    assert read_state(saved).step == steps[-1] < many and f"after step {steps[-1]}" in output

@@ -249,7 +249,8 @@ def test_a_sample_that_spans_an_update_says_so(
     async def draw_across_an_update() -> Generation:
         async with client_of(engine) as client:
             task = asyncio.create_task(client.generate([4, 5, 6], sampling(400, temperature=0.0), rid="spanning"))
-            await asyncio.sleep(0.4)
+            for n in range(3):  # they arrive after it and are drawn in the same batches: with them it has tokens
+                await client.generate([9, 8, n + 10], sampling(4), rid=f"beside-{n}")
             await asyncio.to_thread(updater.push, iter(weights[1].items()), 42)
             return await task
 

@@ -1,6 +1,7 @@
 """Real engines that never start, lose their port, die during an update, or lose their trainer."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -137,7 +138,8 @@ def test_an_engine_that_dies_during_an_update_takes_nothing_with_it(
         for index, (name, tensor) in enumerate(weights.items()):
             if index == len(weights) // 2:
                 for pid in descendants(victim.pid):
-                    os.kill(pid, signal.SIGKILL)
+                    with contextlib.suppress(ProcessLookupError):  # it ended with its parent
+                        os.kill(pid, signal.SIGKILL)
             seen.append(name)
             yield name, tensor
 

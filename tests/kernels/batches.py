@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
+from espo_kernels import EspoGroups
+
 
 @dataclass(frozen=True)
 class ResponseBatch:
@@ -56,6 +58,20 @@ def response_batch(
         cu_seqlens=torch.tensor([0, *lengths]).cumsum(0),
         loss_mask=torch.rand(tokens, generator=rng) >= masked,
     )
+
+
+def is_close_to_a_bound(batch: ResponseBatch, groups: EspoGroups, denominator: str) -> bool:
+    """Whether a ratio lies so near to 1 - ε or 1 + ε that rounding decides whether it is clipped."""
+    offsets = batch.cu_seqlens.tolist()
+    for i, row in enumerate(groups.count):
+        span = slice(offsets[i], offsets[i + 1])
+        for tau in range(len(row)):
+            t = offsets[i] + (groups.group_id[span] == tau).nonzero().flatten().cpu()
+            delta, eps = (batch.logprobs - batch.old_logprobs)[t], groups.clip[i, tau].double().cpu()
+            s = (delta.mean() + (delta if denominator == "old" else 0 * delta)).exp()
+            if (((s - 1).abs() - eps).abs() < 1e-5).any():
+                return True
+    return False
 
 
 ragged_lengths = st.lists(st.one_of(st.just(0), st.just(1), st.integers(2, 40)), min_size=1, max_size=6)

@@ -100,7 +100,7 @@ def test_micro_batches_add_up_to_the_batch(backend: str, lengths: list[int], see
     B = len(lengths)
     whole, gradient = run(batch, backend, num_sequences=B)
     pieces = [run(part(batch, slice(i, i + 1)), backend, num_sequences=B) for i in range(B)]
-    tolerance = {"rtol": 1e-6, "atol": 1e-7}
+    tolerance = {"rtol": 1e-6, "atol": 1e-7 if backend == "reference" else 3e-7}  # the other gives float32
     torch.testing.assert_close(whole.loss, torch.stack([r.loss for r, _ in pieces]).sum(), **tolerance)
     torch.testing.assert_close(gradient, torch.cat([g for _, g in pieces]), **tolerance)
     together = finished(merged(*(result.metrics for result, _ in pieces)))

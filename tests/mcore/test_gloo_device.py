@@ -1,7 +1,6 @@
 """Groups of a rank share one gloo device, whose thread wakes up a hundred times a second whether or not it has work."""
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,10 +16,13 @@ import torch, torch.distributed as dist
 from torch.distributed import distributed_c10d
 from megatron_rl.config.schema import ParallelSettings
 from megatron_rl.mcore.job import join, leave
+from sglang_bridge.ports import choose_port
 
+first = choose_port("127.0.0.1")  # after the imports, which take seconds
+second = choose_port("127.0.0.1", first + 1)
 os.environ["RANK"] = str(int(os.fork() == 0))
-for port in os.environ["PORTS"].split():  # the store of the last round may still answer
-    os.environ["MASTER_PORT"] = port
+for port in (first, second):  # the store of the last round may still answer
+    os.environ["MASTER_PORT"] = str(port)
     rank = join(ParallelSettings(timeout_s=10)).rank
     groups = [dist.new_group() for _ in range(8)]
     for group in groups:
@@ -41,9 +43,7 @@ def test_all_groups_of_a_rank_have_one_thread_that_polls_unless_they_connect_lat
     late: str | None, threads: list[str]
 ) -> None:
     """With TORCH_GLOO_LAZY_INIT a second group on a device never connects. torch can give any other timeouts."""
-    with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
-        ports = f"{first.getsockname()[1]} {second.getsockname()[1]}"
-    place = {"MASTER_ADDR": "127.0.0.1", "PORTS": ports, "WORLD_SIZE": "2"}
+    place = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2"}
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("TORCH_", "GLOO_"))}
     environment |= place | {"PYTHONPATH": f"{TESTS.parent}:{TESTS.parent / 'kernels'}", "CUDA_VISIBLE_DEVICES": ""}
     environment |= {"TORCH_GLOO_LAZY_INIT": late} if late else {}

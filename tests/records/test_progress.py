@@ -4,6 +4,7 @@ import io
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -77,13 +78,29 @@ def test_lost_rollouts_are_in_the_line_with_their_reasons() -> None:
 
 
 def test_what_takes_long_is_said_again_and_again() -> None:
-    stream = io.StringIO()
+    stream, deadline = io.StringIO(), time.monotonic() + 10
     with Progress(1, enabled=True, stream=stream).during("loading the model", every_seconds=0.02):
-        time.sleep(0.2)
+        while stream.getvalue().count("loading the model: ") < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
     said = stream.getvalue()
-    assert said.count("loading the model: 0 s so far") >= 2
+    assert "] loading the model: 0 s so far\n" in said and said.count("loading the model: ") >= 2
     time.sleep(0.1)
     assert stream.getvalue() == said
+
+
+def test_nothing_is_said_to_be_under_way_once_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reminder may be about to speak when the work ends."""
+    about_to_speak, said = threading.Event(), list[str]()
+
+    def slowly(progress: Progress, text: str) -> None:
+        about_to_speak.set()
+        time.sleep(0.2)
+        said.append(text)
+
+    monkeypatch.setattr(Progress, "say", slowly)
+    with Progress(1, enabled=True).during("loading the model", every_seconds=0.01):
+        assert about_to_speak.wait(10)
+    assert said
 
 
 def test_a_reader_that_leaves_does_not_end_the_run() -> None:

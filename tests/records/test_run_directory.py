@@ -2,6 +2,8 @@
 
 import dataclasses
 import datetime
+import fcntl
+import threading
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +16,7 @@ from megatron_rl.config.cli import compose
 from megatron_rl.config.keys import declared_keys
 from megatron_rl.records.exit_record import write_exit_record
 from megatron_rl.records.run_directory import RunDirectory, RunDirectoryTaken, RunDirectoryUnusable, path_of, to_yaml
-from megatron_rl.records.run_lock import hold_run
+from megatron_rl.records.run_lock import hold_run, run_is_alive
 
 
 def test_run_directory(tmp_path: Path) -> None:
@@ -87,6 +89,16 @@ def test_a_run_that_is_still_alive_is_never_overwritten(tmp_path: Path) -> None:
             again(tmp_path)
         lock.close()
     again(tmp_path)
+
+
+def test_a_rank_that_begins_while_another_start_looks_at_its_run_is_alive_all_the_same(tmp_path: Path) -> None:
+    """To look is to hold the lock for a moment."""
+    directory = again(tmp_path).path
+    looking = (directory / ".alive").open("ab")
+    fcntl.flock(looking, fcntl.LOCK_EX)
+    threading.Timer(0.1, looking.close).start()
+    with hold_run(directory):
+        assert looking.closed and run_is_alive(directory)
 
 
 def test_a_directory_that_no_run_made_is_never_overwritten(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def heard(hub: Hub, seconds: float = 5) -> object:
 def test_messages_go_both_ways(hub: Hub, peer: Peer) -> None:
     assert hub.nodes == [0]
     hub.send(0, Stop())
-    assert peer.hear() == [Stop()]
+    assert peer.hear(1) == [Stop()]
     peer.say(Failed("x"))
     assert heard(hub) == (0, Failed("x"))
 

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_rl.config.schema import EngineSettings, EnvironmentSettings, RewardSettings, RolloutSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
-from megatron_rl.rollouts.hub import Hub
+from megatron_rl.rollouts.hub import CollectorLost, Hub
 from megatron_rl.rollouts.messages import (
     AbortRequest,
     Alive,
@@ -35,20 +35,20 @@ def idle() -> None:
     pass
 
 
-def asked(peer: Peer) -> list[str]:
-    return [message.group_id for message in peer.hear() if isinstance(message, GroupRequest)]
+def asked(peer: Peer, count: int) -> list[str]:
+    return [message.group_id for message in peer.hear(count) if isinstance(message, GroupRequest)]
 
 
 def test_each_group_is_delivered_once_and_can_be_released(queue: RolloutQueue, peer: Peer) -> None:
     queue.submit([request("a"), request("b")])
-    assert asked(peer) == ["a", "b"]
+    assert asked(peer, 2) == ["a", "b"]
     peer.say(done("b"))
     peer.say(done("a"))
     assert [g.group_id for g in queue.as_completed(idle)] == ["b", "a"]
     with pytest.raises(ValueError, match="once"):
         queue.submit([request("a")])
     queue.release(["a", "b"])
-    assert peer.hear() == [Release(("a", "b"))]
+    assert peer.hear(1) == [Release(("a", "b"))]
     assert queue.generated_tokens == 10
 
 
@@ -58,14 +58,14 @@ def test_an_evaluated_group_has_nothing_to_release(queue: RolloutQueue, peer: Pe
         peer.say(done("a"))
         assert len(list(queue.as_completed(idle))) == 1
     queue.release(["a"])
-    assert not any(isinstance(message, Release) for message in peer.hear())
+    assert not any(isinstance(message, Release) for message in peer.hear(2))
 
 
 def test_work_is_spread_by_outstanding_samples(hub: Hub, queue: RolloutQueue, peer: Peer) -> None:
     other = Peer(hub, 1)
     hub.wait_for(2, 5)
     queue.submit([request("big", 5), request("x"), request("y"), request("z")])
-    assert [asked(peer), asked(other)] == [["big"], ["x", "y", "z"]]
+    assert [asked(peer, 1), asked(other, 3)] == [["big"], ["x", "y", "z"]]
     other.hang_up()
 
 
@@ -74,7 +74,7 @@ def test_what_is_still_outstanding_counts_where_more_is_asked_for(hub: Hub, queu
     hub.wait_for(2, 5)
     for turn in ([("a", 2), ("b", 3)], [("c", 1)], [("d", 1)], [("e", 1)], [("f", 2), ("g", 1), ("h", 1), ("i", 1)]):
         queue.submit([request(name, samples) for name, samples in turn])
-    assert [asked(peer), asked(other)] == [["a", "c", "d", "f", "i"], ["b", "e", "g", "h"]]
+    assert [asked(peer, 5), asked(other, 4)] == [["a", "c", "d", "f", "i"], ["b", "e", "g", "h"]]
     other.hang_up()
 
 
@@ -220,6 +220,32 @@ def test_failures_are_named(queue: RolloutQueue, peer: Peer) -> None:
         assert isinstance(caught.value, Failure) and caught.value.exit_code is ExitCode.ENGINE_FAILED
 
 
+@pytest.mark.parametrize("refused", [True, False])
+def test_what_a_collector_said_before_it_left_is_told_although_nobody_had_listened(
+    hub: Hub, queue: RolloutQueue, peer: Peer, refused: bool
+) -> None:
+    """Rank 0 was busy between the configuration and the first request."""
+    peer.say(Failed("environment.name=mine:Nothing", refused=refused))
+    peer.hang_up(linger_seconds=5)
+    code = ExitCode.REFUSED if refused else ExitCode.ENGINE_FAILED
+    with pytest.raises(CollectorFailed, match=r"node 0 failed: .*mine:Nothing") as caught:
+        submit_until_it_is_gone(queue)
+    assert caught.value.exit_code is code
+
+
+def test_a_collector_that_left_without_a_word_is_lost(queue: RolloutQueue, peer: Peer) -> None:
+    peer.say(done("b"))
+    peer.hang_up(linger_seconds=5)
+    with pytest.raises(CollectorLost, match="node 0 is gone"):
+        submit_until_it_is_gone(queue)
+
+
+def submit_until_it_is_gone(queue: RolloutQueue) -> None:
+    for n in range(1000):
+        queue.submit([request(f"group-{n}")])
+        time.sleep(0.01)
+
+
 def test_every_collector_gets_its_own_configuration_and_is_told_to_end(
     hub: Hub, queue: RolloutQueue, peer: Peer
 ) -> None:
@@ -234,7 +260,7 @@ def test_every_collector_gets_its_own_configuration_and_is_told_to_end(
     )  # fmt: skip
     queue.configure({0: ours, 1: theirs})
     queue.stop()
-    assert [peer.hear(), other.hear()] == [[ours, Stop()], [theirs, Stop()]]
+    assert [peer.hear(2), other.hear(2)] == [[ours, Stop()], [theirs, Stop()]]
     other.hang_up()
 
 

@@ -15,8 +15,9 @@ from megatron_rl.run.siblings import Siblings
 from support.siblings import Known, environment
 
 
-def words_of(rank: int = 0, directory: Path | None = None, **known: object) -> LastWords:
-    words = LastWords(Known(rank, **known), patience_seconds=0.3)  # type: ignore[arg-type]
+def words_of(rank: int = 0, directory: Path | None = None, *, patience: float = 0.3, **known: object) -> LastWords:
+    """patience: more where another rank will speak."""
+    words = LastWords(Known(rank, **known), patience_seconds=patience)  # type: ignore[arg-type]
     words.directory = directory
     return words
 
@@ -63,7 +64,7 @@ def test_the_same_cause_on_every_rank_is_said_once(tmp_path: Path, capsys: pytes
 def test_before_there_is_a_directory_rank_0_speaks_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for rank in (0, 1):
         environment(rank, 2, tmp_path)
-    first, second = (words_of(rank, folder=tmp_path) for rank in (0, 1))
+    first, second = (words_of(rank, folder=tmp_path, patience=10.0) for rank in (0, 1))
     other = threading.Thread(target=second.cause, args=(3, "from rank 1"))
     other.start()
     first.cause(3, "from rank 0")
@@ -81,7 +82,7 @@ def test_a_cause_that_only_another_rank_met_is_said_all_the_same(capsys: pytest.
 def test_a_lost_connection_is_quiet_about_a_peer_that_said_why(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = words_of(1, tmp_path)
+    words = words_of(1, tmp_path, patience=10.0)
     threading.Timer(0.1, write_exit_record, (tmp_path, 5, "NaN or Inf")).start()
     words.consequence(ExitCode.PEER_FAILED, "another rank is gone: Connection closed by peer")
     assert (words.code, words.spoke) == (7, False) and capsys.readouterr().err == ""
@@ -114,7 +115,7 @@ def test_rank_1_killed_does_not_read_told_to_stop(tmp_path: Path, capsys: pytest
 def test_a_signal_from_outside_is_said_by_rank_0(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], number: signal.Signals, code: int
 ) -> None:
-    first, second = words_of(0, tmp_path), words_of(1, tmp_path)
+    first, second = (words_of(rank, tmp_path, patience=10.0) for rank in (0, 1))
     other = threading.Thread(target=second.told_to_stop, args=(number,))
     other.start()
     time.sleep(0.1)

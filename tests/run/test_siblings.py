@@ -7,6 +7,9 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
+from megatron_rl.run import process_table
 from megatron_rl.run.process_table import lives
 from megatron_rl.run.siblings import Siblings
 from support.siblings import environment, ranks
@@ -36,6 +39,43 @@ def test_a_killed_rank_is_missed_before_and_after_torchrun_reaps_it(tmp_path: Pa
         assert siblings.living() == {0, 2}
         jobs[1].wait()
         assert siblings.living() == {0, 2}
+
+
+def test_a_rank_that_was_started_a_moment_ago_is_not_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel shows the environment of a process that is forked once its program is loaded."""
+    with ranks(3, tmp_path) as jobs:
+        siblings = Siblings(rank=1, local_rank=1, count=3, agent=os.getpid())
+        read, unread = process_table._environment, {jobs[0].pid: 3}
+
+        def hidden_at_first(pid: int) -> bytes:
+            unread[pid] = unread.get(pid, 0) - 1
+            return b"" if unread[pid] >= 0 else read(pid)
+
+        monkeypatch.setattr(process_table, "_environment", hidden_at_first)
+        monkeypatch.setattr(Siblings, "orphaned", False)  # their agent is this process, not its parent
+        assert siblings.dead() == []
+        unread[jobs[0].pid] = 3
+        assert not siblings.leads()
+
+
+def test_a_rank_that_is_killed_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Siblings, "orphaned", False)
+    with ranks(2, tmp_path) as jobs:
+        siblings = Siblings(rank=0, local_rank=0, count=2, agent=os.getpid())
+        assert siblings.dead() == []
+        jobs[1].kill()
+        os.waitid(os.P_PID, jobs[1].pid, os.WEXITED | os.WNOWAIT)
+        assert siblings.dead() == [1]
+
+
+def test_a_process_that_ends_is_not_one_that_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither has an environment, and one that frees a lot of memory takes seconds to end."""
+    monkeypatch.setattr(process_table, "_environment", lambda pid: b"")
+    assert process_table.starting(os.getpid())
+    fields = process_table._fields(os.getpid())
+    fields[6] = str(int(fields[6]) | 0x4)
+    monkeypatch.setattr(process_table, "_fields", lambda pid: fields)
+    assert not process_table.starting(os.getpid())
 
 
 def test_the_lowest_living_rank_leads(tmp_path: Path) -> None:

@@ -34,9 +34,9 @@ class Rank:
     def __init__(self, abandon):
         self.abandon = abandon
 
-def run(work, *, check=None, rank=None):
+def run(work, *, check=None, rank=None, end_seconds=2.0):
     words = LastWords(Siblings(), patience_seconds=0.3)
-    with Watch(words, end_seconds=2.0) as watch:
+    with Watch(words, end_seconds=end_seconds) as watch:
         if check:
             watch.look_at(check)
         try:
@@ -85,7 +85,7 @@ def test_a_signal_ends_a_run_that_is_stuck_in_a_collective() -> None:
 def test_a_second_signal_does_not_cut_the_clean_up_short() -> None:
     slow = "def abandon():\n    time.sleep(1.0)\n    Path(sys.argv[0] or '.').exists(); os.write(1, b'cleaned up')\n"
     job = subprocess.Popen(
-        [sys.executable, "-c", HEAD + slow + "run(sleeping, rank=Rank(abandon))"],
+        [sys.executable, "-c", HEAD + slow + "run(sleeping, rank=Rank(abandon), end_seconds=10.0)"],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert job.stdout is not None and job.stdout.readline() == "ready\n"
@@ -128,9 +128,14 @@ def test_a_dead_engine_is_noticed_while_the_main_thread_waits_for_it() -> None:
 
 def test_a_run_is_not_ended_by_a_signal_after_it_is_complete(tmp_path: Path) -> None:
     code = (
+        "main, thread = threading.Event(), threading.Event()\n"
+        "class Heard(Watch):\n"
+        "    def _interrupt(self, *signal):\n        super()._interrupt(*signal)\n        main.set()\n"
+        "    def _heed(self, number):\n        super()._heed(number)\n        thread.set()\n"
         "words = LastWords(Siblings())\n"
-        "with Watch(words) as watch:\n    words.complete()\n    print('ready', flush=True)\n    time.sleep(1)\n"
-        "sys.exit(words.code)\n"
+        "with Heard(words, end_seconds=30.0):\n    words.complete()\n    print('ready', flush=True)\n"
+        "    heard = main.wait(20) and thread.wait(20)\n"
+        "sys.exit(words.code if heard else 'no signal came')\n"
     )
     assert run(code, signal.SIGTERM)[:2] == (0, "")
 

@@ -3,8 +3,9 @@
 import multiprocessing
 import os
 import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 
 import pytest
@@ -14,7 +15,9 @@ import torch.distributed as dist
 from sglang_bridge.errors import RequestFailed
 from sglang_bridge.weights import weight_group
 from sglang_bridge.weights.buckets import Bucket
+from sglang_bridge.weights.calls import start_call
 from sglang_bridge.weights.distributed import DistributedTransport
+from sglang_bridge.weights.process_group import leave
 from tests.sglang_bridge.group_peer import PeerAdmin, serve_peer
 
 URL = "http://127.0.0.1:1"
@@ -56,8 +59,9 @@ def test_buckets_arrive_and_no_default_group_appears(peer: tuple[PeerAdmin, Base
 @pytest.mark.parametrize("how", ["dies", "hangs", "refuses"])
 def test_a_peer_that_fails_is_reported_within_the_timeout(peer: tuple[PeerAdmin, BaseProcess], how: str) -> None:
     admin, process = peer
-    sender = transport(timeout=3.0)
+    sender = transport()
     assert sender.connect([admin]) == {}
+    sender._timeout = 3.0  # from here: to form the group may take longer
     assert process.pid is not None
     if how == "dies":
         process.kill()
@@ -73,6 +77,34 @@ def test_a_peer_that_fails_is_reported_within_the_timeout(peer: tuple[PeerAdmin,
     assert time.monotonic() - start < 6.0
     sender.forget(admin)
     sender.close()
+
+
+def test_an_engine_that_failed_is_let_go_without_waiting_for_its_broadcast(
+    peer: tuple[PeerAdmin, BaseProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if the thread that leaves the group is through with it before this one is."""
+    left = threading.Event()
+
+    def leave_first(group: dist.ProcessGroup) -> None:
+        leave(group)
+        left.set()
+
+    def start_and_wait(function: Callable[[], None]) -> None:
+        start_call(function)
+        assert left.wait(10)
+        time.sleep(0.2)
+
+    admin, _ = peer
+    sender = transport()
+    assert sender.connect([admin]) == {}
+    admin.refuse = True
+    big = Bucket(torch.zeros(32 * 2**20, dtype=torch.uint8), True, ["w"], [torch.uint8], [torch.Size([32 * 2**20])])
+    assert sender.send(big, [admin], 1) == {URL: "no session is open"}
+    monkeypatch.setattr(weight_group, "leave", leave_first)
+    monkeypatch.setattr(weight_group, "start_call", start_and_wait)
+    start = time.monotonic()
+    sender.forget(admin)
+    assert time.monotonic() - start < 12.0  # the broadcast waits for twenty
 
 
 def test_nobody_comes() -> None:

@@ -28,15 +28,16 @@ class Peer:
     def say_raw(self, data: bytes) -> None:
         self._socket.send(data)
 
-    def hear(self) -> list[ToCollector]:
-        """All that arrives until half a second passes without a message, or less after the first."""
+    def hear(self, at_least: int = 0) -> list[ToCollector]:
+        """So many messages, and all that arrives until half a second passes without one, or less after the first."""
         heard, decoder = [], msgspec.msgpack.Decoder(ToCollector)
-        while self._socket.poll(100 if heard else 500):
+        while self._socket.poll(5000 if len(heard) < at_least else 100 if heard else 500):
             heard.append(decoder.decode(self._socket.recv()))
         return heard
 
-    def hang_up(self) -> None:
-        self._context.destroy()
+    def hang_up(self, *, linger_seconds: float = 0) -> None:
+        """linger_seconds: how long to try to deliver what was said."""
+        self._context.destroy(int(linger_seconds * 1000))
 
 
 def request(name: str, num_samples: int = 2, *, evaluation: bool = False) -> GroupRequest:

@@ -2,11 +2,18 @@
 
 import pytest
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
 from espo_kernels import EspoGroups, EspoResult, espo_groups, espo_policy_loss
-from tests.kernels.batches import ResponseBatch, fraction_lists, ragged_lengths, response_batch, seeds
+from tests.kernels.batches import (
+    ResponseBatch,
+    fraction_lists,
+    is_close_to_a_bound,
+    ragged_lengths,
+    response_batch,
+    seeds,
+)
 from tests.kernels.finished import finished
 
 NO_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)  # the interpreter is too slow for it
@@ -61,7 +68,9 @@ def test_equals_the_reference(
     lengths: list[int], seed: int, fractions: tuple[float, ...], denominator: str, tied: bool
 ) -> None:
     batch = response_batch(lengths[:3], seed, tied=tied)
-    assert_equal(run(batch, "triton", fractions, denominator), run(batch, "reference", fractions, denominator))
+    reference = run(batch, "reference", fractions, denominator)
+    assume(not is_close_to_a_bound(batch, reference[0], denominator))
+    assert_equal(run(batch, "triton", fractions, denominator), reference)
 
 
 @settings(max_examples=4, deadline=None, phases=NO_SHRINKING)
