@@ -1,26 +1,21 @@
 """A run that is killed and goes on ends bit for bit where one ends that was never killed."""
 
-import contextlib
-import json
-import os
 import signal
 import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.models.families import read_shape
 from megatron_rl.records.exit_record import read_exit_record
 from megatron_rl.records.manifest import read_manifest
 from megatron_rl.records.run_state import read_state
-from support.jobs import family, start_job, survivors, wait_for_step
+from support.comparable import assert_same_weights, metrics_of
+from support.jobs import family, kill, start_job, wait_for_step
 from support.policies import TWO_DIGIT_ADDITION
 from support.recordings import write_recording
 
@@ -43,19 +38,6 @@ def end_of(job: subprocess.Popen[str]) -> str:
     return output
 
 
-def kill(job: subprocess.Popen[str], known: list[psutil.Process]) -> None:
-    """All processes at once, as a node that loses its power: those that are `known` stand still while it looks."""
-    for process in reversed(known):  # the ranks before their launcher
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.suspend()
-    processes = family(job)
-    for process in processes:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGKILL)
-    job.communicate(timeout=60)
-    assert survivors(processes, 10) == []
-
-
 def wait_for_its_second_save(checkpoints: Path, job: subprocess.Popen[str]) -> list[psutil.Process]:
     """Returns the processes of the job: to find them may take as long as a save."""
     first = checkpoints / f"iter_{EVERY:07d}"
@@ -71,18 +53,6 @@ def wait_until(condition: Callable[[], bool], job: subprocess.Popen[str]) -> Non
         time.sleep(0.002)
 
 
-def metrics_of(root: Path) -> list[dict[str, Any]]:
-    """Every record but what clocks say."""
-    records = [json.loads(line) for line in (root / "job/metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in record.items() if not k.startswith("time/")} for record in records]
-
-
-def weights_of(root: Path) -> dict[str, torch.Tensor]:
-    """In Hugging Face format, a file for each pipeline stage."""
-    files = (root / f"job/checkpoints/step-{STEPS}").glob("*.safetensors")
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
-
-
 @pytest.mark.parametrize("layout", ["ep2", "pp2", "cp2"])
 def test_killed_and_resumed_equals_never_killed(tmp_path: Path, layout: str) -> None:
     write_recording(tmp_path / "rollouts/recorded", read_shape(TWO_DIGIT_ADDITION), steps=STEPS)
@@ -96,11 +66,9 @@ def test_killed_and_resumed_equals_never_killed(tmp_path: Path, layout: str) -> 
     assert saved and saved[-1] < f"iter_{STEPS:07d}", "it was killed before its end"
     output = end_of(train_only(*again, "run.resume=auto"))
     assert f"going on after step {int(saved[-1][5:])}" in output
-    assert [record["step"] for record in metrics_of(killed)] == list(range(STEPS + 1))
-    assert metrics_of(killed) == metrics_of(never)
-    weights, resumed = weights_of(never), weights_of(killed)
-    assert weights.keys() == resumed.keys() and len(weights) > 10
-    assert [name for name, weight in weights.items() if not weight.equal(resumed[name])] == []
+    assert [record["step"] for record in metrics_of(killed / "job")] == list(range(STEPS + 1))
+    assert metrics_of(killed / "job") == metrics_of(never / "job")
+    assert_same_weights(killed / "job", never / "job", STEPS)
     manifests = [read_manifest(root / f"job/checkpoints/iter_{STEPS:07d}").files for root in (never, killed)]
     states = [{n: r for n, r in files.items() if n.endswith((".distcp", ".safetensors"))} for files in manifests]
     assert len(states[0]) >= 4 and states[0] == states[1], "the optimizer's state and random numbers too"
@@ -117,5 +85,5 @@ def test_a_run_that_is_told_to_stop_saves_and_ends_with_its_own_code(tmp_path: P
     ended = read_exit_record(tmp_path / "job")
     assert job.returncode == ExitCode.REQUEUE and ended is not None and ended.code == ExitCode.REQUEUE, output[-4000:]
     (saved,) = (tmp_path / "job/checkpoints").iterdir()
-    steps = [record["step"] for record in metrics_of(tmp_path)]
+    steps = [record["step"] for record in metrics_of(tmp_path / "job")]
     assert read_state(saved).step == steps[-1] < many and f"after step {steps[-1]}" in output
