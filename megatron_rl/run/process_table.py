@@ -54,7 +54,7 @@ def starting(pid: int) -> bool:
     if _environment(pid):
         return False
     fields = _fields(pid)  # looked at later: the environment of a process that ends is gone before it is
-    return bool(fields) and fields[0] not in _ENDED and not int(fields[_FLAGS_FIELD]) & _EXITING
+    return bool(fields) and not int(fields[_FLAGS_FIELD]) & _EXITING
 
 
 def tree(pid: int) -> list[Process]:

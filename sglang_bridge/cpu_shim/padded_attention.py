@@ -92,18 +92,19 @@ def _attend(
 
 def _chunks(num_keys: torch.Tensor, num_queries: torch.Tensor) -> Iterator[torch.Tensor]:
     """Indices of sequences: all at once if they fit, else in order of length."""
-    keys, queries = int(num_keys.max()), int(num_queries.max())
-    if keys <= _WHOLE and len(num_keys) * keys <= _MAX_KEYS and len(num_keys) * keys * queries <= _MAX_PAIRS:
-        yield torch.arange(len(num_keys))
+    lengths, counts = num_keys.tolist(), num_queries.tolist()
+    keys = len(lengths) * max(lengths)
+    if max(lengths) <= _WHOLE and keys <= _MAX_KEYS and keys * max(counts) <= _MAX_PAIRS:
+        yield torch.arange(len(lengths))
         return
     chunk: list[int] = []
     together, queries = 0, 0
-    for index in num_keys.argsort().tolist():
-        keys, queries = int(num_keys[index]), max(queries, int(num_queries[index]))
-        size, length = (len(chunk) + 1) * _padded(keys), max(_padded(keys), _WHOLE)
+    for index in sorted(range(len(lengths)), key=lengths.__getitem__):
+        padded, queries = _padded(lengths[index]), max(queries, counts[index])
+        size, length = (len(chunk) + 1) * padded, max(padded, _WHOLE)
         if chunk and (length != together or size > _MAX_KEYS or size * queries > _MAX_PAIRS):
             yield torch.tensor(chunk)
-            chunk, queries = [], int(num_queries[index])
+            chunk, queries = [], counts[index]
         chunk.append(index)
         together = length
     yield torch.tensor(chunk)

@@ -21,7 +21,6 @@ def test_the_cause_is_the_first_line_and_nothing_is_left(name: str, tmp_path: Pa
     outcome = suffer(fault, tmp_path / "job")
     assert re.match(fault.says, outcome.first_line), outcome.errors
     assert outcome.code == fault.code, outcome.errors
-    print(f"{name}: {outcome.seconds:.1f} s to the end")
     assert outcome.seconds <= MOST_SECONDS
     assert (outcome.left, outcome.shared_memory) == ([], [])
     if outcome.root_cause is not None and outcome.root_cause >= 0:  # a rank that was killed has no code of ours

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from hypothesis import strategies as st
@@ -60,18 +62,36 @@ def response_batch(
     )
 
 
-def is_close_to_a_bound(batch: ResponseBatch, groups: EspoGroups, denominator: str) -> bool:
-    """Whether a ratio lies so near to 1 - ε or 1 + ε that rounding decides whether it is clipped."""
+class Group(NamedTuple):
+    """Entropy group `tau` of a response: its tokens in the batch, their ratios and its clip width, in float64."""
+
+    response: int
+    tau: int
+    tokens: torch.Tensor
+    ratios: torch.Tensor
+    clip: torch.Tensor
+
+    @property
+    def distance(self) -> torch.Tensor:
+        """Of each ratio from the nearer of 1 - ε and 1 + ε, where the loss has a kink."""
+        return ((self.ratios - 1).abs() - self.clip).abs()
+
+
+def each_group(batch: ResponseBatch, groups: EspoGroups, denominator: str) -> Iterator[Group]:
+    """The ratios by their definition."""
     offsets = batch.cu_seqlens.tolist()
     for i, row in enumerate(groups.count):
         span = slice(offsets[i], offsets[i + 1])
         for tau in range(len(row)):
             t = offsets[i] + (groups.group_id[span] == tau).nonzero().flatten().cpu()
-            delta, eps = (batch.logprobs - batch.old_logprobs)[t], groups.clip[i, tau].double().cpu()
+            delta = (batch.logprobs - batch.old_logprobs)[t]
             s = (delta.mean() + (delta if denominator == "old" else 0 * delta)).exp()
-            if (((s - 1).abs() - eps).abs() < 1e-5).any():
-                return True
-    return False
+            yield Group(i, tau, t, s, groups.clip[i, tau].double().cpu())
+
+
+def is_close_to_a_bound(batch: ResponseBatch, groups: EspoGroups, denominator: str) -> bool:
+    """Whether rounding decides what is clipped."""
+    return any(bool((group.distance < 1e-5).any()) for group in each_group(batch, groups, denominator))
 
 
 ragged_lengths = st.lists(st.one_of(st.just(0), st.just(1), st.integers(2, 40)), min_size=1, max_size=6)

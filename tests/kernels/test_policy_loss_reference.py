@@ -5,7 +5,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from espo_kernels import espo_groups, espo_policy_loss
-from tests.kernels.batches import fraction_lists, is_close_to_a_bound, ragged_lengths, response_batch, seeds
+from tests.kernels.batches import (
+    each_group,
+    fraction_lists,
+    is_close_to_a_bound,
+    ragged_lengths,
+    response_batch,
+    seeds,
+)
 from tests.kernels.finished import finished
 
 denominators = st.sampled_from(["current", "old"])
@@ -49,22 +56,19 @@ def test_gradient_is_the_slope_with_the_group_ratio_held_fixed(
         ratio_denominator=denominator,
         num_sequences=3,
     ).loss.backward()
-    offsets = batch.cu_seqlens.tolist()
-    for i, row in enumerate(groups.count):
-        span = slice(offsets[i], offsets[i + 1])
-        for tau, size in enumerate(row.tolist()):
-            t = offsets[i] + (groups.group_id[span] == tau).nonzero().flatten()
-            delta, A, eps = (batch.logprobs - batch.old_logprobs)[t], batch.advantages[t], groups.clip[i, tau]
-            s = (delta.mean() + (delta if denominator == "old" else 0 * delta)).exp()
+    for group in each_group(batch, groups, denominator):
+        row, A, eps = groups.count[group.response], batch.advantages[group.tokens], group.clip
 
-            def objective(h: float, s: torch.Tensor = s, A: torch.Tensor = A, eps: torch.Tensor = eps) -> torch.Tensor:
-                moved = s * torch.tensor(h, dtype=torch.float64).exp()
-                return torch.minimum(moved * A, moved.clamp(1 - eps, 1 + eps) * A)
+        def objective(
+            h: float, s: torch.Tensor = group.ratios, A: torch.Tensor = A, eps: torch.Tensor = eps
+        ) -> torch.Tensor:
+            moved = s * torch.tensor(h, dtype=torch.float64).exp()
+            return torch.minimum(moved * A, moved.clamp(1 - eps, 1 + eps) * A)
 
-            slope = (objective(1e-6) - objective(-1e-6)) / 2e-6
-            expected = -slope / (3 * (row > 0).sum() * size)
-            smooth = torch.minimum((s - 1 - eps).abs(), (s - 1 + eps).abs()) > 1e-5
-            torch.testing.assert_close(logprobs.grad[t][smooth], expected[smooth], rtol=1e-6, atol=1e-10)
+        slope = (objective(1e-6) - objective(-1e-6)) / 2e-6
+        expected = -slope / (3 * (row > 0).sum() * row[group.tau])
+        smooth = group.distance > 1e-5
+        torch.testing.assert_close(logprobs.grad[group.tokens][smooth], expected[smooth], rtol=1e-6, atol=1e-10)
     assert not logprobs.grad[~batch.loss_mask].any()
 
 

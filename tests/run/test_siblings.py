@@ -65,6 +65,7 @@ def test_a_rank_that_is_killed_is_not_waited_for(tmp_path: Path, monkeypatch: py
         assert siblings.dead() == []
         jobs[1].kill()
         os.waitid(os.P_PID, jobs[1].pid, os.WEXITED | os.WNOWAIT)
+        assert not process_table.starting(jobs[1].pid)
         assert siblings.dead() == [1]
 
 
