@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 from megatron_rl.config.schema import ModelSettings, ParallelSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.models.families import read_shape
-from megatron_rl.models.files import inspect_checkpoint
+from megatron_rl.models.checkpoint_inspection import inspect_checkpoint
 from megatron_rl.records.progress import Progress
-from megatron_rl.records.run_state import RunState, read_state
-from megatron_rl.records.writing import free_bytes, writing_problem
+from megatron_rl.contracts.run_state import RunState, read_state
+from megatron_rl.records.write_errors import free_bytes, writing_problem
 
 if TYPE_CHECKING:
     from megatron_rl.mcore.job import Job
@@ -132,7 +132,7 @@ def export(options: argparse.Namespace) -> None:
 
 def make_plan(options: argparse.Namespace, job: Job, progress: Progress) -> Plan:
     """The newest whole checkpoint and the model it is of (a collective). Raises `BadCheckpoint`, `ExportRefused`."""
-    from megatron_rl.run.resume import candidates_in, newest_whole
+    from megatron_rl.run.checkpoints.resume import candidates_in, newest_whole
 
     with progress.during("comparing the files with their hashes"):
         checkpoint, damaged = newest_whole(candidates_in(options.checkpoint), job)

@@ -114,7 +114,7 @@ def read_outcome(stage: str, lines: list[str], code: int) -> Outcome:
 
 def environment(small: bool) -> dict[str, str]:
     """This tree first on the path, one GPU (small: none), and no network."""
-    paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    paths = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
     first = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").partition(",")[0]
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),

@@ -16,7 +16,7 @@ from pathlib import Path
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.records.heat_maps import draw, heat_maps
 from megatron_rl.records.past_run import RunUnreadable, read_metrics
-from megatron_rl.records.writing import writing_problem
+from megatron_rl.records.write_errors import writing_problem
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -21,7 +21,7 @@ from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.models.tokenizer import Tokenizer, TokenizerError
 from megatron_rl.models.weight_files import DamagedWeights, check_weight_files
 from megatron_rl.records.progress import Progress
-from megatron_rl.records.writing import free_bytes, writing_problem
+from megatron_rl.records.write_errors import free_bytes, writing_problem
 
 DTYPES = ("float32", "bfloat16", "float16")
 NAMES_ONLY = {"_name_or_path", "dtype", "torch_dtype", "transformers_version"}  # of config.json: not what is computed

@@ -26,7 +26,7 @@ import psutil
 from megatron_rl.config.cli import main
 from megatron_rl.config.schema import Configuration, EngineSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
-from megatron_rl.contracts.facts import LaunchFacts
+from megatron_rl.contracts.launch_facts import LaunchFacts
 from megatron_rl.contracts.interrupts import end_quietly
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.shape import ModelShape
@@ -201,9 +201,9 @@ def check_opening(c: Configuration) -> Iterator[Check]:
     try:
         from megatron_rl.environments.environment import open_environment
         from megatron_rl.losses import open_loss
-        from megatron_rl.run.beliefs import read_beliefs
+        from megatron_rl.run.checkpoints.belief_transfer import read_beliefs
         from megatron_rl.run.prompts import build_prompts
-        from megatron_rl.run.space import require_space
+        from megatron_rl.run.checkpoints.disk_space import require_space
     except ImportError as error:
         yield Check("trainer", False, f"cannot be imported ({error})", "Run make install")
         return

@@ -86,7 +86,7 @@ def test_rooms_import_only_rooms_before_them() -> None:
         if ROOMS.index(target) > ROOMS.index(room)
     ]
     assert backward == []
-    assert list(room_imports("from megatron_rl.run.rank import Rank\nimport megatron_rl.sync as s\n")) == [
+    assert list(room_imports("from megatron_rl.run.rank import Rank\nimport megatron_rl.engines as s\n")) == [
         "run",
         "sync",
     ]

@@ -17,9 +17,9 @@ from megatron_rl.config.hydra_errors import as_refusal, split_override
 from megatron_rl.config.keys import INNER, declared_keys, unknown_key
 from megatron_rl.config.rules import broken_rules
 from megatron_rl.config.schema import Configuration
-from megatron_rl.config.stages import refused_stages, stages_of
+from megatron_rl.config.curriculum import refused_stages, stages_of
 from megatron_rl.config.values import DOOR, NAME
-from megatron_rl.contracts.facts import LaunchFacts
+from megatron_rl.contracts.launch_facts import LaunchFacts
 from megatron_rl.contracts.refusal import ConfigurationRefused, Refusal, shown
 
 _CONFIGURATION = TypeAdapter(Configuration)

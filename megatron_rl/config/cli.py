@@ -17,7 +17,7 @@ from megatron_rl.config.hydra_errors import as_refusal, as_typed, forbidden_argu
 from megatron_rl.config.keys import register
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.exit_codes import ExitCode
-from megatron_rl.contracts.facts import LaunchFacts
+from megatron_rl.contracts.launch_facts import LaunchFacts
 from megatron_rl.contracts.refusal import ConfigurationRefused
 
 _LAST_WORD_SECONDS = 3.0  # torchrun ends every rank once one has ended: let the one that speaks end first

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from megatron_rl.contracts.group import Group
-from megatron_rl.contracts.numbers import Count
-from megatron_rl.contracts.plan import StepPlan
+from megatron_rl.contracts.wire_types import Count
+from megatron_rl.contracts.step_plan import StepPlan
 
 
 class Wait(msgspec.Struct, frozen=True, tag="wait"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from megatron_rl.contracts.numbers import Count
+from megatron_rl.contracts.wire_types import Count
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import FinishReason
 

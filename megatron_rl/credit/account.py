@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from megatron_rl.contracts.group import STALE, Group, RolloutRef
-from megatron_rl.contracts.plan import StepPlan
+from megatron_rl.contracts.step_plan import StepPlan
 from megatron_rl.credit.assign import Credited
-from megatron_rl.credit.kinds import Kind, Told
+from megatron_rl.credit.group_kinds import Kind, Told
 
 _SHORT = {
     Kind.MIXED: "mixed",

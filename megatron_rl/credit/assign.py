@@ -11,10 +11,10 @@ import numpy as np
 from megatron_rl.config.algorithms import AlgoSettings
 from megatron_rl.config.schema import CreditSettings
 from megatron_rl.contracts.group import Group, RolloutRef
-from megatron_rl.contracts.plan import Uncounted
+from megatron_rl.contracts.step_plan import Uncounted
 from megatron_rl.credit.advantages import Floats, group_relative, shaped, tied
 from megatron_rl.credit.controls import permute_rewards
-from megatron_rl.credit.kinds import Kind, Told, kind_of
+from megatron_rl.credit.group_kinds import Kind, Told, kind_of
 from megatron_rl.credit.penalties import Mask, Penalties, scorers_own
 
 _WITHOUT_CONTRAST = (Kind.TIED_RIGHT, Kind.TIED_WRONG, Kind.FLAT_RIGHT, Kind.FLAT_WRONG, Kind.JUDGED_TIE)

@@ -6,10 +6,10 @@ import inspect
 from typing import Protocol
 
 from megatron_rl.config.schema import EnvironmentSettings
-from megatron_rl.contracts.doors import DoorError, open_door
+from megatron_rl.contracts.plugins import DoorError, open_door
 from megatron_rl.environments.episode import Episode
 from megatron_rl.environments.single_turn import SingleTurn
-from megatron_rl.environments.worked import Worked
+from megatron_rl.environments.demonstration import Worked
 
 
 class Environment(Protocol):

@@ -12,7 +12,7 @@ import msgspec
 from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.contracts.rollout import FinishReason, Rollout
 from megatron_rl.contracts.routes import RouteShape
-from megatron_rl.environments.draft import RolloutDraft, RolloutRejected
+from megatron_rl.environments.rollout_builder import RolloutDraft, RolloutRejected
 from megatron_rl.models.tokenizer import Tokenizer
 from sglang_bridge.generation import Generation
 

@@ -9,7 +9,7 @@ import torch
 from espo_kernels import espo_groups, espo_policy_loss
 from espo_kernels.espo_groups.settings import group_settings
 from megatron_rl.config.algorithms import EspoSettings
-from megatron_rl.contracts.plan import Denominators
+from megatron_rl.contracts.step_plan import Denominators
 from megatron_rl.losses.interface import LossResult, Objective, ResponseTokens, require_denominator, require_packed
 
 

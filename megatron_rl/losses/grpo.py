@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron_rl.config.algorithms import GrpoSettings
-from megatron_rl.contracts.plan import Denominators
+from megatron_rl.contracts.step_plan import Denominators
 from megatron_rl.losses.clipped_ratio import clipped_surrogate, ratio_metrics, ratio_through_tokens
 from megatron_rl.losses.interface import LossResult, Objective, ResponseTokens, require_denominator, require_packed
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from megatron_rl.contracts.plan import Denominators
+from megatron_rl.contracts.step_plan import Denominators
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from megatron_rl.config.algorithms import (
     GspoSettings,
     SftSettings,
 )
-from megatron_rl.contracts.doors import open_door
+from megatron_rl.contracts.plugins import open_door
 from megatron_rl.losses.grpo import Grpo
 from megatron_rl.losses.gspo import Gspo
 from megatron_rl.losses.interface import PolicyLoss
-from megatron_rl.losses.own import OwnLoss
+from megatron_rl.losses.user_loss import OwnLoss
 from megatron_rl.losses.sft import Sft
 from megatron_rl.models.shape import ModelShape
 

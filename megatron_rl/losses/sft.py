@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_rl.contracts.plan import Denominators
+from megatron_rl.contracts.step_plan import Denominators
 from megatron_rl.losses.interface import (
     LossResult,
     Objective,

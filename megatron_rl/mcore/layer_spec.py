@@ -13,8 +13,8 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.config.schema import ModelSettings
-from megatron_rl.contracts.facts import has_transformer_engine
-from megatron_rl.mcore.cpu.few_rows import ExpertColumnLinear, ExpertRowLinear
+from megatron_rl.contracts.launch_facts import has_transformer_engine
+from megatron_rl.mcore.cpu.padded_gemm import ExpertColumnLinear, ExpertRowLinear
 from megatron_rl.mcore.cpu.modules import CpuCoreAttention, CpuRmsNorm
 
 Spec = Literal["local", "te"]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
 
 from megatron_rl.config.schema import DataSettings
-from megatron_rl.contracts.doors import open_door, own_code
+from megatron_rl.contracts.plugins import open_door, own_code
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.prompts import column_addition, column_addition_mixed, two_digit_addition

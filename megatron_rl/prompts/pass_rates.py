@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from megatron_rl.config.schema import DataSettings
-from megatron_rl.contracts.numbers import Count
+from megatron_rl.contracts.wire_types import Count
 from megatron_rl.prompts.question import PromptDataError
 
 _FORMAT = 1

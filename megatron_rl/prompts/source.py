@@ -13,8 +13,8 @@ from megatron_rl.config.schema import DataSettings
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.prompts.pass_rates import PassRate
 from megatron_rl.prompts.question import PromptDataError
-from megatron_rl.records.belief_state import BeliefState
-from megatron_rl.records.run_state import PromptCursor
+from megatron_rl.contracts.belief_state import BeliefState
+from megatron_rl.contracts.run_state import PromptCursor
 
 
 @dataclass(frozen=True)

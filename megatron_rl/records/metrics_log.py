@@ -13,7 +13,7 @@ from megatron_rl.config.schema import LoggerSettings
 from megatron_rl.records.heat_maps import heat_maps, is_drawn, is_share
 from megatron_rl.records.past_run import RunUnreadable, read_metrics
 from megatron_rl.records.run_directory import RunDirectory
-from megatron_rl.records.writing import CannotWrite, writing_problem
+from megatron_rl.records.write_errors import CannotWrite, writing_problem
 
 
 class MetricsLog:

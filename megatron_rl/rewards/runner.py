@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_rl.contracts.doors import place_of
+from megatron_rl.contracts.plugins import place_of
 from megatron_rl.contracts.group import Verdict
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import FinishReason

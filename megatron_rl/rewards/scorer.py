@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from megatron_rl.config.schema import RewardSettings
-from megatron_rl.contracts.doors import DoorError, open_door, own_code
+from megatron_rl.contracts.plugins import DoorError, open_door, own_code
 from megatron_rl.contracts.group import Verdict
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import FinishReason

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from megatron_rl.contracts.doors import DoorError
+from megatron_rl.contracts.plugins import DoorError
 from megatron_rl.contracts.group import Group, RolloutLocation, RolloutRef
 from megatron_rl.rollouts.link import Link
 from megatron_rl.rollouts.messages import (
@@ -22,7 +22,7 @@ from megatron_rl.rollouts.messages import (
     Stop,
     ToCollector,
 )
-from megatron_rl.rollouts.player import Judged, Player, Rejected
+from megatron_rl.rollouts.episode_runner import Judged, Player, Rejected
 from megatron_rl.rollouts.repetition import repetition, sampled_tokens
 from megatron_rl.rollouts.store import RolloutStore
 

@@ -11,7 +11,7 @@ from megatron_rl.contracts.group import Group, drawn_tokens
 from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.rollouts.messages import GroupRequest
-from megatron_rl.rollouts.pass_rates import mean_ci95
+from megatron_rl.rollouts.pass_at_k import mean_ci95
 from megatron_rl.rollouts.queue import RolloutQueue
 from megatron_rl.rollouts.rejections import OwnClassFailed, first_reason, lost_by_own_class, too_many, unusable
 

@@ -12,7 +12,7 @@ from megatron_rl.config.schema import (
     RolloutSettings,
 )
 from megatron_rl.contracts.group import Group
-from megatron_rl.contracts.numbers import Count
+from megatron_rl.contracts.wire_types import Count
 from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.contracts.routes import RouteShape
 from sglang_bridge.engine import Engine

@@ -13,8 +13,8 @@ from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.contracts.routes import RouteError, RouteShape, validate_kept_routes
-from megatron_rl.records.run_state import PromptCursor, SelectorState
-from megatron_rl.rollouts.batch import RolloutBatch
+from megatron_rl.contracts.run_state import PromptCursor, SelectorState
+from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.rollouts.recording import BATCH, RecordingUnreadable, read_batch_record, read_groups
 from megatron_rl.rollouts.store import RolloutStore
 

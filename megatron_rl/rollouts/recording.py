@@ -15,10 +15,10 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from megatron_rl.contracts.group import Group, RolloutLocation, RolloutRef, Verdict
-from megatron_rl.contracts.numbers import Count
+from megatron_rl.contracts.wire_types import Count
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import FinishReason, Role, Rollout, Segment
-from megatron_rl.records.manifest import write_synced
+from megatron_rl.run.checkpoints.saving.manifest import write_synced
 
 BATCH = "batch.json"
 _NAME, _VERSION = "megatron_rl rollouts", 2

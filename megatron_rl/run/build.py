@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron_rl.config.schema import Configuration
-from megatron_rl.config.stages import stages_of
+from megatron_rl.config.curriculum import stages_of
 from megatron_rl.contracts.commands import Enter, Save, Sync, Train, Wait
 from megatron_rl.credit.assign import Credit
 from megatron_rl.losses import Correction, PolicyLoss
@@ -17,19 +17,19 @@ from megatron_rl.mcore.replay import RouteReplay
 from megatron_rl.mcore.weights import draw_hf_weights, load_hf_weights
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.planning.rank_view import RankView
-from megatron_rl.planning.step_plan import Planner
+from megatron_rl.planning.step_planner import Planner
 from megatron_rl.prompts.selection.factory import open_selector
 from megatron_rl.prompts.source import PromptSource
 from megatron_rl.records.records import Records
-from megatron_rl.rollouts.batch import RolloutStage
+from megatron_rl.rollouts.rollout_batch import RolloutStage
 from megatron_rl.rollouts.evaluation import Evaluation
-from megatron_rl.run.course import change, open_course
-from megatron_rl.run.dispatch import Dispatcher, Table
-from megatron_rl.run.engines import Connected, Engines, route_shape
+from megatron_rl.run.curriculum import change, open_course
+from megatron_rl.training.dispatcher import Dispatcher, Table
+from megatron_rl.engines.engines import Connected, Engines, route_shape
 from megatron_rl.run.leader import Leader, Stages
-from megatron_rl.run.modes import RollOut
-from megatron_rl.sync.sender import Sender
-from megatron_rl.training.batch import Batcher
+from megatron_rl.run.modes.record import RollOut
+from megatron_rl.engines.weight_sync import Sender
+from megatron_rl.training.micro_batches import Batcher
 from megatron_rl.training.logprobs import ResponseLogprobs
 from megatron_rl.training.policy import Policy
 from megatron_rl.training.worker import Worker, gather_receivers

@@ -12,23 +12,23 @@ from typing import Protocol
 from megatron_rl.config.schema import EvalSettings, RolloutSettings, RunSettings, SyncSettings, TrainSettings
 from megatron_rl.contracts.commands import Save, Train
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
-from megatron_rl.contracts.plan import StepPlan
+from megatron_rl.contracts.step_plan import StepPlan
 from megatron_rl.credit.account import account, usage, warning_of
 from megatron_rl.credit.assign import Credit
-from megatron_rl.planning.step_plan import Planner
+from megatron_rl.planning.step_planner import Planner
 from megatron_rl.records.flat_balance import FlatBalance
 from megatron_rl.records.idle_steps import IdleSteps
 from megatron_rl.records.records import Records
-from megatron_rl.records.run_state import Position, SelectorState, ended_by, reached
+from megatron_rl.contracts.run_state import Position, SelectorState, ended_by, reached
 from megatron_rl.records.selection_alarm import SelectionAlarm
 from megatron_rl.records.stopwatch import Stopwatch
-from megatron_rl.rollouts.batch import RolloutBatch
+from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.rollouts.evaluation import Evaluation
-from megatron_rl.run.course import Course
-from megatron_rl.run.dispatch import Dispatcher
-from megatron_rl.run.keeper import Keeper
-from megatron_rl.run.stop import StepGivenUp
-from megatron_rl.sync.sender import WeightSync
+from megatron_rl.run.curriculum import Course
+from megatron_rl.training.dispatcher import Dispatcher
+from megatron_rl.run.checkpoints.manager import Keeper
+from megatron_rl.run.supervision.stop_request import StepGivenUp
+from megatron_rl.engines.weight_sync import WeightSync
 from megatron_rl.training.worker import TrainOutcome
 
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.records.progress import Progress
-from megatron_rl.run.ending import close, explain, leave, leave_thread
-from megatron_rl.run.last_words import LastWords
-from megatron_rl.run.siblings import Siblings
-from megatron_rl.run.stop import StopRequest
-from megatron_rl.run.watch import Watch, end_with_torchrun
+from megatron_rl.run.supervision.shutdown import close, explain, leave, leave_thread
+from megatron_rl.run.supervision.exit_reporter import LastWords
+from megatron_rl.run.supervision.local_ranks import Siblings
+from megatron_rl.run.supervision.stop_request import StopRequest
+from megatron_rl.run.supervision.watchdog import Watch, end_with_torchrun
 from sglang_bridge.command import nccl_environment
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def _open(
     with progress.during("importing torch"):
         from megatron_rl.run.rank import Rank
     if leads:
-        from megatron_rl.run.own_classes import named, require_own_classes
+        from megatron_rl.run.user_classes import named, require_own_classes
 
         with progress.during(f"opening {', '.join(named(configuration))}"):
             require_own_classes(configuration)

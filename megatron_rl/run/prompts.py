@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_rl.config.schema import Configuration
-from megatron_rl.config.stages import stages_of
+from megatron_rl.config.curriculum import stages_of
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.models.chat_template import ChatTemplate
 from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.prompts.factory import open_prompts, open_set
-from megatron_rl.prompts.selection.inherited import Inherited
+from megatron_rl.prompts.selection.transferred_beliefs import Inherited
 from megatron_rl.prompts.source import PromptSource
 from megatron_rl.rewards import open_answer_check
 

@@ -15,18 +15,18 @@ from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.mcore.job import Job, join, leave
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.prompts.selection.inherited import Inherited
+from megatron_rl.prompts.selection.transferred_beliefs import Inherited
 from megatron_rl.records.progress import Progress, print_line
-from megatron_rl.records.reopened import claim
+from megatron_rl.run.checkpoints.saving.resumed_directory import claim
 from megatron_rl.records.run_directory import RunDirectory
 from megatron_rl.records.run_lock import hold_run
-from megatron_rl.run.beliefs import read_beliefs
-from megatron_rl.run.engines import Engines, open_engines
-from megatron_rl.run.last_words import LastWords
-from megatron_rl.run.resume import Start, find_start, open_directory
-from megatron_rl.run.space import require_space
-from megatron_rl.run.stop import StopRequest
-from megatron_rl.run.watch import Watch
+from megatron_rl.run.checkpoints.belief_transfer import read_beliefs
+from megatron_rl.engines.engines import Engines, open_engines
+from megatron_rl.run.supervision.exit_reporter import LastWords
+from megatron_rl.run.checkpoints.resume import Start, find_start, open_directory
+from megatron_rl.run.checkpoints.disk_space import require_space
+from megatron_rl.run.supervision.stop_request import StopRequest
+from megatron_rl.run.supervision.watchdog import Watch
 from megatron_rl.run.widest import widest
 from megatron_rl.training.collectives import broadcast_bytes
 

@@ -24,24 +24,24 @@ from megatron_rl.records.metrics_log import MetricsLog
 from megatron_rl.records.progress import Progress
 from megatron_rl.records.records import Records
 from megatron_rl.records.run_directory import STOP_FILE, RunDirectory
-from megatron_rl.records.shelf import Shelf
+from megatron_rl.run.checkpoints.store import Shelf
 from megatron_rl.rollouts.evaluation import Evaluation
 from megatron_rl.run.build import build_leader, build_table, build_worker
-from megatron_rl.run.checkpoints import Checkpoints
-from megatron_rl.run.dispatch import Dispatcher
-from megatron_rl.run.engines import Connected, Engines
-from megatron_rl.run.keeper import Keeper
+from megatron_rl.run.checkpoints.saving import Checkpoints
+from megatron_rl.training.dispatcher import Dispatcher
+from megatron_rl.engines.engines import Connected, Engines
+from megatron_rl.run.checkpoints.manager import Keeper
 from megatron_rl.run.leader import Leader
-from megatron_rl.run.measure import Measure, open_weights
-from megatron_rl.run.modes import record_rollouts, train_only_leader
-from megatron_rl.run.profile import Profile, open_rates
+from megatron_rl.run.modes.record.evaluate import Measure, open_weights
+from megatron_rl.run.modes.record import record_rollouts, train_only_leader
+from megatron_rl.run.modes.record.profile import Profile, open_rates
 from megatron_rl.run.prompts import build_prompts, build_sets
-from megatron_rl.run.resume import Start, settings_of
-from megatron_rl.run.space import checkpoint_bytes
-from megatron_rl.run.stop import StopRequest
-from megatron_rl.run.warm_up import warm_up
-from megatron_rl.run.watch import Watch
-from megatron_rl.sync.sender import Bystander
+from megatron_rl.run.checkpoints.resume import Start, settings_of
+from megatron_rl.run.checkpoints.disk_space import checkpoint_bytes
+from megatron_rl.run.supervision.stop_request import StopRequest
+from megatron_rl.training.warm_up import warm_up
+from megatron_rl.run.supervision.watchdog import Watch
+from megatron_rl.engines.weight_sync import Bystander
 from megatron_rl.training.worker import Worker
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_rl.config.schema import Configuration
-from megatron_rl.config.stages import stages_of
+from megatron_rl.config.curriculum import stages_of
 
 
 def widest(c: Configuration) -> Configuration:

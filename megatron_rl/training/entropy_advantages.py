@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron_rl.losses.sequences import sequence_lengths, spread
-from megatron_rl.training.batch import MicroBatch
+from megatron_rl.training.micro_batches import MicroBatch
 
 _MOST = 1.0
 

@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.group import RolloutRef
-from megatron_rl.contracts.plan import StepPlan
+from megatron_rl.contracts.step_plan import StepPlan
 from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.rollouts import codec
 from megatron_rl.training.collectives import gather_bytes
-from megatron_rl.training.parcels import Parcels, Receiver
+from megatron_rl.training.transfer_plan import Parcels, Receiver
 
 _MOST_NAMED = 4
 

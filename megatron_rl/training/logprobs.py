@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from espo_kernels import token_logprob_entropy
 from megatron_rl.config.schema import RolloutSettings, TrainSettings
-from megatron_rl.training.batch import MicroBatch
+from megatron_rl.training.micro_batches import MicroBatch
 from megatron_rl.training.whole_sequences import WholeSequences
 
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_rl.contracts.plan import Denominators
+from megatron_rl.contracts.step_plan import Denominators
 from megatron_rl.losses import LossResult, Objective, ResponseTokens, mean_of, rollout_mismatch
 from megatron_rl.mcore.schedule import run_schedule
-from megatron_rl.records.metric_sums import MetricSums
-from megatron_rl.training.batch import MicroBatch
+from megatron_rl.training.metric_sums import MetricSums
+from megatron_rl.training.micro_batches import MicroBatch
 from megatron_rl.training.entropy_advantages import advantage_sizes, token_advantages
 from megatron_rl.training.policy import Policy
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_rl.contracts.plan import Denominators
+from megatron_rl.contracts.step_plan import Denominators
 from megatron_rl.mcore.optimizer import DistributedAdam, StepResult
 from megatron_rl.mcore.schedule import run_schedule
-from megatron_rl.records.metric_sums import MetricSums
-from megatron_rl.training.batch import MicroBatch
+from megatron_rl.training.metric_sums import MetricSums
+from megatron_rl.training.micro_batches import MicroBatch
 from megatron_rl.training.old_policy import Prepared
 from megatron_rl.training.policy import Policy
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 
 from megatron_rl.mcore.replay import RouteReplay
-from megatron_rl.records.metric_sums import MetricSums
+from megatron_rl.training.metric_sums import MetricSums
 from megatron_rl.records.stopwatch import Stopwatch
-from megatron_rl.training.batch import Batcher, MicroBatch
+from megatron_rl.training.micro_batches import Batcher, MicroBatch
 
 
 def routes_of_update(

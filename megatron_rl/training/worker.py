@@ -18,7 +18,7 @@ from megatron_rl.config.schema import (
     TrainSettings,
 )
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
-from megatron_rl.contracts.plan import StepPlan
+from megatron_rl.contracts.step_plan import StepPlan
 from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.losses import PolicyLoss
 from megatron_rl.mcore.dtypes import torch_dtype
@@ -27,11 +27,11 @@ from megatron_rl.mcore.parallel import RankLayout
 from megatron_rl.mcore.router_target import ReplayError
 from megatron_rl.mcore.weights import every_stage, iterate_hf_weights, rounded, save_hf_weights
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.records.metric_sums import MetricSums
+from megatron_rl.training.metric_sums import MetricSums
 from megatron_rl.records.stopwatch import Stopwatch
 from megatron_rl.rollouts.files import write_rollouts
 from megatron_rl.rollouts.store import read_rollout
-from megatron_rl.training.batch import Batcher, MicroBatch
+from megatron_rl.training.micro_batches import Batcher, MicroBatch
 from megatron_rl.training.collectives import gather_bytes
 from megatron_rl.training.exchange import Receiver, exchange_rollouts
 from megatron_rl.training.logprobs import ResponseLogprobs

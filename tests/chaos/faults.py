@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from support.faults import FAULTS, Fault, Outcome, suffer
+from tests.support.faults import FAULTS, Fault, Outcome, suffer
 
 
 def main() -> None:

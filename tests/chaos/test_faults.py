@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.contracts.exit_codes import ExitCode
-from support.faults import MOST_SECONDS, by_name, suffer
-from support.jobs import family, start_job, survivors, wait_for_step
+from tests.support.faults import MOST_SECONDS, by_name, suffer
+from tests.support.jobs import family, start_job, survivors, wait_for_step
 
 pytestmark = [pytest.mark.chaos, pytest.mark.engine, pytest.mark.distributed, pytest.mark.timeout(300)]
 FAULTS = ["SIGKILL rank 1", "SIGSTOP engine"]

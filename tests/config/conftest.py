@@ -9,9 +9,9 @@ import pytest
 
 from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import Configuration
-from megatron_rl.contracts.facts import LaunchFacts
+from megatron_rl.contracts.launch_facts import LaunchFacts
 from megatron_rl.contracts.refusal import ConfigurationRefused, Refusal
-from support.character_tokenizer import write_character_tokenizer
+from tests.support.character_tokenizer import write_character_tokenizer
 
 SHAPE = {
     "architectures": ["Qwen3MoeForCausalLM"],

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from megatron_rl.config import algorithms
 from megatron_rl.config.cli import HYDRA_CONF, compose
 from megatron_rl.config.keys import declared_keys
-from megatron_rl.contracts.facts import LaunchFacts
+from megatron_rl.contracts.launch_facts import LaunchFacts
 from tests.config.conftest import NODE, ON_CLUSTERS
 
 EXPERIMENTS = sorted(file.stem for file in (HYDRA_CONF / "experiment").glob("*.yaml"))

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.contracts.facts import LaunchFacts
+from megatron_rl.contracts.launch_facts import LaunchFacts
 from tests.config.conftest import BF16, NODE, MakeCheckpoint, accept, refusals
 
 DENSE: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], "num_experts": None, "num_experts_per_tok": None}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.contracts.facts import LaunchFacts
+from megatron_rl.contracts.launch_facts import LaunchFacts
 from tests.config.conftest import BF16, NODE, accept, refusals
 
 

@@ -8,10 +8,10 @@ import pytest
 
 from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import Configuration
-from megatron_rl.contracts.facts import LaunchFacts
+from megatron_rl.contracts.launch_facts import LaunchFacts
 from megatron_rl.models.families import read_shape
 from megatron_rl.planning.memory import engine_memory, rank_memory
-from support.character_tokenizer import write_character_tokenizer
+from tests.support.character_tokenizer import write_character_tokenizer
 from tests.config.conftest import refusals
 
 PUBLISHED = Path(__file__).parents[1] / "support" / "published"

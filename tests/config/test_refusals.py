@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.cli import HYDRA_CONF
-from megatron_rl.contracts.facts import LaunchFacts
+from megatron_rl.contracts.launch_facts import LaunchFacts
 from megatron_rl.contracts.refusal import ConfigurationRefused
 from tests.config.conftest import BF16, NODE, ON_CLUSTERS, accept, refusals
 

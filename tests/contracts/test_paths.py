@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.contracts.paths import lost_folder, problem_with, problem_with_new
-from megatron_rl.models.files import inspect_checkpoint
+from megatron_rl.models.checkpoint_inspection import inspect_checkpoint
 
 
 def test_a_file_and_a_directory_are_what_they_are(tmp_path: Path) -> None:

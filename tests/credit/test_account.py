@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from megatron_rl.config.algorithms import GrpoSettings, SftSettings
 from megatron_rl.config.schema import CreditSettings, ParallelSettings, TrainSettings
 from megatron_rl.contracts.group import Group, RolloutRef, Verdict, drawn_tokens
-from megatron_rl.contracts.plan import Denominators, OptimizerStep, StepPlan
+from megatron_rl.contracts.step_plan import Denominators, OptimizerStep, StepPlan
 from megatron_rl.credit.account import account, usage, warning_of
 from megatron_rl.credit.assign import Credit, Credited
-from megatron_rl.planning.step_plan import Planner
-from support.groups import group, verdict
+from megatron_rl.planning.step_planner import Planner
+from tests.support.groups import group, verdict
 
 COUNTS = Denominators(sequences=1, tokens=1)
 

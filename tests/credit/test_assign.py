@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from megatron_rl.config.algorithms import AlgoSettings, GrpoSettings, SftSettings
 from megatron_rl.contracts.group import Group
 from megatron_rl.credit.assign import Credit, Credited
-from megatron_rl.credit.kinds import Kind, kind_of
-from support.groups import group, verdict
+from megatron_rl.credit.group_kinds import Kind, kind_of
+from tests.support.groups import group, verdict
 
 
 def credit(groups: list[Group], algo: AlgoSettings | None = None) -> Credited:

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.credit.controls import permute_rewards
-from support.groups import group
+from tests.support.groups import group
 
 
 @settings(max_examples=50, deadline=None)

@@ -2,8 +2,8 @@
 
 from megatron_rl.config.algorithms import GrpoSettings
 from megatron_rl.credit.assign import Credit, Credited
-from megatron_rl.credit.kinds import Kind, kind_of
-from support.groups import group
+from megatron_rl.credit.group_kinds import Kind, kind_of
+from tests.support.groups import group
 
 
 def test_a_group_that_is_half_right_throughout_is_flat_right() -> None:

@@ -10,8 +10,8 @@ from megatron_rl.config.schema import CreditSettings
 from megatron_rl.contracts.group import Verdict
 from megatron_rl.credit.advantages import group_relative, shaped, tied
 from megatron_rl.credit.assign import Credit, Credited
-from megatron_rl.credit.kinds import Kind, Told
-from support.groups import group, verdict
+from megatron_rl.credit.group_kinds import Kind, Told
+from tests.support.groups import group, verdict
 
 
 def test_right_and_wrong_by_hand() -> None:

@@ -34,9 +34,9 @@ from megatron_rl.models.families import read_shape
 from megatron_rl.rollouts.files import read_rollouts
 from megatron_rl.rollouts.store import RolloutStore
 from megatron_rl.training.worker import Worker
-from support.judged_batches import judged_groups
-from support.layouts import ALGORITHMS, BATCH, LAYOUTS, STEPS_PER_BATCH, Case
-from support.policies import make_planner
+from tests.support.judged_batches import judged_groups
+from tests.support.layouts import ALGORITHMS, BATCH, LAYOUTS, STEPS_PER_BATCH, Case
+from tests.support.policies import make_planner
 from tests.distributed.whole_steps import build, locate
 from tests.mcore.packs import pack
 

@@ -20,20 +20,20 @@ from megatron.core import parallel_state
 
 from megatron_rl.config.algorithms import AlgoSettings, EspoSettings, GrpoSettings
 from megatron_rl.config.schema import ParallelSettings
-from megatron_rl.contracts.plan import Denominators
+from megatron_rl.contracts.step_plan import Denominators
 from megatron_rl.mcore import parallel
 from megatron_rl.mcore.parallel import RankLayout
 from megatron_rl.mcore.schedule import run_schedule
 from megatron_rl.mcore.weights import every_stage, iterate_hf_weights
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.records.metric_sums import MetricSums
+from megatron_rl.training.metric_sums import MetricSums
 from megatron_rl.rollouts.codec import select_layers
-from megatron_rl.training.batch import MicroBatch
+from megatron_rl.training.micro_batches import MicroBatch
 from megatron_rl.training.old_policy import compute_old_policy
 from megatron_rl.training.policy import Policy
-from support.batches import make_batch
-from support.policies import COLUMN_ADDITION, make_batcher, make_planner, make_policy, make_view
-from support.routers import routers_checked
+from tests.support.batches import make_batch
+from tests.support.policies import COLUMN_ADDITION, make_batcher, make_planner, make_policy, make_view
+from tests.support.routers import routers_checked
 
 GRIDS: dict[str, dict[str, Any]] = {
     "dp": {}, "ep2": {"ep": 2}, "pp2": {"pp": 2}, "pp2_vpp2": {"pp": 2, "vpp": 2}, "cp2": {"cp": 2},

@@ -9,10 +9,10 @@ from safetensors.torch import load_file
 
 from megatron_rl.models.families import read_shape
 from megatron_rl.rollouts.files import write_rollouts
-from support.batches import make_batch
-from support.float64_model import write_checkpoint
-from support.layouts import BATCH, BATCHES, MODELS, STEPS_PER_BATCH
-from support.torchrun import torchrun
+from tests.support.batches import make_batch
+from tests.support.float64_model import write_checkpoint
+from tests.support.layouts import BATCH, BATCHES, MODELS, STEPS_PER_BATCH
+from tests.support.torchrun import torchrun
 from tests.mcore.packs import sequence
 
 SCRIPT = Path(__file__).with_name("checkpoint_layouts.py")

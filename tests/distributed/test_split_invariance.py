@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.torchrun import torchrun
+from tests.support.torchrun import torchrun
 
 SCRIPT = Path(__file__).with_name("gradients_of_one_batch.py")
 TOLERANCE = 1e-6  # relative to the gradient's norm, float32

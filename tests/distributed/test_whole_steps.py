@@ -17,11 +17,11 @@ from safetensors.torch import load_file
 
 from megatron_rl.models.families import read_shape
 from megatron_rl.rollouts.files import read_rollouts, write_rollouts
-from support.batches import make_batch
-from support.float64_model import Float64Model, write_checkpoint
-from support.float64_steps import Float64Trainer, advantages_of, entropy_advantages_of
-from support.judged_batches import judged_groups
-from support.layouts import (
+from tests.support.batches import make_batch
+from tests.support.float64_model import Float64Model, write_checkpoint
+from tests.support.float64_steps import Float64Trainer, advantages_of, entropy_advantages_of
+from tests.support.judged_batches import judged_groups
+from tests.support.layouts import (
     ALGORITHMS,
     BATCH,
     BATCHES,
@@ -37,7 +37,7 @@ from support.layouts import (
     Case,
     cases_of,
 )
-from support.torchrun import torchrun
+from tests.support.torchrun import torchrun
 from tests.mcore.tiny_families import deepseek_v3, randomized
 
 SCRIPT = Path(__file__).with_name("whole_steps.py")

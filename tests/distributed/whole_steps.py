@@ -21,7 +21,7 @@ from megatron.core import parallel_state
 
 from megatron_rl.config.schema import EngineSettings, LoggerSettings, ModelSettings, RunSettings, TrainSettings
 from megatron_rl.contracts.group import RolloutLocation
-from megatron_rl.contracts.plan import StepPlan
+from megatron_rl.contracts.step_plan import StepPlan
 from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.credit.assign import Credit
 from megatron_rl.mcore import parallel
@@ -29,11 +29,11 @@ from megatron_rl.mcore.optimizer import DistributedAdam, StepResult
 from megatron_rl.mcore.parallel import RankLayout
 from megatron_rl.rollouts.files import read_rollouts
 from megatron_rl.rollouts.store import RolloutStore
-from megatron_rl.training.batch import Batcher, MicroBatch
+from megatron_rl.training.micro_batches import Batcher, MicroBatch
 from megatron_rl.training.collectives import broadcast_bytes
 from megatron_rl.training.worker import Worker, gather_receivers
-from support.judged_batches import judged_groups
-from support.layouts import (
+from tests.support.judged_batches import judged_groups
+from tests.support.layouts import (
     ALGORITHMS,
     BATCH,
     BATCHES,
@@ -45,8 +45,8 @@ from support.layouts import (
     TOTAL_STEPS,
     Case,
 )
-from support.policies import make_batcher, make_planner, make_policy, make_view
-from support.router_calls import RouterCalls
+from tests.support.policies import make_batcher, make_planner, make_policy, make_view
+from tests.support.router_calls import RouterCalls
 
 
 class RecordingBatcher(Batcher):

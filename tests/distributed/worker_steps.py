@@ -33,7 +33,7 @@ from megatron_rl.config.schema import (
     TrainSettings,
 )
 from megatron_rl.contracts.group import RolloutLocation, RolloutRef
-from megatron_rl.contracts.plan import StepPlan
+from megatron_rl.contracts.step_plan import StepPlan
 from megatron_rl.mcore import parallel
 from megatron_rl.mcore.optimizer import DistributedAdam
 from megatron_rl.mcore.parallel import RankLayout
@@ -41,12 +41,12 @@ from megatron_rl.mcore.router_target import ReplayError
 from megatron_rl.mcore.schedule import run_schedule
 from megatron_rl.rollouts.store import RolloutStore
 from megatron_rl.training import update_routes
-from megatron_rl.training.batch import MicroBatch
+from megatron_rl.training.micro_batches import MicroBatch
 from megatron_rl.training.collectives import broadcast_bytes, gather_bytes
 from megatron_rl.training.worker import Worker, gather_receivers
-from support.batches import make_batch
-from support.policies import ADAM, COLUMN_ADDITION, make_batcher, make_planner, make_policy, make_view
-from support.routers import routers_checked
+from tests.support.batches import make_batch
+from tests.support.policies import ADAM, COLUMN_ADDITION, make_batcher, make_planner, make_policy, make_view
+from tests.support.routers import routers_checked
 
 GRIDS = {
     "": ParallelSettings(ep=2, timeout_s=60),

@@ -31,11 +31,11 @@ from megatron_rl.mcore.schedule import run_schedule
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.prompts.factory import open_prompts
-from support.engine_layers import arguments
-from support.engines import draw_rollouts
-from support.megatron_layers import watch
-from support.policies import make_batcher, make_planner, make_policy
-from support.rollouts import make_ref
+from tests.support.engine_layers import arguments
+from tests.support.engines import draw_rollouts
+from tests.support.megatron_layers import watch
+from tests.support.policies import make_batcher, make_planner, make_policy
+from tests.support.rollouts import make_ref
 
 TASKS = {"two_digit_addition": "smoke", "column_addition": "quickstart"}
 Rows = dict[str, dict[int, torch.Tensor]]  # by operation and position

@@ -22,13 +22,13 @@ from megatron_rl.config.schema import ParallelSettings
 from megatron_rl.losses import LossResult, Objective, ResponseTokens
 from megatron_rl.mcore import parallel
 from megatron_rl.mcore.parallel import RankLayout
-from megatron_rl.records.metric_sums import MetricSums
+from megatron_rl.training.metric_sums import MetricSums
 from megatron_rl.rollouts.codec import select_layers
 from megatron_rl.rollouts.files import read_rollouts
 from megatron_rl.training.old_policy import compute_old_policy
-from support.layouts import LAYOUTS
-from support.policies import make_batcher, make_planner, make_policy, make_view
-from support.rollouts import make_ref
+from tests.support.layouts import LAYOUTS
+from tests.support.policies import make_batcher, make_planner, make_policy, make_view
+from tests.support.rollouts import make_ref
 
 
 class Recorder:

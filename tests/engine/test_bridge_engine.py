@@ -29,7 +29,7 @@ from sglang_bridge.weights.disk import DiskTransport
 from sglang_bridge.weights.distributed import DistributedTransport
 from sglang_bridge.weights.expectation import WeightExpectation
 from sglang_bridge.weights.updater import WeightUpdater
-from support.engines import running_engine
+from tests.support.engines import running_engine
 from tests.sglang_bridge.tiny_model import EXPERTS, LAYERS, TOP_K, write_tiny_model
 
 pytestmark = pytest.mark.engine

@@ -13,8 +13,8 @@ from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.prompts.factory import open_prompts
 from megatron_rl.rollouts.files import write_rollouts
-from support.engines import draw_rollouts
-from support.torchrun import torchrun
+from tests.support.engines import draw_rollouts
+from tests.support.torchrun import torchrun
 from tests.mcore.test_same_sums import EXACT
 
 SCRIPT = Path(__file__).with_name("megatron_logprobs.py")

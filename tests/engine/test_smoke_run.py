@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.models.families import read_shape
-from megatron_rl.records.run_state import read_state
+from megatron_rl.contracts.run_state import read_state
 from megatron_rl.rollouts.recording import batch_directory, read_groups
 from sglang_bridge.keys import create_keys
-from support.comparable import weights_of
-from support.engines import running_engine
-from support.jobs import ROOT, family, named, start_job, survivors, wait_for_step
-from support.policies import TWO_DIGIT_ADDITION
+from tests.support.comparable import weights_of
+from tests.support.engines import running_engine
+from tests.support.jobs import ROOT, family, named, start_job, survivors, wait_for_step
+from tests.support.policies import TWO_DIGIT_ADDITION
 
 pytestmark = [pytest.mark.engine, pytest.mark.distributed, pytest.mark.timeout(420)]
 # Every metric of the run: people and dashboards read them, so a name that is new, gone or changed is a decision.

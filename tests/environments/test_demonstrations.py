@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatron_rl.environments.draft import RolloutRejected
-from support.scripted_model import ScriptedModel, open_episode
+from megatron_rl.environments.rollout_builder import RolloutRejected
+from tests.support.scripted_model import ScriptedModel, open_episode
 
 
 def test_nobody_sampled_it_so_it_has_the_version_of_the_start() -> None:

@@ -6,13 +6,13 @@ import msgspec
 import pytest
 
 from megatron_rl.config.schema import EnvironmentSettings
-from megatron_rl.contracts.doors import DoorError
+from megatron_rl.contracts.plugins import DoorError
 from megatron_rl.contracts.rollout import Role
-from megatron_rl.environments.draft import RolloutRejected
+from megatron_rl.environments.rollout_builder import RolloutRejected
 from megatron_rl.environments.environment import for_evaluation, open_environment
 from megatron_rl.environments.single_turn import SingleTurn
-from megatron_rl.environments.worked import Worked
-from support.scripted_model import PROMPT, ScriptedModel, Turn, open_episode
+from megatron_rl.environments.demonstration import Worked
+from tests.support.scripted_model import PROMPT, ScriptedModel, Turn, open_episode
 
 TWO_TURNS = '''
 """Asks again when the first answer is not the reference."""

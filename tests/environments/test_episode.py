@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from megatron_rl.contracts.rollout import FinishReason, Role, Rollout
 from megatron_rl.contracts.routes import RouteError, RouteShape
-from megatron_rl.environments.draft import RolloutRejected
+from megatron_rl.environments.rollout_builder import RolloutRejected
 from megatron_rl.environments.episode import Episode, Response
 from megatron_rl.models.tokenizer import UnknownText
-from support.scripted_model import (
+from tests.support.scripted_model import (
     EOS,
     PROMPT,
     ROUTES,

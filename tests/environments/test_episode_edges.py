@@ -8,9 +8,9 @@ import pytest
 
 from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.contracts.rollout import FinishReason
-from megatron_rl.environments.draft import RolloutRejected
+from megatron_rl.environments.rollout_builder import RolloutRejected
 from megatron_rl.environments.episode import Episode, EpisodeRules
-from support.scripted_model import PROMPT, TOKENIZER, ScriptedModel, Turn
+from tests.support.scripted_model import PROMPT, TOKENIZER, ScriptedModel, Turn
 from tests.environments.test_episode import played
 
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=32)

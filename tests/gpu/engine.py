@@ -16,21 +16,21 @@ import torch
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.contracts.rollout import FinishReason, Rollout
-from megatron_rl.environments.draft import RolloutDraft
+from megatron_rl.environments.rollout_builder import RolloutDraft
 from megatron_rl.mcore import parallel
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.planning.step_plan import Planner
+from megatron_rl.planning.step_planner import Planner
 from megatron_rl.rollouts.store import RolloutStore
-from megatron_rl.run.engines import route_shape
-from megatron_rl.sync.open import open_weight_sync
-from megatron_rl.sync.sender import WeightSync
+from megatron_rl.engines.engines import route_shape
+from megatron_rl.engines.open_weight_sync import open_weight_sync
+from megatron_rl.engines.weight_sync import WeightSync
 from megatron_rl.training.worker import Worker
 from sglang_bridge.client import GenerateClient
 from sglang_bridge.keys import create_keys
 from sglang_bridge.lifeline import Lifeline
 from sglang_bridge.server import ManagedEngine
 from sglang_bridge.settings import ServerPlace, ServerSettings
-from support.rollouts import make_ref
+from tests.support.rollouts import make_ref
 from tests.gpu.stage import Report, Setting, Skipped, run
 from tests.gpu.workers import configure, open_worker, write_model
 

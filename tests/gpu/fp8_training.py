@@ -10,9 +10,9 @@ compat.install()
 
 import torch
 
-from megatron_rl.contracts.facts import has_transformer_engine
+from megatron_rl.contracts.launch_facts import has_transformer_engine
 from megatron_rl.mcore import parallel
-from megatron_rl.planning.step_plan import Planner
+from megatron_rl.planning.step_planner import Planner
 from tests.gpu.stage import Report, Setting, Skipped, run
 from tests.gpu.workers import ROUTES_OF_NOBODY, configure, make_rollouts, open_worker, write_model
 

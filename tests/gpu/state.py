@@ -14,7 +14,7 @@ import torch
 
 from megatron_rl.mcore import parallel
 from megatron_rl.mcore.checkpoint import gather_tensors, load_tensors, write_tensors
-from megatron_rl.planning.step_plan import Planner
+from megatron_rl.planning.step_planner import Planner
 from megatron_rl.training.worker import Worker
 from tests.gpu.stage import Report, Setting, run
 from tests.gpu.workers import ROUTES_OF_NOBODY, configure, make_rollouts, open_worker, write_model

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from support.scripts import load_script, start_script
+from tests.support.scripts import load_script, start_script
 from tests.gpu.bare_machine import bundled, closure, normal, write_blocker
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,8 +14,8 @@ import torch
 
 from megatron_rl.mcore import parallel
 from megatron_rl.planning.rank_view import RankView
-from megatron_rl.planning.step_plan import Planner
-from megatron_rl.training.batch import Batcher
+from megatron_rl.planning.step_planner import Planner
+from megatron_rl.training.micro_batches import Batcher
 from megatron_rl.training.worker import Worker
 from tests.gpu.stage import Report, Setting, run
 from tests.gpu.workers import ROUTES_OF_NOBODY, configure, make_rollouts, open_worker, write_model

@@ -12,7 +12,7 @@ import torch
 
 from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import Configuration
-from megatron_rl.contracts.facts import LaunchFacts
+from megatron_rl.contracts.launch_facts import LaunchFacts
 from megatron_rl.contracts.group import RolloutRef
 from megatron_rl.contracts.rollout import FinishReason, Role, Rollout, Segment
 from megatron_rl.losses import open_loss
@@ -22,8 +22,8 @@ from megatron_rl.models.shape import ModelShape
 from megatron_rl.rollouts.store import RolloutStore
 from megatron_rl.run.build import build_worker
 from megatron_rl.training.worker import Worker
-from support.character_tokenizer import write_character_tokenizer
-from support.rollouts import make_ref
+from tests.support.character_tokenizer import write_character_tokenizer
+from tests.support.rollouts import make_ref
 
 ROUTES_OF_NOBODY = "train.max_route_disagreement=1"  # random ones are not what the routers choose
 _COMMON = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "eos_token_id": 1, "hidden_act": "silu",

@@ -1,4 +1,4 @@
-"""`launch/compare_runs.py`, whose runs are stood for."""
+"""`launch/comparison/__main__.py`, whose runs are stood for."""
 
 import subprocess
 from collections.abc import Callable
@@ -7,8 +7,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from support.comparisons import Launcher
-from support.scripts import load_script
+from tests.support.comparisons import Launcher
+from tests.support.scripts import load_script
 
 
 @pytest.fixture(scope="session")
@@ -20,7 +20,7 @@ def script() -> ModuleType:
 def launcher(monkeypatch: pytest.MonkeyPatch) -> Launcher:
     launched = Launcher()
     replaced = SimpleNamespace(Popen=launched, TimeoutExpired=subprocess.TimeoutExpired)
-    monkeypatch.setattr("megatron_rl.run.comparison.training.subprocess", replaced)
+    monkeypatch.setattr("launch.comparison.runner.subprocess", replaced)
     return launched
 
 

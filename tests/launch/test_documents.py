@@ -11,10 +11,10 @@ import pytest
 
 from megatron_rl.config.cli import compose
 from megatron_rl.contracts.exit_codes import ExitCode
-from megatron_rl.contracts.facts import LaunchFacts
+from megatron_rl.contracts.launch_facts import LaunchFacts
 from megatron_rl.prompts.jsonl import read_jsonl
 from megatron_rl.prompts.question import BadRows
-from support.scripts import load_script
+from tests.support.scripts import load_script
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = ("rollout.recorded=runs/", "run.resume=runs/", "selection.beliefs=runs/")
@@ -49,7 +49,7 @@ def test_every_training_command_composes(tmp_path: Path, monkeypatch: pytest.Mon
         if Path(script).stem in OTHERS or "parallel.ep=3" in words or "--cfg" in words:
             continue
         overrides = words[words.index(script) + 1 :]
-        if script == "launch/simulate_selection.py":
+        if script == "launch/studies/simulate_selection.py":
             load_script("simulate_selection").parser().parse_args(overrides)
             continue
         if script == "launch/profile_prompts.py":
@@ -66,9 +66,9 @@ def test_every_training_command_composes(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_the_comparison_behind_the_table_is_accepted(tmp_path: Path) -> None:
-    (words,) = [w for w in commands(ROOT / "README.md") if "launch/compare_runs.py" in w]
+    (words,) = [w for w in commands(ROOT / "README.md") if "launch/comparison/__main__.py" in w]
     script = load_script("compare_runs")
-    given: Namespace = script.parser("").parse_args(words[words.index("launch/compare_runs.py") + 1 :])
+    given: Namespace = script.parser("").parse_args(words[words.index("launch/comparison/__main__.py") + 1 :])
     given.out = tmp_path
     planned = Counter(run.variant for run in script.plan(given))
     assert planned == {"espo": 3, "grpo": 3, "gspo": 3, "frozen": 1, "permuted": 1}
@@ -76,8 +76,8 @@ def test_the_comparison_behind_the_table_is_accepted(tmp_path: Path) -> None:
 
 def test_every_comparison_is_accepted(tmp_path: Path) -> None:
     script = load_script("compare_runs")
-    shown = [w for w in commands(ROOT / "docs" / "comparisons.md") if "launch/compare_runs.py" in w]
-    shown += [w for w in commands(ROOT / "docs" / "replay.md") if "launch/compare_runs.py" in w]
+    shown = [w for w in commands(ROOT / "docs" / "comparisons.md") if "launch/comparison/__main__.py" in w]
+    shown += [w for w in commands(ROOT / "docs" / "replay.md") if "launch/comparison/__main__.py" in w]
     runs: list[object] = []
     for words in shown:
         given: Namespace = script.parser("").parse_args(words[2:])

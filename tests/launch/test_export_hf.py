@@ -13,10 +13,10 @@ from safetensors import SafetensorError
 
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.records.progress import Progress
-from megatron_rl.records.shelf import Shelf
-from support.checkpoints import save_checkpoint
-from support.policies import TWO_DIGIT_ADDITION
-from support.scripts import load_script
+from megatron_rl.run.checkpoints.store import Shelf
+from tests.support.checkpoints import save_checkpoint
+from tests.support.policies import TWO_DIGIT_ADDITION
+from tests.support.scripts import load_script
 
 JOB: Any = SimpleNamespace(rank=0, world_size=1, control_group=None)
 SETTINGS = {"model.path": str(TWO_DIGIT_ADDITION), "model.dtype": "bfloat16", "run.save_dtype": None}

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.models.families import read_shape
-from support.jobs import start_job
-from support.policies import COLUMN_ADDITION, TWO_DIGIT_ADDITION
-from support.recordings import write_recording
-from support.scripts import load_script
+from tests.support.jobs import start_job
+from tests.support.policies import COLUMN_ADDITION, TWO_DIGIT_ADDITION
+from tests.support.recordings import write_recording
+from tests.support.scripts import load_script
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import pytest
 from megatron_rl.config.cli import compose
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.refusal import ConfigurationRefused
-from support.scripts import start_script
+from tests.support.scripts import start_script
 
 COMMAND = ["experiment=smoke", "data=jsonl", "data.train_path=sums.jsonl", "data.num_eval=16", "train.total_steps=2"]
 

@@ -15,9 +15,9 @@ import pytest
 from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import EngineSettings, ParallelSettings
 from megatron_rl.contracts.exit_codes import ExitCode
-from megatron_rl.contracts.facts import LaunchFacts
+from megatron_rl.contracts.launch_facts import LaunchFacts
 from megatron_rl.models.families import read_shape
-from support.scripts import LAUNCH, load_script, start_script
+from tests.support.scripts import LAUNCH, load_script, start_script
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": a + b} for a in range(10, 20) for b in range(10, 15)]
 SMALL = ("experiment=smoke", "data=jsonl", "data.num_eval=8", "data.train_path=sums.jsonl")

@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 
 from megatron_rl.contracts.exit_codes import ExitCode
-from support.scripts import load_script, start_script
+from tests.support.scripts import load_script, start_script
 
 STEP = {"time/rollout": 2.0, "time/old_policy": 1.0, "time/train": 1.0, "time/step": 4.0, "time/reward_exposed": 0.002}
 

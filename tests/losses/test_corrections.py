@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.config.algorithms import ALGORITHMS, CorrectionSettings
-from megatron_rl.contracts.plan import Denominators
+from megatron_rl.contracts.step_plan import Denominators
 from megatron_rl.losses import Correction, ResponseTokens, open_loss
 from tests.losses.shapes import shape_of
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from megatron_rl.config.algorithms import CustomAlgoSettings, EspoSettings
-from megatron_rl.contracts.doors import DoorError
-from megatron_rl.contracts.plan import Denominators
+from megatron_rl.contracts.plugins import DoorError
+from megatron_rl.contracts.step_plan import Denominators
 from megatron_rl.losses import ResponseTokens, open_loss
 from megatron_rl.losses.interface import require_denominator, require_packed
 from tests.losses.shapes import shape_of

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_rl.config.algorithms import ALGORITHMS
-from megatron_rl.contracts.plan import Denominators
+from megatron_rl.contracts.step_plan import Denominators
 from megatron_rl.losses import ResponseTokens, open_loss
 from tests.losses.shapes import shape_of
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_rl.config.algorithms import GspoSettings
-from megatron_rl.contracts.plan import Denominators
+from megatron_rl.contracts.step_plan import Denominators
 from megatron_rl.losses import ResponseTokens, open_loss, rollout_mismatch
 from megatron_rl.losses.clipped_ratio import clipped_surrogate, ratio_through_tokens
 from megatron_rl.losses.sequences import sequence_means

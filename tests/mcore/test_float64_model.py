@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.float64_model import Float64Model, write_checkpoint
-from support.layouts import MODELS
+from tests.support.float64_model import Float64Model, write_checkpoint
+from tests.support.layouts import MODELS
 from tests.test_import_direction import imports_of, room_imports
 
 SUPPORT = Path(__file__).parents[1] / "support"

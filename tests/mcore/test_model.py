@@ -67,4 +67,4 @@ def test_a_gpu_adds_up_experts_in_a_fixed_order_and_fuses_what_replay_allows(
     assert fusions("te") == {
         "moe_permute_fusion", "apply_rope_fusion", "bias_activation_fusion", "bias_dropout_fusion"
     }  # fmt: skip
-    assert fusions("local") == set(), "tests/mcore/test_ordered_experts.py holds its order"
+    assert fusions("local") == set(), "tests/mcore/test_deterministic_permute.py holds its order"

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_rl.config.schema import ParallelSettings
-from support.torchrun import torchrun
+from tests.support.torchrun import torchrun
 from tests.mcore.parity_cases import PARITY, POISONED, Case
 
 pytestmark = pytest.mark.distributed

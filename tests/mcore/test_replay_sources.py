@@ -98,7 +98,7 @@ def test_recorded_routes_are_replayed_after_the_weights_have_moved(
     from dataclasses import replace
 
     from megatron_rl.mcore.schedule import run_schedule
-    from support.routers import routers_checked
+    from tests.support.routers import routers_checked
 
     models, replay = build(checkpoint, recompute)
     batches = [pack(m) for m in MICRO_BATCHES]

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from sglang_bridge.cpu_shim.padded_attention import paged_attention
 from sglang_bridge.cpu_shim.trainer_sums import experts, linear, route
-from support.exactness import EXACT
+from tests.support.exactness import EXACT
 from tests.mcore.packs import pack
 from tests.mcore.test_replay import build
 

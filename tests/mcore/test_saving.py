@@ -27,13 +27,13 @@ from megatron_rl.mcore.checkpoint import gather_tensors, load_tensors
 from megatron_rl.mcore.model import build_models
 from megatron_rl.mcore.optimizer import DistributedAdam, wrap_data_parallel
 from megatron_rl.models.families import read_shape
-from megatron_rl.records.manifest import changed_files, read_manifest
-from megatron_rl.records.shelf import Shelf
-from megatron_rl.run.checkpoints import Checkpoints, SavedCheckpoint
-from megatron_rl.run.measure import open_weights
-from megatron_rl.run.resume import CheckpointUnusable, Start
-from support.checkpoints import make_state
-from support.policies import ADAM, TWO_DIGIT_ADDITION, make_policy
+from megatron_rl.run.checkpoints.saving.manifest import changed_files, read_manifest
+from megatron_rl.run.checkpoints.store import Shelf
+from megatron_rl.run.checkpoints.saving import Checkpoints, SavedCheckpoint
+from megatron_rl.run.modes.record.evaluate import open_weights
+from megatron_rl.run.checkpoints.resume import CheckpointUnusable, Start
+from tests.support.checkpoints import make_state
+from tests.support.policies import ADAM, TWO_DIGIT_ADDITION, make_policy
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_mistakes_of_the_program_are_no_full_disks(
     def broken(*_: Any) -> None:
         raise TypeError("no such thing")
 
-    monkeypatch.setattr("megatron_rl.run.checkpoints.write_tensors", broken)
+    monkeypatch.setattr("megatron_rl.run.checkpoints.saving.write_tensors", broken)
     with pytest.raises(TypeError):
         Checkpoints(worker, Shelf(tmp_path / "checkpoints"), nbytes=0, keep=2).save(Checkpoint(1, b"{}"))
 
@@ -126,7 +126,7 @@ def test_a_checkpoint_of_another_model_is_named_and_not_a_traceback(
     with pytest.raises(CheckpointUnusable, match=said) as refused:
         start.load(other)
     assert refused.value.exit_code == ExitCode.BAD_DATA and "Traceback" not in str(refused.value)
-    monkeypatch.setattr("megatron_rl.run.measure.parallel.initialize", lambda *_, **__: None)  # it is, here
+    monkeypatch.setattr("megatron_rl.run.modes.record.evaluate.parallel.initialize", lambda *_, **__: None)  # it is, here
     c, job = compose(["experiment=smoke", "mode=eval"]), megatron
     with pytest.raises(CheckpointUnusable, match=said):
         list(open_weights(c, shape, shelf.path(1), job)())

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from megatron_rl.models.chat_template import ChatTemplate
 from megatron_rl.models.tokenizer import TokenizerError
-from support.policies import TWO_DIGIT_ADDITION
+from tests.support.policies import TWO_DIGIT_ADDITION
 
 CHATML = """{%- for message in messages %}
     {%- if message.role == 'tool' %}

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_rl.models.merging import linear, merge_checkpoints, ties
 from megatron_rl.models.tensor_files import CheckpointError
-from support.policies import TWO_DIGIT_ADDITION
+from tests.support.policies import TWO_DIGIT_ADDITION
 
 
 def t(*values: float) -> torch.Tensor:

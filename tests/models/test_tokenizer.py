@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.models.tokenizer import REPLACEMENT, Tokenizer, TokenizerError, UnknownText, check_matches_model
-from support.character_tokenizer import CHARACTERS, write_character_tokenizer
+from tests.support.character_tokenizer import CHARACTERS, write_character_tokenizer
 
 ROOT = Path(__file__).parents[2]
 
@@ -157,7 +157,7 @@ def test_prompts_rewards_and_tokenizer_load_without_torch() -> None:
     code = """if True:
         import sys
         import megatron_rl.credit.advantages, megatron_rl.prompts, megatron_rl.rewards, megatron_rl.models.tokenizer
-        import megatron_rl.credit.kinds
+        import megatron_rl.credit.group_kinds
         print(*{"torch", "transformers", "hydra", "reasoning_gym"} & set(sys.modules))
     """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)

@@ -11,12 +11,12 @@ from megatron_rl.contracts.routes import RouteShape
 from megatron_rl.credit.assign import Credit
 from megatron_rl.models.families import read_shape
 from megatron_rl.planning.rank_view import RankView
-from megatron_rl.planning.step_plan import Planner
-from megatron_rl.training.batch import Batcher
-from support.batches import make_batch
-from support.float64_steps import Sequence64, advantages_of
-from support.judged_batches import judged_groups
-from support.policies import COLUMN_ADDITION
+from megatron_rl.planning.step_planner import Planner
+from megatron_rl.training.micro_batches import Batcher
+from tests.support.batches import make_batch
+from tests.support.float64_steps import Sequence64, advantages_of
+from tests.support.judged_batches import judged_groups
+from tests.support.policies import COLUMN_ADDITION
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -5,8 +5,8 @@ import pytest
 
 from megatron_rl.config.schema import ParallelSettings, TrainSettings
 from megatron_rl.planning.rank_view import RankView
-from megatron_rl.planning.step_plan import Planner
-from tests.planning.test_step_plan import plan, planner, rollout
+from megatron_rl.planning.step_planner import Planner
+from tests.planning.test_step_planner import plan, planner, rollout
 
 
 def test_rollouts_that_fill_a_micro_batch_exactly_share_it() -> None:

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.contracts.plan import Denominators, StepPlan, Uncounted
-from tests.planning.test_step_plan import plan, planner, rollout
+from megatron_rl.contracts.step_plan import Denominators, StepPlan, Uncounted
+from tests.planning.test_step_planner import plan, planner, rollout
 
 
 def make(mixed: int, tied: int = 0, flat: int = 0, kept: int = 0, *, steps: int = 2, step: int = 5) -> StepPlan:

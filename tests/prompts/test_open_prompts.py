@@ -9,14 +9,14 @@ from types import MappingProxyType
 import pytest
 
 from megatron_rl.config.schema import DataSettings
-from megatron_rl.contracts.doors import DoorError
+from megatron_rl.contracts.plugins import DoorError
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.prompts.factory import open_prompts, open_set
 from megatron_rl.prompts.question import PromptDataError, Question
 from megatron_rl.prompts.source import PromptSource
 from megatron_rl.rewards import ExactMatch
-from support.character_tokenizer import write_character_tokenizer
+from tests.support.character_tokenizer import write_character_tokenizer
 
 
 @pytest.fixture(scope="module")

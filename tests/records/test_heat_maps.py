@@ -11,7 +11,7 @@ from megatron_rl.config.schema import LoggerSettings
 from megatron_rl.records.heat_maps import heat_maps
 from megatron_rl.records.metrics_log import MetricsLog
 from megatron_rl.records.run_directory import RunDirectory
-from support.scripts import load_script
+from tests.support.scripts import load_script
 
 STEPS: list[dict[str, float | None]] = [
     {"step": 0, "eval/accuracy": 0.1},

@@ -1,7 +1,7 @@
 import pytest
 
 from megatron_rl.config.schema import RewardSettings
-from megatron_rl.contracts.doors import DoorError
+from megatron_rl.contracts.plugins import DoorError
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.group import Verdict
 from megatron_rl.contracts.prompt import Prompt

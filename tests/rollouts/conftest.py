@@ -3,7 +3,7 @@ from collections.abc import Iterator
 import pytest
 
 from megatron_rl.rollouts.hub import Hub
-from support.collectors import Peer
+from tests.support.collectors import Peer
 
 
 @pytest.fixture

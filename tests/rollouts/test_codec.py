@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.rollouts import codec
-from support.rollouts import assert_equal, make_rollout
+from tests.support.rollouts import assert_equal, make_rollout
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.sampled_from([np.uint8, np.uint16]))

@@ -24,8 +24,8 @@ from megatron_rl.rollouts.messages import (
     Release,
 )
 from megatron_rl.rollouts.store import RolloutGone, read_rollout
-from support.fake_engine import Answer, Reply, configuration, fake_engine, reply, routes
-from support.scripted_model import EOS, PROMPT
+from tests.support.fake_engine import Answer, Reply, configuration, fake_engine, reply, routes
+from tests.support.scripted_model import EOS, PROMPT
 
 SAMPLING = Sampling(max_new_tokens=16, temperature=1.0, stop_token_ids=(EOS,))
 
@@ -158,7 +158,7 @@ def test_every_turn_has_a_seed_of_its_own(own: str) -> None:
 def test_replies_are_read_checked_and_stored_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """A long response is tens of megabytes: on the loop it would hold up every other request, and the heartbeat."""
     where: dict[str, str] = {}
-    works = ("sglang_bridge.client.decode_generation", "megatron_rl.environments.draft.validate_routes")
+    works = ("sglang_bridge.client.decode_generation", "megatron_rl.environments.rollout_builder.validate_routes")
     for name in (*works, "megatron_rl.rollouts.codec.encode"):
         module, _, function = name.rpartition(".")
         original = getattr(sys.modules[module], function)

@@ -12,8 +12,8 @@ from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.rollouts.engine_pool import EnginePool, RequestForm
 from megatron_rl.rollouts.messages import AbortRequest, EngineBack, EngineLeftOut, FromCollector
 from sglang_bridge.engine import Engine
-from support.fake_engine import LAYERS, TOPK, Answer, Reply, fake_engine, reply
-from support.scripted_model import EOS, PROMPT
+from tests.support.fake_engine import LAYERS, TOPK, Answer, Reply, fake_engine, reply
+from tests.support.scripted_model import EOS, PROMPT
 
 SAMPLING = Sampling(max_new_tokens=16, temperature=1.0, stop_token_ids=(EOS,))
 FORM = RequestForm(api_key=None, longest_response=10, route_shape=(LAYERS, TOPK), vocab_size=48)

@@ -7,7 +7,7 @@ from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.rollouts import evaluation
 from megatron_rl.rollouts.evaluation import Accuracy, LostEvaluation
 from megatron_rl.rollouts.rejections import OwnClassFailed
-from support.rollouts import make_ref, make_rollout
+from tests.support.rollouts import make_ref, make_rollout
 
 
 def group(*verdicts: Verdict, finish: FinishReason = FinishReason.STOP) -> Group:

@@ -7,8 +7,8 @@ import zmq
 
 from megatron_rl.rollouts.hub import CollectorLost, Hub
 from megatron_rl.rollouts.messages import MAX_MESSAGE_BYTES, Alive, Failed, Stop
-from support.collectors import Peer, done
-from support.rollouts import make_ref, make_rollout
+from tests.support.collectors import Peer, done
+from tests.support.rollouts import make_ref, make_rollout
 
 
 @pytest.fixture

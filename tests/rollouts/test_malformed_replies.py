@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.contracts.rollout import Role, Rollout
 from megatron_rl.contracts.routes import RouteError, RouteShape
-from megatron_rl.environments.draft import RolloutRejected
+from megatron_rl.environments.rollout_builder import RolloutRejected
 from megatron_rl.environments.episode import Episode, EpisodeRules
 from megatron_rl.rollouts.collector import Collector
 from megatron_rl.rollouts.messages import ENVIRONMENT_FAILURE, FromCollector, GroupDone, GroupRequest, Release
 from megatron_rl.rollouts.store import read_rollout
 from sglang_bridge.generation import Generation, GenerationRejected, decode_generation
-from support.fake_engine import LAYERS, TOPK, configuration, fake_engine
-from support.scripted_model import EOS, PROMPT, TOKENIZER
+from tests.support.fake_engine import LAYERS, TOPK, configuration, fake_engine
+from tests.support.scripted_model import EOS, PROMPT, TOKENIZER
 
 VOCABULARY, EXPERTS, BUDGET = 48, 8, 16
 SHAPE = RouteShape(moe_layers=(0, 1, 2, 3), num_hidden_layers=LAYERS, num_experts=EXPERTS, topk=TOPK)

@@ -12,13 +12,13 @@ import pytest
 
 from megatron_rl.config.schema import EnvironmentSettings, EvalSettings, RolloutSettings
 from megatron_rl.rollouts.__main__ import RUN_KEY_VARIABLE
-from megatron_rl.rollouts.batch import RolloutBatch, RolloutStage
+from megatron_rl.rollouts.rollout_batch import RolloutBatch, RolloutStage
 from megatron_rl.rollouts.evaluation import Accuracy, Evaluation
 from megatron_rl.rollouts.hub import CollectorLost, Hub
 from megatron_rl.rollouts.queue import CollectorFailed, RolloutQueue
-from support.fake_engine import configuration, fake_engine, reply
-from support.scripted_model import EOS, PROMPT
-from support.selection import Given
+from tests.support.fake_engine import configuration, fake_engine, reply
+from tests.support.scripted_model import EOS, PROMPT
+from tests.support.selection import Given
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = """

@@ -22,8 +22,8 @@ from megatron_rl.rollouts.messages import (
 )
 from megatron_rl.rollouts.queue import CollectorFailed, RolloutQueue
 from sglang_bridge.errors import RequestFailed
-from support.collectors import Peer, done, request
-from support.rollouts import VERSION, make_ref, make_rollout
+from tests.support.collectors import Peer, done, request
+from tests.support.rollouts import VERSION, make_ref, make_rollout
 
 
 @pytest.fixture

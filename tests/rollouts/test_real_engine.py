@@ -16,9 +16,9 @@ from sglang_bridge.client import GenerateClient, RequestExpired
 from sglang_bridge.engine import Engine
 from sglang_bridge.generation import FinishReason, Generation
 from sglang_bridge.server import ManagedEngine
-from support.engines import running_engine
-from support.exactness import EXACT
-from support.scripted_model import CHECKPOINT, PROMPT, TOKENIZER
+from tests.support.engines import running_engine
+from tests.support.exactness import EXACT
+from tests.support.scripted_model import CHECKPOINT, PROMPT, TOKENIZER
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 SHAPE = read_shape(CHECKPOINT)

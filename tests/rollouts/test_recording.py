@@ -23,11 +23,11 @@ from megatron_rl.rollouts.recording import (
     write_parts,
 )
 from megatron_rl.rollouts.store import read_rollout
-from support.batches import make_batch
-from support.judged_batches import judged_groups
-from support.policies import TWO_DIGIT_ADDITION
-from support.recordings import write_recording
-from support.rollouts import assert_equal
+from tests.support.batches import make_batch
+from tests.support.judged_batches import judged_groups
+from tests.support.policies import TWO_DIGIT_ADDITION
+from tests.support.recordings import write_recording
+from tests.support.rollouts import assert_equal
 
 SHAPE = read_shape(TWO_DIGIT_ADDITION)
 

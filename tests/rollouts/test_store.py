@@ -8,7 +8,7 @@ import pytest
 from megatron_rl.contracts.group import RolloutLocation
 from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.rollouts.store import RolloutGone, RolloutStore, read_rollout
-from support.rollouts import assert_equal, make_ref, make_rollout
+from tests.support.rollouts import assert_equal, make_ref, make_rollout
 
 
 def test_rollouts_are_read_back_whole() -> None:

@@ -10,8 +10,8 @@ from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.rollouts.collector import Collector
 from megatron_rl.rollouts.messages import FromCollector, GroupDone, GroupRequest
-from support.fake_engine import Reply, configuration, fake_engine, reply
-from support.scripted_model import EOS, PROMPT
+from tests.support.fake_engine import Reply, configuration, fake_engine, reply
+from tests.support.scripted_model import EOS, PROMPT
 
 
 def cut_then_whole(n: int, asked: Reply) -> Reply:

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.contracts.commands import Save, Sync, Wait
-from megatron_rl.run.dispatch import Dispatcher
+from megatron_rl.training.dispatcher import Dispatcher
 
 
 def main() -> None:

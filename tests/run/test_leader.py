@@ -7,8 +7,8 @@ import pytest
 
 from megatron_rl.config.schema import CreditSettings
 from megatron_rl.run.leader import NonFiniteRun
-from support.groups import group
-from support.leaders import Stage, lead
+from tests.support.groups import group
+from tests.support.leaders import Stage, lead
 
 
 def test_a_run_in_order(tmp_path: Any) -> None:

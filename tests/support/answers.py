@@ -10,7 +10,7 @@ import msgspec
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.prompts.selection.selector import Ask, Chosen, Selector, StepSelection
-from support.groups import group
+from tests.support.groups import group
 
 Scores = Callable[[Prompt, int], float | None]
 

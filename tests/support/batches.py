@@ -7,7 +7,7 @@ import numpy as np
 from megatron_rl.contracts.group import RolloutRef
 from megatron_rl.contracts.rollout import FinishReason, Role, Rollout, Segment
 from megatron_rl.models.shape import ModelShape
-from support.rollouts import make_ref
+from tests.support.rollouts import make_ref
 
 
 def make_batch(model: ModelShape, count: int, *, seed: int = 0) -> tuple[list[RolloutRef], list[Rollout], list[float]]:

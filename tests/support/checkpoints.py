@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.records.manifest import Manifest, files_of, record_of, write_manifest, write_synced
-from megatron_rl.records.run_state import NAME, Position, PromptCursor, RunState, SelectorState, encode_state
-from megatron_rl.records.shelf import Shelf
+from megatron_rl.run.checkpoints.saving.manifest import Manifest, files_of, record_of, write_manifest, write_synced
+from megatron_rl.contracts.run_state import NAME, Position, PromptCursor, RunState, SelectorState, encode_state
+from megatron_rl.run.checkpoints.store import Shelf
 
 
 def make_state(step: int, settings: dict[str, Any] | None = None, **position: Any) -> RunState:

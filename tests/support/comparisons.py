@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from support.past_runs import write_run
+from tests.support.past_runs import write_run
 
 
 class Launcher:

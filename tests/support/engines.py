@@ -12,14 +12,14 @@ from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.mcore.parallel import RankLayout
 from megatron_rl.models.families import read_shape
 from megatron_rl.records.run_directory import RunDirectory
-from megatron_rl.rollouts.batch import RolloutStage
+from megatron_rl.rollouts.rollout_batch import RolloutStage
 from megatron_rl.rollouts.store import read_rollout
-from megatron_rl.run.engines import open_engines
+from megatron_rl.engines.engines import open_engines
 from sglang_bridge.keys import RunKeys, create_keys
 from sglang_bridge.lifeline import Lifeline
 from sglang_bridge.server import ManagedEngine
 from sglang_bridge.settings import ServerPlace, ServerSettings
-from support.selection import Given
+from tests.support.selection import Given
 
 ONLY_RANK = RankLayout(
     rank=0, world_size=1, local_rank=0, local_world_size=1, node=0, num_nodes=1, dp_rank=0, dp_size=1, tp_rank=0,

@@ -14,7 +14,7 @@ from megatron_rl.config.schema import EngineSettings, EnvironmentSettings, Rewar
 from megatron_rl.contracts.routes import RouteShape
 from megatron_rl.rollouts.messages import Configure
 from sglang_bridge.engine import Engine
-from support.scripted_model import CHECKPOINT, EOS, TOKENIZER
+from tests.support.scripted_model import CHECKPOINT, EOS, TOKENIZER
 
 LAYERS, TOPK = 4, 2
 

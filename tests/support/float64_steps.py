@@ -10,7 +10,7 @@ from megatron_rl.config.algorithms import AlgoSettings, EspoSettings, GrpoSettin
 from megatron_rl.config.schema import OptimizerSettings
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.rollout import Rollout
-from support.float64_model import Float64Model
+from tests.support.float64_model import Float64Model
 
 _NO_DECAY_BELOW = 2  # dimensions: the weights of norms are not decayed
 

@@ -7,7 +7,7 @@ import msgspec
 from megatron_rl.contracts.group import Group, RolloutLocation, RolloutRef, Verdict
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import Rollout
-from support.rollouts import NOWHERE, make_ref
+from tests.support.rollouts import NOWHERE, make_ref
 
 GROUP = 4
 # Correctness and shaped reward of each group's rollouts: three mixed ones, one of them with a rollout that nobody could

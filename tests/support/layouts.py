@@ -5,7 +5,7 @@ from typing import Any, Literal, NamedTuple
 
 from megatron_rl.config.algorithms import EspoSettings, GrpoSettings
 from megatron_rl.config.schema import CreditSettings, Dtype, OptimizerSettings, ParallelSettings
-from support.float64_model import DENSE, MIXTRAL
+from tests.support.float64_model import DENSE, MIXTRAL
 
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")

@@ -16,23 +16,23 @@ from megatron_rl.config.schema import (
     SyncSettings,
     TrainSettings,
 )
-from megatron_rl.config.stages import Stage as StageSettings
+from megatron_rl.config.curriculum import Stage as StageSettings
 from megatron_rl.contracts.commands import Command, Enter, Save, Sync, Train
 from megatron_rl.contracts.group import Group
 from megatron_rl.credit.assign import Credit
-from megatron_rl.planning.step_plan import Planner
-from megatron_rl.records.metric_sums import MetricSums
+from megatron_rl.planning.step_planner import Planner
+from megatron_rl.training.metric_sums import MetricSums
 from megatron_rl.records.progress import Progress
 from megatron_rl.records.records import Records
 from megatron_rl.records.run_directory import RunDirectory
-from megatron_rl.records.run_state import Position, PromptCursor, SelectorState
-from megatron_rl.rollouts.batch import RolloutBatch
+from megatron_rl.contracts.run_state import Position, PromptCursor, SelectorState
+from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.rollouts.evaluation import Accuracy
-from megatron_rl.run.course import Course
-from megatron_rl.run.keeper import Keeper
+from megatron_rl.run.curriculum import Course
+from megatron_rl.run.checkpoints.manager import Keeper
 from megatron_rl.run.leader import Leader, Stages
 from megatron_rl.training.worker import TrainOutcome
-from support.groups import group
+from tests.support.groups import group
 
 
 class Stage:

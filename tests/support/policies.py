@@ -16,9 +16,9 @@ from megatron_rl.mcore.weights import load_hf_weights
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.planning.rank_view import RankView
-from megatron_rl.planning.step_plan import Planner
-from megatron_rl.run.engines import route_shape
-from megatron_rl.training.batch import Batcher
+from megatron_rl.planning.step_planner import Planner
+from megatron_rl.engines.engines import route_shape
+from megatron_rl.training.micro_batches import Batcher
 from megatron_rl.training.logprobs import ResponseLogprobs
 from megatron_rl.training.policy import Policy
 

@@ -6,8 +6,8 @@ import msgspec
 
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.rollouts.recording import BatchRecord, batch_directory, write_batch, write_parts
-from support.batches import make_batch
-from support.judged_batches import GROUP, judged_groups
+from tests.support.batches import make_batch
+from tests.support.judged_batches import GROUP, judged_groups
 
 GROUPS = 4
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
-from megatron_rl.training.batch import MicroBatch
+from megatron_rl.training.micro_batches import MicroBatch
 
 
 class RouterCalls:

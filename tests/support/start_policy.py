@@ -19,7 +19,7 @@ from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.prompts import column_addition_mixed
 from megatron_rl.prompts.question import Question
 from megatron_rl.rewards.exact_match import ExactMatch
-from support.policies import COLUMN_ADDITION
+from tests.support.policies import COLUMN_ADDITION
 
 END, MOST_NEW_TOKENS = 1, 32
 

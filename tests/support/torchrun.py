@@ -11,7 +11,7 @@ TESTS = Path(__file__).resolve().parents[1]
 def torchrun(script: Path, *arguments: str, ranks: int, timeout: float = 240) -> str:
     """Run `script` on `ranks` processes and return its output; a failure fails the test with the output."""
     environment = os.environ | {
-        "PYTHONPATH": f"{TESTS.parent}:{TESTS.parent / 'kernels'}:{TESTS}",
+        "PYTHONPATH": f"{TESTS.parent}:{TESTS.parent / 'kernels'}",
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]

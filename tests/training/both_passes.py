@@ -23,13 +23,13 @@ from megatron_rl.mcore.parallel import RankLayout
 from megatron_rl.mcore.replay import RouteReplay
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.records.metric_sums import MetricSums
+from megatron_rl.training.metric_sums import MetricSums
 from megatron_rl.training.logprobs import ResponseLogprobs
 from megatron_rl.training.old_policy import compute_old_policy
 from megatron_rl.training.policy import Policy
 from megatron_rl.training.update import update_policy
-from support.batches import make_batch
-from support.policies import ADAM, ASSETS, make_batcher, make_planner, train_settings
+from tests.support.batches import make_batch
+from tests.support.policies import ADAM, ASSETS, make_batcher, make_planner, train_settings
 
 GRID = ParallelSettings(timeout_s=60)
 REPEATS = 4

@@ -13,8 +13,8 @@ from megatron_rl.contracts.group import RolloutRef
 from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.rollouts import codec
 from megatron_rl.training.exchange import ExchangeFailed, exchange_rollouts
-from megatron_rl.training.parcels import Receiver, rollouts_of
-from support.rollouts import assert_equal
+from megatron_rl.training.transfer_plan import Receiver, rollouts_of
+from tests.support.rollouts import assert_equal
 
 
 def unreadable(ref: RolloutRef) -> Rollout:

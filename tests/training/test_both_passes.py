@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from support.torchrun import torchrun
+from tests.support.torchrun import torchrun
 
 SCRIPT = Path(__file__).with_name("both_passes.py")
 

@@ -14,14 +14,14 @@ import pytest
 
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.group import RolloutLocation, RolloutRef
-from megatron_rl.contracts.plan import Denominators, OptimizerStep, StepPlan
+from megatron_rl.contracts.step_plan import Denominators, OptimizerStep, StepPlan
 from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.rollouts import codec
 from megatron_rl.training import exchange
 from megatron_rl.training.exchange import ExchangeFailed, exchange_rollouts
-from megatron_rl.training.parcels import Parcels, Receiver, rollouts_of
-from support.rollouts import assert_equal, make_ref, make_rollout
-from support.torchrun import torchrun
+from megatron_rl.training.transfer_plan import Parcels, Receiver, rollouts_of
+from tests.support.rollouts import assert_equal, make_ref, make_rollout
+from tests.support.torchrun import torchrun
 
 LAYERS = 3
 

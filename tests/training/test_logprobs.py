@@ -8,7 +8,7 @@ import torch
 
 from megatron_rl.config.algorithms import AlgoSettings, EspoSettings, GrpoSettings, GspoSettings, SftSettings
 from megatron_rl.config.schema import RolloutSettings, TrainSettings
-from megatron_rl.contracts.plan import Denominators
+from megatron_rl.contracts.step_plan import Denominators
 from megatron_rl.losses import ResponseTokens, open_loss
 from megatron_rl.training.logprobs import ResponseLogprobs
 from tests.losses.shapes import shape_of

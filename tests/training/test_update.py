@@ -16,11 +16,11 @@ from megatron_rl.mcore.cpu import compat
 compat.install()
 
 from megatron_rl.config.algorithms import CorrectionSettings, GrpoSettings
-from megatron_rl.contracts.plan import Denominators
+from megatron_rl.contracts.step_plan import Denominators
 from megatron_rl.losses import Correction, ResponseTokens
 from megatron_rl.losses.grpo import Grpo
 from megatron_rl.mcore.optimizer import StepResult
-from megatron_rl.records.metric_sums import MetricSums
+from megatron_rl.training.metric_sums import MetricSums
 from megatron_rl.training import old_policy, update
 from megatron_rl.training.old_policy import Prepared, compute_old_policy
 from megatron_rl.training.policy import Policy

@@ -15,10 +15,10 @@ compat.install()
 
 from megatron_rl.config.schema import EngineSettings, LoggerSettings, ModelSettings, RunSettings, TrainSettings
 from megatron_rl.contracts.exit_codes import ExitCode
-from megatron_rl.contracts.plan import Denominators, OptimizerStep, StepPlan
+from megatron_rl.contracts.step_plan import Denominators, OptimizerStep, StepPlan
 from megatron_rl.mcore.optimizer import StepResult
 from megatron_rl.mcore.router_target import ReplayError
-from megatron_rl.records.metric_sums import MetricSums
+from megatron_rl.training.metric_sums import MetricSums
 from megatron_rl.training import worker as module
 from megatron_rl.training.worker import RoutesDisagree, Worker
 

@@ -12,9 +12,9 @@ from megatron_rl.config.rules.recompute import check_recompute, check_recomputed
 from megatron_rl.config.rules.state import check_mode, check_resume, check_unread
 from megatron_rl.config.rules.zero_variance import check_credit, check_selection
 from megatron_rl.config.schema import Configuration
-from megatron_rl.contracts.facts import LaunchFacts
+from megatron_rl.contracts.launch_facts import LaunchFacts
 from megatron_rl.contracts.refusal import Refusal
-from megatron_rl.models.files import inspect_checkpoint
+from megatron_rl.models.checkpoint_inspection import inspect_checkpoint
 from megatron_rl.models.limits import LIMITED, limits_of
 from sglang_bridge.settings import device_of
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from megatron_rl.config.schema import EngineSettings, ParallelSettings
-from megatron_rl.contracts.facts import LaunchFacts
+from megatron_rl.contracts.launch_facts import LaunchFacts
 from megatron_rl.models.pipeline_split import PipelineSplit
 from megatron_rl.models.shape import ModelShape
 

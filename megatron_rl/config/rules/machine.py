@@ -7,7 +7,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from megatron_rl.config.schema import Configuration, EngineSettings, ModelSettings, RunSettings
-from megatron_rl.contracts.facts import LaunchFacts
+from megatron_rl.contracts.launch_facts import LaunchFacts
 from megatron_rl.contracts.paths import problem_with_new
 from megatron_rl.models.shape import ModelShape
 from sglang_bridge.addresses import repeated_urls, url_problem

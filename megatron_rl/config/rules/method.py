@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_rl.config.algorithms import EspoSettings, SftSettings
 from megatron_rl.config.schema import Configuration, DataSettings, RewardSettings
-from megatron_rl.contracts.doors import MODULE_REMEDY, missing_module
+from megatron_rl.contracts.plugins import MODULE_REMEDY, missing_module
 from megatron_rl.contracts.paths import problem_with, problem_with_new
 
 # How many different questions a finite task has on each side of its split, whatever the seed.

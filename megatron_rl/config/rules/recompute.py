@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_rl.config.schema import ModelSettings
-from megatron_rl.contracts.facts import LaunchFacts
+from megatron_rl.contracts.launch_facts import LaunchFacts
 from megatron_rl.models.shape import ModelShape
 
 _KEY = "model.recompute_modules"

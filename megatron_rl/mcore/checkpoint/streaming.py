@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
 from megatron_rl.config.schema import ModelSettings, ParallelSettings
-from megatron_rl.mcore.checkpoint.pieces import Pieces
+from megatron_rl.mcore.checkpoint.tensor_reader import Pieces
 from megatron_rl.mcore.model import build_models
 from megatron_rl.mcore.weights.export import NamedTensors, hf_tensors
 from megatron_rl.mcore.weights.parameters import PlacedParameter, placed_parameters

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.utils._device
 
-from megatron_rl.contracts.facts import has_transformer_engine
+from megatron_rl.contracts.launch_facts import has_transformer_engine
 
 _CPU = torch.device("cpu")
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn")
@@ -193,7 +193,7 @@ def _add_in_one_order() -> None:
     """On CPUs additions already have an order."""
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 
-    from megatron_rl.mcore.ordered_experts import ordered_permute, ordered_unpermute
+    from megatron_rl.mcore.deterministic_permute import ordered_permute, ordered_unpermute
 
     token_dispatcher.permute = ordered_permute(token_dispatcher.permute)
     token_dispatcher.unpermute = ordered_unpermute(token_dispatcher.unpermute)
@@ -204,7 +204,7 @@ def _patch_megatron() -> None:
     import megatron.core.tensor_parallel.random as random
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 
-    from megatron_rl.mcore.cpu.uneven import padded_gather, padded_reduce_scatter
+    from megatron_rl.mcore.cpu.padded_collectives import padded_gather, padded_reduce_scatter
 
     # the RNG tracker drives a CUDA generator that does not exist
     random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()

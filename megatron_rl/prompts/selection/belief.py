@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Prompt
-from megatron_rl.credit.kinds import Kind, Told, kind_of
+from megatron_rl.credit.group_kinds import Kind, Told, kind_of
 from megatron_rl.prompts.pass_rates import PassRate
 from megatron_rl.prompts.question import PromptDataError
 from megatron_rl.prompts.selection.arcsine import (
@@ -25,10 +25,10 @@ from megatron_rl.prompts.selection.arcsine import (
     predicted,
     updated,
 )
-from megatron_rl.prompts.selection.rated import Rated
+from megatron_rl.prompts.selection.pass_rate_prior import Rated
 from megatron_rl.prompts.selection.strata import Strata, Stratum, stratum_of
-from megatron_rl.prompts.selection.wander import Wander, surprise
-from megatron_rl.records.belief_state import BEFORE, NEVER, BeliefState
+from megatron_rl.prompts.selection.process_noise import Wander, surprise
+from megatron_rl.contracts.belief_state import BEFORE, NEVER, BeliefState
 
 _KEPT = 0.98  # of the weight, per step, of what the shared drift was learnt from
 _NO_DRIFT = 2.5e5  # the weight of there being none: a deviation of 0.002 rad a step

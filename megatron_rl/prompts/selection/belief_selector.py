@@ -14,14 +14,14 @@ import msgspec
 from megatron_rl.config.schema import RolloutSettings, SelectionSettings
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Prompt
-from megatron_rl.credit.kinds import Kind, kind_of
+from megatron_rl.credit.group_kinds import Kind, kind_of
 from megatron_rl.prompts.selection.acceptance import acceptance, coin
 from megatron_rl.prompts.selection.belief import Beliefs
 from megatron_rl.prompts.selection.calibration import Calibration
 from megatron_rl.prompts.selection.selector import Ask, Chosen
-from megatron_rl.prompts.selection.weights import effective_share, extension_weight
+from megatron_rl.prompts.selection.importance_weights import effective_share, extension_weight
 from megatron_rl.prompts.source import PromptSource
-from megatron_rl.records.run_state import SelectorState
+from megatron_rl.contracts.run_state import SelectorState
 
 _PASSES = 8  # over all prompts in one step: one that cannot be filled ends
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Prompt
-from megatron_rl.records.run_state import SelectorState
+from megatron_rl.contracts.run_state import SelectorState
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.prompts.selection.selector import Ask, Chosen
 from megatron_rl.prompts.source import PromptSource
-from megatron_rl.records.run_state import SelectorState
+from megatron_rl.contracts.run_state import SelectorState
 
 
 @dataclass

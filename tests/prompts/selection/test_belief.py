@@ -9,9 +9,9 @@ from megatron_rl.contracts.group import Group, Verdict
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.prompts.question import PromptDataError
 from megatron_rl.prompts.selection.belief import Beliefs
-from megatron_rl.records.belief_state import BeliefState
-from support.answers import make_pool
-from support.groups import group
+from megatron_rl.contracts.belief_state import BeliefState
+from tests.support.answers import make_pool
+from tests.support.groups import group
 
 POOL = make_pool(40, tags=2)
 IDS = [prompt.id for prompt in POOL]

@@ -9,14 +9,14 @@ import pytest
 
 from megatron_rl.config.schema import DataSettings, RolloutSettings, SelectionSettings
 from megatron_rl.contracts.prompt import Prompt
-from megatron_rl.credit.kinds import Kind, kind_of
+from megatron_rl.credit.group_kinds import Kind, kind_of
 from megatron_rl.prompts.question import PromptDataError
 from megatron_rl.prompts.selection.belief_selector import BeliefSelector
 from megatron_rl.prompts.selection.uniform import Uniform
-from megatron_rl.prompts.selection.weights import extension_weight
+from megatron_rl.prompts.selection.importance_weights import extension_weight
 from megatron_rl.prompts.source import PromptSource
-from megatron_rl.records.run_state import SelectorState
-from support.answers import make_pool, play, play_steps
+from megatron_rl.contracts.run_state import SelectorState
+from tests.support.answers import make_pool, play, play_steps
 
 POOL = make_pool(400, tags=4)
 WANTED, N = 12, 8

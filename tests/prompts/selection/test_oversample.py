@@ -2,10 +2,10 @@ from collections.abc import Callable
 
 from megatron_rl.config.schema import DataSettings, RolloutSettings, SelectionSettings
 from megatron_rl.contracts.prompt import Prompt
-from megatron_rl.credit.kinds import Kind, kind_of
+from megatron_rl.credit.group_kinds import Kind, kind_of
 from megatron_rl.prompts.selection.oversample import Oversample
 from megatron_rl.prompts.source import PromptSource
-from support.answers import make_pool, play, play_steps
+from tests.support.answers import make_pool, play, play_steps
 
 POOL = make_pool(40, tags=4)
 ROLLOUT = RolloutSettings(max_new_tokens=8, prompts_per_step=4, samples_per_prompt=2)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.credit.advantages import group_relative
-from megatron_rl.prompts.selection.weights import pilot_mixed_probability, pilot_unsolved_probability
+from megatron_rl.prompts.selection.importance_weights import pilot_mixed_probability, pilot_unsolved_probability
 
 N, PILOT = 8, 4
 PASS_RATES = np.array([0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85, 0.95])

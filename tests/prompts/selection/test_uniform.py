@@ -3,7 +3,7 @@ from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.prompts.selection.selector import Chosen
 from megatron_rl.prompts.selection.uniform import Uniform
 from megatron_rl.prompts.source import PromptSource
-from support.groups import group
+from tests.support.groups import group
 
 SETTINGS = RolloutSettings(max_new_tokens=8, prompts_per_step=3, samples_per_prompt=2)
 POOL = [Prompt(id=str(i), token_ids=(i,), answer="1", task="t") for i in range(10)]

@@ -1,0 +1,97 @@
+"""What complete runs learnt: their evaluations as a table and as a plot."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from launch.comparison.figure import draw_range, drawing
+from megatron_rl.records.past_run import Record, RunUnreadable, read_metrics
+
+
+@dataclass(frozen=True)
+class Curve:
+    """points: each evaluation as (rollout tokens so far, accuracy).
+
+    half_width: of the last accuracy's 95 % interval. parseable: share of the first evaluation's answers. seconds: of
+    all steps and evaluations. clipped: share of the tokens that had no gradient because their ratio was clipped, the
+    mean of all steps; 0 without any.
+    """
+
+    seed: int
+    points: list[tuple[float, float]]
+    half_width: float
+    parseable: float
+    seconds: float
+    clipped: float = 0.0
+
+    @property
+    def gain(self) -> float:
+        return self.points[-1][1] - self.points[0][1]
+
+
+def read_curve(directory: Path, seed: int) -> Curve:
+    """What the run of a directory learnt. Raises `RunUnreadable`."""
+    records = read_metrics(directory)
+    tokens, points = 0.0, []
+    for record in records:
+        tokens += record.get("rollout/tokens") or 0.0
+        if (accuracy := record.get("eval/accuracy")) is not None:
+            points.append((tokens, accuracy))
+    if not points:
+        raise RunUnreadable(f"{directory / 'metrics.jsonl'} holds no evaluation. Move that run away, or run again")
+    return Curve(
+        seed=seed,
+        points=points,
+        half_width=_first(record.get("eval/accuracy_ci95") for record in reversed(records)),
+        parseable=_first(record.get("eval/parseable") for record in records),
+        seconds=sum((r.get("time/step") or 0.0) + (r.get("time/eval") or 0.0) for r in records),
+        clipped=clipped_share(records),
+    )
+
+
+def clipped_share(records: Iterable[Record]) -> float:
+    """The share of clipped tokens, the mean of the steps that say one; 0 where none does."""
+    pairs = [[record.get(f"policy/clip_fraction_{side}") for side in ("low", "high")] for record in records]
+    shares = [low + high for low, high in pairs if low is not None and high is not None]
+    return mean(shares) if shares else 0.0
+
+
+def _first(values: Iterable[float | None]) -> float:
+    return next((value for value in values if value is not None), float("nan"))
+
+
+def table(results: Mapping[str, Sequence[Curve]]) -> Iterator[str]:
+    """The lines of a Markdown table: each run, and the mean of each variant."""
+    yield "| variant | seed | start | end (95 % CI) | gain, points | rollout tokens | seconds |"
+    yield "|---|---|---|---|---|---|---|"
+    for name, curves in results.items():
+        for curve in curves:
+            start, (tokens, end) = curve.points[0][1], curve.points[-1]
+            yield (
+                f"| {name} | {curve.seed} | {start:.3f} | {end:.3f} ± {curve.half_width:.3f} | {100 * curve.gain:+.1f} "
+                f"| {tokens:,.0f} | {curve.seconds:.0f} |"
+            )
+        gains = [100 * curve.gain for curve in curves]
+        yield f"| **{name}** | mean | | | **{mean(gains):+.1f}** ({min(gains):+.1f} to {max(gains):+.1f}) | | |"
+
+
+def plot(results: Mapping[str, Sequence[Curve]], file: Path) -> None:
+    """Mean accuracy of each variant over rollout tokens, with the range of its seeds."""
+    with accuracy_over_tokens(file) as axes:
+        for index, (name, curves) in enumerate(results.items()):
+            points = [curve.points for curve in curves]
+            draw_range(axes, points, index=index, label=f"{name} (mean of {len(curves)})")
+
+
+@contextlib.contextmanager
+def accuracy_over_tokens(file: Path) -> Iterator[Any]:
+    """Axes of held-out accuracy over rollout tokens, written to a PNG file at the end of the block."""
+    with drawing(file) as (axes,):
+        axes.set_xlabel("rollout tokens")
+        axes.set_ylabel("held-out accuracy (sampled pass@1)")
+        yield axes

@@ -1,0 +1,1 @@
+"""Studies of the trainer: programs that only measure or compare."""

@@ -1,0 +1,20 @@
+"""The prompt's own worked response instead of a sampled one: supervised learning."""
+
+from __future__ import annotations
+
+from megatron_rl.environments.rollout_builder import RolloutRejected
+from megatron_rl.environments.episode import Episode
+
+
+class Worked:
+    """Shows the worked response that the prompt source wrote; no engine is asked."""
+
+    async def play(self, episode: Episode) -> None:
+        prompt = episode.prompt
+        if not prompt.worked:
+            raise RolloutRejected(
+                "not_worked",
+                f"prompt {prompt.id} has no worked response; choose a data.source that writes them, or "
+                "environment.name=single_turn",
+            )
+        episode.demonstrate(prompt.worked)

@@ -1,0 +1,49 @@
+"""A loss of the user's own, and what it returns looked at before anything goes on with it."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_rl.contracts.plugins import DoorError, own_code
+from megatron_rl.contracts.step_plan import Denominators
+from megatron_rl.losses.interface import LossResult, Objective, PolicyLoss, ResponseTokens
+
+
+class OwnLoss:
+    """A loss behind `algo.name`. Whatever it raises, and results that are none, are `DoorError`s that name it."""
+
+    def __init__(self, name: str, loss: PolicyLoss) -> None:
+        self._key = f"algo.name={name}"
+        self.loss = loss
+
+    def prepare(self, response: ResponseTokens) -> Objective:
+        """See `PolicyLoss`."""
+        with own_code(f"{self._key}: prepare"):
+            prepared = self.loss.prepare(response)
+        if not callable(prepared):
+            raise DoorError(f"{self._key}: prepare returns {type(prepared).__name__}. Return a function, the objective")
+
+        def objective(logprobs: torch.Tensor, denominators: Denominators) -> LossResult:
+            with own_code(f"{self._key}: the objective that prepare returned"):
+                result = prepared(logprobs, denominators)
+            if wrong := _wrong(result, logprobs):
+                raise DoorError(f"{self._key}: the objective that prepare returned {wrong}")
+            return result
+
+        return objective
+
+
+def _wrong(result: object, logprobs: torch.Tensor) -> str | None:
+    """What a result lacks of a `LossResult`, or None. Looks at types and shapes only."""
+    if not isinstance(result, LossResult):
+        return f"gives {type(result).__name__}. Return a LossResult"
+    loss = result.loss
+    if not isinstance(loss, torch.Tensor) or loss.ndim:
+        kind = f"{list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        return f"gives a LossResult whose loss is {kind}. Give a scalar tensor"
+    if logprobs.requires_grad and not loss.requires_grad:
+        return "gives a loss without a gradient. Compute it from logprobs, and do not detach them"
+    for name, pair in result.sums.items():
+        if not isinstance(pair, torch.Tensor) or pair.shape != (2,):
+            return f"gives sums[{name!r}] that are no tensor of a sum and a weight. Use mean_of(values)"
+    return None

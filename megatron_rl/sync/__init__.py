@@ -1,1 +1,0 @@
-"""New weights on their way to the engines."""

@@ -1,0 +1,75 @@
+"""A process that was stopped and is not continued is noticed; one that goes on is not."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from sglang_bridge.process_table import kill, state, tree
+from megatron_rl.engines.frozen_processes import ProcessStopped, Pulse
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def parent() -> Iterator[subprocess.Popen[str]]:
+    code = "import subprocess, sys\nc = subprocess.Popen(['sleep', '60'])\nprint(c.pid, flush=True)\nc.wait()\n"
+    job = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    yield job
+    kill(tree(job.pid))
+    job.communicate()
+
+
+def child_of(parent: subprocess.Popen[str]) -> int:
+    assert parent.stdout is not None
+    return int(parent.stdout.readline())
+
+
+def wait_until(pid: int, letter: str) -> None:
+    while state(pid) != letter:
+        pass
+
+
+def test_a_stopped_process_anywhere_below_is_named_after_a_while(parent: subprocess.Popen[str]) -> None:
+    child, clock = child_of(parent), Clock()
+    pulse = Pulse(5.0, clock=clock)
+    os.kill(child, signal.SIGSTOP)
+    wait_until(child, "T")
+    for clock.now in range(1, 6):
+        pulse.look({"engine http://e": parent.pid})
+    clock.now = 6
+    with pytest.raises(ProcessStopped, match=rf"engine http://e was stopped \(SIGSTOP\).*5 s: process {child}"):
+        pulse.look({"engine http://e": parent.pid})
+
+
+def test_a_process_that_is_continued_starts_anew_and_time_nobody_looked_does_not_count(
+    parent: subprocess.Popen[str],
+) -> None:
+    child, clock = child_of(parent), Clock()
+    pulse = Pulse(5.0, clock=clock)
+    os.kill(child, signal.SIGSTOP)
+    wait_until(child, "T")
+    clock.now = 1000.0  # the trainer itself was suspended: this counts two seconds
+    pulse.look({"e": parent.pid})
+    clock.now = 1002.0
+    pulse.look({"e": parent.pid})
+    os.kill(child, signal.SIGCONT)
+    wait_until(child, "S")
+    pulse.look({"e": parent.pid})
+    os.kill(child, signal.SIGSTOP)
+    wait_until(child, "T")
+    for clock.now in (1004.0, 1006.0):
+        pulse.look({"e": parent.pid})
+
+
+def test_a_process_that_has_ended_is_nobody() -> None:
+    assert state(2**22 + 1) == ""
+    Pulse(0.0).look({"gone": 2**22 + 1})

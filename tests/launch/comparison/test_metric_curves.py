@@ -1,0 +1,66 @@
+"""`compare_runs.py --metric`: what other metrics did over the steps."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_rl.contracts.exit_codes import ExitCode
+from launch.comparison.metric_curves import Courses, metric_table
+from tests.support.comparisons import Launcher, value_of
+
+TWO = ("--seeds", "0,1", "--variant", "slow:", "algo=grpo", "--variant", "fast:", "algo=espo")
+
+
+@pytest.fixture
+def measured(launcher: Launcher) -> Launcher:
+    def outcome(overrides: Sequence[str]) -> dict[str, Any]:
+        seed = int(value_of(overrides, "seed"))
+        if "algo=grpo" in overrides:
+            return {"accuracies": (0.2, 0.3 + 0.1 * seed), "clipped": 0.25}
+        return {"accuracies": (0.2, 0.4, 0.8), "clipped": 0.5 + 0.5 * seed}
+
+    launcher.outcome = outcome
+    return launcher
+
+
+def test_each_variants_mean_and_range_over_its_seeds(
+    compare: Callable[..., int], measured: Launcher, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compare(*TWO, "--metric", "policy/clip_fraction_low") == ExitCode.OK
+    text = (tmp_path / "out" / "metrics.md").read_text()
+    assert text in capsys.readouterr().out
+    assert text.splitlines() == [
+        "| variant | runs | held-out accuracy, end | policy/clip_fraction_low, mean | largest |",
+        "|---|---|---|---|---|",
+        "| slow | 2 | 0.350 (0.300 to 0.400) | 1.25e-01 (1.25e-01 to 1.25e-01) | 1.25e-01 (1.25e-01 to 1.25e-01) |",
+        "| fast | 2 | 0.800 (0.800 to 0.800) | 3.75e-01 (2.50e-01 to 5.00e-01) | 3.75e-01 (2.50e-01 to 5.00e-01) |",
+    ]
+    second = json.loads((tmp_path / "out" / "metrics.json").read_text())["fast"][1]
+    assert second["values"]["policy/clip_fraction_low"] == [[1, 0.5], [2, 0.5]]
+    assert second["values"]["eval/accuracy"] == [[0, 0.2], [1, 0.4], [2, 0.8]]
+    assert (tmp_path / "out" / "metrics.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_largest_value_is_of_single_steps_and_the_mean_of_all() -> None:
+    runs = [Courses(0, {"eval/accuracy": [(0, 0.5)], "x": [(1, 1.0), (2, 3.0)]})]
+    *_, mean, largest = list(metric_table({"a": runs}))[-1].split(" | ")
+    assert mean.startswith("2.00e+00") and largest.startswith("3.00e+00")
+
+
+def test_a_metric_that_no_run_has_is_refused_with_names_like_it(
+    compare: Callable[..., int], measured: Launcher, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compare(*TWO, "--metric", "policy/clip_fraction") == ExitCode.REFUSED
+    told = capsys.readouterr().err
+    assert "--metric policy/clip_fraction: the run" in told and "Like it are policy/clip_fraction_" in told
+
+
+def test_a_search_reports_accuracy_alone(
+    compare: Callable[..., int], measured: Launcher, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compare(*TWO, "--metric", "a", "--search", "optimizer.lr=1e-3,1e-4") == ExitCode.REFUSED
+    assert "--metric a: a search reports accuracy alone" in capsys.readouterr().err
+    assert measured.commands == []

@@ -1,0 +1,58 @@
+"""The kernels are compiled before the first step, by the objects and for the dtypes of the run."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_rl.config.algorithms import AlgoSettings, EspoSettings, GspoSettings, SftSettings
+from megatron_rl.config.schema import ModelSettings, ParallelSettings, RolloutSettings
+from megatron_rl.contracts.step_plan import Denominators
+from megatron_rl.losses import Objective, ResponseTokens, open_loss
+from megatron_rl.models.families import read_shape
+from megatron_rl.planning.rank_view import RankView
+from megatron_rl.training.warm_up import warm_up
+from megatron_rl.training.micro_batches import Batcher
+from megatron_rl.training.logprobs import ResponseLogprobs
+from tests.support.policies import TWO_DIGIT_ADDITION, train_settings
+
+
+class Loss:
+    """Hands on, and notes what it was called with."""
+
+    def __init__(self, loss: Any) -> None:
+        self._loss = loss
+        self.seen: list[torch.Tensor] = []
+
+    def prepare(self, response: ResponseTokens) -> Objective:
+        objective = self._loss.prepare(response)
+
+        def noted(logprobs: torch.Tensor, denominators: Denominators) -> Any:
+            self.seen.append(logprobs)
+            logprobs.register_hook(self.seen.append)
+            return objective(logprobs, denominators)
+
+        return noted
+
+
+@pytest.mark.parametrize("algo", [EspoSettings(), GspoSettings(), SftSettings()], ids=lambda a: a.name)
+def test_kernels_run_forward_and_backward_without_the_model(algo: AlgoSettings) -> None:
+    shape = read_shape(TWO_DIGIT_ADDITION)
+    model = torch.nn.Module()
+    model.output_layer = torch.nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
+    model.forward = None  # type: ignore[method-assign,assignment]  # nobody calls it
+    before = model.output_layer.weight.detach().clone()
+    view = RankView.of(shape.num_layers, ParallelSettings(), pp_rank=0, cp_rank=0, tp_rank=0)
+    rollout, loss = RolloutSettings(max_new_tokens=4), Loss(open_loss(algo, shape))
+    logprobs = ResponseLogprobs(train_settings(), rollout, vocab_size=shape.vocab_size, tp_group=None)
+    worker: Any = SimpleNamespace(
+        layout=SimpleNamespace(device=torch.device("cpu")),
+        policy=SimpleNamespace(models=[model], logprobs=logprobs, loss=loss),
+        batcher=Batcher(view, None, torch.device("cpu")),
+        model=ModelSettings(path=str(TWO_DIGIT_ADDITION)),
+    )
+    warm_up(worker)
+    value, gradient = loss.seen
+    assert torch.isfinite(value).all() and torch.isfinite(gradient).all() and gradient.abs().sum() > 0
+    assert model.output_layer.weight.grad is None and torch.equal(model.output_layer.weight, before)
