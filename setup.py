@@ -2,7 +2,8 @@
 
 from setuptools import find_packages, setup
 
-# kernels/ is not a package itself: SGLang depends on a distribution whose top-level package is called `kernels`.
+# kernels/ is not a package itself: SGLang depends on a distribution whose top-level package is
+# called `kernels`.
 packages = find_packages(include=["megatron_rl*", "sglang_bridge*"])
 packages += find_packages(where="kernels", include=["espo_kernels*"])
 

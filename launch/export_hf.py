@@ -3,9 +3,10 @@
     python launch/export_hf.py runs/NAME --out DIR
     torchrun --nproc-per-node 4 launch/export_hf.py runs/NAME/checkpoints/iter_0000010 --out DIR --dtype bfloat16
 
-CHECKPOINT is a run's directory, of which the newest whole checkpoint is taken, or one checkpoint, in whatever layout it
-was saved. No GPU is used. A rank holds one bucket of weights at a time; several ranks share the work. All files are
-compared with their hashes first. Configuration and tokenizer are those of the start checkpoint.
+CHECKPOINT is a run's directory, of which the newest whole checkpoint is taken, or one checkpoint,
+in whatever layout it was saved. No GPU is used. A rank holds one bucket of weights at a time;
+several ranks share the work. All files are compared with their hashes first. Configuration and
+tokenizer are those of the start checkpoint.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_rl.config.schema import ModelSettings, ParallelSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
-from megatron_rl.models.families import read_shape
-from megatron_rl.models.checkpoint_inspection import inspect_checkpoint
-from megatron_rl.records.progress import Progress
 from megatron_rl.contracts.run_state import RunState, read_state
-from megatron_rl.records.write_errors import free_bytes, writing_problem
+from megatron_rl.models.checkpoint_inspection import inspect_checkpoint
+from megatron_rl.models.families import read_shape
+from megatron_rl.records.progress import Progress
+from megatron_rl.records.write_errors import free_bytes, write_problem
 
 if TYPE_CHECKING:
     from megatron_rl.mcore.job import Job
@@ -63,37 +64,59 @@ def main(arguments: Sequence[str] | None = None) -> int:
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     try:
         require_options(options)
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # torchrun's, when another rank failed
+        signal.signal(
+            signal.SIGTERM, signal.default_int_handler
+        )  # torchrun's, when another rank failed
         export(options)
     except Failure as refused:
-        if not isinstance(refused, ExportRefused) or os.environ.get("LOCAL_RANK", "0") == "0":  # the same on all
+        if (
+            not isinstance(refused, ExportRefused) or os.environ.get("LOCAL_RANK", "0") == "0"
+        ):  # the same on all
             print(refused, file=sys.stderr)
         return refused.exit_code
     except KeyboardInterrupt:
         print(f"interrupted: {options.out} was not written", file=sys.stderr)
         return ExitCode.INTERRUPTED
-    except Exception as error:  # safetensors has its own for a full disk, torch plain ones for a rank that ended
-        problem = writing_problem(error, options.out, key="--out")
+    except (
+        Exception
+    ) as error:  # safetensors has its own for a full disk, torch plain ones for a rank that ended
+        problem = write_problem(error, options.out, key="--out")
         if problem is not None or isinstance(error, OSError):
             print(problem or f"--out={options.out}: {error}", file=sys.stderr)
             return ExitCode.CANNOT_WRITE
         if not (several and isinstance(error, RuntimeError)):
             raise
-        print(f"another rank ended, and says why: {options.out} was not written ({error})", file=sys.stderr)
+        print(
+            f"another rank ended, and says why: {options.out} was not written ({error})",
+            file=sys.stderr,
+        )
         return ExitCode.PEER_FAILED
     return ExitCode.OK
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="a run's directory, or one checkpoint")
-    parser.add_argument("--out", type=Path, required=True, help="a directory that does not exist yet")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the result; what was trained in when not given")
-    parser.add_argument("--model", type=Path, help="the start checkpoint, where model.path of the run has moved")
     parser.add_argument(
-        "--bucket-mib", type=float, default=1024.0, help="weights a rank holds at a time (default 1024)"
+        "checkpoint", metavar="CHECKPOINT", type=Path, help="a run's directory, or one checkpoint"
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, help="a directory that does not exist yet"
+    )
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="of the result; what was trained in when not given"
+    )
+    parser.add_argument(
+        "--model", type=Path, help="the start checkpoint, where model.path of the run has moved"
+    )
+    parser.add_argument(
+        "--bucket-mib",
+        type=float,
+        default=1024.0,
+        help="weights a rank holds at a time (default 1024)",
     )
     return parser.parse_args(arguments)
 
@@ -101,7 +124,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def require_options(options: argparse.Namespace) -> None:
     """Raises `ExportRefused` before torch is imported."""
     if not options.checkpoint.expanduser().is_dir():
-        raise ExportRefused(f"{options.checkpoint}: there is no such directory. Give a run's, or one checkpoint's")
+        raise ExportRefused(
+            f"{options.checkpoint}: there is no such directory. Give a run's, or one checkpoint's"
+        )
     if options.out.exists():
         raise ExportRefused(f"--out={options.out}: it exists. Give a directory that does not")
     if not 0 < options.bucket_mib < float("inf"):
@@ -110,7 +135,9 @@ def require_options(options: argparse.Namespace) -> None:
 
 def export(options: argparse.Namespace) -> None:
     """A collective of the ranks that torchrun started, or one process alone."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nothing is computed, and a GPU has less room than its host
+    os.environ["CUDA_VISIBLE_DEVICES"] = (
+        ""  # nothing is computed, and a GPU has less room than its host
+    )
     from megatron_rl.mcore.cpu import compat
     from megatron_rl.mcore.job import join, leave
 
@@ -131,14 +158,19 @@ def export(options: argparse.Namespace) -> None:
 
 
 def make_plan(options: argparse.Namespace, job: Job, progress: Progress) -> Plan:
-    """The newest whole checkpoint and the model it is of (a collective). Raises `BadCheckpoint`, `ExportRefused`."""
+    """The newest whole checkpoint and the model it is of (a collective).
+
+    Raises `BadCheckpoint`, `ExportRefused`.
+    """
     from megatron_rl.run.checkpoints.resume import candidates_in, newest_whole
 
     with progress.during("comparing the files with their hashes"):
         checkpoint, damaged = newest_whole(candidates_in(options.checkpoint), job)
     if checkpoint is None:
         found = " | ".join(damaged) or "none at all"
-        raise BadCheckpoint(f"{options.checkpoint}: no whole checkpoint is there ({found}). Give another one")
+        raise BadCheckpoint(
+            f"{options.checkpoint}: no whole checkpoint is there ({found}). Give another one"
+        )
     for problem in damaged:
         progress.say(f"warning: a damaged checkpoint is passed over: {problem}")
     state = read_state(checkpoint)
@@ -149,14 +181,23 @@ def make_plan(options: argparse.Namespace, job: Job, progress: Progress) -> Plan
 
 
 def model_of(state: RunState, given: Path | None) -> ModelSettings:
-    """The start checkpoint, whose configuration and tokenizer the result gets. Raises `ExportRefused`."""
+    """The start checkpoint, whose configuration and tokenizer the result gets.
+
+    Raises `ExportRefused`.
+    """
     path = str(given if given is not None else state.settings.get("model.path", ""))
-    key = f"--model={given}" if given is not None else f"model.path={path!r}, of the checkpoint's settings"
+    key = (
+        f"--model={given}"
+        if given is not None
+        else f"model.path={path!r}, of the checkpoint's settings"
+    )
     _, problems = inspect_checkpoint(path, weights=False)
     if not problems:
         return ModelSettings(path=path, dtype=state.settings.get("model.dtype", "float32"))
     told = "; ".join(f"{problem.rule}. {problem.remedy}" for problem in problems)
-    raise ExportRefused(f"{key}: {told}" + ("" if given is not None else ", or say where it is: --model=PATH"))
+    raise ExportRefused(
+        f"{key}: {told}" + ("" if given is not None else ", or say where it is: --model=PATH")
+    )
 
 
 def require_room(out: Path, model: ModelSettings, dtype: str) -> None:
@@ -165,7 +206,9 @@ def require_room(out: Path, model: ModelSettings, dtype: str) -> None:
 
     needed = num_parameters(read_shape(model.path)) * BYTES[dtype]
     if (free := free_bytes(out)) < needed:
-        raise ExportRefused(f"--out={out}: {free / MIB:,.0f} MiB are free there, and it takes {needed / MIB:,.0f} MiB")
+        raise ExportRefused(
+            f"--out={out}: {free / MIB:,.0f} MiB are free there, and it takes {needed / MIB:,.0f} MiB"
+        )
 
 
 def write(plan: Plan, options: argparse.Namespace) -> None:
@@ -180,7 +223,9 @@ def write(plan: Plan, options: argparse.Namespace) -> None:
         saved = SavedWeights(plan.checkpoint, shape, plan.model, bucket_bytes=bucket_bytes)
         write_hf(saved, options.out, source=Path(plan.model.path), dtype=dtype)
     except ValueError as error:
-        raise BadCheckpoint(f"{error}. It was trained from --model=PATH, and {plan.model.path} is another") from error
+        raise BadCheckpoint(
+            f"{error}. It was trained from --model=PATH, and {plan.model.path} is another"
+        ) from error
 
 
 if __name__ == "__main__":

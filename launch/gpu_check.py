@@ -1,10 +1,11 @@
-"""All that one GPU can prove about this trainer, in at most nine minutes: a table, and JSON beside it.
+"""All that one GPU can prove about this trainer, in at most nine minutes: a table, and JSON beside
+it.
 
     python launch/gpu_check.py            every stage on the first GPU
     python launch/gpu_check.py --small    every stage small, on the CPU
 
-A stage is a process with a time limit; the others go on when one fails. Needs no network, engine or compiled library of
-the trainer: docs/gpu.md says what it needs.
+A stage is a process with a time limit; the others go on when one fails. Needs no network, engine or
+compiled library of the trainer: docs/gpu.md says what it needs.
 """
 
 from __future__ import annotations
@@ -30,16 +31,29 @@ RESULTS = ROOT / "launch" / "results" / "gpu_check"
 MARK = "GPU-CHECK "  # of the line in which a stage reports: tests/gpu/stage.py
 BUDGET_S = 540.0
 TAIL_LINES = 40
-# Stages in the order of what they tell, with the seconds each may take: later ones get what is left of the budget.
+# Stages in the order of what they tell, with the seconds each may take: later ones get what is left
+# of the budget.
 STAGES = {
-    "machine": 60, "attention": 60, "parity": 60, "kernels": 150, "passes": 60, "train": 150, "state": 60, "export": 60,
-    "quantize": 40, "bench": 90, "fp8_training": 90, "engine": 180,
-}  # fmt: skip
+    "machine": 60,
+    "attention": 60,
+    "parity": 60,
+    "kernels": 150,
+    "passes": 60,
+    "train": 150,
+    "state": 60,
+    "export": 60,
+    "quantize": 40,
+    "bench": 90,
+    "fp8_training": 90,
+    "engine": 180,
+}
 
 
 @dataclass
 class Outcome:
-    """One stage: passed, failed, skipped or not started; why; what it measured; its last lines when it failed."""
+    """One stage: passed, failed, skipped or not started; why; what it measured; its last lines when
+    it failed.
+    """
 
     stage: str
     status: str
@@ -57,8 +71,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for stage in options.only or STAGES:
             left = options.budget - (time.monotonic() - started)
             print(f"{stage} ...", end=" ", flush=True)
-            outcomes.append(run_stage(stage, min(STAGES[stage], left), Path(scratch) / stage, small=options.small))
-            print(f"{outcomes[-1].status} after {outcomes[-1].seconds:.0f} s {outcomes[-1].reason}", flush=True)
+            outcomes.append(
+                run_stage(
+                    stage, min(STAGES[stage], left), Path(scratch) / stage, small=options.small
+                )
+            )
+            print(
+                f"{outcomes[-1].status} after {outcomes[-1].seconds:.0f} s {outcomes[-1].reason}",
+                flush=True,
+            )
     print("\n".join(table(outcomes)))
     file = write_record(outcomes, options)
     print(f"written: {file}")
@@ -66,10 +87,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("--small", action="store_true", help="seconds on the CPU, to see that the program works")
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition("\n")[0], allow_abbrev=False
+    )
+    parser.add_argument(
+        "--small", action="store_true", help="seconds on the CPU, to see that the program works"
+    )
     parser.add_argument("--only", nargs="+", choices=list(STAGES), help="these stages alone")
-    parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds for all stages (default 540)")
+    parser.add_argument(
+        "--budget", type=float, default=BUDGET_S, help="seconds for all stages (default 540)"
+    )
     parser.add_argument("--out", type=Path, help="JSON file; default in launch/results/gpu_check")
     return parser.parse_args(arguments)
 
@@ -79,11 +106,23 @@ def run_stage(stage: str, limit: float, scratch: Path, *, small: bool) -> Outcom
     if limit <= 0:
         return Outcome(stage, "not started", "the budget is spent")
     scratch.mkdir(parents=True)
-    command = [sys.executable, "-m", f"tests.gpu.{stage}", "--scratch", str(scratch), *(["--small"] if small else [])]
+    command = [
+        sys.executable,
+        "-m",
+        f"tests.gpu.{stage}",
+        "--scratch",
+        str(scratch),
+        *(["--small"] if small else []),
+    ]
     log, start = scratch / "log.txt", time.monotonic()
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment(small), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            cwd=ROOT,
+            env=environment(small),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
             process.wait(limit)
@@ -130,21 +169,31 @@ def table(outcomes: Sequence[Outcome]) -> list[str]:
     """A line for each stage, and what it measured below it."""
     lines = [f"{'stage':<12}{'result':<13}{'seconds':>8}  "]
     for outcome in outcomes:
-        lines.append(f"{outcome.stage:<12}{outcome.status:<13}{outcome.seconds:>8.1f}  {outcome.reason}".rstrip())
-        lines += [f"{'':<12}{name} = {value}" for name, value in outcome.values.items() if not isinstance(value, list)]
+        lines.append(
+            f"{outcome.stage:<12}{outcome.status:<13}{outcome.seconds:>8.1f}  {outcome.reason}".rstrip()
+        )
+        lines += [
+            f"{'':<12}{name} = {value}"
+            for name, value in outcome.values.items()
+            if not isinstance(value, list)
+        ]
     return lines
 
 
 def write_record(outcomes: Sequence[Outcome], options: argparse.Namespace) -> Path:
     """The JSON file: date, device and versions, then every stage."""
     now = datetime.now(UTC)
-    machine: dict[str, Any] = next((outcome.values for outcome in outcomes if outcome.stage == "machine"), {})
+    machine: dict[str, Any] = next(
+        (outcome.values for outcome in outcomes if outcome.stage == "machine"), {}
+    )
     device = re.sub(r"\W+", "-", str(machine.get("device") or "unknown")).strip("-").lower()
     name = f"{'small-' if options.small else ''}{device}-{now:%Y-%m-%d-%H%M}.json"
     file: Path = options.out or RESULTS / name
     file.parent.mkdir(parents=True, exist_ok=True)
     record = {"date": now.isoformat(timespec="seconds"), "small": options.small, "machine": machine}
-    file.write_text(json.dumps(record | {"stages": [asdict(outcome) for outcome in outcomes]}, indent=1) + "\n")
+    file.write_text(
+        json.dumps(record | {"stages": [asdict(outcome) for outcome in outcomes]}, indent=1) + "\n"
+    )
     return file
 
 

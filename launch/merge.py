@@ -1,10 +1,11 @@
-"""Makes one checkpoint out of several of the same model, without a GPU and with one tensor in memory at a time.
+"""Makes one checkpoint out of several of the same model, without a GPU and with one tensor in
+memory at a time.
 
     python launch/merge.py linear --models A B --weights 0.7 0.3 --out DIR
     python launch/merge.py ties --base START --models A B --density 0.2 --out DIR
 
-linear: the weighted mean. ties: what moved most from the base, where the models agree on its sign (arXiv 2306.01708).
-Configuration and tokenizer of the result are the first model's.
+linear: the weighted mean. ties: what moved most from the base, where the models agree on its sign
+(arXiv 2306.01708). Configuration and tokenizer of the result are the first model's.
 """
 
 from __future__ import annotations
@@ -21,10 +22,15 @@ from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.models.tokenizer import Tokenizer, TokenizerError
 from megatron_rl.models.weight_files import DamagedWeights, check_weight_files
 from megatron_rl.records.progress import Progress
-from megatron_rl.records.write_errors import free_bytes, writing_problem
+from megatron_rl.records.write_errors import free_bytes, write_problem
 
 DTYPES = ("float32", "bfloat16", "float16")
-NAMES_ONLY = {"_name_or_path", "dtype", "torch_dtype", "transformers_version"}  # of config.json: not what is computed
+NAMES_ONLY = {
+    "_name_or_path",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+}  # of config.json: not what is computed
 
 
 class MergeRefused(Failure):
@@ -49,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"interrupted: {options.out} was not written", file=sys.stderr)
         return ExitCode.INTERRUPTED
     except Exception as error:  # safetensors has an exception of its own for a full disk
-        problem = writing_problem(error, options.out, key="--out")
+        problem = write_problem(error, options.out, key="--out")
         if problem is None and not isinstance(error, OSError):
             raise
         print(problem or f"--out={options.out}: {error}", file=sys.stderr)
@@ -60,21 +66,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("method", choices=("linear", "ties"))
-    parser.add_argument("--models", type=Path, nargs="+", required=True, help="checkpoints in Hugging Face format")
-    parser.add_argument("--weights", type=float, nargs="+", help="one for each model; all the same when not given")
+    parser.add_argument(
+        "--models", type=Path, nargs="+", required=True, help="checkpoints in Hugging Face format"
+    )
+    parser.add_argument(
+        "--weights", type=float, nargs="+", help="one for each model; all the same when not given"
+    )
     parser.add_argument("--base", type=Path, help="ties: the checkpoint they were all trained from")
-    parser.add_argument("--density", type=float, help="ties: share of each tensor's changes that is kept (default 0.2)")
-    parser.add_argument("--scale", type=float, help="ties: what the merged changes are multiplied by (default 1)")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the result; that of the first checkpoint when not given")
-    parser.add_argument("--out", type=Path, required=True, help="a directory that does not exist yet")
+    parser.add_argument(
+        "--density",
+        type=float,
+        help="ties: share of each tensor's changes that is kept (default 0.2)",
+    )
+    parser.add_argument(
+        "--scale", type=float, help="ties: what the merged changes are multiplied by (default 1)"
+    )
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="of the result; that of the first checkpoint when not given"
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, help="a directory that does not exist yet"
+    )
     return parser.parse_args(arguments)
 
 
 def require_options(options: argparse.Namespace) -> list[float]:
-    """The models' weights. Raises `MergeRefused` for numbers that make no merge, and for options that do nothing."""
+    """The models' weights.
+
+    Raises `MergeRefused` for numbers that make no merge, and for options that do nothing.
+    """
     refusals = list(_refusals(options))
     if refusals:
         raise MergeRefused("\n".join([*refusals, "nothing was written."]))
@@ -105,7 +130,9 @@ def _refusals(options: argparse.Namespace) -> Iterator[str]:
 
 
 def require_one_model(sources: Sequence[Path]) -> None:
-    """Raises `MergeRefused` unless all are whole checkpoints of one configuration and one vocabulary."""
+    """Raises `MergeRefused` unless all are whole checkpoints of one configuration and one
+    vocabulary.
+    """
     first, *others = [(source, *_read(source)) for source in sources]
     for source, config, tokenizer in others:
         for key in sorted((config.keys() | first[1].keys()) - NAMES_ONLY):
@@ -115,7 +142,9 @@ def require_one_model(sources: Sequence[Path]) -> None:
                     "they are not of one model"
                 )
         if not tokenizer.same_ids(first[2]):
-            raise MergeRefused(f"{source}: its tokenizer gives tokens other ids than that of {first[0]}")
+            raise MergeRefused(
+                f"{source}: its tokenizer gives tokens other ids than that of {first[0]}"
+            )
 
 
 def _read(source: Path) -> tuple[dict[str, Any], Tokenizer]:
@@ -128,7 +157,9 @@ def _read(source: Path) -> tuple[dict[str, Any], Tokenizer]:
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, (TokenizerError, DamagedWeights)):
             raise MergeRefused(f"{source}: {error}") from error
-        raise MergeRefused(f"{source}: config.json cannot be read ({error}). Give a checkpoint's directory") from error
+        raise MergeRefused(
+            f"{source}: config.json cannot be read ({error}). Give a checkpoint's directory"
+        ) from error
 
 
 def require_room(options: argparse.Namespace, sources: Sequence[Path]) -> None:
@@ -136,7 +167,9 @@ def require_room(options: argparse.Namespace, sources: Sequence[Path]) -> None:
     widening = 2 if options.dtype == "float32" else 1
     needed = widening * sum(file.stat().st_size for file in sources[0].glob("*.safetensors"))
     if (free := free_bytes(options.out)) < needed:
-        raise MergeRefused(f"--out={options.out}: {free >> 20} MiB are free there, and it may need {needed >> 20} MiB")
+        raise MergeRefused(
+            f"--out={options.out}: {free >> 20} MiB are free there, and it may need {needed >> 20} MiB"
+        )
 
 
 def merge(options: argparse.Namespace, weights: Sequence[float], sources: Sequence[Path]) -> None:

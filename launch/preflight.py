@@ -3,8 +3,9 @@
     python launch/preflight.py experiment=quickstart key=value ...
     torchrun --nproc-per-node 2 launch/preflight.py parallel=ep2 key=value ...
 
-It takes what launch/train_rl.py takes, with the same ranks. What that refuses is refused, and what a run opens before
-its first step is opened. One line a check, from one rank of each node; exit code 0, or 2 when a run must not start.
+It takes what launch/train_rl.py takes, with the same ranks. What that refuses is refused, and what
+a run opens before its first step is opened. One line a check, from one rank of each node; exit code
+0, or 2 when a run must not start.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ import psutil
 from megatron_rl.config.cli import main
 from megatron_rl.config.schema import Configuration, EngineSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
+from megatron_rl.contracts.interrupts import exit_on_interrupt
 from megatron_rl.contracts.launch_facts import LaunchFacts
-from megatron_rl.contracts.interrupts import end_quietly
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.planning.memory import engine_memory, rank_memory
@@ -49,8 +50,8 @@ ANSWER_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report. remedy: what to do when it failed, empty where `found` says it. required: whether a run
-    cannot do without it."""
+    """One line of the report. remedy: what to do when it failed, empty where `found` says it.
+    required: whether a run cannot do without it."""
 
     name: str
     passed: bool
@@ -65,11 +66,16 @@ class Check:
 
     def __str__(self) -> str:
         verdict = "ok  " if self.passed else "FAIL" if self.required else "warn"
-        return f"{verdict}  {self.name}: {self.found}" + ("" if self.passed or not self.remedy else f". {self.remedy}.")
+        return f"{verdict}  {self.name}: {self.found}" + (
+            "" if self.passed or not self.remedy else f". {self.remedy}."
+        )
 
 
 def check_versions(constraints: str) -> Iterator[Check]:
-    """Installed versions against the pinned ones. constraints: the text of requirements/constraints.txt."""
+    """Installed versions against the pinned ones.
+
+    constraints: the text of requirements/constraints.txt.
+    """
     pinned = dict(re.findall(r"^([\w.-]+)==(\S+)$", constraints, flags=re.MULTILINE))
     for name in PACKAGES:
         try:
@@ -78,7 +84,12 @@ def check_versions(constraints: str) -> Iterator[Check]:
             yield Check(name, False, "not installed", "Run make install")
             continue
         same = found.partition("+")[0] == pinned[name]
-        yield Check(name, same, f"{found}, pinned {pinned[name]}", "Run make install, or expect what was not tested")
+        yield Check(
+            name,
+            same,
+            f"{found}, pinned {pinned[name]}",
+            "Run make install, or expect what was not tested",
+        )
 
 
 def check_devices(facts: LaunchFacts) -> Iterator[Check]:
@@ -87,10 +98,14 @@ def check_devices(facts: LaunchFacts) -> Iterator[Check]:
 
     usable = torch.cuda.device_count()
     found = f"{facts.num_gpus} for torch, which can use {usable}"
-    yield Check("GPUs", usable == facts.num_gpus, found, "Install a torch build and a driver that match")
+    yield Check(
+        "GPUs", usable == facts.num_gpus, found, "Install a torch build and a driver that match"
+    )
     if facts.idle_gpus:
         found = f"{facts.idle_gpus} stay idle: the installed torch is built for CPUs"
-        yield Check("idle GPUs", False, found, "Install a CUDA build of torch (Dockerfile)", required=False)
+        yield Check(
+            "idle GPUs", False, found, "Install a CUDA build of torch (Dockerfile)", required=False
+        )
 
 
 def device_bytes(facts: LaunchFacts) -> int:
@@ -108,14 +123,24 @@ def check_memory(engine: EngineSettings, facts: LaunchFacts) -> Check:
     needed = facts.local_world_size * RANK_BYTES + engines * ENGINE_BYTES
     available = psutil.virtual_memory().available
     found = f"{available / GIB:.1f} GiB available, at least {needed / GIB:.1f} needed"
-    return Check("host memory", available >= needed, found, "Free memory, or start fewer ranks or engines")
+    return Check(
+        "host memory", available >= needed, found, "Free memory, or start fewer ranks or engines"
+    )
 
 
-def check_rank_memory(c: Configuration, shape: ModelShape, facts: LaunchFacts, device_bytes: int) -> Iterator[Check]:
-    """What the settings need of a rank's device and of an engine's. device_bytes: of a GPU, or a process's share."""
+def check_rank_memory(
+    c: Configuration, shape: ModelShape, facts: LaunchFacts, device_bytes: int
+) -> Iterator[Check]:
+    """What the settings need of a rank's device and of an engine's.
+
+    device_bytes: of a GPU, or a process's share.
+    """
     where = "of a GPU" if facts.num_gpus else "for each rank"
     worst = max(
-        (rank_memory(c, shape, world_size=facts.world_size, stage=stage) for stage in range(c.parallel.pp)),
+        (
+            rank_memory(c, shape, world_size=facts.world_size, stage=stage)
+            for stage in range(c.parallel.pp)
+        ),
         key=lambda memory: memory.total,
     )
     parts = ", ".join(f"{name} {_gib(size)}" for name, size in worst.parts.items())
@@ -123,19 +148,33 @@ def check_rank_memory(c: Configuration, shape: ModelShape, facts: LaunchFacts, d
     remedy = "More ranks or parallel.ep, .pp, .tp, model.recompute=full or a smaller train.tokens_per_micro_batch"
     yield Check("rank memory", worst.total <= device_bytes, found, remedy)
     engine = engine_memory(c, shape)
-    found = f"parameters {_gib(engine.parameters)}, KV cache {_gib(engine.kv_cache)} GiB on each device"
+    found = (
+        f"parameters {_gib(engine.parameters)}, KV cache {_gib(engine.kv_cache)} GiB on each device"
+    )
     managed = c.engine.mode == "managed"  # of the others' devices nothing is known here
-    yield Check("engine memory", not managed or engine.parameters <= device_bytes, found, "Raise engine.tp")
+    yield Check(
+        "engine memory", not managed or engine.parameters <= device_bytes, found, "Raise engine.tp"
+    )
     if managed and engine.parameters <= device_bytes < engine.total:
-        found, remedy = "requests will wait for one another", "Raise engine.tp, or lower engine.max_running_requests"
+        found, remedy = (
+            "requests will wait for one another",
+            "Raise engine.tp, or lower engine.max_running_requests",
+        )
         yield Check("KV cache", False, found, remedy, required=False)
 
 
-def check_save_memory(c: Configuration, shape: ModelShape, facts: LaunchFacts, available: int) -> Iterator[Check]:
-    """What saving a checkpoint needs of a node's memory; without GPUs the ranks train in it. available: in bytes."""
+def check_save_memory(
+    c: Configuration, shape: ModelShape, facts: LaunchFacts, available: int
+) -> Iterator[Check]:
+    """What saving a checkpoint needs of a node's memory; without GPUs the ranks train in it.
+    available: in bytes.
+    """
     if not c.run.checkpoint_every:
         return
-    stages = [rank_memory(c, shape, world_size=facts.world_size, stage=stage) for stage in range(c.parallel.pp)]
+    stages = [
+        rank_memory(c, shape, world_size=facts.world_size, stage=stage)
+        for stage in range(c.parallel.pp)
+    ]
     saving = max(memory.host_save for memory in stages)
     training = 0 if facts.num_gpus else max(memory.total for memory in stages)
     needed = facts.local_world_size * (saving + training)
@@ -150,10 +189,14 @@ def _gib(size: int) -> str:
 
 
 def check_shared_memory(directory: str = "/dev/shm") -> Check:
-    """NCCL and engines with several ranks pass data between processes through it; rollouts do not need it."""
+    """NCCL and engines with several ranks pass data between processes through it; rollouts do not
+    need it.
+    """
     free = shutil.disk_usage(directory).free if os.path.isdir(directory) else 0
     found = f"{free / GIB:.1f} GiB free in {directory}"
-    remedy = "NCCL, and SGLang with engine.tp > 1, need some; in a container give it more: --shm-size 8g"
+    remedy = (
+        "NCCL, and SGLang with engine.tp > 1, need some; in a container give it more: --shm-size 8g"
+    )
     return Check("shared memory", free >= GIB, found, remedy, required=False)
 
 
@@ -165,7 +208,9 @@ def check_run_root(root: str) -> Check:
         with tempfile.NamedTemporaryFile(dir=existing):
             return Check("run.root", True, f"{existing} is writable", "")
     except OSError as error:
-        return Check("run.root", False, f"{existing}: {error.strerror}", "Choose another place: run.root=...")
+        return Check(
+            "run.root", False, f"{existing}: {error.strerror}", "Choose another place: run.root=..."
+        )
 
 
 def check_addresses(facts: LaunchFacts) -> Iterator[Check]:
@@ -184,9 +229,13 @@ def check_external_engines(c: Configuration) -> Iterator[Check]:
     engine = replace(c.engine, start_timeout_s=ANSWER_SECONDS)
     keys = read_keys(Path(engine.key_file)) if engine.key_file is not None else create_keys()
     for url in engine.urls:
-        server = Engine(url=url, node=0, tp=engine.tp, ep=engine.ep, quantization=engine.quantization)
+        server = Engine(
+            url=url, node=0, tp=engine.tp, ep=engine.ep, quantization=engine.quantization
+        )
         try:
-            require_external_engines([server], keys, engine, return_routes=c.train.replay == "rollout")
+            require_external_engines(
+                [server], keys, engine, return_routes=c.train.replay == "rollout"
+            )
         except EngineError as error:
             yield Check(url, False, str(error), "")
         else:
@@ -194,7 +243,9 @@ def check_external_engines(c: Configuration) -> Iterator[Check]:
 
 
 def check_opening(c: Configuration) -> Iterator[Check]:
-    """What ranks open before the first step: their imports, classes of the user's own, prompts, room on the disk."""
+    """What ranks open before the first step: their imports, classes of the user's own, prompts,
+    room on the disk.
+    """
     from megatron_rl.mcore.cpu import compat
 
     compat.install()
@@ -202,20 +253,27 @@ def check_opening(c: Configuration) -> Iterator[Check]:
         from megatron_rl.environments.environment import open_environment
         from megatron_rl.losses import open_loss
         from megatron_rl.run.checkpoints.belief_transfer import read_beliefs
-        from megatron_rl.run.prompts import build_prompts
         from megatron_rl.run.checkpoints.disk_space import require_space
+        from megatron_rl.run.prompts import build_prompts
     except ImportError as error:
         yield Check("trainer", False, f"cannot be imported ({error})", "Run make install")
         return
     shape = read_shape(c.model.path)
     yield _opened("algo", lambda: open_loss(c.algo, shape), lambda _: c.algo.name)
-    yield _opened("environment", lambda: open_environment(c.environment), lambda opened: type(opened).__name__)
+    yield _opened(
+        "environment", lambda: open_environment(c.environment), lambda opened: type(opened).__name__
+    )
     yield _opened(
         "prompts",
         lambda: build_prompts(c, read_beliefs(c) if c.run.resume == "never" else None),
-        lambda p: f"{len(p.train)} to train, {len(p.held_out)} held out; " + "; ".join(filter(None, p.told())),
+        lambda p: (
+            f"{len(p.train)} to train, {len(p.held_out)} held out; "
+            + "; ".join(filter(None, p.told()))
+        ),
     )
-    yield _opened("disk space", lambda: require_space(c, shape), lambda _: "enough for what the run writes")
+    yield _opened(
+        "disk space", lambda: require_space(c, shape), lambda _: "enough for what the run writes"
+    )
 
 
 def _opened(name: str, open_it: Callable[[], T], told: Callable[[T], str]) -> Check:
@@ -228,7 +286,9 @@ def _opened(name: str, open_it: Callable[[], T], told: Callable[[T], str]) -> Ch
 
 
 def preflight(config: Configuration) -> int:
-    """Print every check of an accepted configuration, on one rank of each node, and return the exit code."""
+    """Print every check of an accepted configuration, on one rank of each node, and return the exit
+    code.
+    """
     facts = LaunchFacts.from_environment(os.environ)
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return ExitCode.OK
@@ -236,8 +296,12 @@ def preflight(config: Configuration) -> int:
         *check_versions((ROOT / "requirements" / "constraints.txt").read_text()),
         *check_devices(facts),
         check_memory(config.engine, facts),
-        *check_rank_memory(widest(config), read_shape(config.model.path), facts, device_bytes(facts)),
-        *check_save_memory(config, read_shape(config.model.path), facts, psutil.virtual_memory().available),
+        *check_rank_memory(
+            widest(config), read_shape(config.model.path), facts, device_bytes(facts)
+        ),
+        *check_save_memory(
+            config, read_shape(config.model.path), facts, psutil.virtual_memory().available
+        ),
         check_shared_memory(),
         check_run_root(config.run.root),
         *check_addresses(facts),
@@ -251,7 +315,7 @@ def preflight(config: Configuration) -> int:
 
 
 if __name__ == "__main__":
-    end_quietly()
+    exit_on_interrupt()
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(__doc__)
         sys.exit(ExitCode.OK)

@@ -19,14 +19,20 @@ STAGES = ("rollout", "exchange", "old_policy", "train", "sync")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table and return the exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("run", type=Path, help="a run's directory, such as runs/NAME; the run may be going on")
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition("\n")[0], allow_abbrev=False
+    )
+    parser.add_argument(
+        "run", type=Path, help="a run's directory, such as runs/NAME; the run may be going on"
+    )
     run = parser.parse_args(arguments).run
     try:
         records = read_metrics(run)
         steps = [record for record in records if _seconds(record, "step") > 0]
         if not steps:
-            raise RunUnreadable(f"{run}: no step is complete. Wait for the first one, or give another run")
+            raise RunUnreadable(
+                f"{run}: no step is complete. Wait for the first one, or give another run"
+            )
     except Failure as refused:
         print(refused, file=sys.stderr)
         return refused.exit_code

@@ -1,4 +1,6 @@
-"""Prints constraints.txt with the versions that other files give instead: merge_constraints.py BASE OVERRIDE..."""
+"""Prints constraints.txt with the versions that other files give instead: merge_constraints.py BASE
+OVERRIDE...
+"""
 
 import re
 import sys
@@ -6,7 +8,10 @@ from pathlib import Path
 
 
 def merge(texts: list[str]) -> list[str]:
-    """Lines such as `torch==2.13.0`, later texts before earlier ones, sorted by name. Comments are dropped."""
+    """Lines such as `torch==2.13.0`, later texts before earlier ones, sorted by name.
+
+    Comments are dropped.
+    """
     chosen: dict[str, str] = {}
     for text in texts:
         for line in (line.strip() for line in text.splitlines()):

@@ -1,1 +1,3 @@
-"""Everything that speaks to SGLang: starting servers, asking for generations, sending weights, auditing them."""
+"""Everything that speaks to SGLang: starting servers, asking for generations, sending weights,
+auditing them.
+"""

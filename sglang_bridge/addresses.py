@@ -22,7 +22,9 @@ def address_towards(host: str, port: int) -> str:
 
 
 def node_address(num_nodes: int) -> str:
-    """Where this node's engines and, on rank 0, the hub listen: loopback, or the address towards torchrun's master."""
+    """Where this node's engines and, on rank 0, the hub listen: loopback, or the address towards
+    torchrun's master.
+    """
     if num_nodes == 1:
         return LOOPBACK
     return address_towards(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
@@ -31,7 +33,9 @@ def node_address(num_nodes: int) -> str:
 def require_private_address(host: str) -> None:
     """Raise `ValueError` unless every address of `host` is loopback or private."""
     if rule := _why_not_private(host):
-        raise ValueError(f"{rule}; use {LOOPBACK} or the node's address in the cluster's private network")
+        raise ValueError(
+            f"{rule}; use {LOOPBACK} or the node's address in the cluster's private network"
+        )
 
 
 def url_problem(url: str) -> Problem | None:
@@ -84,7 +88,10 @@ def _addresses(url: str) -> list[tuple[str, int | None]]:
     """Where a URL leads; nothing for one that `url_problem` refuses."""
     try:
         parts = urlsplit(url)
-        found = {str(info[4][0]) for info in socket.getaddrinfo(parts.hostname, None, family=socket.AF_INET)}
+        found = {
+            str(info[4][0])
+            for info in socket.getaddrinfo(parts.hostname, None, family=socket.AF_INET)
+        }
         return [(address, parts.port) for address in sorted(found)]
     except (ValueError, OSError):
         return []

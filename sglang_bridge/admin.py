@@ -1,4 +1,6 @@
-"""Control requests to one engine: readiness, pausing, weights, checksums. Each call blocks until it is answered."""
+"""Control requests to one engine: readiness, pausing, weights, checksums. Each call blocks until it
+is answered.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,9 @@ from sglang_bridge.engine import Engine
 from sglang_bridge.errors import RequestFailed
 from sglang_bridge.keys import RunKeys
 
-# Requests that run are put back and computed again under the new weights. "abort" would lose them; "in_place" would
-# keep the cache that the old weights computed, and the engine refuses to flush it while requests run.
+# Requests that run are put back and computed again under the new weights. "abort" would lose them;
+# "in_place" would keep the cache that the old weights computed, and the engine refuses to flush it
+# while requests run.
 _PAUSE_MODE = "retract"
 
 
@@ -28,7 +31,10 @@ class _Outcome(msgspec.Struct):
 
 
 class AdminClient:
-    """Controls one engine. keys: a server started without keys ignores them. timeout: seconds per call."""
+    """Controls one engine.
+
+    keys: a server started without keys ignores them. timeout: seconds per call.
+    """
 
     def __init__(self, engine: Engine, keys: RunKeys, *, timeout: float = 60.0) -> None:
         parts = urllib.parse.urlsplit(engine.url)
@@ -76,7 +82,15 @@ class AdminClient:
         self._post("/flush_cache", {})
 
     def init_weights_update_group(
-        self, *, address: str, port: int, rank_offset: int, world_size: int, name: str, backend: str, timeout: float
+        self,
+        *,
+        address: str,
+        port: int,
+        rank_offset: int,
+        world_size: int,
+        name: str,
+        backend: str,
+        timeout: float,
     ) -> None:
         """Join a process group as ranks `rank_offset + tp_rank`; returns once joined."""
         body = {
@@ -128,21 +142,30 @@ class AdminClient:
             body["weight_version"] = weight_version
         self._post("/update_weights_from_distributed", body, timeout=timeout)
 
-    def update_weights_from_disk(self, model_path: str, *, weight_version: str, timeout: float) -> None:
+    def update_weights_from_disk(
+        self, model_path: str, *, weight_version: str, timeout: float
+    ) -> None:
         """Load a directory in Hugging Face format."""
         body = {
             "model_path": model_path,
-            "load_format": "auto",  # else the format the server was started with, which may be "dummy"
+            # else the format the server was started with, which may be "dummy"
+            "load_format": "auto",
             "weight_version": weight_version,
             "flush_cache": False,
         }
         self._post("/update_weights_from_disk", body, timeout=timeout)
 
     def checksums(self, *, timeout: float = 300.0) -> list[dict[str, str]]:
-        """What each tensor-parallel rank holds: a 64-bit checksum in hexadecimal by the engine's parameter name."""
-        outcome = self._post("/weights_checker", {"action": "checksum", "selector": "target"}, timeout=timeout)
+        """What each tensor-parallel rank holds: a 64-bit checksum in hexadecimal by the engine's
+        parameter name.
+        """
+        outcome = self._post(
+            "/weights_checker", {"action": "checksum", "selector": "target"}, timeout=timeout
+        )
         if not outcome.ranks:
-            raise RequestFailed(f"{self.url}/weights_checker returned no checksums: {outcome.message}")
+            raise RequestFailed(
+                f"{self.url}/weights_checker returned no checksums: {outcome.message}"
+            )
         return [rank.checksums for rank in outcome.ranks]
 
     def _post(self, path: str, body: dict[str, Any], *, timeout: float | None = None) -> _Outcome:
@@ -169,10 +192,14 @@ class AdminClient:
         seconds = self._timeout if timeout is None else timeout
         connection = http.client.HTTPConnection(self._host, self._port, timeout=seconds)
         try:
-            connection.request(method, path, None if body is None else msgspec.json.encode(body), headers)
+            connection.request(
+                method, path, None if body is None else msgspec.json.encode(body), headers
+            )
             response = connection.getresponse()
             return response.status, response.read()
         except (OSError, http.client.HTTPException) as error:
-            raise RequestFailed(f"{self.url}{path}: no answer ({type(error).__name__}: {error})") from error
+            raise RequestFailed(
+                f"{self.url}{path}: no answer ({type(error).__name__}: {error})"
+            ) from error
         finally:
             connection.close()

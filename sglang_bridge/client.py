@@ -15,7 +15,9 @@ from sglang_bridge.errors import RequestFailed
 from sglang_bridge.generation import FinishReason, Generation, decode_generation
 from sglang_bridge.request import SamplingLike, encode_request
 
-_ABORT_SECONDS = 10.0  # for the answer to an aborted request, which comes with the engine's next step
+_ABORT_SECONDS = (
+    10.0  # for the answer to an aborted request, which comes with the engine's next step
+)
 _HEALTH_SECONDS = 30.0  # the engine itself takes up to 20 to find out
 _REQUEST_AT_FAULT = frozenset({400, 413, 422})
 
@@ -29,12 +31,13 @@ class RequestExpired(RequestFailed):
 class GenerateClient:
     """Speaks to one URL, from one event loop. One call of `generate` is one request.
 
-    route_shape: (hidden layers, top-k) of the model, needed to ask for routes. vocab_size: what its tokens must be
-    below. deadline_seconds: how long the engine may answer nobody while a request waits; however long its queue and
-    its responses are, an engine that works does not exceed the time of one response. abort: called with the URL and
-    the name of a request whose deadline is over; what the engine drew until then is kept as a truncated response.
-    Without it, and when a call is cancelled, the connection is closed, and the engine aborts within seconds.
-    threads: where replies are decoded; None: the event loop's own.
+    route_shape: (hidden layers, top-k) of the model, needed to ask for routes. vocab_size: what its
+    tokens must be below. deadline_seconds: how long the engine may answer nobody while a request
+    waits; however long its queue and its responses are, an engine that works does not exceed the
+    time of one response. abort: called with the URL and the name of a request whose deadline is
+    over; what the engine drew until then is kept as a truncated response. Without it, and when a
+    call is cancelled, the connection is closed, and the engine aborts within seconds. threads:
+    where replies are decoded; None: the event loop's own.
     """
 
     def __init__(
@@ -68,15 +71,22 @@ class GenerateClient:
         return_routes: bool = True,
         seed: int | None = None,
     ) -> Generation:
-        """Draw one response. rid: the request's name in the engine's log; repeats get a number of their own.
+        """Draw one response. rid: the request's name in the engine's log; repeats get a number of
+        their own.
 
-        seed: see `request.encode_request`. Raises `RequestFailed`, `RequestExpired` and `GenerationRejected`.
+        seed: see `request.encode_request`. Raises `RequestFailed`, `RequestExpired` and
+        `GenerationRejected`.
         """
         if return_routes and self._route_shape is None:
-            raise ValueError("routes were asked for: GenerateClient needs route_shape=(hidden layers, top-k)")
-        # The engine refuses a name it still knows, and aborts all names that start as the one given.
+            raise ValueError(
+                "routes were asked for: GenerateClient needs route_shape=(hidden layers, top-k)"
+            )
+        # The engine refuses a name it still knows, and aborts all names that start as the one
+        # given.
         name = f"{rid}#{next(self._requests)};"
-        answer = asyncio.create_task(self._post(encode_request(input_ids, sampling, name, return_routes, seed), name))
+        answer = asyncio.create_task(
+            self._post(encode_request(input_ids, sampling, name, return_routes, seed), name)
+        )
         try:
             in_time = await self._answered(answer)
             if not in_time:
@@ -86,7 +96,9 @@ class GenerateClient:
             answer.cancel()
         if in_time:
             self._last_answer = asyncio.get_running_loop().time()
-        generation = await self._decode(pieces, len(input_ids), self._route_shape if return_routes else None)
+        generation = await self._decode(
+            pieces, len(input_ids), self._route_shape if return_routes else None
+        )
         return generation if in_time else self._truncated(generation, sampling, name, return_routes)
 
     async def is_up(self) -> bool:
@@ -111,7 +123,9 @@ class GenerateClient:
         await self.close()
 
     async def _answered(self, answer: asyncio.Task[list[bytes]]) -> bool:
-        """Wait for as long as the engine answers anyone; False once it has been silent for the deadline."""
+        """Wait for as long as the engine answers anyone; False once it has been silent for the
+        deadline.
+        """
         loop = asyncio.get_running_loop()
         start = loop.time()
         while (left := max(start, self._last_answer) + self._deadline_seconds - loop.time()) > 0:
@@ -121,7 +135,10 @@ class GenerateClient:
         return False
 
     async def _cut_off(self, answer: asyncio.Task[list[bytes]], name: str) -> None:
-        """Have a request aborted and wait for its answer. Raises `RequestExpired` when there is none."""
+        """Have a request aborted and wait for its answer.
+
+        Raises `RequestExpired` when there is none.
+        """
         if self._abort is not None:
             await self._abort(self.url, name)
             done, _ = await asyncio.wait({answer}, timeout=_ABORT_SECONDS)
@@ -129,14 +146,20 @@ class GenerateClient:
                 return
         raise self._expired(name)
 
-    def _truncated(self, generation: Generation, sampling: SamplingLike, name: str, return_routes: bool) -> Generation:
-        """What was drawn of an aborted response; an engine that aborts does not look whether it had just ended."""
+    def _truncated(
+        self, generation: Generation, sampling: SamplingLike, name: str, return_routes: bool
+    ) -> Generation:
+        """What was drawn of an aborted response; an engine that aborts does not look whether it had
+        just ended.
+        """
         if generation.finish_reason is not FinishReason.ABORT:
             return generation
         if not len(generation.output_ids) or (return_routes and generation.routes is None):
             raise self._expired(name)
         ended = int(generation.output_ids[-1]) in sampling.stop_token_ids
-        return replace(generation, finish_reason=FinishReason.STOP if ended else FinishReason.LENGTH)
+        return replace(
+            generation, finish_reason=FinishReason.STOP if ended else FinishReason.LENGTH
+        )
 
     def _expired(self, name: str) -> RequestExpired:
         return RequestExpired(
@@ -144,27 +167,41 @@ class GenerateClient:
             "engine's log, or raise engine.token_timeout_s"
         )
 
-    async def _decode(self, pieces: list[bytes], num_prompt_tokens: int, shape: tuple[int, int] | None) -> Generation:
+    async def _decode(
+        self, pieces: list[bytes], num_prompt_tokens: int, shape: tuple[int, int] | None
+    ) -> Generation:
         """Long responses with routes are tens of megabytes: in a thread they hold up nobody."""
 
         def decode() -> Generation:
             return decode_generation(
-                b"".join(pieces), num_prompt_tokens=num_prompt_tokens, route_shape=shape, vocab_size=self._vocab_size
+                b"".join(pieces),
+                num_prompt_tokens=num_prompt_tokens,
+                route_shape=shape,
+                vocab_size=self._vocab_size,
             )
 
         return await asyncio.get_running_loop().run_in_executor(self._threads, decode)
 
     async def _post(self, request: bytes, name: str) -> list[bytes]:
-        """The pieces of the reply's body: putting megabytes together is left to the thread that decodes them."""
+        """The pieces of the reply's body: putting megabytes together is left to the thread that
+        decodes them.
+        """
         session = self._open_session()
         try:
-            async with session.post(f"{self.url}/generate", data=request, headers=self._headers) as response:
+            async with session.post(
+                f"{self.url}/generate", data=request, headers=self._headers
+            ) as response:
                 pieces = [piece async for piece in response.content.iter_any()]
         except aiohttp.ClientError as error:
-            raise RequestFailed(f"{self.url}: {name} lost its connection ({type(error).__name__}: {error})") from error
+            raise RequestFailed(
+                f"{self.url}: {name} lost its connection ({type(error).__name__}: {error})"
+            ) from error
         if response.status != 200:
             words = b"".join(pieces)[:500].decode(errors="replace")
-            raise RequestFailed(f"{self.url}: {name} was answered {response.status}: {words}", status=response.status)
+            raise RequestFailed(
+                f"{self.url}: {name} was answered {response.status}: {words}",
+                status=response.status,
+            )
         return pieces
 
     def _open_session(self) -> aiohttp.ClientSession:
@@ -182,5 +219,7 @@ def _bearer(key: str | None) -> dict[str, str]:
 
 
 def may_succeed_elsewhere(failure: RequestFailed) -> bool:
-    """Whether the same request could be answered by another engine, or later: not if the request is at fault."""
+    """Whether the same request could be answered by another engine, or later: not if the request is
+    at fault.
+    """
     return failure.status not in _REQUEST_AT_FAULT

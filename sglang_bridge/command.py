@@ -10,8 +10,8 @@ from pathlib import Path
 from sglang_bridge.cpu_support import cpu_shim_path
 from sglang_bridge.settings import ServerPlace, ServerSettings, kv_cache_slots
 
-# Without a GPU: SGLang's own torch fallbacks, no overlap of scheduling with a device that is not there, and no busy
-# waiting: an idle engine would take a core from the trainer.
+# Without a GPU: SGLang's own torch fallbacks, no overlap of scheduling with a device that is not
+# there, and no busy waiting: an idle engine would take a core from the trainer.
 _CPU_ARGS = (
     "--attention-backend=torch_native",
     "--sampling-backend=pytorch",
@@ -23,7 +23,9 @@ RECORDING_RUNNER = "triton"
 _LOOPBACK = frozenset({"127.0.0.1", "localhost"})
 
 
-def build_argv(settings: ServerSettings, place: ServerPlace, *, port: int, key_config: Path) -> list[str]:
+def build_argv(
+    settings: ServerSettings, place: ServerPlace, *, port: int, key_config: Path
+) -> list[str]:
     """The server's argument list. key_config: see `keys.write_server_config`."""
     argv = [
         sys.executable,
@@ -55,14 +57,20 @@ def build_argv(settings: ServerSettings, place: ServerPlace, *, port: int, key_c
     if place.load_format is not None:
         argv.append(f"--load-format={place.load_format}")
     else:
-        argv.append("--weight-version=0")  # the start checkpoint: what it answers may be judged before any sync
+        argv.append(
+            "--weight-version=0"
+        )  # the start checkpoint: what it answers may be judged before any sync
     if place.device == "cpu":
         argv += _CPU_ARGS
     return [*argv, *settings.extra_args]
 
 
-def build_environment(settings: ServerSettings, place: ServerPlace, inherited: Mapping[str, str]) -> dict[str, str]:
-    """The server's environment: the inherited one without torchrun's variables, which would mislead its own group."""
+def build_environment(
+    settings: ServerSettings, place: ServerPlace, inherited: Mapping[str, str]
+) -> dict[str, str]:
+    """The server's environment: the inherited one without torchrun's variables, which would mislead
+    its own group.
+    """
     environment = {key: value for key, value in inherited.items() if not _belongs_to_torchrun(key)}
     environment |= {
         "OMP_NUM_THREADS": str(settings.threads),
@@ -78,7 +86,9 @@ def build_environment(settings: ServerSettings, place: ServerPlace, inherited: M
     else:
         environment |= nccl_environment(inherited)
     if place.gpus:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(_devices(place.gpus, inherited.get("CUDA_VISIBLE_DEVICES")))
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(
+            _devices(place.gpus, inherited.get("CUDA_VISIBLE_DEVICES"))
+        )
     if inherited.get("PYTHONPATH"):
         search.append(inherited["PYTHONPATH"])
     environment["PYTHONPATH"] = os.pathsep.join(search)
@@ -88,16 +98,19 @@ def build_environment(settings: ServerSettings, place: ServerPlace, inherited: M
 
 
 def nccl_environment(inherited: Mapping[str, str]) -> dict[str, str]:
-    """What NCCL has to find in the environment of trainer and engines alike, before either starts it.
+    """What NCCL has to find in the environment of trainer and engines alike, before either starts
+    it.
 
-    Their common group would hang if one side used cuMem or NVLS buffers and the other did not; SGLang switches off both
-    unless its environment says otherwise.
+    Their common group would hang if one side used cuMem or NVLS buffers and the other did not;
+    SGLang switches off both unless its environment says otherwise.
     """
     return {name: inherited.get(name, "0") for name in ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")}
 
 
 def _devices(gpus: tuple[int, ...], visible: str | None) -> list[str]:
-    """The engine's devices: `gpus` counts within what this process may see, which a scheduler may have restricted."""
+    """The engine's devices: `gpus` counts within what this process may see, which a scheduler may
+    have restricted.
+    """
     if visible is None:
         return [str(gpu) for gpu in gpus]
     listed = [device.strip() for device in visible.split(",") if device.strip()]

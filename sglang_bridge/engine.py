@@ -6,7 +6,8 @@ import msgspec
 
 
 class Engine(msgspec.Struct, frozen=True, kw_only=True):
-    """One SGLang server. node: the host whose collector sends requests to it. tp, ep: its parallel sizes.
+    """One SGLang server. node: the host whose collector sends requests to it. tp, ep: its parallel
+    sizes.
 
     Raises `ValueError` for a shape that no server has.
     """

@@ -8,11 +8,16 @@ from typing import ClassVar
 
 
 def how_it_ended(returncode: int) -> str:
-    """A process's end in words. returncode: minus a signal's number, or 128 more than it, if a signal ended it."""
+    """A process's end in words.
+
+    returncode: minus a signal's number, or 128 more than it, if a signal ended it.
+    """
     number = -returncode if returncode < 0 else returncode - 128
     if number == signal.SIGKILL:
         return "SIGKILL: from outside, or by the kernel for want of memory (see dmesg)"
-    return signal.Signals(number).name if number in set(signal.Signals) else f"exit code {returncode}"
+    return (
+        signal.Signals(number).name if number in set(signal.Signals) else f"exit code {returncode}"
+    )
 
 
 class EngineError(Exception):
@@ -39,7 +44,9 @@ class EngineDied(EngineError):
 
 
 class RequestFailed(EngineError):
-    """A request got no usable answer: refused, out of retries or past its deadline. status: HTTP status if any."""
+    """A request got no usable answer: refused, out of retries or past its deadline. status: HTTP
+    status if any.
+    """
 
     def __init__(self, message: str, *, status: int | None = None) -> None:
         super().__init__(message)
@@ -47,9 +54,13 @@ class RequestFailed(EngineError):
 
 
 class WeightUpdateFailed(EngineError):
-    """Some engines did not take new weights; they are left paused. failed: reason by URL; updated: URLs that did."""
+    """Some engines did not take new weights; they are left paused. failed: reason by URL; updated:
+    URLs that did.
+    """
 
-    def __init__(self, version: int, failed: Mapping[str, str], updated: Sequence[str] = ()) -> None:
+    def __init__(
+        self, version: int, failed: Mapping[str, str], updated: Sequence[str] = ()
+    ) -> None:
         reasons = "; ".join(f"{url}: {reason}" for url, reason in failed.items())
         super().__init__(
             f"weights of version {version} did not reach {len(failed)} engine(s): {reasons}. "
@@ -61,7 +72,10 @@ class WeightUpdateFailed(EngineError):
 
 
 class WeightMismatch(EngineError):
-    """An engine holds other values than were sent. differences: a text for each of its parameters concerned."""
+    """An engine holds other values than were sent.
+
+    differences: a text for each of its parameters concerned.
+    """
 
     exit_code = 6
 
@@ -76,7 +90,9 @@ class WeightMismatch(EngineError):
 
 
 class AuditUnsupported(EngineError):
-    """An engine holds parameters of the right names whose values cannot be compared: the message says why."""
+    """An engine holds parameters of the right names whose values cannot be compared: the message
+    says why.
+    """
 
 
 def _with_log(message: str, log_tail: str) -> str:

@@ -14,7 +14,9 @@ import numpy.typing as npt
 import pybase64
 
 _MOST_ROUNDING = 1e-3  # nats that a log-probability may be above zero
-_LEAST = -1e4  # nats: what is drawn is far above; engines write float32's lowest number for a chance of zero
+_LEAST = (
+    -1e4
+)  # nats: what is drawn is far above; engines write float32's lowest number for a chance of zero
 _ROUTES_KEY = b'"routed_experts"'
 _OPENING = re.compile(rb'\s*:\s*"')
 
@@ -39,9 +41,9 @@ class VersionSpan(msgspec.Struct, frozen=True):
 class Generation:
     """A drawn response of r tokens to a prompt of p; n = p + r.
 
-    output_ids: int32 [r]. logprobs: float32 [r], nats, of the temperature-scaled distribution. routes: int32
-    [n-1, layers, topk], row t for the model's input t; None if not asked for, or if an aborted request has none.
-    version_spans: oldest first.
+    output_ids: int32 [r]. logprobs: float32 [r], nats, of the temperature-scaled distribution.
+    routes: int32 [n-1, layers, topk], row t for the model's input t; None if not asked for, or if
+    an aborted request has none. version_spans: oldest first.
     """
 
     output_ids: npt.NDArray[np.int32]
@@ -92,23 +94,33 @@ _decoder = msgspec.json.Decoder(_Reply)
 
 
 def decode_generation(
-    body: bytes, *, num_prompt_tokens: int, route_shape: tuple[int, int] | None = None, vocab_size: int | None = None
+    body: bytes,
+    *,
+    num_prompt_tokens: int,
+    route_shape: tuple[int, int] | None = None,
+    vocab_size: int | None = None,
 ) -> Generation:
     """Decode the body of a `/generate` reply.
 
-    route_shape: (hidden layers, top-k), None if routes were not asked for. vocab_size: of the model, None: any token id
-    is taken. Raises `GenerationRejected`.
+    route_shape: (hidden layers, top-k), None if routes were not asked for. vocab_size: of the
+    model, None: any token id is taken. Raises `GenerationRejected`.
     """
     text, routes = _without_routes(body)
     try:
-        reply = _decoder.decode(text.decode())  # as str: of keys that it skips, msgspec checks no bytes
+        reply = _decoder.decode(
+            text.decode()
+        )  # as str: of keys that it skips, msgspec checks no bytes
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise GenerationRejected("malformed", f"{error}; the reply starts {body[:200]!r}") from error
+        raise GenerationRejected(
+            "malformed", f"{error}; the reply starts {body[:200]!r}"
+        ) from error
     meta = reply.meta_info
     finish_reason = _finish_reason(meta)
     output_ids = _tokens(reply.output_ids, vocab_size)
     wire = None
-    if route_shape is not None and not (finish_reason is FinishReason.ABORT and meta.routed_experts is None):
+    if route_shape is not None and not (
+        finish_reason is FinishReason.ABORT and meta.routed_experts is None
+    ):
         wire = _routes(routes, meta, num_prompt_tokens + len(output_ids) - 1, route_shape)
     return Generation(
         output_ids=output_ids,
@@ -124,7 +136,8 @@ def decode_generation(
 def _without_routes(body: bytes) -> tuple[bytes, memoryview]:
     """The reply with an empty string for its routes, and their base64 apart.
 
-    They may be tens of megabytes: read as JSON they would hold up every other thread of the interpreter.
+    They may be tens of megabytes: read as JSON they would hold up every other thread of the
+    interpreter.
     """
     key = body.find(_ROUTES_KEY)
     opening = _OPENING.match(body, key + len(_ROUTES_KEY)) if key >= 0 else None
@@ -138,7 +151,8 @@ def _tokens(output_ids: list[int], vocab_size: int | None) -> npt.NDArray[np.int
     last = np.iinfo(np.int32).max if vocab_size is None else vocab_size - 1
     if output_ids and not (min(output_ids) >= 0 and max(output_ids) <= last):
         raise GenerationRejected(
-            "token_range", f"token ids from {min(output_ids)} to {max(output_ids)}: the vocabulary is 0 to {last}"
+            "token_range",
+            f"token ids from {min(output_ids)} to {max(output_ids)}: the vocabulary is 0 to {last}",
         )
     return np.asarray(output_ids, np.int32)
 
@@ -148,35 +162,50 @@ def _finish_reason(meta: _MetaInfo) -> FinishReason:
     try:
         return FinishReason(str(name))
     except ValueError:
-        raise GenerationRejected("finish_reason", f"{name!r} is none of {', '.join(FinishReason)}") from None
+        raise GenerationRejected(
+            "finish_reason", f"{name!r} is none of {', '.join(FinishReason)}"
+        ) from None
 
 
 def _logprobs(meta: _MetaInfo, output_ids: list[int]) -> npt.NDArray[np.float32]:
     entries = meta.output_token_logprobs
     if [token for _, token, _ in entries] != output_ids:
         raise GenerationRejected(
-            "logprobs_length", f"{len(entries)} log-probabilities do not belong to the {len(output_ids)} output tokens"
+            "logprobs_length",
+            f"{len(entries)} log-probabilities do not belong to the {len(output_ids)} output tokens",
         )
     # JSON has no NaN or infinity: the engine writes null.
     with np.errstate(over="ignore"):
-        logprobs = np.asarray([np.nan if value is None else value for value, _, _ in entries], np.float32)
+        logprobs = np.asarray(
+            [np.nan if value is None else value for value, _, _ in entries], np.float32
+        )
     if not np.isfinite(logprobs).all():
         raise GenerationRejected("logprobs_nonfinite", "a log-probability is not a finite number")
     if logprobs.max(initial=0) > _MOST_ROUNDING:
-        raise GenerationRejected("logprobs_positive", f"a log-probability of {logprobs.max()} is a chance above one")
+        raise GenerationRejected(
+            "logprobs_positive", f"a log-probability of {logprobs.max()} is a chance above one"
+        )
     if logprobs.min(initial=0) < _LEAST:
-        raise GenerationRejected("logprobs_tiny", f"a log-probability of {logprobs.min()} is no chance of being drawn")
+        raise GenerationRejected(
+            "logprobs_tiny", f"a log-probability of {logprobs.min()} is no chance of being drawn"
+        )
     return logprobs
 
 
-def _routes(apart: memoryview, meta: _MetaInfo, num_inputs: int, shape: tuple[int, int]) -> npt.NDArray[np.int32]:
+def _routes(
+    apart: memoryview, meta: _MetaInfo, num_inputs: int, shape: tuple[int, int]
+) -> npt.NDArray[np.int32]:
     """apart: what stood where `_without_routes` left an empty string."""
     if meta.routed_experts is None:
-        raise GenerationRejected("routes_missing", "start the engine with --enable-return-routed-experts")
+        raise GenerationRejected(
+            "routes_missing", "start the engine with --enable-return-routed-experts"
+        )
     try:
         raw = pybase64.b64decode_as_bytearray(meta.routed_experts or apart, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise GenerationRejected("routes_encoding", f"routed_experts is not base64: {error}") from error
+        raise GenerationRejected(
+            "routes_encoding", f"routed_experts is not base64: {error}"
+        ) from error
     layers, topk = shape
     expected = num_inputs * layers * topk * 4
     if len(raw) != expected:
@@ -193,7 +222,11 @@ def _version_spans(meta: _MetaInfo, num_output_tokens: int) -> tuple[VersionSpan
     spans = tuple(meta.weight_versions)
     ends = [0, *(span.end for span in spans)]
     ascending = all(span.start < span.end for span in spans) or num_output_tokens == 0
-    if [span.start for span in spans] != ends[:-1] or ends[-1] != num_output_tokens or not ascending:
+    if (
+        [span.start for span in spans] != ends[:-1]
+        or ends[-1] != num_output_tokens
+        or not ascending
+    ):
         raise GenerationRejected(
             "versions", f"spans {spans} do not cover the {num_output_tokens} output tokens in order"
         )

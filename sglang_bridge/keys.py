@@ -29,7 +29,9 @@ def create_keys() -> RunKeys:
 
 
 def write_server_config(keys: RunKeys, path: Path) -> None:
-    """Write the keys as a `--config` file for SGLang, which wants long option names and the suffix .yaml."""
+    """Write the keys as a `--config` file for SGLang, which wants long option names and the suffix
+    .yaml.
+    """
     if path.suffix != ".yaml":
         raise ValueError(f"server config {path}: SGLang only reads files that end in .yaml")
     options = {"api-key": keys.api_key, "admin-api-key": keys.admin_api_key}
@@ -37,7 +39,9 @@ def write_server_config(keys: RunKeys, path: Path) -> None:
 
 
 def read_keys(path: Path) -> RunKeys:
-    """Read `{"api_key": ..., "admin_api_key": ...}`. Raises `ValueError` where `key_file_problem` finds one."""
+    """Read `{"api_key": ..., "admin_api_key": ...}`. Raises `ValueError` where `key_file_problem`
+    finds one.
+    """
     if problem := key_file_problem(path):
         raise ValueError(str(problem))
     return msgspec.json.decode(path.read_bytes(), type=RunKeys)
@@ -53,9 +57,13 @@ def key_file_problem(path: Path) -> Problem | None:
         rule = "There is no such file" if gone else f"It cannot be looked at ({error.strerror})"
         return Problem("engine.key_file", str(path), rule, remedy)
     if not stat.S_ISREG(mode):
-        return Problem("engine.key_file", str(path), "There is no such file: it is something else", remedy)
+        return Problem(
+            "engine.key_file", str(path), "There is no such file: it is something else", remedy
+        )
     if stat.S_IMODE(mode) & 0o077:
-        return Problem("engine.key_file", str(path), "Others can read the keys", f"chmod 600 {path}")
+        return Problem(
+            "engine.key_file", str(path), "Others can read the keys", f"chmod 600 {path}"
+        )
     try:
         msgspec.json.decode(path.read_bytes(), type=RunKeys)
     except (ValueError, OSError):

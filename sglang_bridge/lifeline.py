@@ -11,7 +11,10 @@ from typing import IO
 
 
 class Lifeline:
-    """Held by the trainer for as long as its helpers shall live. One lifeline serves any number of helpers."""
+    """Held by the trainer for as long as its helpers shall live.
+
+    One lifeline serves any number of helpers.
+    """
 
     def __init__(self) -> None:
         self._read, self._write = os.pipe()
@@ -41,8 +44,9 @@ def start_supervised(
 ) -> subprocess.Popen[bytes]:
     """Run a command under a supervisor that ends its whole process tree when the lifeline breaks.
 
-    The returned process is the supervisor: it ends when the command does, with the command's exit code (128 + signal
-    number if a signal ended it), and SIGTERM to it ends the tree. log receives stdout and stderr.
+    The returned process is the supervisor: it ends when the command does, with the command's exit
+    code (128 + signal number if a signal ended it), and SIGTERM to it ends the tree. log receives
+    stdout and stderr.
     """
     supervisor = [
         sys.executable,
@@ -60,7 +64,8 @@ def start_supervised(
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=subprocess.STDOUT if log is not None else None,
-        start_new_session=True,  # an interrupt typed at a terminal reaches the trainer alone, which ends its helpers
+        # an interrupt typed at a terminal reaches the trainer alone, which ends its helpers
+        start_new_session=True,
     )
 
 

@@ -13,7 +13,9 @@ _EXCEPTION = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception): .+$", re.MULTILINE)
 
 
 def last_lines(path: Path, *, count: int = 30, secrets: Iterable[str] = ()) -> str:
-    """The last `count` lines of a log with every secret blanked out; an empty string if there is no log."""
+    """The last `count` lines of a log with every secret blanked out; an empty string if there is no
+    log.
+    """
     try:
         with path.open("rb") as file:
             file.seek(0, 2)
@@ -24,7 +26,10 @@ def last_lines(path: Path, *, count: int = 30, secrets: Iterable[str] = ()) -> s
     for secret in secrets:
         text = text.replace(secret, "***")
     lines = text.splitlines()[-count:]
-    return "\n".join(line if len(line) <= _LINE_CHARACTERS else line[:_LINE_CHARACTERS] + " ..." for line in lines)
+    return "\n".join(
+        line if len(line) <= _LINE_CHARACTERS else line[:_LINE_CHARACTERS] + " ..."
+        for line in lines
+    )
 
 
 def refused_arguments(log: str) -> str | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import socket
 
-# Below Linux's ephemeral range, so that no outgoing connection takes a chosen port before the server binds it.
+# Below Linux's ephemeral range, so that no outgoing connection takes a chosen port before the
+# server binds it.
 _FIRST_PORT, _LAST_PORT = 20000, 32000
 _ATTEMPTS = 64
 
@@ -24,7 +25,10 @@ def is_free(host: str, port: int) -> bool:
 
 
 def choose_port(host: str, preferred: int | None = None) -> int:
-    """The preferred port if it is free, else a random free one. Another process may still take it first."""
+    """The preferred port if it is free, else a random free one.
+
+    Another process may still take it first.
+    """
     if preferred is not None and is_free(host, preferred):
         return preferred
     generator = random.SystemRandom()
@@ -32,4 +36,6 @@ def choose_port(host: str, preferred: int | None = None) -> int:
         port = generator.randrange(_FIRST_PORT, _LAST_PORT)
         if is_free(host, port):
             return port
-    raise OSError(f"no free port found on {host} in {_FIRST_PORT}-{_LAST_PORT} after {_ATTEMPTS} attempts")
+    raise OSError(
+        f"no free port found on {host} in {_FIRST_PORT}-{_LAST_PORT} after {_ATTEMPTS} attempts"
+    )

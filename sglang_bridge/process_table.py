@@ -1,4 +1,7 @@
-"""Processes of this machine as /proc shows them. A process that has ended is nobody, and no error."""
+"""Processes of this machine as /proc shows them.
+
+A process that has ended is nobody, and no error.
+"""
 
 from __future__ import annotations
 
@@ -46,14 +49,20 @@ def variable(pid: int, name: str) -> str | None:
     """A variable of the environment that a process was started with."""
     prefix = f"{name}=".encode()
     entries = _environment(pid).split(b"\0")
-    return next((entry[len(prefix) :].decode() for entry in entries if entry.startswith(prefix)), None)
+    return next(
+        (entry[len(prefix) :].decode() for entry in entries if entry.startswith(prefix)), None
+    )
 
 
 def starting(pid: int) -> bool:
-    """Whether a process is between its fork and its program: the kernel does not show its environment yet."""
+    """Whether a process is between its fork and its program: the kernel does not show its
+    environment yet.
+    """
     if _environment(pid):
         return False
-    fields = _fields(pid)  # looked at later: the environment of a process that ends is gone before it is
+    fields = _fields(
+        pid
+    )  # looked at later: the environment of a process that ends is gone before it is
     return bool(fields) and not int(fields[_FLAGS_FIELD]) & _EXITING
 
 
@@ -71,7 +80,9 @@ def kill(processes: Iterable[Process]) -> None:
 
 
 def _environment(pid: int) -> bytes:
-    """As the process was started with it, each variable ended by a zero byte; empty where it cannot be read."""
+    """As the process was started with it, each variable ended by a zero byte; empty where it cannot
+    be read.
+    """
     try:
         return Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:

@@ -18,24 +18,31 @@ from sglang_bridge.keys import RunKeys
 from sglang_bridge.settings import ServerSettings
 
 _POLL_SECONDS = 0.5
-_REFUSED_SHARE = 1 / 6  # of start_timeout_s, after which an address where nothing listens is taken for a wrong one
-_NOT_RECORDING = frozenset({"flashinfer_trtllm", "experimental_sgl_trtllm", "flashinfer_mxfp4", "triton_kernel"})
+_REFUSED_SHARE = (
+    1 / 6
+)  # of start_timeout_s, after which an address where nothing listens is taken for a wrong one
+_NOT_RECORDING = frozenset(
+    {"flashinfer_trtllm", "experimental_sgl_trtllm", "flashinfer_mxfp4", "triton_kernel"}
+)
 
 
 def require_external_engines(
     engines: Sequence[Engine], keys: RunKeys, settings: ServerSettings, *, return_routes: bool
 ) -> None:
-    """Wait, at most `settings.start_timeout_s` for all, until every engine answers and is what is declared.
+    """Wait, at most `settings.start_timeout_s` for all, until every engine answers and is what is
+    declared.
 
-    A sixth of it is waited for an address where nothing listens, as while a server loads its model. Raises
-    `EngineUnhealthy` naming the URL.
+    A sixth of it is waited for an address where nothing listens, as while a server loads its model.
+    Raises `EngineUnhealthy` naming the URL.
     """
     deadline = time.monotonic() + settings.start_timeout_s
     for engine in engines:
         admin = AdminClient(engine, keys)
         give_up = time.monotonic() + settings.start_timeout_s * _REFUSED_SHARE
         while not admin.is_ready():
-            if (nobody := _nobody_listens(admin.address)) is not None and time.monotonic() > give_up:
+            if (
+                nobody := _nobody_listens(admin.address)
+            ) is not None and time.monotonic() > give_up:
                 raise EngineUnhealthy(
                     f"engine.urls: {engine.url}: {nobody}; correct the address, start that server, or, if it takes "
                     f"long to load, raise engine.start_timeout_s, a sixth of which is "
@@ -69,8 +76,12 @@ def _nobody_listens(address: tuple[str, int]) -> str | None:
         return None
 
 
-def _require_settings(engine: Engine, info: dict[str, Any], dtype: str, *, return_routes: bool) -> None:
-    """Compare a running server's `/server_info` with what is declared and with what weight updates support."""
+def _require_settings(
+    engine: Engine, info: dict[str, Any], dtype: str, *, return_routes: bool
+) -> None:
+    """Compare a running server's `/server_info` with what is declared and with what weight updates
+    support.
+    """
     if return_routes:
         _require_routes(engine, info)
     for key in ("pp_size", "dp_size"):
@@ -80,7 +91,9 @@ def _require_settings(engine: Engine, info: dict[str, Any], dtype: str, *, retur
                 "which is not built; start it with 1 and use more engines or tensor/expert parallelism instead"
             )
     if (tp := int(info.get("tp_size") or 1)) != engine.tp:
-        raise EngineUnhealthy(f"engine.tp={engine.tp}: {engine.url} runs with tp_size={tp}; declare engine.tp={tp}")
+        raise EngineUnhealthy(
+            f"engine.tp={engine.tp}: {engine.url} runs with tp_size={tp}; declare engine.tp={tp}"
+        )
     if info.get("dtype", dtype) != dtype:
         raise EngineUnhealthy(
             f"engine.dtype={dtype}: {engine.url} runs in {info['dtype']}; start it with --dtype {dtype}"

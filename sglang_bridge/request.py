@@ -20,11 +20,17 @@ class SamplingLike(Protocol):
 
 
 def encode_request(
-    input_ids: Sequence[int], sampling: SamplingLike, rid: str, return_routes: bool, seed: int | None
+    input_ids: Sequence[int],
+    sampling: SamplingLike,
+    rid: str,
+    return_routes: bool,
+    seed: int | None,
 ) -> bytes:
-    """The body of a `/generate` request for the untruncated distribution: no top-p, no top-k, no penalty.
+    """The body of a `/generate` request for the untruncated distribution: no top-p, no top-k, no
+    penalty.
 
-    seed: what engines on CPUs draw by, and others with `--enable-deterministic-inference`, which otherwise ignore it.
+    seed: what engines on CPUs draw by, and others with `--enable-deterministic-inference`, which
+    otherwise ignore it.
     """
     body: dict[str, Any] = {
         "rid": rid,

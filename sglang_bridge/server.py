@@ -21,14 +21,22 @@ from sglang_bridge.settings import ServerPlace, ServerSettings, refusals
 _POLL_SECONDS = 0.25
 _PORT_TAKEN = "address already in use"
 _PORT_ATTEMPTS = 3
-_GRACE_SECONDS = 0.5  # a server has nothing to save, and SGLang takes five seconds over a polite end
+_GRACE_SECONDS = (
+    0.5  # a server has nothing to save, and SGLang takes five seconds over a polite end
+)
 
 
 class ManagedEngine:
     """One running server. Make it with `ManagedEngine.start`."""
 
     def __init__(
-        self, settings: ServerSettings, place: ServerPlace, *, keys: RunKeys, log_path: Path, lifeline: Lifeline
+        self,
+        settings: ServerSettings,
+        place: ServerPlace,
+        *,
+        keys: RunKeys,
+        log_path: Path,
+        lifeline: Lifeline,
     ) -> None:
         self.settings = settings
         self.place = place
@@ -42,11 +50,19 @@ class ManagedEngine:
 
     @classmethod
     def start(
-        cls, settings: ServerSettings, place: ServerPlace, *, keys: RunKeys, log_path: Path, lifeline: Lifeline
+        cls,
+        settings: ServerSettings,
+        place: ServerPlace,
+        *,
+        keys: RunKeys,
+        log_path: Path,
+        lifeline: Lifeline,
     ) -> ManagedEngine:
-        """Start a server and return at once. Its log, of mode 0600, holds its keys: SGLang writes its arguments.
+        """Start a server and return at once. Its log, of mode 0600, holds its keys: SGLang writes
+        its arguments.
 
-        Raises `ValueError` for what `refusals` finds, a shape that no engine has and an address that is not private.
+        Raises `ValueError` for what `refusals` finds, a shape that no engine has and an address
+        that is not private.
         """
         if found := [str(problem) for problem in refusals(settings, place.device)]:
             raise ValueError("\n".join(found))
@@ -55,7 +71,10 @@ class ManagedEngine:
 
     @property
     def engine(self) -> Engine:
-        """Its address and shape. Until it is healthy, a port that was taken meanwhile is replaced by another one."""
+        """Its address and shape.
+
+        Until it is healthy, a port that was taken meanwhile is replaced by another one.
+        """
         return self._engine
 
     @property
@@ -73,18 +92,28 @@ class ManagedEngine:
         return AdminClient(self.engine, self.keys, timeout=timeout)
 
     def poll_healthy(self) -> bool:
-        """Whether it has become healthy, without waiting long. Raises `EngineDied`; a taken port is replaced."""
+        """Whether it has become healthy, without waiting long.
+
+        Raises `EngineDied`; a taken port is replaced.
+        """
         if self._healthy:
             return True
-        if self._lost_its_port():  # SGLang says so and then may linger in its warm-up: do not wait for its end
+        if (
+            self._lost_its_port()
+        ):  # SGLang says so and then may linger in its warm-up: do not wait for its end
             self._end(timeout=15.0)
             self._launch(None)
         self.check_alive()
-        self._healthy = self.admin().is_ready()  # only after SGLang's own warm-up has generated tokens
+        self._healthy = (
+            self.admin().is_ready()
+        )  # only after SGLang's own warm-up has generated tokens
         return self._healthy
 
     def wait_healthy(self, deadline_seconds: float) -> None:
-        """Wait until healthy, at most `deadline_seconds` since the start. Raises `EngineUnhealthy`, `EngineDied`."""
+        """Wait until healthy, at most `deadline_seconds` since the start.
+
+        Raises `EngineUnhealthy`, `EngineDied`.
+        """
         while not self.poll_healthy():
             if (waited := time.monotonic() - self._started) > deadline_seconds:
                 raise EngineUnhealthy(
@@ -109,7 +138,9 @@ class ManagedEngine:
 
     def log_tail(self, count: int = 30) -> str:
         """The last lines of its log, keys blanked out."""
-        return last_lines(self.log_path, count=count, secrets=(self.keys.api_key, self.keys.admin_api_key))
+        return last_lines(
+            self.log_path, count=count, secrets=(self.keys.api_key, self.keys.admin_api_key)
+        )
 
     def stop(self, *, timeout: float = 15.0) -> None:
         """End the server and every process below it; returns when none is left. Safe to call again."""
@@ -148,7 +179,9 @@ class ManagedEngine:
     def _describe(self, port: int) -> Engine:
         shape = self.settings
         url = f"http://{self.place.host}:{port}"
-        return Engine(url=url, node=self.place.node, tp=shape.tp, ep=shape.ep, quantization=shape.quantization)
+        return Engine(
+            url=url, node=self.place.node, tp=shape.tp, ep=shape.ep, quantization=shape.quantization
+        )
 
     def _config_path(self) -> Path:
         return self.log_path.with_suffix(".keys.yaml")

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _FOLDER = "/dev/shm/"
-# SGLang's own, and those of Python's multiprocessing; what NCCL and CUDA map they share with others and remove.
+# SGLang's own, and those of Python's multiprocessing; what NCCL and CUDA map they share with others
+# and remove.
 _PREFIXES = ("sglang_", "sgl_shm_", "multi_tokenizer_args_", "sem.mp-", "psm_")
 
 

@@ -28,22 +28,28 @@ _TRACKER_SECONDS = 5.0
 def main(arguments: list[str]) -> int:
     options = _parse(arguments)
     stop_requested = _flag_on_signals(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    # Descendants whose parent dies become children of this process, so that none can escape the clean-up.
+    # Descendants whose parent dies become children of this process, so that none can escape the
+    # clean-up.
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     parent = os.getppid()
     child = subprocess.Popen(options.command, start_new_session=True, preexec_fn=_die_with_parent)
     while child.poll() is None:
-        if stop_requested() or os.getppid() != parent or _is_broken(options.lifeline, _CHECK_SECONDS):
+        if (
+            stop_requested()
+            or os.getppid() != parent
+            or _is_broken(options.lifeline, _CHECK_SECONDS)
+        ):
             break
     code = end_tree(child, options.grace_seconds)
     return 128 - code if code < 0 else code
 
 
 def end_tree(child: subprocess.Popen[bytes], grace_seconds: float) -> int:
-    """SIGTERM to the child's process group, SIGKILL after the grace to every descendant left. Returns its code.
+    """SIGTERM to the child's process group, SIGKILL after the grace to every descendant left.
+    Returns its code.
 
-    Trackers of multiprocessing's resources come last: they end by themselves when nobody is left who uses them, and
-    remove the named semaphores that were left. A killed one removes none.
+    Trackers of multiprocessing's resources come last: they end by themselves when nobody is left
+    who uses them, and remove the named semaphores that were left. A killed one removes none.
     """
     shared_memory = mapped_shared_memory(descendants(os.getpid()))
     _signal_group(child.pid, signal.SIGTERM)
@@ -63,7 +69,9 @@ def _wait(child: subprocess.Popen[bytes], seconds: float) -> None:
         time.sleep(0.05)
 
 
-def _kill_all(child: subprocess.Popen[bytes], but: Callable[[int], bool] = lambda pid: False) -> None:
+def _kill_all(
+    child: subprocess.Popen[bytes], but: Callable[[int], bool] = lambda pid: False
+) -> None:
     """SIGKILL until no descendant is left; but: of those that may stay."""
     while left := [pid for pid in descendants(os.getpid()) if not but(pid)]:
         for pid in left:
@@ -96,7 +104,9 @@ def descendants(pid: int) -> list[int]:
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="sglang_bridge.supervise", description=__doc__)
     parser.add_argument("--lifeline", type=int, required=True, help="read end of the pipe to watch")
-    parser.add_argument("--grace-seconds", type=float, default=5.0, help="between SIGTERM and SIGKILL")
+    parser.add_argument(
+        "--grace-seconds", type=float, default=5.0, help="between SIGTERM and SIGKILL"
+    )
     parser.add_argument("command", nargs="+")
     return parser.parse_args(arguments)
 
@@ -109,7 +119,9 @@ def _flag_on_signals(*signals: signal.Signals) -> Callable[[], bool]:
 
 
 def _is_broken(lifeline: int, timeout: float) -> bool:
-    """Wait up to `timeout` seconds; nothing is ever written to a lifeline, so readable means end-of-file."""
+    """Wait up to `timeout` seconds; nothing is ever written to a lifeline, so readable means
+    end-of-file.
+    """
     readable, _, _ = select.select([lifeline], [], [], timeout)
     return bool(readable)
 

@@ -4,7 +4,8 @@ import os
 
 import hypothesis
 
-# Set before anything imports torch or transformers: two cores are shared by every process a test starts.
+# Set before anything imports torch or transformers: two cores are shared by every process a test
+# starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

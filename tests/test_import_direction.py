@@ -1,4 +1,6 @@
-"""Imports point one way: launch -> megatron_rl -> {sglang_bridge, espo_kernels}, and one way among the rooms."""
+"""Imports point one way: launch -> megatron_rl -> {sglang_bridge, espo_kernels}, and one way among
+the rooms.
+"""
 
 import ast
 import sys
@@ -17,7 +19,15 @@ PACKAGES = {
 FORBIDDEN = {
     "launch": set(),
     "megatron_rl": {"launch", "tests"},
-    "sglang_bridge": {"launch", "tests", "megatron_rl", "espo_kernels", "megatron", "hydra", "omegaconf"},
+    "sglang_bridge": {
+        "launch",
+        "tests",
+        "megatron_rl",
+        "espo_kernels",
+        "megatron",
+        "hydra",
+        "omegaconf",
+    },
 }
 # The rooms of megatron_rl: each imports only those before it.
 ROOMS = (
@@ -37,7 +47,8 @@ ROOMS = (
     "sync",
     "run",
 )
-# What the kernels may import besides the standard library: everything else would bind them to this trainer.
+# What the kernels may import besides the standard library: everything else would bind them to this
+# trainer.
 KERNELS_MAY_IMPORT = {"espo_kernels", "torch", "triton", "numpy", "numba", "llvmlite"}
 
 
@@ -56,7 +67,9 @@ def room_imports(source: str) -> Iterator[str]:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0 and node.module is not None, "a relative import hides where it leads"
+            assert node.level == 0 and node.module is not None, (
+                "a relative import hides where it leads"
+            )
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         else:
             continue
@@ -65,7 +78,11 @@ def room_imports(source: str) -> Iterator[str]:
 
 def imports_by_file(package: str) -> list[tuple[str, str]]:
     files = sorted(PACKAGES[package].rglob("*.py"))
-    return [(str(file.relative_to(ROOT)), name) for file in files for name in imports_of(file.read_text())]
+    return [
+        (str(file.relative_to(ROOT)), name)
+        for file in files
+        for name in imports_of(file.read_text())
+    ]
 
 
 @pytest.mark.parametrize("package", sorted(FORBIDDEN))
@@ -77,7 +94,9 @@ def test_no_import_points_back(package: str) -> None:
 
 def test_rooms_import_only_rooms_before_them() -> None:
     package = PACKAGES["megatron_rl"]
-    assert {path.name for path in package.iterdir() if path.is_dir()} - {"__pycache__"} == set(ROOMS)
+    assert {path.name for path in package.iterdir() if path.is_dir()} - {"__pycache__"} == set(
+        ROOMS
+    )
     backward = [
         f"{file.relative_to(package)} imports {target}"
         for room in ROOMS
@@ -86,7 +105,9 @@ def test_rooms_import_only_rooms_before_them() -> None:
         if ROOMS.index(target) > ROOMS.index(room)
     ]
     assert backward == []
-    assert list(room_imports("from megatron_rl.run.rank import Rank\nimport megatron_rl.engines as s\n")) == [
+    assert list(
+        room_imports("from megatron_rl.run.rank import Rank\nimport megatron_rl.engines as s\n")
+    ) == [
         "run",
         "sync",
     ]

@@ -14,8 +14,19 @@ BLOCK_TORCH = "import sys; sys.modules['torch'] = None; exec(open('setup.py').re
 
 @pytest.fixture(scope="module")
 def tracked() -> list[str]:
-    command = ["git", "ls-files", "-z", "setup.py", "pyproject.toml", "megatron_rl", "sglang_bridge", "kernels"]
-    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    command = [
+        "git",
+        "ls-files",
+        "-z",
+        "setup.py",
+        "pyproject.toml",
+        "megatron_rl",
+        "sglang_bridge",
+        "kernels",
+    ]
+    names = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split("\0")
     return [name for name in names if name and (ROOT / name).exists()]
 
 
@@ -37,7 +48,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory, tracked: list[str]) -> set[s
 def test_wheel_holds_every_module_and_nothing_else(wheel: set[str], tracked: list[str]) -> None:
     top = {name.split("/")[0] for name in wheel if ".dist-info/" not in name}
     assert top == {"megatron_rl", "sglang_bridge", "espo_kernels"}
-    modules = {name.removeprefix("kernels/") for name in tracked if name.endswith(".py") and "/bench/" not in name}
+    modules = {
+        name.removeprefix("kernels/")
+        for name in tracked
+        if name.endswith(".py") and "/bench/" not in name
+    }
     assert modules - {"setup.py"} - wheel == set()
 
 
@@ -53,5 +68,7 @@ def test_installed_packages_are_these(tmp_path: Path) -> None:
         "import espo_kernels, megatron_rl, sglang_bridge\n"
         "for package in (espo_kernels, megatron_rl, sglang_bridge): print(package.__file__)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
     assert all(Path(line).is_relative_to(ROOT) for line in done.stdout.splitlines())

@@ -1,4 +1,6 @@
-"""The code keeps its shape: rooms with names, small files, short functions, docstrings that say what files are for."""
+"""The code keeps its shape: rooms with names, small files, short functions, docstrings that say
+what files are for.
+"""
 
 import ast
 import re
@@ -27,12 +29,17 @@ def functions_of(source: str) -> Iterator[tuple[str, int]]:
 
 
 def unproven(docstring: str, tests: dict[str, set[str]]) -> list[str]:
-    """Invariants that name no test, or one that does not exist. tests: functions by file, from the root."""
+    """Invariants that name no test, or one that does not exist.
+
+    tests: functions by file, from the root.
+    """
     broken = []
     for paragraph in docstring.split("\n\n"):
         if "Invariant:" in paragraph:
             named = re.findall(r"(tests/[\w/]+\.py)(?:::(\w+))?", paragraph)
-            if not named or any(file not in tests or (name and name not in tests[file]) for file, name in named):
+            if not named or any(
+                file not in tests or (name and name not in tests[file]) for file, name in named
+            ):
                 broken.append(paragraph)
     return broken
 
@@ -45,11 +52,17 @@ def files() -> dict[str, str]:
 def test_the_rooms_can_be_seen_at_a_glance() -> None:
     entries = [path for path in (ROOT / "megatron_rl").iterdir() if path.name != "__pycache__"]
     assert len(entries) <= MOST_ENTRIES
-    assert [path.name for path in entries if path.is_file() and path.suffix == ".py"] == ["__init__.py"]
+    assert [path.name for path in entries if path.is_file() and path.suffix == ".py"] == [
+        "__init__.py"
+    ]
 
 
 def test_files_are_small(files: dict[str, str]) -> None:
-    lines = {name: len(text.splitlines()) for name, text in files.items() if not name.endswith("__init__.py")}
+    lines = {
+        name: len(text.splitlines())
+        for name, text in files.items()
+        if not name.endswith("__init__.py")
+    }
     assert len(lines) > 30
     assert {name: count for name, count in lines.items() if count > MOST_LINES} == {}
     assert statistics.median(lines.values()) <= MEDIAN_LINES
@@ -67,7 +80,11 @@ def test_functions_are_short(files: dict[str, str]) -> None:
 
 
 def test_every_file_says_what_it_does(files: dict[str, str]) -> None:
-    silent = [name for name, text in files.items() if text.strip() and not ast.get_docstring(ast.parse(text))]
+    silent = [
+        name
+        for name, text in files.items()
+        if text.strip() and not ast.get_docstring(ast.parse(text))
+    ]
     assert silent == []
 
 
@@ -80,11 +97,18 @@ def test_an_invariant_names_the_test_that_enforces_it(files: dict[str, str]) -> 
     assert claims == []
     known = {"tests/a.py": {"test_b"}}
     assert unproven("What.\n\nInvariant: it holds (tests/a.py::test_b).", known) == []
-    assert len(unproven("What.\n\nInvariant: it holds.\n\nInvariant: too (tests/a.py::test_c).", known)) == 2
+    assert (
+        len(
+            unproven("What.\n\nInvariant: it holds.\n\nInvariant: too (tests/a.py::test_c).", known)
+        )
+        == 2
+    )
 
 
 def test_kernels_folder_is_no_package() -> None:
-    """SGLang depends on a distribution whose top-level package is called `kernels`; ours would shadow it."""
+    """SGLang depends on a distribution whose top-level package is called `kernels`; ours would
+    shadow it.
+    """
     assert not (ROOT / "kernels" / "__init__.py").exists()
 
 

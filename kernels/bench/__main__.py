@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from bench import measure, report
-from bench.implementation import Case, Implementation
+from bench.implementation import BenchmarkCase, Implementation
 from bench.logprob_cases import logprob_cases
 from bench.objective_cases import objective_cases
 from bench.quantize_cases import quantize_cases
@@ -19,16 +19,24 @@ OPERATIONS = ("logprob", "objective", "quantize")
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=list(OPERATIONS))
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--rows", type=int, help="tokens of the logits (2048 on CPU, 16384 on CUDA)")
-    parser.add_argument("--vocabulary", type=int, help="columns of the logits (32768 on CPU, 151936 on CUDA)")
-    parser.add_argument("--output", type=Path, help="JSON file; default bench/results/<device>-<date>.json")
+    parser.add_argument(
+        "--rows", type=int, help="tokens of the logits (2048 on CPU, 16384 on CUDA)"
+    )
+    parser.add_argument(
+        "--vocabulary", type=int, help="columns of the logits (32768 on CPU, 151936 on CUDA)"
+    )
+    parser.add_argument(
+        "--output", type=Path, help="JSON file; default bench/results/<device>-<date>.json"
+    )
     return parser.parse_args()
 
 
-def cases(arguments: argparse.Namespace) -> Iterator[Case]:
+def cases(arguments: argparse.Namespace) -> Iterator[BenchmarkCase]:
     device = torch.device(arguments.device)
     on_gpu = device.type == "cuda"
     if "logprob" in arguments.operations:
@@ -42,10 +50,14 @@ def cases(arguments: argparse.Namespace) -> Iterator[Case]:
         yield from quantize_cases(device, 128 if on_gpu else 4)
 
 
-def rows_of(case: Case, device: torch.device, repeats: int) -> tuple[list[report.Row], float]:
+def rows_of(
+    case: BenchmarkCase, device: torch.device, repeats: int
+) -> tuple[list[report.Row], float]:
     """(a row per implementation, the copy bandwidth in bytes per second measured among them)."""
     expected = [tensor.double().cpu() for tensor in case.implementations[0].run()]
-    differences = {one.name: largest_difference(one, expected) for one in case.implementations if one.compare}
+    differences = {
+        one.name: largest_difference(one, expected) for one in case.implementations if one.compare
+    }
     peaks = {one.name: measure.extra_peak_bytes(one.run, device) for one in case.implementations}
     copy, copied_bytes = measure.copy_run(device, case.input_bytes)
     runs = {one.name: one.run for one in case.implementations}
@@ -78,7 +90,9 @@ def rows_of(case: Case, device: torch.device, repeats: int) -> tuple[list[report
 
 def largest_difference(one: Implementation, expected: list[torch.Tensor]) -> float:
     pairs = zip(one.run(), expected, strict=True)
-    return max((float((mine.double().cpu() - theirs).abs().max()) for mine, theirs in pairs), default=0.0)
+    return max(
+        (float((mine.double().cpu() - theirs).abs().max()) for mine, theirs in pairs), default=0.0
+    )
 
 
 def main() -> None:

@@ -14,7 +14,8 @@ Run = Callable[[], Sequence[torch.Tensor]]
 class Implementation:
     """run: computes once and returns its results, to be compared with the first implementation's.
 
-    compare: False where the results are of another kind. note: what the reader must know about the comparison.
+    compare: False where the results are of another kind. note: what the reader must know about the
+    comparison.
     """
 
     name: str
@@ -24,10 +25,11 @@ class Implementation:
 
 
 @dataclass(frozen=True)
-class Case:
+class BenchmarkCase:
     """implementations: ours first. bytes_moved: read and written by a perfect implementation.
 
-    input_bytes: size of the largest input, the unit of `extra peak / input`. absent: peers not measured, with reasons.
+    input_bytes: size of the largest input, the unit of `extra peak / input`. absent: peers not
+    measured, with reasons.
     """
 
     operation: str

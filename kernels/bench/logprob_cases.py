@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from bench.implementation import Case, Implementation, Run
+from bench.implementation import BenchmarkCase, Implementation, Run
 from bench.peers import compiled, liger_cross_entropy, trl_pair, verl_pair
 from espo_kernels import token_logprob_entropy
 
@@ -21,7 +21,9 @@ def eager_pair(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tenso
     return log_p.gather(1, targets.unsqueeze(1)).squeeze(1), entropy
 
 
-def logprob_cases(device: torch.device, rows: int, vocabulary: int, dtypes: list[torch.dtype]) -> Iterator[Case]:
+def logprob_cases(
+    device: torch.device, rows: int, vocabulary: int, dtypes: list[torch.dtype]
+) -> Iterator[BenchmarkCase]:
     """Forward, and forward with the gradient of the logprobs, for each dtype."""
     peers = [compiled(eager_pair, device), trl_pair(), verl_pair()]
     liger = liger_cross_entropy(device)
@@ -38,15 +40,31 @@ def logprob_cases(device: torch.device, rows: int, vocabulary: int, dtypes: list
             "input_bytes": logits.nbytes,
             "absent": absent,
         }
-        forward = [Implementation(name, _forward(pair, logits, targets)) for name, pair in pairs.items()]
-        yield Case(part="forward", bytes_moved=logits.nbytes, implementations=tuple(forward), **common)
+        forward = [
+            Implementation(name, _forward(pair, logits, targets)) for name, pair in pairs.items()
+        ]
+        yield BenchmarkCase(
+            part="forward", bytes_moved=logits.nbytes, implementations=tuple(forward), **common
+        )
         leaf = logits.requires_grad_()
-        both = [Implementation(name, _with_gradient(pair, leaf, targets)) for name, pair in pairs.items()]
-        both.insert(1, Implementation("espo_kernels, in place", _in_place(leaf, targets), compare=False))
+        both = [
+            Implementation(name, _with_gradient(pair, leaf, targets))
+            for name, pair in pairs.items()
+        ]
+        both.insert(
+            1, Implementation("espo_kernels, in place", _in_place(leaf, targets), compare=False)
+        )
         if liger.function is not None:
             run = _liger(liger.function, leaf, targets)
-            both.append(Implementation(liger.name, run, compare=False, note="no entropy; gradient in place"))
-        yield Case(part="forward + backward", bytes_moved=3 * logits.nbytes, implementations=tuple(both), **common)
+            both.append(
+                Implementation(liger.name, run, compare=False, note="no entropy; gradient in place")
+            )
+        yield BenchmarkCase(
+            part="forward + backward",
+            bytes_moved=3 * logits.nbytes,
+            implementations=tuple(both),
+            **common,
+        )
 
 
 def _forward(pair: Pair, logits: torch.Tensor, targets: torch.Tensor) -> Run:

@@ -15,7 +15,8 @@ import torch
 
 from bench.implementation import Run
 
-_QUIET_SECONDS = 0.1  # OpenMP's threads keep turning for a while after a parallel region, at the cost of who comes next
+# OpenMP's threads keep turning for a while after a parallel region, at the cost of who comes next
+_QUIET_SECONDS = 0.1
 
 
 class Timing(NamedTuple):
@@ -25,12 +26,17 @@ class Timing(NamedTuple):
 
 def seconds(runs: dict[str, Run], device: torch.device, repeats: int) -> dict[str, Timing]:
     """Seconds of each run, in alternation, after one warm-up of each."""
-    clocks = {name: _cuda_clock(run) if device.type == "cuda" else _cpu_clock(run) for name, run in runs.items()}
+    clocks = {
+        name: _cuda_clock(run) if device.type == "cuda" else _cpu_clock(run)
+        for name, run in runs.items()
+    }
     samples: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeats):
         for name, clock in clocks.items():
             samples[name].append(clock())
-    return {name: Timing(min(values), statistics.median(values)) for name, values in samples.items()}
+    return {
+        name: Timing(min(values), statistics.median(values)) for name, values in samples.items()
+    }
 
 
 def copy_run(device: torch.device, num_bytes: int) -> tuple[Run, int]:
@@ -46,7 +52,9 @@ def copy_run(device: torch.device, num_bytes: int) -> tuple[Run, int]:
 
 
 def extra_peak_bytes(run: Run, device: torch.device) -> int | None:
-    """Peak memory during one run beyond what was held before it; None where the system does not tell."""
+    """Peak memory during one run beyond what was held before it; None where the system does not
+    tell.
+    """
     _give_back_free_memory()
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -91,7 +99,9 @@ def _cpu_clock(run: Run) -> Callable[[], float]:
 
 
 def _cuda_clock(run: Run) -> Callable[[], float]:
-    """Kernel time: replays of a CUDA graph where the run can be captured, else the stream's own time."""
+    """Kernel time: replays of a CUDA graph where the run can be captured, else the stream's own
+    time.
+    """
     for _ in range(3):
         run()
     torch.cuda.synchronize()

@@ -1,4 +1,6 @@
-"""espo_groups and espo_policy_loss at rollout size, beside an eager torch version of the same objective."""
+"""espo_groups and espo_policy_loss at rollout size, beside an eager torch version of the same
+objective.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +9,13 @@ from typing import Any
 
 import torch
 
-from bench.implementation import Case, Implementation, Run
+from bench.implementation import BenchmarkCase, Implementation, Run
 from espo_kernels import EspoGroups, espo_groups, espo_policy_loss
 
 VOCABULARY = 151_936
 
 
-def objective_cases(device: torch.device, sequences: int, longest: int) -> Iterator[Case]:
+def objective_cases(device: torch.device, sequences: int, longest: int) -> Iterator[BenchmarkCase]:
     """Grouping, and loss with gradient, of `sequences` responses of up to `longest` tokens."""
     rng = torch.Generator().manual_seed(0)
     lengths = torch.randint(longest // 4, longest + 1, (sequences,), generator=rng)
@@ -33,17 +35,22 @@ def objective_cases(device: torch.device, sequences: int, longest: int) -> Itera
         return [result.clip, result.count]
 
     def group_reference() -> list[torch.Tensor]:
-        result = espo_groups(entropies, cu_seqlens, vocab_size=VOCABULARY, min_clip=3e-4, backend="reference")
+        result = espo_groups(
+            entropies, cu_seqlens, vocab_size=VOCABULARY, min_clip=3e-4, backend="reference"
+        )
         return [result.clip, result.count]
 
-    yield Case(
+    yield BenchmarkCase(
         "espo_groups",
         "grouping",
         bytes_moved=entropies.nbytes + tokens,
-        implementations=(Implementation("espo_kernels", group), Implementation("reference", group_reference)),
+        implementations=(
+            Implementation("espo_kernels", group),
+            Implementation("reference", group_reference),
+        ),
         **common,
     )
-    yield Case(
+    yield BenchmarkCase(
         "espo_policy_loss",
         "loss + gradient",
         bytes_moved=13 * tokens + 4 * tokens,
@@ -56,19 +63,29 @@ def objective_cases(device: torch.device, sequences: int, longest: int) -> Itera
 
 
 def _loss(
-    new: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, cu_seqlens: torch.Tensor, groups: EspoGroups
+    new: torch.Tensor,
+    old: torch.Tensor,
+    advantages: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    groups: EspoGroups,
 ) -> Run:
     sequences = cu_seqlens.numel() - 1
 
     def run() -> tuple[torch.Tensor, ...]:
-        loss, _ = espo_policy_loss(new, old, advantages, cu_seqlens, groups, num_sequences=sequences)
+        loss, _ = espo_policy_loss(
+            new, old, advantages, cu_seqlens, groups, num_sequences=sequences
+        )
         return (loss.detach(), *torch.autograd.grad(loss, new))
 
     return run
 
 
 def _eager_loss(
-    new: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, cu_seqlens: torch.Tensor, groups: EspoGroups
+    new: torch.Tensor,
+    old: torch.Tensor,
+    advantages: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    groups: EspoGroups,
 ) -> Run:
     sequences, K = groups.clip.shape
     tokens = new.numel()
@@ -84,7 +101,9 @@ def _eager_loss(
         s = mean.exp()[segment] * torch.exp(new - new.detach())
         eps = groups.clip.flatten()[segment]
         terms = torch.minimum(s * advantages, s.clamp(1 - eps, 1 + eps) * advantages)
-        weight = (1 / (size.view(sequences, K) * (size.view(sequences, K) > 0).sum(1, keepdim=True))).flatten()
+        weight = (
+            1 / (size.view(sequences, K) * (size.view(sequences, K) > 0).sum(1, keepdim=True))
+        ).flatten()
         loss = -(terms * weight[segment]).sum() / sequences
         return (loss.detach(), *torch.autograd.grad(loss, new))
 

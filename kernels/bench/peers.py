@@ -47,7 +47,9 @@ def verl_pair() -> Peer:
     def pair(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.no_grad():
             entropy = torch_functional.entropy_from_logits_with_chunking(logits)
-        return torch_functional.logprobs_from_logits(logits, targets, inplace_backward=False), entropy
+        return torch_functional.logprobs_from_logits(
+            logits, targets, inplace_backward=False
+        ), entropy
 
     return Peer(name, pair)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from bench.implementation import Case, Implementation, Run
+from bench.implementation import BenchmarkCase, Implementation, Run
 from bench.peers import torchao_quantizer
 from espo_kernels import quantize_fp8_blockwise
 from espo_kernels.backends import Backend
@@ -15,7 +15,7 @@ from espo_kernels.backends import Backend
 SHAPES = {"gate and up": (1536, 2048), "down": (2048, 768)}
 
 
-def quantize_cases(device: torch.device, experts: int) -> Iterator[Case]:
+def quantize_cases(device: torch.device, experts: int) -> Iterator[BenchmarkCase]:
     """A stack of `experts` matrices of each shape, bfloat16."""
     peer = torchao_quantizer()
     for part, (M, N) in SHAPES.items():
@@ -26,7 +26,7 @@ def quantize_cases(device: torch.device, experts: int) -> Iterator[Case]:
         ]
         if peer.function is not None:
             implementations.append(Implementation(peer.name, _scales_of(peer.function, weight)))
-        yield Case(
+        yield BenchmarkCase(
             operation="quantize_fp8_blockwise",
             part=part,
             shape=f"{experts} × {M} × {N}",

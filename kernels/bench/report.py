@@ -17,10 +17,11 @@ from bench.peers import versions
 
 @dataclass(frozen=True)
 class Row:
-    """One implementation in one case. share_of_copy: of the bandwidth of a copy timed in alternation, counting the
-    bytes a perfect one moves.
+    """One implementation in one case. share_of_copy: of the bandwidth of a copy timed in
+    alternation, counting the bytes a perfect one moves.
 
-    extra_peak_ratio: peak memory beyond the inputs over the size of the largest. max_difference: to our result.
+    extra_peak_ratio: peak memory beyond the inputs over the size of the largest. max_difference: to
+    our result.
     """
 
     operation: str
@@ -64,7 +65,10 @@ def table(rows: list[Row]) -> str:
         ]
         lines.append([row.operation, row.part, row.shape, row.dtype, row.implementation, *numbers])
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        for line in lines
+    )
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -84,7 +88,9 @@ def machine(device: torch.device) -> dict[str, Any]:
     return described
 
 
-def write(path: Path, device: torch.device, copy_gb_s: float, rows: list[Row], absent: dict[str, str]) -> None:
+def write(
+    path: Path, device: torch.device, copy_gb_s: float, rows: list[Row], absent: dict[str, str]
+) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     record = {
         **machine(device),

@@ -5,11 +5,12 @@
     espo_policy_loss          the objective, its gradient and its diagnostics
     quantize_fp8_blockwise    e4m3 weights with one scale per block
 
-`backend` is "auto" (Triton on CUDA tensors, compiled CPU code on CPU tensors), "reference", "cpu" or "triton".
-`check_values` says whether bad values raise (True) or come out as NaN (False, which never looks at them and never
-leaves memory). None: they raise where looking needs no host synchronisation, which is on CPU tensors and in the
-reference (so for float64 on any device), and in the Triton kernels when the environment variable `ESPO_KERNELS_DEBUG`
-is 1 (read at each call). Quantisation decides as for None.
+`backend` is "auto" (Triton on CUDA tensors, compiled CPU code on CPU tensors), "reference", "cpu"
+or "triton". `check_values` says whether bad values raise (True) or come out as NaN (False, which
+never looks at them and never leaves memory). None: they raise where looking needs no host
+synchronisation, which is on CPU tensors and in the reference (so for float64 on any device), and in
+the Triton kernels when the environment variable `ESPO_KERNELS_DEBUG` is 1 (read at each call).
+Quantisation decides as for None.
 """
 
 from espo_kernels.espo_groups import EspoGroups, espo_groups

@@ -11,7 +11,9 @@ import torch
 Backend = Literal["auto", "reference", "cpu", "triton"]
 
 
-def resolve_backend(backend: Backend, tensor: torch.Tensor, *, cpu_needs_numba: bool = False) -> Backend:
+def resolve_backend(
+    backend: Backend, tensor: torch.Tensor, *, cpu_needs_numba: bool = False
+) -> Backend:
     """The backend that serves `tensor`: never "auto".
 
     float64 tensors are served by "reference" under "auto": the fast paths compute in float32.
@@ -27,10 +29,14 @@ def resolve_backend(backend: Backend, tensor: torch.Tensor, *, cpu_needs_numba: 
             return "triton" if _installed("triton") else "reference"
         return "reference" if cpu_needs_numba and not _installed("numba") else "cpu"
     if tensor.dtype == torch.float64 and backend != "reference":
-        raise ValueError(f"backend={backend!r} computes in float32: pass float32 tensors, or backend='reference'")
+        raise ValueError(
+            f"backend={backend!r} computes in float32: pass float32 tensors, or backend='reference'"
+        )
     if backend == "cpu":
         if tensor.device.type != "cpu":
-            raise ValueError(f"backend='cpu' got tensors on {tensor.device}: move them, or use backend='auto'")
+            raise ValueError(
+                f"backend='cpu' got tensors on {tensor.device}: move them, or use backend='auto'"
+            )
         if cpu_needs_numba and not _installed("numba"):
             raise ValueError("backend='cpu' needs numba: install it, or use backend='reference'")
     if backend == "triton":
@@ -47,12 +53,16 @@ def resolve_backend(backend: Backend, tensor: torch.Tensor, *, cpu_needs_numba: 
 def checks_values(tensor: torch.Tensor, backend: Backend, wanted: bool | None = None) -> bool:
     """Whether a call served by `backend` looks at values, which synchronises with a GPU.
 
-    As `wanted`; without a wish always on CPU and in the reference, which synchronises anyway, and elsewhere when
-    ESPO_KERNELS_DEBUG=1.
+    As `wanted`; without a wish always on CPU and in the reference, which synchronises anyway, and
+    elsewhere when ESPO_KERNELS_DEBUG=1.
     """
     if wanted is not None:
         return wanted
-    return tensor.device.type == "cpu" or backend == "reference" or os.environ.get("ESPO_KERNELS_DEBUG") == "1"
+    return (
+        tensor.device.type == "cpu"
+        or backend == "reference"
+        or os.environ.get("ESPO_KERNELS_DEBUG") == "1"
+    )
 
 
 def _installed(module: str) -> bool:

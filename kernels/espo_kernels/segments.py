@@ -11,7 +11,9 @@ MASKED = 255
 """The group id of tokens that belong to no group."""
 
 
-def offsets_in_bounds(cu_seqlens: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+def offsets_in_bounds(
+    cu_seqlens: torch.Tensor, num_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(offsets, 0), or (zeros, NaN) for a cu_seqlens that does not rise from 0 to `num_tokens`."""
     offsets = cu_seqlens.long()
     valid = (offsets[0] == 0) & (offsets[-1] == num_tokens) & (offsets[1:] >= offsets[:-1]).all()

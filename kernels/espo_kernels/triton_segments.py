@@ -8,7 +8,9 @@ import triton.language as tl
 
 @triton.jit
 def sequence_span(cu_seqlens, sequence, num_sequences, tokens):
-    """(start, end, valid) of a sequence; end = start if cu_seqlens does not run from 0 to `tokens` or falls here."""
+    """(start, end, valid) of a sequence; end = start if cu_seqlens does not run from 0 to `tokens`
+    or falls here.
+    """
     start = tl.load(cu_seqlens + sequence).to(tl.int32)
     end = tl.load(cu_seqlens + sequence + 1).to(tl.int32)
     last = tl.load(cu_seqlens + num_sequences).to(tl.int32)

@@ -17,9 +17,9 @@ from megatron_rl.records.past_run import Record, RunUnreadable, read_metrics
 class Curve:
     """points: each evaluation as (rollout tokens so far, accuracy).
 
-    half_width: of the last accuracy's 95 % interval. parseable: share of the first evaluation's answers. seconds: of
-    all steps and evaluations. clipped: share of the tokens that had no gradient because their ratio was clipped, the
-    mean of all steps; 0 without any.
+    half_width: of the last accuracy's 95 % interval. parseable: share of the first evaluation's
+    answers. seconds: of all steps and evaluations. clipped: share of the tokens that had no
+    gradient because their ratio was clipped, the mean of all steps; 0 without any.
     """
 
     seed: int
@@ -43,7 +43,9 @@ def read_curve(directory: Path, seed: int) -> Curve:
         if (accuracy := record.get("eval/accuracy")) is not None:
             points.append((tokens, accuracy))
     if not points:
-        raise RunUnreadable(f"{directory / 'metrics.jsonl'} holds no evaluation. Move that run away, or run again")
+        raise RunUnreadable(
+            f"{directory / 'metrics.jsonl'} holds no evaluation. Move that run away, or run again"
+        )
     return Curve(
         seed=seed,
         points=points,
@@ -56,7 +58,10 @@ def read_curve(directory: Path, seed: int) -> Curve:
 
 def clipped_share(records: Iterable[Record]) -> float:
     """The share of clipped tokens, the mean of the steps that say one; 0 where none does."""
-    pairs = [[record.get(f"policy/clip_fraction_{side}") for side in ("low", "high")] for record in records]
+    pairs = [
+        [record.get(f"policy/clip_fraction_{side}") for side in ("low", "high")]
+        for record in records
+    ]
     shares = [low + high for low, high in pairs if low is not None and high is not None]
     return mean(shares) if shares else 0.0
 

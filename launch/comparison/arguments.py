@@ -10,63 +10,113 @@ from launch.comparison.variants import read_seeds
 
 
 def parser(documentation: str) -> argparse.ArgumentParser:
-    """documentation: its first paragraph describes the script, the rest follows the arguments in --help."""
+    """documentation: its first paragraph describes the script, the rest follows the arguments in
+    --help.
+    """
     description, _, epilog = documentation.partition("\n\n")
     parser = argparse.ArgumentParser(
-        description=description, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    parser.add_argument("--out", required=True, type=_directory, help="directory of the runs; made where it is not")
-    parser.add_argument("--seeds", default="0,1,2", type=_seeds, help="of variants without their own (default: 0,1,2)")
-    parser.add_argument("--experiment", default="quickstart", help="what every run starts from (default: %(default)s)")
     parser.add_argument(
-        "--nproc", default=os.environ.get("NPROC", "1"), type=_ranks, help="ranks of each run (default: $NPROC, or 1)"
+        "--out", required=True, type=_directory, help="directory of the runs; made where it is not"
     )
-    parser.add_argument("--common", nargs="*", default=[], metavar="key=value", help="overrides of every run")
     parser.add_argument(
-        "--variant", action="append", nargs="+", required=True, metavar=("NAME:", "key=value"),
+        "--seeds",
+        default="0,1,2",
+        type=_seeds,
+        help="of variants without their own (default: 0,1,2)",
+    )
+    parser.add_argument(
+        "--experiment",
+        default="quickstart",
+        help="what every run starts from (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--nproc",
+        default=os.environ.get("NPROC", "1"),
+        type=_ranks,
+        help="ranks of each run (default: $NPROC, or 1)",
+    )
+    parser.add_argument(
+        "--common", nargs="*", default=[], metavar="key=value", help="overrides of every run"
+    )
+    parser.add_argument(
+        "--variant",
+        action="append",
+        nargs="+",
+        required=True,
+        metavar=("NAME:", "key=value"),
         help="a variant and its overrides; NAME@SEEDS: gives it its own seeds. Repeat it for each variant",
-    )  # fmt: skip
+    )
     _add_speed(parser.add_argument_group("many runs"))
     _add_search(parser.add_argument_group("a fair contest"))
     _add_tokens(parser.add_argument_group("tokens to equal accuracy"))
     parser.add_argument_group("other metrics").add_argument(
-        "--metric", action="append", default=[], metavar="NAME",
+        "--metric",
+        action="append",
+        default=[],
+        metavar="NAME",
         help="also report this one, such as mismatch/k3_kl, over the steps; repeat it for each",
-    )  # fmt: skip
+    )
     return parser
 
 
 def _add_speed(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--parallel", default=1, type=_runs, metavar="N",
+        "--parallel",
+        default=1,
+        type=_runs,
+        metavar="N",
         help="runs at a time; with more than one, each one's output goes to logs/ beside it (default: 1)",
-    )  # fmt: skip
+    )
     group.add_argument(
-        "--shared-engines", action="store_true",
+        "--shared-engines",
+        action="store_true",
         help="start an engine for each of the N once, and let all runs use them in turn (CPU only)",
-    )  # fmt: skip
+    )
 
 
 def _add_search(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--search", action="append", nargs="+", default=[], metavar=("[NAME:]", "key=v1,v2"),
+        "--search",
+        action="append",
+        nargs="+",
+        default=[],
+        metavar=("[NAME:]", "key=v1,v2"),
         help="try every combination with each variant, or with NAME, and report the best ones and the best ones at the "
         "given clip widths. The key clip_scale multiplies all clip widths of a variant's algorithm. Every variant must "
         "have the same number of combinations",
-    )  # fmt: skip
-    group.add_argument("--search-seeds", default="100", type=_seeds, help="of the trials (default: 100)")
+    )
     group.add_argument(
-        "--search-common", nargs="*", default=[], metavar="key=value", help="overrides of the trials alone"
+        "--search-seeds", default="100", type=_seeds, help="of the trials (default: 100)"
+    )
+    group.add_argument(
+        "--search-common",
+        nargs="*",
+        default=[],
+        metavar="key=value",
+        help="overrides of the trials alone",
     )
 
 
 def _add_tokens(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--equal-accuracy", nargs="?", const="highest", type=_level, metavar="LEVEL",
+        "--equal-accuracy",
+        nargs="?",
+        const="highest",
+        type=_level,
+        metavar="LEVEL",
         help="also report the rollout tokens that each run used until this held-out accuracy; without a value, until "
         "the highest that all runs reach",
-    )  # fmt: skip
-    group.add_argument("--against", metavar="NAME", help="the variant that the tokens of the others are compared with")
+    )
+    group.add_argument(
+        "--against",
+        metavar="NAME",
+        help="the variant that the tokens of the others are compared with",
+    )
 
 
 def _directory(text: str) -> Path:
@@ -97,7 +147,9 @@ def _level(text: str) -> float | str:
     except ValueError:
         level = 0.0
     if not 0 < level < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an accuracy: give a number between 0 and 1, or none")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not an accuracy: give a number between 0 and 1, or none"
+        )
     return level
 
 

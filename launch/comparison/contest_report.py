@@ -7,17 +7,20 @@ from dataclasses import asdict
 from statistics import mean
 from typing import Any
 
-from megatron_rl.config.algorithms import AlgoSettings
 from launch.comparison.accuracy_curves import Curve
-from launch.comparison.variants import ComparisonRefused, Run
 from launch.comparison.search import Point, Trial, clip_widths
+from launch.comparison.variants import ComparisonRefused, Run
+from megatron_rl.config.algorithms import AlgoSettings
 
 
 def contest_table(
-    reported: Mapping[tuple[str, str], Sequence[Run]], curves: Mapping[tuple[str, str], Sequence[Curve]],
+    reported: Mapping[tuple[str, str], Sequence[Run]],
+    curves: Mapping[tuple[str, str], Sequence[Curve]],
     chosen: Mapping[str, Mapping[str, Trial]],
-) -> Iterator[str]:  # fmt: skip
-    """The lines of a Markdown table: each variant at its best and at its given widths, on the reported seeds."""
+) -> Iterator[str]:
+    """The lines of a Markdown table: each variant at its best and at its given widths, on the
+    reported seeds.
+    """
     yield "| variant | settings | chosen | clip widths | tokens clipped | end | gain, points (range) | seeds |"
     yield "|---|---|---|---|---|---|---|---|"
     for (name, how), own in curves.items():
@@ -31,7 +34,9 @@ def contest_table(
         )
 
 
-def trial_table(trials: Mapping[str, Sequence[Trial]], chosen: Mapping[str, Mapping[str, Trial]]) -> Iterator[str]:
+def trial_table(
+    trials: Mapping[str, Sequence[Trial]], chosen: Mapping[str, Mapping[str, Trial]]
+) -> Iterator[str]:
     """The lines of a Markdown table: all trials, and what each was chosen for."""
     yield "| variant | trial | end, mean | tokens clipped | chosen as |"
     yield "|---|---|---|---|---|"
@@ -43,9 +48,12 @@ def trial_table(trials: Mapping[str, Sequence[Trial]], chosen: Mapping[str, Mapp
 
 
 def contest_record(
-    budget: str, trials: Mapping[str, Sequence[Trial]], chosen: Mapping[str, Mapping[str, Trial]],
-    reported: Mapping[tuple[str, str], Sequence[Run]], curves: Mapping[tuple[str, str], Sequence[Curve]],
-) -> dict[str, Any]:  # fmt: skip
+    budget: str,
+    trials: Mapping[str, Sequence[Trial]],
+    chosen: Mapping[str, Mapping[str, Trial]],
+    reported: Mapping[tuple[str, str], Sequence[Run]],
+    curves: Mapping[tuple[str, str], Sequence[Curve]],
+) -> dict[str, Any]:
     """All of it, for programs."""
     return {
         "budget": budget,
@@ -81,7 +89,10 @@ def _widths_or_none(algo: AlgoSettings) -> dict[str, float] | None:
 
 
 def _widths(algo: AlgoSettings) -> str:
-    return ", ".join(f"{name}={width:g}" for name, width in (_widths_or_none(algo) or {}).items()) or "-"
+    return (
+        ", ".join(f"{name}={width:g}" for name, width in (_widths_or_none(algo) or {}).items())
+        or "-"
+    )
 
 
 def _settings(point: Point) -> str:

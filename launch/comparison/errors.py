@@ -18,7 +18,10 @@ def ended(work: Callable[[], int]) -> int:
         return refused.exit_code
     except OSError as error:
         file = error.filename or "a file in --out"  # a full disk names none
-        print(f"{file} cannot be written: {error.strerror}. The same command goes on here", file=sys.stderr)
+        print(
+            f"{file} cannot be written: {error.strerror}. The same command goes on here",
+            file=sys.stderr,
+        )
         return ExitCode.CANNOT_WRITE
     except KeyboardInterrupt:
         print("\ninterrupted. The same command goes on here", file=sys.stderr)

@@ -11,7 +11,9 @@ from typing import Any
 
 @contextlib.contextmanager
 def drawing(file: Path, panels: int = 1) -> Iterator[list[Any]]:
-    """Panels one above the other with the same horizontal axis, written to `file` at the end of the block."""
+    """Panels one above the other with the same horizontal axis, written to `file` at the end of the
+    block.
+    """
     import matplotlib  # slow to import
 
     matplotlib.use("Agg")
@@ -28,11 +30,18 @@ def drawing(file: Path, panels: int = 1) -> Iterator[list[Any]]:
     plt.close(figure)
 
 
-def draw_range(axes: Any, curves: Sequence[Sequence[tuple[float, float]]], *, index: int, label: str) -> None:
-    """The mean of curves, each a list of (x, y), with their range, to the end of the shortest. index: of the colour."""
+def draw_range(
+    axes: Any, curves: Sequence[Sequence[tuple[float, float]]], *, index: int, label: str
+) -> None:
+    """The mean of curves, each a list of (x, y), with their range, to the end of the shortest.
+
+    index: of the colour.
+    """
     rows = list(zip(*curves, strict=False))
     values = [[y for _, y in row] for row in rows]
     places = [mean(x for x, _ in row) for row in rows]
-    axes.plot(places, list(map(mean, values)), color=f"C{index}", marker="o", markersize=3, label=label)
+    axes.plot(
+        places, list(map(mean, values)), color=f"C{index}", marker="o", markersize=3, label=label
+    )
     low, high = list(map(min, values)), list(map(max, values))
     axes.fill_between(places, low, high, color=f"C{index}", alpha=0.15, linewidth=0)

@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from launch.comparison.variants import ComparisonRefused, Variant, check_overrides
 from megatron_rl.config.algorithms import AlgoSettings, EspoSettings, GrpoSettings, GspoSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
-from launch.comparison.variants import ComparisonRefused, Variant, check_overrides
 
 CLIP_SCALE = "clip_scale"  # not a key: every clip width of the variant's algorithm, times this
 
 
-class NothingFound(Failure):
+class NoUsableTrial(Failure):
     """Every trial of a variant diverged."""
 
     exit_code = ExitCode.NON_FINITE
@@ -30,7 +30,10 @@ class Point:
     @property
     def label(self) -> str:
         """For a directory's name: lr1e-3-clip_scale10."""
-        return "-".join(re.sub(r"[^\w.-]", "_", f"{key.rpartition('.')[2]}{value}") for key, value in self.values)
+        return "-".join(
+            re.sub(r"[^\w.-]", "_", f"{key.rpartition('.')[2]}{value}")
+            for key, value in self.values
+        )
 
     @property
     def scale(self) -> float:
@@ -38,17 +41,22 @@ class Point:
         return float(dict(self.values).get(CLIP_SCALE, "1"))
 
     def overrides(self, algo: AlgoSettings) -> tuple[str, ...]:
-        """For the command line. algo: the variant's own. Raises `ComparisonRefused` for a loss without known widths."""
+        """For the command line.
+
+        algo: the variant's own. Raises `ComparisonRefused` for a loss without known widths.
+        """
         plain = tuple(f"{key}={value}" for key, value in self.values if key != CLIP_SCALE)
         if self.scale == 1:
             return plain
-        return plain + tuple(f"algo.{name}={width * self.scale:.6g}" for name, width in clip_widths(algo).items())
+        return plain + tuple(
+            f"algo.{name}={width * self.scale:.6g}" for name, width in clip_widths(algo).items()
+        )
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A point's runs on the search's seeds. accuracies: of each, at its end; None where it diverged. clipped: the share
-    of clipped tokens, the mean of all."""
+    """A point's runs on the search's seeds. accuracies: of each, at its end; None where it
+    diverged. clipped: the share of clipped tokens, the mean of all."""
 
     point: Point
     accuracies: tuple[float | None, ...]
@@ -64,8 +72,8 @@ class Trial:
 def clip_widths(algo: AlgoSettings) -> dict[str, float]:
     """The widths of an algorithm's trust region, by key below `algo`.
 
-    ESPO: alpha times a group's normalised entropy, and the least width, so that the scale multiplies every group's.
-    Raises `ComparisonRefused` for a loss of which they are not known.
+    ESPO: alpha times a group's normalised entropy, and the least width, so that the scale
+    multiplies every group's. Raises `ComparisonRefused` for a loss of which they are not known.
     """
     if isinstance(algo, GrpoSettings | GspoSettings):
         return {"clip_low": algo.clip_low, "clip_high": algo.clip_high}
@@ -79,17 +87,26 @@ def clip_widths(algo: AlgoSettings) -> dict[str, float]:
     )
 
 
-def read_grids(given: Sequence[Sequence[str]], variants: Sequence[Variant]) -> dict[str, list[Point]]:
-    """Points of every variant from `--search [NAME:] key=v1,v2 ...`, as many for each. Raises `ComparisonRefused`."""
+def read_grids(
+    given: Sequence[Sequence[str]], variants: Sequence[Variant]
+) -> dict[str, list[Point]]:
+    """Points of every variant from `--search [NAME:] key=v1,v2 ...`, as many for each.
+
+    Raises `ComparisonRefused`.
+    """
     common: list[str] = []
     own: dict[str, list[str]] = {}
     names = [variant.name for variant in variants]
     for words in given:
-        name = words[0].removesuffix(":") if words[0].endswith(":") and "=" not in words[0] else None
+        name = (
+            words[0].removesuffix(":") if words[0].endswith(":") and "=" not in words[0] else None
+        )
         if name is None:
             common.extend(words)
         elif name not in names:
-            raise ComparisonRefused(f"--search {name}: there is no such variant. Name one of {', '.join(names)}")
+            raise ComparisonRefused(
+                f"--search {name}: there is no such variant. Name one of {', '.join(names)}"
+            )
         elif name in own:
             raise ComparisonRefused(f"--search {name}: given twice. Put its keys together")
         else:
@@ -101,7 +118,9 @@ def read_grids(given: Sequence[Sequence[str]], variants: Sequence[Variant]) -> d
     grids = {name: list(_points(own.get(name) or common, name)) for name in names}
     if len({len(points) for points in grids.values()}) > 1:
         told = ", ".join(f"{len(points)} of {name}" for name, points in grids.items())
-        raise ComparisonRefused(f"--search: every variant has the same number of trials, not {told}. Even them out")
+        raise ComparisonRefused(
+            f"--search: every variant has the same number of trials, not {told}. Even them out"
+        )
     return grids
 
 
@@ -112,10 +131,16 @@ def _points(words: Sequence[str], name: str) -> Iterator[Point]:
     for word in words:
         key, _, text = word.partition("=")
         values = text.split(",")
-        if not re.fullmatch(r"[\w.]+", key) or not all(re.fullmatch(r"[\w.+-]+", value) for value in values):
-            raise ComparisonRefused(f"{said_by}: {word}: give key=v1,v2 with plain words or numbers")
+        if not re.fullmatch(r"[\w.]+", key) or not all(
+            re.fullmatch(r"[\w.+-]+", value) for value in values
+        ):
+            raise ComparisonRefused(
+                f"{said_by}: {word}: give key=v1,v2 with plain words or numbers"
+            )
         if key in axes or len(set(values)) < len(values):
-            raise ComparisonRefused(f"{said_by}: {word}: a key or a value comes twice. Give each once")
+            raise ComparisonRefused(
+                f"{said_by}: {word}: a key or a value comes twice. Give each once"
+            )
         axes[key] = values
     if CLIP_SCALE in axes:
         _check_scales(axes[CLIP_SCALE], said_by)
@@ -129,17 +154,35 @@ def _check_scales(values: Sequence[str], said_by: str) -> None:
         scales = [float(value) for value in values]
     except ValueError:
         scales = []
-    if not scales or not all(0 < scale < math.inf for scale in scales) or len(set(scales)) < len(scales):
-        raise ComparisonRefused(f"{given}: widths are multiplied by it. Give different numbers above 0")
+    if (
+        not scales
+        or not all(0 < scale < math.inf for scale in scales)
+        or len(set(scales)) < len(scales)
+    ):
+        raise ComparisonRefused(
+            f"{given}: widths are multiplied by it. Give different numbers above 0"
+        )
     if 1 not in scales:
-        raise ComparisonRefused(f"{given}: the widths as given are reported too, and need trials. Add 1")
+        raise ComparisonRefused(
+            f"{given}: the widths as given are reported too, and need trials. Add 1"
+        )
 
 
-def best(variant: str, trials: Sequence[Trial], allowed: Callable[[Point], bool] = lambda point: True) -> Trial:
-    """The highest mean accuracy; of equal ones the one that clips fewer tokens. Raises `NothingFound`."""
-    finished = [(trial.accuracy, trial) for trial in trials if allowed(trial.point) and trial.accuracy is not None]
+def best(
+    variant: str, trials: Sequence[Trial], allowed: Callable[[Point], bool] = lambda point: True
+) -> Trial:
+    """The highest mean accuracy; of equal ones the one that clips fewer tokens. Raises
+    `NoUsableTrial`.
+    """
+    finished = [
+        (trial.accuracy, trial)
+        for trial in trials
+        if allowed(trial.point) and trial.accuracy is not None
+    ]
     if not finished:
-        raise NothingFound(f"{variant}: every trial diverged. Search smaller learning rates, with another --out")
+        raise NoUsableTrial(
+            f"{variant}: every trial diverged. Search smaller learning rates, with another --out"
+        )
     return max(finished, key=lambda pair: (pair[0], -pair[1].clipped))[1]
 
 

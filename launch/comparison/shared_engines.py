@@ -11,17 +11,26 @@ from typing import Any
 
 import msgspec
 
+from launch.comparison.runner import Place
+from launch.comparison.variants import ComparisonRefused, Run
 from megatron_rl.config.schema import Configuration, EngineSettings
 from megatron_rl.contracts.launch_facts import LaunchFacts
 from megatron_rl.models.families import read_shape
-from launch.comparison.variants import ComparisonRefused, Run
-from launch.comparison.runner import Place
 from sglang_bridge.keys import RunKeys, create_keys
 from sglang_bridge.settings import ServerPlace
 
 _REMEDY = "or leave --shared-engines out"
 # What a run beside external engines may not set; a server started here has the default
-_OF_THE_SERVER = ("mode", "urls", "key_file", "count", "device", "max_total_tokens", "threads", "extra_args")
+_OF_THE_SERVER = (
+    "mode",
+    "urls",
+    "key_file",
+    "count",
+    "device",
+    "max_total_tokens",
+    "threads",
+    "extra_args",
+)
 
 
 def check_shareable(runs: Sequence[Run], facts: LaunchFacts) -> None:
@@ -52,23 +61,33 @@ def _key(settings: EngineSettings, name: str) -> Any:
 
 
 def _served(c: Configuration) -> dict[str, Any]:
-    """What a server is started with. It records routes for whoever asks, and takes weights rounded in any way."""
-    engine = {f"engine.{name}": value for name, value in msgspec.to_builtins(c.engine).items() if name != "simulate"}
+    """What a server is started with.
+
+    It records routes for whoever asks, and takes weights rounded in any way.
+    """
+    engine = {
+        f"engine.{name}": value
+        for name, value in msgspec.to_builtins(c.engine).items()
+        if name != "simulate"
+    }
     return engine | {"model.path": c.model.path, "model.init": c.model.init}
 
 
 @contextlib.contextmanager
 def shared_engines(c: Configuration, count: int, directory: Path) -> Iterator[list[Place]]:
-    """`count` servers for runs of this configuration, each with overrides that lead a run to it; ended with the block.
+    """`count` servers for runs of this configuration, each with overrides that lead a run to it;
+    ended with the block.
 
-    Every run sends its own weights before its first rollout, as to an engine that it started. A run that fails may
-    leave a server in the middle of that: no other run may use it then.
+    Every run sends its own weights before its first rollout, as to an engine that it started. A run
+    that fails may leave a server in the middle of that: no other run may use it then.
     """
-    from megatron_rl.engines.node_processes import NodeServices  # brings torch, which refusals need not wait for
+    from megatron_rl.engines.node_processes import (
+        NodeProcesses,  # brings torch, which refusals need not wait for
+    )
 
     keys = create_keys()
     directory.mkdir(parents=True, exist_ok=True)
-    services = NodeServices(node=0, log_directory=directory)
+    services = NodeProcesses(node=0, log_directory=directory)
     key_file = directory / "keys.json"
     try:
         _write_keys(keys, key_file)
@@ -78,7 +97,9 @@ def shared_engines(c: Configuration, count: int, directory: Path) -> Iterator[li
             return_routes=bool(read_shape(c.model.path).moe_layers),
             load_format="dummy" if c.model.init == "random" else None,
         )
-        services.start_engines(c.engine, [replace(place, seed=index) for index in range(count)], keys)
+        services.start_engines(
+            c.engine, [replace(place, seed=index) for index in range(count)], keys
+        )
         print(f"starting {count} engine(s) for all runs; their logs are in {directory}", flush=True)
         engines = services.wait_healthy(c.engine.start_timeout_s)
         yield [

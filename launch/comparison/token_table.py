@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
-from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from launch.comparison.accuracy_curves import Curve, accuracy_over_tokens
 from launch.comparison.tokens_to_accuracy import common_level, rising, tokens_at
+from megatron_rl.contracts.exit_codes import ExitCode, Failure
 
 
 class LevelRefused(Failure):
@@ -19,24 +19,31 @@ class LevelRefused(Failure):
 
 
 @dataclass(frozen=True)
-class Reached:
+class TokensToLevel:
     """tokens: of each variant's runs, in their order, until `level`."""
 
     level: float
     tokens: dict[str, list[float]]
 
 
-def at_level(results: Mapping[str, Sequence[Curve]], level: float | None) -> Reached:
-    """level: None takes the highest that all runs reach. Raises `LevelRefused` where one begins above or ends below."""
+def at_level(results: Mapping[str, Sequence[Curve]], level: float | None) -> TokensToLevel:
+    """level: None takes the highest that all runs reach. Raises `LevelRefused` where one begins
+    above or ends below.
+    """
     runs = [(name, curve) for name, curves in results.items() for curve in curves]
-    given, level = level, common_level(curve.points for _, curve in runs) if level is None else level
+    given, level = (
+        level,
+        common_level(curve.points for _, curve in runs) if level is None else level,
+    )
     tokens: dict[str, list[float]] = {}
     for name, curve in runs:
         ends = rising(curve.points)
         reached = tokens_at(curve.points, level)
         said = f"--equal-accuracy: {name}, seed {curve.seed}, goes from {ends[0][1]:.3f} to {ends[-1][1]:.3f}"
         if reached is None:
-            raise LevelRefused(f"{said}, below {level:g}. Give a lower level, none to have one chosen, or train longer")
+            raise LevelRefused(
+                f"{said}, below {level:g}. Give a lower level, none to have one chosen, or train longer"
+            )
         if not reached:
             why = "was given" if given is not None else "is the highest that all runs reach"
             raise LevelRefused(
@@ -44,11 +51,16 @@ def at_level(results: Mapping[str, Sequence[Curve]], level: float | None) -> Rea
                 "learn, train longer, or give a higher level"
             )
         tokens.setdefault(name, []).append(reached)
-    return Reached(level, tokens)
+    return TokensToLevel(level, tokens)
 
 
-def token_table(results: Mapping[str, Sequence[Curve]], reached: Reached, against: str | None) -> Iterator[str]:
-    """The lines of a Markdown table. against: the variant whose tokens are divided by the others'."""
+def token_table(
+    results: Mapping[str, Sequence[Curve]], reached: TokensToLevel, against: str | None
+) -> Iterator[str]:
+    """The lines of a Markdown table.
+
+    against: the variant whose tokens are divided by the others'.
+    """
     yield f"Held-out accuracy {reached.level:.3f}, which all runs reach; evaluations' tokens are not counted."
     yield ""
     yield f"| variant | seed | start | end | rollout tokens to {reached.level:.3f} | in all |" + (
@@ -70,15 +82,33 @@ def _times(others: Sequence[float], own: Sequence[float]) -> str:
     return f"**{mean(others) / mean(own):.2f}×** ({min(others) / max(own):.2f} to {max(others) / min(own):.2f})"
 
 
-def plot_tokens(results: Mapping[str, Sequence[Curve]], reached: Reached, file: Path) -> None:
-    """Each run as a thin line, each variant's rising mean as a thick one, and where it crosses the level."""
+def plot_tokens(results: Mapping[str, Sequence[Curve]], reached: TokensToLevel, file: Path) -> None:
+    """Each run as a thin line, each variant's rising mean as a thick one, and where it crosses the
+    level.
+    """
     with accuracy_over_tokens(file) as axes:
         for index, (name, curves) in enumerate(results.items()):
             colour = f"C{index}"
             for curve in curves:
                 axes.plot(*zip(*curve.points, strict=True), color=colour, linewidth=0.7, alpha=0.45)
-            evaluations = list(zip(*(curve.points for curve in curves), strict=False))  # to the end of the shortest
-            points = [(mean(tokens for tokens, _ in p), mean(accuracy for _, accuracy in p)) for p in evaluations]
-            axes.plot(*zip(*rising(points), strict=True), color=colour, linewidth=2, label=f"{name} ({len(curves)})")
-            axes.plot([mean(reached.tokens[name])], [reached.level], color=colour, marker="o", markersize=6)
+            evaluations = list(
+                zip(*(curve.points for curve in curves), strict=False)
+            )  # to the end of the shortest
+            points = [
+                (mean(tokens for tokens, _ in p), mean(accuracy for _, accuracy in p))
+                for p in evaluations
+            ]
+            axes.plot(
+                *zip(*rising(points), strict=True),
+                color=colour,
+                linewidth=2,
+                label=f"{name} ({len(curves)})",
+            )
+            axes.plot(
+                [mean(reached.tokens[name])],
+                [reached.level],
+                color=colour,
+                marker="o",
+                markersize=6,
+            )
         axes.axhline(reached.level, color="0.5", linewidth=0.8, linestyle="--")

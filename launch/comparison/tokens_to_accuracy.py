@@ -10,10 +10,12 @@ Points = Sequence[tuple[float, float]]  # (rollout tokens so far, accuracy)
 
 
 def rising(points: Points) -> list[tuple[float, float]]:
-    """A curve without its noise: the rising one that is closest in least squares (isotonic regression).
+    """A curve without its noise: the rising one that is closest in least squares (isotonic
+    regression).
 
-    Neighbours that do not rise are pooled until all do (pool adjacent violators); a pool stands at the means of its
-    points' tokens and accuracies. Strictly rising in both, so each accuracy between its ends is reached once.
+    Neighbours that do not rise are pooled until all do (pool adjacent violators); a pool stands at
+    the means of its points' tokens and accuracies. Strictly rising in both, so each accuracy
+    between its ends is reached once.
     """
     pools: list[tuple[int, float, float]] = []  # points, sum of tokens, sum of accuracies
     for tokens, accuracy in points:
@@ -25,7 +27,8 @@ def rising(points: Points) -> list[tuple[float, float]]:
 
 
 def tokens_at(points: Points, level: float) -> float | None:
-    """Rollout tokens until the rising curve is at `level`, linear between its points; None where it ends below.
+    """Rollout tokens until the rising curve is at `level`, linear between its points; None where it
+    ends below.
 
     0 for a level that the curve begins at or above.
     """
@@ -41,4 +44,6 @@ def tokens_at(points: Points, level: float) -> float | None:
 def common_level(curves: Iterable[Points]) -> float:
     """The highest accuracy that every rising curve reaches, down to a tenth of a percent."""
     lowest = min(rising(points)[-1][1] for points in curves)
-    return min(math.floor(lowest * 1000 + 1e-9) / 1000, lowest)  # 0.7 may be a little less in binary
+    return min(
+        math.floor(lowest * 1000 + 1e-9) / 1000, lowest
+    )  # 0.7 may be a little less in binary

@@ -50,8 +50,9 @@ class Variant:
 
 @dataclass(frozen=True)
 class Run:
-    """One variant with one seed. asked: its configuration as {"section.key": value}, without the run's own section and
-    where its engine is, and its number of ranks. trial: of a search, where diverging is a result."""
+    """One variant with one seed. asked: its configuration as {"section.key": value}, without the
+    run's own section and where its engine is, and its number of ranks. trial: of a search, where
+    diverging is a result."""
 
     variant: str
     seed: int
@@ -63,7 +64,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Planner:
+class RunPlanner:
     """Makes runs in `root`. common: overrides of all of them, before each one's own."""
 
     root: Path
@@ -75,20 +76,31 @@ class Planner:
     def run(self, variant: str, overrides: Sequence[str], seed: int, *, label: str) -> Run:
         """label: of the run's directory, before its seed. Raises `ComparisonRefused`."""
         name = f"{label}-seed{seed}"
-        ours = (f"seed={seed}", f"run.root={self.root}", f"run.name={name}", "run.on_existing=overwrite_failed")
+        ours = (
+            f"seed={seed}",
+            f"run.root={self.root}",
+            f"run.name={name}",
+            "run.on_existing=overwrite_failed",
+        )
         overrides = (f"experiment={self.experiment}", *self.common, *overrides, *ours)
         ranks = {"WORLD_SIZE": str(self.ranks), "LOCAL_WORLD_SIZE": str(self.ranks)}
         try:
-            configuration = compose(overrides, facts=LaunchFacts.from_environment(os.environ | ranks))
+            configuration = compose(
+                overrides, facts=LaunchFacts.from_environment(os.environ | ranks)
+            )
         except ConfigurationRefused as refused:
-            told = f"--variant {variant}, seed {seed}" + (f", run {name}" if label != variant else "")
+            told = f"--variant {variant}, seed {seed}" + (
+                f", run {name}" if label != variant else ""
+            )
             raise ComparisonRefused(f"{told}: {refused}") from refused
         asked = _compared(flat_settings(to_yaml(configuration)), self.ranks)
         return Run(variant, seed, self.root / name, overrides, configuration, asked, self.trial)
 
 
 def read_variants(given: Sequence[Sequence[str]], seeds: Sequence[int]) -> list[Variant]:
-    """Those of `--variant NAME: key=value ...`. seeds: of those without their own. Raises `ComparisonRefused`."""
+    """Those of `--variant NAME: key=value ...`. seeds: of those without their own. Raises
+    `ComparisonRefused`.
+    """
     variants: dict[str, Variant] = {}
     for head, *overrides in given:
         name, own = _head(head, seeds)
@@ -105,7 +117,9 @@ def check_overrides(overrides: Sequence[str], said_by: str) -> None:
     """Raise `ComparisonRefused` for keys that a comparison sets itself."""
     for override in overrides:
         if (key := split_override(override)[0].lstrip("+~")) in _OURS:
-            raise ComparisonRefused(f"{said_by}: {override}: {key} is set by {_OURS[key]}. Leave it out")
+            raise ComparisonRefused(
+                f"{said_by}: {override}: {key} is set by {_OURS[key]}. Leave it out"
+            )
 
 
 def read_seeds(text: str) -> tuple[int, ...]:
@@ -113,10 +127,14 @@ def read_seeds(text: str) -> tuple[int, ...]:
     words = [word.strip() for word in text.split(",")]
     for word in words:
         if not word.isascii() or not word.isdigit() or int(word) > _LARGEST_SEED:
-            raise ValueError(f"{word!r} is not a seed: give whole numbers with commas, such as 0,1,2")
+            raise ValueError(
+                f"{word!r} is not a seed: give whole numbers with commas, such as 0,1,2"
+            )
     seeds = tuple(int(word) for word in words)
     if len(set(seeds)) < len(seeds):
-        raise ValueError(f"{text} names a seed twice, and so would two runs be named. Give each once")
+        raise ValueError(
+            f"{text} names a seed twice, and so would two runs be named. Give each once"
+        )
     return seeds
 
 
@@ -129,7 +147,9 @@ def _head(head: str, common_seeds: Sequence[int]) -> tuple[str, tuple[int, ...]]
             f"--variant {re.split('[:=]', head)[0]}: key=value ..."
         )
     if not re.fullmatch(NAME, name):
-        raise ComparisonRefused(f"--variant {head}: the name becomes a directory's. Use letters, digits, '-' and '_'")
+        raise ComparisonRefused(
+            f"--variant {head}: the name becomes a directory's. Use letters, digits, '-' and '_'"
+        )
     try:
         return name, read_seeds(own) if at else tuple(common_seeds)
     except ValueError as error:
@@ -149,16 +169,28 @@ def has_diverged(run: Run) -> bool:
 
 
 def is_complete(run: Run) -> bool:
-    """Whether the run was made already. Raises `ComparisonRefused` where another is in its place, or it is going on."""
+    """Whether the run was made already.
+
+    Raises `ComparisonRefused` where another is in its place, or it is going on.
+    """
     ended = read_exit_record(run.directory)
     if ended is None or (ended.code != ExitCode.OK and not has_diverged(run)):
         if run_is_alive(run.directory):
-            raise ComparisonRefused(f"{run.directory} is a run under way. Wait for its end, or give another --out")
+            raise ComparisonRefused(
+                f"{run.directory} is a run under way. Wait for its end, or give another --out"
+            )
         return False
     made = _compared(read_settings(run.directory), read_ranks(run.directory))
-    keys = [key for key in run.asked | made if key not in made or key not in run.asked or made[key] != run.asked[key]]
+    keys = [
+        key
+        for key in run.asked | made
+        if key not in made or key not in run.asked or made[key] != run.asked[key]
+    ]
     if keys:
-        told = "\n".join(f"  {key}: {_value(made, key)} there, {_value(run.asked, key)} asked for" for key in keys)
+        told = "\n".join(
+            f"  {key}: {_value(made, key)} there, {_value(run.asked, key)} asked for"
+            for key in keys
+        )
         raise ComparisonRefused(
             f"{run.directory} holds a complete run of another configuration, which is not relabelled:\n{told}\n"
             "Give another --out, or move that run away"

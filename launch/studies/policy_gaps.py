@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import torch
 
-from megatron_rl.contracts.step_plan import StepPlan
 from megatron_rl.contracts.rollout import Rollout
+from megatron_rl.contracts.step_plan import StepPlan
 from megatron_rl.losses import rollout_mismatch
 from megatron_rl.mcore.router_target import ReplayError, Routing
 from megatron_rl.mcore.schedule import run_schedule
@@ -26,7 +26,8 @@ _ROUNDING = 1e-6  # of a share times a count that is a whole number
 
 
 class Gap(msgspec.Struct, frozen=True):
-    """Of |log π_a(y_t) - log π_b(y_t)|, nats: the mean and the value that 99.9 % do not exceed; KL(π_b ‖ π_a) by k3.
+    """Of |log π_a(y_t) - log π_b(y_t)|, nats: the mean and the value that 99.9 % do not exceed;
+    KL(π_b ‖ π_a) by k3.
 
     extreme: share of the tokens whose probabilities differ by more than a factor of 2.
     """
@@ -42,13 +43,20 @@ class Gap(msgspec.Struct, frozen=True):
         size = (a - b).abs().sort().values
         total, count = rollout_mismatch(a, b)["mismatch/k3_kl"].tolist()
         place = math.ceil(_TAIL * len(size) - _ROUNDING) - 1
-        return cls(float(size.mean()), float(size[place]), total / count, float((size > math.log(2)).double().mean()))
+        return cls(
+            float(size.mean()),
+            float(size[place]),
+            total / count,
+            float((size > math.log(2)).double().mean()),
+        )
 
 
 class Gaps(msgspec.Struct, frozen=True):
-    """By replay, "off", "trainer" and "rollout"; only "off" of a model without experts. tokens: that were compared.
+    """By replay, "off", "trainer" and "rollout"; only "off" of a model without experts. tokens:
+    that were compared.
 
-    disagreement: share of rows and layers where the trainer's router would have chosen otherwise than the engine's.
+    disagreement: share of rows and layers where the trainer's router would have chosen otherwise
+    than the engine's.
     """
 
     tokens: int
@@ -58,11 +66,12 @@ class Gaps(msgspec.Struct, frozen=True):
 
 
 def measure_gaps(worker: Worker, plan: StepPlan, rollouts: Mapping[int, Rollout]) -> Gaps:
-    """Trains a worker of one rank by one plan, and compares policies before and after with the same weights.
+    """Trains a worker of one rank by one plan, and compares policies before and after with the same
+    weights.
 
-    The old policy is that of the plan's start; the current one that of its end, after all its optimizer steps. These
-    replay the engines' routes, in every row of the table: the rows differ by how both policies are evaluated alone.
-    rollouts: by their index in the plan.
+    The old policy is that of the plan's start; the current one that of its end, after all its
+    optimizer steps. These replay the engines' routes, in every row of the table: the rows differ by
+    how both policies are evaluated alone. rollouts: by their index in the plan.
     """
     policy, replay = worker.policy, worker.policy.replay
     steps = worker.batcher.optimizer_steps(plan, 0, rollouts)
@@ -110,11 +119,23 @@ def evaluate(policy: Policy, batches: Sequence[MicroBatch], routing: Routing) ->
     return torch.cat(found)
 
 
-def _update(worker: Worker, plan: StepPlan, steps: Sequence[Sequence[MicroBatch]], flat: Sequence[MicroBatch]) -> None:
+def _update(
+    worker: Worker,
+    plan: StepPlan,
+    steps: Sequence[Sequence[MicroBatch]],
+    flat: Sequence[MicroBatch],
+) -> None:
     metrics = MetricSums()
     objectives = iter(compute_old_policy(worker.policy, flat, metrics))
     for planned, batches in zip(plan.optimizer_steps, steps, strict=True):
         prepared, counts = [next(objectives) for _ in batches], planned.denominators
         update_policy(
-            worker.policy, worker.optimizer, batches, prepared, counts, dp_size=1, first_step=False, metrics=metrics
+            worker.policy,
+            worker.optimizer,
+            batches,
+            prepared,
+            counts,
+            dp_size=1,
+            first_step=False,
+            metrics=metrics,
         )

@@ -1,12 +1,14 @@
-"""How far engine and trainer are apart, with each way to replay routes, for several models and kinds of rollouts.
+"""How far engine and trainer are apart, with each way to replay routes, for several models and
+kinds of rollouts.
 
     python launch/studies/replay_gaps.py --out runs/gaps --model moe=PATH --model dense=PATH \\
         --rollouts bfloat16: engine.dtype=bfloat16 --rollouts fp8: engine.simulate=fp8_blockwise \\
         --common experiment=quickstart rollout.prompts_per_step=400
 
-For each model and kind of rollouts one batch is drawn from real engines (a run with mode=rollout_only, kept in
-OUT/MODEL-ROLLOUTS and not repeated), and measured by one rank in float32: engine to old policy before an update, old to
-current policy after one, by train.optimizer_steps_per_batch steps. Written to OUT: table.md and a JSON file for each.
+For each model and kind of rollouts one batch is drawn from real engines (a run with
+mode=rollout_only, kept in OUT/MODEL-ROLLOUTS and not repeated), and measured by one rank in
+float32: engine to old policy before an update, old to current policy after one, by
+train.optimizer_steps_per_batch steps. Written to OUT: table.md and a JSON file for each.
 """
 
 from __future__ import annotations
@@ -24,16 +26,16 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from launch.comparison.errors import ended
 from megatron_rl.config.cli import compose
 from megatron_rl.config.hydra_errors import split_override
 from megatron_rl.config.schema import Configuration
 from megatron_rl.config.values import NAME
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.refusal import ConfigurationRefused
-from megatron_rl.models.families import read_shape
 from megatron_rl.models.checkpoint_inspection import inspect_checkpoint
+from megatron_rl.models.families import read_shape
 from megatron_rl.records.exit_record import read_exit_record
-from launch.comparison.errors import ended
 
 if TYPE_CHECKING:
     from launch.studies.policy_gaps import Gaps
@@ -50,8 +52,11 @@ class GapsRefused(Failure):
 
 
 @dataclass(frozen=True)
-class Case:
-    """One model with one kind of rollouts. overrides: of the run that draws; those of engines are its alone."""
+class GapCase:
+    """One model with one kind of rollouts.
+
+    overrides: of the run that draws; those of engines are its alone.
+    """
 
     name: str
     directory: Path
@@ -85,20 +90,27 @@ def compare(given: argparse.Namespace) -> int:
     return ExitCode.OK
 
 
-def plan(given: argparse.Namespace) -> Iterator[Case]:
+def plan(given: argparse.Namespace) -> Iterator[GapCase]:
     """Every case, its configuration checked. Raises `GapsRefused`."""
     for model in given.model:
         name, _, path = model.partition("=")
         shape, problems = inspect_checkpoint(path)
         if shape is None or problems or not re.fullmatch(NAME, name):
-            told = "; ".join(problem.rule for problem in problems) or "a name has letters, digits, '-' and '_'"
-            raise GapsRefused(f"--model {model}: {told}. Give NAME=PATH of a checkpoint in Hugging Face format")
+            told = (
+                "; ".join(problem.rule for problem in problems)
+                or "a name has letters, digits, '-' and '_'"
+            )
+            raise GapsRefused(
+                f"--model {model}: {told}. Give NAME=PATH of a checkpoint in Hugging Face format"
+            )
         replay = "train.replay=rollout" if shape.moe_layers else "train.replay=off"
         for head, *overrides in given.rollouts:
             if not head.endswith(":") or not re.fullmatch(NAME, head[:-1]):
-                raise GapsRefused(f"--rollouts {head}: begin with a name and a colon: --rollouts fp8: key=value ...")
+                raise GapsRefused(
+                    f"--rollouts {head}: begin with a name and a colon: --rollouts fp8: key=value ..."
+                )
             directory = given.out / f"{name}-{head[:-1]}"
-            case = Case(
+            case = GapCase(
                 name=f"{name} | {head[:-1]}",
                 directory=directory,
                 overrides=(*given.common, *overrides, f"model.path={path}", replay, *_FLOAT32),
@@ -110,20 +122,28 @@ def plan(given: argparse.Namespace) -> Iterator[Case]:
             yield case
 
 
-def drawn(case: Case) -> tuple[str, ...]:
+def drawn(case: GapCase) -> tuple[str, ...]:
     """The overrides of the run that draws a case's rollouts."""
-    where = (f"run.root={case.directory.parent}", f"run.name={case.directory.name}", "run.on_existing=overwrite_failed")
+    where = (
+        f"run.root={case.directory.parent}",
+        f"run.name={case.directory.name}",
+        "run.on_existing=overwrite_failed",
+    )
     return (*case.overrides, "mode=rollout_only", *where)
 
 
-def measured(case: Case) -> tuple[str, ...]:
+def measured(case: GapCase) -> tuple[str, ...]:
     """The overrides of a case's measurement, which has no engines."""
     keys = (split_override(text)[0] for text in case.overrides)
-    kept = [text for key, text in zip(keys, case.overrides, strict=True) if key.split(".")[0] != "engine"]
+    kept = [
+        text
+        for key, text in zip(keys, case.overrides, strict=True)
+        if key.split(".")[0] != "engine"
+    ]
     return (*kept, "mode=train_only", f"rollout.recorded={case.directory}")
 
 
-def draw(case: Case) -> int:
+def draw(case: GapCase) -> int:
     """Draw the rollouts unless that was done. Returns the exit code."""
     record = read_exit_record(case.directory)
     if record is not None and record.code == ExitCode.OK:
@@ -138,7 +158,9 @@ def call(script: Path, *arguments: str) -> int:
 
 
 def measure(directory: Path, overrides: Sequence[str]) -> int:
-    """In this process: one rank, a batch that was drawn before. Writes DIRECTORY.json and returns the exit code."""
+    """In this process: one rank, a batch that was drawn before. Writes DIRECTORY.json and returns
+    the exit code.
+    """
     configuration = compose(overrides)
     from megatron_rl.mcore.cpu import compat
 
@@ -155,32 +177,42 @@ def measure(directory: Path, overrides: Sequence[str]) -> int:
 
 
 def _gaps(c: Configuration, layout: Any, directory: Path) -> Gaps:
+    from launch.studies.policy_gaps import measure_gaps
     from megatron_rl.credit.assign import Credit
+    from megatron_rl.engines.engines import route_shape
     from megatron_rl.losses import open_loss
-    from megatron_rl.planning.step_planner import Planner
+    from megatron_rl.planning.step_planner import StepPlanner
     from megatron_rl.rollouts.recorded import UnfitRollout, fitting
     from megatron_rl.rollouts.recording import batch_directory, read_groups
     from megatron_rl.run.build import build_worker
-    from megatron_rl.engines.engines import route_shape
-    from launch.studies.policy_gaps import measure_gaps
 
     shape = read_shape(c.model.path)
     worker = build_worker(c, shape, open_loss(c.algo, shape), layout, directory / "rollouts")
     pairs = read_groups(batch_directory(directory / "recorded", 1))
     credited = Credit(c.algo, seed=c.seed).assign(1, [group for group, _ in pairs])
-    plan = Planner(c.train, c.parallel, dp_size=1, seed=c.seed).plan(1, credited.rollouts, credited.advantages)
+    plan = StepPlanner(c.train, c.parallel, dp_size=1, seed=c.seed).plan(
+        1, credited.rollouts, credited.advantages
+    )
     if not plan.rollouts:
-        raise GapsRefused(f"{directory}: no group has both right and wrong responses. Draw more prompts")
+        raise GapsRefused(
+            f"{directory}: no group has both right and wrong responses. Draw more prompts"
+        )
     routes = route_shape(shape) if c.train.replay == "rollout" else None
     try:
-        kept = [fitting(rollout, routes, shape.vocab_size) for _, rollouts in pairs for rollout in rollouts]
+        kept = [
+            fitting(rollout, routes, shape.vocab_size)
+            for _, rollouts in pairs
+            for rollout in rollouts
+        ]
     except UnfitRollout as unfit:
         raise GapsRefused(f"{directory}: {unfit}") from unfit
     by_id = {rollout.rollout_id: rollout for rollout in kept}
-    return measure_gaps(worker, plan, {i: by_id[ref.rollout_id] for i, ref in enumerate(plan.rollouts)})
+    return measure_gaps(
+        worker, plan, {i: by_id[ref.rollout_id] for i, ref in enumerate(plan.rollouts)}
+    )
 
 
-def table(cases: Sequence[Case]) -> Iterator[str]:
+def table(cases: Sequence[GapCase]) -> Iterator[str]:
     """The lines of a Markdown table; all gaps in nats."""
     from launch.studies.policy_gaps import Gaps
 
@@ -194,7 +226,11 @@ def table(cases: Sequence[Case]) -> Iterator[str]:
         differ = "" if gaps.disagreement is None else f"{gaps.disagreement:.2%}"
         for replay, before in gaps.engine_old.items():
             after = gaps.old_current[replay]
-            numbers = [f"{g:.2e}" for gap in (before, after) for g in (gap.mean, gap.tail, gap.k3, gap.extreme)]
+            numbers = [
+                f"{g:.2e}"
+                for gap in (before, after)
+                for g in (gap.mean, gap.tail, gap.k3, gap.extreme)
+            ]
             said = _NAMES[replay] if gaps.disagreement is not None else "no experts"
             yield f"| {case.name} | {gaps.tokens:,} | {differ} | {said} | {' | '.join(numbers)} |"
 
@@ -202,15 +238,35 @@ def table(cases: Sequence[Case]) -> Iterator[str]:
 def _parser() -> argparse.ArgumentParser:
     description, _, epilog = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(
-        description=description, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    parser.add_argument("--out", required=True, type=lambda text: Path(text).expanduser().resolve(), help="a directory")
-    parser.add_argument("--model", action="append", required=True, metavar="NAME=PATH", help="repeat it for each model")
     parser.add_argument(
-        "--rollouts", action="append", nargs="+", required=True, metavar=("NAME:", "key=value"),
+        "--out",
+        required=True,
+        type=lambda text: Path(text).expanduser().resolve(),
+        help="a directory",
+    )
+    parser.add_argument(
+        "--model",
+        action="append",
+        required=True,
+        metavar="NAME=PATH",
+        help="repeat it for each model",
+    )
+    parser.add_argument(
+        "--rollouts",
+        action="append",
+        nargs="+",
+        required=True,
+        metavar=("NAME:", "key=value"),
         help="what engines are, such as engine.dtype=bfloat16; repeat it for each kind",
-    )  # fmt: skip
-    parser.add_argument("--common", nargs="*", default=[], metavar="key=value", help="overrides of every case")
+    )
+    parser.add_argument(
+        "--common", nargs="*", default=[], metavar="key=value", help="overrides of every case"
+    )
     return parser
 
 

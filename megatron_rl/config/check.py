@@ -1,4 +1,6 @@
-"""From Hydra's composed tree to the checked configuration: types and limits by pydantic, then the rules."""
+"""From Hydra's composed tree to the checked configuration: types and limits by pydantic, then the
+rules.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,11 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from megatron_rl.config.algorithms import ALGORITHMS, algorithm_of
+from megatron_rl.config.curriculum import phase_refusals, phases_of
 from megatron_rl.config.hydra_errors import as_refusal, split_override
 from megatron_rl.config.keys import INNER, declared_keys, unknown_key
 from megatron_rl.config.rules import broken_rules
 from megatron_rl.config.schema import Configuration
-from megatron_rl.config.curriculum import refused_stages, stages_of
 from megatron_rl.config.values import DOOR, NAME
 from megatron_rl.contracts.launch_facts import LaunchFacts
 from megatron_rl.contracts.refusal import ConfigurationRefused, Refusal, shown
@@ -47,35 +49,55 @@ _RULES = (
 
 
 def checked(
-    composed: DictConfig, choices: Mapping[str, str | None], facts: LaunchFacts | None, overrides: Sequence[str] = ()
+    composed: DictConfig,
+    choices: Mapping[str, str | None],
+    facts: LaunchFacts | None,
+    overrides: Sequence[str] = (),
 ) -> Configuration:
-    """The configuration of a composed tree. choices: the option taken of each group. facts None: without the rules.
+    """The configuration of a composed tree. choices: the option taken of each group. facts None:
+    without the rules.
 
-    Raises `ConfigurationRefused` with everything that types and limits refuse, or else with every broken rule.
+    Raises `ConfigurationRefused` with everything that types and limits refuse, or else with every
+    broken rule.
     """
     try:
         tree: Any = OmegaConf.to_container(composed, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigurationRefused([as_refusal(error, overrides)]) from error
     missing = OmegaConf.missing_keys(composed)
-    refusals = [Refusal(key, "???", "It has no default and was not given", f"Give it: {key}=...") for key in missing]
+    refusals = [
+        Refusal(key, "???", "It has no default and was not given", f"Give it: {key}=...")
+        for key in missing
+    ]
     if isinstance(run := tree["run"], dict) and run["experiment"] is None:
         run["experiment"] = choices.get("experiment") or "custom"
-    algorithm, chosen = algorithm_of(tree["algo"]), (choices.get("algo") or "").partition("_")[0]  # espo of espo_wide
+    algorithm, chosen = (
+        algorithm_of(tree["algo"]),
+        (choices.get("algo") or "").partition("_")[0],
+    )  # espo of espo_wide
     if chosen in ALGORITHMS and chosen != algorithm:
-        rule, remedy = f"The other keys are those of algo={chosen}", f"Choose the group: algo={'|'.join(ALGORITHMS)}"
+        rule, remedy = (
+            f"The other keys are those of algo={chosen}",
+            f"Choose the group: algo={'|'.join(ALGORITHMS)}",
+        )
         refusals.append(Refusal("algo.name", tree["algo"]["name"], rule, remedy))
     try:
         configuration = _CONFIGURATION.validate_python(_in_words(tree))
     except ValidationError as error:
         refusals += _from_pydantic(error, algorithm, {refusal.key for refusal in refusals})
     if not refusals:
-        refusals = list(refused_stages(configuration, lambda error: _from_pydantic(error, algorithm, ())))
+        refusals = list(
+            phase_refusals(configuration, lambda error: _from_pydantic(error, algorithm, ()))
+        )
     if not refusals and facts is not None:
         given = {split_override(text)[0] for text in overrides}
         refusals = list(broken_rules(configuration, facts, given))
-        for stage in stages_of(configuration):
-            broken = (refusal for refusal in broken_rules(stage.configuration, facts, given) if refusal not in refusals)
+        for stage in phases_of(configuration):
+            broken = (
+                refusal
+                for refusal in broken_rules(stage.configuration, facts, given)
+                if refusal not in refusals
+            )
             refusals += [r._replace(rule=f"In stage {stage.entry.name}: {r.rule}") for r in broken]
     if refusals:
         places = {key: place for place, key in enumerate(declared_keys())}
@@ -85,7 +107,9 @@ def checked(
 
 
 def _in_words(value: Any) -> Any:
-    """Booleans, which are numbers to Python, as words: pydantic then refuses them where a number is wanted."""
+    """Booleans, which are numbers to Python, as words: pydantic then refuses them where a number is
+    wanted.
+    """
     if isinstance(value, dict):
         return {key: inner if key in _FREE else _in_words(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -93,13 +117,23 @@ def _in_words(value: Any) -> Any:
     return str(value).lower() if isinstance(value, bool) else value
 
 
-def _from_pydantic(error: ValidationError, algorithm: str, known: Collection[str]) -> Iterator[Refusal]:
-    """One refusal for each key. known: keys that are refused already, and `algo.name` stands for its whole section."""
+def _from_pydantic(
+    error: ValidationError, algorithm: str, known: Collection[str]
+) -> Iterator[Refusal]:
+    """One refusal for each key.
+
+    known: keys that are refused already, and `algo.name` stands for its whole section.
+    """
     by_key: dict[str, list[ErrorDetails]] = {}
     for details in error.errors(include_url=False):
         depth = 3 if ".".join(map(str, details["loc"][:2])) in INNER else 2
-        named, inside = details["loc"][:depth], details["loc"][depth:]  # inside: indices, names of a union's members
-        key = ".".join(map(str, named)) + "".join(f"[{part}]" for part in inside if isinstance(part, int))
+        named, inside = (
+            details["loc"][:depth],
+            details["loc"][depth:],
+        )  # inside: indices, names of a union's members
+        key = ".".join(map(str, named)) + "".join(
+            f"[{part}]" for part in inside if isinstance(part, int)
+        )
         by_key.setdefault(key, []).append(details)
     for key, errors in by_key.items():
         if key not in known and not (key.startswith("algo.") and "algo.name" in known):
@@ -113,7 +147,9 @@ def _refusal(key: str, errors: Sequence[ErrorDetails], declared: Field[Any] | No
     if kind == "literal_error":
         choices = re.findall("'([^']*)'", context["expected"])
         own = ", or your own package.module:Name" if len(errors) > 1 else ""
-        return Refusal(key, value, f"Must be one of {', '.join(choices)}{own}", "Choose one of these")
+        return Refusal(
+            key, value, f"Must be one of {', '.join(choices)}{own}", "Choose one of these"
+        )
     if kind == "string_pattern_mismatch":
         return Refusal(key, value, _PATTERNS[context["pattern"]], "Give such a name")
     rule, remedy = next((r.format(**context), m) for name, r, m in _RULES if kind.startswith(name))

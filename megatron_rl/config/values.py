@@ -17,17 +17,24 @@ BelowOne = Annotated[float, Ge(0), Lt(1)]
 OpenShare = Annotated[float, Gt(0), Lt(1)]
 Seed = Annotated[int, Ge(0), Le(2**32 - 1)]  # of numpy's global generator, which Megatron seeds
 
-# A user's own class, such as my_package.my_module:MyScorer, and a plain directory name without "..".
+# A user's own class, such as my_package.my_module:MyScorer, and a plain directory name without
+# "..".
 DOOR = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 NAME = r"^[A-Za-z0-9](?:[A-Za-z0-9_-]|\.[A-Za-z0-9_-])*\.?$"
-Door = Annotated[str, StringConstraints(pattern=DOOR)]
+PluginName = Annotated[str, StringConstraints(pattern=DOOR)]
 Name = Annotated[str, StringConstraints(pattern=NAME, max_length=128)]
 Options = dict[str, Any]
-Off = BeforeValidator(lambda value: "off" if value == "false" else value)  # what YAML makes of a bare off
+Off = BeforeValidator(
+    lambda value: "off" if value == "false" else value
+)  # what YAML makes of a bare off
 Dtype = Literal["float32", "bfloat16"]
 
 
 class Section:
-    """Base of every section: a frozen dataclass that constructors take, checked by pydantic where it is composed."""
+    """Base of every section: a frozen dataclass that constructors take, checked by pydantic where
+    it is composed.
+    """
 
-    __pydantic_config__ = ConfigDict(extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False)
+    __pydantic_config__ = ConfigDict(
+        extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False
+    )

@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 
 from megatron_rl.contracts.group import Group
-from megatron_rl.contracts.wire_types import Count
 from megatron_rl.contracts.step_plan import StepPlan
+from megatron_rl.contracts.wire_types import Count
 
 
-class Wait(msgspec.Struct, frozen=True, tag="wait"):
+class Poll(msgspec.Struct, frozen=True, tag="wait"):
     """Rollouts are under way: ask again. Keeps collectives from timing out while rank 0 is busy."""
 
 
@@ -26,7 +26,7 @@ class Train(msgspec.Struct, frozen=True, tag="plan"):
     plan: StepPlan
 
 
-class Enter(msgspec.Struct, frozen=True, tag="enter"):
+class EnterPhase(msgspec.Struct, frozen=True, tag="enter"):
     """Train with the settings of this one of the run's `stages` from now on."""
 
     stage: Count
@@ -39,9 +39,10 @@ class Save(msgspec.Struct, frozen=True, tag="save"):
 
 
 class Checkpoint(msgspec.Struct, frozen=True, tag="checkpoint"):
-    """Save all that the run needs to go on after `step`. state: what rank 0 alone knows, as it goes into a file.
+    """Save all that the run needs to go on after `step`. state: what rank 0 alone knows, as it goes
+    into a file.
 
-    background: write it while the next steps train; `Settle` tells what became of it.
+    background: write it while the next steps train; `WaitForSave` tells what became of it.
     """
 
     step: int
@@ -49,7 +50,7 @@ class Checkpoint(msgspec.Struct, frozen=True, tag="checkpoint"):
     background: bool = False
 
 
-class Settle(msgspec.Struct, frozen=True, tag="settle"):
+class WaitForSave(msgspec.Struct, frozen=True, tag="settle"):
     """Wait for the checkpoint that is written in the background, if there is one."""
 
 
@@ -64,4 +65,4 @@ class Finish(msgspec.Struct, frozen=True, tag="finish"):
     """The run is complete."""
 
 
-Command = Wait | Sync | Train | Enter | Save | Checkpoint | Settle | Record | Finish
+Command = Poll | Sync | Train | EnterPhase | Save | Checkpoint | WaitForSave | Record | Finish

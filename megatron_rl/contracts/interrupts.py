@@ -8,7 +8,10 @@ import signal
 from megatron_rl.contracts.exit_codes import ExitCode
 
 
-def end_quietly() -> None:
-    """From now on, until a run listens for itself. A process that was told to ignore Ctrl-C goes on ignoring it."""
+def exit_on_interrupt() -> None:
+    """From now on, until a run listens for itself.
+
+    A process that was told to ignore Ctrl-C goes on ignoring it.
+    """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, lambda number, frame: os._exit(ExitCode.INTERRUPTED))

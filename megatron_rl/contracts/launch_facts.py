@@ -15,7 +15,8 @@ _OF_TORCHRUN = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 @dataclass(frozen=True)
 class LaunchFacts:
-    """world_size: torchrun's ranks, 1 when started with plain python. num_gpus: CUDA devices this process may use.
+    """world_size: torchrun's ranks, 1 when started with plain python. num_gpus: CUDA devices this
+    process may use.
 
     idle_gpus: those that it could use, were the installed torch not built for CPUs.
     transformer_engine: whether it is installed.
@@ -29,14 +30,22 @@ class LaunchFacts:
 
     @classmethod
     def from_environment(
-        cls, environment: Mapping[str, str], devices: Path = Path("/dev"), *, uses_cuda: bool | None = None
+        cls,
+        environment: Mapping[str, str],
+        devices: Path = Path("/dev"),
+        *,
+        uses_cuda: bool | None = None,
     ) -> LaunchFacts:
-        """uses_cuda: whether torch does; None asks the installed one. Raises `ConfigurationRefused`."""
+        """uses_cuda: whether torch does; None asks the installed one. Raises
+        `ConfigurationRefused`.
+        """
         ranks, local = (environment.get(name, "1") for name in _OF_TORCHRUN)
         for name, value in zip(_OF_TORCHRUN, (ranks, local), strict=True):
             if not value.isdecimal() or not int(value):
                 rule = "torchrun puts a whole number of ranks into this variable of the environment"
-                raise ConfigurationRefused([Refusal(name, value, rule, f"Start with torchrun, or unset {name}")])
+                raise ConfigurationRefused(
+                    [Refusal(name, value, rule, f"Start with torchrun, or unset {name}")]
+                )
         gpus = visible_gpus(environment, devices)
         usable = torch_uses_cuda() if uses_cuda is None else uses_cuda
         gpus, idle = (gpus, 0) if usable else (0, gpus)

@@ -18,8 +18,16 @@ def problem_with(path: str, *, folder: bool) -> str | None:
     except (OSError, ValueError) as error:
         return f"It cannot be looked at ({error.strerror if isinstance(error, OSError) else error})"
     if stat.S_ISDIR(found.st_mode) != folder:
-        return "It is a file, not a directory" if folder else "There is no such file: it is a directory"
-    return None if os.access(path, os.R_OK | (os.X_OK if folder else 0)) else f"This user may not read that {wanted}"
+        return (
+            "It is a file, not a directory"
+            if folder
+            else "There is no such file: it is a directory"
+        )
+    return (
+        None
+        if os.access(path, os.R_OK | (os.X_OK if folder else 0))
+        else f"This user may not read that {wanted}"
+    )
 
 
 def problem_with_new(path: str) -> str | None:
@@ -27,17 +35,27 @@ def problem_with_new(path: str) -> str | None:
     try:
         folder = Path(path).expanduser()
         blocking = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    except (OSError, RuntimeError, ValueError) as error:  # a name too long, folders of others, an unknown ~user
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+    ) as error:  # a name too long, folders of others, an unknown ~user
         return f"It cannot be looked at ({error.strerror if isinstance(error, OSError) else error})"
     if not path:
         return "It names no directory"
     if not blocking.is_dir():
         return f"{blocking} is a file"
-    return None if os.access(blocking, os.W_OK | os.X_OK) else f"{blocking} is not writable for this user"
+    return (
+        None
+        if os.access(blocking, os.W_OK | os.X_OK)
+        else f"{blocking} is not writable for this user"
+    )
 
 
 def lost_folder(urls: str) -> str | None:
-    """The first of `file://DIRECTORY` addresses, as a list or alone, that is none; `pkg://` is not looked at."""
+    """The first of `file://DIRECTORY` addresses, as a list or alone, that is none; `pkg://` is not
+    looked at.
+    """
     for place in re.split(r"[\[\],'\" ]+", urls):
         scheme, _, path = place.rpartition("://")
         if place and scheme != "pkg" and (scheme != "file" or problem_with(path, folder=True)):

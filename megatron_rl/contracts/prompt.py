@@ -6,7 +6,8 @@ import msgspec
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
-    """One question. `id` is unique within a run's data; `difficulty` is a free label that metrics group by.
+    """One question. `id` is unique within a run's data; `difficulty` is a free label that metrics
+    group by.
 
     worked: a worked response, where the source writes one.
     """
@@ -16,11 +17,14 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     answer: str
     task: str
     difficulty: str = ""
-    worked: str = ""
+    demonstration: str = ""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How responses are drawn. Training needs the untruncated distribution (top_p 1, top_k off, no penalties)."""
+    """How responses are drawn.
+
+    Training needs the untruncated distribution (top_p 1, top_k off, no penalties).
+    """
 
     max_new_tokens: int
     temperature: float

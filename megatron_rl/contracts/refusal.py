@@ -17,17 +17,28 @@ class Refusal(NamedTuple):
     remedy: str = ""
 
     def __str__(self) -> str:
-        texts = [text if text.endswith((".", "!", "?")) else f"{text}." for text in (self.rule, self.remedy) if text]
+        texts = [
+            text if text.endswith((".", "!", "?")) else f"{text}."
+            for text in (self.rule, self.remedy)
+            if text
+        ]
         return f"{self.key}={shown(self.value)}: {' '.join(texts)}"
 
 
 class ConfigurationRefused(Failure):
-    """A configuration that must not run. refusals: never empty, in the order of the configuration's sections."""
+    """A configuration that must not run.
+
+    refusals: never empty, in the order of the configuration's sections.
+    """
 
     exit_code = ExitCode.REFUSED
 
     def __init__(self, refusals: Sequence[Refusal]) -> None:
-        count = "1 setting is refused" if len(refusals) == 1 else f"{len(refusals)} settings are refused"
+        count = (
+            "1 setting is refused"
+            if len(refusals) == 1
+            else f"{len(refusals)} settings are refused"
+        )
         super().__init__("\n".join([*map(str, refusals), f"{count}; nothing was started."]))
         self.refusals = tuple(refusals)
 

@@ -1,6 +1,7 @@
 """One sampled trajectory: tokens, log-probabilities and expert routes.
 
-Weight versions are integers: the number of weight syncs since the run's start checkpoint, which is version 0.
+Weight versions are integers: the number of weight syncs since the run's start checkpoint, which is
+version 0.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ class Role(enum.StrEnum):
 class Segment:
     """A run of tokens with one author and one weight version.
 
-    tokens: int32 [n]. logprobs: float32 [n], nats, under the policy that sampled them; None where nothing was sampled.
-    trainable: whether these tokens receive a loss. route_rows: half-open range of rows of `Rollout.routes` recorded
-    while these tokens were inputs. version: the weights that produced the segment.
+    tokens: int32 [n]. logprobs: float32 [n], nats, under the policy that sampled them; None where
+    nothing was sampled. trainable: whether these tokens receive a loss. route_rows: half-open range
+    of rows of `Rollout.routes` recorded while these tokens were inputs. version: the weights that
+    produced the segment.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -45,8 +47,9 @@ class Segment:
 class Rollout:
     """One sampled trajectory of `n` tokens.
 
-    routes: uint8 or uint16 [n - 1, moe_layers, topk], expert ids; row t holds the experts used while token t was the
-    input, so rows match `tokens[:-1]` and the last sampled token has none. None when the engine recorded no routes.
+    routes: uint8 or uint16 [n - 1, moe_layers, topk], expert ids; row t holds the experts used
+    while token t was the input, so rows match `tokens[:-1]` and the last sampled token has none.
+    None when the engine recorded no routes.
     """
 
     rollout_id: str

@@ -32,21 +32,27 @@ class RouteError(ValueError):
 
 
 def validate_routes(wire: npt.NDArray[np.int32], shape: RouteShape, num_inputs: int) -> Routes:
-    """Select the MoE layers of `wire` int32 [num_inputs, num_hidden_layers, topk] and check every entry.
+    """Select the MoE layers of `wire` int32 [num_inputs, num_hidden_layers, topk] and check every
+    entry.
 
-    Returns uint8 (up to 256 experts) or uint16 [num_inputs, len(moe_layers), topk]. Raises `RouteError`.
+    Returns uint8 (up to 256 experts) or uint16 [num_inputs, len(moe_layers), topk]. Raises
+    `RouteError`.
     """
     expected = (num_inputs, shape.num_hidden_layers, shape.topk)
     if wire.shape != expected:
         raise RouteError(
-            "routes_shape", f"routes of shape {wire.shape}: expected {expected} (input tokens, decoder layers, top-k)"
+            "routes_shape",
+            f"routes of shape {wire.shape}: expected {expected} (input tokens, decoder layers, top-k)",
         )
     every_layer = shape.moe_layers == tuple(range(shape.num_hidden_layers))
     return _checked(wire if every_layer else wire[:, list(shape.moe_layers)], shape)
 
 
-def validate_kept_routes(kept: npt.NDArray[np.generic], shape: RouteShape, num_inputs: int) -> Routes:
-    """Check routes that come back from where they were kept, after `validate_routes`, perhaps for another model.
+def validate_kept_routes(
+    kept: npt.NDArray[np.generic], shape: RouteShape, num_inputs: int
+) -> Routes:
+    """Check routes that come back from where they were kept, after `validate_routes`, perhaps for
+    another model.
 
     Returns them as that does. Raises `RouteError`.
     """
@@ -71,7 +77,9 @@ def _checked(routes: npt.NDArray[Any], shape: RouteShape) -> Routes:
     if routes.size and (routes.min() < 0 or routes.max() >= shape.num_experts):
         raise RouteError("routes_range", f"an expert id outside 0..{shape.num_experts - 1}")
     narrow = _narrow(routes, shape.num_experts)
-    choices = np.ascontiguousarray(narrow.reshape(-1, shape.topk).T)  # pairs of long rows: ten times faster than a sort
+    choices = np.ascontiguousarray(
+        narrow.reshape(-1, shape.topk).T
+    )  # pairs of long rows: ten times faster than a sort
     if any((one == other).any() for one, other in itertools.combinations(choices, 2)):
         raise RouteError("routes_duplicate", "an expert appears twice in one row")
     return narrow

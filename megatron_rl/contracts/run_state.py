@@ -10,15 +10,18 @@ from typing import Any
 import msgspec
 
 from megatron_rl.config.schema import EvalSettings, TrainSettings
-from megatron_rl.contracts.wire_types import Count
 from megatron_rl.contracts.belief_state import BeliefState
+from megatron_rl.contracts.wire_types import Count
 
 NAME = "state.json"
 _FORMAT = 1
 
 
 class PromptCursor(msgspec.Struct, frozen=True, kw_only=True):
-    """Which prompts were taken. put_off: indices of those that a step could not take twice. digest: of all prompts."""
+    """Which prompts were taken.
+
+    put_off: indices of those that a step could not take twice. digest: of all prompts.
+    """
 
     epoch: Count
     position: Count
@@ -33,8 +36,9 @@ class SelectorState(msgspec.Struct, frozen=True, kw_only=True):
     beliefs: BeliefState | None = None
 
 
-class StageState(msgspec.Struct, frozen=True, kw_only=True):
-    """Which of the run's `stages` it is in. begun: its first step. tokens: that engines drew for all steps so far.
+class PhaseState(msgspec.Struct, frozen=True, kw_only=True):
+    """Which of the run's `stages` it is in. begun: its first step. tokens: that engines drew for
+    all steps so far.
 
     accuracy: of the last evaluation since `begun`, None before the first.
     """
@@ -45,13 +49,13 @@ class StageState(msgspec.Struct, frozen=True, kw_only=True):
     accuracy: float | None = None
 
 
-class Position(msgspec.Struct, frozen=True, kw_only=True):
+class LoopState(msgspec.Struct, frozen=True, kw_only=True):
     """Where rank 0's loop is after `step`.
 
-    version: of the weights that engines got last, None before the first; synced: whether they hold the present ones.
-    nonfinite: how many steps in a row had NaN or Inf. accuracies: of the evaluations so far. stage: None without
-    the key `stages`. Between two steps no rollout is under way: all that were asked for have been trained on
-    (rollout.max_staleness is 0).
+    version: of the weights that engines got last, None before the first; synced: whether they hold
+    the present ones. nonfinite: how many steps in a row had NaN or Inf. accuracies: of the
+    evaluations so far. stage: None without the key `stages`. Between two steps no rollout is under
+    way: all that were asked for have been trained on (rollout.max_staleness is 0).
     """
 
     step: Count
@@ -60,13 +64,13 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
     selection: SelectorState
     nonfinite: Count = 0
     accuracies: tuple[float, ...] = ()
-    stage: StageState | None = None
+    stage: PhaseState | None = None
 
 
 class RunState(msgspec.Struct, frozen=True, kw_only=True):
     """optimizer_steps: taken so far. settings: every key of the configuration."""
 
-    position: Position
+    position: LoopState
     optimizer_steps: Count
     world_size: Count
     settings: dict[str, Any]
@@ -84,7 +88,9 @@ def reached(accuracies: Sequence[float], settings: EvalSettings) -> bool:
     return fmean(list(accuracies)[-settings.stop_average :]) >= settings.stop_at
 
 
-def ended_by(step: int, accuracies: Sequence[float], train: TrainSettings, evals: EvalSettings) -> str:
+def ended_by(
+    step: int, accuracies: Sequence[float], train: TrainSettings, evals: EvalSettings
+) -> str:
     """The key that leaves a run nothing to train after a step; empty where there is more."""
     if step >= train.total_steps:
         return "train.total_steps"

@@ -7,24 +7,24 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from megatron_rl.contracts.group import STALE, Group, RolloutRef
 from megatron_rl.contracts.step_plan import StepPlan
-from megatron_rl.credit.assign import Credited
-from megatron_rl.credit.group_kinds import Kind, Told
+from megatron_rl.credit.assign import BatchCredit
+from megatron_rl.credit.group_kinds import Kind, ScoredRollouts
 
 _SHORT = {
     Kind.MIXED: "mixed",
-    Kind.TIED_RIGHT: "tied",
-    Kind.TIED_WRONG: "tied",
-    Kind.FLAT_RIGHT: "flat",
-    Kind.FLAT_WRONG: "flat",
+    Kind.TIED_CORRECT: "tied",
+    Kind.TIED_INCORRECT: "tied",
+    Kind.ALL_CORRECT: "flat",
+    Kind.ALL_INCORRECT: "flat",
 }
 # What a rollout is that could have trained and is not in the plan
-_LEFT = {"mixed": "at_the_mean", "tied": "tied_dropped", "flat": "flat_dropped"}
-_ALWAYS = ("trained/mixed", "trained/tied", "trained/flat", "flat_dropped")
+_LEFT = {"mixed": "at_the_mean", "tied": "tied_dropped", "flat": "zero_variance_dropped"}
+_ALWAYS = ("trained/mixed", "trained/tied", "trained/flat", "zero_variance_dropped")
 
 
 def account(
     groups: Sequence[Group],
-    credited: Credited,
+    credited: BatchCredit,
     plan: StepPlan,
     applied: int,
     *,
@@ -33,22 +33,26 @@ def account(
     surplus: Sequence[Group] = (),
     carried: int = 0,
 ) -> dict[str, float]:
-    """Tokens by class under `account/`, of one step whose first `applied` optimizer steps were made.
+    """Tokens by class under `account/`, of one step whose first `applied` optimizer steps were
+    made.
 
-    generated_tokens: drawn by engines during the step. groups: what was credited, in its order. stopped, surplus: drawn
-    and not used. carried: tokens of groups that were drawn for the next step, less those drawn for this one before it.
+    generated_tokens: drawn by engines during the step. groups: what was credited, in its order.
+    stopped, surplus: drawn and not used. carried: tokens of groups that were drawn for the next
+    step, less those drawn for this one before it.
 
-    trained/KIND: in gradients that were applied. not_applied: planned, and a NaN or Inf came before. flat_dropped,
-    tied_dropped, judged_tie, too_few_verdicts: of groups that had nothing to teach, or more than may train beside the
-    mixed ones. at_the_mean: advantage 0 in a mixed group. truncated_masked: tokens that may not be trained. no_verdict.
-    probe_stopped, surplus_cut: of such groups. carried: below 0 where more came from the step before. rejected/REASON,
-    stale: rollouts that could not be used. A class without a token is left out, but for those that train and
-    flat_dropped. generated: all of them; with evaluation, which the caller adds to both, the classes add up to it.
-    unaccounted: those in no class, 0 unless a count is wrong
+    trained/KIND: in gradients that were applied. not_applied: planned, and a NaN or Inf came
+    before. zero_variance_dropped, tied_dropped, tied_reward, too_few_verdicts: of groups that had
+    nothing to teach, or more than may train beside the mixed ones. at_the_mean: advantage 0 in a
+    mixed group. truncated_masked: tokens that may not be trained. no_verdict. probe_stopped,
+    surplus_cut: of such groups. carried: below 0 where more came from the step before.
+    rejected/REASON, stale: rollouts that could not be used. A class without a token is left out,
+    but for those that train and zero_variance_dropped. generated: all of them; with evaluation,
+    which the caller adds to both, the classes add up to it. unaccounted: those in no class, 0
+    unless a count is wrong
     (tests/credit/test_account.py::test_the_classes_add_up_to_what_was_generated).
     """
     found = Counter[str](dict.fromkeys(_ALWAYS, 0))
-    fates = _fates(plan, applied)
+    fates = _outcome_by_rollout(plan, applied)
     for group, kind in zip(groups, credited.each, strict=True):
         for name, tokens in _of_group(group, kind, fates):
             found[name] += tokens
@@ -78,27 +82,40 @@ def warning_of(values: Mapping[str, float]) -> str | None:
 
 
 def usage(plan: StepPlan, applied: int, *, generated_tokens: int) -> dict[str, float]:
-    """How much of what was generated is in the first `applied` optimizer steps of a plan, and how much is planned.
+    """How much of what was generated is in the first `applied` optimizer steps of a plan, and how
+    much is planned.
 
-    rollout/wasted_token_fraction: the share of generated tokens that ended in no gradient. train/flat_samples: of
-    groups that are all right or all wrong.
+    rollout/wasted_token_fraction: the share of generated tokens that ended in no gradient.
+    train/zero_variance_samples: of groups that are all right or all wrong.
     """
     trained = sum(plan.rollouts[i].num_trainable for i in _applied(plan, applied))
     return {
-        "rollout/wasted_token_fraction": 1.0 - trained / generated_tokens if generated_tokens else 0.0,
+        "rollout/wasted_token_fraction": 1.0 - trained / generated_tokens
+        if generated_tokens
+        else 0.0,
         "train/samples": float(len(plan.rollouts)),
-        "train/flat_samples": float(sum(alpha != 0.0 for alpha in plan.entropy_advantages)),
+        "train/zero_variance_samples": float(
+            sum(alpha != 0.0 for alpha in plan.entropy_advantages)
+        ),
         "train/optimizer_steps": float(applied),
-        "train/micro_batches": float(sum(len(step.micro_batches[0]) for step in plan.optimizer_steps)),
+        "train/micro_batches": float(
+            sum(len(step.micro_batches[0]) for step in plan.optimizer_steps)
+        ),
     }
 
 
 def _applied(plan: StepPlan, applied: int) -> Iterator[int]:
     """Indices of the rollouts in the optimizer steps that were made."""
-    return (i for step in plan.optimizer_steps[:applied] for rank in step.micro_batches for m in rank for i in m)
+    return (
+        i
+        for step in plan.optimizer_steps[:applied]
+        for rank in step.micro_batches
+        for m in rank
+        for i in m
+    )
 
 
-def _fates(plan: StepPlan, applied: int) -> dict[str, bool]:
+def _outcome_by_rollout(plan: StepPlan, applied: int) -> dict[str, bool]:
     """Whether the optimizer step of a planned rollout was made, by rollout id."""
     made = set(_applied(plan, applied))
     return {ref.rollout_id: index in made for index, ref in enumerate(plan.rollouts)}
@@ -107,7 +124,7 @@ def _fates(plan: StepPlan, applied: int) -> dict[str, bool]:
 def _of_group(group: Group, kind: Kind, fates: Mapping[str, bool]) -> Iterator[tuple[str, int]]:
     """Every token of a credited group with its class, in lumps."""
     yield from _rejected(group).items()
-    told = {rollout.rollout_id for rollout in Told.of(group).rollouts}
+    told = {rollout.rollout_id for rollout in ScoredRollouts.of(group).rollouts}
     for rollout in group.rollouts:
         trainable = min(rollout.num_trainable, rollout.generated)
         if rollout.rollout_id in told or rollout.rollout_id in fates:
@@ -127,5 +144,9 @@ def _class_of(rollout: RolloutRef, kind: Kind, fates: Mapping[str, bool]) -> str
 
 def _rejected(group: Group) -> Counter[str]:
     return Counter(
-        {r if r == STALE else f"rejected/{r}": tokens for r, tokens in group.rejected_tokens.items() if tokens}
+        {
+            r if r == STALE else f"rejected/{r}": tokens
+            for r, tokens in group.rejected_tokens.items()
+            if tokens
+        }
     )

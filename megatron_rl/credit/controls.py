@@ -13,7 +13,8 @@ from megatron_rl.contracts.group import Group
 def permute_rewards(groups: Sequence[Group], seed: int) -> list[Group]:
     """Shuffle the verdicts among all rollouts of the batch that have one.
 
-    The batch keeps its rewards and its rollouts without a verdict; which response earned which reward is lost.
+    The batch keeps its rewards and its rollouts without a verdict; which response earned which
+    reward is lost.
     """
     verdicts = [r.verdict for group in groups for r in group.judged]
     random.Random(seed).shuffle(verdicts)
@@ -22,7 +23,9 @@ def permute_rewards(groups: Sequence[Group], seed: int) -> list[Group]:
         msgspec.structs.replace(
             group,
             rollouts=tuple(
-                msgspec.structs.replace(r, verdict=next(remaining)) if r.verdict.reward is not None else r
+                msgspec.structs.replace(r, verdict=next(remaining))
+                if r.verdict.reward is not None
+                else r
                 for r in group.rollouts
             ),
         )

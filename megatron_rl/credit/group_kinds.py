@@ -1,4 +1,6 @@
-"""Which groups can teach anything, judged on raw correctness: filtering on shaped scores has destroyed policies."""
+"""Which groups can teach anything, judged on raw correctness: filtering on shaped scores has
+destroyed policies.
+"""
 
 from __future__ import annotations
 
@@ -14,29 +16,33 @@ from megatron_rl.contracts.group import Group, RolloutRef
 from megatron_rl.credit.penalties import Penalties
 
 RIGHT = 0.5
-_TELLING_RANGE = 0.2  # of a penalty within a group: less is noise, which dividing by a deviation would blow up
+_TELLING_RANGE = (
+    0.2  # of a penalty within a group: less is noise, which dividing by a deviation would blow up
+)
 
 
 class Kind(enum.StrEnum):
-    """What a group's raw correctness looks like over its rollouts with a verdict; every group is of exactly one kind.
+    """What a group's raw correctness looks like over its rollouts with a verdict; every group is of
+    exactly one kind.
 
-    MIXED: it differs; without raw correctness, as a judge's reward has none, the reward differs. TIED_RIGHT,
-    TIED_WRONG: it is the same for all, at least 0.5 or below, and a penalty that is switched on differs by 0.2 or more:
-    length among right ones, repetition among wrong ones. FLAT_RIGHT, FLAT_WRONG: the same without such a difference.
-    JUDGED_TIE: no raw correctness and equal rewards. TOO_FEW_VERDICTS: fewer than two rollouts have a verdict.
+    MIXED: it differs; without raw correctness, as a judge's reward has none, the reward differs.
+    TIED_CORRECT, TIED_INCORRECT: it is the same for all, at least 0.5 or below, and a penalty that
+    is switched on differs by 0.2 or more: length among right ones, repetition among wrong ones.
+    ALL_CORRECT, ALL_INCORRECT: the same without such a difference. TIED_REWARD: no raw correctness
+    and equal rewards. TOO_FEW_VERDICTS: fewer than two rollouts have a verdict.
     """
 
     MIXED = "mixed"
-    TIED_RIGHT = "tied_right"
-    TIED_WRONG = "tied_wrong"
-    FLAT_RIGHT = "flat_right"
-    FLAT_WRONG = "flat_wrong"
-    JUDGED_TIE = "judged_tie"
+    TIED_CORRECT = "tied_correct"
+    TIED_INCORRECT = "tied_incorrect"
+    ALL_CORRECT = "all_correct"
+    ALL_INCORRECT = "all_incorrect"
+    TIED_REWARD = "tied_reward"
     TOO_FEW_VERDICTS = "too_few_verdicts"
 
 
 @dataclass(frozen=True)
-class Told:
+class ScoredRollouts:
     """The rollouts of a group that its statistics are over, and their raw scores.
 
     has_truth: the scores are raw correctness; else no rollout has any, and they are rewards.
@@ -46,7 +52,7 @@ class Told:
     has_truth: bool
 
     @classmethod
-    def of(cls, group: Group) -> Told:
+    def of(cls, group: Group) -> ScoredRollouts:
         """Where some have a raw correctness, a rollout without a finite one has no verdict."""
         has_truth = any(r.verdict.correctness is not None for r in group.judged)
         return cls(tuple(r for r in group.judged if _is_told(r, has_truth=has_truth)), has_truth)
@@ -59,20 +65,24 @@ class Told:
 
 def kind_of(group: Group, penalties: Penalties | None = None) -> Kind:
     """The kind of one group. penalties None: none is switched on."""
-    told = Told.of(group)
+    told = ScoredRollouts.of(group)
     scores = told.scores
     if len(scores) < 2:
         return Kind.TOO_FEW_VERDICTS
     if scores.min() != scores.max():
         return Kind.MIXED
     if not told.has_truth:
-        return Kind.JUDGED_TIE
+        return Kind.TIED_REWARD
     right = bool(scores[0] >= RIGHT)
     if penalties is not None:
-        found = penalties.length(told.rollouts, scores > -math.inf) if right else penalties.repetition(told.rollouts)
+        found = (
+            penalties.length(told.rollouts, scores > -math.inf)
+            if right
+            else penalties.repetition(told.rollouts)
+        )
         if np.ptp(found) >= _TELLING_RANGE:
-            return Kind.TIED_RIGHT if right else Kind.TIED_WRONG
-    return Kind.FLAT_RIGHT if right else Kind.FLAT_WRONG
+            return Kind.TIED_CORRECT if right else Kind.TIED_INCORRECT
+    return Kind.ALL_CORRECT if right else Kind.ALL_INCORRECT
 
 
 def _score(rollout: RolloutRef, *, has_truth: bool) -> float | None:
@@ -81,4 +91,6 @@ def _score(rollout: RolloutRef, *, has_truth: bool) -> float | None:
 
 def _is_told(rollout: RolloutRef, *, has_truth: bool) -> bool:
     score, reward = _score(rollout, has_truth=has_truth), rollout.verdict.reward
-    return score is not None and reward is not None and math.isfinite(score) and math.isfinite(reward)
+    return (
+        score is not None and reward is not None and math.isfinite(score) and math.isfinite(reward)
+    )

@@ -1,4 +1,6 @@
-"""Penalties from 0 to 1 of the rollouts of one group: what is wrong with an answer besides being wrong."""
+"""Penalties from 0 to 1 of the rollouts of one group: what is wrong with an answer besides being
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +19,20 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Penalties:
-    """Those that `credit` switches on; the others are 0. max_new_tokens: the longest that a response may be."""
+    """Those that `credit` switches on; the others are 0. max_new_tokens: the longest that a
+    response may be.
+    """
 
     settings: CreditSettings
     max_new_tokens: int
 
     def length(self, rollouts: Sequence[RolloutRef], right: Mask) -> Floats:
-        """float64 [n], of tokens that engines drew; right bool [n]: whose median `excess` compares with.
+        """float64 [n], of tokens that engines drew; right bool [n]: whose median `excess` compares
+        with.
 
-        buffer: 0 up to the last `length_buffer` tokens, then linear to 1 at the limit (DAPO, arXiv 2503.14476, Eq. 13).
-        excess: 0 up to `length_excess` times the median, linear to 1 at twice that.
+        buffer: 0 up to the last `length_buffer` tokens, then linear to 1 at the limit (DAPO, arXiv
+        2503.14476, Eq. 13). excess: 0 up to `length_excess` times the median, linear to 1 at twice
+        that.
         """
         tokens = np.array([r.generated for r in rollouts], np.float64)
         if self.settings.length is None or not right.any():
@@ -45,7 +51,9 @@ class Penalties:
 
 
 def scorers_own(rollouts: Sequence[RolloutRef]) -> Floats:
-    """float64 [n]: how far a scorer's reward is below its raw correctness, at most 1. A reward above it is none."""
+    """float64 [n]: how far a scorer's reward is below its raw correctness, at most 1. A reward
+    above it is none.
+    """
     return np.clip([_below(r) for r in rollouts], 0.0, 1.0)
 
 

@@ -12,15 +12,15 @@ import torch
 
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.routes import RouteShape
+from megatron_rl.engines.node_processes import NodeProcesses
+from megatron_rl.engines.open_weight_sync import open_weight_sync
+from megatron_rl.engines.weight_sync import WeightSync
 from megatron_rl.mcore.job import Job
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.records.run_directory import RunDirectory
 from megatron_rl.rollouts.hub import Hub
 from megatron_rl.rollouts.messages import Configure
 from megatron_rl.rollouts.queue import RolloutQueue
-from megatron_rl.engines.node_processes import NodeServices
-from megatron_rl.engines.open_weight_sync import open_weight_sync
-from megatron_rl.engines.weight_sync import WeightSync
 from megatron_rl.training.collectives import broadcast_bytes, gather_bytes
 from sglang_bridge.addresses import node_address, require_private_address
 from sglang_bridge.admin import AdminClient
@@ -35,7 +35,7 @@ _ABANDON_SECONDS = 2.5
 
 
 @dataclass(frozen=True)
-class Connected:
+class EngineConnections:
     """Rank 0's hold on the engines: where rollouts are asked for, and where weights are sent."""
 
     queue: RolloutQueue
@@ -60,15 +60,16 @@ class Engines:
         self._stack = stack
         self._record_routes = configuration.train.replay == "rollout"
         self._keys = self._share_keys()
-        self._services: NodeServices | None = None
+        self._services: NodeProcesses | None = None
         if job.local_rank == 0:
-            self._services = NodeServices(node=job.node, log_directory=directory.logs)
+            self._services = NodeProcesses(node=job.node, log_directory=directory.logs)
             stack.callback(self._services.stop)
             if configuration.engine.mode == "managed":
                 self._services.start_engines(configuration.engine, self._places(), self._keys)
 
-    def connect(self, say: Callable[[str], None] | None = None) -> Connected | None:
-        """Wait until every engine answers and connect rank 0 to all (a collective); None on the other ranks.
+    def connect(self, say: Callable[[str], None] | None = None) -> EngineConnections | None:
+        """Wait until every engine answers and connect rank 0 to all (a collective); None on the
+        other ranks.
 
         say: tells a person what happens to engines later.
         """
@@ -81,7 +82,9 @@ class Engines:
         configuration = self._configuration
         hub.wait_for(len({engine.node for engine in engines}), _HUB_SECONDS)
         queue = RolloutQueue(hub, configuration.rollout, abort=self._abort_request, say=say)
-        queue.configure({node: self._configure(engines, node) for node in {engine.node for engine in engines}})
+        queue.configure(
+            {node: self._configure(engines, node) for node in {engine.node for engine in engines}}
+        )
         weights = open_weight_sync(
             engines,
             self._keys,
@@ -93,7 +96,7 @@ class Engines:
             device=self._job.device,
         )
         self._stack.callback(weights.close)
-        return Connected(queue, weights)
+        return EngineConnections(queue, weights)
 
     @property
     def starting(self) -> str:
@@ -114,15 +117,21 @@ class Engines:
             self._services.stop(_ABANDON_SECONDS)
 
     def _share_keys(self) -> RunKeys:
-        """The run's engine keys, the same on every rank: random, or the external engines' own (a collective)."""
+        """The run's engine keys, the same on every rank: random, or the external engines' own (a
+        collective).
+        """
         data = None
         if self._job.rank == 0:
             file = self._configuration.engine.key_file
-            data = msgspec.msgpack.encode(read_keys(Path(file)) if file is not None else create_keys())
+            data = msgspec.msgpack.encode(
+                read_keys(Path(file)) if file is not None else create_keys()
+            )
         return msgspec.msgpack.decode(broadcast_bytes(data, self._job.control_group), type=RunKeys)
 
     def _places(self) -> list[ServerPlace]:
-        """One place per managed engine of this node; with GPUs each gets `tp` devices of its own behind the ranks'."""
+        """One place per managed engine of this node; with GPUs each gets `tp` devices of its own
+        behind the ranks'.
+        """
         engine, model, job = self._configuration.engine, self._configuration.model, self._job
         device = device_of(engine, torch.cuda.device_count())
         starts = [job.local_world_size + index * engine.tp for index in range(engine.count)]
@@ -148,7 +157,13 @@ class Engines:
         if settings.mode == "managed":
             return self._services.wait_healthy(settings.start_timeout_s)
         engines = [
-            Engine(url=url, node=job.node, tp=settings.tp, ep=settings.ep, quantization=settings.quantization)
+            Engine(
+                url=url,
+                node=job.node,
+                tp=settings.tp,
+                ep=settings.ep,
+                quantization=settings.quantization,
+            )
             for url in settings.urls[job.node :: job.num_nodes]
         ]
         require_external_engines(engines, self._keys, settings, return_routes=self._record_routes)
@@ -194,7 +209,10 @@ class Engines:
 def route_shape(shape: ModelShape) -> RouteShape:
     """What recorded routes of a model look like."""
     return RouteShape(
-        moe_layers=shape.moe_layers, num_hidden_layers=shape.num_layers, num_experts=shape.num_experts, topk=shape.topk
+        moe_layers=shape.moe_layers,
+        num_hidden_layers=shape.num_layers,
+        num_experts=shape.num_experts,
+        topk=shape.topk,
     )
 
 
@@ -202,7 +220,8 @@ def route_shape(shape: ModelShape) -> RouteShape:
 def open_engines(
     configuration: Configuration, shape: ModelShape, job: Job, directory: RunDirectory
 ) -> Iterator[Engines]:
-    """Start this node's servers, which load meanwhile; `connect` waits for them. All end with the block.
+    """Start this node's servers, which load meanwhile; `connect` waits for them. All end with the
+    block.
 
     A collective: every rank of the run enters it.
     """

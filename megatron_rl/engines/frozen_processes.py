@@ -19,13 +19,17 @@ class ProcessStopped(Failure):
     exit_code = ExitCode.ENGINE_FAILED
 
 
-class Pulse:
-    """Counts how long processes have been stopped, over repeated looks. `seconds`: when they are given up.
+class FrozenProcesses:
+    """Counts how long processes have been stopped, over repeated looks. `seconds`: when they are
+    given up.
 
-    Time in which nobody looked does not count: a whole job that was suspended goes on when it is continued.
+    Time in which nobody looked does not count: a whole job that was suspended goes on when it is
+    continued.
     """
 
-    def __init__(self, seconds: float = _SECONDS, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, seconds: float = _SECONDS, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._seconds = seconds
         self._clock = clock
         self._last = clock()

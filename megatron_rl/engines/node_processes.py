@@ -14,14 +14,14 @@ from pathlib import Path
 
 from megatron_rl.config.schema import EngineSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
+from megatron_rl.engines.frozen_processes import FrozenProcesses
 from megatron_rl.rollouts.__main__ import RUN_KEY_VARIABLE
-from sglang_bridge.process_table import Process, kill, tree
-from megatron_rl.engines.frozen_processes import Pulse
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import EngineError, how_it_ended
 from sglang_bridge.keys import RunKeys
 from sglang_bridge.lifeline import Lifeline, start_supervised
 from sglang_bridge.log_tail import last_lines
+from sglang_bridge.process_table import Process, kill, tree
 from sglang_bridge.server import ManagedEngine
 from sglang_bridge.settings import ServerPlace
 from sglang_bridge.shared_memory import mapped_shared_memory, remove_shared_memory
@@ -36,7 +36,7 @@ class CollectorDied(Failure):
     exit_code = ExitCode.ENGINE_FAILED
 
 
-class NodeServices:
+class NodeProcesses:
     """Engines (managed mode) and the collector of one node, on this process's lifeline."""
 
     def __init__(self, *, node: int, log_directory: Path) -> None:
@@ -45,18 +45,27 @@ class NodeServices:
         self._lifeline = Lifeline()
         self._engines: list[ManagedEngine] = []
         self._collector: subprocess.Popen[bytes] | None = None
-        self._pulse = Pulse()
+        self._pulse = FrozenProcesses()
         self._looking = threading.Lock()
         self._shared_memory: set[Path] = set()  # of engines that are healthy; dead ones do not tell
 
-    def start_engines(self, settings: EngineSettings, places: Iterable[ServerPlace], keys: RunKeys) -> None:
+    def start_engines(
+        self, settings: EngineSettings, places: Iterable[ServerPlace], keys: RunKeys
+    ) -> None:
         """Start servers and return at once; they load while the trainer builds its model."""
         for index, place in enumerate(places):
             log = self._logs / f"engine-{self._node}-{index}.log"
-            self._engines.append(ManagedEngine.start(settings, place, keys=keys, log_path=log, lifeline=self._lifeline))
+            self._engines.append(
+                ManagedEngine.start(
+                    settings, place, keys=keys, log_path=log, lifeline=self._lifeline
+                )
+            )
 
     def wait_healthy(self, deadline_seconds: float) -> list[Engine]:
-        """Wait until every engine answers. Raises `EngineUnhealthy` or `EngineDied` with the log's last lines."""
+        """Wait until every engine answers.
+
+        Raises `EngineUnhealthy` or `EngineDied` with the log's last lines.
+        """
         waiting = list(self._engines)
         start = time.monotonic()
         while waiting:
@@ -80,7 +89,9 @@ class NodeServices:
             )
 
     def check(self) -> None:
-        """Raise `EngineDied`, `CollectorDied` or `ProcessStopped` if a process of this node will not answer again."""
+        """Raise `EngineDied`, `CollectorDied` or `ProcessStopped` if a process of this node will
+        not answer again.
+        """
         for engine in self._engines:
             engine.check_alive()
         if self._collector is not None and (code := self._collector.poll()) is not None:
@@ -128,5 +139,7 @@ class NodeServices:
 
 
 def _stop_engine(engine: ManagedEngine, seconds: float) -> None:
-    with contextlib.suppress(EngineError, OSError):  # gone already, or a disk without room for a removal
+    with contextlib.suppress(
+        EngineError, OSError
+    ):  # gone already, or a disk without room for a removal
         engine.stop(timeout=seconds)

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from megatron_rl.config.schema import EngineSettings, SyncSettings
+from megatron_rl.engines.weight_sync import WeightSync
 from megatron_rl.mcore.dtypes import torch_dtype
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.engines.weight_sync import WeightSync
 from sglang_bridge.admin import AdminClient
 from sglang_bridge.engine import Engine
 from sglang_bridge.keys import RunKeys
@@ -32,7 +32,10 @@ def open_weight_sync(
     model_path: Path,
     device: torch.device,
 ) -> WeightSync:
-    """Weight sync from this process to `engines`. directory: for the disk transport, on a file system they share."""
+    """Weight sync from this process to `engines`.
+
+    directory: for the disk transport, on a file system they share.
+    """
     admins = [AdminClient(e, keys, timeout=settings.timeout_s) for e in engines]
     on_gpu = device.type == "cuda"
     if settings.transport == "disk":
@@ -49,6 +52,8 @@ def open_weight_sync(
         WeightUpdater(admins, transport=transport, bucket_bytes=int(settings.bucket_mb * 2**20)),
         settings,
         expect=lambda: WeightExpectation(
-            dtype=torch_dtype(engine.dtype), num_experts=shape.num_experts, device="cuda" if on_gpu else "cpu"
+            dtype=torch_dtype(engine.dtype),
+            num_experts=shape.num_experts,
+            device="cuda" if on_gpu else "cpu",
         ),
     )

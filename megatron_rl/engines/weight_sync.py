@@ -26,7 +26,7 @@ class Sender(Protocol):
         ...
 
 
-class Bystander:
+class FollowerSync:
     """Every rank but 0: takes part in the export and sends nothing."""
 
     def send(self, command: Sync, weights: NamedTensors) -> dict[str, float]:
@@ -35,14 +35,20 @@ class Bystander:
 
 
 class WeightSync:
-    """Rank 0's. Versions count up by one from 0, the start checkpoint, which every engine gets before its first prompt.
+    """Rank 0's. Versions count up by one from 0, the start checkpoint, which every engine gets
+    before its first prompt.
 
-    expect: a fresh record of what engines must hold, for an audit; audits follow `sync.audit_every`.
-    audit_obstacle: why the first audit compared names only; as these never change, none follows it then.
+    expect: a fresh record of what engines must hold, for an audit; audits follow
+    `sync.audit_every`. audit_obstacle: why the first audit compared names only; as these never
+    change, none follows it then.
     """
 
     def __init__(
-        self, updater: WeightUpdater, settings: SyncSettings, *, expect: Callable[[], WeightExpectation]
+        self,
+        updater: WeightUpdater,
+        settings: SyncSettings,
+        *,
+        expect: Callable[[], WeightExpectation],
     ) -> None:
         self._updater = updater
         self._settings = settings
@@ -56,8 +62,10 @@ class WeightSync:
         """The last one sent; None before the first."""
         return self._next_version - 1 if self._next_version else None
 
-    def go_on(self, version: int | None, *, synced: bool) -> None:
-        """Count on from a run before, whose engines got `version` last; synced: these weights are sent once more."""
+    def resume_from(self, version: int | None, *, synced: bool) -> None:
+        """Count on from a run before, whose engines got `version` last; synced: these weights are
+        sent once more.
+        """
         self._next_version = 0 if version is None else version if synced else version + 1
 
     def next_command(self) -> Sync:
@@ -68,7 +76,10 @@ class WeightSync:
         return Sync(version=version, audit=first or (every > 0 and version % every == 0))
 
     def send(self, command: Sync, weights: NamedTensors) -> dict[str, float]:
-        """Send one export to every engine and audit it if told to. Raises `WeightUpdateFailed`, `WeightMismatch`."""
+        """Send one export to every engine and audit it if told to.
+
+        Raises `WeightUpdateFailed`, `WeightMismatch`.
+        """
         values = {"sync/version": float(command.version)}
         if not command.audit or self.audit_obstacle:
             self._updater.push(weights, command.version)

@@ -1,4 +1,6 @@
-"""What an environment can do with one prompt: let the model respond, show it something, demonstrate."""
+"""What an environment can do with one prompt: let the model respond, show it something,
+demonstrate.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import msgspec
 from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.contracts.rollout import FinishReason, Rollout
 from megatron_rl.contracts.routes import RouteShape
-from megatron_rl.environments.rollout_builder import RolloutDraft, RolloutRejected
+from megatron_rl.environments.rollout_builder import RolloutBuilder, RolloutRejected
 from megatron_rl.models.tokenizer import Tokenizer
 from sglang_bridge.generation import Generation
 
@@ -21,7 +23,9 @@ Generate = Callable[[Sequence[int], Sampling], Awaitable[Generation]]
 
 @dataclass(frozen=True)
 class Response:
-    """What the model answered in one turn: its text without the end-of-sequence token, and why it ended."""
+    """What the model answered in one turn: its text without the end-of-sequence token, and why it
+    ended.
+    """
 
     text: str
     finish_reason: FinishReason
@@ -29,7 +33,8 @@ class Response:
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeRules:
-    """sampling: its max_new_tokens is the token budget of all that follows the prompt. routes: None: not wanted.
+    """sampling: its max_new_tokens is the token budget of all that follows the prompt. routes:
+    None: not wanted.
 
     train_truncated: whether a rollout whose last response was cut off receives a loss.
     """
@@ -42,10 +47,10 @@ class EpisodeRules:
 class Episode:
     """One rollout of `prompt` while it comes about.
 
-    An environment calls `respond`, `observe` and `demonstrate` one after the other, in any order. `text` is what the
-    scorer reads: the last response. `finish_reason` is why that one ended, None before the first. `sampled_tokens`
-    counts what the engine generated, rejected or not. threads: where replies are checked and decoded; None: the event
-    loop's own.
+    An environment calls `respond`, `observe` and `demonstrate` one after the other, in any order.
+    `text` is what the scorer reads: the last response. `finish_reason` is why that one ended, None
+    before the first. `sampled_tokens` counts what the engine generated, rejected or not. threads:
+    where replies are checked and decoded; None: the event loop's own.
     """
 
     def __init__(
@@ -67,14 +72,15 @@ class Episode:
         self._tokenizer = tokenizer
         self._rules = rules
         self._threads = threads
-        self._draft = RolloutDraft(rollout_id, prompt, sample_index, rules.routes)
+        self._draft = RolloutBuilder(rollout_id, prompt, sample_index, rules.routes)
 
     async def respond(self) -> Response:
-        """Let the model go on from all tokens so far: one trainable segment for each weight version it drew with.
+        """Let the model go on from all tokens so far: one trainable segment for each weight version
+        it drew with.
 
-        When the token budget is used up, or the last response was cut off, the engine is not asked: the response is
-        empty and its finish reason LENGTH. Raises `RolloutRejected`, `RouteError`, `GenerationRejected` and
-        `EngineError`, which an environment lets through.
+        When the token budget is used up, or the last response was cut off, the engine is not asked:
+        the response is empty and its finish reason LENGTH. Raises `RolloutRejected`, `RouteError`,
+        `GenerationRejected` and `EngineError`, which an environment lets through.
         """
         if self._budget <= 0 or self.finish_reason is FinishReason.LENGTH:
             return self._end("", FinishReason.LENGTH)
@@ -87,8 +93,11 @@ class Episode:
                 f"prompt {self.prompt.id}: the engine drew {len(generation.output_ids)} tokens, asked for at most "
                 f"{sampling.max_new_tokens}",
             )
-        # Long responses take tens of milliseconds to check: in a thread they hold up no other episode.
-        text = await asyncio.get_running_loop().run_in_executor(self._threads, self._take, generation)
+        # Long responses take tens of milliseconds to check: in a thread they hold up no other
+        # episode.
+        text = await asyncio.get_running_loop().run_in_executor(
+            self._threads, self._take, generation
+        )
         return self._end(text, generation.finish_reason)
 
     def observe(self, text: str) -> None:
@@ -99,7 +108,8 @@ class Episode:
         self._draft.observe(list(self._tokenizer.encode(text)))
 
     def demonstrate(self, text: str) -> None:
-        """Add a worked response and its end of sequence: trained, without log-probabilities, as nobody sampled it.
+        """Add a worked response and its end of sequence: trained, without log-probabilities, as
+        nobody sampled it.
 
         Raises `RolloutRejected` when it does not fit the token budget, and `UnknownText`.
         """
@@ -116,7 +126,9 @@ class Episode:
     def rollout(self) -> Rollout:
         """The rollout up to its last response. Raises `RolloutRejected`."""
         if self.finish_reason is None:
-            raise RolloutRejected("empty", f"prompt {self.prompt.id}: the environment asked for no response")
+            raise RolloutRejected(
+                "empty", f"prompt {self.prompt.id}: the environment asked for no response"
+            )
         trainable = self._rules.train_truncated or self.finish_reason is FinishReason.STOP
         return self._draft.rollout(self.finish_reason, trainable=trainable)
 

@@ -1,4 +1,6 @@
-"""A rollout in the making: who wrote its tokens, with which weights, and the routes of when each was first read."""
+"""A rollout in the making: who wrote its tokens, with which weights, and the routes of when each
+was first read.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +25,24 @@ class RolloutRejected(ValueError):
         self.reason = reason
 
 
-class RolloutDraft:
+class RolloutBuilder:
     """A prompt and what follows it. route_shape None: routes are not kept.
 
-    Tokens that nobody sampled wait as unread until a generation has read them, and get the version of its weights.
+    Tokens that nobody sampled wait as unread until a generation has read them, and get the version
+    of its weights.
     """
 
-    def __init__(self, rollout_id: str, prompt: Prompt, sample_index: int, route_shape: RouteShape | None) -> None:
+    def __init__(
+        self, rollout_id: str, prompt: Prompt, sample_index: int, route_shape: RouteShape | None
+    ) -> None:
         self._rollout_id = rollout_id
         self._prompt = prompt
         self._sample_index = sample_index
         self._route_shape = route_shape
         self._routes: Routes | None = None
-        self._segments: list[Segment] = []  # their route_rows are token positions until `rollout` clips them
+        self._segments: list[
+            Segment
+        ] = []  # their route_rows are token positions until `rollout` clips them
         self._unread = [(Role.PROMPT, list(prompt.token_ids))]
 
     @property
@@ -52,7 +59,10 @@ class RolloutDraft:
         self._add(Role.RESPONSE, tokens, None, version=0)
 
     def sample(self, generation: Generation) -> None:
-        """Add what a generation read and drew after all tokens so far. Raises `RolloutRejected` and `RouteError`."""
+        """Add what a generation read and drew after all tokens so far.
+
+        Raises `RolloutRejected` and `RouteError`.
+        """
         if not len(generation.output_ids):
             raise self._rejected("empty", "the engine returned no token")
         if generation.finish_reason is FinishReason.ABORT:
@@ -61,22 +71,36 @@ class RolloutDraft:
         if versions != sorted(versions):
             raise self._rejected("versions", f"weight versions {versions} go back")
         if self._route_shape is not None and generation.retractions and versions[0] != versions[-1]:
-            # read again with the last weights, and the rows of what older ones had drawn are overwritten
-            raise self._rejected("routes_rewritten", f"retracted while its weights changed, versions {versions}")
+            # read again with the last weights, and the rows of what older ones had drawn are
+            # overwritten
+            raise self._rejected(
+                "routes_rewritten", f"retracted while its weights changed, versions {versions}"
+            )
         self._append_routes(generation)
-        # a retracted request is re-prefilled, so what it read was last read with the last version it was drawn with
+        # a retracted request is re-prefilled, so what it read was last read with the last version
+        # it was drawn with
         self._read(version=versions[-1] if generation.retractions else versions[0])
         for span, version in zip(generation.version_spans, versions, strict=True):
             drawn = slice(span.start, span.end)
-            self._add(Role.RESPONSE, generation.output_ids[drawn], generation.logprobs[drawn], version)
+            self._add(
+                Role.RESPONSE, generation.output_ids[drawn], generation.logprobs[drawn], version
+            )
 
     def rollout(self, finish_reason: FinishReason, *, trainable: bool) -> Rollout:
-        """All up to the last response. trainable: whether its responses receive a loss. Raises `RolloutRejected`."""
+        """All up to the last response.
+
+        trainable: whether its responses receive a loss. Raises `RolloutRejected`.
+        """
         if not self._segments:
             raise self._rejected("empty", "there is no response in it")
         num_inputs = self._segments[-1].route_rows[1] - 1
-        if self._route_shape is not None and (self._routes is None or len(self._routes) != num_inputs):
-            raise self._rejected("routes_missing", "nobody sampled its last response; set train.replay=trainer or off")
+        if self._route_shape is not None and (
+            self._routes is None or len(self._routes) != num_inputs
+        ):
+            raise self._rejected(
+                "routes_missing",
+                "nobody sampled its last response; set train.replay=trainer or off",
+            )
         segments = tuple(
             replace(
                 segment,
@@ -85,10 +109,19 @@ class RolloutDraft:
             )
             for segment in self._segments
         )
-        return Rollout(self._rollout_id, self._prompt.id, self._sample_index, finish_reason, segments, self._routes)
+        return Rollout(
+            self._rollout_id,
+            self._prompt.id,
+            self._sample_index,
+            finish_reason,
+            segments,
+            self._routes,
+        )
 
     def _append_routes(self, generation: Generation) -> None:
-        """Keep the rows recorded when a token was first read: of a later generation only those beyond them are new."""
+        """Keep the rows recorded when a token was first read: of a later generation only those
+        beyond them are new.
+        """
         if self._route_shape is None:
             return
         if generation.routes is None:
@@ -103,15 +136,24 @@ class RolloutDraft:
             self._add(role, tokens, None, version)
         self._unread.clear()
 
-    def _add(self, role: Role, tokens: npt.ArrayLike, logprobs: npt.NDArray[np.float32] | None, version: int) -> None:
+    def _add(
+        self,
+        role: Role,
+        tokens: npt.ArrayLike,
+        logprobs: npt.NDArray[np.float32] | None,
+        version: int,
+    ) -> None:
         array = np.asarray(tokens, np.int32)
         start = self._segments[-1].route_rows[1] if self._segments else 0
-        self._segments.append(Segment(array, role, False, logprobs, (start, start + len(array)), version))
+        self._segments.append(
+            Segment(array, role, False, logprobs, (start, start + len(array)), version)
+        )
 
     def _number(self, version: str) -> int:
         if not (version.isascii() and version.isdecimal()) or len(version) > _MOST_DIGITS:
             raise self._rejected(
-                "version", f"weight version {version!r} is not a number: its weights were never synced"
+                "version",
+                f"weight version {version!r} is not a number: its weights were never synced",
             )
         return int(version)
 

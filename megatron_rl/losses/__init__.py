@@ -6,5 +6,12 @@ from megatron_rl.losses.mismatch import rollout_mismatch
 from megatron_rl.losses.registry import open_loss
 
 __all__ = [
-    "Correction", "LossResult", "Objective", "PolicyLoss", "ResponseTokens", "mean_of", "open_loss", "rollout_mismatch",
-]  # fmt: skip
+    "Correction",
+    "LossResult",
+    "Objective",
+    "PolicyLoss",
+    "ResponseTokens",
+    "mean_of",
+    "open_loss",
+    "rollout_mismatch",
+]

@@ -12,7 +12,9 @@ MAX_LOG_RATIO = 10.0
 
 
 class Surrogate(NamedTuple):
-    """objective[T], to be maximised; clipped_low[T], clipped_high[T] bool: tokens without gradient, by side."""
+    """objective[T], to be maximised; clipped_low[T], clipped_high[T] bool: tokens without gradient,
+    by side.
+    """
 
     objective: torch.Tensor
     clipped_low: torch.Tensor
@@ -26,15 +28,19 @@ def ratio_through_tokens(log_ratio: torch.Tensor, logprobs: torch.Tensor) -> tor
     |log_ratio| is limited to 10 in the value only, so a token far out keeps its gradient. Infinite log-ratios give NaN.
     """
     log_ratio = log_ratio.detach()
-    value = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() + log_ratio * 0  # 0 · inf: no limit hides an infinity
+    value = (
+        log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() + log_ratio * 0
+    )  # 0 · inf: no limit hides an infinity
     return value * torch.exp(logprobs - logprobs.detach())
 
 
-def clipped_surrogate(ratio: torch.Tensor, advantages: torch.Tensor, *, low: float, high: float) -> Surrogate:
+def clipped_surrogate(
+    ratio: torch.Tensor, advantages: torch.Tensor, *, low: float, high: float
+) -> Surrogate:
     """min(s A, clip(s, 1 - low, 1 + high) A) per token, [T].
 
-    PPO (arXiv 1707.06347), Eq. 7, with the separate bounds of DAPO (arXiv 2503.14476), Eq. 10. The minimum is the
-    clipped branch if and only if A > 0 and s > 1 + high, or A < 0 and s < 1 - low.
+    PPO (arXiv 1707.06347), Eq. 7, with the separate bounds of DAPO (arXiv 2503.14476), Eq. 10. The
+    minimum is the clipped branch if and only if A > 0 and s > 1 + high, or A < 0 and s < 1 - low.
     """
     clipped_high = (advantages > 0) & (ratio > 1 + high)
     clipped_low = (advantages < 0) & (ratio < 1 - low)
@@ -43,11 +49,14 @@ def clipped_surrogate(ratio: torch.Tensor, advantages: torch.Tensor, *, low: flo
     return Surrogate(objective, clipped_low, clipped_high)
 
 
-def ratio_metrics(ratio: torch.Tensor, surrogate: Surrogate) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def ratio_metrics(
+    ratio: torch.Tensor, surrogate: Surrogate
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Sums and maxima of what happened to the tokens' ratios.
 
-    policy/clip_fraction_low, _high: share of all tokens whose gradient was cut. policy/ratio_mean: 1 for an unchanged
-    policy. policy/ratio_max, policy/inverse_ratio_max: the largest ratio, and one over the smallest.
+    policy/clip_fraction_low, _high: share of all tokens whose gradient was cut. policy/ratio_mean:
+    1 for an unchanged policy. policy/ratio_max, policy/inverse_ratio_max: the largest ratio, and
+    one over the smallest.
     """
     sums = {
         "policy/clip_fraction_low": mean_of(surrogate.clipped_low),

@@ -7,7 +7,13 @@ import torch
 from megatron_rl.config.algorithms import GspoSettings
 from megatron_rl.contracts.step_plan import Denominators
 from megatron_rl.losses.clipped_ratio import clipped_surrogate, ratio_metrics, ratio_through_tokens
-from megatron_rl.losses.interface import LossResult, Objective, ResponseTokens, require_denominator, require_packed
+from megatron_rl.losses.interface import (
+    LossResult,
+    Objective,
+    ResponseTokens,
+    require_denominator,
+    require_packed,
+)
 from megatron_rl.losses.sequences import sequence_lengths, sequence_means, spread
 
 
@@ -17,8 +23,8 @@ class Gspo:
         s_i  = exp( 1/|y_i| Σ_t (log π_θ(y_it) - log π_old(y_it)) )
         s_it = sg[s_i] · π_θ(y_it) / sg[π_θ(y_it)]
 
-    GSPO-token (arXiv 2507.18071), Eq. 13 and 14; B = denominators.sequences. With one advantage per sequence its value
-    and gradient are those of GSPO, Eq. 5 to 7.
+    GSPO-token (arXiv 2507.18071), Eq. 13 and 14; B = denominators.sequences. With one advantage per
+    sequence its value and gradient are those of GSPO, Eq. 5 to 7.
     """
 
     def __init__(self, settings: GspoSettings) -> None:
@@ -34,7 +40,9 @@ class Gspo:
             token_log_ratio = (logprobs - response.old_logprobs).detach()
             log_ratio = spread(sequence_means(token_log_ratio, lengths), lengths, logprobs.numel())
             ratio = ratio_through_tokens(log_ratio, logprobs)
-            surrogate = clipped_surrogate(ratio, response.advantages, low=self._low, high=self._high)
+            surrogate = clipped_surrogate(
+                ratio, response.advantages, low=self._low, high=self._high
+            )
             weight = 1.0 / spread(lengths.to(logprobs.dtype), lengths, logprobs.numel())
             sums, maxima = ratio_metrics(ratio, surrogate)
             return LossResult(-(surrogate.objective * weight).sum() / count, sums, maxima)

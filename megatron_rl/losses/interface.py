@@ -15,10 +15,10 @@ from megatron_rl.contracts.step_plan import Denominators
 class ResponseTokens:
     """The trained tokens of one micro-batch, packed: T tokens of B sequences.
 
-    old_logprobs, old_entropies: float32 [T], nats, of the trainer's policy at step start. rollout_logprobs: float32
-    [T], nats, of the policy that sampled the tokens, NaN where nobody did. advantages: float32 [T]. cu_seqlens: int32
-    [B + 1], sequence i holds tokens cu_seqlens[i] to cu_seqlens[i + 1]; it may be empty. The zero-loss filler has
-    T = 0 and B = 0.
+    old_logprobs, old_entropies: float32 [T], nats, of the trainer's policy at step start.
+    rollout_logprobs: float32 [T], nats, of the policy that sampled the tokens, NaN where nobody
+    did. advantages: float32 [T]. cu_seqlens: int32 [B + 1], sequence i holds tokens cu_seqlens[i]
+    to cu_seqlens[i + 1]; it may be empty. The zero-loss filler has T = 0 and B = 0.
     """
 
     old_logprobs: torch.Tensor
@@ -30,10 +30,11 @@ class ResponseTokens:
 
 @dataclass(frozen=True)
 class LossResult:
-    """loss: scalar to be minimised, local numerator / global denominator, attached to the log-probabilities' graph.
+    """loss: scalar to be minimised, local numerator / global denominator, attached to the
+    log-probabilities' graph.
 
-    sums: float32 [2] tensors (weighted sum, weight); their quotient after summation is the metric. maxima: scalars.
-    Both are detached.
+    sums: float32 [2] tensors (weighted sum, weight); their quotient after summation is the metric.
+    maxima: scalars. Both are detached.
     """
 
     loss: torch.Tensor
@@ -60,19 +61,30 @@ def mean_of(values: torch.Tensor) -> torch.Tensor:
 
 
 def require_packed(logprobs: torch.Tensor, response: ResponseTokens) -> None:
-    """Raise ValueError unless all tensors are [T] and cu_seqlens is [B + 1]. Looks at shapes only."""
+    """Raise ValueError unless all tensors are [T] and cu_seqlens is [B + 1].
+
+    Looks at shapes only.
+    """
     if logprobs.ndim != 1:
-        raise ValueError(f"logprobs have shape {tuple(logprobs.shape)}; packed tokens [T] are needed")
+        raise ValueError(
+            f"logprobs have shape {tuple(logprobs.shape)}; packed tokens [T] are needed"
+        )
     for name in ("old_logprobs", "old_entropies", "rollout_logprobs", "advantages"):
         shape = getattr(response, name).shape
         if shape != logprobs.shape:
-            raise ValueError(f"{name} has shape {tuple(shape)}, logprobs {tuple(logprobs.shape)}; they must agree")
+            raise ValueError(
+                f"{name} has shape {tuple(shape)}, logprobs {tuple(logprobs.shape)}; they must agree"
+            )
     if response.cu_seqlens.ndim != 1 or response.cu_seqlens.numel() < 1:
-        raise ValueError(f"cu_seqlens has shape {tuple(response.cu_seqlens.shape)}; [B + 1] is needed")
+        raise ValueError(
+            f"cu_seqlens has shape {tuple(response.cu_seqlens.shape)}; [B + 1] is needed"
+        )
 
 
 def require_denominator(name: str, value: int, num_tokens: int) -> int:
     """A plan's denominator. Raises ValueError when tokens are to be trained and it is zero."""
     if value < 1 and num_tokens > 0:
-        raise ValueError(f"denominators.{name}={value} with {num_tokens} tokens to train: the plan counts at least one")
+        raise ValueError(
+            f"denominators.{name}={value} with {num_tokens} tokens to train: the plan counts at least one"
+        )
     return max(value, 1)

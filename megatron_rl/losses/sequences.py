@@ -18,5 +18,7 @@ def spread(per_sequence: torch.Tensor, lengths: torch.Tensor, num_tokens: int) -
 def sequence_means(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """[T] -> [B]: the mean over each sequence; 0 for an empty one. NaN stays within its sequence."""
     index = spread(torch.arange(len(lengths), device=values.device), lengths, values.numel())
-    totals = torch.zeros(len(lengths), dtype=values.dtype, device=values.device).index_add(0, index, values)
+    totals = torch.zeros(len(lengths), dtype=values.dtype, device=values.device).index_add(
+        0, index, values
+    )
     return totals / lengths.clamp(min=1)

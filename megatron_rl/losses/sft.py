@@ -16,7 +16,9 @@ from megatron_rl.losses.interface import (
 
 
 class Sft:
-    """L = -1/N Σ_t log π_θ(y_t);  N = denominators.tokens. Advantages and the old policy have no part in it."""
+    """L = -1/N Σ_t log π_θ(y_t);  N = denominators.tokens. Advantages and the old policy have no
+    part in it.
+    """
 
     def prepare(self, response: ResponseTokens) -> Objective:
         """See `PolicyLoss`. policy/nll: nats per trained token."""

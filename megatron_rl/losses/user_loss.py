@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from megatron_rl.contracts.plugins import DoorError, own_code
+from megatron_rl.contracts.plugins import PluginError, user_code
 from megatron_rl.contracts.step_plan import Denominators
 from megatron_rl.losses.interface import LossResult, Objective, PolicyLoss, ResponseTokens
 
 
-class OwnLoss:
-    """A loss behind `algo.name`. Whatever it raises, and results that are none, are `DoorError`s that name it."""
+class UserLoss:
+    """A loss behind `algo.name`.
+
+    Whatever it raises, and results that are none, are `PluginError`s that name it.
+    """
 
     def __init__(self, name: str, loss: PolicyLoss) -> None:
         self._key = f"algo.name={name}"
@@ -18,16 +21,18 @@ class OwnLoss:
 
     def prepare(self, response: ResponseTokens) -> Objective:
         """See `PolicyLoss`."""
-        with own_code(f"{self._key}: prepare"):
+        with user_code(f"{self._key}: prepare"):
             prepared = self.loss.prepare(response)
         if not callable(prepared):
-            raise DoorError(f"{self._key}: prepare returns {type(prepared).__name__}. Return a function, the objective")
+            raise PluginError(
+                f"{self._key}: prepare returns {type(prepared).__name__}. Return a function, the objective"
+            )
 
         def objective(logprobs: torch.Tensor, denominators: Denominators) -> LossResult:
-            with own_code(f"{self._key}: the objective that prepare returned"):
+            with user_code(f"{self._key}: the objective that prepare returned"):
                 result = prepared(logprobs, denominators)
             if wrong := _wrong(result, logprobs):
-                raise DoorError(f"{self._key}: the objective that prepare returned {wrong}")
+                raise PluginError(f"{self._key}: the objective that prepare returned {wrong}")
             return result
 
         return objective

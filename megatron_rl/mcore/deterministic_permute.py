@@ -1,8 +1,10 @@
-"""Tokens to their experts and back, adding in one order: on GPUs Megatron's own additions are atomic, in any order.
+"""Tokens to their experts and back, adding in one order: on GPUs Megatron's own additions are
+atomic, in any order.
 
-With them two passes over the same weights and tokens differ in their last bits, and in bfloat16 a clip width of 3e-4 is
-below that. What is added here is each token's share of its experts, which are equally many for every token: nothing is
-dropped, and the all-to-all dispatcher brings every token back to where it came from.
+With them two passes over the same weights and tokens differ in their last bits, and in bfloat16 a
+clip width of 3e-4 is below that. What is added here is each token's share of its experts, which are
+equally many for every token: nothing is dropped, and the all-to-all dispatcher brings every token
+back to where it came from.
 """
 
 from __future__ import annotations
@@ -57,11 +59,17 @@ def ordered_permute(permute: Permute) -> Permute:
     """Megatron's `permute`, whose gradient is added in one order."""
 
     def ordered(
-        tokens: torch.Tensor, routing_map: torch.Tensor, *, fused: bool = False, drop_and_pad: bool = False, **rest: Any
+        tokens: torch.Tensor,
+        routing_map: torch.Tensor,
+        *,
+        fused: bool = False,
+        drop_and_pad: bool = False,
+        **rest: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         if fused or drop_and_pad or not len(tokens):
             return permute(tokens, routing_map, fused=fused, drop_and_pad=drop_and_pad, **rest)
-        # of the tokens themselves one column is enough to learn the order, and the probabilities' own graph is kept
+        # of the tokens themselves one column is enough to learn the order, and the probabilities'
+        # own graph is kept
         _, probs, sources = permute(tokens.detach()[:, :1], routing_map, **rest)
         return _ToExperts.apply(tokens, sources), probs, sources
 

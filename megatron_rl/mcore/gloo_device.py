@@ -10,11 +10,13 @@ from torch.distributed import distributed_c10d
 
 
 def share_gloo_device() -> None:
-    """Let gloo groups that this process makes from now on share the device that torch gives the first of them.
+    """Let gloo groups that this process makes from now on share the device that torch gives the
+    first of them.
 
-    torch makes one for each group, and each has a thread that wakes up every 10 ms: forty groups cost a waiting rank
-    5 % of a core. torch's `new_group` has no option for it. Nothing changes where TORCH_GLOO_LAZY_INIT is set:
-    connections made late fail on a device that has several groups.
+    torch makes one for each group, and each has a thread that wakes up every 10 ms: forty groups
+    cost a waiting rank 5 % of a core. torch's `new_group` has no option for it. Nothing changes
+    where TORCH_GLOO_LAZY_INIT is set: connections made late fail on a device that has several
+    groups.
     """
     gloo: Any = distributed_c10d.ProcessGroupGloo
     own = gloo.__init__
@@ -30,7 +32,11 @@ def share_gloo_device() -> None:
             devices.extend(self.options._devices)
         else:
             options = gloo._Options()
-            options._devices, options._timeout, options._threads = devices, given["timeout"], 2 * len(devices)
+            options._devices, options._timeout, options._threads = (
+                devices,
+                given["timeout"],
+                2 * len(devices),
+            )
             own(self, *place, options)
 
     # not a subclass: torch asks groups for their class, and they forget that Python made them

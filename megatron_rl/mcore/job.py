@@ -1,4 +1,6 @@
-"""Joining the ranks of a job before anything of Megatron is imported: engines are started first and load meanwhile."""
+"""Joining the ranks of a job before anything of Megatron is imported: engines are started first and
+load meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from megatron_rl.mcore.gloo_device import share_gloo_device
 class Job:
     """One rank's place among all ranks. node counts hosts.
 
-    control_group: gloo over all ranks, for commands and rollouts; tensors of the model use the device's backend.
+    control_group: gloo over all ranks, for commands and rollouts; tensors of the model use the
+    device's backend.
     """
 
     rank: int
@@ -34,7 +37,10 @@ class Job:
 def join(parallel: ParallelSettings) -> Job:
     """Join the job torchrun started, or start one of a single process."""
     timeout = datetime.timedelta(seconds=parallel.timeout_s)
-    local_rank, local_world = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    local_rank, local_world = (
+        int(os.environ.get("LOCAL_RANK", "0")),
+        int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+    )
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -1,4 +1,6 @@
-"""Which modules a decoder layer is made of: Megatron's own with ours (`local`), or Transformer Engine's (`te`)."""
+"""Which modules a decoder layer is made of: Megatron's own with ours (`local`), or Transformer
+Engine's (`te`).
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,16 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.config.schema import ModelSettings
 from megatron_rl.contracts.launch_facts import has_transformer_engine
-from megatron_rl.mcore.cpu.padded_gemm import ExpertColumnLinear, ExpertRowLinear
 from megatron_rl.mcore.cpu.modules import CpuCoreAttention, CpuRmsNorm
+from megatron_rl.mcore.cpu.padded_gemm import ExpertColumnLinear, ExpertRowLinear
 
 Spec = Literal["local", "te"]
 
 
 def chosen_spec(model: ModelSettings) -> Spec:
-    """model.spec, or what null stands for here: `te` where it is installed and has attention for the dtype."""
+    """model.spec, or what null stands for here: `te` where it is installed and has attention for
+    the dtype.
+    """
     if model.spec is not None:
         return model.spec
     usable = torch.cuda.is_available() and has_transformer_engine() and model.dtype != "float32"
@@ -31,14 +35,16 @@ def chosen_spec(model: ModelSettings) -> Spec:
 def spec_options(model: ModelSettings) -> dict[str, Any]:
     """What the choice of modules means for Megatron's configuration.
 
-    Grouped products of experts are Transformer Engine's; Megatron's own need a library that nobody publishes wheels of.
-    Every fusion that Apex or Transformer Engine brings stays off with `local`, and RMSNorm is ours there.
+    Grouped products of experts are Transformer Engine's; Megatron's own need a library that nobody
+    publishes wheels of. Every fusion that Apex or Transformer Engine brings stays off with `local`,
+    and RMSNorm is ours there.
     """
     if chosen_spec(model) == "local":
         return {"moe_grouped_gemm": False}
     if model.fp8 is None:
         return {"moe_grouped_gemm": True}
-    # one format in both passes wherever scales are per block; tensor-wide ones need e5m2's range in the backward pass
+    # one format in both passes wherever scales are per block; tensor-wide ones need e5m2's range in
+    # the backward pass
     return {
         "moe_grouped_gemm": True,
         "fp8": "hybrid" if model.fp8 == "tensorwise" else "e4m3",
@@ -49,7 +55,9 @@ def spec_options(model: ModelSettings) -> dict[str, Any]:
 def decoder_spec(config: TransformerConfig, model: ModelSettings, vp_stage: int | None) -> Any:
     """The decoder block of this pipeline stage, as GPTModel takes it."""
     te = chosen_spec(model) == "te"
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=te, normalization="RMSNorm", vp_stage=vp_stage)
+    spec = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=te, normalization="RMSNorm", vp_stage=vp_stage
+    )
     return spec if te else _with_our_modules(spec)
 
 
@@ -75,17 +83,32 @@ def _with_our_modules(spec: Any) -> Any:
 def _names_in_checkpoints(modules: Any) -> dict[str, str]:
     """What Transformer Engine calls a layer's norms, which it fuses into the products behind them.
 
-    Megatron's own map for local specs names the norm before experts as if it were fused, which it is not.
+    Megatron's own map for local specs names the norm before experts as if it were fused, which it
+    is not.
     """
     latent = "kv_layernorm" in vars(modules.self_attention.submodules)
-    fused = {"self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_"} if latent else {}
-    fused |= {"self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_"} if latent else {}
+    fused = (
+        {"self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_"}
+        if latent
+        else {}
+    )
+    fused |= (
+        {"self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_"}
+        if latent
+        else {}
+    )
     fused |= {} if latent else {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
-    return fused if _has_experts(modules) else fused | {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+    return (
+        fused
+        if _has_experts(modules)
+        else fused | {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+    )
 
 
 def _has_experts(modules: Any) -> bool:
-    """A `ModuleSpec` in Megatron-Core 0.16, a `functools.partial` since; of dense layers, of a class's method."""
+    """A `ModuleSpec` in Megatron-Core 0.16, a `functools.partial` since; of dense layers, of a
+    class's method.
+    """
     built = modules.mlp.func if isinstance(modules.mlp, partial) else modules.mlp.module
     return isinstance(built, type) and issubclass(built, MoELayer)
 

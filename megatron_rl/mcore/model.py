@@ -15,18 +15,31 @@ from megatron_rl.mcore.layer_spec import decoder_spec
 from megatron_rl.mcore.transformer_config import transformer_config
 from megatron_rl.models.shape import ModelShape
 
-_FP8_ROWS = {"tensorwise": 16, "mxfp8": 32, "blockwise": 128}  # a scale is of the tensor, of 32 rows, of 128 rows
+_FP8_ROWS = {
+    "tensorwise": 16,
+    "mxfp8": 32,
+    "blockwise": 128,
+}  # a scale is of the tensor, of 32 rows, of 128 rows
 
 
 def pack_multiple(model: ModelSettings) -> int:
-    """Rows of a packed batch are padded to this many on every rank: what an FP8 matrix product takes."""
+    """Rows of a packed batch are padded to this many on every rank: what an FP8 matrix product
+    takes.
+    """
     return 1 if model.fp8 is None else _FP8_ROWS[model.fp8]
 
 
 def build_models(
-    shape: ModelShape, model: ModelSettings, parallel: ParallelSettings, *, on_gpu: bool | None = None
+    shape: ModelShape,
+    model: ModelSettings,
+    parallel: ParallelSettings,
+    *,
+    on_gpu: bool | None = None,
 ) -> list[torch.nn.Module]:
-    """This rank's model chunks, one per virtual pipeline stage, with random weights. on_gpu None: if there is one."""
+    """This rank's model chunks, one per virtual pipeline stage, with random weights.
+
+    on_gpu None: if there is one.
+    """
     on_gpu = torch.cuda.is_available() if on_gpu is None else on_gpu
     config = transformer_config(shape, model, parallel, on_gpu=on_gpu)
     chunks = parallel.vpp or 1
@@ -35,7 +48,12 @@ def build_models(
 
 
 def _build_chunk(
-    config: TransformerConfig, shape: ModelShape, model: ModelSettings, vp_stage: int | None, *, on_gpu: bool
+    config: TransformerConfig,
+    shape: ModelShape,
+    model: ModelSettings,
+    vp_stage: int | None,
+    *,
+    on_gpu: bool,
 ) -> torch.nn.Module:
     stage = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
     chunk = GPTModel(

@@ -10,10 +10,11 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """input_ids, position_ids int64 [1, T]; cu_seqlens int32 [B + 1]; routes [R, local MoE layers, topk] or None.
+    """input_ids, position_ids int64 [1, T]; cu_seqlens int32 [B + 1]; routes [R, local MoE layers,
+    topk] or None.
 
-    R is the number of rows this rank's routers see: T without sequence or context parallelism. real_rows bool [R] tells
-    them from padding, None when all are real.
+    R is the number of rows this rank's routers see: T without sequence or context parallelism.
+    real_rows bool [R] tells them from padding, None when all are real.
     """
 
     input_ids: torch.Tensor

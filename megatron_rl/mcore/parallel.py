@@ -17,9 +17,11 @@ from megatron_rl.mcore.job import Job, join, leave
 
 @dataclass(frozen=True)
 class RankLayout(Job):
-    """One rank's place in the grid. dp is the dense data-parallel group (experts are sharded across it).
+    """One rank's place in the grid. dp is the dense data-parallel group (experts are sharded across
+    it).
 
-    tp_group: the ranks that share the vocabulary, cp_group: those that share sequences; None when none do.
+    tp_group: the ranks that share the vocabulary, cp_group: those that share sequences; None when
+    none do.
     """
 
     dp_rank: int
@@ -38,7 +40,9 @@ class RankLayout(Job):
 
     @property
     def groups(self) -> dict[str, dist.ProcessGroup | None]:
-        """Who computes the log-probabilities of the same tokens, or of the same sequences, together."""
+        """Who computes the log-probabilities of the same tokens, or of the same sequences,
+        together.
+        """
         return {"tp_group": self.tp_group, "cp_group": self.cp_group}
 
 

@@ -20,7 +20,8 @@ from megatron_rl.mcore.weights.parameters import unwrap
 class LogitsFunction(Protocol):
     """Called on the last pipeline stage with logits [T, V / tp] of micro-batch `index`.
 
-    Returns the loss to back-propagate (None in a forward-only pass) and whatever the caller wants to keep.
+    Returns the loss to back-propagate (None in a forward-only pass) and whatever the caller wants
+    to keep.
     """
 
     def __call__(self, logits: torch.Tensor, index: int) -> tuple[torch.Tensor | None, Any]: ...
@@ -41,7 +42,9 @@ class _Stage:
     ) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, Any]]]:
         index = next(data)
         batch = self.batches[index]
-        chunk = next(i for i, candidate in enumerate(self.chunks) if unwrap(candidate) is unwrap(model))
+        chunk = next(
+            i for i, candidate in enumerate(self.chunks) if unwrap(candidate) is unwrap(model)
+        )
         inputs: dict[str, Any] = {
             "input_ids": batch.input_ids,
             "position_ids": batch.position_ids,
@@ -49,7 +52,9 @@ class _Stage:
             "packed_seq_params": batch.packed_seq_params(),
         }
         if unwrap(model) is not model and _is_half(model):
-            inputs["fp32_output"] = False  # the loss kernel reads bf16 logits; a float32 copy would double the memory
+            inputs["fp32_output"] = (
+                False  # the loss kernel reads bf16 logits; a float32 copy would double the memory
+            )
         if self.replay is None:
             output = model(**inputs)
         else:
@@ -74,7 +79,8 @@ def run_schedule(
     routing: Routing = "replay",
     measure_routes: bool = False,
 ) -> list[Any]:
-    """Run every micro-batch forward (and backward); returns what `on_logits` kept, in order, on the last stage.
+    """Run every micro-batch forward (and backward); returns what `on_logits` kept, in order, on the
+    last stage.
 
     replay None: routers choose by themselves. routing: what they do instead, else.
     """

@@ -59,7 +59,11 @@ def _latent(shape: ModelShape) -> dict[str, Any]:
         "qk_pos_emb_head_dim": latent.rotary_dim,
         "v_head_dim": latent.value_dim,
         "rotary_base": shape.rope_theta,
-        **({"rope_type": "rope", "rotary_scaling_factor": 1.0} if latent.yarn is None else _yarn(latent.yarn)),
+        **(
+            {"rope_type": "rope", "rotary_scaling_factor": 1.0}
+            if latent.yarn is None
+            else _yarn(latent.yarn)
+        ),
     }
 
 
@@ -120,7 +124,9 @@ def _training(shape: ModelShape, model: ModelSettings) -> dict[str, Any]:
         "init_method_std": shape.initializer_range,
         "embedding_init_method_std": model.embedding_std,
         "recompute_granularity": None if model.recompute == "none" else model.recompute,
-        "recompute_modules": None if model.recompute_modules is None else list(model.recompute_modules),
+        "recompute_modules": None
+        if model.recompute_modules is None
+        else list(model.recompute_modules),
         "recompute_method": "uniform" if full else None,
         "recompute_num_layers": 1 if full else None,
     }
@@ -139,31 +145,36 @@ def _parallelism(parallel: ParallelSettings) -> dict[str, Any]:
         "expert_model_parallel_size": parallel.ep,
         "expert_tensor_parallel_size": expert_tensor_size(parallel),
         "variable_seq_lengths": parallel.pp > 1,
-        # batched sends of both directions share a peer when pp is 2, and would be received by the wrong one
+        # batched sends of both directions share a peer when pp is 2, and would be received by the
+        # wrong one
         "overlap_p2p_comm": chunks > 1,
         "batch_p2p_comm": chunks == 1,
     }
 
 
 def _machine(shape: ModelShape, *, on_gpu: bool, te: bool) -> dict[str, Any]:
-    """With Transformer Engine its fused kernels are used as far as routes can be replayed through them.
+    """With Transformer Engine its fused kernels are used as far as routes can be replayed through
+    them.
 
-    moe_permute_fusion is more than speed: it adds up a token's experts in a fixed order, where Megatron's own unpermute
-    is a scatter_add_ with bfloat16 atomics, and two passes over the same weights differ by more than ESPO's clip width
-    (tests/training/test_both_passes.py); without it `mcore/ordered_experts.py` gives the order. Torch's deterministic
-    algorithms would, too, but slow down every index_add and scatter of the model. The fused router ignores replay and
-    stays off.
+    moe_permute_fusion is more than speed: it adds up a token's experts in a fixed order, where
+    Megatron's own unpermute is a scatter_add_ with bfloat16 atomics, and two passes over the same
+    weights differ by more than ESPO's clip width (tests/training/test_both_passes.py); without it
+    `mcore/ordered_experts.py` gives the order. Torch's deterministic algorithms would, too, but
+    slow down every index_add and scatter of the model. The fused router ignores replay and stays
+    off.
     """
     return {
         "use_cpu_initialization": not on_gpu,
         "cuda_graph_scope": [],
         "moe_permute_fusion": te,
         "moe_router_fusion": False,
-        # the other one also waits for the sequences' lengths, in each layer; of latent attention Megatron fuses YaRN's
+        # the other one also waits for the sequences' lengths, in each layer; of latent attention
+        # Megatron fuses YaRN's
         "apply_rope_fusion": te and (shape.latent is None or shape.latent.yarn is not None),
         "bias_activation_fusion": te,
         "bias_dropout_fusion": te,
-        "gradient_accumulation_fusion": te and find_spec("fused_weight_gradient_mlp_cuda") is not None,  # of Apex
+        "gradient_accumulation_fusion": te
+        and find_spec("fused_weight_gradient_mlp_cuda") is not None,  # of Apex
         "masked_softmax_fusion": False,  # Transformer Engine's attention has its own
         "persist_layer_norm": False,
     }

@@ -39,7 +39,8 @@ def discard(target: Path) -> None:
 
 
 def commit(target: Path, *, source: Path, dtype: torch.dtype | None) -> None:
-    """Make what was written `target`, with the tokenizer and configuration of `source`; what was there goes.
+    """Make what was written `target`, with the tokenizer and configuration of `source`; what was
+    there goes.
 
     dtype: what the configuration shall name; None: what it names.
     """
@@ -51,7 +52,8 @@ def commit(target: Path, *, source: Path, dtype: torch.dtype | None) -> None:
 
 
 class ShardWriter:
-    """Collects tensors of a checkpoint that was begun, and writes shards. prefix: of its files, each writer's own.
+    """Collects tensors of a checkpoint that was begun, and writes shards. prefix: of its files,
+    each writer's own.
 
     shard_bytes: of the tensors that it holds at most, or one tensor.
     """
@@ -71,7 +73,9 @@ class ShardWriter:
 
     def close(self) -> None:
         """Write what is left."""
-        save_file(self._tensors, f"{self._path}-{self._count:05d}.safetensors", metadata={"format": "pt"})
+        save_file(
+            self._tensors, f"{self._path}-{self._count:05d}.safetensors", metadata={"format": "pt"}
+        )
         self._tensors, self._bytes, self._count = {}, 0, self._count + 1
 
 

@@ -15,20 +15,30 @@ from megatron_rl.models.weight_files import DamagedWeights, check_weight_files
 
 @dataclass(frozen=True)
 class Defect:
-    """What is wrong with a checkpoint. remedy may be empty when the rule's text already holds it."""
+    """What is wrong with a checkpoint.
+
+    remedy may be empty when the rule's text already holds it.
+    """
 
     rule: str
     remedy: str = ""
 
 
-def inspect_checkpoint(path: str, *, weights: bool = True) -> tuple[ModelShape | None, list[Defect]]:
+def inspect_checkpoint(
+    path: str, *, weights: bool = True
+) -> tuple[ModelShape | None, list[Defect]]:
     """The model's shape, None when it cannot be read, and what is wrong with the checkpoint.
 
     weights False: the model starts from random weights; config.json and the tokenizer are enough.
     """
     directory = Path(path)
     if (rule := problem_with(path, folder=True)) is not None:
-        return None, [Defect(rule, "Give a local directory in Hugging Face format; nothing is downloaded from a hub")]
+        return None, [
+            Defect(
+                rule,
+                "Give a local directory in Hugging Face format; nothing is downloaded from a hub",
+            )
+        ]
     try:
         shape = read_shape(directory)
     except ModelConfigError as error:

@@ -1,4 +1,6 @@
-"""What the `config.json` of every family holds, as transformers 4 or 5 writes it; a family adds its own keys."""
+"""What the `config.json` of every family holds, as transformers 4 or 5 writes it; a family adds its
+own keys.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,11 @@ class DecoderConfig(msgspec.Struct, kw_only=True):
     def eos_ids(self) -> tuple[int, ...]:
         if self.eos_token_id is None:
             return ()
-        return tuple(self.eos_token_id) if isinstance(self.eos_token_id, list) else (self.eos_token_id,)
+        return (
+            tuple(self.eos_token_id)
+            if isinstance(self.eos_token_id, list)
+            else (self.eos_token_id,)
+        )
 
 
 def convert(raw: dict[str, Any], wanted: type[S]) -> S:
@@ -97,7 +103,10 @@ def refuse_unsupported(
     rules = {
         f"hidden_act={config.hidden_act!r}": (config.hidden_act != "silu", "the MLPs use silu"),
         "attention_bias=true": (config.attention_bias, "attention has no bias"),
-        f"rope type {kind!r}": (kind not in ropes, f"only {' and '.join(ropes)} rotary embeddings are"),
+        f"rope type {kind!r}": (
+            kind not in ropes,
+            f"only {' and '.join(ropes)} rotary embeddings are",
+        ),
     }
     for key, rule in refused.items():
         value = getattr(config, key)
@@ -108,13 +117,20 @@ def refuse_unsupported(
 
 
 def common_shape(config: DecoderConfig) -> dict[str, Any]:
-    """The part of a `ModelShape` that every family shares. Raises ValueError for what contradicts itself."""
+    """The part of a `ModelShape` that every family shares.
+
+    Raises ValueError for what contradicts itself.
+    """
     heads = config.num_attention_heads
     groups = config.num_key_value_heads or heads
     if not config.eos_ids:
-        raise ValueError(f"eos_token_id is missing; without it no response would ever end; {REMEDY}")
+        raise ValueError(
+            f"eos_token_id is missing; without it no response would ever end; {REMEDY}"
+        )
     if heads % groups:
-        raise ValueError(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={groups}; {REMEDY}")
+        raise ValueError(
+            f"num_attention_heads={heads} is not a multiple of num_key_value_heads={groups}; {REMEDY}"
+        )
     return {
         "num_layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,

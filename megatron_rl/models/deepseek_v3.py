@@ -1,7 +1,8 @@
-"""DeepSeek-V3: latent attention, dense layers first, shared experts, a sigmoid router with groups and a frozen bias.
+"""DeepSeek-V3: latent attention, dense layers first, shared experts, a sigmoid router with groups
+and a frozen bias.
 
-The norms inside its attention use `rms_norm_eps`, as SGLang's do; transformers takes 1e-6 there, which published
-checkpoints of DeepSeek have.
+The norms inside its attention use `rms_norm_eps`, as SGLang's do; transformers takes 1e-6 there,
+which published checkpoints of DeepSeek have.
 """
 
 from __future__ import annotations
@@ -20,7 +21,16 @@ from megatron_rl.models.config_json import (
     refuse_too_many,
     refuse_unsupported,
 )
-from megatron_rl.models.names import DENSE_MLP, EXPERTS, LAYER_NORMS, OUTPUT, Fusion, Names, mlp, router
+from megatron_rl.models.names import (
+    DENSE_MLP,
+    EXPERTS,
+    LAYER_NORMS,
+    OUTPUT,
+    Fusion,
+    Names,
+    mlp,
+    router,
+)
 from megatron_rl.models.shape import LatentAttention, ModelShape, Router, Yarn
 
 ARCHITECTURE = "DeepseekV3ForCausalLM"
@@ -84,7 +94,10 @@ class _Config(DecoderConfig, kw_only=True):
 
 
 def shape(raw: dict[str, Any]) -> ModelShape:
-    """The shape that a config.json describes. Raises ValueError naming key, value, rule and remedy."""
+    """The shape that a config.json describes.
+
+    Raises ValueError naming key, value, rule and remedy.
+    """
     config = convert(raw, _Config)
     heads = config.num_attention_heads
     refuse_unsupported(
@@ -95,10 +108,22 @@ def shape(raw: dict[str, Any]) -> ModelShape:
             "latent attention has one a query",
         ),
         scoring_func=(config.scoring_func != "sigmoid", "the router's scores are sigmoids"),
-        topk_method=(config.topk_method != "noaux_tc", "experts are chosen by score and bias, within groups"),
-        norm_topk_prob=(not config.norm_topk_prob, "Megatron-Core normalizes the sigmoids of the chosen experts"),
-        num_experts_per_tok=(config.num_experts_per_tok == 1, "Megatron-Core does not normalize a single sigmoid"),
-        moe_layer_freq=(config.moe_layer_freq != 1, "every layer behind the dense ones has experts"),
+        topk_method=(
+            config.topk_method != "noaux_tc",
+            "experts are chosen by score and bias, within groups",
+        ),
+        norm_topk_prob=(
+            not config.norm_topk_prob,
+            "Megatron-Core normalizes the sigmoids of the chosen experts",
+        ),
+        num_experts_per_tok=(
+            config.num_experts_per_tok == 1,
+            "Megatron-Core does not normalize a single sigmoid",
+        ),
+        moe_layer_freq=(
+            config.moe_layer_freq != 1,
+            "every layer behind the dense ones has experts",
+        ),
         rope_interleave=(not config.rope_interleave, "rotary dimensions are pairs"),
         num_nextn_predict_layers=(
             config.num_nextn_predict_layers > 0,
@@ -129,7 +154,11 @@ def _yarn(config: _Config) -> Yarn | None:
     rope = config.rope
     if rope.kind != "yarn":
         return None
-    if rope.factor is None or rope.original_max_position_embeddings is None or not rope.mscale * rope.mscale_all_dim:
+    if (
+        rope.factor is None
+        or rope.original_max_position_embeddings is None
+        or not rope.mscale * rope.mscale_all_dim
+    ):
         raise ValueError(
             "rope type 'yarn': factor, original_max_position_embeddings, mscale and mscale_all_dim must be given and "
             f"not be 0; {REMEDY}"
@@ -145,7 +174,9 @@ def _yarn(config: _Config) -> Yarn | None:
 
 
 def _refuse_groups(config: _Config) -> None:
-    """Megatron-Core ranks a group by its best topk // topk_group experts, transformers and SGLang by its best two."""
+    """Megatron-Core ranks a group by its best topk // topk_group experts, transformers and SGLang
+    by its best two.
+    """
     experts, topk, groups, chosen = (
         config.n_routed_experts,
         config.num_experts_per_tok,

@@ -1,4 +1,7 @@
-"""The model families, by the architecture that config.json names. Adding one is adding a file, and a line here."""
+"""The model families, by the architecture that config.json names.
+
+Adding one is adding a file, and a line here.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,17 @@ from megatron_rl.models.shape import ModelConfigError, ModelShape
 
 
 class Family(NamedTuple):
-    """shape: of a config.json, null keys left out; raises ValueError. names: of Megatron's parameters in a layer."""
+    """shape: of a config.json, null keys left out; raises ValueError. names: of Megatron's
+    parameters in a layer.
+    """
 
     shape: Callable[[dict[str, Any]], ModelShape]
     names: Names
 
 
 FAMILIES = {
-    module.ARCHITECTURE: Family(module.shape, module.NAMES) for module in (qwen3_moe, qwen3, mixtral, deepseek_v3)
+    module.ARCHITECTURE: Family(module.shape, module.NAMES)
+    for module in (qwen3_moe, qwen3, mixtral, deepseek_v3)
 }
 
 
@@ -32,7 +38,10 @@ class _Architectures(msgspec.Struct):
 
 
 def read_shape(model_path: str | Path) -> ModelShape:
-    """Read and check `model_path/config.json`. Raises `ModelConfigError` naming file, key, value, rule and remedy."""
+    """Read and check `model_path/config.json`.
+
+    Raises `ModelConfigError` naming file, key, value, rule and remedy.
+    """
     file = Path(model_path) / "config.json"
     if not file.is_file():
         raise ModelConfigError(f"{file} does not exist; give a directory in Hugging Face format")
@@ -42,7 +51,9 @@ def read_shape(model_path: str | Path) -> ModelShape:
         raise ModelConfigError(f"{file} is not JSON: {error}; {REMEDY}") from error
     if not isinstance(raw, dict):
         raise ModelConfigError(f"{file} is not a JSON object; {REMEDY}")
-    raw = {key: value for key, value in raw.items() if value is not None}  # null: as if it were not there
+    raw = {
+        key: value for key, value in raw.items() if value is not None
+    }  # null: as if it were not there
     try:
         return _family(raw).shape(raw)
     except ValueError as error:
@@ -58,5 +69,7 @@ def _family(raw: dict[str, Any]) -> Family:
     given = convert(raw, _Architectures).architectures
     known = next((name for name in given if name in FAMILIES), None)
     if known is None:
-        raise ValueError(f"architectures={given} is not supported; choose a checkpoint of one of {', '.join(FAMILIES)}")
+        raise ValueError(
+            f"architectures={given} is not supported; choose a checkpoint of one of {', '.join(FAMILIES)}"
+        )
     return FAMILIES[known]

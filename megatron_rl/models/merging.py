@@ -11,7 +11,8 @@ import torch
 from megatron_rl.models.checkpoint_files import SHARD_BYTES, ShardWriter, begin, commit, discard
 from megatron_rl.models.tensor_files import CheckpointError, TensorFiles
 
-_KEPT = ".e_score_correction_bias"  # in its own dtype: a router's bias that is rounded chooses other experts
+# in its own dtype: a router's bias that is rounded chooses other experts
+_KEPT = ".e_score_correction_bias"
 
 Merge = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
@@ -25,12 +26,19 @@ def linear(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.T
 
 
 def ties(
-    base: torch.Tensor, tensors: Sequence[torch.Tensor], weights: Sequence[float], *, density: float, scale: float
+    base: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    weights: Sequence[float],
+    *,
+    density: float,
+    scale: float,
 ) -> torch.Tensor:
-    """TIES (Yadav et al., arXiv 2306.01708, algorithm 1), float32: trim, elect a sign, average what has it.
+    """TIES (Yadav et al., arXiv 2306.01708, algorithm 1), float32: trim, elect a sign, average what
+    has it.
 
-    τᵢ = θᵢ − θ_base keeps the share `density` of its values with the largest magnitudes, at least one; γ = sgn Σ wᵢ τᵢ;
-    θ = θ_base + scale · Σ wᵢ τᵢ / Σ wᵢ over the i with sgn τᵢ = γ. density is of each tensor, not of the whole model.
+    τᵢ = θᵢ − θ_base keeps the share `density` of its values with the largest magnitudes, at least
+    one; γ = sgn Σ wᵢ τᵢ; θ = θ_base + scale · Σ wᵢ τᵢ / Σ wᵢ over the i with sgn τᵢ = γ. density is
+    of each tensor, not of the whole model.
     """
     start = base.float()
     trimmed = [_trim(tensor.float() - start, density) for tensor in tensors]
@@ -54,10 +62,11 @@ def merge_checkpoints(
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write what `merge` makes of the sources' tensors, one after the other, as a checkpoint like the first.
+    """Write what `merge` makes of the sources' tensors, one after the other, as a checkpoint like
+    the first.
 
-    dtype: of the result; None: the first's. Raises `CheckpointError` before anything is written if their tensors' names
-    or shapes differ, and leaves nothing behind when it fails.
+    dtype: of the result; None: the first's. Raises `CheckpointError` before anything is written if
+    their tensors' names or shapes differ, and leaves nothing behind when it fails.
     """
     with ExitStack() as stack:
         files = [stack.enter_context(TensorFiles(source, "checkpoint")) for source in sources]
@@ -84,7 +93,9 @@ def _require_same_tensors(sources: Sequence[Path], files: Sequence[TensorFiles])
         shapes = file.shapes()
         if one_sided := sorted(expected.keys() ^ shapes.keys()):
             holder, lacker = (first, source) if one_sided[0] in expected else (source, first)
-            raise CheckpointError(f"{holder} holds {one_sided[0]} and {lacker} does not: they are not of one model")
+            raise CheckpointError(
+                f"{holder} holds {one_sided[0]} and {lacker} does not: they are not of one model"
+            )
         for name, shape in expected.items():
             if shapes[name] != shape:
                 raise CheckpointError(

@@ -1,4 +1,6 @@
-"""Mixtral: experts in every layer, a softmax over the chosen ones, and no norms of queries and keys."""
+"""Mixtral: experts in every layer, a softmax over the chosen ones, and no norms of queries and
+keys.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +39,22 @@ class _Config(DecoderConfig, kw_only=True):
 
 
 def shape(raw: dict[str, Any]) -> ModelShape:
-    """The shape that a config.json describes. Raises ValueError naming key, value, rule and remedy."""
+    """The shape that a config.json describes.
+
+    Raises ValueError naming key, value, rule and remedy.
+    """
     config = convert(raw, _Config)
-    odd_heads = config.head_dim is not None and config.head_dim * config.num_attention_heads != config.hidden_size
+    odd_heads = (
+        config.head_dim is not None
+        and config.head_dim * config.num_attention_heads != config.hidden_size
+    )
     refuse_unsupported(
         config,
         sliding_window=(config.sliding_window is not None, "attention is full and causal"),
-        router_jitter_noise=(config.router_jitter_noise > 0, "noise would train another policy than the one sampled"),
+        router_jitter_noise=(
+            config.router_jitter_noise > 0,
+            "noise would train another policy than the one sampled",
+        ),
         head_dim=(odd_heads, "SGLang takes hidden_size / num_attention_heads"),
     )
     refuse_too_many(config.num_experts_per_tok, config.num_local_experts, "num_local_experts")

@@ -1,8 +1,10 @@
-"""What Megatron's parameters are called in a Hugging Face checkpoint, and how several become one; parts for families.
+"""What Megatron's parameters are called in a Hugging Face checkpoint, and how several become one;
+parts for families.
 
-A family's names are keyed by the name inside a decoder layer, `experts.*` without the expert's number; Hugging Face's
-are those inside `model.layers.N`, with `{expert}` for the number. Local names and Transformer Engine's, which fuses a
-norm into the linear layer behind it, stand side by side.
+A family's names are keyed by the name inside a decoder layer, `experts.*` without the expert's
+number; Hugging Face's are those inside `model.layers.N`, with `{expert}` for the number. Local
+names and Transformer Engine's, which fuses a norm into the linear layer behind it, stand side by
+side.
 """
 
 from __future__ import annotations
@@ -12,10 +14,14 @@ from collections.abc import Mapping
 
 
 class Fusion(enum.Enum):
-    """How Hugging Face tensors are fused into one parameter, and along which axis tensor parallelism cuts it."""
+    """How Hugging Face tensors are fused into one parameter, and along which axis tensor
+    parallelism cuts it.
+    """
 
     REPLICATED = "replicated"
-    VOCABULARY = "vocabulary"  # a row for each token: cut along axis 0, with rows added until it divides
+    VOCABULARY = (
+        "vocabulary"  # a row for each token: cut along axis 0, with rows added until it divides
+    )
     ROWS = "rows"  # column-parallel weights: cut along axis 0
     COLUMNS = "columns"  # row-parallel weights: cut along axis 1
     QKV = "qkv"  # q, k, v interleaved by query group: cut by group along axis 0
@@ -35,20 +41,31 @@ LAYER_NORMS: Names = {
     "pre_mlp_layernorm.weight": (("post_attention_layernorm.weight",), Fusion.REPLICATED),
     "mlp.linear_fc1.layer_norm_weight": (("post_attention_layernorm.weight",), Fusion.REPLICATED),
 }
-OUTPUT: Names = {"self_attention.linear_proj.weight": (("self_attn.o_proj.weight",), Fusion.COLUMNS)}
+OUTPUT: Names = {
+    "self_attention.linear_proj.weight": (("self_attn.o_proj.weight",), Fusion.COLUMNS)
+}
 ATTENTION: Names = {
-    "self_attention.linear_qkv.weight": (tuple(f"self_attn.{x}_proj.weight" for x in "qkv"), Fusion.QKV),
+    "self_attention.linear_qkv.weight": (
+        tuple(f"self_attn.{x}_proj.weight" for x in "qkv"),
+        Fusion.QKV,
+    ),
     **OUTPUT,
 }
 QK_NORMS: Names = {
-    f"self_attention.{x}_layernorm.weight": ((f"self_attn.{x}_norm.weight",), Fusion.REPLICATED) for x in "qk"
+    f"self_attention.{x}_layernorm.weight": ((f"self_attn.{x}_norm.weight",), Fusion.REPLICATED)
+    for x in "qk"
 }
 
 
-def mlp(at: str, prefix: str, *, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> Names:
+def mlp(
+    at: str, prefix: str, *, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+) -> Names:
     """A gated MLP: `at` in Megatron, `prefix` in the checkpoint, both with their last point."""
     return {
-        f"{at}linear_fc1.weight": ((f"{prefix}{gate}.weight", f"{prefix}{up}.weight"), Fusion.GATED),
+        f"{at}linear_fc1.weight": (
+            (f"{prefix}{gate}.weight", f"{prefix}{up}.weight"),
+            Fusion.GATED,
+        ),
         f"{at}linear_fc2.weight": ((f"{prefix}{down}.weight",), Fusion.COLUMNS),
     }
 

@@ -8,7 +8,10 @@ from megatron_rl.models.shape import ModelShape
 
 
 class Count(NamedTuple):
-    """Parameters. split: those that tensor-parallel ranks share; whole: those that each of them holds."""
+    """Parameters.
+
+    split: those that tensor-parallel ranks share; whole: those that each of them holds.
+    """
 
     split: int
     whole: int
@@ -26,7 +29,8 @@ def attention(shape: ModelShape) -> Count:
     keys = hidden * (latent.kv_rank + latent.rotary_dim)
     values = latent.kv_rank * heads * (latent.plain_dim + latent.value_dim)
     return Count(
-        queries + keys + values + heads * latent.value_dim * hidden, (latent.q_rank or 0) + latent.kv_rank + hidden
+        queries + keys + values + heads * latent.value_dim * hidden,
+        (latent.q_rank or 0) + latent.kv_rank + hidden,
     )
 
 
@@ -36,7 +40,9 @@ def dense_mlp(shape: ModelShape) -> Count:
 
 
 def beside_experts(shape: ModelShape) -> Count:
-    """Of one layer with experts: norm, router and the expert that every token passes. Its bias is no parameter."""
+    """Of one layer with experts: norm, router and the expert that every token passes. Its bias is
+    no parameter.
+    """
     shared = 3 * shape.hidden_size * shape.shared_ffn_hidden_size
     return Count(shared, shape.hidden_size + shape.num_experts * shape.hidden_size)
 

@@ -1,4 +1,6 @@
-"""Which decoder layers each pipeline stage holds: Megatron's arithmetic, uneven first and last stages included."""
+"""Which decoder layers each pipeline stage holds: Megatron's arithmetic, uneven first and last
+stages included.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PipelineSplit:
-    """`num_layers` over `stages`, each in `chunks` that interleave. first, last: layers of these stages; None: even.
+    """`num_layers` over `stages`, each in `chunks` that interleave. first, last: layers of these
+    stages; None: even.
 
-    layers[stage][chunk] are 0-based layers, ascending. Chunk after chunk, every stage takes its share in turn.
+    layers[stage][chunk] are 0-based layers, ascending. Chunk after chunk, every stage takes its
+    share in turn.
     """
 
     num_layers: int
@@ -24,7 +28,11 @@ class PipelineSplit:
         if given and self.stages == 1:
             return "a single pipeline stage holds every layer"
         left, middle = self.num_layers - sum(given), self.stages - len(given)
-        where = f"the {left} layers" if not given else f"the {left} layers that the first and last stage leave"
+        where = (
+            f"the {left} layers"
+            if not given
+            else f"the {left} layers that the first and last stage leave"
+        )
         if (left == 0) != (middle == 0) or left < 0 or (middle and left % (middle * self.chunks)):
             chunks = f" of {self.chunks} chunks each" if self.chunks > 1 else ""
             return f"{where} do not divide over {middle} stage(s){chunks}"

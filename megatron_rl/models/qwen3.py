@@ -1,4 +1,6 @@
-"""Qwen3 without experts: every layer has one MLP. There is nothing to route, and so nothing to replay."""
+"""Qwen3 without experts: every layer has one MLP. There is nothing to route, and so nothing to
+replay.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,14 @@ class _Config(DecoderConfig, kw_only=True):
 
 
 def shape(raw: dict[str, Any]) -> ModelShape:
-    """The shape that a config.json describes. Raises ValueError naming key, value, rule and remedy."""
-    config = convert({"head_dim": 128} | raw, _Config)  # transformers' default here, whatever the hidden size
-    refuse_unsupported(config, use_sliding_window=(config.use_sliding_window, "attention is full and causal"))
+    """The shape that a config.json describes.
+
+    Raises ValueError naming key, value, rule and remedy.
+    """
+    config = convert(
+        {"head_dim": 128} | raw, _Config
+    )  # transformers' default here, whatever the hidden size
+    refuse_unsupported(
+        config, use_sliding_window=(config.use_sliding_window, "attention is full and causal")
+    )
     return ModelShape(architecture=ARCHITECTURE, qk_norm=True, **common_shape(config))

@@ -15,11 +15,26 @@ from megatron_rl.models.config_json import (
     refuse_unsupported,
     shown,
 )
-from megatron_rl.models.names import ATTENTION, DENSE_MLP, EXPERTS, LAYER_NORMS, QK_NORMS, Names, router
+from megatron_rl.models.names import (
+    ATTENTION,
+    DENSE_MLP,
+    EXPERTS,
+    LAYER_NORMS,
+    QK_NORMS,
+    Names,
+    router,
+)
 from megatron_rl.models.shape import ModelShape, Router
 
 ARCHITECTURE = "Qwen3MoeForCausalLM"
-NAMES: Names = {**LAYER_NORMS, **ATTENTION, **QK_NORMS, **DENSE_MLP, **router("mlp.gate.weight"), **EXPERTS}
+NAMES: Names = {
+    **LAYER_NORMS,
+    **ATTENTION,
+    **QK_NORMS,
+    **DENSE_MLP,
+    **router("mlp.gate.weight"),
+    **EXPERTS,
+}
 
 
 class _Config(DecoderConfig, kw_only=True):
@@ -35,20 +50,29 @@ class _Config(DecoderConfig, kw_only=True):
     @property
     def moe_layers(self) -> tuple[int, ...]:
         step, dense = self.decoder_sparse_step, self.mlp_only_layers
-        return tuple(i for i in range(self.num_hidden_layers) if i not in dense and (i + 1) % step == 0)
+        return tuple(
+            i for i in range(self.num_hidden_layers) if i not in dense and (i + 1) % step == 0
+        )
 
 
 def shape(raw: dict[str, Any]) -> ModelShape:
-    """The shape that a config.json describes. Raises ValueError naming key, value, rule and remedy."""
+    """The shape that a config.json describes.
+
+    Raises ValueError naming key, value, rule and remedy.
+    """
     config = convert(raw, _Config)
-    refuse_unsupported(config, use_sliding_window=(config.use_sliding_window, "attention is full and causal"))
+    refuse_unsupported(
+        config, use_sliding_window=(config.use_sliding_window, "attention is full and causal")
+    )
     common = common_shape(config)
     experts = config.num_experts or config.num_local_experts
     if experts is None:
         raise ValueError(f"num_experts is missing: a {ARCHITECTURE} has experts; {REMEDY}")
     last, dense = config.num_hidden_layers - 1, config.mlp_only_layers
     if max(dense, default=0) > last:
-        raise ValueError(f"mlp_only_layers={shown(list(dense))}: expected layers from 0 to {last}; {REMEDY}")
+        raise ValueError(
+            f"mlp_only_layers={shown(list(dense))}: expected layers from 0 to {last}; {REMEDY}"
+        )
     if not config.moe_layers:
         raise ValueError(
             "no layer has experts (mlp_only_layers, decoder_sparse_step): not an MoE model; choose another checkpoint"

@@ -16,7 +16,9 @@ class ModelConfigError(Failure, ValueError):
 
 @dataclass(frozen=True)
 class Yarn:
-    """A rotary embedding for sequences `factor` times as long as `positions` (YaRN, arXiv 2309.00071)."""
+    """A rotary embedding for sequences `factor` times as long as `positions` (YaRN, arXiv
+    2309.00071).
+    """
 
     factor: float
     positions: int
@@ -28,10 +30,11 @@ class Yarn:
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values come out of one small vector.
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values come out of one
+    small vector.
 
-    q_rank None: queries are projected directly. A head's query and key are `plain_dim` + `rotary_dim` wide. yarn None:
-    the default rotary embedding.
+    q_rank None: queries are projected directly. A head's query and key are `plain_dim` +
+    `rotary_dim` wide. yarn None: the default rotary embedding.
     """
 
     q_rank: int | None
@@ -46,8 +49,9 @@ class LatentAttention:
 class Router:
     """How a token's experts are chosen and weighed.
 
-    normalized: the weights of the chosen experts add up to `scaling`. group_topk of groups: where a token may go; 1 of
-    1 is everywhere. bias: a frozen number for each expert that counts in the choice and not in the weights.
+    normalized: the weights of the chosen experts add up to `scaling`. group_topk of groups: where a
+    token may go; 1 of 1 is everywhere. bias: a frozen number for each expert that counts in the
+    choice and not in the weights.
     """
 
     score: Literal["softmax", "sigmoid"] = "softmax"
@@ -60,11 +64,13 @@ class Router:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder. architecture: its family, as config.json names it. moe_layers: 0-based layers with experts.
+    """A decoder. architecture: its family, as config.json names it. moe_layers: 0-based layers with
+    experts.
 
     A model without experts has none of them, 0 experts and top-0. head_dim: of queries and keys.
-    shared_ffn_hidden_size: of the expert that every token passes, 0 without one. eos_token_ids: tokens that end a
-    response. initializer_range: standard deviation of fresh weights; it matters to a model trained from scratch.
+    shared_ffn_hidden_size: of the expert that every token passes, 0 without one. eos_token_ids:
+    tokens that end a response. initializer_range: standard deviation of fresh weights; it matters
+    to a model trained from scratch.
     """
 
     architecture: str

@@ -12,17 +12,24 @@ from safetensors import SafetensorError, safe_open
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.models.weight_files import DamagedWeights, weight_map
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # all others need scales, which are not read
+_DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+)  # all others need scales, which are not read
 
 
 class CheckpointError(Failure, RuntimeError):
-    """A tensor of a checkpoint is missing, cannot be read, has a wrong shape or dtype, or is not finite."""
+    """A tensor of a checkpoint is missing, cannot be read, has a wrong shape or dtype, or is not
+    finite.
+    """
 
     exit_code = ExitCode.BAD_DATA
 
 
 class TensorFiles:
-    """The safetensors files of a checkpoint directory: a context, within which each is opened once and read lazily.
+    """The safetensors files of a checkpoint directory: a context, within which each is opened once
+    and read lazily.
 
     key: the setting that named the directory, for messages. Raises `CheckpointError`.
     """
@@ -64,7 +71,9 @@ class TensorFiles:
                 f"{self._name}: tensor {name} is {tensor.dtype}; weights must be float32, "
                 "bfloat16 or float16, because scales of quantized ones are not read. Use the bf16 checkpoint"
             )
-        if tensor.numel() and not torch.stack(torch.aminmax(tensor)).isfinite().all():  # NaN is both of them
+        if (
+            tensor.numel() and not torch.stack(torch.aminmax(tensor)).isfinite().all()
+        ):  # NaN is both of them
             raise self._unusable(f"tensor {name} of {self._file_of[name]} holds NaN or Inf")
         return tensor
 
@@ -75,7 +84,9 @@ class TensorFiles:
         file = self._file_of[name]
         try:
             if file not in self._open:
-                self._open[file] = self._stack.enter_context(safe_open(self._directory / file, framework="pt"))
+                self._open[file] = self._stack.enter_context(
+                    safe_open(self._directory / file, framework="pt")
+                )
         except (OSError, ValueError, SafetensorError) as error:
             raise self._unreadable(name, error) from error
         return self._open[file]

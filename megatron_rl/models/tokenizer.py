@@ -29,7 +29,8 @@ class UnknownText(ValueError):
 class Tokenizer:
     """A `tokenizer.json` with its end-of-sequence ids.
 
-    eos_ids: ids that end a response, ascending; empty when the files name none (`check_matches_model` refuses that).
+    eos_ids: ids that end a response, ascending; empty when the files name none
+    (`check_matches_model` refuses that).
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, eos_ids: Iterable[int]) -> None:
@@ -40,7 +41,10 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, path: str | Path) -> Tokenizer:
-        """Load a directory in Hugging Face format. Raises `TokenizerError` when its files are missing or broken."""
+        """Load a directory in Hugging Face format.
+
+        Raises `TokenizerError` when its files are missing or broken.
+        """
         directory = Path(path)
         file = directory / "tokenizer.json"
         if not file.is_file():
@@ -50,7 +54,9 @@ class Tokenizer:
             )
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises plain Exception for whatever is wrong with the file
+        except (
+            Exception
+        ) as error:  # the library raises plain Exception for whatever is wrong with the file
             raise TokenizerError(f"{file} cannot be read: {error}; {_REMEDY}") from error
         return cls(backend, _eos_ids(directory, backend))
 
@@ -69,21 +75,30 @@ class Tokenizer:
         return bool(self._backend.get_vocab(True) == other._backend.get_vocab(True))
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of a text, no special tokens added. Raises `UnknownText` naming characters without a token."""
+        """Token ids of a text, no special tokens added.
+
+        Raises `UnknownText` naming characters without a token.
+        """
         try:
             encoding = self._backend.encode(text, add_special_tokens=False)
-        except Exception as error:  # a word-level model without an unknown token raises plain Exception
+        except (
+            Exception
+        ) as error:  # a word-level model without an unknown token raises plain Exception
             raise UnknownText(f"the tokenizer cannot encode {text[:80]!r}: {error}") from error
         ids: list[int] = encoding.ids
         covered = sum(end - start for start, end in encoding.offsets)
         if covered < len(text) or self._unknown_id in ids:
             unknown = self._unknown_characters(text)
             if unknown:
-                raise UnknownText(f"the tokenizer has no token for {', '.join(map(repr, unknown[:8]))}")
+                raise UnknownText(
+                    f"the tokenizer has no token for {', '.join(map(repr, unknown[:8]))}"
+                )
         return tuple(ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids, without end-of-sequence tokens at its end; an id without a token reads as U+FFFD."""
+        """Text of token ids, without end-of-sequence tokens at its end; an id without a token reads
+        as U+FFFD.
+        """
         end = len(ids)
         while end and ids[end - 1] in self.eos_ids:
             end -= 1
@@ -91,12 +106,16 @@ class Tokenizer:
         for known, run in groupby(ids[:end], key=self._vocabulary.__contains__):
             members = list(run)
             parts.append(
-                self._backend.decode(members, skip_special_tokens=False) if known else REPLACEMENT * len(members)
+                self._backend.decode(members, skip_special_tokens=False)
+                if known
+                else REPLACEMENT * len(members)
             )
         return "".join(parts)
 
     def _unknown_characters(self, text: str) -> list[str]:
-        """Characters that, encoded alone, give the unknown token or nothing; white space may give nothing."""
+        """Characters that, encoded alone, give the unknown token or nothing; white space may give
+        nothing.
+        """
         unknown = []
         for character in sorted(set(text)):
             ids = self._backend.encode(character, add_special_tokens=False).ids
@@ -105,11 +124,14 @@ class Tokenizer:
         return unknown
 
 
-def check_matches_model(tokenizer: Tokenizer, *, vocab_size: int, eos_ids: Iterable[int] = ()) -> None:
+def check_matches_model(
+    tokenizer: Tokenizer, *, vocab_size: int, eos_ids: Iterable[int] = ()
+) -> None:
     """Raise `TokenizerError` unless the tokenizer fits a model.
 
-    vocab_size: rows of the model's embedding; a tokenizer may have fewer ids (models pad), never more. eos_ids: the
-    end-of-sequence ids that the model's config.json names, empty when it names none.
+    vocab_size: rows of the model's embedding; a tokenizer may have fewer ids (models pad), never
+    more. eos_ids: the end-of-sequence ids that the model's config.json names, empty when it names
+    none.
     """
     if tokenizer.vocab_size > vocab_size:
         raise TokenizerError(
@@ -147,16 +169,26 @@ class _Ends(msgspec.Struct):
 
 
 def _eos_ids(directory: Path, backend: tokenizers.Tokenizer) -> set[int]:
-    """Ids that tokenizer_config.json (one token) and generation_config.json (one id or several) end a response with."""
+    """Ids that tokenizer_config.json (one token) and generation_config.json (one id or several) end
+    a response with.
+    """
     found: set[int] = set()
     for file in (directory / "tokenizer_config.json", directory / "generation_config.json"):
         ends = _read_ends(file)
-        found.update([ends.eos_token_id] if isinstance(ends.eos_token_id, int) else ends.eos_token_id or ())
+        found.update(
+            [ends.eos_token_id] if isinstance(ends.eos_token_id, int) else ends.eos_token_id or ()
+        )
         if ends.eos_token is not None:
-            text = ends.eos_token.content if isinstance(ends.eos_token, _AddedToken) else ends.eos_token
+            text = (
+                ends.eos_token.content
+                if isinstance(ends.eos_token, _AddedToken)
+                else ends.eos_token
+            )
             token_id = backend.token_to_id(text)
             if token_id is None:
-                raise TokenizerError(f"{file}: eos_token={text!r} is not in the vocabulary; {_REMEDY}")
+                raise TokenizerError(
+                    f"{file}: eos_token={text!r} is not in the vocabulary; {_REMEDY}"
+                )
             found.add(token_id)
     return found
 

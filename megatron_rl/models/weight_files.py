@@ -1,4 +1,6 @@
-"""The safetensors files of a checkpoint directory: which holds what, and whether they are whole. Reads no tensor."""
+"""The safetensors files of a checkpoint directory: which holds what, and whether they are whole.
+Reads no tensor.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ class _Index(msgspec.Struct):
 
 
 class _Tensor(msgspec.Struct):
-    data_offsets: tuple[Offset, Offset]  # of its first byte and behind its last, from the end of the header
+    data_offsets: tuple[
+        Offset, Offset
+    ]  # of its first byte and behind its last, from the end of the header
 
     def __post_init__(self) -> None:
         if self.data_offsets[0] > self.data_offsets[1]:
@@ -37,11 +41,16 @@ def weight_map(directory: Path) -> dict[str, str]:
     try:
         return msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
     except (OSError, ValueError, RecursionError) as error:
-        raise DamagedWeights(f"{index.name} is not JSON with a weight_map from tensors to files ({error})") from error
+        raise DamagedWeights(
+            f"{index.name} is not JSON with a weight_map from tensors to files ({error})"
+        ) from error
 
 
 def check_weight_files(directory: Path) -> None:
-    """Compare index, headers and sizes of the files. Raises `DamagedWeights` for the first that does not fit."""
+    """Compare index, headers and sizes of the files.
+
+    Raises `DamagedWeights` for the first that does not fit.
+    """
     names_by_file: dict[str, set[str]] = {}
     for name, file in weight_map(directory).items():
         names_by_file.setdefault(file, set()).add(name)
@@ -56,13 +65,17 @@ def check_weight_files(directory: Path) -> None:
 
 
 def tensor_names(file: Path) -> set[str]:
-    """The tensors of a safetensors file: 8 bytes with the header's length, a JSON header, then the tensors' bytes."""
+    """The tensors of a safetensors file: 8 bytes with the header's length, a JSON header, then the
+    tensors' bytes.
+    """
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             if length > size - 8:  # also of a file of another kind: do not read it whole
-                raise DamagedWeights(f"{file.name} has {size} bytes, and no safetensors header fits")
+                raise DamagedWeights(
+                    f"{file.name} has {size} bytes, and no safetensors header fits"
+                )
             header = msgspec.json.decode(stream.read(length), type=dict[str, msgspec.Raw])
         header.pop("__metadata__", None)
         tensors = {name: msgspec.json.decode(entry, type=_Tensor) for name, entry in header.items()}

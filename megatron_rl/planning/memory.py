@@ -1,4 +1,7 @@
-"""How many bytes a rank and an engine need, from the settings alone. Weights are counted, activations estimated."""
+"""How many bytes a rank and an engine need, from the settings alone.
+
+Weights are counted, activations estimated.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,8 @@ _GRADIENT = 4  # reduced in float32
 _MOMENTS = 8  # Adam's two, float32; a bfloat16 model keeps its weights in float32 beside them
 _WIDE_EXPERTS = 256
 _ON_HOST = ("host_routes", "host_save")
-_SAVED = 12  # float32 weights and both moments, which Megatron gathers on every rank (`fully_reshardable`)
+# float32 weights and both moments, which Megatron gathers on every rank (`fully_reshardable`)
+_SAVED = 12
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,11 @@ class RankMemory:
     @property
     def parts(self) -> dict[str, int]:
         """What lies on the device, by name."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("stage", *_ON_HOST)}
+        return {
+            f.name: getattr(self, f.name)
+            for f in fields(self)
+            if f.name not in ("stage", *_ON_HOST)
+        }
 
     @property
     def total(self) -> int:
@@ -55,7 +63,9 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Bytes on each device of an engine: its share of the weights, and a KV cache for all that it is asked at once."""
+    """Bytes on each device of an engine: its share of the weights, and a KV cache for all that it
+    is asked at once.
+    """
 
     parameters: int
     kv_cache: int
@@ -67,14 +77,20 @@ class EngineMemory:
 
 @dataclass(frozen=True)
 class Held:
-    """Parameters of one rank. dense: replicated over data-parallel ranks; experts: over those of expert parallelism."""
+    """Parameters of one rank.
+
+    dense: replicated over data-parallel ranks; experts: over those of expert parallelism.
+    """
 
     dense: int
     experts: int
 
 
 def held_parameters(shape: ModelShape, p: ParallelSettings, stage: int) -> Held:
-    """What a rank of a pipeline stage holds. Raises ValueError where the layers cannot be split so."""
+    """What a rank of a pipeline stage holds.
+
+    Raises ValueError where the layers cannot be split so.
+    """
     layers = _layers(shape, p, stage)
     moe = len(set(layers) & set(shape.moe_layers))
     split = len(layers) * attention(shape).split
@@ -85,7 +101,9 @@ def held_parameters(shape: ModelShape, p: ParallelSettings, stage: int) -> Held:
     first, last = stage == 0, stage == p.pp - 1
     tables = first + (last and not (first and shape.tie_word_embeddings))
     dense = split // p.tp + whole + tables * table + last * shape.hidden_size
-    return Held(dense, moe * shape.num_experts * one_expert(shape) // (p.ep * (p.etp or p.default_etp)))
+    return Held(
+        dense, moe * shape.num_experts * one_expert(shape) // (p.ep * (p.etp or p.default_etp))
+    )
 
 
 def rank_memory(c: Configuration, shape: ModelShape, *, world_size: int, stage: int) -> RankMemory:
@@ -96,7 +114,9 @@ def rank_memory(c: Configuration, shape: ModelShape, *, world_size: int, stage: 
     moe = len(set(layers) & set(shape.moe_layers))
     rows = math.ceil(c.train.tokens_per_micro_batch / p.cp)
     adam = _MOMENTS + (4 if c.model.dtype == "bfloat16" else 0)
-    dense_copies = world_size // (p.tp * p.pp)  # the distributed optimizer shares its state among these
+    dense_copies = world_size // (
+        p.tp * p.pp
+    )  # the distributed optimizer shares its state among these
     expert_copies = world_size // (p.ep * (p.etp or p.default_etp) * p.pp)
     width = shape.topk * (1 if shape.num_experts <= _WIDE_EXPERTS else 2)
     rollouts = c.rollout.prompts_per_step * c.rollout.samples_per_prompt
@@ -112,15 +132,21 @@ def rank_memory(c: Configuration, shape: ModelShape, *, world_size: int, stage: 
         gradients=_GRADIENT * (held.dense + held.experts),
         optimizer=adam * shared,
         activations=_activations(c, shape, rows, stage),
-        logits=3 * rows * math.ceil(shape.vocab_size / p.tp) * size if on_last else 0,  # they, a copy, their gradient
-        routes=math.ceil(batch_rows / (p.cp * p.tp)) * routes,  # all micro-batches of a batch are packed at once
+        logits=3 * rows * math.ceil(shape.vocab_size / p.tp) * size
+        if on_last
+        else 0,  # they, a copy, their gradient
+        routes=math.ceil(batch_rows / (p.cp * p.tp))
+        * routes,  # all micro-batches of a batch are packed at once
         host_routes=batch_rows * routes if c.train.replay == "rollout" else 0,
         host_save=_SAVED * (held.dense + held.experts) + copied if c.run.checkpoint_every else 0,
     )
 
 
 def engine_memory(c: Configuration, shape: ModelShape) -> EngineMemory:
-    """Of each of an engine's devices. A smaller KV cache works too: SGLang then lets requests wait."""
+    """Of each of an engine's devices.
+
+    A smaller KV cache works too: SGLang then lets requests wait.
+    """
     engine, size = c.engine, BYTES[c.engine.dtype]
     tokens = engine.max_running_requests * (c.data.max_prompt_tokens + c.rollout.max_new_tokens)
     if engine.max_total_tokens is not None:
@@ -129,16 +155,22 @@ def engine_memory(c: Configuration, shape: ModelShape) -> EngineMemory:
         each = shape.latent.kv_rank + shape.latent.rotary_dim
     else:
         each = 2 * math.ceil(shape.num_key_value_heads / engine.tp) * shape.head_dim
-    return EngineMemory(math.ceil(num_parameters(shape) / engine.tp) * size, tokens * shape.num_layers * each * size)
+    return EngineMemory(
+        math.ceil(num_parameters(shape) / engine.tp) * size, tokens * shape.num_layers * each * size
+    )
 
 
 def _layers(shape: ModelShape, p: ParallelSettings, stage: int) -> list[int]:
-    split = PipelineSplit(shape.num_layers, p.pp, p.vpp or 1, p.first_stage_layers, p.last_stage_layers)
+    split = PipelineSplit(
+        shape.num_layers, p.pp, p.vpp or 1, p.first_stage_layers, p.last_stage_layers
+    )
     return [layer for chunk in split.layers()[stage] for layer in chunk]
 
 
 def _in_flight(p: ParallelSettings, stage: int) -> float:
-    """How many micro-batches a stage keeps until their backward pass; interleaved chunks keep some more."""
+    """How many micro-batches a stage keeps until their backward pass; interleaved chunks keep some
+    more.
+    """
     chunks = p.vpp or 1
     return p.pp - stage if chunks == 1 else p.pp * (1 + (p.pp - 1) / (p.pp * chunks))
 
@@ -146,13 +178,16 @@ def _in_flight(p: ParallelSettings, stage: int) -> float:
 def _activations(c: Configuration, shape: ModelShape, rows: int, stage: int) -> int:
     """An estimate of what autograd keeps of a stage's layers, in the manner of arXiv 2205.05198.
 
-    Recomputing whole layers keeps their inputs, and all of one layer. Experts are taken to be used evenly.
+    Recomputing whole layers keeps their inputs, and all of one layer. Experts are taken to be used
+    evenly.
     """
     p, hidden, size = c.parallel, shape.hidden_size, BYTES[c.model.dtype]
     own_rows = rows / p.tp  # sequence parallelism
     heads, groups, dim = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
     latent = 0 if shape.latent is None else (shape.latent.q_rank or 0) + 2 * shape.latent.kv_rank
-    inside = rows * (2 * (heads + 2 * groups) * dim + heads * dim + latent) / p.tp  # before and after rotation, output
+    inside = (
+        rows * (2 * (heads + 2 * groups) * dim + heads * dim + latent) / p.tp
+    )  # before and after rotation, output
     attended = 2 * own_rows * hidden + inside
     dense = 2 * own_rows * hidden + 3 * rows * shape.ffn_hidden_size / p.tp
     routed = own_rows * shape.topk * (2 * hidden + 3 * shape.moe_ffn_hidden_size)
@@ -160,5 +195,7 @@ def _activations(c: Configuration, shape: ModelShape, rows: int, stage: int) -> 
     layers = _layers(shape, p, stage)
     each = [attended + (experts if layer in shape.moe_layers else dense) for layer in layers]
     if c.model.recompute == "full":
-        return math.ceil(size * (_in_flight(p, stage) * len(layers) * own_rows * hidden + max(each)))
+        return math.ceil(
+            size * (_in_flight(p, stage) * len(layers) * own_rows * hidden + max(each))
+        )
     return math.ceil(size * _in_flight(p, stage) * sum(each))

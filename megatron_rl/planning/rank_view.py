@@ -15,7 +15,9 @@ from megatron_rl.models.pipeline_split import PipelineSplit
 
 @dataclass(frozen=True)
 class RankView:
-    """layers[v]: 0-based decoder layers of virtual pipeline chunk v. sp_size is 1 without sequence parallelism."""
+    """layers[v]: 0-based decoder layers of virtual pipeline chunk v. sp_size is 1 without sequence
+    parallelism.
+    """
 
     layers: tuple[tuple[int, ...], ...]
     cp_rank: int = 0
@@ -25,11 +27,21 @@ class RankView:
 
     @classmethod
     def of(
-        cls, num_layers: int, parallel: ParallelSettings, *, pp_rank: int = 0, cp_rank: int = 0, tp_rank: int = 0
+        cls,
+        num_layers: int,
+        parallel: ParallelSettings,
+        *,
+        pp_rank: int = 0,
+        cp_rank: int = 0,
+        tp_rank: int = 0,
     ) -> RankView:
         """The view of one rank. Raises ValueError when the layers cannot be split so."""
         split = PipelineSplit(
-            num_layers, parallel.pp, parallel.vpp or 1, parallel.first_stage_layers, parallel.last_stage_layers
+            num_layers,
+            parallel.pp,
+            parallel.vpp or 1,
+            parallel.first_stage_layers,
+            parallel.last_stage_layers,
         )
         return cls(
             layers=split.layers()[pp_rank],
@@ -41,20 +53,27 @@ class RankView:
 
     @property
     def row_multiple(self) -> int:
-        """Sequences are padded to this many rows: two zigzag chunks a context rank, each split over sequence ranks."""
+        """Sequences are padded to this many rows: two zigzag chunks a context rank, each split over
+        sequence ranks.
+        """
         return (2 * self.cp_size if self.cp_size > 1 else 1) * self.sp_size
 
     def moe_rows(self, moe_layers: Sequence[int]) -> tuple[int, ...]:
-        """Positions in the MoE-layer axis (`moe_layers` ascending) of the layers this rank holds, chunk by chunk."""
+        """Positions in the MoE-layer axis (`moe_layers` ascending) of the layers this rank holds,
+        chunk by chunk.
+        """
         held = {layer for chunk in self.layers for layer in chunk}
         return tuple(i for i, layer in enumerate(moe_layers) if layer in held)
 
     def context_rows(self, cu_seqlens: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-        """Rows of the packed batch that the model of this rank is given; the ranks of a sequence slice share them."""
+        """Rows of the packed batch that the model of this rank is given; the ranks of a sequence
+        slice share them.
+        """
         return zigzag_rows(cu_seqlens, self.cp_rank, self.cp_size)
 
     def input_rows(self, cu_seqlens: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-        """Rows of the packed batch that this rank's routers see: its contiguous slice of `context_rows`, in order.
+        """Rows of the packed batch that this rank's routers see: its contiguous slice of
+        `context_rows`, in order.
 
         cu_seqlens int32 [B + 1] counts padded rows.
         """
@@ -67,10 +86,14 @@ class RankView:
         return rows[self.sp_rank * share : (self.sp_rank + 1) * share]
 
 
-def zigzag_rows(cu_seqlens: npt.NDArray[np.int32], cp_rank: int, cp_size: int) -> npt.NDArray[np.int64]:
-    """Rows of context-parallel rank r of c: the chunks r and 2c-1-r of each sequence's 2c, as Transformer Engine's.
+def zigzag_rows(
+    cu_seqlens: npt.NDArray[np.int32], cp_rank: int, cp_size: int
+) -> npt.NDArray[np.int64]:
+    """Rows of context-parallel rank r of c: the chunks r and 2c-1-r of each sequence's 2c, as
+    Transformer Engine's.
 
-    Every rank so has the same share of a causal mask. cu_seqlens int32 [B + 1] counts rows padded to a multiple of 2c.
+    Every rank so has the same share of a causal mask. cu_seqlens int32 [B + 1] counts rows padded
+    to a multiple of 2c.
     """
     parts = [np.empty(0, np.int64)]
     for start, stop in itertools.pairwise(cu_seqlens):

@@ -1,1 +1,3 @@
-"""Where prompts come from: JSONL files, embedded tasks and reasoning-gym's generators behind one interface."""
+"""Where prompts come from: JSONL files, embedded tasks and reasoning-gym's generators behind one
+interface.
+"""

@@ -1,7 +1,8 @@
 """Column addition with its working written out: the embedded task of the quickstart.
 
-Two numbers of n digits (n = 4, 5 or 6) are given by columns from the right, each column under a letter. The response
-writes each column's sum with the carry into it, in two digits, then the total with n + 1 digits:
+Two numbers of n digits (n = 4, 5 or 6) are given by columns from the right, each column under a
+letter. The response writes each column's sum with the carry into it, in two digits, then the total
+with n + 1 digits:
 
     a38b13c65d18e97=   ->   a11b05c11d10e17>170151        (91613 + 78538 = 170151)
 """
@@ -19,7 +20,9 @@ NUM_DIGITS = (4, 5, 6)
 
 
 def questions(seed: int) -> Iterator[Question]:
-    """An endless stream; the number of digits is drawn uniformly, then the digits (the leading ones from 1 to 9)."""
+    """An endless stream; the number of digits is drawn uniformly, then the digits (the leading ones
+    from 1 to 9).
+    """
     rng = random.Random(f"{NAME}/{seed}")
     digits = range(10)
     while True:
@@ -32,7 +35,9 @@ def questions(seed: int) -> Iterator[Question]:
 
 def question(columns: Sequence[tuple[int, int]]) -> Question:
     """The question for digit pairs given from the right, with its answer and its worked response."""
-    text = "".join(f"{letter}{a}{b}" for letter, (a, b) in zip(LETTERS, columns, strict=False)) + "="
+    text = (
+        "".join(f"{letter}{a}{b}" for letter, (a, b) in zip(LETTERS, columns, strict=False)) + "="
+    )
     working, total, carry = [], [], 0
     for letter, (a, b) in zip(LETTERS, columns, strict=False):
         column_sum = a + b + carry
@@ -47,5 +52,5 @@ def question(columns: Sequence[tuple[int, int]]) -> Question:
         task=NAME,
         identity=f"{NAME}/{sorted((min(c), max(c)) for c in columns)}",
         difficulty=f"{len(columns)}_digits",
-        worked=f"{''.join(working)}>{answer}",
+        demonstration=f"{''.join(working)}>{answer}",
     )

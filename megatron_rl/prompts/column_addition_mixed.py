@@ -1,12 +1,13 @@
-"""Column addition of three difficulties in equal parts: what a start policy can do, can do sometimes, and cannot do.
+"""Column addition of three difficulties in equal parts: what a start policy can do, can do
+sometimes, and cannot do.
 
     easy    4 digits with every column worked in the question, so that only the total is left
     middle  5 digits, all of them from 1 to 6
     hard    6 digits, every column carries, and three columns with a carry into them are 9 + 9
 
-The shipped checkpoint of column addition solves a question of them at least 95 %, 20 to 70 % and at most 2 % of the
-time (docs/data.md; tests/prompts/test_column_addition_mixed.py). A question that is held out here is held out of
-`column_addition` too: they share identities.
+The shipped checkpoint of column addition solves a question of them at least 95 %, 20 to 70 % and at
+most 2 % of the time (docs/data.md; tests/prompts/test_column_addition_mixed.py). A question that is
+held out here is held out of `column_addition` too: they share identities.
 """
 
 from __future__ import annotations
@@ -33,9 +34,11 @@ def questions(seed: int) -> Iterator[Question]:
 
 
 def question(columns: Columns, *, worked_columns: int = 0) -> Question:
-    """The question for digit pairs given from the right, the first `worked_columns` of them worked in its text."""
+    """The question for digit pairs given from the right, the first `worked_columns` of them worked
+    in its text.
+    """
     plain = column_addition.question(columns)
-    shown = plain.worked[: 3 * worked_columns]  # a letter and two digits of each
+    shown = plain.demonstration[: 3 * worked_columns]  # a letter and two digits of each
     text = plain.text + shown
     return replace(
         plain,
@@ -43,7 +46,7 @@ def question(columns: Columns, *, worked_columns: int = 0) -> Question:
         text=text,
         task=NAME,
         difficulty=f"{len(columns)}_digits_{_carries(columns)}_carries",
-        worked=plain.worked.removeprefix(shown),
+        demonstration=plain.demonstration.removeprefix(shown),
     )
 
 
@@ -64,7 +67,9 @@ def _hard(rng: random.Random) -> Question:
 
 
 def _with_a_carry(rng: random.Random) -> tuple[int, int]:
-    first = rng.choices(range(1, 10), weights=range(1, 10))[0]  # evenly among the 45 pairs that add up to 10 or more
+    first = rng.choices(range(1, 10), weights=range(1, 10))[
+        0
+    ]  # evenly among the 45 pairs that add up to 10 or more
     return first, rng.randint(10 - first, 9)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
 
 from megatron_rl.config.schema import DataSettings
-from megatron_rl.contracts.plugins import open_door, own_code
+from megatron_rl.contracts.plugins import load_plugin, user_code
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.prompts import column_addition, column_addition_mixed, two_digit_addition
@@ -31,33 +31,47 @@ def open_prompts(
     check_answer: CheckAnswer | None = None,
     *,
     render: Render = refuse_messages,
-    worked: bool = False,
+    demonstration: bool = False,
 ) -> PromptSource:
-    """Open a source by name. Raises `PromptDataError` naming the key, or the file and line, and the remedy.
+    """Open a source by name. Raises `PromptDataError` naming the key, or the file and line, and the
+    remedy.
 
-    Of a JSONL file all rows are used, and data.num_eval of them held out unless data.eval_path names others; other
-    sources write data.num_train and data.num_eval questions. The seed never moves a question across the split.
-    check_answer: raises ValueError for a reference answer that responses cannot be judged by (`Scorer.check_answer`),
-    which makes the row a bad one. render: of rows with messages. worked: training questions without a worked response
-    are bad ones too. Raises `DoorError` where a source of the user's own cannot be opened.
+    Of a JSONL file all rows are used, and data.num_eval of them held out unless data.eval_path
+    names others; other sources write data.num_train and data.num_eval questions. The seed never
+    moves a question across the split. check_answer: raises ValueError for a reference answer that
+    responses cannot be judged by (`Scorer.check_answer`), which makes the row a bad one. render: of
+    rows with messages. worked: training questions without a worked response are bad ones too.
+    Raises `PluginError` where a source of the user's own cannot be opened.
     """
     bad_rows = BadRows(settings.on_bad_row)
     if settings.source == "jsonl":
         split = _split_files(settings, render, bad_rows)
     else:
         split = draw_split(draw_questions(settings), settings.num_train, settings.num_eval)
-    questions = _with_responses(split.train, bad_rows) if worked else split.train
+    questions = _with_responses(split.train, bad_rows) if demonstration else split.train
     train = list(_usable(questions, tokenizer, settings.max_prompt_tokens, check_answer, bad_rows))
-    held_out = list(_usable(split.held_out, tokenizer, settings.max_prompt_tokens, check_answer, bad_rows))
+    held_out = list(
+        _usable(split.held_out, tokenizer, settings.max_prompt_tokens, check_answer, bad_rows)
+    )
     named, examples = tuple(bad_rows.named), tuple(bad_rows.examples)
     excluded = Excluded(bad_rows.count, split.duplicates, split.overlapping, examples, named)
     if not train:
-        key = f"data.train_path={settings.train_path}" if settings.train_path else f"data.source={settings.source}"
+        key = (
+            f"data.train_path={settings.train_path}"
+            if settings.train_path
+            else f"data.source={settings.source}"
+        )
         raise _nothing_left(key, "training", excluded)
     if not held_out:
-        key = f"data.eval_path={settings.eval_path}" if settings.eval_path else f"data.num_eval={settings.num_eval}"
+        key = (
+            f"data.eval_path={settings.eval_path}"
+            if settings.eval_path
+            else f"data.num_eval={settings.num_eval}"
+        )
         raise _nothing_left(key, "held-out", excluded)
-    rates = read_pass_rates(settings.pass_rates, settings) if settings.pass_rates is not None else {}
+    rates = (
+        read_pass_rates(settings.pass_rates, settings) if settings.pass_rates is not None else {}
+    )
     return PromptSource(train, held_out, settings, excluded, rates)
 
 
@@ -70,12 +84,18 @@ def open_set(
     *,
     render: Render = refuse_messages,
 ) -> list[Prompt]:
-    """The questions of one of eval.sets, each once; bad rows are as in `open_prompts`. Raises `PromptDataError`."""
+    """The questions of one of eval.sets, each once; bad rows are as in `open_prompts`. Raises
+    `PromptDataError`.
+    """
     key, bad_rows = f"eval.sets.{name}", BadRows(settings.on_bad_row)
     split = keep_apart([], read_jsonl(path, bad_rows, key=key, render=render), bad_rows)
-    prompts = list(_usable(split.held_out, tokenizer, settings.max_prompt_tokens, check_answer, bad_rows))
+    prompts = list(
+        _usable(split.held_out, tokenizer, settings.max_prompt_tokens, check_answer, bad_rows)
+    )
     if not prompts:
-        excluded = Excluded(bad_rows.count, split.duplicates, 0, tuple(bad_rows.examples), tuple(bad_rows.named))
+        excluded = Excluded(
+            bad_rows.count, split.duplicates, 0, tuple(bad_rows.examples), tuple(bad_rows.named)
+        )
         raise _nothing_left(f"{key}={path}", "held-out", excluded)
     return prompts
 
@@ -87,20 +107,26 @@ def open_source(settings: DataSettings) -> Source:
     if settings.source == "reasoning_gym":
         return ReasoningGym(settings.task, settings.task_config)
     methods = {"questions": ("seed",)}
-    source: Source = open_door("data.source", settings.source, settings.options, methods=methods)
+    source: Source = load_plugin("data.source", settings.source, settings.options, methods=methods)
     return source
 
 
 def draw_questions(settings: DataSettings) -> Iterator[Question]:
-    """The questions of a source, checked: what a user's own yields may be anything. Raises `PromptDataError`."""
+    """The questions of a source, checked: what a user's own yields may be anything. Raises
+    `PromptDataError`.
+    """
     source, opened = settings.source, open_source(settings)
     text_of_id: dict[str, str] = {}
     for question in _drawn(source, opened, settings.seed):
         if not isinstance(question, Question):
-            raise PromptDataError(f"data.source={source}: it yields {type(question).__name__}, not a Question")
+            raise PromptDataError(
+                f"data.source={source}: it yields {type(question).__name__}, not a Question"
+            )
         for name in _FIELDS:
             if not isinstance(value := getattr(question, name), str):
-                raise PromptDataError(f"data.source={source}: Question.{name}={value!r}: it must be a str")
+                raise PromptDataError(
+                    f"data.source={source}: Question.{name}={value!r}: it must be a str"
+                )
         first = text_of_id.setdefault(question.id, question.text)
         if first != question.text:
             raise PromptDataError(
@@ -111,14 +137,19 @@ def draw_questions(settings: DataSettings) -> Iterator[Question]:
 
 
 def _drawn(name: str, source: Source, seed: int) -> Iterator[object]:
-    """What `questions` yields. The embedded ones and generators tell for themselves what is wrong."""
+    """What `questions` yields.
+
+    The embedded ones and generators tell for themselves what is wrong.
+    """
     called = f"data.source={name}: questions({seed})"
-    with own_code(called, passing=(PromptDataError,), failure=PromptDataError):
+    with user_code(called, passing=(PromptDataError,), failure=PromptDataError):
         questions = source.questions(seed)
     if not isinstance(questions, Iterable):
         kind = type(questions).__name__
-        raise PromptDataError(f"{called} returns {kind}, not an iterator. Write a generator that yields Questions")
-    with own_code(called, passing=(PromptDataError,), failure=PromptDataError):
+        raise PromptDataError(
+            f"{called} returns {kind}, not an iterator. Write a generator that yields Questions"
+        )
+    with user_code(called, passing=(PromptDataError,), failure=PromptDataError):
         yield from questions
 
 
@@ -127,15 +158,22 @@ def _split_files(settings: DataSettings, render: Render, bad_rows: BadRows) -> S
     train = read_jsonl(settings.train_path, bad_rows, key="data.train_path", render=render)
     if settings.eval_path is None:
         return hold_out(train, settings.num_eval, bad_rows)
-    return keep_apart(train, read_jsonl(settings.eval_path, bad_rows, key="data.eval_path", render=render), bad_rows)
+    return keep_apart(
+        train,
+        read_jsonl(settings.eval_path, bad_rows, key="data.eval_path", render=render),
+        bad_rows,
+    )
 
 
 def _with_responses(questions: Iterable[Question], bad_rows: BadRows) -> Iterator[Question]:
     for question in questions:
-        if question.worked:
+        if question.demonstration:
             yield question
         else:
-            bad_rows.report(question.origin, "it shows no response, which environment=worked is to learn from")
+            bad_rows.report(
+                question.origin,
+                "it shows no response, which environment=demonstration is to learn from",
+            )
 
 
 def _usable(
@@ -159,7 +197,9 @@ def _usable(
 
 
 def _check_lengths(question: Question, max_tokens: int, most_characters: int) -> None:
-    """Before anything reads the texts: encoding megabytes takes minutes in which no signal is heard."""
+    """Before anything reads the texts: encoding megabytes takes minutes in which no signal is
+    heard.
+    """
     if len(question.text) > most_characters:
         raise ValueError(
             f"{len(question.text)} characters; data.max_prompt_tokens={max_tokens} of the longest token are "
@@ -167,7 +207,9 @@ def _check_lengths(question: Question, max_tokens: int, most_characters: int) ->
         )
     for name, value in (("id", question.id), ("answer", question.answer)):
         if len(value) > _MOST_CHARACTERS:
-            raise ValueError(f"`{name}` has {len(value)} characters; at most {_MOST_CHARACTERS} are taken")
+            raise ValueError(
+                f"`{name}` has {len(value)} characters; at most {_MOST_CHARACTERS} are taken"
+            )
 
 
 def _prompt(question: Question, ids: tuple[int, ...], max_tokens: int) -> Prompt:
@@ -179,7 +221,7 @@ def _prompt(question: Question, ids: tuple[int, ...], max_tokens: int) -> Prompt
         answer=question.answer,
         task=question.task,
         difficulty=question.difficulty,
-        worked=question.worked,
+        demonstration=question.demonstration,
     )
 
 

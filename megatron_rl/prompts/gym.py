@@ -1,6 +1,7 @@
 """Questions from reasoning-gym's generators, an optional dependency.
 
-Tasks with several right answers (`countdown`) can be drawn, but only the reference answer is judged right.
+Tasks with several right answers (`countdown`) can be drawn, but only the reference answer is judged
+right.
 """
 
 from __future__ import annotations
@@ -32,11 +33,16 @@ class ReasoningGym:
         self._factory = _factory()
         if task not in self._factory.DATASETS:
             known = ", ".join(sorted(self._factory.DATASETS))
-            raise PromptDataError(f"data.task={task}: reasoning-gym has no generator of that name. It has: {known}")
+            raise PromptDataError(
+                f"data.task={task}: reasoning-gym has no generator of that name. It has: {known}"
+            )
         self._task, self._settings = str(task), dict(settings)
 
     def questions(self, seed: int) -> Iterator[Question]:
-        """An endless stream. Raises `PromptDataError` where the generator fails or gives no reference answer."""
+        """An endless stream.
+
+        Raises `PromptDataError` where the generator fails or gives no reference answer.
+        """
         for chunk in itertools.count():
             # Item i of a data set is seeded with seed + i: chunks continue one another.
             dataset = self._dataset((seed * _SEED_STRIDE + chunk * _CHUNK) % 2**31)

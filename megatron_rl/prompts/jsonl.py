@@ -1,4 +1,6 @@
-"""Questions from JSONL files: one object per line with `prompt` or `messages`, `answer`, `response` and labels."""
+"""Questions from JSONL files: one object per line with `prompt` or `messages`, `answer`, `response`
+and labels.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from msgspec import UNSET, UnsetType
 
 from megatron_rl.prompts.question import BadRows, PromptDataError, Question
 
-_MOST_BYTES = 16 * 2**20  # of a line; no model reads so long a prompt, and a file without line ends fills no memory
+_MOST_BYTES = (
+    16 * 2**20
+)  # of a line; no model reads so long a prompt, and a file without line ends fills no memory
 _MOST_EXPONENT = 999  # of an answer; 1e999999999 would fill the memory with zeros
 
 
@@ -26,7 +30,9 @@ def refuse_messages(messages: Sequence[Mapping[str, str]]) -> str:
 
 
 def is_line(prompt_id: str) -> bool:
-    """Whether a training row without an `id` is called so: by its line, which means nothing in another file."""
+    """Whether a training row without an `id` is called so: by its line, which means nothing in
+    another file.
+    """
     key, _, number = prompt_id.partition(":")
     return key == "data.train_path" and number.isdecimal()
 
@@ -46,10 +52,14 @@ class _Row(msgspec.Struct):
     difficulty: str | int | float = ""
 
 
-def read_jsonl(path: str | Path, bad_rows: BadRows, *, key: str, render: Render = refuse_messages) -> list[Question]:
-    """All questions of a file. key: the configuration key that names the file (`data.train_path`), for messages.
+def read_jsonl(
+    path: str | Path, bad_rows: BadRows, *, key: str, render: Render = refuse_messages
+) -> list[Question]:
+    """All questions of a file. key: the configuration key that names the file (`data.train_path`),
+    for messages.
 
-    render: of rows with `messages`. Raises `PromptDataError` when the file cannot be read or holds no usable row.
+    render: of rows with `messages`. Raises `PromptDataError` when the file cannot be read or holds
+    no usable row.
     """
     questions: list[Question] = []
     line_of_id: dict[str, int] = {}
@@ -74,13 +84,16 @@ def read_jsonl(path: str | Path, bad_rows: BadRows, *, key: str, render: Render 
     if not questions:
         raise PromptDataError(
             f"{key}={path}: no usable row among {bad_rows.count} bad ones. Each line must be an object such as "
-            '{"prompt": "2+2=", "answer": "4"}' + "".join(f"\n  {example}" for example in bad_rows.examples[:3])
+            '{"prompt": "2+2=", "answer": "4"}'
+            + "".join(f"\n  {example}" for example in bad_rows.examples[:3])
         )
     return questions
 
 
 def _lines(path: str | Path, key: str) -> Iterator[tuple[int, bytes]]:
-    """Lines that are not empty, with their numbers; of one that is too long only so much that this can be seen."""
+    """Lines that are not empty, with their numbers; of one that is too long only so much that this
+    can be seen.
+    """
     try:
         with Path(path).open("rb") as file:
             for number in itertools.count(1):
@@ -112,7 +125,7 @@ def _question(line: bytes, origin: str, render: Render, default_id: str) -> Ques
         task=row.task,
         origin=origin,
         difficulty=str(row.difficulty),
-        worked=response,
+        demonstration=response,
     )
 
 
@@ -146,7 +159,9 @@ def _answer(raw: bytes) -> str:
     elif first.isdigit() or first == b"-":
         answer = _plain_digits(raw.decode("ascii"))
     else:
-        raise ValueError(f"`answer` must be a string or a number, got {raw[:40].decode('utf-8', 'replace')}")
+        raise ValueError(
+            f"`answer` must be a string or a number, got {raw[:40].decode('utf-8', 'replace')}"
+        )
     if not answer.strip():
         raise ValueError("`answer` is empty")
     return answer
@@ -158,5 +173,7 @@ def _plain_digits(number: str) -> str:
     if not exponent:
         return number
     if len(exponent.lstrip("+-0")) > len(str(_MOST_EXPONENT)):
-        raise ValueError(f"`answer`: the exponent of {number[:40]} exceeds {_MOST_EXPONENT}; write the digits out")
+        raise ValueError(
+            f"`answer`: the exponent of {number[:40]} exceeds {_MOST_EXPONENT}; write the digits out"
+        )
     return format(Decimal(number), "f")

@@ -1,7 +1,8 @@
-"""Estimated pass rates of a data set's prompts, in a file beside it: a header, then a line for each prompt.
+"""Estimated pass rates of a data set's prompts, in a file beside it: a header, then a line for each
+prompt.
 
-{"data": {"source": "jsonl", "sha256": "..."}, "model": "...", "samples": 16, "temperature": 1.0, ...}
-{"id": "train:1", "right": 3, "samples": 16}
+{"data": {"source": "jsonl", "sha256": "..."}, "model": "...", "samples": 16, "temperature": 1.0,
+...} {"id": "train:1", "right": 3, "samples": 16}
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ _REMEDY = "Write it anew with python launch/profile_prompts.py"
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """data: which data set, as `identity_of` says; samples: asked of each prompt; date: ISO, of the beginning."""
+    """data: which data set, as `identity_of` says; samples: asked of each prompt; date: ISO, of the
+    beginning.
+    """
 
     data: dict[str, Any]
     model: str
@@ -35,7 +38,10 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PassRate(msgspec.Struct, frozen=True, kw_only=True):
-    """right of `samples` judged responses had correctness 1. samples may be fewer than were asked, or none."""
+    """right of `samples` judged responses had correctness 1.
+
+    samples may be fewer than were asked, or none.
+    """
 
     id: str
     right: Count
@@ -51,7 +57,8 @@ class PassRate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def identity_of(settings: DataSettings) -> dict[str, Any]:
-    """Which data set the settings name: a file by its contents, a source that writes questions by what it takes.
+    """Which data set the settings name: a file by its contents, a source that writes questions by
+    what it takes.
 
     How many of its questions are taken, and how many held out, makes it no other data set.
     """
@@ -59,26 +66,41 @@ def identity_of(settings: DataSettings) -> dict[str, Any]:
         assert settings.train_path is not None, "the rules of the configuration ask for it"
         try:
             with open(settings.train_path, "rb") as file:
-                return {"source": "jsonl", "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+                return {
+                    "source": "jsonl",
+                    "sha256": hashlib.file_digest(file, "sha256").hexdigest(),
+                }
         except OSError as error:
-            raise PromptDataError(f"data.train_path={settings.train_path}: it cannot be read ({error})") from error
+            raise PromptDataError(
+                f"data.train_path={settings.train_path}: it cannot be read ({error})"
+            ) from error
     told: dict[str, Any] = {"source": settings.source, "seed": settings.seed}
-    optional = {"task": settings.task, "task_config": settings.task_config, "options": settings.options}
+    optional = {
+        "task": settings.task,
+        "task_config": settings.task_config,
+        "options": settings.options,
+    }
     return told | {name: value for name, value in optional.items() if value}
 
 
 def read_pass_rates(path: str | Path, settings: DataSettings) -> dict[str, PassRate]:
     """Pass rates by prompt id: `right` of `samples`, which a belief can start from.
 
-    Raises `PromptDataError` for a file that cannot be read, or that is of another data set than the settings name.
+    Raises `PromptDataError` for a file that cannot be read, or that is of another data set than the
+    settings name.
     """
     key = f"data.pass_rates={path}"
     header, rates = read_file(path)
     told, now = header.data, msgspec.to_builtins(identity_of(settings))
     if told != now:
-        other = [f"{name}: {told.get(name)!r} there, {now.get(name)!r} here" for name in sorted(told | now)
-                 if told.get(name) != now.get(name)]  # fmt: skip
-        raise PromptDataError(f"{key}: it is of another data set ({'; '.join(other)}). {_REMEDY} for this one")
+        other = [
+            f"{name}: {told.get(name)!r} there, {now.get(name)!r} here"
+            for name in sorted(told | now)
+            if told.get(name) != now.get(name)
+        ]
+        raise PromptDataError(
+            f"{key}: it is of another data set ({'; '.join(other)}). {_REMEDY} for this one"
+        )
     return {rate.id: rate for rate in rates}
 
 
@@ -91,11 +113,15 @@ def read_file(path: str | Path) -> tuple[Header, list[PassRate]]:
         raise PromptDataError(f"{key}: it cannot be read ({error.strerror}). {_REMEDY}") from error
     header = _decoded(lines[0] if lines else b"", Header, f"{key} line 1")
     if header.format != _FORMAT:
-        raise PromptDataError(f"{key}: it is of format {header.format}, and this version reads {_FORMAT}. {_REMEDY}")
+        raise PromptDataError(
+            f"{key}: it is of format {header.format}, and this version reads {_FORMAT}. {_REMEDY}"
+        )
     for number, line in enumerate(lines[1:], 2):
         rate = _decoded(line, PassRate, f"{key} line {number}")
         if rate.id in seen:
-            raise PromptDataError(f"{key} line {number}: prompt {rate.id[:80]!r} has a rate already. {_REMEDY}")
+            raise PromptDataError(
+                f"{key} line {number}: prompt {rate.id[:80]!r} has a rate already. {_REMEDY}"
+            )
         seen.add(rate.id)
         rates.append(rate)
     return header, rates
@@ -104,8 +130,8 @@ def read_file(path: str | Path) -> tuple[Header, list[PassRate]]:
 class PassRateFile:
     """Written beside its place as `NAME.part`, and moved there when it is whole: `finish`.
 
-    What an earlier attempt with the same header (but for its date) left is kept: `done` has its prompts. Raises
-    `PromptDataError` for one of another header.
+    What an earlier attempt with the same header (but for its date) left is kept: `done` has its
+    prompts. Raises `PromptDataError` for one of another header.
     """
 
     def __init__(self, path: Path, header: Header) -> None:
@@ -127,7 +153,9 @@ class PassRateFile:
         self._part.rename(self._path)
 
     def _take_over(self, header: Header) -> None:
-        whole = self._part.read_bytes().rpartition(b"\n")[0] + b"\n"  # a line that was cut off is asked again
+        whole = (
+            self._part.read_bytes().rpartition(b"\n")[0] + b"\n"
+        )  # a line that was cut off is asked again
         self._part.write_bytes(whole)
         before, rates = read_file(self._part)
         if msgspec.structs.replace(before, date=header.date) != header:

@@ -1,4 +1,6 @@
-"""What every source of prompts yields before tokenization, and what happens to rows that cannot be used."""
+"""What every source of prompts yields before tokenization, and what happens to rows that cannot be
+used.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ _LONGEST_REASON = 300  # characters: what a row holds may be megabytes
 
 
 class PromptDataError(Failure, ValueError):
-    """Prompt data that cannot be used; names the key, or the file and line, the rule and the remedy."""
+    """Prompt data that cannot be used; names the key, or the file and line, the rule and the
+    remedy.
+    """
 
     exit_code = ExitCode.BAD_DATA
 
@@ -23,10 +27,11 @@ class PromptDataError(Failure, ValueError):
 class Question:
     """One question in text.
 
-    id: unique within a run's data. task, difficulty: free labels that metrics group by. identity: questions of equal
-    identity are the same question in disguise and never fall on both sides of the train/held-out split; "" stands for
-    the text but for case and white space. origin: where it came from, for messages (`train.jsonl line 3`); "" stands
-    for the id. worked: a worked response, without the end-of-sequence token, where the source can write one.
+    id: unique within a run's data. task, difficulty: free labels that metrics group by. identity:
+    questions of equal identity are the same question in disguise and never fall on both sides of
+    the train/held-out split; "" stands for the text but for case and white space. origin: where it
+    came from, for messages (`train.jsonl line 3`); "" stands for the id. worked: a worked response,
+    without the end-of-sequence token, where the source can write one.
     """
 
     id: str
@@ -36,7 +41,7 @@ class Question:
     difficulty: str = ""
     identity: str = ""
     origin: str = ""
-    worked: str = ""
+    demonstration: str = ""
 
     def __post_init__(self) -> None:
         if not self.identity:
@@ -46,7 +51,9 @@ class Question:
 
 
 class Source(Protocol):
-    """Writes questions: an embedded task, a generator, or the user's own behind `data.source=package.module:Name`."""
+    """Writes questions: an embedded task, a generator, or the user's own behind
+    `data.source=package.module:Name`.
+    """
 
     def questions(self, seed: int) -> Iterator[Question]:
         """A stream that depends on the seed alone, endless or not. Equal texts are used once."""
@@ -55,10 +62,11 @@ class Source(Protocol):
 
 @dataclass
 class BadRows:
-    """Collects rows that are not used. policy: whether a bad row ends the run or is left out and counted.
+    """Collects rows that are not used. policy: whether a bad row ends the run or is left out and
+    counted.
 
-    count: how many bad ones. examples: the first of them, as `origin: reason`. named: the first 10,000 of all rows that
-    are left out, repeated ones too.
+    count: how many bad ones. examples: the first of them, as `origin: reason`. named: the first
+    10,000 of all rows that are left out, repeated ones too.
     """
 
     policy: Literal["fail", "skip"]
@@ -70,7 +78,9 @@ class BadRows:
         """Count a bad row, or raise `PromptDataError` when bad rows are fatal."""
         message = _shortened(f"{origin}: {reason}")
         if self.policy == "fail":
-            raise PromptDataError(f"{message}. Correct it, or leave such rows out with data.on_bad_row=skip")
+            raise PromptDataError(
+                f"{message}. Correct it, or leave such rows out with data.on_bad_row=skip"
+            )
         self.count += 1
         if len(self.examples) < _EXAMPLES_KEPT:
             self.examples.append(message)

@@ -10,17 +10,18 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_rl.config.schema import DataSettings
+from megatron_rl.contracts.belief_state import BeliefState
 from megatron_rl.contracts.prompt import Prompt
+from megatron_rl.contracts.run_state import PromptCursor
 from megatron_rl.prompts.pass_rates import PassRate
 from megatron_rl.prompts.question import PromptDataError
-from megatron_rl.contracts.belief_state import BeliefState
-from megatron_rl.contracts.run_state import PromptCursor
 
 
 @dataclass(frozen=True)
 class Excluded:
-    """Rows that are not used. bad: malformed or unusable; examples: the first of them. duplicates: repeated questions.
-    overlapping: training rows that are also held out. named: the first of all these, as `origin: reason`."""
+    """Rows that are not used. bad: malformed or unusable; examples: the first of them. duplicates:
+    repeated questions. overlapping: training rows that are also held out. named: the first of all
+    these, as `origin: reason`."""
 
     bad: int = 0
     duplicates: int = 0
@@ -32,7 +33,9 @@ class Excluded:
         return f"left out: {self.bad} bad rows, {self.duplicates} duplicates, {self.overlapping} that are also held out"
 
     def report(self) -> str:
-        """The text of a file that names what was left out, a line each; empty when there is nothing to name."""
+        """The text of a file that names what was left out, a line each; empty when there is nothing
+        to name.
+        """
         if not self.named:
             return ""
         more = self.bad + self.duplicates + self.overlapping - len(self.named)
@@ -43,9 +46,10 @@ class Excluded:
 class PromptSource:
     """train, held_out: the prompts of each side; excluded: what was left out of both.
 
-    rates: estimated pass rates by prompt id. A band of them leaves out of `take` what is not in it; `train`, the order
-    and the cursor are those of all prompts, so that a band may change between two steps. beliefs: that a new run begins
-    with, where another had some (see `Inherited`).
+    rates: estimated pass rates by prompt id. A band of them leaves out of `take` what is not in it;
+    `train`, the order and the cursor are those of all prompts, so that a band may change between
+    two steps. beliefs: that a new run begins with, where another had some (see
+    `TransferredBeliefs`).
     """
 
     def __init__(
@@ -82,19 +86,27 @@ class PromptSource:
         if band is not None:
             low, high = band
             inside = {prompt_id for prompt_id, rate in self.rates.items() if rate.within(low, high)}
-            self._outside = frozenset(i for i, prompt in enumerate(self.train) if prompt.id not in inside)
+            self._outside = frozenset(
+                i for i, prompt in enumerate(self.train) if prompt.id not in inside
+            )
 
     def told(self) -> tuple[str, str, str]:
         """What was left out, and what is known of pass rates and believed of them, for people."""
         return str(self.excluded), self.report_rates(), self._report_beliefs()
 
     def report_rates(self) -> str:
-        """How many prompts of each side of the file and of the band there are, for people; empty without rates."""
+        """How many prompts of each side of the file and of the band there are, for people; empty
+        without rates.
+        """
         if not self.rates:
             return ""
         known = {prompt.id for prompt in self.train}
-        rated = sum(bool((rate := self.rates.get(prompt.id)) and rate.samples) for prompt in self.train)
-        inside = "" if self._band is None else f"; {self.num_available} in data.band={list(self._band)}"
+        rated = sum(
+            bool((rate := self.rates.get(prompt.id)) and rate.samples) for prompt in self.train
+        )
+        inside = (
+            "" if self._band is None else f"; {self.num_available} in data.band={list(self._band)}"
+        )
         strangers = sum(prompt_id not in known for prompt_id in self.rates)
         return f"pass rates: of {rated} of {len(known)} training prompts, and of {strangers} unknown ids{inside}"
 
@@ -125,10 +137,11 @@ class PromptSource:
         self._repeated = {}
 
     def offer(self, asked: Collection[str]) -> tuple[Prompt, int] | None:
-        """The next training prompt, and its epoch: each is offered once per epoch, across the ends of epochs.
+        """The next training prompt, and its epoch: each is offered once per epoch, across the ends
+        of epochs.
 
-        asked: ids that this step has asked; their prompts are put off to the next step, each once. None: it has asked
-        all.
+        asked: ids that this step has asked; their prompts are put off to the next step, each once.
+        None: it has asked all.
         """
         if len(asked) >= self.num_available:
             return None
@@ -140,10 +153,15 @@ class PromptSource:
     def cursor(self) -> PromptCursor:
         """What was offered so far."""
         put_off = (*self._repeated, *self._put_off)
-        return PromptCursor(epoch=self._epoch, position=self._position, put_off=put_off, digest=self._digest)
+        return PromptCursor(
+            epoch=self._epoch, position=self._position, put_off=put_off, digest=self._digest
+        )
 
     def seek(self, cursor: PromptCursor) -> None:
-        """Go on behind what a run before had taken. Raises `PromptDataError` where that run had other prompts."""
+        """Go on behind what a run before had taken.
+
+        Raises `PromptDataError` where that run had other prompts.
+        """
         if cursor.digest != self._digest:
             raise PromptDataError(
                 f"run.resume: the checkpoint's run had other training prompts than the {len(self.train)} here. Give it "
@@ -186,7 +204,9 @@ class PromptSource:
     def _digest(self) -> str:
         """Of which prompts in which order a cursor speaks."""
         named = "\n".join(f"{prompt.id}\t{prompt.token_ids}" for prompt in self.train)
-        return hashlib.sha256(f"{self._settings.seed}/{self._settings.shuffle}\n{named}".encode()).hexdigest()
+        return hashlib.sha256(
+            f"{self._settings.seed}/{self._settings.shuffle}\n{named}".encode()
+        ).hexdigest()
 
     def _epoch_order(self) -> list[int]:
         order = list(range(len(self.train)))

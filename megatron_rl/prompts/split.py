@@ -14,7 +14,9 @@ _PATIENCE = 20_000
 
 @dataclass(frozen=True)
 class Split:
-    """duplicates: rows left out because they repeat a question; overlapping: because they were held out."""
+    """duplicates: rows left out because they repeat a question; overlapping: because they were held
+    out.
+    """
 
     train: list[Question]
     held_out: list[Question]
@@ -25,8 +27,8 @@ class Split:
 def draw_split(questions: Iterable[Question], num_train: int, num_eval: int) -> Split:
     """Fill both sides from a generator: one identity in eight belongs to the held-out side.
 
-    Repeated texts are drawn again. Raises `PromptDataError` when the generator ends, or gives 20,000 questions in a row
-    that neither side can use, before both sides are full.
+    Repeated texts are drawn again. Raises `PromptDataError` when the generator ends, or gives
+    20,000 questions in a row that neither side can use, before both sides are full.
     """
     sides: tuple[list[Question], list[Question]] = ([], [])
     wanted = (num_train, num_eval)
@@ -54,7 +56,8 @@ def draw_split(questions: Iterable[Question], num_train: int, num_eval: int) -> 
 
 
 def hold_out(questions: Sequence[Question], num_eval: int, bad_rows: BadRows) -> Split:
-    """Hold `num_eval` questions out of a finite set: those whose identities have the smallest hashes.
+    """Hold `num_eval` questions out of a finite set: those whose identities have the smallest
+    hashes.
 
     A repeated question is used once; repeated with another answer it is a bad row.
     """
@@ -64,7 +67,9 @@ def hold_out(questions: Sequence[Question], num_eval: int, bad_rows: BadRows) ->
             f"data.num_eval={num_eval}: holding that many out of {len(unique)} usable questions leaves none to train "
             "on. Lower data.num_eval, or name a file of held-out questions in data.eval_path"
         )
-    held = {q.identity for q in sorted(unique, key=lambda q: (_rank(q.identity), q.identity))[:num_eval]}
+    held = {
+        q.identity for q in sorted(unique, key=lambda q: (_rank(q.identity), q.identity))[:num_eval]
+    }
     return Split(
         train=[q for q in unique if q.identity not in held],
         held_out=[q for q in unique if q.identity in held],
@@ -90,13 +95,18 @@ def keep_apart(train: Sequence[Question], held_out: Sequence[Question], bad_rows
     distinct_held = []
     for question in unique_held:
         if question.id in origin_of_id:
-            bad_rows.report(question.origin, f"id {question.id!r} is already used in {origin_of_id[question.id]}")
+            bad_rows.report(
+                question.origin,
+                f"id {question.id!r} is already used in {origin_of_id[question.id]}",
+            )
         else:
             distinct_held.append(question)
     return Split(kept, distinct_held, repeated + repeated_held, len(unique_train) - len(kept))
 
 
-def _without_repeats(questions: Sequence[Question], bad_rows: BadRows) -> tuple[list[Question], int]:
+def _without_repeats(
+    questions: Sequence[Question], bad_rows: BadRows
+) -> tuple[list[Question], int]:
     first: dict[str, Question] = {}
     duplicates = 0
     for question in questions:
@@ -108,10 +118,13 @@ def _without_repeats(questions: Sequence[Question], bad_rows: BadRows) -> tuple[
             bad_rows.leave_out(question.origin, f"repeats the question of {known.origin}")
         else:
             bad_rows.report(
-                question.origin, f"repeats the question of {known.origin} with another answer ({question.answer!r})"
+                question.origin,
+                f"repeats the question of {known.origin} with another answer ({question.answer!r})",
             )
     return list(first.values()), duplicates
 
 
 def _rank(identity: str) -> int:
-    return int.from_bytes(hashlib.blake2b(identity.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
+    return int.from_bytes(
+        hashlib.blake2b(identity.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big"
+    )

@@ -32,5 +32,5 @@ def question(a: int, b: int) -> Question:
         task=NAME,
         identity=f"{NAME}/{min(a, b)}+{max(a, b)}",
         difficulty="3_digits" if a + b >= 100 else "2_digits" if a + b >= 10 else "1_digit",
-        worked=answer,
+        demonstration=answer,
     )

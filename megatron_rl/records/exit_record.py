@@ -12,7 +12,9 @@ import msgspec
 
 _NAME, _RESERVE = "exit.json", ".exit-reserve"
 _RESERVED_BYTES = 64 * 1024
-_MOST_REASON_BYTES = _RESERVED_BYTES // 2  # JSON escapes newlines and quotes with one byte more each
+_MOST_REASON_BYTES = (
+    _RESERVED_BYTES // 2
+)  # JSON escapes newlines and quotes with one byte more each
 
 
 class ExitRecord(msgspec.Struct, frozen=True):
@@ -43,7 +45,9 @@ def write_exit_record(directory: Path, code: int, reason: str) -> bool:
 
 
 def read_exit_record(directory: Path) -> ExitRecord | None:
-    """How the run of a directory ended; None while it goes on, or when all of its processes were killed at once."""
+    """How the run of a directory ended; None while it goes on, or when all of its processes were
+    killed at once.
+    """
     try:
         return msgspec.json.decode((directory / _NAME).read_bytes(), type=ExitRecord)
     except (OSError, msgspec.MsgspecError):

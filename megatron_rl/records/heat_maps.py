@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-# Metrics that are drawn by layer and step, and what they say; the experts' shares are drawn by layer and expert
+# Metrics that are drawn by layer and step, and what they say; the experts' shares are drawn by
+# layer and expert
 BY_STEP = {
     "routes/disagreement": "share of rows where the live choice differs, layers before it replayed",
     "routes/live_disagreement": "share of rows where the live choice differs, layers before it live",
@@ -22,12 +23,15 @@ _CELL = 12  # pixels
 # Viridis at equal distances, red green blue
 _COLOURS = np.array(
     [[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]], dtype=np.float64
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
 class HeatMap:
-    """values float64 [layers, columns], NaN where a number is missing. layers: decoder layers, from 0."""
+    """values float64 [layers, columns], NaN where a number is missing.
+
+    layers: decoder layers, from 0.
+    """
 
     name: str
     layers: list[int]
@@ -40,12 +44,16 @@ class HeatMap:
         low, high = (known.min(), known.max()) if known.size else (0.0, 0.0)
         place = np.nan_to_num((self.values - low) / max(high - low, 1e-12)) * (len(_COLOURS) - 1)
         channels = [np.interp(place, np.arange(len(_COLOURS)), colours) for colours in _COLOURS.T]
-        pixels = np.where(np.isfinite(self.values), np.stack(channels), 128.0).round().astype(np.uint8)
+        pixels = (
+            np.where(np.isfinite(self.values), np.stack(channels), 128.0).round().astype(np.uint8)
+        )
         return pixels.repeat(_CELL, axis=1).repeat(_CELL, axis=2)
 
 
 def heat_maps(records: Iterable[Mapping[str, float | None]]) -> Iterator[HeatMap]:
-    """The maps that records of `metrics.jsonl` hold: by step, and of the last measured step by expert."""
+    """The maps that records of `metrics.jsonl` hold: by step, and of the last measured step by
+    expert.
+    """
     by_step: dict[str, dict[int, dict[int, float]]] = {name: {} for name in BY_STEP}
     shares: dict[tuple[int, int], float] = {}
     for record in records:
@@ -60,7 +68,14 @@ def heat_maps(records: Iterable[Mapping[str, float | None]]) -> Iterator[HeatMap
         shares = measured or shares
     for name, steps in by_step.items():
         if steps:
-            yield _map(name, {(layer, step): value for step, row in steps.items() for layer, value in row.items()})
+            yield _map(
+                name,
+                {
+                    (layer, step): value
+                    for step, row in steps.items()
+                    for layer, value in row.items()
+                },
+            )
     if shares:
         yield _map(BY_EXPERT, shares)
 
@@ -83,14 +98,18 @@ def draw(heat_map: HeatMap, file: Path) -> None:
     import matplotlib.pyplot as plt
 
     layers, columns = heat_map.values.shape
-    figure, axes = plt.subplots(figsize=(3 + min(0.25 * columns, 12), 1.6 + min(0.25 * layers, 10)), dpi=150)
+    figure, axes = plt.subplots(
+        figsize=(3 + min(0.25 * columns, 12), 1.6 + min(0.25 * layers, 10)), dpi=150
+    )
     drawn = axes.imshow(heat_map.values, aspect="auto", interpolation="nearest", cmap="viridis")
     axes.set_yticks(range(layers), [str(layer) for layer in heat_map.layers])
     every = max(1, columns // 12)
     axes.set_xticks(range(0, columns, every), [str(column) for column in heat_map.columns[::every]])
     axes.set_ylabel("decoder layer")
     axes.set_xlabel("expert" if heat_map.name == BY_EXPERT else "step")
-    said = BY_STEP.get(heat_map.name, "share of a layer's rows that each expert got, in the last measured step")
+    said = BY_STEP.get(
+        heat_map.name, "share of a layer's rows that each expert got, in the last measured step"
+    )
     axes.set_title(f"{heat_map.name}\n{said}", fontsize=8)
     figure.colorbar(drawn)
     figure.tight_layout()
@@ -100,5 +119,7 @@ def draw(heat_map: HeatMap, file: Path) -> None:
 
 def _map(name: str, cells: Mapping[tuple[int, int], float]) -> HeatMap:
     layers, columns = sorted({layer for layer, _ in cells}), sorted({column for _, column in cells})
-    values = np.array([[cells.get((layer, column), np.nan) for column in columns] for layer in layers])
+    values = np.array(
+        [[cells.get((layer, column), np.nan) for column in columns] for layer in layers]
+    )
     return HeatMap(name, layers, columns, values)

@@ -13,16 +13,20 @@ from megatron_rl.config.schema import LoggerSettings
 from megatron_rl.records.heat_maps import heat_maps, is_drawn, is_share
 from megatron_rl.records.past_run import RunUnreadable, read_metrics
 from megatron_rl.records.run_directory import RunDirectory
-from megatron_rl.records.write_errors import CannotWrite, writing_problem
+from megatron_rl.records.write_errors import WriteFailed, write_problem
 
 
 class MetricsLog:
-    """Appends one JSON object a step, flushed at once; numbers that are not finite are null. Raises `CannotWrite`.
+    """Appends one JSON object a step, flushed at once; numbers that are not finite are null. Raises
+    `WriteFailed`.
 
-    first_step: of a run that goes on; TensorBoard hides what was written before of it and of later ones.
+    first_step: of a run that goes on; TensorBoard hides what was written before of it and of later
+    ones.
     """
 
-    def __init__(self, directory: RunDirectory, settings: LoggerSettings, first_step: int | None = None) -> None:
+    def __init__(
+        self, directory: RunDirectory, settings: LoggerSettings, first_step: int | None = None
+    ) -> None:
         self._path = directory.metrics_file
         with self._explained():
             self._file = self._path.open("ab", buffering=0)
@@ -33,7 +37,9 @@ class MetricsLog:
             self._writer = SummaryWriter(str(directory.tensorboard), purge_step=first_step)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        record = {"step": step} | {k: v if math.isfinite(v) else None for k, v in sorted(values.items())}
+        record = {"step": step} | {
+            k: v if math.isfinite(v) else None for k, v in sorted(values.items())
+        }
         with self._explained():
             self._append(json.dumps(record).encode() + b"\n")
             if self._writer is not None:
@@ -70,14 +76,17 @@ class MetricsLog:
         try:
             yield
         except OSError as error:
-            if (problem := writing_problem(error, self._path)) is None:
+            if (problem := write_problem(error, self._path)) is None:
                 raise
-            raise CannotWrite(problem) from error
+            raise WriteFailed(problem) from error
 
     def __enter__(self) -> MetricsLog:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()

@@ -27,7 +27,8 @@ class RunUnreadable(Failure):
 
 
 def read_metrics(directory: Path) -> list[Record]:
-    """The records of `metrics.jsonl`; null stands for a number that is not finite. Raises `RunUnreadable`.
+    """The records of `metrics.jsonl`; null stands for a number that is not finite. Raises
+    `RunUnreadable`.
 
     A last line without its end is left out: the run is writing it, or was killed meanwhile.
     """
@@ -53,7 +54,9 @@ def read_settings(directory: Path) -> dict[str, Any]:
     except RunUnreadable:
         raise
     except Exception as error:  # PyYAML's, OmegaConf's and plain ValueErrors
-        raise RunUnreadable(f"{file} is damaged ({_first_line(error)}). Move the run away, or run again") from error
+        raise RunUnreadable(
+            f"{file} is damaged ({_first_line(error)}). Move the run away, or run again"
+        ) from error
 
 
 def read_ranks(directory: Path) -> int | None:
@@ -62,11 +65,15 @@ def read_ranks(directory: Path) -> int | None:
     try:
         return msgspec.json.decode(_bytes(file), type=_Versions).ranks
     except msgspec.DecodeError as error:
-        raise RunUnreadable(f"{file} is damaged ({error}). Move the run away, or run again") from error
+        raise RunUnreadable(
+            f"{file} is damaged ({error}). Move the run away, or run again"
+        ) from error
 
 
 def flat_settings(text: str) -> dict[str, Any]:
-    """Settings in YAML as {"section.key": value}. Raises ValueError for text that holds no settings."""
+    """Settings in YAML as {"section.key": value}. Raises ValueError for text that holds no
+    settings.
+    """
     tree = OmegaConf.to_container(OmegaConf.create(text))
     if not isinstance(tree, dict) or not tree:
         raise ValueError("it holds no settings")
@@ -83,12 +90,20 @@ def _leaves(tree: dict[Any, Any], prefix: str) -> list[tuple[str, Any]]:
 
 def _bytes(file: Path) -> bytes:
     if not file.parent.is_dir():
-        raise RunUnreadable(f"{file.parent}: there is no such directory. Give a run's, such as runs/NAME")
+        raise RunUnreadable(
+            f"{file.parent}: there is no such directory. Give a run's, such as runs/NAME"
+        )
     try:
         return file.read_bytes()
     except FileNotFoundError:
-        held = "no run" if not (file.parent / "versions.json").exists() else "a run that ended before it wrote one"
-        raise RunUnreadable(f"{file.parent} holds no {file.name}: it is the directory of {held}") from None
+        held = (
+            "no run"
+            if not (file.parent / "versions.json").exists()
+            else "a run that ended before it wrote one"
+        )
+        raise RunUnreadable(
+            f"{file.parent} holds no {file.name}: it is the directory of {held}"
+        ) from None
     except OSError as error:
         raise RunUnreadable(f"{file} cannot be read: {error.strerror}") from error
 

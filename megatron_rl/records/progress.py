@@ -13,14 +13,20 @@ from typing import TextIO
 
 _PATIENCE_SECONDS = 10.0
 _KINDS = {
-    "flat_wrong": "wrong", "flat_right": "right", "tied_wrong": "tied wrong", "tied_right": "tied right",
-    "judged_tie": "with equal rewards", "too_few_verdicts": "with fewer than two verdicts",
-}  # fmt: skip
+    "all_incorrect": "wrong",
+    "all_correct": "right",
+    "tied_incorrect": "tied wrong",
+    "tied_correct": "tied right",
+    "tied_reward": "with equal rewards",
+    "too_few_verdicts": "with fewer than two verdicts",
+}
 _NAMED_CLASSES = 4  # of what became of the tokens: a line is short
 
 
 class Progress:
-    """Prints to `stream` (standard output unless told otherwise); silent when not enabled, or once nobody reads."""
+    """Prints to `stream` (standard output unless told otherwise); silent when not enabled, or once
+    nobody reads.
+    """
 
     def __init__(self, total_steps: int, *, enabled: bool, stream: TextIO | None = None) -> None:
         self._total = total_steps
@@ -72,12 +78,16 @@ class Progress:
 
 
 def print_line(text: str, stream: TextIO | None = None) -> bool:
-    """Print and flush; False once nobody reads (`| head`) or nothing can be written, which must not end a run."""
+    """Print and flush; False once nobody reads (`| head`) or nothing can be written, which must not
+    end a run.
+    """
     stream = sys.stdout if stream is None else stream
     try:
         print(text, file=stream, flush=True)
     except (OSError, ValueError):
-        with contextlib.suppress(OSError, ValueError):  # what is buffered would fail again when Python ends
+        with contextlib.suppress(
+            OSError, ValueError
+        ):  # what is buffered would fail again when Python ends
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, stream.fileno())
             os.close(nowhere)
@@ -92,9 +102,15 @@ def lost_rollouts(values: Mapping[str, float]) -> list[str]:
     found = []
     if rejected:
         prefix = "rollout/rejected/"
-        reasons = {name.removeprefix(prefix): n for name, n in values.items() if name.startswith(prefix)}
-        named = ", ".join(f"{n:.0f} {reason}" for reason, n in sorted(reasons.items(), key=lambda item: -item[1]))
-        found.append(f"lost {rejected:.0f} of {rejected + values.get('rollout/samples', 0.0):.0f} rollouts ({named})")
+        reasons = {
+            name.removeprefix(prefix): n for name, n in values.items() if name.startswith(prefix)
+        }
+        named = ", ".join(
+            f"{n:.0f} {reason}" for reason, n in sorted(reasons.items(), key=lambda item: -item[1])
+        )
+        found.append(
+            f"lost {rejected:.0f} of {rejected + values.get('rollout/samples', 0.0):.0f} rollouts ({named})"
+        )
     return [*found, f"{without:.0f} without a verdict"] if without else found
 
 
@@ -111,15 +127,23 @@ def what_trained(values: Mapping[str, float]) -> list[str]:
 
 
 def where_tokens_went(values: Mapping[str, float]) -> list[str]:
-    """Shares of the step's tokens by what became of them, the largest first; empty without an account."""
+    """Shares of the step's tokens by what became of them, the largest first; empty without an
+    account.
+    """
     prefix = "account/"
-    tokens = {name.removeprefix(prefix): n for name, n in values.items() if name.startswith(prefix) and n > 0}
+    tokens = {
+        name.removeprefix(prefix): n
+        for name, n in values.items()
+        if name.startswith(prefix) and n > 0
+    }
     total = tokens.pop("generated", 0.0)
     if not total:
         return []
     tokens.pop("evaluation", None)
     ordered = sorted(tokens.items(), key=lambda item: (-item[1], item[0]))[:_NAMED_CLASSES]
-    named = (f"{n / total:.0%} {name.removeprefix('trained/').replace('_', ' ')}" for name, n in ordered)
+    named = (
+        f"{n / total:.0%} {name.removeprefix('trained/').replace('_', ' ')}" for name, n in ordered
+    )
     return [f"tokens: {', '.join(named)}"]
 
 
@@ -128,9 +152,13 @@ def untrained_groups(values: Mapping[str, float]) -> str:
     groups = {kind: values.get(f"rollout/groups/{kind}", 0.0) for kind in ("mixed", *_KINDS)}
     total, mixed = sum(groups.values()), groups.pop("mixed")
     named = ", ".join(f"{count:.0f} {_KINDS[kind]}" for kind, count in groups.items() if count)
-    if mixed:  # nothing in them may be trained: cut responses with train_truncated=false, or rewards that are equal
+    # nothing in them may be trained: cut responses with train_truncated=false, or rewards that are
+    # equal
+    if mixed:
         cut = f"{values.get('rollout/truncated', 0.0):.0%} of all responses cut at rollout.max_new_tokens"
-        named = ", ".join(filter(None, [f"{mixed:.0f} mixed ones without a token to train, {cut}", named]))
+        named = ", ".join(
+            filter(None, [f"{mixed:.0f} mixed ones without a token to train, {cut}", named])
+        )
         return f"{total:.0f} groups ({named})"
     flat = total - groups["too_few_verdicts"]
     return f"all {total:.0f} groups {'flat' if flat == total else 'without a contrast'} ({named})"

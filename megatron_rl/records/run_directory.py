@@ -41,11 +41,15 @@ class RunDirectory:
     path: Path
 
     @classmethod
-    def create(cls, configuration: Configuration, now: datetime.datetime, *, ranks: int = 1) -> RunDirectory:
-        """Make the directory. Raises `RunDirectoryTaken` when it exists, even from a run that has ended.
+    def create(
+        cls, configuration: Configuration, now: datetime.datetime, *, ranks: int = 1
+    ) -> RunDirectory:
+        """Make the directory. Raises `RunDirectoryTaken` when it exists, even from a run that has
+        ended.
 
-        run.on_existing=overwrite_failed removes what a run left that did not complete. Ranks read different clocks:
-        call it on rank 0. ranks: how many there are. Raises `RunDirectoryUnusable` where nothing can be made.
+        run.on_existing=overwrite_failed removes what a run left that did not complete. Ranks read
+        different clocks: call it on rank 0. ranks: how many there are. Raises
+        `RunDirectoryUnusable` where nothing can be made.
         """
         path = path_of(configuration.run, now)
         if configuration.run.on_existing == "overwrite_failed":
@@ -60,11 +64,15 @@ class RunDirectory:
             ) from error
         directory = cls(path)
         with contextlib.ExitStack() as undo:
-            undo.callback(shutil.rmtree, path, ignore_errors=True)  # half a directory would only block the name
+            undo.callback(
+                shutil.rmtree, path, ignore_errors=True
+            )  # half a directory would only block the name
             for name in ("logs", "rollouts", "checkpoints"):
                 (path / name).mkdir()
             (path / "config.yaml").write_text(to_yaml(configuration))
-            (path / "versions.json").write_text(json.dumps(_versions() | {"ranks": ranks}, indent=2) + "\n")
+            (path / "versions.json").write_text(
+                json.dumps(_versions() | {"ranks": ranks}, indent=2) + "\n"
+            )
             reserve_exit_record(path)
             undo.pop_all()
         return directory
@@ -92,7 +100,9 @@ class RunDirectory:
 
 
 def path_of(run: RunSettings, now: datetime.datetime) -> Path:
-    """The absolute path of a run's directory; a run without a name is called after its experiment and `now`."""
+    """The absolute path of a run's directory; a run without a name is called after its experiment
+    and `now`.
+    """
     name = run.name if run.name is not None else f"{run.experiment}-{now:%Y%m%d-%H%M%S}"
     return Path(run.root).expanduser().resolve() / name
 
@@ -103,7 +113,10 @@ def to_yaml(configuration: Configuration) -> str:
 
 
 def _remove_failed(path: Path) -> None:
-    """Remove the directory of a run that ended without completing. Raises `RunDirectoryTaken` for any other."""
+    """Remove the directory of a run that ended without completing.
+
+    Raises `RunDirectoryTaken` for any other.
+    """
     if not path.exists():
         return
     if not all((path / name).is_file() for name in ("config.yaml", "versions.json")):
@@ -112,7 +125,9 @@ def _remove_failed(path: Path) -> None:
         raise _taken(path, "its run is complete")
     if run_is_alive(path):
         raise _taken(path, "a process of its run is still alive")
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")  # half of it must never stand under the name
+    aside = path.with_name(
+        f".{path.name}.{secrets.token_hex(4)}"
+    )  # half of it must never stand under the name
     try:
         path.rename(aside)
         shutil.rmtree(aside)

@@ -1,4 +1,6 @@
-"""Which run directories belong to living processes: each rank holds a shared lock, which ends with the process."""
+"""Which run directories belong to living processes: each rank holds a shared lock, which ends with
+the process.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,10 @@ _PATIENCE_SECONDS = 5.0
 
 
 def hold_run(directory: Path) -> IO[bytes]:
-    """Mark a run as alive for as long as the returned file is open. Raises `OSError` where files cannot be locked."""
+    """Mark a run as alive for as long as the returned file is open.
+
+    Raises `OSError` where files cannot be locked.
+    """
     file = (directory / _NAME).open("ab")
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while True:
@@ -34,7 +39,9 @@ def claim_run(directory: Path) -> IO[bytes] | None:
     file = (directory / _NAME).open("ab")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # other ranks share it; fails if another claim came between
+        fcntl.flock(
+            file, fcntl.LOCK_SH | fcntl.LOCK_NB
+        )  # other ranks share it; fails if another claim came between
     except OSError:
         file.close()
         return None

@@ -15,7 +15,10 @@ class SelectionAlarm:
         """Take in one step's metrics; a warning, or None."""
         found = {
             name: text
-            for name, text in (("miscalibrated", _miscalibrated(values)), ("unfilled", _unfilled(values)))
+            for name, text in (
+                ("miscalibrated", _miscalibrated(values)),
+                ("unfilled", _unfilled(values)),
+            )
             if text
         }
         new = [text for name, text in found.items() if name not in self._told]

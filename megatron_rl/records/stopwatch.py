@@ -20,7 +20,9 @@ class Stopwatch:
         try:
             yield
         finally:
-            self.seconds[f"time/{name}"] = self.seconds.get(f"time/{name}", 0.0) + time.perf_counter() - start
+            self.seconds[f"time/{name}"] = (
+                self.seconds.get(f"time/{name}", 0.0) + time.perf_counter() - start
+            )
 
     def values(self) -> dict[str, float]:
         return {**self.seconds, "time/step": time.perf_counter() - self._start}

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import re
 
-# Sign only where it cannot be a subtraction; commas only where they separate thousands. No exponents: in `e17` the 17
-# is the number. A dot before the digits is decimal where it cannot end a sentence or a section's number.
+# Sign only where it cannot be a subtraction; commas only where they separate thousands. No
+# exponents: in `e17` the 17 is the number. A dot before the digits is decimal where it cannot end a
+# sentence or a section's number.
 _NUMBER = re.compile(
     r"(?:(?<![0-9A-Za-z)\]}])-)?"
     r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9A-Za-z.)\]}])\.[0-9]+)"
 )
-# What makes the digits after it a part of a longer number: an exponent, a fraction, a separator, a minus sign that
-# `_NUMBER` takes for a subtraction (or that is no ASCII hyphen). Nothing is joined across lines.
-_JOINT = re.compile(r"(?:[0-9]\.?[eE][+-]?|[0-9][.,:^'’_]|[0-9)\]}][^\S\n]*[/⁄][^\S\n]*|\}\{|[-−–][^\S\n]*)\Z")
+# What makes the digits after it a part of a longer number: an exponent, a fraction, a separator, a
+# minus sign that `_NUMBER` takes for a subtraction (or that is no ASCII hyphen). Nothing is joined
+# across lines.
+_JOINT = re.compile(
+    r"(?:[0-9]\.?[eE][+-]?|[0-9][.,:^'’_]|[0-9)\]}][^\S\n]*[/⁄][^\S\n]*|\}\{|[-−–][^\S\n]*)\Z"
+)
 _THOUSANDS_BEFORE = re.compile(r"(?<![0-9])[0-9]{1,3}[^\S\n]\Z")
 _JOINT_LENGTH = 16  # characters before a number that are looked at
 _BOX = "\\boxed{"
@@ -25,16 +29,21 @@ def last_number(text: str) -> str | None:
 
 
 def misread_number(text: str) -> str | None:
-    """The last number if it is only a part of what is written there: `5` of `1e5`, `2` of `1/2`, `000` of `1 000`.
+    """The last number if it is only a part of what is written there: `5` of `1e5`, `2` of `1/2`,
+    `000` of `1 000`.
 
     Nobody can say what the writer of a reference meant by these, so a reference must not hold one.
     """
     match = _last_match(text)
     if match is None:
         return None
-    before, after = text[max(0, match.start() - _JOINT_LENGTH) : match.start()], text[match.end() : match.end() + 1]
+    before, after = (
+        text[max(0, match.start() - _JOINT_LENGTH) : match.start()],
+        text[match.end() : match.end() + 1],
+    )
     grouped = re.match(r"[0-9]{3}(?![0-9])", match.group()) and _THOUSANDS_BEFORE.search(before)
-    # `isnumeric` without ASCII: superscripts, vulgar fractions and other scripts' digits, which are text to `_NUMBER`.
+    # `isnumeric` without ASCII: superscripts, vulgar fractions and other scripts' digits, which are
+    # text to `_NUMBER`.
     foreign = after.isnumeric() or (before[-1:].isnumeric() and not before[-1:].isascii())
     return match.group() if grouped or foreign or _JOINT.search(before) else None
 
@@ -53,7 +62,9 @@ def last_line(text: str) -> str | None:
 
 
 def boxed(text: str) -> str | None:
-    r"""The contents of the last `\boxed{...}`, or None when there is none or its braces do not close."""
+    r"""The contents of the last `\boxed{...}`, or None when there is none or its braces do not
+    close.
+    """
     start = text.rfind(_BOX)
     if start < 0:
         return None
@@ -67,10 +78,11 @@ def boxed(text: str) -> str | None:
 
 
 def canonical(answer: str) -> str:
-    """What two answers are compared by: numbers by value, everything else by its text without white space.
+    """What two answers are compared by: numbers by value, everything else by its text without white
+    space.
 
-    `0,170,151.0`, `170151` and `+170151` are one number; `-0` is `0`. Values are compared as digit strings: no
-    rounding, and no conversion of huge numbers, which is quadratic.
+    `0,170,151.0`, `170151` and `+170151` are one number; `-0` is `0`. Values are compared as digit
+    strings: no rounding, and no conversion of huge numbers, which is quadratic.
     """
     text = "".join(answer.split()).removeprefix("$").removesuffix("$")
     if _NUMBER.fullmatch(text.removeprefix("+")) is None:

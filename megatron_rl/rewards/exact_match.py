@@ -24,11 +24,16 @@ class ExactMatch:
         self._find = _FINDERS[answer]
 
     def check_answer(self, answer: str) -> None:
-        """Raise ValueError when this rule finds nothing in the reference answer itself, or a part of a number."""
+        """Raise ValueError when this rule finds nothing in the reference answer itself, or a part
+        of a number.
+        """
         self._reference(answer)
 
     async def score(self, prompt: Prompt, text: str, finish_reason: FinishReason) -> Verdict:
-        """Judge a response. Raises ValueError for an unusable reference and for a response that was aborted."""
+        """Judge a response.
+
+        Raises ValueError for an unusable reference and for a response that was aborted.
+        """
         if finish_reason is FinishReason.ABORT:
             raise ValueError("the response was aborted")
         reference = self._reference(prompt.answer)
@@ -37,7 +42,9 @@ class ExactMatch:
         return Verdict(reward=correct, correctness=correct, answer=found)
 
     def _reference(self, answer: str) -> str:
-        """The reference by which answers are compared; a reference may be bare or written like a response."""
+        """The reference by which answers are compared; a reference may be bare or written like a
+        response.
+        """
         found = self._find(answer)
         if found is None and self._rule == "boxed":
             found = answer.strip() or None

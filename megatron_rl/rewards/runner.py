@@ -9,15 +9,16 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_rl.contracts.plugins import place_of
 from megatron_rl.contracts.group import Verdict
+from megatron_rl.contracts.plugins import place_of
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.rewards.scorer import Scorer
 
 _REASON_LENGTH = 200
 _ANSWER_LENGTH = 1000
-_MOST = 1e6  # of a reward's or correctness' size: means and deviations of larger ones say nothing any more
+# of a reward's or correctness' size: means and deviations of larger ones say nothing any more
+_MOST = 1e6
 
 
 class RewardRunner:
@@ -48,19 +49,28 @@ class RewardRunner:
 
 
 def _checked(verdict: Verdict) -> Verdict:
-    """The scorer's verdict with its types checked. Raises TypeError and `msgspec.ValidationError`."""
+    """The scorer's verdict with its types checked.
+
+    Raises TypeError and `msgspec.ValidationError`.
+    """
     if not isinstance(verdict, Verdict):
         raise TypeError(f"the scorer returned {type(verdict).__name__}, not a Verdict")
     verdict = msgspec.convert(msgspec.structs.asdict(verdict), Verdict)
     if verdict.reward is None:
         return _none(verdict.reason or "the scorer gave no reward")
-    correctness = verdict.reward if verdict.correctness is None else verdict.correctness  # None: a judge's reward
+    correctness = (
+        verdict.reward if verdict.correctness is None else verdict.correctness
+    )  # None: a judge's reward
     if not (math.isfinite(verdict.reward) and math.isfinite(correctness)):
         return _none("the scorer's reward is not finite")
     if max(abs(verdict.reward), abs(correctness)) > _MOST:
-        return _none(f"reward {verdict.reward:g} or correctness {correctness:g} is beyond {_MOST:g}")
+        return _none(
+            f"reward {verdict.reward:g} or correctness {correctness:g} is beyond {_MOST:g}"
+        )
     answer = None if verdict.answer is None else _sendable(verdict.answer, _ANSWER_LENGTH)
-    return msgspec.structs.replace(verdict, answer=answer, reason=_sendable(verdict.reason, _REASON_LENGTH))
+    return msgspec.structs.replace(
+        verdict, answer=answer, reason=_sendable(verdict.reason, _REASON_LENGTH)
+    )
 
 
 def _none(reason: str) -> Verdict:
@@ -76,5 +86,7 @@ def _words(error: Exception) -> str:
 
 
 def _sendable(text: str, length: int) -> str:
-    """What a message to rank 0 can hold: halves of characters cannot be encoded, and texts may be megabytes."""
+    """What a message to rank 0 can hold: halves of characters cannot be encoded, and texts may be
+    megabytes.
+    """
     return text[:length].encode("utf-8", "replace").decode()

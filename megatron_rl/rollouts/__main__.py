@@ -1,4 +1,6 @@
-"""`python -m megatron_rl.rollouts HOST PORT NODE`: the collector process. The run's key is in its environment."""
+"""`python -m megatron_rl.rollouts HOST PORT NODE`: the collector process. The run's key is in its
+environment.
+"""
 
 from __future__ import annotations
 
@@ -31,4 +33,6 @@ def _allow_many_connections() -> None:
 
 if __name__ == "__main__":
     _allow_many_connections()
-    asyncio.run(_main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), os.environ.pop(RUN_KEY_VARIABLE)))
+    asyncio.run(
+        _main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), os.environ.pop(RUN_KEY_VARIABLE))
+    )

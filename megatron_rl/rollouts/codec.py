@@ -1,7 +1,7 @@
 """Rollouts as bytes, for shared memory, the exchange between ranks and files.
 
-Layout: 4-byte magic, 4-byte header length, a MessagePack header, then tokens, log-probabilities and routes, each
-starting at a multiple of 8 bytes.
+Layout: 4-byte magic, 4-byte header length, a MessagePack header, then tokens, log-probabilities and
+routes, each starting at a multiple of 8 bytes.
 """
 
 from __future__ import annotations
@@ -54,17 +54,23 @@ def encode(rollout: Rollout) -> bytes:
         sample_index=rollout.sample_index,
         finish_reason=rollout.finish_reason,
         segments=[
-            _SegmentHeader(len(s.tokens), s.role, s.trainable, s.logprobs is not None, s.route_rows, s.version)
+            _SegmentHeader(
+                len(s.tokens), s.role, s.trainable, s.logprobs is not None, s.route_rows, s.version
+            )
             for s in rollout.segments
         ],
-        routes_shape=None if routes is None else (routes.shape[0], routes.shape[1], routes.shape[2]),
+        routes_shape=None
+        if routes is None
+        else (routes.shape[0], routes.shape[1], routes.shape[2]),
         routes_dtype="" if routes is None else routes.dtype.name,
     )
     packed = msgspec.msgpack.encode(header)
     parts = [_MAGIC + len(packed).to_bytes(4, "little") + packed]
     parts += [np.ascontiguousarray(s.tokens, np.int32).tobytes() for s in rollout.segments]
     parts += [
-        np.ascontiguousarray(s.logprobs, np.float32).tobytes() for s in rollout.segments if s.logprobs is not None
+        np.ascontiguousarray(s.logprobs, np.float32).tobytes()
+        for s in rollout.segments
+        if s.logprobs is not None
     ]
     if routes is not None:
         parts.append(np.ascontiguousarray(routes).tobytes())
@@ -90,18 +96,31 @@ def decode(buffer: bytes | bytearray | memoryview) -> Rollout:
     routes = None
     if header.routes_shape is not None:
         if header.routes_dtype not in _ROUTE_DTYPES:
-            raise CodecError(f"rollout {header.rollout_id}: routes of dtype {header.routes_dtype!r}")
+            raise CodecError(
+                f"rollout {header.rollout_id}: routes of dtype {header.routes_dtype!r}"
+            )
         rows, layers, topk = header.routes_shape
-        routes = take(_ROUTE_DTYPES[header.routes_dtype], rows * layers * topk).reshape(rows, layers, topk)
+        routes = take(_ROUTE_DTYPES[header.routes_dtype], rows * layers * topk).reshape(
+            rows, layers, topk
+        )
     segments = tuple(
         Segment(t, s.role, s.trainable, p, s.route_rows, s.version)
         for s, t, p in zip(header.segments, tokens, logprobs, strict=True)
     )
-    return Rollout(header.rollout_id, header.prompt_id, header.sample_index, header.finish_reason, segments, routes)
+    return Rollout(
+        header.rollout_id,
+        header.prompt_id,
+        header.sample_index,
+        header.finish_reason,
+        segments,
+        routes,
+    )
 
 
 def select_layers(rollout: Rollout, moe_layers: Sequence[int]) -> Rollout:
-    """Keep the routes of the given rows of the MoE-layer axis, in that order: what a pipeline stage needs."""
+    """Keep the routes of the given rows of the MoE-layer axis, in that order: what a pipeline stage
+    needs.
+    """
     if rollout.routes is None or list(moe_layers) == list(range(rollout.routes.shape[1])):
         return rollout
     return replace(rollout, routes=rollout.routes[:, list(moe_layers)])

@@ -1,4 +1,6 @@
-"""The collector process: plays groups of episodes on its node's engines and keeps the rollouts until released."""
+"""The collector process: plays groups of episodes on its node's engines and keeps the rollouts
+until released.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,9 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from megatron_rl.contracts.plugins import DoorError
 from megatron_rl.contracts.group import Group, RolloutLocation, RolloutRef
+from megatron_rl.contracts.plugins import PluginError
+from megatron_rl.rollouts.episode_runner import EpisodeRunner, Judged, Rejected
 from megatron_rl.rollouts.link import Link
 from megatron_rl.rollouts.messages import (
     Alive,
@@ -22,7 +25,6 @@ from megatron_rl.rollouts.messages import (
     Stop,
     ToCollector,
 )
-from megatron_rl.rollouts.episode_runner import Judged, Player, Rejected
 from megatron_rl.rollouts.repetition import repetition, sampled_tokens
 from megatron_rl.rollouts.store import RolloutStore
 
@@ -34,12 +36,14 @@ _NOT_KEPT = RolloutLocation(node=0, pid=0, fd=0, offset=0, nbytes=0)
 class Collector:
     """Answers rank 0's requests; `send` delivers a message to it."""
 
-    def __init__(self, node: int, configuration: Configure, send: Callable[[FromCollector], Awaitable[None]]) -> None:
+    def __init__(
+        self, node: int, configuration: Configure, send: Callable[[FromCollector], Awaitable[None]]
+    ) -> None:
         self._send = send
         self._store = RolloutStore(node)
         self._credit = configuration.credit
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="replies")
-        self._player = Player(configuration, send, self._threads)
+        self._player = EpisodeRunner(configuration, send, self._threads)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def handle(self, message: ToCollector) -> bool:
@@ -65,7 +69,9 @@ class Collector:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _answer(self, request: GroupRequest) -> None:
-        """A group that cannot be answered ends the run; left alone, rank 0 would wait for it for ever."""
+        """A group that cannot be answered ends the run; left alone, rank 0 would wait for it for
+        ever.
+        """
         try:
             await self._send(await self._play(request))
         except Exception as error:
@@ -79,7 +85,9 @@ class Collector:
         judged_at = time.monotonic()
         refs = [_ref(j, _NOT_KEPT, 0.0) for j in judged]
         if not request.evaluation:
-            run = asyncio.get_running_loop().run_in_executor  # copies what may be hundreds of megabytes
+            run = (
+                asyncio.get_running_loop().run_in_executor
+            )  # copies what may be hundreds of megabytes
             refs = await run(self._threads, self._keep, request.group_id, judged)
         group = Group(
             group_id=request.group_id,
@@ -93,11 +101,18 @@ class Collector:
             generated_at=max((j.generated_at for j in judged), default=0.0),
             judged_at=judged_at if judged else 0.0,
         )
-        return GroupDone(group=group, generated_tokens=sum(result.sampled_tokens for result in results))
+        return GroupDone(
+            group=group, generated_tokens=sum(result.sampled_tokens for result in results)
+        )
 
     def _keep(self, group_id: str, judged: Sequence[Judged]) -> list[RolloutRef]:
-        locations, ngram = self._store.put(group_id, [j.rollout for j in judged]), self._credit.repetition_ngram
-        repeated = [0.0 if ngram is None else repetition(sampled_tokens(j.rollout), ngram) for j in judged]
+        locations, ngram = (
+            self._store.put(group_id, [j.rollout for j in judged]),
+            self._credit.repetition_ngram,
+        )
+        repeated = [
+            0.0 if ngram is None else repetition(sampled_tokens(j.rollout), ngram) for j in judged
+        ]
         return [_ref(*found) for found in zip(judged, locations, repeated, strict=True)]
 
 
@@ -123,7 +138,9 @@ async def serve(link: Link, node: int) -> None:
 
     What goes wrong before a group can be asked for is reported to rank 0 as `Failed`.
     """
-    duties = [asyncio.create_task(duty) for duty in (_work(link, node), _stay_alive(link), link.lost())]
+    duties = [
+        asyncio.create_task(duty) for duty in (_work(link, node), _stay_alive(link), link.lost())
+    ]
     try:
         done, _ = await asyncio.wait(duties, return_when=asyncio.FIRST_COMPLETED)
         for duty in done:
@@ -139,7 +156,8 @@ async def _work(link: Link, node: int) -> None:
     if not isinstance(first, Configure):
         raise ValueError(f"expected the configuration first, got {type(first).__name__}")
     try:
-        # In a thread: a user's scorer may load for minutes, and rank 0 wants to hear that this process lives.
+        # In a thread: a user's scorer may load for minutes, and rank 0 wants to hear that this
+        # process lives.
         collector = await asyncio.to_thread(Collector, node, first, link.send)
     except Exception as error:
         await link.send(_failure(error))
@@ -158,6 +176,6 @@ async def _stay_alive(link: Link) -> None:
 
 
 def _failure(error: Exception) -> Failed:
-    if isinstance(error, DoorError):
+    if isinstance(error, PluginError):
         return Failed(str(error), refused=True)
     return Failed(f"{type(error).__name__}: {error}")

@@ -1,4 +1,6 @@
-"""Which of a node's engines a request goes to, and when; what an engine does not answer goes to another."""
+"""Which of a node's engines a request goes to, and when; what an engine does not answer goes to
+another.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from sglang_bridge.engine import Engine
 from sglang_bridge.errors import RequestFailed
 from sglang_bridge.generation import Generation, GenerationRejected
 
-_QUEUE_PER_SLOT = 2  # requests in flight for each that an engine runs at a time: it finds the next one waiting
+_QUEUE_PER_SLOT = (
+    2  # requests in flight for each that an engine runs at a time: it finds the next one waiting
+)
 _MOST_FAILURES = 3  # in a row, before an engine is left out
 _FIRST_BACKOFF_SECONDS, _LAST_BACKOFF_SECONDS = 0.2, 5.0
 _FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 5.0, 60.0
@@ -27,7 +31,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class _Member:
-    """One engine. failures: in a row. pause: seconds that it is left out for after the next of too many."""
+    """One engine.
+
+    failures: in a row. pause: seconds that it is left out for after the next of too many.
+    """
 
     client: GenerateClient
     in_flight: int = 0
@@ -38,8 +45,9 @@ class _Member:
 
 @dataclass(frozen=True)
 class RequestForm:
-    """What all requests share. longest_response: in tokens; engines are given time for one. route_shape: (hidden
-    layers, top-k), needed to ask for routes. vocab_size: what tokens must be below; None: unknown."""
+    """What all requests share. longest_response: in tokens; engines are given time for one.
+    route_shape: (hidden layers, top-k), needed to ask for routes. vocab_size: what tokens must be
+    below; None: unknown."""
 
     api_key: str | None
     longest_response: int
@@ -48,9 +56,11 @@ class RequestForm:
 
 
 class EnginePool:
-    """Engines of one node behind one `generate`. tell: says what happens to rank 0. threads: decode replies.
+    """Engines of one node behind one `generate`. tell: says what happens to rank 0. threads: decode
+    replies.
 
-    An engine that fails several times in a row is left out until it is healthy again, but for the last one.
+    An engine that fails several times in a row is left out until it is healthy again, but for the
+    last one.
     """
 
     def __init__(
@@ -67,7 +77,8 @@ class EnginePool:
                 GenerateClient(
                     engine.url,
                     api_key=form.api_key,
-                    deadline_seconds=settings.request_timeout_s + settings.token_timeout_s * form.longest_response,
+                    deadline_seconds=settings.request_timeout_s
+                    + settings.token_timeout_s * form.longest_response,
                     route_shape=form.route_shape,
                     vocab_size=form.vocab_size,
                     abort=self._abort,
@@ -77,16 +88,25 @@ class EnginePool:
             for engine in engines
         ]
         self._retries = settings.retries
-        self._slots = asyncio.Semaphore(_QUEUE_PER_SLOT * settings.max_running_requests * len(self._members))
+        self._slots = asyncio.Semaphore(
+            _QUEUE_PER_SLOT * settings.max_running_requests * len(self._members)
+        )
         self._tell = tell
         self._probes: set[asyncio.Task[None]] = set()
 
     async def generate(
-        self, token_ids: Sequence[int], sampling: Sampling, *, rid: str, return_routes: bool, seed: int | None = None
+        self,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        rid: str,
+        return_routes: bool,
+        seed: int | None = None,
     ) -> Generation:
         """Draw one response. Raises `EngineError` and `GenerationRejected`.
 
-        Every engine is asked before one is asked again; what came back unusable is drawn once more by another.
+        Every engine is asked before one is asked again; what came back unusable is drawn once more
+        by another.
         """
         async with self._slots:
             tried: set[_Member] = set()
@@ -119,16 +139,26 @@ class EnginePool:
             await member.client.close()
 
     def _choose(self, tried: set[_Member]) -> _Member:
-        """The engine with the fewest requests in flight; one that is left out only if all others were tried."""
+        """The engine with the fewest requests in flight; one that is left out only if all others
+        were tried.
+        """
         untried = [member for member in self._members if member not in tried]
         return min(untried, key=lambda member: (member.left_out, member.in_flight))
 
     async def _ask(
-        self, member: _Member, ids: Sequence[int], sampling: Sampling, rid: str, return_routes: bool, seed: int | None
+        self,
+        member: _Member,
+        ids: Sequence[int],
+        sampling: Sampling,
+        rid: str,
+        return_routes: bool,
+        seed: int | None,
     ) -> Generation:
         member.in_flight += 1
         try:
-            generation = await member.client.generate(ids, sampling, rid=rid, return_routes=return_routes, seed=seed)
+            generation = await member.client.generate(
+                ids, sampling, rid=rid, return_routes=return_routes, seed=seed
+            )
         except (RequestFailed, GenerationRejected) as failure:
             if _engine_at_fault(failure):
                 await self._count_failure(member, failure)
@@ -147,11 +177,18 @@ class EnginePool:
         probe = asyncio.create_task(self._bring_back(member))
         self._probes.add(probe)
         probe.add_done_callback(self._probes.discard)
-        _log.warning("%s is left out after %d failures in a row: %s", member.client.url, member.failures, failure)
+        _log.warning(
+            "%s is left out after %d failures in a row: %s",
+            member.client.url,
+            member.failures,
+            failure,
+        )
         await self._tell(EngineLeftOut(member.client.url, str(failure)))
 
     async def _bring_back(self, member: _Member) -> None:
-        """Use an engine again once it says that it is healthy; its next failure leaves it out for longer."""
+        """Use an engine again once it says that it is healthy; its next failure leaves it out for
+        longer.
+        """
         healthy = False
         while not healthy:
             await asyncio.sleep(member.pause)

@@ -15,9 +15,9 @@ from megatron_rl.contracts.group import Verdict
 from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.contracts.routes import RouteError
-from megatron_rl.environments.rollout_builder import RolloutRejected
 from megatron_rl.environments.environment import for_evaluation, open_environment
 from megatron_rl.environments.episode import Episode, EpisodeRules
+from megatron_rl.environments.rollout_builder import RolloutRejected
 from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.rewards import RewardRunner, open_scorer
 from megatron_rl.rollouts.engine_pool import EnginePool, RequestForm
@@ -39,7 +39,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Judged:
-    """A rollout and its verdict. generated_at: when its last response was there, on the monotonic clock."""
+    """A rollout and its verdict.
+
+    generated_at: when its last response was there, on the monotonic clock.
+    """
 
     rollout: Rollout
     verdict: Verdict
@@ -55,22 +58,27 @@ class Rejected:
     sampled_tokens: int
 
 
-class Player:
+class EpisodeRunner:
     """Plays any number of episodes at a time on a node's engines.
 
-    tell: says what happens to rank 0. threads: where replies are decoded and checked. Raises `DoorError` and
-    `TokenizerError` on opening.
+    tell: says what happens to rank 0. threads: where replies are decoded and checked. Raises
+    `PluginError` and `TokenizerError` on opening.
     """
 
     def __init__(
-        self, configuration: Configure, tell: Callable[[FromCollector], Awaitable[None]], threads: Executor
+        self,
+        configuration: Configure,
+        tell: Callable[[FromCollector], Awaitable[None]],
+        threads: Executor,
     ) -> None:
         routes = configuration.routes
         self._configuration = configuration
         self._threads = threads
         self._tokenizer = Tokenizer.from_directory(configuration.model_path)
         self._environment = open_environment(configuration.environment)
-        self._rewards = RewardRunner(open_scorer(configuration.reward), timeout_s=configuration.reward.timeout_s)
+        self._rewards = RewardRunner(
+            open_scorer(configuration.reward), timeout_s=configuration.reward.timeout_s
+        )
         self._engines = EnginePool(
             configuration.engines,
             configuration.engine,
@@ -104,7 +112,9 @@ class Player:
             return self._reject(episode, ENGINE_FAILURE, error)
         except Exception as error:  # the user's code: it may raise anything
             if clock.expired():
-                error.add_note(f"the environment took longer than environment.timeout_s={patience:g}")
+                error.add_note(
+                    f"the environment took longer than environment.timeout_s={patience:g}"
+                )
             return self._reject(episode, ENVIRONMENT_FAILURE, error)
         generated_at = time.monotonic()
         verdict = await self._rewards.judge(request.prompt, episode.text, rollout.finish_reason)
@@ -132,10 +142,14 @@ class Player:
                     seed=_seed(self._configuration.seed, rollout_id, next(turns)),
                 )
             finally:
-                clock.reschedule(asyncio.get_running_loop().time() + self._configuration.environment.timeout_s)
+                clock.reschedule(
+                    asyncio.get_running_loop().time() + self._configuration.environment.timeout_s
+                )
 
         rules = EpisodeRules(
-            sampling=request.sampling, routes=routes, train_truncated=self._configuration.rollout.train_truncated
+            sampling=request.sampling,
+            routes=routes,
+            train_truncated=self._configuration.rollout.train_truncated,
         )
         return Episode(
             request.prompt,

@@ -13,7 +13,13 @@ from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.rollouts.messages import GroupRequest
 from megatron_rl.rollouts.pass_at_k import mean_ci95
 from megatron_rl.rollouts.queue import RolloutQueue
-from megatron_rl.rollouts.rejections import OwnClassFailed, first_reason, lost_by_own_class, too_many, unusable
+from megatron_rl.rollouts.rejections import (
+    UserClassFailed,
+    first_reason,
+    lost_by_user_class,
+    too_many,
+    unusable,
+)
 
 
 class LostEvaluation(Failure):
@@ -24,11 +30,12 @@ class LostEvaluation(Failure):
 
 @dataclass(frozen=True)
 class Accuracy:
-    """accuracy: mean over questions. half_width: of the 95 % confidence interval (normal, clustered by question).
+    """accuracy: mean over questions. half_width: of the 95 % confidence interval (normal, clustered
+    by question).
 
-    parseable: share of responses that end and hold a final answer. finished: share that end before the token limit.
-    rejected: rollouts that could not be used, which count as wrong and as not finished. tokens: drawn by engines for
-    all of it.
+    parseable: share of responses that end and hold a final answer. finished: share that end before
+    the token limit. rejected: rollouts that could not be used, which count as wrong and as not
+    finished. tokens: drawn by engines for all of it.
     """
 
     accuracy: float
@@ -58,7 +65,10 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Measures on the held-out questions. stop_token_ids: what ends a response. idle: called while waiting."""
+    """Measures on the held-out questions.
+
+    stop_token_ids: what ends a response. idle: called while waiting.
+    """
 
     queue: RolloutQueue
     held_out: Sequence[Prompt]
@@ -74,7 +84,9 @@ class Evaluation:
         """
         settings = self.settings
         return accuracy_of(
-            self.draw(label), settings.samples_per_prompt, max_rejected_share=settings.max_rejected_share
+            self.draw(label),
+            settings.samples_per_prompt,
+            max_rejected_share=settings.max_rejected_share,
         )
 
     def draw(self, label: str) -> list[Group]:
@@ -82,7 +94,9 @@ class Evaluation:
         settings, rollout = self.settings, self.rollout
         sampling = Sampling(
             max_new_tokens=rollout.max_new_tokens,
-            temperature=rollout.temperature if settings.temperature is None else settings.temperature,
+            temperature=rollout.temperature
+            if settings.temperature is None
+            else settings.temperature,
             stop_token_ids=self.stop_token_ids,
         )
         self.queue.submit(
@@ -100,8 +114,13 @@ class Evaluation:
         return list(self.queue.as_completed(self.idle))
 
 
-def accuracy_of(groups: Sequence[Group], samples_per_prompt: int, *, max_rejected_share: float) -> Accuracy:
-    """Score groups of `samples_per_prompt` requested rollouts each. Raises `LostEvaluation`, `OwnClassFailed`."""
+def accuracy_of(
+    groups: Sequence[Group], samples_per_prompt: int, *, max_rejected_share: float
+) -> Accuracy:
+    """Score groups of `samples_per_prompt` requested rollouts each.
+
+    Raises `LostEvaluation`, `UserClassFailed`.
+    """
     means: list[float] = []
     parsed = finished = 0
     for group in groups:
@@ -120,8 +139,10 @@ def accuracy_of(groups: Sequence[Group], samples_per_prompt: int, *, max_rejecte
     if lost.total() > max_rejected_share * samples or lost.total() == samples:
         key = "eval.max_rejected_share"
         first = first_reason(groups)
-        text = too_many("an evaluation", lost, samples, key=key, most=max_rejected_share, first=first)
-        raise OwnClassFailed(text) if lost_by_own_class(lost) else LostEvaluation(text)
+        text = too_many(
+            "an evaluation", lost, samples, key=key, most=max_rejected_share, first=first
+        )
+        raise UserClassFailed(text) if lost_by_user_class(lost) else LostEvaluation(text)
     return Accuracy(
         accuracy=mean,
         half_width=half_width,

@@ -1,4 +1,6 @@
-"""Rollouts in a file: 8-byte little-endian lengths, each followed by one encoded rollout (`rollouts.codec`)."""
+"""Rollouts in a file: 8-byte little-endian lengths, each followed by one encoded rollout
+(`rollouts.codec`).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ def write_rollouts(file: Path, rollouts: Iterable[Rollout]) -> None:
 
 
 def read_rollouts(file: Path) -> list[Rollout]:
-    """All rollouts of a file, in order. Raises `CodecError` for one that is cut or something else."""
+    """All rollouts of a file, in order.
+
+    Raises `CodecError` for one that is cut or something else.
+    """
     data, position, rollouts = file.read_bytes(), 0, []
     while position < len(data):
         length = int.from_bytes(data[position : position + 8], "little")

@@ -26,8 +26,9 @@ class CollectorLost(Failure):
 class Hub:
     """Hears and answers the collectors that hold the run's keys; `poll` returns what they said.
 
-    `address`: host and port. `run_key`: what a collector needs to be heard; a secret. Traffic is encrypted (CURVE).
-    silence_seconds: a collector that says nothing for so long, while the hub listens, is lost.
+    `address`: host and port. `run_key`: what a collector needs to be heard; a secret. Traffic is
+    encrypted (CURVE). silence_seconds: a collector that says nothing for so long, while the hub
+    listens, is lost.
     """
 
     def __init__(self, host: str, *, silence_seconds: float = 12.0) -> None:
@@ -45,7 +46,9 @@ class Hub:
         self._socket.curve_server = True
         self._socket.curve_secretkey = hub_secret
         self._socket.maxmsgsize = MAX_MESSAGE_BYTES
-        self._socket.sndhwm = self._socket.rcvhwm = 0  # what is outstanding bounds the queues; nothing may be dropped
+        self._socket.sndhwm = self._socket.rcvhwm = (
+            0  # what is outstanding bounds the queues; nothing may be dropped
+        )
         self._socket.router_mandatory = True  # sending to a collector that is gone raises
         self._socket.linger = _LINGER_MILLISECONDS
         self._socket.bind(f"tcp://{host}:*")
@@ -71,7 +74,9 @@ class Hub:
         try:
             self._socket.send_multipart([_name(node), msgspec.msgpack.encode(message)])
         except zmq.ZMQError as error:
-            raise CollectorLost(f"the collector of node {node} is gone: {error}; {_log_of(node)}") from error
+            raise CollectorLost(
+                f"the collector of node {node} is gone: {error}; {_log_of(node)}"
+            ) from error
 
     def poll(self, timeout_seconds: float) -> tuple[int, FromCollector] | None:
         """The next message and its node, or None after the timeout. Raises `CollectorLost`."""
@@ -92,7 +97,8 @@ class Hub:
         if self._socket.poll(int(timeout_seconds * 1000)):
             while self._socket.poll(0):
                 heard.add(self._take(*self._socket.recv_multipart()))
-        # a suspended hub heard nothing because it did not listen: the clock's jump is nobody's silence
+        # a suspended hub heard nothing because it did not listen: the clock's jump is nobody's
+        # silence
         listened = min(time.monotonic() - start, timeout_seconds)
         for node, seconds in self._silent.items():
             self._silent[node] = 0.0 if node in heard else seconds + listened

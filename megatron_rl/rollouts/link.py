@@ -41,7 +41,9 @@ class Link:
         self._socket.sndhwm = self._socket.rcvhwm = 0
         self._socket.reconnect_ivl = -1  # what was on its way would be lost silently
         self._socket.linger = _LINGER_MILLISECONDS
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED)
+        self._monitor = self._socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
+        )
         self._socket.connect(f"tcp://{host}:{port}")
 
     async def send(self, message: FromCollector) -> None:
@@ -55,7 +57,11 @@ class Link:
         """Wait until the connection ends, then raise `LinkLost`."""
         event = zmq.Event(parse_monitor_message(await self._monitor.recv_multipart())["event"])
         refused = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
-        raise LinkLost("rank 0 does not know this collector's key" if refused else "the connection to rank 0 ended")
+        raise LinkLost(
+            "rank 0 does not know this collector's key"
+            if refused
+            else "the connection to rank 0 ended"
+        )
 
     def close(self) -> None:
         """Deliver what was sent, for a second at most."""

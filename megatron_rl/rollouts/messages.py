@@ -12,22 +12,24 @@ from megatron_rl.config.schema import (
     RolloutSettings,
 )
 from megatron_rl.contracts.group import Group
-from megatron_rl.contracts.wire_types import Count
 from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.contracts.routes import RouteShape
+from megatron_rl.contracts.wire_types import Count
 from sglang_bridge.engine import Engine
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 ENGINE_FAILURE = "engine"  # the reason in `Group.rejected` for requests that no engine answered
-EXPIRED = "expired"  # ... for those whose engine fell silent until their deadline, with nothing to be kept
+# ... for those whose engine fell silent until their deadline, with nothing to be kept
+EXPIRED = "expired"
 ENVIRONMENT_FAILURE = "environment"  # ... and for exceptions of the environment
 
 
 class Configure(msgspec.Struct, frozen=True, kw_only=True, tag="configure"):
     """The collector's whole configuration; the first message. engines: those of its node.
 
-    api_key: opens the engines. routes None: routes are neither requested nor kept. vocab_size: of the model; sampled
-    tokens are below it. seed: the run's; what each response is drawn by follows from it.
+    api_key: opens the engines. routes None: routes are neither requested nor kept. vocab_size: of
+    the model; sampled tokens are below it. seed: the run's; what each response is drawn by follows
+    from it.
     """
 
     engines: tuple[Engine, ...]
@@ -44,7 +46,8 @@ class Configure(msgspec.Struct, frozen=True, kw_only=True, tag="configure"):
 
 
 class GroupRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
-    """Draw `num_samples` rollouts of one prompt and judge them. evaluation: verdicts alone, no rollouts, no routes.
+    """Draw `num_samples` rollouts of one prompt and judge them. evaluation: verdicts alone, no
+    rollouts, no routes.
 
     first_sample: how many of its group were drawn before, by another request.
     """
@@ -72,7 +75,9 @@ class Alive(msgspec.Struct, frozen=True, tag="alive"):
 
 
 class GroupDone(msgspec.Struct, frozen=True, kw_only=True, tag="group"):
-    """A group is complete: every rollout has a verdict or was rejected. generated_tokens: drawn by engines for it."""
+    """A group is complete: every rollout has a verdict or was rejected. generated_tokens: drawn by
+    engines for it.
+    """
 
     group: Group
     generated_tokens: Count
@@ -99,7 +104,10 @@ class EngineBack(msgspec.Struct, frozen=True, tag="engine_back"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The collector cannot go on. refused: because of a class of the user's own that does not open."""
+    """The collector cannot go on.
+
+    refused: because of a class of the user's own that does not open.
+    """
 
     reason: str
     refused: bool = False

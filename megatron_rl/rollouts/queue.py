@@ -43,11 +43,13 @@ class CollectorRefused(CollectorFailed):
 
 
 class RolloutQueue:
-    """Spreads group requests over the nodes' collectors, to the node with the fewest outstanding rollouts.
+    """Spreads group requests over the nodes' collectors, to the node with the fewest outstanding
+    rollouts.
 
-    generated_tokens: what engines have drawn for delivered groups since the start. engines_left_out: URLs of engines
-    that collectors do not ask any more because they failed. abort: makes the engine at a URL abort a request; None:
-    expired requests are given up. say: tells a person what happens to engines.
+    generated_tokens: what engines have drawn for delivered groups since the start.
+    engines_left_out: URLs of engines that collectors do not ask any more because they failed.
+    abort: makes the engine at a URL abort a request; None: expired requests are given up. say:
+    tells a person what happens to engines.
     """
 
     def __init__(
@@ -78,7 +80,8 @@ class RolloutQueue:
         self._version = version
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
-        """Ask for groups. Raises `ValueError` for a group id that is outstanding or was delivered and not released.
+        """Ask for groups. Raises `ValueError` for a group id that is outstanding or was delivered
+        and not released.
 
         Like every method that sends, it raises `CollectorFailed` and `CollectorLost`.
         """
@@ -87,20 +90,25 @@ class RolloutQueue:
             load[node] += request.num_samples
         for request in requests:
             if request.group_id in self._outstanding or request.group_id in self._holders:
-                raise ValueError(f"group {request.group_id} was submitted already: a group is delivered once")
+                raise ValueError(
+                    f"group {request.group_id} was submitted already: a group is delivered once"
+                )
             node = min(load, key=lambda n: (load[n], n))
             load[node] += request.num_samples
             self._outstanding[request.group_id] = (node, request)
             self._send(node, request)
 
-    def as_completed(self, idle: Callable[[], None], *, idle_every_seconds: float = 1.0) -> Iterator[Group]:
+    def as_completed(
+        self, idle: Callable[[], None], *, idle_every_seconds: float = 1.0
+    ) -> Iterator[Group]:
         """Yield groups until none is outstanding; call `idle` about every `idle_every_seconds`.
 
         Raises `CollectorFailed` and `CollectorLost`.
         """
         due = time.monotonic() + idle_every_seconds
         while self._outstanding:
-            # nothing may have come although the hub was woken: every collector says that it is alive
+            # nothing may have come although the hub was woken: every collector says that it is
+            # alive
             received = self._hub.poll(max(0.0, due - time.monotonic()))
             group = None if received is None else self._accept(*received)
             if time.monotonic() >= due:
@@ -125,7 +133,9 @@ class RolloutQueue:
             self._send(node, Stop())
 
     def _send(self, node: int, message: ToCollector) -> None:
-        """Raises `CollectorLost`; `CollectorFailed` where a collector that is gone had said why, unheard so far."""
+        """Raises `CollectorLost`; `CollectorFailed` where a collector that is gone had said why,
+        unheard so far.
+        """
         try:
             self._hub.send(node, message)
         except CollectorLost as lost:
@@ -146,13 +156,17 @@ class RolloutQueue:
             self._note(message)
             return None
         if not isinstance(message, GroupDone) or message.group.group_id not in self._outstanding:
-            raise CollectorFailed(f"the collector of node {node} sent an unexpected {type(message).__name__}")
+            raise CollectorFailed(
+                f"the collector of node {node} sent an unexpected {type(message).__name__}"
+            )
         _, request = self._outstanding.pop(message.group.group_id)
         if not request.evaluation:
             self._holders[message.group.group_id] = node
         self.generated_tokens += message.generated_tokens
-        staleness = 0 if request.evaluation else self._max_staleness  # what is measured are the weights of now
-        return _without_misdated(message.group, self._version - staleness, self._version)
+        staleness = (
+            0 if request.evaluation else self._max_staleness
+        )  # what is measured are the weights of now
+        return _without_wrong_version(message.group, self._version - staleness, self._version)
 
     def _note(self, message: AbortRequest | EngineLeftOut | EngineBack) -> None:
         text = ""
@@ -180,8 +194,10 @@ def _failure_of(node: int, message: Failed) -> CollectorFailed:
     return failed(f"the collector of node {node} failed: {message.reason}")
 
 
-def _without_misdated(group: Group, oldest: int, newest: int) -> Group:
-    """Reject rollouts any token of which was drawn with a version outside of oldest to newest, by reason."""
+def _without_wrong_version(group: Group, oldest: int, newest: int) -> Group:
+    """Reject rollouts any token of which was drawn with a version outside of oldest to newest, by
+    reason.
+    """
 
     def fault(rollout: RolloutRef) -> str | None:
         if rollout.versions and rollout.versions[-1] > newest:
@@ -196,5 +212,9 @@ def _without_misdated(group: Group, oldest: int, newest: int) -> Group:
         if reason is not None:
             counts[reason] += 1
             tokens[reason] += rollout.generated
-    kept = tuple(rollout for rollout, reason in zip(group.rollouts, faults, strict=True) if reason is None)
-    return msgspec.structs.replace(group, rollouts=kept, rejected=dict(counts), rejected_tokens=dict(tokens))
+    kept = tuple(
+        rollout for rollout, reason in zip(group.rollouts, faults, strict=True) if reason is None
+    )
+    return msgspec.structs.replace(
+        group, rollouts=kept, rejected=dict(counts), rejected_tokens=dict(tokens)
+    )

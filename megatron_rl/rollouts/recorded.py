@@ -1,4 +1,6 @@
-"""Recorded batches in the place of engines: the same prompts, rollouts and verdicts, in the same order."""
+"""Recorded batches in the place of engines: the same prompts, rollouts and verdicts, in the same
+order.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,13 @@ from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.contracts.routes import RouteError, RouteShape, validate_kept_routes
 from megatron_rl.contracts.run_state import PromptCursor, SelectorState
+from megatron_rl.rollouts.recording import (
+    BATCH,
+    RecordingUnreadable,
+    read_batch_record,
+    read_groups,
+)
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
-from megatron_rl.rollouts.recording import BATCH, RecordingUnreadable, read_batch_record, read_groups
 from megatron_rl.rollouts.store import RolloutStore
 
 
@@ -32,32 +39,50 @@ class UnfitRollout(ValueError):
 def fitting(rollout: Rollout, routes: RouteShape | None, vocab_size: int) -> Rollout:
     """A recorded rollout as a model can train on it; see `RecordedRollouts`. Raises `UnfitRollout`.
 
-    Behind this nobody looks at tokens and routes again: a rank would meet an index out of range, or train the wrong
-    experts.
+    Behind this nobody looks at tokens and routes again: a rank would meet an index out of range, or
+    train the wrong experts.
     """
-    other = "model.path is another model than the one that recorded it: give that one, or record again"
+    other = (
+        "model.path is another model than the one that recorded it: give that one, or record again"
+    )
     tokens = [segment.tokens for segment in rollout.segments if len(segment.tokens)]
-    if tokens and not (min(t.min() for t in tokens) >= 0 and max(t.max() for t in tokens) < vocab_size):
-        raise UnfitRollout(f"rollout {rollout.rollout_id}: a token id outside 0..{vocab_size - 1}; {other}")
+    if tokens and not (
+        min(t.min() for t in tokens) >= 0 and max(t.max() for t in tokens) < vocab_size
+    ):
+        raise UnfitRollout(
+            f"rollout {rollout.rollout_id}: a token id outside 0..{vocab_size - 1}; {other}"
+        )
     if routes is None:
         return replace(rollout, routes=None)
     if rollout.routes is None:
-        raise UnfitRollout(f"rollout {rollout.rollout_id}: no routes were recorded. Use train.replay=trainer or off")
+        raise UnfitRollout(
+            f"rollout {rollout.rollout_id}: no routes were recorded. Use train.replay=trainer or off"
+        )
     try:
-        return replace(rollout, routes=validate_kept_routes(rollout.routes, routes, rollout.num_tokens - 1))
+        return replace(
+            rollout, routes=validate_kept_routes(rollout.routes, routes, rollout.num_tokens - 1)
+        )
     except RouteError as error:
         raise UnfitRollout(f"rollout {rollout.rollout_id}: {error}; {other}") from error
 
 
 class RecordedRollouts:
-    """Prompts, rollouts and queue of a run with mode=train_only, on rank 0. node: where this process runs.
+    """Prompts, rollouts and queue of a run with mode=train_only, on rank 0. node: where this
+    process runs.
 
-    directory: of a run with mode=rollout_only, or its `recorded/`. routes, vocab_size: of the model that is trained;
-    routes None: they are not replayed. Raises `BadRecording` when it has not `batches` whole batches.
+    directory: of a run with mode=rollout_only, or its `recorded/`. routes, vocab_size: of the model
+    that is trained; routes None: they are not replayed. Raises `BadRecording` when it has not
+    `batches` whole batches.
     """
 
     def __init__(
-        self, directory: str | Path, *, node: int, batches: int, routes: RouteShape | None, vocab_size: int
+        self,
+        directory: str | Path,
+        *,
+        node: int,
+        batches: int,
+        routes: RouteShape | None,
+        vocab_size: int,
     ) -> None:
         given = Path(directory).expanduser().resolve()
         self._root = given / "recorded" if (given / "recorded").is_dir() else given
@@ -70,15 +95,24 @@ class RecordedRollouts:
         self._store = RolloutStore(node)
         self._routes, self._vocab_size = routes, vocab_size
         self._position = 0
-        self._digest = hashlib.sha256(b"".join((path / BATCH).read_bytes() for path in self._batches)).hexdigest()
+        self._digest = hashlib.sha256(
+            b"".join((path / BATCH).read_bytes() for path in self._batches)
+        ).hexdigest()
 
     def state(self) -> SelectorState:
-        return SelectorState(prompts=PromptCursor(epoch=0, position=self._position, digest=self._digest))
+        return SelectorState(
+            prompts=PromptCursor(epoch=0, position=self._position, digest=self._digest)
+        )
 
     def restore(self, state: SelectorState) -> None:
-        """Go on behind the batches that a run before trained on. Raises `BadRecording` where those were others."""
+        """Go on behind the batches that a run before trained on.
+
+        Raises `BadRecording` where those were others.
+        """
         if state.prompts.digest != self._digest:
-            raise BadRecording(f"run.resume: the checkpoint's run trained on other batches than those in {self._root}")
+            raise BadRecording(
+                f"run.resume: the checkpoint's run trained on other batches than those in {self._root}"
+            )
         self._position = state.prompts.position
 
     def widen(self) -> None:
@@ -91,9 +125,15 @@ class RecordedRollouts:
             record, pairs = read_batch_record(directory), read_groups(directory)
         except RecordingUnreadable as error:
             raise BadRecording(f"rollout.recorded: {error}") from error
-        checked = [(group, [self._fitting(rollout, directory) for rollout in rollouts]) for group, rollouts in pairs]
+        checked = [
+            (group, [self._fitting(rollout, directory) for rollout in rollouts])
+            for group, rollouts in pairs
+        ]
         self._position += 1
-        drawn = tuple(self._place(group, self._store.put(group.group_id, rollouts)) for group, rollouts in checked)
+        drawn = tuple(
+            self._place(group, self._store.put(group.group_id, rollouts))
+            for group, rollouts in checked
+        )
         credited, kept = len(drawn) - record.stopped - record.surplus, len(drawn) - record.surplus
         return RolloutBatch(
             groups=drawn[:credited],
@@ -122,5 +162,6 @@ class RecordedRollouts:
     def _place(self, group: Group, locations: Sequence[object]) -> Group:
         rollouts = zip(group.rollouts, locations, strict=True)
         return msgspec.structs.replace(
-            group, rollouts=tuple(msgspec.structs.replace(ref, location=where) for ref, where in rollouts)
+            group,
+            rollouts=tuple(msgspec.structs.replace(ref, location=where) for ref, where in rollouts),
         )

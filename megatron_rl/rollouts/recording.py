@@ -1,4 +1,5 @@
-"""Batches of rollouts in files that anybody can read: JSON lines for what they are, safetensors for their arrays.
+"""Batches of rollouts in files that anybody can read: JSON lines for what they are, safetensors for
+their arrays.
 
 docs/rollouts.md describes the format. A batch is whole once its `batch.json` is there.
 """
@@ -15,10 +16,10 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from megatron_rl.contracts.group import Group, RolloutLocation, RolloutRef, Verdict
-from megatron_rl.contracts.wire_types import Count
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import FinishReason, Role, Rollout, Segment
-from megatron_rl.run.checkpoints.saving.manifest import write_synced
+from megatron_rl.contracts.wire_types import Count
+from megatron_rl.records.durable_files import write_synced
 
 BATCH = "batch.json"
 _NAME, _VERSION = "megatron_rl rollouts", 2
@@ -29,8 +30,8 @@ _NOWHERE = RolloutLocation(node=0, pid=0, fd=0, offset=0, nbytes=0)
 class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One batch as a whole.
 
-    stopped, surplus: how many of its last groups are these (see `RolloutBatch`), in this order. parts: the names of its
-    files without their endings.
+    stopped, surplus: how many of its last groups are these (see `RolloutBatch`), in this order.
+    parts: the names of its files without their endings.
     """
 
     step: Count
@@ -45,7 +46,10 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SegmentRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A run of tokens. logprobs: whether they have any. route_rows, weights: as `Segment.route_rows`, `.version`."""
+    """A run of tokens.
+
+    logprobs: whether they have any. route_rows, weights: as `Segment.route_rows`, `.version`.
+    """
 
     tokens: Count
     role: Role
@@ -56,7 +60,8 @@ class SegmentRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One rollout. tokens, routes: its rows [start, stop) of the part's arrays; routes None: it has none.
+    """One rollout. tokens, routes: its rows [start, stop) of the part's arrays; routes None: it has
+    none.
 
     generated, repetition: as in `RolloutRef`.
     """
@@ -108,7 +113,9 @@ class _Part:
     nbytes: int = 0
 
     def add(self, index: int, group: Group, rollouts: Sequence[Rollout]) -> None:
-        records = tuple(self._add(ref, rollout) for ref, rollout in zip(group.rollouts, rollouts, strict=True))
+        records = tuple(
+            self._add(ref, rollout) for ref, rollout in zip(group.rollouts, rollouts, strict=True)
+        )
         record = GroupRecord(
             index=index,
             group_id=group.group_id,
@@ -127,7 +134,9 @@ class _Part:
         for s in rollout.segments:
             unsampled = np.full(len(s.tokens), np.nan, np.float32)
             self.tokens.append(np.asarray(s.tokens, np.int32))
-            self.logprobs.append(unsampled if s.logprobs is None else np.asarray(s.logprobs, np.float32))
+            self.logprobs.append(
+                unsampled if s.logprobs is None else np.asarray(s.logprobs, np.float32)
+            )
         self.num_tokens += rollout.num_tokens
         self.nbytes += 8 * rollout.num_tokens
         if rollout.routes is not None:
@@ -169,7 +178,11 @@ class _Part:
 
 
 def write_parts(
-    directory: Path, node: int, groups: Iterable[tuple[int, Group, Sequence[Rollout]]], *, part_bytes: int = _PART_BYTES
+    directory: Path,
+    node: int,
+    groups: Iterable[tuple[int, Group, Sequence[Rollout]]],
+    *,
+    part_bytes: int = _PART_BYTES,
 ) -> list[str]:
     """A node's groups of one batch, each with its place; returns the names of the parts."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -192,7 +205,9 @@ def write_parts(
 
 def write_batch(directory: Path, record: BatchRecord) -> None:
     """The file that makes a batch whole."""
-    write_synced(directory / BATCH, msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
+    write_synced(
+        directory / BATCH, msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n"
+    )
 
 
 def read_batch_record(directory: Path) -> BatchRecord:
@@ -208,10 +223,17 @@ def read_batch_record(directory: Path) -> BatchRecord:
 
 
 def read_groups(directory: Path) -> list[tuple[Group, list[Rollout]]]:
-    """The groups of a whole batch in their order, each with its rollouts. Raises `RecordingUnreadable`."""
+    """The groups of a whole batch in their order, each with its rollouts.
+
+    Raises `RecordingUnreadable`.
+    """
     record = read_batch_record(directory)
     try:
-        found = {i: (group, held) for part in record.parts for i, group, held in _read_part(directory / part)}
+        found = {
+            i: (group, held)
+            for part in record.parts
+            for i, group, held in _read_part(directory / part)
+        }
     except (OSError, KeyError, ValueError, msgspec.MsgspecError, SafetensorError) as error:
         raise RecordingUnreadable(f"{directory} is damaged: {error}") from error
     if sorted(found) != list(range(record.groups)):
@@ -227,7 +249,9 @@ def _read_part(stem: Path) -> Iterator[tuple[int, Group, list[Rollout]]]:
         group = Group(
             group_id=record.group_id,
             prompt=record.prompt,
-            rollouts=tuple(_ref(r, rollout) for r, rollout in zip(record.rollouts, rollouts, strict=True)),
+            rollouts=tuple(
+                _ref(r, rollout) for r, rollout in zip(record.rollouts, rollouts, strict=True)
+            ),
             rejected=record.rejected,
             rejected_tokens=record.rejected_tokens,
             weight=record.weight,
@@ -239,16 +263,28 @@ def _read_part(stem: Path) -> Iterator[tuple[int, Group, list[Rollout]]]:
 
 def _rollout(record: RolloutRecord, prompt_id: str, arrays: dict[str, np.ndarray]) -> Rollout:
     start, stop = record.tokens
-    if not start <= stop <= len(arrays["tokens"]) or sum(s.tokens for s in record.segments) != stop - start:
+    if (
+        not start <= stop <= len(arrays["tokens"])
+        or sum(s.tokens for s in record.segments) != stop - start
+    ):
         raise ValueError(f"rollout {record.rollout_id}: its segments do not cover its tokens")
     segments = []
     for s in record.segments:
         rows = slice(start, start + s.tokens)
         logprobs = arrays["logprobs"][rows] if s.logprobs else None
-        segments.append(Segment(arrays["tokens"][rows], s.role, s.trainable, logprobs, s.route_rows, s.weights))
+        segments.append(
+            Segment(arrays["tokens"][rows], s.role, s.trainable, logprobs, s.route_rows, s.weights)
+        )
         start += s.tokens
     routes = None if record.routes is None else arrays["routes"][slice(*record.routes)]
-    return Rollout(record.rollout_id, prompt_id, record.sample_index, record.finish_reason, tuple(segments), routes)
+    return Rollout(
+        record.rollout_id,
+        prompt_id,
+        record.sample_index,
+        record.finish_reason,
+        tuple(segments),
+        routes,
+    )
 
 
 def _ref(record: RolloutRecord, rollout: Rollout) -> RolloutRef:

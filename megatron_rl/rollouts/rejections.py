@@ -21,8 +21,10 @@ _MEANINGS = {
 }
 
 
-class OwnClassFailed(Failure):
-    """Most of the rollouts that were lost were lost by the scorer or the environment, not by engines."""
+class UserClassFailed(Failure):
+    """Most of the rollouts that were lost were lost by the scorer or the environment, not by
+    engines.
+    """
 
     exit_code = ExitCode.REFUSED
 
@@ -38,19 +40,24 @@ def unusable(groups: Iterable[Group]) -> Counter[str]:
     return found
 
 
-def lost_by_own_class(lost: Mapping[str, int]) -> bool:
+def lost_by_user_class(lost: Mapping[str, int]) -> bool:
     """Whether it was rather the scorer or the environment than engines and networks."""
     return 2 * (lost.get(NO_VERDICT, 0) + lost.get(ENVIRONMENT_FAILURE, 0)) > sum(lost.values())
 
 
 def first_reason(groups: Iterable[Group]) -> str:
-    """What a scorer said first of why there is no verdict, with its line; empty when it said nothing."""
+    """What a scorer said first of why there is no verdict, with its line; empty when it said
+    nothing.
+    """
     samples = (sample for group in groups for sample in group.rollouts)
     return next((s.verdict.reason for s in samples if s.verdict.reward is None), "")
 
 
-def too_many(what: str, lost: Mapping[str, int], asked: int, *, key: str, most: float, first: str = "") -> str:
-    """The sentence that ends a run: how many, why, the rule and where to look. most: the share that `key` allows.
+def too_many(
+    what: str, lost: Mapping[str, int], asked: int, *, key: str, most: float, first: str = ""
+) -> str:
+    """The sentence that ends a run: how many, why, the rule and where to look. most: the share that
+    `key` allows.
 
     first: see `first_reason`.
     """

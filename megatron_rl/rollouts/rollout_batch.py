@@ -12,26 +12,36 @@ from megatron_rl.config.schema import RolloutSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Sampling
-from megatron_rl.prompts.selection.selector import Ask, Selector
 from megatron_rl.contracts.run_state import SelectorState
+from megatron_rl.prompts.selection.selector import RolloutRequest, Selector
 from megatron_rl.rollouts.messages import GroupRequest
 from megatron_rl.rollouts.queue import RolloutQueue
-from megatron_rl.rollouts.rejections import OwnClassFailed, first_reason, lost_by_own_class, too_many, unusable
+from megatron_rl.rollouts.rejections import (
+    UserClassFailed,
+    first_reason,
+    lost_by_user_class,
+    too_many,
+    unusable,
+)
 
 
 class TooManyRejected(Failure):
-    """So many rollouts of a batch could not be used that going on would train on what is left by accident."""
+    """So many rollouts of a batch could not be used that going on would train on what is left by
+    accident.
+    """
 
     exit_code = ExitCode.ENGINE_FAILED
 
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """groups: to be credited, in the order of their prompts; stopped, surplus: drawn and left out (see `Chosen`).
+    """groups: to be credited, in the order of their prompts; stopped, surplus: drawn and left out
+    (see `SelectionResult`).
 
-    generated_tokens: what engines drew in this step. carried_in, carried_out: tokens of groups that the step before
-    drew for this one, and of those that this one drew for the next. engines_left_out: how many engines were not asked
-    any more at the end, because they failed. delivered: what is to be released. choices: metrics of the selection.
+    generated_tokens: what engines drew in this step. carried_in, carried_out: tokens of groups that
+    the step before drew for this one, and of those that this one drew for the next.
+    engines_left_out: how many engines were not asked any more at the end, because they failed.
+    delivered: what is to be released. choices: metrics of the selection.
     """
 
     groups: tuple[Group, ...]
@@ -55,26 +65,37 @@ class RolloutBatch:
 
     @property
     def reward_exposed(self) -> float:
-        """Seconds of judging after the last response, on the node where it took longest: each has its own clock."""
+        """Seconds of judging after the last response, on the node where it took longest: each has
+        its own clock.
+        """
         nodes: dict[int, list[Group]] = {}
         for group in self.drawn:
             if group.rollouts:
                 nodes.setdefault(group.rollouts[0].location.node, []).append(group)
-        waits = (max(g.judged_at for g in groups) - max(g.generated_at for g in groups) for groups in nodes.values())
+        waits = (
+            max(g.judged_at for g in groups) - max(g.generated_at for g in groups)
+            for groups in nodes.values()
+        )
         return max(0.0, *waits, 0.0)
 
     def require(self, label: str, max_rejected_share: float) -> None:
-        """Raise `TooManyRejected`, or `OwnClassFailed`, when more than this share of the rollouts, or all, are lost."""
+        """Raise `TooManyRejected`, or `UserClassFailed`, when more than this share of the rollouts,
+        or all, are lost.
+        """
         lost = unusable(self.drawn)
         asked = self.rejected.total() + sum(len(group.rollouts) for group in self.drawn)
         if lost.total() > max_rejected_share * asked or lost.total() == asked:
             key = "rollout.max_rejected_share"
             first = first_reason(self.drawn)
-            text = too_many(f"batch {label}", lost, asked, key=key, most=max_rejected_share, first=first)
-            raise OwnClassFailed(text) if lost_by_own_class(lost) else TooManyRejected(text)
+            text = too_many(
+                f"batch {label}", lost, asked, key=key, most=max_rejected_share, first=first
+            )
+            raise UserClassFailed(text) if lost_by_user_class(lost) else TooManyRejected(text)
 
     def metrics(self) -> dict[str, float]:
-        """Metrics under `rollout/` and `reward/`, and the seconds of judging after the last response."""
+        """Metrics under `rollout/` and `reward/`, and the seconds of judging after the last
+        response.
+        """
         rollouts = [rollout for group in self.drawn for rollout in group.rollouts]
         rewards = [r.verdict.reward for r in rollouts if r.verdict.reward is not None]
         rejected = self.rejected
@@ -91,7 +112,9 @@ class RolloutBatch:
         if rollouts:
             lengths = [r.num_trainable for r in rollouts]
             values["rollout/response_length"] = sum(lengths) / len(lengths)
-            values["rollout/truncated"] = sum(r.finish_reason == "length" for r in rollouts) / len(rollouts)
+            values["rollout/truncated"] = sum(r.finish_reason == "length" for r in rollouts) / len(
+                rollouts
+            )
         return (
             values
             | dict(self.choices)
@@ -101,14 +124,19 @@ class RolloutBatch:
 
 @dataclass(frozen=True)
 class RolloutStage:
-    """Draws rollout batches from a queue. stop_token_ids: what ends a response. idle: called while waiting."""
+    """Draws rollout batches from a queue.
+
+    stop_token_ids: what ends a response. idle: called while waiting.
+    """
 
     queue: RolloutQueue
     settings: RolloutSettings
     selector: Selector
     stop_token_ids: tuple[int, ...]
     idle: Callable[[], None]
-    _parts: dict[str, list[str]] = field(default_factory=dict)  # what each group was delivered as, until it is used
+    _parts: dict[str, list[str]] = field(
+        default_factory=dict
+    )  # what each group was delivered as, until it is used
 
     def draw(self, step: int) -> RolloutBatch:
         """Draw and judge one batch. Raises `TooManyRejected`."""
@@ -135,7 +163,9 @@ class RolloutStage:
             generated_tokens=self.queue.generated_tokens - before,
             engines_left_out=len(self.queue.engines_left_out),
             carried_in=sum(tokens_of(group) for group in told if group.group_id in carried),
-            carried_out=sum(tokens_of(group) for group in drawn.values() if group.group_id not in ended),
+            carried_out=sum(
+                tokens_of(group) for group in drawn.values() if group.group_id not in ended
+            ),
             delivered=tuple(part for parts in ended.values() for part in parts),
             choices=selection.metrics(),
         )
@@ -153,14 +183,17 @@ class RolloutStage:
         """See `Selector`."""
         self.selector.widen()
 
-    def _submit(self, label: str, asks: Sequence[Ask]) -> dict[str, Ask]:
+    def _submit(self, label: str, asks: Sequence[RolloutRequest]) -> dict[str, RolloutRequest]:
         """What was asked, by group id: every part of a group has its own."""
         sampling = Sampling(
             max_new_tokens=self.settings.max_new_tokens,
             temperature=self.settings.temperature,
             stop_token_ids=self.stop_token_ids,
         )
-        asked = {f"{label}-{ask.index}" + (f"+{ask.first_sample}" if ask.first_sample else ""): ask for ask in asks}
+        asked = {
+            f"{label}-{ask.index}" + (f"+{ask.first_sample}" if ask.first_sample else ""): ask
+            for ask in asks
+        }
         self.queue.submit(
             [
                 GroupRequest(

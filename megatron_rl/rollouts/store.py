@@ -1,4 +1,6 @@
-"""Encoded rollouts in anonymous shared memory, readable by every process of the same user on the node."""
+"""Encoded rollouts in anonymous shared memory, readable by every process of the same user on the
+node.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,11 @@ class RolloutStore:
         for rollout in rollouts:
             data = codec.encode(rollout)
             _write_all(fd, data)
-            locations.append(RolloutLocation(node=self._node, pid=os.getpid(), fd=fd, offset=offset, nbytes=len(data)))
+            locations.append(
+                RolloutLocation(
+                    node=self._node, pid=os.getpid(), fd=fd, offset=offset, nbytes=len(data)
+                )
+            )
             offset += len(data)
         return locations
 
@@ -48,7 +54,8 @@ class RolloutStore:
 def read_rollout(ref: RolloutRef) -> Rollout:
     """Read one rollout from its collector's memory on this node.
 
-    Raises `RolloutGone`, which names the rollout, when the collector has ended or the location is stale.
+    Raises `RolloutGone`, which names the rollout, when the collector has ended or the location is
+    stale.
     """
     where = ref.location
     try:

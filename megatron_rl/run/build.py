@@ -5,10 +5,12 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+from megatron_rl.config.curriculum import phases_of
 from megatron_rl.config.schema import Configuration
-from megatron_rl.config.curriculum import stages_of
-from megatron_rl.contracts.commands import Enter, Save, Sync, Train, Wait
+from megatron_rl.contracts.commands import EnterPhase, Poll, Save, Sync, Train
 from megatron_rl.credit.assign import Credit
+from megatron_rl.engines.engines import EngineConnections, Engines, route_shape
+from megatron_rl.engines.weight_sync import Sender
 from megatron_rl.losses import Correction, PolicyLoss
 from megatron_rl.mcore.model import build_models, pack_multiple
 from megatron_rl.mcore.optimizer import DistributedAdam, wrap_data_parallel
@@ -17,25 +19,25 @@ from megatron_rl.mcore.replay import RouteReplay
 from megatron_rl.mcore.weights import draw_hf_weights, load_hf_weights
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.planning.rank_view import RankView
-from megatron_rl.planning.step_planner import Planner
+from megatron_rl.planning.step_planner import StepPlanner
 from megatron_rl.prompts.selection.factory import open_selector
 from megatron_rl.prompts.source import PromptSource
 from megatron_rl.records.records import Records
-from megatron_rl.rollouts.rollout_batch import RolloutStage
 from megatron_rl.rollouts.evaluation import Evaluation
+from megatron_rl.rollouts.rollout_batch import RolloutStage
 from megatron_rl.run.curriculum import change, open_course
-from megatron_rl.training.dispatcher import Dispatcher, Table
-from megatron_rl.engines.engines import Connected, Engines, route_shape
 from megatron_rl.run.leader import Leader, Stages
-from megatron_rl.run.modes.record import RollOut
-from megatron_rl.engines.weight_sync import Sender
-from megatron_rl.training.micro_batches import Batcher
+from megatron_rl.run.modes.record import RecordingLeader
+from megatron_rl.training.dispatcher import Dispatcher, Table
 from megatron_rl.training.logprobs import ResponseLogprobs
+from megatron_rl.training.micro_batches import Batcher
 from megatron_rl.training.policy import Policy
 from megatron_rl.training.worker import Worker, gather_receivers
 
 
-def build_worker(c: Configuration, shape: ModelShape, loss: PolicyLoss, layout: RankLayout, rollouts: Path) -> Worker:
+def build_worker(
+    c: Configuration, shape: ModelShape, loss: PolicyLoss, layout: RankLayout, rollouts: Path
+) -> Worker:
     """This rank's model, optimizer and stages (a collective)."""
     chunks = build_models(shape, c.model, c.parallel)
     if c.model.init == "checkpoint":
@@ -48,7 +50,9 @@ def build_worker(c: Configuration, shape: ModelShape, loss: PolicyLoss, layout: 
     updates = c.train.total_steps * c.train.optimizer_steps_per_batch
     held, replay = view.moe_rows(shape.moe_layers), None
     if c.train.replay != "off":
-        (replay := RouteReplay(models, c.train.replay)).require_layers([shape.moe_layers[row] for row in held])
+        (replay := RouteReplay(models, c.train.replay)).require_layers(
+            [shape.moe_layers[row] for row in held]
+        )
     routes = route_shape(shape) if c.train.replay == "rollout" else None
     return Worker(
         layout=layout,
@@ -70,8 +74,8 @@ def build_worker(c: Configuration, shape: ModelShape, loss: PolicyLoss, layout: 
 def build_table(c: Configuration, worker: Worker, engines: Engines, sender: Sender) -> Table:
     """What this rank does for each command."""
     return {
-        Enter: lambda command: change(worker, stages_of(c)[command.stage].configuration),
-        Wait: lambda command: engines.check(),
+        EnterPhase: lambda command: change(worker, phases_of(c)[command.stage].configuration),
+        Poll: lambda command: engines.check(),
         Train: lambda command: worker.train(command.plan),
         Sync: lambda command: sender.send(command, worker.export()),
         Save: lambda command: worker.save(Path(command.path)),
@@ -79,11 +83,16 @@ def build_table(c: Configuration, worker: Worker, engines: Engines, sender: Send
 
 
 def build_leader(
-    c: Configuration, stops: tuple[int, ...], dispatcher: Dispatcher, connected: Connected, records: Records,
-    prompts: PromptSource, dp_size: int,
-) -> Leader:  # fmt: skip
+    c: Configuration,
+    stops: tuple[int, ...],
+    dispatcher: Dispatcher,
+    connected: EngineConnections,
+    records: Records,
+    prompts: PromptSource,
+    dp_size: int,
+) -> Leader:
     """Rank 0's loop over its stages. stops: tokens that end a response."""
-    queue, idle = connected.queue, partial(dispatcher.run, Wait())
+    queue, idle = connected.queue, partial(dispatcher.run, Poll())
 
     def stages(c: Configuration) -> Stages:
         prompts.choose(c.data.band)
@@ -91,10 +100,13 @@ def build_leader(
         return Stages(
             rollouts=RolloutStage(queue, c.rollout, selector, stops, idle),
             credit=Credit(c.algo, c.credit, seed=c.seed, max_new_tokens=c.rollout.max_new_tokens),
-            planner=Planner(c.train, c.parallel, dp_size=dp_size, seed=c.seed),
+            planner=StepPlanner(c.train, c.parallel, dp_size=dp_size, seed=c.seed),
             evaluation=Evaluation(queue, prompts.held_out, c.eval, c.rollout, stops, idle),
         )
 
     course = open_course(c, stages, dispatcher, records.progress.say)
-    loop, settings = RollOut if c.mode == "rollout_only" else Leader, (c.train, c.rollout, c.eval, c.sync, c.run)
+    loop, settings = (
+        RecordingLeader if c.mode == "rollout_only" else Leader,
+        (c.train, c.rollout, c.eval, c.sync, c.run),
+    )
     return loop(*settings, stages(c), queue, connected.weights, dispatcher, records, course=course)

@@ -1,4 +1,6 @@
-"""The stages of a run, one after another: when one ends, and what changes with the next (docs/stages.md)."""
+"""The stages of a run, one after another: when one ends, and what changes with the next
+(docs/stages.md).
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from megatron_rl.config.algorithms import CustomAlgoSettings
+from megatron_rl.config.curriculum import Stage, Until, phases_of
 from megatron_rl.config.schema import Configuration
-from megatron_rl.config.curriculum import Stage, Until, stages_of
-from megatron_rl.contracts.commands import Enter
+from megatron_rl.contracts.commands import EnterPhase
+from megatron_rl.contracts.run_state import PhaseState
 from megatron_rl.losses import open_loss
-from megatron_rl.contracts.run_state import StageState
 from megatron_rl.training.dispatcher import Dispatcher
 from megatron_rl.training.logprobs import ResponseLogprobs
 from megatron_rl.training.worker import Worker
@@ -22,17 +24,19 @@ if TYPE_CHECKING:
 
 
 class Schedule:
-    """Which stage a step belongs to. Nothing but what `state` holds decides it, so that a resumed run goes the same
-    way (tests/run/test_curriculum.py). untils: of each stage."""
+    """Which stage a step belongs to. Nothing but what `state` holds decides it, so that a resumed
+    run goes the same way (tests/run/test_curriculum.py). untils: of each stage."""
 
     def __init__(self, untils: Sequence[Until | None]) -> None:
         self._untils = untils
-        self.state = StageState()
+        self.state = PhaseState()
 
     def note(self, tokens: int, accuracy: float | None) -> None:
         """After a step: what engines drew for it, and what was measured after it, if anything."""
         known = self.state.accuracy if accuracy is None else accuracy
-        self.state = msgspec.structs.replace(self.state, tokens=self.state.tokens + tokens, accuracy=known)
+        self.state = msgspec.structs.replace(
+            self.state, tokens=self.state.tokens + tokens, accuracy=known
+        )
 
     def ended(self, step: int) -> str:
         """Why the present stage has no part in a step; empty where it has."""
@@ -43,7 +47,11 @@ class Schedule:
             return f"until.steps={until.steps}"
         if until.tokens is not None and state.tokens >= until.tokens:
             return f"until.tokens={until.tokens}, and {state.tokens} were drawn"
-        if until.accuracy is not None and state.accuracy is not None and state.accuracy >= until.accuracy:
+        if (
+            until.accuracy is not None
+            and state.accuracy is not None
+            and state.accuracy >= until.accuracy
+        ):
             return f"until.accuracy={until.accuracy:g}, and {state.accuracy:.3f} was measured"
         return ""
 
@@ -52,11 +60,13 @@ class Schedule:
         ended = list[tuple[int, str]]()
         while self.state.index + 1 < len(self._untils) and (reason := self.ended(step)):
             ended.append((self.state.index, reason))
-            self.state = msgspec.structs.replace(self.state, index=self.state.index + 1, begun=step, accuracy=None)
+            self.state = msgspec.structs.replace(
+                self.state, index=self.state.index + 1, begun=step, accuracy=None
+            )
         return ended
 
 
-class Course:
+class Curriculum:
     """Rank 0's. parts: of rank 0's steps, with the settings of a stage; say: to a person."""
 
     def __init__(
@@ -72,14 +82,16 @@ class Course:
         self._entered: int | None = None  # and which one this process has the settings of
 
     @property
-    def state(self) -> StageState:
+    def state(self) -> PhaseState:
         return self._schedule.state
 
-    def restore(self, state: StageState) -> None:
+    def restore(self, state: PhaseState) -> None:
         self._schedule.state, self._begun = state, state.index
 
     def enter(self, step: int, parts: Stages) -> Stages:
-        """The parts to run a step with: those given, or others that go on where they were. Tells every rank."""
+        """The parts to run a step with: those given, or others that go on where they were. Tells
+        every rank.
+        """
         for index, reason in self._schedule.advance(step):
             self._say(f"stage {self._stages[index].entry.name} ended before step {step}: {reason}")
         index = self._schedule.state.index
@@ -88,10 +100,10 @@ class Course:
         stage = self._stages[index]
         changed = self._parts(stage.configuration)
         changed.rollouts.restore(parts.rollouts.state())
-        self._dispatcher.run(Enter(index))
+        self._dispatcher.run(EnterPhase(index))
         if index != self._begun:
             self._tell(step, stage)
-            if stage.entry.reprofile == "all":
+            if stage.entry.reset_certainty == "all":
                 changed.rollouts.widen()
         self._begun = self._entered = index
         return changed
@@ -103,25 +115,39 @@ class Course:
 
     def over(self, step: int) -> str:
         """What ended the last stage with this step, and the run with it; empty where nothing did."""
-        if self.state.index < len(self._stages) - 1 or not (reason := self._schedule.ended(step + 1)):
+        if self.state.index < len(self._stages) - 1 or not (
+            reason := self._schedule.ended(step + 1)
+        ):
             return ""
         return f"{reason} of {self._stages[-1].entry.name}, the last of stages"
 
     def _tell(self, step: int, stage: Stage) -> None:
-        changes = ", ".join(f"{key}={value}" for key, value in stage.changes.items()) or "nothing changes"
+        changes = (
+            ", ".join(f"{key}={value}" for key, value in stage.changes.items()) or "nothing changes"
+        )
         place = f"{self._schedule.state.index + 1} of {len(self._stages)}"
         self._say(f"stage {stage.entry.name} ({place}) begins with step {step}: {changes}")
 
 
 def open_course(
-    c: Configuration, parts: Callable[[Configuration], Stages], dispatcher: Dispatcher, say: Callable[[str], None]
-) -> Course | None:
+    c: Configuration,
+    parts: Callable[[Configuration], Stages],
+    dispatcher: Dispatcher,
+    say: Callable[[str], None],
+) -> Curriculum | None:
     """None for a run without `stages`."""
-    return Course(stages_of(c), parts, dispatcher, say) if c.stages else None
+    return Curriculum(phases_of(c), parts, dispatcher, say) if c.stages else None
 
 
 def change(worker: Worker, c: Configuration) -> None:
-    """Give a rank's worker the loss, temperature and learning rate of a stage. A loss of the user's own stays."""
+    """Give a rank's worker the loss, temperature and learning rate of a stage.
+
+    A loss of the user's own stays.
+    """
     own = isinstance(c.algo, CustomAlgoSettings)
-    logprobs = ResponseLogprobs(c.train, c.rollout, vocab_size=worker.shape.vocab_size, **worker.layout.groups)
-    worker.change(worker.policy.loss if own else open_loss(c.algo, worker.shape), logprobs, c.optimizer.lr)
+    logprobs = ResponseLogprobs(
+        c.train, c.rollout, vocab_size=worker.shape.vocab_size, **worker.layout.groups
+    )
+    worker.change(
+        worker.policy.loss if own else open_loss(c.algo, worker.shape), logprobs, c.optimizer.lr
+    )

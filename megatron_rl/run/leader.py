@@ -9,26 +9,32 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Protocol
 
-from megatron_rl.config.schema import EvalSettings, RolloutSettings, RunSettings, SyncSettings, TrainSettings
+from megatron_rl.config.schema import (
+    EvalSettings,
+    RolloutSettings,
+    RunSettings,
+    SyncSettings,
+    TrainSettings,
+)
 from megatron_rl.contracts.commands import Save, Train
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
+from megatron_rl.contracts.run_state import LoopState, SelectorState, ended_by, reached
 from megatron_rl.contracts.step_plan import StepPlan
 from megatron_rl.credit.account import account, usage, warning_of
 from megatron_rl.credit.assign import Credit
-from megatron_rl.planning.step_planner import Planner
-from megatron_rl.records.flat_balance import FlatBalance
-from megatron_rl.records.idle_steps import IdleSteps
+from megatron_rl.engines.weight_sync import WeightSync
+from megatron_rl.planning.step_planner import StepPlanner
+from megatron_rl.records.flat_balance import ZeroVarianceBalanceAlarm
+from megatron_rl.records.idle_steps import UnchangedWeightsAlarm
 from megatron_rl.records.records import Records
-from megatron_rl.contracts.run_state import Position, SelectorState, ended_by, reached
 from megatron_rl.records.selection_alarm import SelectionAlarm
 from megatron_rl.records.stopwatch import Stopwatch
-from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.rollouts.evaluation import Evaluation
-from megatron_rl.run.curriculum import Course
+from megatron_rl.rollouts.rollout_batch import RolloutBatch
+from megatron_rl.run.checkpoints.manager import CheckpointManager
+from megatron_rl.run.curriculum import Curriculum
+from megatron_rl.run.supervision.stop_request import StepAborted
 from megatron_rl.training.dispatcher import Dispatcher
-from megatron_rl.run.checkpoints.manager import Keeper
-from megatron_rl.run.supervision.stop_request import StepGivenUp
-from megatron_rl.engines.weight_sync import WeightSync
 from megatron_rl.training.worker import TrainOutcome
 
 
@@ -66,13 +72,16 @@ class Stages:
 
     rollouts: Rollouts
     credit: Credit
-    planner: Planner
+    planner: StepPlanner
     evaluation: Evaluation | None
 
 
 @dataclass
 class Leader:
-    """Rank 0's loop over the stages of a step. Everything collective is a command to `dispatcher`."""
+    """Rank 0's loop over the stages of a step.
+
+    Everything collective is a command to `dispatcher`.
+    """
 
     train: TrainSettings
     rollout: RolloutSettings
@@ -84,8 +93,8 @@ class Leader:
     weights: WeightSync | None
     dispatcher: Dispatcher
     records: Records
-    keeper: Keeper | None = None
-    course: Course | None = None
+    keeper: CheckpointManager | None = None
+    course: Curriculum | None = None
     _first_step: int = 1
     _goes_on: bool = False
     _pending: dict[str, float] = field(default_factory=dict)
@@ -93,15 +102,17 @@ class Leader:
     _nonfinite: int = 0
     _synced: bool = False
     _told_obstacle: bool = False
-    _idle: IdleSteps = field(default_factory=IdleSteps)
-    _balance: FlatBalance = field(default_factory=FlatBalance)
+    _idle: UnchangedWeightsAlarm = field(default_factory=UnchangedWeightsAlarm)
+    _balance: ZeroVarianceBalanceAlarm = field(default_factory=ZeroVarianceBalanceAlarm)
     _selection: SelectionAlarm = field(default_factory=SelectionAlarm)
 
     def lead(self) -> None:
         """Train to the end, save the weights if asked to and let every rank end."""
         step = self._first_step - 1
         if key := self._over(step):
-            self.records.progress.say(f"nothing is left to train after step {step}: raise {key} to train further")
+            self.records.progress.say(
+                f"nothing is left to train after step {step}: raise {key} to train further"
+            )
         else:
             self._enter(self._first_step)
             self._begin()
@@ -132,7 +143,7 @@ class Leader:
         if self.run.save_weights:
             self.dispatcher.run(Save(str(self.records.directory.checkpoints / f"step-{step}")))
 
-    def go_on(self, position: Position) -> None:
+    def resume_from(self, position: LoopState) -> None:
         """Begin after a step of a run before, instead of at the start."""
         self._first_step, self._goes_on = position.step + 1, True
         self._nonfinite, self._accuracies = position.nonfinite, deque(position.accuracies)
@@ -140,11 +151,13 @@ class Leader:
         if self.course is not None and position.stage is not None:
             self.course.restore(position.stage)
         if self.weights is not None:
-            self.weights.go_on(position.version, synced=position.synced and self.sync.when == "step")
+            self.weights.resume_from(
+                position.version, synced=position.synced and self.sync.when == "step"
+            )
 
-    def position(self, step: int) -> Position:
+    def position(self, step: int) -> LoopState:
         """What this loop needs to go on after `step`."""
-        return Position(
+        return LoopState(
             step=step,
             version=None if self.weights is None else self.weights.version,
             synced=self._synced,
@@ -157,11 +170,16 @@ class Leader:
     def train_step(self, step: int, values: dict[str, float]) -> None:
         """Roll out, credit, plan, train, sync; adds the step's metrics to `values`."""
         watch = Stopwatch()
-        with watch.stage("rollout"), self.keeper.nothing_trained() if self.keeper else contextlib.nullcontext():
+        with (
+            watch.stage("rollout"),
+            self.keeper.nothing_trained() if self.keeper else contextlib.nullcontext(),
+        ):
             batch = self.stages.rollouts.draw(step)
         credited = self.stages.credit.assign(step, batch.groups)
         values |= batch.metrics() | credited.metrics()
-        plan = self.stages.planner.plan(step, credited.rollouts, credited.advantages, credited.uncounted, credited.kept)
+        plan = self.stages.planner.plan(
+            step, credited.rollouts, credited.advantages, credited.uncounted, credited.kept
+        )
         outcome: TrainOutcome = self.dispatcher.run(Train(plan))
         applied, tokens = outcome.optimizer_steps, batch.generated_tokens
         values |= usage(plan, applied, generated_tokens=tokens)
@@ -175,7 +193,11 @@ class Leader:
             surplus=batch.surplus,
             carried=batch.carried_out - batch.carried_in,
         )
-        values |= outcome.metrics.values() | outcome.seconds | {"train/nonfinite": float(not outcome.finite)}
+        values |= (
+            outcome.metrics.values()
+            | outcome.seconds
+            | {"train/nonfinite": float(not outcome.finite)}
+        )
         self.queue.release(batch.delivered)
         self._count_nonfinite(plan, outcome)
         self._synced = False
@@ -197,7 +219,9 @@ class Leader:
         values |= self.dispatcher.run(command)
         if self.weights.audit_obstacle and not self._told_obstacle:
             self._told_obstacle = True
-            self.records.progress.say(f"weights are not audited by value: {self.weights.audit_obstacle}")
+            self.records.progress.say(
+                f"weights are not audited by value: {self.weights.audit_obstacle}"
+            )
         self.queue.set_version(command.version)
         self._synced = True
 
@@ -210,7 +234,9 @@ class Leader:
         with watch.stage("eval"), self.records.progress.during(f"evaluating after step {step}"):
             accuracy = self.stages.evaluation.measure(str(step))
         self._accuracies.append(accuracy.accuracy)
-        values |= accuracy.metrics() | watch.seconds | {"account/evaluation": float(accuracy.tokens)}
+        values |= (
+            accuracy.metrics() | watch.seconds | {"account/evaluation": float(accuracy.tokens)}
+        )
         values["account/generated"] = values.get("account/generated", 0.0) + accuracy.tokens
         self.records.progress.say(f"step {step}: held-out accuracy {accuracy}")
 
@@ -224,7 +250,9 @@ class Leader:
             values |= self.course.note(values)
 
     def _begin(self) -> None:
-        """Bring the engines to the weights that the run begins with; a new run is evaluated, and has a record of it."""
+        """Bring the engines to the weights that the run begins with; a new run is evaluated, and
+        has a record of it.
+        """
         if not self._goes_on:
             with self._recorded(0) as values:
                 self.send_weights(values)
@@ -240,8 +268,11 @@ class Leader:
             if not last:
                 self._leave_if_told(step)  # it may have been told during the save
 
-    def _leave_if_told(self, step: int, at: Position | None = None) -> None:
-        """End a run that was told to stop, with a checkpoint after a step. at: its position, None: where the run is."""
+    def _leave_if_told(self, step: int, at: LoopState | None = None) -> None:
+        """End a run that was told to stop, with a checkpoint after a step.
+
+        at: its position, None: where the run is.
+        """
         if self.keeper is not None and self.keeper.told_to_stop:
             self.keeper.settle()
             if self.keeper.saved != step:
@@ -250,14 +281,16 @@ class Leader:
 
     @contextlib.contextmanager
     def _in_time(self, step: int) -> Iterator[None]:
-        """A step that there is no time for, because the run was told to stop, leaves the checkpoint of the last one."""
+        """A step that there is no time for, because the run was told to stop, leaves the checkpoint
+        of the last one.
+        """
         if self.keeper is None:
             yield
             return
         before = self.position(step - 1)
         try:
             yield
-        except StepGivenUp:
+        except StepAborted:
             self._leave_if_told(before.step, before)
 
     def _evaluation_due(self, step: int) -> bool:
@@ -278,7 +311,9 @@ class Leader:
         return fmean(list(self._accuracies)[-self.eval.stop_average :])
 
     def _count_nonfinite(self, plan: StepPlan, outcome: TrainOutcome) -> None:
-        """Raise `NonFiniteRun` after too many steps in a row with a NaN or Inf; a step without rollouts is neither."""
+        """Raise `NonFiniteRun` after too many steps in a row with a NaN or Inf; a step without
+        rollouts is neither.
+        """
         if plan.rollouts:
             self._nonfinite = 0 if outcome.finite else self._nonfinite + 1
         if outcome.finite:

@@ -1,6 +1,8 @@
-"""Everything one rank holds during a run, opened in order and closed in reverse. Engines come before Megatron's import.
+"""Everything one rank holds during a run, opened in order and closed in reverse. Engines come
+before Megatron's import.
 
-The order is that of the seconds: torch takes two to import, an engine twenty to start, Megatron five to import.
+The order is that of the seconds: torch takes two to import, an engine twenty to start, Megatron
+five to import.
 """
 
 from __future__ import annotations
@@ -12,40 +14,43 @@ from pathlib import Path
 
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
+from megatron_rl.engines.engines import Engines, open_engines
 from megatron_rl.mcore.job import Job, join, leave
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.prompts.selection.transferred_beliefs import Inherited
+from megatron_rl.prompts.selection.transferred_beliefs import TransferredBeliefs
 from megatron_rl.records.progress import Progress, print_line
-from megatron_rl.run.checkpoints.saving.resumed_directory import claim
 from megatron_rl.records.run_directory import RunDirectory
 from megatron_rl.records.run_lock import hold_run
 from megatron_rl.run.checkpoints.belief_transfer import read_beliefs
-from megatron_rl.engines.engines import Engines, open_engines
-from megatron_rl.run.supervision.exit_reporter import LastWords
-from megatron_rl.run.checkpoints.resume import Start, find_start, open_directory
 from megatron_rl.run.checkpoints.disk_space import require_space
+from megatron_rl.run.checkpoints.resume import ResumePoint, find_start, open_directory
+from megatron_rl.run.checkpoints.resumed_directory import claim
+from megatron_rl.run.supervision.exit_reporter import ExitReporter
 from megatron_rl.run.supervision.stop_request import StopRequest
-from megatron_rl.run.supervision.watchdog import Watch
+from megatron_rl.run.supervision.watchdog import Watchdog
 from megatron_rl.run.widest import widest
 from megatron_rl.training.collectives import broadcast_bytes
 
 
-class NoDirectory(Failure):
+class RunDirectoryMissing(Failure):
     """Rank 0 could not make the run directory, and says why."""
 
     exit_code = ExitCode.PEER_FAILED
 
 
 class Rank:
-    """One rank of one run. Rank 0 leads; local rank 0 of every node runs the node's engines; the others follow."""
+    """One rank of one run.
+
+    Rank 0 leads; local rank 0 of every node runs the node's engines; the others follow.
+    """
 
     def __init__(
         self,
         configuration: Configuration,
         progress: Progress,
-        words: LastWords,
-        watch: Watch,
+        words: ExitReporter,
+        watch: Watchdog,
         stop: StopRequest | None = None,
     ) -> None:
         self._configuration = configuration
@@ -55,7 +60,7 @@ class Rank:
         self._stop = stop
         self._stack = contextlib.ExitStack()
         self._engines: Engines | None = None
-        self._beliefs: Inherited | None = None
+        self._beliefs: TransferredBeliefs | None = None
 
     def run(self) -> None:
         """Set up, then lead or follow to the end."""
@@ -66,35 +71,45 @@ class Rank:
         start = self.find_start(job)
         directory = self._open_directory(job, shape, start)
         start = replace(start, beliefs=self._beliefs)
-        progress.say(f"{job.world_size} rank(s) on {job.num_nodes} node(s); run directory {directory.path}")
+        progress.say(
+            f"{job.world_size} rank(s) on {job.num_nodes} node(s); run directory {directory.path}"
+        )
         self.tell(start)
         if c.mode != "train_only":
-            self._engines = self._stack.enter_context(open_engines(widest(c), shape, job, directory))
+            self._engines = self._stack.enter_context(
+                open_engines(widest(c), shape, job, directory)
+            )
             progress.say(f"{self._engines.starting}; importing Megatron meanwhile")
         with progress.during("importing Megatron"):
             from megatron_rl.mcore.cpu import compat
 
             compat.install()
-            from megatron_rl.run.trainer import Trainer  # Megatron may only be imported after the line above
+            from megatron_rl.run.trainer import (
+                Trainer,  # Megatron may only be imported after the line above
+            )
         trainer = Trainer(c, shape, job, directory, progress, self._stack, start, self._stop)
         trainer.run(self._engines, self._watch)
         if job.rank == 0:
             print_line(f"done: metrics, logs and checkpoints are in {directory.path}")
 
     def close(self) -> None:
-        """After a run that is complete: leave the engines' groups, end this rank's processes, leave the job."""
+        """After a run that is complete: leave the engines' groups, end this rank's processes, leave
+        the job.
+        """
         self._stack.close()
 
     def abandon(self) -> None:
-        """After one that failed: end this rank's processes first, so that nothing below waits for them.
+        """After one that failed: end this rank's processes first, so that nothing below waits for
+        them.
 
-        Other ranks notice the end of this process; a message could not reach one that is inside a collective.
+        Other ranks notice the end of this process; a message could not reach one that is inside a
+        collective.
         """
         if self._engines is not None:
             self._engines.abandon()
         self._stack.close()
 
-    def tell(self, start: Start) -> None:
+    def tell(self, start: ResumePoint) -> None:
         """What a person should know of the beginning."""
         run = self._configuration.run
         if run.resume == "auto" and not run.checkpoint_every:
@@ -111,10 +126,11 @@ class Rank:
         for change in start.changed(self._configuration):
             self._progress.say(f"not as it was when the checkpoint was saved: {change}")
 
-    def find_start(self, job: Job) -> Start:
-        """Where the run begins; looked for once no process of it lives, which could still prune what is found.
+    def find_start(self, job: Job) -> ResumePoint:
+        """Where the run begins; looked for once no process of it lives, which could still prune
+        what is found.
 
-        Raises `RunDirectoryTaken` (rank 0) and `NoWholeCheckpoint`.
+        Raises `RunDirectoryTaken` (rank 0) and `NoCompleteCheckpoint`.
         """
 
         def wait() -> str:
@@ -128,10 +144,12 @@ class Rank:
         with self._progress.during("comparing the checkpoint with its hashes"):
             return find_start(self._configuration, job)
 
-    def _open_directory(self, job: Job, shape: ModelShape, start: Start) -> RunDirectory:
-        """Rank 0 names and makes it; the others learn where it is. All of them mark the run as alive.
+    def _open_directory(self, job: Job, shape: ModelShape, start: ResumePoint) -> RunDirectory:
+        """Rank 0 names and makes it; the others learn where it is. All of them mark the run as
+        alive.
 
-        Raises `RunDirectoryTaken`, `NoSpace`, `NoBeliefs` and `OtherRun` (rank 0).
+        Raises `RunDirectoryTaken`, `NotEnoughDiskSpace`, `BeliefsUnavailable` and
+        `CheckpointOfOtherRun` (rank 0).
         """
 
         def open_it() -> str:
@@ -148,7 +166,10 @@ class Rank:
 
 
 def _led(job: Job, action: Callable[[], str]) -> str:
-    """Rank 0 acts, and all learn what it says (a collective). Raises `NoDirectory` on the others where it failed."""
+    """Rank 0 acts, and all learn what it says (a collective).
+
+    Raises `RunDirectoryMissing` on the others where it failed.
+    """
     said = ""
     if job.rank == 0:
         try:
@@ -158,5 +179,5 @@ def _led(job: Job, action: Callable[[], str]) -> str:
         return said
     said = broadcast_bytes(None, job.control_group).decode()
     if not said:
-        raise NoDirectory("rank 0 could not make the run directory")
+        raise RunDirectoryMissing("rank 0 could not make the run directory")
     return said

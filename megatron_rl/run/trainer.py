@@ -13,7 +13,18 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_rl.config.schema import Configuration
-from megatron_rl.contracts.commands import Checkpoint, Command, Record, Save, Settle, Sync, Train, Wait
+from megatron_rl.contracts.commands import (
+    Checkpoint,
+    Command,
+    Poll,
+    Record,
+    Save,
+    Sync,
+    Train,
+    WaitForSave,
+)
+from megatron_rl.engines.engines import EngineConnections, Engines
+from megatron_rl.engines.weight_sync import FollowerSync
 from megatron_rl.environments.environment import open_environment
 from megatron_rl.losses import open_loss
 from megatron_rl.mcore import parallel
@@ -24,24 +35,22 @@ from megatron_rl.records.metrics_log import MetricsLog
 from megatron_rl.records.progress import Progress
 from megatron_rl.records.records import Records
 from megatron_rl.records.run_directory import STOP_FILE, RunDirectory
-from megatron_rl.run.checkpoints.store import Shelf
 from megatron_rl.rollouts.evaluation import Evaluation
 from megatron_rl.run.build import build_leader, build_table, build_worker
-from megatron_rl.run.checkpoints.saving import Checkpoints
-from megatron_rl.training.dispatcher import Dispatcher
-from megatron_rl.engines.engines import Connected, Engines
-from megatron_rl.run.checkpoints.manager import Keeper
-from megatron_rl.run.leader import Leader
-from megatron_rl.run.modes.record.evaluate import Measure, open_weights
-from megatron_rl.run.modes.record import record_rollouts, train_only_leader
-from megatron_rl.run.modes.record.profile import Profile, open_rates
-from megatron_rl.run.prompts import build_prompts, build_sets
-from megatron_rl.run.checkpoints.resume import Start, settings_of
 from megatron_rl.run.checkpoints.disk_space import checkpoint_bytes
+from megatron_rl.run.checkpoints.manager import CheckpointManager
+from megatron_rl.run.checkpoints.resume import ResumePoint, settings_of
+from megatron_rl.run.checkpoints.saving import CheckpointWriter
+from megatron_rl.run.checkpoints.store import CheckpointStore
+from megatron_rl.run.leader import Leader
+from megatron_rl.run.modes.evaluate import EvaluationRun, open_weights
+from megatron_rl.run.modes.profile import PassRateProfile, open_rates
+from megatron_rl.run.modes.record import record_rollouts, train_only_leader
+from megatron_rl.run.prompts import build_prompts, build_sets
 from megatron_rl.run.supervision.stop_request import StopRequest
+from megatron_rl.run.supervision.watchdog import Watchdog
+from megatron_rl.training.dispatcher import Dispatcher
 from megatron_rl.training.warm_up import warm_up
-from megatron_rl.run.supervision.watchdog import Watch
-from megatron_rl.engines.weight_sync import Bystander
 from megatron_rl.training.worker import Worker
 
 
@@ -59,7 +68,7 @@ class Trainer:
         directory: RunDirectory,
         progress: Progress,
         stack: contextlib.ExitStack,
-        start: Start,
+        start: ResumePoint,
         stop: StopRequest | None,
     ) -> None:
         self._configuration = configuration
@@ -71,7 +80,7 @@ class Trainer:
         self._start = start
         self._stop = stop or StopRequest(configuration.run.stop_within_s)
 
-    def run(self, engines: Engines | None, watch: Watch) -> None:
+    def run(self, engines: Engines | None, watch: Watchdog) -> None:
         """To the end of the run. engines None: rollouts are recorded ones."""
         if engines is None:
             self._train_only()
@@ -83,9 +92,9 @@ class Trainer:
         prompts = self._build_prompts() if self._job.rank == 0 else None
         worker = self._build_worker()
         connected = self._connect(engines, watch)
-        sender = connected.weights if connected is not None else Bystander()
+        sender = connected.weights if connected is not None else FollowerSync()
         table = {**build_table(c, worker, engines, sender), **self._keeping(worker)}
-        table[Wait] = lambda command: self._wait(engines)
+        table[Poll] = lambda command: self._wait(engines)
         dispatcher = Dispatcher(self._job.control_group, table)
         self._stop.accept()
         if connected is None or prompts is None:
@@ -94,7 +103,9 @@ class Trainer:
         counts = f"{len(prompts.train)} training prompts, {len(prompts.held_out)} held out"
         progress.say("; ".join(filter(None, (counts, *prompts.told()))))
         if report := prompts.excluded.report():
-            (self._directory.path / "left_out.txt").write_text(report + "\n", encoding="utf-8", errors="replace")
+            (self._directory.path / "left_out.txt").write_text(
+                report + "\n", encoding="utf-8", errors="replace"
+            )
         stops, dp_size = self._shape.eos_token_ids, worker.layout.dp_size
         leader = build_leader(c, stops, dispatcher, connected, self._records(), prompts, dp_size)
         self._lead(leader, worker)
@@ -103,7 +114,7 @@ class Trainer:
         """From where the run goes on to its end."""
         c, start = self._configuration, self._start
         saved = start.state.step if start.state is not None and c.run.resume == "auto" else None
-        leader.keeper = Keeper(
+        leader.keeper = CheckpointManager(
             settings=c.run,
             facts=settings_of(c),
             world_size=worker.layout.world_size,
@@ -115,12 +126,16 @@ class Trainer:
             saved=saved,
         )
         if start.state is not None:
-            leader.go_on(start.state.position)
+            leader.resume_from(start.state.position)
         leader.lead()
 
     def _records(self) -> Records:
         state = self._start.state
-        first = None if state is None or self._configuration.mode in ("eval", "profile") else state.step + 1
+        first = (
+            None
+            if state is None or self._configuration.mode in ("eval", "profile")
+            else state.step + 1
+        )
         log = MetricsLog(self._directory, self._configuration.logger, first)
         return Records(self._directory, self._stack.enter_context(log), self._progress)
 
@@ -133,11 +148,13 @@ class Trainer:
             background = dist.new_group(
                 backend="gloo", timeout=timedelta(seconds=self._configuration.parallel.timeout_s)
             )
-        shelf, keep = Shelf(self._directory.checkpoints), run.keep_checkpoints
-        checkpoints = Checkpoints(worker, shelf, nbytes=nbytes, keep=keep, background=background)
+        shelf, keep = CheckpointStore(self._directory.checkpoints), run.keep_checkpoints
+        checkpoints = CheckpointWriter(
+            worker, shelf, nbytes=nbytes, keep=keep, background=background
+        )
         return {
             Checkpoint: checkpoints.save,
-            Settle: checkpoints.settle,
+            WaitForSave: checkpoints.settle,
             Record: lambda command: record_rollouts(command, self._job),
         }
 
@@ -153,30 +170,42 @@ class Trainer:
             dispatcher.follow()
             return
         dp_size = worker.layout.dp_size
-        self._lead(train_only_leader(c, self._shape, self._job, dispatcher, self._records(), dp_size), worker)
+        self._lead(
+            train_only_leader(c, self._shape, self._job, dispatcher, self._records(), dp_size),
+            worker,
+        )
 
-    def _measure(self, engines: Engines, watch: Watch) -> None:
-        """What engines answer; weights of a checkpoint are read by rank 0 alone, and no model is in memory."""
+    def _measure(self, engines: Engines, watch: Watchdog) -> None:
+        """What engines answer; weights of a checkpoint are read by rank 0 alone, and no model is in
+        memory.
+        """
         c, checkpoint = self._configuration, self._start.checkpoint
         sets = build_sets(c) if self._job.rank == 0 else {}
         rates = open_rates(c) if self._job.rank == 0 and c.mode == "profile" else None
         connected = self._connect(engines, watch)
-        table: dict[type[Command], Callable[[Any], Any]] = {Wait: lambda command: engines.check()}
+        table: dict[type[Command], Callable[[Any], Any]] = {Poll: lambda command: engines.check()}
         if checkpoint is not None:
             weights = open_weights(c, self._shape, checkpoint, self._job)
-            sender = connected.weights if connected is not None else Bystander()
-            table[Sync] = lambda command: sender.send(command, weights() if self._job.rank == 0 else iter(()))
+            sender = connected.weights if connected is not None else FollowerSync()
+            table[Sync] = lambda command: sender.send(
+                command, weights() if self._job.rank == 0 else iter(())
+            )
         dispatcher = Dispatcher(self._job.control_group, table)
         if connected is None:
             dispatcher.follow()
             return
-        idle, stops = partial(dispatcher.run, Wait()), self._shape.eos_token_ids
+        idle, stops = partial(dispatcher.run, Poll()), self._shape.eos_token_ids
         evaluations = {
-            name: Evaluation(connected.queue, prompts, c.eval, c.rollout, stops, idle) for name, prompts in sets.items()
+            name: Evaluation(connected.queue, prompts, c.eval, c.rollout, stops, idle)
+            for name, prompts in sets.items()
         }
         sync = connected.weights if checkpoint is not None else None
         rest = (sync, dispatcher, connected.queue, self._records())
-        (Measure(evaluations, *rest) if rates is None else Profile(evaluations["train"], rates, *rest)).lead()
+        (
+            EvaluationRun(evaluations, *rest)
+            if rates is None
+            else PassRateProfile(evaluations["train"], rates, *rest)
+        ).lead()
 
     def _build_prompts(self) -> PromptSource:
         self._progress.say("reading prompts")
@@ -186,7 +215,10 @@ class Trainer:
     def _build_worker(self) -> Worker:
         """The model and its stages, and the kernels compiled."""
         c, shape, progress = self._configuration, self._shape, self._progress
-        loss, _ = open_loss(c.algo, shape), open_environment(c.environment)  # a user's own may not open
+        loss, _ = (
+            open_loss(c.algo, shape),
+            open_environment(c.environment),
+        )  # a user's own may not open
         layout = parallel.initialize(c.parallel, seed=c.seed, job=self._job)
         progress.say("loading the model")
         with progress.during("loading the model"):
@@ -198,12 +230,15 @@ class Trainer:
         progress.say("compiling kernels")
         with progress.during("compiling kernels"):
             self._compile(worker)
-        gc.freeze()  # modules and model stay to the end: to search them takes 5 % of a rank's time on a CPU
+        # modules and model stay to the end: to search them takes 5 % of a rank's time on a CPU
+        gc.freeze()
         self._stack.callback(gc.unfreeze)  # or libraries report all that they still hold as leaked
         return worker
 
     def _compile(self, worker: Worker) -> None:
-        """One rank of each node first: on CPUs the others then read from its cache what it compiled."""
+        """One rank of each node first: on CPUs the others then read from its cache what it
+        compiled.
+        """
         layout = worker.layout  # who shares the vocabulary or sequences computes in collectives
         together = layout.tp_group is not None or layout.cp_group is not None
         if self._job.local_rank and not together:
@@ -216,7 +251,7 @@ class Trainer:
         engines.check()
         self._stop.check_time()
 
-    def _connect(self, engines: Engines, watch: Watch) -> Connected | None:
+    def _connect(self, engines: Engines, watch: Watchdog) -> EngineConnections | None:
         settings, what = self._configuration.engine, "waiting for the engines"
         if settings.mode == "external":
             what = f"waiting for {', '.join(settings.urls)} (engine.start_timeout_s={settings.start_timeout_s:g})"

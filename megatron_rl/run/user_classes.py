@@ -1,4 +1,6 @@
-"""Classes of the user's own, opened before anything is started: what does not open costs no engine and no directory."""
+"""Classes of the user's own, opened before anything is started: what does not open costs no engine
+and no directory.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,18 @@ from megatron_rl.rewards import open_scorer
 
 def named(c: Configuration) -> list[str]:
     """The classes of the user's own that a configuration names."""
-    return [name for name in (c.reward.name, c.data.source, c.environment.name, c.algo.name) if ":" in name]
+    return [
+        name
+        for name in (c.reward.name, c.data.source, c.environment.name, c.algo.name)
+        if ":" in name
+    ]
 
 
-def require_own_classes(c: Configuration) -> None:
-    """Open each of them, draw the source's first question, and leave them. Raises `DoorError`, `PromptDataError`."""
+def require_user_classes(c: Configuration) -> None:
+    """Open each of them, draw the source's first question, and leave them.
+
+    Raises `PluginError`, `PromptDataError`.
+    """
     if ":" in c.reward.name:
         open_scorer(c.reward)
     if ":" in c.environment.name:

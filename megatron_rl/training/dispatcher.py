@@ -1,4 +1,6 @@
-"""The one way through the ranks: rank 0 says `run(command)`, and every rank executes it through the same table."""
+"""The one way through the ranks: rank 0 says `run(command)`, and every rank executes it through the
+same table.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ Table = Mapping[type[Command], Callable[[Any], Any]]
 class Dispatcher:
     """Commands over a CPU process group that spans the world.
 
-    table: what a rank does for each command. Ranks enter a collective only in answer to a command that all received.
+    table: what a rank does for each command. Ranks enter a collective only in answer to a command
+    that all received.
     """
 
     def __init__(self, group: dist.ProcessGroup, table: Table) -> None:
@@ -27,7 +30,9 @@ class Dispatcher:
         self._table = table
 
     def run(self, command: Command) -> Any:
-        """Rank 0 only: let every rank execute a command, this one too; returns what it returned here."""
+        """Rank 0 only: let every rank execute a command, this one too; returns what it returned
+        here.
+        """
         self._say(command)
         return self._table[type(command)](command)
 
@@ -36,7 +41,9 @@ class Dispatcher:
 
         When rank 0's process ends, its connections close and this raises, whatever it waits in.
         """
-        while not isinstance(command := _decoder.decode(broadcast_bytes(None, self._group)), Finish):
+        while not isinstance(
+            command := _decoder.decode(broadcast_bytes(None, self._group)), Finish
+        ):
             self._table[type(command)](command)
 
     def finish(self) -> None:

@@ -1,7 +1,9 @@
-"""Encoded rollouts move once, to the ranks that train on them, each with its pipeline stage's routes only.
+"""Encoded rollouts move once, to the ranks that train on them, each with its pipeline stage's
+routes only.
 
-A rank on the collector's node reads shared memory itself. What crosses nodes goes through one all-to-all on the CPU to
-one of the ranks of a node that need the same, which hands it on to the others of its node by a second one.
+A rank on the collector's node reads shared memory itself. What crosses nodes goes through one
+all-to-all on the CPU to one of the ranks of a node that need the same, which hands it on to the
+others of its node by a second one.
 """
 
 from __future__ import annotations
@@ -16,11 +18,11 @@ import torch.distributed as dist
 
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.group import RolloutRef
-from megatron_rl.contracts.step_plan import StepPlan
 from megatron_rl.contracts.rollout import Rollout
+from megatron_rl.contracts.step_plan import StepPlan
 from megatron_rl.rollouts import codec
 from megatron_rl.training.collectives import gather_bytes
-from megatron_rl.training.transfer_plan import Parcels, Receiver
+from megatron_rl.training.transfer_plan import Receiver, TransferPlan
 
 _MOST_NAMED = 4
 
@@ -38,14 +40,19 @@ def exchange_rollouts(
     group: dist.ProcessGroup,
     read: Callable[[RolloutRef], Rollout],
 ) -> dict[int, Rollout]:
-    """Collective over `group`: this rank's rollouts by index in the plan. Raises `ExchangeFailed` on all ranks."""
-    desk = _Desk(plan, receivers[rank].moe_rows)
-    parcels = Parcels.of(plan, receivers, rank)
+    """Collective over `group`: this rank's rollouts by index in the plan. Raises `ExchangeFailed`
+    on all ranks.
+    """
+    desk = _ExchangeBuffer(plan, receivers[rank].moe_rows)
+    parcels = TransferPlan.of(plan, receivers, rank)
     for index in parcels.own:
         desk.keep(index, lambda ref: codec.select_layers(read(ref), desk.moe_rows))
     arrived: dict[int, memoryview] = {}
     if parcels.crosses:
-        sent = [desk.encode(indices, receivers[to].moe_rows, read) for to, indices in enumerate(parcels.outgoing)]
+        sent = [
+            desk.encode(indices, receivers[to].moe_rows, read)
+            for to, indices in enumerate(parcels.outgoing)
+        ]
         arrived |= _swap(sent, parcels.incoming, group)
     if parcels.hands_on:
         again = [[arrived[index] for index in indices] for indices in parcels.handed_on]
@@ -57,8 +64,10 @@ def exchange_rollouts(
     return desk.rollouts
 
 
-class _Desk:
-    """Where a rank's rollouts gather; whatever is wrong with one is noted, so that all ranks can be told."""
+class _ExchangeBuffer:
+    """Where a rank's rollouts gather; whatever is wrong with one is noted, so that all ranks can be
+    told.
+    """
 
     def __init__(self, plan: StepPlan, moe_rows: tuple[int, ...]) -> None:
         self._plan = plan
@@ -71,13 +80,18 @@ class _Desk:
         try:
             rollout = get(ref)
             _check(rollout, ref, len(self.moe_rows))
-        except Exception as error:  # whatever it is: a rank that raises alone leaves the others waiting
+        except (
+            Exception
+        ) as error:  # whatever it is: a rank that raises alone leaves the others waiting
             self.problems.append(f"rollout {ref.rollout_id}: {error}")
         else:
             self.rollouts[index] = rollout
 
     def encode(
-        self, indices: Iterable[int], moe_rows: tuple[int, ...], read: Callable[[RolloutRef], Rollout]
+        self,
+        indices: Iterable[int],
+        moe_rows: tuple[int, ...],
+        read: Callable[[RolloutRef], Rollout],
     ) -> list[bytes]:
         """Rollouts for another rank; nothing in the place of one that cannot be read."""
         encoded = []
@@ -104,13 +118,19 @@ def _check(rollout: Rollout, ref: RolloutRef, num_moe_rows: int) -> None:
             f"{ref.num_trainable} were planned with"
         )
     if rollout.routes is not None and rollout.routes.shape[:2] != (ref.num_inputs, num_moe_rows):
-        raise ValueError(f"routes of shape {rollout.routes.shape} for {ref.num_inputs} inputs, {num_moe_rows} layers")
+        raise ValueError(
+            f"routes of shape {rollout.routes.shape} for {ref.num_inputs} inputs, {num_moe_rows} layers"
+        )
 
 
 def _swap(
-    outgoing: Sequence[Sequence[bytes | memoryview]], incoming: Sequence[Sequence[int]], group: dist.ProcessGroup
+    outgoing: Sequence[Sequence[bytes | memoryview]],
+    incoming: Sequence[Sequence[int]],
+    group: dist.ProcessGroup,
 ) -> dict[int, memoryview]:
-    """One all-to-all: what arrived, by index in the plan. incoming: the indices that each rank sends here, in order."""
+    """One all-to-all: what arrived, by index in the plan. incoming: the indices that each rank
+    sends here, in order.
+    """
     received = _all_to_all([msgspec.msgpack.encode(parts) for parts in outgoing], group)
     arrived: dict[int, memoryview] = {}
     for data, indices in zip(received, incoming, strict=True):
@@ -141,4 +161,6 @@ def _agree(step: int, problems: Sequence[str], group: dist.ProcessGroup) -> None
     ]
     if named:
         more = f"; and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
-        raise ExchangeFailed(f"step {step}: rollouts cannot be trained on: {'; '.join(named[:_MOST_NAMED])}{more}")
+        raise ExchangeFailed(
+            f"step {step}: rollouts cannot be trained on: {'; '.join(named[:_MOST_NAMED])}{more}"
+        )

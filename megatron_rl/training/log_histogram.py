@@ -17,7 +17,9 @@ def log_counts(values: torch.Tensor) -> torch.Tensor:
     size = values.detach().float().abs().flatten()
     place = ((size.log2() - _LOWEST) * _PER_OCTAVE).floor().clamp(-1, BINS - 3) + 1
     place = torch.where(size.isfinite(), place, BINS - 1).to(torch.int64)
-    return torch.zeros(BINS, dtype=torch.int64, device=size.device).scatter_add(0, place, torch.ones_like(place))
+    return torch.zeros(BINS, dtype=torch.int64, device=size.device).scatter_add(
+        0, place, torch.ones_like(place)
+    )
 
 
 def quantile(counts: torch.Tensor, share: float) -> float:

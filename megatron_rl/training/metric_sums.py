@@ -27,8 +27,12 @@ class MetricSums:
     _pairs: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
     _largest: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
 
-    def add(self, sums: Mapping[str, torch.Tensor], maxima: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Add one micro-batch's tensors ([2] = sum, weight; and scalars), without waiting for their device."""
+    def add(
+        self, sums: Mapping[str, torch.Tensor], maxima: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
+        """Add one micro-batch's tensors ([2] = sum, weight; and scalars), without waiting for their
+        device.
+        """
         for name, pair in sums.items():
             known, new = self._pairs.get(name), pair.detach().double()
             self._pairs[name] = new if known is None else known + new
@@ -46,7 +50,9 @@ class MetricSums:
         self._pairs, self._largest = {}, {}
         if not pairs and not largest:
             return
-        values = iter(torch.cat([*pairs.values(), *(value.view(1) for value in largest.values())]).tolist())
+        values = iter(
+            torch.cat([*pairs.values(), *(value.view(1) for value in largest.values())]).tolist()
+        )
         for name in pairs:
             self.add_mean(name, next(values), next(values))
         for name in largest:

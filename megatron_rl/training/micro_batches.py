@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from megatron_rl.contracts.step_plan import StepPlan
 from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.contracts.routes import RouteShape, round_robin_routes
+from megatron_rl.contracts.step_plan import StepPlan
 from megatron_rl.mcore.packed_batch import PackedBatch
 from megatron_rl.planning.rank_view import RankView
 
@@ -23,12 +23,13 @@ _ELSEWHERE = -1
 class MicroBatch:
     """One packed micro-batch of B sequences with T trained tokens in all.
 
-    packed: the model's inputs on this rank, which holds R of the T trained tokens: all of them unless sequences are
-    shared by context parallelism. rows int64 [R]: rows of these inputs whose next token is trained. targets int64 [R]:
-    those next tokens. places int64 [R]: which of the T they are, ascending. rollout_logprobs float32 [T], NaN where
-    nobody sampled the token. advantages float32 [T]; entropy_advantages float32 [T]: see `StepPlan`, which each token
-    of a sequence has from it. cu_seqlens int32 [B + 1]: trained tokens of each sequence, a
-    sequence without any counts as empty. A filler has T = 0 and B = 0.
+    packed: the model's inputs on this rank, which holds R of the T trained tokens: all of them
+    unless sequences are shared by context parallelism. rows int64 [R]: rows of these inputs whose
+    next token is trained. targets int64 [R]: those next tokens. places int64 [R]: which of the T
+    they are, ascending. rollout_logprobs float32 [T], NaN where nobody sampled the token.
+    advantages float32 [T]; entropy_advantages float32 [T]: see `StepPlan`, which each token of a
+    sequence has from it. cu_seqlens int32 [B + 1]: trained tokens of each sequence, a sequence
+    without any counts as empty. A filler has T = 0 and B = 0.
     """
 
     packed: PackedBatch
@@ -42,12 +43,16 @@ class MicroBatch:
 
 
 class Batcher:
-    """Packs rollouts for one rank. routes None: theirs are not replayed. device: where the tensors go.
+    """Packs rollouts for one rank. routes None: theirs are not replayed. device: where the tensors
+    go.
 
-    multiple: every rank's rows of a pack are a multiple of it; the pack's last sequence is padded up to that.
+    multiple: every rank's rows of a pack are a multiple of it; the pack's last sequence is padded
+    up to that.
     """
 
-    def __init__(self, view: RankView, routes: RouteShape | None, device: torch.device, *, multiple: int = 1) -> None:
+    def __init__(
+        self, view: RankView, routes: RouteShape | None, device: torch.device, *, multiple: int = 1
+    ) -> None:
         self._view = view
         self._multiple = multiple * view.row_multiple if multiple > 1 else 1
         self._routes = routes
@@ -60,13 +65,20 @@ class Batcher:
         seconds, self._route_seconds = self._route_seconds, 0.0
         return seconds
 
-    def optimizer_steps(self, plan: StepPlan, dp_rank: int, rollouts: Mapping[int, Rollout]) -> list[list[MicroBatch]]:
-        """This rank's micro-batches of every optimizer step of a plan. rollouts: by index in the plan."""
+    def optimizer_steps(
+        self, plan: StepPlan, dp_rank: int, rollouts: Mapping[int, Rollout]
+    ) -> list[list[MicroBatch]]:
+        """This rank's micro-batches of every optimizer step of a plan.
+
+        rollouts: by index in the plan.
+        """
         entropic = plan.entropy_advantages or (0.0,) * len(plan.advantages)
         return [
             [
                 self.pack(
-                    [rollouts[i] for i in batch], [plan.advantages[i] for i in batch], [entropic[i] for i in batch]
+                    [rollouts[i] for i in batch],
+                    [plan.advantages[i] for i in batch],
+                    [entropic[i] for i in batch],
                 )
                 for batch in step.micro_batches[dp_rank]
             ]
@@ -74,13 +86,19 @@ class Batcher:
         ]
 
     def pack(
-        self, rollouts: Sequence[Rollout], advantages: Sequence[float], entropy_advantages: Sequence[float] = ()
+        self,
+        rollouts: Sequence[Rollout],
+        advantages: Sequence[float],
+        entropy_advantages: Sequence[float] = (),
     ) -> MicroBatch:
         """Pack rollouts (none: a zero-loss filler). Their routes hold this rank's MoE layers only.
 
         entropy_advantages: none for 0 everywhere.
         """
-        sequences = [_Sequence.of(rollout, advantage) for rollout, advantage in zip(rollouts, advantages, strict=True)]
+        sequences = [
+            _Sequence.of(rollout, advantage)
+            for rollout, advantage in zip(rollouts, advantages, strict=True)
+        ]
         lengths = [len(s.inputs) for s in sequences]
         padded = [n + -n % self._view.row_multiple for n in lengths]
         if not sequences:
@@ -93,15 +111,23 @@ class Batcher:
         held = self._view.context_rows(starts)
         row_of = np.full(starts[-1], _ELSEWHERE)
         row_of[held] = np.arange(len(held))
-        rows = row_of[_joined([start + s.trained for start, s in zip(starts, sequences, strict=False)], np.int64)]
+        rows = row_of[
+            _joined(
+                [start + s.trained for start, s in zip(starts, sequences, strict=False)], np.int64
+            )
+        ]
         here = rows != _ELSEWHERE
         trained = [len(s.trained) for s in sequences]
         counts = np.concatenate([[0], np.cumsum(trained)]).astype(np.int32)
-        entropic = np.array(entropy_advantages or [0.0] * len(sequences), np.float32).repeat(trained)
+        entropic = np.array(entropy_advantages or [0.0] * len(sequences), np.float32).repeat(
+            trained
+        )
         return MicroBatch(
             packed=PackedBatch(
                 input_ids=self._tensor(inputs[held])[None],
-                position_ids=self._tensor(np.concatenate([np.arange(n) for n in padded])[held])[None],
+                position_ids=self._tensor(np.concatenate([np.arange(n) for n in padded])[held])[
+                    None
+                ],
                 cu_seqlens=self._tensor(starts),
                 max_seqlen=max(padded),
                 routes=self._pack_routes(rollouts, starts),
@@ -117,12 +143,17 @@ class Batcher:
         )
 
     def _pack_routes(self, rollouts: Sequence[Rollout], starts: np.ndarray) -> torch.Tensor | None:
-        """The route rows of this rank: padding rows are round-robin, then context and sequence parallelism select."""
+        """The route rows of this rank: padding rows are round-robin, then context and sequence
+        parallelism select.
+        """
         if self._routes is None:
             return None
         began = time.perf_counter()
         packed = round_robin_routes(
-            int(starts[-1]), self._num_moe_layers, num_experts=self._routes.num_experts, topk=self._routes.topk
+            int(starts[-1]),
+            self._num_moe_layers,
+            num_experts=self._routes.num_experts,
+            topk=self._routes.topk,
         )
         for start, rollout in zip(starts, rollouts, strict=False):
             if rollout.routes is None:
@@ -163,7 +194,10 @@ class _Sequence:
         tokens = np.concatenate([s.tokens for s in rollout.segments]).astype(np.int64)
         trainable = np.concatenate([np.full(len(s.tokens), s.trainable) for s in rollout.segments])
         logprobs = np.concatenate(
-            [np.full(len(s.tokens), np.nan) if s.logprobs is None else s.logprobs for s in rollout.segments]
+            [
+                np.full(len(s.tokens), np.nan) if s.logprobs is None else s.logprobs
+                for s in rollout.segments
+            ]
         )
         trained = np.flatnonzero(trainable[1:])
         return cls(

@@ -10,15 +10,17 @@ import torch
 from megatron_rl.contracts.step_plan import Denominators
 from megatron_rl.losses import LossResult, Objective, ResponseTokens, mean_of, rollout_mismatch
 from megatron_rl.mcore.schedule import run_schedule
+from megatron_rl.training.entropy_advantages import advantage_sizes, token_advantages
 from megatron_rl.training.metric_sums import MetricSums
 from megatron_rl.training.micro_batches import MicroBatch
-from megatron_rl.training.entropy_advantages import advantage_sizes, token_advantages
 from megatron_rl.training.policy import Policy
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """An `Objective` of one micro-batch with the log-probabilities, float32 [T], that its ratios start from."""
+    """An `Objective` of one micro-batch with the log-probabilities, float32 [T], that its ratios
+    start from.
+    """
 
     objective: Objective
     old_logprobs: torch.Tensor
@@ -29,15 +31,21 @@ class Prepared:
     def deviation(self, logprobs: torch.Tensor) -> dict[str, torch.Tensor]:
         """The largest |π_θ(y_t) / π_old(y_t) - 1|, a scalar; nothing without tokens.
 
-        Before the first optimizer step both are the same weights: what is left is noise of the arithmetic, and a clip
-        width below it cuts tokens at random.
+        Before the first optimizer step both are the same weights: what is left is noise of the
+        arithmetic, and a clip width below it cuts tokens at random.
         """
         if logprobs.numel() == 0:
             return {}
-        return {"policy/first_ratio_deviation": torch.expm1(logprobs.detach() - self.old_logprobs).abs().max()}
+        return {
+            "policy/first_ratio_deviation": torch.expm1(logprobs.detach() - self.old_logprobs)
+            .abs()
+            .max()
+        }
 
 
-def compute_old_policy(policy: Policy, batches: Sequence[MicroBatch], metrics: MetricSums) -> list[Prepared]:
+def compute_old_policy(
+    policy: Policy, batches: Sequence[MicroBatch], metrics: MetricSums
+) -> list[Prepared]:
     """Forward-only pass over all micro-batches of a step: what the updates of each minimise.
 
     Empty on ranks that are not the last pipeline stage.
@@ -61,7 +69,13 @@ def compute_old_policy(policy: Policy, batches: Sequence[MicroBatch], metrics: M
     if replay is not None and routing == "replay":
         metrics.add_mean("mismatch/route_disagreement", *replay.disagreement())
     responses = [
-        ResponseTokens(logprob, entropy, batch.rollout_logprobs, token_advantages(batch, entropy), batch.cu_seqlens)
+        ResponseTokens(
+            logprob,
+            entropy,
+            batch.rollout_logprobs,
+            token_advantages(batch, entropy),
+            batch.cu_seqlens,
+        )
         for batch, (logprob, entropy) in zip(batches, results, strict=False)
     ]
     for batch, response in zip(batches, responses, strict=False):
@@ -71,4 +85,6 @@ def compute_old_policy(policy: Policy, batches: Sequence[MicroBatch], metrics: M
         metrics.add(rollout_mismatch(response.old_logprobs, response.rollout_logprobs))
         metrics.add(policy.correction.metrics(response))
     corrected = map(policy.correction.corrected, responses)
-    return [Prepared(policy.loss.prepare(response), response.old_logprobs) for response in corrected]
+    return [
+        Prepared(policy.loss.prepare(response), response.old_logprobs) for response in corrected
+    ]

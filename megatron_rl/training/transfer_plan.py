@@ -1,4 +1,6 @@
-"""Which rank reads, sends, receives and hands on which rollouts: arithmetic that every rank does alike."""
+"""Which rank reads, sends, receives and hands on which rollouts: arithmetic that every rank does
+alike.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from megatron_rl.contracts.step_plan import StepPlan
 
 
 class Receiver(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank as a receiver of rollouts: its data-parallel rank, its node, the MoE rows of its pipeline stage."""
+    """One rank as a receiver of rollouts: its data-parallel rank, its node, the MoE rows of its
+    pipeline stage.
+    """
 
     dp_rank: int
     node: int
@@ -19,12 +23,12 @@ class Receiver(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass
-class Parcels:
+class TransferPlan:
     """Indices of rollouts in the plan, as one rank sees them.
 
-    own: read here, from this node's memory. outgoing, incoming: by rank, across nodes. handed_on, handed_over: by rank,
-    to and from ranks of this node that need the same (tensor parallelism). crosses, hands_on: whether any rank sends
-    anything across nodes, and hands anything on.
+    own: read here, from this node's memory. outgoing, incoming: by rank, across nodes. handed_on,
+    handed_over: by rank, to and from ranks of this node that need the same (tensor parallelism).
+    crosses, hands_on: whether any rank sends anything across nodes, and hands anything on.
     """
 
     own: list[int]
@@ -36,20 +40,27 @@ class Parcels:
     hands_on: bool
 
     @classmethod
-    def of(cls, plan: StepPlan, receivers: Sequence[Receiver], rank: int) -> Parcels:
+    def of(cls, plan: StepPlan, receivers: Sequence[Receiver], rank: int) -> TransferPlan:
         """Raises ValueError when a rollout lies on a node where no rank runs."""
         ranks_of: dict[int, list[int]] = {}
         first_of: dict[Receiver, int] = {}
         for other, receiver in enumerate(receivers):
             ranks_of.setdefault(receiver.node, []).append(other)
             first_of.setdefault(receiver, other)
-        wanted = {dp_rank: rollouts_of(plan, dp_rank) for dp_rank in {receiver.dp_rank for receiver in receivers}}
+        wanted = {
+            dp_rank: rollouts_of(plan, dp_rank)
+            for dp_rank in {receiver.dp_rank for receiver in receivers}
+        }
         nodes = [ref.location.node for ref in plan.rollouts]
         lists: list[list[list[int]]] = [[[] for _ in receivers] for _ in range(4)]
         found = cls([], lists[0], lists[1], lists[2], lists[3], crosses=False, hands_on=False)
         for to, receiver in enumerate(receivers):
             first = first_of[receiver]
-            there, here = (found.outgoing, found.incoming) if first == to else (found.handed_on, found.handed_over)
+            there, here = (
+                (found.outgoing, found.incoming)
+                if first == to
+                else (found.handed_on, found.handed_over)
+            )
             for index in wanted[receiver.dp_rank]:
                 if nodes[index] == receiver.node:
                     if to == rank:
@@ -66,7 +77,9 @@ class Parcels:
 
 def rollouts_of(plan: StepPlan, dp_rank: int) -> list[int]:
     """Indices of the rollouts a data-parallel rank trains on, ascending."""
-    return sorted(i for step in plan.optimizer_steps for batch in step.micro_batches[dp_rank] for i in batch)
+    return sorted(
+        i for step in plan.optimizer_steps for batch in step.micro_batches[dp_rank] for i in batch
+    )
 
 
 def _sender(index: int, node: int, ranks_of: dict[int, list[int]]) -> int:

@@ -27,24 +27,32 @@ def update_policy(
     first_step: bool,
     metrics: MetricSums,
 ) -> StepResult:
-    """One optimizer step: forward, backward, agreed check, AdamW. objectives: of `batches`, in their order.
+    """One optimizer step: forward, backward, agreed check, AdamW. objectives: of `batches`, in
+    their order.
 
     No rank steps where one met a NaN or Inf, or replayed other routes than the recorded ones.
 
-    first_step: no weight has moved since the old-policy pass, so ratios other than 1 are noise, which is measured.
-    `train/loss` is the sum over data-parallel ranks (each adds its local part with weight 1 / dp_size), averaged over
-    the optimizer steps of the batch.
+    first_step: no weight has moved since the old-policy pass, so ratios other than 1 are noise,
+    which is measured. `train/loss` is the sum over data-parallel ranks (each adds its local part
+    with weight 1 / dp_size), averaged over the optimizer steps of the batch.
     """
 
     def policy_loss(logits: torch.Tensor, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         logprob, _ = policy.logprobs(logits, batches[index])
         result = objectives[index](logprob, denominators)
-        metrics.add(result.sums, result.maxima | (objectives[index].deviation(logprob) if first_step else {}))
+        metrics.add(
+            result.sums,
+            result.maxima | (objectives[index].deviation(logprob) if first_step else {}),
+        )
         return result.loss, result.loss.detach().clone()
 
     optimizer.zero_grad()
     losses = run_schedule(
-        policy.models, [batch.packed for batch in batches], policy_loss, forward_only=False, replay=policy.replay
+        policy.models,
+        [batch.packed for batch in batches],
+        policy_loss,
+        forward_only=False,
+        replay=policy.replay,
     )
     total = float(sum(losses)) if losses else 0.0
     replayed = policy.replay is None or not policy.replay.faulty

@@ -17,21 +17,30 @@ _LOGIT_WEIGHTS = ("output_layer.weight", "word_embeddings.weight")
 
 
 def warm_up(worker: Worker) -> None:
-    """Log-probabilities and loss of a made-up micro-batch, forward and backward; the model is left alone.
+    """Log-probabilities and loss of a made-up micro-batch, forward and backward; the model is left
+    alone.
 
     A collective where ranks share the vocabulary or sequences.
     """
     names = (named for model in worker.policy.models for named in model.named_parameters())
-    columns = next((weight.shape[0] for name, weight in names if name.endswith(_LOGIT_WEIGHTS)), None)
+    columns = next(
+        (weight.shape[0] for name, weight in names if name.endswith(_LOGIT_WEIGHTS)), None
+    )
     if columns is None:  # a pipeline stage without logits
         return
     device, policy = worker.layout.device, worker.policy
-    logits = torch.zeros(_TOKENS, columns, dtype=torch_dtype(worker.model.dtype), device=device, requires_grad=True)
+    logits = torch.zeros(
+        _TOKENS, columns, dtype=torch_dtype(worker.model.dtype), device=device, requires_grad=True
+    )
     batch = _batch(worker)
     logprobs, entropies = policy.logprobs(logits * 1.0, batch)
     objective = policy.loss.prepare(
         ResponseTokens(
-            logprobs.detach(), entropies.detach(), batch.rollout_logprobs, batch.advantages, batch.cu_seqlens
+            logprobs.detach(),
+            entropies.detach(),
+            batch.rollout_logprobs,
+            batch.advantages,
+            batch.cu_seqlens,
         )
     )
     objective(logprobs, Denominators(sequences=_SEQUENCES, tokens=_TOKENS)).loss.backward()

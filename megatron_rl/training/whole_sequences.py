@@ -1,4 +1,6 @@
-"""Context parallelism gives each rank some tokens of every sequence; here what they computed becomes whole again."""
+"""Context parallelism gives each rank some tokens of every sequence; here what they computed
+becomes whole again.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,21 @@ import torch.distributed as dist
 
 
 class WholeSequences(torch.autograd.Function):
-    """[k, R] of this rank -> [k, num_tokens] of all ranks of `group`, float32; every token is held by one of them.
+    """[k, R] of this rank -> [k, num_tokens] of all ranks of `group`, float32; every token is held
+    by one of them.
 
-    places int64 [R]: which tokens are held here. All ranks compute the same loss of the whole, and a rank's gradient is
-    that of its own tokens: the sum over ranks, which data parallelism makes, is the gradient of one loss.
+    places int64 [R]: which tokens are held here. All ranks compute the same loss of the whole, and
+    a rank's gradient is that of its own tokens: the sum over ranks, which data parallelism makes,
+    is the gradient of one loss.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, held: torch.Tensor, places: torch.Tensor, num_tokens: int, group: dist.ProcessGroup
+        ctx: Any,
+        held: torch.Tensor,
+        places: torch.Tensor,
+        num_tokens: int,
+        group: dist.ProcessGroup,
     ) -> torch.Tensor:
         ctx.save_for_backward(places)
         whole = held.new_zeros(held.shape[0], num_tokens)

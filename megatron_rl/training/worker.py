@@ -1,4 +1,6 @@
-"""What every training rank does when it is told to: train a planned step, export weights, save them."""
+"""What every training rank does when it is told to: train a planned step, export weights, save
+them.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ from megatron_rl.config.schema import (
     TrainSettings,
 )
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
-from megatron_rl.contracts.step_plan import StepPlan
 from megatron_rl.contracts.rollout import Rollout
+from megatron_rl.contracts.step_plan import StepPlan
 from megatron_rl.losses import PolicyLoss
 from megatron_rl.mcore.dtypes import torch_dtype
 from megatron_rl.mcore.optimizer import DistributedAdam
@@ -27,15 +29,15 @@ from megatron_rl.mcore.parallel import RankLayout
 from megatron_rl.mcore.router_target import ReplayError
 from megatron_rl.mcore.weights import every_stage, iterate_hf_weights, rounded, save_hf_weights
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.training.metric_sums import MetricSums
 from megatron_rl.records.stopwatch import Stopwatch
 from megatron_rl.rollouts.files import write_rollouts
 from megatron_rl.rollouts.store import read_rollout
-from megatron_rl.training.micro_batches import Batcher, MicroBatch
 from megatron_rl.training.collectives import gather_bytes
 from megatron_rl.training.exchange import Receiver, exchange_rollouts
 from megatron_rl.training.logprobs import ResponseLogprobs
 from megatron_rl.training.measure_replay import measure_replay
+from megatron_rl.training.metric_sums import MetricSums
+from megatron_rl.training.micro_batches import Batcher, MicroBatch
 from megatron_rl.training.old_policy import compute_old_policy
 from megatron_rl.training.policy import Policy
 from megatron_rl.training.update import update_policy
@@ -50,7 +52,8 @@ class RoutesDisagree(Failure):
 
 @dataclass(frozen=True)
 class TrainOutcome:
-    """finite False: a NaN or Inf appeared, the rest of the step was not applied and the batch was saved.
+    """finite False: a NaN or Inf appeared, the rest of the step was not applied and the batch was
+    saved.
 
     optimizer_steps: how many were applied.
     """
@@ -82,7 +85,8 @@ class Worker:
     def train(self, plan: StepPlan) -> TrainOutcome:
         """Run one planned step. Metrics are merged over all ranks, on all ranks.
 
-        Raises on all of them: `ReplayError` where one replayed other routes than the recorded ones, `RoutesDisagree`.
+        Raises on all of them: `ReplayError` where one replayed other routes than the recorded ones,
+        `RoutesDisagree`.
         """
         watch, metrics = Stopwatch(), MetricSums()
         with watch.stage("exchange"):
@@ -100,7 +104,15 @@ class Worker:
         if rates:
             merged.add_mean("train/lr", rates[-1], 1.0)
         faults, disagreement = self._everyones_faults(), self._absurd_disagreement(merged)
-        why = "unreplayed-" if faults else "disagreeing-" if disagreement else "" if finite else "nonfinite-"
+        why = (
+            "unreplayed-"
+            if faults
+            else "disagreeing-"
+            if disagreement
+            else ""
+            if finite
+            else "nonfinite-"
+        )
         self._keep_rollouts(plan.step, why, rollouts)
         if faults:
             raise ReplayError(
@@ -108,7 +120,9 @@ class Worker:
                 f"{self.rollouts_directory}"
             )
         if disagreement:
-            raise RoutesDisagree(f"step {plan.step}: {disagreement}; the batch is in {self.rollouts_directory}")
+            raise RoutesDisagree(
+                f"step {plan.step}: {disagreement}; the batch is in {self.rollouts_directory}"
+            )
         return TrainOutcome(finite, stepped, merged, watch.seconds)
 
     def change(self, loss: PolicyLoss, logprobs: ResponseLogprobs, lr: float) -> None:
@@ -117,7 +131,9 @@ class Worker:
         self.optimizer.scale_to(lr)
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights as engines shall hold them, under Hugging Face names, all on rank 0; every rank exhausts it."""
+        """The weights as engines shall hold them, under Hugging Face names, all on rank 0; every
+        rank exhausts it.
+        """
         weights = iterate_hf_weights(self.policy.models, self.shape, torch_dtype(self.engine.dtype))
         weights = rounded(weights, self.engine.simulate)
         return every_stage(weights, self.layout, bucket_bytes=int(self.sync.bucket_mb * 2**20))
@@ -125,7 +141,9 @@ class Worker:
     def save(self, target: Path) -> None:
         """Write the weights with the start checkpoint's tokenizer and configuration."""
         dtype = torch_dtype(self.run.save_dtype or self.model.dtype)
-        save_hf_weights(self.policy.models, self.shape, source=Path(self.model.path), target=target, dtype=dtype)
+        save_hf_weights(
+            self.policy.models, self.shape, source=Path(self.model.path), target=target, dtype=dtype
+        )
 
     def _run(
         self,
@@ -135,7 +153,10 @@ class Worker:
         metrics: MetricSums,
         measured: dict[str, float],
     ) -> list[float]:
-        """Returns the learning rate of each optimizer step that was applied. measured: gets what all ranks know."""
+        """Returns the learning rate of each optimizer step that was applied.
+
+        measured: gets what all ranks know.
+        """
         flat = [batch for step in steps for batch in step]
         if not flat:
             return []
@@ -144,7 +165,10 @@ class Worker:
         steps = routes_of_update(steps, self.policy.replay, self.batcher, watch, metrics)
         if (every := self.settings.measure_replay_every) and plan.step % every == 0:
             with watch.stage("measure_replay"):
-                old, group = [objective.old_logprobs for objective in objectives], self.layout.control_group
+                old, group = (
+                    [objective.old_logprobs for objective in objectives],
+                    self.layout.control_group,
+                )
                 measured |= measure_replay(self.policy, flat, old, self.shape, group, metrics)
         position, rates = 0, list[float]()
         with watch.stage("train"):
@@ -166,7 +190,9 @@ class Worker:
         return rates
 
     def _everyones_faults(self) -> str:
-        """Where routes were not replayed as recorded, on any rank (a collective); empty where all was well."""
+        """Where routes were not replayed as recorded, on any rank (a collective); empty where all
+        was well.
+        """
         replay = self.policy.replay
         if replay is None:
             return ""
@@ -175,7 +201,9 @@ class Worker:
         return f"routes were not replayed as recorded: {'; '.join(found)}" if found else ""
 
     def _absurd_disagreement(self, metrics: MetricSums) -> str:
-        """What is wrong with the step's routes; empty where they are plausible. The same on all ranks."""
+        """What is wrong with the step's routes; empty where they are plausible. The same on all
+        ranks.
+        """
         share = metrics.values().get("mismatch/route_disagreement", 0.0)
         if share <= self.settings.max_route_disagreement:
             return ""

@@ -1,4 +1,6 @@
-"""SGLang's torch-native attention backend with its loop over sequences replaced where that is possible."""
+"""SGLang's torch-native attention backend with its loop over sequences replaced where that is
+possible.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,10 @@ from sglang_bridge.cpu_shim.padded_attention import paged_attention
 
 
 class BatchedTorchNativeBackend(TorchNativeAttnBackend):
-    """Attends all sequences at once. Its parent does it once per sequence and layer: most of a step's time."""
+    """Attends all sequences at once.
+
+    Its parent does it once per sequence and layer: most of a step's time.
+    """
 
     def _run_sdpa_forward_decode(
         self,
@@ -27,7 +32,15 @@ class BatchedTorchNativeBackend(TorchNativeAttnBackend):
     ) -> torch.Tensor:
         if not _is_covered(encoder_lens, options):
             return super()._run_sdpa_forward_decode(
-                query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens, **options
+                query,
+                output,
+                k_cache,
+                v_cache,
+                req_to_token,
+                req_pool_indices,
+                seq_lens,
+                encoder_lens,
+                **options,
             )
         attended = paged_attention(
             query,
@@ -55,7 +68,11 @@ class BatchedTorchNativeBackend(TorchNativeAttnBackend):
         encoder_lens: torch.Tensor | None = None,
         **options: Any,
     ) -> torch.Tensor:
-        if not _is_covered(encoder_lens, options) or not options["causal"] or int(extend_seq_lens.min()) < 1:
+        if (
+            not _is_covered(encoder_lens, options)
+            or not options["causal"]
+            or int(extend_seq_lens.min()) < 1
+        ):
             return super()._run_sdpa_forward_extend(
                 query,
                 output,
@@ -83,4 +100,8 @@ class BatchedTorchNativeBackend(TorchNativeAttnBackend):
 
 
 def _is_covered(encoder_lens: torch.Tensor | None, options: dict[str, Any]) -> bool:
-    return encoder_lens is None and not options["is_cross_attn"] and options["sliding_window_size"] is None
+    return (
+        encoder_lens is None
+        and not options["is_cross_attn"]
+        and options["sliding_window_size"] is None
+    )

@@ -8,12 +8,14 @@ from math import gcd
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-# Of one chunk: keys gathered, and pairs of query and key. What is in work stays near a core's cache.
+# Of one chunk: keys gathered, and pairs of query and key. What is in work stays near a core's
+# cache.
 _MAX_KEYS = 2**16
 _MAX_PAIRS = 2**20
-# A row's sums must not depend on the others, as the trainer has others (`docs/on_policy.md`): the products inside take
-# four rows of queries or more at a time, and whole vectors of keys, where those that are masked add zeros. Over more
-# keys than `_WHOLE` MKL splits the sum by how many there are: then sequences of the same padded length go together.
+# A row's sums must not depend on the others, as the trainer has others (`docs/on_policy.md`): the
+# products inside take four rows of queries or more at a time, and whole vectors of keys, where
+# those that are masked add zeros. Over more keys than `_WHOLE` MKL splits the sum by how many there
+# are: then sequences of the same padded length go together.
 _ROWS, _KEYS, _WHOLE = 4, 16, 192
 
 
@@ -30,16 +32,19 @@ def paged_attention(
 ) -> torch.Tensor:
     """Causal attention of packed queries, a sequence's queries being its last positions.
 
-    query: [N, heads, D], sequences one after the other. key_cache, value_cache: [cache slots, kv_heads, D]. slots:
-    [table rows, >= longest], the cache slot of each position. rows: [B], the table row of each sequence. num_keys,
-    num_queries: [B], at least 1 each. Returns [N, heads, Dv].
+    query: [N, heads, D], sequences one after the other. key_cache, value_cache: [cache slots,
+    kv_heads, D]. slots: [table rows, >= longest], the cache slot of each position. rows: [B], the
+    table row of each sequence. num_keys, num_queries: [B], at least 1 each. Returns [N, heads, Dv].
     """
     output = query.new_empty(query.shape[0], query.shape[1], value_cache.shape[-1])
     first_query = num_queries.cumsum(0) - num_queries
-    steps = _ROWS // gcd(_ROWS, query.shape[1] // key_cache.shape[1])  # each is a row for every head of a group
+    steps = _ROWS // gcd(
+        _ROWS, query.shape[1] // key_cache.shape[1]
+    )  # each is a row for every head of a group
     for chosen in _chunks(num_keys, num_queries):
         keys, queries = num_keys[chosen, None], num_queries[chosen, None]
-        # Surplus queries repeat their sequence's last one, so that they write what is there already.
+        # Surplus queries repeat their sequence's last one, so that they write what is there
+        # already.
         step = torch.arange(_rounded(queries, steps)).minimum(queries - 1)
         positions = torch.arange(_padded(int(keys.max())))
         table = slots[:, : len(positions)].index_select(0, rows[chosen])
@@ -63,15 +68,22 @@ def _rounded(counts: torch.Tensor, multiple: int) -> int:
 
 
 def _padded(keys: int) -> int:
-    """Whole vectors of keys; of more than `_WHOLE` at most a quarter more, so that few lengths are left."""
+    """Whole vectors of keys; of more than `_WHOLE` at most a quarter more, so that few lengths are
+    left.
+    """
     multiple = _KEYS if keys <= _WHOLE else 2 ** ((keys - 1).bit_length() - 3)
     return -keys // multiple * -multiple
 
 
 def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor, scale: float | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    visible: torch.Tensor,
+    scale: float | None,
 ) -> torch.Tensor:
-    """query [B, T, heads, D], key and value [B, L, kv_heads, D], visible [B, T, L] -> [B, T, heads, Dv].
+    """query [B, T, heads, D], key and value [B, L, kv_heads, D], visible [B, T, L] -> [B, T, heads,
+    Dv].
 
     Query heads that share a key-value head are further queries of it: no key is repeated.
     """
@@ -87,7 +99,11 @@ def _attend(
         attn_mask=mask.reshape(batch, 1, shared * steps, -1),
         scale=scale,
     )
-    return result.view(batch, kv_heads, shared, steps, -1).permute(0, 3, 1, 2, 4).reshape(batch, steps, heads, -1)
+    return (
+        result.view(batch, kv_heads, shared, steps, -1)
+        .permute(0, 3, 1, 2, 4)
+        .reshape(batch, steps, heads, -1)
+    )
 
 
 def _chunks(num_keys: torch.Tensor, num_queries: torch.Tensor) -> Iterator[torch.Tensor]:

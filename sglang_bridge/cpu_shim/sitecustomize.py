@@ -55,15 +55,18 @@ class _ThenCall(importlib.abc.Loader):
 def _stand_in_for_torchvision() -> None:
     """SGLang imports torchvision with its configurations; only models that see images call it.
 
-    The environment of a CPU machine is without it: a build for CUDA breaks transformers, which finds it and cannot
-    import it. Here too transformers must not find one: it remembers its first answer, so ask before there is anything.
+    The environment of a CPU machine is without it: a build for CUDA breaks transformers, which
+    finds it and cannot import it. Here too transformers must not find one: it remembers its first
+    answer, so ask before there is anything.
     """
     from transformers.utils import is_torchvision_available
 
     if is_torchvision_available():
         return
     names = ("torchvision", "torchvision.transforms", "torchvision.transforms.functional")
-    package, transforms, functional = modules = [ModuleType(name, "Nothing; see sitecustomize.") for name in names]
+    package, transforms, functional = modules = [
+        ModuleType(name, "Nothing; see sitecustomize.") for name in names
+    ]
     package.transforms, transforms.functional = transforms, functional  # type: ignore[attr-defined]
     transforms.InterpolationMode = functional.InterpolationMode = None  # type: ignore[attr-defined]
     for module in modules:
@@ -100,9 +103,11 @@ def _register_batched_attention(registry: ModuleType) -> None:
 
 
 def _fork_processes(engine: ModuleType) -> None:
-    """SGLang spawns its scheduler and detokenizer, as a GPU's context needs, and each imports all of SGLang again.
+    """SGLang spawns its scheduler and detokenizer, as a GPU's context needs, and each imports all
+    of SGLang again.
 
-    The launcher starts its threads after them, so forking is safe; whatever else is started is spawned.
+    The launcher starts its threads after them, so forking is safe; whatever else is started is
+    spawned.
     """
     configure, launch = engine._set_envs_and_config, engine.Engine._launch_subprocesses.__func__
 
@@ -117,13 +122,17 @@ def _fork_processes(engine: ModuleType) -> None:
         finally:
             multiprocessing.set_start_method("spawn", force=True)
 
-    os.register_at_fork(after_in_child=lambda: multiprocessing.set_start_method("spawn", force=True))
+    os.register_at_fork(
+        after_in_child=lambda: multiprocessing.set_start_method("spawn", force=True)
+    )
     engine._set_envs_and_config = configure_and_fork  # type: ignore[attr-defined]
     engine.Engine._launch_subprocesses = classmethod(launch_and_spawn)
 
 
 def _replaced_by(room: str, function: str) -> Callable[[ModuleType], None]:
-    """A function of this directory, imported only where SGLang is: this file runs in all of a server."""
+    """A function of this directory, imported only where SGLang is: this file runs in all of a
+    server.
+    """
 
     def replace(module: ModuleType) -> None:
         getattr(importlib.import_module(f"sglang_bridge.cpu_shim.{room}"), function)(module)
@@ -151,7 +160,12 @@ sys.meta_path[:0] = [
 ]
 if os.environ.get("SGLANG_BRIDGE_BATCHED_ATTENTION") != "0":
     sys.meta_path.insert(
-        0, _Around("sglang.srt.layers.attention.attention_registry", after=_register_batched_attention)
+        0,
+        _Around(
+            "sglang.srt.layers.attention.attention_registry", after=_register_batched_attention
+        ),
     )
 if os.environ.get("SGLANG_BRIDGE_TRAINER_SUMS") != "0":
-    sys.meta_path[:0] = [_Around(name, after=_replaced_by("trainer_sums", how)) for name, how in _SUMS.items()]
+    sys.meta_path[:0] = [
+        _Around(name, after=_replaced_by("trainer_sums", how)) for name, how in _SUMS.items()
+    ]

@@ -1,4 +1,6 @@
-"""Compares what an engine holds with what was sent to it: names always, values where SGLang's checksums allow it."""
+"""Compares what an engine holds with what was sent to it: names always, values where SGLang's
+checksums allow it.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,19 @@ from sglang_bridge.engine import Engine
 from sglang_bridge.errors import AuditUnsupported, WeightMismatch
 from sglang_bridge.weights.expectation import WeightExpectation
 
-_PLAIN_RUNNERS = ("auto", "triton")  # "auto" is what SGLang reports where it has not chosen another one
+_PLAIN_RUNNERS = (
+    "auto",
+    "triton",
+)  # "auto" is what SGLang reports where it has not chosen another one
 _SHOWN_TENSORS = 16  # of one parameter, in a text; the experts of a layer are hundreds of them
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """An engine parameter that differs. tensors: the Hugging Face names fused in it; empty if none was sent for it."""
+    """An engine parameter that differs.
+
+    tensors: the Hugging Face names fused in it; empty if none was sent for it.
+    """
 
     parameter: str
     tensors: tuple[str, ...]
@@ -46,11 +54,12 @@ class AuditReport:
 
 
 def audit_engine(admin: AdminClient, expectation: WeightExpectation) -> AuditReport:
-    """Ask the engine for its checksums and compare them with what `expectation` saw pass in a complete push.
+    """Ask the engine for its checksums and compare them with what `expectation` saw pass in a
+    complete push.
 
-    SGLang skips names it does not know without a word, so names are compared on every rank, and values where they can
-    be. Raises `AuditUnsupported` when the names agree and the values cannot be compared, `RequestFailed`, and
-    `ValueError` where what was sent is no complete parameter.
+    SGLang skips names it does not know without a word, so names are compared on every rank, and
+    values where they can be. Raises `AuditUnsupported` when the names agree and the values cannot
+    be compared, `RequestFailed`, and `ValueError` where what was sent is no complete parameter.
     """
     sent, ranks = expectation.checksums(), admin.checksums()
     names = {name for held in ranks for name in held}
@@ -60,7 +69,11 @@ def audit_engine(admin: AdminClient, expectation: WeightExpectation) -> AuditRep
     if not different:
         require_auditable(admin.engine, admin.server_info(), expectation.device)
         (held,) = ranks
-        different = {name: f"sent {sent[name]}, held {held[name]}" for name in sent if sent[name] != held[name]}
+        different = {
+            name: f"sent {sent[name]}, held {held[name]}"
+            for name in sent
+            if sent[name] != held[name]
+        }
     mismatches = (
         Mismatch(name, expectation.tensors_of(name) if name in sent else (), different[name])
         for name in sorted(different)
@@ -80,8 +93,12 @@ def require_auditable(engine: Engine, info: Mapping[str, Any], device: str) -> N
         obstacles.append(f"quantization={engine.quantization} (SGLang hashes dequantized values)")
     if (found := info.get("device")) != device:
         obstacles.append(f"device={found} (SGLang hashes otherwise there than on {device})")
-    elif device != "cpu" and (runner := info.get("moe_runner_backend", "auto")) not in _PLAIN_RUNNERS:
-        obstacles.append(f"moe_runner_backend={runner} (it may keep experts in a layout of its own)")
+    elif (
+        device != "cpu" and (runner := info.get("moe_runner_backend", "auto")) not in _PLAIN_RUNNERS
+    ):
+        obstacles.append(
+            f"moe_runner_backend={runner} (it may keep experts in a layout of its own)"
+        )
     if obstacles:
         raise AuditUnsupported(
             f"{engine.url} holds every parameter that was sent, by name; their values cannot be compared: "

@@ -29,17 +29,22 @@ class Bucket:
             start = end
 
 
-def iterate_buckets(named_tensors: NamedTensors, *, bucket_bytes: int, device: torch.device) -> Iterator[Bucket]:
+def iterate_buckets(
+    named_tensors: NamedTensors, *, bucket_bytes: int, device: torch.device
+) -> Iterator[Bucket]:
     """Cut `named_tensors` into buckets of at most `bucket_bytes` on `device`.
 
-    A tensor larger than that gets a bucket of its own. A yielded bucket is only valid until the next one is asked for.
-    Raises `ValueError` on a repeated name, an empty tensor or an empty stream.
+    A tensor larger than that gets a bucket of its own. A yielded bucket is only valid until the
+    next one is asked for. Raises `ValueError` on a repeated name, an empty tensor or an empty
+    stream.
     """
     filler = _Filler(bucket_bytes, device)
     seen: set[str] = set()
     for name, tensor in named_tensors:
         if name in seen or tensor.numel() == 0:
-            raise ValueError(f"weight {name}: {'sent twice' if name in seen else 'has no elements'}")
+            raise ValueError(
+                f"weight {name}: {'sent twice' if name in seen else 'has no elements'}"
+            )
         seen.add(name)
         if not filler.fits(tensor):
             yield filler.take(last=False)
@@ -50,7 +55,9 @@ def iterate_buckets(named_tensors: NamedTensors, *, bucket_bytes: int, device: t
 
 
 class _Filler:
-    """Copies tensors into one reused buffer, or into one of its own where a tensor is larger than that."""
+    """Copies tensors into one reused buffer, or into one of its own where a tensor is larger than
+    that.
+    """
 
     def __init__(self, bucket_bytes: int, device: torch.device) -> None:
         self._buffer = torch.empty(bucket_bytes, dtype=torch.uint8, device=device)

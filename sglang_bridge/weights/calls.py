@@ -30,7 +30,9 @@ def start_call(function: Callable[[], None]) -> Future[None]:
 
 
 def call_each(admins: Sequence[AdminClient], function: Callable[[AdminClient], None]) -> Failures:
-    """Call `function` for every engine in parallel and return the reasons of those that failed, by URL."""
+    """Call `function` for every engine in parallel and return the reasons of those that failed, by
+    URL.
+    """
     futures = {admin.url: start_call(partial(function, admin)) for admin in admins}
     failures = {}
     for url, future in futures.items():

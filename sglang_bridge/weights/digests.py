@@ -1,8 +1,8 @@
 """SGLang's checksums of a parameter, taken while its bytes stream by.
 
-SGLang hashes a tensor with SHA-256 on CPUs and with a kernel of its own on GPUs (sglang 0.5.23, `tensor_hash`): 32-bit
-words are mixed with their positions, summed in tiles, and the tiles' hashes are summed. `GpuDigest` computes the same
-numbers with torch's integers, wherever the bytes are.
+SGLang hashes a tensor with SHA-256 on CPUs and with a kernel of its own on GPUs (sglang 0.5.23,
+`tensor_hash`): 32-bit words are mixed with their positions, summed in tiles, and the tiles' hashes
+are summed. `GpuDigest` computes the same numbers with torch's integers, wherever the bytes are.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import torch
 
 _TILE_WORDS = 8192
 _TILE_BYTES = 4 * _TILE_WORDS
-_CHUNK_BYTES = 256 * _TILE_BYTES  # mixed at a time: 64-bit copies of the words take eight times as much
+_CHUNK_BYTES = (
+    256 * _TILE_BYTES
+)  # mixed at a time: 64-bit copies of the words take eight times as much
 _MASK32, _MASK64 = 2**32 - 1, 2**64 - 1
 _MIX = (0x85EBCA6B, 0xC2B2AE35)
 _SEED = 0x243F6A88
@@ -50,10 +52,15 @@ class CpuDigest:
 
 
 class GpuDigest:
-    """SGLang's hash of GPU tensors. It stays on the device of what it is given until it is asked for."""
+    """SGLang's hash of GPU tensors.
+
+    It stays on the device of what it is given until it is asked for.
+    """
 
     def __init__(self) -> None:
-        self._tiles: list[torch.Tensor] = []  # int64 [2, tiles]: the sums of each tile's mixed words
+        self._tiles: list[
+            torch.Tensor
+        ] = []  # int64 [2, tiles]: the sums of each tile's mixed words
         self._rest = torch.empty(0, dtype=torch.uint8)
         self._words = 0
 
@@ -79,7 +86,9 @@ class GpuDigest:
 
 
 def _tile_sums(words: torch.Tensor, *, first: int) -> torch.Tensor:
-    """int64 [2, tiles], below 2^32, of words int32 [n]: whole tiles or part of one. first: the position of words[0]."""
+    """int64 [2, tiles], below 2^32, of words int32 [n]: whole tiles or part of one. first: the
+    position of words[0].
+    """
     values = words.to(torch.int64) & _MASK32
     position = torch.arange(first, first + len(values), device=values.device) & _MASK32
     lanes = []

@@ -1,4 +1,6 @@
-"""Writes buckets as a checkpoint in Hugging Face format and lets engines load it from a file system they share."""
+"""Writes buckets as a checkpoint in Hugging Face format and lets engines load it from a file system
+they share.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from sglang_bridge.weights.calls import Failures, call_each
 
 
 class DiskTransport:
-    """directory: on a file system that every engine sees. config_from: a checkpoint whose config.json is copied."""
+    """directory: on a file system that every engine sees. config_from: a checkpoint whose
+    config.json is copied.
+    """
 
     def __init__(self, *, directory: Path, config_from: Path, timeout_seconds: float) -> None:
         self._directory = directory.resolve()
@@ -59,7 +63,9 @@ class DiskTransport:
         (path / "model.safetensors.index.json").write_bytes(msgspec.json.encode(index))
         return call_each(
             admins,
-            lambda admin: admin.update_weights_from_disk(str(path), weight_version=str(version), timeout=self._timeout),
+            lambda admin: admin.update_weights_from_disk(
+                str(path), weight_version=str(version), timeout=self._timeout
+            ),
         )
 
     def forget(self, admin: AdminClient) -> None:

@@ -17,11 +17,15 @@ from sglang_bridge.weights.weight_group import WeightGroup
 class DistributedTransport:
     """gloo on CPUs, NCCL on GPUs. device: the rank's GPU."""
 
-    def __init__(self, *, backend: str, timeout_seconds: float, device: torch.device | None = None) -> None:
+    def __init__(
+        self, *, backend: str, timeout_seconds: float, device: torch.device | None = None
+    ) -> None:
         if backend not in ("gloo", "nccl"):
             raise ValueError(f"weight transport backend {backend!r}: gloo (CPU) or nccl (GPU)")
         if (backend == "nccl") != (device is not None and device.type == "cuda"):
-            raise ValueError(f"weight transport backend {backend!r} with device {device}: nccl needs a GPU, gloo none")
+            raise ValueError(
+                f"weight transport backend {backend!r} with device {device}: nccl needs a GPU, gloo none"
+            )
         self._backend = backend
         self._timeout = timeout_seconds
         self._device = device or torch.device("cpu")
@@ -47,7 +51,10 @@ class DistributedTransport:
         return failures
 
     def begin(self, admins: Sequence[AdminClient], version: int) -> Failures:
-        """Open a session. Its reply comes first: an engine without one would leave the broadcast waiting."""
+        """Open a session.
+
+        Its reply comes first: an engine without one would leave the broadcast waiting.
+        """
         return call_each(admins, lambda admin: admin.begin_weight_update())
 
     def send(self, bucket: Bucket, admins: Sequence[AdminClient], version: int) -> Failures:

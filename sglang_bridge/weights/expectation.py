@@ -38,10 +38,13 @@ class _Parameter:
 class WeightExpectation:
     """SGLang's checksum of every engine parameter: of the raw bytes in the engine's own dtype.
 
-    dtype: the engine's. num_experts: of each MoE layer. device: the engines', on which the kind of checksum depends.
+    dtype: the engine's. num_experts: of each MoE layer. device: the engines', on which the kind of
+    checksum depends.
     """
 
-    def __init__(self, *, dtype: torch.dtype, num_experts: int, device: Literal["cpu", "cuda"] = "cpu") -> None:
+    def __init__(
+        self, *, dtype: torch.dtype, num_experts: int, device: Literal["cpu", "cuda"] = "cpu"
+    ) -> None:
         self.device = device
         self._dtype = dtype
         self._num_experts = num_experts
@@ -62,12 +65,18 @@ class WeightExpectation:
         self._parameter(slot).add(slot.index, name, data.view(-1).view(torch.uint8))
 
     def checksums(self) -> dict[str, str]:
-        """By engine parameter, the 16 hexadecimal digits SGLang reports. Raises `ValueError` if a tensor is missing."""
+        """By engine parameter, the 16 hexadecimal digits SGLang reports.
+
+        Raises `ValueError` if a tensor is missing.
+        """
         incomplete = {name: p for name, p in self._parameters.items() if p.next_slot < p.count}
         if incomplete:
             raise ValueError(
                 "the weights sent are incomplete: "
-                + ", ".join(f"{name} has {len(p.names)} of {p.count} tensors" for name, p in incomplete.items())
+                + ", ".join(
+                    f"{name} has {len(p.names)} of {p.count} tensors"
+                    for name, p in incomplete.items()
+                )
             )
         return {name: parameter.digest.hexdigest() for name, parameter in self._parameters.items()}
 

@@ -1,4 +1,6 @@
-"""A process group between the trainer's source rank and engines, apart from the trainer's own groups."""
+"""A process group between the trainer's source rank and engines, apart from the trainer's own
+groups.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ def join_as_source(
 ) -> dist.ProcessGroup:
     """Join as rank 0 the group that SGLang's `init_custom_process_group` builds on its side.
 
-    Both sides must prefix the store alike and build the backend through torch's own helper, which has no public name.
+    Both sides must prefix the store alike and build the backend through torch's own helper, which
+    has no public name.
     """
     group, _ = c10d._new_process_group_helper(
         world_size,

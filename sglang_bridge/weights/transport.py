@@ -15,7 +15,8 @@ from sglang_bridge.weights.calls import Failures
 class WeightTransport(Protocol):
     """Moves buckets of one update to several engines. The order is connect, begin, send..., end.
 
-    Engines that failed are not passed again within an update; `forget` drops what is kept about one.
+    Engines that failed are not passed again within an update; `forget` drops what is kept about
+    one.
     """
 
     @property
@@ -32,7 +33,9 @@ class WeightTransport(Protocol):
         ...
 
     def send(self, bucket: Bucket, admins: Sequence[AdminClient], version: int) -> Failures:
-        """Deliver one bucket and return when it has arrived; the last one makes `version` the served one."""
+        """Deliver one bucket and return when it has arrived; the last one makes `version` the
+        served one.
+        """
         ...
 
     def end(self, admins: Sequence[AdminClient], version: int) -> Failures:

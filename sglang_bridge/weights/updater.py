@@ -14,28 +14,39 @@ from sglang_bridge.weights.transport import WeightTransport
 
 
 class WeightUpdater:
-    """Sends weights to engines. Requests that run during an update are computed again under the new weights."""
+    """Sends weights to engines.
 
-    def __init__(self, admins: Sequence[AdminClient], *, transport: WeightTransport, bucket_bytes: int) -> None:
+    Requests that run during an update are computed again under the new weights.
+    """
+
+    def __init__(
+        self, admins: Sequence[AdminClient], *, transport: WeightTransport, bucket_bytes: int
+    ) -> None:
         if bucket_bytes < 1:
-            raise ValueError(f"sync.bucket_mb gives buckets of {bucket_bytes} bytes: it must be positive")
+            raise ValueError(
+                f"sync.bucket_mb gives buckets of {bucket_bytes} bytes: it must be positive"
+            )
         self.admins = tuple(admins)
         self._transport = transport
         self._bucket_bytes = bucket_bytes
-        # Alive or not, their last update did not complete, or was another run's: who knows how that ended?
+        # Alive or not, their last update did not complete, or was another run's: who knows how that
+        # ended?
         self._unfinished = set(self.admins)
 
     def push(self, named_tensors: NamedTensors, version: int) -> None:
         """Give every engine these weights, in Hugging Face names, as `version`.
 
-        Peak memory is one bucket and one tensor. Raises `WeightUpdateFailed` after the stream is exhausted; engines
-        that took the version serve it by then. The next push tries all of them again.
+        Peak memory is one bucket and one tensor. Raises `WeightUpdateFailed` after the stream is
+        exhausted; engines that took the version serve it by then. The next push tries all of them
+        again.
         """
         stream = iter(named_tensors)
         update = _Update(self.admins)
         try:
             self._prepare(update, version)
-            for bucket in iterate_buckets(stream, bucket_bytes=self._bucket_bytes, device=self._transport.device):
+            for bucket in iterate_buckets(
+                stream, bucket_bytes=self._bucket_bytes, device=self._transport.device
+            ):
                 if update.alive:
                     update.note(self._transport.send(bucket, update.alive, version))
             self._complete(update, version)
@@ -48,7 +59,9 @@ class WeightUpdater:
             if admin.url in update.failures:
                 self._transport.forget(admin)
         if update.failures:
-            raise WeightUpdateFailed(version, update.failures, [admin.url for admin in update.alive])
+            raise WeightUpdateFailed(
+                version, update.failures, [admin.url for admin in update.alive]
+            )
 
     def close(self) -> None:
         """Leave every engine."""
@@ -67,7 +80,9 @@ class WeightUpdater:
         self._unfinished -= set(update.alive)
 
     def _close_old_session(self, admin: AdminClient) -> None:
-        """An update that failed, or whose trainer died, left a session open in an engine that lived on."""
+        """An update that failed, or whose trainer died, left a session open in an engine that lived
+        on.
+        """
         if admin in self._unfinished:
             with contextlib.suppress(EngineError):  # none was open
                 admin.end_weight_update()

@@ -25,7 +25,12 @@ class WeightGroup:
     """Make it with `WeightGroup.open`."""
 
     def __init__(
-        self, name: str, admin: AdminClient, store: dist.TCPStore, group: dist.ProcessGroup, timeout: float
+        self,
+        name: str,
+        admin: AdminClient,
+        store: dist.TCPStore,
+        group: dist.ProcessGroup,
+        timeout: float,
     ) -> None:
         self._name = name
         self._admin = admin
@@ -35,7 +40,8 @@ class WeightGroup:
 
     @classmethod
     def open(cls, admin: AdminClient, *, backend: str, timeout: float) -> WeightGroup:
-        """Let the engine join a new group, and join it. Raises `EngineError` when it does not within the timeout.
+        """Let the engine join a new group, and join it. Raises `EngineError` when it does not
+        within the timeout.
 
         They meet at this process's address on the route to the engine's host.
         """
@@ -57,7 +63,9 @@ class WeightGroup:
         )
         _wait_for_arrival(store, reply, timeout)
         try:
-            group = join_as_source(store, name=name, world_size=world_size, backend=backend, timeout_seconds=timeout)
+            group = join_as_source(
+                store, name=name, world_size=world_size, backend=backend, timeout_seconds=timeout
+            )
         except RuntimeError as error:  # torch.distributed's errors: a peer left, or the timeout
             raise RequestFailed(f"the process group for weights did not form: {error}") from error
         reply.result(timeout)
@@ -83,9 +91,14 @@ class WeightGroup:
         return Delivery(reply, broadcast)
 
     def abandon(self) -> None:
-        """Let go after a failure. A pending broadcast ends at the group's timeout, in nobody's way."""
+        """Let go after a failure.
+
+        A pending broadcast ends at the group's timeout, in nobody's way.
+        """
         last = [self._group]
-        del self._group  # whoever lets go of it last waits for the broadcast: that has to be the thread
+        del (
+            self._group
+        )  # whoever lets go of it last waits for the broadcast: that has to be the thread
         start_call(lambda: leave(last.pop()))
 
     def close(self) -> None:
@@ -98,13 +111,17 @@ class WeightGroup:
 class Delivery:
     """A bucket on its way to one engine."""
 
-    def __init__(self, reply: Future[None], broadcast: dist.Work | None, *, failed: str | None = None) -> None:
+    def __init__(
+        self, reply: Future[None], broadcast: dist.Work | None, *, failed: str | None = None
+    ) -> None:
         self._reply = reply
         self._broadcast = broadcast
         self._failed = failed
 
     def finish(self, deadline: float) -> str | None:
-        """Wait until it has arrived, has failed, or `time.monotonic()` passes `deadline`; why it failed, if it did."""
+        """Wait until it has arrived, has failed, or `time.monotonic()` passes `deadline`; why it
+        failed, if it did.
+        """
         while not self._is_done():
             if time.monotonic() > deadline:
                 return "no answer before sync.timeout_s"
@@ -139,11 +156,15 @@ def _wait_for(reply: Future[None]) -> None:
 
 
 def _wait_for_arrival(store: dist.TCPStore, reply: Future[None], timeout: float) -> None:
-    """Wait until the engine has reached the rendezvous: joining before would block even if it refuses."""
+    """Wait until the engine has reached the rendezvous: joining before would block even if it
+    refuses.
+    """
     deadline = time.monotonic() + timeout
     while store.num_keys() == 0:
         if reply.done():
             reply.result()
         if time.monotonic() > deadline:
-            raise RequestFailed(f"no engine joined the process group for weights within {timeout:.0f} s")
+            raise RequestFailed(
+                f"no engine joined the process group for weights within {timeout:.0f} s"
+            )
         time.sleep(_POLL_SECONDS)

@@ -1,4 +1,7 @@
-"""What a run with two ranks says and leaves when something happens to it. The whole table: tests/chaos/faults.py."""
+"""What a run with two ranks says and leaves when something happens to it.
+
+The whole table: tests/chaos/faults.py.
+"""
 
 import json
 import re
@@ -11,7 +14,12 @@ from megatron_rl.contracts.exit_codes import ExitCode
 from tests.support.faults import MOST_SECONDS, by_name, suffer
 from tests.support.jobs import family, start_job, survivors, wait_for_step
 
-pytestmark = [pytest.mark.chaos, pytest.mark.engine, pytest.mark.distributed, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.chaos,
+    pytest.mark.engine,
+    pytest.mark.distributed,
+    pytest.mark.timeout(300),
+]
 FAULTS = ["SIGKILL rank 1", "SIGSTOP engine"]
 
 
@@ -23,9 +31,13 @@ def test_the_cause_is_the_first_line_and_nothing_is_left(name: str, tmp_path: Pa
     assert outcome.code == fault.code, outcome.errors
     assert outcome.seconds <= MOST_SECONDS
     assert (outcome.left, outcome.shared_memory) == ([], [])
-    if outcome.root_cause is not None and outcome.root_cause >= 0:  # a rank that was killed has no code of ours
+    if (
+        outcome.root_cause is not None and outcome.root_cause >= 0
+    ):  # a rank that was killed has no code of ours
         assert outcome.root_cause == fault.code
-    of_ranks = outcome.errors.partition("torch.distributed.elastic")[0].partition("torch/distributed/")[0]
+    of_ranks = outcome.errors.partition("torch.distributed.elastic")[0].partition(
+        "torch/distributed/"
+    )[0]
     assert "Traceback" not in of_ranks
 
 
@@ -37,5 +49,7 @@ def test_plain_python_ends_with_the_documented_code(tmp_path: Path) -> None:
     job.communicate(timeout=60)
     assert job.returncode == ExitCode.TERMINATED
     assert json.loads((tmp_path / "job/exit.json").read_text())["code"] == ExitCode.TERMINATED
-    assert (tmp_path / "errors.txt").read_text().split("\n")[1] == "the run was told to stop (SIGTERM)"
+    assert (tmp_path / "errors.txt").read_text().split("\n")[
+        1
+    ] == "the run was told to stop (SIGTERM)"
     assert survivors(processes, 5) == []

@@ -1,4 +1,6 @@
-"""Configurations over a checkpoint as the rules see one: shape, tokenizer and a weights file, no real weights."""
+"""Configurations over a checkpoint as the rules see one: shape, tokenizer and a weights file, no
+real weights.
+"""
 
 import json
 from collections.abc import Callable
@@ -32,20 +34,27 @@ SHAPE = {
 
 MakeCheckpoint = Callable[..., Path]
 NODE = LaunchFacts(world_size=8, local_world_size=8, num_gpus=16)
-ON_CLUSTERS = {"pp2_ep8", "tp4_pp8_ep16"}  # layouts of more ranks than a node has; see test_published_models.py
+ON_CLUSTERS = {
+    "pp2_ep8",
+    "tp4_pp8_ep16",
+}  # layouts of more ranks than a node has; see test_published_models.py
 BF16 = "model.dtype=bfloat16"  # which engine.dtype follows; engines on GPUs take nothing wider
 
 
 @pytest.fixture
 def make_checkpoint(tmp_path: Path) -> MakeCheckpoint:
-    """Writes a checkpoint whose config.json has some keys changed (a value of None removes the key)."""
+    """Writes a checkpoint whose config.json has some keys changed (a value of None removes the
+    key).
+    """
 
     def make(**changes: Any) -> Path:
         directory = tmp_path / "checkpoint"
         directory.mkdir(exist_ok=True)
         shape = {key: value for key, value in (SHAPE | changes).items() if value is not None}
         (directory / "config.json").write_text(json.dumps(shape))
-        (directory / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")  # a header of no tensor
+        (directory / "model.safetensors").write_bytes(
+            (2).to_bytes(8, "little") + b"{}"
+        )  # a header of no tensor
         write_character_tokenizer(directory)
         return directory
 
@@ -57,7 +66,9 @@ def checkpoint(make_checkpoint: MakeCheckpoint) -> Path:
     return make_checkpoint()
 
 
-def refusals(checkpoint: Path, *overrides: str, facts: LaunchFacts | None = None) -> tuple[Refusal, ...]:
+def refusals(
+    checkpoint: Path, *overrides: str, facts: LaunchFacts | None = None
+) -> tuple[Refusal, ...]:
     with pytest.raises(ConfigurationRefused) as refused:
         compose([f"model.path={checkpoint}", *overrides], facts=facts)
     return refused.value.refusals

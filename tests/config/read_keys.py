@@ -1,4 +1,6 @@
-"""Which configuration keys a program reads: attributes of values that are annotated with a section's class."""
+"""Which configuration keys a program reads: attributes of values that are annotated with a
+section's class.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def unread_keys(sources: Mapping[str, str]) -> list[str]:
-    """The declared keys that no source reads outside `NOT_A_USE`. sources: from a file's name to its text."""
+    """The declared keys that no source reads outside `NOT_A_USE`.
+
+    sources: from a file's name to its text.
+    """
     modules = [ast.parse(text) for name, text in sources.items() if not name.startswith(NOT_A_USE)]
     nodes = [node for module in modules for node in ast.walk(module)]
     own = {node.name for node in nodes if isinstance(node, ast.ClassDef)}
@@ -31,13 +36,17 @@ def unread_keys(sources: Mapping[str, str]) -> list[str]:
 
 
 class _Reader:
-    """Follows annotated names, attributes of `self` and plain assignments through modules, by the classes' names."""
+    """Follows annotated names, attributes of `self` and plain assignments through modules, by the
+    classes' names.
+    """
 
     def __init__(self, own: set[str]) -> None:
         self._own = own
         sections = {cls.__name__: name for name, cls in SECTIONS.items()}
         sections |= {cls.__name__: name for name, cls in INNER.items()}
-        sections |= {cls.__name__: "algo" for cls in ALGORITHMS.values()} | {ServerSettings.__name__: "engine"}
+        sections |= {cls.__name__: "algo" for cls in ALGORITHMS.values()} | {
+            ServerSettings.__name__: "engine"
+        }
         self._sections = sections
         # What attributes of a class hold: the name of the attribute to the name of its class.
         self._held = {name: dict[str, str]() for name in sections}
@@ -51,7 +60,9 @@ class _Reader:
             if isinstance(node, ast.ClassDef):
                 held = self._held.setdefault(node.name, {})
                 for statement in node.body:
-                    if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                    if isinstance(statement, ast.AnnAssign) and isinstance(
+                        statement.target, ast.Name
+                    ):
                         self._note(held, statement.target.id, self._annotated(statement.annotation))
                     elif isinstance(statement, Function):
                         self._read_function(statement, {"self": node.name, "cls": node.name})
@@ -78,13 +89,20 @@ class _Reader:
             if name not in self._loaded and f"_{name}" not in self._loaded
         }
         for node in ast.walk(function):
-            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and id(node) not in copies:
+            if (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.ctx, ast.Load)
+                and id(node) not in copies
+            ):
                 self._count(self._type(node.value, known), node.attr)
 
     def _assign(self, target: ast.expr, found: str | None, known: dict[str, str]) -> None:
         if isinstance(target, ast.Name):
             self._note(known, target.id, found)
-        elif isinstance(target, ast.Attribute) and (owner := self._type(target.value, known)) is not None:
+        elif (
+            isinstance(target, ast.Attribute)
+            and (owner := self._type(target.value, known)) is not None
+        ):
             self._note(self._held.setdefault(owner, {}), target.attr, found)
 
     def _count(self, owner: str | None, attribute: str) -> None:
@@ -99,13 +117,20 @@ class _Reader:
         """The class of an expression, where following names and attributes tells it."""
         if isinstance(value, ast.Name):
             return known.get(value.id)
-        if isinstance(value, ast.Attribute) and (owner := self._type(value.value, known)) is not None:
+        if (
+            isinstance(value, ast.Attribute)
+            and (owner := self._type(value.value, known)) is not None
+        ):
             return self._held.get(owner, {}).get(value.attr)
         return None
 
     def _annotated(self, annotation: ast.expr) -> str | None:
         """The first class of an annotation that is known to hold something."""
-        names = [n.id if isinstance(n, ast.Name) else n.attr for n in ast.walk(annotation) if isinstance(n, _NAMED)]
+        names = [
+            n.id if isinstance(n, ast.Name) else n.attr
+            for n in ast.walk(annotation)
+            if isinstance(n, _NAMED)
+        ]
         return next((name for name in names if name in self._held), None)
 
     @staticmethod
@@ -118,7 +143,9 @@ _NAMED = ast.Name | ast.Attribute
 
 
 def _copies(node: ast.AST, own: set[str]) -> Iterator[tuple[str, ast.expr]]:
-    """Values that are only handed on, with the name they get: stored, passed to a class of ours, or not used."""
+    """Values that are only handed on, with the name they get: stored, passed to a class of ours, or
+    not used.
+    """
     if isinstance(node, ast.Expr):
         yield "", node.value
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in own:

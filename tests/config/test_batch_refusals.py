@@ -12,7 +12,9 @@ from megatron_rl.contracts.refusal import ConfigurationRefused
     ("override", "side", "most"),
     [("data.num_train=20000", "training", 8785), ("data.num_eval=3000", "held-out", 1215)],
 )
-def test_more_questions_than_a_finite_task_has(checkpoint: Path, override: str, side: str, most: int) -> None:
+def test_more_questions_than_a_finite_task_has(
+    checkpoint: Path, override: str, side: str, most: int
+) -> None:
     key, _, value = override.partition("=")
     with pytest.raises(ConfigurationRefused) as refused:
         compose([f"model.path={checkpoint}", "experiment=smoke", override])
@@ -24,4 +26,6 @@ def test_more_questions_than_a_finite_task_has(checkpoint: Path, override: str, 
 
 
 def test_a_task_without_end_has_no_limit(checkpoint: Path) -> None:
-    assert compose([f"model.path={checkpoint}", "data.num_train=1000000"]).data.num_train == 1_000_000
+    assert (
+        compose([f"model.path={checkpoint}", "data.num_train=1000000"]).data.num_train == 1_000_000
+    )

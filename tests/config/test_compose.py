@@ -27,7 +27,9 @@ def test_quickstart_is_the_default(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_every_experiment_is_accepted_as_shipped(experiment: str) -> None:
-    config = compose([f"experiment={experiment}"], facts=LaunchFacts(world_size=8, local_world_size=8))
+    config = compose(
+        [f"experiment={experiment}"], facts=LaunchFacts(world_size=8, local_world_size=8)
+    )
     assert config.run.experiment == experiment
     assert Path(config.model.path).is_absolute()
 
@@ -41,9 +43,11 @@ def test_every_experiment_is_accepted_as_shipped(experiment: str) -> None:
         ("sft", algorithms.SftSettings),
     ],
 )
-def test_algorithms_have_their_own_schema(checkpoint: Path, name: str, node: type[algorithms.AlgoSettings]) -> None:
-    worked = ["environment=worked", "train.replay=off"] if name == "sft" else []
-    config = compose([f"model.path={checkpoint}", f"algo={name}", *worked])
+def test_algorithms_have_their_own_schema(
+    checkpoint: Path, name: str, node: type[algorithms.AlgoSettings]
+) -> None:
+    demonstration = ["environment=demonstration", "train.replay=off"] if name == "sft" else []
+    config = compose([f"model.path={checkpoint}", f"algo={name}", *demonstration])
     assert type(config.algo) is node
     assert config.algo == node()  # the YAML recipe and the schema's default agree
 
@@ -64,21 +68,27 @@ def test_command_line_beats_experiment(checkpoint: Path) -> None:
 def test_free_dictionary_and_interpolation(checkpoint: Path) -> None:
     pytest.importorskip("reasoning_gym")
     task = ("data=reasoning_gym", "data.task=chain_sum", "data.task_config.min_terms=3")
-    config = compose([f"model.path={checkpoint}", *task, "sync.timeout_s=${engine.request_timeout_s}"])
+    config = compose(
+        [f"model.path={checkpoint}", *task, "sync.timeout_s=${engine.request_timeout_s}"]
+    )
     assert config.data.task_config == {"min_terms": 3}
     assert config.sync.timeout_s == config.engine.request_timeout_s
 
 
-@pytest.mark.parametrize("group", ["algo", "data", "engine", "environment", "logger", "parallel", "reward"])
-def test_every_option_of_a_group_sets_only_declared_keys(checkpoint: Path, tmp_path: Path, group: str) -> None:
+@pytest.mark.parametrize(
+    "group", ["algo", "data", "engine", "environment", "logger", "parallel", "reward"]
+)
+def test_every_option_of_a_group_sets_only_declared_keys(
+    checkpoint: Path, tmp_path: Path, group: str
+) -> None:
     (tmp_path / "train.jsonl").touch()
     own = f"{group}.{'source' if group == 'data' else 'name'}=json:JSONDecoder"
     needed = {
         "external": ["engine.urls=['http://127.0.0.1:3']"],
         "jsonl": [f"data.train_path={tmp_path}/train.jsonl"],
         "reasoning_gym": ["data.task=chain_sum"],
-        "sft": ["environment=worked", "train.replay=off"],
-        "worked": ["algo=sft", "train.replay=off"],
+        "sft": ["environment=demonstration", "train.replay=off"],
+        "demonstration": ["algo=sft", "train.replay=off"],
         "custom": [own],
     }
     for file in (HYDRA_CONF / group).glob("*.yaml"):
@@ -105,10 +115,16 @@ def test_files_hold_differences_only() -> None:
         tree = OmegaConf.to_container(OmegaConf.load(file))
         assert isinstance(tree, dict)
         tree.pop("defaults", None)
-        for key, value in leaves(tree, "" if file.parent.name == "experiment" else f"{file.parent.name}."):
+        for key, value in leaves(
+            tree, "" if file.parent.name == "experiment" else f"{file.parent.name}."
+        ):
             seen += 1
             declared = declared_keys()[key]
-            default = declared.default_factory() if callable(declared.default_factory) else declared.default
+            default = (
+                declared.default_factory()
+                if callable(declared.default_factory)
+                else declared.default
+            )
             repeated += [f"{file.name}: {key}={value}"] if value == default else []
     assert repeated == []
     assert seen > 40
@@ -116,10 +132,23 @@ def test_files_hold_differences_only() -> None:
 
 def test_cold_start_trains_random_weights_on_worked_responses() -> None:
     config = compose(["experiment=cold_start"])
-    assert (config.model.init, config.environment.name, config.algo.name) == ("random", "worked", "sft")
+    assert (config.model.init, config.environment.name, config.algo.name) == (
+        "random",
+        "demonstration",
+        "sft",
+    )
     assert (config.rollout.prompts_per_step, config.rollout.samples_per_prompt) == (64, 1)
-    assert (config.optimizer.lr, config.optimizer.decay, config.optimizer.beta1) == (2e-3, "constant", 0.9)
-    assert (config.eval.first, config.eval.every, config.eval.stop_at, config.eval.stop_average) == (150, 10, 0.3, 2)
+    assert (config.optimizer.lr, config.optimizer.decay, config.optimizer.beta1) == (
+        2e-3,
+        "constant",
+        0.9,
+    )
+    assert (
+        config.eval.first,
+        config.eval.every,
+        config.eval.stop_at,
+        config.eval.stop_average,
+    ) == (150, 10, 0.3, 2)
 
 
 def test_user_file_with_an_unknown_key_is_refused(checkpoint: Path, tmp_path: Path) -> None:
@@ -130,7 +159,9 @@ def test_user_file_with_an_unknown_key_is_refused(checkpoint: Path, tmp_path: Pa
     file.write_text("# @package _global_\ntrain:\n  total_steps: 3\n")
     assert compose(overrides).train.total_steps == 3
     file.write_text("# @package _global_\ntrain:\n  total_step: 3\n")
-    with pytest.raises(Exception, match=r"train\.total_step=.*no such key.*Did you mean train\.total_steps"):
+    with pytest.raises(
+        Exception, match=r"train\.total_step=.*no such key.*Did you mean train\.total_steps"
+    ):
         compose(overrides)
     file.write_text("# @package _global_\ntrain: {total_steps: many}\n")
     with pytest.raises(Exception, match=r"train\.total_steps=.*whole number"):
@@ -142,5 +173,7 @@ def test_user_file_with_an_unknown_key_is_refused(checkpoint: Path, tmp_path: Pa
 
 def test_declared_keys_hold_every_section() -> None:
     keys = declared_keys()
-    assert {"model.path", "algo.alpha", "algo.clip_low", "rollout.max_new_tokens", "seed"} <= set(keys)
+    assert {"model.path", "algo.alpha", "algo.clip_low", "rollout.max_new_tokens", "seed"} <= set(
+        keys
+    )
     assert len(keys) == len(set(keys))

@@ -1,4 +1,6 @@
-"""Engines that must be refused: addresses, keys, and settings for starting a server that runs already."""
+"""Engines that must be refused: addresses, keys, and settings for starting a server that runs
+already.
+"""
 
 from pathlib import Path
 
@@ -44,10 +46,16 @@ SERVER_SETTINGS = [
 EXTERNAL = ("engine=external", "engine.urls=['http://127.0.0.1:3']")
 
 
-@pytest.mark.parametrize(("override", "value"), SERVER_SETTINGS, ids=[case[0] for case in SERVER_SETTINGS])
-def test_running_server_takes_no_start_settings(checkpoint: Path, override: str, value: str) -> None:
+@pytest.mark.parametrize(
+    ("override", "value"), SERVER_SETTINGS, ids=[case[0] for case in SERVER_SETTINGS]
+)
+def test_running_server_takes_no_start_settings(
+    checkpoint: Path, override: str, value: str
+) -> None:
     (refusal,) = refusals(checkpoint, *EXTERNAL, override)
-    assert str(refusal).startswith(f"{override.partition('=')[0]}={value}: It is for starting a server")
+    assert str(refusal).startswith(
+        f"{override.partition('=')[0]}={value}: It is for starting a server"
+    )
     assert "where the server is started" in refusal.remedy
 
 
@@ -62,7 +70,9 @@ def test_running_server_takes_no_start_settings(checkpoint: Path, override: str,
         "engine.start_timeout_s=60",  # for which it is waited for
     ],
 )
-def test_what_the_trainer_uses_itself_is_said_of_a_running_server_too(checkpoint: Path, override: str) -> None:
+def test_what_the_trainer_uses_itself_is_said_of_a_running_server_too(
+    checkpoint: Path, override: str
+) -> None:
     assert accept(checkpoint, *EXTERNAL, override).engine.mode == "external"
 
 

@@ -7,8 +7,16 @@ import pytest
 from megatron_rl.contracts.launch_facts import LaunchFacts
 from tests.config.conftest import BF16, NODE, MakeCheckpoint, accept, refusals
 
-DENSE: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], "num_experts": None, "num_experts_per_tok": None}
-MIXTRAL: dict[str, Any] = {"architectures": ["MixtralForCausalLM"], "num_experts": None, "num_local_experts": 8}
+DENSE: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "num_experts": None,
+    "num_experts_per_tok": None,
+}
+MIXTRAL: dict[str, Any] = {
+    "architectures": ["MixtralForCausalLM"],
+    "num_experts": None,
+    "num_local_experts": 8,
+}
 DEEPSEEK: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "num_key_value_heads": 4,
@@ -44,9 +52,12 @@ def test_mixtral_is_trained_in_every_layout(make_checkpoint: MakeCheckpoint) -> 
 
 
 @pytest.mark.parametrize(
-    ("layout", "key"), [("tp2_ep2", "parallel.tp"), ("tp2_pp2", "parallel.tp"), ("cp2", "parallel.cp")]
+    ("layout", "key"),
+    [("tp2_ep2", "parallel.tp"), ("tp2_pp2", "parallel.tp"), ("cp2", "parallel.cp")],
 )
-def test_latent_attention_is_not_split_over_ranks(make_checkpoint: MakeCheckpoint, layout: str, key: str) -> None:
+def test_latent_attention_is_not_split_over_ranks(
+    make_checkpoint: MakeCheckpoint, layout: str, key: str
+) -> None:
     four = LaunchFacts(world_size=4, local_world_size=4, num_gpus=8)
     said = keys(make_checkpoint(**DEEPSEEK), f"parallel={layout}", BF16, facts=four)
     assert list(said) == [key]
@@ -54,7 +65,9 @@ def test_latent_attention_is_not_split_over_ranks(make_checkpoint: MakeCheckpoin
 
 
 @pytest.mark.parametrize("layout", ["ep2", "pp2"])
-def test_latent_attention_in_experts_and_stages(make_checkpoint: MakeCheckpoint, layout: str) -> None:
+def test_latent_attention_in_experts_and_stages(
+    make_checkpoint: MakeCheckpoint, layout: str
+) -> None:
     gpus = LaunchFacts(world_size=2, local_world_size=2, num_gpus=4)
     accept(make_checkpoint(**DEEPSEEK), f"parallel={layout}", BF16, facts=gpus)
 
@@ -62,7 +75,10 @@ def test_latent_attention_in_experts_and_stages(make_checkpoint: MakeCheckpoint,
 def test_no_engine_serves_latent_attention_without_a_gpu(make_checkpoint: MakeCheckpoint) -> None:
     said = keys(make_checkpoint(**DEEPSEEK))
     assert list(said) == ["engine.device"]
-    assert "SGLang cannot serve the attention of DeepseekV3ForCausalLM on CPUs" in said["engine.device"]
+    assert (
+        "SGLang cannot serve the attention of DeepseekV3ForCausalLM on CPUs"
+        in said["engine.device"]
+    )
 
 
 def test_widths_that_engines_without_a_gpu_would_change(make_checkpoint: MakeCheckpoint) -> None:
@@ -80,19 +96,58 @@ HERE = LaunchFacts(world_size=1, local_world_size=1)
     ("family", "overrides", "facts", "why"),
     [
         ({}, ["model.recompute_modules=[moe]"], HERE, "model.recompute=none recomputes nothing"),
-        ({}, ["model.recompute=full", "model.recompute_modules=[moe]"], HERE, "model.recompute=full recomputes all"),
+        (
+            {},
+            ["model.recompute=full", "model.recompute_modules=[moe]"],
+            HERE,
+            "model.recompute=full recomputes all",
+        ),
         ({}, [SELECTIVE, "model.recompute_modules=[]"], HERE, "It recomputes nothing"),
         ({}, [SELECTIVE, "model.recompute_modules=[moe_act]"], HERE, "here model.spec is local"),
-        ({}, [SELECTIVE, "model.recompute_modules=[moe_act]", BF16, "model.spec=local"], TE, "model.spec is local"),
-        ({}, [SELECTIVE, "model.recompute_modules=[layernorm]"], HERE, "Transformer Engine, which is not installed"),
-        ({}, [SELECTIVE, "model.recompute_modules=[mlp]"], HERE, "experts in every layer: mlp recomputes nothing"),
-        ({}, [SELECTIVE, "model.recompute_modules=[shared_experts]"], HERE, "The model has no shared experts"),
-        ({}, [SELECTIVE, "model.recompute_modules=[mla_up_proj]", BF16], TE, "The model has no latent attention"),
-        (DENSE, ["train.replay=off", SELECTIVE, "model.recompute_modules=[moe]"], HERE, "The model has no experts"),
+        (
+            {},
+            [SELECTIVE, "model.recompute_modules=[moe_act]", BF16, "model.spec=local"],
+            TE,
+            "model.spec is local",
+        ),
+        (
+            {},
+            [SELECTIVE, "model.recompute_modules=[layernorm]"],
+            HERE,
+            "Transformer Engine, which is not installed",
+        ),
+        (
+            {},
+            [SELECTIVE, "model.recompute_modules=[mlp]"],
+            HERE,
+            "experts in every layer: mlp recomputes nothing",
+        ),
+        (
+            {},
+            [SELECTIVE, "model.recompute_modules=[shared_experts]"],
+            HERE,
+            "The model has no shared experts",
+        ),
+        (
+            {},
+            [SELECTIVE, "model.recompute_modules=[mla_up_proj]", BF16],
+            TE,
+            "The model has no latent attention",
+        ),
+        (
+            DENSE,
+            ["train.replay=off", SELECTIVE, "model.recompute_modules=[moe]"],
+            HERE,
+            "The model has no experts",
+        ),
     ],
 )
 def test_what_cannot_be_recomputed_is_refused(
-    make_checkpoint: MakeCheckpoint, family: dict[str, Any], overrides: list[str], facts: LaunchFacts, why: str
+    make_checkpoint: MakeCheckpoint,
+    family: dict[str, Any],
+    overrides: list[str],
+    facts: LaunchFacts,
+    why: str,
 ) -> None:
     said = keys(make_checkpoint(**family), *overrides, facts=facts)
     assert list(said) == ["model.recompute_modules"] and why in said["model.recompute_modules"]
@@ -100,7 +155,10 @@ def test_what_cannot_be_recomputed_is_refused(
 
 def test_what_can_be_recomputed_is_accepted(make_checkpoint: MakeCheckpoint) -> None:
     modules = "model.recompute_modules=[moe,core_attn]"
-    assert accept(make_checkpoint(), SELECTIVE, modules).model.recompute_modules == ["moe", "core_attn"]
+    assert accept(make_checkpoint(), SELECTIVE, modules).model.recompute_modules == [
+        "moe",
+        "core_attn",
+    ]
     modules = "model.recompute_modules=[moe_act,layernorm]"
     accept(make_checkpoint(), SELECTIVE, modules, BF16, facts=TE)
     modules = "model.recompute_modules=[mla_up_proj,mlp,shared_experts]"

@@ -17,8 +17,14 @@ def test_gpus_that_a_cpu_torch_cannot_use_do_not_stop_a_run(checkpoint: Path, gp
     """`make train` on a workstation with a graphics card and the torch of `make install`."""
     facts = LaunchFacts(world_size=2, local_world_size=2, idle_gpus=gpus)
     assert accept(checkpoint, "parallel=ep2", facts=facts).engine.dtype == "float32"
-    refusal = next(r for r in refusals(checkpoint, "engine.device=cuda", facts=facts) if r.key == "engine.device")
-    assert f"The installed torch is built for CPUs and cannot use the {gpus} GPU(s) here" in str(refusal)
+    refusal = next(
+        r
+        for r in refusals(checkpoint, "engine.device=cuda", facts=facts)
+        if r.key == "engine.device"
+    )
+    assert f"The installed torch is built for CPUs and cannot use the {gpus} GPU(s) here" in str(
+        refusal
+    )
     assert "engine.device=auto" in refusal.remedy and "CUDA build of torch" in refusal.remedy
     assert accept(checkpoint, "parallel=ep2", BF16, facts=facts).engine.dtype == "bfloat16"
 
@@ -27,7 +33,10 @@ def test_gpus_that_a_cpu_torch_cannot_use_do_not_stop_a_run(checkpoint: Path, gp
 def test_one_gpu_says_what_it_can_do(checkpoint: Path, ranks: int) -> None:
     (refusal,) = refusals(checkpoint, BF16, facts=machine(ranks, 1))
     assert refusal.key == "engine.count"
-    assert f"{ranks} trainer rank(s) and 1 engine process(es) of a node need a GPU each, and 1 are" in str(refusal)
+    assert (
+        f"{ranks} trainer rank(s) and 1 engine process(es) of a node need a GPU each, and 1 are"
+        in str(refusal)
+    )
     assert 'CUDA_VISIBLE_DEVICES=""' in refusal.remedy, "all of it runs on the CPU"
     assert "engine=external" in refusal.remedy, "or the engine is somewhere else"
     assert "--nproc-per-node" not in refusal.remedy, "there is no number of ranks that would help"
@@ -35,7 +44,9 @@ def test_one_gpu_says_what_it_can_do(checkpoint: Path, ranks: int) -> None:
 
 def test_the_remedy_says_how_many_ranks_fit(checkpoint: Path) -> None:
     (refusal,) = refusals(checkpoint, BF16, facts=machine(2, 2))
-    assert "2 trainer rank(s) and 1 engine process(es) of a node need a GPU each, and 2 are" in str(refusal)
+    assert "2 trainer rank(s) and 1 engine process(es) of a node need a GPU each, and 2 are" in str(
+        refusal
+    )
     assert "Start at most 1 rank(s) (torchrun --nproc-per-node 1)" in refusal.remedy
     (refusal,) = refusals(checkpoint, BF16, "engine.tp=2", "engine.count=2", facts=machine(8, 8))
     assert "8 trainer rank(s) and 4 engine process(es)" in str(refusal)
@@ -55,7 +66,9 @@ def test_each_rank_has_a_gpu_of_its_own_beside_external_engines_too(checkpoint: 
 
 def test_float32_engines_have_no_kernels_on_gpus(checkpoint: Path) -> None:
     (refusal,) = refusals(checkpoint, facts=NODE)
-    assert str(refusal).startswith("engine.dtype=float32: SGLang's attention and norm kernels for GPUs")
+    assert str(refusal).startswith(
+        "engine.dtype=float32: SGLang's attention and norm kernels for GPUs"
+    )
     assert "model.dtype=bfloat16" in refusal.remedy and 'CUDA_VISIBLE_DEVICES=""' in refusal.remedy
     assert accept(checkpoint, "engine.dtype=bfloat16", facts=NODE).model.dtype == "float32"
     assert accept(checkpoint).engine.dtype == "float32"
@@ -66,7 +79,9 @@ def test_float32_engines_have_no_kernels_on_gpus(checkpoint: Path) -> None:
 def test_quantized_engines_wait_for_a_sync_that_quantizes(
     checkpoint: Path, facts: LaunchFacts, mode: tuple[str, ...]
 ) -> None:
-    found = refusals(checkpoint, *mode, "engine.dtype=bfloat16", "engine.quantization=fp8", facts=facts)
+    found = refusals(
+        checkpoint, *mode, "engine.dtype=bfloat16", "engine.quantization=fp8", facts=facts
+    )
     (refusal,) = [refusal for refusal in found if refusal.key == "engine.quantization"]
     assert "Weights are sent unquantized" in str(refusal) and "Use null" in refusal.remedy
 
@@ -77,7 +92,9 @@ def test_the_key_value_cache_of_a_gpu_is_sized_by_sglang(checkpoint: Path) -> No
     assert accept(checkpoint, BF16, facts=NODE).engine.max_total_tokens is None
     found = refusals(checkpoint, *longer)
     assert any(r.key == "engine.max_total_tokens" and "20018 slots" in str(r) for r in found)
-    assert not any(r.key == "engine.max_total_tokens" for r in refusals(checkpoint, BF16, *longer, facts=NODE))
+    assert not any(
+        r.key == "engine.max_total_tokens" for r in refusals(checkpoint, BF16, *longer, facts=NODE)
+    )
     found = refusals(checkpoint, BF16, *longer, "engine.max_total_tokens=16384", facts=NODE)
     assert any(r.key == "engine.max_total_tokens" for r in found)
 
@@ -87,8 +104,15 @@ def test_transformer_engine_is_refused_where_it_cannot_run(checkpoint: Path) -> 
     assert accept(checkpoint, "model.spec=te", BF16, facts=with_te).model.spec == "te"
     assert accept(checkpoint, "model.spec=local", BF16, facts=with_te).model.spec == "local"
     assert accept(checkpoint, facts=LaunchFacts()).model.spec is None, "null is always right"
-    for facts, why in ((LaunchFacts(), "No CUDA device is visible here"), (NODE, "It is not installed here")):
-        (refusal,) = [r for r in refusals(checkpoint, "model.spec=te", BF16, facts=facts) if r.key == "model.spec"]
+    for facts, why in (
+        (LaunchFacts(), "No CUDA device is visible here"),
+        (NODE, "It is not installed here"),
+    ):
+        (refusal,) = [
+            r
+            for r in refusals(checkpoint, "model.spec=te", BF16, facts=facts)
+            if r.key == "model.spec"
+        ]
         assert why in str(refusal) and refusal.remedy == "Use model.spec=local"
     found = refusals(checkpoint, "model.spec=te", "engine.dtype=bfloat16", facts=with_te)
     assert [r.key for r in found] == ["model.spec"] and "in float32" in str(found[0])
@@ -104,4 +128,6 @@ def test_fp8_training_is_refused_without_transformer_engine(checkpoint: Path) ->
     ):
         found = refusals(checkpoint, "model.fp8=blockwise", *overrides, facts=facts)
         (refusal,) = [r for r in found if r.key == "model.fp8"]
-        assert "FP8 matrix products are those of model.spec=te" in str(refusal) and why in str(refusal)
+        assert "FP8 matrix products are those of model.spec=te" in str(refusal) and why in str(
+            refusal
+        )

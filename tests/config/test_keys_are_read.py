@@ -1,4 +1,6 @@
-"""Every configuration key is used by the program: a key that is only copied about would be a promise nobody keeps."""
+"""Every configuration key is used by the program: a key that is only copied about would be a
+promise nobody keeps.
+"""
 
 from pathlib import Path
 
@@ -9,12 +11,18 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_every_key_is_read_by_what_it_is_for() -> None:
-    files = [file for package in ("megatron_rl", "sglang_bridge") for file in (ROOT / package).rglob("*.py")]
+    files = [
+        file
+        for package in ("megatron_rl", "sglang_bridge")
+        for file in (ROOT / package).rglob("*.py")
+    ]
     assert unread_keys({str(file.relative_to(ROOT)): file.read_text() for file in files}) == []
 
 
 def test_a_key_that_only_the_build_function_copies_is_reported() -> None:
-    build = "def build(c: Configuration):\n    return Adam(lr=c.optimizer.lr, eps=c.optimizer.eps)\n"
+    build = (
+        "def build(c: Configuration):\n    return Adam(lr=c.optimizer.lr, eps=c.optimizer.eps)\n"
+    )
     adam = "class Adam:\n    def __init__(self, lr: float, eps: float):\n        self.lr, self.eps = lr, eps\n"
     found = unread_keys({"megatron_rl/run/build.py": build, "megatron_rl/mcore/adam.py": adam})
     keys = [key for key in declared_keys() if key not in INNER]
@@ -51,6 +59,8 @@ def test_ways_of_reading_a_key() -> None:
 
 
 def test_names_that_are_no_sections_are_not_mistaken_for_one() -> None:
-    source = "def f(other: Other, lr: float):\n    other.lr = 1\n    return other.lr, lr, Adam(lr=lr).lr"
+    source = (
+        "def f(other: Other, lr: float):\n    other.lr = 1\n    return other.lr, lr, Adam(lr=lr).lr"
+    )
     writing = "def f(settings: OptimizerSettings):\n    settings.lr = 1"
     assert "optimizer.lr" in unread_keys({"megatron_rl/a.py": source, "megatron_rl/b.py": writing})

@@ -3,8 +3,8 @@
 from dataclasses import fields
 from pathlib import Path
 
-from megatron_rl.config.keys import INNER, declared_keys
 from megatron_rl.config.curriculum import Entry, Until
+from megatron_rl.config.keys import INNER, declared_keys
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_LINES_PER_KEY, MOST_BUILD_LINES = 10.0, 100

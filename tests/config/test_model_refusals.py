@@ -41,7 +41,9 @@ def test_missing_directory_and_file(tmp_path: Path) -> None:
         ({"eos_token_id": 7}, "They belong to different models"),
     ],
 )
-def test_unusable_shape_or_tokenizer(make_checkpoint: MakeCheckpoint, changes: dict[str, Any], rule: str) -> None:
+def test_unusable_shape_or_tokenizer(
+    make_checkpoint: MakeCheckpoint, changes: dict[str, Any], rule: str
+) -> None:
     assert rule in refusal_of(make_checkpoint(**changes))
 
 
@@ -61,7 +63,8 @@ def test_no_weights(checkpoint: Path) -> None:
 def shard(path: Path, *names: str, cut: int = 0) -> None:
     """A safetensors file of one-element float32 tensors, without its last `cut` bytes."""
     header = {
-        name: {"dtype": "F32", "shape": [1], "data_offsets": [4 * i, 4 * i + 4]} for i, name in enumerate(names)
+        name: {"dtype": "F32", "shape": [1], "data_offsets": [4 * i, 4 * i + 4]}
+        for i, name in enumerate(names)
     } | {"__metadata__": {"format": "pt"}}
     text = json.dumps(header).encode()
     content = len(text).to_bytes(8, "little") + text + bytes(4 * len(names))
@@ -115,7 +118,10 @@ def test_weights_that_are_something_else(checkpoint: Path, content: bytes, rule:
         ('{"weight_map": {}}', "weight_map"),
         ('{"weight_map": {"a": 5}}', "weight_map"),
         ('{"weight_map": {"a": "absent.safetensors"}}', "absent.safetensors"),
-        ('{"weight_map": {"a": "1.safetensors", "z": "1.safetensors"}}', "1.safetensors does not hold z"),
+        (
+            '{"weight_map": {"a": "1.safetensors", "z": "1.safetensors"}}',
+            "1.safetensors does not hold z",
+        ),
     ],
 )
 def test_broken_index(checkpoint: Path, index: str, rule: str) -> None:

@@ -1,4 +1,6 @@
-"""The published Qwen3-MoE models with their cluster layouts pass every rule; the weights are not here."""
+"""The published Qwen3-MoE models with their cluster layouts pass every rule; the weights are not
+here.
+"""
 
 import shutil
 from dataclasses import replace
@@ -11,8 +13,8 @@ from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.launch_facts import LaunchFacts
 from megatron_rl.models.families import read_shape
 from megatron_rl.planning.memory import engine_memory, rank_memory
-from tests.support.character_tokenizer import write_character_tokenizer
 from tests.config.conftest import refusals
+from tests.support.character_tokenizer import write_character_tokenizer
 
 PUBLISHED = Path(__file__).parents[1] / "support" / "published"
 GIB = 2**30
@@ -27,10 +29,14 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path, name: str) -> Path:
-    """Its config.json, a tokenizer whose end of sequence it has, and a weights file without tensors."""
+    """Its config.json, a tokenizer whose end of sequence it has, and a weights file without
+    tensors.
+    """
     write_character_tokenizer(tmp_path)
     text = (PUBLISHED / name / "config.json").read_text()
-    (tmp_path / "config.json").write_text(text.replace('"eos_token_id": 151645', '"eos_token_id": 1'))
+    (tmp_path / "config.json").write_text(
+        text.replace('"eos_token_id": 151645', '"eos_token_id": 1')
+    )
     (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     return tmp_path
 
@@ -38,7 +44,13 @@ def checkpoint(tmp_path: Path, name: str) -> Path:
 def composed(checkpoint: Path, name: str, *overrides: str) -> Configuration:
     layout, ranks = LAYOUTS[name]
     facts = LaunchFacts(world_size=ranks, local_world_size=8, num_gpus=8)
-    given = [f"model={name}", f"model.path={checkpoint}", f"parallel={layout}", *ENGINES, *overrides]
+    given = [
+        f"model={name}",
+        f"model.path={checkpoint}",
+        f"parallel={layout}",
+        *ENGINES,
+        *overrides,
+    ]
     return compose(["experiment=smoke", *given], facts=facts)
 
 
@@ -54,7 +66,12 @@ def test_it_fits_on_gpus_of_80_gb_with_long_responses(checkpoint: Path, name: st
         memory = rank_memory(c, shape, world_size=ranks, stage=stage)
         print(name, stage, {part: round(size / GIB, 2) for part, size in memory.parts.items()})
         assert memory.total < 76 * GIB
-    alone = replace(c, parallel=replace(c.parallel, tp=1, pp=1, ep=1, first_stage_layers=None, last_stage_layers=None))
+    alone = replace(
+        c,
+        parallel=replace(
+            c.parallel, tp=1, pp=1, ep=1, first_stage_layers=None, last_stage_layers=None
+        ),
+    )
     assert rank_memory(alone, shape, world_size=1, stage=0).total > 400 * GIB
     print(name, engine_memory(c, shape))
 
@@ -62,7 +79,9 @@ def test_it_fits_on_gpus_of_80_gb_with_long_responses(checkpoint: Path, name: st
 def test_layers_that_do_not_divide_are_refused(checkpoint: Path, name: str) -> None:
     facts = LaunchFacts(world_size=128, local_world_size=8, num_gpus=8)
     given = (f"model={name}", "parallel.pp=4", "parallel.first_stage_layers=5", *ENGINES)
-    assert [r.key for r in refusals(checkpoint, *given, facts=facts)] == ["parallel.first_stage_layers"]
+    assert [r.key for r in refusals(checkpoint, *given, facts=facts)] == [
+        "parallel.first_stage_layers"
+    ]
 
 
 def test_the_whole_config_json_is_read(tmp_path: Path, name: str) -> None:

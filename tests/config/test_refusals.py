@@ -16,13 +16,31 @@ UNKNOWN_OR_WRONG_TYPE = [
     ("++foo.bar=1", "foo", "{'bar': 1}", "no such key", "keys at the top"),
     ("++foo.bar.baz=1", "foo", "{'bar': {'baz': 1}}", "no such key", "keys at the top"),
     ("foo.bar.baz=1", "foo.bar.baz", "1", "no such key", "--cfg job"),
-    ("optimizer.learning_rate=1", "optimizer.learning_rate", "1", "no such key", "keys of optimizer are lr, warmup"),
+    (
+        "optimizer.learning_rate=1",
+        "optimizer.learning_rate",
+        "1",
+        "no such key",
+        "keys of optimizer are lr, warmup",
+    ),
     ("+train.total_step=1", "train.total_step", "1", "no such key", "train.total_steps"),
-    ("++rollout.max_new_token=1", "rollout.max_new_token", "1", "no such key", "rollout.max_new_tokens"),
+    (
+        "++rollout.max_new_token=1",
+        "rollout.max_new_token",
+        "1",
+        "no such key",
+        "rollout.max_new_tokens",
+    ),
     ("+lr=1", "lr", "1", "no such key", "optimizer.lr"),
     ("algo.clip_low=1", "algo.clip_low", "1", "no such key", "algo=grpo or algo=gspo"),
     ("+algo.clip_low=1", "algo.clip_low", "1", "no such key", "algo=grpo or algo=gspo"),
-    ("+engine.server={a: 1}", "engine.server", "{'a': 1}", "no such key", "keys of engine are tp, ep"),
+    (
+        "+engine.server={a: 1}",
+        "engine.server",
+        "{'a': 1}",
+        "no such key",
+        "keys of engine are tp, ep",
+    ),
     (
         "algo=ppo",
         "algo",
@@ -30,7 +48,13 @@ UNKNOWN_OR_WRONG_TYPE = [
         "no such file in hydra_conf/algo",
         "custom, espo, espo_wide, grpo, gspo, gspo_wide, sft",
     ),
-    ("experiment=nope", "experiment", "nope", "no such file in hydra_conf/experiment", "quickstart"),
+    (
+        "experiment=nope",
+        "experiment",
+        "nope",
+        "no such file in hydra_conf/experiment",
+        "quickstart",
+    ),
     ("+engine=nope", "engine", "nope", "no such file in hydra_conf/engine", "external, managed"),
     ("+experiment=smoke", "experiment", "smoke", "has a choice already", "without the +"),
     ("+logger.reward=nope", "logger.reward", "nope", "no such key", "reward"),
@@ -46,8 +70,20 @@ UNKNOWN_OR_WRONG_TYPE = [
     ("algo.name=ppo", "algo.name", "ppo", "those of algo=espo", "algo=grpo|gspo|espo|sft|custom"),
     ("--config-dir=x", "--config-dir", "x", "One torchrun is one run", "hydra.searchpath"),
     ("train.total_steps=", "train.total_steps", "''", "whole number", "value of that type"),
-    ("+train.replay_routes=false", "train.replay_routes", "false", "no such key", "Did you mean train.replay?"),
-    ("train.replay=none", "train.replay", "none", "Must be one of rollout, trainer, off", "Choose one"),
+    (
+        "+train.replay_routes=false",
+        "train.replay_routes",
+        "false",
+        "no such key",
+        "Did you mean train.replay?",
+    ),
+    (
+        "train.replay=none",
+        "train.replay",
+        "none",
+        "Must be one of rollout, trainer, off",
+        "Choose one",
+    ),
     ("data.shuffle=maybe", "data.shuffle", "maybe", "true or false", "value of that type"),
     ("engine.urls=abc", "engine.urls", "abc", "a list", "value of that type"),
     ("optimizer=null", "optimizer", "null", "not be null", "value of that type"),
@@ -58,18 +94,48 @@ UNKNOWN_OR_WRONG_TYPE = [
     ("hydra.mode=MULTIRUN", "hydra.mode", "MULTIRUN", "one torchrun is one run", "run.root"),
     ("+hydra.foo=1", "hydra.foo", "1", "Hydra's own settings", "run.root"),
     ("hydra/job_logging=none", "hydra/job_logging", "none", "Hydra's own settings", "run.root"),
-    ("engine.extra_args=[--x=y]", "engine.extra_args", "[--x=y]", "cannot parse", "\"engine.extra_args=['--x=y']\""),
+    (
+        "engine.extra_args=[--x=y]",
+        "engine.extra_args",
+        "[--x=y]",
+        "cannot parse",
+        "\"engine.extra_args=['--x=y']\"",
+    ),
     ("~optimizer.lr", "optimizer.lr", "''", "every key always exists", "Leave out ~optimizer.lr"),
     ("a b", "a b", "''", "key=value, without spaces", "Write a b=..."),
     ("run.name=${nope}", "run.name", "${nope}", "'nope' not found", "quote it for the shell"),
     ("model=5", "model", "5", "one of its options", "that --help lists"),
     ("experiment=null", "experiment", "null", "one of its options", "that --help lists"),
     ("algo=", "algo", "''", "no such file", "Choose one of custom, espo"),
-    ("trian.total_steps=3", "trian.total_steps", "3", "no such key", "Did you mean train.total_steps?"),
-    ("TRAIN.total_steps=3", "TRAIN.total_steps", "3", "no such key", "Did you mean train.total_steps?"),
+    (
+        "trian.total_steps=3",
+        "trian.total_steps",
+        "3",
+        "no such key",
+        "Did you mean train.total_steps?",
+    ),
+    (
+        "TRAIN.total_steps=3",
+        "TRAIN.total_steps",
+        "3",
+        "no such key",
+        "Did you mean train.total_steps?",
+    ),
     ("Experiment=smoke", "Experiment", "smoke", "no such key", "Did you mean experiment?"),
-    ("+train.total_steps=3", "train.total_steps", "3", "has a value already", "without the +: train.total_steps=3"),
-    ("--train.total_steps=3", "--train.total_steps", "3", "takes key=value", "Write train.total_steps=3"),
+    (
+        "+train.total_steps=3",
+        "train.total_steps",
+        "3",
+        "has a value already",
+        "without the +: train.total_steps=3",
+    ),
+    (
+        "--train.total_steps=3",
+        "--train.total_steps",
+        "3",
+        "takes key=value",
+        "Write train.total_steps=3",
+    ),
     ("run.name=a,b", "run.name", "a,b", "several values", "'run.name=\"a,b\"'"),
     ("model.path=/a b/c=d", "model.path", "/a b/c=d", "cannot parse", "'model.path=\"/a b/c=d\"'"),
     (
@@ -79,7 +145,13 @@ UNKNOWN_OR_WRONG_TYPE = [
         "no directory file:///now",
         "Write",
     ),
-    ("hydra.searchpath=[/tmp]", "hydra.searchpath", "[/tmp]", "no directory /tmp", "[file:///DIRECTORY]"),
+    (
+        "hydra.searchpath=[/tmp]",
+        "hydra.searchpath",
+        "[/tmp]",
+        "no directory /tmp",
+        "[file:///DIRECTORY]",
+    ),
     ("--package=algo", "--package", "algo", "takes key=value", "Loop"),
 ]
 
@@ -98,8 +170,20 @@ LIMITS = [
     ("eval.every=-1", "eval.every", "-1", "at least 0", "default 10"),
     ("eval.temperature=-1", "eval.temperature", "-1", "at least 0", "default"),
     ("data.on_bad_row=ignore", "data.on_bad_row", "ignore", "fail, skip", "one of these"),
-    ("data.source=web", "data.source", "web", "jsonl, reasoning_gym, or your own package.module:Name", "one of these"),
-    ("environment.name=a:b:c", "environment.name", "a:b:c", "single_turn, worked, or your own", "one of these"),
+    (
+        "data.source=web",
+        "data.source",
+        "web",
+        "jsonl, reasoning_gym, or your own package.module:Name",
+        "one of these",
+    ),
+    (
+        "environment.name=a:b:c",
+        "environment.name",
+        "a:b:c",
+        "single_turn, worked, or your own",
+        "one of these",
+    ),
     ("algo.fractions=[0.2,2]", "algo.fractions[1]", "2", "at most 1", "such a number"),
     ("reward.answer=first", "reward.answer", "first", "last_number", "one of these"),
     ("model.dtype=float16", "model.dtype", "float16", "float32, bfloat16", "one of these"),
@@ -109,21 +193,51 @@ LIMITS = [
     ("seed=-1", "seed", "-1", "at least 0", "default 0"),
     ("data.num_eval=0", "data.num_eval", "0", "at least 1", "default 512"),
     ("parallel.timeout_s=1e300", "parallel.timeout_s", "1e+300", "at most 1000000", "default 600"),
-    ("engine.start_timeout_s=1e9", "engine.start_timeout_s", "1000000000.0", "at most 1000000", "default 180"),
-    ("train.total_steps=100000000000000000000", "train.total_steps", "100000000000000000000", "at most 2147", "number"),
+    (
+        "engine.start_timeout_s=1e9",
+        "engine.start_timeout_s",
+        "1000000000.0",
+        "at most 1000000",
+        "default 180",
+    ),
+    (
+        "train.total_steps=100000000000000000000",
+        "train.total_steps",
+        "100000000000000000000",
+        "at most 2147",
+        "number",
+    ),
     ("engine.count=5000", "engine.count", "5000", "at most 1024", "default 1"),
-    ("rollout.samples_per_prompt=100000000", "rollout.samples_per_prompt", "100000000", "at most 10000000", "default"),
+    (
+        "rollout.samples_per_prompt=100000000",
+        "rollout.samples_per_prompt",
+        "100000000",
+        "at most 10000000",
+        "default",
+    ),
     ("credit.shaping=0.6", "credit.shaping", "0.6", "at most 0.5", "default 0.5"),
     ("credit.shaping=-0.1", "credit.shaping", "-0.1", "at least 0", "default 0.5"),
     ("credit.tied_scale=0.2", "credit.tied_scale", "0.2", "at most 0.1", "default 0.1"),
     ("credit.zvp_alpha=nan", "credit.zvp_alpha", "nan", "finite", "default 0.1"),
     ("credit.length_excess=0.5", "credit.length_excess", "0.5", "at least 1", "default 1.5"),
     ("credit.repetition_ngram=1", "credit.repetition_ngram", "1", "at least 2", "default null"),
-    ("credit.flat_right=shape", "credit.flat_right", "shape", "drop, zvp, keep", "one of these"),
-    ("credit.tied_right=zvp", "credit.tied_right", "zvp", "drop, shape", "one of these"),
-    ("algo.zero_variance=drop", "algo.zero_variance", "drop", "no such key", "keys of algo are name"),
+    ("credit.all_correct=shape", "credit.all_correct", "shape", "drop, zvp, keep", "one of these"),
+    ("credit.tied_correct=zvp", "credit.tied_correct", "zvp", "drop, shape", "one of these"),
+    (
+        "algo.zero_variance=drop",
+        "algo.zero_variance",
+        "drop",
+        "no such key",
+        "keys of algo are name",
+    ),
     ("algo.min_clip=1", "algo.min_clip", "1", "less than 1", "default 0.0003"),
-    ("selection.name=best", "selection.name", "best", "uniform, oversample, belief", "one of these"),
+    (
+        "selection.name=best",
+        "selection.name",
+        "best",
+        "uniform, oversample, belief",
+        "one of these",
+    ),
     ("selection.budget=0.5", "selection.budget", "0.5", "at least 1", "default 4.0"),
     ("selection.floor=0", "selection.floor", "0", "greater than 0", "default 0.1"),
     ("selection.target=1.5", "selection.target", "1.5", "at most 1", "default 0."),
@@ -134,44 +248,146 @@ LIMITS = [
 ]
 
 COMBINATIONS = [
-    ("parallel.ep=3", "parallel.ep", "3", "does not divide the 1 rank", "torchrun --nproc-per-node 3"),
+    (
+        "parallel.ep=3",
+        "parallel.ep",
+        "3",
+        "does not divide the 1 rank",
+        "torchrun --nproc-per-node 3",
+    ),
     ("parallel.ep=3", "parallel.ep", "3", "8 experts cannot be split", "divisor of 8"),
     ("parallel=tp2_ep2", "parallel.tp", "2", "does not divide the 1 rank", "--nproc-per-node 2"),
-    ("parallel.sequence_parallel=true", "parallel.sequence_parallel", "true", "parallel.tp=1", "Use false"),
+    (
+        "parallel.sequence_parallel=true",
+        "parallel.sequence_parallel",
+        "true",
+        "parallel.tp=1",
+        "Use false",
+    ),
     ("parallel.pp=2", "parallel.pp", "2", "does not divide the 1 rank", "--nproc-per-node 2"),
-    ("parallel.pp=3", "parallel.pp", "3", "4 layers do not divide over 3 stage(s)", "first_stage_layers"),
+    (
+        "parallel.pp=3",
+        "parallel.pp",
+        "3",
+        "4 layers do not divide over 3 stage(s)",
+        "first_stage_layers",
+    ),
     ("parallel.vpp=2", "parallel.vpp", "2", "there is only one", "Leave it null"),
-    ("parallel.first_stage_layers=2", "parallel.first_stage_layers", "2", "holds every layer", "Choose others"),
+    (
+        "parallel.first_stage_layers=2",
+        "parallel.first_stage_layers",
+        "2",
+        "holds every layer",
+        "Choose others",
+    ),
     ("parallel.cp=2", "parallel.cp", "2", "does not divide the 1 rank", "--nproc-per-node 2"),
-    ("parallel.timeout_s=180", "engine.start_timeout_s", "180.0", "parallel.timeout_s=180", "raise parallel.timeout_s"),
-    ("engine.start_timeout_s=601", "engine.start_timeout_s", "601.0", "wait in a collective", "Lower it"),
-    ("sync.timeout_s=600", "sync.timeout_s", "600.0", "wait in a collective", "raise parallel.timeout_s"),
-    ("engine.urls=[http://127.0.0.1:3]", "engine.urls", "['http://127.0.0.1:3']", "starts its own", "engine=external"),
+    (
+        "parallel.timeout_s=180",
+        "engine.start_timeout_s",
+        "180.0",
+        "parallel.timeout_s=180",
+        "raise parallel.timeout_s",
+    ),
+    (
+        "engine.start_timeout_s=601",
+        "engine.start_timeout_s",
+        "601.0",
+        "wait in a collective",
+        "Lower it",
+    ),
+    (
+        "sync.timeout_s=600",
+        "sync.timeout_s",
+        "600.0",
+        "wait in a collective",
+        "raise parallel.timeout_s",
+    ),
+    (
+        "engine.urls=[http://127.0.0.1:3]",
+        "engine.urls",
+        "['http://127.0.0.1:3']",
+        "starts its own",
+        "engine=external",
+    ),
     ("engine=external", "engine.urls", "[]", "needs the addresses", "engine=managed"),
     ("engine.ep=2", "engine.ep", "2", "divide engine.tp=1", "divisor of engine.tp"),
     ("engine.device=cuda", "engine.device", "cuda", "No CUDA device", "engine.device=auto"),
     ("engine.quantization=fp8", "engine.quantization", "fp8", "sent unquantized", "Use null"),
-    ("engine.extra_args=['--port=1']", "engine.extra_args", "['--port=1']", "--port", "use that one"),
-    ("engine.extra_args=['--dp-size=2']", "engine.extra_args", "['--dp-size=2']", "not supported", "Remove --dp-size"),
+    (
+        "engine.extra_args=['--port=1']",
+        "engine.extra_args",
+        "['--port=1']",
+        "--port",
+        "use that one",
+    ),
+    (
+        "engine.extra_args=['--dp-size=2']",
+        "engine.extra_args",
+        "['--dp-size=2']",
+        "not supported",
+        "Remove --dp-size",
+    ),
     ("engine.max_total_tokens=32", "engine.max_total_tokens", "32", "66 slots", "at least 66"),
     ("data.max_prompt_tokens=300", "rollout.max_new_tokens", "32", "256 positions", "Lower one"),
     ("data=jsonl", "data.train_path", "null", "a file of questions", "data.train_path=train.jsonl"),
     ("model.path=???", "model.path", "???", "no default", "model.path=..."),
-    ("data.source=jsonl", "data.train_path", "null", "a file of questions", "data.train_path=train.jsonl"),
+    (
+        "data.source=jsonl",
+        "data.train_path",
+        "null",
+        "a file of questions",
+        "data.train_path=train.jsonl",
+    ),
     ("data.train_path=a.jsonl", "data.train_path", "a.jsonl", "no meaning", "data=jsonl"),
     ("data.task=chain_sum", "data.task", "chain_sum", "no meaning", "data=reasoning_gym"),
     ("data.source=reasoning_gym", "data.task", "null", "generator's name", "data.task=chain_sum"),
-    ("data.num_train=10", "rollout.prompts_per_step", "64", "data.num_train=10", "raise data.num_train"),
-    ("rollout.max_staleness=1", "rollout.max_staleness", "1", "later than", "rollout.max_staleness=0"),
+    (
+        "data.num_train=10",
+        "rollout.prompts_per_step",
+        "64",
+        "data.num_train=10",
+        "raise data.num_train",
+    ),
+    (
+        "rollout.max_staleness=1",
+        "rollout.max_staleness",
+        "1",
+        "later than",
+        "rollout.max_staleness=0",
+    ),
     ("algo.name=grpo", "algo.name", "grpo", "those of algo=espo", "algo=grpo|gspo|espo"),
-    ("algo=gspo_wide algo.name=grpo", "algo.name", "grpo", "those of algo=gspo", "algo=grpo|gspo|espo"),
-    ("train.optimizer_steps_per_batch=513", "train.optimizer_steps_per_batch", "513", "512 samples", "Lower it"),
+    (
+        "algo=gspo_wide algo.name=grpo",
+        "algo.name",
+        "grpo",
+        "those of algo=gspo",
+        "algo=grpo|gspo|espo",
+    ),
+    (
+        "train.optimizer_steps_per_batch=513",
+        "train.optimizer_steps_per_batch",
+        "513",
+        "512 samples",
+        "Lower it",
+    ),
     ("run.name=a..b", "run.name", "a..b", "no '..'", "run.root"),
     ("run.name=a/b", "run.name", "a/b", "letters, digits", "run.root"),
     ("run.name=''", "run.name", "''", "letters, digits", "run.root"),
     ("run.root=''", "run.root", "''", "names no directory", "run.root=runs"),
-    ("engine.extra_args=['--quantization=fp8']", "engine.extra_args", "['--quantization=fp8']", "--quant", "use that"),
-    ("engine.extra_args=['--load-format=dummy']", "engine.extra_args", "['--load-format=dummy']", "not sup", "Remove"),
+    (
+        "engine.extra_args=['--quantization=fp8']",
+        "engine.extra_args",
+        "['--quantization=fp8']",
+        "--quant",
+        "use that",
+    ),
+    (
+        "engine.extra_args=['--load-format=dummy']",
+        "engine.extra_args",
+        "['--load-format=dummy']",
+        "not sup",
+        "Remove",
+    ),
     (
         "rollout.samples_per_prompt=1",
         "rollout.samples_per_prompt",
@@ -179,14 +395,50 @@ COMBINATIONS = [
         "a group needs two to compare",
         "advantages=one",
     ),
-    ("algo.fractions=[0.6,0.6]", "algo.fractions", "[0.6, 0.6]", "add up to more than 1", "[0.2] for two groups"),
-    ("reward.options.weight=2", "reward.options", "{'weight': 2}", "reward.name=exact_match", "Remove"),
+    (
+        "algo.fractions=[0.6,0.6]",
+        "algo.fractions",
+        "[0.6, 0.6]",
+        "add up to more than 1",
+        "[0.2] for two groups",
+    ),
+    (
+        "reward.options.weight=2",
+        "reward.options",
+        "{'weight': 2}",
+        "reward.name=exact_match",
+        "Remove",
+    ),
     ("data.options.a=1", "data.options", "{'a': 1}", "class of your own", "Remove"),
-    ("environment=worked", "algo.advantages", "group", "not compared", "algo=sft"),
-    ("environment=worked", "train.replay", "rollout", "No engine chose", "train.replay=trainer or off"),
-    ("train.measure_replay_every=2 train.replay=off", "train.measure_replay_every", "2", "engines rec", "Use 0"),
-    ("engine.simulate=fp8", "engine.simulate", "fp8", "Must be one of off, bf16, fp8_blockwise", "one of these"),
-    ("mode=eval engine.simulate=bf16", "engine.simulate", "bf16", "sends no weights", "run.resume=runs/NAME"),
+    ("environment=demonstration", "algo.advantages", "group", "not compared", "algo=sft"),
+    (
+        "environment=demonstration",
+        "train.replay",
+        "rollout",
+        "No engine chose",
+        "train.replay=trainer or off",
+    ),
+    (
+        "train.measure_replay_every=2 train.replay=off",
+        "train.measure_replay_every",
+        "2",
+        "engines rec",
+        "Use 0",
+    ),
+    (
+        "engine.simulate=fp8",
+        "engine.simulate",
+        "fp8",
+        "Must be one of off, bf16, fp8_blockwise",
+        "one of these",
+    ),
+    (
+        "mode=eval engine.simulate=bf16",
+        "engine.simulate",
+        "bf16",
+        "sends no weights",
+        "run.resume=runs/NAME",
+    ),
     (
         "mode=profile data.pass_rates=r.jsonl engine.simulate=bf16",
         "engine.simulate",
@@ -194,9 +446,21 @@ COMBINATIONS = [
         "sends no weights",
         "run.resume=runs/NAME",
     ),
-    ("model.dtype=bfloat16 engine.dtype=bfloat16 engine.simulate=bf16", "engine.simulate", "bf16", "anyway", "Use off"),
+    (
+        "model.dtype=bfloat16 engine.dtype=bfloat16 engine.simulate=bf16",
+        "engine.simulate",
+        "bf16",
+        "anyway",
+        "Use off",
+    ),
     ("algo.correction=tis", "algo.correction", "tis", "a group of keys", "value of that type"),
-    ("algo.correction.kind=yes", "algo.correction.kind", "yes", "Must be one of off, tis, icepop, mis", "one of these"),
+    (
+        "algo.correction.kind=yes",
+        "algo.correction.kind",
+        "yes",
+        "Must be one of off, tis, icepop, mis",
+        "one of these",
+    ),
     (
         "algo.correction.cap=2",
         "algo.correction.cap",
@@ -204,10 +468,34 @@ COMBINATIONS = [
         "no such key",
         "of algo.correction are kind, level, low, high",
     ),
-    ("algo.correction.low=1.5", "algo.correction.low", "1.5", "Must be less than 1", "such a number"),
-    ("algo.correction.high=0.5", "algo.correction.high", "0.5", "Must be greater than 1", "such a number"),
-    ("algo.correction.high=3", "algo.correction.high", "3.0", "no meaning with kind=off", "choose a kind"),
-    ("algo.correction.kind=tis algo.correction.low=0.5", "algo.correction.low", "0.5", "upper bound alone", "icepop"),
+    (
+        "algo.correction.low=1.5",
+        "algo.correction.low",
+        "1.5",
+        "Must be less than 1",
+        "such a number",
+    ),
+    (
+        "algo.correction.high=0.5",
+        "algo.correction.high",
+        "0.5",
+        "Must be greater than 1",
+        "such a number",
+    ),
+    (
+        "algo.correction.high=3",
+        "algo.correction.high",
+        "3.0",
+        "no meaning with kind=off",
+        "choose a kind",
+    ),
+    (
+        "algo.correction.kind=tis algo.correction.low=0.5",
+        "algo.correction.low",
+        "0.5",
+        "upper bound alone",
+        "icepop",
+    ),
     (
         "algo.correction.kind=icepop algo.correction.level=sequence",
         "algo.correction.level",
@@ -215,40 +503,190 @@ COMBINATIONS = [
         "single",
         "mis",
     ),
-    ("algo.correction.kind=mis algo.correction.level=token", "algo.correction.level", "token", "whole", "kind=icepop"),
-    ("algo=sft algo.correction.kind=tis", "algo.correction.kind", "tis", "responses are shown", "Use off"),
-    ("algo=sft", "algo.name", "sft", "right or wrong", "environment=worked"),
+    (
+        "algo.correction.kind=mis algo.correction.level=token",
+        "algo.correction.level",
+        "token",
+        "whole",
+        "kind=icepop",
+    ),
+    (
+        "algo=sft algo.correction.kind=tis",
+        "algo.correction.kind",
+        "tis",
+        "responses are shown",
+        "Use off",
+    ),
+    ("algo=sft", "algo.name", "sft", "right or wrong", "environment=demonstration"),
     ("algo=sft algo.advantages=group", "algo.advantages", "group", "has no advantages", "Use one"),
-    ("algo.advantages=one algo.permute_rewards=true", "algo.permute_rewards", "true", "no reward is used", "Remove"),
-    ("reward.name=json:X reward.answer=boxed", "reward.answer", "boxed", "Only exact_match reads it", "Remove"),
+    (
+        "algo.advantages=one algo.permute_rewards=true",
+        "algo.permute_rewards",
+        "true",
+        "no reward is used",
+        "Remove",
+    ),
+    (
+        "reward.name=json:X reward.answer=boxed",
+        "reward.answer",
+        "boxed",
+        "Only exact_match reads it",
+        "Remove",
+    ),
     ("sync.when=evaluation", "sync.when", "evaluation", "every step's weights", "sync.when=step"),
-    ("model.embedding_std=0.1", "model.embedding_std", "0.1", "start at random", "model.init=random"),
-    ("model.hidden_dropout=0.1", "model.hidden_dropout", "0.1", "another policy", "environment=worked"),
+    (
+        "model.embedding_std=0.1",
+        "model.embedding_std",
+        "0.1",
+        "start at random",
+        "model.init=random",
+    ),
+    (
+        "model.hidden_dropout=0.1",
+        "model.hidden_dropout",
+        "0.1",
+        "another policy",
+        "environment=demonstration",
+    ),
     ("engine.extra_args=['']", "engine.extra_args", "['']", "an empty argument", "Remove it"),
-    ("mode=train_only", "rollout.recorded", "null", "mode=rollout_only recorded", "rollout.recorded=runs/NAME"),
+    (
+        "mode=train_only",
+        "rollout.recorded",
+        "null",
+        "mode=rollout_only recorded",
+        "rollout.recorded=runs/NAME",
+    ),
     ("rollout.recorded=x", "rollout.recorded", "x", "mode=train draws", "mode=train_only"),
     ("mode=eval_only", "mode", "eval_only", "train, rollout_only, train_only", "one of these"),
     ("run.resume=auto", "run.name", "null", "never found again", "run.resume=runs/NAME"),
-    ("credit.zvp_alpha=0.2", "credit.zvp_alpha", "0.2", "change nothing", "credit.flat_right=zvp"),
-    ("credit.tied_scale=0.05", "credit.tied_scale", "0.05", "change nothing", "credit.tied_right=shape"),
-    ("credit.length_buffer=4", "credit.length_buffer", "4", "change nothing", "credit.length=buffer"),
-    ("credit.length_excess=2", "credit.length_excess", "2.0", "change nothing", "credit.length=excess"),
-    ("credit.tied_right=shape", "credit.tied_right", "shape", "change nothing", "credit.length=buffer or excess"),
-    ("credit.tied_wrong=shape", "credit.tied_wrong", "shape", "change nothing", "credit.repetition_ngram=40"),
-    ("credit.length=excess credit.shaping=0", "credit.length", "excess", "change nothing", "credit.shaping above 0"),
-    ("credit.length=buffer credit.length_buffer=33", "credit.length_buffer", "33", "max_new_tokens=32", "Give fewer"),
-    ("credit.repetition_ngram=32", "credit.repetition_ngram", "32", "max_new_tokens=32", "Give fewer"),
-    ("algo.advantages=one credit.flat_right=zvp", "credit.flat_right", "zvp", "the advantage 1", "advantages=group"),
+    ("credit.zvp_alpha=0.2", "credit.zvp_alpha", "0.2", "change nothing", "credit.all_correct=zvp"),
+    (
+        "credit.tied_scale=0.05",
+        "credit.tied_scale",
+        "0.05",
+        "change nothing",
+        "credit.tied_correct=shape",
+    ),
+    (
+        "credit.length_buffer=4",
+        "credit.length_buffer",
+        "4",
+        "change nothing",
+        "credit.length=buffer",
+    ),
+    (
+        "credit.length_excess=2",
+        "credit.length_excess",
+        "2.0",
+        "change nothing",
+        "credit.length=excess",
+    ),
+    (
+        "credit.tied_correct=shape",
+        "credit.tied_correct",
+        "shape",
+        "change nothing",
+        "credit.length=buffer or excess",
+    ),
+    (
+        "credit.tied_incorrect=shape",
+        "credit.tied_incorrect",
+        "shape",
+        "change nothing",
+        "credit.repetition_ngram=40",
+    ),
+    (
+        "credit.length=excess credit.shaping=0",
+        "credit.length",
+        "excess",
+        "change nothing",
+        "credit.shaping above 0",
+    ),
+    (
+        "credit.length=buffer credit.length_buffer=33",
+        "credit.length_buffer",
+        "33",
+        "max_new_tokens=32",
+        "Give fewer",
+    ),
+    (
+        "credit.repetition_ngram=32",
+        "credit.repetition_ngram",
+        "32",
+        "max_new_tokens=32",
+        "Give fewer",
+    ),
+    (
+        "algo.advantages=one credit.all_correct=zvp",
+        "credit.all_correct",
+        "zvp",
+        "the advantage 1",
+        "advantages=group",
+    ),
     ("run.resume=nowhere", "run.resume", "nowhere", "no directory", "Give auto, never"),
-    ("selection.probe=2", "selection.probe", "2", "selection.name=uniform does not read it", "selection=belief"),
-    ("selection.budget=2", "selection.budget", "2.0", "=uniform does not", "selection=oversample or selection=belief"),
-    ("selection=belief selection.surplus=keep", "selection.surplus", "keep", "=belief does not", "=oversample"),
-    ("selection.beliefs=.", "selection.beliefs", ".", "selection.name=uniform does not read it", "selection=belief"),
-    ("selection=oversample selection.beliefs=.", "selection.beliefs", ".", "=oversample does not", "=belief"),
-    ("selection=belief selection.beliefs=no", "selection.beliefs", "no", "no such directory", "directory of a run"),
-    ("selection=belief selection.probe=8", "selection.probe", "8", "less than a group of 8", "2 to 7, or 0"),
-    ("selection=belief selection.probe=1", "selection.probe", "1", "compared within itself", "2 to 7, or 0"),
-    ("selection=belief rollout.samples_per_prompt=2", "selection.probe", "4", "less than a group of 2", "Use 0"),
+    (
+        "selection.probe=2",
+        "selection.probe",
+        "2",
+        "selection.name=uniform does not read it",
+        "selection=belief",
+    ),
+    (
+        "selection.budget=2",
+        "selection.budget",
+        "2.0",
+        "=uniform does not",
+        "selection=oversample or selection=belief",
+    ),
+    (
+        "selection=belief selection.surplus=keep",
+        "selection.surplus",
+        "keep",
+        "=belief does not",
+        "=oversample",
+    ),
+    (
+        "selection.beliefs=.",
+        "selection.beliefs",
+        ".",
+        "selection.name=uniform does not read it",
+        "selection=belief",
+    ),
+    (
+        "selection=oversample selection.beliefs=.",
+        "selection.beliefs",
+        ".",
+        "=oversample does not",
+        "=belief",
+    ),
+    (
+        "selection=belief selection.beliefs=no",
+        "selection.beliefs",
+        "no",
+        "no such directory",
+        "directory of a run",
+    ),
+    (
+        "selection=belief selection.probe=8",
+        "selection.probe",
+        "8",
+        "less than a group of 8",
+        "2 to 7, or 0",
+    ),
+    (
+        "selection=belief selection.probe=1",
+        "selection.probe",
+        "1",
+        "compared within itself",
+        "2 to 7, or 0",
+    ),
+    (
+        "selection=belief rollout.samples_per_prompt=2",
+        "selection.probe",
+        "4",
+        "less than a group of 2",
+        "Use 0",
+    ),
     (
         "selection=belief selection.skip=flat selection.probe=0 selection.rescue_budget=1",
         "selection.rescue_budget",
@@ -256,7 +694,13 @@ COMBINATIONS = [
         "probe=0 leaves none",
         "Use 0",
     ),
-    ("selection=belief selection.rescue_budget=1", "selection.rescue_budget", "1.0", "skip=solved does", "skip=flat"),
+    (
+        "selection=belief selection.rescue_budget=1",
+        "selection.rescue_budget",
+        "1.0",
+        "skip=solved does",
+        "skip=flat",
+    ),
     (
         "selection=belief selection.skip=flat selection.rescue_budget=5",
         "selection.rescue_budget",
@@ -264,9 +708,27 @@ COMBINATIONS = [
         "selection.budget=4",
         "raise selection.budget",
     ),
-    ("selection=oversample selection.surplus=keep", "selection.surplus", "keep", "older weights", "max_staleness=1"),
-    ("selection=belief algo.advantages=one", "selection.name", "belief", "every judged rollout", "selection=uniform"),
-    ("selection=belief mode=eval", "selection.name", "belief", "mode=eval chooses no prompts", "mode=train"),
+    (
+        "selection=oversample selection.surplus=keep",
+        "selection.surplus",
+        "keep",
+        "older weights",
+        "max_staleness=1",
+    ),
+    (
+        "selection=belief algo.advantages=one",
+        "selection.name",
+        "belief",
+        "every judged rollout",
+        "selection=uniform",
+    ),
+    (
+        "selection=belief mode=eval",
+        "selection.name",
+        "belief",
+        "mode=eval chooses no prompts",
+        "mode=train",
+    ),
     (
         "selection=oversample selection.surplus=keep run.checkpoint_every=5",
         "selection.surplus",
@@ -288,21 +750,33 @@ OF_SEVERAL = {case[0]: case[0].split(" ") for case in COMBINATIONS}
 def test_refusal_names_key_value_rule_and_remedy(
     checkpoint: Path, override: str, key: str, value: str, rule: str, remedy: str
 ) -> None:
-    lines = [str(refusal) for refusal in refusals(checkpoint, *OF_SEVERAL.get(override, [override]))]
-    assert any(line.startswith(f"{key}={value}: ") and rule in line and remedy in line for line in lines), lines
+    lines = [
+        str(refusal) for refusal in refusals(checkpoint, *OF_SEVERAL.get(override, [override]))
+    ]
+    assert any(
+        line.startswith(f"{key}={value}: ") and rule in line and remedy in line for line in lines
+    ), lines
 
 
 @pytest.mark.parametrize(
     ("overrides", "key", "rule"),
     [
-        (("run.resume=auto", "run.name=a", "run.on_existing=overwrite_failed"), "run.on_existing", "It would remove"),
+        (
+            ("run.resume=auto", "run.name=a", "run.on_existing=overwrite_failed"),
+            "run.on_existing",
+            "It would remove",
+        ),
         (("mode=train_only", "rollout.recorded=nowhere"), "rollout.recorded", "no such directory"),
         (("mode=train_only", "eval.stop_at=0.5"), "eval.stop_at", "mode=train_only has no steps"),
         (("mode=profile",), "data.pass_rates", "writes pass rates to a file"),
         (("mode=profile", "data.pass_rates=/dev/null"), "data.pass_rates", "it is there already"),
         (("mode=profile", "data.pass_rates=/dev/null/a"), "data.pass_rates", "/dev/null is a file"),
         (("mode=profile", "data.pass_rates=a", "data.band=[0,1]"), "data.band", "are not known"),
-        (("mode=profile", "data.pass_rates=a", "run.checkpoint_every=1"), "run.checkpoint_every", "changes no weights"),
+        (
+            ("mode=profile", "data.pass_rates=a", "run.checkpoint_every=1"),
+            "run.checkpoint_every",
+            "changes no weights",
+        ),
         (("data.pass_rates=nowhere",), "data.pass_rates", "There is no such file"),
         (("data.band=[0.1,0.9]",), "data.band", "are not known"),
         (("data.pass_rates=/dev/null", "data.band=[0.9,0.1]"), "data.band", "low at most high"),
@@ -312,10 +786,18 @@ def test_refusal_names_key_value_rule_and_remedy(
         (("mode=eval", "run.checkpoint_every=2"), "run.checkpoint_every", "changes no weights"),
         (("mode=eval", "run.resume=auto", "run.name=a"), "run.resume", "goes on with nothing"),
         (("mode=eval", "eval.sets={a: nowhere}"), "eval.sets", "a: there is no such file"),
-        (("mode=eval", "environment=worked"), "mode", "samples nothing"),
+        (("mode=eval", "environment=demonstration"), "mode", "samples nothing"),
         (("eval.sets={a: x}",), "eval.sets", "Only mode=eval"),
-        (("mode=rollout_only", "run.checkpoint_every=2"), "run.checkpoint_every", "changes no weights"),
-        (("mode=rollout_only", "run.resume=auto", "run.name=a"), "run.resume", "from the start checkpoint"),
+        (
+            ("mode=rollout_only", "run.checkpoint_every=2"),
+            "run.checkpoint_every",
+            "changes no weights",
+        ),
+        (
+            ("mode=rollout_only", "run.resume=auto", "run.name=a"),
+            "run.resume",
+            "from the start checkpoint",
+        ),
     ],
 )
 def test_what_contradicts_itself_is_refused_by_name(
@@ -326,7 +808,12 @@ def test_what_contradicts_itself_is_refused_by_name(
 
 def test_a_run_does_not_begin_from_itself(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    given = (f"run.root={tmp_path}", "run.name=a", f"run.resume={tmp_path}/a", "run.on_existing=overwrite_failed")
+    given = (
+        f"run.root={tmp_path}",
+        "run.name=a",
+        f"run.resume={tmp_path}/a",
+        "run.on_existing=overwrite_failed",
+    )
     assert [r.key for r in refusals(checkpoint, *given)] == ["run.resume"]
     assert accept(checkpoint, *given[:2], "run.resume=auto").run.resume == "auto"
 
@@ -369,7 +856,9 @@ def test_count_that_a_file_decides(
 
 def test_trainer_and_engine_are_on_the_same_kind_of_device(checkpoint: Path) -> None:
     (refusal,) = refusals(checkpoint, "engine.device=cpu", facts=NODE)
-    assert str(refusal).startswith("engine.device=cpu: The trainer sends weights from the 16 GPU(s) here with NCCL")
+    assert str(refusal).startswith(
+        "engine.device=cpu: The trainer sends weights from the 16 GPU(s) here with NCCL"
+    )
     assert 'CUDA_VISIBLE_DEVICES=""' in refusal.remedy
     assert accept(checkpoint, "engine.device=cpu").engine.device == "cpu"
     assert accept(checkpoint, "engine.device=cuda", BF16, facts=NODE).engine.device == "cuda"
@@ -381,20 +870,47 @@ def test_trainer_and_engine_are_on_the_same_kind_of_device(checkpoint: Path) -> 
         (("parallel.tp=8", "parallel.sequence_parallel=true"), NODE, "4 attention heads"),
         (("parallel.tp=4", "parallel.sequence_parallel=true"), NODE, "2 key-value heads"),
         (("parallel.tp=2",), NODE, "come together, and parallel.tp=2. Use true"),
-        (("parallel.pp=2", "parallel.vpp=4"), NODE, "4 layers do not divide over 2 stage(s) of 4 chunks each"),
-        (("parallel.pp=2", "parallel.last_stage_layers=4"), NODE, "the 0 layers that the first and last stage leave"),
-        (("parallel.pp=2", "parallel.vpp=2", "parallel.first_stage_layers=3"), NODE, "parallel.first_stage_layers=3"),
-        (("parallel.etp=2",), NODE, "Without parallel.ep Megatron reduces experts' gradients as those of layers over"),
-        (("parallel.ep=2", "parallel.etp=2"), NODE, "parallel.etp=2: With parallel.tp=1 no whole step of such a grid"),
-        (("parallel.ep=4", "parallel.etp=4"), NODE, "parallel.etp x ep = 16 does not divide the 8 rank"),
+        (
+            ("parallel.pp=2", "parallel.vpp=4"),
+            NODE,
+            "4 layers do not divide over 2 stage(s) of 4 chunks each",
+        ),
+        (
+            ("parallel.pp=2", "parallel.last_stage_layers=4"),
+            NODE,
+            "the 0 layers that the first and last stage leave",
+        ),
+        (
+            ("parallel.pp=2", "parallel.vpp=2", "parallel.first_stage_layers=3"),
+            NODE,
+            "parallel.first_stage_layers=3",
+        ),
+        (
+            ("parallel.etp=2",),
+            NODE,
+            "Without parallel.ep Megatron reduces experts' gradients as those of layers over",
+        ),
+        (
+            ("parallel.ep=2", "parallel.etp=2"),
+            NODE,
+            "parallel.etp=2: With parallel.tp=1 no whole step of such a grid",
+        ),
+        (
+            ("parallel.ep=4", "parallel.etp=4"),
+            NODE,
+            "parallel.etp x ep = 16 does not divide the 8 rank",
+        ),
     ],
 )
-def test_model_cannot_be_split(checkpoint: Path, overrides: tuple[str, ...], facts: LaunchFacts, rule: str) -> None:
+def test_model_cannot_be_split(
+    checkpoint: Path, overrides: tuple[str, ...], facts: LaunchFacts, rule: str
+) -> None:
     assert any(rule in str(refusal) for refusal in refusals(checkpoint, *overrides, facts=facts))
 
 
 @pytest.mark.parametrize(
-    "parallel", sorted({file.stem for file in (HYDRA_CONF / "parallel").glob("*.yaml")} - ON_CLUSTERS)
+    "parallel",
+    sorted({file.stem for file in (HYDRA_CONF / "parallel").glob("*.yaml")} - ON_CLUSTERS),
 )
 def test_parallel_groups_fit_a_node(checkpoint: Path, parallel: str) -> None:
     assert accept(checkpoint, f"parallel={parallel}", BF16, facts=NODE).parallel.timeout_s == 600.0
@@ -418,36 +934,61 @@ def test_a_surplus_is_not_kept_from_stage_to_stage(checkpoint: Path) -> None:
 
 def test_all_refusals_are_reported_together(checkpoint: Path) -> None:
     found = refusals(checkpoint, "run.root=''", "data.train_path=x", "rollout.max_staleness=2")
-    assert [refusal.key for refusal in found] == ["data.train_path", "rollout.max_staleness", "run.root"]
+    assert [refusal.key for refusal in found] == [
+        "data.train_path",
+        "rollout.max_staleness",
+        "run.root",
+    ]
     report = str(ConfigurationRefused(found)).splitlines()
-    assert [line.partition("=")[0] for line in report[:3]] == ["data.train_path", "rollout.max_staleness", "run.root"]
+    assert [line.partition("=")[0] for line in report[:3]] == [
+        "data.train_path",
+        "rollout.max_staleness",
+        "run.root",
+    ]
     assert report[3:] == ["3 settings are refused; nothing was started."]
 
 
 @pytest.mark.parametrize("group", ["algo", "data", "environment", "reward"])
-def test_own_class_without_a_module_is_refused_before_anything_is_imported(checkpoint: Path, group: str) -> None:
+def test_own_class_without_a_module_is_refused_before_anything_is_imported(
+    checkpoint: Path, group: str
+) -> None:
     key = "source" if group == "data" else "name"
     (refusal,) = refusals(checkpoint, f"{group}=custom")
     assert refusal.key == f"{group}.{key}"
-    assert f"Give it: {group}.{key}=..." in str(refusal) or "or your own package.module:Name" in str(refusal)
-    (refusal,) = refusals(checkpoint, f"{group}=custom", f"{group}.{key}=no_such_package.module:Mine")
-    assert str(refusal).startswith(f"{group}.{key}=no_such_package.module:Mine: There is no module no_such_package")
+    assert f"Give it: {group}.{key}=..." in str(
+        refusal
+    ) or "or your own package.module:Name" in str(refusal)
+    (refusal,) = refusals(
+        checkpoint, f"{group}=custom", f"{group}.{key}=no_such_package.module:Mine"
+    )
+    assert str(refusal).startswith(
+        f"{group}.{key}=no_such_package.module:Mine: There is no module no_such_package"
+    )
     assert "PYTHONPATH" in refusal.remedy
     found = accept(
-        checkpoint, f"{group}=custom", f"{group}.{key}=json.decoder:JSONDecoder", f"{group}.options.strict=true"
+        checkpoint,
+        f"{group}=custom",
+        f"{group}.{key}=json.decoder:JSONDecoder",
+        f"{group}.options.strict=true",
     )
     assert getattr(found, group).options == {"strict": True}
 
 
 def test_worked_responses_need_a_source_that_has_them(checkpoint: Path) -> None:
     overrides = ["train.replay=off", "algo=sft"]
-    refusal = refusals(checkpoint, *overrides, "data=reasoning_gym", "environment=worked")[-1]
-    assert str(refusal).startswith("environment.name=worked: data.source=reasoning_gym has no worked responses")
+    refusal = refusals(checkpoint, *overrides, "data=reasoning_gym", "environment=demonstration")[
+        -1
+    ]
+    assert str(refusal).startswith(
+        "environment.name=demonstration: data.source=reasoning_gym has no worked responses"
+    )
     own = ("environment=custom", "environment.name=json:JSONDecoder")
     assert accept(checkpoint, *overrides, *own).algo.advantages == "one"
 
 
-def test_keys_of_another_algorithm_are_refused_in_a_file_too(checkpoint: Path, tmp_path: Path) -> None:
+def test_keys_of_another_algorithm_are_refused_in_a_file_too(
+    checkpoint: Path, tmp_path: Path
+) -> None:
     (tmp_path / "algo").mkdir()
     file = tmp_path / "algo" / "mine.yaml"
     overrides = [f"hydra.searchpath=[file://{tmp_path}]", "algo=mine"]
@@ -455,7 +996,10 @@ def test_keys_of_another_algorithm_are_refused_in_a_file_too(checkpoint: Path, t
     assert accept(checkpoint, *overrides).algo.name == "espo"
     file.write_text("name: espo\nclip_low: 0.1\n")
     (refusal,) = refusals(checkpoint, *overrides)
-    assert str(refusal) == "algo.clip_low=0.1: There is no such key. It belongs to algo=grpo or algo=gspo."
+    assert (
+        str(refusal)
+        == "algo.clip_low=0.1: There is no such key. It belongs to algo=grpo or algo=gspo."
+    )
 
 
 def test_run_name_taken_and_root_a_file(checkpoint: Path, tmp_path: Path) -> None:

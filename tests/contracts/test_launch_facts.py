@@ -1,4 +1,6 @@
-"""What the machine offers: its GPUs, as far as the installed torch can use them, counted without importing torch."""
+"""What the machine offers: its GPUs, as far as the installed torch can use them, counted without
+importing torch.
+"""
 
 from pathlib import Path
 
@@ -9,7 +11,8 @@ from megatron_rl.contracts.refusal import ConfigurationRefused
 
 
 @pytest.mark.parametrize(
-    ("visible", "gpus"), [(None, 3), ("", 0), ("-1", 0), ("0,2", 2), ("1,-1,2", 1), ("0,1,2,3", 3), ("GPU-5a,MIG-7", 2)]
+    ("visible", "gpus"),
+    [(None, 3), ("", 0), ("-1", 0), ("0,2", 2), ("1,-1,2", 1), ("0,1,2,3", 3), ("GPU-5a,MIG-7", 2)],
 )
 def test_gpus_are_counted_without_torch(tmp_path: Path, visible: str | None, gpus: int) -> None:
     for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm"):
@@ -23,7 +26,9 @@ def test_gpus_are_counted_without_torch(tmp_path: Path, visible: str | None, gpu
     assert facts == LaunchFacts(world_size=4, local_world_size=2, num_gpus=0, idle_gpus=gpus)
 
 
-@pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", "x"), ("LOCAL_WORLD_SIZE", ""), ("WORLD_SIZE", "0")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("WORLD_SIZE", "x"), ("LOCAL_WORLD_SIZE", ""), ("WORLD_SIZE", "0")]
+)
 def test_a_world_that_is_no_number_is_refused(name: str, value: str) -> None:
     with pytest.raises(ConfigurationRefused, match=f"{name}=.*unset {name}"):
         LaunchFacts.from_environment({name: value}, uses_cuda=False)

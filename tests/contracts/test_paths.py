@@ -1,4 +1,6 @@
-"""What a user gives as a path is answered in words: names that are too long, folders of others, files as folders."""
+"""What a user gives as a path is answered in words: names that are too long, folders of others,
+files as folders.
+"""
 
 import os
 from pathlib import Path
@@ -15,12 +17,16 @@ def test_a_file_and_a_directory_are_what_they_are(tmp_path: Path) -> None:
     assert problem_with(str(tmp_path / "file"), folder=False) is None
     assert problem_with(str(tmp_path / "file"), folder=True) == "It is a file, not a directory"
     assert problem_with(str(tmp_path), folder=False) == "There is no such file: it is a directory"
-    assert problem_with(str(tmp_path / "file" / "deeper"), folder=True) == "There is no such directory"
+    assert (
+        problem_with(str(tmp_path / "file" / "deeper"), folder=True) == "There is no such directory"
+    )
     assert problem_with("x" * 300, folder=False) == "It cannot be looked at (File name too long)"
     assert problem_with("a\0b", folder=False) == "It cannot be looked at (embedded null byte)"
 
 
-def test_folders_of_others_are_refused_not_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_of_others_are_refused_not_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def forbidden(path: object, **options: object) -> os.stat_result:
         raise PermissionError(13, "Permission denied", str(path))
 

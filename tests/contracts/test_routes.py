@@ -10,7 +10,9 @@ from megatron_rl.contracts.routes import (
     validate_routes,
 )
 
-WIRE = np.array([[[0, 0], [1, 2]], [[0, 0], [3, 0]]], dtype=np.int32)  # layer 0 is dense: zero-filled
+WIRE = np.array(
+    [[[0, 0], [1, 2]], [[0, 0], [3, 0]]], dtype=np.int32
+)  # layer 0 is dense: zero-filled
 SHAPE = RouteShape(moe_layers=(1,), num_hidden_layers=2, num_experts=4, topk=2)
 
 
@@ -18,7 +20,9 @@ def test_moe_layers_are_selected_and_narrowed() -> None:
     routes = validate_routes(WIRE, SHAPE, 2)
     np.testing.assert_array_equal(routes, [[[1, 2]], [[3, 0]]])
     assert routes.dtype == np.uint8
-    assert validate_routes(WIRE, msgspec.structs.replace(SHAPE, num_experts=257), 2).dtype == np.uint16
+    assert (
+        validate_routes(WIRE, msgspec.structs.replace(SHAPE, num_experts=257), 2).dtype == np.uint16
+    )
 
 
 @pytest.mark.parametrize(
@@ -44,7 +48,10 @@ KEPT = np.array([[[1, 2]], [[3, 0]]], dtype=np.uint8)
 def test_kept_routes_come_back_as_they_were_and_as_narrow_as_the_model_s() -> None:
     np.testing.assert_array_equal(validate_kept_routes(KEPT, SHAPE, 2), KEPT)
     assert validate_kept_routes(KEPT.astype(np.uint16), SHAPE, 2).dtype == np.uint8
-    assert validate_kept_routes(KEPT, msgspec.structs.replace(SHAPE, num_experts=257), 2).dtype == np.uint16
+    assert (
+        validate_kept_routes(KEPT, msgspec.structs.replace(SHAPE, num_experts=257), 2).dtype
+        == np.uint16
+    )
 
 
 @pytest.mark.parametrize(

@@ -10,31 +10,35 @@ from megatron_rl.config.schema import CreditSettings, ParallelSettings, TrainSet
 from megatron_rl.contracts.group import Group, RolloutRef, Verdict, drawn_tokens
 from megatron_rl.contracts.step_plan import Denominators, OptimizerStep, StepPlan
 from megatron_rl.credit.account import account, usage, warning_of
-from megatron_rl.credit.assign import Credit, Credited
-from megatron_rl.planning.step_planner import Planner
+from megatron_rl.credit.assign import BatchCredit, Credit
+from megatron_rl.planning.step_planner import StepPlanner
 from tests.support.groups import group, verdict
 
 COUNTS = Denominators(sequences=1, tokens=1)
 
 
 def plan() -> StepPlan:
-    """Three rollouts of four trainable tokens; two optimizer steps on two ranks, a filler among their micro-batches."""
+    """Three rollouts of four trainable tokens; two optimizer steps on two ranks, a filler among
+    their micro-batches.
+    """
     rollouts: tuple[RolloutRef, ...] = group(1.0, 0.0, 1.0).rollouts
     first = OptimizerStep(micro_batches=(((0,), (1,)), ((), ())), denominators=COUNTS)
     second = OptimizerStep(micro_batches=(((),), ((2,),)), denominators=COUNTS)
-    return StepPlan(step=0, rollouts=rollouts, advantages=(1.0, -1.0, 1.0), optimizer_steps=(first, second))
+    return StepPlan(
+        step=0, rollouts=rollouts, advantages=(1.0, -1.0, 1.0), optimizer_steps=(first, second)
+    )
 
 
 def test_tokens_of_all_applied_steps_and_ranks_are_used() -> None:
     assert usage(plan(), 2, generated_tokens=16) == {
         "rollout/wasted_token_fraction": 0.25,
         "train/samples": 3.0,
-        "train/flat_samples": 0.0,
+        "train/zero_variance_samples": 0.0,
         "train/optimizer_steps": 2.0,
         "train/micro_batches": 3.0,
     }
     flat = msgspec.structs.replace(plan(), entropy_advantages=(0.1, 0.0, -0.1))
-    assert usage(flat, 2, generated_tokens=16)["train/flat_samples"] == 2.0
+    assert usage(flat, 2, generated_tokens=16)["train/zero_variance_samples"] == 2.0
 
 
 def test_tokens_of_a_step_that_was_not_applied_are_wasted() -> None:
@@ -46,12 +50,16 @@ def test_nothing_generated_is_nothing_wasted() -> None:
     assert usage(plan(), 2, generated_tokens=0)["rollout/wasted_token_fraction"] == 0.0
 
 
-def planned(groups: list[Group], *, steps: int = 2, **credit: object) -> tuple[Credited, StepPlan]:
+def planned(
+    groups: list[Group], *, steps: int = 2, **credit: object
+) -> tuple[BatchCredit, StepPlan]:
     settings_ = CreditSettings(**credit)  # type: ignore[arg-type]
     credited = Credit(GrpoSettings(), settings_, seed=0, max_new_tokens=100).assign(1, groups)
     train = TrainSettings(total_steps=1, optimizer_steps_per_batch=steps)
-    planner = Planner(train, ParallelSettings(), dp_size=2, seed=0)
-    rollouts = planner.plan(1, credited.rollouts, credited.advantages, credited.uncounted, credited.kept)
+    planner = StepPlanner(train, ParallelSettings(), dp_size=2, seed=0)
+    rollouts = planner.plan(
+        1, credited.rollouts, credited.advantages, credited.uncounted, credited.kept
+    )
     return credited, rollouts
 
 
@@ -61,7 +69,10 @@ def with_lost(drawn: Group, **tokens: int) -> Group:
 
 def masked(drawn: Group, index: int) -> Group:
     """One of its rollouts may not be trained."""
-    rollouts = [msgspec.structs.replace(r, num_trainable=0) if r.sample_index == index else r for r in drawn.rollouts]
+    rollouts = [
+        msgspec.structs.replace(r, num_trainable=0) if r.sample_index == index else r
+        for r in drawn.rollouts
+    ]
     return msgspec.structs.replace(drawn, rollouts=tuple(rollouts))
 
 
@@ -71,7 +82,14 @@ BATCH = [
     group(0.0, 0.0, name="wrong", generated=[5, 6]),
     with_lost(group(1.0, name="few", generated=[7]), engine=8, stale=9),
     group(*[Verdict(reward=0.5, correctness=None)] * 2, name="judged", generated=[1, 2]),
-    group(1.0, verdict(None), Verdict(reward=1.0, correctness=None), 0.0, name="odd", generated=[1, 2, 4, 8]),
+    group(
+        1.0,
+        verdict(None),
+        Verdict(reward=1.0, correctness=None),
+        0.0,
+        name="odd",
+        generated=[1, 2, 4, 8],
+    ),
 ]
 TOKENS = sum(drawn_tokens(g) for g in BATCH)
 
@@ -80,11 +98,19 @@ def test_every_class_by_hand() -> None:
     at_the_mean = group(1.0, 0.5, 0.0, name="middle", generated=[3, 4, 5])
     batch = [*BATCH, at_the_mean]
     credited, step = planned(batch, length="buffer")
-    probe, beyond = (group(0.0, 0.0, name=name, generated=[n, n]) for name, n in (("p", 11), ("s", 12)))
+    probe, beyond = (
+        group(0.0, 0.0, name=name, generated=[n, n]) for name, n in (("p", 11), ("s", 12))
+    )
     found = account(
-        batch, credited, step, 2, generated_tokens=TOKENS + 12 + 22 + 1 + 24 + 26 + 100,
-        stopped=[with_lost(probe, engine=1)], surplus=[beyond], carried=26,
-    )  # fmt: skip
+        batch,
+        credited,
+        step,
+        2,
+        generated_tokens=TOKENS + 12 + 22 + 1 + 24 + 26 + 100,
+        stopped=[with_lost(probe, engine=1)],
+        surplus=[beyond],
+        carried=26,
+    )
     assert found == {
         "account/trained/mixed": 10 + 20 + 30 + 1 + 8 + 3 + 5,
         "account/trained/tied": 0,
@@ -93,9 +119,9 @@ def test_every_class_by_hand() -> None:
         "account/no_verdict": 40 + 2 + 4,
         "account/at_the_mean": 4,
         "account/tied_dropped": 120,
-        "account/flat_dropped": 11,
+        "account/zero_variance_dropped": 11,
         "account/too_few_verdicts": 7,
-        "account/judged_tie": 3,
+        "account/tied_reward": 3,
         "account/rejected/engine": 8 + 1,
         "account/stale": 9,
         "account/probe_stopped": 22,
@@ -111,7 +137,7 @@ def test_every_class_by_hand() -> None:
 
 def test_flat_and_tied_groups_that_train_are_classes_of_their_own() -> None:
     batch = [group(1.0, 0.0, 0.0, 1.0, name="m"), *BATCH[1:3]]
-    on = {"length": "buffer", "tied_right": "shape", "flat_wrong": "zvp"}
+    on = {"length": "buffer", "tied_correct": "shape", "all_incorrect": "zvp"}
     credited, step = planned(batch, **on)
     found = account(batch, credited, step, 2, generated_tokens=16 + 120 + 11)
     assert [found[f"account/trained/{name}"] for name in ("mixed", "tied", "flat")] == [16, 120, 11]
@@ -124,7 +150,7 @@ def test_flat_and_tied_groups_that_train_are_classes_of_their_own() -> None:
 def test_what_is_trained_without_comparing_is_accounted_by_its_kind() -> None:
     batch = [group(1.0, 1.0, name="a"), group(1.0, None, name="b")]
     credited = Credit(SftSettings(), seed=0).assign(1, batch)
-    step = Planner(TrainSettings(total_steps=1), ParallelSettings(), dp_size=1, seed=0).plan(
+    step = StepPlanner(TrainSettings(total_steps=1), ParallelSettings(), dp_size=1, seed=0).plan(
         1, credited.rollouts, credited.advantages
     )
     found = account(batch, credited, step, len(step.optimizer_steps), generated_tokens=16)
@@ -139,19 +165,25 @@ def test_what_is_trained_in_part_is_accounted_whole() -> None:
         odd, rollouts=tuple(msgspec.structs.replace(r, num_trainable=3) for r in odd.rollouts)
     )
     credited = Credit(SftSettings(), seed=0).assign(1, [odd])
-    planner = Planner(TrainSettings(total_steps=1), ParallelSettings(), dp_size=1, seed=0)
+    planner = StepPlanner(TrainSettings(total_steps=1), ParallelSettings(), dp_size=1, seed=0)
     step = planner.plan(1, credited.rollouts, credited.advantages)
     found = account([odd], credited, step, len(step.optimizer_steps), generated_tokens=13)
     assert (found["account/trained/too_few_verdicts"], found["account/truncated_masked"]) == (6, 7)
     assert found["account/unaccounted"] == 0
 
 
-SCORES = st.one_of(st.none(), st.sampled_from([0.0, 0.5, 1.0]), st.just(Verdict(reward=0.5, correctness=None)))
-ROLLOUTS = st.lists(st.tuples(SCORES, st.integers(0, 100), st.floats(0, 0.98), st.booleans()), max_size=5)
+SCORES = st.one_of(
+    st.none(), st.sampled_from([0.0, 0.5, 1.0]), st.just(Verdict(reward=0.5, correctness=None))
+)
+ROLLOUTS = st.lists(
+    st.tuples(SCORES, st.integers(0, 100), st.floats(0, 0.98), st.booleans()), max_size=5
+)
 LOST = st.dictionaries(st.sampled_from(["engine", "stale", "expired"]), st.integers(0, 50))
 
 
-def drawn(name: str, rollouts: list[tuple[Verdict | float | None, int, float, bool]], lost: dict[str, int]) -> Group:
+def drawn(
+    name: str, rollouts: list[tuple[Verdict | float | None, int, float, bool]], lost: dict[str, int]
+) -> Group:
     scores, tokens, repeated, trainable = (
         (list(column) for column in zip(*rollouts, strict=True)) if rollouts else [[]] * 4
     )
@@ -168,10 +200,10 @@ def drawn(name: str, rollouts: list[tuple[Verdict | float | None, int, float, bo
     st.integers(0, 4),
     st.fixed_dictionaries(
         {
-            "flat_right": st.sampled_from(["drop", "zvp", "keep"]),
-            "flat_wrong": st.sampled_from(["drop", "zvp", "keep"]),
-            "tied_right": st.sampled_from(["drop", "shape"]),
-            "tied_wrong": st.sampled_from(["drop", "shape"]),
+            "all_correct": st.sampled_from(["drop", "zvp", "keep"]),
+            "all_incorrect": st.sampled_from(["drop", "zvp", "keep"]),
+            "tied_correct": st.sampled_from(["drop", "shape"]),
+            "tied_incorrect": st.sampled_from(["drop", "shape"]),
             "length": st.sampled_from([None, "buffer", "excess"]),
             "repetition_ngram": st.sampled_from([None, 4]),
         }
@@ -189,10 +221,20 @@ def test_the_classes_add_up_to_what_was_generated(
     tokens = sum(drawn_tokens(g) for g in (*batch, *others))
     split = len(others) // 2
     found = account(
-        batch, credited, step, applied, generated_tokens=tokens, stopped=others[:split], surplus=others[split:]
+        batch,
+        credited,
+        step,
+        applied,
+        generated_tokens=tokens,
+        stopped=others[:split],
+        surplus=others[split:],
     )
     assert found["account/unaccounted"] == 0
-    classes = {name: n for name, n in found.items() if name not in ("account/generated", "account/unaccounted")}
+    classes = {
+        name: n
+        for name, n in found.items()
+        if name not in ("account/generated", "account/unaccounted")
+    }
     assert sum(classes.values()) == found["account/generated"] == tokens
     assert all(n >= 0 for n in classes.values())
     expected = usage(step, applied, generated_tokens=tokens)["rollout/wasted_token_fraction"]

@@ -15,7 +15,9 @@ def test_by_hand() -> None:
     rewards = np.array([1.0, 0.0, 0.0, 0.0])
     np.testing.assert_allclose(group_relative(rewards, eps=0.0), [1.5, -0.5, -0.5, -0.5])
     np.testing.assert_allclose(group_relative(rewards, eps=0.5), [0.75, -0.25, -0.25, -0.25])
-    np.testing.assert_allclose(group_relative(rewards, normalize_std=False), [0.75, -0.25, -0.25, -0.25])
+    np.testing.assert_allclose(
+        group_relative(rewards, normalize_std=False), [0.75, -0.25, -0.25, -0.25]
+    )
 
 
 @settings(max_examples=200, deadline=None)
@@ -40,17 +42,26 @@ def test_advantages_sum_to_zero_and_follow_rewards(rewards: list[float], normali
 def test_the_order_of_samples_does_not_matter(rewards: list[int], data: st.DataObject) -> None:
     values = np.array(rewards, float)
     order = data.draw(st.permutations(range(len(rewards))))
-    np.testing.assert_allclose(group_relative(values)[order], group_relative(values[order]), rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(
+        group_relative(values)[order], group_relative(values[order]), rtol=1e-12, atol=1e-12
+    )
 
 
 @settings(max_examples=100, deadline=None)
 @given(
-    rewards=st.lists(st.integers(0, 9), min_size=2, max_size=12), scale=st.floats(0.01, 100), shift=st.floats(-100, 100)
+    rewards=st.lists(st.integers(0, 9), min_size=2, max_size=12),
+    scale=st.floats(0.01, 100),
+    shift=st.floats(-100, 100),
 )
-def test_scale_and_shift_of_the_reward_do_not_matter(rewards: list[int], scale: float, shift: float) -> None:
+def test_scale_and_shift_of_the_reward_do_not_matter(
+    rewards: list[int], scale: float, shift: float
+) -> None:
     values = np.array(rewards, float)
     np.testing.assert_allclose(
-        group_relative(values * scale + shift, eps=0.0), group_relative(values, eps=0.0), rtol=1e-6, atol=1e-6
+        group_relative(values * scale + shift, eps=0.0),
+        group_relative(values, eps=0.0),
+        rtol=1e-6,
+        atol=1e-6,
     )
 
 

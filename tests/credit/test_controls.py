@@ -9,7 +9,10 @@ from tests.support.groups import group
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.lists(st.one_of(st.none(), st.integers(0, 3)), max_size=6), max_size=8), st.integers(0, 99))
+@given(
+    st.lists(st.lists(st.one_of(st.none(), st.integers(0, 3)), max_size=6), max_size=8),
+    st.integers(0, 99),
+)
 def test_the_permutation_control_keeps_the_batch(batch: list[list[int | None]], seed: int) -> None:
     groups = [group(*scores, name=str(i)) for i, scores in enumerate(batch)]
     permuted = permute_rewards(groups, seed)
@@ -21,7 +24,8 @@ def test_the_permutation_control_keeps_the_batch(batch: list[list[int | None]], 
 
 
 def test_the_permutation_control_cuts_the_tie_between_response_and_reward() -> None:
-    # Half of the groups all right, half all wrong: after shuffling across the batch a group's mean is near 1/2.
+    # Half of the groups all right, half all wrong: after shuffling across the batch a group's mean
+    # is near 1/2.
     groups = [group(*[float(i % 2)] * 8, name=str(i)) for i in range(64)]
     permuted = permute_rewards(groups, 0)
     means = [np.mean([s.verdict.reward for s in g.rollouts]) for g in permuted]

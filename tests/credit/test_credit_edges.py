@@ -1,16 +1,16 @@
 """Credit at its edges: exactly half right, and what the permutation control is seeded with."""
 
 from megatron_rl.config.algorithms import GrpoSettings
-from megatron_rl.credit.assign import Credit, Credited
+from megatron_rl.credit.assign import BatchCredit, Credit
 from megatron_rl.credit.group_kinds import Kind, kind_of
 from tests.support.groups import group
 
 
 def test_a_group_that_is_half_right_throughout_is_flat_right() -> None:
-    assert kind_of(group(0.5, 0.5)) is Kind.FLAT_RIGHT
+    assert kind_of(group(0.5, 0.5)) is Kind.ALL_CORRECT
 
 
-def permuted(seed: int, step: int) -> Credited:
+def permuted(seed: int, step: int) -> BatchCredit:
     groups = [group(*[float(i % 2)] * 4, name=str(i)) for i in range(16)]
     return Credit(GrpoSettings(permute_rewards=True), seed=seed).assign(step, groups)
 

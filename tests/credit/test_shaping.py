@@ -9,26 +9,34 @@ from megatron_rl.config.algorithms import GrpoSettings
 from megatron_rl.config.schema import CreditSettings
 from megatron_rl.contracts.group import Verdict
 from megatron_rl.credit.advantages import group_relative, shaped, tied
-from megatron_rl.credit.assign import Credit, Credited
-from megatron_rl.credit.group_kinds import Kind, Told
+from megatron_rl.credit.assign import BatchCredit, Credit
+from megatron_rl.credit.group_kinds import Kind, ScoredRollouts
 from tests.support.groups import group, verdict
 
 
 def test_right_and_wrong_by_hand() -> None:
     raw = np.array([1.5, 1.5, -0.5, -0.5])
-    np.testing.assert_allclose(shaped(raw, raw, np.array([0.0, 1.0, 0.0, 0.4]), strength=0.5), [1.5, 0.75, -0.5, -0.6])
+    np.testing.assert_allclose(
+        shaped(raw, raw, np.array([0.0, 1.0, 0.0, 0.4]), strength=0.5), [1.5, 0.75, -0.5, -0.6]
+    )
 
 
 def test_levels_in_between_by_hand() -> None:
-    """A step down to the next level bounds what a penalty takes: 1.0 to 0.4, 0.4 to -0.4, then -0.4 to -1.0."""
+    """A step down to the next level bounds what a penalty takes: 1.0 to 0.4, 0.4 to -0.4, then -0.4
+    to -1.0.
+    """
     raw = np.array([1.0, 0.4, -0.4, -1.0])
     np.testing.assert_allclose(shaped(raw, raw, np.ones(4), strength=0.5), [0.7, 0.2, -0.6, -1.5])
 
 
 CORRECTNESS = st.one_of(
-    st.sampled_from([0.0, 1.0]), st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]), st.floats(-2, 3, allow_subnormal=False)
+    st.sampled_from([0.0, 1.0]),
+    st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]),
+    st.floats(-2, 3, allow_subnormal=False),
 )
-ROLLOUTS = st.lists(st.tuples(CORRECTNESS, st.floats(-3, 3), st.integers(1, 100), st.floats(0, 0.98)), min_size=2)
+ROLLOUTS = st.lists(
+    st.tuples(CORRECTNESS, st.floats(-3, 3), st.integers(1, 100), st.floats(0, 0.98)), min_size=2
+)
 
 
 @settings(max_examples=400, deadline=None)
@@ -40,10 +48,17 @@ ROLLOUTS = st.lists(st.tuples(CORRECTNESS, st.floats(-3, 3), st.integers(1, 100)
     weight=st.sampled_from([1.0, 1.27, 2.0]),
 )
 def test_no_reorder(
-    rollouts: list[tuple[float, float, int, float]], strength: float, length: str | None, normalize: bool, weight: float
+    rollouts: list[tuple[float, float, int, float]],
+    strength: float,
+    length: str | None,
+    normalize: bool,
+    weight: float,
 ) -> None:
     scores, rewards, tokens, repeated = (list(column) for column in zip(*rollouts, strict=True))
-    verdicts = [Verdict(reward=reward, correctness=score) for score, reward in zip(scores, rewards, strict=True)]
+    verdicts = [
+        Verdict(reward=reward, correctness=score)
+        for score, reward in zip(scores, rewards, strict=True)
+    ]
     drawn = group(*verdicts, generated=tokens, repetition=repeated, weight=weight)
     settings_ = CreditSettings(shaping=strength, length=length, repetition_ngram=4)  # type: ignore[arg-type]
     credit = Credit(GrpoSettings(normalize_std=normalize), settings_, seed=0, max_new_tokens=100)
@@ -65,7 +80,7 @@ def test_a_strength_that_could_reorder_is_refused(strength: float) -> None:
         shaped(np.array([1.0, -1.0]), np.array([1.0, 0.0]), np.zeros(2), strength=strength)
 
 
-def assign(*groups: object, **settings_: object) -> Credited:
+def assign(*groups: object, **settings_: object) -> BatchCredit:
     credit = Credit(GrpoSettings(), CreditSettings(**settings_), seed=0, max_new_tokens=100)  # type: ignore[arg-type]
     return credit.assign(1, groups)  # type: ignore[arg-type]
 
@@ -89,7 +104,8 @@ def test_a_reward_below_correctness_is_a_penalty() -> None:
     expected = [a * factor for a, factor in zip(plain.advantages, factors, strict=True)]
     assert assign(fined).advantages == pytest.approx(expected)
     assert assign(fined, shaping=0.0).advantages == plain.advantages
-    # of 2 (0.8 + 1 + 1.5 + 1) / 4 in units of one advantage: 0.2 and 0.5 moved, the larger ones are 1, 1, 1.5 and 1
+    # of 2 (0.8 + 1 + 1.5 + 1) / 4 in units of one advantage: 0.2 and 0.5 moved, the larger ones are
+    # 1, 1, 1.5 and 1
     assert assign(fined).metrics()["reward/shaping_share"] == pytest.approx(0.7 / 4.5)
     assert plain.metrics()["reward/shaping_share"] == 0.0
 
@@ -97,10 +113,14 @@ def test_a_reward_below_correctness_is_a_penalty() -> None:
 def test_length_is_a_matter_of_right_answers_and_repetition_of_wrong_ones() -> None:
     long = group(1.0, 1.0, 0.0, 0.0, generated=[20, 95, 20, 95], repetition=[0.0, 0.5, 0.0, 0.5])
     plain = assign(long).advantages
-    by_length = assign(long, length="buffer", length_buffer=20).advantages  # 95 is three quarters into 80..100
+    by_length = assign(
+        long, length="buffer", length_buffer=20
+    ).advantages  # 95 is three quarters into 80..100
     assert by_length == pytest.approx([plain[0], plain[1] * (1 - 0.5 * 0.75), plain[2], plain[3]])
     by_repetition = assign(long, repetition_ngram=4).advantages
-    assert by_repetition == pytest.approx([plain[0], plain[1], plain[2], plain[3] * (1 + 0.5 * 0.5)])
+    assert by_repetition == pytest.approx(
+        [plain[0], plain[1], plain[2], plain[3] * (1 + 0.5 * 0.5)]
+    )
 
 
 def test_the_buffer_is_a_fifth_of_the_longest_response_unless_told_otherwise() -> None:
@@ -110,20 +130,28 @@ def test_the_buffer_is_a_fifth_of_the_longest_response_unless_told_otherwise() -
 
 
 def test_excess_is_over_the_median_of_the_right_answers() -> None:
-    drawn = group(1.0, 1.0, 1.0, 0.0, generated=[10, 20, 45, 99])  # 1.5 x 20 = 30; 45 is half as long again
+    drawn = group(
+        1.0, 1.0, 1.0, 0.0, generated=[10, 20, 45, 99]
+    )  # 1.5 x 20 = 30; 45 is half as long again
     plain, found = assign(drawn).advantages, assign(drawn, length="excess").advantages
     assert found == pytest.approx([plain[0], plain[1], plain[2] * 0.75, plain[3]])
 
 
 def test_tied_by_hand() -> None:
     """Penalties 0, 0, 1: merits' mean -1/3, their deviation 0.577."""
-    np.testing.assert_allclose(tied(np.array([0.0, 0.0, 1.0]), scale=0.1), [0.057735, 0.057735, -0.1], atol=1e-5)
-    np.testing.assert_allclose(tied(np.array([0.0, 0.2]), scale=0.1), [0.1 * 0.1 / 0.25, -0.1 * 0.1 / 0.25])
+    np.testing.assert_allclose(
+        tied(np.array([0.0, 0.0, 1.0]), scale=0.1), [0.057735, 0.057735, -0.1], atol=1e-5
+    )
+    np.testing.assert_allclose(
+        tied(np.array([0.0, 0.2]), scale=0.1), [0.1 * 0.1 / 0.25, -0.1 * 0.1 / 0.25]
+    )
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=9), st.floats(0.01, 0.1))
-def test_tied_advantages_are_small_and_follow_the_penalties(penalties: list[float], scale: float) -> None:
+def test_tied_advantages_are_small_and_follow_the_penalties(
+    penalties: list[float], scale: float
+) -> None:
     found = tied(np.array(penalties), scale=scale)
     assert np.abs(found).max() <= scale
     for a, x in zip(found, penalties, strict=True):
@@ -136,31 +164,37 @@ def test_tied_groups_train_uncounted_and_only_when_asked_for() -> None:
     on = {"length": "buffer", "repetition_ngram": 4}
     dropped = assign(right, wrong, **on)
     assert (dropped.rollouts, dropped.uncounted) == ((), ())
-    assert dropped.each == (Kind.TIED_RIGHT, Kind.TIED_WRONG)
+    assert dropped.each == (Kind.TIED_CORRECT, Kind.TIED_INCORRECT)
     assert dropped.metrics()["rollout/zero_variance_rate"] == 1.0
-    found = assign(right, wrong, **on, tied_right="shape", tied_wrong="shape")
+    found = assign(right, wrong, **on, tied_correct="shape", tied_incorrect="shape")
     assert [(u.rollout.rollout_id, u.entropy_advantage) for u in found.uncounted] == [
-        ("a/0", 0.0), ("a/1", 0.0), ("b/0", 0.0), ("b/1", 0.0),
-    ]  # fmt: skip
+        ("a/0", 0.0),
+        ("a/1", 0.0),
+        ("b/0", 0.0),
+        ("b/1", 0.0),
+    ]
     advantages = [u.advantage for u in found.uncounted]
     assert advantages[0] == -advantages[1] > 0 and advantages[2] == -advantages[3] > 0
     assert found.metrics()["reward/shaping_share"] == 1.0
     # one key, one treatment: what is tied is not flat, whatever flat groups get
-    assert assign(right, **on, flat_right="zvp").uncounted == ()
+    assert assign(right, **on, all_correct="zvp").uncounted == ()
 
 
 def test_flat_groups_are_dropped_trained_by_entropy_or_kept() -> None:
     flat = (group(1.0, 1.0, name="r"), group(0.0, 0.0, name="w"), group(1.0, 0.0, name="m"))
     mixed = assign(flat[2])
-    for settings_ in ({}, {"flat_right": "zvp", "flat_wrong": "zvp", "zvp_alpha": 0.0}):
+    for settings_ in ({}, {"all_correct": "zvp", "all_incorrect": "zvp", "zvp_alpha": 0.0}):
         dropped = assign(*flat, **settings_)
         assert (dropped.advantages, dropped.uncounted, dropped.kept) == (mixed.advantages, (), ())
-    trained = assign(*flat, flat_right="zvp", flat_wrong="zvp", zvp_alpha=0.2)
+    trained = assign(*flat, all_correct="zvp", all_incorrect="zvp", zvp_alpha=0.2)
     assert [(u.rollout.prompt_id, u.advantage, u.entropy_advantage) for u in trained.uncounted] == [
-        ("r", 0.0, 0.2), ("r", 0.0, 0.2), ("w", 0.0, -0.2), ("w", 0.0, -0.2),
-    ]  # fmt: skip
+        ("r", 0.0, 0.2),
+        ("r", 0.0, 0.2),
+        ("w", 0.0, -0.2),
+        ("w", 0.0, -0.2),
+    ]
     assert trained.advantages == mixed.advantages, "flat kinds never enter mixed statistics"
-    kept = assign(*flat, flat_right="keep", flat_wrong="zvp")
+    kept = assign(*flat, all_correct="keep", all_incorrect="zvp")
     assert [r.prompt_id for r in kept.kept] == ["r", "r"]
     assert {u.rollout.prompt_id for u in kept.uncounted} == {"w"}
 
@@ -169,9 +203,11 @@ def test_judged_groups_are_compared_by_reward_without_shaping_and_never_by_entro
     def judged(*rewards: float) -> tuple[Verdict, ...]:
         return tuple(Verdict(reward=reward, correctness=None) for reward in rewards)
 
-    found = assign(group(*judged(0.2, 0.8)), group(*judged(0.5, 0.5)), flat_right="zvp", flat_wrong="zvp")
+    found = assign(
+        group(*judged(0.2, 0.8)), group(*judged(0.5, 0.5)), all_correct="zvp", all_incorrect="zvp"
+    )
     assert found.advantages == tuple(group_relative(np.array([0.2, 0.8])).tolist())
-    assert found.uncounted == () and found.each == (Kind.MIXED, Kind.JUDGED_TIE)
+    assert found.uncounted == () and found.each == (Kind.MIXED, Kind.TIED_REWARD)
 
 
 def test_a_rollout_without_the_truth_that_others_have_is_counted_and_left_out() -> None:
@@ -180,10 +216,12 @@ def test_a_rollout_without_the_truth_that_others_have_is_counted_and_left_out() 
     assert [r.sample_index for r in found.rollouts] == [0, 2]
     assert found.advantages == assign(group(1.0, 0.0)).advantages
     assert found.metrics()["reward/no_correctness"] == 1.0
-    assert Told.of(odd).has_truth
+    assert ScoredRollouts.of(odd).has_truth
 
 
 def test_a_groups_weight_multiplies_its_advantages() -> None:
     plain = assign(group(1.0, 0.5, 0.0))
-    assert assign(group(1.0, 0.5, 0.0, weight=2.0)).advantages == tuple(2 * a for a in plain.advantages)
+    assert assign(group(1.0, 0.5, 0.0, weight=2.0)).advantages == tuple(
+        2 * a for a in plain.advantages
+    )
     assert plain.advantages[1] == 0.0

@@ -1,9 +1,11 @@
-"""Under torchrun: train a batch, save, train another; then load what was saved, in this layout and in others.
+"""Under torchrun: train a batch, save, train another; then load what was saved, in this layout and
+in others.
 
-Usage: checkpoint_layouts.py DIRECTORY SAVED:LOADED...; both are LAYOUTs of `support.layouts`, all of this job's ranks.
-DIRECTORY holds the checkpoint `plain` and `rollouts.bin`. Rank 0 saves what each pair did in SAVED:LOADED.pt, in
-SAVED:.pt what the run did that was never stopped, and in SAVED-model.pt what the model was that was saved;
-exported-SAVED is what was exported of it by all ranks, which share neither vocabulary nor experts then.
+Usage: checkpoint_layouts.py DIRECTORY SAVED:LOADED...; both are LAYOUTs of `support.layouts`, all
+of this job's ranks. DIRECTORY holds the checkpoint `plain` and `rollouts.bin`. Rank 0 saves what
+each pair did in SAVED:LOADED.pt, in SAVED:.pt what the run did that was never stopped, and in
+SAVED-model.pt what the model was that was saved; exported-SAVED is what was exported of it by all
+ranks, which share neither vocabulary nor experts then.
 """
 
 import sys
@@ -34,23 +36,28 @@ from megatron_rl.models.families import read_shape
 from megatron_rl.rollouts.files import read_rollouts
 from megatron_rl.rollouts.store import RolloutStore
 from megatron_rl.training.worker import Worker
-from tests.support.judged_batches import judged_groups
-from tests.support.layouts import ALGORITHMS, BATCH, LAYOUTS, STEPS_PER_BATCH, Case
-from tests.support.policies import make_planner
 from tests.distributed.whole_steps import build, locate
 from tests.mcore.packs import pack
+from tests.support.judged_batches import judged_groups
+from tests.support.layouts import ALGORITHMS, BATCH, LAYOUTS, STEPS_PER_BATCH, LayoutCase
+from tests.support.policies import make_planner
 
 SEQUENCES = range(8)
 BUCKET = 40_000  # bytes; the model has 300,000
 
 
-def train(worker: Worker, case: Case, layout: RankLayout, directory: Path, batch: int) -> dict[str, float]:
+def train(
+    worker: Worker, case: LayoutCase, layout: RankLayout, directory: Path, batch: int
+) -> dict[str, float]:
     store = RolloutStore(node=0)
     mine = read_rollouts(directory / "rollouts.bin")[batch * BATCH : (batch + 1) * BATCH]
     credit = Credit(ALGORITHMS[case.algorithm], seed=0)
     credited = credit.assign(batch, judged_groups(mine, locate(layout, store, mine, batch)))
     planner = make_planner(
-        LAYOUTS[case.layout].parallel, layout, optimizer_steps_per_batch=STEPS_PER_BATCH, tokens_per_micro_batch=40
+        LAYOUTS[case.layout].parallel,
+        layout,
+        optimizer_steps_per_batch=STEPS_PER_BATCH,
+        tokens_per_micro_batch=40,
     )
     outcome = worker.train(planner.plan(batch, credited.rollouts, credited.advantages))
     assert outcome.finite and outcome.optimizer_steps == STEPS_PER_BATCH
@@ -67,7 +74,7 @@ def adam_steps(worker: Worker) -> set[int]:
     return {group["step"] for group in worker.optimizer._optimizer.param_groups if group["params"]}
 
 
-def save(case: Case, directory: Path) -> None:
+def save(case: LayoutCase, directory: Path) -> None:
     layout = parallel.initialize(LAYOUTS[case.layout].parallel, seed=0)
     worker, adam, _ = build(case, layout, directory)
     train(worker, case, layout, directory, 0)
@@ -86,7 +93,7 @@ def save(case: Case, directory: Path) -> None:
     parallel_state.destroy_model_parallel()
 
 
-def note_model(worker: Worker, case: Case, file: Path) -> None:
+def note_model(worker: Worker, case: LayoutCase, file: Path) -> None:
     """The weights, and the logits of some sequences where every rank computes all of them."""
     weights = {name: tensor.clone() for name, tensor in worker.export()}
     batch, logits = pack(SEQUENCES), None
@@ -108,15 +115,19 @@ def export(directory: Path, names: list[str]) -> None:
     source, dtype = directory / "plain", torch.float32
     for name in names:
         model = ModelSettings(path=str(source))
-        saved = SavedWeights(directory / f"saved-{name}", read_shape(source), model, bucket_bytes=BUCKET)
+        saved = SavedWeights(
+            directory / f"saved-{name}", read_shape(source), model, bucket_bytes=BUCKET
+        )
         write_hf(saved, directory / f"exported-{name}", source=source, dtype=dtype)
     parallel_state.destroy_model_parallel()
 
 
-def load(case: Case, directory: Path, saved: str) -> None:
+def load(case: LayoutCase, directory: Path, saved: str) -> None:
     layout = parallel.initialize(LAYOUTS[case.layout].parallel, seed=7)
     worker, adam, _ = build(case, layout, directory)
-    load_tensors(worker.policy.models, adam, directory / f"saved-{saved}", optimizer_steps=STEPS_PER_BATCH)
+    load_tensors(
+        worker.policy.models, adam, directory / f"saved-{saved}", optimizer_steps=STEPS_PER_BATCH
+    )
     assert adam_steps(worker) == {STEPS_PER_BATCH}
     metrics = train(worker, case, layout, directory, 1)
     note(worker, metrics, directory / f"{saved}:{case.layout}.pt", adam_steps(worker))
@@ -127,10 +138,10 @@ def main() -> None:
     directory, pairs = Path(sys.argv[1]), [pair.split(":") for pair in sys.argv[2:]]
     names = list(dict.fromkeys(saved for saved, _ in pairs))
     for saved in names:
-        save(Case(saved, "grpo"), directory)
+        save(LayoutCase(saved, "grpo"), directory)
     export(directory, names)
     for saved, loaded in pairs:
-        load(Case(loaded, "grpo"), directory, saved)
+        load(LayoutCase(loaded, "grpo"), directory, saved)
     parallel.shutdown()
 
 

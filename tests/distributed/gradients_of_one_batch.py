@@ -1,8 +1,10 @@
-"""Under torchrun: the gradient of one fixed global batch, for several ways to split it; rank 0 saves each.
+"""Under torchrun: the gradient of one fixed global batch, for several ways to split it; rank 0
+saves each.
 
 Every call of every router is checked against the routes of its micro-batch on the way.
 
-Usage: gradients_of_one_batch.py OUT CASE...; a case is LOSS:GRID:RECOMPUTE:TOKENS_PER_MICRO_BATCH:SEED.
+Usage: gradients_of_one_batch.py OUT CASE...; a case is
+LOSS:GRID:RECOMPUTE:TOKENS_PER_MICRO_BATCH:SEED.
 """
 
 import itertools
@@ -26,18 +28,28 @@ from megatron_rl.mcore.parallel import RankLayout
 from megatron_rl.mcore.schedule import run_schedule
 from megatron_rl.mcore.weights import every_stage, iterate_hf_weights
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.training.metric_sums import MetricSums
 from megatron_rl.rollouts.codec import select_layers
+from megatron_rl.training.metric_sums import MetricSums
 from megatron_rl.training.micro_batches import MicroBatch
 from megatron_rl.training.old_policy import compute_old_policy
 from megatron_rl.training.policy import Policy
 from tests.support.batches import make_batch
-from tests.support.policies import COLUMN_ADDITION, make_batcher, make_planner, make_policy, make_view
+from tests.support.policies import (
+    COLUMN_ADDITION,
+    make_batcher,
+    make_planner,
+    make_policy,
+    make_view,
+)
 from tests.support.routers import routers_checked
 
 GRIDS: dict[str, dict[str, Any]] = {
-    "dp": {}, "ep2": {"ep": 2}, "pp2": {"pp": 2}, "pp2_vpp2": {"pp": 2, "vpp": 2}, "cp2": {"cp": 2},
-}  # fmt: skip
+    "dp": {},
+    "ep2": {"ep": 2},
+    "pp2": {"pp": 2},
+    "pp2_vpp2": {"pp": 2, "vpp": 2},
+    "cp2": {"cp": 2},
+}
 ALGORITHMS: dict[str, AlgoSettings] = {"grpo": GrpoSettings(), "espo": EspoSettings()}
 
 
@@ -50,7 +62,9 @@ def gradient(
     *,
     recomputed: bool,
 ) -> dict[str, torch.Tensor]:
-    """The reduced gradient under Hugging Face names, on rank 0 (a collective); it takes the place of the weights."""
+    """The reduced gradient under Hugging Face names, on rank 0 (a collective); it takes the place
+    of the weights.
+    """
     for chunk in policy.models:
         chunk.zero_grad_buffer()
     objectives = compute_old_policy(policy, batches, MetricSums())
@@ -71,7 +85,8 @@ def gradient(
                 shards = bucket.grad_data.chunk(dist.get_world_size(group))
                 for rank, shard in enumerate(shards):
                     if rank != dist.get_rank(group):
-                        shard.zero_()  # only the own shard of a reduce-scattered gradient is meaningful
+                        # only the own shard of a reduce-scattered gradient is meaningful
+                        shard.zero_()
                 dist.all_reduce(bucket.grad_data, group=group)
         for weight in chunk.parameters():
             weight.data = weight.main_grad.clone()
@@ -82,7 +97,12 @@ def gradient(
 def one_case(case: str, layout: RankLayout, settings: ParallelSettings) -> dict[str, torch.Tensor]:
     loss, _, recompute, tokens, seed = case.split(":")
     shape, policy = make_policy(
-        COLUMN_ADDITION, settings, ALGORITHMS[loss], recompute=recompute, temperature=0.8, **layout.groups
+        COLUMN_ADDITION,
+        settings,
+        ALGORITHMS[loss],
+        recompute=recompute,
+        temperature=0.8,
+        **layout.groups,
     )
     refs, rollouts, advantages = make_batch(shape, 24)
     by_id = {rollout.rollout_id: rollout for rollout in rollouts}
@@ -94,13 +114,20 @@ def one_case(case: str, layout: RankLayout, settings: ParallelSettings) -> dict[
     if layout.rank == 0:
         print(f"{case}: {len(batches)} micro-batches per rank", flush=True)
     return gradient(
-        policy, batches, plan.optimizer_steps[0].denominators, shape, layout, recomputed=recompute == "full"
+        policy,
+        batches,
+        plan.optimizer_steps[0].denominators,
+        shape,
+        layout,
+        recomputed=recompute == "full",
     )
 
 
 def main() -> None:
     out, *cases = sys.argv[1:]
-    for grid, same_layout in itertools.groupby(sorted(cases, key=lambda c: c.split(":")[1]), lambda c: c.split(":")[1]):
+    for grid, same_layout in itertools.groupby(
+        sorted(cases, key=lambda c: c.split(":")[1]), lambda c: c.split(":")[1]
+    ):
         settings = ParallelSettings(**GRIDS[grid], timeout_s=60)
         layout = parallel.initialize(settings, seed=0)
         for case in same_layout:

@@ -10,10 +10,10 @@ import psutil
 import pytest
 
 from megatron_rl.contracts.exit_codes import ExitCode
+from megatron_rl.contracts.run_state import read_state
 from megatron_rl.models.families import read_shape
 from megatron_rl.records.exit_record import read_exit_record
-from megatron_rl.run.checkpoints.saving.manifest import read_manifest
-from megatron_rl.contracts.run_state import read_state
+from megatron_rl.run.checkpoints.manifest import read_manifest
 from tests.support.comparable import assert_same_weights, metrics_of
 from tests.support.jobs import family, kill, start_job, wait_for_step
 from tests.support.policies import TWO_DIGIT_ADDITION
@@ -24,12 +24,21 @@ STEPS, EVERY = 6, 2
 pytestmark = [pytest.mark.distributed, pytest.mark.chaos, pytest.mark.timeout(600)]
 
 
-def train_only(root: Path, recording: Path, *overrides: str, ranks: int = 2) -> subprocess.Popen[str]:
+def train_only(
+    root: Path, recording: Path, *overrides: str, ranks: int = 2
+) -> subprocess.Popen[str]:
     return start_job(
-        root, "mode=train_only", f"rollout.recorded={recording}", f"train.total_steps={STEPS}",
-        "train.max_route_disagreement=1", "run.save_weights=true", f"run.checkpoint_every={EVERY}",
-        "logger.progress=true", *overrides, ranks=ranks,
-    )  # fmt: skip
+        root,
+        "mode=train_only",
+        f"rollout.recorded={recording}",
+        f"train.total_steps={STEPS}",
+        "train.max_route_disagreement=1",
+        "run.save_weights=true",
+        f"run.checkpoint_every={EVERY}",
+        "logger.progress=true",
+        *overrides,
+        ranks=ranks,
+    )
 
 
 def end_of(job: subprocess.Popen[str]) -> str:
@@ -69,9 +78,16 @@ def test_killed_and_resumed_equals_never_killed(tmp_path: Path, layout: str) -> 
     assert [record["step"] for record in metrics_of(killed / "job")] == list(range(STEPS + 1))
     assert metrics_of(killed / "job") == metrics_of(never / "job")
     assert_same_weights(killed / "job", never / "job", STEPS)
-    manifests = [read_manifest(root / f"job/checkpoints/iter_{STEPS:07d}").files for root in (never, killed)]
-    states = [{n: r for n, r in files.items() if n.endswith((".distcp", ".safetensors"))} for files in manifests]
-    assert len(states[0]) >= 4 and states[0] == states[1], "the optimizer's state and random numbers too"
+    manifests = [
+        read_manifest(root / f"job/checkpoints/iter_{STEPS:07d}").files for root in (never, killed)
+    ]
+    states = [
+        {n: r for n, r in files.items() if n.endswith((".distcp", ".safetensors"))}
+        for files in manifests
+    ]
+    assert len(states[0]) >= 4 and states[0] == states[1], (
+        "the optimizer's state and random numbers too"
+    )
 
 
 def test_a_run_that_is_told_to_stop_saves_and_ends_with_its_own_code(tmp_path: Path) -> None:
@@ -83,7 +99,9 @@ def test_a_run_that_is_told_to_stop_saves_and_ends_with_its_own_code(tmp_path: P
     job.send_signal(signal.SIGTERM)
     output, _ = job.communicate(timeout=120)
     ended = read_exit_record(tmp_path / "job")
-    assert job.returncode == ExitCode.REQUEUE and ended is not None and ended.code == ExitCode.REQUEUE, output[-4000:]
+    assert (
+        job.returncode == ExitCode.REQUEUE and ended is not None and ended.code == ExitCode.REQUEUE
+    ), output[-4000:]
     (saved,) = (tmp_path / "job/checkpoints").iterdir()
     steps = [record["step"] for record in metrics_of(tmp_path / "job")]
     assert read_state(saved).step == steps[-1] < many and f"after step {steps[-1]}" in output

@@ -1,8 +1,10 @@
-"""Under torchrun: a real `Worker` trains one step, with rollouts exchanged across two pretended nodes.
+"""Under torchrun: a real `Worker` trains one step, with rollouts exchanged across two pretended
+nodes.
 
-Usage: worker_steps.py OUT SCENARIO...; a scenario is `finite`, `nan_on_rank_1`, `nan_logits_on_rank_1`, `skipped` or
-`fault_on_rank_1`: with expert parallelism, or behind `pipeline_` with two stages; and `recorded` behind a name of
-`GRIDS`, where the trainer's own routes are replayed. Each rank checks itself and rank 0 prints what happened as JSON.
+Usage: worker_steps.py OUT SCENARIO...; a scenario is `finite`, `nan_on_rank_1`,
+`nan_logits_on_rank_1`, `skipped` or `fault_on_rank_1`: with expert parallelism, or behind
+`pipeline_` with two stages; and `recorded` behind a name of `GRIDS`, where the trainer's own routes
+are replayed. Each rank checks itself and rank 0 prints what happened as JSON.
 """
 
 import contextlib
@@ -41,11 +43,18 @@ from megatron_rl.mcore.router_target import ReplayError
 from megatron_rl.mcore.schedule import run_schedule
 from megatron_rl.rollouts.store import RolloutStore
 from megatron_rl.training import update_routes
-from megatron_rl.training.micro_batches import MicroBatch
 from megatron_rl.training.collectives import broadcast_bytes, gather_bytes
+from megatron_rl.training.micro_batches import MicroBatch
 from megatron_rl.training.worker import Worker, gather_receivers
 from tests.support.batches import make_batch
-from tests.support.policies import ADAM, COLUMN_ADDITION, make_batcher, make_planner, make_policy, make_view
+from tests.support.policies import (
+    ADAM,
+    COLUMN_ADDITION,
+    make_batcher,
+    make_planner,
+    make_policy,
+    make_view,
+)
 from tests.support.routers import routers_checked
 
 GRIDS = {
@@ -98,12 +107,18 @@ def store_rollouts(worker: Worker, count: int) -> tuple[RolloutStore, list[Rollo
     data = None
     if worker.layout.rank == 0:
         data = msgspec.msgpack.encode(store.put("group", rollouts))
-    where = msgspec.msgpack.decode(broadcast_bytes(data, worker.layout.control_group), type=list[RolloutLocation])
-    return store, [msgspec.structs.replace(ref, location=w) for ref, w in zip(refs, where, strict=True)]
+    where = msgspec.msgpack.decode(
+        broadcast_bytes(data, worker.layout.control_group), type=list[RolloutLocation]
+    )
+    return store, [
+        msgspec.structs.replace(ref, location=w) for ref, w in zip(refs, where, strict=True)
+    ]
 
 
 def weights(worker: Worker) -> torch.Tensor:
-    return torch.cat([p.detach().flatten().clone() for m in worker.policy.models for p in m.parameters()])
+    return torch.cat(
+        [p.detach().flatten().clone() for m in worker.policy.models for p in m.parameters()]
+    )
 
 
 def play(layout: RankLayout, out: Path, name: str) -> None:
@@ -120,7 +135,9 @@ def play(layout: RankLayout, out: Path, name: str) -> None:
         plan = msgspec.structs.replace(plan, advantages=broken)
     if scenario == "nan_logits_on_rank_1" and layout.rank == 1:
         with torch.no_grad():
-            next(p for n, p in worker.policy.models[-1].named_parameters() if "final_layernorm" in n).fill_(torch.nan)
+            next(
+                p for n, p in worker.policy.models[-1].named_parameters() if "final_layernorm" in n
+            ).fill_(torch.nan)
     before = weights(worker)
     if scenario == "recorded":
         described = train_recorded(worker, plan)
@@ -132,16 +149,24 @@ def play(layout: RankLayout, out: Path, name: str) -> None:
         return
     outcome = worker.train(plan)
     unchanged = torch.equal(torch.nan_to_num(before), torch.nan_to_num(weights(worker)))
-    assert unchanged == (scenario != "finite"), f"rank {layout.rank}: weights unchanged is {unchanged}"
+    assert unchanged == (scenario != "finite"), (
+        f"rank {layout.rank}: weights unchanged is {unchanged}"
+    )
     if layout.rank == 0:
         steps = outcome.optimizer_steps
-        described = {"finite": outcome.finite, "optimizer_steps": steps, "metrics": outcome.metrics.values()}
+        described = {
+            "finite": outcome.finite,
+            "optimizer_steps": steps,
+            "metrics": outcome.metrics.values(),
+        }
         print(f"RESULT {name} {json.dumps(described)}", flush=True)
     torch.distributed.barrier()
 
 
 def train_recorded(worker: Worker, plan: StepPlan) -> dict[str, float]:
-    """The weights move after the old-policy pass; the update's passes use the routes of that one, over both steps."""
+    """The weights move after the old-policy pass; the update's passes use the routes of that one,
+    over both steps.
+    """
     updated: list[MicroBatch] = []
     with_routes, updates = update_routes.with_routes, contextlib.ExitStack()
 
@@ -164,8 +189,14 @@ def train_recorded(worker: Worker, plan: StepPlan) -> dict[str, float]:
     update_routes.with_routes = with_routes
     assert len(updated) > 2 and all(batch.packed.routes is not None for batch in updated)
     live = routes_chosen(worker, updated)  # after the weights have moved
-    forced = [batch.packed.routes.long().sort(-1).values for batch in updated if batch.packed.routes is not None]
-    differing = torch.cat([(a.long().sort(-1).values != b).any(-1) for a, b in zip(live, forced, strict=True)])
+    forced = [
+        batch.packed.routes.long().sort(-1).values
+        for batch in updated
+        if batch.packed.routes is not None
+    ]
+    differing = torch.cat(
+        [(a.long().sort(-1).values != b).any(-1) for a, b in zip(live, forced, strict=True)]
+    )
     return {"compared": len(updated), "would_differ": float(differing.float().mean())}
 
 
@@ -184,11 +215,22 @@ def routes_chosen(worker: Worker, batches: Sequence[MicroBatch]) -> list[torch.T
     return [routes for routes in found if routes is not None]
 
 
-def fail_to_replay(layout: RankLayout, worker: Worker, plan: StepPlan, before: torch.Tensor, name: str) -> None:
-    """Rank 1's first router runs twice: every rank ends the step with the same words, and no weight has moved."""
+def fail_to_replay(
+    layout: RankLayout, worker: Worker, plan: StepPlan, before: torch.Tensor, name: str
+) -> None:
+    """Rank 1's first router runs twice: every rank ends the step with the same words, and no weight
+    has moved.
+    """
     if layout.rank == 1:
-        router = next(m for model in worker.policy.models for m in model.modules() if isinstance(m, TopKRouter))
-        router.register_forward_pre_hook(lambda module, inputs: module.routing(module.gating(inputs[0])) and None)
+        router = next(
+            m
+            for model in worker.policy.models
+            for m in model.modules()
+            if isinstance(m, TopKRouter)
+        )
+        router.register_forward_pre_hook(
+            lambda module, inputs: module.routing(module.gating(inputs[0])) and None
+        )
     try:
         worker.train(plan)
     except ReplayError as error:

@@ -1,8 +1,9 @@
-"""Where an engine and the trainer differ: how far a real SGLang server's numbers are from Megatron's.
+"""Where an engine and the trainer differ: how far a real SGLang server's numbers are from
+Megatron's.
 
-On the same tokens with the engine's routes replayed, float32, one rank, for each operation of each layer. The engine
-draws while it is watched, so its rows come from prefills and from decoding in batches of every size; Megatron computes
-the same rows in packed micro-batches.
+On the same tokens with the engine's routes replayed, float32, one rank, for each operation of each
+layer. The engine draws while it is watched, so its rows come from prefills and from decoding in
+batches of every size; Megatron computes the same rows in packed micro-batches.
 
     PYTHONPATH=.:kernels:tests python tests/engine/layer_differences.py --task column_addition --prompts 80
 """
@@ -47,8 +48,14 @@ def tokens_of(rollout: Rollout) -> tuple[int, ...]:
 
 
 def draw(task: str, prompts: int, samples: int, directory: Path) -> list[Rollout]:
-    """Rollouts of a shipped checkpoint, with every forward pass of the engine in `directory`/passes."""
-    given = [f"experiment={TASKS[task]}", f"data.num_train={prompts}", f"rollout.prompts_per_step={prompts}"]
+    """Rollouts of a shipped checkpoint, with every forward pass of the engine in
+    `directory`/passes.
+    """
+    given = [
+        f"experiment={TASKS[task]}",
+        f"data.num_train={prompts}",
+        f"rollout.prompts_per_step={prompts}",
+    ]
     configuration = compose([*given, f"rollout.samples_per_prompt={samples}"])
     (directory / "passes").mkdir()
     watched = arguments(directory / "passes", read_shape(configuration.model.path).num_layers)
@@ -82,9 +89,18 @@ def engine_rows(passes: Path) -> dict[tuple[int, ...], Rows]:
     return {tuple(tokens): rows for tokens, rows in finished}
 
 
-def trainer_rows(rollouts: list[Rollout], checkpoint: str, tokens: int) -> Iterator[tuple[Rollout, Rows]]:
-    """What Megatron computes of each rollout, packed; its log-probabilities stand under "log-probability"."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "RANK": "0", "WORLD_SIZE": "1"}
+def trainer_rows(
+    rollouts: list[Rollout], checkpoint: str, tokens: int
+) -> Iterator[tuple[Rollout, Rows]]:
+    """What Megatron computes of each rollout, packed; its log-probabilities stand under
+    "log-probability".
+    """
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29511",
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+    }
     layout = parallel.initialize(settings := ParallelSettings(), seed=0)
     shape, policy = make_policy(Path(checkpoint), settings, GrpoSettings(), **layout.groups)
     plan = make_planner(settings, layout, tokens_per_micro_batch=tokens).plan(
@@ -106,7 +122,9 @@ def trainer_rows(rollouts: list[Rollout], checkpoint: str, tokens: int) -> Itera
         at = dict(zip(batch.rows.tolist(), logprobs, strict=True))
         for index, start in zip(planned, starts, strict=False):
             count = len(tokens_of(own[index]))
-            rows = {name: {p: values[start + p] for p in range(count)} for name, values in seen.items()}
+            rows = {
+                name: {p: values[start + p] for p in range(count)} for name, values in seen.items()
+            }
             rows["log-probability"] = {p: at[start + p] for p in range(count) if start + p in at}
             yield own[index], rows
     parallel.shutdown()
@@ -119,7 +137,9 @@ def with_known(rows: Rows, rollout: Rollout) -> Rows:
     return {**rows, "log-probability": dict(enumerate(given, start=first))}
 
 
-def in_order_of_routes(name: str, trainer: torch.Tensor, engine: Rows, position: int) -> torch.Tensor:
+def in_order_of_routes(
+    name: str, trainer: torch.Tensor, engine: Rows, position: int
+) -> torch.Tensor:
     """Megatron holds weights by expert, an engine by rank."""
     if not name.endswith("experts' weights"):
         return trainer
@@ -127,10 +147,16 @@ def in_order_of_routes(name: str, trainer: torch.Tensor, engine: Rows, position:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--task", choices=TASKS, default="column_addition", help="whose shipped checkpoint")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--task", choices=TASKS, default="column_addition", help="whose shipped checkpoint"
+    )
     parser.add_argument("--prompts", type=int, default=80, help="two rollouts of each")
-    parser.add_argument("--tokens", type=int, default=4096, help="in one of Megatron's micro-batches")
+    parser.add_argument(
+        "--tokens", type=int, default=4096, help="in one of Megatron's micro-batches"
+    )
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
@@ -151,7 +177,9 @@ def print_table(deltas: dict[str, Any]) -> None:
     print(f"{'operation':<34} {'rows':>7} {'not equal':>9} {'mean':>9} {'max':>9}")
     for name, values in deltas.items():
         differing = f"{float((values > 0).float().mean()):.1%}"
-        print(f"{name:<34} {len(values):>7} {differing:>9} {values.mean():>9.2e} {values.max():>9.2e}")
+        print(
+            f"{name:<34} {len(values):>7} {differing:>9} {values.mean():>9.2e} {values.max():>9.2e}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Under torchrun: Megatron's log-probabilities of recorded rollouts, packed, routes replayed; rank 0 saves them.
+"""Under torchrun: Megatron's log-probabilities of recorded rollouts, packed, routes replayed; rank
+0 saves them.
 
-Usage: megatron_logprobs.py CASE...; a case is LAYOUT:CHECKPOINT:ROLLOUTS:TOKENS_PER_MICRO_BATCH:OUT, the layout one of
-`support.layouts`.
+Usage: megatron_logprobs.py CASE...; a case is
+LAYOUT:CHECKPOINT:ROLLOUTS:TOKENS_PER_MICRO_BATCH:OUT, the layout one of `support.layouts`.
 """
 
 import dataclasses
@@ -22,9 +23,9 @@ from megatron_rl.config.schema import ParallelSettings
 from megatron_rl.losses import LossResult, Objective, ResponseTokens
 from megatron_rl.mcore import parallel
 from megatron_rl.mcore.parallel import RankLayout
-from megatron_rl.training.metric_sums import MetricSums
 from megatron_rl.rollouts.codec import select_layers
 from megatron_rl.rollouts.files import read_rollouts
+from megatron_rl.training.metric_sums import MetricSums
 from megatron_rl.training.old_policy import compute_old_policy
 from tests.support.layouts import LAYOUTS
 from tests.support.policies import make_batcher, make_planner, make_policy, make_view

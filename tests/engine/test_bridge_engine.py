@@ -1,4 +1,6 @@
-"""The bridge against one real engine: keys, samples with routes, versions, weight updates and their audit."""
+"""The bridge against one real engine: keys, samples with routes, versions, weight updates and their
+audit.
+"""
 
 import asyncio
 import stat
@@ -29,8 +31,8 @@ from sglang_bridge.weights.disk import DiskTransport
 from sglang_bridge.weights.distributed import DistributedTransport
 from sglang_bridge.weights.expectation import WeightExpectation
 from sglang_bridge.weights.updater import WeightUpdater
-from tests.support.engines import running_engine
 from tests.sglang_bridge.tiny_model import EXPERTS, LAYERS, TOP_K, write_tiny_model
+from tests.support.engines import running_engine
 
 pytestmark = pytest.mark.engine
 
@@ -50,8 +52,12 @@ def weights(models: tuple[Path, Path]) -> tuple[Weights, Weights]:
 
 
 @pytest.fixture(scope="module")
-def engine(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ManagedEngine]:
-    with running_engine(models[0], tmp_path_factory.mktemp("logs"), max_running_requests=32) as running:
+def engine(
+    models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ManagedEngine]:
+    with running_engine(
+        models[0], tmp_path_factory.mktemp("logs"), max_running_requests=32
+    ) as running:
         yield running
 
 
@@ -79,7 +85,9 @@ def client_of(engine: ManagedEngine) -> GenerateClient:
 def draw(engine: ManagedEngine, prompts: Sequence[Sequence[int]], tokens: int) -> list[Generation]:
     async def all_of_them() -> list[Generation]:
         async with client_of(engine) as client:
-            requests = [client.generate(ids, sampling(tokens), rid=f"s{i}") for i, ids in enumerate(prompts)]
+            requests = [
+                client.generate(ids, sampling(tokens), rid=f"s{i}") for i, ids in enumerate(prompts)
+            ]
             return list(await asyncio.gather(*requests))
 
     return asyncio.run(all_of_them())
@@ -88,7 +96,9 @@ def draw(engine: ManagedEngine, prompts: Sequence[Sequence[int]], tokens: int) -
 def test_a_server_that_somebody_else_started_is_checked(engine: ManagedEngine) -> None:
     def check(keys: RunKeys = engine.keys, *, tp: int = 1, dtype: str = "float32") -> None:
         settings = ServerSettings(tp=tp, dtype=dtype, start_timeout_s=5.0)  # type: ignore[arg-type]
-        require_external_engines([Engine(url=engine.url, tp=tp)], keys, settings, return_routes=True)
+        require_external_engines(
+            [Engine(url=engine.url, tp=tp)], keys, settings, return_routes=True
+        )
 
     check()
     with pytest.raises(EngineUnhealthy, match=r"engine\.key_file"):
@@ -104,7 +114,9 @@ def test_samples_come_with_logprobs_routes_and_a_version(engine: ManagedEngine) 
     for prompt, generation in zip(prompts, draw(engine, prompts, 12), strict=True):
         response = len(generation.output_ids)
         assert 1 <= response <= 12
-        assert (generation.finish_reason == "stop") == (generation.output_ids[-1] == 2 and response <= 12)
+        assert (generation.finish_reason == "stop") == (
+            generation.output_ids[-1] == 2 and response <= 12
+        )
         assert generation.logprobs.shape == (response,) and (generation.logprobs <= 0).all()
         assert generation.routes is not None
         assert generation.routes.shape == (len(prompt) + response - 1, LAYERS, TOP_K)
@@ -128,7 +140,9 @@ def test_keys_are_needed_and_never_shown(engine: ManagedEngine) -> None:
     with pytest.raises(RequestFailed) as refused:
         AdminClient(engine.engine, create_keys()).server_info()
     assert refused.value.status == 401
-    arguments = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    arguments = subprocess.run(
+        ["ps", "-eo", "args"], capture_output=True, text=True, check=True
+    ).stdout
     assert "launch_server" in arguments
     assert engine.keys.api_key not in arguments and engine.keys.admin_api_key not in arguments
     assert stat.S_IMODE(engine.log_path.stat().st_mode) == 0o600
@@ -139,7 +153,9 @@ def test_keys_are_needed_and_never_shown(engine: ManagedEngine) -> None:
 def test_a_cancelled_request_is_aborted(engine: ManagedEngine) -> None:
     async def cancel_one() -> None:
         async with client_of(engine) as client:
-            task = asyncio.create_task(client.generate([4, 5], sampling(1900, temperature=0.0), rid="long"))
+            task = asyncio.create_task(
+                client.generate([4, 5], sampling(1900, temperature=0.0), rid="long")
+            )
             await asyncio.sleep(0.5)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -196,7 +212,9 @@ def test_a_weight_that_the_engine_does_not_know_is_found(
     expectation = WeightExpectation(dtype=torch.float32, num_experts=EXPERTS)
     misnamed = {**weights[0], "model.layers.0.self_attn.qq_norm.weight": torch.ones(4)}
     updater.push(expectation.observe(iter(misnamed.items())), 26)
-    with pytest.raises(WeightMismatch, match=r"qq_norm\.weight \(the engine has no such parameter\)"):
+    with pytest.raises(
+        WeightMismatch, match=r"qq_norm\.weight \(the engine has no such parameter\)"
+    ):
         audit_engine(engine.admin(), expectation).raise_on_mismatch(26)
 
 
@@ -248,8 +266,12 @@ def test_a_sample_that_spans_an_update_says_so(
 
     async def draw_across_an_update() -> Generation:
         async with client_of(engine) as client:
-            task = asyncio.create_task(client.generate([4, 5, 6], sampling(400, temperature=0.0), rid="spanning"))
-            for n in range(3):  # they arrive after it and are drawn in the same batches: with them it has tokens
+            task = asyncio.create_task(
+                client.generate([4, 5, 6], sampling(400, temperature=0.0), rid="spanning")
+            )
+            for n in range(
+                3
+            ):  # they arrive after it and are drawn in the same batches: with them it has tokens
                 await client.generate([9, 8, n + 10], sampling(4), rid=f"beside-{n}")
             await asyncio.to_thread(updater.push, iter(weights[1].items()), 42)
             return await task
@@ -262,7 +284,10 @@ def test_a_sample_that_spans_an_update_says_so(
 
 
 def test_weights_from_disk(
-    engine: ManagedEngine, models: tuple[Path, Path], weights: tuple[Weights, Weights], tmp_path: Path
+    engine: ManagedEngine,
+    models: tuple[Path, Path],
+    weights: tuple[Weights, Weights],
+    tmp_path: Path,
 ) -> None:
     transport = DiskTransport(directory=tmp_path, config_from=models[0], timeout_seconds=60)
     updater = WeightUpdater([engine.admin()], transport=transport, bucket_bytes=512 * 1024)

@@ -62,7 +62,11 @@ def start(model: Path, tmp_path: Path) -> Iterator[Callable[..., ManagedEngine]]
         settings = ServerSettings(max_running_requests=8, max_total_tokens=1024)
         place = ServerPlace(model_path=str(model_path), device="cpu")
         log_path = tmp_path / f"engine-{len(running)}.log"
-        running.append(ManagedEngine.start(settings, place, keys=create_keys(), log_path=log_path, lifeline=lifeline))
+        running.append(
+            ManagedEngine.start(
+                settings, place, keys=create_keys(), log_path=log_path, lifeline=lifeline
+            )
+        )
         return running[-1]
 
     yield start_one
@@ -86,7 +90,9 @@ def wait_until_dead(engine: ManagedEngine) -> EngineDied:
     return caught.value
 
 
-def test_an_engine_without_a_model_dies_with_its_reason(start: Callable[..., ManagedEngine], tmp_path: Path) -> None:
+def test_an_engine_without_a_model_dies_with_its_reason(
+    start: Callable[..., ManagedEngine], tmp_path: Path
+) -> None:
     engine = start(tmp_path / "nothing")
     with pytest.raises(EngineDied) as caught:
         engine.wait_healthy(120)
@@ -94,7 +100,9 @@ def test_an_engine_without_a_model_dies_with_its_reason(start: Callable[..., Man
     assert "nothing" in caught.value.log_tail
 
 
-def test_an_engine_that_is_not_healthy_in_time_is_given_up(start: Callable[..., ManagedEngine]) -> None:
+def test_an_engine_that_is_not_healthy_in_time_is_given_up(
+    start: Callable[..., ManagedEngine],
+) -> None:
     engine = start()
     with pytest.raises(EngineUnhealthy, match=r"engine\.start_timeout_s"):
         engine.wait_healthy(2)
@@ -110,7 +118,9 @@ def test_a_port_lost_between_choice_and_start_is_replaced(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         choose = server.choose_port
         answers = iter([taken.getsockname()[1]])  # as if it had been free a moment ago
-        monkeypatch.setattr(server, "choose_port", lambda host, port: next(answers, None) or choose(host, port))
+        monkeypatch.setattr(
+            server, "choose_port", lambda host, port: next(answers, None) or choose(host, port)
+        )
         engine = start()
         lost = f"http://127.0.0.1:{taken.getsockname()[1]}"
         assert engine.url == lost
@@ -165,7 +175,9 @@ def test_an_engine_that_dies_during_an_update_takes_nothing_with_it(
 async def _draw_one(engine: ManagedEngine) -> tuple[str, ...]:
     async with GenerateClient(engine.url, api_key=engine.keys.api_key) as client:
         short = SimpleNamespace(max_new_tokens=2, temperature=1.0, stop_token_ids=())
-        return (await client.generate([5, 6], short, rid="one", return_routes=False)).weight_versions
+        return (
+            await client.generate([5, 6], short, rid="one", return_routes=False)
+        ).weight_versions
 
 
 def test_no_engine_outlives_a_trainer_killed_outright(model: Path, tmp_path: Path) -> None:

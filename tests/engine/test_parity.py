@@ -1,4 +1,5 @@
-"""Megatron, SGLang and transformers agree on the trained tiny models' log-probabilities, float32, routes replayed.
+"""Megatron, SGLang and transformers agree on the trained tiny models' log-probabilities, float32,
+routes replayed.
 
 `pytest -s tests/engine/test_parity.py` prints the table.
 """
@@ -13,27 +14,31 @@ from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.prompts.factory import open_prompts
 from megatron_rl.rollouts.files import write_rollouts
+from tests.mcore.test_same_sums import EXACT
 from tests.support.engines import draw_rollouts
 from tests.support.torchrun import torchrun
-from tests.mcore.test_same_sums import EXACT
 
 SCRIPT = Path(__file__).with_name("megatron_logprobs.py")
 ASSETS = Path(__file__).parents[2] / "megatron_rl/models/assets"
 MEAN, MAX = 2e-6, 5e-5
-# An engine and Megatron add in one order (docs/on_policy.md): the last bits of the softmax's logarithm are left. All of
-# these layouts add in it.
+# An engine and Megatron add in one order (docs/on_policy.md): the last bits of the softmax's
+# logarithm are left. All of these layouts add in it.
 ON_POLICY_MEAN, ON_POLICY_MAX = 1.5e-7, 2e-6
 
 
 def rollout_logprobs(rollouts: list[Rollout]) -> dict[str, torch.Tensor]:
     return {
-        r.rollout_id: torch.cat([torch.from_numpy(s.logprobs.copy()) for s in r.segments if s.logprobs is not None])
+        r.rollout_id: torch.cat(
+            [torch.from_numpy(s.logprobs.copy()) for s in r.segments if s.logprobs is not None]
+        )
         for r in rollouts
     }
 
 
 def transformers_logprobs(checkpoint: Path, rollouts: list[Rollout]) -> dict[str, torch.Tensor]:
-    """One sequence at a time, with the recorded experts forced through forward hooks on the routers."""
+    """One sequence at a time, with the recorded experts forced through forward hooks on the
+    routers.
+    """
     from transformers import Qwen3MoeForCausalLM
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
@@ -42,7 +47,9 @@ def transformers_logprobs(checkpoint: Path, rollouts: list[Rollout]) -> dict[str
     current: list[torch.Tensor] = []
 
     def force(layer: int) -> object:
-        def hook(router: torch.nn.Module, inputs: object, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        def hook(
+            router: torch.nn.Module, inputs: object, output: tuple[torch.Tensor, ...]
+        ) -> tuple[torch.Tensor, ...]:
             logits, weights, _ = output
             experts = current[0][:, layer]
             chosen = torch.softmax(logits.float(), -1).gather(1, experts)
@@ -132,7 +139,10 @@ def test_three_implementations_agree(tmp_path: Path) -> None:
         torchrun(SCRIPT, *cases, ranks=ranks)
     for task in TASKS:
         checkpoint = ASSETS / f"qwen3_moe_tiny_{task}"
-        saved = {file.stem: torch.load(file, weights_only=True) for file in sorted((tmp_path / task).glob("*.pt"))}
+        saved = {
+            file.stem: torch.load(file, weights_only=True)
+            for file in sorted((tmp_path / task).glob("*.pt"))
+        }
         assert len(saved) == sum(map(len, LAYOUTS.values()))
         engines = {
             "SGLang": rollout_logprobs(rollouts[task]),

@@ -1,4 +1,6 @@
-"""The smoke experiment, start to end, as a user runs it; and then from its checkpoint, and in two halves."""
+"""The smoke experiment, start to end, as a user runs it; and then from its checkpoint, and in two
+halves.
+"""
 
 import json
 import subprocess
@@ -12,8 +14,8 @@ import pytest
 from safetensors.torch import load_file
 
 from megatron_rl.contracts.exit_codes import ExitCode
-from megatron_rl.models.families import read_shape
 from megatron_rl.contracts.run_state import read_state
+from megatron_rl.models.families import read_shape
 from megatron_rl.rollouts.recording import batch_directory, read_groups
 from sglang_bridge.keys import create_keys
 from tests.support.comparable import weights_of
@@ -22,25 +24,83 @@ from tests.support.jobs import ROOT, family, named, start_job, survivors, wait_f
 from tests.support.policies import TWO_DIGIT_ADDITION
 
 pytestmark = [pytest.mark.engine, pytest.mark.distributed, pytest.mark.timeout(420)]
-# Every metric of the run: people and dashboards read them, so a name that is new, gone or changed is a decision.
+# Every metric of the run: people and dashboards read them, so a name that is new, gone or changed
+# is a decision.
 NAMES = {
-    "account/evaluation", "account/flat_dropped", "account/generated", "account/trained/flat", "account/trained/mixed",
-    "account/trained/tied", "account/unaccounted", "eval/accuracy", "eval/accuracy_ci95", "eval/finished",
-    "eval/parseable", "eval/questions", "eval/rejected", "mismatch/ess", "mismatch/icepop_masked", "mismatch/k3_kl",
-    "mismatch/logprob_abs_mean", "mismatch/mis_masked", "mismatch/route_disagreement", "mismatch/tis_truncated",
-    "mismatch/tis_weight_mean", "policy/advantage_mixed", "policy/clip_fraction_high", "policy/clip_fraction_low",
-    "policy/entropy", "policy/first_ratio_deviation", "policy/inverse_ratio_max", "policy/ratio_max",
-    "policy/ratio_mean", "replay/bytes_per_token", "reward/mean", "reward/no_correctness", "reward/no_verdict",
-    "reward/shaping_share", "rollout/engines_left_out", "rollout/groups/flat_right", "rollout/groups/flat_wrong",
-    "rollout/groups/judged_tie", "rollout/groups/mixed", "rollout/groups/tied_right", "rollout/groups/tied_wrong",
-    "rollout/groups/too_few_verdicts", "rollout/rejected", "rollout/response_length", "rollout/samples",
-    "rollout/tokens", "rollout/truncated", "rollout/wasted_token_fraction", "rollout/zero_variance_rate",
-    "stage/index", "stage/tokens", "step", "sync/audit_compared", "sync/audit_mismatches",
-    "sync/version", "time/checkpoint", "time/eval", "time/exchange", "time/old_policy", "time/replay",
-    "time/reward_exposed", "time/rollout", "time/step", "time/sync", "time/train", "train/flat_samples",
-    "train/grad_norm", "train/loss", "train/lr", "train/micro_batches", "train/nonfinite", "train/optimizer_steps",
+    "account/evaluation",
+    "account/zero_variance_dropped",
+    "account/generated",
+    "account/trained/flat",
+    "account/trained/mixed",
+    "account/trained/tied",
+    "account/unaccounted",
+    "eval/accuracy",
+    "eval/accuracy_ci95",
+    "eval/finished",
+    "eval/parseable",
+    "eval/questions",
+    "eval/rejected",
+    "mismatch/ess",
+    "mismatch/icepop_masked",
+    "mismatch/k3_kl",
+    "mismatch/logprob_abs_mean",
+    "mismatch/mis_masked",
+    "mismatch/route_disagreement",
+    "mismatch/tis_truncated",
+    "mismatch/tis_weight_mean",
+    "policy/advantage_mixed",
+    "policy/clip_fraction_high",
+    "policy/clip_fraction_low",
+    "policy/entropy",
+    "policy/first_ratio_deviation",
+    "policy/inverse_ratio_max",
+    "policy/ratio_max",
+    "policy/ratio_mean",
+    "replay/bytes_per_token",
+    "reward/mean",
+    "reward/no_correctness",
+    "reward/no_verdict",
+    "reward/shaping_share",
+    "rollout/engines_left_out",
+    "rollout/groups/all_correct",
+    "rollout/groups/all_incorrect",
+    "rollout/groups/tied_reward",
+    "rollout/groups/mixed",
+    "rollout/groups/tied_correct",
+    "rollout/groups/tied_incorrect",
+    "rollout/groups/too_few_verdicts",
+    "rollout/rejected",
+    "rollout/response_length",
+    "rollout/samples",
+    "rollout/tokens",
+    "rollout/truncated",
+    "rollout/wasted_token_fraction",
+    "rollout/zero_variance_rate",
+    "stage/index",
+    "stage/tokens",
+    "step",
+    "sync/audit_compared",
+    "sync/audit_mismatches",
+    "sync/version",
+    "time/checkpoint",
+    "time/eval",
+    "time/exchange",
+    "time/old_policy",
+    "time/replay",
+    "time/reward_exposed",
+    "time/rollout",
+    "time/step",
+    "time/sync",
+    "time/train",
+    "train/zero_variance_samples",
+    "train/grad_norm",
+    "train/loss",
+    "train/lr",
+    "train/micro_batches",
+    "train/nonfinite",
+    "train/optimizer_steps",
     "train/samples",
-}  # fmt: skip
+}
 STAGES = (
     "stages=[{name: first, until: {steps: 1}},"
     "{name: second, rollout.samples_per_prompt: 4, rollout.max_new_tokens: 5, rollout.temperature: 0.8,"
@@ -63,7 +123,9 @@ class Done(NamedTuple):
 def classes_of(record: dict[str, float]) -> float:
     """All tokens of a step by what became of them, added up."""
     beside = ("account/generated", "account/unaccounted")
-    return sum(n for name, n in record.items() if name.startswith("account/") and name not in beside)
+    return sum(
+        n for name, n in record.items() if name.startswith("account/") and name not in beside
+    )
 
 
 def complete(job: subprocess.Popen[str], run: Path) -> Done:
@@ -77,7 +139,13 @@ def complete(job: subprocess.Popen[str], run: Path) -> Done:
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory: pytest.TempPathFactory) -> Done:
     root = tmp_path_factory.mktemp("smoke")
-    overrides = ("parallel=pp2_vpp2", "train.total_steps=3", "run.save_weights=true", "logger.progress=true", STAGES)
+    overrides = (
+        "parallel=pp2_vpp2",
+        "train.total_steps=3",
+        "run.save_weights=true",
+        "logger.progress=true",
+        STAGES,
+    )
     checkpoints = ("run.checkpoint_every=1", "run.keep_checkpoints=3")
     return complete(start_job(root, *overrides, *checkpoints, ranks=2), root / "job")
 
@@ -89,7 +157,11 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]
     (directory / "keys.json").touch(mode=0o600)
     (directory / "keys.json").write_bytes(msgspec.json.encode(keys))
     with running_engine(TWO_DIGIT_ADDITION, directory, keys=keys) as server:
-        yield "engine=external", f"engine.urls=['{server.url}']", f"engine.key_file={directory}/keys.json"
+        yield (
+            "engine=external",
+            f"engine.urls=['{server.url}']",
+            f"engine.key_file={directory}/keys.json",
+        )
 
 
 def test_two_interleaved_pipeline_stages_train_and_leave_a_complete_run(smoke: Done) -> None:
@@ -103,8 +175,12 @@ def test_two_interleaved_pipeline_stages_train_and_leave_a_complete_run(smoke: D
     assert records[-1]["mismatch/logprob_abs_mean"] < 1e-4
     assert json.loads((run / "exit.json").read_text())["code"] == 0
     assert str(run) in smoke.output.splitlines()[-1]
-    before = load_file(ROOT / "megatron_rl/models/assets/qwen3_moe_tiny_two_digit_addition/model.safetensors")
-    assert len([*(run / "checkpoints/step-3").glob("*.safetensors")]) == 2, "each stage writes its own layers"
+    before = load_file(
+        ROOT / "megatron_rl/models/assets/qwen3_moe_tiny_two_digit_addition/model.safetensors"
+    )
+    assert len([*(run / "checkpoints/step-3").glob("*.safetensors")]) == 2, (
+        "each stage writes its own layers"
+    )
     after = weights_of(run, 3)
     assert before.keys() == after.keys()
     assert records[-1]["sync/audit_compared"] == records[0]["sync/audit_compared"] > 0
@@ -120,43 +196,75 @@ def test_its_second_stage_draws_and_trains_with_other_settings(smoke: Done) -> N
     assert first["train/lr"] > 1e-4 > 1e-5 >= second["train/lr"] > third["train/lr"]
     # what engines drew at another temperature has these log-probabilities at that temperature alone
     assert max(record["mismatch/logprob_abs_mean"] for record in (first, second, third)) < 1e-4
-    assert "stage second (2 of 2) begins with step 2: rollout.samples_per_prompt=4, rollout.max_new_tok" in smoke.output
+    assert (
+        "stage second (2 of 2) begins with step 2: rollout.samples_per_prompt=4, rollout.max_new_tok"
+        in smoke.output
+    )
 
 
 def test_another_layout_goes_on_with_the_prompts_versions_and_weights(
     smoke: Done, engine: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """The checkpoint of two interleaved pipeline stages after step 2, on one rank and with another engine."""
+    """The checkpoint of two interleaved pipeline stages after step 2, on one rank and with another
+    engine.
+    """
     resume = f"run.resume={smoke.run}/checkpoints/iter_0000002"
     done = complete(
-        start_job(tmp_path, *engine, resume, "train.total_steps=3", "run.checkpoint_every=1", STAGES), tmp_path / "job"
+        start_job(
+            tmp_path, *engine, resume, "train.total_steps=3", "run.checkpoint_every=1", STAGES
+        ),
+        tmp_path / "job",
     )
     (record,) = done.records
     assert record["step"] == 3 and record["sync/version"] == 3
-    assert record["mismatch/logprob_abs_mean"] < 1e-4, "the engine sampled from the checkpoint's weights"
-    assert record["sync/audit_mismatches"] == 0 and record["train/lr"] == smoke.records[3]["train/lr"]
+    assert record["mismatch/logprob_abs_mean"] < 1e-4, (
+        "the engine sampled from the checkpoint's weights"
+    )
+    assert (
+        record["sync/audit_mismatches"] == 0 and record["train/lr"] == smoke.records[3]["train/lr"]
+    )
     here, there = (read_state(run / "checkpoints/iter_0000003") for run in (done.run, smoke.run))
     assert here.position.selection == there.position.selection
-    assert here.position.stage is not None and (here.position.stage.index, here.position.stage.begun) == (1, 2)
-    assert (here.position.version, here.optimizer_steps) == (there.position.version, there.optimizer_steps) == (3, 6)
+    assert here.position.stage is not None and (
+        here.position.stage.index,
+        here.position.stage.begun,
+    ) == (1, 2)
+    assert (
+        (here.position.version, here.optimizer_steps)
+        == (there.position.version, there.optimizer_steps)
+        == (3, 6)
+    )
 
 
-def test_recorded_rollouts_are_trained_on_without_an_engine(engine: tuple[str, ...], tmp_path: Path) -> None:
-    """And what the engine held was rounded as FP8: the trainer, which is not, is as far from it as the rounding."""
+def test_recorded_rollouts_are_trained_on_without_an_engine(
+    engine: tuple[str, ...], tmp_path: Path
+) -> None:
+    """And what the engine held was rounded as FP8: the trainer, which is not, is as far from it as
+    the rounding.
+    """
     steps, rounded = "train.total_steps=2", "engine.simulate=fp8_blockwise"
     rolled_out = complete(
-        start_job(tmp_path / "rollouts", *engine, steps, rounded, "mode=rollout_only"), tmp_path / "rollouts/job"
+        start_job(tmp_path / "rollouts", *engine, steps, rounded, "mode=rollout_only"),
+        tmp_path / "rollouts/job",
     )
     audited = rolled_out.records[0]
     assert audited["sync/audit_mismatches"] == 0 and audited["sync/audit_compared"] > 0
     recorded = rolled_out.run / "recorded"
-    shape, drawn = read_shape(TWO_DIGIT_ADDITION), [read_groups(batch_directory(recorded, step)) for step in (1, 2)]
+    shape, drawn = (
+        read_shape(TWO_DIGIT_ADDITION),
+        [read_groups(batch_directory(recorded, step)) for step in (1, 2)],
+    )
     assert [len(groups) for groups in drawn] == [16, 16]
-    assert len({group.prompt.id for groups in drawn for group, _ in groups}) == 32, "no prompt twice"
+    assert len({group.prompt.id for groups in drawn for group, _ in groups}) == 32, (
+        "no prompt twice"
+    )
     assert all(
-        rollout.routes is not None and rollout.routes.shape[1:] == (len(shape.moe_layers), shape.topk)
-        for groups in drawn for _, rollouts in groups for rollout in rollouts
-    )  # fmt: skip
+        rollout.routes is not None
+        and rollout.routes.shape[1:] == (len(shape.moe_layers), shape.topk)
+        for groups in drawn
+        for _, rollouts in groups
+        for rollout in rollouts
+    )
     overrides = ("mode=train_only", f"rollout.recorded={rolled_out.run}", steps)
     trained = complete(start_job(tmp_path / "trained", *overrides), tmp_path / "trained/job")
     assert named(trained.processes, "sglang") == []
@@ -165,21 +273,37 @@ def test_recorded_rollouts_are_trained_on_without_an_engine(engine: tuple[str, .
     assert 1e-3 < first["mismatch/logprob_abs_mean"] < 0.2, "rounded weights, and their own rows"
     assert 0 < first["mismatch/route_disagreement"] < 0.2 and first["train/samples"] > 0
     for name in ("reward/mean", "rollout/tokens", "rollout/zero_variance_rate"):
-        assert [r[name] for r in trained.records[1:]] == [r[name] for r in rolled_out.records[1:]], name
+        assert [r[name] for r in trained.records[1:]] == [
+            r[name] for r in rolled_out.records[1:]
+        ], name
 
 
-def test_a_model_from_scratch_learns_a_users_own_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_from_scratch_learns_a_users_own_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The cold start of a checkpoint, with a prompt source and a reward from outside the project."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests/doors/examples"), prepend=":")
     job = start_job(
-        tmp_path, "data=custom", "data.source=own_source:Products", "data.num_train=500", "reward=custom",
-        "reward.name=own_reward:RightAndShort", "reward.options={limit: 24}", "rollout.max_new_tokens=8",
-        "train.total_steps=6", "eval.first=6", "run.save_weights=true", "logger.progress=true", experiment="cold_start",
-    )  # fmt: skip
+        tmp_path,
+        "data=custom",
+        "data.source=own_source:Products",
+        "data.num_train=500",
+        "reward=custom",
+        "reward.name=own_reward:RightAndShort",
+        "reward.options={limit: 24}",
+        "rollout.max_new_tokens=8",
+        "train.total_steps=6",
+        "eval.first=6",
+        "run.save_weights=true",
+        "logger.progress=true",
+        experiment="cold_start",
+    )
     output, _ = job.communicate(timeout=360)
     assert job.returncode == 0, output[-4000:]
     assert "warning: eval.stop_at=0.3 was not reached in 6 steps" in output
-    records = [json.loads(line) for line in (tmp_path / "job/metrics.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (tmp_path / "job/metrics.jsonl").read_text().splitlines()
+    ]
     assert records[6]["train/loss"] < 0.9 * records[1]["train/loss"]
     assert [record["step"] for record in records if "eval/accuracy" in record] == [6]
     weights = load_file(tmp_path / "job/checkpoints/step-6/model.safetensors")

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from megatron_rl.engines.frozen_processes import FrozenProcesses, ProcessStopped
 from sglang_bridge.process_table import kill, state, tree
-from megatron_rl.engines.frozen_processes import ProcessStopped, Pulse
 
 
 class Clock:
@@ -38,15 +38,19 @@ def wait_until(pid: int, letter: str) -> None:
         pass
 
 
-def test_a_stopped_process_anywhere_below_is_named_after_a_while(parent: subprocess.Popen[str]) -> None:
+def test_a_stopped_process_anywhere_below_is_named_after_a_while(
+    parent: subprocess.Popen[str],
+) -> None:
     child, clock = child_of(parent), Clock()
-    pulse = Pulse(5.0, clock=clock)
+    pulse = FrozenProcesses(5.0, clock=clock)
     os.kill(child, signal.SIGSTOP)
     wait_until(child, "T")
     for clock.now in range(1, 6):
         pulse.look({"engine http://e": parent.pid})
     clock.now = 6
-    with pytest.raises(ProcessStopped, match=rf"engine http://e was stopped \(SIGSTOP\).*5 s: process {child}"):
+    with pytest.raises(
+        ProcessStopped, match=rf"engine http://e was stopped \(SIGSTOP\).*5 s: process {child}"
+    ):
         pulse.look({"engine http://e": parent.pid})
 
 
@@ -54,7 +58,7 @@ def test_a_process_that_is_continued_starts_anew_and_time_nobody_looked_does_not
     parent: subprocess.Popen[str],
 ) -> None:
     child, clock = child_of(parent), Clock()
-    pulse = Pulse(5.0, clock=clock)
+    pulse = FrozenProcesses(5.0, clock=clock)
     os.kill(child, signal.SIGSTOP)
     wait_until(child, "T")
     clock.now = 1000.0  # the trainer itself was suspended: this counts two seconds
@@ -72,4 +76,4 @@ def test_a_process_that_is_continued_starts_anew_and_time_nobody_looked_does_not
 
 def test_a_process_that_has_ended_is_nobody() -> None:
     assert state(2**22 + 1) == ""
-    Pulse(0.0).look({"gone": 2**22 + 1})
+    FrozenProcesses(0.0).look({"gone": 2**22 + 1})

@@ -1,4 +1,7 @@
-"""What a node runs beside its ranks ends in time, whatever state it is in. A supervised `sleep` stands in."""
+"""What a node runs beside its ranks ends in time, whatever state it is in.
+
+A supervised `sleep` stands in.
+"""
 
 import os
 import signal
@@ -9,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from sglang_bridge.process_table import lives, tree
-from megatron_rl.engines.frozen_processes import ProcessStopped, Pulse
-from megatron_rl.engines.node_processes import NodeServices
+from megatron_rl.engines.frozen_processes import FrozenProcesses, ProcessStopped
+from megatron_rl.engines.node_processes import NodeProcesses
 from sglang_bridge.engine import Engine
 from sglang_bridge.lifeline import Lifeline, start_supervised
+from sglang_bridge.process_table import lives, tree
 
 _SLEEP = "import subprocess; subprocess.Popen(['sleep', '60']).wait()"
 
@@ -55,14 +58,18 @@ class Sleeper:
 
 
 @pytest.fixture
-def services(tmp_path: Path) -> NodeServices:
-    services = NodeServices(node=0, log_directory=tmp_path)
+def services(tmp_path: Path) -> NodeProcesses:
+    services = NodeProcesses(node=0, log_directory=tmp_path)
     services._engines.append(Sleeper(services._lifeline))  # type: ignore[arg-type]
     return services
 
 
-@pytest.mark.parametrize("stopped", [(), (0,), (2,), (0, 1, 2)], ids=["none", "supervisor", "engine", "all"])
-def test_nothing_is_left_whatever_was_stopped(services: NodeServices, stopped: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    "stopped", [(), (0,), (2,), (0, 1, 2)], ids=["none", "supervisor", "engine", "all"]
+)
+def test_nothing_is_left_whatever_was_stopped(
+    services: NodeProcesses, stopped: tuple[int, ...]
+) -> None:
     everything = [process.pid for process in tree(services._engines[0].pid)]
     assert len(everything) == 3
     for index in stopped:
@@ -77,8 +84,8 @@ def test_nothing_is_left_whatever_was_stopped(services: NodeServices, stopped: t
     services.stop(1.5)
 
 
-def test_a_stopped_engine_ends_the_run_after_a_while(services: NodeServices) -> None:
-    services._pulse = Pulse(0.3)
+def test_a_stopped_engine_ends_the_run_after_a_while(services: NodeProcesses) -> None:
+    services._pulse = FrozenProcesses(0.3)
     services.check()
     os.kill(tree(services._engines[0].pid)[-1].pid, signal.SIGSTOP)
     with pytest.raises(ProcessStopped, match="engine http://127"):
@@ -90,13 +97,15 @@ def test_a_stopped_engine_ends_the_run_after_a_while(services: NodeServices) -> 
 
 @pytest.mark.parametrize("death", ["ended", "supervisor killed", "trainer killed"])
 def test_shared_memory_of_engines_is_removed_whoever_dies(tmp_path: Path, death: str) -> None:
-    """Python's resource tracker, which would do it, is killed with them; SGLang's own files nobody tracks."""
+    """Python's resource tracker, which would do it, is killed with them; SGLang's own files nobody
+    tracks.
+    """
     code = (
         "import multiprocessing, signal, time\nfrom multiprocessing.shared_memory import SharedMemory\n"
         "lock, memory = multiprocessing.get_context('spawn').Lock(), SharedMemory(create=True, size=4096)\n"
         "print(memory.name, flush=True)\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(60)\n"
     )
-    services, log = NodeServices(node=0, log_directory=tmp_path), tmp_path / "log"
+    services, log = NodeProcesses(node=0, log_directory=tmp_path), tmp_path / "log"
     services._engines.append(engine := Sleeper(services._lifeline, code, log))  # type: ignore[arg-type]
     while len(log.read_text()) < 5:
         time.sleep(0.05)

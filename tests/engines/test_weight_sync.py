@@ -8,12 +8,15 @@ import pytest
 import torch
 
 from megatron_rl.config.schema import SyncSettings
-from megatron_rl.engines.weight_sync import Bystander, WeightSync
+from megatron_rl.engines.weight_sync import FollowerSync, WeightSync
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import WeightMismatch
 from sglang_bridge.weights.expectation import WeightExpectation
 
-WEIGHTS = {"model.norm.weight": torch.arange(8.0), "model.layers.0.self_attn.o_proj.weight": torch.eye(4)}
+WEIGHTS = {
+    "model.norm.weight": torch.arange(8.0),
+    "model.layers.0.self_attn.o_proj.weight": torch.eye(4),
+}
 HELD = Callable[[dict[str, str]], dict[str, str]]
 
 
@@ -49,7 +52,9 @@ def truth(expected: dict[str, str]) -> dict[str, str]:
     return expected
 
 
-def make_sync(held: HELD = truth, *, device: str = "cpu", audit_every: int = 3) -> tuple[WeightSync, FakeUpdater]:
+def make_sync(
+    held: HELD = truth, *, device: str = "cpu", audit_every: int = 3
+) -> tuple[WeightSync, FakeUpdater]:
     updater = FakeUpdater(FakeAdmin(held, device=device))
 
     def expect() -> WeightExpectation:
@@ -82,7 +87,11 @@ def test_without_further_audits_the_first_sync_is_still_audited() -> None:
 
 def test_an_audit_says_how_much_it_compared() -> None:
     sync, _ = make_sync()
-    assert send(sync) == {"sync/version": 0.0, "sync/audit_mismatches": 0.0, "sync/audit_compared": 2.0}
+    assert send(sync) == {
+        "sync/version": 0.0,
+        "sync/audit_mismatches": 0.0,
+        "sync/audit_compared": 2.0,
+    }
 
 
 @pytest.mark.parametrize(
@@ -107,8 +116,12 @@ def test_engines_that_cannot_be_audited_by_value_are_compared_by_name_and_said_s
     assert send(sync) == {"sync/version": 0.0}
     assert "device=cuda" in sync.audit_obstacle
     assert send(sync) == {"sync/version": 1.0} and len(updater.pushed) == 2
-    unknown, _ = make_sync(lambda e: {k: v for k, v in e.items() if k != "model.norm.weight"}, device="cuda")
-    with pytest.raises(WeightMismatch, match=r"model\.norm\.weight \(the engine has no such parameter\)"):
+    unknown, _ = make_sync(
+        lambda e: {k: v for k, v in e.items() if k != "model.norm.weight"}, device="cuda"
+    )
+    with pytest.raises(
+        WeightMismatch, match=r"model\.norm\.weight \(the engine has no such parameter\)"
+    ):
         send(unknown)
 
 
@@ -128,6 +141,6 @@ def test_a_bystander_exhausts_the_export() -> None:
             yield name, tensor
 
     sync, _ = make_sync()
-    assert Bystander().send(SimpleNamespace(version=0), export()) == {}  # type: ignore[arg-type]
+    assert FollowerSync().send(SimpleNamespace(version=0), export()) == {}  # type: ignore[arg-type]
     assert seen == list(WEIGHTS)
     assert sync.next_command().version == 0

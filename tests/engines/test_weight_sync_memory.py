@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_rl.contracts.commands import Sync
-from megatron_rl.engines.weight_sync import Bystander
+from megatron_rl.engines.weight_sync import FollowerSync
 from sglang_bridge.errors import WeightMismatch
 from tests.engines.test_weight_sync import FakeAdmin, make_sync, send, truth
 
@@ -24,7 +24,7 @@ def test_a_bystander_keeps_none_of_the_tensors() -> None:
             del tensor
             alive.append(sum(kept() is not None for kept in exported))
 
-    Bystander().send(Sync(version=0, audit=True), export())
+    FollowerSync().send(Sync(version=0, audit=True), export())
     assert alive == [0, 0, 0]
 
 

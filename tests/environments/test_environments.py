@@ -6,12 +6,12 @@ import msgspec
 import pytest
 
 from megatron_rl.config.schema import EnvironmentSettings
-from megatron_rl.contracts.plugins import DoorError
+from megatron_rl.contracts.plugins import PluginError
 from megatron_rl.contracts.rollout import Role
-from megatron_rl.environments.rollout_builder import RolloutRejected
+from megatron_rl.environments.demonstration import Demonstration
 from megatron_rl.environments.environment import for_evaluation, open_environment
+from megatron_rl.environments.rollout_builder import RolloutRejected
 from megatron_rl.environments.single_turn import SingleTurn
-from megatron_rl.environments.demonstration import Worked
 from tests.support.scripted_model import PROMPT, ScriptedModel, Turn, open_episode
 
 TWO_TURNS = '''
@@ -46,26 +46,32 @@ def test_single_turn_is_the_default() -> None:
     episode = open_episode(model)
     environment = open_environment(EnvironmentSettings())
     asyncio.run(environment.play(episode))
-    assert isinstance(environment, SingleTurn) and [s.role for s in episode.rollout().segments][1:] == [Role.RESPONSE]
+    assert isinstance(environment, SingleTurn) and [s.role for s in episode.rollout().segments][
+        1:
+    ] == [Role.RESPONSE]
 
 
 def test_worked_shows_the_prompts_own_response() -> None:
-    environment = open_environment(EnvironmentSettings(name="worked"))
+    environment = open_environment(EnvironmentSettings(name="demonstration"))
     episode = open_episode(ScriptedModel([]), routes=None)
     asyncio.run(environment.play(episode))
-    assert episode.text == PROMPT.worked and episode.rollout().segments[1].logprobs is None
+    assert episode.text == PROMPT.demonstration and episode.rollout().segments[1].logprobs is None
     assert isinstance(for_evaluation(environment), SingleTurn)
 
 
 def test_a_prompt_without_a_worked_response_is_rejected() -> None:
-    episode = open_episode(ScriptedModel([]), prompt=msgspec.structs.replace(PROMPT, worked=""))
+    episode = open_episode(
+        ScriptedModel([]), prompt=msgspec.structs.replace(PROMPT, demonstration="")
+    )
     with pytest.raises(RolloutRejected, match="prompt q has no worked response") as caught:
-        asyncio.run(Worked().play(episode))
+        asyncio.run(Demonstration().play(episode))
     assert caught.value.reason == "not_worked"
 
 
 def test_an_environment_of_ones_own(module: str) -> None:
-    environment = open_environment(EnvironmentSettings(name=f"{module}:SecondChance", options={"hint": "no"}))
+    environment = open_environment(
+        EnvironmentSettings(name=f"{module}:SecondChance", options={"hint": "no"})
+    )
     assert for_evaluation(environment) is environment
     for first, turns in (("46", 1), ("4", 2)):
         model = ScriptedModel([Turn.saying(first), Turn.saying("046")])
@@ -82,5 +88,5 @@ def test_doors_that_lead_nowhere_are_named(module: str) -> None:
         (f"{module}:Ordinary", {}, "async def play"),
         ("second_chance_of_nobody:X", {}, "no module second_chance_of_nobody"),
     ):
-        with pytest.raises(DoorError, match=words):
+        with pytest.raises(PluginError, match=words):
             open_environment(EnvironmentSettings(name=name, options=options))

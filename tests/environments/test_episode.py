@@ -1,4 +1,6 @@
-"""Episodes against a scripted model: tokens, masks, log-probabilities, versions and route rows by hand."""
+"""Episodes against a scripted model: tokens, masks, log-probabilities, versions and route rows by
+hand.
+"""
 
 import asyncio
 from itertools import pairwise
@@ -11,8 +13,8 @@ from hypothesis import strategies as st
 
 from megatron_rl.contracts.rollout import FinishReason, Role, Rollout
 from megatron_rl.contracts.routes import RouteError, RouteShape
-from megatron_rl.environments.rollout_builder import RolloutRejected
 from megatron_rl.environments.episode import Episode, Response
+from megatron_rl.environments.rollout_builder import RolloutRejected
 from megatron_rl.models.tokenizer import UnknownText
 from tests.support.scripted_model import (
     EOS,
@@ -29,7 +31,9 @@ from tests.support.scripted_model import (
 N = len(PROMPT.token_ids)
 
 
-def played(turns: list[Turn], *between: str, **rules: object) -> tuple[Rollout, Episode, ScriptedModel]:
+def played(
+    turns: list[Turn], *between: str, **rules: object
+) -> tuple[Rollout, Episode, ScriptedModel]:
     """Respond once for each turn, observing a text after each but the last."""
     model = ScriptedModel(turns)
     episode = open_episode(model, **rules)  # type: ignore[arg-type]
@@ -57,8 +61,17 @@ def rejected(turn: Turn, **rules: object) -> str:
 def test_one_turn() -> None:
     rollout, episode, model = played([Turn.saying("046")])
     prompt, response = rollout.segments
-    assert (prompt.role, prompt.trainable, prompt.logprobs, prompt.route_rows) == (Role.PROMPT, False, None, (0, N))
-    assert (response.role, response.trainable, response.route_rows) == (Role.RESPONSE, True, (N, N + 3))
+    assert (prompt.role, prompt.trainable, prompt.logprobs, prompt.route_rows) == (
+        Role.PROMPT,
+        False,
+        None,
+        (0, N),
+    )
+    assert (response.role, response.trainable, response.route_rows) == (
+        Role.RESPONSE,
+        True,
+        (N, N + 3),
+    )
     assert prompt.version == response.version == 3
     np.testing.assert_array_equal(response.logprobs, logprobs([*TOKENIZER.encode("046"), EOS]))
     np.testing.assert_array_equal(rollout.routes, wire_rows(1, N + 3)[:, [0, 2]])
@@ -69,8 +82,14 @@ def test_one_turn() -> None:
 
 
 def test_two_turns_with_an_observation_between() -> None:
-    rollout, episode, model = played([Turn.saying("4", version="3"), Turn.saying("046", version="5")], "no,")
-    first, seen, second = (*TOKENIZER.encode("4"), EOS), TOKENIZER.encode("no,"), (*TOKENIZER.encode("046"), EOS)
+    rollout, episode, model = played(
+        [Turn.saying("4", version="3"), Turn.saying("046", version="5")], "no,"
+    )
+    first, seen, second = (
+        (*TOKENIZER.encode("4"), EOS),
+        TOKENIZER.encode("no,"),
+        (*TOKENIZER.encode("046"), EOS),
+    )
     assert model.asked == [(PROMPT.token_ids, 32), ((*PROMPT.token_ids, *first, *seen), 32 - 2 - 3)]
     assert tokens_of(rollout) == [*PROMPT.token_ids, *first, *seen, *second]
     roles = [(s.role, s.trainable, s.version, s.logprobs is not None) for s in rollout.segments]
@@ -80,8 +99,14 @@ def test_two_turns_with_an_observation_between() -> None:
         (Role.TOOL, False, 5, False),
         (Role.RESPONSE, True, 5, True),
     ]
-    assert [s.route_rows for s in rollout.segments] == [(0, N), (N, N + 2), (N + 2, N + 5), (N + 5, N + 8)]
-    # The first turn's last token was first an input in the second turn: its row is the second turn's.
+    assert [s.route_rows for s in rollout.segments] == [
+        (0, N),
+        (N, N + 2),
+        (N + 2, N + 5),
+        (N + 5, N + 8),
+    ]
+    # The first turn's last token was first an input in the second turn: its row is the second
+    # turn's.
     expected = np.concatenate([wire_rows(1, N + 1), wire_rows(2, N + 8)[N + 1 :]])[:, [0, 2]]
     np.testing.assert_array_equal(rollout.routes, expected)
     assert (episode.text, episode.sampled_tokens) == ("046", 6)
@@ -107,13 +132,19 @@ def test_what_a_retracted_request_read_has_its_last_version() -> None:
 def test_the_budget_bounds_sampled_and_observed_tokens() -> None:
     rollout, episode, model = played([Turn.saying("4")], "0123", budget=6)
     assert len(model.asked) == 1  # 2 sampled and 4 observed: nothing is left to ask for
-    assert tokens_of(rollout) == [*PROMPT.token_ids, *TOKENIZER.encode("4"), EOS]  # nobody read the observation
+    assert tokens_of(rollout) == [
+        *PROMPT.token_ids,
+        *TOKENIZER.encode("4"),
+        EOS,
+    ]  # nobody read the observation
     assert len(rollout.routes) == len(tokens_of(rollout)) - 1  # type: ignore[arg-type]
     assert rollout.finish_reason is FinishReason.LENGTH and episode.text == ""
 
 
 def test_a_response_that_was_cut_off_is_the_last() -> None:
-    _, episode, model = played([Turn(TOKENIZER.encode("04"), (("3", 2),), FinishReason.LENGTH)], "no")
+    _, episode, model = played(
+        [Turn(TOKENIZER.encode("04"), (("3", 2),), FinishReason.LENGTH)], "no"
+    )
     assert len(model.asked) == 1
     assert asyncio.run(episode.respond()) == Response("", FinishReason.LENGTH)
 
@@ -135,7 +166,11 @@ def test_a_demonstration_is_trained_without_logprobs() -> None:
     assert tokens_of(rollout) == [*PROMPT.token_ids, *TOKENIZER.encode("046"), EOS]
     assert (response.role, response.trainable, response.logprobs) == (Role.RESPONSE, True, None)
     assert (prompt.route_rows, response.route_rows, rollout.routes) == ((0, N), (N, N + 3), None)
-    assert (episode.text, rollout.finish_reason, episode.sampled_tokens) == ("046", FinishReason.STOP, 0)
+    assert (episode.text, rollout.finish_reason, episode.sampled_tokens) == (
+        "046",
+        FinishReason.STOP,
+        0,
+    )
 
 
 def test_a_demonstration_needs_room_and_has_no_routes() -> None:
@@ -182,16 +217,24 @@ turn_texts = st.text("0123456789", min_size=1, max_size=5)
 
 @given(
     st.lists(
-        st.tuples(turn_texts, turn_texts | st.just(""), st.integers(0, 4), st.integers(0, 3)), min_size=1, max_size=5
+        st.tuples(turn_texts, turn_texts | st.just(""), st.integers(0, 4), st.integers(0, 3)),
+        min_size=1,
+        max_size=5,
     )
 )
-def test_every_row_is_of_the_call_that_first_read_its_token(turns: list[tuple[str, str, int, int]]) -> None:
-    """However many turns, spans and observations: the segments tile the tokens, the rows the inputs."""
+def test_every_row_is_of_the_call_that_first_read_its_token(
+    turns: list[tuple[str, str, int, int]],
+) -> None:
+    """However many turns, spans and observations: the segments tile the tokens, the rows the
+    inputs.
+    """
     script, expected, first_call = [], list(PROMPT.token_ids), [1] * N
     for call, (text, seen, cut, grown) in enumerate(turns, start=1):
         ids = (*TOKENIZER.encode(text), EOS)
         cut = min(cut, len(ids))
-        spans = tuple((v, n) for v, n in ((str(call), cut), (str(call + grown), len(ids) - cut)) if n)
+        spans = tuple(
+            (v, n) for v, n in ((str(call), cut), (str(call + grown), len(ids) - cut)) if n
+        )
         script.append(Turn(ids, spans))
         # the last sampled token and what is observed next are read by the next call
         expected += [*ids, *TOKENIZER.encode(seen)]
@@ -207,4 +250,6 @@ def test_every_row_is_of_the_call_that_first_read_its_token(turns: list[tuple[st
     assert bounds[0][0] == 0 and bounds[-1][1] == num_tokens - 1
     assert all(left[1] == right[0] for left, right in pairwise(bounds))
     for segment in rollout.segments:
-        assert (segment.logprobs is not None) == segment.trainable == (segment.role is Role.RESPONSE)
+        assert (
+            (segment.logprobs is not None) == segment.trainable == (segment.role is Role.RESPONSE)
+        )

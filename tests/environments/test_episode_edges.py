@@ -1,4 +1,6 @@
-"""Episodes at their edges: before the first response, the last token of a budget, and whose rollout it is."""
+"""Episodes at their edges: before the first response, the last token of a budget, and whose rollout
+it is.
+"""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
@@ -8,10 +10,10 @@ import pytest
 
 from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.contracts.rollout import FinishReason
-from megatron_rl.environments.rollout_builder import RolloutRejected
 from megatron_rl.environments.episode import Episode, EpisodeRules
-from tests.support.scripted_model import PROMPT, TOKENIZER, ScriptedModel, Turn
+from megatron_rl.environments.rollout_builder import RolloutRejected
 from tests.environments.test_episode import played
+from tests.support.scripted_model import PROMPT, TOKENIZER, ScriptedModel, Turn
 
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=32)
 
@@ -20,7 +22,15 @@ def test_a_rollout_says_whose_it_is() -> None:
     model = ScriptedModel([Turn.saying("046")])
     rules = EpisodeRules(sampling=SAMPLING, routes=None, train_truncated=True)
     with ThreadPoolExecutor(1, thread_name_prefix="checks") as threads:
-        episode = Episode(PROMPT, model.generate, TOKENIZER, rules, rollout_id="q/5", sample_index=5, threads=threads)
+        episode = Episode(
+            PROMPT,
+            model.generate,
+            TOKENIZER,
+            rules,
+            rollout_id="q/5",
+            sample_index=5,
+            threads=threads,
+        )
         assert (episode.text, episode.finish_reason) == ("", None)
         asyncio.run(_respond(episode))
         assert len(threads._threads) == 1, "replies are checked in the threads it was given"

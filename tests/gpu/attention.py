@@ -1,4 +1,6 @@
-"""Attention over packed sequences: torch's variable-length kernel against padded batches in higher precision."""
+"""Attention over packed sequences: torch's variable-length kernel against padded batches in higher
+precision.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,21 @@ def attention(setting: Setting, report: Report) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     lengths = [7, 64, 33, 1] if setting.small else [700, 3000, 128, 1, 2048, 2315]
     half, exact = (_gradients(lengths, device, dtype) for dtype in (torch.bfloat16, torch.float32))
-    for name, ours, theirs in zip(("output", "query_grad", "key_grad", "value_grad"), half, exact, strict=True):
-        report.at_most(f"{name}_error", float((ours.float() - theirs).abs().max() / theirs.abs().max()), MOST_ERROR)
+    for name, ours, theirs in zip(
+        ("output", "query_grad", "key_grad", "value_grad"), half, exact, strict=True
+    ):
+        report.at_most(
+            f"{name}_error",
+            float((ours.float() - theirs).abs().max() / theirs.abs().max()),
+            MOST_ERROR,
+        )
     module = _module()
     report.note("varlen_available", module._varlen.available)
     probe = torch.zeros(1, 1, _DIM, device=device, dtype=torch.bfloat16)
-    report.holds("varlen_used_where_it_should", module._varlen.fits(probe, probe, probe) == (device.type == "cuda"))
+    report.holds(
+        "varlen_used_where_it_should",
+        module._varlen.fits(probe, probe, probe) == (device.type == "cuda"),
+    )
     if device.type == "cuda":
         report.note("16k_tokens_ms", _milliseconds([4096] * 4, device))
 
@@ -39,10 +50,17 @@ def _module() -> Any:
     return CpuCoreAttention(SimpleNamespace(context_parallel_size=1), 1, None, "self")  # type: ignore[arg-type]
 
 
-def _inputs(lengths: list[int], device: torch.device, dtype: torch.dtype) -> tuple[list[torch.Tensor], PackedSeqParams]:
+def _inputs(
+    lengths: list[int], device: torch.device, dtype: torch.dtype
+) -> tuple[list[torch.Tensor], PackedSeqParams]:
     generator = torch.Generator().manual_seed(0)
-    drawn = [torch.randn(sum(lengths), heads, _DIM, generator=generator) for heads in (_HEADS, _GROUPS, _GROUPS)]
-    inputs = [t.bfloat16().to(device, dtype).requires_grad_() for t in drawn]  # both precisions get the same numbers
+    drawn = [
+        torch.randn(sum(lengths), heads, _DIM, generator=generator)
+        for heads in (_HEADS, _GROUPS, _GROUPS)
+    ]
+    inputs = [
+        t.bfloat16().to(device, dtype).requires_grad_() for t in drawn
+    ]  # both precisions get the same numbers
     bounds = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
     params = PackedSeqParams(
         qkv_format="thd",
@@ -57,7 +75,11 @@ def _inputs(lengths: list[int], device: torch.device, dtype: torch.dtype) -> tup
 def _gradients(lengths: list[int], device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
     inputs, params = _inputs(lengths, device, dtype)
     out = _module()(*inputs, None, packed_seq_params=params)
-    seed = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(device, dtype)
+    seed = (
+        torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+        .bfloat16()
+        .to(device, dtype)
+    )
     return [out.detach(), *torch.autograd.grad(out, inputs, seed)]
 
 

@@ -1,4 +1,6 @@
-"""A machine that has torch and transformers, what those bring, and the bundle: nothing else can be imported there."""
+"""A machine that has torch and transformers, what those bring, and the bundle: nothing else can be
+imported there.
+"""
 
 from __future__ import annotations
 
@@ -56,18 +58,34 @@ def closure(names: Iterable[str]) -> set[str]:
             continue
         found.add(name)
         requirements = [Requirement(line) for line in required]
-        waiting += [normal(r.name) for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})]
+        waiting += [
+            normal(r.name)
+            for r in requirements
+            if r.marker is None or r.marker.evaluate({"extra": ""})
+        ]
     return found
 
 
 def write_blocker(directory: Path, also: Iterable[str] = ()) -> None:
-    """A `sitecustomize` that makes this interpreter a bare machine's. also: distributions that it shall have too."""
+    """A `sitecustomize` that makes this interpreter a bare machine's.
+
+    also: distributions that it shall have too.
+    """
     own = {"espo-megatron-rl"}
-    allowed = closure(TYPICAL) | {normal(name) for name in bundled()} | {normal(name) for name in also} | own
+    allowed = (
+        closure(TYPICAL)
+        | {normal(name) for name in bundled()}
+        | {normal(name) for name in also}
+        | own
+    )
     by_module = importlib.metadata.packages_distributions()
-    blocked = {top for top, names in by_module.items() if not {normal(name) for name in names} & allowed}
+    blocked = {
+        top for top, names in by_module.items() if not {normal(name) for name in names} & allowed
+    }
     folder = importlib.metadata.distribution("setuptools").locate_file("setuptools/_vendor")
-    blocked -= {file.name.removesuffix(".py") for file in Path(str(folder)).iterdir()}  # it brings these along
+    blocked -= {
+        file.name.removesuffix(".py") for file in Path(str(folder)).iterdir()
+    }  # it brings these along
     directory.mkdir(parents=True, exist_ok=True)
     text = _BLOCKER.format(blocked=sorted(blocked))
     (directory / "sitecustomize.py").write_text(text)

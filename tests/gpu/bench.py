@@ -16,7 +16,14 @@ _SMALL = ("--device", "cpu", "--operations", "objective", "--repeats", "1")
 def bench(setting: Setting, report: Report) -> None:
     """Run `python -m bench` and keep its rows."""
     output = setting.scratch / "bench.json"
-    command = [sys.executable, "-m", "bench", "--output", str(output), *(_SMALL if setting.small else ())]
+    command = [
+        sys.executable,
+        "-m",
+        "bench",
+        "--output",
+        str(output),
+        *(_SMALL if setting.small else ()),
+    ]
     done = subprocess.run(command, cwd=KERNELS, capture_output=True, text=True)
     print(done.stdout, done.stderr[-4_000:])
     report.holds("bench_succeeded", done.returncode == 0)

@@ -1,4 +1,6 @@
-"""Export: what a worker saves in Hugging Face format computes in transformers what the trainer's model does."""
+"""Export: what a worker saves in Hugging Face format computes in transformers what the trainer's
+model does.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,12 @@ def export(setting: Setting, report: Report) -> None:
     """A worker with random weights: save, load in transformers, compare packed logits."""
     from transformers import AutoModelForCausalLM
 
-    write_model(setting.scratch / "model", small=setting.small, layers=2, vocabulary=512 if setting.small else 32_000)
+    write_model(
+        setting.scratch / "model",
+        small=setting.small,
+        layers=2,
+        vocabulary=512 if setting.small else 32_000,
+    )
     worker = open_worker(configure(setting.scratch / "model", setting.scratch), setting.scratch)
     target, start = setting.scratch / "exported", time.perf_counter()
     worker.save(target)
@@ -34,11 +41,18 @@ def export(setting: Setting, report: Report) -> None:
     device = worker.layout.device
     batch = pack(list(INDICES))
     packed = type(batch)(
-        *(t.to(device) for t in (batch.input_ids, batch.position_ids, batch.cu_seqlens)), batch.max_seqlen
+        *(t.to(device) for t in (batch.input_ids, batch.position_ids, batch.cu_seqlens)),
+        batch.max_seqlen,
     )
-    inputs = {"input_ids": packed.input_ids, "position_ids": packed.position_ids, "attention_mask": None}
+    inputs = {
+        "input_ids": packed.input_ids,
+        "position_ids": packed.position_ids,
+        "attention_mask": None,
+    }
     with torch.no_grad():
-        ours = worker.policy.models[0](**inputs, packed_seq_params=packed.packed_seq_params())[0].float()
+        ours = worker.policy.models[0](**inputs, packed_seq_params=packed.packed_seq_params())[
+            0
+        ].float()
         loaded = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
         theirs = torch.cat([loaded(input_ids=sequence(i)[None]).logits[0] for i in INDICES])
     error = (ours.cpu()[:, : theirs.shape[1]] - theirs).abs() / theirs.abs().max()

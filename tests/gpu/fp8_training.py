@@ -1,4 +1,6 @@
-"""FP8 matrix products of Transformer Engine in training: steps beside those in bfloat16. No CPU can run it."""
+"""FP8 matrix products of Transformer Engine in training: steps beside those in bfloat16. No CPU can
+run it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import torch
 
 from megatron_rl.contracts.launch_facts import has_transformer_engine
 from megatron_rl.mcore import parallel
-from megatron_rl.planning.step_planner import Planner
+from megatron_rl.planning.step_planner import StepPlanner
 from tests.gpu.stage import Report, Setting, Skipped, run
 from tests.gpu.workers import ROUTES_OF_NOBODY, configure, make_rollouts, open_worker, write_model
 
@@ -24,16 +26,24 @@ def fp8_training(setting: Setting, report: Report) -> None:
     if not (torch.cuda.is_available() and has_transformer_engine()):
         raise Skipped("it needs CUDA and Transformer Engine")
     shape = write_model(setting.scratch / "model", small=False, layers=2, vocabulary=32_000)
-    recipes = ["null", "tensorwise", "mxfp8" if torch.cuda.get_device_capability() >= (10, 0) else "blockwise"]
+    recipes = [
+        "null",
+        "tensorwise",
+        "mxfp8" if torch.cuda.get_device_capability() >= (10, 0) else "blockwise",
+    ]
     norms = {}
     for recipe in recipes:
         c = configure(
-            setting.scratch / "model", setting.scratch,
-            "model.spec=te", f"model.fp8={recipe}", "train.optimizer_steps_per_batch=1", ROUTES_OF_NOBODY,
-        )  # fmt: skip
+            setting.scratch / "model",
+            setting.scratch,
+            "model.spec=te",
+            f"model.fp8={recipe}",
+            "train.optimizer_steps_per_batch=1",
+            ROUTES_OF_NOBODY,
+        )
         worker = open_worker(c, setting.scratch)
         _store, refs, advantages = make_rollouts(shape, 8, prompt=64, response=449, seed=0)
-        plan = Planner(c.train, c.parallel, dp_size=1, seed=0).plan(0, refs, advantages)
+        plan = StepPlanner(c.train, c.parallel, dp_size=1, seed=0).plan(0, refs, advantages)
         values = worker.train(plan).metrics.values()
         norms[recipe] = values["train/grad_norm"]
         start = time.perf_counter()

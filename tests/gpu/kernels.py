@@ -14,9 +14,18 @@ _SMALL = ("tests/kernels/test_espo_golden.py", "tests/kernels/test_policy_loss_r
 
 def kernels(setting: Setting, report: Report) -> None:
     """Run pytest in this process's place and count."""
-    plain = ("-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:xdist.looponfail")  # one process, nothing written
+    plain = (
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-p",
+        "no:xdist.looponfail",
+    )  # one process, nothing written
     command = [sys.executable, "-m", "pytest", "-q", *plain, "--maxfail=20"]
-    done = subprocess.run([*command, *(_SMALL if setting.small else _ON_GPU)], capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, *(_SMALL if setting.small else _ON_GPU)], capture_output=True, text=True
+    )
     print(done.stdout[-20_000:], done.stderr[-4_000:])
     for outcome in ("passed", "failed", "error", "skipped"):
         found = re.findall(rf"(\d+) {outcome}", done.stdout)

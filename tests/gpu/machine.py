@@ -12,7 +12,16 @@ import torch
 
 from tests.gpu.stage import Report, Setting, run
 
-_VERSIONS = ("torch", "triton", "transformers", "megatron-core", "numpy", "sglang", "transformer-engine", "apex")
+_VERSIONS = (
+    "torch",
+    "triton",
+    "transformers",
+    "megatron-core",
+    "numpy",
+    "sglang",
+    "transformer-engine",
+    "apex",
+)
 _OPTIONAL = ("sglang", "transformer_engine.pytorch", "apex")
 
 
@@ -26,7 +35,9 @@ def machine(setting: Setting, report: Report) -> None:
             report.note(name, None)
     report.note("cuda", torch.version.cuda)
     report.note("cores", os.cpu_count())
-    report.note("compiler", shutil.which(os.environ.get("CC", "cc")) is not None)  # Triton compiles its launchers
+    report.note(
+        "compiler", shutil.which(os.environ.get("CC", "cc")) is not None
+    )  # Triton compiles its launchers
     report.note("imports", [name for name in _OPTIONAL if _imports(name)])
     if setting.small:
         report.note("device", platform.processor() or platform.machine())

@@ -1,4 +1,6 @@
-"""Every family's logits are those of transformers, with every spec that runs here, and its export keeps every bit."""
+"""Every family's logits are those of transformers, with every spec that runs here, and its export
+keeps every bit.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from tests.mcore.tiny_families import FAMILIES, randomized
 
 INDICES = range(12)
 FLOAT32 = 1e-4  # of logits of size 1 to 10; on GPUs sums have another order than transformers'
-BFLOAT16 = 0.05  # the mean: where rounding changes a token's experts its logits differ as far as they can
+BFLOAT16 = (
+    0.05  # the mean: where rounding changes a token's experts its logits differ as far as they can
+)
 
 
 def parity(setting: Setting, report: Report) -> None:
@@ -41,22 +45,30 @@ def parity(setting: Setting, report: Report) -> None:
             expected = torch.cat([hf(input_ids=sequence(i)[None]).logits[0] for i in INDICES])
         scale = float(expected.abs().max())
         report.holds(f"{family} logits_far_from_0", scale > 1)
-        error = (logits(directory, device, report, family, dtype="float32", spec="local") - expected).abs()
+        error = (
+            logits(directory, device, report, family, dtype="float32", spec="local") - expected
+        ).abs()
         report.at_most(f"{family} local float32 max", float(error.max()) / scale, FLOAT32)
         for spec in specs:
-            error = (logits(directory, device, report, family, dtype="bfloat16", spec=spec) - expected).abs()
+            error = (
+                logits(directory, device, report, family, dtype="bfloat16", spec=spec) - expected
+            ).abs()
             report.at_most(f"{family} {spec} bfloat16 mean", float(error.mean()) / scale, BFLOAT16)
     parallel.shutdown()
 
 
-def logits(directory: Path, device: torch.device, report: Report, family: str, **settings: Any) -> torch.Tensor:
+def logits(
+    directory: Path, device: torch.device, report: Report, family: str, **settings: Any
+) -> torch.Tensor:
     """Of the packed sequences, float32; and the loaded model exports what it was given."""
     shape = read_shape(directory)
     models = build_models(shape, ModelSettings(path=str(directory), **settings), ParallelSettings())
     load_hf_weights(models, shape, directory)
     batch = pack(list(INDICES))
     bounds = batch.cu_seqlens.to(device)
-    packed = type(batch)(batch.input_ids.to(device), batch.position_ids.to(device), bounds, batch.max_seqlen)
+    packed = type(batch)(
+        batch.input_ids.to(device), batch.position_ids.to(device), bounds, batch.max_seqlen
+    )
     with torch.no_grad():
         out = models[0](
             input_ids=packed.input_ids,

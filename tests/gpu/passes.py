@@ -1,4 +1,6 @@
-"""Old-policy pass and update pass compute the same log-probabilities, bit for bit, in both precisions."""
+"""Old-policy pass and update pass compute the same log-probabilities, bit for bit, in both
+precisions.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""FP8 quantisation of expert weights: every byte and scale of the reference's, its error, and its speed."""
+"""FP8 quantisation of expert weights: every byte and scale of the reference's, its error, and its
+speed.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def quantize(setting: Setting, report: Report) -> None:
     expected, expected_scales = quantize_fp8_blockwise(weight, block=_BLOCK, backend="reference")
     report.holds("bytes_equal", torch.equal(bytes_.view(torch.uint8), expected.view(torch.uint8)))
     report.holds("scales_equal", torch.equal(scales, expected_scales))
-    whole = scales.repeat_interleave(_BLOCK, -2)[:, :rows].repeat_interleave(_BLOCK, -1)[..., :columns]
+    whole = scales.repeat_interleave(_BLOCK, -2)[:, :rows].repeat_interleave(_BLOCK, -1)[
+        ..., :columns
+    ]
     error = (bytes_.float() * whole - weight.float()).abs()
     # below the smallest normal number, 2^-6, steps are 2^-9 of the block's scale
     allowed = _ROOM * torch.maximum(weight.float().abs() * _HALF_STEP, whole * 2**-10)

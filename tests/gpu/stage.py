@@ -1,4 +1,6 @@
-"""What the stages of `launch/gpu_check.py` share: their arguments, and the one line in which each reports."""
+"""What the stages of `launch/gpu_check.py` share: their arguments, and the one line in which each
+reports.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ class Skipped(Exception):
 
 @dataclass(frozen=True)
 class Setting:
-    """small: seconds on a CPU instead of what a GPU can hold. scratch: a directory of the stage's own."""
+    """small: seconds on a CPU instead of what a GPU can hold. scratch: a directory of the stage's
+    own.
+    """
 
     small: bool
     scratch: Path
@@ -50,7 +54,9 @@ class Report:
 
 
 def run(stage: Callable[[Setting, Report], None]) -> None:
-    """A stage's process: run it, print its report as the last line and exit with 1 when something is wrong."""
+    """A stage's process: run it, print its report as the last line and exit with 1 when something
+    is wrong.
+    """
     parser = argparse.ArgumentParser(description=stage.__doc__)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--scratch", type=Path, required=True)
@@ -65,5 +71,7 @@ def run(stage: Callable[[Setting, Report], None]) -> None:
     except Exception as error:
         traceback.print_exc()
         status, reason = "failed", f"{type(error).__name__}: {error}".partition("\n")[0][:300]
-    print(MARK + json.dumps({"status": status, "reason": reason, "values": report.values}), flush=True)
+    print(
+        MARK + json.dumps({"status": status, "reason": reason, "values": report.values}), flush=True
+    )
     raise SystemExit(status == "failed")

@@ -1,4 +1,6 @@
-"""`launch/gpu_check.py` runs from start to end on a CPU, goes on after a stage fails, and says what failed."""
+"""`launch/gpu_check.py` runs from start to end on a CPU, goes on after a stage fails, and says what
+failed.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ from types import ModuleType
 
 import pytest
 
-from tests.support.scripts import load_script, start_script
 from tests.gpu.bare_machine import bundled, closure, normal, write_blocker
+from tests.support.scripts import load_script, start_script
 
 ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_ENGINE = (
@@ -48,22 +50,37 @@ def test_every_stage_runs_small_on_a_cpu_with_torch_transformers_and_the_bundle(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "bare"))
     assert {*WITHOUT_ENGINE, "fp8_training", "engine"} == set(script.STAGES)
     out = tmp_path / "result.json"
-    command = [sys.executable, str(ROOT / "launch/gpu_check.py"), "--small", "--out", str(out), "--only"]
+    command = [
+        sys.executable,
+        str(ROOT / "launch/gpu_check.py"),
+        "--small",
+        "--out",
+        str(out),
+        "--only",
+    ]
     done = subprocess.run(
-        [*command, *WITHOUT_ENGINE, "fp8_training"], cwd=tmp_path, capture_output=True, text=True, check=False
+        [*command, *WITHOUT_ENGINE, "fp8_training"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     record = json.loads(out.read_text())
-    failed = {s["stage"]: [s["reason"], *s["tail"]] for s in record["stages"] if s["status"] == "failed"}
+    failed = {
+        s["stage"]: [s["reason"], *s["tail"]] for s in record["stages"] if s["status"] == "failed"
+    }
     assert done.returncode == 0, json.dumps(failed, indent=1)
     assert record["small"] and record["date"] and record["machine"]["torch"]
     stages = {stage["stage"]: stage for stage in record["stages"]}
-    assert {name: stage["status"] for name, stage in stages.items() if stage["status"] != "passed"} == {
-        "fp8_training": "skipped"
-    }
+    assert {
+        name: stage["status"] for name, stage in stages.items() if stage["status"] != "passed"
+    } == {"fp8_training": "skipped"}
     assert stages["train"]["values"]["replayed_tokens_s"] > 0
     assert stages["kernels"]["values"]["passed"] > 0
     assert stages["machine"]["values"]["imports"] == [], "SGLang is hidden"
-    assert "stage" in done.stdout and "replay_cost" in done.stdout and f"written: {out}" in done.stdout
+    assert (
+        "stage" in done.stdout and "replay_cost" in done.stdout and f"written: {out}" in done.stdout
+    )
 
 
 def write_stage(root: Path, name: str, body: str) -> None:
@@ -77,11 +94,20 @@ def report(**values: object) -> str:
 
 
 def test_the_others_run_after_one_fails_hangs_or_dies(
-    script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    script: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     write_stage(tmp_path, "machine", report(device="Some GPU (tm)", torch="9"))
-    write_stage(tmp_path, "dies", "print('what it said before')\nimport os\nos.kill(os.getpid(), 11)\n")
-    write_stage(tmp_path, "hangs", report(half="way") + "import sys, time\nsys.stdout.flush()\ntime.sleep(60)\n")
+    write_stage(
+        tmp_path, "dies", "print('what it said before')\nimport os\nos.kill(os.getpid(), 11)\n"
+    )
+    write_stage(
+        tmp_path,
+        "hangs",
+        report(half="way") + "import sys, time\nsys.stdout.flush()\ntime.sleep(60)\n",
+    )
     write_stage(tmp_path, "last", report(number=1.5))
     monkeypatch.setattr(script, "ROOT", tmp_path)
     monkeypatch.setattr(script, "STAGES", {"machine": 60, "dies": 60, "hangs": 6, "last": 60})
@@ -92,9 +118,13 @@ def test_the_others_run_after_one_fails_hangs_or_dies(
     assert [stage["status"] for stage in stages] == ["passed", "failed", "failed", "passed"]
     assert stages[1]["reason"] == "it ended with code -11 and without a report"
     assert stages[1]["tail"] == ["what it said before"]
-    assert stages[2]["reason"] == "it ran past its limit of 6 s" and stages[2]["values"] == {"half": "way"}
+    assert stages[2]["reason"] == "it ran past its limit of 6 s" and stages[2]["values"] == {
+        "half": "way"
+    }
     printed = capsys.readouterr().out
-    assert re.search(r"^last +passed +\d", printed, flags=re.MULTILINE) and "number = 1.5" in printed
+    assert (
+        re.search(r"^last +passed +\d", printed, flags=re.MULTILINE) and "number = 1.5" in printed
+    )
 
 
 def test_what_the_budget_does_not_cover_is_not_started(
@@ -118,7 +148,9 @@ def test_a_result_has_the_device_in_its_name(
     assert re.fullmatch(r"nvidia-h200-80gb-\d{4}-\d\d-\d\d-\d{4}\.json", file.name)
 
 
-def test_a_stage_sees_one_gpu_and_no_network(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_sees_one_gpu_and_no_network(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     assert script.environment(False)["CUDA_VISIBLE_DEVICES"] == "3"
     assert script.environment(True)["CUDA_VISIBLE_DEVICES"] == ""

@@ -1,4 +1,6 @@
-"""A worker as a run builds it, over a model with random weights, and rollouts that were never drawn."""
+"""A worker as a run builds it, over a model with random weights, and rollouts that were never
+drawn.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ import torch
 
 from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import Configuration
-from megatron_rl.contracts.launch_facts import LaunchFacts
 from megatron_rl.contracts.group import RolloutRef
+from megatron_rl.contracts.launch_facts import LaunchFacts
 from megatron_rl.contracts.rollout import FinishReason, Role, Rollout, Segment
 from megatron_rl.losses import open_loss
 from megatron_rl.mcore import parallel
@@ -26,19 +28,45 @@ from tests.support.character_tokenizer import write_character_tokenizer
 from tests.support.rollouts import make_ref
 
 ROUTES_OF_NOBODY = "train.max_route_disagreement=1"  # random ones are not what the routers choose
-_COMMON = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "eos_token_id": 1, "hidden_act": "silu",
-           "norm_topk_prob": True, "max_position_embeddings": 4096, "rope_theta": 1e6}  # fmt: skip
-_TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-         "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2, "vocab_size": 512}  # fmt: skip
-_LARGE = {"hidden_size": 1536, "num_hidden_layers": 12, "num_attention_heads": 16, "num_key_value_heads": 4,
-          "head_dim": 128, "moe_intermediate_size": 512, "num_experts": 64, "num_experts_per_tok": 8,
-          "vocab_size": 151_936}  # fmt: skip
+_COMMON = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "eos_token_id": 1,
+    "hidden_act": "silu",
+    "norm_topk_prob": True,
+    "max_position_embeddings": 4096,
+    "rope_theta": 1e6,
+}
+_TINY = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 512,
+}
+_LARGE = {
+    "hidden_size": 1536,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "moe_intermediate_size": 512,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "vocab_size": 151_936,
+}
 
 
 def write_model(
     directory: Path, *, small: bool, layers: int | None = None, vocabulary: int | None = None
 ) -> ModelShape:
-    """config.json and a tokenizer of a Qwen3-MoE: 2.4 billion parameters with 12 layers, or some thousand."""
+    """config.json and a tokenizer of a Qwen3-MoE: 2.4 billion parameters with 12 layers, or some
+    thousand.
+    """
     config: dict[str, Any] = dict(_COMMON)
     config |= _TINY if small else _LARGE
     config["intermediate_size"] = 4 * config["hidden_size"]
@@ -53,8 +81,19 @@ def write_model(
 def configure(model: Path, scratch: Path, *overrides: str) -> Configuration:
     """The configuration of a run over `model` whose engines are never spoken to."""
     dtype = "bfloat16" if torch.cuda.is_available() else "float32"
-    given = [f"model.path={model}", "model.init=random", f"model.dtype={dtype}", "parallel=single", "algo=espo"]
-    given += ["engine=external", "engine.urls=['http://127.0.0.1:3']", f"run.root={scratch}", *overrides]
+    given = [
+        f"model.path={model}",
+        "model.init=random",
+        f"model.dtype={dtype}",
+        "parallel=single",
+        "algo=espo",
+    ]
+    given += [
+        "engine=external",
+        "engine.urls=['http://127.0.0.1:3']",
+        f"run.root={scratch}",
+        *overrides,
+    ]
     return compose(given, facts=LaunchFacts.from_environment(os.environ))
 
 
@@ -68,7 +107,8 @@ def open_worker(c: Configuration, scratch: Path) -> Worker:
 def make_rollouts(
     shape: ModelShape, count: int, *, prompt: int, response: int, seed: int
 ) -> tuple[RolloutStore, list[RolloutRef], list[float]]:
-    """Rollouts of random tokens and routes in shared memory, where they lie, and advantages of both signs.
+    """Rollouts of random tokens and routes in shared memory, where they lie, and advantages of both
+    signs.
 
     The store has to outlive their use.
     """

@@ -33,9 +33,11 @@ def response_batch(
     masked: float = 0.2,
     one_advantage: bool = False,
 ) -> ResponseBatch:
-    """float64 batch. drift: spread of the log ratios. tied: entropies on a coarse grid. masked: share masked.
+    """float64 batch. drift: spread of the log ratios. tied: entropies on a coarse grid. masked:
+    share masked.
 
-    Of odd seeds every token has an advantage of its own, as in flat groups, unless one_advantage; some are 0.
+    Of odd seeds every token has an advantage of its own, as in flat groups, unless one_advantage;
+    some are 0.
     """
     rng = torch.Generator().manual_seed(seed)
     tokens = sum(lengths)
@@ -63,7 +65,9 @@ def response_batch(
 
 
 class Group(NamedTuple):
-    """Entropy group `tau` of a response: its tokens in the batch, their ratios and its clip width, in float64."""
+    """Entropy group `tau` of a response: its tokens in the batch, their ratios and its clip width,
+    in float64.
+    """
 
     response: int
     tau: int
@@ -91,9 +95,15 @@ def each_group(batch: ResponseBatch, groups: EspoGroups, denominator: str) -> It
 
 def is_close_to_a_bound(batch: ResponseBatch, groups: EspoGroups, denominator: str) -> bool:
     """Whether rounding decides what is clipped."""
-    return any(bool((group.distance < 1e-5).any()) for group in each_group(batch, groups, denominator))
+    return any(
+        bool((group.distance < 1e-5).any()) for group in each_group(batch, groups, denominator)
+    )
 
 
-ragged_lengths = st.lists(st.one_of(st.just(0), st.just(1), st.integers(2, 40)), min_size=1, max_size=6)
+ragged_lengths = st.lists(
+    st.one_of(st.just(0), st.just(1), st.integers(2, 40)), min_size=1, max_size=6
+)
 seeds = st.integers(0, 2**31 - 1)
-fraction_lists = st.sampled_from([(), (0.2,), (0.07,), (0.5, 0.25), (0.2, 0.3, 0.1), (1 / 3, 1 / 7, 0.1234567891)])
+fraction_lists = st.sampled_from(
+    [(), (0.2,), (0.07,), (0.5, 0.25), (0.2, 0.3, 0.1), (1 / 3, 1 / 7, 0.1234567891)]
+)

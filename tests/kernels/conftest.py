@@ -1,5 +1,5 @@
-"""Triton's interpreter must be switched on before Triton is imported, so `triton/` is collected only where Triton can
-run: on CUDA, or in the process that `test_triton_interpreted.py` starts.
+"""Triton's interpreter must be switched on before Triton is imported, so `triton/` is collected
+only where Triton can run: on CUDA, or in the process that `test_triton_interpreted.py` starts.
 """
 
 import os
@@ -7,7 +7,9 @@ import os
 import pytest
 import torch
 
-collect_ignore = [] if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1" else ["triton"]
+collect_ignore = (
+    [] if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1" else ["triton"]
+)
 
 
 @pytest.fixture(autouse=True)

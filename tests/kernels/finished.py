@@ -11,8 +11,13 @@ from espo_kernels import EspoMetrics
 
 def merged(*parts: EspoMetrics) -> EspoMetrics:
     """The metrics of all parts together."""
-    joined = {f.name: torch.stack([getattr(part, f.name) for part in parts]) for f in fields(EspoMetrics)}
-    extremes = {"ratio_min": joined.pop("ratio_min").amin(0), "ratio_max": joined.pop("ratio_max").amax(0)}
+    joined = {
+        f.name: torch.stack([getattr(part, f.name) for part in parts]) for f in fields(EspoMetrics)
+    }
+    extremes = {
+        "ratio_min": joined.pop("ratio_min").amin(0),
+        "ratio_max": joined.pop("ratio_max").amax(0),
+    }
     return EspoMetrics(**{name: values.sum(0) for name, values in joined.items()}, **extremes)
 
 

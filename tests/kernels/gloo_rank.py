@@ -18,7 +18,13 @@ class CollectiveCounter:
 
     def __init__(self) -> None:
         self.calls = 0
-        for name in ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast"):
+        for name in (
+            "all_reduce",
+            "all_gather",
+            "all_gather_into_tensor",
+            "reduce_scatter_tensor",
+            "broadcast",
+        ):
             setattr(dist, name, self._counted(getattr(dist, name)))
 
     def _counted(self, function):  # type: ignore[no-untyped-def]
@@ -37,7 +43,9 @@ def check_vocabulary(rank: int, counter: CollectiveCounter) -> None:
         targets = torch.randint(vocab_size, (6,), generator=rng)
         weights = torch.randn(2, 6, generator=rng)
         whole = logits.clone().double().requires_grad_()
-        expected = token_logprob_entropy(whole, targets, temperature=0.8, vocab_size=vocab_size, entropy_grad=True)
+        expected = token_logprob_entropy(
+            whole, targets, temperature=0.8, vocab_size=vocab_size, entropy_grad=True
+        )
         (weights[0].double() @ expected[0] + weights[1].double() @ expected[1]).backward()
         for backend in BACKENDS:
             columns = slice(10 * rank, 10 * rank + 10)
@@ -56,7 +64,9 @@ def check_vocabulary(rank: int, counter: CollectiveCounter) -> None:
             assert counter.calls <= 2, counter.calls
             torch.testing.assert_close(logprob.double(), expected[0], rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(entropy.double(), expected[1], rtol=1e-5, atol=1e-5)
-            torch.testing.assert_close(shard.grad.double(), whole.grad[:, columns], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                shard.grad.double(), whole.grad[:, columns], rtol=1e-5, atol=1e-5
+            )
             gathered = [torch.empty_like(logprob) for _ in range(2)]
             dist.all_gather(gathered, logprob.detach())
             assert torch.equal(*gathered)
@@ -73,7 +83,11 @@ def check_context(rank: int, counter: CollectiveCounter) -> None:
         for denominator in ("current", "old"):
             dtype = torch.float64 if backend == "reference" else torch.float32
             groups = espo_groups(
-                batch.entropies.to(dtype), batch.cu_seqlens, vocab_size=9, alpha=0.5, loss_mask=batch.loss_mask
+                batch.entropies.to(dtype),
+                batch.cu_seqlens,
+                vocab_size=9,
+                alpha=0.5,
+                loss_mask=batch.loss_mask,
             )
             tensors = [t.to(dtype) for t in (batch.logprobs, batch.old_logprobs, batch.advantages)]
             whole = tensors[0].clone().requires_grad_()
@@ -98,7 +112,9 @@ def check_context(rank: int, counter: CollectiveCounter) -> None:
             torch.testing.assert_close(part.grad, whole.grad[mine], rtol=1e-5, atol=1e-6)
             for name, pair in result.metrics.means().items():
                 dist.all_reduce(pair)
-                torch.testing.assert_close(pair, expected.metrics.means()[name], rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(
+                    pair, expected.metrics.means()[name], rtol=1e-5, atol=1e-6
+                )
 
 
 def main() -> None:

@@ -22,18 +22,26 @@ def one_group_per_sequence(batch: ResponseBatch, lengths: list[int], clip: float
 
 
 def one_group_per_token(batch: ResponseBatch, lengths: list[int], clip: float) -> Result:
-    """PPO-clip: every token a sequence of its own, with the weight 1/n of its true sequence in the advantage."""
+    """PPO-clip: every token a sequence of its own, with the weight 1/n of its true sequence in the
+    advantage.
+    """
     alone = torch.arange(batch.loss_mask.numel() + 1)
     groups = _one_group(batch, alone, clip)
     assert groups.count.max() <= 1
     kept = torch.tensor([int(mask.sum()) for mask in batch.loss_mask.split(lengths)])
     weight = kept.clamp(min=1).double().repeat_interleave(torch.tensor(lengths))
-    scaled = ResponseBatch(**{**vars(batch), "advantages": batch.advantages / weight, "cu_seqlens": alone})
+    scaled = ResponseBatch(
+        **{**vars(batch), "advantages": batch.advantages / weight, "cu_seqlens": alone}
+    )
     return loss_and_gradient(scaled, groups, alone, int((kept > 0).sum()))
 
 
 def loss_and_gradient(
-    batch: ResponseBatch, groups: EspoGroups, cu_seqlens: torch.Tensor, num_sequences: int, backend: str = "reference"
+    batch: ResponseBatch,
+    groups: EspoGroups,
+    cu_seqlens: torch.Tensor,
+    num_sequences: int,
+    backend: str = "reference",
 ) -> Result:
     logprobs = batch.logprobs.clone().requires_grad_()
     loss, _ = espo_policy_loss(
@@ -51,5 +59,10 @@ def loss_and_gradient(
 
 def _one_group(batch: ResponseBatch, cu_seqlens: torch.Tensor, clip: float) -> EspoGroups:
     return espo_groups(
-        batch.entropies, cu_seqlens, vocab_size=9, fractions=(), fixed_clip=clip, loss_mask=batch.loss_mask
+        batch.entropies,
+        cu_seqlens,
+        vocab_size=9,
+        fractions=(),
+        fixed_clip=clip,
+        loss_mask=batch.loss_mask,
     )

@@ -19,7 +19,11 @@ def packed(name: str, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("backend", "dtype", "rtol"),
-    [("reference", torch.float64, 1e-9), ("reference", torch.float32, 1e-5), ("cpu", torch.float32, 1e-5)],
+    [
+        ("reference", torch.float64, 1e-9),
+        ("reference", torch.float32, 1e-5),
+        ("cpu", torch.float32, 1e-5),
+    ],
 )
 def test_twelve_tokens(backend: str, dtype: torch.dtype, rtol: float) -> None:
     lengths = [len(sequence["entropies"]) for sequence in SEQUENCES]
@@ -35,12 +39,18 @@ def test_twelve_tokens(backend: str, dtype: torch.dtype, rtol: float) -> None:
     )
     tokens = [token for sequence in SEQUENCES for token in sequence["tokens"]]
     assert groups.group_id.tolist() == [token["group"] for token in tokens]
-    assert groups.count.tolist() == [[group["size"] for group in sequence["groups"]] for sequence in SEQUENCES]
-    widths = torch.tensor([[group["epsilon"] for group in sequence["groups"]] for sequence in SEQUENCES], dtype=dtype)
+    assert groups.count.tolist() == [
+        [group["size"] for group in sequence["groups"]] for sequence in SEQUENCES
+    ]
+    widths = torch.tensor(
+        [[group["epsilon"] for group in sequence["groups"]] for sequence in SEQUENCES], dtype=dtype
+    )
     torch.testing.assert_close(groups.clip, widths, rtol=rtol, atol=0)
 
     logprobs = packed("logprobs", dtype).requires_grad_()
-    advantages = torch.tensor([s["advantage"] for s in SEQUENCES], dtype=dtype).repeat_interleave(torch.tensor(lengths))
+    advantages = torch.tensor([s["advantage"] for s in SEQUENCES], dtype=dtype).repeat_interleave(
+        torch.tensor(lengths)
+    )
     loss, metrics = espo_policy_loss(
         logprobs,
         packed("old_logprobs", dtype),
@@ -62,10 +72,14 @@ def test_twelve_tokens(backend: str, dtype: torch.dtype, rtol: float) -> None:
     ess, values = GOLDEN["effective_sample_size"], finished(metrics)
     assert metrics.ratio_sum.tolist() == pytest.approx(ess["ratio_sum"], rel=rtol)
     assert metrics.ratio_square_sum.tolist() == pytest.approx(ess["ratio_square_sum"], rel=rtol)
-    assert [values[f"ess/group{tau}"].item() for tau in (0, 1)] == pytest.approx(ess["by_group"], rel=rtol)
+    assert [values[f"ess/group{tau}"].item() for tau in (0, 1)] == pytest.approx(
+        ess["by_group"], rel=rtol
+    )
     assert values["ess"].item() == pytest.approx(ess["whole"], rel=rtol)
     for tau, groups_of in enumerate((high, low)):
         ratios = [group["s"] for group in groups_of]
         assert metrics.ratio_min[tau].item() == pytest.approx(min(ratios), rel=rtol)
         assert metrics.ratio_max[tau].item() == pytest.approx(max(ratios), rel=rtol)
-        assert metrics.epsilon_sum[tau].item() == pytest.approx(sum(group["epsilon"] for group in groups_of), rel=rtol)
+        assert metrics.epsilon_sum[tau].item() == pytest.approx(
+            sum(group["epsilon"] for group in groups_of), rel=rtol
+        )

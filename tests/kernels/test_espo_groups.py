@@ -35,17 +35,25 @@ def one_sequence(entropies: list[float]) -> tuple[torch.Tensor, torch.Tensor]:
 )
 def test_group_size_is_exact(backend: str, n: int, fraction: float, k: int) -> None:
     """0.07 · 100 is 7.000000000000001 in binary; the group still has 7 tokens."""
-    groups = espo_groups(*one_sequence([1.0] * n), vocab_size=9, fractions=(fraction,), backend=backend)
+    groups = espo_groups(
+        *one_sequence([1.0] * n), vocab_size=9, fractions=(fraction,), backend=backend
+    )
     assert groups.count.tolist() == [[k, n - k]]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.floats(0.01, 0.24), min_size=3, max_size=4), st.integers(1, 2000))
-def test_arbitrary_fractions_cut_at_their_sums(backend: str, fractions: list[float], n: int) -> None:
+def test_arbitrary_fractions_cut_at_their_sums(
+    backend: str, fractions: list[float], n: int
+) -> None:
     """Sums of unrelated fractions have long denominators: products with them would leave 64 bits."""
-    groups = espo_groups(*one_sequence([1.0] * n), vocab_size=9, fractions=fractions, backend=backend)
-    reference = espo_groups(*one_sequence([1.0] * n), vocab_size=9, fractions=fractions, backend="reference")
+    groups = espo_groups(
+        *one_sequence([1.0] * n), vocab_size=9, fractions=fractions, backend=backend
+    )
+    reference = espo_groups(
+        *one_sequence([1.0] * n), vocab_size=9, fractions=fractions, backend="reference"
+    )
     assert torch.equal(groups.group_id, reference.group_id)
     tolerance = Fraction(5, 1_000_000)  # the nearest short fraction is that close
     ends = groups.count[0].cumsum(0).tolist()
@@ -65,9 +73,13 @@ def test_shares_that_make_a_whole_leave_no_rest() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_ties_go_to_the_earlier_position(backend: str) -> None:
-    groups = espo_groups(*one_sequence([0.5, 2.0, 0.5, 2.0, 2.0]), vocab_size=9, fractions=(0.4,), backend=backend)
+    groups = espo_groups(
+        *one_sequence([0.5, 2.0, 0.5, 2.0, 2.0]), vocab_size=9, fractions=(0.4,), backend=backend
+    )
     assert groups.group_id.tolist() == [1, 0, 1, 0, 1]
-    zeros = espo_groups(*one_sequence([-0.0, 0.0, -0.0, 0.0]), vocab_size=9, fractions=(0.5,), backend=backend)
+    zeros = espo_groups(
+        *one_sequence([-0.0, 0.0, -0.0, 0.0]), vocab_size=9, fractions=(0.5,), backend=backend
+    )
     assert zeros.group_id.tolist() == [0, 0, 1, 1]
 
 
@@ -113,7 +125,12 @@ def test_groups_partition_the_unmasked_tokens_by_entropy(
     batch = response_batch(lengths, seed, tied=tied)
     entropies = batch.entropies.float()
     groups = espo_groups(
-        entropies, batch.cu_seqlens, vocab_size=9, fractions=fractions, loss_mask=batch.loss_mask, backend=backend
+        entropies,
+        batch.cu_seqlens,
+        vocab_size=9,
+        fractions=fractions,
+        loss_mask=batch.loss_mask,
+        backend=backend,
     )
     assert torch.equal(groups.group_id == 255, ~batch.loss_mask)
     offsets = batch.cu_seqlens.tolist()
@@ -122,7 +139,9 @@ def test_groups_partition_the_unmasked_tokens_by_entropy(
         n = int(batch.loss_mask[start:end].sum())
         shares = [Fraction(q).limit_denominator(1_000_000) for q in fractions]
         ranks = [math.ceil(n * total) for total in accumulate(shares)]
-        assert groups.count[i].tolist() == [b - a for a, b in zip([0, *ranks], [*ranks, n], strict=True)]
+        assert groups.count[i].tolist() == [
+            b - a for a, b in zip([0, *ranks], [*ranks, n], strict=True)
+        ]
         for tau in range(len(fractions)):
             higher, lower = ids == tau, (ids > tau) & (ids != 255)
             if higher.any() and lower.any():

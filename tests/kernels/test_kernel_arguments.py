@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from espo_kernels import EspoGroups, espo_groups, espo_policy_loss, quantize_fp8_blockwise, token_logprob_entropy
+from espo_kernels import (
+    EspoGroups,
+    espo_groups,
+    espo_policy_loss,
+    quantize_fp8_blockwise,
+    token_logprob_entropy,
+)
 from espo_kernels.backends import checks_values, resolve_backend
 
 BACKENDS = ["reference", "cpu"]
@@ -16,17 +22,31 @@ NAN, INF = float("nan"), float("inf")
 
 
 def call_logprob(backend: str, **changed: Any) -> None:
-    arguments = {"logits": torch.zeros(3, 8), "targets": torch.tensor([0, 3, 7]), "backend": backend, **changed}
+    arguments = {
+        "logits": torch.zeros(3, 8),
+        "targets": torch.tensor([0, 3, 7]),
+        "backend": backend,
+        **changed,
+    }
     token_logprob_entropy(arguments.pop("logits"), arguments.pop("targets"), **arguments)
 
 
 def call_groups(backend: str, **changed: Any) -> None:
-    arguments = {"old_entropies": torch.ones(5), "cu_seqlens": torch.tensor([0, 2, 5]), "vocab_size": 8, **changed}
-    espo_groups(arguments.pop("old_entropies"), arguments.pop("cu_seqlens"), backend=backend, **arguments)
+    arguments = {
+        "old_entropies": torch.ones(5),
+        "cu_seqlens": torch.tensor([0, 2, 5]),
+        "vocab_size": 8,
+        **changed,
+    }
+    espo_groups(
+        arguments.pop("old_entropies"), arguments.pop("cu_seqlens"), backend=backend, **arguments
+    )
 
 
 GROUPS = EspoGroups(
-    torch.tensor([0, 1, 0, 1, 1], dtype=torch.uint8), torch.full((2, 2), 0.1), torch.tensor([[1, 1], [1, 2]])
+    torch.tensor([0, 1, 0, 1, 1], dtype=torch.uint8),
+    torch.full((2, 2), 0.1),
+    torch.tensor([[1, 1], [1, 2]]),
 )
 
 
@@ -57,38 +77,74 @@ REFUSED: list[tuple[Callable[..., None], dict[str, Any], str]] = [
     (call_logprob, {"vocab_size": 9}, "vocab_size=9: must be an integer from 1 to 8"),
     (call_logprob, {"vocab_size": NAN}, "vocab_size=nan: must be an integer from 1 to 8"),
     (call_logprob, {"vocab_size": 7.5}, "vocab_size=7.5: must be an integer from 1 to 8"),
-    (call_logprob, {"targets": torch.tensor([200, 0, 0], dtype=torch.uint8)}, r"targets\[0\] is 200"),
+    (
+        call_logprob,
+        {"targets": torch.tensor([200, 0, 0], dtype=torch.uint8)},
+        r"targets\[0\] is 200",
+    ),
     (call_logprob, {"temperature": 0.0}, "temperature=0.0: must be finite and positive"),
     (call_logprob, {"temperature": NAN}, "temperature=nan"),
     (call_logprob, {"temperature": 1e-40}, "temperature=1e-40: .* 1 / temperature within float32"),
-    (call_logprob, {"logits": torch.tensor([[0.0, 1.0], [NAN, 0.0]]), "targets": torch.tensor([0, 1])}, r"logits\[1\]"),
+    (
+        call_logprob,
+        {"logits": torch.tensor([[0.0, 1.0], [NAN, 0.0]]), "targets": torch.tensor([0, 1])},
+        r"logits\[1\]",
+    ),
     (
         call_logprob,
         {"logits": torch.tensor([[0.0, INF]]), "targets": torch.tensor([0])},
         r"logits\[0\] has NaN or \+inf",
     ),
-    (call_logprob, {"logits": torch.full((1, 4), -INF), "targets": torch.tensor([0])}, "no finite entry"),
+    (
+        call_logprob,
+        {"logits": torch.full((1, 4), -INF), "targets": torch.tensor([0])},
+        "no finite entry",
+    ),
     (
         call_logprob,
         {"targets": torch.zeros(3, dtype=torch.long, device="meta")},
         "on different devices .*targets on meta",
     ),
     (call_groups, {"old_entropies": torch.ones(5, 1)}, "old_entropies has shape"),
-    (call_groups, {"cu_seqlens": torch.tensor([0, 3, 2, 5])}, r"cu_seqlens\[2\] is|cu_seqlens\[2\] = 2"),
-    (call_groups, {"cu_seqlens": torch.tensor([0, 2, 4])}, "cu_seqlens runs from 0 to 4: must run from 0 to 5"),
+    (
+        call_groups,
+        {"cu_seqlens": torch.tensor([0, 3, 2, 5])},
+        r"cu_seqlens\[2\] is|cu_seqlens\[2\] = 2",
+    ),
+    (
+        call_groups,
+        {"cu_seqlens": torch.tensor([0, 2, 4])},
+        "cu_seqlens runs from 0 to 4: must run from 0 to 5",
+    ),
     (call_groups, {"cu_seqlens": torch.tensor([1, 2, 5])}, "cu_seqlens runs from 1 to 5"),
     (call_groups, {"cu_seqlens": torch.tensor([0.0, 5.0])}, "cu_seqlens has dtype"),
     (call_groups, {"cu_seqlens": torch.zeros(0, dtype=torch.long)}, "cu_seqlens has shape"),
-    (call_groups, {"cu_seqlens": torch.tensor([0])}, "cu_seqlens .* names no sequence for the 5 tokens"),
-    (call_groups, {"old_entropies": torch.tensor([1.0, NAN, 1, 1, 1])}, r"old_entropies\[1\] is nan"),
+    (
+        call_groups,
+        {"cu_seqlens": torch.tensor([0])},
+        "cu_seqlens .* names no sequence for the 5 tokens",
+    ),
+    (
+        call_groups,
+        {"old_entropies": torch.tensor([1.0, NAN, 1, 1, 1])},
+        r"old_entropies\[1\] is nan",
+    ),
     (call_groups, {"vocab_size": 1}, "vocab_size=1"),
     (call_groups, {"fractions": (0.0,)}, "fractions"),
     (call_groups, {"fractions": (0.7, 0.7)}, "fractions.*must not exceed 1"),
     (call_groups, {"fractions": (NAN,)}, r"fractions=\(nan,\): each must lie between"),
     (call_groups, {"fractions": (INF,)}, r"fractions=\(inf,\): each must lie between"),
-    (call_groups, {"fractions": (1e-9,)}, r"fractions=\(1e-09,\): each must lie between 1e-6 and 1 - 1e-6"),
+    (
+        call_groups,
+        {"fractions": (1e-9,)},
+        r"fractions=\(1e-09,\): each must lie between 1e-6 and 1 - 1e-6",
+    ),
     (call_groups, {"fractions": 0.2}, "fractions=0.2: must be a sequence of numbers"),
-    (call_groups, {"fractions": ("many",)}, r"fractions=\('many',\): must be a sequence of numbers"),
+    (
+        call_groups,
+        {"fractions": ("many",)},
+        r"fractions=\('many',\): must be a sequence of numbers",
+    ),
     (call_groups, {"vocab_size": NAN}, "vocab_size=nan: must be an integer of at least 2"),
     (call_groups, {"fractions": (0.01,) * 16}, "fractions has 16 entries"),
     (call_groups, {"alpha": -1.0}, "alpha=-1.0"),
@@ -99,7 +155,11 @@ REFUSED: list[tuple[Callable[..., None], dict[str, Any], str]] = [
     (call_loss, {"old_logprobs": -torch.ones(4)}, "old_logprobs has shape"),
     (call_loss, {"advantages": torch.ones(6)}, "advantages has shape"),
     (call_loss, {"cu_seqlens": torch.tensor([0, 5])}, r"groups.clip has shape \(2, 2\)"),
-    (call_loss, {"cu_seqlens": torch.tensor([0])}, "cu_seqlens .* names no sequence for the 5 tokens"),
+    (
+        call_loss,
+        {"cu_seqlens": torch.tensor([0])},
+        "cu_seqlens .* names no sequence for the 5 tokens",
+    ),
     (call_loss, {"cu_seqlens": torch.tensor([0, 6, 5])}, r"cu_seqlens\[2\]"),
     (call_loss, {"logprobs": with_value(NAN)}, r"logprobs\[1\] is nan"),
     (call_loss, {"old_logprobs": with_value(-INF)}, r"old_logprobs\[1\] is -inf"),
@@ -109,12 +169,24 @@ REFUSED: list[tuple[Callable[..., None], dict[str, Any], str]] = [
     (call_loss, {"num_sequences": "3"}, "num_sequences='3': must be a number or a tensor of one"),
     (call_loss, {"num_sequences": torch.tensor(0)}, "num_sequences=0: must be positive"),
     (call_loss, {"num_sequences": torch.tensor([NAN])}, "num_sequences=nan: must be positive"),
-    (call_loss, {"num_sequences": torch.ones(2)}, r"num_sequences has shape \(2,\): must hold one number"),
+    (
+        call_loss,
+        {"num_sequences": torch.ones(2)},
+        r"num_sequences has shape \(2,\): must hold one number",
+    ),
     (call_loss, {"num_sequences": torch.tensor(True)}, "num_sequences has dtype torch.bool"),
     (call_loss, {"ratio_denominator": "new"}, "ratio_denominator='new'"),
     (call_loss, {"loss_mask": torch.ones(4, dtype=torch.bool)}, "loss_mask has shape"),
-    (call_loss, {"groups": replace(GROUPS, group_id=GROUPS.group_id[:4])}, "groups.group_id has shape"),
-    (call_loss, {"groups": replace(GROUPS, group_id=GROUPS.group_id.int())}, "groups.group_id has dtype"),
+    (
+        call_loss,
+        {"groups": replace(GROUPS, group_id=GROUPS.group_id[:4])},
+        "groups.group_id has shape",
+    ),
+    (
+        call_loss,
+        {"groups": replace(GROUPS, group_id=GROUPS.group_id.int())},
+        "groups.group_id has dtype",
+    ),
     (
         call_loss,
         {"groups": replace(GROUPS, group_id=GROUPS.group_id + 1)},
@@ -126,7 +198,9 @@ REFUSED: list[tuple[Callable[..., None], dict[str, Any], str]] = [
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("call", "changed", "message"), REFUSED)
-def test_refused_by_name(backend: str, call: Callable[..., None], changed: dict[str, Any], message: str) -> None:
+def test_refused_by_name(
+    backend: str, call: Callable[..., None], changed: dict[str, Any], message: str
+) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         call(backend, **changed)
 
@@ -149,12 +223,18 @@ def test_the_unchanged_calls_are_accepted(backend: str, call: Callable[..., None
             {"block": 2048, "backend": "reference"},
             "block=2048: must be a power of two from 16 to 1024",
         ),
-        (torch.zeros(4, 4), {"block": 128.0}, "block=128.0: must be a power of two from 16 to 1024"),
+        (
+            torch.zeros(4, 4),
+            {"block": 128.0},
+            "block=128.0: must be a power of two from 16 to 1024",
+        ),
         (torch.tensor([[1.0, NAN]]), {}, "weight has NaN or infinite"),
         (torch.tensor([[1.0, INF]]), {}, "weight has NaN or infinite"),
     ],
 )
-def test_weights_refused_by_name(weight: torch.Tensor, options: dict[str, Any], message: str) -> None:
+def test_weights_refused_by_name(
+    weight: torch.Tensor, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         quantize_fp8_blockwise(weight, **options)
 
@@ -196,15 +276,23 @@ def test_debug_switch_is_read_at_each_call(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_reference_checks_values_on_any_device(
     monkeypatch: pytest.MonkeyPatch, call: Callable[..., None], changed: dict[str, Any]
 ) -> None:
-    """As float64 tensors on a GPU, which "auto" gives to the reference: there the device asks for no checks."""
+    """As float64 tensors on a GPU, which "auto" gives to the reference: there the device asks for
+    no checks.
+    """
     elsewhere = torch.zeros(1, device="meta")
     monkeypatch.delenv("ESPO_KERNELS_DEBUG", raising=False)
     for name in ("token_logprob_entropy.logprob", "espo_groups.groups", "espo_policy_loss.loss"):
         module = import_module(f"espo_kernels.{name}")
-        monkeypatch.setattr(module, "checks_values", lambda tensor, backend, wanted: checks_values(elsewhere, backend))
-    name, width = {call_logprob: ("logits", (3, 8)), call_groups: ("old_entropies", 5), call_loss: ("logprobs", 5)}[
-        call
-    ]
+        monkeypatch.setattr(
+            module,
+            "checks_values",
+            lambda tensor, backend, wanted: checks_values(elsewhere, backend),
+        )
+    name, width = {
+        call_logprob: ("logits", (3, 8)),
+        call_groups: ("old_entropies", 5),
+        call_loss: ("logprobs", 5),
+    }[call]
     with pytest.raises(ValueError, match=r"must|has diverged"):
         call("auto", **{name: -torch.ones(width, dtype=torch.float64), **changed})
 
@@ -213,15 +301,28 @@ def test_the_reference_checks_values_on_any_device(
 def test_tokens_without_sequences_are_refused_by_shape(call: Callable[..., None]) -> None:
     """Without a look at values, which the meta device does not have."""
     name = "old_entropies" if call is call_groups else "logprobs"
-    with pytest.raises(ValueError, match=r"cu_seqlens has shape \(1,\): names no sequence for the 5 tokens"):
-        call("auto", **{name: torch.ones(5, device="meta")}, cu_seqlens=torch.zeros(1, dtype=torch.long, device="meta"))
+    with pytest.raises(
+        ValueError, match=r"cu_seqlens has shape \(1,\): names no sequence for the 5 tokens"
+    ):
+        call(
+            "auto",
+            **{name: torch.ones(5, device="meta")},
+            cu_seqlens=torch.zeros(1, dtype=torch.long, device="meta"),
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_num_sequences_as_a_tensor_is_the_number(backend: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    tokens = -torch.ones(5), torch.tensor([-1.0, -2, -1, -1, -1]), torch.ones(5), torch.tensor([0, 2, 5])
+def test_num_sequences_as_a_tensor_is_the_number(
+    backend: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    tokens = (
+        -torch.ones(5),
+        torch.tensor([-1.0, -2, -1, -1, -1]),
+        torch.ones(5),
+        torch.tensor([0, 2, 5]),
+    )
     expected = espo_policy_loss(*tokens, GROUPS, num_sequences=3, backend=backend).loss
     given = torch.full(shape, 3, dtype=dtype)
     loss = espo_policy_loss(*tokens, GROUPS, num_sequences=given, backend=backend).loss
@@ -231,10 +332,15 @@ def test_num_sequences_as_a_tensor_is_the_number(backend: str, shape: tuple[int,
 
 
 @pytest.mark.parametrize(
-    ("dtype", "vocabulary"), [(torch.uint8, 256), (torch.int8, 128), (torch.int8, 300), (torch.int16, 40_000)]
+    ("dtype", "vocabulary"),
+    [(torch.uint8, 256), (torch.int8, 128), (torch.int8, 300), (torch.int16, 40_000)],
 )
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_narrow_targets_are_compared_as_wide_numbers(backend: str, dtype: torch.dtype, vocabulary: int) -> None:
+def test_narrow_targets_are_compared_as_wide_numbers(
+    backend: str, dtype: torch.dtype, vocabulary: int
+) -> None:
     logits, targets = torch.randn(2, vocabulary), torch.tensor([5, torch.iinfo(dtype).max])
     expected = token_logprob_entropy(logits, targets, backend=backend)[0]
-    assert torch.equal(token_logprob_entropy(logits, targets.to(dtype), backend=backend)[0], expected)
+    assert torch.equal(
+        token_logprob_entropy(logits, targets.to(dtype), backend=backend)[0], expected
+    )

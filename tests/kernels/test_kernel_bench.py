@@ -14,7 +14,18 @@ from tests.kernels.processes import ROOT, importable
 def measured(output: Path, *arguments: str) -> tuple[str, dict[str, Any]]:
     """What `python -m bench` prints, and the record it writes."""
     done = subprocess.run(
-        [sys.executable, "-m", "bench", "--device", "cpu", "--repeats", "1", "--output", str(output), *arguments],
+        [
+            sys.executable,
+            "-m",
+            "bench",
+            "--device",
+            "cpu",
+            "--repeats",
+            "1",
+            "--output",
+            str(output),
+            *arguments,
+        ],
         cwd=ROOT / "kernels",
         capture_output=True,
         text=True,
@@ -45,7 +56,17 @@ def test_logprobs_are_measured_beside_those_of_eager_torch(tmp_path: Path) -> No
     arguments = ["--operations", "logprob", "--rows", "4", "--vocabulary", "1000"]
     printed, record = measured(tmp_path / "result.json", *arguments)
     assert "espo_kernels, in place" in printed
-    parts = {(row["part"], row["dtype"]) for row in record["rows"] if row["implementation"] == "espo_kernels"}
-    assert parts == {(part, dtype) for part in ("forward", "forward + backward") for dtype in ("float32", "bfloat16")}
-    eager = [r for r in record["rows"] if r["implementation"] == "eager" and r["dtype"] == "float32"]
+    parts = {
+        (row["part"], row["dtype"])
+        for row in record["rows"]
+        if row["implementation"] == "espo_kernels"
+    }
+    assert parts == {
+        (part, dtype)
+        for part in ("forward", "forward + backward")
+        for dtype in ("float32", "bfloat16")
+    }
+    eager = [
+        r for r in record["rows"] if r["implementation"] == "eager" and r["dtype"] == "float32"
+    ]
     assert eager and all(row["max_difference"] < 1e-4 for row in eager)

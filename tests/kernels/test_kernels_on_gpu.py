@@ -8,13 +8,23 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from espo_kernels import espo_groups, espo_policy_loss, quantize_fp8_blockwise, token_logprob_entropy
+from espo_kernels import (
+    espo_groups,
+    espo_policy_loss,
+    quantize_fp8_blockwise,
+    token_logprob_entropy,
+)
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 
 
 def objective_step() -> Callable[[], torch.Tensor]:
-    """Launches: two for the groups (one of them a fill), two for the loss, torch's own ones, one for the gradient."""
+    """Launches: two for the groups (one of them a fill), two for the loss, torch's own ones, one
+    for the gradient.
+    """
     lengths = torch.tensor([3000, 1, 500])
     cu_seqlens = torch.tensor([0, 3000, 3001, 3501], device="cuda")
     tokens = int(lengths.sum())
@@ -47,8 +57,12 @@ def quantize_step() -> Callable[[], torch.Tensor]:
     return lambda: quantize_fp8_blockwise(weight)[1]
 
 
-@pytest.mark.parametrize(("make", "launches"), [(objective_step, 6), (logprob_step, 2), (quantize_step, 1)])
-def test_no_synchronisation_and_few_launches(make: Callable[[], Callable[[], torch.Tensor]], launches: int) -> None:
+@pytest.mark.parametrize(
+    ("make", "launches"), [(objective_step, 6), (logprob_step, 2), (quantize_step, 1)]
+)
+def test_no_synchronisation_and_few_launches(
+    make: Callable[[], Callable[[], torch.Tensor]], launches: int
+) -> None:
     step = make()
     step()
     torch.cuda.set_sync_debug_mode("error")
@@ -59,7 +73,9 @@ def test_no_synchronisation_and_few_launches(make: Callable[[], Callable[[], tor
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     kernels = [
-        e for e in profile.events() if "Memset" not in e.name and e.device_type == torch.autograd.DeviceType.CUDA
+        e
+        for e in profile.events()
+        if "Memset" not in e.name and e.device_type == torch.autograd.DeviceType.CUDA
     ]
     assert len(kernels) <= launches, [event.name for event in kernels]
 

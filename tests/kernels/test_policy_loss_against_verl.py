@@ -1,7 +1,9 @@
-"""Special cases of ESPO against verl's own functions, to 1e-8 in float64; `make peers` installs verl.
+"""Special cases of ESPO against verl's own functions, to 1e-8 in float64; `make peers` installs
+verl.
 
-verl divides a sequence's sum by its tokens plus 1e-8, which is what the comparison allows for. Its dual clip (a ratio
-above 3 with a negative advantage) is no part of PPO-clip; the drift here stays below it.
+verl divides a sequence's sum by its tokens plus 1e-8, which is what the comparison allows for. Its
+dual clip (a ratio above 3 with a negative advantage) is no part of PPO-clip; the drift here stays
+below it.
 """
 
 import importlib.util
@@ -21,7 +23,9 @@ INSTALLED = (PEERS / "verl").is_dir() or importlib.util.find_spec("verl") is not
 LENGTHS = [[1, 7, 40], [5], [1, 1, 1, 2], [33, 2, 0, 18, 64, 9], [12, 12, 12, 12]]
 
 
-def verl_results(batches: dict[str, dict[str, object]], directory: Path) -> dict[str, dict[str, torch.Tensor]]:
+def verl_results(
+    batches: dict[str, dict[str, object]], directory: Path
+) -> dict[str, dict[str, torch.Tensor]]:
     torch.save(batches, directory / "batches.pt")
     script = Path(__file__).with_name("verl_losses.py")
     environment = importable(PYTHONWARNINGS="ignore")
@@ -69,7 +73,13 @@ def test_special_cases_are_what_verl_computes(tmp_path: Path) -> None:
     for name, result in expected.items():
         objective, lengths, batch = cases[name]
         loss, gradient = ours[objective](batch, lengths, clips[objective])
-        torch.testing.assert_close(loss, result["loss"], rtol=1e-8, atol=1e-8, msg=lambda m, n=name: f"{n}: {m}")
         torch.testing.assert_close(
-            padded(gradient, lengths), result["gradient"], rtol=1e-8, atol=1e-8, msg=lambda m, n=name: f"{n}: {m}"
+            loss, result["loss"], rtol=1e-8, atol=1e-8, msg=lambda m, n=name: f"{n}: {m}"
+        )
+        torch.testing.assert_close(
+            padded(gradient, lengths),
+            result["gradient"],
+            rtol=1e-8,
+            atol=1e-8,
+            msg=lambda m, n=name: f"{n}: {m}",
         )

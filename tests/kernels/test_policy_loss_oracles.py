@@ -2,8 +2,9 @@
 
 The oracles are written from the formulas of verl (github.com/volcengine/verl, commit b178a3c,
 verl/trainer/ppo/core_algos.py: compute_policy_loss_gspo and compute_policy_loss_vanilla with
-loss_agg_mode="seq-mean-token-mean"): padded [B, L] tensors, autograd, no shared code. Their dual clip (ratio above
-clip_ratio_c with a negative advantage) is no part of PPO-clip; the drift here stays far below it.
+loss_agg_mode="seq-mean-token-mean"): padded [B, L] tensors, autograd, no shared code. Their dual
+clip (ratio above clip_ratio_c with a negative advantage) is no part of PPO-clip; the drift here
+stays far below it.
 """
 
 import torch
@@ -11,7 +12,12 @@ from hypothesis import given, settings
 
 from espo_kernels import espo_groups
 from tests.kernels.batches import ResponseBatch, ragged_lengths, response_batch, seeds
-from tests.kernels.special_cases import loss_and_gradient, one_group_per_sequence, one_group_per_token, padded
+from tests.kernels.special_cases import (
+    loss_and_gradient,
+    one_group_per_sequence,
+    one_group_per_token,
+    padded,
+)
 
 
 def sequence_mean_of_token_means(losses: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -24,7 +30,9 @@ def gspo_token(
     log_prob: torch.Tensor, old: torch.Tensor, A: torch.Tensor, mask: torch.Tensor, clip: float
 ) -> torch.Tensor:
     mean_log_ratio = ((log_prob - old) * mask).sum(-1) / mask.sum(-1).clamp(min=1)
-    log_ratio = (log_prob - log_prob.detach() + mean_log_ratio.detach().unsqueeze(-1)).clamp(max=10.0)
+    log_ratio = (log_prob - log_prob.detach() + mean_log_ratio.detach().unsqueeze(-1)).clamp(
+        max=10.0
+    )
     ratio = log_ratio.exp()
     losses = torch.maximum(-A * ratio, -A * ratio.clamp(1 - clip, 1 + clip))
     return sequence_mean_of_token_means(losses, mask)
@@ -76,13 +84,21 @@ def test_one_token_groups_inside_sequences_are_ppo_clip() -> None:
     """The same through the list of fractions: as many groups as tokens."""
     lengths = [4, 4, 4]
     batch = response_batch(lengths, 3, drift=0.3, masked=0.0)
-    groups = espo_groups(batch.entropies, batch.cu_seqlens, vocab_size=9, fractions=(0.25,) * 3, fixed_clip=0.2)
+    groups = espo_groups(
+        batch.entropies, batch.cu_seqlens, vocab_size=9, fractions=(0.25,) * 3, fixed_clip=0.2
+    )
     assert groups.count.tolist() == [[1] * 4] * 3
     for backend in ("reference", "cpu"):
         dtype = torch.float64 if backend == "reference" else torch.float32
-        single = ResponseBatch(*(t.to(dtype) if t.is_floating_point() else t for t in vars(batch).values()))
+        single = ResponseBatch(
+            *(t.to(dtype) if t.is_floating_point() else t for t in vars(batch).values())
+        )
         loss, gradient = loss_and_gradient(single, groups, batch.cu_seqlens, 3, backend)
         expected_loss, expected_gradient = oracle_result(ppo_clip, batch, lengths, 0.2)
-        tolerance = {"rtol": 1e-8, "atol": 1e-12} if backend == "reference" else {"rtol": 1e-5, "atol": 1e-6}
+        tolerance = (
+            {"rtol": 1e-8, "atol": 1e-12}
+            if backend == "reference"
+            else {"rtol": 1e-5, "atol": 1e-6}
+        )
         torch.testing.assert_close(loss.double(), expected_loss, **tolerance)
         torch.testing.assert_close(gradient.double(), expected_gradient, **tolerance)

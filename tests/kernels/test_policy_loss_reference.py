@@ -26,12 +26,22 @@ def test_gradcheck_where_the_stop_gradient_is_the_derivative(
     """With one advantage per sequence, Σ_t sg[s] ∂log π_t A / |τ| is the derivative of s A itself."""
     batch = response_batch(lengths, seed, drift=0.01, one_advantage=True)
     groups = espo_groups(
-        batch.entropies, batch.cu_seqlens, vocab_size=9, fractions=fractions, fixed_clip=0.4, loss_mask=batch.loss_mask
+        batch.entropies,
+        batch.cu_seqlens,
+        vocab_size=9,
+        fractions=fractions,
+        fixed_clip=0.4,
+        loss_mask=batch.loss_mask,
     )
 
     def loss(logprobs: torch.Tensor) -> torch.Tensor:
         return espo_policy_loss(
-            logprobs, batch.old_logprobs, batch.advantages, batch.cu_seqlens, groups, num_sequences=2
+            logprobs,
+            batch.old_logprobs,
+            batch.advantages,
+            batch.cu_seqlens,
+            groups,
+            num_sequences=2,
         ).loss
 
     assert torch.autograd.gradcheck(loss, (batch.logprobs.clone().requires_grad_(),))
@@ -44,7 +54,12 @@ def test_gradient_is_the_slope_with_the_group_ratio_held_fixed(
 ) -> None:
     batch = response_batch(lengths, seed)
     groups = espo_groups(
-        batch.entropies, batch.cu_seqlens, vocab_size=50, alpha=0.5, fractions=fractions, loss_mask=batch.loss_mask
+        batch.entropies,
+        batch.cu_seqlens,
+        vocab_size=50,
+        alpha=0.5,
+        fractions=fractions,
+        loss_mask=batch.loss_mask,
     )
     logprobs = batch.logprobs.clone().requires_grad_()
     espo_policy_loss(
@@ -68,7 +83,9 @@ def test_gradient_is_the_slope_with_the_group_ratio_held_fixed(
         slope = (objective(1e-6) - objective(-1e-6)) / 2e-6
         expected = -slope / (3 * (row > 0).sum() * row[group.tau])
         smooth = group.distance > 1e-5
-        torch.testing.assert_close(logprobs.grad[group.tokens][smooth], expected[smooth], rtol=1e-6, atol=1e-10)
+        torch.testing.assert_close(
+            logprobs.grad[group.tokens][smooth], expected[smooth], rtol=1e-6, atol=1e-10
+        )
     assert not logprobs.grad[~batch.loss_mask].any()
 
 
@@ -109,4 +126,6 @@ def test_cpu_path_equals_the_reference(
     torch.testing.assert_close(result_r.loss, result_c.loss, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(grad_r, grad_c, rtol=1e-5, atol=1e-7)
     for name, value in finished(result_r.metrics).items():
-        torch.testing.assert_close(value, finished(result_c.metrics)[name], rtol=1e-5, atol=1e-7, equal_nan=True)
+        torch.testing.assert_close(
+            value, finished(result_c.metrics)[name], rtol=1e-5, atol=1e-7, equal_nan=True
+        )

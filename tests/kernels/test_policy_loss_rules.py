@@ -20,7 +20,11 @@ def run(
     dtype = torch.float64 if backend == "reference" else torch.float32
     if groups is None:
         groups = espo_groups(
-            batch.entropies.to(dtype), batch.cu_seqlens, vocab_size=50, alpha=0.5, loss_mask=batch.loss_mask
+            batch.entropies.to(dtype),
+            batch.cu_seqlens,
+            vocab_size=50,
+            alpha=0.5,
+            loss_mask=batch.loss_mask,
         )
     logprobs = batch.logprobs.to(dtype, copy=True).detach().requires_grad_()
     result = espo_policy_loss(
@@ -54,7 +58,9 @@ def part(batch: ResponseBatch, sequences: slice) -> ResponseBatch:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 @pytest.mark.parametrize("log_ratio", [-0.3, 0.0, 0.3])
-def test_gradient_is_zero_exactly_where_the_clip_binds(backend: str, advantage: float, log_ratio: float) -> None:
+def test_gradient_is_zero_exactly_where_the_clip_binds(
+    backend: str, advantage: float, log_ratio: float
+) -> None:
     batch = ResponseBatch(
         logprobs=torch.full((3,), -1.0 + log_ratio, dtype=torch.float64),
         old_logprobs=torch.full((3,), -1.0, dtype=torch.float64),
@@ -100,8 +106,13 @@ def test_micro_batches_add_up_to_the_batch(backend: str, lengths: list[int], see
     B = len(lengths)
     whole, gradient = run(batch, backend, num_sequences=B)
     pieces = [run(part(batch, slice(i, i + 1)), backend, num_sequences=B) for i in range(B)]
-    tolerance = {"rtol": 1e-6, "atol": 1e-7 if backend == "reference" else 3e-7}  # the other gives float32
-    torch.testing.assert_close(whole.loss, torch.stack([r.loss for r, _ in pieces]).sum(), **tolerance)
+    tolerance = {
+        "rtol": 1e-6,
+        "atol": 1e-7 if backend == "reference" else 3e-7,
+    }  # the other gives float32
+    torch.testing.assert_close(
+        whole.loss, torch.stack([r.loss for r, _ in pieces]).sum(), **tolerance
+    )
     torch.testing.assert_close(gradient, torch.cat([g for _, g in pieces]), **tolerance)
     together = finished(merged(*(result.metrics for result, _ in pieces)))
     for name, value in finished(whole.metrics).items():
@@ -137,7 +148,9 @@ def test_masked_values_do_not_matter(backend: str) -> None:
 def test_a_further_mask_shrinks_the_groups(backend: str) -> None:
     """Tokens masked only in the loss leave |τ| and the mean; ε stays that of the groups."""
     batch = response_batch([8], 4, masked=0.0)
-    groups = espo_groups(batch.entropies, batch.cu_seqlens, vocab_size=50, fractions=(), fixed_clip=0.5)
+    groups = espo_groups(
+        batch.entropies, batch.cu_seqlens, vocab_size=50, fractions=(), fixed_clip=0.5
+    )
     keep = torch.tensor([True, False, True, True, False, True, True, True])
     result, gradient = run(batch, backend, groups, loss_mask=keep)
     smaller = ResponseBatch(
@@ -145,7 +158,9 @@ def test_a_further_mask_shrinks_the_groups(backend: str) -> None:
         torch.tensor([0, 6]),
         keep[keep],
     )
-    smaller_groups = espo_groups(smaller.entropies, smaller.cu_seqlens, vocab_size=50, fractions=(), fixed_clip=0.5)
+    smaller_groups = espo_groups(
+        smaller.entropies, smaller.cu_seqlens, vocab_size=50, fractions=(), fixed_clip=0.5
+    )
     expected, expected_gradient = run(smaller, backend, smaller_groups)
     torch.testing.assert_close(result.loss, expected.loss)
     torch.testing.assert_close(gradient[keep], expected_gradient)
@@ -153,7 +168,9 @@ def test_a_further_mask_shrinks_the_groups(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("lengths", "masked"), [([], 0.0), ([0], 0.0), ([0, 0], 0.0), ([3, 2], 1.1)])
+@pytest.mark.parametrize(
+    ("lengths", "masked"), [([], 0.0), ([0], 0.0), ([0, 0], 0.0), ([3, 2], 1.1)]
+)
 def test_nothing_to_learn_is_a_zero_loss(backend: str, lengths: list[int], masked: float) -> None:
     batch = response_batch(lengths, 5, masked=masked)
     result, gradient = run(batch, backend)

@@ -31,7 +31,9 @@ def test_values_survive_within_half_a_step(
 ) -> None:
     rng = torch.Generator().manual_seed(seed)
     limit = torch.finfo(dtype).max / 8
-    weight = (torch.randn(*stack, M, N, generator=rng) * min(size, limit)).clamp(-limit, limit).to(dtype)
+    weight = (
+        (torch.randn(*stack, M, N, generator=rng) * min(size, limit)).clamp(-limit, limit).to(dtype)
+    )
     fp8, scale_inv = quantize_fp8_blockwise(weight, block=32, power_of_two_scales=power_of_two)
     assert fp8.shape == weight.shape
     assert fp8.dtype == torch.float8_e4m3fn
@@ -75,7 +77,9 @@ def test_power_of_two_scales_do_not_clip() -> None:
 
 
 def test_stacked_experts_are_quantised_alone() -> None:
-    experts = torch.randn(3, 40, 50, dtype=torch.bfloat16) * torch.tensor([1.0, 100.0, 0.01]).view(3, 1, 1)
+    experts = torch.randn(3, 40, 50, dtype=torch.bfloat16) * torch.tensor([1.0, 100.0, 0.01]).view(
+        3, 1, 1
+    )
     experts = experts.to(torch.bfloat16)
     fp8, scale_inv = quantize_fp8_blockwise(experts)
     for expert, its_fp8, its_scale in zip(experts, fp8, scale_inv, strict=True):
@@ -84,28 +88,39 @@ def test_stacked_experts_are_quantised_alone() -> None:
         assert torch.equal(alone[1], its_scale)
     transposed = experts.transpose(-1, -2)
     assert torch.equal(
-        quantize_fp8_blockwise(transposed)[0].float(), quantize_fp8_blockwise(transposed.contiguous())[0].float()
+        quantize_fp8_blockwise(transposed)[0].float(),
+        quantize_fp8_blockwise(transposed.contiguous())[0].float(),
     )
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize(
-    ("shape", "scales"), [((0, 5), (0, 1)), ((5, 0), (1, 0)), ((0, 4, 4), (0, 1, 1)), ((2, 0, 5), (2, 0, 1))]
+    ("shape", "scales"),
+    [((0, 5), (0, 1)), ((5, 0), (1, 0)), ((0, 4, 4), (0, 1, 1)), ((2, 0, 5), (2, 0, 1))],
 )
-def test_empty_weights_give_empty_results(backend: str, shape: tuple[int, ...], scales: tuple[int, ...]) -> None:
+def test_empty_weights_give_empty_results(
+    backend: str, shape: tuple[int, ...], scales: tuple[int, ...]
+) -> None:
     fp8, scale_inv = quantize_fp8_blockwise(torch.zeros(shape), backend=backend)
     assert (fp8.shape, scale_inv.shape) == (shape, scales)
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_modelopt_reads_and_writes_the_same_format() -> None:
-    fp8_tensor = pytest.importorskip("modelopt.torch.quantization.qtensor.fp8_tensor", exc_type=Exception)
+    fp8_tensor = pytest.importorskip(
+        "modelopt.torch.quantization.qtensor.fp8_tensor", exc_type=Exception
+    )
     weight = torch.randn(256, 384, dtype=torch.bfloat16)
     fp8, scale_inv = quantize_fp8_blockwise(weight)
-    theirs, their_scales = fp8_tensor.FP8QTensor.quantize(weight.float(), block_sizes={-1: 128, -2: 128})
-    torch.testing.assert_close(their_scales.view(scale_inv.shape).float(), scale_inv, rtol=1e-6, atol=0)
+    theirs, their_scales = fp8_tensor.FP8QTensor.quantize(
+        weight.float(), block_sizes={-1: 128, -2: 128}
+    )
+    torch.testing.assert_close(
+        their_scales.view(scale_inv.shape).float(), scale_inv, rtol=1e-6, atol=0
+    )
     difference = theirs._quantized_data.view(torch.uint8).int() - fp8.view(torch.uint8).int()
-    # They divide, we multiply by the reciprocal: a value just between two codes may fall to the other one.
+    # They divide, we multiply by the reciprocal: a value just between two codes may fall to the
+    # other one.
     assert difference.abs().max() <= 1
     assert (difference != 0).float().mean() < 1e-2
     restored = fp8_tensor.FP8QTensor(weight.shape, torch.float32, fp8).dequantize(

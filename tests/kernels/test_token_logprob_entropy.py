@@ -1,7 +1,8 @@
-"""Log-probability and entropy: the reference by gradcheck, the CPU path against the reference in float64.
+"""Log-probability and entropy: the reference by gradcheck, the CPU path against the reference in
+float64.
 
-Stated tolerances of the float32 paths: values 4e-6 · (1 + |value|), gradients 4e-6 of the row's upstream gradient plus
-the rounding of the logits' own dtype.
+Stated tolerances of the float32 paths: values 4e-6 · (1 + |value|), gradients 4e-6 of the row's
+upstream gradient plus the rounding of the logits' own dtype.
 """
 
 import subprocess
@@ -24,21 +25,35 @@ def both(
     """(logprob, entropy, gradient of a fixed mixture of both) in the logits' dtype."""
     logits = logits.clone().requires_grad_()
     rng = torch.Generator().manual_seed(0)
-    logprob, entropy = token_logprob_entropy(logits, targets, entropy_grad=True, backend=backend, **options)
+    logprob, entropy = token_logprob_entropy(
+        logits, targets, entropy_grad=True, backend=backend, **options
+    )
     weights = torch.randn(2, len(targets), generator=rng, dtype=torch.float64).to(logprob.dtype)
     (weights[0] @ logprob + weights[1] @ entropy).backward()
     return logprob.detach(), entropy.detach(), logits.grad
 
 
 @settings(max_examples=15, deadline=None)
-@given(st.integers(1, 4), st.integers(2, 7), st.integers(0, 2), st.floats(0.3, 3.0), st.integers(0, 1000))
-def test_reference_passes_gradcheck(tokens: int, vocabulary: int, padding: int, temperature: float, seed: int) -> None:
+@given(
+    st.integers(1, 4),
+    st.integers(2, 7),
+    st.integers(0, 2),
+    st.floats(0.3, 3.0),
+    st.integers(0, 1000),
+)
+def test_reference_passes_gradcheck(
+    tokens: int, vocabulary: int, padding: int, temperature: float, seed: int
+) -> None:
     rng = torch.Generator().manual_seed(seed)
-    logits = torch.randn(tokens, vocabulary + padding, generator=rng, dtype=torch.float64, requires_grad=True)
+    logits = torch.randn(
+        tokens, vocabulary + padding, generator=rng, dtype=torch.float64, requires_grad=True
+    )
     targets = torch.randint(vocabulary, (tokens,), generator=rng)
 
     def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return token_logprob_entropy(x, targets, temperature=temperature, vocab_size=vocabulary, entropy_grad=True)
+        return token_logprob_entropy(
+            x, targets, temperature=temperature, vocab_size=vocabulary, entropy_grad=True
+        )
 
     assert torch.autograd.gradcheck(function, (logits,))
 
@@ -47,7 +62,9 @@ def test_reference_is_the_definition() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0, 99.0]], dtype=torch.float64)
     p = torch.tensor([1.0, torch.e**0.5, torch.e], dtype=torch.float64)
     p /= p.sum()
-    logprob, entropy = token_logprob_entropy(logits, torch.tensor([1]), temperature=2.0, vocab_size=3)
+    logprob, entropy = token_logprob_entropy(
+        logits, torch.tensor([1]), temperature=2.0, vocab_size=3
+    )
     torch.testing.assert_close(logprob, p[1:2].log())
     torch.testing.assert_close(entropy, -(p * p.log()).sum().unsqueeze(0))
 
@@ -79,7 +96,9 @@ def test_cpu_path_equals_the_reference(
     targets = torch.randint(vocabulary, (tokens,), generator=rng)
     options = {"temperature": temperature, "vocab_size": vocabulary}
     logprob, entropy, gradient = both(logits, targets, "cpu", **options)
-    expected_logprob, expected_entropy, expected_gradient = both(logits.double(), targets, "reference", **options)
+    expected_logprob, expected_entropy, expected_gradient = both(
+        logits.double(), targets, "reference", **options
+    )
     torch.testing.assert_close(logprob.double(), expected_logprob, rtol=4e-6, atol=4e-6)
     torch.testing.assert_close(entropy.double(), expected_entropy, rtol=4e-6, atol=4e-6)
     assert gradient.dtype == dtype
@@ -117,7 +136,9 @@ def test_gradient_can_overwrite_the_logits_once(dtype: torch.dtype) -> None:
     logits = hidden * 1.0
     storage = logits.data_ptr()
     rng = torch.Generator().manual_seed(0)
-    logprob, entropy = token_logprob_entropy(logits, targets, entropy_grad=True, inplace_backward=True)
+    logprob, entropy = token_logprob_entropy(
+        logits, targets, entropy_grad=True, inplace_backward=True
+    )
     weights = torch.randn(2, 4, generator=rng, dtype=torch.float64).float()
     received: list[int] = []
     logits.register_hook(lambda gradient: received.append(gradient.data_ptr()))
@@ -174,7 +195,12 @@ print("unknown" if peak is None else peak / logits.nbytes)
 def test_forward_and_backward_need_little_more_than_the_gradient() -> None:
     """Peak memory beyond the logits, as a multiple of them: the gradient is 1.0."""
     done = subprocess.run(
-        [sys.executable, "-c", PEAK], capture_output=True, text=True, check=True, timeout=120, env=importable()
+        [sys.executable, "-c", PEAK],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+        env=importable(),
     )
     if done.stdout.strip() == "unknown":
         pytest.skip("the system does not tell a process's peak memory")

@@ -1,4 +1,6 @@
-"""Every Triton kernel compiles to machine code for an H100/H200 (sm_90), without a GPU, and without spilling."""
+"""Every Triton kernel compiles to machine code for an H100/H200 (sm_90), without a GPU, and without
+spilling.
+"""
 
 import json
 import subprocess
@@ -71,7 +73,13 @@ def test_kernels_compile_for_hopper_without_spilling() -> None:
     pytest.importorskip("triton")
     environment = importable()
     environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, timeout=240, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=environment,
+    )
     assert done.returncode == 0, done.stderr
     stacks = json.loads(done.stdout.splitlines()[-1])
     assert len(stacks) == 23

@@ -1,4 +1,6 @@
-"""Runs `triton/`, and the Triton cases of `test_unchecked_values.py`, under Triton's interpreter in its own process."""
+"""Runs `triton/`, and the Triton cases of `test_unchecked_values.py`, under Triton's interpreter in
+its own process.
+"""
 
 import subprocess
 import sys

@@ -1,4 +1,5 @@
-"""`check_values=False`: bad values come out as NaN, the same from every backend, and nothing raises or leaves memory.
+"""`check_values=False`: bad values come out as NaN, the same from every backend, and nothing raises
+or leaves memory.
 
 `test_triton_interpreted.py` runs this file once more, for the Triton kernels.
 """
@@ -10,12 +11,20 @@ from typing import Any
 import pytest
 import torch
 
-from espo_kernels import EspoGroups, EspoResult, espo_groups, espo_policy_loss, token_logprob_entropy
+from espo_kernels import (
+    EspoGroups,
+    EspoResult,
+    espo_groups,
+    espo_policy_loss,
+    token_logprob_entropy,
+)
 from espo_kernels.backends import checks_values
 from tests.kernels.batches import ResponseBatch, response_batch
 
 ON_GPU = torch.cuda.is_available()
-BACKENDS = ["reference", "cpu"] + (["triton"] if ON_GPU or os.environ.get("TRITON_INTERPRET") == "1" else [])
+BACKENDS = ["reference", "cpu"] + (
+    ["triton"] if ON_GPU or os.environ.get("TRITON_INTERPRET") == "1" else []
+)
 NAN, INF = float("nan"), float("inf")
 LENGTHS = [4, 0, 3]
 
@@ -28,11 +37,19 @@ def place(backend: str, *tensors: torch.Tensor) -> list[torch.Tensor]:
     return [t.to(device, torch.float32 if t.dtype == torch.float64 else t.dtype) for t in tensors]
 
 
-def logprob(backend: str, logits: torch.Tensor, targets: torch.Tensor, **options: Any) -> list[torch.Tensor]:
+def logprob(
+    backend: str, logits: torch.Tensor, targets: torch.Tensor, **options: Any
+) -> list[torch.Tensor]:
     """logprob, entropy and the gradient of their sum, on CPU."""
     logits, targets = place(backend, logits, targets)
     leaf = logits.clone().requires_grad_()
-    options = {"temperature": 0.7, "entropy_grad": True, "backend": backend, "check_values": False, **options}
+    options = {
+        "temperature": 0.7,
+        "entropy_grad": True,
+        "backend": backend,
+        "check_values": False,
+        **options,
+    }
     results = token_logprob_entropy(leaf, targets, **options)
     (results[0].sum() + results[1].sum()).backward()
     assert leaf.grad is not None
@@ -40,18 +57,37 @@ def logprob(backend: str, logits: torch.Tensor, targets: torch.Tensor, **options
 
 
 def groups_of(backend: str, batch: ResponseBatch, **changed: Any) -> EspoGroups:
-    given = {"entropies": batch.entropies, "cu_seqlens": batch.cu_seqlens, "loss_mask": batch.loss_mask} | changed
-    entropies, cu_seqlens, mask = place(backend, given["entropies"], given["cu_seqlens"], given["loss_mask"])
+    given = {
+        "entropies": batch.entropies,
+        "cu_seqlens": batch.cu_seqlens,
+        "loss_mask": batch.loss_mask,
+    } | changed
+    entropies, cu_seqlens, mask = place(
+        backend, given["entropies"], given["cu_seqlens"], given["loss_mask"]
+    )
     options = {"vocab_size": 50, "min_clip": 0.01, "fixed_clip": changed.get("fixed_clip")}
-    found = espo_groups(entropies, cu_seqlens, loss_mask=mask, backend=backend, check_values=False, **options)
+    found = espo_groups(
+        entropies, cu_seqlens, loss_mask=mask, backend=backend, check_values=False, **options
+    )
     return EspoGroups(*(tensor.cpu() for tensor in vars(found).values()))
 
 
 def loss_of(
-    backend: str, batch: ResponseBatch, groups: EspoGroups, denominator: str, num_sequences: Any = 2.0
+    backend: str,
+    batch: ResponseBatch,
+    groups: EspoGroups,
+    denominator: str,
+    num_sequences: Any = 2.0,
 ) -> tuple[EspoResult, torch.Tensor]:
     """The result, and the gradient on CPU."""
-    tokens = place(backend, batch.logprobs, batch.old_logprobs, batch.advantages, batch.cu_seqlens, batch.loss_mask)
+    tokens = place(
+        backend,
+        batch.logprobs,
+        batch.old_logprobs,
+        batch.advantages,
+        batch.cu_seqlens,
+        batch.loss_mask,
+    )
     leaf = tokens[0].clone().requires_grad_()
     if isinstance(num_sequences, torch.Tensor):
         (num_sequences,) = place(backend, num_sequences)
@@ -87,7 +123,9 @@ def same(left: torch.Tensor, right: torch.Tensor) -> bool:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("column", [0, 1500, 4499])
 @pytest.mark.parametrize("value", [NAN, -NAN, INF])
-def test_a_bad_logit_makes_its_row_nan(backend: str, value: float, column: int, dtype: torch.dtype) -> None:
+def test_a_bad_logit_makes_its_row_nan(
+    backend: str, value: float, column: int, dtype: torch.dtype
+) -> None:
     logits, targets = torch.randn(3, 4500).to(dtype), torch.tensor([3, 700, 4499])
     clean = logprob(backend, logits, targets)
     logits[1, column] = value
@@ -128,7 +166,9 @@ def test_a_bad_entropy_makes_its_group_s_width_nan(
     bad = batch_of(entropies=with_value(batch_of().entropies, at, value))
     found = groups_of(backend, bad, fixed_clip=fixed_clip)
     lowest = int(value == -INF)
-    assert found.clip[0].isnan().tolist() == [not lowest, bool(lowest)], "where it sorts to: NaN above all"
+    assert found.clip[0].isnan().tolist() == [not lowest, bool(lowest)], (
+        "where it sorts to: NaN above all"
+    )
     assert found.group_id[at] == lowest
     assert same(found.clip[1:], clean.clip[1:])
     assert same(found.count, clean.count)
@@ -149,13 +189,18 @@ def test_what_is_masked_may_be_anything(backend: str) -> None:
     for name in ("entropies", "logprobs", "old_logprobs", "advantages"):
         bad = replace(bad, **{name: with_value(getattr(bad, name), 1, NAN)})
     expected, found = groups_of(backend, clean), groups_of(backend, bad)
-    assert all(same(mine, theirs) for mine, theirs in zip(vars(found).values(), vars(expected).values(), strict=True))
+    assert all(
+        same(mine, theirs)
+        for mine, theirs in zip(vars(found).values(), vars(expected).values(), strict=True)
+    )
     losses = [loss_of(backend, batch, expected, "current") for batch in (clean, bad)]
     assert same(losses[0][0].loss.detach(), losses[1][0].loss.detach())
     assert same(losses[0][1], losses[1][1])
 
 
-@pytest.mark.parametrize("offsets", [[0, 4, 4, 6], [1, 4, 4, 7], [0, 9, 4, 7], [0, -3, 4, 7], [0, 4, 4, 10**9]])
+@pytest.mark.parametrize(
+    "offsets", [[0, 4, 4, 6], [1, 4, 4, 7], [0, 9, 4, 7], [0, -3, 4, 7], [0, 4, 4, 10**9]]
+)
 def test_offsets_that_do_not_rise_to_the_tokens_give_nan(backend: str, offsets: list[int]) -> None:
     broken = batch_of(cu_seqlens=torch.tensor(offsets))
     assert groups_of(backend, broken).clip.isnan().any()
@@ -173,7 +218,9 @@ def test_good_values_give_a_finite_loss(backend: str, denominator: str) -> None:
 @pytest.mark.parametrize("denominator", ["current", "old"])
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 @pytest.mark.parametrize("field", ["logprobs", "old_logprobs", "advantages"])
-def test_a_bad_value_makes_the_loss_nan(backend: str, field: str, value: float, denominator: str) -> None:
+def test_a_bad_value_makes_the_loss_nan(
+    backend: str, field: str, value: float, denominator: str
+) -> None:
     """The clamp of the log ratio and the clip would make plausible numbers of infinities."""
     groups = groups_of(backend, batch_of())
     bad = batch_of(**{field: with_value(getattr(batch_of(), field), 5, value)})
@@ -189,7 +236,9 @@ def test_bad_groups_make_the_loss_nan(backend: str, denominator: str) -> None:
         assert loss_of(backend, batch_of(), replace(groups, clip=clip), denominator)[0].loss.isnan()
     group_id = groups.group_id.clone()
     group_id[6] = 254
-    assert loss_of(backend, batch_of(), replace(groups, group_id=group_id), denominator)[0].loss.isnan()
+    assert loss_of(backend, batch_of(), replace(groups, group_id=group_id), denominator)[
+        0
+    ].loss.isnan()
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, NAN, INF])
@@ -198,7 +247,9 @@ def test_a_bad_denominator_makes_the_loss_nan(backend: str, value: float) -> Non
     assert loss_of(backend, batch_of(), groups, "current", torch.tensor([value]))[0].loss.isnan()
 
 
-def test_checking_can_be_demanded_and_refused(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checking_can_be_demanded_and_refused(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever the environment says."""
     monkeypatch.setenv("ESPO_KERNELS_DEBUG", "1")
     logits, targets = torch.full((1, 4), NAN), torch.tensor([0])

@@ -1,8 +1,8 @@
 """In a process of its own: verl's published losses of padded batches, with their gradients.
 
-Usage: verl_losses.py BATCHES OUT. Both files hold dictionaries that `torch.load(weights_only=True)` reads:
-BATCHES {name: {logprobs, old_logprobs, advantages, mask: [B, L] float64, clip: float, objective: "gspo" | "vanilla"}},
-OUT {name: {loss: scalar, gradient: [B, L]}}.
+Usage: verl_losses.py BATCHES OUT. Both files hold dictionaries that `torch.load(weights_only=True)`
+reads: BATCHES {name: {logprobs, old_logprobs, advantages, mask: [B, L] float64, clip: float,
+objective: "gspo" | "vanilla"}}, OUT {name: {loss: scalar, gradient: [B, L]}}.
 """
 
 import sys
@@ -12,7 +12,10 @@ import torch
 from verl.trainer.ppo import core_algos
 from verl.workers.config import ActorConfig
 
-FUNCTIONS = {"gspo": core_algos.compute_policy_loss_gspo, "vanilla": core_algos.compute_policy_loss_vanilla}
+FUNCTIONS = {
+    "gspo": core_algos.compute_policy_loss_gspo,
+    "vanilla": core_algos.compute_policy_loss_vanilla,
+}
 
 
 def evaluate(batch: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -25,7 +25,9 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> Launcher:
 
 
 @pytest.fixture
-def compare(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+def compare(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., int]:
     monkeypatch.delenv("NPROC", raising=False)
 
     def run(*arguments: str) -> int:

@@ -21,5 +21,7 @@ print(tuple(logits.shape[:2]), bool(logits.isfinite().all()))
 def test_transformers_loads_a_checkpoint_in_a_plain_process(tmp_path: Path) -> None:
     """Nothing of this project is imported first."""
     command = [sys.executable, "-c", LOAD, str(SHIPPED)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.stdout == "(1, 6) True\n", done.stderr

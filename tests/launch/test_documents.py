@@ -18,7 +18,12 @@ from tests.support.scripts import load_script
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = ("rollout.recorded=runs/", "run.resume=runs/", "selection.beliefs=runs/")
-OTHERS = ("compare_runs", "export_hf", "heat_maps", "replay_gaps")  # scripts that take no configuration
+OTHERS = (
+    "compare_runs",
+    "export_hf",
+    "heat_maps",
+    "replay_gaps",
+)  # scripts that take no configuration
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -62,13 +67,17 @@ def test_every_training_command_composes(tmp_path: Path, monkeypatch: pytest.Mon
         for out in (words[i + 1] for i, word in enumerate(words) if word == "--out"):
             (tmp_path / out).touch()  # what the command after it reads
         tried.append(script)
-    assert {"launch/train_rl.py", "launch/preflight.py", "launch/slurm/train_rl.sbatch"} <= set(tried)
+    assert {"launch/train_rl.py", "launch/preflight.py", "launch/slurm/train_rl.sbatch"} <= set(
+        tried
+    )
 
 
 def test_the_comparison_behind_the_table_is_accepted(tmp_path: Path) -> None:
     (words,) = [w for w in commands(ROOT / "README.md") if "launch/comparison/__main__.py" in w]
     script = load_script("compare_runs")
-    given: Namespace = script.parser("").parse_args(words[words.index("launch/comparison/__main__.py") + 1 :])
+    given: Namespace = script.parser("").parse_args(
+        words[words.index("launch/comparison/__main__.py") + 1 :]
+    )
     given.out = tmp_path
     planned = Counter(run.variant for run in script.plan(given))
     assert planned == {"espo": 3, "grpo": 3, "gspo": 3, "frozen": 1, "permuted": 1}
@@ -76,8 +85,14 @@ def test_the_comparison_behind_the_table_is_accepted(tmp_path: Path) -> None:
 
 def test_every_comparison_is_accepted(tmp_path: Path) -> None:
     script = load_script("compare_runs")
-    shown = [w for w in commands(ROOT / "docs" / "comparisons.md") if "launch/comparison/__main__.py" in w]
-    shown += [w for w in commands(ROOT / "docs" / "replay.md") if "launch/comparison/__main__.py" in w]
+    shown = [
+        w
+        for w in commands(ROOT / "docs" / "comparisons.md")
+        if "launch/comparison/__main__.py" in w
+    ]
+    shown += [
+        w for w in commands(ROOT / "docs" / "replay.md") if "launch/comparison/__main__.py" in w
+    ]
     runs: list[object] = []
     for words in shown:
         given: Namespace = script.parser("").parse_args(words[2:])
@@ -85,7 +100,9 @@ def test_every_comparison_is_accepted(tmp_path: Path) -> None:
         script._check(given)
         if given.search:
             planned = script._read_contest(given)
-            furthest = replace(planned, grids={name: points[-1:] for name, points in planned.grids.items()})
+            furthest = replace(
+                planned, grids={name: points[-1:] for name, points in planned.grids.items()}
+            )
             runs.append([len(points) for points in planned.grids.values()])
             assert "on each seed of 100 for 8 steps" in planned.budget(furthest.searched())
         else:
@@ -97,12 +114,17 @@ def test_rows_that_are_shown_are_read(tmp_path: Path) -> None:
     rows = re.findall(r"^ {4}(\{.*\})$", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     questions = read_jsonl(tmp_path / "rows.jsonl", BadRows("fail"), key="data.train_path")
-    assert [(question.text, question.answer) for question in questions] == [("17+25=", "42"), ("60+8=", "68")]
+    assert [(question.text, question.answer) for question in questions] == [
+        ("17+25=", "42"),
+        ("60+8=", "68"),
+    ]
 
 
 def test_every_exit_code_is_explained() -> None:
     table = re.findall(r"^\| ([\d, ]+) \| ", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
     told = {int(number) for cell in table for number in cell.split(",")}
     assert told == {1, *map(int, ExitCode)}
-    looked_at = re.findall(r"^\| (\d+) \| ", (ROOT / "docs" / "faults.md").read_text(), flags=re.MULTILINE)
+    looked_at = re.findall(
+        r"^\| (\d+) \| ", (ROOT / "docs" / "faults.md").read_text(), flags=re.MULTILINE
+    )
     assert set(map(int, looked_at)) == {code for code in told if 0 < code < 128}

@@ -1,4 +1,6 @@
-"""A stranger's own questions by README alone, with a typo at each step: every one is refused with what to write."""
+"""A stranger's own questions by README alone, with a typo at each step: every one is refused with
+what to write.
+"""
 
 from pathlib import Path
 
@@ -9,7 +11,13 @@ from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.refusal import ConfigurationRefused
 from tests.support.scripts import start_script
 
-COMMAND = ["experiment=smoke", "data=jsonl", "data.train_path=sums.jsonl", "data.num_eval=16", "train.total_steps=2"]
+COMMAND = [
+    "experiment=smoke",
+    "data=jsonl",
+    "data.train_path=sums.jsonl",
+    "data.num_eval=16",
+    "train.total_steps=2",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -28,15 +36,39 @@ def refused(*overrides: str) -> str:
 @pytest.mark.parametrize(
     ("right", "typed", "told"),
     [
-        ("experiment=smoke", "experiment=smok", "Choose one of cold_start, mixed, quickstart, smoke"),
-        ("experiment=smoke", "experiment", "experiment='': A setting is key=value, without spaces. Write exper"),
+        (
+            "experiment=smoke",
+            "experiment=smok",
+            "Choose one of cold_start, mixed, quickstart, smoke",
+        ),
+        (
+            "experiment=smoke",
+            "experiment",
+            "experiment='': A setting is key=value, without spaces. Write exper",
+        ),
         ("experiment=smoke", "experiments=smoke", "experiments=smoke: There is no such key"),
         ("experiment=smoke", "--experiment=smoke", "it takes key=value"),
-        ("data=jsonl", "data=json", "Choose one of column_addition, column_addition_mixed, custom, jsonl,"),
-        ("data=jsonl", "data.source=json", "Must be one of column_addition, column_addition_mixed, two_digit_addition"),
+        (
+            "data=jsonl",
+            "data=json",
+            "Choose one of column_addition, column_addition_mixed, custom, jsonl,",
+        ),
+        (
+            "data=jsonl",
+            "data.source=json",
+            "Must be one of column_addition, column_addition_mixed, two_digit_addition",
+        ),
         ("data.train_path=sums.jsonl", "data.train_path=sum.jsonl", "There is no such file (from "),
-        ("data.train_path=sums.jsonl", "data.train_path=.", "There is no such file: it is a directory (from "),
-        ("data.train_path=sums.jsonl", "data.trainpath=sums.jsonl", "Did you mean data.train_path?"),
+        (
+            "data.train_path=sums.jsonl",
+            "data.train_path=.",
+            "There is no such file: it is a directory (from ",
+        ),
+        (
+            "data.train_path=sums.jsonl",
+            "data.trainpath=sums.jsonl",
+            "Did you mean data.train_path?",
+        ),
         ("data.num_eval=16", "data.num_eval=0", "Must be at least 1"),
         ("data.num_eval=16", "data.num_eval=sixteen", "Must be a whole number"),
         ("data.num_eval=16", "data.num_train=16", "All rows of data.train_path are used"),
@@ -44,7 +76,11 @@ def refused(*overrides: str) -> str:
         ("train.total_steps=2", "train.total_step=2", "Did you mean train.total_steps?"),
         ("train.total_steps=2", "train.total_steps=-2", "Must be at least 1"),
         ("train.total_steps=2", "train.total_steps", "A setting is key=value"),
-        ("train.total_steps=2", "reward.answer=number", "Must be one of last_number, last_line, boxed"),
+        (
+            "train.total_steps=2",
+            "reward.answer=number",
+            "Must be one of last_number, last_line, boxed",
+        ),
         ("train.total_steps=2", "model=hf", "model.path=???: It has no default and was not given"),
         ("train.total_steps=2", "parallel=ep2", "torchrun --nproc-per-node 2"),
         ("train.total_steps=2", "run.name=my/run", "run.root says where"),

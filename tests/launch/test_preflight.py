@@ -1,4 +1,6 @@
-"""`launch/preflight.py` passes nothing that training refuses, and says what is wrong with a machine."""
+"""`launch/preflight.py` passes nothing that training refuses, and says what is wrong with a
+machine.
+"""
 
 import json
 import threading
@@ -37,13 +39,17 @@ def test_pinned_environment_passes_and_another_version_fails(preflight: ModuleTy
     constraints = (LAUNCH.parent / "requirements" / "constraints.txt").read_text()
     assert [check.name for check in preflight.check_versions(constraints) if not check.passed] == []
     other = constraints.replace("\ntorch==2.13.0\n", "\ntorch==2.0.0\n")
-    assert [check.name for check in preflight.check_versions(other) if not check.passed] == ["torch"]
+    assert [check.name for check in preflight.check_versions(other) if not check.passed] == [
+        "torch"
+    ]
 
 
 def test_memory_and_places(preflight: ModuleType, tmp_path: Path) -> None:
     assert preflight.check_memory(EngineSettings(), LaunchFacts()).passed
     assert not preflight.check_memory(EngineSettings(count=10_000), LaunchFacts()).passed
-    assert preflight.check_memory(EngineSettings(mode="external", count=10_000), LaunchFacts()).passed
+    assert preflight.check_memory(
+        EngineSettings(mode="external", count=10_000), LaunchFacts()
+    ).passed
     assert preflight.check_run_root(str(tmp_path / "not" / "yet")).passed
     assert preflight.check_run_root("/proc/nowhere").refuses
     assert [path.name for path in tmp_path.iterdir()] == ["sums.jsonl"]
@@ -51,36 +57,52 @@ def test_memory_and_places(preflight: ModuleType, tmp_path: Path) -> None:
 
 def test_what_does_not_fit_is_said_part_by_part(preflight: ModuleType) -> None:
     shape = read_shape(Path(__file__).parents[1] / "support" / "published" / "qwen3_30b_a3b")
-    c = replace(compose(["experiment=smoke", "model.recompute=full"]), parallel=ParallelSettings(ep=8))
+    c = replace(
+        compose(["experiment=smoke", "model.recompute=full"]), parallel=ParallelSettings(ep=8)
+    )
     facts = LaunchFacts(world_size=8, local_world_size=8, num_gpus=8)
     rank, engine = preflight.check_rank_memory(c, shape, facts, 80 * 2**30)
-    # float32, experts over eight ranks: (1,541,093,376 + 28,991,029,248 / 8) x (4 + 4), and 8 / 8 and 8 bytes of Adam's
+    # float32, experts over eight ranks: (1,541,093,376 + 28,991,029,248 / 8) x (4 + 4), and 8 / 8
+    # and 8 bytes of Adam's
     assert rank.refuses and engine.refuses
     parts = "parameters 19.2, gradients 19.2, optimizer 28.4, activations"
-    assert str(rank).startswith(f"FAIL  rank memory: {parts}") and "of 80.0 GiB of a GPU" in str(rank)
+    assert str(rank).startswith(f"FAIL  rank memory: {parts}") and "of 80.0 GiB of a GPU" in str(
+        rank
+    )
     assert "model.recompute=full" in str(rank)
-    assert str(engine) == "FAIL  engine memory: parameters 113.7, KV cache 0.656 GiB on each device. Raise engine.tp."
+    assert (
+        str(engine)
+        == "FAIL  engine memory: parameters 113.7, KV cache 0.656 GiB on each device. Raise engine.tp."
+    )
     fits, served, waits = preflight.check_rank_memory(c, shape, facts, 114 * 2**30)
     assert fits.passed and served.passed and (waits.passed, waits.refuses) == (False, False)
     elsewhere = replace(c, engine=replace(c.engine, mode="external"))
     assert list(preflight.check_rank_memory(elsewhere, shape, facts, 80 * 2**30))[1].passed
 
 
-def test_a_node_without_the_memory_of_a_save_is_told_before_the_first_one(preflight: ModuleType) -> None:
+def test_a_node_without_the_memory_of_a_save_is_told_before_the_first_one(
+    preflight: ModuleType,
+) -> None:
     shape = read_shape(Path(__file__).parents[1] / "support" / "published" / "qwen3_30b_a3b")
     facts = LaunchFacts(world_size=8, local_world_size=8, num_gpus=8)
-    c = replace(compose(["experiment=smoke", "run.checkpoint_every=1"]), parallel=ParallelSettings(ep=8))
+    c = replace(
+        compose(["experiment=smoke", "run.checkpoint_every=1"]), parallel=ParallelSettings(ep=8)
+    )
     (check,) = preflight.check_save_memory(c, shape, facts, 400 * 2**30)
     # (1,541,093,376 + 28,991,029,248 / 8) x 12 bytes, on each of eight ranks
     assert check.refuses and "57.7 GiB for each rank, 8 of them; 400.0 available" in str(check)
     assert next(preflight.check_save_memory(c, shape, facts, 500 * 2**30)).passed
     alone = LaunchFacts(world_size=1, local_world_size=1)
-    (check,) = preflight.check_save_memory(replace(c, parallel=ParallelSettings()), shape, alone, 2**30)
+    (check,) = preflight.check_save_memory(
+        replace(c, parallel=ParallelSettings()), shape, alone, 2**30
+    )
     assert check.refuses and "beside the" in str(check), "without GPUs it trains in the same memory"
     assert list(preflight.check_save_memory(compose(["experiment=smoke"]), shape, facts, 0)) == []
 
 
-def test_little_shared_memory_warns_and_does_not_refuse(preflight: ModuleType, tmp_path: Path) -> None:
+def test_little_shared_memory_warns_and_does_not_refuse(
+    preflight: ModuleType, tmp_path: Path
+) -> None:
     check = preflight.check_shared_memory(str(tmp_path / "missing"))
     assert (check.passed, check.refuses) == (False, False)
     assert str(check).startswith("warn  shared memory: 0.0 GiB free") and "--shm-size" in str(check)
@@ -89,7 +111,9 @@ def test_little_shared_memory_warns_and_does_not_refuse(preflight: ModuleType, t
 
 def test_gpus_that_torch_cannot_use_are_said(preflight: ModuleType) -> None:
     idle = list(preflight.check_devices(LaunchFacts(idle_gpus=2)))[-1]
-    assert str(idle).startswith("warn  idle GPUs: 2 stay idle: the installed torch is built for CPUs")
+    assert str(idle).startswith(
+        "warn  idle GPUs: 2 stay idle: the installed torch is built for CPUs"
+    )
     (usable,) = preflight.check_devices(LaunchFacts(num_gpus=99))
     assert usable.refuses
 
@@ -150,7 +174,9 @@ def opening(preflight: ModuleType, *overrides: str) -> dict[str, Any]:
 def test_what_a_run_opens_first_is_opened(preflight: ModuleType) -> None:
     checks = opening(preflight, *SMALL)
     assert [name for name, check in checks.items() if check.refuses] == []
-    assert str(checks["prompts"]).startswith("ok    prompts: 42 to train, 8 held out; left out: 0 bad rows")
+    assert str(checks["prompts"]).startswith(
+        "ok    prompts: 42 to train, 8 held out; left out: 0 bad rows"
+    )
 
 
 @pytest.mark.parametrize(
@@ -159,7 +185,11 @@ def test_what_a_run_opens_first_is_opened(preflight: ModuleType) -> None:
         ('{"prompt": "1+1="}', [], "sums.jsonl line 51: `answer` is missing"),
         ('{"prompt": "1+1=", "answer": "two"}', [], "sums.jsonl line 51: "),
         ('{"prompt": "1Ω1=", "answer": 1}', [], "the tokenizer has no token for 'Ω'"),
-        ("", ["data.num_eval=50"], "data.num_eval=50: holding that many out of 50 usable questions leaves none"),
+        (
+            "",
+            ["data.num_eval=50"],
+            "data.num_eval=50: holding that many out of 50 usable questions leaves none",
+        ),
         ("", ["rollout.prompts_per_step=43"], "rollout.prompts_per_step=43: there are only 42"),
     ],
 )
@@ -186,7 +216,9 @@ def test_classes_of_the_users_own_are_opened(
     assert checks["environment"].refuses and "it has no method `play`" in str(checks["environment"])
 
 
-def test_a_disk_that_is_too_small_does_not_pass(preflight: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_too_small_does_not_pass(
+    preflight: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     usage = namedtuple("usage", "total used free")(2**30, 2**30, 1000)
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: usage)
     assert opening(preflight, *SMALL)["disk space"].refuses
@@ -202,7 +234,12 @@ def test_one_rank_of_a_node_speaks(
     preflight: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(preflight, "check_opening", lambda _: [])
-    ranks = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    ranks = {
+        "WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+    }
     for name, value in ranks.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -215,7 +252,9 @@ def test_one_rank_of_a_node_speaks(
     assert any("address: 127.0.0.1" in line for line in lines)
 
 
-def test_nodes_without_a_master_are_told(preflight: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_without_a_master_are_told(
+    preflight: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     (check,) = preflight.check_addresses(LaunchFacts(world_size=4, local_world_size=2))
     assert check.refuses and "torchrun on every node" in str(check)
@@ -224,10 +263,16 @@ def test_nodes_without_a_master_are_told(preflight: ModuleType, monkeypatch: pyt
 
 def test_help_and_refused_settings(tmp_path: Path) -> None:
     helped = start_script("preflight", "--help", cwd=tmp_path)
-    assert helped.returncode == ExitCode.OK and "launch/preflight.py experiment=quickstart" in helped.stdout
+    assert (
+        helped.returncode == ExitCode.OK
+        and "launch/preflight.py experiment=quickstart" in helped.stdout
+    )
     refused = start_script("preflight", "experiment=smoke", "optimizer.lr=fast", cwd=tmp_path)
     assert (refused.returncode, refused.stdout) == (ExitCode.REFUSED, "")
-    assert "optimizer.lr=fast: Must be a number" in refused.stderr and "Traceback" not in refused.stderr
+    assert (
+        "optimizer.lr=fast: Must be a number" in refused.stderr
+        and "Traceback" not in refused.stderr
+    )
 
 
 @pytest.mark.slow

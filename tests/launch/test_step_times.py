@@ -1,4 +1,6 @@
-"""`launch/step_times.py` says where a run's time went, and what is wrong with a directory that does not tell."""
+"""`launch/step_times.py` says where a run's time went, and what is wrong with a directory that does
+not tell.
+"""
 
 import json
 from pathlib import Path
@@ -9,7 +11,13 @@ import pytest
 from megatron_rl.contracts.exit_codes import ExitCode
 from tests.support.scripts import load_script, start_script
 
-STEP = {"time/rollout": 2.0, "time/old_policy": 1.0, "time/train": 1.0, "time/step": 4.0, "time/reward_exposed": 0.002}
+STEP = {
+    "time/rollout": 2.0,
+    "time/old_policy": 1.0,
+    "time/train": 1.0,
+    "time/step": 4.0,
+    "time/reward_exposed": 0.002,
+}
 
 
 @pytest.fixture(scope="module")
@@ -18,13 +26,18 @@ def script() -> ModuleType:
 
 
 def write(directory: Path, *records: dict[str, float | None]) -> None:
-    (directory / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (directory / "metrics.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in records)
+    )
 
 
 def test_later_steps_are_averaged_and_the_first_is_apart(
     script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first, last = STEP | {"time/train": 9.0, "time/step": 12.0}, STEP | {"time/rollout": 4.0, "time/step": 6.0}
+    first, last = (
+        STEP | {"time/train": 9.0, "time/step": 12.0},
+        STEP | {"time/rollout": 4.0, "time/step": 6.0},
+    )
     write(tmp_path, {"step": 0, "time/eval": 3.0}, first, STEP, last | {"time/eval": 5.0})
     assert script.main([str(tmp_path)]) == ExitCode.OK
     lines = capsys.readouterr().out.splitlines()
@@ -35,8 +48,12 @@ def test_later_steps_are_averaged_and_the_first_is_apart(
     assert lines[-1] == "2 evaluations of 4.0 s each; reward time exposed 0.002 s a step"
 
 
-def test_one_step_and_no_evaluation(script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path, STEP, {"step": 2, "time/rollout": 1.0, "time/train": None})  # the second did not end
+def test_one_step_and_no_evaluation(
+    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(
+        tmp_path, STEP, {"step": 2, "time/rollout": 1.0, "time/train": None}
+    )  # the second did not end
     assert script.main([str(tmp_path)]) == ExitCode.OK
     assert capsys.readouterr().out.endswith("| whole step | 4.00 | 4.00 | |\n")
 
@@ -53,7 +70,11 @@ def test_one_step_and_no_evaluation(script: ModuleType, tmp_path: Path, capsys: 
     ],
 )
 def test_a_directory_that_does_not_tell_is_refused(
-    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, told: str
+    script: ModuleType,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    content: str | None,
+    told: str,
 ) -> None:
     if content is not None:
         (tmp_path / "metrics.jsonl").write_text(content)

@@ -11,7 +11,11 @@ def packed() -> Callable[..., tuple[torch.Tensor, ResponseTokens]]:
     """Build (logprobs, response) from sequence lengths, seeded; float64 unless told otherwise."""
 
     def build(
-        lengths: Sequence[int], seed: int = 0, *, spread: float = 0.3, dtype: torch.dtype = torch.float64
+        lengths: Sequence[int],
+        seed: int = 0,
+        *,
+        spread: float = 0.3,
+        dtype: torch.dtype = torch.float64,
     ) -> tuple[torch.Tensor, ResponseTokens]:
         generator = torch.Generator().manual_seed(seed)
         total = sum(lengths)
@@ -25,7 +29,9 @@ def packed() -> Callable[..., tuple[torch.Tensor, ResponseTokens]]:
             old_logprobs=old,
             old_entropies=normal(1.0).abs(),
             rollout_logprobs=old + normal(0.05),
-            advantages=torch.repeat_interleave(per_sequence, torch.tensor(lengths, dtype=torch.int64)).to(dtype),
+            advantages=torch.repeat_interleave(
+                per_sequence, torch.tensor(lengths, dtype=torch.int64)
+            ).to(dtype),
             cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).int(),
         )
         return (old + normal(spread)).requires_grad_(), response

@@ -1,4 +1,6 @@
-"""Weights for what is between engine and old policy: numbers by hand, ranges, and what they do to every loss."""
+"""Weights for what is between engine and old policy: numbers by hand, ranges, and what they do to
+every loss.
+"""
 
 import math
 from collections.abc import Callable
@@ -15,12 +17,18 @@ from megatron_rl.losses import Correction, ResponseTokens, open_loss
 from tests.losses.shapes import shape_of
 
 KINDS = [
-    ("tis", "token"), ("tis", "sequence"), ("tis", "geometric"), ("icepop", "token"), ("mis", "sequence"),
+    ("tis", "token"),
+    ("tis", "sequence"),
+    ("tis", "geometric"),
+    ("icepop", "token"),
+    ("mis", "sequence"),
     ("mis", "geometric"),
-]  # fmt: skip
+]
 
 
-def of_ratios(ratios: list[float], offsets: list[int], advantages: list[float] | None = None) -> ResponseTokens:
+def of_ratios(
+    ratios: list[float], offsets: list[int], advantages: list[float] | None = None
+) -> ResponseTokens:
     """Tokens with these π_old / π_rollout; nan: nobody sampled it."""
     old = torch.full((len(ratios),), -1.0)
     return ResponseTokens(
@@ -34,10 +42,15 @@ def of_ratios(ratios: list[float], offsets: list[int], advantages: list[float] |
 
 def weights(kind: Any, ratios: list[float], offsets: list[int], **how: Any) -> list[float]:
     correction = Correction(CorrectionSettings(kind=kind, **how))
-    return [round(value, 5) for value in correction.weights(kind, of_ratios(ratios, offsets)).tolist()]
+    return [
+        round(value, 5) for value in correction.weights(kind, of_ratios(ratios, offsets)).tolist()
+    ]
 
 
-RATIOS, OFFSETS = [1.5, 0.4, 6.0, 0.9, 1.2], [0, 3, 3, 5]  # products 3.6 and 1.08, geometric means 1.53262 and 1.03923
+RATIOS, OFFSETS = (
+    [1.5, 0.4, 6.0, 0.9, 1.2],
+    [0, 3, 3, 5],
+)  # products 3.6 and 1.08, geometric means 1.53262 and 1.03923
 
 
 @pytest.mark.parametrize(
@@ -60,7 +73,8 @@ def test_weights_by_hand(kind: str, how: dict[str, Any], expected: list[float]) 
     assert weights(kind, RATIOS, OFFSETS, **how) == expected
 
 
-# by kind and level: the ratios that a token or a sequence of two may just have, and just not, unless bounds are given
+# by kind and level: the ratios that a token or a sequence of two may just have, and just not,
+# unless bounds are given
 DEFAULTS = [
     ("tis", "token", [1.99], [2.01]),
     ("tis", "sequence", [1.99], [2.01]),
@@ -84,7 +98,9 @@ def test_bounds_unless_given_are_those_that_are_documented(
 
 
 @pytest.mark.parametrize(("kind", "level"), KINDS)
-def test_tokens_that_nobody_sampled_keep_their_weight_and_stay_out_of_their_sequence(kind: str, level: str) -> None:
+def test_tokens_that_nobody_sampled_keep_their_weight_and_stay_out_of_their_sequence(
+    kind: str, level: str
+) -> None:
     nan = math.nan
     mixed = weights(kind, [1.0005, nan, 1.0007, nan], [0, 3, 4], level=level)
     alone = weights(kind, [1.0005, 1.0007], [0, 2], level=level)
@@ -101,7 +117,9 @@ def test_what_each_kind_would_do_is_reported_whichever_is_chosen() -> None:
     }
     for kind in ("off", "tis", "icepop", "mis"):
         sums = Correction(CorrectionSettings(kind=kind)).metrics(response)  # type: ignore[arg-type]
-        assert {key: float(pair[0] / pair[1]) for key, pair in sums.items()} == pytest.approx(expected), kind
+        assert {key: float(pair[0] / pair[1]) for key, pair in sums.items()} == pytest.approx(
+            expected
+        ), kind
     chosen = Correction(CorrectionSettings(kind="mis", high=4.0)).metrics(response)
     assert float(chosen["mismatch/mis_masked"][0]) == 0.0
 
@@ -135,7 +153,9 @@ def test_an_empty_micro_batch_has_nothing_to_correct() -> None:
     st.lists(st.floats(-12, 12) | st.just(math.nan), min_size=1, max_size=24),
     st.data(),
 )
-def test_weights_are_in_range_for_all_ratios(kind: tuple[str, str], logs: list[float], data: st.DataObject) -> None:
+def test_weights_are_in_range_for_all_ratios(
+    kind: tuple[str, str], logs: list[float], data: st.DataObject
+) -> None:
     cut = data.draw(st.integers(0, len(logs)))
     correction = Correction(CorrectionSettings(kind=kind[0], level=kind[1], high=3.0))  # type: ignore[arg-type]
     old = torch.zeros(len(logs))
@@ -154,7 +174,9 @@ def test_weights_are_in_range_for_all_ratios(kind: tuple[str, str], logs: list[f
 @given(st.lists(st.floats(-2, 2), min_size=1, max_size=12))
 def test_off_is_bit_identical_to_no_correction(logs: list[float]) -> None:
     response = of_ratios([math.exp(x) for x in logs], [0, len(logs)])
-    assert torch.equal(Correction(CorrectionSettings()).corrected(response).advantages, torch.ones(len(logs)))
+    assert torch.equal(
+        Correction(CorrectionSettings()).corrected(response).advantages, torch.ones(len(logs))
+    )
 
 
 @pytest.mark.parametrize("name", ["grpo", "gspo", "espo"])
@@ -162,19 +184,29 @@ def test_off_is_bit_identical_to_no_correction(logs: list[float]) -> None:
 def test_every_token_s_part_of_the_loss_and_its_gradient_are_multiplied_by_its_weight(
     packed: Callable[..., tuple[torch.Tensor, ResponseTokens]], name: str, kind: Any
 ) -> None:
-    """Clipped tokens too; so the loss is Σ c_t L_t, with the parts L_t of the uncorrected loss found one by one."""
+    """Clipped tokens too; so the loss is Σ c_t L_t, with the parts L_t of the uncorrected loss
+    found one by one.
+    """
     logprobs, response = packed([5, 0, 7, 3], seed=3, spread=0.02, dtype=torch.float32)
     generator = torch.Generator().manual_seed(1)
-    shifted = response.old_logprobs + torch.randn(15, generator=generator) * (0.6 if kind == "mis" else 1.2)
+    shifted = response.old_logprobs + torch.randn(15, generator=generator) * (
+        0.6 if kind == "mis" else 1.2
+    )
     response = ResponseTokens(
-        response.old_logprobs, response.old_entropies, shifted, response.advantages, response.cu_seqlens
+        response.old_logprobs,
+        response.old_entropies,
+        shifted,
+        response.advantages,
+        response.cu_seqlens,
     )
     correction = Correction(CorrectionSettings(kind=kind))
     loss = open_loss(ALGORITHMS[name](), shape_of(48))
 
     def value(advantages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         at = logprobs.detach().clone().requires_grad_()
-        tokens = ResponseTokens(response.old_logprobs, response.old_entropies, shifted, advantages, response.cu_seqlens)
+        tokens = ResponseTokens(
+            response.old_logprobs, response.old_entropies, shifted, advantages, response.cu_seqlens
+        )
         result = loss.prepare(tokens)(at, Denominators(sequences=4, tokens=15)).loss
         result.backward()
         assert at.grad is not None

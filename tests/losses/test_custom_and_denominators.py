@@ -1,10 +1,12 @@
-"""A loss of one's own is opened with its options; denominators and offsets are checked down to one token."""
+"""A loss of one's own is opened with its options; denominators and offsets are checked down to one
+token.
+"""
 
 import pytest
 import torch
 
 from megatron_rl.config.algorithms import CustomAlgoSettings, EspoSettings
-from megatron_rl.contracts.plugins import DoorError
+from megatron_rl.contracts.plugins import PluginError
 from megatron_rl.contracts.step_plan import Denominators
 from megatron_rl.losses import ResponseTokens, open_loss
 from megatron_rl.losses.interface import require_denominator, require_packed
@@ -34,7 +36,7 @@ def test_a_loss_of_ones_own_gets_its_options() -> None:
 
 
 def test_a_class_that_is_no_loss_is_refused_by_the_key() -> None:
-    with pytest.raises(DoorError, match=r"algo\.name.*prepare"):
+    with pytest.raises(PluginError, match=r"algo\.name.*prepare"):
         custom("Unprepared")
 
 
@@ -54,10 +56,14 @@ def test_offsets_are_a_row_of_at_least_one(offsets: torch.Tensor) -> None:
 def test_espo_s_ratio_denominator_is_the_one_that_was_set() -> None:
     old = torch.full((6,), -1.0)
     entropies = torch.linspace(0.1, 2.0, 6)
-    response = ResponseTokens(old, entropies, old, torch.ones(6), torch.tensor([0, 6], dtype=torch.int32))
+    response = ResponseTokens(
+        old, entropies, old, torch.ones(6), torch.tensor([0, 6], dtype=torch.int32)
+    )
     moved, counts = old - torch.linspace(0.01, 0.06, 6), Denominators(sequences=1, tokens=6)
     losses = {
-        open_loss(EspoSettings(ratio_denominator=by), shape_of(48)).prepare(response)(moved, counts).loss.item()
+        open_loss(EspoSettings(ratio_denominator=by), shape_of(48))
+        .prepare(response)(moved, counts)
+        .loss.item()
         for by in ("current", "old")
     }
     assert len(losses) == 2

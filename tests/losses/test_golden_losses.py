@@ -33,7 +33,9 @@ def test_numbers_worked_by_hand(name: str) -> None:
     result.loss.backward()
     assert result.loss.item() == pytest.approx(golden["loss"], rel=2e-6)
     assert logprobs.grad is not None
-    torch.testing.assert_close(logprobs.grad, torch.tensor(golden["gradient"]), rtol=2e-6, atol=1e-8)
+    torch.testing.assert_close(
+        logprobs.grad, torch.tensor(golden["gradient"]), rtol=2e-6, atol=1e-8
+    )
     metrics = {key: float(pair[0] / pair[1]) for key, pair in result.sums.items()}
     metrics |= {key: float(value) for key, value in result.maxima.items()}
     for key, value in golden["metrics"].items():

@@ -1,4 +1,6 @@
-"""Losses at their edges: exactly on a clip bound, far below it, and without a look at the device's values."""
+"""Losses at their edges: exactly on a clip bound, far below it, and without a look at the device's
+values.
+"""
 
 import math
 
@@ -35,9 +37,16 @@ def test_log_ratios_are_limited_on_both_sides() -> None:
 
 
 def test_sequence_ratios_need_no_value_on_the_host() -> None:
-    """On a GPU each would wait for the device. Meta tensors have no values: a look at one is an error."""
+    """On a GPU each would wait for the device.
+
+    Meta tensors have no values: a look at one is an error.
+    """
     tokens = torch.zeros(5, device="meta")
-    response = ResponseTokens(tokens, tokens, tokens, tokens, torch.zeros(3, dtype=torch.int32, device="meta"))
-    result = open_loss(GspoSettings(), shape_of(48)).prepare(response)(tokens, Denominators(sequences=2, tokens=5))
+    response = ResponseTokens(
+        tokens, tokens, tokens, tokens, torch.zeros(3, dtype=torch.int32, device="meta")
+    )
+    result = open_loss(GspoSettings(), shape_of(48)).prepare(response)(
+        tokens, Denominators(sequences=2, tokens=5)
+    )
     assert result.loss.device.type == "meta"
     assert sequence_means(tokens, torch.zeros(2, dtype=torch.int64, device="meta")).shape == (2,)

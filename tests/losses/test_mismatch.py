@@ -15,8 +15,8 @@ def means(old: list[float], rollout: list[float]) -> dict[str, float]:
 
 
 def test_by_hand() -> None:
-    # log w = 0.1, -0.2: |.| mean 0.15; k3 = e^0.1 - 1.1 and e^-0.2 - 0.8: mean (0.00517092 + 0.01873075) / 2;
-    # ess = 2 / (e^0.2 + e^-0.4) = 2 / (1.22140276 + 0.67032005)
+    # log w = 0.1, -0.2: |.| mean 0.15; k3 = e^0.1 - 1.1 and e^-0.2 - 0.8: mean (0.00517092 +
+    # 0.01873075) / 2; ess = 2 / (e^0.2 + e^-0.4) = 2 / (1.22140276 + 0.67032005)
     result = means([-1.0, -1.2], [-1.1, -1.0])
     assert result["mismatch/logprob_abs_mean"] == pytest.approx(0.15, rel=1e-5)
     assert result["mismatch/k3_kl"] == pytest.approx(0.01195084, rel=1e-4)
@@ -32,25 +32,35 @@ def test_equal_policies() -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(st.floats(-12, 0), st.floats(-12, 0)), min_size=2, max_size=30), st.integers(1, 29))
+@given(
+    st.lists(st.tuples(st.floats(-12, 0), st.floats(-12, 0)), min_size=2, max_size=30),
+    st.integers(1, 29),
+)
 def test_parts_add_up_to_the_whole(pairs: list[tuple[float, float]], cut: int) -> None:
     old, rollout = torch.tensor(pairs).T
     whole = rollout_mismatch(old, rollout)
-    first, second = rollout_mismatch(old[:cut], rollout[:cut]), rollout_mismatch(old[cut:], rollout[cut:])
+    first, second = (
+        rollout_mismatch(old[:cut], rollout[:cut]),
+        rollout_mismatch(old[cut:], rollout[cut:]),
+    )
     for key, pair in whole.items():
         torch.testing.assert_close(first[key] + second[key], pair, rtol=1e-4, atol=1e-4)
         assert pair[0] >= 0
 
 
 def test_k3_estimates_the_divergence() -> None:
-    # p = (0.7, 0.3), q = (0.4, 0.6): KL(p || q) = 0.7 ln(0.7 / 0.4) + 0.3 ln(0.3 / 0.6) = 0.18378689
+    # p = (0.7, 0.3), q = (0.4, 0.6): KL(p || q) = 0.7 ln(0.7 / 0.4) + 0.3 ln(0.3 / 0.6) =
+    # 0.18378689
     p, q = torch.tensor([0.7, 0.3]), torch.tensor([0.4, 0.6])
     assert float((p * k3((q / p).log())).sum()) == pytest.approx(0.18378689, rel=1e-5)
 
 
 def test_weights_of_a_known_spread_give_kong_s_size() -> None:
-    # w = 1/2 with probability 2/3 and 2 with 1/3: E w = 1, E w^2 = 3/2, so the effective share is 2/3
-    assert means([-math.log(2.0), -math.log(2.0), math.log(2.0)], [0.0] * 3)["mismatch/ess"] == pytest.approx(2 / 3)
+    # w = 1/2 with probability 2/3 and 2 with 1/3: E w = 1, E w^2 = 3/2, so the effective share is
+    # 2/3
+    assert means([-math.log(2.0), -math.log(2.0), math.log(2.0)], [0.0] * 3)[
+        "mismatch/ess"
+    ] == pytest.approx(2 / 3)
 
 
 def test_nan_comes_out_and_empty_counts_nothing() -> None:

@@ -9,7 +9,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.config.algorithms import AlgoSettings, EspoSettings, GrpoSettings, GspoSettings, SftSettings
+from megatron_rl.config.algorithms import (
+    AlgoSettings,
+    EspoSettings,
+    GrpoSettings,
+    GspoSettings,
+    SftSettings,
+)
 from megatron_rl.contracts.step_plan import Denominators
 from megatron_rl.losses import LossResult, PolicyLoss, ResponseTokens, open_loss
 from tests.losses.shapes import shape_of
@@ -21,14 +27,18 @@ SETTINGS: dict[str, AlgoSettings] = {"grpo": GRPO, "gspo": GSPO, "espo": ESPO, "
 ALL = list(SETTINGS)
 RATIOS = ["grpo", "gspo", "espo"]
 LENGTHS = st.lists(st.integers(0, 7), min_size=1, max_size=5).filter(any)
-GENERATED = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+GENERATED = settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 def build(name: str) -> PolicyLoss:
     return open_loss(SETTINGS[name], shape_of(VOCABULARY))
 
 
-def run(name: str, logprobs: torch.Tensor, response: ResponseTokens, denominators: Denominators) -> LossResult:
+def run(
+    name: str, logprobs: torch.Tensor, response: ResponseTokens, denominators: Denominators
+) -> LossResult:
     return build(name).prepare(response)(logprobs, denominators)
 
 
@@ -47,7 +57,9 @@ def token_groups(entropies: list[float]) -> list[list[int]]:
     return [g for g in (order[:k], order[k:]) if g]
 
 
-def loop(name: str, logprobs: torch.Tensor, response: ResponseTokens, denominators: Denominators) -> float:
+def loop(
+    name: str, logprobs: torch.Tensor, response: ResponseTokens, denominators: Denominators
+) -> float:
     """The loss as its paper writes it, one token at a time, with Python floats."""
     total = 0.0
     for start, end in pairwise(response.cu_seqlens.tolist()):
@@ -71,7 +83,11 @@ def loop(name: str, logprobs: torch.Tensor, response: ResponseTokens, denominato
                 s = math.exp(sum(log_ratio[t] for t in group) / len(group))
                 mean_entropy = sum(entropy[t] for t in group) / len(group)
                 clip = max(ESPO.min_clip, ESPO.alpha * mean_entropy / math.log(VOCABULARY))
-                total += sum(surrogate(s, advantage[t], clip, clip) for t in group) / len(group) / len(members)
+                total += (
+                    sum(surrogate(s, advantage[t], clip, clip) for t in group)
+                    / len(group)
+                    / len(members)
+                )
     return -total / (denominators.tokens if name in ("grpo", "sft") else denominators.sequences)
 
 
@@ -84,12 +100,15 @@ def test_the_loss_is_what_a_loop_over_tokens_gives(
     logprobs, response = packed(lengths, seed, spread=spread)
     denominators = Denominators(sequences=7, tokens=31)
     result = run(name, logprobs, response, denominators)
-    assert result.loss.item() == pytest.approx(loop(name, logprobs, response, denominators), rel=1e-9, abs=1e-12)
+    assert result.loss.item() == pytest.approx(
+        loop(name, logprobs, response, denominators), rel=1e-9, abs=1e-12
+    )
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_gradients_are_those_of_the_value(packed: Packed, name: str) -> None:
-    # With one advantage per sequence, the gradient through the tokens is the plain derivative of the value.
+    # With one advantage per sequence, the gradient through the tokens is the plain derivative of
+    # the value.
     logprobs, response = packed([3, 1, 6], seed=4, spread=0.02)
     objective = build(name).prepare(response)
     assert torch.autograd.gradcheck(lambda x: objective(x, counts(response)).loss, (logprobs,))
@@ -111,7 +130,9 @@ def test_splitting_and_reordering_change_nothing(
     total, sums = 0.0, {key: torch.zeros(2, dtype=torch.float64) for key in whole.sums}
     maxima: dict[str, float] = {}
     for part in (order[:cut], order[cut:]):
-        index = torch.tensor([t for i in part for t in range(offsets[i], offsets[i + 1])], dtype=torch.int64)
+        index = torch.tensor(
+            [t for i in part for t in range(offsets[i], offsets[i + 1])], dtype=torch.int64
+        )
         piece = ResponseTokens(
             response.old_logprobs[index],
             response.old_entropies[index],
@@ -151,10 +172,15 @@ def test_the_filler_gives_zero_that_is_still_in_the_graph(name: str, offsets: li
 
 @pytest.mark.parametrize(
     ("name", "field"),
-    [*((name, field) for name in RATIOS for field in ("logprobs", "old_logprobs", "advantages")), ("sft", "logprobs")],
+    [
+        *((name, field) for name in RATIOS for field in ("logprobs", "old_logprobs", "advantages")),
+        ("sft", "logprobs"),
+    ],
 )
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_never_looks_plausible(packed: Packed, name: str, field: str, value: float) -> None:
+def test_what_is_not_finite_never_looks_plausible(
+    packed: Packed, name: str, field: str, value: float
+) -> None:
     logprobs, response = packed([3, 4], dtype=torch.float32)
     target = logprobs.detach().clone() if field == "logprobs" else getattr(response, field)
     target[2] = value
@@ -189,7 +215,9 @@ def test_float32_agrees_with_float64(packed: Packed, name: str) -> None:
     exact_logprobs, exact = packed([5] * 40, seed=1)
     logprobs, response = packed([5] * 40, seed=1, dtype=torch.float32)
     expected = run(name, exact_logprobs, exact, counts(exact)).loss.item()
-    assert run(name, logprobs, response, counts(response)).loss.item() == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert run(name, logprobs, response, counts(response)).loss.item() == pytest.approx(
+        expected, rel=1e-5, abs=1e-6
+    )
 
 
 @pytest.mark.parametrize("name", RATIOS)
@@ -203,21 +231,29 @@ def test_an_unchanged_policy_gives_the_plain_policy_gradient(packed: Packed, nam
     if name == "grpo":
         expected = -response.advantages / 8
     elif name == "gspo":
-        expected = -response.advantages / 2 / torch.tensor([3.0] * 3 + [5.0] * 5, dtype=torch.float64)
+        expected = (
+            -response.advantages / 2 / torch.tensor([3.0] * 3 + [5.0] * 5, dtype=torch.float64)
+        )
     else:  # each group's tokens share 1/2 of their sequence: one token and the rest
         sizes = [
-            1 if t == max(range(n), key=lambda t: response.old_entropies[start + t].item()) else n - 1
+            1
+            if t == max(range(n), key=lambda t: response.old_entropies[start + t].item())
+            else n - 1
             for start, n in zip(response.cu_seqlens.tolist(), lengths, strict=False)
             for t in range(n)
         ]
         expected = -response.advantages / 2 / 2 / torch.tensor(sizes, dtype=torch.float64)
     torch.testing.assert_close(logprobs.grad, expected)
-    assert all(float(result.sums[f"policy/clip_fraction_{side}"][0]) == 0.0 for side in ("low", "high"))
+    assert all(
+        float(result.sums[f"policy/clip_fraction_{side}"][0]) == 0.0 for side in ("low", "high")
+    )
 
 
 def test_gspo_is_its_sequence_form_when_advantages_are_per_sequence(packed: Packed) -> None:
     logprobs, response = packed([4, 2], spread=0.02)
-    (gradient,) = torch.autograd.grad(run("gspo", logprobs, response, counts(response)).loss, logprobs)
+    (gradient,) = torch.autograd.grad(
+        run("gspo", logprobs, response, counts(response)).loss, logprobs
+    )
     objective = torch.zeros((), dtype=torch.float64)
     for start, end in pairwise(response.cu_seqlens.tolist()):
         s = (logprobs - response.old_logprobs)[start:end].mean().exp()
@@ -241,15 +277,22 @@ def test_shapes_and_denominators_are_checked(packed: Packed, name: str) -> None:
 
 @GENERATED
 @given(lengths=LENGTHS, seed=st.integers(0, 10_000), spread=st.sampled_from([0.05, 2.0]))
-def test_espo_s_effective_sample_size_is_a_share(packed: Packed, lengths: list[int], seed: int, spread: float) -> None:
+def test_espo_s_effective_sample_size_is_a_share(
+    packed: Packed, lengths: list[int], seed: int, spread: float
+) -> None:
     logprobs, response = packed(lengths, seed, spread=spread)
     sums = run("espo", logprobs, response, counts(response)).sums
-    mean, square = (float(pair[0] / pair[1]) for pair in (sums["policy/ratio_mean"], sums["policy/ratio_square_mean"]))
+    mean, square = (
+        float(pair[0] / pair[1])
+        for pair in (sums["policy/ratio_mean"], sums["policy/ratio_square_mean"])
+    )
     assert 0 < mean**2 / square <= 1 + 1e-12
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_espo_groups_what_it_is_prepared_with_and_never_again(packed: Packed, dtype: torch.dtype) -> None:
+def test_espo_groups_what_it_is_prepared_with_and_never_again(
+    packed: Packed, dtype: torch.dtype
+) -> None:
     logprobs, response = packed([3, 4], dtype=dtype)
     objective = build("espo").prepare(response)
     before = objective(logprobs, counts(response)).loss.item()

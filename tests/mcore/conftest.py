@@ -1,4 +1,6 @@
-"""A tiny Qwen3-MoE checkpoint made by transformers, and one Megatron process for the tests that need no torchrun."""
+"""A tiny Qwen3-MoE checkpoint made by transformers, and one Megatron process for the tests that
+need no torchrun.
+"""
 
 from __future__ import annotations
 

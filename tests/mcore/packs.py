@@ -23,11 +23,20 @@ def routes_of(index: int, layers: int, experts: int = 8, topk: int = 2) -> torch
     return scores.argsort(-1)[..., :topk].to(torch.uint8)
 
 
-def pack(indices: Sequence[int], layers: Sequence[int] | None = None, moe_layers: int = 3) -> PackedBatch:
-    """Pack sequences. layers: positions on the MoE-layer axis this rank replays; None packs no routes."""
+def pack(
+    indices: Sequence[int], layers: Sequence[int] | None = None, moe_layers: int = 3
+) -> PackedBatch:
+    """Pack sequences.
+
+    layers: positions on the MoE-layer axis this rank replays; None packs no routes.
+    """
     tokens = [sequence(i) for i in indices]
     bounds = torch.tensor([0, *(len(t) for t in tokens)]).cumsum(0).to(torch.int32)
-    routes = None if layers is None else torch.cat([routes_of(i, moe_layers)[:, list(layers)] for i in indices])
+    routes = (
+        None
+        if layers is None
+        else torch.cat([routes_of(i, moe_layers)[:, list(layers)] for i in indices])
+    )
     return PackedBatch(
         input_ids=torch.cat(tokens)[None],
         position_ids=torch.cat([torch.arange(len(t)) for t in tokens])[None],

@@ -9,7 +9,7 @@ from megatron_rl.config.schema import ParallelSettings
 
 
 @dataclass(frozen=True)
-class Case:
+class LayoutCase:
     """poisoned_rank: the rank that finds a NaN among its gradients."""
 
     parallel: ParallelSettings
@@ -20,12 +20,14 @@ class Case:
 EP2 = ParallelSettings(ep=2, timeout_s=60)
 PP2_VPP2 = ParallelSettings(pp=2, vpp=2, timeout_s=60)
 PARITY = {
-    "dp2": Case(ParallelSettings(timeout_s=60)),
-    "ep2": Case(EP2),
-    "ep2 recompute": Case(EP2, recompute="full"),
-    "tp2 sequence-parallel ep2": Case(ParallelSettings(tp=2, ep=2, sequence_parallel=True, timeout_s=60)),
-    "pp2": Case(ParallelSettings(pp=2, timeout_s=60)),
-    "pp2 vpp2": Case(PP2_VPP2),
-    "pp2 vpp2 recompute": Case(PP2_VPP2, recompute="full"),
+    "dp2": LayoutCase(ParallelSettings(timeout_s=60)),
+    "ep2": LayoutCase(EP2),
+    "ep2 recompute": LayoutCase(EP2, recompute="full"),
+    "tp2 sequence-parallel ep2": LayoutCase(
+        ParallelSettings(tp=2, ep=2, sequence_parallel=True, timeout_s=60)
+    ),
+    "pp2": LayoutCase(ParallelSettings(pp=2, timeout_s=60)),
+    "pp2 vpp2": LayoutCase(PP2_VPP2),
+    "pp2 vpp2 recompute": LayoutCase(PP2_VPP2, recompute="full"),
 }
-POISONED = {f"nan on rank {rank}": Case(EP2, poisoned_rank=rank) for rank in (0, 1)}
+POISONED = {f"nan on rank {rank}": LayoutCase(EP2, poisoned_rank=rank) for rank in (0, 1)}

@@ -1,4 +1,6 @@
-"""What one rank does for each layout: load, log-probabilities, one gradient, export. Started by test_parallel.py."""
+"""What one rank does for each layout: load, log-probabilities, one gradient, export. Started by
+test_parallel.py.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,17 @@ from megatron_rl.mcore.packed_batch import PackedBatch
 from megatron_rl.mcore.parallel import RankLayout, initialize, shutdown
 from megatron_rl.mcore.replay import RouteReplay
 from megatron_rl.mcore.schedule import run_schedule
-from megatron_rl.mcore.weights import draw_hf_weights, iterate_hf_weights, load_hf_weights, save_hf_weights
+from megatron_rl.mcore.weights import (
+    draw_hf_weights,
+    iterate_hf_weights,
+    load_hf_weights,
+    save_hf_weights,
+)
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.planning.rank_view import RankView
 from tests.mcore.packs import pack, targets_of
-from tests.mcore.parity_cases import PARITY, POISONED, Case
+from tests.mcore.parity_cases import PARITY, POISONED, LayoutCase
 
 GLOBAL_BATCH = [(0, 1), (2, 3), (4, 5), (6, 7)]
 
@@ -44,18 +51,28 @@ def main(checkpoint: Path, out: Path) -> None:
     shutdown()
 
 
-def run_case(case: Case, layout: RankLayout, checkpoint: Path, out: Path) -> None:
-    """Write this rank's part of the losses, gradients and exported weights, or what a poisoned step did, to `out`."""
+def run_case(case: LayoutCase, layout: RankLayout, checkpoint: Path, out: Path) -> None:
+    """Write this rank's part of the losses, gradients and exported weights, or what a poisoned step
+    did, to `out`.
+    """
     shape = read_shape(checkpoint)
-    bare = build_models(shape, ModelSettings(path=str(checkpoint), recompute=case.recompute), case.parallel)
+    bare = build_models(
+        shape, ModelSettings(path=str(checkpoint), recompute=case.recompute), case.parallel
+    )
     load_hf_weights(bare, shape, checkpoint)
     models = wrap_data_parallel(bare)
     optimizer = DistributedAdam(models, OptimizerSettings(), total_steps=10)
-    view = RankView.of(shape.num_layers, case.parallel, pp_rank=layout.pp_rank, tp_rank=layout.tp_rank)
+    view = RankView.of(
+        shape.num_layers, case.parallel, pp_rank=layout.pp_rank, tp_rank=layout.tp_rank
+    )
     optimizer.zero_grad()
-    losses = run_batch(models, view, shape.moe_layers, GLOBAL_BATCH[layout.dp_rank :: layout.dp_size])
+    losses = run_batch(
+        models, view, shape.moe_layers, GLOBAL_BATCH[layout.dp_rank :: layout.dp_size]
+    )
     if case.poisoned_rank is not None:
-        (out / str(layout.rank)).write_text(poisoned_step(models, optimizer, layout.rank == case.poisoned_rank))
+        (out / str(layout.rank)).write_text(
+            poisoned_step(models, optimizer, layout.rank == case.poisoned_rank)
+        )
         return
     save_hf_weights(models, shape, source=checkpoint, target=out / "export", dtype=torch.float32)
     save_drawn(case, shape, checkpoint, out / "drawn")
@@ -72,11 +89,15 @@ def run_case(case: Case, layout: RankLayout, checkpoint: Path, out: Path) -> Non
         save_file(gradients, out / f"gradients-{layout.pp_rank}.safetensors")
 
 
-def save_drawn(case: Case, shape: ModelShape, checkpoint: Path, target: Path) -> None:
+def save_drawn(case: LayoutCase, shape: ModelShape, checkpoint: Path, target: Path) -> None:
     """A model from scratch, before data parallelism could make replicas equal that are not."""
-    fresh = build_models(shape, ModelSettings(path=str(checkpoint), init="random", embedding_std=0.5), case.parallel)
+    fresh = build_models(
+        shape, ModelSettings(path=str(checkpoint), init="random", embedding_std=0.5), case.parallel
+    )
     draw_hf_weights(fresh, shape, seed=5)
-    ours = torch.cat([parameter.detach().flatten() for chunk in fresh for parameter in chunk.parameters()])
+    ours = torch.cat(
+        [parameter.detach().flatten() for chunk in fresh for parameter in chunk.parameters()]
+    )
     replicas = parallel_state.get_data_parallel_group()
     if case.parallel.ep == 1:
         copies = [torch.empty_like(ours) for _ in range(dist.get_world_size(replicas))]
@@ -86,15 +107,22 @@ def save_drawn(case: Case, shape: ModelShape, checkpoint: Path, target: Path) ->
 
 
 def run_batch(
-    models: Sequence[Any], view: RankView, moe_layers: Sequence[int], mine: Sequence[tuple[int, ...]]
+    models: Sequence[Any],
+    view: RankView,
+    moe_layers: Sequence[int],
+    mine: Sequence[tuple[int, ...]],
 ) -> dict[str, torch.Tensor]:
-    """Forward and backward over this rank's micro-batches; the losses of each micro-batch by its name."""
+    """Forward and backward over this rank's micro-batches; the losses of each micro-batch by its
+    name.
+    """
     total = sum(len(targets_of(indices)) for indices in GLOBAL_BATCH)
     kept: dict[str, torch.Tensor] = {}
 
     def loss(logits: torch.Tensor, index: int) -> tuple[torch.Tensor, None]:
         targets = targets_of(mine[index])
-        losses = tensor_parallel.vocab_parallel_cross_entropy(logits[: len(targets)].clone()[:, None], targets[:, None])
+        losses = tensor_parallel.vocab_parallel_cross_entropy(
+            logits[: len(targets)].clone()[:, None], targets[:, None]
+        )
         kept["-".join(map(str, mine[index]))] = losses.detach().flatten().clone()
         return losses.sum() / total, None
 
@@ -104,7 +132,9 @@ def run_batch(
 
 
 def local_pack(indices: tuple[int, ...], view: RankView, moe_layers: Sequence[int]) -> PackedBatch:
-    """Pack `indices` for this rank: its layers, rows padded to a multiple of the sequence-parallel size and sliced."""
+    """Pack `indices` for this rank: its layers, rows padded to a multiple of the sequence-parallel
+    size and sliced.
+    """
     batch = pack(indices, view.moe_rows(moe_layers))
     assert batch.routes is not None
     padding = -batch.num_tokens % view.row_multiple
@@ -123,7 +153,9 @@ def local_pack(indices: tuple[int, ...], view: RankView, moe_layers: Sequence[in
 
 
 def gather_gradients(models: Sequence[Any]) -> None:
-    """Make main_grad whole on every rank: the distributed optimizer leaves each rank only its shard of the sums."""
+    """Make main_grad whole on every rank: the distributed optimizer leaves each rank only its shard
+    of the sums.
+    """
     for model in models:
         for buffer in (*model.buffers, *model.expert_parallel_buffers):
             size = dist.get_world_size(buffer.data_parallel_group)

@@ -32,7 +32,9 @@ def build(
     from megatron_rl.mcore.weights import load_hf_weights
 
     shape = read_shape(checkpoint)
-    settings = ModelSettings(path=str(checkpoint), recompute=recompute, recompute_modules=modules, dtype=dtype)
+    settings = ModelSettings(
+        path=str(checkpoint), recompute=recompute, recompute_modules=modules, dtype=dtype
+    )
     models = build_models(shape, settings, ParallelSettings())
     load_hf_weights(models, shape, checkpoint)
     for name, value in overrides.items():
@@ -51,11 +53,15 @@ def train_pass(models: list[Any], replay: Any) -> dict[str, torch.Tensor]:
     from megatron_rl.mcore.schedule import run_schedule
 
     def loss(logits: torch.Tensor, index: int) -> tuple[torch.Tensor, None]:
-        value = torch.nn.functional.cross_entropy(logits, targets_of(MICRO_BATCHES[index]), reduction="sum")
+        value = torch.nn.functional.cross_entropy(
+            logits, targets_of(MICRO_BATCHES[index]), reduction="sum"
+        )
         return value / 50, None
 
     models[0].zero_grad_buffer()
-    run_schedule(models, [pack(m, range(3)) for m in MICRO_BATCHES], loss, forward_only=False, replay=replay)
+    run_schedule(
+        models, [pack(m, range(3)) for m in MICRO_BATCHES], loss, forward_only=False, replay=replay
+    )
     return {name: p.main_grad.clone() for name, p in models[0].named_parameters()}
 
 
@@ -63,5 +69,7 @@ def chosen(models: list[Any]) -> list[list[torch.Tensor]]:
     """Records the routing map of every router call from now on, per router."""
     seen: list[list[torch.Tensor]] = [[] for _ in routers(models)]
     for router, calls in zip(routers(models), seen, strict=True):
-        router.register_forward_hook(lambda _m, _i, out, calls=calls: calls.append(out[1].detach().clone()))
+        router.register_forward_hook(
+            lambda _m, _i, out, calls=calls: calls.append(out[1].detach().clone())
+        )
     return seen

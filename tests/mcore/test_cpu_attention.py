@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 @settings(max_examples=50, deadline=None)
 @given(lengths=st.lists(st.integers(0, 60), min_size=1, max_size=40))
-def test_buckets_hold_every_sequence_once_and_bound_the_padding(megatron: Any, lengths: list[int]) -> None:
+def test_buckets_hold_every_sequence_once_and_bound_the_padding(
+    megatron: Any, lengths: list[int]
+) -> None:
     from megatron_rl.mcore.cpu.modules import length_buckets
 
     bounds = torch.tensor([0, *lengths]).cumsum(0).tolist()
@@ -49,6 +51,8 @@ def test_packed_attention_is_each_sequence_alone(megatron: Any, lengths: list[in
     expected = torch.cat(rows)
     torch.testing.assert_close(packed, expected, rtol=1e-5, atol=1e-6)
     seed = torch.randn(expected.shape, generator=generator)
-    ours, theirs = (torch.autograd.grad(out, inputs, seed, retain_graph=True) for out in (packed, expected))
+    ours, theirs = (
+        torch.autograd.grad(out, inputs, seed, retain_graph=True) for out in (packed, expected)
+    )
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)

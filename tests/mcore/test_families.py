@@ -1,4 +1,6 @@
-"""Every family: Megatron's model computes what transformers' does, forward and backward, and keeps every bit."""
+"""Every family: Megatron's model computes what transformers' does, forward and backward, and keeps
+every bit.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ class Tiny(NamedTuple):
         from megatron_rl.mcore.model import build_models
         from megatron_rl.mcore.weights import load_hf_weights
 
-        models = build_models(self.shape, ModelSettings(path=str(self.checkpoint), **settings), ParallelSettings())
+        models = build_models(
+            self.shape, ModelSettings(path=str(self.checkpoint), **settings), ParallelSettings()
+        )
         load_hf_weights(models, self.shape, self.checkpoint)
         return models
 
@@ -42,7 +46,9 @@ class Tiny(NamedTuple):
 
     def routes(self, indices: tuple[int, ...]) -> torch.Tensor:
         shape = self.shape
-        return torch.cat([routes_of(i, len(shape.moe_layers), shape.num_experts, shape.topk) for i in indices])
+        return torch.cat(
+            [routes_of(i, len(shape.moe_layers), shape.num_experts, shape.topk) for i in indices]
+        )
 
 
 @pytest.fixture(scope="module", params=list(FAMILIES))
@@ -54,7 +60,9 @@ def tiny(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 
 @pytest.fixture(scope="module")
-def exact_gradients(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+def exact_gradients(
+    tiny: Tiny, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, torch.Tensor]:
     return hf_gradients(tiny, tmp_path_factory.mktemp("gradients"))
 
 
@@ -72,7 +80,9 @@ def logits_of(models: list[Any], batch: Any, replay: Any = None) -> torch.Tensor
         )[0]
 
 
-def hf_logits(tiny: Tiny, routes: Callable[[tuple[int, ...]], torch.Tensor] | None = None) -> torch.Tensor:
+def hf_logits(
+    tiny: Tiny, routes: Callable[[tuple[int, ...]], torch.Tensor] | None = None
+) -> torch.Tensor:
     rows = []
     for index in INDICES:
         force(tiny.hf, None if routes is None else routes((index,)))
@@ -82,7 +92,9 @@ def hf_logits(tiny: Tiny, routes: Callable[[tuple[int, ...]], torch.Tensor] | No
 
 
 def test_every_family_is_here() -> None:
-    assert {architecture for make in FAMILIES.values() for architecture in [type(make()).__name__]} == set(KNOWN)
+    assert {
+        architecture for make in FAMILIES.values() for architecture in [type(make()).__name__]
+    } == set(KNOWN)
 
 
 def test_packed_logits_are_those_of_transformers(megatron: Any, tiny: Tiny) -> None:
@@ -94,7 +106,9 @@ def test_packed_logits_are_those_of_transformers(megatron: Any, tiny: Tiny) -> N
     torch.testing.assert_close(actual, expected, rtol=0, atol=2e-5)
 
 
-def test_replayed_logits_are_those_of_transformers_with_the_same_experts(megatron: Any, tiny: Tiny) -> None:
+def test_replayed_logits_are_those_of_transformers_with_the_same_experts(
+    megatron: Any, tiny: Tiny
+) -> None:
     from megatron_rl.mcore.replay import RouteReplay
 
     if not tiny.shape.moe_layers:
@@ -116,16 +130,24 @@ def test_gradients_are_those_of_transformers_in_float64(
     expected = exact_gradients
     actual = megatron_gradients(tiny, recompute)
     assert actual.keys() == expected.keys()
-    errors = {name: float((actual[name] - g).norm() / g.norm()) for name, g in expected.items() if g.norm() > 0}
+    errors = {
+        name: float((actual[name] - g).norm() / g.norm())
+        for name, g in expected.items()
+        if g.norm() > 0
+    }
     worst = max(errors, key=lambda name: errors[name])
     print(f"worst of {len(errors)} gradients: {worst} {errors[worst]:.1e}")
     assert all(float(actual[name].norm()) == 0 for name in expected.keys() - errors.keys())
-    assert len(errors) >= len(expected) - len(gates(tiny.hf)), "all but the routers' biases move the loss"
+    assert len(errors) >= len(expected) - len(gates(tiny.hf)), (
+        "all but the routers' biases move the loss"
+    )
     assert errors[worst] < 1e-5
 
 
 def hf_gradients(tiny: Tiny, directory: Path) -> dict[str, torch.Tensor]:
-    """float64, as transformers would save them: fused experts come apart under their checkpoint names."""
+    """float64, as transformers would save them: fused experts come apart under their checkpoint
+    names.
+    """
     model = type(tiny.hf)(tiny.hf.config).double().eval()
     model.load_state_dict(tiny.hf.state_dict())
     if tiny.shape.moe_layers:
@@ -163,7 +185,9 @@ def megatron_gradients(tiny: Tiny, recompute: str) -> dict[str, torch.Tensor]:
     batches = [tiny.batch(indices) for indices in micro_batches]
     replay = RouteReplay(models) if tiny.shape.moe_layers else None
     run_schedule(models, batches, loss, forward_only=False, replay=replay)
-    before = {name: buffer.clone() for name, buffer in models[0].named_buffers() if "expert_bias" in name}
+    before = {
+        name: buffer.clone() for name, buffer in models[0].named_buffers() if "expert_bias" in name
+    }
     with torch.no_grad():
         for weight in models[0].parameters():
             weight.copy_(weight.main_grad)
@@ -178,7 +202,10 @@ def test_every_parameter_is_counted(megatron: Any, tiny: Tiny) -> None:
     from megatron_rl.models.parameter_count import num_parameters
     from megatron_rl.planning.memory import held_parameters
 
-    held, experts = {name: weight.numel() for name, weight in tiny.megatron()[0].named_parameters()}, ".experts."
+    held, experts = (
+        {name: weight.numel() for name, weight in tiny.megatron()[0].named_parameters()},
+        ".experts.",
+    )
     assert num_parameters(tiny.shape) == sum(held.values())
     counted = held_parameters(tiny.shape, ParallelSettings(), 0)
     assert counted.experts == sum(count for name, count in held.items() if experts in name)
@@ -190,7 +217,9 @@ def test_load_then_export_then_load_is_bit_exact(megatron: Any, tiny: Tiny, tmp_
 
     original = load_file(tiny.checkpoint / "model.safetensors")
     first, again = tmp_path / "first", tmp_path / "again"
-    save_hf_weights(tiny.megatron(), tiny.shape, source=tiny.checkpoint, target=first, dtype=torch.float32)
+    save_hf_weights(
+        tiny.megatron(), tiny.shape, source=tiny.checkpoint, target=first, dtype=torch.float32
+    )
     once = tiny._replace(checkpoint=first)
     save_hf_weights(once.megatron(), tiny.shape, source=first, target=again, dtype=torch.float32)
     for saved in (first, again):

@@ -17,7 +17,13 @@ SUPPORT = Path(__file__).parents[1] / "support"
 def test_the_replica_shares_settings_and_contracts_with_the_trainer_and_no_code(name: str) -> None:
     source = (SUPPORT / f"{name}.py").read_text()
     assert set(room_imports(source)) <= {"config", "contracts"}
-    assert set(imports_of(source)) <= {*sys.stdlib_module_names, "torch", "safetensors", "megatron_rl", "support"}
+    assert set(imports_of(source)) <= {
+        *sys.stdlib_module_names,
+        "torch",
+        "safetensors",
+        "megatron_rl",
+        "support",
+    }
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -26,7 +32,9 @@ def test_the_replica_is_transformers_model(tmp_path: Path, model: str) -> None:
     from transformers import AutoModelForCausalLM
 
     checkpoint = write_checkpoint(tmp_path, **MODELS[model])
-    theirs = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64, experts_implementation="eager")
+    theirs = AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype=torch.float64, experts_implementation="eager"
+    )
     tokens = torch.randint(0, 51, (40,), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = theirs(tokens[None]).logits[0]

@@ -1,4 +1,6 @@
-"""Groups of a rank share one gloo device, whose thread wakes up a hundred times a second whether or not it has work."""
+"""Groups of a rank share one gloo device, whose thread wakes up a hundred times a second whether or
+not it has work.
+"""
 
 import os
 import subprocess
@@ -42,13 +44,28 @@ if rank == 0:
 def test_all_groups_of_a_rank_have_one_thread_that_polls_unless_they_connect_late(
     late: str | None, threads: list[str]
 ) -> None:
-    """With TORCH_GLOO_LAZY_INIT a second group on a device never connects. torch can give any other timeouts."""
+    """With TORCH_GLOO_LAZY_INIT a second group on a device never connects.
+
+    torch can give any other timeouts.
+    """
     place = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2"}
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("TORCH_", "GLOO_"))}
-    environment |= place | {"PYTHONPATH": f"{TESTS.parent}:{TESTS.parent / 'kernels'}", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("TORCH_", "GLOO_"))
+    }
+    environment |= place | {
+        "PYTHONPATH": f"{TESTS.parent}:{TESTS.parent / 'kernels'}",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     environment |= {"TORCH_GLOO_LAZY_INIT": late} if late else {}
     result = subprocess.run(
-        [sys.executable, "-c", TWO_RANKS], env=environment, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", TWO_RANKS],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == threads

@@ -20,7 +20,9 @@ def build(checkpoint: Path, *, load: bool = True, **settings: Any) -> tuple[list
     from megatron_rl.mcore.weights import load_hf_weights
 
     shape = read_shape(checkpoint)
-    models = build_models(shape, ModelSettings(path=str(checkpoint), **settings), ParallelSettings())
+    models = build_models(
+        shape, ModelSettings(path=str(checkpoint), **settings), ParallelSettings()
+    )
     if load:
         load_hf_weights(models, shape, checkpoint)
     return models, shape
@@ -37,7 +39,9 @@ def logits_of(models: list[Any], indices: list[int]) -> torch.Tensor:
         )[0]
 
 
-def test_packed_logits_are_those_of_transformers(megatron: Any, hf_model: Any, checkpoint: Path) -> None:
+def test_packed_logits_are_those_of_transformers(
+    megatron: Any, hf_model: Any, checkpoint: Path
+) -> None:
     indices = list(range(12))
     with torch.no_grad():
         expected = torch.cat([hf_model(input_ids=sequence(i)[None]).logits[0] for i in indices])
@@ -76,7 +80,9 @@ def test_a_model_from_scratch_exports_a_checkpoint_that_computes_the_same(
     from megatron_rl.mcore.weights import save_hf_weights
 
     models, shape = build(checkpoint, load=False)
-    save_hf_weights(models, shape, source=checkpoint, target=tmp_path / "scratch", dtype=torch.float32)
+    save_hf_weights(
+        models, shape, source=checkpoint, target=tmp_path / "scratch", dtype=torch.float32
+    )
     loaded = type(hf_model).from_pretrained(tmp_path / "scratch").float().eval()
     with torch.no_grad():
         expected = loaded(input_ids=sequence(0)[None]).logits[0]
@@ -86,8 +92,16 @@ def test_a_model_from_scratch_exports_a_checkpoint_that_computes_the_same(
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("model.layers.2.mlp.experts.5.up_proj.weight", lambda t: None, "model.layers.2.mlp.experts.5.up_proj.weight"),
-        ("model.layers.0.mlp.gate.weight", lambda t: t[:-1].clone(), "model.layers.0.mlp.gate.weight"),
+        (
+            "model.layers.2.mlp.experts.5.up_proj.weight",
+            lambda t: None,
+            "model.layers.2.mlp.experts.5.up_proj.weight",
+        ),
+        (
+            "model.layers.0.mlp.gate.weight",
+            lambda t: t[:-1].clone(),
+            "model.layers.0.mlp.gate.weight",
+        ),
         ("model.layers.0.self_attn.k_proj.weight", lambda t: t[:-16].clone(), "k_proj"),
         ("model.embed_tokens.weight", lambda t: t[:-3].clone(), "model.embed_tokens.weight"),
         ("lm_head.weight", lambda t: torch.cat([t, t[:1]]), "lm_head.weight"),
@@ -98,11 +112,31 @@ def test_a_model_from_scratch_exports_a_checkpoint_that_computes_the_same(
             lambda t: t[:, 1:].clone(),
             "v_proj.weight has 32 rows and 31 columns",
         ),
-        ("model.layers.0.mlp.experts.3.up_proj.weight", lambda t: t[1:].clone(), "up_proj.weight has 23 rows"),
-        ("model.layers.1.mlp.gate_proj.weight", lambda t: t[1:].clone(), "gate_proj.weight has 47 rows"),
-        ("model.norm.weight", lambda t: (-t.abs()).sqrt(), "model.norm.weight of model.safetensors holds NaN or Inf"),
-        ("lm_head.weight", lambda t: t / 0.0, "lm_head.weight of model.safetensors holds NaN or Inf"),
-        ("lm_head.weight", lambda t: t.abs() / -0.0, "lm_head.weight of model.safetensors holds NaN or Inf"),
+        (
+            "model.layers.0.mlp.experts.3.up_proj.weight",
+            lambda t: t[1:].clone(),
+            "up_proj.weight has 23 rows",
+        ),
+        (
+            "model.layers.1.mlp.gate_proj.weight",
+            lambda t: t[1:].clone(),
+            "gate_proj.weight has 47 rows",
+        ),
+        (
+            "model.norm.weight",
+            lambda t: (-t.abs()).sqrt(),
+            "model.norm.weight of model.safetensors holds NaN or Inf",
+        ),
+        (
+            "lm_head.weight",
+            lambda t: t / 0.0,
+            "lm_head.weight of model.safetensors holds NaN or Inf",
+        ),
+        (
+            "lm_head.weight",
+            lambda t: t.abs() / -0.0,
+            "lm_head.weight of model.safetensors holds NaN or Inf",
+        ),
     ],
 )
 def test_tensors_that_are_missing_misshapen_or_not_finite_are_named(
@@ -139,7 +173,10 @@ def test_quantized_tensors_are_refused(megatron: Any, checkpoint: Path, tmp_path
     [
         (None, r"model\.safetensors has \d+ bytes"),
         ("{", r"model\.safetensors\.index\.json is not JSON"),
-        ({"weight_map": {"model.embed_tokens.weight": "absent.safetensors"}}, r"absent\.safetensors cannot be read"),
+        (
+            {"weight_map": {"model.embed_tokens.weight": "absent.safetensors"}},
+            r"absent\.safetensors cannot be read",
+        ),
         (
             {"weight_map": {"model.embed_tokens.weight": "other.safetensors"}},
             "embed_tokens.weight of other.safetensors",
@@ -147,14 +184,20 @@ def test_quantized_tensors_are_refused(megatron: Any, checkpoint: Path, tmp_path
     ],
 )
 def test_files_that_break_on_the_way_are_named(
-    megatron: Any, checkpoint: Path, tmp_path: Path, index: str | dict[str, Any] | None, message: str
+    megatron: Any,
+    checkpoint: Path,
+    tmp_path: Path,
+    index: str | dict[str, Any] | None,
+    message: str,
 ) -> None:
     from megatron_rl.mcore.weights.load import CheckpointError
 
     shutil.copy(checkpoint / "config.json", tmp_path)
     save_file({"x": torch.zeros(1)}, tmp_path / "other.safetensors", metadata={"format": "pt"})
     if index is None:
-        (tmp_path / "model.safetensors").write_bytes((checkpoint / "model.safetensors").read_bytes()[:-100])
+        (tmp_path / "model.safetensors").write_bytes(
+            (checkpoint / "model.safetensors").read_bytes()[:-100]
+        )
     else:
         text = index if isinstance(index, str) else json.dumps(index)
         (tmp_path / "model.safetensors.index.json").write_text(text)
@@ -162,7 +205,9 @@ def test_files_that_break_on_the_way_are_named(
         build(tmp_path)
 
 
-def test_a_sharded_checkpoint_is_read_through_its_index(megatron: Any, checkpoint: Path, tmp_path: Path) -> None:
+def test_a_sharded_checkpoint_is_read_through_its_index(
+    megatron: Any, checkpoint: Path, tmp_path: Path
+) -> None:
     from megatron_rl.mcore.weights import iterate_hf_weights
 
     original = load_file(checkpoint / "model.safetensors")

@@ -16,9 +16,19 @@ from megatron_rl.models.qwen3_moe import NAMES
 @pytest.mark.parametrize(
     ("name", "hf_names", "fusion", "expert"),
     [
-        ("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), Fusion.VOCABULARY, None),
+        (
+            "embedding.word_embeddings.weight",
+            ("model.embed_tokens.weight",),
+            Fusion.VOCABULARY,
+            None,
+        ),
         ("output_layer.weight", ("lm_head.weight",), Fusion.VOCABULARY, None),
-        ("decoder.layers.0.mlp.router.weight", ("model.layers.3.mlp.gate.weight",), Fusion.REPLICATED, None),
+        (
+            "decoder.layers.0.mlp.router.weight",
+            ("model.layers.3.mlp.gate.weight",),
+            Fusion.REPLICATED,
+            None,
+        ),
         (
             "decoder.layers.1.self_attention.linear_qkv.weight",
             tuple(f"model.layers.4.self_attn.{x}_proj.weight" for x in "qkv"),
@@ -46,7 +56,9 @@ def test_names_follow_the_layer_and_expert_offsets(
     assert (layout.hf_names, layout.fusion, layout.expert) == (hf_names, fusion, expert)
 
 
-@pytest.mark.parametrize("name", ["decoder.layers.0.mlp.router.expert_bias", "something.else", "decoder.layers.x.y"])
+@pytest.mark.parametrize(
+    "name", ["decoder.layers.0.mlp.router.expert_bias", "something.else", "decoder.layers.x.y"]
+)
 def test_a_parameter_without_a_counterpart_is_named(name: str) -> None:
     with pytest.raises(KeyError, match=name):
         layout_of(name, NAMES, layer_offset=0, expert_offset=0)
@@ -56,8 +68,19 @@ def test_query_groups_are_interleaved() -> None:
     model: Any = SimpleNamespace(num_key_value_heads=2, num_attention_heads=4, head_dim=1)
     q, k, v = (torch.tensor([[float(x)] for x in rows]) for rows in ((1, 2, 3, 4), (5, 6), (7, 8)))
     fused = join(Fusion.QKV, [q, k, v], model)
-    assert fused.flatten().tolist() == [1, 2, 5, 7, 3, 4, 6, 8]  # group 0: q q k v, group 1: q q k v
-    assert all(torch.equal(a, b) for a, b in zip(split(Fusion.QKV, fused, model), (q, k, v), strict=True))
+    assert fused.flatten().tolist() == [
+        1,
+        2,
+        5,
+        7,
+        3,
+        4,
+        6,
+        8,
+    ]  # group 0: q q k v, group 1: q q k v
+    assert all(
+        torch.equal(a, b) for a, b in zip(split(Fusion.QKV, fused, model), (q, k, v), strict=True)
+    )
 
 
 def test_a_gated_shard_holds_its_part_of_gate_and_up() -> None:
@@ -67,7 +90,11 @@ def test_a_gated_shard_holds_its_part_of_gate_and_up() -> None:
 
 
 @settings(max_examples=25, deadline=None)
-@given(fusion=st.sampled_from(list(Fusion)), size=st.sampled_from([1, 2, 4]), hidden=st.sampled_from([4, 8]))
+@given(
+    fusion=st.sampled_from(list(Fusion)),
+    size=st.sampled_from([1, 2, 4]),
+    hidden=st.sampled_from([4, 8]),
+)
 def test_shards_join_to_the_whole(fusion: Fusion, size: int, hidden: int) -> None:
     whole = torch.arange(16 * hidden, dtype=torch.float32).reshape(16, hidden)
     shards = [shard(fusion, whole, rank, size) for rank in range(size)]

@@ -1,4 +1,6 @@
-"""One table of names for both specs: a layer of Transformer Engine's modules and one of ours hold the same tensors."""
+"""One table of names for both specs: a layer of Transformer Engine's modules and one of ours hold
+the same tensors.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,24 @@ _SHARED = (
     "self_attention.q_layernorm.weight",
     "self_attention.k_layernorm.weight",
 )
-# What megatron-core 0.16.1 names the parameters of a dense and of a MoE layer, two experts a rank, with each spec
+# What megatron-core 0.16.1 names the parameters of a dense and of a MoE layer, two experts a rank,
+# with each spec
 LOCAL = {
-    0: ("input_layernorm.weight", "pre_mlp_layernorm.weight", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight"),
+    0: (
+        "input_layernorm.weight",
+        "pre_mlp_layernorm.weight",
+        "mlp.linear_fc1.weight",
+        "mlp.linear_fc2.weight",
+    ),
     1: (
         "input_layernorm.weight",
         "pre_mlp_layernorm.weight",
         "mlp.router.weight",
-        *(f"mlp.experts.local_experts.{expert}.linear_fc{fc}.weight" for fc in (1, 2) for expert in (0, 1)),
+        *(
+            f"mlp.experts.local_experts.{expert}.linear_fc{fc}.weight"
+            for fc in (1, 2)
+            for expert in (0, 1)
+        ),
     ),
 }
 TE = {
@@ -39,18 +51,37 @@ HF_LAYER = {
     0: ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
     1: ("mlp.gate", *(f"mlp.experts.{e}.{x}_proj" for e in (2, 3) for x in ("gate", "up", "down"))),
 }
-HF_SHARED = ("input_layernorm", "post_attention_layernorm", *(f"self_attn.{x}_proj" for x in "qkvo"))
+HF_SHARED = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    *(f"self_attn.{x}_proj" for x in "qkvo"),
+)
 
 
 def hf_names(spec: dict[int, tuple[str, ...]]) -> list[str]:
-    """The Hugging Face names of both layers, as expert-parallel rank 1 of a model with two experts a rank has them."""
-    names = [f"decoder.layers.{layer}.{inner}" for layer in spec for inner in (*_SHARED, *spec[layer])]
-    return sorted(hf for name in names for hf in layout_of(name, NAMES, layer_offset=5, expert_offset=2).hf_names)
+    """The Hugging Face names of both layers, as expert-parallel rank 1 of a model with two experts
+    a rank has them.
+    """
+    names = [
+        f"decoder.layers.{layer}.{inner}" for layer in spec for inner in (*_SHARED, *spec[layer])
+    ]
+    return sorted(
+        hf
+        for name in names
+        for hf in layout_of(name, NAMES, layer_offset=5, expert_offset=2).hf_names
+    )
 
 
 def test_both_specs_hold_the_tensors_of_the_checkpoint() -> None:
-    inner = {layer: (*HF_SHARED, "self_attn.q_norm", "self_attn.k_norm", *HF_LAYER[layer]) for layer in HF_LAYER}
-    expected = sorted(f"model.layers.{layer + 5}.{name}.weight" for layer, names in inner.items() for name in names)
+    inner = {
+        layer: (*HF_SHARED, "self_attn.q_norm", "self_attn.k_norm", *HF_LAYER[layer])
+        for layer in HF_LAYER
+    }
+    expected = sorted(
+        f"model.layers.{layer + 5}.{name}.weight"
+        for layer, names in inner.items()
+        for name in names
+    )
     assert hf_names(TE) == hf_names(LOCAL) == expected
 
 
@@ -63,6 +94,7 @@ def test_fusions_and_local_experts_are_those_of_either_spec() -> None:
         ("mlp.experts.local_experts.1.linear_fc2.weight", "mlp.experts.linear_fc2.weight1"),
     ):
         layouts = [
-            layout_of(f"decoder.layers.1.{name}", NAMES, layer_offset=5, expert_offset=2) for name in (ours, theirs)
+            layout_of(f"decoder.layers.1.{name}", NAMES, layer_offset=5, expert_offset=2)
+            for name in (ours, theirs)
         ]
         assert layouts[0] == layouts[1]

@@ -1,4 +1,6 @@
-"""Which modules a model is made of, and what decides it; Transformer Engine's own are only chosen here, never built."""
+"""Which modules a model is made of, and what decides it; Transformer Engine's own are only chosen
+here, never built.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,12 @@ from tests.mcore.tiny_families import FAMILIES
     ],
 )
 def test_null_is_transformer_engine_where_it_can_run(
-    megatron: Any, monkeypatch: pytest.MonkeyPatch, cuda: bool, installed: bool, settings: Any, expected: str
+    megatron: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    cuda: bool,
+    installed: bool,
+    settings: Any,
+    expected: str,
 ) -> None:
     from megatron_rl.mcore import layer_spec
 
@@ -44,8 +51,16 @@ def test_only_transformer_engine_has_grouped_experts_and_fp8(megatron: Any) -> N
 
     assert spec_options(ModelSettings(path="x", spec="local")) == {"moe_grouped_gemm": False}
     assert spec_options(te(None)) == {"moe_grouped_gemm": True}
-    for recipe, encoding, rows in (("tensorwise", "hybrid", 16), ("blockwise", "e4m3", 128), ("mxfp8", "e4m3", 32)):
-        assert spec_options(te(recipe)) == {"moe_grouped_gemm": True, "fp8": encoding, "fp8_recipe": recipe}
+    for recipe, encoding, rows in (
+        ("tensorwise", "hybrid", 16),
+        ("blockwise", "e4m3", 128),
+        ("mxfp8", "e4m3", 32),
+    ):
+        assert spec_options(te(recipe)) == {
+            "moe_grouped_gemm": True,
+            "fp8": encoding,
+            "fp8_recipe": recipe,
+        }
         assert pack_multiple(te(recipe)) == rows
     assert pack_multiple(te(None)) == 1
 
@@ -54,8 +69,12 @@ def test_a_local_model_holds_no_fused_module(megatron: Any, checkpoint: Path) ->
     (model,), _ = build(checkpoint, spec="local")
     kinds = {type(module).__name__ for module in model.modules()}
     assert {"CpuCoreAttention", "CpuRmsNorm", "SequentialMLP"} <= kinds
-    assert not [kind for kind in kinds if kind.startswith("TE") or "Fused" in kind or "Grouped" in kind]
-    assert not [key for key, value in vars(model.config).items() if key.endswith("_fusion") and value]
+    assert not [
+        kind for kind in kinds if kind.startswith("TE") or "Fused" in kind or "Grouped" in kind
+    ]
+    assert not [
+        key for key, value in vars(model.config).items() if key.endswith("_fusion") and value
+    ]
     assert not model.config.persist_layer_norm
 
 
@@ -65,7 +84,10 @@ def test_a_local_model_holds_no_fused_module(megatron: Any, checkpoint: Path) ->
         ("qwen3_moe", {"self_attention.linear_qkv.layer_norm_weight"}),
         (
             "deepseek_v3",
-            {"input_layernorm.weight", *(f"self_attention.linear_{x}_up_proj.layer_norm_weight" for x in ("q", "kv"))},
+            {
+                "input_layernorm.weight",
+                *(f"self_attention.linear_{x}_up_proj.layer_norm_weight" for x in ("q", "kv")),
+            },
         ),
     ],
 )
@@ -78,11 +100,19 @@ def test_checkpoints_name_norms_as_transformer_engine_does(
     FAMILIES[family]().save_pretrained(tmp_path)
     shape = read_shape(tmp_path)
     with torch.device("meta"):
-        (model,) = build_models(shape, ModelSettings(path=str(tmp_path)), ParallelSettings(), on_gpu=False)
+        (model,) = build_models(
+            shape, ModelSettings(path=str(tmp_path)), ParallelSettings(), on_gpu=False
+        )
     names = {value.key for value in model.sharded_state_dict().values() if hasattr(value, "key")}
     for layer in range(shape.num_layers):
         start = f"decoder.layers.{layer}."
-        norms = {name.removeprefix(start) for name in names if name.startswith(start) and "norm" in name}
+        norms = {
+            name.removeprefix(start) for name in names if name.startswith(start) and "norm" in name
+        }
         of_heads = {f"self_attention.{x}_layernorm.weight" for x in "qk"}
-        last = "pre_mlp_layernorm.weight" if layer in shape.moe_layers else "mlp.linear_fc1.layer_norm_weight"
+        last = (
+            "pre_mlp_layernorm.weight"
+            if layer in shape.moe_layers
+            else "mlp.linear_fc1.layer_norm_weight"
+        )
         assert norms - of_heads == expected | {last}

@@ -20,8 +20,8 @@ def test_both_passes_are_measured_and_each_layer_with_and_without_those_before_i
     megatron: Any, checkpoint: Path
 ) -> None:
     from megatron_rl.mcore.schedule import run_schedule
-    from megatron_rl.training.metric_sums import MetricSums
     from megatron_rl.training.measure_replay import measure_replay
+    from megatron_rl.training.metric_sums import MetricSums
     from megatron_rl.training.old_policy import compute_old_policy
     from tests.support.batches import make_batch
     from tests.support.policies import make_batcher, make_policy
@@ -29,10 +29,15 @@ def test_both_passes_are_measured_and_each_layer_with_and_without_those_before_i
     shape, policy = make_policy(checkpoint, GRID, GrpoSettings())
     _, rollouts, advantages = make_batch(shape, 7)
     batcher = make_batcher(shape, GRID, megatron)
-    batches = [batcher.pack(rollouts[:4], advantages[:4]), batcher.pack(rollouts[4:], advantages[4:])]
+    batches = [
+        batcher.pack(rollouts[:4], advantages[:4]),
+        batcher.pack(rollouts[4:], advantages[4:]),
+    ]
     metrics = MetricSums()
     prepared = compute_old_policy(policy, batches, metrics)
-    values = measure_replay(policy, batches, [p.old_logprobs for p in prepared], shape, None, metrics)
+    values = measure_replay(
+        policy, batches, [p.old_logprobs for p in prepared], shape, None, metrics
+    )
     values |= metrics.values()
 
     def live(logits: torch.Tensor, index: int) -> tuple[None, torch.Tensor]:
@@ -41,12 +46,16 @@ def test_both_passes_are_measured_and_each_layer_with_and_without_those_before_i
     sampled = torch.cat([batch.rollout_logprobs for batch in batches])
     passes = {
         "replayed": torch.cat([p.old_logprobs for p in prepared]),
-        "live": torch.cat(run_schedule(policy.models, [b.packed for b in batches], live, forward_only=True)),
+        "live": torch.cat(
+            run_schedule(policy.models, [b.packed for b in batches], live, forward_only=True)
+        ),
     }
     for kind, logprobs in passes.items():
         gaps = (logprobs - sampled).abs()
         assert values[f"mismatch/{kind}/logprob_abs_mean"] == pytest.approx(float(gaps.mean()))
-        assert values[f"mismatch/{kind}/logprob_abs_p99.9"] == pytest.approx(float(gaps.max()), rel=RESOLUTION)
+        assert values[f"mismatch/{kind}/logprob_abs_p99.9"] == pytest.approx(
+            float(gaps.max()), rel=RESOLUTION
+        )
     assert (passes["live"] - passes["replayed"]).abs().mean() > 0.01, "routes made no difference"
 
     assert shape.moe_layers == (0, 2, 3)

@@ -19,13 +19,17 @@ def test_settings_of_a_model_from_scratch_take_effect(megatron: Any, checkpoint:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_parameters_have_the_dtype_of_the_settings(megatron: Any, checkpoint: Path, dtype: str) -> None:
+def test_parameters_have_the_dtype_of_the_settings(
+    megatron: Any, checkpoint: Path, dtype: str
+) -> None:
     (model,), _ = build(checkpoint, dtype=dtype)
     assert {p.dtype for p in model.parameters()} == {getattr(torch, dtype)}
 
 
 def test_a_rank_on_a_cpu_loads_no_compiler_for_what_it_does_not_compile() -> None:
-    """Two to three seconds in every rank of every job; the C++ compiler that it would call may be missing."""
+    """Two to three seconds in every rank of every job; the C++ compiler that it would call may be
+    missing.
+    """
     code = (
         "import sys, torch\n"
         "from megatron_rl.mcore.cpu import compat\n"
@@ -52,7 +56,13 @@ def test_a_gpu_adds_up_experts_in_a_fixed_order_and_fuses_what_replay_allows(
     from megatron_rl.mcore.transformer_config import transformer_config
     from megatron_rl.models.families import read_shape
 
-    kernels = ("permute", "permute_with_probs", "sort_chunks_by_index", "sort_chunks_by_index_with_probs", "unpermute")
+    kernels = (
+        "permute",
+        "permute_with_probs",
+        "sort_chunks_by_index",
+        "sort_chunks_by_index_with_probs",
+        "unpermute",
+    )
     for name in kernels:
         monkeypatch.setattr(moe_utils, f"fused_{name}", object(), raising=False)
     monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb_thd", object())
@@ -65,6 +75,9 @@ def test_a_gpu_adds_up_experts_in_a_fixed_order_and_fuses_what_replay_allows(
         return {name for name in vars(config) if name.endswith("_fusion") and getattr(config, name)}
 
     assert fusions("te") == {
-        "moe_permute_fusion", "apply_rope_fusion", "bias_activation_fusion", "bias_dropout_fusion"
-    }  # fmt: skip
+        "moe_permute_fusion",
+        "apply_rope_fusion",
+        "bias_activation_fusion",
+        "bias_dropout_fusion",
+    }
     assert fusions("local") == set(), "tests/mcore/test_deterministic_permute.py holds its order"

@@ -23,7 +23,9 @@ def snapshot(models: list[Any]) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in models[0].named_parameters()}
 
 
-def step_with_gradient(models: list[Any], optimizer: Any, gradient: float) -> tuple[float, dict[str, torch.Tensor]]:
+def step_with_gradient(
+    models: list[Any], optimizer: Any, gradient: float
+) -> tuple[float, dict[str, torch.Tensor]]:
     """The reported rate, and how far each parameter moved under the same gradient everywhere."""
     before = snapshot(models)
     optimizer.zero_grad()
@@ -43,7 +45,19 @@ def step_with_gradient(models: list[Any], optimizer: Any, gradient: float) -> tu
         ("linear", 0, 2, [0.55, 0.1, 0.1]),
         ("linear", 3, 3, [1 / 3, 2 / 3, 1.0]),
         ("linear", 8, 4, [0.125, 0.25, 0.375, 0.5]),
-        ("cosine", 2, 6, [0.5, 1.0, 0.1 + 0.45 * (1 + math.sqrt(0.5)), 0.55, 0.1 + 0.45 * (1 - math.sqrt(0.5)), 0.1]),
+        (
+            "cosine",
+            2,
+            6,
+            [
+                0.5,
+                1.0,
+                0.1 + 0.45 * (1 + math.sqrt(0.5)),
+                0.55,
+                0.1 + 0.45 * (1 - math.sqrt(0.5)),
+                0.1,
+            ],
+        ),
     ],
 )
 def test_the_reported_rate_is_the_one_applied(
@@ -51,7 +65,9 @@ def test_the_reported_rate_is_the_one_applied(
 ) -> None:
     """AdamW moves every parameter by the rate when all its gradients have been the same."""
     models, _ = build(checkpoint)
-    optimizer = adam(models, total, lr=0.1, warmup_steps=warmup, decay=decay, min_lr_ratio=0.1, eps=1e-30)
+    optimizer = adam(
+        models, total, lr=0.1, warmup_steps=warmup, decay=decay, min_lr_ratio=0.1, eps=1e-30
+    )
     for rate in expected:
         reported, moved = step_with_gradient(models, optimizer, 1.0)
         assert reported == pytest.approx(0.1 * rate)
@@ -59,7 +75,9 @@ def test_the_reported_rate_is_the_one_applied(
             assert distance.mean().item() == pytest.approx(-reported, rel=1e-4), name
 
 
-def test_weight_decay_scales_with_the_rate_and_spares_norms(megatron: Any, checkpoint: Path) -> None:
+def test_weight_decay_scales_with_the_rate_and_spares_norms(
+    megatron: Any, checkpoint: Path
+) -> None:
     models, _ = build(checkpoint)
     optimizer = adam(models, lr=0.1, warmup_steps=2, weight_decay=0.5)
     for rate in (0.05, 0.1):
@@ -91,8 +109,12 @@ def test_another_rate_keeps_warm_up_decay_and_moments(megatron: Any, checkpoint:
         rates.append(reported)
         assert all(d.mean().item() == pytest.approx(-reported, rel=1e-3) for d in moved.values())
     shares = [0.5, 1.0, 0.775, 0.55, 0.325, 0.1]
-    assert rates == pytest.approx([0.1 * 0.5, *(0.02 * share for share in shares[1:4]), 0.2 * 0.325, 0.2 * 0.1])
-    optimizer.load(optimizer._optimizer.state_dict(), 4)  # a run that goes on is told its stage afterwards
+    assert rates == pytest.approx(
+        [0.1 * 0.5, *(0.02 * share for share in shares[1:4]), 0.2 * 0.325, 0.2 * 0.1]
+    )
+    optimizer.load(
+        optimizer._optimizer.state_dict(), 4
+    )  # a run that goes on is told its stage afterwards
     optimizer.scale_to(0.2)
     assert step_with_gradient(models, optimizer, 1.0)[0] == pytest.approx(0.2 * 0.325)
 
@@ -115,7 +137,9 @@ def test_adam_is_torchs_adamw(megatron: Any) -> None:
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
-def test_a_step_moves_parameters_and_reports_the_norm_before_clipping(megatron: Any, checkpoint: Path) -> None:
+def test_a_step_moves_parameters_and_reports_the_norm_before_clipping(
+    megatron: Any, checkpoint: Path
+) -> None:
     models, replay = build(checkpoint)
     optimizer = adam(models, clip_grad=1e-3)
     before = snapshot(models)
@@ -137,7 +161,9 @@ def test_learning_rate_zero_changes_nothing(megatron: Any, checkpoint: Path) -> 
 
 
 @pytest.mark.parametrize("poison", ["loss", "nan", "inf", "-inf"])
-def test_nothing_changes_after_a_non_finite_loss_or_gradient(megatron: Any, checkpoint: Path, poison: str) -> None:
+def test_nothing_changes_after_a_non_finite_loss_or_gradient(
+    megatron: Any, checkpoint: Path, poison: str
+) -> None:
     models, replay = build(checkpoint)
     optimizer = adam(models, warmup_steps=5)
     before = snapshot(models)
@@ -150,12 +176,17 @@ def test_nothing_changes_after_a_non_finite_loss_or_gradient(megatron: Any, chec
     optimizer.zero_grad()
     train_pass(models, replay)
     result = optimizer.step(loss_is_finite=True)
-    assert (result.stepped, result.lr) == (True, pytest.approx(1e-2 / 5))  # neither optimizer nor schedule was poisoned
+    assert (result.stepped, result.lr) == (
+        True,
+        pytest.approx(1e-2 / 5),
+    )  # neither optimizer nor schedule was poisoned
     assert all(p.isfinite().all() for p in snapshot(models).values())
 
 
 def test_each_setting_reaches_the_step(megatron: Any, checkpoint: Path) -> None:
-    """Two steps of AdamW (arXiv 1711.05101) with clipping, worked out beside it; all gradients of a step are alike."""
+    """Two steps of AdamW (arXiv 1711.05101) with clipping, worked out beside it; all gradients of a
+    step are alike.
+    """
     models, _ = build(checkpoint)
     beta1, beta2, eps, clip, rate = 0.5, 0.6, 1e-3, 2.0, 0.1
     optimizer = adam(models, lr=rate, beta1=beta1, beta2=beta2, eps=eps, clip_grad=clip)
@@ -163,19 +194,28 @@ def test_each_setting_reaches_the_step(megatron: Any, checkpoint: Path) -> None:
     mean = square = 0.0
     for step, gradient in ((1, 1.0), (2, -0.002)):  # the second is not clipped
         clipped = gradient * min(1.0, clip / (abs(gradient) * math.sqrt(count) + 1e-6))
-        mean, square = beta1 * mean + (1 - beta1) * clipped, beta2 * square + (1 - beta2) * clipped**2
-        expected = -rate * (mean / (1 - beta1**step)) / (math.sqrt(square / (1 - beta2**step)) + eps)
+        mean, square = (
+            beta1 * mean + (1 - beta1) * clipped,
+            beta2 * square + (1 - beta2) * clipped**2,
+        )
+        expected = (
+            -rate * (mean / (1 - beta1**step)) / (math.sqrt(square / (1 - beta2**step)) + eps)
+        )
         _, moved = step_with_gradient(models, optimizer, gradient)
         for name, distance in moved.items():
             assert distance.mean().item() == pytest.approx(expected, rel=1e-3), name
 
 
-def test_gradients_of_bfloat16_weights_are_summed_and_applied_in_float32(megatron: Any, checkpoint: Path) -> None:
+def test_gradients_of_bfloat16_weights_are_summed_and_applied_in_float32(
+    megatron: Any, checkpoint: Path
+) -> None:
     """Each step moves a weight of 1 by less than bfloat16 can hold, several together by more."""
     models, _ = build(checkpoint, dtype="bfloat16")
     assert {parameter.main_grad.dtype for parameter in models[0].parameters()} == {torch.float32}
     optimizer = adam(models, lr=1e-3)
-    norm = next(parameter for name, parameter in models[0].named_parameters() if "final_layernorm" in name)
+    norm = next(
+        parameter for name, parameter in models[0].named_parameters() if "final_layernorm" in name
+    )
     with torch.no_grad():
         norm.fill_(1.0)
     optimizer._optimizer.reload_model_params()
@@ -186,7 +226,9 @@ def test_gradients_of_bfloat16_weights_are_summed_and_applied_in_float32(megatro
     assert (norm < 1).all()
 
 
-def test_every_part_of_the_optimizer_is_sharded_over_the_ranks(megatron: Any, checkpoint: Path) -> None:
+def test_every_part_of_the_optimizer_is_sharded_over_the_ranks(
+    megatron: Any, checkpoint: Path
+) -> None:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     models, _ = build(checkpoint)
@@ -194,11 +236,15 @@ def test_every_part_of_the_optimizer_is_sharded_over_the_ranks(megatron: Any, ch
     assert parts and all(isinstance(part, DistributedOptimizer) for part in parts)
 
 
-def test_gradients_are_reduced_once_a_step(megatron: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_reduced_once_a_step(
+    megatron: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     models, replay = build(checkpoint)
     calls: list[int] = []
     reduce = models[0].finish_grad_sync
-    monkeypatch.setattr(models[0], "finish_grad_sync", lambda *a, **k: (calls.append(1), reduce(*a, **k))[1])
+    monkeypatch.setattr(
+        models[0], "finish_grad_sync", lambda *a, **k: (calls.append(1), reduce(*a, **k))[1]
+    )
     train_pass(models, replay)
     assert calls == [1]
 
@@ -219,7 +265,9 @@ def test_a_nan_in_a_gradient_raises_on_no_rank(megatron: Any, checkpoint: Path) 
     assert not result.stepped and math.isnan(result.grad_norm)
 
 
-def test_another_ranks_nan_stops_this_one(megatron: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_ranks_nan_stops_this_one(
+    megatron: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from megatron_rl.mcore import optimizer as module
 
     def with_a_rank_that_says_no(fine: torch.Tensor, op: Any = module.dist.ReduceOp.SUM) -> None:

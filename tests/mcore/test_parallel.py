@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_rl.config.schema import ParallelSettings
+from tests.mcore.parity_cases import PARITY, POISONED, LayoutCase
 from tests.support.torchrun import torchrun
-from tests.mcore.parity_cases import PARITY, POISONED, Case
 
 pytestmark = pytest.mark.distributed
 
@@ -19,7 +19,7 @@ def one_rank(megatron: Any, checkpoint: Path, tmp_path_factory: pytest.TempPathF
     from tests.mcore.parity_worker import run_case
 
     out = tmp_path_factory.mktemp("one")
-    run_case(Case(ParallelSettings()), megatron, checkpoint, out)
+    run_case(LayoutCase(ParallelSettings()), megatron, checkpoint, out)
     return out
 
 
@@ -38,7 +38,9 @@ def read(out: Path, kind: str = "") -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", PARITY)
-def test_two_ranks_compute_what_one_computes(one_rank: Path, two_ranks: Path, checkpoint: Path, name: str) -> None:
+def test_two_ranks_compute_what_one_computes(
+    one_rank: Path, two_ranks: Path, checkpoint: Path, name: str
+) -> None:
     original, exported = read(checkpoint), read(two_ranks / name / "export")
     assert exported.keys() == original.keys()
     assert all(torch.equal(exported[tensor], original[tensor]) for tensor in original)
@@ -48,14 +50,22 @@ def test_two_ranks_compute_what_one_computes(one_rank: Path, two_ranks: Path, ch
         torch.testing.assert_close(losses[batch], loss, rtol=0, atol=1e-5)
     expected, gradients = read(one_rank, "gradients"), read(two_ranks / name, "gradients")
     assert gradients.keys() == expected.keys()
-    errors = {n: float((gradients[n] - g).norm() / g.norm().clamp(min=1e-12)) for n, g in expected.items()}
+    errors = {
+        n: float((gradients[n] - g).norm() / g.norm().clamp(min=1e-12)) for n, g in expected.items()
+    }
     worst = max(errors, key=lambda n: errors[n])
-    limit = 5e-6 if "tp2" in name else 1e-6  # tensor parallelism adds partial products in another order
-    assert errors[worst] < limit, sorted(((round(e, 9), n) for n, e in errors.items()), reverse=True)[:6]
+    limit = (
+        5e-6 if "tp2" in name else 1e-6
+    )  # tensor parallelism adds partial products in another order
+    assert errors[worst] < limit, sorted(
+        ((round(e, 9), n) for n, e in errors.items()), reverse=True
+    )[:6]
 
 
 @pytest.mark.parametrize("name", PARITY)
-def test_a_model_from_scratch_is_the_same_in_every_layout(one_rank: Path, two_ranks: Path, name: str) -> None:
+def test_a_model_from_scratch_is_the_same_in_every_layout(
+    one_rank: Path, two_ranks: Path, name: str
+) -> None:
     expected, drawn = read(one_rank / "drawn"), read(two_ranks / name / "drawn")
     assert drawn.keys() == expected.keys()
     assert all(torch.equal(drawn[tensor], expected[tensor]) for tensor in expected)
@@ -63,14 +73,24 @@ def test_a_model_from_scratch_is_the_same_in_every_layout(one_rank: Path, two_ra
 
 def test_a_model_from_scratch_repeats_no_expert_and_no_layer(one_rank: Path) -> None:
     drawn = read(one_rank / "drawn")
-    firsts = {name: tuple(tensor.flatten()[:4].tolist()) for name, tensor in drawn.items() if tensor.ndim == 2}
+    firsts = {
+        name: tuple(tensor.flatten()[:4].tolist())
+        for name, tensor in drawn.items()
+        if tensor.ndim == 2
+    }
     assert len(set(firsts.values())) == len(firsts)
     deviations = {name: float(drawn[name].std()) for name in firsts}
     assert deviations["model.embed_tokens.weight"] == pytest.approx(0.5, rel=0.1)
     assert deviations["lm_head.weight"] == pytest.approx(0.02, rel=0.1)
-    assert deviations["model.layers.0.mlp.experts.3.down_proj.weight"] == pytest.approx(0.02 / 8**0.5, rel=0.2)
+    assert deviations["model.layers.0.mlp.experts.3.down_proj.weight"] == pytest.approx(
+        0.02 / 8**0.5, rel=0.2
+    )
     assert deviations["model.layers.0.mlp.experts.3.up_proj.weight"] == pytest.approx(0.02, rel=0.2)
-    assert all(float(tensor.std()) == 0 and float(tensor[0]) == 1 for tensor in drawn.values() if tensor.ndim == 1)
+    assert all(
+        float(tensor.std()) == 0 and float(tensor[0]) == 1
+        for tensor in drawn.values()
+        if tensor.ndim == 1
+    )
 
 
 @pytest.mark.parametrize("name", POISONED)

@@ -16,13 +16,17 @@ def as_map(routes: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_every_router_call_uses_the_routes_of_its_micro_batch(megatron: Any, checkpoint: Path, recompute: str) -> None:
+def test_every_router_call_uses_the_routes_of_its_micro_batch(
+    megatron: Any, checkpoint: Path, recompute: str
+) -> None:
     models, replay = build(checkpoint, recompute)
     seen = chosen(models)
     train_pass(models, replay)
     calls = 2 if recompute == "full" else 1
     for layer, maps in enumerate(seen):
-        expected = [as_map(pack(m, range(3)).routes[:, layer]) for m in MICRO_BATCHES for _ in range(calls)]
+        expected = [
+            as_map(pack(m, range(3)).routes[:, layer]) for m in MICRO_BATCHES for _ in range(calls)
+        ]
         assert len(maps) == len(expected)
         assert all(torch.equal(a, b) for a, b in zip(maps, expected, strict=True))
 
@@ -73,20 +77,30 @@ def test_pending_micro_batches_are_recomputed_oldest_first() -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_gate_weights_are_the_replayed_experts_own(megatron: Any, checkpoint: Path, recompute: Any) -> None:
-    """p_e = exp(x · w_e) / Σ over the replayed experts exp(x · w), 0 for all others; no live choice enters."""
+def test_gate_weights_are_the_replayed_experts_own(
+    megatron: Any, checkpoint: Path, recompute: Any
+) -> None:
+    """p_e = exp(x · w_e) / Σ over the replayed experts exp(x · w), 0 for all others; no live choice
+    enters.
+    """
     models, replay = build(checkpoint, recompute)
     seen: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
     for router in routers(models):
-        router.register_forward_hook(lambda m, inputs, out: seen.append((m, inputs[0].detach(), out[0].detach())))
+        router.register_forward_hook(
+            lambda m, inputs, out: seen.append((m, inputs[0].detach(), out[0].detach()))
+        )
     train_pass(models, replay)
-    assert len(seen) == len(routers(models)) * len(MICRO_BATCHES) * (2 if recompute == "full" else 1)
+    assert len(seen) == len(routers(models)) * len(MICRO_BATCHES) * (
+        2 if recompute == "full" else 1
+    )
     routes = [pack(m, range(3)).routes for m in MICRO_BATCHES]
     for router, x, gates in seen:
         x = x.reshape(-1, x.shape[-1]).double()
         (forced,) = (r[:, routers(models).index(router)].long() for r in routes if len(r) == len(x))
         logits = x @ router.weight.detach().double().T
-        assert (logits.topk(2).indices.sort().values != forced.sort().values).any(1).float().mean() > 0.8
+        assert (logits.topk(2).indices.sort().values != forced.sort().values).any(
+            1
+        ).float().mean() > 0.8
         chosen = logits.gather(1, forced).exp()
         expected = torch.zeros_like(logits).scatter(1, forced, chosen / chosen.sum(1, keepdim=True))
         torch.testing.assert_close(gates.double(), expected, rtol=1e-5, atol=1e-7)
@@ -96,7 +110,9 @@ def test_recomputation_gives_the_same_gradients(megatron: Any, checkpoint: Path)
     plain = train_pass(*build(checkpoint, "none"))
     again = train_pass(*build(checkpoint, "full"))
     for name, gradient in plain.items():
-        torch.testing.assert_close(again[name], gradient, rtol=1e-6, atol=1e-8, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            again[name], gradient, rtol=1e-6, atol=1e-8, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def test_the_router_keeps_its_gradient_under_replay(megatron: Any, checkpoint: Path) -> None:
@@ -104,7 +120,9 @@ def test_the_router_keeps_its_gradient_under_replay(megatron: Any, checkpoint: P
     assert all(g.norm() > 0 for name, g in gradients.items() if "router" in name)
 
 
-def test_disagreement_is_zero_for_live_routes_and_counted_otherwise(megatron: Any, checkpoint: Path) -> None:
+def test_disagreement_is_zero_for_live_routes_and_counted_otherwise(
+    megatron: Any, checkpoint: Path
+) -> None:
     from dataclasses import replace
 
     from megatron_rl.mcore.schedule import run_schedule
@@ -117,25 +135,51 @@ def test_disagreement_is_zero_for_live_routes_and_counted_otherwise(megatron: An
         return None, None
 
     run_schedule(models, [batch], ignore, forward_only=True, replay=None)
-    live = torch.stack([maps[0].int().topk(2, dim=1).indices for maps in seen], dim=1).to(torch.uint8)
-    run_schedule(models, [replace(batch, routes=live)], ignore, forward_only=True, replay=replay, measure_routes=True)
+    live = torch.stack([maps[0].int().topk(2, dim=1).indices for maps in seen], dim=1).to(
+        torch.uint8
+    )
+    run_schedule(
+        models,
+        [replace(batch, routes=live)],
+        ignore,
+        forward_only=True,
+        replay=replay,
+        measure_routes=True,
+    )
     assert replay.disagreement() == (0, live.shape[0] * 3)
     changed = live.clone()
     row = changed[4, 2]
-    row[0] = next(e for e in range(8) if e not in row.tolist())  # the last layer: nothing downstream moves
+    row[0] = next(
+        e for e in range(8) if e not in row.tolist()
+    )  # the last layer: nothing downstream moves
     run_schedule(
-        models, [replace(batch, routes=changed)], ignore, forward_only=True, replay=replay, measure_routes=True
+        models,
+        [replace(batch, routes=changed)],
+        ignore,
+        forward_only=True,
+        replay=replay,
+        measure_routes=True,
     )
     assert replay.disagreement() == (1, live.shape[0] * 3)
 
 
-WAITS = ("cpu", "item", "tolist", "nonzero", "__int__", "__bool__", "__getitem__")  # an index of bools has a size
+WAITS = (
+    "cpu",
+    "item",
+    "tolist",
+    "nonzero",
+    "__int__",
+    "__bool__",
+    "__getitem__",
+)  # an index of bools has a size
 
 
 class NoWaiting(TorchFunctionMode):
     """Fails where the host would wait for a GPU."""
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if function.__name__ in WAITS:
             pytest.fail(f"{function.__name__} waits")
         return function(*args, **(kwargs or {}))
@@ -152,10 +196,14 @@ def test_counting_disagreement_makes_no_router_wait_for_the_gpu() -> None:
         rows = None if real is None else torch.tensor(real)
         with NoWaiting():
             target.begin_forward(batch, torch.tensor(experts), rows)
-            target.get_replay_topk(live, 1, default_compute_topk=lambda scores, topk, **_: scores.topk(topk, dim=1))
+            target.get_replay_topk(
+                live, 1, default_compute_topk=lambda scores, topk, **_: scores.topk(topk, dim=1)
+            )
             target.end_forward()
     assert target.disagreement.tolist() == [1 + 2, 3 + 4]
-    assert target.load.tolist() == [1 + 1, 1 + 2, 0 + 1, 1 + 0], "the fourth row of the first is padding"
+    assert target.load.tolist() == [1 + 1, 1 + 2, 0 + 1, 1 + 0], (
+        "the fourth row of the first is padding"
+    )
 
 
 def test_a_stage_without_experts_has_nothing_to_disagree_about(megatron: Any) -> None:
@@ -171,7 +219,9 @@ def test_nothing_is_left_for_the_next_pass(megatron: Any, checkpoint: Path, reco
     models, replay = build(checkpoint, recompute)
     first = train_pass(models, replay)
     batches = [pack(m, range(3)) for m in reversed(MICRO_BATCHES)]
-    run_schedule(models, batches, lambda logits, index: (None, None), forward_only=True, replay=replay)
+    run_schedule(
+        models, batches, lambda logits, index: (None, None), forward_only=True, replay=replay
+    )
     for name, gradient in train_pass(models, replay).items():
         assert torch.equal(gradient, first[name]), name
 

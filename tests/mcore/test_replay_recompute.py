@@ -1,4 +1,6 @@
-"""Replay where chosen modules run again in the backward pass: each router as often as the modules say, no more."""
+"""Replay where chosen modules run again in the backward pass: each router as often as the modules
+say, no more.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def calls_of(models: list[Any], names: tuple[str, ...]) -> Iterator[list[str]]:
             yield calls
 
 
-@pytest.mark.parametrize(("modules", "again", "runs"), MODULES, ids=["+".join(case[0]) for case in MODULES])
+@pytest.mark.parametrize(
+    ("modules", "again", "runs"), MODULES, ids=["+".join(case[0]) for case in MODULES]
+)
 def test_what_is_recomputed_uses_the_routes_again_and_gives_the_same_gradients(
     megatron: Any,
     checkpoint: Path,
@@ -56,10 +60,16 @@ def test_what_is_recomputed_uses_the_routes_again_and_gives_the_same_gradients(
     assert_recomputed(checkpoint, plain, modules, again, runs)
 
 
-@pytest.mark.parametrize("modules", [["shared_experts"], ["moe", "shared_experts"]], ids=["alone", "within moe"])
-def test_shared_experts_are_recomputed_beside_replayed_ones(megatron: Any, shared: Path, modules: list[str]) -> None:
+@pytest.mark.parametrize(
+    "modules", [["shared_experts"], ["moe", "shared_experts"]], ids=["alone", "within moe"]
+)
+def test_shared_experts_are_recomputed_beside_replayed_ones(
+    megatron: Any, shared: Path, modules: list[str]
+) -> None:
     plain = train_pass(*build(shared))
-    nested = "moe" in modules  # they run without a graph, within the layer's second run without one, and with one
+    nested = (
+        "moe" in modules
+    )  # they run without a graph, within the layer's second run without one, and with one
     assert_recomputed(shared, plain, modules, ("shared_experts",), 1 + nested, each=2 + nested)
 
 
@@ -71,26 +81,42 @@ def assert_recomputed(
     runs: int,
     each: int = 2,
 ) -> None:
-    """Modules whose names end with `again` run `each` times for a micro-batch, routers `runs` times."""
+    """Modules whose names end with `again` run `each` times for a micro-batch, routers `runs`
+    times.
+    """
     models, replay = build(checkpoint, "selective", modules=modules)
     seen, recomputed = chosen(models), list(calls_of(models, again))
     gradients = train_pass(models, replay)
     assert replay.take_faults() == ""
     for layer, maps in enumerate(seen):
-        routes = [pack(m, range(3)).routes[:, layer].long() for m in MICRO_BATCHES for _ in range(runs)]
+        routes = [
+            pack(m, range(3)).routes[:, layer].long() for m in MICRO_BATCHES for _ in range(runs)
+        ]
         assert len(maps) == len(routes)
         for got, wanted in zip(maps, routes, strict=True):
-            assert torch.equal(got, torch.zeros(len(wanted), 8, dtype=torch.bool).scatter(1, wanted, True))
+            assert torch.equal(
+                got, torch.zeros(len(wanted), 8, dtype=torch.bool).scatter(1, wanted, True)
+            )
     assert recomputed and {len(calls) for calls in recomputed} == {each * len(MICRO_BATCHES)}
-    assert all(gradient.norm() > 0 for name, gradient in gradients.items() if name.endswith("router.weight"))
+    assert all(
+        gradient.norm() > 0
+        for name, gradient in gradients.items()
+        if name.endswith("router.weight")
+    )
     for name, gradient in plain.items():
-        torch.testing.assert_close(gradients[name], gradient, rtol=1e-6, atol=1e-8, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            gradients[name], gradient, rtol=1e-6, atol=1e-8, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
-def test_a_router_that_does_not_run_again_as_told_is_a_fault(megatron: Any, checkpoint: Path) -> None:
+def test_a_router_that_does_not_run_again_as_told_is_a_fault(
+    megatron: Any, checkpoint: Path
+) -> None:
     models, replay = build(checkpoint, "selective", modules=["moe"])
     for module in models[0].modules():
         if hasattr(module, "moe_layer_recompute"):
             module.moe_layer_recompute = False
     train_pass(models, replay)
-    assert "layer 0, micro-batch 0: its router was recomputed 0 times, not 1" in replay.take_faults()
+    assert (
+        "layer 0, micro-batch 0: its router was recomputed 0 times, not 1" in replay.take_faults()
+    )

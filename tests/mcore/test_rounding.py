@@ -40,7 +40,9 @@ def test_fp8_keeps_each_number_within_half_a_step_of_its_block_s_scale() -> None
         for columns in (slice(0, 128), slice(128, 256), slice(256, None)):
             block, back = weight[rows, columns], found[rows, columns]
             scale = float(block.abs().max()) / 448
-            assert ((block - back).abs() <= (block.abs() / 16).clamp(min=scale * 2**-10) * 1.001).all()
+            assert (
+                (block - back).abs() <= (block.abs() / 16).clamp(min=scale * 2**-10) * 1.001
+            ).all()
             in_steps = (back / scale).to(torch.float8_e4m3fn).float() * scale
             torch.testing.assert_close(in_steps, back, rtol=1e-6, atol=0)
     assert 0.01 < float((found - weight).norm() / weight.norm()) < 0.04

@@ -24,13 +24,17 @@ class Best:
         return scores.topk(topk, dim=1)
 
 
-def ask(target: RouterTarget, best: Best | None = None, topk: int = 2) -> tuple[torch.Tensor, list[list[int]]]:
+def ask(
+    target: RouterTarget, best: Best | None = None, topk: int = 2
+) -> tuple[torch.Tensor, list[list[int]]]:
     scores = SCORES.clone().requires_grad_()
     values, experts = target.get_replay_topk(scores, topk, 4, 3, best or Best())
     return values, experts.tolist()
 
 
-def active(*, measure: bool = False, forward_only: bool = False, recomputations: int = 1) -> RouterTarget:
+def active(
+    *, measure: bool = False, forward_only: bool = False, recomputations: int = 1
+) -> RouterTarget:
     target = RouterTarget(layer=4, recomputations=recomputations)
     target.activate("replay", measure=measure, forward_only=forward_only)
     return target
@@ -77,7 +81,9 @@ def test_only_the_forward_of_a_measured_pass_is_counted_and_padding_is_not() -> 
     target.begin_forward(0, routes([3, 0], [0, 1], [1, 2]), torch.tensor([True, True, False]))
     with torch.no_grad():
         ask(target, best)
-    assert target.disagreement.tolist() == [1, 2], "order is no difference, the third row is padding"
+    assert target.disagreement.tolist() == [1, 2], (
+        "order is no difference, the third row is padding"
+    )
     assert best.asked == [(2, 4, 3, False)], "no gradient to the live choice"
     target.end_forward()
     ask(target)
@@ -114,7 +120,9 @@ def test_a_live_pass_uses_its_own_choice_and_counts_the_given_one_beside_it() ->
 
 
 @pytest.mark.parametrize(("experts", "dtype"), [(256, torch.uint8), (257, torch.uint16)])
-def test_a_recording_pass_keeps_the_live_choice_of_each_micro_batch(experts: int, dtype: torch.dtype) -> None:
+def test_a_recording_pass_keeps_the_live_choice_of_each_micro_batch(
+    experts: int, dtype: torch.dtype
+) -> None:
     target = RouterTarget()
     target.activate("record", measure=False, forward_only=True)
     for batch in (0, 1):
@@ -123,7 +131,10 @@ def test_a_recording_pass_keeps_the_live_choice_of_each_micro_batch(experts: int
         target.get_replay_topk(scores, 1, None, None, Best())
         target.end_forward()
     target.deactivate()
-    assert {batch: kept.tolist() for batch, kept in target.recorded.items()} == {0: [[experts - 1]], 1: [[experts - 2]]}
+    assert {batch: kept.tolist() for batch, kept in target.recorded.items()} == {
+        0: [[experts - 1]],
+        1: [[experts - 2]],
+    }
     assert all(kept.dtype == dtype for kept in target.recorded.values())
     assert target.faults == []
 
@@ -172,7 +183,9 @@ def test_a_router_runs_once_in_a_forward_pass(times: int) -> None:
         ask(target)
     target.end_forward()
     target.deactivate()
-    assert target.faults == [f"layer 4, micro-batch 7: its router ran {times} times in one forward pass, not once"]
+    assert target.faults == [
+        f"layer 4, micro-batch 7: its router ran {times} times in one forward pass, not once"
+    ]
 
 
 def test_padding_of_one_micro_batch_is_not_that_of_the_next_pass() -> None:
@@ -194,7 +207,9 @@ def test_routes_of_another_shape_are_not_used_and_told(bad: torch.Tensor) -> Non
     target = active()
     target.begin_forward(0, bad, None)
     assert ask(target)[1] == LIVE
-    assert target.faults == [f"layer 4, micro-batch 0: routes of shape {tuple(bad.shape)} for 3 rows and top-2"]
+    assert target.faults == [
+        f"layer 4, micro-batch 0: routes of shape {tuple(bad.shape)} for 3 rows and top-2"
+    ]
 
 
 def test_a_megatron_that_passes_no_topk_is_an_error() -> None:

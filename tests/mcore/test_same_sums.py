@@ -1,7 +1,9 @@
-"""A CPU engine and the trainer get the same float32 bits for the same row, whatever is computed beside it.
+"""A CPU engine and the trainer get the same float32 bits for the same row, whatever is computed
+beside it.
 
-`tests/engine/test_parity.py` compares whole models, `tests/engine/layer_differences.py` shows each operation of a real
-engine. Equality is MKL's and torch's on this kind of processor (docs/on_policy.md); on others the sums are only close.
+`tests/engine/test_parity.py` compares whole models, `tests/engine/layer_differences.py` shows each
+operation of a real engine. Equality is MKL's and torch's on this kind of processor
+(docs/on_policy.md); on others the sums are only close.
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ from hypothesis import strategies as st
 
 from sglang_bridge.cpu_shim.padded_attention import paged_attention
 from sglang_bridge.cpu_shim.trainer_sums import experts, linear, route
-from tests.support.exactness import EXACT
 from tests.mcore.packs import pack
 from tests.mcore.test_replay import build
+from tests.support.exactness import EXACT
 
 LONGEST = 192  # keys: beyond, MKL splits the sum over them
 
@@ -51,24 +53,34 @@ def test_a_row_of_a_product_is_the_same_alone_and_among_many(rows: int, columns:
 
 
 def attended(lengths: list[int], heads: tuple[int, int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Attention as an engine decodes the last token of each sequence, and as it reads all; each with the trainer's."""
+    """Attention as an engine decodes the last token of each sequence, and as it reads all; each
+    with the trainer's.
+    """
     from megatron.core.packed_seq_params import PackedSeqParams
 
     from megatron_rl.mcore.cpu.modules import CpuCoreAttention
 
     generator = torch.Generator().manual_seed(sum(lengths))
     total, bounds = sum(lengths), torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    query, key, value = (torch.randn(total, n, 16, generator=generator) for n in (heads[0], heads[1], heads[1]))
+    query, key, value = (
+        torch.randn(total, n, 16, generator=generator) for n in (heads[0], heads[1], heads[1])
+    )
     config: Any = SimpleNamespace(context_parallel_size=1)
     params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
-    packed = CpuCoreAttention(config, 1, None, "self")(query, key, value, None, packed_seq_params=params)
+    packed = CpuCoreAttention(config, 1, None, "self")(
+        query, key, value, None, packed_seq_params=params
+    )
     slots = torch.zeros(len(lengths), max(lengths), dtype=torch.int32)
     for row, (start, length) in enumerate(zip(bounds.tolist(), lengths, strict=False)):
         slots[row, :length] = torch.arange(start, start + length)
     last = bounds[1:].long() - 1
     every, one = torch.arange(len(lengths)), torch.ones(len(lengths), dtype=torch.int64)
-    decoded = paged_attention(query[last], key, value, slots, every, torch.tensor(lengths), one, scale=None)
-    whole = paged_attention(query, key, value, slots, every, torch.tensor(lengths), torch.tensor(lengths), scale=None)
+    decoded = paged_attention(
+        query[last], key, value, slots, every, torch.tensor(lengths), one, scale=None
+    )
+    whole = paged_attention(
+        query, key, value, slots, every, torch.tensor(lengths), torch.tensor(lengths), scale=None
+    )
     return [(decoded.flatten(1), packed[last]), (whole.flatten(1), packed)]
 
 
@@ -106,8 +118,12 @@ def test_a_sequence_is_attended_alike_alone_and_among_others(
     query = torch.randn(int(num_queries.sum()), heads[0], 16, generator=generator)
     slots = (num_keys.cumsum(0) - num_keys)[:, None] + torch.arange(max(lengths))
     slots = slots.clamp(max=sum(lengths) - 1).to(torch.int32)
-    together = paged_attention(query, key, value, slots, torch.arange(len(lengths)), num_keys, num_queries, scale=None)
-    parts = zip(query.split(num_queries.tolist()), together.split(num_queries.tolist()), strict=True)
+    together = paged_attention(
+        query, key, value, slots, torch.arange(len(lengths)), num_keys, num_queries, scale=None
+    )
+    parts = zip(
+        query.split(num_queries.tolist()), together.split(num_queries.tolist()), strict=True
+    )
     for i, (mine, among) in enumerate(parts):
         rows, each = torch.tensor([i]), (num_keys[i : i + 1], num_queries[i : i + 1])
         assert_same(paged_attention(mine, key, value, slots, rows, *each, scale=None), among)
@@ -116,7 +132,9 @@ def test_a_sequence_is_attended_alike_alone_and_among_others(
 def weights_of(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """What an engine holds of a layer's experts: gate and up one above the other, and down."""
     each = layer.mlp.experts.local_experts
-    return torch.stack([e.linear_fc1.weight for e in each]), torch.stack([e.linear_fc2.weight for e in each])
+    return torch.stack([e.linear_fc1.weight for e in each]), torch.stack(
+        [e.linear_fc2.weight for e in each]
+    )
 
 
 @pytest.mark.parametrize("tokens", [(0, 1, 2), (3,)])
@@ -131,25 +149,34 @@ def test_experts_are_weighed_and_added_as_megatron_does(
     layers = [layer for layer in models[0].module.decoder.layers if hasattr(layer.mlp, "experts")]
     for layer in layers:
         layer.mlp.router.register_forward_hook(
-            lambda module, inputs, out, layer=layer: seen.append((layer, inputs[0].detach(), out[0].detach(), out[1]))
+            lambda module, inputs, out, layer=layer: seen.append(
+                (layer, inputs[0].detach(), out[0].detach(), out[1])
+            )
         )
     outputs: list[torch.Tensor] = []
     for layer in layers:
         layer.mlp.register_forward_hook(lambda module, inputs, out: outputs.append(out[0].detach()))
     batch = pack(tokens, range(3))
-    run_schedule(models, [batch], lambda logits, index: (None, None), forward_only=True, replay=replay)
+    run_schedule(
+        models, [batch], lambda logits, index: (None, None), forward_only=True, replay=replay
+    )
     assert len(seen) == len(outputs) == 3
-    for number, ((layer, x, probabilities, chosen), output) in enumerate(zip(seen, outputs, strict=True)):
+    for number, ((layer, x, probabilities, chosen), output) in enumerate(
+        zip(seen, outputs, strict=True)
+    ):
         ids = batch.routes[:, number].int()
         assert torch.equal(chosen.sum(1), torch.full((len(ids),), 2))
-        mine = experts(x.flatten(0, 1), *weights_of(layer), probabilities.gather(1, ids.long()), ids)
+        mine = experts(
+            x.flatten(0, 1), *weights_of(layer), probabilities.gather(1, ids.long()), ids
+        )
         assert_same(mine.detach(), output.flatten(0, 1))
 
 
 def test_many_experts_are_added_from_the_first_to_the_last() -> None:
     generator = torch.Generator().manual_seed(5)
     x, gate_up, down, logits = (
-        torch.randn(*shape, generator=generator) for shape in ((40, 64), (16, 64, 64), (16, 64, 32), (40, 16))
+        torch.randn(*shape, generator=generator)
+        for shape in ((40, 64), (16, 64, 64), (16, 64, 32), (40, 16))
     )
     weights, ids = route(logits, 8)
     expected = torch.zeros_like(x)

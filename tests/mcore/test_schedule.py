@@ -19,7 +19,9 @@ SPLITS = {
 }
 
 
-def gradients(models: list[Any], replay: Any, split: list[tuple[int, ...]]) -> dict[str, torch.Tensor]:
+def gradients(
+    models: list[Any], replay: Any, split: list[tuple[int, ...]]
+) -> dict[str, torch.Tensor]:
     from megatron_rl.mcore.schedule import run_schedule
 
     total = len(targets_of(range(10)))
@@ -29,7 +31,9 @@ def gradients(models: list[Any], replay: Any, split: list[tuple[int, ...]]) -> d
         return value / total, index
 
     models[0].zero_grad_buffer()
-    kept = run_schedule(models, [pack(m, range(3)) for m in split], loss, forward_only=False, replay=replay)
+    kept = run_schedule(
+        models, [pack(m, range(3)) for m in split], loss, forward_only=False, replay=replay
+    )
     assert kept == list(range(len(split)))
     return {name: p.main_grad.clone() for name, p in models[0].named_parameters()}
 
@@ -39,7 +43,9 @@ def norm(norms: Iterable[torch.Tensor]) -> float:
 
 
 @pytest.mark.parametrize("name", [n for n in SPLITS if n != "one"])
-def test_the_gradient_does_not_depend_on_how_the_batch_is_split(megatron: Any, checkpoint: Path, name: str) -> None:
+def test_the_gradient_does_not_depend_on_how_the_batch_is_split(
+    megatron: Any, checkpoint: Path, name: str
+) -> None:
     models, replay = build(checkpoint)
     whole, parts = gradients(models, replay, SPLITS["one"]), gradients(models, replay, SPLITS[name])
     difference = {name: (parts[name] - gradient).norm() for name, gradient in whole.items()}
@@ -49,31 +55,43 @@ def test_the_gradient_does_not_depend_on_how_the_batch_is_split(megatron: Any, c
     assert norm(difference.values()) < 1e-6 * norm(gradient.norm() for gradient in whole.values())
 
 
-def test_a_forward_only_pass_leaves_no_gradient_and_no_graph(megatron: Any, checkpoint: Path) -> None:
+def test_a_forward_only_pass_leaves_no_gradient_and_no_graph(
+    megatron: Any, checkpoint: Path
+) -> None:
     from megatron_rl.mcore.schedule import run_schedule
 
     models, replay = build(checkpoint)
     models[0].zero_grad_buffer()
     kept = run_schedule(
-        models, [pack((0, 1), range(3))], lambda logits, index: (None, logits), forward_only=True, replay=replay
+        models,
+        [pack((0, 1), range(3))],
+        lambda logits, index: (None, logits),
+        forward_only=True,
+        replay=replay,
     )
     assert not kept[0].requires_grad
     assert all(not p.main_grad.any() for p in models[0].parameters())
 
 
 @pytest.mark.parametrize("wrapped", [True, False])
-def test_logits_of_a_bfloat16_model_stay_what_they_are(megatron: Any, checkpoint: Path, wrapped: bool) -> None:
+def test_logits_of_a_bfloat16_model_stay_what_they_are(
+    megatron: Any, checkpoint: Path, wrapped: bool
+) -> None:
     """A float32 copy of them would be the largest tensor of a step."""
     from megatron_rl.mcore.schedule import run_schedule
 
     models, replay = build(checkpoint, dtype="bfloat16")
     models = models if wrapped else [model.module for model in models]
     batches = [pack((0, 1), range(3))]
-    (dtype,) = run_schedule(models, batches, lambda x, _: (None, x.dtype), forward_only=True, replay=replay)
+    (dtype,) = run_schedule(
+        models, batches, lambda x, _: (None, x.dtype), forward_only=True, replay=replay
+    )
     assert dtype == torch.bfloat16
 
 
-def test_routes_are_measured_when_asked_for_and_without_padding(megatron: Any, checkpoint: Path) -> None:
+def test_routes_are_measured_when_asked_for_and_without_padding(
+    megatron: Any, checkpoint: Path
+) -> None:
     from megatron_rl.mcore.schedule import run_schedule
 
     models, replay = build(checkpoint)
@@ -82,7 +100,9 @@ def test_routes_are_measured_when_asked_for_and_without_padding(megatron: Any, c
 
     def rows(**asked: bool) -> int:
         padded = replace(batch, real_rows=real)
-        run_schedule(models, [padded], lambda *_: (None, None), forward_only=True, replay=replay, **asked)
+        run_schedule(
+            models, [padded], lambda *_: (None, None), forward_only=True, replay=replay, **asked
+        )
         return int(replay.disagreement()[1])
 
     assert rows(measure_routes=True) == 5 * 3

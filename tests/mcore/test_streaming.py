@@ -45,8 +45,12 @@ def opened(saved: Path, checkpoint: Path, bucket_bytes: int = BUCKET) -> Any:
 def live_bytes() -> int:
     """Of all tensors in memory, each storage once."""
     gc.collect()
-    tensors = [t for t in gc.get_objects() if isinstance(t, torch.Tensor) and t.device.type == "cpu"]
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    tensors = [
+        t for t in gc.get_objects() if isinstance(t, torch.Tensor) and t.device.type == "cpu"
+    ]
+    return sum(
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
+    )
 
 
 def test_an_exported_checkpoint_is_bit_for_bit_what_was_saved(
@@ -61,7 +65,10 @@ def test_an_exported_checkpoint_is_bit_for_bit_what_was_saved(
     for name, tensor in original.items():
         assert torch.equal(load_file(tmp_path / "out" / index[name])[name], tensor), name
     loaded = type(hf_model).from_pretrained(tmp_path / "out")
-    assert all(torch.equal(loaded.state_dict()[name], weight) for name, weight in hf_model.state_dict().items())
+    assert all(
+        torch.equal(loaded.state_dict()[name], weight)
+        for name, weight in hf_model.state_dict().items()
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -72,7 +79,11 @@ def test_an_export_holds_one_bucket_at_a_time(
 
     weights = opened(saved, checkpoint)
     parameters = [parameter for bucket in weights.buckets for parameter in bucket]
-    nbytes = {name: parameter.weight.nbytes for parameter in parameters for name in parameter.layout(0).hf_names}
+    nbytes = {
+        name: parameter.weight.nbytes
+        for parameter in parameters
+        for name in parameter.layout(0).hf_names
+    }
     gc.collect()
     gc.freeze()  # what other tests left is not looked through for each tensor
     before, add, over, held = live_bytes(), streaming.ShardWriter.add, list[int](), list[int]()
@@ -101,13 +112,20 @@ def test_an_export_that_is_interrupted_leaves_nothing(
 
     monkeypatch.setattr(streaming.ShardWriter, "add", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        write_hf(opened(saved, checkpoint), tmp_path / "out", source=checkpoint, dtype=torch.float32)
+        write_hf(
+            opened(saved, checkpoint), tmp_path / "out", source=checkpoint, dtype=torch.float32
+        )
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_checkpoint_of_another_model_is_refused(saved: Path, checkpoint: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_is_refused(
+    saved: Path, checkpoint: Path, tmp_path: Path
+) -> None:
     config = json.loads((checkpoint / "config.json").read_text())
-    for change, message in (({"intermediate_size": 64}, "has the shape"), ({"mlp_only_layers": []}, "it holds no")):
+    for change, message in (
+        ({"intermediate_size": 64}, "has the shape"),
+        ({"mlp_only_layers": []}, "it holds no"),
+    ):
         (tmp_path / "config.json").write_text(json.dumps(config | change))
         with pytest.raises(ValueError, match=f"is of another model: .*{message}"):
             list(opened(saved, tmp_path).all(torch.float32))
@@ -134,8 +152,11 @@ def test_every_family_is_exported_bit_for_bit(megatron: Any, tmp_path: Path, fam
     (tmp_path / "saved").mkdir()
     save(build(tmp_path / "start")[0], tmp_path / "saved")
     exported = {
-        name: tensor.clone() for name, tensor in opened(tmp_path / "saved", tmp_path / "start").all(torch.float32)
+        name: tensor.clone()
+        for name, tensor in opened(tmp_path / "saved", tmp_path / "start").all(torch.float32)
     }
     original = load_file(tmp_path / "start" / "model.safetensors")
     assert exported.keys() == original.keys()
-    assert [name for name, tensor in original.items() if not torch.equal(exported[name], tensor)] == []
+    assert [
+        name for name, tensor in original.items() if not torch.equal(exported[name], tensor)
+    ] == []

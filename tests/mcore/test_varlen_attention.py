@@ -1,4 +1,6 @@
-"""torch's variable-length attention under each signature it has had; the function itself is written out here."""
+"""torch's variable-length attention under each signature it has had; the function itself is written
+out here.
+"""
 
 from __future__ import annotations
 
@@ -16,32 +18,69 @@ BOUNDS = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
 
 
 def each_alone(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor, scale: float | None, gqa: bool
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: torch.Tensor,
+    scale: float | None,
+    gqa: bool,
 ) -> torch.Tensor:
     assert gqa or query.shape[1] == key.shape[1]
     rows = []
     for start, stop in itertools.pairwise(bounds.tolist()):
         q, k, v = (t[start:stop].transpose(0, 1)[None] for t in (query, key, value))
-        rows.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)[0])
+        rows.append(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)[0]
+        )
     return torch.cat([row.transpose(0, 1) for row in rows])
 
 
-def torch_2_10(query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: int, max_k: int,
-               is_causal: bool = False, return_aux: Any = None) -> torch.Tensor:  # fmt: skip
+def torch_2_10(
+    query: Any,
+    key: Any,
+    value: Any,
+    cu_seq_q: Any,
+    cu_seq_k: Any,
+    max_q: int,
+    max_k: int,
+    is_causal: bool = False,
+    return_aux: Any = None,
+) -> torch.Tensor:
     assert is_causal and (max_q, max_k) == (40, 40) and torch.equal(cu_seq_q, cu_seq_k)
     return each_alone(query, key, value, cu_seq_q, None, False)
 
 
-def torch_2_11(query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: int, max_k: int, *,
-               return_aux: Any = None, scale: float | None = None,
-               window_size: tuple[int, int] = (-1, -1)) -> torch.Tensor:  # fmt: skip
+def torch_2_11(
+    query: Any,
+    key: Any,
+    value: Any,
+    cu_seq_q: Any,
+    cu_seq_k: Any,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: Any = None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+) -> torch.Tensor:
     assert window_size == (-1, 0)
     return each_alone(query, key, value, cu_seq_q, scale, False)
 
 
-def torch_2_12(query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: int, max_k: int, *,
-               return_aux: Any = None, scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
-               enable_gqa: bool = False) -> torch.Tensor:  # fmt: skip
+def torch_2_12(
+    query: Any,
+    key: Any,
+    value: Any,
+    cu_seq_q: Any,
+    cu_seq_k: Any,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: Any = None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+) -> torch.Tensor:
     assert window_size == (-1, 0)
     return each_alone(query, key, value, cu_seq_q, scale, enable_gqa)
 
@@ -49,11 +88,15 @@ def torch_2_12(query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, m
 @pytest.mark.parametrize("scale", [None, 0.3])
 @pytest.mark.parametrize("groups", [4, 2])
 @pytest.mark.parametrize("function", [torch_2_10, torch_2_11, torch_2_12])
-def test_every_signature_gives_each_sequence_alone(function: Any, groups: int, scale: float | None) -> None:
+def test_every_signature_gives_each_sequence_alone(
+    function: Any, groups: int, scale: float | None
+) -> None:
     torch.manual_seed(0)
     query, key, value = (torch.randn(sum(LENGTHS), heads, 8) for heads in (4, groups, groups))
     expected = each_alone(query, key, value, BOUNDS, scale, True)
-    actual = VarlenAttention(function)(query, key, value, cu_seqlens=BOUNDS, max_seqlen=40, scale=scale)
+    actual = VarlenAttention(function)(
+        query, key, value, cu_seqlens=BOUNDS, max_seqlen=40, scale=scale
+    )
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -74,7 +117,9 @@ def test_this_torch_has_it_and_it_is_for_cuda_alone() -> None:
         (torch.bfloat16, (264, 264, 264), False),
     ],
 )
-def test_what_does_not_fit_goes_to_padded_batches(dtype: torch.dtype, dims: tuple[int, ...], fits: bool) -> None:
+def test_what_does_not_fit_goes_to_padded_batches(
+    dtype: torch.dtype, dims: tuple[int, ...], fits: bool
+) -> None:
     class OnCuda(torch.Tensor):
         is_cuda = True
 

@@ -1,4 +1,6 @@
-"""A tiny random transformers model of every family, and its routers made to choose what a test says."""
+"""A tiny random transformers model of every family, and its routers made to choose what a test
+says.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,15 @@ def qwen3_moe() -> Any:
     """A dense layer among those with experts."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**_COMMON, **experts, head_dim=16, mlp_only_layers=[1]))
+    experts = {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+    }
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**_COMMON, **experts, head_dim=16, mlp_only_layers=[1])
+    )
 
 
 def qwen3() -> Any:
@@ -42,17 +51,34 @@ def mixtral() -> Any:
     return MixtralForCausalLM(MixtralConfig(**_COMMON, num_local_experts=8, num_experts_per_tok=2))
 
 
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 8}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 8,
+}
 YARN |= {"beta_fast": 2, "beta_slow": 0.5, "mscale": 0.7, "mscale_all_dim": 1.3}
 
 
 def deepseek_v3(q_rank: int | None = 20, n_group: int = 4, **more: Any) -> Any:
-    """One dense layer; two of four groups for a token; two shared experts; value heads narrower than keys."""
+    """One dense layer; two of four groups for a token; two shared experts; value heads narrower
+    than keys.
+    """
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-    changes = {"num_key_value_heads": 4, "q_lora_rank": q_rank, "kv_lora_rank": 24, "v_head_dim": 10}
+    changes = {
+        "num_key_value_heads": 4,
+        "q_lora_rank": q_rank,
+        "kv_lora_rank": 24,
+        "v_head_dim": 10,
+    }
     changes |= {"qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "num_nextn_predict_layers": 0}
-    changes |= {"first_k_dense_replace": 1, "n_routed_experts": 8, "n_shared_experts": 2, "moe_intermediate_size": 24}
+    changes |= {
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 24,
+    }
     changes |= {"num_experts_per_tok": 4, "n_group": n_group, "topk_group": n_group // 2 or 1}
     return DeepseekV3ForCausalLM(DeepseekV3Config(**(_COMMON | changes | more)))
 
@@ -68,7 +94,9 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 
 
 def randomized(model: Any) -> Any:
-    """The model in float32, its weights far from their initial values; a router's bias moves many choices."""
+    """The model in float32, its weights far from their initial values; a router's bias moves many
+    choices.
+    """
     generator = torch.Generator().manual_seed(3)
     model = model.float().eval()
     with torch.no_grad():
@@ -82,11 +110,14 @@ def randomized(model: Any) -> Any:
 
 def gates(model: Any) -> list[Any]:
     """The routers, by layer."""
-    return [layer.mlp.gate for layer in model.model.layers if "gate" in dict(layer.mlp.named_children())]
+    return [
+        layer.mlp.gate for layer in model.model.layers if "gate" in dict(layer.mlp.named_children())
+    ]
 
 
 def force(model: Any, routes: torch.Tensor | None) -> None:
-    """Every router chooses `routes` [rows, MoE layers, topk]; None: its own choice again. Weights come from its scores.
+    """Every router chooses `routes` [rows, MoE layers, topk]; None: its own choice again. Weights
+    come from its scores.
 
     Written from the papers, not from either implementation.
     """
@@ -108,4 +139,8 @@ class _Forced:
         scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
         weights = scores.gather(1, self._experts)
         weights = weights / weights.sum(1, keepdim=True)
-        return logits, weights * (self._config.routed_scaling_factor if sigmoid else 1.0), self._experts
+        return (
+            logits,
+            weights * (self._config.routed_scaling_factor if sigmoid else 1.0),
+            self._experts,
+        )

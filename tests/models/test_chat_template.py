@@ -36,7 +36,9 @@ def directory(tmp_path: Path) -> Path:
 
 def write(directory: Path, template: str, **settings: object) -> ChatTemplate:
     config = directory / "tokenizer_config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": template} | settings))
+    config.write_text(
+        json.dumps(json.loads(config.read_text()) | {"chat_template": template} | settings)
+    )
     return ChatTemplate(directory)
 
 
@@ -46,7 +48,11 @@ def test_messages_read_as_transformers_writes_them(directory: Path) -> None:
         MESSAGES, tokenize=False, add_generation_prompt=True
     )
     text = template.prompt(MESSAGES)
-    assert text == expected and text.startswith("<system\nAdd.") and text.endswith("<user\n3+3<eos>\nassistant\n")
+    assert (
+        text == expected
+        and text.startswith("<system\nAdd.")
+        and text.endswith("<user\n3+3<eos>\nassistant\n")
+    )
 
 
 def test_a_file_of_its_own_goes_first(directory: Path) -> None:
@@ -62,7 +68,13 @@ def test_messages_that_a_template_refuses_are_bad_rows(directory: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "template", ["{{ messages.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ open('x') }}", "{{ 1 / 0 }}"]
+    "template",
+    [
+        "{{ messages.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ open('x') }}",
+        "{{ 1 / 0 }}",
+    ],
 )
 def test_a_template_reaches_nothing_of_the_interpreter(directory: Path, template: str) -> None:
     with pytest.raises(ValueError, match="refuses its messages"):
@@ -70,8 +82,11 @@ def test_a_template_reaches_nothing_of_the_interpreter(directory: Path, template
 
 
 @pytest.mark.parametrize(
-    ("template", "message"), [("{% if %}", "cannot be read"), (None, "holds no chat template"), (5, "no chat template")]
+    ("template", "message"),
+    [("{% if %}", "cannot be read"), (None, "holds no chat template"), (5, "no chat template")],
 )
-def test_tokenizers_without_a_usable_template_are_named(directory: Path, template: str, message: str) -> None:
+def test_tokenizers_without_a_usable_template_are_named(
+    directory: Path, template: str, message: str
+) -> None:
     with pytest.raises(TokenizerError, match=message):
         write(directory, template).prompt(MESSAGES)

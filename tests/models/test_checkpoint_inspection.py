@@ -57,7 +57,11 @@ def test_weights_and_tokenizer_are_both_named(checkpoint: Path) -> None:
     (checkpoint / "tokenizer.json").unlink()
     shape, problems = inspect_checkpoint(str(checkpoint))
     assert shape is not None
-    assert ["safetensors" in problems[0].rule, "tokenizer.json" in problems[1].rule, len(problems)] == [True, True, 2]
+    assert [
+        "safetensors" in problems[0].rule,
+        "tokenizer.json" in problems[1].rule,
+        len(problems),
+    ] == [True, True, 2]
 
 
 def test_no_directory_and_no_shape(checkpoint: Path) -> None:
@@ -119,7 +123,10 @@ def test_an_index_places_every_tensor(tmp_path: Path) -> None:
         ('{"weight_map": {}}', "weight_map"),
         ('{"weight_map": {"a": 5}}', "weight_map"),
         ('{"weight_map": {"a": "absent.safetensors"}}', "absent.safetensors, which is not there"),
-        ('{"weight_map": {"a": "1.safetensors", "z": "1.safetensors"}}', "1.safetensors does not hold z"),
+        (
+            '{"weight_map": {"a": "1.safetensors", "z": "1.safetensors"}}',
+            "1.safetensors does not hold z",
+        ),
     ],
 )
 def test_broken_index(tmp_path: Path, index: str, rule: str) -> None:

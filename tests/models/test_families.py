@@ -18,7 +18,11 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": 1,
 }
 QWEN3 = _COMMON | {"architectures": ["Qwen3ForCausalLM"]}
-MIXTRAL = _COMMON | {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2}
+MIXTRAL = _COMMON | {
+    "architectures": ["MixtralForCausalLM"],
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
 DEEPSEEK = _COMMON | {
     "architectures": ["DeepseekV3ForCausalLM"],
     "moe_intermediate_size": 32,
@@ -44,13 +48,23 @@ def write(directory: Path, raw: dict[str, Any]) -> Path:
 
 def test_qwen3_has_no_experts(tmp_path: Path) -> None:
     shape = read_shape(write(tmp_path, QWEN3))
-    assert (shape.moe_layers, shape.num_experts, shape.topk, shape.qk_norm, shape.head_dim) == ((), 0, 0, True, 128)
+    assert (shape.moe_layers, shape.num_experts, shape.topk, shape.qk_norm, shape.head_dim) == (
+        (),
+        0,
+        0,
+        True,
+        128,
+    )
 
 
 def test_mixtral_has_experts_everywhere_and_no_norms_of_queries(tmp_path: Path) -> None:
     shape = read_shape(write(tmp_path, MIXTRAL))
     assert (shape.moe_layers, shape.moe_ffn_hidden_size, shape.qk_norm) == ((0, 1, 2, 3), 96, False)
-    assert (shape.router, shape.rope_theta, shape.rms_norm_eps) == (Router(normalized=True), 1e6, 1e-5)
+    assert (shape.router, shape.rope_theta, shape.rms_norm_eps) == (
+        Router(normalized=True),
+        1e6,
+        1e-5,
+    )
     assert names_of(shape)["mlp.experts.linear_fc1.weight"][0] == tuple(
         f"block_sparse_moe.experts.{{expert}}.{name}.weight" for name in ("w1", "w3")
     )
@@ -59,8 +73,14 @@ def test_mixtral_has_experts_everywhere_and_no_norms_of_queries(tmp_path: Path) 
 def test_deepseek_has_latent_attention_and_a_router_with_groups(tmp_path: Path) -> None:
     shape = read_shape(write(tmp_path, DEEPSEEK))
     assert shape.latent == LatentAttention(20, 24, 12, 8, 10)
-    assert (shape.moe_layers, shape.num_experts, shape.shared_ffn_hidden_size) == ((1, 2, 3), 16, 64)
-    assert shape.router == Router("sigmoid", normalized=True, scaling=2.5, groups=4, group_topk=2, bias=True)
+    assert (shape.moe_layers, shape.num_experts, shape.shared_ffn_hidden_size) == (
+        (1, 2, 3),
+        16,
+        64,
+    )
+    assert shape.router == Router(
+        "sigmoid", normalized=True, scaling=2.5, groups=4, group_topk=2, bias=True
+    )
     assert (shape.head_dim, shape.num_key_value_heads) == (20, 4)
 
 
@@ -123,4 +143,9 @@ def test_what_a_family_cannot_do_is_refused_by_name(
 
 
 def test_every_family_is_in_the_table_under_its_own_name() -> None:
-    assert [*FAMILIES] == ["Qwen3MoeForCausalLM", "Qwen3ForCausalLM", "MixtralForCausalLM", "DeepseekV3ForCausalLM"]
+    assert [*FAMILIES] == [
+        "Qwen3MoeForCausalLM",
+        "Qwen3ForCausalLM",
+        "MixtralForCausalLM",
+        "DeepseekV3ForCausalLM",
+    ]

@@ -18,7 +18,10 @@ def test_by_hand() -> None:
     assert PipelineSplit(8, 2, 2).layers() == (((0, 1), (4, 5)), ((2, 3), (6, 7)))
     assert PipelineSplit(8, 3, first=2, last=2).layers() == (((0, 1),), ((2, 3, 4, 5),), ((6, 7),))
     assert PipelineSplit(5, 2, last=2).layers() == (((0, 1, 2),), ((3, 4),))
-    assert PipelineSplit(12, 2, 2, first=4).layers() == (((0, 1), (6, 7)), ((2, 3, 4, 5), (8, 9, 10, 11)))
+    assert PipelineSplit(12, 2, 2, first=4).layers() == (
+        ((0, 1), (6, 7)),
+        ((2, 3, 4, 5), (8, 9, 10, 11)),
+    )
 
 
 @pytest.mark.parametrize(
@@ -26,7 +29,10 @@ def test_by_hand() -> None:
     [
         (PipelineSplit(6, 4), "the 6 layers do not divide over 4 stage"),
         (PipelineSplit(6, 2, 2), "of 2 chunks each"),
-        (PipelineSplit(6, 2, first=6), "the 0 layers that the first and last stage leave do not divide over 1 stage"),
+        (
+            PipelineSplit(6, 2, first=6),
+            "the 0 layers that the first and last stage leave do not divide over 1 stage",
+        ),
         (PipelineSplit(6, 2, first=2, last=3), "the 1 layers"),
         (PipelineSplit(6, 3, first=7), "the -1 layers"),
         (PipelineSplit(7, 2, 2, first=3), "3 layers do not divide into 2 chunks"),
@@ -49,7 +55,9 @@ def splits(draw: st.DrawFn) -> PipelineSplit:
     first, last = (draw(st.none() | share) if stages > 1 else None for _ in range(2))
     given = [size for size in (first, last) if size is not None]
     assume(chunks == 1 or len(given) < stages)
-    return PipelineSplit(sum(given) + (stages - len(given)) * draw(share), stages, chunks, first, last)
+    return PipelineSplit(
+        sum(given) + (stages - len(given)) * draw(share), stages, chunks, first, last
+    )
 
 
 @given(split=splits())
@@ -61,10 +69,15 @@ def test_megatron_places_them_so(split: PipelineSplit) -> None:
     assert split.problem() == ""
     chunks = split.chunks
     config: Any = TransformerConfig(
-        num_layers=split.num_layers, hidden_size=8, num_attention_heads=1, pipeline_model_parallel_size=split.stages,
-        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None, pipeline_dtype=torch.float32,
-        num_layers_in_first_pipeline_stage=split.first, num_layers_in_last_pipeline_stage=split.last,
-    )  # fmt: skip
+        num_layers=split.num_layers,
+        hidden_size=8,
+        num_attention_heads=1,
+        pipeline_model_parallel_size=split.stages,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        pipeline_dtype=torch.float32,
+        num_layers_in_first_pipeline_stage=split.first,
+        num_layers_in_last_pipeline_stage=split.last,
+    )
     for stage, held in enumerate(split.layers()):
         for chunk, layers in enumerate(held):
             virtual = chunk if chunks > 1 else None

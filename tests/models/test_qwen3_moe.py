@@ -39,18 +39,27 @@ def write(directory: Path, changes: dict[str, Any], remove: tuple[str, ...] = ()
 
 def test_both_spellings_of_transformers_read_the_same(tmp_path: Path) -> None:
     old = read_shape(write(tmp_path, {}))
-    new_spelling = {"num_local_experts": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    new_spelling = {
+        "num_local_experts": 8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    }
     assert read_shape(write(tmp_path, new_spelling, remove=("num_experts", "rope_theta"))) == old
     assert (old.num_experts, old.rope_theta, old.eos_token_ids) == (8, 1e6, (1, 2))
 
 
 def test_moe_layers_follow_the_step_and_the_exceptions(tmp_path: Path) -> None:
-    assert read_shape(write(tmp_path, {"decoder_sparse_step": 2, "mlp_only_layers": [3]})).moe_layers == (1, 5)
+    assert read_shape(
+        write(tmp_path, {"decoder_sparse_step": 2, "mlp_only_layers": [3]})
+    ).moe_layers == (1, 5)
 
 
 def test_null_is_as_if_the_key_were_not_there(tmp_path: Path) -> None:
-    absent = dict.fromkeys(("head_dim", "rope_scaling", "quantization_config", "max_position_embeddings"))
-    assert read_shape(write(tmp_path, absent)) == read_shape(write(tmp_path, {}, remove=("head_dim",)))
+    absent = dict.fromkeys(
+        ("head_dim", "rope_scaling", "quantization_config", "max_position_embeddings")
+    )
+    assert read_shape(write(tmp_path, absent)) == read_shape(
+        write(tmp_path, {}, remove=("head_dim",))
+    )
     assert read_shape(write(tmp_path, {"num_key_value_heads": None})).num_key_value_heads == 4
 
 
@@ -58,7 +67,11 @@ def test_null_is_as_if_the_key_were_not_there(tmp_path: Path) -> None:
     ("changes", "remove", "message"),
     [
         ({}, ("num_experts",), "num_experts is missing"),
-        ({"architectures": ["GptOssForCausalLM"]}, (), "GptOssForCausalLM.*one of Qwen3MoeForCausalLM, Qwen3"),
+        (
+            {"architectures": ["GptOssForCausalLM"]},
+            (),
+            "GptOssForCausalLM.*one of Qwen3MoeForCausalLM, Qwen3",
+        ),
         ({"use_sliding_window": True}, (), "use_sliding_window=true"),
         ({"mlp_only_layers": [0, 1, 2, 3, 4, 5]}, (), "no layer has experts"),
         ({"num_experts_per_tok": 9}, (), "num_experts_per_tok=9"),
@@ -67,7 +80,11 @@ def test_null_is_as_if_the_key_were_not_there(tmp_path: Path) -> None:
         ({"num_hidden_layers": 0}, (), "num_hidden_layers=0"),
         ({"attention_bias": True}, (), "attention_bias"),
         ({"rope_parameters": {"rope_type": "yarn"}}, (), "yarn"),
-        ({"quantization_config": {"quant_method": "fp8"}}, (), r"quantization_config=\{'quant_method': 'fp8'\} .*bf16"),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            (),
+            r"quantization_config=\{'quant_method': 'fp8'\} .*bf16",
+        ),
         ({}, ("eos_token_id",), "eos_token_id"),
         ({}, ("vocab_size",), "vocab_size is missing"),
     ],
@@ -85,7 +102,10 @@ def test_what_cannot_be_trained_is_refused_by_name(
         ({"architectures": 5}, "architectures=5: expected `array`"),
         ({"rope_parameters": 5}, "rope_parameters=5: expected `object"),
         ({"rope_parameters": [1]}, r"rope_parameters=\[1\]: expected `object"),
-        ({"rope_parameters": {"rope_theta": "1e6"}}, r"rope_parameters\.rope_theta='1e6': expected `float"),
+        (
+            {"rope_parameters": {"rope_theta": "1e6"}},
+            r"rope_parameters\.rope_theta='1e6': expected `float",
+        ),
         ({"rope_theta": float("nan")}, "rope_theta=nan: expected `float` >= 1"),
         ({"rms_norm_eps": float("inf")}, r"rms_norm_eps=inf: expected `float` <= 1e\+30"),
         ({"eos_token_id": "x"}, "eos_token_id='x': expected `int"),
@@ -101,8 +121,12 @@ def test_what_cannot_be_trained_is_refused_by_name(
         ({"norm_topk_prob": "no"}, "norm_topk_prob='no': expected `bool`"),
     ],
 )
-def test_a_broken_value_is_named_with_its_rule_and_file(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ModelConfigError, match=rf"config\.json: {message}.*; correct it, or take") as refused:
+def test_a_broken_value_is_named_with_its_rule_and_file(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(
+        ModelConfigError, match=rf"config\.json: {message}.*; correct it, or take"
+    ) as refused:
         read_shape(write(tmp_path, changes))
     assert refused.value.exit_code is ExitCode.BAD_DATA
 
@@ -121,4 +145,9 @@ def test_reading_a_configuration_does_not_import_torch(tmp_path: Path) -> None:
         "import sys; from megatron_rl.models.families import read_shape; "
         f"read_shape({str(tmp_path)!r}); sys.exit('torch' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", program], check=False, cwd=Path(__file__).parents[2]).returncode == 0
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", program], check=False, cwd=Path(__file__).parents[2]
+        ).returncode
+        == 0
+    )

@@ -9,7 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.contracts.exit_codes import ExitCode
-from megatron_rl.models.tokenizer import REPLACEMENT, Tokenizer, TokenizerError, UnknownText, check_matches_model
+from megatron_rl.models.tokenizer import (
+    REPLACEMENT,
+    Tokenizer,
+    TokenizerError,
+    UnknownText,
+    check_matches_model,
+)
 from tests.support.character_tokenizer import CHARACTERS, write_character_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +36,9 @@ def tokenizer(directory: Path) -> Tokenizer:
 def byte_level(path: Path, eos: str | None = None) -> Path:
     """A byte-level BPE tokenizer without merges: 256 tokens, no unknown token."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, [])
+    )
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
     backend.save(str(path / "tokenizer.json"))
@@ -74,7 +82,9 @@ def test_what_has_no_text_cannot_join_digits(tokenizer: Tokenizer) -> None:
         assert tokenizer.decode([one, between, two]) != "12"
 
 
-@pytest.mark.parametrize(("text", "named"), [("1\n2", r"'\\n'"), ("Ab", "'A'"), ("1\x002", r"'\\x00'"), ("１", "'１'")])
+@pytest.mark.parametrize(
+    ("text", "named"), [("1\n2", r"'\\n'"), ("Ab", "'A'"), ("1\x002", r"'\\x00'"), ("１", "'１'")]
+)
 def test_characters_without_a_token_are_named(tokenizer: Tokenizer, text: str, named: str) -> None:
     with pytest.raises(UnknownText, match=named):
         tokenizer.encode(text)
@@ -100,7 +110,9 @@ def test_end_of_sequence_ids_come_from_both_files(tmp_path: Path) -> None:
     byte_level(tmp_path, eos="A")
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
     backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    assert Tokenizer.from_directory(tmp_path).eos_ids == tuple(sorted({backend.token_to_id("A"), 7, 9}))
+    assert Tokenizer.from_directory(tmp_path).eos_ids == tuple(
+        sorted({backend.token_to_id("A"), 7, 9})
+    )
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "A"}}')
     assert backend.token_to_id("A") in Tokenizer.from_directory(tmp_path).eos_ids
 
@@ -119,11 +131,21 @@ def test_end_of_sequence_ids_come_from_both_files(tmp_path: Path) -> None:
             '{"eos_token": 5}',
             r"Expected `str \| object \| null`, got `int` - at `\$\.eos_token",
         ),
-        ("tokenizer_config.json", '{"eos_token": "<nowhere>"}', "eos_token='<nowhere>' is not in the vocabulary"),
-        ("generation_config.json", '{"eos_token_id": "1"}', "generation_config.json cannot be read"),
+        (
+            "tokenizer_config.json",
+            '{"eos_token": "<nowhere>"}',
+            "eos_token='<nowhere>' is not in the vocabulary",
+        ),
+        (
+            "generation_config.json",
+            '{"eos_token_id": "1"}',
+            "generation_config.json cannot be read",
+        ),
     ],
 )
-def test_broken_files_are_named(tmp_path: Path, name: str, content: str | None, message: str) -> None:
+def test_broken_files_are_named(
+    tmp_path: Path, name: str, content: str | None, message: str
+) -> None:
     write_character_tokenizer(tmp_path)
     if content is None:
         (tmp_path / name).unlink()
@@ -142,7 +164,9 @@ def test_a_tokenizer_that_fits_is_accepted(tokenizer: Tokenizer) -> None:
 def test_a_tokenizer_of_another_model_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match=r"ids up to 47, the model's vocabulary ends at 39"):
         check_matches_model(tokenizer, vocab_size=40)
-    with pytest.raises(TokenizerError, match=r"ends sequences with \[2\], the tokenizer with \[1\]"):
+    with pytest.raises(
+        TokenizerError, match=r"ends sequences with \[2\], the tokenizer with \[1\]"
+    ):
         check_matches_model(tokenizer, vocab_size=48, eos_ids=[2])
     with pytest.raises(TokenizerError, match="no end-of-sequence token"):
         check_matches_model(Tokenizer.from_directory(byte_level(tmp_path)), vocab_size=256)

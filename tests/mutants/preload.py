@@ -1,4 +1,6 @@
-"""What a process that tries mutants of `mcore` needs imported before it forks: seconds once instead of every time."""
+"""What a process that tries mutants of `mcore` needs imported before it forks: seconds once instead
+of every time.
+"""
 
 from megatron_rl.mcore.cpu import compat
 

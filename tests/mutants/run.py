@@ -1,9 +1,11 @@
-"""`make mutants`: mutmut over the modules named in `pure.cfg` and `mcore.cfg`, in copies of the tree.
+"""`make mutants`: mutmut over the modules named in `pure.cfg` and `mcore.cfg`, in copies of the
+tree.
 
     python tests/mutants/run.py [pure|mcore ...] [--only 'megatron_rl.credit*']
 
-Prints what no test noticed, then a table by module; ends with 1 when fewer than `ENOUGH` of all are killed. Killed: a
-test failed, or ran out of time; a worker that crashed shows nothing. Strings are left alone: messages are no logic.
+Prints what no test noticed, then a table by module; ends with 1 when fewer than `ENOUGH` of all are
+killed. Killed: a test failed, or ran out of time; a worker that crashed shows nothing. Strings are
+left alone: messages are no logic.
 """
 
 import argparse
@@ -21,9 +23,21 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 STAGES = ROOT / "build" / "mutants"
-TREE = ("megatron_rl", "sglang_bridge", "kernels", "launch", "hydra_conf", "tests", "pyproject.toml")
+TREE = (
+    "megatron_rl",
+    "sglang_bridge",
+    "kernels",
+    "launch",
+    "hydra_conf",
+    "tests",
+    "pyproject.toml",
+)
 PARTS = ("pure", "mcore")
-NOISE = {"operator_string", "operator_symmetric_string_methods_swap", "operator_unsymmetrical_string_methods_swap"}
+NOISE = {
+    "operator_string",
+    "operator_symmetric_string_methods_swap",
+    "operator_unsymmetrical_string_methods_swap",
+}
 ENOUGH = 0.9
 
 
@@ -43,7 +57,9 @@ def mutate(part: str, only: list[str]) -> None:
     """In the stage: run, then write what came of every mutant to `results.json`."""
     from mutmut.mutation import mutators
 
-    mutators.mutation_operators[:] = [pair for pair in mutators.mutation_operators if pair[1].__name__ not in NOISE]
+    mutators.mutation_operators[:] = [
+        pair for pair in mutators.mutation_operators if pair[1].__name__ not in NOISE
+    ]
     from mutmut.__main__ import cli
     from mutmut.mutation.diff_apply import get_diff_for_mutant
     from mutmut.stats import status_by_exit_code
@@ -56,8 +72,12 @@ def mutate(part: str, only: list[str]) -> None:
     outcomes: dict[str, list[list[str]]] = {}
     for (module, name), code in codes.items():
         outcome = "timeout" if code == -signal.SIGALRM else status_by_exit_code[code]
-        shown = [] if outcome in ("killed", "timeout") else get_diff_for_mutant(name).splitlines()[2:]
-        outcomes.setdefault(module, []).append([name, outcome, *(line for line in shown if line[:1] in ("+", "-"))])
+        shown = (
+            [] if outcome in ("killed", "timeout") else get_diff_for_mutant(name).splitlines()[2:]
+        )
+        outcomes.setdefault(module, []).append(
+            [name, outcome, *(line for line in shown if line[:1] in ("+", "-"))]
+        )
     Path("results.json").write_text(json.dumps(outcomes))
 
 
@@ -72,8 +92,9 @@ def known(*, tried: bool = True) -> dict[tuple[str, str], int]:
 
 
 def fork_for_each(only: list[str]) -> dict[tuple[str, str], int]:
-    """What mutmut's own workers cannot: a process that has run a backward pass must not be forked, so this one only
-    imports. A child of it makes the mutants and finds which test runs which function."""
+    """What mutmut's own workers cannot: a process that has run a backward pass must not be forked,
+    so this one only imports. A child of it makes the mutants and finds which test runs which
+    function."""
     if not (child := os.fork()):
         prepare()
         os._exit(0)
@@ -94,7 +115,10 @@ def fork_for_each(only: list[str]) -> dict[tuple[str, str], int]:
     for key in known(tried=False):
         if only and not any(fnmatch.fnmatch(key[1], pattern) for pattern in only):
             continue
-        chosen = sorted(tests.get(key[1].rpartition("__mutmut_")[0], ()), key=lambda test: seconds.get(test, 0.0))
+        chosen = sorted(
+            tests.get(key[1].rpartition("__mutmut_")[0], ()),
+            key=lambda test: seconds.get(test, 0.0),
+        )
         if not chosen:
             codes[key] = 33  # mutmut's for no tests
             continue
@@ -141,13 +165,24 @@ def report(found: dict[str, list[list[str]]]) -> float:
         for name, outcome, *changed in mutants:
             if outcome not in ("killed", "timeout"):
                 print(f"{name}: {outcome}", *changed, sep="\n    ")
-    print("| module | mutants | killed | of these by time | survived | no test | other |", "|---" * 7 + "|", sep="\n")
+    print(
+        "| module | mutants | killed | of these by time | survived | no test | other |",
+        "|---" * 7 + "|",
+        sep="\n",
+    )
     total = Counter[str]()
-    rows = [(module, Counter(outcome for _, outcome, *_ in mutants)) for module, mutants in found.items()]
+    rows = [
+        (module, Counter(outcome for _, outcome, *_ in mutants))
+        for module, mutants in found.items()
+    ]
     for _, counts in rows:
         total += counts
     for module, counts in [*rows, ("all", total)]:
-        killed, survived, untested = counts["killed"] + counts["timeout"], counts["survived"], counts["no tests"]
+        killed, survived, untested = (
+            counts["killed"] + counts["timeout"],
+            counts["survived"],
+            counts["no tests"],
+        )
         other = counts.total() - killed - survived - untested
         cells = (module, counts.total(), killed, counts["timeout"], survived, untested, other)
         print("| " + " | ".join(map(str, cells)) + " |")
@@ -157,7 +192,9 @@ def report(found: dict[str, list[list[str]]]) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; all without one")
     parser.add_argument("--only", nargs="*", default=[], help="names of mutants, with wildcards")
     parser.add_argument("--inside", choices=PARTS, help=argparse.SUPPRESS)
@@ -168,9 +205,18 @@ def main() -> int:
     found = {}
     for part in chosen.parts or PARTS:
         folder = stage(part)
-        command = [sys.executable, folder / "tests/mutants/run.py", "--inside", part, "--only", *chosen.only]
+        command = [
+            sys.executable,
+            folder / "tests/mutants/run.py",
+            "--inside",
+            part,
+            "--only",
+            *chosen.only,
+        ]
         paths = [str(folder), os.environ.get("PYTHONPATH", "")]
-        subprocess.run(command, cwd=folder, env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)}, check=True)
+        subprocess.run(
+            command, cwd=folder, env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)}, check=True
+        )
         found |= json.loads((folder / "results.json").read_text())
     return int(report(found) < ENOUGH)
 

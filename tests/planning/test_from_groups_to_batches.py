@@ -1,4 +1,6 @@
-"""From judged groups to micro-batches every rollout keeps its own tokens, log-probabilities and advantage."""
+"""From judged groups to micro-batches every rollout keeps its own tokens, log-probabilities and
+advantage.
+"""
 
 import itertools
 
@@ -11,7 +13,7 @@ from megatron_rl.contracts.routes import RouteShape
 from megatron_rl.credit.assign import Credit
 from megatron_rl.models.families import read_shape
 from megatron_rl.planning.rank_view import RankView
-from megatron_rl.planning.step_planner import Planner
+from megatron_rl.planning.step_planner import StepPlanner
 from megatron_rl.training.micro_batches import Batcher
 from tests.support.batches import make_batch
 from tests.support.float64_steps import Sequence64, advantages_of
@@ -29,23 +31,38 @@ def test_a_rollout_keeps_its_own(tp: int) -> None:
     credited = Credit(GrpoSettings(), seed=0).assign(0, groups)
     parallel = ParallelSettings(tp=tp, sequence_parallel=tp > 1)
     settings = TrainSettings(total_steps=1, optimizer_steps_per_batch=2, tokens_per_micro_batch=120)
-    plan = Planner(settings, parallel, dp_size=2, seed=0).plan(0, credited.rollouts, credited.advantages)
-    routes = RouteShape(moe_layers=shape.moe_layers, num_hidden_layers=4, num_experts=8, topk=shape.topk)
+    plan = StepPlanner(settings, parallel, dp_size=2, seed=0).plan(
+        0, credited.rollouts, credited.advantages
+    )
+    routes = RouteShape(
+        moe_layers=shape.moe_layers, num_hidden_layers=4, num_experts=8, topk=shape.topk
+    )
     batcher = Batcher(RankView.of(shape.num_layers, parallel), routes, torch.device("cpu"))
     mine = {i: by_id[ref.rollout_id] for i, ref in enumerate(plan.rollouts)}
     trained = []
     for rank in (0, 1):
-        for step, batches in zip(plan.optimizer_steps, batcher.optimizer_steps(plan, rank, mine), strict=True):
+        for step, batches in zip(
+            plan.optimizer_steps, batcher.optimizer_steps(plan, rank, mine), strict=True
+        ):
             for indices, batch in zip(step.micro_batches[rank], batches, strict=True):
                 assert len(indices) != 1, "micro-batches of one rollout show nothing"
-                starts, bounds = batch.packed.cu_seqlens.tolist(), itertools.pairwise(batch.cu_seqlens.tolist())
+                starts, bounds = (
+                    batch.packed.cu_seqlens.tolist(),
+                    itertools.pairwise(batch.cu_seqlens.tolist()),
+                )
                 for index, start, (first, last) in zip(indices, starts, bounds, strict=False):
                     name = plan.rollouts[index].rollout_id
                     own = Sequence64.of(by_id[name])
                     assert batch.targets[first:last].equal(own.targets)
                     assert batch.rows[first:last].equal(start + own.rows)
-                    assert batch.packed.input_ids[0, start : start + len(own.inputs)].equal(own.inputs)
-                    torch.testing.assert_close(batch.rollout_logprobs[first:last].double(), own.sampled)
-                    assert batch.advantages[first:last].tolist() == pytest.approx([expected[name]] * (last - first))
+                    assert batch.packed.input_ids[0, start : start + len(own.inputs)].equal(
+                        own.inputs
+                    )
+                    torch.testing.assert_close(
+                        batch.rollout_logprobs[first:last].double(), own.sampled
+                    )
+                    assert batch.advantages[first:last].tolist() == pytest.approx(
+                        [expected[name]] * (last - first)
+                    )
                     trained.append(name)
     assert sorted(trained) == sorted(expected)

@@ -1,18 +1,24 @@
-"""Plans at their edges: what fills a micro-batch exactly, one trainable token, and numbers that do not match."""
+"""Plans at their edges: what fills a micro-batch exactly, one trainable token, and numbers that do
+not match.
+"""
 
 import numpy as np
 import pytest
 
 from megatron_rl.config.schema import ParallelSettings, TrainSettings
 from megatron_rl.planning.rank_view import RankView
-from megatron_rl.planning.step_planner import Planner
+from megatron_rl.planning.step_planner import StepPlanner
 from tests.planning.test_step_planner import plan, planner, rollout
 
 
 def test_rollouts_that_fill_a_micro_batch_exactly_share_it() -> None:
-    (micro_batches,) = plan([25, 15], dp_size=1, optimizer_steps=1, tokens=40).optimizer_steps[0].micro_batches
+    (micro_batches,) = (
+        plan([25, 15], dp_size=1, optimizer_steps=1, tokens=40).optimizer_steps[0].micro_batches
+    )
     assert [len(batch) for batch in micro_batches] == [2]
-    (micro_batches,) = plan([25, 16], dp_size=1, optimizer_steps=1, tokens=40).optimizer_steps[0].micro_batches
+    (micro_batches,) = (
+        plan([25, 16], dp_size=1, optimizer_steps=1, tokens=40).optimizer_steps[0].micro_batches
+    )
     assert [len(batch) for batch in micro_batches] == [1, 1]
 
 
@@ -28,7 +34,7 @@ def test_every_rollout_needs_its_advantage(advantages: list[float]) -> None:
 
 
 def test_without_virtual_stages_any_number_of_micro_batches_will_do() -> None:
-    whole = Planner(TrainSettings(total_steps=1), ParallelSettings(pp=4), dp_size=1, seed=0)
+    whole = StepPlanner(TrainSettings(total_steps=1), ParallelSettings(pp=4), dp_size=1, seed=0)
     assert len(whole.plan(0, [rollout(0, 5)], [1.0]).optimizer_steps[0].micro_batches[0]) == 1
 
 

@@ -53,6 +53,8 @@ def test_rows_and_layers_partition(lengths: list[int], cp: int, tp: int, pp: int
 
 def test_rows_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ValueError, match="pad the batch"):
-        RankView.of(2, ParallelSettings(tp=2, sequence_parallel=True)).input_rows(np.array([0, 3], np.int32))
+        RankView.of(2, ParallelSettings(tp=2, sequence_parallel=True)).input_rows(
+            np.array([0, 3], np.int32)
+        )
     with pytest.raises(ValueError, match="context-parallel"):
         RankView(layers=((0,),), cp_size=2).input_rows(np.array([0, 6], np.int32))

@@ -3,9 +3,9 @@ from hypothesis import strategies as st
 
 from megatron_rl.config.schema import ParallelSettings, TrainSettings
 from megatron_rl.contracts.group import RolloutLocation, RolloutRef, Verdict
-from megatron_rl.contracts.step_plan import StepPlan
 from megatron_rl.contracts.rollout import FinishReason
-from megatron_rl.planning.step_planner import Planner
+from megatron_rl.contracts.step_plan import StepPlan
+from megatron_rl.planning.step_planner import StepPlanner
 
 
 def rollout(index: int, length: int, trainable: int = 3) -> RolloutRef:
@@ -22,9 +22,13 @@ def rollout(index: int, length: int, trainable: int = 3) -> RolloutRef:
     )
 
 
-def planner(dp_size: int = 2, optimizer_steps: int = 2, tokens: int = 40, pp: int = 1, vpp: int = 1) -> Planner:
-    train = TrainSettings(total_steps=1, optimizer_steps_per_batch=optimizer_steps, tokens_per_micro_batch=tokens)
-    return Planner(train, ParallelSettings(pp=pp, vpp=vpp), dp_size=dp_size, seed=0)
+def planner(
+    dp_size: int = 2, optimizer_steps: int = 2, tokens: int = 40, pp: int = 1, vpp: int = 1
+) -> StepPlanner:
+    train = TrainSettings(
+        total_steps=1, optimizer_steps_per_batch=optimizer_steps, tokens_per_micro_batch=tokens
+    )
+    return StepPlanner(train, ParallelSettings(pp=pp, vpp=vpp), dp_size=dp_size, seed=0)
 
 
 def plan(lengths: list[int], step: int = 5, **settings: int) -> StepPlan:
@@ -83,7 +87,7 @@ def test_the_plan_is_reproducible_and_shuffled_by_step() -> None:
     lengths = list(range(1, 40))
     assert plan(lengths) == plan(lengths)
     assert plan(lengths, step=6).rollouts != plan(lengths).rollouts
-    other_seed = Planner(TrainSettings(total_steps=1), ParallelSettings(), dp_size=2, seed=1)
+    other_seed = StepPlanner(TrainSettings(total_steps=1), ParallelSettings(), dp_size=2, seed=1)
     assert (
         other_seed.plan(5, [rollout(i, n) for i, n in enumerate(lengths)], [1.0] * 39).rollouts
         != plan(lengths).rollouts

@@ -4,21 +4,31 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.contracts.step_plan import Denominators, StepPlan, Uncounted
+from megatron_rl.contracts.step_plan import Denominators, ExtraRollout, StepPlan
 from tests.planning.test_step_planner import plan, planner, rollout
 
 
-def make(mixed: int, tied: int = 0, flat: int = 0, kept: int = 0, *, steps: int = 2, step: int = 5) -> StepPlan:
+def make(
+    mixed: int, tied: int = 0, flat: int = 0, kept: int = 0, *, steps: int = 2, step: int = 5
+) -> StepPlan:
     """Rollout i of a sort has i % 5 + 1 trained tokens."""
     refs = [rollout(i, 9 + i % 7, i % 5 + 1) for i in range(mixed + tied + flat + kept)]
-    ties = [Uncounted(r, 0.05) for r in refs[mixed : mixed + tied]]
-    flats = [Uncounted(r, 0.0, 0.1 if i % 2 else -0.1) for i, r in enumerate(refs[mixed + tied : mixed + tied + flat])]
+    ties = [ExtraRollout(r, 0.05) for r in refs[mixed : mixed + tied]]
+    flats = [
+        ExtraRollout(r, 0.0, 0.1 if i % 2 else -0.1)
+        for i, r in enumerate(refs[mixed + tied : mixed + tied + flat])
+    ]
     held = refs[mixed + tied + flat :]
-    return planner(optimizer_steps=steps).plan(step, refs[:mixed], [1.0] * mixed, [*flats, *ties], held)
+    return planner(optimizer_steps=steps).plan(
+        step, refs[:mixed], [1.0] * mixed, [*flats, *ties], held
+    )
 
 
 def members(found: StepPlan) -> list[list[int]]:
-    return [[i for rank in s.micro_batches for batch in rank for i in batch] for s in found.optimizer_steps]
+    return [
+        [i for rank in s.micro_batches for batch in rank for i in batch]
+        for s in found.optimizer_steps
+    ]
 
 
 def sort_of(found: StepPlan, index: int) -> str:
@@ -28,7 +38,9 @@ def sort_of(found: StepPlan, index: int) -> str:
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.integers(0, 12), st.integers(0, 20), st.integers(0, 20), st.integers(0, 9), st.integers(1, 5))
+@given(
+    st.integers(0, 12), st.integers(0, 20), st.integers(0, 20), st.integers(0, 9), st.integers(1, 5)
+)
 def test_in_every_optimizer_step_ties_and_flat_ones_are_at_most_as_many_and_never_counted(
     mixed: int, tied: int, flat: int, kept: int, steps: int
 ) -> None:
@@ -38,10 +50,14 @@ def test_in_every_optimizer_step_ties_and_flat_ones_are_at_most_as_many_and_neve
     assert len(dealt) == min(steps, mixed or tied + flat)
     counted, tokens = 0, 0
     for step, indices in zip(found.optimizer_steps, dealt, strict=True):
-        sorts = {s: [i for i in indices if sort_of(found, i) == s] for s in ("mixed", "tied", "flat")}
+        sorts = {
+            s: [i for i in indices if sort_of(found, i) == s] for s in ("mixed", "tied", "flat")
+        }
         assert indices
         if mixed:
-            assert len(sorts["flat"]) <= len(sorts["mixed"]) and len(sorts["tied"]) <= len(sorts["mixed"])
+            assert len(sorts["flat"]) <= len(sorts["mixed"]) and len(sorts["tied"]) <= len(
+                sorts["mixed"]
+            )
         own = sorts["mixed"] if mixed else indices
         held = step.denominators.sequences - len(own)
         assert held >= 0
@@ -58,7 +74,9 @@ def test_in_every_optimizer_step_ties_and_flat_ones_are_at_most_as_many_and_neve
 def test_mixed_rollouts_are_planned_as_if_there_were_no_others() -> None:
     alone, beside = make(9), make(9, tied=4, flat=30)
     assert beside.rollouts[:9] == alone.rollouts and beside.advantages[:9] == alone.advantages
-    assert [s.denominators for s in beside.optimizer_steps] == [s.denominators for s in alone.optimizer_steps]
+    assert [s.denominators for s in beside.optimizer_steps] == [
+        s.denominators for s in alone.optimizer_steps
+    ]
     for mine, theirs in zip(members(alone), members(beside), strict=True):
         assert sorted(mine) == sorted(i for i in theirs if i < 9)
     assert alone.entropy_advantages == ()
@@ -70,7 +88,9 @@ def test_the_flat_ones_that_train_follow_from_the_seed_and_the_step() -> None:
 
 
 def test_flat_rollouts_without_a_trainable_token_do_not_train() -> None:
-    result = planner().plan(0, [rollout(0, 5)], [1.0], [Uncounted(rollout(1, 5, trainable=0), 0.0, 0.1)])
+    result = planner().plan(
+        0, [rollout(0, 5)], [1.0], [ExtraRollout(rollout(1, 5, trainable=0), 0.0, 0.1)]
+    )
     assert [ref.rollout_id for ref in result.rollouts] == ["t0"]
 
 

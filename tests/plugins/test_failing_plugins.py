@@ -1,4 +1,6 @@
-"""A class of the user's own that fails: key, method, the user's line and a documented code, never a traceback."""
+"""A class of the user's own that fails: key, method, the user's line and a documented code, never a
+traceback.
+"""
 
 import re
 import sys
@@ -10,8 +12,8 @@ import torch
 
 from megatron_rl.config.algorithms import CustomAlgoSettings
 from megatron_rl.config.schema import DataSettings, EnvironmentSettings, RewardSettings
-from megatron_rl.contracts.plugins import DoorError, open_door
 from megatron_rl.contracts.exit_codes import ExitCode
+from megatron_rl.contracts.plugins import PluginError, load_plugin
 from megatron_rl.contracts.step_plan import Denominators
 from megatron_rl.environments.environment import open_environment
 from megatron_rl.losses import ResponseTokens, open_loss
@@ -76,7 +78,7 @@ class LossWithoutArguments:
 
 @pytest.fixture(autouse=True)
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    (tmp_path / "own_classes.py").write_text(MODULE)
+    (tmp_path / "user_classes.py").write_text(MODULE)
     (tmp_path / "own_exit.py").write_text("raise SystemExit(3)\n")
     (tmp_path / "own_syntax.py").write_text("x = 1\ndef (\n")
     (tmp_path / "own_folder").mkdir()
@@ -90,82 +92,114 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ("name", "message"),
     [
         (
-            "own_classes:Missing",
-            r"^reward\.name=own_classes:Missing: .*fails: KeyError: 'limit' \(.*own_classes\.py:3, in ",
+            "user_classes:Missing",
+            r"^reward\.name=user_classes:Missing: .*fails: KeyError: 'limit' \(.*user_classes\.py:3, in ",
         ),
-        ("own_classes:Exits", r"^reward\.name=.*fails: SystemExit: no licence \(.*own_classes\.py:6, in __init__"),
-        ("own_exit:X", r"^reward\.name=own_exit:X: importing own_exit fails: SystemExit: 3 \(.*own_exit\.py:1"),
+        (
+            "user_classes:Exits",
+            r"^reward\.name=.*fails: SystemExit: no licence \(.*user_classes\.py:6, in __init__",
+        ),
+        (
+            "own_exit:X",
+            r"^reward\.name=own_exit:X: importing own_exit fails: SystemExit: 3 \(.*own_exit\.py:1",
+        ),
         ("own_syntax:X", r"importing own_syntax fails: SyntaxError: .*own_syntax\.py:2"),
-        ("own_folder:X", r"own_folder is a folder without an __init__\.py .*Name one: own_folder\.FILE:X"),
-        ("own_classes:Scorer", r"`score` is called with \(prompt, text, finish_reason\), and takes \(prompt, text\)"),
-        ("own_classes:Awaits", r"`check_answer` is not awaited\. Write `def check_answer`"),
-        ("own_classes:NoMethod", r"`check_answer` is no method but NoneType\. Write a method"),
+        (
+            "own_folder:X",
+            r"own_folder is a folder without an __init__\.py .*Name one: own_folder\.FILE:X",
+        ),
+        (
+            "user_classes:Scorer",
+            r"`score` is called with \(prompt, text, finish_reason\), and takes \(prompt, text\)",
+        ),
+        ("user_classes:Awaits", r"`check_answer` is not awaited\. Write `def check_answer`"),
+        ("user_classes:NoMethod", r"`check_answer` is no method but NoneType\. Write a method"),
     ],
 )
 def test_a_scorer_that_cannot_be_opened(name: str, message: str) -> None:
-    with pytest.raises(DoorError, match=message) as refused:
+    with pytest.raises(PluginError, match=message) as refused:
         open_scorer(RewardSettings(name=name))
     assert refused.value.exit_code is ExitCode.REFUSED
 
 
 def test_check_answer_that_fails_is_the_scorers_fault_not_the_rows() -> None:
-    check = open_answer_check(RewardSettings(name="own_classes:Checks"))
+    check = open_answer_check(RewardSettings(name="user_classes:Checks"))
     check("4")
-    with pytest.raises(DoorError, match=r"reward\.name=own_classes:Checks: check_answer\(''\) fails: ZeroDivision.*:9"):
+    with pytest.raises(
+        PluginError,
+        match=r"reward\.name=user_classes:Checks: check_answer\(''\) fails: ZeroDivision.*:9",
+    ):
         check("")
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("Raises", r"^data\.source=own_classes:Raises: questions\(0\) fails: OSError: no disk \(.*own_classes\.py:22"),
+        (
+            "Raises",
+            r"^data\.source=user_classes:Raises: questions\(0\) fails: OSError: no disk \(.*user_classes\.py:22",
+        ),
         ("RaisesLater", r"it yields NoneType, not a Question"),
         ("Nothing", r"questions\(0\) returns NoneType, not an iterator\. Write a generator"),
     ],
 )
 def test_a_source_that_fails_is_bad_data(name: str, message: str) -> None:
     with pytest.raises(PromptDataError, match=message) as refused:
-        list(draw_questions(DataSettings(source=f"own_classes:{name}")))
+        list(draw_questions(DataSettings(source=f"user_classes:{name}")))
     assert refused.value.exit_code is ExitCode.BAD_DATA
 
 
 def test_methods_with_other_arguments_are_refused_on_opening() -> None:
-    with pytest.raises(DoorError, match=r"data\.source=.*`questions` is called with \(seed\), and takes \(\)"):
-        next(draw_questions(DataSettings(source="own_classes:NoSeed")))
-    with pytest.raises(DoorError, match=r"environment\.name=.*`play` is called with \(episode\)"):
-        open_environment(EnvironmentSettings(name="own_classes:Environment"))
-    with pytest.raises(DoorError, match=r"algo\.name=.*`prepare` is called with \(response\)"):
-        open_loss(CustomAlgoSettings(name="own_classes:LossWithoutArguments"), shape_of(48))
+    with pytest.raises(
+        PluginError, match=r"data\.source=.*`questions` is called with \(seed\), and takes \(\)"
+    ):
+        next(draw_questions(DataSettings(source="user_classes:NoSeed")))
+    with pytest.raises(PluginError, match=r"environment\.name=.*`play` is called with \(episode\)"):
+        open_environment(EnvironmentSettings(name="user_classes:Environment"))
+    with pytest.raises(PluginError, match=r"algo\.name=.*`prepare` is called with \(response\)"):
+        open_loss(CustomAlgoSettings(name="user_classes:LossWithoutArguments"), shape_of(48))
 
 
 def objective_of(**options: object) -> None:
     tokens = torch.zeros(4)
-    response = ResponseTokens(tokens, tokens, tokens, tokens, torch.tensor([0, 4], dtype=torch.int32))
-    loss = open_loss(CustomAlgoSettings(name="own_classes:Loss", options=dict(options)), shape_of(48))
+    response = ResponseTokens(
+        tokens, tokens, tokens, tokens, torch.tensor([0, 4], dtype=torch.int32)
+    )
+    loss = open_loss(
+        CustomAlgoSettings(name="user_classes:Loss", options=dict(options)), shape_of(48)
+    )
     loss.prepare(response)(tokens.clone().requires_grad_(), Denominators(sequences=1, tokens=4))
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"raises": True}, r"prepare fails: LookupError: no advantages \(.*own_classes\.py:\d+, in prepare\)"),
+        (
+            {"raises": True},
+            r"prepare fails: LookupError: no advantages \(.*user_classes\.py:\d+, in prepare\)",
+        ),
         ({"gives": "none"}, r"prepare returns NoneType\. Return a function"),
         ({"gives": "scalar"}, r"gives Tensor\. Return a LossResult"),
-        ({"gives": "unknown"}, r"the objective that prepare returned fails: KeyError: 'unknown' \(.*in result\)"),
+        (
+            {"gives": "unknown"},
+            r"the objective that prepare returned fails: KeyError: 'unknown' \(.*in result\)",
+        ),
         ({"gives": "vector"}, r"whose loss is \[4\]\. Give a scalar tensor"),
         ({"gives": "detached"}, r"a loss without a gradient"),
         ({"gives": "sums"}, r"sums\['a'\].*mean_of"),
     ],
 )
-def test_a_loss_that_fails_or_returns_something_else(options: dict[str, object], message: str) -> None:
+def test_a_loss_that_fails_or_returns_something_else(
+    options: dict[str, object], message: str
+) -> None:
     objective_of(gives="right")
-    with pytest.raises(DoorError, match=rf"^algo\.name=own_classes:Loss: .*{message}"):
+    with pytest.raises(PluginError, match=rf"^algo\.name=user_classes:Loss: .*{message}"):
         objective_of(**({"gives": "right"} | options))
 
 
 def test_a_long_message_of_the_users_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    sys.modules["own_classes"] = type(sys)("own_classes")
-    sys.modules["own_classes"].Long = lambda: (_ for _ in ()).throw(RuntimeError("x\n" * 5000))  # type: ignore[attr-defined]
-    with pytest.raises(DoorError) as refused:
-        open_door("reward.name", "own_classes:Long", {})
+    sys.modules["user_classes"] = type(sys)("user_classes")
+    sys.modules["user_classes"].Long = lambda: (_ for _ in ()).throw(RuntimeError("x\n" * 5000))  # type: ignore[attr-defined]
+    with pytest.raises(PluginError) as refused:
+        load_plugin("reward.name", "user_classes:Long", {})
     assert len(str(refused.value)) < 600 and not re.search("\n", str(refused.value))

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.contracts.plugins import DoorError, missing_module, open_door
 from megatron_rl.contracts.exit_codes import ExitCode
+from megatron_rl.contracts.plugins import PluginError, load_plugin, missing_module
 
 MODULE = """
 import sys
@@ -51,42 +51,78 @@ def mine(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_class_or_a_function_is_called_with_its_options(mine: str) -> None:
-    assert open_door("reward.name", f"{mine}:Limit", {"limit": 3}).settings == (3, 0.5)
-    assert open_door("reward.name", f"{mine}:Anything", {"a": 1, "b": 2}).settings == {"a": 1, "b": 2}
-    assert open_door("reward.name", f"{mine}:double", {"limit": 3}) == 6
-    assert list(open_door("reward.name", "collections:OrderedDict", {"a": 1})) == ["a"], "no signature"
+    assert load_plugin("reward.name", f"{mine}:Limit", {"limit": 3}).settings == (3, 0.5)
+    assert load_plugin("reward.name", f"{mine}:Anything", {"a": 1, "b": 2}).settings == {
+        "a": 1,
+        "b": 2,
+    }
+    assert load_plugin("reward.name", f"{mine}:double", {"limit": 3}) == 6
+    assert list(load_plugin("reward.name", "collections:OrderedDict", {"a": 1})) == ["a"], (
+        "no signature"
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("no_such.mine:Limit", {}, r"^reward\.name=.*: there is no module no_such\. Put .* PYTHONPATH"),
+        (
+            "no_such.mine:Limit",
+            {},
+            r"^reward\.name=.*: there is no module no_such\. Put .* PYTHONPATH",
+        ),
         ("own.mime:Limit", {}, r"there is no module own\.mime\. Put the folder"),
         ("own.mine.deeper:Limit", {}, r"there is no module own\.mine\.deeper"),
         ("own.needs:Limit", {}, r"own\.needs needs not_to_be_found, which is not installed"),
-        ("own.broken:Limit", {}, r"importing own\.broken fails: ZeroDivisionError: division .*broken\.py:1"),
+        (
+            "own.broken:Limit",
+            {},
+            r"importing own\.broken fails: ZeroDivisionError: division .*broken\.py:1",
+        ),
         ("own.mine:Limt", {}, r"mine\.py has no class Limt\. Did you mean Limit\?"),
         ("own.mine:Other", {}, r"mine\.py has no class Other\. It has: Limit, Anything$"),
         ("own.mine", {}, r"reward\.name=own\.mine: .* is named package\.module:Name"),
-        ("own.mine:Limit", {"limit": 1, "factr": 2}, r"^reward\.options\.factr: .*Limit\(limit, \*, factor=0\.5"),
+        (
+            "own.mine:Limit",
+            {"limit": 1, "factr": 2},
+            r"^reward\.options\.factr: .*Limit\(limit, \*, factor=0\.5",
+        ),
         ("own.mine:Limit", {"limit": 1, "factr": 2}, r"has no such option\. Did you mean factor\?"),
-        ("own.mine:Limit", {"factor": 1}, r"^reward\.options\.limit: missing\. .*Limit\(limit, .* needs it"),
-        ("own.mine:Limit", {"limit": -1}, r"^reward\.options: .*Limit\(limit=-1\) refuses: limit must not be neg"),
-        ("own.mine:Limit", {"limit": "x"}, r"^reward\.options: .*Limit\(limit='x'\) refuses: '<' not supported"),
+        (
+            "own.mine:Limit",
+            {"factor": 1},
+            r"^reward\.options\.limit: missing\. .*Limit\(limit, .* needs it",
+        ),
+        (
+            "own.mine:Limit",
+            {"limit": -1},
+            r"^reward\.options: .*Limit\(limit=-1\) refuses: limit must not be neg",
+        ),
+        (
+            "own.mine:Limit",
+            {"limit": "x"},
+            r"^reward\.options: .*Limit\(limit='x'\) refuses: '<' not supported",
+        ),
         ("own.mine:NUMBER", {}, r"refuses: 'int' object is not callable"),
     ],
 )
-def test_what_does_not_open_is_named(mine: str, name: str, options: dict[str, object], message: str) -> None:
-    with pytest.raises(DoorError, match=message) as caught:
-        open_door("reward.name", name, options)
+def test_what_does_not_open_is_named(
+    mine: str, name: str, options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(PluginError, match=message) as caught:
+        load_plugin("reward.name", name, options)
     assert caught.value.exit_code is ExitCode.REFUSED
     assert isinstance(caught.value, ValueError)
 
 
 def test_what_lacks_a_method_is_refused(mine: str) -> None:
-    assert open_door("reward.name", f"{mine}:Limit", {"limit": 1}, methods={"__str__": ()})
-    with pytest.raises(DoorError, match=r"^reward\.name=.*:Limit: `settings` is no method but tuple\. Write a method"):
-        open_door("reward.name", f"{mine}:Limit", {"limit": 1}, methods={"settings": (), "score": ()})
+    assert load_plugin("reward.name", f"{mine}:Limit", {"limit": 1}, methods={"__str__": ()})
+    with pytest.raises(
+        PluginError,
+        match=r"^reward\.name=.*:Limit: `settings` is no method but tuple\. Write a method",
+    ):
+        load_plugin(
+            "reward.name", f"{mine}:Limit", {"limit": 1}, methods={"settings": (), "score": ()}
+        )
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ def test_the_example_by_hand() -> None:
     # 91613 + 78538 = 170151; from the right 3+8, 1+3, 6+5, 1+8, 9+7 with carries 0, 1, 0, 1, 1
     question = column_addition.question([(3, 8), (1, 3), (6, 5), (1, 8), (9, 7)])
     assert question.text == "a38b13c65d18e97="
-    assert question.worked == "a11b05c11d10e17>170151"
+    assert question.demonstration == "a11b05c11d10e17>170151"
     assert question.answer == "170151"
     assert question.difficulty == "5_digits"
 
@@ -18,7 +18,7 @@ def test_the_example_by_hand() -> None:
 def test_a_total_without_final_carry_keeps_its_length() -> None:
     # 2001 + 1002 = 3003
     question = column_addition.question([(1, 2), (0, 0), (0, 0), (2, 1)])
-    assert question.worked == "a03b00c00d03>03003"
+    assert question.demonstration == "a03b00c00d03>03003"
 
 
 def test_every_question_is_what_its_text_says() -> None:
@@ -32,7 +32,7 @@ def test_every_question_is_what_its_text_says() -> None:
         assert int(question.answer) == first + second
         assert len(question.answer) == len(columns) + 1
         assert question.difficulty == f"{len(columns)}_digits"
-        lengths.add(len(question.worked) + 1)  # the end-of-sequence token
+        lengths.add(len(question.demonstration) + 1)  # the end-of-sequence token
     assert lengths == {19, 23, 27}
 
 
@@ -57,7 +57,13 @@ def test_other_columns_have_another_identity() -> None:
 
 def test_digit_counts_are_drawn_evenly_and_seeds_differ() -> None:
     first = list(islice(column_addition.questions(0), 3000))
-    shares = [sum(q.difficulty == f"{n}_digits" for q in first) / 3000 for n in column_addition.NUM_DIGITS]
+    shares = [
+        sum(q.difficulty == f"{n}_digits" for q in first) / 3000 for n in column_addition.NUM_DIGITS
+    ]
     assert shares == pytest.approx([1 / 3] * 3, abs=0.04)
-    assert [q.text for q in islice(column_addition.questions(0), 20)] == [q.text for q in first[:20]]
-    assert [q.text for q in islice(column_addition.questions(1), 20)] != [q.text for q in first[:20]]
+    assert [q.text for q in islice(column_addition.questions(0), 20)] == [
+        q.text for q in first[:20]
+    ]
+    assert [q.text for q in islice(column_addition.questions(1), 20)] != [
+        q.text for q in first[:20]
+    ]

@@ -14,5 +14,7 @@ def test_the_capacity_of_a_finite_task_is_what_its_generator_gives(name: str, se
     split = draw_split(task.questions(seed), num_train, num_eval)
     assert (len(split.train), len(split.held_out)) == (num_train, num_eval)
     for beyond in ((num_train + 1, num_eval), (num_train, num_eval + 1)):
-        with pytest.raises(PromptDataError, match=f"gave only {num_train} training and {num_eval} held-out"):
+        with pytest.raises(
+            PromptDataError, match=f"gave only {num_train} training and {num_eval} held-out"
+        ):
             draw_split(task.questions(seed), *beyond)

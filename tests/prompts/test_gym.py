@@ -25,7 +25,9 @@ def test_questions_are_reproducible_and_go_on_past_one_chunk() -> None:
     first = list(islice(gym.ReasoningGym("gcd", {}).questions(0), 2500))
     assert first == list(islice(gym.ReasoningGym("gcd", {}).questions(0), 2500))
     assert len({q.text for q in first}) > 2000
-    assert [q.text for q in islice(gym.ReasoningGym("gcd", {}).questions(1), 50)] != [q.text for q in first[:50]]
+    assert [q.text for q in islice(gym.ReasoningGym("gcd", {}).questions(1), 50)] != [
+        q.text for q in first[:50]
+    ]
     assert all(q.answer.isdigit() and q.difficulty for q in first)
 
 
@@ -46,12 +48,19 @@ def broken_items() -> Iterator[dict[str, str]]:
 
 @pytest.mark.parametrize(
     ("items", "reason"),
-    [(broken_items(), "IndexError: no such item"), (iter([{"answer": "2"}]), "KeyError: 'question'")],
+    [
+        (broken_items(), "IndexError: no such item"),
+        (iter([{"answer": "2"}]), "KeyError: 'question'"),
+    ],
 )
 def test_a_generator_that_fails_on_the_way_is_named(
     monkeypatch: pytest.MonkeyPatch, items: Iterator[dict[str, str]], reason: str
 ) -> None:
-    factory = SimpleNamespace(DATASETS={"sums": None}, create_dataset=lambda task, **settings: items)
+    factory = SimpleNamespace(
+        DATASETS={"sums": None}, create_dataset=lambda task, **settings: items
+    )
     monkeypatch.setattr(gym, "_factory", lambda: factory)
-    with pytest.raises(PromptDataError, match=rf"data\.task=sums: .*data\.seed=7.*{reason}.*Choose another"):
+    with pytest.raises(
+        PromptDataError, match=rf"data\.task=sums: .*data\.seed=7.*{reason}.*Choose another"
+    ):
         list(gym.ReasoningGym("sums", {}).questions(7))

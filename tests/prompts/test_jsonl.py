@@ -35,7 +35,9 @@ def test_rows_with_and_without_optional_keys(tmp_path: Path) -> None:
 
 
 def shout(messages: Sequence[Mapping[str, str]]) -> str:
-    return "".join(f"{message['role']}: {message['content']}! " for message in messages) + "assistant:"
+    return (
+        "".join(f"{message['role']}: {message['content']}! " for message in messages) + "assistant:"
+    )
 
 
 @pytest.mark.parametrize(
@@ -43,7 +45,10 @@ def shout(messages: Sequence[Mapping[str, str]]) -> str:
     [
         ('"prompt": "2+2=", "response": "4"', ("2+2=", "4", "4")),
         ('"prompt": "2+2=", "answer": 4, "response": "so: 4"', ("2+2=", "so: 4", "4")),
-        ('"messages": [{"role": "user", "content": "2+2"}], "answer": 4', ("user: 2+2! assistant:", "", "4")),
+        (
+            '"messages": [{"role": "user", "content": "2+2"}], "answer": 4',
+            ("user: 2+2! assistant:", "", "4"),
+        ),
         (
             '"messages": [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "it is 4"}]',
             ("user: 2+2! assistant:", "it is 4", "it is 4"),
@@ -55,10 +60,12 @@ def shout(messages: Sequence[Mapping[str, str]]) -> str:
         ),
     ],
 )
-def test_rows_with_responses_and_messages(tmp_path: Path, row: str, expected: tuple[str, str, str]) -> None:
+def test_rows_with_responses_and_messages(
+    tmp_path: Path, row: str, expected: tuple[str, str, str]
+) -> None:
     file = write(tmp_path / "t.jsonl", f"{{{row}}}".encode())
     (question,) = read_jsonl(file, BadRows("fail"), key="k", render=shout)
-    assert (question.text, question.worked, question.answer) == expected
+    assert (question.text, question.demonstration, question.answer) == expected
 
 
 @pytest.mark.parametrize("number", ["123456789012345678901234567890", "0.1", "-3", "3.0"])
@@ -70,7 +77,13 @@ def test_a_number_keeps_its_digits(tmp_path: Path, number: str) -> None:
 
 @pytest.mark.parametrize(
     ("number", "answer"),
-    [("1e5", "100000"), ("-2.5E-3", "-0.0025"), ("1.50e1", "15.0"), ("0e0", "0"), ("1e-999", f"0.{'0' * 998}1")],
+    [
+        ("1e5", "100000"),
+        ("-2.5E-3", "-0.0025"),
+        ("1.50e1", "15.0"),
+        ("0e0", "0"),
+        ("1e-999", f"0.{'0' * 998}1"),
+    ],
 )
 def test_an_exponent_is_written_out(tmp_path: Path, number: str, answer: str) -> None:
     file = write(tmp_path / "t.jsonl", b'{"prompt": "p", "answer": %s}' % number.encode())
@@ -85,13 +98,28 @@ def test_an_exponent_is_written_out(tmp_path: Path, number: str, answer: str) ->
         (b"[1, 2]", "Expected `object`"),
         (b'{"answer": "4"}', "`prompt` or `messages` is needed"),
         (b'{"prompt": "2+2="}', "`answer` is missing"),
-        (b'{"prompt": "p", "messages": [], "answer": 4}', "`prompt` or `messages` is needed, one of them"),
+        (
+            b'{"prompt": "p", "messages": [], "answer": 4}',
+            "`prompt` or `messages` is needed, one of them",
+        ),
         (b'{"messages": [], "answer": 4}', "nothing that the assistant could answer"),
         (b'{"messages": [{"role": "user"}], "answer": 4}', "missing required field `content`"),
-        (b'{"messages": [{"role": "assistant", "content": "4"}]}', "nothing that the assistant could answer"),
-        (b'{"messages": [{"role": "assistant", "content": " "}]}', "the assistant's last message is empty"),
-        (b'{"messages": [{"role": "assistant", "content": "4"}], "response": "4"}', "`messages` end with one of"),
-        (b'{"messages": [{"role": "user", "content": "4"}], "answer": 4}', "there is no chat template here"),
+        (
+            b'{"messages": [{"role": "assistant", "content": "4"}]}',
+            "nothing that the assistant could answer",
+        ),
+        (
+            b'{"messages": [{"role": "assistant", "content": " "}]}',
+            "the assistant's last message is empty",
+        ),
+        (
+            b'{"messages": [{"role": "assistant", "content": "4"}], "response": "4"}',
+            "`messages` end with one of",
+        ),
+        (
+            b'{"messages": [{"role": "user", "content": "4"}], "answer": 4}',
+            "there is no chat template here",
+        ),
         (b'{"prompt": "p", "response": " "}', "`response` is empty"),
         (b'{"prompt": 5, "answer": "4"}', "Expected `str`"),
         (b'{"prompt": "  ", "answer": "4"}', "`prompt` is empty"),
@@ -101,16 +129,26 @@ def test_an_exponent_is_written_out(tmp_path: Path, number: str, answer: str) ->
         (b'{"prompt": "p", "answer": ["4"]}', "`answer` must be a string or a number"),
         (b'{"prompt": "p", "answer": NaN}', "invalid"),
         (b'{"prompt": "p", "answer": 1e1000}', "`answer`: the exponent of 1e1000 exceeds 999"),
-        (b'{"prompt": "p", "answer": 1e-99999999999999999999}', "`answer`: the exponent .* exceeds 999"),
-        (b'{"prompt": "p", "answer": "4", "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
+        (
+            b'{"prompt": "p", "answer": 1e-99999999999999999999}',
+            "`answer`: the exponent .* exceeds 999",
+        ),
+        (
+            b'{"prompt": "p", "answer": "4", "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+            "nested too deeply",
+        ),
         (b'{"prompt": "\xff\xfe", "answer": "4"}', "[Uu][Tt][Ff]-8"),
         (b'{"prompt": "p", "answer": "4", "difficulty": [1]}', "difficulty"),
         (b"\x00\x01", "[Ii]nvalid"),
     ],
 )
-def test_a_malformed_row_names_file_line_and_reason(tmp_path: Path, line: bytes, reason: str) -> None:
+def test_a_malformed_row_names_file_line_and_reason(
+    tmp_path: Path, line: bytes, reason: str
+) -> None:
     file = write(tmp_path / "t.jsonl", GOOD, line, b'{"prompt": "q", "answer": "1"}')
-    with pytest.raises(PromptDataError, match=rf"t\.jsonl line 2: .*{reason}.*data\.on_bad_row=skip"):
+    with pytest.raises(
+        PromptDataError, match=rf"t\.jsonl line 2: .*{reason}.*data\.on_bad_row=skip"
+    ):
         read_jsonl(file, BadRows("fail"), key="data.train_path")
     bad = BadRows("skip")
     assert [q.text for q in read_jsonl(file, bad, key="data.train_path")] == ["2+2=", "q"]

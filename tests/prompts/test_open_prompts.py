@@ -9,8 +9,8 @@ from types import MappingProxyType
 import pytest
 
 from megatron_rl.config.schema import DataSettings
-from megatron_rl.contracts.plugins import DoorError
 from megatron_rl.contracts.exit_codes import ExitCode
+from megatron_rl.contracts.plugins import PluginError
 from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.prompts.factory import open_prompts, open_set
 from megatron_rl.prompts.question import PromptDataError, Question
@@ -56,7 +56,9 @@ def test_the_smoke_data_can_be_as_large_as_its_recipe_says(tokenizer: Tokenizer)
 
 
 def test_files_in_their_own_order(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    train = write(tmp_path / "t.jsonl", *(f'{{"prompt": "{i}+1=", "answer": {i + 1}}}' for i in range(6)))
+    train = write(
+        tmp_path / "t.jsonl", *(f'{{"prompt": "{i}+1=", "answer": {i + 1}}}' for i in range(6))
+    )
     held = write(tmp_path / "e.jsonl", '{"prompt": "3+1=", "answer": 4}')
     source = opened("jsonl", tokenizer, train_path=train, eval_path=held, shuffle=False)
     assert [p.answer for p in source.take(4) + source.take(2)] == ["1", "2", "3", "5", "6", "1"]
@@ -85,7 +87,9 @@ def test_prompts_the_model_cannot_take_are_bad_rows(
     assert "line 2" in source.excluded.examples[0]
 
 
-def test_every_row_that_is_left_out_is_named_with_its_reason(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_every_row_that_is_left_out_is_named_with_its_reason(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     rows = ("1+1=", "Übung", "1+1=", "2+2=", "3+1=")
     held = write(tmp_path / "e.jsonl", '{"prompt": "3+1=", "answer": 4}')
     path = write(tmp_path / "t.jsonl", *(f'{{"prompt": "{text}", "answer": "2"}}' for text in rows))
@@ -99,12 +103,16 @@ def test_every_row_that_is_left_out_is_named_with_its_reason(tokenizer: Tokenize
     ]
 
 
-def test_ten_thousand_of_them_are_named_and_the_others_counted(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_ten_thousand_of_them_are_named_and_the_others_counted(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     bad = [f'{{"prompt": "Ü{i}", "answer": "{i}"}}' for i in range(10_003)]
     path = write(tmp_path / "t.jsonl", '{"prompt": "1+1=", "answer": 2}', *bad)
     held = write(tmp_path / "e.jsonl", '{"prompt": "3+1=", "answer": 4}')
     lines = (
-        opened("jsonl", tokenizer, on_bad_row="skip", train_path=path, eval_path=held).excluded.report().splitlines()
+        opened("jsonl", tokenizer, on_bad_row="skip", train_path=path, eval_path=held)
+        .excluded.report()
+        .splitlines()
     )
     assert len(lines) == 1 + 10_000 + 1 and lines[-1] == "... and 3 more"
 
@@ -116,10 +124,19 @@ def test_nothing_left_out_is_nothing_to_report(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"prompt": "1" * 5_000_000, "answer": "2"}, "5000000 characters; data.max_prompt_tokens=40 of .* are 200"),
-        ({"prompt": "1", "answer": "2" * 5_000_000}, "`answer` has 5000000 characters; at most 65536 are taken"),
+        (
+            {"prompt": "1" * 5_000_000, "answer": "2"},
+            "5000000 characters; data.max_prompt_tokens=40 of .* are 200",
+        ),
+        (
+            {"prompt": "1", "answer": "2" * 5_000_000},
+            "`answer` has 5000000 characters; at most 65536 are taken",
+        ),
         ({"prompt": "1", "answer": "2", "id": "2" * 5_000_000}, "`id` has 5000000 characters"),
-        ({"prompt": "1+1=", "answer": "2 3 " * 1_000_000}, "repeats the question of .* with another answer .*…$"),
+        (
+            {"prompt": "1+1=", "answer": "2 3 " * 1_000_000},
+            "repeats the question of .* with another answer .*…$",
+        ),
     ],
 )
 def test_a_row_of_megabytes_is_refused_before_anything_reads_it(
@@ -129,7 +146,12 @@ def test_a_row_of_megabytes_is_refused_before_anything_reads_it(
     held = write(tmp_path / "e.jsonl", '{"prompt": "3+1=", "answer": 4}')
     path = write(tmp_path / "t.jsonl", '{"prompt": "1+1=", "answer": 2}', json.dumps(row))
     settings = DataSettings(
-        source="jsonl", train_path=path, eval_path=held, max_prompt_tokens=40, on_bad_row="skip", num_eval=1
+        source="jsonl",
+        train_path=path,
+        eval_path=held,
+        max_prompt_tokens=40,
+        on_bad_row="skip",
+        num_eval=1,
     )
     start = time.process_time()
     excluded = open_prompts(settings, tokenizer, ExactMatch("last_number").check_answer).excluded
@@ -138,12 +160,18 @@ def test_a_row_of_megabytes_is_refused_before_anything_reads_it(
     assert len(excluded.examples[0]) < 400
 
 
-def test_answers_that_cannot_be_judged_by_are_bad_rows(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    path = write(tmp_path / "t.jsonl", '{"prompt": "a", "answer": "paris"}', '{"prompt": "b", "answer": 3}')
+def test_answers_that_cannot_be_judged_by_are_bad_rows(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    path = write(
+        tmp_path / "t.jsonl", '{"prompt": "a", "answer": "paris"}', '{"prompt": "b", "answer": 3}'
+    )
     held = write(tmp_path / "e.jsonl", '{"prompt": "3+1=", "answer": 4}')
     settings = DataSettings(source="jsonl", train_path=path, eval_path=held)
     check = ExactMatch("last_number").check_answer
-    with pytest.raises(PromptDataError, match=r"t\.jsonl line 1: reward\.answer=last_number: .*'paris' holds none"):
+    with pytest.raises(
+        PromptDataError, match=r"t\.jsonl line 1: reward\.answer=last_number: .*'paris' holds none"
+    ):
         open_prompts(settings, tokenizer, check)
     skipping = replace(settings, on_bad_row="skip")
     assert [p.answer for p in open_prompts(skipping, tokenizer, check).train] == ["3"]
@@ -158,9 +186,24 @@ def test_answers_that_cannot_be_judged_by_are_bad_rows(tokenizer: Tokenizer, tmp
             {},
             r"data\.eval_path=.*e\.jsonl: no usable held-out prompt is left: 1 bad row.*on_bad_row=fail.*x' holds none",
         ),
-        (["x"], ["1"], {}, r"data\.train_path=.*t\.jsonl: no usable training prompt is left: 1 bad row.*x' holds none"),
-        (["1"], ["1"], {}, r"data\.train_path=.*: no usable training prompt .* 1 training row\(s\) .* held out too"),
-        (["1", "x", "2"], None, {"num_eval": 1}, r"data\.num_eval=1: no usable held-out prompt is left: 1 bad row"),
+        (
+            ["x"],
+            ["1"],
+            {},
+            r"data\.train_path=.*t\.jsonl: no usable training prompt is left: 1 bad row.*x' holds none",
+        ),
+        (
+            ["1"],
+            ["1"],
+            {},
+            r"data\.train_path=.*: no usable training prompt .* 1 training row\(s\) .* held out too",
+        ),
+        (
+            ["1", "x", "2"],
+            None,
+            {"num_eval": 1},
+            r"data\.num_eval=1: no usable held-out prompt is left: 1 bad row",
+        ),
     ],
 )
 def test_a_side_without_a_usable_prompt_is_named(
@@ -196,9 +239,11 @@ def test_a_tokenizer_without_the_task_s_characters_is_named(tmp_path: Path) -> N
 def test_worked_responses_come_with_their_prompts(tokenizer: Tokenizer, tmp_path: Path) -> None:
     source = opened("column_addition", tokenizer, num_train=100, num_eval=10)
     for prompt in (*source.train, *source.held_out):
-        assert prompt.worked.endswith(f">{prompt.answer}")
-    path = write(tmp_path / "t.jsonl", '{"prompt": "a", "answer": 1}', '{"prompt": "b", "answer": 3}')
-    assert opened("jsonl", tokenizer, train_path=path, num_eval=1).train[0].worked == ""
+        assert prompt.demonstration.endswith(f">{prompt.answer}")
+    path = write(
+        tmp_path / "t.jsonl", '{"prompt": "a", "answer": 1}', '{"prompt": "b", "answer": 3}'
+    )
+    assert opened("jsonl", tokenizer, train_path=path, num_eval=1).train[0].demonstration == ""
 
 
 class Yields:
@@ -208,7 +253,9 @@ class Yields:
         {
             "text": ["1+1="],
             "number": [Question(id="1", text="1+1=", answer=2, task="t")],
-            "one_id": [Question(id="1", text=text, answer="2", task="t") for text in ("1+1=", "2+0=")],
+            "one_id": [
+                Question(id="1", text=text, answer="2", task="t") for text in ("1+1=", "2+0=")
+            ],
             "few": [Question(id="1", text="1+1=", answer="2", task="t")] * 3,
         }
     )
@@ -225,25 +272,34 @@ class Yields:
     [
         ("text", r"data\.source=.*:Yields: it yields str, not a Question"),
         ("number", r"data\.source=.*:Yields: Question\.answer=2: it must be a str"),
-        ("one_id", r"data\.source=.*:Yields: id '1' names '1\+1=' and '2\+0='\. Give every question an id of its own"),
+        (
+            "one_id",
+            r"data\.source=.*:Yields: id '1' names '1\+1=' and '2\+0='\. Give every question an id of its own",
+        ),
         ("few", r"data\.num_train=24000, data\.num_eval=512: the task gave only \d training"),
     ],
 )
-def test_what_a_source_of_ones_own_does_wrong_is_named(tokenizer: Tokenizer, what: str, message: str) -> None:
+def test_what_a_source_of_ones_own_does_wrong_is_named(
+    tokenizer: Tokenizer, what: str, message: str
+) -> None:
     with pytest.raises(PromptDataError, match=message) as caught:
         opened(f"{__name__}:Yields", tokenizer, options={"what": what})
     assert caught.value.exit_code is ExitCode.BAD_DATA
 
 
 def test_options_that_a_source_does_not_take_are_refused(tokenizer: Tokenizer) -> None:
-    with pytest.raises(DoorError, match=r"data\.options\.whta: .*:Yields\(what\).*Did you mean what\?"):
+    with pytest.raises(
+        PluginError, match=r"data\.options\.whta: .*:Yields\(what\).*Did you mean what\?"
+    ):
         opened(f"{__name__}:Yields", tokenizer, options={"whta": "few"})
 
 
 def test_a_set_of_questions_is_read_without_repeats_and_bad_rows_are_named(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    rows = [json.dumps({"prompt": text, "answer": "4"}) for text in ("2+2=", "1+3=", "2+2=", "9" * 600)]
+    rows = [
+        json.dumps({"prompt": text, "answer": "4"}) for text in ("2+2=", "1+3=", "2+2=", "9" * 600)
+    ]
     file, settings = (
         write(tmp_path / "sums.jsonl", *rows),
         DataSettings(source="jsonl", on_bad_row="skip", max_prompt_tokens=64),

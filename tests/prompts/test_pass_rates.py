@@ -6,13 +6,25 @@ import pytest
 
 from megatron_rl.config.schema import DataSettings
 from megatron_rl.contracts.prompt import Prompt
-from megatron_rl.prompts.pass_rates import Header, PassRate, PassRateFile, identity_of, read_pass_rates
+from megatron_rl.prompts.pass_rates import (
+    Header,
+    PassRate,
+    PassRateFile,
+    identity_of,
+    read_pass_rates,
+)
 from megatron_rl.prompts.question import PromptDataError
 from megatron_rl.prompts.source import PromptSource
 
 SETTINGS = DataSettings(source="column_addition")
 HEADER = Header(
-    data=identity_of(SETTINGS), model="m", samples=4, temperature=1.0, max_new_tokens=8, reward="r", date="2026-11-22"
+    data=identity_of(SETTINGS),
+    model="m",
+    samples=4,
+    temperature=1.0,
+    max_new_tokens=8,
+    reward="r",
+    date="2026-11-22",
 )
 RIGHT_OF_FOUR = {"p0": 0, "p1": 1, "p2": 2, "p3": 3, "p4": 4}
 
@@ -28,28 +40,45 @@ def written(path: Path, header: Header = HEADER) -> Path:
     return path
 
 
-def source(n: int = 5, *, band: list[float] | None, known: list[PassRate] | None = None) -> PromptSource:
+def source(
+    n: int = 5, *, band: list[float] | None, known: list[PassRate] | None = None
+) -> PromptSource:
     prompts = [Prompt(id=f"p{i}", token_ids=(i,), answer="1", task="t") for i in range(n)]
     settings = DataSettings(source="column_addition", band=band)
-    return PromptSource(prompts, prompts[:1], settings, rates={r.id: r for r in (rates() if known is None else known)})
+    return PromptSource(
+        prompts,
+        prompts[:1],
+        settings,
+        rates={r.id: r for r in (rates() if known is None else known)},
+    )
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
     path = written(tmp_path / "rates.jsonl")
     assert list(read_pass_rates(path, SETTINGS).values()) == rates()
-    assert [json.loads(line) for line in path.read_text().splitlines()][1] == {"id": "p0", "right": 0, "samples": 4}
+    assert [json.loads(line) for line in path.read_text().splitlines()][1] == {
+        "id": "p0",
+        "right": 0,
+        "samples": 4,
+    }
     assert not (tmp_path / "rates.jsonl.part").exists()
 
 
 def test_rates_of_another_data_set_are_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "rates.jsonl")
-    with pytest.raises(PromptDataError, match=r"data\.pass_rates=.*another data set \(seed: 0 there, 1 here\)"):
+    with pytest.raises(
+        PromptDataError, match=r"data\.pass_rates=.*another data set \(seed: 0 there, 1 here\)"
+    ):
         read_pass_rates(path, DataSettings(source="column_addition", seed=1))
-    read_pass_rates(path, DataSettings(source="column_addition", num_train=7, num_eval=9, shuffle=False))
+    read_pass_rates(
+        path, DataSettings(source="column_addition", num_train=7, num_eval=9, shuffle=False)
+    )
     questions = tmp_path / "train.jsonl"
     questions.write_text('{"prompt": "1+1=", "answer": 2}\n')
     of_file = DataSettings(source="jsonl", train_path=str(questions))
-    path = written(tmp_path / "others.jsonl", msgspec.structs.replace(HEADER, data=identity_of(of_file)))
+    path = written(
+        tmp_path / "others.jsonl", msgspec.structs.replace(HEADER, data=identity_of(of_file))
+    )
     assert read_pass_rates(path, of_file)
     questions.write_text('{"prompt": "1+2=", "answer": 3}\n')
     with pytest.raises(PromptDataError, match=r"another data set \(sha256: .*profile_prompts"):
@@ -64,14 +93,20 @@ def test_rates_of_another_data_set_are_refused(tmp_path: Path) -> None:
         (["HEADER", '{"id": "p0", "right": 5, "samples": 4}'], "line 2: .*right=5 of samples=4"),
         (["HEADER", '{"id": "p0", "right": -1, "samples": 4}'], "line 2: "),
         (
-            ["HEADER", '{"id": "p0", "right": 1, "samples": 4}', '{"id": "p0", "right": 1, "samples": 4}'],
+            [
+                "HEADER",
+                '{"id": "p0", "right": 1, "samples": 4}',
+                '{"id": "p0", "right": 1, "samples": 4}',
+            ],
             "line 3: .*p0",
         ),
         (["HEADER", '{"id": "p0", "ri'], "line 2: it is no such line"),
         (["FORMAT"], "format 9, and this version reads 1"),
     ],
 )
-def test_a_file_that_is_no_such_file_is_refused_by_line(tmp_path: Path, lines: list[str], told: str) -> None:
+def test_a_file_that_is_no_such_file_is_refused_by_line(
+    tmp_path: Path, lines: list[str], told: str
+) -> None:
     header = msgspec.json.encode(HEADER).decode()
     other = msgspec.json.encode(msgspec.structs.replace(HEADER, format=9)).decode()
     path = tmp_path / "rates.jsonl"
@@ -115,12 +150,20 @@ def test_only_prompts_in_the_band_are_taken(band: list[float] | None, inside: st
 
 
 def test_a_band_that_leaves_too_few_prompts_is_refused_with_what_there_is() -> None:
-    known = [*rates(), PassRate(id="stranger", right=1, samples=4), PassRate(id="p5", right=0, samples=0)]
+    known = [
+        *rates(),
+        PassRate(id="stranger", right=1, samples=4),
+        PassRate(id="p5", right=0, samples=0),
+    ]
     running = source(7, band=[0.25, 0.75], known=known)
     with pytest.raises(PromptDataError) as refused:
         running.require(4)
-    assert str(refused.value).startswith("data.band=[0.25, 0.75]: it leaves 3 prompts, and rollout.prompts_per_step=4")
-    assert "pass rates: of 5 of 7 training prompts, and of 1 unknown ids; 3 in data.band" in str(refused.value)
+    assert str(refused.value).startswith(
+        "data.band=[0.25, 0.75]: it leaves 3 prompts, and rollout.prompts_per_step=4"
+    )
+    assert "pass rates: of 5 of 7 training prompts, and of 1 unknown ids; 3 in data.band" in str(
+        refused.value
+    )
     with pytest.raises(PromptDataError, match=r"data\.band"):
         running.take(4)
 

@@ -34,7 +34,9 @@ def test_the_order_depends_on_the_seed_alone() -> None:
 
 @pytest.mark.parametrize("n", [1, 3, 7, 10, 16, 19, 20])
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_no_prompt_comes_twice_in_one_take_and_all_come_equally_often(n: int, shuffle: bool) -> None:
+def test_no_prompt_comes_twice_in_one_take_and_all_come_equally_often(
+    n: int, shuffle: bool
+) -> None:
     running = source(20, shuffle=shuffle)
     drawn: Counter[str] = Counter()
     for _ in range(200):
@@ -42,11 +44,15 @@ def test_no_prompt_comes_twice_in_one_take_and_all_come_equally_often(n: int, sh
         assert len(ids) == len(set(ids)) == n
         drawn.update(ids)
         counts = [drawn[p.id] for p in running.train]
-        assert max(counts) - min(counts) <= 2, "one epoch, and those that were put off to the next take"
+        assert max(counts) - min(counts) <= 2, (
+            "one epoch, and those that were put off to the next take"
+        )
 
 
 def test_more_prompts_than_there_are_cannot_be_taken() -> None:
-    with pytest.raises(PromptDataError, match=r"rollout\.prompts_per_step=11: .*only 10 usable .* Lower it"):
+    with pytest.raises(
+        PromptDataError, match=r"rollout\.prompts_per_step=11: .*only 10 usable .* Lower it"
+    ):
         source(10).take(11)
 
 
@@ -73,8 +79,13 @@ def test_a_prompt_that_a_step_has_asked_is_offered_first_in_the_next_one() -> No
     running.begin_step()
     asked = {"p2"}
     assert running.offer(()) is not None  # p2 itself
-    assert running.offer(asked) == (prompts(3)[0], 1) and running.offer(asked | {"p0"}) == (prompts(3)[1], 1)
-    assert running.offer({"p0", "p2"}) == (prompts(3)[1], 2), "p2 of epoch 1 and p0 of epoch 2 are put off"
+    assert running.offer(asked) == (prompts(3)[0], 1) and running.offer(asked | {"p0"}) == (
+        prompts(3)[1],
+        1,
+    )
+    assert running.offer({"p0", "p2"}) == (prompts(3)[1], 2), (
+        "p2 of epoch 1 and p0 of epoch 2 are put off"
+    )
     assert running.offer({"p0", "p1", "p2"}) is None
     resumed.seek(running.cursor)
     for each in (running, resumed):
@@ -97,7 +108,9 @@ def test_steps_of_many_epochs_put_off_no_prompt_more_than_once() -> None:
 def test_a_cursor_is_cheap_however_many_prompts_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     running = source(10)
     before = running.cursor
-    monkeypatch.setattr("megatron_rl.prompts.source.hashlib.sha256", lambda _: pytest.fail("prompts are read again"))
+    monkeypatch.setattr(
+        "megatron_rl.prompts.source.hashlib.sha256", lambda _: pytest.fail("prompts are read again")
+    )
     running.take(3)
     assert running.cursor.digest == before.digest
     running.seek(before)

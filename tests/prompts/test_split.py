@@ -46,7 +46,9 @@ def test_repeated_texts_are_used_once() -> None:
 def test_a_task_with_too_few_questions_says_how_many_it_has(wanted: tuple[int, int]) -> None:
     finite = list(islice(endless(), 40))
     for questions in (finite, cycle(finite)):
-        with pytest.raises(PromptDataError, match=r"data\.num_train=.* gave only \d+ training and \d+ held-out"):
+        with pytest.raises(
+            PromptDataError, match=r"data\.num_train=.* gave only \d+ training and \d+ held-out"
+        ):
             draw_split(questions, *wanted)
 
 
@@ -60,16 +62,25 @@ def test_holding_out_of_a_file_is_a_partition_that_order_does_not_change() -> No
 
 
 def test_holding_out_everything_is_refused() -> None:
-    with pytest.raises(PromptDataError, match=r"data\.num_eval=2: .* 2 usable questions .*data\.eval_path"):
+    with pytest.raises(
+        PromptDataError, match=r"data\.num_eval=2: .* 2 usable questions .*data\.eval_path"
+    ):
         hold_out([ask("a"), ask("b")], 2, failing())
 
 
 def test_a_repeated_question_is_used_once_and_a_contradiction_is_a_bad_row() -> None:
-    rows = [ask("2+2=", "4", "f line 1"), ask("2 + 2 =", "4"), ask("1+1=", "2"), ask("2+2=", "4", "f line 4")]
+    rows = [
+        ask("2+2=", "4", "f line 1"),
+        ask("2 + 2 =", "4"),
+        ask("1+1=", "2"),
+        ask("2+2=", "4", "f line 4"),
+    ]
     split = hold_out(rows, 1, failing())
     assert split.duplicates == 1
     rows.append(ask("2+2=", "5", "f line 5"))
-    with pytest.raises(PromptDataError, match=r"f line 5: repeats the question of f line 1 with .* \('5'\)"):
+    with pytest.raises(
+        PromptDataError, match=r"f line 5: repeats the question of f line 1 with .* \('5'\)"
+    ):
         hold_out(rows, 1, failing())
     bad = BadRows("skip")
     assert len(hold_out(rows, 1, bad).train) == 2

@@ -19,7 +19,9 @@ def test_the_first_cause_stays(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["exit.json"]
 
 
-def test_it_needs_no_reserve_and_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_needs_no_reserve_and_no_hard_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def no_links(*_: object) -> None:
         raise OSError(errno.EPERM, "no hard links here")
 
@@ -30,7 +32,9 @@ def test_it_needs_no_reserve_and_no_hard_links(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("reason", ["x" * 200_000, 'quote" and\nnew line ' * 9_000, "ж" * 90_000])
-def test_a_full_disk_has_room_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+def test_a_full_disk_has_room_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
     """What is written lies within blocks that exist already: the file never grows."""
     reserve_exit_record(tmp_path)
     room = (tmp_path / ".exit-reserve").stat().st_size
@@ -44,10 +48,17 @@ def test_a_full_disk_has_room_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(os, "write", write)
     assert write_exit_record(tmp_path, 8, reason)
     record = read_exit_record(tmp_path)
-    assert record is not None and record.code == 8 and reason.startswith(record.reason) and len(record.reason) > 10_000
+    assert (
+        record is not None
+        and record.code == 8
+        and reason.startswith(record.reason)
+        and len(record.reason) > 10_000
+    )
 
 
-def test_a_disk_without_room_leaves_no_half_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_without_room_leaves_no_half_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(descriptor: int, data: memoryview) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 

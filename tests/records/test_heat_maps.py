@@ -21,12 +21,16 @@ STEPS: list[dict[str, float | None]] = [
 ]
 SHARES: dict[str, float | None] = {
     f"routes/load/layer_3/expert_{e}": share for e, share in enumerate([0.5, 0.3, 0.2])
-}  # fmt: skip
+}
 
 
 def test_maps_have_layers_as_rows_and_measured_steps_or_experts_as_columns() -> None:
     by_step, by_expert = heat_maps([*STEPS, {"step": 4, **SHARES}])
-    assert (by_step.name, by_step.layers, by_step.columns) == ("routes/disagreement", [3, 10], [2, 4])
+    assert (by_step.name, by_step.layers, by_step.columns) == (
+        "routes/disagreement",
+        [3, 10],
+        [2, 4],
+    )
     np.testing.assert_array_equal(by_step.values, [[0.1, 0.4], [0.2, np.nan]])
     assert (by_expert.name, by_expert.layers, by_expert.columns) == ("routes/load", [3], [0, 1, 2])
     assert by_expert.values.tolist() == [[0.5, 0.3, 0.2]]
@@ -47,7 +51,9 @@ def test_tensorboard_has_the_maps_and_no_curve_for_each_expert(tmp_path: Path) -
     directory = RunDirectory(tmp_path)
     with MetricsLog(directory, LoggerSettings(tensorboard=True)) as log:
         for record in STEPS:
-            values = {key: value for key, value in record.items() if key != "step" and value is not None}
+            values = {
+                key: value for key, value in record.items() if key != "step" and value is not None
+            }
             log.write(int(record["step"] or 0), values)
         log.write(5, {key: value or 0.0 for key, value in SHARES.items()})
     events = EventAccumulator(str(directory.tensorboard))
@@ -67,7 +73,9 @@ def test_one_command_draws_them(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert all(Image.open(file).size > (300, 200) for file in files)
 
 
-@pytest.mark.parametrize(("text", "why"), [('{"step": 1}\n', "no step measured its routes"), (None, "metrics.jsonl")])
+@pytest.mark.parametrize(
+    ("text", "why"), [('{"step": 1}\n', "no step measured its routes"), (None, "metrics.jsonl")]
+)
 def test_a_run_without_measurements_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, why: str
 ) -> None:

@@ -15,7 +15,9 @@ QUIET = LoggerSettings(tensorboard=False, progress=False)
 
 
 def test_what_a_run_writes_is_what_is_read(tmp_path: Path) -> None:
-    asked = compose(["experiment=smoke", "optimizer.lr=3e-5", f"run.root={tmp_path}", "run.name=a", "seed=7"])
+    asked = compose(
+        ["experiment=smoke", "optimizer.lr=3e-5", f"run.root={tmp_path}", "run.name=a", "seed=7"]
+    )
     directory = RunDirectory.create(asked, datetime.datetime.now())
     with MetricsLog(directory, QUIET) as log:
         log.write(0, {"eval/accuracy": 0.25, "train/grad_norm": float("nan")})
@@ -61,7 +63,9 @@ def test_settings_that_are_none_are_refused(tmp_path: Path, text: str) -> None:
 def test_directories_that_hold_no_run_are_told_apart(tmp_path: Path) -> None:
     with pytest.raises(RunUnreadable, match=r"runs/no: there is no such directory. Give a run's"):
         read_metrics(Path("runs/no"))
-    with pytest.raises(RunUnreadable, match=r"holds no metrics.jsonl: it is the directory of no run"):
+    with pytest.raises(
+        RunUnreadable, match=r"holds no metrics.jsonl: it is the directory of no run"
+    ):
         read_metrics(tmp_path)
     (tmp_path / "versions.json").touch()
     with pytest.raises(RunUnreadable, match="a run that ended before it wrote one"):

@@ -10,40 +10,74 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.records.progress import Progress, lost_rollouts, print_line, untrained_groups, what_trained
+from megatron_rl.records.progress import (
+    Progress,
+    lost_rollouts,
+    print_line,
+    untrained_groups,
+    what_trained,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 STEP = {
-    "rollout/tokens": 640.0, "time/rollout": 2.0, "time/step": 4.0, "time/train": 1.5, "reward/mean": 0.25,
-    "rollout/samples": 512.0, "rollout/rejected": 0.0, "rollout/zero_variance_rate": 0.5, "policy/entropy": 1.25,
-    "train/grad_norm": 0.75, "train/samples": 256.0,
-}  # fmt: skip
+    "rollout/tokens": 640.0,
+    "time/rollout": 2.0,
+    "time/step": 4.0,
+    "time/train": 1.5,
+    "reward/mean": 0.25,
+    "rollout/samples": 512.0,
+    "rollout/rejected": 0.0,
+    "rollout/zero_variance_rate": 0.5,
+    "policy/entropy": 1.25,
+    "train/grad_norm": 0.75,
+    "train/samples": 256.0,
+}
 
 
 def line(**values: float) -> str:
     stream = io.StringIO()
-    Progress(10, enabled=True, stream=stream).step(3, STEP | {k.replace("__", "/"): v for k, v in values.items()})
+    Progress(10, enabled=True, stream=stream).step(
+        3, STEP | {k.replace("__", "/"): v for k, v in values.items()}
+    )
     return stream.getvalue()
 
 
 def test_a_step_in_one_line() -> None:
     text = line()
-    for part in ("step 3/10", "reward 0.25", "640 tokens at 320/s", "zero-variance 50%", "entropy 1.250", "grad 0.75"):
+    for part in (
+        "step 3/10",
+        "reward 0.25",
+        "640 tokens at 320/s",
+        "zero-variance 50%",
+        "entropy 1.250",
+        "grad 0.75",
+    ):
         assert part in text
     assert "lost" not in text and "verdict" not in text and text.count("\n") == 1
 
 
 def test_a_step_without_a_gradient_says_why_instead_of_nan() -> None:
-    groups = {"rollout__groups__flat_wrong": 63.0, "rollout__groups__flat_right": 1.0, "rollout__groups__mixed": 0.0}
+    groups = {
+        "rollout__groups__flat_wrong": 63.0,
+        "rollout__groups__flat_right": 1.0,
+        "rollout__groups__mixed": 0.0,
+    }
     text = line(train__samples=0.0, **groups)
     assert "nothing trained: all 64 groups flat (63 wrong, 1 right)" in text
     assert "grad" not in text and "nan" not in text
 
 
 def test_groups_that_cannot_train_for_other_reasons() -> None:
-    few = {"rollout/groups/flat_wrong": 2.0, "rollout/groups/too_few_verdicts": 14.0}
-    assert untrained_groups(few) == "all 16 groups without a contrast (2 wrong, 14 with fewer than two verdicts)"
-    cut = {"rollout/groups/mixed": 3.0, "rollout/groups/flat_wrong": 1.0, "rollout/truncated": 1.0}
+    few = {"rollout/groups/all_incorrect": 2.0, "rollout/groups/too_few_verdicts": 14.0}
+    assert (
+        untrained_groups(few)
+        == "all 16 groups without a contrast (2 wrong, 14 with fewer than two verdicts)"
+    )
+    cut = {
+        "rollout/groups/mixed": 3.0,
+        "rollout/groups/all_incorrect": 1.0,
+        "rollout/truncated": 1.0,
+    }
     assert untrained_groups(cut) == (
         "4 groups (3 mixed ones without a token to train, 100% of all responses cut at rollout.max_new_tokens, 1 wrong)"
     )
@@ -51,16 +85,22 @@ def test_groups_that_cannot_train_for_other_reasons() -> None:
 
 def test_a_step_says_what_became_of_its_tokens() -> None:
     account = {
-        "trained/mixed": 61.0, "flat_dropped": 22.0, "probe_stopped": 9.0, "trained/tied": 5.0, "no_verdict": 3.0,
-        "trained/flat": 0.0, "unaccounted": 0.0, "generated": 100.0,
-    }  # fmt: skip
+        "trained/mixed": 61.0,
+        "zero_variance_dropped": 22.0,
+        "probe_stopped": 9.0,
+        "trained/tied": 5.0,
+        "no_verdict": 3.0,
+        "trained/flat": 0.0,
+        "unaccounted": 0.0,
+        "generated": 100.0,
+    }
     text = line(**{f"account__{name}": n for name, n in account.items()})
     assert "| tokens: 61% mixed, 22% flat dropped, 9% probe stopped, 5% tied |" in text
     assert "tokens:" not in line()
 
 
 def test_groups_with_ties_have_no_contrast_either() -> None:
-    ties = {"rollout/groups/tied_right": 2.0, "rollout/groups/judged_tie": 1.0}
+    ties = {"rollout/groups/tied_correct": 2.0, "rollout/groups/tied_reward": 1.0}
     assert untrained_groups(ties) == "all 3 groups flat (2 tied right, 1 with equal rewards)"
 
 
@@ -70,10 +110,16 @@ def test_a_step_that_was_not_applied_says_so() -> None:
 
 def test_lost_rollouts_are_in_the_line_with_their_reasons() -> None:
     lost = {
-        "rollout/samples": 1.0, "rollout/rejected": 511.0, "reward/no_verdict": 1.0,
-        "rollout/rejected/routes": 2.0, "rollout/rejected/engine_failure": 509.0,
-    }  # fmt: skip
-    assert lost_rollouts(lost) == ["lost 511 of 512 rollouts (509 engine_failure, 2 routes)", "1 without a verdict"]
+        "rollout/samples": 1.0,
+        "rollout/rejected": 511.0,
+        "reward/no_verdict": 1.0,
+        "rollout/rejected/routes": 2.0,
+        "rollout/rejected/engine_failure": 509.0,
+    }
+    assert lost_rollouts(lost) == [
+        "lost 511 of 512 rollouts (509 engine_failure, 2 routes)",
+        "1 without a verdict",
+    ]
     assert lost_rollouts({"rollout/rejected": 0.0}) == []
 
 
@@ -104,7 +150,10 @@ def test_nothing_is_said_to_be_under_way_once_it_is_over(monkeypatch: pytest.Mon
 
 
 def test_a_reader_that_leaves_does_not_end_the_run() -> None:
-    """`python launch/train_rl.py ... | head -1`: the rest of the lines go nowhere, and the exit code is the run's."""
+    """`python launch/train_rl.py ...
+
+    | head -1`: the rest of the lines go nowhere, and the exit code is the run's.
+    """
     script = (
         "from megatron_rl.records.progress import Progress\nimport time, sys\n"
         "progress = Progress(1, enabled=True)\n"
@@ -112,7 +161,9 @@ def test_a_reader_that_leaves_does_not_end_the_run() -> None:
         "sys.exit(5)\n"
     )
     read, write = os.pipe()
-    job = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=write, stderr=subprocess.PIPE, text=True)
+    job = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=ROOT, stdout=write, stderr=subprocess.PIPE, text=True
+    )
     os.close(write)
     assert b"line 0" in os.read(read, 100)
     os.close(read)

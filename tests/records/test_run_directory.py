@@ -15,7 +15,13 @@ from megatron_rl.config import schema
 from megatron_rl.config.cli import compose
 from megatron_rl.config.keys import declared_keys
 from megatron_rl.records.exit_record import write_exit_record
-from megatron_rl.records.run_directory import RunDirectory, RunDirectoryTaken, RunDirectoryUnusable, path_of, to_yaml
+from megatron_rl.records.run_directory import (
+    RunDirectory,
+    RunDirectoryTaken,
+    RunDirectoryUnusable,
+    path_of,
+    to_yaml,
+)
 from megatron_rl.records.run_lock import hold_run, run_is_alive
 
 
@@ -30,7 +36,12 @@ def test_text_of_a_configuration_holds_every_key_and_reads_back() -> None:
     config = compose(["run.name='1e3'", "optimizer.lr=3e-5", "algo=gspo"])
     tree: Any = OmegaConf.to_container(OmegaConf.create(to_yaml(config)))
     assert TypeAdapter(schema.Configuration).validate_python(tree) == config
-    keys = {f"{section}.{key}" for section, inner in tree.items() if isinstance(inner, dict) for key in inner}
+    keys = {
+        f"{section}.{key}"
+        for section, inner in tree.items()
+        if isinstance(inner, dict)
+        for key in inner
+    }
     keys |= {f"algo.correction.{key}" for key in tree["algo"]["correction"]}
     sections = {key.partition(".")[0] for key in declared_keys() if "." in key}
     assert keys | {"seed", "mode", "stages"} == declared_keys("gspo").keys() - sections
@@ -42,11 +53,18 @@ def test_a_directory_belongs_to_one_run(tmp_path: Path) -> None:
     directory = RunDirectory.create(config, noon)
     assert directory.path == tmp_path / "mine"
     assert {path.name for path in directory.path.iterdir()} == {
-        "logs", "rollouts", "checkpoints", "config.yaml", "versions.json", ".exit-reserve"
-    }  # fmt: skip
+        "logs",
+        "rollouts",
+        "checkpoints",
+        "config.yaml",
+        "versions.json",
+        ".exit-reserve",
+    }
     with pytest.raises(RunDirectoryTaken, match=r"run\.name='mine'.*choose another"):
         RunDirectory.create(config, noon)
-    blocked = dataclasses.replace(config, run=dataclasses.replace(config.run, root=str(tmp_path / "mine/config.yaml")))
+    blocked = dataclasses.replace(
+        config, run=dataclasses.replace(config.run, root=str(tmp_path / "mine/config.yaml"))
+    )
     with pytest.raises(RunDirectoryUnusable, match=r"run\.root"):
         RunDirectory.create(blocked, noon)
 
@@ -54,14 +72,18 @@ def test_a_directory_belongs_to_one_run(tmp_path: Path) -> None:
 NOON = datetime.datetime(2025, 1, 2, 12, 0, 5)
 
 
-def again(tmp_path: Path, on_existing: Literal["refuse", "overwrite_failed"] = "overwrite_failed") -> RunDirectory:
+def again(
+    tmp_path: Path, on_existing: Literal["refuse", "overwrite_failed"] = "overwrite_failed"
+) -> RunDirectory:
     config = compose()
     run = dataclasses.replace(config.run, root=str(tmp_path), name="mine", on_existing=on_existing)
     return RunDirectory.create(dataclasses.replace(config, run=run), NOON)
 
 
 @pytest.mark.parametrize("code", [4, None])
-def test_the_name_of_a_failed_run_can_be_used_again_by_saying_so(tmp_path: Path, code: int | None) -> None:
+def test_the_name_of_a_failed_run_can_be_used_again_by_saying_so(
+    tmp_path: Path, code: int | None
+) -> None:
     first = again(tmp_path)
     (first.path / "metrics.jsonl").write_text("old")
     if code is not None:
@@ -91,7 +113,9 @@ def test_a_run_that_is_still_alive_is_never_overwritten(tmp_path: Path) -> None:
     again(tmp_path)
 
 
-def test_a_rank_that_begins_while_another_start_looks_at_its_run_is_alive_all_the_same(tmp_path: Path) -> None:
+def test_a_rank_that_begins_while_another_start_looks_at_its_run_is_alive_all_the_same(
+    tmp_path: Path,
+) -> None:
     """To look is to hold the lock for a moment."""
     directory = again(tmp_path).path
     looking = (directory / ".alive").open("ab")
@@ -109,7 +133,9 @@ def test_a_directory_that_no_run_made_is_never_overwritten(tmp_path: Path) -> No
     assert (tmp_path / "mine" / "precious").read_text() == "data"
 
 
-def test_a_directory_that_cannot_be_filled_is_not_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_cannot_be_filled_is_not_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(directory: Path) -> None:
         raise OSError(28, "No space left on device")
 

@@ -10,38 +10,51 @@ import pytest
 from megatron_rl.config.schema import LoggerSettings
 from megatron_rl.records.metrics_log import MetricsLog
 from megatron_rl.records.run_directory import RunDirectory
-from megatron_rl.records.write_errors import CannotWrite, writing_problem
+from megatron_rl.records.write_errors import WriteFailed, write_problem
 
 FULL = Path("/dev/full")
 
 
 @pytest.mark.parametrize(
     ("number", "why"),
-    [(errno.ENOSPC, "is full"), (errno.EDQUOT, "quota"), (errno.EROFS, "read-only"), (errno.EFBIG, "ulimit -f")],
+    [
+        (errno.ENOSPC, "is full"),
+        (errno.EDQUOT, "quota"),
+        (errno.EROFS, "read-only"),
+        (errno.EFBIG, "ulimit -f"),
+    ],
 )
 def test_causes(number: int, why: str) -> None:
-    said = writing_problem(OSError(number, "what the system says", "/runs/a/metrics.jsonl"))
-    assert said is not None and said.startswith("/runs/a/metrics.jsonl cannot be written: ") and why in said
+    said = write_problem(OSError(number, "what the system says", "/runs/a/metrics.jsonl"))
+    assert (
+        said is not None
+        and said.startswith("/runs/a/metrics.jsonl cannot be written: ")
+        and why in said
+    )
 
 
 def test_a_library_in_rust_says_it_in_its_text() -> None:
-    inner = RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
+    inner = RuntimeError(
+        "Error while serializing: I/O error: No space left on device (os error 28)"
+    )
     outer = ValueError("saving failed")
     outer.__cause__ = inner
-    said = writing_problem(outer)
+    said = write_problem(outer)
     assert said is not None and "the disk is full" in said
 
 
 def test_other_errors_are_not_about_writing() -> None:
-    assert writing_problem(FileNotFoundError(errno.ENOENT, "No such file", "x")) is None
-    assert writing_problem(ValueError("28")) is None
+    assert write_problem(FileNotFoundError(errno.ENOENT, "No such file", "x")) is None
+    assert write_problem(ValueError("28")) is None
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
 def test_metrics_that_cannot_be_written_name_their_file(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to(FULL)
     log = MetricsLog(RunDirectory(tmp_path), LoggerSettings(tensorboard=False))
-    with pytest.raises(CannotWrite, match=r"metrics\.jsonl cannot be written: the disk is full.*run\.root"):
+    with pytest.raises(
+        WriteFailed, match=r"metrics\.jsonl cannot be written: the disk is full.*run\.root"
+    ):
         log.write(1, {"a": 1.0})
     log.close()
 
@@ -52,7 +65,7 @@ def test_half_a_line_is_taken_back(tmp_path: Path) -> None:
     log.write(1, {"a": 1.0})
     resource.setrlimit(resource.RLIMIT_FSIZE, (40, hard))
     try:
-        with pytest.raises(CannotWrite, match="ulimit"):
+        with pytest.raises(WriteFailed, match="ulimit"):
             log.write(2, {"a": 1.0, "b" * 60: 2.0})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -44,7 +44,14 @@ def test_last_number(text: str, number: str | None) -> None:
 
 @pytest.mark.parametrize(
     ("text", "line"),
-    [("a\nb\n\n", "b"), ("a\n  b c \t", "b c"), ("only", "only"), ("\n \n", None), ("", None), ("a\r\nb\r\n", "b")],
+    [
+        ("a\nb\n\n", "b"),
+        ("a\n  b c \t", "b c"),
+        ("only", "only"),
+        ("\n \n", None),
+        ("", None),
+        ("a\r\nb\r\n", "b"),
+    ],
 )
 def test_last_line(text: str, line: str | None) -> None:
     assert last_line(text) == line
@@ -109,7 +116,12 @@ def test_different_answers(one: str, other: str) -> None:
 @given(number=st.integers(-(10**30), 10**30), zeros=st.integers(0, 3))
 def test_integers_written_in_several_ways_are_equal(number: int, zeros: int) -> None:
     padded = f"{'-' if number < 0 else ''}{'0' * zeros}{abs(number)}"
-    assert canonical(padded) == canonical(f"{number:,}") == canonical(f"{number}.{'0' * (zeros + 1)}") == str(number)
+    assert (
+        canonical(padded)
+        == canonical(f"{number:,}")
+        == canonical(f"{number}.{'0' * (zeros + 1)}")
+        == str(number)
+    )
     assert last_number(f"so it is {number:,}!") == f"{number:,}"
 
 
@@ -197,7 +209,9 @@ def test_a_number_that_is_found_whole(text: str) -> None:
     ],
     ids=lambda text: repr(text[:10]),
 )
-def test_a_megabyte_of_anything_takes_linear_time(find: Callable[[str], str | None], text: str) -> None:
+def test_a_megabyte_of_anything_takes_linear_time(
+    find: Callable[[str], str | None], text: str
+) -> None:
     start = time.process_time()
     find(text)
     assert time.process_time() - start < 1.5

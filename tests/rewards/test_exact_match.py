@@ -9,7 +9,9 @@ from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.rewards import ExactMatch
 
 
-def judge(text: str, reference: str = "170151", *, rule: str = "last_number", finish: str = "stop") -> Verdict:
+def judge(
+    text: str, reference: str = "170151", *, rule: str = "last_number", finish: str = "stop"
+) -> Verdict:
     prompt = Prompt(id="p", token_ids=(1,), answer=reference, task="t")
     return asyncio.run(ExactMatch(rule).score(prompt, text, FinishReason(finish)))
 
@@ -57,7 +59,9 @@ def test_each_rule_reads_response_and_reference(rule: str, text: str, reference:
 
 
 def test_a_reference_that_the_rule_cannot_read_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"reward\.answer=last_number: the reference answer 'Paris' holds none"):
+    with pytest.raises(
+        ValueError, match=r"reward\.answer=last_number: the reference answer 'Paris' holds none"
+    ):
         ExactMatch("last_number").check_answer("Paris")
     with pytest.raises(ValueError, match="Paris"):
         judge("5", "Paris")
@@ -68,12 +72,11 @@ def test_a_reference_that_the_rule_cannot_read_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "found"), [("1e5", "5"), ("1/2", "2"), ("1 000", "000"), ("2)-5", "5"), ("-2.5E-3", "3")]
+    ("answer", "found"),
+    [("1e5", "5"), ("1/2", "2"), ("1 000", "000"), ("2)-5", "5"), ("-2.5E-3", "3")],
 )
 def test_a_reference_that_would_become_another_number_is_an_error(answer: str, found: str) -> None:
-    message = (
-        rf"reward\.answer=last_number: the reference answer '{re.escape(answer)}' would be read as '{found}'.*plain"
-    )
+    message = rf"reward\.answer=last_number: the reference answer '{re.escape(answer)}' would be read as '{found}'.*plain"
     with pytest.raises(ValueError, match=message):
         ExactMatch("last_number").check_answer(answer)
     ExactMatch("last_line").check_answer(answer)

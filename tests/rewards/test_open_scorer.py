@@ -1,9 +1,9 @@
 import pytest
 
 from megatron_rl.config.schema import RewardSettings
-from megatron_rl.contracts.plugins import DoorError
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.group import Verdict
+from megatron_rl.contracts.plugins import PluginError
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.rewards import ExactMatch, Scorer, open_scorer
@@ -50,11 +50,19 @@ def test_an_inherited_check_lets_every_reference_pass() -> None:
     ("settings", "message"),
     [
         (named(Waits), r"reward\.name=.*:Waits: it has no method `check_answer`"),
-        (named(Blocks), r"reward\.name=.*:Blocks: `score` is an ordinary function\. Write `async def score`"),
-        (named(Inherits, limitt=3), r"reward\.options\.limitt: .*Inherits\(limit\).*Did you mean limit\?"),
+        (
+            named(Blocks),
+            r"reward\.name=.*:Blocks: `score` is an ordinary function\. Write `async def score`",
+        ),
+        (
+            named(Inherits, limitt=3),
+            r"reward\.options\.limitt: .*Inherits\(limit\).*Did you mean limit\?",
+        ),
     ],
 )
-def test_what_cannot_judge_is_refused_before_the_run(settings: RewardSettings, message: str) -> None:
-    with pytest.raises(DoorError, match=message) as caught:
+def test_what_cannot_judge_is_refused_before_the_run(
+    settings: RewardSettings, message: str
+) -> None:
+    with pytest.raises(PluginError, match=message) as caught:
         open_scorer(settings)
     assert caught.value.exit_code is ExitCode.REFUSED

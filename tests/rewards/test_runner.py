@@ -51,7 +51,12 @@ class Scripted:
                 case ["own_cancel"]:
                     raise asyncio.CancelledError
                 case ["half_a_character", value]:
-                    return Verdict(reward=float(value), correctness=1.0, answer="\ud800" * 10**6, reason="\ud800")
+                    return Verdict(
+                        reward=float(value),
+                        correctness=1.0,
+                        answer="\ud800" * 10**6,
+                        reason="\ud800",
+                    )
                 case ["raise_half_a_character"]:
                     raise ValueError("\ud800")
                 case ["careless", name]:
@@ -67,7 +72,9 @@ def judge(*texts: str, timeout_s: float = 0.2) -> tuple[list[Verdict], Scripted]
     runner = RewardRunner(scorer, timeout_s=timeout_s)
 
     async def run() -> list[Verdict]:
-        return await asyncio.gather(*(runner.judge(PROMPT, text, FinishReason.STOP) for text in texts))
+        return await asyncio.gather(
+            *(runner.judge(PROMPT, text, FinishReason.STOP) for text in texts)
+        )
 
     return asyncio.run(run()), scorer
 
@@ -142,7 +149,9 @@ def test_a_cancelled_caller_cancels_its_scorer() -> None:
     assert scorer.cancelled == 1
 
 
-@pytest.mark.parametrize("text", ["half_a_character 1", "half_a_character nan", "raise_half_a_character"])
+@pytest.mark.parametrize(
+    "text", ["half_a_character 1", "half_a_character nan", "raise_half_a_character"]
+)
 def test_whatever_a_scorer_writes_a_verdict_can_be_sent(text: str) -> None:
     """A verdict that cannot be encoded would leave rank 0 waiting for its group."""
     (verdict,), _ = judge(text)
@@ -155,10 +164,14 @@ def test_an_absurd_reward_is_no_verdict(value: str) -> None:
     (verdict,), _ = judge(f"reward {value}")
     assert (
         verdict.reward is None
-        and verdict.reason == f"reward {float(value):g} or correctness {float(value):g} is beyond 1e+06"
+        and verdict.reason
+        == f"reward {float(value):g} or correctness {float(value):g} is beyond 1e+06"
     )
 
 
 def test_why_a_scorer_failed_begins_with_its_line() -> None:
     (verdict,), _ = judge("explode")
-    assert verdict.reason.startswith("test_runner.py:") and ", in score: RuntimeError: broken" in verdict.reason
+    assert (
+        verdict.reason.startswith("test_runner.py:")
+        and ", in score: RuntimeError: broken" in verdict.reason
+    )

@@ -16,7 +16,9 @@ def test_round_trip(num_prompt: int, num_response: int, dtype: type) -> None:
 
 
 @given(st.integers(0, 400), st.binary(max_size=3))
-def test_a_damaged_buffer_raises_codec_error_or_decodes_to_the_same_lengths(cut: int, junk: bytes) -> None:
+def test_a_damaged_buffer_raises_codec_error_or_decodes_to_the_same_lengths(
+    cut: int, junk: bytes
+) -> None:
     data = codec.encode(make_rollout(5, 9))
     cut %= len(data)
     with pytest.raises(codec.CodecError):

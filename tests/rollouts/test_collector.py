@@ -31,7 +31,13 @@ SAMPLING = Sampling(max_new_tokens=16, temperature=1.0, stop_token_ids=(EOS,))
 
 
 def request(num_samples: int, *, evaluation: bool = False) -> GroupRequest:
-    return GroupRequest(group_id="g", prompt=PROMPT, num_samples=num_samples, sampling=SAMPLING, evaluation=evaluation)
+    return GroupRequest(
+        group_id="g",
+        prompt=PROMPT,
+        num_samples=num_samples,
+        sampling=SAMPLING,
+        evaluation=evaluation,
+    )
 
 
 def collect(
@@ -47,7 +53,9 @@ def collect(
     async def run() -> None:
         async with fake_engine(answer, seconds=seconds) as url:
             outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
-            configured: Configure = msgspec.structs.replace(configuration(url, environment=environment), **changes)
+            configured: Configure = msgspec.structs.replace(
+                configuration(url, environment=environment), **changes
+            )
             collector = Collector(0, configured, outbox.put)
             assert await collector.handle(asked)
             pending = check(await asyncio.wait_for(outbox.get(), 5), collector)
@@ -75,13 +83,17 @@ def test_samples_are_judged_and_kept_until_released() -> None:
 
 
 @pytest.mark.parametrize(("ngram", "share"), [(2, 7 / 9 - 0.02), (9, 0.0), (None, 0.0)])
-def test_what_repeats_itself_is_measured_where_it_is_asked_for(ngram: int | None, share: float) -> None:
+def test_what_repeats_itself_is_measured_where_it_is_asked_for(
+    ngram: int | None, share: float
+) -> None:
     def check(done: FromCollector, collector: Collector) -> None:
         assert isinstance(done, GroupDone)
         assert [sample.repetition for sample in done.group.rollouts] == [pytest.approx(share)]
 
     settings = CreditSettings(repetition_ngram=ngram)
-    collect(lambda n, asked: reply(asked, "44444444"), request(1), check, credit=settings)  # and its end: 9 tokens
+    collect(
+        lambda n, asked: reply(asked, "44444444"), request(1), check, credit=settings
+    )  # and its end: 9 tokens
 
 
 def test_bad_samples_are_counted_and_the_others_live() -> None:
@@ -99,7 +111,9 @@ def test_bad_samples_are_counted_and_the_others_live() -> None:
         assert isinstance(done, GroupDone) and len(done.group.rollouts) == 1
         reasons = ("routes_length", "routes_duplicate", "version", "aborted", "engine")
         assert done.group.rejected == dict.fromkeys(reasons, 1)
-        assert done.generated_tokens == 4 * 4  # what was generated and then rejected counts: 046 and its end
+        assert (
+            done.generated_tokens == 4 * 4
+        )  # what was generated and then rejected counts: 046 and its end
 
     collect(broken, request(6), check)
 
@@ -155,16 +169,26 @@ def test_every_turn_has_a_seed_of_its_own(own: str) -> None:
     assert len(set(drawn)) == 2
 
 
-def test_replies_are_read_checked_and_stored_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long response is tens of megabytes: on the loop it would hold up every other request, and the heartbeat."""
+def test_replies_are_read_checked_and_stored_beside_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A long response is tens of megabytes: on the loop it would hold up every other request, and
+    the heartbeat.
+    """
     where: dict[str, str] = {}
-    works = ("sglang_bridge.client.decode_generation", "megatron_rl.environments.rollout_builder.validate_routes")
+    works = (
+        "sglang_bridge.client.decode_generation",
+        "megatron_rl.environments.rollout_builder.validate_routes",
+    )
     for name in (*works, "megatron_rl.rollouts.codec.encode"):
         module, _, function = name.rpartition(".")
         original = getattr(sys.modules[module], function)
 
         def noted(
-            *args: object, name: str = name, original: Callable[..., object] = original, **rest: object
+            *args: object,
+            name: str = name,
+            original: Callable[..., object] = original,
+            **rest: object,
         ) -> object:
             where[name] = threading.current_thread().name
             return original(*args, **rest)
@@ -182,7 +206,9 @@ def test_a_silent_engine_s_samples_are_counted_as_expired(monkeypatch: pytest.Mo
         async with fake_engine(lambda n, asked: None) as url:
             outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
             impatient = EngineSettings(request_timeout_s=0.1, token_timeout_s=0.01, retries=0)
-            collector = Collector(0, msgspec.structs.replace(configuration(url), engine=impatient), outbox.put)
+            collector = Collector(
+                0, msgspec.structs.replace(configuration(url), engine=impatient), outbox.put
+            )
             await collector.handle(request(2))
             told.extend([await asyncio.wait_for(outbox.get(), 5) for _ in range(3)])
             await collector.close()
@@ -205,7 +231,10 @@ def test_an_evaluation_asks_for_no_routes_and_keeps_nothing() -> None:
         with pytest.raises(RolloutGone):
             read_rollout(sample)
 
-    for name in ("single_turn", "worked"):  # worked responses are for training: here the model answers
+    for name in (
+        "single_turn",
+        "demonstration",
+    ):  # worked responses are for training: here the model answers
         collect(answer, request(1, evaluation=True), check, EnvironmentSettings(name=name))  # type: ignore[arg-type]
 
 
@@ -213,10 +242,20 @@ def test_worked_responses_need_no_engine() -> None:
     def check(done: FromCollector, collector: Collector) -> None:
         assert isinstance(done, GroupDone) and done.generated_tokens == 0
         (sample,) = done.group.rollouts
-        assert sample.versions == () and sample.num_trainable == 4 and sample.verdict.correctness == 1.0
+        assert (
+            sample.versions == ()
+            and sample.num_trainable == 4
+            and sample.verdict.correctness == 1.0
+        )
         assert read_rollout(sample).routes is None
 
-    collect(lambda n, asked: 503, request(1), check, EnvironmentSettings(name="worked"), routes=None)
+    collect(
+        lambda n, asked: 503,
+        request(1),
+        check,
+        EnvironmentSettings(name="demonstration"),
+        routes=None,
+    )
 
 
 ENVIRONMENTS = """
@@ -254,8 +293,16 @@ def test_an_environment_of_ones_own_has_two_turns(own: str) -> None:
         assert isinstance(done, GroupDone) and done.group.rejected == {}
         (sample,) = done.group.rollouts
         rollout = read_rollout(sample)
-        assert [s.role for s in rollout.segments] == [Role.PROMPT, Role.RESPONSE, Role.TOOL, Role.RESPONSE]
-        assert rollout.routes is not None and len(rollout.routes) == rollout.num_tokens - 1 == sample.num_inputs
+        assert [s.role for s in rollout.segments] == [
+            Role.PROMPT,
+            Role.RESPONSE,
+            Role.TOOL,
+            Role.RESPONSE,
+        ]
+        assert (
+            rollout.routes is not None
+            and len(rollout.routes) == rollout.num_tokens - 1 == sample.num_inputs
+        )
         assert sample.num_trainable == done.generated_tokens == 8
         assert sample.verdict.reward == 1.0
 
@@ -267,16 +314,25 @@ def test_an_environment_of_ones_own_has_two_turns(own: str) -> None:
     )
 
 
-def test_an_exception_of_an_environment_rejects_its_rollout(own: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_exception_of_an_environment_rejects_its_rollout(
+    own: str, caplog: pytest.LogCaptureFixture
+) -> None:
     def check(done: FromCollector, collector: Collector) -> None:
         assert isinstance(done, GroupDone) and done.group.rejected == {"environment": 2}
         assert done.generated_tokens == 8
         assert caplog.text.count("KeyError: 'the tool'") == 1  # its traceback, once
 
-    collect(lambda n, asked: reply(asked, "046"), request(2), check, EnvironmentSettings(name=f"{own}:Broken"))
+    collect(
+        lambda n, asked: reply(asked, "046"),
+        request(2),
+        check,
+        EnvironmentSettings(name=f"{own}:Broken"),
+    )
 
 
-def test_an_environment_that_never_ends_is_ended(own: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_environment_that_never_ends_is_ended(
+    own: str, caplog: pytest.LogCaptureFixture
+) -> None:
     def check(done: FromCollector, collector: Collector) -> None:
         assert isinstance(done, GroupDone) and done.group.rejected == {"environment": 2}
         assert "the environment took longer than environment.timeout_s=0.2" in caplog.text
@@ -287,10 +343,20 @@ def test_an_environment_that_never_ends_is_ended(own: str, caplog: pytest.LogCap
 
 def test_waiting_for_a_response_is_not_the_environment_s_time(own: str) -> None:
     def check(done: FromCollector, collector: Collector) -> None:
-        assert isinstance(done, GroupDone) and done.group.rejected == {} and len(done.group.rollouts) == 1
+        assert (
+            isinstance(done, GroupDone)
+            and done.group.rejected == {}
+            and len(done.group.rollouts) == 1
+        )
 
     environment = EnvironmentSettings(name=f"{own}:SecondChance", timeout_s=0.5)
-    collect(lambda n, asked: reply(asked, "046" if n else "047"), request(1), check, environment, seconds=0.8)
+    collect(
+        lambda n, asked: reply(asked, "046" if n else "047"),
+        request(1),
+        check,
+        environment,
+        seconds=0.8,
+    )
 
 
 def test_a_group_that_cannot_be_stored_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,6 @@
-"""The engines of a node behind one `generate`: who is asked, who is asked next, and who is left out."""
+"""The engines of a node behind one `generate`: who is asked, who is asked next, and who is left
+out.
+"""
 
 import asyncio
 import contextlib
@@ -70,9 +72,14 @@ def quick_aborts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def draw(pool: EnginePool, count: int) -> Counter[str]:
     """What became of so many requests at once: finish reasons, and names of errors."""
-    requests = [pool.generate(PROMPT.token_ids, SAMPLING, rid=f"r{i}", return_routes=True) for i in range(count)]
+    requests = [
+        pool.generate(PROMPT.token_ids, SAMPLING, rid=f"r{i}", return_routes=True)
+        for i in range(count)
+    ]
     results = await asyncio.gather(*requests, return_exceptions=True)
-    return Counter(type(r).__name__ if isinstance(r, BaseException) else r.finish_reason for r in results)
+    return Counter(
+        type(r).__name__ if isinstance(r, BaseException) else r.finish_reason for r in results
+    )
 
 
 def test_requests_in_flight_are_bounded() -> None:
@@ -101,16 +108,26 @@ def test_requests_in_flight_are_bounded() -> None:
 
 
 @pytest.mark.parametrize("retries", [0, 2])
-def test_no_sample_is_lost_while_one_of_two_engines_fails(retries: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_sample_is_lost_while_one_of_two_engines_fails(
+    retries: int, caplog: pytest.LogCaptureFixture
+) -> None:
     """It fails faster than the other works, so it always has the fewest requests in flight."""
     bad = Counted(failing)
 
     async def run() -> None:
-        async with pool_of(bad, good, retries=retries, max_running_requests=8) as (pool, told, urls):
+        async with pool_of(bad, good, retries=retries, max_running_requests=8) as (
+            pool,
+            told,
+            urls,
+        ):
             pool._members[0].pause = 60.0  # however long this takes, it does not come back
             assert await draw(pool, 128) == {"stop": 128}
             (message,) = told
-            assert isinstance(message, EngineLeftOut) and message.url == urls[0] and "500" in message.reason
+            assert (
+                isinstance(message, EngineLeftOut)
+                and message.url == urls[0]
+                and "500" in message.reason
+            )
             assert f"{urls[0]} is left out after 3 failures in a row" in caplog.text
 
     asyncio.run(run())
@@ -132,7 +149,10 @@ def test_junk_from_every_engine_is_drawn_twice_at_most() -> None:
     """NaN weights: whole responses would be drawn again and again for nothing."""
 
     async def run() -> None:
-        engines = [Counted(lambda n, asked: reply(asked, "046", output_token_logprobs=[])) for _ in range(4)]
+        engines = [
+            Counted(lambda n, asked: reply(asked, "046", output_token_logprobs=[]))
+            for _ in range(4)
+        ]
         async with pool_of(*engines, retries=5) as (pool, _, _):
             assert await draw(pool, 16) == {"GenerationRejected": 16}
             assert sum(engine.calls for engine in engines) == 32
@@ -185,13 +205,23 @@ def test_an_engine_that_was_left_out_is_used_again_once_it_is_healthy() -> None:
         async def tell(message: FromCollector) -> None:
             told.append(message)
 
-        async with fake_engine(recovering, healthy=lambda: healthy) as sick, fake_engine(good) as sound:
-            pool = EnginePool([Engine(url=sick), Engine(url=sound)], EngineSettings(max_running_requests=1), FORM, tell)
+        async with (
+            fake_engine(recovering, healthy=lambda: healthy) as sick,
+            fake_engine(good) as sound,
+        ):
+            pool = EnginePool(
+                [Engine(url=sick), Engine(url=sound)],
+                EngineSettings(max_running_requests=1),
+                FORM,
+                tell,
+            )
             pool._members[0].pause = 0.1
             await draw(pool, 16)
             calls = recovering.calls
             await asyncio.sleep(0.5)
-            assert await draw(pool, 16) == {"stop": 16} and recovering.calls == calls  # not healthy: not asked
+            assert (
+                await draw(pool, 16) == {"stop": 16} and recovering.calls == calls
+            )  # not healthy: not asked
             works = healthy = True
             while not isinstance(told[-1], EngineBack):
                 await asyncio.sleep(0.05)
@@ -204,7 +234,11 @@ def test_an_engine_that_was_left_out_is_used_again_once_it_is_healthy() -> None:
 
 def test_requests_of_a_silent_engine_go_to_another() -> None:
     async def run() -> None:
-        async with pool_of(silent, good, request_timeout_s=1.5, token_timeout_s=0.0) as (pool, told, urls):
+        async with pool_of(silent, good, request_timeout_s=1.5, token_timeout_s=0.0) as (
+            pool,
+            told,
+            urls,
+        ):
             assert await draw(pool, 8) == {"stop": 8}
             assert [m.url for m in told if isinstance(m, AbortRequest)] == [urls[0]] * 4
 
@@ -213,7 +247,9 @@ def test_requests_of_a_silent_engine_go_to_another() -> None:
 
 def test_a_request_that_no_engine_answers_expired_after_one_deadline_each() -> None:
     async def run() -> None:
-        async with pool_of(silent, silent, request_timeout_s=0.2, token_timeout_s=0.0, retries=5) as (pool, _, _):
+        async with pool_of(
+            silent, silent, request_timeout_s=0.2, token_timeout_s=0.0, retries=5
+        ) as (pool, _, _):
             start = asyncio.get_running_loop().time()
             assert await draw(pool, 2) == {"RequestExpired": 2}
             assert asyncio.get_running_loop().time() - start < 2
@@ -222,11 +258,17 @@ def test_a_request_that_no_engine_answers_expired_after_one_deadline_each() -> N
 
 
 def test_a_silent_engine_is_asked_once_for_each_request() -> None:
-    """Another deadline of waiting for the same engine helps nobody; one that fails at once may be asked again."""
+    """Another deadline of waiting for the same engine helps nobody; one that fails at once may be
+    asked again.
+    """
 
     async def run() -> None:
         mute, bad = Counted(silent), Counted(failing)
-        async with pool_of(mute, bad, request_timeout_s=1.5, token_timeout_s=0.0, retries=2) as (pool, _, _):
+        async with pool_of(mute, bad, request_timeout_s=1.5, token_timeout_s=0.0, retries=2) as (
+            pool,
+            _,
+            _,
+        ):
             assert await draw(pool, 1) == {"RequestFailed": 1}
             assert (mute.calls, bad.calls) == (1, 3)
 

@@ -36,7 +36,10 @@ def test_messages_go_both_ways(hub: Hub, peer: Peer) -> None:
 
 def test_only_holders_of_the_run_key_are_heard(hub: Hub) -> None:
     public, secret = (key.decode() for key in zmq.curve_keypair())
-    strangers = [Peer(hub, 0, run_key=hub.run_key[:40] + secret), Peer(hub, 1, run_key=public + hub.run_key[40:])]
+    strangers = [
+        Peer(hub, 0, run_key=hub.run_key[:40] + secret),
+        Peer(hub, 1, run_key=public + hub.run_key[40:]),
+    ]
     plain = zmq.Context()
     naked = plain.socket(zmq.DEALER)
     naked.connect("tcp://{}:{}".format(*hub.address))

@@ -1,6 +1,8 @@
-"""Whatever an engine answers becomes a rollout that says what it said, or a rejection with a counted reason.
+"""Whatever an engine answers becomes a rollout that says what it said, or a rejection with a
+counted reason.
 
-What a reply says is read a second time here, by the standard library alone, and compared with the rollout.
+What a reply says is read a second time here, by the standard library alone, and compared with the
+rollout.
 """
 
 import asyncio
@@ -18,24 +20,34 @@ from hypothesis import strategies as st
 from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.contracts.rollout import Role, Rollout
 from megatron_rl.contracts.routes import RouteError, RouteShape
-from megatron_rl.environments.rollout_builder import RolloutRejected
 from megatron_rl.environments.episode import Episode, EpisodeRules
+from megatron_rl.environments.rollout_builder import RolloutRejected
 from megatron_rl.rollouts.collector import Collector
-from megatron_rl.rollouts.messages import ENVIRONMENT_FAILURE, FromCollector, GroupDone, GroupRequest, Release
+from megatron_rl.rollouts.messages import (
+    ENVIRONMENT_FAILURE,
+    FromCollector,
+    GroupDone,
+    GroupRequest,
+    Release,
+)
 from megatron_rl.rollouts.store import read_rollout
 from sglang_bridge.generation import Generation, GenerationRejected, decode_generation
 from tests.support.fake_engine import LAYERS, TOPK, configuration, fake_engine
 from tests.support.scripted_model import EOS, PROMPT, TOKENIZER
 
 VOCABULARY, EXPERTS, BUDGET = 48, 8, 16
-SHAPE = RouteShape(moe_layers=(0, 1, 2, 3), num_hidden_layers=LAYERS, num_experts=EXPERTS, topk=TOPK)
+SHAPE = RouteShape(
+    moe_layers=(0, 1, 2, 3), num_hidden_layers=LAYERS, num_experts=EXPERTS, topk=TOPK
+)
 SAMPLING = Sampling(max_new_tokens=BUDGET, temperature=1.0, stop_token_ids=(EOS,))
 Reply = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Said:
-    """What a reply says of its output tokens: (token, log-probability, version), and the rows of its routes."""
+    """What a reply says of its output tokens: (token, log-probability, version), and the rows of
+    its routes.
+    """
 
     tokens: list[tuple[int, float, int]]
     rows: list[list[tuple[int, ...]]]
@@ -47,8 +59,14 @@ def reading(body: bytes, num_prompt: int, budget: int) -> Said | None:
         reply = json.loads(body, parse_constant=lambda name: 1 / 0)
         meta, ids = reply["meta_info"], reply["output_ids"]
         logprobs = [(float32(value), token) for value, token, _ in meta["output_token_logprobs"]]
-        spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(ids)}]
-        versions = [int(span["version"].encode("ascii")) for span in spans for _ in range(span["start"], span["end"])]
+        spans = meta.get("weight_versions") or [
+            {"version": meta["weight_version"], "start": 0, "end": len(ids)}
+        ]
+        versions = [
+            int(span["version"].encode("ascii"))
+            for span in spans
+            for _ in range(span["start"], span["end"])
+        ]
         raw = base64.b64decode(meta["routed_experts"], validate=True)
         experts = struct.unpack(f"<{len(raw) // 4}i", raw)
         usable = (
@@ -75,7 +93,15 @@ def reading(body: bytes, num_prompt: int, budget: int) -> Said | None:
             return None
         rows = [choices[i : i + LAYERS] for i in range(0, len(choices), LAYERS)]
         return Said([(t, v, n) for t, (v, _), n in zip(ids, logprobs, versions, strict=True)], rows)
-    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, struct.error, RecursionError):
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        struct.error,
+        RecursionError,
+    ):
         return None
 
 
@@ -109,8 +135,13 @@ def encoded(rows: list[list[tuple[int, int]]], form: str = "i") -> str:
 def recorded(draw: st.DrawFn, count: int) -> list[list[tuple[int, int]]]:
     """Rows of distinct experts."""
     seed = draw(st.integers(0, 2**20))
-    pairs = [(first, second) for first in range(EXPERTS) for second in range(EXPERTS) if first != second]
-    return [[pairs[(seed + 31 * row + 7 * layer) % len(pairs)] for layer in range(LAYERS)] for row in range(count)]
+    pairs = [
+        (first, second) for first in range(EXPERTS) for second in range(EXPERTS) if first != second
+    ]
+    return [
+        [pairs[(seed + 31 * row + 7 * layer) % len(pairs)] for layer in range(LAYERS)]
+        for row in range(count)
+    ]
 
 
 @st.composite
@@ -137,7 +168,9 @@ def sound_routes(rows: int) -> str:
     return encoded([[(1, 2)] * LAYERS] * rows)
 
 
-def other_routes(change: Callable[[list[list[tuple[int, int]]]], Any], form: str = "i") -> Callable[[Reply], None]:
+def other_routes(
+    change: Callable[[list[list[tuple[int, int]]]], Any], form: str = "i"
+) -> Callable[[Reply], None]:
     def spoil(reply: Reply) -> None:
         raw = base64.b64decode(reply["meta_info"]["routed_experts"])
         flat = struct.unpack(f"<{len(raw) // 4}i", raw)
@@ -185,7 +218,10 @@ SPOILT: dict[str, tuple[Callable[[Reply], None], str]] = {
     "a row too many": (other_routes(lambda rows: [*rows, rows[-1]]), "routes_length"),
     "no rows": (other_routes(lambda rows: rows.clear()), "routes_length"),
     "a layer too few": (other_routes(lambda rows: [row[:-1] for row in rows]), "routes_length"),
-    "an expert too few": (other_routes(lambda rows: [[(a,) for a, _ in row] for row in rows]), "routes_length"),
+    "an expert too few": (
+        other_routes(lambda rows: [[(a,) for a, _ in row] for row in rows]),
+        "routes_length",
+    ),
     "16 bits": (other_routes(lambda rows: None, "h"), "routes_length"),
     "64 bits": (other_routes(lambda rows: None, "q"), "routes_length"),
     "floats": (other_routes(lambda rows: [[(1, 2)] * LAYERS for _ in rows], "f"), "routes_range"),
@@ -193,9 +229,18 @@ SPOILT: dict[str, tuple[Callable[[Reply], None], str]] = {
     "a negative expert": (first_choice((-1, 2)), "routes_range"),
     "an expert that is one in its lowest byte": (first_choice((256, 1)), "routes_range"),
     "an expert twice": (first_choice((5, 5)), "routes_duplicate"),
-    "nothing recorded": (other_routes(lambda rows: [[(0, 0)] * LAYERS for _ in rows]), "routes_duplicate"),
-    "not base64": (meta("routed_experts", lambda r: "%" + r["meta_info"]["routed_experts"][1:]), "routes_encoding"),
-    "cut base64": (meta("routed_experts", lambda r: r["meta_info"]["routed_experts"][:-1]), "routes_encoding"),
+    "nothing recorded": (
+        other_routes(lambda rows: [[(0, 0)] * LAYERS for _ in rows]),
+        "routes_duplicate",
+    ),
+    "not base64": (
+        meta("routed_experts", lambda r: "%" + r["meta_info"]["routed_experts"][1:]),
+        "routes_encoding",
+    ),
+    "cut base64": (
+        meta("routed_experts", lambda r: r["meta_info"]["routed_experts"][:-1]),
+        "routes_encoding",
+    ),
     "no routes": (meta("routed_experts", None), "routes_missing"),
     "a list of routes": (meta("routed_experts", [1, 2]), "malformed"),
     "no log-probabilities": (meta("output_token_logprobs", None), "logprobs_length"),
@@ -205,13 +250,24 @@ SPOILT: dict[str, tuple[Callable[[Reply], None], str]] = {
     "null": (entries(lambda given: given[-1].__setitem__(0, None)), "logprobs_nonfinite"),
     "NaN": (entries(lambda given: given[-1].__setitem__(0, float("nan"))), "malformed"),
     "minus infinity": (entries(lambda given: given[-1].__setitem__(0, float("-inf"))), "malformed"),
-    "beyond float32": (entries(lambda given: given[-1].__setitem__(0, -1e300)), "logprobs_nonfinite"),
-    "float32's lowest": (entries(lambda given: given[-1].__setitem__(0, -3.4028234663852886e38)), "logprobs_tiny"),
+    "beyond float32": (
+        entries(lambda given: given[-1].__setitem__(0, -1e300)),
+        "logprobs_nonfinite",
+    ),
+    "float32's lowest": (
+        entries(lambda given: given[-1].__setitem__(0, -3.4028234663852886e38)),
+        "logprobs_tiny",
+    ),
     "positive": (entries(lambda given: given[0].__setitem__(0, 0.5)), "logprobs_positive"),
     "words": (entries(lambda given: given[0].__setitem__(0, "x")), "malformed"),
     "no version": (meta("weight_version", None), "malformed"),
-    "a version that is a word": (meta("weight_versions", lambda r: [
-        {"version": "default", "start": 0, "end": len(r["output_ids"])}]), "version"),
+    "a version that is a word": (
+        meta(
+            "weight_versions",
+            lambda r: [{"version": "default", "start": 0, "end": len(r["output_ids"])}],
+        ),
+        "version",
+    ),
     "a version in other digits": (spans(("٣", 0, 1)), "version"),
     "a version below zero": (spans(("-1", 0, 1)), "version"),
     "versions that end early": (spans(("3", 0, 0.4)), "versions"),
@@ -220,10 +276,13 @@ SPOILT: dict[str, tuple[Callable[[Reply], None], str]] = {
     "aborted": (meta("finish_reason", {"type": "abort"}), "aborted"),
     "an unknown end": (meta("finish_reason", {"type": "tired"}), "finish_reason"),
     "no end": (meta("finish_reason", None), "malformed"),
-    "a token beyond the vocabulary": (lambda reply: reply["output_ids"].__setitem__(0, VOCABULARY), "token_range"),
+    "a token beyond the vocabulary": (
+        lambda reply: reply["output_ids"].__setitem__(0, VOCABULARY),
+        "token_range",
+    ),
     "no tokens": (lambda reply: reply.update(output_ids=[]), "routes_length"),
     "retractions below zero": (meta("num_retractions", -1), "malformed"),
-}  # fmt: skip
+}
 
 
 def older_later(reply: Reply) -> None:
@@ -259,7 +318,9 @@ class Lab:
         return self._loop.run_until_complete(self._ask(f"g{self.count}"))
 
     async def _ask(self, name: str) -> Rollout | str:
-        await self._collector.handle(GroupRequest(group_id=name, prompt=PROMPT, num_samples=1, sampling=SAMPLING))
+        await self._collector.handle(
+            GroupRequest(group_id=name, prompt=PROMPT, num_samples=1, sampling=SAMPLING)
+        )
         done = await asyncio.wait_for(self._outbox.get(), 30)
         assert isinstance(done, GroupDone), done
         kept = [read_rollout(ref) for ref in done.group.rollouts]
@@ -305,7 +366,9 @@ def test_a_sound_reply_becomes_the_rollout_that_it_says(lab: Lab, data: st.DataO
 @pytest.mark.parametrize("name", [*SPOILT, *OF_TWO_TOKENS])
 @settings(max_examples=3, deadline=None)
 @given(st.data())
-def test_a_spoilt_reply_is_rejected_for_its_reason(lab: Lab, name: str, data: st.DataObject) -> None:
+def test_a_spoilt_reply_is_rejected_for_its_reason(
+    lab: Lab, name: str, data: st.DataObject
+) -> None:
     spoil, reason = (SPOILT | OF_TWO_TOKENS)[name]
     reply = data.draw(sound(N).filter(lambda r: len(r["output_ids"]) > 1))
     spoil(reply)
@@ -316,9 +379,13 @@ def test_a_spoilt_reply_is_rejected_for_its_reason(lab: Lab, name: str, data: st
 
 @quick
 @given(st.data())
-def test_several_faults_at_once_are_one_rejection_unless_they_cancel(lab: Lab, data: st.DataObject) -> None:
+def test_several_faults_at_once_are_one_rejection_unless_they_cancel(
+    lab: Lab, data: st.DataObject
+) -> None:
     reply = data.draw(sound(N))
-    for name in data.draw(st.lists(st.sampled_from(list(SPOILT)), min_size=2, max_size=3, unique=True)):
+    for name in data.draw(
+        st.lists(st.sampled_from(list(SPOILT)), min_size=2, max_size=3, unique=True)
+    ):
         try:
             SPOILT[name][0](reply)
         except (LookupError, TypeError, ValueError, struct.error):
@@ -328,7 +395,9 @@ def test_several_faults_at_once_are_one_rejection_unless_they_cancel(lab: Lab, d
 
 @settings(quick, max_examples=150)
 @given(st.data())
-def test_bytes_that_were_changed_on_their_way_are_rejected_or_read_as_they_are(lab: Lab, data: st.DataObject) -> None:
+def test_bytes_that_were_changed_on_their_way_are_rejected_or_read_as_they_are(
+    lab: Lab, data: st.DataObject
+) -> None:
     body = bytearray(json.dumps(data.draw(sound(N))).encode())
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(0, len(body) - 1))
@@ -347,25 +416,31 @@ def test_what_breaks_a_parser_is_a_malformed_reply(lab: Lab) -> None:
         b"\xff\xfe",
         b'{"output_ids":[1],"meta_info":{"weight_version":"\xff"',
         b'{"output_ids":[2],"meta_info":{"finish_reason":{"type":"stop"},"weight_version":"3","\x80":0,'
-        b'"output_token_logprobs":[[-0.5,2,null]],"routed_experts":"%s"}}' % sound_routes(N).encode(),
+        b'"output_token_logprobs":[[-0.5,2,null]],"routed_experts":"%s"}}'
+        % sound_routes(N).encode(),
     ):
         assert check(lab, body) == "malformed"
 
 
 def test_an_engine_that_draws_more_than_it_was_asked_for_is_not_believed(lab: Lab) -> None:
-    reply = {"output_ids": [5] * (BUDGET + 1), "meta_info": {
-        "finish_reason": {"type": "length"},
-        "weight_version": "3",
-        "output_token_logprobs": [[-0.5, 5, None]] * (BUDGET + 1),
-        "routed_experts": encoded([[(1, 2)] * LAYERS] * (N + BUDGET)),
-    }}  # fmt: skip
+    reply = {
+        "output_ids": [5] * (BUDGET + 1),
+        "meta_info": {
+            "finish_reason": {"type": "length"},
+            "weight_version": "3",
+            "output_token_logprobs": [[-0.5, 5, None]] * (BUDGET + 1),
+            "routed_experts": encoded([[(1, 2)] * LAYERS] * (N + BUDGET)),
+        },
+    }
     assert check(lab, json.dumps(reply).encode()) == "too_long"
 
 
 @quick
 @given(st.data())
 def test_a_second_turn_keeps_the_rows_of_when_a_token_was_first_read(data: st.DataObject) -> None:
-    """And what the second reply says of tokens that were read before, right or wrong, is not looked at."""
+    """And what the second reply says of tokens that were read before, right or wrong, is not looked
+    at.
+    """
     replies: list[tuple[bytes, int, int]] = []
 
     async def generate(tokens: Any, sampling: Sampling) -> Generation:
@@ -377,7 +452,9 @@ def test_a_second_turn_keeps_the_rows_of_when_a_token_was_first_read(data: st.Da
             SPOILT[data.draw(st.sampled_from(list(SPOILT)))][0](reply)
         body = json.dumps(reply).encode()
         replies.append((body, len(tokens), sampling.max_new_tokens))
-        return decode_generation(body, num_prompt_tokens=len(tokens), route_shape=(LAYERS, TOPK), vocab_size=VOCABULARY)
+        return decode_generation(
+            body, num_prompt_tokens=len(tokens), route_shape=(LAYERS, TOPK), vocab_size=VOCABULARY
+        )
 
     rules = EpisodeRules(sampling=SAMPLING, routes=SHAPE, train_truncated=True)
     episode = Episode(PROMPT, generate, TOKENIZER, rules, rollout_id="g/0")

@@ -16,9 +16,12 @@ from tests.support.rollouts import make_ref, make_rollout
 def group(*correct: float) -> Group:
     base = make_ref(make_rollout(2, 2))
     rollouts = tuple(
-        msgspec.structs.replace(base, verdict=Verdict(reward=value, correctness=value, answer="1")) for value in correct
+        msgspec.structs.replace(base, verdict=Verdict(reward=value, correctness=value, answer="1"))
+        for value in correct
     )
-    return Group(group_id="g", prompt=Prompt(id="p", token_ids=(1,), answer="1", task="t"), rollouts=rollouts)
+    return Group(
+        group_id="g", prompt=Prompt(id="p", token_ids=(1,), answer="1", task="t"), rollouts=rollouts
+    )
 
 
 def test_by_hand() -> None:
@@ -30,14 +33,22 @@ def test_by_hand() -> None:
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=9), st.data())
-def test_it_is_the_share_of_all_draws_that_hold_a_right_one(right: list[bool], data: st.DataObject) -> None:
+def test_it_is_the_share_of_all_draws_that_hold_a_right_one(
+    right: list[bool], data: st.DataObject
+) -> None:
     k = data.draw(st.integers(1, len(right)))
     draws = list(combinations(right, k))
     assert pass_at_k(len(right), sum(right), k) == pytest.approx(sum(map(any, draws)) / len(draws))
 
 
 def test_powers_as_far_as_the_samples_go() -> None:
-    assert [powers_up_to(n) for n in (1, 2, 3, 4, 9)] == [[1], [1, 2], [1, 2], [1, 2, 4], [1, 2, 4, 8]]
+    assert [powers_up_to(n) for n in (1, 2, 3, 4, 9)] == [
+        [1],
+        [1, 2],
+        [1, 2],
+        [1, 2, 4],
+        [1, 2, 4, 8],
+    ]
 
 
 def test_intervals_are_over_questions() -> None:
@@ -50,5 +61,9 @@ def test_rates_of_groups_count_lost_and_half_right_responses_as_wrong() -> None:
     # two responses were asked for: both right; one right; one right and one lost; one half right
     rates = pass_rates([group(1, 1), group(1, 0), group(1), group(0.5, 0)], 2)
     assert rates.keys() == {1, 2}
-    assert rates[1][0] == pytest.approx((1 + 0.5 + 0.5 + 0) / 4) and rates[2][0] == pytest.approx(3 / 4)
-    assert rates[2][1] == pytest.approx(1.959964 * (0.25 / 4) ** 0.5)  # variance of 1, 1, 1, 0 is 1/4
+    assert rates[1][0] == pytest.approx((1 + 0.5 + 0.5 + 0) / 4) and rates[2][0] == pytest.approx(
+        3 / 4
+    )
+    assert rates[2][1] == pytest.approx(
+        1.959964 * (0.25 / 4) ** 0.5
+    )  # variance of 1, 1, 1, 0 is 1/4

@@ -12,10 +12,10 @@ import pytest
 
 from megatron_rl.config.schema import EnvironmentSettings, EvalSettings, RolloutSettings
 from megatron_rl.rollouts.__main__ import RUN_KEY_VARIABLE
-from megatron_rl.rollouts.rollout_batch import RolloutBatch, RolloutStage
 from megatron_rl.rollouts.evaluation import Accuracy, Evaluation
 from megatron_rl.rollouts.hub import CollectorLost, Hub
 from megatron_rl.rollouts.queue import CollectorFailed, RolloutQueue
+from megatron_rl.rollouts.rollout_batch import RolloutBatch, RolloutStage
 from tests.support.fake_engine import configuration, fake_engine, reply
 from tests.support.scripted_model import EOS, PROMPT
 from tests.support.selection import Given
@@ -41,11 +41,11 @@ class Blocks:
 """
 
 
-Start = Callable[..., subprocess.Popen[str]]
+ResumePoint = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture
-def start(hub: Hub, tmp_path: Path) -> Iterator[Start]:
+def start(hub: Hub, tmp_path: Path) -> Iterator[ResumePoint]:
     """Starts the collector of node 0 with a folder of the user's own on its path."""
     processes = []
     (tmp_path / "second_chance.py").write_text(ENVIRONMENT)
@@ -70,43 +70,58 @@ def start(hub: Hub, tmp_path: Path) -> Iterator[Start]:
 
 def draw(hub: Hub, environment: EnvironmentSettings) -> tuple[RolloutBatch, Accuracy]:
     """A batch and an evaluation from the collector process, through a queue as rank 0 uses it."""
-    rollout, asked = RolloutSettings(max_new_tokens=16, samples_per_prompt=2), EvalSettings(samples_per_prompt=2)
+    rollout, asked = (
+        RolloutSettings(max_new_tokens=16, samples_per_prompt=2),
+        EvalSettings(samples_per_prompt=2),
+    )
     queue = RolloutQueue(hub, rollout)
 
     def work(url: str) -> tuple[RolloutBatch, Accuracy]:
         hub.wait_for(1, 20)
         queue.configure({0: configuration(url, environment=environment)})
         queue.set_version(3)
-        batch = RolloutStage(queue, rollout, Given([PROMPT, PROMPT], 2), (EOS,), lambda: None).draw(1)
+        batch = RolloutStage(queue, rollout, Given([PROMPT, PROMPT], 2), (EOS,), lambda: None).draw(
+            1
+        )
         queue.release(batch.delivered)
         accuracy = Evaluation(queue, [PROMPT], asked, rollout, (EOS,), lambda: None).measure("1")
         queue.stop()
         return batch, accuracy
 
     async def run() -> tuple[RolloutBatch, Accuracy]:
-        async with fake_engine(lambda n, asked: reply(asked, "046" if len(asked["input_ids"]) > 8 else "047")) as url:
+        async with fake_engine(
+            lambda n, asked: reply(asked, "046" if len(asked["input_ids"]) > 8 else "047")
+        ) as url:
             return await asyncio.to_thread(work, url)
 
     return asyncio.run(run())
 
 
-def test_a_batch_and_an_evaluation_in_an_environment_of_ones_own(hub: Hub, start: Start) -> None:
+def test_a_batch_and_an_evaluation_in_an_environment_of_ones_own(
+    hub: Hub, start: ResumePoint
+) -> None:
     process = start()
     batch, accuracy = draw(hub, EnvironmentSettings(name="second_chance:SecondChance"))
     assert sorted(batch.delivered) == ["step-1-0", "step-1-1"]
     metrics = batch.metrics()
-    assert (metrics["rollout/samples"], metrics["rollout/tokens"], metrics["reward/mean"]) == (4.0, 32.0, 1.0)
+    assert (metrics["rollout/samples"], metrics["rollout/tokens"], metrics["reward/mean"]) == (
+        4.0,
+        32.0,
+        1.0,
+    )
     assert (accuracy.accuracy, accuracy.samples) == (1.0, 2)
     assert process.wait(30) == 0  # it was told to stop
 
 
-def test_an_environment_that_cannot_be_opened_ends_the_run_by_name(hub: Hub, start: Start) -> None:
+def test_an_environment_that_cannot_be_opened_ends_the_run_by_name(
+    hub: Hub, start: ResumePoint
+) -> None:
     start()
     with pytest.raises(CollectorFailed, match=r"environment\.name=second_chance:Nothing"):
         draw(hub, EnvironmentSettings(name="second_chance:Nothing"))
 
 
-def test_a_stalled_collector_is_lost(hub: Hub, start: Start) -> None:
+def test_a_stalled_collector_is_lost(hub: Hub, start: ResumePoint) -> None:
     hub._silence_seconds = 3.0
     process = start()
     hub.wait_for(1, 20)
@@ -119,21 +134,24 @@ def test_a_stalled_collector_is_lost(hub: Hub, start: Start) -> None:
             hub.poll(0.5)
 
 
-def test_an_environment_that_blocks_the_collector_is_noticed(hub: Hub, start: Start) -> None:
+def test_an_environment_that_blocks_the_collector_is_noticed(hub: Hub, start: ResumePoint) -> None:
     hub._silence_seconds = 2.0
     start()
-    with pytest.raises(CollectorLost, match=r"node 0 was not heard for \d s: .* its scorer or environment blocks it"):
+    with pytest.raises(
+        CollectorLost,
+        match=r"node 0 was not heard for \d s: .* its scorer or environment blocks it",
+    ):
         draw(hub, EnvironmentSettings(name="second_chance:Blocks"))
 
 
-def test_an_environment_may_take_long_to_open(hub: Hub, start: Start) -> None:
+def test_an_environment_may_take_long_to_open(hub: Hub, start: ResumePoint) -> None:
     hub._silence_seconds = 3.0  # it takes four
     start()
     batch, _ = draw(hub, EnvironmentSettings(name="second_chance:LoadsForLong"))
     assert batch.metrics()["rollout/samples"] == 4.0
 
 
-def test_a_collector_ends_with_the_hub(hub: Hub, start: Start) -> None:
+def test_a_collector_ends_with_the_hub(hub: Hub, start: ResumePoint) -> None:
     process = start()
     hub.wait_for(1, 20)
     hub._socket.close(0)
@@ -141,7 +159,7 @@ def test_a_collector_ends_with_the_hub(hub: Hub, start: Start) -> None:
     assert process.returncode == 1 and "the connection to rank 0 ended" in output
 
 
-def test_a_collector_with_another_key_ends_and_says_why(hub: Hub, start: Start) -> None:
+def test_a_collector_with_another_key_ends_and_says_why(hub: Hub, start: ResumePoint) -> None:
     other = Hub("127.0.0.1")
     process = start(hub.run_key[:40] + other.run_key[40:])
     other.close()
@@ -149,7 +167,7 @@ def test_a_collector_with_another_key_ends_and_says_why(hub: Hub, start: Start) 
     assert process.returncode == 1 and "does not know this collector's key" in output
 
 
-def test_the_key_is_not_on_the_command_line(hub: Hub, start: Start) -> None:
+def test_the_key_is_not_on_the_command_line(hub: Hub, start: ResumePoint) -> None:
     process = start()
     hub.wait_for(1, 20)
     command = Path(f"/proc/{process.pid}/cmdline").read_bytes()

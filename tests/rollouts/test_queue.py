@@ -6,7 +6,12 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from megatron_rl.config.schema import EngineSettings, EnvironmentSettings, RewardSettings, RolloutSettings
+from megatron_rl.config.schema import (
+    EngineSettings,
+    EnvironmentSettings,
+    RewardSettings,
+    RolloutSettings,
+)
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.rollouts.hub import CollectorLost, Hub
 from megatron_rl.rollouts.messages import (
@@ -69,16 +74,26 @@ def test_work_is_spread_by_outstanding_samples(hub: Hub, queue: RolloutQueue, pe
     other.hang_up()
 
 
-def test_what_is_still_outstanding_counts_where_more_is_asked_for(hub: Hub, queue: RolloutQueue, peer: Peer) -> None:
+def test_what_is_still_outstanding_counts_where_more_is_asked_for(
+    hub: Hub, queue: RolloutQueue, peer: Peer
+) -> None:
     other = Peer(hub, 1)
     hub.wait_for(2, 5)
-    for turn in ([("a", 2), ("b", 3)], [("c", 1)], [("d", 1)], [("e", 1)], [("f", 2), ("g", 1), ("h", 1), ("i", 1)]):
+    for turn in (
+        [("a", 2), ("b", 3)],
+        [("c", 1)],
+        [("d", 1)],
+        [("e", 1)],
+        [("f", 2), ("g", 1), ("h", 1), ("i", 1)],
+    ):
         queue.submit([request(name, samples) for name, samples in turn])
     assert [asked(peer, 5), asked(other, 4)] == [["a", "c", "d", "f", "i"], ["b", "e", "g", "h"]]
     other.hang_up()
 
 
-def test_rollouts_of_the_start_checkpoint_are_fresh_before_the_first_sync(hub: Hub, peer: Peer) -> None:
+def test_rollouts_of_the_start_checkpoint_are_fresh_before_the_first_sync(
+    hub: Hub, peer: Peer
+) -> None:
     queue = RolloutQueue(hub, RolloutSettings(max_new_tokens=4, max_staleness=0))
     queue.submit([request("a")])
     peer.say(done("a", (msgspec.structs.replace(make_ref(make_rollout(3, 4)), versions=(0,)),)))
@@ -136,7 +151,12 @@ DATED = [
     (VERSION - 1, 1, False, "version_never_sent"),
     (0, 9, False, "version_never_sent"),
     (VERSION, 1, True, None),
-    (VERSION + 1, 1, True, "stale"),  # it would count as the accuracy of weights that it was not drawn with
+    (
+        VERSION + 1,
+        1,
+        True,
+        "stale",
+    ),  # it would count as the accuracy of weights that it was not drawn with
     (VERSION - 1, 1, True, "version_never_sent"),
 ]
 
@@ -151,10 +171,14 @@ def test_rollouts_of_weights_too_old_or_never_sent_are_counted_not_delivered(
     peer.say(done("a", (msgspec.structs.replace(make_ref(make_rollout(3, 4)), generated=4),)))
     (group,) = queue.as_completed(idle)
     assert len(group.rollouts) == (0 if reason else 1)
-    assert (group.rejected, group.rejected_tokens) == (({reason: 1}, {reason: 4}) if reason else ({}, {}))
+    assert (group.rejected, group.rejected_tokens) == (
+        ({reason: 1}, {reason: 4}) if reason else ({}, {})
+    )
 
 
-def test_one_token_of_a_version_that_was_never_sent_is_enough(queue: RolloutQueue, peer: Peer) -> None:
+def test_one_token_of_a_version_that_was_never_sent_is_enough(
+    queue: RolloutQueue, peer: Peer
+) -> None:
     queue.set_version(VERSION)
     queue.submit([request("a")])
     kept = make_ref(make_rollout(3, 4))
@@ -200,11 +224,16 @@ def test_an_expired_request_is_aborted_and_nobody_waits_for_that(hub: Hub, peer:
         peer.say(AbortRequest("http://e", rid))
     peer.say(done("a"))
     assert len(list(queue.as_completed(idle))) == 1
-    assert {told.get(timeout=5), told.get(timeout=5)} == {("http://e", "a/0#1;"), ("http://e", "a/1#2;")}
+    assert {told.get(timeout=5), told.get(timeout=5)} == {
+        ("http://e", "a/0#1;"),
+        ("http://e", "a/1#2;"),
+    }
     hang.set()
 
 
-def test_an_expired_request_is_given_up_where_nobody_can_abort_it(queue: RolloutQueue, peer: Peer) -> None:
+def test_an_expired_request_is_given_up_where_nobody_can_abort_it(
+    queue: RolloutQueue, peer: Peer
+) -> None:
     queue.submit([request("a")])
     peer.say(AbortRequest("http://e", "a/0#1;"))
     peer.say(done("a"))
@@ -213,11 +242,16 @@ def test_an_expired_request_is_given_up_where_nobody_can_abort_it(queue: Rollout
 
 def test_failures_are_named(queue: RolloutQueue, peer: Peer) -> None:
     queue.submit([request("a")])
-    for message, words in ((Failed("the engine has gone"), "the engine has gone"), (done("b"), "unexpected GroupDone")):
+    for message, words in (
+        (Failed("the engine has gone"), "the engine has gone"),
+        (done("b"), "unexpected GroupDone"),
+    ):
         peer.say(message)
         with pytest.raises(CollectorFailed, match=words) as caught:
             list(queue.as_completed(idle))
-        assert isinstance(caught.value, Failure) and caught.value.exit_code is ExitCode.ENGINE_FAILED
+        assert (
+            isinstance(caught.value, Failure) and caught.value.exit_code is ExitCode.ENGINE_FAILED
+        )
 
 
 @pytest.mark.parametrize("refused", [True, False])
@@ -253,18 +287,26 @@ def test_every_collector_gets_its_own_configuration_and_is_told_to_end(
     hub.wait_for(2, 5)
     ours, theirs = (
         Configure(
-            engines=(), api_key=None, model_path=path, routes=None, engine=EngineSettings(),
-            rollout=RolloutSettings(max_new_tokens=4), reward=RewardSettings(), environment=EnvironmentSettings(),
+            engines=(),
+            api_key=None,
+            model_path=path,
+            routes=None,
+            engine=EngineSettings(),
+            rollout=RolloutSettings(max_new_tokens=4),
+            reward=RewardSettings(),
+            environment=EnvironmentSettings(),
         )
         for path in ("/ours", "/theirs")
-    )  # fmt: skip
+    )
     queue.configure({0: ours, 1: theirs})
     queue.stop()
     assert [peer.hear(2), other.hear(2)] == [[ours, Stop()], [theirs, Stop()]]
     other.hang_up()
 
 
-def test_stale_rollouts_add_to_what_the_collector_rejected_as_such(queue: RolloutQueue, peer: Peer) -> None:
+def test_stale_rollouts_add_to_what_the_collector_rejected_as_such(
+    queue: RolloutQueue, peer: Peer
+) -> None:
     queue.set_version(9)
     queue.submit([request("a")])
     peer.say(done("a", (make_ref(make_rollout(3, 4)),), rejected={"stale": 2, "engine": 1}))

@@ -31,23 +31,34 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ManagedEngine]:
 
 
 def admin(engine: ManagedEngine, path: str, body: dict) -> None:
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {engine.keys.admin_api_key}"}
-    urllib.request.urlopen(urllib.request.Request(engine.url + path, json.dumps(body).encode(), headers), timeout=30)
+    headers = {
+        "Content-Type": "application/json",
+        "Authorization": f"Bearer {engine.keys.admin_api_key}",
+    }
+    urllib.request.urlopen(
+        urllib.request.Request(engine.url + path, json.dumps(body).encode(), headers), timeout=30
+    )
 
 
 def test_a_seed_draws_the_same_response_whatever_is_drawn_beside_it(engine: ManagedEngine) -> None:
-    """Tokens, log-probabilities and routes: of 300 at a time, then of 7 in another order, with cached prompts."""
+    """Tokens, log-probabilities and routes: of 300 at a time, then of 7 in another order, with
+    cached prompts.
+    """
     prompts = [TOKENIZER.encode(f"{10 + i % 80}+{99 - i % 37}=") for i in range(200)]
 
     async def draw(order: Sequence[int], at_a_time: int) -> dict[int, tuple[bytes, bytes, bytes]]:
         slots, drawn = asyncio.Semaphore(at_a_time), {}
         shape = (SHAPE.num_layers, SHAPE.topk)
-        async with GenerateClient(engine.url, api_key=engine.keys.api_key, route_shape=shape) as client:
+        async with GenerateClient(
+            engine.url, api_key=engine.keys.api_key, route_shape=shape
+        ) as client:
 
             async def one(i: int) -> None:
                 async with slots:
                     sampling = Sampling(max_new_tokens=(20, 20, 20, 300)[i % 4], temperature=10.0)
-                    done = await client.generate(prompts[i], sampling, rid=f"s{i}", return_routes=True, seed=i << 40)
+                    done = await client.generate(
+                        prompts[i], sampling, rid=f"s{i}", return_routes=True, seed=i << 40
+                    )
                 assert done.routes is not None
                 drawn[i] = done.output_ids.tobytes(), done.logprobs.tobytes(), done.routes.tobytes()
 
@@ -62,8 +73,12 @@ def test_a_seed_draws_the_same_response_whatever_is_drawn_beside_it(engine: Mana
     assert not different if EXACT else sum(together[i][0] != other[i][0] for i in different) <= 2
 
 
-def test_what_runs_at_its_deadline_is_kept_with_its_routes_and_the_engine_goes_on(engine: ManagedEngine) -> None:
-    """The engine is paused while it generates: it falls silent, every request expires, is aborted and answered."""
+def test_what_runs_at_its_deadline_is_kept_with_its_routes_and_the_engine_goes_on(
+    engine: ManagedEngine,
+) -> None:
+    """The engine is paused while it generates: it falls silent, every request expires, is aborted
+    and answered.
+    """
     aborted: list[str] = []
     requests: list[asyncio.Task[Generation]] = []
     went_on = False
@@ -90,7 +105,9 @@ def test_what_runs_at_its_deadline_is_kept_with_its_routes_and_the_engine_goes_o
         sampling = Sampling(max_new_tokens=100, temperature=5.0)
         requests.extend(
             asyncio.create_task(
-                pool.generate(PROMPT.token_ids, sampling, rid=f"r{i}", return_routes=True, seed=2**63 - 1 - i)
+                pool.generate(
+                    PROMPT.token_ids, sampling, rid=f"r{i}", return_routes=True, seed=2**63 - 1 - i
+                )
             )
             for i in range(48)
         )
@@ -99,18 +116,24 @@ def test_what_runs_at_its_deadline_is_kept_with_its_routes_and_the_engine_goes_o
             await next(answers)
         await asyncio.to_thread(admin, engine, "/pause_generation", {"mode": "in_place"})
         results = await asyncio.gather(*requests, return_exceptions=True)
-        results.append(await pool.generate(PROMPT.token_ids, sampling, rid="after", return_routes=True))
+        results.append(
+            await pool.generate(PROMPT.token_ids, sampling, rid="after", return_routes=True)
+        )
         await pool.close()
         return results
 
     results = asyncio.run(run())
     assert aborted, "no request was running when the engine was paused"
     generations = [result for result in results if isinstance(result, Generation)]
-    expired = [result for result in results if isinstance(result, RequestExpired)]  # nothing of them was drawn yet
+    expired = [
+        result for result in results if isinstance(result, RequestExpired)
+    ]  # nothing of them was drawn yet
     assert len(generations) + len(expired) == len(results), results
     for generation in generations:
         assert generation.routes is not None
         assert len(generation.routes) == len(PROMPT.token_ids) + len(generation.output_ids) - 1
         assert generation.finish_reason is not FinishReason.ABORT
-    cut = [generation for generation in generations if generation.finish_reason is FinishReason.LENGTH]
+    cut = [
+        generation for generation in generations if generation.finish_reason is FinishReason.LENGTH
+    ]
     assert any(0 < len(generation.output_ids) < 100 for generation in cut)

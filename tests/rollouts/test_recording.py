@@ -34,18 +34,30 @@ SHAPE = read_shape(TWO_DIGIT_ADDITION)
 
 def test_groups_come_back_as_they_were_over_several_parts_and_nodes(tmp_path: Path) -> None:
     _, made, _ = make_batch(SHAPE, 16)
-    rollouts = [dataclasses.replace(rollout, prompt_id=f"g{place // 4}") for place, rollout in enumerate(made)]
+    rollouts = [
+        dataclasses.replace(rollout, prompt_id=f"g{place // 4}")
+        for place, rollout in enumerate(made)
+    ]
     groups = judged_groups(rollouts)
-    measured = tuple(msgspec.structs.replace(r, generated=9, repetition=0.25) for r in groups[1].rollouts)
+    measured = tuple(
+        msgspec.structs.replace(r, generated=9, repetition=0.25) for r in groups[1].rollouts
+    )
     groups[1] = msgspec.structs.replace(groups[1], rollouts=measured, weight=1.27)
     held = [(i, group, rollouts[4 * i : 4 * i + 4]) for i, group in enumerate(groups)]
     empty = msgspec.structs.replace(
-        groups[0], group_id="empty", rollouts=(), rejected={"engine": 4}, rejected_tokens={"engine": 7}
+        groups[0],
+        group_id="empty",
+        rollouts=(),
+        rejected={"engine": 4},
+        rejected_tokens={"engine": 7},
     )
     parts = write_parts(tmp_path, 0, [held[0], held[2], (4, empty, [])], part_bytes=1000)
     parts += write_parts(tmp_path, 1, [held[1], held[3]])
     assert parts == ["node-0-00000", "node-0-00001", "node-0-00002", "node-1-00000"]
-    write_batch(tmp_path, BatchRecord(step=7, groups=5, generated_tokens=9, engines_left_out=0, parts=tuple(parts)))
+    write_batch(
+        tmp_path,
+        BatchRecord(step=7, groups=5, generated_tokens=9, engines_left_out=0, parts=tuple(parts)),
+    )
     found = read_groups(tmp_path)
     assert [group for group, _ in found] == [*groups, empty]
     for (_, got), (_, _, wanted) in zip(found, held, strict=False):
@@ -64,7 +76,10 @@ def test_a_reader_of_json_and_safetensors_finds_every_token(tmp_path: Path) -> N
     start, stop = rollout["tokens"]
     assert sum(segment["tokens"] for segment in rollout["segments"]) == stop - start
     first = rollout["segments"][0]
-    assert first["role"] == "prompt" and np.isnan(arrays["logprobs"][start : start + first["tokens"]]).all()
+    assert (
+        first["role"] == "prompt"
+        and np.isnan(arrays["logprobs"][start : start + first["tokens"]]).all()
+    )
     assert np.isfinite(arrays["logprobs"][stop - 1])
     rows = slice(*rollout["routes"])
     assert arrays["routes"][rows].shape == (stop - start - 1, len(SHAPE.moe_layers), SHAPE.topk)
@@ -81,12 +96,19 @@ def test_a_damaged_recording_is_named(tmp_path: Path) -> None:
         read_groups(batch_directory(tmp_path, 2))
 
 
-def opened(directory: Path, batches: int, shape: ModelShape = SHAPE, *, replayed: bool = True) -> RecordedRollouts:
+def opened(
+    directory: Path, batches: int, shape: ModelShape = SHAPE, *, replayed: bool = True
+) -> RecordedRollouts:
     routes = RouteShape(
-        moe_layers=shape.moe_layers, num_hidden_layers=shape.num_layers, num_experts=shape.num_experts, topk=shape.topk
+        moe_layers=shape.moe_layers,
+        num_hidden_layers=shape.num_layers,
+        num_experts=shape.num_experts,
+        topk=shape.topk,
     )
     wanted = routes if replayed else None
-    return RecordedRollouts(directory, node=0, batches=batches, routes=wanted, vocab_size=shape.vocab_size)
+    return RecordedRollouts(
+        directory, node=0, batches=batches, routes=wanted, vocab_size=shape.vocab_size
+    )
 
 
 @pytest.mark.parametrize(
@@ -103,12 +125,16 @@ def test_what_another_model_recorded_is_refused_before_a_rank_computes_with_it(
 ) -> None:
     """In a rank it would be an index out of range, or wrong experts without a word."""
     write_recording(tmp_path, SHAPE, steps=1)
-    with pytest.raises(BadRecording, match=rf"rollout\.recorded.*step-0000001.*t0.*{said}.*another model"):
+    with pytest.raises(
+        BadRecording, match=rf"rollout\.recorded.*step-0000001.*t0.*{said}.*another model"
+    ):
         opened(tmp_path, 1, dataclasses.replace(SHAPE, **of_the_model)).draw(1)
 
 
 def test_a_recording_without_routes_trains_only_where_none_are_replayed(tmp_path: Path) -> None:
-    write_recording(tmp_path, dataclasses.replace(SHAPE, moe_layers=()), steps=1)  # made without routes
+    write_recording(
+        tmp_path, dataclasses.replace(SHAPE, moe_layers=()), steps=1
+    )  # made without routes
     with pytest.raises(BadRecording, match=r"t0.*no routes.*train\.replay=trainer or off"):
         opened(tmp_path, 1).draw(1)
     assert len(opened(tmp_path, 1, replayed=False).draw(1).groups) == 4

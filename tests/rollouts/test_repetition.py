@@ -23,7 +23,9 @@ def counted(tokens: list[int], ngram: int) -> float:
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.integers(0, 3), max_size=60), st.integers(2, 8))
-def test_it_is_the_share_of_tokens_in_ngrams_that_occurred_before(tokens: list[int], ngram: int) -> None:
+def test_it_is_the_share_of_tokens_in_ngrams_that_occurred_before(
+    tokens: list[int], ngram: int
+) -> None:
     assert repetition(np.array(tokens, np.int32), ngram) == pytest.approx(counted(tokens, ngram))
 
 

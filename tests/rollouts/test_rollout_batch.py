@@ -11,14 +11,14 @@ from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.group import Group, RolloutLocation, Verdict
 from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.contracts.rollout import FinishReason
-from megatron_rl.prompts.selection.selector import Ask, Chosen
+from megatron_rl.prompts.selection.selector import RolloutRequest, SelectionResult
 from megatron_rl.prompts.selection.uniform import UniformStep
-from megatron_rl.rollouts.rollout_batch import RolloutBatch, RolloutStage, TooManyRejected
 from megatron_rl.rollouts.evaluation import Evaluation, LostEvaluation
 from megatron_rl.rollouts.hub import Hub
 from megatron_rl.rollouts.messages import EngineLeftOut, GroupDone, GroupRequest
 from megatron_rl.rollouts.queue import RolloutQueue
-from megatron_rl.rollouts.rejections import OwnClassFailed
+from megatron_rl.rollouts.rejections import UserClassFailed
+from megatron_rl.rollouts.rollout_batch import RolloutBatch, RolloutStage, TooManyRejected
 from tests.support.collectors import Peer, done
 from tests.support.rollouts import VERSION, make_ref, make_rollout
 from tests.support.selection import Given
@@ -34,7 +34,9 @@ def synced(hub: Hub, settings: RolloutSettings = SETTINGS) -> RolloutQueue:
     return queue
 
 
-def answering(peer: Peer, answer: Callable[[GroupRequest], GroupDone], asked: list[GroupRequest]) -> Callable[[], None]:
+def answering(
+    peer: Peer, answer: Callable[[GroupRequest], GroupDone], asked: list[GroupRequest]
+) -> Callable[[], None]:
     """An `idle` in which the collector answers what it was asked, the last question first."""
 
     def idle() -> None:
@@ -54,10 +56,16 @@ def test_groups_come_in_the_order_of_their_prompts_and_are_counted(hub: Hub, pee
         return done(request.group_id, samples, rejected=rejected, generated_at=2.0, judged_at=2.5)
 
     asked: list[GroupRequest] = []
-    stage = RolloutStage(synced(hub), SETTINGS, Given(PROMPTS, 2), (1,), answering(peer, answer, asked))
+    stage = RolloutStage(
+        synced(hub), SETTINGS, Given(PROMPTS, 2), (1,), answering(peer, answer, asked)
+    )
     batch = stage.draw(4)
     assert list(batch.delivered) == ["step-4-0", "step-4-1", "step-4-2"]
-    assert [g.group_id for g in batch.groups] == [r.group_id for r in asked] == ["step-4-0", "step-4-1", "step-4-2"]
+    assert (
+        [g.group_id for g in batch.groups]
+        == [r.group_id for r in asked]
+        == ["step-4-0", "step-4-1", "step-4-2"]
+    )
     assert [r.prompt for r in asked] == PROMPTS
     assert all(r.num_samples == 2 and not r.evaluation for r in asked)
     assert asked[0].sampling == Sampling(max_new_tokens=8, temperature=0.7, stop_token_ids=(1,))
@@ -79,13 +87,20 @@ def test_groups_come_in_the_order_of_their_prompts_and_are_counted(hub: Hub, pee
 def test_truncated_responses_are_a_share() -> None:
     ref = make_ref(make_rollout(2, 3))
     cut = msgspec.structs.replace(ref, finish_reason=FinishReason.LENGTH)
-    assert RolloutBatch((done("a", (ref, cut, cut, cut)).group,), 1).metrics()["rollout/truncated"] == 0.75
+    assert (
+        RolloutBatch((done("a", (ref, cut, cut, cut)).group,), 1).metrics()["rollout/truncated"]
+        == 0.75
+    )
 
 
-def draw(hub: Hub, peer: Peer, answer: Callable[[GroupRequest], GroupDone], share: float = 0.5) -> RolloutBatch:
+def draw(
+    hub: Hub, peer: Peer, answer: Callable[[GroupRequest], GroupDone], share: float = 0.5
+) -> RolloutBatch:
     settings = replace(SETTINGS, max_rejected_share=share)
     given = Given(PROMPTS, 2)
-    return RolloutStage(synced(hub, settings), settings, given, (1,), answering(peer, answer, [])).draw(4)
+    return RolloutStage(
+        synced(hub, settings), settings, given, (1,), answering(peer, answer, [])
+    ).draw(4)
 
 
 def losing(count: int, reason: str = "engine") -> Callable[[GroupRequest], GroupDone]:
@@ -103,16 +118,23 @@ def test_a_batch_that_lost_too_many_rollouts_ends_the_run_by_reason(hub: Hub, pe
     assert draw(hub, peer, losing(2), share=1 / 3).rejected == {"engine": 2}  # 2 of 6
     with pytest.raises(TooManyRejected) as caught:
         draw(hub, peer, losing(2), share=0.33)
-    words = (
-        "batch step-4: 2 of 6 rollouts cannot be used (2 engine (no engine answered)); rollout.max_rejected_share=0.33"
-    )
+    words = "batch step-4: 2 of 6 rollouts cannot be used (2 engine (no engine answered)); rollout.max_rejected_share=0.33"
     assert str(caught.value).startswith(words) and "logs/collector-*.log" in str(caught.value)
     assert isinstance(caught.value, Failure) and caught.value.exit_code is ExitCode.ENGINE_FAILED
 
 
-def test_a_batch_of_which_nothing_came_back_ends_the_run_whatever_may_be_lost(hub: Hub, peer: Peer) -> None:
-    with pytest.raises(TooManyRejected, match=r"6 of 6 rollouts cannot be used \(6 logprobs_nonfinite \(.* NaN"):
-        draw(hub, peer, lambda request: done(request.group_id, rejected={"logprobs_nonfinite": 2}), share=1.0)
+def test_a_batch_of_which_nothing_came_back_ends_the_run_whatever_may_be_lost(
+    hub: Hub, peer: Peer
+) -> None:
+    with pytest.raises(
+        TooManyRejected, match=r"6 of 6 rollouts cannot be used \(6 logprobs_nonfinite \(.* NaN"
+    ):
+        draw(
+            hub,
+            peer,
+            lambda request: done(request.group_id, rejected={"logprobs_nonfinite": 2}),
+            share=1.0,
+        )
 
 
 def test_engines_that_are_left_out_are_a_metric(hub: Hub, peer: Peer) -> None:
@@ -126,7 +148,9 @@ def test_engines_that_are_left_out_are_a_metric(hub: Hub, peer: Peer) -> None:
 def test_a_rollout_without_a_verdict_cannot_be_used_either(hub: Hub, peer: Peer) -> None:
     none = Verdict(reward=None, correctness=None, reason="timeout")
     unjudged = msgspec.structs.replace(make_ref(make_rollout(2, 3)), verdict=none)
-    with pytest.raises(OwnClassFailed, match=r"6 of 6 .* \(6 no_verdict \(the scorer failed, .*reward\.timeout_s"):
+    with pytest.raises(
+        UserClassFailed, match=r"6 of 6 .* \(6 no_verdict \(the scorer failed, .*reward\.timeout_s"
+    ):
         draw(hub, peer, lambda request: done(request.group_id, (unjudged, unjudged)))
 
 
@@ -159,9 +183,13 @@ def test_an_evaluation_draws_as_training_does_unless_told_otherwise(hub: Hub, pe
 
 
 @pytest.mark.parametrize(("share", "lost"), [(0.5, False), (0.3, True)])
-def test_an_evaluation_may_lose_what_its_key_allows(hub: Hub, peer: Peer, share: float, lost: bool) -> None:
+def test_an_evaluation_may_lose_what_its_key_allows(
+    hub: Hub, peer: Peer, share: float, lost: bool
+) -> None:
     queue, settings = synced(hub), EvalSettings(samples_per_prompt=2, max_rejected_share=share)
-    evaluation = Evaluation(queue, PROMPTS, settings, SETTINGS, (1,), answering(peer, half_lost, []))
+    evaluation = Evaluation(
+        queue, PROMPTS, settings, SETTINGS, (1,), answering(peer, half_lost, [])
+    )
     with pytest.raises(LostEvaluation) if lost else contextlib.nullcontext():
         assert evaluation.measure("4").rejected == 3
 
@@ -172,34 +200,44 @@ def half_lost(request: GroupRequest) -> GroupDone:
 
 @dataclass
 class Probing:
-    """Asks two rollouts of each prompt, two more of the first, and another prompt once these are there."""
+    """Asks two rollouts of each prompt, two more of the first, and another prompt once these are
+    there.
+    """
 
     heard: list[tuple[int, int]] = field(default_factory=list)
-    later: list[Ask] = field(default_factory=lambda: [Ask(2, PROMPTS[2], 1)])
+    later: list[RolloutRequest] = field(default_factory=lambda: [RolloutRequest(2, PROMPTS[2], 1)])
 
-    def begin(self) -> list[Ask]:
-        return [Ask(0, PROMPTS[0], 2), Ask(1, PROMPTS[1], 2)]
+    def begin(self) -> list[RolloutRequest]:
+        return [RolloutRequest(0, PROMPTS[0], 2), RolloutRequest(1, PROMPTS[1], 2)]
 
-    def answered(self, index: int, group: Group) -> Ask | None:
+    def answered(self, index: int, group: Group) -> RolloutRequest | None:
         self.heard.append((index, len(group.rollouts)))
         self.groups = {**self.__dict__.get("groups", {}), index: group}
-        return Ask(0, PROMPTS[0], 2, first_sample=2) if self.heard[-1] == (0, 2) else None
+        return (
+            RolloutRequest(0, PROMPTS[0], 2, first_sample=2) if self.heard[-1] == (0, 2) else None
+        )
 
-    def more(self) -> list[Ask]:
+    def more(self) -> list[RolloutRequest]:
         later, self.later = self.later, []
         return later
 
-    def result(self) -> Chosen:
-        return Chosen(groups=(self.groups[0],), stopped=(self.groups[1],), surplus=(self.groups[2],))
+    def result(self) -> SelectionResult:
+        return SelectionResult(
+            groups=(self.groups[0],), stopped=(self.groups[1],), surplus=(self.groups[2],)
+        )
 
     def metrics(self) -> dict[str, float]:
         return {"select/rounds": 2.0}
 
 
-def test_a_group_that_is_extended_is_one_group_and_a_further_round_is_asked(hub: Hub, peer: Peer) -> None:
+def test_a_group_that_is_extended_is_one_group_and_a_further_round_is_asked(
+    hub: Hub, peer: Peer
+) -> None:
     def answer(request: GroupRequest) -> GroupDone:
         refs = tuple(
-            msgspec.structs.replace(make_ref(make_rollout(2, 3)), sample_index=request.first_sample + i, generated=3)
+            msgspec.structs.replace(
+                make_ref(make_rollout(2, 3)), sample_index=request.first_sample + i, generated=3
+            )
             for i in range(request.num_samples)
         )
         return done(request.group_id, refs, rejected={"engine": 1} if request.first_sample else {})
@@ -214,11 +252,17 @@ def test_a_group_that_is_extended_is_one_group_and_a_further_round_is_asked(hub:
     assert sorted(batch.delivered) == ["step-4-0", "step-4-0+2", "step-4-1", "step-4-2"]
     (whole,) = batch.groups
     assert (whole.group_id, [r.sample_index for r in whole.rollouts], whole.rejected) == (
-        "step-4-0", [0, 1, 2, 3], {"engine": 1},
-    )  # fmt: skip
+        "step-4-0",
+        [0, 1, 2, 3],
+        {"engine": 1},
+    )
     assert [g.group_id for g in batch.stopped + batch.surplus] == ["step-4-1", "step-4-2"]
     metrics = batch.metrics()
-    assert (metrics["rollout/samples"], metrics["rollout/rejected"], metrics["select/rounds"]) == (7.0, 1.0, 2.0)
+    assert (metrics["rollout/samples"], metrics["rollout/rejected"], metrics["select/rounds"]) == (
+        7.0,
+        1.0,
+        2.0,
+    )
 
 
 @dataclass
@@ -227,12 +271,14 @@ class Keeping(UniformStep):
 
     kept: tuple[Group, ...] = ()
 
-    def result(self) -> Chosen:
+    def result(self) -> SelectionResult:
         *groups, self.left = super().result().groups
-        return Chosen(groups=(*self.kept, *groups))
+        return SelectionResult(groups=(*self.kept, *groups))
 
 
-def test_a_group_that_is_kept_for_the_next_step_is_released_there_and_its_tokens_are_told(hub: Hub, peer: Peer) -> None:
+def test_a_group_that_is_kept_for_the_next_step_is_released_there_and_its_tokens_are_told(
+    hub: Hub, peer: Peer
+) -> None:
     def answer(request: GroupRequest) -> GroupDone:
         ref = msgspec.structs.replace(make_ref(make_rollout(2, 3)), generated=3)
         return done(request.group_id, (ref,), rejected_tokens={"engine": 2})

@@ -32,7 +32,14 @@ def test_a_released_rollout_is_gone_and_its_file_descriptor_reuse_is_noticed() -
 
 
 def renamed(rollout: Rollout, rollout_id: str) -> Rollout:
-    return Rollout(rollout_id, rollout.prompt_id, 0, rollout.finish_reason, rollout.segments, np.array(rollout.routes))
+    return Rollout(
+        rollout_id,
+        rollout.prompt_id,
+        0,
+        rollout.finish_reason,
+        rollout.segments,
+        np.array(rollout.routes),
+    )
 
 
 def test_a_group_is_stored_once() -> None:

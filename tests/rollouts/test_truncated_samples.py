@@ -24,9 +24,13 @@ def test_a_cut_sample_is_trained_only_if_the_run_says_so(train_truncated: bool) 
         async with fake_engine(cut_then_whole) as url:
             outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
             rollout = RolloutSettings(max_new_tokens=16, train_truncated=train_truncated)
-            collector = Collector(0, msgspec.structs.replace(configuration(url), rollout=rollout), outbox.put)
+            collector = Collector(
+                0, msgspec.structs.replace(configuration(url), rollout=rollout), outbox.put
+            )
             sampling = Sampling(max_new_tokens=16, temperature=1.0, stop_token_ids=(EOS,))
-            await collector.handle(GroupRequest(group_id="g", prompt=PROMPT, num_samples=2, sampling=sampling))
+            await collector.handle(
+                GroupRequest(group_id="g", prompt=PROMPT, num_samples=2, sampling=sampling)
+            )
             done = await asyncio.wait_for(outbox.get(), 10)
             await collector.close()
             return done

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from megatron_rl.contracts.commands import Save, Sync, Wait
+from megatron_rl.contracts.commands import Poll, Save, Sync
 from megatron_rl.training.dispatcher import Dispatcher
 
 
@@ -18,13 +18,13 @@ def main() -> None:
         return int(total)
 
     table = {
-        Wait: lambda command: done.append("wait"),
+        Poll: lambda command: done.append("wait"),
         Sync: collective,
         Save: lambda command: done.append(command.path),
     }
     dispatcher = Dispatcher(dist.group.WORLD, table)
     if rank == 0:
-        dispatcher.run(Wait())
+        dispatcher.run(Poll())
         assert dispatcher.run(Sync(version=20)) == 41
         dispatcher.run(Save("somewhere"))
         dispatcher.finish()

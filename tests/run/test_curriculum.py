@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from megatron_rl.config.cli import compose
 from megatron_rl.config.curriculum import Stage as StageSettings
-from megatron_rl.config.curriculum import Until, stages_of
-from megatron_rl.contracts.run_state import Position, SelectorState, StageState
+from megatron_rl.config.curriculum import Until, phases_of
+from megatron_rl.contracts.run_state import LoopState, PhaseState, SelectorState
 from megatron_rl.run.curriculum import Schedule
 from tests.support.leaders import Stage, lead
 
@@ -23,7 +23,7 @@ BELIEF = ("selection=belief", "eval.every=1")
 
 
 def stages(*entries: str) -> list[StageSettings]:
-    return stages_of(compose([f"stages=[{','.join(entries)}]", *BELIEF]))
+    return phases_of(compose([f"stages=[{','.join(entries)}]", *BELIEF]))
 
 
 def of_stages(said: list[str]) -> list[str]:
@@ -39,12 +39,28 @@ def test_later_stages_inherit_what_earlier_ones_changed() -> None:
 
 def test_a_run_goes_through_its_stages(tmp_path: Path) -> None:
     stage, screen = Stage(accuracies=[0.9, 0.9, 0.9, 0.5, 0.7, 0.1]), io.StringIO()
-    lead(stage, tmp_path, steps=5, evals={"every": 1}, course=stages(SHORT, LONG, LAST), stream=screen)
+    lead(
+        stage,
+        tmp_path,
+        steps=5,
+        evals={"every": 1},
+        course=stages(SHORT, LONG, LAST),
+        stream=screen,
+    )
     assert of_stages(stage.said) == [
-        "parts for 24 tokens", "enter 0", "draw step-1", "draw step-2",
-        "parts for 28 tokens", "enter 1", "widen", "draw step-3", "draw step-4",
-        "parts for 28 tokens", "enter 2", "draw step-5",
-    ]  # fmt: skip
+        "parts for 24 tokens",
+        "enter 0",
+        "draw step-1",
+        "draw step-2",
+        "parts for 28 tokens",
+        "enter 1",
+        "widen",
+        "draw step-3",
+        "draw step-4",
+        "parts for 28 tokens",
+        "enter 2",
+        "draw step-5",
+    ]
     assert stage.said.index("enter 0") < stage.said.index("evaluate 0 at version 0")
     assert [stage.logged[step]["stage/index"] for step in range(1, 6)] == [0, 0, 1, 1, 2]
     assert [stage.logged[step]["stage/tokens"] for step in (1, 5)] == [8, 40], "eight tokens a step"
@@ -60,7 +76,11 @@ def test_a_run_goes_through_its_stages(tmp_path: Path) -> None:
 
 def test_what_an_earlier_stage_measured_does_not_end_the_next(tmp_path: Path) -> None:
     stage = lead(
-        Stage(accuracies=[0.9] * 3 + [0.5] * 9), tmp_path, steps=4, evals={"every": 1}, course=stages(SHORT, LONG, LAST)
+        Stage(accuracies=[0.9] * 3 + [0.5] * 9),
+        tmp_path,
+        steps=4,
+        evals={"every": 1},
+        course=stages(SHORT, LONG, LAST),
     )
     assert [stage.logged[step]["stage/index"] for step in range(1, 5)] == [0, 0, 1, 1]
 
@@ -73,9 +93,18 @@ def test_a_budget_that_is_spent_already_passes_over_a_stage(tmp_path: Path) -> N
 
 def test_a_run_ends_with_its_last_stage(tmp_path: Path) -> None:
     screen = io.StringIO()
-    stage = lead(Stage(), tmp_path, steps=9, course=stages(SHORT, "{name: end, until: {tokens: 40}}"), stream=screen)
+    stage = lead(
+        Stage(),
+        tmp_path,
+        steps=9,
+        course=stages(SHORT, "{name: end, until: {tokens: 40}}"),
+        stream=screen,
+    )
     assert max(stage.logged) == 5 and "save step-5" in stage.said
-    assert "ended after step 5 by until.tokens=40, and 40 were drawn of end, the last of stages" in screen.getvalue()
+    assert (
+        "ended after step 5 by until.tokens=40, and 40 were drawn of end, the last of stages"
+        in screen.getvalue()
+    )
 
 
 @pytest.mark.parametrize("done", range(1, 6))
@@ -88,8 +117,12 @@ def test_a_resumed_run_goes_through_the_same_stages(tmp_path: Path, done: int) -
     for step in range(1, done + 1):
         schedule.advance(step)
         schedule.note(8, accuracies[step])
-    position = Position(
-        step=done, version=0, synced=True, selection=SelectorState(prompts=whole.cursor), stage=schedule.state
+    position = LoopState(
+        step=done,
+        version=0,
+        synced=True,
+        selection=SelectorState(prompts=whole.cursor),
+        stage=schedule.state,
     )
     resumed = Stage(accuracies=accuracies[done + 1 :])
     resumed.state = lambda: SelectorState(prompts=whole.cursor)  # type: ignore[method-assign]
@@ -97,7 +130,9 @@ def test_a_resumed_run_goes_through_the_same_stages(tmp_path: Path, done: int) -
     kept = ("stage/index", "stage/tokens")
     for step in range(done + 1, 7):
         assert [resumed.logged[step][k] for k in kept] == [whole.logged[step][k] for k in kept]
-    assert ("widen" in resumed.said) == (done < 3), "beliefs that were widened already are not widened again"
+    assert ("widen" in resumed.said) == (done < 3), (
+        "beliefs that were widened already are not widened again"
+    )
     assert ("enter 1" in resumed.said) == (done < 4)
 
 
@@ -107,7 +142,9 @@ untils = st.builds(
     tokens=st.none() | st.integers(1, 300),
     accuracy=st.none() | st.floats(0.05, 1.0),
 )
-steps_done = st.lists(st.tuples(st.integers(0, 40), st.none() | st.floats(0, 1)), min_size=1, max_size=25)
+steps_done = st.lists(
+    st.tuples(st.integers(0, 40), st.none() | st.floats(0, 1)), min_size=1, max_size=25
+)
 
 
 @settings(max_examples=200)
@@ -120,10 +157,14 @@ def test_stages_come_in_order_and_depend_on_the_saved_state_alone(
     before, path = 0, []
     for step, (tokens, accuracy) in enumerate(done, 1):
         if step == stop:
-            resumed.state = msgspec.json.decode(msgspec.json.encode(schedule.state), type=StageState)
+            resumed.state = msgspec.json.decode(
+                msgspec.json.encode(schedule.state), type=PhaseState
+            )
         ended = schedule.advance(step)
         assert [index for index, _ in ended] == list(range(before, schedule.state.index))
-        assert schedule.state.index == len(ends) or schedule.ended(step) == "", "no step of a stage that has ended"
+        assert schedule.state.index == len(ends) or schedule.ended(step) == "", (
+            "no step of a stage that has ended"
+        )
         before = schedule.state.index
         path.append(before)
         if step >= stop:

@@ -45,7 +45,9 @@ class PeerAdmin(AdminClient):
 
 
 def serve_peer(pipe: Connection) -> None:
-    """Join the group and receive buckets, as `init_custom_process_group` and the weight updater of SGLang do."""
+    """Join the group and receive buckets, as `init_custom_process_group` and the weight updater of
+    SGLang do.
+    """
     import torch
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import (

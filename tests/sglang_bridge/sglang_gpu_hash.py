@@ -1,4 +1,5 @@
-"""SGLang's own kernel for hashing a GPU tensor, run by Triton's interpreter: prints the hash of each tensor of a file.
+"""SGLang's own kernel for hashing a GPU tensor, run by Triton's interpreter: prints the hash of
+each tensor of a file.
 
 TRITON_INTERPRET=1 python sglang_gpu_hash.py TENSORS.pt
 """
@@ -13,7 +14,9 @@ import torch
 
 def load_kernel():
     """The module alone: importing the package around it takes seconds."""
-    path = importlib.metadata.distribution("sglang").locate_file("sglang/kernels/ops/memory/gpu_tensor_hash.py")
+    path = importlib.metadata.distribution("sglang").locate_file(
+        "sglang/kernels/ops/memory/gpu_tensor_hash.py"
+    )
     spec = importlib.util.spec_from_file_location("gpu_tensor_hash", str(path))
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -29,4 +32,8 @@ class OnGpu(torch.Tensor):
 if __name__ == "__main__":
     kernel = load_kernel()
     tensors = torch.load(sys.argv[1])
-    print(json.dumps([f"{kernel.gpu_tensor_hash(tensor.as_subclass(OnGpu)):016x}" for tensor in tensors]))
+    print(
+        json.dumps(
+            [f"{kernel.gpu_tensor_hash(tensor.as_subclass(OnGpu)):016x}" for tensor in tensors]
+        )
+    )

@@ -2,7 +2,12 @@
 
 import pytest
 
-from sglang_bridge.addresses import node_address, repeated_urls, require_private_address, url_problem
+from sglang_bridge.addresses import (
+    node_address,
+    repeated_urls,
+    require_private_address,
+    url_problem,
+)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "10.1.2.3", "192.168.0.7", "::1"])

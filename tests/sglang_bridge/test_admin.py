@@ -69,7 +69,11 @@ def test_control_requests_use_the_admin_key_and_reading_the_other(
     admin.pause()
     assert admin.server_info() == {"tp_size": 1}
     (first, second) = server.seen  # type: ignore[attr-defined]
-    assert (first[0], first[1], json.loads(first[2])) == ("/pause_generation", "Bearer boss", {"mode": "retract"})
+    assert (first[0], first[1], json.loads(first[2])) == (
+        "/pause_generation",
+        "Bearer boss",
+        {"mode": "retract"},
+    )
     assert second[:2] == ("/server_info", "Bearer user")
 
 
@@ -88,7 +92,12 @@ def test_a_directory_is_loaded_whatever_the_server_started_with(
     admin.update_weights_from_disk("/d", weight_version="3", timeout=5)
     (path, _, body) = server.seen[0]  # type: ignore[attr-defined]
     assert path == "/update_weights_from_disk"
-    assert json.loads(body) == {"model_path": "/d", "load_format": "auto", "weight_version": "3", "flush_cache": False}
+    assert json.loads(body) == {
+        "model_path": "/d",
+        "load_format": "auto",
+        "weight_version": "3",
+        "flush_cache": False,
+    }
 
 
 def test_checksums_are_typed(admin: AdminClient) -> None:

@@ -18,9 +18,13 @@ FUSED, NORM = "model.layers.0.self_attn.qkv_proj.weight", "model.norm.weight"
 
 
 class HoldingAdmin(AdminClient):
-    """Holds these tensors on each of its ranks, by the engine's parameter names, in an engine of this shape."""
+    """Holds these tensors on each of its ranks, by the engine's parameter names, in an engine of
+    this shape.
+    """
 
-    def __init__(self, *ranks: dict[str, torch.Tensor], info: dict[str, Any] | None = None, **shape: Any) -> None:
+    def __init__(
+        self, *ranks: dict[str, torch.Tensor], info: dict[str, Any] | None = None, **shape: Any
+    ) -> None:
         super().__init__(Engine(url="http://127.0.0.1:1", **shape), create_keys())
         self._ranks, self._info = ranks, info or {"device": "cpu"}
 
@@ -29,7 +33,10 @@ class HoldingAdmin(AdminClient):
 
     def checksums(self, *, timeout: float = 300.0) -> list[dict[str, str]]:
         digest = GpuDigest if self._info["device"] == "cuda" else CpuDigest
-        return [{name: checksum(digest(), tensor) for name, tensor in held.items()} for held in self._ranks]
+        return [
+            {name: checksum(digest(), tensor) for name, tensor in held.items()}
+            for held in self._ranks
+        ]
 
 
 def checksum(digest: Digest, tensor: torch.Tensor) -> str:
@@ -39,11 +46,15 @@ def checksum(digest: Digest, tensor: torch.Tensor) -> str:
 
 def sent_and_held() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """What a correct engine holds once these tensors were sent."""
-    sent = {name: torch.full((2, 2), float(index)) for index, name in enumerate(QKV)} | {NORM: torch.ones(2)}
+    sent = {name: torch.full((2, 2), float(index)) for index, name in enumerate(QKV)} | {
+        NORM: torch.ones(2)
+    }
     return sent, {FUSED: torch.cat([sent[name] for name in QKV]), NORM: torch.ones(2)}
 
 
-def expected(sent: dict[str, torch.Tensor], device: Literal["cpu", "cuda"] = "cpu") -> WeightExpectation:
+def expected(
+    sent: dict[str, torch.Tensor], device: Literal["cpu", "cuda"] = "cpu"
+) -> WeightExpectation:
     expectation = WeightExpectation(dtype=torch.float32, num_experts=1, device=device)
     for name, tensor in sent.items():
         expectation.add(name, tensor)
@@ -64,7 +75,9 @@ def test_one_bit_is_found_and_named_with_the_tensors_fused_in_its_parameter() ->
     (mismatch,) = report.mismatches
     assert (mismatch.parameter, mismatch.tensors) == (FUSED, QKV)
     assert mismatch.reason.startswith("sent ")
-    with pytest.raises(WeightMismatch, match=r"version 3: 1 parameter\(s\) differ: .*qkv_proj.*k_proj") as caught:
+    with pytest.raises(
+        WeightMismatch, match=r"version 3: 1 parameter\(s\) differ: .*qkv_proj.*k_proj"
+    ) as caught:
         report.raise_on_mismatch(3)
     assert (caught.value.exit_code, EngineError.exit_code) == (6, 4)
 
@@ -108,7 +121,12 @@ def test_an_engine_on_a_gpu_is_compared_by_value_too() -> None:
     [
         ("cpu", {"device": "cuda"}, {}, "device=cuda"),
         ("cuda", {"device": "cpu"}, {}, "device=cpu"),
-        ("cuda", {"device": "cuda", "moe_runner_backend": "flashinfer_trtllm"}, {}, "flashinfer_trtllm"),
+        (
+            "cuda",
+            {"device": "cuda", "moe_runner_backend": "flashinfer_trtllm"},
+            {},
+            "flashinfer_trtllm",
+        ),
         ("cpu", {"device": "cpu"}, {"tp": 2, "ep": 2}, "tp=2 ep=2"),
         ("cpu", {"device": "cpu"}, {"quantization": "fp8"}, "quantization=fp8"),
     ],
@@ -118,7 +136,9 @@ def test_engines_whose_checksums_cannot_be_predicted_are_compared_by_name(
 ) -> None:
     sent, held = sent_and_held()
     ranks = [held] * shape.get("tp", 1)
-    with pytest.raises(AuditUnsupported, match=rf"every parameter that was sent, by name; .*{words}"):
+    with pytest.raises(
+        AuditUnsupported, match=rf"every parameter that was sent, by name; .*{words}"
+    ):
         audit_engine(HoldingAdmin(*ranks, info=info, **shape), expected(sent, device))
     odd = {**held, "model.extra": torch.ones(1)}
     report = audit_engine(HoldingAdmin(*ranks[1:], odd, info=info, **shape), expected(sent, device))
@@ -131,13 +151,19 @@ def test_engines_whose_checksums_cannot_be_predicted_are_compared_by_name(
 def test_a_name_that_the_engine_does_not_know_is_an_error_and_not_skipped() -> None:
     """SGLang's own loader drops such tensors in silence."""
     sent, held = sent_and_held()
-    report = audit_engine(HoldingAdmin(held), expected({**sent, "model.nrom.weight": torch.ones(2)}))
-    with pytest.raises(WeightMismatch, match=r"model\.nrom\.weight \(the engine has no such parameter\)"):
+    report = audit_engine(
+        HoldingAdmin(held), expected({**sent, "model.nrom.weight": torch.ones(2)})
+    )
+    with pytest.raises(
+        WeightMismatch, match=r"model\.nrom\.weight \(the engine has no such parameter\)"
+    ):
         report.raise_on_mismatch(0)
 
 
 def test_the_text_of_many_differences_stays_short() -> None:
-    expert = Mismatch("w13_weight", tuple(f"expert-{index}" for index in range(100)), "sent a, held b")
+    expert = Mismatch(
+        "w13_weight", tuple(f"expert-{index}" for index in range(100)), "sent a, held b"
+    )
     assert str(expert).endswith("expert-15 and 84 more")
     error = WeightMismatch("http://127.0.0.1:1", 3, ["x"] * 20)
     assert "20 parameter(s) differ: x; x; x; x; x; x; x; x; and 12 more. " in str(error)

@@ -1,4 +1,6 @@
-"""Audits at their edges: how long a text gets, one kind of sharding alone, and a server that names no MoE runner."""
+"""Audits at their edges: how long a text gets, one kind of sharding alone, and a server that names
+no MoE runner.
+"""
 
 import pytest
 
@@ -8,9 +10,13 @@ from sglang_bridge.weights.audit import Mismatch, audit_engine, require_auditabl
 from tests.sglang_bridge.test_audit import HoldingAdmin, expected, sent_and_held
 
 
-@pytest.mark.parametrize(("count", "end"), [(2, "e-1"), (16, "e-15"), (17, "e-15 and 1 more"), (18, "e-15 and 2 more")])
+@pytest.mark.parametrize(
+    ("count", "end"), [(2, "e-1"), (16, "e-15"), (17, "e-15 and 1 more"), (18, "e-15 and 2 more")]
+)
 def test_up_to_sixteen_fused_tensors_are_named(count: int, end: str) -> None:
-    assert str(Mismatch("w13_weight", tuple(f"e-{i}" for i in range(count)), "x")).endswith(f", {end}")
+    assert str(Mismatch("w13_weight", tuple(f"e-{i}" for i in range(count)), "x")).endswith(
+        f", {end}"
+    )
 
 
 @pytest.mark.parametrize("shape", [{"tp": 2}, {"tp": 3}, {"tp": 2, "ep": 2}])

@@ -20,7 +20,9 @@ def copies(named: list[tuple[str, torch.Tensor]], bucket_bytes: int) -> list[Buc
 
 
 def test_buckets_are_filled_in_order_and_the_last_one_says_so() -> None:
-    named = [(name, torch.full((2,), value)) for name, value in (("a", 1.0), ("b", 2.0), ("c", 3.0))]  # 8 bytes each
+    named = [
+        (name, torch.full((2,), value)) for name, value in (("a", 1.0), ("b", 2.0), ("c", 3.0))
+    ]  # 8 bytes each
     first, second = copies(named, 16)
     assert (first.names, first.last) == (["a", "b"], False)
     assert (second.names, second.last) == (["c"], True)
@@ -92,5 +94,8 @@ def test_every_tensor_arrives_once_unchanged_and_aligned(kinds: list, bucket_byt
         received |= dict(bucket.tensors())  # a view of an unaligned tensor raises
         assert bucket.flat.numel() <= bucket_bytes or len(bucket.names) == 1
     assert list(received) == [name for name, _ in named]
-    assert all(torch.equal(received[name], tensor) and received[name].dtype == tensor.dtype for name, tensor in named)
+    assert all(
+        torch.equal(received[name], tensor) and received[name].dtype == tensor.dtype
+        for name, tensor in named
+    )
     assert [bucket.last for bucket in buckets] == [False] * (len(buckets) - 1) + [True]

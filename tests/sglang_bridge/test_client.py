@@ -51,7 +51,10 @@ def test_a_request_asks_for_the_untruncated_distribution() -> None:
         return good_reply()
 
     async def scenario() -> None:
-        async with serving(generate) as url, GenerateClient(url, api_key="k", route_shape=(1, 1)) as client:
+        async with (
+            serving(generate) as url,
+            GenerateClient(url, api_key="k", route_shape=(1, 1)) as client,
+        ):
             generation = await client.generate([1, 2, 3], SAMPLING, rid="a")
             assert generation.output_ids.tolist() == [5]
             assert generation.routes is not None and generation.routes.shape == (3, 1, 1)
@@ -84,7 +87,9 @@ def test_a_request_carries_its_seed() -> None:
 
 
 def test_no_two_requests_have_names_of_which_one_starts_as_the_other() -> None:
-    """The engine refuses a name twice, and aborts every request whose name starts as the one it is given."""
+    """The engine refuses a name twice, and aborts every request whose name starts as the one it is
+    given.
+    """
     names: list[str] = []
 
     async def generate(request: web.Request) -> web.StreamResponse:
@@ -97,10 +102,17 @@ def test_no_two_requests_have_names_of_which_one_starts_as_the_other() -> None:
                 await client.generate([1, 2, 3], SAMPLING, rid="a")
 
     asyncio.run(scenario())
-    assert not [(one, other) for one in names for other in names if one is not other and other.startswith(one)]
+    assert not [
+        (one, other)
+        for one in names
+        for other in names
+        if one is not other and other.startswith(one)
+    ]
 
 
-@pytest.mark.parametrize(("status", "elsewhere"), [(500, True), (503, True), (401, True), (400, False), (413, False)])
+@pytest.mark.parametrize(
+    ("status", "elsewhere"), [(500, True), (503, True), (401, True), (400, False), (413, False)]
+)
 def test_a_refusal_says_whether_another_engine_might_answer(status: int, elsewhere: bool) -> None:
     async def generate(request: web.Request) -> web.Response:
         return web.Response(status=status, text="no and no")
@@ -127,10 +139,15 @@ def test_what_is_given_up_closes_its_connection(how: str) -> None:
 
     async def scenario() -> None:
         deadline = 1.0 if how == "deadline" else 60.0
-        async with serving(generate) as url, GenerateClient(url, deadline_seconds=deadline) as client:
+        async with (
+            serving(generate) as url,
+            GenerateClient(url, deadline_seconds=deadline) as client,
+        ):
             task = asyncio.create_task(client.generate([1], SAMPLING, rid="a", return_routes=False))
             if how == "deadline":
-                with pytest.raises(RequestExpired, match=r"nothing was answered for 1 s .* engine\.token_timeout_s"):
+                with pytest.raises(
+                    RequestExpired, match=r"nothing was answered for 1 s .* engine\.token_timeout_s"
+                ):
                     await task
             else:
                 await asked.wait()
@@ -143,14 +160,19 @@ def test_what_is_given_up_closes_its_connection(how: str) -> None:
 
 
 def test_a_request_waits_for_as_long_as_its_engine_answers_others() -> None:
-    """However long the engine's queue is: a deadline from the start of the request would drop the longest responses."""
+    """However long the engine's queue is: a deadline from the start of the request would drop the
+    longest responses.
+    """
 
     async def generate(request: web.Request) -> web.Response:
         await asyncio.sleep(2.0 if "long" in (await request.json())["rid"] else 0.01)
         return good_reply()
 
     async def scenario() -> None:
-        async with serving(generate) as url, GenerateClient(url, deadline_seconds=1.0, route_shape=(1, 1)) as client:
+        async with (
+            serving(generate) as url,
+            GenerateClient(url, deadline_seconds=1.0, route_shape=(1, 1)) as client,
+        ):
             long = asyncio.create_task(client.generate([1, 2, 3], SAMPLING, rid="long"))
             while not long.done():
                 await client.generate([1, 2, 3], SAMPLING, rid="short")
@@ -162,8 +184,12 @@ def test_a_request_waits_for_as_long_as_its_engine_answers_others() -> None:
     asyncio.run(scenario())
 
 
-def cut_off(ids: list[int], *, routes: bool = True) -> tuple[Generation | str, list[tuple[str, str]]]:
-    """What becomes of a request that is aborted at its deadline after `ids` were drawn, and who was told to abort."""
+def cut_off(
+    ids: list[int], *, routes: bool = True
+) -> tuple[Generation | str, list[tuple[str, str]]]:
+    """What becomes of a request that is aborted at its deadline after `ids` were drawn, and who was
+    told to abort.
+    """
     aborted, told = asyncio.Event(), list[tuple[str, str]]()
 
     async def abort(url: str, rid: str) -> None:
@@ -178,7 +204,9 @@ def cut_off(ids: list[int], *, routes: bool = True) -> tuple[Generation | str, l
             "weight_version": "1",
             "output_token_logprobs": [[-1.0, token, None] for token in ids],
         }
-        return web.json_response({"output_ids": ids, "meta_info": meta | ({"routed_experts": rows} if routes else {})})
+        return web.json_response(
+            {"output_ids": ids, "meta_info": meta | ({"routed_experts": rows} if routes else {})}
+        )
 
     async def scenario() -> Generation | str:
         async with (
@@ -214,7 +242,11 @@ def test_an_expired_request_of_which_nothing_can_be_kept_failed(given: dict) -> 
 
 def test_an_abort_that_nobody_asked_for_is_not_taken_for_a_truncated_response() -> None:
     async def generate(request: web.Request) -> web.Response:
-        meta = {"finish_reason": {"type": "abort"}, "weight_version": "1", "output_token_logprobs": [[-1.0, 5, None]]}
+        meta = {
+            "finish_reason": {"type": "abort"},
+            "weight_version": "1",
+            "output_token_logprobs": [[-1.0, 5, None]],
+        }
         return web.json_response({"output_ids": [5], "meta_info": meta})
 
     async def scenario() -> None:

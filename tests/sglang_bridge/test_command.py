@@ -20,7 +20,9 @@ def argv_of(place: ServerPlace = PLACE, **settings: Any) -> list[str]:
     return build_argv(ServerSettings(**settings), place, port=21000, key_config=KEYS)
 
 
-def environment_of(inherited: dict[str, str], place: ServerPlace = PLACE, **settings: Any) -> dict[str, str]:
+def environment_of(
+    inherited: dict[str, str], place: ServerPlace = PLACE, **settings: Any
+) -> dict[str, str]:
     return build_environment(ServerSettings(**settings), place, inherited)
 
 
@@ -47,9 +49,14 @@ def test_weights_come_from_the_checkpoint_or_are_random_until_the_first_sync() -
 
 
 def test_a_start_checkpoint_answers_as_version_0_and_random_weights_as_none() -> None:
-    """Where nothing is synced, as in mode=eval, rollouts of a version that is no number would all be rejected."""
+    """Where nothing is synced, as in mode=eval, rollouts of a version that is no number would all
+    be rejected.
+    """
     assert "--weight-version=0" in argv_of()
-    assert not any(argument.startswith("--weight-version") for argument in argv_of(replace(PLACE, load_format="dummy")))
+    assert not any(
+        argument.startswith("--weight-version")
+        for argument in argv_of(replace(PLACE, load_format="dummy"))
+    )
 
 
 def test_only_cpu_engines_get_the_shim() -> None:
@@ -64,7 +71,13 @@ def test_only_cpu_engines_get_the_shim() -> None:
 
 
 def test_torchrun_variables_do_not_reach_the_engine() -> None:
-    inherited = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x", "HOME": "/h"}
+    inherited = {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_PORT": "1",
+        "TORCHELASTIC_RUN_ID": "x",
+        "HOME": "/h",
+    }
     environment = environment_of(inherited, threads=2)
     assert not {"RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"} & environment.keys()
     assert environment["HOME"] == "/h"
@@ -86,9 +99,14 @@ def test_a_gpus_memory_is_sglangs_to_divide() -> None:
 
 
 def test_where_routes_are_replayed_experts_run_in_kernels_that_record_them() -> None:
-    """SGLang's default on the newest GPUs, flashinfer_trtllm, routes inside its kernel: it would record zeros."""
+    """SGLang's default on the newest GPUs, flashinfer_trtllm, routes inside its kernel: it would
+    record zeros.
+    """
     assert "--moe-runner-backend=triton" in argv_of(GPU)
-    assert not any("--moe-runner-backend" in argument for argument in argv_of(replace(GPU, return_routes=False)))
+    assert not any(
+        "--moe-runner-backend" in argument
+        for argument in argv_of(replace(GPU, return_routes=False))
+    )
     assert not any("--moe-runner-backend" in argument for argument in argv_of(PLACE))
 
 
@@ -98,9 +116,13 @@ def test_the_runs_seed_reaches_the_engine() -> None:
 
 
 def test_nccl_is_set_alike_on_both_sides_of_the_weight_group() -> None:
-    """NCCL waits forever when one side uses cuMem or NVLS buffers and the other does not; SGLang switches both off."""
+    """NCCL waits forever when one side uses cuMem or NVLS buffers and the other does not; SGLang
+    switches both off.
+    """
     assert nccl_environment({}) == {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
     chosen = {"NCCL_CUMEM_ENABLE": "1", "HOME": "/h"}
-    assert nccl_environment(chosen) == {"NCCL_CUMEM_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}, "a user's choice holds"
+    assert nccl_environment(chosen) == {"NCCL_CUMEM_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}, (
+        "a user's choice holds"
+    )
     for inherited in ({}, chosen):
         assert nccl_environment(inherited).items() <= environment_of(inherited, GPU).items()

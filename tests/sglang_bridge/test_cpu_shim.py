@@ -53,15 +53,23 @@ def run_with_shim(directory: Path, package: str, modules: dict[str, str], script
         (directory / empty / "__init__.py").touch()
     for name, text in modules.items():
         (place / name).write_text(text)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(cpu_shim_path()), str(directory)])}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(cpu_shim_path()), str(directory)])
+    }
     command = [sys.executable, "-c", script]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_engines_import_torchvision_where_there_is_none_and_transformers_sees_none(tmp_path: Path) -> None:
-    told = run_with_shim(tmp_path, "sglang/srt/configs", {"__init__.py": CONFIGS}, "import sglang.srt.configs")
+def test_engines_import_torchvision_where_there_is_none_and_transformers_sees_none(
+    tmp_path: Path,
+) -> None:
+    told = run_with_shim(
+        tmp_path, "sglang/srt/configs", {"__init__.py": CONFIGS}, "import sglang.srt.configs"
+    )
     assert told == "False True\n"
 
 

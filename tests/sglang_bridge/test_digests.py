@@ -29,7 +29,9 @@ def test_on_cpus_it_is_the_beginning_of_sha256() -> None:
 
 
 def test_on_gpus_it_is_what_sglangs_kernel_computes(tmp_path: Path) -> None:
-    """The kernel itself, interpreted: whole tiles, a part of one, odd numbers of bytes, more than one tile."""
+    """The kernel itself, interpreted: whole tiles, a part of one, odd numbers of bytes, more than
+    one tile.
+    """
     generator = torch.Generator().manual_seed(0)
     tensors = [
         torch.randn(1, generator=generator),
@@ -43,8 +45,11 @@ def test_on_gpus_it_is_what_sglangs_kernel_computes(tmp_path: Path) -> None:
     script = Path(__file__).with_name("sglang_gpu_hash.py")
     done = subprocess.run(
         [sys.executable, str(script), str(tmp_path / "tensors.pt")],
-        env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert [digest_of(GpuDigest, tensor) for tensor in tensors] == json.loads(done.stdout)
 
@@ -52,7 +57,9 @@ def test_on_gpus_it_is_what_sglangs_kernel_computes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [CpuDigest, GpuDigest])
 def test_parts_of_any_size_make_the_same_digest(kind: type[CpuDigest] | type[GpuDigest]) -> None:
     tensor = torch.randn(2 * TILE_WORDS + 77).bfloat16()
-    assert {digest_of(kind, tensor, parts) for parts in (1, 2, 3, 5, 1000)} == {digest_of(kind, tensor)}
+    assert {digest_of(kind, tensor, parts) for parts in (1, 2, 3, 5, 1000)} == {
+        digest_of(kind, tensor)
+    }
 
 
 @pytest.mark.parametrize("kind", [CpuDigest, GpuDigest])

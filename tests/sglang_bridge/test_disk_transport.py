@@ -21,7 +21,9 @@ class LoadingAdmin(AdminClient):
         self.held: dict[str, torch.Tensor] = {}
         self.version = ""
 
-    def update_weights_from_disk(self, model_path: str, *, weight_version: str, timeout: float) -> None:
+    def update_weights_from_disk(
+        self, model_path: str, *, weight_version: str, timeout: float
+    ) -> None:
         if not (Path(model_path) / "config.json").exists():
             raise RequestFailed("no config")
         for file in sorted(Path(model_path).glob("*.safetensors")):
@@ -29,7 +31,9 @@ class LoadingAdmin(AdminClient):
         self.version = weight_version
 
 
-def push(transport: DiskTransport, admin: AdminClient, weights: dict[str, torch.Tensor], version: int) -> None:
+def push(
+    transport: DiskTransport, admin: AdminClient, weights: dict[str, torch.Tensor], version: int
+) -> None:
     assert transport.connect([admin]) == {}
     assert transport.begin([admin], version) == {}
     for bucket in iterate_buckets(iter(weights.items()), bucket_bytes=32, device=transport.device):
@@ -41,7 +45,9 @@ def test_a_version_is_loaded_complete_and_replaces_the_one_before(tmp_path: Path
     (tmp_path / "start").mkdir()
     (tmp_path / "start" / "config.json").write_text("{}")
     admin = LoadingAdmin()
-    transport = DiskTransport(directory=tmp_path / "sync", config_from=tmp_path / "start", timeout_seconds=5)
+    transport = DiskTransport(
+        directory=tmp_path / "sync", config_from=tmp_path / "start", timeout_seconds=5
+    )
     for version in (1, 2):
         weights = {name: torch.randn(3, 2) for name in "abc"}
         push(transport, admin, weights, version)

@@ -35,9 +35,12 @@ def test_the_reason_is_the_first_line(
     monkeypatch.setattr(server, "build_argv", lambda *given, **named: ["python", "-c", code])
     with contextlib.closing(Lifeline()) as lifeline:
         engine = ManagedEngine.start(
-            ServerSettings(extra_args=extra), ServerPlace(model_path="/model", device="cpu"),
-            keys=create_keys(), log_path=tmp_path / "engine.log", lifeline=lifeline,
-        )  # fmt: skip
+            ServerSettings(extra_args=extra),
+            ServerPlace(model_path="/model", device="cpu"),
+            keys=create_keys(),
+            log_path=tmp_path / "engine.log",
+            lifeline=lifeline,
+        )
         with pytest.raises(EngineDied) as died:
             for _ in range(200):
                 engine.check_alive()
@@ -55,11 +58,16 @@ def test_an_engine_that_takes_too_long_says_how_long_it_was_waited_for(
     place = ServerPlace(model_path="/model", device="cpu")
     with contextlib.closing(Lifeline()) as lifeline:
         engine = ManagedEngine.start(
-            ServerSettings(), place, keys=create_keys(), log_path=tmp_path / "log", lifeline=lifeline
+            ServerSettings(),
+            place,
+            keys=create_keys(),
+            log_path=tmp_path / "log",
+            lifeline=lifeline,
         )
         time.sleep(1.2)
         with pytest.raises(
-            EngineUnhealthy, match=r"not healthy [1-9]\d* s after its start; raise engine\.start_timeout_s"
+            EngineUnhealthy,
+            match=r"not healthy [1-9]\d* s after its start; raise engine\.start_timeout_s",
         ):
             engine.wait_healthy(0.0)  # as whoever waits for several does in the end
         engine.stop()

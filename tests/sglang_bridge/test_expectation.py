@@ -22,10 +22,22 @@ LAYER = "model.layers.3"
         (f"{LAYER}.mlp.experts.2.gate_proj.weight", Slot(f"{LAYER}.mlp.experts.w13_weight", 4, 16)),
         (f"{LAYER}.mlp.experts.2.up_proj.weight", Slot(f"{LAYER}.mlp.experts.w13_weight", 5, 16)),
         (f"{LAYER}.mlp.experts.7.down_proj.weight", Slot(f"{LAYER}.mlp.experts.w2_weight", 7, 8)),
-        (f"{LAYER}.mlp.shared_experts.up_proj.weight", Slot(f"{LAYER}.mlp.shared_experts.gate_up_proj.weight", 1, 2)),
-        (f"{LAYER}.block_sparse_moe.experts.2.w1.weight", Slot(f"{LAYER}.block_sparse_moe.experts.w13_weight", 4, 16)),
-        (f"{LAYER}.block_sparse_moe.experts.2.w3.weight", Slot(f"{LAYER}.block_sparse_moe.experts.w13_weight", 5, 16)),
-        (f"{LAYER}.block_sparse_moe.experts.7.w2.weight", Slot(f"{LAYER}.block_sparse_moe.experts.w2_weight", 7, 8)),
+        (
+            f"{LAYER}.mlp.shared_experts.up_proj.weight",
+            Slot(f"{LAYER}.mlp.shared_experts.gate_up_proj.weight", 1, 2),
+        ),
+        (
+            f"{LAYER}.block_sparse_moe.experts.2.w1.weight",
+            Slot(f"{LAYER}.block_sparse_moe.experts.w13_weight", 4, 16),
+        ),
+        (
+            f"{LAYER}.block_sparse_moe.experts.2.w3.weight",
+            Slot(f"{LAYER}.block_sparse_moe.experts.w13_weight", 5, 16),
+        ),
+        (
+            f"{LAYER}.block_sparse_moe.experts.7.w2.weight",
+            Slot(f"{LAYER}.block_sparse_moe.experts.w2_weight", 7, 8),
+        ),
         (f"{LAYER}.mlp.gate.weight", Slot(f"{LAYER}.mlp.gate.weight", 0, 1)),
         (f"{LAYER}.self_attn.q_norm.weight", Slot(f"{LAYER}.self_attn.q_norm.weight", 0, 1)),
         ("lm_head.weight", Slot("lm_head.weight", 0, 1)),
@@ -54,7 +66,9 @@ def sha(*tensors: torch.Tensor) -> str:
 @given(st.permutations(range(6)))
 def test_fused_digests_do_not_depend_on_the_order_of_arrival(order: list[int]) -> None:
     parts = {
-        f"{LAYER}.mlp.experts.{expert}.{kind}_proj.weight": torch.full((2, 3), float(2 * expert + (kind == "up")))
+        f"{LAYER}.mlp.experts.{expert}.{kind}_proj.weight": torch.full(
+            (2, 3), float(2 * expert + (kind == "up"))
+        )
         for expert in range(3)
         for kind in ("gate", "up")
     }

@@ -30,9 +30,13 @@ def reply(response: int = 2, **meta: Any) -> dict[str, Any]:
     return {"output_ids": [10 + t for t in range(response)], "meta_info": {**fields, **meta}}
 
 
-def decode(content: Any, shape: tuple[int, int] | None = (LAYERS, TOPK), vocab_size: int | None = 100) -> Generation:
+def decode(
+    content: Any, shape: tuple[int, int] | None = (LAYERS, TOPK), vocab_size: int | None = 100
+) -> Generation:
     body = json.dumps(content).encode()
-    return decode_generation(body, num_prompt_tokens=PROMPT, route_shape=shape, vocab_size=vocab_size)
+    return decode_generation(
+        body, num_prompt_tokens=PROMPT, route_shape=shape, vocab_size=vocab_size
+    )
 
 
 def rejection(content: Any, **rules: Any) -> str:
@@ -54,7 +58,11 @@ def test_a_consistent_reply() -> None:
     assert generation.logprobs.tolist() == [-0.5, -1.5]
     assert generation.routes.shape == (4, LAYERS, TOPK)
     assert generation.routes[1].tolist() == [[4, 5], [6, 7]]
-    assert (generation.finish_reason, generation.cached_tokens, generation.retractions) == ("stop", 1, 2)
+    assert (generation.finish_reason, generation.cached_tokens, generation.retractions) == (
+        "stop",
+        1,
+        2,
+    )
     assert generation.version_spans == (VersionSpan("7", 0, 2),)
 
 
@@ -103,9 +111,17 @@ def test_routes_written_with_white_space_and_in_any_place_are_found() -> None:
     content = reply()
     routes = content["meta_info"].pop("routed_experts")
     first = content | {"meta_info": {"routed_experts": routes} | content["meta_info"]}
-    for text in (json.dumps(first), json.dumps(first, separators=(",", ":")), json.dumps(first, indent=2)):
-        generation = decode_generation(text.encode(), num_prompt_tokens=PROMPT, route_shape=(LAYERS, TOPK))
-        assert generation.routes is not None and generation.routes.ravel().tolist() == list(range(16))
+    for text in (
+        json.dumps(first),
+        json.dumps(first, separators=(",", ":")),
+        json.dumps(first, indent=2),
+    ):
+        generation = decode_generation(
+            text.encode(), num_prompt_tokens=PROMPT, route_shape=(LAYERS, TOPK)
+        )
+        assert generation.routes is not None and generation.routes.ravel().tolist() == list(
+            range(16)
+        )
     assert rejection({"routed_experts": routes} | reply(routed_experts=None)) == "routes_missing"
     both = decode({"routed_experts": "AAAA"} | reply())
     assert both.routes is not None and both.routes.ravel().tolist() == list(range(16))
@@ -130,7 +146,14 @@ FORTH_AND_BACK = ((6, 0, 2), (7, 2, 0), (8, 0, 2))  # every token twice
         ({"routed_experts": base64.b64encode(bytes(63)).decode()}, "routes_length"),
         ({"weight_versions": [{"version": "7", "start": 0, "end": 1}]}, "versions"),
         ({"weight_versions": [{"version": "7", "start": 1, "end": 2}]}, "versions"),
-        ({"weight_versions": [{"version": str(v), "start": a, "end": b} for v, a, b in FORTH_AND_BACK]}, "versions"),
+        (
+            {
+                "weight_versions": [
+                    {"version": str(v), "start": a, "end": b} for v, a, b in FORTH_AND_BACK
+                ]
+            },
+            "versions",
+        ),
         ({"weight_version": 7}, "malformed"),
     ],
 )
@@ -156,7 +179,9 @@ JUNK = st.one_of(
     st.floats(),
     st.text(max_size=4),
     st.lists(st.integers(-3, 13), max_size=3),
-    st.dictionaries(st.sampled_from(["type", "version", "start", "end"]), st.integers(-3, 3), max_size=3),
+    st.dictionaries(
+        st.sampled_from(["type", "version", "start", "end"]), st.integers(-3, 3), max_size=3
+    ),
 )
 
 
@@ -180,20 +205,30 @@ def mutilated(draw: st.DrawFn) -> dict[str, Any]:
 
 @settings(max_examples=500)
 @given(mutilated())
-def test_a_mutilated_reply_is_rejected_or_consistent_never_raised_through(content: dict[str, Any]) -> None:
+def test_a_mutilated_reply_is_rejected_or_consistent_never_raised_through(
+    content: dict[str, Any],
+) -> None:
     try:
         generation = decode(content)
     except GenerationRejected:
         return
     count = len(generation.output_ids)
-    assert generation.output_ids.tolist() == content["output_ids"] and ((generation.output_ids >= 0).all())
+    assert generation.output_ids.tolist() == content["output_ids"] and (
+        (generation.output_ids >= 0).all()
+    )
     assert generation.output_ids.max(initial=0) < 100
     given = [value for value, _, _ in content["meta_info"]["output_token_logprobs"]]
     assert generation.logprobs.tolist() == [np.float32(value) for value in given]
     assert (generation.logprobs <= 1e-3).all()
-    assert generation.routes is None or generation.routes.shape == (PROMPT + count - 1, LAYERS, TOPK)
+    assert generation.routes is None or generation.routes.shape == (
+        PROMPT + count - 1,
+        LAYERS,
+        TOPK,
+    )
     spans = generation.version_spans
-    assert [span.start for span in spans] == [0, *(span.end for span in spans[:-1])] and spans[-1].end == count
+    assert [span.start for span in spans] == [0, *(span.end for span in spans[:-1])] and spans[
+        -1
+    ].end == count
     assert all(span.start < span.end or count == 0 for span in spans)
 
 

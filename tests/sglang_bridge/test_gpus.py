@@ -6,14 +6,16 @@ import pytest
 
 from sglang_bridge.gpus import torch_uses_cuda
 
-CUDA_TORCH = (
-    "from typing import Optional\n\n__version__ = '2.14.1'\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n"
+CUDA_TORCH = "from typing import Optional\n\n__version__ = '2.14.1'\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n"
+CPU_TORCH = (
+    "from typing import Optional\n\n__version__ = '2.14.1+cpu'\ncuda: Optional[str] = None\n"
 )
-CPU_TORCH = "from typing import Optional\n\n__version__ = '2.14.1+cpu'\ncuda: Optional[str] = None\n"
 
 
 def install_torch(directory: Path, version: str, text: str | None) -> list[str]:
-    """A folder of packages that holds torch in this version; text: of its version.py, None for no such file."""
+    """A folder of packages that holds torch in this version; text: of its version.py, None for no
+    such file.
+    """
     metadata = directory / f"torch-{version}.dist-info"
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")

@@ -6,10 +6,18 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sglang_bridge.keys import RunKeys, create_keys, key_file_problem, read_keys, write_server_config
+from sglang_bridge.keys import (
+    RunKeys,
+    create_keys,
+    key_file_problem,
+    read_keys,
+    write_server_config,
+)
 
 
-def key_file(path: Path, content: str = '{"api_key": "a", "admin_api_key": "b"}', mode: int = 0o600) -> Path:
+def key_file(
+    path: Path, content: str = '{"api_key": "a", "admin_api_key": "b"}', mode: int = 0o600
+) -> Path:
     path.write_text(content)
     path.chmod(mode)
     return path
@@ -37,7 +45,10 @@ def test_server_config_is_yaml_with_the_option_names(tmp_path: Path) -> None:
     path.write_text("older, and readable by all")
     path.chmod(0o644)
     write_server_config(keys, path)
-    assert yaml.safe_load(path.read_text()) == {"api-key": keys.api_key, "admin-api-key": keys.admin_api_key}
+    assert yaml.safe_load(path.read_text()) == {
+        "api-key": keys.api_key,
+        "admin-api-key": keys.admin_api_key,
+    }
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     with pytest.raises(ValueError, match=r"\.yaml"):
         write_server_config(keys, tmp_path / "engine.json")
@@ -45,7 +56,9 @@ def test_server_config_is_yaml_with_the_option_names(tmp_path: Path) -> None:
 
 def test_a_key_file_that_others_may_read_is_refused(tmp_path: Path) -> None:
     path = key_file(tmp_path / "keys.json", mode=0o640)
-    with pytest.raises(ValueError, match=r"engine\.key_file=.*Others can read the keys\. chmod 600"):
+    with pytest.raises(
+        ValueError, match=r"engine\.key_file=.*Others can read the keys\. chmod 600"
+    ):
         read_keys(path)
 
 
@@ -54,7 +67,9 @@ def test_a_key_file_that_is_missing_is_refused(tmp_path: Path) -> None:
         read_keys(tmp_path / "keys.json")
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"api_key": "secret"}', '{"api_key": 1, "admin_api_key": "secret"}'])
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"api_key": "secret"}', '{"api_key": 1, "admin_api_key": "secret"}']
+)
 def test_a_malformed_key_file_is_refused_without_showing_it(tmp_path: Path, content: str) -> None:
     with pytest.raises(ValueError, match="two keys as JSON") as caught:
         read_keys(key_file(tmp_path / "keys.json", content))
@@ -62,6 +77,8 @@ def test_a_malformed_key_file_is_refused_without_showing_it(tmp_path: Path, cont
 
 
 def test_no_key_reads_as_an_option() -> None:
-    """SGLang turns its configuration file into arguments, and one that starts with a dash would be an option."""
+    """SGLang turns its configuration file into arguments, and one that starts with a dash would be
+    an option.
+    """
     keys = [create_keys() for _ in range(500)]
     assert all(key[0] not in "-_" for pair in keys for key in (pair.api_key, pair.admin_api_key))

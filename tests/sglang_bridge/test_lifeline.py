@@ -12,7 +12,8 @@ import pytest
 
 from sglang_bridge.lifeline import Lifeline, start_supervised
 
-# A command with a child and a grandchild that ignore SIGTERM; one of them leaves the process group as a daemon would.
+# A command with a child and a grandchild that ignore SIGTERM; one of them leaves the process group
+# as a daemon would.
 TREE = """
 import os, signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -37,7 +38,8 @@ if len(sys.argv) > 3 and os.fork() == 0:
     os._exit(0)
 time.sleep(300)
 """
-# A process of the tree ends and leaves a named semaphore: nobody has it mapped, and the tracker removes it.
+# A process of the tree ends and leaves a named semaphore: nobody has it mapped, and the tracker
+# removes it.
 SEMAPHORE = """
 import multiprocessing, os, sys, time
 from multiprocessing import resource_tracker
@@ -80,11 +82,15 @@ def start_tree(path: Path, lifeline: Lifeline) -> subprocess.Popen[bytes]:
 @pytest.mark.parametrize("extra", [[], ["forked"]], ids=["alone", "with-a-forked-helper"])
 def test_killing_the_holder_ends_the_whole_tree(tmp_path: Path, extra: list[str]) -> None:
     path = tmp_path / "pids"
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER, TREE, str(path), *extra], env=os.environ)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, TREE, str(path), *extra], env=os.environ
+    )
     pids = tree_pids(path)
     holder.send_signal(signal.SIGKILL)
     holder.wait()
-    assert wait_for(lambda: not any(map(is_running, pids)), 10), f"of {pids}, {list(filter(is_running, pids))} live"
+    assert wait_for(lambda: not any(map(is_running, pids)), 10), (
+        f"of {pids}, {list(filter(is_running, pids))} live"
+    )
 
 
 def test_closing_the_lifeline_ends_the_whole_tree(tmp_path: Path) -> None:
@@ -120,10 +126,14 @@ def test_killing_the_supervisor_kills_the_command(tmp_path: Path) -> None:
         lifeline.close()
 
 
-@pytest.mark.parametrize(("code", "expected"), [("raise SystemExit(7)", 7), ("import os; os.abort()", 134)])
+@pytest.mark.parametrize(
+    ("code", "expected"), [("raise SystemExit(7)", 7), ("import os; os.abort()", 134)]
+)
 def test_the_exit_code_is_the_commands(code: str, expected: int) -> None:
     lifeline = Lifeline()
-    process = start_supervised([sys.executable, "-c", code], lifeline=lifeline, environment=os.environ)
+    process = start_supervised(
+        [sys.executable, "-c", code], lifeline=lifeline, environment=os.environ
+    )
     assert process.wait(20) == expected
     lifeline.close()
 
@@ -132,7 +142,9 @@ def test_what_a_command_leaves_behind_ends_with_it(tmp_path: Path) -> None:
     lifeline, path = Lifeline(), tmp_path / "pids"
     code = TREE.rsplit("time.sleep(300)", 1)[0]
     command = [sys.executable, "-c", code, str(path)]
-    process = start_supervised(command, lifeline=lifeline, environment=os.environ, grace_seconds=0.2)
+    process = start_supervised(
+        command, lifeline=lifeline, environment=os.environ, grace_seconds=0.2
+    )
     assert process.wait(20) == 0
     assert not any(map(is_running, tree_pids(path)))
     lifeline.close()
@@ -154,7 +166,9 @@ def test_output_goes_to_the_log(tmp_path: Path) -> None:
     lifeline, log = Lifeline(), tmp_path / "log"
     with log.open("wb") as file:
         code = "import sys; print('out', flush=True); print('err', file=sys.stderr)"
-        process = start_supervised([sys.executable, "-c", code], lifeline=lifeline, environment=os.environ, log=file)
+        process = start_supervised(
+            [sys.executable, "-c", code], lifeline=lifeline, environment=os.environ, log=file
+        )
     process.wait(20)
     assert log.read_text().split() == ["out", "err"]
     lifeline.close()

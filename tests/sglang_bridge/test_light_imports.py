@@ -1,4 +1,6 @@
-"""What the collector and the configuration import must start fast: no torch, no SGLang, no transformers."""
+"""What the collector and the configuration import must start fast: no torch, no SGLang, no
+transformers.
+"""
 
 import subprocess
 import sys
@@ -27,13 +29,15 @@ HEAVY = ("torch", "sglang", "transformers", "megatron", "megatron_rl")
 )
 def test_module_imports_nothing_heavy(module: str) -> None:
     code = f"import sys, {module}; print([name for name in {HEAVY} if name in sys.modules])"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == "[]"
 
 
 def test_the_supervisor_needs_only_the_standard_library() -> None:
-    code = (
-        "import sys, sglang_bridge.supervise; print([n for n in ('numpy', 'msgspec', 'aiohttp') if n in sys.modules])"
+    code = "import sys, sglang_bridge.supervise; print([n for n in ('numpy', 'msgspec', 'aiohttp') if n in sys.modules])"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"

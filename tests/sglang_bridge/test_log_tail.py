@@ -8,7 +8,10 @@ from sglang_bridge.log_tail import last_exception, last_lines, refused_arguments
 def test_last_lines_without_secrets(tmp_path: Path) -> None:
     log = tmp_path / "engine.log"
     log.write_text("\n".join(["old", "server_args={'api_key': 'hush'}", "Traceback", "boom"]))
-    assert last_lines(log, count=3, secrets=("hush",)) == "server_args={'api_key': '***'}\nTraceback\nboom"
+    assert (
+        last_lines(log, count=3, secrets=("hush",))
+        == "server_args={'api_key': '***'}\nTraceback\nboom"
+    )
 
 
 def test_long_lines_are_cut_and_bad_bytes_survive(tmp_path: Path) -> None:
@@ -26,5 +29,11 @@ def test_a_missing_log_is_empty(tmp_path: Path) -> None:
 def test_the_reason_in_a_log_is_found() -> None:
     usage = "usage: launch_server.py [-h]\n  [--tp TP]\nsglang serve: error: unrecognized arguments: --nope\n"
     trace = "Traceback (most recent call last):\n  File x\nKeyError: 1\ntorch.OutOfMemoryError: no room\n  at\n"
-    assert (refused_arguments(usage), last_exception(usage)) == ("unrecognized arguments: --nope", None)
-    assert (refused_arguments(trace), last_exception(trace)) == (None, "torch.OutOfMemoryError: no room")
+    assert (refused_arguments(usage), last_exception(usage)) == (
+        "unrecognized arguments: --nope",
+        None,
+    )
+    assert (refused_arguments(trace), last_exception(trace)) == (
+        None,
+        "torch.OutOfMemoryError: no room",
+    )

@@ -22,7 +22,9 @@ def one_by_one(
     num_queries: torch.Tensor,
 ) -> torch.Tensor:
     results, start = [], 0
-    for row, keys, queries in zip(rows.tolist(), num_keys.tolist(), num_queries.tolist(), strict=True):
+    for row, keys, queries in zip(
+        rows.tolist(), num_keys.tolist(), num_queries.tolist(), strict=True
+    ):
         where = slots[row, :keys].long()
         attended = scaled_dot_product_attention(
             query[start : start + queries].transpose(0, 1)[None],
@@ -37,10 +39,14 @@ def one_by_one(
     return torch.cat(results)
 
 
-def random_case(lengths: list[tuple[int, int]], heads: int, kv_heads: int) -> tuple[torch.Tensor, ...]:
+def random_case(
+    lengths: list[tuple[int, int]], heads: int, kv_heads: int
+) -> tuple[torch.Tensor, ...]:
     """Sequences of (keys, queries)."""
     generator = torch.Generator().manual_seed(0)
-    slots = torch.randint(0, CACHE, (TABLE_ROWS, TABLE_WIDTH), generator=generator, dtype=torch.int32)
+    slots = torch.randint(
+        0, CACHE, (TABLE_ROWS, TABLE_WIDTH), generator=generator, dtype=torch.int32
+    )
     keys, values = (torch.randn(CACHE, kv_heads, 16, generator=generator) for _ in range(2))
     rows = torch.randperm(TABLE_ROWS, generator=generator)[: len(lengths)]
     num_keys, num_queries = (torch.tensor(column) for column in zip(*lengths, strict=True))
@@ -48,12 +54,16 @@ def random_case(lengths: list[tuple[int, int]], heads: int, kv_heads: int) -> tu
     return query, keys, values, slots, rows, num_keys, num_queries
 
 
-sequences = st.integers(1, TABLE_WIDTH).flatmap(lambda keys: st.tuples(st.just(keys), st.integers(1, keys)))
+sequences = st.integers(1, TABLE_WIDTH).flatmap(
+    lambda keys: st.tuples(st.just(keys), st.integers(1, keys))
+)
 decoding = st.integers(1, TABLE_WIDTH).map(lambda keys: (keys, 1))
 
 
 @given(
-    st.one_of(st.lists(decoding, min_size=1, max_size=20), st.lists(sequences, min_size=1, max_size=20)),
+    st.one_of(
+        st.lists(decoding, min_size=1, max_size=20), st.lists(sequences, min_size=1, max_size=20)
+    ),
     st.sampled_from([(4, 4), (4, 2), (8, 1)]),
     st.sampled_from([(1, 1), (64, 2**20), (200, 2000), (65536, 2**20)]),
 )
@@ -74,11 +84,17 @@ def test_what_lies_past_a_sequence_is_never_read() -> None:
     keys[CACHE - 1] = values[CACHE - 1] = float("nan")
     slots[rows[1], :7] = torch.arange(7, dtype=torch.int32)
     slots[rows[0], :3] = torch.arange(3, dtype=torch.int32)
-    assert paged_attention(query, keys, values, slots, rows, num_keys, num_queries, scale=None).isfinite().all()
+    assert (
+        paged_attention(query, keys, values, slots, rows, num_keys, num_queries, scale=None)
+        .isfinite()
+        .all()
+    )
 
 
 def test_a_cache_in_another_dtype_is_converted() -> None:
     query, keys, values, *rest = random_case([(5, 1), (9, 4)], 4, 2)
     result = paged_attention(query, keys.bfloat16(), values.bfloat16(), *rest, scale=SCALE)
     assert result.dtype == torch.float32
-    torch.testing.assert_close(result, one_by_one(query, keys.bfloat16().float(), values.bfloat16().float(), *rest))
+    torch.testing.assert_close(
+        result, one_by_one(query, keys.bfloat16().float(), values.bfloat16().float(), *rest)
+    )

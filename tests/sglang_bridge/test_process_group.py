@@ -1,4 +1,6 @@
-"""A process group with another process that joins it the way SGLang does, without a default group on this side."""
+"""A process group with another process that joins it the way SGLang does, without a default group
+on this side.
+"""
 
 import multiprocessing
 import os
@@ -57,7 +59,9 @@ def test_buckets_arrive_and_no_default_group_appears(peer: tuple[PeerAdmin, Base
 
 
 @pytest.mark.parametrize("how", ["dies", "hangs", "refuses"])
-def test_a_peer_that_fails_is_reported_within_the_timeout(peer: tuple[PeerAdmin, BaseProcess], how: str) -> None:
+def test_a_peer_that_fails_is_reported_within_the_timeout(
+    peer: tuple[PeerAdmin, BaseProcess], how: str
+) -> None:
     admin, process = peer
     sender = transport()
     assert sender.connect([admin]) == {}
@@ -71,7 +75,13 @@ def test_a_peer_that_fails_is_reported_within_the_timeout(peer: tuple[PeerAdmin,
     else:
         admin.refuse = True
     start = time.monotonic()
-    big = Bucket(torch.zeros(32 * 2**20, dtype=torch.uint8), True, ["w"], [torch.uint8], [torch.Size([32 * 2**20])])
+    big = Bucket(
+        torch.zeros(32 * 2**20, dtype=torch.uint8),
+        True,
+        ["w"],
+        [torch.uint8],
+        [torch.Size([32 * 2**20])],
+    )
     failures = sender.send(big, [admin], 1)
     assert set(failures) == {URL}
     assert time.monotonic() - start < 6.0
@@ -98,7 +108,13 @@ def test_an_engine_that_failed_is_let_go_without_waiting_for_its_broadcast(
     sender = transport()
     assert sender.connect([admin]) == {}
     admin.refuse = True
-    big = Bucket(torch.zeros(32 * 2**20, dtype=torch.uint8), True, ["w"], [torch.uint8], [torch.Size([32 * 2**20])])
+    big = Bucket(
+        torch.zeros(32 * 2**20, dtype=torch.uint8),
+        True,
+        ["w"],
+        [torch.uint8],
+        [torch.Size([32 * 2**20])],
+    )
     assert sender.send(big, [admin], 1) == {URL: "no session is open"}
     monkeypatch.setattr(weight_group, "leave", leave_first)
     monkeypatch.setattr(weight_group, "start_call", start_and_wait)
@@ -127,8 +143,13 @@ def test_an_engine_that_refuses_to_join_is_reported_at_once() -> None:
 
 
 def test_each_engine_gets_the_address_that_it_can_reach(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A local engine and one on another machine: what the one calls this process leads the other nowhere."""
-    routes = {"127.0.0.1": "127.0.0.1", "10.0.0.7": "127.0.0.2"}  # which of its addresses faces which host
+    """A local engine and one on another machine: what the one calls this process leads the other
+    nowhere.
+    """
+    routes = {
+        "127.0.0.1": "127.0.0.1",
+        "10.0.0.7": "127.0.0.2",
+    }  # which of its addresses faces which host
     monkeypatch.setattr(weight_group, "address_towards", lambda host, port: routes[host])
     told = {}
 
@@ -143,7 +164,8 @@ def test_each_engine_gets_the_address_that_it_can_reach(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"backend": "mpi"}, {"backend": "nccl"}, {"backend": "gloo", "device": torch.device("cuda")}]
+    "wrong",
+    [{"backend": "mpi"}, {"backend": "nccl"}, {"backend": "gloo", "device": torch.device("cuda")}],
 )
 def test_backends_that_cannot_work_are_refused(wrong: dict) -> None:
     with pytest.raises(ValueError, match="backend"):

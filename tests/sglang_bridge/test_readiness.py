@@ -62,7 +62,9 @@ def test_a_server_without_routes_passes_where_none_are_replayed(server: Any) -> 
 
 def test_nothing_listens() -> None:
     start = time.monotonic()
-    with pytest.raises(EngineUnhealthy, match=r"nothing listens there \(connection refused\); .*start_timeout_s"):
+    with pytest.raises(
+        EngineUnhealthy, match=r"nothing listens there \(connection refused\); .*start_timeout_s"
+    ):
         check(choose_port("127.0.0.1", None), start_timeout_s=12.0)
     assert 2.0 <= time.monotonic() - start < 9.0, "a sixth of the time that a server gets"
 
@@ -70,9 +72,11 @@ def test_nothing_listens() -> None:
 def test_a_name_that_nobody_has_is_told_soon() -> None:
     with pytest.raises(EngineUnhealthy, match=r"no-such-host\.invalid:1: its name is not known"):
         require_external_engines(
-            [Engine(url="http://no-such-host.invalid:1")], create_keys(), ServerSettings(start_timeout_s=0.6),
+            [Engine(url="http://no-such-host.invalid:1")],
+            create_keys(),
+            ServerSettings(start_timeout_s=0.6),
             return_routes=True,
-        )  # fmt: skip
+        )
 
 
 def test_a_server_that_hangs_gets_all_of_its_time() -> None:
@@ -95,7 +99,9 @@ def test_the_declared_tensor_parallel_size_must_be_the_running_one(server: Any) 
 
 
 @pytest.mark.parametrize("key", ["pp_size", "dp_size"])
-def test_pipeline_and_plain_data_parallelism_are_named_before_the_first_sync(server: Any, key: str) -> None:
+def test_pipeline_and_plain_data_parallelism_are_named_before_the_first_sync(
+    server: Any, key: str
+) -> None:
     server.answer = (200, {**INFO, key: 2})
     with pytest.raises(EngineUnhealthy, match=rf"127\.0\.0\.1.*{key}=2.*start it with 1"):
         check(server.server_port)
@@ -108,7 +114,9 @@ def test_another_precision_is_named(server: Any) -> None:
 
 def test_a_quantized_server_is_named_before_it_is_given_unscaled_weights(server: Any) -> None:
     server.answer = (200, {**INFO, "quantization": "fp8"})
-    with pytest.raises(EngineUnhealthy, match=r"engine\.quantization.*127\.0\.0\.1.*quantization=fp8.*without"):
+    with pytest.raises(
+        EngineUnhealthy, match=r"engine\.quantization.*127\.0\.0\.1.*quantization=fp8.*without"
+    ):
         check(server.server_port)
     server.answer = (200, {**INFO, "quantization": None})
     check(server.server_port)
@@ -118,7 +126,9 @@ def test_a_server_of_a_quantized_checkpoint_is_named_too(server: Any, tmp_path: 
     """SGLang takes the checkpoint's own quantization without saying so in its settings."""
     server.answer = (200, {**INFO, "quantization": None, "model_path": str(tmp_path)})
     (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
-    with pytest.raises(EngineUnhealthy, match=r"engine\.urls.*serves the quantized checkpoint .*unquantized one"):
+    with pytest.raises(
+        EngineUnhealthy, match=r"engine\.urls.*serves the quantized checkpoint .*unquantized one"
+    ):
         check(server.server_port)
     for harmless in ("{}", "not json", "[]"):
         (tmp_path / "config.json").write_text(harmless)
@@ -127,10 +137,15 @@ def test_a_server_of_a_quantized_checkpoint_is_named_too(server: Any, tmp_path: 
     check(server.server_port)
 
 
-@pytest.mark.parametrize("backend", ["flashinfer_trtllm", "experimental_sgl_trtllm", "triton_kernel"])
+@pytest.mark.parametrize(
+    "backend", ["flashinfer_trtllm", "experimental_sgl_trtllm", "triton_kernel"]
+)
 def test_a_server_whose_kernels_record_no_routes_is_named(server: Any, backend: str) -> None:
     server.answer = (200, {**INFO, "moe_runner_backend": backend})
-    with pytest.raises(EngineUnhealthy, match=rf"{backend}.*--moe-runner-backend triton.*train\.replay=trainer or off"):
+    with pytest.raises(
+        EngineUnhealthy,
+        match=rf"{backend}.*--moe-runner-backend triton.*train\.replay=trainer or off",
+    ):
         check(server.server_port)
     check(server.server_port, return_routes=False)
 

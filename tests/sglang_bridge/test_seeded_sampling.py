@@ -1,4 +1,6 @@
-"""What a CPU engine draws by a seed; that whole responses repeat is in `tests/rollouts/test_real_engine.py`."""
+"""What a CPU engine draws by a seed; that whole responses repeat is in
+`tests/rollouts/test_real_engine.py`.
+"""
 
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -31,7 +33,9 @@ def test_numbers_are_those_of_splitmix64(seed: int) -> None:
 
 def test_tokens_are_drawn_as_often_as_they_weigh() -> None:
     weights, rows = [3.0, 0.0, 1.0, 6.0, 0.0], 200_000
-    drawn = draw(torch.tensor(weights).expand(rows, -1), torch.arange(rows) * 7919, torch.arange(rows) % 50)
+    drawn = draw(
+        torch.tensor(weights).expand(rows, -1), torch.arange(rows) * 7919, torch.arange(rows) % 50
+    )
     counts = torch.bincount(drawn.view(-1), minlength=len(weights))
     for count, weight in zip(counts.tolist(), weights, strict=True):
         share = weight / sum(weights)
@@ -39,15 +43,24 @@ def test_tokens_are_drawn_as_often_as_they_weigh() -> None:
 
 
 @given(
-    st.lists(st.lists(st.sampled_from([0.0, 1e-30, 0.1, 1.0]), min_size=4, max_size=4).filter(any), min_size=1),
+    st.lists(
+        st.lists(st.sampled_from([0.0, 1e-30, 0.1, 1.0]), min_size=4, max_size=4).filter(any),
+        min_size=1,
+    ),
     st.integers(0, 2**63 - 1),
     st.sampled_from([0.0, 0.5, 1 - 2**-53]),
 )
-def test_what_has_no_weight_is_never_drawn(rows: list[list[float]], seed: int, number: float) -> None:
+def test_what_has_no_weight_is_never_drawn(
+    rows: list[list[float]], seed: int, number: float
+) -> None:
     weights, places = torch.tensor(rows), torch.arange(len(rows))
     chosen = [draw(weights, torch.full_like(places, seed), places)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(seeded_sampling, "uniform", lambda seeds, positions: torch.full((len(seeds),), number).double())
+        patch.setattr(
+            seeded_sampling,
+            "uniform",
+            lambda seeds, positions: torch.full((len(seeds),), number).double(),
+        )
         chosen.append(draw(weights, places, places))
     assert all((weights.gather(1, index) > 0).all() for index in chosen)
 
@@ -87,7 +100,9 @@ def test_a_request_for_the_likeliest_tokens_gets_these(
 
 
 def test_who_asks_for_all_tokens_gets_the_same_beside_a_greedy_request() -> None:
-    sampler = SimpleNamespace(sampling_from_probs_torch=None, top_k_top_p_min_p_sampling_from_probs_torch=None)
+    sampler = SimpleNamespace(
+        sampling_from_probs_torch=None, top_k_top_p_min_p_sampling_from_probs_torch=None
+    )
     draw_by_seed(sampler)
     probs = torch.rand(64, 300, generator=torch.Generator().manual_seed(0)).softmax(-1)
     seeds, positions = torch.arange(64) << 40, torch.arange(64)
@@ -95,14 +110,24 @@ def test_who_asks_for_all_tokens_gets_the_same_beside_a_greedy_request() -> None
     top_ks, ones = torch.full((64,), ALL), torch.ones(64)
     top_ks[0] = 1
     beside = sampler.top_k_top_p_min_p_sampling_from_probs_torch(
-        probs, top_ks, ones, 0 * ones, False, seeds, positions, return_filtered_probs=False, max_top_k=None
+        probs,
+        top_ks,
+        ones,
+        0 * ones,
+        False,
+        seeds,
+        positions,
+        return_filtered_probs=False,
+        max_top_k=None,
     )
     assert beside[0] == probs[0].argmax() and torch.equal(alone[1:], beside[1:])
 
 
 def batch(*seeds: int | None) -> Any:
     return SimpleNamespace(
-        reqs=[SimpleNamespace(sampling_params=SimpleNamespace(sampling_seed=seed)) for seed in seeds]
+        reqs=[
+            SimpleNamespace(sampling_params=SimpleNamespace(sampling_seed=seed)) for seed in seeds
+        ]
     )
 
 

@@ -13,7 +13,10 @@ from sglang_bridge.settings import ServerPlace, ServerSettings, refusals
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_defaults_and_unknown_options_are_accepted(device: str) -> None:
     dtype = "float32" if device == "cpu" else "bfloat16"
-    for settings in (ServerSettings(dtype=dtype), ServerSettings(dtype=dtype, extra_args=["--random-seed=3"])):
+    for settings in (
+        ServerSettings(dtype=dtype),
+        ServerSettings(dtype=dtype, extra_args=["--random-seed=3"]),
+    ):
         assert list(refusals(settings, device)) == []  # type: ignore[arg-type]
 
 
@@ -59,28 +62,55 @@ def test_options_that_are_the_bridges_or_unsupported(arguments: list[str], words
 
 WRONG_ROUTES = {
     "which weights sent under the checkpoint's ids do not follow": [
-        "--enable-eplb", "--ep-num-redundant-experts=2", "--init-expert-location=trivial",
-        "--ep-dispatch-algorithm=fake", "--elastic-ep-backend=mooncake", "--enable-paged-experts",
+        "--enable-eplb",
+        "--ep-num-redundant-experts=2",
+        "--init-expert-location=trivial",
+        "--ep-dispatch-algorithm=fake",
+        "--elastic-ep-backend=mooncake",
+        "--enable-paged-experts",
     ],
     "one rank's record is taken for all": [
-        "--moe-a2a-backend=deepep", "--attn-dp-size=2", "--attention-data-parallel-size=2", "--attn-cp-size=2",
-        "--dcp-size=2", "--moe-dp-size=2", "--dwdp-size=2", "--enable-prefill-cp",
+        "--moe-a2a-backend=deepep",
+        "--attn-dp-size=2",
+        "--attention-data-parallel-size=2",
+        "--attn-cp-size=2",
+        "--dcp-size=2",
+        "--moe-dp-size=2",
+        "--dwdp-size=2",
+        "--enable-prefill-cp",
     ],
-    "one overwrites the other's routes": ["--enable-two-batch-overlap", "--enable-two", "--enable-pdmux"],
+    "one overwrites the other's routes": [
+        "--enable-two-batch-overlap",
+        "--enable-two",
+        "--enable-pdmux",
+    ],
     "no room in the record of routes": ["--speculative-algorithm=NGRAM"],
     "have the routes of others": [
-        "--enable-hierarchical-cache", "--enable-lmcache", "--enable-flexkv", "--radix-cache-backend=x",
-        "--enable-unified-cache-external-linker", "--disaggregation-mode=decode",
+        "--enable-hierarchical-cache",
+        "--enable-lmcache",
+        "--enable-flexkv",
+        "--radix-cache-backend=x",
+        "--enable-unified-cache-external-linker",
+        "--disaggregation-mode=decode",
     ],
-    "nothing records the experts": ["--model-impl=transformers", "--moe-runner-backend=flashinfer_trtllm"],
-}  # fmt: skip
+    "nothing records the experts": [
+        "--model-impl=transformers",
+        "--moe-runner-backend=flashinfer_trtllm",
+    ],
+}
 
 
-@pytest.mark.parametrize(("why", "argument"), [(why, a) for why, found in WRONG_ROUTES.items() for a in found])
-def test_options_that_would_record_wrong_routes_or_none_are_refused_with_the_reason(why: str, argument: str) -> None:
+@pytest.mark.parametrize(
+    ("why", "argument"), [(why, a) for why, found in WRONG_ROUTES.items() for a in found]
+)
+def test_options_that_would_record_wrong_routes_or_none_are_refused_with_the_reason(
+    why: str, argument: str
+) -> None:
     (problem,) = refusals(ServerSettings(extra_args=[argument]), "cpu")
     option = argument.split("=")[0]
-    assert problem.rule.startswith(f"It has {option}, which is not supported here: ") and problem.rule.endswith(why)
+    assert problem.rule.startswith(
+        f"It has {option}, which is not supported here: "
+    ) and problem.rule.endswith(why)
     assert problem.remedy == f"Remove {option}"
 
 
@@ -102,10 +132,14 @@ def test_every_problem_is_told_at_once() -> None:
         (ServerSettings(), "0.0.0.0", "not a loopback or private address"),
     ],
 )
-def test_nothing_is_started_with_them(tmp_path: Path, settings: ServerSettings, host: str, words: str) -> None:
+def test_nothing_is_started_with_them(
+    tmp_path: Path, settings: ServerSettings, host: str, words: str
+) -> None:
     lifeline, log_path = Lifeline(), tmp_path / "engine.log"
     place = ServerPlace(model_path="/m", device="cpu", host=host)
     with pytest.raises(ValueError, match=words):
-        ManagedEngine.start(settings, place, keys=create_keys(), log_path=log_path, lifeline=lifeline)
+        ManagedEngine.start(
+            settings, place, keys=create_keys(), log_path=log_path, lifeline=lifeline
+        )
     assert list(tmp_path.iterdir()) == []
     lifeline.close()

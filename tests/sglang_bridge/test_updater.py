@@ -1,4 +1,6 @@
-"""The order of a weight update, and what happens when engines fail, with engines and transport that record calls."""
+"""The order of a weight update, and what happens when engines fail, with engines and transport that
+record calls.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -76,12 +78,16 @@ class Setup:
     """Two engines, A and B, and their log."""
 
     def __init__(
-        self, script: Callable[[str], Failures] = lambda _: {}, fails: dict[str, set[str]] | None = None
+        self,
+        script: Callable[[str], Failures] = lambda _: {},
+        fails: dict[str, set[str]] | None = None,
     ) -> None:
         self.log: list[str] = []
         self.fails = fails or {}
         admins = [RecordingAdmin(url, self.log, self.fails.get(url, set())) for url in (A, B)]
-        self.updater = WeightUpdater(admins, transport=RecordingTransport(self.log, script), bucket_bytes=4)
+        self.updater = WeightUpdater(
+            admins, transport=RecordingTransport(self.log, script), bucket_bytes=4
+        )
 
     def take_log(self) -> list[str]:
         log = list(self.log)
@@ -110,13 +116,23 @@ def test_the_order_of_an_update() -> None:
 def test_an_engine_that_fails_is_left_paused_and_the_other_served() -> None:
     setup = Setup(lambda what: {A: "it died"} if what.startswith("send 0") else {})
     seen: list[str] = []
-    with pytest.raises(WeightUpdateFailed, match=r"1 engine\(s\): http://127.0.0.1:1: it died") as caught:
+    with pytest.raises(
+        WeightUpdateFailed, match=r"1 engine\(s\): http://127.0.0.1:1: it died"
+    ) as caught:
         setup.updater.push(weights(3, seen), 5)
     assert seen == ["0", "1", "2"]
     assert caught.value.failed == {A: "it died"}
     assert caught.value.updated == (B,)
     log = setup.take_log()
-    assert log[6:] == ["send 0 12", "send 1 2", "send 2 last 2", "end 2", "flush 2", "resume 2", "forget 1"]
+    assert log[6:] == [
+        "send 0 12",
+        "send 1 2",
+        "send 2 last 2",
+        "end 2",
+        "flush 2",
+        "resume 2",
+        "forget 1",
+    ]
 
 
 def test_the_stream_is_exhausted_even_when_every_engine_fails() -> None:
@@ -151,7 +167,9 @@ def test_an_error_of_the_export_itself_comes_through_and_leaves_engines_paused()
 
 
 def test_a_run_closes_the_session_that_a_dead_trainer_left_open() -> None:
-    """An engine refuses to begin an update while one is open; one without any refuses to end it, which is fine."""
+    """An engine refuses to begin an update while one is open; one without any refuses to end it,
+    which is fine.
+    """
     sessions = {A: True, B: False}
 
     class Admin(RecordingAdmin):
@@ -162,11 +180,17 @@ def test_a_run_closes_the_session_that_a_dead_trainer_left_open() -> None:
             sessions[self.url] = False
 
     def begin(what: str) -> Failures:
-        return {url: "a session is already open" for url in sessions if what == "begin" and sessions[url]}
+        return {
+            url: "a session is already open"
+            for url in sessions
+            if what == "begin" and sessions[url]
+        }
 
     log: list[str] = []
     admins = [Admin(url, log, set()) for url in (A, B)]
-    WeightUpdater(admins, transport=RecordingTransport(log, begin), bucket_bytes=4).push(weights(), 0)
+    WeightUpdater(admins, transport=RecordingTransport(log, begin), bucket_bytes=4).push(
+        weights(), 0
+    )
     assert log.index("begin 12") > log.index("end-old 1")
     assert {"resume 1", "resume 2"} <= set(log)
 

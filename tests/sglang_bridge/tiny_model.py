@@ -1,4 +1,6 @@
-"""A tiny random Qwen3-MoE checkpoint in Hugging Face format, the kind of model every test here serves."""
+"""A tiny random Qwen3-MoE checkpoint in Hugging Face format, the kind of model every test here
+serves.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ LAYERS, EXPERTS, TOP_K, VOCAB = 4, 8, 2, 200
 
 
 def write_tiny_model(directory: Path, *, seed: int = 0) -> Path:
-    """Write random float32 weights, wide enough that logits and routers are not degenerate (about 2.5 MB)."""
+    """Write random float32 weights, wide enough that logits and routers are not degenerate (about
+    2.5 MB).
+    """
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 

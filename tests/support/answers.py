@@ -9,7 +9,12 @@ import msgspec
 
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Prompt
-from megatron_rl.prompts.selection.selector import Ask, Chosen, Selector, StepSelection
+from megatron_rl.prompts.selection.selector import (
+    RolloutRequest,
+    SelectionResult,
+    Selector,
+    StepSelection,
+)
 from tests.support.groups import group
 
 Scores = Callable[[Prompt, int], float | None]
@@ -17,11 +22,16 @@ Scores = Callable[[Prompt, int], float | None]
 
 def make_pool(n: int, tags: int = 2) -> list[Prompt]:
     """Prompts p0, p1, ... with tags in turn."""
-    return [Prompt(id=f"p{i}", token_ids=(i,), answer="1", task="t", difficulty=str(i % tags)) for i in range(n)]
+    return [
+        Prompt(id=f"p{i}", token_ids=(i,), answer="1", task="t", difficulty=str(i % tags))
+        for i in range(n)
+    ]
 
 
-def answer(ask: Ask, scores: Scores, before: Group | None = None) -> Group:
-    """The asked rollouts behind those that the group has; scores: of a prompt's i-th rollout, None: no verdict."""
+def answer(ask: RolloutRequest, scores: Scores, before: Group | None = None) -> Group:
+    """The asked rollouts behind those that the group has; scores: of a prompt's i-th rollout, None:
+    no verdict.
+    """
     samples = range(ask.first_sample, ask.first_sample + ask.samples)
     drawn = group(*(scores(ask.prompt, sample) for sample in samples), name=f"g{ask.index}")
     rollouts = tuple(
@@ -32,13 +42,15 @@ def answer(ask: Ask, scores: Scores, before: Group | None = None) -> Group:
     return msgspec.structs.replace(drawn, prompt=ask.prompt, rollouts=earlier + rollouts)
 
 
-def play(selection: StepSelection, scores: Scores, *, order: int = 0) -> tuple[list[list[Ask]], Chosen]:
+def play(
+    selection: StepSelection, scores: Scores, *, order: int = 0
+) -> tuple[list[list[RolloutRequest]], SelectionResult]:
     """One step to its end: what was asked, round by round with extensions, and what was chosen.
 
     order: seed of the order in which groups arrive.
     """
-    rng, groups, rounds = random.Random(order), dict[int, Group](), list[list[Ask]]()
-    asks: Sequence[Ask] = selection.begin()
+    rng, groups, rounds = random.Random(order), dict[int, Group](), list[list[RolloutRequest]]()
+    asks: Sequence[RolloutRequest] = selection.begin()
     while asks:
         rounds.append(list(asks))
         waiting = list(asks)
@@ -52,7 +64,9 @@ def play(selection: StepSelection, scores: Scores, *, order: int = 0) -> tuple[l
     return rounds, selection.result()
 
 
-def play_steps(selector: Selector, steps: Sequence[int], scores: Scores, *, order: int = 0) -> list[object]:
+def play_steps(
+    selector: Selector, steps: Sequence[int], scores: Scores, *, order: int = 0
+) -> list[object]:
     """What each step chose, with its metrics."""
     told: list[object] = []
     for step in steps:

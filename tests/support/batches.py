@@ -10,8 +10,12 @@ from megatron_rl.models.shape import ModelShape
 from tests.support.rollouts import make_ref
 
 
-def make_batch(model: ModelShape, count: int, *, seed: int = 0) -> tuple[list[RolloutRef], list[Rollout], list[float]]:
-    """`count` samples of 9 to 40 tokens with routes, one of them with a masked tool turn, and their advantages."""
+def make_batch(
+    model: ModelShape, count: int, *, seed: int = 0
+) -> tuple[list[RolloutRef], list[Rollout], list[float]]:
+    """`count` samples of 9 to 40 tokens with routes, one of them with a masked tool turn, and their
+    advantages.
+    """
     rng = np.random.default_rng(seed)
     rollouts = [_make_rollout(model, index, rng) for index in range(count)]
     advantages = [float(a) for a in rng.normal(size=count)]
@@ -22,7 +26,9 @@ def _make_rollout(model: ModelShape, index: int, rng: np.random.Generator) -> Ro
     num_prompt = int(rng.integers(4, 15))
     lengths = [int(rng.integers(5, 27))] if index % 3 else [4, 3, 6]
     roles = [Role.RESPONSE] if index % 3 else [Role.RESPONSE, Role.TOOL, Role.RESPONSE]
-    segments = [Segment(_tokens(model, num_prompt, rng), Role.PROMPT, False, None, (0, num_prompt), 0)]
+    segments = [
+        Segment(_tokens(model, num_prompt, rng), Role.PROMPT, False, None, (0, num_prompt), 0)
+    ]
     position, total = num_prompt, num_prompt + sum(lengths)
     for length, role in zip(lengths, roles, strict=True):
         sampled = role is Role.RESPONSE

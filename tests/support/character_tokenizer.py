@@ -23,7 +23,8 @@ _SETTINGS = {
 def write_character_tokenizer(directory: str | Path, characters: str = CHARACTERS) -> None:
     """Write tokenizer.json and tokenizer_config.json of a tokenizer with one token per character.
 
-    Ids: 0 `<pad>`, 1 `<eos>`, 2 `<unk>`, then the characters in order; the default alphabet makes a vocabulary of 48.
+    Ids: 0 `<pad>`, 1 `<eos>`, 2 `<unk>`, then the characters in order; the default alphabet makes a
+    vocabulary of 48.
     """
     vocabulary = {token: i for i, token in enumerate([_PAD, _EOS, _UNKNOWN, *characters])}
     if len(vocabulary) != len(characters) + 3:
@@ -35,4 +36,6 @@ def write_character_tokenizer(directory: str | Path, characters: str = CHARACTER
     out = Path(directory)
     out.mkdir(parents=True, exist_ok=True)
     backend.save(str(out / "tokenizer.json"))
-    (out / "tokenizer_config.json").write_text(json.dumps(_SETTINGS, indent=2) + "\n", encoding="utf-8")
+    (out / "tokenizer_config.json").write_text(
+        json.dumps(_SETTINGS, indent=2) + "\n", encoding="utf-8"
+    )

@@ -3,16 +3,32 @@
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.run.checkpoints.saving.manifest import Manifest, files_of, record_of, write_manifest, write_synced
-from megatron_rl.contracts.run_state import NAME, Position, PromptCursor, RunState, SelectorState, encode_state
-from megatron_rl.run.checkpoints.store import Shelf
+from megatron_rl.contracts.run_state import (
+    NAME,
+    LoopState,
+    PromptCursor,
+    RunState,
+    SelectorState,
+    encode_state,
+)
+from megatron_rl.records.durable_files import write_synced
+from megatron_rl.run.checkpoints.manifest import Manifest, files_of, record_of, write_manifest
+from megatron_rl.run.checkpoints.store import CheckpointStore
 
 
 def make_state(step: int, settings: dict[str, Any] | None = None, **position: Any) -> RunState:
     cursor = PromptCursor(epoch=0, position=16 * step, digest="d")
     return RunState(
-        position=Position(
-            **({"step": step, "version": step, "synced": True, "selection": SelectorState(prompts=cursor)} | position)
+        position=LoopState(
+            **(
+                {
+                    "step": step,
+                    "version": step,
+                    "synced": True,
+                    "selection": SelectorState(prompts=cursor),
+                }
+                | position
+            )
         ),
         optimizer_steps=2 * step,
         world_size=1,
@@ -20,7 +36,9 @@ def make_state(step: int, settings: dict[str, Any] | None = None, **position: An
     )
 
 
-def save_checkpoint(shelf: Shelf, step: int, settings: dict[str, Any] | None = None, **position: Any) -> Path:
+def save_checkpoint(
+    shelf: CheckpointStore, step: int, settings: dict[str, Any] | None = None, **position: Any
+) -> Path:
     staged = shelf.stage(step)
     write_synced(staged / "tensors", b"tensors of step %d" % step)
     write_synced(staged / NAME, encode_state(make_state(step, settings, **position)))

@@ -29,7 +29,9 @@ class Peer:
         self._socket.send(data)
 
     def hear(self, at_least: int = 0) -> list[ToCollector]:
-        """So many messages, and all that arrives until half a second passes without one, or less after the first."""
+        """So many messages, and all that arrives until half a second passes without one, or less
+        after the first.
+        """
         heard, decoder = [], msgspec.msgpack.Decoder(ToCollector)
         while self._socket.poll(5000 if len(heard) < at_least else 100 if heard else 500):
             heard.append(decoder.decode(self._socket.recv()))

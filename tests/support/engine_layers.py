@@ -1,6 +1,8 @@
-"""Writes down what the layers of a real engine compute: hooks for SGLang's `--forward-hooks`, run in the server.
+"""Writes down what the layers of a real engine compute: hooks for SGLang's `--forward-hooks`, run
+in the server.
 
-`arguments` makes the server's option; every forward pass becomes one file in the directory, {operation: [rows, ...]}.
+`arguments` makes the server's option; every forward pass becomes one file in the directory,
+{operation: [rows, ...]}.
 """
 
 import itertools
@@ -27,14 +29,21 @@ _LAYER: dict[str, tuple[str, Callable[[Any, Any], torch.Tensor]]] = {
 }
 _BATCH, _LOGITS = "batch", "logits"
 
-_pass: dict[str, torch.Tensor] = {}  # of the server's only scheduler process, between two passes empty
+_pass: dict[
+    str, torch.Tensor
+] = {}  # of the server's only scheduler process, between two passes empty
 _count = itertools.count()
 
 
 def arguments(directory: Path, num_layers: int) -> list[str]:
-    """Options of a server whose every forward pass is written to `directory`, prefixes computed anew each time."""
-    wanted = {f"{layer}/{name}": f"model.layers.{layer}.{module}" for layer in range(num_layers)
-              for name, (module, _) in _LAYER.items()}  # fmt: skip
+    """Options of a server whose every forward pass is written to `directory`, prefixes computed
+    anew each time.
+    """
+    wanted = {
+        f"{layer}/{name}": f"model.layers.{layer}.{module}"
+        for layer in range(num_layers)
+        for name, (module, _) in _LAYER.items()
+    }
     wanted |= {"last norm": "model.norm", _BATCH: "model", _LOGITS: "logits_processor"}
     hooks = [
         {
@@ -57,7 +66,9 @@ def hook(config: dict[str, str]) -> Callable[[torch.nn.Module, Any, Any], None]:
             _pass.update(_rows(inputs[0], inputs[1], inputs[2]))
         elif name == _LOGITS:
             logits = output.next_token_logits.clone()
-            torch.save({**_pass, _LOGITS: logits}, Path(config["directory"]) / f"{next(_count):06d}.pt")
+            torch.save(
+                {**_pass, _LOGITS: logits}, Path(config["directory"]) / f"{next(_count):06d}.pt"
+            )
             _pass.clear()
         else:
             layer, _, operation = name.rpartition("/")
@@ -72,6 +83,10 @@ def _first(output: Any) -> torch.Tensor:
 
 
 def _rows(ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> dict[str, torch.Tensor]:
-    """Of every row: its token, its position, the engine's slot of its request; and how many rows each request has."""
-    counts = torch.ones_like(batch.seq_lens) if batch.extend_seq_lens is None else batch.extend_seq_lens
+    """Of every row: its token, its position, the engine's slot of its request; and how many rows
+    each request has.
+    """
+    counts = (
+        torch.ones_like(batch.seq_lens) if batch.extend_seq_lens is None else batch.extend_seq_lens
+    )
     return {"ids": ids, "positions": positions, "slots": batch.req_pool_indices, "counts": counts}

@@ -9,12 +9,12 @@ import torch
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import Rollout
+from megatron_rl.engines.engines import open_engines
 from megatron_rl.mcore.parallel import RankLayout
 from megatron_rl.models.families import read_shape
 from megatron_rl.records.run_directory import RunDirectory
 from megatron_rl.rollouts.rollout_batch import RolloutStage
 from megatron_rl.rollouts.store import read_rollout
-from megatron_rl.engines.engines import open_engines
 from sglang_bridge.keys import RunKeys, create_keys
 from sglang_bridge.lifeline import Lifeline
 from sglang_bridge.server import ManagedEngine
@@ -22,10 +22,23 @@ from sglang_bridge.settings import ServerPlace, ServerSettings
 from tests.support.selection import Given
 
 ONLY_RANK = RankLayout(
-    rank=0, world_size=1, local_rank=0, local_world_size=1, node=0, num_nodes=1, dp_rank=0, dp_size=1, tp_rank=0,
-    pp_rank=0, cp_rank=0, ep_rank=0, device=torch.device("cpu"), control_group=None, tp_group=None,
+    rank=0,
+    world_size=1,
+    local_rank=0,
+    local_world_size=1,
+    node=0,
+    num_nodes=1,
+    dp_rank=0,
+    dp_size=1,
+    tp_rank=0,
+    pp_rank=0,
+    cp_rank=0,
+    ep_rank=0,
+    device=torch.device("cpu"),
+    control_group=None,
+    tp_group=None,
     cp_group=None,
-)  # fmt: skip
+)
 
 
 @contextlib.contextmanager
@@ -38,10 +51,16 @@ def running_engine(
 ) -> Iterator[ManagedEngine]:
     """One float32 server on CPU, healthy, ended afterwards."""
     lifeline = Lifeline()
-    settings = ServerSettings(max_running_requests=max_running_requests, extra_args=["--weight-version=0"])
+    settings = ServerSettings(
+        max_running_requests=max_running_requests, extra_args=["--weight-version=0"]
+    )
     place = ServerPlace(model_path=str(model_path), device="cpu")
     engine = ManagedEngine.start(
-        settings, place, keys=keys or create_keys(), log_path=directory / "engine.log", lifeline=lifeline
+        settings,
+        place,
+        keys=keys or create_keys(),
+        log_path=directory / "engine.log",
+        lifeline=lifeline,
     )
     try:
         engine.wait_healthy(240)
@@ -51,8 +70,11 @@ def running_engine(
         lifeline.close()
 
 
-def draw_rollouts(configuration: Configuration, prompts: Sequence[Prompt], directory: Path) -> list[Rollout]:
-    """One batch, drawn and judged as a run would: engines, collector and queue; its weights are the checkpoint's.
+def draw_rollouts(
+    configuration: Configuration, prompts: Sequence[Prompt], directory: Path
+) -> list[Rollout]:
+    """One batch, drawn and judged as a run would: engines, collector and queue; its weights are the
+    checkpoint's.
 
     Needs `engine.extra_args=[--weight-version=0]`, as nothing is synced.
     """

@@ -10,7 +10,12 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
-from megatron_rl.config.schema import EngineSettings, EnvironmentSettings, RewardSettings, RolloutSettings
+from megatron_rl.config.schema import (
+    EngineSettings,
+    EnvironmentSettings,
+    RewardSettings,
+    RolloutSettings,
+)
 from megatron_rl.contracts.routes import RouteShape
 from megatron_rl.rollouts.messages import Configure
 from sglang_bridge.engine import Engine
@@ -37,7 +42,9 @@ def reply(request: Reply, text: str, **changes: object) -> Reply:
 
 def routes(request: Reply, num_output: int, experts: tuple[int, int] = (0, 1)) -> str:
     """Rows for a request's inputs, as the engine encodes them."""
-    rows = np.tile(np.array(experts, np.int32), (len(request["input_ids"]) + num_output - 1, LAYERS, 1))
+    rows = np.tile(
+        np.array(experts, np.int32), (len(request["input_ids"]) + num_output - 1, LAYERS, 1)
+    )
     return base64.b64encode(rows.tobytes()).decode()
 
 
@@ -45,8 +52,8 @@ def routes(request: Reply, num_output: int, experts: tuple[int, int] = (0, 1)) -
 async def fake_engine(
     answer: Answer, *, healthy: Callable[[], bool] = lambda: True, seconds: float = 0.01
 ) -> AsyncIterator[str]:
-    """Serve `/generate` and `/health` and yield the URL: request number n gets `answer(n, request)`: a reply or its
-    bytes, a status, or with None no answer. seconds: what each takes."""
+    """Serve `/generate` and `/health` and yield the URL: request number n gets `answer(n,
+    request)`: a reply or its bytes, a status, or with None no answer. seconds: what each takes."""
     count = 0
 
     async def generate(request: web.Request) -> web.Response:
@@ -79,7 +86,9 @@ def configuration(*urls: str, environment: EnvironmentSettings | None = None) ->
         engines=tuple(Engine(url=url) for url in urls),
         api_key="secret",
         model_path=str(CHECKPOINT),
-        routes=RouteShape(moe_layers=(0, 1, 2, 3), num_hidden_layers=LAYERS, num_experts=8, topk=TOPK),
+        routes=RouteShape(
+            moe_layers=(0, 1, 2, 3), num_hidden_layers=LAYERS, num_experts=8, topk=TOPK
+        ),
         engine=EngineSettings(request_timeout_s=5.0, retries=0, max_running_requests=2),
         rollout=RolloutSettings(max_new_tokens=16),
         reward=RewardSettings(timeout_s=5.0),

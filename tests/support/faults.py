@@ -1,4 +1,6 @@
-"""Faults that befall a run, and what is left of it: shared by the tests in tests/chaos and the table they print."""
+"""Faults that befall a run, and what is left of it: shared by the tests in tests/chaos and the
+table they print.
+"""
 
 import contextlib
 import json
@@ -19,7 +21,9 @@ from tests.support.jobs import ROOT, family, named, start_job, survivors, wait_f
 
 MOST_SECONDS = 15.0
 _SHARED_MEMORY = Path("/dev/shm")
-_OF_TORCHRUN = re.compile(r"^\[?[WEI]\d{4} |^=+$|^\s*$")  # its own log lines, which it may print before ours
+_OF_TORCHRUN = re.compile(
+    r"^\[?[WEI]\d{4} |^=+$|^\s*$"
+)  # its own log lines, which it may print before ours
 
 
 @dataclass
@@ -37,7 +41,9 @@ class Scene:
         return [p for p in found if p not in named(found, "sglang_bridge.supervise")]
 
     def rank(self, number: int) -> psutil.Process:
-        return next(p for p in self.of("launch/train_rl.py") if p.environ().get("RANK") == str(number))
+        return next(
+            p for p in self.of("launch/train_rl.py") if p.environ().get("RANK") == str(number)
+        )
 
 
 Prepare = Callable[[Path, contextlib.ExitStack], list[str]]
@@ -51,9 +57,9 @@ def _nothing(directory: Path, stack: contextlib.ExitStack) -> list[str]:
 class Fault:
     """What happens to a run with two ranks.
 
-    strike: None for what is wrong from the start. prepare: makes the place of the run, and gives overrides. says: a
-    pattern of the first line. code: in exit.json; None where nothing was begun, and no run could leave one. recovers:
-    it strikes while the engine starts, and the run completes.
+    strike: None for what is wrong from the start. prepare: makes the place of the run, and gives
+    overrides. says: a pattern of the first line. code: in exit.json; None where nothing was begun,
+    and no run could leave one. recovers: it strikes while the engine starts, and the run completes.
     """
 
     name: str
@@ -67,8 +73,9 @@ class Fault:
 
 @dataclass(frozen=True)
 class Outcome:
-    """seconds: from the fault to the end of the launcher and of all ranks. code: of exit.json. root_cause: the code
-    that torchrun names. left, shared_memory: what outlives them, of processes and of files in /dev/shm.
+    """seconds: from the fault to the end of the launcher and of all ranks. code: of exit.json.
+    root_cause: the code that torchrun names. left, shared_memory: what outlives them, of processes
+    and of files in /dev/shm.
     """
 
     seconds: float
@@ -101,7 +108,9 @@ def suffer(fault: Fault, directory: Path) -> Outcome:
             fault.strike(scene)
         known = {process.pid: process for process in scene.processes}
         mapped = scene.shared_memory
-        while scene.job.poll() is None:  # of runs that are never struck, or that recover, processes come later
+        while (
+            scene.job.poll() is None
+        ):  # of runs that are never struck, or that recover, processes come later
             with contextlib.suppress(psutil.Error):
                 known |= {process.pid: process for process in family(scene.job)}
             mapped |= _shared_memory_of(known.values())
@@ -117,7 +126,10 @@ def suffer(fault: Fault, directory: Path) -> Outcome:
             code=_code(root / "job" / "exit.json"),
             launcher=scene.job.returncode,
             root_cause=_root_cause(errors.read_text()),
-            first_line=next((line for line in errors.read_text().splitlines() if not _OF_TORCHRUN.match(line)), ""),
+            first_line=next(
+                (line for line in errors.read_text().splitlines() if not _OF_TORCHRUN.match(line)),
+                "",
+            ),
             errors=errors.read_text(),
             left=left,
             shared_memory=sorted(path.name for path in mapped if path.exists()),
@@ -161,7 +173,9 @@ def _signal_launcher(number: signal.Signals) -> Callable[[Scene], None]:
     return lambda scene: scene.job.send_signal(number)
 
 
-def _signal(number: signal.Signals, choose: Callable[[Scene], list[psutil.Process]]) -> Callable[[Scene], None]:
+def _signal(
+    number: signal.Signals, choose: Callable[[Scene], list[psutil.Process]]
+) -> Callable[[Scene], None]:
     def strike(scene: Scene) -> None:
         chosen = choose(scene)
         assert chosen, "there is no such process"
@@ -186,7 +200,9 @@ def _collector(scene: Scene) -> list[psutil.Process]:
 
 def _small_disk(size: str) -> Prepare:
     def prepare(directory: Path, stack: contextlib.ExitStack) -> list[str]:
-        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(directory)], check=True)
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(directory)], check=True
+        )
         stack.callback(subprocess.run, ["umount", "--lazy", str(directory)], check=False)
         return []
 
@@ -245,21 +261,69 @@ FAULTS = [
     Fault("Ctrl-C", "the run was told to stop .SIGINT", 130, _signal_launcher(signal.SIGINT)),
     Fault("SIGTERM", "the run was told to stop .SIGTERM", 143, _signal_launcher(signal.SIGTERM)),
     Fault("SIGHUP", "the run was told to stop .SIGHUP", 129, _signal_launcher(signal.SIGHUP)),
-    Fault("SIGKILL engine", "engine .* ended by itself", ExitCode.ENGINE_FAILED, _signal(_KILL, _engine)),
-    Fault("SIGKILL engine's supervisor", "engine .* ended", ExitCode.ENGINE_FAILED, _signal(_KILL, _engine_supervisor)),
-    Fault("SIGKILL collector", "the collector of node 0 ended", ExitCode.ENGINE_FAILED, _signal(_KILL, _collector)),
-    Fault("SIGKILL rank 0", "rank 0 .* without a word", ExitCode.PEER_FAILED, _signal(_KILL, lambda s: [s.rank(0)])),
-    Fault("SIGKILL rank 1", "rank 1 .* without a word", ExitCode.PEER_FAILED, _signal(_KILL, lambda s: [s.rank(1)])),
-    Fault("SIGKILL torchrun", "torchrun .* was killed", ExitCode.TERMINATED, _signal_launcher(_KILL)),
-    Fault("SIGSTOP engine", r"engine .* was stopped \(SIGSTOP", ExitCode.ENGINE_FAILED, _signal(_STOP, _engine)),
-    Fault("SIGSTOP collector", "the collector of .* was stopped", ExitCode.ENGINE_FAILED, _signal(_STOP, _collector)),
-    Fault("full disk during the run", r".*metrics\.jsonl cannot be written: the disk is full", ExitCode.CANNOT_WRITE,
-          _fill_disk, _small_disk("48m")),
+    Fault(
+        "SIGKILL engine",
+        "engine .* ended by itself",
+        ExitCode.ENGINE_FAILED,
+        _signal(_KILL, _engine),
+    ),
+    Fault(
+        "SIGKILL engine's supervisor",
+        "engine .* ended",
+        ExitCode.ENGINE_FAILED,
+        _signal(_KILL, _engine_supervisor),
+    ),
+    Fault(
+        "SIGKILL collector",
+        "the collector of node 0 ended",
+        ExitCode.ENGINE_FAILED,
+        _signal(_KILL, _collector),
+    ),
+    Fault(
+        "SIGKILL rank 0",
+        "rank 0 .* without a word",
+        ExitCode.PEER_FAILED,
+        _signal(_KILL, lambda s: [s.rank(0)]),
+    ),
+    Fault(
+        "SIGKILL rank 1",
+        "rank 1 .* without a word",
+        ExitCode.PEER_FAILED,
+        _signal(_KILL, lambda s: [s.rank(1)]),
+    ),
+    Fault(
+        "SIGKILL torchrun", "torchrun .* was killed", ExitCode.TERMINATED, _signal_launcher(_KILL)
+    ),
+    Fault(
+        "SIGSTOP engine",
+        r"engine .* was stopped \(SIGSTOP",
+        ExitCode.ENGINE_FAILED,
+        _signal(_STOP, _engine),
+    ),
+    Fault(
+        "SIGSTOP collector",
+        "the collector of .* was stopped",
+        ExitCode.ENGINE_FAILED,
+        _signal(_STOP, _collector),
+    ),
+    Fault(
+        "full disk during the run",
+        r".*metrics\.jsonl cannot be written: the disk is full",
+        ExitCode.CANNOT_WRITE,
+        _fill_disk,
+        _small_disk("48m"),
+    ),
     Fault("full disk before the run", "run.root=.*MiB are free on its disk", None, None, _no_space),
     Fault("read-only run.root", "run.root=.* is not writable", None, None, _read_only),
     Fault("stolen port", "", ExitCode.OK, _steal_port, recovers=True, steps=2),
-    Fault("NaN weights", "model.path=.*tensor .*input_layernorm.* holds NaN", ExitCode.BAD_DATA, None, _nan_weights),
-]  # fmt: skip
+    Fault(
+        "NaN weights",
+        "model.path=.*tensor .*input_layernorm.* holds NaN",
+        ExitCode.BAD_DATA,
+        None,
+        _nan_weights,
+    ),
+]
 
 
 def by_name(name: str) -> Fault:

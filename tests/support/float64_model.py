@@ -1,6 +1,8 @@
-"""Qwen3-MoE, dense Qwen3 and Mixtral in float64 and plain torch: a sequence at a time, experts forced.
+"""Qwen3-MoE, dense Qwen3 and Mixtral in float64 and plain torch: a sequence at a time, experts
+forced.
 
-It shares no code with the trainer's model, its losses or its training: whole steps are compared with it.
+It shares no code with the trainer's model, its losses or its training: whole steps are compared
+with it.
 """
 
 import json
@@ -11,7 +13,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-# A dense layer among those with experts, an odd vocabulary, four key-value heads: every layout pads or cuts something.
+# A dense layer among those with experts, an odd vocabulary, four key-value heads: every layout pads
+# or cuts something.
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -34,7 +37,11 @@ CONFIG: dict[str, Any] = {
     "eos_token_id": 1,
 }
 # What differs in the other families.
-DENSE: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "mlp_only_layers": [0, 1, 2, 3]}
+DENSE: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "mlp_only_layers": [0, 1, 2, 3],
+}
 MIXTRAL: dict[str, Any] = {
     "architectures": ["MixtralForCausalLM"],
     "model_type": "mixtral",
@@ -68,7 +75,9 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
     for layer in range(config["num_hidden_layers"]):
         at, dense = f"model.layers.{layer}.", layer in config["mlp_only_layers"]
-        shapes |= {f"{at}{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+        shapes |= {
+            f"{at}{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")
+        }
         shapes |= {f"{at}self_attn.{x}_norm.weight": (dim,) for x in ("" if mixtral else "qk")}
         shapes[f"{at}self_attn.q_proj.weight"] = (heads * dim, hidden)
         shapes |= {f"{at}self_attn.{x}_proj.weight": (groups * dim, hidden) for x in "kv"}
@@ -81,12 +90,20 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             shapes |= {f"{at}{expert}{x}.weight": (wide, hidden) for x in (gate, up)}
             shapes[f"{at}{expert}{down}.weight"] = (hidden, wide)
     shapes["model.norm.weight"] = (hidden,)
-    return shapes if config["tie_word_embeddings"] else shapes | {"lm_head.weight": (vocabulary, hidden)}
+    return (
+        shapes
+        if config["tie_word_embeddings"]
+        else shapes | {"lm_head.weight": (vocabulary, hidden)}
+    )
 
 
 def _mlp_names(config: dict[str, Any]) -> tuple[str, str, str]:
     """What gate, up and down are called."""
-    return ("w1", "w3", "w2") if config["model_type"] == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    return (
+        ("w1", "w3", "w2")
+        if config["model_type"] == "mixtral"
+        else ("gate_proj", "up_proj", "down_proj")
+    )
 
 
 @dataclass(frozen=True)
@@ -103,7 +120,8 @@ class Float64Model:
         return cls(json.loads((checkpoint / "config.json").read_text()), weights)
 
     def logits(self, tokens: torch.Tensor, routes: torch.Tensor | None) -> tuple[torch.Tensor, int]:
-        """Logits [n, vocabulary] of tokens [n], and in how many rows of MoE layers the live choice is not `routes`.
+        """Logits [n, vocabulary] of tokens [n], and in how many rows of MoE layers the live choice
+        is not `routes`.
 
         routes [n, MoE layers, top-k]: the experts to use; None: the live choice.
         """
@@ -116,9 +134,13 @@ class Float64Model:
             if layer in self.config["mlp_only_layers"]:
                 x = x + self._mlp(at, normed)
             else:
-                out, changed = self._experts(at, normed, None if routes is None else routes[:, moe_layer])
+                out, changed = self._experts(
+                    at, normed, None if routes is None else routes[:, moe_layer]
+                )
                 x, differing, moe_layer = x + out, differing + changed, moe_layer + 1
-        head = "model.embed_tokens.weight" if self.config["tie_word_embeddings"] else "lm_head.weight"
+        head = (
+            "model.embed_tokens.weight" if self.config["tie_word_embeddings"] else "lm_head.weight"
+        )
         return self._norm(x, "model.norm") @ self.weights[head].T, differing
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
@@ -133,7 +155,9 @@ class Float64Model:
         gate = self._linear(x, at + gate_name)
         return self._linear(gate * torch.sigmoid(gate) * self._linear(x, at + up), at + down)
 
-    def _experts(self, at: str, x: torch.Tensor, forced: torch.Tensor | None) -> tuple[torch.Tensor, int]:
+    def _experts(
+        self, at: str, x: torch.Tensor, forced: torch.Tensor | None
+    ) -> tuple[torch.Tensor, int]:
         probabilities = self._linear(x, at + "gate").softmax(-1)
         live = probabilities.topk(self.config["num_experts_per_tok"], dim=-1).indices
         chosen = live if forced is None else forced
@@ -143,17 +167,23 @@ class Float64Model:
         out = torch.zeros_like(x)
         for expert in range(self.config["num_experts"]):
             rows, place = (chosen == expert).nonzero(as_tuple=True)
-            out = out.index_add(0, rows, share[rows, place, None] * self._mlp(f"{at}experts.{expert}.", x[rows]))
+            out = out.index_add(
+                0, rows, share[rows, place, None] * self._mlp(f"{at}experts.{expert}.", x[rows])
+            )
         return out, int((live.sort(-1).values != chosen.sort(-1).values).any(-1).sum())
 
     def _attention(self, at: str, x: torch.Tensor) -> torch.Tensor:
         n, dim = len(x), self.config["head_dim"]
-        q, k, v = (self._linear(x, f"{at}{name}_proj").view(n, -1, dim).transpose(0, 1) for name in "qkv")
+        q, k, v = (
+            self._linear(x, f"{at}{name}_proj").view(n, -1, dim).transpose(0, 1) for name in "qkv"
+        )
         if self.config["model_type"] != "mixtral":
             q, k = self._norm(q, at + "q_norm"), self._norm(k, at + "k_norm")
         q, k = self._rotated(q), self._rotated(k)
         k, v = (t.repeat_interleave(len(q) // len(t), dim=0) for t in (k, v))
-        scores = (q @ k.transpose(1, 2) / dim**0.5).masked_fill(torch.ones(n, n).triu(1).bool(), -torch.inf)
+        scores = (q @ k.transpose(1, 2) / dim**0.5).masked_fill(
+            torch.ones(n, n).triu(1).bool(), -torch.inf
+        )
         return self._linear((scores.softmax(-1) @ v).transpose(0, 1).reshape(n, -1), at + "o_proj")
 
     def _rotated(self, x: torch.Tensor) -> torch.Tensor:
@@ -162,4 +192,6 @@ class Float64Model:
         speed = self.config["rope_theta"] ** (-torch.arange(half, dtype=torch.float64) / half)
         angle = torch.arange(x.shape[1], dtype=torch.float64)[:, None] * speed
         a, b = x[..., :half], x[..., half:]
-        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1)
+        return torch.cat(
+            [a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1
+        )

@@ -1,4 +1,6 @@
-"""Whole training steps in float64, written from the formulas: advantages, GRPO, ESPO, clipping, schedule, AdamW."""
+"""Whole training steps in float64, written from the formulas: advantages, GRPO, ESPO, clipping,
+schedule, AdamW.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,19 +18,28 @@ _NO_DECAY_BELOW = 2  # dimensions: the weights of norms are not decayed
 
 
 def advantages_of(groups: Sequence[Group]) -> dict[str, float]:
-    """A = (c - mean) / (std + 1e-6) by rollout, c its correctness of 0 or 1, std over n - 1; with x = clip(c - reward):
-    A (1 - x / 2) where c is 1, A (1 + x / 2) where it is 0. Without a verdict or a difference in correctness: none.
+    """A = (c - mean) / (std + 1e-6) by rollout, c its correctness of 0 or 1, std over n - 1; with x
+    = clip(c - reward): A (1 - x / 2) where c is 1, A (1 + x / 2) where it is 0. Without a verdict
+    or a difference in correctness: none.
     """
     found: dict[str, float] = {}
     for group in groups:
         judged = [r for r in group.rollouts if r.verdict.reward is not None]
         if len({r.verdict.correctness for r in judged}) > 1:
             scores = torch.tensor([r.verdict.correctness for r in judged], dtype=torch.float64)
-            below = (scores - torch.tensor([r.verdict.reward for r in judged], dtype=torch.float64)).clamp(0, 1)
+            below = (
+                scores - torch.tensor([r.verdict.reward for r in judged], dtype=torch.float64)
+            ).clamp(0, 1)
             centred = scores - scores.mean()
             std = (centred.square().sum() / (len(judged) - 1)).sqrt()
             factors = 1 + torch.where(scores == 1, -0.5, 0.5) * below
-            found |= dict(zip([r.rollout_id for r in judged], (factors * centred / (std + 1e-6)).tolist(), strict=True))
+            found |= dict(
+                zip(
+                    [r.rollout_id for r in judged],
+                    (factors * centred / (std + 1e-6)).tolist(),
+                    strict=True,
+                )
+            )
     return found
 
 
@@ -38,13 +49,17 @@ def entropy_advantages_of(groups: Sequence[Group], alpha: float) -> dict[str, fl
     for group in groups:
         scores = {r.verdict.correctness for r in group.rollouts}
         if len(scores) == 1:
-            found |= dict.fromkeys([r.rollout_id for r in group.rollouts], alpha if scores == {1.0} else -alpha)
+            found |= dict.fromkeys(
+                [r.rollout_id for r in group.rollouts], alpha if scores == {1.0} else -alpha
+            )
     return found
 
 
 @dataclass(frozen=True)
 class Sequence64:
-    """One rollout as the model reads it: inputs [n], routes [n, layers, top-k]; `rows` are trained on `targets`."""
+    """One rollout as the model reads it: inputs [n], routes [n, layers, top-k]; `rows` are trained
+    on `targets`.
+    """
 
     inputs: torch.Tensor
     routes: torch.Tensor | None
@@ -58,7 +73,11 @@ class Sequence64:
         for segment in rollout.segments:
             tokens += segment.tokens.tolist()
             trained += [segment.trainable] * len(segment.tokens)
-            sampled += [0.0] * len(segment.tokens) if segment.logprobs is None else segment.logprobs.tolist()
+            sampled += (
+                [0.0] * len(segment.tokens)
+                if segment.logprobs is None
+                else segment.logprobs.tolist()
+            )
         rows = [i - 1 for i in range(1, len(tokens)) if trained[i]]
         return cls(
             inputs=torch.tensor(tokens[:-1]),
@@ -98,7 +117,10 @@ class Float64Trainer:
     rates: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._moments = {name: (torch.zeros_like(w), torch.zeros_like(w)) for name, w in self.model.weights.items()}
+        self._moments = {
+            name: (torch.zeros_like(w), torch.zeros_like(w))
+            for name, w in self.model.weights.items()
+        }
 
     def train(
         self,
@@ -106,7 +128,8 @@ class Float64Trainer:
         rollouts: Mapping[str, Rollout],
         advantages: Mapping[str, tuple[float, float]],
     ) -> dict[str, float]:
-        """One rollout batch: the old policy once, then an optimizer step for each list of rollouts. Returns metrics.
+        """One rollout batch: the old policy once, then an optimizer step for each list of rollouts.
+        Returns metrics.
 
         advantages: of mixed groups (A, 0), of flat ones (0, ±α), which are in no denominator.
         """
@@ -124,17 +147,27 @@ class Float64Trainer:
                 means.add(f"policy/advantage_{'mixed' if name in counted else 'flat'}", each.abs())
                 objective = self._objective(logprob, *old[name], each, means)
                 per_token = isinstance(self.algo, GrpoSettings)
-                total = total - (objective.sum() / tokens if per_token else objective / len(counted))
+                total = total - (
+                    objective.sum() / tokens if per_token else objective / len(counted)
+                )
             means.add("train/loss", total.detach())
-            self._update(torch.autograd.grad(total, list(self.model.weights.values()), materialize_grads=True))
+            self._update(
+                torch.autograd.grad(
+                    total, list(self.model.weights.values()), materialize_grads=True
+                )
+            )
             means.add("train/grad_norm", self.grad_norms[-1])
         return means.values() | {"train/lr": self.rates[-1]}
 
-    def _logprobs(self, sequence: Sequence64, means: Means | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _logprobs(
+        self, sequence: Sequence64, means: Means | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         logits, differing = self.model.logits(sequence.inputs, sequence.routes)
         logp = (logits[sequence.rows] / self.temperature).log_softmax(-1)
         if means is not None and sequence.routes is not None:
-            means.add("mismatch/route_disagreement", float(differing), sequence.routes[..., 0].numel())
+            means.add(
+                "mismatch/route_disagreement", float(differing), sequence.routes[..., 0].numel()
+            )
         return logp.gather(-1, sequence.targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
     def _old(self, sequence: Sequence64, means: Means) -> tuple[torch.Tensor, torch.Tensor]:
@@ -146,7 +179,12 @@ class Float64Trainer:
         return logprob, entropy
 
     def _objective(
-        self, logprob: torch.Tensor, old: torch.Tensor, entropy: torch.Tensor, advantages: torch.Tensor, means: Means
+        self,
+        logprob: torch.Tensor,
+        old: torch.Tensor,
+        entropy: torch.Tensor,
+        advantages: torch.Tensor,
+        means: Means,
     ) -> torch.Tensor:
         """GRPO: of each token. ESPO: of the sequence."""
         if isinstance(self.algo, GrpoSettings):
@@ -158,9 +196,15 @@ class Float64Trainer:
         groups = [sorted(g) for g in (by_entropy[:count], by_entropy[count:]) if g]
         parts = []
         for group in groups:
-            width = self.algo.alpha * float(entropy[group].mean()) / math.log(self.model.config["vocab_size"])
+            width = (
+                self.algo.alpha
+                * float(entropy[group].mean())
+                / math.log(self.model.config["vocab_size"])
+            )
             width = max(self.algo.min_clip, width)
-            ratio = (logprob - old)[group].mean().exp().detach() * (logprob[group] - logprob[group].detach()).exp()
+            ratio = (logprob - old)[group].mean().exp().detach() * (
+                logprob[group] - logprob[group].detach()
+            ).exp()
             parts.append(_clipped(ratio, advantages[group], width, width, means).mean())
             means.add("policy/epsilon_mean", width)
         return torch.stack(parts).mean()
@@ -198,7 +242,9 @@ def _per_token(advantage: float, alpha: float, entropies: torch.Tensor) -> torch
     return (alpha * entropies if alpha > 0 else alpha * (entropies.max() - entropies)).clamp(-1, 1)
 
 
-def _clipped(ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float, means: Means) -> torch.Tensor:
+def _clipped(
+    ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float, means: Means
+) -> torch.Tensor:
     """min(r A, clip(r, 1 - low, 1 + high) A) of each token."""
     for name, cut in (
         ("low", (ratio < 1 - low) & (advantages < 0)),

@@ -22,7 +22,8 @@ def group(
     repetition: Sequence[float] | None = None,
     weight: float = 1.0,
 ) -> Group:
-    """A group with one rollout for each verdict; a number stands for a verdict of that reward and correctness.
+    """A group with one rollout for each verdict; a number stands for a verdict of that reward and
+    correctness.
 
     generated: tokens of each, four where not given; all of them are trainable.
     """

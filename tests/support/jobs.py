@@ -25,10 +25,22 @@ def start_job(
 ) -> subprocess.Popen[str]:
     """Start an experiment: plain python for one rank, torchrun for more. Its run is `run_root/job`.
 
-    errors: a file for standard error, which otherwise comes with the output. python: a command that runs the launcher.
+    errors: a file for standard error, which otherwise comes with the output. python: a command that
+    runs the launcher.
     """
-    launcher = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command = [*python, sys.executable, *launcher, str(ROOT / "launch/train_rl.py"), f"experiment={experiment}", *QUICK]
+    launcher = (
+        []
+        if ranks == 1
+        else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    )
+    command = [
+        *python,
+        sys.executable,
+        *launcher,
+        str(ROOT / "launch/train_rl.py"),
+        f"experiment={experiment}",
+        *QUICK,
+    ]
     command += [f"run.root={run_root}", "run.name=job", *overrides]
     stderr = errors.open("w") if errors is not None else None
     job = subprocess.Popen(
@@ -44,14 +56,20 @@ def start_job(
     return job
 
 
-def wait_for_step(run: Path, step: int, job: subprocess.Popen[str], deadline_seconds: float = 240) -> None:
+def wait_for_step(
+    run: Path, step: int, job: subprocess.Popen[str], deadline_seconds: float = 240
+) -> None:
     """Wait until metrics.jsonl holds `step`."""
     deadline = time.monotonic() + deadline_seconds
     while time.monotonic() < deadline:
         file = run / "metrics.jsonl"
-        if file.exists() and any(json.loads(line)["step"] >= step for line in file.read_text().splitlines()):
+        if file.exists() and any(
+            json.loads(line)["step"] >= step for line in file.read_text().splitlines()
+        ):
             return
-        assert job.poll() is None, f"the job ended with {job.returncode}:\n{job.communicate()[0][-4000:]}"
+        assert job.poll() is None, (
+            f"the job ended with {job.returncode}:\n{job.communicate()[0][-4000:]}"
+        )
         time.sleep(0.2)
     raise AssertionError(f"step {step} was not reached in {deadline_seconds} s")
 
@@ -63,7 +81,9 @@ def family(job: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 def kill(job: subprocess.Popen[str], known: list[psutil.Process]) -> None:
-    """All processes at once, as a node that loses its power: those that are `known` stand still while it looks."""
+    """All processes at once, as a node that loses its power: those that are `known` stand still
+    while it looks.
+    """
     for process in reversed(known):  # the ranks before their launcher
         with contextlib.suppress(psutil.NoSuchProcess):
             process.suspend()

@@ -1,4 +1,6 @@
-"""The layouts whose whole steps are compared with float64 ones; the launcher refuses every kind that is not here."""
+"""The layouts whose whole steps are compared with float64 ones; the launcher refuses every kind
+that is not here.
+"""
 
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -16,17 +18,29 @@ MODELS: dict[str, dict[str, Any]] = {
     "dense": DENSE,
     "mixtral": MIXTRAL,
 }
-ALGORITHMS = {"grpo": GrpoSettings(clip_low=0.03, clip_high=0.05), "espo": EspoSettings(alpha=0.012, min_clip=3e-3)}
-CREDIT = CreditSettings(flat_right="zvp", flat_wrong="zvp", zvp_alpha=0.1)
+ALGORITHMS = {
+    "grpo": GrpoSettings(clip_low=0.03, clip_high=0.05),
+    "espo": EspoSettings(alpha=0.012, min_clip=3e-3),
+}
+CREDIT = CreditSettings(all_correct="zvp", all_incorrect="zvp", zvp_alpha=0.1)
 OPTIMIZER = OptimizerSettings(
-    lr=1e-3, warmup_steps=2, decay="linear", min_lr_ratio=0.1, beta2=0.9, eps=1e-5, weight_decay=0.1, clip_grad=0.5
+    lr=1e-3,
+    warmup_steps=2,
+    decay="linear",
+    min_lr_ratio=0.1,
+    beta2=0.9,
+    eps=1e-5,
+    weight_decay=0.1,
+    clip_grad=0.5,
 )
 TOTAL_STEPS, TEMPERATURE = 6, 0.8
 BATCHES, BATCH, STEPS_PER_BATCH = 2, 24, 2
 
 
 class Kind(NamedTuple):
-    """What a grid is apart from its sizes; data parallelism is free. etp: over which an expert is split."""
+    """What a grid is apart from its sizes; data parallelism is free. etp: over which an expert is
+    split.
+    """
 
     tp: bool
     pp: bool
@@ -57,8 +71,12 @@ class Layout:
 
 def kind_of(parallel: ParallelSettings) -> Kind:
     etp = parallel.etp or parallel.default_etp
-    split: Literal["1", "tp", "other"] = "tp" if etp == parallel.tp > 1 else "1" if etp == 1 else "other"
-    tp, pp, vpp, cp, ep = (size > 1 for size in (parallel.tp, parallel.pp, parallel.vpp or 1, parallel.cp, parallel.ep))
+    split: Literal["1", "tp", "other"] = (
+        "tp" if etp == parallel.tp > 1 else "1" if etp == 1 else "other"
+    )
+    tp, pp, vpp, cp, ep = (
+        size > 1 for size in (parallel.tp, parallel.pp, parallel.vpp or 1, parallel.cp, parallel.ep)
+    )
     return Kind(tp, pp, vpp, cp, ep, split)
 
 
@@ -79,7 +97,14 @@ def _layouts(ranks: int, **grids: ParallelSettings) -> dict[str, Layout]:
 LAYOUTS: dict[str, Layout] = {
     **_layouts(1, one=grid()),
     "dp2-none": Layout(2, grid()),
-    **_layouts(2, ep2=grid(ep=2), tp2=grid(tp=2), pp2=grid(pp=2), pp2_vpp2=grid(pp=2, vpp=2), cp2=grid(cp=2)),
+    **_layouts(
+        2,
+        ep2=grid(ep=2),
+        tp2=grid(tp=2),
+        pp2=grid(pp=2),
+        pp2_vpp2=grid(pp=2, vpp=2),
+        cp2=grid(cp=2),
+    ),
     "tp2_ep2-none": Layout(2, grid(tp=2, ep=2)),
     "tp2_ep2-full": Layout(2, grid(tp=2, ep=2), "full"),
     "cp2_ep2-none": Layout(2, grid(cp=2, ep=2)),
@@ -124,17 +149,21 @@ LAYOUTS: dict[str, Layout] = {
     },
 }
 RANKS = (1, 2, 4, 8)  # of the jobs that compare them
-# With tied embeddings the first and the last stage hold the same tensor, and so do their distributed optimizers.
+# With tied embeddings the first and the last stage hold the same tensor, and so do their
+# distributed optimizers.
 TIED = ("one-none", "tp2_ep2-none", "pp2_vpp2-none", "pp2_dp2-none")
 # Other families, where experts, heads and columns are split, and in another kind of grid each.
-OTHER_FAMILIES = {"dense": ("one-none", "tp2-full"), "mixtral": ("one-full", "tp2_ep2-none", "cp2_ep2-none")}
+OTHER_FAMILIES = {
+    "dense": ("one-none", "tp2-full"),
+    "mixtral": ("one-full", "tp2_ep2-none", "cp2_ep2-none"),
+}
 # Without a replica: layouts of two ranks are compared with one rank
 DEEPSEEK = {1: ("one-none",), 2: ("ep2-none", "pp2-none")}
 BOTH_ALGORITHMS = ("one-none", "tp2_ep2-none")
 
 
 @dataclass(frozen=True)
-class Case:
+class LayoutCase:
     """One run: a layout, an algorithm and a model of `MODELS`."""
 
     layout: str
@@ -145,17 +174,27 @@ class Case:
         return f"{self.layout}:{self.algorithm}:{self.model}"
 
     @classmethod
-    def named(cls, name: str) -> "Case":
+    def named(cls, name: str) -> "LayoutCase":
         return cls(*name.split(":"))
 
 
-def cases_of(ranks: int) -> list[Case]:
+def cases_of(ranks: int) -> list[LayoutCase]:
     """Every layout of so many ranks, the algorithms in turn, some with both; and tied embeddings."""
     names = [name for name, layout in LAYOUTS.items() if layout.ranks == ranks]
-    cases = {Case(name, _algorithm(turn, LAYOUTS[name].dtype)) for turn, name in enumerate(names)}
-    cases |= {Case(name, algorithm) for name in {*BOTH_ALGORITHMS} & {*names} for algorithm in ALGORITHMS}
-    cases |= {Case(name, "grpo", "tied") for name in {*TIED} & {*names}}
-    cases |= {Case(name, "grpo", model) for model, given in OTHER_FAMILIES.items() for name in {*given} & {*names}}
+    cases = {
+        LayoutCase(name, _algorithm(turn, LAYOUTS[name].dtype)) for turn, name in enumerate(names)
+    }
+    cases |= {
+        LayoutCase(name, algorithm)
+        for name in {*BOTH_ALGORITHMS} & {*names}
+        for algorithm in ALGORITHMS
+    }
+    cases |= {LayoutCase(name, "grpo", "tied") for name in {*TIED} & {*names}}
+    cases |= {
+        LayoutCase(name, "grpo", model)
+        for model, given in OTHER_FAMILIES.items()
+        for name in {*given} & {*names}
+    }
     return sorted(cases, key=lambda case: (names.index(case.layout), str(case)))
 
 

@@ -6,6 +6,7 @@ from typing import Any, TextIO
 import msgspec
 
 from megatron_rl.config.algorithms import GrpoSettings
+from megatron_rl.config.curriculum import Stage as StageSettings
 from megatron_rl.config.schema import (
     Configuration,
     CreditSettings,
@@ -16,21 +17,20 @@ from megatron_rl.config.schema import (
     SyncSettings,
     TrainSettings,
 )
-from megatron_rl.config.curriculum import Stage as StageSettings
-from megatron_rl.contracts.commands import Command, Enter, Save, Sync, Train
+from megatron_rl.contracts.commands import Command, EnterPhase, Save, Sync, Train
 from megatron_rl.contracts.group import Group
+from megatron_rl.contracts.run_state import LoopState, PromptCursor, SelectorState
 from megatron_rl.credit.assign import Credit
-from megatron_rl.planning.step_planner import Planner
-from megatron_rl.training.metric_sums import MetricSums
+from megatron_rl.planning.step_planner import StepPlanner
 from megatron_rl.records.progress import Progress
 from megatron_rl.records.records import Records
 from megatron_rl.records.run_directory import RunDirectory
-from megatron_rl.contracts.run_state import Position, PromptCursor, SelectorState
-from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.rollouts.evaluation import Accuracy
-from megatron_rl.run.curriculum import Course
-from megatron_rl.run.checkpoints.manager import Keeper
+from megatron_rl.rollouts.rollout_batch import RolloutBatch
+from megatron_rl.run.checkpoints.manager import CheckpointManager
+from megatron_rl.run.curriculum import Curriculum
 from megatron_rl.run.leader import Leader, Stages
+from megatron_rl.training.metric_sums import MetricSums
 from megatron_rl.training.worker import TrainOutcome
 from tests.support.groups import group
 
@@ -68,7 +68,7 @@ class Stage:
     def widen(self) -> None:
         self.said.append("widen")
 
-    def go_on(self, version: int | None, *, synced: bool) -> None:
+    def resume_from(self, version: int | None, *, synced: bool) -> None:
         assert version is not None and synced
         self.version = version - 1
 
@@ -76,7 +76,9 @@ class Stage:
         self.cursor = msgspec.structs.replace(self.cursor, position=self.cursor.position + 1)
         self.said.append(f"draw step-{step}")
         self._on_draw(step)
-        return RolloutBatch(self._groups, 8, delivered=tuple(group.group_id for group in self._groups))
+        return RolloutBatch(
+            self._groups, 8, delivered=tuple(group.group_id for group in self._groups)
+        )
 
     def measure(self, label: str) -> Accuracy:
         self.said.append(f"evaluate {label} at version {self.version}")
@@ -104,8 +106,10 @@ class Stage:
                 self.said.append(f"train {plan.step}")
                 self._on_train(plan.step)
                 finite = next(self._finite, True)
-                return TrainOutcome(finite, len(plan.optimizer_steps) if finite else 0, MetricSums(), {})
-            case Enter(index):
+                return TrainOutcome(
+                    finite, len(plan.optimizer_steps) if finite else 0, MetricSums(), {}
+                )
+            case EnterPhase(index):
                 self.said.append(f"enter {index}")
             case Save(path):
                 self.said.append(f"save {path.rsplit('/', 1)[1]}")
@@ -135,8 +139,8 @@ def lead(
     evals: dict[str, Any] | None = None,
     when: str = "step",
     stream: TextIO | None = None,
-    keeper: Keeper | None = None,
-    position: Position | None = None,
+    keeper: CheckpointManager | None = None,
+    position: LoopState | None = None,
     credit: CreditSettings | None = None,
     course: Sequence[StageSettings] = (),
     **train: Any,
@@ -145,7 +149,7 @@ def lead(
     stages = Stages(
         rollouts=stage,  # type: ignore[arg-type]
         credit=Credit(GrpoSettings(), credit, seed=0),
-        planner=Planner(settings, ParallelSettings(), dp_size=1, seed=0),
+        planner=StepPlanner(settings, ParallelSettings(), dp_size=1, seed=0),
         evaluation=stage,  # type: ignore[arg-type]
     )
 
@@ -153,7 +157,9 @@ def lead(
         stage.said.append(f"parts for {c.rollout.max_new_tokens} tokens")
         return stages
 
-    records = Records(RunDirectory(tmp_path), stage, Progress(steps, enabled=stream is not None, stream=stream))  # type: ignore[arg-type]
+    records = Records(
+        RunDirectory(tmp_path), stage, Progress(steps, enabled=stream is not None, stream=stream)
+    )  # type: ignore[arg-type]
     leader = Leader(
         settings,
         RolloutSettings(max_new_tokens=4, prompts_per_step=1),
@@ -166,9 +172,9 @@ def lead(
         stage,  # type: ignore[arg-type]
         records,
         keeper,
-        Course(course, parts, stage, records.progress.say) if course else None,  # type: ignore[arg-type]
+        Curriculum(course, parts, stage, records.progress.say) if course else None,  # type: ignore[arg-type]
     )
     if position is not None:
-        leader.go_on(position)
+        leader.resume_from(position)
     leader.lead()
     return stage

@@ -1,4 +1,6 @@
-"""Ranks that stand in for those that torchrun starts: children of this process with torchrun's environment."""
+"""Ranks that stand in for those that torchrun starts: children of this process with torchrun's
+environment.
+"""
 
 import contextlib
 import os
@@ -7,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_rl.run.supervision.local_ranks import Siblings
+from megatron_rl.run.supervision.local_ranks import LocalRanks
 
 
 def environment(rank: int, count: int, folder: Path) -> dict[str, str]:
@@ -23,7 +25,9 @@ def environment(rank: int, count: int, folder: Path) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def ranks(count: int, folder: Path, code: str = "import time; time.sleep(60)") -> Iterator[list[subprocess.Popen[str]]]:
+def ranks(
+    count: int, folder: Path, code: str = "import time; time.sleep(60)"
+) -> Iterator[list[subprocess.Popen[str]]]:
     """Run `code` in `count` processes, each a rank; they are killed at the end."""
     root = Path(__file__).resolve().parents[2]
     jobs = [
@@ -44,11 +48,16 @@ def ranks(count: int, folder: Path, code: str = "import time; time.sleep(60)") -
             job.communicate()
 
 
-class Known(Siblings):
+class Known(LocalRanks):
     """Siblings whose deaths a test decides."""
 
     def __init__(
-        self, rank: int = 0, count: int = 2, *, dead: tuple[int, ...] = (), folder: Path | None = None
+        self,
+        rank: int = 0,
+        count: int = 2,
+        *,
+        dead: tuple[int, ...] = (),
+        folder: Path | None = None,
     ) -> None:
         file = folder / str(rank) / "error.json" if folder is not None else None
         super().__init__(rank=rank, local_rank=rank, count=count, agent=1, error_file=file)

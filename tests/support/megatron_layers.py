@@ -1,4 +1,6 @@
-"""Writes down what the layers of Megatron's model compute, under the names of `support.engine_layers`."""
+"""Writes down what the layers of Megatron's model compute, under the names of
+`support.engine_layers`.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -12,12 +14,18 @@ from megatron_rl.models.shape import ModelShape
 
 @contextlib.contextmanager
 def watch(model: torch.nn.Module, shape: ModelShape) -> Iterator[dict[str, torch.Tensor]]:
-    """Every operation's result [rows, ...] of one forward pass within, on one rank that holds the whole model."""
+    """Every operation's result [rows, ...] of one forward pass within, on one rank that holds the
+    whole model.
+    """
     seen: dict[str, torch.Tensor] = {}
     chunk: Any = unwrap(model)
     handles = []
 
-    def keep(name: str, module: torch.nn.Module, form: Callable[[torch.Tensor], torch.Tensor] = lambda t: t) -> None:
+    def keep(
+        name: str,
+        module: torch.nn.Module,
+        form: Callable[[torch.Tensor], torch.Tensor] = lambda t: t,
+    ) -> None:
         def hook(module: torch.nn.Module, inputs: Any, output: Any) -> None:
             value = output if isinstance(output, torch.Tensor) else output[0]
             seen[name] = form(value.detach().reshape(-1, value.shape[-1]))
@@ -28,7 +36,9 @@ def watch(model: torch.nn.Module, shape: ModelShape) -> Iterator[dict[str, torch
         at, attention = f"{number}/", layer.self_attention
         keep(f"{at}norm before attention", layer.input_layernorm)
         keep(f"{at}qkv", attention.linear_qkv, lambda value: _plain_qkv(value, shape))
-        handles.append(attention.core_attention.register_forward_pre_hook(_rotated(seen, at), with_kwargs=True))
+        handles.append(
+            attention.core_attention.register_forward_pre_hook(_rotated(seen, at), with_kwargs=True)
+        )
         keep(f"{at}attention", attention.core_attention)
         keep(f"{at}output projection", attention.linear_proj)
         keep(f"{at}norm before experts", layer.pre_mlp_layernorm)

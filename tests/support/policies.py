@@ -6,7 +6,14 @@ from typing import Literal
 import torch.distributed as dist
 
 from megatron_rl.config.algorithms import AlgoSettings
-from megatron_rl.config.schema import ModelSettings, OptimizerSettings, ParallelSettings, RolloutSettings, TrainSettings
+from megatron_rl.config.schema import (
+    ModelSettings,
+    OptimizerSettings,
+    ParallelSettings,
+    RolloutSettings,
+    TrainSettings,
+)
+from megatron_rl.engines.engines import route_shape
 from megatron_rl.losses import open_loss
 from megatron_rl.mcore.model import build_models
 from megatron_rl.mcore.optimizer import wrap_data_parallel
@@ -16,10 +23,9 @@ from megatron_rl.mcore.weights import load_hf_weights
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.planning.rank_view import RankView
-from megatron_rl.planning.step_planner import Planner
-from megatron_rl.engines.engines import route_shape
-from megatron_rl.training.micro_batches import Batcher
+from megatron_rl.planning.step_planner import StepPlanner
 from megatron_rl.training.logprobs import ResponseLogprobs
+from megatron_rl.training.micro_batches import Batcher
 from megatron_rl.training.policy import Policy
 
 ASSETS = Path(__file__).resolve().parents[2] / "megatron_rl/models/assets"
@@ -30,7 +36,9 @@ ADAM = OptimizerSettings(lr=1e-3, warmup_steps=1, decay="constant")
 
 
 def train_settings(**changes: int) -> TrainSettings:
-    return TrainSettings(**({"total_steps": 1, "optimizer_steps_per_batch": 1, "logit_chunk_tokens": 64} | changes))
+    return TrainSettings(
+        **({"total_steps": 1, "optimizer_steps_per_batch": 1, "logit_chunk_tokens": 64} | changes)
+    )
 
 
 def make_policy(
@@ -45,7 +53,8 @@ def make_policy(
     tp_group: dist.ProcessGroup | None = None,
     cp_group: dist.ProcessGroup | None = None,
 ) -> tuple[ModelShape, Policy]:
-    """The checkpoint's weights in Megatron's model with replay, wrapped for data parallelism (a collective).
+    """The checkpoint's weights in Megatron's model with replay, wrapped for data parallelism (a
+    collective).
 
     tp_group, cp_group: over which vocabulary and sequences are shared, as the rank's layout tells.
     """
@@ -58,7 +67,9 @@ def make_policy(
     groups = {"tp_group": tp_group, "cp_group": cp_group}
     logprobs = ResponseLogprobs(train_settings(), rollout, vocab_size=shape.vocab_size, **groups)
     replay = RouteReplay(models, source) if shape.moe_layers else None
-    return shape, Policy(models=models, logprobs=logprobs, loss=open_loss(algo, shape), replay=replay)
+    return shape, Policy(
+        models=models, logprobs=logprobs, loss=open_loss(algo, shape), replay=replay
+    )
 
 
 def make_view(shape: ModelShape, parallel: ParallelSettings, layout: RankLayout) -> RankView:
@@ -78,5 +89,7 @@ def make_batcher(
     return kind(make_view(shape, parallel, layout), routes, layout.device)
 
 
-def make_planner(parallel: ParallelSettings, layout: RankLayout, *, seed: int = 0, **train: int) -> Planner:
-    return Planner(train_settings(**train), parallel, dp_size=layout.dp_size, seed=seed)
+def make_planner(
+    parallel: ParallelSettings, layout: RankLayout, *, seed: int = 0, **train: int
+) -> StepPlanner:
+    return StepPlanner(train_settings(**train), parallel, dp_size=layout.dp_size, seed=seed)

@@ -23,5 +23,7 @@ def write_recording(recorded: Path, shape: ModelShape, *, steps: int) -> None:
         ]
         directory = batch_directory(recorded, step)
         parts = write_parts(directory, 0, zip(range(GROUPS), groups, held, strict=True))
-        record = BatchRecord(step=step, groups=GROUPS, generated_tokens=500, engines_left_out=0, parts=tuple(parts))
+        record = BatchRecord(
+            step=step, groups=GROUPS, generated_tokens=500, engines_left_out=0, parts=tuple(parts)
+        )
         write_batch(directory, record)

@@ -20,7 +20,14 @@ def make_rollout(
         sample_index=3,
         finish_reason=FinishReason.STOP,
         segments=(
-            Segment(rng.integers(0, 48, num_prompt).astype(np.int32), Role.PROMPT, False, None, (0, num_prompt), 4),
+            Segment(
+                rng.integers(0, 48, num_prompt).astype(np.int32),
+                Role.PROMPT,
+                False,
+                None,
+                (0, num_prompt),
+                4,
+            ),
             Segment(
                 rng.integers(0, 48, num_response).astype(np.int32),
                 Role.RESPONSE,
@@ -42,7 +49,12 @@ def assert_equal(left: Rollout, right: Rollout) -> None:
     )
     assert left.finish_reason is right.finish_reason
     for a, b in zip(left.segments, right.segments, strict=True):
-        assert (a.role, a.trainable, a.route_rows, a.version) == (b.role, b.trainable, b.route_rows, b.version)
+        assert (a.role, a.trainable, a.route_rows, a.version) == (
+            b.role,
+            b.trainable,
+            b.route_rows,
+            b.version,
+        )
         np.testing.assert_array_equal(a.tokens, b.tokens)
         assert (a.logprobs is None) == (b.logprobs is None)
         if a.logprobs is not None and b.logprobs is not None:
@@ -50,7 +62,9 @@ def assert_equal(left: Rollout, right: Rollout) -> None:
     np.testing.assert_array_equal(left.routes, right.routes)
 
 
-def make_ref(rollout: Rollout, location: RolloutLocation = NOWHERE, *, reward: float = 1.0) -> RolloutRef:
+def make_ref(
+    rollout: Rollout, location: RolloutLocation = NOWHERE, *, reward: float = 1.0
+) -> RolloutRef:
     trainable = [s for s in rollout.segments if s.trainable]
     return RolloutRef(
         rollout_id=rollout.rollout_id,

@@ -1,4 +1,6 @@
-"""Watches every call of a model's routers and compares what they chose with the routes they were given."""
+"""Watches every call of a model's routers and compares what they chose with the routes they were
+given.
+"""
 
 from collections.abc import Sequence
 
@@ -9,7 +11,9 @@ from megatron_rl.training.micro_batches import MicroBatch
 
 
 class RouterCalls:
-    """All calls from now on, by router: the routing map [rows, experts], and whether gradients were on."""
+    """All calls from now on, by router: the routing map [rows, experts], and whether gradients were
+    on.
+    """
 
     def __init__(self, models: Sequence[torch.nn.Module]) -> None:
         self._routers: list[TopKRouter] = []
@@ -19,13 +23,17 @@ class RouterCalls:
         self._calls: list[list[tuple[bool, torch.Tensor]]] = [[] for _ in self._routers]
         for router, calls in zip(self._routers, self._calls, strict=True):
             router.register_forward_hook(
-                lambda _m, _i, out, calls=calls: calls.append((torch.is_grad_enabled(), out[1].detach().clone()))
+                lambda _m, _i, out, calls=calls: calls.append(
+                    (torch.is_grad_enabled(), out[1].detach().clone())
+                )
             )
 
     def check(self, steps: Sequence[Sequence[MicroBatch]], *, recomputed: bool) -> int:
-        """How many calls there were since the last check: an old-policy pass over all micro-batches, then each step.
+        """How many calls there were since the last check: an old-policy pass over all
+        micro-batches, then each step.
 
-        Recomputation runs each forward of a step without gradients, and once more with them. Raises `AssertionError`.
+        Recomputation runs each forward of a step without gradients, and once more with them. Raises
+        `AssertionError`.
         """
         every = [batch.packed for step in steps for batch in step]
         compared = 0
@@ -35,10 +43,14 @@ class RouterCalls:
             expected = {False: [*forced, *(forced if recomputed else ())], True: forced}
             for grad, routes in expected.items():
                 maps = [found for with_grad, found in calls if with_grad is grad]
-                assert len(maps) == len(routes), f"router {column}: {len(maps)} calls for {len(routes)} micro-batches"
+                assert len(maps) == len(routes), (
+                    f"router {column}: {len(maps)} calls for {len(routes)} micro-batches"
+                )
                 for index, (found, wanted) in enumerate(zip(maps, routes, strict=True)):
                     given = torch.zeros_like(found).scatter(1, wanted, True)
-                    assert torch.equal(found, given), f"router {column}, call {index}, gradients {grad}: other experts"
+                    assert torch.equal(found, given), (
+                        f"router {column}, call {index}, gradients {grad}: other experts"
+                    )
                 compared += len(maps)
             calls.clear()
         return compared

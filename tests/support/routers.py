@@ -11,10 +11,14 @@ from megatron_rl.mcore.packed_batch import PackedBatch
 
 
 @contextlib.contextmanager
-def routers_checked(models: Sequence[Any], batches: Sequence[PackedBatch], *, recomputed: bool) -> Iterator[None]:
-    """Within, one forward and backward pass over `batches`: each router's calls use each batch's routes, in order.
+def routers_checked(
+    models: Sequence[Any], batches: Sequence[PackedBatch], *, recomputed: bool
+) -> Iterator[None]:
+    """Within, one forward and backward pass over `batches`: each router's calls use each batch's
+    routes, in order.
 
-    recomputed: layers run without a graph first and again in the backward pass, both times with the same routes.
+    recomputed: layers run without a graph first and again in the backward pass, both times with the
+    same routes.
     """
     routers = [m for model in models for m in model.modules() if isinstance(m, TopKRouter)]
     routers.sort(key=lambda router: router.layer_number)
@@ -33,8 +37,12 @@ def routers_checked(models: Sequence[Any], batches: Sequence[PackedBatch], *, re
         hook.remove()
     for (layer, with_graph), maps in seen.items():
         wanted = batches if with_graph or recomputed else []
-        assert len(maps) == len(wanted), f"layer {layer}: {len(maps)} calls for {len(wanted)} micro-batches"
+        assert len(maps) == len(wanted), (
+            f"layer {layer}: {len(maps)} calls for {len(wanted)} micro-batches"
+        )
         for chosen, batch in zip(maps, wanted, strict=True):
             assert batch.routes is not None
             forced = torch.zeros_like(chosen).scatter(1, batch.routes[:, layer].long(), True)
-            assert torch.equal(chosen, forced), f"layer {layer}: other experts than the recorded ones"
+            assert torch.equal(chosen, forced), (
+                f"layer {layer}: other experts than the recorded ones"
+            )

@@ -1,4 +1,6 @@
-"""A model that answers by a script, for environments: what it is asked is recorded, what it answers is known."""
+"""A model that answers by a script, for environments: what it is asked is recorded, what it answers
+is known.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,16 +14,27 @@ from megatron_rl.environments.episode import Episode, EpisodeRules
 from megatron_rl.models.tokenizer import Tokenizer
 from sglang_bridge.generation import FinishReason, Generation, VersionSpan
 
-CHECKPOINT = Path(__file__).parents[2] / "megatron_rl/models/assets/qwen3_moe_tiny_two_digit_addition"
+CHECKPOINT = (
+    Path(__file__).parents[2] / "megatron_rl/models/assets/qwen3_moe_tiny_two_digit_addition"
+)
 TOKENIZER = Tokenizer.from_directory(CHECKPOINT)
 EOS = TOKENIZER.eos_ids[0]
 ROUTES = RouteShape(moe_layers=(0, 2), num_hidden_layers=3, num_experts=8, topk=2)
-PROMPT = Prompt(id="q", token_ids=TOKENIZER.encode("12+34="), answer="46", task="two_digit_addition", worked="046")
+PROMPT = Prompt(
+    id="q",
+    token_ids=TOKENIZER.encode("12+34="),
+    answer="46",
+    task="two_digit_addition",
+    demonstration="046",
+)
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One answer. spans: (weight version, tokens drawn with it); their lengths add up to that of `ids`."""
+    """One answer.
+
+    spans: (weight version, tokens drawn with it); their lengths add up to that of `ids`.
+    """
 
     ids: tuple[int, ...]
     spans: tuple[tuple[str, int], ...]
@@ -50,10 +63,13 @@ class ScriptedModel:
         return Generation(
             output_ids=np.array(turn.ids, np.int32),
             logprobs=logprobs(turn.ids),
-            routes=wire_rows(len(self.asked), len(token_ids) + len(turn.ids) - 1) if turn.routes else None,
+            routes=wire_rows(len(self.asked), len(token_ids) + len(turn.ids) - 1)
+            if turn.routes
+            else None,
             finish_reason=turn.finish,
             version_spans=tuple(
-                VersionSpan(v, int(end) - count, int(end)) for (v, count), end in zip(turn.spans, ends, strict=True)
+                VersionSpan(v, int(end) - count, int(end))
+                for (v, count), end in zip(turn.spans, ends, strict=True)
             ),
             cached_tokens=0,
             retractions=turn.retractions,
@@ -66,7 +82,9 @@ def logprobs(ids: Sequence[int]) -> np.ndarray:
 
 
 def wire_rows(call: int, num_inputs: int) -> np.ndarray:
-    """Routes [num_inputs, 3, 2] that tell which call and which input position they were recorded for."""
+    """Routes [num_inputs, 3, 2] that tell which call and which input position they were recorded
+    for.
+    """
     first = (np.arange(num_inputs)[:, None] + call + np.arange(3)[None]) % 8
     return np.stack([first, (first + call) % 8], axis=-1).astype(np.int32)
 
@@ -80,6 +98,8 @@ def open_episode(
     prompt: Prompt = PROMPT,
 ) -> Episode:
     rules = EpisodeRules(
-        sampling=Sampling(max_new_tokens=budget, temperature=1.0), routes=routes, train_truncated=train_truncated
+        sampling=Sampling(max_new_tokens=budget, temperature=1.0),
+        routes=routes,
+        train_truncated=train_truncated,
     )
     return Episode(prompt, model.generate, TOKENIZER, rules, rollout_id="g/0")

@@ -22,8 +22,15 @@ def load_script(name: str) -> ModuleType:
     return module
 
 
-def start_script(name: str, *arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def start_script(
+    name: str, *arguments: str, cwd: Path, **environment: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(LAUNCH / f"{name}.py"), *arguments],
-        cwd=cwd, env=os.environ | environment, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+        cwd=cwd,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_rl.contracts.prompt import Prompt
+from megatron_rl.contracts.run_state import PromptCursor, SelectorState
 from megatron_rl.prompts.selection.selector import StepSelection
 from megatron_rl.prompts.selection.uniform import UniformStep
-from megatron_rl.contracts.run_state import PromptCursor, SelectorState
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,8 @@
-"""How often the shipped checkpoint of column addition solves questions, sampled with transformers in float32.
+"""How often the shipped checkpoint of column addition solves questions, sampled with transformers
+in float32.
 
-The tables of docs/data.md (a few minutes on one core):  PYTHONPATH=.:kernels:tests python -m support.start_policy
+The tables of docs/data.md (a few minutes on one core):  PYTHONPATH=.:kernels:tests python -m
+support.start_policy
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ class StartPolicy:
     """Samples at temperature 1, `most_new_tokens` at most, and judges by the last number."""
 
     def __init__(self, seed: int) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(COLUMN_ADDITION, dtype=torch.float32).eval()
+        self._model = AutoModelForCausalLM.from_pretrained(
+            COLUMN_ADDITION, dtype=torch.float32
+        ).eval()
         self._tokenizer = Tokenizer.from_directory(COLUMN_ADDITION)
         self._random = torch.Generator().manual_seed(seed)
         self._reward = ExactMatch("last_number")
@@ -41,18 +45,30 @@ class StartPolicy:
 
     @torch.inference_mode()
     def likelihoods(self, questions: Sequence[Question]) -> list[float]:
-        """Of each question's worked response: its pass rate, but for other responses with the right total."""
-        tokens = torch.tensor([(*self._tokenizer.encode(q.text + q.worked), END) for q in questions])
-        logprobs = self._model(tokens).logits.log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None])[..., 0]
+        """Of each question's worked response: its pass rate, but for other responses with the right
+        total.
+        """
+        tokens = torch.tensor(
+            [(*self._tokenizer.encode(q.text + q.demonstration), END) for q in questions]
+        )
+        logprobs = (
+            self._model(tokens)
+            .logits.log_softmax(-1)[:, :-1]
+            .gather(-1, tokens[:, 1:, None])[..., 0]
+        )
         return logprobs[:, len(questions[0].text) - 1 :].sum(1).exp().tolist()
 
     @torch.inference_mode()
     def _sample(self, texts: Sequence[str], samples: int) -> list[list[int]]:
-        prompts = torch.tensor([self._tokenizer.encode(text) for text in texts]).repeat_interleave(samples, 0)
+        prompts = torch.tensor([self._tokenizer.encode(text) for text in texts]).repeat_interleave(
+            samples, 0
+        )
         output = self._model(prompts, use_cache=True)
         drawn: list[torch.Tensor] = []
         for _ in range(MOST_NEW_TOKENS):
-            drawn.append(torch.multinomial(output.logits[:, -1].softmax(-1), 1, generator=self._random))
+            drawn.append(
+                torch.multinomial(output.logits[:, -1].softmax(-1), 1, generator=self._random)
+            )
             if (torch.cat(drawn, 1) == END).any(1).all():
                 break
             output = self._model(drawn[-1], past_key_values=output.past_key_values, use_cache=True)
@@ -96,14 +112,22 @@ def shares(rates: Sequence[float]) -> tuple[float, float, float, float]:
 
 def main() -> None:
     policy = StartPolicy(seed=0)
-    print("column_addition, mean likelihood of the worked response of 100 questions: digits, 0 carries, 1 carry, ...")
+    print(
+        "column_addition, mean likelihood of the worked response of 100 questions: digits, 0 carries, 1 carry, ..."
+    )
     for digits in range(3, 7):
         cells = [policy.likelihoods(questions) for questions in by_carries(digits, 100)]
         print(digits, " ".join(f"{sum(cell) / len(cell):.2f}" for cell in cells))
-    print("column_addition_mixed: digits, what, mean, at 95 % and above, 20 to 70 %, at 2 % and below")
+    print(
+        "column_addition_mixed: digits, what, mean, at 95 % and above, 20 to 70 %, at 2 % and below"
+    )
     for digits, questions in by_length(1000).items():
-        likely = [x for i in range(0, 1000, 100) for x in policy.likelihoods(questions[i : i + 100])]
-        rates = [x for i in range(0, 200, 10) for x in policy.pass_rates(questions[i : i + 10], 128)]
+        likely = [
+            x for i in range(0, 1000, 100) for x in policy.likelihoods(questions[i : i + 100])
+        ]
+        rates = [
+            x for i in range(0, 200, 10) for x in policy.pass_rates(questions[i : i + 10], 128)
+        ]
         for what, values in (("likelihood of 1000", likely), ("rate in 128 samples of 200", rates)):
             print(digits, what, *(f"{share:.3f}" for share in shares(values)), flush=True)
 

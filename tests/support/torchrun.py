@@ -9,12 +9,20 @@ TESTS = Path(__file__).resolve().parents[1]
 
 
 def torchrun(script: Path, *arguments: str, ranks: int, timeout: float = 240) -> str:
-    """Run `script` on `ranks` processes and return its output; a failure fails the test with the output."""
+    """Run `script` on `ranks` processes and return its output; a failure fails the test with the
+    output.
+    """
     environment = os.environ | {
         "PYTHONPATH": f"{TESTS.parent}:{TESTS.parent / 'kernels'}",
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+    ]
     result = subprocess.run(
         [*command, str(script), *arguments],
         env=environment,
@@ -24,5 +32,7 @@ def torchrun(script: Path, *arguments: str, ranks: int, timeout: float = 240) ->
         timeout=timeout,
         check=False,
     )
-    assert result.returncode == 0, f"torchrun {script.name} {arguments} failed:\n{result.stdout[-6000:]}"
+    assert result.returncode == 0, (
+        f"torchrun {script.name} {arguments} failed:\n{result.stdout[-6000:]}"
+    )
     return result.stdout

@@ -1,6 +1,8 @@
-"""Under torchrun: old-policy pass and first update of one batch; prints how far their log-probabilities are apart.
+"""Under torchrun: old-policy pass and first update of one batch; prints how far their
+log-probabilities are apart.
 
-Usage: both_passes.py DIRECTORY DTYPE. Eight experts add up in each token: the order of two would not show.
+Usage: both_passes.py DIRECTORY DTYPE. Eight experts add up in each token: the order of two would
+not show.
 """
 
 import json
@@ -23,8 +25,8 @@ from megatron_rl.mcore.parallel import RankLayout
 from megatron_rl.mcore.replay import RouteReplay
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.training.metric_sums import MetricSums
 from megatron_rl.training.logprobs import ResponseLogprobs
+from megatron_rl.training.metric_sums import MetricSums
 from megatron_rl.training.old_policy import compute_old_policy
 from megatron_rl.training.policy import Policy
 from megatron_rl.training.update import update_policy
@@ -46,9 +48,14 @@ def build(directory: Path, dtype: str) -> tuple[ModelShape, Policy]:
     settings = ModelSettings(path=str(directory), init="random", dtype=dtype)  # type: ignore[arg-type]
     models = wrap_data_parallel(build_models(shape, settings, GRID))
     logprobs = ResponseLogprobs(
-        train_settings(), RolloutSettings(max_new_tokens=32), vocab_size=shape.vocab_size, tp_group=None
+        train_settings(),
+        RolloutSettings(max_new_tokens=32),
+        vocab_size=shape.vocab_size,
+        tp_group=None,
     )
-    return shape, Policy(models=models, logprobs=logprobs, loss=Grpo(GrpoSettings()), replay=RouteReplay(models))
+    return shape, Policy(
+        models=models, logprobs=logprobs, loss=Grpo(GrpoSettings()), replay=RouteReplay(models)
+    )
 
 
 def run(layout: RankLayout, directory: Path, dtype: str) -> dict[str, float | bool]:
@@ -68,11 +75,23 @@ def run(layout: RankLayout, directory: Path, dtype: str) -> dict[str, float | bo
     for first_step in (True, False):
         counts = plan.optimizer_steps[0].denominators
         update_policy(
-            policy, optimizer, batches, passes[0], counts, dp_size=1, first_step=first_step, metrics=metrics
-        )  # fmt: skip
+            policy,
+            optimizer,
+            batches,
+            passes[0],
+            counts,
+            dp_size=1,
+            first_step=first_step,
+            metrics=metrics,
+        )
     values = metrics.values()
     moved = values["policy/ratio_max"] - 1  # of the second step: the weights have changed
-    return {"same": same, "deviation": values["policy/first_ratio_deviation"], "moved": moved, "batches": len(batches)}
+    return {
+        "same": same,
+        "deviation": values["policy/first_ratio_deviation"],
+        "moved": moved,
+        "batches": len(batches),
+    }
 
 
 if __name__ == "__main__":

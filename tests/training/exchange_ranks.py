@@ -1,4 +1,6 @@
-"""Under torchrun: three ranks on two pretended nodes exchange rollouts over gloo; then one of these cannot be read."""
+"""Under torchrun: three ranks on two pretended nodes exchange rollouts over gloo; then one of these
+cannot be read.
+"""
 
 import sys
 from pathlib import Path
@@ -27,7 +29,9 @@ dist.init_process_group("gloo")
 rank, group = dist.get_rank(), dist.group.WORLD
 assert group is not None
 plan = plan_of([i // 3 % 2 for i in range(17)], dp_size=2)
-receivers = [Receiver(dp_rank=node, node=node, moe_rows=(2, 0)) for node in (0, 1, 1)]  # the last two share tensors
+receivers = [
+    Receiver(dp_rank=node, node=node, moe_rows=(2, 0)) for node in (0, 1, 1)
+]  # the last two share tensors
 rollouts = exchange_rollouts(plan, receivers, rank, group, read)
 assert sorted(rollouts) == rollouts_of(plan, receivers[rank].dp_rank)
 for index, rollout in rollouts.items():

@@ -1,7 +1,9 @@
-"""The old-policy pass and the update are one computation: with the same weights every ratio is exactly 1.
+"""The old-policy pass and the update are one computation: with the same weights every ratio is
+exactly 1.
 
-ESPO's clip widths go down to 3e-4, GSPO's are 4e-4. Where the experts' results are added up in an order that changes
-from pass to pass, bfloat16 alone makes ratios differ by more, and tokens are clipped at random.
+ESPO's clip widths go down to 3e-4, GSPO's are 4e-4. Where the experts' results are added up in an
+order that changes from pass to pass, bfloat16 alone makes ratios differ by more, and tokens are
+clipped at random.
 """
 
 import json

@@ -14,8 +14,8 @@ from megatron_rl.contracts.step_plan import Denominators
 from megatron_rl.losses import ResponseTokens, open_loss
 from megatron_rl.models.families import read_shape
 from megatron_rl.planning.rank_view import RankView
-from megatron_rl.training.micro_batches import Batcher, MicroBatch
 from megatron_rl.training.entropy_advantages import advantage_sizes, token_advantages
+from megatron_rl.training.micro_batches import Batcher, MicroBatch
 from tests.support.policies import COLUMN_ADDITION
 from tests.support.rollouts import make_rollout
 
@@ -34,7 +34,9 @@ def test_by_hand() -> None:
     expected = [-0.7, -0.7, 0.0, 0.2, 0.05, -0.2, 0.0, -0.15, 1.0, 0.5]  # 0.5 x 3 nats is cut to 1
     assert token_advantages(batch, entropies).tolist() == pytest.approx(expected)
     sizes = advantage_sizes(batch, torch.tensor(expected))
-    assert sizes["policy/advantage_flat"].tolist() == pytest.approx([0.2 + 0.05 + 0.2 + 0.15 + 1.0 + 0.5, 8.0])
+    assert sizes["policy/advantage_flat"].tolist() == pytest.approx(
+        [0.2 + 0.05 + 0.2 + 0.15 + 1.0 + 0.5, 8.0]
+    )
     assert sizes["policy/advantage_mixed"].tolist() == pytest.approx([1.4, 2.0])
 
 
@@ -57,7 +59,9 @@ ALGORITHMS = [GrpoSettings(), GspoSettings(), EspoSettings(min_clip=0.2)]
 
 @pytest.mark.parametrize("algo", ALGORITHMS, ids=lambda algo: algo.name)
 def test_the_gradient_of_a_step_with_flat_rollouts(algo: AlgoSettings) -> None:
-    """With the old policy's weights every ratio is 1: -A_t / N per token, or -A_t / (B |group| groups)."""
+    """With the old policy's weights every ratio is 1: -A_t / N per token, or -A_t / (B |group|
+    groups).
+    """
     batch = pack((4, 1.5, 0.0), (4, 0.0, -0.3), (2, 0.0, 0.3))
     entropies = torch.tensor([1.0, 2.0, 0.5, 0.1, 0.0, 2.0, 0.5, 1.0, 0.5, 1.5])
     advantages = token_advantages(batch, entropies)
@@ -85,7 +89,11 @@ def test_the_gradient_of_a_step_with_flat_rollouts(algo: AlgoSettings) -> None:
 def test_each_token_is_clipped_by_the_sign_of_its_own_advantage(algo: AlgoSettings) -> None:
     old = torch.full((4,), -1.0)
     response = ResponseTokens(
-        old, torch.ones(4), old, torch.tensor([0.2, -0.2, 0.0, 0.1]), torch.tensor([0, 4], dtype=torch.int32)
+        old,
+        torch.ones(4),
+        old,
+        torch.tensor([0.2, -0.2, 0.0, 0.1]),
+        torch.tensor([0, 4], dtype=torch.int32),
     )
     for moved, lives in ((0.5, [False, True, False, False]), (-0.5, [True, False, False, True])):
         logprobs = (old + moved).requires_grad_()

@@ -14,12 +14,12 @@ import pytest
 
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.group import RolloutLocation, RolloutRef
-from megatron_rl.contracts.step_plan import Denominators, OptimizerStep, StepPlan
 from megatron_rl.contracts.rollout import Rollout
+from megatron_rl.contracts.step_plan import Denominators, OptimizerStep, StepPlan
 from megatron_rl.rollouts import codec
 from megatron_rl.training import exchange
 from megatron_rl.training.exchange import ExchangeFailed, exchange_rollouts
-from megatron_rl.training.transfer_plan import Parcels, Receiver, rollouts_of
+from megatron_rl.training.transfer_plan import Receiver, TransferPlan, rollouts_of
 from tests.support.rollouts import assert_equal, make_ref, make_rollout
 from tests.support.torchrun import torchrun
 
@@ -44,7 +44,9 @@ def plan_of(nodes: list[int], dp_size: int, *, optimizer_steps: int = 2) -> Step
     half = [range(s, len(nodes), optimizer_steps) for s in range(optimizer_steps)]
     steps = tuple(
         OptimizerStep(
-            micro_batches=tuple((tuple(i for i in some if i % dp_size == dp), ()) for dp in range(dp_size)),
+            micro_batches=tuple(
+                (tuple(i for i in some if i % dp_size == dp), ()) for dp in range(dp_size)
+            ),
             denominators=Denominators(sequences=1, tokens=1),
         )
         for some in half
@@ -52,30 +54,42 @@ def plan_of(nodes: list[int], dp_size: int, *, optimizer_steps: int = 2) -> Step
     return StepPlan(step=5, rollouts=refs, advantages=(1.0,) * len(nodes), optimizer_steps=steps)
 
 
-def ranks_of(dp_size: int, tp: int, ranks_per_node: int, rows: tuple[int, ...] = (0, 1, 2)) -> list[Receiver]:
+def ranks_of(
+    dp_size: int, tp: int, ranks_per_node: int, rows: tuple[int, ...] = (0, 1, 2)
+) -> list[Receiver]:
     """Tensor-parallel ranks are neighbours, as in Megatron."""
-    return [Receiver(dp_rank=rank // tp, node=rank // ranks_per_node, moe_rows=rows) for rank in range(dp_size * tp)]
+    return [
+        Receiver(dp_rank=rank // tp, node=rank // ranks_per_node, moe_rows=rows)
+        for rank in range(dp_size * tp)
+    ]
 
 
-def parcels(plan: StepPlan, receivers: list[Receiver]) -> list[Parcels]:
-    return [Parcels.of(plan, receivers, rank) for rank in range(len(receivers))]
+def parcels(plan: StepPlan, receivers: list[Receiver]) -> list[TransferPlan]:
+    return [TransferPlan.of(plan, receivers, rank) for rank in range(len(receivers))]
 
 
 @pytest.mark.parametrize(
-    ("dp_size", "tp", "ranks_per_node", "nodes"), [(4, 1, 2, 2), (4, 2, 4, 2), (3, 2, 2, 3), (2, 4, 4, 2)]
+    ("dp_size", "tp", "ranks_per_node", "nodes"),
+    [(4, 1, 2, 2), (4, 2, 4, 2), (3, 2, 2, 3), (2, 4, 4, 2)],
 )
-def test_every_rank_gets_each_of_its_rollouts_once(dp_size: int, tp: int, ranks_per_node: int, nodes: int) -> None:
+def test_every_rank_gets_each_of_its_rollouts_once(
+    dp_size: int, tp: int, ranks_per_node: int, nodes: int
+) -> None:
     plan = plan_of([i // 3 % nodes for i in range(23)], dp_size)
     receivers = ranks_of(dp_size, tp, ranks_per_node)
     everyone = parcels(plan, receivers)
     for rank, mine in enumerate(everyone):
-        got = Counter([*mine.own, *(i for indices in (*mine.incoming, *mine.handed_over) for i in indices)])
+        got = Counter(
+            [*mine.own, *(i for indices in (*mine.incoming, *mine.handed_over) for i in indices)]
+        )
         assert got == Counter(rollouts_of(plan, receivers[rank].dp_rank))
         assert all(plan.rollouts[i].location.node == receivers[rank].node for i in mine.own)
         for other, theirs in enumerate(everyone):
             assert mine.outgoing[other] == theirs.incoming[rank]
             assert mine.handed_on[other] == theirs.handed_over[rank]
-            assert all(plan.rollouts[i].location.node == receivers[rank].node for i in mine.outgoing[other])
+            assert all(
+                plan.rollouts[i].location.node == receivers[rank].node for i in mine.outgoing[other]
+            )
             assert not mine.handed_on[other] or receivers[other] == receivers[rank]
             assert set(mine.handed_on[other]) <= {i for indices in mine.incoming for i in indices}
     assert len({(p.crosses, p.hands_on) for p in everyone}) == 1
@@ -85,13 +99,20 @@ def test_every_rank_gets_each_of_its_rollouts_once(dp_size: int, tp: int, ranks_
 def test_tensor_parallel_ranks_of_a_node_get_one_copy_over_the_network() -> None:
     plan = plan_of([0] * 24, dp_size=4)
     receivers = ranks_of(4, 2, 4)
-    crossing = Counter(i for mine in parcels(plan, receivers) for indices in mine.outgoing for i in indices)
-    assert crossing == Counter(i for dp in (2, 3) for i in rollouts_of(plan, dp))  # those of node 1, once
+    crossing = Counter(
+        i for mine in parcels(plan, receivers) for indices in mine.outgoing for i in indices
+    )
+    assert crossing == Counter(
+        i for dp in (2, 3) for i in rollouts_of(plan, dp)
+    )  # those of node 1, once
 
 
 def test_pipeline_stages_of_a_node_need_different_layers_and_hand_nothing_on() -> None:
     plan = plan_of([0] * 4, dp_size=1)
-    receivers = [Receiver(dp_rank=0, node=1, moe_rows=(0,)), Receiver(dp_rank=0, node=1, moe_rows=(1,))]
+    receivers = [
+        Receiver(dp_rank=0, node=1, moe_rows=(0,)),
+        Receiver(dp_rank=0, node=1, moe_rows=(1,)),
+    ]
     everyone = parcels(plan, [Receiver(dp_rank=0, node=0, moe_rows=(0,)), *receivers])
     assert everyone[0].outgoing == [[], [0, 1, 2, 3], [0, 1, 2, 3]] and not everyone[0].hands_on
 
@@ -109,15 +130,17 @@ def test_what_lies_on_this_node_crosses_nothing() -> None:
 
 def test_a_rollout_on_a_node_without_ranks_is_named() -> None:
     with pytest.raises(ValueError, match="rollout 1 lies on node 7, where no rank runs"):
-        Parcels.of(plan_of([0, 7], dp_size=1), ranks_of(1, 1, 1), 0)
+        TransferPlan.of(plan_of([0, 7], dp_size=1), ranks_of(1, 1, 1), 0)
 
 
 def test_a_thousand_ranks_take_no_second() -> None:
     plan = plan_of([i % 128 for i in range(2048)], dp_size=128)
     receivers = ranks_of(128, 8, 8)
     start = time.process_time()
-    Parcels.of(plan, receivers, 77)
-    assert time.process_time() - start < 0.3, "0.87 s when each rollout's sender was looked for among all ranks"
+    TransferPlan.of(plan, receivers, 77)
+    assert time.process_time() - start < 0.3, (
+        "0.87 s when each rollout's sender was looked for among all ranks"
+    )
 
 
 @dataclass
@@ -140,7 +163,9 @@ class Mail:
 
 @pytest.fixture
 def exchanged(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[Any], int]]:
-    """Exchanges on as many threads as there are ranks: what each got or raised, and the bytes that were swapped."""
+    """Exchanges on as many threads as there are ranks: what each got or raised, and the bytes that
+    were swapped.
+    """
     swapped = 0
 
     def all_to_all(outgoing: list[bytes], group: tuple[Mail, int]) -> list[memoryview]:
@@ -150,9 +175,13 @@ def exchanged(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[Any],
         return [memoryview(row[rank]) for row in mail.everyones(rank, outgoing)]
 
     monkeypatch.setattr(exchange, "_all_to_all", all_to_all)
-    monkeypatch.setattr(exchange, "gather_bytes", lambda data, group: group[0].everyones(group[1], data))
+    monkeypatch.setattr(
+        exchange, "gather_bytes", lambda data, group: group[0].everyones(group[1], data)
+    )
 
-    def run(plan: StepPlan, receivers: list[Receiver], read: Callable[[RolloutRef], Rollout]) -> tuple[list[Any], int]:
+    def run(
+        plan: StepPlan, receivers: list[Receiver], read: Callable[[RolloutRef], Rollout]
+    ) -> tuple[list[Any], int]:
         mail, results = Mail(len(receivers)), [None] * len(receivers)
 
         def work(rank: int) -> None:
@@ -175,7 +204,9 @@ def read(ref: RolloutRef) -> Rollout:
     return made(int(ref.rollout_id[1:]))
 
 
-def test_each_rank_holds_its_rollouts_with_its_layers(exchanged: Callable[..., tuple[list[Any], int]]) -> None:
+def test_each_rank_holds_its_rollouts_with_its_layers(
+    exchanged: Callable[..., tuple[list[Any], int]],
+) -> None:
     plan = plan_of([i % 2 for i in range(9)], dp_size=2)
     receivers = ranks_of(2, 2, 2, rows=(2, 0))
     results, _ = exchanged(plan, receivers, read)
@@ -199,30 +230,49 @@ def test_what_one_rank_cannot_read_every_rank_is_told(
     plan = plan_of([0, where, 0, 1], dp_size=2)
     results, _ = exchanged(plan, ranks_of(2, 2, 2), broken)
     assert {str(error) for error in results} == {str(results[0])}
-    assert all(isinstance(error, ExchangeFailed) and error.exit_code is ExitCode.ENGINE_FAILED for error in results)
+    assert all(
+        isinstance(error, ExchangeFailed) and error.exit_code is ExitCode.ENGINE_FAILED
+        for error in results
+    )
     assert "step 5: rollouts cannot be trained on: rank" in str(results[0])
     assert "rollout r1: no such file descriptor" in str(results[0])
 
 
 def shortened(rollout: Rollout) -> Rollout:
-    return Rollout(rollout.rollout_id, "p", 0, rollout.finish_reason, rollout.segments[:1], rollout.routes)
+    return Rollout(
+        rollout.rollout_id, "p", 0, rollout.finish_reason, rollout.segments[:1], rollout.routes
+    )
 
 
 def without_a_row(rollout: Rollout) -> Rollout:
     assert rollout.routes is not None
-    return Rollout(rollout.rollout_id, "p", 0, rollout.finish_reason, rollout.segments, np.array(rollout.routes[1:]))
+    return Rollout(
+        rollout.rollout_id,
+        "p",
+        0,
+        rollout.finish_reason,
+        rollout.segments,
+        np.array(rollout.routes[1:]),
+    )
 
 
 @pytest.mark.parametrize("damage", [shortened, without_a_row])
 @pytest.mark.parametrize("where", [0, 1])
 def test_a_rollout_that_is_not_what_was_planned_with_every_rank_is_told(
-    exchanged: Callable[..., tuple[list[Any], int]], damage: Callable[[Rollout], Rollout], where: int
+    exchanged: Callable[..., tuple[list[Any], int]],
+    damage: Callable[[Rollout], Rollout],
+    where: int,
 ) -> None:
     plan = plan_of([0, where, 0, 1], dp_size=2)
     results, _ = exchanged(
-        plan, ranks_of(2, 1, 1), lambda ref: damage(read(ref)) if ref.rollout_id == "r1" else read(ref)
+        plan,
+        ranks_of(2, 1, 1),
+        lambda ref: damage(read(ref)) if ref.rollout_id == "r1" else read(ref),
     )
-    assert all(isinstance(error, ExchangeFailed) and "rank 1: rollout r1: " in str(error) for error in results)
+    assert all(
+        isinstance(error, ExchangeFailed) and "rank 1: rollout r1: " in str(error)
+        for error in results
+    )
 
 
 def test_many_problems_are_counted(exchanged: Callable[..., tuple[list[Any], int]]) -> None:

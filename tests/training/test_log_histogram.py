@@ -11,10 +11,17 @@ from megatron_rl.training.log_histogram import RESOLUTION, log_counts, quantile
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.floats(-900, 900).filter(lambda x: abs(x) > 1e-9), min_size=1, max_size=60), st.floats(0, 1))
-def test_a_quantile_is_one_of_the_values_within_the_resolution(values: list[float], share: float) -> None:
+@given(
+    st.lists(st.floats(-900, 900).filter(lambda x: abs(x) > 1e-9), min_size=1, max_size=60),
+    st.floats(0, 1),
+)
+def test_a_quantile_is_one_of_the_values_within_the_resolution(
+    values: list[float], share: float
+) -> None:
     found = quantile(log_counts(torch.tensor(values)), share)
-    exact = sorted(abs(float(torch.tensor(x))) for x in values)[max(0, math.ceil(share * len(values) - 1e-6) - 1)]
+    exact = sorted(abs(float(torch.tensor(x))) for x in values)[
+        max(0, math.ceil(share * len(values) - 1e-6) - 1)
+    ]
     assert found == pytest.approx(exact, rel=RESOLUTION * 1.01 + 1e-6)
 
 

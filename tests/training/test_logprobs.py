@@ -6,7 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.config.algorithms import AlgoSettings, EspoSettings, GrpoSettings, GspoSettings, SftSettings
+from megatron_rl.config.algorithms import (
+    AlgoSettings,
+    EspoSettings,
+    GrpoSettings,
+    GspoSettings,
+    SftSettings,
+)
 from megatron_rl.config.schema import RolloutSettings, TrainSettings
 from megatron_rl.contracts.step_plan import Denominators
 from megatron_rl.losses import ResponseTokens, open_loss
@@ -24,7 +30,11 @@ def micro_batch(count: int, seed: int = 0) -> Any:
 
 
 def logits(seed: int = 1) -> torch.Tensor:
-    return torch.randn(ROWS, PADDED, generator=torch.Generator().manual_seed(seed)).mul_(4).requires_grad_()
+    return (
+        torch.randn(ROWS, PADDED, generator=torch.Generator().manual_seed(seed))
+        .mul_(4)
+        .requires_grad_()
+    )
 
 
 def response_logprobs(chunk_tokens: int, temperature: float = 0.7) -> ResponseLogprobs:

@@ -10,9 +10,22 @@ from tests.training.test_micro_batches import FIVE, SHAPE, THREE, WHOLE, pack
 
 def test_tensors_are_on_the_device_that_was_asked_for() -> None:
     batch = Batcher(WHOLE, SHAPE, torch.device("meta")).pack([FIVE], [0.5])
-    tensors = [batch.packed.input_ids, batch.packed.position_ids, batch.packed.cu_seqlens, batch.packed.routes]
-    tensors += [batch.packed.real_rows, batch.rows, batch.targets, batch.rollout_logprobs, batch.advantages]
-    assert {None if tensor is None else tensor.device.type for tensor in [*tensors, batch.cu_seqlens]} == {"meta"}
+    tensors = [
+        batch.packed.input_ids,
+        batch.packed.position_ids,
+        batch.packed.cu_seqlens,
+        batch.packed.routes,
+    ]
+    tensors += [
+        batch.packed.real_rows,
+        batch.rows,
+        batch.targets,
+        batch.rollout_logprobs,
+        batch.advantages,
+    ]
+    assert {
+        None if tensor is None else tensor.device.type for tensor in [*tensors, batch.cu_seqlens]
+    } == {"meta"}
 
 
 @pytest.mark.parametrize("advantages", [[1.0], [1.0, 1.0, 1.0]])

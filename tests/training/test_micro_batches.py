@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.contracts.step_plan import Denominators, OptimizerStep, StepPlan
 from megatron_rl.contracts.rollout import FinishReason, Role, Rollout, Segment
 from megatron_rl.contracts.routes import RouteShape
+from megatron_rl.contracts.step_plan import Denominators, OptimizerStep, StepPlan
 from megatron_rl.planning.rank_view import RankView
 from megatron_rl.training.micro_batches import Batcher, MicroBatch
 
@@ -29,7 +29,9 @@ def rollout(*parts: Part, layers: int = 2, routed: bool = True) -> Rollout:
         rows = (position, min(position + len(tokens), inputs))
         segments.append(Segment(np.array(tokens, np.int32), role, trained, known, rows, 0))
         position += len(tokens)
-    routes = np.random.default_rng(inputs).integers(0, EXPERTS, (inputs, layers, TOPK)).astype(np.uint8)
+    routes = (
+        np.random.default_rng(inputs).integers(0, EXPERTS, (inputs, layers, TOPK)).astype(np.uint8)
+    )
     return Rollout("r1", "p1", 0, FinishReason.STOP, tuple(segments), routes if routed else None)
 
 
@@ -38,7 +40,9 @@ def answered(prompt: list[int], response: list[int], *, trained: bool = True) ->
     return rollout((Role.PROMPT, prompt, False, None), (Role.RESPONSE, response, trained, logprobs))
 
 
-def pack(rollouts: Sequence[Rollout], advantages: Sequence[float], view: RankView = WHOLE) -> MicroBatch:
+def pack(
+    rollouts: Sequence[Rollout], advantages: Sequence[float], view: RankView = WHOLE
+) -> MicroBatch:
     return Batcher(view, SHAPE, torch.device("cpu")).pack(rollouts, advantages)
 
 
@@ -51,7 +55,9 @@ def test_one_rollout() -> None:
     assert batch.packed.position_ids.tolist() == [[0, 1, 2, 3, 4]]
     assert batch.packed.cu_seqlens.tolist() == [0, 5]
     assert batch.packed.max_seqlen == 5
-    assert batch.rows.tolist() == [2, 3, 4], "the last prompt token predicts the first of the response"
+    assert batch.rows.tolist() == [2, 3, 4], (
+        "the last prompt token predicts the first of the response"
+    )
     assert batch.targets.tolist() == [4, 5, 6]
     assert batch.rollout_logprobs.tolist() == pytest.approx([-0.4, -0.5, -0.6])
     assert batch.advantages.tolist() == [0.5] * 3
@@ -94,9 +100,11 @@ def test_what_a_tool_wrote_is_read_and_not_trained() -> None:
 
 
 def test_trained_tokens_that_nobody_sampled_have_no_rollout_logprob() -> None:
-    worked = rollout((Role.PROMPT, [1, 2], False, None), (Role.RESPONSE, [3, 4], True, None))
-    batch = pack([FIVE, worked], [1.0, 1.0])
-    assert [math.isnan(value) for value in batch.rollout_logprobs.tolist()] == [False] * 3 + [True] * 2
+    demonstration = rollout((Role.PROMPT, [1, 2], False, None), (Role.RESPONSE, [3, 4], True, None))
+    batch = pack([FIVE, demonstration], [1.0, 1.0])
+    assert [math.isnan(value) for value in batch.rollout_logprobs.tolist()] == [False] * 3 + [
+        True
+    ] * 2
     assert batch.rollout_logprobs.dtype == torch.float32
 
 
@@ -122,7 +130,9 @@ def test_a_rollout_without_trained_tokens_is_an_empty_sequence() -> None:
         (RankView(layers=((0, 1, 2),), cp_size=4, sp_size=2), (16, 16)),
     ],
 )
-def test_every_sequence_is_padded_to_the_row_multiple(view: RankView, padded: tuple[int, int]) -> None:
+def test_every_sequence_is_padded_to_the_row_multiple(
+    view: RankView, padded: tuple[int, int]
+) -> None:
     plain = pack([FIVE, THREE], [0.5, -1.0])
     first, second = padded
     inputs, positions, trained = ([-1] * (first + second) for _ in range(3))
@@ -144,7 +154,9 @@ def test_every_sequence_is_padded_to_the_row_multiple(view: RankView, padded: tu
     assert inputs == [1, 2, 3, 4, 5] + [0] * (first - 5) + [7, 8, 9] + [0] * (second - 3)
     assert positions == [*range(first), *range(second)]
     places = {2: 0, 3: 1, 4: 2, first + 1: 3, first + 2: 4}
-    assert trained == [places.get(row, -1) for row in range(first + second)], "rows count the padding before them"
+    assert trained == [places.get(row, -1) for row in range(first + second)], (
+        "rows count the padding before them"
+    )
 
 
 def test_routes_are_those_of_the_rollouts() -> None:
@@ -161,14 +173,19 @@ def test_routes_are_those_of_the_rollouts() -> None:
         (RankView(layers=((0, 1, 2),), sp_rank=1, sp_size=2), [5, 6, 7, 8, 9]),
         (RankView(layers=((0, 1, 2),), cp_rank=0, cp_size=2), [0, 1, 6, 7, 8, 11]),
         (RankView(layers=((0, 1, 2),), cp_rank=1, cp_size=2), [2, 3, 4, 5, 9, 10]),
-        (RankView(layers=((0, 1, 2),), cp_rank=1, cp_size=2, sp_rank=1, sp_size=2), [10, 11, 12, 13]),
+        (
+            RankView(layers=((0, 1, 2),), cp_rank=1, cp_size=2, sp_rank=1, sp_size=2),
+            [10, 11, 12, 13],
+        ),
     ],
 )
 def test_a_rank_s_routers_get_their_rows_of_routes(view: RankView, rows: list[int]) -> None:
     packed = pack([FIVE, THREE], [0.5, -1.0], view).packed
     assert packed.routes is not None and packed.real_rows is not None
     second = int(packed.cu_seqlens[1])
-    real = {row: FIVE.routes[row] for row in range(5)} | {second + row: THREE.routes[row] for row in range(3)}
+    real = {row: FIVE.routes[row] for row in range(5)} | {
+        second + row: THREE.routes[row] for row in range(3)
+    }
     assert packed.real_rows.tolist() == [row in real for row in rows]
     for row, routes in zip(rows, packed.routes.numpy(), strict=True):
         if row in real:
@@ -196,7 +213,12 @@ def test_a_pipeline_stage_has_the_routes_of_its_own_layers() -> None:
 
 def parts(of: Rollout) -> list[Part]:
     return [
-        (s.role, s.tokens.tolist(), s.trainable, None if s.logprobs is None else s.logprobs.tolist())
+        (
+            s.role,
+            s.tokens.tolist(),
+            s.trainable,
+            None if s.logprobs is None else s.logprobs.tolist(),
+        )
         for s in of.segments
     ]
 
@@ -215,14 +237,20 @@ def test_without_replay_routes_are_neither_needed_nor_packed() -> None:
     bare = rollout(*parts(FIVE), routed=False)
     batcher = Batcher(WHOLE, None, torch.device("cpu"))
     assert batcher.pack([bare, FIVE], [1.0, 1.0]).packed.routes is None
-    with pytest.raises(ValueError, match=r"rollout r1 has no routes to replay: set train\.replay=trainer or off"):
+    with pytest.raises(
+        ValueError, match=r"rollout r1 has no routes to replay: set train\.replay=trainer or off"
+    ):
         pack([bare], [1.0])
 
 
-@pytest.mark.parametrize(("view", "rows"), [(WHOLE, 2), (RankView(((0, 1, 2),), cp_rank=1, cp_size=2, sp_size=2), 8)])
+@pytest.mark.parametrize(
+    ("view", "rows"), [(WHOLE, 2), (RankView(((0, 1, 2),), cp_rank=1, cp_size=2, sp_size=2), 8)]
+)
 def test_a_filler_has_tokens_for_the_model_and_none_to_train(view: RankView, rows: int) -> None:
     batch = pack([], [], view)
-    assert batch.packed.input_ids.shape == batch.packed.position_ids.shape == (1, rows // view.cp_size)
+    assert (
+        batch.packed.input_ids.shape == batch.packed.position_ids.shape == (1, rows // view.cp_size)
+    )
     assert batch.packed.cu_seqlens.tolist() == [0, rows]
     assert batch.packed.max_seqlen == rows
     held = rows // (view.cp_size * view.sp_size)
@@ -236,13 +264,25 @@ def test_a_filler_has_tokens_for_the_model_and_none_to_train(view: RankView, row
 
 
 def test_a_rank_packs_what_the_plan_gives_it() -> None:
-    one = OptimizerStep(micro_batches=(((0, 2), (1,)), ((3,), ())), denominators=Denominators(sequences=4, tokens=9))
-    two = OptimizerStep(micro_batches=(((5,),), ((4,),)), denominators=Denominators(sequences=2, tokens=4))
-    plan = StepPlan(step=0, rollouts=(), advantages=(0.0, 1.0, 2.0, 3.0, 4.0, 5.0), optimizer_steps=(one, two))
+    one = OptimizerStep(
+        micro_batches=(((0, 2), (1,)), ((3,), ())), denominators=Denominators(sequences=4, tokens=9)
+    )
+    two = OptimizerStep(
+        micro_batches=(((5,),), ((4,),)), denominators=Denominators(sequences=2, tokens=4)
+    )
+    plan = StepPlan(
+        step=0, rollouts=(), advantages=(0.0, 1.0, 2.0, 3.0, 4.0, 5.0), optimizer_steps=(one, two)
+    )
     mine = {3: FIVE, 4: THREE}
     steps = Batcher(WHOLE, SHAPE, torch.device("cpu")).optimizer_steps(plan, 1, mine)
-    assert [[batch.targets.tolist() for batch in step] for step in steps] == [[[4, 5, 6], []], [[9, 10]]]
-    assert [[batch.advantages.tolist() for batch in step] for step in steps] == [[[3.0] * 3, []], [[4.0] * 2]]
+    assert [[batch.targets.tolist() for batch in step] for step in steps] == [
+        [[4, 5, 6], []],
+        [[9, 10]],
+    ]
+    assert [[batch.advantages.tolist() for batch in step] for step in steps] == [
+        [[3.0] * 3, []],
+        [[4.0] * 2],
+    ]
 
 
 @pytest.mark.parametrize("view", [WHOLE, RankView(layers=((0, 1, 2),), sp_size=2)])

@@ -1,4 +1,6 @@
-"""Old-policy pass and update over made-up logits: what they compare, what they measure and what they never wait for."""
+"""Old-policy pass and update over made-up logits: what they compare, what they measure and what
+they never wait for.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ from megatron_rl.contracts.step_plan import Denominators
 from megatron_rl.losses import Correction, ResponseTokens
 from megatron_rl.losses.grpo import Grpo
 from megatron_rl.mcore.optimizer import StepResult
-from megatron_rl.training.metric_sums import MetricSums
 from megatron_rl.training import old_policy, update
+from megatron_rl.training.metric_sums import MetricSums
 from megatron_rl.training.old_policy import Prepared, compute_old_policy
 from megatron_rl.training.policy import Policy
 from megatron_rl.training.update import update_policy
@@ -37,7 +39,9 @@ class OnDevice(torch.Tensor):
     waits: ClassVar[list[str]] = []
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if function.__name__ in WAITS:
             cls.waits.append(function.__name__)
         return super().__torch_function__(function, types, args, kwargs or {})
@@ -51,7 +55,9 @@ def waits() -> Iterator[list[str]]:
 
 
 class Weights:
-    """The `model` and its `optimizer`: log-probabilities are those of a batch, moved by `shift` at each step."""
+    """The `model` and its `optimizer`: log-probabilities are those of a batch, moved by `shift` at
+    each step.
+    """
 
     def __init__(self, shift: float = 0.0) -> None:
         self.moved, self.shift = 0.0, shift
@@ -96,24 +102,38 @@ def policy(monkeypatch: pytest.MonkeyPatch) -> Policy:
     return Policy(models=[weights], logprobs=logprobs, loss=Grpo(GrpoSettings()), replay=None)  # type: ignore[arg-type,list-item]
 
 
-def train(policy: Policy, batches: list[Any], objectives: Sequence[Prepared], metrics: MetricSums, **how: Any) -> None:
+def train(
+    policy: Policy,
+    batches: list[Any],
+    objectives: Sequence[Prepared],
+    metrics: MetricSums,
+    **how: Any,
+) -> None:
     counts = Denominators(sequences=len(batches), tokens=TOKENS * len(batches))
-    update_policy(policy, policy.models[0], batches, objectives, counts, dp_size=1, metrics=metrics, **how)  # type: ignore[arg-type]
+    update_policy(
+        policy, policy.models[0], batches, objectives, counts, dp_size=1, metrics=metrics, **how
+    )  # type: ignore[arg-type]
 
 
 def test_the_first_optimizer_step_says_how_far_its_ratios_are_from_one(policy: Policy) -> None:
-    """Both passes run the same weights: what is not 1 there is noise of the arithmetic, which the clip width meets."""
+    """Both passes run the same weights: what is not 1 there is noise of the arithmetic, which the
+    clip width meets.
+    """
     batches, metrics = make_batches(3), MetricSums()
     objectives = compute_old_policy(policy, batches, metrics)
     train(policy, batches, objectives, metrics, first_step=True)
     assert metrics.values()["policy/first_ratio_deviation"] == 0.0
     noisy = MetricSums()
-    batches[1].logprobs[2] -= 1e-3 + 0.25  # the weights moved by 0.25; one token of one micro-batch by a little more
+    batches[1].logprobs[2] -= (
+        1e-3 + 0.25
+    )  # the weights moved by 0.25; one token of one micro-batch by a little more
     batches[1].logprobs[[0, 1, 3, 4]] -= 0.25
     for batch in (batches[0], batches[2]):
         batch.logprobs -= 0.25
     train(policy, batches, objectives, noisy, first_step=True)
-    assert noisy.values()["policy/first_ratio_deviation"] == pytest.approx(-math.expm1(-1e-3), rel=1e-3)
+    assert noisy.values()["policy/first_ratio_deviation"] == pytest.approx(
+        -math.expm1(-1e-3), rel=1e-3
+    )
 
 
 def test_later_optimizer_steps_do_not_say_it(policy: Policy) -> None:
@@ -123,7 +143,9 @@ def test_later_optimizer_steps_do_not_say_it(policy: Policy) -> None:
     train(policy, batches, objectives, metrics, first_step=False)
     values = metrics.values()
     assert values["policy/first_ratio_deviation"] == 0.0
-    assert values["policy/ratio_max"] == pytest.approx(math.exp(0.25)), "the second step's weights have moved"
+    assert values["policy/ratio_max"] == pytest.approx(math.exp(0.25)), (
+        "the second step's weights have moved"
+    )
 
 
 def test_a_filler_has_no_ratio(policy: Policy) -> None:
@@ -136,7 +158,9 @@ def test_a_filler_has_no_ratio(policy: Policy) -> None:
 
 
 def test_metrics_make_no_micro_batch_wait_for_the_gpu(policy: Policy, waits: list[str]) -> None:
-    """However many micro-batches there are, the host asks for the loss of an optimizer step and for all metrics."""
+    """However many micro-batches there are, the host asks for the loss of an optimizer step and for
+    all metrics.
+    """
     counts = {}
     for count in (2, 7):
         batches, metrics = make_batches(count), MetricSums()
@@ -152,15 +176,21 @@ def test_metrics_make_no_micro_batch_wait_for_the_gpu(policy: Policy, waits: lis
 def test_metrics_are_the_same_however_they_were_summed(policy: Policy) -> None:
     batches, metrics = make_batches(4), MetricSums()
     compute_old_policy(policy, batches, metrics)
-    differences = torch.cat([(b.logprobs - b.rollout_logprobs) for b in batches]).as_subclass(torch.Tensor)
+    differences = torch.cat([(b.logprobs - b.rollout_logprobs) for b in batches]).as_subclass(
+        torch.Tensor
+    )
     values = MetricSums.from_bytes(metrics.to_bytes()).values()
     assert values["mismatch/logprob_abs_mean"] == pytest.approx(float(differences.abs().mean()))
     assert values["policy/entropy"] == pytest.approx(0.5)
 
 
-def test_the_weights_of_a_correction_reach_the_loss_and_are_reported_with_and_without_it(policy: Policy) -> None:
+def test_the_weights_of_a_correction_reach_the_loss_and_are_reported_with_and_without_it(
+    policy: Policy,
+) -> None:
     batches = make_batches(2)
-    ratio = torch.cat([(b.logprobs - b.rollout_logprobs).exp() for b in batches]).as_subclass(torch.Tensor)
+    ratio = torch.cat([(b.logprobs - b.rollout_logprobs).exp() for b in batches]).as_subclass(
+        torch.Tensor
+    )
     capped, reported = ratio.clamp(max=2.0), {}
     for kind in ("off", "tis"):
         prepared: list[ResponseTokens] = []
@@ -172,4 +202,8 @@ def test_the_weights_of_a_correction_reach_the_loss_and_are_reported_with_and_wi
         reported[kind] = metrics.values()
     assert reported["off"] == reported["tis"]
     assert reported["off"]["mismatch/tis_weight_mean"] == pytest.approx(float(capped.mean()))
-    assert 0 < reported["off"]["mismatch/tis_truncated"] == pytest.approx(float((ratio > 2).float().mean()))
+    assert (
+        0
+        < reported["off"]["mismatch/tis_truncated"]
+        == pytest.approx(float((ratio > 2).float().mean()))
+    )

@@ -12,9 +12,9 @@ from megatron_rl.contracts.step_plan import Denominators
 from megatron_rl.losses import Objective, ResponseTokens, open_loss
 from megatron_rl.models.families import read_shape
 from megatron_rl.planning.rank_view import RankView
-from megatron_rl.training.warm_up import warm_up
-from megatron_rl.training.micro_batches import Batcher
 from megatron_rl.training.logprobs import ResponseLogprobs
+from megatron_rl.training.micro_batches import Batcher
+from megatron_rl.training.warm_up import warm_up
 from tests.support.policies import TWO_DIGIT_ADDITION, train_settings
 
 
@@ -36,7 +36,9 @@ class Loss:
         return noted
 
 
-@pytest.mark.parametrize("algo", [EspoSettings(), GspoSettings(), SftSettings()], ids=lambda a: a.name)
+@pytest.mark.parametrize(
+    "algo", [EspoSettings(), GspoSettings(), SftSettings()], ids=lambda a: a.name
+)
 def test_kernels_run_forward_and_backward_without_the_model(algo: AlgoSettings) -> None:
     shape = read_shape(TWO_DIGIT_ADDITION)
     model = torch.nn.Module()
@@ -45,7 +47,9 @@ def test_kernels_run_forward_and_backward_without_the_model(algo: AlgoSettings) 
     before = model.output_layer.weight.detach().clone()
     view = RankView.of(shape.num_layers, ParallelSettings(), pp_rank=0, cp_rank=0, tp_rank=0)
     rollout, loss = RolloutSettings(max_new_tokens=4), Loss(open_loss(algo, shape))
-    logprobs = ResponseLogprobs(train_settings(), rollout, vocab_size=shape.vocab_size, tp_group=None)
+    logprobs = ResponseLogprobs(
+        train_settings(), rollout, vocab_size=shape.vocab_size, tp_group=None
+    )
     worker: Any = SimpleNamespace(
         layout=SimpleNamespace(device=torch.device("cpu")),
         policy=SimpleNamespace(models=[model], logprobs=logprobs, loss=loss),
@@ -54,5 +58,7 @@ def test_kernels_run_forward_and_backward_without_the_model(algo: AlgoSettings) 
     )
     warm_up(worker)
     value, gradient = loss.seen
-    assert torch.isfinite(value).all() and torch.isfinite(gradient).all() and gradient.abs().sum() > 0
+    assert (
+        torch.isfinite(value).all() and torch.isfinite(gradient).all() and gradient.abs().sum() > 0
+    )
     assert model.output_layer.weight.grad is None and torch.equal(model.output_layer.weight, before)

@@ -1,4 +1,6 @@
-"""What context-parallel ranks computed of the same sequences, put together; a second rank's part is made up."""
+"""What context-parallel ranks computed of the same sequences, put together; a second rank's part is
+made up.
+"""
 
 import pytest
 import torch
@@ -7,7 +9,9 @@ from megatron_rl.training import whole_sequences
 from megatron_rl.training.whole_sequences import WholeSequences
 
 
-def test_every_rank_has_the_whole_and_the_gradient_of_its_own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_rank_has_the_whole_and_the_gradient_of_its_own_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     others = torch.tensor([[0.0, 8.0, 0.0, 0.0], [0.0, 5.0, 0.0, 0.0]])
 
     def all_reduce(whole: torch.Tensor, group: object) -> None:

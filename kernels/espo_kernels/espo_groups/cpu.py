@@ -12,7 +12,10 @@ from espo_kernels.segments import MASKED
 
 
 def groups_cpu(
-    old_entropies: torch.Tensor, cu_seqlens: torch.Tensor, mask: torch.Tensor, settings: GroupSettings
+    old_entropies: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    mask: torch.Tensor,
+    settings: GroupSettings,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(group_id[T] uint8, clip[B, K] float32, count[B, K] int32) for CPU tensors."""
     shape = (cu_seqlens.numel() - 1, settings.num_groups)
@@ -20,7 +23,8 @@ def groups_cpu(
     sums, count = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.int32)
     entropies = old_entropies.float()
     assign_groups(
-        # NaN sorts above all in the other backends and makes its group's width NaN, and so does infinity.
+        # NaN sorts above all in the other backends and makes its group's width NaN, and so does
+        # infinity.
         torch.where(entropies.isnan(), torch.inf, entropies).numpy(),
         cu_seqlens.numpy(),
         mask.numpy(),

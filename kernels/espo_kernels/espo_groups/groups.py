@@ -23,10 +23,11 @@ from espo_kernels.segments import offsets_in_bounds
 
 @dataclass(frozen=True)
 class EspoGroups:
-    """group_id[T] uint8: the token's group, 255 for masked tokens. count[B, K] int32: tokens of each group.
+    """group_id[T] uint8: the token's group, 255 for masked tokens. count[B, K] int32: tokens of
+    each group.
 
-    clip[B, K]: ε of each group, 0 for empty ones; float32 (float64 for float64 entropies). K is the number of groups;
-    group 0 holds the highest entropies.
+    clip[B, K]: ε of each group, 0 for empty ones; float32 (float64 for float64 entropies). K is the
+    number of groups; group 0 holds the highest entropies.
     """
 
     group_id: torch.Tensor
@@ -51,9 +52,10 @@ def espo_groups(
 
         ε_τ = max(min_clip, α · mean_{t∈τ} e_t / log|V|)               ESPO (arXiv 2512.00499 v2), Eq. 10 and 11
 
-    Of n unmasked tokens, group 0 holds the k = max(1, ceil(q · n)) of highest entropy, ties by position, and the last
-    group the rest. With fractions (q_0, q_1, ...) group j ends at rank ceil((q_0 + ... + q_j) · n), exactly: each sum
-    is the nearest fraction with a denominator of at most 10^6, so 0.2 is 1/5 and 1/3 + 1/3 is 2/3.
+    Of n unmasked tokens, group 0 holds the k = max(1, ceil(q · n)) of highest entropy, ties by
+    position, and the last group the rest. With fractions (q_0, q_1, ...) group j ends at rank
+    ceil((q_0 + ... + q_j) · n), exactly: each sum is the nearest fraction with a denominator of at
+    most 10^6, so 0.2 is 1/5 and 1/3 + 1/3 is 2/3.
 
     Args:
         old_entropies: [T] float, nats, packed sequences. Full-vocabulary entropies of the policy at step start.
@@ -98,7 +100,11 @@ def _groups(
 
         mask = None if loss_mask is None else loss_mask.contiguous()
         return EspoGroups(*groups_triton(entropies, cu_seqlens, mask, settings))
-    kept = torch.ones_like(entropies, dtype=torch.bool) if loss_mask is None else loss_mask.bool().contiguous()
+    kept = (
+        torch.ones_like(entropies, dtype=torch.bool)
+        if loss_mask is None
+        else loss_mask.bool().contiguous()
+    )
     offsets, poison = offsets_in_bounds(cu_seqlens, entropies.numel())
     groups = groups_reference
     if backend == "cpu":

@@ -1,4 +1,6 @@
-"""Entropy groups as compiled loops: the entropy at each group's edge by selection, then one pass that assigns."""
+"""Entropy groups as compiled loops: the entropy at each group's edge by selection, then one pass
+that assigns.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from espo_kernels.segments import MASKED
 
 @njit(nogil=True, cache=True)
 def _edges(entropies, bounds, edge, ties):  # type: ignore[no-untyped-def]
-    """For each bound: the lowest entropy before it, and how many tokens of just that entropy lie before it."""
+    """For each bound: the lowest entropy before it, and how many tokens of just that entropy lie
+    before it.
+    """
     n = entropies.size
     descending = -entropies
     for j in range(bounds.shape[0]):
@@ -21,7 +25,10 @@ def _edges(entropies, bounds, edge, ties):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def assign_groups(entropies, cu_seqlens, mask, bounds, group_id, sums, count):  # type: ignore[no-untyped-def]
-    """Fills group_id[T], sums[B, K] (of entropies, float64) and count[B, K]. bounds[K - 1, 2]: see `GroupSettings`."""
+    """Fills group_id[T], sums[B, K] (of entropies, float64) and count[B, K].
+
+    bounds[K - 1, 2]: see `GroupSettings`.
+    """
     num_bounds = bounds.shape[0]
     edge, ties = np.empty(num_bounds, np.float32), np.empty(num_bounds, np.int64)
     for i in range(cu_seqlens.size - 1):

@@ -11,9 +11,14 @@ from espo_kernels.segments import MASKED, without_infinities
 
 
 def groups_reference(
-    old_entropies: torch.Tensor, cu_seqlens: torch.Tensor, mask: torch.Tensor, settings: GroupSettings
+    old_entropies: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    mask: torch.Tensor,
+    settings: GroupSettings,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(group_id[T], clip[B, K], count[B, K]); arithmetic in float64 for float64 entropies, else float32."""
+    """(group_id[T], clip[B, K], count[B, K]); arithmetic in float64 for float64 entropies, else
+    float32.
+    """
     e = old_entropies if old_entropies.dtype == torch.float64 else old_entropies.float()
     num_sequences, K = cu_seqlens.numel() - 1, settings.num_groups
     group_id = torch.full(e.shape, MASKED, dtype=torch.uint8, device=e.device)
@@ -23,7 +28,9 @@ def groups_reference(
     for i, (start, end) in enumerate(pairwise(offsets)):
         tokens = start + mask[start:end].nonzero().flatten()
         n = tokens.numel()
-        by_entropy = tokens[e[tokens].sort(descending=True, stable=True).indices]  # ties keep their positions
+        by_entropy = tokens[
+            e[tokens].sort(descending=True, stable=True).indices
+        ]  # ties keep their positions
         ranks = [0, *settings.first_ranks(n), n]
         for tau in range(K):
             members = by_entropy[ranks[tau] : ranks[tau + 1]]
@@ -35,7 +42,10 @@ def groups_reference(
 
 
 def clip_width(mean_entropy: torch.Tensor, settings: GroupSettings) -> torch.Tensor:
-    """ε_τ = max(min_clip, α · mean_{t∈τ} e_t / log|V|), or the fixed width. NaN for a mean that is not finite."""
+    """ε_τ = max(min_clip, α · mean_{t∈τ} e_t / log|V|), or the fixed width.
+
+    NaN for a mean that is not finite.
+    """
     mean_entropy = without_infinities(mean_entropy)
     if settings.fixed_clip is not None:
         return settings.fixed_clip + (mean_entropy - mean_entropy)

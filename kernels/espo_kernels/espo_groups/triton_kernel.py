@@ -35,7 +35,9 @@ def _load_tokens(entropies, mask, start, end, begin, MASK: tl.constexpr, BLOCK: 
 
 @triton.jit
 def _edge(entropies, mask, start, end, rank, MASK: tl.constexpr, BLOCK: tl.constexpr):
-    """(key of the rank-th highest entropy, counted from 1; how many tokens of just that key belong before the edge)."""
+    """(key of the rank-th highest entropy, counted from 1; how many tokens of just that key belong
+    before the edge).
+    """
     prefix = tl.zeros([], dtype=tl.uint32)
     known = tl.zeros([], dtype=tl.uint32)  # bits of the key that the prefix fixes
     remaining = rank
@@ -86,7 +88,9 @@ def _edges(
 
 
 @triton.jit
-def _first_groups(key, kept, edge_key, edge_ties, seen_ties, NUM_BOUNDS: tl.constexpr, PADDED: tl.constexpr):
+def _first_groups(
+    key, kept, edge_key, edge_ties, seen_ties, NUM_BOUNDS: tl.constexpr, PADDED: tl.constexpr
+):
     """(group of each token of a block, the ties seen at each edge so far, this block's included)."""
     group = tl.arange(0, PADDED)
     tau = tl.zeros_like(key).to(tl.int32)
@@ -103,7 +107,9 @@ def _first_groups(key, kept, edge_key, edge_ties, seen_ties, NUM_BOUNDS: tl.cons
 
 @triton.jit
 def _clip_width(sums, members, scale, min_clip, fixed_clip, FIXED: tl.constexpr):
-    """See `reference.clip_width`; NaN for infinite entropies, and comparisons keep it where a maximum might drop it."""
+    """See `reference.clip_width`; NaN for infinite entropies, and comparisons keep it where a
+    maximum might drop it.
+    """
     mean = sums / tl.maximum(members, 1).to(tl.float32)
     mean = mean + (mean - mean)
     width = mean * scale
@@ -133,10 +139,14 @@ def espo_groups_kernel(
     MASK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """BOUNDS: numerator, denominator of each group's end. PADDED: length of vectors with an entry per group."""
+    """BOUNDS: numerator, denominator of each group's end. PADDED: length of vectors with an entry
+    per group.
+    """
     sequence = tl.program_id(0)
     start, end, valid = sequence_span(cu_seqlens, sequence, num_sequences, tokens)
-    edge_key, edge_ties = _edges(entropies, mask, start, end, BOUNDS, NUM_BOUNDS, PADDED, MASK, BLOCK)
+    edge_key, edge_ties = _edges(
+        entropies, mask, start, end, BOUNDS, NUM_BOUNDS, PADDED, MASK, BLOCK
+    )
     group = tl.arange(0, PADDED)
     seen_ties = tl.zeros([PADDED], dtype=tl.int32)
     sums = tl.zeros([PADDED], dtype=tl.float32)
@@ -144,24 +154,35 @@ def espo_groups_kernel(
     for begin in range(0, end - start, BLOCK):
         token, inside, kept, e = _load_tokens(entropies, mask, start, end, begin, MASK, BLOCK)
         key = _descending_key(e)
-        tau, seen_ties = _first_groups(key, kept, edge_key, edge_ties, seen_ties, NUM_BOUNDS, PADDED)
+        tau, seen_ties = _first_groups(
+            key, kept, edge_key, edge_ties, seen_ties, NUM_BOUNDS, PADDED
+        )
         for k in tl.static_range(NUM_BOUNDS + 1):
             mine = kept & (tau == k)
             sums += tl.where(group == k, tl.sum(tl.where(mine, e, 0.0), axis=0), 0.0)
             members += tl.where(group == k, tl.sum(mine.to(tl.int32), axis=0), 0)
         tl.store(group_id + token, tl.where(kept, tau, 255).to(tl.uint8), mask=inside)
 
-    width = tl.where(valid, _clip_width(sums, members, scale, min_clip, fixed_clip, FIXED), float("nan"))
+    width = tl.where(
+        valid, _clip_width(sums, members, scale, min_clip, fixed_clip, FIXED), float("nan")
+    )
     row = sequence * (NUM_BOUNDS + 1) + group
     tl.store(clip + row, width, mask=group <= NUM_BOUNDS)
     tl.store(count + row, members, mask=group <= NUM_BOUNDS)
 
 
 def groups_triton(
-    old_entropies: torch.Tensor, cu_seqlens: torch.Tensor, mask: torch.Tensor | None, settings: GroupSettings
+    old_entropies: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    mask: torch.Tensor | None,
+    settings: GroupSettings,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(group_id[T] uint8, clip[B, K] float32, count[B, K] int32)."""
-    device, tokens, num_sequences = old_entropies.device, old_entropies.numel(), cu_seqlens.numel() - 1
+    device, tokens, num_sequences = (
+        old_entropies.device,
+        old_entropies.numel(),
+        cu_seqlens.numel() - 1,
+    )
     K = settings.num_groups
     group_id = torch.full((tokens,), MASKED, dtype=torch.uint8, device=device)
     clip = torch.empty(num_sequences, K, dtype=torch.float32, device=device)

@@ -6,7 +6,12 @@ import torch
 
 from espo_kernels.espo_policy_loss.inputs import LossInputs
 from espo_kernels.espo_policy_loss.metrics import EspoMetrics
-from espo_kernels.espo_policy_loss.numba_loops import EPSILON_SUM, GROUPS, sequence_sums, token_terms
+from espo_kernels.espo_policy_loss.numba_loops import (
+    EPSILON_SUM,
+    GROUPS,
+    sequence_sums,
+    token_terms,
+)
 
 
 def loss_cpu(
@@ -14,7 +19,9 @@ def loss_cpu(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, EspoMetrics]:
     """(loss, B · ∂loss/∂logprobs [T] float32, 1/B, metrics) for CPU tensors."""
     num_sequences, K = inputs.clip.shape
-    tokens = [tensor.float().numpy() for tensor in (logprobs, inputs.old_logprobs, inputs.advantages)]
+    tokens = [
+        tensor.float().numpy() for tensor in (logprobs, inputs.old_logprobs, inputs.advantages)
+    ]
     layout = (inputs.cu_seqlens.numpy(), inputs.group_id.numpy())
     sums = torch.zeros(num_sequences, 2 * K + 1, dtype=torch.float64)
     sequence_sums(*tokens, *layout, sums.numpy())
@@ -24,7 +31,9 @@ def loss_cpu(
     statistics = torch.zeros(9, K, dtype=torch.float64)
     clip = inputs.clip.double().numpy()
     old_denominator = inputs.ratio_denominator == "old"
-    objective = token_terms(*tokens, *layout, clip, sums.numpy(), old_denominator, gradient.numpy(), statistics.numpy())
+    objective = token_terms(
+        *tokens, *layout, clip, sums.numpy(), old_denominator, gradient.numpy(), statistics.numpy()
+    )
     if not inputs.counts_groups:
         statistics[[GROUPS, EPSILON_SUM]] = 0
     inverse_B = torch.as_tensor(1 / inputs.denominator(sums[:, 2 * K]), dtype=torch.float64)

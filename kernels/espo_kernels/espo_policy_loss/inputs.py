@@ -18,7 +18,9 @@ MAX_LOG_RATIO = 10.0
 
 @dataclass(frozen=True)
 class LossInputs:
-    """Constants of the loss: old_logprobs[T], advantages[T], cu_seqlens[B + 1], group_id[T], clip[B, K], mask[T]."""
+    """Constants of the loss: old_logprobs[T], advantages[T], cu_seqlens[B + 1], group_id[T],
+    clip[B, K], mask[T].
+    """
 
     old_logprobs: torch.Tensor
     advantages: torch.Tensor
@@ -50,7 +52,9 @@ class LossInputs:
         offsets, poison = offsets_in_bounds(self.cu_seqlens, self.group_id.numel())
         members = self.members()
         strays = (members != MASKED) & (members >= self.num_groups)
-        inside = replace(self, cu_seqlens=offsets, group_id=members.masked_fill(strays, MASKED), loss_mask=None)
+        inside = replace(
+            self, cu_seqlens=offsets, group_id=members.masked_fill(strays, MASKED), loss_mask=None
+        )
         return inside, torch.where(strays.any(), torch.nan, poison)
 
     def all_reduced(self, sums: torch.Tensor) -> torch.Tensor:
@@ -60,7 +64,8 @@ class LossInputs:
         return sums
 
     def denominator(self, has_advantage: torch.Tensor) -> float | torch.Tensor:
-        """B: the plan's constant, else the sequences of this call with an advantage ([B] counts), at least 1.
+        """B: the plan's constant, else the sequences of this call with an advantage ([B] counts),
+        at least 1.
 
         NaN for a tensor that is not positive and finite.
         """

@@ -61,7 +61,8 @@ def espo_policy_loss(
     check_values: bool | None = None,
     backend: Backend = "auto",
 ) -> EspoResult:
-    """The ESPO loss −J, to minimise (arXiv 2512.00499 v2, Eq. 7 to 9; written out at the top of this module).
+    """The ESPO loss −J, to minimise (arXiv 2512.00499 v2, Eq. 7 to 9; written out at the top of
+    this module).
 
     Args:
         logprobs, old_logprobs, advantages: [T] float, log π_θ(y_t) and log π_old(y_t) in nats, A_t. Gradient flows
@@ -103,13 +104,18 @@ def _loss(backend: Backend, logprobs: torch.Tensor, inputs: LossInputs) -> EspoR
             from espo_kernels.espo_policy_loss.triton_launch import loss_triton, scale_triton
 
             loss, gradient, inverse_B, metrics = loss_triton(logprobs.detach().contiguous(), inputs)
-            return EspoResult(_WithGradient.apply(logprobs, loss, gradient, inverse_B, scale_triton), metrics)
+            return EspoResult(
+                _WithGradient.apply(logprobs, loss, gradient, inverse_B, scale_triton), metrics
+            )
         case "cpu":
             from espo_kernels.espo_policy_loss.cpu import loss_cpu, scale_cpu
 
             inputs, poison = inputs.in_bounds()
             loss, gradient, inverse_B, metrics = loss_cpu(logprobs.detach().contiguous(), inputs)
-            return EspoResult(_WithGradient.apply(logprobs, loss + poison, gradient, inverse_B, scale_cpu), metrics)
+            return EspoResult(
+                _WithGradient.apply(logprobs, loss + poison, gradient, inverse_B, scale_cpu),
+                metrics,
+            )
     from espo_kernels.espo_policy_loss.reference import loss_reference
 
     inputs, poison = inputs.in_bounds()
@@ -148,8 +154,14 @@ def _check(logprobs: torch.Tensor, inputs: LossInputs) -> None:
         require_shape(name, tensor, (logprobs.numel(),), "logprobs")
     require_shape("groups.group_id", inputs.group_id, (logprobs.numel(),), "logprobs")
     if inputs.group_id.dtype != torch.uint8:
-        raise TypeError(f"groups.group_id has dtype {inputs.group_id.dtype}: must be uint8, as espo_groups returns it")
-    if inputs.clip.dim() != 2 or inputs.clip.shape[0] != inputs.cu_seqlens.numel() - 1 or inputs.clip.shape[1] < 1:
+        raise TypeError(
+            f"groups.group_id has dtype {inputs.group_id.dtype}: must be uint8, as espo_groups returns it"
+        )
+    if (
+        inputs.clip.dim() != 2
+        or inputs.clip.shape[0] != inputs.cu_seqlens.numel() - 1
+        or inputs.clip.shape[1] < 1
+    ):
         raise ValueError(
             f"groups.clip has shape {tuple(inputs.clip.shape)}: must be [B, K] for the "
             f"{inputs.cu_seqlens.numel() - 1} sequences of cu_seqlens"
@@ -161,23 +173,35 @@ def _check(logprobs: torch.Tensor, inputs: LossInputs) -> None:
         group_id=inputs.group_id,
         clip=inputs.clip,
         loss_mask=inputs.loss_mask,
-        num_sequences=inputs.num_sequences if isinstance(inputs.num_sequences, torch.Tensor) else None,
+        num_sequences=inputs.num_sequences
+        if isinstance(inputs.num_sequences, torch.Tensor)
+        else None,
     )
     if inputs.ratio_denominator not in ("current", "old"):
-        raise ValueError(f"ratio_denominator={inputs.ratio_denominator!r}: must be 'current' or 'old'")
+        raise ValueError(
+            f"ratio_denominator={inputs.ratio_denominator!r}: must be 'current' or 'old'"
+        )
 
 
 def _token_inputs(logprobs: torch.Tensor, inputs: LossInputs) -> dict[str, torch.Tensor]:
-    return {"logprobs": logprobs, "old_logprobs": inputs.old_logprobs, "advantages": inputs.advantages}
+    return {
+        "logprobs": logprobs,
+        "old_logprobs": inputs.old_logprobs,
+        "advantages": inputs.advantages,
+    }
 
 
 def _scalar_count(num_sequences: float | torch.Tensor | None) -> float | torch.Tensor | None:
     """`num_sequences` with a tensor's one element as a scalar; of a tensor the value is not read."""
     if isinstance(num_sequences, torch.Tensor):
         if num_sequences.dtype not in (*FLOATS, *INTEGERS):
-            raise TypeError(f"num_sequences has dtype {num_sequences.dtype}: must be a floating or integer dtype")
+            raise TypeError(
+                f"num_sequences has dtype {num_sequences.dtype}: must be a floating or integer dtype"
+            )
         if num_sequences.numel() != 1:
-            raise ValueError(f"num_sequences has shape {tuple(num_sequences.shape)}: must hold one number")
+            raise ValueError(
+                f"num_sequences has shape {tuple(num_sequences.shape)}: must hold one number"
+            )
         return num_sequences.detach().reshape(())
     if num_sequences is not None:
         if not isinstance(num_sequences, Real):
@@ -188,7 +212,9 @@ def _scalar_count(num_sequences: float | torch.Tensor | None) -> float | torch.T
 
 def _require_positive(num_sequences: float) -> None:
     if not (math.isfinite(num_sequences) and num_sequences > 0):
-        raise ValueError(f"num_sequences={num_sequences}: must be positive and finite (skip a step without sequences)")
+        raise ValueError(
+            f"num_sequences={num_sequences}: must be positive and finite (skip a step without sequences)"
+        )
 
 
 def _check_values(logprobs: torch.Tensor, inputs: LossInputs) -> None:

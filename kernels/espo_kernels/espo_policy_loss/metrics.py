@@ -11,12 +11,14 @@ from espo_kernels.segments import MASKED, segment_sums
 
 @dataclass(frozen=True)
 class EspoMetrics:
-    """One entry per entropy group, [K] float64 on the loss's device, from the highest entropies to the lowest.
+    """One entry per entropy group, [K] float64 on the loss's device, from the highest entropies to
+    the lowest.
 
-    tokens: unmasked tokens. clipped_low, clipped_high: tokens whose gradient the clip removes (A < 0 and s < 1 − ε;
-    A > 0 and s > 1 + ε). ratio_sum, ratio_square_sum, ratio_min, ratio_max: of s_t over tokens (±inf where there are
-    none). groups: non-empty (sequence, group) pairs. epsilon_sum: of their ε.
-    All but the two extremes add up over micro-batches, data-parallel and context-parallel ranks.
+    tokens: unmasked tokens. clipped_low, clipped_high: tokens whose gradient the clip removes (A <
+    0 and s < 1 − ε; A > 0 and s > 1 + ε). ratio_sum, ratio_square_sum, ratio_min, ratio_max: of s_t
+    over tokens (±inf where there are none). groups: non-empty (sequence, group) pairs. epsilon_sum:
+    of their ε. All but the two extremes add up over micro-batches, data-parallel and
+    context-parallel ranks.
     """
 
     tokens: torch.Tensor
@@ -32,10 +34,11 @@ class EspoMetrics:
     def means(self) -> dict[str, torch.Tensor]:
         """[2] tensors (weighted sum, weight) by name: add them up, divide at the end.
 
-        `clip_fraction_low`, `clip_fraction_high`, `ratio_mean`, `ratio_square_mean` per token and `epsilon_mean` per
-        group; the same with `/group<k>` for each group, 0 being the highest entropies. Kish's effective sample size of
-        the ratios, as a share of the tokens, is ratio_mean² / ratio_square_mean. It is no quotient of sums, so it
-        follows from these two once they are summed.
+        `clip_fraction_low`, `clip_fraction_high`, `ratio_mean`, `ratio_square_mean` per token and
+        `epsilon_mean` per group; the same with `/group<k>` for each group, 0 being the highest
+        entropies. Kish's effective sample size of the ratios, as a share of the tokens, is
+        ratio_mean² / ratio_square_mean. It is no quotient of sums, so it follows from these two
+        once they are summed.
         """
         pairs = {
             "clip_fraction_low": (self.clipped_low, self.tokens),
@@ -52,7 +55,8 @@ class EspoMetrics:
         return named
 
     def maxima(self) -> dict[str, torch.Tensor]:
-        """Scalars whose maximum over parts is that of the whole: `ratio_max` and `inverse_ratio_max`, 1 / the smallest.
+        """Scalars whose maximum over parts is that of the whole: `ratio_max` and
+        `inverse_ratio_max`, 1 / the smallest.
 
         Without tokens they are −inf and 0.
         """
@@ -70,11 +74,17 @@ def metrics_from_tokens(
 ) -> EspoMetrics:
     """Metrics from each token's ratio and clip width ([T]) and each group's ([B, K]).
 
-    counts_groups: False on ranks that hold another part of sequences whose groups are counted elsewhere.
+    counts_groups: False on ranks that hold another part of sequences whose groups are counted
+    elsewhere.
     """
     num_groups = clip.shape[1]
     kept = (group_id != MASKED).nonzero().flatten()
-    k, s, eps, A = group_id[kept].long(), s_t[kept].double(), eps_t[kept].double(), advantages[kept].double()
+    k, s, eps, A = (
+        group_id[kept].long(),
+        s_t[kept].double(),
+        eps_t[kept].double(),
+        advantages[kept].double(),
+    )
 
     def by_group(values: torch.Tensor) -> torch.Tensor:
         return segment_sums(values, k, num_groups)

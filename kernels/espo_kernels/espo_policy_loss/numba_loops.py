@@ -11,7 +11,17 @@ from espo_kernels.espo_policy_loss.inputs import MAX_LOG_RATIO
 from espo_kernels.segments import MASKED
 
 # Rows of `statistics`, in the order of `EspoMetrics`.
-TOKENS, CLIPPED_LOW, CLIPPED_HIGH, RATIO_SUM, RATIO_SQUARE_SUM, GROUPS, EPSILON_SUM, RATIO_MIN, RATIO_MAX = range(9)
+(
+    TOKENS,
+    CLIPPED_LOW,
+    CLIPPED_HIGH,
+    RATIO_SUM,
+    RATIO_SQUARE_SUM,
+    GROUPS,
+    EPSILON_SUM,
+    RATIO_MIN,
+    RATIO_MAX,
+) = range(9)
 
 
 @njit(nogil=True, cache=True)
@@ -24,7 +34,9 @@ def sequence_sums(logprobs, old_logprobs, advantages, cu_seqlens, group_id, sums
             if tau == MASKED:
                 continue
             delta = np.float64(logprobs[t]) - np.float64(old_logprobs[t])
-            sums[i, tau] += delta + (delta - delta)  # infinities become NaN, or the clamp of the ratio would hide them
+            sums[i, tau] += delta + (
+                delta - delta
+            )  # infinities become NaN, or the clamp of the ratio would hide them
             sums[i, K + tau] += 1
             if advantages[t] != 0:
                 sums[i, 2 * K] = 1
@@ -42,9 +54,21 @@ def _ratio(log_s, eps):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def token_terms(  # type: ignore[no-untyped-def]
-    logprobs, old_logprobs, advantages, cu_seqlens, group_id, clip, sums, old_denominator, gradient, statistics
+    logprobs,
+    old_logprobs,
+    advantages,
+    cu_seqlens,
+    group_id,
+    clip,
+    sums,
+    old_denominator,
+    gradient,
+    statistics,
 ):
-    """Σ of the objective's terms before 1/B. Fills gradient[T] (B · ∂loss/∂logprob) and statistics[9, K]."""
+    """Σ of the objective's terms before 1/B.
+
+    Fills gradient[T] (B · ∂loss/∂logprob) and statistics[9, K].
+    """
     num_sequences, K = clip.shape
     statistics[RATIO_MIN, :] = np.inf
     statistics[RATIO_MAX, :] = -np.inf
@@ -68,7 +92,11 @@ def token_terms(  # type: ignore[no-untyped-def]
             s, eps, A = s_of[tau], clip[i, tau], np.float64(advantages[t])
             A += A - A
             if old_denominator:
-                log_s = sums[i, tau] / sums[i, K + tau] + np.float64(logprobs[t]) - np.float64(old_logprobs[t])
+                log_s = (
+                    sums[i, tau] / sums[i, K + tau]
+                    + np.float64(logprobs[t])
+                    - np.float64(old_logprobs[t])
+                )
                 s = _ratio(log_s, eps)
             value, slope = s, s
             if A > 0 and s > 1 + eps:

@@ -1,8 +1,10 @@
-"""Triton kernels of the ESPO loss: one per sequence, one final reduction, one that scales the gradient.
+"""Triton kernels of the ESPO loss: one per sequence, one final reduction, one that scales the
+gradient.
 
-All tokens of a group share one s and one ε (unless the ratio's denominator is π_old), so whether a token is clipped
-depends on its advantage's sign alone: the loss and its diagnostics follow from sums over positive and over negative
-advantages, and the second pass over the tokens only writes the gradient.
+All tokens of a group share one s and one ε (unless the ratio's denominator is π_old), so whether a
+token is clipped depends on its advantage's sign alone: the loss and its diagnostics follow from
+sums over positive and over negative advantages, and the second pass over the tokens only writes the
+gradient.
 """
 
 from __future__ import annotations
@@ -41,7 +43,10 @@ def _load_groups(group_id, loss_mask, start, end, begin, MASK: tl.constexpr, BLO
 
 @triton.jit
 def _load_finite(values, token, member):
-    """float32, 0 for other tokens. Infinities become NaN: the clamp of the ratio and the clip would hide them."""
+    """float32, 0 for other tokens.
+
+    Infinities become NaN: the clamp of the ratio and the clip would hide them.
+    """
     value = tl.load(values + token, mask=member, other=0.0).to(tl.float32)
     return value + (value - value)
 
@@ -136,13 +141,17 @@ def _no_statistics(PADDED: tl.constexpr):
 
 
 @triton.jit
-def _add_token_statistics(statistics, s, eps, scaled, A, tau, K: tl.constexpr, PADDED: tl.constexpr):
+def _add_token_statistics(
+    statistics, s, eps, scaled, A, tau, K: tl.constexpr, PADDED: tl.constexpr
+):
     """Adds a block whose tokens have ratios of their own. scaled: A times the token's weight."""
     low = (A < 0) & (s < 1.0 - eps)
     high = (A > 0) & (s > 1.0 + eps)
     value = tl.where(low, 1.0 - eps, tl.where(high, 1.0 + eps, s))
     statistics = add_to_row(statistics, 0, by_group(value * scaled, tau, K, PADDED))
-    statistics = add_to_row(statistics, 1, by_group(tl.full(tau.shape, 1.0, tl.float32), tau, K, PADDED))
+    statistics = add_to_row(
+        statistics, 1, by_group(tl.full(tau.shape, 1.0, tl.float32), tau, K, PADDED)
+    )
     statistics = add_to_row(statistics, 2, by_group(tl.where(low, 1.0, 0.0), tau, K, PADDED))
     statistics = add_to_row(statistics, 3, by_group(tl.where(high, 1.0, 0.0), tau, K, PADDED))
     statistics = add_to_row(statistics, 4, by_group(s, tau, K, PADDED))
@@ -151,8 +160,12 @@ def _add_token_statistics(statistics, s, eps, scaled, A, tau, K: tl.constexpr, P
     for k in tl.static_range(K):
         smallest = tl.min(tl.where(tau == k, s, float("inf")), axis=0)
         largest = tl.max(tl.where(tau == k, s, -float("inf")), axis=0)
-        statistics = tl.where((row == 8) & (group == k), tl.minimum(statistics, smallest), statistics)
-        statistics = tl.where((row == 9) & (group == k), tl.maximum(statistics, largest), statistics)
+        statistics = tl.where(
+            (row == 8) & (group == k), tl.minimum(statistics, smallest), statistics
+        )
+        statistics = tl.where(
+            (row == 9) & (group == k), tl.maximum(statistics, largest), statistics
+        )
     return statistics
 
 
@@ -172,7 +185,10 @@ def espo_group_sums_kernel(
     MASK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sequence program. partial[B, 2K + 1]: Σ log ratio and tokens by group, and whether a token has an advantage."""
+    """Sequence program.
+
+    partial[B, 2K + 1]: Σ log ratio and tokens by group, and whether a token has an advantage.
+    """
     sequence = tl.program_id(0)
     start, end, valid = sequence_span(cu_seqlens, sequence, num_sequences, tokens)
     sums, signed = _sequence_sums(
@@ -194,14 +210,20 @@ def _load_row(row, K: tl.constexpr, PADDED: tl.constexpr):
 
 @triton.jit
 def _load_shared(row, K: tl.constexpr, PADDED: tl.constexpr):
-    """A sequence's sums over all ranks: log-ratios and sizes by group, and whether one holds an advantage of it."""
+    """A sequence's sums over all ranks: log-ratios and sizes by group, and whether one holds an
+    advantage of it.
+    """
     signed = tl.where(tl.load(row + 2 * K) > 0, 1.0, 0.0)
     return _load_row(row, K, PADDED), _load_row(row + K, K, PADDED), signed
 
 
 @triton.jit
-def _store_statistics(out, statistics, nonempty, epsilon, valid, num_sequences, K: tl.constexpr, PADDED: tl.constexpr):
-    """Write [statistic, group] of one sequence with its group rows, sequences innermost; NaN unless valid."""
+def _store_statistics(
+    out, statistics, nonempty, epsilon, valid, num_sequences, K: tl.constexpr, PADDED: tl.constexpr
+):
+    """Write [statistic, group] of one sequence with its group rows, sequences innermost; NaN unless
+    valid.
+    """
     statistics = add_to_row(statistics, 6, nonempty)
     statistics = add_to_row(statistics, 7, nonempty * epsilon)
     statistics = tl.where(valid, statistics, float("nan"))
@@ -233,7 +255,9 @@ def espo_sequence_kernel(
     MASK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One sequence: B · ∂loss/∂logprob of its tokens, and statistics. SHARED: its sums over ranks are in `partial`."""
+    """One sequence: B · ∂loss/∂logprob of its tokens, and statistics. SHARED: its sums over ranks
+    are in `partial`.
+    """
     sequence = tl.program_id(0)
     start, end, valid = sequence_span(cu_seqlens, sequence, num_sequences, tokens)
     sums, signed = _sequence_sums(
@@ -259,7 +283,9 @@ def espo_sequence_kernel(
         tl.store(gradient + token, _token_gradient(s, eps, A, scaled, tau), mask=inside)
         if OLD_DENOMINATOR:
             statistics = _add_token_statistics(statistics, s, eps, scaled, A, tau, K, PADDED)
-    _store_statistics(statistics_out + sequence, statistics, nonempty, epsilon, valid, num_sequences, K, PADDED)
+    _store_statistics(
+        statistics_out + sequence, statistics, nonempty, epsilon, valid, num_sequences, K, PADDED
+    )
     tl.store(signed_out + sequence, signed)
 
 
@@ -290,13 +316,17 @@ def espo_reduction_kernel(
     K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program: loss, 1/B and metrics[9, K] of the batch. GIVEN: B is a "value", a "tensor", or "counted" here."""
+    """One program: loss, 1/B and metrics[9, K] of the batch. GIVEN: B is a "value", a "tensor", or
+    "counted" here.
+    """
     lane = tl.arange(0, BLOCK)
     objective = tl.zeros([], dtype=tl.float64)
     counted = tl.zeros([], dtype=tl.float64)
     for begin in range(0, num_sequences, BLOCK):
         inside = begin + lane < num_sequences
-        counted += tl.sum(tl.load(signed + begin + lane, mask=inside, other=0.0).to(tl.float64), axis=0)
+        counted += tl.sum(
+            tl.load(signed + begin + lane, mask=inside, other=0.0).to(tl.float64), axis=0
+        )
     for row in tl.static_range(NUM_STATISTICS):
         for k in tl.static_range(K):
             total = tl.zeros([BLOCK], dtype=tl.float64)

@@ -64,7 +64,11 @@ def loss_triton(
 
 
 def _reduce(
-    statistics: torch.Tensor, signed: torch.Tensor, scalars: torch.Tensor, metrics: torch.Tensor, inputs: LossInputs
+    statistics: torch.Tensor,
+    signed: torch.Tensor,
+    scalars: torch.Tensor,
+    metrics: torch.Tensor,
+    inputs: LossInputs,
 ) -> None:
     _, K, num_sequences = statistics.shape
     B = inputs.num_sequences

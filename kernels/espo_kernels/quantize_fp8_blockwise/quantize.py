@@ -13,14 +13,19 @@ MAX_BLOCK = 1024
 
 
 def quantize_fp8_blockwise(
-    weight: torch.Tensor, *, block: int = 128, power_of_two_scales: bool = False, backend: Backend = "auto"
+    weight: torch.Tensor,
+    *,
+    block: int = 128,
+    power_of_two_scales: bool = False,
+    backend: Backend = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """e4m3 weights with one scale per block × block square (DeepSeek-V3, arXiv 2412.19437, section 3.3).
+    """e4m3 weights with one scale per block × block square (DeepSeek-V3, arXiv 2412.19437, section
+    3.3).
 
         scale_inv = max |w| over the block / 448        fp8 = round_to_nearest_even(w · (1 / scale_inv))
 
-    so that w ≈ float(fp8) · scale_inv. Blocks at the right and lower edge may be smaller. A block of zeros has
-    scale_inv 1. A scale is never below 2^-126.
+    so that w ≈ float(fp8) · scale_inv. Blocks at the right and lower edge may be smaller. A block
+    of zeros has scale_inv 1. A scale is never below 2^-126.
 
     Args:
         weight: [..., M, N] float16, bfloat16 or float32. Leading dimensions (stacked experts) are quantised together.

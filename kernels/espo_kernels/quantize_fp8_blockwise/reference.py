@@ -26,7 +26,9 @@ def quantize_reference(
 
 
 def block_scale(amax: torch.Tensor, power_of_two_scales: bool) -> torch.Tensor:
-    """amax / 448, rounded up to a power of two if asked; 1 for a block of zeros; NaN where amax is not finite."""
+    """amax / 448, rounded up to a power of two if asked; 1 for a block of zeros; NaN where amax is
+    not finite.
+    """
     scale = (amax / FP8_MAX).clamp_min(SMALLEST_SCALE)
     if power_of_two_scales:
         scale = ((scale.view(torch.int32) + 0x7FFFFF) & ~0x7FFFFF).view(torch.float32)

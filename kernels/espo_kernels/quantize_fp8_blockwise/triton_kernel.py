@@ -12,13 +12,16 @@ SMALLEST_SCALE = tl.constexpr(2.0**-126)
 
 @triton.jit
 def _e4m3_bits(x):
-    """e4m3 bits of a float32, |x| ≤ 464, in integer arithmetic: the interpreter's cast loses rounding carries."""
+    """e4m3 bits of a float32, |x| ≤ 464, in integer arithmetic: the interpreter's cast loses
+    rounding carries.
+    """
     bits = x.to(tl.uint32, bitcast=True)
     sign = (bits >> 24) & 0x80
     magnitude = bits & 0x7FFFFFFF
     rounded = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20
     normal = rounded - (120 << 3)  # exponent bias 127 → 7
-    # Below 2^-6 the step is 2^-9: adding 2^23 units of it lets float32 addition round to nearest even.
+    # Below 2^-6 the step is 2^-9: adding 2^23 units of it lets float32 addition round to nearest
+    # even.
     steps = (tl.abs(x) * 512.0 + 8388608.0).to(tl.uint32, bitcast=True) & 0xF
     code = tl.where(tl.abs(x) < 0.015625, steps, normal)
     code = tl.where(x == x, code, 0x7F)
@@ -41,7 +44,9 @@ def quantize_fp8_blockwise_kernel(
     m = tl.arange(0, BLOCK)[:, None]
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = (m < M - tl.program_id(1) * BLOCK) & (n < N)
-    first = (matrix * M + tl.program_id(1) * BLOCK) * N  # 64 bits here, so that 32 are enough within the block's rows
+    first = (
+        matrix * M + tl.program_id(1) * BLOCK
+    ) * N  # 64 bits here, so that 32 are enough within the block's rows
     weight += first
     fp8 += first
     at = m * N + n
@@ -64,10 +69,16 @@ def quantize_fp8_blockwise_kernel(
     tl.store(scale_inv + row * tl.num_programs(0) + tl.program_id(0), scale)
 
 
-def quantize_triton(weight: torch.Tensor, block: int, power_of_two_scales: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_triton(
+    weight: torch.Tensor, block: int, power_of_two_scales: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(fp8, scale_inv) of a contiguous [..., M, N] weight."""
     *stack, M, N = weight.shape
-    rows, columns, matrices = triton.cdiv(M, block), triton.cdiv(N, block), weight[..., 0, 0].numel() if M and N else 0
+    rows, columns, matrices = (
+        triton.cdiv(M, block),
+        triton.cdiv(N, block),
+        weight[..., 0, 0].numel() if M and N else 0,
+    )
     fp8 = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
     scale_inv = torch.empty(*stack, rows, columns, dtype=torch.float32, device=weight.device)
     if matrices:

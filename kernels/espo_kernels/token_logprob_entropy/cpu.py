@@ -10,7 +10,12 @@ import torch
 
 from espo_kernels.token_logprob_entropy.numba_bits import as_bits
 from espo_kernels.token_logprob_entropy.numba_loops import gradients, partial_sums
-from espo_kernels.token_logprob_entropy.vocabulary import TokenStatistics, VocabularyShard, gather_shards, merge_shards
+from espo_kernels.token_logprob_entropy.vocabulary import (
+    TokenStatistics,
+    VocabularyShard,
+    gather_shards,
+    merge_shards,
+)
 
 _MIN_LOGITS_PER_THREAD = 1 << 18
 
@@ -23,7 +28,9 @@ def forward(logits: torch.Tensor, targets: torch.Tensor, shard: VocabularyShard)
     inverse_temperature = np.float32(shard.inverse_temperature)
 
     def rows(start: int, end: int) -> None:
-        partial_sums(bits, columns, ids, out, start, end, shard.first, shard.valid, inverse_temperature)
+        partial_sums(
+            bits, columns, ids, out, start, end, shard.first, shard.valid, inverse_temperature
+        )
 
     _over_rows(rows, tokens, columns)
     return merge_shards(gather_shards(partial, shard), targets, columns, shard.inverse_temperature)
@@ -51,7 +58,17 @@ def backward(
 
     def rows(start: int, end: int) -> None:
         gradients(
-            bits, columns, ids, per_token, result, start, end, shard.first, shard.valid, inverse_temperature, inplace
+            bits,
+            columns,
+            ids,
+            per_token,
+            result,
+            start,
+            end,
+            shard.first,
+            shard.valid,
+            inverse_temperature,
+            inplace,
         )
 
     _over_rows(rows, tokens, columns)
@@ -59,15 +76,15 @@ def backward(
 
 
 def _empty_like(logits: torch.Tensor) -> torch.Tensor:
-    # numpy asks the kernel for huge pages where torch does not: at 256 MiB, 512 times fewer page faults, which would
-    # take longer than the gradient itself.
+    # numpy asks the kernel for huge pages where torch does not: at 256 MiB, 512 times fewer page
+    # faults, which would take longer than the gradient itself.
     bits = np.empty(logits.shape, np.int32 if logits.itemsize == 4 else np.int16)
     return torch.from_numpy(bits).view(logits.dtype)
 
 
 def _over_rows(loop: Callable[[int, int], None], rows: int, columns: int) -> None:
-    # Threads of our own: numba's OpenMP layer ends a process that forks afterwards, and its portable layer is not
-    # safe to enter from two threads.
+    # Threads of our own: numba's OpenMP layer ends a process that forks afterwards, and its
+    # portable layer is not safe to enter from two threads.
     threads = max(1, min(torch.get_num_threads(), rows, rows * columns // _MIN_LOGITS_PER_THREAD))
     if threads == 1:
         loop(0, rows)

@@ -3,8 +3,9 @@
     m = max_v x_v,  d_v = (x_v − m) / τ,  l = Σ exp d_v,  w = Σ d_v exp d_v
     logprob = d_target − log l,           entropy = log l − w / l
 
-One pass over the logits (online softmax, Milakov & Gimelshein, arXiv 1805.02867). Backward recomputes
-p_v = exp(d_v − log l):  ∂logprob/∂x_v = (1[v = target] − p_v) / τ,  ∂entropy/∂x_v = −p_v (log p_v + H) / τ.
+One pass over the logits (online softmax, Milakov & Gimelshein, arXiv 1805.02867). Backward
+recomputes p_v = exp(d_v − log l):  ∂logprob/∂x_v = (1[v = target] − p_v) / τ,  ∂entropy/∂x_v = −p_v
+(log p_v + H) / τ.
 """
 
 from __future__ import annotations
@@ -12,7 +13,12 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from espo_kernels.arguments import require_floating, require_integers, require_one_device, require_shape
+from espo_kernels.arguments import (
+    require_floating,
+    require_integers,
+    require_one_device,
+    require_shape,
+)
 from espo_kernels.backends import Backend, checks_values, resolve_backend
 from espo_kernels.token_logprob_entropy.recomputed import BackendKernels, RecomputedLogprobEntropy
 from espo_kernels.token_logprob_entropy.reference import logprob_entropy_reference
@@ -33,7 +39,8 @@ def token_logprob_entropy(
     check_values: bool | None = None,
     backend: Backend = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """log p(target) and H(p) of each token's softmax, in nats; the equations stand at the top of this module.
+    """log p(target) and H(p) of each token's softmax, in nats; the equations stand at the top of
+    this module.
 
     Args:
         logits: [T, V] float16, bfloat16 or float32; accumulation is float32. With a tp_group, [T, V / ranks]: this
@@ -57,7 +64,9 @@ def token_logprob_entropy(
     """
     _check(logits, targets, temperature)
     shard = vocabulary_shard(logits.shape[1], vocab_size, temperature, tp_group)
-    size = vocab_size or logits.shape[1] * (1 if tp_group is None else dist.get_world_size(tp_group))
+    size = vocab_size or logits.shape[1] * (
+        1 if tp_group is None else dist.get_world_size(tp_group)
+    )
     chosen = resolve_backend(backend, logits, cpu_needs_numba=True)
     checked = checks_values(logits, chosen, check_values)
     if checked:
@@ -81,7 +90,9 @@ def _check(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> N
     require_shape("targets", targets, (logits.shape[0],), "logits")
     require_one_device(logits=logits, targets=targets)
     if not (temperature > 0 and FLOAT32.tiny <= 1 / temperature <= FLOAT32.max):
-        raise ValueError(f"temperature={temperature}: must be finite and positive, with 1 / temperature within float32")
+        raise ValueError(
+            f"temperature={temperature}: must be finite and positive, with 1 / temperature within float32"
+        )
 
 
 def _kernels(backend: Backend) -> BackendKernels:
@@ -99,7 +110,9 @@ def _require_targets(targets: torch.Tensor, vocab_size: int) -> None:
     bad = ((ids < 0) | (ids >= vocab_size)).nonzero()
     if bad.numel():
         at = int(bad[0])
-        raise ValueError(f"targets[{at}] is {int(targets[at])}: must be in [0, {vocab_size}), the true vocabulary")
+        raise ValueError(
+            f"targets[{at}] is {int(targets[at])}: must be in [0, {vocab_size}), the true vocabulary"
+        )
 
 
 def _require_finite_logits(entropy: torch.Tensor) -> None:

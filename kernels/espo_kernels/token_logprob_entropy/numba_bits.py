@@ -14,7 +14,9 @@ from numba.extending import intrinsic
 
 def as_bits(tensor: torch.Tensor) -> np.ndarray:
     """The tensor's own memory, flat, as the integer type that names its float format."""
-    bits = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.uint16}[tensor.dtype]
+    bits = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.uint16}[
+        tensor.dtype
+    ]
     return tensor.detach().view(bits).numpy().reshape(-1)
 
 
@@ -26,7 +28,9 @@ def load(typing_context: Any, bits: Any) -> Any:
         if bits == types.int32:
             return builder.bitcast(args[0], ir.FloatType())
         if bits == types.int16:
-            high = builder.shl(builder.zext(args[0], ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
+            high = builder.shl(
+                builder.zext(args[0], ir.IntType(32)), ir.Constant(ir.IntType(32), 16)
+            )
             return builder.bitcast(high, ir.FloatType())
         return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
 
@@ -60,7 +64,9 @@ def nearest_integer(typing_context: Any, value: Any) -> Any:
 
 @intrinsic
 def prefetch(typing_context: Any, array: Any, index: Any) -> Any:
-    """Asks for the cache line of array[index], towards the second-level cache, without waiting for it."""
+    """Asks for the cache line of array[index], towards the second-level cache, without waiting for
+    it.
+    """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         data = context.make_array(array)(context, builder, args[0]).data
@@ -77,7 +83,9 @@ def prefetch(typing_context: Any, array: Any, index: Any) -> Any:
 
 @intrinsic
 def prefer_wide_vectors(typing_context: Any) -> Any:
-    """Lets the calling function use 512-bit vectors: by default LLVM stays at 256 bits where both exist."""
+    """Lets the calling function use 512-bit vectors: by default LLVM stays at 256 bits where both
+    exist.
+    """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         # llvmlite accepts only the attributes it knows by name, and this one is a string attribute.
@@ -101,7 +109,9 @@ def power_of_two(typing_context: Any, exponent: Any) -> Any:
 
 @intrinsic
 def ordered(typing_context: Any, value: Any) -> Any:
-    """An int32 that compares as the float32 does (positive NaN above +inf); its own inverse through `from_ordered`."""
+    """An int32 that compares as the float32 does (positive NaN above +inf); its own inverse through
+    `from_ordered`.
+    """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         return _flip_negative(builder, builder.bitcast(args[0], ir.IntType(32)))
@@ -127,6 +137,10 @@ def _round_to_bfloat16(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     word, half = ir.IntType(32), ir.IntType(16)
     bits = builder.bitcast(value, word)
     odd = builder.and_(builder.lshr(bits, ir.Constant(word, 16)), ir.Constant(word, 1))
-    rounded = builder.lshr(builder.add(builder.add(bits, ir.Constant(word, 0x7FFF)), odd), ir.Constant(word, 16))
-    is_nan = builder.fcmp_unordered("uno", value, value)  # adding to a NaN's bits could wrap it into a number
+    rounded = builder.lshr(
+        builder.add(builder.add(bits, ir.Constant(word, 0x7FFF)), odd), ir.Constant(word, 16)
+    )
+    is_nan = builder.fcmp_unordered(
+        "uno", value, value
+    )  # adding to a NaN's bits could wrap it into a number
     return builder.select(is_nan, ir.Constant(half, 0x7FC0), builder.trunc(rounded, half))

@@ -1,8 +1,8 @@
 """Row loops compiled by numba, over logits given as raw bits.
 
-A row's exponentials are taken relative to an anchor, a logit that no other exceeds by more than a few powers of two.
-The anchor need not be the maximum, so one pass over a block is enough: it sums and finds the block's maximum, and only
-a block that rises too far above the anchor is summed again.
+A row's exponentials are taken relative to an anchor, a logit that no other exceeds by more than a
+few powers of two. The anchor need not be the maximum, so one pass over a block is enough: it sums
+and finds the block's maximum, and only a block that rises too far above the anchor is summed again.
 """
 
 from __future__ import annotations
@@ -22,9 +22,13 @@ from espo_kernels.token_logprob_entropy.numba_bits import (
 )
 
 _REORDER = {"reassoc", "contract", "nsz", "arcp"}
-_BLOCK = 1024  # logits between two looks at the anchor: a block that is summed again comes from the first-level cache
+# logits between two looks at the anchor: a block that is summed again comes from the first-level
+# cache
+_BLOCK = 1024
 _CACHE_LINE = 64
-_LARGEST_RISE = np.float32(8.0)  # powers of two above the anchor: beyond, entropy = log l − w / l would lose digits
+_LARGEST_RISE = np.float32(
+    8.0
+)  # powers of two above the anchor: beyond, entropy = log l − w / l would lose digits
 _LOG2_E = np.float32(1.4426950408889634)
 _LN_2 = np.float32(0.6931471805599453)
 _LOWEST = np.float32(-126.0)
@@ -33,7 +37,9 @@ _MINUS_INF = np.float32(-np.inf)
 
 @njit(fastmath=_REORDER, inline="always")
 def _exp2(t: np.float32) -> np.float32:
-    """2^t for −126 ≤ t < 127 to 2 ulp: 2^n times a polynomial (Cephes exp2f) in the remainder, |f| ≤ 1/2."""
+    """2^t for −126 ≤ t < 127 to 2 ulp: 2^n times a polynomial (Cephes exp2f) in the remainder, |f|
+    ≤ 1/2.
+    """
     n = nearest_integer(t)
     f = t - n
     p = np.float32(1.535336188319500e-4)
@@ -45,7 +51,8 @@ def _exp2(t: np.float32) -> np.float32:
     return (p * f + np.float32(1.0)) * power_of_two(np.int32(n))
 
 
-# Slices and loops from 0 keep indices free of Python's negative wrap-around, which would turn loads into gathers.
+# Slices and loops from 0 keep indices free of Python's negative wrap-around, which would turn loads
+# into gathers.
 @njit(fastmath=_REORDER, nogil=True, cache=True)
 def _block_maximum(block):  # type: ignore[no-untyped-def]
     prefer_wide_vectors()
@@ -76,13 +83,17 @@ def _row_sums(bits, start, end, log2_scale):  # type: ignore[no-untyped-def]
     anchor, total, weighted = _MINUS_INF, np.float32(0.0), np.float32(0.0)
     for begin in range(start, end, _BLOCK):
         block = bits[begin : min(begin + _BLOCK, end)]
-        # The exponentials keep the core busy for longer than it looks ahead: without this, memory waits for it.
-        for j in range(begin + _BLOCK, min(begin + 2 * _BLOCK, bits.size), _CACHE_LINE // bits.itemsize):
+        # The exponentials keep the core busy for longer than it looks ahead: without this, memory
+        # waits for it.
+        for j in range(
+            begin + _BLOCK, min(begin + 2 * _BLOCK, bits.size), _CACHE_LINE // bits.itemsize
+        ):
             prefetch(bits, j)
         if anchor == _MINUS_INF:
             anchor = _block_maximum(block)
         if anchor == _MINUS_INF:
-            # −inf − −inf is NaN, and NaN must mean NaN: look for it relative to 0, where the rest vanishes.
+            # −inf − −inf is NaN, and NaN must mean NaN: look for it relative to 0, where the rest
+            # vanishes.
             total += _block_sums(block, np.float32(0.0), log2_scale)[0] * np.float32(0.0)
             continue
         block_total, block_weighted, rise = _block_sums(block, anchor, log2_scale)
@@ -101,10 +112,14 @@ def _row_sums(bits, start, end, log2_scale):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def partial_sums(bits, columns, targets, out, start, end, first, valid, inverse_temperature):  # type: ignore[no-untyped-def]
-    """Rows [start, end): out[:, r] = anchor, Σ exp(d), Σ d exp(d), target logit (NaN if not held here)."""
+    """Rows [start, end): out[:, r] = anchor, Σ exp(d), Σ d exp(d), target logit (NaN if not held
+    here).
+    """
     for r in range(start, end):
         row = bits[r * columns : r * columns + valid]
-        anchor, total, weighted = _row_sums(bits, r * columns, r * columns + valid, inverse_temperature * _LOG2_E)
+        anchor, total, weighted = _row_sums(
+            bits, r * columns, r * columns + valid, inverse_temperature * _LOG2_E
+        )
         out[0, r], out[1, r], out[2, r] = anchor, total, weighted * _LN_2
         local = targets[r] - first
         out[3, r] = load(row[local]) if 0 <= local < valid else np.float32(np.nan)
@@ -121,15 +136,20 @@ def _logit_gradient(x, anchor, log2_sum, log2_scale, flat, slope):  # type: igno
 def _row_gradient(row, out, anchor, log2_sum, log2_scale, flat, slope):  # type: ignore[no-untyped-def]
     prefer_wide_vectors()
     for j in range(row.size):
-        out[j] = store(_logit_gradient(load(row[j]), anchor, log2_sum, log2_scale, flat, slope), row[j])
+        out[j] = store(
+            _logit_gradient(load(row[j]), anchor, log2_sum, log2_scale, flat, slope), row[j]
+        )
 
 
-# Apart from the above because a loop over two arrays is not vectorised where they turn out to be the same.
+# Apart from the above because a loop over two arrays is not vectorised where they turn out to be
+# the same.
 @njit(fastmath=_REORDER, nogil=True, cache=True)
 def _row_gradient_in_place(row, anchor, log2_sum, log2_scale, flat, slope):  # type: ignore[no-untyped-def]
     prefer_wide_vectors()
     for j in range(row.size):
-        row[j] = store(_logit_gradient(load(row[j]), anchor, log2_sum, log2_scale, flat, slope), row[j])
+        row[j] = store(
+            _logit_gradient(load(row[j]), anchor, log2_sum, log2_scale, flat, slope), row[j]
+        )
 
 
 @njit(nogil=True, cache=True)
@@ -146,7 +166,9 @@ def gradients(  # type: ignore[no-untyped-def]
         grad_logprob, grad_entropy = per_token[3, r], per_token[4, r]
         local = targets[r] - first
         held = 0 <= local < valid
-        target_log_p = (load(row[local]) - anchor) * inverse_temperature - log_sum if held else np.float32(0.0)
+        target_log_p = (
+            (load(row[local]) - anchor) * inverse_temperature - log_sum if held else np.float32(0.0)
+        )
         zero = store(np.float32(0.0), row[0])
         flat = (grad_logprob + grad_entropy * entropy) * inverse_temperature
         slope = grad_entropy * _LN_2 * inverse_temperature
@@ -157,7 +179,11 @@ def gradients(  # type: ignore[no-untyped-def]
             _row_gradient(row[:valid], result[:valid], anchor, log2_sum, scale, flat, slope)
         if held:
             p = np.exp(target_log_p)
-            rest = np.float32(0.0) if p == 0 else p * (grad_logprob + grad_entropy * (target_log_p + entropy))
+            rest = (
+                np.float32(0.0)
+                if p == 0
+                else p * (grad_logprob + grad_entropy * (target_log_p + entropy))
+            )
             result[local] = store(np.float32((grad_logprob - rest) * inverse_temperature), zero)
         for j in range(valid, columns):
             result[j] = zero

@@ -11,7 +11,15 @@ from espo_kernels.token_logprob_entropy.vocabulary import TokenStatistics, Vocab
 
 Forward = Callable[[torch.Tensor, torch.Tensor, VocabularyShard], TokenStatistics]
 Backward = Callable[
-    [torch.Tensor, torch.Tensor, TokenStatistics, torch.Tensor, torch.Tensor | None, VocabularyShard, bool],
+    [
+        torch.Tensor,
+        torch.Tensor,
+        TokenStatistics,
+        torch.Tensor,
+        torch.Tensor | None,
+        VocabularyShard,
+        bool,
+    ],
     torch.Tensor,
 ]
 
@@ -19,8 +27,8 @@ Backward = Callable[
 class BackendKernels(NamedTuple):
     """Passes over contiguous logits.
 
-    forward(logits, targets, shard); backward(logits, targets, statistics, ∂logprob, ∂entropy, shard, inplace), which
-    returns ∂logits, in a tensor of its own unless inplace.
+    forward(logits, targets, shard); backward(logits, targets, statistics, ∂logprob, ∂entropy,
+    shard, inplace), which returns ∂logits, in a tensor of its own unless inplace.
     """
 
     forward: Forward
@@ -42,16 +50,24 @@ class RecomputedLogprobEntropy(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows = logits if logits.is_contiguous() else logits.contiguous()
         statistics = kernels.forward(rows, targets, shard)
-        # A contiguous copy is ours alone: keep the caller's tensor, whose version autograd watches, and copy again.
+        # A contiguous copy is ours alone: keep the caller's tensor, whose version autograd watches,
+        # and copy again.
         ctx.save_for_backward(logits, targets, *statistics)
-        ctx.shard, ctx.kernels, ctx.entropy_grad, ctx.inplace = shard, kernels, entropy_grad, inplace
+        ctx.shard, ctx.kernels, ctx.entropy_grad, ctx.inplace = (
+            shard,
+            kernels,
+            entropy_grad,
+            inplace,
+        )
         if not entropy_grad:
             ctx.mark_non_differentiable(statistics.entropy)
         return statistics.logprob, statistics.entropy
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_logprob: torch.Tensor, grad_entropy: torch.Tensor) -> tuple[Any, ...]:
+    def backward(
+        ctx: Any, grad_logprob: torch.Tensor, grad_entropy: torch.Tensor
+    ) -> tuple[Any, ...]:
         logits, targets, *statistics = ctx.saved_tensors
         rows = logits if logits.is_contiguous() else logits.contiguous()
         inplace = ctx.inplace and rows is logits

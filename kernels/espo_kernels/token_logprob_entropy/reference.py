@@ -9,11 +9,16 @@ from espo_kernels.token_logprob_entropy.vocabulary import LOWEST, VocabularyShar
 
 
 def logprob_entropy_reference(
-    logits: torch.Tensor, targets: torch.Tensor, vocab_size: int | None, shard: VocabularyShard, entropy_grad: bool
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    vocab_size: int | None,
+    shard: VocabularyShard,
+    entropy_grad: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(logprob[T], entropy[T]), float64 for float64 logits, else float32.
 
-    log p_v = z_v − log Σ_u exp z_u,  H = −Σ_v p_v log p_v,  z = x / τ over the true vocabulary. Holds the softmax.
+    log p_v = z_v − log Σ_u exp z_u,  H = −Σ_v p_v log p_v,  z = x / τ over the true vocabulary.
+    Holds the softmax.
     """
     x = _all_columns(logits, shard)[:, :vocab_size]
     z = (x if x.dtype == torch.float64 else x.float()) * shard.inverse_temperature

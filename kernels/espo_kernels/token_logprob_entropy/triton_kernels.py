@@ -12,9 +12,13 @@ LOWEST = tl.constexpr(-126.0)
 
 @triton.jit
 def _accumulate(x, maximum, total, weighted, log2_scale):
-    """One block into the running sums of 2^t and t 2^t, t = (x − maximum) log2(e) / τ, kept per lane."""
+    """One block into the running sums of 2^t and t 2^t, t = (x − maximum) log2(e) / τ, kept per
+    lane.
+    """
     highest = tl.max(x, axis=0)
-    if highest > maximum:  # seldom after the first blocks, so the rescaling costs nothing on average
+    if (
+        highest > maximum
+    ):  # seldom after the first blocks, so the rescaling costs nothing on average
         shift = tl.maximum((maximum - highest) * log2_scale, LOWEST)
         scale = tl.exp2(shift)
         weighted = (weighted + shift * total) * scale
@@ -60,13 +64,16 @@ def logprob_entropy_kernel(
     maximum = -float("inf")
     total = tl.zeros([BLOCK], dtype=tl.float32)
     weighted = tl.zeros([BLOCK], dtype=tl.float32)
-    # Whole blocks are loaded without a mask: a true vocabulary is often odd, and an odd mask would split the loads.
+    # Whole blocks are loaded without a mask: a true vocabulary is often odd, and an odd mask would
+    # split the loads.
     whole = (valid // BLOCK) * BLOCK
     for begin in range(0, whole, BLOCK):
         x = tl.load(base + begin + lanes).to(tl.float32)
         maximum, total, weighted = _accumulate(x, maximum, total, weighted, log2_scale)
     if whole < valid:
-        x = tl.load(base + whole + lanes, mask=whole + lanes < columns, other=-float("inf")).to(tl.float32)
+        x = tl.load(base + whole + lanes, mask=whole + lanes < columns, other=-float("inf")).to(
+            tl.float32
+        )
         x = tl.where(whole + lanes < valid, x, -float("inf"))
         maximum, total, weighted = _accumulate(x, maximum, total, weighted, log2_scale)
 
@@ -103,18 +110,25 @@ def logits_gradient_kernel(
     ENTROPY_GRAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program of one row's block. ∂/∂x_v = (∂logprob (1[v = target] − p_v) − ∂entropy p_v (log p_v + H)) / τ."""
+    """Program of one row's block.
+
+    ∂/∂x_v = (∂logprob (1[v = target] − p_v) − ∂entropy p_v (log p_v + H)) / τ.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
     x = tl.load(logits + row * columns + column, mask=inside, other=-float("inf")).to(tl.float32)
     target = tl.load(targets + row).to(tl.int64) - first
     upstream = tl.load(grad_logprob + row)
-    log2_p = (x - tl.load(maximum + row)) * (inverse_temperature * LOG2_E) - tl.load(log_sum + row) * LOG2_E
+    log2_p = (x - tl.load(maximum + row)) * (inverse_temperature * LOG2_E) - tl.load(
+        log_sum + row
+    ) * LOG2_E
     p = tl.exp2(log2_p)
     pull = upstream
     if ENTROPY_GRAD:
-        pull += tl.load(grad_entropy + row) * (tl.maximum(log2_p, LOWEST) * LN_2 + tl.load(entropy + row))
+        pull += tl.load(grad_entropy + row) * (
+            tl.maximum(log2_p, LOWEST) * LN_2 + tl.load(entropy + row)
+        )
     gradient = (tl.where(column == target, upstream, 0.0) - p * pull) * inverse_temperature
     gradient = tl.where(column < valid, gradient, 0.0)
     tl.store(out + row * columns + column, gradient.to(out.dtype.element_ty), mask=inside)

@@ -5,8 +5,16 @@ from __future__ import annotations
 import torch
 import triton
 
-from espo_kernels.token_logprob_entropy.triton_kernels import logits_gradient_kernel, logprob_entropy_kernel
-from espo_kernels.token_logprob_entropy.vocabulary import TokenStatistics, VocabularyShard, gather_shards, merge_shards
+from espo_kernels.token_logprob_entropy.triton_kernels import (
+    logits_gradient_kernel,
+    logprob_entropy_kernel,
+)
+from espo_kernels.token_logprob_entropy.vocabulary import (
+    TokenStatistics,
+    VocabularyShard,
+    gather_shards,
+    merge_shards,
+)
 
 _WIDEST_BLOCK = 4096
 

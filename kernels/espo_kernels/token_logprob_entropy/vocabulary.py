@@ -15,7 +15,9 @@ LOWEST = -1e30
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """Columns [first, first + valid) of the vocabulary are this rank's first `valid` logits; the rest is padding."""
+    """Columns [first, first + valid) of the vocabulary are this rank's first `valid` logits; the
+    rest is padding.
+    """
 
     first: int
     valid: int
@@ -24,7 +26,10 @@ class VocabularyShard:
 
 
 class TokenStatistics(NamedTuple):
-    """[T] float32 each. log_sum: log Σ exp((x − anchor) / τ), where the anchor is a logit at or near the maximum."""
+    """[T] float32 each.
+
+    log_sum: log Σ exp((x − anchor) / τ), where the anchor is a logit at or near the maximum.
+    """
 
     logprob: torch.Tensor
     entropy: torch.Tensor
@@ -35,7 +40,9 @@ class TokenStatistics(NamedTuple):
 def vocabulary_shard(
     columns: int, vocab_size: int | None, temperature: float, group: dist.ProcessGroup | None
 ) -> VocabularyShard:
-    """This rank's shard; ranks hold equally many columns, in rank order. ValueError for a vocab_size that cannot be."""
+    """This rank's shard; ranks hold equally many columns, in rank order. ValueError for a
+    vocab_size that cannot be.
+    """
     rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     held = columns * ranks
     size = held if vocab_size is None else vocab_size

@@ -1,4 +1,6 @@
-"""Megatron's grid: what the ranks and the model divide into, and what was compared with exact training steps."""
+"""Megatron's grid: what the ranks and the model divide into, and what was compared with exact
+training steps.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from megatron_rl.models.shape import ModelShape
 
 
 def check_grid(p: ParallelSettings, facts: LaunchFacts) -> Iterator[tuple[str, str, str]]:
-    """The ranks of the job divide into the grid, and whole steps of such grids have been compared with exact ones."""
+    """The ranks of the job divide into the grid, and whole steps of such grids have been compared
+    with exact ones.
+    """
     etp = p.etp or p.default_etp
     shared = {name: size for name, size in (("tp", p.tp), ("pp", p.pp), ("cp", p.cp)) if size > 1}
     experts = {"etp": etp, "ep": p.ep} | ({"pp": p.pp} if p.pp > 1 else {})
@@ -20,7 +24,9 @@ def check_grid(p: ParallelSettings, facts: LaunchFacts) -> Iterator[tuple[str, s
     for key, sizes in grids:
         if facts.world_size % (size := math.prod(sizes.values())):
             rule = f"parallel.{' x '.join(sizes)} = {size} does not divide the {facts.world_size} rank(s) of this job"
-            remedy = f"Start a multiple of {size} ranks (torchrun --nproc-per-node {size}), or lower it"
+            remedy = (
+                f"Start a multiple of {size} ranks (torchrun --nproc-per-node {size}), or lower it"
+            )
             yield f"parallel.{key[0]}", rule, remedy
     if p.ep == 1 and etp != p.tp:
         rule = f"Without parallel.ep Megatron reduces experts' gradients as those of layers over parallel.tp={p.tp}"
@@ -30,13 +36,25 @@ def check_grid(p: ParallelSettings, facts: LaunchFacts) -> Iterator[tuple[str, s
         yield "parallel.etp", rule, "Leave it null for whole experts, or use parallel.tp"
     if p.sequence_parallel != (p.tp > 1):
         rule = f"In MoE layers sequence parallelism and tensor parallelism come together, and parallel.tp={p.tp}"
-        yield "parallel.sequence_parallel", rule, f"Use {str(p.tp > 1).lower()}, or change parallel.tp"
+        yield (
+            "parallel.sequence_parallel",
+            rule,
+            f"Use {str(p.tp > 1).lower()}, or change parallel.tp",
+        )
     if (p.vpp or 1) > 1 and p.pp == 1:
-        yield "parallel.vpp", "Virtual stages interleave pipeline stages, of which there is only one", "Leave it null"
+        yield (
+            "parallel.vpp",
+            "Virtual stages interleave pipeline stages, of which there is only one",
+            "Leave it null",
+        )
 
 
-def check_split(p: ParallelSettings, engine: EngineSettings, shape: ModelShape) -> Iterator[tuple[str, str, str]]:
-    """Every part of the model divides evenly among the ranks that share it, and its layers over pipeline stages."""
+def check_split(
+    p: ParallelSettings, engine: EngineSettings, shape: ModelShape
+) -> Iterator[tuple[str, str, str]]:
+    """Every part of the model divides evenly among the ranks that share it, and its layers over
+    pipeline stages.
+    """
     for key, size, part, count in (
         ("parallel.ep", p.ep, "expert", shape.num_experts),
         ("parallel.etp", p.etp or p.default_etp, "column of an expert", shape.moe_ffn_hidden_size),
@@ -48,9 +66,21 @@ def check_split(p: ParallelSettings, engine: EngineSettings, shape: ModelShape) 
         ("engine.tp", engine.tp, "attention head", shape.num_attention_heads),
     ):
         if count % size:
-            yield key, f"The model's {count} {part}s cannot be split evenly over {size}", f"Use a divisor of {count}"
-    split = PipelineSplit(shape.num_layers, p.pp, p.vpp or 1, p.first_stage_layers, p.last_stage_layers)
+            yield (
+                key,
+                f"The model's {count} {part}s cannot be split evenly over {size}",
+                f"Use a divisor of {count}",
+            )
+    split = PipelineSplit(
+        shape.num_layers, p.pp, p.vpp or 1, p.first_stage_layers, p.last_stage_layers
+    )
     if problem := split.problem():
-        key = "first_stage_layers" if p.first_stage_layers else "last_stage_layers" if p.last_stage_layers else "pp"
+        key = (
+            "first_stage_layers"
+            if p.first_stage_layers
+            else "last_stage_layers"
+            if p.last_stage_layers
+            else "pp"
+        )
         remedy = "Choose others, or give the first and the last stage fewer: parallel.first_stage_layers, ..."
         yield f"parallel.{key}", f"Of the model's {shape.num_layers} layers {problem}", remedy

@@ -1,4 +1,6 @@
-"""Which of Megatron's modules the backward pass can run again: those that the model and its modules here have."""
+"""Which of Megatron's modules the backward pass can run again: those that the model and its modules
+here have.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,12 @@ def check_recompute(model: ModelSettings, facts: LaunchFacts) -> Iterator[tuple[
         if module in modules and not facts.transformer_engine:
             rule = f"Megatron recomputes {module} with a part of Transformer Engine, which is not installed here"
             yield _KEY, rule, f"Leave {module} out, or use model.recompute=full"
-    te = facts.num_gpus > 0 and facts.transformer_engine and model.spec != "local" and model.dtype != "float32"
+    te = (
+        facts.num_gpus > 0
+        and facts.transformer_engine
+        and model.spec != "local"
+        and model.dtype != "float32"
+    )
     if "moe_act" in modules and not te:
         rule = "moe_act is recomputed in Transformer Engine's grouped experts alone, and here model.spec is local"
         yield _KEY, rule, "Use moe, which recomputes it too"
@@ -38,6 +45,8 @@ def check_recomputed(model: ModelSettings, shape: ModelShape) -> Iterator[tuple[
         "no shared experts": () if shape.shared_ffn_hidden_size else ("shared_experts",),
         "no latent attention": () if shape.latent is not None else ("mla_up_proj",),
     }
-    for found, module in ((found, module) for found, modules in lacking.items() for module in modules):
+    for found, module in (
+        (found, module) for found, modules in lacking.items() for module in modules
+    ):
         if module in (model.recompute_modules or ()):
             yield _KEY, f"The model has {found}: {module} recomputes nothing", f"Leave {module} out"

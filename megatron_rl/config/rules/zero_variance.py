@@ -1,4 +1,6 @@
-"""Which prompts are asked, and what their groups are worth: nothing is switched on that nothing uses."""
+"""Which prompts are asked, and what their groups are worth: nothing is switched on that nothing
+uses.
+"""
 
 from __future__ import annotations
 
@@ -18,28 +20,42 @@ _READ = {
 
 
 def check_selection(c: Configuration, given: Collection[str]) -> Iterator[tuple[str, str, str]]:
-    """A selector's keys, probes that are smaller than groups, and groups that can be compared. given: of the command
-    line."""
+    """A selector's keys, probes that are smaller than groups, and groups that can be compared.
+    given: of the command line."""
     selection, samples = c.selection, c.rollout.samples_per_prompt
     asked = [key for key in given if key.partition(".")[0] == "selection"]
     for key in asked:
         name = key.partition(".")[2]
         if name and name not in _READ[selection.name]:
-            owners = " or ".join(f"selection={owner}" for owner, names in _READ.items() if name in names)
-            yield key, f"selection.name={selection.name} does not read it", f"Remove it, or use {owners}"
+            owners = " or ".join(
+                f"selection={owner}" for owner, names in _READ.items() if name in names
+            )
+            yield (
+                key,
+                f"selection.name={selection.name} does not read it",
+                f"Remove it, or use {owners}",
+            )
     if asked and c.mode in ("train_only", "eval", "profile"):
         yield "selection.name", f"mode={c.mode} chooses no prompts", "Remove it, or use mode=train"
     if selection.name != "uniform" and c.algo.advantages == "one":
         rule = "With algo.advantages=one every judged rollout is trained on: no group is worth more than another"
         yield "selection.name", rule, "Use selection=uniform, or algo.advantages=group"
     if selection.name == "belief":
-        given_run = selection.beliefs if c.run.resume == "never" else None  # else it may have gone: it is not read
+        given_run = (
+            selection.beliefs if c.run.resume == "never" else None
+        )  # else it may have gone: it is not read
         if given_run is not None and (problem := problem_with(expanduser(given_run), folder=True)):
-            remedy = "Give the directory of a run with selection=belief, or of one of its checkpoints"
+            remedy = (
+                "Give the directory of a run with selection=belief, or of one of its checkpoints"
+            )
             yield "selection.beliefs", f"{problem} (from {Path.cwd()})", remedy
         if selection.probe == 1 or selection.probe >= samples:
             rule = f"A probe is compared within itself, and is less than a group of {samples}"
-            yield "selection.probe", rule, f"Give 2 to {samples - 1}, or 0 for whole groups" if samples > 2 else "Use 0"
+            yield (
+                "selection.probe",
+                rule,
+                f"Give 2 to {samples - 1}, or 0 for whole groups" if samples > 2 else "Use 0",
+            )
         if selection.rescue_budget and (not selection.probe or selection.skip == "solved"):
             rule = "It draws all-wrong probes in full, which skip=solved does anyway, and probe=0 leaves none"
             yield "selection.rescue_budget", rule, "Use 0, or selection.skip=flat with a probe"
@@ -51,9 +67,17 @@ def check_selection(c: Configuration, given: Collection[str]) -> Iterator[tuple[
             rule = "What is kept for the next step was drawn from older weights, and rollout.max_staleness=0"
             yield "selection.surplus", rule, "Use cut, or rollout.max_staleness=1"
         if c.stages:
-            yield "selection.surplus", "A stage may change what a group is, and stages are set", "Use cut"
+            yield (
+                "selection.surplus",
+                "A stage may change what a group is, and stages are set",
+                "Use cut",
+            )
         if c.run.checkpoint_every:
-            yield "selection.surplus", "A checkpoint holds no rollouts, and run.checkpoint_every is set", "Use cut"
+            yield (
+                "selection.surplus",
+                "A checkpoint holds no rollouts, and run.checkpoint_every is set",
+                "Use cut",
+            )
 
 
 def check_credit(c: Configuration) -> Iterator[tuple[str, str, str]]:
@@ -61,22 +85,45 @@ def check_credit(c: Configuration) -> Iterator[tuple[str, str, str]]:
     credit, longest = c.credit, c.rollout.max_new_tokens
     given = {f.name for f in fields(CreditSettings) if getattr(credit, f.name) != f.default}
     if c.algo.advantages == "one":
-        rule = "With algo.advantages=one every judged rollout has the advantage 1, whatever its group"
-        yield from ((f"credit.{name}", rule, "Remove it, or use algo.advantages=group") for name in sorted(given))
+        rule = (
+            "With algo.advantages=one every judged rollout has the advantage 1, whatever its group"
+        )
+        yield from (
+            (f"credit.{name}", rule, "Remove it, or use algo.advantages=group")
+            for name in sorted(given)
+        )
         return
-    zvp, shapes = "zvp" in (credit.flat_right, credit.flat_wrong), "shape" in (credit.tied_right, credit.tied_wrong)
+    zvp, shapes = (
+        "zvp" in (credit.all_correct, credit.all_incorrect),
+        "shape" in (credit.tied_correct, credit.tied_incorrect),
+    )
     for name, used, remedy in (
-        ("zvp_alpha", zvp, "credit.flat_right=zvp or credit.flat_wrong=zvp"),
-        ("tied_scale", shapes, "credit.tied_right=shape or credit.tied_wrong=shape"),
+        ("zvp_alpha", zvp, "credit.all_correct=zvp or credit.all_incorrect=zvp"),
+        ("tied_scale", shapes, "credit.tied_correct=shape or credit.tied_incorrect=shape"),
         ("length_buffer", credit.length == "buffer", "credit.length=buffer"),
         ("length_excess", credit.length == "excess", "credit.length=excess"),
-        ("tied_right", credit.length, "credit.length=buffer or excess: only length tells"),
-        ("tied_wrong", credit.repetition_ngram, "credit.repetition_ngram=40: only repetition tells"),
-        ("length", credit.shaping or credit.tied_right == "shape", "credit.shaping above 0"),
-        ("repetition_ngram", credit.shaping or credit.tied_wrong == "shape", "credit.shaping above 0"),
+        ("tied_correct", credit.length, "credit.length=buffer or excess: only length tells"),
+        (
+            "tied_incorrect",
+            credit.repetition_ngram,
+            "credit.repetition_ngram=40: only repetition tells",
+        ),
+        ("length", credit.shaping or credit.tied_correct == "shape", "credit.shaping above 0"),
+        (
+            "repetition_ngram",
+            credit.shaping or credit.tied_incorrect == "shape",
+            "credit.shaping above 0",
+        ),
     ):
         if name in given and not used:
             yield f"credit.{name}", "It would change nothing", f"Remove it, or use {remedy}"
-    for name, tokens in (("length_buffer", credit.length_buffer), ("repetition_ngram", credit.repetition_ngram)):
+    for name, tokens in (
+        ("length_buffer", credit.length_buffer),
+        ("repetition_ngram", credit.repetition_ngram),
+    ):
         if tokens is not None and tokens >= longest + (name == "length_buffer"):
-            yield f"credit.{name}", f"A response has at most rollout.max_new_tokens={longest} tokens", "Give fewer"
+            yield (
+                f"credit.{name}",
+                f"A response has at most rollout.max_new_tokens={longest} tokens",
+                "Give fewer",
+            )

@@ -1,6 +1,12 @@
-"""A rank's part of a checkpoint: tensors through Megatron's dist_checkpointing, and the state of random numbers."""
+"""A rank's part of a checkpoint: tensors through Megatron's dist_checkpointing, and the state of
+random numbers.
+"""
 
-from megatron_rl.mcore.checkpoint.random_state import load_random_state, random_state, random_state_file
+from megatron_rl.mcore.checkpoint.random_state import (
+    load_random_state,
+    random_state,
+    random_state_file,
+)
 from megatron_rl.mcore.checkpoint.streaming import SavedWeights, write_hf
 from megatron_rl.mcore.checkpoint.tensors import gather_tensors, load_tensors, write_tensors
 

@@ -36,7 +36,9 @@ def random_state() -> bytes:
     if torch.cuda.is_available():
         tensors["cuda"] = torch.cuda.get_rng_state()
     tracked = get_cuda_rng_tracker().get_states()
-    tensors |= {_TRACKER + name: state.cpu() for name, state in tracked.items() if torch.is_tensor(state)}
+    tensors |= {
+        _TRACKER + name: state.cpu() for name, state in tracked.items() if torch.is_tensor(state)
+    }
     return save({name: tensor.clone().contiguous() for name, tensor in tensors.items()})
 
 
@@ -64,4 +66,6 @@ def load_random_state(file: Path) -> None:
         torch.cuda.set_rng_state(found["cuda"])
     tracker = get_cuda_rng_tracker()
     known = tracker.get_states()
-    tracker.set_states(known | {name: found[_TRACKER + name] for name in known if _TRACKER + name in found})
+    tracker.set_states(
+        known | {name: found[_TRACKER + name] for name in known if _TRACKER + name in found}
+    )

@@ -1,7 +1,8 @@
-"""How tensors reach the disk: by torch's own writer, in this process, and with errors that every rank hears of.
+"""How tensors reach the disk: by torch's own writer, in this process, and with errors that every
+rank hears of.
 
-Megatron's writer forks a process for each file and starts a manager process; a fork of a rank with threads and sockets
-may hang, and one that the kernel kills is waited for without an end.
+Megatron's writer forks a process for each file and starts a manager process; a fork of a rank with
+threads and sockets may hang, and one that the kernel kills is waited for without an end.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def write_state(state: dict[str, Any], directory: Path, group: dist.ProcessGroup
     )
 
 
-class _Names(pickle.Unpickler):
+class _SafeUnpickler(pickle.Unpickler):
     """Reads the pickle of torch's `.metadata`, and refuses to look up anything but its own classes."""
 
     def find_class(self, module: str, name: str) -> Any:
@@ -69,6 +70,8 @@ def check_metadata(checkpoint: Path) -> None:
     """Raise ValueError unless `.metadata`, which torch unpickles, holds metadata and nothing else."""
     try:
         with (checkpoint / ".metadata").open("rb") as stream:
-            _Names(stream).load()
+            _SafeUnpickler(stream).load()
     except Exception as error:  # a damaged pickle raises anything
-        raise ValueError(f"{checkpoint / '.metadata'} is not the metadata of tensors: {error}") from error
+        raise ValueError(
+            f"{checkpoint / '.metadata'} is not the metadata of tensors: {error}"
+        ) from error

@@ -1,4 +1,5 @@
-"""The weights of a checkpoint in Hugging Face format: some parameters at a time, and never the model in memory.
+"""The weights of a checkpoint in Hugging Face format: some parameters at a time, and never the
+model in memory.
 
 Invariant: a rank holds at most one bucket and two copies of one parameter
 (tests/mcore/test_streaming.py::test_an_export_holds_one_bucket_at_a_time).
@@ -17,7 +18,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
 from megatron_rl.config.schema import ModelSettings, ParallelSettings
-from megatron_rl.mcore.checkpoint.tensor_reader import Pieces
+from megatron_rl.mcore.checkpoint.tensor_reader import TensorReader
 from megatron_rl.mcore.model import build_models
 from megatron_rl.mcore.weights.export import NamedTensors, hf_tensors
 from megatron_rl.mcore.weights.parameters import PlacedParameter, placed_parameters
@@ -29,16 +30,21 @@ Bucket = Sequence[PlacedParameter]
 
 
 class SavedWeights:
-    """What a checkpoint holds of a model, whatever layout saved it. Needs a grid without model parallelism.
+    """What a checkpoint holds of a model, whatever layout saved it. Needs a grid without model
+    parallelism.
 
     bucket_bytes: of what `read` holds at once; a larger parameter is a bucket of its own.
     Raises ValueError for a directory that is no checkpoint.
     """
 
-    def __init__(self, directory: Path, shape: ModelShape, model: ModelSettings, *, bucket_bytes: int) -> None:
-        self._pieces, self._shape = Pieces(directory), shape
+    def __init__(
+        self, directory: Path, shape: ModelShape, model: ModelSettings, *, bucket_bytes: int
+    ) -> None:
+        self._pieces, self._shape = TensorReader(directory), shape
         with torch.device("meta"):  # names, shapes and places alone
-            local = replace(model, spec="local", fp8=None)  # both specs give their tensors the same names here
+            local = replace(
+                model, spec="local", fp8=None
+            )  # both specs give their tensors the same names here
             models: list[Any] = build_models(shape, local, ParallelSettings(), on_gpu=False)
         self._places: dict[str, Any] = models[0].sharded_state_dict()
         self.buckets = list(_filled(placed_parameters(models, shape), bucket_bytes))
@@ -49,7 +55,9 @@ class SavedWeights:
             yield from self.read(bucket, dtype)
 
     def read(self, bucket: Bucket, dtype: torch.dtype | None = None) -> NamedTensors:
-        """Every tensor of a bucket by its Hugging Face name; dtype converts. Raises ValueError for another model's."""
+        """Every tensor of a bucket by its Hugging Face name; dtype converts. Raises ValueError for
+        another model's.
+        """
         weights, wanted = dict[str, torch.Tensor](), list[ShardedTensor]()
         for parameter in bucket:
             weight = torch.empty(parameter.weight.shape, dtype=parameter.weight.dtype, device="cpu")
@@ -63,9 +71,11 @@ class SavedWeights:
 
 
 def write_hf(saved: SavedWeights, target: Path, *, source: Path, dtype: torch.dtype) -> None:
-    """Collective: the weights as `dtype`, with the tokenizer and configuration of `source`; each rank writes its share.
+    """Collective: the weights as `dtype`, with the tokenizer and configuration of `source`; each
+    rank writes its share.
 
-    One file a bucket. Leaves nothing behind when it fails. Raises `CheckpointError` for NaN and Inf.
+    One file a bucket. Leaves nothing behind when it fails. Raises `CheckpointError` for NaN and
+    Inf.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     try:
@@ -76,7 +86,9 @@ def write_hf(saved: SavedWeights, target: Path, *, source: Path, dtype: torch.dt
             writer = ShardWriter(target, f"model-{number:05d}")
             for name, tensor in saved.read(saved.buckets[number], dtype):
                 if not tensor.isfinite().all():
-                    raise CheckpointError(f"{name} holds NaN or Inf in {dtype}. Choose another checkpoint or --dtype")
+                    raise CheckpointError(
+                        f"{name} holds NaN or Inf in {dtype}. Choose another checkpoint or --dtype"
+                    )
                 writer.add(name, tensor)
             writer.close()
         dist.barrier()
@@ -89,11 +101,22 @@ def write_hf(saved: SavedWeights, target: Path, *, source: Path, dtype: torch.dt
         raise
 
 
-def _pieces_of(place: ShardedTensor | ShardedTensorFactory, weight: torch.Tensor) -> list[ShardedTensor]:
-    """The tensors in the checkpoint that make up a parameter, each with its part of `weight` as the data."""
+def _pieces_of(
+    place: ShardedTensor | ShardedTensorFactory, weight: torch.Tensor
+) -> list[ShardedTensor]:
+    """The tensors in the checkpoint that make up a parameter, each with its part of `weight` as the
+    data.
+    """
     placed = replace(place, data=weight)
-    pieces = list(nested_values([placed.build()])) if isinstance(placed, ShardedTensorFactory) else [placed]
-    if any(piece.data.untyped_storage().data_ptr() != weight.untyped_storage().data_ptr() for piece in pieces):
+    pieces = (
+        list(nested_values([placed.build()]))
+        if isinstance(placed, ShardedTensorFactory)
+        else [placed]
+    )
+    if any(
+        piece.data.untyped_storage().data_ptr() != weight.untyped_storage().data_ptr()
+        for piece in pieces
+    ):
         raise ValueError(f"{place.key} is not saved in parts of itself")
     return pieces
 

@@ -1,4 +1,6 @@
-"""Reads single tensors of a checkpoint into memory that is given, by one process alone and without collectives."""
+"""Reads single tensors of a checkpoint into memory that is given, by one process alone and without
+collectives.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,22 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_rl.mcore.checkpoint.storage import check_metadata
 
 
-class Pieces:
-    """The tensors of a checkpoint by their names in the whole model. Raises ValueError for what is no checkpoint."""
+class TensorReader:
+    """The tensors of a checkpoint by their names in the whole model.
+
+    Raises ValueError for what is no checkpoint.
+    """
 
     def __init__(self, directory: Path) -> None:
         check_metadata(directory)
@@ -29,7 +38,10 @@ class Pieces:
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
 
     def read(self, wanted: Sequence[ShardedTensor]) -> None:
-        """Fill the data of each with its part of the whole tensor. Raises ValueError for one of another model."""
+        """Fill the data of each with its part of the whole tensor.
+
+        Raises ValueError for one of another model.
+        """
         targets = _Targets()
         for piece in wanted:
             targets.add(piece, self._items(piece))
@@ -40,7 +52,9 @@ class Pieces:
         if not isinstance(saved, TensorStorageMetadata):
             raise ValueError(f"{self._directory} is of another model: it holds no {piece.key}")
         size = tuple(saved.size)
-        if size != tuple(piece.global_shape) and not piece.allow_shape_mismatch:  # vocabularies are padded
+        if (
+            size != tuple(piece.global_shape) and not piece.allow_shape_mismatch
+        ):  # vocabularies are padded
             raise ValueError(
                 f"{self._directory} is of another model: {piece.key} has the shape {size}, not {piece.global_shape}"
             )
@@ -67,7 +81,9 @@ class _Targets(LoadPlanner):
         index = read_item.dest_index
         assert index.offset is not None
         target = self._data[index.fqn, tuple(index.offset)]
-        for axis, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+        for axis, (start, length) in enumerate(
+            zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        ):
             target = target.narrow(axis, start, length)
         return target
 

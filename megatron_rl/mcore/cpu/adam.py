@@ -9,7 +9,9 @@ import torch
 
 
 class FusedLayoutAdam(torch.optim.Optimizer):
-    """Decoupled weight decay (AdamW, arXiv 1711.05101) when adam_w_mode, L2 regularisation otherwise."""
+    """Decoupled weight decay (AdamW, arXiv 1711.05101) when adam_w_mode, L2 regularisation
+    otherwise.
+    """
 
     def __init__(
         self,
@@ -21,7 +23,9 @@ class FusedLayoutAdam(torch.optim.Optimizer):
         adam_w_mode: bool = True,
         **_: Any,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        )
         self.adam_w_mode = int(adam_w_mode)
 
     def initialize_state(self, param: torch.Tensor, *_: Any) -> None:
@@ -31,7 +35,9 @@ class FusedLayoutAdam(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None, **_: Any) -> None:  # type: ignore[override]
         if closure is not None:
-            raise ValueError("closures are not supported: Megatron computes gradients before the step")
+            raise ValueError(
+                "closures are not supported: Megatron computes gradients before the step"
+            )
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             params = [p for p in group["params"] if p.grad is not None]

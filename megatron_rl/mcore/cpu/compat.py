@@ -65,7 +65,9 @@ class _Event:
 
 
 def install() -> bool:
-    """Make `megatron.core` run here, whatever is missing; returns whether torch was changed, as it is without CUDA."""
+    """Make `megatron.core` run here, whatever is missing; returns whether torch was changed, as it
+    is without CUDA.
+    """
     if issubclass(torch.cuda.Stream, _Stream):
         return False
     _hush_expected_warnings()
@@ -85,8 +87,8 @@ def install() -> bool:
 def _nothing_compiled() -> Iterator[None]:
     """While Megatron is imported it marks small functions for torch.compile.
 
-    On CPUs they stay as they are: the mark alone imports torch's compiler, two seconds in every rank, and the call
-    needs one for C++.
+    On CPUs they stay as they are: the mark alone imports torch's compiler, two seconds in every
+    rank, and the call needs one for C++.
     """
 
     def as_it_is(function: Any = None, **_: Any) -> Any:
@@ -106,7 +108,8 @@ def _hush_expected_warnings() -> None:
         ".*(Apex|Transformer Engine).*",  # that they are missing is why this module exists
         ".*reduce_scatter_tensor.*is deprecated.*",  # Megatron's names for torch's collectives
         ".*all_gather_into_tensor.*is deprecated.*",
-        "The .grad attribute of a Tensor that is not a leaf.*",  # Megatron looks at the distributed optimizer's shards
+        # Megatron looks at the distributed optimizer's shards
+        "The .grad attribute of a Tensor that is not a leaf.*",
     )
     for message in expected:
         warnings.filterwarnings("ignore", message=message)
@@ -120,19 +123,34 @@ def _patch_torch_cuda() -> None:
     cuda.device_count = lambda: 0
     cuda.current_stream = cuda.default_stream = lambda *_, **__: stream
     cuda.stream = lambda *_: contextlib.nullcontext()
-    for name in ("set_device", "set_stream", "synchronize", "empty_cache", "reset_peak_memory_stats"):
+    for name in (
+        "set_device",
+        "set_stream",
+        "synchronize",
+        "empty_cache",
+        "reset_peak_memory_stats",
+    ):
         setattr(cuda, name, lambda *_, **__: None)
-    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
+    for name in (
+        "memory_allocated",
+        "max_memory_allocated",
+        "memory_reserved",
+        "max_memory_reserved",
+    ):
         setattr(cuda, name, lambda *_, **__: 0)
-    cuda.manual_seed = cuda.manual_seed_all = lambda seed: torch.default_generator.manual_seed(int(seed))
+    cuda.manual_seed = cuda.manual_seed_all = lambda seed: torch.default_generator.manual_seed(
+        int(seed)
+    )
     cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
 
 
 def _patch_torch_factories() -> None:
-    """Megatron writes device="cuda" (or the current device) into factory calls, and tests for CUDA tensor types."""
-    # torch caches its factory functions on first use; fill that cache with the originals, or a `torch.device("meta")`
-    # context no longer recognises the wrapped ones
+    """Megatron writes device="cuda" (or the current device) into factory calls, and tests for CUDA
+    tensor types.
+    """
+    # torch caches its factory functions on first use; fill that cache with the originals, or a
+    # `torch.device("meta")` context no longer recognises the wrapped ones
     torch.utils._device._device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
@@ -179,7 +197,8 @@ def _replace_missing_libraries(*, every: bool) -> None:
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
     if every or not has_transformer_engine():
-        # 0.16.1 takes the imports of its own stand-ins for Transformer Engine's layers, None, for the real ones
+        # 0.16.1 takes the imports of its own stand-ins for Transformer Engine's layers, None, for
+        # the real ones
         multi_latent_attention.HAVE_TE = False
     if distrib_optimizer.HAVE_APEX_OR_TE and not every:
         return
@@ -207,12 +226,18 @@ def _patch_megatron() -> None:
     from megatron_rl.mcore.cpu.padded_collectives import padded_gather, padded_reduce_scatter
 
     # the RNG tracker drives a CUDA generator that does not exist
-    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
-    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: (
+        torch.get_rng_state()
+    )
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(
+        state
+    )
     # split sizes become numpy only for CUDA tensors, and the all-to-all insists on that
     token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
         tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
     )
     # the token dispatcher's collectives over the ranks that share an expert
     mappings._gather_along_first_dim = padded_gather(mappings._gather_along_first_dim)
-    mappings._reduce_scatter_along_first_dim = padded_reduce_scatter(mappings._reduce_scatter_along_first_dim)
+    mappings._reduce_scatter_along_first_dim = padded_reduce_scatter(
+        mappings._reduce_scatter_along_first_dim
+    )

@@ -1,4 +1,6 @@
-"""Gloo moves equal parts only, and expert-parallel replicas route different numbers of tokens: pad, move, cut."""
+"""Gloo moves equal parts only, and expert-parallel replicas route different numbers of tokens: pad,
+move, cut.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ def padded_reduce_scatter(reduce_scatter: AlongFirstAxis) -> AlongFirstAxis:
     """Megatron's reduce-scatter along the first axis, for parts of different sizes too."""
 
     def scattered(
-        whole: torch.Tensor, group: dist.ProcessGroup, sizes: Sequence[int] | None = None, *rest: Any
+        whole: torch.Tensor,
+        group: dist.ProcessGroup,
+        sizes: Sequence[int] | None = None,
+        *rest: Any,
     ) -> torch.Tensor:
         if sizes is None or len(set(sizes)) == 1:
             return reduce_scatter(whole, group, sizes, *rest)

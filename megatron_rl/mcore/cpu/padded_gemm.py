@@ -1,7 +1,8 @@
 """Products of an expert's weights with the few tokens that it may get.
 
-MKL adds up a product of one to three rows differently from those of four and more: a token's result would depend on how
-many others its expert got, and differ from the engine's (`tests/mcore/test_same_sums.py`).
+MKL adds up a product of one to three rows differently from those of four and more: a token's result
+would depend on how many others its expert got, and differ from the engine's
+(`tests/mcore/test_same_sums.py`).
 """
 
 from __future__ import annotations

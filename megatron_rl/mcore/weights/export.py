@@ -20,10 +20,11 @@ NamedTensors = Iterator[tuple[str, torch.Tensor]]
 def iterate_hf_weights(
     models: Sequence[torch.nn.Module], shape: ModelShape, dtype: torch.dtype | None = None
 ) -> NamedTensors:
-    """Yield (name, full tensor) for every tensor of this pipeline stage, in the same order on all its ranks.
+    """Yield (name, full tensor) for every tensor of this pipeline stage, in the same order on all
+    its ranks.
 
-    Expert weights are gathered over the expert-parallel group, tensor-parallel shards over theirs. dtype: converts
-    what is trained; frozen numbers keep theirs.
+    Expert weights are gathered over the expert-parallel group, tensor-parallel shards over theirs.
+    dtype: converts what is trained; frozen numbers keep theirs.
     """
     for parameter in placed_parameters(models, shape):
         if parameter.copy:
@@ -33,15 +34,25 @@ def iterate_hf_weights(
         is_expert = layout.expert is not None
         if layout.fusion is not Fusion.REPLICATED:
             weight = join_shards(layout.fusion, _gather(weight, _tensor_group(is_expert)))
-        copies = _gather(weight, parallel_state.get_expert_model_parallel_group()) if is_expert else [weight]
+        copies = (
+            _gather(weight, parallel_state.get_expert_model_parallel_group())
+            if is_expert
+            else [weight]
+        )
         for ep_rank, copy in enumerate(copies):
             yield from hf_tensors(parameter, ep_rank, copy, shape, dtype)
 
 
 def hf_tensors(
-    parameter: PlacedParameter, ep_rank: int, weight: torch.Tensor, shape: ModelShape, dtype: torch.dtype | None
+    parameter: PlacedParameter,
+    ep_rank: int,
+    weight: torch.Tensor,
+    shape: ModelShape,
+    dtype: torch.dtype | None,
 ) -> NamedTensors:
-    """The tensors that one whole parameter of a rank is fused from, by their names; no padding. dtype: converts."""
+    """The tensors that one whole parameter of a rank is fused from, by their names; no padding.
+    dtype: converts.
+    """
     layout = parameter.layout(ep_rank)
     for name, tensor in zip(layout.hf_names, split(layout.fusion, weight, shape), strict=True):
         if layout.fusion is Fusion.VOCABULARY:

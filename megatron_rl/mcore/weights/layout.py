@@ -14,7 +14,10 @@ from megatron_rl.models.shape import ModelShape
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """hf_names in the order they are fused. expert: the local expert index, None outside the experts."""
+    """hf_names in the order they are fused.
+
+    expert: the local expert index, None outside the experts.
+    """
 
     hf_names: tuple[str, ...]
     fusion: Fusion
@@ -22,14 +25,18 @@ class ParameterLayout:
 
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
-_LOCAL_EXPERT = re.compile(r"(mlp\.experts\.)local_experts\.(?P<expert>\d+)\.(linear_fc[12]\.weight)")
+_LOCAL_EXPERT = re.compile(
+    r"(mlp\.experts\.)local_experts\.(?P<expert>\d+)\.(linear_fc[12]\.weight)"
+)
 _GROUPED_EXPERT = re.compile(r"(mlp\.experts\.)(linear_fc[12]\.weight)(?P<expert>\d+)")
 
 
 def layout_of(name: str, names: Names, *, layer_offset: int, expert_offset: int) -> ParameterLayout:
-    """The layout of a Megatron parameter. layer_offset: global index of this chunk's layer 0; expert_offset likewise.
+    """The layout of a Megatron parameter. layer_offset: global index of this chunk's layer 0;
+    expert_offset likewise.
 
-    names: of the model's family. Raises KeyError for a parameter without a Hugging Face counterpart.
+    names: of the model's family. Raises KeyError for a parameter without a Hugging Face
+    counterpart.
     """
     if name in OUTER:
         return ParameterLayout(*OUTER[name])
@@ -37,12 +44,17 @@ def layout_of(name: str, names: Names, *, layer_offset: int, expert_offset: int)
     layer, inner = (int(match[1]) + layer_offset, match[2]) if match else (0, name)
     expert, local = _LOCAL_EXPERT.fullmatch(inner) or _GROUPED_EXPERT.fullmatch(inner), None
     if expert is not None:
-        inner, local = "".join(part for part in expert.groups() if not part.isdigit()), int(expert["expert"])
+        inner, local = (
+            "".join(part for part in expert.groups() if not part.isdigit()),
+            int(expert["expert"]),
+        )
     if match is None or inner not in names:
         raise KeyError(f"parameter {name} has no Hugging Face counterpart")
     inside, fusion = names[inner]
     number = "" if local is None else str(local + expert_offset)
-    hf_names = tuple(f"model.layers.{layer}.{hf_name.replace('{expert}', number)}" for hf_name in inside)
+    hf_names = tuple(
+        f"model.layers.{layer}.{hf_name.replace('{expert}', number)}" for hf_name in inside
+    )
     return ParameterLayout(hf_names, fusion, local)
 
 
@@ -52,7 +64,9 @@ def join(fusion: Fusion, tensors: Sequence[torch.Tensor], shape: ModelShape) -> 
         return torch.cat(list(tensors))
     if fusion is Fusion.QKV:
         groups, dim, hidden = shape.num_key_value_heads, shape.head_dim, tensors[0].shape[1]
-        return torch.cat([t.reshape(groups, -1, dim, hidden) for t in tensors], dim=1).reshape(-1, hidden)
+        return torch.cat([t.reshape(groups, -1, dim, hidden) for t in tensors], dim=1).reshape(
+            -1, hidden
+        )
     return tensors[0]
 
 

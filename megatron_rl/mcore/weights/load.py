@@ -17,7 +17,10 @@ from megatron_rl.models.tensor_files import CheckpointError, TensorFiles
 
 @torch.no_grad()
 def load_hf_weights(models: Sequence[torch.nn.Module], shape: ModelShape, path: str | Path) -> None:
-    """Copy the checkpoint at `path` into the models' parameters, converting dtypes. Raises `CheckpointError`."""
+    """Copy the checkpoint at `path` into the models' parameters, converting dtypes.
+
+    Raises `CheckpointError`.
+    """
     ep_rank = parallel_state.get_expert_model_parallel_rank()
     with TensorFiles(Path(path)) as tensors:
         for parameter in placed_parameters(models, shape):
@@ -40,7 +43,8 @@ def _check_shapes(
     whole: tuple[int, ...],
     shape: ModelShape,
 ) -> None:
-    """Refuse shapes that fusing or padding would hide, or answer with an error that names no tensor.
+    """Refuse shapes that fusing or padding would hide, or answer with an error that names no
+    tensor.
 
     whole: the shape of the parameter over all its ranks.
     """

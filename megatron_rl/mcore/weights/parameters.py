@@ -23,10 +23,11 @@ _FROZEN = "mlp.router.expert_bias"
 
 @dataclass(frozen=True)
 class PlacedParameter:
-    """`experts_per_rank` is the number of local experts, by which expert names advance from rank to rank.
+    """`experts_per_rank` is the number of local experts, by which expert names advance from rank to
+    rank.
 
-    copy: the last stage's own copy of tied embeddings; the tensor belongs to the first stage. frozen: not trained, and
-    kept in its own dtype.
+    copy: the last stage's own copy of tied embeddings; the tensor belongs to the first stage.
+    frozen: not trained, and kept in its own dtype.
     """
 
     name: str
@@ -41,7 +42,9 @@ class PlacedParameter:
         """The layout as seen from expert-parallel rank `ep_rank`."""
         name = _EMBEDDING if self.copy else self.name
         expert_offset = ep_rank * self.experts_per_rank
-        return layout_of(name, self.names, layer_offset=self.layer_offset, expert_offset=expert_offset)
+        return layout_of(
+            name, self.names, layer_offset=self.layer_offset, expert_offset=expert_offset
+        )
 
     def part_of(self, full: torch.Tensor, layout: ParameterLayout) -> torch.Tensor:
         """This rank's shard of the whole parameter; rows that pad the vocabulary are zero."""
@@ -59,7 +62,9 @@ class PlacedParameter:
         return (rows, columns * size) if layout.fusion is Fusion.COLUMNS else (rows * size, columns)
 
 
-def placed_parameters(models: Sequence[torch.nn.Module], shape: ModelShape) -> Iterator[PlacedParameter]:
+def placed_parameters(
+    models: Sequence[torch.nn.Module], shape: ModelShape
+) -> Iterator[PlacedParameter]:
     """Every parameter of this rank's chunks, and their routers' biases, which are buffers."""
     experts_per_rank = shape.num_experts // parallel_state.get_expert_model_parallel_world_size()
     names = names_of(shape)
@@ -72,7 +77,9 @@ def placed_parameters(models: Sequence[torch.nn.Module], shape: ModelShape) -> I
             yield PlacedParameter(name, weight, names, offset, experts_per_rank, copy, frozen=False)
         for name, bias in inner.named_buffers():
             if name.endswith(_FROZEN):
-                yield PlacedParameter(name, bias, names, offset, experts_per_rank, copy=False, frozen=True)
+                yield PlacedParameter(
+                    name, bias, names, offset, experts_per_rank, copy=False, frozen=True
+                )
 
 
 def tensor_rank(layout: ParameterLayout) -> tuple[int, int]:
@@ -82,7 +89,10 @@ def tensor_rank(layout: ParameterLayout) -> tuple[int, int]:
             parallel_state.get_expert_tensor_parallel_rank(),
             parallel_state.get_expert_tensor_parallel_world_size(),
         )
-    return parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+    return (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
 
 
 def unwrap(model: torch.nn.Module) -> Any:

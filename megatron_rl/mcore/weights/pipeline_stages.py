@@ -1,4 +1,6 @@
-"""The weights of every pipeline stage where they are sent from: rank 0, which belongs to the first stage."""
+"""The weights of every pipeline stage where they are sent from: rank 0, which belongs to the first
+stage.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,15 @@ class _Label(msgspec.Struct):
     last: bool
 
 
-def every_stage(weights: NamedTensors, job: Job, *, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Rank 0 yields `weights`, its own stage's, and then every other stage's in their order; all ranks must exhaust it.
+def every_stage(
+    weights: NamedTensors, job: Job, *, bucket_bytes: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Rank 0 yields `weights`, its own stage's, and then every other stage's in their order; all
+    ranks must exhaust it.
 
-    The ranks of rank 0's pipeline send theirs to it, bucket by bucket over that pipeline's group: peak memory is one
-    bucket on both sides. All other ranks hold copies, and take part in the gathering inside `weights` alone.
+    The ranks of rank 0's pipeline send theirs to it, bucket by bucket over that pipeline's group:
+    peak memory is one bucket on both sides. All other ranks hold copies, and take part in the
+    gathering inside `weights` alone.
     """
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     ranks = dist.get_process_group_ranks(pipeline)
@@ -44,13 +50,17 @@ def every_stage(weights: NamedTensors, job: Job, *, bucket_bytes: int) -> Iterat
 def _send(bucket: Bucket, job: Job, pipeline: dist.ProcessGroup) -> None:
     dtypes = [str(dtype).removeprefix("torch.") for dtype in bucket.dtypes]
     shapes = [tuple(shape) for shape in bucket.shapes]
-    data = msgspec.msgpack.encode(_Label(bucket.names, dtypes, shapes, bucket.flat.numel(), bucket.last))
+    data = msgspec.msgpack.encode(
+        _Label(bucket.names, dtypes, shapes, bucket.flat.numel(), bucket.last)
+    )
     dist.send(torch.tensor([len(data)]), 0, group=job.control_group)
     dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), 0, group=job.control_group)
     dist.send(bucket.flat, 0, group=pipeline)
 
 
-def _received(source: int, job: Job, pipeline: dist.ProcessGroup) -> Iterator[tuple[str, torch.Tensor]]:
+def _received(
+    source: int, job: Job, pipeline: dist.ProcessGroup
+) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of one other stage; each is a view that lives as long as its bucket."""
     last = False
     while not last:
@@ -62,5 +72,7 @@ def _received(source: int, job: Job, pipeline: dist.ProcessGroup) -> Iterator[tu
         flat = torch.empty(label.num_bytes, dtype=torch.uint8, device=job.device)
         dist.recv(flat, source, group=pipeline)
         dtypes = [getattr(torch, name) for name in label.dtypes]
-        yield from Bucket(flat, label.last, label.names, dtypes, [torch.Size(s) for s in label.shapes]).tensors()
+        yield from Bucket(
+            flat, label.last, label.names, dtypes, [torch.Size(s) for s in label.shapes]
+        ).tensors()
         last = label.last

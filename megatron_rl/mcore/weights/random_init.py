@@ -1,7 +1,8 @@
 """Draws the weights of a model that starts from scratch: the same model whatever the layout.
 
-Megatron draws what a rank holds, in the order it is built: expert-parallel ranks draw the same experts, and pipeline
-stages the same layers (`tests/mcore/test_parallel.py`). Here each parameter has a generator of its own.
+Megatron draws what a rank holds, in the order it is built: expert-parallel ranks draw the same
+experts, and pipeline stages the same layers (`tests/mcore/test_parallel.py`). Here each parameter
+has a generator of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from megatron_rl.models.shape import ModelShape
 
 @torch.no_grad()
 def draw_hf_weights(models: Sequence[torch.nn.Module], shape: ModelShape, *, seed: int) -> None:
-    """Fill the models' parameters with random weights of Megatron's distributions. Norms keep their ones."""
+    """Fill the models' parameters with random weights of Megatron's distributions.
+
+    Norms keep their ones.
+    """
     config = get_model_config(models[0])
     ep_rank = parallel_state.get_expert_model_parallel_rank()
     for parameter in placed_parameters(models, shape):
@@ -30,9 +34,15 @@ def draw_hf_weights(models: Sequence[torch.nn.Module], shape: ModelShape, *, see
         if layout.fusion is Fusion.COLUMNS:  # what adds to the residual stream
             draw = config.output_layer_init_method
         else:
-            draw = config.embedding_init_method if "embed" in layout.hf_names[0] else config.init_method
+            draw = (
+                config.embedding_init_method
+                if "embed" in layout.hf_names[0]
+                else config.init_method
+            )
         rows, columns = parameter.whole_shape(layout)
-        full = torch.empty(shape.vocab_size if layout.fusion is Fusion.VOCABULARY else rows, columns)
+        full = torch.empty(
+            shape.vocab_size if layout.fusion is Fusion.VOCABULARY else rows, columns
+        )
         draw(full, generator=_generator(seed, layout.hf_names[0]))
         parameter.weight.copy_(parameter.part_of(full, layout))
 

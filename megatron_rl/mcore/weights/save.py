@@ -23,10 +23,12 @@ def save_hf_weights(
     dtype: torch.dtype,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Collective: write the weights as `dtype` to `target`, with the tokenizer and configuration of `source`.
+    """Collective: write the weights as `dtype` to `target`, with the tokenizer and configuration of
+    `source`.
 
-    One rank of each pipeline stage writes what the stage holds. Beside the model its memory holds one shard, of at most
-    `shard_bytes` or one tensor, and one parameter gathered from the ranks that share it.
+    One rank of each pipeline stage writes what the stage holds. Beside the model its memory holds
+    one shard, of at most `shard_bytes` or one tensor, and one parameter gathered from the ranks
+    that share it.
     """
     if dist.get_rank() == 0:
         begin(target)

@@ -1,4 +1,5 @@
-"""What is believed of a pass rate p, as a Gaussian of ψ = arcsin √p: there the noise of counting does not depend on p.
+"""What is believed of a pass rate p, as a Gaussian of ψ = arcsin √p: there the noise of counting
+does not depend on p.
 
 All functions are pure and work on arrays; variances are those of ψ, in rad².
 """
@@ -19,18 +20,21 @@ def predicted(
 ) -> tuple[Floats, Floats]:
     """The belief `steps` steps later: μ + v Δt sin 2μ within [0, π/2], V + q Δt up to 0.25.
 
-    growth: q, see `Wander`.
-    drift: v, a quarter of what the logit of every pass rate gains per step (dψ/dt = sin 2ψ / 4 · d logit p / dt).
+    growth: q, see `ProcessNoise`. drift: v, a quarter of what the logit of every pass rate gains
+    per step (dψ/dt = sin 2ψ / 4 · d logit p / dt).
     """
     moved = np.clip(mean + drift * steps * np.sin(2 * mean), 0.0, HIGHEST)
     return moved, np.maximum(variance, np.minimum(variance + growth * steps, WIDEST))
 
 
-def observation(right: Floats, samples: Floats, mixed: npt.NDArray[np.bool_]) -> tuple[Floats, Floats]:
+def observation(
+    right: Floats, samples: Floats, mixed: npt.NDArray[np.bool_]
+) -> tuple[Floats, Floats]:
     """What a judged group says of ψ, and the variance of that.
 
-    right: the sum of the raw correctness of its `samples` verdicts, each within [0, 1]. A mixed group says
-    z = arcsin √((k + 3/8) / (n + 3/4)), R = 1 / (4n + 2); a flat one z = 0 or π/2, whichever is nearer, R = 1 / (2n).
+    right: the sum of the raw correctness of its `samples` verdicts, each within [0, 1]. A mixed
+    group says z = arcsin √((k + 3/8) / (n + 3/4)), R = 1 / (4n + 2); a flat one z = 0 or π/2,
+    whichever is nearer, R = 1 / (2n).
     """
     share = (right + 0.375) / (samples + 0.75)
     seen = np.where(mixed, np.arcsin(np.sqrt(share)), np.where(2 * right < samples, 0.0, HIGHEST))
@@ -44,7 +48,8 @@ def updated(mean: Floats, variance: Floats, seen: Floats, noise: Floats) -> tupl
 
 
 def chance_of_all_right(mean: Floats, variance: Floats, samples: int) -> Floats:
-    """The probability that `samples` rollouts are all right: exp(−N (π/2 − μ)² / a) / √a, a = 1 + 2 N V.
+    """The probability that `samples` rollouts are all right: exp(−N (π/2 − μ)² / a) / √a, a = 1 + 2
+    N V.
 
     The mean of exp(−N (π/2 − ψ)²), which is close to p^N, over the belief.
     """
@@ -56,8 +61,8 @@ def chance_of_all_right(mean: Floats, variance: Floats, samples: int) -> Floats:
 def chance_of_mixed(mean: Floats, variance: Floats, samples: int) -> Floats:
     """The probability that `samples` rollouts are neither all right nor all wrong.
 
-    u = 1 − [exp(−N μ² / a) + exp(−N (π/2 − μ)² / a)] / √a, a = 1 + 2 N V: the mean of 1 − exp(−N ψ²) −
-    exp(−N (π/2 − ψ)²), which is close to 1 − (1 − p)^N − p^N, over the belief.
+    u = 1 − [exp(−N μ² / a) + exp(−N (π/2 − μ)² / a)] / √a, a = 1 + 2 N V: the mean of 1 − exp(−N
+    ψ²) − exp(−N (π/2 − ψ)²), which is close to 1 − (1 − p)^N − p^N, over the belief.
     """
     spread = 1 + 2 * samples * variance
     wrong, right = (np.exp(-samples * d * d / spread) for d in (mean, HIGHEST - mean))

@@ -11,9 +11,10 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from megatron_rl.contracts.belief_state import BEFORE, NEVER, BeliefState
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Prompt
-from megatron_rl.credit.group_kinds import Kind, Told, kind_of
+from megatron_rl.credit.group_kinds import Kind, ScoredRollouts, kind_of
 from megatron_rl.prompts.pass_rates import PassRate
 from megatron_rl.prompts.question import PromptDataError
 from megatron_rl.prompts.selection.arcsine import (
@@ -25,10 +26,9 @@ from megatron_rl.prompts.selection.arcsine import (
     predicted,
     updated,
 )
-from megatron_rl.prompts.selection.pass_rate_prior import Rated
+from megatron_rl.prompts.selection.pass_rate_prior import PassRatePrior
+from megatron_rl.prompts.selection.process_noise import ProcessNoise, surprise
 from megatron_rl.prompts.selection.strata import Strata, Stratum, stratum_of
-from megatron_rl.prompts.selection.process_noise import Wander, surprise
-from megatron_rl.contracts.belief_state import BEFORE, NEVER, BeliefState
 
 _KEPT = 0.98  # of the weight, per step, of what the shared drift was learnt from
 _NO_DRIFT = 2.5e5  # the weight of there being none: a deviation of 0.002 rad a step
@@ -36,28 +36,40 @@ _FASTEST = 0.02  # rad a step
 
 
 class Beliefs:
-    """A row for each prompt that was ever offered; one that was never drawn is believed to be as its given pass rate
-    says, or like its stratum.
+    """A row for each prompt that was ever offered; one that was never drawn is believed to be as
+    its given pass rate says, or like its stratum.
 
-    How many are right is the sum of the scores, each cut to [0, 1]: half of the tests passed is half a right answer.
-    Which groups are mixed, `kind_of` says. A group with fewer than two verdicts says nothing, but was seen; so does one
-    of a judge's rewards, which are no pass rate. pool: ids that can be offered; rows of others are kept for when they
-    come back. rates: given, by prompt id, of the time before the first step.
+    How many are right is the sum of the scores, each cut to [0, 1]: half of the tests passed is
+    half a right answer. Which groups are mixed, `kind_of` says. A group with fewer than two
+    verdicts says nothing, but was seen; so does one of a judge's rewards, which are no pass rate.
+    pool: ids that can be offered; rows of others are kept for when they come back. rates: given, by
+    prompt id, of the time before the first step.
     """
 
-    def __init__(self, pool: Collection[str] = (), rates: Mapping[str, PassRate] | None = None) -> None:
+    def __init__(
+        self, pool: Collection[str] = (), rates: Mapping[str, PassRate] | None = None
+    ) -> None:
         self._pool = frozenset(pool)
         self._rows: dict[str, int] = {}
-        self._named = tuple[str, ...]()  # their ids as of the last `state`, which every step asks for
+        self._named = tuple[
+            str, ...
+        ]()  # their ids as of the last `state`, which every step asks for
         self._means = np.zeros(0, np.float32)
         self._variances = np.zeros(0, np.float32)
-        self._seen = np.zeros(0, np.int32)  # step of the last group, NEVER before the first; BEFORE: another run's
-        self._since = np.zeros(0, np.int32)  # step of the last group; before the first, of the first offer
+        self._seen = np.zeros(
+            0, np.int32
+        )  # step of the last group, NEVER before the first; BEFORE: another run's
+        self._since = np.zeros(
+            0, np.int32
+        )  # step of the last group; before the first, of the first offer
         self._aside = np.zeros(0, np.bool_)  # of no prompt of the pool
         self._strata = Strata()
-        self._wander = Wander()
-        self._rated = Rated(rates or {})
-        self._learnt = (0.0, 0.0)  # Σ h e / S and Σ h² / S, discounted: what the shared drift is the quotient of
+        self._wander = ProcessNoise()
+        self._rated = PassRatePrior(rates or {})
+        self._learnt = (
+            0.0,
+            0.0,
+        )  # Σ h e / S and Σ h² / S, discounted: what the shared drift is the quotient of
         self._clock = 0
 
     def __len__(self) -> int:
@@ -65,7 +77,9 @@ class Beliefs:
 
     @property
     def drift(self) -> float:
-        """v, in rad a step: the weighted regression of z − μ on h = Δt sin 2μ, with weights 1 / (V + R)."""
+        """v, in rad a step: the weighted regression of z − μ on h = Δt sin 2μ, with weights 1 / (V
+        + R).
+        """
         moved, weight = self._learnt
         return float(np.clip(moved / (weight + _NO_DRIFT), -_FASTEST, _FASTEST))
 
@@ -93,19 +107,20 @@ class Beliefs:
         """How many rows are of prompts that are not in the pool."""
         return int(self._aside[: len(self)].sum())
 
-    def outlook(self, step: int, counts: Sequence[int]) -> Outlook:
+    def outlook(self, step: int, counts: Sequence[int]) -> MixedProbability:
         """What to expect of groups of so many rollouts in `step`."""
-        return Outlook(self, step, self._seen > BEFORE, tuple(counts))
+        return MixedProbability(self, step, self._seen > BEFORE, tuple(counts))
 
     def chances(self, step: int, counts: Sequence[int], growth: float) -> Floats:
-        """Of mixed groups of so many rollouts, and last of whole groups that are not all right: [counts + 1, rows].
+        """Of mixed groups of so many rollouts, and last of whole groups that are not all right:
+        [counts + 1, rows].
 
         growth: of the variance per step.
         """
         steps = np.maximum(step - self._seen, 0).astype(np.float64)
         means, variances = self._means.astype(np.float64), self._variances.astype(np.float64)
         now = predicted(means, variances, steps, self.drift, growth)
-        return outlook_of(*now, counts)
+        return mixed_probability_of(*now, counts)
 
     def growth(self, stratum: Stratum) -> float:
         """q: by how much the variance of a belief of the stratum grows per step."""
@@ -121,8 +136,8 @@ class Beliefs:
         return self._strata.prior(stratum)
 
     def rated(self, prompt: Prompt, step: int) -> tuple[float, float] | None:
-        """Mean and variance of ψ in `step` by another run's belief or its given rate, if that were this policy's; None
-        without either."""
+        """Mean and variance of ψ in `step` by another run's belief or its given rate, if that were
+        this policy's; None without either."""
         row = self._rows.get(prompt.id)
         if row is not None and self._seen[row] == BEFORE:
             given = float(self._means[row]), float(self._variances[row])
@@ -131,7 +146,9 @@ class Beliefs:
         else:
             return None
         steps, growth = np.array([float(step)]), self.growth(stratum_of(prompt))
-        mean, variance = predicted(np.array([given[0]]), np.array([given[1]]), steps, self.drift, growth)
+        mean, variance = predicted(
+            np.array([given[0]]), np.array([given[1]]), steps, self.drift, growth
+        )
         return float(mean[0]), float(variance[0])
 
     def start(self, prompt: Prompt, step: int) -> tuple[float, float]:
@@ -141,7 +158,9 @@ class Beliefs:
         return rated[0], max(rated[1], min(rated[1] + self._rated.doubt, WIDEST))
 
     def observe(self, step: int, groups: Sequence[Group]) -> None:
-        """Learn from a step's groups, at most one of each prompt, in an order that no arrival decides."""
+        """Learn from a step's groups, at most one of each prompt, in an order that no arrival
+        decides.
+        """
         rows = np.array([self.row(group.prompt, step) for group in groups], np.intp)
         first = self._seen[rows] <= BEFORE  # in this run
         before = np.stack([self._means[rows], self._variances[rows]]).astype(np.float64)
@@ -151,13 +170,19 @@ class Beliefs:
         steps = np.where(first, 0, step - self._seen[rows]).astype(np.float64)
         growth = np.array([self.growth(stratum) for stratum in strata])
         means, variances = predicted(before[0], before[1], steps, self.drift, growth)
-        kinds, found = [kind_of(group) for group in groups], [Told.of(group) for group in groups]
+        kinds, found = (
+            [kind_of(group) for group in groups],
+            [ScoredRollouts.of(group) for group in groups],
+        )
         told = np.array([each.has_truth and len(each.rollouts) >= 2 for each in found], np.bool_)
         scores = [np.clip(each.scores, 0.0, 1.0) for each in found]
         right, samples = (np.array([f(s) for s in scores], np.float64) for f in (np.sum, len))
         mixed = np.array([kind is Kind.MIXED for kind in kinds], np.bool_)
         seen, noise = observation(right, np.maximum(samples, 1), mixed)
-        rated = {place: self.rated(groups[place].prompt, step) for place in np.flatnonzero(first & told).tolist()}
+        rated = {
+            place: self.rated(groups[place].prompt, step)
+            for place in np.flatnonzero(first & told).tolist()
+        }
         self._learn_drift(step, told & ~first, before[0], steps, seen, variances + noise)
         for learner in (self._strata, self._wander, self._rated):
             learner.fade(step - self._clock)
@@ -166,7 +191,9 @@ class Beliefs:
         for place, given in rated.items():
             self._strata.add(strata[place], float(seen[place]), float(noise[place]))
             if given is not None:
-                self._rated.learn(float(surprise(seen[place] - given[0], given[1] + noise[place], mixed[place])))
+                self._rated.learn(
+                    float(surprise(seen[place] - given[0], given[1] + noise[place], mixed[place]))
+                )
         after = updated(means, variances, seen, noise)
         self._means[rows] = np.where(told, after[0], means)
         self._variances[rows] = np.where(told, after[1], variances)
@@ -179,12 +206,20 @@ class Beliefs:
         self._rated.widen()
 
     def handed_on(self) -> tuple[Floats, Floats]:
-        """Means and variances of ψ after the last step, row by row, as another run may begin with them."""
+        """Means and variances of ψ after the last step, row by row, as another run may begin with
+        them.
+        """
         count = len(self)
         steps = np.maximum(self._clock - self._seen[:count], 0).astype(np.float64)
-        means, variances = (array[:count].astype(np.float64) for array in (self._means, self._variances))
+        means, variances = (
+            array[:count].astype(np.float64) for array in (self._means, self._variances)
+        )
         means, variances = predicted(means, variances, steps, self.drift, self.wander)
-        doubted = np.where(self._seen[:count] == BEFORE, np.minimum(variances + self._rated.doubt, WIDEST), variances)
+        doubted = np.where(
+            self._seen[:count] == BEFORE,
+            np.minimum(variances + self._rated.doubt, WIDEST),
+            variances,
+        )
         return means, np.maximum(doubted, variances)
 
     def state(self, window: Sequence[tuple[float, float, float]] = ()) -> BeliefState:
@@ -208,14 +243,24 @@ class Beliefs:
         )
 
     def restore(self, state: BeliefState) -> None:
-        """Forget all, and believe what was saved. Raises `PromptDataError` where that is damaged."""
+        """Forget all, and believe what was saved.
+
+        Raises `PromptDataError` where that is damaged.
+        """
         if problem := state.problem():
             raise PromptDataError(
                 f"run.resume: the checkpoint's beliefs are damaged ({problem}). Give another checkpoint"
             )
-        self._rows, self._named = {prompt: row for row, prompt in enumerate(state.prompts)}, state.prompts
-        self._means, self._variances = (np.frombuffer(a, np.float32).copy() for a in (state.means, state.variances))
-        self._seen, self._since = (np.frombuffer(array, np.int32).copy() for array in (state.seen, state.since))
+        self._rows, self._named = (
+            {prompt: row for row, prompt in enumerate(state.prompts)},
+            state.prompts,
+        )
+        self._means, self._variances = (
+            np.frombuffer(a, np.float32).copy() for a in (state.means, state.variances)
+        )
+        self._seen, self._since = (
+            np.frombuffer(array, np.int32).copy() for array in (state.seen, state.since)
+        )
         self._aside = np.array([prompt not in self._pool for prompt in state.prompts], np.bool_)
         self._strata.restore(state.strata)
         self._wander.restore(state.wander)
@@ -224,12 +269,20 @@ class Beliefs:
 
     def _grow(self, size: int) -> None:
         more = size - len(self._means)
-        self._means, self._variances = (np.pad(array, (0, more)) for array in (self._means, self._variances))
+        self._means, self._variances = (
+            np.pad(array, (0, more)) for array in (self._means, self._variances)
+        )
         self._seen = np.pad(self._seen, (0, more), constant_values=NEVER)
         self._since, self._aside = np.pad(self._since, (0, more)), np.pad(self._aside, (0, more))
 
     def _learn_drift(
-        self, step: int, again: npt.NDArray[np.bool_], means: Floats, steps: Floats, seen: Floats, variances: Floats
+        self,
+        step: int,
+        again: npt.NDArray[np.bool_],
+        means: Floats,
+        steps: Floats,
+        seen: Floats,
+        variances: Floats,
     ) -> None:
         """again: which were seen before; means: of that time; variances: of what is seen, V + R."""
         kept = _KEPT ** (step - self._clock)
@@ -239,16 +292,18 @@ class Beliefs:
         self._learnt = (moved, kept * weight + float(np.sum(slope * slope / variances)))
 
 
-def outlook_of(means: Floats, variances: Floats, counts: Sequence[int]) -> Floats:
+def mixed_probability_of(means: Floats, variances: Floats, counts: Sequence[int]) -> Floats:
     """See `Beliefs.chances`; the first of the counts is that of a whole group."""
     mixed = [chance_of_mixed(means, variances, count) for count in counts]
     return np.stack([*mixed, 1 - chance_of_all_right(means, variances, counts[0])])
 
 
-class Outlook:
-    """Of one step: the chances of a prompt, those of `outlook_of`."""
+class MixedProbability:
+    """Of one step: the chances of a prompt, those of `mixed_probability_of`."""
 
-    def __init__(self, beliefs: Beliefs, step: int, known: npt.NDArray[np.bool_], counts: tuple[int, ...]) -> None:
+    def __init__(
+        self, beliefs: Beliefs, step: int, known: npt.NDArray[np.bool_], counts: tuple[int, ...]
+    ) -> None:
         self._beliefs, self._step, self._known, self._counts = beliefs, step, known, counts
         self._of_known: dict[Stratum, Floats] = {}
         self._of_stratum: dict[Stratum, tuple[float, ...]] = {}
@@ -269,4 +324,4 @@ class Outlook:
 
     def _expected(self, belief: tuple[float, float]) -> tuple[float, ...]:
         mean, variance = (np.array([number]) for number in belief)
-        return tuple(outlook_of(mean, variance, self._counts)[:, 0].tolist())
+        return tuple(mixed_probability_of(mean, variance, self._counts)[:, 0].tolist())

@@ -1,6 +1,8 @@
-"""Asks seldom what is believed to teach nothing, and probes it first: what is solved, or with skip=flat hopeless too.
+"""Asks seldom what is believed to teach nothing, and probes it first: what is solved, or with
+skip=flat hopeless too.
 
-No choice depends on the order in which groups arrive (tests/prompts/selection/test_belief_selector.py).
+No choice depends on the order in which groups arrive
+(tests/prompts/selection/test_belief_selector.py).
 """
 
 from __future__ import annotations
@@ -14,21 +16,24 @@ import msgspec
 from megatron_rl.config.schema import RolloutSettings, SelectionSettings
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Prompt
+from megatron_rl.contracts.run_state import SelectorState
 from megatron_rl.credit.group_kinds import Kind, kind_of
 from megatron_rl.prompts.selection.acceptance import acceptance, coin
 from megatron_rl.prompts.selection.belief import Beliefs
 from megatron_rl.prompts.selection.calibration import Calibration
-from megatron_rl.prompts.selection.selector import Ask, Chosen
 from megatron_rl.prompts.selection.importance_weights import effective_share, extension_weight
+from megatron_rl.prompts.selection.selector import RolloutRequest, SelectionResult
 from megatron_rl.prompts.source import PromptSource
-from megatron_rl.contracts.run_state import SelectorState
 
 _PASSES = 8  # over all prompts in one step: one that cannot be filled ends
 
 
 @dataclass
-class _Asked:
-    """One prompt of a step. first: rollouts asked of it first; chance: that those are mixed; samples: asked so far."""
+class _Candidate:
+    """One prompt of a step.
+
+    first: rollouts asked of it first; chance: that those are mixed; samples: asked so far.
+    """
 
     prompt: Prompt
     first: int
@@ -45,7 +50,9 @@ class _Asked:
 
 
 def first_counts(settings: SelectionSettings, full: int) -> tuple[int, int, int]:
-    """Rollouts asked first: of a prompt that is believed to teach something, may do so, and hardly does."""
+    """Rollouts asked first: of a prompt that is believed to teach something, may do so, and hardly
+    does.
+    """
     probe = settings.probe or full
     return full, probe, max(2, probe // 2) if probe < full else full
 
@@ -54,7 +61,12 @@ class BeliefSelector:
     """See `Selector` and docs/selection.md. seed: of the coins."""
 
     def __init__(
-        self, source: PromptSource, rollout: RolloutSettings, settings: SelectionSettings, *, seed: int
+        self,
+        source: PromptSource,
+        rollout: RolloutSettings,
+        settings: SelectionSettings,
+        *,
+        seed: int,
     ) -> None:
         self.source, self.rollout, self.settings, self.seed = source, rollout, settings, seed
         self.beliefs = Beliefs([prompt.id for prompt in source.train], source.rates)
@@ -67,7 +79,9 @@ class BeliefSelector:
         return BeliefStep(self, step)
 
     def state(self) -> SelectorState:
-        return SelectorState(prompts=self.source.cursor, beliefs=self.beliefs.state(self.calibration.window))
+        return SelectorState(
+            prompts=self.source.cursor, beliefs=self.beliefs.state(self.calibration.window)
+        )
 
     def restore(self, state: SelectorState) -> None:
         """After a run that had no beliefs those that this one begins with stay."""
@@ -77,7 +91,9 @@ class BeliefSelector:
             self.calibration = Calibration(deque(state.beliefs.window))
 
     def widen(self) -> None:
-        """All beliefs lose their certainty: what pass rates were learnt from is no longer what is asked."""
+        """All beliefs lose their certainty: what pass rates were learnt from is no longer what is
+        asked.
+        """
         self.beliefs.widen()
 
 
@@ -87,7 +103,7 @@ class BeliefStep:
 
     selector: BeliefSelector
     step: int
-    _asked: list[_Asked] = field(default_factory=list)
+    _asked: list[_Candidate] = field(default_factory=list)
     _ids: set[str] = field(default_factory=set)
     _offered: int = 0
     _accepted: float = 0.0  # sum of the probabilities with which prompts were taken
@@ -101,46 +117,55 @@ class BeliefStep:
         self._counts = first_counts(settings, self._full)
         self._outlook = self.selector.beliefs.outlook(self.step, self._counts)
 
-    def begin(self) -> list[Ask]:
+    def begin(self) -> list[RolloutRequest]:
         asks = self._round(self._wanted)
         if not asks and (offered := self.selector.source.offer(self._ids)) is not None:
-            self._ask(_Asked(offered[0], self._full, 0.0, self._full))  # a step asks something, whatever is believed
-            return [Ask(0, offered[0], self._full)]
+            self._ask(
+                _Candidate(offered[0], self._full, 0.0, self._full)
+            )  # a step asks something, whatever is believed
+            return [RolloutRequest(0, offered[0], self._full)]
         return asks
 
-    def answered(self, index: int, group: Group) -> Ask | None:
+    def answered(self, index: int, group: Group) -> RolloutRequest | None:
         asked = self._asked[index]
         asked.group, asked.kind = group, kind_of(group)
         asked.opening = asked.opening or asked.kind
-        goes_on = asked.mixed or (asked.kind is Kind.FLAT_WRONG and self.selector.settings.skip == "solved")
+        goes_on = asked.mixed or (
+            asked.kind is Kind.ALL_INCORRECT and self.selector.settings.skip == "solved"
+        )
         return self._extension(index) if asked.samples < self._full and goes_on else None
 
-    def more(self) -> list[Ask]:
+    def more(self) -> list[RolloutRequest]:
         mixed = sum(asked.mixed for asked in self._asked)
         rescues = list(self._rescues())
         if mixed >= self.selector.settings.enough * self._wanted:
             return rescues
         return rescues + self._round(self._wanted - mixed)
 
-    def result(self) -> Chosen:
+    def result(self) -> SelectionResult:
         done = [(asked, asked.group) for asked in self._asked if asked.group is not None]
         self.selector.beliefs.observe(self.step, [group for _, group in done])
         stopped = tuple(group for asked, group in done if asked.samples < self._full)
-        groups = tuple(self._weighed(asked, group) for asked, group in done if asked.samples == self._full)
+        groups = tuple(
+            self._weighed(asked, group) for asked, group in done if asked.samples == self._full
+        )
         self._note(groups)
-        return Chosen(groups, stopped)
+        return SelectionResult(groups, stopped)
 
     def metrics(self) -> dict[str, float]:
         return self._metrics
 
-    def _round(self, wanted: float) -> list[Ask]:
-        """Prompts until so many mixed groups are expected, probes first: an extension is a second wait.
+    def _round(self, wanted: float) -> list[RolloutRequest]:
+        """Prompts until so many mixed groups are expected, probes first: an extension is a second
+        wait.
 
         A probe counts in full until it is answered, so that the budget holds whatever comes back.
         """
         source, first, expected = self.selector.source, len(self._asked), 0.0
         left = self._left()
-        while expected < wanted and left >= self._full and self._offered < _PASSES * len(source.train):
+        while (
+            expected < wanted and left >= self._full and self._offered < _PASSES * len(source.train)
+        ):
             offered = source.offer(self._ids)
             if offered is None:
                 break
@@ -149,7 +174,10 @@ class BeliefStep:
                 self._ask(asked)
                 expected += asked.chance
                 left -= self._full
-        asks = [Ask(i, asked.prompt, asked.samples) for i, asked in enumerate(self._asked[first:], first)]
+        asks = [
+            RolloutRequest(i, asked.prompt, asked.samples)
+            for i, asked in enumerate(self._asked[first:], first)
+        ]
         self._rounds += bool(asks)
         return sorted(asks, key=lambda ask: ask.samples)
 
@@ -158,11 +186,11 @@ class BeliefStep:
         asked = sum(asked.samples for asked in self._asked)
         return self.selector.settings.budget * self._wanted * self._full - asked
 
-    def _ask(self, asked: _Asked) -> None:
+    def _ask(self, asked: _Candidate) -> None:
         self._ids.add(asked.prompt.id)
         self._asked.append(asked)
 
-    def _considered(self, prompt: Prompt, epoch: int) -> _Asked | None:
+    def _considered(self, prompt: Prompt, epoch: int) -> _Candidate | None:
         """What to ask of an offered prompt, if anything."""
         selector = self.selector
         row = selector.beliefs.row(prompt, self.step)
@@ -174,25 +202,29 @@ class BeliefStep:
         self._accepted += taken
         target = selector.settings.target
         which = 0 if worth >= target else 1 if worth >= target / 2 else 2
-        return _Asked(prompt, self._counts[which], chances[which], self._counts[which])
+        return _Candidate(prompt, self._counts[which], chances[which], self._counts[which])
 
-    def _extension(self, index: int) -> Ask:
+    def _extension(self, index: int) -> RolloutRequest:
         asked = self._asked[index]
         have, asked.samples = asked.samples, self._full
-        return Ask(index, asked.prompt, self._full - have, have)
+        return RolloutRequest(index, asked.prompt, self._full - have, have)
 
-    def _rescues(self) -> Iterable[Ask]:
+    def _rescues(self) -> Iterable[RolloutRequest]:
         """All-wrong probes that are drawn in full all the same, as far as their budget goes."""
         budget = self.selector.settings.rescue_budget * self._wanted * self._full
         spent = sum(self._full - asked.first for asked in self._asked if asked.rescued)
         left = min(budget - spent, self._left())
         for index, asked in enumerate(self._asked):
-            if asked.samples < self._full and asked.kind is Kind.FLAT_WRONG and left >= self._full - asked.first:
+            if (
+                asked.samples < self._full
+                and asked.kind is Kind.ALL_INCORRECT
+                and left >= self._full - asked.first
+            ):
                 asked.rescued = True
                 left -= self._full - asked.first
                 yield self._extension(index)
 
-    def _weighed(self, asked: _Asked, group: Group) -> Group:
+    def _weighed(self, asked: _Candidate, group: Group) -> Group:
         if asked.first == self._full or asked.rescued or not asked.mixed:
             return group
         return msgspec.structs.replace(
@@ -219,9 +251,13 @@ class BeliefStep:
             "select/prompts": float(len(self._asked)),
             "select/rollouts": float(sum(asked.samples for asked in self._asked)),
             "select/mixed": float(len(mixed)),
-            "select/unfilled": float(missing) if missing > (1 - self.selector.settings.enough) * self._wanted else 0.0,
+            "select/unfilled": float(missing)
+            if missing > (1 - self.selector.settings.enough) * self._wanted
+            else 0.0,
             "select/probes": float(len(probes)),
-            "select/probes_extended": float(sum(a.samples == self._full and not a.rescued for a in probes)),
+            "select/probes_extended": float(
+                sum(a.samples == self._full and not a.rescued for a in probes)
+            ),
             "select/rescued": float(sum(asked.rescued for asked in probes)),
             "select/rounds": float(self._rounds),
             "select/drift": beliefs.drift,

@@ -12,7 +12,9 @@ _APART = 0.1
 
 @dataclass
 class Calibration:
-    """window: (sum of the predicted chances, mixed groups, groups) of the last 20 steps; groups with verdicts alone."""
+    """window: (sum of the predicted chances, mixed groups, groups) of the last 20 steps; groups
+    with verdicts alone.
+    """
 
     window: deque[tuple[float, float, float]] = field(default_factory=deque)
 
@@ -23,7 +25,9 @@ class Calibration:
             self.window.popleft()
 
     def metrics(self) -> dict[str, float]:
-        """Means of the last step, and by how much those of the window are apart where that is an alarm (else 0)."""
+        """Means of the last step, and by how much those of the window are apart where that is an
+        alarm (else 0).
+        """
         predicted, mixed, groups = self.window[-1]
         sums = [sum(column) for column in zip(*self.window, strict=True)]
         apart = abs(sums[0] - sums[1]) / max(sums[2], 1.0)

@@ -1,4 +1,6 @@
-"""Dynamic sampling (DAPO, arXiv 2503.14476, 3.2): full groups of every prompt in turn until enough are mixed."""
+"""Dynamic sampling (DAPO, arXiv 2503.14476, 3.2): full groups of every prompt in turn until enough
+are mixed.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +9,19 @@ from dataclasses import dataclass, field
 from megatron_rl.config.schema import RolloutSettings, SelectionSettings
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Prompt
-from megatron_rl.credit.group_kinds import Kind, kind_of
-from megatron_rl.prompts.selection.selector import Ask, Chosen
-from megatron_rl.prompts.source import PromptSource
 from megatron_rl.contracts.run_state import SelectorState
+from megatron_rl.credit.group_kinds import Kind, kind_of
+from megatron_rl.prompts.selection.selector import RolloutRequest, SelectionResult
+from megatron_rl.prompts.source import PromptSource
 
 
 @dataclass
 class Oversample:
     """Rounds of `rollout.prompts_per_step` prompts, each awaited as a whole: see `Selector`.
 
-    kept: mixed groups that the step before had too many of; they come first in the next one, with the weights they were
-    drawn with, and are in no list of the step that drew them. A checkpoint does not hold them.
+    kept: mixed groups that the step before had too many of; they come first in the next one, with
+    the weights they were drawn with, and are in no list of the step that drew them. A checkpoint
+    does not hold them.
     """
 
     source: PromptSource
@@ -51,15 +54,18 @@ class OversampleStep:
     _rounds: int = 0
     _metrics: dict[str, float] = field(default_factory=dict)
 
-    def begin(self) -> list[Ask]:
+    def begin(self) -> list[RolloutRequest]:
         return self.more()
 
-    def answered(self, index: int, group: Group) -> Ask | None:
+    def answered(self, index: int, group: Group) -> RolloutRequest | None:
         self._groups[index] = group
         return None
 
-    def more(self) -> list[Ask]:
-        wanted, samples = self.selector.rollout.prompts_per_step, self.selector.rollout.samples_per_prompt
+    def more(self) -> list[RolloutRequest]:
+        wanted, samples = (
+            self.selector.rollout.prompts_per_step,
+            self.selector.rollout.samples_per_prompt,
+        )
         first = len(self._prompts)
         if self._mixed() >= wanted or first + wanted > self.selector.settings.budget * wanted:
             return []
@@ -70,12 +76,18 @@ class OversampleStep:
                 break
             self._prompts.append(offered[0])
             ids.add(offered[0].id)
-        asks = [Ask(index, prompt, samples) for index, prompt in enumerate(self._prompts[first:], first)]
+        asks = [
+            RolloutRequest(index, prompt, samples)
+            for index, prompt in enumerate(self._prompts[first:], first)
+        ]
         self._rounds += bool(asks)
         return asks
 
-    def result(self) -> Chosen:
-        wanted, keep = self.selector.rollout.prompts_per_step, self.selector.settings.surplus == "keep"
+    def result(self) -> SelectionResult:
+        wanted, keep = (
+            self.selector.rollout.prompts_per_step,
+            self.selector.settings.surplus == "keep",
+        )
         groups = [self._groups[index] for index in sorted(self._groups)]
         mixed = [*self.kept, *(group for group in groups if kind_of(group) is Kind.MIXED)]
         beyond = {group.group_id for group in mixed[wanted:]}
@@ -83,7 +95,7 @@ class OversampleStep:
         self.selector.kept = list(surplus) if keep else []
         self._note(groups, min(len(mixed), wanted), len(surplus))
         used = tuple(group for group in (*self.kept, *groups) if group.group_id not in beyond)
-        return Chosen(used, surplus=() if keep else surplus)
+        return SelectionResult(used, surplus=() if keep else surplus)
 
     def metrics(self) -> dict[str, float]:
         return self._metrics
@@ -94,7 +106,10 @@ class OversampleStep:
     def _note(self, groups: list[Group], used: int, surplus: int) -> None:
         told = [group for group in groups if kind_of(group) is not Kind.TOO_FEW_VERDICTS]
         mixed = sum(kind_of(group) is Kind.MIXED for group in told)
-        wanted, samples = self.selector.rollout.prompts_per_step, self.selector.rollout.samples_per_prompt
+        wanted, samples = (
+            self.selector.rollout.prompts_per_step,
+            self.selector.rollout.samples_per_prompt,
+        )
         self._metrics = {
             "select/observed_mixed": mixed / max(len(told), 1),
             "select/prompts": float(len(groups)),

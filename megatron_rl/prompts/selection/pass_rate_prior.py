@@ -1,4 +1,6 @@
-"""What given pass rates say of prompts that were never drawn, and how far that, or another run's belief, is trusted."""
+"""What given pass rates say of prompts that were never drawn, and how far that, or another run's
+belief, is trusted.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +18,21 @@ _WIDENED = 100.0  # groups' worth of knowing nothing
 
 
 @dataclass
-class Rated:
+class PassRatePrior:
     """rates: by prompt id; those without samples say nothing.
 
-    The doubt is a variance, in rad², by which the rates, and beliefs of another run, are further from what is drawn
-    than counting explains: they may be another model's. It is the discounted mean of e² - V - R over the first groups
-    of such prompts.
+    The doubt is a variance, in rad², by which the rates, and beliefs of another run, are further
+    from what is drawn than counting explains: they may be another model's. It is the discounted
+    mean of e² - V - R over the first groups of such prompts.
     """
 
     rates: Mapping[str, PassRate] = field(default_factory=dict)
     _learnt: tuple[float, float] = (0.0, 0.0)  # the sum of that, and how many
 
     def of(self, prompt_id: str) -> tuple[float, float] | None:
-        """Mean and variance of ψ as after one group of so many samples, of which nothing was known; None: no rate."""
+        """Mean and variance of ψ as after one group of so many samples, of which nothing was known;
+        None: no rate.
+        """
         rate = self.rates.get(prompt_id)
         if rate is None or not rate.samples:
             return None
@@ -44,7 +48,9 @@ class Rated:
         return min(max(total / (count + _ASSUMED), 0.0), WIDEST)
 
     def learn(self, more: float) -> None:
-        """more: e² - V - R of the first group of a rated prompt (see `surprise`), V without the doubt."""
+        """more: e² - V - R of the first group of a rated prompt (see `surprise`), V without the
+        doubt.
+        """
         self._learnt = self._learnt[0] + more, self._learnt[1] + 1
 
     def fade(self, steps: int) -> None:
@@ -54,7 +60,7 @@ class Rated:
 
     def widen(self) -> None:
         """They lose their certainty, until first groups show that they have it."""
-        self._learnt = doubtful(_WIDENED)
+        self._learnt = weak_prior(_WIDENED)
 
     def state(self) -> tuple[float, float]:
         return self._learnt
@@ -63,6 +69,8 @@ class Rated:
         self._learnt = state
 
 
-def doubtful(groups: float) -> tuple[float, float]:
-    """The state in which nothing that was given is believed, until about so many first groups bear it out."""
+def weak_prior(groups: float) -> tuple[float, float]:
+    """The state in which nothing that was given is believed, until about so many first groups bear
+    it out.
+    """
     return (groups + _ASSUMED) * WIDEST, groups

@@ -1,4 +1,6 @@
-"""How far pass rates wander by themselves: by how much the variance of a belief grows per step, in rad²."""
+"""How far pass rates wander by themselves: by how much the variance of a belief grows per step, in
+rad².
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,17 @@ _BORROWED = 1e6  # the weight of that of all strata in that of one
 
 
 def surprise(missed: Floats, expected: Floats, mixed: npt.NDArray[np.bool_]) -> Floats:
-    """e² - V - R, where e is what was missed; a flat group that surprises nobody says nothing: it cannot miss by R."""
+    """e² - V - R, where e is what was missed; a flat group that surprises nobody says nothing: it
+    cannot miss by R.
+    """
     more = missed * missed - expected
     return np.where(mixed, more, np.maximum(more, 0.0))
 
 
 @dataclass
-class Wander:
-    """q, learnt from prompts that were seen before: the regression of e² - V - R on Δt, weighted by 1 / (V + qΔt + R)².
+class ProcessNoise:
+    """q, learnt from prompts that were seen before: the regression of e² - V - R on Δt, weighted by
+    1 / (V + qΔt + R)².
 
     Kept for every stratum and for all together: Σ Δt (e² - V - R) / S² and Σ Δt² / S², discounted.
     """
@@ -46,18 +51,25 @@ class Wander:
         moved, weight = self._all
         return _within((moved + _ASSUMED * SLOWEST) / (weight + _ASSUMED))
 
-    def learn(self, strata: Sequence[Stratum], steps: Floats, more: Floats, variances: Floats) -> None:
+    def learn(
+        self, strata: Sequence[Stratum], steps: Floats, more: Floats, variances: Floats
+    ) -> None:
         """more: e² - V - R of each (see `surprise`); variances: V + qΔt + R as it was expected."""
         moved, weight = steps * more / variances**2, (steps / variances) ** 2
         for place, stratum in enumerate(strata):
             one = float(moved[place]), float(weight[place])
-            self._all, self._of[stratum] = _sum(self._all, one), _sum(self._of.get(stratum, (0.0, 0.0)), one)
+            self._all, self._of[stratum] = (
+                _sum(self._all, one),
+                _sum(self._of.get(stratum, (0.0, 0.0)), one),
+            )
 
     def fade(self, steps: int) -> None:
         """What was learnt before weighs less: 0.98 for each step."""
         kept = _KEPT**steps
         self._all = kept * self._all[0], kept * self._all[1]
-        self._of = {stratum: (kept * moved, kept * weight) for stratum, (moved, weight) in self._of.items()}
+        self._of = {
+            stratum: (kept * moved, kept * weight) for stratum, (moved, weight) in self._of.items()
+        }
 
     def state(self) -> WanderState:
         """Those of all together first."""

@@ -1,7 +1,8 @@
-"""The interface of everything that chooses a step's prompts, and how many rollouts each of them gets.
+"""The interface of everything that chooses a step's prompts, and how many rollouts each of them
+gets.
 
-No choice depends on the order in which groups arrive: a run that is resumed chooses as one that was never stopped
-(tests/prompts/selection/test_uniform.py).
+No choice depends on the order in which groups arrive: a run that is resumed chooses as one that was
+never stopped (tests/prompts/selection/test_uniform.py).
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ from megatron_rl.contracts.run_state import SelectorState
 
 
 @dataclass(frozen=True)
-class Ask:
-    """Draw `samples` rollouts of a prompt. index: which of the step's groups. first_sample: how many it has already."""
+class RolloutRequest:
+    """Draw `samples` rollouts of a prompt.
+
+    index: which of the step's groups. first_sample: how many it has already.
+    """
 
     index: int
     prompt: Prompt
@@ -25,10 +29,11 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class SelectionResult:
     """What becomes of a step's groups, each in the order of their indices.
 
-    groups: to be credited. stopped: flat ones that were not extended. surplus: more than the step wanted.
+    groups: to be credited. stopped: flat ones that were not extended. surplus: more than the step
+    wanted.
     """
 
     groups: tuple[Group, ...]
@@ -39,19 +44,21 @@ class Chosen:
 class StepSelection(Protocol):
     """The choices of one step."""
 
-    def begin(self) -> list[Ask]:
+    def begin(self) -> list[RolloutRequest]:
         """The first round."""
         ...
 
-    def answered(self, index: int, group: Group) -> Ask | None:
+    def answered(self, index: int, group: Group) -> RolloutRequest | None:
         """Hear of a group with all its rollouts so far; what is returned extends it."""
         ...
 
-    def more(self) -> list[Ask]:
-        """A further round, once nothing is outstanding; none: the step has what it wants, or may have."""
+    def more(self) -> list[RolloutRequest]:
+        """A further round, once nothing is outstanding; none: the step has what it wants, or may
+        have.
+        """
         ...
 
-    def result(self) -> Chosen:
+    def result(self) -> SelectionResult:
         """What became of the groups; called once, at the end."""
         ...
 
@@ -74,5 +81,7 @@ class Selector(Protocol):
         ...
 
     def widen(self) -> None:
-        """What is believed of prompts loses its certainty, because something else is asked of them now."""
+        """What is believed of prompts loses its certainty, because something else is asked of them
+        now.
+        """
         ...

@@ -1,4 +1,6 @@
-"""What is believed of a prompt that was never asked: how those of its source and tag did at their first time."""
+"""What is believed of a prompt that was never asked: how those of its source and tag did at their
+first time.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ class Strata:
         """What was seen before weighs less: 0.99 for each step."""
         kept = _KEPT**steps
         for moments in (self._all, *self._of.values()):
-            moments.count, moments.total, moments.squares, moments.noise = (kept * n for n in moments.numbers())
+            moments.count, moments.total, moments.squares, moments.noise = (
+                kept * n for n in moments.numbers()
+            )
 
     def state(self) -> StrataState:
         """Those of all together first."""

@@ -1,9 +1,10 @@
 """Beliefs of another run, as a new one begins with them (`selection.beliefs`).
 
-They are those of another policy: as after a stage's `reprofile: all` nothing of them is believed at first, and first
-groups show how far they hold (the doubt of `Rated`). Believed at once they would hide what that policy had solved and
-this one has not; without certainty for good nothing of them would be left. The other run's position, coins,
-calibration, and the doubt in what it was given itself, stay with it.
+They are those of another policy: as after a stage's `reprofile: all` nothing of them is believed at
+first, and first groups show how far they hold (the doubt of `PassRatePrior`). Believed at once they
+would hide what that policy had solved and this one has not; without certainty for good nothing of
+them would be left. The other run's position, coins, calibration, and the doubt in what it was given
+itself, stay with it.
 """
 
 from __future__ import annotations
@@ -13,20 +14,25 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from megatron_rl.contracts.belief_state import BEFORE, NEVER, BeliefState
 from megatron_rl.prompts.jsonl import is_line
 from megatron_rl.prompts.question import PromptDataError
 from megatron_rl.prompts.selection.belief import Beliefs
-from megatron_rl.prompts.selection.pass_rate_prior import doubtful
+from megatron_rl.prompts.selection.pass_rate_prior import weak_prior
 from megatron_rl.prompts.source import PromptSource
-from megatron_rl.contracts.belief_state import BEFORE, NEVER, BeliefState
 
-_FIRST_GROUPS = 8.0  # worth of a stratum at most: those of this run decide soon how what nobody knows begins
-_DOUBTED = 20.0  # groups' worth of knowing nothing: a step or two of groups that bear the beliefs out outweigh it
+_FIRST_GROUPS = (
+    8.0  # worth of a stratum at most: those of this run decide soon how what nobody knows begins
+)
+# groups' worth of knowing nothing: a step or two of groups that bear the beliefs out outweigh it
+_DOUBTED = 20.0
 
 
 @dataclass(frozen=True)
-class Inherited:
-    """told: key, value and checkpoint, for messages. digest: of the other run's prompts. warnings: of its files."""
+class TransferredBeliefs:
+    """told: key, value and checkpoint, for messages. digest: of the other run's prompts. warnings:
+    of its files.
+    """
 
     told: str
     digest: str
@@ -34,12 +40,16 @@ class Inherited:
     warnings: tuple[str, ...] = ()
 
     def give(self, prompts: PromptSource) -> None:
-        """Let a run on these prompts begin so. Raises `PromptDataError` where none of them is known, or all is damaged.
+        """Let a run on these prompts begin so. Raises `PromptDataError` where none of them is
+        known, or all is damaged.
 
-        A row of a file that is called by its line is known only where both runs have the very same prompts.
+        A row of a file that is called by its line is known only where both runs have the very same
+        prompts.
         """
         if problem := self.beliefs.problem():
-            raise PromptDataError(f"{self.told}: its beliefs are damaged ({problem}). Give another checkpoint")
+            raise PromptDataError(
+                f"{self.told}: its beliefs are damaged ({problem}). Give another checkpoint"
+            )
         drawn = np.frombuffer(self.beliefs.seen, np.int32) != NEVER
         named = np.array([not is_line(name) for name in self.beliefs.prompts], np.bool_)
         if self.digest == prompts.cursor.digest:
@@ -78,10 +88,12 @@ def _at_the_start(state: BeliefState, rows: npt.NDArray[np.bool_]) -> BeliefStat
         drift=state.drift,
         clock=BEFORE,
         wander=state.wander,
-        rated=doubtful(_DOUBTED),
+        rated=weak_prior(_DOUBTED),
     )
 
 
-def _lighter(count: float, total: float, squares: float, noise: float) -> tuple[float, float, float, float]:
+def _lighter(
+    count: float, total: float, squares: float, noise: float
+) -> tuple[float, float, float, float]:
     share = min(1.0, _FIRST_GROUPS / count) if count else 1.0
     return share * count, share * total, share * squares, share * noise

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from megatron_rl.config.schema import RolloutSettings
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Prompt
-from megatron_rl.prompts.selection.selector import Ask, Chosen
-from megatron_rl.prompts.source import PromptSource
 from megatron_rl.contracts.run_state import SelectorState
+from megatron_rl.prompts.selection.selector import RolloutRequest, SelectionResult
+from megatron_rl.prompts.source import PromptSource
 
 
 @dataclass
@@ -21,18 +21,20 @@ class UniformStep:
     samples: int
     _groups: dict[int, Group] = field(default_factory=dict)
 
-    def begin(self) -> list[Ask]:
-        return [Ask(index, prompt, self.samples) for index, prompt in enumerate(self.prompts)]
+    def begin(self) -> list[RolloutRequest]:
+        return [
+            RolloutRequest(index, prompt, self.samples) for index, prompt in enumerate(self.prompts)
+        ]
 
-    def answered(self, index: int, group: Group) -> Ask | None:
+    def answered(self, index: int, group: Group) -> RolloutRequest | None:
         self._groups[index] = group
         return None
 
-    def more(self) -> list[Ask]:
+    def more(self) -> list[RolloutRequest]:
         return []
 
-    def result(self) -> Chosen:
-        return Chosen(tuple(self._groups[index] for index in sorted(self._groups)))
+    def result(self) -> SelectionResult:
+        return SelectionResult(tuple(self._groups[index] for index in sorted(self._groups)))
 
     def metrics(self) -> dict[str, float]:
         return {}
@@ -46,7 +48,9 @@ class Uniform:
     settings: RolloutSettings
 
     def select(self, step: int) -> UniformStep:
-        return UniformStep(self.source.take(self.settings.prompts_per_step), self.settings.samples_per_prompt)
+        return UniformStep(
+            self.source.take(self.settings.prompts_per_step), self.settings.samples_per_prompt
+        )
 
     def state(self) -> SelectorState:
         return SelectorState(prompts=self.source.cursor)

@@ -6,22 +6,23 @@ from pathlib import Path
 
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
-from megatron_rl.prompts.selection.transferred_beliefs import Inherited
-from megatron_rl.run.checkpoints.saving.manifest import changed_files, read_manifest
 from megatron_rl.contracts.run_state import NAME, RunState, read_state
+from megatron_rl.prompts.selection.transferred_beliefs import TransferredBeliefs
+from megatron_rl.run.checkpoints.manifest import changed_files, read_manifest
 from megatron_rl.run.checkpoints.resume import candidates_in
 
 
-class NoBeliefs(Failure):
+class BeliefsUnavailable(Failure):
     """selection.beliefs names no checkpoint of a run that had some."""
 
     exit_code = ExitCode.BAD_DATA
 
 
-def read_beliefs(c: Configuration, own: RunState | None = None) -> Inherited | None:
-    """Those that a run begins with, from the newest whole checkpoint; None where it has its own, or is told of none.
+def read_beliefs(c: Configuration, own: RunState | None = None) -> TransferredBeliefs | None:
+    """Those that a run begins with, from the newest whole checkpoint; None where it has its own, or
+    is told of none.
 
-    own: what the run goes on from. Weights are not read. Raises `NoBeliefs`.
+    own: what the run goes on from. Weights are not read. Raises `BeliefsUnavailable`.
     """
     given = c.selection.beliefs
     if (
@@ -38,26 +39,30 @@ def read_beliefs(c: Configuration, own: RunState | None = None) -> Inherited | N
             damaged.append(f"{checkpoint}: {error}")
             continue
         return _inherited(f"selection.beliefs={given}", checkpoint, state, damaged)
-    raise NoBeliefs(
+    raise BeliefsUnavailable(
         f"selection.beliefs={given}: no whole checkpoint is there ({' | '.join(damaged)}). Give the directory of a run "
         "with selection=belief and run.checkpoint_every, or of one of its checkpoints"
     )
 
 
 def _whole_state(checkpoint: Path) -> RunState:
-    """Raises ValueError, and its kind `Damaged`."""
+    """Raises ValueError, and its kind `DamagedCheckpoint`."""
     if problems := changed_files(checkpoint, read_manifest(checkpoint), [NAME]):
         raise ValueError("; ".join(problems))
     return read_state(checkpoint)
 
 
-def _inherited(told: str, checkpoint: Path, state: RunState, damaged: list[str]) -> Inherited:
+def _inherited(
+    told: str, checkpoint: Path, state: RunState, damaged: list[str]
+) -> TransferredBeliefs:
     selection = state.position.selection
     if selection.beliefs is None:
         name = state.settings.get("selection.name", "uniform")
-        raise NoBeliefs(
+        raise BeliefsUnavailable(
             f"{told}: the run that saved {checkpoint} had selection.name={name} and believed nothing of its prompts. "
             "Give one with selection=belief, or leave it null"
         )
     passed = tuple(f"a damaged checkpoint is passed over: {one}" for one in damaged)
-    return Inherited(f"{told} ({checkpoint.name})", selection.prompts.digest, selection.beliefs, passed)
+    return TransferredBeliefs(
+        f"{told} ({checkpoint.name})", selection.prompts.digest, selection.beliefs, passed
+    )

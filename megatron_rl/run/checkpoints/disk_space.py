@@ -15,14 +15,16 @@ _RECORDS_BYTES = 32 * 2**20  # metrics, logs, TensorBoard
 _MIB = 2**20
 
 
-class NoSpace(Failure):
+class NotEnoughDiskSpace(Failure):
     """What the run will write does not fit on its disk."""
 
     exit_code = ExitCode.CANNOT_WRITE
 
 
 def checkpoint_bytes(c: Configuration, shape: ModelShape) -> int:
-    """What one checkpoint takes: the weights, and in float32 the optimizer's weights and two moments."""
+    """What one checkpoint takes: the weights, and in float32 the optimizer's weights and two
+    moments.
+    """
     return num_parameters(shape) * (BYTES[c.model.dtype] + 3 * BYTES["float32"])
 
 
@@ -40,12 +42,12 @@ def bytes_needed(c: Configuration, shape: ModelShape) -> dict[str, int]:
 
 
 def require_space(c: Configuration, shape: ModelShape) -> None:
-    """Raises `NoSpace` when the disk of `run.root` has less room than the run will need."""
+    """Raises `NotEnoughDiskSpace` when the disk of `run.root` has less room than the run will need."""
     free, needed = free_bytes(Path(c.run.root).expanduser().resolve()), bytes_needed(c, shape)
     if free >= sum(needed.values()):
         return
     parts = ", ".join(f"{size / _MIB:,.0f} MiB for {key}" for key, size in needed.items())
-    raise NoSpace(
+    raise NotEnoughDiskSpace(
         f"run.root={c.run.root!r}: {free / _MIB:,.0f} MiB are free on its disk, and the run may need {parts}; make "
         "room, give another run.root, or use run.save_weights=false"
     )

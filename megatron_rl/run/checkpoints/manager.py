@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.schema import RunSettings
-from megatron_rl.contracts.commands import Checkpoint, Settle
+from megatron_rl.contracts.commands import Checkpoint, WaitForSave
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
+from megatron_rl.contracts.run_state import LoopState, RunState, encode_state
 from megatron_rl.records.progress import Progress
-from megatron_rl.contracts.run_state import Position, RunState, encode_state
 from megatron_rl.records.stopwatch import Stopwatch
 from megatron_rl.run.checkpoints.saving import SavedCheckpoint
-from megatron_rl.training.dispatcher import Dispatcher
 from megatron_rl.run.supervision.stop_request import StopRequest
+from megatron_rl.training.dispatcher import Dispatcher
 
 _MIB = 2**20
 
@@ -34,8 +34,9 @@ class StoppedAfterSave(Failure):
 
 
 @dataclass
-class Keeper:
-    """Rank 0's. facts: every key of the run; optimizer_steps: counts them; saved: the step of the newest checkpoint.
+class CheckpointManager:
+    """Rank 0's. facts: every key of the run; optimizer_steps: counts them; saved: the step of the
+    newest checkpoint.
 
     request: a file whose existence asks the run to stop, as SIGUSR1 does.
     """
@@ -62,16 +63,24 @@ class Keeper:
             self.settle()
         return every > 0 and step != self.saved and (last or step % every == 0 or self.told_to_stop)
 
-    def save(self, position: Position, *, last: bool = True) -> dict[str, float]:
-        """Save a checkpoint; returns its metrics. Raises `CheckpointNotSaved`. last: nothing will be done meanwhile."""
+    def save(self, position: LoopState, *, last: bool = True) -> dict[str, float]:
+        """Save a checkpoint; returns its metrics. Raises `CheckpointNotSaved`. last: nothing will
+        be done meanwhile.
+        """
         state = RunState(
             position=position,
             optimizer_steps=self.optimizer_steps(),
             world_size=self.world_size,
             settings=self.facts,
         )
-        watch, background = Stopwatch(), self.settings.background_saves and not last and not self.told_to_stop
-        with watch.stage("checkpoint"), self.progress.during(f"saving the checkpoint of step {state.step}"):
+        watch, background = (
+            Stopwatch(),
+            self.settings.background_saves and not last and not self.told_to_stop,
+        )
+        with (
+            watch.stage("checkpoint"),
+            self.progress.during(f"saving the checkpoint of step {state.step}"),
+        ):
             values = self.settle()
             command = Checkpoint(state.step, encode_state(state), background)
             outcome: SavedCheckpoint | None = self.dispatcher.run(command)
@@ -79,11 +88,13 @@ class Keeper:
         return watch.seconds | values | (self._tell(outcome) if outcome is not None else {})
 
     def settle(self) -> dict[str, float]:
-        """Wait for a checkpoint that is being written; returns its metrics. Raises `CheckpointNotSaved`."""
+        """Wait for a checkpoint that is being written; returns its metrics. Raises
+        `CheckpointNotSaved`.
+        """
         if not self._writing:
             return {}
         self._writing = False
-        outcome: SavedCheckpoint = self.dispatcher.run(Settle())
+        outcome: SavedCheckpoint = self.dispatcher.run(WaitForSave())
         return self._tell(outcome)
 
     def _tell(self, outcome: SavedCheckpoint) -> dict[str, float]:
@@ -118,7 +129,11 @@ class Keeper:
         return self.stop.asked or (f"the file {self.request.name}" if self.request.exists() else "")
 
     def _explain(self, step: int, problem: str) -> None:
-        before = "there is none before it" if self.saved is None else f"that of step {self.saved} is still whole"
+        before = (
+            "there is none before it"
+            if self.saved is None
+            else f"that of step {self.saved} is still whole"
+        )
         said = f"the checkpoint of step {step} cannot be saved: {problem}; {before}"
         if self.settings.on_failed_save == "stop" or self.told_to_stop:
             raise CheckpointNotSaved(f"{said}. Make room, and start again with run.resume=auto")

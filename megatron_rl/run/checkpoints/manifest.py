@@ -1,4 +1,6 @@
-"""What a checkpoint holds, file by file: a manifest by which a damaged one is told from a whole one."""
+"""What a checkpoint holds, file by file: a manifest by which a damaged one is told from a whole
+one.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from megatron_rl.contracts.wire_types import Count
+from megatron_rl.records.durable_files import sync_folder, write_synced
 
 NAME = "manifest.json"
 _FORMAT = 1
@@ -34,13 +37,15 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return sum(record.nbytes for record in self.files.values())
 
 
-class Damaged(ValueError):
+class DamagedCheckpoint(ValueError):
     """A checkpoint is not as it was saved."""
 
 
 def files_of(directory: Path) -> list[str]:
     """The names of all files below a directory, the manifest left out, sorted."""
-    found = (path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
+    found = (
+        path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()
+    )
     return sorted(name for name in found if name != NAME)
 
 
@@ -54,26 +59,32 @@ def record_of(file: Path) -> FileRecord:
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """The last file of a checkpoint; it and the names of all files have reached the disk when this returns."""
-    write_synced(directory / NAME, msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n")
+    """The last file of a checkpoint; it and the names of all files have reached the disk when this
+    returns.
+    """
+    write_synced(
+        directory / NAME, msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n"
+    )
     for folder in {(directory / name).parent for name in manifest.files} | {directory}:
         sync_folder(folder)
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Raises `Damaged`, also where a file has another size than it was saved with."""
+    """Raises `DamagedCheckpoint`, also where a file has another size than it was saved with."""
     try:
         manifest = msgspec.json.decode((directory / NAME).read_bytes(), type=Manifest)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise Damaged(f"{NAME} cannot be read ({error})") from error
+        raise DamagedCheckpoint(f"{NAME} cannot be read ({error})") from error
     if manifest.format != _FORMAT:
-        raise Damaged(f"{NAME} is of format {manifest.format}, and this version reads {_FORMAT}")
+        raise DamagedCheckpoint(
+            f"{NAME} is of format {manifest.format}, and this version reads {_FORMAT}"
+        )
     for name, record in manifest.files.items():
         file = directory / name
         if not file.is_file():
-            raise Damaged(f"{name} is missing")
+            raise DamagedCheckpoint(f"{name} is missing")
         if (nbytes := file.stat().st_size) != record.nbytes:
-            raise Damaged(f"{name} has {nbytes} bytes instead of {record.nbytes}")
+            raise DamagedCheckpoint(f"{name} has {nbytes} bytes instead of {record.nbytes}")
     return manifest
 
 
@@ -87,20 +98,3 @@ def changed_files(directory: Path, manifest: Manifest, names: Iterable[str]) -> 
         except OSError as error:
             found.append(f"{name} cannot be read ({error})")
     return found
-
-
-def write_synced(file: Path, data: bytes) -> None:
-    """Write a file that has reached the disk when this returns."""
-    with file.open("wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """The names in a folder have reached the disk when this returns."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -13,47 +13,71 @@ import msgspec
 
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
-from megatron_rl.mcore.job import Job
-from megatron_rl.prompts.selection.transferred_beliefs import Inherited
-from megatron_rl.run.checkpoints.saving.manifest import NAME as MANIFEST
-from megatron_rl.run.checkpoints.saving.manifest import Damaged, Manifest, changed_files, read_manifest
-from megatron_rl.records.past_run import flat_settings
-from megatron_rl.run.checkpoints.saving.resumed_directory import reopen
-from megatron_rl.records.run_directory import RunDirectory, path_of, to_yaml
 from megatron_rl.contracts.run_state import RunState, read_state
-from megatron_rl.run.checkpoints.store import Shelf
+from megatron_rl.mcore.job import Job
+from megatron_rl.prompts.selection.transferred_beliefs import TransferredBeliefs
+from megatron_rl.records.past_run import flat_settings
+from megatron_rl.records.run_directory import RunDirectory, path_of, to_yaml
+from megatron_rl.run.checkpoints.manifest import NAME as MANIFEST
+from megatron_rl.run.checkpoints.manifest import (
+    DamagedCheckpoint,
+    Manifest,
+    changed_files,
+    read_manifest,
+)
+from megatron_rl.run.checkpoints.resumed_directory import reopen
+from megatron_rl.run.checkpoints.store import CheckpointStore
 from megatron_rl.training.collectives import broadcast_bytes, gather_bytes
 
 if TYPE_CHECKING:
     from megatron_rl.training.worker import Worker
 
-# What a checkpoint's numbers mean follows from these. Of the others a run that goes on takes the new values.
+# What a checkpoint's numbers mean follows from these. Of the others a run that goes on takes the
+# new values.
 _MODEL = ("model.path", "model.init")
-_PATHS = ("model.path", "rollout.recorded", "data.train_path", "data.eval_path", "selection.beliefs")
-_FIXED = ("model.path", "model.init", "seed", "mode", "data.", "rollout.prompts_per_step", "rollout.recorded", "stages")
+_PATHS = (
+    "model.path",
+    "rollout.recorded",
+    "data.train_path",
+    "data.eval_path",
+    "selection.beliefs",
+)
+_FIXED = (
+    "model.path",
+    "model.init",
+    "seed",
+    "mode",
+    "data.",
+    "rollout.prompts_per_step",
+    "rollout.recorded",
+    "stages",
+)
 
 
-class NoWholeCheckpoint(Failure):
+class NoCompleteCheckpoint(Failure):
     """There are checkpoints, and none of them can be gone on from."""
 
     exit_code = ExitCode.BAD_DATA
 
 
 class CheckpointUnusable(Failure):
-    """A checkpoint is as it was saved, and cannot be loaded: it is of another model, or of another version."""
+    """A checkpoint is as it was saved, and cannot be loaded: it is of another model, or of another
+    version.
+    """
 
     exit_code = ExitCode.BAD_DATA
 
 
-class OtherRun(Failure):
+class CheckpointOfOtherRun(Failure):
     """The checkpoint is of a run whose settings do not fit those given."""
 
     exit_code = ExitCode.REFUSED
 
 
 @dataclass(frozen=True)
-class Start:
-    """checkpoint, state: what the run goes on from, None for a new one. damaged: newer checkpoints, and why.
+class ResumePoint:
+    """checkpoint, state: what the run goes on from, None for a new one. damaged: newer checkpoints,
+    and why.
 
     beliefs: of another run, which rank 0 begins with.
     """
@@ -61,10 +85,11 @@ class Start:
     checkpoint: Path | None = None
     state: RunState | None = None
     damaged: tuple[str, ...] = ()
-    beliefs: Inherited | None = None
+    beliefs: TransferredBeliefs | None = None
 
     def load(self, worker: Worker) -> str:
-        """Every rank's tensors and random numbers (a collective). Returns what does not go on as it was.
+        """Every rank's tensors and random numbers (a collective). Returns what does not go on as it
+        was.
 
         Raises `CheckpointUnusable`.
         """
@@ -74,14 +99,18 @@ class Start:
 
         steps, world_size = self.state.optimizer_steps, worker.layout.world_size
         with loading(self.checkpoint):
-            load_tensors(worker.policy.models, worker.optimizer, self.checkpoint, optimizer_steps=steps)
+            load_tensors(
+                worker.policy.models, worker.optimizer, self.checkpoint, optimizer_steps=steps
+            )
             if world_size != self.state.world_size:
                 return f"{self.state.world_size} ranks saved it: random numbers (dropout) start anew on {world_size}"
             load_random_state(random_state_file(self.checkpoint, worker.layout.rank))
         return ""
 
     def changed(self, c: Configuration) -> list[str]:
-        """Settings that are not those of the checkpoint, as `key: old -> new`. Raises `OtherRun`."""
+        """Settings that are not those of the checkpoint, as `key: old -> new`. Raises
+        `CheckpointOfOtherRun`.
+        """
         if self.state is None:
             return []
         now, before = settings_of(c), self.state.settings
@@ -90,7 +119,7 @@ class Start:
         measures = c.mode in ("eval", "profile")
         kept = _MODEL if measures else _FIXED
         if fixed := [told[key] for key in different if key.startswith(kept)]:
-            raise OtherRun(
+            raise CheckpointOfOtherRun(
                 f"run.resume={c.run.resume!r}: {self.checkpoint} is of a run with other settings ({'; '.join(fixed)}). "
                 "Give the old ones, or start another run"
             )
@@ -100,7 +129,9 @@ class Start:
 def _same(key: str, now: Any, before: Any) -> bool:
     """Whether two values mean the same: a path may be written in several ways."""
     if key in _PATHS and isinstance(now, str) and isinstance(before, str):
-        return now == before or Path(now).expanduser().resolve() == Path(before).expanduser().resolve()
+        return (
+            now == before or Path(now).expanduser().resolve() == Path(before).expanduser().resolve()
+        )
     return bool(now == before)
 
 
@@ -121,29 +152,35 @@ def settings_of(c: Configuration) -> dict[str, Any]:
     return flat_settings(to_yaml(c))
 
 
-def find_start(c: Configuration, job: Job) -> Start:
-    """The newest whole checkpoint that run.resume speaks of (a collective). Raises `NoWholeCheckpoint` on all ranks."""
+def find_start(c: Configuration, job: Job) -> ResumePoint:
+    """The newest whole checkpoint that run.resume speaks of (a collective).
+
+    Raises `NoCompleteCheckpoint` on all ranks.
+    """
     if c.run.resume == "never":
-        return Start()
+        return ResumePoint()
     checkpoint, damaged = newest_whole(_candidates(c) if job.rank == 0 else (), job)
     if checkpoint is not None:
-        return Start(checkpoint, read_state(checkpoint), damaged)
+        return ResumePoint(checkpoint, read_state(checkpoint), damaged)
     if damaged or c.run.resume != "auto":
-        raise NoWholeCheckpoint(
+        raise NoCompleteCheckpoint(
             f"run.resume={c.run.resume!r}: no whole checkpoint is there ({' | '.join(damaged) or 'none at all'}). "
             "Give another one, or start anew with run.resume=never"
         )
-    return Start()
+    return ResumePoint()
 
 
 def newest_whole(candidates: Sequence[Path], job: Job) -> tuple[Path | None, tuple[str, ...]]:
-    """The first checkpoint that is as it was saved, and those before it with what is wrong with them (a collective).
+    """The first checkpoint that is as it was saved, and those before it with what is wrong with
+    them (a collective).
 
     candidates: rank 0's count.
     """
     named = msgspec.msgpack.encode([str(path) for path in candidates]) if job.rank == 0 else None
     damaged: list[str] = []
-    for candidate in map(Path, msgspec.msgpack.decode(broadcast_bytes(named, job.control_group), type=list[str])):
+    for candidate in map(
+        Path, msgspec.msgpack.decode(broadcast_bytes(named, job.control_group), type=list[str])
+    ):
         problems = _problems(candidate, job)
         if not problems:
             return candidate, tuple(damaged)
@@ -151,7 +188,7 @@ def newest_whole(candidates: Sequence[Path], job: Job) -> tuple[Path | None, tup
     return None, tuple(damaged)
 
 
-def open_directory(c: Configuration, start: Start, *, ranks: int = 1) -> RunDirectory:
+def open_directory(c: Configuration, start: ResumePoint, *, ranks: int = 1) -> RunDirectory:
     """The run's directory: a new one, or the claimed one of the run that goes on. Rank 0 only.
 
     Raises `RunDirectoryTaken`.
@@ -161,7 +198,7 @@ def open_directory(c: Configuration, start: Start, *, ranks: int = 1) -> RunDire
     if c.run.resume != "auto" or not directory.path.exists():
         return RunDirectory.create(c, now, ranks=ranks)
     reopen(c, start.state.position if start.state is not None else None)
-    shelf = Shelf(directory.checkpoints)
+    shelf = CheckpointStore(directory.checkpoints)
     for newer in shelf.saved():
         if start.checkpoint is not None and newer.name > start.checkpoint.name:
             shelf.set_aside(newer)
@@ -170,7 +207,7 @@ def open_directory(c: Configuration, start: Start, *, ranks: int = 1) -> RunDire
 
 def _candidates(c: Configuration) -> Sequence[Path]:
     if c.run.resume == "auto":
-        return Shelf(_directory(c).checkpoints).saved()
+        return CheckpointStore(_directory(c).checkpoints).saved()
     return candidates_in(Path(c.run.resume))
 
 
@@ -179,7 +216,9 @@ def candidates_in(path: Path) -> Sequence[Path]:
     given = path.expanduser().resolve()
     if (given / MANIFEST).exists() or not given.is_dir():
         return [given]
-    return Shelf(given / "checkpoints").saved() or Shelf(given).saved() or [given]
+    return (
+        CheckpointStore(given / "checkpoints").saved() or CheckpointStore(given).saved() or [given]
+    )
 
 
 def _directory(c: Configuration) -> RunDirectory:
@@ -193,11 +232,13 @@ def _problems(checkpoint: Path, job: Job) -> list[str]:
     try:
         manifest = read_manifest(checkpoint)
         read_state(checkpoint)
-    except (Damaged, ValueError) as error:
+    except (DamagedCheckpoint, ValueError) as error:
         problems = [str(error)]
     names: Mapping[str, object] = manifest.files if manifest is not None else {}
     if manifest is not None and not problems:
         problems = changed_files(checkpoint, manifest, list(names)[job.rank :: job.world_size])
     everyones = gather_bytes(msgspec.msgpack.encode(problems), job.control_group)
-    found = [problem for data in everyones for problem in msgspec.msgpack.decode(data, type=list[str])]
+    found = [
+        problem for data in everyones for problem in msgspec.msgpack.decode(data, type=list[str])
+    ]
     return list(dict.fromkeys(found))

@@ -1,4 +1,6 @@
-"""The directory of a run that goes on: what it wrote after its checkpoint is kept aside, and nothing stands twice."""
+"""The directory of a run that goes on: what it wrote after its checkpoint is kept aside, and
+nothing stands twice.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,17 @@ import msgspec
 
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.exit_codes import ExitCode
+from megatron_rl.contracts.run_state import LoopState, ended_by
+from megatron_rl.records.durable_files import write_synced
 from megatron_rl.records.exit_record import read_exit_record, reserve_exit_record
-from megatron_rl.run.checkpoints.saving.manifest import write_synced
-from megatron_rl.records.run_directory import STOP_FILE, RunDirectory, RunDirectoryTaken, path_of, to_yaml
+from megatron_rl.records.run_directory import (
+    STOP_FILE,
+    RunDirectory,
+    RunDirectoryTaken,
+    path_of,
+    to_yaml,
+)
 from megatron_rl.records.run_lock import claim_run
-from megatron_rl.contracts.run_state import Position, ended_by
 
 _PATIENCE_SECONDS = 30.0
 _ASIDE = "resumed"  # one folder in it for each time a run went on
@@ -29,10 +37,11 @@ class _Step(msgspec.Struct):
 
 
 def claim(configuration: Configuration) -> IO[bytes] | None:
-    """Wait until no process of the run to go on with lives, and mark it as this one's; None where there is no run.
+    """Wait until no process of the run to go on with lives, and mark it as this one's; None where
+    there is no run.
 
-    Whoever dies may still save and prune: look for its checkpoints after this. One that was killed a moment ago takes
-    seconds to end. Rank 0 only. Raises `RunDirectoryTaken`.
+    Whoever dies may still save and prune: look for its checkpoints after this. One that was killed
+    a moment ago takes seconds to end. Rank 0 only. Raises `RunDirectoryTaken`.
     """
     path = path_of(configuration.run, datetime.datetime.now())
     if not path.exists():
@@ -47,15 +56,18 @@ def claim(configuration: Configuration) -> IO[bytes] | None:
     return lock
 
 
-def reopen(configuration: Configuration, after: Position | None) -> RunDirectory:
+def reopen(configuration: Configuration, after: LoopState | None) -> RunDirectory:
     """Go on in a claimed run's directory behind a position, None: from the beginning. Rank 0 only.
 
-    Records of later steps, exit.json and a changed config.yaml move to `resumed/N/`. Raises `RunDirectoryTaken`.
+    Records of later steps, exit.json and a changed config.yaml move to `resumed/N/`. Raises
+    `RunDirectoryTaken`.
     """
     path = path_of(configuration.run, datetime.datetime.now())
     step = after.step if after is not None else None
     if after is not None:
-        _require_unfinished(path, ended_by(after.step, after.accuracies, configuration.train, configuration.eval))
+        _require_unfinished(
+            path, ended_by(after.step, after.accuracies, configuration.train, configuration.eval)
+        )
     folder = _next_folder(path / _ASIDE)
     cut_metrics(path / "metrics.jsonl", folder / "metrics.jsonl", step)
     for name in _MOVED:
@@ -77,14 +89,20 @@ def reopen(configuration: Configuration, after: Position | None) -> RunDirectory
 
 
 def cut_metrics(file: Path, aside: Path, step: int | None) -> None:
-    """Keep the records up to `step`; later ones, and half a line at the end, go to a file of their own."""
+    """Keep the records up to `step`; later ones, and half a line at the end, go to a file of their
+    own.
+    """
     if not file.exists():
         return
     kept: list[bytes] = []
     cut: list[bytes] = []
     for line in file.read_bytes().splitlines(keepends=True):
         try:
-            whole = line.endswith(b"\n") and step is not None and msgspec.json.decode(line, type=_Step).step <= step
+            whole = (
+                line.endswith(b"\n")
+                and step is not None
+                and msgspec.json.decode(line, type=_Step).step <= step
+            )
         except msgspec.MsgspecError:
             whole = False
         (kept if whole else cut).append(line)
@@ -96,7 +114,9 @@ def cut_metrics(file: Path, aside: Path, step: int | None) -> None:
 
 
 def _require_unfinished(path: Path, key: str) -> None:
-    """key: what leaves the run nothing to train. One that was killed before its very end has an end to make."""
+    """key: what leaves the run nothing to train. One that was killed before its very end has an end
+    to make.
+    """
     ended = read_exit_record(path)
     if key and ended is not None and ended.code == ExitCode.OK:
         raise _taken(path, f"its run is complete; raise {key} to train it further")
@@ -107,7 +127,9 @@ def _taken(path: Path, why: str) -> RunDirectoryTaken:
 
 
 def _next_folder(parent: Path) -> Path:
-    number = 1 + max((int(old.name) for old in parent.glob("[0-9]*") if old.name.isdigit()), default=0)
+    number = 1 + max(
+        (int(old.name) for old in parent.glob("[0-9]*") if old.name.isdigit()), default=0
+    )
     folder = parent / f"{number:03d}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

@@ -10,7 +10,7 @@ import re
 import shutil
 from pathlib import Path
 
-from megatron_rl.run.checkpoints.saving.manifest import sync_folder
+from megatron_rl.records.durable_files import sync_folder
 
 _NAME = re.compile(r"iter_(\d{7,})")  # Megatron's name for a checkpoint
 _STAGED, _LEAVING, _DAMAGED = ".staged", ".leaving", ".damaged"
@@ -22,7 +22,7 @@ def step_of(checkpoint: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-class Shelf:
+class CheckpointStore:
     """The folder `checkpoints/` of a run. Rank 0 alone changes it."""
 
     def __init__(self, folder: Path) -> None:
@@ -37,11 +37,19 @@ class Shelf:
 
     def saved(self) -> list[Path]:
         """Everything that was committed, newest first, whole or damaged since."""
-        steps = {path: step_of(path) for path in self.folder.iterdir()} if self.folder.is_dir() else {}
-        return sorted((path for path in steps if steps[path] is not None), key=lambda path: -(steps[path] or 0))
+        steps = (
+            {path: step_of(path) for path in self.folder.iterdir()} if self.folder.is_dir() else {}
+        )
+        return sorted(
+            (path for path in steps if steps[path] is not None),
+            key=lambda path: -(steps[path] or 0),
+        )
 
     def stage(self, step: int) -> Path:
-        """An empty folder for the files of a checkpoint. What a save that was cut short has left is removed."""
+        """An empty folder for the files of a checkpoint.
+
+        What a save that was cut short has left is removed.
+        """
         self.folder.mkdir(exist_ok=True)
         for left in (*self.folder.glob(f"iter_*{_STAGED}"), *self.folder.glob(f"iter_*{_LEAVING}")):
             shutil.rmtree(left)
@@ -68,7 +76,9 @@ class Shelf:
             shutil.rmtree(leaving)
 
     def set_aside(self, checkpoint: Path) -> Path:
-        """Take a checkpoint that cannot be used out of the way of the next one with its name; nothing is deleted."""
+        """Take a checkpoint that cannot be used out of the way of the next one with its name;
+        nothing is deleted.
+        """
         for number in range(1, 10_000):
             aside = checkpoint.with_suffix(f"{_DAMAGED}-{number}")
             if not aside.exists():

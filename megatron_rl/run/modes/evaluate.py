@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.config.schema import Configuration, ParallelSettings
+from megatron_rl.engines.weight_sync import NamedTensors, WeightSync
 from megatron_rl.mcore import parallel
 from megatron_rl.mcore.checkpoint import SavedWeights
 from megatron_rl.mcore.dtypes import torch_dtype
@@ -18,9 +19,8 @@ from megatron_rl.records.stopwatch import Stopwatch
 from megatron_rl.rollouts.evaluation import Accuracy, Evaluation, accuracy_of
 from megatron_rl.rollouts.pass_at_k import pass_rates
 from megatron_rl.rollouts.queue import RolloutQueue
-from megatron_rl.training.dispatcher import Dispatcher
 from megatron_rl.run.checkpoints.resume import loading
-from megatron_rl.engines.weight_sync import NamedTensors, WeightSync
+from megatron_rl.training.dispatcher import Dispatcher
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,20 @@ class SetResult:
 
     def metrics(self) -> dict[str, float]:
         """`eval/NAME/accuracy`, `eval/NAME/pass@4`, ... and their intervals."""
-        values = {key.removeprefix("eval/"): value for key, value in self.accuracy.metrics().items()}
+        values = {
+            key.removeprefix("eval/"): value for key, value in self.accuracy.metrics().items()
+        }
         for k, (rate, half_width) in self.passes.items():
             values |= {f"pass@{k}": rate, f"pass@{k}_ci95": half_width}
         return {f"eval/{self.name}/{key}": value for key, value in values.items()}
 
 
 @dataclass(frozen=True)
-class Measure:
-    """Rank 0 of mode=eval. weights: sent to the engines first, None where they hold what is measured."""
+class EvaluationRun:
+    """Rank 0 of mode=eval.
+
+    weights: sent to the engines first, None where they hold what is measured.
+    """
 
     sets: Mapping[str, Evaluation]
     weights: WeightSync | None
@@ -54,7 +59,9 @@ class Measure:
         values: dict[str, float] = {}
         try:
             values |= send_first(self.weights, self.dispatcher, self.queue)
-            results = [self._measured(name, evaluation, values) for name, evaluation in self.sets.items()]
+            results = [
+                self._measured(name, evaluation, values) for name, evaluation in self.sets.items()
+            ]
         finally:
             self.records.log.write(0, values)
         self.dispatcher.finish()
@@ -73,8 +80,12 @@ class Measure:
         return result
 
 
-def send_first(weights: WeightSync | None, dispatcher: Dispatcher, queue: RolloutQueue) -> dict[str, float]:
-    """Bring the engines to the weights that are measured, and return what that took; None: they hold them."""
+def send_first(
+    weights: WeightSync | None, dispatcher: Dispatcher, queue: RolloutQueue
+) -> dict[str, float]:
+    """Bring the engines to the weights that are measured, and return what that took; None: they
+    hold them.
+    """
     if weights is None:
         return {}
     command = weights.next_command()
@@ -85,19 +96,37 @@ def send_first(weights: WeightSync | None, dispatcher: Dispatcher, queue: Rollou
 
 def table(results: list[SetResult]) -> list[str]:
     """A line for each set under a heading; ± is half of a 95 % interval, clustered by question."""
-    heads = ["set", "questions", f"avg@{results[0].accuracy.samples // results[0].accuracy.questions}"]
+    heads = [
+        "set",
+        "questions",
+        f"avg@{results[0].accuracy.samples // results[0].accuracy.questions}",
+    ]
     rows = [[*heads, *(f"pass@{k}" for k in results[0].passes), "parseable", "lost"]]
     for result in results:
         found = result.accuracy
         rates = [(found.accuracy, found.half_width), *result.passes.values()]
         cells = [f"{rate:.3f} ± {half_width:.3f}" for rate, half_width in rates]
-        rows.append([result.name, str(found.questions), *cells, f"{found.parseable:.1%}", str(found.rejected)])
+        rows.append(
+            [
+                result.name,
+                str(found.questions),
+                *cells,
+                f"{found.parseable:.1%}",
+                str(found.rejected),
+            ]
+        )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
-def open_weights(c: Configuration, shape: ModelShape, checkpoint: Path, job: Job) -> Callable[[], NamedTensors]:
-    """The weights of a checkpoint as engines take them, a bucket in memory at a time (a collective).
+def open_weights(
+    c: Configuration, shape: ModelShape, checkpoint: Path, job: Job
+) -> Callable[[], NamedTensors]:
+    """The weights of a checkpoint as engines take them, a bucket in memory at a time (a
+    collective).
 
     Raises `CheckpointUnusable`, also while they are read.
     """

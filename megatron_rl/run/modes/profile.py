@@ -11,21 +11,24 @@ from pathlib import Path
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Prompt
+from megatron_rl.engines.weight_sync import WeightSync
 from megatron_rl.prompts.pass_rates import Header, PassRate, PassRateFile, identity_of
 from megatron_rl.records.records import Records
 from megatron_rl.rollouts.evaluation import Evaluation, accuracy_of
 from megatron_rl.rollouts.queue import RolloutQueue
+from megatron_rl.run.modes.evaluate import send_first
 from megatron_rl.training.dispatcher import Dispatcher
-from megatron_rl.run.modes.record.evaluate import send_first
-from megatron_rl.engines.weight_sync import WeightSync
 
 _AT_A_TIME = 256  # prompts; what an interrupted profile loses at most
 _LABELS = 20  # that are told of
 
 
 @dataclass(frozen=True)
-class Profile:
-    """Rank 0 of mode=profile. weights: sent to the engines first, None where they hold what answers."""
+class PassRateProfile:
+    """Rank 0 of mode=profile.
+
+    weights: sent to the engines first, None where they hold what answers.
+    """
 
     evaluation: Evaluation
     file: PassRateFile
@@ -35,7 +38,9 @@ class Profile:
     records: Records
 
     def lead(self) -> None:
-        """Ask every prompt that has no rate yet, write the rates and tell of them; then every rank ends."""
+        """Ask every prompt that has no rate yet, write the rates and tell of them; then every rank
+        ends.
+        """
         values: dict[str, float] = {}
         prompts = self.evaluation.held_out
         try:
@@ -52,16 +57,22 @@ class Profile:
             self.records.progress.say(line)
 
     def _ask(self, prompts: Sequence[Prompt]) -> None:
-        """Raises `LostEvaluation` when more than eval.max_rejected_share of the responses to some of them are lost."""
+        """Raises `LostEvaluation` when more than eval.max_rejected_share of the responses to some
+        of them are lost.
+        """
         settings, say = self.evaluation.settings, self.records.progress.say
         before = len(self.file.done)
         if before:
             say(f"{before} of {before + len(prompts)} prompts have rates from an earlier attempt")
         for first in range(0, len(prompts), _AT_A_TIME):
             some = prompts[first : first + _AT_A_TIME]
-            with self.records.progress.during(f"asking prompts {first + 1} to {first + len(some)} of {len(prompts)}"):
+            with self.records.progress.during(
+                f"asking prompts {first + 1} to {first + len(some)} of {len(prompts)}"
+            ):
                 groups = replace(self.evaluation, held_out=some).draw(f"profile-{before + first}")
-            found = accuracy_of(groups, settings.samples_per_prompt, max_rejected_share=settings.max_rejected_share)
+            found = accuracy_of(
+                groups, settings.samples_per_prompt, max_rejected_share=settings.max_rejected_share
+            )
             self.file.add([rate_of(group) for group in groups])
             say(f"{first + len(some)} of {len(prompts)} prompts: {found}")
 
@@ -82,17 +93,25 @@ def open_rates(c: Configuration) -> PassRateFile:
 
 
 def rate_of(group: Group) -> PassRate:
-    """A response passes when its correctness is 1; those without a verdict, and lost ones, tell nothing."""
+    """A response passes when its correctness is 1; those without a verdict, and lost ones, tell
+    nothing.
+    """
     told = [r.verdict.correctness for r in group.rollouts if r.verdict.correctness is not None]
-    return PassRate(id=group.prompt.id, right=sum(correctness == 1.0 for correctness in told), samples=len(told))
+    return PassRate(
+        id=group.prompt.id, right=sum(correctness == 1.0 for correctness in told), samples=len(told)
+    )
 
 
 def metrics(rates: Sequence[PassRate]) -> dict[str, float]:
-    """Mean rate, and the shares of prompts whose responses were all wrong, all right, or of both kinds."""
+    """Mean rate, and the shares of prompts whose responses were all wrong, all right, or of both
+    kinds.
+    """
     told = [rate for rate in rates if rate.samples]
     count = max(len(told), 1)
-    wrong, right = (sum(rate.right == bound for rate, bound in zip(told, bounds, strict=True)) / count
-                    for bounds in ([0] * len(told), [rate.samples for rate in told]))  # fmt: skip
+    wrong, right = (
+        sum(rate.right == bound for rate, bound in zip(told, bounds, strict=True)) / count
+        for bounds in ([0] * len(told), [rate.samples for rate in told])
+    )
     return {
         "profile/prompts": float(len(rates)),
         "profile/unknown": float(len(rates) - len(told)),

@@ -11,23 +11,25 @@ from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.commands import Record
 from megatron_rl.contracts.group import Group
 from megatron_rl.credit.assign import Credit
+from megatron_rl.engines.engines import route_shape
 from megatron_rl.mcore.job import Job
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.planning.step_planner import Planner
+from megatron_rl.planning.step_planner import StepPlanner
 from megatron_rl.records.records import Records
 from megatron_rl.records.stopwatch import Stopwatch
 from megatron_rl.rollouts.recorded import RecordedRollouts
 from megatron_rl.rollouts.recording import BatchRecord, batch_directory, write_batch, write_parts
 from megatron_rl.rollouts.store import read_rollout
-from megatron_rl.training.dispatcher import Dispatcher
-from megatron_rl.engines.engines import route_shape
 from megatron_rl.run.leader import Leader, Stages
 from megatron_rl.training.collectives import gather_bytes
+from megatron_rl.training.dispatcher import Dispatcher
 
 
 @dataclass
-class RollOut(Leader):
-    """mode=rollout_only: rank 0's loop without training; the weights stay those that the run began with."""
+class RecordingLeader(Leader):
+    """mode=rollout_only: rank 0's loop without training; the weights stay those that the run began
+    with.
+    """
 
     def train_step(self, step: int, values: dict[str, float]) -> None:
         """Roll out and record; adds the step's metrics to `values`."""
@@ -60,12 +62,21 @@ class RollOut(Leader):
 
 
 def record_rollouts(command: Record, job: Job) -> list[str]:
-    """Every node writes the groups that lie in its memory (a collective). Returns the names of all parts."""
+    """Every node writes the groups that lie in its memory (a collective).
+
+    Returns the names of all parts.
+    """
     names: list[str] = []
     if job.local_rank == 0:
-        mine = ((index, group) for index, group in enumerate(command.groups) if _node_of(group) == job.node)
+        mine = (
+            (index, group)
+            for index, group in enumerate(command.groups)
+            if _node_of(group) == job.node
+        )
         names = write_parts(
-            Path(command.path), job.node, ((i, group, [read_rollout(r) for r in group.rollouts]) for i, group in mine)
+            Path(command.path),
+            job.node,
+            ((i, group, [read_rollout(r) for r in group.rollouts]) for i, group in mine),
         )
     everyones = gather_bytes(msgspec.msgpack.encode(names), job.control_group)
     return [name for data in everyones for name in msgspec.msgpack.decode(data, type=list[str])]
@@ -76,7 +87,12 @@ def _node_of(group: Group) -> int:
 
 
 def train_only_leader(
-    c: Configuration, shape: ModelShape, job: Job, dispatcher: Dispatcher, records: Records, dp_size: int
+    c: Configuration,
+    shape: ModelShape,
+    job: Job,
+    dispatcher: Dispatcher,
+    records: Records,
+    dp_size: int,
 ) -> Leader:
     """mode=train_only: rank 0's loop over recorded batches, without engines. Raises `BadRecording`."""
     recorded = RecordedRollouts(
@@ -89,7 +105,9 @@ def train_only_leader(
     stages = Stages(
         rollouts=recorded,
         credit=Credit(c.algo, c.credit, seed=c.seed, max_new_tokens=c.rollout.max_new_tokens),
-        planner=Planner(c.train, c.parallel, dp_size=dp_size, seed=c.seed),
+        planner=StepPlanner(c.train, c.parallel, dp_size=dp_size, seed=c.seed),
         evaluation=None,
     )
-    return Leader(c.train, c.rollout, c.eval, c.sync, c.run, stages, recorded, None, dispatcher, records)
+    return Leader(
+        c.train, c.rollout, c.eval, c.sync, c.run, stages, recorded, None, dispatcher, records
+    )

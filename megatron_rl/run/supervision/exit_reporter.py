@@ -1,4 +1,6 @@
-"""Why a run ended, said once: to people on standard error, to scripts in exit.json, to torchrun in its error file."""
+"""Why a run ended, said once: to people on standard error, to scripts in exit.json, to torchrun in
+its error file.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from pathlib import Path
 
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.records.exit_record import read_exit_record, write_exit_record
-from megatron_rl.run.supervision.local_ranks import Siblings
+from megatron_rl.run.supervision.local_ranks import LocalRanks
 
 _PATIENCE_SECONDS = 5.0
 _POLL_SECONDS = 0.05
@@ -24,14 +26,18 @@ SIGNALS = {
 }
 
 
-class LastWords:
-    """One rank's part in that: it speaks when it knows the cause, and is quiet about what follows from another's end.
+class ExitReporter:
+    """One rank's part in that: it speaks when it knows the cause, and is quiet about what follows
+    from another's end.
 
-    directory: of the run, once there is one. code: what this process ends with, None while it goes on. spoke: whether
-    this rank said it. The first of `cause`, `consequence`, `told_to_stop` and `complete` decides; any thread may call.
+    directory: of the run, once there is one. code: what this process ends with, None while it goes
+    on. spoke: whether this rank said it. The first of `cause`, `consequence`, `told_to_stop` and
+    `complete` decides; any thread may call.
     """
 
-    def __init__(self, siblings: Siblings, *, patience_seconds: float = _PATIENCE_SECONDS) -> None:
+    def __init__(
+        self, siblings: LocalRanks, *, patience_seconds: float = _PATIENCE_SECONDS
+    ) -> None:
         self._siblings = siblings
         self._patience = patience_seconds
         self._lock = threading.Lock()
@@ -49,11 +55,15 @@ class LastWords:
 
     def cause(self, code: int, reason: str, trace: str = "") -> None:
         """This rank knows why the run ends."""
-        known = self.directory is not None or self._siblings.rank == 0  # others cannot tell whether they are the first
+        known = (
+            self.directory is not None or self._siblings.rank == 0
+        )  # others cannot tell whether they are the first
         self._decide(lambda: self._say(code, reason, trace, first=known))
 
     def consequence(self, code: int, reason: str) -> None:
-        """Trouble that another rank's end may explain: its words go first, then its death without any."""
+        """Trouble that another rank's end may explain: its words go first, then its death without
+        any.
+        """
         self._decide(lambda: self._explain(code, reason))
 
     def told_to_stop(self, number: int) -> None:
@@ -79,8 +89,14 @@ class LastWords:
         code = SIGNALS[number]
         time.sleep(_POLL_SECONDS)  # a dying torchrun signals before it is seen to be dead
         if self._siblings.orphaned:
-            said = f"torchrun (process {self._siblings.agent}) was killed, and its ranks end with it"
-            return self._say(code, said) if self._siblings.local_rank == 0 else self._wait_for_words(code)
+            said = (
+                f"torchrun (process {self._siblings.agent}) was killed, and its ranks end with it"
+            )
+            return (
+                self._say(code, said)
+                if self._siblings.local_rank == 0
+                else self._wait_for_words(code)
+            )
         if self._siblings.dead() or self._heard():
             return self._explain(ExitCode.PEER_FAILED, "another rank ended")
         if self._siblings.rank != 0:  # told as well, and knows no more than rank 0
@@ -88,12 +104,19 @@ class LastWords:
         return self._say(code, f"the run was told to stop ({number.name})")
 
     def _say(self, code: int, reason: str, trace: str = "", *, first: bool = True) -> int:
-        """Returns `code`, or PEER_FAILED where another rank was first. first False: let others speak for a while."""
+        """Returns `code`, or PEER_FAILED where another rank was first.
+
+        first False: let others speak for a while.
+        """
         if not first:
             self._wait_for_words(code)
         if self._heard() or not self._record(code, reason):
             return code if code in SIGNALS.values() else ExitCode.PEER_FAILED
-        name = ExitCode(code).name.lower() if code in set(ExitCode) else "nobody foresaw this: please report it"
+        name = (
+            ExitCode(code).name.lower()
+            if code in set(ExitCode)
+            else "nobody foresaw this: please report it"
+        )
         with contextlib.suppress(OSError, ValueError):
             print(f"\n{reason}\n(exit code {code}: {name})\n{trace}", file=sys.stderr, flush=True)
         self.spoke = True
@@ -111,7 +134,10 @@ class LastWords:
         return code
 
     def _record(self, code: int, reason: str) -> bool:
-        """False where another rank's words are there already. A disk that takes nothing silences nobody."""
+        """False where another rank's words are there already.
+
+        A disk that takes nothing silences nobody.
+        """
         if self.directory is None:
             return True
         try:
@@ -123,7 +149,10 @@ class LastWords:
         """Its summary names the rank with the earliest words as the root cause, and quotes them."""
         if self._siblings.error_file is not None:
             line = reason.partition("\n")[0]
-            words = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(int(time.time()))}}
+            words = {
+                "message": line,
+                "extraInfo": {"py_callstack": line, "timestamp": str(int(time.time()))},
+            }
             with contextlib.suppress(OSError):
                 self._siblings.error_file.write_text(json.dumps({"message": words}))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
-from megatron_rl.records.write_errors import writing_problem
+from megatron_rl.records.write_errors import write_problem
 from sglang_bridge.errors import EngineError
 
 _PEER_WORDS = ("gloo", "nccl", "connection closed by peer", "connection reset by peer")
@@ -16,7 +16,7 @@ def describe_failure(error: BaseException) -> tuple[ExitCode | None, str]:
     text = str(error)
     if isinstance(error, Failure | EngineError):
         return ExitCode(error.exit_code), text or type(error).__name__
-    if (problem := writing_problem(error)) is not None:
+    if (problem := write_problem(error)) is not None:
         return ExitCode.CANNOT_WRITE, problem
     if isinstance(error, dist.DistError):
         return ExitCode.PEER_FAILED, text

@@ -14,8 +14,9 @@ _START_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Siblings:
-    """This rank among those of its node. agent: process id of their torchrun, 0 where none started this process.
+class LocalRanks:
+    """This rank among those of its node. agent: process id of their torchrun, 0 where none started
+    this process.
 
     error_file: where torchrun looks for what ended this rank.
     """
@@ -27,9 +28,12 @@ class Siblings:
     error_file: Path | None = None
 
     @classmethod
-    def of(cls, environment: Mapping[str, str]) -> Siblings:
+    def of(cls, environment: Mapping[str, str]) -> LocalRanks:
         """As torchrun tells it to this process."""
-        rank, under_torchrun = int(environment.get("RANK", "0")), "TORCHELASTIC_RUN_ID" in environment
+        rank, under_torchrun = (
+            int(environment.get("RANK", "0")),
+            "TORCHELASTIC_RUN_ID" in environment,
+        )
         if not under_torchrun:
             return cls(rank=rank)
         file = environment.get("TORCHELASTIC_ERROR_FILE", os.devnull)
@@ -47,7 +51,10 @@ class Siblings:
         return self.agent != 0 and (os.getppid() != self.agent or not lives(self.agent))
 
     def living(self) -> set[int]:
-        """Ranks of this node that live, this one among them. One that is just being started is waited for."""
+        """Ranks of this node that live, this one among them.
+
+        One that is just being started is waited for.
+        """
         if not self.agent:
             return {self.rank}
         deadline = time.monotonic() + _START_SECONDS

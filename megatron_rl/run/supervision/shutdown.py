@@ -1,4 +1,6 @@
-"""How the process of a rank ends when its run fails: the reason first, then a close that nothing can hold."""
+"""How the process of a rank ends when its run fails: the reason first, then a close that nothing
+can hold.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,10 @@ import traceback
 from typing import TYPE_CHECKING, NoReturn
 
 from megatron_rl.contracts.exit_codes import ExitCode
-from megatron_rl.records.write_errors import writing_problem
-from megatron_rl.run.supervision.exit_reporter import LastWords
-from megatron_rl.run.supervision.local_ranks import Siblings
-from megatron_rl.run.supervision.watchdog import Stopped, Watch
+from megatron_rl.records.write_errors import write_problem
+from megatron_rl.run.supervision.exit_reporter import ExitReporter
+from megatron_rl.run.supervision.local_ranks import LocalRanks
+from megatron_rl.run.supervision.watchdog import Stopped, Watchdog
 
 if TYPE_CHECKING:
     from megatron_rl.run.rank import Rank
@@ -23,12 +25,17 @@ _NEWS_SECONDS = 3.0
 _LINGER_SECONDS = 6.0
 
 
-def explain(error: BaseException, words: LastWords, watch: Watch) -> None:
-    """Decide what an exception of the main thread means for the run, and say it if it falls to this rank."""
+def explain(error: BaseException, words: ExitReporter, watch: Watchdog) -> None:
+    """Decide what an exception of the main thread means for the run, and say it if it falls to this
+    rank.
+    """
     if isinstance(error, Stopped):
         words.told_to_stop(error.number)
         return
-    from megatron_rl.run.supervision.failures import comes_from_engines, describe_failure  # they import torch
+    from megatron_rl.run.supervision.failures import (  # they import torch
+        comes_from_engines,
+        describe_failure,
+    )
 
     code, reason = describe_failure(error)
     if comes_from_engines(error):  # a dead engine explains more than what failed because of it
@@ -47,13 +54,19 @@ def close(rank: Rank) -> None:
         rank.close()
     except Exception as error:
         with contextlib.suppress(OSError, ValueError):
-            print(f"the run is complete; closing it met {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            print(
+                f"the run is complete; closing it met {type(error).__name__}: {error}",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
-def leave(words: LastWords, siblings: Siblings, rank: Rank | None) -> NoReturn:
-    """Close what can be closed and end the process. A `Watch` ends it all the same when that takes too long.
+def leave(words: ExitReporter, siblings: LocalRanks, rank: Rank | None) -> NoReturn:
+    """Close what can be closed and end the process. A `Watchdog` ends it all the same when that
+    takes too long.
 
-    A rank that did not speak ends after the one that did: torchrun names the first to end as the root cause.
+    A rank that did not speak ends after the one that did: torchrun names the first to end as the
+    root cause.
     """
     _hush()
     with contextlib.suppress(Exception):
@@ -71,7 +84,7 @@ def leave(words: LastWords, siblings: Siblings, rank: Rank | None) -> NoReturn:
 
 def leave_thread(failed: threading.ExceptHookArgs) -> None:
     """Threads that cannot write a file are silent: whoever waits for the file says it, once."""
-    if failed.exc_value is None or writing_problem(failed.exc_value) is None:
+    if failed.exc_value is None or write_problem(failed.exc_value) is None:
         threading.__excepthook__(failed)
 
 

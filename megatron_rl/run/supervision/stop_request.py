@@ -1,4 +1,6 @@
-"""A request to stop that leaves time to save: SIGTERM with a limit, Slurm's warning (SIGUSR1) without one."""
+"""A request to stop that leaves time to save: SIGTERM with a limit, Slurm's warning (SIGUSR1)
+without one.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,16 @@ from collections.abc import Callable
 WARNINGS = (signal.SIGTERM, signal.SIGUSR1)
 
 
-class StepGivenUp(Exception):
+class StepAborted(Exception):
     """There is no time left for a step that has trained nothing yet."""
 
 
 class StopRequest:
-    """Notes the first request. seconds: how long after SIGTERM; `asked`: its name, None while nobody asked.
+    """Notes the first request. seconds: how long after SIGTERM; `asked`: its name, None while
+    nobody asked.
 
-    SIGTERM is only taken as a request once `accept` was called: before, there is nothing to save. A warning is always
-    kept, and met when there is.
+    SIGTERM is only taken as a request once `accept` was called: before, there is nothing to save. A
+    warning is always kept, and met when there is.
     """
 
     def __init__(self, seconds: float, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -42,7 +45,9 @@ class StopRequest:
                 return True
             if number != signal.SIGTERM or not self._accepts:
                 return False
-            if self._deadline is None:  # Slurm and torchrun both send it: the second one asks for nothing new
+            if (
+                self._deadline is None
+            ):  # Slurm and torchrun both send it: the second one asks for nothing new
                 self._deadline = self._clock() + self._seconds
             self.asked = self.asked or signal.Signals(number).name
             return True
@@ -53,7 +58,9 @@ class StopRequest:
         return self._deadline is not None and self._clock() > self._deadline
 
     def check_time(self) -> None:
-        """Raises `StepGivenUp` once half of that limit has passed and the step has trained nothing yet."""
+        """Raises `StepAborted` once half of that limit has passed and the step has trained nothing
+        yet.
+        """
         hurried = self._deadline is not None and self._clock() > self._deadline - self._seconds / 2
         if hurried and self.nothing_trained:
-            raise StepGivenUp
+            raise StepAborted

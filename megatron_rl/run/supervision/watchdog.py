@@ -1,4 +1,6 @@
-"""A thread that listens while the main thread works: to signals, to dead engines, and to the clock once a run ends."""
+"""A thread that listens while the main thread works: to signals, to dead engines, and to the clock
+once a run ends.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,10 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 
-from megatron_rl.run.supervision.exit_reporter import SIGNALS, LastWords
-from sglang_bridge.process_table import kill, tree
-from megatron_rl.run.supervision.local_ranks import Siblings
+from megatron_rl.run.supervision.exit_reporter import SIGNALS, ExitReporter
+from megatron_rl.run.supervision.local_ranks import LocalRanks
 from megatron_rl.run.supervision.stop_request import WARNINGS, StopRequest
+from sglang_bridge.process_table import kill, tree
 
 _CHECK_SECONDS = 1.0
 _POLL_SECONDS = 0.2
@@ -33,15 +35,22 @@ class Stopped(BaseException):
         self.number = number
 
 
-class Watch:
+class Watchdog:
     """A context: within it signals are the run's.
 
-    The main thread may be stuck in a collective, where no signal handler of Python runs and no engine is looked at;
-    this thread runs all the same. Once `words` has a code, the process ends with it in `end_seconds`, whatever hangs.
-    stop: takes the signals that leave time to save; None: each of them ends the run as it stands.
+    The main thread may be stuck in a collective, where no signal handler of Python runs and no
+    engine is looked at; this thread runs all the same. Once `words` has a code, the process ends
+    with it in `end_seconds`, whatever hangs. stop: takes the signals that leave time to save; None:
+    each of them ends the run as it stands.
     """
 
-    def __init__(self, words: LastWords, *, end_seconds: float = _END_SECONDS, stop: StopRequest | None = None) -> None:
+    def __init__(
+        self,
+        words: ExitReporter,
+        *,
+        end_seconds: float = _END_SECONDS,
+        stop: StopRequest | None = None,
+    ) -> None:
         self._words = words
         self._stop = stop
         self._end_seconds = end_seconds
@@ -75,18 +84,23 @@ class Watch:
         self._check = None
         self._deadline = time.monotonic() + seconds
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Watchdog:
         self._read, self._write = socket.socketpair()
         self._write.setblocking(False)
         known = (*SIGNALS, *(WARNINGS if self._stop is not None else ()))
-        heeded = [number for number in dict.fromkeys(known) if signal.getsignal(number) != signal.SIG_IGN]  # nohup
+        heeded = [
+            number for number in dict.fromkeys(known) if signal.getsignal(number) != signal.SIG_IGN
+        ]  # nohup
         self._previous = {number: signal.signal(number, self._interrupt) for number in heeded}
         self._previous_fd = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
         self._thread.start()
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._done.set()
         self._thread.join()
@@ -131,18 +145,24 @@ class Watch:
     def _give_up(self, number: int) -> None:
         """No time is left to save, or nobody wants it."""
         self._stop = None
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)  # raises `Stopped` there
+        signal.pthread_kill(
+            threading.main_thread().ident or 0, signal.SIGTERM
+        )  # raises `Stopped` there
         self._words.told_to_stop(number)
 
     def _look(self, check: Callable[[], None]) -> None:
-        from megatron_rl.run.supervision.failures import describe_failure  # it imports torch, which a run does while it is watched
+        from megatron_rl.run.supervision.failures import (
+            describe_failure,  # it imports torch, which a run does while it is watched
+        )
 
         try:
             check()
         except Exception as error:
             code, reason = describe_failure(error)
             self._words.cause(1 if code is None else code, reason)
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)  # wakes it from a system call
+            signal.pthread_kill(
+                threading.main_thread().ident or 0, signal.SIGTERM
+            )  # wakes it from a system call
 
     def _end_in_time(self) -> None:
         if self._deadline is None:
@@ -152,8 +172,10 @@ class Watch:
             os._exit(self._words.code or 0)
 
 
-def end_with_torchrun(siblings: Siblings) -> None:
-    """SIGTERM for this process when torchrun dies: its ranks must not train on headless. Within a `Watch`."""
+def end_with_torchrun(siblings: LocalRanks) -> None:
+    """SIGTERM for this process when torchrun dies: its ranks must not train on headless. Within a
+    `Watchdog`.
+    """
     if siblings.agent and sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
         if siblings.orphaned:  # it died before that

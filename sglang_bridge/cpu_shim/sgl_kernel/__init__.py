@@ -19,11 +19,20 @@ _SPECULATIVE_ONLY = frozenset(
 
 
 def assign_req_to_token_pool_cpu(
-    req_pool_indices: Any, req_to_token: Any, start_offset: Any, end_offset: Any, out_cache_loc: Any, pool_len: int
+    req_pool_indices: Any,
+    req_to_token: Any,
+    start_offset: Any,
+    end_offset: Any,
+    out_cache_loc: Any,
+    pool_len: int,
 ) -> None:
-    """Write the cache slots of each request's new tokens into its row: req_to_token[request, start:end] = slots."""
+    """Write the cache slots of each request's new tokens into its row: req_to_token[request,
+    start:end] = slots.
+    """
     taken = 0
-    for request, start, end in zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True):
+    for request, start, end in zip(
+        req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True
+    ):
         slots = out_cache_loc[taken : taken + end - start]
         req_to_token[request, start:end] = slots.to(req_to_token.dtype)
         taken += end - start
@@ -34,6 +43,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'sgl_kernel' (CPU stand-in) has no attribute {name!r}")
 
     def refuse(*args: object, **kwargs: object) -> NoReturn:
-        raise NotImplementedError(f"sgl_kernel.{name} serves speculative decoding, which this CPU stand-in lacks")
+        raise NotImplementedError(
+            f"sgl_kernel.{name} serves speculative decoding, which this CPU stand-in lacks"
+        )
 
     return refuse

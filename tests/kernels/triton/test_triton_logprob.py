@@ -13,10 +13,16 @@ ROUNDING = {torch.float32: 1e-7, torch.bfloat16: 2**-7, torch.float16: 2**-11}
 
 
 def both(
-    logits: torch.Tensor, targets: torch.Tensor, backend: str, entropy_grad: bool = True, **options: object
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    backend: str,
+    entropy_grad: bool = True,
+    **options: object,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     logits = logits.clone().requires_grad_()
-    logprob, entropy = token_logprob_entropy(logits, targets, entropy_grad=entropy_grad, backend=backend, **options)
+    logprob, entropy = token_logprob_entropy(
+        logits, targets, entropy_grad=entropy_grad, backend=backend, **options
+    )
     rng = torch.Generator().manual_seed(0)
     weights = torch.randn(2, len(targets), generator=rng).to(logprob)
     (weights[0] @ logprob + (weights[1] @ entropy if entropy_grad else 0)).backward()
@@ -45,7 +51,9 @@ def test_equals_the_reference(
     seed: int,
 ) -> None:
     rng = torch.Generator().manual_seed(seed)
-    logits = (torch.randn(tokens, vocabulary + padding, generator=rng) * spread + offset).to(DEVICE, dtype)
+    logits = (torch.randn(tokens, vocabulary + padding, generator=rng) * spread + offset).to(
+        DEVICE, dtype
+    )
     targets = torch.randint(vocabulary, (tokens,), generator=rng).to(DEVICE)
     options = {"temperature": 0.7, "vocab_size": vocabulary, "entropy_grad": entropy_grad}
     logprob, entropy, gradient = both(logits, targets, "triton", **options)
@@ -53,14 +61,18 @@ def test_equals_the_reference(
     torch.testing.assert_close(logprob.double(), expected[0], rtol=4e-6, atol=4e-6)
     torch.testing.assert_close(entropy.double(), expected[1], rtol=4e-6, atol=4e-6)
     assert gradient.dtype == dtype
-    torch.testing.assert_close(gradient.double(), expected[2], rtol=ROUNDING[dtype] + 2e-5, atol=4e-6)
+    torch.testing.assert_close(
+        gradient.double(), expected[2], rtol=ROUNDING[dtype] + 2e-5, atol=4e-6
+    )
     assert not gradient[:, vocabulary:].any()
 
 
 def test_narrow_targets_are_read_right() -> None:
     logits, targets = torch.randn(2, 300, device=DEVICE), torch.tensor([5, 127], device=DEVICE)
     expected = token_logprob_entropy(logits, targets, backend="triton")[0]
-    assert torch.equal(token_logprob_entropy(logits, targets.to(torch.int8), backend="triton")[0], expected)
+    assert torch.equal(
+        token_logprob_entropy(logits, targets.to(torch.int8), backend="triton")[0], expected
+    )
 
 
 def test_minus_infinity_is_probability_zero() -> None:

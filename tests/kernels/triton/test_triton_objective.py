@@ -21,10 +21,17 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def run(
-    batch: ResponseBatch, backend: str, fractions: tuple[float, ...], denominator: str, **options: object
+    batch: ResponseBatch,
+    backend: str,
+    fractions: tuple[float, ...],
+    denominator: str,
+    **options: object,
 ) -> tuple[EspoGroups, EspoResult, torch.Tensor]:
     on_device = ResponseBatch(
-        *(t.to(DEVICE, torch.float32 if t.is_floating_point() else t.dtype) for t in vars(batch).values())
+        *(
+            t.to(DEVICE, torch.float32 if t.is_floating_point() else t.dtype)
+            for t in vars(batch).values()
+        )
     )
     groups = espo_groups(
         on_device.entropies,
@@ -51,7 +58,8 @@ def run(
 
 
 def assert_equal(
-    mine: tuple[EspoGroups, EspoResult, torch.Tensor], theirs: tuple[EspoGroups, EspoResult, torch.Tensor]
+    mine: tuple[EspoGroups, EspoResult, torch.Tensor],
+    theirs: tuple[EspoGroups, EspoResult, torch.Tensor],
 ) -> None:
     assert torch.equal(mine[0].group_id, theirs[0].group_id)
     assert torch.equal(mine[0].count, theirs[0].count)
@@ -59,7 +67,9 @@ def assert_equal(
     torch.testing.assert_close(mine[1].loss, theirs[1].loss, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(mine[2], theirs[2], rtol=1e-5, atol=1e-6)
     for name, value in finished(theirs[1].metrics).items():
-        torch.testing.assert_close(finished(mine[1].metrics)[name], value, rtol=1e-5, atol=1e-6, equal_nan=True)
+        torch.testing.assert_close(
+            finished(mine[1].metrics)[name], value, rtol=1e-5, atol=1e-6, equal_nan=True
+        )
 
 
 @settings(max_examples=8, deadline=None, phases=NO_SHRINKING)
@@ -94,7 +104,11 @@ def test_arbitrary_fractions_make_the_same_groups(fractions: list[float], seed: 
 def test_several_blocks_and_each_kind_of_denominator(num_sequences: object) -> None:
     """9,000 tokens are three blocks, with ties at the edge in all of them."""
     batch = response_batch([9000, 0, 3], 1, tied=True)
-    options = {"num_sequences": torch.tensor([5], device=DEVICE) if num_sequences == "tensor" else num_sequences}
+    options = {
+        "num_sequences": torch.tensor([5], device=DEVICE)
+        if num_sequences == "tensor"
+        else num_sequences
+    }
     mine = run(batch, "triton", (0.2,), "current", **options)
     assert_equal(mine, run(batch, "reference", (0.2,), "current", **options))
     again = run(batch, "triton", (0.2,), "current", **options)
@@ -113,4 +127,6 @@ def test_nothing_to_learn_is_a_zero_loss(lengths: list[int]) -> None:
 def test_strided_inputs_are_read_right() -> None:
     batch = response_batch([6, 5], 8)
     strided = ResponseBatch(*(torch.stack([t, t], dim=-1)[..., 0] for t in vars(batch).values()))
-    assert_equal(run(strided, "triton", (0.2,), "current"), run(batch, "reference", (0.2,), "current"))
+    assert_equal(
+        run(strided, "triton", (0.2,), "current"), run(batch, "reference", (0.2,), "current")
+    )

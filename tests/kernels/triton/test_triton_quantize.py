@@ -35,7 +35,9 @@ def test_every_rounding_case_of_the_format() -> None:
     weight[0, 1023] = 448.0
     fp8, scale_inv = quantize_fp8_blockwise(weight.to(DEVICE), block=1024, backend="triton")
     assert scale_inv.item() == 1
-    assert torch.equal(fp8.view(torch.uint8).cpu(), weight.to(torch.float8_e4m3fn).view(torch.uint8))
+    assert torch.equal(
+        fp8.view(torch.uint8).cpu(), weight.to(torch.float8_e4m3fn).view(torch.uint8)
+    )
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

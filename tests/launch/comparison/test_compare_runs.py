@@ -1,4 +1,6 @@
-"""`launch/comparison/__main__.py` reports runs of the configurations asked for, and nothing else, under their names."""
+"""`launch/comparison/__main__.py` reports runs of the configurations asked for, and nothing else,
+under their names.
+"""
 
 import json
 import signal
@@ -10,11 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from launch.comparison import runner as training
 from megatron_rl.config.cli import compose
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.launch_facts import LaunchFacts
 from megatron_rl.records.run_lock import hold_run
-from launch.comparison import runner as training
 from tests.support.comparisons import Launcher, complete
 from tests.support.scripts import start_script
 
@@ -24,14 +26,30 @@ Compare = Callable[..., int]
 def test_runs_are_made_once_and_reported_together(
     compare: Compare, launcher: Launcher, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = ("--seeds", "0,1", "--variant", "a:", "algo=espo", "--variant", "b@5:", "algo=grpo", "optimizer.lr=0")
+    asked = (
+        "--seeds",
+        "0,1",
+        "--variant",
+        "a:",
+        "algo=espo",
+        "--variant",
+        "b@5:",
+        "algo=grpo",
+        "optimizer.lr=0",
+    )
     assert compare(*asked) == ExitCode.OK
     assert launcher.names == ["a-seed0", "b-seed5", "a-seed1"], "variants take turns"
-    assert {"algo=grpo", "optimizer.lr=0", "seed=5", "experiment=quickstart"} < set(launcher.commands[1])
+    assert {"algo=grpo", "optimizer.lr=0", "seed=5", "experiment=quickstart"} < set(
+        launcher.commands[1]
+    )
     table = (tmp_path / "out" / "table.md").read_text()
     assert [line.split(" | ")[:2] for line in table.splitlines()[2:]] == [
-        ["| a", "0"], ["| a", "1"], ["| **a**", "mean"], ["| b", "5"], ["| **b**", "mean"]
-    ]  # fmt: skip
+        ["| a", "0"],
+        ["| a", "1"],
+        ["| **a**", "mean"],
+        ["| b", "5"],
+        ["| **b**", "mean"],
+    ]
     assert list(json.loads((tmp_path / "out" / "curves.json").read_text())) == ["a", "b"]
     launcher.commands.clear()
     assert compare(*asked) == ExitCode.OK
@@ -42,10 +60,19 @@ def test_runs_are_made_once_and_reported_together(
 @pytest.mark.parametrize(
     ("asked", "told"),
     [
-        (["--variant", "a:", "algo=espo", "optimizer.lr=0"], "optimizer.lr: 0.0003 there, 0.0 asked for"),
+        (
+            ["--variant", "a:", "algo=espo", "optimizer.lr=0"],
+            "optimizer.lr: 0.0003 there, 0.0 asked for",
+        ),
         (["--variant", "a:", "algo=grpo"], "algo.name: espo there, grpo asked for"),
-        (["--common", "train.total_steps=21", "--variant", "a:", "algo=espo"], "train.total_steps: 20 there, 21 asked"),
-        (["--experiment", "smoke", "--variant", "a:", "algo=espo"], "data.source: column_addition there, two_digit_ad"),
+        (
+            ["--common", "train.total_steps=21", "--variant", "a:", "algo=espo"],
+            "train.total_steps: 20 there, 21 asked",
+        ),
+        (
+            ["--experiment", "smoke", "--variant", "a:", "algo=espo"],
+            "data.source: column_addition there, two_digit_ad",
+        ),
     ],
 )
 def test_a_complete_run_of_another_configuration_is_not_relabelled(
@@ -59,7 +86,10 @@ def test_a_complete_run_of_another_configuration_is_not_relabelled(
     complete(tmp_path, "a-seed1", "algo=espo", "seed=1")
     assert compare("--seeds", "0,1", *asked) == ExitCode.REFUSED
     message = capsys.readouterr().err
-    assert "a-seed1 holds a complete run of another configuration" in message and "Give another --out" in message
+    assert (
+        "a-seed1 holds a complete run of another configuration" in message
+        and "Give another --out" in message
+    )
     assert told in message
     assert launcher.commands == []  # not even the run before it
 
@@ -87,7 +117,9 @@ def test_a_run_on_another_number_of_ranks_is_another_run(
     assert "a-seed0/versions.json is damaged" in capsys.readouterr().err
 
 
-def test_where_a_run_is_makes_no_difference(compare: Compare, launcher: Launcher, tmp_path: Path) -> None:
+def test_where_a_run_is_makes_no_difference(
+    compare: Compare, launcher: Launcher, tmp_path: Path
+) -> None:
     complete(tmp_path, "a-seed0", "seed=0", "run.save_weights=false")
     assert compare("--seeds", "0", "--variant", "a:") == ExitCode.OK
     assert launcher.commands == []
@@ -122,7 +154,10 @@ def test_a_run_that_fails_ends_the_comparison_with_its_code_and_reason(
     complete(tmp_path, "a-seed0", "seed=0")
     launcher.code = 4
     assert compare("--seeds", "0,1,2", "--variant", "a:") == 4
-    assert "a-seed1 failed (exit code 4): an engine died\nThe same command goes on here" in capsys.readouterr().err
+    assert (
+        "a-seed1 failed (exit code 4): an engine died\nThe same command goes on here"
+        in capsys.readouterr().err
+    )
     assert len(launcher.commands) == 1
     launcher.code = None
     assert compare("--seeds", "0,1,2", "--variant", "a:") == 1
@@ -154,12 +189,18 @@ def test_ctrl_c_ends_the_run_and_says_how_to_go_on(
 
 
 def test_the_number_of_ranks_reaches_the_rules_and_the_run(
-    compare: Compare, launcher: Launcher, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    compare: Compare,
+    launcher: Launcher,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert compare("--seeds", "0", "--variant", "a:", "parallel=ep2") == ExitCode.REFUSED
     said = capsys.readouterr().err
     assert "--variant a, seed 0: parallel.ep=2: " in said and "1 setting is refused" in said
-    monkeypatch.setattr("tests.support.past_runs.compose", lambda overrides: compose(overrides, facts=LaunchFacts(2, 2)))
+    monkeypatch.setattr(
+        "tests.support.past_runs.compose",
+        lambda overrides: compose(overrides, facts=LaunchFacts(2, 2)),
+    )
     assert compare("--nproc", "2", "--seeds", "0", "--variant", "a:", "parallel=ep2") == ExitCode.OK
     assert "--nproc-per-node=2" in launcher.commands[0]
     monkeypatch.setenv("NPROC", "2")
@@ -178,15 +219,25 @@ def test_the_number_of_ranks_reaches_the_rules_and_the_run(
         (["--variant", "a@one:"], "'one' is not a seed: give whole numbers with commas"),
         (["--variant", "a@:"], "'' is not a seed"),
         (["--variant", "a:", "seed=1"], "seed is set by --seeds. Leave it out"),
-        (["--common", "run.name=x", "--variant", "a:"], "--common: run.name=x: run.name is set by the variant's name"),
+        (
+            ["--common", "run.name=x", "--variant", "a:"],
+            "--common: run.name=x: run.name is set by the variant's name",
+        ),
         (["--variant", "a:", "++run.root=x"], "run.root is set by --out"),
         (["--variant", "a:", "algo=nothing"], "algo=nothing: There is no such file"),
         (["--variant", "a:", "optimizer.lr=fast"], "optimizer.lr=fast: Must be a number"),
-        (["--experiment", "nothing", "--variant", "a:"], "experiment=nothing: There is no such file"),
+        (
+            ["--experiment", "nothing", "--variant", "a:"],
+            "experiment=nothing: There is no such file",
+        ),
     ],
 )
 def test_what_cannot_be_compared_is_refused_before_anything_starts(
-    compare: Compare, launcher: Launcher, capsys: pytest.CaptureFixture[str], asked: list[str], told: str
+    compare: Compare,
+    launcher: Launcher,
+    capsys: pytest.CaptureFixture[str],
+    asked: list[str],
+    told: str,
 ) -> None:
     assert compare(*asked) == ExitCode.REFUSED
     assert told in capsys.readouterr().err
@@ -201,9 +252,18 @@ def test_what_cannot_be_compared_is_refused_before_anything_starts(
         (["--seeds", "-1", "--variant", "a:"], "--seeds"),
         (["--seeds", "4294967296", "--variant", "a:"], "'4294967296' is not a seed"),
         (["--seeds", "1,1", "--variant", "a:"], "names a seed twice"),
-        (["--nproc", "0", "--variant", "a:"], "'0' is not a number of ranks: give a whole number from 1"),
-        (["--parallel", "two", "--variant", "a:"], "'two' is not a number of runs: give a whole number from 1"),
-        (["--equal-accuracy", "60", "--variant", "a:"], "'60' is not an accuracy: give a number between 0 and 1"),
+        (
+            ["--nproc", "0", "--variant", "a:"],
+            "'0' is not a number of ranks: give a whole number from 1",
+        ),
+        (
+            ["--parallel", "two", "--variant", "a:"],
+            "'two' is not a number of runs: give a whole number from 1",
+        ),
+        (
+            ["--equal-accuracy", "60", "--variant", "a:"],
+            "'60' is not an accuracy: give a number between 0 and 1",
+        ),
         (["--search-seeds", "x", "--variant", "a:"], "'x' is not a seed"),
         (["--variants", "a:"], "--variant"),
     ],
@@ -240,9 +300,15 @@ def test_a_place_where_nothing_can_be_written_is_told(
 
 def test_sigterm_ends_all_runs_too() -> None:
     """With real processes, which hear only what this one tells them."""
-    processes = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) for _ in range(2)]
+    processes = [
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) for _ in range(2)
+    ]
     jobs = [SimpleNamespace(process=process) for process in processes]
-    with pytest.raises(SystemExit) as ended, training.ended_by_sigterm(), training._ending_with_us(jobs):
+    with (
+        pytest.raises(SystemExit) as ended,
+        training.ended_by_sigterm(),
+        training._ending_with_us(jobs),
+    ):
         signal.raise_signal(signal.SIGTERM)
     assert ended.value.code == ExitCode.TERMINATED
     assert [process.returncode for process in processes] == [-signal.SIGTERM] * 2

@@ -1,4 +1,6 @@
-"""`compare_runs.py --equal-accuracy`: the rollout tokens of each variant until a level that all reach."""
+"""`compare_runs.py --equal-accuracy`: the rollout tokens of each variant until a level that all
+reach.
+"""
 
 import json
 from collections.abc import Callable, Sequence
@@ -15,19 +17,27 @@ TWO = ("--seeds", "0,1", "--variant", "slow:", "algo=grpo", "--variant", "fast:"
 
 @pytest.fixture
 def measured(launcher: Launcher) -> Launcher:
-    """slow gains 0.1 a step of 1,000 tokens; fast twice as much, its second seed with more tokens a step."""
+    """slow gains 0.1 a step of 1,000 tokens; fast twice as much, its second seed with more tokens a
+    step.
+    """
 
     def outcome(overrides: Sequence[str]) -> dict[str, Any]:
         if "algo=grpo" in overrides:
             return {"accuracies": (0.2, 0.3, 0.4, 0.5, 0.6)}
-        return {"accuracies": (0.2, 0.4, 0.6, 0.8), "tokens": 1000.0 if value_of(overrides, "seed") == "0" else 1500.0}
+        return {
+            "accuracies": (0.2, 0.4, 0.6, 0.8),
+            "tokens": 1000.0 if value_of(overrides, "seed") == "0" else 1500.0,
+        }
 
     launcher.outcome = outcome
     return launcher
 
 
 def test_tokens_until_the_highest_level_that_all_reach(
-    compare: Callable[..., int], measured: Launcher, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    compare: Callable[..., int],
+    measured: Launcher,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert compare(*TWO, "--equal-accuracy", "--against", "slow") == ExitCode.OK
     text = (tmp_path / "out" / "tokens.md").read_text()
@@ -49,18 +59,28 @@ def test_tokens_until_the_highest_level_that_all_reach(
     measured.commands.clear()
     assert compare(*TWO, "--equal-accuracy", "0.5") == ExitCode.OK
     assert measured.commands == [], "another level needs no run"
-    assert "| **slow** | mean | | | **3,000** (3,000 to 3,000) | |\n" in (tmp_path / "out" / "tokens.md").read_text()
+    assert (
+        "| **slow** | mean | | | **3,000** (3,000 to 3,000) | |\n"
+        in (tmp_path / "out" / "tokens.md").read_text()
+    )
 
 
 @pytest.mark.parametrize(
     ("level", "told"),
     [
         ("0.7", "slow, seed 0, goes from 0.200 to 0.600, below 0.7. Give a lower level"),
-        ("0.1", "slow, seed 0, goes from 0.200 to 0.600, and 0.1, which was given, is not above its start"),
+        (
+            "0.1",
+            "slow, seed 0, goes from 0.200 to 0.600, and 0.1, which was given, is not above its start",
+        ),
     ],
 )
 def test_a_level_that_compares_nothing_is_refused(
-    compare: Callable[..., int], measured: Launcher, capsys: pytest.CaptureFixture[str], level: str, told: str
+    compare: Callable[..., int],
+    measured: Launcher,
+    capsys: pytest.CaptureFixture[str],
+    level: str,
+    told: str,
 ) -> None:
     assert compare(*TWO, "--equal-accuracy", level) == ExitCode.REFUSED
     assert told in capsys.readouterr().err
@@ -69,22 +89,46 @@ def test_a_level_that_compares_nothing_is_refused(
 def test_a_variant_that_learns_nothing_is_named(
     compare: Callable[..., int], launcher: Launcher, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    launcher.outcome = lambda overrides: {"accuracies": (0.3, 0.3) if "optimizer.lr=0" in overrides else (0.2, 0.9)}
-    asked = ("--seeds", "0", "--variant", "a:", "--variant", "frozen:", "optimizer.lr=0", "--equal-accuracy")
+    launcher.outcome = lambda overrides: {
+        "accuracies": (0.3, 0.3) if "optimizer.lr=0" in overrides else (0.2, 0.9)
+    }
+    asked = (
+        "--seeds",
+        "0",
+        "--variant",
+        "a:",
+        "--variant",
+        "frozen:",
+        "optimizer.lr=0",
+        "--equal-accuracy",
+    )
     assert compare(*asked) == ExitCode.REFUSED
-    assert "frozen, seed 0, goes from 0.300 to 0.300, and 0.3, which is the highest" in capsys.readouterr().err
+    assert (
+        "frozen, seed 0, goes from 0.300 to 0.300, and 0.3, which is the highest"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
     ("asked", "told"),
     [
         (["--against", "slow"], "--against slow: it goes with --equal-accuracy. Give that too"),
-        (["--equal-accuracy", "--against", "other"], "the variants are slow, fast. Name one of them"),
-        (["--equal-accuracy", "--against", "slow", "--search", "optimizer.lr=1,2"], "reports each variant twice"),
+        (
+            ["--equal-accuracy", "--against", "other"],
+            "the variants are slow, fast. Name one of them",
+        ),
+        (
+            ["--equal-accuracy", "--against", "slow", "--search", "optimizer.lr=1,2"],
+            "reports each variant twice",
+        ),
     ],
 )
 def test_what_cannot_be_compared_is_refused_before_anything_starts(
-    compare: Callable[..., int], launcher: Launcher, capsys: pytest.CaptureFixture[str], asked: list[str], told: str
+    compare: Callable[..., int],
+    launcher: Launcher,
+    capsys: pytest.CaptureFixture[str],
+    asked: list[str],
+    told: str,
 ) -> None:
     assert compare(*TWO, *asked) == ExitCode.REFUSED
     assert told in capsys.readouterr().err

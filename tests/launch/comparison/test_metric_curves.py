@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from launch.comparison.metric_curves import MetricCurves, metric_table
 from megatron_rl.contracts.exit_codes import ExitCode
-from launch.comparison.metric_curves import Courses, metric_table
 from tests.support.comparisons import Launcher, value_of
 
 TWO = ("--seeds", "0,1", "--variant", "slow:", "algo=grpo", "--variant", "fast:", "algo=espo")
@@ -27,7 +27,10 @@ def measured(launcher: Launcher) -> Launcher:
 
 
 def test_each_variants_mean_and_range_over_its_seeds(
-    compare: Callable[..., int], measured: Launcher, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    compare: Callable[..., int],
+    measured: Launcher,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert compare(*TWO, "--metric", "policy/clip_fraction_low") == ExitCode.OK
     text = (tmp_path / "out" / "metrics.md").read_text()
@@ -45,7 +48,7 @@ def test_each_variants_mean_and_range_over_its_seeds(
 
 
 def test_the_largest_value_is_of_single_steps_and_the_mean_of_all() -> None:
-    runs = [Courses(0, {"eval/accuracy": [(0, 0.5)], "x": [(1, 1.0), (2, 3.0)]})]
+    runs = [MetricCurves(0, {"eval/accuracy": [(0, 0.5)], "x": [(1, 1.0), (2, 3.0)]})]
     *_, mean, largest = list(metric_table({"a": runs}))[-1].split(" | ")
     assert mean.startswith("2.00e+00") and largest.startswith("3.00e+00")
 
@@ -55,7 +58,10 @@ def test_a_metric_that_no_run_has_is_refused_with_names_like_it(
 ) -> None:
     assert compare(*TWO, "--metric", "policy/clip_fraction") == ExitCode.REFUSED
     told = capsys.readouterr().err
-    assert "--metric policy/clip_fraction: the run" in told and "Like it are policy/clip_fraction_" in told
+    assert (
+        "--metric policy/clip_fraction: the run" in told
+        and "Like it are policy/clip_fraction_" in told
+    )
 
 
 def test_a_search_reports_accuracy_alone(

@@ -8,8 +8,12 @@ from hypothesis import strategies as st
 
 from launch.comparison.tokens_to_accuracy import common_level, rising, tokens_at
 
-CURVES = st.lists(st.tuples(st.integers(1, 1000), st.integers(0, 1000)), min_size=1, max_size=12).map(
-    lambda steps: [(float(sum(t for t, _ in steps[: i + 1])), a / 1000) for i, (_, a) in enumerate(steps)]
+CURVES = st.lists(
+    st.tuples(st.integers(1, 1000), st.integers(0, 1000)), min_size=1, max_size=12
+).map(
+    lambda steps: [
+        (float(sum(t for t, _ in steps[: i + 1])), a / 1000) for i, (_, a) in enumerate(steps)
+    ]
 )
 
 
@@ -48,12 +52,19 @@ def test_a_rising_curve_keeps_mean_and_order(points: list[tuple[float, float]]) 
     curve = rising(points)
     assert all(a[0] < b[0] and a[1] < b[1] for a, b in pairwise(curve))
     assert points[0][0] <= curve[0][0] and curve[-1][0] <= points[-1][0]
-    assert min(a for _, a in points) - 1e-9 <= curve[0][1] <= curve[-1][1] <= max(a for _, a in points) + 1e-9
+    assert (
+        min(a for _, a in points) - 1e-9
+        <= curve[0][1]
+        <= curve[-1][1]
+        <= max(a for _, a in points) + 1e-9
+    )
     assert [p[1] for p in rising(curve)] == [p[1] for p in curve], "what rises already stays"
 
 
 @given(CURVES, st.floats(0.001, 0.999), st.floats(0, 0.1))
-def test_a_higher_level_takes_more_tokens(points: list[tuple[float, float]], level: float, more: float) -> None:
+def test_a_higher_level_takes_more_tokens(
+    points: list[tuple[float, float]], level: float, more: float
+) -> None:
     less, most = tokens_at(points, level), tokens_at(points, level + more)
     assert most is None or (less is not None and less <= most <= points[-1][0])
 

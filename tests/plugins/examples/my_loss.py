@@ -10,7 +10,8 @@ from megatron_rl.losses import LossResult, Objective, ResponseTokens, mean_of
 
 
 class Cispo:
-    """L = -1/N Σ_t sg[min(r_t, 1 + clip_high)] A_t log π_θ(y_t),  r_t = π_θ(y_t) / π_old(y_t)      (arXiv 2506.13585)
+    """L = -1/N Σ_t sg[min(r_t, 1 + clip_high)] A_t log π_θ(y_t),  r_t = π_θ(y_t) / π_old(y_t)
+    (arXiv 2506.13585)
 
     N: all tokens of the step, as the plan counts them.
     """
@@ -23,7 +24,9 @@ class Cispo:
     def prepare(self, response: ResponseTokens) -> Objective:
         def objective(logprobs: torch.Tensor, denominators: Denominators) -> LossResult:
             ratio = (logprobs.detach() - response.old_logprobs).exp()
-            loss = -(ratio.clamp(max=self.most) * response.advantages * logprobs).sum() / max(denominators.tokens, 1)
+            loss = -(ratio.clamp(max=self.most) * response.advantages * logprobs).sum() / max(
+                denominators.tokens, 1
+            )
             return LossResult(loss, sums={"policy/clip_fraction_high": mean_of(ratio > self.most)})
 
         return objective

@@ -11,10 +11,12 @@ from megatron_rl.rewards.answers import canonical, last_number
 
 
 class RightAndShort(Scorer):
-    """1 for the right last number, less a share of `penalty` that grows from `limit` characters to twice as many.
+    """1 for the right last number, less a share of `penalty` that grows from `limit` characters to
+    twice as many.
 
-    Advantages compare `correctness`. What the reward lacks of it takes up to half of them (`credit.shaping`), so that a
-    long right answer stays above a wrong one; groups that differ only in length are left out of training.
+    Advantages compare `correctness`. What the reward lacks of it takes up to half of them
+    (`credit.shaping`), so that a long right answer stays above a wrong one; groups that differ only
+    in length are left out of training.
     """
 
     def __init__(self, limit: int, penalty: float = 0.5) -> None:
@@ -30,4 +32,6 @@ class RightAndShort(Scorer):
         found = last_number(text) if finish_reason is FinishReason.STOP else None
         right = float(found is not None and canonical(found) == canonical(prompt.answer))
         excess = min(max(len(text) / self.limit - 1, 0.0), 1.0)
-        return Verdict(reward=right - right * self.penalty * excess, correctness=right, answer=found)
+        return Verdict(
+            reward=right - right * self.penalty * excess, correctness=right, answer=found
+        )

@@ -28,6 +28,7 @@ class Products:
                 answer=product,
                 task="products",
                 difficulty=f"{len(product)}_digits",
-                identity=f"products/{min(a, b)}*{max(a, b)}",  # both orders stay on one side of the held-out split
-                worked=product,  # for environment.name=worked
+                # both orders stay on one side of the held-out split
+                identity=f"products/{min(a, b)}*{max(a, b)}",
+                demonstration=product,  # for environment.name=demonstration
             )

@@ -11,14 +11,21 @@ SETTINGS = SelectionSettings(name="belief", target=0.75, power=6, floor=0.02)
 def test_a_prompt_is_taken_by_its_chance_of_a_mixed_group() -> None:
     assert acceptance(0.75, 0, SETTINGS) == acceptance(0.9, 0, SETTINGS) == 1
     assert acceptance(0.6, 0, SETTINGS) == pytest.approx(0.8**6)
-    assert acceptance(0.375, 0, SETTINGS) == 0.02 and acceptance(0.0, 0, SETTINGS) == 0.02  # 0.5^6 = 0.0156
+    assert (
+        acceptance(0.375, 0, SETTINGS) == 0.02 and acceptance(0.0, 0, SETTINGS) == 0.02
+    )  # 0.5^6 = 0.0156
 
 
-def test_by_default_a_prompt_that_is_right_one_time_in_ten_is_taken_at_least_every_other_time() -> None:
+def test_by_default_a_prompt_that_is_right_one_time_in_ten_is_taken_at_least_every_other_time() -> (
+    None
+):
     variances = np.linspace(0, 0.25, 251)
     chances = chance_of_mixed(np.full(251, np.arcsin(np.sqrt(0.1))), variances, 8)
-    # V = 0: exp(-8 x 0.103521) = 0.436837, so u = 0.563160 and (u / 0.6)^5; least where V is near 0.04
-    assert acceptance(float(chances[0]), 0, SelectionSettings()) == pytest.approx((0.56316 / 0.6) ** 5, abs=1e-4)
+    # V = 0: exp(-8 x 0.103521) = 0.436837, so u = 0.563160 and (u / 0.6)^5; least where V is near
+    # 0.04
+    assert acceptance(float(chances[0]), 0, SelectionSettings()) == pytest.approx(
+        (0.56316 / 0.6) ** 5, abs=1e-4
+    )
     assert 0.5 < min(acceptance(float(u), 0, SelectionSettings()) for u in chances) < 0.56
 
 

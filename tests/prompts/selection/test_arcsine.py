@@ -5,7 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.prompts.selection.arcsine import HIGHEST, chance_of_mixed, observation, predicted, updated
+from megatron_rl.prompts.selection.arcsine import (
+    HIGHEST,
+    chance_of_mixed,
+    observation,
+    predicted,
+    updated,
+)
 
 
 def one(*numbers: float) -> tuple[np.ndarray, ...]:
@@ -18,10 +24,12 @@ def seen(right: float, samples: float, mixed: bool) -> tuple[float, float]:
 
 
 def test_what_a_group_says() -> None:
-    # 3 of 8: arcsin sqrt(3.375 / 8.75) = arcsin 0.621059; R = 1/34. Flat ones: 0 or pi/2, R = 1/16 of 8, 1/8 of 4.
+    # 3 of 8: arcsin sqrt(3.375 / 8.75) = arcsin 0.621059; R = 1/34. Flat ones: 0 or pi/2, R = 1/16
+    # of 8, 1/8 of 4.
     assert seen(3, 8, True) == pytest.approx((0.670093, 1 / 34), abs=1e-6)
     assert seen(0, 8, False) == (0.0, 1 / 16) and seen(4, 4, False) == (HIGHEST, 1 / 8)
-    # Half of the tests each: no rollout differs from another, and the group is as flat as kind_of says, on the right
+    # Half of the tests each: no rollout differs from another, and the group is as flat as kind_of
+    # says, on the right
     assert seen(4.0, 8, False) == (HIGHEST, 1 / 16) and seen(3.2, 8, False) == (0.0, 1 / 16)
     assert seen(4, 8, True)[0] == pytest.approx(np.pi / 4)
 
@@ -42,9 +50,12 @@ def test_a_belief_drifts_and_grows_wider() -> None:
 
 
 def test_the_chance_of_a_mixed_group() -> None:
-    # pi^2/16 = 0.616850: V = 0 gives 1 - 2 exp(-4.934802); V = 1/4 gives a = 5, 1 - 2 exp(-0.986960) / sqrt 5
+    # pi^2/16 = 0.616850: V = 0 gives 1 - 2 exp(-4.934802); V = 1/4 gives a = 5, 1 - 2
+    # exp(-0.986960) / sqrt 5
     assert chance_of_mixed(*one(np.pi / 4, 0), 8)[0] == pytest.approx(1 - 2 * 0.0071918, abs=1e-6)
-    assert chance_of_mixed(*one(np.pi / 4, 0.25), 8)[0] == pytest.approx(1 - 2 * 0.372707 / 2.236068, abs=1e-5)
+    assert chance_of_mixed(*one(np.pi / 4, 0.25), 8)[0] == pytest.approx(
+        1 - 2 * 0.372707 / 2.236068, abs=1e-5
+    )
     assert chance_of_mixed(*one(0, 0), 8)[0] == pytest.approx(0, abs=1e-6)
 
 
@@ -67,7 +78,14 @@ def test_the_chance_is_close_to_that_of_a_known_pass_rate() -> None:
     mixed=st.booleans(),
 )
 def test_beliefs_stay_beliefs(
-    mean: float, variance: float, steps: int, drift: float, growth: float, samples: int, share: float, mixed: bool
+    mean: float,
+    variance: float,
+    steps: int,
+    drift: float,
+    growth: float,
+    samples: int,
+    share: float,
+    mixed: bool,
 ) -> None:
     m, v = predicted(*one(mean, variance, steps), drift, growth)
     assert 0 <= m[0] <= HIGHEST and variance <= v[0] <= max(variance, 0.25)

@@ -5,11 +5,11 @@ import msgspec
 import numpy as np
 import pytest
 
+from megatron_rl.contracts.belief_state import BeliefState
 from megatron_rl.contracts.group import Group, Verdict
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.prompts.question import PromptDataError
 from megatron_rl.prompts.selection.belief import Beliefs
-from megatron_rl.contracts.belief_state import BeliefState
 from tests.support.answers import make_pool
 from tests.support.groups import group
 
@@ -47,7 +47,9 @@ def test_a_new_prompt_is_believed_to_be_like_its_source_and_tag() -> None:
     beliefs.observe(1, hopeless + mixed)
     assert chance(beliefs, POOL[20], 2) < 0.5 < 0.85 < chance(beliefs, POOL[21], 2)
     other = Prompt(id="x", token_ids=(1,), answer="1", task="another", difficulty="0")
-    assert chance(beliefs, POOL[20], 2) < chance(beliefs, other, 2) < chance(beliefs, POOL[21], 2), "that of all"
+    assert (
+        chance(beliefs, POOL[20], 2) < chance(beliefs, other, 2) < chance(beliefs, POOL[21], 2)
+    ), "that of all"
 
 
 def test_how_a_stratum_once_was_is_forgotten() -> None:
@@ -105,7 +107,11 @@ def test_a_correctness_that_is_not_finite_spoils_no_belief() -> None:
 def test_how_long_a_prompt_waits_counts_from_its_first_offer() -> None:
     beliefs = Beliefs(IDS)
     row = beliefs.row(POOL[0], 5)
-    assert beliefs.row(POOL[0], 9) == row and beliefs.unseen_for(row, 9) == 4 and beliefs.oldest(9) == 4
+    assert (
+        beliefs.row(POOL[0], 9) == row
+        and beliefs.unseen_for(row, 9) == 4
+        and beliefs.oldest(9) == 4
+    )
     beliefs.observe(9, [of(POOL[0], 1.0, 0.0)])
     assert beliefs.unseen_for(row, 9) == 0 == Beliefs(IDS).oldest(9)
 
@@ -126,15 +132,20 @@ def test_what_the_shared_drift_is_learnt_from_by_hand() -> None:
     beliefs = Beliefs()
     beliefs.observe(1, [of(POOL[0], *[1.0] * 2, *[0.0] * 6)])
     mean, variance = (
-        float(np.frombuffer(a, np.float32)[0]) for a in (beliefs.state().means, beliefs.state().variances)
+        float(np.frombuffer(a, np.float32)[0])
+        for a in (beliefs.state().means, beliefs.state().variances)
     )
     beliefs.observe(6, [of(POOL[0], *[1.0] * 4, *[0.0] * 4)])
     slope, spread = 5 * np.sin(2 * mean), variance + 5 * 2e-4 + 1 / 34
-    assert beliefs.state().drift == pytest.approx((slope * (np.pi / 4 - mean) / spread, slope**2 / spread))
+    assert beliefs.state().drift == pytest.approx(
+        (slope * (np.pi / 4 - mean) / spread, slope**2 / spread)
+    )
     assert beliefs.drift == pytest.approx(slope * (np.pi / 4 - mean) / (slope**2 + 2.5e5 * spread))
     before = beliefs.state().drift
     beliefs.observe(16, [of(POOL[1], 1.0, 0.0)])
-    assert beliefs.state().drift == pytest.approx([0.98**10 * each for each in before]), "a first group says nothing"
+    assert beliefs.state().drift == pytest.approx([0.98**10 * each for each in before]), (
+        "a first group says nothing"
+    )
 
 
 def rising(beliefs: Beliefs, rate: Callable[[int], float], steps: range, tag: str = "0") -> None:
@@ -142,7 +153,9 @@ def rising(beliefs: Beliefs, rate: Callable[[int], float], steps: range, tag: st
     asked = [prompt for prompt in POOL if prompt.difficulty == tag]
     rng = np.random.default_rng(0)
     for step in steps[::4]:
-        beliefs.observe(step, [of(prompt, *map(float, rng.random(8) < rate(step))) for prompt in asked])
+        beliefs.observe(
+            step, [of(prompt, *map(float, rng.random(8) < rate(step))) for prompt in asked]
+        )
 
 
 def test_certainty_is_lost_faster_where_pass_rates_move() -> None:
@@ -153,7 +166,9 @@ def test_certainty_is_lost_faster_where_pass_rates_move() -> None:
     assert slow == pytest.approx(2e-4, abs=2e-4), "they stay as they are"
     rising(beliefs, lambda step: 0.9 if step // 4 % 2 else 0.1, range(41, 81))
     assert beliefs.growth(("t", "0")) > 0.01 > 10 * slow
-    assert beliefs.growth(("t", "0")) > beliefs.growth(("t", "new")) > beliefs.growth(("t", "1")), "strata differ"
+    assert beliefs.growth(("t", "0")) > beliefs.growth(("t", "new")) > beliefs.growth(("t", "1")), (
+        "strata differ"
+    )
     assert beliefs.wander == beliefs.growth(("t", "new")), "that of all"
 
 

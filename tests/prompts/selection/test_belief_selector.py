@@ -9,13 +9,13 @@ import pytest
 
 from megatron_rl.config.schema import DataSettings, RolloutSettings, SelectionSettings
 from megatron_rl.contracts.prompt import Prompt
+from megatron_rl.contracts.run_state import SelectorState
 from megatron_rl.credit.group_kinds import Kind, kind_of
 from megatron_rl.prompts.question import PromptDataError
 from megatron_rl.prompts.selection.belief_selector import BeliefSelector
-from megatron_rl.prompts.selection.uniform import Uniform
 from megatron_rl.prompts.selection.importance_weights import extension_weight
+from megatron_rl.prompts.selection.uniform import Uniform
 from megatron_rl.prompts.source import PromptSource
-from megatron_rl.contracts.run_state import SelectorState
 from tests.support.answers import make_pool, play, play_steps
 
 POOL = make_pool(400, tags=4)
@@ -32,7 +32,9 @@ def selector(pool: list[Prompt] = POOL, *, seed: int = 0, **settings: object) ->
 def graded(seed: int = 0) -> Callable[[Prompt, int], float]:
     """Tags 0 and 1 are never right and always right, 2 and 3 sometimes."""
     share = {"0": 0.0, "1": 1.0, "2": 0.15, "3": 0.6}
-    return lambda prompt, i: float(random.Random(f"{seed}/{prompt.id}/{i}").random() < share[prompt.difficulty])
+    return lambda prompt, i: float(
+        random.Random(f"{seed}/{prompt.id}/{i}").random() < share[prompt.difficulty]
+    )
 
 
 def right(prompt: Prompt, sample: int) -> float:
@@ -44,18 +46,30 @@ def test_steps_come_to_ask_what_gives_mixed_groups() -> None:
     rates = [metrics["select/mixed"] / metrics["select/rollouts"] for _, metrics in told]
     assert sum(rates[15:]) > 1.4 * 15 * 0.125 * 0.43, "of uniform's: 43 % of groups are mixed"
     chosen, metrics = told[-1]
-    assert sum(kind_of(group) is Kind.MIXED for group in chosen.groups) == metrics["select/mixed"] >= 0.9 * WANTED
+    assert (
+        sum(kind_of(group) is Kind.MIXED for group in chosen.groups)
+        == metrics["select/mixed"]
+        >= 0.9 * WANTED
+    )
     assert metrics["select/unfilled"] == 0 and metrics["select/miscalibrated"] == 0
-    assert not {group.group_id for group in chosen.groups} & {group.group_id for group in chosen.stopped}
-    assert all(kind_of(group) is not Kind.MIXED and len(group.rollouts) < N for group in chosen.stopped)
+    assert not {group.group_id for group in chosen.groups} & {
+        group.group_id for group in chosen.stopped
+    }
+    assert all(
+        kind_of(group) is not Kind.MIXED and len(group.rollouts) < N for group in chosen.stopped
+    )
     assert all(len(group.rollouts) == N for group in chosen.groups)
 
 
 def test_choices_do_not_depend_on_the_order_in_which_groups_arrive() -> None:
     one, other = selector(), selector()
-    assert play_steps(one, range(1, 13), graded(), order=0) == play_steps(other, range(1, 13), graded(), order=99)
+    assert play_steps(one, range(1, 13), graded(), order=0) == play_steps(
+        other, range(1, 13), graded(), order=99
+    )
     assert one.state() == other.state()
-    assert play_steps(selector(seed=1), range(1, 13), graded()) != play_steps(selector(), range(1, 13), graded())
+    assert play_steps(selector(seed=1), range(1, 13), graded()) != play_steps(
+        selector(), range(1, 13), graded()
+    )
 
 
 def test_a_resumed_run_chooses_as_one_that_was_never_stopped() -> None:
@@ -101,7 +115,9 @@ def test_what_is_hard_is_asked_as_ever_where_only_what_is_solved_is_skipped() ->
         for ask in play(asked.select(step), graded())[0][0]:
             drawn[ask.prompt.difficulty].append(ask.samples)
     assert set(drawn["0"]) == {N}, "never right: all rollouts at once"
-    assert len(drawn["1"]) < 0.2 * len(drawn["0"]) and N not in drawn["1"], "always right: probed, and seldom"
+    assert len(drawn["1"]) < 0.2 * len(drawn["0"]) and N not in drawn["1"], (
+        "always right: probed, and seldom"
+    )
 
 
 def test_a_probe_goes_on_unless_it_is_all_right_where_only_what_is_solved_is_skipped() -> None:
@@ -109,7 +125,7 @@ def test_a_probe_goes_on_unless_it_is_all_right_where_only_what_is_solved_is_ski
     rounds, chosen = play(asked.select(1), graded())
     extended = {ask.prompt.difficulty for asks in rounds for ask in asks if ask.first_sample}
     assert "0" in extended and "1" not in extended
-    assert chosen.stopped and all(kind_of(group) is Kind.FLAT_RIGHT for group in chosen.stopped)
+    assert chosen.stopped and all(kind_of(group) is Kind.ALL_CORRECT for group in chosen.stopped)
     assert all(group.weight == 1 for group in chosen.groups if kind_of(group) is not Kind.MIXED)
 
 
@@ -119,14 +135,22 @@ def test_probes_are_compared_with_what_was_predicted_of_them_not_with_what_they_
         selection = asked.select(1)
         _, chosen = play(selection, lambda prompt, i: float(i >= 4))
         assert any(kind_of(group) is Kind.MIXED for group in chosen.groups), "extended ones"
-        assert selection.metrics()["select/observed_mixed"] == 0.0 < selection.metrics()["select/predicted_mixed"]
+        assert (
+            selection.metrics()["select/observed_mixed"]
+            == 0.0
+            < selection.metrics()["select/predicted_mixed"]
+        )
 
 
 def test_a_prompt_that_hardly_gives_a_mixed_group_gets_half_a_probe() -> None:
     asked = selector(age=5)
     play_steps(asked, range(1, 40), graded())
-    sizes = {ask.samples for step in range(40, 60) for ask in play(asked.select(step), graded())[0][0]
-             if ask.first_sample == 0}  # fmt: skip
+    sizes = {
+        ask.samples
+        for step in range(40, 60)
+        for ask in play(asked.select(step), graded())[0][0]
+        if ask.first_sample == 0
+    }
     assert sizes == {2, 4, 8}
 
 
@@ -171,8 +195,12 @@ def test_no_question_is_asked_twice_in_a_step() -> None:
 
 @pytest.mark.parametrize("skip", ["solved", "flat"])
 @pytest.mark.parametrize(("floor", "age"), [(0.1, 10**6), (1e-9, 20)])
-def test_no_stratum_is_starved_whatever_is_believed_of_it(skip: str, floor: float, age: int) -> None:
-    """The floor alone gives each stratum its share of every pass over the data; the age alone each of its prompts."""
+def test_no_stratum_is_starved_whatever_is_believed_of_it(
+    skip: str, floor: float, age: int
+) -> None:
+    """The floor alone gives each stratum its share of every pass over the data; the age alone each
+    of its prompts.
+    """
     pool, steps = make_pool(64, tags=4), 100
     asked = selector(pool, skip=skip, floor=floor, age=age)
     drawn: dict[str, list[int]] = {prompt.id: [] for prompt in pool}
@@ -184,7 +212,11 @@ def test_no_stratum_is_starved_whatever_is_believed_of_it(skip: str, floor: floa
         own = [drawn[prompt.id] for prompt in pool if prompt.difficulty == tag]
         assert sum(map(len, own)) >= 0.08 * len(own) * asked.source.cursor.epoch, tag
     if age < steps:
-        waits = [after - before for each in drawn.values() for before, after in pairwise([0, *each, steps])]
+        waits = [
+            after - before
+            for each in drawn.values()
+            for before, after in pairwise([0, *each, steps])
+        ]
         assert max(waits) <= 2.5 * age, "half of the offers after `age` steps are taken"
 
 

@@ -27,11 +27,15 @@ def test_weights_of_a_probe_of_four_of_eight() -> None:
 def test_the_probability_is_the_share_of_mixed_pilots(scores: list[float], pilot: int) -> None:
     pilot = min(pilot, len(scores))
     pilots = list(combinations(scores, pilot))
-    assert pilot_mixed_probability(scores, pilot) == pytest.approx(sum(len(set(p)) > 1 for p in pilots) / len(pilots))
+    assert pilot_mixed_probability(scores, pilot) == pytest.approx(
+        sum(len(set(p)) > 1 for p in pilots) / len(pilots)
+    )
 
 
 @given(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=2, max_size=9), st.integers(1, 9))
-def test_the_probability_of_going_on_is_the_share_of_pilots_not_all_right(scores: list[float], pilot: int) -> None:
+def test_the_probability_of_going_on_is_the_share_of_pilots_not_all_right(
+    scores: list[float], pilot: int
+) -> None:
     pilot = min(pilot, len(scores))
     pilots = list(combinations(scores, pilot))
     unsolved = sum(len(set(p)) > 1 or p[0] < 0.5 for p in pilots)
@@ -40,7 +44,9 @@ def test_the_probability_of_going_on_is_the_share_of_pilots_not_all_right(scores
 
 def test_weights_where_only_solved_pilots_stop() -> None:
     found = [1 / pilot_unsolved_probability([1.0] * k + [0.0] * (8 - k), 4) for k in range(8)]
-    assert found == pytest.approx([1, 1, 1, 1, 70 / 69, 70 / 65, 70 / 55, 2]), "a rare success is never scaled up"
+    assert found == pytest.approx([1, 1, 1, 1, 70 / 69, 70 / 65, 70 / 55, 2]), (
+        "a rare success is never scaled up"
+    )
     drawn = group(1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0)
     assert extension_weight(drawn, 4, skip="solved") == pytest.approx(2)
 
@@ -52,15 +58,25 @@ def test_a_pilot_that_cannot_be_mixed_is_refused(pilot: int) -> None:
 
 
 def test_rollouts_without_a_verdict_are_in_no_weight() -> None:
-    drawn = group(1.0, None, 0.0, 0.0, 1.0, 0.0, None, 1.0)  # pilot: 3 of 6 verdicts, of which 3 are right
+    drawn = group(
+        1.0, None, 0.0, 0.0, 1.0, 0.0, None, 1.0
+    )  # pilot: 3 of 6 verdicts, of which 3 are right
     assert extension_weight(drawn, 4, skip="flat") == pytest.approx(1 / (1 - 2 / 20))
     reversed_order = msgspec.structs.replace(drawn, rollouts=drawn.rollouts[::-1])
-    assert extension_weight(reversed_order, 4, skip="flat") == extension_weight(drawn, 4, skip="flat")
+    assert extension_weight(reversed_order, 4, skip="flat") == extension_weight(
+        drawn, 4, skip="flat"
+    )
 
 
 def test_where_no_truth_is_known_the_weight_is_of_a_judges_rewards() -> None:
-    judged = [Verdict(reward=reward, correctness=None) for reward in (0.1, 0.9, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1)]
-    for skip in ("flat", "solved"):  # a judge's tie is not extended either way, however low its reward
+    judged = [
+        Verdict(reward=reward, correctness=None)
+        for reward in (0.1, 0.9, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1)
+    ]
+    for skip in (
+        "flat",
+        "solved",
+    ):  # a judge's tie is not extended either way, however low its reward
         assert extension_weight(group(*judged), 4, skip=skip) == pytest.approx(2.0)
 
 

@@ -28,7 +28,11 @@ def test_rounds_follow_until_enough_groups_are_mixed_and_the_surplus_is_cut() ->
     assert [group.group_id for group in chosen.groups] == ["g0", "g1", "g2", "g3", "g4", "g6"]
     assert [group.group_id for group in chosen.surplus] == ["g5", "g7"] and chosen.stopped == ()
     metrics = selection.metrics()
-    assert (metrics["select/rounds"], metrics["select/mixed"], metrics["select/surplus"]) == (2, 4, 2)
+    assert (metrics["select/rounds"], metrics["select/mixed"], metrics["select/surplus"]) == (
+        2,
+        4,
+        2,
+    )
     assert (metrics["select/rollouts"], metrics["select/observed_mixed"]) == (16, 0.75)
 
 
@@ -62,12 +66,17 @@ def test_the_budget_ends_a_step_that_is_not_full() -> None:
 
 def test_a_step_asks_no_question_twice_and_ends_with_the_pool() -> None:
     rounds, chosen = play(selector(make_pool(6), budget=100).select(1), mixed_tags())
-    assert sorted(group.prompt.id for group in chosen.groups) == [f"p{i}" for i in range(6)] and len(rounds) == 2
+    assert (
+        sorted(group.prompt.id for group in chosen.groups) == [f"p{i}" for i in range(6)]
+        and len(rounds) == 2
+    )
 
 
 def test_a_resumed_run_chooses_as_one_that_was_never_stopped() -> None:
     whole, first, resumed = selector(), selector(), selector()
     scores = mixed_tags("0", "3")
-    assert play_steps(whole, (1, 2, 3), scores, order=5) == play_steps(first, (1, 2, 3), scores, order=8)
+    assert play_steps(whole, (1, 2, 3), scores, order=5) == play_steps(
+        first, (1, 2, 3), scores, order=8
+    )
     resumed.restore(first.state())
     assert play_steps(resumed, (4, 5, 6), scores) == play_steps(whole, (4, 5, 6), scores)

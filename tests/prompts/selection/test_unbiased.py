@@ -1,4 +1,6 @@
-"""Screen-and-extend with its weights has the expected gradient of groups drawn in full; without them it has another."""
+"""Screen-and-extend with its weights has the expected gradient of groups drawn in full; without
+them it has another.
+"""
 
 from collections.abc import Callable
 from math import comb
@@ -7,7 +9,10 @@ import numpy as np
 import pytest
 
 from megatron_rl.credit.advantages import group_relative
-from megatron_rl.prompts.selection.importance_weights import pilot_mixed_probability, pilot_unsolved_probability
+from megatron_rl.prompts.selection.importance_weights import (
+    pilot_mixed_probability,
+    pilot_unsolved_probability,
+)
 
 N, PILOT = 8, 4
 PASS_RATES = np.array([0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85, 0.95])
@@ -20,14 +25,20 @@ def advantages_of(rewards: np.ndarray) -> np.ndarray:
 
 
 def coefficient(
-    p: float, probed: bool, weighted: bool, going_on: Callable[[list[float], int], float] = pilot_mixed_probability
+    p: float,
+    probed: bool,
+    weighted: bool,
+    going_on: Callable[[list[float], int], float] = pilot_mixed_probability,
 ) -> float:
-    """c(p) of E[sum_i A_i grad log pi_i] = c(p) grad p, by enumeration over k and over all pilots of each k."""
+    """c(p) of E[sum_i A_i grad log pi_i] = c(p) grad p, by enumeration over k and over all pilots
+    of each k.
+    """
     total = 0.0
     for k in range(1, N):
         scores = [1.0] * k + [0.0] * (N - k)
         advantages = group_relative(np.array(scores))
-        # grad log pi of a right sample is grad p / p in expectation, of a wrong one -grad p / (1 - p)
+        # grad log pi of a right sample is grad p / p in expectation, of a wrong one -grad p / (1 -
+        # p)
         value = advantages[:k].sum() / p - advantages[k:].sum() / (1 - p)
         chance = comb(N, k) * p**k * (1 - p) ** (N - k)
         mixed = going_on(scores, PILOT)
@@ -54,14 +65,21 @@ def test_so_it_does_where_only_solved_pilots_stop(p: float) -> None:
 
 
 class TabularPolicy:
-    """A softmax over six answers of each prompt; the first ones are right. Gradients are of the logits."""
+    """A softmax over six answers of each prompt; the first ones are right. Gradients are of the
+    logits.
+    """
 
     def __init__(self, seed: int) -> None:
         rng = np.random.default_rng(seed)
         self.right = np.arange(6) < rng.integers(1, 4, len(PASS_RATES))[:, None]
         mass = rng.uniform(0.2, 1, (len(PASS_RATES), 6))
-        for side, share in ((self.right, PASS_RATES[:, None]), (~self.right, 1 - PASS_RATES[:, None])):
-            mass = np.where(side, mass / np.where(side, mass, 0).sum(1, keepdims=True) * share, mass)
+        for side, share in (
+            (self.right, PASS_RATES[:, None]),
+            (~self.right, 1 - PASS_RATES[:, None]),
+        ):
+            mass = np.where(
+                side, mass / np.where(side, mass, 0).sum(1, keepdims=True) * share, mass
+            )
         self.probabilities = mass
 
     def gradients(self, draws: int, seed: int) -> dict[str, np.ndarray]:
@@ -72,9 +90,21 @@ class TabularPolicy:
             rewards = right[answers].astype(np.float64)
             k, pilot = rewards.sum(1).astype(int), rewards[:, :PILOT].sum(1)
             extended = (pilot > 0) & (pilot < PILOT)
-            weight = np.array([0.0, *(1 / pilot_mixed_probability([1.0] * j + [0.0] * (N - j), PILOT)
-                                      for j in range(1, N)), 0.0])[k]  # fmt: skip
-            for name, factor in (("full", np.ones(draws)), ("weighted", extended * weight), ("raw", extended * 1.0)):
+            weight = np.array(
+                [
+                    0.0,
+                    *(
+                        1 / pilot_mixed_probability([1.0] * j + [0.0] * (N - j), PILOT)
+                        for j in range(1, N)
+                    ),
+                    0.0,
+                ]
+            )[k]
+            for name, factor in (
+                ("full", np.ones(draws)),
+                ("weighted", extended * weight),
+                ("raw", extended * 1.0),
+            ):
                 scaled = advantages_of(rewards) * factor[:, None]
                 # sum_i A_i (onehot_i - p), and the advantages of a group add up to 0
                 per_answer = np.bincount(answers.ravel(), weights=scaled.ravel(), minlength=6)

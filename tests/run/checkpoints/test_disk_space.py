@@ -10,8 +10,8 @@ from safetensors import safe_open
 from megatron_rl.config.cli import compose
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.parameter_count import num_parameters
+from megatron_rl.run.checkpoints.disk_space import NotEnoughDiskSpace, bytes_needed, require_space
 from megatron_rl.run.checkpoints.saving import disk_space as space
-from megatron_rl.run.checkpoints.disk_space import NoSpace, bytes_needed, require_space
 
 ASSETS = Path(space.__file__).parents[1] / "models" / "assets"
 
@@ -26,23 +26,38 @@ def test_parameters_of_a_shape_are_those_of_its_checkpoint(model: str) -> None:
 
 
 def test_dense_layers_and_own_output_tables_count(tmp_path: Path) -> None:
-    shape = read_shape(next(path for path in ASSETS.iterdir() if (path / "model.safetensors").exists()))
+    shape = read_shape(
+        next(path for path in ASSETS.iterdir() if (path / "model.safetensors").exists())
+    )
     moe = dataclasses.replace(shape, tie_word_embeddings=True)
     dense = dataclasses.replace(moe, moe_layers=moe.moe_layers[1:])
-    experts = shape.num_experts * (3 * shape.hidden_size * shape.moe_ffn_hidden_size + shape.hidden_size)
-    assert num_parameters(moe) - num_parameters(dense) == experts - 3 * shape.hidden_size * shape.ffn_hidden_size
+    experts = shape.num_experts * (
+        3 * shape.hidden_size * shape.moe_ffn_hidden_size + shape.hidden_size
+    )
+    assert (
+        num_parameters(moe) - num_parameters(dense)
+        == experts - 3 * shape.hidden_size * shape.ffn_hidden_size
+    )
     own = dataclasses.replace(moe, tie_word_embeddings=False)
     assert num_parameters(own) - num_parameters(moe) == shape.vocab_size * shape.hidden_size
 
 
-def test_a_disk_without_room_is_refused_with_what_would_help(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_without_room_is_refused_with_what_would_help(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     c = compose([f"run.root={tmp_path}/new", "run.save_weights=true", "sync.transport=disk"])
     shape = read_shape(c.model.path)
     need, parameters = bytes_needed(c, shape), num_parameters(shape)
-    assert need["run.save_weights=true"] == 8 * parameters and need["sync.transport=disk"] == 4 * parameters
+    assert (
+        need["run.save_weights=true"] == 8 * parameters
+        and need["sync.transport=disk"] == 4 * parameters
+    )
     free: Any = lambda path: type("Usage", (), {"free": sum(need.values()) - 1})  # noqa: E731
     monkeypatch.setattr("shutil.disk_usage", free)
-    with pytest.raises(NoSpace, match=r"run\.root=.*MiB are free.*run\.save_weights=true.*run\.save_weights=false"):
+    with pytest.raises(
+        NotEnoughDiskSpace,
+        match=r"run\.root=.*MiB are free.*run\.save_weights=true.*run\.save_weights=false",
+    ):
         require_space(c, shape)
     without = dataclasses.replace(c, run=dataclasses.replace(c.run, save_weights=False))
     require_space(without, shape)

@@ -11,11 +11,15 @@ import pytest
 from megatron_rl.config.schema import RunSettings
 from megatron_rl.contracts.commands import Checkpoint, Command
 from megatron_rl.contracts.exit_codes import ExitCode
-from megatron_rl.records.progress import Progress
 from megatron_rl.contracts.run_state import PromptCursor, RunState, SelectorState
+from megatron_rl.records.progress import Progress
+from megatron_rl.run.checkpoints.manager import (
+    CheckpointManager,
+    CheckpointNotSaved,
+    StoppedAfterSave,
+)
 from megatron_rl.run.checkpoints.saving import SavedCheckpoint
-from megatron_rl.run.checkpoints.manager import CheckpointNotSaved, Keeper, StoppedAfterSave
-from megatron_rl.run.supervision.stop_request import StepGivenUp, StopRequest
+from megatron_rl.run.supervision.stop_request import StepAborted, StopRequest
 from tests.support.checkpoints import make_state
 from tests.support.leaders import Stage, lead
 
@@ -40,9 +44,14 @@ class Ranks:
 
 
 def keeper(
-    ranks: Ranks, stop: StopRequest, *, stream: Any = None, request: Path = Path("/nowhere"), **run: Any
-) -> Keeper:
-    return Keeper(
+    ranks: Ranks,
+    stop: StopRequest,
+    *,
+    stream: Any = None,
+    request: Path = Path("/nowhere"),
+    **run: Any,
+) -> CheckpointManager:
+    return CheckpointManager(
         settings=RunSettings(**({"checkpoint_every": 2} | run)),
         facts={"seed": 0},
         world_size=1,
@@ -64,16 +73,24 @@ def test_checkpoints_come_every_few_steps_and_at_the_end(tmp_path: Path) -> None
     ranks = Ranks()
     stage = lead(Stage(), tmp_path, steps=5, keeper=keeper(ranks, stop_request()))
     assert [state.step for state in ranks.saved] == [2, 4, 5]
-    assert [state.position.version for state in ranks.saved] == [2, 4, 5] and ranks.saved[0].optimizer_steps == 7
-    assert [state.position.selection.prompts.position for state in ranks.saved] == [2, 4, 5], "prompts that were taken"
+    assert [state.position.version for state in ranks.saved] == [2, 4, 5] and ranks.saved[
+        0
+    ].optimizer_steps == 7
+    assert [state.position.selection.prompts.position for state in ranks.saved] == [2, 4, 5], (
+        "prompts that were taken"
+    )
     assert "time/checkpoint" in stage.logged[3] and "time/checkpoint" not in stage.logged[2]
     assert stage.said[-1] == "stop"
 
 
-def test_a_run_that_is_told_to_stop_ends_its_step_saves_and_asks_to_be_started_again(tmp_path: Path) -> None:
+def test_a_run_that_is_told_to_stop_ends_its_step_saves_and_asks_to_be_started_again(
+    tmp_path: Path,
+) -> None:
     ranks, stop = Ranks(), stop_request()
     stage = Stage(on_train=lambda step: stop.take(signal.SIGUSR1) if step == 3 else None)
-    with pytest.raises(StoppedAfterSave, match=r"SIGUSR1.*after step 3; start it again with run\.resume=auto") as told:
+    with pytest.raises(
+        StoppedAfterSave, match=r"SIGUSR1.*after step 3; start it again with run\.resume=auto"
+    ) as told:
         lead(stage, tmp_path, steps=9, keeper=keeper(ranks, stop))
     assert told.value.exit_code is ExitCode.REQUEUE == 75
     assert [state.step for state in ranks.saved] == [2, 3]
@@ -94,7 +111,9 @@ def test_a_step_that_has_trained_nothing_is_given_up_when_time_runs_out(tmp_path
     with pytest.raises(StoppedAfterSave):
         lead(Stage(on_draw=on_draw), tmp_path, steps=9, keeper=keeper(ranks, stop))
     assert [state.step for state in ranks.saved] == [2, 3]
-    assert ranks.saved[-1].position.selection.prompts.position == 3, "the prompts of step 4 are drawn again"
+    assert ranks.saved[-1].position.selection.prompts.position == 3, (
+        "the prompts of step 4 are drawn again"
+    )
 
 
 def test_a_file_asks_as_a_signal_does(tmp_path: Path) -> None:
@@ -112,7 +131,7 @@ def test_a_step_that_trains_is_never_given_up() -> None:
     now[0] = 9.0
     stop.check_time()
     stop.nothing_trained = True
-    with pytest.raises(StepGivenUp):
+    with pytest.raises(StepAborted):
         stop.check_time()
     assert not stop.expired
     now[0] = 10.5
@@ -120,12 +139,25 @@ def test_a_step_that_trains_is_never_given_up() -> None:
 
 
 def test_a_save_that_fails_ends_the_run_or_is_told(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointNotSaved, match=r"step 4 cannot be saved: disk full; that of step 2 is still whole"):
+    with pytest.raises(
+        CheckpointNotSaved,
+        match=r"step 4 cannot be saved: disk full; that of step 2 is still whole",
+    ):
         lead(Stage(), tmp_path, steps=5, keeper=keeper(Ranks("", "disk full"), stop_request()))
     said, ranks = io.StringIO(), Ranks("disk full")
-    stage = lead(Stage(), tmp_path, steps=5, keeper=keeper(ranks, stop_request(), stream=said, on_failed_save="go_on"))
-    assert "warning: the checkpoint of step 2 cannot be saved: disk full; there is none before it" in said.getvalue()
-    assert stage.logged[3]["checkpoint/failed"] == 1.0 and [state.step for state in ranks.saved] == [2, 4, 5]
+    stage = lead(
+        Stage(),
+        tmp_path,
+        steps=5,
+        keeper=keeper(ranks, stop_request(), stream=said, on_failed_save="go_on"),
+    )
+    assert (
+        "warning: the checkpoint of step 2 cannot be saved: disk full; there is none before it"
+        in said.getvalue()
+    )
+    assert stage.logged[3]["checkpoint/failed"] == 1.0 and [
+        state.step for state in ranks.saved
+    ] == [2, 4, 5]
 
 
 def test_saves_in_the_background_are_settled_before_the_next_and_at_the_end(tmp_path: Path) -> None:
@@ -133,19 +165,26 @@ def test_saves_in_the_background_are_settled_before_the_next_and_at_the_end(tmp_
     lead(Stage(), tmp_path, steps=5, keeper=keeper(ranks, stop_request(), background_saves=True))
     assert ranks.said == ["begin 2", "settle", "begin 4", "settle", "save 5"]
     with pytest.raises(CheckpointNotSaved, match=r"step 2 cannot be saved: disk full"):
-        lead(Stage(), tmp_path, steps=5, keeper=keeper(Ranks("disk full"), stop_request(), background_saves=True))
+        lead(
+            Stage(),
+            tmp_path,
+            steps=5,
+            keeper=keeper(Ranks("disk full"), stop_request(), background_saves=True),
+        )
 
 
-def test_a_run_that_is_told_during_a_background_save_ends_with_that_checkpoint(tmp_path: Path) -> None:
+def test_a_run_that_is_told_during_a_background_save_ends_with_that_checkpoint(
+    tmp_path: Path,
+) -> None:
     stop = stop_request()
 
-    class Told(Ranks):
+    class ScoredRollouts(Ranks):
         def run(self, command: Command) -> SavedCheckpoint | None:
             if isinstance(command, Checkpoint) and command.step == 4:
                 stop.take(signal.SIGUSR1)
             return super().run(command)
 
-    ranks = Told()
+    ranks = ScoredRollouts()
     with pytest.raises(StoppedAfterSave, match="after step 4"):
         lead(Stage(), tmp_path, steps=9, keeper=keeper(ranks, stop, background_saves=True))
     assert ranks.said == ["begin 2", "settle", "begin 4", "settle"]
@@ -171,7 +210,9 @@ def test_signals_are_requests_once_there_is_something_to_save() -> None:
     stop = StopRequest(10.0)
     assert not stop.take(signal.SIGTERM) and stop.asked is None
     stop.accept()
-    assert stop.take(signal.SIGTERM) and stop.take(signal.SIGTERM), "Slurm and torchrun both send it"
+    assert stop.take(signal.SIGTERM) and stop.take(signal.SIGTERM), (
+        "Slurm and torchrun both send it"
+    )
     assert stop.asked == "SIGTERM" and not stop.take(signal.SIGINT)
 
 
@@ -189,7 +230,10 @@ def test_a_run_that_its_accuracy_ended_trains_no_more_when_it_goes_on(tmp_path: 
     evals = {"every": 1, "stop_at": 0.6}
     stage = lead(Stage(), tmp_path, steps=9, evals=evals, position=position, stream=said)
     assert stage.said == ["save step-3", "finish", "stop"], "what it was killed before"
-    assert "nothing is left to train after step 3: raise eval.stop_at to train further" in said.getvalue()
+    assert (
+        "nothing is left to train after step 3: raise eval.stop_at to train further"
+        in said.getvalue()
+    )
     raised = lead(Stage(), tmp_path, steps=4, evals=evals | {"stop_at": 0.9}, position=position)
     assert "train 4" in raised.said
     said = io.StringIO()
@@ -203,6 +247,8 @@ def test_a_run_goes_on_behind_its_checkpoint(tmp_path: Path) -> None:
         3, version=3, selection=SelectorState(prompts=cursor), accuracies=(0.4,), nonfinite=1
     ).position
     stage = lead(Stage(finite=[False]), tmp_path, steps=5, position=position, max_nonfinite_steps=3)
-    assert stage.said[:3] == ["sync 3", "draw step-4", "train 4"], "the engines get the checkpoint's weights first"
+    assert stage.said[:3] == ["sync 3", "draw step-4", "train 4"], (
+        "the engines get the checkpoint's weights first"
+    )
     assert sorted(stage.logged) == [4, 5] and stage.cursor.position == 5
     assert stage.version == 5

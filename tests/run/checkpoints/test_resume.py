@@ -11,12 +11,19 @@ import pytest
 from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import Configuration
 from megatron_rl.records.progress import Progress
-from megatron_rl.run.checkpoints.saving.resumed_directory import claim
 from megatron_rl.records.run_directory import RunDirectory, RunDirectoryTaken
 from megatron_rl.records.run_lock import claim_run, hold_run
-from megatron_rl.run.checkpoints.store import Shelf
+from megatron_rl.run.checkpoints.resume import (
+    CheckpointOfOtherRun,
+    NoCompleteCheckpoint,
+    ResumePoint,
+    find_start,
+    open_directory,
+    settings_of,
+)
+from megatron_rl.run.checkpoints.resumed_directory import claim
+from megatron_rl.run.checkpoints.store import CheckpointStore
 from megatron_rl.run.rank import Rank
-from megatron_rl.run.checkpoints.resume import NoWholeCheckpoint, OtherRun, Start, find_start, open_directory, settings_of
 from tests.support.checkpoints import make_state, save_checkpoint
 
 NOTHING: Any = None
@@ -28,10 +35,10 @@ def configured(root: Path, *overrides: str) -> Configuration:
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> Shelf:
+def shelf(tmp_path: Path) -> CheckpointStore:
     """Three checkpoints of a run that was killed."""
-    directory = open_directory(configured(tmp_path), Start())
-    shelf = Shelf(directory.checkpoints)
+    directory = open_directory(configured(tmp_path), ResumePoint())
+    shelf = CheckpointStore(directory.checkpoints)
     for step in (5, 10, 15):
         save_checkpoint(shelf, step, settings_of(configured(tmp_path, "run.resume=auto")))
     return shelf
@@ -40,11 +47,13 @@ def shelf(tmp_path: Path) -> Shelf:
 def test_a_new_run_begins_at_its_start_checkpoint(tmp_path: Path) -> None:
     for overrides in ((), ("run.resume=auto",)):
         c = configured(tmp_path, *overrides)
-        assert find_start(c, JOB) == Start()
-    assert open_directory(c, Start()).metrics_file.parent == tmp_path / "job"
+        assert find_start(c, JOB) == ResumePoint()
+    assert open_directory(c, ResumePoint()).metrics_file.parent == tmp_path / "job"
 
 
-def test_the_newest_whole_checkpoint_is_taken_and_damaged_ones_are_named(tmp_path: Path, shelf: Shelf) -> None:
+def test_the_newest_whole_checkpoint_is_taken_and_damaged_ones_are_named(
+    tmp_path: Path, shelf: CheckpointStore
+) -> None:
     flipped = bytearray((shelf.path(15) / "tensors").read_bytes())
     flipped[0] ^= 1
     (shelf.path(15) / "tensors").write_bytes(flipped)
@@ -53,13 +62,18 @@ def test_the_newest_whole_checkpoint_is_taken_and_damaged_ones_are_named(tmp_pat
     start = find_start(c, JOB)
     assert start.checkpoint == shelf.path(5) and start.state is not None and start.state.step == 5
     newest, middle = start.damaged
-    assert "iter_0000015: tensors is not what was saved" in newest and "iter_0000010: tensors is missing" in middle
+    assert (
+        "iter_0000015: tensors is not what was saved" in newest
+        and "iter_0000010: tensors is missing" in middle
+    )
     open_directory(c, start)
     assert [path.name for path in shelf.saved()] == ["iter_0000005"]
     assert (shelf.folder / "iter_0000015.damaged-1/tensors").exists()
 
 
-def test_what_the_dying_run_before_still_prunes_is_not_taken(tmp_path: Path, shelf: Shelf) -> None:
+def test_what_the_dying_run_before_still_prunes_is_not_taken(
+    tmp_path: Path, shelf: CheckpointStore
+) -> None:
     alive, c = hold_run(shelf.folder.parent), configured(tmp_path, "run.resume=auto")
 
     def die() -> None:
@@ -80,47 +94,55 @@ def test_going_on_without_checkpoints_is_said(tmp_path: Path) -> None:
     for overrides, warned in (((), True), (("run.checkpoint_every=2",), False)):
         said = io.StringIO()
         c = configured(tmp_path, "run.resume=auto", *overrides)
-        Rank(c, Progress(1, enabled=True, stream=said), NOTHING, NOTHING).tell(Start())
+        Rank(c, Progress(1, enabled=True, stream=said), NOTHING, NOTHING).tell(ResumePoint())
         assert ("run.checkpoint_every=0 saves none" in said.getvalue()) == warned
 
 
-def test_a_run_without_any_whole_checkpoint_is_not_started_anew_in_silence(tmp_path: Path, shelf: Shelf) -> None:
+def test_a_run_without_any_whole_checkpoint_is_not_started_anew_in_silence(
+    tmp_path: Path, shelf: CheckpointStore
+) -> None:
     for path in shelf.saved():
         (path / "manifest.json").unlink()
-    with pytest.raises(NoWholeCheckpoint, match=r"iter_0000015: manifest\.json cannot be read.*iter_0000005"):
+    with pytest.raises(
+        NoCompleteCheckpoint, match=r"iter_0000015: manifest\.json cannot be read.*iter_0000005"
+    ):
         find_start(configured(tmp_path, "run.resume=auto"), JOB)
 
 
-def test_another_run_begins_from_a_run_or_one_of_its_checkpoints(tmp_path: Path, shelf: Shelf) -> None:
+def test_another_run_begins_from_a_run_or_one_of_its_checkpoints(
+    tmp_path: Path, shelf: CheckpointStore
+) -> None:
     for given, step in ((tmp_path / "job", 15), (shelf.folder, 15), (shelf.path(10), 10)):
         c = configured(tmp_path, f"run.resume={given}", "run.name=other")
         assert find_start(c, JOB).checkpoint == shelf.path(step)
     assert open_directory(c, find_start(c, JOB)).path == tmp_path / "other"
     assert len(shelf.saved()) == 3
     (tmp_path / "empty").mkdir()
-    with pytest.raises(NoWholeCheckpoint, match="empty"):
+    with pytest.raises(NoCompleteCheckpoint, match="empty"):
         find_start(configured(tmp_path, f"run.resume={tmp_path}/empty", "run.name=third"), JOB)
 
 
 def test_what_may_change_is_told_and_what_may_not_is_refused(tmp_path: Path) -> None:
     old = settings_of(configured(tmp_path, "optimizer.lr=0.1", "parallel.ep=1"))
-    start = Start(tmp_path, make_state(5, old))
+    start = ResumePoint(tmp_path, make_state(5, old))
     c = configured(tmp_path, "optimizer.lr=0.2", "run.resume=auto", "run.checkpoint_every=3")
     assert start.changed(c) == ["optimizer.lr: 0.1 -> 0.2"]
-    with pytest.raises(OtherRun, match=r"data\.seed: 0 -> 7.*Give the old ones"):
+    with pytest.raises(CheckpointOfOtherRun, match=r"data\.seed: 0 -> 7.*Give the old ones"):
         start.changed(configured(tmp_path, "optimizer.lr=0.1", "data.seed=7"))
 
 
-def test_a_path_may_be_written_in_another_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_may_be_written_in_another_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rollouts").mkdir()
     (tmp_path / "linked").symlink_to(tmp_path / "rollouts")
     train_only = ("mode=train_only", "run.resume=auto")
     old = settings_of(configured(tmp_path, *train_only, f"rollout.recorded={tmp_path}/rollouts"))
-    start = Start(tmp_path, make_state(5, old))
+    start = ResumePoint(tmp_path, make_state(5, old))
     for same in ("rollouts", "./linked", f"{tmp_path}/linked/../rollouts"):
         assert start.changed(configured(tmp_path, *train_only, f"rollout.recorded={same}")) == []
-    with pytest.raises(OtherRun, match=r"rollout\.recorded: '.*rollouts' -> '.'"):
+    with pytest.raises(CheckpointOfOtherRun, match=r"rollout\.recorded: '.*rollouts' -> '.'"):
         start.changed(configured(tmp_path, *train_only, "rollout.recorded=."))
 
 

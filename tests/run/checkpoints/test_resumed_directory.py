@@ -9,21 +9,23 @@ import pytest
 from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import Configuration, LoggerSettings
 from megatron_rl.contracts.exit_codes import ExitCode
+from megatron_rl.contracts.run_state import LoopState
 from megatron_rl.records.exit_record import read_exit_record, write_exit_record
 from megatron_rl.records.metrics_log import MetricsLog
 from megatron_rl.records.past_run import read_metrics, read_settings
-from megatron_rl.run.checkpoints.saving.resumed_directory import claim, reopen
 from megatron_rl.records.run_directory import RunDirectory, RunDirectoryTaken
 from megatron_rl.records.run_lock import hold_run
-from megatron_rl.contracts.run_state import Position
+from megatron_rl.run.checkpoints.resumed_directory import claim, reopen
 from tests.support.checkpoints import make_state
 
 
 def configured(root: Path, *overrides: str) -> Configuration:
-    return compose(["experiment=smoke", f"run.root={root}", "run.name=job", "run.resume=auto", *overrides])
+    return compose(
+        ["experiment=smoke", f"run.root={root}", "run.name=job", "run.resume=auto", *overrides]
+    )
 
 
-def after(step: int, **position: Any) -> Position:
+def after(step: int, **position: Any) -> LoopState:
     return make_state(step, **position).position
 
 
@@ -45,12 +47,16 @@ def test_steps_after_the_checkpoint_are_cut_and_kept_aside(tmp_path: Path) -> No
     reopen(configured(tmp_path, "optimizer.lr=0.5"), after(3))
     assert [record["step"] for record in read_metrics(directory.path)] == [0, 1, 2, 3]
     aside = (directory.path / "resumed/001/metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in aside[:2]] == [4, 5] and aside[2:] == ['{"step": 6, "tr']
+    assert [json.loads(line)["step"] for line in aside[:2]] == [4, 5] and aside[2:] == [
+        '{"step": 6, "tr'
+    ]
     assert read_exit_record(directory.path) is None
     assert read_settings(directory.path)["optimizer.lr"] == 0.5
     assert read_settings(directory.path / "resumed/001")["optimizer.lr"] != 0.5
     reopen(configured(tmp_path, "optimizer.lr=0.5"), after(3))
-    assert [path.name for path in (directory.path / "resumed").iterdir()] == ["001"], "there was nothing to keep aside"
+    assert [path.name for path in (directory.path / "resumed").iterdir()] == ["001"], (
+        "there was nothing to keep aside"
+    )
 
 
 def test_tensorboard_hides_the_steps_that_are_done_again(tmp_path: Path) -> None:
@@ -61,7 +67,13 @@ def test_tensorboard_hides_the_steps_that_are_done_again(tmp_path: Path) -> None
         log.write(4, {"train/loss": 40.0})
     events = EventAccumulator(str(directory.tensorboard))
     events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(0, 0), (1, 1), (2, 2), (3, 3), (4, 40)]
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [
+        (0, 0),
+        (1, 1),
+        (2, 2),
+        (3, 3),
+        (4, 40),
+    ]
 
 
 def test_a_run_without_a_checkpoint_begins_again_in_its_directory(tmp_path: Path) -> None:
@@ -71,9 +83,11 @@ def test_a_run_without_a_checkpoint_begins_again_in_its_directory(tmp_path: Path
     assert (directory.path / "resumed/001/tensorboard").is_dir()
 
 
-def test_a_living_run_is_waited_for_and_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_living_run_is_waited_for_and_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory, c = run_of_steps(tmp_path, 5), configured(tmp_path)
-    monkeypatch.setattr("megatron_rl.run.checkpoints.saving.resumed_directory._PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr("megatron_rl.run.checkpoints.resumed_directory._PATIENCE_SECONDS", 0.1)
     with hold_run(directory.path), pytest.raises(RunDirectoryTaken, match="still alive"):
         claim(c)
     claimed = claim(c)

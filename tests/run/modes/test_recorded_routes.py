@@ -7,14 +7,18 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.cli import compose
+from megatron_rl.engines.engines import Engines
 from megatron_rl.models.families import read_shape
 from megatron_rl.records.run_directory import RunDirectory
-from megatron_rl.engines.engines import Engines
 from tests.support.engines import ONLY_RANK
 
 
-@pytest.mark.parametrize(("replay", "asked"), [("rollout", True), ("trainer", False), ("off", False)])
-def test_routes_are_recorded_and_returned_where_they_are_replayed(tmp_path: Path, replay: str, asked: bool) -> None:
+@pytest.mark.parametrize(
+    ("replay", "asked"), [("rollout", True), ("trainer", False), ("off", False)]
+)
+def test_routes_are_recorded_and_returned_where_they_are_replayed(
+    tmp_path: Path, replay: str, asked: bool
+) -> None:
     configuration = compose(["experiment=smoke", f"train.replay={replay}"])
     shape = read_shape(configuration.model.path)
     job = dataclasses.replace(ONLY_RANK, local_rank=1, local_world_size=2)  # it starts nothing

@@ -19,12 +19,28 @@ class BadPrompts(Failure, ValueError):
     [
         (BadPrompts("train.jsonl line 3: empty"), ExitCode.BAD_DATA, "train.jsonl line 3: empty"),
         (EngineError("no answer"), ExitCode.ENGINE_FAILED, "no answer"),
-        (WeightMismatch("http://e", 3, ["lm_head.weight"]), ExitCode.SYNC_MISMATCH, "lm_head.weight"),
-        (OSError(errno.ENOSPC, "No space left", "/runs/a.bin"), ExitCode.CANNOT_WRITE, "/runs/a.bin cannot be written"),
-        (RuntimeError("I/O error: Read-only file system (os error 30)"), ExitCode.CANNOT_WRITE, "read-only"),
+        (
+            WeightMismatch("http://e", 3, ["lm_head.weight"]),
+            ExitCode.SYNC_MISMATCH,
+            "lm_head.weight",
+        ),
+        (
+            OSError(errno.ENOSPC, "No space left", "/runs/a.bin"),
+            ExitCode.CANNOT_WRITE,
+            "/runs/a.bin cannot be written",
+        ),
+        (
+            RuntimeError("I/O error: Read-only file system (os error 30)"),
+            ExitCode.CANNOT_WRITE,
+            "read-only",
+        ),
         (FileNotFoundError(errno.ENOENT, "No such file", "/x"), None, "FileNotFoundError"),
         (dist.DistBackendError("timed out"), ExitCode.PEER_FAILED, "timed out"),
-        (RuntimeError("Connection closed by peer [127.0.0.1]"), ExitCode.PEER_FAILED, "another rank is gone"),
+        (
+            RuntimeError("Connection closed by peer [127.0.0.1]"),
+            ExitCode.PEER_FAILED,
+            "another rank is gone",
+        ),
         (RuntimeError("shapes differ"), None, "RuntimeError: shapes differ"),
         (ValueError("bug"), None, "ValueError: bug"),
     ],
@@ -37,7 +53,10 @@ def test_codes_and_reasons(error: BaseException, code: ExitCode | None, text: st
 
 def test_every_failure_of_the_bridge_has_a_documented_code() -> None:
     kinds = [EngineError, *EngineError.__subclasses__()]
-    assert {ExitCode(kind.exit_code) for kind in kinds} == {ExitCode.ENGINE_FAILED, ExitCode.SYNC_MISMATCH}
+    assert {ExitCode(kind.exit_code) for kind in kinds} == {
+        ExitCode.ENGINE_FAILED,
+        ExitCode.SYNC_MISMATCH,
+    }
 
 
 def test_only_engine_trouble_may_be_explained_by_a_dead_engine() -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.run.supervision.local_ranks import LocalRanks
 from sglang_bridge import process_table
 from sglang_bridge.process_table import lives
-from megatron_rl.run.supervision.local_ranks import Siblings
 from tests.support.siblings import environment, ranks
 
 LOOK = """
@@ -24,15 +24,21 @@ for line in sys.stdin:
 
 
 def test_without_torchrun_there_are_none() -> None:
-    alone = Siblings.of({})
-    assert (alone.rank, alone.dead(), alone.leads(), alone.orphaned, alone.has_spoken()) == (0, [], True, False, False)
-    by_hand = Siblings.of({"RANK": "3", "WORLD_SIZE": "4"})
+    alone = LocalRanks.of({})
+    assert (alone.rank, alone.dead(), alone.leads(), alone.orphaned, alone.has_spoken()) == (
+        0,
+        [],
+        True,
+        False,
+        False,
+    )
+    by_hand = LocalRanks.of({"RANK": "3", "WORLD_SIZE": "4"})
     assert (by_hand.rank, by_hand.dead()) == (3, [])
 
 
 def test_a_killed_rank_is_missed_before_and_after_torchrun_reaps_it(tmp_path: Path) -> None:
     with ranks(3, tmp_path) as jobs:
-        siblings = Siblings(rank=0, local_rank=0, count=3, agent=os.getpid())
+        siblings = LocalRanks(rank=0, local_rank=0, count=3, agent=os.getpid())
         assert siblings.living() == {0, 1, 2}
         jobs[1].send_signal(signal.SIGKILL)
         os.waitid(os.P_PID, jobs[1].pid, os.WEXITED | os.WNOWAIT)  # a zombie by now
@@ -41,10 +47,12 @@ def test_a_killed_rank_is_missed_before_and_after_torchrun_reaps_it(tmp_path: Pa
         assert siblings.living() == {0, 2}
 
 
-def test_a_rank_that_was_started_a_moment_ago_is_not_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_was_started_a_moment_ago_is_not_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The kernel shows the environment of a process that is forked once its program is loaded."""
     with ranks(3, tmp_path) as jobs:
-        siblings = Siblings(rank=1, local_rank=1, count=3, agent=os.getpid())
+        siblings = LocalRanks(rank=1, local_rank=1, count=3, agent=os.getpid())
         read, unread = process_table._environment, {jobs[0].pid: 3}
 
         def hidden_at_first(pid: int) -> bytes:
@@ -52,16 +60,20 @@ def test_a_rank_that_was_started_a_moment_ago_is_not_dead(tmp_path: Path, monkey
             return b"" if unread[pid] >= 0 else read(pid)
 
         monkeypatch.setattr(process_table, "_environment", hidden_at_first)
-        monkeypatch.setattr(Siblings, "orphaned", False)  # their agent is this process, not its parent
+        monkeypatch.setattr(
+            LocalRanks, "orphaned", False
+        )  # their agent is this process, not its parent
         assert siblings.dead() == []
         unread[jobs[0].pid] = 3
         assert not siblings.leads()
 
 
-def test_a_rank_that_is_killed_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Siblings, "orphaned", False)
+def test_a_rank_that_is_killed_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalRanks, "orphaned", False)
     with ranks(2, tmp_path) as jobs:
-        siblings = Siblings(rank=0, local_rank=0, count=2, agent=os.getpid())
+        siblings = LocalRanks(rank=0, local_rank=0, count=2, agent=os.getpid())
         assert siblings.dead() == []
         jobs[1].kill()
         os.waitid(os.P_PID, jobs[1].pid, os.WEXITED | os.WNOWAIT)
@@ -104,7 +116,7 @@ def test_the_lowest_living_rank_leads(tmp_path: Path) -> None:
 
 
 def test_words_of_any_rank_of_the_node_are_heard(tmp_path: Path) -> None:
-    siblings = Siblings.of(environment(0, 2, tmp_path))
+    siblings = LocalRanks.of(environment(0, 2, tmp_path))
     environment(1, 2, tmp_path)
     assert not siblings.has_spoken()
     (tmp_path / "1" / "error.json").write_text("{}")

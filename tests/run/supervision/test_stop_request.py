@@ -1,4 +1,7 @@
-"""A signal that leaves time to save does not end a process, until its time is over. Each case is a process."""
+"""A signal that leaves time to save does not end a process, until its time is over.
+
+Each case is a process.
+"""
 
 import signal
 
@@ -43,5 +46,7 @@ def test_a_run_that_takes_too_long_ends_as_it_stands() -> None:
 
 
 def test_an_interrupt_by_hand_waits_for_nothing() -> None:
-    code, errors, seconds = run(REQUEST + "asked(30.0, lambda stop: sleeping())", signal.SIGTERM, signal.SIGINT)
+    code, errors, seconds = run(
+        REQUEST + "asked(30.0, lambda stop: sleeping())", signal.SIGTERM, signal.SIGINT
+    )
     assert code == 130 and "told to stop (SIGINT)" in errors and seconds < 8

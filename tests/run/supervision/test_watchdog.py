@@ -1,4 +1,6 @@
-"""Nothing holds the end of a process: its reason arrives first, and its code in time. Each case is a process."""
+"""Nothing holds the end of a process: its reason arrives first, and its code in time. Each case is
+a process.
+"""
 
 import signal
 import subprocess
@@ -52,7 +54,11 @@ def run(work, *, check=None, rank=None, end_seconds=2.0):
 def run(code: str, *numbers: signal.Signals) -> tuple[int, str, float]:
     """Exit code, standard error and the seconds from the first signal (or `ready`) to the end."""
     job = subprocess.Popen(
-        [sys.executable, "-c", HEAD + code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", HEAD + code],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert job.stdout is not None
     assert job.stdout.readline() == "ready\n", job.communicate()[1]
@@ -68,7 +74,10 @@ def run(code: str, *numbers: signal.Signals) -> tuple[int, str, float]:
 def test_a_signal_ends_a_run_that_works(number: signal.Signals) -> None:
     code, errors, seconds = run("run(sleeping)", number)
     assert code == 128 + number and seconds < 5
-    assert errors.strip().splitlines()[0] == f"the run was told to stop ({number.name})" and "Traceback" not in errors
+    assert (
+        errors.strip().splitlines()[0] == f"the run was told to stop ({number.name})"
+        and "Traceback" not in errors
+    )
 
 
 def test_a_run_under_nohup_outlives_its_terminal() -> None:
@@ -86,8 +95,11 @@ def test_a_second_signal_does_not_cut_the_clean_up_short() -> None:
     slow = "def abandon():\n    time.sleep(1.0)\n    Path(sys.argv[0] or '.').exists(); os.write(1, b'cleaned up')\n"
     job = subprocess.Popen(
         [sys.executable, "-c", HEAD + slow + "run(sleeping, rank=Rank(abandon), end_seconds=10.0)"],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert job.stdout is not None and job.stdout.readline() == "ready\n"
     for _ in range(3):
         job.send_signal(signal.SIGINT)
@@ -111,7 +123,10 @@ def test_what_a_process_started_ends_with_it_even_if_it_was_stopped() -> None:
     deadline = time.monotonic() + 5
     while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not Path(f"/proc/{pid}").exists() or "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    assert (
+        not Path(f"/proc/{pid}").exists()
+        or "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    )
 
 
 def test_a_dead_engine_is_noticed_while_the_main_thread_waits_for_it() -> None:
@@ -140,10 +155,15 @@ def test_a_run_is_not_ended_by_a_signal_after_it_is_complete(tmp_path: Path) -> 
     assert run(code, signal.SIGTERM)[:2] == (0, "")
 
 
-def test_trouble_with_closing_a_complete_run_is_a_line_and_no_failure(capsys: pytest.CaptureFixture[str]) -> None:
+def test_trouble_with_closing_a_complete_run_is_a_line_and_no_failure(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     class Broken:
         def close(self) -> None:
             raise RuntimeError("no such group")
 
     close(Broken())  # type: ignore[arg-type]
-    assert capsys.readouterr().err == "the run is complete; closing it met RuntimeError: no such group\n"
+    assert (
+        capsys.readouterr().err
+        == "the run is complete; closing it met RuntimeError: no such group\n"
+    )
