@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_rl.config.schema import ModelSettings, ParallelSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
-from megatron_rl.contracts.run_state import RunState, read_state
+from megatron_rl.contracts.run_state import RunState
 from megatron_rl.models.checkpoint_inspection import inspect_checkpoint
 from megatron_rl.models.families import read_shape
 from megatron_rl.records.progress import Progress
 from megatron_rl.records.write_errors import free_bytes, write_problem
+from megatron_rl.run.checkpoints.state_file import read_state
 
 if TYPE_CHECKING:
     from megatron_rl.mcore.job import Job

@@ -179,8 +179,8 @@ def measure(directory: Path, overrides: Sequence[str]) -> int:
 def _gaps(c: Configuration, layout: Any, directory: Path) -> Gaps:
     from launch.studies.policy_gaps import measure_gaps
     from megatron_rl.credit.assign import Credit
-    from megatron_rl.engines.engines import route_shape
     from megatron_rl.losses import open_loss
+    from megatron_rl.models.route_shape import route_shape
     from megatron_rl.planning.step_planner import StepPlanner
     from megatron_rl.rollouts.recorded import UnfitRollout, fitting
     from megatron_rl.rollouts.recording import batch_directory, read_groups

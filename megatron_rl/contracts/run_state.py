@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import msgspec
 
-from megatron_rl.config.schema import EvalSettings, TrainSettings
 from megatron_rl.contracts.belief_state import BeliefState
 from megatron_rl.contracts.wire_types import Count
 
-NAME = "state.json"
-_FORMAT = 1
+STATE_FORMAT = 1
 
 
 class PromptCursor(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,40 +69,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     optimizer_steps: Count
     world_size: Count
     settings: dict[str, Any]
-    format: int = _FORMAT
+    format: int = STATE_FORMAT
 
     @property
     def step(self) -> int:
         return self.position.step
-
-
-def reached(accuracies: Sequence[float], settings: EvalSettings) -> bool:
-    """Whether the mean of the last `eval.stop_average` evaluations is what the run was to stop at."""
-    if settings.stop_at is None or len(accuracies) < settings.stop_average:
-        return False
-    return fmean(list(accuracies)[-settings.stop_average :]) >= settings.stop_at
-
-
-def ended_by(
-    step: int, accuracies: Sequence[float], train: TrainSettings, evals: EvalSettings
-) -> str:
-    """The key that leaves a run nothing to train after a step; empty where there is more."""
-    if step >= train.total_steps:
-        return "train.total_steps"
-    return "eval.stop_at" if reached(accuracies, evals) else ""
-
-
-def encode_state(state: RunState) -> bytes:
-    """As the file `state.json`."""
-    return msgspec.json.format(msgspec.json.encode(state), indent=1) + b"\n"
-
-
-def read_state(checkpoint: Path) -> RunState:
-    """The state in a checkpoint. Raises ValueError."""
-    try:
-        state = msgspec.json.decode((checkpoint / NAME).read_bytes(), type=RunState)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ValueError(f"{NAME} cannot be read ({error})") from error
-    if state.format != _FORMAT:
-        raise ValueError(f"{NAME} is of format {state.format}, and this version reads {_FORMAT}")
-    return state

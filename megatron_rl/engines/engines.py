@@ -11,11 +11,11 @@ import msgspec
 import torch
 
 from megatron_rl.config.schema import Configuration
-from megatron_rl.contracts.routes import RouteShape
 from megatron_rl.engines.node_processes import NodeProcesses
 from megatron_rl.engines.open_weight_sync import open_weight_sync
 from megatron_rl.engines.weight_sync import WeightSync
 from megatron_rl.mcore.job import Job
+from megatron_rl.models.route_shape import route_shape
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.records.run_directory import RunDirectory
 from megatron_rl.rollouts.hub import Hub
@@ -204,16 +204,6 @@ class Engines:
     def _abort_request(self, url: str, rid: str) -> None:
         """End one request; collectors do not hold the key for it."""
         AdminClient(Engine(url=url), self._keys, timeout=_ABORT_SECONDS).abort(rid)
-
-
-def route_shape(shape: ModelShape) -> RouteShape:
-    """What recorded routes of a model look like."""
-    return RouteShape(
-        moe_layers=shape.moe_layers,
-        num_hidden_layers=shape.num_layers,
-        num_experts=shape.num_experts,
-        topk=shape.topk,
-    )
 
 
 @contextlib.contextmanager

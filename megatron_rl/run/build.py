@@ -9,7 +9,7 @@ from megatron_rl.config.curriculum import phases_of
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.commands import EnterPhase, Poll, Save, Sync, Train
 from megatron_rl.credit.assign import Credit
-from megatron_rl.engines.engines import EngineConnections, Engines, route_shape
+from megatron_rl.engines.engines import EngineConnections, Engines
 from megatron_rl.engines.weight_sync import Sender
 from megatron_rl.losses import Correction, PolicyLoss
 from megatron_rl.mcore.model import build_models, pack_multiple
@@ -17,6 +17,7 @@ from megatron_rl.mcore.optimizer import DistributedAdam, wrap_data_parallel
 from megatron_rl.mcore.parallel import RankLayout
 from megatron_rl.mcore.replay import RouteReplay
 from megatron_rl.mcore.weights import draw_hf_weights, load_hf_weights
+from megatron_rl.models.route_shape import route_shape
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.planning.rank_view import RankView
 from megatron_rl.planning.step_planner import StepPlanner

@@ -18,7 +18,7 @@ from megatron_rl.config.schema import (
 )
 from megatron_rl.contracts.commands import Save, Train
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
-from megatron_rl.contracts.run_state import LoopState, SelectorState, ended_by, reached
+from megatron_rl.contracts.run_state import LoopState, SelectorState
 from megatron_rl.contracts.step_plan import StepPlan
 from megatron_rl.credit.account import account, usage, warning_of
 from megatron_rl.credit.assign import Credit
@@ -33,6 +33,7 @@ from megatron_rl.rollouts.evaluation import Evaluation
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.run.checkpoints.manager import CheckpointManager
 from megatron_rl.run.curriculum import Curriculum
+from megatron_rl.run.stopping import ended_by, reached
 from megatron_rl.run.supervision.stop_request import StepAborted
 from megatron_rl.training.dispatcher import Dispatcher
 from megatron_rl.training.worker import TrainOutcome

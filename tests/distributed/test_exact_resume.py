@@ -10,10 +10,10 @@ import psutil
 import pytest
 
 from megatron_rl.contracts.exit_codes import ExitCode
-from megatron_rl.contracts.run_state import read_state
 from megatron_rl.models.families import read_shape
 from megatron_rl.records.exit_record import read_exit_record
 from megatron_rl.run.checkpoints.manifest import read_manifest
+from megatron_rl.run.checkpoints.state_file import read_state
 from tests.support.comparable import assert_same_weights, metrics_of
 from tests.support.jobs import family, kill, start_job, wait_for_step
 from tests.support.policies import TWO_DIGIT_ADDITION

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.contracts.run_state import read_state
+from megatron_rl.run.checkpoints.state_file import read_state
 from tests.support.comparable import assert_same_weights, metrics_of
 from tests.support.exactness import EXACT
 from tests.support.jobs import family, kill, start_job, wait_for_step

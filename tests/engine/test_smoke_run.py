@@ -14,9 +14,9 @@ import pytest
 from safetensors.torch import load_file
 
 from megatron_rl.contracts.exit_codes import ExitCode
-from megatron_rl.contracts.run_state import read_state
 from megatron_rl.models.families import read_shape
 from megatron_rl.rollouts.recording import batch_directory, read_groups
+from megatron_rl.run.checkpoints.state_file import read_state
 from sglang_bridge.keys import create_keys
 from tests.support.comparable import weights_of
 from tests.support.engines import running_engine

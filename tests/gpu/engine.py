@@ -18,11 +18,11 @@ import torch
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.contracts.rollout import FinishReason, Rollout
-from megatron_rl.engines.engines import route_shape
 from megatron_rl.engines.open_weight_sync import open_weight_sync
 from megatron_rl.engines.weight_sync import WeightSync
 from megatron_rl.environments.rollout_builder import RolloutBuilder
 from megatron_rl.mcore import parallel
+from megatron_rl.models.route_shape import route_shape
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.planning.step_planner import StepPlanner
 from megatron_rl.rollouts.store import RolloutStore

@@ -3,16 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.contracts.run_state import (
-    NAME,
-    LoopState,
-    PromptCursor,
-    RunState,
-    SelectorState,
-    encode_state,
-)
+from megatron_rl.contracts.run_state import LoopState, PromptCursor, RunState, SelectorState
 from megatron_rl.records.durable_files import write_synced
 from megatron_rl.run.checkpoints.manifest import Manifest, files_of, record_of, write_manifest
+from megatron_rl.run.checkpoints.state_file import NAME, encode_state
 from megatron_rl.run.checkpoints.store import CheckpointStore
 
 

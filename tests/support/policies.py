@@ -13,7 +13,6 @@ from megatron_rl.config.schema import (
     RolloutSettings,
     TrainSettings,
 )
-from megatron_rl.engines.engines import route_shape
 from megatron_rl.losses import open_loss
 from megatron_rl.mcore.model import build_models
 from megatron_rl.mcore.optimizer import wrap_data_parallel
@@ -21,6 +20,7 @@ from megatron_rl.mcore.parallel import RankLayout
 from megatron_rl.mcore.replay import RouteReplay
 from megatron_rl.mcore.weights import load_hf_weights
 from megatron_rl.models.families import read_shape
+from megatron_rl.models.route_shape import route_shape
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.planning.rank_view import RankView
 from megatron_rl.planning.step_planner import StepPlanner

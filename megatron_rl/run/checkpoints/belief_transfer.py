@@ -6,10 +6,11 @@ from pathlib import Path
 
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
-from megatron_rl.contracts.run_state import NAME, RunState, read_state
+from megatron_rl.contracts.run_state import RunState
 from megatron_rl.prompts.selection.transferred_beliefs import TransferredBeliefs
 from megatron_rl.run.checkpoints.manifest import changed_files, read_manifest
 from megatron_rl.run.checkpoints.resume import candidates_in
+from megatron_rl.run.checkpoints.state_file import NAME, read_state
 
 
 class BeliefsUnavailable(Failure):

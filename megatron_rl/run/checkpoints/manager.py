@@ -11,10 +11,11 @@ from typing import Any
 from megatron_rl.config.schema import RunSettings
 from megatron_rl.contracts.commands import Checkpoint, WaitForSave
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
-from megatron_rl.contracts.run_state import LoopState, RunState, encode_state
+from megatron_rl.contracts.run_state import LoopState, RunState
 from megatron_rl.records.progress import Progress
 from megatron_rl.records.stopwatch import Stopwatch
 from megatron_rl.run.checkpoints.saving import SavedCheckpoint
+from megatron_rl.run.checkpoints.state_file import encode_state
 from megatron_rl.run.supervision.stop_request import StopRequest
 from megatron_rl.training.dispatcher import Dispatcher
 

@@ -13,7 +13,7 @@ import msgspec
 
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
-from megatron_rl.contracts.run_state import RunState, read_state
+from megatron_rl.contracts.run_state import RunState
 from megatron_rl.mcore.job import Job
 from megatron_rl.prompts.selection.transferred_beliefs import TransferredBeliefs
 from megatron_rl.records.past_run import flat_settings
@@ -26,6 +26,7 @@ from megatron_rl.run.checkpoints.manifest import (
     read_manifest,
 )
 from megatron_rl.run.checkpoints.resumed_directory import reopen
+from megatron_rl.run.checkpoints.state_file import read_state
 from megatron_rl.run.checkpoints.store import CheckpointStore
 from megatron_rl.training.collectives import broadcast_bytes, gather_bytes
 

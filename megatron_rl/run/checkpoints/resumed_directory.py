@@ -15,7 +15,7 @@ import msgspec
 
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.exit_codes import ExitCode
-from megatron_rl.contracts.run_state import LoopState, ended_by
+from megatron_rl.contracts.run_state import LoopState
 from megatron_rl.records.durable_files import write_synced
 from megatron_rl.records.exit_record import read_exit_record, reserve_exit_record
 from megatron_rl.records.run_directory import (
@@ -26,6 +26,7 @@ from megatron_rl.records.run_directory import (
     to_yaml,
 )
 from megatron_rl.records.run_lock import claim_run
+from megatron_rl.run.stopping import ended_by
 
 _PATIENCE_SECONDS = 30.0
 _ASIDE = "resumed"  # one folder in it for each time a run went on

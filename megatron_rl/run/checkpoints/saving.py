@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.contracts.commands import Checkpoint, WaitForSave
-from megatron_rl.contracts.run_state import NAME as STATE
 from megatron_rl.mcore.checkpoint import (
     gather_tensors,
     random_state,
@@ -33,6 +32,7 @@ from megatron_rl.run.checkpoints.manifest import (
     record_of,
     write_manifest,
 )
+from megatron_rl.run.checkpoints.state_file import NAME as STATE
 from megatron_rl.run.checkpoints.store import CheckpointStore
 from megatron_rl.training.collectives import broadcast_bytes, gather_bytes
 from megatron_rl.training.worker import Worker

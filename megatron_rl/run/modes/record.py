@@ -11,8 +11,8 @@ from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.commands import Record
 from megatron_rl.contracts.group import Group
 from megatron_rl.credit.assign import Credit
-from megatron_rl.engines.engines import route_shape
 from megatron_rl.mcore.job import Job
+from megatron_rl.models.route_shape import route_shape
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.planning.step_planner import StepPlanner
 from megatron_rl.records.records import Records

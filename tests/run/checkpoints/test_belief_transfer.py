@@ -10,13 +10,13 @@ import pytest
 
 from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import Configuration
-from megatron_rl.contracts.run_state import read_state
 from megatron_rl.prompts.question import PromptDataError
 from megatron_rl.prompts.selection.belief_selector import BeliefSelector
 from megatron_rl.prompts.selection.factory import open_selector
 from megatron_rl.records.progress import Progress
 from megatron_rl.run.checkpoints.belief_transfer import BeliefsUnavailable, read_beliefs
 from megatron_rl.run.checkpoints.resume import ResumePoint
+from megatron_rl.run.checkpoints.state_file import read_state
 from megatron_rl.run.checkpoints.store import CheckpointStore
 from megatron_rl.run.prompts import build_prompts
 from megatron_rl.run.rank import Rank
