@@ -11,7 +11,7 @@ from megatron_rl.config.cli import compose
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.parameter_count import num_parameters
 from megatron_rl.run.checkpoints.disk_space import NotEnoughDiskSpace, bytes_needed, require_space
-from megatron_rl.run.checkpoints.saving import disk_space as space
+from megatron_rl.run.checkpoints import disk_space as space
 
 ASSETS = Path(space.__file__).parents[1] / "models" / "assets"
 

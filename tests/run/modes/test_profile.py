@@ -15,7 +15,7 @@ from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.prompts.pass_rates import Header, PassRateFile, read_file
 from megatron_rl.records.progress import Progress
 from megatron_rl.rollouts.evaluation import LostEvaluation
-from megatron_rl.run.modes.record import profile
+from megatron_rl.run.modes import profile
 from tests.support.groups import group
 
 SETTINGS = EvalSettings(samples_per_prompt=2, max_rejected_share=0.5)

@@ -12,7 +12,7 @@ from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.records.exit_record import read_exit_record, write_exit_record
 from megatron_rl.run.supervision.exit_reporter import ExitReporter
 from megatron_rl.run.supervision.local_ranks import LocalRanks
-from tests.support.siblings import Known, environment
+from tests.support.local_ranks import Known, environment
 
 
 def words_of(

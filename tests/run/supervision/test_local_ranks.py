@@ -12,7 +12,7 @@ import pytest
 from megatron_rl.run.supervision.local_ranks import LocalRanks
 from sglang_bridge import process_table
 from sglang_bridge.process_table import lives
-from tests.support.siblings import environment, ranks
+from tests.support.local_ranks import environment, ranks
 
 LOOK = """
 import os, sys
