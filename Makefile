@@ -70,6 +70,7 @@ test: install ## every test that needs no GPU: make test TESTS=tests/config
 
 lint: install ## ruff and mypy
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 clean: ## remove the environment and caches, keep runs/
