@@ -38,7 +38,7 @@ from sglang_bridge.addresses import node_address, require_private_address
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import EngineError
 from sglang_bridge.keys import create_keys, read_keys
-from sglang_bridge.readiness import require_external_engines
+from sglang_bridge.server.readiness import require_external_engines
 
 ROOT = Path(__file__).resolve().parents[1]
 T = TypeVar("T")
@@ -246,7 +246,7 @@ def check_opening(c: Configuration) -> Iterator[Check]:
     """What ranks open before the first step: their imports, classes of the user's own, prompts,
     room on the disk.
     """
-    from megatron_rl.mcore.cpu import compat
+    from megatron_rl.mcore import compat
 
     compat.install()
     try:

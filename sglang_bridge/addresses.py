@@ -8,7 +8,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from urllib.parse import urlsplit
 
-from sglang_bridge.problem import Problem
+from sglang_bridge.refusal import Refusal
 
 LOOPBACK = "127.0.0.1"
 _REMEDY = "Use http://HOST:PORT with a loopback or private address"
@@ -38,7 +38,7 @@ def require_private_address(host: str) -> None:
         )
 
 
-def url_problem(url: str) -> Problem | None:
+def url_refusal(url: str) -> Refusal | None:
     """Why a URL cannot be that of an engine, None where it can. Resolves the host's name."""
     try:
         parts = urlsplit(url)
@@ -58,7 +58,7 @@ def url_problem(url: str) -> Problem | None:
     return _refuse(url, rule) if rule else None
 
 
-def repeated_urls(urls: Sequence[str]) -> Iterator[Problem]:
+def repeated_url_refusals(urls: Sequence[str]) -> Iterator[Refusal]:
     """URLs of one server under two names: it would be sent the same weights twice at once."""
     seen: dict[tuple[str, int | None], str] = {}
     for url in urls:
@@ -85,7 +85,7 @@ def _why_not_private(host: str) -> str:
 
 
 def _addresses(url: str) -> list[tuple[str, int | None]]:
-    """Where a URL leads; nothing for one that `url_problem` refuses."""
+    """Where a URL leads; nothing for one that `url_refusal` refuses."""
     try:
         parts = urlsplit(url)
         found = {
@@ -97,5 +97,5 @@ def _addresses(url: str) -> list[tuple[str, int | None]]:
         return []
 
 
-def _refuse(url: str, rule: str, remedy: str = _REMEDY) -> Problem:
-    return Problem("engine.urls", url, rule, remedy)
+def _refuse(url: str, rule: str, remedy: str = _REMEDY) -> Refusal:
+    return Refusal("engine.urls", url, rule, remedy)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from sglang_bridge.problem import Problem
+from sglang_bridge.refusal import Refusal
 
 
 class RunKeys(msgspec.Struct, frozen=True):
@@ -39,15 +39,15 @@ def write_server_config(keys: RunKeys, path: Path) -> None:
 
 
 def read_keys(path: Path) -> RunKeys:
-    """Read `{"api_key": ..., "admin_api_key": ...}`. Raises `ValueError` where `key_file_problem`
+    """Read `{"api_key": ..., "admin_api_key": ...}`. Raises `ValueError` where `key_file_refusal`
     finds one.
     """
-    if problem := key_file_problem(path):
+    if problem := key_file_refusal(path):
         raise ValueError(str(problem))
     return msgspec.json.decode(path.read_bytes(), type=RunKeys)
 
 
-def key_file_problem(path: Path) -> Problem | None:
+def key_file_refusal(path: Path) -> Refusal | None:
     """Why keys cannot be read from this file, None where they can. Its text shows no key."""
     remedy = 'Write {"api_key": ..., "admin_api_key": ...} to a file with mode 0600'
     try:
@@ -55,19 +55,19 @@ def key_file_problem(path: Path) -> Problem | None:
     except OSError as error:
         gone = isinstance(error, FileNotFoundError | NotADirectoryError)
         rule = "There is no such file" if gone else f"It cannot be looked at ({error.strerror})"
-        return Problem("engine.key_file", str(path), rule, remedy)
+        return Refusal("engine.key_file", str(path), rule, remedy)
     if not stat.S_ISREG(mode):
-        return Problem(
+        return Refusal(
             "engine.key_file", str(path), "There is no such file: it is something else", remedy
         )
     if stat.S_IMODE(mode) & 0o077:
-        return Problem(
+        return Refusal(
             "engine.key_file", str(path), "Others can read the keys", f"chmod 600 {path}"
         )
     try:
         msgspec.json.decode(path.read_bytes(), type=RunKeys)
     except (ValueError, OSError):
-        return Problem("engine.key_file", str(path), "It does not hold two keys as JSON", remedy)
+        return Refusal("engine.key_file", str(path), "It does not hold two keys as JSON", remedy)
     return None
 
 

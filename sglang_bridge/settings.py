@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from sglang_bridge.problem import Problem
+from sglang_bridge.refusal import Refusal
 
 # Options the bridge sets itself, or that break what it relies on (recorded routes, one replica,
 # private keys).
@@ -166,11 +166,11 @@ def kv_cache_slots(settings: ServerSettings, device: Literal["cpu", "cuda"]) -> 
     return settings.max_total_tokens
 
 
-def quantization_refusal(quantization: str | None) -> Iterator[Problem]:
+def quantization_refusals(quantization: str | None) -> Iterator[Refusal]:
     """Why a quantized server, started here or elsewhere, cannot be given weights."""
     if quantization is not None:
         rule = "Weights are sent unquantized, and a quantized server would load them without scales"
-        yield Problem(
+        yield Refusal(
             "engine.quantization",
             quantization,
             rule,
@@ -178,28 +178,28 @@ def quantization_refusal(quantization: str | None) -> Iterator[Problem]:
         )
 
 
-def refusals(settings: ServerSettings, device: Literal["cpu", "cuda"]) -> Iterator[Problem]:
+def server_refusals(settings: ServerSettings, device: Literal["cpu", "cuda"]) -> Iterator[Refusal]:
     """What a server on this device cannot be started with."""
-    yield from quantization_refusal(settings.quantization)
+    yield from quantization_refusals(settings.quantization)
     if device == "cuda" and settings.dtype == "float32":
         rule = "SGLang's attention and norm kernels for GPUs take 16-bit numbers only"
         remedy = 'Use model.dtype=bfloat16, which it follows, or run all on the CPU: CUDA_VISIBLE_DEVICES=""'
-        yield Problem("engine.dtype", settings.dtype, rule, remedy)
+        yield Refusal("engine.dtype", settings.dtype, rule, remedy)
     for argument in settings.extra_args:
         option = argument.split("=", 1)[0]
         if not option.strip():
-            yield Problem(
+            yield Refusal(
                 "engine.extra_args", settings.extra_args, "It has an empty argument", "Remove it"
             )
         elif _names(option, _RESERVED):
             rule = f"It has {option}, which has a setting of its own"
-            yield Problem(
+            yield Refusal(
                 "engine.extra_args", settings.extra_args, rule, "Remove it and use that one"
             )
         else:
             for why in (why for why, names in _UNSUPPORTED.items() if _names(option, names)):
                 rule = f"It has {option}, which is not supported here{why and ': '}{why}"
-                yield Problem("engine.extra_args", settings.extra_args, rule, f"Remove {option}")
+                yield Refusal("engine.extra_args", settings.extra_args, rule, f"Remove {option}")
                 break
 
 

@@ -15,7 +15,7 @@ from megatron_rl.config.schema import Configuration
 from megatron_rl.config.values import NAME
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.launch_facts import LaunchFacts
-from megatron_rl.contracts.refusal import ConfigurationRefused, shown
+from megatron_rl.contracts.refusal import ConfigurationRefused, format_value
 from megatron_rl.records.exit_record import read_exit_record
 from megatron_rl.records.past_run import flat_settings, read_ranks, read_settings
 from megatron_rl.records.run_directory import to_yaml
@@ -199,4 +199,4 @@ def is_complete(run: Run) -> bool:
 
 
 def _value(settings: dict[str, Any], key: str) -> str:
-    return shown(settings[key]) if key in settings else "nothing"
+    return format_value(settings[key]) if key in settings else "nothing"

@@ -22,7 +22,7 @@ from megatron_rl.config.rules import broken_rules
 from megatron_rl.config.schema import Configuration
 from megatron_rl.config.values import DOOR, NAME
 from megatron_rl.contracts.launch_facts import LaunchFacts
-from megatron_rl.contracts.refusal import ConfigurationRefused, Refusal, shown
+from megatron_rl.contracts.refusal import ConfigurationRefused, Refusal, format_value
 
 _CONFIGURATION = TypeAdapter(Configuration)
 _FREE = ("options", "task_config")  # what a user's class or a generator takes
@@ -154,5 +154,5 @@ def _refusal(key: str, errors: Sequence[ErrorDetails], declared: Field[Any] | No
         return Refusal(key, value, _PATTERNS[context["pattern"]], "Give such a name")
     rule, remedy = next((r.format(**context), m) for name, r, m in _RULES if kind.startswith(name))
     if remedy is _NUMBER and declared is not None and declared.default is not MISSING:
-        remedy += f", or leave the key out for its default {shown(declared.default)}"
+        remedy += f", or leave the key out for its default {format_value(declared.default)}"
     return Refusal(key, value, "Must not be null" if value is None else rule, remedy)

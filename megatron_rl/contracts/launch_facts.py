@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.contracts.refusal import ConfigurationRefused, Refusal
-from sglang_bridge.gpus import torch_uses_cuda, visible_gpus
+from sglang_bridge.server.gpus import torch_uses_cuda, visible_gpus
 
 _OF_TORCHRUN = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
 

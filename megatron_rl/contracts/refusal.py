@@ -1,28 +1,13 @@
-"""A refused setting, and how it is told."""
+"""Refused settings, and the error that ends a start because of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
+from sglang_bridge.refusal import Refusal, format_value
 
-
-class Refusal(NamedTuple):
-    """One setting that cannot be. remedy may be empty when the rule's text already holds it."""
-
-    key: str
-    value: Any
-    rule: str
-    remedy: str = ""
-
-    def __str__(self) -> str:
-        texts = [
-            text if text.endswith((".", "!", "?")) else f"{text}."
-            for text in (self.rule, self.remedy)
-            if text
-        ]
-        return f"{self.key}={shown(self.value)}: {' '.join(texts)}"
+__all__ = ["ConfigurationRefused", "Refusal", "format_value"]
 
 
 class ConfigurationRefused(Failure):
@@ -41,10 +26,3 @@ class ConfigurationRefused(Failure):
         )
         super().__init__("\n".join([*map(str, refusals), f"{count}; nothing was started."]))
         self.refusals = tuple(refusals)
-
-
-def shown(value: Any) -> str:
-    """A value as one writes it on the command line."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return "null" if value is None else str(value) or "''"

@@ -26,7 +26,7 @@ from sglang_bridge.addresses import node_address, require_private_address
 from sglang_bridge.admin import AdminClient
 from sglang_bridge.engine import Engine
 from sglang_bridge.keys import RunKeys, create_keys, read_keys
-from sglang_bridge.readiness import require_external_engines
+from sglang_bridge.server.readiness import require_external_engines
 from sglang_bridge.settings import ServerPlace, device_of
 
 _HUB_SECONDS = 60.0

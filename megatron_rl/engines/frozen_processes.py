@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
-from sglang_bridge.process_table import state
-from sglang_bridge.supervise import descendants
+from sglang_bridge.server.process_table import state
+from sglang_bridge.server.supervise import descendants
 
 _SECONDS = 7.0
 _MOST_SECONDS_A_LOOK = 2.0

@@ -19,12 +19,12 @@ from megatron_rl.rollouts.__main__ import RUN_KEY_VARIABLE
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import EngineError, how_it_ended
 from sglang_bridge.keys import RunKeys
-from sglang_bridge.lifeline import Lifeline, start_supervised
-from sglang_bridge.log_tail import last_lines
-from sglang_bridge.process_table import Process, kill, tree
-from sglang_bridge.server import ManagedEngine
+from sglang_bridge.server.lifeline import Lifeline, start_supervised
+from sglang_bridge.server.log_tail import last_lines
+from sglang_bridge.server.process_table import Process, kill, tree
+from sglang_bridge.server.managed_engine import ManagedEngine
 from sglang_bridge.settings import ServerPlace
-from sglang_bridge.shared_memory import mapped_shared_memory, remove_shared_memory
+from sglang_bridge.server.shared_memory import mapped_shared_memory, remove_shared_memory
 
 _POLL_SECONDS = 0.2
 _STOP_SECONDS = 15.0

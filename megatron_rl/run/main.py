@@ -14,7 +14,7 @@ from megatron_rl.run.supervision.local_ranks import LocalRanks
 from megatron_rl.run.supervision.shutdown import close, explain, leave, leave_thread
 from megatron_rl.run.supervision.stop_request import StopRequest
 from megatron_rl.run.supervision.watchdog import Watchdog, end_with_torchrun
-from sglang_bridge.command import nccl_environment
+from sglang_bridge.server.command import nccl_environment
 
 if TYPE_CHECKING:
     from megatron_rl.run.rank import Rank

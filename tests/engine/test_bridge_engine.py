@@ -21,8 +21,8 @@ from sglang_bridge.engine import Engine
 from sglang_bridge.errors import EngineUnhealthy, RequestFailed, WeightMismatch
 from sglang_bridge.generation import Generation
 from sglang_bridge.keys import RunKeys, create_keys
-from sglang_bridge.readiness import require_external_engines
-from sglang_bridge.server import ManagedEngine
+from sglang_bridge.server.managed_engine import ManagedEngine
+from sglang_bridge.server.readiness import require_external_engines
 from sglang_bridge.settings import ServerSettings
 from sglang_bridge.weights.audit import audit_engine
 from sglang_bridge.weights.buckets import Bucket

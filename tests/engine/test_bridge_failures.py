@@ -16,14 +16,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sglang_bridge import server
 from sglang_bridge.client import GenerateClient
 from sglang_bridge.errors import EngineDied, EngineUnhealthy, WeightUpdateFailed
 from sglang_bridge.keys import create_keys
-from sglang_bridge.lifeline import Lifeline
-from sglang_bridge.server import ManagedEngine
+from sglang_bridge.server import managed_engine as server
+from sglang_bridge.server.lifeline import Lifeline
+from sglang_bridge.server.managed_engine import ManagedEngine
+from sglang_bridge.server.supervise import descendants
 from sglang_bridge.settings import ServerPlace, ServerSettings
-from sglang_bridge.supervise import descendants
 from sglang_bridge.weights.distributed import DistributedTransport
 from sglang_bridge.weights.updater import WeightUpdater
 from tests.sglang_bridge.tiny_model import write_tiny_model
@@ -35,8 +35,8 @@ TRAINER = """
 import sys, time
 from pathlib import Path
 from sglang_bridge.keys import create_keys
-from sglang_bridge.lifeline import Lifeline
-from sglang_bridge.server import ManagedEngine
+from sglang_bridge.server.lifeline import Lifeline
+from sglang_bridge.server.managed_engine import ManagedEngine
 from sglang_bridge.settings import ServerPlace, ServerSettings
 lifeline = Lifeline()
 settings = ServerSettings(max_running_requests=8, max_total_tokens=1024)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from megatron_rl.engines.frozen_processes import FrozenProcesses, ProcessStopped
-from sglang_bridge.process_table import kill, state, tree
+from sglang_bridge.server.process_table import kill, state, tree
 
 
 class Clock:

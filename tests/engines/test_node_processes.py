@@ -15,8 +15,8 @@ import pytest
 from megatron_rl.engines.frozen_processes import FrozenProcesses, ProcessStopped
 from megatron_rl.engines.node_processes import NodeProcesses
 from sglang_bridge.engine import Engine
-from sglang_bridge.lifeline import Lifeline, start_supervised
-from sglang_bridge.process_table import lives, tree
+from sglang_bridge.server.lifeline import Lifeline, start_supervised
+from sglang_bridge.server.process_table import lives, tree
 
 _SLEEP = "import subprocess; subprocess.Popen(['sleep', '60']).wait()"
 

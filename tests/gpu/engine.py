@@ -8,7 +8,7 @@ import asyncio
 import importlib.util
 from pathlib import Path
 
-from megatron_rl.mcore.cpu import compat
+from megatron_rl.mcore import compat
 
 compat.install()
 
@@ -29,8 +29,8 @@ from megatron_rl.rollouts.store import RolloutStore
 from megatron_rl.training.worker import Worker
 from sglang_bridge.client import GenerateClient
 from sglang_bridge.keys import create_keys
-from sglang_bridge.lifeline import Lifeline
-from sglang_bridge.server import ManagedEngine
+from sglang_bridge.server.lifeline import Lifeline
+from sglang_bridge.server.managed_engine import ManagedEngine
 from sglang_bridge.settings import ServerPlace, ServerSettings
 from tests.gpu.stage import Report, Setting, Skipped, run
 from tests.gpu.workers import configure, open_worker, write_model

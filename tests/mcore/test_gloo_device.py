@@ -18,7 +18,7 @@ import torch, torch.distributed as dist
 from torch.distributed import distributed_c10d
 from megatron_rl.config.schema import ParallelSettings
 from megatron_rl.mcore.job import join, leave
-from sglang_bridge.ports import choose_port
+from sglang_bridge.server.ports import choose_port
 
 first = choose_port("127.0.0.1")  # after the imports, which take seconds
 second = choose_port("127.0.0.1", first + 1)

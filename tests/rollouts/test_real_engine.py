@@ -15,7 +15,7 @@ from megatron_rl.rollouts.messages import AbortRequest, FromCollector
 from sglang_bridge.client import GenerateClient, RequestExpired
 from sglang_bridge.engine import Engine
 from sglang_bridge.generation import FinishReason, Generation
-from sglang_bridge.server import ManagedEngine
+from sglang_bridge.server.managed_engine import ManagedEngine
 from tests.support.engines import running_engine
 from tests.support.exactness import EXACT
 from tests.support.scripted_model import CHECKPOINT, PROMPT, TOKENIZER

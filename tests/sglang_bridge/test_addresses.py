@@ -4,9 +4,9 @@ import pytest
 
 from sglang_bridge.addresses import (
     node_address,
-    repeated_urls,
+    repeated_url_refusals,
     require_private_address,
-    url_problem,
+    url_refusal,
 )
 
 
@@ -33,8 +33,8 @@ def test_one_node_needs_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_engines_url_passes() -> None:
-    assert url_problem("http://127.0.0.1:30000") is None
-    assert url_problem("http://localhost:30000/") is None
+    assert url_refusal("http://127.0.0.1:30000") is None
+    assert url_refusal("http://localhost:30000/") is None
 
 
 @pytest.mark.parametrize(
@@ -55,15 +55,15 @@ def test_an_engines_url_passes() -> None:
     ],
 )
 def test_what_is_no_engines_url_is_told(url: str, rule: str) -> None:
-    problem = url_problem(url)
-    assert problem is not None
-    assert (problem.key, problem.value) == ("engine.urls", url)
-    assert rule in problem.rule and problem.remedy
-    assert str(problem).startswith(f"engine.urls={url}: ")
+    refusal = url_refusal(url)
+    assert refusal is not None
+    assert (refusal.key, refusal.value) == ("engine.urls", url)
+    assert rule in refusal.rule and refusal.remedy
+    assert str(refusal).startswith(f"engine.urls={url}: ")
 
 
 def test_one_server_under_two_names_is_told() -> None:
-    (problem,) = repeated_urls(["http://127.0.0.1:3", "http://localhost:3", "http://127.0.0.1:4"])
-    assert problem.value == "http://localhost:3"
-    assert "named twice: this is http://127.0.0.1:3" in problem.rule
-    assert list(repeated_urls(["http://127.0.0.1:3", "http://127.0.0.1:4", "not a url"])) == []
+    (refusal,) = repeated_url_refusals(["http://127.0.0.1:3", "http://localhost:3", "http://127.0.0.1:4"])
+    assert refusal.value == "http://localhost:3"
+    assert "named twice: this is http://127.0.0.1:3" in refusal.rule
+    assert list(repeated_url_refusals(["http://127.0.0.1:3", "http://127.0.0.1:4", "not a url"])) == []

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from sglang_bridge import server
 from sglang_bridge.errors import EngineDied, EngineUnhealthy
 from sglang_bridge.keys import create_keys
-from sglang_bridge.lifeline import Lifeline
-from sglang_bridge.server import ManagedEngine
+from sglang_bridge.server import managed_engine as server
+from sglang_bridge.server.lifeline import Lifeline
+from sglang_bridge.server.managed_engine import ManagedEngine
 from sglang_bridge.settings import ServerPlace, ServerSettings
 
 USAGE = """for i in range(99): print('  [--option]')

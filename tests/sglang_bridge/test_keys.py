@@ -9,7 +9,7 @@ import yaml
 from sglang_bridge.keys import (
     RunKeys,
     create_keys,
-    key_file_problem,
+    key_file_refusal,
     read_keys,
     write_server_config,
 )
@@ -25,7 +25,7 @@ def key_file(
 
 def test_keys_are_read_from_a_file_of_the_owner_alone(tmp_path: Path) -> None:
     path = key_file(tmp_path / "keys.json")
-    assert key_file_problem(path) is None
+    assert key_file_refusal(path) is None
     assert read_keys(path) == RunKeys("a", "b")
 
 

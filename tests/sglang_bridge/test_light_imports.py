@@ -16,15 +16,15 @@ HEAVY = ("torch", "sglang", "transformers", "megatron", "megatron_rl")
         "sglang_bridge",
         "sglang_bridge.client",
         "sglang_bridge.generation",
-        "sglang_bridge.server",
+        "sglang_bridge.server.managed_engine",
         "sglang_bridge.admin",
-        "sglang_bridge.gpus",
+        "sglang_bridge.server.gpus",
         "sglang_bridge.keys",
-        "sglang_bridge.lifeline",
+        "sglang_bridge.server.lifeline",
         "sglang_bridge.settings",
         "sglang_bridge.addresses",
-        "sglang_bridge.readiness",
-        "sglang_bridge.supervise",
+        "sglang_bridge.server.readiness",
+        "sglang_bridge.server.supervise",
     ],
 )
 def test_module_imports_nothing_heavy(module: str) -> None:
@@ -36,7 +36,7 @@ def test_module_imports_nothing_heavy(module: str) -> None:
 
 
 def test_the_supervisor_needs_only_the_standard_library() -> None:
-    code = "import sys, sglang_bridge.supervise; print([n for n in ('numpy', 'msgspec', 'aiohttp') if n in sys.modules])"
+    code = "import sys, sglang_bridge.server.supervise; print([n for n in ('numpy', 'msgspec', 'aiohttp') if n in sys.modules])"
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )

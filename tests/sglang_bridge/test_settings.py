@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from sglang_bridge.keys import create_keys
-from sglang_bridge.lifeline import Lifeline
-from sglang_bridge.server import ManagedEngine
-from sglang_bridge.settings import ServerPlace, ServerSettings, refusals
+from sglang_bridge.server.lifeline import Lifeline
+from sglang_bridge.server.managed_engine import ManagedEngine
+from sglang_bridge.settings import ServerPlace, ServerSettings, server_refusals
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -17,19 +17,19 @@ def test_the_defaults_and_unknown_options_are_accepted(device: str) -> None:
         ServerSettings(dtype=dtype),
         ServerSettings(dtype=dtype, extra_args=["--random-seed=3"]),
     ):
-        assert list(refusals(settings, device)) == []  # type: ignore[arg-type]
+        assert list(server_refusals(settings, device)) == []  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_quantized_engines_are_refused(device: str) -> None:
-    (problem,) = refusals(ServerSettings(quantization="fp8", dtype="bfloat16"), device)  # type: ignore[arg-type]
-    assert str(problem).startswith("engine.quantization=fp8: Weights are sent unquantized")
+    (refusal,) = server_refusals(ServerSettings(quantization="fp8", dtype="bfloat16"), device)  # type: ignore[arg-type]
+    assert str(refusal).startswith("engine.quantization=fp8: Weights are sent unquantized")
 
 
 def test_float32_has_no_kernels_on_gpus() -> None:
-    (problem,) = refusals(ServerSettings(dtype="float32"), "cuda")
-    assert (problem.key, problem.value) == ("engine.dtype", "float32")
-    assert list(refusals(ServerSettings(dtype="float32"), "cpu")) == []
+    (refusal,) = server_refusals(ServerSettings(dtype="float32"), "cuda")
+    assert (refusal.key, refusal.value) == ("engine.dtype", "float32")
+    assert list(server_refusals(ServerSettings(dtype="float32"), "cpu")) == []
 
 
 @pytest.mark.parametrize(
@@ -55,9 +55,9 @@ def test_float32_has_no_kernels_on_gpus() -> None:
     ],
 )
 def test_options_that_are_the_bridges_or_unsupported(arguments: list[str], words: str) -> None:
-    (problem,) = refusals(ServerSettings(extra_args=arguments), "cpu")
-    assert (problem.key, problem.value) == ("engine.extra_args", arguments)
-    assert words in problem.rule and problem.remedy.startswith("Remove")
+    (refusal,) = server_refusals(ServerSettings(extra_args=arguments), "cpu")
+    assert (refusal.key, refusal.value) == ("engine.extra_args", arguments)
+    assert words in refusal.rule and refusal.remedy.startswith("Remove")
 
 
 WRONG_ROUTES = {
@@ -106,22 +106,22 @@ WRONG_ROUTES = {
 def test_options_that_would_record_wrong_routes_or_none_are_refused_with_the_reason(
     why: str, argument: str
 ) -> None:
-    (problem,) = refusals(ServerSettings(extra_args=[argument]), "cpu")
+    (refusal,) = server_refusals(ServerSettings(extra_args=[argument]), "cpu")
     option = argument.split("=")[0]
-    assert problem.rule.startswith(
+    assert refusal.rule.startswith(
         f"It has {option}, which is not supported here: "
-    ) and problem.rule.endswith(why)
-    assert problem.remedy == f"Remove {option}"
+    ) and refusal.rule.endswith(why)
+    assert refusal.remedy == f"Remove {option}"
 
 
 def test_options_that_leave_routes_alone_are_accepted() -> None:
     harmless = ["--disable-radix-cache", "--enable-mixed-chunk", "--enable-single-batch-overlap"]
-    assert list(refusals(ServerSettings(extra_args=harmless), "cpu")) == []
+    assert list(server_refusals(ServerSettings(extra_args=harmless), "cpu")) == []
 
 
 def test_every_problem_is_told_at_once() -> None:
     settings = ServerSettings(quantization="fp8", extra_args=["--port=1", "--nnodes=2"])
-    assert len(list(refusals(settings, "cpu"))) == 3
+    assert len(list(server_refusals(settings, "cpu"))) == 3
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from megatron_rl.records.run_directory import RunDirectory
 from megatron_rl.rollouts.rollout_batch import RolloutStage
 from megatron_rl.rollouts.store import read_rollout
 from sglang_bridge.keys import RunKeys, create_keys
-from sglang_bridge.lifeline import Lifeline
-from sglang_bridge.server import ManagedEngine
+from sglang_bridge.server.lifeline import Lifeline
+from sglang_bridge.server.managed_engine import ManagedEngine
 from sglang_bridge.settings import ServerPlace, ServerSettings
 from tests.support.selection import Given
 

@@ -38,7 +38,7 @@ class Scene:
     def of(self, part: str) -> list[psutil.Process]:
         """Its processes whose command line holds `part`, without supervisors."""
         found = named(self.processes, part)
-        return [p for p in found if p not in named(found, "sglang_bridge.supervise")]
+        return [p for p in found if p not in named(found, "sglang_bridge.server.supervise")]
 
     def rank(self, number: int) -> psutil.Process:
         return next(
@@ -190,7 +190,7 @@ def _engine(scene: Scene) -> list[psutil.Process]:
 
 
 def _engine_supervisor(scene: Scene) -> list[psutil.Process]:
-    supervisors = named(scene.processes, "sglang_bridge.supervise")
+    supervisors = named(scene.processes, "sglang_bridge.server.supervise")
     return [p for p in supervisors if p not in named(supervisors, "megatron_rl.rollouts")]
 
 

@@ -10,9 +10,9 @@ from megatron_rl.config.schema import Configuration, EngineSettings, ModelSettin
 from megatron_rl.contracts.launch_facts import LaunchFacts
 from megatron_rl.contracts.paths import problem_with_new
 from megatron_rl.models.shape import ModelShape
-from sglang_bridge.addresses import repeated_urls, url_problem
-from sglang_bridge.keys import key_file_problem
-from sglang_bridge.settings import device_of, kv_cache_slots, quantization_refusal, refusals
+from sglang_bridge.addresses import repeated_url_refusals, url_refusal
+from sglang_bridge.keys import key_file_refusal
+from sglang_bridge.settings import device_of, kv_cache_slots, quantization_refusals, server_refusals
 
 _FOR_A_START = ("count", "device", "max_total_tokens", "threads", "extra_args")
 
@@ -23,15 +23,15 @@ def check_ranks(c: Configuration) -> Iterator[tuple[str, str, str]]:
         if attrgetter(key)(c) >= c.parallel.timeout_s:
             rule = f"The other ranks wait in a collective and give up after parallel.timeout_s={c.parallel.timeout_s:g}"
             yield key, rule, "Lower it, or raise parallel.timeout_s above it"
-    if c.engine.simulate == "bf16" and c.engine.dtype == "bfloat16":
+    if c.engine.fake_quant == "bf16" and c.engine.dtype == "bfloat16":
         yield (
-            "engine.simulate",
+            "engine.fake_quant",
             "engine.dtype=bfloat16 rounds weights so anyway",
             "Use off, or engine.dtype=float32",
         )
-    if c.engine.simulate != "off" and c.mode in ("eval", "profile") and c.run.resume == "never":
+    if c.engine.fake_quant != "off" and c.mode in ("eval", "profile") and c.run.resume == "never":
         rule = f"Without a checkpoint mode={c.mode} sends no weights, and engines serve model.path as it is"
-        yield "engine.simulate", rule, "Use off, or give a checkpoint: run.resume=runs/NAME"
+        yield "engine.fake_quant", rule, "Use off, or give a checkpoint: run.resume=runs/NAME"
     if c.engine.dtype == "float32" and c.model.dtype == "bfloat16":
         rule = "It is wider than model.dtype=bfloat16: rollouts would follow another policy than the one trained"
         yield "engine.dtype", rule, "Use engine.dtype=bfloat16"
@@ -111,11 +111,11 @@ def _check_external(engine: EngineSettings) -> Iterator[tuple[str, str, str]]:
             rule,
             "Give them: engine.urls=[http://10.0.0.7:30000], or use engine=managed",
         )
-    for problem in (*filter(None, map(url_problem, engine.urls)), *repeated_urls(engine.urls)):
+    for problem in (*filter(None, map(url_refusal, engine.urls)), *repeated_url_refusals(engine.urls)):
         yield problem.key, f"{problem.rule} ({problem.value})", problem.remedy
-    for problem in quantization_refusal(engine.quantization):
+    for problem in quantization_refusals(engine.quantization):
         yield problem.key, problem.rule, problem.remedy
-    if engine.key_file is not None and (found := key_file_problem(Path(engine.key_file))):
+    if engine.key_file is not None and (found := key_file_refusal(Path(engine.key_file))):
         yield found.key, found.rule, found.remedy
     for name in _FOR_A_START:
         if getattr(engine, name) != getattr(EngineSettings(), name):
@@ -132,7 +132,7 @@ def _check_managed(engine: EngineSettings, facts: LaunchFacts) -> Iterator[tuple
         if getattr(engine, name):
             rule = "engine.mode=managed starts its own servers on free ports with random keys"
             yield f"engine.{name}", rule, "Remove it, or use engine=external"
-    for problem in refusals(engine, device_of(engine, facts.num_gpus)):
+    for problem in server_refusals(engine, device_of(engine, facts.num_gpus)):
         yield problem.key, problem.rule, problem.remedy
     # Trainer and engines share one process group for weights: NCCL on GPUs, gloo without, never one
     # of each.

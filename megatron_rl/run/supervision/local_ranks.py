@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from sglang_bridge.process_table import children, lives, starting, variable
+from sglang_bridge.server.process_table import children, lives, starting, variable
 
 _START_SECONDS = 5.0
 

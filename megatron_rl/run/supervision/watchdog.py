@@ -19,7 +19,7 @@ from types import FrameType, TracebackType
 from megatron_rl.run.supervision.exit_reporter import SIGNALS, ExitReporter
 from megatron_rl.run.supervision.local_ranks import LocalRanks
 from megatron_rl.run.supervision.stop_request import WARNINGS, StopRequest
-from sglang_bridge.process_table import kill, tree
+from sglang_bridge.server.process_table import kill, tree
 
 _CHECK_SECONDS = 1.0
 _POLL_SECONDS = 0.2

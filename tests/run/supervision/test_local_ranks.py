@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.run.supervision.local_ranks import LocalRanks
-from sglang_bridge import process_table
-from sglang_bridge.process_table import lives
+from sglang_bridge.server import process_table
+from sglang_bridge.server.process_table import lives
 from tests.support.local_ranks import environment, ranks
 
 LOOK = """

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from sglang_bridge.addresses import require_private_address
 from sglang_bridge.admin import AdminClient
-from sglang_bridge.command import build_argv, build_environment
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import EngineDied, EngineUnhealthy
 from sglang_bridge.keys import RunKeys, write_server_config
-from sglang_bridge.lifeline import Lifeline, start_supervised
-from sglang_bridge.log_tail import last_exception, last_lines, refused_arguments
-from sglang_bridge.ports import choose_port
-from sglang_bridge.settings import ServerPlace, ServerSettings, refusals
+from sglang_bridge.server.command import build_argv, build_environment
+from sglang_bridge.server.lifeline import Lifeline, start_supervised
+from sglang_bridge.server.log_tail import last_exception, last_lines, refused_arguments
+from sglang_bridge.server.ports import choose_port
+from sglang_bridge.settings import ServerPlace, ServerSettings, server_refusals
 
 _POLL_SECONDS = 0.25
 _PORT_TAKEN = "address already in use"
@@ -61,10 +61,10 @@ class ManagedEngine:
         """Start a server and return at once. Its log, of mode 0600, holds its keys: SGLang writes
         its arguments.
 
-        Raises `ValueError` for what `refusals` finds, a shape that no engine has and an address
+        Raises `ValueError` for what `server_refusals` finds, a shape that no engine has and an address
         that is not private.
         """
-        if found := [str(problem) for problem in refusals(settings, place.device)]:
+        if found := [str(problem) for problem in server_refusals(settings, place.device)]:
             raise ValueError("\n".join(found))
         require_private_address(place.host)
         return cls(settings, place, keys=keys, log_path=log_path, lifeline=lifeline)

@@ -14,8 +14,8 @@ import pytest
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import EngineUnhealthy
 from sglang_bridge.keys import create_keys
-from sglang_bridge.ports import choose_port
-from sglang_bridge.readiness import require_external_engines
+from sglang_bridge.server.ports import choose_port
+from sglang_bridge.server.readiness import require_external_engines
 from sglang_bridge.settings import ServerSettings
 
 INFO: dict[str, Any] = {"enable_return_routed_experts": True, "tp_size": 1, "dtype": "float32"}

@@ -1,6 +1,6 @@
 """Run a command and end its whole process tree when the process that holds the lifeline is gone.
 
-python -m sglang_bridge.supervise --lifeline FD [--grace-seconds S] -- COMMAND...
+python -m sglang_bridge.server.supervise --lifeline FD [--grace-seconds S] -- COMMAND...
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from sglang_bridge.shared_memory import mapped_shared_memory, remove_shared_memory
+from sglang_bridge.server.shared_memory import mapped_shared_memory, remove_shared_memory
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -102,7 +102,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="sglang_bridge.supervise", description=__doc__)
+    parser = argparse.ArgumentParser(prog="sglang_bridge.server.supervise", description=__doc__)
     parser.add_argument("--lifeline", type=int, required=True, help="read end of the pipe to watch")
     parser.add_argument(
         "--grace-seconds", type=float, default=5.0, help="between SIGTERM and SIGKILL"

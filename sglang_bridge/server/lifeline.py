@@ -51,7 +51,7 @@ def start_supervised(
     supervisor = [
         sys.executable,
         "-m",
-        "sglang_bridge.supervise",
+        "sglang_bridge.server.supervise",
         f"--lifeline={lifeline.read_end}",
         f"--grace-seconds={grace_seconds}",
         "--",
@@ -70,6 +70,6 @@ def start_supervised(
 
 
 def _with_package_root(search_path: str | None) -> str:
-    root = str(Path(__file__).parent.parent)
+    root = str(Path(__file__).parents[2])
     parts = search_path.split(os.pathsep) if search_path else []
     return os.pathsep.join(parts if root in parts else [*parts, root])

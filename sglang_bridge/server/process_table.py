@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from sglang_bridge.supervise import descendants
+from sglang_bridge.server.supervise import descendants
 
 _ENDED = ("", "Z", "X")
 _FLAGS_FIELD, _START_FIELD = 6, 19  # counted from the state, which follows the name in brackets

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_bridge.lifeline import Lifeline, start_supervised
+from sglang_bridge.server.lifeline import Lifeline, start_supervised
 
 # A command with a child and a grandchild that ignore SIGTERM; one of them leaves the process group
 # as a daemon would.
@@ -29,7 +29,7 @@ time.sleep(300)
 # A stand-in for the trainer: starts the tree on its lifeline and waits.
 HOLDER = """
 import os, sys, time
-from sglang_bridge.lifeline import Lifeline, start_supervised
+from sglang_bridge.server.lifeline import Lifeline, start_supervised
 lifeline = Lifeline()
 started = start_supervised([sys.executable, "-c", sys.argv[1], sys.argv[2]], lifeline=lifeline,
                            environment=os.environ, grace_seconds=0.5)

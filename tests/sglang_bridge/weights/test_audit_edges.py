@@ -7,7 +7,7 @@ import pytest
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import AuditUnsupported
 from sglang_bridge.weights.audit import Mismatch, audit_engine, require_auditable
-from tests.sglang_bridge.test_audit import HoldingAdmin, expected, sent_and_held
+from tests.sglang_bridge.weights.test_audit import HoldingAdmin, expected, sent_and_held
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from sglang_bridge.log_tail import last_exception, last_lines, refused_arguments
+from sglang_bridge.server.log_tail import last_exception, last_lines, refused_arguments
 
 
 def test_last_lines_without_secrets(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_bridge.gpus import torch_uses_cuda
+from sglang_bridge.server.gpus import torch_uses_cuda
 
 CUDA_TORCH = "from typing import Optional\n\n__version__ = '2.14.1'\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n"
 CPU_TORCH = (

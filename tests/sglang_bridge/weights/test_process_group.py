@@ -20,7 +20,7 @@ from sglang_bridge.weights.buckets import Bucket
 from sglang_bridge.weights.calls import start_call
 from sglang_bridge.weights.distributed import DistributedTransport
 from sglang_bridge.weights.process_group import leave
-from tests.sglang_bridge.group_peer import PeerAdmin, serve_peer
+from tests.sglang_bridge.weights.group_peer import PeerAdmin, serve_peer
 
 URL = "http://127.0.0.1:1"
 

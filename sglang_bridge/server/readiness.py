@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 
 from sglang_bridge.admin import AdminClient
-from sglang_bridge.command import RECORDING_RUNNER
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import EngineUnhealthy, RequestFailed
 from sglang_bridge.keys import RunKeys
+from sglang_bridge.server.command import RECORDING_RUNNER
 from sglang_bridge.settings import ServerSettings
 
 _POLL_SECONDS = 0.5

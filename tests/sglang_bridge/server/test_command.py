@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 
-from sglang_bridge.command import build_argv, build_environment, nccl_environment
-from sglang_bridge.cpu_support import cpu_shim_path
+from sglang_bridge.server.command import (
+    build_argv,
+    build_environment,
+    cpu_shim_path,
+    nccl_environment,
+)
 from sglang_bridge.settings import ServerPlace, ServerSettings
 
 PLACE = ServerPlace(model_path="/m", device="cpu")

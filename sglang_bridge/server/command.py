@@ -7,7 +7,6 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from sglang_bridge.cpu_support import cpu_shim_path
 from sglang_bridge.settings import ServerPlace, ServerSettings, kv_cache_slots
 
 # Without a GPU: SGLang's own torch fallbacks, no overlap of scheduling with a device that is not
@@ -65,6 +64,11 @@ def build_argv(
     return [*argv, *settings.extra_args]
 
 
+def cpu_shim_path() -> Path:
+    """The directory that goes first on PYTHONPATH of CPU servers."""
+    return Path(__file__).parents[1] / "cpu_shim"
+
+
 def build_environment(
     settings: ServerSettings, place: ServerPlace, inherited: Mapping[str, str]
 ) -> dict[str, str]:
@@ -78,7 +82,7 @@ def build_environment(
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
     }
-    search = [str(Path(__file__).parent.parent)]
+    search = [str(Path(__file__).parents[2])]
     if place.device == "cpu":
         environment["SGLANG_USE_CPU_ENGINE"] = "1"
         environment["CUDA_VISIBLE_DEVICES"] = ""

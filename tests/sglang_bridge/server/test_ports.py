@@ -2,7 +2,7 @@
 
 import socket
 
-from sglang_bridge.ports import choose_port, is_free
+from sglang_bridge.server.ports import choose_port, is_free
 
 
 def test_a_port_in_use_is_replaced() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_bridge.cpu_support import cpu_shim_path
+from sglang_bridge.server.command import cpu_shim_path
 
 # The imports of SGLang's configurations, then what transformers is to know of it.
 CONFIGS = """

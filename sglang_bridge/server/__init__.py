@@ -1,0 +1,1 @@
+"""SGLang server processes: command line, start, readiness, supervision and shutdown."""
