@@ -29,7 +29,12 @@ from statistics import mean
 
 import numpy as np
 
-from megatron_rl.config.schema import DataSettings, RolloutSettings, SelectionSettings
+from megatron_rl.config.schema import (
+    DataSettings,
+    RolloutSettings,
+    SelectionExpertSettings,
+    SelectionSettings,
+)
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.group import Group, RolloutLocation, RolloutRef, Verdict
 from megatron_rl.contracts.prompt import Prompt
@@ -41,13 +46,18 @@ from megatron_rl.prompts.source import PromptSource
 
 VARIANTS: Mapping[str, SelectionSettings] = {
     "uniform": SelectionSettings(),
-    "oversample, surplus kept": SelectionSettings(name="oversample", surplus="keep"),
-    "oversample, surplus cut": SelectionSettings(name="oversample"),
+    "oversample": SelectionSettings(name="oversample"),
     "belief": SelectionSettings(name="belief"),
-    "belief, flat skipped": SelectionSettings(name="belief", skip="flat"),
-    "belief, flat skipped, no probe": SelectionSettings(name="belief", skip="flat", probe=0),
+    "belief, flat skipped": SelectionSettings(name="belief", skip="zero_variance"),
+    "belief, flat skipped, no probe": SelectionSettings(
+        name="belief", skip="zero_variance", probe_samples=0
+    ),
     "belief, flat skipped, sharp": SelectionSettings(
-        name="belief", skip="flat", target=0.92, power=14, floor=0.04
+        name="belief",
+        skip="zero_variance",
+        expert=SelectionExpertSettings(
+            acceptance_target=0.92, acceptance_exponent=14, min_acceptance=0.04
+        ),
     ),
 }
 COLUMNS = (
@@ -61,7 +71,7 @@ COLUMNS = (
     "rounds",
     "weight ESS",
 )
-UNIFORM, CUT = "uniform", "oversample, surplus cut"
+UNIFORM, CUT = "uniform", "oversample"
 TAGS = (-5.0, -2.5, 0.0, 2.5, 5.0)
 TOKENS = {True: 3000, False: 7000}
 LONG = 150
@@ -134,7 +144,7 @@ def _rollout(sample: int, right: bool) -> RolloutRef:
         sample_index=sample,
         num_inputs=TOKENS[right],
         num_trainable=TOKENS[right],
-        generated=TOKENS[right],
+        num_generated=TOKENS[right],
         finish_reason=FinishReason.STOP,
         versions=(0,),
         verdict=Verdict(reward=float(right), correctness=float(right)),
@@ -158,7 +168,7 @@ class Tally:
     def note(self, groups: Sequence[Group], chosen: SelectionResult, rounds: int) -> None:
         for group in groups:
             self.rollouts += len(group.rollouts)
-            self.tokens += sum(rollout.generated for rollout in group.rollouts)
+            self.tokens += sum(rollout.num_generated for rollout in group.rollouts)
         self.mixed += sum(kind_of(group) is Kind.MIXED for group in chosen.groups)
         self.rounds, self.steps = self.rounds + rounds, self.steps + 1
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from hydra.errors import MissingConfigException, OverrideParseException
 
 from megatron_rl.config.keys import declared_keys, unknown_key
-from megatron_rl.contracts.paths import lost_folder
+from megatron_rl.contracts.paths import missing_directory
 from megatron_rl.contracts.refusal import Refusal
 
 _INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
@@ -82,7 +82,7 @@ def forbidden_arguments(arguments: Sequence[str]) -> Iterator[Refusal]:
             yield Refusal(
                 key, value or following, "It shows the configuration of a job", "Write --cfg job"
             )
-        elif key == "hydra.searchpath" and (lost := lost_folder(value)):
+        elif key == "hydra.searchpath" and (lost := missing_directory(value)):
             yield Refusal(
                 key,
                 value,

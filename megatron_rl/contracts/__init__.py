@@ -1,1 +1,1 @@
-"""The typed nouns that stages and processes hand to each other; nothing here imports torch."""
+"""Typed records that modules and processes exchange. No module here imports torch."""

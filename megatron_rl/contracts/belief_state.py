@@ -1,4 +1,4 @@
-"""What is believed of each prompt, as a checkpoint keeps it."""
+"""Belief about each prompt's pass rate, as a checkpoint stores it."""
 
 from __future__ import annotations
 
@@ -7,52 +7,58 @@ import math
 import msgspec
 import numpy as np
 
-NEVER = -1  # in `seen`: not drawn yet
-BEFORE = 0  # in `seen`: by another run alone, before this one's first step, which is 1
+# Values of `BeliefState.last_group_steps` for prompts without a group in this run
+NEVER_SAMPLED = -1
+BEFORE_FIRST_STEP = 0  # sampled only by an earlier run; the first step of this one is 1
 
 
 class BeliefState(msgspec.Struct, frozen=True, kw_only=True):
-    """prompts: ids, in the order of the rows of the arrays.
+    """State of a run's beliefs between two steps.
 
-    means, variances: float32 [n]. seen, since: int32 [n], steps; NEVER and BEFORE are none. strata:
-    (source, tag, its moments), those of all together first. drift: the two sums that the shared
-    drift is the quotient of. clock: the last step. window: (predicted, observed, groups) of the
-    last steps. wander: as strata, the two sums that the growth of variance is learnt from. rated:
-    the two sums that the doubt in given pass rates is learnt from.
+    prompts: prompt ids, in the order of the arrays' rows.
+    means, variances: float32 [n], of the arcsine-transformed pass rate.
+    last_group_steps: int32 [n], the step of a prompt's last group, or `NEVER_SAMPLED` or
+    `BEFORE_FIRST_STEP`.
+    last_update_steps: int32 [n], the same step, but the step of the first offer for a prompt
+    without a group.
+    strata: (source, tag, moments), the stratum of all prompts first.
+    drift: the two sums whose quotient is the drift that all prompts share.
+    clock: the last step.
+    window: (predicted, observed, groups) of the most recent steps, for the calibration metric.
+    process_noise: (source, tag, two sums), ordered as `strata`; the sums estimate how fast the
+    variance grows.
+    pass_rate_prior: the two sums that estimate the extra variance of given pass rates.
     """
 
     prompts: tuple[str, ...]
     means: bytes
     variances: bytes
-    seen: bytes
-    since: bytes
+    last_group_steps: bytes
+    last_update_steps: bytes
     strata: tuple[tuple[str, str, tuple[float, float, float, float]], ...]
     drift: tuple[float, float]
     clock: int
     window: tuple[tuple[float, float, float], ...] = ()
-    wander: tuple[tuple[str, str, tuple[float, float]], ...] = ()
-    rated: tuple[float, float] = (0.0, 0.0)
+    process_noise: tuple[tuple[str, str, tuple[float, float]], ...] = ()
+    pass_rate_prior: tuple[float, float] = (0.0, 0.0)
 
     def problem(self) -> str:
-        """Why nobody can have believed this; empty where somebody can."""
+        """Return why this state is damaged, or an empty string if it is valid."""
         count = len(self.prompts)
-        if any(
-            len(array) != 4 * count for array in (self.means, self.variances, self.seen, self.since)
-        ):
-            return f"its arrays are not those of {count} prompts"
+        arrays = (self.means, self.variances, self.last_group_steps, self.last_update_steps)
+        if any(len(array) != 4 * count for array in arrays):
+            return f"its arrays do not have {count} rows, one for each prompt"
         if not self.strata:
             return "it has no strata"
         if len(set(self.prompts)) != count:
-            return "a prompt has two beliefs"
-        means, variances = (
-            np.frombuffer(array, np.float32) for array in (self.means, self.variances)
-        )
-        possible = (
-            (means >= 0)
-            & (means <= np.float32(math.pi / 2))
-            & (variances >= 0)
-            & np.isfinite(variances)
-        )
-        if not possible.all() or (np.frombuffer(self.seen, np.int32) < NEVER).any():
-            return "it holds numbers that no belief has"
+            return "a prompt appears twice"
+        means = np.frombuffer(self.means, np.float32)
+        variances = np.frombuffer(self.variances, np.float32)
+        last_group_steps = np.frombuffer(self.last_group_steps, np.int32)
+        is_valid_mean = (means >= 0) & (means <= np.float32(math.pi / 2))
+        is_valid_variance = (variances >= 0) & np.isfinite(variances)
+        if not (is_valid_mean & is_valid_variance).all():
+            return "it holds a mean or variance that is out of range"
+        if (last_group_steps < NEVER_SAMPLED).any():
+            return "it holds a step that is out of range"
         return ""

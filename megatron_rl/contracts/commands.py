@@ -1,4 +1,4 @@
-"""What rank 0 tells every rank to do."""
+"""Commands that rank 0 sends to every rank."""
 
 from __future__ import annotations
 
@@ -9,40 +9,53 @@ from megatron_rl.contracts.step_plan import StepPlan
 from megatron_rl.contracts.wire_types import Count
 
 
-class Poll(msgspec.Struct, frozen=True, tag="wait"):
-    """Rollouts are under way: ask again. Keeps collectives from timing out while rank 0 is busy."""
+class Poll(msgspec.Struct, frozen=True, tag="poll"):
+    """Wait for the next command, because rollouts are still running.
+
+    Sent regularly, so that collectives do not time out while rank 0 is busy.
+    """
 
 
 class Sync(msgspec.Struct, frozen=True, tag="sync"):
-    """Export the weights to the engines as `version`; audit: compare afterwards what they hold."""
+    """Send the weights to the engines.
+
+    version: number of these weights.
+    audit: compare the engines' weights with the trainer's afterwards.
+    """
 
     version: int
     audit: bool = False
 
 
-class Train(msgspec.Struct, frozen=True, tag="plan"):
+class Train(msgspec.Struct, frozen=True, tag="train"):
     """Run one training step."""
 
     plan: StepPlan
 
 
-class EnterPhase(msgspec.Struct, frozen=True, tag="enter"):
-    """Train with the settings of this one of the run's `stages` from now on."""
+class EnterPhase(msgspec.Struct, frozen=True, tag="enter_phase"):
+    """Train with the settings of another curriculum phase from now on.
 
-    stage: Count
+    phase: 0-based index in the curriculum.
+    """
+
+    phase: Count
 
 
 class Save(msgspec.Struct, frozen=True, tag="save"):
-    """Write the current weights in Hugging Face format into a directory."""
+    """Write the current weights in Hugging Face format.
+
+    path: directory to write.
+    """
 
     path: str
 
 
 class Checkpoint(msgspec.Struct, frozen=True, tag="checkpoint"):
-    """Save all that the run needs to go on after `step`. state: what rank 0 alone knows, as it goes
-    into a file.
+    """Save a checkpoint from which the run can resume after `step`.
 
-    background: write it while the next steps train; `WaitForSave` tells what became of it.
+    state: encoded `RunState`, which only rank 0 has.
+    background: write while the next steps train. `WaitForSave` then reports the outcome.
     """
 
     step: int
@@ -50,19 +63,22 @@ class Checkpoint(msgspec.Struct, frozen=True, tag="checkpoint"):
     background: bool = False
 
 
-class WaitForSave(msgspec.Struct, frozen=True, tag="settle"):
-    """Wait for the checkpoint that is written in the background, if there is one."""
+class WaitForSave(msgspec.Struct, frozen=True, tag="wait_for_save"):
+    """Wait for the checkpoint that is being written in the background, if any."""
 
 
 class Record(msgspec.Struct, frozen=True, tag="record"):
-    """Write the rollouts of a batch to a directory: every node those that lie there."""
+    """Write the rollouts of a batch to a directory. Each node writes the rollouts that it stores.
+
+    path: directory to write.
+    """
 
     path: str
     groups: tuple[Group, ...]
 
 
 class Finish(msgspec.Struct, frozen=True, tag="finish"):
-    """The run is complete."""
+    """End the command loop, because the run is complete."""
 
 
 Command = Poll | Sync | Train | EnterPhase | Save | Checkpoint | WaitForSave | Record | Finish

@@ -1,5 +1,6 @@
-"""One prompt's rollouts with their verdicts: what rank 0 plans with; the tokens stay with the
-collector.
+"""Rollouts of one prompt with their verdicts.
+
+Rank 0 plans with these records. The tokens stay with the collector.
 """
 
 from __future__ import annotations
@@ -10,19 +11,21 @@ from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.contracts.wire_types import Count
 
-# the reason in `Group.rejected` for rollouts of weights older than rollout.max_staleness allows
-STALE = "stale"
-NEVER_SENT = "version_never_sent"  # ... and of a version that is above the trainer's own
+# Reasons in `Group.rejections`
+STALE = "stale"  # the rollout's weights are older than rollout.max_staleness allows
+NEVER_SENT = "version_never_sent"  # the trainer has not sent this weight version to any engine
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What the reward says of one rollout.
+    """Result of scoring one rollout.
 
-    reward: None when there is no verdict (the scorer failed or timed out): such a rollout leaves
-    its group's statistics and is counted; it is not a zero. correctness: the raw score that zero
-    variance is judged on, apart from shaping terms; None for all of a prompt where no truth is
-    known, as with a judge. answer: the final answer found in the response, None when there is none
-    to be found. seconds: scoring time. reason: why there is no verdict.
+    reward: None if scoring failed or timed out. Such a rollout is counted and left out of its
+    group's statistics. It does not count as a reward of zero.
+    correctness: raw score without shaping terms, used to find zero-variance groups. None for every
+    rollout of a prompt without a known answer, such as with a reward model.
+    answer: final answer in the response, None if there is none.
+    seconds: scoring time.
+    reason: why scoring gave no reward.
     """
 
     reward: float | None
@@ -33,8 +36,9 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RolloutLocation(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a collector keeps an encoded rollout: bytes [offset, offset + nbytes) of one
-    shared-memory segment.
+    """Location of an encoded rollout: bytes [offset, offset + nbytes) of a shared-memory segment.
+
+    node, pid, fd: node, process and file descriptor that hold the segment.
     """
 
     node: Count
@@ -45,13 +49,13 @@ class RolloutLocation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RolloutRef(msgspec.Struct, frozen=True, kw_only=True):
-    """All that rank 0 needs to know of a rollout to plan a step; the tokens stay with its
-    collector.
+    """Everything that rank 0 needs of one rollout to plan a step. The collector keeps the tokens.
 
-    num_inputs: tokens the model reads when it trains on it (all tokens but the last).
-    num_trainable: tokens that receive a loss. generated: tokens that engines drew for it.
-    repetition: how much of them repeats itself, from 0 to 1, where that is asked for. versions:
-    weight versions of its sampled segments, ascending.
+    num_inputs: tokens that the model reads when it trains on the rollout, all but the last.
+    num_trainable: tokens that receive a loss.
+    num_generated: tokens that engines sampled for the rollout.
+    repetition: share of repeated n-grams from 0 to 1, 0 if it is not measured.
+    versions: weight versions of the sampled segments, ascending.
     """
 
     rollout_id: str
@@ -59,7 +63,7 @@ class RolloutRef(msgspec.Struct, frozen=True, kw_only=True):
     sample_index: Count
     num_inputs: Count
     num_trainable: Count
-    generated: Count = 0
+    num_generated: Count = 0
     repetition: float = 0.0
     finish_reason: FinishReason
     versions: tuple[int, ...]
@@ -68,31 +72,31 @@ class RolloutRef(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt's rollouts and verdicts.
+    """Rollouts of one prompt, with verdicts.
 
-    rejected, rejected_tokens: rollouts dropped before a verdict and the tokens that engines drew
-    for them, by reason. weight: multiplies the group's advantages; other than 1 it makes up for
-    groups of its prompt that were stopped early. generated_at, judged_at: when the last response
-    arrived and when the last verdict was there, in seconds of the collector's monotonic clock.
+    rejections, rejected_tokens: numbers of rollouts dropped before scoring and of the tokens that
+    engines sampled for them, by reason.
+    weight: factor of the group's advantages. A factor other than 1 compensates for groups of the
+    same prompt that were stopped early.
+    generated_at, scored_at: times of the last response and of the last verdict, in seconds of the
+    collector's monotonic clock.
     """
 
     group_id: str
     prompt: Prompt
     rollouts: tuple[RolloutRef, ...]
-    rejected: dict[str, int] = {}
+    rejections: dict[str, int] = {}
     rejected_tokens: dict[str, int] = {}
     weight: float = 1.0
     generated_at: float = 0.0
-    judged_at: float = 0.0
+    scored_at: float = 0.0
 
     @property
-    def judged(self) -> tuple[RolloutRef, ...]:
-        """The rollouts with a verdict."""
+    def rollouts_with_verdict(self) -> tuple[RolloutRef, ...]:
         return tuple(rollout for rollout in self.rollouts if rollout.verdict.reward is not None)
 
 
-def drawn_tokens(group: Group) -> int:
-    """Tokens that engines drew for a group: those of its rollouts and of the rejected ones."""
-    return sum(rollout.generated for rollout in group.rollouts) + sum(
-        group.rejected_tokens.values()
-    )
+def sampled_tokens(group: Group) -> int:
+    """Count the tokens that engines sampled for a group, including its rejected rollouts."""
+    in_rollouts = sum(rollout.num_generated for rollout in group.rollouts)
+    return in_rollouts + sum(group.rejected_tokens.values())

@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 
 
-def problem_with(path: str, *, folder: bool) -> str | None:
+def path_problem(path: str, *, folder: bool) -> str | None:
     """Why there is no file, or no directory, that this user can read; None where there is one."""
     wanted = "directory" if folder else "file"
     try:
@@ -30,7 +30,7 @@ def problem_with(path: str, *, folder: bool) -> str | None:
     )
 
 
-def problem_with_new(path: str) -> str | None:
+def new_directory_problem(path: str) -> str | None:
     """Why no directory can be made at a path; None where there is one, or can be."""
     try:
         folder = Path(path).expanduser()
@@ -52,12 +52,12 @@ def problem_with_new(path: str) -> str | None:
     )
 
 
-def lost_folder(urls: str) -> str | None:
+def missing_directory(urls: str) -> str | None:
     """The first of `file://DIRECTORY` addresses, as a list or alone, that is none; `pkg://` is not
     looked at.
     """
     for place in re.split(r"[\[\],'\" ]+", urls):
         scheme, _, path = place.rpartition("://")
-        if place and scheme != "pkg" and (scheme != "file" or problem_with(path, folder=True)):
+        if place and scheme != "pkg" and (scheme != "file" or path_problem(path, folder=True)):
             return place
     return None

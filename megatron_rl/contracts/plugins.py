@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 
-MODULE_REMEDY = "Put the folder that holds it on PYTHONPATH (torchrun puts launch/ on the path, not the working directory)"
+PYTHONPATH_REMEDY = "Put the folder that holds it on PYTHONPATH (torchrun puts launch/ on the path, not the working directory)"
 
 
 _LIBRARIES = tuple(
@@ -36,16 +36,16 @@ class PluginError(Failure, ValueError):
 
 @contextlib.contextmanager
 def user_code(
-    what: str, *, passing: tuple[type[Exception], ...] = (), failure: type[Failure] = PluginError
+    what: str, *, propagate: tuple[type[Exception], ...] = (), failure: type[Failure] = PluginError
 ) -> Iterator[None]:
     """What the user's code raises within becomes a `failure` that names `what`, the error and the
     user's line.
 
-    passing: what the caller expects and hears as it is.
+    propagate: what the caller expects and hears as it is.
     """
     try:
         yield
-    except passing:
+    except propagate:
         raise
     except (Exception, SystemExit) as error:
         raise failure(f"{what} fails: {told(error)}") from error
@@ -55,11 +55,11 @@ def told(error: BaseException) -> str:
     """An exception of the user's code in one line, with the place in that code."""
     words = " ".join(str(error).split())
     words = words if len(words) <= _LONGEST_WORDS else f"{words[:_LONGEST_WORDS]}…"
-    place = place_of(error)
+    place = error_location(error)
     return f"{type(error).__name__}{f': {words}' if words else ''}{f' ({place})' if place else ''}"
 
 
-def place_of(error: BaseException) -> str | None:
+def error_location(error: BaseException) -> str | None:
     """`file:line, in function` of the innermost frame below the one that caught it and in no
     library, or None.
     """
@@ -95,16 +95,16 @@ def load_plugin(
     _check_options(options_key, name, target, options)
     given = ", ".join(f"{option}={value!r}" for option, value in options.items())
     try:
-        with user_code(f"{key}={name}: {name}({given})", passing=(TypeError, ValueError)):
+        with user_code(f"{key}={name}: {name}({given})", propagate=(TypeError, ValueError)):
             opened = target(**options)
     except (TypeError, ValueError) as error:
         if isinstance(error, PluginError):
             raise
-        place = place_of(error)
+        place = error_location(error)
         at = f" ({place})" if place else ""
         raise PluginError(f"{options_key}: {name}({given}) refuses: {error}{at}") from error
     for method, arguments in (methods or {}).items():
-        with user_code(f"{key}={name}: `{method}`", passing=(PluginError,)):
+        with user_code(f"{key}={name}: `{method}`", propagate=(PluginError,)):
             if not hasattr(opened, method):
                 needed = ", ".join(methods or ())
                 raise PluginError(
@@ -159,7 +159,7 @@ def _find(key: str, name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is not None and f"{module}.".startswith(f"{error.name}."):
             raise PluginError(
-                f"{key}={name}: there is no module {error.name}. {MODULE_REMEDY}"
+                f"{key}={name}: there is no module {error.name}. {PYTHONPATH_REMEDY}"
             ) from error
         raise PluginError(
             f"{key}={name}: {module} needs {error.name}, which is not installed"

@@ -48,7 +48,7 @@ def validate_routes(wire: npt.NDArray[np.int32], shape: RouteShape, num_inputs: 
     return _checked(wire if every_layer else wire[:, list(shape.moe_layers)], shape)
 
 
-def validate_kept_routes(
+def validate_stored_routes(
     kept: npt.NDArray[np.generic], shape: RouteShape, num_inputs: int
 ) -> Routes:
     """Check routes that come back from where they were kept, after `validate_routes`, perhaps for

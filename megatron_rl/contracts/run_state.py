@@ -1,4 +1,4 @@
-"""What rank 0 alone knows of a run between two steps: the part of a checkpoint that is no tensor."""
+"""State of a run between two steps, apart from tensors. Rank 0 owns it and checkpoints hold it."""
 
 from __future__ import annotations
 
@@ -13,44 +13,55 @@ STATE_FORMAT = 1
 
 
 class PromptCursor(msgspec.Struct, frozen=True, kw_only=True):
-    """Which prompts were taken.
+    """Position in the shuffled training prompts.
 
-    put_off: indices of those that a step could not take twice. digest: of all prompts.
+    epoch, position: number of the pass and of the prompts taken in it.
+    digest: hash of all prompts.
+    postponed_indices: prompts left for a later step, because a step cannot take a prompt twice.
     """
 
     epoch: Count
     position: Count
     digest: str
-    put_off: tuple[Count, ...] = ()
+    postponed_indices: tuple[Count, ...] = ()
 
 
 class SelectorState(msgspec.Struct, frozen=True, kw_only=True):
-    """What chooses a step's prompts, between two steps. beliefs: of selection.name=belief."""
+    """State of the prompt selector between two steps.
+
+    beliefs: only with selection.name=belief.
+    """
 
     prompts: PromptCursor
     beliefs: BeliefState | None = None
 
 
 class PhaseState(msgspec.Struct, frozen=True, kw_only=True):
-    """Which of the run's `stages` it is in. begun: its first step. tokens: that engines drew for
-    all steps so far.
+    """Position in the curriculum.
 
-    accuracy: of the last evaluation since `begun`, None before the first.
+    index: 0-based current phase.
+    first_step: first step of this phase.
+    tokens: tokens that engines sampled in all steps so far.
+    accuracy: the last evaluation of this phase, None before its first evaluation.
     """
 
     index: Count = 0
-    begun: Count = 1
+    first_step: Count = 1
     tokens: Count = 0
     accuracy: float | None = None
 
 
 class LoopState(msgspec.Struct, frozen=True, kw_only=True):
-    """Where rank 0's loop is after `step`.
+    """State of rank 0's training loop after `step`.
 
-    version: of the weights that engines got last, None before the first; synced: whether they hold
-    the present ones. nonfinite: how many steps in a row had NaN or Inf. accuracies: of the
-    evaluations so far. stage: None without the key `stages`. Between two steps no rollout is under
-    way: all that were asked for have been trained on (rollout.max_staleness is 0).
+    version: weight version sent to the engines last, None before the first.
+    synced: whether the engines have the current weights.
+    nonfinite: number of most recent consecutive steps with NaN or Inf.
+    accuracies: all evaluations so far.
+    phase: None without the key `curriculum`.
+
+    No rollout is running between two steps, and every requested rollout was used, because
+    rollout.max_staleness is 0.
     """
 
     step: Count
@@ -59,11 +70,15 @@ class LoopState(msgspec.Struct, frozen=True, kw_only=True):
     selection: SelectorState
     nonfinite: Count = 0
     accuracies: tuple[float, ...] = ()
-    stage: PhaseState | None = None
+    phase: PhaseState | None = None
 
 
 class RunState(msgspec.Struct, frozen=True, kw_only=True):
-    """optimizer_steps: taken so far. settings: every key of the configuration."""
+    """Everything rank 0 needs in order to resume a run.
+
+    optimizer_steps: number of optimizer steps so far.
+    settings: every key of the configuration, with its value.
+    """
 
     position: LoopState
     optimizer_steps: Count

@@ -59,7 +59,7 @@ def account(
     for name, others in (("probe_stopped", stopped), ("surplus_cut", surplus)):
         for group in others:
             found.update(_rejected(group))
-            found[name] += sum(rollout.generated for rollout in group.rollouts)
+            found[name] += sum(rollout.num_generated for rollout in group.rollouts)
     found["carried"] += carried
     kept = {name: count for name, count in found.items() if count or name in _ALWAYS}
     values = {f"account/{name}": float(count) for name, count in kept.items()}
@@ -126,12 +126,12 @@ def _of_group(group: Group, kind: Kind, fates: Mapping[str, bool]) -> Iterator[t
     yield from _rejected(group).items()
     told = {rollout.rollout_id for rollout in ScoredRollouts.of(group).rollouts}
     for rollout in group.rollouts:
-        trainable = min(rollout.num_trainable, rollout.generated)
+        trainable = min(rollout.num_trainable, rollout.num_generated)
         if rollout.rollout_id in told or rollout.rollout_id in fates:
-            yield "truncated_masked", rollout.generated - trainable
+            yield "truncated_masked", rollout.num_generated - trainable
             yield _class_of(rollout, kind, fates), trainable
         else:
-            yield "no_verdict", rollout.generated
+            yield "no_verdict", rollout.num_generated
 
 
 def _class_of(rollout: RolloutRef, kind: Kind, fates: Mapping[str, bool]) -> str:

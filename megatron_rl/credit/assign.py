@@ -130,13 +130,13 @@ class Credit:
             size=sum(worth.size for worth in worths),
             each=each,
             no_correctness=sum(
-                len(g.judged) - len(told.rollouts) for g, told in zip(groups, tolds, strict=True)
+                len(g.rollouts_with_verdict) - len(told.rollouts) for g, told in zip(groups, tolds, strict=True)
             ),
         )
 
     def _worth(self, group: Group, told: ScoredRollouts, kind: Kind) -> GroupCredit:
         if self._algo.advantages == "one":
-            return GroupCredit(rollouts=group.judged, advantages=(1.0,) * len(group.judged))
+            return GroupCredit(rollouts=group.rollouts_with_verdict, advantages=(1.0,) * len(group.rollouts_with_verdict))
         if kind is Kind.MIXED:
             return self._of_mixed(told, group.weight)
         match self._treatments.get(kind, "drop"):

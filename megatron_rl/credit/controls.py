@@ -16,7 +16,7 @@ def permute_rewards(groups: Sequence[Group], seed: int) -> list[Group]:
     The batch keeps its rewards and its rollouts without a verdict; which response earned which
     reward is lost.
     """
-    verdicts = [r.verdict for group in groups for r in group.judged]
+    verdicts = [r.verdict for group in groups for r in group.rollouts_with_verdict]
     random.Random(seed).shuffle(verdicts)
     remaining = iter(verdicts)
     return [

@@ -54,8 +54,8 @@ class ScoredRollouts:
     @classmethod
     def of(cls, group: Group) -> ScoredRollouts:
         """Where some have a raw correctness, a rollout without a finite one has no verdict."""
-        has_truth = any(r.verdict.correctness is not None for r in group.judged)
-        return cls(tuple(r for r in group.judged if _is_told(r, has_truth=has_truth)), has_truth)
+        has_truth = any(r.verdict.correctness is not None for r in group.rollouts_with_verdict)
+        return cls(tuple(r for r in group.rollouts_with_verdict if _is_told(r, has_truth=has_truth)), has_truth)
 
     @cached_property
     def scores(self) -> npt.NDArray[np.float64]:

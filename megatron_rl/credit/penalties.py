@@ -34,7 +34,7 @@ class Penalties:
         2503.14476, Eq. 13). excess: 0 up to `length_excess` times the median, linear to 1 at twice
         that.
         """
-        tokens = np.array([r.generated for r in rollouts], np.float64)
+        tokens = np.array([r.num_generated for r in rollouts], np.float64)
         if self.settings.length is None or not right.any():
             return np.zeros_like(tokens)
         if self.settings.length == "buffer":

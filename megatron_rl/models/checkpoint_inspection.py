@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_rl.contracts.paths import problem_with
+from megatron_rl.contracts.paths import path_problem
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.shape import ModelConfigError, ModelShape
 from megatron_rl.models.tokenizer import Tokenizer, TokenizerError, check_matches_model
@@ -32,7 +32,7 @@ def inspect_checkpoint(
     weights False: the model starts from random weights; config.json and the tokenizer are enough.
     """
     directory = Path(path)
-    if (rule := problem_with(path, folder=True)) is not None:
+    if (rule := path_problem(path, folder=True)) is not None:
         return None, [
             Defect(
                 rule,

@@ -142,14 +142,14 @@ def _drawn(name: str, source: Source, seed: int) -> Iterator[object]:
     The embedded ones and generators tell for themselves what is wrong.
     """
     called = f"data.source={name}: questions({seed})"
-    with user_code(called, passing=(PromptDataError,), failure=PromptDataError):
+    with user_code(called, propagate=(PromptDataError,), failure=PromptDataError):
         questions = source.questions(seed)
     if not isinstance(questions, Iterable):
         kind = type(questions).__name__
         raise PromptDataError(
             f"{called} returns {kind}, not an iterator. Write a generator that yields Questions"
         )
-    with user_code(called, passing=(PromptDataError,), failure=PromptDataError):
+    with user_code(called, propagate=(PromptDataError,), failure=PromptDataError):
         yield from questions
 
 

@@ -73,7 +73,7 @@ class PromptSource:
         self.beliefs: BeliefState | None = None
         self._band: Sequence[float] | None = None
         self._outside: frozenset[int] = frozenset()
-        self.choose(settings.band)
+        self.choose(settings.pass_rate_range)
 
     @property
     def num_available(self) -> int:
@@ -105,7 +105,7 @@ class PromptSource:
             bool((rate := self.rates.get(prompt.id)) and rate.samples) for prompt in self.train
         )
         inside = (
-            "" if self._band is None else f"; {self.num_available} in data.band={list(self._band)}"
+            "" if self._band is None else f"; {self.num_available} in data.pass_rate_range={list(self._band)}"
         )
         strangers = sum(prompt_id not in known for prompt_id in self.rates)
         return f"pass rates: of {rated} of {len(known)} training prompts, and of {strangers} unknown ids{inside}"
@@ -152,9 +152,9 @@ class PromptSource:
     @property
     def cursor(self) -> PromptCursor:
         """What was offered so far."""
-        put_off = (*self._repeated, *self._put_off)
+        postponed_indices = (*self._repeated, *self._put_off)
         return PromptCursor(
-            epoch=self._epoch, position=self._position, put_off=put_off, digest=self._digest
+            epoch=self._epoch, position=self._position, postponed_indices=postponed_indices, digest=self._digest
         )
 
     def seek(self, cursor: PromptCursor) -> None:
@@ -168,14 +168,14 @@ class PromptSource:
                 "the same data.* and the same files, or start another run"
             )
         self._epoch, self._position = cursor.epoch, cursor.position
-        self._put_off, self._repeated = deque(cursor.put_off), {}
+        self._put_off, self._repeated = deque(cursor.postponed_indices), {}
         self._order = self._epoch_order()
 
     def require(self, n: int) -> None:
         """Raise `PromptDataError` unless n prompts can be taken at once."""
         if self._band is not None and n > self.num_available:
             raise PromptDataError(
-                f"data.band={list(self._band)}: it leaves {self.num_available} prompts, and "
+                f"data.pass_rate_range={list(self._band)}: it leaves {self.num_available} prompts, and "
                 f"rollout.prompts_per_step={n} different ones are taken in a step ({self.report_rates()}). Widen the "
                 "band, lower rollout.prompts_per_step, or give more training data"
             )

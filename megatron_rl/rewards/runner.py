@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from megatron_rl.contracts.group import Verdict
-from megatron_rl.contracts.plugins import place_of
+from megatron_rl.contracts.plugins import error_location
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.rewards.scorer import Scorer
@@ -79,7 +79,7 @@ def _none(reason: str) -> Verdict:
 
 def _words(error: Exception) -> str:
     """The error and, in front of what may be long, the line of the user's scorer."""
-    place, words = place_of(error), f"{type(error).__name__}: {error}"
+    place, words = error_location(error), f"{type(error).__name__}: {error}"
     if place is None or place.startswith(__file__):  # what a scorer returned is looked at here
         return words
     return f"{Path(place).name}: {words}"

@@ -70,7 +70,7 @@ def open_answer_check(settings: RewardSettings) -> Callable[[str], None]:
 
     def check(answer: str) -> None:
         with user_code(
-            f"reward.name={settings.name}: check_answer({answer[:80]!r})", passing=(ValueError,)
+            f"reward.name={settings.name}: check_answer({answer[:80]!r})", propagate=(ValueError,)
         ):
             scorer.check_answer(answer)
 

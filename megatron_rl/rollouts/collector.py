@@ -82,7 +82,7 @@ class Collector:
         results = await asyncio.gather(*(self._player.play(request, index) for index in indices))
         judged = [result for result in results if isinstance(result, Judged)]
         rejected = [result for result in results if isinstance(result, Rejected)]
-        judged_at = time.monotonic()
+        scored_at = time.monotonic()
         refs = [_ref(j, _NOT_KEPT, 0.0) for j in judged]
         if not request.evaluation:
             run = (
@@ -93,13 +93,13 @@ class Collector:
             group_id=request.group_id,
             prompt=request.prompt,
             rollouts=tuple(refs),
-            rejected=dict(Counter(r.reason for r in rejected)),
+            rejections=dict(Counter(r.reason for r in rejected)),
             rejected_tokens={
                 reason: sum(r.sampled_tokens for r in rejected if r.reason == reason)
                 for reason in {r.reason for r in rejected}
             },
             generated_at=max((j.generated_at for j in judged), default=0.0),
-            judged_at=judged_at if judged else 0.0,
+            scored_at=scored_at if judged else 0.0,
         )
         return GroupDone(
             group=group, generated_tokens=sum(result.sampled_tokens for result in results)
@@ -124,7 +124,7 @@ def _ref(judged: Judged, location: RolloutLocation, repeated: float) -> RolloutR
         sample_index=rollout.sample_index,
         num_inputs=rollout.num_tokens - 1,
         num_trainable=sum(len(segment.tokens) for segment in rollout.segments if segment.trainable),
-        generated=judged.sampled_tokens,
+        num_generated=judged.sampled_tokens,
         repetition=repeated,
         finish_reason=rollout.finish_reason,
         versions=tuple(sorted({s.version for s in rollout.segments if s.logprobs is not None})),

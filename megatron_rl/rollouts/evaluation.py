@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron_rl.config.schema import EvalSettings, RolloutSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
-from megatron_rl.contracts.group import Group, drawn_tokens
+from megatron_rl.contracts.group import Group, sampled_tokens
 from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.rollouts.messages import GroupRequest
@@ -151,5 +151,5 @@ def accuracy_of(
         rejected=lost.total(),
         questions=questions,
         samples=samples,
-        tokens=sum(drawn_tokens(group) for group in groups),
+        tokens=sum(sampled_tokens(group) for group in groups),
     )

@@ -18,7 +18,7 @@ from megatron_rl.contracts.wire_types import Count
 from sglang_bridge.engine import Engine
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-ENGINE_FAILURE = "engine"  # the reason in `Group.rejected` for requests that no engine answered
+ENGINE_FAILURE = "engine"  # the reason in `Group.rejections` for requests that no engine answered
 # ... for those whose engine fell silent until their deadline, with nothing to be kept
 EXPIRED = "expired"
 ENVIRONMENT_FAILURE = "environment"  # ... and for exceptions of the environment

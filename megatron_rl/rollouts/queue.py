@@ -207,14 +207,14 @@ def _without_wrong_version(group: Group, oldest: int, newest: int) -> Group:
     faults = [fault(rollout) for rollout in group.rollouts]
     if not any(faults):
         return group
-    counts, tokens = Counter(group.rejected), Counter(group.rejected_tokens)
+    counts, tokens = Counter(group.rejections), Counter(group.rejected_tokens)
     for rollout, reason in zip(group.rollouts, faults, strict=True):
         if reason is not None:
             counts[reason] += 1
-            tokens[reason] += rollout.generated
+            tokens[reason] += rollout.num_generated
     kept = tuple(
         rollout for rollout, reason in zip(group.rollouts, faults, strict=True) if reason is None
     )
     return msgspec.structs.replace(
-        group, rollouts=kept, rejected=dict(counts), rejected_tokens=dict(tokens)
+        group, rollouts=kept, rejections=dict(counts), rejected_tokens=dict(tokens)
     )

@@ -33,8 +33,8 @@ def unusable(groups: Iterable[Group]) -> Counter[str]:
     """Rollouts that were rejected or have no verdict, by reason."""
     found = Counter[str]()
     for group in groups:
-        found.update(group.rejected)
-        without = len(group.rollouts) - len(group.judged)
+        found.update(group.rejections)
+        without = len(group.rollouts) - len(group.rollouts_with_verdict)
         if without:
             found[NO_VERDICT] += without
     return found

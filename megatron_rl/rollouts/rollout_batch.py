@@ -61,7 +61,7 @@ class RolloutBatch:
     @property
     def rejected(self) -> Counter[str]:
         """Rollouts that were asked for and could not be used, by reason."""
-        return sum((Counter(group.rejected) for group in self.drawn), Counter[str]())
+        return sum((Counter(group.rejections) for group in self.drawn), Counter[str]())
 
     @property
     def reward_exposed(self) -> float:
@@ -73,7 +73,7 @@ class RolloutBatch:
             if group.rollouts:
                 nodes.setdefault(group.rollouts[0].location.node, []).append(group)
         waits = (
-            max(g.judged_at for g in groups) - max(g.generated_at for g in groups)
+            max(g.scored_at for g in groups) - max(g.generated_at for g in groups)
             for groups in nodes.values()
         )
         return max(0.0, *waits, 0.0)
@@ -211,7 +211,7 @@ class RolloutStage:
 
 def tokens_of(group: Group) -> int:
     """What engines drew for it, rejected rollouts included."""
-    return sum(ref.generated for ref in group.rollouts) + sum(group.rejected_tokens.values())
+    return sum(ref.num_generated for ref in group.rollouts) + sum(group.rejected_tokens.values())
 
 
 def joined(first: Group, rest: Group) -> Group:
@@ -219,8 +219,8 @@ def joined(first: Group, rest: Group) -> Group:
     return msgspec.structs.replace(
         first,
         rollouts=first.rollouts + rest.rollouts,
-        rejected=dict(Counter(first.rejected) + Counter(rest.rejected)),
+        rejections=dict(Counter(first.rejections) + Counter(rest.rejections)),
         rejected_tokens=dict(Counter(first.rejected_tokens) + Counter(rest.rejected_tokens)),
         generated_at=max(first.generated_at, rest.generated_at),
-        judged_at=max(first.judged_at, rest.judged_at),
+        scored_at=max(first.scored_at, rest.scored_at),
     )

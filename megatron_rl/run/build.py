@@ -23,7 +23,7 @@ from megatron_rl.planning.rank_view import RankView
 from megatron_rl.planning.step_planner import StepPlanner
 from megatron_rl.prompts.selection.factory import open_selector
 from megatron_rl.prompts.source import PromptSource
-from megatron_rl.records.records import Records
+from megatron_rl.records.run_records import RunRecords
 from megatron_rl.rollouts.evaluation import Evaluation
 from megatron_rl.rollouts.rollout_batch import RolloutStage
 from megatron_rl.run.curriculum import change, open_course
@@ -75,7 +75,7 @@ def build_worker(
 def build_table(c: Configuration, worker: Worker, engines: Engines, sender: Sender) -> Table:
     """What this rank does for each command."""
     return {
-        EnterPhase: lambda command: change(worker, phases_of(c)[command.stage].configuration),
+        EnterPhase: lambda command: change(worker, phases_of(c)[command.phase].configuration),
         Poll: lambda command: engines.check(),
         Train: lambda command: worker.train(command.plan),
         Sync: lambda command: sender.send(command, worker.export()),
@@ -88,7 +88,7 @@ def build_leader(
     stops: tuple[int, ...],
     dispatcher: Dispatcher,
     connected: EngineConnections,
-    records: Records,
+    records: RunRecords,
     prompts: PromptSource,
     dp_size: int,
 ) -> Leader:
@@ -96,7 +96,7 @@ def build_leader(
     queue, idle = connected.queue, partial(dispatcher.run, Poll())
 
     def stages(c: Configuration) -> Stages:
-        prompts.choose(c.data.band)
+        prompts.choose(c.data.pass_rate_range)
         selector = open_selector(prompts, c.rollout, c.selection, seed=c.seed)
         return Stages(
             rollouts=RolloutStage(queue, c.rollout, selector, stops, idle),
@@ -105,7 +105,7 @@ def build_leader(
             evaluation=Evaluation(queue, prompts.held_out, c.eval, c.rollout, stops, idle),
         )
 
-    course = open_course(c, stages, dispatcher, records.progress.say)
+    course = open_course(c, stages, dispatcher, records.progress.log)
     loop, settings = (
         RecordingLeader if c.mode == "rollout_only" else Leader,
         (c.train, c.rollout, c.eval, c.sync, c.run),

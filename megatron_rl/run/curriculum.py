@@ -1,5 +1,5 @@
 """The stages of a run, one after another: when one ends, and what changes with the next
-(docs/stages.md).
+(docs/curriculum.md).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from megatron_rl.config.algorithms import CustomAlgoSettings
-from megatron_rl.config.curriculum import Stage, Until, phases_of
+from megatron_rl.config.curriculum import Phase, PhaseEnd, phases_of
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.commands import EnterPhase
 from megatron_rl.contracts.run_state import PhaseState
@@ -27,7 +27,7 @@ class Schedule:
     """Which stage a step belongs to. Nothing but what `state` holds decides it, so that a resumed
     run goes the same way (tests/run/test_curriculum.py). untils: of each stage."""
 
-    def __init__(self, untils: Sequence[Until | None]) -> None:
+    def __init__(self, untils: Sequence[PhaseEnd | None]) -> None:
         self._untils = untils
         self.state = PhaseState()
 
@@ -61,7 +61,7 @@ class Schedule:
         while self.state.index + 1 < len(self._untils) and (reason := self.ended(step)):
             ended.append((self.state.index, reason))
             self.state = msgspec.structs.replace(
-                self.state, index=self.state.index + 1, begun=step, accuracy=None
+                self.state, index=self.state.index + 1, first_step=step, accuracy=None
             )
         return ended
 
@@ -71,13 +71,13 @@ class Curriculum:
 
     def __init__(
         self,
-        stages: Sequence[Stage],
+        stages: Sequence[Phase],
         parts: Callable[[Configuration], Stages],
         dispatcher: Dispatcher,
         say: Callable[[str], None],
     ) -> None:
         self._stages, self._parts, self._dispatcher, self._say = stages, parts, dispatcher, say
-        self._schedule = Schedule([stage.entry.until for stage in stages])
+        self._schedule = Schedule([stage.settings.until for stage in stages])
         self._begun: int | None = None  # which stage the run has told of and widened beliefs for
         self._entered: int | None = None  # and which one this process has the settings of
 
@@ -93,7 +93,7 @@ class Curriculum:
         every rank.
         """
         for index, reason in self._schedule.advance(step):
-            self._say(f"stage {self._stages[index].entry.name} ended before step {step}: {reason}")
+            self._say(f"stage {self._stages[index].settings.name} ended before step {step}: {reason}")
         index = self._schedule.state.index
         if index == self._entered:
             return parts
@@ -103,7 +103,7 @@ class Curriculum:
         self._dispatcher.run(EnterPhase(index))
         if index != self._begun:
             self._tell(step, stage)
-            if stage.entry.reset_certainty == "all":
+            if stage.settings.reset_certainty == "all":
                 changed.rollouts.widen()
         self._begun = self._entered = index
         return changed
@@ -119,14 +119,14 @@ class Curriculum:
             reason := self._schedule.ended(step + 1)
         ):
             return ""
-        return f"{reason} of {self._stages[-1].entry.name}, the last of stages"
+        return f"{reason} of {self._stages[-1].settings.name}, the last of stages"
 
-    def _tell(self, step: int, stage: Stage) -> None:
+    def _tell(self, step: int, stage: Phase) -> None:
         changes = (
             ", ".join(f"{key}={value}" for key, value in stage.changes.items()) or "nothing changes"
         )
         place = f"{self._schedule.state.index + 1} of {len(self._stages)}"
-        self._say(f"stage {stage.entry.name} ({place}) begins with step {step}: {changes}")
+        self._say(f"stage {stage.settings.name} ({place}) begins with step {step}: {changes}")
 
 
 def open_course(
@@ -135,8 +135,8 @@ def open_course(
     dispatcher: Dispatcher,
     say: Callable[[str], None],
 ) -> Curriculum | None:
-    """None for a run without `stages`."""
-    return Curriculum(phases_of(c), parts, dispatcher, say) if c.stages else None
+    """None for a run without `curriculum`."""
+    return Curriculum(phases_of(c), parts, dispatcher, say) if c.curriculum else None
 
 
 def change(worker: Worker, c: Configuration) -> None:

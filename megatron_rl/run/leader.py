@@ -24,10 +24,10 @@ from megatron_rl.credit.account import account, usage, warning_of
 from megatron_rl.credit.assign import Credit
 from megatron_rl.engines.weight_sync import WeightSync
 from megatron_rl.planning.step_planner import StepPlanner
-from megatron_rl.records.flat_balance import ZeroVarianceBalanceAlarm
-from megatron_rl.records.idle_steps import UnchangedWeightsAlarm
-from megatron_rl.records.records import Records
-from megatron_rl.records.selection_alarm import SelectionAlarm
+from megatron_rl.run.alarms import ZeroVarianceBalanceAlarm
+from megatron_rl.run.alarms import UnchangedWeightsAlarm
+from megatron_rl.records.run_records import RunRecords
+from megatron_rl.run.alarms import SelectionAlarm
 from megatron_rl.records.stopwatch import Stopwatch
 from megatron_rl.rollouts.evaluation import Evaluation
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
@@ -93,7 +93,7 @@ class Leader:
     queue: Queue
     weights: WeightSync | None
     dispatcher: Dispatcher
-    records: Records
+    records: RunRecords
     keeper: CheckpointManager | None = None
     course: Curriculum | None = None
     _first_step: int = 1
@@ -111,7 +111,7 @@ class Leader:
         """Train to the end, save the weights if asked to and let every rank end."""
         step = self._first_step - 1
         if key := self._over(step):
-            self.records.progress.say(
+            self.records.progress.log(
                 f"nothing is left to train after step {step}: raise {key} to train further"
             )
         else:
@@ -130,11 +130,11 @@ class Leader:
         self.dispatcher.finish()
         self.queue.stop()
         if step < self.train.total_steps:
-            self.records.progress.say(f"ended after step {step} by {self._over(step)}")
+            self.records.progress.log(f"ended after step {step} by {self._over(step)}")
         if summary := self._idle.summary():
-            self.records.progress.say(summary)
+            self.records.progress.log(summary)
         if self.eval.stop_at is not None and not reached(self._accuracies, self.eval):
-            self.records.progress.say(
+            self.records.progress.log(
                 f"warning: eval.stop_at={self.eval.stop_at:g} was not reached in {step} steps; the last "
                 f"{min(len(self._accuracies), self.eval.stop_average)} evaluation(s) average {self._recent():.3f}"
             )
@@ -149,8 +149,8 @@ class Leader:
         self._first_step, self._goes_on = position.step + 1, True
         self._nonfinite, self._accuracies = position.nonfinite, deque(position.accuracies)
         self.stages.rollouts.restore(position.selection)
-        if self.course is not None and position.stage is not None:
-            self.course.restore(position.stage)
+        if self.course is not None and position.phase is not None:
+            self.course.restore(position.phase)
         if self.weights is not None:
             self.weights.resume_from(
                 position.version, synced=position.synced and self.sync.when == "step"
@@ -165,15 +165,15 @@ class Leader:
             selection=self.stages.rollouts.state(),
             nonfinite=self._nonfinite,
             accuracies=tuple(self._accuracies),
-            stage=None if self.course is None else self.course.state,
+            phase=None if self.course is None else self.course.state,
         )
 
     def train_step(self, step: int, values: dict[str, float]) -> None:
         """Roll out, credit, plan, train, sync; adds the step's metrics to `values`."""
         watch = Stopwatch()
         with (
-            watch.stage("rollout"),
-            self.keeper.nothing_trained() if self.keeper else contextlib.nullcontext(),
+            watch.section("rollout"),
+            self.keeper.abortable_step() if self.keeper else contextlib.nullcontext(),
         ):
             batch = self.stages.rollouts.draw(step)
         credited = self.stages.credit.assign(step, batch.groups)
@@ -202,15 +202,15 @@ class Leader:
         self.queue.release(batch.delivered)
         self._count_nonfinite(plan, outcome)
         self._synced = False
-        with watch.stage("sync"):
+        with watch.section("sync"):
             if self.sync.when == "step":
                 self.send_weights(values)
         values |= watch.values()
         self.records.progress.step(step, values)
         alarms = (self._idle, self._balance, self._selection)
-        for warning in (*(alarm.note(values) for alarm in alarms), warning_of(values)):
+        for warning in (*(alarm.observe(values) for alarm in alarms), warning_of(values)):
             if warning:
-                self.records.progress.say(warning)
+                self.records.progress.log(warning)
 
     def send_weights(self, values: dict[str, float]) -> None:
         """Send the weights to every engine under the next version, unless they have them."""
@@ -220,7 +220,7 @@ class Leader:
         values |= self.dispatcher.run(command)
         if self.weights.audit_obstacle and not self._told_obstacle:
             self._told_obstacle = True
-            self.records.progress.say(
+            self.records.progress.log(
                 f"weights are not audited by value: {self.weights.audit_obstacle}"
             )
         self.queue.set_version(command.version)
@@ -232,14 +232,14 @@ class Leader:
             return
         self.send_weights(values)
         watch = Stopwatch()
-        with watch.stage("eval"), self.records.progress.during(f"evaluating after step {step}"):
+        with watch.section("eval"), self.records.progress.task(f"evaluating after step {step}"):
             accuracy = self.stages.evaluation.measure(str(step))
         self._accuracies.append(accuracy.accuracy)
         values |= (
             accuracy.metrics() | watch.seconds | {"account/evaluation": float(accuracy.tokens)}
         )
         values["account/generated"] = values.get("account/generated", 0.0) + accuracy.tokens
-        self.records.progress.say(f"step {step}: held-out accuracy {accuracy}")
+        self.records.progress.log(f"step {step}: held-out accuracy {accuracy}")
 
     def _enter(self, step: int) -> None:
         """Run this step with the parts of its stage, where the run has stages."""
@@ -264,7 +264,7 @@ class Leader:
     def _keep(self, step: int, *, last: bool) -> None:
         """Save a checkpoint when it is due, and end the run when it was told to stop."""
         if self.keeper is not None:
-            if self.keeper.due(step, last=last):
+            if self.keeper.is_due(step, last=last):
                 self._pending |= self.keeper.save(self.position(step), last=last)
             if not last:
                 self._leave_if_told(step)  # it may have been told during the save
@@ -274,11 +274,11 @@ class Leader:
 
         at: its position, None: where the run is.
         """
-        if self.keeper is not None and self.keeper.told_to_stop:
-            self.keeper.settle()
-            if self.keeper.saved != step:
+        if self.keeper is not None and self.keeper.stop_requested:
+            self.keeper.wait_for_save()
+            if self.keeper.last_saved_step != step:
                 self._pending |= self.keeper.save(at or self.position(step))
-            self.keeper.leave_if_told()
+            self.keeper.raise_if_stop_requested()
 
     @contextlib.contextmanager
     def _in_time(self, step: int) -> Iterator[None]:
@@ -297,10 +297,10 @@ class Leader:
     def _evaluation_due(self, step: int) -> bool:
         if step == self.train.total_steps:
             return True
-        if self.keeper is not None and self.keeper.told_to_stop:
+        if self.keeper is not None and self.keeper.stop_requested:
             return False  # the time that is left is for the checkpoint
         every = self.eval.every if step else 1
-        return step >= self.eval.first and every > 0 and step % every == 0
+        return step >= self.eval.start_step and every > 0 and step % every == 0
 
     def _over(self, step: int) -> str:
         """What ended the run with this step; empty where nothing did."""
@@ -320,7 +320,7 @@ class Leader:
         if outcome.finite:
             return
         where = self.records.directory.rollouts / f"nonfinite-step-{plan.step}"
-        self.records.progress.say(
+        self.records.progress.log(
             f"step {plan.step}: NaN or Inf in loss or gradients; that optimizer step was applied on no rank and "
             f"the rest of the batch was left out; the batch is in {where}"
         )
@@ -337,4 +337,4 @@ class Leader:
         try:
             yield values
         finally:
-            self.records.log.write(step, values)
+            self.records.metrics.write(step, values)

@@ -6,7 +6,7 @@ from megatron_rl.contracts.routes import (
     RouteError,
     RouteShape,
     round_robin_routes,
-    validate_kept_routes,
+    validate_stored_routes,
     validate_routes,
 )
 
@@ -46,10 +46,10 @@ KEPT = np.array([[[1, 2]], [[3, 0]]], dtype=np.uint8)
 
 
 def test_kept_routes_come_back_as_they_were_and_as_narrow_as_the_model_s() -> None:
-    np.testing.assert_array_equal(validate_kept_routes(KEPT, SHAPE, 2), KEPT)
-    assert validate_kept_routes(KEPT.astype(np.uint16), SHAPE, 2).dtype == np.uint8
+    np.testing.assert_array_equal(validate_stored_routes(KEPT, SHAPE, 2), KEPT)
+    assert validate_stored_routes(KEPT.astype(np.uint16), SHAPE, 2).dtype == np.uint8
     assert (
-        validate_kept_routes(KEPT, msgspec.structs.replace(SHAPE, num_experts=257), 2).dtype
+        validate_stored_routes(KEPT, msgspec.structs.replace(SHAPE, num_experts=257), 2).dtype
         == np.uint16
     )
 
@@ -69,7 +69,7 @@ def test_kept_routes_come_back_as_they_were_and_as_narrow_as_the_model_s() -> No
 )
 def test_kept_routes_of_another_model_are_rejected_by_name(kept: np.ndarray, reason: str) -> None:
     with pytest.raises(RouteError) as caught:
-        validate_kept_routes(kept, SHAPE, 2)
+        validate_stored_routes(kept, SHAPE, 2)
     assert caught.value.reason == reason
 
 

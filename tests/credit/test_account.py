@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.config.algorithms import GrpoSettings, SftSettings
 from megatron_rl.config.schema import CreditSettings, ParallelSettings, TrainSettings
-from megatron_rl.contracts.group import Group, RolloutRef, Verdict, drawn_tokens
+from megatron_rl.contracts.group import Group, RolloutRef, Verdict, sampled_tokens
 from megatron_rl.contracts.step_plan import Denominators, OptimizerStep, StepPlan
 from megatron_rl.credit.account import account, usage, warning_of
 from megatron_rl.credit.assign import BatchCredit, Credit
@@ -64,7 +64,7 @@ def planned(
 
 
 def with_lost(drawn: Group, **tokens: int) -> Group:
-    return msgspec.structs.replace(drawn, rejected=dict.fromkeys(tokens, 1), rejected_tokens=tokens)
+    return msgspec.structs.replace(drawn, rejections=dict.fromkeys(tokens, 1), rejected_tokens=tokens)
 
 
 def masked(drawn: Group, index: int) -> Group:
@@ -77,29 +77,29 @@ def masked(drawn: Group, index: int) -> Group:
 
 
 BATCH = [
-    masked(group(1.0, 0.0, 0.5, None, 0.0, name="mixed", generated=[10, 20, 30, 40, 50]), 4),
-    group(1.0, 1.0, name="right", generated=[20, 100]),
-    group(0.0, 0.0, name="wrong", generated=[5, 6]),
-    with_lost(group(1.0, name="few", generated=[7]), engine=8, stale=9),
-    group(*[Verdict(reward=0.5, correctness=None)] * 2, name="judged", generated=[1, 2]),
+    masked(group(1.0, 0.0, 0.5, None, 0.0, name="mixed", num_generated=[10, 20, 30, 40, 50]), 4),
+    group(1.0, 1.0, name="right", num_generated=[20, 100]),
+    group(0.0, 0.0, name="wrong", num_generated=[5, 6]),
+    with_lost(group(1.0, name="few", num_generated=[7]), engine=8, stale=9),
+    group(*[Verdict(reward=0.5, correctness=None)] * 2, name="judged", num_generated=[1, 2]),
     group(
         1.0,
         verdict(None),
         Verdict(reward=1.0, correctness=None),
         0.0,
         name="odd",
-        generated=[1, 2, 4, 8],
+        num_generated=[1, 2, 4, 8],
     ),
 ]
-TOKENS = sum(drawn_tokens(g) for g in BATCH)
+TOKENS = sum(sampled_tokens(g) for g in BATCH)
 
 
 def test_every_class_by_hand() -> None:
-    at_the_mean = group(1.0, 0.5, 0.0, name="middle", generated=[3, 4, 5])
+    at_the_mean = group(1.0, 0.5, 0.0, name="middle", num_generated=[3, 4, 5])
     batch = [*BATCH, at_the_mean]
     credited, step = planned(batch, length="buffer")
     probe, beyond = (
-        group(0.0, 0.0, name=name, generated=[n, n]) for name, n in (("p", 11), ("s", 12))
+        group(0.0, 0.0, name=name, num_generated=[n, n]) for name, n in (("p", 11), ("s", 12))
     )
     found = account(
         batch,
@@ -160,7 +160,7 @@ def test_what_is_trained_without_comparing_is_accounted_by_its_kind() -> None:
 
 def test_what_is_trained_in_part_is_accounted_whole() -> None:
     """Of the rollout whose truth is unknown too, which algo.advantages=one trains all the same."""
-    odd = group(1.0, Verdict(reward=1.0, correctness=None), name="a", generated=[4, 9])
+    odd = group(1.0, Verdict(reward=1.0, correctness=None), name="a", num_generated=[4, 9])
     odd = msgspec.structs.replace(
         odd, rollouts=tuple(msgspec.structs.replace(r, num_trainable=3) for r in odd.rollouts)
     )
@@ -187,7 +187,7 @@ def drawn(
     scores, tokens, repeated, trainable = (
         (list(column) for column in zip(*rollouts, strict=True)) if rollouts else [[]] * 4
     )
-    made = with_lost(group(*scores, name=name, generated=tokens, repetition=repeated), **lost)
+    made = with_lost(group(*scores, name=name, num_generated=tokens, repetition=repeated), **lost)
     for index, may in enumerate(trainable):
         made = made if may else masked(made, index)
     return made
@@ -218,7 +218,7 @@ def test_the_classes_add_up_to_what_was_generated(
     batch = [drawn(str(i), *one) for i, one in enumerate(made)]
     others = [drawn(f"beside {i}", *one) for i, one in enumerate(beside)]
     credited, step = planned(batch, steps=3, **credit)
-    tokens = sum(drawn_tokens(g) for g in (*batch, *others))
+    tokens = sum(sampled_tokens(g) for g in (*batch, *others))
     split = len(others) // 2
     found = account(
         batch,

@@ -93,9 +93,9 @@ def penalties(**settings: object) -> Penalties:
 def test_only_lengths_tie_right_groups_and_only_repetition_wrong_ones(
     scores: tuple[int, int], kind: Kind, switched_on: dict[str, object]
 ) -> None:
-    apart = group(*scores, generated=[11, 89], repetition=[0.1, 0.4])
+    apart = group(*scores, num_generated=[11, 89], repetition=[0.1, 0.4])
     assert kind_of(apart, penalties(**switched_on)) is kind
-    alike = group(*scores, generated=[89, 89], repetition=[0.3, 0.4])
+    alike = group(*scores, num_generated=[89, 89], repetition=[0.3, 0.4])
     assert kind_of(alike, penalties(**switched_on)) is kind_of(alike)
 
 
@@ -110,7 +110,7 @@ def test_a_group_is_tied_from_a_difference_of_a_fifth_on(
     apart: float, right: Kind, wrong: Kind
 ) -> None:
     on = penalties(length="buffer", length_buffer=100, repetition_ngram=4)
-    assert kind_of(group(1, 1, generated=[0, round(100 * apart)]), on) is right
+    assert kind_of(group(1, 1, num_generated=[0, round(100 * apart)]), on) is right
     assert kind_of(group(0, 0, repetition=[0.0, apart]), on) is wrong
 
 
@@ -126,7 +126,7 @@ VERDICTS = st.builds(
 def test_every_group_is_of_one_kind_and_mixed_means_that_scores_differ(
     verdicts: list[Verdict], longest: int
 ) -> None:
-    drawn = group(*verdicts, generated=[1 + i * (longest - 1) // 5 for i in range(len(verdicts))])
+    drawn = group(*verdicts, num_generated=[1 + i * (longest - 1) // 5 for i in range(len(verdicts))])
     kind = kind_of(drawn, penalties(length="buffer", repetition_ngram=4))
     scores = ScoredRollouts.of(drawn).scores
     assert kind in Kind

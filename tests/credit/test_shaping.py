@@ -59,7 +59,7 @@ def test_no_reorder(
         Verdict(reward=reward, correctness=score)
         for score, reward in zip(scores, rewards, strict=True)
     ]
-    drawn = group(*verdicts, generated=tokens, repetition=repeated, weight=weight)
+    drawn = group(*verdicts, num_generated=tokens, repetition=repeated, weight=weight)
     settings_ = CreditSettings(shaping=strength, length=length, repetition_ngram=4)  # type: ignore[arg-type]
     credit = Credit(GrpoSettings(normalize_std=normalize), settings_, seed=0, max_new_tokens=100)
     advantages = credit.assign(1, [drawn]).advantages
@@ -111,7 +111,7 @@ def test_a_reward_below_correctness_is_a_penalty() -> None:
 
 
 def test_length_is_a_matter_of_right_answers_and_repetition_of_wrong_ones() -> None:
-    long = group(1.0, 1.0, 0.0, 0.0, generated=[20, 95, 20, 95], repetition=[0.0, 0.5, 0.0, 0.5])
+    long = group(1.0, 1.0, 0.0, 0.0, num_generated=[20, 95, 20, 95], repetition=[0.0, 0.5, 0.0, 0.5])
     plain = assign(long).advantages
     by_length = assign(
         long, length="buffer", length_buffer=20
@@ -124,14 +124,14 @@ def test_length_is_a_matter_of_right_answers_and_repetition_of_wrong_ones() -> N
 
 
 def test_the_buffer_is_a_fifth_of_the_longest_response_unless_told_otherwise() -> None:
-    drawn = group(1.0, 1.0, 0.0, generated=[80, 90, 3])
+    drawn = group(1.0, 1.0, 0.0, num_generated=[80, 90, 3])
     plain, found = assign(drawn).advantages, assign(drawn, length="buffer").advantages
     assert found == pytest.approx([plain[0], plain[1] * 0.75, plain[2]])
 
 
 def test_excess_is_over_the_median_of_the_right_answers() -> None:
     drawn = group(
-        1.0, 1.0, 1.0, 0.0, generated=[10, 20, 45, 99]
+        1.0, 1.0, 1.0, 0.0, num_generated=[10, 20, 45, 99]
     )  # 1.5 x 20 = 30; 45 is half as long again
     plain, found = assign(drawn).advantages, assign(drawn, length="excess").advantages
     assert found == pytest.approx([plain[0], plain[1], plain[2] * 0.75, plain[3]])
@@ -159,8 +159,8 @@ def test_tied_advantages_are_small_and_follow_the_penalties(
 
 
 def test_tied_groups_train_uncounted_and_only_when_asked_for() -> None:
-    right = group(1.0, 1.0, name="a", generated=[20, 100])
-    wrong = group(0.0, 0.0, name="b", generated=[20, 100], repetition=[0.0, 0.9])
+    right = group(1.0, 1.0, name="a", num_generated=[20, 100])
+    wrong = group(0.0, 0.0, name="b", num_generated=[20, 100], repetition=[0.0, 0.9])
     on = {"length": "buffer", "repetition_ngram": 4}
     dropped = assign(right, wrong, **on)
     assert (dropped.rollouts, dropped.uncounted) == ((), ())

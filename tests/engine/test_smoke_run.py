@@ -13,15 +13,15 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
+from launch.testbed.jobs import ROOT, family, named, start_job, survivors, wait_for_step
+from launch.testbed.policies import TWO_DIGIT_ADDITION
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.models.families import read_shape
-from megatron_rl.rollouts.recording import batch_directory, read_groups
+from megatron_rl.rollouts.recording.writer import batch_directory, read_groups
 from megatron_rl.run.checkpoints.state_file import read_state
 from sglang_bridge.keys import create_keys
 from tests.support.comparable import weights_of
 from tests.support.engines import running_engine
-from tests.support.jobs import ROOT, family, named, start_job, survivors, wait_for_step
-from tests.support.policies import TWO_DIGIT_ADDITION
 
 pytestmark = [pytest.mark.engine, pytest.mark.distributed, pytest.mark.timeout(420)]
 # Every metric of the run: people and dashboards read them, so a name that is new, gone or changed
@@ -102,7 +102,7 @@ NAMES = {
     "train/samples",
 }
 STAGES = (
-    "stages=[{name: first, until: {steps: 1}},"
+    "curriculum=[{name: first, until: {steps: 1}},"
     "{name: second, rollout.samples_per_prompt: 4, rollout.max_new_tokens: 5, rollout.temperature: 0.8,"
     "optimizer.lr: 1e-5}]"
 )
@@ -225,9 +225,9 @@ def test_another_layout_goes_on_with_the_prompts_versions_and_weights(
     )
     here, there = (read_state(run / "checkpoints/iter_0000003") for run in (done.run, smoke.run))
     assert here.position.selection == there.position.selection
-    assert here.position.stage is not None and (
-        here.position.stage.index,
-        here.position.stage.begun,
+    assert here.position.phase is not None and (
+        here.position.phase.index,
+        here.position.phase.first_step,
     ) == (1, 2)
     assert (
         (here.position.version, here.optimizer_steps)
@@ -242,7 +242,7 @@ def test_recorded_rollouts_are_trained_on_without_an_engine(
     """And what the engine held was rounded as FP8: the trainer, which is not, is as far from it as
     the rounding.
     """
-    steps, rounded = "train.total_steps=2", "engine.simulate=fp8_blockwise"
+    steps, rounded = "train.total_steps=2", "engine.fake_quant=fp8_blockwise"
     rolled_out = complete(
         start_job(tmp_path / "rollouts", *engine, steps, rounded, "mode=rollout_only"),
         tmp_path / "rollouts/job",
@@ -265,7 +265,7 @@ def test_recorded_rollouts_are_trained_on_without_an_engine(
         for _, rollouts in groups
         for rollout in rollouts
     )
-    overrides = ("mode=train_only", f"rollout.recorded={rolled_out.run}", steps)
+    overrides = ("mode=train_only", f"rollout.recording={rolled_out.run}", steps)
     trained = complete(start_job(tmp_path / "trained", *overrides), tmp_path / "trained/job")
     assert named(trained.processes, "sglang") == []
     assert [record["account/unaccounted"] for record in trained.records[1:]] == [0.0, 0.0]
@@ -293,7 +293,7 @@ def test_a_model_from_scratch_learns_a_users_own_task(
         "reward.options={limit: 24}",
         "rollout.max_new_tokens=8",
         "train.total_steps=6",
-        "eval.first=6",
+        "eval.start_step=6",
         "run.save_weights=true",
         "logger.progress=true",
         experiment="cold_start",

@@ -102,7 +102,7 @@ def test_steps_of_many_epochs_put_off_no_prompt_more_than_once() -> None:
             prompt, _ = running.offer(asked) or pytest.fail("there are four")
             if turn < 2:
                 asked.add(prompt.id)
-        assert len(running.cursor.put_off) == len(set(running.cursor.put_off)) <= 2
+        assert len(running.cursor.postponed_indices) == len(set(running.cursor.postponed_indices)) <= 2
 
 
 def test_a_cursor_is_cheap_however_many_prompts_there_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,7 +110,7 @@ def test_bad_samples_are_counted_and_the_others_live() -> None:
     def check(done: FromCollector, collector: Collector) -> None:
         assert isinstance(done, GroupDone) and len(done.group.rollouts) == 1
         reasons = ("routes_length", "routes_duplicate", "version", "aborted", "engine")
-        assert done.group.rejected == dict.fromkeys(reasons, 1)
+        assert done.group.rejections == dict.fromkeys(reasons, 1)
         assert (
             done.generated_tokens == 4 * 4
         )  # what was generated and then rejected counts: 046 and its end
@@ -121,7 +121,7 @@ def test_bad_samples_are_counted_and_the_others_live() -> None:
 @pytest.mark.parametrize("version", ["9" * 5000, "1" + "0" * 30, "-1", "1.5", ""])
 def test_a_weight_version_that_is_no_number_of_syncs_is_counted(version: str) -> None:
     def check(done: FromCollector, collector: Collector) -> None:
-        assert isinstance(done, GroupDone) and done.group.rejected == {"version": 2}
+        assert isinstance(done, GroupDone) and done.group.rejections == {"version": 2}
         msgspec.msgpack.encode(done)
 
     collect(lambda n, asked: reply(asked, "046", weight_version=version), request(2), check)
@@ -134,7 +134,7 @@ def test_a_token_outside_the_vocabulary_is_counted_not_raised() -> None:
         return changed | {"output_ids": [token, EOS]}
 
     def check(done: FromCollector, collector: Collector) -> None:
-        assert isinstance(done, GroupDone) and done.group.rejected == {"token_range": 3}
+        assert isinstance(done, GroupDone) and done.group.rejections == {"token_range": 3}
 
     collect(strange, request(3), check)
 
@@ -216,7 +216,7 @@ def test_a_silent_engine_s_samples_are_counted_as_expired(monkeypatch: pytest.Mo
     asyncio.run(run())
     *aborts, done = told
     assert sorted(m.rid for m in aborts if isinstance(m, AbortRequest)) == ["g/0#0;", "g/1#1;"]
-    assert isinstance(done, GroupDone) and done.group.rejected == {"expired": 2}
+    assert isinstance(done, GroupDone) and done.group.rejections == {"expired": 2}
 
 
 def test_an_evaluation_asks_for_no_routes_and_keeps_nothing() -> None:
@@ -290,7 +290,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_an_environment_of_ones_own_has_two_turns(own: str) -> None:
     def check(done: FromCollector, collector: Collector) -> None:
-        assert isinstance(done, GroupDone) and done.group.rejected == {}
+        assert isinstance(done, GroupDone) and done.group.rejections == {}
         (sample,) = done.group.rollouts
         rollout = read_rollout(sample)
         assert [s.role for s in rollout.segments] == [
@@ -318,7 +318,7 @@ def test_an_exception_of_an_environment_rejects_its_rollout(
     own: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     def check(done: FromCollector, collector: Collector) -> None:
-        assert isinstance(done, GroupDone) and done.group.rejected == {"environment": 2}
+        assert isinstance(done, GroupDone) and done.group.rejections == {"environment": 2}
         assert done.generated_tokens == 8
         assert caplog.text.count("KeyError: 'the tool'") == 1  # its traceback, once
 
@@ -334,7 +334,7 @@ def test_an_environment_that_never_ends_is_ended(
     own: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     def check(done: FromCollector, collector: Collector) -> None:
-        assert isinstance(done, GroupDone) and done.group.rejected == {"environment": 2}
+        assert isinstance(done, GroupDone) and done.group.rejections == {"environment": 2}
         assert "the environment took longer than environment.timeout_s=0.2" in caplog.text
 
     environment = EnvironmentSettings(name=f"{own}:Forgetful", timeout_s=0.2)
@@ -345,7 +345,7 @@ def test_waiting_for_a_response_is_not_the_environment_s_time(own: str) -> None:
     def check(done: FromCollector, collector: Collector) -> None:
         assert (
             isinstance(done, GroupDone)
-            and done.group.rejected == {}
+            and done.group.rejections == {}
             and len(done.group.rollouts) == 1
         )
 

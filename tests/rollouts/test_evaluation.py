@@ -1,13 +1,14 @@
 import msgspec
 import pytest
 
+from launch.testbed.rollout_refs import make_ref
 from megatron_rl.contracts.group import Group, Verdict
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.rollouts import evaluation
 from megatron_rl.rollouts.evaluation import Accuracy, LostEvaluation
 from megatron_rl.rollouts.rejections import UserClassFailed
-from tests.support.rollouts import make_ref, make_rollout
+from tests.support.rollouts import make_rollout
 
 
 def group(*verdicts: Verdict, finish: FinishReason = FinishReason.STOP) -> Group:
@@ -23,7 +24,7 @@ def accuracy_of(groups: list[Group], samples_per_prompt: int, share: float = 1.0
 
 
 def lost(count: int, reason: str = "expired") -> Group:
-    return msgspec.structs.replace(group(), rejected={reason: count})
+    return msgspec.structs.replace(group(), rejections={reason: count})
 
 
 RIGHT = Verdict(reward=1.0, correctness=1.0, answer="12")
@@ -89,7 +90,7 @@ def test_an_accuracy_is_told_and_recorded_with_all_it_was_measured_on() -> None:
     result = accuracy_of(
         [
             group(RIGHT, RIGHT, WRONG, UNPARSED),
-            msgspec.structs.replace(group(RIGHT), rejected={"a": 3}),
+            msgspec.structs.replace(group(RIGHT), rejections={"a": 3}),
         ],
         4,
     )

@@ -5,10 +5,11 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
+from launch.testbed.rollout_refs import make_ref
 from megatron_rl.rollouts.hub import CollectorLost, Hub
 from megatron_rl.rollouts.messages import MAX_MESSAGE_BYTES, Alive, Failed, Stop
 from tests.support.collectors import Peer, done
-from tests.support.rollouts import make_ref, make_rollout
+from tests.support.rollouts import make_rollout
 
 
 @pytest.fixture

@@ -324,7 +324,7 @@ class Lab:
         done = await asyncio.wait_for(self._outbox.get(), 30)
         assert isinstance(done, GroupDone), done
         kept = [read_rollout(ref) for ref in done.group.rollouts]
-        reasons = [reason for reason, count in done.group.rejected.items() for _ in range(count)]
+        reasons = [reason for reason, count in done.group.rejections.items() for _ in range(count)]
         assert len(kept) + len(reasons) == 1, "neither a rollout nor a counted reason"
         await self._collector.handle(Release((name,)))
         return kept[0] if kept else reasons[0]

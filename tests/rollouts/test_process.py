@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.testbed.selectors import FixedPrompts
 from megatron_rl.config.schema import EnvironmentSettings, EvalSettings, RolloutSettings
 from megatron_rl.rollouts.__main__ import RUN_KEY_VARIABLE
 from megatron_rl.rollouts.evaluation import Accuracy, Evaluation
@@ -18,7 +19,6 @@ from megatron_rl.rollouts.queue import CollectorFailed, RolloutQueue
 from megatron_rl.rollouts.rollout_batch import RolloutBatch, RolloutStage
 from tests.support.fake_engine import configuration, fake_engine, reply
 from tests.support.scripted_model import EOS, PROMPT
-from tests.support.selection import Given
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = """
@@ -80,7 +80,7 @@ def draw(hub: Hub, environment: EnvironmentSettings) -> tuple[RolloutBatch, Accu
         hub.wait_for(1, 20)
         queue.configure({0: configuration(url, environment=environment)})
         queue.set_version(3)
-        batch = RolloutStage(queue, rollout, Given([PROMPT, PROMPT], 2), (EOS,), lambda: None).draw(
+        batch = RolloutStage(queue, rollout, FixedPrompts([PROMPT, PROMPT], 2), (EOS,), lambda: None).draw(
             1
         )
         queue.release(batch.delivered)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
+from launch.testbed.rollout_refs import make_ref
 from megatron_rl.config.schema import (
     EngineSettings,
     EnvironmentSettings,
@@ -28,7 +29,7 @@ from megatron_rl.rollouts.messages import (
 from megatron_rl.rollouts.queue import CollectorFailed, RolloutQueue
 from sglang_bridge.errors import RequestFailed
 from tests.support.collectors import Peer, done, request
-from tests.support.rollouts import VERSION, make_ref, make_rollout
+from tests.support.rollouts import VERSION, make_rollout
 
 
 @pytest.fixture
@@ -168,10 +169,10 @@ def test_rollouts_of_weights_too_old_or_never_sent_are_counted_not_delivered(
     queue = RolloutQueue(hub, RolloutSettings(max_new_tokens=4, max_staleness=staleness))
     queue.set_version(version)
     queue.submit([request("a", evaluation=evaluation)])
-    peer.say(done("a", (msgspec.structs.replace(make_ref(make_rollout(3, 4)), generated=4),)))
+    peer.say(done("a", (msgspec.structs.replace(make_ref(make_rollout(3, 4)), num_generated=4),)))
     (group,) = queue.as_completed(idle)
     assert len(group.rollouts) == (0 if reason else 1)
-    assert (group.rejected, group.rejected_tokens) == (
+    assert (group.rejections, group.rejected_tokens) == (
         ({reason: 1}, {reason: 4}) if reason else ({}, {})
     )
 
@@ -187,7 +188,7 @@ def test_one_token_of_a_version_that_was_never_sent_is_enough(
     peer.say(done("a", (ref, kept, unsampled)))
     (group,) = queue.as_completed(idle)
     assert group.rollouts == (kept, unsampled)
-    assert group.rejected == {"version_never_sent": 1}
+    assert group.rejections == {"version_never_sent": 1}
 
 
 def test_what_happens_to_engines_is_said_and_known(hub: Hub, peer: Peer) -> None:
@@ -309,6 +310,6 @@ def test_stale_rollouts_add_to_what_the_collector_rejected_as_such(
 ) -> None:
     queue.set_version(9)
     queue.submit([request("a")])
-    peer.say(done("a", (make_ref(make_rollout(3, 4)),), rejected={"stale": 2, "engine": 1}))
+    peer.say(done("a", (make_ref(make_rollout(3, 4)),), rejections={"stale": 2, "engine": 1}))
     (group,) = queue.as_completed(idle)
-    assert group.rejected == {"stale": 3, "engine": 1}
+    assert group.rejections == {"stale": 3, "engine": 1}

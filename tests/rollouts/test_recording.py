@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from launch.testbed.batches import make_batch
+from launch.testbed.policies import TWO_DIGIT_ADDITION
 from megatron_rl.contracts.routes import RouteShape
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.rollouts.recorded import BadRecording, RecordedRollouts
-from megatron_rl.rollouts.recording import (
+from megatron_rl.rollouts.recording.recorded_rollouts import BadRecording, RecordedRollouts
+from megatron_rl.rollouts.recording.writer import (
     BatchRecord,
     RecordingUnreadable,
     batch_directory,
@@ -23,9 +25,7 @@ from megatron_rl.rollouts.recording import (
     write_parts,
 )
 from megatron_rl.rollouts.store import read_rollout
-from tests.support.batches import make_batch
 from tests.support.judged_batches import judged_groups
-from tests.support.policies import TWO_DIGIT_ADDITION
 from tests.support.recordings import write_recording
 from tests.support.rollouts import assert_equal
 
@@ -40,7 +40,7 @@ def test_groups_come_back_as_they_were_over_several_parts_and_nodes(tmp_path: Pa
     ]
     groups = judged_groups(rollouts)
     measured = tuple(
-        msgspec.structs.replace(r, generated=9, repetition=0.25) for r in groups[1].rollouts
+        msgspec.structs.replace(r, num_generated=9, repetition=0.25) for r in groups[1].rollouts
     )
     groups[1] = msgspec.structs.replace(groups[1], rollouts=measured, weight=1.27)
     held = [(i, group, rollouts[4 * i : 4 * i + 4]) for i, group in enumerate(groups)]
@@ -48,7 +48,7 @@ def test_groups_come_back_as_they_were_over_several_parts_and_nodes(tmp_path: Pa
         groups[0],
         group_id="empty",
         rollouts=(),
-        rejected={"engine": 4},
+        rejections={"engine": 4},
         rejected_tokens={"engine": 7},
     )
     parts = write_parts(tmp_path, 0, [held[0], held[2], (4, empty, [])], part_bytes=1000)

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from launch.testbed.rollout_refs import make_ref
+from launch.testbed.selectors import FixedPrompts
 from megatron_rl.config.schema import EvalSettings, RolloutSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.group import Group, RolloutLocation, Verdict
@@ -20,8 +22,7 @@ from megatron_rl.rollouts.queue import RolloutQueue
 from megatron_rl.rollouts.rejections import UserClassFailed
 from megatron_rl.rollouts.rollout_batch import RolloutBatch, RolloutStage, TooManyRejected
 from tests.support.collectors import Peer, done
-from tests.support.rollouts import VERSION, make_ref, make_rollout
-from tests.support.selection import Given
+from tests.support.rollouts import VERSION, make_rollout
 
 PROMPTS = [Prompt(id=name, token_ids=(1, 2), answer="3", task="t") for name in "abc"]
 SETTINGS = RolloutSettings(max_new_tokens=8, samples_per_prompt=2, temperature=0.7)
@@ -53,11 +54,11 @@ def test_groups_come_in_the_order_of_their_prompts_and_are_counted(hub: Hub, pee
         right, wrong = make_ref(make_rollout(2, 3)), make_ref(make_rollout(2, 5), reward=0.0)
         samples = (right,) if request.group_id == "step-4-1" else (right, wrong)
         rejected = {"engine": 1} if len(samples) == 1 else {}
-        return done(request.group_id, samples, rejected=rejected, generated_at=2.0, judged_at=2.5)
+        return done(request.group_id, samples, rejections=rejected, generated_at=2.0, scored_at=2.5)
 
     asked: list[GroupRequest] = []
     stage = RolloutStage(
-        synced(hub), SETTINGS, Given(PROMPTS, 2), (1,), answering(peer, answer, asked)
+        synced(hub), SETTINGS, FixedPrompts(PROMPTS, 2), (1,), answering(peer, answer, asked)
     )
     batch = stage.draw(4)
     assert list(batch.delivered) == ["step-4-0", "step-4-1", "step-4-2"]
@@ -97,7 +98,7 @@ def draw(
     hub: Hub, peer: Peer, answer: Callable[[GroupRequest], GroupDone], share: float = 0.5
 ) -> RolloutBatch:
     settings = replace(SETTINGS, max_rejected_share=share)
-    given = Given(PROMPTS, 2)
+    given = FixedPrompts(PROMPTS, 2)
     return RolloutStage(
         synced(hub, settings), settings, given, (1,), answering(peer, answer, [])
     ).draw(4)
@@ -109,7 +110,7 @@ def losing(count: int, reason: str = "engine") -> Callable[[GroupRequest], Group
 
     def answer(request: GroupRequest) -> GroupDone:
         lost = count if request.group_id == "step-4-0" else 0
-        return done(request.group_id, kept[lost:], rejected={reason: lost} if lost else {})
+        return done(request.group_id, kept[lost:], rejections={reason: lost} if lost else {})
 
     return answer
 
@@ -132,7 +133,7 @@ def test_a_batch_of_which_nothing_came_back_ends_the_run_whatever_may_be_lost(
         draw(
             hub,
             peer,
-            lambda request: done(request.group_id, rejected={"logprobs_nonfinite": 2}),
+            lambda request: done(request.group_id, rejections={"logprobs_nonfinite": 2}),
             share=1.0,
         )
 
@@ -160,7 +161,7 @@ def test_judging_is_timed_by_the_clock_of_each_node(hub: Hub, peer: Peer) -> Non
     def on_node(node: int, generated: float, judged: float) -> Group:
         where = RolloutLocation(node=node, pid=1, fd=1, offset=0, nbytes=0)
         ref = make_ref(make_rollout(2, 3), where)
-        return done("a", (ref,), generated_at=generated, judged_at=judged).group
+        return done("a", (ref,), generated_at=generated, scored_at=judged).group
 
     lost = msgspec.structs.replace(on_node(1, 9e9, 9e9), rollouts=())
     groups = (on_node(0, 10.0, 10.5), on_node(0, 10.2, 11.0), on_node(1, 5e6, 5e6 + 0.25), lost)
@@ -195,7 +196,7 @@ def test_an_evaluation_may_lose_what_its_key_allows(
 
 
 def half_lost(request: GroupRequest) -> GroupDone:
-    return done(request.group_id, (make_ref(make_rollout(2, 3)),), rejected={"expired": 1})
+    return done(request.group_id, (make_ref(make_rollout(2, 3)),), rejections={"expired": 1})
 
 
 @dataclass
@@ -236,11 +237,11 @@ def test_a_group_that_is_extended_is_one_group_and_a_further_round_is_asked(
     def answer(request: GroupRequest) -> GroupDone:
         refs = tuple(
             msgspec.structs.replace(
-                make_ref(make_rollout(2, 3)), sample_index=request.first_sample + i, generated=3
+                make_ref(make_rollout(2, 3)), sample_index=request.first_sample + i, num_generated=3
             )
             for i in range(request.num_samples)
         )
-        return done(request.group_id, refs, rejected={"engine": 1} if request.first_sample else {})
+        return done(request.group_id, refs, rejections={"engine": 1} if request.first_sample else {})
 
     asked: list[GroupRequest] = []
     probing = Probing()
@@ -251,7 +252,7 @@ def test_a_group_that_is_extended_is_one_group_and_a_further_round_is_asked(
     assert [r.group_id for r in asked] == ["step-4-0", "step-4-1", "step-4-0+2", "step-4-2"]
     assert sorted(batch.delivered) == ["step-4-0", "step-4-0+2", "step-4-1", "step-4-2"]
     (whole,) = batch.groups
-    assert (whole.group_id, [r.sample_index for r in whole.rollouts], whole.rejected) == (
+    assert (whole.group_id, [r.sample_index for r in whole.rollouts], whole.rejections) == (
         "step-4-0",
         [0, 1, 2, 3],
         {"engine": 1},
@@ -280,7 +281,7 @@ def test_a_group_that_is_kept_for_the_next_step_is_released_there_and_its_tokens
     hub: Hub, peer: Peer
 ) -> None:
     def answer(request: GroupRequest) -> GroupDone:
-        ref = msgspec.structs.replace(make_ref(make_rollout(2, 3)), generated=3)
+        ref = msgspec.structs.replace(make_ref(make_rollout(2, 3)), num_generated=3)
         return done(request.group_id, (ref,), rejected_tokens={"engine": 2})
 
     steps = [Keeping(PROMPTS, 2)]

@@ -5,10 +5,11 @@ import msgspec
 import numpy as np
 import pytest
 
+from launch.testbed.rollout_refs import make_ref
 from megatron_rl.contracts.group import RolloutLocation
 from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.rollouts.store import RolloutGone, RolloutStore, read_rollout
-from tests.support.rollouts import assert_equal, make_ref, make_rollout
+from tests.support.rollouts import assert_equal, make_rollout
 
 
 def test_rollouts_are_read_back_whole() -> None:

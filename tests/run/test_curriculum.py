@@ -10,20 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.config.cli import compose
-from megatron_rl.config.curriculum import Stage as StageSettings
-from megatron_rl.config.curriculum import Until, phases_of
+from megatron_rl.config.curriculum import Phase
+from megatron_rl.config.curriculum import PhaseEnd, phases_of
 from megatron_rl.contracts.run_state import LoopState, PhaseState, SelectorState
 from megatron_rl.run.curriculum import Schedule
 from tests.support.leaders import Stage, lead
 
 SHORT = "{name: short, rollout.max_new_tokens: 24, until: {steps: 2}}"
-LONG = "{name: long, rollout.max_new_tokens: 28, optimizer.lr: 1e-4, reprofile: all, until: {accuracy: 0.6}}"
-LAST = "{name: last, data.band: null}"
+LONG = "{name: long, rollout.max_new_tokens: 28, optimizer.lr: 1e-4, reset_certainty: all, until: {accuracy: 0.6}}"
+LAST = "{name: last, data.pass_rate_range: null}"
 BELIEF = ("selection=belief", "eval.every=1")
 
 
-def stages(*entries: str) -> list[StageSettings]:
-    return phases_of(compose([f"stages=[{','.join(entries)}]", *BELIEF]))
+def stages(*entries: str) -> list[Phase]:
+    return phases_of(compose([f"curriculum=[{','.join(entries)}]", *BELIEF]))
 
 
 def of_stages(said: list[str]) -> list[str]:
@@ -70,7 +70,7 @@ def test_a_run_goes_through_its_stages(tmp_path: Path) -> None:
         "stage short ended before step 3: until.steps=2",
         "stage long (2 of 3) begins with step 3: rollout.max_new_tokens=28, optimizer.lr=0.0001",
         "stage long ended before step 5: until.accuracy=0.6, and 0.700 was measured",
-        "stage last (3 of 3) begins with step 5: data.band=None",
+        "stage last (3 of 3) begins with step 5: data.pass_rate_range=None",
     ]
 
 
@@ -122,7 +122,7 @@ def test_a_resumed_run_goes_through_the_same_stages(tmp_path: Path, done: int) -
         version=0,
         synced=True,
         selection=SelectorState(prompts=whole.cursor),
-        stage=schedule.state,
+        phase=schedule.state,
     )
     resumed = Stage(accuracies=accuracies[done + 1 :])
     resumed.state = lambda: SelectorState(prompts=whole.cursor)  # type: ignore[method-assign]

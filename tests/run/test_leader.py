@@ -166,7 +166,7 @@ def test_every_token_of_a_step_and_its_evaluation_is_in_one_class(tmp_path: Any)
 def test_an_account_that_does_not_add_up_is_said_and_the_run_goes_on(tmp_path: Any) -> None:
     said = io.StringIO()
     stage = lead(
-        Stage(groups=[group(1.0, 0.0, generated=[4, 5])]), tmp_path, stream=said
+        Stage(groups=[group(1.0, 0.0, num_generated=[4, 5])]), tmp_path, stream=said
     )  # the engines said 8
     assert stage.logged[1]["account/unaccounted"] == -1
     assert (

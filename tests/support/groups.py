@@ -18,16 +18,16 @@ def verdict(correctness: float | None, reward: float | None = None) -> Verdict:
 def group(
     *verdicts: Verdict | float | None,
     name: str = "g",
-    generated: Sequence[int] | None = None,
+    num_generated: Sequence[int] | None = None,
     repetition: Sequence[float] | None = None,
     weight: float = 1.0,
 ) -> Group:
     """A group with one rollout for each verdict; a number stands for a verdict of that reward and
     correctness.
 
-    generated: tokens of each, four where not given; all of them are trainable.
+    num_generated: tokens of each, four where not given; all of them are trainable.
     """
-    tokens, repeated = generated or [4] * len(verdicts), repetition or [0.0] * len(verdicts)
+    tokens, repeated = num_generated or [4] * len(verdicts), repetition or [0.0] * len(verdicts)
     rollouts = tuple(
         RolloutRef(
             rollout_id=f"{name}/{i}",
@@ -35,7 +35,7 @@ def group(
             sample_index=i,
             num_inputs=5 + tokens[i],
             num_trainable=tokens[i],
-            generated=tokens[i],
+            num_generated=tokens[i],
             repetition=repeated[i],
             finish_reason=FinishReason.STOP,
             versions=(0,),

@@ -6,7 +6,7 @@ from typing import Any, TextIO
 import msgspec
 
 from megatron_rl.config.algorithms import GrpoSettings
-from megatron_rl.config.curriculum import Stage as StageSettings
+from megatron_rl.config.curriculum import Phase
 from megatron_rl.config.schema import (
     Configuration,
     CreditSettings,
@@ -23,7 +23,7 @@ from megatron_rl.contracts.run_state import LoopState, PromptCursor, SelectorSta
 from megatron_rl.credit.assign import Credit
 from megatron_rl.planning.step_planner import StepPlanner
 from megatron_rl.records.progress import Progress
-from megatron_rl.records.records import Records
+from megatron_rl.records.run_records import RunRecords
 from megatron_rl.records.run_directory import RunDirectory
 from megatron_rl.rollouts.evaluation import Accuracy
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
@@ -88,7 +88,7 @@ class Stage:
             half_width=0.1,
             parseable=0.5,
             finished=1.0,
-            rejected=self._lost,
+            rejections=self._lost,
             questions=2,
             samples=8,
             tokens=5,
@@ -142,7 +142,7 @@ def lead(
     keeper: CheckpointManager | None = None,
     position: LoopState | None = None,
     credit: CreditSettings | None = None,
-    course: Sequence[StageSettings] = (),
+    course: Sequence[Phase] = (),
     **train: Any,
 ) -> Stage:
     settings = TrainSettings(total_steps=steps, optimizer_steps_per_batch=1, **train)
@@ -157,7 +157,7 @@ def lead(
         stage.said.append(f"parts for {c.rollout.max_new_tokens} tokens")
         return stages
 
-    records = Records(
+    records = RunRecords(
         RunDirectory(tmp_path), stage, Progress(steps, enabled=stream is not None, stream=stream)
     )  # type: ignore[arg-type]
     leader = Leader(
@@ -172,7 +172,7 @@ def lead(
         stage,  # type: ignore[arg-type]
         records,
         keeper,
-        Curriculum(course, parts, stage, records.progress.say) if course else None,  # type: ignore[arg-type]
+        Curriculum(course, parts, stage, records.progress.log) if course else None,  # type: ignore[arg-type]
     )
     if position is not None:
         leader.resume_from(position)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_rl.config.schema import Configuration, EngineSettings, ModelSettings, RunSettings
 from megatron_rl.contracts.launch_facts import LaunchFacts
-from megatron_rl.contracts.paths import problem_with_new
+from megatron_rl.contracts.paths import new_directory_problem
 from megatron_rl.models.shape import ModelShape
 from sglang_bridge.addresses import repeated_url_refusals, url_refusal
 from sglang_bridge.keys import key_file_refusal
@@ -184,7 +184,7 @@ def _check_gpus(engine: EngineSettings, facts: LaunchFacts) -> Iterator[tuple[st
 def check_run(run: RunSettings) -> Iterator[tuple[str, str, str]]:
     """The run's directory can be made: the root can hold directories, and the name is not taken."""
     root = Path(run.root)
-    if problem := problem_with_new(run.root):
+    if problem := new_directory_problem(run.root):
         yield (
             "run.root",
             problem,

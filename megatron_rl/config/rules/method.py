@@ -10,8 +10,8 @@ from pathlib import Path
 
 from megatron_rl.config.algorithms import EspoSettings, SftSettings
 from megatron_rl.config.schema import Configuration, DataSettings, RewardSettings
-from megatron_rl.contracts.paths import problem_with, problem_with_new
-from megatron_rl.contracts.plugins import MODULE_REMEDY, missing_module
+from megatron_rl.contracts.paths import path_problem, new_directory_problem
+from megatron_rl.contracts.plugins import PYTHONPATH_REMEDY, missing_module
 
 # How many different questions a finite task has on each side of its split, whatever the seed.
 CAPACITY = {
@@ -79,7 +79,7 @@ def check_data(c: Configuration, given: Collection[str]) -> Iterator[tuple[str, 
                     f"All rows of data.{key} are used, whatever it says",
                     "Remove it",
                 )
-            if (problem := problem_with(path, folder=False)) is not None:
+            if (problem := path_problem(path, folder=False)) is not None:
                 yield (
                     f"data.{key}",
                     f"{problem} (from {Path.cwd()})",
@@ -101,7 +101,7 @@ def check_pass_rates(c: Configuration) -> Iterator[tuple[str, str, str]]:
     """Pass rates and the band held against them; which prompts a file knows is seen when it is
     read.
     """
-    path, band, key = c.data.pass_rates, c.data.band, "data.pass_rates"
+    path, band, key = c.data.pass_rates, c.data.pass_rate_range, "data.pass_rates"
     tool = "python launch/profile_prompts.py writes one"
     if c.mode == "profile" and path is None:
         yield key, "mode=profile writes pass rates to a file", "Give data.pass_rates=rates.jsonl"
@@ -114,20 +114,20 @@ def check_pass_rates(c: Configuration) -> Iterator[tuple[str, str, str]]:
     elif (
         c.mode == "profile"
         and path is not None
-        and (problem := problem_with_new(str(Path(path).parent)))
+        and (problem := new_directory_problem(str(Path(path).parent)))
     ):
         yield key, f"{problem} (from {Path.cwd()})", "Give a path where a file can be written"
-    elif c.mode != "profile" and path is not None and (problem := problem_with(path, folder=False)):
+    elif c.mode != "profile" and path is not None and (problem := path_problem(path, folder=False)):
         yield key, f"{problem} (from {Path.cwd()})", f"{tool}, or leave it null"
     if band is not None and (c.mode == "profile" or path is None):
         yield (
-            "data.band",
+            "data.pass_rate_range",
             "The pass rates of the prompts are not known",
             f"Leave it null; data.pass_rates: {tool}",
         )
     if band is not None and (len(band) != 2 or band[0] > band[1]):
         yield (
-            "data.band",
+            "data.pass_rate_range",
             "It is [low, high], with low at most high",
             "Give such a pair, for example [0.1,0.9]",
         )
@@ -138,7 +138,7 @@ def check_method(c: Configuration) -> Iterator[tuple[str, str, str]]:
     for section in ("algo.name", "data.source", "environment.name", "reward.name"):
         name, options = attrgetter(section)(c), f"{section.partition('.')[0]}.options"
         if ":" in name and (problem := missing_module(name)):
-            yield section, problem, MODULE_REMEDY
+            yield section, problem, PYTHONPATH_REMEDY
         if ":" not in name and section != "algo.name" and attrgetter(options)(c):
             yield options, f"They are for a class of your own, and {section}={name}", "Remove them"
     if ":" in c.reward.name and c.reward.answer != RewardSettings.answer:
@@ -171,10 +171,8 @@ def check_method(c: Configuration) -> Iterator[tuple[str, str, str]]:
     if c.rollout.samples_per_prompt < 2 and c.algo.advantages == "group":
         rule = "Advantages are relative to the group, and a group needs two to compare"
         yield "rollout.samples_per_prompt", rule, "Give at least 2, or choose algo.advantages=one"
-    if c.rollout.max_staleness > 0 and not (
-        c.selection.name == "oversample" and c.selection.surplus == "keep"
-    ):
-        rule = "Nothing is trained on later than in the step that draws it, but for selection.surplus=keep"
+    if c.rollout.max_staleness > 0:
+        rule = "Each step trains on its own rollouts, because rollouts are not asynchronous yet"
         yield "rollout.max_staleness", rule, "Use rollout.max_staleness=0"
 
 
@@ -227,9 +225,9 @@ def check_replay(c: Configuration) -> Iterator[tuple[str, str, str]]:
     """What can be measured of replay; kinds of correction with their levels, and what there is to
     correct.
     """
-    if c.train.measure_replay_every and c.train.replay != "rollout":
+    if c.train.replay_measure_every and c.train.replay != "rollout":
         rule = f"It compares with routes that engines recorded, and train.replay={c.train.replay}"
-        yield "train.measure_replay_every", rule, "Use 0, or train.replay=rollout"
+        yield "train.replay_measure_every", rule, "Use 0, or train.replay=rollout"
     correction, kind = c.algo.correction, c.algo.correction.kind
     if kind != "off" and (isinstance(c.algo, SftSettings) or c.environment.name == "demonstration"):
         yield (

@@ -10,12 +10,12 @@ from os.path import expanduser
 from pathlib import Path
 
 from megatron_rl.config.schema import Configuration, CreditSettings, SelectionSettings
-from megatron_rl.contracts.paths import problem_with
+from megatron_rl.contracts.paths import path_problem
 
 _READ = {
     "uniform": ("name",),
-    "oversample": ("name", "budget", "surplus"),
-    "belief": tuple(field.name for field in fields(SelectionSettings) if field.name != "surplus"),
+    "oversample": ("name", "budget"),
+    "belief": tuple(field.name for field in fields(SelectionSettings)),
 }
 
 
@@ -25,7 +25,7 @@ def check_selection(c: Configuration, given: Collection[str]) -> Iterator[tuple[
     selection, samples = c.selection, c.rollout.samples_per_prompt
     asked = [key for key in given if key.partition(".")[0] == "selection"]
     for key in asked:
-        name = key.partition(".")[2]
+        name = key.partition(".")[2].partition(".")[0]
         if name and name not in _READ[selection.name]:
             owners = " or ".join(
                 f"selection={owner}" for owner, names in _READ.items() if name in names
@@ -42,41 +42,19 @@ def check_selection(c: Configuration, given: Collection[str]) -> Iterator[tuple[
         yield "selection.name", rule, "Use selection=uniform, or algo.advantages=group"
     if selection.name == "belief":
         given_run = (
-            selection.beliefs if c.run.resume == "never" else None
+            selection.beliefs_from if c.run.resume == "never" else None
         )  # else it may have gone: it is not read
-        if given_run is not None and (problem := problem_with(expanduser(given_run), folder=True)):
+        if given_run is not None and (problem := path_problem(expanduser(given_run), folder=True)):
             remedy = (
                 "Give the directory of a run with selection=belief, or of one of its checkpoints"
             )
-            yield "selection.beliefs", f"{problem} (from {Path.cwd()})", remedy
-        if selection.probe == 1 or selection.probe >= samples:
+            yield "selection.beliefs_from", f"{problem} (from {Path.cwd()})", remedy
+        if selection.probe_samples == 1 or selection.probe_samples >= samples:
             rule = f"A probe is compared within itself, and is less than a group of {samples}"
             yield (
-                "selection.probe",
+                "selection.probe_samples",
                 rule,
                 f"Give 2 to {samples - 1}, or 0 for whole groups" if samples > 2 else "Use 0",
-            )
-        if selection.rescue_budget and (not selection.probe or selection.skip == "solved"):
-            rule = "It draws all-wrong probes in full, which skip=solved does anyway, and probe=0 leaves none"
-            yield "selection.rescue_budget", rule, "Use 0, or selection.skip=flat with a probe"
-        if selection.rescue_budget > selection.budget:
-            rule = f"It is a part of selection.budget={selection.budget:g}, which holds all rollouts of a step"
-            yield "selection.rescue_budget", rule, "Give less, or raise selection.budget"
-    if selection.surplus == "keep" and selection.name == "oversample":
-        if c.rollout.max_staleness < 1:
-            rule = "What is kept for the next step was drawn from older weights, and rollout.max_staleness=0"
-            yield "selection.surplus", rule, "Use cut, or rollout.max_staleness=1"
-        if c.stages:
-            yield (
-                "selection.surplus",
-                "A stage may change what a group is, and stages are set",
-                "Use cut",
-            )
-        if c.run.checkpoint_every:
-            yield (
-                "selection.surplus",
-                "A checkpoint holds no rollouts, and run.checkpoint_every is set",
-                "Use cut",
             )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from megatron_rl.contracts.belief_state import BEFORE, NEVER, BeliefState
+from megatron_rl.contracts.belief_state import BEFORE_FIRST_STEP, NEVER_SAMPLED, BeliefState
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.credit.group_kinds import Kind, ScoredRollouts, kind_of
@@ -58,7 +58,7 @@ class Beliefs:
         self._variances = np.zeros(0, np.float32)
         self._seen = np.zeros(
             0, np.int32
-        )  # step of the last group, NEVER before the first; BEFORE: another run's
+        )  # step of the last group, NEVER_SAMPLED before the first; BEFORE_FIRST_STEP: another run's
         self._since = np.zeros(
             0, np.int32
         )  # step of the last group; before the first, of the first offer
@@ -90,7 +90,7 @@ class Beliefs:
             row = self._rows[prompt.id] = len(self._rows)
             if row == len(self._means):
                 self._grow(max(64, 2 * row))
-            self._seen[row], self._since[row], self._aside[row] = NEVER, step, False
+            self._seen[row], self._since[row], self._aside[row] = NEVER_SAMPLED, step, False
         return row
 
     def unseen_for(self, row: int, step: int) -> int:
@@ -109,7 +109,7 @@ class Beliefs:
 
     def outlook(self, step: int, counts: Sequence[int]) -> MixedProbability:
         """What to expect of groups of so many rollouts in `step`."""
-        return MixedProbability(self, step, self._seen > BEFORE, tuple(counts))
+        return MixedProbability(self, step, self._seen > BEFORE_FIRST_STEP, tuple(counts))
 
     def chances(self, step: int, counts: Sequence[int], growth: float) -> Floats:
         """Of mixed groups of so many rollouts, and last of whole groups that are not all right:
@@ -139,7 +139,7 @@ class Beliefs:
         """Mean and variance of ψ in `step` by another run's belief or its given rate, if that were
         this policy's; None without either."""
         row = self._rows.get(prompt.id)
-        if row is not None and self._seen[row] == BEFORE:
+        if row is not None and self._seen[row] == BEFORE_FIRST_STEP:
             given = float(self._means[row]), float(self._variances[row])
         elif (rate := self._rated.of(prompt.id)) is not None:
             given = rate
@@ -162,7 +162,7 @@ class Beliefs:
         decides.
         """
         rows = np.array([self.row(group.prompt, step) for group in groups], np.intp)
-        first = self._seen[rows] <= BEFORE  # in this run
+        first = self._seen[rows] <= BEFORE_FIRST_STEP  # in this run
         before = np.stack([self._means[rows], self._variances[rows]]).astype(np.float64)
         strata = [stratum_of(group.prompt) for group in groups]
         for place in np.flatnonzero(first).tolist():
@@ -202,7 +202,7 @@ class Beliefs:
 
     def widen(self) -> None:
         """All lose their certainty; what was given before the first step, by the doubt in it."""
-        self._variances[self._seen > BEFORE] = WIDEST
+        self._variances[self._seen > BEFORE_FIRST_STEP] = WIDEST
         self._rated.widen()
 
     def handed_on(self) -> tuple[Floats, Floats]:
@@ -216,7 +216,7 @@ class Beliefs:
         )
         means, variances = predicted(means, variances, steps, self.drift, self.wander)
         doubted = np.where(
-            self._seen[:count] == BEFORE,
+            self._seen[:count] == BEFORE_FIRST_STEP,
             np.minimum(variances + self._rated.doubt, WIDEST),
             variances,
         )
@@ -232,14 +232,14 @@ class Beliefs:
             prompts=self._named,
             means=means,
             variances=variances,
-            seen=seen,
-            since=since,
+            last_group_steps=seen,
+            last_update_steps=since,
             strata=self._strata.state(),
             drift=self._learnt,
             clock=self._clock,
             window=tuple(window),
-            wander=self._wander.state(),
-            rated=self._rated.state(),
+            process_noise=self._wander.state(),
+            pass_rate_prior=self._rated.state(),
         )
 
     def restore(self, state: BeliefState) -> None:
@@ -259,12 +259,12 @@ class Beliefs:
             np.frombuffer(a, np.float32).copy() for a in (state.means, state.variances)
         )
         self._seen, self._since = (
-            np.frombuffer(array, np.int32).copy() for array in (state.seen, state.since)
+            np.frombuffer(array, np.int32).copy() for array in (state.last_group_steps, state.last_update_steps)
         )
         self._aside = np.array([prompt not in self._pool for prompt in state.prompts], np.bool_)
         self._strata.restore(state.strata)
-        self._wander.restore(state.wander)
-        self._rated.restore(state.rated)
+        self._wander.restore(state.process_noise)
+        self._rated.restore(state.pass_rate_prior)
         self._learnt, self._clock = state.drift, state.clock
 
     def _grow(self, size: int) -> None:
@@ -272,7 +272,7 @@ class Beliefs:
         self._means, self._variances = (
             np.pad(array, (0, more)) for array in (self._means, self._variances)
         )
-        self._seen = np.pad(self._seen, (0, more), constant_values=NEVER)
+        self._seen = np.pad(self._seen, (0, more), constant_values=NEVER_SAMPLED)
         self._since, self._aside = np.pad(self._since, (0, more)), np.pad(self._aside, (0, more))
 
     def _learn_drift(

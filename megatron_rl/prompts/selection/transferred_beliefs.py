@@ -1,4 +1,4 @@
-"""Beliefs of another run, as a new one begins with them (`selection.beliefs`).
+"""Beliefs of another run, as a new one begins with them (`selection.beliefs_from`).
 
 They are those of another policy: as after a stage's `reprofile: all` nothing of them is believed at
 first, and first groups show how far they hold (the doubt of `PassRatePrior`). Believed at once they
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from megatron_rl.contracts.belief_state import BEFORE, NEVER, BeliefState
+from megatron_rl.contracts.belief_state import BEFORE_FIRST_STEP, NEVER_SAMPLED, BeliefState
 from megatron_rl.prompts.jsonl import is_line
 from megatron_rl.prompts.question import PromptDataError
 from megatron_rl.prompts.selection.belief import Beliefs
@@ -50,7 +50,7 @@ class TransferredBeliefs:
             raise PromptDataError(
                 f"{self.told}: its beliefs are damaged ({problem}). Give another checkpoint"
             )
-        drawn = np.frombuffer(self.beliefs.seen, np.int32) != NEVER
+        drawn = np.frombuffer(self.beliefs.last_group_steps, np.int32) != NEVER_SAMPLED
         named = np.array([not is_line(name) for name in self.beliefs.prompts], np.bool_)
         if self.digest == prompts.cursor.digest:
             named[:] = True
@@ -77,18 +77,18 @@ def _at_the_start(state: BeliefState, rows: npt.NDArray[np.bool_]) -> BeliefStat
     beliefs.restore(state)
     means, variances = (array[rows].astype(np.float32).tobytes() for array in beliefs.handed_on())
     names = tuple(name for name, kept in zip(state.prompts, rows.tolist(), strict=True) if kept)
-    seen = np.full(len(names), BEFORE, np.int32).tobytes()
+    seen = np.full(len(names), BEFORE_FIRST_STEP, np.int32).tobytes()
     return BeliefState(
         prompts=names,
         means=means,
         variances=variances,
-        seen=seen,
-        since=seen,
+        last_group_steps=seen,
+        last_update_steps=seen,
         strata=tuple((task, tag, _lighter(*moments)) for task, tag, moments in state.strata),
         drift=state.drift,
-        clock=BEFORE,
-        wander=state.wander,
-        rated=weak_prior(_DOUBTED),
+        clock=BEFORE_FIRST_STEP,
+        process_noise=state.process_noise,
+        pass_rate_prior=weak_prior(_DOUBTED),
     )
 
 

@@ -197,12 +197,12 @@ def test_restored_beliefs_go_on_bit_for_bit() -> None:
         each.row(Prompt(id="new", token_ids=(1,), answer="1", task="t", difficulty="1"), 8)
         each.observe(9, [of(POOL[3], 1.0, 0.0, 0.0), of(POOL[30], 0.0, 0.0)])
     assert again.state() == beliefs.state() and again.drift == beliefs.drift
-    assert len(state.wander) == 3 and all(weight > 0 for _, _, (_, weight) in state.wander)
+    assert len(state.process_noise) == 3 and all(weight > 0 for _, _, (_, weight) in state.process_noise)
 
 
 def test_a_checkpoint_without_what_certainty_is_lost_by_begins_it_anew() -> None:
     again = Beliefs(IDS)
-    again.restore(msgspec.structs.replace(grown().state(), wander=()))
+    again.restore(msgspec.structs.replace(grown().state(), process_noise=()))
     assert again.wander == 2e-4 == again.growth(("t", "0"))
 
 
@@ -214,7 +214,7 @@ def test_a_changed_pool_keeps_what_it_can() -> None:
     assert chance(smaller, POOL[0], 6) == chance(grown(), POOL[0], 6)
     assert smaller.oldest(1000) == 1000 - min(
         int(since)
-        for prompt, since in zip(state.prompts, np.frombuffer(state.since, np.int32), strict=True)
+        for prompt, since in zip(state.prompts, np.frombuffer(state.last_update_steps, np.int32), strict=True)
         if prompt in IDS[:10]
     )
     back = Beliefs(IDS)
@@ -236,4 +236,4 @@ def test_what_every_step_asks_for_copies_no_ids() -> None:
 def test_damaged_beliefs_are_refused() -> None:
     state = grown().state()
     with pytest.raises(PromptDataError, match="beliefs are damaged"):
-        Beliefs().restore(msgspec.structs.replace(state, since=state.since[:-1]))
+        Beliefs().restore(msgspec.structs.replace(state, last_update_steps=state.last_update_steps[:-1]))

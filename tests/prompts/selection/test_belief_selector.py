@@ -2,12 +2,13 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import fields
 from itertools import pairwise
 
 import msgspec
 import pytest
 
-from megatron_rl.config.schema import DataSettings, RolloutSettings, SelectionSettings
+from megatron_rl.config.schema import DataSettings, RolloutSettings, SelectionExpertSettings, SelectionSettings
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.run_state import SelectorState
 from megatron_rl.credit.group_kinds import Kind, kind_of
@@ -25,7 +26,10 @@ DATA = DataSettings(source="column_addition")
 
 
 def selector(pool: list[Prompt] = POOL, *, seed: int = 0, **settings: object) -> BeliefSelector:
-    chosen = SelectionSettings(**({"name": "belief", "skip": "flat"} | settings))  # type: ignore[arg-type]
+    names = {field.name for field in fields(SelectionExpertSettings)} & set(settings)
+    expert = SelectionExpertSettings(**{name: settings.pop(name) for name in names})  # type: ignore[arg-type]
+    defaults = {"name": "belief", "skip": "zero_variance", "expert": expert}
+    chosen = SelectionSettings(**(defaults | settings))  # type: ignore[arg-type]
     return BeliefSelector(PromptSource(pool, pool[:1], DATA), ROLLOUT, chosen, seed=seed)
 
 
@@ -92,7 +96,7 @@ def test_a_run_that_had_no_beliefs_begins_with_none() -> None:
 
 
 def test_probes_come_first_and_are_extended_where_they_are_mixed() -> None:
-    asked = selector(target=0.8)
+    asked = selector(acceptance_target=0.8)
     rounds, chosen = play(asked.select(1), graded())
     for asks in rounds:
         begun = [ask.samples for ask in asks if ask.first_sample == 0]
@@ -103,12 +107,12 @@ def test_probes_come_first_and_are_extended_where_they_are_mixed() -> None:
     for index, ask in extended.items():
         group = groups[f"g{index}"]
         assert [r.sample_index for r in group.rollouts] == list(range(N))
-        assert group.weight == extension_weight(group, ask.first_sample, skip="flat") > 1
+        assert group.weight == extension_weight(group, ask.first_sample, skip="zero_variance") > 1
     assert all(group.weight == 1 for name, group in groups.items() if int(name[1:]) not in extended)
 
 
 def test_what_is_hard_is_asked_as_ever_where_only_what_is_solved_is_skipped() -> None:
-    asked = selector(skip="solved", floor=0.02, age=1000)
+    asked = selector(skip="all_correct", min_acceptance=0.02, max_age_steps=1000)
     play_steps(asked, range(1, 40), graded())
     drawn: dict[str, list[int]] = {tag: [] for tag in "0123"}
     for step in range(40, 60):
@@ -121,7 +125,7 @@ def test_what_is_hard_is_asked_as_ever_where_only_what_is_solved_is_skipped() ->
 
 
 def test_a_probe_goes_on_unless_it_is_all_right_where_only_what_is_solved_is_skipped() -> None:
-    asked = selector(skip="solved", target=1.0, power=0)
+    asked = selector(skip="all_correct", acceptance_target=1.0, acceptance_exponent=0)
     rounds, chosen = play(asked.select(1), graded())
     extended = {ask.prompt.difficulty for asks in rounds for ask in asks if ask.first_sample}
     assert "0" in extended and "1" not in extended
@@ -130,20 +134,19 @@ def test_a_probe_goes_on_unless_it_is_all_right_where_only_what_is_solved_is_ski
 
 
 def test_probes_are_compared_with_what_was_predicted_of_them_not_with_what_they_became() -> None:
-    for skip in ("solved", "flat"):
-        asked = selector(skip=skip, target=1.0, power=0, rescue_budget=4.0 * (skip == "flat"))
-        selection = asked.select(1)
-        _, chosen = play(selection, lambda prompt, i: float(i >= 4))
-        assert any(kind_of(group) is Kind.MIXED for group in chosen.groups), "extended ones"
-        assert (
-            selection.metrics()["select/observed_mixed"]
-            == 0.0
-            < selection.metrics()["select/predicted_mixed"]
-        )
+    asked = selector(skip="all_correct", acceptance_target=1.0, acceptance_exponent=0)
+    selection = asked.select(1)
+    _, chosen = play(selection, lambda prompt, i: float(i >= 4))
+    assert any(kind_of(group) is Kind.MIXED for group in chosen.groups), "extended ones"
+    assert (
+        selection.metrics()["select/observed_mixed"]
+        == 0.0
+        < selection.metrics()["select/predicted_mixed"]
+    )
 
 
 def test_a_prompt_that_hardly_gives_a_mixed_group_gets_half_a_probe() -> None:
-    asked = selector(age=5)
+    asked = selector(max_age_steps=5)
     play_steps(asked, range(1, 40), graded())
     sizes = {
         ask.samples
@@ -155,7 +158,7 @@ def test_a_prompt_that_hardly_gives_a_mixed_group_gets_half_a_probe() -> None:
 
 
 def test_probes_shrink_by_half_below_half_of_the_target() -> None:
-    asked = selector(make_pool(24), probe=6, target=1.0, power=0)
+    asked = selector(make_pool(24), probe_samples=6, acceptance_target=1.0, acceptance_exponent=0)
     first, second = (play(asked.select(step), lambda prompt, i: 0.0)[0] for step in (1, 2))
     assert {ask.samples for asks in first for ask in asks} == {6}, "u = 0.67"
     assert {ask.samples for asks in second for ask in asks} == {3}, "u = 0.39 after six wrong ones"
@@ -167,33 +170,33 @@ def a_third(prompt: Prompt, sample: int) -> float:
 
 
 def test_a_further_round_asks_for_what_is_missing_unless_there_is_enough() -> None:
-    rounds, _ = play(selector(probe=0, power=0).select(1), a_third)
+    rounds, _ = play(selector(probe_samples=0, acceptance_exponent=0).select(1), a_third)
     assert len(rounds) > 1 and len(rounds[1]) < 0.8 * len(rounds[0]), "a third was mixed"
-    assert len(play(selector(probe=0, power=0, enough=0.25).select(1), a_third)[0]) == 1
+    assert len(play(selector(probe_samples=0, acceptance_exponent=0, min_filled=0.25).select(1), a_third)[0]) == 1
 
 
 def test_a_budget_holds_when_every_probe_is_extended() -> None:
-    selection = selector(budget=1.0, target=1.0, power=0).select(1)
+    selection = selector(budget=1.0, acceptance_target=1.0, acceptance_exponent=0).select(1)
     rounds, _ = play(selection, lambda prompt, i: float(i % 2))
     assert sum(ask.samples for asks in rounds for ask in asks) == WANTED * N
     assert selection.metrics()["select/probes_extended"] == WANTED
 
 
 def test_without_probes_every_group_is_whole() -> None:
-    rounds, chosen = play(selector(probe=0).select(1), graded())
+    rounds, chosen = play(selector(probe_samples=0).select(1), graded())
     assert {ask.samples for ask in rounds[0]} == {N} and chosen.stopped == ()
     assert {group.weight for group in chosen.groups} == {1.0}
 
 
 def test_no_question_is_asked_twice_in_a_step() -> None:
-    asked = selector(make_pool(30, tags=4), floor=1.0)
+    asked = selector(make_pool(30, tags=4), min_acceptance=1.0)
     for step in range(1, 8):
         rounds, _ = play(asked.select(step), graded())
         ids = [ask.prompt.id for asks in rounds for ask in asks if ask.first_sample == 0]
         assert len(ids) == len(set(ids))
 
 
-@pytest.mark.parametrize("skip", ["solved", "flat"])
+@pytest.mark.parametrize("skip", ["all_correct", "zero_variance"])
 @pytest.mark.parametrize(("floor", "age"), [(0.1, 10**6), (1e-9, 20)])
 def test_no_stratum_is_starved_whatever_is_believed_of_it(
     skip: str, floor: float, age: int
@@ -202,7 +205,7 @@ def test_no_stratum_is_starved_whatever_is_believed_of_it(
     of its prompts.
     """
     pool, steps = make_pool(64, tags=4), 100
-    asked = selector(pool, skip=skip, floor=floor, age=age)
+    asked = selector(pool, skip=skip, min_acceptance=floor, max_age_steps=age)
     drawn: dict[str, list[int]] = {prompt.id: [] for prompt in pool}
     for step in range(1, steps + 1):
         for asks in play(asked.select(step), graded())[0]:
@@ -221,9 +224,8 @@ def test_no_stratum_is_starved_whatever_is_believed_of_it(
 
 
 @pytest.mark.parametrize("budget", [1.0, 1.5, 4.0])
-@pytest.mark.parametrize("rescue", [0.0, 9.0])
-def test_a_step_that_cannot_be_filled_trains_on_what_it_has(budget: float, rescue: float) -> None:
-    asked = selector(budget=budget, rescue_budget=rescue)
+def test_a_step_that_cannot_be_filled_trains_on_what_it_has(budget: float) -> None:
+    asked = selector(budget=budget)
     for step in range(1, 6):
         selection = asked.select(step)
         rounds, chosen = play(selection, lambda prompt, i: float(prompt.id == "p3" and i == 0))
@@ -235,7 +237,7 @@ def test_a_step_that_cannot_be_filled_trains_on_what_it_has(budget: float, rescu
 
 
 def test_a_hopeless_pool_is_asked_all_the_same() -> None:
-    asked = selector(make_pool(3), floor=1e-9, power=100.0)
+    asked = selector(make_pool(3), min_acceptance=1e-9, acceptance_exponent=100.0)
     for step in range(1, 30):
         rounds, chosen = play(asked.select(step), right)
         assert rounds and chosen.groups + chosen.stopped
@@ -251,19 +253,6 @@ def test_missing_verdicts_stall_nothing() -> None:
         _, chosen = play(selection, lost)
         assert all(1 <= group.weight <= N / 2 for group in chosen.groups)
         assert 0 <= selection.metrics()["select/observed_mixed"] <= 1
-
-
-def test_rescued_probes_are_all_wrong_ones_and_as_many_as_their_budget_holds() -> None:
-    asked = selector(rescue_budget=0.25, target=0.8)
-    selection = asked.select(1)
-    _, chosen = play(selection, lambda prompt, i: float(i >= 4 and prompt.difficulty != "1"))
-    rescued = int(selection.metrics()["select/rescued"])
-    assert rescued == int(0.25 * WANTED * N) // 4
-    assert all(group.weight == 1 for group in chosen.groups)
-    off, on = selector(target=0.8), selector(rescue_budget=0.25, target=0.8)
-    assert off.select(1).begin() == on.select(1).begin(), "off or on: the same begins"
-    off, on = selector(target=0.8), selector(rescue_budget=0.25, target=0.8)
-    assert play(on.select(1), right)[1] == play(off.select(1), right)[1]
 
 
 def test_wrong_predictions_are_told() -> None:

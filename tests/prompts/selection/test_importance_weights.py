@@ -48,7 +48,7 @@ def test_weights_where_only_solved_pilots_stop() -> None:
         "a rare success is never scaled up"
     )
     drawn = group(1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0)
-    assert extension_weight(drawn, 4, skip="solved") == pytest.approx(2)
+    assert extension_weight(drawn, 4, skip="all_correct") == pytest.approx(2)
 
 
 @pytest.mark.parametrize("pilot", [-1, 0, 1, 4])
@@ -61,10 +61,10 @@ def test_rollouts_without_a_verdict_are_in_no_weight() -> None:
     drawn = group(
         1.0, None, 0.0, 0.0, 1.0, 0.0, None, 1.0
     )  # pilot: 3 of 6 verdicts, of which 3 are right
-    assert extension_weight(drawn, 4, skip="flat") == pytest.approx(1 / (1 - 2 / 20))
+    assert extension_weight(drawn, 4, skip="zero_variance") == pytest.approx(1 / (1 - 2 / 20))
     reversed_order = msgspec.structs.replace(drawn, rollouts=drawn.rollouts[::-1])
-    assert extension_weight(reversed_order, 4, skip="flat") == extension_weight(
-        drawn, 4, skip="flat"
+    assert extension_weight(reversed_order, 4, skip="zero_variance") == extension_weight(
+        drawn, 4, skip="zero_variance"
     )
 
 
@@ -74,13 +74,13 @@ def test_where_no_truth_is_known_the_weight_is_of_a_judges_rewards() -> None:
         for reward in (0.1, 0.9, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1)
     ]
     for skip in (
-        "flat",
-        "solved",
+        "zero_variance",
+        "all_correct",
     ):  # a judge's tie is not extended either way, however low its reward
         assert extension_weight(group(*judged), 4, skip=skip) == pytest.approx(2.0)
 
 
-@pytest.mark.parametrize("skip", ["flat", "solved"])
+@pytest.mark.parametrize("skip", ["zero_variance", "all_correct"])
 def test_a_scorer_that_finds_the_truth_only_later_ends_nothing(skip: str) -> None:
     first = [Verdict(reward=reward, correctness=None) for reward in (0.0, 1.0, 0.0, 1.0)]
     assert extension_weight(group(*first, 1.0, 0.0, 0.0, 0.0), 4, skip=skip) == 1

@@ -36,18 +36,6 @@ def test_rounds_follow_until_enough_groups_are_mixed_and_the_surplus_is_cut() ->
     assert (metrics["select/rollouts"], metrics["select/observed_mixed"]) == (16, 0.75)
 
 
-def test_a_kept_surplus_comes_first_in_the_next_step() -> None:
-    keeping = selector(surplus="keep")
-    first, second = keeping.select(1), None
-    _, chosen = play(first, mixed_tags("0", "1", "3"))
-    assert chosen.surplus == () and [group.group_id for group in keeping.kept] == ["g5", "g7"]
-    kept = tuple(keeping.kept)
-    second = keeping.select(2)
-    rounds, chosen = play(second, lambda p, i: mixed_tags("0", "1")(p, i))
-    assert chosen.groups[:2] == kept and len(rounds) == 1 and keeping.kept == []
-    assert sum(kind_of(group) is Kind.MIXED for group in chosen.groups) == 4
-
-
 def test_a_question_whose_group_was_kept_is_not_asked_again_beside_it() -> None:
     keeping = selector(make_pool(8, tags=4), surplus="keep")
     play(keeping.select(1), mixed_tags("0", "1", "3"))

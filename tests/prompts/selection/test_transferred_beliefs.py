@@ -1,4 +1,4 @@
-"""A run that begins with what another run believed: `selection.beliefs`."""
+"""A run that begins with what another run believed: `selection.beliefs_from`."""
 
 import functools
 from typing import Any
@@ -21,7 +21,7 @@ from tests.support.answers import make_pool, play_steps
 
 POOL = make_pool(400, tags=4)
 ROLLOUT = RolloutSettings(max_new_tokens=8, prompts_per_step=12, samples_per_prompt=8)
-BELIEF = SelectionSettings(name="belief", beliefs="runs/before")
+BELIEF = SelectionSettings(name="belief", beliefs_from="runs/before")
 
 
 def source(
@@ -64,7 +64,7 @@ def before(pool: list[Prompt]) -> SelectorState:
 
 def begun(state: SelectorState, prompts: PromptSource) -> BeliefSelector:
     assert state.beliefs is not None
-    TransferredBeliefs("selection.beliefs=runs/before", state.prompts.digest, state.beliefs).give(
+    TransferredBeliefs("selection.beliefs_from=runs/before", state.prompts.digest, state.beliefs).give(
         prompts
     )
     return opened(prompts)
@@ -73,7 +73,7 @@ def begun(state: SelectorState, prompts: PromptSource) -> BeliefSelector:
 def drawn(state: SelectorState) -> dict[str, float]:
     """Mean by prompt id, of those that were ever drawn."""
     beliefs: Any = state.beliefs
-    means, seen = np.frombuffer(beliefs.means, np.float32), np.frombuffer(beliefs.seen, np.int32)
+    means, seen = np.frombuffer(beliefs.means, np.float32), np.frombuffer(beliefs.last_group_steps, np.int32)
     return {
         name: float(m) for name, m, s in zip(beliefs.prompts, means, seen, strict=True) if s >= 0
     }
@@ -94,7 +94,7 @@ def test_a_new_run_begins_with_what_another_believed_and_with_nothing_else_of_it
         "first groups' worth"
     )
     assert selector.beliefs.prior(("t", "0"))[0] > 1.1 > selector.beliefs.prior(("t", "2"))[0]
-    assert (now.prompts.epoch, now.prompts.position, now.prompts.put_off) == (
+    assert (now.prompts.epoch, now.prompts.position, now.prompts.postponed_indices) == (
         0,
         0,
         (),
@@ -166,7 +166,7 @@ def opened_prior(selector: BeliefSelector) -> Any:
     state: Any = selector.state().beliefs
     alone = opened(source(POOL))
     empty = msgspec.structs.replace(
-        state, prompts=(), means=b"", variances=b"", seen=b"", since=b""
+        state, prompts=(), means=b"", variances=b"", last_group_steps=b"", last_update_steps=b""
     )
     alone.beliefs.restore(empty)
     return alone.beliefs
@@ -232,7 +232,7 @@ def test_a_resumed_run_goes_on_with_its_own() -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda s: {"since": s.since[:-1]},
+        lambda s: {"last_update_steps": s.last_update_steps[:-1]},
         lambda s: {"strata": ()},
         lambda s: {"prompts": (s.prompts[1], *s.prompts[1:])},
         lambda s: {"means": np.full(len(s.prompts), np.nan, np.float32).tobytes()},

@@ -1,4 +1,4 @@
-"""`selection.beliefs`: from another run's checkpoint to the selector of a new run."""
+"""`selection.beliefs_from`: from another run's checkpoint to the selector of a new run."""
 
 import io
 from pathlib import Path
@@ -14,7 +14,7 @@ from megatron_rl.prompts.question import PromptDataError
 from megatron_rl.prompts.selection.belief_selector import BeliefSelector
 from megatron_rl.prompts.selection.factory import open_selector
 from megatron_rl.records.progress import Progress
-from megatron_rl.run.checkpoints.belief_transfer import BeliefsUnavailable, read_beliefs
+from megatron_rl.run.checkpoints.belief_transfer import BeliefsUnavailable, read_transferred_beliefs
 from megatron_rl.run.checkpoints.resume import ResumePoint
 from megatron_rl.run.checkpoints.state_file import read_state
 from megatron_rl.run.checkpoints.store import CheckpointStore
@@ -32,7 +32,7 @@ def configured(*overrides: str, data: tuple[str, ...] = ("data.num_train=200",))
 
 
 def opened(c: Configuration) -> BeliefSelector:
-    selector = open_selector(build_prompts(c, read_beliefs(c)), c.rollout, c.selection, seed=c.seed)
+    selector = open_selector(build_prompts(c, read_transferred_beliefs(c)), c.rollout, c.selection, seed=c.seed)
     assert isinstance(selector, BeliefSelector)
     return selector
 
@@ -54,11 +54,11 @@ def test_a_run_begins_with_the_beliefs_of_another_one_s_newest_checkpoint(
     shelf: CheckpointStore,
 ) -> None:
     for given, step in ((shelf.folder.parent, 2), (shelf.folder, 2), (shelf.path(1), 1)):
-        selector = opened(configured(f"selection.beliefs={given}", "data.num_train=300"))
+        selector = opened(configured(f"selection.beliefs_from={given}", "data.num_train=300"))
         saved = read_state(shelf.path(step)).position.selection.beliefs
         assert saved is not None
         assert len(selector.beliefs) == sum(
-            saved.seen[i : i + 4] != b"\xff" * 4 for i in range(0, len(saved.seen), 4)
+            saved.last_group_steps[i : i + 4] != b"\xff" * 4 for i in range(0, len(saved.last_group_steps), 4)
         )
         assert selector.source.cursor.position == 0 and selector.beliefs.oldest(1) == 1
     known = len(selector.beliefs)
@@ -78,8 +78,8 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_word_or_refused(
         save_checkpoint(other, step, selection=selection)
     file = other.path(2) / "state.json"
     file.write_bytes(file.read_bytes().replace(b'"step": 2', b'"step": 3'))
-    c = configured(f"selection.beliefs={tmp_path}")
-    beliefs = read_beliefs(c)
+    c = configured(f"selection.beliefs_from={tmp_path}")
+    beliefs = read_transferred_beliefs(c)
     assert beliefs is not None and "(iter_0000001)" in beliefs.told
     said = io.StringIO()
     Rank(c, Progress(1, enabled=True, stream=said), NOTHING, NOTHING).tell(
@@ -90,7 +90,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_word_or_refused(
         BeliefsUnavailable,
         match=r"selection\.beliefs=.*no whole checkpoint.*sha256 differs.*Give the directory",
     ):
-        read_beliefs(configured(f"selection.beliefs={other.path(2)}"))
+        read_transferred_beliefs(configured(f"selection.beliefs_from={other.path(2)}"))
 
 
 def test_no_checkpoint_and_a_run_without_beliefs_are_refused(tmp_path: Path) -> None:
@@ -98,13 +98,13 @@ def test_no_checkpoint_and_a_run_without_beliefs_are_refused(tmp_path: Path) -> 
         BeliefsUnavailable,
         match=r"selection\.beliefs=.*no whole checkpoint.*manifest\.json cannot be read",
     ):
-        read_beliefs(configured(f"selection.beliefs={tmp_path}"))
+        read_transferred_beliefs(configured(f"selection.beliefs_from={tmp_path}"))
     save_checkpoint(CheckpointStore(tmp_path / "checkpoints"), 5, {"selection.name": "oversample"})
     with pytest.raises(
         BeliefsUnavailable,
         match=r"iter_0000005 had selection\.name=oversample and believed nothing.*Give one",
     ):
-        read_beliefs(configured(f"selection.beliefs={tmp_path}"))
+        read_transferred_beliefs(configured(f"selection.beliefs_from={tmp_path}"))
 
 
 def test_beliefs_of_another_data_set_are_refused(shelf: CheckpointStore, tmp_path: Path) -> None:
@@ -119,23 +119,23 @@ def test_beliefs_of_another_data_set_are_refused(shelf: CheckpointStore, tmp_pat
     with pytest.raises(
         PromptDataError, match=r"another data set: it has beliefs of \d+ prompts.*the 24 training"
     ):
-        opened(configured(f"selection.beliefs={shelf.folder.parent}", data=of_file))
+        opened(configured(f"selection.beliefs_from={shelf.folder.parent}", data=of_file))
 
 
 def test_a_run_that_goes_on_has_its_own_and_needs_no_other(
     shelf: CheckpointStore, tmp_path: Path
 ) -> None:
-    gone = configured(f"selection.beliefs={tmp_path}/gone", "run.resume=auto", "run.name=a")
-    assert read_beliefs(gone, read_state(shelf.path(1))) is None
+    gone = configured(f"selection.beliefs_from={tmp_path}/gone", "run.resume=auto", "run.name=a")
+    assert read_transferred_beliefs(gone, read_state(shelf.path(1))) is None
     with pytest.raises(BeliefsUnavailable):
-        read_beliefs(gone, make_state(3))  # it was of a run without any
+        read_transferred_beliefs(gone, make_state(3))  # it was of a run without any
 
 
 def test_nothing_is_made_for_a_run_whose_beliefs_cannot_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_rl.run.rank.require_space", lambda *_: None)
-    c = configured(f"selection.beliefs={tmp_path}", f"run.root={tmp_path}/runs", "run.name=a")
+    monkeypatch.setattr("megatron_rl.run.rank.require_disk_space", lambda *_: None)
+    c = configured(f"selection.beliefs_from={tmp_path}", f"run.root={tmp_path}/runs", "run.name=a")
     monkeypatch.setattr("megatron_rl.run.rank.broadcast_bytes", lambda data, group: data)
     rank = Rank(c, Progress(1, enabled=False), NOTHING, NOTHING)
     with pytest.raises(BeliefsUnavailable):
@@ -146,11 +146,11 @@ def test_nothing_is_made_for_a_run_whose_beliefs_cannot_be_read(
 def test_what_is_set_aside_is_in_the_new_run_s_checkpoints(
     shelf: CheckpointStore, tmp_path: Path
 ) -> None:
-    selector = opened(configured(f"selection.beliefs={shelf.folder.parent}", "data.num_train=100"))
+    selector = opened(configured(f"selection.beliefs_from={shelf.folder.parent}", "data.num_train=100"))
     aside = selector.beliefs.aside
     assert aside > 0
     save_checkpoint(CheckpointStore(tmp_path / "checkpoints"), 1, selection=selector.state())
-    again = opened(configured(f"selection.beliefs={tmp_path}", "data.num_train=200"))
+    again = opened(configured(f"selection.beliefs_from={tmp_path}", "data.num_train=200"))
     assert again.beliefs.aside == 0 and len(again.beliefs) == len(selector.beliefs)
     resumed = opened(configured("data.num_train=100"))
     resumed.restore(

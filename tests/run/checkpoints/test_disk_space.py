@@ -10,7 +10,7 @@ from safetensors import safe_open
 from megatron_rl.config.cli import compose
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.parameter_count import num_parameters
-from megatron_rl.run.checkpoints.disk_space import NotEnoughDiskSpace, bytes_needed, require_space
+from megatron_rl.run.checkpoints.disk_space import NotEnoughDiskSpace, required_bytes, require_disk_space
 from megatron_rl.run.checkpoints import disk_space as space
 
 ASSETS = Path(space.__file__).parents[1] / "models" / "assets"
@@ -47,7 +47,7 @@ def test_a_disk_without_room_is_refused_with_what_would_help(
 ) -> None:
     c = compose([f"run.root={tmp_path}/new", "run.save_weights=true", "sync.transport=disk"])
     shape = read_shape(c.model.path)
-    need, parameters = bytes_needed(c, shape), num_parameters(shape)
+    need, parameters = required_bytes(c, shape), num_parameters(shape)
     assert (
         need["run.save_weights=true"] == 8 * parameters
         and need["sync.transport=disk"] == 4 * parameters
@@ -58,14 +58,14 @@ def test_a_disk_without_room_is_refused_with_what_would_help(
         NotEnoughDiskSpace,
         match=r"run\.root=.*MiB are free.*run\.save_weights=true.*run\.save_weights=false",
     ):
-        require_space(c, shape)
+        require_disk_space(c, shape)
     without = dataclasses.replace(c, run=dataclasses.replace(c.run, save_weights=False))
-    require_space(without, shape)
+    require_disk_space(without, shape)
     assert not (tmp_path / "new").exists()
 
 
 def test_weights_in_half_precision_take_half_the_room() -> None:
     c = compose(["run.save_dtype=bfloat16"])
-    assert bytes_needed(c, read_shape(c.model.path))["run.save_weights=true"] == 4 * num_parameters(
+    assert required_bytes(c, read_shape(c.model.path))["run.save_weights=true"] == 4 * num_parameters(
         read_shape(c.model.path)
     )

@@ -18,7 +18,7 @@ from megatron_rl.run.checkpoints.manager import (
     CheckpointNotSaved,
     StoppedAfterSave,
 )
-from megatron_rl.run.checkpoints.saving import SavedCheckpoint
+from megatron_rl.run.checkpoints.saving import SaveResult
 from megatron_rl.run.supervision.stop_request import StepAborted, StopRequest
 from tests.support.checkpoints import make_state
 from tests.support.leaders import Stage, lead
@@ -32,7 +32,7 @@ class Ranks:
         self.said: list[str] = []
         self._problems = iter(problems)
 
-    def run(self, command: Command) -> SavedCheckpoint | None:
+    def run(self, command: Command) -> SaveResult | None:
         if isinstance(command, Checkpoint):
             self.saved.append(msgspec.json.decode(command.state, type=RunState))
             self.said.append(f"{'begin' if command.background else 'save'} {command.step}")
@@ -40,7 +40,7 @@ class Ranks:
                 return None
         else:
             self.said.append("settle")
-        return SavedCheckpoint(self.saved[-1].step, next(self._problems, ""), 2**20)
+        return SaveResult(self.saved[-1].step, next(self._problems, ""), 2**20)
 
 
 def keeper(
@@ -104,9 +104,9 @@ def test_a_step_that_has_trained_nothing_is_given_up_when_time_runs_out(tmp_path
     def on_draw(step: int) -> None:
         if step == 4:
             stop.take(signal.SIGTERM)
-            stop.check_time()  # half of the limit is left
+            stop.check_deadline()  # half of the limit is left
             now[0] = 5.5
-            stop.check_time()
+            stop.check_deadline()
 
     with pytest.raises(StoppedAfterSave):
         lead(Stage(on_draw=on_draw), tmp_path, steps=9, keeper=keeper(ranks, stop))
@@ -129,10 +129,10 @@ def test_a_step_that_trains_is_never_given_up() -> None:
     stop = stop_request(clock=lambda: now[0])
     stop.take(signal.SIGTERM)
     now[0] = 9.0
-    stop.check_time()
+    stop.check_deadline()
     stop.nothing_trained = True
     with pytest.raises(StepAborted):
-        stop.check_time()
+        stop.check_deadline()
     assert not stop.expired
     now[0] = 10.5
     assert stop.expired
@@ -149,7 +149,7 @@ def test_a_save_that_fails_ends_the_run_or_is_told(tmp_path: Path) -> None:
         Stage(),
         tmp_path,
         steps=5,
-        keeper=keeper(ranks, stop_request(), stream=said, on_failed_save="go_on"),
+        keeper=keeper(ranks, stop_request(), stream=said, on_failed_save="continue"),
     )
     assert (
         "warning: the checkpoint of step 2 cannot be saved: disk full; there is none before it"
@@ -179,7 +179,7 @@ def test_a_run_that_is_told_during_a_background_save_ends_with_that_checkpoint(
     stop = stop_request()
 
     class ScoredRollouts(Ranks):
-        def run(self, command: Command) -> SavedCheckpoint | None:
+        def run(self, command: Command) -> SaveResult | None:
             if isinstance(command, Checkpoint) and command.step == 4:
                 stop.take(signal.SIGUSR1)
             return super().run(command)

@@ -15,9 +15,9 @@ from megatron_rl.run.checkpoints.manifest import (
     DamagedCheckpoint,
     Manifest,
     changed_files,
-    files_of,
+    list_files,
     read_manifest,
-    record_of,
+    hash_file,
     write_manifest,
 )
 from megatron_rl.run.checkpoints.store import CheckpointStore, step_of
@@ -31,7 +31,7 @@ def save(shelf: CheckpointStore, step: int, *, keep: int = 1) -> None:
     (staged / "rng").mkdir()
     for name in ("tensors", "rng/0", "state.json"):
         write_synced(staged / name, f"{name} of step {step}".encode())
-    files = {name: record_of(staged / name) for name in files_of(staged)}
+    files = {name: hash_file(staged / name) for name in list_files(staged)}
     write_manifest(staged, Manifest(step=step, files=files))
     shelf.commit(step)
     shelf.prune(keep)

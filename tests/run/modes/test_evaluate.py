@@ -101,7 +101,7 @@ def test_what_was_measured_before_engines_fail_is_kept() -> None:
     with pytest.raises(LostEvaluation):
         measure(
             stand,
-            SETS | {"lost": [msgspec.structs.replace(group(), rejected={"expired": 2})]},
+            SETS | {"lost": [msgspec.structs.replace(group(), rejections={"expired": 2})]},
             resumed=False,
         )
     assert stand.logged[0]["eval/hard/accuracy"] == 0.25 and "finish" not in stand.said

@@ -49,7 +49,7 @@ class Drawn:
             for p in self.held_out
         ]
         return [
-            msgspec.structs.replace(g, rollouts=(), rejected={"expired": 2})
+            msgspec.structs.replace(g, rollouts=(), rejections={"expired": 2})
             if g.prompt.id == self.fails
             else g
             for g in made

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from launch.testbed.engine_rollouts import ONLY_RANK
 from megatron_rl.config.cli import compose
 from megatron_rl.engines.engines import Engines
 from megatron_rl.models.families import read_shape
 from megatron_rl.records.run_directory import RunDirectory
-from tests.support.engines import ONLY_RANK
 
 
 @pytest.mark.parametrize(

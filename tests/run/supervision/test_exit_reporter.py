@@ -29,7 +29,7 @@ def test_a_cause_is_said_recorded_and_told_to_torchrun(
 ) -> None:
     environment(0, 2, tmp_path)
     words = words_of(0, tmp_path, folder=tmp_path)
-    words.cause(ExitCode.ENGINE_FAILED, "engine http://e ended by itself")
+    words.report_cause(ExitCode.ENGINE_FAILED, "engine http://e ended by itself")
     assert (words.code, words.spoke) == (4, True)
     said = capsys.readouterr().err.strip().splitlines()
     assert said == ["engine http://e ended by itself", "(exit code 4: engine_failed)"]
@@ -42,17 +42,17 @@ def test_a_cause_is_said_recorded_and_told_to_torchrun(
 
 def test_the_first_cause_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = words_of(0, tmp_path)
-    words.cause(4, "first")
-    words.cause(5, "second")
-    words.told_to_stop(signal.SIGTERM)
-    words.complete()
+    words.report_cause(4, "first")
+    words.report_cause(5, "second")
+    words.report_signal(signal.SIGTERM)
+    words.report_success()
     assert words.code == 4 and "second" not in capsys.readouterr().err
 
 
 def test_what_nobody_foresaw_comes_with_its_traceback_after_the_cause(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words_of(0, tmp_path).cause(1, "ValueError: bug", "Traceback ...\nValueError: bug\n")
+    words_of(0, tmp_path).report_cause(1, "ValueError: bug", "Traceback ...\nValueError: bug\n")
     said = capsys.readouterr().err.strip().splitlines()
     assert said[0] == "ValueError: bug" and "exit code 1" in said[1] and said[2] == "Traceback ..."
 
@@ -61,7 +61,7 @@ def test_the_same_cause_on_every_rank_is_said_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     everyone = [words_of(rank, tmp_path, count=4) for rank in range(4)]
-    threads = [threading.Thread(target=w.cause, args=(3, "model.path='x': cut")) for w in everyone]
+    threads = [threading.Thread(target=w.report_cause, args=(3, "model.path='x': cut")) for w in everyone]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -76,9 +76,9 @@ def test_before_there_is_a_directory_rank_0_speaks_first(
     for rank in (0, 1):
         environment(rank, 2, tmp_path)
     first, second = (words_of(rank, folder=tmp_path, patience=10.0) for rank in (0, 1))
-    other = threading.Thread(target=second.cause, args=(3, "from rank 1"))
+    other = threading.Thread(target=second.report_cause, args=(3, "from rank 1"))
     other.start()
-    first.cause(3, "from rank 0")
+    first.report_cause(3, "from rank 0")
     other.join()
     assert (first.code, second.code) == (3, 7)
     assert "from rank 1" not in capsys.readouterr().err
@@ -88,7 +88,7 @@ def test_a_cause_that_only_another_rank_met_is_said_all_the_same(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = words_of(1)
-    words.cause(3, "from rank 1")
+    words.report_cause(3, "from rank 1")
     assert words.code == 3 and "from rank 1" in capsys.readouterr().err
 
 
@@ -97,7 +97,7 @@ def test_a_lost_connection_is_quiet_about_a_peer_that_said_why(
 ) -> None:
     words = words_of(1, tmp_path, patience=10.0)
     threading.Timer(0.1, write_exit_record, (tmp_path, 5, "NaN or Inf")).start()
-    words.consequence(ExitCode.PEER_FAILED, "another rank is gone: Connection closed by peer")
+    words.report_consequence(ExitCode.PEER_FAILED, "another rank is gone: Connection closed by peer")
     assert (words.code, words.spoke) == (7, False) and capsys.readouterr().err == ""
 
 
@@ -108,9 +108,9 @@ def test_rank_0_killed_leaves_a_record_by_the_lowest_living_rank(
         words_of(1, tmp_path, count=3, dead=(0,)),
         words_of(2, tmp_path, count=3, dead=(0,)),
     )
-    later = threading.Thread(target=third.consequence, args=(7, "Connection closed by peer"))
+    later = threading.Thread(target=third.report_consequence, args=(7, "Connection closed by peer"))
     later.start()
-    second.consequence(7, "Connection closed by peer")
+    second.report_consequence(7, "Connection closed by peer")
     later.join()
     said = capsys.readouterr().err
     assert (
@@ -125,7 +125,7 @@ def test_rank_1_killed_does_not_read_told_to_stop(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = words_of(0, tmp_path, dead=(1,))
-    words.told_to_stop(signal.SIGTERM)
+    words.report_signal(signal.SIGTERM)
     said = capsys.readouterr().err
     assert (
         words.code == 7
@@ -143,10 +143,10 @@ def test_a_signal_from_outside_is_said_by_rank_0(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], number: signal.Signals, code: int
 ) -> None:
     first, second = (words_of(rank, tmp_path, patience=10.0) for rank in (0, 1))
-    other = threading.Thread(target=second.told_to_stop, args=(number,))
+    other = threading.Thread(target=second.report_signal, args=(number,))
     other.start()
     time.sleep(0.1)
-    first.told_to_stop(number)
+    first.report_signal(number)
     other.join()
     said = capsys.readouterr().err.strip().splitlines()
     assert said[0] == f"the run was told to stop ({number.name})" and len(said) == 2
@@ -156,7 +156,7 @@ def test_a_signal_from_outside_is_said_by_rank_0(
 def test_a_peer_that_waits_in_vain_says_what_it_knows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words_of(0, tmp_path).consequence(7, "a collective timed out")
+    words_of(0, tmp_path).report_consequence(7, "a collective timed out")
     assert "a collective timed out" in capsys.readouterr().err
 
 
@@ -164,7 +164,7 @@ def test_torchrun_killed_is_the_reason(tmp_path: Path, capsys: pytest.CaptureFix
     words = words_of(0, tmp_path)
     siblings = words._siblings
     siblings.__dict__["without_torchrun"] = True
-    words.told_to_stop(signal.SIGTERM)
+    words.report_signal(signal.SIGTERM)
     assert words.code == 143 and "torchrun (process 1) was killed" in capsys.readouterr().err
 
 
@@ -177,7 +177,7 @@ def test_a_full_disk_does_not_silence_the_reason(
     monkeypatch.setattr("megatron_rl.run.supervision.exit_reporter.write_exit_record", full)
     words = ExitReporter(LocalRanks())
     words.directory = tmp_path
-    words.cause(8, "metrics.jsonl cannot be written: the disk is full")
+    words.report_cause(8, "metrics.jsonl cannot be written: the disk is full")
     assert words.code == 8 and "the disk is full" in capsys.readouterr().err
 
 
@@ -185,8 +185,8 @@ def test_a_complete_run_is_recorded_by_rank_0_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     second = words_of(1, tmp_path)
-    second.complete()
+    second.report_success()
     assert read_exit_record(tmp_path) is None and second.code == 0
-    words_of(0, tmp_path).complete()
+    words_of(0, tmp_path).report_success()
     assert (record := read_exit_record(tmp_path)) is not None and record.code == 0
     assert capsys.readouterr().err == ""

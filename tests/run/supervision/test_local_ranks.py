@@ -16,35 +16,35 @@ from tests.support.local_ranks import environment, ranks
 
 LOOK = """
 import os, sys
-from megatron_rl.run.supervision.local_ranks import Siblings
-siblings = Siblings.of(os.environ)
+from megatron_rl.run.supervision.local_ranks import LocalRanks
+siblings = LocalRanks.from_environment(os.environ)
 for line in sys.stdin:
-    print(siblings.dead(), siblings.leads(), flush=True)
+    print(siblings.dead_ranks(), siblings.is_lowest_living(), flush=True)
 """
 
 
 def test_without_torchrun_there_are_none() -> None:
-    alone = LocalRanks.of({})
-    assert (alone.rank, alone.dead(), alone.leads(), alone.orphaned, alone.has_spoken()) == (
+    alone = LocalRanks.from_environment({})
+    assert (alone.rank, alone.dead_ranks(), alone.is_lowest_living(), alone.is_orphaned, alone.has_report()) == (
         0,
         [],
         True,
         False,
         False,
     )
-    by_hand = LocalRanks.of({"RANK": "3", "WORLD_SIZE": "4"})
-    assert (by_hand.rank, by_hand.dead()) == (3, [])
+    by_hand = LocalRanks.from_environment({"RANK": "3", "WORLD_SIZE": "4"})
+    assert (by_hand.rank, by_hand.dead_ranks()) == (3, [])
 
 
 def test_a_killed_rank_is_missed_before_and_after_torchrun_reaps_it(tmp_path: Path) -> None:
     with ranks(3, tmp_path) as jobs:
         siblings = LocalRanks(rank=0, local_rank=0, count=3, agent=os.getpid())
-        assert siblings.living() == {0, 1, 2}
+        assert siblings.living_ranks() == {0, 1, 2}
         jobs[1].send_signal(signal.SIGKILL)
         os.waitid(os.P_PID, jobs[1].pid, os.WEXITED | os.WNOWAIT)  # a zombie by now
-        assert siblings.living() == {0, 2}
+        assert siblings.living_ranks() == {0, 2}
         jobs[1].wait()
-        assert siblings.living() == {0, 2}
+        assert siblings.living_ranks() == {0, 2}
 
 
 def test_a_rank_that_was_started_a_moment_ago_is_not_dead(
@@ -61,24 +61,24 @@ def test_a_rank_that_was_started_a_moment_ago_is_not_dead(
 
         monkeypatch.setattr(process_table, "_environment", hidden_at_first)
         monkeypatch.setattr(
-            LocalRanks, "orphaned", False
+            LocalRanks, "is_orphaned", False
         )  # their agent is this process, not its parent
-        assert siblings.dead() == []
+        assert siblings.dead_ranks() == []
         unread[jobs[0].pid] = 3
-        assert not siblings.leads()
+        assert not siblings.is_lowest_living()
 
 
 def test_a_rank_that_is_killed_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LocalRanks, "orphaned", False)
+    monkeypatch.setattr(LocalRanks, "is_orphaned", False)
     with ranks(2, tmp_path) as jobs:
         siblings = LocalRanks(rank=0, local_rank=0, count=2, agent=os.getpid())
-        assert siblings.dead() == []
+        assert siblings.dead_ranks() == []
         jobs[1].kill()
         os.waitid(os.P_PID, jobs[1].pid, os.WEXITED | os.WNOWAIT)
         assert not process_table.starting(jobs[1].pid)
-        assert siblings.dead() == [1]
+        assert siblings.dead_ranks() == [1]
 
 
 def test_a_process_that_ends_is_not_one_that_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,19 +116,19 @@ def test_the_lowest_living_rank_leads(tmp_path: Path) -> None:
 
 
 def test_words_of_any_rank_of_the_node_are_heard(tmp_path: Path) -> None:
-    siblings = LocalRanks.of(environment(0, 2, tmp_path))
+    siblings = LocalRanks.from_environment(environment(0, 2, tmp_path))
     environment(1, 2, tmp_path)
-    assert not siblings.has_spoken()
+    assert not siblings.has_report()
     (tmp_path / "1" / "error.json").write_text("{}")
-    assert siblings.has_spoken()
+    assert siblings.has_report()
 
 
 def test_a_rank_ends_when_its_torchrun_is_killed(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[2]
     rank = (
         f"import os, sys, time\nsys.path.insert(0, {str(root)!r})\n"
-        "from megatron_rl.run.supervision.local_ranks import Siblings\nfrom megatron_rl.run.supervision.watchdog import end_with_torchrun\n"
-        "end_with_torchrun(Siblings.of(os.environ))\nprint('ready', flush=True)\ntime.sleep(60)\n"
+        "from megatron_rl.run.supervision.local_ranks import LocalRanks\nfrom megatron_rl.run.supervision.watchdog import end_with_torchrun\n"
+        "end_with_torchrun(LocalRanks.from_environment(os.environ))\nprint('ready', flush=True)\ntime.sleep(60)\n"
     )
     launcher = (
         "import subprocess, sys\n"

@@ -13,14 +13,14 @@ from megatron_rl.run.supervision.stop_request import StopRequest
 def asked(seconds, work):
     stop = StopRequest(seconds)
     stop.accept()
-    words = LastWords(Siblings(), patience_seconds=0.3)
-    with Watch(words, end_seconds=2.0, stop=stop) as watch:
+    words = ExitReporter(LocalRanks(), patience_seconds=0.3)
+    with Watchdog(words, end_seconds=2.0, stop=stop) as watch:
         try:
             with watch.interruptible():
                 work(stop)
         except BaseException as error:
-            explain(error, words, watch)
-        leave(words, Siblings(), None)
+            report_exception(error, words, watch)
+        exit_process(words, LocalRanks(), None)
 
 def saving(stop):
     print("ready", flush=True)

@@ -17,10 +17,10 @@ HEAD = """
 import ctypes, os, signal, subprocess, sys, threading, time
 import megatron_rl.run.supervision.failures
 from pathlib import Path
-from megatron_rl.run.supervision.shutdown import explain, leave
-from megatron_rl.run.supervision.exit_reporter import LastWords
-from megatron_rl.run.supervision.local_ranks import Siblings
-from megatron_rl.run.supervision.watchdog import Watch
+from megatron_rl.run.supervision.shutdown import exit_process, report_exception
+from megatron_rl.run.supervision.exit_reporter import ExitReporter
+from megatron_rl.run.supervision.local_ranks import LocalRanks
+from megatron_rl.run.supervision.watchdog import Watchdog
 
 def stuck():  # a wait in native code, which no signal interrupts
     libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
@@ -37,17 +37,17 @@ class Rank:
         self.abandon = abandon
 
 def run(work, *, check=None, rank=None, end_seconds=2.0):
-    words = LastWords(Siblings(), patience_seconds=0.3)
-    with Watch(words, end_seconds=end_seconds) as watch:
+    words = ExitReporter(LocalRanks(), patience_seconds=0.3)
+    with Watchdog(words, end_seconds=end_seconds) as watch:
         if check:
-            watch.look_at(check)
+            watch.set_check(check)
         try:
             with watch.interruptible():
                 work()
-                words.complete()
+                words.report_success()
         except BaseException as error:
-            explain(error, words, watch)
-        leave(words, Siblings(), rank)
+            report_exception(error, words, watch)
+        exit_process(words, LocalRanks(), rank)
 """
 
 
@@ -144,11 +144,11 @@ def test_a_dead_engine_is_noticed_while_the_main_thread_waits_for_it() -> None:
 def test_a_run_is_not_ended_by_a_signal_after_it_is_complete(tmp_path: Path) -> None:
     code = (
         "main, thread = threading.Event(), threading.Event()\n"
-        "class Heard(Watch):\n"
+        "class Heard(Watchdog):\n"
         "    def _interrupt(self, *signal):\n        super()._interrupt(*signal)\n        main.set()\n"
-        "    def _heed(self, number):\n        super()._heed(number)\n        thread.set()\n"
-        "words = LastWords(Siblings())\n"
-        "with Heard(words, end_seconds=30.0):\n    words.complete()\n    print('ready', flush=True)\n"
+        "    def _handle_signal(self, number):\n        super()._handle_signal(number)\n        thread.set()\n"
+        "words = ExitReporter(LocalRanks())\n"
+        "with Heard(words, end_seconds=30.0):\n    words.report_success()\n    print('ready', flush=True)\n"
         "    heard = main.wait(20) and thread.wait(20)\n"
         "sys.exit(words.code if heard else 'no signal came')\n"
     )

@@ -69,7 +69,7 @@ class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
     rollout_id: str
     sample_index: Count
     finish_reason: FinishReason
-    generated: Count
+    num_generated: Count
     verdict: Verdict
     tokens: tuple[Count, Count]
     routes: tuple[Count, Count] | None
@@ -83,11 +83,11 @@ class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
     index: Count
     group_id: str
     prompt: Prompt
-    rejected: dict[str, int]
+    rejections: dict[str, int]
     rejected_tokens: dict[str, int]
     weight: float
     generated_at: float
-    judged_at: float
+    scored_at: float
     rollouts: tuple[RolloutRecord, ...]
 
 
@@ -120,11 +120,11 @@ class _Part:
             index=index,
             group_id=group.group_id,
             prompt=group.prompt,
-            rejected=group.rejected,
+            rejections=group.rejections,
             rejected_tokens=group.rejected_tokens,
             weight=group.weight,
             generated_at=group.generated_at,
-            judged_at=group.judged_at,
+            scored_at=group.scored_at,
             rollouts=records,
         )
         self.lines.append(msgspec.json.encode(record) + b"\n")
@@ -147,7 +147,7 @@ class _Part:
             rollout_id=ref.rollout_id,
             sample_index=ref.sample_index,
             finish_reason=ref.finish_reason,
-            generated=ref.generated,
+            num_generated=ref.num_generated,
             verdict=ref.verdict,
             tokens=(first, self.num_tokens),
             routes=None if rollout.routes is None else (first_route, self.num_routes),
@@ -252,11 +252,11 @@ def _read_part(stem: Path) -> Iterator[tuple[int, Group, list[Rollout]]]:
             rollouts=tuple(
                 _ref(r, rollout) for r, rollout in zip(record.rollouts, rollouts, strict=True)
             ),
-            rejected=record.rejected,
+            rejections=record.rejections,
             rejected_tokens=record.rejected_tokens,
             weight=record.weight,
             generated_at=record.generated_at,
-            judged_at=record.judged_at,
+            scored_at=record.scored_at,
         )
         yield record.index, group, rollouts
 
@@ -294,7 +294,7 @@ def _ref(record: RolloutRecord, rollout: Rollout) -> RolloutRef:
         sample_index=record.sample_index,
         num_inputs=rollout.num_tokens - 1,
         num_trainable=sum(len(s.tokens) for s in rollout.segments if s.trainable),
-        generated=record.generated,
+        num_generated=record.num_generated,
         repetition=record.repetition,
         finish_reason=record.finish_reason,
         versions=tuple(sorted({s.version for s in rollout.segments if s.logprobs is not None})),

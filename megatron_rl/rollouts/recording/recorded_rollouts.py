@@ -14,9 +14,9 @@ import msgspec
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.rollout import Rollout
-from megatron_rl.contracts.routes import RouteError, RouteShape, validate_kept_routes
+from megatron_rl.contracts.routes import RouteError, RouteShape, validate_stored_routes
 from megatron_rl.contracts.run_state import PromptCursor, SelectorState
-from megatron_rl.rollouts.recording import (
+from megatron_rl.rollouts.recording.writer import (
     BATCH,
     RecordingUnreadable,
     read_batch_record,
@@ -27,7 +27,7 @@ from megatron_rl.rollouts.store import RolloutStore
 
 
 class BadRecording(Failure):
-    """rollout.recorded names something that cannot be trained on."""
+    """rollout.recording names something that cannot be trained on."""
 
     exit_code = ExitCode.BAD_DATA
 
@@ -60,7 +60,7 @@ def fitting(rollout: Rollout, routes: RouteShape | None, vocab_size: int) -> Rol
         )
     try:
         return replace(
-            rollout, routes=validate_kept_routes(rollout.routes, routes, rollout.num_tokens - 1)
+            rollout, routes=validate_stored_routes(rollout.routes, routes, rollout.num_tokens - 1)
         )
     except RouteError as error:
         raise UnfitRollout(f"rollout {rollout.rollout_id}: {error}; {other}") from error
@@ -89,7 +89,7 @@ class RecordedRollouts:
         self._batches = sorted(path.parent for path in self._root.glob(f"step-*/{BATCH}"))
         if len(self._batches) < batches:
             raise BadRecording(
-                f"rollout.recorded={str(directory)!r}: train.total_steps={batches}, and {len(self._batches)} whole "
+                f"rollout.recording={str(directory)!r}: train.total_steps={batches}, and {len(self._batches)} whole "
                 f"batches (step-*/{BATCH}) lie in {self._root}. Train fewer steps, or record more: mode=rollout_only"
             )
         self._store = RolloutStore(node)
@@ -124,7 +124,7 @@ class RecordedRollouts:
         try:
             record, pairs = read_batch_record(directory), read_groups(directory)
         except RecordingUnreadable as error:
-            raise BadRecording(f"rollout.recorded: {error}") from error
+            raise BadRecording(f"rollout.recording: {error}") from error
         checked = [
             (group, [self._fitting(rollout, directory) for rollout in rollouts])
             for group, rollouts in pairs
@@ -157,7 +157,7 @@ class RecordedRollouts:
         try:
             return fitting(rollout, self._routes, self._vocab_size)
         except UnfitRollout as error:
-            raise BadRecording(f"rollout.recorded: {directory}, {error}") from error
+            raise BadRecording(f"rollout.recording: {directory}, {error}") from error
 
     def _place(self, group: Group, locations: Sequence[object]) -> Group:
         rollouts = zip(group.rollouts, locations, strict=True)
