@@ -2,7 +2,7 @@
 
 python launch/heat_maps.py runs/NAME
 
-The run needs train.measure_replay_every; it may be going on.
+The run needs train.replay_measure_every; it may be going on.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         maps = list(heat_maps(read_metrics(run)))
         if not maps:
             raise RunUnreadable(
-                f"{run}: no step measured its routes. Train with train.measure_replay_every=10"
+                f"{run}: no step measured its routes. Train with train.replay_measure_every=10"
             )
         directory = run / "heat_maps"
         directory.mkdir(exist_ok=True)

@@ -25,6 +25,7 @@ from typing import TypeVar
 import psutil
 
 from megatron_rl.config.cli import main
+from megatron_rl.config.curriculum import sized_for_all_phases
 from megatron_rl.config.schema import Configuration, EngineSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.interrupts import exit_on_interrupt
@@ -33,7 +34,6 @@ from megatron_rl.models.families import read_shape
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.planning.memory import engine_memory, rank_memory
 from megatron_rl.records.run_directory import PACKAGES
-from megatron_rl.run.widest import widest
 from sglang_bridge.addresses import node_address, require_private_address
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import EngineError
@@ -252,8 +252,8 @@ def check_opening(c: Configuration) -> Iterator[Check]:
     try:
         from megatron_rl.environments.environment import open_environment
         from megatron_rl.losses import open_loss
-        from megatron_rl.run.checkpoints.belief_transfer import read_beliefs
-        from megatron_rl.run.checkpoints.disk_space import require_space
+        from megatron_rl.run.checkpoints.belief_transfer import read_transferred_beliefs
+        from megatron_rl.run.checkpoints.disk_space import require_disk_space
         from megatron_rl.run.prompts import build_prompts
     except ImportError as error:
         yield Check("trainer", False, f"cannot be imported ({error})", "Run make install")
@@ -265,14 +265,14 @@ def check_opening(c: Configuration) -> Iterator[Check]:
     )
     yield _opened(
         "prompts",
-        lambda: build_prompts(c, read_beliefs(c) if c.run.resume == "never" else None),
+        lambda: build_prompts(c, read_transferred_beliefs(c) if c.run.resume == "never" else None),
         lambda p: (
             f"{len(p.train)} to train, {len(p.held_out)} held out; "
             + "; ".join(filter(None, p.told()))
         ),
     )
     yield _opened(
-        "disk space", lambda: require_space(c, shape), lambda _: "enough for what the run writes"
+        "disk space", lambda: require_disk_space(c, shape), lambda _: "enough for what the run writes"
     )
 
 
@@ -297,7 +297,7 @@ def preflight(config: Configuration) -> int:
         *check_devices(facts),
         check_memory(config.engine, facts),
         *check_rank_memory(
-            widest(config), read_shape(config.model.path), facts, device_bytes(facts)
+            sized_for_all_phases(config), read_shape(config.model.path), facts, device_bytes(facts)
         ),
         *check_save_memory(
             config, read_shape(config.model.path), facts, psutil.virtual_memory().available

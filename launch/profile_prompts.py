@@ -3,7 +3,7 @@
     python launch/profile_prompts.py --out rates.jsonl --samples 16 data=jsonl data.train_path=train.jsonl \\
         reward=exact_match model=hf model.path=SMALL_MODEL rollout.max_new_tokens=2048
     torchrun ... launch/train_rl.py data=jsonl data.train_path=train.jsonl data.pass_rates=rates.jsonl \\
-        data.band=[0.1,0.9]
+        data.pass_rate_range=[0.1,0.9]
 
 key=value are those of launch/train_rl.py: data, reward, engines and sampling as for a run;
 run.resume=DIR takes the weights of a checkpoint of model.path. An interrupted profile goes on where
@@ -24,7 +24,7 @@ from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.interrupts import exit_on_interrupt
 
 ROOT = Path(__file__).resolve().parents[1]
-_DECIDED = ("mode", "data.pass_rates", "data.band", "eval.samples_per_prompt", "run.save_weights")
+_DECIDED = ("mode", "data.pass_rates", "data.pass_rate_range", "eval.samples_per_prompt", "run.save_weights")
 
 
 def settings_of(arguments: Sequence[str]) -> list[str]:

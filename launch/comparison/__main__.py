@@ -24,7 +24,7 @@ evaluation every few steps; docs/comparisons.md says how it is read:
 Other metrics over the steps, in the same figure as accuracy (metrics.md, metrics.json,
 metrics.png):
 
-    python launch/comparison/__main__.py --out runs/stability --common engine.simulate=fp8_blockwise --metric mismatch/k3_kl \\
+    python launch/comparison/__main__.py --out runs/stability --common engine.fake_quant=fp8_blockwise --metric mismatch/k3_kl \\
         --variant replay: train.replay=rollout --variant live: train.replay=off
 
 With --shared-engines a run draws on CPUs what it would with its own, by its seed

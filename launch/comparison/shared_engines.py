@@ -68,7 +68,7 @@ def _served(c: Configuration) -> dict[str, Any]:
     engine = {
         f"engine.{name}": value
         for name, value in msgspec.to_builtins(c.engine).items()
-        if name != "simulate"
+        if name != "fake_quant"
     }
     return engine | {"model.path": c.model.path, "model.init": c.model.init}
 

@@ -2,7 +2,7 @@
 kinds of rollouts.
 
     python launch/studies/replay_gaps.py --out runs/gaps --model moe=PATH --model dense=PATH \\
-        --rollouts bfloat16: engine.dtype=bfloat16 --rollouts fp8: engine.simulate=fp8_blockwise \\
+        --rollouts bfloat16: engine.dtype=bfloat16 --rollouts fp8: engine.fake_quant=fp8_blockwise \\
         --common experiment=quickstart rollout.prompts_per_step=400
 
 For each model and kind of rollouts one batch is drawn from real engines (a run with
@@ -140,7 +140,7 @@ def measured(case: GapCase) -> tuple[str, ...]:
         for key, text in zip(keys, case.overrides, strict=True)
         if key.split(".")[0] != "engine"
     ]
-    return (*kept, "mode=train_only", f"rollout.recorded={case.directory}")
+    return (*kept, "mode=train_only", f"rollout.recording={case.directory}")
 
 
 def draw(case: GapCase) -> int:
@@ -162,7 +162,7 @@ def measure(directory: Path, overrides: Sequence[str]) -> int:
     the exit code.
     """
     configuration = compose(overrides)
-    from megatron_rl.mcore.cpu import compat
+    from megatron_rl.mcore import compat
 
     compat.install()
     from megatron_rl.mcore import parallel
@@ -182,8 +182,8 @@ def _gaps(c: Configuration, layout: Any, directory: Path) -> Gaps:
     from megatron_rl.losses import open_loss
     from megatron_rl.models.route_shape import route_shape
     from megatron_rl.planning.step_planner import StepPlanner
-    from megatron_rl.rollouts.recorded import UnfitRollout, fitting
-    from megatron_rl.rollouts.recording import batch_directory, read_groups
+    from megatron_rl.rollouts.recording.recorded_rollouts import UnfitRollout, fitting
+    from megatron_rl.rollouts.recording.writer import batch_directory, read_groups
     from megatron_rl.run.build import build_worker
 
     shape = read_shape(c.model.path)

@@ -81,7 +81,6 @@ class EspoSettings(AlgoSettings):
     )  # []: no grouping
     min_clip: BelowOne = 3e-4
     fixed_clip: OpenShare | None = None  # ablation: one epsilon instead of the adaptive ones
-    ratio_denominator: Literal["current", "old"] = "current"
 
 
 @dataclass(frozen=True, kw_only=True)

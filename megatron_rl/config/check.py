@@ -92,13 +92,15 @@ def checked(
     if not refusals and facts is not None:
         given = {split_override(text)[0] for text in overrides}
         refusals = list(broken_rules(configuration, facts, given))
-        for stage in phases_of(configuration):
+        for phase in phases_of(configuration):
             broken = (
                 refusal
-                for refusal in broken_rules(stage.configuration, facts, given)
+                for refusal in broken_rules(phase.configuration, facts, given)
                 if refusal not in refusals
             )
-            refusals += [r._replace(rule=f"In stage {stage.entry.name}: {r.rule}") for r in broken]
+            refusals += [
+                r._replace(rule=f"In phase {phase.settings.name}: {r.rule}") for r in broken
+            ]
     if refusals:
         places = {key: place for place, key in enumerate(declared_keys())}
         refusals.sort(key=lambda refusal: places.get(refusal.key.partition(".")[0], len(places)))

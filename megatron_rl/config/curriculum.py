@@ -1,5 +1,5 @@
-"""Stages of a run: each is the configuration with a few keys changed, until a step, a token budget
-or an accuracy.
+"""The curriculum of a run: a list of phases, each the configuration with a few keys changed, until a
+step, a token budget or an accuracy.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pydantic import TypeAdapter, ValidationError
 from megatron_rl.config.schema import Configuration, Name, Positive, Section
 from megatron_rl.contracts.refusal import Refusal
 
-_CHANGES = (
-    "data.band",
+_CHANGEABLE_KEYS = (
+    "data.pass_rate_range",
     "rollout.max_new_tokens",
     "rollout.samples_per_prompt",
     "rollout.temperature",
@@ -25,140 +25,184 @@ _CHANGES = (
     "algo.alpha",
     "algo.min_clip",
     "algo.fixed_clip",
-    "credit.",
 )
+# Keys whose fixed values a run's stored rollouts depend on: repetitions are counted where rollouts
+# are stored, by the n that the run began with.
+_FIXED_CREDIT_KEYS = ("credit.repetition_ngram",)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Until(Section):
-    """What ends a stage, whichever comes first.
+class PhaseEnd(Section):
+    """The limits of a phase. The first one that is reached ends it."""
 
-    steps, tokens: of the whole run; accuracy: at an evaluation within.
-    """
-
+    # The last step of the phase, counted from the start of the run.
     steps: Positive | None = None
+    # Tokens generated for training since the start of the run.
     tokens: Annotated[int, Ge(1)] | None = None
+    # The accuracy of one evaluation within the phase.
     accuracy: Annotated[float, Gt(0), Le(1)] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry(Section):
-    """What one of `stages` says beside the keys that it changes.
-
-    reprofile: beliefs of prompts lose their certainty.
-    """
+class PhaseSettings(Section):
+    """The keys of a phase besides those of the configuration that it changes."""
 
     name: Name
-    until: Until | None = None  # null: the end of the run
+    # null: the phase lasts until the end of the run.
+    until: PhaseEnd | None = None
+    # all: beliefs about pass rates start the phase with their full initial uncertainty.
     reset_certainty: Literal["all"] | None = None
 
 
-_CONFIGURATION, _ENTRY = TypeAdapter(Configuration), TypeAdapter(Entry)
+_CONFIGURATION = TypeAdapter(Configuration)
+_PHASE_SETTINGS = TypeAdapter(PhaseSettings)
 
 
 @dataclass(frozen=True)
-class Stage:
-    """changes: its own keys; configuration: with these and those of the stages before it."""
+class Phase:
+    """One phase of a run's curriculum.
 
-    entry: Entry
+    changes: the values that this phase sets, by full key.
+    configuration: the whole configuration of the phase, which has its changes and those of all
+    previous phases.
+    """
+
+    settings: PhaseSettings
     changes: Mapping[str, Any]
     configuration: Configuration
 
 
-def phases_of(c: Configuration) -> list[Stage]:
-    """The stages in their order; none without the key."""
-    return list(_merged(c))
+def phases_of(c: Configuration) -> list[Phase]:
+    """Return the phases of a configuration in their order; an empty list without a curriculum."""
+    return list(_merge_phases(c))
 
 
-def _merged(c: Configuration) -> Iterator[Stage]:
-    """Raises `ValidationError` for values that are of no such type."""
-    tree = asdict(replace(c, stages=None))
-    for given in c.stages or ():
-        changes = {key: value for key, value in given.items() if "." in key}
-        for key, value in filter(lambda change: _may_change(change[0]), changes.items()):
-            section, _, name = key.partition(".")
-            tree[section] = tree.get(section, {}) | {
-                name: str(value).lower() if isinstance(value, bool) else value
-            }
-        entry = _ENTRY.validate_python(
-            {key: value for key, value in given.items() if "." not in key}
-        )
-        yield Stage(entry, changes, _CONFIGURATION.validate_python(tree))
+def sized_for_all_phases(c: Configuration) -> Configuration:
+    """Return the configuration by which engines and memory are sized once for the whole run.
+
+    It has the longest responses and the largest groups of all phases.
+    """
+    rollouts = [phase.configuration.rollout for phase in phases_of(c)] or [c.rollout]
+    longest = max(rollout.max_new_tokens for rollout in rollouts)
+    largest = max(rollout.samples_per_prompt for rollout in rollouts)
+    return replace(
+        c, rollout=replace(c.rollout, max_new_tokens=longest, samples_per_prompt=largest)
+    )
 
 
 def phase_refusals(
-    c: Configuration, told: Callable[[ValidationError], Iterable[Refusal]]
+    c: Configuration, explain: Callable[[ValidationError], Iterable[Refusal]]
 ) -> Iterator[Refusal]:
-    """Everything that is wrong with the entries; the rules are kept for each of `phases_of`. told:
-    types and limits.
+    """Yield every mistake in the entries of the curriculum.
+
+    explain: turns pydantic's error into refusals. The rules across keys are not checked here; the
+    caller checks them for the configuration of each phase.
     """
-    if c.stages is None:
+    if c.curriculum is None:
         return
     if c.mode != "train":
-        yield Refusal(
-            "stages",
-            "[...]",
-            f"mode={c.mode} does not train step after step",
-            "Use mode=train, or null",
-        )
-    if not c.stages:
-        yield Refusal(
-            "stages", "[]", "It names no stage", "Give one, as in docs/stages.md, or null"
-        )
-    for number, given in enumerate(c.stages):
-        where = f"stages[{given.get('name', number)}]"
-        for key, value in given.items():
-            if "." in key and not _may_change(key):
-                rule = "No stage changes it: what a run is built from stays as it is"
-                yield Refusal(
-                    f"{where}.{key}", value, rule, f"A stage may change {', '.join(_CHANGES)}*"
-                )
-    stages = list[Stage]()
+        rule = f"mode={c.mode} has no training steps for phases"
+        yield Refusal("curriculum", "[...]", rule, "Use mode=train, or curriculum=null")
+    if not c.curriculum:
+        remedy = "Give at least one, as in docs/curriculum.md, or use null"
+        yield Refusal("curriculum", "[]", "The list has no phase", remedy)
+    yield from _unchangeable_keys(c.curriculum)
+    phases = list[Phase]()
     try:
-        stages.extend(_merged(c))
+        phases.extend(_merge_phases(c))
     except ValidationError as error:
-        where = f"stages[{c.stages[len(stages)].get('name', len(stages))}]"
-        yield from (refusal._replace(key=f"{where}.{refusal.key}") for refusal in told(error))
+        path = _entry_path(len(phases), c.curriculum[len(phases)])
+        for refusal in explain(error):
+            yield refusal._replace(key=f"{path}.{refusal.key}")
         return
-    yield from _out_of_order(c, stages)
+    yield from _repeated_names(phases)
+    for phase in phases:
+        yield from _phase_problems(c, phase, is_last=phase is phases[-1])
+    yield from _ends_before_start(phases)
 
 
-def _may_change(key: str) -> bool:
-    """Penalties of repetition are counted where rollouts are stored, by the n that the run began
-    with.
+def _merge_phases(c: Configuration) -> Iterator[Phase]:
+    """Yield the phases; raises `ValidationError` for values of a wrong type or beyond their limits.
+
+    Each phase starts from the keys of the previous one.
     """
-    return key in _CHANGES or (key.startswith("credit.") and key != "credit.repetition_ngram")
+    tree = asdict(replace(c, curriculum=None))
+    for entry in c.curriculum or ():
+        changes = {key: value for key, value in entry.items() if "." in key}
+        for key, value in changes.items():
+            if _is_changeable(key):
+                section, _, name = key.partition(".")
+                text = str(value).lower() if isinstance(value, bool) else value
+                tree[section] = tree.get(section, {}) | {name: text}
+        others = {key: value for key, value in entry.items() if "." not in key}
+        settings = _PHASE_SETTINGS.validate_python(others)
+        yield Phase(settings, changes, _CONFIGURATION.validate_python(tree))
 
 
-def _out_of_order(c: Configuration, stages: Sequence[Stage]) -> Iterator[Refusal]:
-    names, ends = [stage.entry.name for stage in stages], dict[str, tuple[str, int]]()
+def _is_changeable(key: str) -> bool:
+    if key.startswith("credit."):
+        return key not in _FIXED_CREDIT_KEYS
+    return key in _CHANGEABLE_KEYS
+
+
+def _entry_path(number: int, entry: Mapping[str, Any]) -> str:
+    """Return the key of an entry, such as curriculum[short]."""
+    return f"curriculum[{entry.get('name', number)}]"
+
+
+def _unchangeable_keys(entries: Sequence[Mapping[str, Any]]) -> Iterator[Refusal]:
+    rule = "A phase cannot change this key, because the run is built from it once"
+    remedy = f"Keys that a phase can change: {', '.join(_CHANGEABLE_KEYS)}, credit.*"
+    for number, entry in enumerate(entries):
+        for key, value in entry.items():
+            if "." in key and not _is_changeable(key):
+                yield Refusal(f"{_entry_path(number, entry)}.{key}", value, rule, remedy)
+
+
+def _repeated_names(phases: Sequence[Phase]) -> Iterator[Refusal]:
+    names = [phase.settings.name for phase in phases]
     for name in sorted({name for name in names if names.count(name) > 1}):
-        yield Refusal("stages", name, "Two stages have this name", "Give each a name of its own")
-    for stage in stages:
-        entry, where, last = stage.entry, f"stages[{stage.entry.name}]", stage is stages[-1]
-        until = entry.until or Until()
-        if until == Until() and (entry.until or not last):
-            yield Refusal(
-                f"{where}.until", "null", "Nothing would end it", "Give steps, tokens or accuracy"
-            )
-        if entry.reset_certainty and c.selection.name != "belief":
-            rule = f"selection.name={c.selection.name} believes nothing of prompts"
-            yield Refusal(f"{where}.reprofile", "all", rule, "Remove it, or use selection=belief")
-        if until.accuracy and not c.eval.every:
-            yield Refusal(
-                f"{where}.until.accuracy",
-                until.accuracy,
-                "eval.every=0 measures none",
-                "Raise eval.every",
-            )
-        if not last and (until.steps or 0) >= c.train.total_steps:
-            rule = f"The next stage would begin after train.total_steps={c.train.total_steps}"
-            yield Refusal(
-                f"{where}.until.steps", until.steps, rule, "Lower it, or raise train.total_steps"
-            )
-        for kind, end in (("steps", until.steps), ("tokens", until.tokens)):
-            before, most = ends.get(kind, ("", 0))
-            if end and end <= most:
-                rule = f"It ends before it begins: {before} lasts until {most}, and both count from the run's start"
-                yield Refusal(f"{where}.until.{kind}", end, rule, f"Give more than {most}")
-            ends[kind] = (entry.name, end) if end else (before, most)
+        yield Refusal("curriculum", name, "Two phases have this name", "Give each its own name")
+
+
+def _phase_problems(c: Configuration, phase: Phase, *, is_last: bool) -> Iterator[Refusal]:
+    """Yield the mistakes of a phase that do not depend on the other phases."""
+    path = f"curriculum[{phase.settings.name}]"
+    end = phase.settings.until or PhaseEnd()
+    if end == PhaseEnd() and (phase.settings.until or not is_last):
+        remedy = "Give steps, tokens or accuracy"
+        yield Refusal(f"{path}.until", "null", "This phase would never end", remedy)
+    if phase.settings.reset_certainty and c.selection.name != "belief":
+        rule = f"selection.name={c.selection.name} has no beliefs about prompts"
+        remedy = "Remove it, or use selection=belief"
+        yield Refusal(f"{path}.reset_certainty", "all", rule, remedy)
+    if end.accuracy and not c.eval.every:
+        rule = "With eval.every=0 no accuracy is measured within a phase"
+        yield Refusal(f"{path}.until.accuracy", end.accuracy, rule, "Raise eval.every")
+    if not is_last and (end.steps or 0) >= c.train.total_steps:
+        rule = f"The next phase would begin after train.total_steps={c.train.total_steps}"
+        yield Refusal(
+            f"{path}.until.steps", end.steps, rule, "Lower it, or raise train.total_steps"
+        )
+
+
+def _ends_before_start(phases: Sequence[Phase]) -> Iterator[Refusal]:
+    """Yield the phases that would end before they begin: steps and tokens count from the start of
+    the run.
+    """
+    for unit in ("steps", "tokens"):
+        previous_name = ""
+        previous_limit = 0
+        for phase in phases:
+            limit = getattr(phase.settings.until or PhaseEnd(), unit)
+            if not limit:
+                continue
+            if limit <= previous_limit:
+                rule = (
+                    f"The phase would end before it begins: {previous_name} lasts until "
+                    f"{previous_limit}, and both count from the start of the run"
+                )
+                key = f"curriculum[{phase.settings.name}].until.{unit}"
+                yield Refusal(key, limit, rule, f"Give more than {previous_limit}")
+            previous_name = phase.settings.name
+            previous_limit = limit

@@ -13,14 +13,18 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from megatron_rl.config.algorithms import ALGORITHMS, CorrectionSettings
-from megatron_rl.config.schema import Configuration
+from megatron_rl.config.schema import Configuration, SelectionExpertSettings
 from megatron_rl.contracts.refusal import Refusal
 
 ASSETS = Path(__file__).resolve().parents[1] / "models" / "assets"
 SECTIONS: dict[str, Any] = {
     name: cls for name, cls in get_type_hints(Configuration).items() if is_dataclass(cls)
 }
-INNER: dict[str, Any] = {"algo.correction": CorrectionSettings}  # sections within a section
+# The sections within a section.
+INNER: dict[str, Any] = {
+    "algo.correction": CorrectionSettings,
+    "selection.expert": SelectionExpertSettings,
+}
 
 
 def declared_keys(algorithm: str | None = None) -> dict[str, Field[Any]]:

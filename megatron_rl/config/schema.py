@@ -90,7 +90,7 @@ class DataSettings(Section):
     pass_rates: str | None = (
         None  # a file of launch/profile_prompts.py, where beliefs begin; mode=profile writes it
     )
-    band: list[Share] | None = (
+    pass_rate_range: list[Share] | None = (
         None  # [low, high]: only prompts whose pass rate there lies between these are trained on
     )
 
@@ -163,7 +163,7 @@ class EngineSettings(Section, ServerSettings):
         None  # external only: a 0600 file with {"api_key": ..., "admin_api_key": ...}
     )
     count: Annotated[int, Ge(1), Le(1024)] = 1  # managed only: engines per node
-    simulate: Annotated[Literal["off", "bf16", "fp8_blockwise"], Off] = (
+    fake_quant: Annotated[Literal["off", "bf16", "fp8_blockwise"], Off] = (
         "off"  # a rounding of weights, and no more
     )
     # An engine that answers nobody for request_timeout_s and this for each of
@@ -213,46 +213,42 @@ class RolloutSettings(Section):
     max_rejected_share: Share = (
         0.5  # of a batch's rollouts: with more of them unusable the run stops
     )
-    recorded: str | None = None  # mode=train_only: the directory of a run with mode=rollout_only
+    recording: str | None = None  # mode=train_only: the directory of a run with mode=rollout_only
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectionExpertSettings(Section):
+    """Numbers of `selection=belief` that seldom need a change. See docs/selection.md."""
+
+    # A prompt is accepted with probability (chance / acceptance_target) ^ acceptance_exponent.
+    acceptance_exponent: Annotated[float, Ge(0), Le(100)] = 5.0
+    acceptance_target: Annotated[float, Gt(0), Le(1)] = 0.6
+    # No prompt is accepted with a smaller probability.
+    min_acceptance: Annotated[float, Gt(0), Le(1)] = 0.1
+    # A prompt that was not sampled for this many steps is accepted at least every other time.
+    max_age_steps: Positive = 100
+    # A step with this share of rollout.prompts_per_step mixed groups starts no further round.
+    min_filled: Annotated[float, Gt(0), Le(1)] = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
 class SelectionSettings(Section):
-    """Which prompts a step asks, and how many rollouts of each. See docs/selection.md."""
+    """Which prompts a step samples, and how many rollouts of each. See docs/selection.md."""
 
     name: Literal["uniform", "oversample", "belief"] = "uniform"
-    # Rollouts of a step at most, in multiples of rollout.prompts_per_step x
-    # rollout.samples_per_prompt
+    # oversample, belief: the rollouts of a step at most, in multiples of rollout.prompts_per_step x
+    # rollout.samples_per_prompt.
     budget: Annotated[float, Ge(1), Le(10**4)] = 4.0
-    enough: Annotated[float, Gt(0), Le(1)] = (
-        0.9  # belief: of prompts_per_step mixed groups; no further round is asked
-    )
-    # belief: solved: what is likely all right is skipped; flat: what is likely all wrong, too
-    skip: Literal["solved", "flat"] = "solved"
-    floor: Annotated[float, Gt(0), Le(1)] = (
-        0.1  # belief: a prompt is taken at least so often when it is offered
-    )
-    age: Positive = (
-        100  # belief: steps after which a prompt that was not drawn is taken every other time
-    )
-    target: Annotated[float, Gt(0), Le(1)] = (
-        0.6  # belief: chance of not being skipped that is taken at once, in full
-    )
-    power: Annotated[float, Ge(0), Le(100)] = (
-        5.0  # belief: others are taken with (chance / target)^power
-    )
-    probe: Whole = (
-        4  # belief: rollouts of the others, extended unless they are to be skipped; 0: all at once
-    )
-    rescue_budget: NotNegative = (
-        0.0  # belief: as budget, for all-wrong probes; above 0 it changes the objective
-    )
-    beliefs: str | None = (
-        None  # belief: a run, or one of its checkpoints: a new run begins with what it believed
-    )
-    surplus: Literal["cut", "keep"] = (
-        "cut"  # oversample: mixed groups beyond prompts_per_step; keep: for the next step
-    )
+    # belief: the prompts to avoid. all_correct: those whose responses are probably all correct;
+    # zero_variance: also those whose responses are probably all incorrect.
+    skip: Literal["all_correct", "zero_variance"] = "all_correct"
+    # belief: the rollouts of an uncertain prompt's first group. The group is completed unless
+    # `skip` names what they show. 0: sample whole groups at once.
+    probe_samples: Whole = 4
+    # belief: the directory of a run, or of one of its checkpoints, whose beliefs a new run starts
+    # with.
+    beliefs_from: str | None = None
+    expert: SelectionExpertSettings = field(default_factory=SelectionExpertSettings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,7 +279,7 @@ class TrainSettings(Section):
     replay: Annotated[Literal["rollout", "trainer", "off"], Off] = (
         "rollout"  # the routes of engines (R3), own (R2)
     )
-    measure_replay_every: Whole = (
+    replay_measure_every: Whole = (
         0  # steps in which a pass with live routing shows what replay changes; 0: never
     )
     max_route_disagreement: Share = (
@@ -297,7 +293,7 @@ class EvalSettings(Section):
     """Sampled pass@1 on the held-out questions, at the training temperature unless told otherwise."""
 
     every: Whole = 10  # steps; 0: only at the start and the end
-    first: Whole = 0  # no evaluation before this step
+    start_step: Whole = 0  # no evaluation before this step
     samples_per_prompt: Count = 4
     sets: dict[str, str] = field(
         default_factory=dict
@@ -353,7 +349,7 @@ class RunSettings(Section):
     background_saves: bool = (
         False  # checkpoints are copied to host memory, and written while the next steps train
     )
-    on_failed_save: Literal["stop", "go_on"] = (
+    on_failed_save: Literal["stop", "continue"] = (
         "stop"  # such as a full disk; the checkpoints before it stay whole
     )
     resume: str = (
@@ -386,7 +382,7 @@ class Configuration(Section):
     run: RunSettings = field(default_factory=RunSettings)
     # train_only takes what rollout_only records; profile: see data.pass_rates
     mode: Literal["train", "rollout_only", "train_only", "eval", "profile"] = "train"
-    stages: list[Options] | None = (
-        None  # one after another: name, keys that differ, until; see docs/stages.md
+    curriculum: list[Options] | None = (
+        None  # one after another: name, keys that differ, until; see docs/curriculum.md
     )
     seed: Seed = 0

@@ -28,7 +28,6 @@ class Espo:
     """
 
     def __init__(self, settings: EspoSettings, *, vocab_size: int) -> None:
-        self._ratio_denominator = settings.ratio_denominator
         self._grouping: dict[str, Any] = {
             "vocab_size": vocab_size,
             "alpha": settings.alpha,
@@ -60,7 +59,6 @@ class Espo:
                 num_sequences=require_denominator(
                     "sequences", denominators.sequences, logprobs.numel()
                 ),
-                ratio_denominator=self._ratio_denominator,
                 check_values=False,
             )
             sums = {f"policy/{name}": pair for name, pair in result.metrics.means().items()}

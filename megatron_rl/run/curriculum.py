@@ -1,153 +1,161 @@
-"""The stages of a run, one after another: when one ends, and what changes with the next
-(docs/curriculum.md).
+"""The phases of a run, one after another: when one ends, and what the next one changes.
+
+See docs/curriculum.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from megatron_rl.config.algorithms import CustomAlgoSettings
-from megatron_rl.config.curriculum import Phase, PhaseEnd, phases_of
+from megatron_rl.config.curriculum import Phase, PhaseEnd
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.commands import EnterPhase
 from megatron_rl.contracts.run_state import PhaseState
 from megatron_rl.losses import open_loss
+from megatron_rl.run.step_parts import StepParts
 from megatron_rl.training.dispatcher import Dispatcher
 from megatron_rl.training.logprobs import ResponseLogprobs
 from megatron_rl.training.worker import Worker
 
-if TYPE_CHECKING:
-    from megatron_rl.run.leader import Stages
 
+class PhaseSchedule:
+    """Decides which phase a step belongs to.
 
-class Schedule:
-    """Which stage a step belongs to. Nothing but what `state` holds decides it, so that a resumed
-    run goes the same way (tests/run/test_curriculum.py). untils: of each stage."""
+    The decision depends on `state` alone, so that a resumed run enters the same phases at the same
+    steps (tests/run/test_curriculum.py).
 
-    def __init__(self, untils: Sequence[PhaseEnd | None]) -> None:
-        self._untils = untils
+    ends: the limits of each phase, None for one that lasts to the end of the run.
+    """
+
+    def __init__(self, ends: Sequence[PhaseEnd | None]) -> None:
+        self._ends = ends
         self.state = PhaseState()
 
-    def note(self, tokens: int, accuracy: float | None) -> None:
-        """After a step: what engines drew for it, and what was measured after it, if anything."""
-        known = self.state.accuracy if accuracy is None else accuracy
-        self.state = msgspec.structs.replace(
-            self.state, tokens=self.state.tokens + tokens, accuracy=known
-        )
+    def update(self, tokens: int, accuracy: float | None) -> None:
+        """Add a step: the tokens sampled for it, and the accuracy if it was evaluated."""
+        latest = self.state.accuracy if accuracy is None else accuracy
+        total = self.state.tokens + tokens
+        self.state = msgspec.structs.replace(self.state, tokens=total, accuracy=latest)
 
-    def ended(self, step: int) -> str:
-        """Why the present stage has no part in a step; empty where it has."""
-        until, state = self._untils[self.state.index], self.state
-        if until is None:
+    def ending_reason(self, step: int) -> str:
+        """Return why the current phase does not include `step`, or an empty string."""
+        state = self.state
+        end = self._ends[state.index]
+        if end is None:
             return ""
-        if until.steps is not None and step > until.steps:
-            return f"until.steps={until.steps}"
-        if until.tokens is not None and state.tokens >= until.tokens:
-            return f"until.tokens={until.tokens}, and {state.tokens} were drawn"
-        if (
-            until.accuracy is not None
-            and state.accuracy is not None
-            and state.accuracy >= until.accuracy
-        ):
-            return f"until.accuracy={until.accuracy:g}, and {state.accuracy:.3f} was measured"
-        return ""
+        if end.steps is not None and step > end.steps:
+            return f"until.steps={end.steps}"
+        if end.tokens is not None and state.tokens >= end.tokens:
+            return f"until.tokens={end.tokens}, and {state.tokens} were sampled"
+        if end.accuracy is None or state.accuracy is None or state.accuracy < end.accuracy:
+            return ""
+        return f"until.accuracy={end.accuracy:g}, and {state.accuracy:.3f} was measured"
 
     def advance(self, step: int) -> list[tuple[int, str]]:
-        """Go on to the stage of a step. Returns the stages that ended before it, and why."""
-        ended = list[tuple[int, str]]()
-        while self.state.index + 1 < len(self._untils) and (reason := self.ended(step)):
-            ended.append((self.state.index, reason))
+        """Move to the phase of `step`. Returns the phases that ended before it, with the reason."""
+        ended_phases: list[tuple[int, str]] = []
+        while self.state.index + 1 < len(self._ends):
+            reason = self.ending_reason(step)
+            if not reason:
+                break
+            ended_phases.append((self.state.index, reason))
             self.state = msgspec.structs.replace(
                 self.state, index=self.state.index + 1, first_step=step, accuracy=None
             )
-        return ended
+        return ended_phases
 
 
 class Curriculum:
-    """Rank 0's. parts: of rank 0's steps, with the settings of a stage; say: to a person."""
+    """Rank 0's view of the phases.
+
+    open_parts: opens the parts of a step with the settings of a phase. log: writes a line for the
+    user.
+    """
 
     def __init__(
         self,
-        stages: Sequence[Phase],
-        parts: Callable[[Configuration], Stages],
+        phases: Sequence[Phase],
+        open_parts: Callable[[Configuration], StepParts],
         dispatcher: Dispatcher,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
-        self._stages, self._parts, self._dispatcher, self._say = stages, parts, dispatcher, say
-        self._schedule = Schedule([stage.settings.until for stage in stages])
-        self._begun: int | None = None  # which stage the run has told of and widened beliefs for
-        self._entered: int | None = None  # and which one this process has the settings of
+        self._phases = phases
+        self._open_parts = open_parts
+        self._dispatcher = dispatcher
+        self._log = log
+        self._schedule = PhaseSchedule([phase.settings.until for phase in phases])
+        self._announced: int | None = None  # the phase that the run has logged and begun
+        self._entered: int | None = None  # the phase whose settings this process uses
 
     @property
     def state(self) -> PhaseState:
+        """The phase and its progress, for a checkpoint."""
         return self._schedule.state
 
     def restore(self, state: PhaseState) -> None:
-        self._schedule.state, self._begun = state, state.index
+        """Resume within a phase that an earlier process has begun."""
+        self._schedule.state = state
+        self._announced = state.index
 
-    def enter(self, step: int, parts: Stages) -> Stages:
-        """The parts to run a step with: those given, or others that go on where they were. Tells
-        every rank.
+    def enter(self, step: int, parts: StepParts) -> StepParts:
+        """Return the parts for a step: the present ones, or new ones that continue where they are.
+
+        Every rank enters a new phase too.
         """
         for index, reason in self._schedule.advance(step):
-            self._say(f"stage {self._stages[index].settings.name} ended before step {step}: {reason}")
+            name = self._phases[index].settings.name
+            self._log(f"phase {name} ended before step {step}: {reason}")
         index = self._schedule.state.index
         if index == self._entered:
             return parts
-        stage = self._stages[index]
-        changed = self._parts(stage.configuration)
-        changed.rollouts.restore(parts.rollouts.state())
+        phase = self._phases[index]
+        new_parts = self._open_parts(phase.configuration)
+        new_parts.rollouts.restore(parts.rollouts.state())
         self._dispatcher.run(EnterPhase(index))
-        if index != self._begun:
-            self._tell(step, stage)
-            if stage.settings.reset_certainty == "all":
-                changed.rollouts.widen()
-        self._begun = self._entered = index
-        return changed
+        if index != self._announced:
+            self._announce(step, phase)
+            if phase.settings.reset_certainty == "all":
+                new_parts.rollouts.widen()
+        self._announced = index
+        self._entered = index
+        return new_parts
 
-    def note(self, values: dict[str, float]) -> dict[str, float]:
-        """After a step: takes from its metrics what stages end by, and returns those of its stage."""
-        self._schedule.note(round(values["rollout/tokens"]), values.get("eval/accuracy"))
-        return {"stage/index": float(self.state.index), "stage/tokens": float(self.state.tokens)}
+    def update(self, values: dict[str, float]) -> dict[str, float]:
+        """Take the metrics of a step that phases end by; returns the metrics of the phase."""
+        self._schedule.update(round(values["rollout/tokens"]), values.get("eval/accuracy"))
+        return {"phase/index": float(self.state.index), "phase/tokens": float(self.state.tokens)}
 
-    def over(self, step: int) -> str:
-        """What ended the last stage with this step, and the run with it; empty where nothing did."""
-        if self.state.index < len(self._stages) - 1 or not (
-            reason := self._schedule.ended(step + 1)
-        ):
+    def ending_reason(self, step: int) -> str:
+        """Return why the last phase, and with it the run, ends with `step`, or an empty string."""
+        if self.state.index < len(self._phases) - 1:
             return ""
-        return f"{reason} of {self._stages[-1].settings.name}, the last of stages"
+        reason = self._schedule.ending_reason(step + 1)
+        if not reason:
+            return ""
+        return f"{reason} of {self._phases[-1].settings.name}, the last phase of the curriculum"
 
-    def _tell(self, step: int, stage: Phase) -> None:
-        changes = (
-            ", ".join(f"{key}={value}" for key, value in stage.changes.items()) or "nothing changes"
+    def _announce(self, step: int, phase: Phase) -> None:
+        changes = ", ".join(f"{key}={value}" for key, value in phase.changes.items())
+        number = f"{self._schedule.state.index + 1} of {len(self._phases)}"
+        self._log(
+            f"phase {phase.settings.name} ({number}) begins with step {step}: "
+            f"{changes or 'nothing changes'}"
         )
-        place = f"{self._schedule.state.index + 1} of {len(self._stages)}"
-        self._say(f"stage {stage.settings.name} ({place}) begins with step {step}: {changes}")
 
 
-def open_course(
-    c: Configuration,
-    parts: Callable[[Configuration], Stages],
-    dispatcher: Dispatcher,
-    say: Callable[[str], None],
-) -> Curriculum | None:
-    """None for a run without `curriculum`."""
-    return Curriculum(phases_of(c), parts, dispatcher, say) if c.curriculum else None
+def apply_phase(worker: Worker, c: Configuration) -> None:
+    """Give a rank's worker the loss, temperature and learning rate of a phase.
 
-
-def change(worker: Worker, c: Configuration) -> None:
-    """Give a rank's worker the loss, temperature and learning rate of a stage.
-
-    A loss of the user's own stays.
+    A user-defined loss stays, because phases cannot change its options.
     """
-    own = isinstance(c.algo, CustomAlgoSettings)
+    loss = worker.policy.loss
+    if not isinstance(c.algo, CustomAlgoSettings):
+        loss = open_loss(c.algo, worker.shape)
+    vocab_size = worker.shape.vocab_size
     logprobs = ResponseLogprobs(
-        c.train, c.rollout, vocab_size=worker.shape.vocab_size, **worker.layout.groups
+        c.train, c.rollout, vocab_size=vocab_size, **worker.layout.groups
     )
-    worker.change(
-        worker.policy.loss if own else open_loss(c.algo, worker.shape), logprobs, c.optimizer.lr
-    )
+    worker.change(loss, logprobs, c.optimizer.lr)

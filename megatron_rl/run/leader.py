@@ -1,340 +1,303 @@
-"""The main job as rank 0 sees it: a short loop of verbs."""
+"""The training loop of rank 0: a short loop of verbs."""
 
 from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import InitVar, dataclass, field
 from statistics import fmean
-from typing import Protocol
 
-from megatron_rl.config.schema import (
-    EvalSettings,
-    RolloutSettings,
-    RunSettings,
-    SyncSettings,
-    TrainSettings,
-)
+from megatron_rl.config.schema import EvalSettings, RunSettings, SyncSettings, TrainSettings
 from megatron_rl.contracts.commands import Save, Train
-from megatron_rl.contracts.exit_codes import ExitCode, Failure
-from megatron_rl.contracts.run_state import LoopState, SelectorState
+from megatron_rl.contracts.run_state import LoopState
 from megatron_rl.contracts.step_plan import StepPlan
 from megatron_rl.credit.account import account, usage, warning_of
-from megatron_rl.credit.assign import Credit
+from megatron_rl.credit.assign import BatchCredit
 from megatron_rl.engines.weight_sync import WeightSync
-from megatron_rl.planning.step_planner import StepPlanner
-from megatron_rl.run.alarms import ZeroVarianceBalanceAlarm
-from megatron_rl.run.alarms import UnchangedWeightsAlarm
-from megatron_rl.records.run_records import RunRecords
-from megatron_rl.run.alarms import SelectionAlarm
+from megatron_rl.records.flat_balance import ZeroVarianceBalanceAlarm
+from megatron_rl.records.idle_steps import UnchangedWeightsAlarm
+from megatron_rl.records.records import Records
+from megatron_rl.records.selection_alarm import SelectionAlarm
 from megatron_rl.records.stopwatch import Stopwatch
-from megatron_rl.rollouts.evaluation import Evaluation
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.run.checkpoints.manager import CheckpointManager
 from megatron_rl.run.curriculum import Curriculum
+from megatron_rl.run.nonfinite_guard import NonFiniteGuard
+from megatron_rl.run.step_parts import RolloutHolder, StepParts
 from megatron_rl.run.stopping import ended_by, reached
 from megatron_rl.run.supervision.stop_request import StepAborted
 from megatron_rl.training.dispatcher import Dispatcher
 from megatron_rl.training.worker import TrainOutcome
 
 
-class Rollouts(Protocol):
-    """Where a step's judged groups come from, and how far a run is in choosing them."""
-
-    def draw(self, step: int) -> RolloutBatch: ...
-
-    def state(self) -> SelectorState: ...
-
-    def restore(self, state: SelectorState) -> None: ...
-
-    def widen(self) -> None: ...
-
-
-class Queue(Protocol):
-    """Who holds the rollouts that were drawn."""
-
-    def release(self, group_ids: Sequence[str]) -> None: ...
-
-    def set_version(self, version: int) -> None: ...
-
-    def stop(self) -> None: ...
-
-
-class NonFiniteRun(Failure):
-    """Too many consecutive steps met a NaN or Inf."""
-
-    exit_code = ExitCode.NON_FINITE
-
-
-@dataclass(frozen=True)
-class Stages:
-    """The stages of a step that rank 0 runs by itself."""
-
-    rollouts: Rollouts
-    credit: Credit
-    planner: StepPlanner
-    evaluation: Evaluation | None
-
-
 @dataclass
 class Leader:
-    """Rank 0's loop over the stages of a step.
+    """Rank 0's loop. Everything collective is a command to `dispatcher`.
 
-    Everything collective is a command to `dispatcher`.
+    parts: the parts of the current step; a curriculum replaces them when a phase begins.
+    holder: holds the payloads of sampled rollouts. weights: None without engines.
+    checkpoints: None for loops that save none. resume_state: the state to resume from, None for a
+    new run.
     """
 
     train: TrainSettings
-    rollout: RolloutSettings
     eval: EvalSettings
     sync: SyncSettings
     run: RunSettings
-    stages: Stages
-    queue: Queue
+    parts: StepParts
+    holder: RolloutHolder
     weights: WeightSync | None
     dispatcher: Dispatcher
-    records: RunRecords
-    keeper: CheckpointManager | None = None
-    course: Curriculum | None = None
+    records: Records
+    checkpoints: CheckpointManager | None = None
+    curriculum: Curriculum | None = None
+    resume_state: InitVar[LoopState | None] = None
     _first_step: int = 1
-    _goes_on: bool = False
-    _pending: dict[str, float] = field(default_factory=dict)
+    _is_resumed: bool = False
+    _pending_metrics: dict[str, float] = field(default_factory=dict)
     _accuracies: deque[float] = field(default_factory=deque)
-    _nonfinite: int = 0
     _synced: bool = False
-    _told_obstacle: bool = False
-    _idle: UnchangedWeightsAlarm = field(default_factory=UnchangedWeightsAlarm)
+    _audit_obstacle_logged: bool = False
+    _unchanged_weights: UnchangedWeightsAlarm = field(default_factory=UnchangedWeightsAlarm)
     _balance: ZeroVarianceBalanceAlarm = field(default_factory=ZeroVarianceBalanceAlarm)
     _selection: SelectionAlarm = field(default_factory=SelectionAlarm)
 
+    def __post_init__(self, resume_state: LoopState | None) -> None:
+        self._guard = NonFiniteGuard(
+            self.train.max_nonfinite_steps,
+            self.records.directory.rollouts,
+            self.records.progress,
+        )
+        if resume_state is not None:
+            self._restore(resume_state)
+
     def lead(self) -> None:
-        """Train to the end, save the weights if asked to and let every rank end."""
+        """Train to the end, save the weights if `run.save_weights` is set, and end every rank."""
         step = self._first_step - 1
-        if key := self._over(step):
-            self.records.progress.log(
+        key = self._ending_key(step)
+        if key:
+            self.records.progress.say(
                 f"nothing is left to train after step {step}: raise {key} to train further"
             )
         else:
-            self._enter(self._first_step)
+            self._enter_phase(self._first_step)
             self._begin()
-            self._leave_if_told(step)
-        while not self._over(step):
+            self._exit_if_requested(step)
+        while not self._ending_key(step):
             step += 1
-            with self._in_time(step), self._recorded(step) as values:
-                self._enter(step)
-                self.train_step(step, values)
-                self.evaluate(step, values)
-                self._note(values)
-            self._keep(step, last=bool(self._over(step)))
+            self._run_step(step)
+            self._save_checkpoint(step, last=bool(self._ending_key(step)))
         self.save_weights(step)
         self.dispatcher.finish()
-        self.queue.stop()
-        if step < self.train.total_steps:
-            self.records.progress.log(f"ended after step {step} by {self._over(step)}")
-        if summary := self._idle.summary():
-            self.records.progress.log(summary)
-        if self.eval.stop_at is not None and not reached(self._accuracies, self.eval):
-            self.records.progress.log(
-                f"warning: eval.stop_at={self.eval.stop_at:g} was not reached in {step} steps; the last "
-                f"{min(len(self._accuracies), self.eval.stop_average)} evaluation(s) average {self._recent():.3f}"
-            )
+        self.holder.stop()
+        self._report_end(step)
 
     def save_weights(self, step: int) -> None:
-        """In Hugging Face format, if asked to."""
+        """Write the weights in Hugging Face format, if `run.save_weights` is set."""
         if self.run.save_weights:
-            self.dispatcher.run(Save(str(self.records.directory.checkpoints / f"step-{step}")))
+            target = self.records.directory.checkpoints / f"step-{step}"
+            self.dispatcher.run(Save(str(target)))
 
-    def resume_from(self, position: LoopState) -> None:
-        """Begin after a step of a run before, instead of at the start."""
-        self._first_step, self._goes_on = position.step + 1, True
-        self._nonfinite, self._accuracies = position.nonfinite, deque(position.accuracies)
-        self.stages.rollouts.restore(position.selection)
-        if self.course is not None and position.phase is not None:
-            self.course.restore(position.phase)
-        if self.weights is not None:
-            self.weights.resume_from(
-                position.version, synced=position.synced and self.sync.when == "step"
-            )
-
-    def position(self, step: int) -> LoopState:
-        """What this loop needs to go on after `step`."""
+    def state(self, step: int) -> LoopState:
+        """Return everything that this loop needs to resume after `step`."""
         return LoopState(
             step=step,
             version=None if self.weights is None else self.weights.version,
             synced=self._synced,
-            selection=self.stages.rollouts.state(),
-            nonfinite=self._nonfinite,
+            selection=self.parts.rollouts.state(),
+            nonfinite=self._guard.count,
             accuracies=tuple(self._accuracies),
-            phase=None if self.course is None else self.course.state,
+            phase=None if self.curriculum is None else self.curriculum.state,
         )
 
     def train_step(self, step: int, values: dict[str, float]) -> None:
-        """Roll out, credit, plan, train, sync; adds the step's metrics to `values`."""
+        """Sample, credit, plan, train and sync. Adds the metrics of the step to `values`."""
         watch = Stopwatch()
-        with (
-            watch.section("rollout"),
-            self.keeper.abortable_step() if self.keeper else contextlib.nullcontext(),
-        ):
-            batch = self.stages.rollouts.draw(step)
-        credited = self.stages.credit.assign(step, batch.groups)
-        values |= batch.metrics() | credited.metrics()
-        plan = self.stages.planner.plan(
-            step, credited.rollouts, credited.advantages, credited.uncounted, credited.kept
+        with watch.stage("rollout"), self._abortable():
+            batch = self.parts.rollouts.draw(step)
+        credit = self.parts.credit.assign(step, batch.groups)
+        values |= batch.metrics() | credit.metrics()
+        plan = self.parts.planner.plan(
+            step, credit.rollouts, credit.advantages, credit.uncounted, credit.kept
         )
         outcome: TrainOutcome = self.dispatcher.run(Train(plan))
-        applied, tokens = outcome.optimizer_steps, batch.generated_tokens
-        values |= usage(plan, applied, generated_tokens=tokens)
+        values |= self._training_metrics(batch, credit, plan, outcome)
+        self.holder.release(batch.delivered)
+        self._guard.check(plan, finite=outcome.finite)
+        self._synced = False
+        with watch.stage("sync"):
+            if self.sync.when == "step":
+                self.send_weights(values)
+        values |= watch.values()
+        self.records.progress.step(step, values)
+        self._report_alarms(values)
+
+    def send_weights(self, values: dict[str, float]) -> None:
+        """Send the weights to every engine under the next version, unless they hold them."""
+        if self._synced or self.weights is None:
+            return
+        command = self.weights.next_command()
+        values |= self.dispatcher.run(command)
+        if self.weights.audit_obstacle and not self._audit_obstacle_logged:
+            self._audit_obstacle_logged = True
+            self.records.progress.say(
+                f"weights are not audited by value: {self.weights.audit_obstacle}"
+            )
+        self.holder.set_version(command.version)
+        self._synced = True
+
+    def evaluate(self, step: int, values: dict[str, float]) -> None:
+        """Measure held-out pass@1 when it is due, and add it to `values`."""
+        if self.parts.evaluation is None or not self._is_evaluation_due(step):
+            return
+        self.send_weights(values)
+        watch = Stopwatch()
+        with watch.stage("eval"), self.records.progress.during(f"evaluating after step {step}"):
+            accuracy = self.parts.evaluation.measure(str(step))
+        self._accuracies.append(accuracy.accuracy)
+        values |= accuracy.metrics() | watch.seconds
+        values["account/evaluation"] = float(accuracy.tokens)
+        values["account/generated"] = values.get("account/generated", 0.0) + accuracy.tokens
+        self.records.progress.say(f"step {step}: held-out accuracy {accuracy}")
+
+    def _restore(self, state: LoopState) -> None:
+        self._first_step = state.step + 1
+        self._is_resumed = True
+        self._guard.count = state.nonfinite
+        self._accuracies = deque(state.accuracies)
+        self.parts.rollouts.restore(state.selection)
+        if self.curriculum is not None and state.phase is not None:
+            self.curriculum.restore(state.phase)
+        if self.weights is not None:
+            synced = state.synced and self.sync.when == "step"
+            self.weights.resume_from(state.version, synced=synced)
+
+    def _run_step(self, step: int) -> None:
+        with self._stop_in_time(step), self._record(step) as values:
+            self._enter_phase(step)
+            self.train_step(step, values)
+            self.evaluate(step, values)
+            if self.curriculum is not None:
+                values |= self.curriculum.update(values)
+
+    def _enter_phase(self, step: int) -> None:
+        if self.curriculum is not None:
+            self.parts = self.curriculum.enter(step, self.parts)
+
+    def _begin(self) -> None:
+        """Send the engines the weights that the run begins with.
+
+        A new run is evaluated too, and has a record of step 0.
+        """
+        if not self._is_resumed:
+            with self._record(0) as values:
+                self.send_weights(values)
+                self.evaluate(0, values)
+        elif self.sync.when == "step":
+            self.send_weights(self._pending_metrics)
+
+    def _training_metrics(
+        self, batch: RolloutBatch, credit: BatchCredit, plan: StepPlan, outcome: TrainOutcome
+    ) -> dict[str, float]:
+        steps = outcome.optimizer_steps
+        tokens = batch.generated_tokens
+        values = usage(plan, steps, generated_tokens=tokens)
         values |= account(
             batch.groups,
-            credited,
+            credit,
             plan,
-            applied,
+            steps,
             generated_tokens=tokens,
             stopped=batch.stopped,
             surplus=batch.surplus,
             carried=batch.carried_out - batch.carried_in,
         )
-        values |= (
-            outcome.metrics.values()
-            | outcome.seconds
-            | {"train/nonfinite": float(not outcome.finite)}
-        )
-        self.queue.release(batch.delivered)
-        self._count_nonfinite(plan, outcome)
-        self._synced = False
-        with watch.section("sync"):
-            if self.sync.when == "step":
-                self.send_weights(values)
-        values |= watch.values()
-        self.records.progress.step(step, values)
-        alarms = (self._idle, self._balance, self._selection)
-        for warning in (*(alarm.observe(values) for alarm in alarms), warning_of(values)):
+        values |= outcome.metrics.values() | outcome.seconds
+        values["train/nonfinite"] = float(not outcome.finite)
+        return values
+
+    def _report_alarms(self, values: dict[str, float]) -> None:
+        alarms = (self._unchanged_weights, self._balance, self._selection)
+        warnings = [alarm.note(values) for alarm in alarms]
+        for warning in (*warnings, warning_of(values)):
             if warning:
-                self.records.progress.log(warning)
+                self.records.progress.say(warning)
 
-    def send_weights(self, values: dict[str, float]) -> None:
-        """Send the weights to every engine under the next version, unless they have them."""
-        if self._synced or self.weights is None:
-            return
-        command = self.weights.next_command()
-        values |= self.dispatcher.run(command)
-        if self.weights.audit_obstacle and not self._told_obstacle:
-            self._told_obstacle = True
-            self.records.progress.log(
-                f"weights are not audited by value: {self.weights.audit_obstacle}"
+    def _report_end(self, step: int) -> None:
+        say = self.records.progress.say
+        if step < self.train.total_steps:
+            say(f"ended after step {step} by {self._ending_key(step)}")
+        summary = self._unchanged_weights.summary()
+        if summary:
+            say(summary)
+        if self.eval.stop_at is not None and not reached(self._accuracies, self.eval):
+            latest = list(self._accuracies)[-self.eval.stop_average :]
+            say(
+                f"warning: eval.stop_at={self.eval.stop_at:g} was not reached in {step} steps; "
+                f"the last {len(latest)} evaluation(s) average {fmean(latest):.3f}"
             )
-        self.queue.set_version(command.version)
-        self._synced = True
 
-    def evaluate(self, step: int, values: dict[str, float]) -> None:
-        """Held-out pass@1, added to `values`, when it is due."""
-        if self.stages.evaluation is None or not self._evaluation_due(step):
+    def _save_checkpoint(self, step: int, *, last: bool) -> None:
+        """Save a checkpoint when it is due, and end the run when a stop was requested."""
+        if self.checkpoints is None:
             return
-        self.send_weights(values)
-        watch = Stopwatch()
-        with watch.section("eval"), self.records.progress.task(f"evaluating after step {step}"):
-            accuracy = self.stages.evaluation.measure(str(step))
-        self._accuracies.append(accuracy.accuracy)
-        values |= (
-            accuracy.metrics() | watch.seconds | {"account/evaluation": float(accuracy.tokens)}
-        )
-        values["account/generated"] = values.get("account/generated", 0.0) + accuracy.tokens
-        self.records.progress.log(f"step {step}: held-out accuracy {accuracy}")
+        if self.checkpoints.due(step, last=last):
+            self._pending_metrics |= self.checkpoints.save(self.state(step), last=last)
+        if not last:
+            self._exit_if_requested(step)  # the request may have come during the save
 
-    def _enter(self, step: int) -> None:
-        """Run this step with the parts of its stage, where the run has stages."""
-        if self.course is not None:
-            self.stages = self.course.enter(step, self.stages)
+    def _exit_if_requested(self, step: int, state: LoopState | None = None) -> None:
+        """End a run that was requested to stop, with a checkpoint of `step`.
 
-    def _note(self, values: dict[str, float]) -> None:
-        if self.course is not None:
-            values |= self.course.note(values)
-
-    def _begin(self) -> None:
-        """Bring the engines to the weights that the run begins with; a new run is evaluated, and
-        has a record of it.
+        state: the state after that step, None: the present one.
         """
-        if not self._goes_on:
-            with self._recorded(0) as values:
-                self.send_weights(values)
-                self.evaluate(0, values)
-        elif self.sync.when == "step":
-            self.send_weights(self._pending)
+        if self.checkpoints is None or not self.checkpoints.told_to_stop:
+            return
+        self.checkpoints.settle()
+        if self.checkpoints.saved != step:
+            self._pending_metrics |= self.checkpoints.save(state or self.state(step))
+        self.checkpoints.leave_if_told()
 
-    def _keep(self, step: int, *, last: bool) -> None:
-        """Save a checkpoint when it is due, and end the run when it was told to stop."""
-        if self.keeper is not None:
-            if self.keeper.is_due(step, last=last):
-                self._pending |= self.keeper.save(self.position(step), last=last)
-            if not last:
-                self._leave_if_told(step)  # it may have been told during the save
-
-    def _leave_if_told(self, step: int, at: LoopState | None = None) -> None:
-        """End a run that was told to stop, with a checkpoint after a step.
-
-        at: its position, None: where the run is.
-        """
-        if self.keeper is not None and self.keeper.stop_requested:
-            self.keeper.wait_for_save()
-            if self.keeper.last_saved_step != step:
-                self._pending |= self.keeper.save(at or self.position(step))
-            self.keeper.raise_if_stop_requested()
+    def _abortable(self) -> contextlib.AbstractContextManager[None]:
+        """Mark the time in which a stop request may abort the step."""
+        if self.checkpoints is None:
+            return contextlib.nullcontext()
+        return self.checkpoints.nothing_trained()
 
     @contextlib.contextmanager
-    def _in_time(self, step: int) -> Iterator[None]:
-        """A step that there is no time for, because the run was told to stop, leaves the checkpoint
-        of the last one.
-        """
-        if self.keeper is None:
+    def _stop_in_time(self, step: int) -> Iterator[None]:
+        """Save the state before a step that a stop request aborts."""
+        if self.checkpoints is None:
             yield
             return
-        before = self.position(step - 1)
+        before = self.state(step - 1)
         try:
             yield
         except StepAborted:
-            self._leave_if_told(before.step, before)
+            self._exit_if_requested(before.step, before)
 
-    def _evaluation_due(self, step: int) -> bool:
+    def _is_evaluation_due(self, step: int) -> bool:
         if step == self.train.total_steps:
             return True
-        if self.keeper is not None and self.keeper.stop_requested:
-            return False  # the time that is left is for the checkpoint
+        if self.checkpoints is not None and self.checkpoints.told_to_stop:
+            return False  # the remaining time belongs to the checkpoint
         every = self.eval.every if step else 1
         return step >= self.eval.start_step and every > 0 and step % every == 0
 
-    def _over(self, step: int) -> str:
-        """What ended the run with this step; empty where nothing did."""
-        if key := ended_by(step, self._accuracies, self.train, self.eval):
+    def _ending_key(self, step: int) -> str:
+        """Return the key that ends the run with this step, or an empty string."""
+        key = ended_by(step, self._accuracies, self.train, self.eval)
+        if key or self.curriculum is None:
             return key
-        return self.course.over(step) if self.course is not None else ""
-
-    def _recent(self) -> float:
-        return fmean(list(self._accuracies)[-self.eval.stop_average :])
-
-    def _count_nonfinite(self, plan: StepPlan, outcome: TrainOutcome) -> None:
-        """Raise `NonFiniteRun` after too many steps in a row with a NaN or Inf; a step without
-        rollouts is neither.
-        """
-        if plan.rollouts:
-            self._nonfinite = 0 if outcome.finite else self._nonfinite + 1
-        if outcome.finite:
-            return
-        where = self.records.directory.rollouts / f"nonfinite-step-{plan.step}"
-        self.records.progress.log(
-            f"step {plan.step}: NaN or Inf in loss or gradients; that optimizer step was applied on no rank and "
-            f"the rest of the batch was left out; the batch is in {where}"
-        )
-        if self._nonfinite >= self.train.max_nonfinite_steps:
-            raise NonFiniteRun(
-                f"{self._nonfinite} steps in a row had NaN or Inf in loss or gradients "
-                f"(train.max_nonfinite_steps={self.train.max_nonfinite_steps}); their batches: {where.parent}"
-            )
+        return self.curriculum.ending_reason(step)
 
     @contextlib.contextmanager
-    def _recorded(self, step: int) -> Iterator[dict[str, float]]:
-        """What a step measured is written even when the step fails."""
-        values, self._pending = self._pending, {}
+    def _record(self, step: int) -> Iterator[dict[str, float]]:
+        """Write the metrics of a step, also when the step fails."""
+        values = self._pending_metrics
+        self._pending_metrics = {}
         try:
             yield values
         finally:
-            self.records.metrics.write(step, values)
+            self.records.log.write(step, values)

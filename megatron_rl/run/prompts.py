@@ -29,8 +29,8 @@ def build_prompts(c: Configuration, beliefs: TransferredBeliefs | None = None) -
     prompts = open_prompts(
         c.data, tokenizer, open_answer_check(c.reward), render=render, demonstration=demonstration
     )
-    for of_a_step in (*(stage.configuration for stage in phases_of(c)), c):
-        prompts.choose(of_a_step.data.band)
+    for of_a_step in (*(phase.configuration for phase in phases_of(c)), c):
+        prompts.choose(of_a_step.data.pass_rate_range)
         prompts.require(c.rollout.prompts_per_step)
     if beliefs is not None:
         beliefs.give(prompts)

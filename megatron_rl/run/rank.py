@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from megatron_rl.config.curriculum import sized_for_all_phases
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.engines.engines import Engines, open_engines
@@ -21,15 +22,14 @@ from megatron_rl.models.shape import ModelShape
 from megatron_rl.prompts.selection.transferred_beliefs import TransferredBeliefs
 from megatron_rl.records.progress import Progress, print_line
 from megatron_rl.records.run_directory import RunDirectory
-from megatron_rl.records.run_lock import hold_run
-from megatron_rl.run.checkpoints.belief_transfer import read_beliefs
-from megatron_rl.run.checkpoints.disk_space import require_space
-from megatron_rl.run.checkpoints.resume import ResumePoint, find_start, open_directory
-from megatron_rl.run.checkpoints.resumed_directory import claim
+from megatron_rl.records.run_lock import mark_run_alive
+from megatron_rl.run.checkpoints.belief_transfer import read_transferred_beliefs
+from megatron_rl.run.checkpoints.disk_space import require_disk_space
+from megatron_rl.run.checkpoints.resume import ResumePoint, find_resume_point, open_run_directory
+from megatron_rl.run.checkpoints.resumed_directory import claim_directory
 from megatron_rl.run.supervision.exit_reporter import ExitReporter
 from megatron_rl.run.supervision.stop_request import StopRequest
 from megatron_rl.run.supervision.watchdog import Watchdog
-from megatron_rl.run.widest import widest
 from megatron_rl.training.collectives import broadcast_bytes
 
 
@@ -68,20 +68,20 @@ class Rank:
         shape = read_shape(c.model.path)
         job = join(c.parallel)
         self._stack.callback(leave)
-        start = self.find_start(job)
+        start = self.find_resume_point(job)
         directory = self._open_directory(job, shape, start)
         start = replace(start, beliefs=self._beliefs)
-        progress.say(
+        progress.log(
             f"{job.world_size} rank(s) on {job.num_nodes} node(s); run directory {directory.path}"
         )
         self.tell(start)
         if c.mode != "train_only":
             self._engines = self._stack.enter_context(
-                open_engines(widest(c), shape, job, directory)
+                open_engines(sized_for_all_phases(c), shape, job, directory)
             )
-            progress.say(f"{self._engines.starting}; importing Megatron meanwhile")
-        with progress.during("importing Megatron"):
-            from megatron_rl.mcore.cpu import compat
+            progress.log(f"{self._engines.description}; importing Megatron meanwhile")
+        with progress.task("importing Megatron"):
+            from megatron_rl.mcore import compat
 
             compat.install()
             from megatron_rl.run.trainer import (
@@ -98,7 +98,7 @@ class Rank:
         """
         self._stack.close()
 
-    def abandon(self) -> None:
+    def kill_processes(self) -> None:
         """After one that failed: end this rank's processes first, so that nothing below waits for
         them.
 
@@ -106,27 +106,27 @@ class Rank:
         collective.
         """
         if self._engines is not None:
-            self._engines.abandon()
+            self._engines.kill_processes()
         self._stack.close()
 
     def tell(self, start: ResumePoint) -> None:
         """What a person should know of the beginning."""
         run = self._configuration.run
         if run.resume == "auto" and not run.checkpoint_every:
-            self._progress.say(
+            self._progress.log(
                 "warning: run.resume=auto goes on from checkpoints, and run.checkpoint_every=0 saves none: what "
                 "this run trains is lost when it is stopped"
             )
-        for damaged in start.damaged:
-            self._progress.say(f"warning: a damaged checkpoint is passed over: {damaged}")
+        for damaged in start.damaged_checkpoints:
+            self._progress.log(f"warning: a damaged checkpoint is passed over: {damaged}")
         for warning in start.beliefs.warnings if start.beliefs is not None else ():
-            self._progress.say(f"warning: {warning}")
+            self._progress.log(f"warning: {warning}")
         if start.state is not None:
-            self._progress.say(f"going on after step {start.state.step}, from {start.checkpoint}")
-        for change in start.changed(self._configuration):
-            self._progress.say(f"not as it was when the checkpoint was saved: {change}")
+            self._progress.log(f"going on after step {start.state.step}, from {start.checkpoint}")
+        for change in start.changed_settings(self._configuration):
+            self._progress.log(f"not as it was when the checkpoint was saved: {change}")
 
-    def find_start(self, job: Job) -> ResumePoint:
+    def find_resume_point(self, job: Job) -> ResumePoint:
         """Where the run begins; looked for once no process of it lives, which could still prune
         what is found.
 
@@ -134,15 +134,15 @@ class Rank:
         """
 
         def wait() -> str:
-            if (claimed := claim(self._configuration)) is not None:
+            if (claimed := claim_directory(self._configuration)) is not None:
                 self._stack.enter_context(claimed)
             return "free"
 
         if self._configuration.run.resume == "auto":
-            with self._progress.during("waiting for the processes of the run before to end"):
+            with self._progress.task("waiting for the processes of the run before to end"):
                 _led(job, wait)
-        with self._progress.during("comparing the checkpoint with its hashes"):
-            return find_start(self._configuration, job)
+        with self._progress.task("comparing the checkpoint with its hashes"):
+            return find_resume_point(self._configuration, job)
 
     def _open_directory(self, job: Job, shape: ModelShape, start: ResumePoint) -> RunDirectory:
         """Rank 0 names and makes it; the others learn where it is. All of them mark the run as
@@ -153,15 +153,15 @@ class Rank:
         """
 
         def open_it() -> str:
-            start.changed(self._configuration)
-            require_space(self._configuration, shape)
-            self._beliefs = read_beliefs(self._configuration, start.state)
-            return str(open_directory(self._configuration, start, ranks=job.world_size).path)
+            start.changed_settings(self._configuration)
+            require_disk_space(self._configuration, shape)
+            self._beliefs = read_transferred_beliefs(self._configuration, start.state)
+            return str(open_run_directory(self._configuration, start, ranks=job.world_size).path)
 
         where = Path(_led(job, open_it))
         self._words.directory = where
         with contextlib.suppress(OSError):  # a file system without locks
-            self._stack.enter_context(hold_run(where))
+            self._stack.enter_context(mark_run_alive(where))
         return RunDirectory(where)
 
 

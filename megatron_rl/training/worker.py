@@ -33,15 +33,15 @@ from megatron_rl.records.stopwatch import Stopwatch
 from megatron_rl.rollouts.files import write_rollouts
 from megatron_rl.rollouts.store import read_rollout
 from megatron_rl.training.collectives import gather_bytes
-from megatron_rl.training.exchange import Receiver, exchange_rollouts
+from megatron_rl.training.exchange.rollout_exchange import Receiver, exchange_rollouts
 from megatron_rl.training.logprobs import ResponseLogprobs
-from megatron_rl.training.measure_replay import measure_replay
+from megatron_rl.training.replay.replay_effect import measure_replay
 from megatron_rl.training.metric_sums import MetricSums
 from megatron_rl.training.micro_batches import Batcher, MicroBatch
 from megatron_rl.training.old_policy import compute_old_policy
 from megatron_rl.training.policy import Policy
 from megatron_rl.training.update import update_policy
-from megatron_rl.training.update_routes import routes_of_update
+from megatron_rl.training.replay.update_routes import routes_of_update
 
 
 class RoutesDisagree(Failure):
@@ -89,7 +89,7 @@ class Worker:
         `RoutesDisagree`.
         """
         watch, metrics = Stopwatch(), MetricSums()
-        with watch.stage("exchange"):
+        with watch.section("exchange"):
             rollouts = exchange_rollouts(
                 plan, self.receivers, self.layout.rank, self.layout.control_group, read_rollout
             )
@@ -135,7 +135,7 @@ class Worker:
         rank exhausts it.
         """
         weights = iterate_hf_weights(self.policy.models, self.shape, torch_dtype(self.engine.dtype))
-        weights = rounded(weights, self.engine.simulate)
+        weights = rounded(weights, self.engine.fake_quant)
         return every_stage(weights, self.layout, bucket_bytes=int(self.sync.bucket_mb * 2**20))
 
     def save(self, target: Path) -> None:
@@ -160,18 +160,18 @@ class Worker:
         flat = [batch for step in steps for batch in step]
         if not flat:
             return []
-        with watch.stage("old_policy"):
+        with watch.section("old_policy"):
             objectives = compute_old_policy(self.policy, flat, metrics)
         steps = routes_of_update(steps, self.policy.replay, self.batcher, watch, metrics)
-        if (every := self.settings.measure_replay_every) and plan.step % every == 0:
-            with watch.stage("measure_replay"):
+        if (every := self.settings.replay_measure_every) and plan.step % every == 0:
+            with watch.section("measure_replay"):
                 old, group = (
                     [objective.old_logprobs for objective in objectives],
                     self.layout.control_group,
                 )
                 measured |= measure_replay(self.policy, flat, old, self.shape, group, metrics)
         position, rates = 0, list[float]()
-        with watch.stage("train"):
+        with watch.section("train"):
             for planned, batches in zip(plan.optimizer_steps, steps, strict=True):
                 result = update_policy(
                     self.policy,

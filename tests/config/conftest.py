@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from launch.testbed.character_tokenizer import write_character_tokenizer
 from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.launch_facts import LaunchFacts
 from megatron_rl.contracts.refusal import ConfigurationRefused, Refusal
-from tests.support.character_tokenizer import write_character_tokenizer
 
 SHAPE = {
     "architectures": ["Qwen3MoeForCausalLM"],

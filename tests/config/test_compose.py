@@ -144,7 +144,7 @@ def test_cold_start_trains_random_weights_on_worked_responses() -> None:
         0.9,
     )
     assert (
-        config.eval.first,
+        config.eval.start_step,
         config.eval.every,
         config.eval.stop_at,
         config.eval.stop_average,

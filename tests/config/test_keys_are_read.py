@@ -26,7 +26,7 @@ def test_a_key_that_only_the_build_function_copies_is_reported() -> None:
     adam = "class Adam:\n    def __init__(self, lr: float, eps: float):\n        self.lr, self.eps = lr, eps\n"
     found = unread_keys({"megatron_rl/run/build.py": build, "megatron_rl/mcore/adam.py": adam})
     keys = [key for key in declared_keys() if key not in INNER]
-    assert found == [key for key in keys if "." in key or key in ("seed", "mode", "stages")]
+    assert found == [key for key in keys if "." in key or key in ("seed", "mode", "curriculum")]
 
 
 def test_a_key_that_is_only_handed_on_is_reported_wherever_that_happens() -> None:

@@ -23,7 +23,7 @@ UNREAD = [
         "run.checkpoint_every=N",
     ),
     (
-        "run.on_failed_save=go_on",
+        "run.on_failed_save=continue",
         "run.on_failed_save",
         "go_on",
         "nothing is saved",
@@ -38,8 +38,8 @@ UNREAD = [
     ),
     ("mode=train_only eval.every=3", "eval.every", "3", "mode=train_only has no use", "Remove it"),
     (
-        "mode=train_only engine.simulate=bf16",
-        "engine.simulate",
+        "mode=train_only engine.fake_quant=bf16",
+        "engine.fake_quant",
         "bf16",
         "mode=train_only has no use",
         "Remove it",
@@ -66,7 +66,7 @@ UNREAD = [
         "Remove it",
     ),
     ("mode=eval eval.every=3", "eval.every", "3", "mode=eval has no use", "Remove it"),
-    ("mode=eval eval.first=3", "eval.first", "3", "has no use for it", "Remove it"),
+    ("mode=eval eval.start_step=3", "eval.start_step", "3", "has no use for it", "Remove it"),
     (
         "mode=eval run.save_weights=true",
         "run.save_weights",
@@ -110,10 +110,10 @@ def test_what_an_engine_could_not_be_is_no_matter_where_none_is_started(
     """A recipe's engine.start_timeout_s, here the default, would end in a refusal without a way
     out.
     """
-    recorded = ("mode=train_only", f"rollout.recorded={tmp_path}", "parallel.timeout_s=150")
+    recorded = ("mode=train_only", f"rollout.recording={tmp_path}", "parallel.timeout_s=150")
     assert (
         accept(
-            checkpoint, *recorded, "engine.simulate=off", "sync.timeout_s=9"
+            checkpoint, *recorded, "engine.fake_quant=off", "sync.timeout_s=9"
         ).engine.start_timeout_s
         == 180
     )

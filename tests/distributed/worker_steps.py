@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.mcore.cpu import compat
+from megatron_rl.mcore import compat
 
 compat.install()
 
@@ -25,6 +25,15 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 
+from launch.testbed.batches import make_batch
+from launch.testbed.policies import (
+    ADAM,
+    COLUMN_ADDITION,
+    make_batcher,
+    make_planner,
+    make_policy,
+    make_view,
+)
 from megatron_rl.config.algorithms import GrpoSettings
 from megatron_rl.config.schema import (
     EngineSettings,
@@ -42,19 +51,10 @@ from megatron_rl.mcore.parallel import RankLayout
 from megatron_rl.mcore.router_target import ReplayError
 from megatron_rl.mcore.schedule import run_schedule
 from megatron_rl.rollouts.store import RolloutStore
-from megatron_rl.training import update_routes
+from megatron_rl.training.replay import update_routes
 from megatron_rl.training.collectives import broadcast_bytes, gather_bytes
 from megatron_rl.training.micro_batches import MicroBatch
 from megatron_rl.training.worker import Worker, gather_receivers
-from tests.support.batches import make_batch
-from tests.support.policies import (
-    ADAM,
-    COLUMN_ADDITION,
-    make_batcher,
-    make_planner,
-    make_policy,
-    make_view,
-)
 from tests.support.routers import routers_checked
 
 GRIDS = {
@@ -94,7 +94,7 @@ def build(layout: RankLayout, rollouts: Path, settings: ParallelSettings, scenar
         run=RunSettings(),
         logger=LoggerSettings(),
         settings=TrainSettings(  # their routes are random
-            total_steps=1, max_route_disagreement=1, measure_replay_every=0 if own else 3
+            total_steps=1, max_route_disagreement=1, replay_measure_every=0 if own else 3
         ),
         rollouts_directory=rollouts,
     )

@@ -17,7 +17,7 @@ from megatron_rl.prompts.question import BadRows
 from tests.support.scripts import load_script
 
 ROOT = Path(__file__).resolve().parents[2]
-RUNS = ("rollout.recorded=runs/", "run.resume=runs/", "selection.beliefs=runs/")
+RUNS = ("rollout.recording=runs/", "run.resume=runs/", "selection.beliefs_from=runs/")
 OTHERS = (
     "compare_runs",
     "export_hf",

@@ -11,10 +11,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from launch.testbed.jobs import start_job
+from launch.testbed.policies import COLUMN_ADDITION, TWO_DIGIT_ADDITION
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.models.families import read_shape
-from tests.support.jobs import start_job
-from tests.support.policies import COLUMN_ADDITION, TWO_DIGIT_ADDITION
 from tests.support.recordings import write_recording
 from tests.support.scripts import load_script
 
@@ -211,7 +211,7 @@ def test_a_merged_quickstart_checkpoint_trains(script: ModuleType, tmp_path: Pat
     job = start_job(
         tmp_path,
         "mode=train_only",
-        f"rollout.recorded={tmp_path}/rollouts",
+        f"rollout.recording={tmp_path}/rollouts",
         f"model.path={merged}",
         "train.total_steps=2",
         "train.max_route_disagreement=1",

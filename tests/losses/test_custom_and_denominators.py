@@ -53,17 +53,3 @@ def test_offsets_are_a_row_of_at_least_one(offsets: torch.Tensor) -> None:
         require_packed(tokens, ResponseTokens(tokens, tokens, tokens, tokens, offsets))
 
 
-def test_espo_s_ratio_denominator_is_the_one_that_was_set() -> None:
-    old = torch.full((6,), -1.0)
-    entropies = torch.linspace(0.1, 2.0, 6)
-    response = ResponseTokens(
-        old, entropies, old, torch.ones(6), torch.tensor([0, 6], dtype=torch.int32)
-    )
-    moved, counts = old - torch.linspace(0.01, 0.06, 6), Denominators(sequences=1, tokens=6)
-    losses = {
-        open_loss(EspoSettings(ratio_denominator=by), shape_of(48))
-        .prepare(response)(moved, counts)
-        .loss.item()
-        for by in ("current", "old")
-    }
-    assert len(losses) == 2

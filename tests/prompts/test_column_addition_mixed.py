@@ -4,9 +4,9 @@ from itertools import islice
 
 import pytest
 
+from launch.studies.start_policy import StartPolicy, by_length, shares
 from megatron_rl.prompts import column_addition, column_addition_mixed
 from megatron_rl.prompts.split import draw_split
-from tests.support.start_policy import StartPolicy, by_length, shares
 
 
 def test_a_question_with_two_worked_columns_by_hand() -> None:

@@ -44,7 +44,7 @@ def source(
     n: int = 5, *, band: list[float] | None, known: list[PassRate] | None = None
 ) -> PromptSource:
     prompts = [Prompt(id=f"p{i}", token_ids=(i,), answer="1", task="t") for i in range(n)]
-    settings = DataSettings(source="column_addition", band=band)
+    settings = DataSettings(source="column_addition", pass_rate_range=band)
     return PromptSource(
         prompts,
         prompts[:1],
@@ -159,9 +159,9 @@ def test_a_band_that_leaves_too_few_prompts_is_refused_with_what_there_is() -> N
     with pytest.raises(PromptDataError) as refused:
         running.require(4)
     assert str(refused.value).startswith(
-        "data.band=[0.25, 0.75]: it leaves 3 prompts, and rollout.prompts_per_step=4"
+        "data.pass_rate_range=[0.25, 0.75]: it leaves 3 prompts, and rollout.prompts_per_step=4"
     )
-    assert "pass rates: of 5 of 7 training prompts, and of 1 unknown ids; 3 in data.band" in str(
+    assert "pass rates: of 5 of 7 training prompts, and of 1 unknown ids; 3 in data.pass_rate_range" in str(
         refused.value
     )
     with pytest.raises(PromptDataError, match=r"data\.band"):

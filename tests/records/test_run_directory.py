@@ -19,17 +19,17 @@ from megatron_rl.records.run_directory import (
     RunDirectory,
     RunDirectoryTaken,
     RunDirectoryUnusable,
-    path_of,
+    run_directory_path,
     to_yaml,
 )
-from megatron_rl.records.run_lock import hold_run, run_is_alive
+from megatron_rl.records.run_lock import mark_run_alive, run_is_alive
 
 
 def test_run_directory(tmp_path: Path) -> None:
     noon = datetime.datetime(2025, 1, 2, 12, 0, 5)
     unnamed = schema.RunSettings(root=str(tmp_path), experiment="quickstart")
-    assert path_of(unnamed, noon) == tmp_path / "quickstart-20250102-120005"
-    assert path_of(dataclasses.replace(unnamed, name="mine"), noon) == tmp_path / "mine"
+    assert run_directory_path(unnamed, noon) == tmp_path / "quickstart-20250102-120005"
+    assert run_directory_path(dataclasses.replace(unnamed, name="mine"), noon) == tmp_path / "mine"
 
 
 def test_text_of_a_configuration_holds_every_key_and_reads_back() -> None:
@@ -43,8 +43,9 @@ def test_text_of_a_configuration_holds_every_key_and_reads_back() -> None:
         for key in inner
     }
     keys |= {f"algo.correction.{key}" for key in tree["algo"]["correction"]}
+    keys |= {f"selection.expert.{key}" for key in tree["selection"]["expert"]}
     sections = {key.partition(".")[0] for key in declared_keys() if "." in key}
-    assert keys | {"seed", "mode", "stages"} == declared_keys("gspo").keys() - sections
+    assert keys | {"seed", "mode", "curriculum"} == declared_keys("gspo").keys() - sections
 
 
 def test_a_directory_belongs_to_one_run(tmp_path: Path) -> None:
@@ -105,7 +106,7 @@ def test_a_complete_run_is_never_overwritten(tmp_path: Path) -> None:
 
 def test_a_run_that_is_still_alive_is_never_overwritten(tmp_path: Path) -> None:
     first = again(tmp_path)
-    two_ranks = [hold_run(first.path), hold_run(first.path)]
+    two_ranks = [mark_run_alive(first.path), mark_run_alive(first.path)]
     for lock in two_ranks:
         with pytest.raises(RunDirectoryTaken, match="still alive"):
             again(tmp_path)
@@ -121,7 +122,7 @@ def test_a_rank_that_begins_while_another_start_looks_at_its_run_is_alive_all_th
     looking = (directory / ".alive").open("ab")
     fcntl.flock(looking, fcntl.LOCK_EX)
     threading.Timer(0.1, looking.close).start()
-    with hold_run(directory):
+    with mark_run_alive(directory):
         assert looking.closed and run_is_alive(directory)
 
 

@@ -34,7 +34,7 @@ def test_later_stages_inherit_what_earlier_ones_changed() -> None:
     short, long, last = stages(SHORT, LONG, LAST)
     assert [s.configuration.rollout.max_new_tokens for s in (short, long, last)] == [24, 28, 28]
     assert [s.configuration.optimizer.lr for s in (short, long, last)] == [3e-4, 1e-4, 1e-4]
-    assert short.configuration.algo == last.configuration.algo and last.entry.until is None
+    assert short.configuration.algo == last.configuration.algo and last.settings.until is None
 
 
 def test_a_run_goes_through_its_stages(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_a_resumed_run_goes_through_the_same_stages(tmp_path: Path, done: int) -
     whole = Stage(accuracies=accuracies)
     course = stages(SHORT, LONG, LAST)
     lead(whole, tmp_path, steps=6, evals={"every": 1}, course=course)
-    schedule = Schedule([s.entry.until for s in course])
+    schedule = Schedule([s.settings.until for s in course])
     for step in range(1, done + 1):
         schedule.advance(step)
         schedule.note(8, accuracies[step])
@@ -137,7 +137,7 @@ def test_a_resumed_run_goes_through_the_same_stages(tmp_path: Path, done: int) -
 
 
 untils = st.builds(
-    Until,
+    PhaseEnd,
     steps=st.none() | st.integers(1, 30),
     tokens=st.none() | st.integers(1, 300),
     accuracy=st.none() | st.floats(0.05, 1.0),
@@ -150,7 +150,7 @@ steps_done = st.lists(
 @settings(max_examples=200)
 @given(st.lists(untils, max_size=4), steps_done, st.data())
 def test_stages_come_in_order_and_depend_on_the_saved_state_alone(
-    ends: list[Until], done: list[tuple[int, float | None]], data: Any
+    ends: list[PhaseEnd], done: list[tuple[int, float | None]], data: Any
 ) -> None:
     schedule, resumed = Schedule([*ends, None]), Schedule([*ends, None])
     stop = data.draw(st.integers(1, len(done)))

@@ -111,7 +111,10 @@ def _check_external(engine: EngineSettings) -> Iterator[tuple[str, str, str]]:
             rule,
             "Give them: engine.urls=[http://10.0.0.7:30000], or use engine=managed",
         )
-    for problem in (*filter(None, map(url_refusal, engine.urls)), *repeated_url_refusals(engine.urls)):
+    for problem in (
+        *filter(None, map(url_refusal, engine.urls)),
+        *repeated_url_refusals(engine.urls),
+    ):
         yield problem.key, f"{problem.rule} ({problem.value})", problem.remedy
     for problem in quantization_refusals(engine.quantization):
         yield problem.key, problem.rule, problem.remedy

@@ -19,7 +19,7 @@ _SAVING = (
 _NOTHING: tuple[object, ...] = (None, False, 0, "", "off", [], {})
 _REFUSED, _OF_STEPS = (
     ("eval.stop_at", "eval.sets"),
-    ("eval.every", "eval.first", "run.save_weights"),
+    ("eval.every", "eval.start_step", "run.save_weights"),
 )
 _UNREAD = {
     "train_only": ("engine.", "eval."),
@@ -49,20 +49,24 @@ def _asks(c: Configuration, key: str) -> bool:
 
 def check_mode(c: Configuration) -> Iterator[tuple[str, str, str]]:
     """Half a run has half the keys."""
-    recorded = c.rollout.recorded
+    recorded = c.rollout.recording
     if c.mode == "train_only":
         if recorded is None:
             rule = "mode=train_only trains on rollouts that a run with mode=rollout_only recorded"
-            yield "rollout.recorded", rule, "Give that run's directory: rollout.recorded=runs/NAME"
+            yield (
+                "rollout.recording",
+                rule,
+                "Give that run's directory: rollout.recording=runs/NAME",
+            )
         elif not Path(recorded).expanduser().is_dir():
             yield (
-                "rollout.recorded",
+                "rollout.recording",
                 f"There is no such directory (from {Path.cwd()})",
                 "Give a run's directory",
             )
     elif recorded is not None:
         yield (
-            "rollout.recorded",
+            "rollout.recording",
             f"mode={c.mode} draws its rollouts from engines",
             "Remove it, or use mode=train_only",
         )

@@ -6,7 +6,7 @@ import hashlib
 
 from megatron_rl.config.schema import SelectionSettings
 
-_OLD = 0.5  # at least, of what was not seen for selection.age steps
+_OLD = 0.5  # at least, of what was not seen for selection.expert.max_age_steps steps
 
 
 def coin(seed: int, epoch: int, prompt_id: str) -> float:
@@ -23,5 +23,5 @@ def acceptance(chance: float, unseen: int, settings: SelectionSettings) -> float
     max(floor, min(1, (chance / target)^power)), and at least 1/2 once unseen for `age` steps.
     chance: of a group that `selection.skip` does not name.
     """
-    taken = max(settings.floor, min(1.0, (chance / settings.target) ** settings.power))
-    return max(taken, _OLD) if unseen >= settings.age else taken
+    taken = max(settings.expert.min_acceptance, min(1.0, (chance / settings.expert.acceptance_target) ** settings.expert.acceptance_exponent))
+    return max(taken, _OLD) if unseen >= settings.expert.max_age_steps else taken

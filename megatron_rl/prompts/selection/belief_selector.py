@@ -1,5 +1,5 @@
 """Asks seldom what is believed to teach nothing, and probes it first: what is solved, or with
-skip=flat hopeless too.
+skip=zero_variance hopeless too.
 
 No choice depends on the order in which groups arrive
 (tests/prompts/selection/test_belief_selector.py).
@@ -8,7 +8,6 @@ No choice depends on the order in which groups arrive
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -53,7 +52,7 @@ def first_counts(settings: SelectionSettings, full: int) -> tuple[int, int, int]
     """Rollouts asked first: of a prompt that is believed to teach something, may do so, and hardly
     does.
     """
-    probe = settings.probe or full
+    probe = settings.probe_samples or full
     return full, probe, max(2, probe // 2) if probe < full else full
 
 
@@ -131,16 +130,15 @@ class BeliefStep:
         asked.group, asked.kind = group, kind_of(group)
         asked.opening = asked.opening or asked.kind
         goes_on = asked.mixed or (
-            asked.kind is Kind.ALL_INCORRECT and self.selector.settings.skip == "solved"
+            asked.kind is Kind.ALL_INCORRECT and self.selector.settings.skip == "all_correct"
         )
         return self._extension(index) if asked.samples < self._full and goes_on else None
 
     def more(self) -> list[RolloutRequest]:
         mixed = sum(asked.mixed for asked in self._asked)
-        rescues = list(self._rescues())
-        if mixed >= self.selector.settings.enough * self._wanted:
-            return rescues
-        return rescues + self._round(self._wanted - mixed)
+        if mixed >= self.selector.settings.expert.min_filled * self._wanted:
+            return []
+        return self._round(self._wanted - mixed)
 
     def result(self) -> SelectionResult:
         done = [(asked, asked.group) for asked in self._asked if asked.group is not None]
@@ -195,12 +193,12 @@ class BeliefStep:
         selector = self.selector
         row = selector.beliefs.row(prompt, self.step)
         chances = self._outlook.of(prompt, row)
-        worth = chances[0] if selector.settings.skip == "flat" else chances[-1]
+        worth = chances[0] if selector.settings.skip == "zero_variance" else chances[-1]
         taken = acceptance(worth, selector.beliefs.unseen_for(row, self.step), selector.settings)
         if coin(selector.seed, epoch, prompt.id) >= taken:
             return None
         self._accepted += taken
-        target = selector.settings.target
+        target = selector.settings.expert.acceptance_target
         which = 0 if worth >= target else 1 if worth >= target / 2 else 2
         return _Candidate(prompt, self._counts[which], chances[which], self._counts[which])
 
@@ -208,21 +206,6 @@ class BeliefStep:
         asked = self._asked[index]
         have, asked.samples = asked.samples, self._full
         return RolloutRequest(index, asked.prompt, self._full - have, have)
-
-    def _rescues(self) -> Iterable[RolloutRequest]:
-        """All-wrong probes that are drawn in full all the same, as far as their budget goes."""
-        budget = self.selector.settings.rescue_budget * self._wanted * self._full
-        spent = sum(self._full - asked.first for asked in self._asked if asked.rescued)
-        left = min(budget - spent, self._left())
-        for index, asked in enumerate(self._asked):
-            if (
-                asked.samples < self._full
-                and asked.kind is Kind.ALL_INCORRECT
-                and left >= self._full - asked.first
-            ):
-                asked.rescued = True
-                left -= self._full - asked.first
-                yield self._extension(index)
 
     def _weighed(self, asked: _Candidate, group: Group) -> Group:
         if asked.first == self._full or asked.rescued or not asked.mixed:
@@ -252,7 +235,7 @@ class BeliefStep:
             "select/rollouts": float(sum(asked.samples for asked in self._asked)),
             "select/mixed": float(len(mixed)),
             "select/unfilled": float(missing)
-            if missing > (1 - self.selector.settings.enough) * self._wanted
+            if missing > (1 - self.selector.settings.expert.min_filled) * self._wanted
             else 0.0,
             "select/probes": float(len(probes)),
             "select/probes_extended": float(

@@ -58,7 +58,7 @@ def extension_weight(group: Group, probe: int, *, skip: str) -> float:
         return 1.0
     probability = (
         pilot_unsolved_probability
-        if skip == "solved" and told.has_truth
+        if skip == "all_correct" and told.has_truth
         else pilot_mixed_probability
     )
     return 1.0 / probability(told.scores.tolist(), pilot)

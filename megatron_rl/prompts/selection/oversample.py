@@ -86,7 +86,7 @@ class OversampleStep:
     def result(self) -> SelectionResult:
         wanted, keep = (
             self.selector.rollout.prompts_per_step,
-            self.selector.settings.surplus == "keep",
+            False,
         )
         groups = [self._groups[index] for index in sorted(self._groups)]
         mixed = [*self.kept, *(group for group in groups if kind_of(group) is Kind.MIXED)]

@@ -1,6 +1,6 @@
 """Beliefs of another run, as a new one begins with them (`selection.beliefs_from`).
 
-They are those of another policy: as after a stage's `reprofile: all` nothing of them is believed at
+They are those of another policy: as after a phase's `reset_certainty: all` nothing of them is believed at
 first, and first groups show how far they hold (the doubt of `PassRatePrior`). Believed at once they
 would hide what that policy had solved and this one has not; without certainty for good nothing of
 them would be left. The other run's position, coins, calibration, and the doubt in what it was given

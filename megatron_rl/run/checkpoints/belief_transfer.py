@@ -1,4 +1,4 @@
-"""What another run believed of its prompts, read from its checkpoint: `selection.beliefs`."""
+"""What another run believed of its prompts, read from its checkpoint: `selection.beliefs_from`."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.run_state import RunState
 from megatron_rl.prompts.selection.transferred_beliefs import TransferredBeliefs
 from megatron_rl.run.checkpoints.manifest import changed_files, read_manifest
-from megatron_rl.run.checkpoints.resume import candidates_in
+from megatron_rl.run.checkpoints.resume import checkpoints_at
 from megatron_rl.run.checkpoints.state_file import NAME, read_state
 
 
 class BeliefsUnavailable(Failure):
-    """selection.beliefs names no checkpoint of a run that had some."""
+    """selection.beliefs_from names no checkpoint of a run that had some."""
 
     exit_code = ExitCode.BAD_DATA
 
 
-def read_beliefs(c: Configuration, own: RunState | None = None) -> TransferredBeliefs | None:
+def read_transferred_beliefs(c: Configuration, own: RunState | None = None) -> TransferredBeliefs | None:
     """Those that a run begins with, from the newest whole checkpoint; None where it has its own, or
     is told of none.
 
     own: what the run goes on from. Weights are not read. Raises `BeliefsUnavailable`.
     """
-    given = c.selection.beliefs
+    given = c.selection.beliefs_from
     if (
         given is None
         or c.selection.name != "belief"
@@ -33,15 +33,15 @@ def read_beliefs(c: Configuration, own: RunState | None = None) -> TransferredBe
     ):
         return None
     damaged: list[str] = []
-    for checkpoint in candidates_in(Path(given)):
+    for checkpoint in checkpoints_at(Path(given)):
         try:
             state = _whole_state(checkpoint)
         except ValueError as error:
             damaged.append(f"{checkpoint}: {error}")
             continue
-        return _inherited(f"selection.beliefs={given}", checkpoint, state, damaged)
+        return _inherited(f"selection.beliefs_from={given}", checkpoint, state, damaged)
     raise BeliefsUnavailable(
-        f"selection.beliefs={given}: no whole checkpoint is there ({' | '.join(damaged)}). Give the directory of a run "
+        f"selection.beliefs_from={given}: no whole checkpoint is there ({' | '.join(damaged)}). Give the directory of a run "
         "with selection=belief and run.checkpoint_every, or of one of its checkpoints"
     )
 

@@ -28,7 +28,7 @@ def checkpoint_bytes(c: Configuration, shape: ModelShape) -> int:
     return num_parameters(shape) * (BYTES[c.model.dtype] + 3 * BYTES["float32"])
 
 
-def bytes_needed(c: Configuration, shape: ModelShape) -> dict[str, int]:
+def required_bytes(c: Configuration, shape: ModelShape) -> dict[str, int]:
     """What a run writes at most at one time, by the key that asks for it."""
     parameters = num_parameters(shape)
     needed = {"run.root (metrics and logs)": _RECORDS_BYTES}
@@ -41,9 +41,9 @@ def bytes_needed(c: Configuration, shape: ModelShape) -> dict[str, int]:
     return needed
 
 
-def require_space(c: Configuration, shape: ModelShape) -> None:
+def require_disk_space(c: Configuration, shape: ModelShape) -> None:
     """Raises `NotEnoughDiskSpace` when the disk of `run.root` has less room than the run will need."""
-    free, needed = free_bytes(Path(c.run.root).expanduser().resolve()), bytes_needed(c, shape)
+    free, needed = free_bytes(Path(c.run.root).expanduser().resolve()), required_bytes(c, shape)
     if free >= sum(needed.values()):
         return
     parts = ", ".join(f"{size / _MIB:,.0f} MiB for {key}" for key, size in needed.items())

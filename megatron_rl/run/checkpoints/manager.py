@@ -14,7 +14,7 @@ from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.run_state import LoopState, RunState
 from megatron_rl.records.progress import Progress
 from megatron_rl.records.stopwatch import Stopwatch
-from megatron_rl.run.checkpoints.saving import SavedCheckpoint
+from megatron_rl.run.checkpoints.saving import SaveResult
 from megatron_rl.run.checkpoints.state_file import encode_state
 from megatron_rl.run.supervision.stop_request import StopRequest
 from megatron_rl.training.dispatcher import Dispatcher
@@ -54,15 +54,15 @@ class CheckpointManager:
     _writing: bool = False
 
     @property
-    def told_to_stop(self) -> bool:
+    def stop_requested(self) -> bool:
         return self.settings.checkpoint_every > 0 and bool(self._asked)
 
     def due(self, step: int, *, last: bool) -> bool:
         """Whether to save after a step."""
         every = self.settings.checkpoint_every
-        if last or self.told_to_stop:
+        if last or self.stop_requested:
             self.settle()
-        return every > 0 and step != self.saved and (last or step % every == 0 or self.told_to_stop)
+        return every > 0 and step != self.saved and (last or step % every == 0 or self.stop_requested)
 
     def save(self, position: LoopState, *, last: bool = True) -> dict[str, float]:
         """Save a checkpoint; returns its metrics. Raises `CheckpointNotSaved`. last: nothing will
@@ -76,15 +76,15 @@ class CheckpointManager:
         )
         watch, background = (
             Stopwatch(),
-            self.settings.background_saves and not last and not self.told_to_stop,
+            self.settings.background_saves and not last and not self.stop_requested,
         )
         with (
-            watch.stage("checkpoint"),
-            self.progress.during(f"saving the checkpoint of step {state.step}"),
+            watch.section("checkpoint"),
+            self.progress.task(f"saving the checkpoint of step {state.step}"),
         ):
             values = self.settle()
             command = Checkpoint(state.step, encode_state(state), background)
-            outcome: SavedCheckpoint | None = self.dispatcher.run(command)
+            outcome: SaveResult | None = self.dispatcher.run(command)
         self._writing = background
         return watch.seconds | values | (self._tell(outcome) if outcome is not None else {})
 
@@ -95,21 +95,21 @@ class CheckpointManager:
         if not self._writing:
             return {}
         self._writing = False
-        outcome: SavedCheckpoint = self.dispatcher.run(WaitForSave())
+        outcome: SaveResult = self.dispatcher.run(WaitForSave())
         return self._tell(outcome)
 
-    def _tell(self, outcome: SavedCheckpoint) -> dict[str, float]:
+    def _tell(self, outcome: SaveResult) -> dict[str, float]:
         """Say what became of a save."""
         if outcome.problem:
             self._explain(outcome.step, outcome.problem)
             return {"checkpoint/failed": 1.0}
         self.saved = outcome.step
-        self.progress.say(f"checkpoint of step {outcome.step}: {outcome.nbytes / _MIB:,.1f} MiB")
+        self.progress.log(f"checkpoint of step {outcome.step}: {outcome.nbytes / _MIB:,.1f} MiB")
         return {}
 
-    def leave_if_told(self) -> None:
+    def raise_if_stop_requested(self) -> None:
         """Raises `StoppedAfterSave` once a run that was told to stop has saved."""
-        if self.told_to_stop and self.saved is not None:
+        if self.stop_requested and self.saved is not None:
             raise StoppedAfterSave(
                 f"the run was told to stop ({self._asked}) and has saved a checkpoint after step {self.saved}; "
                 "start it again with run.resume=auto"
@@ -136,6 +136,6 @@ class CheckpointManager:
             else f"that of step {self.saved} is still whole"
         )
         said = f"the checkpoint of step {step} cannot be saved: {problem}; {before}"
-        if self.settings.on_failed_save == "stop" or self.told_to_stop:
+        if self.settings.on_failed_save == "stop" or self.stop_requested:
             raise CheckpointNotSaved(f"{said}. Make room, and start again with run.resume=auto")
-        self.progress.say(f"warning: {said}; the run goes on (run.on_failed_save=go_on)")
+        self.progress.log(f"warning: {said}; the run goes on (run.on_failed_save=continue)")

@@ -41,7 +41,7 @@ class DamagedCheckpoint(ValueError):
     """A checkpoint is not as it was saved."""
 
 
-def files_of(directory: Path) -> list[str]:
+def list_files(directory: Path) -> list[str]:
     """The names of all files below a directory, the manifest left out, sorted."""
     found = (
         path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()
@@ -49,7 +49,7 @@ def files_of(directory: Path) -> list[str]:
     return sorted(name for name in found if name != NAME)
 
 
-def record_of(file: Path) -> FileRecord:
+def hash_file(file: Path) -> FileRecord:
     """Size and digest of a file, which has reached the disk when this returns."""
     with file.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
@@ -93,7 +93,7 @@ def changed_files(directory: Path, manifest: Manifest, names: Iterable[str]) -> 
     found = []
     for name in names:
         try:
-            if record_of(directory / name) != manifest.files[name]:
+            if hash_file(directory / name) != manifest.files[name]:
                 found.append(f"{name} is not what was saved (its sha256 differs)")
         except OSError as error:
             found.append(f"{name} cannot be read ({error})")

@@ -17,7 +17,7 @@ from megatron_rl.contracts.run_state import RunState
 from megatron_rl.mcore.job import Job
 from megatron_rl.prompts.selection.transferred_beliefs import TransferredBeliefs
 from megatron_rl.records.past_run import flat_settings
-from megatron_rl.records.run_directory import RunDirectory, path_of, to_yaml
+from megatron_rl.records.run_directory import RunDirectory, run_directory_path, to_yaml
 from megatron_rl.run.checkpoints.manifest import NAME as MANIFEST
 from megatron_rl.run.checkpoints.manifest import (
     DamagedCheckpoint,
@@ -25,7 +25,7 @@ from megatron_rl.run.checkpoints.manifest import (
     changed_files,
     read_manifest,
 )
-from megatron_rl.run.checkpoints.resumed_directory import reopen
+from megatron_rl.run.checkpoints.resumed_directory import reopen_directory
 from megatron_rl.run.checkpoints.state_file import read_state
 from megatron_rl.run.checkpoints.store import CheckpointStore
 from megatron_rl.training.collectives import broadcast_bytes, gather_bytes
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 _MODEL = ("model.path", "model.init")
 _PATHS = (
     "model.path",
-    "rollout.recorded",
+    "rollout.recording",
     "data.train_path",
     "data.eval_path",
-    "selection.beliefs",
+    "selection.beliefs_from",
 )
 _FIXED = (
     "model.path",
@@ -50,8 +50,8 @@ _FIXED = (
     "mode",
     "data.",
     "rollout.prompts_per_step",
-    "rollout.recorded",
-    "stages",
+    "rollout.recording",
+    "curriculum",
 )
 
 
@@ -114,7 +114,7 @@ class ResumePoint:
         """
         if self.state is None:
             return []
-        now, before = settings_of(c), self.state.settings
+        now, before = flat_configuration(c), self.state.settings
         different = [key for key in now if not _same(key, now[key], before.get(key, now[key]))]
         told = {key: f"{key}: {before[key]!r} -> {now[key]!r}" for key in different}
         measures = c.mode in ("eval", "profile")
@@ -148,19 +148,19 @@ def loading(checkpoint: Path) -> Iterator[None]:
         ) from error
 
 
-def settings_of(c: Configuration) -> dict[str, Any]:
+def flat_configuration(c: Configuration) -> dict[str, Any]:
     """Every key as a checkpoint keeps it."""
     return flat_settings(to_yaml(c))
 
 
-def find_start(c: Configuration, job: Job) -> ResumePoint:
+def find_resume_point(c: Configuration, job: Job) -> ResumePoint:
     """The newest whole checkpoint that run.resume speaks of (a collective).
 
     Raises `NoCompleteCheckpoint` on all ranks.
     """
     if c.run.resume == "never":
         return ResumePoint()
-    checkpoint, damaged = newest_whole(_candidates(c) if job.rank == 0 else (), job)
+    checkpoint, damaged = newest_complete(_candidates(c) if job.rank == 0 else (), job)
     if checkpoint is not None:
         return ResumePoint(checkpoint, read_state(checkpoint), damaged)
     if damaged or c.run.resume != "auto":
@@ -171,7 +171,7 @@ def find_start(c: Configuration, job: Job) -> ResumePoint:
     return ResumePoint()
 
 
-def newest_whole(candidates: Sequence[Path], job: Job) -> tuple[Path | None, tuple[str, ...]]:
+def newest_complete(candidates: Sequence[Path], job: Job) -> tuple[Path | None, tuple[str, ...]]:
     """The first checkpoint that is as it was saved, and those before it with what is wrong with
     them (a collective).
 
@@ -189,16 +189,16 @@ def newest_whole(candidates: Sequence[Path], job: Job) -> tuple[Path | None, tup
     return None, tuple(damaged)
 
 
-def open_directory(c: Configuration, start: ResumePoint, *, ranks: int = 1) -> RunDirectory:
+def open_run_directory(c: Configuration, start: ResumePoint, *, ranks: int = 1) -> RunDirectory:
     """The run's directory: a new one, or the claimed one of the run that goes on. Rank 0 only.
 
     Raises `RunDirectoryTaken`.
     """
     now = datetime.datetime.now()
-    directory = RunDirectory(path_of(c.run, now))
+    directory = RunDirectory(run_directory_path(c.run, now))
     if c.run.resume != "auto" or not directory.path.exists():
         return RunDirectory.create(c, now, ranks=ranks)
-    reopen(c, start.state.position if start.state is not None else None)
+    reopen_directory(c, start.state.position if start.state is not None else None)
     shelf = CheckpointStore(directory.checkpoints)
     for newer in shelf.saved():
         if start.checkpoint is not None and newer.name > start.checkpoint.name:
@@ -209,10 +209,10 @@ def open_directory(c: Configuration, start: ResumePoint, *, ranks: int = 1) -> R
 def _candidates(c: Configuration) -> Sequence[Path]:
     if c.run.resume == "auto":
         return CheckpointStore(_directory(c).checkpoints).saved()
-    return candidates_in(Path(c.run.resume))
+    return checkpoints_at(Path(c.run.resume))
 
 
-def candidates_in(path: Path) -> Sequence[Path]:
+def checkpoints_at(path: Path) -> Sequence[Path]:
     """The checkpoints of a run, newest first; or the one that the path names."""
     given = path.expanduser().resolve()
     if (given / MANIFEST).exists() or not given.is_dir():
@@ -223,7 +223,7 @@ def candidates_in(path: Path) -> Sequence[Path]:
 
 
 def _directory(c: Configuration) -> RunDirectory:
-    return RunDirectory(path_of(c.run, datetime.datetime.now()))
+    return RunDirectory(run_directory_path(c.run, datetime.datetime.now()))
 
 
 def _problems(checkpoint: Path, job: Job) -> list[str]:

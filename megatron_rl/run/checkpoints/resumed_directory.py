@@ -22,7 +22,7 @@ from megatron_rl.records.run_directory import (
     STOP_FILE,
     RunDirectory,
     RunDirectoryTaken,
-    path_of,
+    run_directory_path,
     to_yaml,
 )
 from megatron_rl.records.run_lock import claim_run
@@ -37,14 +37,14 @@ class _Step(msgspec.Struct):
     step: int
 
 
-def claim(configuration: Configuration) -> IO[bytes] | None:
+def claim_directory(configuration: Configuration) -> IO[bytes] | None:
     """Wait until no process of the run to go on with lives, and mark it as this one's; None where
     there is no run.
 
     Whoever dies may still save and prune: look for its checkpoints after this. One that was killed
     a moment ago takes seconds to end. Rank 0 only. Raises `RunDirectoryTaken`.
     """
-    path = path_of(configuration.run, datetime.datetime.now())
+    path = run_directory_path(configuration.run, datetime.datetime.now())
     if not path.exists():
         return None
     if not all((path / name).is_file() for name in ("config.yaml", "versions.json")):
@@ -57,20 +57,20 @@ def claim(configuration: Configuration) -> IO[bytes] | None:
     return lock
 
 
-def reopen(configuration: Configuration, after: LoopState | None) -> RunDirectory:
+def reopen_directory(configuration: Configuration, after: LoopState | None) -> RunDirectory:
     """Go on in a claimed run's directory behind a position, None: from the beginning. Rank 0 only.
 
-    Records of later steps, exit.json and a changed config.yaml move to `resumed/N/`. Raises
+    RunRecords of later steps, exit.json and a changed config.yaml move to `resumed/N/`. Raises
     `RunDirectoryTaken`.
     """
-    path = path_of(configuration.run, datetime.datetime.now())
+    path = run_directory_path(configuration.run, datetime.datetime.now())
     step = after.step if after is not None else None
     if after is not None:
         _require_unfinished(
             path, ended_by(after.step, after.accuracies, configuration.train, configuration.eval)
         )
     folder = _next_folder(path / _ASIDE)
-    cut_metrics(path / "metrics.jsonl", folder / "metrics.jsonl", step)
+    truncate_metrics(path / "metrics.jsonl", folder / "metrics.jsonl", step)
     for name in _MOVED:
         if (path / name).exists():
             (path / name).rename(folder / name)
@@ -89,7 +89,7 @@ def reopen(configuration: Configuration, after: LoopState | None) -> RunDirector
     return RunDirectory(path)
 
 
-def cut_metrics(file: Path, aside: Path, step: int | None) -> None:
+def truncate_metrics(file: Path, aside: Path, step: int | None) -> None:
     """Keep the records up to `step`; later ones, and half a line at the end, go to a file of their
     own.
     """

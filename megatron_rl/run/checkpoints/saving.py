@@ -28,8 +28,8 @@ from megatron_rl.records.write_errors import write_problem
 from megatron_rl.run.checkpoints.manifest import (
     FileRecord,
     Manifest,
-    files_of,
-    record_of,
+    list_files,
+    hash_file,
     write_manifest,
 )
 from megatron_rl.run.checkpoints.state_file import NAME as STATE
@@ -45,7 +45,7 @@ _WRITER_WORDS = (
 
 
 @dataclass(frozen=True)
-class SavedCheckpoint:
+class SaveResult:
     """What became of a save.
 
     problem: why there is no checkpoint; empty where there is one, of `nbytes`.
@@ -91,9 +91,9 @@ class CheckpointWriter:
         self._nbytes, self._keep = nbytes, keep
         self._background = background
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._going_on: Future[SavedCheckpoint] | None = None
+        self._going_on: Future[SaveResult] | None = None
 
-    def save(self, command: Checkpoint) -> SavedCheckpoint | None:
+    def save(self, command: Checkpoint) -> SaveResult | None:
         """Collective, with the same outcome on all ranks; None: it is written in the background,
         `settle` tells.
 
@@ -109,14 +109,14 @@ class CheckpointWriter:
         self._going_on = self._thread.submit(self._write, snapshot, self._background)
         return None
 
-    def settle(self, command: WaitForSave) -> SavedCheckpoint | None:
+    def settle(self, command: WaitForSave) -> SaveResult | None:
         """What became of the save in the background, if there is one; it is over when this returns
         (a collective).
         """
         going_on, self._going_on = self._going_on, None
         return going_on.result() if going_on is not None else None
 
-    def _write(self, snapshot: _Snapshot, group: dist.ProcessGroup) -> SavedCheckpoint:
+    def _write(self, snapshot: _Snapshot, group: dist.ProcessGroup) -> SaveResult:
         rank, step = self._worker.layout.rank, snapshot.step
         staged = self._shelf.staged(step)
         try:
@@ -132,11 +132,11 @@ class CheckpointWriter:
                 STATE,
                 lambda: write_synced(staged / STATE, snapshot.state) if rank == 0 else None,
             )
-            return SavedCheckpoint(step, nbytes=self._commit(step, group))
+            return SaveResult(step, nbytes=self._commit(step, group))
         except _NotSaved as problem:
             if rank == 0:
                 self._shelf.discard(step)
-            return SavedCheckpoint(step, str(problem))
+            return SaveResult(step, str(problem))
 
     def _commit(self, step: int, group: dist.ProcessGroup) -> int:
         """Hash what was written, each rank its share of the files, and give it its name.
@@ -144,14 +144,14 @@ class CheckpointWriter:
         Returns its size in bytes.
         """
         layout, staged = self._worker.layout, self._shelf.staged(step)
-        mine = msgspec.msgpack.encode(files_of(staged)) if layout.rank == 0 else None
+        mine = msgspec.msgpack.encode(list_files(staged)) if layout.rank == 0 else None
         names = msgspec.msgpack.decode(broadcast_bytes(mine, group), type=list[str])
         found: dict[str, FileRecord] = {}
         share = names[layout.rank :: layout.world_size]
         _together(
             group,
             "hashes",
-            lambda: found.update({name: record_of(staged / name) for name in share}),
+            lambda: found.update({name: hash_file(staged / name) for name in share}),
         )
         everyones = gather_bytes(msgspec.msgpack.encode(found), group)
         parts = [msgspec.msgpack.decode(data, type=dict[str, FileRecord]) for data in everyones]

@@ -14,12 +14,12 @@ from megatron_rl.mcore.dtypes import torch_dtype
 from megatron_rl.mcore.job import Job
 from megatron_rl.mcore.weights import rounded
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.records.records import Records
+from megatron_rl.records.run_records import RunRecords
 from megatron_rl.records.stopwatch import Stopwatch
 from megatron_rl.rollouts.evaluation import Accuracy, Evaluation, accuracy_of
 from megatron_rl.rollouts.pass_at_k import pass_rates
 from megatron_rl.rollouts.queue import RolloutQueue
-from megatron_rl.run.checkpoints.resume import loading
+from megatron_rl.run.checkpoints.resume import explained_load_errors
 from megatron_rl.training.dispatcher import Dispatcher
 
 
@@ -52,7 +52,7 @@ class EvaluationRun:
     weights: WeightSync | None
     dispatcher: Dispatcher
     queue: RolloutQueue
-    records: Records
+    records: RunRecords
 
     def lead(self) -> None:
         """Measure every set, write the metrics and print a table; then every rank ends."""
@@ -63,15 +63,15 @@ class EvaluationRun:
                 self._measured(name, evaluation, values) for name, evaluation in self.sets.items()
             ]
         finally:
-            self.records.log.write(0, values)
+            self.records.metrics.write(0, values)
         self.dispatcher.finish()
         self.queue.stop()
         for line in table(results):
-            self.records.progress.say(line)
+            self.records.progress.log(line)
 
     def _measured(self, name: str, evaluation: Evaluation, values: dict[str, float]) -> SetResult:
         settings, watch = evaluation.settings, Stopwatch()
-        with watch.stage(f"eval/{name}"), self.records.progress.during(f"measuring {name}"):
+        with watch.section(f"eval/{name}"), self.records.progress.task(f"measuring {name}"):
             groups = evaluation.draw(name)
         samples, most = settings.samples_per_prompt, settings.max_rejected_share
         accuracy = accuracy_of(groups, samples, max_rejected_share=most)
@@ -131,11 +131,11 @@ def open_weights(
     Raises `CheckpointUnusable`, also while they are read.
     """
     parallel.initialize(ParallelSettings(timeout_s=c.parallel.timeout_s), seed=c.seed, job=job)
-    with loading(checkpoint):
+    with explained_load_errors(checkpoint):
         saved = SavedWeights(checkpoint, shape, c.model, bucket_bytes=int(c.sync.bucket_mb * 2**20))
 
     def weights() -> NamedTensors:
-        with loading(checkpoint):
-            yield from rounded(saved.all(torch_dtype(c.engine.dtype)), c.engine.simulate)
+        with explained_load_errors(checkpoint):
+            yield from rounded(saved.all(torch_dtype(c.engine.dtype)), c.engine.fake_quant)
 
     return weights

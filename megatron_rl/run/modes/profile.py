@@ -13,7 +13,7 @@ from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.engines.weight_sync import WeightSync
 from megatron_rl.prompts.pass_rates import Header, PassRate, PassRateFile, identity_of
-from megatron_rl.records.records import Records
+from megatron_rl.records.run_records import RunRecords
 from megatron_rl.rollouts.evaluation import Evaluation, accuracy_of
 from megatron_rl.rollouts.queue import RolloutQueue
 from megatron_rl.run.modes.evaluate import send_first
@@ -35,7 +35,7 @@ class PassRateProfile:
     weights: WeightSync | None
     dispatcher: Dispatcher
     queue: RolloutQueue
-    records: Records
+    records: RunRecords
 
     def lead(self) -> None:
         """Ask every prompt that has no rate yet, write the rates and tell of them; then every rank
@@ -50,23 +50,23 @@ class PassRateProfile:
             rates = [self.file.done[prompt.id] for prompt in prompts]
             values |= metrics(rates)
         finally:
-            self.records.log.write(0, values)
+            self.records.metrics.write(0, values)
         self.dispatcher.finish()
         self.queue.stop()
         for line in table(prompts, rates):
-            self.records.progress.say(line)
+            self.records.progress.log(line)
 
     def _ask(self, prompts: Sequence[Prompt]) -> None:
         """Raises `LostEvaluation` when more than eval.max_rejected_share of the responses to some
         of them are lost.
         """
-        settings, say = self.evaluation.settings, self.records.progress.say
+        settings, say = self.evaluation.settings, self.records.progress.log
         before = len(self.file.done)
         if before:
             say(f"{before} of {before + len(prompts)} prompts have rates from an earlier attempt")
         for first in range(0, len(prompts), _AT_A_TIME):
             some = prompts[first : first + _AT_A_TIME]
-            with self.records.progress.during(
+            with self.records.progress.task(
                 f"asking prompts {first + 1} to {first + len(some)} of {len(prompts)}"
             ):
                 groups = replace(self.evaluation, held_out=some).draw(f"profile-{before + first}")

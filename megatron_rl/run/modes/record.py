@@ -15,10 +15,10 @@ from megatron_rl.mcore.job import Job
 from megatron_rl.models.route_shape import route_shape
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.planning.step_planner import StepPlanner
-from megatron_rl.records.records import Records
+from megatron_rl.records.run_records import RunRecords
 from megatron_rl.records.stopwatch import Stopwatch
-from megatron_rl.rollouts.recorded import RecordedRollouts
-from megatron_rl.rollouts.recording import BatchRecord, batch_directory, write_batch, write_parts
+from megatron_rl.rollouts.recording.recorded_rollouts import RecordedRollouts
+from megatron_rl.rollouts.recording.writer import BatchRecord, batch_directory, write_batch, write_parts
 from megatron_rl.rollouts.store import read_rollout
 from megatron_rl.run.leader import Leader, Stages
 from megatron_rl.training.collectives import gather_bytes
@@ -34,11 +34,11 @@ class RecordingLeader(Leader):
     def train_step(self, step: int, values: dict[str, float]) -> None:
         """Roll out and record; adds the step's metrics to `values`."""
         watch = Stopwatch()
-        with watch.stage("rollout"):
+        with watch.section("rollout"):
             batch = self.stages.rollouts.draw(step)
         values |= batch.metrics() | self.stages.credit.assign(step, batch.groups).metrics()
         directory = batch_directory(self.records.directory.path / "recorded", step)
-        with watch.stage("record"):
+        with watch.section("record"):
             parts = self.dispatcher.run(Record(str(directory), batch.drawn))
             record = BatchRecord(
                 step=step,
@@ -91,12 +91,12 @@ def train_only_leader(
     shape: ModelShape,
     job: Job,
     dispatcher: Dispatcher,
-    records: Records,
+    records: RunRecords,
     dp_size: int,
 ) -> Leader:
     """mode=train_only: rank 0's loop over recorded batches, without engines. Raises `BadRecording`."""
     recorded = RecordedRollouts(
-        c.rollout.recorded or "",
+        c.rollout.recording or "",
         node=job.node,
         batches=c.train.total_steps,
         routes=route_shape(shape) if c.train.replay == "rollout" else None,

@@ -305,7 +305,7 @@ def test_ways_to_replay_and_to_round_share_a_server(
         raise EngineUnhealthy("it would have started")
 
     monkeypatch.setattr("launch_compare_runs.shared_engines", engines)
-    other = ("--variant", "b:", "train.replay=trainer", "engine.simulate=fp8_blockwise")
+    other = ("--variant", "b:", "train.replay=trainer", "engine.fake_quant=fp8_blockwise")
     assert (
         compare("--seeds", "0", "--variant", "a:", *other, "--shared-engines")
         == ExitCode.ENGINE_FAILED

@@ -6,13 +6,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.support.policies import TWO_DIGIT_ADDITION
+from launch.testbed.policies import TWO_DIGIT_ADDITION
 from tests.support.scripts import load_script
 
 script: Any = load_script("replay_gaps")
 MODEL, KIND = (
     f"--model=moe={TWO_DIGIT_ADDITION}",
-    ("--rollouts", "fp8:", "engine.simulate=fp8_blockwise"),
+    ("--rollouts", "fp8:", "engine.fake_quant=fp8_blockwise"),
 )
 COMMON = ("--common", "experiment=smoke")
 
@@ -24,7 +24,7 @@ COMMON = ("--common", "experiment=smoke")
         (("--model=moe=/nowhere", *KIND, *COMMON), "moe=/nowhere"),
         ((MODEL, "--rollouts", "engine.dtype=bfloat16", *COMMON), "begin with a name and a colon"),
         (
-            (MODEL, "--rollouts", "fp8:", "engine.simulate=fp4", *COMMON),
+            (MODEL, "--rollouts", "fp8:", "engine.fake_quant=fp4", *COMMON),
             "Must be one of off, bf16, fp8_blockwise",
         ),
     ],
@@ -58,13 +58,13 @@ def test_the_measurement_is_of_the_same_run_without_its_engines(tmp_path: Path) 
     )
     (case,) = script.plan(given)
     case.directory.mkdir()
-    assert {"engine.simulate=fp8_blockwise", "engine.count=2", "engine=managed"} <= set(
+    assert {"engine.fake_quant=fp8_blockwise", "engine.count=2", "engine=managed"} <= set(
         script.drawn(case)
     )
     measured = script.measured(case)
     assert not [override for override in measured if override.startswith("engine")]
     configuration = script.compose(measured)
-    assert (configuration.mode, configuration.rollout.recorded) == (
+    assert (configuration.mode, configuration.rollout.recording) == (
         "train_only",
         str(case.directory),
     )
@@ -75,7 +75,7 @@ def test_the_measurement_is_of_the_same_run_without_its_engines(tmp_path: Path) 
 
 
 def test_a_row_for_each_way_to_replay_and_one_for_a_model_without_experts(tmp_path: Path) -> None:
-    from megatron_rl.mcore.cpu import compat
+    from megatron_rl.mcore import compat
 
     compat.install()
     from launch.studies.policy_gaps import Gap, Gaps

@@ -37,9 +37,16 @@ def test_by_default_a_prompt_that_is_right_one_time_in_ten_is_taken_at_least_eve
 def test_a_prompt_that_was_not_drawn_for_long_is_taken_every_other_time() -> None:
     assert [acceptance(0.0, unseen, SETTINGS) for unseen in (99, 100, 10_000)] == [0.02, 0.5, 0.5]
     assert acceptance(0.74, 100, SETTINGS) == pytest.approx((0.74 / 0.75) ** 6)
-    assert acceptance(0.0, 7, SelectionSettings(
-        name="belief", expert=SelectionExpertSettings(max_age_steps=7, min_acceptance=0.9)
-    )) == 0.9
+    assert (
+        acceptance(
+            0.0,
+            7,
+            SelectionSettings(
+                name="belief", expert=SelectionExpertSettings(max_age_steps=7, min_acceptance=0.9)
+            ),
+        )
+        == 0.9
+    )
 
 
 def test_coins_are_fair_and_fall_the_same_again() -> None:
