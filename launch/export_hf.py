@@ -139,21 +139,21 @@ def export(options: argparse.Namespace) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = (
         ""  # nothing is computed, and a GPU has less room than its host
     )
-    from megatron_rl.mcore.cpu import compat
+    from megatron_rl.mcore import compat
     from megatron_rl.mcore.job import join, leave
 
     job = join(ParallelSettings())
     progress = Progress(0, enabled=job.rank == 0)
     try:
         plan = make_plan(options, job, progress)
-        with progress.during("importing Megatron"):
+        with progress.task("importing Megatron"):
             compat.install()
             from megatron_rl.mcore import parallel
         parallel.initialize(ParallelSettings(), seed=0, job=job)
-        progress.say(f"exporting {plan.checkpoint} after step {plan.step} as {plan.dtype}")
-        with progress.during("exporting"):
+        progress.log(f"exporting {plan.checkpoint} after step {plan.step} as {plan.dtype}")
+        with progress.task("exporting"):
             write(plan, options)
-        progress.say(f"done: {options.out}")
+        progress.log(f"done: {options.out}")
     finally:
         leave()
 
@@ -163,17 +163,17 @@ def make_plan(options: argparse.Namespace, job: Job, progress: Progress) -> Plan
 
     Raises `BadCheckpoint`, `ExportRefused`.
     """
-    from megatron_rl.run.checkpoints.resume import candidates_in, newest_whole
+    from megatron_rl.run.checkpoints.resume import checkpoints_at, newest_complete
 
-    with progress.during("comparing the files with their hashes"):
-        checkpoint, damaged = newest_whole(candidates_in(options.checkpoint), job)
+    with progress.task("comparing the files with their hashes"):
+        checkpoint, damaged = newest_complete(checkpoints_at(options.checkpoint), job)
     if checkpoint is None:
         found = " | ".join(damaged) or "none at all"
         raise BadCheckpoint(
             f"{options.checkpoint}: no whole checkpoint is there ({found}). Give another one"
         )
     for problem in damaged:
-        progress.say(f"warning: a damaged checkpoint is passed over: {problem}")
+        progress.log(f"warning: a damaged checkpoint is passed over: {problem}")
     state = read_state(checkpoint)
     model = model_of(state, options.model)
     dtype = options.dtype or state.settings.get("run.save_dtype") or model.dtype

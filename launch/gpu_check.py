@@ -28,7 +28,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "launch" / "results" / "gpu_check"
-MARK = "GPU-CHECK "  # of the line in which a stage reports: tests/gpu/stage.py
+MARK = "GPU-CHECK "  # of the line in which a stage reports: launch/gpu_stages/stage.py
 BUDGET_S = 540.0
 TAIL_LINES = 40
 # Stages in the order of what they tell, with the seconds each may take: later ones get what is left

@@ -188,8 +188,8 @@ def merge(options: argparse.Namespace, weights: Sequence[float], sources: Sequen
 
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     progress = Progress(0, enabled=True)
-    progress.say(f"merging {len(sources)} checkpoints")
-    with progress.during("merging"):
+    progress.log(f"merging {len(sources)} checkpoints")
+    with progress.task("merging"):
         merging.merge_checkpoints(sources, options.out, one, dtype=dtype)
 
 

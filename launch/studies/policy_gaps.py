@@ -18,7 +18,7 @@ from megatron_rl.training.micro_batches import MicroBatch
 from megatron_rl.training.old_policy import compute_old_policy
 from megatron_rl.training.policy import Policy
 from megatron_rl.training.update import update_policy
-from megatron_rl.training.update_routes import with_routes
+from megatron_rl.training.replay.update_routes import with_routes
 from megatron_rl.training.worker import Worker
 
 _TAIL = 0.999

@@ -2,11 +2,9 @@
 
 import numpy as np
 
-from megatron_rl.contracts.group import RolloutLocation, RolloutRef, Verdict
 from megatron_rl.contracts.rollout import FinishReason, Role, Rollout, Segment
 
 VERSION = 5  # of the weights that `make_rollout`'s response is drawn with
-NOWHERE = RolloutLocation(node=0, pid=0, fd=0, offset=0, nbytes=0)
 
 
 def make_rollout(
@@ -60,20 +58,3 @@ def assert_equal(left: Rollout, right: Rollout) -> None:
         if a.logprobs is not None and b.logprobs is not None:
             np.testing.assert_array_equal(a.logprobs, b.logprobs)
     np.testing.assert_array_equal(left.routes, right.routes)
-
-
-def make_ref(
-    rollout: Rollout, location: RolloutLocation = NOWHERE, *, reward: float = 1.0
-) -> RolloutRef:
-    trainable = [s for s in rollout.segments if s.trainable]
-    return RolloutRef(
-        rollout_id=rollout.rollout_id,
-        prompt_id=rollout.prompt_id,
-        sample_index=rollout.sample_index,
-        num_inputs=rollout.num_tokens - 1,
-        num_trainable=sum(len(s.tokens) for s in trainable),
-        finish_reason=rollout.finish_reason,
-        versions=tuple(sorted({s.version for s in trainable})),
-        verdict=Verdict(reward=reward, correctness=reward),
-        location=location,
-    )

@@ -13,7 +13,8 @@ import pytest
 
 from tests.support.torchrun import torchrun
 
-SCRIPT = Path(__file__).with_name("both_passes.py")
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "launch/gpu_stages/both_passes.py"
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,13 @@ from itertools import islice
 import torch
 from transformers import AutoModelForCausalLM
 
+from launch.testbed.policies import COLUMN_ADDITION
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.prompts import column_addition_mixed
 from megatron_rl.prompts.question import Question
 from megatron_rl.rewards.exact_match import ExactMatch
-from tests.support.policies import COLUMN_ADDITION
 
 END, MOST_NEW_TOKENS = 1, 32
 

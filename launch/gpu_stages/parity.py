@@ -7,22 +7,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, get_args
 
-from megatron_rl.mcore.cpu import compat
+from megatron_rl.mcore import compat
 
 compat.install()
 
 import torch
 from safetensors.torch import load_file
 
+from launch.gpu_stages.stage import Report, Setting, run
+from launch.testbed.packed_sequences import pack, sequence
+from launch.testbed.tiny_families import FAMILIES, randomized
 from megatron_rl.config.schema import ModelSettings, ParallelSettings
 from megatron_rl.mcore import parallel
 from megatron_rl.mcore.layer_spec import Spec
 from megatron_rl.mcore.model import build_models
 from megatron_rl.mcore.weights import iterate_hf_weights, load_hf_weights
 from megatron_rl.models.families import read_shape
-from tests.gpu.stage import Report, Setting, run
-from tests.mcore.packs import pack, sequence
-from tests.mcore.tiny_families import FAMILIES, randomized
 
 INDICES = range(12)
 FLOAT32 = 1e-4  # of logits of size 1 to 10; on GPUs sums have another order than transformers'

@@ -8,19 +8,25 @@ import dataclasses
 import statistics
 import time
 
-from megatron_rl.mcore.cpu import compat
+from megatron_rl.mcore import compat
 
 compat.install()
 
 import torch
 
+from launch.gpu_stages.stage import Report, Setting, run
+from launch.gpu_stages.workers import (
+    ROUTES_OF_NOBODY,
+    configure,
+    make_rollouts,
+    open_worker,
+    write_model,
+)
 from megatron_rl.mcore import parallel
 from megatron_rl.planning.rank_view import RankView
 from megatron_rl.planning.step_planner import StepPlanner
 from megatron_rl.training.micro_batches import Batcher
 from megatron_rl.training.worker import Worker
-from tests.gpu.stage import Report, Setting, run
-from tests.gpu.workers import ROUTES_OF_NOBODY, configure, make_rollouts, open_worker, write_model
 
 _ENOUGH_BYTES = (
     100 * 2**30

@@ -8,18 +8,24 @@ import dataclasses
 import time
 from pathlib import Path
 
-from megatron_rl.mcore.cpu import compat
+from megatron_rl.mcore import compat
 
 compat.install()
 
 import torch
 
+from launch.gpu_stages.stage import Report, Setting, run
+from launch.gpu_stages.workers import (
+    ROUTES_OF_NOBODY,
+    configure,
+    make_rollouts,
+    open_worker,
+    write_model,
+)
 from megatron_rl.mcore import parallel
 from megatron_rl.mcore.checkpoint import gather_tensors, load_tensors, write_tensors
 from megatron_rl.planning.step_planner import StepPlanner
 from megatron_rl.training.worker import Worker
-from tests.gpu.stage import Report, Setting, run
-from tests.gpu.workers import ROUTES_OF_NOBODY, configure, make_rollouts, open_worker, write_model
 
 
 def state(setting: Setting, report: Report) -> None:

@@ -15,6 +15,9 @@ compat.install()
 import numpy as np
 import torch
 
+from launch.gpu_stages.stage import Report, Setting, Skipped, run
+from launch.gpu_stages.workers import configure, open_worker, write_model
+from launch.testbed.rollout_refs import make_ref
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.contracts.rollout import FinishReason, Rollout
@@ -32,9 +35,6 @@ from sglang_bridge.keys import create_keys
 from sglang_bridge.server.lifeline import Lifeline
 from sglang_bridge.server.managed_engine import ManagedEngine
 from sglang_bridge.settings import ServerPlace, ServerSettings
-from tests.gpu.stage import Report, Setting, Skipped, run
-from tests.gpu.workers import configure, open_worker, write_model
-from tests.support.rollouts import make_ref
 
 _LIMIT = {"float32": 5e-5, "bfloat16": 0.05}  # nats, the mean
 _MOST_DISAGREEMENT = {

@@ -2,7 +2,7 @@
 of every time.
 """
 
-from megatron_rl.mcore.cpu import compat
+from megatron_rl.mcore import compat
 
 compat.install()
 

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from launch.testbed.character_tokenizer import write_character_tokenizer
+from launch.testbed.rollout_refs import make_ref
 from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.group import RolloutRef
@@ -24,8 +26,6 @@ from megatron_rl.models.shape import ModelShape
 from megatron_rl.rollouts.store import RolloutStore
 from megatron_rl.run.build import build_worker
 from megatron_rl.training.worker import Worker
-from tests.support.character_tokenizer import write_character_tokenizer
-from tests.support.rollouts import make_ref
 
 ROUTES_OF_NOBODY = "train.max_route_disagreement=1"  # random ones are not what the routers choose
 _COMMON = {

@@ -10,7 +10,7 @@ import shutil
 
 import torch
 
-from tests.gpu.stage import Report, Setting, run
+from launch.gpu_stages.stage import Report, Setting, run
 
 _VERSIONS = (
     "torch",

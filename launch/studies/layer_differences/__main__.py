@@ -5,7 +5,7 @@ On the same tokens with the engine's routes replayed, float32, one rank, for eac
 layer. The engine draws while it is watched, so its rows come from prefills and from decoding in
 batches of every size; Megatron computes the same rows in packed micro-batches.
 
-    PYTHONPATH=.:kernels:tests python tests/engine/layer_differences.py --task column_addition --prompts 80
+    PYTHONPATH=.:kernels:tests python launch/studies/layer_differences/__main__.py --task column_addition --prompts 80
 """
 
 import argparse
@@ -17,12 +17,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.mcore.cpu import compat
+from megatron_rl.mcore import compat
 
 compat.install()
 
 import torch
 
+from launch.studies.layer_differences.engine_layers import arguments
+from launch.studies.layer_differences.megatron_layers import watch
+from launch.testbed.engine_rollouts import draw_rollouts
+from launch.testbed.policies import make_batcher, make_planner, make_policy
+from launch.testbed.rollout_refs import make_ref
 from megatron_rl.config.algorithms import GrpoSettings
 from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import ParallelSettings
@@ -32,11 +37,6 @@ from megatron_rl.mcore.schedule import run_schedule
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.prompts.factory import open_prompts
-from tests.support.engine_layers import arguments
-from tests.support.engines import draw_rollouts
-from tests.support.megatron_layers import watch
-from tests.support.policies import make_batcher, make_planner, make_policy
-from tests.support.rollouts import make_ref
 
 TASKS = {"two_digit_addition": "smoke", "column_addition": "quickstart"}
 Rows = dict[str, dict[int, torch.Tensor]]  # by operation and position

@@ -1,6 +1,6 @@
 """The table of faults: what a run with two ranks does when something happens to it.
 
-PYTHONPATH=.:tests python tests/chaos/faults.py [--only WORD ...] [--keep DIRECTORY]
+PYTHONPATH=.:tests python launch/studies/faults/__main__.py [--only WORD ...] [--keep DIRECTORY]
 
 It needs root for the small disks it mounts, and about ten minutes.
 """
@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.support.faults import FAULTS, Fault, Outcome, suffer
+from launch.studies.faults.injection import FAULTS, Fault, Outcome, suffer
 
 
 def main() -> None:

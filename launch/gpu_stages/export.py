@@ -6,16 +6,16 @@ from __future__ import annotations
 
 import time
 
-from megatron_rl.mcore.cpu import compat
+from megatron_rl.mcore import compat
 
 compat.install()
 
 import torch
 
+from launch.gpu_stages.stage import Report, Setting, run
+from launch.gpu_stages.workers import configure, open_worker, write_model
+from launch.testbed.packed_sequences import pack, sequence
 from megatron_rl.mcore import parallel
-from tests.gpu.stage import Report, Setting, run
-from tests.gpu.workers import configure, open_worker, write_model
-from tests.mcore.packs import pack, sequence
 
 INDICES = range(6)
 _LIMIT = {"float32": 1e-4, "bfloat16": 0.05}  # the mean, of logits whose largest is 1

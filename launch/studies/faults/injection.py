@@ -16,8 +16,8 @@ from pathlib import Path
 
 import psutil
 
+from launch.testbed.jobs import ROOT, family, named, start_job, survivors, wait_for_step
 from megatron_rl.contracts.exit_codes import ExitCode
-from tests.support.jobs import ROOT, family, named, start_job, survivors, wait_for_step
 
 MOST_SECONDS = 15.0
 _SHARED_MEMORY = Path("/dev/shm")

@@ -4,13 +4,13 @@ precisions.
 
 from __future__ import annotations
 
-from megatron_rl.mcore.cpu import compat
+from megatron_rl.mcore import compat
 
 compat.install()
 
+from launch.gpu_stages import both_passes
+from launch.gpu_stages.stage import Report, Setting, run
 from megatron_rl.mcore import parallel
-from tests.gpu.stage import Report, Setting, run
-from tests.training import both_passes
 
 
 def passes(setting: Setting, report: Report) -> None:

@@ -1,4 +1,4 @@
-"""Selectors for tests."""
+"""A selector that always chooses the same prompts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,20 +10,22 @@ from megatron_rl.prompts.selection.uniform import UniformStep
 
 
 @dataclass(frozen=True)
-class Given:
-    """The same prompts at each step."""
+class FixedPrompts:
+    """The same prompts at each step, `samples` rollouts of each."""
 
     prompts: Sequence[Prompt]
     samples: int
 
     def select(self, step: int) -> StepSelection:
+        """Choose the prompts for any step."""
         return UniformStep(self.prompts, self.samples)
 
     def state(self) -> SelectorState:
+        """Return the state of a selector that has chosen nothing yet."""
         return SelectorState(prompts=PromptCursor(epoch=0, position=0, digest=""))
 
     def restore(self, state: SelectorState) -> None:
-        """There is nothing to go on with."""
+        """Do nothing: there is no state to restore."""
 
     def widen(self) -> None:
-        """There is nothing to forget."""
+        """Do nothing: there are no estimates."""

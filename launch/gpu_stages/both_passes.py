@@ -9,12 +9,14 @@ import json
 import sys
 from pathlib import Path
 
-from megatron_rl.mcore.cpu import compat
+from megatron_rl.mcore import compat
 
 compat.install()
 
 import torch
 
+from launch.testbed.batches import make_batch
+from launch.testbed.policies import ADAM, ASSETS, make_batcher, make_planner, train_settings
 from megatron_rl.config.algorithms import GrpoSettings
 from megatron_rl.config.schema import ModelSettings, ParallelSettings, RolloutSettings
 from megatron_rl.losses.grpo import Grpo
@@ -30,8 +32,6 @@ from megatron_rl.training.metric_sums import MetricSums
 from megatron_rl.training.old_policy import compute_old_policy
 from megatron_rl.training.policy import Policy
 from megatron_rl.training.update import update_policy
-from tests.support.batches import make_batch
-from tests.support.policies import ADAM, ASSETS, make_batcher, make_planner, train_settings
 
 GRID = ParallelSettings(timeout_s=60)
 REPEATS = 4

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from launch.testbed.rollout_refs import make_ref
 from megatron_rl.contracts.group import RolloutRef
 from megatron_rl.contracts.rollout import FinishReason, Role, Rollout, Segment
 from megatron_rl.models.shape import ModelShape
-from tests.support.rollouts import make_ref
 
 
 def make_batch(

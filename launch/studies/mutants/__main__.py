@@ -1,7 +1,7 @@
 """`make mutants`: mutmut over the modules named in `pure.cfg` and `mcore.cfg`, in copies of the
 tree.
 
-    python tests/mutants/run.py [pure|mcore ...] [--only 'megatron_rl.credit*']
+    python launch/studies/mutants/__main__.py [pure|mcore ...] [--only 'megatron_rl.credit*']
 
 Prints what no test noticed, then a table by module; ends with 1 when fewer than `ENOUGH` of all are
 killed. Killed: a test failed, or ran out of time; a worker that crashed shows nothing. Strings are
@@ -102,7 +102,7 @@ def fork_for_each(only: list[str]) -> dict[tuple[str, str], int]:
         raise SystemExit("the tests do not pass without a mutation")
     os.chdir("mutants")
     sys.path[:0] = [os.getcwd()]
-    importlib.import_module("tests.mutants.preload")
+    importlib.import_module("launch.studies.mutants.preload")
     stats = json.loads(Path("mutmut-stats.json").read_text())
     tests, seconds = stats["tests_by_mangled_function_name"], stats["duration_by_test"]
     os.chdir("..")
@@ -207,7 +207,7 @@ def main() -> int:
         folder = stage(part)
         command = [
             sys.executable,
-            folder / "tests/mutants/run.py",
+            folder / "launch/studies/mutants/__main__.py",
             "--inside",
             part,
             "--only",

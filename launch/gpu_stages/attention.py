@@ -8,15 +8,15 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_rl.mcore.cpu import compat
+from megatron_rl.mcore import compat
 
 compat.install()
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megatron_rl.mcore.cpu.modules import CpuCoreAttention
-from tests.gpu.stage import Report, Setting, run
+from launch.gpu_stages.stage import Report, Setting, run
+from megatron_rl.mcore.layers.attention import CpuCoreAttention
 
 _HEADS, _GROUPS, _DIM = 16, 4, 128
 MOST_ERROR = 0.02  # of values of size 1 in bfloat16, whose rounding is 0.004

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.gpu.stage import Report, Setting, run
+from launch.gpu_stages.stage import Report, Setting, run
 
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 _SMALL = ("--device", "cpu", "--operations", "objective", "--repeats", "1")

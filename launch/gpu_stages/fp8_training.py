@@ -6,17 +6,23 @@ from __future__ import annotations
 
 import time
 
-from megatron_rl.mcore.cpu import compat
+from megatron_rl.mcore import compat
 
 compat.install()
 
 import torch
 
+from launch.gpu_stages.stage import Report, Setting, Skipped, run
+from launch.gpu_stages.workers import (
+    ROUTES_OF_NOBODY,
+    configure,
+    make_rollouts,
+    open_worker,
+    write_model,
+)
 from megatron_rl.contracts.launch_facts import has_transformer_engine
 from megatron_rl.mcore import parallel
 from megatron_rl.planning.step_planner import StepPlanner
-from tests.gpu.stage import Report, Setting, Skipped, run
-from tests.gpu.workers import ROUTES_OF_NOBODY, configure, make_rollouts, open_worker, write_model
 
 _MOST_GRAD_NORM_CHANGE = 0.2  # relative; e4m3 rounds to three bits
 

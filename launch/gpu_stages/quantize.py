@@ -9,7 +9,7 @@ import time
 import torch
 
 from espo_kernels import quantize_fp8_blockwise
-from tests.gpu.stage import Report, Setting, run
+from launch.gpu_stages.stage import Report, Setting, run
 
 _BLOCK = 128
 _HALF_STEP = 2**-4  # relative: e4m3 has three bits behind the leading one

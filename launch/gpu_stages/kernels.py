@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 
-from tests.gpu.stage import Report, Setting, run
+from launch.gpu_stages.stage import Report, Setting, run
 
 _ON_GPU = ("tests/kernels/triton", "tests/kernels/test_kernels_on_gpu.py")
 _SMALL = ("tests/kernels/test_espo_golden.py", "tests/kernels/test_policy_loss_reference.py")

@@ -1,0 +1,1 @@
+"""Differences between an engine and the trainer, operation by operation."""

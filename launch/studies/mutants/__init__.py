@@ -1,0 +1,1 @@
+"""Mutation testing: changes to the code that a unit test must notice."""

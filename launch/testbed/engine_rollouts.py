@@ -1,0 +1,59 @@
+"""Rollouts from real engines, generated as a run generates them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from launch.testbed.selectors import FixedPrompts
+from megatron_rl.config.schema import Configuration
+from megatron_rl.contracts.prompt import Prompt
+from megatron_rl.contracts.rollout import Rollout
+from megatron_rl.engines.engines import open_engines
+from megatron_rl.mcore.parallel import RankLayout
+from megatron_rl.models.families import read_shape
+from megatron_rl.records.run_directory import RunDirectory
+from megatron_rl.rollouts.rollout_batch import RolloutStage
+from megatron_rl.rollouts.store import read_rollout
+
+ONLY_RANK = RankLayout(
+    rank=0,
+    world_size=1,
+    local_rank=0,
+    local_world_size=1,
+    node=0,
+    num_nodes=1,
+    dp_rank=0,
+    dp_size=1,
+    tp_rank=0,
+    pp_rank=0,
+    cp_rank=0,
+    ep_rank=0,
+    device=torch.device("cpu"),
+    control_group=None,
+    tp_group=None,
+    cp_group=None,
+)
+
+
+def draw_rollouts(
+    configuration: Configuration, prompts: Sequence[Prompt], directory: Path
+) -> list[Rollout]:
+    """One batch, drawn and judged as a run would: engines, collector and queue; its weights are the
+    checkpoint's.
+
+    Needs `engine.extra_args=[--weight-version=0]`, as nothing is synced.
+    """
+    shape = read_shape(configuration.model.path)
+    (directory / "logs").mkdir(parents=True)
+    with open_engines(configuration, shape, ONLY_RANK, RunDirectory(directory)) as engines:
+        connected = engines.connect()
+        assert connected is not None
+        stage = RolloutStage(
+            connected.queue,
+            configuration.rollout,
+            FixedPrompts(prompts, configuration.rollout.samples_per_prompt),
+            shape.eos_token_ids,
+            engines.check,
+        )
+        return [read_rollout(ref) for group in stage.draw(1).groups for ref in group.rollouts]
