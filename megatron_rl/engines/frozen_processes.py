@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
-from sglang_bridge.server.process_table import state
-from sglang_bridge.server.supervise import descendants
+from sglang_bridge.server.process_table import descendants, is_stopped
 
 _SECONDS = 7.0
 _MOST_SECONDS_A_LOOK = 2.0
@@ -50,4 +49,4 @@ class FrozenProcesses:
 
 
 def _stopped(pids: Iterable[int]) -> list[int]:
-    return [pid for pid in pids if state(pid) == "T"]
+    return [pid for pid in pids if is_stopped(pid)]

@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
+
 from megatron_rl.config.schema import EngineSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.engines.frozen_processes import FrozenProcesses
@@ -21,10 +23,10 @@ from sglang_bridge.errors import EngineError, how_it_ended
 from sglang_bridge.keys import RunKeys
 from sglang_bridge.server.lifeline import Lifeline, start_supervised
 from sglang_bridge.server.log_tail import last_lines
-from sglang_bridge.server.process_table import Process, kill, tree
 from sglang_bridge.server.managed_engine import ManagedEngine
-from sglang_bridge.settings import ServerPlace
+from sglang_bridge.server.process_table import kill, process_tree
 from sglang_bridge.server.shared_memory import mapped_shared_memory, remove_shared_memory
+from sglang_bridge.settings import ServerPlace
 
 _POLL_SECONDS = 0.2
 _STOP_SECONDS = 15.0
@@ -122,8 +124,8 @@ class NodeProcesses:
         except subprocess.TimeoutExpired:
             self._collector.kill()
 
-    def _processes(self) -> list[Process]:
-        return [process for pid in self._supervisors.values() for process in tree(pid)]
+    def _processes(self) -> list[psutil.Process]:
+        return [process for pid in self._supervisors.values() for process in process_tree(pid)]
 
     @property
     def _supervisors(self) -> dict[str, int]:

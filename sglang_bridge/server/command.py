@@ -9,15 +9,16 @@ from pathlib import Path
 
 from sglang_bridge.settings import ServerPlace, ServerSettings, kv_cache_slots
 
-# Without a GPU: SGLang's own torch fallbacks, no overlap of scheduling with a device that is not
-# there, and no busy waiting: an idle engine would take a core from the trainer.
+# Without a GPU, SGLang uses its own torch fallbacks and cannot overlap scheduling with a device. It
+# must not wait busily either, because an idle engine would take a core from the trainer.
 _CPU_ARGS = (
     "--attention-backend=torch_native",
     "--sampling-backend=pytorch",
     "--disable-overlap-schedule",
     "--sleep-on-idle",
 )
-# Records the experts of every token. SGLang's own choice for Qwen3-MoE on the newest GPUs does not.
+# This runner records the experts of every token. SGLang's default for Qwen3-MoE on the newest GPUs
+# does not.
 RECORDING_RUNNER = "triton"
 _LOOPBACK = frozenset({"127.0.0.1", "localhost"})
 
@@ -25,7 +26,7 @@ _LOOPBACK = frozenset({"127.0.0.1", "localhost"})
 def build_argv(
     settings: ServerSettings, place: ServerPlace, *, port: int, key_config: Path
 ) -> list[str]:
-    """The server's argument list. key_config: see `keys.write_server_config`."""
+    """Build the server's argument list. key_config: see `keys.write_server_config`."""
     argv = [
         sys.executable,
         "-m",
@@ -52,30 +53,31 @@ def build_argv(
         argv.append(f"--quantization={settings.quantization}")
     if place.return_routes:
         argv.append("--enable-return-routed-experts")
-        argv += [f"--moe-runner-backend={RECORDING_RUNNER}"] if place.device == "cuda" else []
+        if place.device == "cuda":
+            argv.append(f"--moe-runner-backend={RECORDING_RUNNER}")
     if place.load_format is not None:
         argv.append(f"--load-format={place.load_format}")
     else:
-        argv.append(
-            "--weight-version=0"
-        )  # the start checkpoint: what it answers may be judged before any sync
+        # Version 0 is the start checkpoint. Its rollouts may be scored before any weight update.
+        argv.append("--weight-version=0")
     if place.device == "cpu":
         argv += _CPU_ARGS
     return [*argv, *settings.extra_args]
 
 
 def cpu_shim_path() -> Path:
-    """The directory that goes first on PYTHONPATH of CPU servers."""
+    """The directory that comes first on the PYTHONPATH of CPU servers."""
     return Path(__file__).parents[1] / "cpu_shim"
 
 
 def build_environment(
-    settings: ServerSettings, place: ServerPlace, inherited: Mapping[str, str]
+    settings: ServerSettings, place: ServerPlace, parent: Mapping[str, str]
 ) -> dict[str, str]:
-    """The server's environment: the inherited one without torchrun's variables, which would mislead
-    its own group.
+    """Build the server's environment from this process's.
+
+    torchrun's variables are removed, because they would mislead the server's own process group.
     """
-    environment = {key: value for key, value in inherited.items() if not _belongs_to_torchrun(key)}
+    environment = {key: value for key, value in parent.items() if not _belongs_to_torchrun(key)}
     environment |= {
         "OMP_NUM_THREADS": str(settings.threads),
         "TOKENIZERS_PARALLELISM": "false",
@@ -88,41 +90,42 @@ def build_environment(
         environment["CUDA_VISIBLE_DEVICES"] = ""
         search.insert(0, str(cpu_shim_path()))
     else:
-        environment |= nccl_environment(inherited)
+        environment |= nccl_environment(parent)
     if place.gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(
-            _devices(place.gpus, inherited.get("CUDA_VISIBLE_DEVICES"))
+            _devices(place.gpus, parent.get("CUDA_VISIBLE_DEVICES"))
         )
-    if inherited.get("PYTHONPATH"):
-        search.append(inherited["PYTHONPATH"])
+    if parent.get("PYTHONPATH"):
+        search.append(parent["PYTHONPATH"])
     environment["PYTHONPATH"] = os.pathsep.join(search)
     if place.host in _LOOPBACK:
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return environment
 
 
-def nccl_environment(inherited: Mapping[str, str]) -> dict[str, str]:
-    """What NCCL has to find in the environment of trainer and engines alike, before either starts
-    it.
+def nccl_environment(parent: Mapping[str, str]) -> dict[str, str]:
+    """NCCL variables that trainer and engines must share, set before either starts NCCL.
 
-    Their common group would hang if one side used cuMem or NVLS buffers and the other did not;
-    SGLang switches off both unless its environment says otherwise.
+    Their common group would hang if one side used cuMem or NVLS buffers and the other did not.
+    SGLang disables both unless its environment sets them.
     """
-    return {name: inherited.get(name, "0") for name in ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")}
+    return {name: parent.get(name, "0") for name in ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")}
 
 
 def _devices(gpus: tuple[int, ...], visible: str | None) -> list[str]:
-    """The engine's devices: `gpus` counts within what this process may see, which a scheduler may
-    have restricted.
+    """Select the engine's devices.
+
+    gpus: indices into the devices that this process may see. A scheduler may have restricted them.
     """
     if visible is None:
         return [str(gpu) for gpu in gpus]
-    listed = [device.strip() for device in visible.split(",") if device.strip()]
-    if max(gpus) >= len(listed):
+    devices = [device.strip() for device in visible.split(",") if device.strip()]
+    if max(gpus) >= len(devices):
         raise ValueError(
-            f"engine GPUs {gpus} with CUDA_VISIBLE_DEVICES={visible!r}: it lists only {len(listed)} devices"
+            f"engine GPUs {gpus} with CUDA_VISIBLE_DEVICES={visible!r}: "
+            f"it lists only {len(devices)} devices"
         )
-    return [listed[gpu] for gpu in gpus]
+    return [devices[gpu] for gpu in gpus]
 
 
 def _belongs_to_torchrun(key: str) -> bool:

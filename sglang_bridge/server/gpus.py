@@ -1,4 +1,4 @@
-"""Which GPUs there are, and whether the installed torch can use them, without importing it."""
+"""Counts GPUs, and checks if the installed torch can use them, without importing torch."""
 
 from __future__ import annotations
 
@@ -11,23 +11,20 @@ from pathlib import Path
 
 
 def visible_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> int:
-    """How many NVIDIA GPUs a process with this environment may use, by their device files."""
-    present, visible = (
-        len(list(devices.glob("nvidia[0-9]*"))),
-        environment.get("CUDA_VISIBLE_DEVICES"),
-    )
+    """Count the NVIDIA GPUs that a process with this environment may use, by their device files."""
+    present = len(list(devices.glob("nvidia[0-9]*")))
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return present
-    # CUDA ignores what follows an invalid entry.
-    listed = list(
-        itertools.takewhile(lambda device: device.strip() not in ("", "-1"), visible.split(","))
-    )
-    return min(present, len(listed))
+    # CUDA ignores everything after an invalid entry.
+    valid = itertools.takewhile(lambda device: device.strip() not in ("", "-1"), visible.split(","))
+    return min(present, len(list(valid)))
 
 
 def torch_uses_cuda(search_path: Sequence[str] | None = None) -> bool:
-    """Whether the torch installed in `search_path` (None: this interpreter's) is built for CUDA, as
-    its files say.
+    """True if the installed torch is built for CUDA, judged by its files.
+
+    search_path: folders to look in. None means this interpreter's.
     """
     path = list(sys.path if search_path is None else search_path)
     torch = next(iter(importlib.metadata.distributions(name="torch", path=path)), None)

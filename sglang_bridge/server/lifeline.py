@@ -1,4 +1,4 @@
-"""A pipe that tells helper processes whether the trainer is still alive."""
+"""A pipe that shows helper processes if the trainer is still alive."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from typing import IO
 
 
 class Lifeline:
-    """Held by the trainer for as long as its helpers shall live.
+    """The trainer holds it for as long as its helpers shall live.
 
     One lifeline serves any number of helpers.
     """
 
     def __init__(self) -> None:
         self._read, self._write = os.pipe()
-        # A forked child without exec (not torch's spawn) would keep the pipe open: it must let go.
+        # A child that is forked without exec would keep the pipe open, so it closes its copy.
+        # torch's spawn is no such child.
         os.register_at_fork(after_in_child=self.close)
 
     @property
     def read_end(self) -> int:
-        """The descriptor a watcher inherits."""
+        """The descriptor that a supervisor inherits."""
         return self._read
 
     def close(self) -> None:
-        """Let go: every helper on this lifeline is ended by its supervisor."""
+        """Break the lifeline: its supervisors end every helper on it."""
         for descriptor in (self._read, self._write):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -44,9 +45,10 @@ def start_supervised(
 ) -> subprocess.Popen[bytes]:
     """Run a command under a supervisor that ends its whole process tree when the lifeline breaks.
 
-    The returned process is the supervisor: it ends when the command does, with the command's exit
-    code (128 + signal number if a signal ended it), and SIGTERM to it ends the tree. log receives
-    stdout and stderr.
+    The returned process is the supervisor. It ends when the command does, with the command's exit
+    code (128 + signal number if a signal ended it). SIGTERM to it ends the tree.
+
+    log: receives stdout and stderr. grace_seconds: time between SIGTERM and SIGKILL.
     """
     supervisor = [
         sys.executable,
@@ -64,7 +66,7 @@ def start_supervised(
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=subprocess.STDOUT if log is not None else None,
-        # an interrupt typed at a terminal reaches the trainer alone, which ends its helpers
+        # An interrupt typed at a terminal reaches the trainer alone, which ends its helpers.
         start_new_session=True,
     )
 

@@ -1,4 +1,4 @@
-"""The end of an engine's log, fit for an error message."""
+"""The end of an engine's log, shortened for an error message."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from pathlib import Path
 
 _TAIL_BYTES = 256 * 1024
 _LINE_CHARACTERS = 400
-_REFUSED_ARGUMENTS = re.compile(r"^[\w. -]+: error: (.+)$", re.MULTILINE)  # what argparse says last
+_PARSER_ERROR = re.compile(r"^[\w. -]+: error: (.+)$", re.MULTILINE)  # argparse's last line
 _EXCEPTION = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception): .+$", re.MULTILINE)
 
 
 def last_lines(path: Path, *, count: int = 30, secrets: Iterable[str] = ()) -> str:
-    """The last `count` lines of a log with every secret blanked out; an empty string if there is no
-    log.
+    """Return the last `count` lines of a log, with every secret blanked out.
+
+    Without a log, the text is empty.
     """
     try:
         with path.open("rb") as file:
@@ -25,20 +26,20 @@ def last_lines(path: Path, *, count: int = 30, secrets: Iterable[str] = ()) -> s
         return ""
     for secret in secrets:
         text = text.replace(secret, "***")
-    lines = text.splitlines()[-count:]
-    return "\n".join(
-        line if len(line) <= _LINE_CHARACTERS else line[:_LINE_CHARACTERS] + " ..."
-        for line in lines
-    )
+    return "\n".join(map(_shorten, text.splitlines()[-count:]))
 
 
-def refused_arguments(log: str) -> str | None:
-    """What the server's own parser said against its arguments, or None."""
-    said = _REFUSED_ARGUMENTS.findall(log)
-    return said[-1] if said else None
+def argument_error(log: str) -> str | None:
+    """The error with which the server's parser refused its arguments, or None."""
+    errors = _PARSER_ERROR.findall(log)
+    return errors[-1] if errors else None
 
 
 def last_exception(log: str) -> str | None:
     """The last line that ends a traceback, or None."""
-    said = _EXCEPTION.findall(log)
-    return said[-1] if said else None
+    exceptions = _EXCEPTION.findall(log)
+    return exceptions[-1] if exceptions else None
+
+
+def _shorten(line: str) -> str:
+    return line if len(line) <= _LINE_CHARACTERS else f"{line[:_LINE_CHARACTERS]} ..."

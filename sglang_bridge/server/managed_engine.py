@@ -1,4 +1,4 @@
-"""An SGLang server that this process starts, watches and ends."""
+"""An SGLang server that this process starts, monitors and ends."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ from sglang_bridge.errors import EngineDied, EngineUnhealthy
 from sglang_bridge.keys import RunKeys, write_server_config
 from sglang_bridge.server.command import build_argv, build_environment
 from sglang_bridge.server.lifeline import Lifeline, start_supervised
-from sglang_bridge.server.log_tail import last_exception, last_lines, refused_arguments
+from sglang_bridge.server.log_tail import argument_error, last_exception, last_lines
 from sglang_bridge.server.ports import choose_port
 from sglang_bridge.settings import ServerPlace, ServerSettings, server_refusals
 
 _POLL_SECONDS = 0.25
 _PORT_TAKEN = "address already in use"
 _PORT_ATTEMPTS = 3
-_GRACE_SECONDS = (
-    0.5  # a server has nothing to save, and SGLang takes five seconds over a polite end
-)
+# A server has nothing to save, and SGLang takes five seconds for an orderly shutdown.
+_GRACE_SECONDS = 0.5
 
 
 class ManagedEngine:
-    """One running server. Make it with `ManagedEngine.start`."""
+    """One running server. Create it with `ManagedEngine.start`."""
 
     def __init__(
         self,
@@ -43,7 +42,7 @@ class ManagedEngine:
         self.keys = keys
         self.log_path = log_path
         self._lifeline = lifeline
-        self._started = time.monotonic()
+        self._start_time = time.monotonic()
         self._starts = 0
         self._healthy = False
         self._launch(place.port)
@@ -58,66 +57,68 @@ class ManagedEngine:
         log_path: Path,
         lifeline: Lifeline,
     ) -> ManagedEngine:
-        """Start a server and return at once. Its log, of mode 0600, holds its keys: SGLang writes
-        its arguments.
+        """Start a server and return at once.
 
-        Raises `ValueError` for what `server_refusals` finds, a shape that no engine has and an address
-        that is not private.
+        log_path: a file of mode 0600, because SGLang logs its arguments and thereby the keys.
+
+        Raises `ValueError` for settings that `server_refusals` refuses, for parallel sizes that no
+        engine has and for an address that is not private.
         """
-        if found := [str(problem) for problem in server_refusals(settings, place.device)]:
-            raise ValueError("\n".join(found))
+        refusals = list(server_refusals(settings, place.device))
+        if refusals:
+            raise ValueError("\n".join(map(str, refusals)))
         require_private_address(place.host)
         return cls(settings, place, keys=keys, log_path=log_path, lifeline=lifeline)
 
     @property
     def engine(self) -> Engine:
-        """Its address and shape.
+        """The server's address and parallel sizes.
 
-        Until it is healthy, a port that was taken meanwhile is replaced by another one.
+        The port may change until the server is healthy, because another process may take it first.
         """
         return self._engine
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """The address that the server listens on."""
         return self._engine.url
 
     @property
     def pid(self) -> int:
-        """Process id of its supervisor."""
+        """The process id of the server's supervisor."""
         return self._process.pid
 
     def admin(self, *, timeout: float = 60.0) -> AdminClient:
-        """A control client with this run's keys."""
+        """A control client with this run's keys. timeout: seconds per call."""
         return AdminClient(self.engine, self.keys, timeout=timeout)
 
     def poll_healthy(self) -> bool:
-        """Whether it has become healthy, without waiting long.
+        """Check if the server has become healthy, without waiting long.
 
-        Raises `EngineDied`; a taken port is replaced.
+        A server whose port another process took is started again on another port. Raises
+        `EngineDied`.
         """
         if self._healthy:
             return True
-        if (
-            self._lost_its_port()
-        ):  # SGLang says so and then may linger in its warm-up: do not wait for its end
+        if self._lost_its_port():
+            # After logging the error, SGLang may linger in its warm-up: do not wait for its end.
             self._end(timeout=15.0)
             self._launch(None)
         self.check_alive()
-        self._healthy = (
-            self.admin().is_ready()
-        )  # only after SGLang's own warm-up has generated tokens
+        # The server reports ready only after SGLang's own warm-up has generated tokens.
+        self._healthy = self.admin().is_ready()
         return self._healthy
 
     def wait_healthy(self, deadline_seconds: float) -> None:
-        """Wait until healthy, at most `deadline_seconds` since the start.
+        """Wait until the server is healthy, at most `deadline_seconds` since its start.
 
-        Raises `EngineUnhealthy`, `EngineDied`.
+        Raises `EngineUnhealthy` and `EngineDied`.
         """
         while not self.poll_healthy():
-            if (waited := time.monotonic() - self._started) > deadline_seconds:
+            age = time.monotonic() - self._start_time
+            if age > deadline_seconds:
                 raise EngineUnhealthy(
-                    f"engine {self.url} was not healthy {waited:.0f} s after its start; raise "
+                    f"engine {self.url} was not healthy {age:.0f} s after its start; raise "
                     f"engine.start_timeout_s or read {self.log_path}",
                     log_tail=self.log_tail(),
                 )
@@ -126,24 +127,32 @@ class ManagedEngine:
     def check_alive(self) -> None:
         """Raise `EngineDied` if the server's process has ended."""
         code = self._process.poll()
-        if code is not None:
-            log = self.log_tail()
-            why = f"engine {self.url} ended by itself"
-            if self.settings.extra_args and (said := refused_arguments(log)):
-                why = f"engine.extra_args={self.settings.extra_args}: SGLang refuses them: {said}. Correct them; {why}"
-                log = ""  # thirty lines of usage
-            elif said := last_exception(log):
-                why = f"{why}: {said}"
-            raise EngineDied(why, returncode=code, log_tail=log)
+        if code is None:
+            return
+        log = self.log_tail()
+        message = f"engine {self.url} ended by itself"
+        parser_error = argument_error(log) if self.settings.extra_args else None
+        if parser_error is not None:
+            setting = f"engine.extra_args={self.settings.extra_args}"
+            message = f"{setting}: SGLang refuses them: {parser_error}. Correct them; {message}"
+            log = ""  # it holds only thirty lines of usage
+        else:
+            exception = last_exception(log)
+            if exception is not None:
+                message = f"{message}: {exception}"
+        raise EngineDied(message, returncode=code, log_tail=log)
 
     def log_tail(self, count: int = 30) -> str:
-        """The last lines of its log, keys blanked out."""
+        """The last lines of the server's log, with the keys blanked out."""
         return last_lines(
             self.log_path, count=count, secrets=(self.keys.api_key, self.keys.admin_api_key)
         )
 
     def stop(self, *, timeout: float = 15.0) -> None:
-        """End the server and every process below it; returns when none is left. Safe to call again."""
+        """End the server and every process below it, and return when none is left.
+
+        You may call it again.
+        """
         self._end(timeout)
         self._config_path().unlink(missing_ok=True)
 
@@ -152,7 +161,8 @@ class ManagedEngine:
             self._process.terminate()
             try:
                 self._process.wait(timeout)
-            except subprocess.TimeoutExpired:  # the supervisor itself hangs: its child dies with it
+            except subprocess.TimeoutExpired:
+                # The supervisor itself hangs. The kernel kills its child with it.
                 self._process.kill()
                 self._process.wait()
 
@@ -188,6 +198,6 @@ class ManagedEngine:
 
     def _lost_its_port(self) -> bool:
         with self.log_path.open("rb") as log:
-            log.seek(self._log_start)  # what an earlier start wrote does not count
-            said = log.read().decode(errors="replace").lower()
-        return self._starts < _PORT_ATTEMPTS and _PORT_TAKEN in said
+            log.seek(self._log_start)  # skip the output of earlier starts
+            text = log.read().decode(errors="replace").lower()
+        return self._starts < _PORT_ATTEMPTS and _PORT_TAKEN in text

@@ -7,12 +7,13 @@ import socket
 
 # Below Linux's ephemeral range, so that no outgoing connection takes a chosen port before the
 # server binds it.
-_FIRST_PORT, _LAST_PORT = 20000, 32000
+_FIRST_PORT = 20000
+_LAST_PORT = 32000
 _ATTEMPTS = 64
 
 
 def is_free(host: str, port: int) -> bool:
-    """Whether a server could bind the port now."""
+    """True if a server could bind the port now."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         # Servers set SO_REUSEADDR: a port in TIME_WAIT counts as free, one that listens does not.
@@ -24,13 +25,13 @@ def is_free(host: str, port: int) -> bool:
         return True
 
 
-def choose_port(host: str, preferred: int | None = None) -> int:
-    """The preferred port if it is free, else a random free one.
+def choose_port(host: str, preference: int | None = None) -> int:
+    """Choose the preferred port if it is free, else a random free one.
 
-    Another process may still take it first.
+    Another process may still take it first. Raises `OSError` if no free port is found.
     """
-    if preferred is not None and is_free(host, preferred):
-        return preferred
+    if preference is not None and is_free(host, preference):
+        return preference
     generator = random.SystemRandom()
     for _ in range(_ATTEMPTS):
         port = generator.randrange(_FIRST_PORT, _LAST_PORT)

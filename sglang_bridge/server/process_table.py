@@ -1,101 +1,98 @@
-"""Processes of this machine as /proc shows them.
-
-A process that has ended is nobody, and no error.
-"""
+"""Processes of this machine. A process that has ended raises no error: it has no state."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
 
-from sglang_bridge.server.supervise import descendants
+import psutil
 
-_ENDED = ("", "Z", "X")
-_FLAGS_FIELD, _START_FIELD = 6, 19  # counted from the state, which follows the name in brackets
-_EXITING = 0x4  # among a process's flags (PF_EXITING)
+_FLAGS_FIELD = 6  # counted from the state, which follows the name in brackets
+_EXITING = 0x4  # the kernel's PF_EXITING
 
 
-class Process(NamedTuple):
-    """A process id and the clock tick of its start: ids are used again."""
-
-    pid: int
-    started: str
+def is_alive(pid: int) -> bool:
+    """True for a process that runs or could run, which a zombie cannot."""
+    return _status(pid) not in ("", psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 
-def state(pid: int) -> str:
-    """One letter, as in `ps`: T is stopped, Z a zombie; empty for a process that is gone."""
-    return next(iter(_fields(pid)), "")
+def is_stopped(pid: int) -> bool:
+    """True for a process that a signal such as SIGSTOP has stopped."""
+    return _status(pid) == psutil.STATUS_STOPPED
 
 
-def lives(pid: int) -> bool:
-    """Whether a process runs or could; a zombie does not."""
-    return state(pid) not in _ENDED
+def is_starting(pid: int) -> bool:
+    """True between a process's fork and exec, when the kernel does not show its environment yet."""
+    if _environment(pid):
+        return False
+    # Read after the environment, because a process that exits loses its environment first.
+    flags = _flags(pid)
+    return flags is not None and not flags & _EXITING
+
+
+def environment_variable(pid: int, name: str) -> str | None:
+    """A variable of the environment that a process was started with."""
+    return _environment(pid).get(name)
+
+
+def command_line(pid: int) -> list[str]:
+    """The arguments that a process was started with, its program first."""
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(pid).cmdline()
+    return []
 
 
 def children(pid: int) -> list[int]:
-    """Direct children of a process."""
-    found = []
+    """Direct children of a process, unreaped ones included."""
+    # The kernel's own list: psutil reads every process of the machine to find a few children.
+    pids = []
     for file in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):
-            found += [int(child) for child in file.read_text().split()]
-    return found
+            pids += [int(child) for child in file.read_text().split()]
+    return pids
 
 
-def variable(pid: int, name: str) -> str | None:
-    """A variable of the environment that a process was started with."""
-    prefix = f"{name}=".encode()
-    entries = _environment(pid).split(b"\0")
-    return next(
-        (entry[len(prefix) :].decode() for entry in entries if entry.startswith(prefix)), None
-    )
+def descendants(pid: int) -> list[int]:
+    """Every living or unreaped process below `pid`, parents first."""
+    pids = []
+    for child in children(pid):
+        pids += [child, *descendants(child)]
+    return pids
 
 
-def starting(pid: int) -> bool:
-    """Whether a process is between its fork and its program: the kernel does not show its
-    environment yet.
-    """
-    if _environment(pid):
-        return False
-    fields = _fields(
-        pid
-    )  # looked at later: the environment of a process that ends is gone before it is
-    return bool(fields) and not int(fields[_FLAGS_FIELD]) & _EXITING
+def process_tree(pid: int) -> list[psutil.Process]:
+    """A process and everything below it. The objects know the start times: pids are reused."""
+    processes = []
+    for member in (pid, *descendants(pid)):
+        with contextlib.suppress(psutil.Error):
+            processes.append(psutil.Process(member))
+    return processes
 
 
-def tree(pid: int) -> list[Process]:
-    """A process and everything below it."""
-    return [Process(p, _start(p)) for p in (pid, *descendants(pid))]
-
-
-def kill(processes: Iterable[Process]) -> None:
-    """SIGKILL, which also ends what is stopped."""
+def kill(processes: Iterable[psutil.Process]) -> None:
+    """SIGKILL, which also ends stopped processes."""
     for process in processes:
-        if process.started and _start(process.pid) == process.started:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(process.pid, signal.SIGKILL)
+        with contextlib.suppress(psutil.Error):
+            process.kill()
 
 
-def _environment(pid: int) -> bytes:
-    """As the process was started with it, each variable ended by a zero byte; empty where it cannot
-    be read.
-    """
-    try:
-        return Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return b""
+def _status(pid: int) -> str:
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(pid).status()
+    return ""
 
 
-def _start(pid: int) -> str:
-    return next(iter(_fields(pid)[_START_FIELD:]), "")
+def _environment(pid: int) -> dict[str, str]:
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(pid).environ()
+    return {}
 
 
-def _fields(pid: int) -> list[str]:
-    """What follows the name in /proc/PID/stat; the name may hold blanks and brackets."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return []
+def _flags(pid: int) -> int | None:
+    """The kernel's flags of a process (PF_*). psutil does not show them."""
+    with contextlib.suppress(OSError):
+        # The name in brackets may hold blanks and brackets itself.
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return int(fields[_FLAGS_FIELD])
+    return None

@@ -18,9 +18,8 @@ from sglang_bridge.server.command import RECORDING_RUNNER
 from sglang_bridge.settings import ServerSettings
 
 _POLL_SECONDS = 0.5
-_REFUSED_SHARE = (
-    1 / 6
-)  # of start_timeout_s, after which an address where nothing listens is taken for a wrong one
+# After this share of start_timeout_s, an address on which nothing listens counts as incorrect.
+_REFUSED_SHARE = 1 / 6
 _NOT_RECORDING = frozenset(
     {"flashinfer_trtllm", "experimental_sgl_trtllm", "flashinfer_mxfp4", "triton_kernel"}
 )
@@ -29,42 +28,48 @@ _NOT_RECORDING = frozenset(
 def require_external_engines(
     engines: Sequence[Engine], keys: RunKeys, settings: ServerSettings, *, return_routes: bool
 ) -> None:
-    """Wait, at most `settings.start_timeout_s` for all, until every engine answers and is what is
-    declared.
+    """Wait until every engine answers, and check that it runs with the declared settings.
 
-    A sixth of it is waited for an address where nothing listens, as while a server loads its model.
-    Raises `EngineUnhealthy` naming the URL.
+    The wait is at most `settings.start_timeout_s` for all engines together. While a server loads
+    its model, nothing listens on its address: a sixth of that time is allowed for it.
+
+    Raises `EngineUnhealthy`, which names the URL.
     """
     deadline = time.monotonic() + settings.start_timeout_s
     for engine in engines:
         admin = AdminClient(engine, keys)
-        give_up = time.monotonic() + settings.start_timeout_s * _REFUSED_SHARE
-        while not admin.is_ready():
-            if (
-                nobody := _nobody_listens(admin.address)
-            ) is not None and time.monotonic() > give_up:
-                raise EngineUnhealthy(
-                    f"engine.urls: {engine.url}: {nobody}; correct the address, start that server, or, if it takes "
-                    f"long to load, raise engine.start_timeout_s, a sixth of which is "
-                    "waited for it to listen"
-                )
-            if time.monotonic() > deadline:
-                raise EngineUnhealthy(
-                    f"engine.urls: {engine.url} did not answer within {settings.start_timeout_s:.0f} s; start that "
-                    "server or correct the address"
-                )
-            time.sleep(_POLL_SECONDS)
+        _wait_until_ready(engine, admin, deadline, settings.start_timeout_s)
         try:
             info = admin.server_info()
         except RequestFailed as error:
             raise EngineUnhealthy(
-                f"engine.urls: {engine.url} answers but refuses requests ({error}); engine.key_file must hold its keys"
+                f"engine.urls: {engine.url} answers but refuses requests ({error}); "
+                "engine.key_file must hold its keys"
             ) from error
         _require_settings(engine, info, settings.dtype, return_routes=return_routes)
 
 
-def _nobody_listens(address: tuple[str, int]) -> str | None:
-    """Why no connection comes about, None where somebody takes it, or where that cannot be told."""
+def _wait_until_ready(engine: Engine, admin: AdminClient, deadline: float, timeout: float) -> None:
+    """Poll one engine. timeout: `start_timeout_s`, in which all engines must answer."""
+    refusal_deadline = time.monotonic() + timeout * _REFUSED_SHARE
+    while not admin.is_ready():
+        reason = _connection_failure(admin.address)
+        if reason is not None and time.monotonic() > refusal_deadline:
+            raise EngineUnhealthy(
+                f"engine.urls: {engine.url}: {reason}; correct the address, start that server, or, "
+                "if it takes long to load, raise engine.start_timeout_s: a server has a sixth of "
+                "it to begin to listen"
+            )
+        if time.monotonic() > deadline:
+            raise EngineUnhealthy(
+                f"engine.urls: {engine.url} did not answer within {timeout:.0f} s; start that "
+                "server or correct the address"
+            )
+        time.sleep(_POLL_SECONDS)
+
+
+def _connection_failure(address: tuple[str, int]) -> str | None:
+    """The reason why nothing listens on an address; None if something does or may listen."""
     try:
         with socket.create_connection(address, timeout=2.0):
             return None
@@ -79,24 +84,29 @@ def _nobody_listens(address: tuple[str, int]) -> str | None:
 def _require_settings(
     engine: Engine, info: dict[str, Any], dtype: str, *, return_routes: bool
 ) -> None:
-    """Compare a running server's `/server_info` with what is declared and with what weight updates
-    support.
+    """Compare a running server's `/server_info` with the declared settings.
+
+    It must also run in a way that weight updates support.
     """
     if return_routes:
         _require_routes(engine, info)
     for key in ("pp_size", "dp_size"):
-        if (size := int(info.get(key) or 1)) > 1:
+        size = int(info.get(key) or 1)
+        if size > 1:
             raise EngineUnhealthy(
-                f"engine.urls: {engine.url} runs with {key}={size}: weight updates need a group per stage or replica, "
-                "which is not built; start it with 1 and use more engines or tensor/expert parallelism instead"
+                f"engine.urls: {engine.url} runs with {key}={size}: weight updates need a group "
+                "per stage or replica, which is not built; start it with 1 and use more engines or "
+                "tensor/expert parallelism instead"
             )
-    if (tp := int(info.get("tp_size") or 1)) != engine.tp:
+    tp = int(info.get("tp_size") or 1)
+    if tp != engine.tp:
         raise EngineUnhealthy(
             f"engine.tp={engine.tp}: {engine.url} runs with tp_size={tp}; declare engine.tp={tp}"
         )
     if info.get("dtype", dtype) != dtype:
         raise EngineUnhealthy(
-            f"engine.dtype={dtype}: {engine.url} runs in {info['dtype']}; start it with --dtype {dtype}"
+            f"engine.dtype={dtype}: {engine.url} runs in {info['dtype']}; "
+            f"start it with --dtype {dtype}"
         )
     _require_unquantized(engine, info)
 
@@ -104,34 +114,40 @@ def _require_settings(
 def _require_routes(engine: Engine, info: dict[str, Any]) -> None:
     if not info.get("enable_return_routed_experts"):
         raise EngineUnhealthy(
-            f"engine.urls: {engine.url} does not record expert routes; start it with --enable-return-routed-experts, "
-            "or set train.replay=trainer or off"
+            f"engine.urls: {engine.url} does not record expert routes; start it with "
+            "--enable-return-routed-experts, or set train.replay=trainer or off"
         )
-    if (runner := info.get("moe_runner_backend")) in _NOT_RECORDING:
+    runner = info.get("moe_runner_backend")
+    if runner in _NOT_RECORDING:
         raise EngineUnhealthy(
-            f"engine.urls: {engine.url} runs its experts with {runner}, which routes inside its kernels and records "
-            f"nothing; start it with --moe-runner-backend {RECORDING_RUNNER}, or set train.replay=trainer or off"
+            f"engine.urls: {engine.url} runs its experts with {runner}, which routes inside its "
+            f"kernels and records nothing; start it with --moe-runner-backend {RECORDING_RUNNER}, "
+            "or set train.replay=trainer or off"
         )
 
 
 def _require_unquantized(engine: Engine, info: dict[str, Any]) -> None:
-    if (quantization := info.get("quantization")) is not None:
+    quantization = info.get("quantization")
+    if quantization is not None:
         raise EngineUnhealthy(
-            f"engine.quantization: {engine.url} runs with quantization={quantization}, and weights are sent without "
-            "scales; start it without --quantization"
+            f"engine.quantization: {engine.url} runs with quantization={quantization}, and weights "
+            "are sent without scales; start it without --quantization"
         )
     path = Path(str(info.get("model_path")))
     if (path / "config.json").is_file() and _is_quantized(path / "config.json"):
         raise EngineUnhealthy(
-            f"engine.urls: {engine.url} serves the quantized checkpoint {path}, and weights are sent without scales; "
-            "start it with the unquantized one"
+            f"engine.urls: {engine.url} serves the quantized checkpoint {path}, and weights are "
+            "sent without scales; start it with the unquantized one"
         )
 
 
 def _is_quantized(config: Path) -> bool:
-    """Of a checkpoint that this machine sees too; SGLang does not say what it found in there."""
+    """True for the configuration of a quantized checkpoint, if this machine can read it.
+
+    SGLang does not report what it reads there.
+    """
     try:
-        found = msgspec.json.decode(config.read_bytes())
+        content = msgspec.json.decode(config.read_bytes())
     except (OSError, msgspec.DecodeError):
         return False
-    return isinstance(found, dict) and bool(found.get("quantization_config"))
+    return isinstance(content, dict) and bool(content.get("quantization_config"))

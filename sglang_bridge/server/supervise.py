@@ -15,8 +15,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
+from sglang_bridge.server.process_table import command_line, descendants
 from sglang_bridge.server.shared_memory import mapped_shared_memory, remove_shared_memory
 
 _PR_SET_PDEATHSIG = 1
@@ -26,55 +26,58 @@ _TRACKER_SECONDS = 5.0
 
 
 def main(arguments: list[str]) -> int:
+    """Supervise the command of these arguments and return its exit code."""
     options = _parse(arguments)
-    stop_requested = _flag_on_signals(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    is_stop_requested = _watch_signals(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     # Descendants whose parent dies become children of this process, so that none can escape the
     # clean-up.
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     parent = os.getppid()
     child = subprocess.Popen(options.command, start_new_session=True, preexec_fn=_die_with_parent)
     while child.poll() is None:
-        if (
-            stop_requested()
-            or os.getppid() != parent
-            or _is_broken(options.lifeline, _CHECK_SECONDS)
-        ):
+        if is_stop_requested() or os.getppid() != parent:
+            break
+        if _is_broken(options.lifeline, _CHECK_SECONDS):
             break
     code = end_tree(child, options.grace_seconds)
     return 128 - code if code < 0 else code
 
 
 def end_tree(child: subprocess.Popen[bytes], grace_seconds: float) -> int:
-    """SIGTERM to the child's process group, SIGKILL after the grace to every descendant left.
-    Returns its code.
+    """End the child and everything below it, and return the child's exit code.
 
-    Trackers of multiprocessing's resources come last: they end by themselves when nobody is left
-    who uses them, and remove the named semaphores that were left. A killed one removes none.
+    The child's process group gets SIGTERM. After the grace, every remaining descendant gets
+    SIGKILL. Resource trackers of Python's multiprocessing come last. A tracker ends by itself once
+    no process uses it, and then removes the named semaphores that are left. A killed tracker
+    removes none.
     """
     shared_memory = mapped_shared_memory(descendants(os.getpid()))
     _signal_group(child.pid, signal.SIGTERM)
-    _wait(child, grace_seconds)
-    _kill_all(child, but=_is_tracker)
-    _wait(child, _TRACKER_SECONDS)
-    _kill_all(child)
+    _wait_for_tree(child, grace_seconds)
+    _kill_descendants(child, spare_trackers=True)
+    _wait_for_tree(child, _TRACKER_SECONDS)
+    _kill_descendants(child)
     remove_shared_memory(shared_memory)
     return child.wait()
 
 
-def _wait(child: subprocess.Popen[bytes], seconds: float) -> None:
-    """Until the whole tree has ended, but no longer than that."""
+def _wait_for_tree(child: subprocess.Popen[bytes], seconds: float) -> None:
+    """Wait until the whole tree has ended, at most `seconds`."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and (child.poll() is None or descendants(os.getpid())):
         _reap_orphans(child)
         time.sleep(0.05)
 
 
-def _kill_all(
-    child: subprocess.Popen[bytes], but: Callable[[int], bool] = lambda pid: False
-) -> None:
-    """SIGKILL until no descendant is left; but: of those that may stay."""
-    while left := [pid for pid in descendants(os.getpid()) if not but(pid)]:
-        for pid in left:
+def _kill_descendants(child: subprocess.Popen[bytes], *, spare_trackers: bool = False) -> None:
+    """Send SIGKILL until no descendant is left, except trackers if they are spared."""
+    while True:
+        pids = descendants(os.getpid())
+        if spare_trackers:
+            pids = [pid for pid in pids if not _is_tracker(pid)]
+        if not pids:
+            return
+        for pid in pids:
             _kill(pid)
         child.poll()
         _reap_orphans(child)
@@ -82,23 +85,7 @@ def _kill_all(
 
 
 def _is_tracker(pid: int) -> bool:
-    try:
-        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
-
-
-def descendants(pid: int) -> list[int]:
-    """Every living or unreaped process below `pid`, parents first."""
-    found = []
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            pids = [int(field) for field in children.read_text().split()]
-        except OSError:
-            continue
-        for child in pids:
-            found += [child, *descendants(child)]
-    return found
+    return any("multiprocessing.resource_tracker" in argument for argument in command_line(pid))
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
@@ -111,23 +98,25 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _flag_on_signals(*signals: signal.Signals) -> Callable[[], bool]:
-    received: list[int] = []
+def _watch_signals(*signals: signal.Signals) -> Callable[[], bool]:
+    """Handle these signals; the returned function tells if one has arrived."""
+    arrivals: list[int] = []
     for number in signals:
-        signal.signal(number, lambda number, frame: received.append(number))
-    return lambda: bool(received)
+        signal.signal(number, lambda number, frame: arrivals.append(number))
+    return lambda: bool(arrivals)
 
 
 def _is_broken(lifeline: int, timeout: float) -> bool:
-    """Wait up to `timeout` seconds; nothing is ever written to a lifeline, so readable means
-    end-of-file.
+    """Wait up to `timeout` seconds for the lifeline to break.
+
+    Nothing is ever written to a lifeline, so readable means end-of-file.
     """
     readable, _, _ = select.select([lifeline], [], [], timeout)
     return bool(readable)
 
 
 def _die_with_parent() -> None:
-    """In the child, before exec: the kernel kills it should this supervisor be killed."""
+    """Ask the kernel, in the child before exec, to kill it when this supervisor is killed."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -150,7 +139,8 @@ def _reap_orphans(child: subprocess.Popen[bytes]) -> None:
     """Collect adopted descendants that have ended; the child itself is left to its Popen object."""
     for pid in descendants(os.getpid()):
         if pid != child.pid:
-            with contextlib.suppress(ChildProcessError):  # not adopted (yet)
+            # A descendant that this process has not adopted yet belongs to another parent.
+            with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
 
 

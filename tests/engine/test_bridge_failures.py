@@ -22,7 +22,7 @@ from sglang_bridge.keys import create_keys
 from sglang_bridge.server import managed_engine as server
 from sglang_bridge.server.lifeline import Lifeline
 from sglang_bridge.server.managed_engine import ManagedEngine
-from sglang_bridge.server.supervise import descendants
+from sglang_bridge.server.process_table import descendants
 from sglang_bridge.settings import ServerPlace, ServerSettings
 from sglang_bridge.weights.distributed import DistributedTransport
 from sglang_bridge.weights.updater import WeightUpdater

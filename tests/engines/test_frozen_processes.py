@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from megatron_rl.engines.frozen_processes import FrozenProcesses, ProcessStopped
-from sglang_bridge.server.process_table import kill, state, tree
+from sglang_bridge.server.process_table import is_alive, is_stopped, kill, process_tree
 
 
 class Clock:
@@ -24,7 +24,7 @@ def parent() -> Iterator[subprocess.Popen[str]]:
     code = "import subprocess, sys\nc = subprocess.Popen(['sleep', '60'])\nprint(c.pid, flush=True)\nc.wait()\n"
     job = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     yield job
-    kill(tree(job.pid))
+    kill(process_tree(job.pid))
     job.communicate()
 
 
@@ -33,8 +33,10 @@ def child_of(parent: subprocess.Popen[str]) -> int:
     return int(parent.stdout.readline())
 
 
-def wait_until(pid: int, letter: str) -> None:
-    while state(pid) != letter:
+def send(pid: int, number: signal.Signals) -> None:
+    """Stop or continue a process and wait until the kernel shows it."""
+    os.kill(pid, number)
+    while is_stopped(pid) != (number == signal.SIGSTOP):
         pass
 
 
@@ -43,8 +45,7 @@ def test_a_stopped_process_anywhere_below_is_named_after_a_while(
 ) -> None:
     child, clock = child_of(parent), Clock()
     pulse = FrozenProcesses(5.0, clock=clock)
-    os.kill(child, signal.SIGSTOP)
-    wait_until(child, "T")
+    send(child, signal.SIGSTOP)
     for clock.now in range(1, 6):
         pulse.look({"engine http://e": parent.pid})
     clock.now = 6
@@ -59,21 +60,18 @@ def test_a_process_that_is_continued_starts_anew_and_time_nobody_looked_does_not
 ) -> None:
     child, clock = child_of(parent), Clock()
     pulse = FrozenProcesses(5.0, clock=clock)
-    os.kill(child, signal.SIGSTOP)
-    wait_until(child, "T")
+    send(child, signal.SIGSTOP)
     clock.now = 1000.0  # the trainer itself was suspended: this counts two seconds
     pulse.look({"e": parent.pid})
     clock.now = 1002.0
     pulse.look({"e": parent.pid})
-    os.kill(child, signal.SIGCONT)
-    wait_until(child, "S")
+    send(child, signal.SIGCONT)
     pulse.look({"e": parent.pid})
-    os.kill(child, signal.SIGSTOP)
-    wait_until(child, "T")
+    send(child, signal.SIGSTOP)
     for clock.now in (1004.0, 1006.0):
         pulse.look({"e": parent.pid})
 
 
 def test_a_process_that_has_ended_is_nobody() -> None:
-    assert state(2**22 + 1) == ""
+    assert not is_alive(2**22 + 1)
     FrozenProcesses(0.0).look({"gone": 2**22 + 1})

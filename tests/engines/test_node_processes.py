@@ -16,7 +16,7 @@ from megatron_rl.engines.frozen_processes import FrozenProcesses, ProcessStopped
 from megatron_rl.engines.node_processes import NodeProcesses
 from sglang_bridge.engine import Engine
 from sglang_bridge.server.lifeline import Lifeline, start_supervised
-from sglang_bridge.server.process_table import lives, tree
+from sglang_bridge.server.process_table import is_alive, process_tree
 
 _SLEEP = "import subprocess; subprocess.Popen(['sleep', '60']).wait()"
 
@@ -39,7 +39,9 @@ class Sleeper:
             )
         self.pid = self.process.pid
         deadline = time.monotonic() + 20
-        while len(tree(self.pid)) < 3 and time.monotonic() < deadline:  # supervisor, python, sleep
+        while (
+            len(process_tree(self.pid)) < 3 and time.monotonic() < deadline
+        ):  # supervisor, python, sleep
             time.sleep(0.05)
 
     def poll_healthy(self) -> bool:
@@ -70,7 +72,7 @@ def services(tmp_path: Path) -> NodeProcesses:
 def test_nothing_is_left_whatever_was_stopped(
     services: NodeProcesses, stopped: tuple[int, ...]
 ) -> None:
-    everything = [process.pid for process in tree(services._engines[0].pid)]
+    everything = [process.pid for process in process_tree(services._engines[0].pid)]
     assert len(everything) == 3
     for index in stopped:
         os.kill(everything[index], signal.SIGSTOP)
@@ -78,16 +80,16 @@ def test_nothing_is_left_whatever_was_stopped(
     services.stop(1.5)
     assert time.monotonic() - start < 6
     deadline = time.monotonic() + 2
-    while any(lives(pid) for pid in everything) and time.monotonic() < deadline:
+    while any(is_alive(pid) for pid in everything) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert [pid for pid in everything if lives(pid)] == []
+    assert [pid for pid in everything if is_alive(pid)] == []
     services.stop(1.5)
 
 
 def test_a_stopped_engine_ends_the_run_after_a_while(services: NodeProcesses) -> None:
     services._pulse = FrozenProcesses(0.3)
     services.check()
-    os.kill(tree(services._engines[0].pid)[-1].pid, signal.SIGSTOP)
+    os.kill(process_tree(services._engines[0].pid)[-1].pid, signal.SIGSTOP)
     with pytest.raises(ProcessStopped, match="engine http://127"):
         for _ in range(100):
             services.check()

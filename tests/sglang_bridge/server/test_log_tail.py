@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from sglang_bridge.server.log_tail import last_exception, last_lines, refused_arguments
+from sglang_bridge.server.log_tail import last_exception, last_lines, argument_error
 
 
 def test_last_lines_without_secrets(tmp_path: Path) -> None:
@@ -29,11 +29,11 @@ def test_a_missing_log_is_empty(tmp_path: Path) -> None:
 def test_the_reason_in_a_log_is_found() -> None:
     usage = "usage: launch_server.py [-h]\n  [--tp TP]\nsglang serve: error: unrecognized arguments: --nope\n"
     trace = "Traceback (most recent call last):\n  File x\nKeyError: 1\ntorch.OutOfMemoryError: no room\n  at\n"
-    assert (refused_arguments(usage), last_exception(usage)) == (
+    assert (argument_error(usage), last_exception(usage)) == (
         "unrecognized arguments: --nope",
         None,
     )
-    assert (refused_arguments(trace), last_exception(trace)) == (
+    assert (argument_error(trace), last_exception(trace)) == (
         None,
         "torch.OutOfMemoryError: no room",
     )
