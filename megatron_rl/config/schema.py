@@ -1,5 +1,7 @@
-"""Every configuration key with its type, its limits and its default.
+"""The sections of the configuration: each key with its type, its limits and its default.
 
+Three sections have keys that stand elsewhere: `algo` in `algorithms.py`, the part of `engine` that
+starts a server in `sglang_bridge/settings.py`, and the phases of `curriculum` in `curriculum.py`.
 Rules across keys are in `rules/`.
 """
 
@@ -37,32 +39,32 @@ RecomputeModule = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings(Section):
-    """The start checkpoint, a directory in Hugging Face format, and the precision it is trained in."""
+    """The start checkpoint, the precision it is trained in, and how its layers are built."""
 
+    # A directory in Hugging Face format.
     path: str
     dtype: Dtype = "float32"
+    # Activations that the backward pass recomputes instead of keeping them.
     recompute: Literal["none", "selective", "full"] = "none"
-    recompute_modules: list[RecomputeModule] | None = (
-        None  # selective only, Megatron's names; null: [core_attn]
-    )
-    spec: Literal["local", "te"] | None = (
-        None  # null: te with CUDA, Transformer Engine and bfloat16
-    )
-    fp8: Literal["tensorwise", "blockwise", "mxfp8"] | None = (
-        None  # te only: matrix products of training in FP8
-    )
-    init: Literal["checkpoint", "random"] = (
-        "checkpoint"  # random: config.json and the tokenizer are enough
-    )
-    embedding_std: Annotated[float, Gt(0)] | None = (
-        None  # init=random; null: the model's initializer_range
-    )
-    hidden_dropout: BelowOne = 0.0  # init=random
+    # recompute=selective only: modules under Megatron's names. null: [core_attn].
+    recompute_modules: list[RecomputeModule] | None = None
+    # Megatron's own layers (local) or Transformer Engine's (te). null: te in bfloat16 on GPUs where
+    # Transformer Engine is installed, else local.
+    spec: Literal["local", "te"] | None = None
+    # spec=te only: a recipe for matrix products of training in FP8.
+    fp8: Literal["tensorwise", "blockwise", "mxfp8"] | None = None
+    # random: train from random weights. `path` then needs only config.json and the tokenizer.
+    init: Literal["checkpoint", "random"] = "checkpoint"
+    # init=random only: the standard deviation of the embedding. null: the model's
+    # initializer_range.
+    embedding_std: Annotated[float, Gt(0)] | None = None
+    # init=random only: the dropout of the outputs of attention and MLPs.
+    hidden_dropout: BelowOne = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings(Section):
-    """Where prompts come from and how they are split into train and held-out questions."""
+    """The source of prompts, and their split into training and held-out questions."""
 
     source: (
         Literal[
@@ -74,127 +76,137 @@ class DataSettings(Section):
         ]
         | PluginName
     )
-    train_path: str | None = None  # jsonl only
-    eval_path: str | None = None  # jsonl only; null: num_eval questions are held out of train_path
-    task: str | None = None  # reasoning_gym only: the generator's name
-    task_config: Options = field(
-        default_factory=dict
-    )  # reasoning_gym only: the generator's own settings
-    options: Options = field(default_factory=dict)  # arguments of a source of the user's own
+    # source=jsonl only: the file of training questions.
+    train_path: str | None = None
+    # source=jsonl only: the file of held-out questions. null: hold num_eval questions of train_path
+    # out.
+    eval_path: str | None = None
+    # source=reasoning_gym only: the generator's name.
+    task: str | None = None
+    # source=reasoning_gym only: the generator's own settings.
+    task_config: Options = field(default_factory=dict)
+    # The constructor arguments of a user-defined source.
+    options: Options = field(default_factory=dict)
     num_train: Count = 24000
     num_eval: Count = 512
     shuffle: bool = True
     seed: Seed = 0
+    # fail: the first unusable row ends the run. skip: unusable rows are left out and counted.
     on_bad_row: Literal["fail", "skip"] = "fail"
+    # Questions with more tokens are left out.
     max_prompt_tokens: Positive = 1024
-    pass_rates: str | None = (
-        None  # a file of launch/profile_prompts.py, where beliefs begin; mode=profile writes it
-    )
-    pass_rate_range: list[Share] | None = (
-        None  # [low, high]: only prompts whose pass rate there lies between these are trained on
-    )
+    # A file of pass rates: mode=profile writes it, selection=belief starts from it.
+    pass_rates: str | None = None
+    # [low, high]: train only on prompts whose pass rate in `pass_rates` lies between these.
+    pass_rate_range: list[Share] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentSettings(Section):
-    """What happens with one prompt."""
+    """The environment that turns a prompt into a rollout."""
 
-    name: Literal["single_turn", "demonstration"] | PluginName = (
-        "single_turn"  # worked: the source's own worked responses
-    )
-    options: Options = field(default_factory=dict)  # arguments of an environment of the user's own
-    timeout_s: Seconds = (
-        600.0  # what an environment may take between two responses before its rollout is rejected
-    )
+    # single_turn: sample one response. demonstration: take the data source's worked response.
+    name: Literal["single_turn", "demonstration"] | PluginName = "single_turn"
+    # The constructor arguments of a user-defined environment.
+    options: Options = field(default_factory=dict)
+    # The longest time an environment may take between two responses. Beyond it the rollout is
+    # rejected.
+    timeout_s: Seconds = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSettings(Section):
-    """How a response is judged."""
+    """The scorer of responses."""
 
     name: Literal["exact_match"] | PluginName = "exact_match"
-    answer: Literal["last_number", "last_line", "boxed"] = (
-        "last_number"  # exact_match: where it is looked for
-    )
+    # exact_match only: the part of the response that is compared with the expected answer.
+    answer: Literal["last_number", "last_line", "boxed"] = "last_number"
+    # The longest time that scoring one response may take. Beyond it the reward is missing.
     timeout_s: Seconds = 10.0
-    options: Options = field(default_factory=dict)  # arguments of a scorer of the user's own
+    # The constructor arguments of a user-defined scorer.
+    options: Options = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CreditSettings(Section):
-    """What becomes of groups without a contrast, and what shaping may add to the others'
-    (docs/zero_variance.md).
+    """The treatment of zero-variance and tied groups, and the penalties that shape advantages.
+
+    See docs/zero_variance.md.
     """
 
-    all_correct: Literal["drop", "zvp", "keep"] = (
-        "drop"  # zvp: trained by entropy; keep: counted, as plain GRPO does
-    )
+    # Groups whose responses are all correct. drop: not trained on. zvp: trained with advantages
+    # from the tokens' entropies. keep: advantages of 0 that count in the loss' denominators, as in
+    # plain GRPO.
+    all_correct: Literal["drop", "zvp", "keep"] = "drop"
+    # Groups whose responses are all incorrect, with the same treatments.
     all_incorrect: Literal["drop", "zvp", "keep"] = "drop"
-    tied_correct: Literal["drop", "shape"] = (
-        "drop"  # all right, of lengths that differ: the shorter, the better
-    )
-    tied_incorrect: Literal["drop", "shape"] = (
-        "drop"  # all wrong, some repeating themselves: the others are better
-    )
-    zvp_alpha: Share = 0.1  # advantage per nat of entropy; 0: as drop
-    shaping: Annotated[float, Ge(0), Le(0.5)] = (
-        0.5  # the share of an advantage that penalties may take or add; 0: none
-    )
-    length: Literal["buffer", "excess"] | None = None  # penalty of right responses; null: none
-    length_buffer: Positive | None = (
-        None  # tokens before rollout.max_new_tokens; null: a fifth of that
-    )
-    length_excess: Annotated[float, Ge(1)] = (
-        1.5  # times the group's median length of right responses
-    )
-    repetition_ngram: Annotated[int, Ge(2), Le(10**4)] | None = (
-        None  # penalty of wrong responses (40); null: none
-    )
-    tied_scale: Annotated[float, Gt(0), Le(0.1)] = 0.1  # the largest advantage in a tied group
+    # Groups of correct responses whose length penalties differ. shape: shorter responses get
+    # higher advantages.
+    tied_correct: Literal["drop", "shape"] = "drop"
+    # Groups of incorrect responses of which some repeat themselves. shape: responses with less
+    # repetition get higher advantages.
+    tied_incorrect: Literal["drop", "shape"] = "drop"
+    # The advantage per nat of entropy of a zvp group. 0 has the same effect as drop.
+    zvp_alpha: Share = 0.1
+    # The share of an advantage that penalties may take or add. 0: no shaping.
+    shaping: Annotated[float, Ge(0), Le(0.5)] = 0.5
+    # The length penalty of correct responses. null: none.
+    length: Literal["buffer", "excess"] | None = None
+    # length=buffer only: the penalty starts this many tokens before rollout.max_new_tokens. null: a
+    # fifth of rollout.max_new_tokens.
+    length_buffer: Positive | None = None
+    # length=excess only: the penalty starts at this multiple of the median length of the group's
+    # correct responses.
+    length_excess: Annotated[float, Ge(1)] = 1.5
+    # The n of the repeated n-grams that penalize incorrect responses; 40 is usual. null: no
+    # penalty.
+    repetition_ngram: Annotated[int, Ge(2), Le(10**4)] | None = None
+    # The largest advantage in a tied group.
+    tied_scale: Annotated[float, Gt(0), Le(0.1)] = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings(Section, ServerSettings):
-    """SGLang servers: started and watched by the run (managed), or already running (external)."""
+    """SGLang servers, which the run starts and watches (managed) or finds running (external)."""
 
     mode: Literal["managed", "external"] = "managed"
-    urls: list[str] = field(default_factory=list)  # external only
-    key_file: str | None = (
-        None  # external only: a 0600 file with {"api_key": ..., "admin_api_key": ...}
-    )
-    count: Annotated[int, Ge(1), Le(1024)] = 1  # managed only: engines per node
-    fake_quant: Annotated[Literal["off", "bf16", "fp8_blockwise"], Off] = (
-        "off"  # a rounding of weights, and no more
-    )
-    # An engine that answers nobody for request_timeout_s and this for each of
-    # rollout.max_new_tokens has failed
+    # external only: the addresses of the servers.
+    urls: list[str] = field(default_factory=list)
+    # external only: a file with {"api_key": ..., "admin_api_key": ...} and permissions 0600.
+    key_file: str | None = None
+    # managed only: engines per node.
+    count: Annotated[int, Ge(1), Le(1024)] = 1
+    # Rounds the weights that engines get as an engine in this number format would hold them. The
+    # engine's arithmetic stays that of engine.dtype.
+    fake_quant: Annotated[Literal["off", "bf16", "fp8_blockwise"], Off] = "off"
+    # An engine has failed when it answers no request for request_timeout_s plus this for each token
+    # of rollout.max_new_tokens.
     token_timeout_s: Annotated[float, Ge(0), Le(3600)] = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSettings(Section):
-    """Megatron's parallel sizes. Data parallelism is what is left of the world."""
+    """Megatron's parallel sizes. Data parallelism takes the remaining ranks."""
 
     tp: Positive = 1
     pp: Positive = 1
-    vpp: Positive | None = None  # virtual pipeline chunks of a stage; null is 1
-    first_stage_layers: Positive | None = (
-        None  # of the stage that embeds too; null: as many as the others
-    )
-    last_stage_layers: Positive | None = (
-        None  # of the stage that computes logits too; null: as many as the others
-    )
+    # Virtual pipeline chunks of each pipeline stage. null: 1.
+    vpp: Positive | None = None
+    # Layers of the stage that also embeds tokens. null: as many as the other stages.
+    first_stage_layers: Positive | None = None
+    # Layers of the stage that also computes logits. null: as many as the other stages.
+    last_stage_layers: Positive | None = None
     cp: Positive = 1
     ep: Positive = 1
-    etp: Positive | None = (
-        None  # ranks that share one expert; null: 1 with ep above 1, else tp (Megatron: always tp)
-    )
+    # Ranks that share one expert. null: 1 if ep is above 1, else tp. (Megatron's default is tp.)
+    etp: Positive | None = None
     sequence_parallel: bool = False
+    # The longest time that a rank waits for the others in a collective.
     timeout_s: Seconds = 600.0
 
     @property
     def default_etp(self) -> int:
-        """What `etp` is when it is null."""
+        """The value that `etp=null` stands for."""
         return self.tp if self.ep == 1 else 1
 
 
@@ -205,29 +217,34 @@ class RolloutSettings(Section):
     prompts_per_step: Count = 64
     samples_per_prompt: Count = 8
     max_new_tokens: Positive
-    # Beyond these SGLang samples greedily, or logits lose their digits, while the trainer divides
-    # by it
+    # Beyond these limits SGLang samples greedily or logits lose precision, while the trainer would
+    # still divide by the temperature.
     temperature: Annotated[float, Ge(0.01), Le(100)] = 1.0
-    train_truncated: bool = True  # whether a response cut at max_new_tokens receives a loss
+    # Whether responses that were cut at max_new_tokens are trained on.
+    train_truncated: bool = True
+    # The age in weight versions up to which a rollout is accepted. Training steps need 0.
     max_staleness: Whole = 0
-    max_rejected_share: Share = (
-        0.5  # of a batch's rollouts: with more of them unusable the run stops
-    )
-    recording: str | None = None  # mode=train_only: the directory of a run with mode=rollout_only
+    # The run stops when a larger share of a batch's rollouts is unusable.
+    max_rejected_share: Share = 0.5
+    # mode=train_only: the directory of a run with mode=rollout_only.
+    recording: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class SelectionExpertSettings(Section):
     """Numbers of `selection=belief` that seldom need a change. See docs/selection.md."""
 
-    # A prompt is accepted with probability (chance / acceptance_target) ^ acceptance_exponent.
+    # A prompt is accepted with probability (chance / acceptance_target) ^ acceptance_exponent,
+    # where `chance` is the probability of a group that `selection.skip` does not name.
     acceptance_exponent: Annotated[float, Ge(0), Le(100)] = 5.0
+    # From this chance on a prompt is always accepted, and its whole group is sampled at once.
     acceptance_target: Annotated[float, Gt(0), Le(1)] = 0.6
-    # No prompt is accepted with a smaller probability.
+    # No prompt is accepted with a smaller probability than this.
     min_acceptance: Annotated[float, Gt(0), Le(1)] = 0.1
     # A prompt that was not sampled for this many steps is accepted at least every other time.
     max_age_steps: Positive = 100
-    # A step with this share of rollout.prompts_per_step mixed groups starts no further round.
+    # A step samples no further round once it has this share of rollout.prompts_per_step mixed
+    # groups.
     min_filled: Annotated[float, Gt(0), Le(1)] = 0.9
 
 
@@ -236,133 +253,145 @@ class SelectionSettings(Section):
     """Which prompts a step samples, and how many rollouts of each. See docs/selection.md."""
 
     name: Literal["uniform", "oversample", "belief"] = "uniform"
-    # oversample, belief: the rollouts of a step at most, in multiples of rollout.prompts_per_step x
-    # rollout.samples_per_prompt.
+    # oversample and belief: the largest number of rollouts of a step, in multiples of
+    # rollout.prompts_per_step x rollout.samples_per_prompt.
     budget: Annotated[float, Ge(1), Le(10**4)] = 4.0
-    # belief: the prompts to avoid. all_correct: those whose responses are probably all correct;
-    # zero_variance: also those whose responses are probably all incorrect.
+    # belief: prompts to sample less often. all_correct: those whose responses are probably all
+    # correct. zero_variance: also those whose responses are probably all incorrect.
     skip: Literal["all_correct", "zero_variance"] = "all_correct"
-    # belief: the rollouts of an uncertain prompt's first group. The group is completed unless
-    # `skip` names what they show. 0: sample whole groups at once.
+    # belief: rollouts that a prompt below expert.acceptance_target gets first. Its group is
+    # completed unless `skip` names what they show. 0: sample whole groups at once.
     probe_samples: Whole = 4
-    # belief: the directory of a run, or of one of its checkpoints, whose beliefs a new run starts
-    # with.
+    # belief: the directory of a run, or of one of its checkpoints. A new run starts with the
+    # beliefs of that run.
     beliefs_from: str | None = None
     expert: SelectionExpertSettings = field(default_factory=SelectionExpertSettings)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings(Section):
-    """AdamW and its schedule, counted in optimizer steps."""
+    """AdamW and its learning rate schedule, counted in optimizer steps."""
 
     lr: NotNegative = 3e-4
     warmup_steps: Whole = 5
     decay: Literal["constant", "linear", "cosine"] = "linear"
+    # The learning rate at the end of the decay, as a share of `lr`.
     min_lr_ratio: Share = 0.1
     beta1: BelowOne = 0.9
     beta2: BelowOne = 0.95
     eps: Annotated[float, Gt(0)] = 1e-8
     weight_decay: NotNegative = 0.0
-    clip_grad: NotNegative = 1.0  # 0: no clipping
+    # The largest norm of the gradient. 0: no clipping.
+    clip_grad: NotNegative = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings(Section):
-    """One training step: how many optimizer steps a rollout batch is split into, and how big a
-    micro-batch is.
+    """Training steps: their number, their split into optimizer steps and micro-batches, and router
+    replay.
     """
 
+    # Steps of the run. Each trains on one rollout batch.
     total_steps: Positive
     optimizer_steps_per_batch: Positive = 4
     tokens_per_micro_batch: Positive = 8192
-    logit_chunk_tokens: Positive = 4096  # rows of logits turned into log-probabilities at a time
-    replay: Annotated[Literal["rollout", "trainer", "off"], Off] = (
-        "rollout"  # the routes of engines (R3), own (R2)
-    )
-    replay_measure_every: Whole = (
-        0  # steps in which a pass with live routing shows what replay changes; 0: never
-    )
-    max_route_disagreement: Share = (
-        0.5  # with the trainer's own routing; above it the run stops, 1: never
-    )
-    max_nonfinite_steps: Positive = 3  # consecutive steps with NaN or Inf after which the run stops
+    # Rows of logits that are turned into log-probabilities at a time.
+    logit_chunk_tokens: Positive = 4096
+    # The routes that training replays. rollout: those that the engines recorded (R3). trainer:
+    # those of the trainer's own pass at the start of the step (R2).
+    replay: Annotated[Literal["rollout", "trainer", "off"], Off] = "rollout"
+    # Every this many steps an extra pass with live routing measures the effect of replay. 0: never.
+    replay_measure_every: Whole = 0
+    # The run stops when a larger share of the engines' routes disagrees with the trainer's own
+    # routing. 1: never.
+    max_route_disagreement: Share = 0.5
+    # The run stops after this many consecutive steps with NaN or Inf.
+    max_nonfinite_steps: Positive = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSettings(Section):
-    """Sampled pass@1 on the held-out questions, at the training temperature unless told otherwise."""
+    """Evaluations: sampled pass@1 on the held-out questions."""
 
-    every: Whole = 10  # steps; 0: only at the start and the end
-    start_step: Whole = 0  # no evaluation before this step
+    # Steps between evaluations. 0: evaluate only at the start and at the end.
+    every: Whole = 10
+    # No evaluation takes place before this step.
+    start_step: Whole = 0
     samples_per_prompt: Count = 4
-    sets: dict[str, str] = field(
-        default_factory=dict
-    )  # mode=eval: JSONL files by name; none: the held-out questions
-    temperature: Annotated[float, Ge(0), Le(100)] | None = None  # null: the training temperature
-    stop_at: Share | None = (
-        None  # the run ends once the mean accuracy of the last `stop_average` evaluations is here
-    )
+    # mode=eval: JSONL files by name. Empty: the held-out questions.
+    sets: dict[str, str] = field(default_factory=dict)
+    # null: rollout.temperature.
+    temperature: Annotated[float, Ge(0), Le(100)] | None = None
+    # The run ends once the mean accuracy of the last `stop_average` evaluations reaches this.
+    stop_at: Share | None = None
     stop_average: Positive = 2
-    max_rejected_share: Share = (
-        0.1  # with more unusable responses there is no accuracy: the run stops
-    )
+    # The run stops when a larger share of an evaluation's responses is unusable, because its
+    # accuracy would mean nothing.
+    max_rejected_share: Share = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyncSettings(Section):
-    """How new weights reach the engines."""
+    """The transport of new weights to the engines."""
 
-    when: Literal["step", "evaluation"] = "step"  # evaluation: for rollouts that no engine draws
+    # step: before every step. evaluation: only before evaluations, for environments whose rollouts
+    # no engine samples.
+    when: Literal["step", "evaluation"] = "step"
     transport: Literal["distributed", "disk"] = "distributed"
     bucket_mb: Annotated[float, Ge(0.001)] = 256.0
-    audit_every: Whole = 10  # syncs; the first sync is always audited, 0: only that one
-    timeout_s: Seconds = 120.0  # less than parallel.timeout_s
+    # Syncs between audits of the engines' weights. The first sync is always audited. 0: only that
+    # one.
+    audit_every: Whole = 10
+    # The longest time that a sync may take. Must be less than parallel.timeout_s.
+    timeout_s: Seconds = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoggerSettings(Section):
-    """What is written beside metrics.jsonl."""
+    """Outputs of a run besides metrics.jsonl."""
 
     tensorboard: bool = True
     progress: bool = True
-    save_rollouts_every: Whole = 0  # steps; 0: only batches that a non-finite step leaves behind
+    # Steps between saved rollout batches. 0: save only the batches of failed steps: those with NaN
+    # or Inf, with routes that were not replayed, or with too many routes that disagree.
+    save_rollouts_every: Whole = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings(Section):
-    """The run directory is `root/name`; `name` null: experiment, date and time."""
+    """The run directory `root/name`, its checkpoints, and the end of the run."""
 
     root: str = "runs"
+    # null: the experiment with the date and time.
     name: Name | None = None
-    experiment: Name | None = None  # null: the name of the experiment group chosen
-    on_existing: Literal["refuse", "overwrite_failed"] = (
-        "refuse"  # overwrite_failed: the name of a run that failed
-    )
-    save_weights: bool = True  # write the final weights in Hugging Face format
-    save_dtype: Dtype | None = None  # null: the dtype they are trained in
-    checkpoint_every: Whole = (
-        0  # steps after which all that a run needs to go on is saved; 0: never
-    )
-    keep_checkpoints: Positive = (
-        2  # the newest ones; a new one is whole before an old one is removed
-    )
-    background_saves: bool = (
-        False  # checkpoints are copied to host memory, and written while the next steps train
-    )
-    on_failed_save: Literal["stop", "continue"] = (
-        "stop"  # such as a full disk; the checkpoints before it stay whole
-    )
-    resume: str = (
-        "never"  # auto: go on from root/name's newest checkpoint, if any; or the path of one
-    )
-    stop_within_s: Seconds = (
-        25.0  # after SIGTERM, for the step and a checkpoint; torchrun kills after 30 s
-    )
+    # null: the name of the chosen experiment group.
+    experiment: Name | None = None
+    # overwrite_failed: a new run may replace a failed run of the same name.
+    on_existing: Literal["refuse", "overwrite_failed"] = "refuse"
+    # Whether the final weights are written in Hugging Face format.
+    save_weights: bool = True
+    # null: model.dtype.
+    save_dtype: Dtype | None = None
+    # Steps between checkpoints. 0: no checkpoints.
+    checkpoint_every: Whole = 0
+    # Checkpoints to keep. An old one is removed only after a new one is complete.
+    keep_checkpoints: Positive = 2
+    # Copy a checkpoint to host memory and write it while the next steps train.
+    background_saves: bool = False
+    # What follows when a checkpoint cannot be written, for example to a full disk. Previous
+    # checkpoints stay complete.
+    on_failed_save: Literal["stop", "continue"] = "stop"
+    # never; auto: resume from the newest checkpoint of root/name, if there is one; or the path of a
+    # run or of a checkpoint to start a new run from.
+    resume: str = "never"
+    # The time after SIGTERM for finishing the step and saving a checkpoint. torchrun kills its
+    # processes 30 seconds after SIGTERM.
+    stop_within_s: Seconds = 25.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Configuration(Section):
-    """The whole of `launch/train_rl.py`'s configuration."""
+    """The whole configuration of `launch/train_rl.py`."""
 
     model: ModelSettings
     algo: Annotated[AlgoSettings, PlainValidator(read_algorithm)]
@@ -380,9 +409,10 @@ class Configuration(Section):
     eval: EvalSettings = field(default_factory=EvalSettings)
     sync: SyncSettings = field(default_factory=SyncSettings)
     run: RunSettings = field(default_factory=RunSettings)
-    # train_only takes what rollout_only records; profile: see data.pass_rates
+    # train_only trains on rollouts that a run with rollout_only recorded. eval measures the
+    # accuracy of a checkpoint. profile writes the file of data.pass_rates.
     mode: Literal["train", "rollout_only", "train_only", "eval", "profile"] = "train"
-    curriculum: list[Options] | None = (
-        None  # one after another: name, keys that differ, until; see docs/curriculum.md
-    )
+    # Phases that follow one another: each has a name, the keys that it changes, and `until`. See
+    # docs/curriculum.md.
+    curriculum: list[Options] | None = None
     seed: Seed = 0

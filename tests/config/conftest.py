@@ -3,17 +3,13 @@ real weights.
 """
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from launch.testbed.character_tokenizer import write_character_tokenizer
-from megatron_rl.config.cli import compose
-from megatron_rl.config.schema import Configuration
-from megatron_rl.contracts.launch_facts import LaunchFacts
-from megatron_rl.contracts.refusal import ConfigurationRefused, Refusal
+from tests.support.configurations import MakeCheckpoint
 
 SHAPE = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -31,14 +27,6 @@ SHAPE = {
     "max_position_embeddings": 256,
     "eos_token_id": 1,
 }
-
-MakeCheckpoint = Callable[..., Path]
-NODE = LaunchFacts(world_size=8, local_world_size=8, num_gpus=16)
-ON_CLUSTERS = {
-    "pp2_ep8",
-    "tp4_pp8_ep16",
-}  # layouts of more ranks than a node has; see test_published_models.py
-BF16 = "model.dtype=bfloat16"  # which engine.dtype follows; engines on GPUs take nothing wider
 
 
 @pytest.fixture
@@ -64,15 +52,3 @@ def make_checkpoint(tmp_path: Path) -> MakeCheckpoint:
 @pytest.fixture
 def checkpoint(make_checkpoint: MakeCheckpoint) -> Path:
     return make_checkpoint()
-
-
-def refusals(
-    checkpoint: Path, *overrides: str, facts: LaunchFacts | None = None
-) -> tuple[Refusal, ...]:
-    with pytest.raises(ConfigurationRefused) as refused:
-        compose([f"model.path={checkpoint}", *overrides], facts=facts)
-    return refused.value.refusals
-
-
-def accept(checkpoint: Path, *overrides: str, facts: LaunchFacts | None = None) -> Configuration:
-    return compose([f"model.path={checkpoint}", *overrides], facts=facts)

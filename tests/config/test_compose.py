@@ -11,7 +11,7 @@ from megatron_rl.config import algorithms
 from megatron_rl.config.cli import HYDRA_CONF, compose
 from megatron_rl.config.keys import declared_keys
 from megatron_rl.contracts.launch_facts import LaunchFacts
-from tests.config.conftest import NODE, ON_CLUSTERS
+from tests.support.configurations import NODE, ON_CLUSTERS
 
 EXPERIMENTS = sorted(file.stem for file in (HYDRA_CONF / "experiment").glob("*.yaml"))
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.curriculum import phases_of, sized_for_all_phases
-from tests.config.test_refusals import accept, refusals
+from tests.support.configurations import accept, refusals
 
 A, B = "{name: a, until: {steps: 5}}", "{name: b}"
 

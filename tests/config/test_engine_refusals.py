@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.config.conftest import accept, refusals
+from tests.support.configurations import accept, refusals
 
 
 @pytest.mark.parametrize(

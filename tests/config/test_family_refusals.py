@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from megatron_rl.contracts.launch_facts import LaunchFacts
-from tests.config.conftest import BF16, NODE, MakeCheckpoint, accept, refusals
+from tests.support.configurations import BF16, NODE, MakeCheckpoint, accept, refusals
 
 DENSE: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],

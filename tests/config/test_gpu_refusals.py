@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.contracts.launch_facts import LaunchFacts
-from tests.config.conftest import BF16, NODE, accept, refusals
+from tests.support.configurations import BF16, NODE, accept, refusals
 
 
 def machine(ranks: int, gpus: int) -> LaunchFacts:

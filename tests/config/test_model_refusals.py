@@ -8,7 +8,7 @@ import pytest
 
 from megatron_rl.config.cli import compose
 from megatron_rl.contracts.refusal import ConfigurationRefused
-from tests.config.conftest import MakeCheckpoint
+from tests.support.configurations import MakeCheckpoint
 
 
 def refusal_of(path: Path) -> str:

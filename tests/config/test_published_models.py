@@ -14,7 +14,7 @@ from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.launch_facts import LaunchFacts
 from megatron_rl.models.families import read_shape
 from megatron_rl.planning.memory import engine_memory, rank_memory
-from tests.config.conftest import refusals
+from tests.support.configurations import refusals
 
 PUBLISHED = Path(__file__).parents[1] / "support" / "published"
 GIB = 2**30

@@ -7,7 +7,7 @@ import pytest
 from megatron_rl.config.cli import HYDRA_CONF
 from megatron_rl.contracts.launch_facts import LaunchFacts
 from megatron_rl.contracts.refusal import ConfigurationRefused
-from tests.config.conftest import BF16, NODE, ON_CLUSTERS, accept, refusals
+from tests.support.configurations import BF16, NODE, ON_CLUSTERS, accept, refusals
 
 # overrides | key | value shown | part of the rule | part of the remedy
 UNKNOWN_OR_WRONG_TYPE = [

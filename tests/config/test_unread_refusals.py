@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.config.conftest import accept, refusals
+from tests.support.configurations import accept, refusals
 
 # overrides | key | value shown | part of the rule | part of the remedy
 UNREAD = [
