@@ -118,7 +118,7 @@ class Curriculum:
         if index != self._announced:
             self._announce(step, phase)
             if phase.settings.reset_certainty == "all":
-                new_parts.rollouts.widen()
+                new_parts.rollouts.inflate_variance()
         self._announced = index
         self._entered = index
         return new_parts
@@ -155,7 +155,5 @@ def apply_phase(worker: Worker, c: Configuration) -> None:
     if not isinstance(c.algo, CustomAlgoSettings):
         loss = open_loss(c.algo, worker.shape)
     vocab_size = worker.shape.vocab_size
-    logprobs = ResponseLogprobs(
-        c.train, c.rollout, vocab_size=vocab_size, **worker.layout.groups
-    )
+    logprobs = ResponseLogprobs(c.train, c.rollout, vocab_size=vocab_size, **worker.layout.groups)
     worker.change(loss, logprobs, c.optimizer.lr)

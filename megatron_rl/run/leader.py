@@ -12,15 +12,13 @@ from megatron_rl.config.schema import EvalSettings, RunSettings, SyncSettings, T
 from megatron_rl.contracts.commands import Save, Train
 from megatron_rl.contracts.run_state import LoopState
 from megatron_rl.contracts.step_plan import StepPlan
-from megatron_rl.credit.account import account, usage, warning_of
+from megatron_rl.credit.account import account, account_warning, usage
 from megatron_rl.credit.assign import BatchCredit
 from megatron_rl.engines.weight_sync import WeightSync
-from megatron_rl.records.flat_balance import ZeroVarianceBalanceAlarm
-from megatron_rl.records.idle_steps import UnchangedWeightsAlarm
-from megatron_rl.records.records import Records
-from megatron_rl.records.selection_alarm import SelectionAlarm
+from megatron_rl.records.run_records import RunRecords
 from megatron_rl.records.stopwatch import Stopwatch
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
+from megatron_rl.run.alarms import SelectionAlarm, UnchangedWeightsAlarm, ZeroVarianceBalanceAlarm
 from megatron_rl.run.checkpoints.manager import CheckpointManager
 from megatron_rl.run.curriculum import Curriculum
 from megatron_rl.run.nonfinite_guard import NonFiniteGuard
@@ -49,7 +47,7 @@ class Leader:
     holder: RolloutHolder
     weights: WeightSync | None
     dispatcher: Dispatcher
-    records: Records
+    records: RunRecords
     checkpoints: CheckpointManager | None = None
     curriculum: Curriculum | None = None
     resume_state: InitVar[LoopState | None] = None
@@ -77,7 +75,7 @@ class Leader:
         step = self._first_step - 1
         key = self._ending_key(step)
         if key:
-            self.records.progress.say(
+            self.records.progress.log(
                 f"nothing is left to train after step {step}: raise {key} to train further"
             )
         else:
@@ -114,23 +112,23 @@ class Leader:
     def train_step(self, step: int, values: dict[str, float]) -> None:
         """Sample, credit, plan, train and sync. Adds the metrics of the step to `values`."""
         watch = Stopwatch()
-        with watch.stage("rollout"), self._abortable():
+        with watch.section("rollout"), self._abortable():
             batch = self.parts.rollouts.draw(step)
         credit = self.parts.credit.assign(step, batch.groups)
         values |= batch.metrics() | credit.metrics()
         plan = self.parts.planner.plan(
-            step, credit.rollouts, credit.advantages, credit.uncounted, credit.kept
+            step, credit.rollouts, credit.advantages, credit.extra_rollouts, credit.denominator_only
         )
         outcome: TrainOutcome = self.dispatcher.run(Train(plan))
         values |= self._training_metrics(batch, credit, plan, outcome)
         self.holder.release(batch.delivered)
         self._guard.check(plan, finite=outcome.finite)
         self._synced = False
-        with watch.stage("sync"):
+        with watch.section("sync"):
             if self.sync.when == "step":
                 self.send_weights(values)
         values |= watch.values()
-        self.records.progress.step(step, values)
+        self.records.progress.log_step(step, values)
         self._report_alarms(values)
 
     def send_weights(self, values: dict[str, float]) -> None:
@@ -141,7 +139,7 @@ class Leader:
         values |= self.dispatcher.run(command)
         if self.weights.audit_obstacle and not self._audit_obstacle_logged:
             self._audit_obstacle_logged = True
-            self.records.progress.say(
+            self.records.progress.log(
                 f"weights are not audited by value: {self.weights.audit_obstacle}"
             )
         self.holder.set_version(command.version)
@@ -153,13 +151,13 @@ class Leader:
             return
         self.send_weights(values)
         watch = Stopwatch()
-        with watch.stage("eval"), self.records.progress.during(f"evaluating after step {step}"):
+        with watch.section("eval"), self.records.progress.task(f"evaluating after step {step}"):
             accuracy = self.parts.evaluation.measure(str(step))
         self._accuracies.append(accuracy.accuracy)
         values |= accuracy.metrics() | watch.seconds
         values["account/evaluation"] = float(accuracy.tokens)
         values["account/generated"] = values.get("account/generated", 0.0) + accuracy.tokens
-        self.records.progress.say(f"step {step}: held-out accuracy {accuracy}")
+        self.records.progress.log(f"step {step}: held-out accuracy {accuracy}")
 
     def _restore(self, state: LoopState) -> None:
         self._first_step = state.step + 1
@@ -209,9 +207,8 @@ class Leader:
             plan,
             steps,
             generated_tokens=tokens,
-            stopped=batch.stopped,
-            surplus=batch.surplus,
-            carried=batch.carried_out - batch.carried_in,
+            stopped_groups=batch.stopped,
+            surplus_groups=batch.surplus,
         )
         values |= outcome.metrics.values() | outcome.seconds
         values["train/nonfinite"] = float(not outcome.finite)
@@ -219,21 +216,21 @@ class Leader:
 
     def _report_alarms(self, values: dict[str, float]) -> None:
         alarms = (self._unchanged_weights, self._balance, self._selection)
-        warnings = [alarm.note(values) for alarm in alarms]
-        for warning in (*warnings, warning_of(values)):
+        warnings = [alarm.observe(values) for alarm in alarms]
+        for warning in (*warnings, account_warning(values)):
             if warning:
-                self.records.progress.say(warning)
+                self.records.progress.log(warning)
 
     def _report_end(self, step: int) -> None:
-        say = self.records.progress.say
+        log = self.records.progress.log
         if step < self.train.total_steps:
-            say(f"ended after step {step} by {self._ending_key(step)}")
+            log(f"ended after step {step} by {self._ending_key(step)}")
         summary = self._unchanged_weights.summary()
         if summary:
-            say(summary)
+            log(summary)
         if self.eval.stop_at is not None and not reached(self._accuracies, self.eval):
             latest = list(self._accuracies)[-self.eval.stop_average :]
-            say(
+            log(
                 f"warning: eval.stop_at={self.eval.stop_at:g} was not reached in {step} steps; "
                 f"the last {len(latest)} evaluation(s) average {fmean(latest):.3f}"
             )
@@ -242,7 +239,7 @@ class Leader:
         """Save a checkpoint when it is due, and end the run when a stop was requested."""
         if self.checkpoints is None:
             return
-        if self.checkpoints.due(step, last=last):
+        if self.checkpoints.is_due(step, last=last):
             self._pending_metrics |= self.checkpoints.save(self.state(step), last=last)
         if not last:
             self._exit_if_requested(step)  # the request may have come during the save
@@ -252,18 +249,18 @@ class Leader:
 
         state: the state after that step, None: the present one.
         """
-        if self.checkpoints is None or not self.checkpoints.told_to_stop:
+        if self.checkpoints is None or not self.checkpoints.stop_requested:
             return
-        self.checkpoints.settle()
-        if self.checkpoints.saved != step:
+        self.checkpoints.wait_for_save()
+        if self.checkpoints.last_saved_step != step:
             self._pending_metrics |= self.checkpoints.save(state or self.state(step))
-        self.checkpoints.leave_if_told()
+        self.checkpoints.raise_if_stop_requested()
 
     def _abortable(self) -> contextlib.AbstractContextManager[None]:
         """Mark the time in which a stop request may abort the step."""
         if self.checkpoints is None:
             return contextlib.nullcontext()
-        return self.checkpoints.nothing_trained()
+        return self.checkpoints.abortable_step()
 
     @contextlib.contextmanager
     def _stop_in_time(self, step: int) -> Iterator[None]:
@@ -280,7 +277,7 @@ class Leader:
     def _is_evaluation_due(self, step: int) -> bool:
         if step == self.train.total_steps:
             return True
-        if self.checkpoints is not None and self.checkpoints.told_to_stop:
+        if self.checkpoints is not None and self.checkpoints.stop_requested:
             return False  # the remaining time belongs to the checkpoint
         every = self.eval.every if step else 1
         return step >= self.eval.start_step and every > 0 and step % every == 0
@@ -300,4 +297,4 @@ class Leader:
         try:
             yield values
         finally:
-            self.records.log.write(step, values)
+            self.records.metrics.write(step, values)

@@ -1,80 +1,82 @@
-"""One run from its configuration to its exit code."""
+"""One run, from its configuration to its exit code."""
 
 from __future__ import annotations
 
 import os
 import threading
-from typing import TYPE_CHECKING
 
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.exit_codes import ExitCode
-from megatron_rl.records.progress import Progress
+from megatron_rl.records.progress import Progress, print_line
 from megatron_rl.run.supervision.exit_reporter import ExitReporter
 from megatron_rl.run.supervision.local_ranks import LocalRanks
-from megatron_rl.run.supervision.shutdown import close, explain, leave, leave_thread
+from megatron_rl.run.supervision.open_parts import OpenParts
+from megatron_rl.run.supervision.shutdown import (
+    close_after_success,
+    exit_process,
+    hide_write_errors,
+    report_exception,
+)
 from megatron_rl.run.supervision.stop_request import StopRequest
+from megatron_rl.run.supervision.supervision import Supervision
 from megatron_rl.run.supervision.watchdog import Watchdog, end_with_torchrun
 from sglang_bridge.server.command import nccl_environment
 
-if TYPE_CHECKING:
-    from megatron_rl.run.rank import Rank
-
-_CLOSE_SECONDS = 30.0  # of a run that is complete
+_CLOSE_SECONDS = 30.0  # a complete run has this time to close its parts
 _FOLLOW_SECONDS = 5.0  # the other ranks end after rank 0, which saves
 
 
 def run(configuration: Configuration) -> int:
-    """Train.
+    """Run one rank. Returns `ExitCode.OK`.
 
-    Returns `ExitCode.OK`; with any other code the process ends here, in a few seconds and with its
-    reason.
+    With any other code the process exits here, within seconds and after it has reported why.
     """
-    siblings = LocalRanks.of(os.environ)
-    words = ExitReporter(siblings)
-    talks = configuration.logger.progress and siblings.rank == 0
-    progress = Progress(configuration.train.total_steps, enabled=talks)
-    threading.excepthook = leave_thread
-    os.environ.setdefault(
-        "TORCH_CPP_LOG_LEVEL", "ERROR"
-    )  # what it warns of when peers end is said in better words
-    limit = configuration.run.stop_within_s + (_FOLLOW_SECONDS if siblings.rank else 0.0)
-    stop = StopRequest(limit) if configuration.run.checkpoint_every else None
-    with Watchdog(words, stop=stop) as watch:
-        rank = None
+    ranks = LocalRanks.from_environment(os.environ)
+    reporter = ExitReporter(ranks)
+    is_leader = ranks.rank == 0
+    progress = Progress(
+        configuration.train.total_steps, enabled=configuration.logger.progress and is_leader
+    )
+    stop = StopRequest(configuration.run.stop_within_s + (0.0 if is_leader else _FOLLOW_SECONDS))
+    saves_checkpoints = configuration.run.checkpoint_every > 0
+    parts = OpenParts()
+    threading.excepthook = hide_write_errors
+    # torch warns when peers end; the exit reporter says why they did
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    with Watchdog(reporter, stop=stop if saves_checkpoints else None) as watchdog:
         try:
-            with watch.interruptible():
-                end_with_torchrun(siblings)
-                rank = _open(configuration, progress, words, watch, stop, leads=siblings.rank == 0)
-                rank.run()
-                words.complete()
+            with watchdog.interruptible():
+                end_with_torchrun(ranks)
+                _run_to_the_end(
+                    configuration, Supervision(ranks, progress, reporter, watchdog, stop, parts)
+                )
+                reporter.report_success()
         except BaseException as error:
-            explain(error, words, watch)
-        if rank is None or words.code != ExitCode.OK:
-            leave(words, siblings, rank)
-        watch.allow(_CLOSE_SECONDS)
-        close(rank)
+            report_exception(error, reporter, watchdog)
+        if reporter.exit_code != ExitCode.OK:
+            exit_process(reporter, ranks, parts)
+        watchdog.limit_shutdown(_CLOSE_SECONDS)
+        close_after_success(parts)
     return ExitCode.OK
 
 
-def _open(
-    configuration: Configuration,
-    progress: Progress,
-    words: ExitReporter,
-    watch: Watchdog,
-    stop: StopRequest | None,
-    *,
-    leads: bool,
-) -> Rank:
-    """The import of torch is late and long: signals and progress come first. leads: rank 0 looks at
-    users' classes.
-    """
-    os.environ.update(nccl_environment(os.environ))  # before torch could start NCCL
-    progress.say("importing torch")
-    with progress.during("importing torch"):
-        from megatron_rl.run.rank import Rank
-    if leads:
-        from megatron_rl.run.user_classes import named, require_user_classes
+def _run_to_the_end(configuration: Configuration, supervision: Supervision) -> None:
+    """Open the run and run the loop of this rank.
 
-        with progress.during(f"opening {', '.join(named(configuration))}"):
+    The import of torch takes seconds. It comes here, after signals are handled and progress is
+    reported.
+    """
+    progress = supervision.progress
+    os.environ.update(nccl_environment(os.environ))  # before torch can start NCCL
+    progress.log("importing torch")
+    with progress.task("importing torch"):
+        from megatron_rl.run.open_run import open_run
+    if supervision.ranks.rank == 0:
+        from megatron_rl.run.user_classes import require_user_classes, user_class_names
+
+        with progress.task(f"opening {', '.join(user_class_names(configuration))}"):
             require_user_classes(configuration)
-    return Rank(configuration, progress, words, watch, stop)
+    directory, loop = open_run(configuration, supervision)
+    loop()
+    if supervision.ranks.rank == 0:
+        print_line(f"done: metrics, logs and checkpoints are in {directory.path}")

@@ -1,4 +1,4 @@
-"""The questions of a run, with everything that reads them."""
+"""Builds the prompts of a run with the tokenizer, chat template and scorer that read them."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from megatron_rl.rewards import open_answer_check
 
 
 def build_prompts(c: Configuration, beliefs: TransferredBeliefs | None = None) -> PromptSource:
-    """Training and held-out prompts, all of them readable and answerable. Raises `PromptDataError`.
+    """Read the training and held-out prompts, all of them readable and answerable.
 
-    beliefs: of another run, to begin with.
+    beliefs: beliefs of another run to begin with. Raises `PromptDataError`.
     """
-    tokenizer = Tokenizer.from_directory(c.model.path)
-    render, demonstration = (
-        ChatTemplate(Path(c.model.path)).prompt,
-        c.environment.name == "demonstration",
-    )
     prompts = open_prompts(
-        c.data, tokenizer, open_answer_check(c.reward), render=render, demonstration=demonstration
+        c.data,
+        Tokenizer.from_directory(c.model.path),
+        open_answer_check(c.reward),
+        render=ChatTemplate(Path(c.model.path)).prompt,
+        demonstration=c.environment.name == "demonstration",
     )
-    for of_a_step in (*(phase.configuration for phase in phases_of(c)), c):
-        prompts.choose(of_a_step.data.pass_rate_range)
+    # Every phase must have enough prompts. The run's own range comes last, and stays.
+    for configuration in (*(phase.configuration for phase in phases_of(c)), c):
+        prompts.choose(configuration.data.pass_rate_range)
         prompts.require(c.rollout.prompts_per_step)
     if beliefs is not None:
         beliefs.give(prompts)
@@ -38,19 +38,18 @@ def build_prompts(c: Configuration, beliefs: TransferredBeliefs | None = None) -
 
 
 def build_sets(c: Configuration) -> dict[str, tuple[Prompt, ...]]:
-    """What modes that train nothing ask, by name. Raises `PromptDataError`.
+    """Read the prompts of the modes that train nothing, by name of the set.
 
-    mode=eval: eval.sets, or the held-out questions; mode=profile: every training prompt, of which
-    no rates are known.
+    mode=eval: eval.sets, or the held-out questions. mode=profile: every training prompt, whatever
+    its pass rate. Raises `PromptDataError`.
     """
     if c.mode == "profile":
-        return {"train": build_prompts(replace(c, data=replace(c.data, pass_rates=None))).train}
+        without_rates = replace(c, data=replace(c.data, pass_rates=None))
+        return {"train": build_prompts(without_rates).train}
     if not c.eval.sets:
         return {"held_out": build_prompts(c).held_out}
-    tokenizer, render = (
-        Tokenizer.from_directory(c.model.path),
-        ChatTemplate(Path(c.model.path)).prompt,
-    )
+    tokenizer = Tokenizer.from_directory(c.model.path)
+    render = ChatTemplate(Path(c.model.path)).prompt
     check = open_answer_check(c.reward)
     return {
         name: tuple(open_set(name, file, c.data, tokenizer, check, render=render))

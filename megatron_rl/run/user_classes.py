@@ -1,6 +1,4 @@
-"""Classes of the user's own, opened before anything is started: what does not open costs no engine
-and no directory.
-"""
+"""Opens user-defined classes first, so that a broken one fails before engines start."""
 
 from __future__ import annotations
 
@@ -13,17 +11,14 @@ from megatron_rl.prompts.factory import draw_questions
 from megatron_rl.rewards import open_scorer
 
 
-def named(c: Configuration) -> list[str]:
-    """The classes of the user's own that a configuration names."""
-    return [
-        name
-        for name in (c.reward.name, c.data.source, c.environment.name, c.algo.name)
-        if ":" in name
-    ]
+def user_class_names(c: Configuration) -> list[str]:
+    """Return the user-defined classes that a configuration names."""
+    names = (c.reward.name, c.data.source, c.environment.name, c.algo.name)
+    return [name for name in names if ":" in name]
 
 
 def require_user_classes(c: Configuration) -> None:
-    """Open each of them, draw the source's first question, and leave them.
+    """Open each user-defined class, read the source's first question, and discard them.
 
     Raises `PluginError`, `PromptDataError`.
     """

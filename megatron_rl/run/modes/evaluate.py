@@ -1,18 +1,20 @@
-"""mode=eval: rank 0 measures what engines answer to sets of questions, and nothing is trained."""
+"""mode=eval: rank 0 measures the accuracy of the engines on sets of questions; nothing is trained."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from megatron_rl.config.schema import Configuration, ParallelSettings
+from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.engines.weight_sync import NamedTensors, WeightSync
 from megatron_rl.mcore import parallel
 from megatron_rl.mcore.checkpoint import SavedWeights
 from megatron_rl.mcore.dtypes import torch_dtype
 from megatron_rl.mcore.job import Job
-from megatron_rl.mcore.weights import rounded
+from megatron_rl.mcore.weights import fake_quantize
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.records.run_records import RunRecords
 from megatron_rl.records.stopwatch import Stopwatch
@@ -20,33 +22,60 @@ from megatron_rl.rollouts.evaluation import Accuracy, Evaluation, accuracy_of
 from megatron_rl.rollouts.pass_at_k import pass_rates
 from megatron_rl.rollouts.queue import RolloutQueue
 from megatron_rl.run.checkpoints.resume import explained_load_errors
+from megatron_rl.run.modes.mode import LoopParts
+from megatron_rl.run.prompts import build_sets
+from megatron_rl.run.setup import RunSetup
 from megatron_rl.training.dispatcher import Dispatcher
 
 
 @dataclass(frozen=True)
+class EvaluationMode:
+    """Measures the engines on each set of questions, by name."""
+
+    setup: RunSetup
+    sets: Mapping[str, tuple[Prompt, ...]]
+
+    @classmethod
+    def read(cls, setup: RunSetup) -> EvaluationMode:
+        """Read the sets. Raises `PromptDataError`."""
+        return cls(setup, build_sets(setup.configuration))
+
+    def open_leader(self, parts: LoopParts) -> EvaluationRun:
+        """Make the loop that measures all sets."""
+        assert parts.connections is not None
+        return EvaluationRun(
+            sets={
+                name: open_evaluation(self.setup, prompts, parts)
+                for name, prompts in self.sets.items()
+            },
+            weights=weights_to_send(self.setup, parts),
+            dispatcher=parts.dispatcher,
+            queue=parts.connections.queue,
+            records=parts.records,
+        )
+
+
+@dataclass(frozen=True)
 class SetResult:
-    """What was measured on one set. passes: pass@k with half the width of its interval, by k."""
+    """The result of one set. passes: pass@k with half the width of its interval, by k."""
 
     name: str
     accuracy: Accuracy
     passes: Mapping[int, tuple[float, float]]
 
     def metrics(self) -> dict[str, float]:
-        """`eval/NAME/accuracy`, `eval/NAME/pass@4`, ... and their intervals."""
-        values = {
-            key.removeprefix("eval/"): value for key, value in self.accuracy.metrics().items()
-        }
+        """Return `eval/NAME/accuracy`, `eval/NAME/pass@4`, ... and their intervals."""
+        metrics = self.accuracy.metrics()
+        values = {key.removeprefix("eval/"): value for key, value in metrics.items()}
         for k, (rate, half_width) in self.passes.items():
-            values |= {f"pass@{k}": rate, f"pass@{k}_ci95": half_width}
+            values[f"pass@{k}"] = rate
+            values[f"pass@{k}_ci95"] = half_width
         return {f"eval/{self.name}/{key}": value for key, value in values.items()}
 
 
 @dataclass(frozen=True)
 class EvaluationRun:
-    """Rank 0 of mode=eval.
-
-    weights: sent to the engines first, None where they hold what is measured.
-    """
+    """The loop of rank 0. weights: sent to the engines first; None where they hold them already."""
 
     sets: Mapping[str, Evaluation]
     weights: WeightSync | None
@@ -55,12 +84,12 @@ class EvaluationRun:
     records: RunRecords
 
     def lead(self) -> None:
-        """Measure every set, write the metrics and print a table; then every rank ends."""
+        """Measure every set, write the metrics and print a table; then end every rank."""
         values: dict[str, float] = {}
         try:
             values |= send_first(self.weights, self.dispatcher, self.queue)
             results = [
-                self._measured(name, evaluation, values) for name, evaluation in self.sets.items()
+                self._measure(name, evaluation, values) for name, evaluation in self.sets.items()
             ]
         finally:
             self.records.metrics.write(0, values)
@@ -69,23 +98,44 @@ class EvaluationRun:
         for line in table(results):
             self.records.progress.log(line)
 
-    def _measured(self, name: str, evaluation: Evaluation, values: dict[str, float]) -> SetResult:
-        settings, watch = evaluation.settings, Stopwatch()
+    def _measure(self, name: str, evaluation: Evaluation, values: dict[str, float]) -> SetResult:
+        settings = evaluation.settings
+        samples = settings.samples_per_prompt
+        watch = Stopwatch()
         with watch.section(f"eval/{name}"), self.records.progress.task(f"measuring {name}"):
             groups = evaluation.draw(name)
-        samples, most = settings.samples_per_prompt, settings.max_rejected_share
-        accuracy = accuracy_of(groups, samples, max_rejected_share=most)
+        accuracy = accuracy_of(groups, samples, max_rejected_share=settings.max_rejected_share)
         result = SetResult(name, accuracy, pass_rates(groups, samples))
         values |= result.metrics() | watch.seconds
         return result
 
 
+def open_evaluation(setup: RunSetup, prompts: tuple[Prompt, ...], parts: LoopParts) -> Evaluation:
+    """Make the evaluation of one set of prompts."""
+    assert parts.connections is not None
+    c = setup.configuration
+    return Evaluation(
+        parts.connections.queue,
+        prompts,
+        c.eval,
+        c.rollout,
+        setup.shape.eos_token_ids,
+        parts.idle,
+    )
+
+
+def weights_to_send(setup: RunSetup, parts: LoopParts) -> WeightSync | None:
+    """Return the weight sync when a checkpoint is measured; None when the engines load model.path."""
+    assert parts.connections is not None
+    if setup.resume_point.checkpoint is None:
+        return None
+    return parts.connections.weights
+
+
 def send_first(
     weights: WeightSync | None, dispatcher: Dispatcher, queue: RolloutQueue
 ) -> dict[str, float]:
-    """Bring the engines to the weights that are measured, and return what that took; None: they
-    hold them.
-    """
+    """Send the engines the weights that are measured; returns metrics. None: they hold them."""
     if weights is None:
         return {}
     command = weights.next_command()
@@ -95,47 +145,54 @@ def send_first(
 
 
 def table(results: list[SetResult]) -> list[str]:
-    """A line for each set under a heading; ± is half of a 95 % interval, clustered by question."""
-    heads = [
-        "set",
-        "questions",
-        f"avg@{results[0].accuracy.samples // results[0].accuracy.questions}",
-    ]
-    rows = [[*heads, *(f"pass@{k}" for k in results[0].passes), "parseable", "lost"]]
-    for result in results:
-        found = result.accuracy
-        rates = [(found.accuracy, found.half_width), *result.passes.values()]
-        cells = [f"{rate:.3f} ± {half_width:.3f}" for rate, half_width in rates]
-        rows.append(
-            [
-                result.name,
-                str(found.questions),
-                *cells,
-                f"{found.parseable:.1%}",
-                str(found.rejected),
-            ]
-        )
+    """Return a heading and a line for each set.
+
+    ± is half of a 95 % interval, clustered by question.
+    """
+    first = results[0]
+    samples = first.accuracy.samples // first.accuracy.questions
+    rows = [["set", "questions", f"avg@{samples}"]]
+    rows[0] += [f"pass@{k}" for k in first.passes]
+    rows[0] += ["parseable", "lost"]
+    rows += [_cells(result) for result in results]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def _cells(result: SetResult) -> list[str]:
+    accuracy = result.accuracy
+    rates = [(accuracy.accuracy, accuracy.half_width), *result.passes.values()]
+    cells = [f"{rate:.3f} ± {half_width:.3f}" for rate, half_width in rates]
     return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
+        result.name,
+        str(accuracy.questions),
+        *cells,
+        f"{accuracy.parseable:.1%}",
+        str(accuracy.rejected),
     ]
 
 
-def open_weights(
+def checkpoint_weights(
     c: Configuration, shape: ModelShape, checkpoint: Path, job: Job
 ) -> Callable[[], NamedTensors]:
-    """The weights of a checkpoint as engines take them, a bucket in memory at a time (a
-    collective).
+    """Open the weights of a checkpoint, a bucket in memory at a time (a collective).
 
-    Raises `CheckpointUnusable`, also while they are read.
+    Rank 0 alone reads them. Raises `CheckpointUnusable`, also while they are read.
     """
     parallel.initialize(ParallelSettings(timeout_s=c.parallel.timeout_s), seed=c.seed, job=job)
     with explained_load_errors(checkpoint):
-        saved = SavedWeights(checkpoint, shape, c.model, bucket_bytes=int(c.sync.bucket_mb * 2**20))
+        bucket_bytes = int(c.sync.bucket_mb * 2**20)
+        saved_weights = SavedWeights(checkpoint, shape, c.model, bucket_bytes=bucket_bytes)
+    if job.rank:
+        return partial(iter, ())
 
     def weights() -> NamedTensors:
         with explained_load_errors(checkpoint):
-            yield from rounded(saved.all(torch_dtype(c.engine.dtype)), c.engine.fake_quant)
+            tensors = saved_weights.all(torch_dtype(c.engine.dtype))
+            yield from fake_quantize(tensors, c.engine.fake_quant)
 
     return weights

@@ -1,4 +1,4 @@
-"""mode=profile: rank 0 estimates the pass rate of every training prompt, and nothing is trained."""
+"""mode=profile: rank 0 estimates the pass rate of every training prompt; nothing is trained."""
 
 from __future__ import annotations
 
@@ -16,19 +16,46 @@ from megatron_rl.prompts.pass_rates import Header, PassRate, PassRateFile, ident
 from megatron_rl.records.run_records import RunRecords
 from megatron_rl.rollouts.evaluation import Evaluation, accuracy_of
 from megatron_rl.rollouts.queue import RolloutQueue
-from megatron_rl.run.modes.evaluate import send_first
+from megatron_rl.run.modes.evaluate import open_evaluation, send_first, weights_to_send
+from megatron_rl.run.modes.mode import LoopParts
+from megatron_rl.run.prompts import build_sets
+from megatron_rl.run.setup import RunSetup
 from megatron_rl.training.dispatcher import Dispatcher
 
-_AT_A_TIME = 256  # prompts; what an interrupted profile loses at most
-_LABELS = 20  # that are told of
+_CHUNK = 256  # prompts: an interrupted profile loses the responses of one chunk at most
+_MAX_LABELS = 20  # lines of the table besides the first
+
+
+@dataclass(frozen=True)
+class ProfileMode:
+    """Estimates the pass rates of `prompts` and writes them to `file`."""
+
+    setup: RunSetup
+    prompts: tuple[Prompt, ...]
+    file: PassRateFile
+
+    @classmethod
+    def read(cls, setup: RunSetup) -> ProfileMode:
+        """Read the prompts and the file's rates so far. Raises `PromptDataError`."""
+        prompts = build_sets(setup.configuration)["train"]
+        return cls(setup, prompts, open_rates(setup.configuration))
+
+    def open_leader(self, parts: LoopParts) -> PassRateProfile:
+        """Make the loop that profiles all prompts."""
+        assert parts.connections is not None
+        return PassRateProfile(
+            evaluation=open_evaluation(self.setup, self.prompts, parts),
+            file=self.file,
+            weights=weights_to_send(self.setup, parts),
+            dispatcher=parts.dispatcher,
+            queue=parts.connections.queue,
+            records=parts.records,
+        )
 
 
 @dataclass(frozen=True)
 class PassRateProfile:
-    """Rank 0 of mode=profile.
-
-    weights: sent to the engines first, None where they hold what answers.
-    """
+    """The loop of rank 0. weights: sent to the engines first; None where they hold them already."""
 
     evaluation: Evaluation
     file: PassRateFile
@@ -38,14 +65,12 @@ class PassRateProfile:
     records: RunRecords
 
     def lead(self) -> None:
-        """Ask every prompt that has no rate yet, write the rates and tell of them; then every rank
-        ends.
-        """
+        """Sample every prompt that has no rate, write the rates and log a table; end every rank."""
         values: dict[str, float] = {}
         prompts = self.evaluation.held_out
         try:
             values |= send_first(self.weights, self.dispatcher, self.queue)
-            self._ask([prompt for prompt in prompts if prompt.id not in self.file.done])
+            self._sample([prompt for prompt in prompts if prompt.id not in self.file.done])
             self.file.finish()
             rates = [self.file.done[prompt.id] for prompt in prompts]
             values |= metrics(rates)
@@ -56,35 +81,38 @@ class PassRateProfile:
         for line in table(prompts, rates):
             self.records.progress.log(line)
 
-    def _ask(self, prompts: Sequence[Prompt]) -> None:
-        """Raises `LostEvaluation` when more than eval.max_rejected_share of the responses to some
-        of them are lost.
-        """
-        settings, say = self.evaluation.settings, self.records.progress.log
-        before = len(self.file.done)
-        if before:
-            say(f"{before} of {before + len(prompts)} prompts have rates from an earlier attempt")
-        for first in range(0, len(prompts), _AT_A_TIME):
-            some = prompts[first : first + _AT_A_TIME]
-            with self.records.progress.task(
-                f"asking prompts {first + 1} to {first + len(some)} of {len(prompts)}"
-            ):
-                groups = replace(self.evaluation, held_out=some).draw(f"profile-{before + first}")
-            found = accuracy_of(
-                groups, settings.samples_per_prompt, max_rejected_share=settings.max_rejected_share
+    def _sample(self, prompts: Sequence[Prompt]) -> None:
+        """Raises `LostEvaluation` when more than eval.max_rejected_share of a chunk is lost."""
+        settings = self.evaluation.settings
+        progress = self.records.progress
+        known = len(self.file.done)
+        if known:
+            total = known + len(prompts)
+            progress.log(f"{known} of {total} prompts have rates from an earlier attempt")
+        for first in range(0, len(prompts), _CHUNK):
+            chunk = prompts[first : first + _CHUNK]
+            last = first + len(chunk)
+            with progress.task(f"sampling prompts {first + 1} to {last} of {len(prompts)}"):
+                evaluation = replace(self.evaluation, held_out=chunk)
+                groups = evaluation.draw(f"profile-{known + first}")
+            accuracy = accuracy_of(
+                groups,
+                settings.samples_per_prompt,
+                max_rejected_share=settings.max_rejected_share,
             )
             self.file.add([rate_of(group) for group in groups])
-            say(f"{first + len(some)} of {len(prompts)} prompts: {found}")
+            progress.log(f"{last} of {len(prompts)} prompts: {accuracy}")
 
 
 def open_rates(c: Configuration) -> PassRateFile:
-    """The file that mode=profile writes. Raises `PromptDataError`."""
-    assert c.data.pass_rates is not None, "the rules of the configuration ask for it"
+    """Open the file that mode=profile writes. Raises `PromptDataError`."""
+    assert c.data.pass_rates is not None, "the configuration's rules require it"
+    temperature = c.rollout.temperature if c.eval.temperature is None else c.eval.temperature
     header = Header(
         data=identity_of(c.data),
         model=c.model.path if c.run.resume == "never" else c.run.resume,
         samples=c.eval.samples_per_prompt,
-        temperature=c.rollout.temperature if c.eval.temperature is None else c.eval.temperature,
+        temperature=temperature,
         max_new_tokens=c.rollout.max_new_tokens,
         reward=c.reward.name,
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -93,44 +121,52 @@ def open_rates(c: Configuration) -> PassRateFile:
 
 
 def rate_of(group: Group) -> PassRate:
-    """A response passes when its correctness is 1; those without a verdict, and lost ones, tell
-    nothing.
+    """Return the pass rate of one prompt.
+
+    A response passes when its correctness is 1. Lost responses, and those without a verdict, do
+    not count.
     """
-    told = [r.verdict.correctness for r in group.rollouts if r.verdict.correctness is not None]
-    return PassRate(
-        id=group.prompt.id, right=sum(correctness == 1.0 for correctness in told), samples=len(told)
-    )
+    correctness = [
+        rollout.verdict.correctness
+        for rollout in group.rollouts
+        if rollout.verdict.correctness is not None
+    ]
+    passes = sum(value == 1.0 for value in correctness)
+    return PassRate(id=group.prompt.id, correct=passes, samples=len(correctness))
 
 
 def metrics(rates: Sequence[PassRate]) -> dict[str, float]:
-    """Mean rate, and the shares of prompts whose responses were all wrong, all right, or of both
-    kinds.
-    """
-    told = [rate for rate in rates if rate.samples]
-    count = max(len(told), 1)
-    wrong, right = (
-        sum(rate.right == bound for rate, bound in zip(told, bounds, strict=True)) / count
-        for bounds in ([0] * len(told), [rate.samples for rate in told])
-    )
+    """Return the mean rate and the shares of all-incorrect, all-correct and mixed prompts."""
+    measured = [rate for rate in rates if rate.samples]
+    count = max(len(measured), 1)
+    incorrect = sum(rate.correct == 0 for rate in measured) / count
+    correct = sum(rate.correct == rate.samples for rate in measured) / count
     return {
         "profile/prompts": float(len(rates)),
-        "profile/unknown": float(len(rates) - len(told)),
-        "profile/pass_rate": sum(rate.right / rate.samples for rate in told) / count,
-        "profile/all_wrong": wrong,
-        "profile/all_right": right,
-        "profile/mixed": 1.0 - wrong - right if told else 0.0,
+        "profile/unknown": float(len(rates) - len(measured)),
+        "profile/pass_rate": sum(rate.correct / rate.samples for rate in measured) / count,
+        "profile/all_incorrect": incorrect,
+        "profile/all_correct": correct,
+        "profile/mixed": 1.0 - incorrect - correct if measured else 0.0,
     }
 
 
 def table(prompts: Sequence[Prompt], rates: Sequence[PassRate]) -> Iterator[str]:
-    """A line for all prompts and for each of the commonest labels."""
+    """Yield a line for all prompts and one for each of the most frequent labels."""
     by_label: dict[str, list[PassRate]] = defaultdict(list)
     for prompt, rate in zip(prompts, rates, strict=True):
         by_label[prompt.difficulty or "(no label)"].append(rate)
-    commonest = sorted(by_label, key=lambda label: -len(by_label[label]))[:_LABELS]
-    width = max(map(len, ("difficulty", *commonest)))
-    yield f"{'difficulty':{width}}  prompts  pass rate  all wrong  mixed  all right"
-    for label in ("all", *sorted(commonest)):
-        of = metrics(rates if label == "all" else by_label[label])
-        shares = f"{of['profile/all_wrong']:9.1%}  {of['profile/mixed']:5.1%}  {of['profile/all_right']:9.1%}"
-        yield f"{label:{width}}  {of['profile/prompts']:7.0f}  {of['profile/pass_rate']:9.3f}  {shares}"
+    labels = sorted(by_label, key=lambda label: -len(by_label[label]))[:_MAX_LABELS]
+    width = max(map(len, ("difficulty", *labels)))
+    yield f"{'difficulty':{width}}  prompts  pass rate  all incorrect  mixed  all correct"
+    yield _line("all", width, metrics(rates))
+    for label in sorted(labels):
+        yield _line(label, width, metrics(by_label[label]))
+
+
+def _line(label: str, width: int, values: dict[str, float]) -> str:
+    return (
+        f"{label:{width}}  {values['profile/prompts']:7.0f}  {values['profile/pass_rate']:9.3f}"
+        f"  {values['profile/all_incorrect']:13.1%}  {values['profile/mixed']:5.1%}"
+        f"  {values['profile/all_correct']:11.1%}"
+    )

@@ -1,0 +1,145 @@
+"""Warnings that rank 0 derives from the metrics of each step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+# A healthy range of (mean |A_t| of zero-variance groups) / (mean |A_t| of the other groups)
+_MIN_ADVANTAGE_RATIO = 0.02
+_MAX_ADVANTAGE_RATIO = 0.5
+_WARN_AFTER_STEPS = 3
+_REMEDIES = {
+    "all_incorrect": "every answer is incorrect: use easier questions, raise "
+    "rollout.samples_per_prompt or rollout.max_new_tokens, start from a checkpoint that solves "
+    "some questions, or check reward.answer",
+    "all_correct": "every answer is correct: use harder questions",
+    "tied_incorrect": "every answer is incorrect, and some repeat themselves: use easier "
+    "questions, or set credit.tied_incorrect=shape",
+    "tied_correct": "every answer is correct, with different lengths: use harder questions, or "
+    "set credit.tied_correct=shape",
+    "tied_reward": "all answers to a question have the same reward: check whether the reward "
+    "distinguishes good answers from bad ones",
+    "too_few_verdicts": "the reward fails, or rollouts are lost: see reward/no_verdict and "
+    "rollout/rejected in metrics.jsonl, and raise reward.timeout_s if scoring takes longer",
+    "mixed": "rewards differ within groups, but no token of them is trainable: raise "
+    "rollout.max_new_tokens, or set rollout.train_truncated=true",
+}
+
+
+class ZeroVarianceBalanceAlarm:
+    """Compares the mean |A_t| of tokens in zero-variance groups with that of all other tokens."""
+
+    def __init__(self) -> None:
+        self._out_of_range = False
+
+    def observe(self, values: Mapping[str, float]) -> str | None:
+        """Read the metrics of one step.
+
+        Returns a warning when the ratio leaves [0.02, 0.5], and None while it stays outside.
+        """
+        zero_variance = values.get("policy/advantage_flat", 0.0)
+        others = values.get("policy/advantage_mixed", 0.0)
+        if not values.get("train/zero_variance_samples") or not others:
+            return None
+        ratio = zero_variance / others
+        was_out_of_range = self._out_of_range
+        self._out_of_range = not _MIN_ADVANTAGE_RATIO <= ratio <= _MAX_ADVANTAGE_RATIO
+        if was_out_of_range or not self._out_of_range:
+            return None
+        if ratio < _MIN_ADVANTAGE_RATIO:
+            advice = "They hardly change the policy: raise credit.zvp_alpha"
+        else:
+            advice = "They change the policy a lot: lower credit.zvp_alpha"
+        return (
+            f"warning: the advantages in zero-variance groups are {ratio:.3g} times those in "
+            f"other groups (policy/advantage_flat {zero_variance:.3g}, policy/advantage_mixed "
+            f"{others:.3g}). {advice}"
+        )
+
+
+class UnchangedWeightsAlarm:
+    """Counts the steps that left the weights unchanged, and the kinds of their groups."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._unchanged_steps = 0
+        self._consecutive_steps = 0
+        self._group_kinds: Counter[str] = Counter()
+
+    def observe(self, values: Mapping[str, float]) -> str | None:
+        """Read the metrics of one step.
+
+        Returns a warning after 3 consecutive steps that trained nothing, and again after 6, 12,
+        and so on.
+        """
+        self._steps += 1
+        if values.get("train/samples", 1.0):
+            self._consecutive_steps = 0
+            return None
+        self._unchanged_steps += 1
+        self._consecutive_steps += 1
+        for kind in _REMEDIES:
+            self._group_kinds[kind] += int(values.get(f"rollout/groups/{kind}", 0.0))
+        if not _is_doubling(self._consecutive_steps):
+            return None
+        return (
+            f"warning: {self._consecutive_steps} consecutive steps trained nothing: "
+            f"{self._remedy()}"
+        )
+
+    def summary(self) -> str | None:
+        """Summarize the whole run; None when every step trained something."""
+        if not self._unchanged_steps:
+            return None
+        return f"{self._unchanged_steps} of {self._steps} steps trained nothing: {self._remedy()}"
+
+    def _remedy(self) -> str:
+        """The advice for the most frequent kind of group in those steps."""
+        most_frequent, _ = self._group_kinds.most_common(1)[0]
+        return _REMEDIES[most_frequent]
+
+
+class SelectionAlarm:
+    """Watches the metrics under `select/`. It warns when a problem begins, not while it lasts."""
+
+    def __init__(self) -> None:
+        self._active: frozenset[str] = frozenset()
+
+    def observe(self, values: Mapping[str, float]) -> str | None:
+        """Read the metrics of one step; returns a warning, or None."""
+        candidates = {
+            "miscalibrated": _miscalibration_warning(values),
+            "unfilled": _unfilled_warning(values),
+        }
+        problems = {name: text for name, text in candidates.items() if text}
+        new_problems = [text for name, text in problems.items() if name not in self._active]
+        self._active = frozenset(problems)
+        return f"warning: {' '.join(new_problems)}" if new_problems else None
+
+
+def _is_doubling(steps: int) -> bool:
+    """True for 3, 6, 12, 24, ... steps."""
+    count, remainder = divmod(steps, _WARN_AFTER_STEPS)
+    return remainder == 0 and count.bit_count() == 1
+
+
+def _miscalibration_warning(values: Mapping[str, float]) -> str:
+    difference = values.get("select/miscalibrated", 0.0)
+    if not difference:
+        return ""
+    return (
+        f"over 20 steps the observed share of mixed groups differed by {difference:.2f} from the "
+        "predicted share (select/predicted_mixed, select/observed_mixed). The beliefs do not fit "
+        "these prompts: use data with difficulty labels, or selection=oversample."
+    )
+
+
+def _unfilled_warning(values: Mapping[str, float]) -> str:
+    missing = values.get("select/unfilled", 0.0)
+    if not missing:
+        return ""
+    return (
+        f"{missing:.0f} mixed groups are missing (select/unfilled), so this step trains on fewer. "
+        "Raise selection.budget, or use other data."
+    )

@@ -1,0 +1,106 @@
+"""Builds and prepares the worker of a rank: model, optimizer and batches."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_rl.config.schema import Configuration
+from megatron_rl.environments.environment import open_environment
+from megatron_rl.losses import Correction, PolicyLoss, open_loss
+from megatron_rl.mcore import parallel
+from megatron_rl.mcore.job import Job
+from megatron_rl.mcore.model import build_models, pack_multiple
+from megatron_rl.mcore.optimizer import DistributedAdam, wrap_data_parallel
+from megatron_rl.mcore.parallel import RankLayout
+from megatron_rl.mcore.replay import RouteReplay
+from megatron_rl.mcore.weights import initialize_hf_weights, load_hf_weights
+from megatron_rl.models.route_shape import route_shape
+from megatron_rl.models.shape import ModelShape
+from megatron_rl.planning.rank_view import RankView
+from megatron_rl.run.setup import RunSetup
+from megatron_rl.run.supervision.open_parts import OpenParts
+from megatron_rl.training.logprobs import ResponseLogprobs
+from megatron_rl.training.micro_batches import Batcher
+from megatron_rl.training.policy import Policy
+from megatron_rl.training.warm_up import warm_up
+from megatron_rl.training.worker import Worker, gather_receivers
+
+
+def open_worker(setup: RunSetup, parts: OpenParts) -> Worker:
+    """Load the model and the checkpoint to resume from, and compile the kernels (a collective)."""
+    c = setup.configuration
+    progress = setup.progress
+    loss = open_loss(c.algo, setup.shape)
+    open_environment(c.environment)  # a user-defined class may fail: now, before the model loads
+    layout = parallel.initialize(c.parallel, seed=c.seed, job=setup.job)
+    progress.log("loading the model")
+    with progress.task("loading the model"):
+        worker = build_worker(c, setup.shape, loss, layout, setup.directory.rollouts)
+    with progress.task("loading the checkpoint"):
+        difference = setup.resume_point.load(worker)
+    if difference:
+        progress.log(difference)
+    progress.log("compiling kernels")
+    with progress.task("compiling kernels"):
+        _compile(worker, setup.job)
+    # Modules and model live to the end: the collector would spend 5 % of a CPU rank's time on them.
+    gc.freeze()
+    parts.callback(gc.unfreeze)  # otherwise libraries report leaks at exit
+    return worker
+
+
+def build_worker(
+    c: Configuration, shape: ModelShape, loss: PolicyLoss, layout: RankLayout, rollouts: Path
+) -> Worker:
+    """Build this rank's model, optimizer and batcher (a collective).
+
+    rollouts: the folder for batches that are kept.
+    """
+    chunks = build_models(shape, c.model, c.parallel)
+    if c.model.init == "checkpoint":
+        load_hf_weights(chunks, shape, c.model.path)
+    else:
+        initialize_hf_weights(chunks, shape, seed=c.seed)
+    models = wrap_data_parallel(chunks)
+    view = RankView.for_rank(shape.num_layers, c.parallel, **layout.ranks)
+    logprobs = ResponseLogprobs(c.train, c.rollout, vocab_size=shape.vocab_size, **layout.groups)
+    updates = c.train.total_steps * c.train.optimizer_steps_per_batch
+    moe_rows = view.moe_rows(shape.moe_layers)
+    replay = None
+    if c.train.replay != "off":
+        replay = RouteReplay(models, c.train.replay)
+        replay.require_layers([shape.moe_layers[row] for row in moe_rows])
+    routes = route_shape(shape) if c.train.replay == "rollout" else None
+    return Worker(
+        layout=layout,
+        receivers=gather_receivers(layout, moe_rows),
+        shape=shape,
+        policy=Policy(models, logprobs, loss, replay, Correction(c.algo.correction)),
+        optimizer=DistributedAdam(models, c.optimizer, total_steps=updates),
+        batcher=Batcher(view, routes, layout.device, multiple=pack_multiple(c.model)),
+        model=c.model,
+        engine=c.engine,
+        run=c.run,
+        logger=c.logger,
+        sync=c.sync,
+        settings=c.train,
+        rollouts_directory=rollouts,
+    )
+
+
+def _compile(worker: Worker, job: Job) -> None:
+    """Compile the kernels, on one rank of each node first.
+
+    On CPUs the other ranks then read them from its cache. Ranks that share the vocabulary or
+    sequences compile together, because their kernels run collectives.
+    """
+    layout = worker.layout
+    together = layout.tp_group is not None or layout.cp_group is not None
+    if job.local_rank and not together:
+        dist.barrier(job.control_group)
+    warm_up(worker)
+    if not job.local_rank and not together:
+        dist.barrier(job.control_group)

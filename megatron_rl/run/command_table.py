@@ -1,0 +1,98 @@
+"""The one table of commands: everything that a rank does for rank 0, in every mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_rl.config.schema import Configuration
+from megatron_rl.contracts.commands import (
+    Checkpoint,
+    EnterPhase,
+    Poll,
+    Record,
+    Save,
+    Sync,
+    Train,
+    WaitForSave,
+)
+from megatron_rl.engines.engines import Engines
+from megatron_rl.engines.weight_sync import NamedTensors, Sender
+from megatron_rl.mcore.job import Job
+from megatron_rl.run.checkpoints.saving import CheckpointWriter
+from megatron_rl.run.curriculum import apply_phase
+from megatron_rl.run.modes.record import record_rollouts
+from megatron_rl.run.supervision.stop_request import StopRequest
+from megatron_rl.training.dispatcher import Table
+from megatron_rl.training.worker import Worker
+
+Export = Callable[[], NamedTensors]
+
+
+@dataclass(frozen=True)
+class EngineCommands:
+    """Commands about the engines.
+
+    sender: this rank's side of a weight sync. export: the weights to send; None where the engines
+    already hold them. stop: aborts a step that waits for rollouts once a stop was requested.
+    """
+
+    engines: Engines
+    sender: Sender
+    export: Export | None
+    stop: StopRequest
+    job: Job
+
+    def table(self) -> Table:
+        """Return the handlers of `Poll`, `Record` and, with weights to send, `Sync`."""
+        handlers = {Poll: self.poll, Record: self.record}
+        if self.export is not None:
+            handlers[Sync] = self.sync
+        return handlers
+
+    def poll(self, command: Poll) -> None:
+        """Check the engines of this node. Raises what ended them, or `StepAborted`."""
+        self.engines.check()
+        self.stop.check_deadline()
+
+    def sync(self, command: Sync) -> dict[str, float]:
+        """Send the weights to the engines (a collective); returns metrics."""
+        assert self.export is not None
+        return self.sender.send(command, self.export())
+
+    def record(self, command: Record) -> list[str]:
+        """Write the rollouts that lie on this node (a collective)."""
+        return record_rollouts(command, self.job)
+
+
+@dataclass(frozen=True)
+class ModelCommands:
+    """Commands about the model: training, phases, weights and checkpoints.
+
+    phases: the configuration of each phase of the curriculum.
+    """
+
+    worker: Worker
+    checkpoints: CheckpointWriter
+    phases: tuple[Configuration, ...]
+
+    def table(self) -> Table:
+        """Return the handlers of the commands that need a model."""
+        return {
+            EnterPhase: self.enter_phase,
+            Train: lambda command: self.worker.train(command.plan),
+            Save: lambda command: self.worker.save(Path(command.path)),
+            Checkpoint: self.checkpoints.save,
+            WaitForSave: self.checkpoints.wait_for_save,
+        }
+
+    def enter_phase(self, command: EnterPhase) -> None:
+        """Train with the settings of a phase from the next step on."""
+        apply_phase(self.worker, self.phases[command.phase])
+
+
+def command_table(engines: EngineCommands | None, model: ModelCommands | None) -> Table:
+    """Combine the handlers of the parts that this rank has."""
+    table = {} if engines is None else dict(engines.table())
+    return table if model is None else table | dict(model.table())

@@ -1,0 +1,121 @@
+"""mode=train and mode=rollout_only on rank 0."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_rl.config.curriculum import phases_of
+from megatron_rl.config.schema import Configuration
+from megatron_rl.credit.assign import Credit
+from megatron_rl.planning.step_planner import StepPlanner
+from megatron_rl.prompts.selection.factory import open_selector
+from megatron_rl.prompts.source import PromptSource
+from megatron_rl.records.run_directory import STOP_FILE
+from megatron_rl.rollouts.evaluation import Evaluation
+from megatron_rl.rollouts.rollout_batch import RolloutStage
+from megatron_rl.run.checkpoints.manager import CheckpointManager
+from megatron_rl.run.checkpoints.resume import flat_configuration
+from megatron_rl.run.curriculum import Curriculum
+from megatron_rl.run.leader import Leader
+from megatron_rl.run.modes.mode import LoopParts
+from megatron_rl.run.modes.record import RecordingLeader
+from megatron_rl.run.prompts import build_prompts
+from megatron_rl.run.setup import RunSetup
+from megatron_rl.run.step_parts import StepParts
+
+_EXCLUDED_FILE = "left_out.txt"
+
+
+@dataclass(frozen=True)
+class TrainingMode:
+    """Trains on rollouts that engines sample for `prompts`, or records them."""
+
+    setup: RunSetup
+    prompts: PromptSource
+
+    @classmethod
+    def read(cls, setup: RunSetup) -> TrainingMode:
+        """Read the prompts. Raises `PromptDataError`."""
+        setup.progress.log("reading prompts")
+        with setup.progress.task("reading prompts"):
+            return cls(setup, build_prompts(setup.configuration, setup.beliefs))
+
+    def open_leader(self, parts: LoopParts) -> Leader:
+        """Make the training loop, where the resume point says."""
+        assert parts.connections is not None
+        assert parts.worker is not None
+        self._log_prompts()
+        c = self.setup.configuration
+        dp_size = parts.worker.layout.dp_size
+
+        def open_parts(c: Configuration) -> StepParts:
+            return self._step_parts(c, parts, dp_size)
+
+        curriculum = None
+        if c.curriculum:
+            log = self.setup.progress.log
+            curriculum = Curriculum(phases_of(c), open_parts, parts.dispatcher, log)
+        state = self.setup.resume_point.state
+        loop = RecordingLeader if c.mode == "rollout_only" else Leader
+        return loop(
+            train=c.train,
+            eval=c.eval,
+            sync=c.sync,
+            run=c.run,
+            parts=open_parts(c),
+            holder=parts.connections.queue,
+            weights=parts.connections.weights,
+            dispatcher=parts.dispatcher,
+            records=parts.records,
+            checkpoints=checkpoint_manager(self.setup, parts),
+            curriculum=curriculum,
+            resume_state=None if state is None else state.position,
+        )
+
+    def _log_prompts(self) -> None:
+        prompts = self.prompts
+        counts = f"{len(prompts.train)} training prompts, {len(prompts.held_out)} held out"
+        notes = [note for note in (counts, *prompts.told()) if note]
+        self.setup.progress.log("; ".join(notes))
+        report = prompts.excluded.report()
+        if report:
+            file = self.setup.directory.path / _EXCLUDED_FILE
+            file.write_text(report + "\n", encoding="utf-8", errors="replace")
+
+    def _step_parts(self, c: Configuration, parts: LoopParts, dp_size: int) -> StepParts:
+        """Make the parts of a step with the settings of the run, or of one phase."""
+        assert parts.connections is not None
+        queue = parts.connections.queue
+        stop_token_ids = self.setup.shape.eos_token_ids
+        self.prompts.choose(c.data.pass_rate_range)
+        selector = open_selector(self.prompts, c.rollout, c.selection, seed=c.seed)
+        return StepParts(
+            rollouts=RolloutStage(queue, c.rollout, selector, stop_token_ids, parts.idle),
+            credit=Credit(c.algo, c.credit, seed=c.seed, max_new_tokens=c.rollout.max_new_tokens),
+            planner=StepPlanner(c.train, c.parallel, dp_size=dp_size, seed=c.seed),
+            evaluation=Evaluation(
+                queue, self.prompts.held_out, c.eval, c.rollout, stop_token_ids, parts.idle
+            ),
+        )
+
+
+def checkpoint_manager(setup: RunSetup, parts: LoopParts) -> CheckpointManager:
+    """Make the checkpoint manager of a run that trains."""
+    assert parts.worker is not None
+    c = setup.configuration
+    optimizer = parts.worker.optimizer
+    state = setup.resume_point.state
+    saved_step = None
+    if state is not None and c.run.resume == "auto":
+        saved_step = state.step
+    return CheckpointManager(
+        settings=c.run,
+        configuration=flat_configuration(c),
+        world_size=parts.worker.layout.world_size,
+        optimizer_steps=lambda: optimizer.steps,
+        dispatcher=parts.dispatcher,
+        progress=setup.progress,
+        stop_request=parts.stop,
+        stop_file=setup.directory.path / STOP_FILE,
+        last_saved_step=saved_step,
+    )

@@ -1,0 +1,141 @@
+"""Opens what needs Megatron: the model, the connections to the engines and the loop of the rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+
+import torch.distributed as dist
+
+from megatron_rl.config.curriculum import phases_of
+from megatron_rl.contracts.commands import Poll
+from megatron_rl.engines.engines import EngineConnections, Engines
+from megatron_rl.engines.weight_sync import FollowerSync
+from megatron_rl.records.metrics_log import MetricsLog
+from megatron_rl.records.run_records import RunRecords
+from megatron_rl.run.build_worker import open_worker
+from megatron_rl.run.checkpoints.disk_space import checkpoint_bytes
+from megatron_rl.run.checkpoints.saving import CheckpointWriter
+from megatron_rl.run.checkpoints.store import CheckpointStore
+from megatron_rl.run.command_table import EngineCommands, Export, ModelCommands, command_table
+from megatron_rl.run.modes.evaluate import checkpoint_weights
+from megatron_rl.run.modes.mode import LoopParts
+from megatron_rl.run.modes.table import open_mode
+from megatron_rl.run.setup import RunSetup
+from megatron_rl.run.supervision.supervision import Supervision
+from megatron_rl.training.dispatcher import Dispatcher
+from megatron_rl.training.worker import Worker
+
+_MODES_WITHOUT_MODEL = ("eval", "profile")
+
+
+def open_loop(
+    setup: RunSetup, engines: Engines | None, supervision: Supervision
+) -> Callable[[], None]:
+    """Open the rest of this rank's parts and return its loop (a collective).
+
+    engines: None when the run trains on recorded rollouts.
+    """
+    c = setup.configuration
+    job = setup.job
+    mode = open_mode(setup) if job.rank == 0 else None  # reads the data first: it may be refused
+    worker = None
+    if c.mode not in _MODES_WITHOUT_MODEL:
+        worker = open_worker(setup, supervision.parts)
+    connections = None
+    if engines is not None:
+        connections = _connect(setup, engines, supervision)
+    dispatcher = Dispatcher(
+        job.control_group,
+        command_table(
+            _engine_commands(setup, engines, connections, worker, supervision),
+            _model_commands(setup, worker),
+        ),
+    )
+    if worker is not None:
+        supervision.stop.accept_sigterm()
+    if mode is None:
+        return dispatcher.follow
+    parts = LoopParts(
+        dispatcher=dispatcher,
+        connections=connections,
+        worker=worker,
+        records=_open_records(setup, supervision),
+        stop=supervision.stop,
+        idle=partial(dispatcher.run, Poll()),
+    )
+    return mode.open_leader(parts).lead
+
+
+def _connect(
+    setup: RunSetup, engines: Engines, supervision: Supervision
+) -> EngineConnections | None:
+    """Wait for the engines; rank 0 is connected to them."""
+    settings = setup.configuration.engine
+    task = "waiting for the engines"
+    if settings.mode == "external":
+        urls = ", ".join(settings.urls)
+        task = f"waiting for {urls} (engine.start_timeout_s={settings.start_timeout_s:g})"
+    setup.progress.log(task)
+    with setup.progress.task(task):
+        connections = engines.connect(setup.progress.log)
+    supervision.watchdog.set_check(engines.check)
+    return connections
+
+
+def _engine_commands(
+    setup: RunSetup,
+    engines: Engines | None,
+    connections: EngineConnections | None,
+    worker: Worker | None,
+    supervision: Supervision,
+) -> EngineCommands | None:
+    if engines is None:
+        return None
+    return EngineCommands(
+        engines=engines,
+        sender=FollowerSync() if connections is None else connections.weights,
+        export=_open_export(setup, worker),
+        stop=supervision.stop,
+        job=setup.job,
+    )
+
+
+def _open_export(setup: RunSetup, worker: Worker | None) -> Export | None:
+    """Return the source of the weights that engines are sent; None when they hold them already."""
+    if worker is not None:
+        return worker.export
+    if setup.resume_point.checkpoint is None:
+        return None
+    return checkpoint_weights(
+        setup.configuration, setup.shape, setup.resume_point.checkpoint, setup.job
+    )
+
+
+def _model_commands(setup: RunSetup, worker: Worker | None) -> ModelCommands | None:
+    if worker is None:
+        return None
+    c = setup.configuration
+    background = None
+    if c.run.checkpoint_every and c.run.background_saves:
+        timeout = timedelta(seconds=c.parallel.timeout_s)
+        background = dist.new_group(backend="gloo", timeout=timeout)
+    writer = CheckpointWriter(
+        worker,
+        CheckpointStore(setup.directory.checkpoints),
+        nbytes=checkpoint_bytes(c, setup.shape),
+        keep=c.run.keep_checkpoints,
+        background=background,
+    )
+    phases = tuple(phase.configuration for phase in phases_of(c))
+    return ModelCommands(worker, writer, phases)
+
+
+def _open_records(setup: RunSetup, supervision: Supervision) -> RunRecords:
+    state = setup.resume_point.state
+    first_step = None
+    if state is not None and setup.configuration.mode not in _MODES_WITHOUT_MODEL:
+        first_step = state.step + 1
+    metrics = MetricsLog(setup.directory, setup.configuration.logger, first_step)
+    return RunRecords(setup.directory, supervision.parts.enter(metrics), setup.progress)

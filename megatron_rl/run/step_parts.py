@@ -1,0 +1,48 @@
+"""The parts of a training step that rank 0 runs without the other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from megatron_rl.contracts.run_state import SelectorState
+from megatron_rl.credit.assign import Credit
+from megatron_rl.planning.step_planner import StepPlanner
+from megatron_rl.rollouts.evaluation import Evaluation
+from megatron_rl.rollouts.rollout_batch import RolloutBatch
+
+
+class RolloutSource(Protocol):
+    """Supplies the scored groups of a step, and saves and restores its progress over the prompts."""
+
+    def draw(self, step: int) -> RolloutBatch: ...
+
+    def state(self) -> SelectorState: ...
+
+    def restore(self, state: SelectorState) -> None: ...
+
+    def inflate_variance(self) -> None: ...
+
+
+class RolloutHolder(Protocol):
+    """Holds the payloads of sampled rollouts until they are released."""
+
+    def release(self, group_ids: Sequence[str]) -> None: ...
+
+    def set_version(self, version: int) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """One set of parts serves a run, or one phase of a curriculum.
+
+    evaluation: None where nothing is evaluated, as in mode=train_only.
+    """
+
+    rollouts: RolloutSource
+    credit: Credit
+    planner: StepPlanner
+    evaluation: Evaluation | None
