@@ -1,7 +1,7 @@
-"""Exit codes of every launch script, and the exceptions that carry them.
+"""Exit codes of every launch script, and the base of the exceptions that carry them.
 
-Under torchrun they are the codes of the ranks: torchrun reports the rank that knew the cause first,
-and exits with 1.
+Under torchrun these are the exit codes of the ranks. torchrun itself reports the rank that failed
+first and exits with 1.
 """
 
 from __future__ import annotations
@@ -11,33 +11,35 @@ from typing import ClassVar
 
 
 class ExitCode(IntEnum):
-    """What ended a run. 1 is left to Python: an exception that nobody foresaw."""
+    """Causes of a run's end. Python itself exits with 1 after an unexpected exception."""
 
     OK = 0
-    # the configuration or the run directory, before anything starts; or a class of the user's own
-    # failed
+    # The configuration or the run directory is refused and nothing was started, or a plugin failed.
     REFUSED = 2
-    BAD_DATA = 3  # prompts or a checkpoint that cannot be read
-    ENGINE_FAILED = (
-        4  # an engine or a collector never became healthy, died or lost too many requests
-    )
-    NON_FINITE = 5  # NaN or Inf in loss or gradients for train.max_nonfinite_steps steps in a row
-    # an engine holds other weights than the trainer sent, or routes were not replayed as recorded
+    # Prompts or a checkpoint cannot be read.
+    BAD_DATA = 3
+    # An engine or a collector never became healthy, died or lost too many requests.
+    ENGINE_FAILED = 4
+    # Loss or gradients had NaN or Inf for train.max_nonfinite_steps consecutive steps.
+    NON_FINITE = 5
+    # An engine has other weights than the trainer sent, or routes were not replayed as recorded.
     SYNC_MISMATCH = 6
-    PEER_FAILED = 7  # another rank failed or a collective timed out
-    CANNOT_WRITE = (
-        8  # a file of the run cannot be written: the disk is full, over quota or read-only
-    )
-    # told to stop, and a checkpoint was saved before: start the same again with run.resume=auto
+    # Another rank failed, or a collective timed out.
+    PEER_FAILED = 7
+    # A file of the run cannot be written: the disk is full, over quota or read-only.
+    CANNOT_WRITE = 8
+    # The run was stopped on request after saving a checkpoint. Resume with run.resume=auto.
     REQUEUE = 75
-    HUNG_UP = 129  # SIGHUP, such as a closed terminal; 128 + the signal's number
+    # SIGHUP, such as a closed terminal. This and the next two are 128 + the signal's number.
+    HUNG_UP = 129
     INTERRUPTED = 130  # SIGINT, such as Ctrl-C
     TERMINATED = 143  # SIGTERM, or the launcher of the ranks was killed
 
 
 class Failure(Exception):
-    """Something foreseen that ends a run: its text is what a person reads, `exit_code` what a
-    script reads.
+    """Expected error that ends a run.
+
+    Its text is for people, and `exit_code` is for scripts.
     """
 
     exit_code: ClassVar[int] = 1

@@ -1,4 +1,4 @@
-"""Ctrl-C while a script is still importing: it ends without a traceback."""
+"""Exit without a traceback on Ctrl-C while a script is still importing."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from megatron_rl.contracts.exit_codes import ExitCode
 
 
 def exit_on_interrupt() -> None:
-    """From now on, until a run listens for itself.
+    """Exit at once on SIGINT, until the run installs its own handler.
 
-    A process that was told to ignore Ctrl-C goes on ignoring it.
+    Does nothing in a process that already ignores or handles SIGINT.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, lambda number, frame: os._exit(ExitCode.INTERRUPTED))

@@ -1,4 +1,4 @@
-"""What the machine and the launcher say, without importing torch."""
+"""Number of ranks and GPUs, found without importing torch."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 from megatron_rl.contracts.refusal import ConfigurationRefused, Refusal
 from sglang_bridge.server.gpus import torch_uses_cuda, visible_gpus
 
-_OF_TORCHRUN = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
-
 
 @dataclass(frozen=True)
 class LaunchFacts:
-    """world_size: torchrun's ranks, 1 when started with plain python. num_gpus: CUDA devices this
-    process may use.
+    """Facts about the launcher and the machine.
 
-    idle_gpus: those that it could use, were the installed torch not built for CPUs.
-    transformer_engine: whether it is installed.
+    world_size: number of ranks that torchrun starts, 1 without torchrun.
+    local_world_size: number of these on this node.
+    num_gpus: number of CUDA devices that this process can use.
+    idle_gpus: number of CUDA devices that it cannot use because torch is built for CPUs.
+    transformer_engine: whether Transformer Engine is installed.
     """
 
     world_size: int = 1
@@ -36,22 +36,34 @@ class LaunchFacts:
         *,
         uses_cuda: bool | None = None,
     ) -> LaunchFacts:
-        """uses_cuda: whether torch does; None asks the installed one. Raises
-        `ConfigurationRefused`.
+        """Read the facts from environment variables and device files.
+
+        uses_cuda: whether torch is built for CUDA. None: look at the installed torch.
+
+        Raises `ConfigurationRefused` if torchrun's variables hold no positive number.
         """
-        ranks, local = (environment.get(name, "1") for name in _OF_TORCHRUN)
-        for name, value in zip(_OF_TORCHRUN, (ranks, local), strict=True):
-            if not value.isdecimal() or not int(value):
-                rule = "torchrun puts a whole number of ranks into this variable of the environment"
-                raise ConfigurationRefused(
-                    [Refusal(name, value, rule, f"Start with torchrun, or unset {name}")]
-                )
+        world_size = _number_of_ranks(environment, "WORLD_SIZE")
+        local_world_size = _number_of_ranks(environment, "LOCAL_WORLD_SIZE")
         gpus = visible_gpus(environment, devices)
-        usable = torch_uses_cuda() if uses_cuda is None else uses_cuda
-        gpus, idle = (gpus, 0) if usable else (0, gpus)
-        return cls(int(ranks), int(local), gpus, idle, has_transformer_engine())
+        can_use_gpus = torch_uses_cuda() if uses_cuda is None else uses_cuda
+        return cls(
+            world_size=world_size,
+            local_world_size=local_world_size,
+            num_gpus=gpus if can_use_gpus else 0,
+            idle_gpus=0 if can_use_gpus else gpus,
+            transformer_engine=has_transformer_engine(),
+        )
 
 
 def has_transformer_engine() -> bool:
-    """Whether Transformer Engine is installed; nothing is imported."""
+    """Return whether Transformer Engine is installed, without importing it."""
     return importlib.util.find_spec("transformer_engine") is not None
+
+
+def _number_of_ranks(environment: Mapping[str, str], name: str) -> int:
+    value = environment.get(name, "1")
+    if not value.isdecimal() or not int(value):
+        rule = "torchrun sets this environment variable to a positive whole number of ranks"
+        remedy = f"Start with torchrun, or unset {name}"
+        raise ConfigurationRefused([Refusal(name, value, rule, remedy)])
+    return int(value)

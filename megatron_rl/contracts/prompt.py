@@ -1,4 +1,4 @@
-"""A question and how responses to it are drawn."""
+"""Prompts and sampling parameters."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import msgspec
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
-    """One question. `id` is unique within a run's data; `difficulty` is a free label that metrics
-    group by.
+    """One question to the model.
 
-    worked: a worked response, where the source writes one.
+    id: unique within a run's data.
+    answer: reference answer.
+    task: name of the task or source.
+    difficulty: free label by which metrics are grouped.
+    demonstration: example response, empty if the source has none.
     """
 
     id: str
@@ -21,9 +24,9 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How responses are drawn.
+    """Sampling parameters of responses.
 
-    Training needs the untruncated distribution (top_p 1, top_k off, no penalties).
+    Training requires the full distribution: no top-p, top-k or penalties.
     """
 
     max_new_tokens: int

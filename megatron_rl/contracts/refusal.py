@@ -1,4 +1,4 @@
-"""Refused settings, and the error that ends a start because of them."""
+"""Settings that are refused, and the error that reports them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,13 @@ __all__ = ["ConfigurationRefused", "Refusal", "format_value"]
 class ConfigurationRefused(Failure):
     """A configuration that must not run.
 
-    refusals: never empty, in the order of the configuration's sections.
+    refusals: one or more, in the order of the configuration's sections.
     """
 
     exit_code = ExitCode.REFUSED
 
     def __init__(self, refusals: Sequence[Refusal]) -> None:
-        count = (
-            "1 setting is refused"
-            if len(refusals) == 1
-            else f"{len(refusals)} settings are refused"
-        )
-        super().__init__("\n".join([*map(str, refusals), f"{count}; nothing was started."]))
+        count = len(refusals)
+        summary = "1 setting is refused" if count == 1 else f"{count} settings are refused"
+        super().__init__("\n".join([*map(str, refusals), f"{summary}; nothing was started."]))
         self.refusals = tuple(refusals)

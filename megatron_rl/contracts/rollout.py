@@ -1,7 +1,6 @@
 """One sampled trajectory: tokens, log-probabilities and expert routes.
 
-Weight versions are integers: the number of weight syncs since the run's start checkpoint, which is
-version 0.
+A weight version is the number of weight syncs since the run's start checkpoint, which is version 0.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ __all__ = ["FinishReason", "Role", "Rollout", "Segment"]
 
 
 class Role(enum.StrEnum):
-    """Who wrote a segment of a trajectory."""
+    """Author of a segment of a trajectory."""
 
     PROMPT = "prompt"
     RESPONSE = "response"
@@ -27,12 +26,15 @@ class Role(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of tokens with one author and one weight version.
+    """Consecutive tokens with one author and one weight version.
 
-    tokens: int32 [n]. logprobs: float32 [n], nats, under the policy that sampled them; None where
-    nothing was sampled. trainable: whether these tokens receive a loss. route_rows: half-open range
-    of rows of `Rollout.routes` recorded while these tokens were inputs. version: the weights that
-    produced the segment.
+    tokens: int32 [n].
+    trainable: whether the tokens receive a loss.
+    logprobs: float32 [n], nats, under the policy that sampled the tokens. None if they were not
+    sampled.
+    route_rows: half-open range of the rows of `Rollout.routes` that were recorded while these
+    tokens were inputs.
+    version: version of the weights that read or sampled the tokens.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -47,9 +49,9 @@ class Segment:
 class Rollout:
     """One sampled trajectory of `n` tokens.
 
-    routes: uint8 or uint16 [n - 1, moe_layers, topk], expert ids; row t holds the experts used
-    while token t was the input, so rows match `tokens[:-1]` and the last sampled token has none.
-    None when the engine recorded no routes.
+    routes: uint8 or uint16 [n - 1, moe_layers, topk], expert ids. Row t holds the experts used
+    while token t was the input. Rows match `tokens[:-1]`, because the last sampled token is never
+    an input. None if the engine recorded no routes.
     """
 
     rollout_id: str

@@ -1,4 +1,4 @@
-"""Expert routes from the wire to what the trainer replays."""
+"""Checks of expert routes before the trainer replays them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ _UINT8_EXPERTS = 256
 
 
 class RouteShape(msgspec.Struct, frozen=True, kw_only=True):
-    """What recorded routes must look like. moe_layers: 0-based decoder layers that have experts."""
+    """Shape and range of valid routes.
+
+    moe_layers: 0-based decoder layers that have experts.
+    topk: number of experts that process a token.
+    """
 
     moe_layers: tuple[int, ...]
     num_hidden_layers: int
@@ -24,7 +28,10 @@ class RouteShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RouteError(ValueError):
-    """Routes that cannot be replayed; `reason` is a short name that metrics count by."""
+    """Routes that cannot be replayed.
+
+    reason: short name by which metrics count the error.
+    """
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -32,54 +39,60 @@ class RouteError(ValueError):
 
 
 def validate_routes(wire: npt.NDArray[np.int32], shape: RouteShape, num_inputs: int) -> Routes:
-    """Select the MoE layers of `wire` int32 [num_inputs, num_hidden_layers, topk] and check every
-    entry.
+    """Check routes as an engine sends them, and select their MoE layers.
 
-    Returns uint8 (up to 256 experts) or uint16 [num_inputs, len(moe_layers), topk]. Raises
-    `RouteError`.
+    wire: int32 [num_inputs, num_hidden_layers, topk].
+
+    Returns uint8 (up to 256 experts) or uint16 [num_inputs, len(moe_layers), topk].
+    Raises `RouteError`.
     """
-    expected = (num_inputs, shape.num_hidden_layers, shape.topk)
-    if wire.shape != expected:
+    expected_shape = (num_inputs, shape.num_hidden_layers, shape.topk)
+    if wire.shape != expected_shape:
         raise RouteError(
             "routes_shape",
-            f"routes of shape {wire.shape}: expected {expected} (input tokens, decoder layers, top-k)",
+            f"routes of shape {wire.shape}: expected {expected_shape} "
+            "(input tokens, decoder layers, top-k)",
         )
-    every_layer = shape.moe_layers == tuple(range(shape.num_hidden_layers))
-    return _checked(wire if every_layer else wire[:, list(shape.moe_layers)], shape)
+    has_experts_everywhere = shape.moe_layers == tuple(range(shape.num_hidden_layers))
+    routes = wire if has_experts_everywhere else wire[:, list(shape.moe_layers)]
+    return _check_experts(routes, shape)
 
 
 def validate_stored_routes(
-    kept: npt.NDArray[np.generic], shape: RouteShape, num_inputs: int
+    routes: npt.NDArray[np.generic], shape: RouteShape, num_inputs: int
 ) -> Routes:
-    """Check routes that come back from where they were kept, after `validate_routes`, perhaps for
-    another model.
+    """Check routes that were stored after `validate_routes`, perhaps for another model.
 
-    Returns them as that does. Raises `RouteError`.
+    routes: integers [num_inputs, len(moe_layers), topk].
+
+    Returns the same as `validate_routes`. Raises `RouteError`.
     """
-    expected = (num_inputs, len(shape.moe_layers), shape.topk)
-    if kept.shape != expected or not np.issubdtype(kept.dtype, np.integer):
+    expected_shape = (num_inputs, len(shape.moe_layers), shape.topk)
+    if routes.shape != expected_shape or not np.issubdtype(routes.dtype, np.integer):
         raise RouteError(
             "routes_shape",
-            f"{kept.dtype} routes of shape {kept.shape}: expected integers {expected} (input tokens, layers with "
-            "experts, top-k)",
+            f"{routes.dtype} routes of shape {routes.shape}: expected integers {expected_shape} "
+            "(input tokens, layers with experts, top-k)",
         )
-    return _checked(kept, shape)
+    return _check_experts(routes, shape)
 
 
 def round_robin_routes(num_rows: int, num_layers: int, *, num_experts: int, topk: int) -> Routes:
-    """Distinct valid experts for padding rows, spread evenly: [num_rows, num_layers, topk]."""
+    """Return distinct valid experts for padding rows, spread evenly: [num_rows, num_layers, topk].
+
+    The dtype is that of `validate_routes`.
+    """
     rows = (np.arange(num_rows)[:, None] * topk + np.arange(topk)) % num_experts
     return _narrow(np.broadcast_to(rows[:, None], (num_rows, num_layers, topk)), num_experts)
 
 
-def _checked(routes: npt.NDArray[Any], shape: RouteShape) -> Routes:
-    """Raise `RouteError` where an expert is not there, or twice in a row; returns them narrow."""
+def _check_experts(routes: npt.NDArray[Any], shape: RouteShape) -> Routes:
+    """Return routes in the narrow dtype. Raises `RouteError` for an invalid or repeated expert."""
     if routes.size and (routes.min() < 0 or routes.max() >= shape.num_experts):
         raise RouteError("routes_range", f"an expert id outside 0..{shape.num_experts - 1}")
     narrow = _narrow(routes, shape.num_experts)
-    choices = np.ascontiguousarray(
-        narrow.reshape(-1, shape.topk).T
-    )  # pairs of long rows: ten times faster than a sort
+    # Comparing pairs of long contiguous rows is ten times faster than sorting each short row.
+    choices = np.ascontiguousarray(narrow.reshape(-1, shape.topk).T)
     if any((one == other).any() for one, other in itertools.combinations(choices, 2)):
         raise RouteError("routes_duplicate", "an expert appears twice in one row")
     return narrow

@@ -1,4 +1,4 @@
-"""Who trains what in one training step."""
+"""Plan of one training step: which rank trains which rollouts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from megatron_rl.contracts.wire_types import Count
 
 
 class ExtraRollout(NamedTuple):
-    """A rollout of a group without a contrast: trained beside the others, which the loss is divided
-    by.
+    """A rollout of a zero-variance group, trained in addition to those of mixed groups.
 
-    entropy_advantage: see `StepPlan`. Other than 0 it makes the rollout a flat one.
+    entropy_advantage: see `StepPlan`. 0 except for rollouts of all-correct or all-incorrect groups
+    that train by their tokens' entropies.
     """
 
     rollout: RolloutRef
@@ -23,10 +23,12 @@ class ExtraRollout(NamedTuple):
 
 
 class Denominators(msgspec.Struct, frozen=True, kw_only=True):
-    """Global constants of one optimizer step's loss, fixed before its first micro-batch.
+    """Global constants that normalise one optimizer step's loss, fixed before its first pass.
 
-    sequences: rollouts of mixed groups with a non-zero advantage on a trainable token, and flat
-    ones that are kept; where there is none, all that are trained. tokens: their trainable tokens.
+    sequences: number of rollouts of mixed groups with a non-zero advantage on a trainable token,
+    plus rollouts of zero-variance groups that are counted like them. If there is none, the number
+    of all trained rollouts.
+    tokens: number of trainable tokens of these rollouts.
     """
 
     sequences: Count
@@ -34,10 +36,10 @@ class Denominators(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OptimizerStep(msgspec.Struct, frozen=True, kw_only=True):
-    """micro_batches[dp_rank][m] lists indices into `StepPlan.rollouts`; an empty tuple is a
-    zero-loss filler.
+    """Micro-batches of one optimizer step.
 
-    Every data-parallel rank has the same number of micro-batches.
+    micro_batches: micro_batches[dp_rank][m] lists indices into `StepPlan.rollouts`. An empty tuple
+    is a zero-loss filler, so that every data-parallel rank has the same number of micro-batches.
     """
 
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
@@ -45,10 +47,12 @@ class OptimizerStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Who trains what in one training step. advantages[i] belongs to rollouts[i].
+    """Plan of one training step.
 
-    entropy_advantages[i]: α > 0 of a rollout of an all-right group, -α of an all-wrong one, 0 for
-    others; its tokens' advantages follow from their entropies. Empty: 0 for all.
+    advantages: one for each rollout.
+    entropy_advantages: one for each rollout, or empty if all are 0. α > 0 for a rollout of an
+    all-correct group, -α for one of an all-incorrect group, 0 for others. The rollout's token
+    advantages follow from α and the tokens' entropies.
     """
 
     step: Count

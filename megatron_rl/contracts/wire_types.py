@@ -1,4 +1,4 @@
-"""Numbers that messages may hold."""
+"""Types of numbers in messages."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""What happens with one prompt: turns of the engine, and of whoever answers it."""
+"""Environments: an environment plays one episode for each rollout of a prompt."""
 
 from megatron_rl.environments.environment import Environment, open_environment
 from megatron_rl.environments.episode import Episode, Response

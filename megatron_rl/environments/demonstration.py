@@ -1,4 +1,4 @@
-"""The prompt's own worked response instead of a sampled one: supervised learning."""
+"""Supervised learning: the prompt's demonstration takes the place of a sampled response."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from megatron_rl.environments.rollout_builder import RolloutRejected
 
 
 class Demonstration:
-    """Shows the worked response that the prompt source wrote; no engine is asked."""
+    """Adds the demonstration that the prompt source wrote. Sends no request to an engine."""
 
     async def play(self, episode: Episode) -> None:
+        """Play one episode. Raises `RolloutRejected` for a prompt without a demonstration."""
         prompt = episode.prompt
         if not prompt.demonstration:
             raise RolloutRejected(
-                "not_worked",
-                f"prompt {prompt.id} has no worked response; choose a data.source that writes them, or "
-                "environment.name=single_turn",
+                "no_demonstration",
+                f"prompt {prompt.id} has no demonstration. Choose a data.source that writes them, "
+                "or environment.name=single_turn",
             )
         episode.demonstrate(prompt.demonstration)

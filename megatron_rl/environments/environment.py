@@ -1,4 +1,4 @@
-"""The interface of everything that plays a prompt, and how one is opened."""
+"""Interface of environments, and the function that opens one."""
 
 from __future__ import annotations
 
@@ -13,24 +13,26 @@ from megatron_rl.environments.single_turn import SingleTurn
 
 
 class Environment(Protocol):
-    """Decides what happens with one prompt. One of the user's own may inherit this class or only
-    have its method.
+    """Decides what happens in an episode. A user-defined environment needs the method `play`.
 
-    Many calls of `play` are under way at once, in one event loop: what belongs to one episode is
-    kept in the call, and work that blocks goes to a thread or a child process.
+    It may inherit from this class. Many calls of `play` run at the same time in one event loop:
+    keep the state of an episode in local variables, and move blocking work to a thread or a child
+    process.
     """
 
     async def play(self, episode: Episode) -> None:
         """Play one episode to its end.
 
-        Any exception rejects that rollout; it is counted and not trained.
+        Any exception rejects the rollout. Rejected rollouts are counted and not trained.
         """
         ...
 
 
 def open_environment(settings: EnvironmentSettings) -> Environment:
-    """`single_turn`, `demonstration`, or the user's own behind
-    `environment.name=package.module:Name`. Raises `PluginError`.
+    """Open the environment that `environment.name` chooses.
+
+    `single_turn`, `demonstration`, or `package.module:Name` for a user-defined one.
+    Raises `PluginError`.
     """
     if settings.name == "single_turn":
         return SingleTurn()
@@ -42,11 +44,11 @@ def open_environment(settings: EnvironmentSettings) -> Environment:
     )
     if not inspect.iscoroutinefunction(environment.play):
         raise PluginError(
-            f"environment.name={settings.name}: `play` is an ordinary function. Write `async def play`"
+            f"environment.name={settings.name}: `play` is not asynchronous. Write `async def play`"
         )
     return environment
 
 
 def for_evaluation(environment: Environment) -> Environment:
-    """What held-out questions are played in: worked responses would measure nothing."""
+    """Return the environment for held-out questions, where demonstrations measure nothing."""
     return SingleTurn() if isinstance(environment, Demonstration) else environment

@@ -1,6 +1,4 @@
-"""What an environment can do with one prompt: let the model respond, show it something,
-demonstrate.
-"""
+"""Actions of an environment in one episode: sample a response, add text, or demonstrate."""
 
 from __future__ import annotations
 
@@ -23,8 +21,9 @@ Generate = Callable[[Sequence[int], Sampling], Awaitable[Generation]]
 
 @dataclass(frozen=True)
 class Response:
-    """What the model answered in one turn: its text without the end-of-sequence token, and why it
-    ended.
+    """Response of the model in one turn.
+
+    text: decoded, without the end-of-sequence token.
     """
 
     text: str
@@ -33,9 +32,10 @@ class Response:
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeRules:
-    """sampling: its max_new_tokens is the token budget of all that follows the prompt. routes:
-    None: not wanted.
+    """Settings that all episodes share.
 
+    sampling: its max_new_tokens is the token budget for everything after the prompt.
+    routes: shape of the routes to record, None to record none.
     train_truncated: whether a rollout whose last response was cut off receives a loss.
     """
 
@@ -45,12 +45,17 @@ class EpisodeRules:
 
 
 class Episode:
-    """One rollout of `prompt` while it comes about.
+    """One rollout of `prompt` while it is being played.
 
-    An environment calls `respond`, `observe` and `demonstrate` one after the other, in any order.
-    `text` is what the scorer reads: the last response. `finish_reason` is why that one ended, None
-    before the first. `sampled_tokens` counts what the engine generated, rejected or not. threads:
-    where replies are checked and decoded; None: the event loop's own.
+    An environment awaits `respond` and calls `observe` and `demonstrate`, one after the other and
+    in any order.
+
+    text: last response. The scorer reads it.
+    finish_reason: why the last response ended, None before the first.
+    sampled_tokens: number of tokens that the engine generated, including rejected ones.
+
+    generate: sends a request to an engine.
+    threads: where replies are checked and decoded. None: the event loop's default executor.
     """
 
     def __init__(
@@ -72,76 +77,83 @@ class Episode:
         self._tokenizer = tokenizer
         self._rules = rules
         self._threads = threads
-        self._draft = RolloutBuilder(rollout_id, prompt, sample_index, rules.routes)
+        self._builder = RolloutBuilder(rollout_id, prompt, sample_index, rules.routes)
 
     async def respond(self) -> Response:
-        """Let the model go on from all tokens so far: one trainable segment for each weight version
-        it drew with.
+        """Let the model continue all tokens so far.
 
-        When the token budget is used up, or the last response was cut off, the engine is not asked:
-        the response is empty and its finish reason LENGTH. Raises `RolloutRejected`, `RouteError`,
-        `GenerationRejected` and `EngineError`, which an environment lets through.
+        Adds one trainable segment for each weight version that sampled tokens. No request is sent
+        after the token budget is used up or a response was cut off: the response is then empty, and
+        its finish reason is LENGTH.
+
+        Raises `RolloutRejected`, `RouteError`, `GenerationRejected` and `EngineError`. An
+        environment should not catch them.
         """
-        if self._budget <= 0 or self.finish_reason is FinishReason.LENGTH:
-            return self._end("", FinishReason.LENGTH)
-        sampling = msgspec.structs.replace(self._rules.sampling, max_new_tokens=self._budget)
-        generation = await self._generate(self._draft.tokens, sampling)
-        self.sampled_tokens += len(generation.output_ids)
-        if len(generation.output_ids) > sampling.max_new_tokens:
+        budget = self._budget
+        if budget <= 0 or self.finish_reason is FinishReason.LENGTH:
+            return self._end_turn("", FinishReason.LENGTH)
+        sampling = msgspec.structs.replace(self._rules.sampling, max_new_tokens=budget)
+        generation = await self._generate(self._builder.tokens, sampling)
+        num_generated = len(generation.output_ids)
+        self.sampled_tokens += num_generated
+        if num_generated > budget:
             raise RolloutRejected(
                 "too_long",
-                f"prompt {self.prompt.id}: the engine drew {len(generation.output_ids)} tokens, asked for at most "
-                f"{sampling.max_new_tokens}",
+                f"prompt {self.prompt.id}: the engine sampled {num_generated} tokens, "
+                f"but the request allowed {budget}",
             )
-        # Long responses take tens of milliseconds to check: in a thread they hold up no other
+        # Checking a long response takes tens of milliseconds. In a thread, this delays no other
         # episode.
         text = await asyncio.get_running_loop().run_in_executor(
-            self._threads, self._take, generation
+            self._threads, self._add_and_decode, generation
         )
-        return self._end(text, generation.finish_reason)
+        return self._end_turn(text, generation.finish_reason)
 
     def observe(self, text: str) -> None:
-        """Add text that nobody sampled, such as a tool's answer: read by the model, not trained.
+        """Add text that was not sampled, such as a tool's answer. The model reads it as input.
 
-        What follows the last response is left out of the rollout. Raises `UnknownText`.
+        It receives no loss. The rollout ends with its last response and leaves out text after it.
+        Raises `UnknownText`.
         """
-        self._draft.observe(list(self._tokenizer.encode(text)))
+        self._builder.observe(list(self._tokenizer.encode(text)))
 
     def demonstrate(self, text: str) -> None:
-        """Add a worked response and its end of sequence: trained, without log-probabilities, as
-        nobody sampled it.
+        """Add a demonstration and an end-of-sequence token.
 
-        Raises `RolloutRejected` when it does not fit the token budget, and `UnknownText`.
+        It receives a loss and has no log-probabilities, because it was not sampled.
+        Raises `UnknownText`, and `RolloutRejected` if it does not fit the token budget.
         """
         tokens = [*self._tokenizer.encode(text), self._tokenizer.eos_ids[0]]
-        if len(tokens) > self._budget:
+        budget = self._budget
+        if len(tokens) > budget:
             raise RolloutRejected(
                 "too_long",
-                f"prompt {self.prompt.id}: a worked response of {len(tokens)} tokens, room for {self._budget}; raise "
-                "rollout.max_new_tokens",
+                f"prompt {self.prompt.id}: the demonstration has {len(tokens)} tokens, "
+                f"room for {budget}. Raise rollout.max_new_tokens",
             )
-        self._draft.demonstrate(tokens)
-        self._end(text, FinishReason.STOP)
+        self._builder.demonstrate(tokens)
+        self._end_turn(text, FinishReason.STOP)
 
     def rollout(self) -> Rollout:
-        """The rollout up to its last response. Raises `RolloutRejected`."""
+        """Return the rollout up to its last response. Raises `RolloutRejected`."""
         if self.finish_reason is None:
             raise RolloutRejected(
-                "empty", f"prompt {self.prompt.id}: the environment asked for no response"
+                "empty", f"prompt {self.prompt.id}: the environment requested no response"
             )
         trainable = self._rules.train_truncated or self.finish_reason is FinishReason.STOP
-        return self._draft.rollout(self.finish_reason, trainable=trainable)
+        return self._builder.rollout(self.finish_reason, trainable=trainable)
 
-    def _take(self, generation: Generation) -> str:
-        self._draft.sample(generation)
+    def _add_and_decode(self, generation: Generation) -> str:
+        self._builder.sample(generation)
         return self._tokenizer.decode(generation.output_ids.tolist())
 
     @property
     def _budget(self) -> int:
-        """Tokens that may still follow."""
-        used = len(self._draft.tokens) - len(self.prompt.token_ids)
-        return self._rules.sampling.max_new_tokens - used
+        """Number of tokens that may follow."""
+        num_tokens = len(self._builder.tokens) - len(self.prompt.token_ids)
+        return self._rules.sampling.max_new_tokens - num_tokens
 
-    def _end(self, text: str, finish_reason: FinishReason) -> Response:
-        self.text, self.finish_reason = text, finish_reason
+    def _end_turn(self, text: str, finish_reason: FinishReason) -> Response:
+        self.text = text
+        self.finish_reason = finish_reason
         return Response(text, finish_reason)

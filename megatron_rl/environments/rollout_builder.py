@@ -1,5 +1,6 @@
-"""A rollout in the making: who wrote its tokens, with which weights, and the routes of when each
-was first read.
+"""Builds a rollout: author and weight version of its tokens, and their routes.
+
+The route of a token is the one recorded when the token was first an input.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ from megatron_rl.contracts.rollout import FinishReason, Role, Rollout, Segment
 from megatron_rl.contracts.routes import Routes, RouteShape, validate_routes
 from sglang_bridge.generation import Generation
 
-_MOST_DIGITS = 9  # of a weight version
+_MAX_VERSION_DIGITS = 9
 
 
 class RolloutRejected(ValueError):
-    """What came back cannot become a rollout; `reason` is a short name that metrics count by."""
+    """A response that cannot become a rollout.
+
+    reason: short name by which metrics count the rejection.
+    """
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -26,10 +30,12 @@ class RolloutRejected(ValueError):
 
 
 class RolloutBuilder:
-    """A prompt and what follows it. route_shape None: routes are not kept.
+    """Collects a prompt and everything after it.
 
-    Tokens that nobody sampled wait as unread until a generation has read them, and get the version
-    of its weights.
+    route_shape: shape of valid routes. None: routes are not recorded.
+
+    Tokens that were not sampled are unread until a generation reads them. They then get its weight
+    version.
     """
 
     def __init__(
@@ -40,66 +46,68 @@ class RolloutBuilder:
         self._sample_index = sample_index
         self._route_shape = route_shape
         self._routes: Routes | None = None
-        self._segments: list[
-            Segment
-        ] = []  # their route_rows are token positions until `rollout` clips them
+        # Until `rollout` clips them, the segments' route_rows are positions of their tokens.
+        self._segments: list[Segment] = []
         self._unread = [(Role.PROMPT, list(prompt.token_ids))]
 
     @property
     def tokens(self) -> list[int]:
-        """All tokens so far, unread ones included."""
-        read = [token for segment in self._segments for token in segment.tokens.tolist()]
-        return read + [token for _, tokens in self._unread for token in tokens]
+        """All tokens so far, including unread ones."""
+        tokens = [token for segment in self._segments for token in segment.tokens.tolist()]
+        for _, unread_tokens in self._unread:
+            tokens.extend(unread_tokens)
+        return tokens
 
     def observe(self, tokens: list[int]) -> None:
+        """Add tokens that receive no loss."""
         self._unread.append((Role.TOOL, tokens))
 
     def demonstrate(self, tokens: list[int]) -> None:
-        self._read(version=0)
-        self._add(Role.RESPONSE, tokens, None, version=0)
+        """Add a response that was not sampled. Its version is 0, the start checkpoint."""
+        self._mark_read(version=0)
+        self._add_segment(Role.RESPONSE, tokens, None, version=0)
 
     def sample(self, generation: Generation) -> None:
-        """Add what a generation read and drew after all tokens so far.
+        """Add the tokens that a generation sampled after all tokens so far.
 
         Raises `RolloutRejected` and `RouteError`.
         """
         if not len(generation.output_ids):
-            raise self._rejected("empty", "the engine returned no token")
+            raise self._rejection("empty", "the engine returned no token")
         if generation.finish_reason is FinishReason.ABORT:
-            raise self._rejected("aborted", "the engine aborted it")
-        versions = [self._number(span.version) for span in generation.version_spans]
+            raise self._rejection("aborted", "the engine aborted it")
+        versions = [self._version_number(span.version) for span in generation.version_spans]
         if versions != sorted(versions):
-            raise self._rejected("versions", f"weight versions {versions} go back")
+            raise self._rejection("versions", f"weight versions {versions} decrease")
         if self._route_shape is not None and generation.retractions and versions[0] != versions[-1]:
-            # read again with the last weights, and the rows of what older ones had drawn are
-            # overwritten
-            raise self._rejected(
+            # The engine read the tokens again with the last weights, which overwrote the routes of
+            # tokens that older weights had sampled.
+            raise self._rejection(
                 "routes_rewritten", f"retracted while its weights changed, versions {versions}"
             )
         self._append_routes(generation)
-        # a retracted request is re-prefilled, so what it read was last read with the last version
-        # it was drawn with
-        self._read(version=versions[-1] if generation.retractions else versions[0])
+        # A retracted request is prefilled again, so the last version read its input last.
+        self._mark_read(version=versions[-1] if generation.retractions else versions[0])
         for span, version in zip(generation.version_spans, versions, strict=True):
-            drawn = slice(span.start, span.end)
-            self._add(
-                Role.RESPONSE, generation.output_ids[drawn], generation.logprobs[drawn], version
+            window = slice(span.start, span.end)
+            self._add_segment(
+                Role.RESPONSE, generation.output_ids[window], generation.logprobs[window], version
             )
 
     def rollout(self, finish_reason: FinishReason, *, trainable: bool) -> Rollout:
-        """All up to the last response.
+        """Return everything up to the last response. Raises `RolloutRejected`.
 
-        trainable: whether its responses receive a loss. Raises `RolloutRejected`.
+        trainable: whether the responses receive a loss.
         """
         if not self._segments:
-            raise self._rejected("empty", "there is no response in it")
+            raise self._rejection("empty", "it has no response")
         num_inputs = self._segments[-1].route_rows[1] - 1
-        if self._route_shape is not None and (
-            self._routes is None or len(self._routes) != num_inputs
-        ):
-            raise self._rejected(
+        num_routes = 0 if self._routes is None else len(self._routes)
+        if self._route_shape is not None and (self._routes is None or num_routes != num_inputs):
+            raise self._rejection(
                 "routes_missing",
-                "nobody sampled its last response; set train.replay=trainer or off",
+                "its last response was not sampled and has no routes. "
+                "Set train.replay=trainer or off",
             )
         segments = tuple(
             replace(
@@ -119,24 +127,27 @@ class RolloutBuilder:
         )
 
     def _append_routes(self, generation: Generation) -> None:
-        """Keep the rows recorded when a token was first read: of a later generation only those
-        beyond them are new.
+        """Keep the routes of tokens that were inputs for the first time.
+
+        A later generation records all rows again. Only the rows after the known ones are new.
         """
         if self._route_shape is None:
             return
         if generation.routes is None:
-            raise self._rejected("routes_missing", "the engine recorded no routes")
+            raise self._rejection("routes_missing", "the engine recorded no routes")
         num_inputs = len(self.tokens) + len(generation.output_ids) - 1
-        known = 0 if self._routes is None else len(self._routes)
-        rows = validate_routes(generation.routes[known:], self._route_shape, num_inputs - known)
+        num_routes = 0 if self._routes is None else len(self._routes)
+        rows = validate_routes(
+            generation.routes[num_routes:], self._route_shape, num_inputs - num_routes
+        )
         self._routes = rows if self._routes is None else np.concatenate([self._routes, rows])
 
-    def _read(self, *, version: int) -> None:
+    def _mark_read(self, *, version: int) -> None:
         for role, tokens in self._unread:
-            self._add(role, tokens, None, version)
+            self._add_segment(role, tokens, None, version)
         self._unread.clear()
 
-    def _add(
+    def _add_segment(
         self,
         role: Role,
         tokens: npt.ArrayLike,
@@ -149,13 +160,13 @@ class RolloutBuilder:
             Segment(array, role, False, logprobs, (start, start + len(array)), version)
         )
 
-    def _number(self, version: str) -> int:
-        if not (version.isascii() and version.isdecimal()) or len(version) > _MOST_DIGITS:
-            raise self._rejected(
+    def _version_number(self, version: str) -> int:
+        if not (version.isascii() and version.isdecimal()) or len(version) > _MAX_VERSION_DIGITS:
+            raise self._rejection(
                 "version",
                 f"weight version {version!r} is not a number: its weights were never synced",
             )
         return int(version)
 
-    def _rejected(self, reason: str, why: str) -> RolloutRejected:
-        return RolloutRejected(reason, f"rollout {self._rollout_id}: {why}")
+    def _rejection(self, reason: str, text: str) -> RolloutRejected:
+        return RolloutRejected(reason, f"rollout {self._rollout_id}: {text}")

@@ -6,7 +6,7 @@ from megatron_rl.environments.episode import Episode
 
 
 class SingleTurn:
-    """The model answers once."""
+    """The model responds once."""
 
     async def play(self, episode: Episode) -> None:
         await episode.respond()

@@ -1,4 +1,4 @@
-"""How responses are judged: scorers behind one interface, and the runner that calls them."""
+"""Scoring of responses: scorers share one interface, and a runner calls them."""
 
 from megatron_rl.rewards.exact_match import ExactMatch
 from megatron_rl.rewards.runner import RewardRunner

@@ -1,4 +1,4 @@
-"""Right or wrong by the final answer alone."""
+"""Scores a response by its final answer alone."""
 
 from __future__ import annotations
 
@@ -7,55 +7,61 @@ from collections.abc import Callable, Mapping
 from megatron_rl.contracts.group import Verdict
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import FinishReason
-from megatron_rl.rewards.answers import boxed, canonical, last_line, last_number, misread_number
+from megatron_rl.rewards.answers import (
+    canonical,
+    last_boxed,
+    last_line,
+    last_number,
+    partial_number,
+)
 
-_FINDERS: Mapping[str, Callable[[str], str | None]] = {
+_EXTRACTORS: Mapping[str, Callable[[str], str | None]] = {
     "last_number": last_number,
     "last_line": last_line,
-    "boxed": boxed,
+    "boxed": last_boxed,
 }
 
 
 class ExactMatch:
-    """answer: where the final answer is looked for: `last_number`, `last_line` or `boxed`."""
+    """Rewards 1 if the final answer equals the reference answer, and 0 otherwise.
+
+    answer: rule that finds the final answer: `last_number`, `last_line` or `boxed`.
+    """
 
     def __init__(self, answer: str) -> None:
         self._rule = answer
-        self._find = _FINDERS[answer]
+        self._extract = _EXTRACTORS[answer]
 
     def check_answer(self, answer: str) -> None:
-        """Raise ValueError when this rule finds nothing in the reference answer itself, or a part
-        of a number.
-        """
+        """Raise ValueError if the rule finds no answer, or part of a number, in a reference."""
         self._reference(answer)
 
     async def score(self, prompt: Prompt, text: str, finish_reason: FinishReason) -> Verdict:
-        """Judge a response.
+        """Score a response. Only a response that ended by itself can be correct.
 
-        Raises ValueError for an unusable reference and for a response that was aborted.
+        Raises ValueError for an unusable reference and for an aborted response.
         """
         if finish_reason is FinishReason.ABORT:
             raise ValueError("the response was aborted")
         reference = self._reference(prompt.answer)
-        found = self._find(text) if finish_reason is FinishReason.STOP else None
-        correct = float(found is not None and canonical(found) == reference)
-        return Verdict(reward=correct, correctness=correct, answer=found)
+        answer = self._extract(text) if finish_reason is FinishReason.STOP else None
+        correctness = float(answer is not None and canonical(answer) == reference)
+        return Verdict(reward=correctness, correctness=correctness, answer=answer)
 
-    def _reference(self, answer: str) -> str:
-        """The reference by which answers are compared; a reference may be bare or written like a
-        response.
-        """
-        found = self._find(answer)
-        if found is None and self._rule == "boxed":
-            found = answer.strip() or None
-        if found is None:
+    def _reference(self, text: str) -> str:
+        """Return the canonical reference answer. It may be bare or written like a response."""
+        answer = self._extract(text)
+        if answer is None and self._rule == "boxed":
+            answer = text.strip() or None
+        if answer is None:
             raise ValueError(
-                f"reward.answer={self._rule}: the reference answer {answer[:80]!r} holds none. "
+                f"reward.answer={self._rule}: the reference answer {text[:80]!r} holds no answer. "
                 "Choose the rule that fits the data"
             )
-        if self._rule == "last_number" and misread_number(answer) is not None:
+        if self._rule == "last_number" and partial_number(text) is not None:
             raise ValueError(
-                f"reward.answer={self._rule}: the reference answer {answer[:80]!r} would be read as {found!r}, a part "
-                "of what is written. Write the number out in plain digits, or choose reward.answer=last_line"
+                f"reward.answer={self._rule}: the reference answer {text[:80]!r} would be read as "
+                f"{answer!r}, a part of the number. Write the number in plain digits, "
+                "or choose reward.answer=last_line"
             )
-        return canonical(found)
+        return canonical(answer)

@@ -1,4 +1,4 @@
-"""The interface of everything that judges responses, and how one is opened."""
+"""Interface of scorers, and the functions that open one."""
 
 from __future__ import annotations
 
@@ -15,37 +15,34 @@ from megatron_rl.rewards.exact_match import ExactMatch
 
 
 class Scorer(Protocol):
-    """Judges one response at a time. A scorer of the user's own may inherit this class or only have
-    its methods.
+    """Scores one response at a time. A user-defined scorer needs both methods.
 
-    Many calls of `score` are under way at once, in one interpreter. It may await anything that can
-    be cancelled. Work that can block the interpreter belongs in a child process that the scorer
-    kills when it is cancelled: a thread cannot be stopped, and `reward.timeout_s` ends only what
-    awaits.
+    It may inherit from this class. Many calls of `score` run at the same time in one interpreter.
+    A call may await anything that can be cancelled. Work that blocks the interpreter belongs in a
+    child process that the scorer kills on cancellation: a thread cannot be stopped, and
+    `reward.timeout_s` ends only calls that are awaiting.
     """
 
     def check_answer(self, answer: str) -> None:
-        """Raise ValueError when no response to a question with this reference answer could be
-        judged.
+        """Raise ValueError if responses cannot be scored against this reference answer.
 
-        It is asked once for every question, before the run starts. Inherited, it lets every
-        reference pass.
+        Called once for every question before the run starts. The inherited method accepts every
+        answer.
         """
 
     async def score(self, prompt: Prompt, text: str, finish_reason: FinishReason) -> Verdict:
-        """Judge the decoded response `text`: a reward, and the raw correctness that zero variance
-        is judged on.
+        """Score the decoded response `text`: a reward and the raw correctness.
 
-        Raises when there is no verdict to give: that rollout is counted and left out of its group,
-        not scored zero.
+        An exception means that there is no reward: the rollout is counted and left out of its
+        group. Its reward does not count as zero.
         """
         ...
 
 
 def open_scorer(settings: RewardSettings) -> Scorer:
-    """`exact_match`, or the user's own scorer behind `reward.name=package.module:Name`.
+    """Open the scorer that `reward.name` chooses.
 
-    Raises `PluginError`.
+    `exact_match`, or `package.module:Name` for a user-defined one. Raises `PluginError`.
     """
     if settings.name == "exact_match":
         return ExactMatch(settings.answer)
@@ -53,25 +50,26 @@ def open_scorer(settings: RewardSettings) -> Scorer:
     scorer: Scorer = load_plugin("reward.name", settings.name, settings.options, methods=methods)
     if not inspect.iscoroutinefunction(scorer.score):
         raise PluginError(
-            f"reward.name={settings.name}: `score` is an ordinary function. Write `async def score`"
+            f"reward.name={settings.name}: `score` is not asynchronous. Write `async def score`"
         )
     if inspect.iscoroutinefunction(scorer.check_answer):
         raise PluginError(
-            f"reward.name={settings.name}: `check_answer` is not awaited. Write `def check_answer`"
+            f"reward.name={settings.name}: `check_answer` is asynchronous. Write `def check_answer`"
         )
     return scorer
 
 
 def open_answer_check(settings: RewardSettings) -> Callable[[str], None]:
-    """`check_answer` of an opened scorer: ValueError is about the answer, anything else a
-    `PluginError`.
+    """Open the scorer and return its `check_answer`.
+
+    The returned function raises ValueError for an unusable answer. Any other exception of the
+    scorer becomes a `PluginError`.
     """
     scorer = open_scorer(settings)
 
     def check(answer: str) -> None:
-        with user_code(
-            f"reward.name={settings.name}: check_answer({answer[:80]!r})", propagate=(ValueError,)
-        ):
+        call = f"check_answer({answer[:80]!r})"
+        with user_code(f"reward.name={settings.name}: {call}", propagate=(ValueError,)):
             scorer.check_answer(answer)
 
     return check

@@ -1,4 +1,4 @@
-"""One rollout: the environment plays an episode, the scorer judges it."""
+"""One rollout: the environment runs an episode and the scorer gives a verdict."""
 
 from __future__ import annotations
 
@@ -38,37 +38,42 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Judged:
+class ScoredRollout:
     """A rollout and its verdict.
 
-    generated_at: when its last response was there, on the monotonic clock.
+    num_generated: tokens that engines sampled for it.
+    generated_at: time of its last response, on the monotonic clock.
     """
 
     rollout: Rollout
     verdict: Verdict
-    sampled_tokens: int
+    num_generated: int
     generated_at: float
 
 
 @dataclass(frozen=True)
-class Rejected:
-    """Why there is no rollout, and the tokens that were drawn for it nevertheless."""
+class RejectedRollout:
+    """The reason why there is no rollout.
+
+    num_generated: tokens that engines sampled for it nevertheless.
+    """
 
     reason: str
-    sampled_tokens: int
+    num_generated: int
 
 
 class EpisodeRunner:
-    """Plays any number of episodes at a time on a node's engines.
+    """Runs any number of episodes at a time on a node's engines.
 
-    tell: says what happens to rank 0. threads: where replies are decoded and checked. Raises
-    `PluginError` and `TokenizerError` on opening.
+    report: sends a message to rank 0.
+    threads: decode and check replies.
+    Raises `PluginError` and `TokenizerError` on opening.
     """
 
     def __init__(
         self,
         configuration: Configure,
-        tell: Callable[[FromCollector], Awaitable[None]],
+        report: Callable[[FromCollector], Awaitable[None]],
         threads: Executor,
     ) -> None:
         routes = configuration.routes
@@ -88,16 +93,19 @@ class EpisodeRunner:
                 route_shape=None if routes is None else (routes.num_hidden_layers, routes.topk),
                 vocab_size=configuration.vocab_size,
             ),
-            tell,
+            report,
             threads=threads,
         )
-        self._reasons_logged: set[str] = set()
+        self._logged_reasons: set[str] = set()
 
-    async def play(self, request: GroupRequest, index: int) -> Judged | Rejected:
-        """One judged rollout, or the reason why there is none."""
-        # The environment's own time: responses have deadlines of their own.
-        patience = self._configuration.environment.timeout_s
-        clock = asyncio.timeout(patience)
+    async def run(self, request: GroupRequest, index: int) -> ScoredRollout | RejectedRollout:
+        """Run one episode and return its rollout with a verdict, or why there is none.
+
+        index: place of the rollout in its group.
+        """
+        # The timeout covers the environment alone: responses have deadlines of their own.
+        timeout_s = self._configuration.environment.timeout_s
+        clock = asyncio.timeout(timeout_s)
         episode = self._open_episode(request, index, clock)
         environment = for_evaluation(self._environment) if request.evaluation else self._environment
         try:
@@ -110,24 +118,26 @@ class EpisodeRunner:
             return self._reject(episode, EXPIRED, error)
         except EngineError as error:
             return self._reject(episode, ENGINE_FAILURE, error)
-        except Exception as error:  # the user's code: it may raise anything
+        except Exception as error:  # a user-defined environment may raise anything
             if clock.expired():
                 error.add_note(
-                    f"the environment took longer than environment.timeout_s={patience:g}"
+                    f"the environment took longer than environment.timeout_s={timeout_s:g}"
                 )
             return self._reject(episode, ENVIRONMENT_FAILURE, error)
         generated_at = time.monotonic()
-        verdict = await self._rewards.judge(request.prompt, episode.text, rollout.finish_reason)
+        verdict = await self._rewards.score(request.prompt, episode.text, rollout.finish_reason)
         if verdict.reward is None:
             self._log_first(NO_VERDICT, f"{rollout.rollout_id} has no verdict: {verdict.reason}")
-        return Judged(rollout, verdict, episode.sampled_tokens, generated_at)
+        return ScoredRollout(rollout, verdict, episode.sampled_tokens, generated_at)
 
     async def close(self) -> None:
+        """Close the connections to the engines."""
         await self._engines.close()
 
     def _open_episode(self, request: GroupRequest, index: int, clock: asyncio.Timeout) -> Episode:
-        """clock: stands still while a response is drawn."""
+        """Open an episode. clock: the environment's timeout, stopped while a response is sampled."""
         routes = None if request.evaluation else self._configuration.routes
+        timeout_s = self._configuration.environment.timeout_s
         rollout_id = f"{request.group_id}/{index}"
         turns = itertools.count()
 
@@ -139,12 +149,10 @@ class EpisodeRunner:
                     sampling,
                     rid=rollout_id,
                     return_routes=routes is not None,
-                    seed=_seed(self._configuration.seed, rollout_id, next(turns)),
+                    seed=_response_seed(self._configuration.seed, rollout_id, next(turns)),
                 )
             finally:
-                clock.reschedule(
-                    asyncio.get_running_loop().time() + self._configuration.environment.timeout_s
-                )
+                clock.reschedule(asyncio.get_running_loop().time() + timeout_s)
 
         rules = EpisodeRules(
             sampling=request.sampling,
@@ -161,17 +169,20 @@ class EpisodeRunner:
             threads=self._threads,
         )
 
-    def _reject(self, episode: Episode, reason: str, error: Exception) -> Rejected:
+    def _reject(self, episode: Episode, reason: str, error: Exception) -> RejectedRollout:
         self._log_first(reason, f"first rollout rejected for the reason {reason!r}", error)
-        return Rejected(reason, episode.sampled_tokens)
+        return RejectedRollout(reason, episode.sampled_tokens)
 
     def _log_first(self, reason: str, text: str, error: Exception | None = None) -> None:
-        if reason not in self._reasons_logged:
-            self._reasons_logged.add(reason)
+        if reason not in self._logged_reasons:
+            self._logged_reasons.add(reason)
             _log.warning("%s; others like it are only counted", text, exc_info=error)
 
 
-def _seed(run: int, rollout_id: str, turn: int) -> int:
-    """63 bits that no other response of any run with another seed has, but by chance."""
-    digest = hashlib.blake2b(f"{run}/{rollout_id}/{turn}".encode(), digest_size=8).digest()
+def _response_seed(run_seed: int, rollout_id: str, turn: int) -> int:
+    """Derive 63 bits that differ between all responses of all runs with different seeds.
+
+    Two of them are equal only by a hash collision.
+    """
+    digest = hashlib.blake2b(f"{run_seed}/{rollout_id}/{turn}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

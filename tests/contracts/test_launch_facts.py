@@ -1,6 +1,4 @@
-"""What the machine offers: its GPUs, as far as the installed torch can use them, counted without
-importing torch.
-"""
+"""GPUs that the installed torch can use are counted without importing torch."""
 
 from pathlib import Path
 
@@ -29,6 +27,6 @@ def test_gpus_are_counted_without_torch(tmp_path: Path, visible: str | None, gpu
 @pytest.mark.parametrize(
     ("name", "value"), [("WORLD_SIZE", "x"), ("LOCAL_WORLD_SIZE", ""), ("WORLD_SIZE", "0")]
 )
-def test_a_world_that_is_no_number_is_refused(name: str, value: str) -> None:
+def test_invalid_world_size_is_refused(name: str, value: str) -> None:
     with pytest.raises(ConfigurationRefused, match=f"{name}=.*unset {name}"):
         LaunchFacts.from_environment({name: value}, uses_cuda=False)

@@ -1,3 +1,5 @@
+"""Routes are checked before they are replayed."""
+
 import msgspec
 import numpy as np
 import pytest
@@ -6,13 +8,12 @@ from megatron_rl.contracts.routes import (
     RouteError,
     RouteShape,
     round_robin_routes,
-    validate_stored_routes,
     validate_routes,
+    validate_stored_routes,
 )
 
-WIRE = np.array(
-    [[[0, 0], [1, 2]], [[0, 0], [3, 0]]], dtype=np.int32
-)  # layer 0 is dense: zero-filled
+# Layer 0 has no experts, so the engine fills its routes with zeros.
+WIRE = np.array([[[0, 0], [1, 2]], [[0, 0], [3, 0]]], dtype=np.int32)
 SHAPE = RouteShape(moe_layers=(1,), num_hidden_layers=2, num_experts=4, topk=2)
 
 
@@ -36,52 +37,54 @@ def test_moe_layers_are_selected_and_narrowed() -> None:
         (np.where(WIRE == 2, 1, WIRE), "routes_duplicate"),
     ],
 )
-def test_bad_routes_are_rejected_by_name(wire: np.ndarray, reason: str) -> None:
-    with pytest.raises(RouteError) as caught:
+def test_invalid_routes_are_rejected_by_name(wire: np.ndarray, reason: str) -> None:
+    with pytest.raises(RouteError) as error:
         validate_routes(wire.astype(np.int32), SHAPE, 2)
-    assert caught.value.reason == reason
+    assert error.value.reason == reason
 
 
-KEPT = np.array([[[1, 2]], [[3, 0]]], dtype=np.uint8)
+STORED = np.array([[[1, 2]], [[3, 0]]], dtype=np.uint8)
 
 
-def test_kept_routes_come_back_as_they_were_and_as_narrow_as_the_model_s() -> None:
-    np.testing.assert_array_equal(validate_stored_routes(KEPT, SHAPE, 2), KEPT)
-    assert validate_stored_routes(KEPT.astype(np.uint16), SHAPE, 2).dtype == np.uint8
+def test_stored_routes_keep_their_values_and_get_the_narrow_dtype() -> None:
+    np.testing.assert_array_equal(validate_stored_routes(STORED, SHAPE, 2), STORED)
+    assert validate_stored_routes(STORED.astype(np.uint16), SHAPE, 2).dtype == np.uint8
     assert (
-        validate_stored_routes(KEPT, msgspec.structs.replace(SHAPE, num_experts=257), 2).dtype
+        validate_stored_routes(STORED, msgspec.structs.replace(SHAPE, num_experts=257), 2).dtype
         == np.uint16
     )
 
 
 @pytest.mark.parametrize(
-    ("kept", "reason"),
+    ("routes", "reason"),
     [
-        (KEPT[:1], "routes_shape"),
-        (KEPT.repeat(2, axis=1), "routes_shape"),
-        (KEPT[..., :1], "routes_shape"),
-        (KEPT[:, 0], "routes_shape"),
-        (KEPT.astype(np.float32), "routes_shape"),
-        (KEPT + 1, "routes_range"),
-        (KEPT.astype(np.uint16) + 256, "routes_range"),
-        (np.where(KEPT == 2, 1, KEPT), "routes_duplicate"),
+        (STORED[:1], "routes_shape"),
+        (STORED.repeat(2, axis=1), "routes_shape"),
+        (STORED[..., :1], "routes_shape"),
+        (STORED[:, 0], "routes_shape"),
+        (STORED.astype(np.float32), "routes_shape"),
+        (STORED + 1, "routes_range"),
+        (STORED.astype(np.uint16) + 256, "routes_range"),
+        (np.where(STORED == 2, 1, STORED), "routes_duplicate"),
     ],
 )
-def test_kept_routes_of_another_model_are_rejected_by_name(kept: np.ndarray, reason: str) -> None:
-    with pytest.raises(RouteError) as caught:
-        validate_stored_routes(kept, SHAPE, 2)
-    assert caught.value.reason == reason
+def test_stored_routes_of_another_model_are_rejected(
+    routes: np.ndarray, reason: str
+) -> None:
+    with pytest.raises(RouteError) as error:
+        validate_stored_routes(routes, SHAPE, 2)
+    assert error.value.reason == reason
 
 
-def test_an_expert_chosen_twice_is_found_wherever_it_stands() -> None:
+def test_repeated_experts_are_rejected_at_every_position() -> None:
     topk = 4
     shape = RouteShape(moe_layers=(0, 1, 2), num_hidden_layers=3, num_experts=8, topk=topk)
     wire = np.tile(np.arange(topk, dtype=np.int32), (5, 3, 1))
     np.testing.assert_array_equal(validate_routes(wire, shape, 5), wire)
-    for place in np.ndindex(wire.shape):
-        for other in set(range(topk)) - {place[-1]}:
+    for position in np.ndindex(wire.shape):
+        for other in set(range(topk)) - {position[-1]}:
             twice = wire.copy()
-            twice[place] = other
+            twice[position] = other
             with pytest.raises(RouteError, match="twice"):
                 validate_routes(twice, shape, 5)
 

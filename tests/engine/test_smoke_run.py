@@ -17,7 +17,8 @@ from launch.testbed.jobs import ROOT, family, named, start_job, survivors, wait_
 from launch.testbed.policies import TWO_DIGIT_ADDITION
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.models.families import read_shape
-from megatron_rl.rollouts.recording.writer import batch_directory, read_groups
+from megatron_rl.rollouts.recording.format import batch_directory
+from megatron_rl.rollouts.recording.reader import read_groups
 from megatron_rl.run.checkpoints.state_file import read_state
 from sglang_bridge.keys import create_keys
 from tests.support.comparable import weights_of
@@ -286,10 +287,10 @@ def test_a_model_from_scratch_learns_a_users_own_task(
     job = start_job(
         tmp_path,
         "data=custom",
-        "data.source=own_source:Products",
+        "data.source=my_source:Products",
         "data.num_train=500",
         "reward=custom",
-        "reward.name=own_reward:RightAndShort",
+        "reward.name=my_reward:CorrectAndShort",
         "reward.options={limit: 24}",
         "rollout.max_new_tokens=8",
         "train.total_steps=6",

@@ -1,4 +1,4 @@
-"""Each example file is opened by its dotted name, as a run would open it, and used."""
+"""Each example plugin is loaded by its dotted name, as a run loads it, and used."""
 
 import asyncio
 from pathlib import Path
@@ -28,55 +28,52 @@ from tests.support.scripted_model import (
 )
 
 EXAMPLES = Path(__file__).parent / "examples"
-MOST_LINES = 40
+NAMES = ["my_reward", "my_loss", "my_source", "my_environment"]
+MAX_LINES = 40
 
 
 @pytest.fixture(autouse=True)
-def on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def examples_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(EXAMPLES)
 
 
-@pytest.mark.parametrize("name", ["own_reward", "own_loss", "own_source", "own_environment"])
-def test_each_is_one_short_file_outside_the_packages(name: str) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_each_example_is_one_short_file_outside_the_packages(name: str) -> None:
     file = EXAMPLES / f"{name}.py"
-    assert len(file.read_text().splitlines()) <= MOST_LINES
-    assert sorted(path.name for path in EXAMPLES.glob("*.py")) == sorted(
-        f"own_{door}.py" for door in ("reward", "loss", "source", "environment")
-    )
+    assert len(file.read_text().splitlines()) <= MAX_LINES
+    assert sorted(path.stem for path in EXAMPLES.glob("*.py")) == sorted(NAMES)
+    assert f"={name}:" in file.read_text()
     assert missing_module(f"{name}:Anything") is None
 
 
-def test_own_reward_scores_texts() -> None:
-    settings = RewardSettings(name="own_reward:RightAndShort", options={"limit": 4, "penalty": 0.5})
+def test_my_reward_scores_texts() -> None:
+    name = "my_reward:CorrectAndShort"
+    settings = RewardSettings(name=name, options={"limit": 4, "penalty": 0.5})
     scorer = open_scorer(settings)
     runner = RewardRunner(scorer, timeout_s=settings.timeout_s)
     prompt = Prompt(id="p", token_ids=(1,), answer="046", task="t")
 
-    def judge(
+    def score(
         text: str, finish: FinishReason = FinishReason.STOP
     ) -> tuple[float | None, float | None, str | None]:
-        verdict = asyncio.run(runner.judge(prompt, text, finish))
+        verdict = asyncio.run(runner.score(prompt, text, finish))
         return verdict.reward, verdict.correctness, verdict.answer
 
-    assert judge("46") == (1.0, 1.0, "46")
-    assert judge("0 = 46") == (0.75, 1.0, "46")  # half as long again: half of the penalty
-    assert judge("it is surely 46") == (0.5, 1.0, "46")
-    assert judge("it is surely 47") == (0.0, 0.0, "47")
-    assert judge("46", FinishReason.LENGTH) == (0.0, 0.0, None)
+    assert score("46") == (1.0, 1.0, "46")
+    assert score("0 = 46") == (0.75, 1.0, "46")  # 50 % beyond the limit: half of the penalty
+    assert score("it is surely 46") == (0.5, 1.0, "46")
+    assert score("it is surely 47") == (0.0, 0.0, "47")
+    assert score("46", FinishReason.LENGTH) == (0.0, 0.0, None)
     with pytest.raises(ValueError, match="holds no number"):
         scorer.check_answer("Paris")
-    with pytest.raises(
-        PluginError,
-        match=r"reward\.options: own_reward:RightAndShort\(limit=0\) refuses: limit must",
-    ):
-        open_scorer(RewardSettings(name="own_reward:RightAndShort", options={"limit": 0}))
+    message = r"reward\.options: my_reward:CorrectAndShort\(limit=0\) refuses: limit must"
+    with pytest.raises(PluginError, match=message):
+        open_scorer(RewardSettings(name=name, options={"limit": 0}))
 
 
-def test_own_loss_has_the_gradient_worked_out_by_hand() -> None:
-    loss = open_loss(
-        CustomAlgoSettings(name="own_loss:Cispo", options={"clip_high": 2.0}),
-        read_shape(CHECKPOINT),
-    )
+def test_my_loss_has_the_gradient_derived_by_hand() -> None:
+    settings = CustomAlgoSettings(name="my_loss:Cispo", options={"clip_high": 2.0})
+    loss = open_loss(settings, read_shape(CHECKPOINT))
     old = torch.tensor([-1.0, -2.0, -3.0])
     response = ResponseTokens(
         old_logprobs=old,
@@ -85,9 +82,8 @@ def test_own_loss_has_the_gradient_worked_out_by_hand() -> None:
         advantages=torch.tensor([1.0, -2.0, 1.0]),
         cu_seqlens=torch.tensor([0, 2, 3], dtype=torch.int32),
     )
-    logprobs = (
-        old + torch.tensor([1.0, 2.0, 5.0]).log()
-    ).requires_grad_()  # ratios 1, 2 and 5; 5 is cut to 3
+    ratios = torch.tensor([1.0, 2.0, 5.0])  # the last one is clipped to 3
+    logprobs = (old + ratios.log()).requires_grad_()
     result = loss.prepare(response)(logprobs, Denominators(sequences=2, tokens=4))
     result.loss.backward()
     assert logprobs.grad is not None
@@ -95,9 +91,9 @@ def test_own_loss_has_the_gradient_worked_out_by_hand() -> None:
     assert result.sums["policy/clip_fraction_high"].tolist() == [1.0, 3.0]
 
 
-def test_own_source_writes_questions_that_are_split() -> None:
+def test_my_source_yields_questions_that_are_split() -> None:
     settings = DataSettings(
-        source="own_source:Products", options={"digits": 3}, num_train=500, num_eval=50
+        source="my_source:Products", options={"digits": 3}, num_train=500, num_eval=50
     )
     check = open_scorer(RewardSettings()).check_answer
     prompts = open_prompts(settings, TOKENIZER, check)
@@ -108,20 +104,18 @@ def test_own_source_writes_questions_that_are_split() -> None:
             TOKENIZER.decode(prompt.token_ids).removesuffix("=").split("*") for prompt in side
         ]
         assert [prompt.answer for prompt in side] == [str(int(a) * int(b)) for a, b in factors]
-        assert all(
-            prompt.demonstration == prompt.answer and prompt.task == "products" for prompt in side
-        )
+        assert all(prompt.demonstration == prompt.answer for prompt in side)
+        assert all(prompt.task == "products" for prompt in side)
         sides.append({frozenset(pair) for pair in factors})
     assert sides[0].isdisjoint(sides[1])
-    assert [p.id for p in open_prompts(settings, TOKENIZER, check).take(20)] == [
-        p.id for p in prompts.take(20)
-    ]
+    again = open_prompts(settings, TOKENIZER, check)
+    assert [p.id for p in again.take(20)] == [p.id for p in prompts.take(20)]
 
 
 def play(*answers: str) -> tuple[list[str], Episode]:
-    """What the model was asked, and the episode afterwards."""
+    """Play an episode with a scripted model. Returns the texts it read, and the episode."""
     environment = open_environment(
-        EnvironmentSettings(name="own_environment:SecondTry", options={"hint": " no, "})
+        EnvironmentSettings(name="my_environment:SecondTry", options={"hint": " no, "})
     )
     model = ScriptedModel([Turn.saying(answer) for answer in answers])
     episode = open_episode(model, prompt=PROMPT)
@@ -129,9 +123,9 @@ def play(*answers: str) -> tuple[list[str], Episode]:
     return [TOKENIZER.decode(tokens) for tokens, _ in model.asked], episode
 
 
-def test_own_environment_asks_again_after_a_wrong_answer() -> None:
-    asked, episode = play("047", "046")
-    assert asked == ["12+34=", "12+34=047<eos> no, "]
+def test_my_environment_retries_after_an_incorrect_answer() -> None:
+    requests, episode = play("047", "046")
+    assert requests == ["12+34=", "12+34=047<eos> no, "]
     assert episode.text == "046"
     assert [
         (s.role, s.trainable, TOKENIZER.decode(s.tokens.tolist()))
@@ -144,15 +138,16 @@ def test_own_environment_asks_again_after_a_wrong_answer() -> None:
     ]
 
 
-def test_own_environment_leaves_a_right_answer_alone() -> None:
-    asked, episode = play("046")
-    assert asked == ["12+34="]
+def test_my_environment_accepts_a_correct_answer() -> None:
+    requests, episode = play("046")
+    assert requests == ["12+34="]
     assert (episode.text, len(episode.rollout().segments)) == ("046", 2)
 
 
-def test_contributing_shows_each_example_as_it_is() -> None:
-    shown = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
-    for file in EXAMPLES.glob("*.py"):
-        assert f"```python\n{file.read_text().rstrip()}\n```" in shown, (
-            f"{file.name} differs from CONTRIBUTING.md"
-        )
+def test_contributing_shows_one_example_and_links_to_the_others() -> None:
+    contributing = (EXAMPLES.parents[2] / "CONTRIBUTING.md").read_text()
+    reward = (EXAMPLES / "my_reward.py").read_text()
+    assert f"```python\n{reward.rstrip()}\n```" in contributing, "my_reward.py differs"
+    for name in NAMES:
+        if name != "my_reward":
+            assert f"(tests/plugins/examples/{name}.py)" in contributing

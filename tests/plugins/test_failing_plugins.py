@@ -1,11 +1,9 @@
-"""A class of the user's own that fails: key, method, the user's line and a documented code, never a
-traceback.
-"""
+"""Errors of failing plugins: key, method, the user's line and a documented exit code."""
 
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -60,16 +58,19 @@ class Environment:
     async def play(self): pass
 
 class Loss:
-    def __init__(self, gives=None, raises=False): self.gives, self.raises = gives, raises
+    def __init__(self, gives=None, raises=False):
+        self.gives = gives
+        self.raises = raises
     def prepare(self, response):
         if self.raises: raise LookupError("no advantages")
         if self.gives == "none": return None
         return lambda logprobs, denominators: self.result(logprobs)
     def result(self, logprobs):
         from megatron_rl.losses import LossResult
-        return {"vector": LossResult(logprobs, {}), "detached": LossResult(logprobs.detach().sum(), {}),
-                "sums": LossResult(logprobs.sum(), {"a": logprobs.sum()}), "right": LossResult(logprobs.sum(), {}),
-                "scalar": logprobs.sum()}[self.gives]
+        return {"vector": LossResult(logprobs, {}),
+                "detached": LossResult(logprobs.detach().sum(), {}),
+                "sums": LossResult(logprobs.sum(), {"a": logprobs.sum()}),
+                "valid": LossResult(logprobs.sum(), {}), "scalar": logprobs.sum()}[self.gives]
 
 class LossWithoutArguments:
     def prepare(self): pass
@@ -77,14 +78,14 @@ class LossWithoutArguments:
 
 
 @pytest.fixture(autouse=True)
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    (tmp_path / "user_classes.py").write_text(MODULE)
-    (tmp_path / "own_exit.py").write_text("raise SystemExit(3)\n")
-    (tmp_path / "own_syntax.py").write_text("x = 1\ndef (\n")
-    (tmp_path / "own_folder").mkdir()
+def plugin_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "plugin_classes.py").write_text(MODULE)
+    (tmp_path / "plugin_exit.py").write_text("raise SystemExit(3)\n")
+    (tmp_path / "plugin_syntax.py").write_text("x = 1\ndef (\n")
+    (tmp_path / "plugin_folder").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     yield
-    for name in [name for name in sys.modules if name.startswith("own_")]:
+    for name in [name for name in sys.modules if name.startswith("plugin_")]:
         del sys.modules[name]
 
 
@@ -92,42 +93,42 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ("name", "message"),
     [
         (
-            "user_classes:Missing",
-            r"^reward\.name=user_classes:Missing: .*fails: KeyError: 'limit' \(.*user_classes\.py:3, in ",
+            "plugin_classes:Missing",
+            r"^reward\.name=.*:Missing: .*KeyError: 'limit' \(.*plugin_classes\.py:3, in ",
         ),
         (
-            "user_classes:Exits",
-            r"^reward\.name=.*fails: SystemExit: no licence \(.*user_classes\.py:6, in __init__",
+            "plugin_classes:Exits",
+            r"^reward\.name=.*fails: SystemExit: no licence \(.*plugin_classes\.py:6, in __init__",
         ),
         (
-            "own_exit:X",
-            r"^reward\.name=own_exit:X: importing own_exit fails: SystemExit: 3 \(.*own_exit\.py:1",
+            "plugin_exit:X",
+            r"^reward\.name=plugin_exit:X: .* fails: SystemExit: 3 \(.*plugin_exit\.py:1",
         ),
-        ("own_syntax:X", r"importing own_syntax fails: SyntaxError: .*own_syntax\.py:2"),
+        ("plugin_syntax:X", r"importing plugin_syntax fails: SyntaxError: .*plugin_syntax\.py:2"),
         (
-            "own_folder:X",
-            r"own_folder is a folder without an __init__\.py .*Name one: own_folder\.FILE:X",
+            "plugin_folder:X",
+            r"folder without an __init__\.py .*Name a file in it: plugin_folder\.FILE:X",
         ),
         (
-            "user_classes:Scorer",
-            r"`score` is called with \(prompt, text, finish_reason\), and takes \(prompt, text\)",
+            "plugin_classes:Scorer",
+            r"`score` is called with \(prompt, text, finish_reason\), .* is \(prompt, text\)",
         ),
-        ("user_classes:Awaits", r"`check_answer` is not awaited\. Write `def check_answer`"),
-        ("user_classes:NoMethod", r"`check_answer` is no method but NoneType\. Write a method"),
+        ("plugin_classes:Awaits", r"`check_answer` is asynchronous\. Write `def check_answer`"),
+        ("plugin_classes:NoMethod", r"`check_answer` is not a method but NoneType\. Define"),
     ],
 )
-def test_a_scorer_that_cannot_be_opened(name: str, message: str) -> None:
-    with pytest.raises(PluginError, match=message) as refused:
+def test_invalid_scorer(name: str, message: str) -> None:
+    with pytest.raises(PluginError, match=message) as error:
         open_scorer(RewardSettings(name=name))
-    assert refused.value.exit_code is ExitCode.REFUSED
+    assert error.value.exit_code is ExitCode.REFUSED
 
 
-def test_check_answer_that_fails_is_the_scorers_fault_not_the_rows() -> None:
-    check = open_answer_check(RewardSettings(name="user_classes:Checks"))
+def test_failing_check_answer_is_a_plugin_error() -> None:
+    check = open_answer_check(RewardSettings(name="plugin_classes:Checks"))
     check("4")
     with pytest.raises(
         PluginError,
-        match=r"reward\.name=user_classes:Checks: check_answer\(''\) fails: ZeroDivision.*:9",
+        match=r"reward\.name=plugin_classes:Checks: check_answer\(''\) fails: ZeroDivision.*:9",
     ):
         check("")
 
@@ -137,27 +138,28 @@ def test_check_answer_that_fails_is_the_scorers_fault_not_the_rows() -> None:
     [
         (
             "Raises",
-            r"^data\.source=user_classes:Raises: questions\(0\) fails: OSError: no disk \(.*user_classes\.py:22",
+            r"^data\.source=.*:Raises: questions\(0\) fails: OSError: no disk \(.*\.py:22",
         ),
         ("RaisesLater", r"it yields NoneType, not a Question"),
         ("Nothing", r"questions\(0\) returns NoneType, not an iterator\. Write a generator"),
     ],
 )
-def test_a_source_that_fails_is_bad_data(name: str, message: str) -> None:
-    with pytest.raises(PromptDataError, match=message) as refused:
-        list(draw_questions(DataSettings(source=f"user_classes:{name}")))
-    assert refused.value.exit_code is ExitCode.BAD_DATA
+def test_failing_source_is_bad_data(name: str, message: str) -> None:
+    with pytest.raises(PromptDataError, match=message) as error:
+        list(draw_questions(DataSettings(source=f"plugin_classes:{name}")))
+    assert error.value.exit_code is ExitCode.BAD_DATA
 
 
-def test_methods_with_other_arguments_are_refused_on_opening() -> None:
+def test_methods_with_other_arguments_are_refused() -> None:
     with pytest.raises(
-        PluginError, match=r"data\.source=.*`questions` is called with \(seed\), and takes \(\)"
+        PluginError,
+        match=r"data\.source=.*`questions` is called with \(seed\), .* is \(\)",
     ):
-        next(draw_questions(DataSettings(source="user_classes:NoSeed")))
+        next(draw_questions(DataSettings(source="plugin_classes:NoSeed")))
     with pytest.raises(PluginError, match=r"environment\.name=.*`play` is called with \(episode\)"):
-        open_environment(EnvironmentSettings(name="user_classes:Environment"))
+        open_environment(EnvironmentSettings(name="plugin_classes:Environment"))
     with pytest.raises(PluginError, match=r"algo\.name=.*`prepare` is called with \(response\)"):
-        open_loss(CustomAlgoSettings(name="user_classes:LossWithoutArguments"), shape_of(48))
+        open_loss(CustomAlgoSettings(name="plugin_classes:LossWithoutArguments"), shape_of(48))
 
 
 def objective_of(**options: object) -> None:
@@ -166,7 +168,7 @@ def objective_of(**options: object) -> None:
         tokens, tokens, tokens, tokens, torch.tensor([0, 4], dtype=torch.int32)
     )
     loss = open_loss(
-        CustomAlgoSettings(name="user_classes:Loss", options=dict(options)), shape_of(48)
+        CustomAlgoSettings(name="plugin_classes:Loss", options=dict(options)), shape_of(48)
     )
     loss.prepare(response)(tokens.clone().requires_grad_(), Denominators(sequences=1, tokens=4))
 
@@ -176,7 +178,7 @@ def objective_of(**options: object) -> None:
     [
         (
             {"raises": True},
-            r"prepare fails: LookupError: no advantages \(.*user_classes\.py:\d+, in prepare\)",
+            r"prepare fails: LookupError: no advantages \(.*plugin_classes\.py:\d+, in prepare\)",
         ),
         ({"gives": "none"}, r"prepare returns NoneType\. Return a function"),
         ({"gives": "scalar"}, r"gives Tensor\. Return a LossResult"),
@@ -189,17 +191,20 @@ def objective_of(**options: object) -> None:
         ({"gives": "sums"}, r"sums\['a'\].*mean_of"),
     ],
 )
-def test_a_loss_that_fails_or_returns_something_else(
-    options: dict[str, object], message: str
-) -> None:
-    objective_of(gives="right")
-    with pytest.raises(PluginError, match=rf"^algo\.name=user_classes:Loss: .*{message}"):
-        objective_of(**({"gives": "right"} | options))
+def test_failing_loss_and_invalid_loss_result(options: dict[str, object], message: str) -> None:
+    objective_of(gives="valid")
+    with pytest.raises(PluginError, match=rf"^algo\.name=plugin_classes:Loss: .*{message}"):
+        objective_of(**({"gives": "valid"} | options))
 
 
-def test_a_long_message_of_the_users_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    sys.modules["user_classes"] = type(sys)("user_classes")
-    sys.modules["user_classes"].Long = lambda: (_ for _ in ()).throw(RuntimeError("x\n" * 5000))  # type: ignore[attr-defined]
-    with pytest.raises(PluginError) as refused:
-        load_plugin("reward.name", "user_classes:Long", {})
-    assert len(str(refused.value)) < 600 and not re.search("\n", str(refused.value))
+def test_long_messages_of_user_code_are_truncated(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("x\n" * 5000)
+
+    module = ModuleType("plugin_classes")
+    vars(module)["Long"] = fail
+    monkeypatch.setitem(sys.modules, "plugin_classes", module)
+    with pytest.raises(PluginError) as error:
+        load_plugin("reward.name", "plugin_classes:Long", {})
+    assert len(str(error.value)) < 600
+    assert "\n" not in str(error.value)

@@ -29,14 +29,14 @@ NUMBER = 3
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A package of a user's own with a module `mine`, on the path, and forgotten afterwards."""
-    folder = tmp_path / "own"
+    """Put a package `plugins` with a module `mine` on the path."""
+    folder = tmp_path / "plugins"
     (folder / "deep" / "deeper").mkdir(parents=True)
     (folder / "deep" / "deeper" / "mine.py").write_text("class Name: pass\n")
     (folder / "__init__.py").write_text("raise SystemExit('imported')\n")
     (folder / "mine.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
-    return "own"
+    return "plugins"
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def mine(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         del sys.modules[name]
 
 
-def test_a_class_or_a_function_is_called_with_its_options(mine: str) -> None:
+def test_classes_and_functions_are_called_with_options(mine: str) -> None:
     assert load_plugin("reward.name", f"{mine}:Limit", {"limit": 3}).settings == (3, 0.5)
     assert load_plugin("reward.name", f"{mine}:Anything", {"a": 1, "b": 2}).settings == {
         "a": 1,
@@ -70,55 +70,63 @@ def test_a_class_or_a_function_is_called_with_its_options(mine: str) -> None:
             {},
             r"^reward\.name=.*: there is no module no_such\. Put .* PYTHONPATH",
         ),
-        ("own.mime:Limit", {}, r"there is no module own\.mime\. Put the folder"),
-        ("own.mine.deeper:Limit", {}, r"there is no module own\.mine\.deeper"),
-        ("own.needs:Limit", {}, r"own\.needs needs not_to_be_found, which is not installed"),
+        ("plugins.mime:Limit", {}, r"there is no module plugins\.mime\. Put the folder"),
+        ("plugins.mine.deeper:Limit", {}, r"there is no module plugins\.mine\.deeper"),
         (
-            "own.broken:Limit",
+            "plugins.needs:Limit",
             {},
-            r"importing own\.broken fails: ZeroDivisionError: division .*broken\.py:1",
+            r"needs not_to_be_found, which is not installed",
         ),
-        ("own.mine:Limt", {}, r"mine\.py has no class Limt\. Did you mean Limit\?"),
-        ("own.mine:Other", {}, r"mine\.py has no class Other\. It has: Limit, Anything$"),
-        ("own.mine", {}, r"reward\.name=own\.mine: .* is named package\.module:Name"),
         (
-            "own.mine:Limit",
+            "plugins.broken:Limit",
+            {},
+            r"importing plugins\.broken fails: ZeroDivisionError: division .*broken\.py:1",
+        ),
+        ("plugins.mine:Limt", {}, r"mine\.py has no class Limt\. Did you mean Limit\?"),
+        ("plugins.mine:Other", {}, r"mine\.py has no class Other\. It has: Limit, Anything$"),
+        ("plugins.mine", {}, r"reward\.name=plugins\.mine: .* is named package\.module:Name"),
+        (
+            "plugins.mine:Limit",
             {"limit": 1, "factr": 2},
             r"^reward\.options\.factr: .*Limit\(limit, \*, factor=0\.5",
         ),
-        ("own.mine:Limit", {"limit": 1, "factr": 2}, r"has no such option\. Did you mean factor\?"),
         (
-            "own.mine:Limit",
-            {"factor": 1},
-            r"^reward\.options\.limit: missing\. .*Limit\(limit, .* needs it",
+            "plugins.mine:Limit",
+            {"limit": 1, "factr": 2},
+            r"no such option\. Did you mean factor",
         ),
         (
-            "own.mine:Limit",
+            "plugins.mine:Limit",
+            {"factor": 1},
+            r"^reward\.options\.limit: missing\. .*Limit\(limit, .* requires it",
+        ),
+        (
+            "plugins.mine:Limit",
             {"limit": -1},
             r"^reward\.options: .*Limit\(limit=-1\) refuses: limit must not be neg",
         ),
         (
-            "own.mine:Limit",
+            "plugins.mine:Limit",
             {"limit": "x"},
             r"^reward\.options: .*Limit\(limit='x'\) refuses: '<' not supported",
         ),
-        ("own.mine:NUMBER", {}, r"refuses: 'int' object is not callable"),
+        ("plugins.mine:NUMBER", {}, r"refuses: 'int' object is not callable"),
     ],
 )
-def test_what_does_not_open_is_named(
+def test_errors_name_the_key_and_the_cause(
     mine: str, name: str, options: dict[str, object], message: str
 ) -> None:
-    with pytest.raises(PluginError, match=message) as caught:
+    with pytest.raises(PluginError, match=message) as error:
         load_plugin("reward.name", name, options)
-    assert caught.value.exit_code is ExitCode.REFUSED
-    assert isinstance(caught.value, ValueError)
+    assert error.value.exit_code is ExitCode.REFUSED
+    assert isinstance(error.value, ValueError)
 
 
-def test_what_lacks_a_method_is_refused(mine: str) -> None:
+def test_missing_method_is_refused(mine: str) -> None:
     assert load_plugin("reward.name", f"{mine}:Limit", {"limit": 1}, methods={"__str__": ()})
     with pytest.raises(
         PluginError,
-        match=r"^reward\.name=.*:Limit: `settings` is no method but tuple\. Write a method",
+        match=r"^reward\.name=.*:Limit: `settings` is not a method but tuple\. Define",
     ):
         load_plugin(
             "reward.name", f"{mine}:Limit", {"limit": 1}, methods={"settings": (), "score": ()}
@@ -128,16 +136,14 @@ def test_what_lacks_a_method_is_refused(mine: str) -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("own.mine:Limit", None),
+        ("plugins.mine:Limit", None),
         ("json:loads", None),
-        ("own.mime:Limit", "There is no module own.mime"),
-        ("own.mine.deeper:Limit", "There is no module own.mine.deeper"),
+        ("plugins.mime:Limit", "There is no module plugins.mime"),
+        ("plugins.mine.deeper:Limit", "There is no module plugins.mine.deeper"),
         ("no_such.mine:Limit", "There is no module no_such.mine"),
-        ("own.deep.deeper.mine:Name", None),
+        ("plugins.deep.deeper.mine:Name", None),
     ],
 )
-def test_a_missing_module_is_found_out_without_importing_its_package(
-    package: str, name: str, reason: str | None
-) -> None:
+def test_missing_module_imports_no_package(package: str, name: str, reason: str | None) -> None:
     assert missing_module(name) == reason
     assert package not in sys.modules

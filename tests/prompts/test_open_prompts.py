@@ -170,7 +170,7 @@ def test_answers_that_cannot_be_judged_by_are_bad_rows(
     settings = DataSettings(source="jsonl", train_path=path, eval_path=held)
     check = ExactMatch("last_number").check_answer
     with pytest.raises(
-        PromptDataError, match=r"t\.jsonl line 1: reward\.answer=last_number: .*'paris' holds none"
+        PromptDataError, match=r"t\.jsonl line 1: reward\.answer=last_number: .*'paris' holds no answer"
     ):
         open_prompts(settings, tokenizer, check)
     skipping = replace(settings, on_bad_row="skip")
@@ -184,13 +184,13 @@ def test_answers_that_cannot_be_judged_by_are_bad_rows(
             ["1", "2"],
             ["x"],
             {},
-            r"data\.eval_path=.*e\.jsonl: no usable held-out prompt is left: 1 bad row.*on_bad_row=fail.*x' holds none",
+            r"data\.eval_path=.*e\.jsonl: no usable held-out prompt is left: 1 bad row.*on_bad_row=fail.*x' holds no answer",
         ),
         (
             ["x"],
             ["1"],
             {},
-            r"data\.train_path=.*t\.jsonl: no usable training prompt is left: 1 bad row.*x' holds none",
+            r"data\.train_path=.*t\.jsonl: no usable training prompt is left: 1 bad row.*x' holds no answer",
         ),
         (
             ["1"],

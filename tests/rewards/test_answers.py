@@ -1,3 +1,5 @@
+"""Final answers in texts: extraction, comparison and run time."""
+
 import time
 from collections.abc import Callable
 
@@ -5,7 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.rewards.answers import boxed, canonical, last_line, last_number, misread_number
+from megatron_rl.rewards.answers import (
+    canonical,
+    last_boxed,
+    last_line,
+    last_number,
+    partial_number,
+)
 
 MEGABYTE = 1_000_000
 
@@ -71,8 +79,8 @@ def test_last_line(text: str, line: str | None) -> None:
         (r"\boxed{9^{9^{9^{9}}}}", "9^{9^{9^{9}}}"),
     ],
 )
-def test_boxed(text: str, contents: str | None) -> None:
-    assert boxed(text) == contents
+def test_last_boxed(text: str, contents: str | None) -> None:
+    assert last_boxed(text) == contents
 
 
 @pytest.mark.parametrize(
@@ -114,10 +122,10 @@ def test_different_answers(one: str, other: str) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(number=st.integers(-(10**30), 10**30), zeros=st.integers(0, 3))
-def test_integers_written_in_several_ways_are_equal(number: int, zeros: int) -> None:
-    padded = f"{'-' if number < 0 else ''}{'0' * zeros}{abs(number)}"
+def test_integers_in_several_notations_are_equal(number: int, zeros: int) -> None:
+    with_zeros = f"{'-' if number < 0 else ''}{'0' * zeros}{abs(number)}"
     assert (
-        canonical(padded)
+        canonical(with_zeros)
         == canonical(f"{number:,}")
         == canonical(f"{number}.{'0' * (zeros + 1)}")
         == str(number)
@@ -153,8 +161,8 @@ def test_integers_written_in_several_ways_are_equal(number: int, zeros: int) -> 
         "3½",
     ],
 )
-def test_a_number_of_which_only_a_part_is_found(text: str) -> None:
-    assert misread_number(text) == last_number(text) is not None
+def test_partial_numbers(text: str) -> None:
+    assert partial_number(text) == last_number(text) is not None
 
 
 @pytest.mark.parametrize(
@@ -183,11 +191,11 @@ def test_a_number_of_which_only_a_part_is_found(text: str) -> None:
         "",
     ],
 )
-def test_a_number_that_is_found_whole(text: str) -> None:
-    assert misread_number(text) is None
+def test_whole_numbers_are_not_partial(text: str) -> None:
+    assert partial_number(text) is None
 
 
-@pytest.mark.parametrize("find", [last_number, last_line, boxed, canonical, misread_number])
+@pytest.mark.parametrize("find", [last_number, last_line, last_boxed, canonical, partial_number])
 @pytest.mark.parametrize(
     "text",
     [
@@ -209,7 +217,7 @@ def test_a_number_that_is_found_whole(text: str) -> None:
     ],
     ids=lambda text: repr(text[:10]),
 )
-def test_a_megabyte_of_anything_takes_linear_time(
+def test_a_megabyte_of_any_text_takes_linear_time(
     find: Callable[[str], str | None], text: str
 ) -> None:
     start = time.process_time()
@@ -219,8 +227,8 @@ def test_a_megabyte_of_anything_takes_linear_time(
 
 @settings(max_examples=200, deadline=None)
 @given(text=st.text())
-def test_any_text_is_read_without_error(text: str) -> None:
-    for find in (last_number, last_line, boxed):
-        found = find(text)
-        assert found is None or found in text
+def test_any_text_is_read_without_errors(text: str) -> None:
+    for find in (last_number, last_line, last_boxed):
+        answer = find(text)
+        assert answer is None or answer in text
     assert canonical(canonical(text)) == canonical(text)

@@ -1,3 +1,5 @@
+"""Opening a scorer: built-in, user-defined and invalid ones."""
+
 import pytest
 
 from megatron_rl.config.schema import RewardSettings
@@ -17,8 +19,8 @@ class Inherits(Scorer):
         return Verdict(reward=1.0, correctness=1.0)
 
 
-class Waits:
-    """Has one of the two methods."""
+class OnlyScores:
+    """Lacks `check_answer`."""
 
     async def score(self, prompt: Prompt, text: str, finish_reason: FinishReason) -> Verdict:
         return Verdict(reward=1.0, correctness=1.0)
@@ -29,19 +31,19 @@ class Blocks(Scorer):
         return Verdict(reward=1.0, correctness=1.0)
 
 
-def named(cls: type, **options: object) -> RewardSettings:
+def settings_of(cls: type, **options: object) -> RewardSettings:
     return RewardSettings(name=f"{__name__}:{cls.__name__}", options=options)
 
 
-def test_the_settings_reach_exact_match() -> None:
+def test_exact_match_gets_its_settings() -> None:
     scorer = open_scorer(RewardSettings(answer="boxed"))
     assert isinstance(scorer, ExactMatch)
     with pytest.raises(ValueError, match=r"reward\.answer=boxed"):
         scorer.check_answer(" ")
 
 
-def test_an_inherited_check_lets_every_reference_pass() -> None:
-    scorer = open_scorer(named(Inherits, limit=3))
+def test_inherited_check_accepts_every_reference() -> None:
+    scorer = open_scorer(settings_of(Inherits, limit=3))
     assert isinstance(scorer, Inherits) and scorer.limit == 3
     scorer.check_answer("")
 
@@ -49,20 +51,18 @@ def test_an_inherited_check_lets_every_reference_pass() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (named(Waits), r"reward\.name=.*:Waits: it has no method `check_answer`"),
+        (settings_of(OnlyScores), r"reward\.name=.*:OnlyScores: it has no method `check_answer`"),
         (
-            named(Blocks),
-            r"reward\.name=.*:Blocks: `score` is an ordinary function\. Write `async def score`",
+            settings_of(Blocks),
+            r"reward\.name=.*:Blocks: `score` is not asynchronous\. Write `async def score`",
         ),
         (
-            named(Inherits, limitt=3),
+            settings_of(Inherits, limitt=3),
             r"reward\.options\.limitt: .*Inherits\(limit\).*Did you mean limit\?",
         ),
     ],
 )
-def test_what_cannot_judge_is_refused_before_the_run(
-    settings: RewardSettings, message: str
-) -> None:
-    with pytest.raises(PluginError, match=message) as caught:
+def test_invalid_scorers_are_refused(settings: RewardSettings, message: str) -> None:
+    with pytest.raises(PluginError, match=message) as error:
         open_scorer(settings)
-    assert caught.value.exit_code is ExitCode.REFUSED
+    assert error.value.exit_code is ExitCode.REFUSED

@@ -1,3 +1,5 @@
+"""The reward runner: failing, slow and invalid scorers give no reward, with a reason."""
+
 import asyncio
 import time
 from types import MappingProxyType
@@ -14,10 +16,10 @@ from megatron_rl.rewards import RewardRunner
 PROMPT = Prompt(id="p", token_ids=(1,), answer="1", task="t")
 
 
-class Scripted:
-    """Does with each response what the response's text says."""
+class ScriptedScorer:
+    """Does what the text of each response says."""
 
-    CARELESS = MappingProxyType(
+    INVALID_RESULTS = MappingProxyType(
         {
             "number": 1.0,
             "nothing": None,
@@ -29,7 +31,7 @@ class Scripted:
     )
 
     def __init__(self) -> None:
-        self.cancelled = 0
+        self.cancellations = 0
 
     def check_answer(self, answer: str) -> None:
         pass
@@ -39,69 +41,70 @@ class Scripted:
             match text.split():
                 case ["reward", value]:
                     return Verdict(reward=float(value), correctness=float(value))
-                case ["judged", value]:
+                case ["reward_model", value]:
                     return Verdict(reward=float(value), correctness=None)
                 case ["sleep", seconds]:
                     await asyncio.sleep(float(seconds))
                     return Verdict(reward=1.0, correctness=1.0)
                 case ["none", reason]:
                     return Verdict(reward=None, correctness=None, reason=reason)
-                case ["own_timeout"]:
-                    raise TimeoutError("the grader's own")
-                case ["own_cancel"]:
+                case ["raise_timeout"]:
+                    raise TimeoutError("the grader is slow")
+                case ["cancel"]:
                     raise asyncio.CancelledError
-                case ["half_a_character", value]:
+                case ["surrogate", value]:
                     return Verdict(
                         reward=float(value),
                         correctness=1.0,
                         answer="\ud800" * 10**6,
                         reason="\ud800",
                     )
-                case ["raise_half_a_character"]:
+                case ["raise_surrogate"]:
                     raise ValueError("\ud800")
-                case ["careless", name]:
-                    return self.CARELESS[name]
+                case ["invalid", name]:
+                    return self.INVALID_RESULTS[name]
         except asyncio.CancelledError:
-            self.cancelled += 1
+            self.cancellations += 1
             raise
-        raise RuntimeError("broken " + "x" * 1000)
+        raise RuntimeError("defect " + "x" * 1000)
 
 
-def judge(*texts: str, timeout_s: float = 0.2) -> tuple[list[Verdict], Scripted]:
-    scorer = Scripted()
+def score(*texts: str, timeout_s: float = 0.2) -> tuple[list[Verdict], ScriptedScorer]:
+    scorer = ScriptedScorer()
     runner = RewardRunner(scorer, timeout_s=timeout_s)
 
     async def run() -> list[Verdict]:
         return await asyncio.gather(
-            *(runner.judge(PROMPT, text, FinishReason.STOP) for text in texts)
+            *(runner.score(PROMPT, text, FinishReason.STOP) for text in texts)
         )
 
     return asyncio.run(run()), scorer
 
 
-def test_failures_and_timeouts_give_no_verdict_and_harm_no_other() -> None:
-    verdicts, scorer = judge("reward 1", "sleep 30", "explode", "none judge_down", "own_timeout")
-    right, slow, broken, none, own = verdicts
-    assert (right.reward, right.correctness, right.reason) == (1.0, 1.0, "")
+def test_failures_and_timeouts_give_no_reward_and_affect_no_other() -> None:
+    verdicts, scorer = score("reward 1", "sleep 30", "explode", "none server_down", "raise_timeout")
+    correct, slow, failing, none, raising = verdicts
+    assert (correct.reward, correct.correctness, correct.reason) == (1.0, 1.0, "")
     assert (slow.reward, slow.correctness, slow.reason) == (None, None, "timeout")
-    assert broken.reward is None
-    assert ", in score: RuntimeError: broken xxx" in broken.reason
-    assert len(broken.reason) == 200
-    assert (none.reward, none.reason) == (None, "judge_down")
-    assert (own.reward, own.reason) == (None, own.reason)
-    assert own.reason.endswith(", in score: TimeoutError: the grader's own")
-    assert scorer.cancelled == 1
+    assert failing.reward is None
+    assert ", in score: RuntimeError: defect xxx" in failing.reason
+    assert len(failing.reason) == 200
+    assert (none.reward, none.reason) == (None, "server_down")
+    assert raising.reward is None
+    assert raising.reason.endswith(", in score: TimeoutError: the grader is slow")
+    assert scorer.cancellations == 1
 
 
-def test_a_judges_reward_needs_no_correctness_and_must_be_finite() -> None:
-    judged, lost = judge("judged 0.25", "judged nan")[0]
-    assert (judged.reward, judged.correctness, judged.reason) == (0.25, None, "")
-    assert lost.reward is None and "not finite" in lost.reason
+def test_reward_without_correctness_must_be_finite() -> None:
+    finite, nan = score("reward_model 0.25", "reward_model nan")[0]
+    assert (finite.reward, finite.correctness, finite.reason) == (0.25, None, "")
+    assert nan.reward is None
+    assert "not finite" in nan.reason
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
-def test_a_reward_that_is_not_finite_is_no_verdict(value: str) -> None:
-    (verdict,), _ = judge(f"reward {value}")
+def test_non_finite_reward_counts_as_none(value: str) -> None:
+    (verdict,), _ = score(f"reward {value}")
     assert (verdict.reward, verdict.correctness) == (None, None)
     assert "not finite" in verdict.reason
 
@@ -117,61 +120,55 @@ def test_a_reward_that_is_not_finite_is_no_verdict(value: str) -> None:
         ("numpy", "ValidationError: Expected `float | null`, got `numpy.float32` - at `$.reward`"),
     ],
 )
-def test_what_is_no_verdict_is_counted_with_its_reason(name: str, reason: str) -> None:
-    (verdict,), _ = judge(f"careless {name}")
+def test_invalid_results_give_no_reward_with_a_reason(name: str, reason: str) -> None:
+    (verdict,), _ = score(f"invalid {name}")
     assert (verdict.reward, verdict.correctness, verdict.reason) == (None, None, reason)
 
 
-def test_scoring_overlaps_and_is_timed() -> None:
+def test_scoring_is_concurrent_and_timed() -> None:
     start = time.perf_counter()
-    verdicts, _ = judge(*["sleep 0.1"] * 50, timeout_s=5)
-    assert time.perf_counter() - start < 2.5, "fifty times 0.1 s one after another would take 5 s"
+    verdicts, _ = score(*["sleep 0.1"] * 50, timeout_s=5)
+    assert time.perf_counter() - start < 2.5, "50 calls of 0.1 s would take 5 s one after another"
     assert all(0.09 < v.seconds < 2.5 and v.reward == 1.0 for v in verdicts)
 
 
-def test_a_scorer_that_cancels_itself_gives_no_verdict() -> None:
-    (verdict,), _ = judge("own_cancel")
+def test_scorer_that_cancels_itself_gives_no_reward() -> None:
+    (verdict,), _ = score("cancel")
     assert (verdict.reward, verdict.reason) == (None, "the scorer cancelled itself")
 
 
-def test_a_cancelled_caller_cancels_its_scorer() -> None:
-    scorer = Scripted()
+def test_cancelling_a_call_cancels_its_scorer() -> None:
+    scorer = ScriptedScorer()
     runner = RewardRunner(scorer, timeout_s=10)
 
     async def run() -> None:
-        task = asyncio.create_task(runner.judge(PROMPT, "sleep 30", FinishReason.STOP))
+        task = asyncio.create_task(runner.score(PROMPT, "sleep 30", FinishReason.STOP))
         await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
     asyncio.run(run())
-    assert scorer.cancelled == 1
+    assert scorer.cancellations == 1
 
 
-@pytest.mark.parametrize(
-    "text", ["half_a_character 1", "half_a_character nan", "raise_half_a_character"]
-)
-def test_whatever_a_scorer_writes_a_verdict_can_be_sent(text: str) -> None:
-    """A verdict that cannot be encoded would leave rank 0 waiting for its group."""
-    (verdict,), _ = judge(text)
+@pytest.mark.parametrize("text", ["surrogate 1", "surrogate nan", "raise_surrogate"])
+def test_every_verdict_can_be_encoded(text: str) -> None:
+    """Otherwise rank 0 would wait for the group forever."""
+    (verdict,), _ = score(text)
     assert len(msgspec.msgpack.encode(verdict)) < 2000
     assert (verdict.reward == 1.0) == text.endswith("1")
 
 
 @pytest.mark.parametrize("value", ["1e300", "-2e6"])
-def test_an_absurd_reward_is_no_verdict(value: str) -> None:
-    (verdict,), _ = judge(f"reward {value}")
-    assert (
-        verdict.reward is None
-        and verdict.reason
-        == f"reward {float(value):g} or correctness {float(value):g} is beyond 1e+06"
-    )
+def test_too_large_reward_counts_as_none(value: str) -> None:
+    (verdict,), _ = score(f"reward {value}")
+    number = f"{float(value):g}"
+    assert verdict.reward is None
+    assert verdict.reason == f"reward {number} or correctness {number} is beyond 1e+06"
 
 
-def test_why_a_scorer_failed_begins_with_its_line() -> None:
-    (verdict,), _ = judge("explode")
-    assert (
-        verdict.reason.startswith("test_runner.py:")
-        and ", in score: RuntimeError: broken" in verdict.reason
-    )
+def test_reason_of_a_failure_begins_with_the_scorers_line() -> None:
+    (verdict,), _ = score("explode")
+    assert verdict.reason.startswith("test_runner.py:")
+    assert ", in score: RuntimeError: defect" in verdict.reason

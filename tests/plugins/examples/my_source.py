@@ -1,6 +1,6 @@
-"""A prompt source of your own: products of two numbers.
+"""A user-defined prompt source: products of two numbers.
 
-With this folder on PYTHONPATH: data.source=own_source:Products data.options='{digits: 3}'
+With this folder on PYTHONPATH: data.source=my_source:Products data.options='{digits: 3}'
 """
 
 import random
@@ -10,7 +10,7 @@ from megatron_rl.prompts.question import Question
 
 
 class Products:
-    """`12*34=` with the answer 408; both numbers have at most `digits` digits."""
+    """Asks `12*34=`, with the answer 408. Both numbers have at most `digits` digits."""
 
     def __init__(self, digits: int = 2) -> None:
         if not 1 <= digits <= 9:
@@ -20,15 +20,17 @@ class Products:
     def questions(self, seed: int) -> Iterator[Question]:
         rng = random.Random(seed)
         while True:
-            a, b = rng.randint(0, self.largest), rng.randint(0, self.largest)
-            text, product = f"{a}*{b}=", str(a * b)
+            a = rng.randint(0, self.largest)
+            b = rng.randint(0, self.largest)
+            text = f"{a}*{b}="
+            product = str(a * b)
             yield Question(
                 id=f"products/{text}",
                 text=text,
                 answer=product,
                 task="products",
                 difficulty=f"{len(product)}_digits",
-                # both orders stay on one side of the held-out split
+                # `a*b` and `b*a` stay on the same side of the held-out split.
                 identity=f"products/{min(a, b)}*{max(a, b)}",
-                demonstration=product,  # for environment.name=demonstration
+                demonstration=product,  # used by environment.name=demonstration
             )
