@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from megatron_rl.config.schema import Configuration
@@ -59,12 +60,7 @@ def build_worker(
 
     rollouts: the folder for batches that are kept.
     """
-    chunks = build_models(shape, c.model, c.parallel)
-    if c.model.init == "checkpoint":
-        load_hf_weights(chunks, shape, c.model.path)
-    else:
-        initialize_hf_weights(chunks, shape, seed=c.seed)
-    models = wrap_data_parallel(chunks)
+    models = wrap_data_parallel(_load_chunks(c, shape))
     view = RankView.for_rank(shape.num_layers, c.parallel, **layout.ranks)
     logprobs = ResponseLogprobs(c.train, c.rollout, vocab_size=shape.vocab_size, **layout.groups)
     updates = c.train.total_steps * c.train.optimizer_steps_per_batch
@@ -89,6 +85,16 @@ def build_worker(
         settings=c.train,
         rollouts_directory=rollouts,
     )
+
+
+def _load_chunks(c: Configuration, shape: ModelShape) -> list[torch.nn.Module]:
+    """Build this rank's chunks of the model with their first weights."""
+    chunks = build_models(shape, c.model, c.parallel)
+    if c.model.init == "checkpoint":
+        load_hf_weights(chunks, shape, c.model.path)
+    else:
+        initialize_hf_weights(chunks, shape, seed=c.seed)
+    return chunks
 
 
 def _compile(worker: Worker, job: Job) -> None:

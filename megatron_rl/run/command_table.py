@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.commands import (
     Checkpoint,
+    Command,
     EnterPhase,
     Poll,
     Record,
@@ -46,7 +48,10 @@ class EngineCommands:
 
     def table(self) -> Table:
         """Return the handlers of `Poll`, `Record` and, with weights to send, `Sync`."""
-        handlers = {Poll: self.poll, Record: self.record}
+        handlers: dict[type[Command], Callable[[Any], Any]] = {
+            Poll: self.poll,
+            Record: self.record,
+        }
         if self.export is not None:
             handlers[Sync] = self.sync
         return handlers

@@ -87,8 +87,8 @@ class Curriculum:
         self._dispatcher = dispatcher
         self._log = log
         self._schedule = PhaseSchedule([phase.settings.until for phase in phases])
-        self._announced: int | None = None  # the phase that the run has logged and begun
-        self._entered: int | None = None  # the phase whose settings this process uses
+        self._announced_index: int | None = None  # the phase that the run has logged and begun
+        self._entered_index: int | None = None  # the phase whose settings this process uses
 
     @property
     def state(self) -> PhaseState:
@@ -98,7 +98,7 @@ class Curriculum:
     def restore(self, state: PhaseState) -> None:
         """Resume within a phase that an earlier process has begun."""
         self._schedule.state = state
-        self._announced = state.index
+        self._announced_index = state.index
 
     def enter(self, step: int, parts: StepParts) -> StepParts:
         """Return the parts for a step: the present ones, or new ones that continue where they are.
@@ -109,18 +109,18 @@ class Curriculum:
             name = self._phases[index].settings.name
             self._log(f"phase {name} ended before step {step}: {reason}")
         index = self._schedule.state.index
-        if index == self._entered:
+        if index == self._entered_index:
             return parts
         phase = self._phases[index]
         new_parts = self._open_parts(phase.configuration)
         new_parts.rollouts.restore(parts.rollouts.state())
         self._dispatcher.run(EnterPhase(index))
-        if index != self._announced:
+        if index != self._announced_index:
             self._announce(step, phase)
             if phase.settings.reset_certainty == "all":
                 new_parts.rollouts.inflate_variance()
-        self._announced = index
-        self._entered = index
+        self._announced_index = index
+        self._entered_index = index
         return new_parts
 
     def update(self, values: dict[str, float]) -> dict[str, float]:

@@ -23,7 +23,7 @@ from megatron_rl.run.checkpoints.manager import CheckpointManager
 from megatron_rl.run.curriculum import Curriculum
 from megatron_rl.run.nonfinite_guard import NonFiniteGuard
 from megatron_rl.run.step_parts import RolloutHolder, StepParts
-from megatron_rl.run.stopping import ended_by, reached
+from megatron_rl.run.stopping import ending_key, is_accuracy_reached
 from megatron_rl.run.supervision.stop_request import StepAborted
 from megatron_rl.training.dispatcher import Dispatcher
 from megatron_rl.training.worker import TrainOutcome
@@ -55,7 +55,7 @@ class Leader:
     _is_resumed: bool = False
     _pending_metrics: dict[str, float] = field(default_factory=dict)
     _accuracies: deque[float] = field(default_factory=deque)
-    _synced: bool = False
+    _is_synced: bool = False
     _audit_obstacle_logged: bool = False
     _unchanged_weights: UnchangedWeightsAlarm = field(default_factory=UnchangedWeightsAlarm)
     _balance: ZeroVarianceBalanceAlarm = field(default_factory=ZeroVarianceBalanceAlarm)
@@ -102,7 +102,7 @@ class Leader:
         return LoopState(
             step=step,
             version=None if self.weights is None else self.weights.version,
-            synced=self._synced,
+            synced=self._is_synced,
             selection=self.parts.rollouts.state(),
             nonfinite=self._guard.count,
             accuracies=tuple(self._accuracies),
@@ -113,7 +113,7 @@ class Leader:
         """Sample, credit, plan, train and sync. Adds the metrics of the step to `values`."""
         watch = Stopwatch()
         with watch.section("rollout"), self._abortable():
-            batch = self.parts.rollouts.draw(step)
+            batch = self.parts.rollouts.sample(step)
         credit = self.parts.credit.assign(step, batch.groups)
         values |= batch.metrics() | credit.metrics()
         plan = self.parts.planner.plan(
@@ -121,9 +121,9 @@ class Leader:
         )
         outcome: TrainOutcome = self.dispatcher.run(Train(plan))
         values |= self._training_metrics(batch, credit, plan, outcome)
-        self.holder.release(batch.delivered)
+        self.holder.release(batch.delivered_ids)
         self._guard.check(plan, finite=outcome.finite)
-        self._synced = False
+        self._is_synced = False
         with watch.section("sync"):
             if self.sync.when == "step":
                 self.send_weights(values)
@@ -133,7 +133,7 @@ class Leader:
 
     def send_weights(self, values: dict[str, float]) -> None:
         """Send the weights to every engine under the next version, unless they hold them."""
-        if self._synced or self.weights is None:
+        if self._is_synced or self.weights is None:
             return
         command = self.weights.next_command()
         values |= self.dispatcher.run(command)
@@ -143,7 +143,7 @@ class Leader:
                 f"weights are not audited by value: {self.weights.audit_obstacle}"
             )
         self.holder.set_version(command.version)
-        self._synced = True
+        self._is_synced = True
 
     def evaluate(self, step: int, values: dict[str, float]) -> None:
         """Measure held-out pass@1 when it is due, and add it to `values`."""
@@ -168,8 +168,8 @@ class Leader:
         if self.curriculum is not None and state.phase is not None:
             self.curriculum.restore(state.phase)
         if self.weights is not None:
-            synced = state.synced and self.sync.when == "step"
-            self.weights.resume_from(state.version, synced=synced)
+            is_synced = state.synced and self.sync.when == "step"
+            self.weights.resume_from(state.version, synced=is_synced)
 
     def _run_step(self, step: int) -> None:
         with self._stop_in_time(step), self._record(step) as values:
@@ -207,8 +207,8 @@ class Leader:
             plan,
             steps,
             generated_tokens=tokens,
-            stopped_groups=batch.stopped,
-            surplus_groups=batch.surplus,
+            stopped_groups=batch.stopped_groups,
+            surplus_groups=batch.surplus_groups,
         )
         values |= outcome.metrics.values() | outcome.seconds
         values["train/nonfinite"] = float(not outcome.finite)
@@ -228,7 +228,7 @@ class Leader:
         summary = self._unchanged_weights.summary()
         if summary:
             log(summary)
-        if self.eval.stop_at is not None and not reached(self._accuracies, self.eval):
+        if self.eval.stop_at is not None and not is_accuracy_reached(self._accuracies, self.eval):
             latest = list(self._accuracies)[-self.eval.stop_average :]
             log(
                 f"warning: eval.stop_at={self.eval.stop_at:g} was not reached in {step} steps; "
@@ -284,7 +284,7 @@ class Leader:
 
     def _ending_key(self, step: int) -> str:
         """Return the key that ends the run with this step, or an empty string."""
-        key = ended_by(step, self._accuracies, self.train, self.eval)
+        key = ending_key(step, self._accuracies, self.train, self.eval)
         if key or self.curriculum is None:
             return key
         return self.curriculum.ending_reason(step)

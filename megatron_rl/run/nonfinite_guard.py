@@ -45,5 +45,5 @@ class NonFiniteGuard:
         if self.count >= self.max_steps:
             raise NonFiniteRun(
                 f"{self.count} consecutive steps had NaN or Inf in the loss or the gradients "
-                f"(train.max_nonfinite_steps={self.max_steps}). Their batches are in {self.rollouts}"
+                f"(train.max_nonfinite_steps={self.max_steps}). The batches are in {self.rollouts}"
             )

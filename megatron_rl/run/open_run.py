@@ -107,9 +107,9 @@ def _open_directory(
     def open_on_rank_zero() -> str:
         resume_point.changed_settings(c)
         require_disk_space(c, shape)
-        transferred = read_transferred_beliefs(c, resume_point.state)
-        if transferred is not None:
-            beliefs.append(transferred)
+        other_beliefs = read_transferred_beliefs(c, resume_point.state)
+        if other_beliefs is not None:
+            beliefs.append(other_beliefs)
         return str(open_run_directory(c, resume_point, ranks=job.world_size).path)
 
     path = Path(_run_on_rank_zero(job, open_on_rank_zero))

@@ -14,9 +14,9 @@ from megatron_rl.rollouts.rollout_batch import RolloutBatch
 
 
 class RolloutSource(Protocol):
-    """Supplies the scored groups of a step, and saves and restores its progress over the prompts."""
+    """Supplies the scored groups of a step, and keeps its place among the prompts."""
 
-    def draw(self, step: int) -> RolloutBatch: ...
+    def sample(self, step: int) -> RolloutBatch: ...
 
     def state(self) -> SelectorState: ...
 

@@ -8,17 +8,18 @@ from statistics import fmean
 from megatron_rl.config.schema import EvalSettings, TrainSettings
 
 
-def reached(accuracies: Sequence[float], settings: EvalSettings) -> bool:
-    """Whether the mean of the last `eval.stop_average` evaluations is what the run was to stop at."""
+def is_accuracy_reached(accuracies: Sequence[float], settings: EvalSettings) -> bool:
+    """True when the mean of the last `eval.stop_average` evaluations is at `eval.stop_at`."""
     if settings.stop_at is None or len(accuracies) < settings.stop_average:
         return False
-    return fmean(list(accuracies)[-settings.stop_average :]) >= settings.stop_at
+    latest = list(accuracies)[-settings.stop_average :]
+    return fmean(latest) >= settings.stop_at
 
 
-def ended_by(
+def ending_key(
     step: int, accuracies: Sequence[float], train: TrainSettings, evals: EvalSettings
 ) -> str:
-    """The key that leaves a run nothing to train after a step; empty where there is more."""
+    """Return the key that ends the run after `step`; empty where there is more to train."""
     if step >= train.total_steps:
         return "train.total_steps"
-    return "eval.stop_at" if reached(accuracies, evals) else ""
+    return "eval.stop_at" if is_accuracy_reached(accuracies, evals) else ""

@@ -1,6 +1,4 @@
-"""The order of a run's verbs: when it evaluates, syncs and stops. Stand-ins say when they are
-called.
-"""
+"""The order of the calls of a run: when it evaluates, syncs and stops."""
 
 import io
 from typing import Any
@@ -10,18 +8,18 @@ import pytest
 from megatron_rl.config.schema import CreditSettings
 from megatron_rl.run.leader import NonFiniteRun
 from tests.support.groups import group
-from tests.support.leaders import Stage, lead
+from tests.support.leaders import ScriptedParts, lead
 
 
-def test_a_run_in_order(tmp_path: Any) -> None:
-    stage = lead(Stage(), tmp_path)
-    assert stage.said == [
+def test_order_of_calls_in_a_run(tmp_path: Any) -> None:
+    parts = lead(ScriptedParts(), tmp_path)
+    assert parts.calls == [
         "sync 0",
         "evaluate 0 at version 0",
-        "draw step-1",
+        "sample step-1",
         "train 1",
         "sync 1",
-        "draw step-2",
+        "sample step-2",
         "train 2",
         "sync 2",
         "evaluate 2 at version 2",
@@ -29,23 +27,25 @@ def test_a_run_in_order(tmp_path: Any) -> None:
         "finish",
         "stop",
     ]
-    assert stage.released == ["g", "g"]
-    assert stage.logged[1]["sync/version"] == 1 and stage.logged[2]["eval/accuracy"] == 0.5
+    assert parts.released_groups == ["g", "g"]
+    assert parts.metrics[1]["sync/version"] == 1 and parts.metrics[2]["eval/accuracy"] == 0.5
 
 
-def test_evaluations_come_at_their_interval_and_never_before_the_first(tmp_path: Any) -> None:
-    def evaluated(**evals: int) -> list[str]:
-        said = lead(Stage(), tmp_path, steps=7, evals=evals).said
-        return [text.split()[1] for text in said if text.startswith("evaluate")]
+def test_evaluations_follow_every_and_start_step(tmp_path: Any) -> None:
+    def evaluated_steps(**evals: int) -> list[str]:
+        calls = lead(ScriptedParts(), tmp_path, steps=7, evals=evals).calls
+        return [text.split()[1] for text in calls if text.startswith("evaluate")]
 
-    assert evaluated(every=3) == ["0", "3", "6", "7"]
-    assert evaluated(every=2, first=4) == ["4", "6", "7"]
-    assert evaluated(every=0) == ["0", "7"]
+    assert evaluated_steps(every=3) == ["0", "3", "6", "7"]
+    assert evaluated_steps(every=2, start_step=4) == ["4", "6", "7"]
+    assert evaluated_steps(every=0) == ["0", "7"]
 
 
-def test_weights_that_no_rollout_needs_are_sent_before_evaluations_only(tmp_path: Any) -> None:
-    stage = lead(Stage(), tmp_path, steps=4, evals={"every": 2, "first": 1}, when="evaluation")
-    syncs = [text for text in stage.said if text.startswith(("sync", "evaluate"))]
+def test_sync_when_evaluation_sends_weights_before_evaluations_only(tmp_path: Any) -> None:
+    parts = lead(
+        ScriptedParts(), tmp_path, steps=4, evals={"every": 2, "start_step": 1}, when="evaluation"
+    )
+    syncs = [text for text in parts.calls if text.startswith(("sync", "evaluate"))]
     assert syncs == [
         "sync 0",
         "sync 1",
@@ -55,103 +55,110 @@ def test_weights_that_no_rollout_needs_are_sent_before_evaluations_only(tmp_path
     ]
 
 
-def test_the_run_stops_where_the_mean_of_the_last_evaluations_is_reached(tmp_path: Any) -> None:
+def test_run_stops_when_the_mean_accuracy_reaches_stop_at(tmp_path: Any) -> None:
     evals = {"every": 1, "stop_at": 0.5, "stop_average": 2}
-    stage = lead(Stage(accuracies=[0.1, 0.6, 0.3, 0.8, 0.9]), tmp_path, steps=9, evals=evals)
-    assert [text for text in stage.said if text.startswith("train")] == [
+    parts = lead(
+        ScriptedParts(accuracies=[0.1, 0.6, 0.3, 0.8, 0.9]), tmp_path, steps=9, evals=evals
+    )
+    assert [text for text in parts.calls if text.startswith("train")] == [
         "train 1",
         "train 2",
         "train 3",
     ]
-    assert stage.said[-3:] == ["save step-3", "finish", "stop"]
+    assert parts.calls[-3:] == ["save step-3", "finish", "stop"]
 
 
-def test_a_run_says_at_its_end_that_it_missed_what_it_was_to_reach(tmp_path: Any) -> None:
+def test_warning_when_stop_at_was_not_reached(tmp_path: Any) -> None:
     evals = {"every": 1, "stop_at": 0.5, "stop_average": 2}
-    said = io.StringIO()
-    lead(Stage(accuracies=[0.1, 0.2, 0.6]), tmp_path, evals=evals, stream=said)
-    last = said.getvalue().splitlines()[-1]
-    assert (
-        "warning: eval.stop_at=0.5 was not reached in 2 steps; the last 2 evaluation(s) average 0.400"
-        in last
-    )
-    said = io.StringIO()
-    lead(Stage(accuracies=[0.1, 0.2, 0.9]), tmp_path, evals=evals, stream=said)
-    assert "eval.stop_at" not in said.getvalue()
+    screen = io.StringIO()
+    lead(ScriptedParts(accuracies=[0.1, 0.2, 0.6]), tmp_path, evals=evals, stream=screen)
+    last = screen.getvalue().splitlines()[-1]
+    assert "warning: eval.stop_at=0.5 was not reached in 2 steps" in last
+    assert "the last 2 evaluation(s) average 0.400" in last
+    screen = io.StringIO()
+    lead(ScriptedParts(accuracies=[0.1, 0.2, 0.9]), tmp_path, evals=evals, stream=screen)
+    assert "eval.stop_at" not in screen.getvalue()
 
 
-def test_an_evaluation_says_how_many_responses_were_lost(tmp_path: Any) -> None:
-    said = io.StringIO()
-    lead(Stage(lost=3), tmp_path, stream=said)
+def test_evaluation_line_counts_lost_responses(tmp_path: Any) -> None:
+    screen = io.StringIO()
+    lead(ScriptedParts(num_lost=3), tmp_path, stream=screen)
     assert (
         "step 0: held-out accuracy 0.500 ± 0.100 (2 questions x 4, 50.0% parseable, 3 lost)"
-        in said.getvalue()
+        in screen.getvalue()
     )
-    said = io.StringIO()
-    lead(Stage(), tmp_path, stream=said)
-    assert "lost" not in said.getvalue()
+    screen = io.StringIO()
+    lead(ScriptedParts(), tmp_path, stream=screen)
+    assert "lost" not in screen.getvalue()
 
 
-def test_weights_that_no_engine_can_show_are_said_to_be_unaudited_once(tmp_path: Any) -> None:
-    stage, said = Stage(), io.StringIO()
-    stage.audit_obstacle = "this SGLang has no checksums"
-    lead(stage, tmp_path, stream=said)
+def test_audit_obstacle_is_logged_once(tmp_path: Any) -> None:
+    parts = ScriptedParts()
+    screen = io.StringIO()
+    parts.audit_obstacle = "this SGLang has no checksums"
+    lead(parts, tmp_path, stream=screen)
     assert (
-        said.getvalue().count("weights are not audited by value: this SGLang has no checksums") == 1
+        screen.getvalue().count("weights are not audited by value: this SGLang has no checksums")
+        == 1
     )
 
 
-def test_non_finite_steps_in_a_row_end_the_run_and_are_recorded(tmp_path: Any) -> None:
-    stage = Stage(finite=[False, True, False, False])
-    with pytest.raises(NonFiniteRun, match=r"2 steps in a row .*train\.max_nonfinite_steps=2"):
-        lead(stage, tmp_path, steps=9, max_nonfinite_steps=2)
-    assert [text for text in stage.said if text.startswith("train")] == [
+def test_consecutive_nonfinite_steps_end_the_run_and_are_recorded(tmp_path: Any) -> None:
+    parts = ScriptedParts(finite=[False, True, False, False])
+    with pytest.raises(NonFiniteRun, match=r"2 consecutive steps .*train\.max_nonfinite_steps=2"):
+        lead(parts, tmp_path, steps=9, max_nonfinite_steps=2)
+    assert [text for text in parts.calls if text.startswith("train")] == [
         "train 1",
         "train 2",
         "train 3",
         "train 4",
     ]
-    assert [stage.logged[step]["train/nonfinite"] for step in (1, 2, 3, 4)] == [1, 0, 1, 1]
+    assert [parts.metrics[step]["train/nonfinite"] for step in (1, 2, 3, 4)] == [1, 0, 1, 1]
 
 
-def test_a_step_without_rollouts_neither_counts_as_finite_nor_as_broken(tmp_path: Any) -> None:
-    flat = Stage(finite=[True] * 3, groups=[group(1.0, 1.0, name="flat")])
-    lead(flat, tmp_path, steps=3)
-    assert flat.logged[1]["train/optimizer_steps"] == 0
-    assert flat.logged[1]["rollout/zero_variance_rate"] == 1.0
-    assert flat.logged[1]["rollout/wasted_token_fraction"] == 1.0
+def test_step_without_rollouts_counts_as_neither_finite_nor_nonfinite(tmp_path: Any) -> None:
+    parts = ScriptedParts(finite=[True] * 3, groups=[group(1.0, 1.0, name="uniform")])
+    lead(parts, tmp_path, steps=3)
+    assert parts.metrics[1]["train/optimizer_steps"] == 0
+    assert parts.metrics[1]["rollout/zero_variance_rate"] == 1.0
+    assert parts.metrics[1]["rollout/wasted_token_fraction"] == 1.0
 
 
-def test_tokens_that_trained_are_not_wasted(tmp_path: Any) -> None:
-    stage = lead(Stage(), tmp_path)  # two rollouts of four trained tokens, eight generated
-    assert stage.logged[1]["rollout/wasted_token_fraction"] == 0.0
-    assert stage.logged[1]["train/samples"] == 2
+def test_trained_tokens_are_not_wasted(tmp_path: Any) -> None:
+    parts = lead(ScriptedParts(), tmp_path)  # two rollouts of four trained tokens, eight generated
+    assert parts.metrics[1]["rollout/wasted_token_fraction"] == 0.0
+    assert parts.metrics[1]["train/samples"] == 2
 
 
-def test_a_run_that_learns_nothing_says_so_in_every_step_while_it_lasts_and_at_the_end(
+def test_run_that_trains_nothing_warns_in_every_step_and_at_the_end(
     tmp_path: Any,
 ) -> None:
-    said = io.StringIO()
-    lead(Stage(groups=[group(0.0, 0.0, name="flat")]), tmp_path, steps=4, stream=said)
-    lines = said.getvalue().splitlines()
-    steps = [line for line in lines if "| nothing trained: all 1 groups flat (1 wrong) |" in line]
+    screen = io.StringIO()
+    lead(ScriptedParts(groups=[group(0.0, 0.0, name="uniform")]), tmp_path, steps=4, stream=screen)
+    lines = screen.getvalue().splitlines()
+    steps = [
+        line
+        for line in lines
+        if "| nothing trained: all 1 groups have zero variance (1 all incorrect) |" in line
+    ]
     assert len(steps) == 4 and not any("nan" in line for line in lines)
     after_third = lines[lines.index(steps[2]) + 1]
-    assert "warning: 3 steps in a row trained nothing; every answer is wrong" in after_third
-    assert "4 of 4 steps trained nothing: every answer is wrong" in lines[-1]
+    assert "warning: 3 consecutive steps trained nothing: every answer is incorrect" in after_third
+    assert "4 of 4 steps trained nothing: every answer is incorrect" in lines[-1]
 
 
-def test_a_run_that_learns_has_nothing_to_add(tmp_path: Any) -> None:
-    said = io.StringIO()
-    lead(Stage(), tmp_path, steps=4, stream=said)
-    assert "trained nothing" not in said.getvalue() and "warning" not in said.getvalue()
+def test_run_that_trains_does_not_warn(tmp_path: Any) -> None:
+    screen = io.StringIO()
+    lead(ScriptedParts(), tmp_path, steps=4, stream=screen)
+    assert "trained nothing" not in screen.getvalue() and "warning" not in screen.getvalue()
 
 
-def test_every_token_of_a_step_and_its_evaluation_is_in_one_class(tmp_path: Any) -> None:
-    stage, said = Stage(finite=[True, False]), io.StringIO()
-    lead(stage, tmp_path, stream=said)
+def test_every_token_is_accounted_in_one_class(tmp_path: Any) -> None:
+    parts = ScriptedParts(finite=[True, False])
+    screen = io.StringIO()
+    lead(parts, tmp_path, stream=screen)
     accounts = [
-        {n: v for n, v in stage.logged[step].items() if n.startswith("account/") and v}
+        {n: v for n, v in parts.metrics[step].items() if n.startswith("account/") and v}
         for step in (0, 1, 2)
     ]
     assert accounts == [
@@ -159,28 +166,30 @@ def test_every_token_of_a_step_and_its_evaluation_is_in_one_class(tmp_path: Any)
         {"account/trained/mixed": 8, "account/generated": 8},
         {"account/not_applied": 8, "account/evaluation": 5, "account/generated": 13},
     ]
-    assert [stage.logged[step]["account/unaccounted"] for step in (1, 2)] == [0, 0]
-    assert "| tokens: 100% mixed |" in said.getvalue() and "unaccounted" not in said.getvalue()
+    assert [parts.metrics[step]["account/unaccounted"] for step in (1, 2)] == [0, 0]
+    assert "| tokens: 100% mixed |" in screen.getvalue() and "unaccounted" not in screen.getvalue()
 
 
-def test_an_account_that_does_not_add_up_is_said_and_the_run_goes_on(tmp_path: Any) -> None:
-    said = io.StringIO()
-    stage = lead(
-        Stage(groups=[group(1.0, 0.0, num_generated=[4, 5])]), tmp_path, stream=said
+def test_unbalanced_account_warns_and_the_run_continues(tmp_path: Any) -> None:
+    screen = io.StringIO()
+    parts = lead(
+        ScriptedParts(groups=[group(1.0, 0.0, num_generated=[4, 5])]), tmp_path, stream=screen
     )  # the engines said 8
-    assert stage.logged[1]["account/unaccounted"] == -1
+    assert parts.metrics[1]["account/unaccounted"] == -1
     assert (
-        said.getvalue().count(
+        screen.getvalue().count(
             "warning: 1 of 8 generated tokens are counted twice (account/unaccounted)"
         )
         == 2
     )
-    assert stage.said[-1] == "stop"
+    assert parts.calls[-1] == "stop"
 
 
-def test_flat_groups_are_planned_beside_mixed_ones_when_asked_for(tmp_path: Any) -> None:
+def test_zero_variance_groups_train_beside_mixed_ones_with_zvp(tmp_path: Any) -> None:
     groups = [group(1.0, 0.0, name="m"), group(1.0, 1.0, name="f")]
-    assert lead(Stage(groups=groups), tmp_path).logged[1]["train/zero_variance_samples"] == 0
-    zvp = lead(Stage(groups=groups), tmp_path, credit=CreditSettings(all_correct="zvp"))
-    assert zvp.logged[1]["train/zero_variance_samples"] == 2
-    assert zvp.logged[1]["account/trained/flat"] == 8
+    assert (
+        lead(ScriptedParts(groups=groups), tmp_path).metrics[1]["train/zero_variance_samples"] == 0
+    )
+    zvp = lead(ScriptedParts(groups=groups), tmp_path, credit=CreditSettings(all_correct="zvp"))
+    assert zvp.metrics[1]["train/zero_variance_samples"] == 2
+    assert zvp.metrics[1]["account/trained/flat"] == 8

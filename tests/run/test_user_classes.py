@@ -1,6 +1,4 @@
-"""What a user's class does wrong is found before an engine or a directory is made, and has a code
-of its own.
-"""
+"""A broken user-defined class fails before engines start, with its own exit code."""
 
 from pathlib import Path
 
@@ -9,10 +7,10 @@ import pytest
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.plugins import PluginError
 from megatron_rl.rollouts.collector import _failure
-from megatron_rl.rollouts.rejections import UserClassFailed, lost_by_user_class
+from megatron_rl.rollouts.rejections import UserClassFailed, is_lost_by_user_class
 from tests.support.scripts import start_script
 
-OWN = """
+CLASSES = """
 class Scorer:
     def __init__(self): raise KeyError("model")
     def check_answer(self, answer): pass
@@ -23,7 +21,7 @@ class Source:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "code", "told"),
+    ("overrides", "code", "message"),
     [
         (
             ("reward=custom", "reward.name=mine:Scorer"),
@@ -37,32 +35,32 @@ class Source:
         ),
     ],
 )
-def test_a_class_that_fails_starts_nothing(
+def test_broken_user_class_starts_nothing(
     tmp_path: Path,
     overrides: tuple[str, ...],
     code: int,
-    told: str,
+    message: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (tmp_path / "mine.py").write_text(OWN)
+    (tmp_path / "mine.py").write_text(CLASSES)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    done = start_script(
+    process = start_script(
         "train_rl", "experiment=smoke", f"run.root={tmp_path}/runs", *overrides, cwd=tmp_path
     )
-    assert done.returncode == code, done.stderr
-    assert done.stderr.strip().startswith(told) and "Traceback" not in done.stderr
+    assert process.returncode == code, process.stderr
+    assert process.stderr.strip().startswith(message) and "Traceback" not in process.stderr
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_class_that_does_not_open_in_the_collector_is_not_the_engines_fault() -> None:
-    failed = _failure(PluginError("reward.name=mine:Scorer: no"))
-    assert (failed.reason, failed.refused) == ("reward.name=mine:Scorer: no", True)
+def test_class_that_fails_in_the_collector_is_not_an_engine_fault() -> None:
+    failure = _failure(PluginError("reward.name=mine:Scorer: no"))
+    assert (failure.reason, failure.refused) == ("reward.name=mine:Scorer: no", True)
     assert not _failure(ValueError("x")).refused
 
 
-def test_rollouts_lost_by_a_scorer_are_not_the_engines_fault() -> None:
-    assert lost_by_user_class({"no_verdict": 3, "engine": 2}) and lost_by_user_class(
+def test_rollouts_lost_by_a_scorer_are_not_an_engine_fault() -> None:
+    assert is_lost_by_user_class({"no_verdict": 3, "engine": 2}) and is_lost_by_user_class(
         {"environment": 1}
     )
-    assert not lost_by_user_class({"no_verdict": 1, "engine": 1})
+    assert not is_lost_by_user_class({"no_verdict": 1, "engine": 1})
     assert UserClassFailed.exit_code is ExitCode.REFUSED

@@ -1,6 +1,9 @@
-"""A leader over stand-ins for all of its stages, which say when they are called."""
+"""A leader over scripted parts, which note every call."""
+
+from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TextIO
 
 import msgspec
@@ -12,7 +15,6 @@ from megatron_rl.config.schema import (
     CreditSettings,
     EvalSettings,
     ParallelSettings,
-    RolloutSettings,
     RunSettings,
     SyncSettings,
     TrainSettings,
@@ -23,20 +25,25 @@ from megatron_rl.contracts.run_state import LoopState, PromptCursor, SelectorSta
 from megatron_rl.credit.assign import Credit
 from megatron_rl.planning.step_planner import StepPlanner
 from megatron_rl.records.progress import Progress
-from megatron_rl.records.run_records import RunRecords
 from megatron_rl.records.run_directory import RunDirectory
+from megatron_rl.records.run_records import RunRecords
 from megatron_rl.rollouts.evaluation import Accuracy
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.run.checkpoints.manager import CheckpointManager
 from megatron_rl.run.curriculum import Curriculum
-from megatron_rl.run.leader import Leader, Stages
+from megatron_rl.run.leader import Leader
+from megatron_rl.run.step_parts import StepParts
 from megatron_rl.training.metric_sums import MetricSums
 from megatron_rl.training.worker import TrainOutcome
 from tests.support.groups import group
 
 
-class Stage:
-    """All stages in one: notes each call in `said`."""
+class ScriptedParts:
+    """All parts of a step in one object: notes each call in `calls`, and metrics by step.
+
+    finite, accuracies: the outcome of each update and evaluation. num_lost: responses lost in each
+    evaluation. on_sample, on_train: called with the step.
+    """
 
     def __init__(
         self,
@@ -44,19 +51,21 @@ class Stage:
         finite: Sequence[bool] = (),
         accuracies: Sequence[float] = (),
         groups: Sequence[Group] = (),
-        lost: int = 0,
-        on_draw: Callable[[int], object] = lambda step: None,
+        num_lost: int = 0,
+        on_sample: Callable[[int], object] = lambda step: None,
         on_train: Callable[[int], object] = lambda step: None,
     ) -> None:
         self.cursor = PromptCursor(epoch=0, position=0, digest="d")
-        self._lost = lost
-        self._on_draw, self._on_train = on_draw, on_train
-        self.said: list[str] = []
-        self.logged: dict[int, dict[str, float]] = {}
-        self.released: list[str] = []
+        self.calls: list[str] = []
+        self.metrics: dict[int, dict[str, float]] = {}
+        self.released_groups: list[str] = []
         self.version = -1
         self.audit_obstacle = ""
-        self._finite, self._accuracies = iter(finite), iter(accuracies)
+        self._num_lost = num_lost
+        self._on_sample = on_sample
+        self._on_train = on_train
+        self._finite = iter(finite)
+        self._accuracies = iter(accuracies)
         self._groups = tuple(groups) or (group(1.0, 0.0, name="g"),)
 
     def state(self) -> SelectorState:
@@ -65,30 +74,29 @@ class Stage:
     def restore(self, state: SelectorState) -> None:
         self.cursor = state.prompts
 
-    def widen(self) -> None:
-        self.said.append("widen")
+    def inflate_variance(self) -> None:
+        self.calls.append("inflate_variance")
 
     def resume_from(self, version: int | None, *, synced: bool) -> None:
         assert version is not None and synced
         self.version = version - 1
 
-    def draw(self, step: int) -> RolloutBatch:
-        self.cursor = msgspec.structs.replace(self.cursor, position=self.cursor.position + 1)
-        self.said.append(f"draw step-{step}")
-        self._on_draw(step)
-        return RolloutBatch(
-            self._groups, 8, delivered=tuple(group.group_id for group in self._groups)
-        )
+    def sample(self, step: int) -> RolloutBatch:
+        position = self.cursor.position + 1
+        self.cursor = msgspec.structs.replace(self.cursor, position=position)
+        self.calls.append(f"sample step-{step}")
+        self._on_sample(step)
+        group_ids = tuple(group.group_id for group in self._groups)
+        return RolloutBatch(self._groups, 8, delivered_ids=group_ids)
 
     def measure(self, label: str) -> Accuracy:
-        self.said.append(f"evaluate {label} at version {self.version}")
-        accuracy = next(self._accuracies, 0.5)
+        self.calls.append(f"evaluate {label} at version {self.version}")
         return Accuracy(
-            accuracy=accuracy,
+            accuracy=next(self._accuracies, 0.5),
             half_width=0.1,
             parseable=0.5,
-            finished=1.0,
-            rejections=self._lost,
+            ended_share=1.0,
+            num_rejected=self._num_lost,
             questions=2,
             samples=8,
             tokens=5,
@@ -100,81 +108,78 @@ class Stage:
     def run(self, command: Command) -> Any:
         match command:
             case Sync(version):
-                self.said.append(f"sync {version}")
+                self.calls.append(f"sync {version}")
                 return {"sync/version": float(version)}
             case Train(plan):
-                self.said.append(f"train {plan.step}")
+                self.calls.append(f"train {plan.step}")
                 self._on_train(plan.step)
-                finite = next(self._finite, True)
-                return TrainOutcome(
-                    finite, len(plan.optimizer_steps) if finite else 0, MetricSums(), {}
-                )
+                is_finite = next(self._finite, True)
+                steps = len(plan.optimizer_steps) if is_finite else 0
+                return TrainOutcome(is_finite, steps, MetricSums(), {})
             case EnterPhase(index):
-                self.said.append(f"enter {index}")
+                self.calls.append(f"enter {index}")
             case Save(path):
-                self.said.append(f"save {path.rsplit('/', 1)[1]}")
+                self.calls.append(f"save {path.rsplit('/', 1)[1]}")
         return None
 
     def set_version(self, version: int) -> None:
         self.version = version
 
     def release(self, group_ids: list[str]) -> None:
-        self.released += group_ids
+        self.released_groups += group_ids
 
     def finish(self) -> None:
-        self.said.append("finish")
+        self.calls.append("finish")
 
     def stop(self) -> None:
-        self.said.append("stop")
+        self.calls.append("stop")
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        self.logged[step] = dict(values)
+        self.metrics[step] = dict(values)
 
 
 def lead(
-    stage: Stage,
-    tmp_path: Any,
+    parts: ScriptedParts,
+    tmp_path: Path,
     *,
     steps: int = 2,
     evals: dict[str, Any] | None = None,
     when: str = "step",
     stream: TextIO | None = None,
-    keeper: CheckpointManager | None = None,
-    position: LoopState | None = None,
+    checkpoints: CheckpointManager | None = None,
+    resume_state: LoopState | None = None,
     credit: CreditSettings | None = None,
-    course: Sequence[Phase] = (),
+    phases: Sequence[Phase] = (),
     **train: Any,
-) -> Stage:
+) -> ScriptedParts:
+    """Run a leader over `parts` to its end. stream: takes the progress lines."""
+    stand_in: Any = parts
     settings = TrainSettings(total_steps=steps, optimizer_steps_per_batch=1, **train)
-    stages = Stages(
-        rollouts=stage,  # type: ignore[arg-type]
+    step_parts = StepParts(
+        rollouts=stand_in,
         credit=Credit(GrpoSettings(), credit, seed=0),
         planner=StepPlanner(settings, ParallelSettings(), dp_size=1, seed=0),
-        evaluation=stage,  # type: ignore[arg-type]
+        evaluation=stand_in,
     )
 
-    def parts(c: Configuration) -> Stages:
-        stage.said.append(f"parts for {c.rollout.max_new_tokens} tokens")
-        return stages
+    def open_parts(c: Configuration) -> StepParts:
+        parts.calls.append(f"open parts for {c.rollout.max_new_tokens} tokens")
+        return step_parts
 
-    records = RunRecords(
-        RunDirectory(tmp_path), stage, Progress(steps, enabled=stream is not None, stream=stream)
-    )  # type: ignore[arg-type]
+    progress = Progress(steps, enabled=stream is not None, stream=stream)
     leader = Leader(
-        settings,
-        RolloutSettings(max_new_tokens=4, prompts_per_step=1),
-        EvalSettings(**({"every": 0} | (evals or {}))),
-        SyncSettings(when=when),  # type: ignore[arg-type]
-        RunSettings(),
-        stages,
-        stage,  # type: ignore[arg-type]
-        stage,  # type: ignore[arg-type]
-        stage,  # type: ignore[arg-type]
-        records,
-        keeper,
-        Curriculum(course, parts, stage, records.progress.log) if course else None,  # type: ignore[arg-type]
+        train=settings,
+        eval=EvalSettings(**({"every": 0} | (evals or {}))),
+        sync=SyncSettings(when=when),  # type: ignore[arg-type]
+        run=RunSettings(),
+        parts=step_parts,
+        holder=stand_in,
+        weights=stand_in,
+        dispatcher=stand_in,
+        records=RunRecords(RunDirectory(tmp_path), stand_in, progress),
+        checkpoints=checkpoints,
+        curriculum=Curriculum(phases, open_parts, stand_in, progress.log) if phases else None,
+        resume_state=resume_state,
     )
-    if position is not None:
-        leader.resume_from(position)
     leader.lead()
-    return stage
+    return parts

@@ -7,9 +7,9 @@ import pytest
 from tests.support.torchrun import torchrun
 
 SCRIPT = Path(__file__).with_name("commands_of_two_ranks.py")
-DONE = ["wait", "sync 41", "somewhere"]
+CALLS = ["poll", "sync 41", "somewhere"]
 
 
 @pytest.mark.distributed
-def test_two_ranks_execute_what_rank_0_says() -> None:
-    assert f"RESULT {[DONE, DONE]}" in torchrun(SCRIPT, ranks=2)
+def test_two_ranks_execute_the_commands_of_rank_0() -> None:
+    assert f"RESULT {[CALLS, CALLS]}" in torchrun(SCRIPT, ranks=2)

@@ -1,4 +1,4 @@
-"""mode=eval: rank 0 measures the accuracy of the engines on sets of questions; nothing is trained."""
+"""mode=eval: rank 0 measures the engines on sets of questions, and nothing is trained."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class EvaluationRun:
         samples = settings.samples_per_prompt
         watch = Stopwatch()
         with watch.section(f"eval/{name}"), self.records.progress.task(f"measuring {name}"):
-            groups = evaluation.draw(name)
+            groups = evaluation.sample(name)
         accuracy = accuracy_of(groups, samples, max_rejected_share=settings.max_rejected_share)
         result = SetResult(name, accuracy, pass_rates(groups, samples))
         values |= result.metrics() | watch.seconds
@@ -125,7 +125,10 @@ def open_evaluation(setup: RunSetup, prompts: tuple[Prompt, ...], parts: LoopPar
 
 
 def weights_to_send(setup: RunSetup, parts: LoopParts) -> WeightSync | None:
-    """Return the weight sync when a checkpoint is measured; None when the engines load model.path."""
+    """Return the weight sync when a checkpoint is measured.
+
+    None: the weights are those of model.path, which the engines load themselves.
+    """
     assert parts.connections is not None
     if setup.resume_point.checkpoint is None:
         return None
@@ -172,7 +175,7 @@ def _cells(result: SetResult) -> list[str]:
         str(accuracy.questions),
         *cells,
         f"{accuracy.parseable:.1%}",
-        str(accuracy.rejected),
+        str(accuracy.num_rejected),
     ]
 
 

@@ -26,7 +26,7 @@ class LoopParts:
     worker: Worker | None
     records: RunRecords
     stop: StopRequest
-    idle: Callable[[], object]
+    idle: Callable[[], None]
 
 
 class RankZeroLoop(Protocol):

@@ -67,7 +67,7 @@ class PassRateProfile:
     def lead(self) -> None:
         """Sample every prompt that has no rate, write the rates and log a table; end every rank."""
         values: dict[str, float] = {}
-        prompts = self.evaluation.held_out
+        prompts = self.evaluation.prompts
         try:
             values |= send_first(self.weights, self.dispatcher, self.queue)
             self._sample([prompt for prompt in prompts if prompt.id not in self.file.done])
@@ -82,19 +82,19 @@ class PassRateProfile:
             self.records.progress.log(line)
 
     def _sample(self, prompts: Sequence[Prompt]) -> None:
-        """Raises `LostEvaluation` when more than eval.max_rejected_share of a chunk is lost."""
+        """Raises `EvaluationFailed` when more than eval.max_rejected_share of a chunk is lost."""
         settings = self.evaluation.settings
         progress = self.records.progress
-        known = len(self.file.done)
-        if known:
-            total = known + len(prompts)
-            progress.log(f"{known} of {total} prompts have rates from an earlier attempt")
+        num_known = len(self.file.done)
+        if num_known:
+            total = num_known + len(prompts)
+            progress.log(f"{num_known} of {total} prompts have rates from an earlier attempt")
         for first in range(0, len(prompts), _CHUNK):
             chunk = prompts[first : first + _CHUNK]
             last = first + len(chunk)
             with progress.task(f"sampling prompts {first + 1} to {last} of {len(prompts)}"):
-                evaluation = replace(self.evaluation, held_out=chunk)
-                groups = evaluation.draw(f"profile-{known + first}")
+                evaluation = replace(self.evaluation, prompts=chunk)
+                groups = evaluation.sample(f"profile-{num_known + first}")
             accuracy = accuracy_of(
                 groups,
                 settings.samples_per_prompt,
@@ -137,17 +137,17 @@ def rate_of(group: Group) -> PassRate:
 
 def metrics(rates: Sequence[PassRate]) -> dict[str, float]:
     """Return the mean rate and the shares of all-incorrect, all-correct and mixed prompts."""
-    measured = [rate for rate in rates if rate.samples]
-    count = max(len(measured), 1)
-    incorrect = sum(rate.correct == 0 for rate in measured) / count
-    correct = sum(rate.correct == rate.samples for rate in measured) / count
+    sampled_rates = [rate for rate in rates if rate.samples]
+    count = max(len(sampled_rates), 1)
+    incorrect = sum(rate.correct == 0 for rate in sampled_rates) / count
+    correct = sum(rate.correct == rate.samples for rate in sampled_rates) / count
     return {
         "profile/prompts": float(len(rates)),
-        "profile/unknown": float(len(rates) - len(measured)),
-        "profile/pass_rate": sum(rate.correct / rate.samples for rate in measured) / count,
+        "profile/unknown": float(len(rates) - len(sampled_rates)),
+        "profile/pass_rate": sum(rate.correct / rate.samples for rate in sampled_rates) / count,
         "profile/all_incorrect": incorrect,
         "profile/all_correct": correct,
-        "profile/mixed": 1.0 - incorrect - correct if measured else 0.0,
+        "profile/mixed": 1.0 - incorrect - correct if sampled_rates else 0.0,
     }
 
 

@@ -11,12 +11,8 @@ from megatron_rl.contracts.commands import Record
 from megatron_rl.contracts.group import Group
 from megatron_rl.mcore.job import Job
 from megatron_rl.records.stopwatch import Stopwatch
-from megatron_rl.rollouts.recording.writer import (
-    BatchRecord,
-    batch_directory,
-    write_batch,
-    write_parts,
-)
+from megatron_rl.rollouts.recording.format import BatchRecord, batch_directory
+from megatron_rl.rollouts.recording.writer import write_batch
 from megatron_rl.rollouts.store import read_rollout
 from megatron_rl.run.leader import Leader
 from megatron_rl.training.collectives import gather_bytes
@@ -30,22 +26,22 @@ class RecordingLeader(Leader):
         """Sample and record. Adds the metrics of the step to `values`."""
         watch = Stopwatch()
         with watch.section("rollout"):
-            batch = self.parts.rollouts.draw(step)
+            batch = self.parts.rollouts.sample(step)
         values |= batch.metrics() | self.parts.credit.assign(step, batch.groups).metrics()
         directory = batch_directory(self.records.directory.path / "recorded", step)
         with watch.section("record"):
-            names = self.dispatcher.run(Record(str(directory), batch.drawn))
+            names = self.dispatcher.run(Record(str(directory), batch.all_groups))
             record = BatchRecord(
                 step=step,
-                groups=len(batch.drawn),
-                stopped=len(batch.stopped),
-                surplus=len(batch.surplus),
+                groups=len(batch.all_groups),
+                num_stopped=len(batch.stopped_groups),
+                num_surplus=len(batch.surplus_groups),
                 generated_tokens=batch.generated_tokens,
                 engines_left_out=batch.engines_left_out,
                 parts=tuple(names),
             )
             write_batch(directory, record)
-        self.holder.release(batch.delivered)
+        self.holder.release(batch.delivered_ids)
         values |= watch.values()
         self.records.progress.log_step(step, values)
 

@@ -12,7 +12,7 @@ from megatron_rl.prompts.selection.factory import open_selector
 from megatron_rl.prompts.source import PromptSource
 from megatron_rl.records.run_directory import STOP_FILE
 from megatron_rl.rollouts.evaluation import Evaluation
-from megatron_rl.rollouts.rollout_batch import RolloutStage
+from megatron_rl.rollouts.rollout_batch import RolloutSampler
 from megatron_rl.run.checkpoints.manager import CheckpointManager
 from megatron_rl.run.checkpoints.resume import flat_configuration
 from megatron_rl.run.curriculum import Curriculum
@@ -90,7 +90,7 @@ class TrainingMode:
         self.prompts.choose(c.data.pass_rate_range)
         selector = open_selector(self.prompts, c.rollout, c.selection, seed=c.seed)
         return StepParts(
-            rollouts=RolloutStage(queue, c.rollout, selector, stop_token_ids, parts.idle),
+            rollouts=RolloutSampler(queue, c.rollout, selector, stop_token_ids, parts.idle),
             credit=Credit(c.algo, c.credit, seed=c.seed, max_new_tokens=c.rollout.max_new_tokens),
             planner=StepPlanner(c.train, c.parallel, dp_size=dp_size, seed=c.seed),
             evaluation=Evaluation(

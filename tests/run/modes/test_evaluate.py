@@ -11,7 +11,7 @@ from megatron_rl.config.schema import EvalSettings
 from megatron_rl.contracts.commands import Sync
 from megatron_rl.contracts.group import Group
 from megatron_rl.records.progress import Progress
-from megatron_rl.rollouts.evaluation import LostEvaluation
+from megatron_rl.rollouts.evaluation import EvaluationFailed
 from megatron_rl.run.modes.evaluate import EvaluationRun
 from tests.support.groups import group
 
@@ -45,11 +45,11 @@ class Stand:
         self.logged[step] = dict(values)
 
     def evaluation(self, groups: list[Group]) -> Any:
-        def draw(name: str) -> list[Group]:
+        def sample(name: str) -> list[Group]:
             self.said.append(name)
             return groups
 
-        return SimpleNamespace(settings=EvalSettings(samples_per_prompt=2), draw=draw)
+        return SimpleNamespace(settings=EvalSettings(samples_per_prompt=2), sample=sample)
 
 
 def measure(stand: Stand, sets: dict[str, list[Group]], *, resumed: bool) -> str:
@@ -98,7 +98,7 @@ def test_every_set_is_measured_with_the_weights_of_the_checkpoint(resumed: bool)
 
 def test_what_was_measured_before_engines_fail_is_kept() -> None:
     stand = Stand()
-    with pytest.raises(LostEvaluation):
+    with pytest.raises(EvaluationFailed):
         measure(
             stand,
             SETS | {"lost": [msgspec.structs.replace(group(), rejections={"expired": 2})]},

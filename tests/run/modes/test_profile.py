@@ -14,7 +14,7 @@ from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.prompts.pass_rates import Header, PassRateFile, read_file
 from megatron_rl.records.progress import Progress
-from megatron_rl.rollouts.evaluation import LostEvaluation
+from megatron_rl.rollouts.evaluation import EvaluationFailed
 from megatron_rl.run.modes import profile
 from tests.support.groups import group
 
@@ -37,16 +37,16 @@ CORRECTNESS: dict[str, tuple[float | None, ...]] = {
 class Drawn:
     """An evaluation that answers with `CORRECTNESS`; fails: what it cannot ask."""
 
-    held_out: list[Prompt]
+    prompts: list[Prompt]
     asked: list[str]
     fails: str = ""
     settings: EvalSettings = SETTINGS
 
-    def draw(self, label: str) -> list[Group]:
-        self.asked.extend(prompt.id for prompt in self.held_out)
+    def sample(self, label: str) -> list[Group]:
+        self.asked.extend(prompt.id for prompt in self.prompts)
         made = [
             msgspec.structs.replace(group(*CORRECTNESS[p.id], name=p.id), prompt=p)
-            for p in self.held_out
+            for p in self.prompts
         ]
         return [
             msgspec.structs.replace(g, rollouts=(), rejections={"expired": 2})
@@ -91,7 +91,7 @@ def test_a_profile_that_failed_asks_only_what_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(profile, "_AT_A_TIME", 1)
-    with pytest.raises(LostEvaluation):
+    with pytest.raises(EvaluationFailed):
         run(tmp_path / "rates.jsonl", fails="b")
     assert not (tmp_path / "rates.jsonl").exists()
     asked, _, screen = run(tmp_path / "rates.jsonl")

@@ -1,4 +1,4 @@
-"""Which exit code and sentence an exception becomes."""
+"""Exit codes and reasons of exceptions."""
 
 import errno
 
@@ -39,15 +39,17 @@ class BadPrompts(Failure, ValueError):
         (
             RuntimeError("Connection closed by peer [127.0.0.1]"),
             ExitCode.PEER_FAILED,
-            "another rank is gone",
+            "another rank ended",
         ),
         (RuntimeError("shapes differ"), None, "RuntimeError: shapes differ"),
         (ValueError("bug"), None, "ValueError: bug"),
     ],
 )
-def test_codes_and_reasons(error: BaseException, code: ExitCode | None, text: str) -> None:
-    known, reason = describe_failure(error)
-    assert known == code
+def test_exit_code_and_reason_of_an_exception(
+    error: BaseException, code: ExitCode | None, text: str
+) -> None:
+    actual_code, reason = describe_failure(error)
+    assert actual_code == code
     assert text in reason
 
 
@@ -59,7 +61,7 @@ def test_every_failure_of_the_bridge_has_a_documented_code() -> None:
     }
 
 
-def test_only_engine_trouble_may_be_explained_by_a_dead_engine() -> None:
+def test_only_engine_errors_may_come_from_a_dead_engine() -> None:
     assert comes_from_engines(EngineDied("gone", returncode=9))
     assert not comes_from_engines(BadPrompts("x"))
     assert not comes_from_engines(ValueError("x"))

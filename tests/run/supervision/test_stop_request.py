@@ -1,52 +1,58 @@
-"""A signal that leaves time to save does not end a process, until its time is over.
+"""A signal that leaves time to save ends the process only after that time.
 
-Each case is a process.
+Each case is a process of its own.
 """
 
 import signal
 
-from tests.run.supervision.test_watchdog import run
+from tests.run.supervision.test_watchdog import run_process
 
 REQUEST = """
 from megatron_rl.run.supervision.stop_request import StopRequest
 
-def asked(seconds, work):
+def run_with_request(seconds, work):
     stop = StopRequest(seconds)
-    stop.accept()
-    words = ExitReporter(LocalRanks(), patience_seconds=0.3)
-    with Watchdog(words, end_seconds=2.0, stop=stop) as watch:
+    stop.accept_sigterm()
+    reporter = ExitReporter(LocalRanks(), patience_seconds=0.3)
+    with Watchdog(reporter, shutdown_seconds=2.0, stop=stop) as watchdog:
         try:
-            with watch.interruptible():
+            with watchdog.interruptible():
                 work(stop)
         except BaseException as error:
-            report_exception(error, words, watch)
-        exit_process(words, LocalRanks(), None)
+            report_exception(error, reporter, watchdog)
+        exit_process(reporter, LocalRanks(), OpenParts())
 
-def saving(stop):
+def save(stop):
     print("ready", flush=True)
-    while stop.asked is None:
+    while stop.signal_name is None:
         time.sleep(0.05)
     time.sleep(1.0)
-    words = f"saved after {stop.asked}"
-    print(words, file=sys.stderr, flush=True)
+    print(f"saved after {stop.signal_name}", file=sys.stderr, flush=True)
     os._exit(75)
 """
 
 
-def test_the_run_has_time_to_save() -> None:
+def test_a_run_has_time_to_save() -> None:
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        code, errors, _ = run(REQUEST + "asked(9.0, saving)", number, number)
-        assert code == 75 and f"saved after {number.name}" in errors
+        code, errors, _ = run_process(REQUEST + "run_with_request(9.0, save)", number, number)
+        assert code == 75
+        assert f"saved after {number.name}" in errors
 
 
-def test_a_run_that_takes_too_long_ends_as_it_stands() -> None:
-    for work in ("sleeping", "stuck"):
-        code, errors, seconds = run(REQUEST + f"asked(1.0, lambda stop: {work}())", signal.SIGTERM)
-        assert code == 143 and "told to stop (SIGTERM)" in errors and 1.0 < seconds < 8
+def test_a_run_that_exceeds_the_time_limit_ends_without_saving() -> None:
+    for work in ("sleep", "hang"):
+        code, errors, seconds = run_process(
+            REQUEST + f"run_with_request(1.0, lambda stop: {work}())", signal.SIGTERM
+        )
+        assert code == 143
+        assert "stopped (SIGTERM)" in errors
+        assert 1.0 < seconds < 8
 
 
-def test_an_interrupt_by_hand_waits_for_nothing() -> None:
-    code, errors, seconds = run(
-        REQUEST + "asked(30.0, lambda stop: sleeping())", signal.SIGTERM, signal.SIGINT
+def test_ctrl_c_does_not_wait_for_the_time_limit() -> None:
+    code, errors, seconds = run_process(
+        REQUEST + "run_with_request(30.0, lambda stop: sleep())", signal.SIGTERM, signal.SIGINT
     )
-    assert code == 130 and "told to stop (SIGINT)" in errors and seconds < 8
+    assert code == 130
+    assert "stopped (SIGINT)" in errors
+    assert seconds < 8

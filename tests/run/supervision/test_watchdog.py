@@ -1,5 +1,6 @@
-"""Nothing holds the end of a process: its reason arrives first, and its code in time. Each case is
-a process.
+"""Nothing delays the end of a process: the reason is printed first, and the exit code follows.
+
+Each case is a process of its own.
 """
 
 import signal
@@ -10,49 +11,51 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.run.supervision.shutdown import close
+from megatron_rl.run.supervision.open_parts import OpenParts
+from megatron_rl.run.supervision.shutdown import close_after_success
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 HEAD = """
 import ctypes, os, signal, subprocess, sys, threading, time
 import megatron_rl.run.supervision.failures
 from pathlib import Path
-from megatron_rl.run.supervision.shutdown import exit_process, report_exception
 from megatron_rl.run.supervision.exit_reporter import ExitReporter
 from megatron_rl.run.supervision.local_ranks import LocalRanks
+from megatron_rl.run.supervision.open_parts import OpenParts
+from megatron_rl.run.supervision.shutdown import exit_process, report_exception
 from megatron_rl.run.supervision.watchdog import Watchdog
 
-def stuck():  # a wait in native code, which no signal interrupts
+def hang():  # wait in native code, which no signal interrupts
     libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
     libc.pthread_mutex_lock(mutex)
-    threading.Timer(0.5, lambda: print("ready", flush=True)).start()  # from another thread: this one is stuck by then
+    # another thread prints: this one hangs by then
+    threading.Timer(0.5, lambda: print("ready", flush=True)).start()
     libc.pthread_mutex_lock(mutex)
 
-def sleeping():
+def sleep():
     print("ready", flush=True)
     time.sleep(60)
 
-class Rank:
-    def __init__(self, abandon):
-        self.abandon = abandon
-
-def run(work, *, check=None, rank=None, end_seconds=2.0):
-    words = ExitReporter(LocalRanks(), patience_seconds=0.3)
-    with Watchdog(words, end_seconds=end_seconds) as watch:
+def run(work, *, check=None, kill=None, shutdown_seconds=2.0):
+    parts = OpenParts()
+    if kill:
+        parts.kill_on_failure(kill)
+    reporter = ExitReporter(LocalRanks(), patience_seconds=0.3)
+    with Watchdog(reporter, shutdown_seconds=shutdown_seconds) as watchdog:
         if check:
-            watch.set_check(check)
+            watchdog.set_check(check)
         try:
-            with watch.interruptible():
+            with watchdog.interruptible():
                 work()
-                words.report_success()
+                reporter.report_success()
         except BaseException as error:
-            report_exception(error, words, watch)
-        exit_process(words, LocalRanks(), rank)
+            report_exception(error, reporter, watchdog)
+        exit_process(reporter, LocalRanks(), parts)
 """
 
 
-def run(code: str, *numbers: signal.Signals) -> tuple[int, str, float]:
-    """Exit code, standard error and the seconds from the first signal (or `ready`) to the end."""
+def start_process(code: str) -> subprocess.Popen[str]:
+    """Start a process and wait until it prints `ready`."""
     job = subprocess.Popen(
         [sys.executable, "-c", HEAD + code],
         cwd=ROOT,
@@ -62,6 +65,12 @@ def run(code: str, *numbers: signal.Signals) -> tuple[int, str, float]:
     )
     assert job.stdout is not None
     assert job.stdout.readline() == "ready\n", job.communicate()[1]
+    return job
+
+
+def run_process(code: str, *numbers: signal.Signals) -> tuple[int, str, float]:
+    """Returns exit code, standard error, and the seconds from the first signal to the end."""
+    job = start_process(code)
     start = time.monotonic()
     for number in numbers:
         job.send_signal(number)
@@ -71,36 +80,31 @@ def run(code: str, *numbers: signal.Signals) -> tuple[int, str, float]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_ends_a_run_that_works(number: signal.Signals) -> None:
-    code, errors, seconds = run("run(sleeping)", number)
-    assert code == 128 + number and seconds < 5
-    assert (
-        errors.strip().splitlines()[0] == f"the run was told to stop ({number.name})"
-        and "Traceback" not in errors
-    )
+def test_a_signal_ends_a_working_run(number: signal.Signals) -> None:
+    code, errors, seconds = run_process("run(sleep)", number)
+    assert code == 128 + number
+    assert seconds < 5
+    assert errors.strip().splitlines()[0] == f"the run was stopped ({number.name})"
+    assert "Traceback" not in errors
 
 
-def test_a_run_under_nohup_outlives_its_terminal() -> None:
-    code = "signal.signal(signal.SIGHUP, signal.SIG_IGN)\nrun(sleeping)"
-    status, errors, _ = run(code, signal.SIGHUP, signal.SIGTERM)
-    assert status == 143 and "SIGHUP" not in errors
+def test_a_run_under_nohup_ignores_sighup() -> None:
+    code = "signal.signal(signal.SIGHUP, signal.SIG_IGN)\nrun(sleep)"
+    status, errors, _ = run_process(code, signal.SIGHUP, signal.SIGTERM)
+    assert status == 143
+    assert "SIGHUP" not in errors
 
 
-def test_a_signal_ends_a_run_that_is_stuck_in_a_collective() -> None:
-    code, errors, seconds = run("run(stuck)", signal.SIGTERM)
-    assert code == 143 and "told to stop (SIGTERM)" in errors and seconds < 8
+def test_a_signal_ends_a_run_that_hangs_in_a_collective() -> None:
+    code, errors, seconds = run_process("run(hang)", signal.SIGTERM)
+    assert code == 143
+    assert "stopped (SIGTERM)" in errors
+    assert seconds < 8
 
 
-def test_a_second_signal_does_not_cut_the_clean_up_short() -> None:
-    slow = "def abandon():\n    time.sleep(1.0)\n    Path(sys.argv[0] or '.').exists(); os.write(1, b'cleaned up')\n"
-    job = subprocess.Popen(
-        [sys.executable, "-c", HEAD + slow + "run(sleeping, rank=Rank(abandon), end_seconds=10.0)"],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert job.stdout is not None and job.stdout.readline() == "ready\n"
+def test_a_second_signal_does_not_interrupt_the_cleanup() -> None:
+    cleanup = "def clean_up():\n    time.sleep(1.0)\n    os.write(1, b'cleaned up')\n"
+    job = start_process(cleanup + "run(sleep, kill=clean_up, shutdown_seconds=10.0)")
     for _ in range(3):
         job.send_signal(signal.SIGINT)
         time.sleep(0.2)
@@ -108,62 +112,84 @@ def test_a_second_signal_does_not_cut_the_clean_up_short() -> None:
     assert (job.returncode, output) == (130, "cleaned up")
 
 
-def test_a_close_that_hangs_is_cut_off_after_the_reason_has_arrived() -> None:
-    code, errors, seconds = run("run(sleeping, rank=Rank(stuck))", signal.SIGTERM)
-    assert code == 143 and "told to stop" in errors and 1.5 < seconds < 8
+def test_a_cleanup_that_hangs_is_cut_off_after_the_reason_is_printed() -> None:
+    code, errors, seconds = run_process("run(sleep, kill=hang)", signal.SIGTERM)
+    assert code == 143
+    assert "stopped (SIGTERM)" in errors
+    assert 1.5 < seconds < 8
 
 
-def test_what_a_process_started_ends_with_it_even_if_it_was_stopped() -> None:
+def test_children_of_a_process_end_with_it_even_when_frozen() -> None:
     code = (
-        "child = subprocess.Popen(['sleep', '47'], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)\n"
-        "os.kill(child.pid, signal.SIGSTOP)\nprint(child.pid, file=sys.stderr, flush=True)\nrun(stuck)\n"
+        "child = subprocess.Popen(['sleep', '47'], stdout=subprocess.DEVNULL, "
+        "stderr=subprocess.DEVNULL)\n"
+        "os.kill(child.pid, signal.SIGSTOP)\n"
+        "print(child.pid, file=sys.stderr, flush=True)\n"
+        "run(hang)\n"
     )
-    _, errors, _ = run(code, signal.SIGTERM)
-    pid = int(errors.split()[0])
+    _, errors, _ = run_process(code, signal.SIGTERM)
+    child = Path("/proc") / errors.split()[0]
     deadline = time.monotonic() + 5
-    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+    while child.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert (
-        not Path(f"/proc/{pid}").exists()
-        or "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    assert not child.exists() or "\nState:\tZ" in (child / "status").read_text()
+
+
+@pytest.mark.parametrize("work", ["hang", "sleep"])
+def test_a_dead_engine_is_noticed_while_the_main_thread_waits(work: str) -> None:
+    check = (
+        "from sglang_bridge.errors import EngineDied\n"
+        "start = time.monotonic()\n"
+        "def check():\n"
+        "    if time.monotonic() > start + 1:\n"
+        "        raise EngineDied('engine http://e ended by itself', returncode=137)\n"
     )
+    status, errors, seconds = run_process(check + f"run({work}, check=check)")
+    assert status == 4
+    assert seconds < 8
+    assert errors.strip().splitlines()[0].startswith("engine http://e ended by itself")
 
 
-def test_a_dead_engine_is_noticed_while_the_main_thread_waits_for_it() -> None:
-    code = (
-        "from sglang_bridge.errors import EngineDied\nstart = time.monotonic()\n"
-        "def check():\n    if time.monotonic() > start + 1:\n        raise "
-        "EngineDied('engine http://e ended by itself', returncode=137)\n"
-    )
-    for work in ("stuck", "sleeping"):
-        status, errors, seconds = run(code + f"run({work}, check=check)")
-        assert status == 4 and seconds < 8
-        assert errors.strip().splitlines()[0].startswith("engine http://e ended by itself")
-
-
-def test_a_run_is_not_ended_by_a_signal_after_it_is_complete(tmp_path: Path) -> None:
+def test_a_signal_does_not_end_a_complete_run() -> None:
     code = (
         "main, thread = threading.Event(), threading.Event()\n"
-        "class Heard(Watchdog):\n"
-        "    def _interrupt(self, *signal):\n        super()._interrupt(*signal)\n        main.set()\n"
-        "    def _handle_signal(self, number):\n        super()._handle_signal(number)\n        thread.set()\n"
-        "words = ExitReporter(LocalRanks())\n"
-        "with Heard(words, end_seconds=30.0):\n    words.report_success()\n    print('ready', flush=True)\n"
-        "    heard = main.wait(20) and thread.wait(20)\n"
-        "sys.exit(words.code if heard else 'no signal came')\n"
+        "class NotifyingWatchdog(Watchdog):\n"
+        "    def _interrupt(self, *signal):\n"
+        "        super()._interrupt(*signal)\n"
+        "        main.set()\n"
+        "    def _handle_signal(self, number):\n"
+        "        super()._handle_signal(number)\n"
+        "        thread.set()\n"
+        "reporter = ExitReporter(LocalRanks())\n"
+        "with NotifyingWatchdog(reporter, shutdown_seconds=30.0):\n"
+        "    reporter.report_success()\n"
+        "    print('ready', flush=True)\n"
+        "    has_arrived = main.wait(20) and thread.wait(20)\n"
+        "sys.exit(reporter.exit_code if has_arrived else 'no signal came')\n"
     )
-    assert run(code, signal.SIGTERM)[:2] == (0, "")
+    code_and_errors = run_process(code, signal.SIGTERM)[:2]
+    assert code_and_errors == (0, "")
 
 
-def test_trouble_with_closing_a_complete_run_is_a_line_and_no_failure(
+def test_an_error_while_closing_a_complete_run_is_printed_and_changes_nothing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    class Broken:
-        def close(self) -> None:
-            raise RuntimeError("no such group")
+    def fail() -> None:
+        raise RuntimeError("no such group")
 
-    close(Broken())  # type: ignore[arg-type]
-    assert (
-        capsys.readouterr().err
-        == "the run is complete; closing it met RuntimeError: no such group\n"
-    )
+    parts = OpenParts()
+    parts.callback(fail)
+    close_after_success(parts)
+    error = capsys.readouterr().err
+    assert error.endswith("RuntimeError: no such group\n")
+    assert error.count("\n") == 1
+
+
+def test_open_parts_kills_processes_before_it_closes_in_reverse_order() -> None:
+    calls: list[str] = []
+    parts = OpenParts()
+    for name in ("first", "second"):
+        parts.callback(lambda name=name: calls.append(f"close {name}"))  # type: ignore[misc]
+        parts.kill_on_failure(lambda name=name: calls.append(f"kill {name}"))  # type: ignore[misc]
+    parts.kill_processes()
+    assert calls == ["kill second", "kill first", "close second", "close first"]

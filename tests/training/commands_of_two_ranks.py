@@ -1,4 +1,4 @@
-"""Under torchrun: two ranks execute what rank 0 says, then rank 0 finishes."""
+"""A torchrun script: two ranks execute the commands of rank 0, then rank 0 finishes."""
 
 import torch
 import torch.distributed as dist
@@ -9,18 +9,19 @@ from megatron_rl.training.dispatcher import Dispatcher
 
 def main() -> None:
     dist.init_process_group("gloo")
-    rank, done = dist.get_rank(), []
+    rank = dist.get_rank()
+    calls: list[str] = []
 
     def collective(command: Sync) -> int:
         total = torch.tensor([command.version + rank])
         dist.all_reduce(total)
-        done.append(f"sync {int(total)}")
+        calls.append(f"sync {int(total)}")
         return int(total)
 
     table = {
-        Poll: lambda command: done.append("wait"),
+        Poll: lambda command: calls.append("poll"),
         Sync: collective,
-        Save: lambda command: done.append(command.path),
+        Save: lambda command: calls.append(command.path),
     }
     dispatcher = Dispatcher(dist.group.WORLD, table)
     if rank == 0:
@@ -30,10 +31,10 @@ def main() -> None:
         dispatcher.finish()
     else:
         dispatcher.follow()
-    everyone: list[list[str]] = [[], []]
-    dist.all_gather_object(everyone, done)
+    calls_by_rank: list[list[str]] = [[], []]
+    dist.all_gather_object(calls_by_rank, calls)
     if rank == 0:
-        print(f"RESULT {everyone}", flush=True)
+        print(f"RESULT {calls_by_rank}", flush=True)
     dist.destroy_process_group()
 
 
