@@ -1,3 +1,5 @@
+"""Opening and playing environments: built-in, user-defined and invalid ones."""
+
 import asyncio
 import sys
 from pathlib import Path
@@ -46,29 +48,29 @@ def test_single_turn_is_the_default() -> None:
     episode = open_episode(model)
     environment = open_environment(EnvironmentSettings())
     asyncio.run(environment.play(episode))
-    assert isinstance(environment, SingleTurn) and [s.role for s in episode.rollout().segments][
-        1:
-    ] == [Role.RESPONSE]
+    assert isinstance(environment, SingleTurn)
+    assert [s.role for s in episode.rollout().segments] == [Role.PROMPT, Role.RESPONSE]
 
 
-def test_worked_shows_the_prompts_own_response() -> None:
+def test_demonstration_uses_the_prompts_demonstration() -> None:
     environment = open_environment(EnvironmentSettings(name="demonstration"))
     episode = open_episode(ScriptedModel([]), routes=None)
     asyncio.run(environment.play(episode))
-    assert episode.text == PROMPT.demonstration and episode.rollout().segments[1].logprobs is None
+    assert episode.text == PROMPT.demonstration
+    assert episode.rollout().segments[1].logprobs is None
     assert isinstance(for_evaluation(environment), SingleTurn)
 
 
-def test_a_prompt_without_a_worked_response_is_rejected() -> None:
+def test_prompt_without_a_demonstration_is_rejected() -> None:
     episode = open_episode(
         ScriptedModel([]), prompt=msgspec.structs.replace(PROMPT, demonstration="")
     )
-    with pytest.raises(RolloutRejected, match="prompt q has no worked response") as caught:
+    with pytest.raises(RolloutRejected, match="prompt q has no demonstration") as error:
         asyncio.run(Demonstration().play(episode))
-    assert caught.value.reason == "not_worked"
+    assert error.value.reason == "no_demonstration"
 
 
-def test_an_environment_of_ones_own(module: str) -> None:
+def test_user_defined_environment(module: str) -> None:
     environment = open_environment(
         EnvironmentSettings(name=f"{module}:SecondChance", options={"hint": "no"})
     )
@@ -81,7 +83,7 @@ def test_an_environment_of_ones_own(module: str) -> None:
         assert [s.role for s in episode.rollout().segments].count(Role.TOOL) == turns - 1
 
 
-def test_doors_that_lead_nowhere_are_named(module: str) -> None:
+def test_invalid_environments_are_refused_by_name(module: str) -> None:
     for name, options, words in (
         (f"{module}:SecondChances", {}, "environment.name=second_chance:SecondChances"),
         (f"{module}:SecondChance", {"hints": "x"}, "environment.options.hints"),

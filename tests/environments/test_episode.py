@@ -1,8 +1,7 @@
-"""Episodes against a scripted model: tokens, masks, log-probabilities, versions and route rows by
-hand.
-"""
+"""Episodes with a scripted model: tokens, masks, log-probabilities, versions and routes."""
 
 import asyncio
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import msgspec
@@ -31,10 +30,10 @@ from tests.support.scripted_model import (
 N = len(PROMPT.token_ids)
 
 
-def played(
+def play_turns(
     turns: list[Turn], *between: str, **rules: object
 ) -> tuple[Rollout, Episode, ScriptedModel]:
-    """Respond once for each turn, observing a text after each but the last."""
+    """Respond once for each turn, and observe a text after each turn but the last."""
     model = ScriptedModel(turns)
     episode = open_episode(model, **rules)  # type: ignore[arg-type]
 
@@ -52,14 +51,14 @@ def tokens_of(rollout: Rollout) -> list[int]:
     return [int(token) for segment in rollout.segments for token in segment.tokens]
 
 
-def rejected(turn: Turn, **rules: object) -> str:
-    with pytest.raises(RolloutRejected) as caught:
-        played([turn], **rules)
-    return caught.value.reason
+def rejection_of(turn: Turn, **rules: object) -> str:
+    with pytest.raises(RolloutRejected) as error:
+        play_turns([turn], **rules)
+    return error.value.reason
 
 
 def test_one_turn() -> None:
-    rollout, episode, model = played([Turn.saying("046")])
+    rollout, episode, model = play_turns([Turn.saying("046")])
     prompt, response = rollout.segments
     assert (prompt.role, prompt.trainable, prompt.logprobs, prompt.route_rows) == (
         Role.PROMPT,
@@ -82,39 +81,38 @@ def test_one_turn() -> None:
 
 
 def test_two_turns_with_an_observation_between() -> None:
-    rollout, episode, model = played(
-        [Turn.saying("4", version="3"), Turn.saying("046", version="5")], "no,"
-    )
-    first, seen, second = (
-        (*TOKENIZER.encode("4"), EOS),
-        TOKENIZER.encode("no,"),
-        (*TOKENIZER.encode("046"), EOS),
-    )
-    assert model.asked == [(PROMPT.token_ids, 32), ((*PROMPT.token_ids, *first, *seen), 32 - 2 - 3)]
-    assert tokens_of(rollout) == [*PROMPT.token_ids, *first, *seen, *second]
-    roles = [(s.role, s.trainable, s.version, s.logprobs is not None) for s in rollout.segments]
-    assert roles == [
-        (Role.PROMPT, False, 3, False),
-        (Role.RESPONSE, True, 3, True),
-        (Role.TOOL, False, 5, False),
-        (Role.RESPONSE, True, 5, True),
-    ]
-    assert [s.route_rows for s in rollout.segments] == [
-        (0, N),
-        (N, N + 2),
-        (N + 2, N + 5),
-        (N + 5, N + 8),
-    ]
-    # The first turn's last token was first an input in the second turn: its row is the second
-    # turn's.
-    expected = np.concatenate([wire_rows(1, N + 1), wire_rows(2, N + 8)[N + 1 :]])[:, [0, 2]]
-    np.testing.assert_array_equal(rollout.routes, expected)
+    first = (*TOKENIZER.encode("4"), EOS)
+    observation = TOKENIZER.encode("no,")
+    second = (*TOKENIZER.encode("046"), EOS)
+    turns = [Turn.saying("4", version="3"), Turn.saying("046", version="5")]
+    rollout, episode, model = play_turns(turns, "no,")
+    second_request = (*PROMPT.token_ids, *first, *observation)
+    assert model.asked == [(PROMPT.token_ids, 32), (second_request, 32 - 2 - 3)]
+    assert tokens_of(rollout) == [*second_request, *second]
     assert (episode.text, episode.sampled_tokens) == ("046", 6)
+
+
+def test_segments_and_routes_of_two_turns() -> None:
+    turns = [Turn.saying("4", version="3"), Turn.saying("046", version="5")]
+    rollout, _, _ = play_turns(turns, "no,")
+    segments = [
+        (s.role, s.trainable, s.version, s.logprobs is not None, s.route_rows)
+        for s in rollout.segments
+    ]
+    assert segments == [
+        (Role.PROMPT, False, 3, False, (0, N)),
+        (Role.RESPONSE, True, 3, True, (N, N + 2)),
+        (Role.TOOL, False, 5, False, (N + 2, N + 5)),
+        (Role.RESPONSE, True, 5, True, (N + 5, N + 8)),
+    ]
+    # The first turn's last token is first an input in the second turn, which records its row.
+    routes = np.concatenate([wire_rows(1, N + 1), wire_rows(2, N + 8)[N + 1 :]])[:, [0, 2]]
+    np.testing.assert_array_equal(rollout.routes, routes)
 
 
 def test_one_segment_for_each_weight_version() -> None:
     turn = Turn(TOKENIZER.encode("0469"), (("3", 1), ("4", 3)), FinishReason.LENGTH)
-    rollout, _, _ = played([turn])
+    rollout, _, _ = play_turns([turn])
     assert [(len(s.tokens), s.version, s.route_rows) for s in rollout.segments] == [
         (N, 3, (0, N)),
         (1, 3, (N, N + 1)),
@@ -122,43 +120,41 @@ def test_one_segment_for_each_weight_version() -> None:
     ]
 
 
-def test_what_a_retracted_request_read_has_its_last_version() -> None:
-    retracted = Turn(TOKENIZER.encode("04"), (("3", 1), ("4", 1)), retractions=1)
-    rollout, _, _ = played([Turn.saying("4", version="2"), retracted], "no", routes=None)
+def test_input_of_a_retracted_request_has_its_last_version() -> None:
+    turn = Turn(TOKENIZER.encode("04"), (("3", 1), ("4", 1)), retractions=1)
+    rollout, _, _ = play_turns([Turn.saying("4", version="2"), turn], "no", routes=None)
     assert [s.version for s in rollout.segments] == [2, 2, 4, 3, 4]
-    assert rejected(retracted) == "routes_rewritten"
+    assert rejection_of(turn) == "routes_rewritten"
 
 
-def test_the_budget_bounds_sampled_and_observed_tokens() -> None:
-    rollout, episode, model = played([Turn.saying("4")], "0123", budget=6)
-    assert len(model.asked) == 1  # 2 sampled and 4 observed: nothing is left to ask for
-    assert tokens_of(rollout) == [
-        *PROMPT.token_ids,
-        *TOKENIZER.encode("4"),
-        EOS,
-    ]  # nobody read the observation
+def test_budget_limits_sampled_and_observed_tokens() -> None:
+    rollout, episode, model = play_turns([Turn.saying("4")], "0123", budget=6)
+    assert len(model.asked) == 1  # 2 sampled and 4 observed tokens use up the budget
+    # The rollout leaves out the observation, because no response follows it.
+    assert tokens_of(rollout) == [*PROMPT.token_ids, *TOKENIZER.encode("4"), EOS]
     assert len(rollout.routes) == len(tokens_of(rollout)) - 1  # type: ignore[arg-type]
-    assert rollout.finish_reason is FinishReason.LENGTH and episode.text == ""
+    assert rollout.finish_reason is FinishReason.LENGTH
+    assert episode.text == ""
 
 
-def test_a_response_that_was_cut_off_is_the_last() -> None:
-    _, episode, model = played(
+def test_truncated_response_is_the_last() -> None:
+    _, episode, model = play_turns(
         [Turn(TOKENIZER.encode("04"), (("3", 2),), FinishReason.LENGTH)], "no"
     )
     assert len(model.asked) == 1
     assert asyncio.run(episode.respond()) == Response("", FinishReason.LENGTH)
 
 
-def test_a_truncated_rollout_is_trained_only_if_told_to() -> None:
+def test_truncated_rollouts_are_trained_only_with_the_setting() -> None:
     cut = Turn(TOKENIZER.encode("04"), (("3", 2),), FinishReason.LENGTH)
-    for truncated in (True, False):
-        rollout, _, _ = played([Turn.saying("4"), cut], "no", train_truncated=truncated)
-        assert [s.trainable for s in rollout.segments] == [False, truncated, False, truncated]
-    rollout, _, _ = played([Turn.saying("4")], train_truncated=False)
+    for is_trained in (True, False):
+        rollout, _, _ = play_turns([Turn.saying("4"), cut], "no", train_truncated=is_trained)
+        assert [s.trainable for s in rollout.segments] == [False, is_trained, False, is_trained]
+    rollout, _, _ = play_turns([Turn.saying("4")], train_truncated=False)
     assert rollout.segments[1].trainable
 
 
-def test_a_demonstration_is_trained_without_logprobs() -> None:
+def test_demonstration_is_trained_without_logprobs() -> None:
     episode = open_episode(ScriptedModel([]), routes=None)
     episode.demonstrate("046")
     rollout = episode.rollout()
@@ -173,7 +169,7 @@ def test_a_demonstration_is_trained_without_logprobs() -> None:
     )
 
 
-def test_a_demonstration_needs_room_and_has_no_routes() -> None:
+def test_demonstration_needs_budget_and_has_no_routes() -> None:
     with pytest.raises(RolloutRejected, match=r"rollout\.max_new_tokens") as too_long:
         open_episode(ScriptedModel([]), budget=3).demonstrate("046")
     assert too_long.value.reason == "too_long"
@@ -184,35 +180,59 @@ def test_a_demonstration_needs_room_and_has_no_routes() -> None:
     assert no_routes.value.reason == "routes_missing"
 
 
-def test_replies_that_cannot_be_used_are_rejected_by_name() -> None:
-    assert rejected(Turn((), (("3", 0),))) == "empty"
-    assert rejected(Turn.saying("046", finish=FinishReason.ABORT)) == "aborted"
-    assert rejected(Turn.saying("046", version="default")) == "version"
-    assert rejected(Turn.saying("046", routes=False)) == "routes_missing"
-    with pytest.raises(RolloutRejected) as caught:
+def test_unusable_replies_are_rejected_by_name() -> None:
+    assert rejection_of(Turn((), (("3", 0),))) == "empty"
+    assert rejection_of(Turn.saying("046", finish=FinishReason.ABORT)) == "aborted"
+    assert rejection_of(Turn.saying("046", version="default")) == "version"
+    assert rejection_of(Turn.saying("046", routes=False)) == "routes_missing"
+    with pytest.raises(RolloutRejected) as error:
         open_episode(ScriptedModel([])).rollout()
-    assert caught.value.reason == "empty"
+    assert error.value.reason == "empty"
 
 
-def test_routes_are_checked_where_they_enter_and_only_when_wanted() -> None:
+def test_routes_are_checked_only_if_recorded() -> None:
     few_experts = msgspec.structs.replace(ROUTES, num_experts=2)
-    with pytest.raises(RouteError) as caught:
-        played([Turn.saying("046")], routes=few_experts)
-    assert caught.value.reason == "routes_range"
+    with pytest.raises(RouteError) as error:
+        play_turns([Turn.saying("046")], routes=few_experts)
+    assert error.value.reason == "routes_range"
     one_layer = RouteShape(moe_layers=(0,), num_hidden_layers=1, num_experts=8, topk=2)
-    with pytest.raises(RouteError) as caught:
-        played([Turn.saying("046")], routes=one_layer)
-    assert caught.value.reason == "routes_shape"
-    rollout, _, _ = played([Turn.saying("046")], routes=None)
+    with pytest.raises(RouteError) as error:
+        play_turns([Turn.saying("046")], routes=one_layer)
+    assert error.value.reason == "routes_shape"
+    rollout, _, _ = play_turns([Turn.saying("046")], routes=None)
     assert rollout.routes is None
 
 
-def test_an_observation_without_tokens_for_it_is_refused() -> None:
+def test_observation_with_unknown_characters_is_refused() -> None:
     with pytest.raises(UnknownText):
         open_episode(ScriptedModel([])).observe("é")
 
 
 turn_texts = st.text("0123456789", min_size=1, max_size=5)
+
+
+@dataclass
+class Script:
+    """Turns of a model, and what the rollout must hold.
+
+    first_calls: for each token, the number of the call that first reads it.
+    """
+
+    turns: list[Turn] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=lambda: list(PROMPT.token_ids))
+    first_calls: list[int] = field(default_factory=lambda: [1] * N)
+
+    def add(self, text: str, observation: str, cut: int, increment: int) -> None:
+        """Add a turn whose weight version grows by `increment` after `cut` tokens."""
+        call = len(self.turns) + 1
+        ids = (*TOKENIZER.encode(text), EOS)
+        cut = min(cut, len(ids))
+        spans = ((str(call), cut), (str(call + increment), len(ids) - cut))
+        self.turns.append(Turn(ids, tuple(span for span in spans if span[1])))
+        observed_ids = TOKENIZER.encode(observation)
+        self.token_ids += [*ids, *observed_ids]
+        # The next call reads the last sampled token and the observation.
+        self.first_calls += [call] * (len(ids) - 1) + [call + 1] * (1 + len(observed_ids))
 
 
 @given(
@@ -222,34 +242,26 @@ turn_texts = st.text("0123456789", min_size=1, max_size=5)
         max_size=5,
     )
 )
-def test_every_row_is_of_the_call_that_first_read_its_token(
+def test_each_route_row_is_from_the_call_that_first_read_the_token(
     turns: list[tuple[str, str, int, int]],
 ) -> None:
-    """However many turns, spans and observations: the segments tile the tokens, the rows the
-    inputs.
-    """
-    script, expected, first_call = [], list(PROMPT.token_ids), [1] * N
-    for call, (text, seen, cut, grown) in enumerate(turns, start=1):
-        ids = (*TOKENIZER.encode(text), EOS)
-        cut = min(cut, len(ids))
-        spans = tuple(
-            (v, n) for v, n in ((str(call), cut), (str(call + grown), len(ids) - cut)) if n
-        )
-        script.append(Turn(ids, spans))
-        # the last sampled token and what is observed next are read by the next call
-        expected += [*ids, *TOKENIZER.encode(seen)]
-        first_call += [call] * (len(ids) - 1) + [call + 1] * (1 + len(TOKENIZER.encode(seen)))
-    rollout, _, _ = played(script, *(seen for _, seen, _, _ in turns[:-1]), budget=200)
-    num_tokens = len(expected) - len(TOKENIZER.encode(turns[-1][1]))
-    assert tokens_of(rollout) == expected[:num_tokens]
+    """For any turns, spans and observations, segments cover all tokens and rows all inputs."""
+    script = Script()
+    for turn in turns:
+        script.add(*turn)
+    observations = [turn[1] for turn in turns]
+    rollout, _, _ = play_turns(script.turns, *observations[:-1], budget=200)
+    num_tokens = len(script.token_ids) - len(TOKENIZER.encode(observations[-1]))
+    assert tokens_of(rollout) == script.token_ids[:num_tokens]
     assert rollout.routes is not None and len(rollout.routes) == num_tokens - 1
     for position, row in enumerate(rollout.routes):
-        call = first_call[position]
-        np.testing.assert_array_equal(row, wire_rows(call, num_tokens)[position, [0, 2]])
+        call_rows = wire_rows(script.first_calls[position], num_tokens)
+        np.testing.assert_array_equal(row, call_rows[position, [0, 2]])
     bounds = [s.route_rows for s in rollout.segments]
-    assert bounds[0][0] == 0 and bounds[-1][1] == num_tokens - 1
+    assert bounds[0][0] == 0
+    assert bounds[-1][1] == num_tokens - 1
     assert all(left[1] == right[0] for left, right in pairwise(bounds))
     for segment in rollout.segments:
-        assert (
-            (segment.logprobs is not None) == segment.trainable == (segment.role is Role.RESPONSE)
-        )
+        is_response = segment.role is Role.RESPONSE
+        assert segment.trainable == is_response
+        assert (segment.logprobs is not None) == is_response

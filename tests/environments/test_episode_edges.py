@@ -1,6 +1,4 @@
-"""Episodes at their edges: before the first response, the last token of a budget, and whose rollout
-it is.
-"""
+"""Edge cases of episodes: identity, threads, small budgets, versions and dtypes."""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
@@ -12,13 +10,13 @@ from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.environments.episode import Episode, EpisodeRules
 from megatron_rl.environments.rollout_builder import RolloutRejected
-from tests.environments.test_episode import played
+from tests.environments.test_episode import play_turns
 from tests.support.scripted_model import PROMPT, TOKENIZER, ScriptedModel, Turn
 
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=32)
 
 
-def test_a_rollout_says_whose_it_is() -> None:
+def test_rollout_has_the_ids_of_its_episode() -> None:
     model = ScriptedModel([Turn.saying("046")])
     rules = EpisodeRules(sampling=SAMPLING, routes=None, train_truncated=True)
     with ThreadPoolExecutor(1, thread_name_prefix="checks") as threads:
@@ -33,7 +31,7 @@ def test_a_rollout_says_whose_it_is() -> None:
         )
         assert (episode.text, episode.finish_reason) == ("", None)
         asyncio.run(_respond(episode))
-        assert len(threads._threads) == 1, "replies are checked in the threads it was given"
+        assert len(threads._threads) == 1, "replies are checked in these threads"
     rollout = episode.rollout()
     assert (rollout.rollout_id, rollout.prompt_id, rollout.sample_index) == ("q/5", "q", 5)
     first = Episode(PROMPT, model.generate, TOKENIZER, rules, rollout_id="q/0")
@@ -45,25 +43,25 @@ async def _respond(episode: Episode) -> None:
     await episode.respond()
 
 
-def test_one_token_of_budget_is_still_asked_for() -> None:
+def test_one_token_of_budget_is_requested() -> None:
     cut = Turn(TOKENIZER.encode("0"), (("3", 1),), FinishReason.LENGTH)
-    _, _, model = played([cut], budget=1)
+    _, _, model = play_turns([cut], budget=1)
     assert model.asked == [(PROMPT.token_ids, 1)]
 
 
-def test_the_last_of_three_versions_is_that_of_a_retracted_request() -> None:
-    retracted = Turn(TOKENIZER.encode("046"), (("3", 1), ("4", 1), ("5", 1)), retractions=1)
-    rollout, _, _ = played([retracted], routes=None)
+def test_retracted_request_reads_with_the_last_of_three_versions() -> None:
+    turn = Turn(TOKENIZER.encode("046"), (("3", 1), ("4", 1), ("5", 1)), retractions=1)
+    rollout, _, _ = play_turns([turn], routes=None)
     assert [segment.version for segment in rollout.segments] == [5, 3, 4, 5]
 
 
 def test_tokens_are_32_bits_wide() -> None:
-    rollout, _, _ = played([Turn.saying("4"), Turn.saying("046")], "no")
+    rollout, _, _ = play_turns([Turn.saying("4"), Turn.saying("046")], "no")
     assert {segment.tokens.dtype for segment in rollout.segments} == {np.dtype(np.int32)}
 
 
-def test_a_version_has_at_most_nine_digits() -> None:
-    rollout, _, _ = played([Turn.saying("4", version="999999999")])
+def test_version_has_at_most_nine_digits() -> None:
+    rollout, _, _ = play_turns([Turn.saying("4", version="999999999")])
     assert rollout.segments[1].version == 999_999_999
     with pytest.raises(RolloutRejected):
-        played([Turn.saying("4", version="1000000000")])
+        play_turns([Turn.saying("4", version="1000000000")])
