@@ -1,3 +1,1 @@
-"""Everything that speaks to SGLang: starting servers, asking for generations, sending weights,
-auditing them.
-"""
+"""Everything that talks to SGLang: server processes, generation, weight updates and audits."""

@@ -1,4 +1,4 @@
-"""Where engines may listen, and under which of its addresses a machine is reached."""
+"""Addresses that engines may listen on, and this machine's address for others."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ipaddress
 import os
 import socket
 from collections.abc import Iterator, Sequence
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from sglang_bridge.refusal import Refusal
 
@@ -17,13 +17,14 @@ _REMEDY = "Use http://HOST:PORT with a loopback or private address"
 def address_towards(host: str, port: int) -> str:
     """This machine's address on the route to `host`."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))  # a datagram socket only picks the route
+        probe.connect((host, port))  # a datagram socket only selects the route
         return str(probe.getsockname()[0])
 
 
 def node_address(num_nodes: int) -> str:
-    """Where this node's engines and, on rank 0, the hub listen: loopback, or the address towards
-    torchrun's master.
+    """The address on which this node's engines listen, and on rank 0 the hub.
+
+    With one node it is loopback, else this node's address on the route to torchrun's master.
     """
     if num_nodes == 1:
         return LOOPBACK
@@ -32,44 +33,49 @@ def node_address(num_nodes: int) -> str:
 
 def require_private_address(host: str) -> None:
     """Raise `ValueError` unless every address of `host` is loopback or private."""
-    if rule := _why_not_private(host):
+    rule = _public_address_rule(host)
+    if rule:
         raise ValueError(
             f"{rule}; use {LOOPBACK} or the node's address in the cluster's private network"
         )
 
 
 def url_refusal(url: str) -> Refusal | None:
-    """Why a URL cannot be that of an engine, None where it can. Resolves the host's name."""
+    """Check that a URL can be an engine's; None if it can. Resolves the host's name."""
     try:
         parts = urlsplit(url)
-        host, port = parts.hostname, parts.port
+        port = parts.port  # raises if it is not a number
     except ValueError as error:
         return _refuse(url, f"It is not a URL ({error})")
     if parts.scheme == "https":
         remedy = f"Terminate TLS in front of it, or leave it out. {_REMEDY}"
         return _refuse(url, "The trainer speaks plain HTTP to its engines", remedy)
-    if parts.scheme != "http" or not host or port is None:
+    return _http_refusal(url, parts, port)
+
+
+def _http_refusal(url: str, parts: SplitResult, port: int | None) -> Refusal | None:
+    if parts.scheme != "http" or not parts.hostname or port is None:
         return _refuse(url, "An engine's address has a scheme, a host and a port")
     if parts.username is not None or parts.path.strip("/") or parts.query or parts.fragment:
         return _refuse(url, "An engine's address has no user, path, query or fragment")
-    if ":" in host or port == 0:
+    if ":" in parts.hostname or port == 0:
         return _refuse(url, "An engine's address is a name or IPv4, with a port from 1")
-    rule = _why_not_private(host)
+    rule = _public_address_rule(parts.hostname)
     return _refuse(url, rule) if rule else None
 
 
 def repeated_url_refusals(urls: Sequence[str]) -> Iterator[Refusal]:
-    """URLs of one server under two names: it would be sent the same weights twice at once."""
-    seen: dict[tuple[str, int | None], str] = {}
+    """Refuse URLs of one server under two names, which would get the same weights twice at once."""
+    url_by_address: dict[tuple[str, int | None], str] = {}
     for url in urls:
-        others = [seen.setdefault(address, url) for address in _addresses(url)]
+        others = [url_by_address.setdefault(address, url) for address in _addresses(url)]
         other = next((other for other in others if other is not url), None)
         if other is not None:
             yield _refuse(url, f"An engine is named twice: this is {other}", "Name each one once")
 
 
-def _why_not_private(host: str) -> str:
-    """Empty where every address of `host` is loopback or private."""
+def _public_address_rule(host: str) -> str:
+    """The rule that `host` breaks; empty if every address of it is loopback or private."""
     try:
         addresses = {info[4][0] for info in socket.getaddrinfo(host, None)}
     except socket.gaierror as error:
@@ -78,21 +84,19 @@ def _why_not_private(host: str) -> str:
         ip = ipaddress.ip_address(str(address).split("%")[0])
         if ip.is_unspecified or ip.is_link_local or not (ip.is_loopback or ip.is_private):
             return (
-                f"engine host {host!r} is {ip}, which is not a loopback or private address: engines obey whoever "
-                "reaches them"
+                f"engine host {host!r} is {ip}, which is not a loopback or private address: "
+                "engines obey whoever reaches them"
             )
     return ""
 
 
 def _addresses(url: str) -> list[tuple[str, int | None]]:
-    """Where a URL leads; nothing for one that `url_refusal` refuses."""
+    """The addresses that a URL leads to; none if `url_refusal` refuses it."""
     try:
         parts = urlsplit(url)
-        found = {
-            str(info[4][0])
-            for info in socket.getaddrinfo(parts.hostname, None, family=socket.AF_INET)
-        }
-        return [(address, parts.port) for address in sorted(found)]
+        infos = socket.getaddrinfo(parts.hostname, None, family=socket.AF_INET)
+        hosts = {str(info[4][0]) for info in infos}
+        return [(host, parts.port) for host in sorted(hosts)]
     except (ValueError, OSError):
         return []
 

@@ -1,5 +1,6 @@
-"""Control requests to one engine: readiness, pausing, weights, checksums. Each call blocks until it
-is answered.
+"""Control requests to one engine: readiness, pausing, weights, checksums.
+
+Each call blocks until the engine answers.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from sglang_bridge.engine import Engine
 from sglang_bridge.errors import RequestFailed
 from sglang_bridge.keys import RunKeys
 
-# Requests that run are put back and computed again under the new weights. "abort" would lose them;
-# "in_place" would keep the cache that the old weights computed, and the engine refuses to flush it
-# while requests run.
+# "retract" returns running requests to the queue, and they are recomputed under the new weights.
+# "abort" would lose them. "in_place" would keep the cache that the old weights computed, and the
+# engine refuses to flush it while requests run.
 _PAUSE_MODE = "retract"
 
 
@@ -33,7 +34,9 @@ class _Outcome(msgspec.Struct):
 class AdminClient:
     """Controls one engine.
 
-    keys: a server started without keys ignores them. timeout: seconds per call.
+    keys: a server that was started without keys ignores them. timeout: seconds per call.
+
+    Raises `ValueError` for a URL that is not http://HOST:PORT. Calls raise `RequestFailed`.
     """
 
     def __init__(self, engine: Engine, keys: RunKeys, *, timeout: float = 60.0) -> None:
@@ -41,22 +44,23 @@ class AdminClient:
         if parts.scheme != "http" or parts.hostname is None:
             raise ValueError(f"engine URL {engine.url!r}: expected http://HOST:PORT")
         self.engine = engine
-        self._host, self._port = parts.hostname, parts.port or 80
+        self._host = parts.hostname
+        self._port = parts.port or 80
         self._keys = keys
         self._timeout = timeout
 
     @property
     def url(self) -> str:
-        """Its engine's, by which failures name it."""
+        """The engine's URL. Failures name the engine by it."""
         return self.engine.url
 
     @property
     def address(self) -> tuple[str, int]:
-        """Its engine's host and port."""
+        """The engine's host and port."""
         return self._host, self._port
 
     def is_ready(self, *, timeout: float = 2.0) -> bool:
-        """Whether the server accepts requests now; False also while nothing listens yet."""
+        """True if the server accepts requests now; False also while nothing listens yet."""
         try:
             status, _ = self._exchange("GET", "/ready", None, timeout=timeout)
         except RequestFailed:
@@ -70,11 +74,11 @@ class AdminClient:
         return msgspec.json.decode(body, type=dict[str, Any])
 
     def pause(self) -> None:
-        """Stop generating; requests that run are recomputed once it resumes."""
+        """Stop generating. Running requests are recomputed once the engine resumes."""
         self._post("/pause_generation", {"mode": _PAUSE_MODE})
 
     def resume(self) -> None:
-        """Go on generating."""
+        """Continue generating."""
         self._post("/continue_generation", {})
 
     def flush_cache(self) -> None:
@@ -92,7 +96,7 @@ class AdminClient:
         backend: str,
         timeout: float,
     ) -> None:
-        """Join a process group as ranks `rank_offset + tp_rank`; returns once joined."""
+        """Let the engine join a process group as ranks `rank_offset + tp_rank`, and wait for it."""
         body = {
             "master_address": address,
             "master_port": port,
@@ -104,11 +108,14 @@ class AdminClient:
         self._post("/init_weights_update_group", body, timeout=timeout)
 
     def destroy_weights_update_group(self, name: str) -> None:
-        """Leave a process group."""
+        """Let the engine leave a process group."""
         self._post("/destroy_weights_update_group", {"group_name": name})
 
     def abort(self, rid: str) -> None:
-        """End every request whose name begins like this; it answers with what it has drawn so far."""
+        """End every request whose name begins with `rid`.
+
+        The engine answers these requests with the tokens sampled so far.
+        """
         self._post("/abort_request", {"rid": rid})
 
     def begin_weight_update(self) -> None:
@@ -116,7 +123,7 @@ class AdminClient:
         self._post("/begin_weight_update", {})
 
     def end_weight_update(self) -> None:
-        """Close the session and finish the weights (fused, quantized)."""
+        """Close the session and postprocess the weights (fusing, quantization)."""
         self._post("/end_weight_update", {})
 
     def update_weights_from_distributed(
@@ -129,7 +136,7 @@ class AdminClient:
         weight_version: str | None,
         timeout: float,
     ) -> None:
-        """Receive one flattened bucket by broadcast; returns once it is loaded."""
+        """Let the engine receive one flattened bucket by broadcast, and wait until it is loaded."""
         body: dict[str, Any] = {
             "names": names,
             "dtypes": dtypes,
@@ -145,10 +152,10 @@ class AdminClient:
     def update_weights_from_disk(
         self, model_path: str, *, weight_version: str, timeout: float
     ) -> None:
-        """Load a directory in Hugging Face format."""
+        """Let the engine load a directory in Hugging Face format."""
         body = {
             "model_path": model_path,
-            # else the format the server was started with, which may be "dummy"
+            # Without it, the engine would use the format it was started with, such as "dummy".
             "load_format": "auto",
             "weight_version": weight_version,
             "flush_cache": False,
@@ -156,8 +163,9 @@ class AdminClient:
         self._post("/update_weights_from_disk", body, timeout=timeout)
 
     def checksums(self, *, timeout: float = 300.0) -> list[dict[str, str]]:
-        """What each tensor-parallel rank holds: a 64-bit checksum in hexadecimal by the engine's
-        parameter name.
+        """The weights of each tensor-parallel rank, as checksums by the engine's parameter name.
+
+        A checksum has 64 bits and is written in hexadecimal.
         """
         outcome = self._post(
             "/weights_checker", {"action": "checksum", "selector": "target"}, timeout=timeout

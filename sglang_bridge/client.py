@@ -1,4 +1,4 @@
-"""Asks one engine for generations."""
+"""Client for generation requests to one engine."""
 
 from __future__ import annotations
 
@@ -15,29 +15,32 @@ from sglang_bridge.errors import RequestFailed
 from sglang_bridge.generation import FinishReason, Generation, decode_generation
 from sglang_bridge.request import SamplingLike, encode_request
 
-_ABORT_SECONDS = (
-    10.0  # for the answer to an aborted request, which comes with the engine's next step
-)
-_HEALTH_SECONDS = 30.0  # the engine itself takes up to 20 to find out
+# The answer to an aborted request comes with the engine's next step.
+_ABORT_SECONDS = 10.0
+# The engine itself takes up to 20 seconds to check its health.
+_HEALTH_SECONDS = 30.0
 _REQUEST_AT_FAULT = frozenset({400, 413, 422})
 
 Abort = Callable[[str, str], Awaitable[None]]
 
 
 class RequestExpired(RequestFailed):
-    """The engine fell silent: it answered nobody while a request waited for its deadline."""
+    """The engine fell silent: it answered no request for the whole deadline of this one."""
 
 
 class GenerateClient:
-    """Speaks to one URL, from one event loop. One call of `generate` is one request.
+    """Sends requests to one URL, from one event loop. One call of `generate` is one request.
 
-    route_shape: (hidden layers, top-k) of the model, needed to ask for routes. vocab_size: what its
-    tokens must be below. deadline_seconds: how long the engine may answer nobody while a request
-    waits; however long its queue and its responses are, an engine that works does not exceed the
-    time of one response. abort: called with the URL and the name of a request whose deadline is
-    over; what the engine drew until then is kept as a truncated response. Without it, and when a
-    call is cancelled, the connection is closed, and the engine aborts within seconds. threads:
-    where replies are decoded; None: the event loop's own.
+    route_shape: (hidden layers, top-k) of the model, required for requests that return routes.
+    vocab_size: token ids must be below it. threads: decode the replies; None means the event loop's
+    own.
+
+    deadline_seconds: how long the engine may answer no request at all while a request waits. A
+    working engine does not exceed the time of one response, however long its queue is.
+
+    abort: called with the URL and the name of a request whose deadline has passed. The tokens
+    sampled until then become a truncated response. Without `abort`, and when a call is cancelled,
+    the client closes the connection, and the engine aborts the request within seconds.
     """
 
     def __init__(
@@ -52,7 +55,7 @@ class GenerateClient:
         threads: Executor | None = None,
     ) -> None:
         self.url = url.rstrip("/")
-        self._headers = _bearer(api_key)
+        self._headers = _request_headers(api_key)
         self._deadline_seconds = deadline_seconds
         self._route_shape = route_shape
         self._vocab_size = vocab_size
@@ -71,26 +74,27 @@ class GenerateClient:
         return_routes: bool = True,
         seed: int | None = None,
     ) -> Generation:
-        """Draw one response. rid: the request's name in the engine's log; repeats get a number of
-        their own.
+        """Sample one response.
 
-        seed: see `request.encode_request`. Raises `RequestFailed`, `RequestExpired` and
-        `GenerationRejected`.
+        rid: the request's name in the engine's log. The client appends a number, so that repeated
+        requests differ. seed: see `request.encode_request`.
+
+        Raises `RequestFailed`, `RequestExpired` and `GenerationRejected`.
         """
         if return_routes and self._route_shape is None:
             raise ValueError(
-                "routes were asked for: GenerateClient needs route_shape=(hidden layers, top-k)"
+                "return_routes=True: GenerateClient needs route_shape=(hidden layers, top-k)"
             )
-        # The engine refuses a name it still knows, and aborts all names that start as the one
-        # given.
+        # The engine refuses a name that it still knows, and an abort ends all names with the same
+        # beginning.
         name = f"{rid}#{next(self._requests)};"
         answer = asyncio.create_task(
             self._post(encode_request(input_ids, sampling, name, return_routes, seed), name)
         )
         try:
-            in_time = await self._answered(answer)
+            in_time = await self._wait_for_answer(answer)
             if not in_time:
-                await self._cut_off(answer, name)
+                await self._abort_request(answer, name)
             pieces = answer.result()
         finally:
             answer.cancel()
@@ -99,10 +103,12 @@ class GenerateClient:
         generation = await self._decode(
             pieces, len(input_ids), self._route_shape if return_routes else None
         )
-        return generation if in_time else self._truncated(generation, sampling, name, return_routes)
+        if in_time:
+            return generation
+        return self._as_truncated(generation, sampling, name, return_routes)
 
     async def is_up(self) -> bool:
-        """Whether the engine answers and, as far as it can tell, generates."""
+        """True if the engine answers and, as far as it knows, generates."""
         try:
             timeout = aiohttp.ClientTimeout(total=_HEALTH_SECONDS)
             async with self._open_session().get(f"{self.url}/health", timeout=timeout) as response:
@@ -122,55 +128,60 @@ class GenerateClient:
     async def __aexit__(self, *exception: object) -> None:
         await self.close()
 
-    async def _answered(self, answer: asyncio.Task[list[bytes]]) -> bool:
-        """Wait for as long as the engine answers anyone; False once it has been silent for the
-        deadline.
+    async def _wait_for_answer(self, answer: asyncio.Task[list[bytes]]) -> bool:
+        """Wait for as long as the engine answers any request.
+
+        Returns False once the engine has been silent for the deadline.
         """
         loop = asyncio.get_running_loop()
         start = loop.time()
-        while (left := max(start, self._last_answer) + self._deadline_seconds - loop.time()) > 0:
-            done, _ = await asyncio.wait({answer}, timeout=left)
-            if done:
+        while True:
+            remaining = max(start, self._last_answer) + self._deadline_seconds - loop.time()
+            if remaining <= 0:
+                return False
+            await asyncio.wait({answer}, timeout=remaining)
+            if answer.done():
                 return True
-        return False
 
-    async def _cut_off(self, answer: asyncio.Task[list[bytes]], name: str) -> None:
-        """Have a request aborted and wait for its answer.
+    async def _abort_request(self, answer: asyncio.Task[list[bytes]], name: str) -> None:
+        """Abort a request and wait for its answer.
 
         Raises `RequestExpired` when there is none.
         """
         if self._abort is not None:
             await self._abort(self.url, name)
-            done, _ = await asyncio.wait({answer}, timeout=_ABORT_SECONDS)
-            if done:
+            await asyncio.wait({answer}, timeout=_ABORT_SECONDS)
+            if answer.done():
                 return
-        raise self._expired(name)
+        raise self._expiry(name)
 
-    def _truncated(
+    def _as_truncated(
         self, generation: Generation, sampling: SamplingLike, name: str, return_routes: bool
     ) -> Generation:
-        """What was drawn of an aborted response; an engine that aborts does not look whether it had
-        just ended.
+        """Turn the answer to an aborted request into a truncated response.
+
+        If the last token is a stop token, the response is complete: an engine that aborts does not
+        check this.
         """
         if generation.finish_reason is not FinishReason.ABORT:
             return generation
         if not len(generation.output_ids) or (return_routes and generation.routes is None):
-            raise self._expired(name)
-        ended = int(generation.output_ids[-1]) in sampling.stop_token_ids
+            raise self._expiry(name)
+        is_complete = int(generation.output_ids[-1]) in sampling.stop_token_ids
         return replace(
-            generation, finish_reason=FinishReason.STOP if ended else FinishReason.LENGTH
+            generation, finish_reason=FinishReason.STOP if is_complete else FinishReason.LENGTH
         )
 
-    def _expired(self, name: str) -> RequestExpired:
+    def _expiry(self, name: str) -> RequestExpired:
         return RequestExpired(
-            f"{self.url}: nothing was answered for {self._deadline_seconds:.0f} s while {name} waited; see the "
-            "engine's log, or raise engine.token_timeout_s"
+            f"{self.url}: the engine answered no request for {self._deadline_seconds:.0f} s while "
+            f"{name} waited; see the engine's log, or raise engine.token_timeout_s"
         )
 
     async def _decode(
         self, pieces: list[bytes], num_prompt_tokens: int, shape: tuple[int, int] | None
     ) -> Generation:
-        """Long responses with routes are tens of megabytes: in a thread they hold up nobody."""
+        """Decode a reply in a thread, because long responses with routes are tens of megabytes."""
 
         def decode() -> Generation:
             return decode_generation(
@@ -183,8 +194,9 @@ class GenerateClient:
         return await asyncio.get_running_loop().run_in_executor(self._threads, decode)
 
     async def _post(self, request: bytes, name: str) -> list[bytes]:
-        """The pieces of the reply's body: putting megabytes together is left to the thread that
-        decodes them.
+        """Send a request and return the pieces of the reply's body.
+
+        The thread that decodes them joins them, because they may be megabytes.
         """
         session = self._open_session()
         try:
@@ -206,20 +218,21 @@ class GenerateClient:
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
-            # The engine does the queueing: no limit here, and only its silence ends a request.
+            # The engine queues requests: no limit here, and only the engine's silence ends one.
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
             )
         return self._session
 
 
-def _bearer(key: str | None) -> dict[str, str]:
+def _request_headers(key: str | None) -> dict[str, str]:
     headers = {"Content-Type": "application/json"}
     return headers if key is None else {**headers, "Authorization": f"Bearer {key}"}
 
 
 def may_succeed_elsewhere(failure: RequestFailed) -> bool:
-    """Whether the same request could be answered by another engine, or later: not if the request is
-    at fault.
+    """True if another engine, or the same one later, could answer the request.
+
+    False if the request itself is at fault.
     """
     return failure.status not in _REQUEST_AT_FAULT

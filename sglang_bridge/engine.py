@@ -1,4 +1,4 @@
-"""What the trainer knows about one engine: its address and its shape."""
+"""An engine as the trainer sees it: its address and its parallel sizes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import msgspec
 
 
 class Engine(msgspec.Struct, frozen=True, kw_only=True):
-    """One SGLang server. node: the host whose collector sends requests to it. tp, ep: its parallel
+    """One SGLang server.
+
+    node: the host whose collector sends requests to it. tp, ep: its tensor- and expert-parallel
     sizes.
 
-    Raises `ValueError` for a shape that no server has.
+    Raises `ValueError` for sizes that no server has.
     """
 
     url: str
@@ -21,6 +23,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.tp < 1 or self.ep < 1 or self.tp % self.ep:
             raise ValueError(
-                f"engine.ep={self.ep} with engine.tp={self.tp}: both are at least 1 and ep divides tp (SGLang takes "
-                "expert-parallel groups out of the tensor-parallel ranks); use a divisor of engine.tp"
+                f"engine.ep={self.ep} with engine.tp={self.tp}: both are at least 1 and ep divides "
+                "tp (SGLang forms expert-parallel groups from the tensor-parallel ranks); use a "
+                "divisor of engine.tp"
             )

@@ -1,4 +1,4 @@
-"""What can go wrong between the trainer and an engine."""
+"""Errors between the trainer and an engine."""
 
 from __future__ import annotations
 
@@ -6,24 +6,29 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
+_MAX_DIFFERENCES = 8  # in a message
 
-def how_it_ended(returncode: int) -> str:
-    """A process's end in words.
 
-    returncode: minus a signal's number, or 128 more than it, if a signal ended it.
+def describe_exit(returncode: int) -> str:
+    """Describe how a process ended.
+
+    returncode: if a signal ended the process, minus the signal's number or 128 more than it.
     """
     number = -returncode if returncode < 0 else returncode - 128
     if number == signal.SIGKILL:
         return "SIGKILL: from outside, or by the kernel for want of memory (see dmesg)"
-    return (
-        signal.Signals(number).name if number in set(signal.Signals) else f"exit code {returncode}"
-    )
+    if number in set(signal.Signals):
+        return signal.Signals(number).name
+    return f"exit code {returncode}"
 
 
 class EngineError(Exception):
-    """Base of every error this package raises about an engine."""
+    """Base of every error this package raises about an engine.
 
-    exit_code: ClassVar[int] = 4  # what a program that ends because of it exits with
+    exit_code: the exit code of a program that ends because of the error.
+    """
+
+    exit_code: ClassVar[int] = 4
 
 
 class EngineUnhealthy(EngineError):
@@ -35,17 +40,18 @@ class EngineUnhealthy(EngineError):
 
 
 class EngineDied(EngineError):
-    """An engine's process ended by itself. returncode: as of `how_it_ended`."""
+    """An engine's process ended by itself. returncode: as in `describe_exit`."""
 
     def __init__(self, message: str, *, returncode: int, log_tail: str = "") -> None:
-        super().__init__(_with_log(f"{message} ({how_it_ended(returncode)})", log_tail))
+        super().__init__(_with_log(f"{message} ({describe_exit(returncode)})", log_tail))
         self.returncode = returncode
         self.log_tail = log_tail
 
 
 class RequestFailed(EngineError):
-    """A request got no usable answer: refused, out of retries or past its deadline. status: HTTP
-    status if any.
+    """A request got no usable answer: refused, out of retries or past its deadline.
+
+    status: the HTTP status, if there was one.
     """
 
     def __init__(self, message: str, *, status: int | None = None) -> None:
@@ -54,35 +60,37 @@ class RequestFailed(EngineError):
 
 
 class WeightUpdateFailed(EngineError):
-    """Some engines did not take new weights; they are left paused. failed: reason by URL; updated:
-    URLs that did.
+    """Some engines did not take new weights. They stay paused.
+
+    failures: the reason by URL. updated_urls: the engines that took the weights.
     """
 
     def __init__(
-        self, version: int, failed: Mapping[str, str], updated: Sequence[str] = ()
+        self, version: int, failures: Mapping[str, str], updated_urls: Sequence[str] = ()
     ) -> None:
-        reasons = "; ".join(f"{url}: {reason}" for url, reason in failed.items())
+        reasons = "; ".join(f"{url}: {reason}" for url, reason in failures.items())
         super().__init__(
-            f"weights of version {version} did not reach {len(failed)} engine(s): {reasons}. "
+            f"weights of version {version} did not reach {len(failures)} engine(s): {reasons}. "
             "These engines stay paused until a later push reaches them"
         )
         self.version = version
-        self.failed = dict(failed)
-        self.updated = tuple(updated)
+        self.failures = dict(failures)
+        self.updated_urls = tuple(updated_urls)
 
 
 class WeightMismatch(EngineError):
     """An engine holds other values than were sent.
 
-    differences: a text for each of its parameters concerned.
+    differences: a text for each parameter that differs.
     """
 
     exit_code = 6
 
     def __init__(self, url: str, version: int, differences: Sequence[str]) -> None:
+        count = len(differences)
         super().__init__(
-            f"{url} does not hold the weights of version {version}: {len(differences)} parameter(s) differ: "
-            f"{_abridged(differences, '; ')}. What it generates must not be trained on: send the weights again"
+            f"{url} does not hold the weights of version {version}: {count} parameter(s) differ: "
+            f"{_abridge(differences)}. Do not train on what it generates: send the weights again"
         )
         self.url = url
         self.version = version
@@ -90,8 +98,9 @@ class WeightMismatch(EngineError):
 
 
 class AuditUnsupported(EngineError):
-    """An engine holds parameters of the right names whose values cannot be compared: the message
-    says why.
+    """An engine's parameters have the correct names, but their values cannot be compared.
+
+    The message gives the reason.
     """
 
 
@@ -99,6 +108,7 @@ def _with_log(message: str, log_tail: str) -> str:
     return f"{message}; last lines of its log:\n{log_tail}" if log_tail else message
 
 
-def _abridged(texts: Sequence[str], separator: str, most: int = 8) -> str:
-    more = [f"and {len(texts) - most} more"] if len(texts) > most else []
-    return separator.join([*texts[:most], *more])
+def _abridge(texts: Sequence[str]) -> str:
+    more = len(texts) - _MAX_DIFFERENCES
+    suffix = [f"and {more} more"] if more > 0 else []
+    return "; ".join([*texts[:_MAX_DIFFERENCES], *suffix])

@@ -13,16 +13,16 @@ import numpy as np
 import numpy.typing as npt
 import pybase64
 
-_MOST_ROUNDING = 1e-3  # nats that a log-probability may be above zero
-_LEAST = (
-    -1e4
-)  # nats: what is drawn is far above; engines write float32's lowest number for a chance of zero
+# Nats that a log-probability may exceed zero by rounding.
+_MAX_ROUNDING = 1e-3
+# Nats. Sampled tokens are far more likely. Engines write float32's lowest number for probability 0.
+_MIN_LOGPROB = -1e4
 _ROUTES_KEY = b'"routed_experts"'
 _OPENING = re.compile(rb'\s*:\s*"')
 
 
 class FinishReason(enum.StrEnum):
-    """Why a response ended: a stop token, its longest length, or the engine gave it up."""
+    """Reason why a response ended: a stop token, the maximal length, or an abort by the engine."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -30,7 +30,7 @@ class FinishReason(enum.StrEnum):
 
 
 class VersionSpan(msgspec.Struct, frozen=True):
-    """Output tokens `start` to `end` (exclusive) were drawn with weights of this version."""
+    """Output tokens `start` to `end` (exclusive) were sampled with weights of this version."""
 
     version: str
     start: int
@@ -39,11 +39,11 @@ class VersionSpan(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Generation:
-    """A drawn response of r tokens to a prompt of p; n = p + r.
+    """A sampled response of r tokens to a prompt of p tokens; n = p + r.
 
     output_ids: int32 [r]. logprobs: float32 [r], nats, of the temperature-scaled distribution.
-    routes: int32 [n-1, layers, topk], row t for the model's input t; None if not asked for, or if
-    an aborted request has none. version_spans: oldest first.
+    routes: int32 [n-1, layers, topk], row t for the model's input t; None if they were not
+    requested, or if an aborted request has none. version_spans: oldest first.
     """
 
     output_ids: npt.NDArray[np.int32]
@@ -56,12 +56,12 @@ class Generation:
 
     @property
     def weight_versions(self) -> tuple[str, ...]:
-        """The versions of the weights it was drawn with, oldest first."""
+        """Versions of the weights that sampled the response, oldest first."""
         return tuple(span.version for span in self.version_spans)
 
 
 class GenerationRejected(ValueError):
-    """A reply that cannot be used; `reason` is a short name that metrics count by."""
+    """A reply that cannot be used. `reason` is a short name under which metrics count it."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(f"{reason}: {message}")
@@ -102,14 +102,15 @@ def decode_generation(
 ) -> Generation:
     """Decode the body of a `/generate` reply.
 
-    route_shape: (hidden layers, top-k), None if routes were not asked for. vocab_size: of the
-    model, None: any token id is taken. Raises `GenerationRejected`.
+    route_shape: (hidden layers, top-k); None if routes were not requested. vocab_size: the model's;
+    None accepts any token id.
+
+    Raises `GenerationRejected`.
     """
-    text, routes = _without_routes(body)
+    text, route_base64 = _split_routes(body)
     try:
-        reply = _decoder.decode(
-            text.decode()
-        )  # as str: of keys that it skips, msgspec checks no bytes
+        # Decoded to str first, because msgspec does not check the bytes of keys that it skips.
+        reply = _decoder.decode(text.decode())
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise GenerationRejected(
             "malformed", f"{error}; the reply starts {body[:200]!r}"
@@ -117,15 +118,15 @@ def decode_generation(
     meta = reply.meta_info
     finish_reason = _finish_reason(meta)
     output_ids = _tokens(reply.output_ids, vocab_size)
-    wire = None
-    if route_shape is not None and not (
-        finish_reason is FinishReason.ABORT and meta.routed_experts is None
-    ):
-        wire = _routes(routes, meta, num_prompt_tokens + len(output_ids) - 1, route_shape)
+    is_aborted_without_routes = finish_reason is FinishReason.ABORT and meta.routed_experts is None
+    routes = None
+    if route_shape is not None and not is_aborted_without_routes:
+        num_inputs = num_prompt_tokens + len(output_ids) - 1
+        routes = _decode_routes(route_base64, meta, num_inputs, route_shape)
     return Generation(
         output_ids=output_ids,
         logprobs=_logprobs(meta, reply.output_ids),
-        routes=wire,
+        routes=routes,
         finish_reason=finish_reason,
         version_spans=_version_spans(meta, len(output_ids)),
         cached_tokens=meta.cached_tokens,
@@ -133,10 +134,10 @@ def decode_generation(
     )
 
 
-def _without_routes(body: bytes) -> tuple[bytes, memoryview]:
-    """The reply with an empty string for its routes, and their base64 apart.
+def _split_routes(body: bytes) -> tuple[bytes, memoryview]:
+    """Split a reply into the reply with an empty string for its routes, and the routes' base64.
 
-    They may be tens of megabytes: read as JSON they would hold up every other thread of the
+    Routes may be tens of megabytes. Parsing them as JSON would block every other thread of the
     interpreter.
     """
     key = body.find(_ROUTES_KEY)
@@ -172,7 +173,7 @@ def _logprobs(meta: _MetaInfo, output_ids: list[int]) -> npt.NDArray[np.float32]
     if [token for _, token, _ in entries] != output_ids:
         raise GenerationRejected(
             "logprobs_length",
-            f"{len(entries)} log-probabilities do not belong to the {len(output_ids)} output tokens",
+            f"{len(entries)} log-probabilities do not match the {len(output_ids)} output tokens",
         )
     # JSON has no NaN or infinity: the engine writes null.
     with np.errstate(over="ignore"):
@@ -181,37 +182,38 @@ def _logprobs(meta: _MetaInfo, output_ids: list[int]) -> npt.NDArray[np.float32]
         )
     if not np.isfinite(logprobs).all():
         raise GenerationRejected("logprobs_nonfinite", "a log-probability is not a finite number")
-    if logprobs.max(initial=0) > _MOST_ROUNDING:
+    if logprobs.max(initial=0) > _MAX_ROUNDING:
         raise GenerationRejected(
-            "logprobs_positive", f"a log-probability of {logprobs.max()} is a chance above one"
+            "logprobs_positive", f"a log-probability of {logprobs.max()} is a probability above one"
         )
-    if logprobs.min(initial=0) < _LEAST:
+    if logprobs.min(initial=0) < _MIN_LOGPROB:
         raise GenerationRejected(
-            "logprobs_tiny", f"a log-probability of {logprobs.min()} is no chance of being drawn"
+            "logprobs_tiny", f"{logprobs.min()} is not a valid log-probability of a sampled token"
         )
     return logprobs
 
 
-def _routes(
-    apart: memoryview, meta: _MetaInfo, num_inputs: int, shape: tuple[int, int]
+def _decode_routes(
+    route_base64: memoryview, meta: _MetaInfo, num_inputs: int, shape: tuple[int, int]
 ) -> npt.NDArray[np.int32]:
-    """apart: what stood where `_without_routes` left an empty string."""
+    """Decode the base64 that `_split_routes` took out of a reply."""
     if meta.routed_experts is None:
         raise GenerationRejected(
             "routes_missing", "start the engine with --enable-return-routed-experts"
         )
     try:
-        raw = pybase64.b64decode_as_bytearray(meta.routed_experts or apart, validate=True)
+        raw = pybase64.b64decode_as_bytearray(meta.routed_experts or route_base64, validate=True)
     except (binascii.Error, ValueError) as error:
         raise GenerationRejected(
             "routes_encoding", f"routed_experts is not base64: {error}"
         ) from error
     layers, topk = shape
-    expected = num_inputs * layers * topk * 4
-    if len(raw) != expected:
+    num_bytes = num_inputs * layers * topk * 4
+    if len(raw) != num_bytes:
         raise GenerationRejected(
             "routes_length",
-            f"{len(raw)} bytes of routes, expected {expected} for {num_inputs} inputs x {layers} layers x top-{topk}",
+            f"{len(raw)} bytes of routes, expected {num_bytes} for {num_inputs} inputs x "
+            f"{layers} layers x top-{topk}",
         )
     return np.frombuffer(raw, np.dtype("<i4")).reshape(num_inputs, layers, topk)
 
@@ -221,12 +223,9 @@ def _version_spans(meta: _MetaInfo, num_output_tokens: int) -> tuple[VersionSpan
         return (VersionSpan(meta.weight_version, 0, num_output_tokens),)
     spans = tuple(meta.weight_versions)
     ends = [0, *(span.end for span in spans)]
-    ascending = all(span.start < span.end for span in spans) or num_output_tokens == 0
-    if (
-        [span.start for span in spans] != ends[:-1]
-        or ends[-1] != num_output_tokens
-        or not ascending
-    ):
+    is_contiguous = [span.start for span in spans] == ends[:-1]
+    is_ascending = all(span.start < span.end for span in spans) or num_output_tokens == 0
+    if not is_contiguous or not is_ascending or ends[-1] != num_output_tokens:
         raise GenerationRejected(
             "versions", f"spans {spans} do not cover the {num_output_tokens} output tokens in order"
         )

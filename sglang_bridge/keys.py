@@ -12,6 +12,8 @@ import msgspec
 
 from sglang_bridge.refusal import Refusal
 
+_KEY_FILE_REMEDY = 'Write {"api_key": ..., "admin_api_key": ...} to a file with mode 0600'
+
 
 class RunKeys(msgspec.Struct, frozen=True):
     """api_key: for generation. admin_api_key: for everything that changes an engine."""
@@ -24,13 +26,14 @@ class RunKeys(msgspec.Struct, frozen=True):
 
 
 def create_keys() -> RunKeys:
-    """Two fresh keys of 256 bits each."""
+    """Create two random keys of 256 bits each."""
     return RunKeys(api_key=secrets.token_hex(32), admin_api_key=secrets.token_hex(32))
 
 
 def write_server_config(keys: RunKeys, path: Path) -> None:
-    """Write the keys as a `--config` file for SGLang, which wants long option names and the suffix
-    .yaml.
+    """Write the keys as a `--config` file for SGLang.
+
+    SGLang requires long option names and the suffix .yaml. Raises `ValueError` for another suffix.
     """
     if path.suffix != ".yaml":
         raise ValueError(f"server config {path}: SGLang only reads files that end in .yaml")
@@ -39,36 +42,37 @@ def write_server_config(keys: RunKeys, path: Path) -> None:
 
 
 def read_keys(path: Path) -> RunKeys:
-    """Read `{"api_key": ..., "admin_api_key": ...}`. Raises `ValueError` where `key_file_refusal`
-    finds one.
+    """Read `{"api_key": ..., "admin_api_key": ...}`.
+
+    Raises `ValueError` if `key_file_refusal` refuses the file.
     """
-    if problem := key_file_refusal(path):
-        raise ValueError(str(problem))
+    refusal = key_file_refusal(path)
+    if refusal is not None:
+        raise ValueError(str(refusal))
     return msgspec.json.decode(path.read_bytes(), type=RunKeys)
 
 
 def key_file_refusal(path: Path) -> Refusal | None:
-    """Why keys cannot be read from this file, None where they can. Its text shows no key."""
-    remedy = 'Write {"api_key": ..., "admin_api_key": ...} to a file with mode 0600'
+    """Check that keys can be read from this file; None if they can. The text shows no key."""
     try:
         mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return _refuse(path, "There is no such file")
     except OSError as error:
-        gone = isinstance(error, FileNotFoundError | NotADirectoryError)
-        rule = "There is no such file" if gone else f"It cannot be looked at ({error.strerror})"
-        return Refusal("engine.key_file", str(path), rule, remedy)
+        return _refuse(path, f"It cannot be read ({error.strerror})")
     if not stat.S_ISREG(mode):
-        return Refusal(
-            "engine.key_file", str(path), "There is no such file: it is something else", remedy
-        )
+        return _refuse(path, "It is not a regular file")
     if stat.S_IMODE(mode) & 0o077:
-        return Refusal(
-            "engine.key_file", str(path), "Others can read the keys", f"chmod 600 {path}"
-        )
+        return _refuse(path, "Others can read the keys", f"chmod 600 {path}")
     try:
         msgspec.json.decode(path.read_bytes(), type=RunKeys)
     except (ValueError, OSError):
-        return Refusal("engine.key_file", str(path), "It does not hold two keys as JSON", remedy)
+        return _refuse(path, "It does not hold two keys as JSON")
     return None
+
+
+def _refuse(path: Path, rule: str, remedy: str = _KEY_FILE_REMEDY) -> Refusal:
+    return Refusal("engine.key_file", str(path), rule, remedy)
 
 
 def _write_private(path: Path, data: bytes) -> None:

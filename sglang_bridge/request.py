@@ -9,7 +9,7 @@ import msgspec
 
 
 class SamplingLike(Protocol):
-    """How to draw. Anything with these attributes will do."""
+    """Sampling parameters of a response: any object with these attributes."""
 
     @property
     def max_new_tokens(self) -> int: ...
@@ -26,11 +26,11 @@ def encode_request(
     return_routes: bool,
     seed: int | None,
 ) -> bytes:
-    """The body of a `/generate` request for the untruncated distribution: no top-p, no top-k, no
-    penalty.
+    """Encode the body of a `/generate` request.
 
-    seed: what engines on CPUs draw by, and others with `--enable-deterministic-inference`, which
-    otherwise ignore it.
+    It samples the untruncated distribution: no top-p, no top-k, no penalty.
+
+    seed: for CPU engines and for engines with `--enable-deterministic-inference`. Others ignore it.
     """
     body: dict[str, Any] = {
         "rid": rid,

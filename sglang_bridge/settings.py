@@ -1,4 +1,4 @@
-"""What a server is started with."""
+"""Settings with which a server is started, and the ones that are refused."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from annotated_types import Ge, Gt, Le
 
 from sglang_bridge.refusal import Refusal
 
-# Options the bridge sets itself, or that break what it relies on (recorded routes, one replica,
-# private keys).
+# Options that the bridge sets itself.
 _RESERVED = (
     "--api-key",
     "--admin-api-key",
@@ -31,8 +30,9 @@ _RESERVED = (
     "--max-running-requests",
     "--quantization",
 )
-# What is not supported, by the reason; read in SGLang 0.5.23, which records routes before experts
-# are mapped to places
+# Unsupported options, by the reason. They break what the bridge relies on: recorded routes, one
+# replica, private keys. The reasons hold for SGLang 0.5.23, which records routes before it maps
+# experts to physical places.
 _UNSUPPORTED = {
     "": (
         "--pp-size",
@@ -51,9 +51,9 @@ _UNSUPPORTED = {
         "--enable-symm-mem",
         "--enable-nccl-nvls",
     ),
-    # routes stay those of the checkpoint's experts there, but weights and their audit go by the
-    # checkpoint's order
-    "experts get copies and places of their own, which weights sent under the checkpoint's ids do not follow": (
+    # Routes keep the checkpoint's expert ids, but weights and their audit follow the physical
+    # places.
+    "it copies or moves experts, and weights sent under the checkpoint's ids do not follow them": (
         "--enable-eplb",
         "--ep-num-redundant-experts",
         "--init-expert-location",
@@ -64,7 +64,7 @@ _UNSUPPORTED = {
         "--enable-paged-experts",
         "--kt-weight-path",
     ),
-    "ranks then route different tokens, and one rank's record is taken for all": (
+    "ranks then route different tokens, and SGLang returns the record of one rank for all": (
         "--moe-a2a-backend",
         "--enable-dp-attention",
         "--attn-dp-size",
@@ -78,12 +78,12 @@ _UNSUPPORTED = {
         "--dwdp-size",
         "--enable-prefill-cp",
     ),
-    "of two batches at a time, one overwrites the other's routes": (
+    "it runs two batches at once, and one overwrites the other's routes": (
         "--enable-two-batch-overlap",
         "--enable-pdmux",
     ),
-    "drafted tokens have no room in the record of routes": ("--speculative-algorithm",),
-    "tokens whose keys and values come from elsewhere have the routes of others": (
+    "the record of routes has no room for draft tokens": ("--speculative-algorithm",),
+    "tokens whose keys and values come from elsewhere get the routes of other tokens": (
         "--enable-hierarchical-cache",
         "--enable-lmcache",
         "--enable-flexkv",
@@ -91,7 +91,7 @@ _UNSUPPORTED = {
         "--enable-unified-cache-external-linker",
         "--disaggregation-mode",
     ),
-    "some of them route where nothing records the experts": (
+    "some of its choices do not record the experts": (
         "--moe-runner-backend",
         "--model-impl",
     ),
@@ -101,40 +101,38 @@ _CPU_SLOTS = 16384
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """What a user sets for a server.
+    """Settings of a server that users choose.
 
-    max_total_tokens: KV-cache slots. threads: OpenMP threads of each process.
+    max_total_tokens: KV-cache slots. threads: OpenMP threads of each process. Comments mark
+    settings that apply only to servers which the run starts itself ("managed").
     """
 
     tp: Annotated[int, Ge(1), Le(1024)] = 1
     ep: Annotated[int, Ge(1), Le(1024)] = 1
-    device: Literal["auto", "cpu", "cuda"] = (
-        "auto"  # managed only; the trainer's: GPUs where there are
-    )
+    # managed only; auto: GPUs where the machine has any, as for the trainer
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"
     quantization: str | None = None
-    max_running_requests: Annotated[int, Ge(1), Le(10**6)] = (
-        256  # bounds the requests in flight too
-    )
-    # managed only; null: 16384 on CPUs, what fits on GPUs
+    # also limits the requests in flight
+    max_running_requests: Annotated[int, Ge(1), Le(10**6)] = 256
+    # managed only; null: 16384 on CPUs, as many as fit on GPUs
     max_total_tokens: Annotated[int, Ge(1), Le(2**31 - 1)] | None = None
     threads: Annotated[int, Ge(1), Le(1024)] = 1  # managed only
     start_timeout_s: Annotated[float, Gt(0), Le(10**6)] = 180.0  # less than parallel.timeout_s
     request_timeout_s: Annotated[float, Gt(0), Le(10**6)] = 120.0
-    retries: Annotated[int, Ge(0), Le(100)] = (
-        2  # of a failed request, each a round over all engines of the node
-    )
+    # of a failed request; each retry is a round over all engines of the node
+    retries: Annotated[int, Ge(0), Le(100)] = 2
     extra_args: list[str] = field(default_factory=list)  # managed only
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerPlace:
-    """What a run decides for one server: what it serves and where.
+    """The model, device and address of one server, which the run decides.
 
-    node: the host whose collector sends it requests. port: preferred; None or a taken one gives a
-    free one. gpus: its devices, counted within what this process may see. load_format: "dummy"
-    starts with random weights of the right shapes, None reads the checkpoint in `model_path`. seed:
-    of its sampling; None lets SGLang draw one.
+    node: the host whose collector sends requests to it. port: the preferred port; with None, or if
+    it is in use, the server gets a free one. gpus: indices into the devices that this process may
+    see. load_format: "dummy" starts with random weights of the correct shapes, None reads the
+    checkpoint in `model_path`. seed: the server's sampling seed; with None, SGLang chooses one.
     """
 
     model_path: str
@@ -148,26 +146,23 @@ class ServerPlace:
     seed: int | None = None
 
 
-def device_of(settings: ServerSettings, num_gpus: int) -> Literal["cpu", "cuda"]:
-    """What a server runs on where so many GPUs can be used."""
-    return (
-        "cuda"
-        if settings.device == "cuda" or (settings.device == "auto" and num_gpus > 0)
-        else "cpu"
-    )
+def server_device(settings: ServerSettings, num_gpus: int) -> Literal["cpu", "cuda"]:
+    """The device of a server on a machine with `num_gpus` usable GPUs."""
+    if settings.device == "auto":
+        return "cuda" if num_gpus > 0 else "cpu"
+    return settings.device
 
 
 def kv_cache_slots(settings: ServerSettings, device: Literal["cpu", "cuda"]) -> int | None:
-    """How many tokens a server on this device keeps in its KV cache; None: as many as SGLang finds
-    memory for.
-    """
+    """The number of tokens in the KV cache; None means as many as SGLang finds memory for."""
     if settings.max_total_tokens is None and device == "cpu":
-        return _CPU_SLOTS  # SGLang would take a share of the host's memory, which the trainer needs
+        # SGLang would take a share of the host's memory, which the trainer needs.
+        return _CPU_SLOTS
     return settings.max_total_tokens
 
 
 def quantization_refusals(quantization: str | None) -> Iterator[Refusal]:
-    """Why a quantized server, started here or elsewhere, cannot be given weights."""
+    """Refuse a quantized server, started here or elsewhere: it cannot receive weights."""
     if quantization is not None:
         rule = "Weights are sent unquantized, and a quantized server would load them without scales"
         yield Refusal(
@@ -179,34 +174,36 @@ def quantization_refusals(quantization: str | None) -> Iterator[Refusal]:
 
 
 def server_refusals(settings: ServerSettings, device: Literal["cpu", "cuda"]) -> Iterator[Refusal]:
-    """What a server on this device cannot be started with."""
+    """Refuse settings with which no server can be started on this device."""
     yield from quantization_refusals(settings.quantization)
     if device == "cuda" and settings.dtype == "float32":
         rule = "SGLang's attention and norm kernels for GPUs take 16-bit numbers only"
-        remedy = 'Use model.dtype=bfloat16, which it follows, or run all on the CPU: CUDA_VISIBLE_DEVICES=""'
+        remedy = (
+            "Use model.dtype=bfloat16, which it follows, or run everything on the CPU: "
+            'CUDA_VISIBLE_DEVICES=""'
+        )
         yield Refusal("engine.dtype", settings.dtype, rule, remedy)
     for argument in settings.extra_args:
         option = argument.split("=", 1)[0]
-        if not option.strip():
-            yield Refusal(
-                "engine.extra_args", settings.extra_args, "It has an empty argument", "Remove it"
-            )
-        elif _names(option, _RESERVED):
-            rule = f"It has {option}, which has a setting of its own"
-            yield Refusal(
-                "engine.extra_args", settings.extra_args, rule, "Remove it and use that one"
-            )
-        else:
-            for why in (why for why, names in _UNSUPPORTED.items() if _names(option, names)):
-                rule = f"It has {option}, which is not supported here{why and ': '}{why}"
-                yield Refusal("engine.extra_args", settings.extra_args, rule, f"Remove {option}")
-                break
+        refusal = _option_refusal(option)
+        if refusal is not None:
+            rule, remedy = refusal
+            yield Refusal("engine.extra_args", settings.extra_args, rule, remedy)
 
 
-def _names(option: str, names: tuple[str, ...]) -> bool:
-    """Whether an option is one of `names`, or an abbreviation that SGLang's parser would expand to
-    one.
-    """
-    return option.startswith("--") and any(
-        name == option or name.startswith(option) for name in names
-    )
+def _option_refusal(option: str) -> tuple[str, str] | None:
+    """The rule and remedy for an option that cannot be used; None if it can."""
+    if not option.strip():
+        return "It has an empty argument", "Remove it"
+    if _is_among(option, _RESERVED):
+        return f"It has {option}, which has its own setting", "Remove it and use that setting"
+    for reason, names in _UNSUPPORTED.items():
+        if _is_among(option, names):
+            explanation = f": {reason}" if reason else ""
+            return f"It has {option}, which is not supported{explanation}", f"Remove {option}"
+    return None
+
+
+def _is_among(option: str, names: tuple[str, ...]) -> bool:
+    """True for one of `names`, and for an abbreviation that SGLang's parser would expand to one."""
+    return option.startswith("--") and any(name.startswith(option) for name in names)

@@ -1,1 +1,1 @@
-"""Sending new weights to engines, and auditing that they arrived."""
+"""Sends new weights to engines and audits that they arrived."""

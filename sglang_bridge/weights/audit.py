@@ -1,5 +1,6 @@
-"""Compares what an engine holds with what was sent to it: names always, values where SGLang's
-checksums allow it.
+"""Compares an engine's weights with the weights that were sent to it.
+
+Names are always compared, values where SGLang's checksums allow it.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from sglang_bridge.engine import Engine
 from sglang_bridge.errors import AuditUnsupported, WeightMismatch
 from sglang_bridge.weights.expectation import WeightExpectation
 
-_PLAIN_RUNNERS = (
-    "auto",
-    "triton",
-)  # "auto" is what SGLang reports where it has not chosen another one
-_SHOWN_TENSORS = 16  # of one parameter, in a text; the experts of a layer are hundreds of them
+# Runners that keep experts in the checkpoint's layout. SGLang reports "auto" if it has not chosen
+# one.
+_PLAIN_RUNNERS = ("auto", "triton")
+# Names of one parameter's tensors in a text. The experts of a layer may be hundreds.
+_MAX_NAMES = 16
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """An engine parameter that differs.
+    """An engine parameter that differs from the weights that were sent.
 
     tensors: the Hugging Face names fused in it; empty if none was sent for it.
     """
@@ -34,17 +35,19 @@ class Mismatch:
     def __str__(self) -> str:
         if self.tensors in ((), (self.parameter,)):
             return f"{self.parameter} ({self.reason})"
-        more = len(self.tensors) - _SHOWN_TENSORS
-        names = ", ".join(self.tensors[:_SHOWN_TENSORS]) + (f" and {more} more" if more > 0 else "")
+        more = len(self.tensors) - _MAX_NAMES
+        names = ", ".join(self.tensors[:_MAX_NAMES])
+        if more > 0:
+            names += f" and {more} more"
         return f"{self.parameter} ({self.reason}), which fuses {names}"
 
 
 @dataclass(frozen=True)
 class AuditReport:
-    """One engine's audit. compared: how many parameters were, on either side."""
+    """Result of one engine's audit. num_compared: the parameters on either side."""
 
     url: str
-    compared: int
+    num_compared: int
     mismatches: tuple[Mismatch, ...]
 
     def raise_on_mismatch(self, version: int) -> None:
@@ -54,53 +57,55 @@ class AuditReport:
 
 
 def audit_engine(admin: AdminClient, expectation: WeightExpectation) -> AuditReport:
-    """Ask the engine for its checksums and compare them with what `expectation` saw pass in a
-    complete push.
+    """Compare the engine's checksums with those of a complete push, which `expectation` observed.
 
-    SGLang skips names it does not know without a word, so names are compared on every rank, and
-    values where they can be. Raises `AuditUnsupported` when the names agree and the values cannot
-    be compared, `RequestFailed`, and `ValueError` where what was sent is no complete parameter.
+    SGLang silently skips names that it does not know. Names are therefore compared on every rank,
+    and values where possible.
+
+    Raises `AuditUnsupported` when the names agree and the values cannot be compared,
+    `RequestFailed`, and `ValueError` when the weights that were sent lack a part of a parameter.
     """
-    sent, ranks = expectation.checksums(), admin.checksums()
-    names = {name for held in ranks for name in held}
-    missing = {name for name in sent if not all(name in held for held in ranks)}
-    different = dict.fromkeys(missing, "the engine has no such parameter")
-    different |= dict.fromkeys(names - sent.keys(), "nothing was sent for it")
-    if not different:
+    expectations = expectation.checksums()
+    ranks = admin.checksums()
+    names = {name for checksums in ranks for name in checksums}
+    missing = {name for name in expectations if any(name not in rank for rank in ranks)}
+    reasons = dict.fromkeys(missing, "the engine has no such parameter")
+    reasons |= dict.fromkeys(names - expectations.keys(), "nothing was sent for it")
+    if not reasons:
         require_auditable(admin.engine, admin.server_info(), expectation.device)
-        (held,) = ranks
-        different = {
-            name: f"sent {sent[name]}, held {held[name]}"
-            for name in sent
-            if sent[name] != held[name]
+        (checksums,) = ranks
+        reasons = {
+            name: f"sent {checksum}, held {checksums[name]}"
+            for name, checksum in expectations.items()
+            if checksum != checksums[name]
         }
-    mismatches = (
-        Mismatch(name, expectation.tensors_of(name) if name in sent else (), different[name])
-        for name in sorted(different)
-    )
-    return AuditReport(admin.url, len(sent.keys() | names), tuple(mismatches))
+    mismatches = []
+    for name in sorted(reasons):
+        tensors = expectation.tensors_of(name) if name in expectations else ()
+        mismatches.append(Mismatch(name, tensors, reasons[name]))
+    return AuditReport(admin.url, len(expectations.keys() | names), tuple(mismatches))
 
 
 def require_auditable(engine: Engine, info: Mapping[str, Any], device: str) -> None:
     """Raise `AuditUnsupported` for an engine whose checksums cannot be predicted.
 
-    info: its `/server_info`. device: the kind of checksum that is predicted.
+    info: the engine's `/server_info`. device: the device whose checksums are predicted.
     """
     obstacles = []
     if engine.tp > 1 or engine.ep > 1:
         obstacles.append(f"tp={engine.tp} ep={engine.ep} (each rank holds a shard)")
     if engine.quantization is not None:
         obstacles.append(f"quantization={engine.quantization} (SGLang hashes dequantized values)")
-    if (found := info.get("device")) != device:
-        obstacles.append(f"device={found} (SGLang hashes otherwise there than on {device})")
-    elif (
-        device != "cpu" and (runner := info.get("moe_runner_backend", "auto")) not in _PLAIN_RUNNERS
-    ):
+    engine_device = info.get("device")
+    runner = info.get("moe_runner_backend", "auto")
+    if engine_device != device:
         obstacles.append(
-            f"moe_runner_backend={runner} (it may keep experts in a layout of its own)"
+            f"device={engine_device} (SGLang computes other checksums there than on {device})"
         )
+    elif device != "cpu" and runner not in _PLAIN_RUNNERS:
+        obstacles.append(f"moe_runner_backend={runner} (it may keep experts in another layout)")
     if obstacles:
         raise AuditUnsupported(
-            f"{engine.url} holds every parameter that was sent, by name; their values cannot be compared: "
-            f"{', '.join(obstacles)}"
+            f"{engine.url} holds every parameter that was sent, by name; their values cannot be "
+            f"compared: {', '.join(obstacles)}"
         )

@@ -12,7 +12,7 @@ NamedTensors = Iterator[tuple[str, torch.Tensor]]
 
 @dataclass
 class Bucket:
-    """Tensors laid end to end. flat: uint8 [bytes]. last: no bucket follows it."""
+    """Tensors laid end to end. flat: uint8 [bytes]. last: True for the last bucket of a stream."""
 
     flat: torch.Tensor
     last: bool
@@ -34,53 +34,56 @@ def iterate_buckets(
 ) -> Iterator[Bucket]:
     """Cut `named_tensors` into buckets of at most `bucket_bytes` on `device`.
 
-    A tensor larger than that gets a bucket of its own. A yielded bucket is only valid until the
-    next one is asked for. Raises `ValueError` on a repeated name, an empty tensor or an empty
-    stream.
+    A tensor larger than that gets its own bucket. A yielded bucket is valid only until the next one
+    is requested.
+
+    Raises `ValueError` on a repeated name, an empty tensor or an empty stream.
     """
     filler = _Filler(bucket_bytes, device)
-    seen: set[str] = set()
+    names: set[str] = set()
     for name, tensor in named_tensors:
-        if name in seen or tensor.numel() == 0:
-            raise ValueError(
-                f"weight {name}: {'sent twice' if name in seen else 'has no elements'}"
-            )
-        seen.add(name)
+        if name in names:
+            raise ValueError(f"weight {name}: sent twice")
+        if tensor.numel() == 0:
+            raise ValueError(f"weight {name}: has no elements")
+        names.add(name)
         if not filler.fits(tensor):
             yield filler.take(last=False)
         filler.add(name, tensor)
-    if not seen:
+    if not names:
         raise ValueError("there are no weights to send")
     yield filler.take(last=True)
 
 
 class _Filler:
-    """Copies tensors into one reused buffer, or into one of its own where a tensor is larger than
-    that.
-    """
+    """Copies tensors into one reused buffer, or into a new one if a tensor is larger than that."""
 
     def __init__(self, bucket_bytes: int, device: torch.device) -> None:
         self._buffer = torch.empty(bucket_bytes, dtype=torch.uint8, device=device)
-        self._used = 0
+        self._num_bytes = 0
         self._bucket = Bucket(self._buffer, last=False)
 
     def fits(self, tensor: torch.Tensor) -> bool:
-        aligned = self._used % tensor.dtype.itemsize == 0
-        return self._used == 0 or (aligned and self._used + tensor.nbytes <= self._buffer.numel())
+        if self._num_bytes == 0:
+            return True
+        is_aligned = self._num_bytes % tensor.dtype.itemsize == 0
+        return is_aligned and self._num_bytes + tensor.nbytes <= self._buffer.numel()
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         data = tensor.detach().contiguous().view(-1).view(torch.uint8)
         if data.numel() > self._buffer.numel():
             self._bucket.flat = data.to(self._buffer.device, copy=True)
         else:
-            self._buffer[self._used : self._used + data.numel()].copy_(data)
-        self._used += data.numel()
+            self._buffer[self._num_bytes : self._num_bytes + data.numel()].copy_(data)
+        self._num_bytes += data.numel()
         self._bucket.names.append(name)
         self._bucket.dtypes.append(tensor.dtype)
         self._bucket.shapes.append(tensor.shape)
 
     def take(self, *, last: bool) -> Bucket:
-        bucket, self._bucket = self._bucket, Bucket(self._buffer, last=False)
-        bucket.last, bucket.flat = last, bucket.flat[: self._used]
-        self._used = 0
+        bucket = self._bucket
+        bucket.last = last
+        bucket.flat = bucket.flat[: self._num_bytes]
+        self._bucket = Bucket(self._buffer, last=False)
+        self._num_bytes = 0
         return bucket

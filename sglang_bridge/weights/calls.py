@@ -20,7 +20,7 @@ def start_call(function: Callable[[], None]) -> Future[None]:
     def run() -> None:
         try:
             function()
-        except BaseException as error:  # handed to whoever asks the future
+        except BaseException as error:  # the future raises it to its reader
             future.set_exception(error)
         else:
             future.set_result(None)
@@ -30,9 +30,7 @@ def start_call(function: Callable[[], None]) -> Future[None]:
 
 
 def call_each(admins: Sequence[AdminClient], function: Callable[[AdminClient], None]) -> Failures:
-    """Call `function` for every engine in parallel and return the reasons of those that failed, by
-    URL.
-    """
+    """Call `function` for every engine in parallel, and return the reasons of failures by URL."""
     futures = {admin.url: start_call(partial(function, admin)) for admin in admins}
     failures = {}
     for url, future in futures.items():

@@ -1,6 +1,4 @@
-"""Writes buckets as a checkpoint in Hugging Face format and lets engines load it from a file system
-they share.
-"""
+"""Writes buckets as a Hugging Face checkpoint that engines load from a shared file system."""
 
 from __future__ import annotations
 
@@ -18,8 +16,10 @@ from sglang_bridge.weights.calls import Failures, call_each
 
 
 class DiskTransport:
-    """directory: on a file system that every engine sees. config_from: a checkpoint whose
-    config.json is copied.
+    """Sends weights through files.
+
+    directory: on a file system that every engine sees. config_from: a checkpoint whose config.json
+    is copied. timeout_seconds: of each engine's loading.
     """
 
     def __init__(self, *, directory: Path, config_from: Path, timeout_seconds: float) -> None:
@@ -31,11 +31,11 @@ class DiskTransport:
 
     @property
     def device(self) -> torch.device:
-        """Where buckets have to be."""
+        """The device on which buckets must be."""
         return torch.device("cpu")
 
     def connect(self, admins: Sequence[AdminClient]) -> Failures:
-        """Nothing to prepare."""
+        """Do nothing: files need no connection."""
         return {}
 
     def begin(self, admins: Sequence[AdminClient], version: int) -> Failures:
@@ -44,7 +44,8 @@ class DiskTransport:
         path = self._path(version)
         path.mkdir(parents=True)
         shutil.copy(self._config_from / "config.json", path)
-        self._shard_of, self._bytes = {}, 0
+        self._shard_of = {}
+        self._bytes = 0
         return {}
 
     def send(self, bucket: Bucket, admins: Sequence[AdminClient], version: int) -> Failures:
@@ -69,10 +70,10 @@ class DiskTransport:
         )
 
     def forget(self, admin: AdminClient) -> None:
-        """Nothing is kept about an engine."""
+        """Do nothing: the transport keeps no state of an engine."""
 
     def close(self) -> None:
-        """Remove what was written."""
+        """Remove the files."""
         self._remove()
 
     def _path(self, version: int) -> Path:

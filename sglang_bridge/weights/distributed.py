@@ -15,7 +15,10 @@ from sglang_bridge.weights.weight_group import WeightGroup
 
 
 class DistributedTransport:
-    """gloo on CPUs, NCCL on GPUs. device: the rank's GPU."""
+    """Sends weights by broadcast. backend: "gloo" on CPUs, "nccl" on GPUs. device: the rank's GPU.
+
+    Raises `ValueError` for another backend, or one that does not fit the device.
+    """
 
     def __init__(
         self, *, backend: str, timeout_seconds: float, device: torch.device | None = None
@@ -24,7 +27,8 @@ class DistributedTransport:
             raise ValueError(f"weight transport backend {backend!r}: gloo (CPU) or nccl (GPU)")
         if (backend == "nccl") != (device is not None and device.type == "cuda"):
             raise ValueError(
-                f"weight transport backend {backend!r} with device {device}: nccl needs a GPU, gloo none"
+                f"weight transport backend {backend!r} with device {device}: nccl needs a GPU, "
+                "gloo needs none"
             )
         self._backend = backend
         self._timeout = timeout_seconds
@@ -33,35 +37,35 @@ class DistributedTransport:
 
     @property
     def device(self) -> torch.device:
-        """Where buckets have to be."""
+        """The device on which buckets must be."""
         return self._device
 
     def connect(self, admins: Sequence[AdminClient]) -> Failures:
-        """Make groups for the engines that have none."""
+        """Open groups for the engines that have none."""
         failures: Failures = {}
         for admin in admins:
             if admin in self._groups:
                 continue
             try:
                 group = WeightGroup.open(admin, backend=self._backend, timeout=self._timeout)
-            except (EngineError, OSError) as error:  # OSError: no route to its host
+            except (EngineError, OSError) as error:  # OSError: no route to the host
                 failures[admin.url] = str(error)
             else:
                 self._groups[admin] = group
         return failures
 
     def begin(self, admins: Sequence[AdminClient], version: int) -> Failures:
-        """Open a session.
+        """Open a session on every engine and wait for the replies.
 
-        Its reply comes first: an engine without one would leave the broadcast waiting.
+        An engine without a session would leave the broadcast waiting.
         """
         return call_each(admins, lambda admin: admin.begin_weight_update())
 
     def send(self, bucket: Bucket, admins: Sequence[AdminClient], version: int) -> Failures:
         """Broadcast one bucket to all engines at once and wait until each has loaded it."""
         deadline = time.monotonic() + self._timeout
-        told = str(version) if bucket.last else None
-        deliveries = {admin.url: self._groups[admin].deliver(bucket, told) for admin in admins}
+        label = str(version) if bucket.last else None
+        deliveries = {admin.url: self._groups[admin].deliver(bucket, label) for admin in admins}
         reasons = {url: delivery.finish(deadline) for url, delivery in deliveries.items()}
         return {url: reason for url, reason in reasons.items() if reason is not None}
 
@@ -71,7 +75,8 @@ class DistributedTransport:
 
     def forget(self, admin: AdminClient) -> None:
         """Drop the engine's group."""
-        if (group := self._groups.pop(admin, None)) is not None:
+        group = self._groups.pop(admin, None)
+        if group is not None:
             group.abandon()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What an engine must hold, computed while the weights stream by."""
+"""Checksums that an engine must report, computed while the weights stream by."""
 
 from __future__ import annotations
 
@@ -10,36 +10,40 @@ import torch
 
 from sglang_bridge.weights.buckets import NamedTensors
 from sglang_bridge.weights.digests import CpuDigest, Digest, GpuDigest
-from sglang_bridge.weights.fused_layout import Slot, held_dtype, locate_slot, padding_rows
+from sglang_bridge.weights.fused_layout import Slot, engine_dtype, locate_slot, padding_rows
 
 
 @dataclass
 class _Parameter:
+    """An engine parameter: its tensors are hashed in slot order, early ones are buffered."""
+
     count: int
     digest: Digest
     names: dict[int, str] = field(default_factory=dict)
-    waiting: dict[int, torch.Tensor] = field(default_factory=dict)
+    early_tensors: dict[int, torch.Tensor] = field(default_factory=dict)
     next_slot: int = 0
 
     def add(self, index: int, name: str, data: torch.Tensor) -> None:
         if index in self.names:
-            raise ValueError(f"weight {name}: its place is already taken by {self.names[index]}")
+            raise ValueError(f"weight {name}: its place already holds {self.names[index]}")
         self.names[index] = name
         if index != self.next_slot:
-            self.waiting[index] = data.clone()
+            self.early_tensors[index] = data.clone()
             return
         self.digest.update(data)
         self.next_slot += 1
-        while self.next_slot in self.waiting:
-            self.digest.update(self.waiting.pop(self.next_slot))
+        while self.next_slot in self.early_tensors:
+            self.digest.update(self.early_tensors.pop(self.next_slot))
             self.next_slot += 1
 
 
 class WeightExpectation:
-    """SGLang's checksum of every engine parameter: of the raw bytes in the engine's own dtype.
+    """Predicts SGLang's checksum of every engine parameter from the tensors that are sent.
 
-    dtype: the engine's. num_experts: of each MoE layer. device: the engines', on which the kind of
-    checksum depends.
+    A checksum covers the raw bytes in the engine's dtype.
+
+    dtype: the engine's. num_experts: in each MoE layer. device: the engines' device, which selects
+    the kind of checksum.
     """
 
     def __init__(
@@ -59,25 +63,24 @@ class WeightExpectation:
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Account for one tensor under its Hugging Face name."""
         slot = locate_slot(name, num_experts=self._num_experts)
-        data = tensor.detach().to(held_dtype(name, self._dtype)).contiguous()
-        if extra := padding_rows(name, data.shape[0]):
+        data = tensor.detach().to(engine_dtype(name, self._dtype)).contiguous()
+        extra = padding_rows(name, data.shape[0])
+        if extra:
             data = torch.cat([data, data.new_zeros(extra, *data.shape[1:])])
         self._parameter(slot).add(slot.index, name, data.view(-1).view(torch.uint8))
 
     def checksums(self) -> dict[str, str]:
-        """By engine parameter, the 16 hexadecimal digits SGLang reports.
+        """The 16 hexadecimal digits that SGLang reports, by engine parameter.
 
         Raises `ValueError` if a tensor is missing.
         """
-        incomplete = {name: p for name, p in self._parameters.items() if p.next_slot < p.count}
-        if incomplete:
-            raise ValueError(
-                "the weights sent are incomplete: "
-                + ", ".join(
-                    f"{name} has {len(p.names)} of {p.count} tensors"
-                    for name, p in incomplete.items()
-                )
-            )
+        gaps = [
+            f"{name} has {len(parameter.names)} of {parameter.count} tensors"
+            for name, parameter in self._parameters.items()
+            if parameter.next_slot < parameter.count
+        ]
+        if gaps:
+            raise ValueError(f"the weights sent are incomplete: {', '.join(gaps)}")
         return {name: parameter.digest.hexdigest() for name, parameter in self._parameters.items()}
 
     def tensors_of(self, parameter: str) -> tuple[str, ...]:

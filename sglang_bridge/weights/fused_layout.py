@@ -1,4 +1,4 @@
-"""Where SGLang keeps each tensor of a checkpoint: several may share one engine parameter."""
+"""Layout of SGLang's fused parameters: several checkpoint tensors may share one parameter."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ _VOCABULARY_TENSORS = frozenset({"model.embed_tokens.weight", "lm_head.weight"})
 
 @dataclass(frozen=True)
 class Slot:
-    """One checkpoint tensor's place. count: how many slots its engine parameter has."""
+    """Place of one checkpoint tensor in an engine parameter.
+
+    count: the number of slots in the parameter.
+    """
 
     parameter: str
     index: int
@@ -38,29 +41,38 @@ class Slot:
 
 
 def locate_slot(name: str, *, num_experts: int) -> Slot:
-    """The place of a tensor with this Hugging Face name; a name of no known fusion is a parameter
-    of its own.
+    """Locate a tensor by its Hugging Face name.
+
+    A name of no known fusion is itself a parameter. Raises `ValueError` for an expert that the
+    model does not have.
     """
-    if match := _EXPERT.fullmatch(name):
-        prefix, expert, kind = match[1], int(match[2]), match[3]
-        if expert >= num_experts:
-            raise ValueError(f"weight {name}: the model has experts 0 to {num_experts - 1}")
-        if kind not in _PLACES:
-            return Slot(f"{prefix}.w2_weight", expert, num_experts)
-        return Slot(f"{prefix}.w13_weight", 2 * expert + _PLACES[kind], 2 * num_experts)
-    for pattern, fused, order in _PATTERNS:
-        if match := pattern.fullmatch(name):
-            return Slot(f"{match[1]}.{fused}.{match[3]}", order[match[2]], len(order))
+    expert_match = _EXPERT.fullmatch(name)
+    if expert_match is not None:
+        prefix, expert, kind = expert_match.groups()
+        return _expert_slot(name, prefix, int(expert), kind, num_experts)
+    for pattern, parameter, order in _PATTERNS:
+        match = pattern.fullmatch(name)
+        if match is not None:
+            return Slot(f"{match[1]}.{parameter}.{match[3]}", order[match[2]], len(order))
     return Slot(name, 0, 1)
 
 
+def _expert_slot(name: str, prefix: str, expert: int, kind: str, num_experts: int) -> Slot:
+    if expert >= num_experts:
+        raise ValueError(f"weight {name}: the model has experts 0 to {num_experts - 1}")
+    if kind not in _PLACES:
+        return Slot(f"{prefix}.w2_weight", expert, num_experts)
+    return Slot(f"{prefix}.w13_weight", 2 * expert + _PLACES[kind], 2 * num_experts)
+
+
 def padding_rows(name: str, rows: int) -> int:
-    """How many zero rows the engine holds after this tensor's."""
+    """The number of zero rows that the engine appends to this tensor."""
     return -rows % _VOCABULARY_MULTIPLE if name in _VOCABULARY_TENSORS else 0
 
 
-def held_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """What an engine of `dtype` keeps a tensor in: a router's bias whole, for a rounded one chooses
-    other experts.
+def engine_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which an engine of `dtype` keeps a tensor.
+
+    A router's bias stays in float32, because a rounded bias selects other experts.
     """
     return torch.float32 if name.endswith(".e_score_correction_bias") else dtype

@@ -1,5 +1,6 @@
-"""A process group between the trainer's source rank and engines, apart from the trainer's own
-groups.
+"""A process group between the trainer's source rank and an engine's ranks.
+
+It is independent of the trainer's own groups.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from torch.distributed import distributed_c10d as c10d
 
 
 def open_store(address: str, *, timeout_seconds: float) -> dist.TCPStore:
-    """A rendezvous at `address` and a free port (`.port`); it lives as long as the object."""
+    """Open a rendezvous at `address` and a free port (`.port`). It lives as long as the object."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, 0), family=family) as listener:
-        # torch would listen on every interface; it takes over this socket instead.
+        # By itself, torch would listen on every interface. It takes over this socket instead.
         return dist.TCPStore(
             address,
             listener.getsockname()[1],
@@ -31,8 +32,8 @@ def join_as_source(
 ) -> dist.ProcessGroup:
     """Join as rank 0 the group that SGLang's `init_custom_process_group` builds on its side.
 
-    Both sides must prefix the store alike and build the backend through torch's own helper, which
-    has no public name.
+    Both sides must use the same store prefix, and build the backend through torch's own helper,
+    which has no public name.
     """
     group, _ = c10d._new_process_group_helper(
         world_size,

@@ -1,4 +1,4 @@
-"""What every way of moving weights has in common."""
+"""Interface of the ways to send weights to engines."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from sglang_bridge.weights.calls import Failures
 
 
 class WeightTransport(Protocol):
-    """Moves buckets of one update to several engines. The order is connect, begin, send..., end.
+    """Sends the buckets of one update to several engines: connect, begin, send..., end.
 
-    Engines that failed are not passed again within an update; `forget` drops what is kept about
-    one.
+    The caller does not pass a failed engine again within an update. `forget` drops the engine's
+    state.
     """
 
     @property
     def device(self) -> torch.device:
-        """Where buckets have to be."""
+        """The device on which buckets must be."""
         ...
 
     def connect(self, admins: Sequence[AdminClient]) -> Failures:
-        """Prepare engines not connected yet."""
+        """Prepare the engines that are not connected yet."""
         ...
 
     def begin(self, admins: Sequence[AdminClient], version: int) -> Failures:
@@ -33,8 +33,9 @@ class WeightTransport(Protocol):
         ...
 
     def send(self, bucket: Bucket, admins: Sequence[AdminClient], version: int) -> Failures:
-        """Deliver one bucket and return when it has arrived; the last one makes `version` the
-        served one.
+        """Deliver one bucket and wait until it has arrived.
+
+        After the last bucket, the engines serve `version`.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""One weight update of every engine, from the trainer's source rank."""
+"""Weight updates of all engines, from the trainer's source rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sglang_bridge.weights.transport import WeightTransport
 class WeightUpdater:
     """Sends weights to engines.
 
-    Requests that run during an update are computed again under the new weights.
+    Requests that run during an update are recomputed under the new weights.
     """
 
     def __init__(
@@ -29,16 +29,17 @@ class WeightUpdater:
         self.admins = tuple(admins)
         self._transport = transport
         self._bucket_bytes = bucket_bytes
-        # Alive or not, their last update did not complete, or was another run's: who knows how that
-        # ended?
-        self._unfinished = set(self.admins)
+        # Engines whose last update may be incomplete. At the start these are all engines, because
+        # another run may have left an update open.
+        self._dirty_admins = set(self.admins)
 
     def push(self, named_tensors: NamedTensors, version: int) -> None:
-        """Give every engine these weights, in Hugging Face names, as `version`.
+        """Send every engine these weights, under Hugging Face names, as `version`.
 
-        Peak memory is one bucket and one tensor. Raises `WeightUpdateFailed` after the stream is
-        exhausted; engines that took the version serve it by then. The next push tries all of them
-        again.
+        Peak memory is one bucket and one tensor.
+
+        Raises `WeightUpdateFailed` after the stream is exhausted. By then, the other engines serve
+        the version. The next push tries all engines again.
         """
         stream = iter(named_tensors)
         update = _Update(self.admins)
@@ -48,12 +49,13 @@ class WeightUpdater:
                 stream, bucket_bytes=self._bucket_bytes, device=self._transport.device
             ):
                 if update.alive:
-                    update.note(self._transport.send(bucket, update.alive, version))
+                    update.record(self._transport.send(bucket, update.alive, version))
             self._complete(update, version)
         except Exception:
             for admin in self.admins:
                 self._transport.forget(admin)
-            collections.deque(stream, maxlen=0)  # the other ranks of the export are still iterating
+            # The other ranks of the export still iterate, so the stream must be exhausted.
+            collections.deque(stream, maxlen=0)
             raise
         for admin in self.admins:
             if admin.url in update.failures:
@@ -68,29 +70,27 @@ class WeightUpdater:
         self._transport.close()
 
     def _prepare(self, update: _Update, version: int) -> None:
-        update.note(call_each(update.alive, lambda admin: admin.pause()))
-        update.note(call_each(update.alive, self._close_old_session))
-        update.note(self._transport.connect(update.alive))
-        update.note(self._transport.begin(update.alive, version))
+        update.record(call_each(update.alive, lambda admin: admin.pause()))
+        update.record(call_each(update.alive, self._close_old_session))
+        update.record(self._transport.connect(update.alive))
+        update.record(self._transport.begin(update.alive, version))
 
     def _complete(self, update: _Update, version: int) -> None:
-        update.note(self._transport.end(update.alive, version))
-        update.note(call_each(update.alive, lambda admin: admin.flush_cache()))
-        update.note(call_each(update.alive, lambda admin: admin.resume()))
-        self._unfinished -= set(update.alive)
+        update.record(self._transport.end(update.alive, version))
+        update.record(call_each(update.alive, lambda admin: admin.flush_cache()))
+        update.record(call_each(update.alive, lambda admin: admin.resume()))
+        self._dirty_admins -= set(update.alive)
 
     def _close_old_session(self, admin: AdminClient) -> None:
-        """An update that failed, or whose trainer died, left a session open in an engine that lived
-        on.
-        """
-        if admin in self._unfinished:
-            with contextlib.suppress(EngineError):  # none was open
+        """Close the session that a failed update, or a trainer that died, may have left open."""
+        if admin in self._dirty_admins:
+            with contextlib.suppress(EngineError):  # the engine refuses if no session is open
                 admin.end_weight_update()
-        self._unfinished.add(admin)
+        self._dirty_admins.add(admin)
 
 
 class _Update:
-    """Who is still taking part in one update."""
+    """Engines that still take part in one update."""
 
     def __init__(self, admins: Sequence[AdminClient]) -> None:
         self._admins = admins
@@ -100,6 +100,6 @@ class _Update:
     def alive(self) -> list[AdminClient]:
         return [admin for admin in self._admins if admin.url not in self.failures]
 
-    def note(self, failures: Failures) -> None:
+    def record(self, failures: Failures) -> None:
         """Keep each engine's first failure."""
         self.failures = failures | self.failures

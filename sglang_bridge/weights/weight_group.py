@@ -1,4 +1,4 @@
-"""One process group that holds this process (rank 0) and the tensor-parallel ranks of one engine."""
+"""Process group of this process (rank 0) and the tensor-parallel ranks of one engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHORT_POLL_SECONDS = 0.002
 
 
 class WeightGroup:
-    """Make it with `WeightGroup.open`."""
+    """Connection to one engine for weights. Create it with `WeightGroup.open`."""
 
     def __init__(
         self,
@@ -34,16 +34,16 @@ class WeightGroup:
     ) -> None:
         self._name = name
         self._admin = admin
-        self._store = store  # lives as long as the group
+        self._store = store  # must live as long as the group
         self._group = group
         self._timeout = timeout
 
     @classmethod
     def open(cls, admin: AdminClient, *, backend: str, timeout: float) -> WeightGroup:
-        """Let the engine join a new group, and join it. Raises `EngineError` when it does not
-        within the timeout.
+        """Let the engine join a new group, and join it too.
 
-        They meet at this process's address on the route to the engine's host.
+        Both meet at this process's address on the route to the engine's host. Raises `EngineError`
+        when the engine does not join within the timeout.
         """
         name = f"weights-{uuid.uuid4().hex[:12]}"
         address = address_towards(*admin.address)
@@ -66,13 +66,13 @@ class WeightGroup:
             group = join_as_source(
                 store, name=name, world_size=world_size, backend=backend, timeout_seconds=timeout
             )
-        except RuntimeError as error:  # torch.distributed's errors: a peer left, or the timeout
+        except RuntimeError as error:  # torch.distributed: a peer left, or the timeout passed
             raise RequestFailed(f"the process group for weights did not form: {error}") from error
         reply.result(timeout)
         return cls(name, admin, store, group, timeout)
 
     def deliver(self, bucket: Bucket, version: str | None) -> Delivery:
-        """Start broadcasting one bucket; it must stay unchanged until the delivery is done."""
+        """Start to broadcast one bucket. It must stay unchanged until the delivery is finished."""
         reply = start_call(
             partial(
                 self._admin.update_weights_from_distributed,
@@ -87,50 +87,50 @@ class WeightGroup:
         try:
             broadcast = dist.broadcast(bucket.flat, src=0, group=self._group, async_op=True)
         except RuntimeError as error:
-            return Delivery(reply, None, failed=f"the broadcast could not start: {error}")
+            return Delivery(reply, None, failure=f"the broadcast could not start: {error}")
         return Delivery(reply, broadcast)
 
     def abandon(self) -> None:
-        """Let go after a failure.
+        """Drop the group after a failure, without waiting.
 
-        A pending broadcast ends at the group's timeout, in nobody's way.
+        A pending broadcast ends at the group's timeout, in a thread.
         """
-        last = [self._group]
-        del (
-            self._group
-        )  # whoever lets go of it last waits for the broadcast: that has to be the thread
-        start_call(lambda: leave(last.pop()))
+        # Dropping the last reference waits for the broadcast, so the thread must hold it.
+        references = [self._group]
+        del self._group
+        start_call(lambda: leave(references.pop()))
 
     def close(self) -> None:
-        """Leave in good order, the engine first."""
-        with contextlib.suppress(EngineError):  # it is gone, or it never minded
+        """Leave the group in order, the engine first."""
+        with contextlib.suppress(EngineError):  # the engine is gone, or its group
             self._admin.destroy_weights_update_group(self._name)
         leave(self._group)
 
 
 class Delivery:
-    """A bucket on its way to one engine."""
+    """Transfer of one bucket to one engine."""
 
     def __init__(
-        self, reply: Future[None], broadcast: dist.Work | None, *, failed: str | None = None
+        self, reply: Future[None], broadcast: dist.Work | None, *, failure: str | None = None
     ) -> None:
         self._reply = reply
         self._broadcast = broadcast
-        self._failed = failed
+        self._failure = failure
 
     def finish(self, deadline: float) -> str | None:
-        """Wait until it has arrived, has failed, or `time.monotonic()` passes `deadline`; why it
-        failed, if it did.
+        """Wait until the bucket has arrived or failed, or `time.monotonic()` passes `deadline`.
+
+        Returns the reason of a failure, or None.
         """
         while not self._is_done():
             if time.monotonic() > deadline:
                 return "no answer before sync.timeout_s"
             _wait_for(self._reply)
-        return self._reply_error() or self._failed
+        return self._reply_error() or self._failure
 
     def _is_done(self) -> bool:
-        """Reply and broadcast are in, or one of them failed."""
-        if self._failed is not None or self._reply_error() is not None:
+        """True once reply and broadcast are complete, or one of them failed."""
+        if self._failure is not None or self._reply_error() is not None:
             return True
         assert self._broadcast is not None
         if not self._broadcast.is_completed():
@@ -138,7 +138,7 @@ class Delivery:
         try:
             self._broadcast.wait()
         except RuntimeError as error:
-            self._failed = f"the broadcast broke: {error}"
+            self._failure = f"the broadcast broke: {error}"
             return True
         return self._reply.done()
 
@@ -148,16 +148,17 @@ class Delivery:
 
 
 def _wait_for(reply: Future[None]) -> None:
-    """Sleep until the reply is there, or for one polling interval."""
-    if reply.done():  # the broadcast is what is missing
+    """Sleep until the reply arrives, or for one polling interval."""
+    if reply.done():  # only the broadcast is missing
         time.sleep(_SHORT_POLL_SECONDS)
     else:
         wait([reply], timeout=_POLL_SECONDS)
 
 
 def _wait_for_arrival(store: dist.TCPStore, reply: Future[None], timeout: float) -> None:
-    """Wait until the engine has reached the rendezvous: joining before would block even if it
-    refuses.
+    """Wait until the engine has reached the rendezvous.
+
+    Joining earlier would block even if the engine refuses.
     """
     deadline = time.monotonic() + timeout
     while store.num_keys() == 0:

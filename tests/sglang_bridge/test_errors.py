@@ -2,7 +2,7 @@
 
 import pytest
 
-from sglang_bridge.errors import EngineDied, how_it_ended
+from sglang_bridge.errors import EngineDied, describe_exit
 
 
 @pytest.mark.parametrize(
@@ -17,5 +17,5 @@ from sglang_bridge.errors import EngineDied, how_it_ended
     ],
 )
 def test_an_end_by_a_signal_is_named(returncode: int, words: str) -> None:
-    assert how_it_ended(returncode).startswith(words)
+    assert describe_exit(returncode).startswith(words)
     assert str(EngineDied("gone", returncode=returncode)).startswith(f"gone ({words}")

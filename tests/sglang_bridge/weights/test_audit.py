@@ -64,7 +64,7 @@ def expected(
 def test_an_engine_that_holds_what_was_sent_passes() -> None:
     sent, held = sent_and_held()
     report = audit_engine(HoldingAdmin(held), expected(sent))
-    assert (report.url, report.compared, report.mismatches) == ("http://127.0.0.1:1", 2, ())
+    assert (report.url, report.num_compared, report.mismatches) == ("http://127.0.0.1:1", 2, ())
     report.raise_on_mismatch(3)
 
 
@@ -86,7 +86,7 @@ def test_a_parameter_that_nothing_was_sent_for_is_found() -> None:
     sent, held = sent_and_held()
     report = audit_engine(HoldingAdmin({**held, "model.extra": torch.ones(1)}), expected(sent))
     assert report.mismatches == (Mismatch("model.extra", (), "nothing was sent for it"),)
-    assert report.compared == 3
+    assert report.num_compared == 3
 
 
 def test_a_sent_tensor_that_the_engine_lacks_is_found() -> None:
@@ -94,7 +94,7 @@ def test_a_sent_tensor_that_the_engine_lacks_is_found() -> None:
     del held[FUSED]
     report = audit_engine(HoldingAdmin(held), expected(sent))
     assert report.mismatches == (Mismatch(FUSED, QKV, "the engine has no such parameter"),)
-    assert report.compared == 2
+    assert report.num_compared == 2
 
 
 def test_a_tensor_missing_from_a_fused_parameter_is_an_error_of_the_export() -> None:
@@ -110,7 +110,7 @@ GPU = {"device": "cuda", "moe_runner_backend": "triton"}
 def test_an_engine_on_a_gpu_is_compared_by_value_too() -> None:
     sent, held = sent_and_held()
     report = audit_engine(HoldingAdmin(held, info=GPU), expected(sent, "cuda"))
-    assert (report.compared, report.mismatches) == (2, ())
+    assert (report.num_compared, report.mismatches) == (2, ())
     held[FUSED].view(torch.int32)[5, 1] ^= 1
     (mismatch,) = audit_engine(HoldingAdmin(held, info=GPU), expected(sent, "cuda")).mismatches
     assert (mismatch.parameter, mismatch.tensors) == (FUSED, QKV)

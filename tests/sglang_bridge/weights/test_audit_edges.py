@@ -28,4 +28,4 @@ def test_a_sharded_engine_is_not_compared_by_value(shape: dict[str, int]) -> Non
 def test_a_server_that_names_no_moe_runner_has_the_plain_one() -> None:
     sent, held = sent_and_held()
     report = audit_engine(HoldingAdmin(held, info={"device": "cuda"}), expected(sent, "cuda"))
-    assert (report.compared, report.mismatches) == (2, ())
+    assert (report.num_compared, report.mismatches) == (2, ())

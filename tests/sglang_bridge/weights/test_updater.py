@@ -121,8 +121,8 @@ def test_an_engine_that_fails_is_left_paused_and_the_other_served() -> None:
     ) as caught:
         setup.updater.push(weights(3, seen), 5)
     assert seen == ["0", "1", "2"]
-    assert caught.value.failed == {A: "it died"}
-    assert caught.value.updated == (B,)
+    assert caught.value.failures == {A: "it died"}
+    assert caught.value.updated_urls == (B,)
     log = setup.take_log()
     assert log[6:] == [
         "send 0 12",
@@ -220,7 +220,7 @@ def test_control_calls_that_fail_count() -> None:
     setup = Setup(fails={B: {"flush"}})
     with pytest.raises(WeightUpdateFailed) as caught:
         setup.updater.push(weights(), 1)
-    assert caught.value.failed == {B: "flush refused"}
+    assert caught.value.failures == {B: "flush refused"}
     assert "resume 2" not in setup.log
 
 
