@@ -1,1 +1,1 @@
-"""What a run writes and prints: its directory, its metrics, its progress."""
+"""The files and progress lines of one run: its directory, metrics and exit record."""

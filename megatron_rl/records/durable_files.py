@@ -1,4 +1,4 @@
-"""Files that survive a power failure: written and flushed to the disk."""
+"""File operations that survive a power failure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def write_synced(file: Path, data: bytes) -> None:
-    """Write a file that has reached the disk when this returns."""
+    """Write a file and flush it to the disk."""
     with file.open("wb") as stream:
         stream.write(data)
         stream.flush()
@@ -15,7 +15,7 @@ def write_synced(file: Path, data: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """The names in a folder have reached the disk when this returns."""
+    """Flush the names of the files in a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

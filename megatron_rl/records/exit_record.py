@@ -1,4 +1,7 @@
-"""exit.json: how a run ended, whole or absent. The first process to say it is right."""
+"""The file exit.json: the exit code of a run and its reason.
+
+The file is complete or missing. The first process that writes it decides its content.
+"""
 
 from __future__ import annotations
 
@@ -10,43 +13,51 @@ from pathlib import Path
 
 import msgspec
 
-_NAME, _RESERVE = "exit.json", ".exit-reserve"
-_RESERVED_BYTES = 64 * 1024
-_MOST_REASON_BYTES = (
-    _RESERVED_BYTES // 2
-)  # JSON escapes newlines and quotes with one byte more each
+_NAME = "exit.json"
+_RESERVE_NAME = ".exit-reserve"
+_RESERVE_BYTES = 64 * 1024
+# JSON escapes a newline or a quote with one more byte, so half of the reserve always suffices
+_MAX_REASON_BYTES = _RESERVE_BYTES // 2
 
 
 class ExitRecord(msgspec.Struct, frozen=True):
-    """code: 0 for a complete run. ended: UTC."""
+    """The content of exit.json.
+
+    code: the exit code, 0 for a complete run. end_time: in UTC, written as `ended`.
+    """
 
     code: int
     reason: str
-    ended: str
+    end_time: str = msgspec.field(name="ended")
 
 
 def reserve_exit_record(directory: Path) -> None:
-    """Take the space of an exit record now, so that a disk that fills up later has room for it."""
-    (directory / _RESERVE).write_bytes(bytes(_RESERVED_BYTES))
+    """Allocate the disk space of an exit record, in case the disk is full when the run ends."""
+    (directory / _RESERVE_NAME).write_bytes(bytes(_RESERVE_BYTES))
 
 
 def write_exit_record(directory: Path, code: int, reason: str) -> bool:
-    """Leave code and reason; False where a record is there already, which stays. Raises `OSError`."""
-    ended = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    reason = reason.encode(errors="replace")[:_MOST_REASON_BYTES].decode(errors="ignore")
-    own = directory / f"{_NAME}.{secrets.token_hex(4)}"
-    with contextlib.suppress(OSError):  # another rank took it
-        (directory / _RESERVE).rename(own)
+    """Write the exit record unless there is one. Returns False when there is one already.
+
+    Raises `OSError` when it cannot be written.
+    """
+    end_time = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    reason = reason.encode(errors="replace")[:_MAX_REASON_BYTES].decode(errors="ignore")
+    partial = directory / f"{_NAME}.{secrets.token_hex(4)}"
+    # Another rank may have used the reserve already
+    with contextlib.suppress(OSError):
+        (directory / _RESERVE_NAME).rename(partial)
     try:
-        _write(own, msgspec.json.encode(ExitRecord(code, reason, ended)) + b"\n")
-        return _publish(own, directory / _NAME)
+        _overwrite(partial, msgspec.json.encode(ExitRecord(code, reason, end_time)) + b"\n")
+        return _publish(partial, directory / _NAME)
     finally:
-        own.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
 
 
 def read_exit_record(directory: Path) -> ExitRecord | None:
-    """How the run of a directory ended; None while it goes on, or when all of its processes were
-    killed at once.
+    """Read the exit record of a run.
+
+    Returns None while the run is still going, and when all its processes were killed at once.
     """
     try:
         return msgspec.json.decode((directory / _NAME).read_bytes(), type=ExitRecord)
@@ -54,8 +65,8 @@ def read_exit_record(directory: Path) -> ExitRecord | None:
         return None
 
 
-def _write(file: Path, data: bytes) -> None:
-    """Write over what is there, whose blocks exist, and reach the disk."""
+def _overwrite(file: Path, data: bytes) -> None:
+    """Write into the allocated blocks of a file and flush it to the disk."""
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT, 0o644)
     try:
         view = memoryview(data)
@@ -68,12 +79,13 @@ def _write(file: Path, data: bytes) -> None:
 
 
 def _publish(file: Path, target: Path) -> bool:
-    """Give a whole file its name, unless the name is taken."""
+    """Give a complete file its final name. Returns False when the name is taken."""
     try:
         os.link(file, target)
     except FileExistsError:
         return False
-    except OSError:  # a file system without hard links
+    except OSError:
+        # The file system has no hard links
         if target.exists():
             return False
         file.rename(target)

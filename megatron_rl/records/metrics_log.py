@@ -1,4 +1,4 @@
-"""metrics.jsonl and TensorBoard, under the same names."""
+"""Writes metrics to metrics.jsonl and TensorBoard, under the same names."""
 
 from __future__ import annotations
 
@@ -10,58 +10,51 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 
 from megatron_rl.config.schema import LoggerSettings
-from megatron_rl.records.heat_maps import heat_maps, is_drawn, is_share
+from megatron_rl.records.heat_maps import heat_maps, is_expert_share, is_heat_map_metric
 from megatron_rl.records.past_run import RunUnreadable, read_metrics
 from megatron_rl.records.run_directory import RunDirectory
 from megatron_rl.records.write_errors import WriteFailed, write_problem
 
 
 class MetricsLog:
-    """Appends one JSON object a step, flushed at once; numbers that are not finite are null. Raises
-    `WriteFailed`.
+    """Appends one JSON object for each step. Non-finite numbers become null.
 
-    first_step: of a run that goes on; TensorBoard hides what was written before of it and of later
-    ones.
+    first_step: the first step of a resumed run. TensorBoard then hides the older records of this
+    and later steps. Raises `WriteFailed` when a file cannot be written.
     """
 
     def __init__(
         self, directory: RunDirectory, settings: LoggerSettings, first_step: int | None = None
     ) -> None:
         self._path = directory.metrics_file
-        with self._explained():
+        with self._explained_write_errors():
             self._file = self._path.open("ab", buffering=0)
         self._writer = None
         if settings.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter  # slow to import, and optional
+            # This import is slow, and TensorBoard is optional
+            from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(str(directory.tensorboard), purge_step=first_step)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        record = {"step": step} | {
-            k: v if math.isfinite(v) else None for k, v in sorted(values.items())
-        }
-        with self._explained():
+        """Append the metrics of one step and flush them. Raises `WriteFailed`."""
+        record: dict[str, float | None] = {"step": step}
+        for name, value in sorted(values.items()):
+            record[name] = value if math.isfinite(value) else None
+        with self._explained_write_errors():
             self._append(json.dumps(record).encode() + b"\n")
-            if self._writer is not None:
-                for name, value in values.items():
-                    if not is_share(name):
-                        self._writer.add_scalar(name, value, step)
-                if any(map(is_drawn, values)):
-                    with contextlib.suppress(RunUnreadable):  # no picture of an old damaged line
-                        for heat_map in heat_maps(read_metrics(self._path.parent)):
-                            self._writer.add_image(heat_map.name, heat_map.image(), step)
-                self._writer.flush()
+            self._write_tensorboard(step, values)
 
     def close(self) -> None:
-        """Harmless when nothing more can be written."""
+        """Close both files. Errors of TensorBoard are ignored."""
         self._file.close()
         if self._writer is not None:
             with contextlib.suppress(OSError):
                 self._writer.close()
 
     def _append(self, line: bytes) -> None:
-        """The whole line or nothing: half a line would make the file unreadable."""
-        start = self._file.seek(0, 2)
+        """Write the complete line, or nothing: half a line would make the file unreadable."""
+        start = self._file.seek(0, os.SEEK_END)
         view = memoryview(line)
         try:
             while view:
@@ -71,12 +64,27 @@ class MetricsLog:
                 self._file.truncate(start)
             raise
 
+    def _write_tensorboard(self, step: int, values: Mapping[str, float]) -> None:
+        if self._writer is None:
+            return
+        for name, value in values.items():
+            if not is_expert_share(name):
+                self._writer.add_scalar(name, value, step)
+        if any(map(is_heat_map_metric, values)):
+            # A damaged line of an earlier step costs the pictures, not the run
+            with contextlib.suppress(RunUnreadable):
+                for heat_map in heat_maps(read_metrics(self._path.parent)):
+                    self._writer.add_image(heat_map.name, heat_map.image(), step)
+        self._writer.flush()
+
     @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _explained_write_errors(self) -> Iterator[None]:
+        """Turn errors of the disk into `WriteFailed`."""
         try:
             yield
         except OSError as error:
-            if (problem := write_problem(error, self._path)) is None:
+            problem = write_problem(error, self._path)
+            if problem is None:
                 raise
             raise WriteFailed(problem) from error
 

@@ -1,4 +1,4 @@
-"""A run's directory, read back: its metrics and its settings."""
+"""Reads the directory of a run: its metrics, its settings and its number of ranks."""
 
 from __future__ import annotations
 
@@ -17,53 +17,57 @@ class _Versions(msgspec.Struct):
     ranks: int | None = None
 
 
-_records = msgspec.json.Decoder(Record)
+_record_decoder = msgspec.json.Decoder(Record)
 
 
 class RunUnreadable(Failure):
-    """A directory that is not a run's, or whose files are damaged."""
+    """A directory is not that of a run, or its files are damaged."""
 
     exit_code = ExitCode.REFUSED
 
 
 def read_metrics(directory: Path) -> list[Record]:
-    """The records of `metrics.jsonl`; null stands for a number that is not finite. Raises
-    `RunUnreadable`.
+    """Read the records of metrics.jsonl. None stands for a non-finite number.
 
-    A last line without its end is left out: the run is writing it, or was killed meanwhile.
+    An incomplete last line is ignored: the run is writing it, or was killed while it did. Raises
+    `RunUnreadable`.
     """
     file = directory / "metrics.jsonl"
-    *lines, _ = _bytes(file).split(b"\n")
+    *lines, _ = _read(file).split(b"\n")
     records = []
     for number, line in enumerate(lines, start=1):
         try:
-            records.append(_records.decode(line))
+            records.append(_record_decoder.decode(line))
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise RunUnreadable(
-                f"{file} line {number} is damaged ({error}): a record is one JSON object of numbers. Remove that line, "
-                "or run again"
+                f"{file} line {number} is damaged ({error}): a record is one JSON object of "
+                "numbers. Remove that line, or run again"
             ) from error
     return records
 
 
 def read_settings(directory: Path) -> dict[str, Any]:
-    """`config.yaml` as {"section.key": value}. Raises `RunUnreadable`."""
+    """Read config.yaml as {"section.key": value}. Raises `RunUnreadable`."""
     file = directory / "config.yaml"
     try:
-        return flat_settings(_bytes(file).decode())
+        return flat_settings(_read(file).decode())
     except RunUnreadable:
         raise
-    except Exception as error:  # PyYAML's, OmegaConf's and plain ValueErrors
+    except Exception as error:
+        # PyYAML and OmegaConf raise errors of their own, without a common base
         raise RunUnreadable(
             f"{file} is damaged ({_first_line(error)}). Move the run away, or run again"
         ) from error
 
 
 def read_ranks(directory: Path) -> int | None:
-    """How many ranks it ran on; None for a run that did not note it. Raises `RunUnreadable`."""
+    """Read the number of ranks of a run; None for a run that did not record it.
+
+    Raises `RunUnreadable`.
+    """
     file = directory / "versions.json"
     try:
-        return msgspec.json.decode(_bytes(file), type=_Versions).ranks
+        return msgspec.json.decode(_read(file), type=_Versions).ranks
     except msgspec.DecodeError as error:
         raise RunUnreadable(
             f"{file} is damaged ({error}). Move the run away, or run again"
@@ -71,8 +75,9 @@ def read_ranks(directory: Path) -> int | None:
 
 
 def flat_settings(text: str) -> dict[str, Any]:
-    """Settings in YAML as {"section.key": value}. Raises ValueError for text that holds no
-    settings.
+    """Parse settings in YAML as {"section.key": value}.
+
+    Raises ValueError for text that holds no settings.
     """
     tree = OmegaConf.to_container(OmegaConf.create(text))
     if not isinstance(tree, dict) or not tree:
@@ -81,29 +86,30 @@ def flat_settings(text: str) -> dict[str, Any]:
 
 
 def _leaves(tree: dict[Any, Any], prefix: str) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
+    leaves: list[tuple[str, Any]] = []
     for name, value in tree.items():
         key = f"{prefix}{name}"
-        found += _leaves(value, f"{key}.") if isinstance(value, dict) and value else [(key, value)]
-    return found
+        if isinstance(value, dict) and value:
+            leaves += _leaves(value, f"{key}.")
+        else:
+            leaves.append((key, value))
+    return leaves
 
 
-def _bytes(file: Path) -> bytes:
-    if not file.parent.is_dir():
+def _read(file: Path) -> bytes:
+    directory = file.parent
+    if not directory.is_dir():
         raise RunUnreadable(
-            f"{file.parent}: there is no such directory. Give a run's, such as runs/NAME"
+            f"{directory}: there is no such directory. Give a run's directory, such as runs/NAME"
         )
     try:
         return file.read_bytes()
     except FileNotFoundError:
-        held = (
-            "no run"
-            if not (file.parent / "versions.json").exists()
-            else "a run that ended before it wrote one"
-        )
-        raise RunUnreadable(
-            f"{file.parent} holds no {file.name}: it is the directory of {held}"
-        ) from None
+        if (directory / "versions.json").exists():
+            reason = "the run ended before it wrote one"
+        else:
+            reason = "it is not the directory of a run"
+        raise RunUnreadable(f"{directory} holds no {file.name}: {reason}") from None
     except OSError as error:
         raise RunUnreadable(f"{file} cannot be read: {error.strerror}") from error
 

@@ -1,4 +1,4 @@
-"""A run's directory: created once, never shared by two runs."""
+"""The directory of a run: created once, and never shared by two runs."""
 
 from __future__ import annotations
 
@@ -20,23 +20,25 @@ from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.records.exit_record import read_exit_record, reserve_exit_record
 from megatron_rl.records.run_lock import run_is_alive
 
-STOP_FILE = "stop"  # whoever makes it asks the run to save and end
+# The run saves a checkpoint and ends when this file appears in its directory
+STOP_FILE = "stop"
 PACKAGES = ("torch", "megatron-core", "sglang", "triton", "transformers", "hydra-core", "numpy")
+_FOLDERS = ("logs", "rollouts", "checkpoints")
 
 
 class RunDirectoryUnusable(Failure):
-    """The directory cannot be made."""
+    """The directory of a run cannot be made."""
 
     exit_code = ExitCode.REFUSED
 
 
 class RunDirectoryTaken(RunDirectoryUnusable):
-    """Another run owns the directory."""
+    """The directory belongs to another run."""
 
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """Paths inside one run's directory."""
+    """The paths inside the directory of one run."""
 
     path: Path
 
@@ -44,38 +46,41 @@ class RunDirectory:
     def create(
         cls, configuration: Configuration, now: datetime.datetime, *, ranks: int = 1
     ) -> RunDirectory:
-        """Make the directory. Raises `RunDirectoryTaken` when it exists, even from a run that has
-        ended.
+        """Make the directory of a new run. Call this on rank 0 only: the clocks of ranks differ.
 
-        run.on_existing=overwrite_failed removes what a run left that did not complete. Ranks read
-        different clocks: call it on rank 0. ranks: how many there are. Raises
-        `RunDirectoryUnusable` where nothing can be made.
+        run.on_existing=overwrite_failed removes the directory of a run that did not complete.
+        now: names a run without run.name. ranks: the number of ranks of the run. Raises
+        `RunDirectoryTaken` when the directory exists, and `RunDirectoryUnusable` when it cannot be
+        made.
         """
-        path = path_of(configuration.run, now)
+        path = run_directory_path(configuration.run, now)
         if configuration.run.on_existing == "overwrite_failed":
             _remove_failed(path)
         try:
             path.mkdir(parents=True)
         except FileExistsError:
-            raise _taken(path, "two runs never share a directory") from None
+            raise _directory_taken(path, "two runs never share a directory") from None
         except OSError as error:
             raise RunDirectoryUnusable(
-                f"run.root={str(path.parent)!r}: no directory can be made there ({error}); give another run.root"
+                f"run.root={str(path.parent)!r}: no directory can be made there ({error}). Choose "
+                "another run.root"
             ) from error
         directory = cls(path)
         with contextlib.ExitStack() as undo:
-            undo.callback(
-                shutil.rmtree, path, ignore_errors=True
-            )  # half a directory would only block the name
-            for name in ("logs", "rollouts", "checkpoints"):
-                (path / name).mkdir()
+            # An incomplete directory would only block its name
+            undo.callback(shutil.rmtree, path, ignore_errors=True)
+            directory.make_folders()
             (path / "config.yaml").write_text(to_yaml(configuration))
-            (path / "versions.json").write_text(
-                json.dumps(_versions() | {"ranks": ranks}, indent=2) + "\n"
-            )
+            versions = _versions() | {"ranks": ranks}
+            (path / "versions.json").write_text(json.dumps(versions, indent=2) + "\n")
             reserve_exit_record(path)
             undo.pop_all()
         return directory
+
+    def make_folders(self) -> None:
+        """Make the folders of the directory that are missing."""
+        for name in _FOLDERS:
+            (self.path / name).mkdir(exist_ok=True)
 
     @property
     def metrics_file(self) -> Path:
@@ -95,59 +100,66 @@ class RunDirectory:
 
     @property
     def logs(self) -> Path:
-        """One log a process, such as `engine-0-0.log` or `collector-0.log`."""
+        """The folder with one log for each process, such as `engine-0-0.log`."""
         return self.path / "logs"
 
 
-def path_of(run: RunSettings, now: datetime.datetime) -> Path:
-    """The absolute path of a run's directory; a run without a name is called after its experiment
-    and `now`.
+def run_directory_path(run: RunSettings, now: datetime.datetime) -> Path:
+    """The absolute path of a run's directory.
+
+    A run without run.name is named after its experiment and `now`.
     """
     name = run.name if run.name is not None else f"{run.experiment}-{now:%Y%m%d-%H%M%S}"
     return Path(run.root).expanduser().resolve() / name
 
 
+def is_run_directory(path: Path) -> bool:
+    """True for a directory that a run has made."""
+    return all((path / name).is_file() for name in ("config.yaml", "versions.json"))
+
+
 def to_yaml(configuration: Configuration) -> str:
-    """Every key with its value, as YAML."""
+    """Write every key with its value as YAML."""
     return OmegaConf.to_yaml(msgspec.to_builtins(configuration))
 
 
 def _remove_failed(path: Path) -> None:
     """Remove the directory of a run that ended without completing.
 
-    Raises `RunDirectoryTaken` for any other.
+    Raises `RunDirectoryTaken` for any other directory.
     """
     if not path.exists():
         return
-    if not all((path / name).is_file() for name in ("config.yaml", "versions.json")):
-        raise _taken(path, "it is not the directory of a run")
-    if (ended := read_exit_record(path)) is not None and ended.code == ExitCode.OK:
-        raise _taken(path, "its run is complete")
+    if not is_run_directory(path):
+        raise _directory_taken(path, "it is not the directory of a run")
+    exit_record = read_exit_record(path)
+    if exit_record is not None and exit_record.code == ExitCode.OK:
+        raise _directory_taken(path, "its run is complete")
     if run_is_alive(path):
-        raise _taken(path, "a process of its run is still alive")
-    aside = path.with_name(
-        f".{path.name}.{secrets.token_hex(4)}"
-    )  # half of it must never stand under the name
+        raise _directory_taken(path, "a process of its run is still alive")
+    # Rename it first: half a directory must never stand under the name of a run
+    trash = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        path.rename(aside)
-        shutil.rmtree(aside)
+        path.rename(trash)
+        shutil.rmtree(trash)
     except OSError as error:
-        raise _taken(path, f"it cannot be removed ({error})") from error
+        raise _directory_taken(path, f"it cannot be removed ({error})") from error
 
 
-def _taken(path: Path, why: str) -> RunDirectoryTaken:
+def _directory_taken(path: Path, reason: str) -> RunDirectoryTaken:
     return RunDirectoryTaken(
-        f"run.name={path.name!r}: {path} exists already, and {why}; choose another run.name, move the old run away, "
-        "or, if it failed, use its name again: run.on_existing=overwrite_failed"
+        f"run.name={path.name!r}: {path} exists already, and {reason}. Choose another run.name, "
+        "move the old run away, or, if it failed, reuse its name with "
+        "run.on_existing=overwrite_failed"
     )
 
 
 def _versions() -> dict[str, str]:
-    """Of Python, the platform and the packages that decide what a run computes."""
-    found = {"python": platform.python_version(), "platform": platform.platform()}
+    """The versions of Python, the platform and the packages that influence a run's numbers."""
+    versions = {"python": platform.python_version(), "platform": platform.platform()}
     for package in PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+            versions[package] = "not installed"
+    return versions

@@ -1,5 +1,7 @@
-"""Which run directories belong to living processes: each rank holds a shared lock, which ends with
-the process.
+"""Marks the directories of living runs.
+
+Each rank holds a shared lock on a file of the run directory. The kernel releases the lock when the
+process ends.
 """
 
 from __future__ import annotations
@@ -10,20 +12,21 @@ from pathlib import Path
 from typing import IO
 
 _NAME = ".alive"
-_PATIENCE_SECONDS = 5.0
+_TIMEOUT_SECONDS = 5.0
 
 
-def hold_run(directory: Path) -> IO[bytes]:
+def mark_run_alive(directory: Path) -> IO[bytes]:
     """Mark a run as alive for as long as the returned file is open.
 
-    Raises `OSError` where files cannot be locked.
+    Raises `OSError` where the file system has no locks.
     """
     file = (directory / _NAME).open("ab")
-    deadline = time.monotonic() + _PATIENCE_SECONDS
+    deadline = time.monotonic() + _TIMEOUT_SECONDS
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:  # somebody is just looking whether the run lives
+        except BlockingIOError:
+            # `run_is_alive` in another process holds the lock for a moment
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.01)
@@ -32,16 +35,17 @@ def hold_run(directory: Path) -> IO[bytes]:
 
 
 def claim_run(directory: Path) -> IO[bytes] | None:
-    """As `hold_run`, for the one process that goes on with a run; None while a process of it lives.
+    """Mark a run as alive for the one process that resumes it.
 
-    None also where files cannot be locked. Raises `OSError` where the directory cannot be written.
+    Returns None while a process of the run is alive, and where the file system has no locks.
+    Raises `OSError` when the directory cannot be written.
     """
     file = (directory / _NAME).open("ab")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        fcntl.flock(
-            file, fcntl.LOCK_SH | fcntl.LOCK_NB
-        )  # other ranks share it; fails if another claim came between
+        # Share the lock with the other ranks. This fails if another process claimed the run
+        # between the two calls.
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
         file.close()
         return None
@@ -49,12 +53,13 @@ def claim_run(directory: Path) -> IO[bytes] | None:
 
 
 def run_is_alive(directory: Path) -> bool:
-    """Whether a rank of the run of a directory still lives; also where that cannot be told."""
+    """True while a rank of the run is alive, and where the file system has no locks."""
     try:
         with (directory / _NAME).open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except FileNotFoundError:
-        return False  # it never came so far
+        # No rank of the run has marked it yet
+        return False
     except OSError:
         return True
     return False

@@ -1,4 +1,4 @@
-"""Where a step's time goes."""
+"""Times the sections of a step."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from collections.abc import Iterator
 
 
 class Stopwatch:
-    """Collects `time/<stage>` in seconds for one step."""
+    """Measures the sections of one step, in seconds, as metrics `time/<section>`."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
         self.seconds: dict[str, float] = {}
 
     @contextlib.contextmanager
-    def stage(self, name: str) -> Iterator[None]:
+    def section(self, name: str) -> Iterator[None]:
+        """Add the duration of the body to `time/<name>`."""
         start = time.perf_counter()
         try:
             yield
         finally:
-            self.seconds[f"time/{name}"] = (
-                self.seconds.get(f"time/{name}", 0.0) + time.perf_counter() - start
-            )
+            key = f"time/{name}"
+            self.seconds[key] = self.seconds.get(key, 0.0) + time.perf_counter() - start
 
     def values(self) -> dict[str, float]:
+        """The sections so far, and `time/step`: the seconds since this object was made."""
         return {**self.seconds, "time/step": time.perf_counter() - self._start}

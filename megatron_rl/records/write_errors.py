@@ -1,4 +1,4 @@
-"""Files of a run that cannot be written end it with one sentence, wherever they are written."""
+"""Explains errors of the disk, such as a full one, in one sentence."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _CAUSES = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the disk quota is used up",
     errno.EROFS: "the file system is read-only",
-    errno.EFBIG: "files may not be so large here (ulimit -f)",
-    errno.EIO: "the disk does not work",
+    errno.EFBIG: "the file exceeds the size limit (ulimit -f)",
+    errno.EIO: "the disk reports an input/output error",
 }
 
 
@@ -25,37 +25,43 @@ class WriteFailed(Failure):
 
 
 def free_bytes(path: Path) -> int:
-    """What is free on the disk where a path lies, or would lie: it need not exist."""
+    """The free bytes of the disk that holds a path. The path itself need not exist."""
     place = path.absolute()
-    return shutil.disk_usage(
-        next(folder for folder in (place, *place.parents) if folder.exists())
-    ).free
+    folder = next(folder for folder in (place, *place.parents) if folder.exists())
+    return shutil.disk_usage(folder).free
 
 
 def write_problem(
     error: BaseException, where: Path | None = None, *, key: str = "run.root"
 ) -> str | None:
-    """Why a file cannot be written, if that is what an exception says; None for all others.
+    """Explain why a file cannot be written. Returns None for all other errors.
 
-    where: what was being written, for errors that do not name it. key: the setting that says where.
-    Libraries in Rust say `(os error 28)` in their text.
+    where: the file, for errors that do not name it. key: the setting that chooses its location.
     """
     for link in _chain(error):
-        known = link.errno if isinstance(link, OSError) else None
-        number = next((n for n in _CAUSES if n == known or f"(os error {n})" in str(link)), None)
-        if number is not None:
-            path = where or (link.filename if isinstance(link, OSError) else None)
-            named = (
-                f"{path} cannot be written"
-                if path
-                else f"a file of the run cannot be written ({link})"
-            )
-            return f"{named}: {_CAUSES[number]}. Make room there, or give another {key}, and start again"
+        cause = _cause_of(link)
+        if cause is None:
+            continue
+        path = where or (link.filename if isinstance(link, OSError) else None)
+        if path:
+            problem = f"{path} cannot be written: {cause}"
+        else:
+            problem = f"a file of the run cannot be written ({link}): {cause}"
+        return f"{problem}. Free some space there, or choose another {key}, and start again"
+    return None
+
+
+def _cause_of(error: BaseException) -> str | None:
+    number = error.errno if isinstance(error, OSError) else None
+    for code, cause in _CAUSES.items():
+        # Libraries in Rust only mention `(os error 28)` in their text
+        if number == code or f"(os error {code})" in str(error):
+            return cause
     return None
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An exception and what it was raised from."""
+    """An exception and the exceptions that it was raised from."""
     while error is not None:
         yield error
         error = error.__cause__

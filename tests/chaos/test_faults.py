@@ -1,6 +1,6 @@
 """What a run with two ranks says and leaves when something happens to it.
 
-The whole table: tests/chaos/faults.py.
+The whole table: launch/studies/faults/__main__.py.
 """
 
 import json
@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from launch.studies.faults.injection import MOST_SECONDS, by_name, suffer
+from launch.testbed.jobs import family, start_job, survivors, wait_for_step
 from megatron_rl.contracts.exit_codes import ExitCode
-from tests.support.faults import MOST_SECONDS, by_name, suffer
-from tests.support.jobs import family, start_job, survivors, wait_for_step
 
 pytestmark = [
     pytest.mark.chaos,
@@ -51,5 +51,5 @@ def test_plain_python_ends_with_the_documented_code(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "job/exit.json").read_text())["code"] == ExitCode.TERMINATED
     assert (tmp_path / "errors.txt").read_text().split("\n")[
         1
-    ] == "the run was told to stop (SIGTERM)"
+    ] == "the run was stopped (SIGTERM)"
     assert survivors(processes, 5) == []

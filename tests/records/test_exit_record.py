@@ -1,5 +1,6 @@
-"""exit.json is whole or absent, and the first cause stays."""
+"""exit.json is complete or missing, and the first cause stays."""
 
+import datetime
 import errno
 import json
 import os
@@ -16,26 +17,29 @@ def test_the_first_cause_stays(tmp_path: Path) -> None:
     assert not write_exit_record(tmp_path, 7, "another rank is gone")
     record = json.loads((tmp_path / "exit.json").read_text())
     assert (record["code"], record["reason"]) == (4, "the engine died")
+    assert datetime.datetime.fromisoformat(record["ended"]).tzinfo == datetime.UTC
     assert [path.name for path in tmp_path.iterdir()] == ["exit.json"]
 
 
-def test_it_needs_no_reserve_and_no_hard_links(
+def test_a_record_needs_neither_a_reserve_nor_hard_links(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_links(*_: object) -> None:
         raise OSError(errno.EPERM, "no hard links here")
 
     monkeypatch.setattr(os, "link", no_links)
-    assert write_exit_record(tmp_path, 143, "told to stop")
+    assert write_exit_record(tmp_path, 143, "the run was stopped")
     assert not write_exit_record(tmp_path, 1, "second")
-    assert (record := read_exit_record(tmp_path)) is not None and record.code == 143
+    record = read_exit_record(tmp_path)
+    assert record is not None
+    assert record.code == 143
 
 
 @pytest.mark.parametrize("reason", ["x" * 200_000, 'quote" and\nnew line ' * 9_000, "ж" * 90_000])
-def test_a_full_disk_has_room_for_it(
+def test_a_full_disk_has_room_for_the_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
-    """What is written lies within blocks that exist already: the file never grows."""
+    """The record is written into the reserved blocks: the file never grows."""
     reserve_exit_record(tmp_path)
     room = (tmp_path / ".exit-reserve").stat().st_size
     real = os.write
@@ -48,15 +52,13 @@ def test_a_full_disk_has_room_for_it(
     monkeypatch.setattr(os, "write", write)
     assert write_exit_record(tmp_path, 8, reason)
     record = read_exit_record(tmp_path)
-    assert (
-        record is not None
-        and record.code == 8
-        and reason.startswith(record.reason)
-        and len(record.reason) > 10_000
-    )
+    assert record is not None
+    assert record.code == 8
+    assert reason.startswith(record.reason)
+    assert len(record.reason) > 10_000
 
 
-def test_a_disk_without_room_leaves_no_half_file(
+def test_a_disk_without_room_leaves_no_partial_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(descriptor: int, data: memoryview) -> int:
@@ -69,6 +71,6 @@ def test_a_disk_without_room_leaves_no_half_file(
     assert read_exit_record(tmp_path) is None
 
 
-def test_what_is_no_record_reads_as_none(tmp_path: Path) -> None:
+def test_a_file_that_is_no_record_reads_as_none(tmp_path: Path) -> None:
     (tmp_path / "exit.json").write_text("{")
     assert read_exit_record(tmp_path) is None

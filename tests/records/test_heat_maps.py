@@ -1,17 +1,13 @@
-"""What was measured layer by layer becomes pictures: in TensorBoard, and by one command."""
+"""Per-layer metrics become heat maps in TensorBoard and in files."""
 
-import json
 from pathlib import Path
 
 import numpy as np
-import pytest
-from PIL import Image
 
 from megatron_rl.config.schema import LoggerSettings
 from megatron_rl.records.heat_maps import heat_maps
 from megatron_rl.records.metrics_log import MetricsLog
 from megatron_rl.records.run_directory import RunDirectory
-from tests.support.scripts import load_script
 
 STEPS: list[dict[str, float | None]] = [
     {"step": 0, "eval/accuracy": 0.1},
@@ -24,7 +20,7 @@ SHARES: dict[str, float | None] = {
 }
 
 
-def test_maps_have_layers_as_rows_and_measured_steps_or_experts_as_columns() -> None:
+def test_rows_are_layers_and_columns_are_steps_or_experts() -> None:
     by_step, by_expert = heat_maps([*STEPS, {"step": 4, **SHARES}])
     assert (by_step.name, by_step.layers, by_step.columns) == (
         "routes/disagreement",
@@ -36,7 +32,7 @@ def test_maps_have_layers_as_rows_and_measured_steps_or_experts_as_columns() -> 
     assert by_expert.values.tolist() == [[0.5, 0.3, 0.2]]
 
 
-def test_the_largest_value_is_the_brightest_and_a_missing_one_grey() -> None:
+def test_the_largest_value_is_the_brightest_and_missing_ones_are_grey() -> None:
     by_step, *_ = heat_maps(STEPS)
     image = by_step.image()
     assert image.shape == (3, 24, 24) and image.dtype == np.uint8
@@ -45,7 +41,7 @@ def test_the_largest_value_is_the_brightest_and_a_missing_one_grey() -> None:
     assert next(heat_maps(STEPS[:2])).image().any(), "one column"
 
 
-def test_tensorboard_has_the_maps_and_no_curve_for_each_expert(tmp_path: Path) -> None:
+def test_tensorboard_has_the_heat_maps_and_no_curve_per_expert(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     directory = RunDirectory(tmp_path)
@@ -62,24 +58,3 @@ def test_tensorboard_has_the_maps_and_no_curve_for_each_expert(tmp_path: Path) -
     assert [event.step for event in events.Images("routes/disagreement")] == [2, 4, 5]
     assert not any("expert" in name for name in events.Tags()["scalars"])
     assert "routes/disagreement/layer_3" in events.Tags()["scalars"]
-
-
-def test_one_command_draws_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = [json.dumps(record) for record in (*STEPS, {"step": 6, **SHARES})]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    assert load_script("heat_maps").main([str(tmp_path)]) == 0
-    files = [Path(line) for line in capsys.readouterr().out.splitlines()]
-    assert [file.name for file in files] == ["routes_disagreement.png", "routes_load.png"]
-    assert all(Image.open(file).size > (300, 200) for file in files)
-
-
-@pytest.mark.parametrize(
-    ("text", "why"), [('{"step": 1}\n', "no step measured its routes"), (None, "metrics.jsonl")]
-)
-def test_a_run_without_measurements_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, why: str
-) -> None:
-    if text is not None:
-        (tmp_path / "metrics.jsonl").write_text(text)
-    assert load_script("heat_maps").main([str(tmp_path)]) == 2
-    assert why in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The lines a person reads while a run goes on."""
+"""The progress lines of a run."""
 
 import io
 import os
@@ -12,10 +12,10 @@ import pytest
 
 from megatron_rl.records.progress import (
     Progress,
-    lost_rollouts,
+    describe_losses,
+    describe_untrained_groups,
+    describe_update,
     print_line,
-    untrained_groups,
-    what_trained,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,13 +36,13 @@ STEP = {
 
 def line(**values: float) -> str:
     stream = io.StringIO()
-    Progress(10, enabled=True, stream=stream).step(
+    Progress(10, enabled=True, stream=stream).log_step(
         3, STEP | {k.replace("__", "/"): v for k, v in values.items()}
     )
     return stream.getvalue()
 
 
-def test_a_step_in_one_line() -> None:
+def test_a_step_is_one_line() -> None:
     text = line()
     for part in (
         "step 3/10",
@@ -56,34 +56,37 @@ def test_a_step_in_one_line() -> None:
     assert "lost" not in text and "verdict" not in text and text.count("\n") == 1
 
 
-def test_a_step_without_a_gradient_says_why_instead_of_nan() -> None:
+def test_a_step_without_an_update_gives_the_reason_instead_of_nan() -> None:
     groups = {
-        "rollout__groups__flat_wrong": 63.0,
-        "rollout__groups__flat_right": 1.0,
+        "rollout__groups__all_incorrect": 63.0,
+        "rollout__groups__all_correct": 1.0,
         "rollout__groups__mixed": 0.0,
     }
     text = line(train__samples=0.0, **groups)
-    assert "nothing trained: all 64 groups flat (63 wrong, 1 right)" in text
+    assert (
+        "nothing trained: all 64 groups have zero variance (63 all incorrect, 1 all correct)"
+        in text
+    )
     assert "grad" not in text and "nan" not in text
 
 
 def test_groups_that_cannot_train_for_other_reasons() -> None:
     few = {"rollout/groups/all_incorrect": 2.0, "rollout/groups/too_few_verdicts": 14.0}
-    assert (
-        untrained_groups(few)
-        == "all 16 groups without a contrast (2 wrong, 14 with fewer than two verdicts)"
+    assert describe_untrained_groups(few) == (
+        "all 16 groups have no learning signal (2 all incorrect, 14 with fewer than two verdicts)"
     )
     cut = {
         "rollout/groups/mixed": 3.0,
         "rollout/groups/all_incorrect": 1.0,
         "rollout/truncated": 1.0,
     }
-    assert untrained_groups(cut) == (
-        "4 groups (3 mixed ones without a token to train, 100% of all responses cut at rollout.max_new_tokens, 1 wrong)"
+    assert describe_untrained_groups(cut) == (
+        "4 groups (3 mixed without a trainable token, "
+        "100% of all responses cut at rollout.max_new_tokens, 1 all incorrect)"
     )
 
 
-def test_a_step_says_what_became_of_its_tokens() -> None:
+def test_the_step_line_shows_the_largest_classes_of_tokens() -> None:
     account = {
         "trained/mixed": 61.0,
         "zero_variance_dropped": 22.0,
@@ -95,69 +98,71 @@ def test_a_step_says_what_became_of_its_tokens() -> None:
         "generated": 100.0,
     }
     text = line(**{f"account__{name}": n for name, n in account.items()})
-    assert "| tokens: 61% mixed, 22% flat dropped, 9% probe stopped, 5% tied |" in text
+    assert "| tokens: 61% mixed, 22% zero variance dropped, 9% probe stopped, 5% tied |" in text
     assert "tokens:" not in line()
 
 
-def test_groups_with_ties_have_no_contrast_either() -> None:
+def test_tied_groups_have_zero_variance_too() -> None:
     ties = {"rollout/groups/tied_correct": 2.0, "rollout/groups/tied_reward": 1.0}
-    assert untrained_groups(ties) == "all 3 groups flat (2 tied right, 1 with equal rewards)"
+    assert describe_untrained_groups(ties) == (
+        "all 3 groups have zero variance (2 tied correct, 1 with equal rewards)"
+    )
 
 
-def test_a_step_that_was_not_applied_says_so() -> None:
-    assert what_trained({"train/samples": 8.0})[-1] == "no update: NaN or Inf"
+def test_a_step_that_was_not_applied_is_marked() -> None:
+    assert describe_update({"train/samples": 8.0})[-1] == "no update: NaN or Inf"
 
 
-def test_lost_rollouts_are_in_the_line_with_their_reasons() -> None:
-    lost = {
+def test_rejected_rollouts_are_in_the_line_with_their_reasons() -> None:
+    values = {
         "rollout/samples": 1.0,
         "rollout/rejected": 511.0,
         "reward/no_verdict": 1.0,
         "rollout/rejected/routes": 2.0,
         "rollout/rejected/engine_failure": 509.0,
     }
-    assert lost_rollouts(lost) == [
+    assert describe_losses(values) == [
         "lost 511 of 512 rollouts (509 engine_failure, 2 routes)",
         "1 without a verdict",
     ]
-    assert lost_rollouts({"rollout/rejected": 0.0}) == []
+    assert describe_losses({"rollout/rejected": 0.0}) == []
 
 
-def test_what_takes_long_is_said_again_and_again() -> None:
-    stream, deadline = io.StringIO(), time.monotonic() + 10
-    with Progress(1, enabled=True, stream=stream).during("loading the model", every_seconds=0.02):
+def test_a_long_task_is_logged_repeatedly() -> None:
+    stream = io.StringIO()
+    deadline = time.monotonic() + 10
+    with Progress(1, enabled=True, stream=stream).task("loading the model", every_seconds=0.02):
         while stream.getvalue().count("loading the model: ") < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
-    said = stream.getvalue()
-    assert "] loading the model: 0 s so far\n" in said and said.count("loading the model: ") >= 2
+    text = stream.getvalue()
+    assert "] loading the model: 0 s so far\n" in text
+    assert text.count("loading the model: ") >= 2
     time.sleep(0.1)
-    assert stream.getvalue() == said
+    assert stream.getvalue() == text
 
 
-def test_nothing_is_said_to_be_under_way_once_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reminder may be about to speak when the work ends."""
-    about_to_speak, said = threading.Event(), list[str]()
+def test_no_reminder_is_logged_after_the_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reminder may begin just before the task ends."""
+    is_logging = threading.Event()
+    lines: list[str] = []
 
-    def slowly(progress: Progress, text: str) -> None:
-        about_to_speak.set()
+    def log_slowly(progress: Progress, text: str) -> None:
+        is_logging.set()
         time.sleep(0.2)
-        said.append(text)
+        lines.append(text)
 
-    monkeypatch.setattr(Progress, "say", slowly)
-    with Progress(1, enabled=True).during("loading the model", every_seconds=0.01):
-        assert about_to_speak.wait(10)
-    assert said
+    monkeypatch.setattr(Progress, "log", log_slowly)
+    with Progress(1, enabled=True).task("loading the model", every_seconds=0.01):
+        assert is_logging.wait(10)
+    assert lines
 
 
-def test_a_reader_that_leaves_does_not_end_the_run() -> None:
-    """`python launch/train_rl.py ...
-
-    | head -1`: the rest of the lines go nowhere, and the exit code is the run's.
-    """
+def test_a_closed_pipe_does_not_end_the_run() -> None:
+    """With `| head -1`, the other lines go nowhere, and the exit code is that of the run."""
     script = (
         "from megatron_rl.records.progress import Progress\nimport time, sys\n"
         "progress = Progress(1, enabled=True)\n"
-        "for i in range(200):\n    progress.say(f'line {i}'); time.sleep(0.002)\n"
+        "for i in range(200):\n    progress.log(f'line {i}'); time.sleep(0.002)\n"
         "sys.exit(5)\n"
     )
     read, write = os.pipe()
@@ -175,4 +180,4 @@ def test_a_reader_that_leaves_does_not_end_the_run() -> None:
 def test_a_full_disk_under_standard_output_does_not_end_the_run() -> None:
     with open("/dev/full", "w") as full:
         assert print_line("x", full) is False
-        assert print_line("x", full) is True  # it goes to /dev/null by now
+        assert print_line("x", full) is True  # the stream is /dev/null by now

@@ -1,4 +1,4 @@
-"""Where a run's directory is, and the configuration's text in it."""
+"""The directory of a run: its path, its files, and its protection against other runs."""
 
 import dataclasses
 import datetime
@@ -25,14 +25,14 @@ from megatron_rl.records.run_directory import (
 from megatron_rl.records.run_lock import mark_run_alive, run_is_alive
 
 
-def test_run_directory(tmp_path: Path) -> None:
+def test_the_path_of_a_run_directory(tmp_path: Path) -> None:
     noon = datetime.datetime(2025, 1, 2, 12, 0, 5)
-    unnamed = schema.RunSettings(root=str(tmp_path), experiment="quickstart")
-    assert run_directory_path(unnamed, noon) == tmp_path / "quickstart-20250102-120005"
-    assert run_directory_path(dataclasses.replace(unnamed, name="mine"), noon) == tmp_path / "mine"
+    run = schema.RunSettings(root=str(tmp_path), experiment="quickstart")
+    assert run_directory_path(run, noon) == tmp_path / "quickstart-20250102-120005"
+    assert run_directory_path(dataclasses.replace(run, name="mine"), noon) == tmp_path / "mine"
 
 
-def test_text_of_a_configuration_holds_every_key_and_reads_back() -> None:
+def test_config_yaml_holds_every_key_and_reads_back() -> None:
     config = compose(["run.name='1e3'", "optimizer.lr=3e-5", "algo=gspo"])
     tree: Any = OmegaConf.to_container(OmegaConf.create(to_yaml(config)))
     assert TypeAdapter(schema.Configuration).validate_python(tree) == config
@@ -61,19 +61,19 @@ def test_a_directory_belongs_to_one_run(tmp_path: Path) -> None:
         "versions.json",
         ".exit-reserve",
     }
-    with pytest.raises(RunDirectoryTaken, match=r"run\.name='mine'.*choose another"):
+    with pytest.raises(RunDirectoryTaken, match=r"run\.name='mine'.*another run\.name"):
         RunDirectory.create(config, noon)
-    blocked = dataclasses.replace(
+    inside_a_file = dataclasses.replace(
         config, run=dataclasses.replace(config.run, root=str(tmp_path / "mine/config.yaml"))
     )
     with pytest.raises(RunDirectoryUnusable, match=r"run\.root"):
-        RunDirectory.create(blocked, noon)
+        RunDirectory.create(inside_a_file, noon)
 
 
 NOON = datetime.datetime(2025, 1, 2, 12, 0, 5)
 
 
-def again(
+def create_again(
     tmp_path: Path, on_existing: Literal["refuse", "overwrite_failed"] = "overwrite_failed"
 ) -> RunDirectory:
     config = compose()
@@ -82,59 +82,58 @@ def again(
 
 
 @pytest.mark.parametrize("code", [4, None])
-def test_the_name_of_a_failed_run_can_be_used_again_by_saying_so(
-    tmp_path: Path, code: int | None
-) -> None:
-    first = again(tmp_path)
+def test_overwrite_failed_reuses_the_name_of_a_failed_run(tmp_path: Path, code: int | None) -> None:
+    first = create_again(tmp_path)
     (first.path / "metrics.jsonl").write_text("old")
     if code is not None:
         write_exit_record(first.path, code, "the engine died")
     with pytest.raises(RunDirectoryTaken, match=r"run\.on_existing=overwrite_failed"):
-        again(tmp_path, "refuse")
-    second = again(tmp_path)
+        create_again(tmp_path, "refuse")
+    second = create_again(tmp_path)
     assert second.path == first.path and not second.metrics_file.exists()
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
 def test_a_complete_run_is_never_overwritten(tmp_path: Path) -> None:
-    first = again(tmp_path)
+    first = create_again(tmp_path)
     write_exit_record(first.path, 0, "the run is complete")
     with pytest.raises(RunDirectoryTaken, match="its run is complete"):
-        again(tmp_path)
+        create_again(tmp_path)
     assert (first.path / "exit.json").exists()
 
 
 def test_a_run_that_is_still_alive_is_never_overwritten(tmp_path: Path) -> None:
-    first = again(tmp_path)
+    first = create_again(tmp_path)
     two_ranks = [mark_run_alive(first.path), mark_run_alive(first.path)]
     for lock in two_ranks:
         with pytest.raises(RunDirectoryTaken, match="still alive"):
-            again(tmp_path)
+            create_again(tmp_path)
         lock.close()
-    again(tmp_path)
+    create_again(tmp_path)
 
 
-def test_a_rank_that_begins_while_another_start_looks_at_its_run_is_alive_all_the_same(
+def test_a_rank_marks_its_run_while_another_process_checks_it(
     tmp_path: Path,
 ) -> None:
-    """To look is to hold the lock for a moment."""
-    directory = again(tmp_path).path
-    looking = (directory / ".alive").open("ab")
-    fcntl.flock(looking, fcntl.LOCK_EX)
-    threading.Timer(0.1, looking.close).start()
+    """The check holds the lock for a moment."""
+    directory = create_again(tmp_path).path
+    checker = (directory / ".alive").open("ab")
+    fcntl.flock(checker, fcntl.LOCK_EX)
+    threading.Timer(0.1, checker.close).start()
     with mark_run_alive(directory):
-        assert looking.closed and run_is_alive(directory)
+        assert checker.closed
+        assert run_is_alive(directory)
 
 
-def test_a_directory_that_no_run_made_is_never_overwritten(tmp_path: Path) -> None:
+def test_a_directory_of_something_else_is_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "precious").write_text("data")
     with pytest.raises(RunDirectoryTaken, match="not the directory of a run"):
-        again(tmp_path)
+        create_again(tmp_path)
     assert (tmp_path / "mine" / "precious").read_text() == "data"
 
 
-def test_a_directory_that_cannot_be_filled_is_not_left_behind(
+def test_an_incomplete_directory_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(directory: Path) -> None:
@@ -142,5 +141,5 @@ def test_a_directory_that_cannot_be_filled_is_not_left_behind(
 
     monkeypatch.setattr("megatron_rl.records.run_directory.reserve_exit_record", full)
     with pytest.raises(OSError, match="No space"):
-        again(tmp_path)
+        create_again(tmp_path)
     assert list(tmp_path.iterdir()) == []

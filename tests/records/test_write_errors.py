@@ -1,4 +1,4 @@
-"""A full, exhausted or read-only disk becomes one sentence, wherever it is met."""
+"""Errors of a full, exhausted or read-only disk become one sentence."""
 
 import errno
 import json
@@ -16,7 +16,7 @@ FULL = Path("/dev/full")
 
 
 @pytest.mark.parametrize(
-    ("number", "why"),
+    ("number", "cause"),
     [
         (errno.ENOSPC, "is full"),
         (errno.EDQUOT, "quota"),
@@ -24,32 +24,29 @@ FULL = Path("/dev/full")
         (errno.EFBIG, "ulimit -f"),
     ],
 )
-def test_causes(number: int, why: str) -> None:
-    said = write_problem(OSError(number, "what the system says", "/runs/a/metrics.jsonl"))
-    assert (
-        said is not None
-        and said.startswith("/runs/a/metrics.jsonl cannot be written: ")
-        and why in said
-    )
+def test_the_cause_is_named(number: int, cause: str) -> None:
+    problem = write_problem(OSError(number, "system message", "/runs/a/metrics.jsonl"))
+    assert problem is not None
+    assert problem.startswith("/runs/a/metrics.jsonl cannot be written: ")
+    assert cause in problem
 
 
-def test_a_library_in_rust_says_it_in_its_text() -> None:
+def test_libraries_in_rust_name_the_error_in_their_text() -> None:
     inner = RuntimeError(
         "Error while serializing: I/O error: No space left on device (os error 28)"
     )
     outer = ValueError("saving failed")
     outer.__cause__ = inner
-    said = write_problem(outer)
-    assert said is not None and "the disk is full" in said
+    assert "the disk is full" in str(write_problem(outer))
 
 
-def test_other_errors_are_not_about_writing() -> None:
+def test_other_errors_have_no_write_problem() -> None:
     assert write_problem(FileNotFoundError(errno.ENOENT, "No such file", "x")) is None
     assert write_problem(ValueError("28")) is None
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
-def test_metrics_that_cannot_be_written_name_their_file(tmp_path: Path) -> None:
+def test_the_error_names_the_metrics_file(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to(FULL)
     log = MetricsLog(RunDirectory(tmp_path), LoggerSettings(tensorboard=False))
     with pytest.raises(
@@ -59,7 +56,7 @@ def test_metrics_that_cannot_be_written_name_their_file(tmp_path: Path) -> None:
     log.close()
 
 
-def test_half_a_line_is_taken_back(tmp_path: Path) -> None:
+def test_a_partial_line_is_removed(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     log = MetricsLog(RunDirectory(tmp_path), LoggerSettings(tensorboard=False))
     log.write(1, {"a": 1.0})

@@ -1,6 +1,4 @@
-"""Ranks that stand in for those that torchrun starts: children of this process with torchrun's
-environment.
-"""
+"""Child processes with torchrun's environment, and ranks whose deaths a test decides."""
 
 import contextlib
 import os
@@ -11,9 +9,12 @@ from pathlib import Path
 
 from megatron_rl.run.supervision.local_ranks import LocalRanks
 
+ROOT = Path(__file__).resolve().parents[2]
+_SLEEP = "import time; time.sleep(60)"
 
-def environment(rank: int, count: int, folder: Path) -> dict[str, str]:
-    """What torchrun tells a rank of one node."""
+
+def torchrun_environment(rank: int, count: int, folder: Path) -> dict[str, str]:
+    """The variables that torchrun sets for one rank of a node."""
     (folder / str(rank)).mkdir(parents=True, exist_ok=True)
     return {
         "RANK": str(rank),
@@ -25,15 +26,14 @@ def environment(rank: int, count: int, folder: Path) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def ranks(
-    count: int, folder: Path, code: str = "import time; time.sleep(60)"
+def start_ranks(
+    count: int, folder: Path, code: str = _SLEEP
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """Run `code` in `count` processes, each a rank; they are killed at the end."""
-    root = Path(__file__).resolve().parents[2]
+    """Run `code` in `count` processes, one for each rank. They are killed at the end."""
     jobs = [
         subprocess.Popen(
             [sys.executable, "-c", code],
-            env=os.environ | environment(rank, count, folder) | {"PYTHONPATH": str(root)},
+            env=os.environ | torchrun_environment(rank, count, folder) | {"PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -48,8 +48,11 @@ def ranks(
             job.communicate()
 
 
-class Known(LocalRanks):
-    """Siblings whose deaths a test decides."""
+class FakeLocalRanks(LocalRanks):
+    """Local ranks whose deaths a test decides.
+
+    dead: the dead ranks. torchrun_is_dead: set `__dict__["torchrun_is_dead"]` to kill torchrun.
+    """
 
     def __init__(
         self,
@@ -61,12 +64,12 @@ class Known(LocalRanks):
     ) -> None:
         file = folder / str(rank) / "error.json" if folder is not None else None
         super().__init__(rank=rank, local_rank=rank, count=count, agent=1, error_file=file)
-        object.__setattr__(self, "gone", set(dead))
-        object.__setattr__(self, "without_torchrun", False)
+        object.__setattr__(self, "dead", set(dead))
+        object.__setattr__(self, "torchrun_is_dead", False)
 
     @property
-    def orphaned(self) -> bool:
-        return bool(self.__dict__["without_torchrun"])
+    def is_orphaned(self) -> bool:
+        return bool(self.__dict__["torchrun_is_dead"])
 
-    def living(self) -> set[int]:
-        return set(range(self.count)) - self.__dict__["gone"]
+    def living_ranks(self) -> set[int]:
+        return set(range(self.count)) - self.__dict__["dead"]

@@ -1,5 +1,6 @@
-"""Why a run ended, said once: to people on standard error, to scripts in exit.json, to torchrun in
-its error file.
+"""Reports the cause of a run's end exactly once.
+
+It goes to standard error for people, to exit.json for scripts and to torchrun's error file.
 """
 
 from __future__ import annotations
@@ -27,116 +28,127 @@ SIGNALS = {
 
 
 class ExitReporter:
-    """One rank's part in that: it speaks when it knows the cause, and is quiet about what follows
-    from another's end.
+    """Reports why this rank ended.
 
-    directory: of the run, once there is one. code: what this process ends with, None while it goes
-    on. spoke: whether this rank said it. The first of `cause`, `consequence`, `told_to_stop` and
-    `complete` decides; any thread may call.
+    A rank that failed only because another one did stays silent. Of `report_success`,
+    `report_cause`, `report_consequence` and `report_signal`, the first call decides. Any thread may
+    call them.
+
+    patience_seconds: the time that a rank waits for the report of another one. directory: the run
+    directory, None until there is one. exit_code: the code that this process will end with, None
+    while it runs. has_reported: True once this rank has reported the cause.
     """
 
-    def __init__(
-        self, siblings: LocalRanks, *, patience_seconds: float = _PATIENCE_SECONDS
-    ) -> None:
-        self._siblings = siblings
+    def __init__(self, ranks: LocalRanks, *, patience_seconds: float = _PATIENCE_SECONDS) -> None:
+        self._ranks = ranks
         self._patience = patience_seconds
         self._lock = threading.Lock()
         self.directory: Path | None = None
-        self.code: int | None = None
-        self.spoke = False
+        self.exit_code: int | None = None
+        self.has_reported = False
 
-    def complete(self) -> None:
-        """Nothing went wrong. Rank 0 leaves it in exit.json."""
+    def report_success(self) -> None:
+        """The run is complete. Rank 0 writes exit.json."""
         with self._lock:
-            if self.code is None:
-                self.code = ExitCode.OK
-                if self._siblings.rank == 0:
+            if self.exit_code is None:
+                self.exit_code = ExitCode.OK
+                if self._ranks.rank == 0:
                     self._record(ExitCode.OK, "the run is complete")
 
-    def cause(self, code: int, reason: str, trace: str = "") -> None:
-        """This rank knows why the run ends."""
-        known = (
-            self.directory is not None or self._siblings.rank == 0
-        )  # others cannot tell whether they are the first
-        self._decide(lambda: self._say(code, reason, trace, first=known))
+    def report_cause(self, code: int, reason: str, trace: str = "") -> None:
+        """This rank knows why the run ends. trace: a traceback to print after the reason."""
+        # Without a directory, a rank cannot see whether another one has reported
+        may_be_first = self.directory is not None or self._ranks.rank == 0
+        self._decide(lambda: self._report(code, reason, trace, wait=not may_be_first))
 
-    def consequence(self, code: int, reason: str) -> None:
-        """Trouble that another rank's end may explain: its words go first, then its death without
-        any.
+    def report_consequence(self, code: int, reason: str) -> None:
+        """This rank failed, perhaps only because another rank ended.
+
+        The report of another rank takes precedence, then the silent death of another rank, then
+        this reason.
         """
         self._decide(lambda: self._explain(code, reason))
 
-    def told_to_stop(self, number: int) -> None:
-        """A signal came: from a user, or from torchrun because a rank of this node ended."""
+    def report_signal(self, number: int) -> None:
+        """A signal arrived, from a user, or from torchrun because a rank of this node ended."""
         self._decide(lambda: self._explain_signal(signal.Signals(number)))
 
     def _decide(self, decision: Callable[[], int]) -> None:
         with self._lock:
-            if self.code is None:
-                self.code = decision()
+            if self.exit_code is None:
+                self.exit_code = decision()
 
     def _explain(self, code: int, reason: str) -> int:
         deadline = time.monotonic() + self._patience
         while time.monotonic() < deadline:
-            if self._heard():
+            if self._is_reported():
                 return ExitCode.PEER_FAILED
-            if (dead := self._siblings.dead()) and self._siblings.leads():
-                return self._say(ExitCode.PEER_FAILED, _death_of(dead))
+            dead_ranks = self._ranks.dead_ranks()
+            if dead_ranks and self._ranks.is_lowest_living():
+                return self._report(ExitCode.PEER_FAILED, _silent_death(dead_ranks))
             time.sleep(_POLL_SECONDS)
-        return self._say(code, reason) if self._siblings.leads() else ExitCode.PEER_FAILED
+        if not self._ranks.is_lowest_living():
+            return ExitCode.PEER_FAILED
+        return self._report(code, reason)
 
     def _explain_signal(self, number: signal.Signals) -> int:
         code = SIGNALS[number]
-        time.sleep(_POLL_SECONDS)  # a dying torchrun signals before it is seen to be dead
-        if self._siblings.orphaned:
-            said = (
-                f"torchrun (process {self._siblings.agent}) was killed, and its ranks end with it"
-            )
-            return (
-                self._say(code, said)
-                if self._siblings.local_rank == 0
-                else self._wait_for_words(code)
-            )
-        if self._siblings.dead() or self._heard():
+        # A dying torchrun sends signals before its own death can be seen
+        time.sleep(_POLL_SECONDS)
+        if self._ranks.is_orphaned:
+            return self._explain_orphan(code)
+        if self._ranks.dead_ranks() or self._is_reported():
             return self._explain(ExitCode.PEER_FAILED, "another rank ended")
-        if self._siblings.rank != 0:  # told as well, and knows no more than rank 0
-            self._wait_for_words(code)
-        return self._say(code, f"the run was told to stop ({number.name})")
+        if self._ranks.rank != 0:
+            # Rank 0 received the signal too, and knows as much as this rank
+            self._wait_for_report()
+        return self._report(code, f"the run was stopped ({number.name})")
 
-    def _say(self, code: int, reason: str, trace: str = "", *, first: bool = True) -> int:
-        """Returns `code`, or PEER_FAILED where another rank was first.
-
-        first False: let others speak for a while.
-        """
-        if not first:
-            self._wait_for_words(code)
-        if self._heard() or not self._record(code, reason):
-            return code if code in SIGNALS.values() else ExitCode.PEER_FAILED
-        name = (
-            ExitCode(code).name.lower()
-            if code in set(ExitCode)
-            else "nobody foresaw this: please report it"
+    def _explain_orphan(self, code: int) -> int:
+        """Torchrun is gone: the first rank of the node reports that."""
+        if self._ranks.local_rank != 0:
+            self._wait_for_report()
+            return code
+        agent = self._ranks.agent
+        return self._report(
+            code, f"torchrun (process {agent}) was killed, and its ranks end with it"
         )
+
+    def _report(self, code: int, reason: str, trace: str = "", *, wait: bool = False) -> int:
+        """Report unless another rank has. Returns `code`, or PEER_FAILED when another rank has.
+
+        wait: give other ranks time to report first.
+        """
+        if wait:
+            self._wait_for_report()
+        if self._is_reported() or not self._record(code, reason):
+            return code if code in SIGNALS.values() else ExitCode.PEER_FAILED
+        if code in set(ExitCode):
+            meaning = ExitCode(code).name.lower()
+        else:
+            meaning = "unexpected error: please report it"
         with contextlib.suppress(OSError, ValueError):
-            print(f"\n{reason}\n(exit code {code}: {name})\n{trace}", file=sys.stderr, flush=True)
-        self.spoke = True
-        self._tell_torchrun(reason)
+            text = f"\n{reason}\n(exit code {code}: {meaning})\n{trace}"
+            print(text, file=sys.stderr, flush=True)
+        self.has_reported = True
+        self._write_error_file(reason)
         return code
 
-    def _heard(self) -> bool:
-        recorded = read_exit_record(self.directory) if self.directory is not None else None
-        return recorded is not None or self._siblings.has_spoken()
+    def _is_reported(self) -> bool:
+        """True once any rank has reported."""
+        if self.directory is not None and read_exit_record(self.directory) is not None:
+            return True
+        return self._ranks.has_report()
 
-    def _wait_for_words(self, code: int) -> int:
+    def _wait_for_report(self) -> None:
         deadline = time.monotonic() + self._patience
-        while time.monotonic() < deadline and not self._heard():
+        while time.monotonic() < deadline and not self._is_reported():
             time.sleep(_POLL_SECONDS)
-        return code
 
     def _record(self, code: int, reason: str) -> bool:
-        """False where another rank's words are there already.
+        """Write exit.json. Returns False when another rank has written it.
 
-        A disk that takes nothing silences nobody.
+        Errors of the disk are ignored: they must not silence the report.
         """
         if self.directory is None:
             return True
@@ -145,21 +157,27 @@ class ExitReporter:
         except OSError:
             return True
 
-    def _tell_torchrun(self, reason: str) -> None:
-        """Its summary names the rank with the earliest words as the root cause, and quotes them."""
-        if self._siblings.error_file is not None:
-            line = reason.partition("\n")[0]
-            words = {
-                "message": line,
-                "extraInfo": {"py_callstack": line, "timestamp": str(int(time.time()))},
-            }
-            with contextlib.suppress(OSError):
-                self._siblings.error_file.write_text(json.dumps({"message": words}))
+    def _write_error_file(self, reason: str) -> None:
+        """Write torchrun's error file.
+
+        Torchrun names the rank with the earliest error file as the root cause and quotes it.
+        """
+        if self._ranks.error_file is None:
+            return
+        first_line = reason.partition("\n")[0]
+        timestamp = str(int(time.time()))
+        error = {
+            "message": first_line,
+            "extraInfo": {"py_callstack": first_line, "timestamp": timestamp},
+        }
+        with contextlib.suppress(OSError):
+            self._ranks.error_file.write_text(json.dumps({"message": error}))
 
 
-def _death_of(ranks: list[int]) -> str:
-    who = "rank " + ", ".join(map(str, ranks))
+def _silent_death(ranks: list[int]) -> str:
+    names = ", ".join(map(str, ranks))
     return (
-        f"{who} of the training ended without a word: killed from outside (SIGKILL), by the kernel for want of memory "
-        "(see dmesg), or by a crash in native code"
+        f"rank {names} of the training ended without a report: it was killed from outside "
+        "(SIGKILL), killed by the kernel because memory ran out (see dmesg), or it crashed in "
+        "native code"
     )

@@ -1,4 +1,4 @@
-"""The ranks that torchrun started on this node, as the process table shows them."""
+"""Finds the living ranks that torchrun started on this node."""
 
 from __future__ import annotations
 
@@ -8,17 +8,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from sglang_bridge.server.process_table import children, lives, starting, variable
+from sglang_bridge.server.process_table import (
+    children,
+    environment_variable,
+    is_alive,
+    is_starting,
+)
 
 _START_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class LocalRanks:
-    """This rank among those of its node. agent: process id of their torchrun, 0 where none started
-    this process.
+    """This rank among the ranks of its node.
 
-    error_file: where torchrun looks for what ended this rank.
+    count: the number of ranks of the node. agent: the process id of their torchrun, 0 without
+    torchrun. error_file: the file in which torchrun looks for this rank's error.
     """
 
     rank: int = 0
@@ -28,13 +33,10 @@ class LocalRanks:
     error_file: Path | None = None
 
     @classmethod
-    def of(cls, environment: Mapping[str, str]) -> LocalRanks:
-        """As torchrun tells it to this process."""
-        rank, under_torchrun = (
-            int(environment.get("RANK", "0")),
-            "TORCHELASTIC_RUN_ID" in environment,
-        )
-        if not under_torchrun:
+    def from_environment(cls, environment: Mapping[str, str]) -> LocalRanks:
+        """Read the variables that torchrun sets."""
+        rank = int(environment.get("RANK", "0"))
+        if "TORCHELASTIC_RUN_ID" not in environment:
             return cls(rank=rank)
         file = environment.get("TORCHELASTIC_ERROR_FILE", os.devnull)
         return cls(
@@ -46,38 +48,41 @@ class LocalRanks:
         )
 
     @property
-    def orphaned(self) -> bool:
-        """Whether torchrun is gone, or about to be: its last threads outlive its first."""
-        return self.agent != 0 and (os.getppid() != self.agent or not lives(self.agent))
+    def is_orphaned(self) -> bool:
+        """True once torchrun is gone, or ends: its last threads outlive its first one."""
+        return self.agent != 0 and (os.getppid() != self.agent or not is_alive(self.agent))
 
-    def living(self) -> set[int]:
-        """Ranks of this node that live, this one among them.
+    def living_ranks(self) -> set[int]:
+        """The living ranks of this node, this one included.
 
-        One that is just being started is waited for.
+        It waits for ranks that are just being started.
         """
         if not self.agent:
             return {self.rank}
         deadline = time.monotonic() + _START_SECONDS
-        while any(map(starting, processes := children(self.agent))) and time.monotonic() < deadline:
+        processes = children(self.agent)
+        while any(map(is_starting, processes)) and time.monotonic() < deadline:
             time.sleep(0.01)
-        ranks = (variable(pid, "RANK") for pid in processes if lives(pid))
+            processes = children(self.agent)
+        ranks = [environment_variable(pid, "RANK") for pid in processes if is_alive(pid)]
         return {self.rank, *(int(rank) for rank in ranks if rank is not None)}
 
-    def dead(self) -> list[int]:
-        """Ranks of this node that have ended. Nothing is known once torchrun is gone."""
-        if not self.agent or self.orphaned:
+    def dead_ranks(self) -> list[int]:
+        """The ranks of this node that have ended. Empty once torchrun is gone."""
+        if not self.agent or self.is_orphaned:
             return []
         first = self.rank - self.local_rank
-        missing = sorted(set(range(first, first + self.count)) - self.living())
-        return [] if self.orphaned else missing
+        missing = sorted(set(range(first, first + self.count)) - self.living_ranks())
+        return [] if self.is_orphaned else missing
 
-    def leads(self) -> bool:
-        """Whether this is the lowest rank of the node that lives."""
-        return self.orphaned or min(self.living()) == self.rank
+    def is_lowest_living(self) -> bool:
+        """True for the lowest living rank of the node, and for every rank without torchrun."""
+        return self.is_orphaned or min(self.living_ranks()) == self.rank
 
-    def has_spoken(self) -> bool:
-        """Whether a rank of this node has said what ended it, this one or another."""
+    def has_report(self) -> bool:
+        """True once a rank of this node has reported the cause of its end."""
         if self.error_file is None:
             return False
-        folder, name = self.error_file.parent.parent, self.error_file.name
+        folder = self.error_file.parent.parent
+        name = self.error_file.name
         return any((folder / str(local) / name).is_file() for local in range(self.count))

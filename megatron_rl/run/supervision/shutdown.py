@@ -1,6 +1,4 @@
-"""How the process of a rank ends when its run fails: the reason first, then a close that nothing
-can hold.
-"""
+"""Ends the process of a rank: it reports the cause first, then closes within a time limit."""
 
 from __future__ import annotations
 
@@ -10,87 +8,83 @@ import sys
 import threading
 import time
 import traceback
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.records.write_errors import write_problem
 from megatron_rl.run.supervision.exit_reporter import ExitReporter
 from megatron_rl.run.supervision.local_ranks import LocalRanks
-from megatron_rl.run.supervision.watchdog import Stopped, Watchdog
+from megatron_rl.run.supervision.open_parts import OpenParts
+from megatron_rl.run.supervision.watchdog import SignalReceived, Watchdog
 
-if TYPE_CHECKING:
-    from megatron_rl.run.rank import Rank
-
-_NEWS_SECONDS = 3.0
+_CHECK_SECONDS = 3.0
 _LINGER_SECONDS = 6.0
 
 
-def explain(error: BaseException, words: ExitReporter, watch: Watchdog) -> None:
-    """Decide what an exception of the main thread means for the run, and say it if it falls to this
-    rank.
-    """
-    if isinstance(error, Stopped):
-        words.told_to_stop(error.number)
+def report_exception(error: BaseException, reporter: ExitReporter, watchdog: Watchdog) -> None:
+    """Report an exception of the main thread, unless another rank or thread knows the cause."""
+    if isinstance(error, SignalReceived):
+        reporter.report_signal(error.number)
         return
-    from megatron_rl.run.supervision.failures import (  # they import torch
-        comes_from_engines,
-        describe_failure,
-    )
+    # These import torch
+    from megatron_rl.run.supervision.failures import comes_from_engines, describe_failure
 
     code, reason = describe_failure(error)
-    if comes_from_engines(error):  # a dead engine explains more than what failed because of it
-        watch.await_news(_NEWS_SECONDS)
+    if comes_from_engines(error):
+        # The watchdog may find a dead engine, which explains more than this exception
+        watchdog.wait_for_check(_CHECK_SECONDS)
     if code is None:
-        words.cause(1, reason, "".join(traceback.format_exception(error)))
+        reporter.report_cause(1, reason, "".join(traceback.format_exception(error)))
     elif code is ExitCode.PEER_FAILED:
-        words.consequence(code, reason)
+        reporter.report_consequence(code, reason)
     else:
-        words.cause(code, reason)
+        reporter.report_cause(code, reason)
 
 
-def close(rank: Rank) -> None:
-    """After a run that is complete: nothing that goes wrong now takes anything away from it."""
+def close_after_success(parts: OpenParts) -> None:
+    """Close the parts of a complete run. Errors are printed, and change nothing."""
     try:
-        rank.close()
+        parts.close()
     except Exception as error:
         with contextlib.suppress(OSError, ValueError):
             print(
-                f"the run is complete; closing it met {type(error).__name__}: {error}",
+                f"the run is complete, but closing it failed: {type(error).__name__}: {error}",
                 file=sys.stderr,
                 flush=True,
             )
 
 
-def leave(words: ExitReporter, siblings: LocalRanks, rank: Rank | None) -> NoReturn:
-    """Close what can be closed and end the process. A `Watchdog` ends it all the same when that
-    takes too long.
+def exit_process(reporter: ExitReporter, ranks: LocalRanks, parts: OpenParts) -> NoReturn:
+    """Close the parts of a failed run and end the process. A `Watchdog` limits the time.
 
-    A rank that did not speak ends after the one that did: torchrun names the first to end as the
-    root cause.
+    A rank that has not reported ends after the one that has: torchrun takes the first rank that
+    ends as the root cause.
     """
-    _hush()
+    _silence_stderr()
     with contextlib.suppress(Exception):
-        if rank is not None:
-            rank.abandon()
+        parts.kill_processes()
     deadline = time.monotonic() + _LINGER_SECONDS
-    while not words.spoke and siblings.agent and time.monotonic() < deadline:
-        if siblings.orphaned or siblings.dead():
+    while not reporter.has_reported and ranks.agent and time.monotonic() < deadline:
+        if ranks.is_orphaned or ranks.dead_ranks():
             break
         time.sleep(0.1)
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
-    os._exit(1 if words.code is None else words.code)
+    os._exit(1 if reporter.exit_code is None else reporter.exit_code)
 
 
-def leave_thread(failed: threading.ExceptHookArgs) -> None:
-    """Threads that cannot write a file are silent: whoever waits for the file says it, once."""
-    if failed.exc_value is None or write_problem(failed.exc_value) is None:
-        threading.__excepthook__(failed)
+def hide_write_errors(arguments: threading.ExceptHookArgs) -> None:
+    """Print the exception of a thread, unless a file could not be written.
+
+    The thread that waits for the file reports that, once. Use this as `threading.excepthook`.
+    """
+    if arguments.exc_value is None or write_problem(arguments.exc_value) is None:
+        threading.__excepthook__(arguments)
 
 
-def _hush() -> None:
-    """What libraries print while they are torn down would bury the reason."""
+def _silence_stderr() -> None:
+    """Send standard error to /dev/null: output of libraries at exit would hide the reason."""
     with contextlib.suppress(OSError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 2)
-        os.close(nowhere)
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, 2)
+        os.close(devnull)

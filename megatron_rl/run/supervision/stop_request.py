@@ -1,5 +1,6 @@
-"""A request to stop that leaves time to save: SIGTERM with a limit, Slurm's warning (SIGUSR1)
-without one.
+"""Handles signals that ask a run to save a checkpoint and end.
+
+SIGTERM sets a time limit. SIGUSR1, which Slurm sends as a warning, sets none.
 """
 
 from __future__ import annotations
@@ -9,58 +10,61 @@ import threading
 import time
 from collections.abc import Callable
 
-WARNINGS = (signal.SIGTERM, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StepAborted(Exception):
-    """There is no time left for a step that has trained nothing yet."""
+    """A step that has trained nothing yet was aborted, because the time limit is near."""
 
 
 class StopRequest:
-    """Notes the first request. seconds: how long after SIGTERM; `asked`: its name, None while
-    nobody asked.
+    """Remembers the first request to stop.
 
-    SIGTERM is only taken as a request once `accept` was called: before, there is nothing to save. A
-    warning is always kept, and met when there is.
+    A SIGTERM counts as a request only after `accept_sigterm`: before, there is nothing to save. A
+    SIGUSR1 is always remembered, and handled as soon as there is something to save.
+
+    seconds: the time limit after a SIGTERM. signal_name: the first signal, None before it.
+    is_step_abortable: True while the current step has trained nothing.
     """
 
     def __init__(self, seconds: float, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._seconds = seconds
         self._clock = clock
         self._lock = threading.Lock()
-        self._accepts = False
+        self._accepts_sigterm = False
         self._deadline: float | None = None
-        self.asked: str | None = None
-        self.nothing_trained = False  # in the step that is going on: it may be given up
+        self.signal_name: str | None = None
+        self.is_step_abortable = False
 
-    def accept(self) -> None:
-        """From now on the run can save."""
-        self._accepts = True
+    def accept_sigterm(self) -> None:
+        """Treat SIGTERM as a request from now on: the run can save."""
+        self._accepts_sigterm = True
 
-    def take(self, number: int) -> bool:
-        """Whether a signal is a request that will be met; False: the run shall end as it stands."""
+    def handle_signal(self, number: int) -> bool:
+        """Remember a signal as a request. Returns False when it must end the run at once."""
         with self._lock:
             if number == signal.SIGUSR1:
-                self.asked = self.asked or signal.Signals(number).name
+                self._remember(number)
                 return True
-            if number != signal.SIGTERM or not self._accepts:
+            if number != signal.SIGTERM or not self._accepts_sigterm:
                 return False
-            if (
-                self._deadline is None
-            ):  # Slurm and torchrun both send it: the second one asks for nothing new
+            # Slurm and torchrun both send SIGTERM: the second one does not extend the limit
+            if self._deadline is None:
                 self._deadline = self._clock() + self._seconds
-            self.asked = self.asked or signal.Signals(number).name
+            self._remember(number)
             return True
 
     @property
-    def expired(self) -> bool:
-        """Whether the limit after SIGTERM has passed."""
+    def has_expired(self) -> bool:
+        """True once the time limit after a SIGTERM has passed."""
         return self._deadline is not None and self._clock() > self._deadline
 
-    def check_time(self) -> None:
-        """Raises `StepAborted` once half of that limit has passed and the step has trained nothing
-        yet.
-        """
-        hurried = self._deadline is not None and self._clock() > self._deadline - self._seconds / 2
-        if hurried and self.nothing_trained:
+    def check_deadline(self) -> None:
+        """Raise `StepAborted` in a step that has trained nothing, after half of the time limit."""
+        if self._deadline is None or not self.is_step_abortable:
+            return
+        if self._clock() > self._deadline - self._seconds / 2:
             raise StepAborted
+
+    def _remember(self, number: int) -> None:
+        self.signal_name = self.signal_name or signal.Signals(number).name

@@ -1,6 +1,4 @@
-"""A thread that listens while the main thread works: to signals, to dead engines, and to the clock
-once a run ends.
-"""
+"""A thread that handles signals, checks the engines, and ends the process in time."""
 
 from __future__ import annotations
 
@@ -18,17 +16,17 @@ from types import FrameType, TracebackType
 
 from megatron_rl.run.supervision.exit_reporter import SIGNALS, ExitReporter
 from megatron_rl.run.supervision.local_ranks import LocalRanks
-from megatron_rl.run.supervision.stop_request import WARNINGS, StopRequest
-from sglang_bridge.server.process_table import kill, tree
+from megatron_rl.run.supervision.stop_request import STOP_SIGNALS, StopRequest
+from sglang_bridge.server.process_table import kill, process_tree
 
 _CHECK_SECONDS = 1.0
 _POLL_SECONDS = 0.2
-_END_SECONDS = 6.0
+_SHUTDOWN_SECONDS = 6.0
 _PR_SET_PDEATHSIG = 1
 
 
-class Stopped(BaseException):
-    """A signal came, or the watch found a cause: the main thread unwinds."""
+class SignalReceived(BaseException):
+    """A signal arrived, or the watchdog found a failure. Unwinds the main thread."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -36,63 +34,74 @@ class Stopped(BaseException):
 
 
 class Watchdog:
-    """A context: within it signals are the run's.
+    """Handles the signals of a run while this context is active.
 
-    The main thread may be stuck in a collective, where no signal handler of Python runs and no
-    engine is looked at; this thread runs all the same. Once `words` has a code, the process ends
-    with it in `end_seconds`, whatever hangs. stop: takes the signals that leave time to save; None:
-    each of them ends the run as it stands.
+    The main thread may be stuck in a collective, where Python runs no signal handler and nobody
+    checks the engines. The thread of the watchdog runs all the same. Once `reporter` has an exit
+    code, the process ends with that code within `shutdown_seconds`, even if something hangs.
+
+    stop: receives the signals that leave time to save. None: every signal ends the run at
+    once.
     """
 
     def __init__(
         self,
-        words: ExitReporter,
+        reporter: ExitReporter,
         *,
-        end_seconds: float = _END_SECONDS,
+        shutdown_seconds: float = _SHUTDOWN_SECONDS,
         stop: StopRequest | None = None,
     ) -> None:
-        self._words = words
+        self._reporter = reporter
         self._stop = stop
-        self._end_seconds = end_seconds
+        self._shutdown_seconds = shutdown_seconds
         self._check: Callable[[], None] | None = None
-        self._interruptible = False
+        self._is_interruptible = False
         self._deadline: float | None = None
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._listen, name="watch", daemon=True)
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """The main thread's work: a signal raises `Stopped` in it, once."""
-        self._interruptible = True
+        """A signal raises `SignalReceived` in the body, once. The main thread enters this."""
+        self._is_interruptible = True
         try:
             yield
         finally:
-            self._interruptible = False
+            self._is_interruptible = False
 
-    def look_at(self, check: Callable[[], None]) -> None:
-        """Call it about every second from now on; what it raises ends the run."""
+    def set_check(self, check: Callable[[], None]) -> None:
+        """Call `check` about every second. An exception that it raises ends the run."""
         self._check = check
 
-    def await_news(self, seconds: float) -> None:
-        """Give a check that is about to find the cause behind an exception the time to do so."""
+    def wait_for_check(self, seconds: float) -> None:
+        """Wait until the check has found the cause of a failure, for `seconds` at most."""
         deadline = time.monotonic() + seconds
-        while self._check is not None and self._words.code is None and time.monotonic() < deadline:
+        while (
+            self._check is not None
+            and self._reporter.exit_code is None
+            and time.monotonic() < deadline
+        ):
             time.sleep(_POLL_SECONDS)
 
-    def allow(self, seconds: float) -> None:
-        """The process has so long from now to close."""
+    def limit_shutdown(self, seconds: float) -> None:
+        """Stop the checks, and end the process if it still runs after `seconds`."""
         self._check = None
         self._deadline = time.monotonic() + seconds
 
     def __enter__(self) -> Watchdog:
-        self._read, self._write = socket.socketpair()
-        self._write.setblocking(False)
-        known = (*SIGNALS, *(WARNINGS if self._stop is not None else ()))
-        heeded = [
-            number for number in dict.fromkeys(known) if signal.getsignal(number) != signal.SIG_IGN
-        ]  # nohup
-        self._previous = {number: signal.signal(number, self._interrupt) for number in heeded}
-        self._previous_fd = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
+        self._read_end, self._write_end = socket.socketpair()
+        self._write_end.setblocking(False)
+        numbers: list[signal.Signals] = list(SIGNALS)
+        if self._stop is not None:
+            numbers += [number for number in STOP_SIGNALS if number not in numbers]
+        # nohup ignores SIGHUP, and so must the run
+        active_numbers = [n for n in numbers if signal.getsignal(n) != signal.SIG_IGN]
+        self._previous_handlers = {
+            number: signal.signal(number, self._interrupt) for number in active_numbers
+        }
+        self._previous_fd = signal.set_wakeup_fd(
+            self._write_end.fileno(), warn_on_full_buffer=False
+        )
         self._thread.start()
         return self
 
@@ -102,81 +111,90 @@ class Watchdog:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._done.set()
+        self._end.set()
         self._thread.join()
         signal.set_wakeup_fd(self._previous_fd)
-        for number, handler in self._previous.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
-        self._read.close()
-        self._write.close()
+        self._read_end.close()
+        self._write_end.close()
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        if self._stop is not None and number in WARNINGS:
-            return  # the thread decides, and signals again where the run shall end
-        if self._interruptible:
-            self._interruptible = False  # once: a second signal must not cut the clean-up short
-            raise Stopped(number)
+        """The signal handler of the main thread."""
+        if self._stop is not None and number in STOP_SIGNALS:
+            # The thread decides, and sends another signal when the run must end
+            return
+        if self._is_interruptible:
+            # Only once: a second signal must not interrupt the cleanup
+            self._is_interruptible = False
+            raise SignalReceived(number)
 
-    def _listen(self) -> None:
+    def _watch(self) -> None:
+        """The loop of the thread."""
         next_check = 0.0
-        while not self._done.is_set():
-            for number in self._arrived():
-                self._heed(number)
-            if self._stop is not None and self._stop.expired:
-                self._give_up(signal.SIGTERM)
-            if self._words.code is not None:
-                self._end_in_time()
+        while not self._end.is_set():
+            for number in self._new_signals():
+                self._handle_signal(number)
+            if self._stop is not None and self._stop.has_expired:
+                self._end_run(signal.SIGTERM)
+            if self._reporter.exit_code is not None:
+                self._enforce_deadline()
             elif self._check is not None and time.monotonic() >= next_check:
-                self._look(self._check)
+                self._run_check(self._check)
                 next_check = time.monotonic() + _CHECK_SECONDS
 
-    def _arrived(self) -> list[int]:
-        """Signals since the last call, after waiting for a moment."""
-        readable, _, _ = select.select([self._read], [], [], _POLL_SECONDS)
-        return [n for n in self._read.recv(64) if n in SIGNALS or n in WARNINGS] if readable else []
+    def _new_signals(self) -> list[int]:
+        """The signals since the last call. Waits for a moment if there are none."""
+        readable, _, _ = select.select([self._read_end], [], [], _POLL_SECONDS)
+        if not readable:
+            return []
+        return [n for n in self._read_end.recv(64) if n in SIGNALS or n in STOP_SIGNALS]
 
-    def _heed(self, number: int) -> None:
-        if self._stop is not None and number in WARNINGS:
-            if not self._stop.take(number):
-                self._give_up(number)
+    def _handle_signal(self, number: int) -> None:
+        if self._stop is not None and number in STOP_SIGNALS:
+            if not self._stop.handle_signal(number):
+                self._end_run(number)
         elif number in SIGNALS:
-            self._words.told_to_stop(number)
+            self._reporter.report_signal(number)
 
-    def _give_up(self, number: int) -> None:
-        """No time is left to save, or nobody wants it."""
+    def _end_run(self, number: int) -> None:
+        """End the run without a checkpoint."""
         self._stop = None
-        signal.pthread_kill(
-            threading.main_thread().ident or 0, signal.SIGTERM
-        )  # raises `Stopped` there
-        self._words.told_to_stop(number)
+        _wake_main_thread()
+        self._reporter.report_signal(number)
 
-    def _look(self, check: Callable[[], None]) -> None:
-        from megatron_rl.run.supervision.failures import (
-            describe_failure,  # it imports torch, which a run does while it is watched
-        )
+    def _run_check(self, check: Callable[[], None]) -> None:
+        # This imports torch, which the main thread imports while it is watched already
+        from megatron_rl.run.supervision.failures import describe_failure
 
         try:
             check()
         except Exception as error:
             code, reason = describe_failure(error)
-            self._words.cause(1 if code is None else code, reason)
-            signal.pthread_kill(
-                threading.main_thread().ident or 0, signal.SIGTERM
-            )  # wakes it from a system call
+            self._reporter.report_cause(1 if code is None else code, reason)
+            _wake_main_thread()
 
-    def _end_in_time(self) -> None:
+    def _enforce_deadline(self) -> None:
         if self._deadline is None:
-            self._deadline = time.monotonic() + self._end_seconds
+            self._deadline = time.monotonic() + self._shutdown_seconds
         if time.monotonic() > self._deadline:
-            kill(tree(os.getpid())[1:])
-            os._exit(self._words.code or 0)
+            kill(process_tree(os.getpid())[1:])
+            os._exit(self._reporter.exit_code or 0)
 
 
-def end_with_torchrun(siblings: LocalRanks) -> None:
-    """SIGTERM for this process when torchrun dies: its ranks must not train on headless. Within a
-    `Watchdog`.
+def end_with_torchrun(ranks: LocalRanks) -> None:
+    """Let the kernel send this process SIGTERM when its torchrun dies.
+
+    Call it within a `Watchdog`. Without torchrun, nothing would end the rank.
     """
-    if siblings.agent and sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
-        if siblings.orphaned:  # it died before that
+    if ranks.agent and sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+        # It may have died before that call
+        if ranks.is_orphaned:
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _wake_main_thread() -> None:
+    """Send SIGTERM to the main thread, which raises `SignalReceived` there."""
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Where rank 0 writes what happens: the run's directory, its metrics, and the lines a person reads."""
+"""Everything that rank 0 writes about a run."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from megatron_rl.records.run_directory import RunDirectory
 
 
 @dataclass(frozen=True)
-class Records:
-    """The three of them, opened for one run."""
+class RunRecords:
+    """The directory, the metrics and the progress lines of one run."""
 
     directory: RunDirectory
-    log: MetricsLog
+    metrics: MetricsLog
     progress: Progress
