@@ -1,1 +1,1 @@
-"""All that the trainer needs from Megatron-Core."""
+"""Everything that the trainer needs from Megatron-Core."""

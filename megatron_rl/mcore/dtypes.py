@@ -1,4 +1,4 @@
-"""Names of dtypes in the configuration to torch's."""
+"""Maps dtype names of the configuration to torch dtypes."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import torch
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """float32 or bfloat16. Raises KeyError for any other name."""
+    """Return torch's dtype for "float32" or "bfloat16". Raises KeyError for any other name."""
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]

@@ -1,5 +1,6 @@
-"""Joining the ranks of a job before anything of Megatron is imported: engines are started first and
-load meanwhile.
+"""Joins the ranks of a job before anything of Megatron is imported.
+
+Engines are started right after joining and load while Megatron is imported.
 """
 
 from __future__ import annotations
@@ -18,10 +19,14 @@ from megatron_rl.mcore.gloo_device import share_gloo_device
 
 @dataclass(frozen=True)
 class Job:
-    """One rank's place among all ranks. node counts hosts.
+    """The place of this rank among all ranks.
 
-    control_group: gloo over all ranks, for commands and rollouts; tensors of the model use the
-    device's backend.
+    rank, world_size: this rank and the number of ranks.
+    local_rank, local_world_size: the same within this host.
+    node, num_nodes: the index of this host and the number of hosts.
+    device: the CUDA device of this rank, or the CPU.
+    control_group: a gloo group of all ranks, for commands and rollouts. Tensors of the model use
+        the device's backend.
     """
 
     rank: int
@@ -35,15 +40,11 @@ class Job:
 
 
 def join(parallel: ParallelSettings) -> Job:
-    """Join the job torchrun started, or start one of a single process."""
+    """Join the job that torchrun started, or start one of a single process. Collective."""
     timeout = datetime.timedelta(seconds=parallel.timeout_s)
-    local_rank, local_world = (
-        int(os.environ.get("LOCAL_RANK", "0")),
-        int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-    )
-    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    device = _local_device(local_rank)
     if not dist.is_initialized():
         share_gloo_device()
         dist.init_process_group(
@@ -53,23 +54,33 @@ def join(parallel: ParallelSettings) -> Job:
             world_size=int(os.environ.get("WORLD_SIZE", "1")),
             timeout=timeout,
         )
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     return Job(
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,
-        local_world_size=local_world,
-        node=rank // local_world,
-        num_nodes=world_size // local_world,
+        local_world_size=local_world_size,
+        node=rank // local_world_size,
+        num_nodes=world_size // local_world_size,
         device=device,
         control_group=dist.new_group(backend="gloo", timeout=timeout),
     )
 
 
 def leave() -> None:
-    """Leave the job; harmless when it was never joined."""
+    """Leave the job. Does nothing if this process never joined one."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _local_device(local_rank: int) -> torch.device:
+    """Select this rank's CUDA device, if there is CUDA."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
 
 
 def _free_port() -> int:

@@ -1,5 +1,7 @@
-"""Which modules a decoder layer is made of: Megatron's own with ours (`local`), or Transformer
-Engine's (`te`).
+"""Chooses the modules of a decoder layer.
+
+`local` combines Megatron's own modules with those of `mcore/layers`. `te` uses Transformer Engine's
+modules.
 """
 
 from __future__ import annotations
@@ -16,35 +18,40 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.config.schema import ModelSettings
 from megatron_rl.contracts.launch_facts import has_transformer_engine
-from megatron_rl.mcore.cpu.modules import CpuCoreAttention, CpuRmsNorm
-from megatron_rl.mcore.cpu.padded_gemm import ExpertColumnLinear, ExpertRowLinear
+from megatron_rl.mcore.layers.attention import PackedAttention
+from megatron_rl.mcore.layers.padded_gemm import ExpertColumnLinear, ExpertRowLinear
+from megatron_rl.mcore.layers.rms_norm import RmsNorm
 
 Spec = Literal["local", "te"]
 
 
-def chosen_spec(model: ModelSettings) -> Spec:
-    """model.spec, or what null stands for here: `te` where it is installed and has attention for
-    the dtype.
+def resolve_spec(model: ModelSettings) -> Spec:
+    """Return model.spec, with null resolved for this machine.
+
+    Null is `te` with CUDA, Transformer Engine and another dtype than float32, for which
+    Transformer Engine has no attention. Otherwise it is `local`.
     """
     if model.spec is not None:
         return model.spec
-    usable = torch.cuda.is_available() and has_transformer_engine() and model.dtype != "float32"
-    return "te" if usable else "local"
+    supports_te = (
+        torch.cuda.is_available() and has_transformer_engine() and model.dtype != "float32"
+    )
+    return "te" if supports_te else "local"
 
 
 def spec_options(model: ModelSettings) -> dict[str, Any]:
-    """What the choice of modules means for Megatron's configuration.
+    """Return the arguments of Megatron's configuration that depend on the spec.
 
-    Grouped products of experts are Transformer Engine's; Megatron's own need a library that nobody
-    publishes wheels of. Every fusion that Apex or Transformer Engine brings stays off with `local`,
-    and RMSNorm is ours there.
+    Grouped products of experts need Transformer Engine, because Megatron's own need a library
+    without published wheels. With `local`, every fusion of Apex or Transformer Engine is off, and
+    RMSNorm is `mcore/layers/rms_norm.py`.
     """
-    if chosen_spec(model) == "local":
+    if resolve_spec(model) == "local":
         return {"moe_grouped_gemm": False}
     if model.fp8 is None:
         return {"moe_grouped_gemm": True}
-    # one format in both passes wherever scales are per block; tensor-wide ones need e5m2's range in
-    # the backward pass
+    # Block-wise scales allow e4m3 in both passes. Tensor-wise scales need the range of e5m2 in the
+    # backward pass.
     return {
         "moe_grouped_gemm": True,
         "fp8": "hybrid" if model.fp8 == "tensorwise" else "e4m3",
@@ -53,64 +60,66 @@ def spec_options(model: ModelSettings) -> dict[str, Any]:
 
 
 def decoder_spec(config: TransformerConfig, model: ModelSettings, vp_stage: int | None) -> Any:
-    """The decoder block of this pipeline stage, as GPTModel takes it."""
-    te = chosen_spec(model) == "te"
+    """Return the spec of the decoder block of a pipeline stage, as GPTModel takes it.
+
+    vp_stage: the virtual pipeline stage; None without virtual stages.
+    """
+    uses_te = resolve_spec(model) == "te"
     spec = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=te, normalization="RMSNorm", vp_stage=vp_stage
+        config, use_transformer_engine=uses_te, normalization="RMSNorm", vp_stage=vp_stage
     )
-    return spec if te else _with_our_modules(spec)
-
-
-def _with_our_modules(spec: Any) -> Any:
-    """Swap attention and norms of a local spec for those that take packed sequences and any device."""
-    for layer in spec.layer_specs:
-        modules = layer.submodules
-        attention = modules.self_attention.submodules
-        if attention.core_attention is DotProductAttention:
-            attention.core_attention = CpuCoreAttention
-        for norm in ("q_layernorm", "k_layernorm", "kv_layernorm"):
-            if vars(attention).get(norm) is WrappedTorchNorm:
-                setattr(attention, norm, CpuRmsNorm)
-        modules.input_layernorm = modules.pre_mlp_layernorm = CpuRmsNorm
-        if _has_experts(modules):
-            experts = _submodules(_submodules(modules.mlp).experts)
-            experts.linear_fc1, experts.linear_fc2 = ExpertColumnLinear, ExpertRowLinear
-        modules.sharded_state_dict_keys_map = _names_in_checkpoints(modules)
-    spec.layer_norm = CpuRmsNorm
+    if not uses_te:
+        _replace_modules(spec)
     return spec
 
 
-def _names_in_checkpoints(modules: Any) -> dict[str, str]:
-    """What Transformer Engine calls a layer's norms, which it fuses into the products behind them.
+def _replace_modules(spec: Any) -> None:
+    """Replace attention, norms and experts of a local spec by those of `mcore/layers`."""
+    for layer in spec.layer_specs:
+        modules = layer.submodules
+        _replace_attention(modules.self_attention.submodules)
+        modules.input_layernorm = modules.pre_mlp_layernorm = RmsNorm
+        if _has_experts(modules):
+            experts = _submodules(_submodules(modules.mlp).experts)
+            experts.linear_fc1 = ExpertColumnLinear
+            experts.linear_fc2 = ExpertRowLinear
+        modules.sharded_state_dict_keys_map = _checkpoint_names(modules)
+    spec.layer_norm = RmsNorm
 
-    Megatron's own map for local specs names the norm before experts as if it were fused, which it
-    is not.
+
+def _replace_attention(attention: Any) -> None:
+    if attention.core_attention is DotProductAttention:
+        attention.core_attention = PackedAttention
+    for norm in ("q_layernorm", "k_layernorm", "kv_layernorm"):
+        if vars(attention).get(norm) is WrappedTorchNorm:
+            setattr(attention, norm, RmsNorm)
+
+
+def _checkpoint_names(modules: Any) -> dict[str, str]:
+    """Map the prefixes of a layer's norms to their names in Transformer Engine's checkpoints.
+
+    Transformer Engine fuses a norm into the linear layer behind it. Megatron's own map for local
+    specs names the norm before experts as if it were fused, but that norm is not.
     """
-    latent = "kv_layernorm" in vars(modules.self_attention.submodules)
-    fused = (
-        {"self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_"}
-        if latent
-        else {}
-    )
-    fused |= (
-        {"self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_"}
-        if latent
-        else {}
-    )
-    fused |= {} if latent else {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
-    return (
-        fused
-        if _has_experts(modules)
-        else fused | {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
-    )
+    names = {}
+    if "kv_layernorm" in vars(modules.self_attention.submodules):  # multi-head latent attention
+        names["self_attention.q_layernorm."] = "self_attention.linear_q_up_proj.layer_norm_"
+        names["self_attention.kv_layernorm."] = "self_attention.linear_kv_up_proj.layer_norm_"
+    else:
+        names["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
+    if not _has_experts(modules):
+        names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    return names
 
 
 def _has_experts(modules: Any) -> bool:
-    """A `ModuleSpec` in Megatron-Core 0.16, a `functools.partial` since; of dense layers, of a
-    class's method.
+    """True for a layer with experts.
+
+    Megatron-Core 0.16 gives the MLP as a `ModuleSpec`. Later versions give a `functools.partial`,
+    of a class with experts and of a class's method in dense layers.
     """
-    built = modules.mlp.func if isinstance(modules.mlp, partial) else modules.mlp.module
-    return isinstance(built, type) and issubclass(built, MoELayer)
+    mlp = modules.mlp.func if isinstance(modules.mlp, partial) else modules.mlp.module
+    return isinstance(mlp, type) and issubclass(mlp, MoELayer)
 
 
 def _submodules(spec: Any) -> Any:

@@ -15,17 +15,13 @@ from megatron_rl.mcore.layer_spec import decoder_spec
 from megatron_rl.mcore.transformer_config import transformer_config
 from megatron_rl.models.shape import ModelShape
 
-_FP8_ROWS = {
-    "tensorwise": 16,
-    "mxfp8": 32,
-    "blockwise": 128,
-}  # a scale is of the tensor, of 32 rows, of 128 rows
+# FP8 matrix products take multiples of these rows. mxfp8 has one scale for 32 rows, blockwise one
+# for 128 rows.
+_FP8_ROWS = {"tensorwise": 16, "mxfp8": 32, "blockwise": 128}
 
 
 def pack_multiple(model: ModelSettings) -> int:
-    """Rows of a packed batch are padded to this many on every rank: what an FP8 matrix product
-    takes.
-    """
+    """Return the multiple to which each rank pads the rows of a packed batch; 1 without FP8."""
     return 1 if model.fp8 is None else _FP8_ROWS[model.fp8]
 
 
@@ -36,9 +32,9 @@ def build_models(
     *,
     on_gpu: bool | None = None,
 ) -> list[torch.nn.Module]:
-    """This rank's model chunks, one per virtual pipeline stage, with random weights.
+    """Build the model chunks of this rank with random weights, one per virtual pipeline stage.
 
-    on_gpu None: if there is one.
+    on_gpu: place the chunks on the GPU; None means if there is one.
     """
     on_gpu = torch.cuda.is_available() if on_gpu is None else on_gpu
     config = transformer_config(shape, model, parallel, on_gpu=on_gpu)
@@ -72,13 +68,16 @@ def _build_chunk(
     chunk.model_type = ModelType.encoder_or_decoder
     if on_gpu:
         chunk = chunk.cuda()
-    return _in_bfloat16(config, chunk) if config.bf16 else chunk
+    return _to_bfloat16(config, chunk) if config.bf16 else chunk
 
 
-def _in_bfloat16(config: TransformerConfig, chunk: torch.nn.Module) -> torch.nn.Module:
-    """The chunk in bfloat16, but for the routers' biases: rounded ones would choose other experts."""
-    half = Float16Module(config, chunk)
-    for router in half.modules():
+def _to_bfloat16(config: TransformerConfig, chunk: torch.nn.Module) -> torch.nn.Module:
+    """Convert a chunk to bfloat16, except the expert biases of its routers.
+
+    A rounded bias would choose other experts.
+    """
+    bfloat16_chunk = Float16Module(config, chunk)
+    for router in bfloat16_chunk.modules():
         if isinstance(router, TopKRouter):
             router._maintain_float32_expert_bias()
-    return half
+    return bfloat16_chunk

@@ -1,4 +1,4 @@
-"""Distributed data parallelism, the distributed AdamW and its learning-rate schedule."""
+"""Data parallelism, Megatron's distributed AdamW and its learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -25,46 +25,53 @@ from megatron_rl.config.schema import OptimizerSettings
 
 
 def wrap_data_parallel(models: Sequence[torch.nn.Module]) -> list[DistributedDataParallel]:
-    """Wrap model chunks in Megatron's DDP with a distributed optimizer and float32 gradient
-    reduction.
+    """Wrap model chunks in Megatron's DDP, with a distributed optimizer and float32 reduction.
+
+    Collective: broadcasts the parameters of the first data-parallel rank.
     """
     config = get_model_config(models[0])
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=False,
         use_distributed_optimizer=True,
-        # it raises on one rank while others wait; DistributedAdam agrees instead
+        # Megatron's check raises on one rank while others wait. In `DistributedAdam` all ranks
+        # agree instead.
         check_for_nan_in_grad=False,
     )
-    wrapped = [
+    ddp_models = [
         DistributedDataParallel(config, ddp_config, model, disable_bucketing=i > 0)
         for i, model in enumerate(models)
     ]
-    for model in wrapped:
+    for model in ddp_models:
         model.broadcast_params()
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = None
     config.no_sync_func = None
-    return wrapped
+    return ddp_models
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """stepped False: some rank had a NaN or Inf, nothing changed anywhere; grad_norm is then NaN
-    and lr 0.
+    """The result of one optimizer step.
 
-    grad_norm: before clipping. lr: the rate that moved the parameters.
+    is_applied: False if some rank had a NaN or Inf. Nothing changed on any rank then, grad_norm is
+        NaN and lr is 0.
+    grad_norm: the norm of all gradients before clipping.
+    lr: the learning rate of this update.
     """
 
-    stepped: bool
+    is_applied: bool
     grad_norm: float
     lr: float
 
 
 class DistributedAdam:
-    """Megatron's distributed optimizer and schedule, with a finite check that all ranks agree on.
+    """Megatron's distributed AdamW and its schedule, with a finite check that all ranks agree on.
 
-    `scheduler` counts the optimizer steps taken; `total_steps` is the step at which the decay ends.
+    `scheduler` is Megatron's `OptimizerParamScheduler`. It counts the optimizer steps taken.
+
+    models: the chunks of `wrap_data_parallel`.
+    total_steps: the step at which the decay of the learning rate ends.
     """
 
     def __init__(
@@ -81,51 +88,60 @@ class DistributedAdam:
         self._min_ratio = settings.min_lr_ratio
         self.scheduler = _schedule(self._optimizer, settings, total_steps)
 
-    def scale_to(self, lr: float) -> None:
-        """Go on along the same warm-up and decay, which from now on lead up to this rate; moments
-        stay.
+    def set_peak_lr(self, lr: float) -> None:
+        """Continue the same warm-up and decay with another peak learning rate.
+
+        The moments and the count of steps stay.
         """
-        self.scheduler.max_lr, self.scheduler.min_lr = lr, lr * self._min_ratio
+        self.scheduler.max_lr = lr
+        self.scheduler.min_lr = lr * self._min_ratio
         for group in self._optimizer.param_groups:
-            group["max_lr"], group["min_lr"] = self.scheduler.max_lr, self.scheduler.min_lr
+            group["max_lr"] = self.scheduler.max_lr
+            group["min_lr"] = self.scheduler.min_lr
         self.scheduler.step(0)
 
     def zero_grad(self) -> None:
+        """Set the gradients of all parameters to zero."""
         for model in self._models:
             model.zero_grad_buffer()
         self._optimizer.zero_grad()
 
     def step(self, *, loss_is_finite: bool) -> StepResult:
-        """Collective: clip and apply the reduced gradients, unless any rank's loss or gradients are
-        not finite.
+        """Clip and apply the reduced gradients. Collective over all ranks.
+
+        Nothing changes on any rank if the loss or a gradient of one rank is not finite.
+
+        loss_is_finite: False if this rank's loss is NaN or Inf.
         """
         if not self._all_finite(loss_is_finite):
-            return StepResult(stepped=False, grad_norm=float("nan"), lr=0.0)
+            return StepResult(is_applied=False, grad_norm=float("nan"), lr=0.0)
         self.scheduler.step(1)
         _, grad_norm, _ = self._optimizer.step()
-        return StepResult(
-            True, float(grad_norm), get_canonical_lr_for_logging(self._optimizer.param_groups)
-        )
+        lr = get_canonical_lr_for_logging(self._optimizer.param_groups)
+        return StepResult(is_applied=True, grad_norm=float(grad_norm), lr=lr)
 
     @property
     def steps(self) -> int:
-        """How many optimizer steps were taken."""
+        """The number of optimizer steps taken."""
         return int(self.scheduler.num_steps)
 
     def sharded_state(
         self, model_state: dict[str, Any], content: dict[str, Any], *, loading: bool
     ) -> Any:
-        """The optimizer's tensors with their places in the whole model (a collective).
+        """Return the optimizer's tensors with their places in the whole model. Collective.
 
-        model_state: the model's.
+        model_state: the sharded state of the models.
+        content: Megatron's description of the format.
+        loading: True for a state that a checkpoint will fill.
         """
         if not loading:
-            self._fill_state()
+            self._initialize_moments()
         return self._optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=content)
 
     def load(self, state: Any, steps: int) -> None:
-        """Take over a state that `sharded_state` laid out; rates and decays are those of this run's
-        settings.
+        """Load a state that was laid out by `sharded_state`, after `steps` optimizer steps.
+
+        Learning rates and weight decay follow this run's settings, not the checkpoint's.
         """
         self._optimizer.load_state_dict(state)
         for group in self._optimizer.param_groups:
@@ -134,29 +150,32 @@ class DistributedAdam:
         self.scheduler.num_steps = 0
         self.scheduler.step(steps)
 
-    def _fill_state(self) -> None:
-        """Moments of parameters that were never stepped are zeros: Megatron saves no others."""
+    def _initialize_moments(self) -> None:
+        """Add zero moments for parameters without a step, because Megatron saves no others."""
         for optimizer in self._optimizer.chained_optimizers:
+            state = optimizer.optimizer.state
             for group in optimizer.optimizer.param_groups:
                 for param in group["params"]:
-                    for name in ("exp_avg", "exp_avg_sq"):
-                        if name not in optimizer.optimizer.state[param]:
-                            optimizer.optimizer.state[param][name] = torch.zeros_like(
-                                param, dtype=torch.float32
-                            )
+                    _add_moments(state[param], param)
 
     def _all_finite(self, loss_is_finite: bool) -> bool:
-        """Every rank's gradients and loss.
+        """True if the gradients and losses of all ranks are finite. Collective.
 
-        The extremes of a buffer are NaN where one entry is, and take no memory.
+        The minimum and maximum of a buffer are NaN if one entry is, and take no memory.
         """
-        buffers = [
-            b.grad_data for m in self._models for b in (*m.buffers, *m.expert_parallel_buffers)
-        ]
-        extremes = torch.stack([extreme for grads in buffers for extreme in torch.aminmax(grads)])
-        fine = (extremes.isfinite().all() & loss_is_finite).int()
-        dist.all_reduce(fine, op=dist.ReduceOp.MIN)
-        return bool(fine)
+        extremes: list[torch.Tensor] = []
+        for model in self._models:
+            for buffer in (*model.buffers, *model.expert_parallel_buffers):
+                extremes += torch.aminmax(buffer.grad_data)
+        is_finite = (torch.stack(extremes).isfinite().all() & loss_is_finite).int()
+        dist.all_reduce(is_finite, op=dist.ReduceOp.MIN)
+        return bool(is_finite)
+
+
+def _add_moments(state: dict[str, torch.Tensor], param: torch.Tensor) -> None:
+    for name in ("exp_avg", "exp_avg_sq"):
+        if name not in state:
+            state[name] = torch.zeros_like(param, dtype=torch.float32)
 
 
 def _config(model: TransformerConfig, settings: OptimizerSettings) -> OptimizerConfig:
@@ -178,18 +197,19 @@ def _config(model: TransformerConfig, settings: OptimizerSettings) -> OptimizerC
 def _schedule(
     optimizer: MegatronOptimizer, settings: OptimizerSettings, total_steps: int
 ) -> OptimizerParamScheduler:
-    """Linear warm-up from 0, then the decay to min_lr_ratio * lr at step `total_steps`; constant
-    weight decay.
+    """Schedule a linear warm-up from 0 and a decay to min_lr_ratio * lr at step `total_steps`.
+
+    Weight decay is constant.
     """
+    # Megatron refuses a warm-up that is as long as the run.
+    decay_steps = max(total_steps, settings.warmup_steps + 1)
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=settings.lr,
         min_lr=settings.lr * settings.min_lr_ratio,
         lr_warmup_steps=settings.warmup_steps,
-        lr_decay_steps=max(
-            total_steps, settings.warmup_steps + 1
-        ),  # Megatron takes no warm-up as long as the run
+        lr_decay_steps=decay_steps,
         lr_decay_style=settings.decay,
         start_wd=settings.weight_decay,
         end_wd=settings.weight_decay,

@@ -1,4 +1,4 @@
-"""A packed micro-batch as the model takes it."""
+"""The input of one forward pass: sequences packed one after the other."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """input_ids, position_ids int64 [1, T]; cu_seqlens int32 [B + 1]; routes [R, local MoE layers,
-    topk] or None.
+    """One packed micro-batch of T rows and B sequences.
 
-    R is the number of rows this rank's routers see: T without sequence or context parallelism.
-    real_rows bool [R] tells them from padding, None when all are real.
+    R is the number of rows that the routers of this rank see. It is T without sequence or context
+    parallelism.
+
+    input_ids, position_ids: int64 [1, T].
+    cu_seqlens: int32 [B + 1], the bounds of the sequences.
+    max_seqlen: the length of the longest sequence.
+    routes: recorded experts [R, MoE layers of this rank, topk]; None without replay.
+    real_rows: bool [R], False for padding; None if no row is padding.
     """
 
     input_ids: torch.Tensor
@@ -26,9 +31,11 @@ class PackedBatch:
 
     @property
     def num_tokens(self) -> int:
+        """The number of rows T, padding included."""
         return self.input_ids.shape[1]
 
     def packed_seq_params(self) -> PackedSeqParams:
+        """Return the bounds as Megatron's attention takes them."""
         return PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=self.cu_seqlens,

@@ -1,4 +1,4 @@
-"""Process groups: the world becomes Megatron's grid."""
+"""Creates Megatron's process groups over the ranks of a job."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from megatron_rl.mcore.job import Job, join, leave
 
 @dataclass(frozen=True)
 class RankLayout(Job):
-    """One rank's place in the grid. dp is the dense data-parallel group (experts are sharded across
-    it).
+    """The place of this rank in the parallel grid.
 
-    tp_group: the ranks that share the vocabulary, cp_group: those that share sequences; None when
-    none do.
+    dp_rank, dp_size: the place in the dense data-parallel group, across which experts are sharded.
+    tp_rank, pp_rank, cp_rank, ep_rank: the places in the tensor-, pipeline-, context- and
+        expert-parallel groups.
+    tp_group: the ranks that share the vocabulary; None without tensor parallelism.
+    cp_group: the ranks that share sequences; None without context parallelism.
     """
 
     dp_rank: int
@@ -35,21 +37,25 @@ class RankLayout(Job):
 
     @property
     def ranks(self) -> dict[str, int]:
-        """What decides which layers and rows this rank needs."""
+        """The ranks that decide which layers and rows this rank needs, as keyword arguments."""
         return {"pp_rank": self.pp_rank, "cp_rank": self.cp_rank, "tp_rank": self.tp_rank}
 
     @property
     def groups(self) -> dict[str, dist.ProcessGroup | None]:
-        """Who computes the log-probabilities of the same tokens, or of the same sequences,
-        together.
+        """The groups that compute log-probabilities together, as keyword arguments.
+
+        Their ranks share the vocabulary or the sequences.
         """
         return {"tp_group": self.tp_group, "cp_group": self.cp_group}
 
 
 def initialize(parallel: ParallelSettings, *, seed: int, job: Job | None = None) -> RankLayout:
-    """Make the job's ranks Megatron's grid and set every seed. job: None joins it."""
+    """Create Megatron's process groups and set every random seed. Collective over all ranks.
+
+    job: the job that this process has joined; None joins it first.
+    """
     job = join(parallel) if job is None else job
-    _make_groups(parallel)
+    _create_groups(parallel)
     _seed_everything(seed)
     return RankLayout(
         **vars(job),
@@ -64,7 +70,7 @@ def initialize(parallel: ParallelSettings, *, seed: int, job: Job | None = None)
     )
 
 
-def _make_groups(parallel: ParallelSettings) -> None:
+def _create_groups(parallel: ParallelSettings) -> None:
     chunks = parallel.vpp or 1
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp,
@@ -78,12 +84,12 @@ def _make_groups(parallel: ParallelSettings) -> None:
 
 
 def expert_tensor_size(parallel: ParallelSettings) -> int:
-    """How many ranks share one expert."""
+    """Return the number of ranks that share one expert."""
     return parallel.etp or parallel.default_etp
 
 
 def shutdown() -> None:
-    """Leave the job; harmless when it was never joined."""
+    """Destroy Megatron's groups and leave the job. Does nothing if this process never joined."""
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
         leave()

@@ -1,4 +1,4 @@
-"""Megatron's `TransformerConfig` from a model's shape and the settings."""
+"""Builds Megatron's `TransformerConfig` from a model's shape and the settings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megatron_rl.config.schema import ModelSettings, ParallelSettings
 from megatron_rl.mcore.dtypes import torch_dtype
-from megatron_rl.mcore.layer_spec import chosen_spec, spec_options
+from megatron_rl.mcore.layer_spec import resolve_spec, spec_options
 from megatron_rl.mcore.parallel import expert_tensor_size
 from megatron_rl.models.shape import ModelShape, Yarn
 
@@ -19,16 +19,21 @@ from megatron_rl.models.shape import ModelShape, Yarn
 def transformer_config(
     shape: ModelShape, model: ModelSettings, parallel: ParallelSettings, *, on_gpu: bool
 ) -> TransformerConfig:
-    """Megatron's configuration of the model, with GPUs or without."""
-    kind = TransformerConfig if shape.latent is None else MLATransformerConfig
-    return kind(
+    """Return Megatron's configuration of the model.
+
+    It is a `MLATransformerConfig` for multi-head latent attention.
+
+    on_gpu: initialize weights on the GPU.
+    """
+    config_class = TransformerConfig if shape.latent is None else MLATransformerConfig
+    return config_class(
         **_attention(shape),
         **_latent(shape),
         **_mlp(shape),
         **_experts(shape),
         **_training(shape, model),
         **_parallelism(parallel),
-        **_machine(shape, on_gpu=on_gpu, te=chosen_spec(model) == "te"),
+        **_machine(shape, on_gpu=on_gpu, uses_te=resolve_spec(model) == "te"),
         **spec_options(model),
     )
 
@@ -48,10 +53,13 @@ def _attention(shape: ModelShape) -> dict[str, Any]:
 
 
 def _latent(shape: ModelShape) -> dict[str, Any]:
-    """Multi-head latent attention, which has its own rotary embedding."""
+    """Return the settings of multi-head latent attention and its own rotary embedding."""
     latent = shape.latent
     if latent is None:
         return {}
+    rope = {"rope_type": "rope", "rotary_scaling_factor": 1.0}
+    if latent.yarn is not None:
+        rope = _yarn(latent.yarn)
     return {
         "q_lora_rank": latent.q_rank,
         "kv_lora_rank": latent.kv_rank,
@@ -59,11 +67,7 @@ def _latent(shape: ModelShape) -> dict[str, Any]:
         "qk_pos_emb_head_dim": latent.rotary_dim,
         "v_head_dim": latent.value_dim,
         "rotary_base": shape.rope_theta,
-        **(
-            {"rope_type": "rope", "rotary_scaling_factor": 1.0}
-            if latent.yarn is None
-            else _yarn(latent.yarn)
-        ),
+        **rope,
     }
 
 
@@ -89,7 +93,10 @@ def _mlp(shape: ModelShape) -> dict[str, Any]:
 
 
 def _experts(shape: ModelShape) -> dict[str, Any]:
-    """The layers with experts; nothing that would balance or drop what the engine routed."""
+    """Return the settings of layers with experts.
+
+    Balancing and dropping of tokens are off, because they would change the engine's routes.
+    """
     if not shape.moe_layers:
         return {"moe_layer_freq": [0] * shape.num_layers}
     router = shape.router
@@ -114,7 +121,11 @@ def _experts(shape: ModelShape) -> dict[str, Any]:
 
 
 def _training(shape: ModelShape, model: ModelSettings) -> dict[str, Any]:
-    dtype, full = torch_dtype(model.dtype), model.recompute == "full"
+    dtype = torch_dtype(model.dtype)
+    recompute_layers = model.recompute == "full"
+    recompute_modules = None
+    if model.recompute_modules is not None:
+        recompute_modules = list(model.recompute_modules)
     return {
         "bf16": dtype is torch.bfloat16,
         "params_dtype": dtype,
@@ -124,11 +135,9 @@ def _training(shape: ModelShape, model: ModelSettings) -> dict[str, Any]:
         "init_method_std": shape.initializer_range,
         "embedding_init_method_std": model.embedding_std,
         "recompute_granularity": None if model.recompute == "none" else model.recompute,
-        "recompute_modules": None
-        if model.recompute_modules is None
-        else list(model.recompute_modules),
-        "recompute_method": "uniform" if full else None,
-        "recompute_num_layers": 1 if full else None,
+        "recompute_modules": recompute_modules,
+        "recompute_method": "uniform" if recompute_layers else None,
+        "recompute_num_layers": 1 if recompute_layers else None,
     }
 
 
@@ -145,36 +154,39 @@ def _parallelism(parallel: ParallelSettings) -> dict[str, Any]:
         "expert_model_parallel_size": parallel.ep,
         "expert_tensor_parallel_size": expert_tensor_size(parallel),
         "variable_seq_lengths": parallel.pp > 1,
-        # batched sends of both directions share a peer when pp is 2, and would be received by the
-        # wrong one
+        # With pp=2 both directions have the same peer, and a batched send in one direction could
+        # be received as one of the other.
         "overlap_p2p_comm": chunks > 1,
         "batch_p2p_comm": chunks == 1,
     }
 
 
-def _machine(shape: ModelShape, *, on_gpu: bool, te: bool) -> dict[str, Any]:
-    """With Transformer Engine its fused kernels are used as far as routes can be replayed through
-    them.
+def _machine(shape: ModelShape, *, on_gpu: bool, uses_te: bool) -> dict[str, Any]:
+    """Return the settings of kernels.
 
-    moe_permute_fusion is more than speed: it adds up a token's experts in a fixed order, where
-    Megatron's own unpermute is a scatter_add_ with bfloat16 atomics, and two passes over the same
-    weights differ by more than ESPO's clip width (tests/training/test_both_passes.py); without it
-    `mcore/ordered_experts.py` gives the order. Torch's deterministic algorithms would, too, but
-    slow down every index_add and scatter of the model. The fused router ignores replay and stays
-    off.
+    With Transformer Engine all fused kernels are on through which routes can be replayed.
+
+    moe_permute_fusion also fixes the order in which the experts of a token are added. Megatron's
+    own unpermute is a scatter_add_ with bfloat16 atomics, so that two passes over the same weights
+    differ by more than ESPO's clip range (tests/training/test_both_passes.py). Without the fusion
+    `mcore/layers/deterministic_permute.py` fixes the order. torch's deterministic algorithms would
+    too, but they slow down every index_add and scatter of the model.
+
+    The fused router ignores replay and stays off.
     """
+    has_yarn = shape.latent is not None and shape.latent.yarn is not None
+    has_apex_accumulation = find_spec("fused_weight_gradient_mlp_cuda") is not None
     return {
         "use_cpu_initialization": not on_gpu,
         "cuda_graph_scope": [],
-        "moe_permute_fusion": te,
+        "moe_permute_fusion": uses_te,
         "moe_router_fusion": False,
-        # the other one also waits for the sequences' lengths, in each layer; of latent attention
-        # Megatron fuses YaRN's
-        "apply_rope_fusion": te and (shape.latent is None or shape.latent.yarn is not None),
-        "bias_activation_fusion": te,
-        "bias_dropout_fusion": te,
-        "gradient_accumulation_fusion": te
-        and find_spec("fused_weight_gradient_mlp_cuda") is not None,  # of Apex
-        "masked_softmax_fusion": False,  # Transformer Engine's attention has its own
+        # The unfused rotary embedding also waits for the sequences' lengths in each layer. For
+        # latent attention Megatron fuses the one with YaRN only.
+        "apply_rope_fusion": uses_te and (shape.latent is None or has_yarn),
+        "bias_activation_fusion": uses_te,
+        "bias_dropout_fusion": uses_te,
+        "gradient_accumulation_fusion": uses_te and has_apex_accumulation,
+        "masked_softmax_fusion": False,  # Transformer Engine's attention has its own softmax
         "persist_layer_norm": False,
     }

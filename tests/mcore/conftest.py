@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_rl.config.schema import ParallelSettings
-from megatron_rl.mcore.cpu import compat
+from megatron_rl.mcore import compat
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

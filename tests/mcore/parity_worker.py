@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.mcore.cpu import compat
+from megatron_rl.mcore import compat
 
 compat.install()  # before anything of Megatron is imported
 
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from safetensors.torch import save_file
 
+from launch.testbed.packed_sequences import pack, targets_of
 from megatron_rl.config.schema import ModelSettings, OptimizerSettings
 from megatron_rl.mcore.model import build_models
 from megatron_rl.mcore.optimizer import DistributedAdam, wrap_data_parallel
@@ -28,7 +29,7 @@ from megatron_rl.mcore.parallel import RankLayout, initialize, shutdown
 from megatron_rl.mcore.replay import RouteReplay
 from megatron_rl.mcore.schedule import run_schedule
 from megatron_rl.mcore.weights import (
-    draw_hf_weights,
+    initialize_hf_weights,
     iterate_hf_weights,
     load_hf_weights,
     save_hf_weights,
@@ -36,7 +37,6 @@ from megatron_rl.mcore.weights import (
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.planning.rank_view import RankView
-from tests.mcore.packs import pack, targets_of
 from tests.mcore.parity_cases import PARITY, POISONED, LayoutCase
 
 GLOBAL_BATCH = [(0, 1), (2, 3), (4, 5), (6, 7)]
@@ -62,7 +62,7 @@ def run_case(case: LayoutCase, layout: RankLayout, checkpoint: Path, out: Path) 
     load_hf_weights(bare, shape, checkpoint)
     models = wrap_data_parallel(bare)
     optimizer = DistributedAdam(models, OptimizerSettings(), total_steps=10)
-    view = RankView.of(
+    view = RankView.for_rank(
         shape.num_layers, case.parallel, pp_rank=layout.pp_rank, tp_rank=layout.tp_rank
     )
     optimizer.zero_grad()
@@ -94,7 +94,7 @@ def save_drawn(case: LayoutCase, shape: ModelShape, checkpoint: Path, target: Pa
     fresh = build_models(
         shape, ModelSettings(path=str(checkpoint), init="random", embedding_std=0.5), case.parallel
     )
-    draw_hf_weights(fresh, shape, seed=5)
+    initialize_hf_weights(fresh, shape, seed=5)
     ours = torch.cat(
         [parameter.detach().flatten() for chunk in fresh for parameter in chunk.parameters()]
     )
@@ -171,7 +171,7 @@ def poisoned_step(models: Sequence[Any], optimizer: DistributedAdam, poisoned: b
     before = [p.detach().clone() for model in models for p in model.parameters()]
     if poisoned:
         next(models[0].parameters()).main_grad.view(-1)[0] = float("nan")
-    stepped = optimizer.step(loss_is_finite=True).stepped
+    stepped = optimizer.step(loss_is_finite=True).is_applied
     after = [p.detach() for model in models for p in model.parameters()]
     return f"stepped={stepped} unchanged={all(torch.equal(a, b) for a, b in zip(before, after, strict=True))}"
 

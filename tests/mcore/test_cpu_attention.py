@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 def test_buckets_hold_every_sequence_once_and_bound_the_padding(
     megatron: Any, lengths: list[int]
 ) -> None:
-    from megatron_rl.mcore.cpu.modules import length_buckets
+    from megatron_rl.mcore.layers.attention import length_buckets
 
     bounds = torch.tensor([0, *lengths]).cumsum(0).tolist()
     buckets = length_buckets(bounds)
@@ -30,12 +30,12 @@ def test_buckets_hold_every_sequence_once_and_bound_the_padding(
 def test_packed_attention_is_each_sequence_alone(megatron: Any, lengths: list[int]) -> None:
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from megatron_rl.mcore.cpu.modules import CpuCoreAttention
+    from megatron_rl.mcore.layers.attention import PackedAttention
 
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     generator = torch.Generator().manual_seed(sum(lengths))
     config: Any = SimpleNamespace(context_parallel_size=1)
-    attention = CpuCoreAttention(config, 1, None, "self")
+    attention = PackedAttention(config, 1, None, "self")
     shapes = [(sum(lengths), heads, 8) for heads in (4, 2, 2)]
     inputs = [torch.randn(s, generator=generator, requires_grad=True) for s in shapes]
     params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)

@@ -14,12 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from launch.testbed.packed_sequences import pack, routes_of, sequence, targets_of
+from launch.testbed.tiny_families import FAMILIES, force, gates, randomized
 from megatron_rl.config.schema import ModelSettings, ParallelSettings
 from megatron_rl.models.families import FAMILIES as KNOWN
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.shape import ModelShape
-from tests.mcore.packs import pack, routes_of, sequence, targets_of
-from tests.mcore.tiny_families import FAMILIES, force, gates, randomized
 
 INDICES = tuple(range(12))
 
@@ -200,16 +200,16 @@ def megatron_gradients(tiny: Tiny, recompute: str) -> dict[str, torch.Tensor]:
 
 def test_every_parameter_is_counted(megatron: Any, tiny: Tiny) -> None:
     from megatron_rl.models.parameter_count import num_parameters
-    from megatron_rl.planning.memory import held_parameters
+    from megatron_rl.planning.memory import rank_parameters
 
     held, experts = (
         {name: weight.numel() for name, weight in tiny.megatron()[0].named_parameters()},
         ".experts.",
     )
     assert num_parameters(tiny.shape) == sum(held.values())
-    counted = held_parameters(tiny.shape, ParallelSettings(), 0)
+    counted = rank_parameters(tiny.shape, ParallelSettings(), 0)
     assert counted.experts == sum(count for name, count in held.items() if experts in name)
-    assert counted.dense + counted.experts == sum(held.values())
+    assert counted.total == sum(held.values())
 
 
 def test_load_then_export_then_load_is_bit_exact(megatron: Any, tiny: Tiny, tmp_path: Path) -> None:

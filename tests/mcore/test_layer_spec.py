@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from launch.testbed.tiny_families import FAMILIES
 from megatron_rl.config.schema import ModelSettings, ParallelSettings
 from megatron_rl.models.families import read_shape
 from tests.mcore.test_hf_weights import build
-from tests.mcore.tiny_families import FAMILIES
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_null_is_transformer_engine_where_it_can_run(
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     monkeypatch.setattr(layer_spec, "has_transformer_engine", lambda: installed)
-    assert layer_spec.chosen_spec(ModelSettings(path="x", **settings)) == expected
+    assert layer_spec.resolve_spec(ModelSettings(path="x", **settings)) == expected
 
 
 def test_only_transformer_engine_has_grouped_experts_and_fp8(megatron: Any) -> None:
@@ -68,7 +68,7 @@ def test_only_transformer_engine_has_grouped_experts_and_fp8(megatron: Any) -> N
 def test_a_local_model_holds_no_fused_module(megatron: Any, checkpoint: Path) -> None:
     (model,), _ = build(checkpoint, spec="local")
     kinds = {type(module).__name__ for module in model.modules()}
-    assert {"CpuCoreAttention", "CpuRmsNorm", "SequentialMLP"} <= kinds
+    assert {"PackedAttention", "RmsNorm", "SequentialMLP"} <= kinds
     assert not [
         kind for kind in kinds if kind.startswith("TE") or "Fused" in kind or "Grouped" in kind
     ]

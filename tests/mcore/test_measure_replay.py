@@ -11,7 +11,7 @@ import torch
 
 from megatron_rl.config.algorithms import GrpoSettings
 from megatron_rl.config.schema import ParallelSettings
-from megatron_rl.training.log_histogram import RESOLUTION
+from megatron_rl.training.replay.log_histogram import RESOLUTION
 
 GRID = ParallelSettings(timeout_s=60)
 
@@ -19,12 +19,12 @@ GRID = ParallelSettings(timeout_s=60)
 def test_both_passes_are_measured_and_each_layer_with_and_without_those_before_it(
     megatron: Any, checkpoint: Path
 ) -> None:
+    from launch.testbed.batches import make_batch
+    from launch.testbed.policies import make_batcher, make_policy
     from megatron_rl.mcore.schedule import run_schedule
-    from megatron_rl.training.measure_replay import measure_replay
+    from megatron_rl.training.replay.replay_effect import measure_replay
     from megatron_rl.training.metric_sums import MetricSums
     from megatron_rl.training.old_policy import compute_old_policy
-    from tests.support.batches import make_batch
-    from tests.support.policies import make_batcher, make_policy
 
     shape, policy = make_policy(checkpoint, GRID, GrpoSettings())
     _, rollouts, advantages = make_batch(shape, 7)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from launch.testbed.packed_sequences import pack
 from megatron_rl.config.schema import OptimizerSettings
-from tests.mcore.packs import pack
 from tests.mcore.test_replay import build, train_pass
 
 
@@ -32,7 +32,7 @@ def step_with_gradient(
     for parameter in models[0].parameters():
         parameter.main_grad.fill_(gradient)
     result = optimizer.step(loss_is_finite=True)
-    assert result.stepped
+    assert result.is_applied
     return result.lr, {name: p - before[name] for name, p in snapshot(models).items()}
 
 
@@ -104,7 +104,7 @@ def test_another_rate_keeps_warm_up_decay_and_moments(megatron: Any, checkpoint:
     rates = []
     for step in range(6):
         if step in (1, 4):
-            optimizer.scale_to(0.02 if step == 1 else 0.2)
+            optimizer.set_peak_lr(0.02 if step == 1 else 0.2)
         reported, moved = step_with_gradient(models, optimizer, 1.0)
         rates.append(reported)
         assert all(d.mean().item() == pytest.approx(-reported, rel=1e-3) for d in moved.values())
@@ -115,12 +115,12 @@ def test_another_rate_keeps_warm_up_decay_and_moments(megatron: Any, checkpoint:
     optimizer.load(
         optimizer._optimizer.state_dict(), 4
     )  # a run that goes on is told its stage afterwards
-    optimizer.scale_to(0.2)
+    optimizer.set_peak_lr(0.2)
     assert step_with_gradient(models, optimizer, 1.0)[0] == pytest.approx(0.2 * 0.325)
 
 
 def test_adam_is_torchs_adamw(megatron: Any) -> None:
-    from megatron_rl.mcore.cpu.adam import FusedLayoutAdam
+    from megatron_rl.mcore.adam import FusedLayoutAdam
 
     generator = torch.Generator().manual_seed(0)
     start = [torch.randn(5, 3, generator=generator), torch.randn(7, generator=generator)]
@@ -146,7 +146,7 @@ def test_a_step_moves_parameters_and_reports_the_norm_before_clipping(
     gradients = train_pass(models, replay)
     result = optimizer.step(loss_is_finite=True)
     norm = torch.stack([g.norm() for g in gradients.values()]).norm().item()
-    assert result.stepped
+    assert result.is_applied
     assert result.grad_norm == pytest.approx(norm, rel=1e-5)
     assert any(not torch.equal(p, before[name]) for name, p in snapshot(models).items())
 
@@ -156,7 +156,7 @@ def test_learning_rate_zero_changes_nothing(megatron: Any, checkpoint: Path) -> 
     optimizer = adam(models, lr=0.0, weight_decay=0.1, warmup_steps=2, decay="cosine")
     before = snapshot(models)
     train_pass(models, replay)
-    assert optimizer.step(loss_is_finite=True).stepped
+    assert optimizer.step(loss_is_finite=True).is_applied
     assert all(torch.equal(p, before[name]) for name, p in snapshot(models).items())
 
 
@@ -171,12 +171,12 @@ def test_nothing_changes_after_a_non_finite_loss_or_gradient(
     if poison != "loss":
         next(iter(models[0].parameters())).main_grad[0] = float(poison)
     result = optimizer.step(loss_is_finite=poison != "loss")
-    assert (result.stepped, result.lr, optimizer.scheduler.num_steps) == (False, 0.0, 0)
+    assert (result.is_applied, result.lr, optimizer.scheduler.num_steps) == (False, 0.0, 0)
     assert all(torch.equal(p, before[name]) for name, p in snapshot(models).items())
     optimizer.zero_grad()
     train_pass(models, replay)
     result = optimizer.step(loss_is_finite=True)
-    assert (result.stepped, result.lr) == (
+    assert (result.is_applied, result.lr) == (
         True,
         pytest.approx(1e-2 / 5),
     )  # neither optimizer nor schedule was poisoned
@@ -262,7 +262,7 @@ def test_a_nan_in_a_gradient_raises_on_no_rank(megatron: Any, checkpoint: Path) 
 
     run_schedule(models, [pack((0, 1), range(3))], loss, forward_only=False, replay=replay)
     result = optimizer.step(loss_is_finite=True)
-    assert not result.stepped and math.isnan(result.grad_norm)
+    assert not result.is_applied and math.isnan(result.grad_norm)
 
 
 def test_another_ranks_nan_stops_this_one(
@@ -278,4 +278,4 @@ def test_another_ranks_nan_stops_this_one(
     optimizer = adam(models)
     train_pass(models, replay)
     monkeypatch.setattr(module.dist, "all_reduce", with_a_rank_that_says_no)
-    assert not optimizer.step(loss_is_finite=True).stepped
+    assert not optimizer.step(loss_is_finite=True).is_applied

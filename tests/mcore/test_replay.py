@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tests.mcore.packs import pack
+from launch.testbed.packed_sequences import pack
 from tests.mcore.replayed_models import MICRO_BATCHES, build, chosen, routers, train_pass
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.mcore.packs import pack
+from launch.testbed.packed_sequences import pack
+from launch.testbed.tiny_families import deepseek_v3, randomized
 from tests.mcore.replayed_models import MICRO_BATCHES, build, chosen, train_pass
-from tests.mcore.tiny_families import deepseek_v3, randomized
 
 # model.recompute_modules | how the names of modules end that run again | how often a router runs
 MODULES = [

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.mcore.packs import pack
+from launch.testbed.packed_sequences import pack
 from tests.mcore.replayed_models import MICRO_BATCHES, build, routers, train_pass
 
 
@@ -50,9 +50,9 @@ def test_routes_that_do_not_fit_are_told_with_layer_and_micro_batch(
     rows = len(batch.routes)
     bad = [good, replace(batch, routes=spoil(batch.routes))]
     run_schedule(models, bad, lambda logits, index: (None, None), forward_only=True, replay=replay)
-    assert replay.faulty
+    assert replay.has_faults
     assert said.replace("11", str(rows)).replace("10", str(rows - 1)) in replay.take_faults()
-    assert not replay.faulty and replay.take_faults() == ""
+    assert not replay.has_faults and replay.take_faults() == ""
 
 
 def test_routes_of_other_layers_than_the_routers_are_refused_before_anything_runs(
@@ -144,7 +144,7 @@ def test_recorded_routes_are_replayed_after_the_weights_have_moved(
             replay=replay,
             routing="record",
         )
-        return replay.take_recorded(len(batches))
+        return replay.take_recorded_routes(len(batches))
 
     recorded = [routes for routes in record() if routes is not None]
     assert [r.shape for r in recorded] == [(b.num_tokens, 3, 2) for b in batches]
@@ -181,13 +181,13 @@ def test_a_router_that_recorded_nothing_is_a_fault_and_leaves_nothing_to_replay(
     run_schedule(
         models, [batch], lambda *_: (None, None), forward_only=True, replay=replay, routing="record"
     )
-    assert replay.take_recorded(1) == [None]
+    assert replay.take_recorded_routes(1) == [None]
     assert "layer 2, micro-batch 0: its router recorded nothing" in replay.take_faults()
-    assert replay.take_recorded(1) == [None], "what was recorded is handed out once"
+    assert replay.take_recorded_routes(1) == [None], "what was recorded is handed out once"
 
 
 def test_a_stage_without_experts_records_nothing_and_that_is_no_fault() -> None:
     from megatron_rl.mcore.replay import RouteReplay
 
     replay = RouteReplay([torch.nn.Linear(2, 2)], "trainer")
-    assert replay.take_recorded(2) == [None, None] and replay.take_faults() == ""
+    assert replay.take_recorded_routes(2) == [None, None] and replay.take_faults() == ""

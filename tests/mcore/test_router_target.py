@@ -116,7 +116,7 @@ def test_a_live_pass_uses_its_own_choice_and_counts_the_given_one_beside_it() ->
     target.end_forward()
     assert target.disagreement.tolist() == [2, 3], "nothing to compare with"
     target.deactivate()
-    assert target.faults == [] and target.recorded == {}
+    assert target.faults == [] and target.recordings == {}
 
 
 @pytest.mark.parametrize(("experts", "dtype"), [(256, torch.uint8), (257, torch.uint16)])
@@ -131,11 +131,11 @@ def test_a_recording_pass_keeps_the_live_choice_of_each_micro_batch(
         target.get_replay_topk(scores, 1, None, None, Best())
         target.end_forward()
     target.deactivate()
-    assert {batch: kept.tolist() for batch, kept in target.recorded.items()} == {
+    assert {batch: kept.tolist() for batch, kept in target.recordings.items()} == {
         0: [[experts - 1]],
         1: [[experts - 2]],
     }
-    assert all(kept.dtype == dtype for kept in target.recorded.values())
+    assert all(kept.dtype == dtype for kept in target.recordings.values())
     assert target.faults == []
 
 
@@ -192,8 +192,8 @@ def test_padding_of_one_micro_batch_is_not_that_of_the_next_pass() -> None:
     target = active(measure=True, recomputations=0)
     target.begin_forward(3, FORCED, torch.tensor([True, False, False]))
     target.deactivate()
-    assert target.faults == ["layer 4, micro-batch 3: its forward pass was begun and never ended"]
-    assert target._real_rows is None and target._target is None
+    assert target.faults == ["layer 4, micro-batch 3: its forward pass began but did not end"]
+    assert target._real_rows is None and target._experts is None
 
 
 def test_a_router_without_routes_for_its_micro_batch_chooses_by_itself_and_says_so() -> None:

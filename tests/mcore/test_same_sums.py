@@ -1,7 +1,7 @@
 """A CPU engine and the trainer get the same float32 bits for the same row, whatever is computed
 beside it.
 
-`tests/engine/test_parity.py` compares whole models, `tests/engine/layer_differences.py` shows each
+`tests/engine/test_parity.py` compares whole models, `launch/studies/layer_differences/__main__.py` shows each
 operation of a real engine. Equality is MKL's and torch's on this kind of processor
 (docs/on_policy.md); on others the sums are only close.
 """
@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from launch.testbed.packed_sequences import pack
 from sglang_bridge.cpu_shim.padded_attention import paged_attention
 from sglang_bridge.cpu_shim.trainer_sums import experts, linear, route
-from tests.mcore.packs import pack
 from tests.mcore.test_replay import build
 from tests.support.exactness import EXACT
 
@@ -58,7 +58,7 @@ def attended(lengths: list[int], heads: tuple[int, int]) -> list[tuple[torch.Ten
     """
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from megatron_rl.mcore.cpu.modules import CpuCoreAttention
+    from megatron_rl.mcore.layers.attention import PackedAttention
 
     generator = torch.Generator().manual_seed(sum(lengths))
     total, bounds = sum(lengths), torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
@@ -67,7 +67,7 @@ def attended(lengths: list[int], heads: tuple[int, int]) -> list[tuple[torch.Ten
     )
     config: Any = SimpleNamespace(context_parallel_size=1)
     params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
-    packed = CpuCoreAttention(config, 1, None, "self")(
+    packed = PackedAttention(config, 1, None, "self")(
         query, key, value, None, packed_seq_params=params
     )
     slots = torch.zeros(len(lengths), max(lengths), dtype=torch.int32)

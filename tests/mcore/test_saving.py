@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.mcore.cpu import compat
+from megatron_rl.mcore import compat
 
 compat.install()
 
 from megatron.core.dist_checkpointing.strategies.checkpointable import CheckpointableShardedTensor
 
+from launch.testbed.policies import ADAM, TWO_DIGIT_ADDITION, make_policy
 from megatron_rl.config.algorithms import GrpoSettings
 from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import ModelSettings, ParallelSettings
@@ -31,11 +32,10 @@ from megatron_rl.mcore.optimizer import DistributedAdam, wrap_data_parallel
 from megatron_rl.models.families import read_shape
 from megatron_rl.run.checkpoints.manifest import changed_files, read_manifest
 from megatron_rl.run.checkpoints.resume import CheckpointUnusable, ResumePoint
-from megatron_rl.run.checkpoints.saving import CheckpointWriter, SavedCheckpoint
+from megatron_rl.run.checkpoints.saving import CheckpointWriter, SaveResult
 from megatron_rl.run.checkpoints.store import CheckpointStore
 from megatron_rl.run.modes.evaluate import open_weights
 from tests.support.checkpoints import make_state
-from tests.support.policies import ADAM, TWO_DIGIT_ADDITION, make_policy
 
 
 @pytest.fixture(scope="module")
@@ -162,10 +162,10 @@ def test_what_trains_meanwhile_does_not_change_what_is_saved(worker: Any, tmp_pa
     with torch.no_grad():
         for weight in worker.policy.models[0].parameters():
             weight.add_(1.0)
-    assert checkpoints.settle(WaitForSave()) == SavedCheckpoint(
+    assert checkpoints.wait_for_save(WaitForSave()) == SaveResult(
         3, nbytes=read_manifest(shelf.path(3)).nbytes
     )
-    assert whole(shelf.path(3)) and checkpoints.settle(WaitForSave()) is None
+    assert whole(shelf.path(3)) and checkpoints.wait_for_save(WaitForSave()) is None
     load_tensors(worker.policy.models, worker.optimizer, shelf.path(3), optimizer_steps=0)
     assert all(
         weight.equal(before[name]) for name, weight in worker.policy.models[0].named_parameters()

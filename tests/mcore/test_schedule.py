@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.mcore.packs import pack, targets_of
+from launch.testbed.packed_sequences import pack, targets_of
 from tests.mcore.test_replay import build
 
 SPLITS = {

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_rl.mcore.varlen_attention import VarlenAttention
+from megatron_rl.mcore.layers.varlen_attention import VarlenAttention
 
 LENGTHS = [7, 40, 9, 1]
 BOUNDS = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
@@ -102,8 +102,8 @@ def test_every_signature_gives_each_sequence_alone(
 
 def test_this_torch_has_it_and_it_is_for_cuda_alone() -> None:
     attention, x = VarlenAttention(), torch.zeros(3, 4, 8, dtype=torch.bfloat16)
-    assert attention.available
-    assert not attention.fits(x, x, x), "on a CPU"
+    assert attention.is_available
+    assert not attention.supports(x, x, x), "on a CPU"
 
 
 @pytest.mark.parametrize(
@@ -124,4 +124,4 @@ def test_what_does_not_fit_goes_to_padded_batches(
         is_cuda = True
 
     inputs = [torch.zeros(3, 4, dim, dtype=dtype).as_subclass(OnCuda) for dim in dims]
-    assert VarlenAttention(torch_2_12).fits(*inputs) is fits
+    assert VarlenAttention(torch_2_12).supports(*inputs) is fits

@@ -1,5 +1,7 @@
-"""A rank's part of a checkpoint: tensors through Megatron's dist_checkpointing, and the state of
-random numbers.
+"""Saves and loads a rank's part of a checkpoint.
+
+Tensors go through Megatron's dist_checkpointing. The states of random generators are files of their
+own.
 """
 
 from megatron_rl.mcore.checkpoint.random_state import (

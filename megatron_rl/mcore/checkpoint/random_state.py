@@ -1,4 +1,4 @@
-"""The state of a rank's random numbers, as plain numbers in a safetensors file."""
+"""Saves and restores a rank's random generators, as tensors in a safetensors file."""
 
 from __future__ import annotations
 
@@ -13,59 +13,73 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
 _TRACKER = "megatron/"
-_WORDS, _NUMPY_WORDS = 625, 624  # of the Mersenne twister's state
+# The length of the Mersenne twister's state in Python, which includes the position, and in numpy.
+_PYTHON_WORDS = 625
+_NUMPY_WORDS = 624
 
 
 def random_state_file(checkpoint: Path, rank: int) -> Path:
-    """Where a rank's numbers lie in a checkpoint."""
+    """Return the file of a rank's random state in a checkpoint."""
     return checkpoint / "rng" / f"rank-{rank:05d}.safetensors"
 
 
 def random_state() -> bytes:
-    """Python's, numpy's, torch's and Megatron's generators, as the bytes of a file."""
-    _, words, gauss = random.getstate()
-    _, numpy_words, position, has_gauss, cached = np.random.get_state(legacy=True)
-    tensors = {
-        "python": torch.tensor(words, dtype=torch.int64),
-        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
-        "numpy": torch.from_numpy(np.asarray(numpy_words).astype(np.int64)),
-        "numpy_position": torch.tensor([position, has_gauss], dtype=torch.int64),
-        "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
-        "torch": torch.get_rng_state(),
-    }
+    """Return the states of Python's, numpy's, torch's and Megatron's generators as a file."""
+    tensors = _python_state() | _numpy_state()
+    tensors["torch"] = torch.get_rng_state()
     if torch.cuda.is_available():
         tensors["cuda"] = torch.cuda.get_rng_state()
-    tracked = get_cuda_rng_tracker().get_states()
-    tensors |= {
-        _TRACKER + name: state.cpu() for name, state in tracked.items() if torch.is_tensor(state)
-    }
+    for name, state in get_cuda_rng_tracker().get_states().items():
+        if torch.is_tensor(state):
+            tensors[_TRACKER + name] = state.cpu()
     return save({name: tensor.clone().contiguous() for name, tensor in tensors.items()})
 
 
 def load_random_state(file: Path) -> None:
-    """Put every generator where it was. Raises ValueError for a file that holds something else."""
+    """Restore every generator. Raises ValueError if the file is no random state."""
     try:
-        found = load_file(file)
-        words, gauss = found["python"].tolist(), found["python_gauss"].tolist()
-        if len(words) != _WORDS or len(found["numpy"]) != _NUMPY_WORDS:
+        tensors = load_file(file)
+        words = tensors["python"].tolist()
+        gauss = tensors["python_gauss"].tolist()
+        if len(words) != _PYTHON_WORDS or len(tensors["numpy"]) != _NUMPY_WORDS:
             raise ValueError("a generator's state has another length")
     except (OSError, KeyError, ValueError, SafetensorError) as error:
-        raise ValueError(f"{file} is not the state of random numbers: {error}") from error
+        raise ValueError(f"{file} is not a file of random states: {error}") from error
     random.setstate((3, tuple(words), gauss[0] if gauss else None))
-    position, has_gauss = found["numpy_position"].tolist()
+    _load_numpy_state(tensors)
+    torch.set_rng_state(tensors["torch"])
+    if torch.cuda.is_available() and "cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["cuda"])
+    tracker = get_cuda_rng_tracker()
+    states = tracker.get_states()
+    saved_states = {name: tensors[_TRACKER + name] for name in states if _TRACKER + name in tensors}
+    tracker.set_states(states | saved_states)
+
+
+def _python_state() -> dict[str, torch.Tensor]:
+    _, words, gauss = random.getstate()
+    return {
+        "python": torch.tensor(words, dtype=torch.int64),
+        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
+    }
+
+
+def _numpy_state() -> dict[str, torch.Tensor]:
+    _, words, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    return {
+        "numpy": torch.from_numpy(np.asarray(words).astype(np.int64)),
+        "numpy_position": torch.tensor([position, has_gauss], dtype=torch.int64),
+        "numpy_gauss": torch.tensor([gauss], dtype=torch.float64),
+    }
+
+
+def _load_numpy_state(tensors: dict[str, torch.Tensor]) -> None:
+    position, has_gauss = tensors["numpy_position"].tolist()
     state: Any = (
         "MT19937",
-        found["numpy"].numpy().astype(np.uint32),
+        tensors["numpy"].numpy().astype(np.uint32),
         position,
         has_gauss,
-        found["numpy_gauss"].item(),
+        tensors["numpy_gauss"].item(),
     )
     np.random.set_state(state)
-    torch.set_rng_state(found["torch"])
-    if torch.cuda.is_available() and "cuda" in found:
-        torch.cuda.set_rng_state(found["cuda"])
-    tracker = get_cuda_rng_tracker()
-    known = tracker.get_states()
-    tracker.set_states(
-        known | {name: found[_TRACKER + name] for name in known if _TRACKER + name in found}
-    )

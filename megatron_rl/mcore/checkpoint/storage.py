@@ -1,8 +1,8 @@
-"""How tensors reach the disk: by torch's own writer, in this process, and with errors that every
-rank hears of.
+"""Writes sharded tensors with torch's own writer, in this process.
 
-Megatron's writer forks a process for each file and starts a manager process; a fork of a rank with
-threads and sockets may hang, and one that the kernel kills is waited for without an end.
+Megatron's writer forks a process for each file and starts a manager process. Forking a rank with
+threads and sockets may hang, and Megatron waits without limit for a process that the kernel kills.
+Errors of torch's writer reach every rank.
 """
 
 from __future__ import annotations
@@ -21,30 +21,39 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 
-_METADATA = "torch.distributed.checkpoint.metadata"
-_CLASSES = (
-    "Metadata BytesStorageMetadata ChunkStorageMetadata TensorStorageMetadata TensorProperties MetadataIndex "
-    "StorageMeta _MEM_FORMAT_ENCODING"
+_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+_METADATA_CLASSES = (
+    "Metadata",
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "TensorStorageMetadata",
+    "TensorProperties",
+    "MetadataIndex",
+    "StorageMeta",
+    "_MEM_FORMAT_ENCODING",
 )
-_NEEDED = {
+# The (module, name) pairs that torch's metadata refers to.
+_ALLOWED_GLOBALS = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),  # what Python 3.13 calls it
-    *((_METADATA, name) for name in _CLASSES.split()),
+    ("pathlib._local", "PosixPath"),  # the same class in Python 3.13
+    *((_METADATA_MODULE, name) for name in _METADATA_CLASSES),
 }
 
 
-def as_torch(sharded: ShardedStateDict) -> dict[str, Any]:
-    """What this rank writes of a sharded state, as torch's checkpoints take it."""
-    tensors, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
-    state: dict[str, Any] = mcore_to_pyt_state_dict(tensors, False)
-    return state
+def to_torch_state(state: ShardedStateDict) -> dict[str, Any]:
+    """Convert this rank's share of Megatron's sharded state to the form of torch's checkpoints."""
+    tensors, _, _ = _replace_state_dict_keys_with_sharded_keys(state, True)
+    torch_state: dict[str, Any] = mcore_to_pyt_state_dict(tensors, False)
+    return torch_state
 
 
 def write_state(state: dict[str, Any], directory: Path, group: dist.ProcessGroup) -> None:
-    """Collective, in Megatron's `torch_dist` format. group: over all ranks, on the CPU.
+    """Write a state of `to_torch_state` in Megatron's `torch_dist` format. Collective.
+
+    group: a CPU group of all ranks.
 
     Raises torch's `CheckpointException` on every rank when one cannot write.
     """
@@ -57,21 +66,20 @@ def write_state(state: dict[str, Any], directory: Path, group: dist.ProcessGroup
 
 
 class _SafeUnpickler(pickle.Unpickler):
-    """Reads the pickle of torch's `.metadata`, and refuses to look up anything but its own classes."""
+    """Unpickles torch's `.metadata`, and refuses every class that metadata does not need."""
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
-        if not is_dtype and (module, name) not in _NEEDED:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
+        if not is_dtype and (module, name) not in _ALLOWED_GLOBALS:
+            raise pickle.UnpicklingError(f"it refers to {module}.{name}, which no checkpoint needs")
         return super().find_class(module, name)
 
 
 def check_metadata(checkpoint: Path) -> None:
-    """Raise ValueError unless `.metadata`, which torch unpickles, holds metadata and nothing else."""
+    """Raise ValueError unless `.metadata`, which torch unpickles, holds nothing but metadata."""
+    file = checkpoint / ".metadata"
     try:
-        with (checkpoint / ".metadata").open("rb") as stream:
+        with file.open("rb") as stream:
             _SafeUnpickler(stream).load()
-    except Exception as error:  # a damaged pickle raises anything
-        raise ValueError(
-            f"{checkpoint / '.metadata'} is not the metadata of tensors: {error}"
-        ) from error
+    except Exception as error:  # a damaged pickle may raise anything
+        raise ValueError(f"{file} is not the metadata of tensors: {error}") from error

@@ -1,8 +1,7 @@
-"""The weights of a checkpoint in Hugging Face format: some parameters at a time, and never the
-model in memory.
+"""Reads the weights of a checkpoint in Hugging Face format, a few parameters at a time.
 
-Invariant: a rank holds at most one bucket and two copies of one parameter
-(tests/mcore/test_streaming.py::test_an_export_holds_one_bucket_at_a_time).
+The model is never in memory as a whole. A rank holds at most one bucket and two copies of one
+parameter (tests/mcore/test_streaming.py::test_export_holds_one_bucket_at_a_time).
 """
 
 from __future__ import annotations
@@ -30,65 +29,78 @@ Bucket = Sequence[PlacedParameter]
 
 
 class SavedWeights:
-    """What a checkpoint holds of a model, whatever layout saved it. Needs a grid without model
-    parallelism.
+    """The weights of a checkpoint, whatever layout saved it.
 
-    bucket_bytes: of what `read` holds at once; a larger parameter is a bucket of its own.
-    Raises ValueError for a directory that is no checkpoint.
+    It needs Megatron's process groups without model parallelism.
+
+    directory: the checkpoint.
+    shape, model: the model that it was saved from.
+    bucket_bytes: the size of the parameters that `read` holds at once. A larger parameter is a
+        bucket of its own.
+
+    Raises ValueError if the directory is no checkpoint.
     """
 
     def __init__(
         self, directory: Path, shape: ModelShape, model: ModelSettings, *, bucket_bytes: int
     ) -> None:
-        self._pieces, self._shape = TensorReader(directory), shape
-        with torch.device("meta"):  # names, shapes and places alone
-            local = replace(
-                model, spec="local", fp8=None
-            )  # both specs give their tensors the same names here
-            models: list[Any] = build_models(shape, local, ParallelSettings(), on_gpu=False)
+        self._reader = TensorReader(directory)
+        self._shape = shape
+        # Both specs give their tensors the same names in checkpoints.
+        local_model = replace(model, spec="local", fp8=None)
+        with torch.device("meta"):  # only names, shapes and places are needed
+            models: list[Any] = build_models(shape, local_model, ParallelSettings(), on_gpu=False)
         self._places: dict[str, Any] = models[0].sharded_state_dict()
-        self.buckets = list(_filled(placed_parameters(models, shape), bucket_bytes))
+        self.buckets = list(_fill_buckets(placed_parameters(models, shape), bucket_bytes))
 
     def all(self, dtype: torch.dtype) -> NamedTensors:
-        """Every tensor of the model by its Hugging Face name, as `dtype`; one bucket is in memory."""
+        """Yield every tensor of the model by its Hugging Face name, as `dtype`.
+
+        Frozen weights keep their dtype. One bucket is in memory at a time.
+        """
         for bucket in self.buckets:
             yield from self.read(bucket, dtype)
 
     def read(self, bucket: Bucket, dtype: torch.dtype | None = None) -> NamedTensors:
-        """Every tensor of a bucket by its Hugging Face name; dtype converts. Raises ValueError for
-        another model's.
+        """Yield every tensor of a bucket by its Hugging Face name.
+
+        dtype: converts weights that are trained; None keeps their dtype.
+
+        Raises ValueError if the checkpoint is of another model.
         """
-        weights, wanted = dict[str, torch.Tensor](), list[ShardedTensor]()
+        weights: dict[str, torch.Tensor] = {}
+        pieces: list[ShardedTensor] = []
         for parameter in bucket:
             weight = torch.empty(parameter.weight.shape, dtype=parameter.weight.dtype, device="cpu")
             weights[parameter.name] = weight
-            wanted += _pieces_of(self._places[parameter.name], weight)
-        self._pieces.read(wanted)
-        wanted.clear()
+            pieces += _pieces_of(self._places[parameter.name], weight)
+        self._reader.read(pieces)
+        # Only `weights` may keep the tensors alive, so that each is freed after it is yielded.
+        pieces.clear()
         del weight
         for parameter in bucket:
             yield from hf_tensors(parameter, 0, weights.pop(parameter.name), self._shape, dtype)
 
 
-def write_hf(saved: SavedWeights, target: Path, *, source: Path, dtype: torch.dtype) -> None:
-    """Collective: the weights as `dtype`, with the tokenizer and configuration of `source`; each
-    rank writes its share.
+def write_hf(weights: SavedWeights, target: Path, *, source: Path, dtype: torch.dtype) -> None:
+    """Write the weights in Hugging Face format to `target`, one file for each bucket. Collective.
 
-    One file a bucket. Leaves nothing behind when it fails. Raises `CheckpointError` for NaN and
-    Inf.
+    The ranks share the buckets. A failure leaves nothing behind.
+
+    source: the directory with the tokenizer and configuration.
+    dtype: the dtype of the files; frozen weights keep their own.
+
+    Raises `CheckpointError` for NaN and Inf.
     """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     try:
         if rank == 0:
             begin(target)
         dist.barrier()
-        for number in range(rank, len(saved.buckets), ranks):
+        for number in range(rank, len(weights.buckets), dist.get_world_size()):
             writer = ShardWriter(target, f"model-{number:05d}")
-            for name, tensor in saved.read(saved.buckets[number], dtype):
-                if not tensor.isfinite().all():
-                    raise CheckpointError(
-                        f"{name} holds NaN or Inf in {dtype}. Choose another checkpoint or --dtype"
-                    )
+            for name, tensor in weights.read(weights.buckets[number], dtype):
+                _require_finite(name, tensor, dtype)
                 writer.add(name, tensor)
             writer.close()
         dist.barrier()
@@ -101,35 +113,41 @@ def write_hf(saved: SavedWeights, target: Path, *, source: Path, dtype: torch.dt
         raise
 
 
+def _require_finite(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    if not tensor.isfinite().all():
+        raise CheckpointError(
+            f"{name} holds NaN or Inf in {dtype}. Choose another checkpoint or --dtype"
+        )
+
+
 def _pieces_of(
     place: ShardedTensor | ShardedTensorFactory, weight: torch.Tensor
 ) -> list[ShardedTensor]:
-    """The tensors in the checkpoint that make up a parameter, each with its part of `weight` as the
-    data.
+    """Return the tensors of the checkpoint that make up a parameter.
+
+    The data of each is a view of its part of `weight`. Raises ValueError if one is not.
     """
-    placed = replace(place, data=weight)
-    pieces = (
-        list(nested_values([placed.build()]))
-        if isinstance(placed, ShardedTensorFactory)
-        else [placed]
-    )
-    if any(
-        piece.data.untyped_storage().data_ptr() != weight.untyped_storage().data_ptr()
-        for piece in pieces
-    ):
+    parameter = replace(place, data=weight)
+    pieces = [parameter]
+    if isinstance(parameter, ShardedTensorFactory):
+        pieces = list(nested_values([parameter.build()]))
+    storage = weight.untyped_storage().data_ptr()
+    if any(piece.data.untyped_storage().data_ptr() != storage for piece in pieces):
         raise ValueError(f"{place.key} is not saved in parts of itself")
     return pieces
 
 
-def _filled(parameters: Iterator[PlacedParameter], most: int) -> Iterator[Bucket]:
-    """Parameters in their order, as many at a time as fit into `most` bytes."""
-    bucket, held = list[PlacedParameter](), 0
+def _fill_buckets(parameters: Iterator[PlacedParameter], bucket_bytes: int) -> Iterator[Bucket]:
+    """Group parameters in their order into buckets of at most `bucket_bytes`."""
+    bucket: list[PlacedParameter] = []
+    size = 0
     for parameter in parameters:
-        if parameter.copy:
+        if parameter.is_tied_copy:
             continue
-        if bucket and held + parameter.weight.nbytes > most:
+        if bucket and size + parameter.weight.nbytes > bucket_bytes:
             yield bucket
-            bucket, held = [], 0
+            bucket = []
+            size = 0
         bucket.append(parameter)
-        held += parameter.weight.nbytes
+        size += parameter.weight.nbytes
     yield bucket

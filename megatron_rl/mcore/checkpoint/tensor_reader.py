@@ -1,6 +1,4 @@
-"""Reads single tensors of a checkpoint into memory that is given, by one process alone and without
-collectives.
-"""
+"""Reads single tensors of a checkpoint into existing memory, by one process without collectives."""
 
 from __future__ import annotations
 
@@ -25,9 +23,9 @@ from megatron_rl.mcore.checkpoint.storage import check_metadata
 
 
 class TensorReader:
-    """The tensors of a checkpoint by their names in the whole model.
+    """Reads tensors of a checkpoint by their names in the whole model.
 
-    Raises ValueError for what is no checkpoint.
+    Raises ValueError if the directory is no checkpoint.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -37,35 +35,36 @@ class TensorReader:
         self._metadata: Metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
 
-    def read(self, wanted: Sequence[ShardedTensor]) -> None:
-        """Fill the data of each with its part of the whole tensor.
+    def read(self, pieces: Sequence[ShardedTensor]) -> None:
+        """Fill the data of each piece with its part of the whole tensor.
 
-        Raises ValueError for one of another model.
+        Raises ValueError if the checkpoint lacks a tensor or holds it in another shape.
         """
-        targets = _Targets()
-        for piece in wanted:
+        targets = _ReadTargets()
+        for piece in pieces:
             targets.add(piece, self._items(piece))
         self._reader.read_data(LoadPlan(targets.items), targets).wait()
 
     def _items(self, piece: ShardedTensor) -> list[ReadItem]:
-        saved = self._metadata.state_dict_metadata.get(piece.key)
-        if not isinstance(saved, TensorStorageMetadata):
+        """Return torch's read operations that together fill a piece."""
+        metadata = self._metadata.state_dict_metadata.get(piece.key)
+        if not isinstance(metadata, TensorStorageMetadata):
             raise ValueError(f"{self._directory} is of another model: it holds no {piece.key}")
-        size = tuple(saved.size)
-        if (
-            size != tuple(piece.global_shape) and not piece.allow_shape_mismatch
-        ):  # vocabularies are padded
+        size = tuple(metadata.size)
+        # Padded vocabularies may differ in size.
+        if size != tuple(piece.global_shape) and not piece.allow_shape_mismatch:
             raise ValueError(
-                f"{self._directory} is of another model: {piece.key} has the shape {size}, not {piece.global_shape}"
+                f"{self._directory} is of another model: {piece.key} has the shape {size}, "
+                f"not {piece.global_shape}"
             )
-        items = create_read_items_for_chunk_list(piece.key, saved, [_chunk_of(piece)])
+        items = create_read_items_for_chunk_list(piece.key, metadata, [_chunk_of(piece)])
         if sum(math.prod(item.lengths) for item in items) != math.prod(piece.local_shape):
             raise ValueError(f"{self._directory} does not hold all of {piece.key}")
         return items
 
 
-class _Targets(LoadPlanner):
-    """Where what is read goes; torch's reader asks it."""
+class _ReadTargets(LoadPlanner):
+    """The memory that torch's reader fills, and the plan that it follows."""
 
     def __init__(self) -> None:
         self.items: list[ReadItem] = []
@@ -81,20 +80,19 @@ class _Targets(LoadPlanner):
         index = read_item.dest_index
         assert index.offset is not None
         target = self._data[index.fqn, tuple(index.offset)]
-        for axis, (start, length) in enumerate(
-            zip(read_item.dest_offsets, read_item.lengths, strict=True)
-        ):
+        spans = zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        for axis, (start, length) in enumerate(spans):
             target = target.narrow(axis, start, length)
         return target
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """It was written in place."""
+        """Do nothing: `resolve_tensor` gave torch the final memory."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         raise ValueError(f"{read_item.dest_index.fqn} is no tensor")
 
-    def set_up_planner(self, *arguments: Any, **named: Any) -> None:
-        """Everything is planned before torch's reader is called."""
+    def set_up_planner(self, *arguments: Any, **options: Any) -> None:
+        """Do nothing: everything is planned before torch's reader is called."""
 
     def create_local_plan(self) -> LoadPlan:
         return LoadPlan(self.items)

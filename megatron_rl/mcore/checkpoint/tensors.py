@@ -1,10 +1,10 @@
-"""Model and optimizer through Megatron's dist_checkpointing, in the format that other layouts can
-read.
+"""Saves model and optimizer through Megatron's dist_checkpointing, for any parallel layout.
 
-Every tensor has the name and the place that it has in the whole model, the optimizer's too
-(`fully_reshardable`), so that a checkpoint does not depend on how many ranks saved it. What is no
-tensor stays out of it, because torch would unpickle it: the count of optimizer steps is in the
-run's own state, learning rates follow from the settings, and the scaling history of FP8 layers
+Every tensor, also of the optimizer (`fully_reshardable`), has its name and place in the whole
+model. A checkpoint therefore does not depend on how many ranks saved it.
+
+Only tensors are saved, because torch would unpickle anything else. The count of optimizer steps is
+in the run's own state. Learning rates follow from the settings. The scaling history of FP8 layers
 (`_extra_state`) starts anew.
 """
 
@@ -43,7 +43,7 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from megatron.core.distributed import DistributedDataParallel
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_rl.mcore.checkpoint.storage import as_torch, check_metadata, write_state
+from megatron_rl.mcore.checkpoint.storage import check_metadata, to_torch_state, write_state
 from megatron_rl.mcore.optimizer import DistributedAdam
 
 _CONTENT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
@@ -52,26 +52,33 @@ _CONTENT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_a
 def gather_tensors(
     models: Sequence[DistributedDataParallel], optimizer: DistributedAdam, *, copy: bool = False
 ) -> dict[str, Any]:
-    """Collective: this rank's share of all weights and the optimizer's state, for `write_tensors`.
+    """Return this rank's share of all weights and the optimizer's state. Collective.
 
-    copy: apart from the model, which may be trained meanwhile.
+    The data-parallel ranks share the work of writing.
+
+    copy: copy the tensors to the CPU, so that the model may be trained while they are written.
+
+    Returns the argument of `write_tensors`.
     """
-    sharded, _ = save_preprocess(
-        _sharded(models, optimizer, loading=False), validate_access_integrity=True
+    state, _ = save_preprocess(
+        _sharded_state(models, optimizer, loading=False), validate_access_integrity=True
     )
     ranks = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    writer = TorchDistSaveShardedStrategy("torch_dist", 1)
-    FullyParallelSaveStrategyWrapper(writer, ranks).apply_saving_parallelization(sharded)
+    strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
+    FullyParallelSaveStrategyWrapper(strategy, ranks).apply_saving_parallelization(state)
     if copy:
-        dict_list_map_inplace(_copied, sharded)
-    return as_torch(sharded)
+        dict_list_map_inplace(_copy_to_cpu, state)
+    return to_torch_state(state)
 
 
 def write_tensors(state: dict[str, Any], directory: Path, group: dist.ProcessGroup) -> None:
-    """Collective: write every rank's share into a directory. group: over all ranks, on the CPU.
+    """Write every rank's share into a directory. Collective.
 
-    Raises torch's `CheckpointException` on every rank, or `OSError` on rank 0, which nobody waits
-    for by then.
+    state: the result of `gather_tensors`.
+    group: a CPU group of all ranks.
+
+    Raises torch's `CheckpointException` on every rank if one cannot write its share. Raises
+    `OSError` on rank 0 if it cannot write the description, when no other rank waits for it.
     """
     write_state(state, directory, group)
     if dist.get_rank() == 0:
@@ -86,59 +93,67 @@ def load_tensors(
     *,
     optimizer_steps: int,
 ) -> None:
-    """Collective: read weights and the optimizer's state, whatever layout saved them.
+    """Load weights and the optimizer's state, whatever layout saved them. Collective.
 
-    optimizer_steps: how many had been taken. Raises ValueError for files that are not such a
-    checkpoint, and for one of another model.
+    optimizer_steps: the number of optimizer steps before the checkpoint.
+
+    Raises ValueError if the directory is no checkpoint of tensors, or one of another model.
     """
     check_metadata(directory)
-    state = _sharded(models, optimizer, loading=True)
-    _, plain = extract_sharded_base(state)
+    state = _sharded_state(models, optimizer, loading=True)
+    _, unsharded = extract_sharded_base(state)
+    tensors = _read(state, directory)
+    for index, model in enumerate(models):
+        _load_weights(model.module, tensors[_chunk_name(index)])
+    merge(tensors, {"optimizer": unsharded["optimizer"]})
+    optimizer.load(tensors["optimizer"], optimizer_steps)
+
+
+def _read(state: ShardedStateDict, directory: Path) -> dict[str, Any]:
+    """Read a state. Raises ValueError with the errors of all ranks. Collective."""
     try:
-        loaded = dist_checkpointing.load(state, str(directory))
-    except CheckpointException as error:  # its own text is a traceback for each rank
-        found = (str(inner).partition("\n")[0] for inner, _ in error.failures.values())
-        raise ValueError("; ".join(dict.fromkeys(found))) from error
+        tensors: dict[str, Any] = dist_checkpointing.load(state, str(directory))
+    except CheckpointException as error:
+        # Its own text is a traceback of each rank. The first lines name the causes.
+        causes = (str(inner).partition("\n")[0] for inner, _ in error.failures.values())
+        raise ValueError("; ".join(dict.fromkeys(causes))) from error
     except CheckpointingException as error:
         raise ValueError(str(error)) from error
-    for index, model in enumerate(models):
-        _fill(model.module, loaded[_chunk(index)])
-    merge(loaded, {"optimizer": plain["optimizer"]})
-    optimizer.load(loaded["optimizer"], optimizer_steps)
+    return tensors
 
 
-def _sharded(
+def _sharded_state(
     models: Sequence[DistributedDataParallel], optimizer: DistributedAdam, *, loading: bool
 ) -> ShardedStateDict:
-    """This rank's tensors with their places in the whole."""
+    """Return this rank's tensors with their places in the whole model. Collective."""
     chunks: dict[str, Any] = {
-        _chunk(i): model.module.sharded_state_dict() for i, model in enumerate(models)
+        _chunk_name(i): model.module.sharded_state_dict() for i, model in enumerate(models)
     }
     with torch.no_grad():
-        state = chunks | {"optimizer": optimizer.sharded_state(chunks, _CONTENT, loading=loading)}
+        optimizer_state = optimizer.sharded_state(chunks, _CONTENT, loading=loading)
+    state = chunks | {"optimizer": optimizer_state}
     _, tensors = extract_matching_values(state, lambda value: isinstance(value, ShardedObject))
     return tensors
 
 
-def _copied(value: Any) -> Any:
-    if (
-        isinstance(value, ShardedTensor)
-        and value.data is not None
-        and is_main_replica(value.replica_id)
-    ):
+def _copy_to_cpu(value: Any) -> Any:
+    """Copy the data of a tensor that this rank will write."""
+    is_tensor = isinstance(value, ShardedTensor) and value.data is not None
+    if is_tensor and is_main_replica(value.replica_id):
         value.data = value.data.detach().to("cpu", copy=True)
     return value
 
 
-def _fill(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
-    """Raises ValueError unless these are all of a model's weights."""
-    wrong = model.load_state_dict(weights, strict=False)
-    missing = [name for name in wrong.missing_keys if not name.endswith("_extra_state")]
-    if missing or wrong.unexpected_keys:
+def _load_weights(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    """Load the weights of a chunk. Raises ValueError if some are missing or unexpected."""
+    mismatch = model.load_state_dict(weights, strict=False)
+    missing = [name for name in mismatch.missing_keys if not name.endswith("_extra_state")]
+    if missing or mismatch.unexpected_keys:
         raise ValueError(
-            f"the checkpoint is of another model: it lacks {missing} and has {wrong.unexpected_keys}"
+            f"the checkpoint is of another model: it lacks {missing} "
+            f"and has {mismatch.unexpected_keys}"
         )
 
 
-def _chunk(index: int) -> str:
+def _chunk_name(index: int) -> str:
     return f"model{index}"

@@ -1,1 +1,1 @@
-"""Megatron-Core on a machine without CUDA."""
+"""Patches that let torch and Megatron-Core run on a machine without CUDA."""

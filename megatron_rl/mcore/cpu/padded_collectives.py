@@ -1,5 +1,7 @@
-"""Gloo moves equal parts only, and expert-parallel replicas route different numbers of tokens: pad,
-move, cut.
+"""Collectives for parts of unequal size over gloo, which moves equal parts only.
+
+Expert-parallel replicas route different numbers of tokens. Each part is padded with zero rows to
+the largest size, moved, and cut to its own size.
 """
 
 from __future__ import annotations
@@ -10,28 +12,36 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-AlongFirstAxis = Callable[..., torch.Tensor]
+FirstAxisCollective = Callable[..., torch.Tensor]
 
 
-def padded_gather(gather: AlongFirstAxis) -> AlongFirstAxis:
-    """Megatron's gather along the first axis, for parts of different sizes too."""
+def padded_gather(gather: FirstAxisCollective) -> FirstAxisCollective:
+    """Wrap Megatron's gather along the first axis, so that parts may differ in size.
 
-    def gathered(
+    The result takes (part [rows, ...], group, sizes), where `sizes` holds the rows of every rank,
+    and returns all parts in rank order, [sum(sizes), ...]. Collective.
+    """
+
+    def gather_unequal(
         part: torch.Tensor, group: dist.ProcessGroup, sizes: Sequence[int] | None = None, *rest: Any
     ) -> torch.Tensor:
         if sizes is None or len(set(sizes)) == 1:
             return gather(part, group, sizes, *rest)
         largest = max(sizes)
-        parts = gather(_padded(part, largest), group).split(largest)
+        parts = gather(_pad_rows(part, largest), group).split(largest)
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
-    return gathered
+    return gather_unequal
 
 
-def padded_reduce_scatter(reduce_scatter: AlongFirstAxis) -> AlongFirstAxis:
-    """Megatron's reduce-scatter along the first axis, for parts of different sizes too."""
+def padded_reduce_scatter(reduce_scatter: FirstAxisCollective) -> FirstAxisCollective:
+    """Wrap Megatron's reduce-scatter along the first axis, so that parts may differ in size.
 
-    def scattered(
+    The result takes (whole [sum(sizes), ...], group, sizes) and returns this rank's part of the
+    sum, [sizes[rank], ...]. Collective.
+    """
+
+    def reduce_scatter_unequal(
         whole: torch.Tensor,
         group: dist.ProcessGroup,
         sizes: Sequence[int] | None = None,
@@ -39,13 +49,14 @@ def padded_reduce_scatter(reduce_scatter: AlongFirstAxis) -> AlongFirstAxis:
     ) -> torch.Tensor:
         if sizes is None or len(set(sizes)) == 1:
             return reduce_scatter(whole, group, sizes, *rest)
-        parts = [_padded(part, max(sizes)) for part in whole.split(list(sizes))]
+        parts = [_pad_rows(part, max(sizes)) for part in whole.split(list(sizes))]
         return reduce_scatter(torch.cat(parts), group)[: sizes[group.rank()]]
 
-    return scattered
+    return reduce_scatter_unequal
 
 
-def _padded(part: torch.Tensor, size: int) -> torch.Tensor:
-    padded = part.new_zeros((size, *part.shape[1:]))
-    padded[: len(part)] = part
-    return padded
+def _pad_rows(part: torch.Tensor, rows: int) -> torch.Tensor:
+    """Append zero rows up to `rows`."""
+    result = part.new_zeros((rows, *part.shape[1:]))
+    result[: len(part)] = part
+    return result

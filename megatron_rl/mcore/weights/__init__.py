@@ -1,17 +1,17 @@
-"""A rank's weights under Hugging Face names: loaded or drawn, walked through and saved."""
+"""Loads, initializes, walks through and saves a rank's weights under Hugging Face names."""
 
 from megatron_rl.mcore.weights.export import iterate_hf_weights
+from megatron_rl.mcore.weights.fake_quant import fake_quantize
 from megatron_rl.mcore.weights.load import load_hf_weights
-from megatron_rl.mcore.weights.pipeline_stages import every_stage
-from megatron_rl.mcore.weights.random_init import draw_hf_weights
-from megatron_rl.mcore.weights.rounding import rounded
+from megatron_rl.mcore.weights.pipeline_stages import iterate_all_stages
+from megatron_rl.mcore.weights.random_init import initialize_hf_weights
 from megatron_rl.mcore.weights.save import save_hf_weights
 
 __all__ = [
-    "draw_hf_weights",
-    "every_stage",
+    "fake_quantize",
+    "initialize_hf_weights",
+    "iterate_all_stages",
     "iterate_hf_weights",
     "load_hf_weights",
-    "rounded",
     "save_hf_weights",
 ]

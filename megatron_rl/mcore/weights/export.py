@@ -1,4 +1,4 @@
-"""Walks a rank's weights under Hugging Face names."""
+"""Iterates over a rank's weights under Hugging Face names."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ NamedTensors = Iterator[tuple[str, torch.Tensor]]
 def iterate_hf_weights(
     models: Sequence[torch.nn.Module], shape: ModelShape, dtype: torch.dtype | None = None
 ) -> NamedTensors:
-    """Yield (name, full tensor) for every tensor of this pipeline stage, in the same order on all
-    its ranks.
+    """Yield (name, whole tensor) for every tensor of this pipeline stage.
 
-    Expert weights are gathered over the expert-parallel group, tensor-parallel shards over theirs.
-    dtype: converts what is trained; frozen numbers keep theirs.
+    Collective: gathers expert weights over the expert-parallel group and shards over the
+    tensor-parallel groups. All ranks of a stage must exhaust it; they yield in the same order.
+
+    dtype: converts weights that are trained; None keeps their dtype. Frozen weights always keep
+        their dtype.
     """
     for parameter in placed_parameters(models, shape):
-        if parameter.copy:
+        if parameter.is_tied_copy:
             continue
         layout = parameter.layout(ep_rank=0)
         weight = parameter.weight.detach()
         is_expert = layout.expert is not None
         if layout.fusion is not Fusion.REPLICATED:
             weight = join_shards(layout.fusion, _gather(weight, _tensor_group(is_expert)))
-        copies = (
-            _gather(weight, parallel_state.get_expert_model_parallel_group())
-            if is_expert
-            else [weight]
-        )
-        for ep_rank, copy in enumerate(copies):
-            yield from hf_tensors(parameter, ep_rank, copy, shape, dtype)
+        weights = [weight]
+        if is_expert:
+            weights = _gather(weight, parallel_state.get_expert_model_parallel_group())
+        for ep_rank, rank_weight in enumerate(weights):
+            yield from hf_tensors(parameter, ep_rank, rank_weight, shape, dtype)
 
 
 def hf_tensors(
@@ -50,14 +50,17 @@ def hf_tensors(
     shape: ModelShape,
     dtype: torch.dtype | None,
 ) -> NamedTensors:
-    """The tensors that one whole parameter of a rank is fused from, by their names; no padding.
-    dtype: converts.
+    """Yield the named Hugging Face tensors that one parameter is fused from, without padding.
+
+    ep_rank: the expert-parallel rank that holds the parameter.
+    weight: the whole parameter, joined from its shards.
+    dtype: converts weights that are trained; None keeps their dtype.
     """
     layout = parameter.layout(ep_rank)
     for name, tensor in zip(layout.hf_names, split(layout.fusion, weight, shape), strict=True):
         if layout.fusion is Fusion.VOCABULARY:
             tensor = tensor[: shape.vocab_size]
-        yield name, tensor if dtype is None or parameter.frozen else tensor.to(dtype)
+        yield name, tensor if dtype is None or parameter.is_frozen else tensor.to(dtype)
 
 
 def _tensor_group(is_expert: bool) -> dist.ProcessGroup:
@@ -67,10 +70,11 @@ def _tensor_group(is_expert: bool) -> dist.ProcessGroup:
 
 
 def _gather(weight: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """Return the weight of every rank of a group, in rank order. Collective."""
     size = dist.get_world_size(group)
     if size == 1:
         return [weight]
     weight = weight.contiguous()
-    copies = [torch.empty_like(weight) for _ in range(size)]
-    dist.all_gather(copies, weight, group=group)
-    return copies
+    weights = [torch.empty_like(weight) for _ in range(size)]
+    dist.all_gather(weights, weight, group=group)
+    return weights

@@ -1,4 +1,4 @@
-"""How one Megatron parameter corresponds to Hugging Face tensors, and how both are cut and joined."""
+"""Maps one Megatron parameter to Hugging Face tensors, and cuts and joins both."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from megatron_rl.models.shape import ModelShape
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """hf_names in the order they are fused.
+    """The Hugging Face tensors of one Megatron parameter.
 
-    expert: the local expert index, None outside the experts.
+    hf_names: their names in the order in which they are fused.
+    fusion: how they are fused.
+    expert: the local index of the expert; None outside experts.
     """
 
     hf_names: tuple[str, ...]
@@ -32,59 +34,69 @@ _GROUPED_EXPERT = re.compile(r"(mlp\.experts\.)(linear_fc[12]\.weight)(?P<expert
 
 
 def layout_of(name: str, names: Names, *, layer_offset: int, expert_offset: int) -> ParameterLayout:
-    """The layout of a Megatron parameter. layer_offset: global index of this chunk's layer 0;
-    expert_offset likewise.
+    """Return the layout of a Megatron parameter.
 
-    names: of the model's family. Raises KeyError for a parameter without a Hugging Face
-    counterpart.
+    name: the parameter's name within its model chunk.
+    names: the names of the model's family.
+    layer_offset: the index in the whole model of the chunk's first layer.
+    expert_offset: the index in the layer of the rank's first expert.
+
+    Raises KeyError for a parameter without a Hugging Face counterpart.
     """
     if name in OUTER:
         return ParameterLayout(*OUTER[name])
-    match = _LAYER.fullmatch(name)
-    layer, inner = (int(match[1]) + layer_offset, match[2]) if match else (0, name)
-    expert, local = _LOCAL_EXPERT.fullmatch(inner) or _GROUPED_EXPERT.fullmatch(inner), None
-    if expert is not None:
-        inner, local = (
-            "".join(part for part in expert.groups() if not part.isdigit()),
-            int(expert["expert"]),
-        )
-    if match is None or inner not in names:
+    layer_match = _LAYER.fullmatch(name)
+    if layer_match is None:
         raise KeyError(f"parameter {name} has no Hugging Face counterpart")
-    inside, fusion = names[inner]
-    number = "" if local is None else str(local + expert_offset)
+    layer = int(layer_match[1]) + layer_offset
+    inner, expert = _split_expert(layer_match[2])
+    if inner not in names:
+        raise KeyError(f"parameter {name} has no Hugging Face counterpart")
+    templates, fusion = names[inner]
+    number = "" if expert is None else str(expert + expert_offset)
     hf_names = tuple(
-        f"model.layers.{layer}.{hf_name.replace('{expert}', number)}" for hf_name in inside
+        f"model.layers.{layer}.{template.replace('{expert}', number)}" for template in templates
     )
-    return ParameterLayout(hf_names, fusion, local)
+    return ParameterLayout(hf_names, fusion, expert)
+
+
+def _split_expert(name: str) -> tuple[str, int | None]:
+    """Split a name within a layer into the name without expert and the local expert index."""
+    match = _LOCAL_EXPERT.fullmatch(name) or _GROUPED_EXPERT.fullmatch(name)
+    if match is None:
+        return name, None
+    parts = [part for part in match.groups() if not part.isdigit()]
+    return "".join(parts), int(match["expert"])
 
 
 def join(fusion: Fusion, tensors: Sequence[torch.Tensor], shape: ModelShape) -> torch.Tensor:
-    """Fuse Hugging Face tensors into one full (unsharded) parameter."""
+    """Fuse Hugging Face tensors into one whole (unsharded) parameter."""
     if fusion is Fusion.GATED:
         return torch.cat(list(tensors))
     if fusion is Fusion.QKV:
-        groups, dim, hidden = shape.num_key_value_heads, shape.head_dim, tensors[0].shape[1]
-        return torch.cat([t.reshape(groups, -1, dim, hidden) for t in tensors], dim=1).reshape(
-            -1, hidden
-        )
+        groups = shape.num_key_value_heads
+        hidden_size = tensors[0].shape[1]
+        by_group = [t.reshape(groups, -1, shape.head_dim, hidden_size) for t in tensors]
+        return torch.cat(by_group, dim=1).reshape(-1, hidden_size)
     return tensors[0]
 
 
 def split(fusion: Fusion, weight: torch.Tensor, shape: ModelShape) -> list[torch.Tensor]:
-    """The inverse of `join`; results are contiguous."""
+    """Invert `join`. The results are contiguous."""
     if fusion is Fusion.GATED:
         return [part.contiguous() for part in weight.chunk(2)]
     if fusion is Fusion.QKV:
-        groups, dim, hidden = shape.num_key_value_heads, shape.head_dim, weight.shape[1]
-        grouped = weight.reshape(groups, -1, dim, hidden)
+        groups = shape.num_key_value_heads
+        hidden_size = weight.shape[1]
+        by_group = weight.reshape(groups, -1, shape.head_dim, hidden_size)
         queries = shape.num_attention_heads // groups
-        parts = grouped.split([queries, 1, 1], dim=1)
-        return [part.reshape(-1, hidden) for part in parts]
+        parts = by_group.split([queries, 1, 1], dim=1)
+        return [part.reshape(-1, hidden_size) for part in parts]
     return [weight.contiguous()]
 
 
 def shard(fusion: Fusion, weight: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-    """Tensor-parallel shard `rank` of `size` of a full parameter."""
+    """Return shard `rank` of `size` tensor-parallel shards of a whole parameter."""
     if size == 1 or fusion is Fusion.REPLICATED:
         return weight
     if fusion is Fusion.COLUMNS:
@@ -95,12 +107,14 @@ def shard(fusion: Fusion, weight: torch.Tensor, rank: int, size: int) -> torch.T
 
 
 def join_shards(fusion: Fusion, shards: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The inverse of `shard`."""
+    """Invert `shard`: join the shards of all ranks, in rank order."""
     if len(shards) == 1 or fusion is Fusion.REPLICATED:
         return shards[0]
     if fusion is Fusion.COLUMNS:
         return torch.cat(list(shards), dim=1)
     if fusion is Fusion.GATED:
-        halves = [s.chunk(2) for s in shards]
-        return torch.cat([h[0] for h in halves] + [h[1] for h in halves])
+        halves = [part.chunk(2) for part in shards]
+        gates = [half[0] for half in halves]
+        ups = [half[1] for half in halves]
+        return torch.cat(gates + ups)
     return torch.cat(list(shards))

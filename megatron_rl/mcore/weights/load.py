@@ -9,17 +9,19 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_rl.mcore.weights.layout import ParameterLayout, join
-from megatron_rl.mcore.weights.parameters import placed_parameters
+from megatron_rl.mcore.weights.parameters import PlacedParameter, placed_parameters
 from megatron_rl.models.names import Fusion
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.tensor_files import CheckpointError, TensorFiles
 
+_MISMATCH = "config.json and the weights do not belong together"
+
 
 @torch.no_grad()
 def load_hf_weights(models: Sequence[torch.nn.Module], shape: ModelShape, path: str | Path) -> None:
-    """Copy the checkpoint at `path` into the models' parameters, converting dtypes.
+    """Copy the checkpoint at `path` into the models' parameters, converted to their dtypes.
 
-    Raises `CheckpointError`.
+    Raises `CheckpointError` for missing or damaged files and for shapes that do not fit the model.
     """
     ep_rank = parallel_state.get_expert_model_parallel_rank()
     with TensorFiles(Path(path)) as tensors:
@@ -28,44 +30,63 @@ def load_hf_weights(models: Sequence[torch.nn.Module], shape: ModelShape, path: 
             parts = [tensors.read(name) for name in layout.hf_names]
             _check_shapes(path, layout, parts, parameter.whole_shape(layout), shape)
             part = parameter.part_of(join(layout.fusion, parts, shape), layout)
-            if part.shape != parameter.weight.shape:
-                raise CheckpointError(
-                    f"{path}: {', '.join(layout.hf_names)} give {tuple(part.shape)} for {parameter.name}, which is "
-                    f"{tuple(parameter.weight.shape)}: config.json and the weights do not belong together"
-                )
+            _check_part(path, layout, part, parameter)
             parameter.weight.copy_(part)
+
+
+def _check_part(
+    path: str | Path, layout: ParameterLayout, part: torch.Tensor, parameter: PlacedParameter
+) -> None:
+    if part.shape != parameter.weight.shape:
+        raise CheckpointError(
+            f"{path}: {', '.join(layout.hf_names)} give {tuple(part.shape)} for "
+            f"{parameter.name}, which is {tuple(parameter.weight.shape)}: {_MISMATCH}"
+        )
 
 
 def _check_shapes(
     path: str | Path,
     layout: ParameterLayout,
     tensors: Sequence[torch.Tensor],
-    whole: tuple[int, ...],
+    whole_shape: tuple[int, ...],
     shape: ModelShape,
 ) -> None:
-    """Refuse shapes that fusing or padding would hide, or answer with an error that names no
-    tensor.
+    """Refuse shapes that fusing or padding would hide.
 
-    whole: the shape of the parameter over all its ranks.
+    Without this check some would also raise errors that name no tensor.
+
+    whole_shape: the shape of the parameter over all its ranks.
     """
     for name, tensor in zip(layout.hf_names, tensors, strict=True):
-        if tensor.ndim != len(whole):
+        if tensor.ndim != len(whole_shape):
             raise CheckpointError(
-                f"{path}: {name} has the shape {tuple(tensor.shape)}, and the model's has {len(whole)} dimension(s): "
-                "config.json and the weights do not belong together"
+                f"{path}: {name} has the shape {tuple(tensor.shape)}, but the model's tensor has "
+                f"{len(whole_shape)} dimension(s): {_MISMATCH}"
             )
-    heads = shape.num_attention_heads, shape.num_key_value_heads, shape.num_key_value_heads
-    if layout.fusion is Fusion.VOCABULARY:
-        expected = [shape.vocab_size]
-    elif layout.fusion is Fusion.QKV:
-        expected = [count * shape.head_dim for count in heads]
-    elif layout.fusion is Fusion.GATED:
-        expected = [whole[0] // 2] * 2
-    else:
+    rows = _expected_rows(layout.fusion, whole_shape, shape)
+    if rows is None:
         return
-    for name, tensor, rows in zip(layout.hf_names, tensors, expected, strict=True):
-        if tensor.shape != (rows, whole[1]):
+    columns = whole_shape[1]
+    for name, tensor, expected_rows in zip(layout.hf_names, tensors, rows, strict=True):
+        if tensor.shape != (expected_rows, columns):
             raise CheckpointError(
-                f"{path}: {name} has {tensor.shape[0]} rows and {tensor.shape[1]} columns, config.json says {rows} and "
-                f"{whole[1]}: they do not belong together"
+                f"{path}: {name} has {tensor.shape[0]} rows and {tensor.shape[1]} columns, but "
+                f"config.json requires {expected_rows} and {columns}: {_MISMATCH}"
             )
+
+
+def _expected_rows(
+    fusion: Fusion, whole_shape: tuple[int, ...], shape: ModelShape
+) -> list[int] | None:
+    """Return the rows of each tensor of a parameter; None if the parameter has one tensor.
+
+    A parameter of one tensor needs no check here, unless its vocabulary is padded.
+    """
+    if fusion is Fusion.VOCABULARY:
+        return [shape.vocab_size]
+    if fusion is Fusion.QKV:
+        heads = (shape.num_attention_heads, shape.num_key_value_heads, shape.num_key_value_heads)
+        return [count * shape.head_dim for count in heads]
+    if fusion is Fusion.GATED:
+        return [whole_shape[0] // 2] * 2
+    return None

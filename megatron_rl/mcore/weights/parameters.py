@@ -1,4 +1,4 @@
-"""A rank's parameters with their place in the checkpoint."""
+"""The parameters of a rank with their places in a Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -18,16 +18,21 @@ from megatron_rl.models.names import Fusion, Names
 from megatron_rl.models.shape import ModelShape
 
 _EMBEDDING = "embedding.word_embeddings.weight"
-_FROZEN = "mlp.router.expert_bias"
+_EXPERT_BIAS = "mlp.router.expert_bias"
 
 
 @dataclass(frozen=True)
 class PlacedParameter:
-    """`experts_per_rank` is the number of local experts, by which expert names advance from rank to
-    rank.
+    """A parameter of a model chunk, and its place in the whole model.
 
-    copy: the last stage's own copy of tied embeddings; the tensor belongs to the first stage.
-    frozen: not trained, and kept in its own dtype.
+    name: the name in the model chunk.
+    weight: this rank's tensor.
+    names: the Hugging Face names of the model's family.
+    layer_offset: the index in the whole model of the chunk's first layer.
+    experts_per_rank: the number of local experts of each rank.
+    is_tied_copy: True for the last stage's copy of tied embeddings. The original belongs to the
+        first stage.
+    is_frozen: True for a tensor that is not trained and keeps its dtype.
     """
 
     name: str
@@ -35,26 +40,26 @@ class PlacedParameter:
     names: Names
     layer_offset: int
     experts_per_rank: int
-    copy: bool
-    frozen: bool
+    is_tied_copy: bool
+    is_frozen: bool
 
     def layout(self, ep_rank: int) -> ParameterLayout:
-        """The layout as seen from expert-parallel rank `ep_rank`."""
-        name = _EMBEDDING if self.copy else self.name
+        """Return the layout of this parameter on expert-parallel rank `ep_rank`."""
+        name = _EMBEDDING if self.is_tied_copy else self.name
         expert_offset = ep_rank * self.experts_per_rank
         return layout_of(
             name, self.names, layer_offset=self.layer_offset, expert_offset=expert_offset
         )
 
-    def part_of(self, full: torch.Tensor, layout: ParameterLayout) -> torch.Tensor:
-        """This rank's shard of the whole parameter; rows that pad the vocabulary are zero."""
+    def part_of(self, whole: torch.Tensor, layout: ParameterLayout) -> torch.Tensor:
+        """Return this rank's shard of the whole parameter. Rows that pad the vocabulary are 0."""
         rank, size = tensor_rank(layout)
         if layout.fusion is Fusion.VOCABULARY:
-            full = F.pad(full, (0, 0, 0, self.weight.shape[0] * size - full.shape[0]))
-        return shard(layout.fusion, full, rank, size)
+            whole = F.pad(whole, (0, 0, 0, self.weight.shape[0] * size - whole.shape[0]))
+        return shard(layout.fusion, whole, rank, size)
 
     def whole_shape(self, layout: ParameterLayout) -> tuple[int, ...]:
-        """The shape of what all ranks hold together, rows that pad the vocabulary included."""
+        """Return the shape of the whole parameter, with rows that pad the vocabulary."""
         if layout.fusion is Fusion.REPLICATED:
             return tuple(self.weight.shape)
         rows, columns = self.weight.shape
@@ -65,25 +70,39 @@ class PlacedParameter:
 def placed_parameters(
     models: Sequence[torch.nn.Module], shape: ModelShape
 ) -> Iterator[PlacedParameter]:
-    """Every parameter of this rank's chunks, and their routers' biases, which are buffers."""
+    """Yield every parameter of this rank's chunks and the expert biases of their routers.
+
+    Expert biases are buffers, not parameters, and are frozen.
+    """
     experts_per_rank = shape.num_experts // parallel_state.get_expert_model_parallel_world_size()
     names = names_of(shape)
     for chunk in models:
         inner = unwrap(chunk)
         layers = inner.decoder.layers
-        offset = layers[0].layer_number - 1 if len(layers) else 0
+        layer_offset = layers[0].layer_number - 1 if len(layers) else 0
         for name, weight in inner.named_parameters():
-            copy = name == "output_layer.weight" and shape.tie_word_embeddings
-            yield PlacedParameter(name, weight, names, offset, experts_per_rank, copy, frozen=False)
+            is_tied_copy = name == "output_layer.weight" and shape.tie_word_embeddings
+            yield PlacedParameter(
+                name, weight, names, layer_offset, experts_per_rank, is_tied_copy, is_frozen=False
+            )
         for name, bias in inner.named_buffers():
-            if name.endswith(_FROZEN):
+            if name.endswith(_EXPERT_BIAS):
                 yield PlacedParameter(
-                    name, bias, names, offset, experts_per_rank, copy=False, frozen=True
+                    name,
+                    bias,
+                    names,
+                    layer_offset,
+                    experts_per_rank,
+                    is_tied_copy=False,
+                    is_frozen=True,
                 )
 
 
 def tensor_rank(layout: ParameterLayout) -> tuple[int, int]:
-    """Which of how many ranks this one is among those that share a parameter."""
+    """Return this rank's place in the tensor-parallel group of a parameter, and the group's size.
+
+    Experts have a group of their own.
+    """
     if layout.expert is not None:
         return (
             parallel_state.get_expert_tensor_parallel_rank(),
@@ -96,7 +115,7 @@ def tensor_rank(layout: ParameterLayout) -> tuple[int, int]:
 
 
 def unwrap(model: torch.nn.Module) -> Any:
-    """The GPTModel inside Megatron's wrappers."""
+    """Return the GPTModel inside Megatron's wrappers."""
     while isinstance(model, DistributedDataParallel | Float16Module):
         model = model.module
     return model

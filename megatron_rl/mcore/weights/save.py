@@ -1,4 +1,4 @@
-"""Writes a checkpoint in Hugging Face format."""
+"""Writes a rank's weights as a checkpoint in Hugging Face format."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ def save_hf_weights(
     dtype: torch.dtype,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Collective: write the weights as `dtype` to `target`, with the tokenizer and configuration of
-    `source`.
+    """Write the weights to `target`, with the tokenizer and configuration of `source`. Collective.
 
-    One rank of each pipeline stage writes what the stage holds. Beside the model its memory holds
-    one shard, of at most `shard_bytes` or one tensor, and one parameter gathered from the ranks
-    that share it.
+    One rank of each pipeline stage writes the weights of its stage. Beside the model it holds one
+    shard and one whole parameter, gathered from the ranks that share it.
+
+    dtype: the dtype of the files; frozen weights keep their own.
+    shard_bytes: the largest size of a shard; a larger tensor is a shard of its own.
     """
     if dist.get_rank() == 0:
         begin(target)
     dist.barrier()
     replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-    owner = replica == 0 and parallel_state.get_tensor_model_parallel_rank() == 0
+    is_writer = replica == 0 and parallel_state.get_tensor_model_parallel_rank() == 0
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    writer = ShardWriter(target, f"model-stage{stage:03d}", shard_bytes) if owner else None
+    writer = ShardWriter(target, f"model-stage{stage:03d}", shard_bytes) if is_writer else None
     for name, tensor in iterate_hf_weights(models, shape, dtype):
         if writer is not None:
             writer.add(name, tensor)

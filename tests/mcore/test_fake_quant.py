@@ -9,13 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_rl.mcore.cpu import compat
+from megatron_rl.mcore import compat
 
 compat.install()
 
-from megatron_rl.mcore.weights.rounding import is_linear, rounded
+from launch.testbed.tiny_families import FAMILIES
+from megatron_rl.mcore.weights.fake_quant import fake_quantize, is_linear
 from sglang_bridge.weights.expectation import WeightExpectation
-from tests.mcore.tiny_families import FAMILIES
 
 NOT_LINEAR = r"embed_tokens|norm|lm_head|\.gate\.|correction_bias"
 
@@ -34,7 +34,7 @@ def test_fp8_keeps_each_number_within_half_a_step_of_its_block_s_scale() -> None
     weight = torch.randn(200, 300, generator=generator)
     weight[:128, :128] *= 50
     name = "model.layers.3.mlp.experts.7.gate_proj.weight"
-    ((_, found),) = rounded(iter([(name, weight)]), "fp8_blockwise")
+    ((_, found),) = fake_quantize(iter([(name, weight)]), "fp8_blockwise")
     assert found.shape == weight.shape and found.dtype == weight.dtype
     for rows in (slice(0, 128), slice(128, None)):
         for columns in (slice(0, 128), slice(128, 256), slice(256, None)):
@@ -54,7 +54,7 @@ def test_bfloat16_rounds_every_tensor_but_what_engines_keep() -> None:
         "model.layers.0.mlp.gate.weight": torch.tensor([[0.1, 0.2]]),
         "model.layers.0.mlp.gate.e_score_correction_bias": torch.tensor([0.1]),
     }
-    found = dict(rounded(iter(tensors.items()), "bf16"))
+    found = dict(fake_quantize(iter(tensors.items()), "bf16"))
     for name in list(tensors)[:2]:
         assert torch.equal(found[name], tensors[name].bfloat16().float()) and not torch.equal(
             found[name], tensors[name]
@@ -64,7 +64,7 @@ def test_bfloat16_rounds_every_tensor_but_what_engines_keep() -> None:
 
 def test_off_sends_the_very_same_tensors() -> None:
     tensors = [("model.layers.0.self_attn.q_proj.weight", torch.ones(2, 2))]
-    ((_, found),) = rounded(iter(tensors), "off")
+    ((_, found),) = fake_quantize(iter(tensors), "off")
     assert found is tensors[0][1]
 
 
@@ -77,7 +77,7 @@ def test_the_audit_expects_the_rounded_values() -> None:
 
     def expected(simulation: Any) -> tuple[dict[str, str], torch.Tensor]:
         expectation = WeightExpectation(dtype=torch.float32, num_experts=8)
-        ((_, sent),) = expectation.observe(rounded(iter([(name, weight)]), simulation))
+        ((_, sent),) = expectation.observe(fake_quantize(iter([(name, weight)]), simulation))
         return expectation.checksums(), sent
 
     (rounded_sums, sent), (exact_sums, _) = expected("fp8_blockwise"), expected("off")

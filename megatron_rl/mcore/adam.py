@@ -1,4 +1,7 @@
-"""AdamW with the state layout that Megatron's distributed optimizer expects of a fused Adam."""
+"""AdamW with the state layout that Megatron's distributed optimizer expects of a fused Adam.
+
+It serves CPUs, and GPUs without Transformer Engine and Apex.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,21 @@ import torch
 
 
 class FusedLayoutAdam(torch.optim.Optimizer):
-    """Decoupled weight decay (AdamW, arXiv 1711.05101) when adam_w_mode, L2 regularisation
-    otherwise.
+    """Adam with decoupled weight decay (AdamW, arXiv 1711.05101), or with L2 regularisation.
+
+    With gradient g at step t and learning rate lr::
+
+        m = beta1 * m + (1 - beta1) * g
+        v = beta2 * v + (1 - beta2) * g^2
+        p = p * (1 - lr * weight_decay)
+        p = p - lr / (1 - beta1^t) * m / (sqrt(v / (1 - beta2^t)) + eps)
+
+    The state of a parameter holds m as "exp_avg" and v as "exp_avg_sq", both float32 of the
+    parameter's shape. The count of steps t is in the parameter group, as "step".
+
+    params: tensors or parameter groups, as `torch.optim.Optimizer` takes them.
+    adam_w_mode: False adds weight_decay * p to g instead of scaling p.
+    Further arguments of fused Adams are accepted and ignored.
     """
 
     def __init__(
@@ -29,11 +45,15 @@ class FusedLayoutAdam(torch.optim.Optimizer):
         self.adam_w_mode = int(adam_w_mode)
 
     def initialize_state(self, param: torch.Tensor, *_: Any) -> None:
+        """Add zero moments to the state of a parameter that has none."""
         for name in ("exp_avg", "exp_avg_sq"):
             self.state[param].setdefault(name, torch.zeros_like(param, dtype=torch.float32))
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None, **_: Any) -> None:  # type: ignore[override]
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None, **_: Any
+    ) -> None:
+        """Update every parameter that has a gradient. Raises ValueError for a closure."""
         if closure is not None:
             raise ValueError(
                 "closures are not supported: Megatron computes gradients before the step"
@@ -48,14 +68,16 @@ class FusedLayoutAdam(torch.optim.Optimizer):
 
     def _update(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
         beta1, beta2 = group["betas"]
-        lr, decay, step = group["lr"], group["weight_decay"], group["step"]
+        lr = group["lr"]
+        weight_decay = group["weight_decay"]
+        step = group["step"]
         grads = [p.grad.float() for p in params if p.grad is not None]
         mean = [self.state[p]["exp_avg"] for p in params]
         square = [self.state[p]["exp_avg_sq"] for p in params]
-        if decay and self.adam_w_mode:
-            torch._foreach_mul_(params, 1 - lr * decay)
-        elif decay:
-            grads = list(torch._foreach_add(grads, [p.float() for p in params], alpha=decay))
+        if weight_decay and self.adam_w_mode:
+            torch._foreach_mul_(params, 1 - lr * weight_decay)
+        elif weight_decay:
+            grads = list(torch._foreach_add(grads, [p.float() for p in params], alpha=weight_decay))
         torch._foreach_lerp_(mean, grads, 1 - beta1)
         torch._foreach_mul_(square, beta2)
         torch._foreach_addcmul_(square, grads, grads, 1 - beta2)

@@ -1,10 +1,11 @@
-"""Tokens to their experts and back, adding in one order: on GPUs Megatron's own additions are
-atomic, in any order.
+"""Moves tokens to their experts and back with additions in a fixed order.
 
-With them two passes over the same weights and tokens differ in their last bits, and in bfloat16 a
-clip width of 3e-4 is below that. What is added here is each token's share of its experts, which are
-equally many for every token: nothing is dropped, and the all-to-all dispatcher brings every token
-back to where it came from.
+On GPUs Megatron's own additions are atomic and happen in any order. Two passes over the same
+weights and tokens then differ in their last bits. In bfloat16 that difference exceeds a clip range
+of 3e-4.
+
+These functions sum the expert outputs of each token. Every token has the same number of experts,
+because no token is dropped, and the all-to-all dispatcher returns each token to its source rank.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Unpermute = Callable[..., torch.Tensor]
 
 
 class _ToExperts(torch.autograd.Function):
-    """tokens [T, hidden] -> rows [T * topk, hidden], row i of token sources[i]."""
+    """tokens [T, hidden] -> rows [T * topk, hidden], where row i is token sources[i]."""
 
     @staticmethod
     def forward(ctx: Any, tokens: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
@@ -31,7 +32,7 @@ class _ToExperts(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         (sources,) = ctx.saved_tensors
-        return _sum_of_each(gradient, sources, ctx.tokens), None
+        return _sum_by_token(gradient, sources, ctx.tokens), None
 
 
 class _FromExperts(torch.autograd.Function):
@@ -40,7 +41,7 @@ class _FromExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, sources: torch.Tensor, tokens: int) -> torch.Tensor:
         ctx.save_for_backward(sources)
-        return _sum_of_each(rows, sources, tokens)
+        return _sum_by_token(rows, sources, tokens)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -49,16 +50,20 @@ class _FromExperts(torch.autograd.Function):
         return gradient.index_select(0, sources), None, None
 
 
-def _sum_of_each(rows: torch.Tensor, sources: torch.Tensor, tokens: int) -> torch.Tensor:
-    """The sum of each token's rows, by expert, accumulated in float32 at least."""
+def _sum_by_token(rows: torch.Tensor, sources: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Sum the rows of each token in the order of its experts, in float32 or wider."""
     order = sources.argsort(stable=True)
     return rows.index_select(0, order).view(tokens, -1, rows.shape[1]).sum(1)
 
 
-def ordered_permute(permute: Permute) -> Permute:
-    """Megatron's `permute`, whose gradient is added in one order."""
+def deterministic_permute(permute: Permute) -> Permute:
+    """Wrap Megatron's `permute`, so that its backward pass adds in a fixed order.
 
-    def ordered(
+    The result has the same arguments and returns the rows [T * topk, hidden], their probabilities
+    and their source tokens. Fused kernels and dropped tokens are left to `permute` itself.
+    """
+
+    def permute_tokens(
         tokens: torch.Tensor,
         routing_map: torch.Tensor,
         *,
@@ -68,18 +73,22 @@ def ordered_permute(permute: Permute) -> Permute:
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         if fused or drop_and_pad or not len(tokens):
             return permute(tokens, routing_map, fused=fused, drop_and_pad=drop_and_pad, **rest)
-        # of the tokens themselves one column is enough to learn the order, and the probabilities'
-        # own graph is kept
+        # One column of the tokens suffices to find the order. The probabilities keep the autograd
+        # graph that Megatron builds.
         _, probs, sources = permute(tokens.detach()[:, :1], routing_map, **rest)
         return _ToExperts.apply(tokens, sources), probs, sources
 
-    return ordered
+    return permute_tokens
 
 
-def ordered_unpermute(unpermute: Unpermute) -> Unpermute:
-    """Megatron's `unpermute`, adding in one order."""
+def deterministic_unpermute(unpermute: Unpermute) -> Unpermute:
+    """Wrap Megatron's `unpermute`, so that it adds in a fixed order.
 
-    def ordered(
+    The result has the same arguments and returns the sums [T, hidden]. Fused kernels, dropped
+    tokens and probabilities are left to `unpermute` itself.
+    """
+
+    def unpermute_rows(
         permuted_tokens: torch.Tensor,
         sorted_indices: torch.Tensor,
         restore_shape: torch.Size,
@@ -90,9 +99,9 @@ def ordered_unpermute(unpermute: Unpermute) -> Unpermute:
         **rest: Any,
     ) -> torch.Tensor:
         if fused or drop_and_pad or probs is not None or not restore_shape[0]:
-            given = {"probs": probs, "fused": fused, "drop_and_pad": drop_and_pad}
-            return unpermute(permuted_tokens, sorted_indices, restore_shape, **given, **rest)
-        out: torch.Tensor = _FromExperts.apply(permuted_tokens, sorted_indices, restore_shape[0])
-        return out
+            options = {"probs": probs, "fused": fused, "drop_and_pad": drop_and_pad}
+            return unpermute(permuted_tokens, sorted_indices, restore_shape, **options, **rest)
+        output: torch.Tensor = _FromExperts.apply(permuted_tokens, sorted_indices, restore_shape[0])
+        return output
 
-    return ordered
+    return unpermute_rows

@@ -1,0 +1,122 @@
+"""Makes Megatron-Core run without CUDA, Transformer Engine or Apex.
+
+Call `install` before anything of Megatron is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megatron_rl.contracts.launch_facts import has_transformer_engine
+from megatron_rl.mcore.cpu.torch_cuda import is_patched, patch_torch_cuda, patch_torch_factories
+
+_EXPECTED_WARNINGS = (
+    # This module exists because these libraries may be missing.
+    ".*(Apex|Transformer Engine).*",
+    # Megatron calls torch's collectives by their old names.
+    ".*reduce_scatter_tensor.*is deprecated.*",
+    ".*all_gather_into_tensor.*is deprecated.*",
+    # Megatron reads gradients of the distributed optimizer's shards.
+    "The .grad attribute of a Tensor that is not a leaf.*",
+)
+
+
+def install() -> bool:
+    """Prepare torch and Megatron-Core for this machine. A second call does nothing on CPUs.
+
+    Without CUDA it replaces parts of `torch.cuda`. Where Transformer Engine or Apex is missing it
+    replaces what Megatron takes from them. On GPUs it makes the additions of the MoE permutation
+    deterministic.
+
+    Returns True if `torch` itself was changed, which is only the case without CUDA.
+    """
+    if is_patched():
+        return False
+    _ignore_expected_warnings()
+    if torch.cuda.is_available():
+        _replace_missing_libraries(replace_all=False)
+        _make_permute_deterministic()
+        return False
+    patch_torch_cuda()
+    patch_torch_factories()
+    with _without_compilation():
+        # Both import Megatron, which must happen after torch is patched.
+        from megatron_rl.mcore.cpu.megatron_patches import patch_megatron
+
+        _replace_missing_libraries(replace_all=True)
+        patch_megatron()
+    return True
+
+
+@contextlib.contextmanager
+def _without_compilation() -> Iterator[None]:
+    """Make `torch.compile` return functions unchanged while Megatron is imported.
+
+    Megatron marks small functions for torch.compile when it is imported. The mark alone imports
+    torch's compiler, which takes two seconds in every rank, and calling such a function needs a
+    C++ compiler.
+    """
+
+    def keep_function(function: Any = None, **_: Any) -> Any:
+        return function if function is not None else keep_function
+
+    library: Any = torch
+    original_compile = library.compile
+    library.compile = keep_function
+    try:
+        yield
+    finally:
+        library.compile = original_compile
+
+
+def _ignore_expected_warnings() -> None:
+    """Silence warnings that hold on every rank of every such run and that need no action."""
+    for message in _EXPECTED_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+
+
+def _replace_missing_libraries(*, replace_all: bool) -> None:
+    """Replace what Megatron requires from Transformer Engine or Apex.
+
+    replace_all: replace it even where Megatron found one of these libraries. With False nothing
+    changes where it found one.
+    """
+    import megatron.core.optimizer as optimizer
+    import megatron.core.optimizer.distrib_optimizer as distrib_optimizer
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+    import megatron.core.transformer.multi_latent_attention as multi_latent_attention
+
+    from megatron_rl.mcore.adam import FusedLayoutAdam
+
+    # Megatron-Core 0.16.1 defines this name only where Transformer Engine can be imported, and
+    # reads it everywhere.
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    if replace_all or not has_transformer_engine():
+        # Megatron-Core 0.16.1 takes None, its own substitute for Transformer Engine's layers, for
+        # the real layers.
+        multi_latent_attention.HAVE_TE = False
+    if distrib_optimizer.HAVE_APEX_OR_TE and not replace_all:
+        return
+    # Megatron falls back to torch's Adam, whose state it cannot checkpoint.
+    optimizer.Adam = distrib_optimizer.Adam = FusedLayoutAdam
+    optimizer.USING_PYTORCH_OPTIMIZER = False
+    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
+
+
+def _make_permute_deterministic() -> None:
+    """Fix the order of additions on GPUs. On CPUs additions already have an order."""
+    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+
+    from megatron_rl.mcore.layers.deterministic_permute import (
+        deterministic_permute,
+        deterministic_unpermute,
+    )
+
+    token_dispatcher.permute = deterministic_permute(token_dispatcher.permute)
+    token_dispatcher.unpermute = deterministic_unpermute(token_dispatcher.unpermute)
