@@ -16,7 +16,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from launch.gpu_stages.stage import Report, Setting, run
-from megatron_rl.mcore.layers.attention import CpuCoreAttention
+from megatron_rl.mcore.layers.attention import PackedAttention
 
 _HEADS, _GROUPS, _DIM = 16, 4, 128
 MOST_ERROR = 0.02  # of values of size 1 in bfloat16, whose rounding is 0.004
@@ -40,14 +40,14 @@ def attention(setting: Setting, report: Report) -> None:
     probe = torch.zeros(1, 1, _DIM, device=device, dtype=torch.bfloat16)
     report.holds(
         "varlen_used_where_it_should",
-        module._varlen.fits(probe, probe, probe) == (device.type == "cuda"),
+        module._varlen.supports(probe, probe, probe) == (device.type == "cuda"),
     )
     if device.type == "cuda":
         report.note("16k_tokens_ms", _milliseconds([4096] * 4, device))
 
 
 def _module() -> Any:
-    return CpuCoreAttention(SimpleNamespace(context_parallel_size=1), 1, None, "self")  # type: ignore[arg-type]
+    return PackedAttention(SimpleNamespace(context_parallel_size=1), 1, None, "self")  # type: ignore[arg-type]
 
 
 def _inputs(

@@ -79,7 +79,7 @@ def measure_gaps(worker: Worker, plan: StepPlan, rollouts: Mapping[int, Rollout]
     sampled = torch.cat([batch.rollout_logprobs for batch in flat])
     old, own, disagreement = {"off": evaluate(policy, flat, "record")}, flat, None
     if replay is not None:
-        own = list(with_routes([flat], replay.take_recorded(len(flat)))[0])
+        own = list(with_routes([flat], replay.take_recorded_routes(len(flat)))[0])
         old["trainer"] = old["off"]
         old["rollout"] = evaluate(policy, flat, "replay")
         differing, rows = replay.disagreement()

@@ -56,7 +56,7 @@ def compute_old_policy(
         return None, (logprob.detach(), entropy.detach())
 
     replay = policy.replay
-    routing = "replay" if replay is None else replay.first_pass
+    routing = "replay" if replay is None else replay.old_policy_routing
     results = run_schedule(
         policy.models,
         [batch.packed for batch in batches],

@@ -55,10 +55,10 @@ def update_policy(
         replay=policy.replay,
     )
     total = float(sum(losses)) if losses else 0.0
-    replayed = policy.replay is None or not policy.replay.faulty
+    replayed = policy.replay is None or not policy.replay.has_faults
     result = optimizer.step(loss_is_finite=math.isfinite(total) and replayed)
     if losses:
         metrics.add_mean("train/loss", total, 1.0 / dp_size)
-    if result.stepped:
+    if result.is_applied:
         metrics.add_mean("train/grad_norm", result.grad_norm, 1.0)
     return result

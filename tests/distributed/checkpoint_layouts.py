@@ -11,7 +11,7 @@ ranks, which share neither vocabulary nor experts then.
 import sys
 from pathlib import Path
 
-from megatron_rl.mcore.cpu import compat
+from megatron_rl.mcore import compat
 
 compat.install()
 
@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from launch.testbed.packed_sequences import pack
+from launch.testbed.policies import make_planner
 from megatron_rl.config.schema import ModelSettings, ParallelSettings
 from megatron_rl.credit.assign import Credit
 from megatron_rl.mcore import parallel
@@ -37,10 +39,8 @@ from megatron_rl.rollouts.files import read_rollouts
 from megatron_rl.rollouts.store import RolloutStore
 from megatron_rl.training.worker import Worker
 from tests.distributed.whole_steps import build, locate
-from tests.mcore.packs import pack
 from tests.support.judged_batches import judged_groups
 from tests.support.layouts import ALGORITHMS, BATCH, LAYOUTS, STEPS_PER_BATCH, LayoutCase
-from tests.support.policies import make_planner
 
 SEQUENCES = range(8)
 BUCKET = 40_000  # bytes; the model has 300,000

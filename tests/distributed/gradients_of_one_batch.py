@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.mcore.cpu import compat
+from megatron_rl.mcore import compat
 
 compat.install()
 
@@ -20,27 +20,27 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_rl.config.algorithms import AlgoSettings, EspoSettings, GrpoSettings
-from megatron_rl.config.schema import ParallelSettings
-from megatron_rl.contracts.step_plan import Denominators
-from megatron_rl.mcore import parallel
-from megatron_rl.mcore.parallel import RankLayout
-from megatron_rl.mcore.schedule import run_schedule
-from megatron_rl.mcore.weights import every_stage, iterate_hf_weights
-from megatron_rl.models.shape import ModelShape
-from megatron_rl.rollouts.codec import select_layers
-from megatron_rl.training.metric_sums import MetricSums
-from megatron_rl.training.micro_batches import MicroBatch
-from megatron_rl.training.old_policy import compute_old_policy
-from megatron_rl.training.policy import Policy
-from tests.support.batches import make_batch
-from tests.support.policies import (
+from launch.testbed.batches import make_batch
+from launch.testbed.policies import (
     COLUMN_ADDITION,
     make_batcher,
     make_planner,
     make_policy,
     make_view,
 )
+from megatron_rl.config.algorithms import AlgoSettings, EspoSettings, GrpoSettings
+from megatron_rl.config.schema import ParallelSettings
+from megatron_rl.contracts.step_plan import Denominators
+from megatron_rl.mcore import parallel
+from megatron_rl.mcore.parallel import RankLayout
+from megatron_rl.mcore.schedule import run_schedule
+from megatron_rl.mcore.weights import iterate_all_stages, iterate_hf_weights
+from megatron_rl.models.shape import ModelShape
+from megatron_rl.rollouts.codec import select_layers
+from megatron_rl.training.metric_sums import MetricSums
+from megatron_rl.training.micro_batches import MicroBatch
+from megatron_rl.training.old_policy import compute_old_policy
+from megatron_rl.training.policy import Policy
 from tests.support.routers import routers_checked
 
 GRIDS: dict[str, dict[str, Any]] = {
@@ -90,7 +90,7 @@ def gradient(
                 dist.all_reduce(bucket.grad_data, group=group)
         for weight in chunk.parameters():
             weight.data = weight.main_grad.clone()
-    stages = every_stage(iterate_hf_weights(policy.models, shape), layout, bucket_bytes=1 << 20)
+    stages = iterate_all_stages(iterate_hf_weights(policy.models, shape), layout, bucket_bytes=1 << 20)
     return {name: tensor.clone() for name, tensor in stages}
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.mcore.cpu import compat
+from megatron_rl.mcore import compat
 
 compat.install()
 
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from launch.testbed.policies import make_batcher, make_planner, make_policy, make_view
 from megatron_rl.config.schema import (
     EngineSettings,
     LoggerSettings,
@@ -52,7 +53,6 @@ from tests.support.layouts import (
     TOTAL_STEPS,
     LayoutCase,
 )
-from tests.support.policies import make_batcher, make_planner, make_policy, make_view
 from tests.support.router_calls import RouterCalls
 
 
@@ -156,7 +156,7 @@ def play(case: LayoutCase, layout: RankLayout, directory: Path) -> None:
     for batch in range(BATCHES):
         mine = rollouts[batch * BATCH : (batch + 1) * BATCH]
         credited = credit.assign(batch, judged_groups(mine, locate(layout, store, mine, batch)))
-        plan = planner.plan(batch, credited.rollouts, credited.advantages, credited.uncounted)
+        plan = planner.plan(batch, credited.rollouts, credited.advantages, credited.extra_rollouts)
         outcome = worker.train(plan)
         assert outcome.finite and outcome.optimizer_steps == STEPS_PER_BATCH
         calls += adam.routers.check(

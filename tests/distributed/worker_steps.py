@@ -211,7 +211,7 @@ def routes_chosen(worker: Worker, batches: Sequence[MicroBatch]) -> list[torch.T
         replay=worker.policy.replay,
         routing="record",
     )
-    found = worker.policy.replay.take_recorded(len(packed))
+    found = worker.policy.replay.take_recorded_routes(len(packed))
     return [routes for routes in found if routes is not None]
 
 

@@ -10,7 +10,7 @@ import itertools
 import sys
 from pathlib import Path
 
-from megatron_rl.mcore.cpu import compat
+from megatron_rl.mcore import compat
 
 compat.install()
 
@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from launch.testbed.policies import make_batcher, make_planner, make_policy, make_view
+from launch.testbed.rollout_refs import make_ref
 from megatron_rl.config.algorithms import GrpoSettings
 from megatron_rl.config.schema import ParallelSettings
 from megatron_rl.losses import LossResult, Objective, ResponseTokens
@@ -28,8 +30,6 @@ from megatron_rl.rollouts.files import read_rollouts
 from megatron_rl.training.metric_sums import MetricSums
 from megatron_rl.training.old_policy import compute_old_policy
 from tests.support.layouts import LAYOUTS
-from tests.support.policies import make_batcher, make_planner, make_policy, make_view
-from tests.support.rollouts import make_ref
 
 
 class Recorder:

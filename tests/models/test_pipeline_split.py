@@ -7,7 +7,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from megatron_rl.mcore.cpu import compat
+from megatron_rl.mcore import compat
 from megatron_rl.models.pipeline_split import PipelineSplit
 
 compat.install()

@@ -5,10 +5,11 @@ import itertools
 import pytest
 import torch
 
-from megatron_rl.mcore.cpu import compat
+from megatron_rl.mcore import compat
 
 compat.install()
 
+from launch.testbed.policies import COLUMN_ADDITION
 from megatron_rl.config.algorithms import AlgoSettings, EspoSettings, GrpoSettings, GspoSettings
 from megatron_rl.contracts.step_plan import Denominators
 from megatron_rl.losses import ResponseTokens, open_loss
@@ -16,7 +17,6 @@ from megatron_rl.models.families import read_shape
 from megatron_rl.planning.rank_view import RankView
 from megatron_rl.training.entropy_advantages import advantage_sizes, token_advantages
 from megatron_rl.training.micro_batches import Batcher, MicroBatch
-from tests.support.policies import COLUMN_ADDITION
 from tests.support.rollouts import make_rollout
 
 BATCHER = Batcher(RankView(layers=((0, 1, 2, 3),)), None, torch.device("cpu"))

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from megatron_rl.mcore.cpu import compat
+from megatron_rl.mcore import compat
 
 compat.install()
 
@@ -67,7 +67,7 @@ class Weights:
 
     def step(self, *, loss_is_finite: bool) -> StepResult:
         self.moved += self.shift
-        return StepResult(stepped=loss_is_finite, grad_norm=1.0, lr=0.1)
+        return StepResult(is_applied=loss_is_finite, grad_norm=1.0, lr=0.1)
 
 
 def make_batches(count: int) -> list[Any]:

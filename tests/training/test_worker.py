@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.mcore.cpu import compat
+from megatron_rl.mcore import compat
 
 compat.install()
 
