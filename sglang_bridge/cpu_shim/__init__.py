@@ -1,3 +1,4 @@
-"""A directory for PYTHONPATH of CPU servers, not for import: it stands in for what SGLang expects
-of a GPU machine.
+"""Stand-ins for the parts of a GPU machine that SGLang expects.
+
+The directory is for the PYTHONPATH of CPU servers, not for import by the trainer.
 """

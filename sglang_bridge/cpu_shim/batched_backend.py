@@ -1,6 +1,4 @@
-"""SGLang's torch-native attention backend with its loop over sequences replaced where that is
-possible.
-"""
+"""SGLang's torch-native attention backend without its loop over sequences."""
 
 from __future__ import annotations
 
@@ -15,7 +13,8 @@ from sglang_bridge.cpu_shim.padded_attention import paged_attention
 class BatchedTorchNativeBackend(TorchNativeAttnBackend):
     """Attends all sequences at once.
 
-    Its parent does it once per sequence and layer: most of a step's time.
+    The parent class attends once per sequence and layer, which takes most of a step's time. It
+    still serves cross-attention, sliding windows and non-causal attention.
     """
 
     def _run_sdpa_forward_decode(
@@ -42,7 +41,7 @@ class BatchedTorchNativeBackend(TorchNativeAttnBackend):
                 encoder_lens,
                 **options,
             )
-        attended = paged_attention(
+        attention = paged_attention(
             query,
             k_cache,
             v_cache,
@@ -52,7 +51,7 @@ class BatchedTorchNativeBackend(TorchNativeAttnBackend):
             torch.ones_like(seq_lens),
             scale=options["scaling"],
         )
-        return output.copy_(attended)
+        return output.copy_(attention)
 
     def _run_sdpa_forward_extend(
         self,
@@ -86,7 +85,7 @@ class BatchedTorchNativeBackend(TorchNativeAttnBackend):
                 encoder_lens,
                 **options,
             )
-        attended = paged_attention(
+        attention = paged_attention(
             query,
             k_cache,
             v_cache,
@@ -96,7 +95,7 @@ class BatchedTorchNativeBackend(TorchNativeAttnBackend):
             extend_seq_lens,
             scale=options["scaling"],
         )
-        return output.copy_(attended)
+        return output.copy_(attention)
 
 
 def _is_covered(encoder_lens: torch.Tensor | None, options: dict[str, Any]) -> bool:

@@ -8,15 +8,18 @@ from math import gcd
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-# Of one chunk: keys gathered, and pairs of query and key. What is in work stays near a core's
-# cache.
+# Limits of one chunk: gathered keys, and pairs of query and key. A chunk's working set should stay
+# near a core's cache.
 _MAX_KEYS = 2**16
 _MAX_PAIRS = 2**20
-# A row's sums must not depend on the others, as the trainer has others (`docs/on_policy.md`): the
-# products inside take four rows of queries or more at a time, and whole vectors of keys, where
-# those that are masked add zeros. Over more keys than `_WHOLE` MKL splits the sum by how many there
-# are: then sequences of the same padded length go together.
-_ROWS, _KEYS, _WHOLE = 4, 16, 192
+# A row's sums must not depend on the other rows, because the trainer has other rows
+# (`docs/on_policy.md`). The products inside therefore take at least `_QUERY_ROWS` rows of queries
+# and whole vectors of `_KEY_VECTOR` keys, where masked keys add zeros. Over more keys than
+# `_MAX_UNSPLIT_KEYS`, MKL splits the sum by their number, and only sequences of the same padded
+# length share a chunk.
+_QUERY_ROWS = 4
+_KEY_VECTOR = 16
+_MAX_UNSPLIT_KEYS = 192
 
 
 def paged_attention(
@@ -38,40 +41,54 @@ def paged_attention(
     """
     output = query.new_empty(query.shape[0], query.shape[1], value_cache.shape[-1])
     first_query = num_queries.cumsum(0) - num_queries
-    steps = _ROWS // gcd(
-        _ROWS, query.shape[1] // key_cache.shape[1]
-    )  # each is a row for every head of a group
-    for chosen in _chunks(num_keys, num_queries):
-        keys, queries = num_keys[chosen, None], num_queries[chosen, None]
-        # Surplus queries repeat their sequence's last one, so that they write what is there
-        # already.
-        step = torch.arange(_rounded(queries, steps)).minimum(queries - 1)
-        positions = torch.arange(_padded(int(keys.max())))
-        table = slots[:, : len(positions)].index_select(0, rows[chosen])
-        if table.shape[1] < len(positions):
-            table = pad(table, (0, len(positions) - table.shape[1]))
-        # A slot past the end may be anything; the sequence's first one holds finite numbers.
-        where = torch.where(positions < keys, table, table[:, :1]).view(-1)
-        packed = first_query[chosen, None] + step
-        output[packed] = _attend(
-            query[packed],
-            key_cache.index_select(0, where).view(*table.shape, *key_cache.shape[1:]),
-            value_cache.index_select(0, where).view(*table.shape, *value_cache.shape[1:]),
-            positions <= (keys - queries + step)[..., None],
+    # Each query step gives a row for every query head of a key-value head.
+    step_multiple = _QUERY_ROWS // gcd(_QUERY_ROWS, query.shape[1] // key_cache.shape[1])
+    for chunk in _chunks(num_keys, num_queries):
+        keys = num_keys[chunk, None]
+        queries = num_queries[chunk, None]
+        # Surplus steps repeat their sequence's last query, so that they write the same result.
+        steps = torch.arange(_round_up(queries, step_multiple)).minimum(queries - 1)
+        positions = torch.arange(_padded_length(int(keys.max())))
+        table = _slot_table(slots, rows[chunk], positions, keys)
+        query_index = first_query[chunk, None] + steps
+        output[query_index] = _attend(
+            query[query_index],
+            _gather(key_cache, table),
+            _gather(value_cache, table),
+            positions <= (keys - queries + steps)[..., None],
             scale,
         )
     return output
 
 
-def _rounded(counts: torch.Tensor, multiple: int) -> int:
+def _slot_table(
+    slots: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor
+) -> torch.Tensor:
+    """Cache slots [B, L] of padded positions [L]. keys: [B, 1], the length of each sequence."""
+    table = slots[:, : len(positions)].index_select(0, rows)
+    if table.shape[1] < len(positions):
+        table = pad(table, (0, len(positions) - table.shape[1]))
+    # A slot past the end may hold anything. The sequence's first slot holds finite numbers.
+    return torch.where(positions < keys, table, table[:, :1])
+
+
+def _gather(cache: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """cache [slots, heads, D], table [B, L] -> [B, L, heads, D]."""
+    return cache.index_select(0, table.view(-1)).view(*table.shape, *cache.shape[1:])
+
+
+def _round_up(counts: torch.Tensor, multiple: int) -> int:
     return -int(counts.max()) // multiple * -multiple
 
 
-def _padded(keys: int) -> int:
-    """Whole vectors of keys; of more than `_WHOLE` at most a quarter more, so that few lengths are
-    left.
+def _padded_length(keys: int) -> int:
+    """Round up to whole vectors of keys.
+
+    A length above `_MAX_UNSPLIT_KEYS` grows by at most a quarter, so that few lengths remain.
     """
-    multiple = _KEYS if keys <= _WHOLE else 2 ** ((keys - 1).bit_length() - 3)
+    multiple = _KEY_VECTOR
+    if keys > _MAX_UNSPLIT_KEYS:
+        multiple = 2 ** ((keys - 1).bit_length() - 3)
     return -keys // multiple * -multiple
 
 
@@ -82,45 +99,52 @@ def _attend(
     visible: torch.Tensor,
     scale: float | None,
 ) -> torch.Tensor:
-    """query [B, T, heads, D], key and value [B, L, kv_heads, D], visible [B, T, L] -> [B, T, heads,
-    Dv].
+    """Attend to the visible keys: [B, T, heads, Dv].
 
-    Query heads that share a key-value head are further queries of it: no key is repeated.
+    query: [B, T, heads, D]. key, value: [B, L, kv_heads, D]. visible: [B, T, L]. Query heads that
+    share a key-value head become further queries of it, so no key is repeated.
     """
     batch, steps, heads, width = query.shape
     kv_heads = key.shape[2]
-    shared = heads // kv_heads
-    folded = query.view(batch, steps, kv_heads, shared, width).permute(0, 2, 3, 1, 4)
-    mask = visible[:, None, None].expand(batch, 1, shared, steps, -1)
+    group_size = heads // kv_heads
+    grouped_query = query.view(batch, steps, kv_heads, group_size, width).permute(0, 2, 3, 1, 4)
+    mask = visible[:, None, None].expand(batch, 1, group_size, steps, -1)
     result = scaled_dot_product_attention(
-        folded.reshape(batch, kv_heads, shared * steps, width),
+        grouped_query.reshape(batch, kv_heads, group_size * steps, width),
         key.transpose(1, 2).to(query.dtype),
         value.transpose(1, 2).to(query.dtype),
-        attn_mask=mask.reshape(batch, 1, shared * steps, -1),
+        attn_mask=mask.reshape(batch, 1, group_size * steps, -1),
         scale=scale,
     )
     return (
-        result.view(batch, kv_heads, shared, steps, -1)
+        result.view(batch, kv_heads, group_size, steps, -1)
         .permute(0, 3, 1, 2, 4)
         .reshape(batch, steps, heads, -1)
     )
 
 
 def _chunks(num_keys: torch.Tensor, num_queries: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Indices of sequences: all at once if they fit, else in order of length."""
-    lengths, counts = num_keys.tolist(), num_queries.tolist()
+    """Yield indices of sequences: all at once if they fit, else in order of length."""
+    lengths = num_keys.tolist()
+    counts = num_queries.tolist()
     keys = len(lengths) * max(lengths)
-    if max(lengths) <= _WHOLE and keys <= _MAX_KEYS and keys * max(counts) <= _MAX_PAIRS:
+    is_short = max(lengths) <= _MAX_UNSPLIT_KEYS and keys <= _MAX_KEYS
+    if is_short and keys * max(counts) <= _MAX_PAIRS:
         yield torch.arange(len(lengths))
         return
     chunk: list[int] = []
-    together, queries = 0, 0
+    chunk_length = 0
+    queries = 0
     for index in sorted(range(len(lengths)), key=lengths.__getitem__):
-        padded, queries = _padded(lengths[index]), max(queries, counts[index])
-        size, length = (len(chunk) + 1) * padded, max(padded, _WHOLE)
-        if chunk and (length != together or size > _MAX_KEYS or size * queries > _MAX_PAIRS):
+        padded_length = _padded_length(lengths[index])
+        queries = max(queries, counts[index])
+        size = (len(chunk) + 1) * padded_length
+        length = max(padded_length, _MAX_UNSPLIT_KEYS)
+        is_full = size > _MAX_KEYS or size * queries > _MAX_PAIRS
+        if chunk and (length != chunk_length or is_full):
             yield torch.tensor(chunk)
-            chunk, queries = [], counts[index]
+            chunk = []
+            queries = counts[index]
         chunk.append(index)
-        together = length
+        chunk_length = length
     yield torch.tensor(chunk)

@@ -1,4 +1,4 @@
-"""Python runs this at the start of every process of a CPU server."""
+"""Changes SGLang for CPUs. Python runs this file at the start of every process of a CPU server."""
 
 import importlib
 import importlib.abc
@@ -12,8 +12,8 @@ from types import ModuleType
 from typing import Any
 
 
-class _Around(importlib.abc.MetaPathFinder):
-    """Runs `before` just before a module is imported, and `after` on it just after."""
+class _ImportHook(importlib.abc.MetaPathFinder):
+    """Calls `before` just before a module is imported, and `after` with the module just after."""
 
     def __init__(
         self,
@@ -22,7 +22,9 @@ class _Around(importlib.abc.MetaPathFinder):
         before: Callable[[], None] | None = None,
         after: Callable[[ModuleType], None] | None = None,
     ) -> None:
-        self._name, self._before, self._after = name, before, after
+        self._name = name
+        self._before = before
+        self._after = after
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -34,15 +36,18 @@ class _Around(importlib.abc.MetaPathFinder):
             self._before()
         if self._after is None:
             return None
-        spec = importlib.util.find_spec(fullname)  # others may be around it too
+        spec = importlib.util.find_spec(fullname)  # the module may have other hooks too
         if spec is not None and spec.loader is not None:
-            spec.loader = _ThenCall(spec.loader, self._after)
+            spec.loader = _CallingLoader(spec.loader, self._after)
         return spec
 
 
-class _ThenCall(importlib.abc.Loader):
+class _CallingLoader(importlib.abc.Loader):
+    """Loads a module with another loader, then calls `after` with it."""
+
     def __init__(self, loader: importlib.abc.Loader, after: Callable[[ModuleType], None]) -> None:
-        self._loader, self._after = loader, after
+        self._loader = loader
+        self._after = after
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
@@ -53,21 +58,23 @@ class _ThenCall(importlib.abc.Loader):
 
 
 def _stand_in_for_torchvision() -> None:
-    """SGLang imports torchvision with its configurations; only models that see images call it.
+    """Register an empty torchvision, unless a usable one is installed.
 
-    The environment of a CPU machine is without it: a build for CUDA breaks transformers, which
-    finds it and cannot import it. Here too transformers must not find one: it remembers its first
-    answer, so ask before there is anything.
+    SGLang imports torchvision with its configurations, but only models that see images call it. The
+    environment of a CPU machine does not have it, because transformers would find a CUDA build and
+    fail to import it.
     """
+    # transformers must not find the stand-in either. It caches its first answer, so this call comes
+    # before the stand-in exists.
     from transformers.utils import is_torchvision_available
 
     if is_torchvision_available():
         return
     names = ("torchvision", "torchvision.transforms", "torchvision.transforms.functional")
-    package, transforms, functional = modules = [
-        ModuleType(name, "Nothing; see sitecustomize.") for name in names
-    ]
-    package.transforms, transforms.functional = transforms, functional  # type: ignore[attr-defined]
+    modules = [ModuleType(name, "An empty stand-in; see sitecustomize.") for name in names]
+    package, transforms, functional = modules
+    package.transforms = transforms  # type: ignore[attr-defined]
+    transforms.functional = functional  # type: ignore[attr-defined]
     transforms.InterpolationMode = functional.InterpolationMode = None  # type: ignore[attr-defined]
     for module in modules:
         module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None, is_package=True)
@@ -76,7 +83,10 @@ def _stand_in_for_torchvision() -> None:
 
 
 def _allocate_unpinned(host_pools: ModuleType) -> None:
-    """SGLang registers the host copy of recorded routes with CUDA on every device it does not know."""
+    """Allocate the host copy of recorded routes as plain memory.
+
+    SGLang registers it with CUDA on every device that it does not know.
+    """
 
     def allocate(
         dims: Any,
@@ -92,7 +102,7 @@ def _allocate_unpinned(host_pools: ModuleType) -> None:
 
 
 def _register_batched_attention(registry: ModuleType) -> None:
-    """The torch-native backend calls attention once per sequence and layer."""
+    """Replace the torch-native backend, which calls attention once per sequence and layer."""
 
     def create(runner: Any) -> Any:
         from sglang_bridge.cpu_shim.batched_backend import BatchedTorchNativeBackend
@@ -103,22 +113,22 @@ def _register_batched_attention(registry: ModuleType) -> None:
 
 
 def _fork_processes(engine: ModuleType) -> None:
-    """SGLang spawns its scheduler and detokenizer, as a GPU's context needs, and each imports all
-    of SGLang again.
+    """Fork SGLang's scheduler and detokenizer.
 
-    The launcher starts its threads after them, so forking is safe; whatever else is started is
-    spawned.
+    SGLang spawns them, as a GPU's context requires, and each imports all of SGLang again. The
+    launcher starts its threads later, so forking is safe. All other processes are spawned.
     """
-    configure, launch = engine._set_envs_and_config, engine.Engine._launch_subprocesses.__func__
+    configure = engine._set_envs_and_config
+    launch = engine.Engine._launch_subprocesses.__func__
 
     def configure_and_fork(server_args: Any) -> None:
         configure(server_args)
-        if server_args.numa_node is None:  # its processes are started by another program
+        if server_args.numa_node is None:  # otherwise another program starts the processes
             multiprocessing.set_start_method("fork", force=True)
 
-    def launch_and_spawn(cls: Any, *given: Any, **options: Any) -> Any:
+    def launch_and_spawn(cls: Any, *arguments: Any, **options: Any) -> Any:
         try:
-            return launch(cls, *given, **options)
+            return launch(cls, *arguments, **options)
         finally:
             multiprocessing.set_start_method("spawn", force=True)
 
@@ -129,20 +139,21 @@ def _fork_processes(engine: ModuleType) -> None:
     engine.Engine._launch_subprocesses = classmethod(launch_and_spawn)
 
 
-def _replaced_by(room: str, function: str) -> Callable[[ModuleType], None]:
-    """A function of this directory, imported only where SGLang is: this file runs in all of a
-    server.
+def _call_later(submodule: str, function: str) -> Callable[[ModuleType], None]:
+    """Import a function of this directory only when it is called.
+
+    This file runs in all processes of a server, also in those that do not import SGLang.
     """
 
     def replace(module: ModuleType) -> None:
-        getattr(importlib.import_module(f"sglang_bridge.cpu_shim.{room}"), function)(module)
+        getattr(importlib.import_module(f"sglang_bridge.cpu_shim.{submodule}"), function)(module)
 
     return replace
 
 
 _SEEDS = {
-    "sglang.srt.sampling.sampling_batch_info": "keep_seeds",
-    "sglang.srt.layers.sampler": "draw_by_seed",
+    "sglang.srt.sampling.sampling_batch_info": "assign_seeds",
+    "sglang.srt.layers.sampler": "sample_by_seed",
 }
 _SUMS = {
     "sglang.srt.layers.quantization.unquant": "replace_linear",
@@ -153,19 +164,23 @@ _SUMS = {
 }
 
 sys.meta_path[:0] = [
-    _Around("sglang.srt.configs", before=_stand_in_for_torchvision),
-    _Around("sglang.srt.mem_cache.pool_host.common", after=_allocate_unpinned),
-    _Around("sglang.srt.entrypoints.engine", after=_fork_processes),
-    *(_Around(name, after=_replaced_by("seeded_sampling", how)) for name, how in _SEEDS.items()),
+    _ImportHook("sglang.srt.configs", before=_stand_in_for_torchvision),
+    _ImportHook("sglang.srt.mem_cache.pool_host.common", after=_allocate_unpinned),
+    _ImportHook("sglang.srt.entrypoints.engine", after=_fork_processes),
+    *(
+        _ImportHook(name, after=_call_later("seeded_sampling", function))
+        for name, function in _SEEDS.items()
+    ),
 ]
 if os.environ.get("SGLANG_BRIDGE_BATCHED_ATTENTION") != "0":
     sys.meta_path.insert(
         0,
-        _Around(
+        _ImportHook(
             "sglang.srt.layers.attention.attention_registry", after=_register_batched_attention
         ),
     )
 if os.environ.get("SGLANG_BRIDGE_TRAINER_SUMS") != "0":
     sys.meta_path[:0] = [
-        _Around(name, after=_replaced_by("trainer_sums", how)) for name, how in _SUMS.items()
+        _ImportHook(name, after=_call_later("trainer_sums", function))
+        for name, function in _SUMS.items()
     ]

@@ -1,10 +1,9 @@
-"""A CPU engine's sums in the order that Megatron adds them, so that both get the same float32
-numbers.
+"""Computes a CPU engine's sums in Megatron's order, so that both get the same float32 numbers.
 
-Two things make the difference. MKL adds up a product of one to three rows differently from those of
-four and more, so that a row's result depends on how many others are computed with it: few rows are
-padded. And SGLang weighs experts in another place than Megatron does. `docs/on_policy.md` has what
-is equal since, and what is not.
+MKL adds up a product of one to three rows differently from a product of more rows. A row's result
+would depend on the number of rows beside it, so products of few rows are padded. SGLang also
+applies the experts' weights in another place than Megatron does. `docs/on_policy.md` lists what is
+equal, and what is not.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-FEWEST_ROWS = 4
+MIN_ROWS = 4
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [rows, in] @ weight [out, in]: a row's result whatever the other rows are."""
+    """x [rows, in] @ weight [out, in]ᵀ, where a row's result does not depend on the other rows."""
     rows = x.shape[0]
-    if x.ndim != 2 or rows == 0 or rows >= FEWEST_ROWS:
+    if x.ndim != 2 or rows == 0 or rows >= MIN_ROWS:
         return F.linear(x, weight, bias)
-    return F.linear(F.pad(x, (0, 0, 0, FEWEST_ROWS - rows)), weight, bias)[:rows]
+    return F.linear(F.pad(x, (0, 0, 0, MIN_ROWS - rows)), weight, bias)[:rows]
 
 
 def experts(
@@ -33,76 +32,77 @@ def experts(
     weights: torch.Tensor,
     ids: torch.Tensor,
 ) -> torch.Tensor:
-    """Megatron's order: weighed before the second product, added from the first expert to the last.
+    """Apply experts in Megatron's order: weights before the second product, sums in expert order.
 
     x: [rows, hidden]. gate_up: [experts, 2 * inner, hidden]. down: [experts, hidden, inner].
     weights, ids: [rows, k].
     """
     ids = ids.long()
-    if ids.shape[1] > 2:  # two are added alike either way
+    if ids.shape[1] > 2:  # the sum of two is the same in either order
         ids, order = ids.sort(dim=1)
         weights = weights.gather(1, order)
     place = ids.view(-1).argsort()
     counts = torch.bincount(ids.view(-1), minlength=len(down)).tolist()
     gate, up = _by_expert(x[place // ids.shape[1]], gate_up, counts).chunk(2, dim=-1)
-    answers = x.new_empty(place.shape[0], x.shape[1])
-    answers[place] = _by_expert(F.silu(gate) * up * weights.view(-1)[place, None], down, counts)
-    return answers.view(*ids.shape, -1).sum(dim=1)
+    outputs = x.new_empty(place.shape[0], x.shape[1])
+    outputs[place] = _by_expert(F.silu(gate) * up * weights.view(-1)[place, None], down, counts)
+    return outputs.view(*ids.shape, -1).sum(dim=1)
 
 
 def _by_expert(rows: torch.Tensor, weight: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    """Products of the first counts[0] rows with the first expert's weight [out, in], of the next
-    with the second's.
+    """Multiply rows, sorted by expert, with their expert's weight [out, in].
+
+    counts: the number of rows of each expert.
     """
     parts = [linear(part, weight[e]) for e, part in enumerate(rows.split(counts)) if len(part)]
     return torch.cat(parts) if parts else rows.new_empty(0, weight.shape[1])
 
 
 def route(logits: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best experts and their weights, which add up to 1: a softmax over the chosen logits
-    alone; int32 ids.
+    """Select the top-k experts: their weights, which add up to 1, and their ids (int32).
+
+    The weights are a softmax over the selected logits alone.
     """
-    chosen, ids = logits.float().topk(topk, dim=-1)
-    return chosen.softmax(dim=-1), ids.to(torch.int32)
+    values, ids = logits.float().topk(topk, dim=-1)
+    return values.softmax(dim=-1), ids.to(torch.int32)
 
 
 def replace_linear(unquant: Any) -> None:
-    """`sglang.srt.layers.quantization.unquant`: every product with a weight but the last and those
-    of experts.
+    """Replace products in `sglang.srt.layers.quantization.unquant`.
+
+    These are all products with a weight, except the output layer's and the experts'.
     """
     unquant.F = _with_linear(unquant.F)
 
 
 def replace_lm_head(logits_processor: Any) -> None:
-    """`sglang.srt.layers.logits_processor`, which multiplies by itself."""
+    """Replace the output layer's product in `sglang.srt.layers.logits_processor`."""
     processor = logits_processor.LogitsProcessor
     original = processor._compute_lm_head
 
     def compute(self: Any, hidden_states: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
         rows = hidden_states.shape[0]
-        if not 0 < rows < FEWEST_ROWS:
+        if not 0 < rows < MIN_ROWS:
             return original(self, hidden_states, *rest, **options)
         options.pop("out", None)
-        return original(
-            self, F.pad(hidden_states, (0, 0, 0, FEWEST_ROWS - rows)), *rest, **options
-        )[:rows]
+        padded_states = F.pad(hidden_states, (0, 0, 0, MIN_ROWS - rows))
+        return original(self, padded_states, *rest, **options)[:rows]
 
     processor._compute_lm_head = compute
 
 
 def replace_experts(fused_moe_native: Any) -> None:
-    """`sglang.srt.layers.moe.fused_moe_native`: experts without biases and with SwiGLU."""
+    """Replace SwiGLU experts without biases in `sglang.srt.layers.moe.fused_moe_native`."""
     original = fused_moe_native.moe_forward_native
 
     def forward(layer: Any, x: torch.Tensor, topk_output: Any, config: Any) -> torch.Tensor:
-        plain = (
+        is_swiglu = (
             config.activation == "silu"
             and config.gemm1_alpha is None
             and not config.apply_router_weight_on_input
         )
-        if not plain or any(
-            name.endswith("_bias") for name, _ in layer.named_parameters(recurse=False)
-        ):
+        names = [name for name, _ in layer.named_parameters(recurse=False)]
+        if not is_swiglu or any(name.endswith("_bias") for name in names):
             return original(layer, x, topk_output, config)
         weights, ids, _ = topk_output
         return experts(x, layer.w13_weight, layer.w2_weight, weights.to(x.dtype), ids)
@@ -111,26 +111,26 @@ def replace_experts(fused_moe_native: Any) -> None:
 
 
 def replace_routing(topk: Any) -> None:
-    """`sglang.srt.layers.moe.topk`: softmax routers whose weights are made to add up to 1."""
+    """Replace softmax routers with renormalized weights in `sglang.srt.layers.moe.topk`."""
     original = topk.fused_topk_native
 
-    def fused_topk(**given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def fused_topk(**options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         if (
-            given["renormalize"]
-            and given["scoring_func"] == "softmax"
-            and given["correction_bias"] is None
+            options["renormalize"]
+            and options["scoring_func"] == "softmax"
+            and options["correction_bias"] is None
         ):
-            return route(given["gating_output"], given["topk"])
-        return original(**given)
+            return route(options["gating_output"], options["topk"])
+        return original(**options)
 
     topk.fused_topk_native = fused_topk
 
 
 def replace_logprobs(sampler: Any) -> None:
-    """`sglang.srt.layers.sampler`: log-probabilities in double precision, not the logarithm of
-    float32 probabilities.
+    """Compute log-probabilities of `sglang.srt.layers.sampler` in double precision.
 
-    In float32 the sum over a vocabulary of 32,000 alone costs 2e-6.
+    SGLang takes the logarithm of float32 probabilities. In float32, the sum over a vocabulary of
+    32,000 alone has an error of 2e-6.
     """
     original = sampler.Sampler.forward
 
@@ -140,17 +140,17 @@ def replace_logprobs(sampler: Any) -> None:
         sampling_info: Any,
         return_logprob: bool,
         *rest: Any,
-        **given: Any,
+        **options: Any,
     ) -> Any:
-        if return_logprob and given.get("logprob_logits") is None:
-            given["logprob_logits"] = logits_output.next_token_logits.double()
-        return original(self, logits_output, sampling_info, return_logprob, *rest, **given)
+        if return_logprob and options.get("logprob_logits") is None:
+            options["logprob_logits"] = logits_output.next_token_logits.double()
+        return original(self, logits_output, sampling_info, return_logprob, *rest, **options)
 
     sampler.Sampler.forward = forward
 
 
 def _with_linear(functional: ModuleType) -> ModuleType:
-    """torch.nn.functional with our `linear`, for one module alone."""
+    """Copy torch.nn.functional, with our `linear`, for one module alone."""
     copy = ModuleType(functional.__name__)
     vars(copy).update(vars(functional))
     copy.linear = linear  # type: ignore[attr-defined]

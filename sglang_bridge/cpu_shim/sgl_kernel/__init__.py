@@ -26,16 +26,17 @@ def assign_req_to_token_pool_cpu(
     out_cache_loc: Any,
     pool_len: int,
 ) -> None:
-    """Write the cache slots of each request's new tokens into its row: req_to_token[request,
-    start:end] = slots.
+    """Write the cache slots of each request's new tokens into its row.
+
+    req_to_token[request, start:end] = slots.
     """
-    taken = 0
+    offset = 0
     for request, start, end in zip(
         req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True
     ):
-        slots = out_cache_loc[taken : taken + end - start]
+        slots = out_cache_loc[offset : offset + end - start]
         req_to_token[request, start:end] = slots.to(req_to_token.dtype)
-        taken += end - start
+        offset += end - start
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""What the directory on a CPU engine's PYTHONPATH stands in for."""
+"""Stand-ins in the directory on a CPU engine's PYTHONPATH."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 
 from sglang_bridge.server.command import cpu_shim_path
 
-# The imports of SGLang's configurations, then what transformers is to know of it.
+# The imports of SGLang's configurations, then what transformers reports about torchvision.
 CONFIGS = """
 import importlib.util
 import torchvision.transforms as T
@@ -20,19 +20,19 @@ print(is_torchvision_available(), importlib.util.find_spec("torchvision") is not
 """
 
 
-# How SGLang starts its processes, and what start method each of them has.
+# Starts processes as SGLang does and prints the start method of each.
 ENGINE = """
 import multiprocessing as mp
 def _set_envs_and_config(server_args):
     mp.set_start_method("spawn", force=True)
-def tell():
+def report():
     print(mp.get_start_method(), flush=True)
 class Engine:
     @classmethod
-    def _launch_subprocesses(cls, server_args, tell):
+    def _launch_subprocesses(cls, server_args, report):
         _set_envs_and_config(server_args)
-        tell()
-        scheduler = mp.Process(target=tell)
+        report()
+        scheduler = mp.Process(target=report)
         scheduler.start()
         scheduler.join()
 """
@@ -40,13 +40,13 @@ LAUNCH = """
 from types import SimpleNamespace
 if __name__ == "__main__":
     from sglang.srt.entrypoints import engine
-    engine.Engine._launch_subprocesses(SimpleNamespace(numa_node={numa_node}), tell=engine.tell)
-    engine.tell()
+    engine.Engine._launch_subprocesses(SimpleNamespace(numa_node={numa_node}), report=engine.report)
+    engine.report()
 """
 
 
 def run_with_shim(directory: Path, package: str, modules: dict[str, str], script: str) -> str:
-    """What a script prints where the shim finds an SGLang of these modules."""
+    """Output of a script for which SGLang consists of these modules."""
     place = directory / package
     place.mkdir(parents=True)
     for empty in (place, *list(place.relative_to(directory).parents)[:-1]):
@@ -57,27 +57,27 @@ def run_with_shim(directory: Path, package: str, modules: dict[str, str], script
         "PYTHONPATH": os.pathsep.join([str(cpu_shim_path()), str(directory)])
     }
     command = [sys.executable, "-c", script]
-    done = subprocess.run(
+    result = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=120, check=False
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert result.returncode == 0, result.stderr
+    return result.stdout
 
 
-def test_engines_import_torchvision_where_there_is_none_and_transformers_sees_none(
+def test_engine_imports_torchvision_stand_in_that_transformers_ignores(
     tmp_path: Path,
 ) -> None:
-    told = run_with_shim(
+    output = run_with_shim(
         tmp_path, "sglang/srt/configs", {"__init__.py": CONFIGS}, "import sglang.srt.configs"
     )
-    assert told == "False True\n"
+    assert output == "False True\n"
 
 
 @pytest.mark.parametrize(("numa_node", "launcher"), [(None, "fork"), ([0], "spawn")])
-def test_an_engine_forks_its_processes_and_all_else_is_spawned(
+def test_engine_forks_its_processes_and_spawns_all_others(
     tmp_path: Path, numa_node: list[int] | None, launcher: str
 ) -> None:
-    """While it launches, in the process that it launches, and afterwards."""
+    """Start methods during the launch, in the launched process, and afterwards."""
     script = LAUNCH.format(numa_node=numa_node)
-    told = run_with_shim(tmp_path, "sglang/srt/entrypoints", {"engine.py": ENGINE}, script)
-    assert told.split() == [launcher, "spawn", "spawn"]
+    output = run_with_shim(tmp_path, "sglang/srt/entrypoints", {"engine.py": ENGINE}, script)
+    assert output.split() == [launcher, "spawn", "spawn"]

@@ -9,7 +9,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from sglang_bridge.cpu_shim import padded_attention
 from sglang_bridge.cpu_shim.padded_attention import paged_attention
 
-CACHE, TABLE_ROWS, TABLE_WIDTH, SCALE = 500, 40, 64, 0.3
+CACHE = 500
+TABLE_ROWS = 40
+TABLE_WIDTH = 64
+SCALE = 0.3
 
 
 def one_by_one(
@@ -21,12 +24,13 @@ def one_by_one(
     num_keys: torch.Tensor,
     num_queries: torch.Tensor,
 ) -> torch.Tensor:
-    results, start = [], 0
+    results = []
+    start = 0
     for row, keys, queries in zip(
         rows.tolist(), num_keys.tolist(), num_queries.tolist(), strict=True
     ):
         where = slots[row, :keys].long()
-        attended = scaled_dot_product_attention(
+        attention = scaled_dot_product_attention(
             query[start : start + queries].transpose(0, 1)[None],
             key_cache[where].transpose(0, 1)[None],
             value_cache[where].transpose(0, 1)[None],
@@ -34,7 +38,7 @@ def one_by_one(
             enable_gqa=True,
             scale=SCALE,
         )
-        results.append(attended[0].transpose(0, 1))
+        results.append(attention[0].transpose(0, 1))
         start += queries
     return torch.cat(results)
 
@@ -67,7 +71,7 @@ decoding = st.integers(1, TABLE_WIDTH).map(lambda keys: (keys, 1))
     st.sampled_from([(4, 4), (4, 2), (8, 1)]),
     st.sampled_from([(1, 1), (64, 2**20), (200, 2000), (65536, 2**20)]),
 )
-def test_equals_one_call_per_sequence(
+def test_batched_attention_equals_one_call_per_sequence(
     lengths: list[tuple[int, int]], heads: tuple[int, int], limits: tuple[int, int]
 ) -> None:
     case = random_case(lengths, *heads)
@@ -78,7 +82,7 @@ def test_equals_one_call_per_sequence(
     torch.testing.assert_close(result, one_by_one(*case), rtol=0, atol=3e-6)
 
 
-def test_what_lies_past_a_sequence_is_never_read() -> None:
+def test_slots_past_a_sequence_are_never_read() -> None:
     query, keys, values, slots, rows, num_keys, num_queries = random_case([(3, 2), (7, 1)], 4, 2)
     slots[rows[0], 3:] = CACHE - 1
     keys[CACHE - 1] = values[CACHE - 1] = float("nan")
@@ -91,7 +95,7 @@ def test_what_lies_past_a_sequence_is_never_read() -> None:
     )
 
 
-def test_a_cache_in_another_dtype_is_converted() -> None:
+def test_cache_in_another_dtype_is_converted() -> None:
     query, keys, values, *rest = random_case([(5, 1), (9, 4)], 4, 2)
     result = paged_attention(query, keys.bfloat16(), values.bfloat16(), *rest, scale=SCALE)
     assert result.dtype == torch.float32
