@@ -1,80 +1,72 @@
-"""Messages as the text a chat model reads, by the template that its tokenizer brings along."""
+"""Renders messages as a prompt with the chat template of a checkpoint's tokenizer."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING
 
 import jinja2
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from megatron_rl.models.tokenizer import TokenizerError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
 
 class ChatTemplate:
-    """A checkpoint's `chat_template`, rendered as transformers does it, in Jinja's sandbox.
+    """Chat template in `directory`, rendered by transformers in Jinja's immutable sandbox.
 
-    Looked for in chat_template.jinja and tokenizer_config.json when it is first needed: raises
-    `TokenizerError` then.
+    The template is read when the first messages are rendered, because importing transformers takes
+    seconds and most data sets have no messages.
     """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._template: jinja2.Template | None = None
-        self._names: dict[str, str] = {}
+        self._tokenizer: PreTrainedTokenizerFast | None = None
 
     def prompt(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The text up to where the assistant's next message begins.
+        """Return the text up to where the assistant's next message begins.
 
-        Raises ValueError when the template refuses.
+        Raises ValueError if the template refuses these messages, and `TokenizerError` if the
+        template is missing or invalid.
         """
-        if self._template is None:
-            self._open()
-            assert self._template is not None
+        if self._tokenizer is None:
+            self._tokenizer = _load_tokenizer(self._directory)
         try:
-            return self._template.render(
-                messages=messages, add_generation_prompt=True, **self._names
+            text = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
             )
-        except Exception as error:  # a template can divide by zero as any program can
+        except jinja2.TemplateSyntaxError as error:
+            raise _unreadable(self._directory, error) from error
+        except Exception as error:  # a template can fail like any program
             raise ValueError(f"the chat template refuses its messages ({error})") from error
+        assert isinstance(text, str)
+        return text
 
-    def _open(self) -> None:
-        file, config = (
-            self._directory / "chat_template.jinja",
-            self._directory / "tokenizer_config.json",
+
+def _load_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
+    """Load the tokenizer's files as transformers does, and check that it has a chat template."""
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
+    except Exception as error:  # transformers raises many kinds of errors for broken files
+        raise _unreadable(directory, error) from error
+    try:
+        template = tokenizer.get_chat_template()
+    except ValueError:
+        template = None
+    if not isinstance(template, str):
+        raise TokenizerError(
+            f"{directory} holds no chat template, but the data has rows with `messages`. "
+            "Give `prompt` instead of `messages`, or use the tokenizer of a chat model"
         )
-        try:
-            settings = json.loads(config.read_bytes()) if config.is_file() else {}
-            source = (
-                file.read_text(encoding="utf-8")
-                if file.is_file()
-                else settings.get("chat_template")
-            )
-            if not isinstance(source, str):
-                raise TokenizerError(
-                    f"{self._directory} holds no chat template, and there are rows with `messages`. Give `prompt` "
-                    "instead, or take the tokenizer of a chat model"
-                )
-            environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-            environment.globals["raise_exception"] = _refuse
-            self._template = environment.from_string(source)
-        except (OSError, ValueError, RecursionError, jinja2.TemplateError) as error:
-            if isinstance(error, TokenizerError):
-                raise
-            raise TokenizerError(
-                f"the chat template of {self._directory} cannot be read: {error}"
-            ) from error
-        self._names = {name: _content(settings.get(name)) for name in ("bos_token", "eos_token")}
+    return tokenizer
 
 
-def _refuse(message: str) -> NoReturn:
-    """What templates call to say that they cannot show such messages."""
-    raise jinja2.TemplateError(message)
-
-
-def _content(token: Any) -> str:
-    """A special token's text, which tokenizer_config.json holds as it is or in an object."""
-    content = token.get("content") if isinstance(token, dict) else token
-    return content if isinstance(content, str) else ""
+def _unreadable(directory: Path, error: Exception) -> TokenizerError:
+    return TokenizerError(
+        f"the chat template of {directory} cannot be read: {error}. Correct "
+        "chat_template.jinja or tokenizer_config.json, or take the published files"
+    )

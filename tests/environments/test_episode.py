@@ -235,6 +235,17 @@ class Script:
         self.first_calls += [call] * (len(ids) - 1) + [call + 1] * (1 + len(observed_ids))
 
 
+def assert_segments_cover(rollout: Rollout, num_tokens: int) -> None:
+    bounds = [s.route_rows for s in rollout.segments]
+    assert bounds[0][0] == 0
+    assert bounds[-1][1] == num_tokens - 1
+    assert all(left[1] == right[0] for left, right in pairwise(bounds))
+    for segment in rollout.segments:
+        is_response = segment.role is Role.RESPONSE
+        assert segment.trainable == is_response
+        assert (segment.logprobs is not None) == is_response
+
+
 @given(
     st.lists(
         st.tuples(turn_texts, turn_texts | st.just(""), st.integers(0, 4), st.integers(0, 3)),
@@ -257,11 +268,4 @@ def test_each_route_row_is_from_the_call_that_first_read_the_token(
     for position, row in enumerate(rollout.routes):
         call_rows = wire_rows(script.first_calls[position], num_tokens)
         np.testing.assert_array_equal(row, call_rows[position, [0, 2]])
-    bounds = [s.route_rows for s in rollout.segments]
-    assert bounds[0][0] == 0
-    assert bounds[-1][1] == num_tokens - 1
-    assert all(left[1] == right[0] for left, right in pairwise(bounds))
-    for segment in rollout.segments:
-        is_response = segment.role is Role.RESPONSE
-        assert segment.trainable == is_response
-        assert (segment.logprobs is not None) == is_response
+    assert_segments_cover(rollout, num_tokens)
