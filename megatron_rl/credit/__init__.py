@@ -1,1 +1,1 @@
-"""What each group is worth: its kind, and the advantages of its rollouts."""
+"""Credit assignment: the kind of each group and the advantages of its rollouts."""

@@ -1,4 +1,4 @@
-"""What became of the tokens that engines drew: each is in exactly one class."""
+"""Token account of a step: every token that engines sampled belongs to exactly one class."""
 
 from __future__ import annotations
 
@@ -8,145 +8,158 @@ from collections.abc import Iterator, Mapping, Sequence
 from megatron_rl.contracts.group import STALE, Group, RolloutRef
 from megatron_rl.contracts.step_plan import StepPlan
 from megatron_rl.credit.assign import BatchCredit
-from megatron_rl.credit.group_kinds import Kind, ScoredRollouts
+from megatron_rl.credit.group_kinds import GroupKind, ScoredRollouts
 
-_SHORT = {
-    Kind.MIXED: "mixed",
-    Kind.TIED_CORRECT: "tied",
-    Kind.TIED_INCORRECT: "tied",
-    Kind.ALL_CORRECT: "flat",
-    Kind.ALL_INCORRECT: "flat",
+_CLASS_BY_KIND = {
+    GroupKind.MIXED: "mixed",
+    GroupKind.TIED_CORRECT: "tied",
+    GroupKind.TIED_INCORRECT: "tied",
+    GroupKind.ALL_CORRECT: "flat",
+    GroupKind.ALL_INCORRECT: "flat",
 }
-# What a rollout is that could have trained and is not in the plan
-_LEFT = {"mixed": "at_the_mean", "tied": "tied_dropped", "flat": "zero_variance_dropped"}
-_ALWAYS = ("trained/mixed", "trained/tied", "trained/flat", "zero_variance_dropped")
+# Classes of rollouts that could have trained and are not in the plan
+_CLASS_IF_UNPLANNED = {
+    "mixed": "at_the_mean",
+    "tied": "tied_dropped",
+    "flat": "zero_variance_dropped",
+}
+# Classes that are reported even if they are empty
+_ALWAYS_REPORTED = ("trained/mixed", "trained/tied", "trained/flat", "zero_variance_dropped")
 
 
 def account(
     groups: Sequence[Group],
-    credited: BatchCredit,
+    credit: BatchCredit,
     plan: StepPlan,
-    applied: int,
+    num_applied: int,
     *,
     generated_tokens: int,
-    stopped: Sequence[Group] = (),
-    surplus: Sequence[Group] = (),
-    carried: int = 0,
+    stopped_groups: Sequence[Group] = (),
+    surplus_groups: Sequence[Group] = (),
 ) -> dict[str, float]:
-    """Tokens by class under `account/`, of one step whose first `applied` optimizer steps were
-    made.
+    """Count the tokens of one step by class, as metrics under `account/`.
 
-    generated_tokens: drawn by engines during the step. groups: what was credited, in its order.
-    stopped, surplus: drawn and not used. carried: tokens of groups that were drawn for the next
-    step, less those drawn for this one before it.
+    groups: the groups that `credit` belongs to, in the same order.
+    num_applied: number of the plan's optimizer steps that were applied, from the first on.
+    generated_tokens: number of tokens that engines sampled during the step.
+    stopped_groups: groups that were not extended after a probe.
+    surplus_groups: mixed groups beyond those that the step needed.
 
-    trained/KIND: in gradients that were applied. not_applied: planned, and a NaN or Inf came
-    before. zero_variance_dropped, tied_dropped, tied_reward, too_few_verdicts: of groups that had
-    nothing to teach, or more than may train beside the mixed ones. at_the_mean: advantage 0 in a
-    mixed group. truncated_masked: tokens that may not be trained. no_verdict. probe_stopped,
-    surplus_cut: of such groups. carried: below 0 where more came from the step before.
-    rejected/REASON, stale: rollouts that could not be used. A class without a token is left out,
-    but for those that train and zero_variance_dropped. generated: all of them; with evaluation,
-    which the caller adds to both, the classes add up to it. unaccounted: those in no class, 0
-    unless a count is wrong
-    (tests/credit/test_account.py::test_the_classes_add_up_to_what_was_generated).
+    The classes are
+
+    - trained/mixed, trained/tied, trained/flat: in gradients that were applied.
+    - not_applied: planned, but a NaN or Inf occurred before.
+    - zero_variance_dropped, tied_dropped, tied_reward, too_few_verdicts: in groups without a
+      learning signal, or in more of them than may train beside the mixed groups.
+    - at_the_mean: with advantage 0 in a mixed group.
+    - truncated_masked: excluded from the loss.
+    - no_verdict: in rollouts without a verdict.
+    - probe_stopped, surplus_cut: in such groups.
+    - rejected/REASON, stale: in rollouts that could not be used.
+
+    An empty class is omitted, except `trained/...` and `zero_variance_dropped`. `generated` is the
+    number of all tokens. The caller adds the tokens of evaluations to it and to a class of their
+    own. `unaccounted` is the number of tokens in no class. It is 0 unless a count is wrong
+    (tests/credit/test_account.py::test_classes_sum_to_generated_tokens).
     """
-    found = Counter[str](dict.fromkeys(_ALWAYS, 0))
-    fates = _outcome_by_rollout(plan, applied)
-    for group, kind in zip(groups, credited.each, strict=True):
-        for name, tokens in _of_group(group, kind, fates):
-            found[name] += tokens
-    for name, others in (("probe_stopped", stopped), ("surplus_cut", surplus)):
-        for group in others:
-            found.update(_rejected(group))
-            found[name] += sum(rollout.num_generated for rollout in group.rollouts)
-    found["carried"] += carried
-    kept = {name: count for name, count in found.items() if count or name in _ALWAYS}
-    values = {f"account/{name}": float(count) for name, count in kept.items()}
+    tokens_by_class = Counter[str](dict.fromkeys(_ALWAYS_REPORTED, 0))
+    is_applied = _is_applied_by_rollout(plan, num_applied)
+    for group, kind in zip(groups, credit.kinds, strict=True):
+        for name, tokens in _classify_tokens(group, kind, is_applied):
+            tokens_by_class[name] += tokens
+    for name, unused_groups in (("probe_stopped", stopped_groups), ("surplus_cut", surplus_groups)):
+        for group in unused_groups:
+            tokens_by_class.update(_rejected_tokens_by_class(group))
+            tokens_by_class[name] += sum(rollout.num_generated for rollout in group.rollouts)
+    values = {
+        f"account/{name}": float(count)
+        for name, count in tokens_by_class.items()
+        if count or name in _ALWAYS_REPORTED
+    }
     return values | {
         "account/generated": float(generated_tokens),
-        "account/unaccounted": float(generated_tokens - found.total()),
+        "account/unaccounted": float(generated_tokens - tokens_by_class.total()),
     }
 
 
-def warning_of(values: Mapping[str, float]) -> str | None:
-    """What to say where classes and generated tokens part; None where they do not."""
+def account_warning(values: Mapping[str, float]) -> str | None:
+    """Return a warning if the classes do not sum to the generated tokens, else None."""
     missing = values["account/unaccounted"]
     if not missing:
         return None
+    mistake = "in no class" if missing > 0 else "counted twice"
     return (
         f"warning: {abs(missing):.0f} of {values['account/generated']:.0f} generated tokens are "
-        f"{'in no class' if missing > 0 else 'counted twice'} (account/unaccounted): the account of this step is "
-        "wrong; what is trained is not affected"
+        f"{mistake} (account/unaccounted): the token account of this step is wrong. "
+        "Training is not affected"
     )
 
 
-def usage(plan: StepPlan, applied: int, *, generated_tokens: int) -> dict[str, float]:
-    """How much of what was generated is in the first `applied` optimizer steps of a plan, and how
-    much is planned.
+def usage(plan: StepPlan, num_applied: int, *, generated_tokens: int) -> dict[str, float]:
+    """Compute metrics of how many generated tokens a plan trains on.
 
-    rollout/wasted_token_fraction: the share of generated tokens that ended in no gradient.
-    train/zero_variance_samples: of groups that are all right or all wrong.
+    num_applied: number of the plan's optimizer steps that were applied, from the first on.
+
+    rollout/wasted_token_fraction is the share of the generated tokens that are in no applied
+    gradient. train/zero_variance_samples counts rollouts of all-correct and all-incorrect groups.
     """
-    trained = sum(plan.rollouts[i].num_trainable for i in _applied(plan, applied))
+    trained_tokens = sum(
+        plan.rollouts[i].num_trainable for i in _applied_indices(plan, num_applied)
+    )
+    wasted_fraction = 1.0 - trained_tokens / generated_tokens if generated_tokens else 0.0
+    num_zero_variance = sum(alpha != 0.0 for alpha in plan.entropy_advantages)
+    num_micro_batches = sum(len(step.micro_batches[0]) for step in plan.optimizer_steps)
     return {
-        "rollout/wasted_token_fraction": 1.0 - trained / generated_tokens
-        if generated_tokens
-        else 0.0,
+        "rollout/wasted_token_fraction": wasted_fraction,
         "train/samples": float(len(plan.rollouts)),
-        "train/zero_variance_samples": float(
-            sum(alpha != 0.0 for alpha in plan.entropy_advantages)
-        ),
-        "train/optimizer_steps": float(applied),
-        "train/micro_batches": float(
-            sum(len(step.micro_batches[0]) for step in plan.optimizer_steps)
-        ),
+        "train/zero_variance_samples": float(num_zero_variance),
+        "train/optimizer_steps": float(num_applied),
+        "train/micro_batches": float(num_micro_batches),
     }
 
 
-def _applied(plan: StepPlan, applied: int) -> Iterator[int]:
-    """Indices of the rollouts in the optimizer steps that were made."""
-    return (
-        i
-        for step in plan.optimizer_steps[:applied]
-        for rank in step.micro_batches
-        for m in rank
-        for i in m
-    )
+def _applied_indices(plan: StepPlan, num_applied: int) -> Iterator[int]:
+    """Yield the indices of the rollouts in the applied optimizer steps."""
+    for step in plan.optimizer_steps[:num_applied]:
+        for micro_batches in step.micro_batches:
+            for micro_batch in micro_batches:
+                yield from micro_batch
 
 
-def _outcome_by_rollout(plan: StepPlan, applied: int) -> dict[str, bool]:
-    """Whether the optimizer step of a planned rollout was made, by rollout id."""
-    made = set(_applied(plan, applied))
-    return {ref.rollout_id: index in made for index, ref in enumerate(plan.rollouts)}
+def _is_applied_by_rollout(plan: StepPlan, num_applied: int) -> dict[str, bool]:
+    """Map the id of each planned rollout to True if its optimizer step was applied."""
+    indices = set(_applied_indices(plan, num_applied))
+    return {ref.rollout_id: index in indices for index, ref in enumerate(plan.rollouts)}
 
 
-def _of_group(group: Group, kind: Kind, fates: Mapping[str, bool]) -> Iterator[tuple[str, int]]:
-    """Every token of a credited group with its class, in lumps."""
-    yield from _rejected(group).items()
-    told = {rollout.rollout_id for rollout in ScoredRollouts.of(group).rollouts}
+def _classify_tokens(
+    group: Group, kind: GroupKind, is_applied: Mapping[str, bool]
+) -> Iterator[tuple[str, int]]:
+    """Yield (class, number of tokens) pairs that cover every token of a credited group once."""
+    yield from _rejected_tokens_by_class(group).items()
+    scored_ids = {rollout.rollout_id for rollout in ScoredRollouts.from_group(group).rollouts}
     for rollout in group.rollouts:
         trainable = min(rollout.num_trainable, rollout.num_generated)
-        if rollout.rollout_id in told or rollout.rollout_id in fates:
+        if rollout.rollout_id in scored_ids or rollout.rollout_id in is_applied:
             yield "truncated_masked", rollout.num_generated - trainable
-            yield _class_of(rollout, kind, fates), trainable
+            yield _class_of(rollout, kind, is_applied), trainable
         else:
             yield "no_verdict", rollout.num_generated
 
 
-def _class_of(rollout: RolloutRef, kind: Kind, fates: Mapping[str, bool]) -> str:
-    short = _SHORT.get(kind, str(kind))
-    made = fates.get(rollout.rollout_id)
-    if made is None:
-        return _LEFT.get(short, short)
-    return f"trained/{short}" if made else "not_applied"
+def _class_of(rollout: RolloutRef, kind: GroupKind, is_applied: Mapping[str, bool]) -> str:
+    """Return the class of a scored or planned rollout's trainable tokens."""
+    name = _CLASS_BY_KIND.get(kind, str(kind))
+    if rollout.rollout_id not in is_applied:
+        return _CLASS_IF_UNPLANNED.get(name, name)
+    return f"trained/{name}" if is_applied[rollout.rollout_id] else "not_applied"
 
 
-def _rejected(group: Group) -> Counter[str]:
+def _rejected_tokens_by_class(group: Group) -> Counter[str]:
     return Counter(
         {
-            r if r == STALE else f"rejected/{r}": tokens
-            for r, tokens in group.rejected_tokens.items()
+            reason if reason == STALE else f"rejected/{reason}": tokens
+            for reason, tokens in group.rejected_tokens.items()
             if tokens
         }
     )

@@ -1,7 +1,8 @@
-"""From judged groups to the rollouts a step trains on, each with its advantage."""
+"""Credit assignment: turns judged groups into training rollouts with advantages."""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,79 +13,96 @@ from megatron_rl.config.algorithms import AlgoSettings
 from megatron_rl.config.schema import CreditSettings
 from megatron_rl.contracts.group import Group, RolloutRef
 from megatron_rl.contracts.step_plan import ExtraRollout
-from megatron_rl.credit.advantages import Floats, group_relative, shaped, tied
+from megatron_rl.credit.advantages import (
+    Floats,
+    group_relative,
+    shape_advantages,
+    tied_advantages,
+)
 from megatron_rl.credit.controls import permute_rewards
-from megatron_rl.credit.group_kinds import Kind, ScoredRollouts, kind_of
-from megatron_rl.credit.penalties import Mask, Penalties, scorers_own
+from megatron_rl.credit.group_kinds import GroupKind, ScoredRollouts, kind_of
+from megatron_rl.credit.penalties import Penalties, scorer_penalties
 
-_WITHOUT_CONTRAST = (
-    Kind.TIED_CORRECT,
-    Kind.TIED_INCORRECT,
-    Kind.ALL_CORRECT,
-    Kind.ALL_INCORRECT,
-    Kind.TIED_REWARD,
+_ZERO_VARIANCE_KINDS = (
+    GroupKind.TIED_CORRECT,
+    GroupKind.TIED_INCORRECT,
+    GroupKind.ALL_CORRECT,
+    GroupKind.ALL_INCORRECT,
+    GroupKind.TIED_REWARD,
 )
 
 
 @dataclass(frozen=True)
 class GroupCredit:
-    """What one group or a batch of them is worth.
+    """Training rollouts and advantages of one group, or of a batch of groups.
 
-    rollouts, advantages: in the groups' order, of mixed groups (with algo.advantages=one: all with
-    a verdict). uncounted: rollouts of tied and flat groups that train beside them. kept: flat ones
-    that are counted as if they trained. changed: the size of what penalties did to advantages.
-    size: that of the larger ones, with or without.
+    rollouts, advantages: rollouts of mixed groups, in the order of the groups. With
+    algo.advantages=one they are all rollouts with a verdict.
+    extra_rollouts: rollouts of tied and zero-variance groups that train beside them.
+    denominator_only: rollouts of zero-variance groups that do not train but count in the loss's
+    denominators.
+    shaping_change: sum of the absolute changes that penalties made to advantages.
+    advantage_size: sum of the absolute advantages, before or after shaping, whichever is larger.
     """
 
     rollouts: tuple[RolloutRef, ...] = ()
     advantages: tuple[float, ...] = ()
-    uncounted: tuple[ExtraRollout, ...] = ()
-    kept: tuple[RolloutRef, ...] = ()
-    changed: float = 0.0
-    size: float = 0.0
+    extra_rollouts: tuple[ExtraRollout, ...] = ()
+    denominator_only: tuple[RolloutRef, ...] = ()
+    shaping_change: float = 0.0
+    advantage_size: float = 0.0
 
 
 @dataclass(frozen=True)
 class BatchCredit(GroupCredit):
-    """A batch. each: the kinds of its groups, in their order.
+    """Training rollouts and advantages of a batch.
 
-    no_correctness: rollouts without the raw correctness that others of their group have.
+    kinds: kinds of the batch's groups, in the order of the groups.
+    num_without_correctness: number of rollouts without a raw correctness in groups where other
+    rollouts have one.
     """
 
-    each: tuple[Kind, ...] = ()
-    no_correctness: int = 0
+    kinds: tuple[GroupKind, ...] = ()
+    num_without_correctness: int = 0
 
     @property
-    def kinds(self) -> dict[Kind, int]:
-        """How many groups of each kind came in."""
-        counts = Counter(self.each)
-        return {kind: counts[kind] for kind in Kind}
+    def kind_counts(self) -> dict[GroupKind, int]:
+        """Number of groups of each kind, including kinds without a group."""
+        counts = Counter(self.kinds)
+        return {kind: counts[kind] for kind in GroupKind}
 
     def metrics(self) -> dict[str, float]:
-        """Groups by kind, and what shaping did.
+        """Return the number of groups by kind, and metrics of shaping.
 
-        rollout/zero_variance_rate: the share of groups without a contrast among those with enough
-        verdicts to tell (0 without any). reward/shaping_share: of the advantages' size, what
-        penalties took, added or made. reward/no_correctness: such rollouts count as those without a
-        verdict.
+        rollout/zero_variance_rate is the share of zero-variance groups among groups with at least
+        two verdicts, 0 without such groups. reward/shaping_share is the share of the advantages'
+        absolute size that penalties changed. reward/no_correctness is the number of rollouts that
+        count as rollouts without a verdict, because only other rollouts of their group have a
+        correctness.
         """
-        kinds = self.kinds
-        flat = sum(kinds[kind] for kind in _WITHOUT_CONTRAST)
-        told = flat + kinds[Kind.MIXED]
+        counts = self.kind_counts
+        num_zero_variance = sum(counts[kind] for kind in _ZERO_VARIANCE_KINDS)
+        num_with_verdicts = num_zero_variance + counts[GroupKind.MIXED]
         return {
-            **{f"rollout/groups/{kind}": float(count) for kind, count in kinds.items()},
-            "rollout/zero_variance_rate": flat / told if told else 0.0,
-            "reward/shaping_share": self.changed / self.size if self.size else 0.0,
-            "reward/no_correctness": float(self.no_correctness),
+            **{f"rollout/groups/{kind}": float(count) for kind, count in counts.items()},
+            "rollout/zero_variance_rate": (
+                num_zero_variance / num_with_verdicts if num_with_verdicts else 0.0
+            ),
+            "reward/shaping_share": (
+                self.shaping_change / self.advantage_size if self.advantage_size else 0.0
+            ),
+            "reward/no_correctness": float(self.num_without_correctness),
         }
 
 
 class Credit:
-    """Assigns advantages by `algo.advantages`: relative to the group, or 1 for whatever has a
-    verdict.
+    """Assigns advantages as `algo.advantages` says.
 
-    settings: how groups without a contrast are treated, and shaping. max_new_tokens: the longest
-    response.
+    The advantages are relative to the group, or 1 for every rollout with a verdict.
+
+    settings: treatment of zero-variance groups, and shaping.
+    seed: seed of the control experiment `algo.permute_rewards`.
+    max_new_tokens: limit of a response's length, in tokens.
     """
 
     def __init__(
@@ -96,94 +114,136 @@ class Credit:
         max_new_tokens: int = 1,
     ) -> None:
         settings = settings or CreditSettings()
-        self._algo, self._seed = algo, seed
+        self._algo = algo
+        self._seed = seed
         self._penalties = Penalties(settings, max_new_tokens)
-        self._strength, self._tied_scale = float(settings.shaping), float(settings.tied_scale)
+        self._strength = float(settings.shaping)
+        self._tied_scale = float(settings.tied_scale)
         treatments = {
-            Kind.TIED_CORRECT: settings.tied_correct,
-            Kind.TIED_INCORRECT: settings.tied_incorrect,
-            Kind.ALL_CORRECT: settings.all_correct,
-            Kind.ALL_INCORRECT: settings.all_incorrect,
+            GroupKind.TIED_CORRECT: settings.tied_correct,
+            GroupKind.TIED_INCORRECT: settings.tied_incorrect,
+            GroupKind.ALL_CORRECT: settings.all_correct,
+            GroupKind.ALL_INCORRECT: settings.all_incorrect,
         }
-        # A weight of 0 is none: what it would train is not even sent to a rank
+        # An entropy advantage of 0 trains nothing, so these rollouts are not sent to any rank.
         self._treatments = {
-            kind: how for kind, how in treatments.items() if how != "zvp" or settings.zvp_alpha > 0
+            kind: treatment
+            for kind, treatment in treatments.items()
+            if treatment != "zvp" or settings.zvp_alpha > 0
         }
-        self._alpha = {
-            Kind.ALL_CORRECT: settings.zvp_alpha,
-            Kind.ALL_INCORRECT: -settings.zvp_alpha,
+        self._entropy_advantages = {
+            GroupKind.ALL_CORRECT: settings.zvp_alpha,
+            GroupKind.ALL_INCORRECT: -settings.zvp_alpha,
         }
 
     def assign(self, step: int, groups: Sequence[Group]) -> BatchCredit:
-        """The rollouts of one batch that can teach something, with their advantages."""
+        """Select the rollouts of one batch that train, and compute their advantages."""
         if self._algo.permute_rewards:
             groups = permute_rewards(groups, seed=self._seed * 1_000_003 + step)
-        tolds = [ScoredRollouts.of(group) for group in groups]
-        each = tuple(kind_of(group, self._penalties) for group in groups)
-        worths = [self._worth(*found) for found in zip(groups, tolds, each, strict=True)]
-        return BatchCredit(
-            rollouts=tuple(r for worth in worths for r in worth.rollouts),
-            advantages=tuple(a for worth in worths for a in worth.advantages),
-            uncounted=tuple(u for worth in worths for u in worth.uncounted),
-            kept=tuple(r for worth in worths for r in worth.kept),
-            changed=sum(worth.changed for worth in worths),
-            size=sum(worth.size for worth in worths),
-            each=each,
-            no_correctness=sum(
-                len(g.rollouts_with_verdict) - len(told.rollouts) for g, told in zip(groups, tolds, strict=True)
-            ),
+        scored_groups = [ScoredRollouts.from_group(group) for group in groups]
+        kinds = tuple(kind_of(group, self._penalties) for group in groups)
+        group_credits = [
+            self._credit_group(group, scored_rollouts, kind)
+            for group, scored_rollouts, kind in zip(groups, scored_groups, kinds, strict=True)
+        ]
+        num_with_verdict = sum(len(group.rollouts_with_verdict) for group in groups)
+        num_scored = sum(len(scored_rollouts.rollouts) for scored_rollouts in scored_groups)
+        return _merge_credits(
+            group_credits, kinds, num_without_correctness=num_with_verdict - num_scored
         )
 
-    def _worth(self, group: Group, told: ScoredRollouts, kind: Kind) -> GroupCredit:
+    def _credit_group(
+        self, group: Group, scored_rollouts: ScoredRollouts, kind: GroupKind
+    ) -> GroupCredit:
         if self._algo.advantages == "one":
-            return GroupCredit(rollouts=group.rollouts_with_verdict, advantages=(1.0,) * len(group.rollouts_with_verdict))
-        if kind is Kind.MIXED:
-            return self._of_mixed(told, group.weight)
+            rollouts = group.rollouts_with_verdict
+            return GroupCredit(rollouts=rollouts, advantages=(1.0,) * len(rollouts))
+        if kind is GroupKind.MIXED:
+            return self._credit_mixed(scored_rollouts, group.weight)
         match self._treatments.get(kind, "drop"):
             case "shape":
-                return self._of_tied(told, kind, group.weight)
+                return self._credit_tied(scored_rollouts, kind, group.weight)
             case "zvp":
-                return GroupCredit(
-                    uncounted=tuple(ExtraRollout(r, 0.0, self._alpha[kind]) for r in told.rollouts)
+                alpha = self._entropy_advantages[kind]
+                extra_rollouts = (
+                    ExtraRollout(rollout, 0.0, alpha) for rollout in scored_rollouts.rollouts
                 )
+                return GroupCredit(extra_rollouts=tuple(extra_rollouts))
             case "keep":
-                return GroupCredit(kept=told.rollouts)
+                return GroupCredit(denominator_only=scored_rollouts.rollouts)
         return GroupCredit()
 
-    def _of_mixed(self, told: ScoredRollouts, weight: float) -> GroupCredit:
-        """Statistics on the raw scores; then penalties, by the sign that the statistics gave; then
-        the weight.
+    def _credit_mixed(self, scored_rollouts: ScoredRollouts, weight: float) -> GroupCredit:
+        """Compute advantages from raw scores, shape them by penalties, then apply the weight.
+
+        The sign of the unshaped advantage decides which penalty a rollout gets.
         """
-        raw = group_relative(told.scores, normalize_std=self._algo.normalize_std)
-        advantages = raw
-        if told.has_truth:
-            length, repetition = self._found(told, raw > 0)
-            found = np.where(raw > 0, length, repetition) + scorers_own(told.rollouts)
-            advantages = shaped(raw, told.scores, found, strength=self._strength)
-        changed, size = (
-            np.abs(advantages - raw).sum(),
-            np.maximum(np.abs(advantages), np.abs(raw)).sum(),
+        raw_advantages = group_relative(
+            scored_rollouts.scores, normalize_std=self._algo.normalize_std
         )
-        weighted = tuple((weight * advantages).tolist())
+        advantages = raw_advantages
+        if scored_rollouts.has_correctness:
+            penalties = self._mixed_penalties(scored_rollouts, raw_advantages)
+            advantages = shape_advantages(
+                raw_advantages, scored_rollouts.scores, penalties, strength=self._strength
+            )
+        shaping_change = np.abs(advantages - raw_advantages).sum()
+        advantage_size = np.maximum(np.abs(advantages), np.abs(raw_advantages)).sum()
         return GroupCredit(
-            rollouts=told.rollouts, advantages=weighted, changed=float(changed), size=float(size)
+            rollouts=scored_rollouts.rollouts,
+            advantages=tuple((weight * advantages).tolist()),
+            shaping_change=float(shaping_change),
+            advantage_size=float(advantage_size),
         )
 
-    def _of_tied(self, told: ScoredRollouts, kind: Kind, weight: float) -> GroupCredit:
-        """Right answers by length alone; wrong ones by repetition alone, for giving up early is no
-        merit.
+    def _mixed_penalties(self, scored_rollouts: ScoredRollouts, advantages: Floats) -> Floats:
+        """Return the length penalty of positive advantages and the repetition penalty of others.
+
+        Both include the penalty of the scorer.
         """
-        length, repetition = self._found(told, np.ones(len(told.rollouts), bool))
-        advantages = tied(
-            length if kind is Kind.TIED_CORRECT else repetition, scale=self._tied_scale
+        is_positive = advantages > 0
+        length = self._penalties.length(scored_rollouts.rollouts, is_positive)
+        repetition = self._penalties.repetition(scored_rollouts.rollouts)
+        return np.where(is_positive, length, repetition) + scorer_penalties(
+            scored_rollouts.rollouts
         )
+
+    def _credit_tied(
+        self, scored_rollouts: ScoredRollouts, kind: GroupKind, weight: float
+    ) -> GroupCredit:
+        """Rank correct answers by length and incorrect answers by repetition.
+
+        Length does not rank incorrect answers, so giving up early earns no reward.
+        """
+        if kind is GroupKind.TIED_CORRECT:
+            is_correct = np.ones(len(scored_rollouts.rollouts), bool)
+            penalties = self._penalties.length(scored_rollouts.rollouts, is_correct)
+        else:
+            penalties = self._penalties.repetition(scored_rollouts.rollouts)
+        advantages = tied_advantages(penalties, scale=self._tied_scale)
         size = float(np.abs(advantages).sum())
-        pairs = zip(told.rollouts, (weight * advantages).tolist(), strict=True)
+        pairs = zip(scored_rollouts.rollouts, (weight * advantages).tolist(), strict=True)
         return GroupCredit(
-            uncounted=tuple(ExtraRollout(r, a) for r, a in pairs), changed=size, size=size
+            extra_rollouts=tuple(ExtraRollout(rollout, advantage) for rollout, advantage in pairs),
+            shaping_change=size,
+            advantage_size=size,
         )
 
-    def _found(self, told: ScoredRollouts, right: Mask) -> tuple[Floats, Floats]:
-        return self._penalties.length(told.rollouts, right), self._penalties.repetition(
-            told.rollouts
-        )
+
+def _merge_credits(
+    group_credits: Sequence[GroupCredit],
+    kinds: tuple[GroupKind, ...],
+    *,
+    num_without_correctness: int,
+) -> BatchCredit:
+    chain = itertools.chain.from_iterable
+    return BatchCredit(
+        rollouts=tuple(chain(credit.rollouts for credit in group_credits)),
+        advantages=tuple(chain(credit.advantages for credit in group_credits)),
+        extra_rollouts=tuple(chain(credit.extra_rollouts for credit in group_credits)),
+        denominator_only=tuple(chain(credit.denominator_only for credit in group_credits)),
+        shaping_change=sum(credit.shaping_change for credit in group_credits),
+        advantage_size=sum(credit.advantage_size for credit in group_credits),
+        kinds=kinds,
+        num_without_correctness=num_without_correctness,
+    )

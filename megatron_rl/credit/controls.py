@@ -1,4 +1,4 @@
-"""Control experiments: what a batch looks like when nothing can be learnt from it."""
+"""Control experiments: batches from which nothing can be learned."""
 
 from __future__ import annotations
 
@@ -13,21 +13,19 @@ from megatron_rl.contracts.group import Group
 def permute_rewards(groups: Sequence[Group], seed: int) -> list[Group]:
     """Shuffle the verdicts among all rollouts of the batch that have one.
 
-    The batch keeps its rewards and its rollouts without a verdict; which response earned which
-    reward is lost.
+    The batch keeps its rewards, and rollouts without a verdict stay without one. Only the
+    assignment of rewards to responses is lost.
     """
-    verdicts = [r.verdict for group in groups for r in group.rollouts_with_verdict]
+    verdicts = [rollout.verdict for group in groups for rollout in group.rollouts_with_verdict]
     random.Random(seed).shuffle(verdicts)
     remaining = iter(verdicts)
-    return [
-        msgspec.structs.replace(
-            group,
-            rollouts=tuple(
-                msgspec.structs.replace(r, verdict=next(remaining))
-                if r.verdict.reward is not None
-                else r
-                for r in group.rollouts
-            ),
+    permuted_groups = []
+    for group in groups:
+        rollouts = tuple(
+            rollout
+            if rollout.verdict.reward is None
+            else msgspec.structs.replace(rollout, verdict=next(remaining))
+            for rollout in group.rollouts
         )
-        for group in groups
-    ]
+        permuted_groups.append(msgspec.structs.replace(group, rollouts=rollouts))
+    return permuted_groups

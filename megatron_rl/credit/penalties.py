@@ -1,6 +1,4 @@
-"""Penalties from 0 to 1 of the rollouts of one group: what is wrong with an answer besides being
-wrong.
-"""
+"""Penalties of one group's rollouts, from 0 to 1, for flaws other than an incorrect answer."""
 
 from __future__ import annotations
 
@@ -19,44 +17,48 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Penalties:
-    """Those that `credit` switches on; the others are 0. max_new_tokens: the longest that a
-    response may be.
+    """Penalties that the section `credit` enables. Penalties that are off are 0.
+
+    max_new_tokens: limit of a response's length, in tokens.
     """
 
     settings: CreditSettings
     max_new_tokens: int
 
-    def length(self, rollouts: Sequence[RolloutRef], right: Mask) -> Floats:
-        """float64 [n], of tokens that engines drew; right bool [n]: whose median `excess` compares
-        with.
+    def length(self, rollouts: Sequence[RolloutRef], is_correct: Mask) -> Floats:
+        """Compute the length penalty from the number of sampled tokens, float64 [n].
 
-        buffer: 0 up to the last `length_buffer` tokens, then linear to 1 at the limit (DAPO, arXiv
-        2503.14476, Eq. 13). excess: 0 up to `length_excess` times the median, linear to 1 at twice
-        that.
+        is_correct: bool [n], rollouts whose median length `excess` compares with.
+
+        `buffer` is 0 up to the last `length_buffer` tokens before the limit, then linear to 1 at
+        the limit (DAPO, arXiv 2503.14476, Eq. 13). `excess` is 0 up to `length_excess` times the
+        median length, then linear to 1 at twice that length.
         """
-        tokens = np.array([r.num_generated for r in rollouts], np.float64)
-        if self.settings.length is None or not right.any():
+        tokens = np.array([rollout.num_generated for rollout in rollouts], np.float64)
+        if self.settings.length is None or not is_correct.any():
             return np.zeros_like(tokens)
         if self.settings.length == "buffer":
             buffer = self.settings.length_buffer or max(1, self.max_new_tokens // 5)
             return np.clip((tokens - (self.max_new_tokens - buffer)) / buffer, 0.0, 1.0)
-        allowed = self.settings.length_excess * max(1.0, float(np.median(tokens[right])))
-        return np.clip(tokens / allowed - 1.0, 0.0, 1.0)
+        median = max(1.0, float(np.median(tokens[is_correct])))
+        return np.clip(tokens / (self.settings.length_excess * median) - 1.0, 0.0, 1.0)
 
     def repetition(self, rollouts: Sequence[RolloutRef]) -> Floats:
-        """float64 [n]: what the collectors measured, see `RolloutRef.repetition`."""
+        """Return the repetition that collectors measured (`RolloutRef.repetition`), float64 [n]."""
         if self.settings.repetition_ngram is None:
             return np.zeros(len(rollouts))
-        return np.array([r.repetition for r in rollouts], np.float64)
+        return np.array([rollout.repetition for rollout in rollouts], np.float64)
 
 
-def scorers_own(rollouts: Sequence[RolloutRef]) -> Floats:
-    """float64 [n]: how far a scorer's reward is below its raw correctness, at most 1. A reward
-    above it is none.
+def scorer_penalties(rollouts: Sequence[RolloutRef]) -> Floats:
+    """Compute by how much each reward is below the raw correctness, float64 [n], in [0, 1].
+
+    A reward above the correctness gives 0.
     """
-    return np.clip([_below(r) for r in rollouts], 0.0, 1.0)
+    return np.clip([_reward_deficit(rollout) for rollout in rollouts], 0.0, 1.0)
 
 
-def _below(rollout: RolloutRef) -> float:
-    correctness, reward = rollout.verdict.correctness, rollout.verdict.reward
+def _reward_deficit(rollout: RolloutRef) -> float:
+    correctness = rollout.verdict.correctness
+    reward = rollout.verdict.reward
     return 0.0 if correctness is None or reward is None else correctness - reward

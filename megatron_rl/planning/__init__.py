@@ -1,1 +1,1 @@
-"""Who trains what: step plans, and the part of a batch that one rank needs."""
+"""Step plans, the part of a batch that each rank needs, and memory estimates."""

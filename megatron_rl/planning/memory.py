@@ -1,6 +1,6 @@
-"""How many bytes a rank and an engine need, from the settings alone.
+"""Memory estimates of training ranks and engines, computed from the settings alone.
 
-Weights are counted, activations estimated.
+Weights, gradients and optimizer state are exact counts. Activations are estimates.
 """
 
 from __future__ import annotations
@@ -21,19 +21,25 @@ from megatron_rl.models.pipeline_split import PipelineSplit
 from megatron_rl.models.shape import ModelShape
 
 BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
-_GRADIENT = 4  # reduced in float32
-_MOMENTS = 8  # Adam's two, float32; a bfloat16 model keeps its weights in float32 beside them
-_WIDE_EXPERTS = 256
+# Bytes per parameter. Gradients are reduced in float32.
+_GRADIENT_BYTES = 4
+# Adam has two moments in float32. A bfloat16 model has a float32 copy of the weights besides.
+_MOMENT_BYTES = 8
+_FLOAT32_COPY_BYTES = 4
+# A checkpoint holds float32 weights and both moments. Megatron gathers them on every rank
+# (`fully_reshardable`).
+_CHECKPOINT_BYTES = 12
+# Expert indices fit into one byte up to this number of experts, else they take two.
+_MAX_ONE_BYTE_EXPERTS = 256
 _ON_HOST = ("host_routes", "host_save")
-# float32 weights and both moments, which Megatron gathers on every rank (`fully_reshardable`)
-_SAVED = 12
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on the device of a rank of pipeline stage `stage`.
+    """Bytes that a rank of pipeline stage `stage` needs on its device.
 
-    host_routes, host_save: in its host's memory, for a batch and while a checkpoint is saved.
+    host_routes, host_save: bytes in the host's memory, for the routes of a batch and while a
+    checkpoint is saved. All other fields are on the device.
     """
 
     stage: int
@@ -48,23 +54,25 @@ class RankMemory:
 
     @property
     def parts(self) -> dict[str, int]:
-        """What lies on the device, by name."""
+        """Bytes on the device, by name."""
         return {
-            f.name: getattr(self, f.name)
-            for f in fields(self)
-            if f.name not in ("stage", *_ON_HOST)
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if field.name not in ("stage", *_ON_HOST)
         }
 
     @property
     def total(self) -> int:
-        """What must fit on the device."""
+        """Bytes that must fit on the device."""
         return sum(self.parts.values())
 
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Bytes on each device of an engine: its share of the weights, and a KV cache for all that it
-    is asked at once.
+    """Bytes on each device of an engine.
+
+    parameters: the device's share of the weights.
+    kv_cache: cache of all requests that the engine runs at once.
     """
 
     parameters: int
@@ -76,88 +84,137 @@ class EngineMemory:
 
 
 @dataclass(frozen=True)
-class Held:
-    """Parameters of one rank.
+class RankParameters:
+    """Numbers of parameters of one rank.
 
-    dense: replicated over data-parallel ranks; experts: over those of expert parallelism.
+    dense: parameters replicated over data-parallel ranks.
+    experts: parameters replicated over the data-parallel ranks of an expert.
     """
 
     dense: int
     experts: int
 
+    @property
+    def total(self) -> int:
+        return self.dense + self.experts
 
-def held_parameters(shape: ModelShape, p: ParallelSettings, stage: int) -> Held:
-    """What a rank of a pipeline stage holds.
 
-    Raises ValueError where the layers cannot be split so.
+def rank_parameters(shape: ModelShape, p: ParallelSettings, stage: int) -> RankParameters:
+    """Count the parameters of a rank of a pipeline stage.
+
+    Raises ValueError if the layers cannot be split like this.
     """
     layers = _layers(shape, p, stage)
-    moe = len(set(layers) & set(shape.moe_layers))
-    split = len(layers) * attention(shape).split
-    split += (len(layers) - moe) * dense_mlp(shape).split + moe * beside_experts(shape).split
-    whole = len(layers) * attention(shape).whole
-    whole += (len(layers) - moe) * dense_mlp(shape).whole + moe * beside_experts(shape).whole
+    num_moe = len(set(layers) & set(shape.moe_layers))
+    num_dense = len(layers) - num_moe
+    modules = (
+        (len(layers), attention(shape)),
+        (num_dense, dense_mlp(shape)),
+        (num_moe, beside_experts(shape)),
+    )
+    # Tensor parallelism splits some parameters over its ranks, and replicates the others.
+    split = sum(count * module.split for count, module in modules)
+    whole = sum(count * module.whole for count, module in modules)
     table = math.ceil(shape.vocab_size / p.tp) * shape.hidden_size
-    first, last = stage == 0, stage == p.pp - 1
-    tables = first + (last and not (first and shape.tie_word_embeddings))
-    dense = split // p.tp + whole + tables * table + last * shape.hidden_size
-    return Held(
-        dense, moe * shape.num_experts * one_expert(shape) // (p.ep * (p.etp or p.default_etp))
+    is_first = stage == 0
+    is_last = stage == p.pp - 1
+    has_output_table = is_last and not (is_first and shape.tie_word_embeddings)
+    num_tables = is_first + has_output_table
+    final_norm = is_last * shape.hidden_size
+    num_experts = num_moe * shape.num_experts
+    return RankParameters(
+        dense=split // p.tp + whole + num_tables * table + final_norm,
+        experts=num_experts * one_expert(shape) // _expert_ranks(p),
     )
 
 
 def rank_memory(c: Configuration, shape: ModelShape, *, world_size: int, stage: int) -> RankMemory:
-    """The largest need of a rank of a pipeline stage during a training step."""
-    p, size = c.parallel, BYTES[c.model.dtype]
-    held = held_parameters(shape, p, stage)
-    layers = _layers(shape, p, stage)
-    moe = len(set(layers) & set(shape.moe_layers))
+    """Estimate the peak memory of a rank of a pipeline stage during a training step.
+
+    Raises ValueError if the layers cannot be split over the stages.
+    """
+    p = c.parallel
+    size = BYTES[c.model.dtype]
+    parameters = rank_parameters(shape, p, stage)
     rows = math.ceil(c.train.tokens_per_micro_batch / p.cp)
-    adam = _MOMENTS + (4 if c.model.dtype == "bfloat16" else 0)
-    dense_copies = world_size // (
-        p.tp * p.pp
-    )  # the distributed optimizer shares its state among these
-    expert_copies = world_size // (p.ep * (p.etp or p.default_etp) * p.pp)
-    width = shape.topk * (1 if shape.num_experts <= _WIDE_EXPERTS else 2)
-    rollouts = c.rollout.prompts_per_step * c.rollout.samples_per_prompt
-    longest = c.data.max_prompt_tokens + c.rollout.max_new_tokens
-    batch_rows = math.ceil(rollouts * p.tp * p.pp * p.cp / world_size) * longest
-    routes = moe * width if c.train.replay != "off" else 0
-    on_last = stage == p.pp - 1
-    shared = math.ceil(held.dense / dense_copies) + math.ceil(held.experts / expert_copies)
-    copied = (size + _SAVED) * shared if c.run.background_saves else 0  # of what this rank writes
+    logits_rows = rows if stage == p.pp - 1 else 0
+    # The distributed optimizer shares its state among the ranks with the same weights.
+    dense_copies = world_size // (p.tp * p.pp)
+    expert_copies = world_size // (_expert_ranks(p) * p.pp)
+    optimizer_share = math.ceil(parameters.dense / dense_copies) + math.ceil(
+        parameters.experts / expert_copies
+    )
+    optimizer_bytes = _MOMENT_BYTES
+    if c.model.dtype == "bfloat16":
+        optimizer_bytes += _FLOAT32_COPY_BYTES
+    routes, host_routes = _route_bytes(c, shape, world_size=world_size, stage=stage)
     return RankMemory(
         stage=stage,
-        parameters=size * (held.dense + held.experts),
-        gradients=_GRADIENT * (held.dense + held.experts),
-        optimizer=adam * shared,
+        parameters=size * parameters.total,
+        gradients=_GRADIENT_BYTES * parameters.total,
+        optimizer=optimizer_bytes * optimizer_share,
         activations=_activations(c, shape, rows, stage),
-        logits=3 * rows * math.ceil(shape.vocab_size / p.tp) * size
-        if on_last
-        else 0,  # they, a copy, their gradient
-        routes=math.ceil(batch_rows / (p.cp * p.tp))
-        * routes,  # all micro-batches of a batch are packed at once
-        host_routes=batch_rows * routes if c.train.replay == "rollout" else 0,
-        host_save=_SAVED * (held.dense + held.experts) + copied if c.run.checkpoint_every else 0,
+        # The logits, a copy of them, and their gradient
+        logits=3 * logits_rows * math.ceil(shape.vocab_size / p.tp) * size,
+        routes=routes,
+        host_routes=host_routes,
+        host_save=_save_bytes(c, parameters, optimizer_share),
     )
 
 
-def engine_memory(c: Configuration, shape: ModelShape) -> EngineMemory:
-    """Of each of an engine's devices.
+def _save_bytes(c: Configuration, parameters: RankParameters, optimizer_share: int) -> int:
+    """Count the bytes in the host's memory while a checkpoint is saved."""
+    if not c.run.checkpoint_every:
+        return 0
+    gathered_bytes = _CHECKPOINT_BYTES * parameters.total
+    if not c.run.background_saves:
+        return gathered_bytes
+    # The rank copies the part that it writes.
+    return gathered_bytes + (BYTES[c.model.dtype] + _CHECKPOINT_BYTES) * optimizer_share
 
-    A smaller KV cache works too: SGLang then lets requests wait.
+
+def _route_bytes(
+    c: Configuration, shape: ModelShape, *, world_size: int, stage: int
+) -> tuple[int, int]:
+    """Count the bytes of a batch's routes on the device and in the host's memory.
+
+    All micro-batches of a batch are packed at once.
     """
-    engine, size = c.engine, BYTES[c.engine.dtype]
+    p = c.parallel
+    num_rollouts = c.rollout.prompts_per_step * c.rollout.samples_per_prompt
+    max_tokens = c.data.max_prompt_tokens + c.rollout.max_new_tokens
+    rows = math.ceil(num_rollouts * p.tp * p.pp * p.cp / world_size) * max_tokens
+    num_moe = len(set(_layers(shape, p, stage)) & set(shape.moe_layers))
+    index_bytes = 1 if shape.num_experts <= _MAX_ONE_BYTE_EXPERTS else 2
+    row_bytes = num_moe * shape.topk * index_bytes
+    on_device = 0 if c.train.replay == "off" else math.ceil(rows / (p.cp * p.tp)) * row_bytes
+    on_host = rows * row_bytes if c.train.replay == "rollout" else 0
+    return on_device, on_host
+
+
+def engine_memory(c: Configuration, shape: ModelShape) -> EngineMemory:
+    """Count the bytes on each device of an engine.
+
+    An engine also works with a smaller KV cache. SGLang then lets requests wait.
+    """
+    engine = c.engine
+    size = BYTES[engine.dtype]
     tokens = engine.max_running_requests * (c.data.max_prompt_tokens + c.rollout.max_new_tokens)
     if engine.max_total_tokens is not None:
         tokens = min(tokens, engine.max_total_tokens)
     if shape.latent is not None:
-        each = shape.latent.kv_rank + shape.latent.rotary_dim
+        values_per_layer = shape.latent.kv_rank + shape.latent.rotary_dim
     else:
-        each = 2 * math.ceil(shape.num_key_value_heads / engine.tp) * shape.head_dim
+        values_per_layer = 2 * math.ceil(shape.num_key_value_heads / engine.tp) * shape.head_dim
     return EngineMemory(
-        math.ceil(num_parameters(shape) / engine.tp) * size, tokens * shape.num_layers * each * size
+        parameters=math.ceil(num_parameters(shape) / engine.tp) * size,
+        kv_cache=tokens * shape.num_layers * values_per_layer * size,
     )
+
+
+def _expert_ranks(p: ParallelSettings) -> int:
+    """Return the number of ranks that share the experts of a layer."""
+    return p.ep * (p.etp or p.default_etp)
 
 
 def _layers(shape: ModelShape, p: ParallelSettings, stage: int) -> list[int]:
@@ -168,34 +225,54 @@ def _layers(shape: ModelShape, p: ParallelSettings, stage: int) -> list[int]:
 
 
 def _in_flight(p: ParallelSettings, stage: int) -> float:
-    """How many micro-batches a stage keeps until their backward pass; interleaved chunks keep some
-    more.
+    """Return the number of micro-batches that a stage holds until their backward pass.
+
+    Interleaved chunks hold some more.
     """
-    chunks = p.vpp or 1
-    return p.pp - stage if chunks == 1 else p.pp * (1 + (p.pp - 1) / (p.pp * chunks))
+    num_chunks = p.vpp or 1
+    if num_chunks == 1:
+        return p.pp - stage
+    return p.pp * (1 + (p.pp - 1) / (p.pp * num_chunks))
 
 
 def _activations(c: Configuration, shape: ModelShape, rows: int, stage: int) -> int:
-    """An estimate of what autograd keeps of a stage's layers, in the manner of arXiv 2205.05198.
+    """Estimate the bytes that autograd saves in a stage's layers, as in arXiv 2205.05198.
 
-    Recomputing whole layers keeps their inputs, and all of one layer. Experts are taken to be used
-    evenly.
+    Full recomputation saves the input of each layer and everything in one layer. The estimate
+    assumes that tokens are spread evenly over the experts.
     """
-    p, hidden, size = c.parallel, shape.hidden_size, BYTES[c.model.dtype]
-    own_rows = rows / p.tp  # sequence parallelism
-    heads, groups, dim = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
-    latent = 0 if shape.latent is None else (shape.latent.q_rank or 0) + 2 * shape.latent.kv_rank
-    inside = (
-        rows * (2 * (heads + 2 * groups) * dim + heads * dim + latent) / p.tp
-    )  # before and after rotation, output
-    attended = 2 * own_rows * hidden + inside
-    dense = 2 * own_rows * hidden + 3 * rows * shape.ffn_hidden_size / p.tp
-    routed = own_rows * shape.topk * (2 * hidden + 3 * shape.moe_ffn_hidden_size)
-    experts = 2 * own_rows * hidden + routed + 3 * rows * shape.shared_ffn_hidden_size / p.tp
+    p = c.parallel
+    size = BYTES[c.model.dtype]
     layers = _layers(shape, p, stage)
-    each = [attended + (experts if layer in shape.moe_layers else dense) for layer in layers]
+    layer_values = [
+        _layer_activations(shape, p, rows, is_moe=layer in shape.moe_layers) for layer in layers
+    ]
+    in_flight = _in_flight(p, stage)
     if c.model.recompute == "full":
-        return math.ceil(
-            size * (_in_flight(p, stage) * len(layers) * own_rows * hidden + max(each))
-        )
-    return math.ceil(size * _in_flight(p, stage) * sum(each))
+        inputs = in_flight * len(layers) * (rows / p.tp) * shape.hidden_size
+        return math.ceil(size * (inputs + max(layer_values)))
+    return math.ceil(size * in_flight * sum(layer_values))
+
+
+def _layer_activations(shape: ModelShape, p: ParallelSettings, rows: int, *, is_moe: bool) -> float:
+    """Estimate the number of values that autograd saves in one layer."""
+    width = shape.hidden_size
+    split_rows = rows / p.tp  # sequence parallelism
+    attention_values = 2 * split_rows * width + _attention_values(shape, rows) / p.tp
+    if not is_moe:
+        dense = 2 * split_rows * width + 3 * rows * shape.ffn_hidden_size / p.tp
+        return attention_values + dense
+    routed_experts = split_rows * shape.topk * (2 * width + 3 * shape.moe_ffn_hidden_size)
+    shared_expert = 3 * rows * shape.shared_ffn_hidden_size / p.tp
+    return attention_values + (2 * split_rows * width + routed_experts + shared_expert)
+
+
+def _attention_values(shape: ModelShape, rows: int) -> int:
+    """Count queries, keys and values before and after rotation, and the output."""
+    heads = shape.num_attention_heads
+    groups = shape.num_key_value_heads
+    latent = 0
+    if shape.latent is not None:
+        latent = (shape.latent.q_rank or 0) + 2 * shape.latent.kv_rank
+    per_row = 2 * (heads + 2 * groups) * shape.head_dim + heads * shape.head_dim + latent
+    return rows * per_row

@@ -1,4 +1,4 @@
-"""Which part of a batch and of the model one rank needs: pure arithmetic over parallel sizes."""
+"""Layers and batch rows that one rank needs, from the parallel sizes alone."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from megatron_rl.models.pipeline_split import PipelineSplit
 
 @dataclass(frozen=True)
 class RankView:
-    """layers[v]: 0-based decoder layers of virtual pipeline chunk v. sp_size is 1 without sequence
-    parallelism.
+    """Layers and rows of one rank.
+
+    layers: layers[v] are the 0-based decoder layers of virtual pipeline chunk v.
+    cp_rank, cp_size: context-parallel rank and size.
+    sp_rank, sp_size: sequence-parallel rank and size. The size is 1 without sequence parallelism.
     """
 
     layers: tuple[tuple[int, ...], ...]
@@ -26,7 +29,7 @@ class RankView:
     sp_size: int = 1
 
     @classmethod
-    def of(
+    def for_rank(
         cls,
         num_layers: int,
         parallel: ParallelSettings,
@@ -35,7 +38,10 @@ class RankView:
         cp_rank: int = 0,
         tp_rank: int = 0,
     ) -> RankView:
-        """The view of one rank. Raises ValueError when the layers cannot be split so."""
+        """Compute the view of one rank.
+
+        Raises ValueError if the layers cannot be split over the pipeline stages.
+        """
         split = PipelineSplit(
             num_layers,
             parallel.pp,
@@ -53,34 +59,43 @@ class RankView:
 
     @property
     def row_multiple(self) -> int:
-        """Sequences are padded to this many rows: two zigzag chunks a context rank, each split over
-        sequence ranks.
+        """Number of rows whose multiple the length of each padded sequence is.
+
+        Each context-parallel rank gets two zigzag chunks. Each chunk is split over the
+        sequence-parallel ranks.
         """
-        return (2 * self.cp_size if self.cp_size > 1 else 1) * self.sp_size
+        num_chunks = 2 * self.cp_size if self.cp_size > 1 else 1
+        return num_chunks * self.sp_size
 
     def moe_rows(self, moe_layers: Sequence[int]) -> tuple[int, ...]:
-        """Positions in the MoE-layer axis (`moe_layers` ascending) of the layers this rank holds,
-        chunk by chunk.
+        """Return the positions of this rank's layers in the MoE-layer axis, chunk by chunk.
+
+        moe_layers: layers of the whole model that have experts, ascending.
         """
-        held = {layer for chunk in self.layers for layer in chunk}
-        return tuple(i for i, layer in enumerate(moe_layers) if layer in held)
+        layers = {layer for chunk in self.layers for layer in chunk}
+        return tuple(i for i, layer in enumerate(moe_layers) if layer in layers)
 
     def context_rows(self, cu_seqlens: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-        """Rows of the packed batch that the model of this rank is given; the ranks of a sequence
-        slice share them.
+        """Return the rows of the packed batch that this rank's model reads.
+
+        The sequence-parallel ranks of a slice share these rows. See `input_rows`.
         """
         return zigzag_rows(cu_seqlens, self.cp_rank, self.cp_size)
 
     def input_rows(self, cu_seqlens: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-        """Rows of the packed batch that this rank's routers see: its contiguous slice of
-        `context_rows`, in order.
+        """Return the rows of the packed batch that this rank's routers see, int64.
 
-        cu_seqlens int32 [B + 1] counts padded rows.
+        They are this rank's contiguous slice of `context_rows`, in the same order.
+
+        cu_seqlens: int32 [B + 1], cumulative lengths of the padded sequences.
+
+        Raises ValueError if the rows cannot be split evenly.
         """
         rows = self.context_rows(cu_seqlens)
         if len(rows) % self.sp_size:
             raise ValueError(
-                f"{len(rows)} rows do not divide over {self.sp_size} sequence-parallel ranks: pad the batch"
+                f"{len(rows)} rows do not divide over {self.sp_size} sequence-parallel ranks: "
+                "pad the batch"
             )
         share = len(rows) // self.sp_size
         return rows[self.sp_rank * share : (self.sp_rank + 1) * share]
@@ -89,22 +104,27 @@ class RankView:
 def zigzag_rows(
     cu_seqlens: npt.NDArray[np.int32], cp_rank: int, cp_size: int
 ) -> npt.NDArray[np.int64]:
-    """Rows of context-parallel rank r of c: the chunks r and 2c-1-r of each sequence's 2c, as
-    Transformer Engine's.
+    """Return the rows of context-parallel rank r of c, int64.
 
-    Every rank so has the same share of a causal mask. cu_seqlens int32 [B + 1] counts rows padded
-    to a multiple of 2c.
+    Each sequence has 2c chunks. The rank gets the chunks r and 2c-1-r, as in Transformer Engine,
+    so that all ranks have the same share of a causal mask.
+
+    cu_seqlens: int32 [B + 1], cumulative lengths of sequences padded to a multiple of 2c rows.
+
+    Raises ValueError if a sequence cannot be split into 2c chunks.
     """
     parts = [np.empty(0, np.int64)]
     for start, stop in itertools.pairwise(cu_seqlens):
         if cp_size == 1:
             parts.append(np.arange(start, stop))
             continue
-        size, rest = divmod(stop - start, 2 * cp_size)
-        if rest:
+        size, remainder = divmod(stop - start, 2 * cp_size)
+        if remainder:
             raise ValueError(
-                f"a sequence of {stop - start} rows does not divide into {2 * cp_size} context-parallel chunks"
+                f"a sequence of {stop - start} rows does not divide into {2 * cp_size} "
+                "context-parallel chunks: pad the batch"
             )
-        chunks = (start + chunk * size for chunk in (cp_rank, 2 * cp_size - 1 - cp_rank))
-        parts += [np.arange(first, first + size) for first in chunks]
+        for chunk in (cp_rank, 2 * cp_size - 1 - cp_rank):
+            first = start + chunk * size
+            parts.append(np.arange(first, first + size))
     return np.concatenate(parts)

@@ -1,4 +1,4 @@
-"""Who trains what: judged rollouts become one `StepPlan`."""
+"""Planner of training steps: turns rollouts with advantages into one `StepPlan`."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _Bin = tuple[int, ...]
 class StepPlanner:
     """Plans training steps for `dp_size` data-parallel ranks.
 
-    The order of rollouts follows from seed and step.
+    The order of the rollouts depends on the seed and the step alone.
     """
 
     def __init__(
         self, train: TrainSettings, parallel: ParallelSettings, *, dp_size: int, seed: int
     ) -> None:
-        self._optimizer_steps = train.optimizer_steps_per_batch
+        self._num_optimizer_steps = train.optimizer_steps_per_batch
         self._token_budget = train.tokens_per_micro_batch
-        # Megatron's interleaved schedule takes a multiple of pp micro-batches
-        self._multiple = parallel.pp if (parallel.vpp or 1) > 1 else 1
+        # Megatron's interleaved schedule needs a multiple of pp micro-batches.
+        self._micro_batch_multiple = parallel.pp if (parallel.vpp or 1) > 1 else 1
         self._dp_size = dp_size
         self._seed = seed
 
@@ -34,73 +34,112 @@ class StepPlanner:
         step: int,
         rollouts: Sequence[RolloutRef],
         advantages: Sequence[float],
-        uncounted: Sequence[ExtraRollout] = (),
-        kept: Sequence[RolloutRef] = (),
+        extra_rollouts: Sequence[ExtraRollout] = (),
+        denominator_only: Sequence[RolloutRef] = (),
     ) -> StepPlan:
         """Plan one training step.
 
-        Rollouts without a trainable token or with zero advantage give no gradient and are left out.
-        The others are shuffled and dealt to `train.optimizer_steps_per_batch` optimizer steps
-        (fewer when there are fewer rollouts); within each, rollouts go to data-parallel ranks by
-        token count and into micro-batches of at most `train.tokens_per_micro_batch` input tokens (a
-        longer rollout has one to itself). No usable rollout gives a plan without optimizer steps: a
-        skipped step.
+        Rollouts without a trainable token or with advantage zero give no gradient and are left
+        out. The others are shuffled and dealt to `train.optimizer_steps_per_batch` optimizer steps,
+        or to fewer if there are fewer rollouts. Within an optimizer step, rollouts go to
+        data-parallel ranks by token count and into micro-batches of at most
+        `train.tokens_per_micro_batch` input tokens. A longer rollout gets its own micro-batch. If
+        no rollout is usable, the plan has no optimizer steps and the step is skipped.
 
-        uncounted: dealt evenly beside them, of tied and of flat ones each at most as many as of the
-        others in every optimizer step, drawn by seed; where there are no others, all of them. kept:
-        counted and not trained.
+        extra_rollouts: rollouts of tied and zero-variance groups, dealt evenly beside `rollouts`.
+        Of either kind every optimizer step gets at most as many as of `rollouts`, sampled by seed.
+        If `rollouts` has no usable rollout, all extra rollouts train.
+        denominator_only: rollouts that do not train but count in the loss's denominators.
+
+        Raises ValueError if `rollouts` and `advantages` differ in length.
         """
-        counted = self._useful(
-            step, "", [ExtraRollout(*pair) for pair in zip(rollouts, advantages, strict=True)]
-        )
-        of_tied = self._useful(step, "/tied", [u for u in uncounted if u.entropy_advantage == 0.0])
-        of_flat = self._useful(step, "/flat", [u for u in uncounted if u.entropy_advantage != 0.0])
-        most = len(counted)  # the first sort is what the loss is divided by
-        sorts = [counted, of_tied[:most], of_flat[:most]] if counted else [[*of_tied, *of_flat]]
-        starts = [0, *itertools.accumulate(len(sort) for sort in sorts)]
-        trained, count = [*itertools.chain(*sorts)], min(self._optimizer_steps, len(sorts[0]))
-        refs, only_counted = (
-            tuple(u.rollout for u in trained),
-            [r for r in kept if r.num_trainable > 0],
-        )
-        steps = []
-        for i in range(count):
-            dealt = [range(start + i, stop, count) for start, stop in itertools.pairwise(starts)]
-            counts = [*(refs[index] for index in dealt[0]), *only_counted[i::count]]
-            steps.append(self._optimizer_step(refs, [*itertools.chain(*dealt)], counts))
+        mixed_rollouts = [
+            ExtraRollout(rollout, advantage)
+            for rollout, advantage in zip(rollouts, advantages, strict=True)
+        ]
+        tied_rollouts = [extra for extra in extra_rollouts if extra.entropy_advantage == 0.0]
+        zero_variance_rollouts = [
+            extra for extra in extra_rollouts if extra.entropy_advantage != 0.0
+        ]
+        mixed_rollouts = self._shuffle_usable(f"{step}", mixed_rollouts)
+        tied_rollouts = self._shuffle_usable(f"{step}/tied", tied_rollouts)
+        zero_variance_rollouts = self._shuffle_usable(f"{step}/flat", zero_variance_rollouts)
+        if mixed_rollouts:
+            # Only the first section counts in the denominators.
+            limit = len(mixed_rollouts)
+            sections = [mixed_rollouts, tied_rollouts[:limit], zero_variance_rollouts[:limit]]
+        else:
+            sections = [tied_rollouts + zero_variance_rollouts]
+        planned_rollouts = list(itertools.chain.from_iterable(sections))
         return StepPlan(
             step=step,
-            rollouts=refs,
-            advantages=tuple(u.advantage for u in trained),
-            optimizer_steps=tuple(steps),
-            entropy_advantages=tuple(u.entropy_advantage for u in trained) if of_flat else (),
-        )
-
-    def _useful(self, step: int, sort: str, rollouts: Sequence[ExtraRollout]) -> list[ExtraRollout]:
-        """Those that give a gradient, shuffled."""
-        found = [
-            u
-            for u in rollouts
-            if (u.advantage, u.entropy_advantage) != (0.0, 0.0) and u.rollout.num_trainable > 0
-        ]
-        random.Random(f"{self._seed}/{step}{sort}").shuffle(found)
-        return found
-
-    def _optimizer_step(
-        self, rollouts: Sequence[RolloutRef], indices: Sequence[int], counted: Sequence[RolloutRef]
-    ) -> OptimizerStep:
-        lengths = {i: rollouts[i].num_inputs for i in indices}
-        per_rank = [
-            _pack(share, lengths, self._token_budget) for share in _balance(lengths, self._dp_size)
-        ]
-        needed = max(1, *(len(bins) for bins in per_rank))
-        needed += -needed % self._multiple
-        return OptimizerStep(
-            micro_batches=tuple(tuple(bins) + ((),) * (needed - len(bins)) for bins in per_rank),
-            denominators=Denominators(
-                sequences=len(counted), tokens=sum(r.num_trainable for r in counted)
+            rollouts=tuple(planned_rollout.rollout for planned_rollout in planned_rollouts),
+            advantages=tuple(planned_rollout.advantage for planned_rollout in planned_rollouts),
+            optimizer_steps=self._optimizer_steps(sections, denominator_only),
+            entropy_advantages=(
+                tuple(planned_rollout.entropy_advantage for planned_rollout in planned_rollouts)
+                if zero_variance_rollouts
+                else ()
             ),
         )
+
+    def _shuffle_usable(
+        self, seed_suffix: str, rollouts: Sequence[ExtraRollout]
+    ) -> list[ExtraRollout]:
+        """Shuffle the rollouts that give a gradient and drop the others."""
+        usable = [
+            extra
+            for extra in rollouts
+            if (extra.advantage != 0.0 or extra.entropy_advantage != 0.0)
+            and extra.rollout.num_trainable > 0
+        ]
+        random.Random(f"{self._seed}/{seed_suffix}").shuffle(usable)
+        return usable
+
+    def _optimizer_steps(
+        self, sections: Sequence[Sequence[ExtraRollout]], denominator_only: Sequence[RolloutRef]
+    ) -> tuple[OptimizerStep, ...]:
+        """Deal each section evenly to the optimizer steps.
+
+        sections: rollouts of the plan, in its order. The first section counts in the denominators.
+        """
+        rollouts = [
+            planned_rollout.rollout for planned_rollout in itertools.chain.from_iterable(sections)
+        ]
+        bounds = [0, *itertools.accumulate(len(section) for section in sections)]
+        only_in_denominators = [ref for ref in denominator_only if ref.num_trainable > 0]
+        num_steps = min(self._num_optimizer_steps, len(sections[0]))
+        steps = []
+        for offset in range(num_steps):
+            hands = [
+                range(start + offset, stop, num_steps) for start, stop in itertools.pairwise(bounds)
+            ]
+            in_denominators = [rollouts[index] for index in hands[0]]
+            in_denominators += only_in_denominators[offset::num_steps]
+            indices = list(itertools.chain.from_iterable(hands))
+            steps.append(self._optimizer_step(rollouts, indices, in_denominators))
+        return tuple(steps)
+
+    def _optimizer_step(
+        self,
+        rollouts: Sequence[RolloutRef],
+        indices: Sequence[int],
+        in_denominators: Sequence[RolloutRef],
+    ) -> OptimizerStep:
+        lengths = {i: rollouts[i].num_inputs for i in indices}
+        bins_of_ranks = [
+            _pack(share, lengths, self._token_budget) for share in _balance(lengths, self._dp_size)
+        ]
+        num_micro_batches = max(1, *(len(bins) for bins in bins_of_ranks))
+        num_micro_batches += -num_micro_batches % self._micro_batch_multiple
+        micro_batches = tuple(
+            tuple(bins) + ((),) * (num_micro_batches - len(bins)) for bins in bins_of_ranks
+        )
+        denominators = Denominators(
+            sequences=len(in_denominators),
+            tokens=sum(rollout.num_trainable for rollout in in_denominators),
+        )
+        return OptimizerStep(micro_batches=micro_batches, denominators=denominators)
 
 
 def _balance(lengths: dict[int, int], num_ranks: int) -> list[list[int]]:
@@ -115,16 +154,19 @@ def _balance(lengths: dict[int, int], num_ranks: int) -> list[list[int]]:
 
 
 def _pack(indices: Sequence[int], lengths: dict[int, int], budget: int) -> list[_Bin]:
-    """First-fit decreasing into bins of at most `budget` tokens; `indices` come longest first."""
+    """Pack rollouts into bins of at most `budget` tokens by first-fit decreasing.
+
+    indices: rollouts, longest first.
+    """
     bins: list[list[int]] = []
-    room: list[int] = []
+    free_tokens: list[int] = []
     for index in indices:
-        for position, free in enumerate(room):
+        for position, free in enumerate(free_tokens):
             if lengths[index] <= free:
                 bins[position].append(index)
-                room[position] -= lengths[index]
+                free_tokens[position] -= lengths[index]
                 break
         else:
             bins.append([index])
-            room.append(budget - lengths[index])
+            free_tokens.append(budget - lengths[index])
     return [tuple(members) for members in bins]

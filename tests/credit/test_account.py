@@ -1,4 +1,4 @@
-"""What became of the tokens that were generated, worked out by hand and over random batches."""
+"""Classes of generated tokens, by hand and over random batches."""
 
 import msgspec
 import pytest
@@ -9,109 +9,122 @@ from megatron_rl.config.algorithms import GrpoSettings, SftSettings
 from megatron_rl.config.schema import CreditSettings, ParallelSettings, TrainSettings
 from megatron_rl.contracts.group import Group, RolloutRef, Verdict, sampled_tokens
 from megatron_rl.contracts.step_plan import Denominators, OptimizerStep, StepPlan
-from megatron_rl.credit.account import account, usage, warning_of
+from megatron_rl.credit.account import account, account_warning, usage
 from megatron_rl.credit.assign import BatchCredit, Credit
 from megatron_rl.planning.step_planner import StepPlanner
 from tests.support.groups import group, verdict
 
-COUNTS = Denominators(sequences=1, tokens=1)
+DENOMINATORS = Denominators(sequences=1, tokens=1)
+TRAINED_CLASSES = ("trained/mixed", "trained/tied", "trained/flat")
 
 
-def plan() -> StepPlan:
-    """Three rollouts of four trainable tokens; two optimizer steps on two ranks, a filler among
-    their micro-batches.
-    """
+def three_rollout_plan() -> StepPlan:
+    """Plan with three rollouts of four trainable tokens, two optimizer steps and two ranks."""
     rollouts: tuple[RolloutRef, ...] = group(1.0, 0.0, 1.0).rollouts
-    first = OptimizerStep(micro_batches=(((0,), (1,)), ((), ())), denominators=COUNTS)
-    second = OptimizerStep(micro_batches=(((),), ((2,),)), denominators=COUNTS)
+    first = OptimizerStep(micro_batches=(((0,), (1,)), ((), ())), denominators=DENOMINATORS)
+    second = OptimizerStep(micro_batches=(((),), ((2,),)), denominators=DENOMINATORS)
     return StepPlan(
         step=0, rollouts=rollouts, advantages=(1.0, -1.0, 1.0), optimizer_steps=(first, second)
     )
 
 
-def test_tokens_of_all_applied_steps_and_ranks_are_used() -> None:
-    assert usage(plan(), 2, generated_tokens=16) == {
+def test_usage_counts_all_applied_steps_and_ranks() -> None:
+    plan = three_rollout_plan()
+    assert usage(plan, 2, generated_tokens=16) == {
         "rollout/wasted_token_fraction": 0.25,
         "train/samples": 3.0,
         "train/zero_variance_samples": 0.0,
         "train/optimizer_steps": 2.0,
         "train/micro_batches": 3.0,
     }
-    flat = msgspec.structs.replace(plan(), entropy_advantages=(0.1, 0.0, -0.1))
-    assert usage(flat, 2, generated_tokens=16)["train/zero_variance_samples"] == 2.0
+    zero_variance = msgspec.structs.replace(plan, entropy_advantages=(0.1, 0.0, -0.1))
+    assert usage(zero_variance, 2, generated_tokens=16)["train/zero_variance_samples"] == 2.0
 
 
-def test_tokens_of_a_step_that_was_not_applied_are_wasted() -> None:
-    assert usage(plan(), 1, generated_tokens=16)["rollout/wasted_token_fraction"] == 0.5
-    assert usage(plan(), 0, generated_tokens=16)["rollout/wasted_token_fraction"] == 1.0
+@pytest.mark.parametrize(("num_applied", "fraction"), [(1, 0.5), (0, 1.0)])
+def test_tokens_of_unapplied_steps_are_wasted(num_applied: int, fraction: float) -> None:
+    values = usage(three_rollout_plan(), num_applied, generated_tokens=16)
+    assert values["rollout/wasted_token_fraction"] == fraction
 
 
-def test_nothing_generated_is_nothing_wasted() -> None:
-    assert usage(plan(), 2, generated_tokens=0)["rollout/wasted_token_fraction"] == 0.0
+def test_no_generated_tokens_means_no_waste() -> None:
+    values = usage(three_rollout_plan(), 2, generated_tokens=0)
+    assert values["rollout/wasted_token_fraction"] == 0.0
 
 
-def planned(
-    groups: list[Group], *, steps: int = 2, **credit: object
+def credit_and_plan(
+    groups: list[Group], *, steps: int = 2, **settings: object
 ) -> tuple[BatchCredit, StepPlan]:
-    settings_ = CreditSettings(**credit)  # type: ignore[arg-type]
-    credited = Credit(GrpoSettings(), settings_, seed=0, max_new_tokens=100).assign(1, groups)
+    credit_settings = CreditSettings(**settings)  # type: ignore[arg-type]
+    assigner = Credit(GrpoSettings(), credit_settings, seed=0, max_new_tokens=100)
+    credit = assigner.assign(1, groups)
     train = TrainSettings(total_steps=1, optimizer_steps_per_batch=steps)
     planner = StepPlanner(train, ParallelSettings(), dp_size=2, seed=0)
-    rollouts = planner.plan(
-        1, credited.rollouts, credited.advantages, credited.uncounted, credited.kept
+    plan = planner.plan(
+        1, credit.rollouts, credit.advantages, credit.extra_rollouts, credit.denominator_only
     )
-    return credited, rollouts
+    return credit, plan
 
 
-def with_lost(drawn: Group, **tokens: int) -> Group:
-    return msgspec.structs.replace(drawn, rejections=dict.fromkeys(tokens, 1), rejected_tokens=tokens)
+def sft_credit_and_plan(groups: list[Group]) -> tuple[BatchCredit, StepPlan]:
+    credit = Credit(SftSettings(), seed=0).assign(1, groups)
+    planner = StepPlanner(TrainSettings(total_steps=1), ParallelSettings(), dp_size=1, seed=0)
+    return credit, planner.plan(1, credit.rollouts, credit.advantages)
 
 
-def masked(drawn: Group, index: int) -> Group:
-    """One of its rollouts may not be trained."""
+def with_rejections(group_: Group, **tokens: int) -> Group:
+    return msgspec.structs.replace(
+        group_, rejections=dict.fromkeys(tokens, 1), rejected_tokens=tokens
+    )
+
+
+def with_untrainable(group_: Group, index: int) -> Group:
+    """Mask all tokens of one rollout."""
     rollouts = [
-        msgspec.structs.replace(r, num_trainable=0) if r.sample_index == index else r
-        for r in drawn.rollouts
+        msgspec.structs.replace(rollout, num_trainable=0)
+        if rollout.sample_index == index
+        else rollout
+        for rollout in group_.rollouts
     ]
-    return msgspec.structs.replace(drawn, rollouts=tuple(rollouts))
+    return msgspec.structs.replace(group_, rollouts=tuple(rollouts))
 
 
 BATCH = [
-    masked(group(1.0, 0.0, 0.5, None, 0.0, name="mixed", num_generated=[10, 20, 30, 40, 50]), 4),
-    group(1.0, 1.0, name="right", num_generated=[20, 100]),
-    group(0.0, 0.0, name="wrong", num_generated=[5, 6]),
-    with_lost(group(1.0, name="few", num_generated=[7]), engine=8, stale=9),
-    group(*[Verdict(reward=0.5, correctness=None)] * 2, name="judged", num_generated=[1, 2]),
+    with_untrainable(
+        group(1.0, 0.0, 0.5, None, 0.0, name="mixed", num_generated=[10, 20, 30, 40, 50]), 4
+    ),
+    group(1.0, 1.0, name="correct", num_generated=[20, 100]),
+    group(0.0, 0.0, name="incorrect", num_generated=[5, 6]),
+    with_rejections(group(1.0, name="few", num_generated=[7]), engine=8, stale=9),
+    group(*[Verdict(reward=0.5, correctness=None)] * 2, name="reward only", num_generated=[1, 2]),
     group(
         1.0,
         verdict(None),
         Verdict(reward=1.0, correctness=None),
         0.0,
-        name="odd",
+        name="some correctness",
         num_generated=[1, 2, 4, 8],
     ),
 ]
-TOKENS = sum(sampled_tokens(g) for g in BATCH)
+TOKENS = sum(sampled_tokens(group_) for group_ in BATCH)
 
 
 def test_every_class_by_hand() -> None:
-    at_the_mean = group(1.0, 0.5, 0.0, name="middle", num_generated=[3, 4, 5])
-    batch = [*BATCH, at_the_mean]
-    credited, step = planned(batch, length="buffer")
-    probe, beyond = (
-        group(0.0, 0.0, name=name, num_generated=[n, n]) for name, n in (("p", 11), ("s", 12))
-    )
-    found = account(
+    zero_advantage = group(1.0, 0.5, 0.0, name="middle", num_generated=[3, 4, 5])
+    batch = [*BATCH, zero_advantage]
+    credit, plan = credit_and_plan(batch, length="buffer")
+    probe = group(0.0, 0.0, name="p", num_generated=[11, 11])
+    surplus = group(0.0, 0.0, name="s", num_generated=[12, 12])
+    values = account(
         batch,
-        credited,
-        step,
+        credit,
+        plan,
         2,
-        generated_tokens=TOKENS + 12 + 22 + 1 + 24 + 26 + 100,
-        stopped=[with_lost(probe, engine=1)],
-        surplus=[beyond],
-        carried=26,
+        generated_tokens=TOKENS + 12 + 22 + 1 + 24 + 100,
+        stopped_groups=[with_rejections(probe, engine=1)],
+        surplus_groups=[surplus],
     )
-    assert found == {
+    assert values == {
         "account/trained/mixed": 10 + 20 + 30 + 1 + 8 + 3 + 5,
         "account/trained/tied": 0,
         "account/trained/flat": 0,
@@ -126,51 +139,61 @@ def test_every_class_by_hand() -> None:
         "account/stale": 9,
         "account/probe_stopped": 22,
         "account/surplus_cut": 24,
-        "account/carried": 26,
-        "account/generated": TOKENS + 185,
+        "account/generated": TOKENS + 159,
         "account/unaccounted": 100,
     }
-    assert "100 of" in str(warning_of(found)) and "in no class" in str(warning_of(found))
-    assert warning_of(found | {"account/unaccounted": 0.0}) is None
-    assert "counted twice" in str(warning_of(found | {"account/unaccounted": -2.0}))
 
 
-def test_flat_and_tied_groups_that_train_are_classes_of_their_own() -> None:
+@pytest.mark.parametrize(
+    ("missing_tokens", "words"),
+    [(100.0, "100 of 180"), (100.0, "no class"), (-2.0, "counted twice")],
+)
+def test_unaccounted_tokens_give_a_warning(missing_tokens: float, words: str) -> None:
+    values = {"account/generated": 180.0, "account/unaccounted": missing_tokens}
+    assert words in str(account_warning(values))
+
+
+def test_no_warning_if_every_token_has_a_class() -> None:
+    assert account_warning({"account/generated": 180.0, "account/unaccounted": 0.0}) is None
+
+
+def test_trained_tied_and_zero_variance_groups_have_own_classes() -> None:
     batch = [group(1.0, 0.0, 0.0, 1.0, name="m"), *BATCH[1:3]]
-    on = {"length": "buffer", "tied_correct": "shape", "all_incorrect": "zvp"}
-    credited, step = planned(batch, **on)
-    found = account(batch, credited, step, 2, generated_tokens=16 + 120 + 11)
-    assert [found[f"account/trained/{name}"] for name in ("mixed", "tied", "flat")] == [16, 120, 11]
-    assert found["account/unaccounted"] == 0
-    stopped = account(batch, credited, step, 1, generated_tokens=16 + 120 + 11)
-    trained = sum(stopped[f"account/trained/{name}"] for name in ("mixed", "tied", "flat"))
-    assert stopped["account/not_applied"] == 147 - trained > 0 and trained > 0
+    treatments = {"length": "buffer", "tied_correct": "shape", "all_incorrect": "zvp"}
+    credit, plan = credit_and_plan(batch, **treatments)
+    values = account(batch, credit, plan, 2, generated_tokens=16 + 120 + 11)
+    assert [values[f"account/{name}"] for name in TRAINED_CLASSES] == [16, 120, 11]
+    assert values["account/unaccounted"] == 0
+    one_step = account(batch, credit, plan, 1, generated_tokens=16 + 120 + 11)
+    trained_tokens = sum(one_step[f"account/{name}"] for name in TRAINED_CLASSES)
+    assert trained_tokens > 0
+    assert one_step["account/not_applied"] == 147 - trained_tokens > 0
 
 
-def test_what_is_trained_without_comparing_is_accounted_by_its_kind() -> None:
+def test_class_follows_kind_with_constant_advantages() -> None:
     batch = [group(1.0, 1.0, name="a"), group(1.0, None, name="b")]
-    credited = Credit(SftSettings(), seed=0).assign(1, batch)
-    step = StepPlanner(TrainSettings(total_steps=1), ParallelSettings(), dp_size=1, seed=0).plan(
-        1, credited.rollouts, credited.advantages
-    )
-    found = account(batch, credited, step, len(step.optimizer_steps), generated_tokens=16)
-    assert (found["account/trained/flat"], found["account/trained/too_few_verdicts"]) == (8, 4)
-    assert (found["account/no_verdict"], found["account/unaccounted"]) == (4, 0)
+    credit, plan = sft_credit_and_plan(batch)
+    values = account(batch, credit, plan, len(plan.optimizer_steps), generated_tokens=16)
+    assert values["account/trained/flat"] == 8
+    assert values["account/trained/too_few_verdicts"] == 4
+    assert values["account/no_verdict"] == 4
+    assert values["account/unaccounted"] == 0
 
 
-def test_what_is_trained_in_part_is_accounted_whole() -> None:
-    """Of the rollout whose truth is unknown too, which algo.advantages=one trains all the same."""
-    odd = group(1.0, Verdict(reward=1.0, correctness=None), name="a", num_generated=[4, 9])
-    odd = msgspec.structs.replace(
-        odd, rollouts=tuple(msgspec.structs.replace(r, num_trainable=3) for r in odd.rollouts)
-    )
-    credited = Credit(SftSettings(), seed=0).assign(1, [odd])
-    planner = StepPlanner(TrainSettings(total_steps=1), ParallelSettings(), dp_size=1, seed=0)
-    step = planner.plan(1, credited.rollouts, credited.advantages)
-    found = account([odd], credited, step, len(step.optimizer_steps), generated_tokens=13)
-    assert (found["account/trained/too_few_verdicts"], found["account/truncated_masked"]) == (6, 7)
-    assert found["account/unaccounted"] == 0
+def test_partly_masked_rollouts_without_correctness_are_fully_accounted() -> None:
+    """algo.advantages=one trains the rollout without a correctness, too."""
+    partial = group(1.0, Verdict(reward=1.0, correctness=None), name="a", num_generated=[4, 9])
+    rollouts = tuple(msgspec.structs.replace(r, num_trainable=3) for r in partial.rollouts)
+    partial = msgspec.structs.replace(partial, rollouts=rollouts)
+    credit, plan = sft_credit_and_plan([partial])
+    values = account([partial], credit, plan, len(plan.optimizer_steps), generated_tokens=13)
+    assert values["account/trained/too_few_verdicts"] == 6
+    assert values["account/truncated_masked"] == 7
+    assert values["account/unaccounted"] == 0
 
+
+RolloutExample = tuple[Verdict | float | None, int, float, bool]
+GroupExample = tuple[list[RolloutExample], dict[str, int]]
 
 SCORES = st.one_of(
     st.none(), st.sampled_from([0.0, 0.5, 1.0]), st.just(Verdict(reward=0.5, correctness=None))
@@ -178,25 +201,29 @@ SCORES = st.one_of(
 ROLLOUTS = st.lists(
     st.tuples(SCORES, st.integers(0, 100), st.floats(0, 0.98), st.booleans()), max_size=5
 )
-LOST = st.dictionaries(st.sampled_from(["engine", "stale", "expired"]), st.integers(0, 50))
+REJECTIONS = st.dictionaries(st.sampled_from(["engine", "stale", "expired"]), st.integers(0, 50))
+GROUPS = st.tuples(ROLLOUTS, REJECTIONS)
 
 
-def drawn(
-    name: str, rollouts: list[tuple[Verdict | float | None, int, float, bool]], lost: dict[str, int]
-) -> Group:
-    scores, tokens, repeated, trainable = (
-        (list(column) for column in zip(*rollouts, strict=True)) if rollouts else [[]] * 4
+def make_group(name: str, example: GroupExample) -> Group:
+    rollouts, rejections = example
+    made_group = group(
+        *[score for score, _, _, _ in rollouts],
+        name=name,
+        num_generated=[tokens for _, tokens, _, _ in rollouts],
+        repetition=[repetition for _, _, repetition, _ in rollouts],
     )
-    made = with_lost(group(*scores, name=name, num_generated=tokens, repetition=repeated), **lost)
-    for index, may in enumerate(trainable):
-        made = made if may else masked(made, index)
-    return made
+    made_group = with_rejections(made_group, **rejections)
+    for index, (_, _, _, is_trainable) in enumerate(rollouts):
+        if not is_trainable:
+            made_group = with_untrainable(made_group, index)
+    return made_group
 
 
 @settings(max_examples=200, deadline=None)
 @given(
-    st.lists(st.tuples(ROLLOUTS, LOST), max_size=6),
-    st.lists(st.tuples(ROLLOUTS, LOST), max_size=3),
+    st.lists(GROUPS, max_size=6),
+    st.lists(GROUPS, max_size=3),
     st.integers(0, 4),
     st.fixed_dictionaries(
         {
@@ -209,34 +236,38 @@ def drawn(
         }
     ),
 )
-def test_the_classes_add_up_to_what_was_generated(
-    made: list[tuple[list[tuple[Verdict | float | None, int, float, bool]], dict[str, int]]],
-    beside: list[tuple[list[tuple[Verdict | float | None, int, float, bool]], dict[str, int]]],
-    applied: int,
-    credit: dict[str, object],
+def test_classes_sum_to_generated_tokens(
+    batch_examples: list[GroupExample],
+    unused_examples: list[GroupExample],
+    num_applied: int,
+    credit_settings: dict[str, object],
 ) -> None:
-    batch = [drawn(str(i), *one) for i, one in enumerate(made)]
-    others = [drawn(f"beside {i}", *one) for i, one in enumerate(beside)]
-    credited, step = planned(batch, steps=3, **credit)
-    tokens = sum(sampled_tokens(g) for g in (*batch, *others))
-    split = len(others) // 2
-    found = account(
+    batch = [make_group(str(i), example) for i, example in enumerate(batch_examples)]
+    unused_groups = [
+        make_group(f"unused {i}", example) for i, example in enumerate(unused_examples)
+    ]
+    credit, plan = credit_and_plan(batch, steps=3, **credit_settings)
+    tokens = sum(sampled_tokens(group_) for group_ in (*batch, *unused_groups))
+    split = len(unused_groups) // 2
+    values = account(
         batch,
-        credited,
-        step,
-        applied,
+        credit,
+        plan,
+        num_applied,
         generated_tokens=tokens,
-        stopped=others[:split],
-        surplus=others[split:],
+        stopped_groups=unused_groups[:split],
+        surplus_groups=unused_groups[split:],
     )
-    assert found["account/unaccounted"] == 0
-    classes = {
-        name: n
-        for name, n in found.items()
-        if name not in ("account/generated", "account/unaccounted")
-    }
-    assert sum(classes.values()) == found["account/generated"] == tokens
-    assert all(n >= 0 for n in classes.values())
-    expected = usage(step, applied, generated_tokens=tokens)["rollout/wasted_token_fraction"]
-    trained = sum(n for name, n in classes.items() if "/trained/" in name)
-    assert tokens == 0 or trained / tokens == pytest.approx(1 - expected)
+    wasted_share = usage(plan, num_applied, generated_tokens=tokens)[
+        "rollout/wasted_token_fraction"
+    ]
+    check_sums(values, wasted_share, tokens)
+
+
+def check_sums(values: dict[str, float], wasted_share: float, tokens: int) -> None:
+    assert values.pop("account/unaccounted") == 0
+    assert values.pop("account/generated") == tokens
+    assert sum(values.values()) == tokens
+    assert all(count >= 0 for count in values.values())
+    trained_tokens = sum(count for name, count in values.items() if "/trained/" in name)
+    assert tokens == 0 or trained_tokens / tokens == pytest.approx(1 - wasted_share)

@@ -4,8 +4,17 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_rl.contracts.group import Group
 from megatron_rl.credit.controls import permute_rewards
 from tests.support.groups import group
+
+
+def rewards_of(groups: list[Group]) -> list[float | None]:
+    return [rollout.verdict.reward for g in groups for rollout in g.rollouts]
+
+
+def ids_of(groups: list[Group]) -> list[str]:
+    return [rollout.rollout_id for g in groups for rollout in g.rollouts]
 
 
 @settings(max_examples=50, deadline=None)
@@ -13,24 +22,24 @@ from tests.support.groups import group
     st.lists(st.lists(st.one_of(st.none(), st.integers(0, 3)), max_size=6), max_size=8),
     st.integers(0, 99),
 )
-def test_the_permutation_control_keeps_the_batch(batch: list[list[int | None]], seed: int) -> None:
+def test_permutation_keeps_rollouts_and_rewards(batch: list[list[int | None]], seed: int) -> None:
     groups = [group(*scores, name=str(i)) for i, scores in enumerate(batch)]
-    permuted = permute_rewards(groups, seed)
-    before, after = ([s for g in gs for s in g.rollouts] for gs in (groups, permuted))
-    assert [s.rollout_id for s in before] == [s.rollout_id for s in after]
-    assert [s.verdict.reward is None for s in before] == [s.verdict.reward is None for s in after]
-    assert Counter(s.verdict.reward for s in before) == Counter(s.verdict.reward for s in after)
-    assert permute_rewards(groups, seed) == permuted
+    permuted_groups = permute_rewards(groups, seed)
+    before = rewards_of(groups)
+    after = rewards_of(permuted_groups)
+    assert ids_of(groups) == ids_of(permuted_groups)
+    assert [reward is None for reward in before] == [reward is None for reward in after]
+    assert Counter(before) == Counter(after)
+    assert permute_rewards(groups, seed) == permuted_groups
 
 
-def test_the_permutation_control_cuts_the_tie_between_response_and_reward() -> None:
-    # Half of the groups all right, half all wrong: after shuffling across the batch a group's mean
+def test_permutation_makes_rewards_independent_of_responses() -> None:
+    # Half of the groups are all correct, half all incorrect. After shuffling, the mean of a group
     # is near 1/2.
     groups = [group(*[float(i % 2)] * 8, name=str(i)) for i in range(64)]
-    permuted = permute_rewards(groups, 0)
-    means = [np.mean([s.verdict.reward for s in g.rollouts]) for g in permuted]
+    permuted_groups = permute_rewards(groups, 0)
+    means = [np.mean([s.verdict.reward for s in g.rollouts]) for g in permuted_groups]
     assert np.std(means) < 0.25, "0.5 before; 0.18 expected of 8 coin flips"
-    kept = [s.verdict.reward for g in permuted for s in g.rollouts]
-    original = [s.verdict.reward for g in groups for s in g.rollouts]
-    assert abs(np.corrcoef(original, kept)[0, 1]) < 0.15
-    assert permute_rewards(groups, 1) != permuted
+    correlation = np.corrcoef(rewards_of(groups), rewards_of(permuted_groups))[0, 1]
+    assert abs(correlation) < 0.15
+    assert permute_rewards(groups, 1) != permuted_groups

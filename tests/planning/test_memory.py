@@ -1,4 +1,4 @@
-"""Bytes of a rank and of an engine, by hand."""
+"""Memory of a rank and of an engine, by hand."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +9,13 @@ from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import Configuration, ParallelSettings
 from megatron_rl.models.parameter_count import num_parameters
 from megatron_rl.models.shape import LatentAttention, ModelShape
-from megatron_rl.planning.memory import Held, engine_memory, held_parameters, rank_memory
+from megatron_rl.planning.memory import (
+    RankMemory,
+    RankParameters,
+    engine_memory,
+    rank_memory,
+    rank_parameters,
+)
 
 SMALL = ModelShape(
     architecture="Qwen3MoeForCausalLM",
@@ -32,14 +38,14 @@ SMALL = ModelShape(
     topk=2,
     moe_ffn_hidden_size=16,
 )
-# hidden x head x 2 (heads + groups) = 8 * 4 * 12; 2 x 4 of q and k norms, 8 of the input's
-ATTENTION, NORMS = 384, 16
-ROUTER = 4 * 8 + 8  # and the norm before it
+ATTENTION = 384  # hidden x head x 2 (heads + groups) = 8 * 4 * 12
+NORMS = 16  # 2 x 4 of queries and keys, 8 of the input
+ROUTER = 4 * 8 + 8  # with the norm before it
 EXPERT = 3 * 8 * 16
 DENSE = 3 * 8 * 32
 
 
-def settings(**parallel: int | bool) -> Configuration:
+def make_settings(**parallel: int | bool) -> Configuration:
     c = compose(["experiment=smoke"])
     return replace(
         c,
@@ -50,102 +56,107 @@ def settings(**parallel: int | bool) -> Configuration:
     )
 
 
-def test_one_rank_holds_everything() -> None:
+def memory_of(c: Configuration, *, world_size: int = 4, stage: int = 0) -> RankMemory:
+    return rank_memory(c, SMALL, world_size=world_size, stage=stage)
+
+
+def test_one_rank_has_all_parameters() -> None:
     dense = 4 * (ATTENTION + NORMS) + 3 * ROUTER + DENSE + 8 + 2 * 80 + 8
-    assert held_parameters(SMALL, ParallelSettings(), 0) == Held(dense, 3 * 4 * EXPERT)
-    assert num_parameters(SMALL) == dense + 12 * EXPERT
+    parameters = rank_parameters(SMALL, ParallelSettings(), 0)
+    assert parameters == RankParameters(dense, 3 * 4 * EXPERT)
+    assert num_parameters(SMALL) == parameters.total == dense + 12 * EXPERT
 
 
-def test_stages_hold_their_layers_and_the_tables_at_the_ends() -> None:
+def test_stages_have_their_layers_and_the_end_stages_a_table() -> None:
     pp2 = ParallelSettings(pp=2)
     layers = 2 * (ATTENTION + NORMS)
-    assert held_parameters(SMALL, pp2, 0) == Held(layers + ROUTER + DENSE + 8 + 80, 4 * EXPERT)
-    assert held_parameters(SMALL, pp2, 1) == Held(layers + 2 * ROUTER + 80 + 8, 8 * EXPERT)
-    tied = replace(SMALL, tie_word_embeddings=True)  # the last stage has a copy
-    assert held_parameters(tied, pp2, 1) == held_parameters(SMALL, pp2, 1)
-    assert (
-        held_parameters(SMALL, ParallelSettings(), 0).dense
-        - held_parameters(tied, ParallelSettings(), 0).dense
-        == 80
-    )
+    first = RankParameters(layers + ROUTER + DENSE + 8 + 80, 4 * EXPERT)
+    last = RankParameters(layers + 2 * ROUTER + 80 + 8, 8 * EXPERT)
+    assert rank_parameters(SMALL, pp2, 0) == first
+    assert rank_parameters(SMALL, pp2, 1) == last
 
 
-def test_ranks_share_layers_and_experts() -> None:
+def test_tied_embeddings_save_a_table_only_on_a_single_stage() -> None:
+    one_stage = ParallelSettings()
+    pp2 = ParallelSettings(pp=2)
+    tied_shape = replace(SMALL, tie_word_embeddings=True)
+    assert rank_parameters(tied_shape, pp2, 1) == rank_parameters(SMALL, pp2, 1)
+    untied_dense = rank_parameters(SMALL, one_stage, 0).dense
+    assert untied_dense - rank_parameters(tied_shape, one_stage, 0).dense == 80
+
+
+def test_tensor_and_expert_parallelism_split_parameters() -> None:
     four = ParallelSettings(tp=2, ep=2, sequence_parallel=True)
     dense = (4 * ATTENTION + DENSE) // 2 + 4 * NORMS + 3 * ROUTER + 8 + 2 * 40 + 8
-    assert held_parameters(SMALL, four, 0) == Held(dense, 6 * EXPERT)
-    assert held_parameters(SMALL, replace(four, etp=2), 0).experts == 3 * EXPERT
+    assert rank_parameters(SMALL, four, 0) == RankParameters(dense, 6 * EXPERT)
+    assert rank_parameters(SMALL, replace(four, etp=2), 0).experts == 3 * EXPERT
 
 
-def test_the_optimizer_is_shared_by_ranks_with_the_same_weights() -> None:
-    memory = rank_memory(settings(ep=2), SMALL, world_size=4, stage=0)
-    held = held_parameters(SMALL, ParallelSettings(ep=2), 0)
-    assert memory.parameters == memory.gradients == 4 * (held.dense + held.experts)
-    assert memory.optimizer == 8 * (
-        held.dense // 4 + held.experts // 2
-    )  # float32: two moments, no copy
-    c = settings(ep=2)
-    half = rank_memory(
-        replace(c, model=replace(c.model, dtype="bfloat16")), SMALL, world_size=4, stage=0
-    )
-    assert (half.parameters, half.gradients) == (memory.parameters // 2, memory.gradients)
-    assert half.optimizer == memory.optimizer * 3 // 2
+def test_ranks_with_equal_weights_share_the_optimizer() -> None:
+    c = make_settings(ep=2)
+    memory = memory_of(c)
+    parameters = rank_parameters(SMALL, ParallelSettings(ep=2), 0)
+    share = parameters.dense // 4 + parameters.experts // 2
+    assert memory.parameters == memory.gradients == 4 * parameters.total
+    assert memory.optimizer == 8 * share, "two moments, no copy of float32 weights"
+    bfloat16 = memory_of(replace(c, model=replace(c.model, dtype="bfloat16")))
+    assert bfloat16.parameters == memory.parameters // 2
+    assert bfloat16.gradients == memory.gradients
+    assert bfloat16.optimizer == memory.optimizer * 3 // 2
 
 
-def test_a_save_gathers_weights_and_moments_on_every_rank_and_copies_what_it_writes_meanwhile() -> (
-    None
-):
-    c = settings(ep=2)
-    held = held_parameters(SMALL, ParallelSettings(ep=2), 0)
-    assert rank_memory(c, SMALL, world_size=4, stage=0).host_save == 0
-    saving = replace(c, run=replace(c.run, checkpoint_every=1))
-    assert rank_memory(saving, SMALL, world_size=4, stage=0).host_save == 12 * (
-        held.dense + held.experts
-    )
-    copying = replace(saving, run=replace(saving.run, background_saves=True))
-    own = held.dense // 4 + held.experts // 2
-    assert (
-        rank_memory(copying, SMALL, world_size=4, stage=0).host_save
-        == 12 * (held.dense + held.experts) + 16 * own
-    )
-    before, after = (rank_memory(each, SMALL, world_size=4, stage=0).total for each in (c, copying))
-    assert before == after, "none of it lies on the device"
+def test_a_save_gathers_weights_and_moments_in_host_memory() -> None:
+    c = make_settings(ep=2)
+    parameters = rank_parameters(SMALL, ParallelSettings(ep=2), 0)
+    assert memory_of(c).host_save == 0
+    with_checkpoints = replace(c, run=replace(c.run, checkpoint_every=1))
+    assert memory_of(with_checkpoints).host_save == 12 * parameters.total
 
 
-def test_logits_are_the_last_stages_and_routes_those_of_its_layers() -> None:
-    first, last = (
-        rank_memory(settings(pp=2), SMALL, world_size=2, stage=stage) for stage in (0, 1)
-    )
-    assert (first.logits, last.logits) == (0, 3 * 100 * 10 * 4)
-    assert (first.routes, last.routes) == (
-        8 * 20 * 1 * 2,
-        8 * 20 * 2 * 2,
-    )  # 8 rollouts of 20 tokens, a byte an expert
-    many = rank_memory(settings(pp=2), replace(SMALL, num_experts=300), world_size=2, stage=1)
-    assert many.routes == 2 * last.routes
-    assert last.host_routes == last.routes
+def test_a_background_save_also_copies_the_share_that_a_rank_writes() -> None:
+    c = make_settings(ep=2)
+    parameters = rank_parameters(SMALL, ParallelSettings(ep=2), 0)
+    in_background = replace(c, run=replace(c.run, checkpoint_every=1, background_saves=True))
+    share = parameters.dense // 4 + parameters.experts // 2
+    assert memory_of(in_background).host_save == 12 * parameters.total + 16 * share
+    assert memory_of(in_background).total == memory_of(c).total, "the device needs nothing more"
 
 
-def test_recomputation_keeps_inputs_and_one_layer() -> None:
-    c = settings()
-    full = rank_memory(
-        replace(c, model=replace(c.model, recompute="full")), SMALL, world_size=1, stage=0
-    )
-    attended = 2 * 8 + 2 * 8 * 4 + 4 * 4
-    experts, dense = 2 * 8 + 2 * (2 * 8 + 3 * 16), 2 * 8 + 3 * 32
-    assert full.activations == 4 * 100 * (4 * 8 + attended + max(experts, dense))
-    none = rank_memory(c, SMALL, world_size=1, stage=0)
-    assert none.activations == 4 * 100 * (4 * attended + 3 * experts + dense)
+def test_last_stage_has_the_logits() -> None:
+    c = make_settings(pp=2)
+    assert memory_of(c, world_size=2, stage=0).logits == 0
+    assert memory_of(c, world_size=2, stage=1).logits == 3 * 100 * 10 * 4
 
 
-def test_an_engine_keeps_keys_and_values_of_all_its_requests() -> None:
-    c = settings()
+def test_stages_have_the_routes_of_their_layers() -> None:
+    c = make_settings(pp=2)
+    # 8 rollouts of 20 tokens, one byte for each of two experts
+    assert memory_of(c, world_size=2, stage=0).routes == 8 * 20 * 1 * 2
+    last = memory_of(c, world_size=2, stage=1)
+    assert last.routes == last.host_routes == 8 * 20 * 2 * 2
+    many_experts = rank_memory(c, replace(SMALL, num_experts=300), world_size=2, stage=1)
+    assert many_experts.routes == 2 * last.routes
+
+
+def test_full_recomputation_saves_inputs_and_one_layer() -> None:
+    c = make_settings()
+    attention = 2 * 8 + 2 * 8 * 4 + 4 * 4
+    experts = 2 * 8 + 2 * (2 * 8 + 3 * 16)
+    dense = 2 * 8 + 3 * 32
+    full = memory_of(replace(c, model=replace(c.model, recompute="full")), world_size=1)
+    assert full.activations == 4 * 100 * (4 * 8 + attention + max(experts, dense))
+    without = memory_of(c, world_size=1)
+    assert without.activations == 4 * 100 * (4 * attention + 3 * experts + dense)
+
+
+def test_engines_cache_keys_and_values_of_all_requests() -> None:
+    c = make_settings()
     c = replace(c, engine=replace(c.engine, max_running_requests=5, tp=2, dtype="float32"))
     memory = engine_memory(c, SMALL)
     assert memory.parameters == 4 * -(-num_parameters(SMALL) // 2)
     assert memory.kv_cache == 5 * 20 * 4 * 2 * 1 * 4 * 4
-    few = replace(c, engine=replace(c.engine, max_total_tokens=30))
-    assert engine_memory(few, SMALL).kv_cache == 30 * 4 * 2 * 1 * 4 * 4
+    small_cache = replace(c, engine=replace(c.engine, max_total_tokens=30))
+    assert engine_memory(small_cache, SMALL).kv_cache == 30 * 4 * 2 * 1 * 4 * 4
     latent = replace(SMALL, latent=LatentAttention(None, 6, 2, 2, 4))
     assert engine_memory(c, latent).kv_cache == 5 * 20 * 4 * (6 + 2) * 4
 
@@ -156,7 +167,5 @@ def test_an_engine_keeps_keys_and_values_of_all_its_requests() -> None:
 def test_published_models_have_their_published_size(name: str, count: int) -> None:
     from megatron_rl.models.families import read_shape
 
-    assert (
-        num_parameters(read_shape(Path(__file__).parents[1] / "support" / "published" / name))
-        == count
-    )
+    folder = Path(__file__).parents[1] / "support" / "published" / name
+    assert num_parameters(read_shape(folder)) == count

@@ -8,19 +8,40 @@ from megatron_rl.planning.rank_view import RankView
 
 
 def test_pipeline_layers_by_hand() -> None:
-    assert RankView.of(8, ParallelSettings(pp=2), pp_rank=1).layers == ((4, 5, 6, 7),)
-    assert RankView.of(8, ParallelSettings(pp=2, vpp=2), pp_rank=1).layers == ((2, 3), (6, 7))
-    with pytest.raises(ValueError, match=r"parallel\.pp"):
-        RankView.of(6, ParallelSettings(pp=4))
+    assert RankView.for_rank(8, ParallelSettings(pp=2), pp_rank=1).layers == ((4, 5, 6, 7),)
+    view = RankView.for_rank(8, ParallelSettings(pp=2, vpp=2), pp_rank=1)
+    assert view.layers == ((2, 3), (6, 7))
+
+
+@pytest.mark.parametrize(
+    ("parallel", "words"),
+    [
+        (ParallelSettings(pp=4), r"parallel\.pp"),
+        (ParallelSettings(pp=2, vpp=2), r"2 stage\(s\) of 2 chunks"),
+    ],
+)
+def test_layers_must_divide_over_stages_and_chunks(parallel: ParallelSettings, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        RankView.for_rank(6, parallel)
+
+
+def test_ranks_default_to_zero() -> None:
+    view = RankView.for_rank(8, ParallelSettings(pp=2, cp=2, tp=2, sequence_parallel=True))
+    assert (view.layers, view.cp_rank, view.sp_rank) == (((0, 1, 2, 3),), 0, 0)
+
+
+def test_tensor_parallelism_without_sequence_parallelism_splits_no_rows() -> None:
+    view = RankView.for_rank(2, ParallelSettings(tp=2), tp_rank=1)
+    assert (view.sp_rank, view.sp_size, view.row_multiple) == (0, 1, 1)
 
 
 def test_moe_rows_skip_dense_layers() -> None:
-    view = RankView.of(4, ParallelSettings(pp=2), pp_rank=1)
+    view = RankView.for_rank(4, ParallelSettings(pp=2), pp_rank=1)
     assert view.moe_rows((1, 2, 3)) == (1, 2)
 
 
 def test_zigzag_by_hand() -> None:
-    # two sequences of 8 and 4 rows over two context ranks: 4 chunks of 2 rows and of 1 row
+    # Two sequences of 8 and 4 rows on two context-parallel ranks: 4 chunks of 2 rows and of 1 row
     cu_seqlens = np.array([0, 8, 12], np.int32)
     rank0 = RankView(layers=((0,),), cp_rank=0, cp_size=2).input_rows(cu_seqlens)
     rank1 = RankView(layers=((0,),), cp_rank=1, cp_size=2).input_rows(cu_seqlens)
@@ -32,29 +53,44 @@ def test_zigzag_by_hand() -> None:
     st.lists(st.integers(1, 5), min_size=1, max_size=5),
     st.sampled_from([1, 2, 4]),
     st.sampled_from([1, 2]),
-    st.sampled_from([1, 2]),
-    st.sampled_from([1, 2]),
 )
-def test_rows_and_layers_partition(lengths: list[int], cp: int, tp: int, pp: int, vpp: int) -> None:
+def test_ranks_partition_the_rows(lengths: list[int], cp: int, tp: int) -> None:
+    parallel = ParallelSettings(cp=cp, tp=tp, sequence_parallel=tp > 1)
     rows: list[int] = []
-    layers: list[int] = []
+    num_rows = 0
     for cp_rank in range(cp):
         for tp_rank in range(tp):
-            parallel = ParallelSettings(cp=cp, tp=tp, sequence_parallel=tp > 1)
-            view = RankView.of(8, parallel, cp_rank=cp_rank, tp_rank=tp_rank)
-            padded = np.cumsum([0] + [n * view.row_multiple for n in lengths]).astype(np.int32)
-            rows += view.input_rows(padded).tolist()
+            view = RankView.for_rank(8, parallel, cp_rank=cp_rank, tp_rank=tp_rank)
+            row_counts = [length * view.row_multiple for length in lengths]
+            cu_seqlens = np.cumsum([0, *row_counts]).astype(np.int32)
+            rows += view.input_rows(cu_seqlens).tolist()
+            num_rows = int(cu_seqlens[-1])
+    assert sorted(rows) == list(range(num_rows))
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("vpp", [1, 2])
+def test_stages_partition_the_layers(pp: int, vpp: int) -> None:
+    layers: list[int] = []
     for pp_rank in range(pp):
-        held = RankView.of(8, ParallelSettings(pp=pp, vpp=vpp), pp_rank=pp_rank).layers
-        layers += [layer for chunk in held for layer in chunk]
-    assert sorted(rows) == list(range(int(padded[-1])))
+        chunks = RankView.for_rank(8, ParallelSettings(pp=pp, vpp=vpp), pp_rank=pp_rank).layers
+        layers += [layer for chunk in chunks for layer in chunk]
     assert sorted(layers) == list(range(8))
 
 
-def test_rows_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ValueError, match="pad the batch"):
-        RankView.of(2, ParallelSettings(tp=2, sequence_parallel=True)).input_rows(
-            np.array([0, 3], np.int32)
-        )
-    with pytest.raises(ValueError, match="context-parallel"):
-        RankView(layers=((0,),), cp_size=2).input_rows(np.array([0, 6], np.int32))
+def test_no_sequences_have_no_rows() -> None:
+    rows = RankView(layers=((0,),)).input_rows(np.array([0], np.int32))
+    assert rows.tolist() == []
+    assert rows.dtype == np.int64
+
+
+@pytest.mark.parametrize(
+    ("view", "num_rows", "words"),
+    [
+        (RankView(layers=((0,),), sp_size=2), 3, "3 rows .* sequence-parallel .* pad"),
+        (RankView(layers=((0,),), cp_size=2), 6, "6 rows .* context-parallel .* pad"),
+    ],
+)
+def test_rows_that_do_not_divide_are_refused(view: RankView, num_rows: int, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        view.input_rows(np.array([0, num_rows], np.int32))
