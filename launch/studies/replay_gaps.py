@@ -28,13 +28,13 @@ import msgspec
 
 from launch.comparison.errors import ended
 from megatron_rl.config.cli import compose
-from megatron_rl.config.hydra_errors import split_override
+from megatron_rl.config.overrides import split_override
 from megatron_rl.config.schema import Configuration
-from megatron_rl.config.values import NAME
+from megatron_rl.config.values import NAME_PATTERN
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.refusal import ConfigurationRefused
-from megatron_rl.models.checkpoint_inspection import inspect_checkpoint
 from megatron_rl.models.families import read_shape
+from megatron_rl.models.hf_checkpoint.inspection import inspect_checkpoint
 from megatron_rl.records.exit_record import read_exit_record
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def plan(given: argparse.Namespace) -> Iterator[GapCase]:
     for model in given.model:
         name, _, path = model.partition("=")
         shape, problems = inspect_checkpoint(path)
-        if shape is None or problems or not re.fullmatch(NAME, name):
+        if shape is None or problems or not re.fullmatch(NAME_PATTERN, name):
             told = (
                 "; ".join(problem.rule for problem in problems)
                 or "a name has letters, digits, '-' and '_'"
@@ -105,7 +105,7 @@ def plan(given: argparse.Namespace) -> Iterator[GapCase]:
             )
         replay = "train.replay=rollout" if shape.moe_layers else "train.replay=off"
         for head, *overrides in given.rollouts:
-            if not head.endswith(":") or not re.fullmatch(NAME, head[:-1]):
+            if not head.endswith(":") or not re.fullmatch(NAME_PATTERN, head[:-1]):
                 raise GapsRefused(
                     f"--rollouts {head}: begin with a name and a colon: --rollouts fp8: key=value ..."
                 )
@@ -182,8 +182,9 @@ def _gaps(c: Configuration, layout: Any, directory: Path) -> Gaps:
     from megatron_rl.losses import open_loss
     from megatron_rl.models.route_shape import route_shape
     from megatron_rl.planning.step_planner import StepPlanner
-    from megatron_rl.rollouts.recording.recorded_rollouts import UnfitRollout, fitting
-    from megatron_rl.rollouts.recording.writer import batch_directory, read_groups
+    from megatron_rl.rollouts.recording.format import batch_directory
+    from megatron_rl.rollouts.recording.reader import read_groups
+    from megatron_rl.rollouts.recording.recorded_rollouts import UnfitRollout, fit_rollout
     from megatron_rl.run.build import build_worker
 
     shape = read_shape(c.model.path)
@@ -200,7 +201,7 @@ def _gaps(c: Configuration, layout: Any, directory: Path) -> Gaps:
     routes = route_shape(shape) if c.train.replay == "rollout" else None
     try:
         kept = [
-            fitting(rollout, routes, shape.vocab_size)
+            fit_rollout(rollout, routes, shape.vocab_size)
             for _, rollouts in pairs
             for rollout in rollouts
         ]

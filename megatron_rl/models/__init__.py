@@ -1,1 +1,1 @@
-"""Model families by their Hugging Face checkpoints, and the tokenizer; nothing here imports torch."""
+"""Model families and tokenizers. Only `hf_checkpoint`, which reads tensors, imports torch."""

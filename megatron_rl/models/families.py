@@ -60,7 +60,7 @@ def read_shape(model_path: str | Path) -> ModelShape:
         raise ModelConfigError(f"{file}: {error}") from error
 
 
-def names_of(shape: ModelShape) -> Names:
+def parameter_names(shape: ModelShape) -> Names:
     """What the tensors of such a model are called."""
     return FAMILIES[shape.architecture].names
 

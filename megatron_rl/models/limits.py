@@ -10,12 +10,12 @@ from typing import Any
 from megatron_rl.models.shape import ModelShape
 
 # The settings that a model limits
-LIMITED = ("train.replay", "parallel.ep", "parallel.tp", "parallel.cp", "engine.ep", "engine.tp")
+LIMITED_KEYS = ("train.replay", "parallel.ep", "parallel.tp", "parallel.cp", "engine.ep", "engine.tp")
 _CPU_COLUMNS = 32  # SGLang widens an MLP to a multiple of this for each rank of an engine on CPUs
 _UNPROVEN = "no step of latent attention in such a grid has been compared with an exact one"
 
 
-def limits_of(
+def model_limits(
     shape: ModelShape, settings: Mapping[str, Any], *, engine_on_cpu: bool
 ) -> Iterator[tuple[str, str, str]]:
     """The key that is wrong, the rule and the remedy.

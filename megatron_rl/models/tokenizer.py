@@ -70,7 +70,7 @@ class Tokenizer:
         """Characters of the longest token, special tokens included."""
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=0)
 
-    def same_ids(self, other: Tokenizer) -> bool:
+    def has_same_ids(self, other: Tokenizer) -> bool:
         """Whether both give every token the same id."""
         return bool(self._backend.get_vocab(True) == other._backend.get_vocab(True))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.contracts.paths import missing_directory, new_directory_problem, path_problem
-from megatron_rl.models.checkpoint_inspection import inspect_checkpoint
+from megatron_rl.models.hf_checkpoint.inspection import inspect_checkpoint
 
 
 def test_path_problem_tells_files_from_directories(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from launch.testbed.tiny_families import FAMILIES, randomized
 from megatron_rl.config.schema import ModelSettings, OptimizerSettings
 from megatron_rl.models.families import read_shape
-from megatron_rl.models.tensor_files import CheckpointError
+from megatron_rl.models.hf_checkpoint.reader import CheckpointError
 from tests.mcore.test_hf_weights import build
 
 BUCKET = 30_000  # bytes; the largest parameter of the model has 6,400 and the whole model 250,000

@@ -4,9 +4,13 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.models.checkpoint_inspection import Defect, inspect_checkpoint
-from megatron_rl.models.weight_files import DamagedWeights, check_weight_files, weight_map
-from tests.support.character_tokenizer import write_character_tokenizer
+from launch.testbed.character_tokenizer import write_character_tokenizer
+from megatron_rl.models.hf_checkpoint.inspection import Defect, inspect_checkpoint
+from megatron_rl.models.hf_checkpoint.weight_files import (
+    DamagedWeights,
+    check_weight_files,
+    weight_map,
+)
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.models.families import FAMILIES, names_of, read_shape
+from megatron_rl.models.families import FAMILIES, parameter_names, read_shape
 from megatron_rl.models.shape import LatentAttention, ModelConfigError, Router
 
 _COMMON: dict[str, Any] = {
@@ -65,7 +65,7 @@ def test_mixtral_has_experts_everywhere_and_no_norms_of_queries(tmp_path: Path) 
         1e6,
         1e-5,
     )
-    assert names_of(shape)["mlp.experts.linear_fc1.weight"][0] == tuple(
+    assert parameter_names(shape)["mlp.experts.linear_fc1.weight"][0] == tuple(
         f"block_sparse_moe.experts.{{expert}}.{name}.weight" for name in ("w1", "w3")
     )
 

@@ -1,19 +1,18 @@
-"""Rules across values, each as the key that is wrong, the rule and the remedy; some look at files
-and host names.
-"""
+"""Rules across keys. Some of them read files, look up addresses or check what is installed."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from operator import attrgetter
 
+from megatron_rl.config.rules.broken_rule import BrokenRule
 from megatron_rl.config.rules.grid import check_grid, check_split
 from megatron_rl.config.rules.machine import (
     check_engine,
-    check_fit,
-    check_ranks,
+    check_formats_and_timeouts,
+    check_layer_spec,
     check_run,
-    check_spec,
+    check_sequence_length,
 )
 from megatron_rl.config.rules.method import (
     check_data,
@@ -22,47 +21,70 @@ from megatron_rl.config.rules.method import (
     check_pass_rates,
     check_replay,
 )
-from megatron_rl.config.rules.recompute import check_recompute, check_recomputed
-from megatron_rl.config.rules.state import check_mode, check_resume, check_unread
+from megatron_rl.config.rules.recompute import check_recompute, check_recomputed_modules
+from megatron_rl.config.rules.state import check_mode, check_resume, check_unread_keys
 from megatron_rl.config.rules.zero_variance import check_credit, check_selection
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.launch_facts import LaunchFacts
 from megatron_rl.contracts.refusal import Refusal
-from megatron_rl.models.checkpoint_inspection import inspect_checkpoint
-from megatron_rl.models.limits import LIMITED, limits_of
-from sglang_bridge.settings import device_of
+from megatron_rl.models.hf_checkpoint.inspection import inspect_checkpoint
+from megatron_rl.models.limits import LIMITED_KEYS, model_limits
+from megatron_rl.models.shape import ModelShape
+from sglang_bridge.settings import server_device
 
 
-def broken_rules(c: Configuration, facts: LaunchFacts, given: Collection[str]) -> Iterator[Refusal]:
-    """Every rule that the configuration breaks on this machine. given: keys of the command line."""
-    shape, problems = inspect_checkpoint(c.model.path, weights=c.model.init == "checkpoint")
-    broken = [("model.path", problem.rule, problem.remedy) for problem in problems]
-    broken += [*check_method(c), *check_data(c, given), *check_environment(c), *check_mode(c)]
-    broken += [
-        *check_selection(c, given),
-        *check_credit(c),
-        *check_spec(c.model, facts),
-        *check_resume(c),
-    ]
-    broken += [
-        *check_engine(c.engine, facts),
-        *check_grid(c.parallel, facts),
-        *check_ranks(c),
-        *check_run(c.run),
-        *check_pass_rates(c),
-        *check_replay(c),
-        *check_recompute(c.model, facts),
-    ]
-    if shape is not None:
-        broken += [*check_split(c.parallel, c.engine, shape), *check_fit(c, shape, facts)]
-        broken += check_recomputed(c.model, shape)
-        on_cpu = c.mode != "train_only" and device_of(c.engine, facts.num_gpus) == "cpu"
-        broken += limits_of(
-            shape, {key: attrgetter(key)(c) for key in LIMITED}, engine_on_cpu=on_cpu
-        )
-    if c.mode == "train_only":  # starts no engine
-        broken = [
-            (key, rule, remedy) for key, rule, remedy in broken if not key.startswith("engine.")
-        ]
-    for key, rule, remedy in (*broken, *check_unread(c, given)):
+def broken_rules(c: Configuration, facts: LaunchFacts, keys: Collection[str]) -> Iterator[Refusal]:
+    """Yield a refusal for every rule that the configuration breaks on this machine.
+
+    keys: those that the command line sets.
+    """
+    for key, rule, remedy in _broken_rules(c, facts, keys):
         yield Refusal(key, attrgetter(key)(c), rule, remedy)
+
+
+def _broken_rules(
+    c: Configuration, facts: LaunchFacts, keys: Collection[str]
+) -> Iterator[BrokenRule]:
+    shape, problems = inspect_checkpoint(c.model.path, weights=c.model.init == "checkpoint")
+    for problem in problems:
+        yield BrokenRule("model.path", problem.rule, problem.remedy)
+    for broken in (*_check_settings(c, facts, keys), *_check_model(c, facts, shape)):
+        starts_no_engine = c.mode == "train_only"
+        if not (starts_no_engine and broken.key.startswith("engine.")):
+            yield broken
+    yield from check_unread_keys(c, keys)
+
+
+def _check_settings(
+    c: Configuration, facts: LaunchFacts, keys: Collection[str]
+) -> Iterator[BrokenRule]:
+    yield from check_method(c)
+    yield from check_data(c, keys)
+    yield from check_environment(c)
+    yield from check_mode(c)
+    yield from check_selection(c, keys)
+    yield from check_credit(c)
+    yield from check_layer_spec(c.model, facts)
+    yield from check_resume(c)
+    yield from check_engine(c.engine, facts)
+    yield from check_grid(c.parallel, facts)
+    yield from check_formats_and_timeouts(c)
+    yield from check_run(c.run)
+    yield from check_pass_rates(c)
+    yield from check_replay(c)
+    yield from check_recompute(c.model, facts)
+
+
+def _check_model(
+    c: Configuration, facts: LaunchFacts, shape: ModelShape | None
+) -> Iterator[BrokenRule]:
+    """Yield the rules that depend on the model's shape; none if the shape cannot be read."""
+    if shape is None:
+        return
+    yield from check_split(c.parallel, c.engine, shape)
+    yield from check_sequence_length(c, shape, facts)
+    yield from check_recomputed_modules(c.model, shape)
+    has_cpu_engine = c.mode != "train_only" and server_device(c.engine, facts.num_gpus) == "cpu"
+    settings = {key: attrgetter(key)(c) for key in LIMITED_KEYS}
+    for limit in model_limits(shape, settings, engine_on_cpu=has_cpu_engine):
+        yield BrokenRule(*limit)

@@ -21,9 +21,14 @@ from megatron_rl.mcore.checkpoint.tensor_reader import TensorReader
 from megatron_rl.mcore.model import build_models
 from megatron_rl.mcore.weights.export import NamedTensors, hf_tensors
 from megatron_rl.mcore.weights.parameters import PlacedParameter, placed_parameters
-from megatron_rl.models.checkpoint_files import ShardWriter, begin, commit, discard
+from megatron_rl.models.hf_checkpoint.reader import CheckpointError
+from megatron_rl.models.hf_checkpoint.writer import (
+    ShardWriter,
+    begin_checkpoint,
+    commit_checkpoint,
+    discard_checkpoint,
+)
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.models.tensor_files import CheckpointError
 
 Bucket = Sequence[PlacedParameter]
 
@@ -95,7 +100,7 @@ def write_hf(weights: SavedWeights, target: Path, *, source: Path, dtype: torch.
     rank = dist.get_rank()
     try:
         if rank == 0:
-            begin(target)
+            begin_checkpoint(target)
         dist.barrier()
         for number in range(rank, len(weights.buckets), dist.get_world_size()):
             writer = ShardWriter(target, f"model-{number:05d}")
@@ -105,11 +110,11 @@ def write_hf(weights: SavedWeights, target: Path, *, source: Path, dtype: torch.
             writer.close()
         dist.barrier()
         if rank == 0:
-            commit(target, source=source, dtype=dtype)
+            commit_checkpoint(target, source=source, dtype=dtype)
         dist.barrier()
     except BaseException:
         if rank == 0:
-            discard(target)
+            discard_checkpoint(target)
         raise
 
 

@@ -10,9 +10,9 @@ from megatron.core import parallel_state
 
 from megatron_rl.mcore.weights.layout import ParameterLayout, join
 from megatron_rl.mcore.weights.parameters import PlacedParameter, placed_parameters
+from megatron_rl.models.hf_checkpoint.reader import CheckpointError, CheckpointReader
 from megatron_rl.models.names import Fusion
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.models.tensor_files import CheckpointError, TensorFiles
 
 _MISMATCH = "config.json and the weights do not belong together"
 
@@ -24,7 +24,7 @@ def load_hf_weights(models: Sequence[torch.nn.Module], shape: ModelShape, path: 
     Raises `CheckpointError` for missing or damaged files and for shapes that do not fit the model.
     """
     ep_rank = parallel_state.get_expert_model_parallel_rank()
-    with TensorFiles(Path(path)) as tensors:
+    with CheckpointReader(Path(path)) as tensors:
         for parameter in placed_parameters(models, shape):
             layout = parameter.layout(ep_rank)
             parts = [tensors.read(name) for name in layout.hf_names]

@@ -13,7 +13,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.module import Float16Module
 
 from megatron_rl.mcore.weights.layout import ParameterLayout, layout_of, shard
-from megatron_rl.models.families import names_of
+from megatron_rl.models.families import parameter_names
 from megatron_rl.models.names import Fusion, Names
 from megatron_rl.models.shape import ModelShape
 
@@ -75,7 +75,7 @@ def placed_parameters(
     Expert biases are buffers, not parameters, and are frozen.
     """
     experts_per_rank = shape.num_experts // parallel_state.get_expert_model_parallel_world_size()
-    names = names_of(shape)
+    names = parameter_names(shape)
     for chunk in models:
         inner = unwrap(chunk)
         layers = inner.decoder.layers

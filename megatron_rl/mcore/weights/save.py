@@ -10,7 +10,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_rl.mcore.weights.export import iterate_hf_weights
-from megatron_rl.models.checkpoint_files import SHARD_BYTES, ShardWriter, begin, commit
+from megatron_rl.models.hf_checkpoint.writer import (
+    SHARD_BYTES,
+    ShardWriter,
+    begin_checkpoint,
+    commit_checkpoint,
+)
 from megatron_rl.models.shape import ModelShape
 
 
@@ -32,7 +37,7 @@ def save_hf_weights(
     shard_bytes: the largest size of a shard; a larger tensor is a shard of its own.
     """
     if dist.get_rank() == 0:
-        begin(target)
+        begin_checkpoint(target)
     dist.barrier()
     replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     is_writer = replica == 0 and parallel_state.get_tensor_model_parallel_rank() == 0
@@ -45,5 +50,5 @@ def save_hf_weights(
         writer.close()
     dist.barrier()
     if dist.get_rank() == 0:
-        commit(target, source=source, dtype=dtype)
+        commit_checkpoint(target, source=source, dtype=dtype)
     dist.barrier()

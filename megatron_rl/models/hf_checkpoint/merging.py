@@ -8,8 +8,14 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.models.checkpoint_files import SHARD_BYTES, ShardWriter, begin, commit, discard
-from megatron_rl.models.tensor_files import CheckpointError, TensorFiles
+from megatron_rl.models.hf_checkpoint.reader import CheckpointError, CheckpointReader
+from megatron_rl.models.hf_checkpoint.writer import (
+    SHARD_BYTES,
+    ShardWriter,
+    begin_checkpoint,
+    commit_checkpoint,
+    discard_checkpoint,
+)
 
 # in its own dtype: a router's bias that is rounded chooses other experts
 _KEPT = ".e_score_correction_bias"
@@ -69,10 +75,10 @@ def merge_checkpoints(
     their tensors' names or shapes differ, and leaves nothing behind when it fails.
     """
     with ExitStack() as stack:
-        files = [stack.enter_context(TensorFiles(source, "checkpoint")) for source in sources]
+        files = [stack.enter_context(CheckpointReader(source, "checkpoint")) for source in sources]
         _require_same_tensors(sources, files)
-        begin(target)
-        stack.callback(discard, target)
+        begin_checkpoint(target)
+        stack.callback(discard_checkpoint, target)
         writer = ShardWriter(target, shard_bytes=shard_bytes)
         for name in files[0].names:
             tensors = [file.read(name) for file in files]
@@ -84,10 +90,10 @@ def merge_checkpoints(
                 )
             writer.add(name, merged)
         writer.close()
-        commit(target, source=sources[0], dtype=dtype)
+        commit_checkpoint(target, source=sources[0], dtype=dtype)
 
 
-def _require_same_tensors(sources: Sequence[Path], files: Sequence[TensorFiles]) -> None:
+def _require_same_tensors(sources: Sequence[Path], files: Sequence[CheckpointReader]) -> None:
     first, expected = sources[0], files[0].shapes()
     for source, file in zip(sources[1:], files[1:], strict=True):
         shapes = file.shapes()

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
-from megatron_rl.models.weight_files import DamagedWeights, weight_map
+from megatron_rl.models.hf_checkpoint.weight_files import DamagedWeights, weight_map
 
 _DTYPES = (
     torch.float32,
@@ -27,7 +27,7 @@ class CheckpointError(Failure, RuntimeError):
     exit_code = ExitCode.BAD_DATA
 
 
-class TensorFiles:
+class CheckpointReader:
     """The safetensors files of a checkpoint directory: a context, within which each is opened once
     and read lazily.
 
@@ -53,7 +53,7 @@ class TensorFiles:
         """Of its tensors, by name; reads no tensor."""
         return {name: tuple(self._holding(name).get_slice(name).get_shape()) for name in self.names}
 
-    def __enter__(self) -> TensorFiles:
+    def __enter__(self) -> CheckpointReader:
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from megatron_rl.contracts.paths import path_problem
 from megatron_rl.models.families import read_shape
+from megatron_rl.models.hf_checkpoint.weight_files import DamagedWeights, check_weight_files
 from megatron_rl.models.shape import ModelConfigError, ModelShape
 from megatron_rl.models.tokenizer import Tokenizer, TokenizerError, check_matches_model
-from megatron_rl.models.weight_files import DamagedWeights, check_weight_files
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from megatron_rl.models.weight_files import tensor_names
+from megatron_rl.models.hf_checkpoint.weight_files import tensor_names
 
 SHARD_BYTES = 4 << 30
 _COMPANIONS = (
@@ -26,19 +26,19 @@ _COMPANIONS = (
 )
 
 
-def begin(target: Path) -> None:
+def begin_checkpoint(target: Path) -> None:
     """Make room for a checkpoint that will be `target`."""
     partial = _partial(target)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
 
 
-def discard(target: Path) -> None:
+def discard_checkpoint(target: Path) -> None:
     """Remove what was written of a checkpoint that will not be complete."""
     shutil.rmtree(_partial(target), ignore_errors=True)
 
 
-def commit(target: Path, *, source: Path, dtype: torch.dtype | None) -> None:
+def commit_checkpoint(target: Path, *, source: Path, dtype: torch.dtype | None) -> None:
     """Make what was written `target`, with the tokenizer and configuration of `source`; what was
     there goes.
 

@@ -1,0 +1,1 @@
+"""Checkpoints in Hugging Face format: checking, reading, writing and merging their files."""

@@ -1,0 +1,194 @@
+"""Export of a training checkpoint to Hugging Face format.
+
+It uses no GPU. A rank holds one bucket of weights at a time, and several ranks share the work.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_rl.config.schema import ModelSettings, ParallelSettings
+from megatron_rl.contracts.exit_codes import ExitCode, Failure
+from megatron_rl.contracts.run_state import RunState
+from megatron_rl.models.families import read_shape
+from megatron_rl.models.hf_checkpoint.inspection import inspect_checkpoint
+from megatron_rl.records.progress import Progress
+from megatron_rl.records.write_errors import free_bytes
+from megatron_rl.run.checkpoints.state_file import read_state
+
+if TYPE_CHECKING:
+    from megatron_rl.mcore.job import Job
+
+BYTES_PER_VALUE = {"float32": 4, "bfloat16": 2, "float16": 2}
+_MIB = 2**20
+
+
+class ExportRefused(Failure):
+    """The options cannot be met. Nothing was written."""
+
+    exit_code = ExitCode.REFUSED
+
+
+class BadCheckpoint(Failure):
+    """The checkpoint is damaged, or it belongs to another model than its settings name."""
+
+    exit_code = ExitCode.BAD_DATA
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """Options of an export.
+
+    source: directory of a run, or of one checkpoint.
+    out: directory to create.
+    dtype: data type of the result. None takes `run.save_dtype` or the training data type.
+    model: start checkpoint. None takes `model.path` of the run.
+    bucket_mib: weights that a rank holds at a time, in MiB.
+    """
+
+    source: Path
+    out: Path
+    dtype: str | None = None
+    model: Path | None = None
+    bucket_mib: float = 1024.0
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """The checkpoint to export.
+
+    model: the start checkpoint and the training data type.
+    dtype: data type of the result.
+    step: last step of the checkpoint.
+    """
+
+    checkpoint: Path
+    model: ModelSettings
+    dtype: str
+    step: int
+
+
+def check_request(request: ExportRequest) -> None:
+    """Raise `ExportRefused` for options that cannot be met. This needs no torch."""
+    if not request.source.expanduser().is_dir():
+        raise ExportRefused(
+            f"{request.source}: there is no such directory. Give the directory of a run or of one "
+            "checkpoint"
+        )
+    if request.out.exists():
+        raise ExportRefused(
+            f"--out={request.out}: this path exists already. Give a directory that does not exist"
+        )
+    if not 0 < request.bucket_mib < float("inf"):
+        raise ExportRefused(
+            f"--bucket-mib={request.bucket_mib:g}: it must be above 0 and finite. Give the MiB of "
+            "weights that a rank may hold at a time"
+        )
+
+
+def export_checkpoint(request: ExportRequest) -> None:
+    """Export a checkpoint. Collective of the ranks that torchrun started, or one process alone.
+
+    Raises `ExportRefused`, `BadCheckpoint`, and `CheckpointError` for NaN and Inf.
+    """
+    check_request(request)
+    # The host has more memory than a GPU, and nothing is computed.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    from megatron_rl.mcore import compat
+    from megatron_rl.mcore.job import join, leave
+
+    job = join(ParallelSettings())
+    progress = Progress(0, enabled=job.rank == 0)
+    try:
+        plan = plan_export(request, job, progress)
+        with progress.task("importing Megatron"):
+            compat.install()
+            from megatron_rl.mcore import parallel
+        parallel.initialize(ParallelSettings(), seed=0, job=job)
+        progress.log(f"exporting {plan.checkpoint} after step {plan.step} as {plan.dtype}")
+        with progress.task("exporting"):
+            _write(plan, request)
+        progress.log(f"done: {request.out}")
+    finally:
+        leave()
+
+
+def plan_export(request: ExportRequest, job: Job, progress: Progress) -> ExportPlan:
+    """Choose the newest complete checkpoint and find its model. Collective.
+
+    Raises `BadCheckpoint` and `ExportRefused`.
+    """
+    from megatron_rl.run.checkpoints.resume import checkpoints_at, newest_complete
+
+    with progress.task("comparing the files with their hashes"):
+        checkpoint, damages = newest_complete(checkpoints_at(request.source), job)
+    if checkpoint is None:
+        reasons = " | ".join(damages) or "no checkpoint was found"
+        raise BadCheckpoint(
+            f"{request.source} holds no complete checkpoint ({reasons}). Give another directory"
+        )
+    for damage in damages:
+        progress.log(f"warning: skipping a damaged checkpoint: {damage}")
+    state = read_state(checkpoint)
+    model = find_model(state, request.model)
+    dtype = request.dtype or state.settings.get("run.save_dtype") or model.dtype
+    _require_space(request.out, model, dtype)
+    return ExportPlan(checkpoint, model, dtype, state.step)
+
+
+def find_model(state: RunState, override: Path | None) -> ModelSettings:
+    """Return the start checkpoint, whose configuration and tokenizer the result gets.
+
+    override: another location of the start checkpoint. Raises `ExportRefused`.
+    """
+    if override is None:
+        path = str(state.settings.get("model.path", ""))
+        key = f"model.path={path!r} in the settings of the checkpoint"
+        remedy = ". If it has moved, give its new location: --model=PATH"
+    else:
+        path = str(override)
+        key = f"--model={override}"
+        remedy = ""
+    _, defects = inspect_checkpoint(path, weights=False)
+    if defects:
+        reasons = "; ".join(f"{defect.rule}. {defect.remedy}" for defect in defects)
+        raise ExportRefused(f"{key}: {reasons}{remedy}")
+    return ModelSettings(path=path, dtype=state.settings.get("model.dtype", "float32"))
+
+
+def _require_space(out: Path, model: ModelSettings, dtype: str) -> None:
+    """Raise `ExportRefused` when the result would not fit on its disk."""
+    from megatron_rl.models.parameter_count import num_parameters
+
+    size = num_parameters(read_shape(model.path)) * BYTES_PER_VALUE[dtype]
+    free = free_bytes(out)
+    if free < size:
+        raise ExportRefused(
+            f"--out={out}: {free / _MIB:,.0f} MiB are free on this disk, and the result takes "
+            f"{size / _MIB:,.0f} MiB. Free some space, or give another directory"
+        )
+
+
+def _write(plan: ExportPlan, request: ExportRequest) -> None:
+    """Write the result. Collective.
+
+    Raises `BadCheckpoint`, and `CheckpointError` for NaN and Inf.
+    """
+    import torch
+
+    from megatron_rl.mcore.checkpoint import SavedWeights, write_hf
+
+    shape = read_shape(plan.model.path)
+    bucket_bytes = int(request.bucket_mib * _MIB)
+    dtype: Any = getattr(torch, plan.dtype)
+    try:
+        weights = SavedWeights(plan.checkpoint, shape, plan.model, bucket_bytes=bucket_bytes)
+        write_hf(weights, request.out, source=Path(plan.model.path), dtype=dtype)
+    except ValueError as error:
+        raise BadCheckpoint(
+            f"{error}. {plan.model.path} is not the model that it was trained from. Give that "
+            "model: --model=PATH"
+        ) from error
