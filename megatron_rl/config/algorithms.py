@@ -1,4 +1,4 @@
-"""The keys of `algo`: what all algorithms share, and what each has of its own."""
+"""The keys of `algo`: those of all algorithms, and those of each one."""
 
 from __future__ import annotations
 
@@ -21,39 +21,38 @@ from megatron_rl.config.values import (
 
 @dataclass(frozen=True, kw_only=True)
 class CorrectionSettings(Section):
-    """Weights of tokens that correct the engine's policy to the old one; `losses/corrections.py`
-    has the formulas.
+    """Weights of tokens that correct the policy of the engine to the old policy of the trainer.
+
+    `losses/corrections.py` has the formulas.
     """
 
     kind: Annotated[Literal["off", "tis", "icepop", "mis"], Off] = "off"
-    level: Literal["token", "sequence", "geometric"] | None = (
-        None  # of the ratio; null: the kind's own
-    )
-    low: OpenShare | None = (
-        None  # below it a ratio is masked; null: the kind's own, and so the upper one
-    )
-    high: Annotated[float, Gt(1)] | None = None  # above it a ratio is masked, or with tis truncated
+    # The level at which ratios are formed. null: the default of the kind.
+    level: Literal["token", "sequence", "geometric"] | None = None
+    # Tokens or sequences with a smaller ratio are masked. null: the default of the kind.
+    low: OpenShare | None = None
+    # Larger ratios are masked or, with kind=tis, truncated. null: the default of the kind.
+    high: Annotated[float, Gt(1)] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlgoSettings(Section):
-    """What every algorithm shares. `name` chooses the loss; see the subclasses."""
+    """The keys of all algorithms. `name` chooses the loss; its own keys are in the subclasses."""
 
     name: str
-    advantages: Literal["group", "one"] = (
-        "group"  # group: relative to the group; one: 1 for every judged rollout
-    )
-    normalize_std: bool = True  # divide group advantages by the group's standard deviation
+    # group: relative to the other rollouts of the group. one: 1 for every rollout with a verdict.
+    advantages: Literal["group", "one"] = "group"
+    # Divides group advantages by the group's standard deviation.
+    normalize_std: bool = True
     correction: CorrectionSettings = field(default_factory=CorrectionSettings)
-    permute_rewards: bool = (
-        False  # control experiment: verdicts shuffled across the batch; nothing can be learnt
-    )
+    # A control experiment: verdicts are shuffled across the batch, so that nothing can be learned.
+    permute_rewards: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class GrpoSettings(AlgoSettings):
-    """Token-level ratios with asymmetric clipping (DAPO's clip-higher), averaged over the batch's
-    tokens.
+    """GRPO: token-level ratios with asymmetric clipping (DAPO's clip-higher), averaged over the
+    tokens of the batch.
     """
 
     name: Literal["grpo"] = "grpo"
@@ -63,7 +62,7 @@ class GrpoSettings(AlgoSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class GspoSettings(AlgoSettings):
-    """Sequence-level ratios with gradients through the tokens (GSPO-token)."""
+    """GSPO-token: sequence-level ratios with gradients through the tokens."""
 
     name: Literal["gspo"] = "gspo"
     clip_low: OpenShare = 3e-4
@@ -72,20 +71,22 @@ class GspoSettings(AlgoSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class EspoSettings(AlgoSettings):
-    """Entropy-grouped importance sampling with entropy-adaptive clipping."""
+    """ESPO: importance sampling by entropy groups, with clip ranges that follow the entropy."""
 
     name: Literal["espo"] = "espo"
+    # The clip range per unit of normalized entropy.
     alpha: NotNegative = 0.02
-    fractions: list[Annotated[float, Gt(0), Le(1)]] = field(
-        default_factory=lambda: [0.2]
-    )  # []: no grouping
+    # The shares of a response's tokens, by entropy, that form groups. []: no grouping.
+    fractions: list[Annotated[float, Gt(0), Le(1)]] = field(default_factory=lambda: [0.2])
+    # The smallest clip range.
     min_clip: BelowOne = 3e-4
-    fixed_clip: OpenShare | None = None  # ablation: one epsilon instead of the adaptive ones
+    # For ablations: one clip range in place of the adaptive ones.
+    fixed_clip: OpenShare | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class SftSettings(AlgoSettings):
-    """Supervised: the mean negative log-likelihood of the response tokens."""
+    """Supervised fine-tuning: the mean negative log-likelihood of the response tokens."""
 
     name: Literal["sft"] = "sft"
     advantages: Literal["group", "one"] = "one"
@@ -93,9 +94,10 @@ class SftSettings(AlgoSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class CustomAlgoSettings(AlgoSettings):
-    """A loss of the user's own; `options` are its constructor's arguments."""
+    """A user-defined loss."""
 
     name: PluginName
+    # The constructor arguments of the loss.
     options: Options = field(default_factory=dict)
 
 
@@ -109,11 +111,11 @@ ALGORITHMS: dict[str, type[AlgoSettings]] = {
 
 
 def algorithm_of(algo: Any) -> str:
-    """Which of `ALGORITHMS` a tree of `algo` keys is checked against."""
+    """Return the name in `ALGORITHMS` whose class checks a tree of `algo` keys."""
     name = algo.get("name") if isinstance(algo, dict) else None
     return name if name in ALGORITHMS else "custom"
 
 
 def read_algorithm(tree: Any) -> AlgoSettings:
-    """The checked settings of a tree of `algo` keys."""
+    """Return the settings of a tree of `algo` keys. Raises `pydantic.ValidationError`."""
     return TypeAdapter(ALGORITHMS[algorithm_of(tree)]).validate_python(tree)

@@ -1,5 +1,5 @@
 """From Hydra's composed tree to the checked configuration: types and limits by pydantic, then the
-rules.
+rules across keys.
 """
 
 from __future__ import annotations
@@ -16,145 +16,194 @@ from pydantic_core import ErrorDetails
 
 from megatron_rl.config.algorithms import ALGORITHMS, algorithm_of
 from megatron_rl.config.curriculum import phase_refusals, phases_of
-from megatron_rl.config.hydra_errors import as_refusal, split_override
-from megatron_rl.config.keys import INNER, declared_keys, unknown_key
+from megatron_rl.config.hydra_errors import resolution_refusal
+from megatron_rl.config.keys import INNER_SECTIONS, declared_keys, unknown_key
+from megatron_rl.config.overrides import split_override
 from megatron_rl.config.rules import broken_rules
 from megatron_rl.config.schema import Configuration
-from megatron_rl.config.values import DOOR, NAME
+from megatron_rl.config.values import NAME_PATTERN, PLUGIN_PATTERN
 from megatron_rl.contracts.launch_facts import LaunchFacts
 from megatron_rl.contracts.refusal import ConfigurationRefused, Refusal, format_value
 
 _CONFIGURATION = TypeAdapter(Configuration)
-_FREE = ("options", "task_config")  # what a user's class or a generator takes
-_OF_TYPE, _NUMBER = "Give a value of that type", "Give such a number"
-_PATTERNS = {
-    DOOR: "Must be your own package.module:Name",
-    NAME: "A name has letters, digits, '.', '_', '-', starts with a letter or digit, has no '..'; run.root says where",
+# Keys whose values are arguments of user-defined classes or generators.
+_FREE_KEYS = ("options", "task_config")
+_TYPE_REMEDY = "Give a value of that type"
+_NUMBER_REMEDY = "Give such a number"
+_PATTERN_RULES = {
+    PLUGIN_PATTERN: "Must be your own package.module:Name",
+    NAME_PATTERN: (
+        "A name starts with a letter or digit, has only letters, digits, '.', '_' and '-', and no "
+        "'..'; run.root sets the place"
+    ),
 }
-# The beginning of pydantic's type of error | the rule | the remedy
+# The beginning of pydantic's error type, the rule, and the remedy. The first match counts.
 _RULES = (
-    ("greater_than_equal", "Must be at least {ge:.12g}", _NUMBER),
-    ("greater_than", "Must be greater than {gt:.12g}", _NUMBER),
-    ("less_than_equal", "Must be at most {le:.12g}", _NUMBER),
-    ("less_than", "Must be less than {lt:.12g}", _NUMBER),
-    ("finite_number", "Must be a finite number", _NUMBER),
-    ("int", "Must be a whole number", _OF_TYPE),
-    ("float", "Must be a number", _OF_TYPE),
-    ("bool", "Must be true or false", _OF_TYPE),
+    ("greater_than_equal", "Must be at least {ge:.12g}", _NUMBER_REMEDY),
+    ("greater_than", "Must be greater than {gt:.12g}", _NUMBER_REMEDY),
+    ("less_than_equal", "Must be at most {le:.12g}", _NUMBER_REMEDY),
+    ("less_than", "Must be less than {lt:.12g}", _NUMBER_REMEDY),
+    ("finite_number", "Must be a finite number", _NUMBER_REMEDY),
+    ("int", "Must be a whole number", _TYPE_REMEDY),
+    ("float", "Must be a number", _TYPE_REMEDY),
+    ("bool", "Must be true or false", _TYPE_REMEDY),
     ("string_too_long", "Must have at most {max_length} characters", "Shorten it"),
-    ("string", "Must be text", _OF_TYPE),
-    ("list", "Must be a list, such as [a,b]", _OF_TYPE),
-    ("", "Must be a group of keys, not a value", _OF_TYPE),
+    ("string", "Must be text", _TYPE_REMEDY),
+    ("list", "Must be a list, such as [a,b]", _TYPE_REMEDY),
+    ("", "Must be a group of keys, not a value", _TYPE_REMEDY),
 )
 
 
-def checked(
-    composed: DictConfig,
+def check_configuration(
+    tree: DictConfig,
     choices: Mapping[str, str | None],
     facts: LaunchFacts | None,
     overrides: Sequence[str] = (),
 ) -> Configuration:
-    """The configuration of a composed tree. choices: the option taken of each group. facts None:
-    without the rules.
+    """Return the configuration of a tree that Hydra composed.
 
-    Raises `ConfigurationRefused` with everything that types and limits refuse, or else with every
-    broken rule.
+    choices: the option chosen for each group of Hydra.
+    facts: the machine to check the rules against. With None only types and limits are checked.
+    overrides: those of the command line.
+
+    Raises `ConfigurationRefused` with all violations of types and limits, or else with all broken
+    rules.
     """
-    try:
-        tree: Any = OmegaConf.to_container(composed, resolve=True)
-    except OmegaConfBaseException as error:
-        raise ConfigurationRefused([as_refusal(error, overrides)]) from error
-    missing = OmegaConf.missing_keys(composed)
+    values = _resolve(tree, choices, overrides)
+    algorithm = algorithm_of(values["algo"])
     refusals = [
         Refusal(key, "???", "It has no default and was not given", f"Give it: {key}=...")
-        for key in missing
+        for key in OmegaConf.missing_keys(tree)
     ]
-    if isinstance(run := tree["run"], dict) and run["experiment"] is None:
-        run["experiment"] = choices.get("experiment") or "custom"
-    algorithm, chosen = (
-        algorithm_of(tree["algo"]),
-        (choices.get("algo") or "").partition("_")[0],
-    )  # espo of espo_wide
-    if chosen in ALGORITHMS and chosen != algorithm:
-        rule, remedy = (
-            f"The other keys are those of algo={chosen}",
-            f"Choose the group: algo={'|'.join(ALGORITHMS)}",
-        )
-        refusals.append(Refusal("algo.name", tree["algo"]["name"], rule, remedy))
+    refusals += _algorithm_refusals(values["algo"], algorithm, choices.get("algo"))
     try:
-        configuration = _CONFIGURATION.validate_python(_in_words(tree))
+        configuration = _CONFIGURATION.validate_python(_booleans_as_words(values))
     except ValidationError as error:
-        refusals += _from_pydantic(error, algorithm, {refusal.key for refusal in refusals})
+        refusals += _pydantic_refusals(error, algorithm, {refusal.key for refusal in refusals})
     if not refusals:
-        refusals = list(
-            phase_refusals(configuration, lambda error: _from_pydantic(error, algorithm, ()))
+        refusals += phase_refusals(
+            configuration, lambda error: _pydantic_refusals(error, algorithm, ())
         )
     if not refusals and facts is not None:
-        given = {split_override(text)[0] for text in overrides}
-        refusals = list(broken_rules(configuration, facts, given))
-        for phase in phases_of(configuration):
-            broken = (
-                refusal
-                for refusal in broken_rules(phase.configuration, facts, given)
-                if refusal not in refusals
-            )
-            refusals += [
-                r._replace(rule=f"In phase {phase.settings.name}: {r.rule}") for r in broken
-            ]
+        keys = {split_override(text)[0] for text in overrides}
+        refusals += _rule_refusals(configuration, facts, keys)
     if refusals:
-        places = {key: place for place, key in enumerate(declared_keys())}
-        refusals.sort(key=lambda refusal: places.get(refusal.key.partition(".")[0], len(places)))
-        raise ConfigurationRefused(refusals)
+        raise ConfigurationRefused(_in_order_of_sections(refusals))
     return configuration
 
 
-def _in_words(value: Any) -> Any:
-    """Booleans, which are numbers to Python, as words: pydantic then refuses them where a number is
-    wanted.
+def _resolve(tree: DictConfig, choices: Mapping[str, str | None], overrides: Sequence[str]) -> Any:
+    """Return the values of a tree with its interpolations resolved and the experiment named."""
+    try:
+        values: Any = OmegaConf.to_container(tree, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigurationRefused([resolution_refusal(error, overrides)]) from error
+    run = values["run"]
+    if isinstance(run, dict) and run["experiment"] is None:
+        run["experiment"] = choices.get("experiment") or "custom"
+    return values
+
+
+def _in_order_of_sections(refusals: Sequence[Refusal]) -> list[Refusal]:
+    places = {key: place for place, key in enumerate(declared_keys())}
+    return sorted(
+        refusals, key=lambda refusal: places.get(refusal.key.partition(".")[0], len(places))
+    )
+
+
+def _algorithm_refusals(algo: Any, algorithm: str, choice: str | None) -> Iterator[Refusal]:
+    """Yield the refusal of an algo.name that differs from the chosen group.
+
+    choice: the option of the group `algo`; espo_wide is an option of espo.
+    """
+    group = (choice or "").partition("_")[0]
+    if group in ALGORITHMS and group != algorithm:
+        rule = f"The other keys are those of algo={group}"
+        remedy = f"Choose the group: algo={'|'.join(ALGORITHMS)}"
+        yield Refusal("algo.name", algo["name"], rule, remedy)
+
+
+def _rule_refusals(c: Configuration, facts: LaunchFacts, keys: Collection[str]) -> list[Refusal]:
+    """Return the broken rules of the configuration, and those of each phase of its curriculum.
+
+    keys: those that the command line sets.
+    """
+    refusals = list(broken_rules(c, facts, keys))
+    for phase in phases_of(c):
+        new_refusals = [
+            refusal
+            for refusal in broken_rules(phase.configuration, facts, keys)
+            if refusal not in refusals
+        ]
+        place = f"In phase {phase.settings.name}"
+        refusals += [refusal._replace(rule=f"{place}: {refusal.rule}") for refusal in new_refusals]
+    return refusals
+
+
+def _booleans_as_words(value: Any) -> Any:
+    """Replace booleans by the words true and false.
+
+    Python counts booleans as numbers; as words pydantic refuses them where a number is expected.
     """
     if isinstance(value, dict):
-        return {key: inner if key in _FREE else _in_words(inner) for key, inner in value.items()}
+        return {
+            key: inner if key in _FREE_KEYS else _booleans_as_words(inner)
+            for key, inner in value.items()
+        }
     if isinstance(value, list):
-        return [_in_words(inner) for inner in value]
+        return [_booleans_as_words(inner) for inner in value]
     return str(value).lower() if isinstance(value, bool) else value
 
 
-def _from_pydantic(
-    error: ValidationError, algorithm: str, known: Collection[str]
+def _pydantic_refusals(
+    error: ValidationError, algorithm: str, known_keys: Collection[str]
 ) -> Iterator[Refusal]:
-    """One refusal for each key.
+    """Yield one refusal for each key of an error.
 
-    known: keys that are refused already, and `algo.name` stands for its whole section.
+    known_keys: keys that are refused already. `algo.name` among them stands for its whole section.
     """
-    by_key: dict[str, list[ErrorDetails]] = {}
+    errors_by_key: dict[str, list[ErrorDetails]] = {}
     for details in error.errors(include_url=False):
-        depth = 3 if ".".join(map(str, details["loc"][:2])) in INNER else 2
-        named, inside = (
-            details["loc"][:depth],
-            details["loc"][depth:],
-        )  # inside: indices, names of a union's members
-        key = ".".join(map(str, named)) + "".join(
-            f"[{part}]" for part in inside if isinstance(part, int)
-        )
-        by_key.setdefault(key, []).append(details)
-    for key, errors in by_key.items():
-        if key not in known and not (key.startswith("algo.") and "algo.name" in known):
-            yield _refusal(key, errors, declared_keys(algorithm).get(key))
+        errors_by_key.setdefault(_key_of(details["loc"]), []).append(details)
+    for key, errors in errors_by_key.items():
+        is_known = key in known_keys or (key.startswith("algo.") and "algo.name" in known_keys)
+        if not is_known:
+            yield _pydantic_refusal(key, errors, declared_keys(algorithm).get(key))
 
 
-def _refusal(key: str, errors: Sequence[ErrorDetails], declared: Field[Any] | None) -> Refusal:
-    kind, value, context = errors[0]["type"], errors[0]["input"], errors[0].get("ctx", {})
+def _key_of(location: Sequence[int | str]) -> str:
+    """Return the key of pydantic's location of an error, with indices as in engine.urls[1].
+
+    Beyond the key, a location has indices and the names of a union's members.
+    """
+    depth = 3 if ".".join(map(str, location[:2])) in INNER_SECTIONS else 2
+    indices = [f"[{part}]" for part in location[depth:] if isinstance(part, int)]
+    return ".".join(map(str, location[:depth])) + "".join(indices)
+
+
+def _pydantic_refusal(
+    key: str, errors: Sequence[ErrorDetails], field: Field[Any] | None
+) -> Refusal:
+    """Return the refusal of one key. errors: more than one for a value that may be of two types."""
+    kind = errors[0]["type"]
+    value = errors[0]["input"]
+    context = errors[0].get("ctx", {})
     if kind == "unexpected_keyword_argument":
         return unknown_key(key, value)
     if kind == "literal_error":
-        choices = re.findall("'([^']*)'", context["expected"])
-        own = ", or your own package.module:Name" if len(errors) > 1 else ""
-        return Refusal(
-            key, value, f"Must be one of {', '.join(choices)}{own}", "Choose one of these"
-        )
+        choices = ", ".join(re.findall("'([^']*)'", context["expected"]))
+        if len(errors) > 1:
+            choices += ", or your own package.module:Name"
+        return Refusal(key, value, f"Must be one of {choices}", "Choose one of these")
     if kind == "string_pattern_mismatch":
-        return Refusal(key, value, _PATTERNS[context["pattern"]], "Give such a name")
-    rule, remedy = next((r.format(**context), m) for name, r, m in _RULES if kind.startswith(name))
-    if remedy is _NUMBER and declared is not None and declared.default is not MISSING:
-        remedy += f", or leave the key out for its default {format_value(declared.default)}"
-    return Refusal(key, value, "Must not be null" if value is None else rule, remedy)
+        return Refusal(key, value, _PATTERN_RULES[context["pattern"]], "Give such a name")
+    rule, remedy = _rule_and_remedy(kind)
+    rule = "Must not be null" if value is None else rule.format(**context)
+    if remedy is _NUMBER_REMEDY and field is not None and field.default is not MISSING:
+        remedy += f", or leave the key out for its default {format_value(field.default)}"
+    return Refusal(key, value, rule, remedy)
+
+
+def _rule_and_remedy(kind: str) -> tuple[str, str]:
+    """Return the rule, with pydantic's context as fields, and the remedy of a type of error."""
+    return next((rule, remedy) for start, rule, remedy in _RULES if kind.startswith(start))

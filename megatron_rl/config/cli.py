@@ -1,6 +1,4 @@
-"""The configuration of a command line: composed by Hydra, and every mistake refused before torch is
-imported.
-"""
+"""The configuration of a command line: composed by Hydra and checked before torch is imported."""
 
 from __future__ import annotations
 
@@ -14,25 +12,30 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from megatron_rl.config.check import checked
-from megatron_rl.config.hydra_errors import as_refusal, as_typed, forbidden_arguments, settings_of
+from megatron_rl.config.check import check_configuration
+from megatron_rl.config.hydra_errors import (
+    composition_refusal,
+    forbidden_arguments,
+    overrides_of,
+    unparsable_overrides,
+)
 from megatron_rl.config.keys import register
+from megatron_rl.config.overrides import quote_text
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.launch_facts import LaunchFacts
 from megatron_rl.contracts.refusal import ConfigurationRefused
 
-_LAST_WORD_SECONDS = (
-    3.0  # torchrun ends every rank once one has ended: let the one that speaks end first
-)
+# torchrun ends every rank once one of them has ended, so the rank that reports must end first.
+_REPORT_SECONDS = 3.0
 HYDRA_CONF = Path(__file__).resolve().parents[2] / "hydra_conf"
 
 
 def main(run: Callable[[Configuration], int], config_dir: Path) -> int:
-    """Compose the configuration from `sys.argv`, check it and call `run` with it. Returns the exit
-    code.
+    """Compose the configuration of `sys.argv`, check it and call `run` with it.
 
-    Hydra's own questions (`--help`, `--cfg job`, `--info`) are answered without a run.
+    Hydra's own questions (`--help`, `--cfg job`, `--info`) are answered without a run. Returns the
+    exit code.
     """
     arguments = sys.argv[1:]
     try:
@@ -45,7 +48,7 @@ def main(run: Callable[[Configuration], int], config_dir: Path) -> int:
         if os.environ.get("RANK", "0") == "0":
             print(refused, file=sys.stderr)
         else:
-            time.sleep(_LAST_WORD_SECONDS)
+            time.sleep(_REPORT_SECONDS)
         return refused.exit_code
     return run(configuration)
 
@@ -56,52 +59,56 @@ def compose(
     facts: LaunchFacts | None = None,
     config_dir: Path = HYDRA_CONF,
 ) -> Configuration:
-    """The checked configuration of some overrides. facts: the machine to check against; by default
-    one CPU rank.
+    """Return the checked configuration of some overrides.
+
+    facts: the machine to check the rules against; by default one rank on a CPU.
 
     Raises `ConfigurationRefused`.
     """
-    composed, choices = _compose(overrides, config_dir)
-    return checked(composed, choices, facts or LaunchFacts(), overrides)
+    tree, choices = _compose(overrides, config_dir)
+    return check_configuration(tree, choices, facts or LaunchFacts(), overrides)
 
 
 def _answer(arguments: Sequence[str], config_dir: Path) -> int:
-    """Hydra's questions, what is wrong in our words.
+    """Answer Hydra's questions; mistakes are reported in our own words.
 
-    `--cfg job`: resolved where types and limits are kept.
+    `--cfg job` prints the configuration with its interpolations resolved, if types and limits hold.
     """
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it in silence
-    composed, choices = _compose(arguments, config_dir)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` then ends the output without an error
+    tree, choices = _compose(arguments, config_dir)
     if not {"--cfg", "-c", "--cfg=job"} & set(arguments):
         hydra.main(str(config_dir), "train_rl", version_base="1.3")(lambda _: None)()
         return ExitCode.OK
     try:
-        checked(composed, choices, None, settings_of(arguments))
+        check_configuration(tree, choices, None, overrides_of(arguments))
     except ConfigurationRefused:
-        print(OmegaConf.to_yaml(composed), end="", flush=True)
+        print(OmegaConf.to_yaml(tree), end="", flush=True)
         raise
-    print(OmegaConf.to_yaml(composed, resolve=True), end="")
+    print(OmegaConf.to_yaml(tree, resolve=True), end="")
     return ExitCode.OK
 
 
 def _compose(
     arguments: Sequence[str], config_dir: Path
 ) -> tuple[DictConfig, dict[str, str | None]]:
-    """The composed tree without Hydra's own part, and the option taken of each group."""
-    if refused := list(forbidden_arguments(arguments)):
-        raise ConfigurationRefused(refused)
-    overrides = settings_of(arguments)
+    """Return the composed tree without Hydra's own part, and the option chosen for each group."""
+    overrides = overrides_of(arguments)
+    refusals = list(forbidden_arguments(arguments)) or list(unparsable_overrides(overrides))
+    if refusals:
+        raise ConfigurationRefused(refusals)
     register()
-    try:
-        with hydra.initialize_config_dir(str(config_dir), version_base="1.3"):
-            composed = hydra.compose(
-                "train_rl", [*map(as_typed, overrides)], return_hydra_config=True
-            )
-    except (
-        Exception
-    ) as error:  # Hydra raises its own, OmegaConf's and plain ValueErrors for bad overrides
-        raise ConfigurationRefused([as_refusal(error, overrides)]) from error
-    choices = dict(composed.hydra.runtime.choices)
-    with open_dict(composed):
-        del composed["hydra"]
-    return composed, choices
+    with hydra.initialize_config_dir(str(config_dir), version_base="1.3"):
+        try:
+            tree = _compose_tree(overrides)
+        # Hydra raises its own errors, OmegaConf's and plain ValueErrors for mistakes of users.
+        except Exception as error:
+            refusal = composition_refusal(error, overrides, _compose_tree)
+            raise ConfigurationRefused([refusal]) from error
+    choices = dict(tree.hydra.runtime.choices)
+    with open_dict(tree):
+        del tree["hydra"]
+    return tree, choices
+
+
+def _compose_tree(overrides: Sequence[str]) -> DictConfig:
+    return hydra.compose("train_rl", [*map(quote_text, overrides)], return_hydra_config=True)

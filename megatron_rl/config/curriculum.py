@@ -1,6 +1,4 @@
-"""The curriculum of a run: a list of phases, each the configuration with a few keys changed, until a
-step, a token budget or an accuracy.
-"""
+"""The curriculum of a run: phases that change a few keys until a step, a token budget or an accuracy."""
 
 from __future__ import annotations
 

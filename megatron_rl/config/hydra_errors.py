@@ -1,18 +1,28 @@
-"""Refusals of what Hydra may not be asked, and of what it cannot compose."""
+"""Refusals of arguments that Hydra must not get, and of what it cannot compose."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from hydra.errors import MissingConfigException, OverrideParseException
+import yaml
+from hydra.core.override_parser.types import Override
+from hydra.errors import MissingConfigException
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    GrammarParseError,
+    InterpolationResolutionError,
+    OmegaConfBaseException,
+)
 
-from megatron_rl.config.keys import declared_keys, unknown_key
+from megatron_rl.config.keys import SECTIONS, declared_keys, unknown_key
+from megatron_rl.config.overrides import parse_override, split_override
 from megatron_rl.contracts.paths import missing_directory
 from megatron_rl.contracts.refusal import Refusal
 
-_INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
-_QUESTIONS: dict[str, tuple[str, ...]] = {  # with the words that may follow
+_INFO_TOPICS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+# Hydra's options that show something without a run, with the words that may follow each.
+_QUESTIONS: dict[str, tuple[str, ...]] = {
     "--help": (),
     "-h": (),
     "--hydra-help": (),
@@ -20,149 +30,173 @@ _QUESTIONS: dict[str, tuple[str, ...]] = {  # with the words that may follow
     "--resolve": (),
     "--cfg": ("job",),
     "-c": ("job",),
-    "--info": _INFO,
-    "-i": _INFO,
+    "--info": _INFO_TOPICS,
+    "-i": _INFO_TOPICS,
 }
-_COMPOSE = "The command python launch/train_rl.py --cfg job shows what is composed"
-# What the libraries say | the rule, None for their own first line | the remedy
-_KNOWN = (
-    (r"[Ii]nterpolation", None, "Name an existing key in ${...}, or quote it for the shell"),
-    (
-        r"appears more than once|Multiple values for",
-        "This group has a choice already",
-        "Replace it, without the +",
-    ),
-    (r"item is already at", "This key has a value already", "Write it without the +: KEY=VALUE"),
-    (r"Ambiguous value", "Hydra reads several values", "Quote it for the shell: 'KEY=\"VALUE\"'"),
-    (
-        r"override must be a string",
-        "A group needs the name of one of its options",
-        "Choose one that --help lists",
-    ),
-)
+_SEARCH_PATH = "hydra.searchpath"
+_COMPOSE_REMEDY = "The command python launch/train_rl.py --cfg job shows what is composed"
 
 
-def split_override(text: str) -> tuple[str, str]:
-    """Key and value of one `key=value` of the command line, its prefix +, ++ or ~ taken off."""
-    key, _, value = text.partition("=")
-    return key.lstrip("+~"), value
-
-
-def settings_of(arguments: Sequence[str]) -> list[str]:
-    """The arguments without questions and the words that belong to them."""
-    pairs = zip(["", *arguments], arguments, strict=False)
+def overrides_of(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments without Hydra's options and the words that belong to them."""
+    previous_arguments = ["", *arguments]
     return [
         text
-        for before, text in pairs
-        if not text.startswith("-") and text not in _QUESTIONS.get(before, ())
+        for previous, text in zip(previous_arguments, arguments, strict=False)
+        if not text.startswith("-") and text not in _QUESTIONS.get(previous, ())
     ]
 
 
-def as_typed(override: str) -> str:
-    """run.name=2026_11_21 in quotes, where text is wanted: Hydra would read the number 20261121."""
-    key, value = split_override(override)
-    declared = declared_keys().get(key)
-    text = declared is not None and str(declared.type).split(" | ")[0] in ("str", "Name")
-    plain = re.fullmatch(r"[\w.+-]+", value) and value != "null"
-    return f"{override.removesuffix(value)}'{value}'" if text and plain else override
-
-
 def forbidden_arguments(arguments: Sequence[str]) -> Iterator[Refusal]:
-    """Hydra's options but for its questions, its own settings but for the place of a user's files,
-    deleted keys.
+    """Yield a refusal for each argument that a run cannot take.
+
+    These are Hydra's options except its questions, its own settings except the search path of
+    user-defined files, deletions of keys, and sweeps.
     """
     for text, following in zip(arguments, [*arguments[1:], ""], strict=False):
-        key, value = split_override(text)
-        if text.startswith("-") and key not in _QUESTIONS:
-            rule = "One torchrun is one run: it takes key=value, and Hydra's questions --help, --cfg and --info"
-            own = key.lstrip("-") in declared_keys()
-            remedy = "Loop in the shell; hydra.searchpath=[file://DIR] is for files of your own"
-            yield Refusal(key, value, rule, f"Write {text.lstrip('-')}" if own else remedy)
-        elif key in ("--cfg", "-c") and (value or following) != "job":
-            yield Refusal(
-                key, value or following, "It shows the configuration of a job", "Write --cfg job"
-            )
-        elif key == "hydra.searchpath" and (lost := missing_directory(value)):
-            yield Refusal(
-                key,
-                value,
-                f"There is no directory {lost}",
-                "Write hydra.searchpath=[file:///DIRECTORY]",
-            )
-        elif key != "hydra.searchpath" and re.split("[@./]", key)[0] == "hydra":
-            rule = "Hydra's own settings are fixed: one torchrun is one run, and only the run writes files"
-            yield Refusal(
-                key,
-                value,
-                rule,
-                "run.root and run.name say where; loop in the shell for several runs",
-            )
-        elif text.startswith("~") and key in declared_keys():
-            remedy = f"Leave out ~{key}, and set what should differ"
-            yield Refusal(key, value, "Cannot be deleted: every key always exists", remedy)
+        if text.startswith("-"):
+            yield from _option_refusals(text, following)
+    for text in overrides_of(arguments):
+        override = parse_override(text)
+        if override is not None:
+            yield from _override_refusals(text, override)
 
 
-def as_refusal(error: Exception, overrides: Sequence[str]) -> Refusal:
-    """The refusal of a configuration that could not be composed.
+def unparsable_overrides(overrides: Sequence[str]) -> Iterator[Refusal]:
+    """Yield a refusal for each override that Hydra cannot parse."""
+    for text in overrides:
+        if parse_override(text) is None:
+            yield _unparsable(text)
 
-    overrides: the command line's, for their values.
-    """
-    given = dict(map(split_override, overrides))
-    if isinstance(error, OverrideParseException):
-        key, value = split_override(error.override)
-        if "=" not in error.override:
-            return Refusal(key, value, "A setting is key=value, without spaces", f"Write {key}=...")
+
+def _option_refusals(text: str, following: str) -> Iterator[Refusal]:
+    """following: the next argument, which may be the option's value."""
+    option, _, value = text.partition("=")
+    if option not in _QUESTIONS:
+        rule = (
+            "One torchrun starts one run, which takes key=value and Hydra's questions --help, "
+            "--cfg and --info"
+        )
+        remedy = f"Loop in the shell. For your own files use {_SEARCH_PATH}=[file://DIR]"
+        if option.lstrip("-") in declared_keys():
+            remedy = f"Write {text.lstrip('-')}"
+        yield Refusal(option, value, rule, remedy)
+    elif option in ("--cfg", "-c") and (value or following) != "job":
+        rule = "This option shows the configuration of a job"
+        yield Refusal(option, value or following, rule, "Write --cfg job")
+
+
+def _override_refusals(text: str, override: Override) -> Iterator[Refusal]:
+    key, value = split_override(text)
+    if key == _SEARCH_PATH:
+        if missing := missing_directory(value):
+            remedy = f"Write {_SEARCH_PATH}=[file:///DIRECTORY]"
+            yield Refusal(key, value, f"There is no directory {missing}", remedy)
+    elif override.is_hydra_override() or override.key_or_group == "hydra":
+        rule = "Hydra's own settings are fixed, because one torchrun starts one run"
+        remedy = "Use run.root and run.name for the directory. Loop in the shell for several runs"
+        yield Refusal(key, value, rule, remedy)
+    elif override.is_delete() and key in declared_keys():
+        remedy = f"Leave out ~{key}, and set what should differ"
+        yield Refusal(key, value, "No key can be deleted: every key always exists", remedy)
+    elif override.is_sweep_override():
+        remedy = f"Quote it for the shell: '{key}=\"{value}\"'"
+        yield Refusal(key, value, "Hydra reads several values, and a run takes one", remedy)
+
+
+def _unparsable(text: str) -> Refusal:
+    key, value = split_override(text)
+    if "=" not in text:
+        return Refusal(key, value, "A setting is key=value, without spaces", f"Write {key}=...")
+    example = f"'{key}=\"{value}\"'"
+    if value.startswith("["):
         items = ",".join(f"'{item.strip()}'" for item in value.strip("[]").split(","))
-        example = f'"{key}=[{items}]"' if value.startswith("[") else f"'{key}=\"{value}\"'"
-        return Refusal(key, value, "Hydra cannot parse this", f"Quote it for the shell: {example}")
-    if isinstance(error, MissingConfigException):
-        group, _, option = (error.missing_cfg_file or "").removesuffix(".yaml").rpartition("/")
-        key = group or next(
-            (key for key, value in given.items() if value == option), "configuration"
-        )
-        remedy = f"Choose one of {', '.join(error.options)}" if error.options else _COMPOSE
-        return Refusal(
-            key,
-            option,
-            f"There is no such file in {'/'.join(filter(None, ('hydra_conf', group)))}",
-            remedy,
-        )
-    text = str(error.__cause__ or error).strip()
-    key = _blamed(f"{error}\n{text}", given)
-    if re.match(r"Key '.+?' is not in struct", text):
-        return unknown_key(key, given.get(key, "?"))
-    if type(error).__module__.startswith("yaml"):
-        return Refusal(
-            key,
-            given.get(key, "?"),
-            f"A file is not YAML: {' '.join(text.split())}",
-            "Correct it there",
-        )
-    rule, remedy = next(
-        ((r, m) for pattern, r, m in _KNOWN if re.search(pattern, text)), (None, _COMPOSE)
-    )
-    remedy = remedy.replace("KEY", key).replace("VALUE", given.get(key, "?"))
+        example = f'"{key}=[{items}]"'
     return Refusal(
-        key, given.get(key, "?"), rule or (text.splitlines() or [type(error).__name__])[0], remedy
+        key, value, "Hydra cannot parse this value", f"Quote it for the shell: {example}"
     )
 
 
-def _blamed(message: str, given: dict[str, str]) -> str:
-    """The key that a message is about; where it names none, the only group chosen on the command
-    line.
+def composition_refusal(
+    error: Exception, overrides: Sequence[str], compose: Callable[[Sequence[str]], object]
+) -> Refusal:
+    """Return the refusal of overrides that Hydra cannot compose.
+
+    error: raised by compose(overrides). Composing fewer of the overrides again shows which of them
+    causes the error.
     """
-    patterns = (
-        r"full_key: (\S+)",
-        r"Could not \w+ '(.+?)'",
-        r"(\S+) appears more than once",
-        r"values for (\S+?)\.",
-        r"already at '(.+?)'",
-        r"argument '\+*(.+?)=",
-    )
-    named = next((found[1] for pattern in patterns if (found := re.search(pattern, message))), None)
-    groups = [key for key in given if "." not in key]
-    groups = [
-        key for key in groups if given[key] == "null" or not given[key][:1].isalpha()
-    ] or groups
-    named = named or (groups[0] if len(groups) == 1 else "configuration")
-    return next((key for key in given if key.startswith(f"{named}.") and named not in given), named)
+    if isinstance(error, MissingConfigException):
+        return _missing_file(error, overrides)
+    text = _failing_override(error, overrides, compose)
+    key, value = split_override(text) if text else ("configuration", "?")
+    cause = error.__cause__ or error
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError):
+        return unknown_key(key, value)
+    if isinstance(cause, yaml.YAMLError):
+        rule = f"A file is not YAML: {' '.join(str(cause).split())}"
+        return Refusal(key, value, rule, "Correct the file")
+    override = parse_override(text) if text else None
+    if override is not None and override.is_add() and key in (*declared_keys(), "experiment"):
+        return _repeated_key(key, value)
+    if override is not None and type(error) is ValueError:
+        rule = "A group needs the name of one of its options"
+        return Refusal(key, value, rule, "Choose one that --help lists")
+    return Refusal(key, value, _first_line(cause), _COMPOSE_REMEDY)
+
+
+def _failing_override(
+    error: Exception, overrides: Sequence[str], compose: Callable[[Sequence[str]], object]
+) -> str | None:
+    """Return the override with which the error first appears; None if it appears without any."""
+    search_paths = [text for text in overrides if split_override(text)[0] == _SEARCH_PATH]
+    others = [text for text in overrides if text not in search_paths]
+    for count in range(len(others) + 1):
+        try:
+            compose([*search_paths, *others[:count]])
+        except Exception as repeated_error:
+            if _is_same(repeated_error, error):
+                return others[count - 1] if count else None
+    return None
+
+
+def _is_same(error: Exception, other: Exception) -> bool:
+    return type(error) is type(other) and str(error) == str(other)
+
+
+def _missing_file(error: MissingConfigException, overrides: Sequence[str]) -> Refusal:
+    """Return the refusal of an option of a group, such as algo=ppo, that has no file."""
+    path = (error.missing_cfg_file or "").removesuffix(".yaml")
+    group, _, option = path.rpartition("/")
+    key = group
+    if not group:
+        values = dict(map(split_override, overrides))
+        key = next((key for key, value in values.items() if value == option), "configuration")
+    place = f"hydra_conf/{group}" if group else "hydra_conf"
+    options = error.options
+    remedy = f"Choose one of {', '.join(options)}" if options else _COMPOSE_REMEDY
+    return Refusal(key, option, f"There is no such file in {place}", remedy)
+
+
+def _repeated_key(key: str, value: str) -> Refusal:
+    """Return the refusal of a + in front of a key, or of a group, that has a value without it."""
+    if key in SECTIONS or key == "experiment":
+        remedy = f"Replace it, without the +: {key}={value}"
+        return Refusal(key, value, "This group has a choice already", remedy)
+    remedy = f"Write it without the +: {key}={value}"
+    return Refusal(key, value, "This key has a value already", remedy)
+
+
+def resolution_refusal(error: OmegaConfBaseException, overrides: Sequence[str]) -> Refusal:
+    """Return the refusal of a composed tree whose interpolations, such as ${key}, have no value."""
+    key = str(error.full_key or "configuration")
+    value = dict(map(split_override, overrides)).get(key, "?")
+    remedy = _COMPOSE_REMEDY
+    if isinstance(error, InterpolationResolutionError | GrammarParseError):
+        remedy = "Name an existing key in ${...}, or quote it for the shell"
+    return Refusal(key, value, _first_line(error), remedy)
+
+
+def _first_line(error: BaseException) -> str:
+    """Return the first line of a library's own message."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,5 +1,5 @@
-"""What follows from the declared sections: every key's full name, the tree that Hydra composes, and
-the nearest key.
+"""The full names of all keys, the tree of defaults that Hydra composes, and suggestions for unknown
+keys.
 """
 
 from __future__ import annotations
@@ -21,38 +21,47 @@ SECTIONS: dict[str, Any] = {
     name: cls for name, cls in get_type_hints(Configuration).items() if is_dataclass(cls)
 }
 # The sections within a section.
-INNER: dict[str, Any] = {
+INNER_SECTIONS: dict[str, Any] = {
     "algo.correction": CorrectionSettings,
     "selection.expert": SelectionExpertSettings,
 }
 
 
 def declared_keys(algorithm: str | None = None) -> dict[str, Field[Any]]:
-    """The keys of a configuration with this algorithm, or with any, by full name; a section's name
-    before its keys.
+    """Return the fields of all keys by full name, a section's name before its keys.
+
+    algorithm: a name in `ALGORITHMS`. With None the keys of all algorithms are included.
     """
-    found: dict[str, Field[Any]] = {}
+    keys: dict[str, Field[Any]] = {}
     for top in fields(Configuration):
-        classes = [SECTIONS[top.name]] if top.name in SECTIONS else []
-        if top.name == "algo":
-            classes = [ALGORITHMS[algorithm]] if algorithm else list(ALGORITHMS.values())
-        found[top.name] = top
-        found |= {f"{top.name}.{inner.name}": inner for cls in classes for inner in fields(cls)}
-        for name in (name for name in INNER if name in found and name.startswith(f"{top.name}.")):
-            found |= {f"{name}.{inner.name}": inner for inner in fields(INNER[name])}
-    return found
+        keys[top.name] = top
+        for section in _section_classes(top.name, algorithm):
+            for field in fields(section):
+                key = f"{top.name}.{field.name}"
+                keys[key] = field
+                if key in INNER_SECTIONS:
+                    inner = fields(INNER_SECTIONS[key])
+                    keys |= {f"{key}.{inner_field.name}": inner_field for inner_field in inner}
+    return keys
+
+
+def _section_classes(name: str, algorithm: str | None) -> list[Any]:
+    """Return the classes that declare the keys of a section; none for a top-level key."""
+    if name == "algo":
+        return [ALGORITHMS[algorithm]] if algorithm else list(ALGORITHMS.values())
+    return [SECTIONS[name]] if name in SECTIONS else []
 
 
 def register() -> None:
     """Make every key known to Hydra, and `${asset:NAME}`, the path of a checkpoint shipped with the
     package.
 
-    The sections are open to other keys while Hydra composes: pydantic then refuses them together
-    with all the rest.
+    The sections stay open to unknown keys while Hydra composes, so that pydantic refuses these
+    together with all other mistakes.
     """
     sections = {name: _defaults(section) for name, section in SECTIONS.items()}
     tree = OmegaConf.create(
-        {f.name: sections.get(f.name, f.default) for f in fields(Configuration)}
+        {field.name: sections.get(field.name, field.default) for field in fields(Configuration)}
     )
     for name in sections:
         OmegaConf.set_struct(tree[name], False)
@@ -64,35 +73,42 @@ def register() -> None:
 
 
 def _defaults(section: Any) -> dict[str, Any]:
-    made = {
-        f.name: f.default_factory() for f in fields(section) if f.default_factory is not MISSING
-    }
-    inner = {name.rpartition(".")[2]: asdict(cls()) for name, cls in INNER.items()}
-    made |= {name: inner[name] for name in made if name in inner}
-    return {
-        f.name: made.get(f.name, "???" if f.default is MISSING else f.default)
-        for f in fields(section)
-    }
+    """Return the default of each key of a section; "???" is Hydra's mark of a mandatory key."""
+    defaults = dict[str, Any]()
+    for field in fields(section):
+        if field.default_factory is not MISSING:
+            value = field.default_factory()
+            defaults[field.name] = asdict(value) if is_dataclass(value) else value
+        else:
+            defaults[field.name] = "???" if field.default is MISSING else field.default
+    return defaults
 
 
 def unknown_key(key: str, value: Any) -> Refusal:
-    """The refusal of a key, with the declared keys that look most like it."""
-    keys, (section, _, name) = declared_keys(), key.rpartition(".")
-    siblings = {
-        known.rpartition(".")[2]: known for known in keys if known.rpartition(".")[0] == section
-    }
-    siblings |= {} if section else {"experiment": "experiment"}
-    elsewhere = [known for known in keys if known.rpartition(".")[2] == name]
-    close = [
-        siblings[match] for match in difflib.get_close_matches(name.lower(), siblings, n=2)
-    ] or elsewhere[:3]
-    remedy = "The command python launch/train_rl.py --cfg job prints every key"
+    """Return the refusal of an unknown key, with the declared keys that look most like it."""
+    return Refusal(key, value, "There is no such key", _suggestion(key))
+
+
+def _suggestion(key: str) -> str:
+    keys = declared_keys()
     if key in keys:
-        remedy = f"It belongs to {' or '.join(f'algo={name}' for name in ALGORITHMS if key in declared_keys(name))}"
-    elif close:
-        remedy = f"Did you mean {' or '.join(close)}?"
-    elif siblings:
-        remedy = (
-            f"The keys {f'of {section}' if section else 'at the top'} are {', '.join(siblings)}"
-        )
-    return Refusal(key, value, "There is no such key", remedy)
+        owners = [name for name in ALGORITHMS if key in declared_keys(name)]
+        return f"It belongs to {' or '.join(f'algo={name}' for name in owners)}"
+    section, _, name = key.rpartition(".")
+    siblings = {
+        candidate.rpartition(".")[2]: candidate
+        for candidate in keys
+        if candidate.rpartition(".")[0] == section
+    }
+    if not section:
+        siblings["experiment"] = "experiment"
+    matches = difflib.get_close_matches(name.lower(), siblings, n=2)
+    suggestions = [siblings[match] for match in matches]
+    if not suggestions:
+        suggestions = [other for other in keys if other.rpartition(".")[2] == name][:3]
+    if suggestions:
+        return f"Did you mean {' or '.join(suggestions)}?"
+    if siblings:
+        place = f"of {section}" if section else "at the top level"
+        return f"The keys {place} are {', '.join(siblings)}"
+    return "The command python launch/train_rl.py --cfg job prints every key"

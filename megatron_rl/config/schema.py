@@ -250,7 +250,7 @@ class SelectionExpertSettings(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class SelectionSettings(Section):
-    """Which prompts a step samples, and how many rollouts of each. See docs/selection.md."""
+    """The selector of the prompts of a step. See docs/selection.md."""
 
     name: Literal["uniform", "oversample", "belief"] = "uniform"
     # oversample and belief: the largest number of rollouts of a step, in multiples of

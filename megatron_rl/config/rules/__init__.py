@@ -48,10 +48,10 @@ def _broken_rules(
     shape, problems = inspect_checkpoint(c.model.path, weights=c.model.init == "checkpoint")
     for problem in problems:
         yield BrokenRule("model.path", problem.rule, problem.remedy)
-    for broken in (*_check_settings(c, facts, keys), *_check_model(c, facts, shape)):
-        starts_no_engine = c.mode == "train_only"
-        if not (starts_no_engine and broken.key.startswith("engine.")):
-            yield broken
+    starts_no_engine = c.mode == "train_only"
+    for result in (*_check_settings(c, facts, keys), *_check_model(c, facts, shape)):
+        if not (starts_no_engine and result.key.startswith("engine.")):
+            yield result
     yield from check_unread_keys(c, keys)
 
 

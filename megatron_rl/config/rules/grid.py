@@ -1,5 +1,5 @@
-"""Megatron's grid: what the ranks and the model divide into, and what was compared with exact
-training steps.
+"""Rules of Megatron's grid of ranks: the sizes divide the job and the model, and whole training
+steps on such a grid have been compared with exact ones.
 """
 
 from __future__ import annotations
@@ -7,54 +7,75 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from megatron_rl.config.rules.broken_rule import BrokenRule
 from megatron_rl.config.schema import EngineSettings, ParallelSettings
 from megatron_rl.contracts.launch_facts import LaunchFacts
 from megatron_rl.models.pipeline_split import PipelineSplit
 from megatron_rl.models.shape import ModelShape
 
 
-def check_grid(p: ParallelSettings, facts: LaunchFacts) -> Iterator[tuple[str, str, str]]:
-    """The ranks of the job divide into the grid, and whole steps of such grids have been compared
-    with exact ones.
-    """
-    etp = p.etp or p.default_etp
-    shared = {name: size for name, size in (("tp", p.tp), ("pp", p.pp), ("cp", p.cp)) if size > 1}
-    experts = {"etp": etp, "ep": p.ep} | ({"pp": p.pp} if p.pp > 1 else {})
-    grids = [(list(shared)[-1:], shared), (["ep"], experts if p.ep > 1 else {})]
-    for key, sizes in grids:
-        if facts.world_size % (size := math.prod(sizes.values())):
-            rule = f"parallel.{' x '.join(sizes)} = {size} does not divide the {facts.world_size} rank(s) of this job"
+def check_grid(p: ParallelSettings, facts: LaunchFacts) -> Iterator[BrokenRule]:
+    """Yield broken rules about the ranks of the job, expert and sequence parallelism."""
+    yield from _check_world_size(p, facts)
+    yield from _check_expert_tensor_parallel(p)
+    if p.sequence_parallel != (p.tp > 1):
+        rule = (
+            f"MoE layers need sequence parallelism exactly if parallel.tp is above 1, "
+            f"and parallel.tp={p.tp}"
+        )
+        remedy = f"Use {str(p.tp > 1).lower()}, or change parallel.tp"
+        yield BrokenRule("parallel.sequence_parallel", rule, remedy)
+    if (p.vpp or 1) > 1 and p.pp == 1:
+        rule = "Virtual stages interleave pipeline stages, and there is only one"
+        yield BrokenRule("parallel.vpp", rule, "Leave it null, or raise parallel.pp")
+
+
+def _check_world_size(p: ParallelSettings, facts: LaunchFacts) -> Iterator[BrokenRule]:
+    dense_sizes = {
+        name: size for name, size in (("tp", p.tp), ("pp", p.pp), ("cp", p.cp)) if size > 1
+    }
+    expert_sizes = dict[str, int]()
+    if p.ep > 1:
+        expert_sizes = {"etp": p.etp or p.default_etp, "ep": p.ep}
+        if p.pp > 1:
+            expert_sizes["pp"] = p.pp
+    keys_and_sizes = [("ep", expert_sizes)]
+    if dense_sizes:
+        keys_and_sizes.insert(0, (list(dense_sizes)[-1], dense_sizes))
+    for key, sizes in keys_and_sizes:
+        size = math.prod(sizes.values())
+        if facts.world_size % size:
+            rule = (
+                f"parallel.{' x '.join(sizes)} = {size} does not divide the {facts.world_size} "
+                "rank(s) of this job"
+            )
             remedy = (
                 f"Start a multiple of {size} ranks (torchrun --nproc-per-node {size}), or lower it"
             )
-            yield f"parallel.{key[0]}", rule, remedy
+            yield BrokenRule(f"parallel.{key}", rule, remedy)
+
+
+def _check_expert_tensor_parallel(p: ParallelSettings) -> Iterator[BrokenRule]:
+    etp = p.etp or p.default_etp
     if p.ep == 1 and etp != p.tp:
-        rule = f"Without parallel.ep Megatron reduces experts' gradients as those of layers over parallel.tp={p.tp}"
-        yield "parallel.etp", f"{rule} ranks", "Leave it null, which is parallel.tp"
+        rule = (
+            "With parallel.ep=1 Megatron reduces the gradients of experts like those of other "
+            f"layers, over parallel.tp={p.tp} ranks"
+        )
+        yield BrokenRule("parallel.etp", rule, "Leave it null, which is parallel.tp")
     elif etp not in (1, p.tp):
-        rule = f"With parallel.tp={p.tp} no whole step of such a grid has been compared with an exact one"
-        yield "parallel.etp", rule, "Leave it null for whole experts, or use parallel.tp"
-    if p.sequence_parallel != (p.tp > 1):
-        rule = f"In MoE layers sequence parallelism and tensor parallelism come together, and parallel.tp={p.tp}"
-        yield (
-            "parallel.sequence_parallel",
-            rule,
-            f"Use {str(p.tp > 1).lower()}, or change parallel.tp",
+        rule = (
+            f"With parallel.tp={p.tp} no whole step on such a grid has been compared with an exact "
+            "one"
         )
-    if (p.vpp or 1) > 1 and p.pp == 1:
-        yield (
-            "parallel.vpp",
-            "Virtual stages interleave pipeline stages, of which there is only one",
-            "Leave it null",
-        )
+        remedy = "Leave it null for whole experts, or use parallel.tp"
+        yield BrokenRule("parallel.etp", rule, remedy)
 
 
 def check_split(
     p: ParallelSettings, engine: EngineSettings, shape: ModelShape
-) -> Iterator[tuple[str, str, str]]:
-    """Every part of the model divides evenly among the ranks that share it, and its layers over
-    pipeline stages.
-    """
+) -> Iterator[BrokenRule]:
+    """Yield broken rules about parts of the model that must divide evenly among ranks."""
     for key, size, part, count in (
         ("parallel.ep", p.ep, "expert", shape.num_experts),
         ("parallel.etp", p.etp or p.default_etp, "column of an expert", shape.moe_ffn_hidden_size),
@@ -66,21 +87,26 @@ def check_split(
         ("engine.tp", engine.tp, "attention head", shape.num_attention_heads),
     ):
         if count % size:
-            yield (
-                key,
-                f"The model's {count} {part}s cannot be split evenly over {size}",
-                f"Use a divisor of {count}",
-            )
+            noun, _, rest = part.partition(" of ")
+            parts = f"{noun}s of {rest}" if rest else f"{noun}s"
+            rule = f"The model's {count} {parts} cannot be split evenly over {size}"
+            yield BrokenRule(key, rule, f"Use a divisor of {count}")
     split = PipelineSplit(
         shape.num_layers, p.pp, p.vpp or 1, p.first_stage_layers, p.last_stage_layers
     )
     if problem := split.problem():
-        key = (
-            "first_stage_layers"
-            if p.first_stage_layers
-            else "last_stage_layers"
-            if p.last_stage_layers
-            else "pp"
+        remedy = (
+            "Choose other sizes, or give the first and the last stage fewer layers: "
+            "parallel.first_stage_layers, parallel.last_stage_layers"
         )
-        remedy = "Choose others, or give the first and the last stage fewer: parallel.first_stage_layers, ..."
-        yield f"parallel.{key}", f"Of the model's {shape.num_layers} layers {problem}", remedy
+        rule = f"Of the model's {shape.num_layers} layers, {problem}"
+        yield BrokenRule(f"parallel.{_split_key(p)}", rule, remedy)
+
+
+def _split_key(p: ParallelSettings) -> str:
+    """Return the key that most likely causes a problem of the pipeline split."""
+    if p.first_stage_layers:
+        return "first_stage_layers"
+    if p.last_stage_layers:
+        return "last_stage_layers"
+    return "pp"

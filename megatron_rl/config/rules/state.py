@@ -1,6 +1,4 @@
-"""What a run does and where it begins: modes, recorded rollouts, checkpoints, and the directory of
-a run before.
-"""
+"""Rules of modes, recorded rollouts, checkpoints, and the directory that a run resumes."""
 
 from __future__ import annotations
 
@@ -8,135 +6,131 @@ from collections.abc import Collection, Iterator
 from operator import attrgetter
 from pathlib import Path
 
+from megatron_rl.config.rules.broken_rule import BrokenRule
 from megatron_rl.config.schema import Configuration
 
-_SAVING = (
+_CHECKPOINT_KEYS = (
     "run.keep_checkpoints",
     "run.background_saves",
     "run.on_failed_save",
     "run.stop_within_s",
 )
-_NOTHING: tuple[object, ...] = (None, False, 0, "", "off", [], {})
-_REFUSED, _OF_STEPS = (
-    ("eval.stop_at", "eval.sets"),
-    ("eval.every", "eval.start_step", "run.save_weights"),
-)
-_UNREAD = {
+# Values that request nothing, such as eval.every=0.
+_EMPTY_VALUES: tuple[object, ...] = (None, False, 0, "", "off", [], {})
+_TRAINING_KEYS = ("eval.every", "eval.start_step", "run.save_weights")
+# The keys, or the beginnings of keys, that a mode does not read.
+_UNREAD_KEYS = {
     "train_only": ("engine.", "eval."),
     "rollout_only": ("eval.", "run.save_weights"),
-    "eval": _OF_STEPS,
+    "eval": _TRAINING_KEYS,
+    "profile": _TRAINING_KEYS,
 }
+# Keys with their own rules in `check_mode`.
+_OTHER_RULES = ("eval.stop_at", "eval.sets")
 
 
-def check_unread(c: Configuration, given: Collection[str]) -> Iterator[tuple[str, str, str]]:
-    """What the command line asks for is done; what a recipe brings may idle. Null, false, off and 0
-    ask for nothing.
+def check_unread_keys(c: Configuration, keys: Collection[str]) -> Iterator[BrokenRule]:
+    """Yield a broken rule for each key of the command line that requests something in vain.
+
+    Keys of an experiment's file may go unread. keys: those that the command line sets.
     """
-    for key in sorted(given):
-        if key in _SAVING and not c.run.checkpoint_every and _asks(c, key):
-            yield (
-                key,
-                "With run.checkpoint_every=0 nothing is saved",
-                "Give run.checkpoint_every=N, or remove it",
-            )
-        elif key.startswith(_UNREAD.get(c.mode, ())) and key not in _REFUSED and _asks(c, key):
-            yield key, f"mode={c.mode} has no use for it", "Remove it"
+    for key in sorted(keys):
+        if key in _CHECKPOINT_KEYS and not c.run.checkpoint_every and _requests(c, key):
+            rule = "With run.checkpoint_every=0 no checkpoint is saved"
+            yield BrokenRule(key, rule, "Give run.checkpoint_every=N, or remove it")
+        elif (
+            key.startswith(_UNREAD_KEYS.get(c.mode, ()))
+            and key not in _OTHER_RULES
+            and _requests(c, key)
+        ):
+            yield BrokenRule(key, f"This setting has no effect with mode={c.mode}", "Remove it")
 
 
-def _asks(c: Configuration, key: str) -> bool:
-    return attrgetter(key)(c) not in _NOTHING
+def _requests(c: Configuration, key: str) -> bool:
+    return attrgetter(key)(c) not in _EMPTY_VALUES
 
 
-def check_mode(c: Configuration) -> Iterator[tuple[str, str, str]]:
-    """Half a run has half the keys."""
-    recorded = c.rollout.recording
-    if c.mode == "train_only":
-        if recorded is None:
-            rule = "mode=train_only trains on rollouts that a run with mode=rollout_only recorded"
-            yield (
-                "rollout.recording",
-                rule,
-                "Give that run's directory: rollout.recording=runs/NAME",
-            )
-        elif not Path(recorded).expanduser().is_dir():
-            yield (
-                "rollout.recording",
-                f"There is no such directory (from {Path.cwd()})",
-                "Give a run's directory",
-            )
-    elif recorded is not None:
-        yield (
-            "rollout.recording",
-            f"mode={c.mode} draws its rollouts from engines",
-            "Remove it, or use mode=train_only",
-        )
-    if c.mode != "train" and c.eval.stop_at is not None:
-        yield (
-            "eval.stop_at",
-            f"mode={c.mode} has no steps that an accuracy could end",
-            "Leave it null",
-        )
+def check_mode(c: Configuration) -> Iterator[BrokenRule]:
+    """Yield broken rules about keys that do not fit the mode."""
+    yield from _check_recording(c)
+    yield from _check_checkpoints(c)
+    yield from _check_evaluation(c)
+    samples = c.mode in ("rollout_only", "eval", "profile")
+    if samples and c.environment.name == "demonstration":
+        rule = "environment.name=demonstration samples no responses"
+        yield BrokenRule("mode", rule, "Use mode=train")
+
+
+def _check_recording(c: Configuration) -> Iterator[BrokenRule]:
+    recording = c.rollout.recording
+    key = "rollout.recording"
+    if c.mode != "train_only":
+        if recording is not None:
+            rule = f"mode={c.mode} samples its rollouts from engines"
+            yield BrokenRule(key, rule, "Remove it, or use mode=train_only")
+    elif recording is None:
+        rule = "mode=train_only trains on rollouts that a run with mode=rollout_only recorded"
+        yield BrokenRule(key, rule, "Give the directory of that run: rollout.recording=runs/NAME")
+    elif not Path(recording).expanduser().is_dir():
+        rule = f"There is no such directory (from {Path.cwd()})"
+        yield BrokenRule(key, rule, "Give the directory of a run")
+
+
+def _check_checkpoints(c: Configuration) -> Iterator[BrokenRule]:
     if c.mode in ("eval", "profile", "rollout_only") and c.run.checkpoint_every:
-        yield (
-            "run.checkpoint_every",
-            f"mode={c.mode} changes no weights that could be saved",
-            "Use 0",
-        )
+        rule = f"mode={c.mode} changes no weights that could be saved"
+        yield BrokenRule("run.checkpoint_every", rule, "Use 0")
     if c.mode in ("eval", "profile") and c.run.resume == "auto":
-        yield (
-            "run.resume",
-            f"mode={c.mode} goes on with nothing",
-            "Give the path of a checkpoint, or use never",
-        )
+        rule = f"mode={c.mode} cannot be resumed"
+        yield BrokenRule("run.resume", rule, "Give the path of a checkpoint, or use never")
+    if c.mode == "rollout_only" and c.run.resume != "never":
+        rule = "mode=rollout_only starts from the start checkpoint, at its first step"
+        yield BrokenRule("run.resume", rule, "Use run.resume=never")
+
+
+def _check_evaluation(c: Configuration) -> Iterator[BrokenRule]:
+    if c.mode != "train" and c.eval.stop_at is not None:
+        rule = f"mode={c.mode} has no training steps that an accuracy could end"
+        yield BrokenRule("eval.stop_at", rule, "Leave it null")
     if c.mode != "eval" and c.eval.sets:
-        yield (
-            "eval.sets",
-            "Only mode=eval measures several sets",
-            "Use mode=eval, or data.eval_path for one",
-        )
+        rule = "Only mode=eval measures several sets"
+        yield BrokenRule("eval.sets", rule, "Use mode=eval, or data.eval_path for one set")
     for name, file in c.eval.sets.items():
         if not Path(file).expanduser().is_file():
-            yield (
-                "eval.sets",
-                f"{name}: there is no such file (from {Path.cwd()})",
-                "Give a JSONL file",
-            )
-    if c.mode == "rollout_only" and c.run.resume != "never":
-        rule = "mode=rollout_only records from the start checkpoint, from its first step"
-        yield "run.resume", rule, "Use run.resume=never"
-    if c.mode in ("rollout_only", "eval", "profile") and c.environment.name == "demonstration":
-        yield "mode", "environment.name=demonstration samples nothing", "Use mode=train"
+            rule = f"{name}: there is no such file (from {Path.cwd()})"
+            yield BrokenRule("eval.sets", rule, "Give a JSONL file")
 
 
-def check_resume(c: Configuration) -> Iterator[tuple[str, str, str]]:
-    """One run goes on in one directory, from something that is there."""
-    run = c.run
-    if run.resume == "auto":
-        if run.name is None:
-            rule = "The directory of a run without a name is called after the time, and is never found again"
-            yield (
-                "run.name",
-                rule,
-                "Give the run a name, or the path of a checkpoint: run.resume=runs/NAME",
-            )
-        if run.on_existing == "overwrite_failed":
-            rule = "It would remove the run that run.resume=auto goes on with"
-            yield "run.on_existing", rule, "Use run.on_existing=refuse, or run.resume=never"
-    elif run.resume != "never":
-        given = Path(run.resume).expanduser()
-        if not given.is_dir():
-            rule = f"Neither auto nor never, and no directory (from {Path.cwd()})"
-            yield (
-                "run.resume",
-                rule,
-                "Give auto, never, or the directory of a run or of one of its checkpoints",
-            )
-        elif (
-            run.name is not None
-            and given.resolve() == (Path(run.root).expanduser() / run.name).resolve()
-        ):
-            yield (
-                "run.resume",
-                "It is the directory of this run itself",
-                "Use run.resume=auto to go on in it",
-            )
+def check_resume(c: Configuration) -> Iterator[BrokenRule]:
+    """Yield broken rules about the directory or checkpoint that a run starts from."""
+    if c.run.resume == "auto":
+        yield from _check_automatic_resume(c)
+    elif c.run.resume != "never":
+        yield from _check_resume_path(c)
+
+
+def _check_automatic_resume(c: Configuration) -> Iterator[BrokenRule]:
+    if c.run.name is None:
+        rule = (
+            "Without a name the run's directory is named after the time, so it cannot be found "
+            "again"
+        )
+        remedy = "Give the run a name, or the path of a checkpoint: run.resume=runs/NAME"
+        yield BrokenRule("run.name", rule, remedy)
+    if c.run.on_existing == "overwrite_failed":
+        rule = "It would remove the run that run.resume=auto resumes"
+        remedy = "Use run.on_existing=refuse, or run.resume=never"
+        yield BrokenRule("run.on_existing", rule, remedy)
+
+
+def _check_resume_path(c: Configuration) -> Iterator[BrokenRule]:
+    path = Path(c.run.resume).expanduser()
+    if not path.is_dir():
+        rule = f"It is not auto, not never and not a directory (from {Path.cwd()})"
+        remedy = "Give auto, never, or the directory of a run or of one of its checkpoints"
+        yield BrokenRule("run.resume", rule, remedy)
+    elif c.run.name is not None:
+        directory = Path(c.run.root).expanduser() / c.run.name
+        if path.resolve() == directory.resolve():
+            rule = "It is the directory of this run itself"
+            yield BrokenRule("run.resume", rule, "Use run.resume=auto to resume it")

@@ -1,6 +1,4 @@
-"""Which prompts are asked, and what their groups are worth: nothing is switched on that nothing
-uses.
-"""
+"""Rules of prompt selection and of credit: no setting is without effect."""
 
 from __future__ import annotations
 
@@ -9,99 +7,132 @@ from dataclasses import fields
 from os.path import expanduser
 from pathlib import Path
 
+from megatron_rl.config.rules.broken_rule import BrokenRule
 from megatron_rl.config.schema import Configuration, CreditSettings, SelectionSettings
 from megatron_rl.contracts.paths import path_problem
 
-_READ = {
+# The keys of `selection` that each selector reads.
+_SELECTION_KEYS = {
     "uniform": ("name",),
     "oversample": ("name", "budget"),
     "belief": tuple(field.name for field in fields(SelectionSettings)),
 }
 
 
-def check_selection(c: Configuration, given: Collection[str]) -> Iterator[tuple[str, str, str]]:
-    """A selector's keys, probes that are smaller than groups, and groups that can be compared.
-    given: of the command line."""
-    selection, samples = c.selection, c.rollout.samples_per_prompt
-    asked = [key for key in given if key.partition(".")[0] == "selection"]
-    for key in asked:
-        name = key.partition(".")[2].partition(".")[0]
-        if name and name not in _READ[selection.name]:
-            owners = " or ".join(
-                f"selection={owner}" for owner, names in _READ.items() if name in names
-            )
-            yield (
-                key,
-                f"selection.name={selection.name} does not read it",
-                f"Remove it, or use {owners}",
-            )
-    if asked and c.mode in ("train_only", "eval", "profile"):
-        yield "selection.name", f"mode={c.mode} chooses no prompts", "Remove it, or use mode=train"
-    if selection.name != "uniform" and c.algo.advantages == "one":
-        rule = "With algo.advantages=one every judged rollout is trained on: no group is worth more than another"
-        yield "selection.name", rule, "Use selection=uniform, or algo.advantages=group"
-    if selection.name == "belief":
-        given_run = (
-            selection.beliefs_from if c.run.resume == "never" else None
-        )  # else it may have gone: it is not read
-        if given_run is not None and (problem := path_problem(expanduser(given_run), folder=True)):
+def check_selection(c: Configuration, keys: Collection[str]) -> Iterator[BrokenRule]:
+    """Yield broken rules about the selector, its keys and its probes.
+
+    keys: those that the command line sets.
+    """
+    selection_keys = [key for key in keys if key.partition(".")[0] == "selection"]
+    for key in selection_keys:
+        yield from _check_selection_key(c, key)
+    if selection_keys and c.mode in ("train_only", "eval", "profile"):
+        rule = f"mode={c.mode} selects no prompts"
+        yield BrokenRule("selection.name", rule, "Remove it, or use mode=train")
+    if c.selection.name != "uniform" and c.algo.advantages == "one":
+        rule = (
+            "With algo.advantages=one every rollout with a verdict is trained on, so that no group "
+            "is worth more than another"
+        )
+        remedy = "Use selection=uniform, or algo.advantages=group"
+        yield BrokenRule("selection.name", rule, remedy)
+    if c.selection.name == "belief":
+        yield from _check_beliefs(c)
+
+
+def _check_selection_key(c: Configuration, key: str) -> Iterator[BrokenRule]:
+    """Yield a broken rule if the selector does not read this key."""
+    name = key.partition(".")[2].partition(".")[0]
+    if name and name not in _SELECTION_KEYS[c.selection.name]:
+        owners = [owner for owner, names in _SELECTION_KEYS.items() if name in names]
+        rule = f"selection.name={c.selection.name} does not read this key"
+        remedy = f"Remove it, or use {' or '.join(f'selection={owner}' for owner in owners)}"
+        yield BrokenRule(key, rule, remedy)
+
+
+def _check_beliefs(c: Configuration) -> Iterator[BrokenRule]:
+    beliefs_from = c.selection.beliefs_from
+    # A resumed run does not read the other run again, which may have been deleted.
+    if beliefs_from is not None and c.run.resume == "never":
+        problem = path_problem(expanduser(beliefs_from), folder=True)
+        if problem is not None:
+            rule = f"{problem} (from {Path.cwd()})"
             remedy = (
                 "Give the directory of a run with selection=belief, or of one of its checkpoints"
             )
-            yield "selection.beliefs_from", f"{problem} (from {Path.cwd()})", remedy
-        if selection.probe_samples == 1 or selection.probe_samples >= samples:
-            rule = f"A probe is compared within itself, and is less than a group of {samples}"
-            yield (
-                "selection.probe_samples",
-                rule,
-                f"Give 2 to {samples - 1}, or 0 for whole groups" if samples > 2 else "Use 0",
-            )
+            yield BrokenRule("selection.beliefs_from", rule, remedy)
+    probe = c.selection.probe_samples
+    samples = c.rollout.samples_per_prompt
+    if probe == 1 or probe >= samples:
+        rule = (
+            "The responses of a probe are compared with each other, and it is smaller than a group "
+            f"of {samples}"
+        )
+        remedy = f"Give 2 to {samples - 1}, or 0 for whole groups" if samples > 2 else "Use 0"
+        yield BrokenRule("selection.probe_samples", rule, remedy)
 
 
-def check_credit(c: Configuration) -> Iterator[tuple[str, str, str]]:
-    """What belongs together, and lengths that a response can have."""
-    credit, longest = c.credit, c.rollout.max_new_tokens
-    given = {f.name for f in fields(CreditSettings) if getattr(credit, f.name) != f.default}
+def check_credit(c: Configuration) -> Iterator[BrokenRule]:
+    """Yield broken rules about keys of `credit` without effect, and about lengths."""
+    changed_names = {
+        field.name
+        for field in fields(CreditSettings)
+        if getattr(c.credit, field.name) != field.default
+    }
     if c.algo.advantages == "one":
         rule = (
-            "With algo.advantages=one every judged rollout has the advantage 1, whatever its group"
+            "With algo.advantages=one every rollout with a verdict has the advantage 1, whatever "
+            "its group"
         )
-        yield from (
-            (f"credit.{name}", rule, "Remove it, or use algo.advantages=group")
-            for name in sorted(given)
-        )
+        for name in sorted(changed_names):
+            remedy = "Remove it, or use algo.advantages=group"
+            yield BrokenRule(f"credit.{name}", rule, remedy)
         return
-    zvp, shapes = (
-        "zvp" in (credit.all_correct, credit.all_incorrect),
-        "shape" in (credit.tied_correct, credit.tied_incorrect),
-    )
-    for name, used, remedy in (
-        ("zvp_alpha", zvp, "credit.all_correct=zvp or credit.all_incorrect=zvp"),
-        ("tied_scale", shapes, "credit.tied_correct=shape or credit.tied_incorrect=shape"),
+    for name, is_used, remedy in _uses_of_credit_keys(c.credit):
+        if name in changed_names and not is_used:
+            rule = "This setting has no effect"
+            yield BrokenRule(f"credit.{name}", rule, f"Remove it, or use {remedy}")
+    yield from _check_lengths(c)
+
+
+def _uses_of_credit_keys(credit: CreditSettings) -> list[tuple[str, bool, str]]:
+    """Return keys that depend on others: the name, whether it is used, and the keys to use it."""
+    has_zvp = "zvp" in (credit.all_correct, credit.all_incorrect)
+    has_shape = "shape" in (credit.tied_correct, credit.tied_incorrect)
+    has_length = bool(credit.length)
+    has_repetition = bool(credit.repetition_ngram)
+    is_shaped = bool(credit.shaping)
+    return [
+        ("zvp_alpha", has_zvp, "credit.all_correct=zvp or credit.all_incorrect=zvp"),
+        ("tied_scale", has_shape, "credit.tied_correct=shape or credit.tied_incorrect=shape"),
         ("length_buffer", credit.length == "buffer", "credit.length=buffer"),
         ("length_excess", credit.length == "excess", "credit.length=excess"),
-        ("tied_correct", credit.length, "credit.length=buffer or excess: only length tells"),
+        (
+            "tied_correct",
+            has_length,
+            "credit.length=buffer or excess, which alone distinguishes correct responses",
+        ),
         (
             "tied_incorrect",
-            credit.repetition_ngram,
-            "credit.repetition_ngram=40: only repetition tells",
+            has_repetition,
+            "credit.repetition_ngram=40, which alone distinguishes incorrect responses",
         ),
-        ("length", credit.shaping or credit.tied_correct == "shape", "credit.shaping above 0"),
+        ("length", is_shaped or credit.tied_correct == "shape", "credit.shaping above 0"),
         (
             "repetition_ngram",
-            credit.shaping or credit.tied_incorrect == "shape",
+            is_shaped or credit.tied_incorrect == "shape",
             "credit.shaping above 0",
         ),
+    ]
+
+
+def _check_lengths(c: Configuration) -> Iterator[BrokenRule]:
+    longest = c.rollout.max_new_tokens
+    for name, tokens, limit in (
+        ("length_buffer", c.credit.length_buffer, longest),
+        ("repetition_ngram", c.credit.repetition_ngram, longest - 1),
     ):
-        if name in given and not used:
-            yield f"credit.{name}", "It would change nothing", f"Remove it, or use {remedy}"
-    for name, tokens in (
-        ("length_buffer", credit.length_buffer),
-        ("repetition_ngram", credit.repetition_ngram),
-    ):
-        if tokens is not None and tokens >= longest + (name == "length_buffer"):
-            yield (
-                f"credit.{name}",
-                f"A response has at most rollout.max_new_tokens={longest} tokens",
-                "Give fewer",
-            )
+        if tokens is not None and tokens > limit:
+            rule = f"A response has at most rollout.max_new_tokens={longest} tokens"
+            yield BrokenRule(f"credit.{name}", rule, f"Give at most {limit}")

@@ -1,0 +1,58 @@
+"""Overrides of the command line, as Hydra's own parser reads them."""
+
+from __future__ import annotations
+
+import functools
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import OverrideParseException
+
+from megatron_rl.config.keys import declared_keys
+
+
+def parse_override(text: str) -> Override | None:
+    """Return one override such as `+group=option`; None where Hydra cannot parse it."""
+    try:
+        return _parser().parse_overrides([text])[0]
+    except OverrideParseException:
+        return None
+
+
+def split_override(text: str) -> tuple[str, str]:
+    """Return key and value of an override as they are written, without the prefix +, ++ or ~.
+
+    The value is empty where there is none. Text that Hydra cannot parse is split at its first `=`.
+    """
+    key, _, value = text.partition("=")
+    override = parse_override(text)
+    if override is None:
+        return key.lstrip("+~"), value
+    if override.package is None:
+        return override.key_or_group, value
+    return f"{override.key_or_group}@{override.package}", value
+
+
+def quote_text(text: str) -> str:
+    """Return an override whose value Hydra reads as the text that was typed, where text is wanted.
+
+    Without quotes run.name=2026_11_21 would be the number 20261121.
+    """
+    override = parse_override(text)
+    if override is None or override.is_sweep_override():
+        return text
+    if not _is_text(override.key_or_group) or not isinstance(override.value(), bool | int | float):
+        return text
+    value = override.get_value_string()
+    return f"{text.removesuffix(value)}'{value.strip()}'"
+
+
+def _is_text(key: str) -> bool:
+    """Return whether a key is declared as text; annotations are strings such as "Name | None"."""
+    field = declared_keys().get(key)
+    return field is not None and str(field.type).split(" | ")[0] in ("str", "Name")
+
+
+@functools.cache
+def _parser() -> OverridesParser:
+    return OverridesParser.create()
