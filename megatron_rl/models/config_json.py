@@ -1,6 +1,4 @@
-"""What the `config.json` of every family holds, as transformers 4 or 5 writes it; a family adds its
-own keys.
-"""
+"""Keys of `config.json` that all model families share, as transformers 4 or 5 writes them."""
 
 from __future__ import annotations
 
@@ -17,14 +15,18 @@ Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Index = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 NotNegative = Annotated[float, Meta(ge=0, le=1e30)]
 Theta = Annotated[float, Meta(ge=1, le=1e30)]
-S = TypeVar("S", bound=msgspec.Struct)
+ConfigType = TypeVar("ConfigType", bound=msgspec.Struct)
+
+_MAX_VALUE_LENGTH = 80  # characters of a value in a message
 
 
-class Rope(msgspec.Struct):
+class RopeConfig(msgspec.Struct):
+    """Rotary embedding. The keys from `factor` on are YaRN's."""
+
     rope_type: str | None = None
     type: str | None = None
     rope_theta: Theta | None = None
-    factor: Theta | None = None  # these six of YaRN
+    factor: Theta | None = None
     original_max_position_embeddings: Count | None = None
     beta_fast: NotNegative = 32.0
     beta_slow: NotNegative = 1.0
@@ -37,7 +39,7 @@ class Rope(msgspec.Struct):
 
 
 class DecoderConfig(msgspec.Struct, kw_only=True):
-    """The keys of any decoder. A key that is missing has the value that transformers gives it."""
+    """Keys of any decoder. A missing key has the default of transformers."""
 
     num_hidden_layers: Count
     hidden_size: Count
@@ -47,8 +49,8 @@ class DecoderConfig(msgspec.Struct, kw_only=True):
     intermediate_size: Count
     vocab_size: Count
     rope_theta: Theta = 10000.0  # transformers 4, with rope_scaling
-    rope_scaling: Rope | None = None
-    rope_parameters: Rope | None = None  # transformers 5
+    rope_scaling: RopeConfig | None = None
+    rope_parameters: RopeConfig | None = None  # transformers 5
     rms_norm_eps: NotNegative = 1e-6
     initializer_range: NotNegative = 0.02
     tie_word_embeddings: bool = False
@@ -59,24 +61,22 @@ class DecoderConfig(msgspec.Struct, kw_only=True):
     quantization_config: dict[str, Any] = {}
 
     @property
-    def rope(self) -> Rope:
-        return self.rope_parameters or self.rope_scaling or Rope()
+    def rope(self) -> RopeConfig:
+        return self.rope_parameters or self.rope_scaling or RopeConfig()
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
         if self.eos_token_id is None:
             return ()
-        return (
-            tuple(self.eos_token_id)
-            if isinstance(self.eos_token_id, list)
-            else (self.eos_token_id,)
-        )
+        if isinstance(self.eos_token_id, list):
+            return tuple(self.eos_token_id)
+        return (self.eos_token_id,)
 
 
-def convert(raw: dict[str, Any], wanted: type[S]) -> S:
-    """`raw` checked against a struct. Raises ValueError naming key, value, rule and remedy."""
+def parse_config(raw: dict[str, Any], config_type: type[ConfigType]) -> ConfigType:
+    """Convert `raw` to a struct. Raises ValueError naming key, value, rule and remedy."""
     try:
-        return msgspec.convert(raw, wanted)
+        return msgspec.convert(raw, config_type)
     except msgspec.ValidationError as error:
         rule, _, path = str(error).partition(" - at `$.")
         if not path:
@@ -84,23 +84,27 @@ def convert(raw: dict[str, Any], wanted: type[S]) -> S:
             raise ValueError(f"{key} is missing; {REMEDY}") from error
         key = re.split(r"[`\[]", path)[0]
         value = reduce(lambda tree, name: tree[name], key.split("."), raw)
-        raise ValueError(f"{key}={shown(value)}: {rule[0].lower()}{rule[1:]}; {REMEDY}") from error
+        raise ValueError(
+            f"{key}={format_json(value)}: {rule[0].lower()}{rule[1:]}; {REMEDY}"
+        ) from error
 
 
 def refuse_unsupported(
-    config: DecoderConfig, *, ropes: tuple[str, ...] = ("default",), **refused: tuple[bool, str]
+    config: DecoderConfig, *, ropes: tuple[str, ...] = ("default",), **rules: tuple[bool, str]
 ) -> None:
-    """Raise ValueError for what the trainer's model cannot compute.
+    """Raise ValueError for settings that the trainer's model does not implement.
 
-    ropes: the rotary embeddings that it can. refused: by key, whether it is wrong, and why.
+    ropes: supported kinds of rotary embeddings.
+    rules: for each key, whether its value is unsupported, and the reason.
     """
     if config.quantization_config:
         raise ValueError(
-            f"quantization_config={shown(config.quantization_config)} is not supported: the trainer holds "
-            "full-precision weights and would load quantized ones without their scales; use the bf16 checkpoint"
+            f"quantization_config={format_json(config.quantization_config)} is not supported: "
+            "the trainer holds full-precision weights and would load quantized ones without their "
+            "scales; use the bf16 checkpoint"
         )
     kind = config.rope.kind
-    rules = {
+    checks = {
         f"hidden_act={config.hidden_act!r}": (config.hidden_act != "silu", "the MLPs use silu"),
         "attention_bias=true": (config.attention_bias, "attention has no bias"),
         f"rope type {kind!r}": (
@@ -108,28 +112,26 @@ def refuse_unsupported(
             f"only {' and '.join(ropes)} rotary embeddings are",
         ),
     }
-    for key, rule in refused.items():
-        value = getattr(config, key)
-        rules[f"{key}={str(value).lower() if isinstance(value, bool) else shown(value)}"] = rule
-    for what, (wrong, why) in rules.items():
-        if wrong:
-            raise ValueError(f"{what} is not supported: {why}; choose another checkpoint")
+    for key, rule in rules.items():
+        checks[f"{key}={format_json(getattr(config, key))}"] = rule
+    for setting, (is_unsupported, reason) in checks.items():
+        if is_unsupported:
+            raise ValueError(f"{setting} is not supported: {reason}; choose another checkpoint")
 
 
 def common_shape(config: DecoderConfig) -> dict[str, Any]:
-    """The part of a `ModelShape` that every family shares.
+    """Return the arguments of `ModelShape` that all families share.
 
-    Raises ValueError for what contradicts itself.
+    Raises ValueError for contradicting values.
     """
     heads = config.num_attention_heads
     groups = config.num_key_value_heads or heads
     if not config.eos_ids:
-        raise ValueError(
-            f"eos_token_id is missing; without it no response would ever end; {REMEDY}"
-        )
+        raise ValueError(f"eos_token_id is missing; without it no response would end; {REMEDY}")
     if heads % groups:
         raise ValueError(
-            f"num_attention_heads={heads} is not a multiple of num_key_value_heads={groups}; {REMEDY}"
+            f"num_attention_heads={heads} is not a multiple of num_key_value_heads={groups}; "
+            f"{REMEDY}"
         )
     return {
         "num_layers": config.num_hidden_layers,
@@ -148,13 +150,15 @@ def common_shape(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-def refuse_too_many(topk: int, experts: int, key: str) -> None:
-    """Raise ValueError where a token would go to more experts than there are."""
+def check_topk(topk: int, experts: int, key: str) -> None:
+    """Raise ValueError if tokens choose more experts than a layer has."""
     if topk > experts:
         raise ValueError(f"num_experts_per_tok={topk} exceeds {key}={experts}; {REMEDY}")
 
 
-def shown(value: Any) -> str:
-    """A value of config.json for a message."""
+def format_json(value: Any) -> str:
+    """Return a value of config.json for a message, truncated if long."""
+    if isinstance(value, bool):
+        return str(value).lower()
     text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."
+    return text if len(text) <= _MAX_VALUE_LENGTH else f"{text[:_MAX_VALUE_LENGTH]}..."

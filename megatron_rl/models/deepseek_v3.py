@@ -1,8 +1,7 @@
-"""DeepSeek-V3: latent attention, dense layers first, shared experts, a sigmoid router with groups
-and a frozen bias.
+"""DeepSeek-V3: latent attention, shared experts, and a sigmoid router with groups and a frozen bias.
 
-The norms inside its attention use `rms_norm_eps`, as SGLang's do; transformers takes 1e-6 there,
-which published checkpoints of DeepSeek have.
+The first layers have no experts. The norms inside the attention use `rms_norm_eps`, as in SGLang.
+transformers uses 1e-6 there, which equals `rms_norm_eps` in DeepSeek's published checkpoints.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from megatron_rl.models.config_json import (
     Count,
     DecoderConfig,
     Index,
+    check_topk,
     common_shape,
-    convert,
-    refuse_too_many,
+    parse_config,
     refuse_unsupported,
 )
 from megatron_rl.models.names import (
@@ -73,7 +72,7 @@ class _Config(DecoderConfig, kw_only=True):
     norm_topk_prob: bool = True
     scoring_func: str = "sigmoid"
     topk_method: str = "noaux_tc"
-    q_lora_rank: Count | None = None  # null: not compressed
+    q_lora_rank: Count | None = None  # null: queries are not compressed
     kv_lora_rank: Count
     qk_nope_head_dim: Count
     qk_rope_head_dim: Count
@@ -83,62 +82,69 @@ class _Config(DecoderConfig, kw_only=True):
 
     @property
     def router(self) -> Router:
-        limited = self.topk_group < self.n_group
+        has_groups = self.topk_group < self.n_group
         return Router(
             score="sigmoid",
             scaling=self.routed_scaling_factor,
-            groups=self.n_group if limited else 1,
-            group_topk=self.topk_group if limited else 1,
+            groups=self.n_group if has_groups else 1,
+            group_topk=self.topk_group if has_groups else 1,
             bias=True,
         )
 
 
 def shape(raw: dict[str, Any]) -> ModelShape:
-    """The shape that a config.json describes.
+    """Return the shape that a config.json describes.
 
     Raises ValueError naming key, value, rule and remedy.
     """
-    config = convert(raw, _Config)
+    config = parse_config(raw, _Config)
     heads = config.num_attention_heads
     refuse_unsupported(
         config,
         ropes=("default", "yarn"),
         num_key_value_heads=(
             config.num_key_value_heads not in (None, heads),
-            "latent attention has one a query",
+            "latent attention has one key-value head for each query head",
         ),
         scoring_func=(config.scoring_func != "sigmoid", "the router's scores are sigmoids"),
         topk_method=(
             config.topk_method != "noaux_tc",
-            "experts are chosen by score and bias, within groups",
+            "experts are selected by score and bias, within groups",
         ),
         norm_topk_prob=(
             not config.norm_topk_prob,
-            "Megatron-Core normalizes the sigmoids of the chosen experts",
+            "Megatron-Core normalizes the scores of the selected experts",
         ),
         num_experts_per_tok=(
             config.num_experts_per_tok == 1,
-            "Megatron-Core does not normalize a single sigmoid",
+            "Megatron-Core does not normalize the score of a single expert",
         ),
         moe_layer_freq=(
             config.moe_layer_freq != 1,
-            "every layer behind the dense ones has experts",
+            "every layer after the dense ones must have experts",
         ),
-        rope_interleave=(not config.rope_interleave, "rotary dimensions are pairs"),
+        rope_interleave=(not config.rope_interleave, "rotary dimensions are interleaved"),
         num_nextn_predict_layers=(
             config.num_nextn_predict_layers > 0,
-            "layers that predict further tokens are not trained (set it to 0 to leave them out)",
+            "multi-token prediction layers are not trained (set it to 0 to leave them out)",
         ),
     )
-    refuse_too_many(config.num_experts_per_tok, config.n_routed_experts, "n_routed_experts")
-    _refuse_groups(config)
-    plain, rotary = config.qk_nope_head_dim, config.qk_rope_head_dim
-    common = common_shape(config) | {"num_key_value_heads": heads, "head_dim": plain + rotary}
+    check_topk(config.num_experts_per_tok, config.n_routed_experts, "n_routed_experts")
+    _check_groups(config)
+    plain_dim = config.qk_nope_head_dim
+    rotary_dim = config.qk_rope_head_dim
+    head_dim = plain_dim + rotary_dim
+    common = common_shape(config) | {"num_key_value_heads": heads, "head_dim": head_dim}
     return ModelShape(
         architecture=ARCHITECTURE,
         qk_norm=False,
         latent=LatentAttention(
-            config.q_lora_rank, config.kv_lora_rank, plain, rotary, config.v_head_dim, _yarn(config)
+            q_rank=config.q_lora_rank,
+            kv_rank=config.kv_lora_rank,
+            plain_dim=plain_dim,
+            rotary_dim=rotary_dim,
+            value_dim=config.v_head_dim,
+            yarn=_yarn(config),
         ),
         moe_layers=tuple(range(config.first_k_dense_replace, config.num_hidden_layers)),
         num_experts=config.n_routed_experts,
@@ -160,8 +166,8 @@ def _yarn(config: _Config) -> Yarn | None:
         or not rope.mscale * rope.mscale_all_dim
     ):
         raise ValueError(
-            "rope type 'yarn': factor, original_max_position_embeddings, mscale and mscale_all_dim must be given and "
-            f"not be 0; {REMEDY}"
+            "rope type 'yarn': factor, original_max_position_embeddings, mscale and "
+            f"mscale_all_dim are required and must not be 0; {REMEDY}"
         )
     return Yarn(
         rope.factor,
@@ -173,27 +179,31 @@ def _yarn(config: _Config) -> Yarn | None:
     )
 
 
-def _refuse_groups(config: _Config) -> None:
-    """Megatron-Core ranks a group by its best topk // topk_group experts, transformers and SGLang
-    by its best two.
+def _check_groups(config: _Config) -> None:
+    """Raise ValueError for expert groups that are impossible or that Megatron-Core ranks otherwise.
+
+    Megatron-Core ranks a group by its best topk // topk_group experts, and transformers and SGLang
+    rank it by its best two.
     """
-    experts, topk, groups, chosen = (
-        config.n_routed_experts,
-        config.num_experts_per_tok,
-        config.n_group,
-        config.topk_group,
-    )
+    experts = config.n_routed_experts
+    topk = config.num_experts_per_tok
+    groups = config.n_group
+    topk_groups = config.topk_group
     if config.first_k_dense_replace >= config.num_hidden_layers:
         raise ValueError(
-            f"first_k_dense_replace={config.first_k_dense_replace}: no layer has experts; choose another checkpoint"
+            f"first_k_dense_replace={config.first_k_dense_replace}: no layer has experts; "
+            "choose another checkpoint"
         )
-    if experts % groups or chosen > groups or topk > experts // groups * chosen:
+    experts_per_group = experts // groups
+    if experts % groups or topk_groups > groups or topk > experts_per_group * topk_groups:
         raise ValueError(
-            f"n_group={groups}: {experts} experts in {groups} groups, {chosen} of which hold a token's {topk}, "
-            f"are not possible; {REMEDY}"
+            f"n_group={groups}: {topk} experts a token are not possible with {experts} experts in "
+            f"{groups} groups, of which {topk_groups} are selected; {REMEDY}"
         )
-    if chosen < groups and topk // chosen != 2:
+    ranking_experts = topk // topk_groups
+    if topk_groups < groups and ranking_experts != 2:
         raise ValueError(
-            f"topk_group={chosen} is not supported: Megatron-Core would rank groups by their best {topk // chosen} "
-            "experts, the model does by two; choose another checkpoint"
+            f"topk_group={topk_groups} is not supported: Megatron-Core would rank groups by their "
+            f"best {ranking_experts} experts, but the model ranks them by two; "
+            "choose another checkpoint"
         )

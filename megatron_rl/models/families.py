@@ -1,6 +1,6 @@
-"""The model families, by the architecture that config.json names.
+"""Model families, by the architecture that config.json names.
 
-Adding one is adding a file, and a line here.
+To add a family, write its module and list the module in `FAMILIES`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from typing import Any, NamedTuple
 import msgspec
 
 from megatron_rl.models import deepseek_v3, mixtral, qwen3, qwen3_moe
-from megatron_rl.models.config_json import REMEDY, convert
+from megatron_rl.models.config_json import REMEDY, parse_config
 from megatron_rl.models.names import Names
 from megatron_rl.models.shape import ModelConfigError, ModelShape
 
 
 class Family(NamedTuple):
-    """shape: of a config.json, null keys left out; raises ValueError. names: of Megatron's
-    parameters in a layer.
+    """A model family.
+
+    shape: parses a config.json without its null keys. Raises ValueError.
+    names: names of the parameters of a layer.
     """
 
     shape: Callable[[dict[str, Any]], ModelShape]
@@ -51,25 +53,24 @@ def read_shape(model_path: str | Path) -> ModelShape:
         raise ModelConfigError(f"{file} is not JSON: {error}; {REMEDY}") from error
     if not isinstance(raw, dict):
         raise ModelConfigError(f"{file} is not a JSON object; {REMEDY}")
-    raw = {
-        key: value for key, value in raw.items() if value is not None
-    }  # null: as if it were not there
+    settings = {key: value for key, value in raw.items() if value is not None}
     try:
-        return _family(raw).shape(raw)
+        return _family(settings).shape(settings)
     except ValueError as error:
         raise ModelConfigError(f"{file}: {error}") from error
 
 
 def parameter_names(shape: ModelShape) -> Names:
-    """What the tensors of such a model are called."""
+    """Return the names of a layer's parameters in Megatron and in the checkpoint."""
     return FAMILIES[shape.architecture].names
 
 
 def _family(raw: dict[str, Any]) -> Family:
-    given = convert(raw, _Architectures).architectures
-    known = next((name for name in given if name in FAMILIES), None)
-    if known is None:
-        raise ValueError(
-            f"architectures={given} is not supported; choose a checkpoint of one of {', '.join(FAMILIES)}"
-        )
-    return FAMILIES[known]
+    architectures = parse_config(raw, _Architectures).architectures
+    for name in architectures:
+        if name in FAMILIES:
+            return FAMILIES[name]
+    raise ValueError(
+        f"architectures={architectures} is not supported; "
+        f"choose a checkpoint of one of {', '.join(FAMILIES)}"
+    )

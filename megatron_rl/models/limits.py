@@ -1,6 +1,4 @@
-"""What a kind of model cannot be combined with: without experts, with latent attention, on engines
-without a GPU.
-"""
+"""Settings that a kind of model does not support."""
 
 from __future__ import annotations
 
@@ -9,44 +7,66 @@ from typing import Any
 
 from megatron_rl.models.shape import ModelShape
 
-# The settings that a model limits
-LIMITED_KEYS = ("train.replay", "parallel.ep", "parallel.tp", "parallel.cp", "engine.ep", "engine.tp")
-_CPU_COLUMNS = 32  # SGLang widens an MLP to a multiple of this for each rank of an engine on CPUs
-_UNPROVEN = "no step of latent attention in such a grid has been compared with an exact one"
+# Keys that some model limits
+LIMITED_KEYS = (
+    "train.replay",
+    "parallel.ep",
+    "parallel.tp",
+    "parallel.cp",
+    "engine.ep",
+    "engine.tp",
+)
+# For each rank, an SGLang engine on CPUs pads MLPs to a multiple of this width.
+_CPU_MULTIPLE = 32
 
 
 def model_limits(
     shape: ModelShape, settings: Mapping[str, Any], *, engine_on_cpu: bool
 ) -> Iterator[tuple[str, str, str]]:
-    """The key that is wrong, the rule and the remedy.
+    """Yield key, rule and remedy of each setting that the model does not support.
 
-    settings: the values of the keys below, by their full names.
+    settings: values of `LIMITED_KEYS`.
     """
     if not shape.moe_layers:
-        none = f"{shape.architecture} has no experts"
-        if settings["train.replay"] != "off":
-            yield "train.replay", f"{none}: there are no routes to replay", "Use train.replay=off"
-        for key in ("parallel.ep", "engine.ep"):
-            if settings[key] > 1:
-                yield key, f"{none} to spread over ranks", "Use 1"
+        yield from _limits_without_experts(shape, settings)
     if shape.latent is not None:
-        for key in (
-            "parallel.tp",
-            "parallel.cp",
-        ):  # Megatron's local spec keeps a part of the rotary key's gradient
+        # Megatron's local layer spec drops part of the rotary key's gradient with these settings.
+        for key in ("parallel.tp", "parallel.cp"):
             if settings[key] > 1:
-                yield key, f"{shape.architecture}: {_UNPROVEN}", "Use parallel.ep or parallel.pp"
+                rule = (
+                    f"{shape.architecture}: latent attention is not verified with this "
+                    "parallelism: no step has been compared with an exact one"
+                )
+                yield key, rule, "Use parallel.ep or parallel.pp"
     if engine_on_cpu:
         yield from _limits_without_gpu(shape, settings["engine.tp"])
+
+
+def _limits_without_experts(
+    shape: ModelShape, settings: Mapping[str, Any]
+) -> Iterator[tuple[str, str, str]]:
+    rule = f"{shape.architecture} has no experts"
+    if settings["train.replay"] != "off":
+        yield "train.replay", f"{rule}: there are no routes to replay", "Use train.replay=off"
+    for key in ("parallel.ep", "engine.ep"):
+        if settings[key] > 1:
+            yield key, f"{rule} to spread over ranks", "Use 1"
 
 
 def _limits_without_gpu(shape: ModelShape, engine_tp: int) -> Iterator[tuple[str, str, str]]:
     if shape.latent is not None:
         rule = f"SGLang cannot serve the attention of {shape.architecture} on CPUs"
         yield "engine.device", rule, "Use engines on GPUs"
-    dense = len(shape.moe_layers) < shape.num_layers
-    widths = [shape.moe_ffn_hidden_size] * bool(shape.moe_layers) + [shape.ffn_hidden_size] * dense
-    multiple = _CPU_COLUMNS * engine_tp
-    if odd := [width for width in widths if width % multiple]:
-        rule = f"Engines on CPUs widen MLPs of {odd[0]} columns to multiples of {multiple}, and would hold other weights"
+    widths = []
+    if shape.moe_layers:
+        widths.append(shape.moe_ffn_hidden_size)
+    if len(shape.moe_layers) < shape.num_layers:
+        widths.append(shape.ffn_hidden_size)
+    multiple = _CPU_MULTIPLE * engine_tp
+    padded_widths = [width for width in widths if width % multiple]
+    if padded_widths:
+        rule = (
+            f"Engines on CPUs pad MLPs of {padded_widths[0]} columns to multiples of {multiple}, "
+            "and would hold other weights than the trainer"
+        )
         yield "model.path", rule, "Choose another checkpoint, or engines on GPUs"

@@ -1,5 +1,6 @@
-"""Mixtral: experts in every layer, a softmax over the chosen ones, and no norms of queries and
-keys.
+"""Mixtral: experts in every layer, with a softmax over the selected experts.
+
+Queries and keys are not normalised.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from megatron_rl.models.config_json import (
     DecoderConfig,
     NotNegative,
     Theta,
+    check_topk,
     common_shape,
-    convert,
-    refuse_too_many,
+    parse_config,
     refuse_unsupported,
 )
 from megatron_rl.models.names import ATTENTION, LAYER_NORMS, Names, mlp, router
@@ -39,12 +40,12 @@ class _Config(DecoderConfig, kw_only=True):
 
 
 def shape(raw: dict[str, Any]) -> ModelShape:
-    """The shape that a config.json describes.
+    """Return the shape that a config.json describes.
 
     Raises ValueError naming key, value, rule and remedy.
     """
-    config = convert(raw, _Config)
-    odd_heads = (
+    config = parse_config(raw, _Config)
+    has_other_head_dim = (
         config.head_dim is not None
         and config.head_dim * config.num_attention_heads != config.hidden_size
     )
@@ -53,11 +54,14 @@ def shape(raw: dict[str, Any]) -> ModelShape:
         sliding_window=(config.sliding_window is not None, "attention is full and causal"),
         router_jitter_noise=(
             config.router_jitter_noise > 0,
-            "noise would train another policy than the one sampled",
+            "noise would make the trained policy differ from the sampled one",
         ),
-        head_dim=(odd_heads, "SGLang takes hidden_size / num_attention_heads"),
+        head_dim=(
+            has_other_head_dim,
+            "SGLang requires head_dim = hidden_size / num_attention_heads",
+        ),
     )
-    refuse_too_many(config.num_experts_per_tok, config.num_local_experts, "num_local_experts")
+    check_topk(config.num_experts_per_tok, config.num_local_experts, "num_local_experts")
     return ModelShape(
         architecture=ARCHITECTURE,
         qk_norm=False,

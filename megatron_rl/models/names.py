@@ -1,10 +1,9 @@
-"""What Megatron's parameters are called in a Hugging Face checkpoint, and how several become one;
-parts for families.
+"""Names of Megatron's parameters in a Hugging Face checkpoint, as building blocks for families.
 
-A family's names are keyed by the name inside a decoder layer, `experts.*` without the expert's
-number; Hugging Face's are those inside `model.layers.N`, with `{expert}` for the number. Local
-names and Transformer Engine's, which fuses a norm into the linear layer behind it, stand side by
-side.
+Keys are Megatron's names inside a decoder layer, without the number of an expert. Values are the
+names of one or more Hugging Face tensors inside `model.layers.N`, with `{expert}` for the number,
+and how these tensors are fused into the parameter. Transformer Engine fuses a norm into the linear
+layer after it, so a norm has two Megatron names.
 """
 
 from __future__ import annotations
@@ -14,18 +13,15 @@ from collections.abc import Mapping
 
 
 class Fusion(enum.Enum):
-    """How Hugging Face tensors are fused into one parameter, and along which axis tensor
-    parallelism cuts it.
-    """
+    """Fusion of Hugging Face tensors into one parameter, and its split by tensor parallelism."""
 
     REPLICATED = "replicated"
-    VOCABULARY = (
-        "vocabulary"  # a row for each token: cut along axis 0, with rows added until it divides
-    )
-    ROWS = "rows"  # column-parallel weights: cut along axis 0
-    COLUMNS = "columns"  # row-parallel weights: cut along axis 1
-    QKV = "qkv"  # q, k, v interleaved by query group: cut by group along axis 0
-    GATED = "gated"  # gate over up; every shard holds its part of both
+    # A row for each token, split along axis 0. Rows are added until the number divides.
+    VOCABULARY = "vocabulary"
+    ROWS = "rows"  # column-parallel weights, split along axis 0
+    COLUMNS = "columns"  # row-parallel weights, split along axis 1
+    QKV = "qkv"  # q, k and v interleaved by query group, split by group along axis 0
+    GATED = "gated"  # gate above up. Every shard holds a part of both
 
 
 Names = Mapping[str, tuple[tuple[str, ...], Fusion]]
@@ -58,19 +54,28 @@ QK_NORMS: Names = {
 
 
 def mlp(
-    at: str, prefix: str, *, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+    location: str,
+    prefix: str,
+    *,
+    gate: str = "gate_proj",
+    up: str = "up_proj",
+    down: str = "down_proj",
 ) -> Names:
-    """A gated MLP: `at` in Megatron, `prefix` in the checkpoint, both with their last point."""
+    """Return the names of a gated MLP.
+
+    location, prefix: prefixes in Megatron and in the checkpoint, both with the final dot.
+    """
     return {
-        f"{at}linear_fc1.weight": (
+        f"{location}linear_fc1.weight": (
             (f"{prefix}{gate}.weight", f"{prefix}{up}.weight"),
             Fusion.GATED,
         ),
-        f"{at}linear_fc2.weight": ((f"{prefix}{down}.weight",), Fusion.COLUMNS),
+        f"{location}linear_fc2.weight": ((f"{prefix}{down}.weight",), Fusion.COLUMNS),
     }
 
 
 def router(name: str) -> Names:
+    """Return the name of the router's weight. name: in the checkpoint."""
     return {"mlp.router.weight": ((name,), Fusion.REPLICATED)}
 
 

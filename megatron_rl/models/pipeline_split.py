@@ -1,6 +1,4 @@
-"""Which decoder layers each pipeline stage holds: Megatron's arithmetic, uneven first and last
-stages included.
-"""
+"""Decoder layers of each pipeline stage, computed as Megatron does, with uneven first and last stages."""
 
 from __future__ import annotations
 
@@ -9,11 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PipelineSplit:
-    """`num_layers` over `stages`, each in `chunks` that interleave. first, last: layers of these
-    stages; None: even.
+    """Distribution of `num_layers` over `stages`.
 
-    layers[stage][chunk] are 0-based layers, ascending. Chunk after chunk, every stage takes its
-    share in turn.
+    chunks: virtual stages of each stage. Chunk after chunk, every stage takes its share in turn.
+    first, last: number of layers of the first and last stage. None: as many as the others.
     """
 
     num_layers: int
@@ -23,42 +20,60 @@ class PipelineSplit:
     last: int | None = None
 
     def problem(self) -> str:
-        """Why the layers cannot be split like this; empty where they can."""
-        given = [size for size in (self.first, self.last) if size is not None]
-        if given and self.stages == 1:
+        """Return why the layers cannot be split like this, or an empty string if they can."""
+        sizes = self._fixed_sizes()
+        if sizes and self.stages == 1:
             return "a single pipeline stage holds every layer"
-        left, middle = self.num_layers - sum(given), self.stages - len(given)
-        where = (
-            f"the {left} layers"
-            if not given
-            else f"the {left} layers that the first and last stage leave"
-        )
-        if (left == 0) != (middle == 0) or left < 0 or (middle and left % (middle * self.chunks)):
+        layers = self.num_layers - sum(sizes)
+        stages = self.stages - len(sizes)
+        if not self._divides(layers, stages):
+            subject = f"the {layers} layers"
+            if sizes:
+                subject += " that the first and last stage leave"
             chunks = f" of {self.chunks} chunks each" if self.chunks > 1 else ""
-            return f"{where} do not divide over {middle} stage(s){chunks}"
-        if not middle and self.chunks > 1:
-            return "two pipeline stages of several chunks take one of first and last, not both"
-        if any(size % self.chunks for size in given):
-            return f"{' and '.join(map(str, given))} layers do not divide into {self.chunks} chunks"
+            return f"{subject} do not divide over {stages} stage(s){chunks}"
+        if not stages and self.chunks > 1:
+            return (
+                "two pipeline stages of several chunks accept only one of the first and last "
+                "stage's sizes"
+            )
+        if any(size % self.chunks for size in sizes):
+            return f"{' and '.join(map(str, sizes))} layers do not divide into {self.chunks} chunks"
         return ""
 
     def layers(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """Layers by stage and chunk. Raises ValueError where `problem` has something to say."""
+        """Return the 0-based layers as layers[stage][chunk], ascending.
+
+        Raises ValueError if `problem` finds one.
+        """
         if problem := self.problem():
             raise ValueError(f"parallel.pp={self.stages}: {problem}")
         shares = [size // self.chunks for size in self._sizes()]
-        held: list[list[tuple[int, ...]]] = [[] for _ in shares]
+        layers: list[list[tuple[int, ...]]] = [[] for _ in shares]
         start = 0
         for _ in range(self.chunks):
-            for stage, share in zip(held, shares, strict=True):
+            for stage, share in zip(layers, shares, strict=True):
                 stage.append(tuple(range(start, start + share)))
                 start += share
-        return tuple(map(tuple, held))
+        return tuple(map(tuple, layers))
+
+    def _fixed_sizes(self) -> list[int]:
+        return [size for size in (self.first, self.last) if size is not None]
+
+    def _divides(self, layers: int, stages: int) -> bool:
+        """Return whether all chunks of the stages without a fixed size get equally many layers."""
+        if stages == 0:
+            return layers == 0
+        return layers > 0 and layers % (stages * self.chunks) == 0
 
     def _sizes(self) -> list[int]:
-        """The number of layers of every stage."""
-        given = [size for size in (self.first, self.last) if size is not None]
-        middle = self.stages - len(given)
-        sizes = [(self.num_layers - sum(given)) // middle] * middle if middle else []
-        first, last = ([self.first] if self.first else []), ([self.last] if self.last else [])
-        return [*first, *sizes, *last]
+        """Return the number of layers of every stage."""
+        fixed_sizes = self._fixed_sizes()
+        stages = self.stages - len(fixed_sizes)
+        even_size = (self.num_layers - sum(fixed_sizes)) // stages if stages else 0
+        sizes = [even_size] * stages
+        if self.first:
+            sizes.insert(0, self.first)
+        if self.last:
+            sizes.append(self.last)
+        return sizes

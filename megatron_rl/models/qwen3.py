@@ -1,12 +1,15 @@
-"""Qwen3 without experts: every layer has one MLP. There is nothing to route, and so nothing to
-replay.
-"""
+"""Qwen3 without experts: every layer has one MLP, so there are no routes to replay."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from megatron_rl.models.config_json import DecoderConfig, common_shape, convert, refuse_unsupported
+from megatron_rl.models.config_json import (
+    DecoderConfig,
+    common_shape,
+    parse_config,
+    refuse_unsupported,
+)
 from megatron_rl.models.names import ATTENTION, DENSE_MLP, LAYER_NORMS, QK_NORMS, Names
 from megatron_rl.models.shape import ModelShape
 
@@ -19,13 +22,12 @@ class _Config(DecoderConfig, kw_only=True):
 
 
 def shape(raw: dict[str, Any]) -> ModelShape:
-    """The shape that a config.json describes.
+    """Return the shape that a config.json describes.
 
     Raises ValueError naming key, value, rule and remedy.
     """
-    config = convert(
-        {"head_dim": 128} | raw, _Config
-    )  # transformers' default here, whatever the hidden size
+    # In transformers, the default of head_dim is 128 for this family, for any hidden size.
+    config = parse_config({"head_dim": 128} | raw, _Config)
     refuse_unsupported(
         config, use_sliding_window=(config.use_sliding_window, "attention is full and causal")
     )

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: experts in most layers or all, a softmax router, and norms of queries and keys."""
+"""Qwen3-MoE: experts in some or all layers, a softmax router, and normalised queries and keys."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from megatron_rl.models.config_json import (
     Count,
     DecoderConfig,
     Index,
+    check_topk,
     common_shape,
-    convert,
-    refuse_too_many,
+    format_json,
+    parse_config,
     refuse_unsupported,
-    shown,
 )
 from megatron_rl.models.names import (
     ATTENTION,
@@ -49,18 +49,19 @@ class _Config(DecoderConfig, kw_only=True):
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
-        step, dense = self.decoder_sparse_step, self.mlp_only_layers
         return tuple(
-            i for i in range(self.num_hidden_layers) if i not in dense and (i + 1) % step == 0
+            layer
+            for layer in range(self.num_hidden_layers)
+            if layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
         )
 
 
 def shape(raw: dict[str, Any]) -> ModelShape:
-    """The shape that a config.json describes.
+    """Return the shape that a config.json describes.
 
     Raises ValueError naming key, value, rule and remedy.
     """
-    config = convert(raw, _Config)
+    config = parse_config(raw, _Config)
     refuse_unsupported(
         config, use_sliding_window=(config.use_sliding_window, "attention is full and causal")
     )
@@ -68,16 +69,19 @@ def shape(raw: dict[str, Any]) -> ModelShape:
     experts = config.num_experts or config.num_local_experts
     if experts is None:
         raise ValueError(f"num_experts is missing: a {ARCHITECTURE} has experts; {REMEDY}")
-    last, dense = config.num_hidden_layers - 1, config.mlp_only_layers
+    last = config.num_hidden_layers - 1
+    dense = config.mlp_only_layers
     if max(dense, default=0) > last:
         raise ValueError(
-            f"mlp_only_layers={shown(list(dense))}: expected layers from 0 to {last}; {REMEDY}"
+            f"mlp_only_layers={format_json(list(dense))}: expected layers from 0 to {last}; {REMEDY}"
         )
     if not config.moe_layers:
         raise ValueError(
-            "no layer has experts (mlp_only_layers, decoder_sparse_step): not an MoE model; choose another checkpoint"
+            f"mlp_only_layers={format_json(list(dense))} and "
+            f"decoder_sparse_step={config.decoder_sparse_step}: no layer has experts; "
+            "choose another checkpoint"
         )
-    refuse_too_many(config.num_experts_per_tok, experts, "num_experts")
+    check_topk(config.num_experts_per_tok, experts, "num_experts")
     return ModelShape(
         architecture=ARCHITECTURE,
         qk_norm=True,

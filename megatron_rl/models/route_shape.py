@@ -1,4 +1,4 @@
-"""The shape of the routes that a model records."""
+"""Shape of the routes that a model records."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from megatron_rl.models.shape import ModelShape
 
 
 def route_shape(shape: ModelShape) -> RouteShape:
-    """What recorded routes of a model look like."""
+    """Return the shape of a model's routes."""
     return RouteShape(
         moe_layers=shape.moe_layers,
         num_hidden_layers=shape.num_layers,

@@ -11,11 +11,11 @@ from dataclasses import dataclass, fields
 from megatron_rl.config.schema import Configuration, ParallelSettings
 from megatron_rl.config.values import Dtype
 from megatron_rl.models.parameter_count import (
-    attention,
-    beside_experts,
-    dense_mlp,
+    attention_parameters,
+    dense_mlp_parameters,
+    expert_parameters,
     num_parameters,
-    one_expert,
+    shared_moe_parameters,
 )
 from megatron_rl.models.pipeline_split import PipelineSplit
 from megatron_rl.models.shape import ModelShape
@@ -108,9 +108,9 @@ def rank_parameters(shape: ModelShape, p: ParallelSettings, stage: int) -> RankP
     num_moe = len(set(layers) & set(shape.moe_layers))
     num_dense = len(layers) - num_moe
     modules = (
-        (len(layers), attention(shape)),
-        (num_dense, dense_mlp(shape)),
-        (num_moe, beside_experts(shape)),
+        (len(layers), attention_parameters(shape)),
+        (num_dense, dense_mlp_parameters(shape)),
+        (num_moe, shared_moe_parameters(shape)),
     )
     # Tensor parallelism splits some parameters over its ranks, and replicates the others.
     split = sum(count * module.split for count, module in modules)
@@ -124,7 +124,7 @@ def rank_parameters(shape: ModelShape, p: ParallelSettings, stage: int) -> RankP
     num_experts = num_moe * shape.num_experts
     return RankParameters(
         dense=split // p.tp + whole + num_tables * table + final_norm,
-        experts=num_experts * one_expert(shape) // _expert_ranks(p),
+        experts=num_experts * expert_parameters(shape) // _expert_ranks(p),
     )
 
 
