@@ -41,7 +41,7 @@ from megatron_rl.training.metric_sums import MetricSums
 from megatron_rl.training.micro_batches import MicroBatch
 from megatron_rl.training.old_policy import compute_old_policy
 from megatron_rl.training.policy import Policy
-from tests.support.routers import routers_checked
+from tests.support.routers import check_routers
 
 GRIDS: dict[str, dict[str, Any]] = {
     "dp": {},
@@ -75,8 +75,8 @@ def gradient(
         moved = logprob + 0.3 * torch.sin(logprob.detach())
         return objectives[index](moved, denominators).loss, None
 
-    packed = [batch.packed for batch in batches]
-    with routers_checked(policy.models, packed, recomputed=recomputed):
+    packed = [batch.inputs for batch in batches]
+    with check_routers(policy.models, packed, with_recomputation=recomputed):
         run_schedule(policy.models, packed, loss, forward_only=False, replay=policy.replay)
     for chunk in policy.models:
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
@@ -90,7 +90,9 @@ def gradient(
                 dist.all_reduce(bucket.grad_data, group=group)
         for weight in chunk.parameters():
             weight.data = weight.main_grad.clone()
-    stages = iterate_all_stages(iterate_hf_weights(policy.models, shape), layout, bucket_bytes=1 << 20)
+    stages = iterate_all_stages(
+        iterate_hf_weights(policy.models, shape), layout, bucket_bytes=1 << 20
+    )
     return {name: tensor.clone() for name, tensor in stages}
 
 

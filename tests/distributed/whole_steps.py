@@ -2,7 +2,7 @@
 saves what each did.
 
 Usage: whole_steps.py DIRECTORY CASE...; a case is LAYOUT:ALGORITHM:MODEL of `support.layouts`.
-DIRECTORY holds a checkpoint for each model, with its `rollouts.bin`.
+DIRECTORY holds a checkpoint for each model, with its `rollouts`.
 """
 
 import itertools
@@ -35,7 +35,6 @@ from megatron_rl.credit.assign import Credit
 from megatron_rl.mcore import parallel
 from megatron_rl.mcore.optimizer import DistributedAdam, StepResult
 from megatron_rl.mcore.parallel import RankLayout
-from megatron_rl.rollouts.files import read_rollouts
 from megatron_rl.rollouts.store import RolloutStore
 from megatron_rl.training.collectives import broadcast_bytes
 from megatron_rl.training.micro_batches import Batcher, MicroBatch
@@ -53,6 +52,7 @@ from tests.support.layouts import (
     TOTAL_STEPS,
     LayoutCase,
 )
+from tests.support.recordings import read_rollouts
 from tests.support.router_calls import RouterCalls
 
 
@@ -152,7 +152,7 @@ def play(case: LayoutCase, layout: RankLayout, directory: Path) -> None:
     planner = make_planner(
         grid, layout, optimizer_steps_per_batch=STEPS_PER_BATCH, tokens_per_micro_batch=tokens
     )
-    rollouts = read_rollouts(directory / case.model / "rollouts.bin")
+    rollouts = read_rollouts(directory / case.model / "rollouts")
     for batch in range(BATCHES):
         mine = rollouts[batch * BATCH : (batch + 1) * BATCH]
         credited = credit.assign(batch, judged_groups(mine, locate(layout, store, mine, batch)))
@@ -160,7 +160,7 @@ def play(case: LayoutCase, layout: RankLayout, directory: Path) -> None:
         outcome = worker.train(plan)
         assert outcome.finite and outcome.optimizer_steps == STEPS_PER_BATCH
         calls += adam.routers.check(
-            batcher.packed, recomputed=LAYOUTS[case.layout].recompute == "full"
+            batcher.packed, with_recomputation=LAYOUTS[case.layout].recompute == "full"
         )
         fewest = 3 if grid.pp > 1 else 2  # several in flight in a pipeline
         assert all(len(step.micro_batches[0]) >= fewest for step in plan.optimizer_steps)
@@ -185,7 +185,7 @@ def play(case: LayoutCase, layout: RankLayout, directory: Path) -> None:
 
 
 def main() -> None:
-    directory, cases = Path(sys.argv[1]), [LayoutCase.named(name) for name in sys.argv[2:]]
+    directory, cases = Path(sys.argv[1]), [LayoutCase.parse(name) for name in sys.argv[2:]]
     for settings, same_grid in itertools.groupby(cases, lambda case: LAYOUTS[case.layout].parallel):
         layout = parallel.initialize(settings, seed=0)
         for case in same_grid:

@@ -51,11 +51,11 @@ from megatron_rl.mcore.parallel import RankLayout
 from megatron_rl.mcore.router_target import ReplayError
 from megatron_rl.mcore.schedule import run_schedule
 from megatron_rl.rollouts.store import RolloutStore
-from megatron_rl.training.replay import update_routes
 from megatron_rl.training.collectives import broadcast_bytes, gather_bytes
 from megatron_rl.training.micro_batches import MicroBatch
+from megatron_rl.training.replay import update_routes
 from megatron_rl.training.worker import Worker, gather_receivers
-from tests.support.routers import routers_checked
+from tests.support.routers import check_routers
 
 GRIDS = {
     "": ParallelSettings(ep=2, timeout_s=60),
@@ -179,20 +179,20 @@ def train_recorded(worker: Worker, plan: StepPlan) -> dict[str, float]:
                     weight.add_(torch.randn(weight.shape, generator=generator) * 0.2)
         steps = with_routes(steps, recorded)
         updated.extend(batch for step in steps for batch in step)
-        packed = [batch.packed for batch in updated]
-        updates.enter_context(routers_checked(worker.policy.models, packed, recomputed=True))
+        packed = [batch.inputs for batch in updated]
+        updates.enter_context(check_routers(worker.policy.models, packed, with_recomputation=True))
         return steps
 
     update_routes.with_routes = moved
     with updates:
         assert worker.train(plan).finite
     update_routes.with_routes = with_routes
-    assert len(updated) > 2 and all(batch.packed.routes is not None for batch in updated)
+    assert len(updated) > 2 and all(batch.inputs.routes is not None for batch in updated)
     live = routes_chosen(worker, updated)  # after the weights have moved
     forced = [
-        batch.packed.routes.long().sort(-1).values
+        batch.inputs.routes.long().sort(-1).values
         for batch in updated
-        if batch.packed.routes is not None
+        if batch.inputs.routes is not None
     ]
     differing = torch.cat(
         [(a.long().sort(-1).values != b).any(-1) for a, b in zip(live, forced, strict=True)]
@@ -202,7 +202,7 @@ def train_recorded(worker: Worker, plan: StepPlan) -> dict[str, float]:
 
 def routes_chosen(worker: Worker, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
     assert worker.policy.replay is not None
-    packed = [batch.packed for batch in batches]
+    packed = [batch.inputs for batch in batches]
     run_schedule(
         worker.policy.models,
         packed,

@@ -1,6 +1,4 @@
-"""A tiny Qwen3-MoE checkpoint made by transformers, and one Megatron process for the tests that
-need no torchrun.
-"""
+"""Fixtures: a tiny Qwen3-MoE checkpoint of transformers, and Megatron's groups in this process."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def hf_model() -> Any:
-    """Two query groups, one dense layer among four, weights far from their initial values."""
+    """A model with two query groups, one dense layer of four and weights far from initial ones."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(
@@ -65,7 +63,7 @@ def checkpoint(hf_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def megatron() -> Iterator[Any]:
-    """Megatron's process groups for this one process; yields its `RankLayout`."""
+    """Create Megatron's groups for this one process; yields its `RankLayout`."""
     compat.install()
     from megatron_rl.mcore.parallel import initialize, shutdown
 

@@ -10,11 +10,14 @@ from megatron_rl.config.schema import ParallelSettings
 
 @dataclass(frozen=True)
 class LayoutCase:
-    """poisoned_rank: the rank that finds a NaN among its gradients."""
+    """A layout of two ranks.
+
+    nan_rank: the rank that gets a NaN among its gradients; None if none does.
+    """
 
     parallel: ParallelSettings
     recompute: Literal["none", "full"] = "none"
-    poisoned_rank: int | None = None
+    nan_rank: int | None = None
 
 
 EP2 = ParallelSettings(ep=2, timeout_s=60)
@@ -30,4 +33,4 @@ PARITY = {
     "pp2 vpp2": LayoutCase(PP2_VPP2),
     "pp2 vpp2 recompute": LayoutCase(PP2_VPP2, recompute="full"),
 }
-POISONED = {f"nan on rank {rank}": LayoutCase(EP2, poisoned_rank=rank) for rank in (0, 1)}
+NAN_GRADIENT = {f"nan on rank {rank}": LayoutCase(EP2, nan_rank=rank) for rank in (0, 1)}

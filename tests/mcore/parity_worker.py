@@ -1,5 +1,6 @@
-"""What one rank does for each layout: load, log-probabilities, one gradient, export. Started by
-test_parallel.py.
+"""Loads, computes losses and one gradient, and exports on one rank for each layout.
+
+test_parallel.py starts it under torchrun.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ from megatron_rl.mcore.weights import (
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.planning.rank_view import RankView
-from tests.mcore.parity_cases import PARITY, POISONED, LayoutCase
+from tests.mcore.parity_cases import NAN_GRADIENT, PARITY, LayoutCase
 
 GLOBAL_BATCH = [(0, 1), (2, 3), (4, 5), (6, 7)]
 
 
 def main(checkpoint: Path, out: Path) -> None:
-    for name, case in (PARITY | POISONED).items():
+    for name, case in (PARITY | NAN_GRADIENT).items():
         (out / name).mkdir(exist_ok=True)
         run_case(case, initialize(case.parallel, seed=1), checkpoint, out / name)
         dist.barrier()
@@ -52,88 +53,93 @@ def main(checkpoint: Path, out: Path) -> None:
 
 
 def run_case(case: LayoutCase, layout: RankLayout, checkpoint: Path, out: Path) -> None:
-    """Write this rank's part of the losses, gradients and exported weights, or what a poisoned step
-    did, to `out`.
+    """Write this rank's part of the losses, gradients and exported weights to `out`.
+
+    In a case with NaN it writes the result of the optimizer step instead.
     """
     shape = read_shape(checkpoint)
-    bare = build_models(
-        shape, ModelSettings(path=str(checkpoint), recompute=case.recompute), case.parallel
-    )
-    load_hf_weights(bare, shape, checkpoint)
-    models = wrap_data_parallel(bare)
+    models = load_models(case, shape, checkpoint)
     optimizer = DistributedAdam(models, OptimizerSettings(), total_steps=10)
-    view = RankView.for_rank(
+    view = RankView.of(
         shape.num_layers, case.parallel, pp_rank=layout.pp_rank, tp_rank=layout.tp_rank
     )
     optimizer.zero_grad()
-    losses = run_batch(
-        models, view, shape.moe_layers, GLOBAL_BATCH[layout.dp_rank :: layout.dp_size]
-    )
-    if case.poisoned_rank is not None:
-        (out / str(layout.rank)).write_text(
-            poisoned_step(models, optimizer, layout.rank == case.poisoned_rank)
-        )
+    micro_batches = GLOBAL_BATCH[layout.dp_rank :: layout.dp_size]
+    losses = run_batch(models, view, shape.moe_layers, micro_batches)
+    if case.nan_rank is not None:
+        result = step_with_nan(models, optimizer, layout.rank == case.nan_rank)
+        (out / str(layout.rank)).write_text(result)
         return
     save_hf_weights(models, shape, source=checkpoint, target=out / "export", dtype=torch.float32)
-    save_drawn(case, shape, checkpoint, out / "drawn")
+    save_random_model(case, shape, checkpoint, out / "random")
     if parallel_state.is_pipeline_last_stage(ignore_virtual=True) and layout.tp_rank == 0:
         save_file(losses, out / f"losses-{layout.dp_rank}.safetensors")
+    gradients = named_gradients(models, shape)
+    if layout.dp_rank == 0 and layout.tp_rank == 0:
+        save_file(gradients, out / f"gradients-{layout.pp_rank}.safetensors")
+
+
+def load_models(case: LayoutCase, shape: ModelShape, checkpoint: Path) -> Sequence[Any]:
+    settings = ModelSettings(path=str(checkpoint), recompute=case.recompute)
+    models = build_models(shape, settings, case.parallel)
+    load_hf_weights(models, shape, checkpoint)
+    return wrap_data_parallel(models)
+
+
+def named_gradients(models: Sequence[Any], shape: ModelShape) -> dict[str, torch.Tensor]:
+    """Return the gradients under Hugging Face names, whatever the layout. Collective."""
     gather_gradients(models)
     with torch.no_grad():
         for model in models:
             for parameter in model.parameters():
                 parameter.copy_(parameter.main_grad)
-    # the iterator gives gradients their Hugging Face names, whatever the layout
-    gradients = {name: t.clone() for name, t in iterate_hf_weights(models, shape)}
-    if layout.dp_rank == 0 and layout.tp_rank == 0:
-        save_file(gradients, out / f"gradients-{layout.pp_rank}.safetensors")
+    return {name: t.clone() for name, t in iterate_hf_weights(models, shape)}
 
 
-def save_drawn(case: LayoutCase, shape: ModelShape, checkpoint: Path, target: Path) -> None:
-    """A model from scratch, before data parallelism could make replicas equal that are not."""
-    fresh = build_models(
-        shape, ModelSettings(path=str(checkpoint), init="random", embedding_std=0.5), case.parallel
-    )
-    initialize_hf_weights(fresh, shape, seed=5)
-    ours = torch.cat(
-        [parameter.detach().flatten() for chunk in fresh for parameter in chunk.parameters()]
+def save_random_model(case: LayoutCase, shape: ModelShape, checkpoint: Path, target: Path) -> None:
+    """Save a model from scratch, before data parallelism could broadcast one replica's weights."""
+    settings = ModelSettings(path=str(checkpoint), init="random", embedding_std=0.5)
+    models = build_models(shape, settings, case.parallel)
+    initialize_hf_weights(models, shape, seed=5)
+    weights = torch.cat(
+        [parameter.detach().flatten() for chunk in models for parameter in chunk.parameters()]
     )
     replicas = parallel_state.get_data_parallel_group()
     if case.parallel.ep == 1:
-        copies = [torch.empty_like(ours) for _ in range(dist.get_world_size(replicas))]
-        dist.all_gather(copies, ours, group=replicas)
-        assert all(torch.equal(copy, ours) for copy in copies)
-    save_hf_weights(fresh, shape, source=checkpoint, target=target, dtype=torch.float32)
+        copies = [torch.empty_like(weights) for _ in range(dist.get_world_size(replicas))]
+        dist.all_gather(copies, weights, group=replicas)
+        assert all(torch.equal(copy, weights) for copy in copies)
+    save_hf_weights(models, shape, source=checkpoint, target=target, dtype=torch.float32)
 
 
 def run_batch(
     models: Sequence[Any],
     view: RankView,
     moe_layers: Sequence[int],
-    mine: Sequence[tuple[int, ...]],
+    micro_batches: Sequence[tuple[int, ...]],
 ) -> dict[str, torch.Tensor]:
-    """Forward and backward over this rank's micro-batches; the losses of each micro-batch by its
-    name.
-    """
+    """Run this rank's micro-batches forward and backward; returns their losses by name."""
     total = sum(len(targets_of(indices)) for indices in GLOBAL_BATCH)
-    kept: dict[str, torch.Tensor] = {}
+    losses_by_batch: dict[str, torch.Tensor] = {}
 
     def loss(logits: torch.Tensor, index: int) -> tuple[torch.Tensor, None]:
-        targets = targets_of(mine[index])
+        targets = targets_of(micro_batches[index])
         losses = tensor_parallel.vocab_parallel_cross_entropy(
             logits[: len(targets)].clone()[:, None], targets[:, None]
         )
-        kept["-".join(map(str, mine[index]))] = losses.detach().flatten().clone()
+        name = "-".join(map(str, micro_batches[index]))
+        losses_by_batch[name] = losses.detach().flatten().clone()
         return losses.sum() / total, None
 
-    batches = [local_pack(indices, view, moe_layers) for indices in mine]
+    batches = [local_pack(indices, view, moe_layers) for indices in micro_batches]
     run_schedule(models, batches, loss, forward_only=False, replay=RouteReplay(models))
-    return kept
+    return losses_by_batch
 
 
 def local_pack(indices: tuple[int, ...], view: RankView, moe_layers: Sequence[int]) -> PackedBatch:
-    """Pack `indices` for this rank: its layers, rows padded to a multiple of the sequence-parallel
-    size and sliced.
+    """Pack sequences with the routes of this rank's layers and rows.
+
+    Rows are padded to a multiple of the sequence-parallel size.
     """
     batch = pack(indices, view.moe_rows(moe_layers))
     assert batch.routes is not None
@@ -153,8 +159,9 @@ def local_pack(indices: tuple[int, ...], view: RankView, moe_layers: Sequence[in
 
 
 def gather_gradients(models: Sequence[Any]) -> None:
-    """Make main_grad whole on every rank: the distributed optimizer leaves each rank only its shard
-    of the sums.
+    """Gather main_grad on every rank. Collective.
+
+    The distributed optimizer leaves each rank only its shard of the sums.
     """
     for model in models:
         for buffer in (*model.buffers, *model.expert_parallel_buffers):
@@ -166,14 +173,15 @@ def gather_gradients(models: Sequence[Any]) -> None:
                 bucket.grad_data.copy_(torch.cat(shards))
 
 
-def poisoned_step(models: Sequence[Any], optimizer: DistributedAdam, poisoned: bool) -> str:
-    """What an optimizer step did after a NaN appeared on one rank."""
+def step_with_nan(models: Sequence[Any], optimizer: DistributedAdam, has_nan: bool) -> str:
+    """Describe an optimizer step with a NaN on one rank."""
     before = [p.detach().clone() for model in models for p in model.parameters()]
-    if poisoned:
+    if has_nan:
         next(models[0].parameters()).main_grad.view(-1)[0] = float("nan")
-    stepped = optimizer.step(loss_is_finite=True).is_applied
+    is_applied = optimizer.step(loss_is_finite=True).is_applied
     after = [p.detach() for model in models for p in model.parameters()]
-    return f"stepped={stepped} unchanged={all(torch.equal(a, b) for a, b in zip(before, after, strict=True))}"
+    is_unchanged = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    return f"applied={is_applied} unchanged={is_unchanged}"
 
 
 if __name__ == "__main__":

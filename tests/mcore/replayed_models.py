@@ -1,4 +1,4 @@
-"""A tiny model of one rank with replay, and one pass over it."""
+"""A tiny model of one rank with route replay, and one pass over it."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ def build(
     dtype: Any = "float32",
     **overrides: Any,
 ) -> Any:
-    """One rank's wrapped models with the checkpoint's weights, and their replay.
+    """Return one rank's DDP models with the checkpoint's weights, and their replay.
 
-    modules: `model.recompute_modules`. overrides: Megatron's own settings.
+    modules: `model.recompute_modules`.
+    overrides: attributes of Megatron's configuration.
     """
     from megatron_rl.mcore.model import build_models
     from megatron_rl.mcore.optimizer import wrap_data_parallel
@@ -43,13 +44,14 @@ def build(
 
 
 def routers(models: list[Any]) -> list[Any]:
+    """Return the routers of the models in order of layers."""
     from megatron.core.transformer.moe.router import TopKRouter
 
     return [m for model in models for m in model.modules() if isinstance(m, TopKRouter)]
 
 
 def train_pass(models: list[Any], replay: Any) -> dict[str, torch.Tensor]:
-    """One forward and backward over the micro-batches; returns the gradients by parameter name."""
+    """Run the micro-batches forward and backward; returns the gradients by parameter name."""
     from megatron_rl.mcore.schedule import run_schedule
 
     def loss(logits: torch.Tensor, index: int) -> tuple[torch.Tensor, None]:
@@ -59,17 +61,24 @@ def train_pass(models: list[Any], replay: Any) -> dict[str, torch.Tensor]:
         return value / 50, None
 
     models[0].zero_grad_buffer()
-    run_schedule(
-        models, [pack(m, range(3)) for m in MICRO_BATCHES], loss, forward_only=False, replay=replay
-    )
+    batches = [pack(sequences, range(3)) for sequences in MICRO_BATCHES]
+    run_schedule(models, batches, loss, forward_only=False, replay=replay)
     return {name: p.main_grad.clone() for name, p in models[0].named_parameters()}
 
 
-def chosen(models: list[Any]) -> list[list[torch.Tensor]]:
-    """Records the routing map of every router call from now on, per router."""
-    seen: list[list[torch.Tensor]] = [[] for _ in routers(models)]
-    for router, calls in zip(routers(models), seen, strict=True):
+def record_routing_maps(models: list[Any]) -> list[list[torch.Tensor]]:
+    """Record the routing map [rows, experts] of every later call, by router."""
+    maps_by_router: list[list[torch.Tensor]] = []
+    for router in routers(models):
+        maps: list[torch.Tensor] = []
         router.register_forward_hook(
-            lambda _m, _i, out, calls=calls: calls.append(out[1].detach().clone())
+            lambda _m, _i, out, maps=maps: maps.append(out[1].detach().clone())
         )
-    return seen
+        maps_by_router.append(maps)
+    return maps_by_router
+
+
+def routing_map(routes: torch.Tensor, num_experts: int = 8) -> torch.Tensor:
+    """Convert experts [rows, topk] to a routing map, bool [rows, experts]."""
+    empty_map = torch.zeros(len(routes), num_experts, dtype=torch.bool)
+    return empty_map.scatter(1, routes.long(), True)

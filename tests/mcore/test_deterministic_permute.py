@@ -49,7 +49,10 @@ def there_and_back(permute: Any, unpermute: Any) -> tuple[torch.Tensor, ...]:
 def test_results_and_gradients_are_megatron_s(megatron: Any) -> None:
     from megatron.core.transformer.moe.moe_utils import permute, unpermute
 
-    from megatron_rl.mcore.layers.deterministic_permute import deterministic_permute, deterministic_unpermute
+    from megatron_rl.mcore.layers.deterministic_permute import (
+        deterministic_permute,
+        deterministic_unpermute,
+    )
 
     expected = there_and_back(permute, unpermute)
     actual = there_and_back(deterministic_permute(permute), deterministic_unpermute(unpermute))
@@ -62,7 +65,10 @@ def test_no_atomic_addition_is_left(megatron: Any, monkeypatch: pytest.MonkeyPat
     """Every operation that adds rows into a shared place is made to fail."""
     from megatron.core.transformer.moe.moe_utils import permute, unpermute
 
-    from megatron_rl.mcore.layers.deterministic_permute import deterministic_permute, deterministic_unpermute
+    from megatron_rl.mcore.layers.deterministic_permute import (
+        deterministic_permute,
+        deterministic_unpermute,
+    )
 
     class NoScatter(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(
@@ -82,11 +88,17 @@ def test_no_atomic_addition_is_left(megatron: Any, monkeypatch: pytest.MonkeyPat
 def test_no_token_and_dropped_tokens_are_left_to_megatron(megatron: Any) -> None:
     from megatron.core.transformer.moe.moe_utils import permute, unpermute
 
-    from megatron_rl.mcore.layers.deterministic_permute import deterministic_permute, deterministic_unpermute
+    from megatron_rl.mcore.layers.deterministic_permute import (
+        deterministic_permute,
+        deterministic_unpermute,
+    )
 
     chosen, scores = routing()
     none, _, sources = deterministic_permute(permute)(
         torch.zeros(0, HIDDEN), chosen[:0], probs=scores[:0]
     )
     assert none.shape == (0, HIDDEN)
-    assert deterministic_unpermute(unpermute)(none, sources, torch.Size((0, HIDDEN))).shape == (0, HIDDEN)
+    assert deterministic_unpermute(unpermute)(none, sources, torch.Size((0, HIDDEN))).shape == (
+        0,
+        HIDDEN,
+    )

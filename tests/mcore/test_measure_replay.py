@@ -47,7 +47,7 @@ def test_both_passes_are_measured_and_each_layer_with_and_without_those_before_i
     passes = {
         "replayed": torch.cat([p.old_logprobs for p in prepared]),
         "live": torch.cat(
-            run_schedule(policy.models, [b.packed for b in batches], live, forward_only=True)
+            run_schedule(policy.models, [b.inputs for b in batches], live, forward_only=True)
         ),
     }
     for kind, logprobs in passes.items():

@@ -1,4 +1,4 @@
-"""What one router is told under replay, without a model around it."""
+"""Choices of one router under replay, without a model around it."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ SCORES = torch.tensor([[9.0, 1.0, 5.0, 7.0], [2.0, 8.0, 4.0, 6.0], [3.0, 2.0, 1.
 LIVE = [[0, 3], [1, 3], [0, 1]]
 
 
-class Best:
-    """The router's own top-k; notes what it was given."""
+class OwnChoice:
+    """The router's own top-k. Records its arguments, and whether the scores have gradients."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[int, Any, Any, bool]] = []
+        self.calls: list[tuple[int, Any, Any, bool]] = []
 
     def __call__(self, scores: torch.Tensor, topk: int, num_groups: Any, group_topk: Any) -> Any:
-        self.asked.append((topk, num_groups, group_topk, scores.requires_grad))
+        self.calls.append((topk, num_groups, group_topk, scores.requires_grad))
         return scores.topk(topk, dim=1)
 
 
-def ask(
-    target: RouterTarget, best: Best | None = None, topk: int = 2
+def call_router(
+    target: RouterTarget, own_choice: OwnChoice | None = None, topk: int = 2
 ) -> tuple[torch.Tensor, list[list[int]]]:
     scores = SCORES.clone().requires_grad_()
-    values, experts = target.get_replay_topk(scores, topk, 4, 3, best or Best())
+    values, experts = target.get_replay_topk(scores, topk, 4, 3, own_choice or OwnChoice())
     return values, experts.tolist()
 
 
-def active(
+def active_target(
     *, measure: bool = False, forward_only: bool = False, recomputations: int = 1
 ) -> RouterTarget:
     target = RouterTarget(layer=4, recomputations=recomputations)
@@ -44,75 +44,78 @@ def routes(*rows: list[int]) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.uint8)
 
 
-FORCED = routes([1, 2], [3, 1], [3, 2])
+RECORDED = routes([1, 2], [3, 1], [3, 2])
 
 
-def test_outside_of_replay_the_router_chooses_by_itself() -> None:
-    target, best = RouterTarget(), Best()
+def test_inactive_target_returns_the_live_choice() -> None:
+    target = RouterTarget()
+    own_choice = OwnChoice()
     assert target.disagreement.tolist() == [0, 0]
-    assert ask(target, best)[1] == LIVE
-    assert best.asked == [(2, 4, 3, True)]
+    assert call_router(target, own_choice)[1] == LIVE
+    assert own_choice.calls == [(2, 4, 3, True)]
     target.activate("replay", measure=False, forward_only=False)
-    target.begin_forward(0, FORCED, None)
-    ask(target)
+    target.begin_forward(0, RECORDED, None)
+    call_router(target)
     target.end_forward()
     target.deactivate()
     assert target.faults == []
-    assert ask(target)[1] == LIVE
+    assert call_router(target)[1] == LIVE
 
 
-def test_within_it_uses_the_forced_experts_with_gradients_to_their_scores() -> None:
-    target, best = active(), Best()
-    target.begin_forward(0, FORCED, None)
-    values, experts = ask(target, best)
-    assert experts == FORCED.tolist() and values.tolist() == [[1, 5], [6, 8], [0, 1]]
+def test_active_target_returns_recorded_experts_and_scores_with_gradients() -> None:
+    target = active_target()
+    own_choice = OwnChoice()
+    target.begin_forward(0, RECORDED, None)
+    values, experts = call_router(target, own_choice)
+    assert experts == RECORDED.tolist() and values.tolist() == [[1, 5], [6, 8], [0, 1]]
     assert values.requires_grad
-    assert best.asked == [], "nobody asks for the live choice unless it is measured"
+    assert own_choice.calls == [], "the live choice is computed only when it is measured"
 
 
-def test_the_experts_are_indices_whatever_they_came_as() -> None:
-    target = active()
-    target.begin_forward(0, FORCED, None)
-    assert target.get_replay_topk(SCORES, 2, None, None, Best())[1].dtype == torch.int64
+def test_replayed_experts_are_int64_indices() -> None:
+    target = active_target()
+    target.begin_forward(0, RECORDED, None)
+    assert target.get_replay_topk(SCORES, 2, None, None, OwnChoice())[1].dtype == torch.int64
 
 
-def test_only_the_forward_of_a_measured_pass_is_counted_and_padding_is_not() -> None:
-    target, best = active(measure=True), Best()
+def test_disagreement_counts_forward_passes_without_padding() -> None:
+    target = active_target(measure=True)
+    own_choice = OwnChoice()
     target.begin_forward(0, routes([3, 0], [0, 1], [1, 2]), torch.tensor([True, True, False]))
     with torch.no_grad():
-        ask(target, best)
+        call_router(target, own_choice)
     assert target.disagreement.tolist() == [1, 2], (
-        "order is no difference, the third row is padding"
+        "order makes no difference, and the third row is padding"
     )
-    assert best.asked == [(2, 4, 3, False)], "no gradient to the live choice"
+    assert own_choice.calls == [(2, 4, 3, False)], "the live choice gets no gradient"
     target.end_forward()
-    ask(target)
+    call_router(target)
     assert target.disagreement.tolist() == [1, 2], "a recomputed router is not counted again"
-    target.begin_forward(0, FORCED, None)
-    ask(target)
+    target.begin_forward(0, RECORDED, None)
+    call_router(target)
     assert target.disagreement.tolist() == [3, 5]
     target.activate("replay", measure=False, forward_only=True)
     assert target.disagreement.tolist() == [0, 0] and target.disagreement.dtype == torch.int64
-    ask(target)
+    call_router(target)
     assert target.disagreement.tolist() == [0, 0]
 
 
-def test_load_counts_the_rows_of_each_used_expert_and_no_padding() -> None:
-    target = active(measure=True)
+def test_load_counts_rows_of_each_expert_without_padding() -> None:
+    target = active_target(measure=True)
     target.begin_forward(0, routes([3, 0], [0, 1], [1, 2]), torch.tensor([True, True, False]))
-    ask(target)
+    call_router(target)
     assert target.load.tolist() == [2, 1, 0, 1]
 
 
-def test_a_live_pass_uses_its_own_choice_and_counts_the_given_one_beside_it() -> None:
+def test_live_pass_compares_the_live_choice_with_the_recorded_experts() -> None:
     target = RouterTarget()
     target.activate("live", measure=True, forward_only=True)
     target.begin_forward(0, routes([3, 0], [0, 1], [1, 2]), None)
-    assert ask(target)[1] == LIVE
+    assert call_router(target)[1] == LIVE
     target.end_forward()
     assert target.disagreement.tolist() == [2, 3] and target.load.tolist() == [2, 2, 0, 2]
     target.begin_forward(1, None, None)
-    assert ask(target)[1] == LIVE
+    assert call_router(target)[1] == LIVE
     target.end_forward()
     assert target.disagreement.tolist() == [2, 3], "nothing to compare with"
     target.deactivate()
@@ -120,7 +123,7 @@ def test_a_live_pass_uses_its_own_choice_and_counts_the_given_one_beside_it() ->
 
 
 @pytest.mark.parametrize(("experts", "dtype"), [(256, torch.uint8), (257, torch.uint16)])
-def test_a_recording_pass_keeps_the_live_choice_of_each_micro_batch(
+def test_recording_pass_records_the_live_choice_of_each_micro_batch(
     experts: int, dtype: torch.dtype
 ) -> None:
     target = RouterTarget()
@@ -128,35 +131,35 @@ def test_a_recording_pass_keeps_the_live_choice_of_each_micro_batch(
     for batch in (0, 1):
         target.begin_forward(batch, None, None)
         scores = torch.zeros(1, experts).index_fill(1, torch.tensor([experts - 1 - batch]), 1.0)
-        target.get_replay_topk(scores, 1, None, None, Best())
+        target.get_replay_topk(scores, 1, None, None, OwnChoice())
         target.end_forward()
     target.deactivate()
-    assert {batch: kept.tolist() for batch, kept in target.recordings.items()} == {
+    assert {batch: choice.tolist() for batch, choice in target.recordings.items()} == {
         0: [[experts - 1]],
         1: [[experts - 2]],
     }
-    assert all(kept.dtype == dtype for kept in target.recordings.values())
+    assert all(choice.dtype == dtype for choice in target.recordings.values())
     assert target.faults == []
 
 
-def test_without_gradients_in_a_forward_only_pass_nothing_waits_for_recomputation() -> None:
-    target = active(forward_only=True)
-    target.begin_forward(0, FORCED, None)
+def test_forward_only_pass_expects_no_recomputation() -> None:
+    target = active_target(forward_only=True)
+    target.begin_forward(0, RECORDED, None)
     with torch.no_grad():
-        ask(target)
+        call_router(target)
     target.end_forward()
     target.deactivate()
     assert target.faults == []
 
 
-def test_what_was_not_recomputed_is_told_with_numbers_and_forgotten() -> None:
-    target = active()
+def test_missing_recomputation_is_a_fault_and_is_dropped_with_the_pass() -> None:
+    target = active_target()
     for batch in range(3):
-        target.begin_forward(batch, FORCED, None)
+        target.begin_forward(batch, RECORDED, None)
         with torch.no_grad():
-            ask(target)
+            call_router(target)
         target.end_forward()
-    assert [ask(target)[1] for _ in range(2)] == [FORCED.tolist()] * 2
+    assert [call_router(target)[1] for _ in range(2)] == [RECORDED.tolist()] * 2
     target.deactivate()
     assert target.faults == ["layer 4, micro-batch 2: its router was recomputed 0 times, not 1"]
     target.activate("replay", measure=False, forward_only=False)
@@ -164,23 +167,23 @@ def test_what_was_not_recomputed_is_told_with_numbers_and_forgotten() -> None:
     assert len(target.faults) == 1
 
 
-def test_a_recomputation_that_the_settings_do_not_make_is_told() -> None:
-    target = active(recomputations=0)
-    target.begin_forward(0, FORCED, None)
+def test_unexpected_recomputation_is_a_fault() -> None:
+    target = active_target(recomputations=0)
+    target.begin_forward(0, RECORDED, None)
     with torch.no_grad():
-        ask(target)
+        call_router(target)
     target.end_forward()
-    ask(target)
+    call_router(target)
     target.deactivate()
     assert target.faults == ["layer 4, micro-batch 0: its router was recomputed 1 times, not 0"]
 
 
 @pytest.mark.parametrize("times", [0, 2])
-def test_a_router_runs_once_in_a_forward_pass(times: int) -> None:
-    target = active(recomputations=0)
-    target.begin_forward(7, FORCED, None)
+def test_other_than_one_call_in_a_forward_pass_is_a_fault(times: int) -> None:
+    target = active_target(recomputations=0)
+    target.begin_forward(7, RECORDED, None)
     for _ in range(times):
-        ask(target)
+        call_router(target)
     target.end_forward()
     target.deactivate()
     assert target.faults == [
@@ -188,31 +191,31 @@ def test_a_router_runs_once_in_a_forward_pass(times: int) -> None:
     ]
 
 
-def test_padding_of_one_micro_batch_is_not_that_of_the_next_pass() -> None:
-    target = active(measure=True, recomputations=0)
-    target.begin_forward(3, FORCED, torch.tensor([True, False, False]))
+def test_deactivation_clears_padding_and_routes() -> None:
+    target = active_target(measure=True, recomputations=0)
+    target.begin_forward(3, RECORDED, torch.tensor([True, False, False]))
     target.deactivate()
     assert target.faults == ["layer 4, micro-batch 3: its forward pass began but did not end"]
     assert target._real_rows is None and target._experts is None
 
 
-def test_a_router_without_routes_for_its_micro_batch_chooses_by_itself_and_says_so() -> None:
-    target = active()
-    assert ask(target)[1] == LIVE
+def test_call_without_routes_returns_the_live_choice_and_is_a_fault() -> None:
+    target = active_target()
+    assert call_router(target)[1] == LIVE
     assert target.faults == ["layer 4: its router ran without routes for its micro-batch"]
 
 
-@pytest.mark.parametrize("bad", [FORCED[:2], FORCED[:, :1]])
-def test_routes_of_another_shape_are_not_used_and_told(bad: torch.Tensor) -> None:
-    target = active()
-    target.begin_forward(0, bad, None)
-    assert ask(target)[1] == LIVE
+@pytest.mark.parametrize("bad_routes", [RECORDED[:2], RECORDED[:, :1]])
+def test_routes_of_incorrect_shape_are_a_fault(bad_routes: torch.Tensor) -> None:
+    target = active_target()
+    target.begin_forward(0, bad_routes, None)
+    assert call_router(target)[1] == LIVE
     assert target.faults == [
-        f"layer 4, micro-batch 0: routes of shape {tuple(bad.shape)} for 3 rows and top-2"
+        f"layer 4, micro-batch 0: routes of shape {tuple(bad_routes.shape)} for 3 rows and top-2"
     ]
 
 
-def test_a_megatron_that_passes_no_topk_is_an_error() -> None:
-    for target in (RouterTarget(), active()):
+def test_missing_topk_function_raises_an_error() -> None:
+    for target in (RouterTarget(), active_target()):
         with pytest.raises(ReplayError, match="passed no top-k function"):
             target.get_replay_topk(SCORES, 2)

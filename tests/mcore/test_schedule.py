@@ -1,3 +1,5 @@
+"""Passes of micro-batches through Megatron's schedule on one rank."""
+
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -9,7 +11,7 @@ import pytest
 import torch
 
 from launch.testbed.packed_sequences import pack, targets_of
-from tests.mcore.test_replay import build
+from tests.mcore.replayed_models import build
 
 SPLITS = {
     "one": [(0, 1, 2, 3, 4, 5, 6, 7, 8, 9)],
@@ -31,10 +33,9 @@ def gradients(
         return value / total, index
 
     models[0].zero_grad_buffer()
-    kept = run_schedule(
-        models, [pack(m, range(3)) for m in split], loss, forward_only=False, replay=replay
-    )
-    assert kept == list(range(len(split)))
+    batches = [pack(sequences, range(3)) for sequences in split]
+    results = run_schedule(models, batches, loss, forward_only=False, replay=replay)
+    assert results == list(range(len(split)))
     return {name: p.main_grad.clone() for name, p in models[0].named_parameters()}
 
 
@@ -43,45 +44,44 @@ def norm(norms: Iterable[torch.Tensor]) -> float:
 
 
 @pytest.mark.parametrize("name", [n for n in SPLITS if n != "one"])
-def test_the_gradient_does_not_depend_on_how_the_batch_is_split(
+def test_gradient_does_not_depend_on_the_split_into_micro_batches(
     megatron: Any, checkpoint: Path, name: str
 ) -> None:
     models, replay = build(checkpoint)
-    whole, parts = gradients(models, replay, SPLITS["one"]), gradients(models, replay, SPLITS[name])
+    whole = gradients(models, replay, SPLITS["one"])
+    parts = gradients(models, replay, SPLITS[name])
     difference = {name: (parts[name] - gradient).norm() for name, gradient in whole.items()}
-    # A parameter of 16 numbers can lose a digit to rounding that the whole gradient does not.
+    # A parameter of 16 numbers can lose a digit to rounding that the whole gradient does not lose.
     for parameter, gradient in whole.items():
         assert difference[parameter] < 1e-5 * gradient.norm().clamp(min=1e-12), parameter
     assert norm(difference.values()) < 1e-6 * norm(gradient.norm() for gradient in whole.values())
 
 
-def test_a_forward_only_pass_leaves_no_gradient_and_no_graph(
-    megatron: Any, checkpoint: Path
-) -> None:
+def test_forward_only_pass_leaves_no_gradient_and_no_graph(megatron: Any, checkpoint: Path) -> None:
     from megatron_rl.mcore.schedule import run_schedule
 
     models, replay = build(checkpoint)
     models[0].zero_grad_buffer()
-    kept = run_schedule(
+    (logits,) = run_schedule(
         models,
         [pack((0, 1), range(3))],
         lambda logits, index: (None, logits),
         forward_only=True,
         replay=replay,
     )
-    assert not kept[0].requires_grad
+    assert not logits.requires_grad
     assert all(not p.main_grad.any() for p in models[0].parameters())
 
 
-@pytest.mark.parametrize("wrapped", [True, False])
-def test_logits_of_a_bfloat16_model_stay_what_they_are(
-    megatron: Any, checkpoint: Path, wrapped: bool
+@pytest.mark.parametrize("with_ddp", [True, False])
+def test_logits_of_a_bfloat16_model_stay_in_bfloat16(
+    megatron: Any, checkpoint: Path, with_ddp: bool
 ) -> None:
-    """A float32 copy of them would be the largest tensor of a step."""
+    """A float32 copy of the logits would be the largest tensor of a step."""
     from megatron_rl.mcore.schedule import run_schedule
 
     models, replay = build(checkpoint, dtype="bfloat16")
-    models = models if wrapped else [model.module for model in models]
+    models = models if with_ddp else [model.module for model in models]
     batches = [pack((0, 1), range(3))]
     (dtype,) = run_schedule(
         models, batches, lambda x, _: (None, x.dtype), forward_only=True, replay=replay
@@ -89,21 +89,20 @@ def test_logits_of_a_bfloat16_model_stay_what_they_are(
     assert dtype == torch.bfloat16
 
 
-def test_routes_are_measured_when_asked_for_and_without_padding(
+def test_routes_are_measured_on_request_and_without_padding(
     megatron: Any, checkpoint: Path
 ) -> None:
     from megatron_rl.mcore.schedule import run_schedule
 
     models, replay = build(checkpoint)
     batch = pack((0, 1), range(3))
-    real = torch.arange(batch.num_tokens) < 5
+    batch = replace(batch, real_rows=torch.arange(batch.num_tokens) < 5)
 
-    def rows(**asked: bool) -> int:
-        padded = replace(batch, real_rows=real)
+    def measured_rows(**options: bool) -> int:
         run_schedule(
-            models, [padded], lambda *_: (None, None), forward_only=True, replay=replay, **asked
+            models, [batch], lambda *_: (None, None), forward_only=True, replay=replay, **options
         )
         return int(replay.disagreement()[1])
 
-    assert rows(measure_routes=True) == 5 * 3
-    assert rows() == 0
+    assert measured_rows(measure_routes=True) == 5 * 3
+    assert measured_rows() == 0

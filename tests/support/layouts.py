@@ -1,5 +1,6 @@
-"""The layouts whose whole steps are compared with float64 ones; the launcher refuses every kind
-that is not here.
+"""The parallel layouts whose whole steps are compared with float64 steps.
+
+The launcher refuses every kind of layout that is not here.
 """
 
 from dataclasses import dataclass
@@ -33,13 +34,18 @@ OPTIMIZER = OptimizerSettings(
     weight_decay=0.1,
     clip_grad=0.5,
 )
-TOTAL_STEPS, TEMPERATURE = 6, 0.8
-BATCHES, BATCH, STEPS_PER_BATCH = 2, 24, 2
+TOTAL_STEPS = 6
+TEMPERATURE = 0.8
+BATCHES = 2
+BATCH = 24  # rollouts in a batch
+STEPS_PER_BATCH = 2
 
 
 class Kind(NamedTuple):
-    """What a grid is apart from its sizes; data parallelism is free. etp: over which an expert is
-    split.
+    """The axes of a grid, apart from their sizes and from data parallelism.
+
+    tp, pp, vpp, cp, ep: True if the axis is larger than 1.
+    etp: the ranks over which an expert is split: none, those of tensor parallelism, or others.
     """
 
     tp: bool
@@ -51,13 +57,13 @@ class Kind(NamedTuple):
 
     @property
     def axes(self) -> set[str]:
-        """What is above 1, or what there is besides data parallelism."""
+        """The names of the axes larger than 1, without data parallelism."""
         return {name for name in ("tp", "pp", "vpp", "cp", "ep") if getattr(self, name)}
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One layout on `ranks` processes."""
+    """A parallel grid on `ranks` processes, with the recomputation and dtype of the model."""
 
     ranks: int
     parallel: ParallelSettings
@@ -70,22 +76,31 @@ class Layout:
 
 
 def kind_of(parallel: ParallelSettings) -> Kind:
+    """Return the kind of a grid."""
+    return Kind(
+        tp=parallel.tp > 1,
+        pp=parallel.pp > 1,
+        vpp=(parallel.vpp or 1) > 1,
+        cp=parallel.cp > 1,
+        ep=parallel.ep > 1,
+        etp=_expert_split(parallel),
+    )
+
+
+def _expert_split(parallel: ParallelSettings) -> Literal["1", "tp", "other"]:
     etp = parallel.etp or parallel.default_etp
-    split: Literal["1", "tp", "other"] = (
-        "tp" if etp == parallel.tp > 1 else "1" if etp == 1 else "other"
-    )
-    tp, pp, vpp, cp, ep = (
-        size > 1 for size in (parallel.tp, parallel.pp, parallel.vpp or 1, parallel.cp, parallel.ep)
-    )
-    return Kind(tp, pp, vpp, cp, ep, split)
+    if etp == 1:
+        return "1"
+    return "tp" if etp == parallel.tp else "other"
 
 
 def grid(tp: int = 1, **sizes: int) -> ParallelSettings:
+    """Return a grid with sequence parallelism wherever there is tensor parallelism."""
     return ParallelSettings(tp=tp, sequence_parallel=tp > 1, timeout_s=200, **sizes)
 
 
 def _layouts(ranks: int, **grids: ParallelSettings) -> dict[str, Layout]:
-    """Each grid with every recomputation."""
+    """Return a layout for each grid and each recomputation."""
     return {
         f"{name}-{recompute}": Layout(ranks, parallel, recompute)
         for name, parallel in grids.items()
@@ -148,16 +163,16 @@ LAYOUTS: dict[str, Layout] = {
         }.items()
     },
 }
-RANKS = (1, 2, 4, 8)  # of the jobs that compare them
+RANKS = (1, 2, 4, 8)  # the sizes of the jobs that compare layouts
 # With tied embeddings the first and the last stage hold the same tensor, and so do their
 # distributed optimizers.
 TIED = ("one-none", "tp2_ep2-none", "pp2_vpp2-none", "pp2_dp2-none")
-# Other families, where experts, heads and columns are split, and in another kind of grid each.
+# Other families, in grids that split experts, heads or columns.
 OTHER_FAMILIES = {
     "dense": ("one-none", "tp2-full"),
     "mixtral": ("one-full", "tp2_ep2-none", "cp2_ep2-none"),
 }
-# Without a replica: layouts of two ranks are compared with one rank
+# Layouts by ranks. This family has no float64 model, so that two ranks are compared with one.
 DEEPSEEK = {1: ("one-none",), 2: ("ep2-none", "pp2-none")}
 BOTH_ALGORITHMS = ("one-none", "tp2_ep2-none")
 
@@ -174,30 +189,29 @@ class LayoutCase:
         return f"{self.layout}:{self.algorithm}:{self.model}"
 
     @classmethod
-    def named(cls, name: str) -> "LayoutCase":
+    def parse(cls, name: str) -> "LayoutCase":
+        """Return the case of a name LAYOUT:ALGORITHM:MODEL."""
         return cls(*name.split(":"))
 
 
 def cases_of(ranks: int) -> list[LayoutCase]:
-    """Every layout of so many ranks, the algorithms in turn, some with both; and tied embeddings."""
+    """Return the cases on `ranks` processes.
+
+    Every layout runs with one algorithm in turn, some with both. Some also run with tied embeddings
+    or with another family of models.
+    """
     names = [name for name, layout in LAYOUTS.items() if layout.ranks == ranks]
     cases = {
         LayoutCase(name, _algorithm(turn, LAYOUTS[name].dtype)) for turn, name in enumerate(names)
     }
-    cases |= {
-        LayoutCase(name, algorithm)
-        for name in {*BOTH_ALGORITHMS} & {*names}
-        for algorithm in ALGORITHMS
-    }
-    cases |= {LayoutCase(name, "grpo", "tied") for name in {*TIED} & {*names}}
-    cases |= {
-        LayoutCase(name, "grpo", model)
-        for model, given in OTHER_FAMILIES.items()
-        for name in {*given} & {*names}
-    }
+    for name in set(BOTH_ALGORITHMS) & set(names):
+        cases |= {LayoutCase(name, algorithm) for algorithm in ALGORITHMS}
+    cases |= {LayoutCase(name, "grpo", "tied") for name in set(TIED) & set(names)}
+    for model, layouts in OTHER_FAMILIES.items():
+        cases |= {LayoutCase(name, "grpo", model) for name in set(layouts) & set(names)}
     return sorted(cases, key=lambda case: (names.index(case.layout), str(case)))
 
 
 def _algorithm(turn: int, dtype: Dtype) -> str:
-    """In turn; ESPO's clip widths are below the noise of bfloat16."""
+    """Return the algorithm in turn; GRPO in bfloat16, whose noise exceeds ESPO's clip ranges."""
     return "grpo" if dtype == "bfloat16" else list(ALGORITHMS)[turn % 2]

@@ -1,6 +1,4 @@
-"""Watches every call of a model's routers and compares what they chose with the routes they were
-given.
-"""
+"""Records every call of a model's routers and compares their choices with the routes."""
 
 from collections.abc import Sequence
 
@@ -11,15 +9,16 @@ from megatron_rl.training.micro_batches import MicroBatch
 
 
 class RouterCalls:
-    """All calls from now on, by router: the routing map [rows, experts], and whether gradients were
-    on.
+    """Records all calls from now on by router.
+
+    A call is its routing map [rows, experts], and whether gradients were on.
     """
 
     def __init__(self, models: Sequence[torch.nn.Module]) -> None:
         self._routers: list[TopKRouter] = []
         for model in models:
-            found = [module for module in model.modules() if isinstance(module, TopKRouter)]
-            self._routers += sorted(found, key=lambda router: router.layer_number or 0)
+            routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
+            self._routers += sorted(routers, key=lambda router: router.layer_number or 0)
         self._calls: list[list[tuple[bool, torch.Tensor]]] = [[] for _ in self._routers]
         for router, calls in zip(self._routers, self._calls, strict=True):
             router.register_forward_hook(
@@ -28,33 +27,37 @@ class RouterCalls:
                 )
             )
 
-    def check(self, steps: Sequence[Sequence[MicroBatch]], *, recomputed: bool) -> int:
-        """How many calls there were since the last check: an old-policy pass over all
-        micro-batches, then each step.
+    def check(self, steps: Sequence[Sequence[MicroBatch]], *, with_recomputation: bool) -> int:
+        """Check the calls since the last check, and return their number.
 
-        Recomputation runs each forward of a step without gradients, and once more with them. Raises
-        `AssertionError`.
+        They must be an old-policy pass over all micro-batches, and then each step. Recomputation
+        runs each forward pass of a step without gradients, and once more with gradients.
+
+        Raises `AssertionError`.
         """
-        every = [batch.packed for step in steps for batch in step]
-        compared = 0
+        batches = [batch.inputs for step in steps for batch in step]
+        num_calls = 0
         for column, calls in enumerate(self._calls):
-            forced = [batch.routes[:, column].long() for batch in every if batch.routes is not None]
-            assert len(forced) == len(every)
-            expected = {False: [*forced, *(forced if recomputed else ())], True: forced}
-            for grad, routes in expected.items():
-                maps = [found for with_grad, found in calls if with_grad is grad]
-                assert len(maps) == len(routes), (
-                    f"router {column}: {len(maps)} calls for {len(routes)} micro-batches"
-                )
-                for index, (found, wanted) in enumerate(zip(maps, routes, strict=True)):
-                    given = torch.zeros_like(found).scatter(1, wanted, True)
-                    assert torch.equal(found, given), (
-                        f"router {column}, call {index}, gradients {grad}: other experts"
-                    )
-                compared += len(maps)
+            routes = [
+                batch.routes[:, column].long() for batch in batches if batch.routes is not None
+            ]
+            assert len(routes) == len(batches)
+            recomputed_routes = routes if with_recomputation else []
+            expected_routes = {False: [*routes, *recomputed_routes], True: routes}
+            for with_gradients, pass_routes in expected_routes.items():
+                maps = [routing_map for grad, routing_map in calls if grad is with_gradients]
+                _check_maps(f"router {column}, gradients {with_gradients}", maps, pass_routes)
+                num_calls += len(maps)
             calls.clear()
-        return compared
+        return num_calls
 
     def gradients(self) -> list[float]:
-        """The norm of each router's gradient on this rank."""
+        """Return the norm of each router's gradient on this rank."""
         return [float(router.weight.main_grad.norm()) for router in self._routers]
+
+
+def _check_maps(place: str, maps: Sequence[torch.Tensor], routes: Sequence[torch.Tensor]) -> None:
+    assert len(maps) == len(routes), f"{place}: {len(maps)} calls for {len(routes)} micro-batches"
+    for call, (routing_map, call_routes) in enumerate(zip(maps, routes, strict=True)):
+        expected_map = torch.zeros_like(routing_map).scatter(1, call_routes, True)
+        assert torch.equal(routing_map, expected_map), f"{place}, call {call}: other experts"

@@ -9,8 +9,11 @@ TESTS = Path(__file__).resolve().parents[1]
 
 
 def torchrun(script: Path, *arguments: str, ranks: int, timeout: float = 240) -> str:
-    """Run `script` on `ranks` processes and return its output; a failure fails the test with the
-    output.
+    """Run `script` on `ranks` processes and return its output.
+
+    timeout: in seconds.
+
+    A failure of the script fails the test and shows the output.
     """
     environment = os.environ | {
         "PYTHONPATH": f"{TESTS.parent}:{TESTS.parent / 'kernels'}",
