@@ -1,3 +1,4 @@
-"""From prompts to judged rollouts: the collector process beside the trainer, and rank 0's view of
-it.
+"""Rollouts from the engines of every node.
+
+Collector processes run episodes and keep the rollouts; rank 0 requests groups and receives them.
 """

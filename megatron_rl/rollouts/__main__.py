@@ -1,5 +1,6 @@
-"""`python -m megatron_rl.rollouts HOST PORT NODE`: the collector process. The run's key is in its
-environment.
+"""Collector process: `python -m megatron_rl.rollouts HOST PORT NODE`.
+
+The environment variable MEGATRON_RL_RUN_KEY holds the run's key.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ import resource
 import sys
 
 from megatron_rl.rollouts.collector import serve
-from megatron_rl.rollouts.link import Link, LinkLost
+from megatron_rl.rollouts.link import CollectorLink, LinkLost
 
 RUN_KEY_VARIABLE = "MEGATRON_RL_RUN_KEY"
 
 
 async def _main(host: str, port: int, node: int, run_key: str) -> None:
-    link = Link(host, port, node, run_key)
+    link = CollectorLink(host, port, node, run_key)
     try:
         await serve(link, node)
     except LinkLost as error:
@@ -26,13 +27,12 @@ async def _main(host: str, port: int, node: int, run_key: str) -> None:
 
 
 def _allow_many_connections() -> None:
-    """One request is one connection: take as many file descriptors as this user may have."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    """Raise the limit of open files to the hard limit, because each request is a connection."""
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
 if __name__ == "__main__":
     _allow_many_connections()
-    asyncio.run(
-        _main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), os.environ.pop(RUN_KEY_VARIABLE))
-    )
+    key = os.environ.pop(RUN_KEY_VARIABLE)
+    asyncio.run(_main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), key))

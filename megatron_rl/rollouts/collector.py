@@ -1,6 +1,4 @@
-"""The collector process: plays groups of episodes on its node's engines and keeps the rollouts
-until released.
-"""
+"""Collector process: runs groups of episodes on its node's engines and keeps the rollouts."""
 
 from __future__ import annotations
 
@@ -10,10 +8,10 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from megatron_rl.contracts.group import Group, RolloutLocation, RolloutRef
+from megatron_rl.contracts.group import Group, RolloutRef
 from megatron_rl.contracts.plugins import PluginError
-from megatron_rl.rollouts.episode_runner import EpisodeRunner, Judged, Rejected
-from megatron_rl.rollouts.link import Link
+from megatron_rl.rollouts.episode_runner import EpisodeRunner, RejectedRollout, ScoredRollout
+from megatron_rl.rollouts.link import CollectorLink
 from megatron_rl.rollouts.messages import (
     Alive,
     Configure,
@@ -25,16 +23,19 @@ from megatron_rl.rollouts.messages import (
     Stop,
     ToCollector,
 )
-from megatron_rl.rollouts.repetition import repetition, sampled_tokens
-from megatron_rl.rollouts.store import RolloutStore
+from megatron_rl.rollouts.repetition import repetition, sampled_token_ids
+from megatron_rl.rollouts.store import RolloutStore, make_rollout_ref
 
-_ALIVE_EVERY_SECONDS = 1.0
-_THREADS = 4  # a pool of our own: that of the event loop may be full of a scorer's blocked calls
-_NOT_KEPT = RolloutLocation(node=0, pid=0, fd=0, offset=0, nbytes=0)
+_ALIVE_INTERVAL_SECONDS = 1.0
+# The event loop's own pool may be full of a scorer's blocking calls, so this process has another.
+_THREADS = 4
 
 
 class Collector:
-    """Answers rank 0's requests; `send` delivers a message to it."""
+    """Answers the requests of rank 0.
+
+    send: delivers a message to rank 0.
+    """
 
     def __init__(
         self, node: int, configuration: Configure, send: Callable[[FromCollector], Awaitable[None]]
@@ -43,11 +44,11 @@ class Collector:
         self._store = RolloutStore(node)
         self._credit = configuration.credit
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="replies")
-        self._player = EpisodeRunner(configuration, send, self._threads)
+        self._runner = EpisodeRunner(configuration, send, self._threads)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def handle(self, message: ToCollector) -> bool:
-        """Act on one message; False once the collector shall end."""
+        """Process one message and return False if the collector has to end."""
         match message:
             case GroupRequest():
                 task = asyncio.create_task(self._answer(message))
@@ -62,105 +63,116 @@ class Collector:
         return True
 
     async def close(self) -> None:
+        """Cancel all requests and close the connections."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._player.close()
+        await self._runner.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _answer(self, request: GroupRequest) -> None:
-        """A group that cannot be answered ends the run; left alone, rank 0 would wait for it for
-        ever.
+        """Run a group and send the result.
+
+        An error ends the run: without a report rank 0 would wait for the group forever.
         """
         try:
-            await self._send(await self._play(request))
+            await self._send(await self._run(request))
         except Exception as error:
-            await self._send(_failure(error))
+            await self._send(_failure_report(error))
 
-    async def _play(self, request: GroupRequest) -> GroupDone:
+    async def _run(self, request: GroupRequest) -> GroupDone:
         indices = range(request.first_sample, request.first_sample + request.num_samples)
-        results = await asyncio.gather(*(self._player.play(request, index) for index in indices))
-        judged = [result for result in results if isinstance(result, Judged)]
-        rejected = [result for result in results if isinstance(result, Rejected)]
+        outcomes = await asyncio.gather(*(self._runner.run(request, index) for index in indices))
+        results = [outcome for outcome in outcomes if isinstance(outcome, ScoredRollout)]
+        rejections = [outcome for outcome in outcomes if isinstance(outcome, RejectedRollout)]
         scored_at = time.monotonic()
-        refs = [_ref(j, _NOT_KEPT, 0.0) for j in judged]
-        if not request.evaluation:
-            run = (
-                asyncio.get_running_loop().run_in_executor
-            )  # copies what may be hundreds of megabytes
-            refs = await run(self._threads, self._keep, request.group_id, judged)
         group = Group(
             group_id=request.group_id,
             prompt=request.prompt,
-            rollouts=tuple(refs),
-            rejections=dict(Counter(r.reason for r in rejected)),
-            rejected_tokens={
-                reason: sum(r.sampled_tokens for r in rejected if r.reason == reason)
-                for reason in {r.reason for r in rejected}
-            },
-            generated_at=max((j.generated_at for j in judged), default=0.0),
-            scored_at=scored_at if judged else 0.0,
+            rollouts=tuple(await self._refs(request, results)),
+            rejections=dict(Counter(rejection.reason for rejection in rejections)),
+            rejected_tokens=_tokens_by_reason(rejections),
+            generated_at=max((result.generated_at for result in results), default=0.0),
+            scored_at=scored_at if results else 0.0,
         )
         return GroupDone(
-            group=group, generated_tokens=sum(result.sampled_tokens for result in results)
+            group=group, generated_tokens=sum(outcome.num_generated for outcome in outcomes)
         )
 
-    def _keep(self, group_id: str, judged: Sequence[Judged]) -> list[RolloutRef]:
-        locations, ngram = (
-            self._store.put(group_id, [j.rollout for j in judged]),
-            self._credit.repetition_ngram,
-        )
-        repeated = [
-            0.0 if ngram is None else repetition(sampled_tokens(j.rollout), ngram) for j in judged
-        ]
-        return [_ref(*found) for found in zip(judged, locations, repeated, strict=True)]
+    async def _refs(
+        self, request: GroupRequest, results: Sequence[ScoredRollout]
+    ) -> list[RolloutRef]:
+        """Store the rollouts, unless they are for an evaluation, and return their references."""
+        if request.evaluation:
+            return [
+                make_rollout_ref(
+                    result.rollout,
+                    verdict=result.verdict,
+                    num_generated=result.num_generated,
+                    repetition=0.0,
+                )
+                for result in results
+            ]
+        # In a thread, because it may copy hundreds of megabytes.
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._store_group, request, results)
+
+    def _store_group(
+        self, request: GroupRequest, results: Sequence[ScoredRollout]
+    ) -> list[RolloutRef]:
+        locations = self._store.put(request.group_id, [result.rollout for result in results])
+        ngram = self._credit.repetition_ngram
+        refs = []
+        for result, location in zip(results, locations, strict=True):
+            share = 0.0
+            if ngram is not None:
+                share = repetition(sampled_token_ids(result.rollout), ngram)
+            refs.append(
+                make_rollout_ref(
+                    result.rollout,
+                    verdict=result.verdict,
+                    num_generated=result.num_generated,
+                    repetition=share,
+                    location=location,
+                )
+            )
+        return refs
 
 
-def _ref(judged: Judged, location: RolloutLocation, repeated: float) -> RolloutRef:
-    rollout = judged.rollout
-    return RolloutRef(
-        rollout_id=rollout.rollout_id,
-        prompt_id=rollout.prompt_id,
-        sample_index=rollout.sample_index,
-        num_inputs=rollout.num_tokens - 1,
-        num_trainable=sum(len(segment.tokens) for segment in rollout.segments if segment.trainable),
-        num_generated=judged.sampled_tokens,
-        repetition=repeated,
-        finish_reason=rollout.finish_reason,
-        versions=tuple(sorted({s.version for s in rollout.segments if s.logprobs is not None})),
-        verdict=judged.verdict,
-        location=location,
-    )
+def _tokens_by_reason(rejections: Sequence[RejectedRollout]) -> dict[str, int]:
+    tokens = Counter[str]()
+    for rejection in rejections:
+        tokens[rejection.reason] += rejection.num_generated
+    return dict(tokens)
 
 
-async def serve(link: Link, node: int) -> None:
-    """Run a collector until it is stopped. Raises `LinkLost` when rank 0 is gone.
+async def serve(link: CollectorLink, node: int) -> None:
+    """Run a collector until it is stopped. Raises `LinkLost` when the link to rank 0 ends.
 
-    What goes wrong before a group can be asked for is reported to rank 0 as `Failed`.
+    Errors before the first request are reported to rank 0 as `Failed`.
     """
-    duties = [
-        asyncio.create_task(duty) for duty in (_work(link, node), _stay_alive(link), link.lost())
-    ]
+    coroutines = (_work(link, node), _stay_alive(link), link.wait_until_lost())
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
-        done, _ = await asyncio.wait(duties, return_when=asyncio.FIRST_COMPLETED)
-        for duty in done:
-            duty.result()
+        finished_tasks, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in finished_tasks:
+            task.result()
     finally:
-        for duty in duties:
-            duty.cancel()
-        await asyncio.gather(*duties, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _work(link: Link, node: int) -> None:
-    first = await link.receive()
-    if not isinstance(first, Configure):
-        raise ValueError(f"expected the configuration first, got {type(first).__name__}")
+async def _work(link: CollectorLink, node: int) -> None:
+    configuration = await link.receive()
+    if not isinstance(configuration, Configure):
+        raise ValueError(f"expected the configuration first, got {type(configuration).__name__}")
     try:
-        # In a thread: a user's scorer may load for minutes, and rank 0 wants to hear that this
-        # process lives.
-        collector = await asyncio.to_thread(Collector, node, first, link.send)
+        # In a thread: a user-defined scorer may load for minutes, and this process has to report
+        # to rank 0 that it is alive.
+        collector = await asyncio.to_thread(Collector, node, configuration, link.send)
     except Exception as error:
-        await link.send(_failure(error))
+        await link.send(_failure_report(error))
         raise
     try:
         while await collector.handle(await link.receive()):
@@ -169,13 +181,13 @@ async def _work(link: Link, node: int) -> None:
         await collector.close()
 
 
-async def _stay_alive(link: Link) -> None:
+async def _stay_alive(link: CollectorLink) -> None:
     while True:
         await link.send(Alive())
-        await asyncio.sleep(_ALIVE_EVERY_SECONDS)
+        await asyncio.sleep(_ALIVE_INTERVAL_SECONDS)
 
 
-def _failure(error: Exception) -> Failed:
+def _failure_report(error: Exception) -> Failed:
     if isinstance(error, PluginError):
-        return Failed(str(error), refused=True)
+        return Failed(str(error), is_refusal=True)
     return Failed(f"{type(error).__name__}: {error}")

@@ -1,5 +1,7 @@
-"""Which of a node's engines a request goes to, and when; what an engine does not answer goes to
-another.
+"""Engines of one node behind one `generate`.
+
+The pool balances requests over the engines, repeats failed ones on other engines, and pauses
+engines that keep failing.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron_rl.config.schema import EngineSettings
 from megatron_rl.contracts.prompt import Sampling
@@ -19,21 +21,24 @@ from sglang_bridge.engine import Engine
 from sglang_bridge.errors import RequestFailed
 from sglang_bridge.generation import Generation, GenerationRejected
 
-_QUEUE_PER_SLOT = (
-    2  # requests in flight for each that an engine runs at a time: it finds the next one waiting
-)
-_MOST_FAILURES = 3  # in a row, before an engine is left out
-_FIRST_BACKOFF_SECONDS, _LAST_BACKOFF_SECONDS = 0.2, 5.0
-_FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 5.0, 60.0
+# Requests in flight for each that an engine can run at a time, so that the next one is waiting.
+_QUEUE_PER_SLOT = 2
+_MAX_CONSECUTIVE_FAILURES = 3  # an engine with this many is left out
+_FIRST_BACKOFF_SECONDS = 0.2
+_LAST_BACKOFF_SECONDS = 5.0
+_FIRST_PAUSE_SECONDS = 5.0
+_LAST_PAUSE_SECONDS = 60.0
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class _Member:
-    """One engine.
+    """One engine of the pool.
 
-    failures: in a row. pause: seconds that it is left out for after the next of too many.
+    failures: number of consecutive failures.
+    pause: seconds between health checks while the engine is left out. Doubles with every check and
+    is reset by a response.
     """
 
     client: GenerateClient
@@ -43,11 +48,41 @@ class _Member:
     pause: float = _FIRST_PAUSE_SECONDS
 
 
+@dataclass
+class _Attempts:
+    """Attempts of one request.
+
+    members: engines that failed in this round.
+    silent: engines that did not answer before their deadline. They are not asked again, because
+    that could take another deadline.
+    unusable: number of responses that could not be used.
+    """
+
+    retries: int
+    members: set[_Member] = field(default_factory=set)
+    silent: set[_Member] = field(default_factory=set)
+    unusable: int = 0
+
+    def record(self, member: _Member, failure: RequestFailed | GenerationRejected) -> None:
+        self.members.add(member)
+        if isinstance(failure, RequestExpired):
+            self.silent.add(member)
+        if isinstance(failure, GenerationRejected):
+            self.unusable += 1
+
+    def start_next_round(self) -> None:
+        self.retries -= 1
+        self.members = set(self.silent)
+
+
 @dataclass(frozen=True)
 class RequestForm:
-    """What all requests share. longest_response: in tokens; engines are given time for one.
-    route_shape: (hidden layers, top-k), needed to ask for routes. vocab_size: what tokens must be
-    below; None: unknown."""
+    """Properties that all requests share.
+
+    longest_response: in tokens. The deadline of a request allows for a response of this length.
+    route_shape: (hidden layers, top-k), needed to request routes.
+    vocab_size: upper bound of token ids, None if it is unknown.
+    """
 
     api_key: str | None
     longest_response: int
@@ -56,11 +91,13 @@ class RequestForm:
 
 
 class EnginePool:
-    """Engines of one node behind one `generate`. tell: says what happens to rank 0. threads: decode
-    replies.
+    """Engines of one node behind one `generate`.
 
-    An engine that fails several times in a row is left out until it is healthy again, but for the
-    last one.
+    An engine that fails several times in a row is left out until it is healthy again. The last
+    engine is never left out.
+
+    report: sends a message to rank 0.
+    threads: decode replies.
     """
 
     def __init__(
@@ -68,17 +105,17 @@ class EnginePool:
         engines: Sequence[Engine],
         settings: EngineSettings,
         form: RequestForm,
-        tell: Callable[[FromCollector], Awaitable[None]],
+        report: Callable[[FromCollector], Awaitable[None]],
         *,
         threads: Executor | None = None,
     ) -> None:
+        deadline = settings.request_timeout_s + settings.token_timeout_s * form.longest_response
         self._members = [
             _Member(
                 GenerateClient(
                     engine.url,
                     api_key=form.api_key,
-                    deadline_seconds=settings.request_timeout_s
-                    + settings.token_timeout_s * form.longest_response,
+                    deadline_seconds=deadline,
                     route_shape=form.route_shape,
                     vocab_size=form.vocab_size,
                     abort=self._abort,
@@ -88,10 +125,9 @@ class EnginePool:
             for engine in engines
         ]
         self._retries = settings.retries
-        self._slots = asyncio.Semaphore(
-            _QUEUE_PER_SLOT * settings.max_running_requests * len(self._members)
-        )
-        self._tell = tell
+        num_slots = _QUEUE_PER_SLOT * settings.max_running_requests * len(self._members)
+        self._slots = asyncio.Semaphore(num_slots)
+        self._report = report
         self._probes: set[asyncio.Task[None]] = set()
 
     async def generate(
@@ -103,52 +139,58 @@ class EnginePool:
         return_routes: bool,
         seed: int | None = None,
     ) -> Generation:
-        """Draw one response. Raises `EngineError` and `GenerationRejected`.
+        """Sample one response. Raises `EngineError` and `GenerationRejected`.
 
-        Every engine is asked before one is asked again; what came back unusable is drawn once more
-        by another.
+        A failed request goes to every other engine before it goes to the same one again. A response
+        that cannot be used is sampled once more, by another engine.
         """
         async with self._slots:
-            tried: set[_Member] = set()
-            silent: set[_Member] = set()  # waiting for them once more would take a deadline more
-            unusable, retries, backoff = 0, self._retries, _FIRST_BACKOFF_SECONDS
+            attempts = _Attempts(self._retries)
+            backoff = _FIRST_BACKOFF_SECONDS
             while True:
-                member = self._choose(tried)
+                member = self._choose(attempts.members)
                 try:
-                    return await self._ask(member, token_ids, sampling, rid, return_routes, seed)
+                    return await self._request(
+                        member, token_ids, sampling, rid, return_routes, seed
+                    )
                 except (RequestFailed, GenerationRejected) as failure:
-                    tried.add(member)
-                    if isinstance(failure, RequestExpired):
-                        silent.add(member)
-                    unusable += isinstance(failure, GenerationRejected)
-                    if not _engine_at_fault(failure) or unusable > 1:
+                    attempts.record(member, failure)
+                    if not _is_engine_fault(failure) or attempts.unusable > 1:
                         raise
-                    if len(tried) < len(self._members):
+                    if len(attempts.members) < len(self._members):
                         continue
-                    if not retries or unusable or len(silent) == len(self._members):
+                    if not self._may_retry(attempts):
                         raise
-                retries, tried = retries - 1, set(silent)
+                attempts.start_next_round()
                 await asyncio.sleep(backoff * random.uniform(0.5, 1.5))
                 backoff = min(2 * backoff, _LAST_BACKOFF_SECONDS)
 
     async def close(self) -> None:
+        """Close the connections to all engines."""
         for probe in self._probes:
             probe.cancel()
         await asyncio.gather(*self._probes, return_exceptions=True)
         for member in self._members:
             await member.client.close()
 
-    def _choose(self, tried: set[_Member]) -> _Member:
-        """The engine with the fewest requests in flight; one that is left out only if all others
-        were tried.
-        """
-        untried = [member for member in self._members if member not in tried]
-        return min(untried, key=lambda member: (member.left_out, member.in_flight))
+    def _may_retry(self, attempts: _Attempts) -> bool:
+        """Return True if a further round may succeed after every engine failed."""
+        if attempts.unusable or len(attempts.silent) == len(self._members):
+            return False
+        return attempts.retries > 0
 
-    async def _ask(
+    def _choose(self, failed_members: set[_Member]) -> _Member:
+        """Choose the engine with the fewest requests in flight.
+
+        An engine that is left out is chosen only if all others have failed.
+        """
+        candidates = [member for member in self._members if member not in failed_members]
+        return min(candidates, key=lambda member: (member.left_out, member.in_flight))
+
+    async def _request(
         self,
         member: _Member,
-        ids: Sequence[int],
+        token_ids: Sequence[int],
         sampling: Sampling,
         rid: str,
         return_routes: bool,
@@ -157,21 +199,23 @@ class EnginePool:
         member.in_flight += 1
         try:
             generation = await member.client.generate(
-                ids, sampling, rid=rid, return_routes=return_routes, seed=seed
+                token_ids, sampling, rid=rid, return_routes=return_routes, seed=seed
             )
         except (RequestFailed, GenerationRejected) as failure:
-            if _engine_at_fault(failure):
+            if _is_engine_fault(failure):
                 await self._count_failure(member, failure)
             raise
         finally:
             member.in_flight -= 1
-        member.failures, member.pause = 0, _FIRST_PAUSE_SECONDS
+        member.failures = 0
+        member.pause = _FIRST_PAUSE_SECONDS
         return generation
 
     async def _count_failure(self, member: _Member, failure: Exception) -> None:
+        """Count a failure and leave the engine out after too many of them."""
         member.failures += 1
-        others = any(not other.left_out for other in self._members if other is not member)
-        if member.left_out or member.failures < _MOST_FAILURES or not others:
+        has_others = any(not other.left_out for other in self._members if other is not member)
+        if member.left_out or member.failures < _MAX_CONSECUTIVE_FAILURES or not has_others:
             return
         member.left_out = True
         probe = asyncio.create_task(self._bring_back(member))
@@ -183,24 +227,26 @@ class EnginePool:
             member.failures,
             failure,
         )
-        await self._tell(EngineLeftOut(member.client.url, str(failure)))
+        await self._report(EngineLeftOut(member.client.url, str(failure)))
 
     async def _bring_back(self, member: _Member) -> None:
-        """Use an engine again once it says that it is healthy; its next failure leaves it out for
-        longer.
+        """Wait until an engine reports that it is healthy, then use it again.
+
+        Its next failure leaves it out again, for longer.
         """
-        healthy = False
-        while not healthy:
+        is_healthy = False
+        while not is_healthy:
             await asyncio.sleep(member.pause)
             member.pause = min(2 * member.pause, _LAST_PAUSE_SECONDS)
-            healthy = await member.client.is_up()
-        member.left_out, member.failures = False, _MOST_FAILURES - 1
+            is_healthy = await member.client.is_up()
+        member.left_out = False
+        member.failures = _MAX_CONSECUTIVE_FAILURES - 1
         _log.warning("%s is used again", member.client.url)
-        await self._tell(EngineBack(member.client.url))
+        await self._report(EngineBack(member.client.url))
 
     async def _abort(self, url: str, rid: str) -> None:
-        await self._tell(AbortRequest(url, rid))
+        await self._report(AbortRequest(url, rid))
 
 
-def _engine_at_fault(failure: RequestFailed | GenerationRejected) -> bool:
+def _is_engine_fault(failure: RequestFailed | GenerationRejected) -> bool:
     return isinstance(failure, GenerationRejected) or may_succeed_elsewhere(failure)

@@ -135,7 +135,10 @@ class EpisodeRunner:
         await self._engines.close()
 
     def _open_episode(self, request: GroupRequest, index: int, clock: asyncio.Timeout) -> Episode:
-        """Open an episode. clock: the environment's timeout, stopped while a response is sampled."""
+        """Open an episode.
+
+        clock: the timeout of the environment. It stops while a response is sampled.
+        """
         routes = None if request.evaluation else self._configuration.routes
         timeout_s = self._configuration.environment.timeout_s
         rollout_id = f"{request.group_id}/{index}"

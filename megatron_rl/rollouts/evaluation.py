@@ -1,4 +1,4 @@
-"""Sampled pass@1 on the held-out questions."""
+"""Evaluation: accuracy of sampled responses (pass@1) on a set of prompts."""
 
 from __future__ import annotations
 
@@ -7,149 +7,153 @@ from dataclasses import dataclass
 
 from megatron_rl.config.schema import EvalSettings, RolloutSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
-from megatron_rl.contracts.group import Group, sampled_tokens
+from megatron_rl.contracts.group import Group, RolloutRef, sampled_tokens
 from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.rollouts.messages import GroupRequest
 from megatron_rl.rollouts.pass_at_k import mean_ci95
 from megatron_rl.rollouts.queue import RolloutQueue
-from megatron_rl.rollouts.rejections import (
-    UserClassFailed,
-    first_reason,
-    lost_by_user_class,
-    too_many,
-    unusable,
-)
+from megatron_rl.rollouts.rejections import require_usable
 
 
-class LostEvaluation(Failure):
-    """So many responses could not be used that there is no accuracy."""
+class EvaluationFailed(Failure):
+    """Too many responses could not be used, so there is no accuracy."""
 
     exit_code = ExitCode.ENGINE_FAILED
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """accuracy: mean over questions. half_width: of the 95 % confidence interval (normal, clustered
-    by question).
+    """Result of an evaluation.
 
-    parseable: share of responses that end and hold a final answer. finished: share that end before
-    the token limit. rejected: rollouts that could not be used, which count as wrong and as not
-    finished. tokens: drawn by engines for all of it.
+    accuracy: mean over questions.
+    half_width: of its 95 % confidence interval (normal, clustered by question).
+    parseable: share of responses that end and hold a final answer.
+    ended_share: share of responses that end before the token limit.
+    num_rejected: rollouts that could not be used. They count as incorrect and as not ended.
+    questions: number of questions.
+    samples: number of responses to all questions.
+    tokens: number of tokens that engines sampled for all of it.
     """
 
     accuracy: float
     half_width: float
     parseable: float
-    finished: float
-    rejected: int
+    ended_share: float
+    num_rejected: int
     questions: int
     samples: int
     tokens: int = 0
 
     def __str__(self) -> str:
-        lost = f", {self.rejected} lost" if self.rejected else ""
-        asked = f"{self.questions} questions x {self.samples // self.questions}"
-        return f"{self.accuracy:.3f} ± {self.half_width:.3f} ({asked}, {self.parseable:.1%} parseable{lost})"
+        losses = f", {self.num_rejected} lost" if self.num_rejected else ""
+        size = f"{self.questions} questions x {self.samples // self.questions}"
+        parseable = f"{self.parseable:.1%} parseable"
+        return f"{self.accuracy:.3f} ± {self.half_width:.3f} ({size}, {parseable}{losses})"
 
     def metrics(self) -> dict[str, float]:
+        """Return the metrics under `eval/`."""
         return {
             "eval/accuracy": self.accuracy,
             "eval/accuracy_ci95": self.half_width,
             "eval/parseable": self.parseable,
-            "eval/finished": self.finished,
-            "eval/rejected": float(self.rejected),
+            "eval/finished": self.ended_share,
+            "eval/rejected": float(self.num_rejected),
             "eval/questions": float(self.questions),
         }
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Measures on the held-out questions.
+    """Samples and scores responses to prompts.
 
-    stop_token_ids: what ends a response. idle: called while waiting.
+    stop_token_ids: tokens that end a response.
+    idle: called regularly while rollouts are running.
     """
 
     queue: RolloutQueue
-    held_out: Sequence[Prompt]
+    prompts: Sequence[Prompt]
     settings: EvalSettings
     rollout: RolloutSettings
     stop_token_ids: tuple[int, ...]
     idle: Callable[[], None]
 
     def measure(self, label: str) -> Accuracy:
-        """Draw responses to every question and score them. label makes group ids unique in the run.
+        """Sample responses to every prompt and score them.
 
-        Raises `LostEvaluation` when more than `eval.max_rejected_share` of them could not be used.
+        label: makes group ids unique in the run.
+        Raises `UserClassFailed` or `EvaluationFailed` when more than `eval.max_rejected_share` of
+        them could not be used.
         """
         settings = self.settings
         return accuracy_of(
-            self.draw(label),
+            self.sample(label),
             settings.samples_per_prompt,
             max_rejected_share=settings.max_rejected_share,
         )
 
-    def draw(self, label: str) -> list[Group]:
-        """Judged responses to every question, as the queue delivers them."""
-        settings, rollout = self.settings, self.rollout
+    def sample(self, label: str) -> list[Group]:
+        """Sample responses to every prompt; the groups come in the order of their completion."""
+        temperature = self.settings.temperature
+        if temperature is None:
+            temperature = self.rollout.temperature
         sampling = Sampling(
-            max_new_tokens=rollout.max_new_tokens,
-            temperature=rollout.temperature
-            if settings.temperature is None
-            else settings.temperature,
+            max_new_tokens=self.rollout.max_new_tokens,
+            temperature=temperature,
             stop_token_ids=self.stop_token_ids,
         )
-        self.queue.submit(
-            [
-                GroupRequest(
-                    group_id=f"eval-{label}-{index}",
-                    prompt=prompt,
-                    num_samples=settings.samples_per_prompt,
-                    sampling=sampling,
-                    evaluation=True,
-                )
-                for index, prompt in enumerate(self.held_out)
-            ]
-        )
+        requests = [
+            GroupRequest(
+                group_id=f"eval-{label}-{index}",
+                prompt=prompt,
+                num_samples=self.settings.samples_per_prompt,
+                sampling=sampling,
+                evaluation=True,
+            )
+            for index, prompt in enumerate(self.prompts)
+        ]
+        self.queue.submit(requests)
         return list(self.queue.as_completed(self.idle))
 
 
 def accuracy_of(
     groups: Sequence[Group], samples_per_prompt: int, *, max_rejected_share: float
 ) -> Accuracy:
-    """Score groups of `samples_per_prompt` requested rollouts each.
+    """Compute the accuracy of groups of `samples_per_prompt` requested rollouts each.
 
-    Raises `LostEvaluation`, `UserClassFailed`.
+    Raises `EvaluationFailed` or `UserClassFailed` when more than `max_rejected_share` of the
+    rollouts could not be used, and ValueError without groups.
     """
-    means: list[float] = []
-    parsed = finished = 0
-    for group in groups:
-        correct = sum(s.verdict.correctness or 0.0 for s in group.rollouts)
-        means.append(correct / samples_per_prompt)
-        for rollout in group.rollouts:
-            ended = rollout.finish_reason is FinishReason.STOP
-            finished += ended
-            parsed += ended and rollout.verdict.answer is not None
-    questions = len(means)
-    if questions == 0:
+    if not groups:
         raise ValueError("no question to evaluate on: data.num_eval must be at least 1")
+    means = [_correctness(group) / samples_per_prompt for group in groups]
     mean, half_width = mean_ci95(means)
-    samples = questions * samples_per_prompt
-    lost = unusable(groups)
-    if lost.total() > max_rejected_share * samples or lost.total() == samples:
-        key = "eval.max_rejected_share"
-        first = first_reason(groups)
-        text = too_many(
-            "an evaluation", lost, samples, key=key, most=max_rejected_share, first=first
-        )
-        raise UserClassFailed(text) if lost_by_user_class(lost) else LostEvaluation(text)
+    num_samples = len(groups) * samples_per_prompt
+    losses = require_usable(
+        groups,
+        num_samples,
+        subject="an evaluation",
+        key="eval.max_rejected_share",
+        limit=max_rejected_share,
+        failure=EvaluationFailed,
+    )
+    endings = [rollout for group in groups for rollout in group.rollouts if _is_ended(rollout)]
+    num_parseable = sum(rollout.verdict.answer is not None for rollout in endings)
     return Accuracy(
         accuracy=mean,
         half_width=half_width,
-        parseable=parsed / samples,
-        finished=finished / samples,
-        rejected=lost.total(),
-        questions=questions,
-        samples=samples,
+        parseable=num_parseable / num_samples,
+        ended_share=len(endings) / num_samples,
+        num_rejected=losses.total(),
+        questions=len(groups),
+        samples=num_samples,
         tokens=sum(sampled_tokens(group) for group in groups),
     )
+
+
+def _correctness(group: Group) -> float:
+    return sum(rollout.verdict.correctness or 0.0 for rollout in group.rollouts)
+
+
+def _is_ended(rollout: RolloutRef) -> bool:
+    return rollout.finish_reason is FinishReason.STOP

@@ -1,4 +1,4 @@
-"""A collector's end of the wire to rank 0."""
+"""Connection of a collector to rank 0."""
 
 from __future__ import annotations
 
@@ -11,26 +11,30 @@ from zmq.utils.monitor import parse_monitor_message
 
 from megatron_rl.rollouts.messages import MAX_MESSAGE_BYTES, FromCollector, ToCollector
 
-_KEY_CHARACTERS = 40  # of a CURVE key in its printable form (Z85)
+_KEY_CHARACTERS = 40  # length of a CURVE key in its printable form (Z85)
 _LINGER_MILLISECONDS = 1000
 
 _decoder: msgspec.msgpack.Decoder[ToCollector] = msgspec.msgpack.Decoder(ToCollector)
 
 
 class LinkLost(ConnectionError):
-    """The connection to rank 0 ended, or was never accepted."""
+    """The connection to rank 0 ended, or rank 0 refused it."""
 
 
 def present_run_key(socket: zmq.Socket[Any], run_key: str) -> None:
-    """Make a socket speak to the hub whose `run_key` this is, and to no other."""
-    hub_public, secret = run_key[:_KEY_CHARACTERS].encode(), run_key[_KEY_CHARACTERS:].encode()
+    """Let a socket connect to the hub whose `run_key` this is, and to no other."""
+    hub_public = run_key[:_KEY_CHARACTERS].encode()
+    secret = run_key[_KEY_CHARACTERS:].encode()
     socket.curve_serverkey = hub_public
     socket.curve_secretkey = secret
     socket.curve_publickey = zmq.curve_public(secret)
 
 
-class Link:
-    """Connects to the hub at host and port as the collector of `node`; run_key is the hub's."""
+class CollectorLink:
+    """Connects the collector of `node` to the hub at host and port.
+
+    run_key: the hub's.
+    """
 
     def __init__(self, host: str, port: int, node: int, run_key: str) -> None:
         self._context = zmq.asyncio.Context()
@@ -38,8 +42,10 @@ class Link:
         present_run_key(self._socket, run_key)
         self._socket.routing_id = str(node).encode()
         self._socket.maxmsgsize = MAX_MESSAGE_BYTES
-        self._socket.sndhwm = self._socket.rcvhwm = 0
-        self._socket.reconnect_ivl = -1  # what was on its way would be lost silently
+        self._socket.sndhwm = 0
+        self._socket.rcvhwm = 0
+        # Without reconnects, because messages on their way would be lost silently
+        self._socket.reconnect_ivl = -1
         self._socket.linger = _LINGER_MILLISECONDS
         self._monitor = self._socket.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
@@ -47,23 +53,21 @@ class Link:
         self._socket.connect(f"tcp://{host}:{port}")
 
     async def send(self, message: FromCollector) -> None:
+        """Send a message to rank 0."""
         await self._socket.send(msgspec.msgpack.encode(message))
 
     async def receive(self) -> ToCollector:
-        """The next message. Raises msgspec's errors for what is not one."""
+        """Return the next message. Raises msgspec's errors for an invalid one."""
         return _decoder.decode(await self._socket.recv())
 
-    async def lost(self) -> None:
+    async def wait_until_lost(self) -> None:
         """Wait until the connection ends, then raise `LinkLost`."""
         event = zmq.Event(parse_monitor_message(await self._monitor.recv_multipart())["event"])
-        refused = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
-        raise LinkLost(
-            "rank 0 does not know this collector's key"
-            if refused
-            else "the connection to rank 0 ended"
-        )
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            raise LinkLost("rank 0 does not know this collector's key")
+        raise LinkLost("the connection to rank 0 ended")
 
     def close(self) -> None:
-        """Deliver what was sent, for a second at most."""
+        """Deliver pending messages for one second at most, then close the connection."""
         self._socket.disable_monitor()
         self._context.destroy()

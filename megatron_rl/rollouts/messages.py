@@ -1,4 +1,4 @@
-"""What rank 0 and the collectors say to each other."""
+"""Messages between rank 0 and the collectors."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ from megatron_rl.contracts.wire_types import Count
 from sglang_bridge.engine import Engine
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-ENGINE_FAILURE = "engine"  # the reason in `Group.rejections` for requests that no engine answered
-# ... for those whose engine fell silent until their deadline, with nothing to be kept
-EXPIRED = "expired"
-ENVIRONMENT_FAILURE = "environment"  # ... and for exceptions of the environment
+# Reasons in `Group.rejections`
+ENGINE_FAILURE = "engine"  # no engine answered the request
+EXPIRED = "expired"  # the engine sent nothing usable before the deadline
+ENVIRONMENT_FAILURE = "environment"  # the environment raised an exception
 
 
 class Configure(msgspec.Struct, frozen=True, kw_only=True, tag="configure"):
-    """The collector's whole configuration; the first message. engines: those of its node.
+    """Configuration of a collector, its first message.
 
-    api_key: opens the engines. routes None: routes are neither requested nor kept. vocab_size: of
-    the model; sampled tokens are below it. seed: the run's; what each response is drawn by follows
-    from it.
+    engines: those of its node.
+    api_key: of the engines.
+    routes: None if routes are neither requested nor kept.
+    vocab_size: of the model, the upper bound of sampled token ids.
+    seed: of the run. The seed of each response is derived from it.
     """
 
     engines: tuple[Engine, ...]
@@ -46,10 +48,10 @@ class Configure(msgspec.Struct, frozen=True, kw_only=True, tag="configure"):
 
 
 class GroupRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
-    """Draw `num_samples` rollouts of one prompt and judge them. evaluation: verdicts alone, no
-    rollouts, no routes.
+    """Sample `num_samples` rollouts of one prompt and score them.
 
-    first_sample: how many of its group were drawn before, by another request.
+    first_sample: number of the group's rollouts that earlier requests have sampled.
+    evaluation: return verdicts only. No rollout is kept and no routes are requested.
     """
 
     group_id: str
@@ -71,12 +73,13 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 
 
 class Alive(msgspec.Struct, frozen=True, tag="alive"):
-    """The collector's event loop turns; the first one says that it is there."""
+    """Heartbeat of a collector. The first one reports that it has connected."""
 
 
 class GroupDone(msgspec.Struct, frozen=True, kw_only=True, tag="group"):
-    """A group is complete: every rollout has a verdict or was rejected. generated_tokens: drawn by
-    engines for it.
+    """A group is complete: every rollout has a verdict or was rejected.
+
+    generated_tokens: tokens that engines sampled for it.
     """
 
     group: Group
@@ -84,14 +87,14 @@ class GroupDone(msgspec.Struct, frozen=True, kw_only=True, tag="group"):
 
 
 class AbortRequest(msgspec.Struct, frozen=True, tag="abort"):
-    """Rank 0, which has the admin key, shall have an engine abort a request whose deadline is over."""
+    """Request to rank 0, which has the admin key, to abort an expired request on an engine."""
 
     url: str
     rid: str
 
 
 class EngineLeftOut(msgspec.Struct, frozen=True, tag="engine_left_out"):
-    """An engine failed several times in a row and is asked for nothing until `EngineBack`."""
+    """An engine failed several times in a row and gets no requests until `EngineBack`."""
 
     url: str
     reason: str
@@ -104,13 +107,13 @@ class EngineBack(msgspec.Struct, frozen=True, tag="engine_back"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The collector cannot go on.
+    """The collector cannot continue.
 
-    refused: because of a class of the user's own that does not open.
+    is_refusal: a user-defined class could not be loaded.
     """
 
     reason: str
-    refused: bool = False
+    is_refusal: bool = False
 
 
 ToCollector = Configure | GroupRequest | Release | Stop

@@ -1,9 +1,9 @@
-"""What is said of rollouts that could not be used."""
+"""Counts rollouts that could not be used, and ends the run if there are too many."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.group import NEVER_SENT, STALE, Group
@@ -12,62 +12,85 @@ from megatron_rl.rollouts.messages import ENGINE_FAILURE, ENVIRONMENT_FAILURE, E
 NO_VERDICT = "no_verdict"
 _MEANINGS = {
     ENGINE_FAILURE: "no engine answered",
-    EXPIRED: "an engine fell silent or is too slow; engine.token_timeout_s gives it time",
+    EXPIRED: "an engine fell silent or is too slow; raise engine.token_timeout_s if it is slow",
     ENVIRONMENT_FAILURE: "the environment raised an exception",
     "logprobs_nonfinite": "log-probabilities are NaN or infinite, as the weights may be",
     NO_VERDICT: "the scorer failed, or took longer than reward.timeout_s",
-    STALE: "drawn with weights older than rollout.max_staleness allows, or than those that are evaluated",
-    NEVER_SENT: "drawn with weights of a version that this run never sent: another run uses the engines, or did",
+    STALE: "sampled with weights older than rollout.max_staleness allows, or older than those that "
+    "are evaluated",
+    NEVER_SENT: "sampled with a weight version that this run never sent, so another run uses or "
+    "used the engines",
 }
 
 
 class UserClassFailed(Failure):
-    """Most of the rollouts that were lost were lost by the scorer or the environment, not by
-    engines.
-    """
+    """The scorer or the environment, not the engines, lost most of the unusable rollouts."""
 
     exit_code = ExitCode.REFUSED
 
 
-def unusable(groups: Iterable[Group]) -> Counter[str]:
-    """Rollouts that were rejected or have no verdict, by reason."""
-    found = Counter[str]()
+def require_usable(
+    groups: Sequence[Group],
+    num_requested: int,
+    *,
+    subject: str,
+    key: str,
+    limit: float,
+    failure: type[Failure],
+) -> Counter[str]:
+    """Return the unusable rollouts by reason, or raise if there are too many.
+
+    num_requested: number of rollouts that were requested.
+    subject: name of the groups for the message.
+    key, limit: the configuration key and its value, the largest share that may be unusable.
+    Raises `UserClassFailed` or `failure` when more than this share, or all, are unusable.
+    """
+    losses = count_unusable(groups)
+    if losses.total() > limit * num_requested or losses.total() == num_requested:
+        text = _message(subject, losses, num_requested, key, limit, first_scorer_reason(groups))
+        raise UserClassFailed(text) if is_lost_by_user_class(losses) else failure(text)
+    return losses
+
+
+def count_unusable(groups: Iterable[Group]) -> Counter[str]:
+    """Count the rollouts that were rejected or have no verdict, by reason."""
+    counts = Counter[str]()
     for group in groups:
-        found.update(group.rejections)
-        without = len(group.rollouts) - len(group.rollouts_with_verdict)
-        if without:
-            found[NO_VERDICT] += without
-    return found
+        counts.update(group.rejections)
+        num_without_verdict = len(group.rollouts) - len(group.rollouts_with_verdict)
+        if num_without_verdict:
+            counts[NO_VERDICT] += num_without_verdict
+    return counts
 
 
-def lost_by_user_class(lost: Mapping[str, int]) -> bool:
-    """Whether it was rather the scorer or the environment than engines and networks."""
-    return 2 * (lost.get(NO_VERDICT, 0) + lost.get(ENVIRONMENT_FAILURE, 0)) > sum(lost.values())
+def is_lost_by_user_class(losses: Mapping[str, int]) -> bool:
+    """Return True if the scorer and the environment lost more rollouts than everything else."""
+    by_user_class = losses.get(NO_VERDICT, 0) + losses.get(ENVIRONMENT_FAILURE, 0)
+    return 2 * by_user_class > sum(losses.values())
 
 
-def first_reason(groups: Iterable[Group]) -> str:
-    """What a scorer said first of why there is no verdict, with its line; empty when it said
-    nothing.
-    """
-    samples = (sample for group in groups for sample in group.rollouts)
-    return next((s.verdict.reason for s in samples if s.verdict.reward is None), "")
+def first_scorer_reason(groups: Iterable[Group]) -> str:
+    """Return the scorer's first reason for giving no verdict, or an empty string."""
+    rollouts = (rollout for group in groups for rollout in group.rollouts)
+    return next((r.verdict.reason for r in rollouts if r.verdict.reward is None), "")
 
 
-def too_many(
-    what: str, lost: Mapping[str, int], asked: int, *, key: str, most: float, first: str = ""
+def _message(
+    subject: str,
+    losses: Mapping[str, int],
+    num_requested: int,
+    key: str,
+    limit: float,
+    first_reason: str,
 ) -> str:
-    """The sentence that ends a run: how many, why, the rule and where to look. most: the share that
-    `key` allows.
-
-    first: see `first_reason`.
-    """
-    ordered = sorted(lost.items(), key=lambda item: (-item[1], item[0]))
-    reasons = ", ".join(f"{count} {reason}{_meaning(reason)}" for reason, count in ordered)
-    said = f", first: {first}" if first else ""
+    by_count = sorted(losses.items(), key=lambda item: (-item[1], item[0]))
+    reasons = ", ".join(f"{count} {reason}{_meaning(reason)}" for reason, count in by_count)
+    first = f", first: {first_reason}" if first_reason else ""
     return (
-        f"{what}: {sum(lost.values())} of {asked} rollouts cannot be used ({reasons}){said}; {key}={most:g} is the "
-        "largest share that may be lost. logs/collector-*.log in the run directory shows the first of each kind "
-        "with its cause, logs/engine-*.log what the engines say"
+        f"{subject}: {sum(losses.values())} of {num_requested} rollouts cannot be used "
+        f"({reasons}){first}; {key}={limit:g} is the largest share that may be lost. "
+        "logs/collector-*.log in the run directory shows the first of each kind with its cause, "
+        "logs/engine-*.log the engines' messages"
     )
 
 

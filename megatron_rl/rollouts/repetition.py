@@ -1,4 +1,4 @@
-"""How much of a response repeats itself."""
+"""Measure of how much a response repeats itself."""
 
 from __future__ import annotations
 
@@ -7,45 +7,47 @@ import numpy.typing as npt
 
 from megatron_rl.contracts.rollout import Rollout
 
-ALLOWED = 0.02  # of the tokens: formulas and lists repeat a little
+ALLOWED_SHARE = 0.02  # of the tokens, because formulas and lists repeat a little
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
 def repetition(tokens: npt.NDArray[np.integer], ngram: int) -> float:
-    """The share of tokens in n-grams that occurred before in the response, beyond 2 %; from 0 to
-    0.98.
+    """Return the share of tokens in n-grams that occurred earlier in the response, beyond 2 %.
 
-    tokens [n]; fewer than ngram + 1 repeat nothing. A response that says one thing twice has about
-    one half. 64-bit hashes of n-grams are compared, so two that differ may count as one with a
-    probability of about n² / 2^65.
+    tokens [n]: the response. Fewer than ngram + 1 tokens repeat nothing.
+
+    The result is from 0 to 0.98, and about one half for a response that consists of the same text
+    twice. N-grams are compared by 64-bit hashes, which collide with a probability of about
+    n² / 2^65.
     """
-    starts = len(tokens) - ngram + 1
-    if starts < 2:
+    num_ngrams = len(tokens) - ngram + 1
+    if num_ngrams < 2:
         return 0.0
-    spread = _mixed(tokens.astype(np.uint64))
-    hashes = np.zeros(starts, np.uint64)
+    mixed_ids = _mix(tokens.astype(np.uint64))
+    hashes = np.zeros(num_ngrams, np.uint64)
     for offset in range(ngram):
-        hashes = hashes * _MULTIPLIER + spread[offset : offset + starts]  # modulo 2^64
-    first = np.unique(hashes, return_index=True)[1]
-    again = np.ones(starts, bool)
-    again[first] = False
+        hashes = hashes * _MULTIPLIER + mixed_ids[offset : offset + num_ngrams]  # modulo 2^64
+    first_occurrences = np.unique(hashes, return_index=True)[1]
+    is_repeat = np.ones(num_ngrams, bool)
+    is_repeat[first_occurrences] = False
+    # The cumulative sum counts the repeated n-grams that cover each token
     edges = np.zeros(len(tokens) + 1, np.int64)
-    edges[:starts] += again
-    edges[ngram:] -= again
+    edges[:num_ngrams] += is_repeat
+    edges[ngram:] -= is_repeat
     share = float((edges[:-1].cumsum() > 0).mean())
-    return max(0.0, share - ALLOWED)
+    return max(0.0, share - ALLOWED_SHARE)
 
 
-def sampled_tokens(rollout: Rollout) -> npt.NDArray[np.int32]:
-    """What the policy wrote of a rollout, int32 [n]."""
-    return np.concatenate(
-        [np.empty(0, np.int32), *(s.tokens for s in rollout.segments if s.logprobs is not None)]
-    )
+def sampled_token_ids(rollout: Rollout) -> npt.NDArray[np.int32]:
+    """Return the tokens that the policy sampled, int32 [n]."""
+    tokens = [s.tokens for s in rollout.segments if s.logprobs is not None]
+    return np.concatenate([np.empty(0, np.int32), *tokens])
 
 
-def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Token ids spread over 64 bits (splitmix64): sums of small ids times powers would coincide too
-    easily.
+def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Spread token ids over 64 bits (splitmix64).
+
+    Without this, sums of small ids times powers of the multiplier would collide too often.
     """
     values = values + _MULTIPLIER
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -1,4 +1,4 @@
-"""Prompts in, judged groups out: one rollout batch."""
+"""Rollout batches: prompts are selected, groups of rollouts are requested and collected."""
 
 from __future__ import annotations
 
@@ -10,123 +10,111 @@ import msgspec
 
 from megatron_rl.config.schema import RolloutSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
-from megatron_rl.contracts.group import Group
+from megatron_rl.contracts.group import Group, RolloutRef, sampled_tokens
 from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.contracts.run_state import SelectorState
-from megatron_rl.prompts.selection.selector import RolloutRequest, Selector
+from megatron_rl.prompts.selection.selector import RolloutRequest, Selector, StepSelection
 from megatron_rl.rollouts.messages import GroupRequest
 from megatron_rl.rollouts.queue import RolloutQueue
-from megatron_rl.rollouts.rejections import (
-    UserClassFailed,
-    first_reason,
-    lost_by_user_class,
-    too_many,
-    unusable,
-)
+from megatron_rl.rollouts.rejections import require_usable
 
 
 class TooManyRejected(Failure):
-    """So many rollouts of a batch could not be used that going on would train on what is left by
-    accident.
-    """
+    """Too many rollouts of a batch could not be used. The rest would be an accidental selection."""
 
     exit_code = ExitCode.ENGINE_FAILED
 
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """groups: to be credited, in the order of their prompts; stopped, surplus: drawn and left out
-    (see `SelectionResult`).
+    """Groups of one training step.
 
-    generated_tokens: what engines drew in this step. carried_in, carried_out: tokens of groups that
-    the step before drew for this one, and of those that this one drew for the next.
-    engines_left_out: how many engines were not asked any more at the end, because they failed.
-    delivered: what is to be released. choices: metrics of the selection.
+    groups: to be credited, in the order of their prompts.
+    stopped_groups, surplus_groups: sampled and left out (see `SelectionResult`).
+    generated_tokens: tokens that engines sampled during this step.
+    carried_in: tokens of groups that the previous step sampled for this one.
+    carried_out: tokens of groups that this step sampled for the next one.
+    engines_left_out: number of engines that are left out at the end, because they failed.
+    delivered_ids: ids under which the rollouts have to be released.
+    selection_metrics: of the prompt selection.
     """
 
     groups: tuple[Group, ...]
     generated_tokens: int
     engines_left_out: int = 0
-    stopped: tuple[Group, ...] = ()
-    surplus: tuple[Group, ...] = ()
+    stopped_groups: tuple[Group, ...] = ()
+    surplus_groups: tuple[Group, ...] = ()
     carried_in: int = 0
     carried_out: int = 0
-    delivered: tuple[str, ...] = ()
-    choices: Mapping[str, float] = field(default_factory=dict)
+    delivered_ids: tuple[str, ...] = ()
+    selection_metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def drawn(self) -> tuple[Group, ...]:
-        return self.groups + self.stopped + self.surplus
+    def all_groups(self) -> tuple[Group, ...]:
+        """All groups that were sampled: credited, stopped and surplus ones."""
+        return self.groups + self.stopped_groups + self.surplus_groups
 
     @property
-    def rejected(self) -> Counter[str]:
-        """Rollouts that were asked for and could not be used, by reason."""
-        return sum((Counter(group.rejections) for group in self.drawn), Counter[str]())
+    def rejections(self) -> Counter[str]:
+        """Number of requested rollouts that could not be used, by reason."""
+        return sum((Counter(group.rejections) for group in self.all_groups), Counter[str]())
 
     @property
     def reward_exposed(self) -> float:
-        """Seconds of judging after the last response, on the node where it took longest: each has
-        its own clock.
+        """Seconds of scoring after the last response, on the node where it took longest.
+
+        Each node has its own clock.
         """
-        nodes: dict[int, list[Group]] = {}
-        for group in self.drawn:
+        groups_by_node: dict[int, list[Group]] = {}
+        for group in self.all_groups:
             if group.rollouts:
-                nodes.setdefault(group.rollouts[0].location.node, []).append(group)
+                groups_by_node.setdefault(group.rollouts[0].location.node, []).append(group)
         waits = (
             max(g.scored_at for g in groups) - max(g.generated_at for g in groups)
-            for groups in nodes.values()
+            for groups in groups_by_node.values()
         )
         return max(0.0, *waits, 0.0)
 
     def require(self, label: str, max_rejected_share: float) -> None:
-        """Raise `TooManyRejected`, or `UserClassFailed`, when more than this share of the rollouts,
-        or all, are lost.
+        """Raise `TooManyRejected` or `UserClassFailed` when too many rollouts are unusable.
+
+        max_rejected_share: largest share of rollouts that may be unusable. It is an error in any
+        case if all of them are.
         """
-        lost = unusable(self.drawn)
-        asked = self.rejected.total() + sum(len(group.rollouts) for group in self.drawn)
-        if lost.total() > max_rejected_share * asked or lost.total() == asked:
-            key = "rollout.max_rejected_share"
-            first = first_reason(self.drawn)
-            text = too_many(
-                f"batch {label}", lost, asked, key=key, most=max_rejected_share, first=first
-            )
-            raise UserClassFailed(text) if lost_by_user_class(lost) else TooManyRejected(text)
+        num_rollouts = sum(len(group.rollouts) for group in self.all_groups)
+        require_usable(
+            self.all_groups,
+            self.rejections.total() + num_rollouts,
+            subject=f"batch {label}",
+            key="rollout.max_rejected_share",
+            limit=max_rejected_share,
+            failure=TooManyRejected,
+        )
 
     def metrics(self) -> dict[str, float]:
-        """Metrics under `rollout/` and `reward/`, and the seconds of judging after the last
-        response.
-        """
-        rollouts = [rollout for group in self.drawn for rollout in group.rollouts]
-        rewards = [r.verdict.reward for r in rollouts if r.verdict.reward is not None]
-        rejected = self.rejected
+        """Return the metrics under `rollout/`, `reward/` and `select/`."""
+        rollouts = [rollout for group in self.all_groups for rollout in group.rollouts]
+        rejections = self.rejections
         values = {
             "rollout/tokens": float(self.generated_tokens),
             "rollout/samples": float(len(rollouts)),
-            "rollout/rejected": float(rejected.total()),
-            "reward/no_verdict": float(len(rollouts) - len(rewards)),
+            "rollout/rejected": float(rejections.total()),
             "rollout/engines_left_out": float(self.engines_left_out),
             "time/reward_exposed": self.reward_exposed,
         }
-        if rewards:
-            values["reward/mean"] = sum(rewards) / len(rewards)
-        if rollouts:
-            lengths = [r.num_trainable for r in rollouts]
-            values["rollout/response_length"] = sum(lengths) / len(lengths)
-            values["rollout/truncated"] = sum(r.finish_reason == "length" for r in rollouts) / len(
-                rollouts
-            )
-        return (
-            values
-            | dict(self.choices)
-            | {f"rollout/rejected/{reason}": float(count) for reason, count in rejected.items()}
-        )
+        values |= _reward_metrics(rollouts)
+        values |= _length_metrics(rollouts)
+        values |= self.selection_metrics
+        values |= {f"rollout/rejected/{reason}": float(n) for reason, n in rejections.items()}
+        return values
 
 
 @dataclass(frozen=True)
-class RolloutStage:
-    """Draws rollout batches from a queue.
+class RolloutSampler:
+    """Samples rollout batches through a queue.
 
-    stop_token_ids: what ends a response. idle: called while waiting.
+    stop_token_ids: tokens that end a response.
+    idle: called regularly while rollouts are running.
     """
 
     queue: RolloutQueue
@@ -134,88 +122,93 @@ class RolloutStage:
     selector: Selector
     stop_token_ids: tuple[int, ...]
     idle: Callable[[], None]
-    _parts: dict[str, list[str]] = field(
-        default_factory=dict
-    )  # what each group was delivered as, until it is used
+    # For each group that is not used yet, the ids of the requests whose rollouts it consists of
+    _request_ids: dict[str, list[str]] = field(default_factory=dict)
 
-    def draw(self, step: int) -> RolloutBatch:
-        """Draw and judge one batch. Raises `TooManyRejected`."""
-        label, drawn = f"step-{step}", dict[int, Group]()
-        before, carried = self.queue.generated_tokens, set(self._parts)
+    def sample(self, step: int) -> RolloutBatch:
+        """Sample and score one batch. Raises `TooManyRejected` or `UserClassFailed`."""
+        label = f"step-{step}"
+        tokens_before = self.queue.generated_tokens
+        earlier_group_ids = set(self._request_ids)
         selection = self.selector.select(step)
-        asks = selection.begin()
-        while asks:
-            asked = self._submit(label, asks)
-            for group in self.queue.as_completed(self.idle):
-                index = asked.pop(group.group_id).index
-                drawn[index] = joined(drawn[index], group) if index in drawn else group
-                self._parts.setdefault(drawn[index].group_id, []).append(group.group_id)
-                if (extension := selection.answered(index, drawn[index])) is not None:
-                    asked |= self._submit(label, [extension])
-            asks = selection.more()
-        chosen = selection.result()
-        told = chosen.groups + chosen.stopped + chosen.surplus
-        ended = {group.group_id: self._parts.pop(group.group_id) for group in told}
+        groups = self._collect(label, selection)
+        result = selection.result()
+        sampled_groups = result.groups + result.stopped + result.surplus
+        ids_by_group = {
+            group.group_id: self._request_ids.pop(group.group_id) for group in sampled_groups
+        }
+        carried_in = [group for group in sampled_groups if group.group_id in earlier_group_ids]
+        carried_out = [group for group in groups if group.group_id not in ids_by_group]
         batch = RolloutBatch(
-            groups=chosen.groups,
-            stopped=chosen.stopped,
-            surplus=chosen.surplus,
-            generated_tokens=self.queue.generated_tokens - before,
+            groups=result.groups,
+            stopped_groups=result.stopped,
+            surplus_groups=result.surplus,
+            generated_tokens=self.queue.generated_tokens - tokens_before,
             engines_left_out=len(self.queue.engines_left_out),
-            carried_in=sum(tokens_of(group) for group in told if group.group_id in carried),
-            carried_out=sum(
-                tokens_of(group) for group in drawn.values() if group.group_id not in ended
-            ),
-            delivered=tuple(part for parts in ended.values() for part in parts),
-            choices=selection.metrics(),
+            carried_in=sum(sampled_tokens(group) for group in carried_in),
+            carried_out=sum(sampled_tokens(group) for group in carried_out),
+            delivered_ids=tuple(part for parts in ids_by_group.values() for part in parts),
+            selection_metrics=selection.metrics(),
         )
         batch.require(label, self.settings.max_rejected_share)
         return batch
 
     def state(self) -> SelectorState:
+        """Return the selector's state."""
         return self.selector.state()
 
     def restore(self, state: SelectorState) -> None:
-        """See `Selector`."""
+        """Restore the selector's state."""
         self.selector.restore(state)
 
-    def widen(self) -> None:
-        """See `Selector`."""
-        self.selector.widen()
+    def inflate_variance(self) -> None:
+        """Make the selector's beliefs less certain."""
+        self.selector.inflate_variance()
 
-    def _submit(self, label: str, asks: Sequence[RolloutRequest]) -> dict[str, RolloutRequest]:
-        """What was asked, by group id: every part of a group has its own."""
+    def _collect(self, label: str, selection: StepSelection) -> list[Group]:
+        """Request groups until the selection has enough of them, and return all of them."""
+        groups: dict[int, Group] = {}
+        requests = selection.first_round()
+        while requests:
+            outstanding = self._submit(label, requests)
+            for part in self.queue.as_completed(self.idle):
+                index = outstanding.pop(part.group_id).index
+                group = merge_groups(groups[index], part) if index in groups else part
+                groups[index] = group
+                self._request_ids.setdefault(group.group_id, []).append(part.group_id)
+                if (extension := selection.handle_group(index, group)) is not None:
+                    outstanding |= self._submit(label, [extension])
+            requests = selection.next_round()
+        return list(groups.values())
+
+    def _submit(self, label: str, requests: Sequence[RolloutRequest]) -> dict[str, RolloutRequest]:
+        """Submit requests and return them by group id.
+
+        The first request of a group and its extensions have different ids.
+        """
         sampling = Sampling(
             max_new_tokens=self.settings.max_new_tokens,
             temperature=self.settings.temperature,
             stop_token_ids=self.stop_token_ids,
         )
-        asked = {
-            f"{label}-{ask.index}" + (f"+{ask.first_sample}" if ask.first_sample else ""): ask
-            for ask in asks
-        }
+        by_id = {_group_id(label, request): request for request in requests}
         self.queue.submit(
             [
                 GroupRequest(
                     group_id=group_id,
-                    prompt=ask.prompt,
-                    num_samples=ask.samples,
-                    first_sample=ask.first_sample,
+                    prompt=request.prompt,
+                    num_samples=request.samples,
+                    first_sample=request.first_sample,
                     sampling=sampling,
                 )
-                for group_id, ask in asked.items()
+                for group_id, request in by_id.items()
             ]
         )
-        return asked
+        return by_id
 
 
-def tokens_of(group: Group) -> int:
-    """What engines drew for it, rejected rollouts included."""
-    return sum(ref.num_generated for ref in group.rollouts) + sum(group.rejected_tokens.values())
-
-
-def joined(first: Group, rest: Group) -> Group:
-    """One group, under the id of its first part."""
+def merge_groups(first: Group, rest: Group) -> Group:
+    """Merge two parts of a group under the id of the first one."""
     return msgspec.structs.replace(
         first,
         rollouts=first.rollouts + rest.rollouts,
@@ -224,3 +217,26 @@ def joined(first: Group, rest: Group) -> Group:
         generated_at=max(first.generated_at, rest.generated_at),
         scored_at=max(first.scored_at, rest.scored_at),
     )
+
+
+def _group_id(label: str, request: RolloutRequest) -> str:
+    extension = f"+{request.first_sample}" if request.first_sample else ""
+    return f"{label}-{request.index}{extension}"
+
+
+def _reward_metrics(rollouts: Sequence[RolloutRef]) -> dict[str, float]:
+    rewards = [r.verdict.reward for r in rollouts if r.verdict.reward is not None]
+    values = {"reward/no_verdict": float(len(rollouts) - len(rewards))}
+    if rewards:
+        values["reward/mean"] = sum(rewards) / len(rewards)
+    return values
+
+
+def _length_metrics(rollouts: Sequence[RolloutRef]) -> dict[str, float]:
+    if not rollouts:
+        return {}
+    num_truncated = sum(r.finish_reason == "length" for r in rollouts)
+    return {
+        "rollout/response_length": sum(r.num_trainable for r in rollouts) / len(rollouts),
+        "rollout/truncated": num_truncated / len(rollouts),
+    }

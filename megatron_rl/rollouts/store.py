@@ -1,5 +1,6 @@
-"""Encoded rollouts in anonymous shared memory, readable by every process of the same user on the
-node.
+"""Encoded rollouts in anonymous shared memory of a node.
+
+Every process of the same user on the node can read them.
 """
 
 from __future__ import annotations
@@ -8,31 +9,37 @@ import os
 from collections.abc import Iterable
 
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
-from megatron_rl.contracts.group import RolloutLocation, RolloutRef
+from megatron_rl.contracts.group import RolloutLocation, RolloutRef, Verdict
 from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.rollouts import codec
 
+NOT_STORED = RolloutLocation(node=0, pid=0, fd=0, offset=0, nbytes=0)
+
 
 class RolloutGone(Failure):
-    """A rollout can no longer be read: its collector ended or released it."""
+    """A rollout cannot be read, because its collector ended or released it."""
 
     exit_code = ExitCode.ENGINE_FAILED
 
 
 class RolloutStore:
-    """The collector's side: one memfd a group."""
+    """Rollouts that this process stores, one memfd a group."""
 
     def __init__(self, node: int) -> None:
         self._node = node
-        self._segments: dict[str, int] = {}
+        self._descriptors: dict[str, int] = {}
 
     def put(self, group_id: str, rollouts: Iterable[Rollout]) -> list[RolloutLocation]:
-        """Store a group's rollouts and return where each lies, in order."""
-        if group_id in self._segments:
+        """Store a group's rollouts and return their locations in order.
+
+        Raises ValueError for a group that is stored already.
+        """
+        if group_id in self._descriptors:
             raise ValueError(f"group {group_id} is stored already: a group is delivered once")
         fd = os.memfd_create(f"rollouts-{group_id}", os.MFD_CLOEXEC)
-        self._segments[group_id] = fd
-        locations, offset = [], 0
+        self._descriptors[group_id] = fd
+        locations = []
+        offset = 0
         for rollout in rollouts:
             data = codec.encode(rollout)
             _write_all(fd, data)
@@ -45,23 +52,48 @@ class RolloutStore:
         return locations
 
     def release(self, group_ids: Iterable[str]) -> None:
-        """Free the memory of groups; unknown ids are ignored, so that releasing twice is harmless."""
+        """Free the memory of groups. Unknown ids are ignored, so releasing twice is harmless."""
         for group_id in group_ids:
-            if (fd := self._segments.pop(group_id, None)) is not None:
+            if (fd := self._descriptors.pop(group_id, None)) is not None:
                 os.close(fd)
+
+
+def make_rollout_ref(
+    rollout: Rollout,
+    *,
+    verdict: Verdict,
+    num_generated: int,
+    repetition: float,
+    location: RolloutLocation = NOT_STORED,
+) -> RolloutRef:
+    """Make the reference to a rollout; see `RolloutRef` for the arguments."""
+    sampled_segments = [s for s in rollout.segments if s.logprobs is not None]
+    return RolloutRef(
+        rollout_id=rollout.rollout_id,
+        prompt_id=rollout.prompt_id,
+        sample_index=rollout.sample_index,
+        num_inputs=rollout.num_tokens - 1,
+        num_trainable=sum(len(s.tokens) for s in rollout.segments if s.trainable),
+        num_generated=num_generated,
+        repetition=repetition,
+        finish_reason=rollout.finish_reason,
+        versions=tuple(sorted({segment.version for segment in sampled_segments})),
+        verdict=verdict,
+        location=location,
+    )
 
 
 def read_rollout(ref: RolloutRef) -> Rollout:
     """Read one rollout from its collector's memory on this node.
 
-    Raises `RolloutGone`, which names the rollout, when the collector has ended or the location is
-    stale.
+    Raises `RolloutGone`, which names the rollout, when the collector has ended or the location
+    holds another rollout.
     """
-    where = ref.location
+    location = ref.location
     try:
-        fd = os.open(f"/proc/{where.pid}/fd/{where.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(f"/proc/{location.pid}/fd/{location.fd}", os.O_RDONLY | os.O_CLOEXEC)
         with os.fdopen(fd, "rb", buffering=0):
-            data = _read_all(fd, where.nbytes, where.offset)
+            data = _read_all(fd, location.nbytes, location.offset)
         rollout = codec.decode(data)
     except (OSError, codec.CodecError) as error:
         raise RolloutGone(f"rollout {ref.rollout_id} cannot be read: {error}") from error
@@ -77,10 +109,11 @@ def _write_all(fd: int, data: bytes) -> None:
 
 
 def _read_all(fd: int, nbytes: int, offset: int) -> bytearray:
-    data, filled = bytearray(nbytes), 0
-    while filled < nbytes:
-        count = os.preadv(fd, [memoryview(data)[filled:]], offset + filled)
+    data = bytearray(nbytes)
+    position = 0
+    while position < nbytes:
+        count = os.preadv(fd, [memoryview(data)[position:]], offset + position)
         if count == 0:
-            raise OSError(f"{filled} of {nbytes} bytes at offset {offset}")
-        filled += count
+            raise OSError(f"{position} of {nbytes} bytes at offset {offset}")
+        position += count
     return data

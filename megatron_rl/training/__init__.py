@@ -1,1 +1,1 @@
-"""What every rank does with a plan: exchange, batches, old policy, update."""
+"""Training of a planned step on every rank: exchange, micro-batches, old policy, update."""

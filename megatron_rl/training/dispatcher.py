@@ -1,5 +1,6 @@
-"""The one way through the ranks: rank 0 says `run(command)`, and every rank executes it through the
-same table.
+"""Commands from rank 0 to all ranks.
+
+Rank 0 calls `run(command)`, and every rank executes the command through the same command table.
 """
 
 from __future__ import annotations
@@ -15,40 +16,40 @@ from megatron_rl.training.collectives import broadcast_bytes
 
 _decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 
-Table = Mapping[type[Command], Callable[[Any], Any]]
+CommandTable = Mapping[type[Command], Callable[[Any], Any]]
 
 
 class Dispatcher:
-    """Commands over a CPU process group that spans the world.
+    """Sends commands over a CPU process group of all ranks.
 
-    table: what a rank does for each command. Ranks enter a collective only in answer to a command
-    that all received.
+    Ranks enter a collective only to execute a command that all of them received.
+
+    table: the function that a rank calls for each command.
     """
 
-    def __init__(self, group: dist.ProcessGroup, table: Table) -> None:
+    def __init__(self, group: dist.ProcessGroup, table: CommandTable) -> None:
         self._group = group
         self._table = table
 
     def run(self, command: Command) -> Any:
-        """Rank 0 only: let every rank execute a command, this one too; returns what it returned
-        here.
-        """
-        self._say(command)
+        """Let every rank execute a command and return this rank's result. Rank 0 only."""
+        self._broadcast(command)
         return self._table[type(command)](command)
 
     def follow(self) -> None:
-        """Every other rank: execute what rank 0 says until the run is complete.
+        """Execute the commands of rank 0 until the run is complete. All ranks but rank 0.
 
-        When rank 0's process ends, its connections close and this raises, whatever it waits in.
+        Raises when rank 0's process ends, because its connections close.
         """
-        while not isinstance(
-            command := _decoder.decode(broadcast_bytes(None, self._group)), Finish
-        ):
+        while True:
+            command = _decoder.decode(broadcast_bytes(None, self._group))
+            if isinstance(command, Finish):
+                return
             self._table[type(command)](command)
 
     def finish(self) -> None:
-        """Rank 0 only: let the others end."""
-        self._say(Finish())
+        """End `follow` on the other ranks. Rank 0 only."""
+        self._broadcast(Finish())
 
-    def _say(self, command: Command) -> None:
+    def _broadcast(self, command: Command) -> None:
         broadcast_bytes(msgspec.msgpack.encode(command), self._group)

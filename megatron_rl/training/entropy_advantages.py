@@ -1,6 +1,4 @@
-"""RL-ZVP: the tokens of groups that are all right or all wrong get their advantages from the old
-policy's entropies.
-"""
+"""Entropy-guided advantages (RL-ZVP) for tokens of all-correct and all-incorrect groups."""
 
 from __future__ import annotations
 
@@ -9,35 +7,46 @@ import torch
 from megatron_rl.losses.sequences import sequence_lengths, spread
 from megatron_rl.training.micro_batches import MicroBatch
 
-_MOST = 1.0
+_MAX_SIZE = 1.0
 
 
 def token_advantages(batch: MicroBatch, entropies: torch.Tensor) -> torch.Tensor:
-    """float32 [T]: `batch.advantages`, and of flat groups' tokens what follows from entropies
-    float32 [T] in nats.
+    """Return the advantage of every trained token, float32 [T].
 
-        all right:  A_t = +α H_t                            arXiv 2509.21880, Eq. 4 and 5
-        all wrong:  A_t = -α (max_k H_k - H_t)              the maximum is over the response's trained tokens
+    entropies: float32 [T], nats, of the old policy.
 
-    α is `batch.entropy_advantages`, negative for wrong ones. |A_t| is at most 1. H is the
-    full-vocabulary entropy at the step's start, where the paper recomputes it at every gradient
-    step: the same in the first of them. NaN stays.
+    Tokens of zero-variance groups get their advantage from the entropies (arXiv 2509.21880,
+    equations 4 and 5). The others keep `batch.advantages`.
+
+        all correct:    A_t = +α H_t
+        all incorrect:  A_t = -α (max_k H_k - H_t)      maximum over the response's trained tokens
+
+    `batch.entropy_advantages` holds +α and -α. |A_t| is at most 1. H is the full-vocabulary entropy
+    at the start of the step. The paper recomputes it for every gradient step, which is the same for
+    the first one. NaN stays NaN.
     """
-    alpha, lengths = batch.entropy_advantages, sequence_lengths(batch.cu_seqlens)
-    place = spread(torch.arange(len(lengths), device=entropies.device), lengths, entropies.numel())
-    highest = entropies.new_zeros(len(lengths)).scatter_reduce(0, place, entropies, "amax")[place]
-    found = torch.where(alpha > 0, alpha * entropies, alpha * (highest - entropies)).clamp(
-        -_MOST, _MOST
+    alpha = batch.entropy_advantages
+    lengths = sequence_lengths(batch.cu_seqlens)
+    sequence_of_token = spread(
+        torch.arange(len(lengths), device=entropies.device), lengths, entropies.numel()
     )
-    return torch.where(alpha == 0, batch.advantages, found.to(batch.advantages.dtype))
+    maxima = entropies.new_zeros(len(lengths)).scatter_reduce(
+        0, sequence_of_token, entropies, "amax"
+    )
+    highest = maxima[sequence_of_token]
+    advantages = torch.where(alpha > 0, alpha * entropies, alpha * (highest - entropies))
+    advantages = advantages.clamp(-_MAX_SIZE, _MAX_SIZE)
+    return torch.where(alpha == 0, batch.advantages, advantages.to(batch.advantages.dtype))
 
 
 def advantage_sizes(batch: MicroBatch, advantages: torch.Tensor) -> dict[str, torch.Tensor]:
-    """(sum, weight) pairs, float32 [2]: the mean |A_t| over tokens of flat groups, and over all
-    others.
-    """
-    flat = (batch.entropy_advantages != 0).float()
-    pairs = {"policy/advantage_flat": flat, "policy/advantage_mixed": 1.0 - flat}
+    """Return (sum, weight), float32 [2], of |A_t| over tokens of zero-variance and other groups."""
+    is_zero_variance = (batch.entropy_advantages != 0).float()
+    weights = {
+        "policy/advantage_flat": is_zero_variance,
+        "policy/advantage_mixed": 1.0 - is_zero_variance,
+    }
     return {
-        name: torch.stack([(advantages.abs() * of).sum(), of.sum()]) for name, of in pairs.items()
+        name: torch.stack([(advantages.abs() * weight).sum(), weight.sum()])
+        for name, weight in weights.items()
     }

@@ -14,11 +14,13 @@ from megatron_rl.training.whole_sequences import WholeSequences
 
 
 class ResponseLogprobs:
-    """The sampling temperature divides the logits, which are handled train.logit_chunk_tokens rows
-    at a time.
+    """Computes log-probabilities and entropies at the sampling temperature.
 
-    vocab_size: true, without padding. tp_group: over which the vocabulary is sharded, None when it
-    is not. cp_group: over which sequences are shared, None when they are not.
+    It handles train.logit_chunk_tokens rows of the logits at a time.
+
+    vocab_size: without padding.
+    tp_group: the ranks that share the vocabulary, None if it is not split.
+    cp_group: the ranks that share the sequences, None if they are not split.
     """
 
     def __init__(
@@ -39,50 +41,53 @@ class ResponseLogprobs:
     def __call__(
         self, logits: torch.Tensor, batch: MicroBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """logits [rows, V / tp] -> (logprob, entropy) float32 [T] in nats, for the batch's trained
-        tokens.
+        """Return (logprob, entropy), float32 [T] each, in nats, of the batch's trained tokens.
 
-        Ranks that share the sequences all get the whole, so that losses see whole sequences; each
-        back-propagates what it computed. NaN and +inf in a trained token's row make its two results
-        NaN.
+        logits: [rows, V / tp].
+
+        Ranks that share the sequences all get the values of whole sequences, which losses need, and
+        back-propagate the values that they computed. NaN or +inf in the row of a trained token
+        makes its two results NaN.
         """
-        logprob, entropy = self._held(logits, batch)
+        logprob, entropy = self._local_values(logits, batch)
         if self._cp_group is None or len(batch.advantages) == 0:
             return logprob, entropy
-        both = torch.stack([logprob, entropy])
+        local_values = torch.stack([logprob, entropy])
         logprob, entropy = WholeSequences.apply(
-            both, batch.places, len(batch.advantages), self._cp_group
+            local_values, batch.places, len(batch.advantages), self._cp_group
         )
         return logprob, entropy
 
-    def _held(self, logits: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """[R] each, of the trained tokens whose logits are here."""
+    def _local_values(
+        self, logits: torch.Tensor, batch: MicroBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (logprob, entropy) [R] of the trained tokens whose logits are on this rank."""
         if len(batch.rows) == 0:
-            empty = (
-                logits.float().sum() * 0.0
-            )  # keeps the graph: a filler still takes part in the backward collectives
+            # Attached to the graph, because a filler takes part in the backward collectives
+            empty = logits.float().sum() * 0.0
             return empty.expand(0), logits.new_zeros(0, dtype=torch.float32)
         chunks = _GatherRows.apply(logits, *batch.rows.split(self._chunk_tokens))
-        parts = [
-            token_logprob_entropy(
+        logprobs: list[torch.Tensor] = []
+        entropies: list[torch.Tensor] = []
+        for chunk, targets in zip(chunks, batch.targets.split(self._chunk_tokens), strict=True):
+            logprob, entropy = token_logprob_entropy(
                 chunk,
                 targets,
                 temperature=self._temperature,
                 vocab_size=self._vocab_size,
                 tp_group=self._tp_group,
-                inplace_backward=True,  # a chunk is a copy that nobody else reads
+                inplace_backward=True,  # the chunk is a copy that nothing else reads
                 check_values=False,  # an exception on one rank would leave the others waiting
             )
-            for chunk, targets in zip(chunks, batch.targets.split(self._chunk_tokens), strict=True)
-        ]
-        return torch.cat([logprob for logprob, _ in parts]), torch.cat(
-            [entropy for _, entropy in parts]
-        )
+            logprobs.append(logprob)
+            entropies.append(entropy)
+        return torch.cat(logprobs), torch.cat(entropies)
 
 
 class _GatherRows(torch.autograd.Function):
-    """Copies of distinct rows, a chunk for each index; the chunks' gradients fill one tensor, not
-    one each.
+    """Copies distinct rows, one chunk for each index tensor.
+
+    The gradients of all chunks fill one tensor instead of one tensor each.
     """
 
     @staticmethod
@@ -94,7 +99,7 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        whole = gradients[0].new_zeros(ctx.shape)
+        logits_gradient = gradients[0].new_zeros(ctx.shape)
         for rows, gradient in zip(ctx.saved_tensors, gradients, strict=True):
-            whole.index_copy_(0, rows, gradient)
-        return whole, *(None for _ in gradients)
+            logits_gradient.index_copy_(0, rows, gradient)
+        return logits_gradient, *(None for _ in gradients)

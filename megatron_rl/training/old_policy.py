@@ -17,9 +17,11 @@ from megatron_rl.training.policy import Policy
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """An `Objective` of one micro-batch with the log-probabilities, float32 [T], that its ratios
-    start from.
+class BatchObjective:
+    """The objective of one micro-batch.
+
+    old_logprobs: float32 [T], the old policy's log-probabilities. The objective's ratios are
+    relative to them.
     """
 
     objective: Objective
@@ -29,45 +31,25 @@ class Prepared:
         return self.objective(logprobs, denominators)
 
     def deviation(self, logprobs: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The largest |π_θ(y_t) / π_old(y_t) - 1|, a scalar; nothing without tokens.
+        """Return the largest |π_θ(y_t) / π_old(y_t) - 1| as a metric, or nothing without tokens.
 
-        Before the first optimizer step both are the same weights: what is left is noise of the
-        arithmetic, and a clip width below it cuts tokens at random.
+        Before the first optimizer step both policies have the same weights. The deviation is then
+        arithmetic noise, and a clip range below it would clip tokens at random.
         """
         if logprobs.numel() == 0:
             return {}
-        return {
-            "policy/first_ratio_deviation": torch.expm1(logprobs.detach() - self.old_logprobs)
-            .abs()
-            .max()
-        }
+        deviations = torch.expm1(logprobs.detach() - self.old_logprobs).abs()
+        return {"policy/first_ratio_deviation": deviations.max()}
 
 
 def compute_old_policy(
     policy: Policy, batches: Sequence[MicroBatch], metrics: MetricSums
-) -> list[Prepared]:
-    """Forward-only pass over all micro-batches of a step: what the updates of each minimise.
+) -> list[BatchObjective]:
+    """Run a forward-only pass over all micro-batches of a step and return their objectives.
 
-    Empty on ranks that are not the last pipeline stage.
+    Returns an empty list unless this rank is of the last pipeline stage.
     """
-
-    def keep(logits: torch.Tensor, index: int) -> tuple[None, tuple[torch.Tensor, torch.Tensor]]:
-        logprob, entropy = policy.logprobs(logits, batches[index])
-        return None, (logprob.detach(), entropy.detach())
-
-    replay = policy.replay
-    routing = "replay" if replay is None else replay.old_policy_routing
-    results = run_schedule(
-        policy.models,
-        [batch.packed for batch in batches],
-        keep,
-        forward_only=True,
-        replay=replay,
-        routing=routing,
-        measure_routes=replay is not None and routing == "replay",
-    )
-    if replay is not None and routing == "replay":
-        metrics.add_mean("mismatch/route_disagreement", *replay.disagreement())
+    outputs = _run_pass(policy, batches, metrics)
     responses = [
         ResponseTokens(
             logprob,
@@ -76,15 +58,51 @@ def compute_old_policy(
             token_advantages(batch, entropy),
             batch.cu_seqlens,
         )
-        for batch, (logprob, entropy) in zip(batches, results, strict=False)
+        for batch, (logprob, entropy) in zip(batches, outputs, strict=False)
     ]
+    _add_metrics(policy, batches, responses, metrics)
+    objectives = []
+    for response in map(policy.correction.corrected, responses):
+        objectives.append(BatchObjective(policy.loss.prepare(response), response.old_logprobs))
+    return objectives
+
+
+def _run_pass(
+    policy: Policy, batches: Sequence[MicroBatch], metrics: MetricSums
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the (logprob, entropy) of each micro-batch, on the last pipeline stage alone."""
+
+    def keep_outputs(
+        logits: torch.Tensor, index: int
+    ) -> tuple[None, tuple[torch.Tensor, torch.Tensor]]:
+        logprob, entropy = policy.logprobs(logits, batches[index])
+        return None, (logprob.detach(), entropy.detach())
+
+    replay = policy.replay
+    routing = "replay" if replay is None else replay.old_policy_routing
+    outputs = run_schedule(
+        policy.models,
+        [batch.inputs for batch in batches],
+        keep_outputs,
+        forward_only=True,
+        replay=replay,
+        routing=routing,
+        measure_routes=replay is not None and routing == "replay",
+    )
+    if replay is not None and routing == "replay":
+        metrics.add_mean("mismatch/route_disagreement", *replay.disagreement())
+    return outputs
+
+
+def _add_metrics(
+    policy: Policy,
+    batches: Sequence[MicroBatch],
+    responses: Sequence[ResponseTokens],
+    metrics: MetricSums,
+) -> None:
     for batch, response in zip(batches, responses, strict=False):
         metrics.add(advantage_sizes(batch, response.advantages))
     for response in responses:
         metrics.add({"policy/entropy": mean_of(response.old_entropies)})
         metrics.add(rollout_mismatch(response.old_logprobs, response.rollout_logprobs))
         metrics.add(policy.correction.metrics(response))
-    corrected = map(policy.correction.corrected, responses)
-    return [
-        Prepared(policy.loss.prepare(response), response.old_logprobs) for response in corrected
-    ]

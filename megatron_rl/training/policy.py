@@ -1,4 +1,4 @@
-"""The model being trained with what every pass over it shares."""
+"""The model that is trained, with everything that its passes share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from megatron_rl.training.logprobs import ResponseLogprobs
 
 @dataclass(frozen=True)
 class Policy:
-    """models: this rank's chunks. replay None: live routing in every pass."""
+    """The model that is trained.
+
+    models: this rank's chunks.
+    replay: None if the routers choose experts themselves in every pass.
+    """
 
     models: Sequence[torch.nn.Module]
     logprobs: ResponseLogprobs

@@ -12,7 +12,7 @@ from megatron_rl.mcore.optimizer import DistributedAdam, StepResult
 from megatron_rl.mcore.schedule import run_schedule
 from megatron_rl.training.metric_sums import MetricSums
 from megatron_rl.training.micro_batches import MicroBatch
-from megatron_rl.training.old_policy import Prepared
+from megatron_rl.training.old_policy import BatchObjective
 from megatron_rl.training.policy import Policy
 
 
@@ -20,43 +20,44 @@ def update_policy(
     policy: Policy,
     optimizer: DistributedAdam,
     batches: Sequence[MicroBatch],
-    objectives: Sequence[Prepared],
+    objectives: Sequence[BatchObjective],
     denominators: Denominators,
     *,
     dp_size: int,
     first_step: bool,
     metrics: MetricSums,
 ) -> StepResult:
-    """One optimizer step: forward, backward, agreed check, AdamW. objectives: of `batches`, in
-    their order.
+    """Run one optimizer step: forward, backward, collective check, AdamW.
 
-    No rank steps where one met a NaN or Inf, or replayed other routes than the recorded ones.
+    No rank applies the step if a rank found NaN or Inf, or replayed routes other than the recorded
+    ones.
 
-    first_step: no weight has moved since the old-policy pass, so ratios other than 1 are noise,
-    which is measured. `train/loss` is the sum over data-parallel ranks (each adds its local part
-    with weight 1 / dp_size), averaged over the optimizer steps of the batch.
+    objectives: of `batches`, in order.
+    first_step: True if no weight has changed since the old-policy pass. Ratios other than 1 are
+    then noise, which is measured.
+
+    `train/loss` is the sum over data-parallel ranks (each adds its local part with weight
+    1 / dp_size), averaged over the optimizer steps of the batch.
     """
 
     def policy_loss(logits: torch.Tensor, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         logprob, _ = policy.logprobs(logits, batches[index])
         result = objectives[index](logprob, denominators)
-        metrics.add(
-            result.sums,
-            result.maxima | (objectives[index].deviation(logprob) if first_step else {}),
-        )
+        noise = objectives[index].deviation(logprob) if first_step else {}
+        metrics.add(result.sums, result.maxima | noise)
         return result.loss, result.loss.detach().clone()
 
     optimizer.zero_grad()
     losses = run_schedule(
         policy.models,
-        [batch.packed for batch in batches],
+        [batch.inputs for batch in batches],
         policy_loss,
         forward_only=False,
         replay=policy.replay,
     )
     total = float(sum(losses)) if losses else 0.0
-    replayed = policy.replay is None or not policy.replay.has_faults
-    result = optimizer.step(loss_is_finite=math.isfinite(total) and replayed)
+    has_replay_faults = policy.replay is not None and policy.replay.has_faults
+    result = optimizer.step(loss_is_finite=math.isfinite(total) and not has_replay_faults)
     if losses:
         metrics.add_mean("train/loss", total, 1.0 / dp_size)
     if result.is_applied:

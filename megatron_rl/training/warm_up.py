@@ -1,4 +1,4 @@
-"""The first call of compiled kernels, which takes seconds, while the engines load."""
+"""Warms up compiled kernels, whose first call takes seconds, while the engines load."""
 
 from __future__ import annotations
 
@@ -12,42 +12,53 @@ from megatron_rl.mcore.dtypes import torch_dtype
 from megatron_rl.training.micro_batches import MicroBatch
 from megatron_rl.training.worker import Worker
 
-_TOKENS, _SEQUENCES = 16, 2
+_TOKENS = 16
+_SEQUENCES = 2
 _LOGIT_WEIGHTS = ("output_layer.weight", "word_embeddings.weight")
 
 
 def warm_up(worker: Worker) -> None:
-    """Log-probabilities and loss of a made-up micro-batch, forward and backward; the model is left
-    alone.
+    """Compute log-probabilities and loss of an artificial micro-batch, forward and backward.
 
-    A collective where ranks share the vocabulary or sequences.
+    The model is not changed. A collective where ranks share the vocabulary or sequences.
     """
-    names = (named for model in worker.policy.models for named in model.named_parameters())
-    columns = next(
-        (weight.shape[0] for name, weight in names if name.endswith(_LOGIT_WEIGHTS)), None
-    )
-    if columns is None:  # a pipeline stage without logits
+    num_columns = _num_logit_columns(worker)
+    if num_columns is None:  # a pipeline stage without logits
         return
-    device, policy = worker.layout.device, worker.policy
     logits = torch.zeros(
-        _TOKENS, columns, dtype=torch_dtype(worker.model.dtype), device=device, requires_grad=True
+        _TOKENS,
+        num_columns,
+        dtype=torch_dtype(worker.model.dtype),
+        device=worker.layout.device,
+        requires_grad=True,
     )
-    batch = _batch(worker)
-    logprobs, entropies = policy.logprobs(logits * 1.0, batch)
-    objective = policy.loss.prepare(
-        ResponseTokens(
-            logprobs.detach(),
-            entropies.detach(),
-            batch.rollout_logprobs,
-            batch.advantages,
-            batch.cu_seqlens,
-        )
+    batch = _make_batch(worker)
+    logprobs, entropies = worker.policy.logprobs(logits * 1.0, batch)
+    response = ResponseTokens(
+        logprobs.detach(),
+        entropies.detach(),
+        batch.rollout_logprobs,
+        batch.advantages,
+        batch.cu_seqlens,
     )
-    objective(logprobs, Denominators(sequences=_SEQUENCES, tokens=_TOKENS)).loss.backward()
+    objective = worker.policy.loss.prepare(response)
+    denominators = Denominators(sequences=_SEQUENCES, tokens=_TOKENS)
+    objective(logprobs, denominators).loss.backward()
 
 
-def _batch(worker: Worker) -> MicroBatch:
-    device, share = worker.layout.device, _TOKENS // _SEQUENCES
+def _num_logit_columns(worker: Worker) -> int | None:
+    """Return the vocabulary columns of this rank's logits, None without logits."""
+    for model in worker.policy.models:
+        for name, weight in model.named_parameters():
+            if name.endswith(_LOGIT_WEIGHTS):
+                return weight.shape[0]
+    return None
+
+
+def _make_batch(worker: Worker) -> MicroBatch:
+    device = worker.layout.device
+    sequence_length = _TOKENS // _SEQUENCES
+    bounds = torch.arange(0, _TOKENS + 1, sequence_length, dtype=torch.int32, device=device)
     return dataclasses.replace(
         worker.batcher.pack([], []),
         rows=torch.arange(_TOKENS, device=device),
@@ -55,5 +66,5 @@ def _batch(worker: Worker) -> MicroBatch:
         places=torch.arange(_TOKENS, device=device),
         rollout_logprobs=torch.full((_TOKENS,), -1.0, device=device),
         advantages=torch.ones(_TOKENS, device=device),
-        cu_seqlens=torch.arange(0, _TOKENS + 1, share, dtype=torch.int32, device=device),
+        cu_seqlens=bounds,
     )

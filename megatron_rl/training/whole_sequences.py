@@ -1,6 +1,4 @@
-"""Context parallelism gives each rank some tokens of every sequence; here what they computed
-becomes whole again.
-"""
+"""Gathers per-token values from context-parallel ranks into whole sequences."""
 
 from __future__ import annotations
 
@@ -11,27 +9,29 @@ import torch.distributed as dist
 
 
 class WholeSequences(torch.autograd.Function):
-    """[k, R] of this rank -> [k, num_tokens] of all ranks of `group`, float32; every token is held
-    by one of them.
+    """[k, R] of this rank -> [k, num_tokens] of all ranks of `group`, float32.
 
-    places int64 [R]: which tokens are held here. All ranks compute the same loss of the whole, and
-    a rank's gradient is that of its own tokens: the sum over ranks, which data parallelism makes,
-    is the gradient of one loss.
+    Each token is computed by one rank.
+
+    places: int64 [R], the tokens that this rank computed.
+
+    All ranks compute the same loss of whole sequences. A rank's gradient is that of its tokens. The
+    sum over the ranks, which data parallelism computes, is the gradient of the loss.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        held: torch.Tensor,
+        local_values: torch.Tensor,
         places: torch.Tensor,
         num_tokens: int,
         group: dist.ProcessGroup,
     ) -> torch.Tensor:
         ctx.save_for_backward(places)
-        whole = held.new_zeros(held.shape[0], num_tokens)
-        whole[:, places] = held
-        dist.all_reduce(whole, group=group)  # exact: zeros are added
-        return whole
+        values = local_values.new_zeros(local_values.shape[0], num_tokens)
+        values[:, places] = local_values
+        dist.all_reduce(values, group=group)  # exact, because the other ranks add zeros
+        return values
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -1,6 +1,4 @@
-"""What every training rank does when it is told to: train a planned step, export weights, save
-them.
-"""
+"""Training work of one rank: train a planned step, export the weights, save them."""
 
 from __future__ import annotations
 
@@ -20,42 +18,51 @@ from megatron_rl.config.schema import (
     TrainSettings,
 )
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
-from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.contracts.step_plan import StepPlan
 from megatron_rl.losses import PolicyLoss
 from megatron_rl.mcore.dtypes import torch_dtype
 from megatron_rl.mcore.optimizer import DistributedAdam
 from megatron_rl.mcore.parallel import RankLayout
 from megatron_rl.mcore.router_target import ReplayError
-from megatron_rl.mcore.weights import every_stage, iterate_hf_weights, rounded, save_hf_weights
+from megatron_rl.mcore.weights import (
+    fake_quantize,
+    iterate_all_stages,
+    iterate_hf_weights,
+    save_hf_weights,
+)
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.records.stopwatch import Stopwatch
-from megatron_rl.rollouts.files import write_rollouts
+from megatron_rl.rollouts.recording.format import batch_directory
 from megatron_rl.rollouts.store import read_rollout
+from megatron_rl.training.batch_recording import record_planned_batch
 from megatron_rl.training.collectives import gather_bytes
-from megatron_rl.training.exchange.rollout_exchange import Receiver, exchange_rollouts
+from megatron_rl.training.exchange.rollout_exchange import exchange_rollouts
+from megatron_rl.training.exchange.transfer_plan import Receiver
 from megatron_rl.training.logprobs import ResponseLogprobs
-from megatron_rl.training.replay.replay_effect import measure_replay
 from megatron_rl.training.metric_sums import MetricSums
 from megatron_rl.training.micro_batches import Batcher, MicroBatch
-from megatron_rl.training.old_policy import compute_old_policy
+from megatron_rl.training.old_policy import BatchObjective, compute_old_policy
 from megatron_rl.training.policy import Policy
+from megatron_rl.training.replay.replay_effect import measure_replay
+from megatron_rl.training.replay.update_routes import with_update_routes
 from megatron_rl.training.update import update_policy
-from megatron_rl.training.replay.update_routes import routes_of_update
 
 
 class RoutesDisagree(Failure):
-    """The engines recorded other routes than the trainer's routers choose, too many to be rounding."""
+    """The engines recorded routes that differ from the trainer's by far more than rounding."""
 
     exit_code = ExitCode.SYNC_MISMATCH
 
 
 @dataclass(frozen=True)
 class TrainOutcome:
-    """finite False: a NaN or Inf appeared, the rest of the step was not applied and the batch was
-    saved.
+    """Result of a training step.
 
-    optimizer_steps: how many were applied.
+    finite: False if there was a NaN or Inf. Then the rest of the step was not applied, and the
+    batch was recorded.
+    optimizer_steps: number of optimizer steps that were applied.
+    metrics: of all ranks.
+    seconds: durations on this rank, by metric name.
     """
 
     finite: bool
@@ -66,7 +73,12 @@ class TrainOutcome:
 
 @dataclass
 class Worker:
-    """One rank's model, optimizer and stages; each method is a collective that every rank enters."""
+    """One rank's model and optimizer. Each method is a collective that every rank enters.
+
+    receivers: all ranks as receivers of rollouts, in rank order.
+    settings: of the training.
+    rollouts_directory: where batches are recorded.
+    """
 
     layout: RankLayout
     receivers: Sequence[Receiver]
@@ -83,60 +95,47 @@ class Worker:
     sync: SyncSettings = field(default_factory=SyncSettings)
 
     def train(self, plan: StepPlan) -> TrainOutcome:
-        """Run one planned step. Metrics are merged over all ranks, on all ranks.
+        """Run one planned step. The metrics are merged over all ranks, on all ranks.
 
-        Raises on all of them: `ReplayError` where one replayed other routes than the recorded ones,
-        `RoutesDisagree`.
+        Raises on all ranks: `ReplayError` if one of them replayed routes other than the recorded
+        ones, `RoutesDisagree` if the recorded routes are implausible.
         """
-        watch, metrics = Stopwatch(), MetricSums()
-        with watch.section("exchange"):
+        stopwatch = Stopwatch()
+        metrics = MetricSums()
+        with stopwatch.section("exchange"):
             rollouts = exchange_rollouts(
                 plan, self.receivers, self.layout.rank, self.layout.control_group, read_rollout
             )
             steps = self.batcher.optimizer_steps(plan, self.layout.dp_rank, rollouts)
-        measured: dict[str, float] = {}
-        rates = self._run(plan, steps, watch, metrics, measured)
-        stepped, finite = len(rates), len(rates) == len(plan.optimizer_steps)
-        everyones = gather_bytes(metrics.to_bytes(), self.layout.control_group)
-        merged = MetricSums().merge(MetricSums.from_bytes(data) for data in everyones)
-        for name, value in measured.items():
-            merged.add_mean(name, value, 1.0)
-        if rates:
-            merged.add_mean("train/lr", rates[-1], 1.0)
-        faults, disagreement = self._everyones_faults(), self._absurd_disagreement(merged)
-        why = (
-            "unreplayed-"
-            if faults
-            else "disagreeing-"
-            if disagreement
-            else ""
-            if finite
-            else "nonfinite-"
-        )
-        self._keep_rollouts(plan.step, why, rollouts)
-        if faults:
-            raise ReplayError(
-                f"step {plan.step}: {faults}. That optimizer step was applied on no rank; the batch is in "
-                f"{self.rollouts_directory}"
-            )
-        if disagreement:
-            raise RoutesDisagree(
-                f"step {plan.step}: {disagreement}; the batch is in {self.rollouts_directory}"
-            )
-        return TrainOutcome(finite, stepped, merged, watch.seconds)
+        global_metrics: dict[str, float] = {}
+        learning_rates = self._run(plan, steps, stopwatch, metrics, global_metrics)
+        if learning_rates:
+            global_metrics["train/lr"] = learning_rates[-1]
+        merged_metrics = self._merge(metrics, global_metrics)
+        is_finite = len(learning_rates) == len(plan.optimizer_steps)
+        self._require_valid_routes(plan, merged_metrics)
+        every = self.logger.save_rollouts_every
+        if not is_finite:
+            self._record(plan, self._fault_directory("nonfinite", plan))
+        elif every and plan.step % every == 0:
+            self._record(plan, batch_directory(self.rollouts_directory, plan.step))
+        return TrainOutcome(is_finite, len(learning_rates), merged_metrics, stopwatch.seconds)
 
-    def change(self, loss: PolicyLoss, logprobs: ResponseLogprobs, lr: float) -> None:
-        """Train with these from the next step on."""
+    def set_objective(self, loss: PolicyLoss, logprobs: ResponseLogprobs, lr: float) -> None:
+        """Set the loss, the log-probabilities and the peak learning rate of the next steps."""
         self.policy = replace(self.policy, loss=loss, logprobs=logprobs)
-        self.optimizer.scale_to(lr)
+        self.optimizer.set_peak_lr(lr)
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights as engines shall hold them, under Hugging Face names, all on rank 0; every
-        rank exhausts it.
+        """Yield the weights for the engines under Hugging Face names, all of them on rank 0.
+
+        Every rank must exhaust the iterator.
         """
         weights = iterate_hf_weights(self.policy.models, self.shape, torch_dtype(self.engine.dtype))
-        weights = rounded(weights, self.engine.fake_quant)
-        return every_stage(weights, self.layout, bucket_bytes=int(self.sync.bucket_mb * 2**20))
+        weights = fake_quantize(weights, self.engine.fake_quant)
+        return iterate_all_stages(
+            weights, self.layout, bucket_bytes=int(self.sync.bucket_mb * 2**20)
+        )
 
     def save(self, target: Path) -> None:
         """Write the weights with the start checkpoint's tokenizer and configuration."""
@@ -149,82 +148,126 @@ class Worker:
         self,
         plan: StepPlan,
         steps: Sequence[Sequence[MicroBatch]],
-        watch: Stopwatch,
+        stopwatch: Stopwatch,
         metrics: MetricSums,
-        measured: dict[str, float],
+        global_metrics: dict[str, float],
     ) -> list[float]:
-        """Returns the learning rate of each optimizer step that was applied.
+        """Run the passes and return the learning rates of the optimizer steps that were applied.
 
-        measured: gets what all ranks know.
+        metrics: receives this rank's share.
+        global_metrics: receives metrics that are the same on all ranks.
         """
-        flat = [batch for step in steps for batch in step]
-        if not flat:
+        batches = [batch for step in steps for batch in step]
+        if not batches:
             return []
-        with watch.section("old_policy"):
-            objectives = compute_old_policy(self.policy, flat, metrics)
-        steps = routes_of_update(steps, self.policy.replay, self.batcher, watch, metrics)
-        if (every := self.settings.replay_measure_every) and plan.step % every == 0:
-            with watch.section("measure_replay"):
-                old, group = (
-                    [objective.old_logprobs for objective in objectives],
-                    self.layout.control_group,
-                )
-                measured |= measure_replay(self.policy, flat, old, self.shape, group, metrics)
-        position, rates = 0, list[float]()
-        with watch.section("train"):
-            for planned, batches in zip(plan.optimizer_steps, steps, strict=True):
-                result = update_policy(
+        with stopwatch.section("old_policy"):
+            objectives = compute_old_policy(self.policy, batches, metrics)
+        steps = with_update_routes(steps, self.policy.replay, self.batcher, stopwatch, metrics)
+        every = self.settings.replay_measure_every
+        if every and plan.step % every == 0:
+            with stopwatch.section("measure_replay"):
+                global_metrics |= measure_replay(
                     self.policy,
-                    self.optimizer,
                     batches,
-                    objectives[position : position + len(batches)],
-                    planned.denominators,
-                    dp_size=self.layout.dp_size,
-                    first_step=not rates,
-                    metrics=metrics,
+                    [objective.old_logprobs for objective in objectives],
+                    self.shape,
+                    self.layout.control_group,
+                    metrics,
                 )
-                position += len(batches)
-                if not result.stepped:
-                    break
-                rates.append(result.lr)
-        return rates
+        with stopwatch.section("train"):
+            return self._update(plan, steps, objectives, metrics)
 
-    def _everyones_faults(self) -> str:
-        """Where routes were not replayed as recorded, on any rank (a collective); empty where all
-        was well.
+    def _update(
+        self,
+        plan: StepPlan,
+        steps: Sequence[Sequence[MicroBatch]],
+        objectives: Sequence[BatchObjective],
+        metrics: MetricSums,
+    ) -> list[float]:
+        """Run the optimizer steps until one is not applied. objectives: of all micro-batches."""
+        learning_rates: list[float] = []
+        position = 0
+        for step, batches in zip(plan.optimizer_steps, steps, strict=True):
+            result = update_policy(
+                self.policy,
+                self.optimizer,
+                batches,
+                objectives[position : position + len(batches)],
+                step.denominators,
+                dp_size=self.layout.dp_size,
+                first_step=not learning_rates,
+                metrics=metrics,
+            )
+            position += len(batches)
+            if not result.is_applied:
+                break
+            learning_rates.append(result.lr)
+        return learning_rates
+
+    def _merge(self, metrics: MetricSums, global_metrics: dict[str, float]) -> MetricSums:
+        """Merge the metrics of all ranks (a collective)."""
+        parts = gather_bytes(metrics.to_bytes(), self.layout.control_group)
+        result = MetricSums().merge(MetricSums.from_bytes(data) for data in parts)
+        for name, value in global_metrics.items():
+            result.add_mean(name, value, 1.0)
+        return result
+
+    def _require_valid_routes(self, plan: StepPlan, metrics: MetricSums) -> None:
+        """Record the batch and raise if routes were not replayed or are implausible.
+
+        A collective. metrics: of all ranks.
         """
+        faults = self._gather_replay_faults()
+        if faults:
+            directory = self._fault_directory("unreplayed", plan)
+            self._record(plan, directory)
+            raise ReplayError(
+                f"step {plan.step}: {faults}. No rank applied that optimizer step. The batch is in "
+                f"{directory}"
+            )
+        disagreement = self._route_disagreement(metrics)
+        if disagreement:
+            directory = self._fault_directory("disagreeing", plan)
+            self._record(plan, directory)
+            raise RoutesDisagree(f"step {plan.step}: {disagreement}. The batch is in {directory}")
+
+    def _gather_replay_faults(self) -> str:
+        """Describe the replay faults of all ranks, empty if there are none (a collective)."""
         replay = self.policy.replay
         if replay is None:
             return ""
-        everyones = gather_bytes(replay.take_faults().encode(), self.layout.control_group)
-        found = [f"rank {rank}: {data.decode()}" for rank, data in enumerate(everyones) if data]
-        return f"routes were not replayed as recorded: {'; '.join(found)}" if found else ""
+        faults = gather_bytes(replay.take_faults().encode(), self.layout.control_group)
+        texts = [f"rank {rank}: {data.decode()}" for rank, data in enumerate(faults) if data]
+        return f"routes were not replayed as recorded: {'; '.join(texts)}" if texts else ""
 
-    def _absurd_disagreement(self, metrics: MetricSums) -> str:
-        """What is wrong with the step's routes; empty where they are plausible. The same on all
-        ranks.
+    def _route_disagreement(self, metrics: MetricSums) -> str:
+        """Describe why the step's routes are implausible, empty if they are not.
+
+        metrics: of all ranks, so that the result is the same on all ranks.
         """
         share = metrics.values().get("mismatch/route_disagreement", 0.0)
-        if share <= self.settings.max_route_disagreement:
+        limit = self.settings.max_route_disagreement
+        if share <= limit:
             return ""
         return (
-            f"the engines' routes are not those that the trainer's routers choose in {share:.1%} of the tokens' layers "
-            f"(train.max_route_disagreement={self.settings.max_route_disagreement:g}). Rounding makes a few percent: "
-            "these engines hold other weights or record other tokens' routes. Look for what records them "
-            "(--moe-runner-backend), or train without: train.replay=trainer"
+            f"the engines' routes differ from those that the trainer's routers choose in "
+            f"{share:.1%} of the tokens' layers (train.max_route_disagreement={limit:g}). Rounding "
+            "causes a few percent. These engines hold other weights, or record the routes of other "
+            "tokens. Check the kernel that records them (--moe-runner-backend), or train with "
+            "train.replay=trainer"
         )
 
-    def _keep_rollouts(self, step: int, fault: str, rollouts: dict[int, Rollout]) -> None:
-        """fault: why they are kept, as the beginning of their directory's name."""
-        every = self.logger.save_rollouts_every
-        if not fault and not (every and step % every == 0):
-            return
-        file = self.rollouts_directory / f"{fault}step-{step}" / f"rank-{self.layout.rank}.bin"
-        write_rollouts(file, (rollouts[index] for index in sorted(rollouts)))
+    def _fault_directory(self, fault: str, plan: StepPlan) -> Path:
+        return self.rollouts_directory / f"{fault}-step-{plan.step}"
+
+    def _record(self, plan: StepPlan, directory: Path) -> None:
+        record_planned_batch(
+            directory, plan, self.receivers, self.layout.rank, self.layout.control_group
+        )
 
 
 def gather_receivers(layout: RankLayout, moe_rows: tuple[int, ...]) -> list[Receiver]:
-    """Every rank as a receiver of rollouts, in rank order (a collective)."""
-    mine = Receiver(dp_rank=layout.dp_rank, node=layout.node, moe_rows=moe_rows)
-    everyone = gather_bytes(msgspec.msgpack.encode(mine), layout.control_group)
-    return [msgspec.msgpack.decode(data, type=Receiver) for data in everyone]
+    """Return every rank as a receiver of rollouts, in rank order (a collective)."""
+    this_rank = Receiver(dp_rank=layout.dp_rank, node=layout.node, moe_rows=moe_rows)
+    receivers = gather_bytes(msgspec.msgpack.encode(this_rank), layout.control_group)
+    return [msgspec.msgpack.decode(data, type=Receiver) for data in receivers]

@@ -2,7 +2,7 @@
 in others.
 
 Usage: checkpoint_layouts.py DIRECTORY SAVED:LOADED...; both are LAYOUTs of `support.layouts`, all
-of this job's ranks. DIRECTORY holds the checkpoint `plain` and `rollouts.bin`. Rank 0 saves what
+of this job's ranks. DIRECTORY holds the checkpoint `plain` and `rollouts`. Rank 0 saves what
 each pair did in SAVED:LOADED.pt, in SAVED:.pt what the run did that was never stopped, and in
 SAVED-model.pt what the model was that was saved; exported-SAVED is what was exported of it by all
 ranks, which share neither vocabulary nor experts then.
@@ -35,12 +35,12 @@ from megatron_rl.mcore.checkpoint import (
 )
 from megatron_rl.mcore.parallel import RankLayout
 from megatron_rl.models.families import read_shape
-from megatron_rl.rollouts.files import read_rollouts
 from megatron_rl.rollouts.store import RolloutStore
 from megatron_rl.training.worker import Worker
 from tests.distributed.whole_steps import build, locate
 from tests.support.judged_batches import judged_groups
 from tests.support.layouts import ALGORITHMS, BATCH, LAYOUTS, STEPS_PER_BATCH, LayoutCase
+from tests.support.recordings import read_rollouts
 
 SEQUENCES = range(8)
 BUCKET = 40_000  # bytes; the model has 300,000
@@ -50,7 +50,7 @@ def train(
     worker: Worker, case: LayoutCase, layout: RankLayout, directory: Path, batch: int
 ) -> dict[str, float]:
     store = RolloutStore(node=0)
-    mine = read_rollouts(directory / "rollouts.bin")[batch * BATCH : (batch + 1) * BATCH]
+    mine = read_rollouts(directory / "rollouts")[batch * BATCH : (batch + 1) * BATCH]
     credit = Credit(ALGORITHMS[case.algorithm], seed=0)
     credited = credit.assign(batch, judged_groups(mine, locate(layout, store, mine, batch)))
     planner = make_planner(

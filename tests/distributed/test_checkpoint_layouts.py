@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from launch.testbed.batches import make_batch
+from launch.testbed.packed_sequences import sequence
 from megatron_rl.models.families import read_shape
-from megatron_rl.rollouts.files import write_rollouts
-from tests.mcore.packs import sequence
-from tests.support.batches import make_batch
 from tests.support.float64_model import write_checkpoint
 from tests.support.layouts import BATCH, BATCHES, MODELS, STEPS_PER_BATCH
+from tests.support.recordings import write_rollouts
 from tests.support.torchrun import torchrun
 
 SCRIPT = Path(__file__).with_name("checkpoint_layouts.py")
@@ -41,7 +41,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("layouts")
     write_checkpoint(directory / "plain", **MODELS["plain"])
     _, rollouts, _ = make_batch(read_shape(directory / "plain"), BATCHES * BATCH)
-    write_rollouts(directory / "rollouts.bin", rollouts)
+    write_rollouts(directory / "rollouts", rollouts)
     pairs = [*((layout, layout) for layout in LAYOUTS), *OTHERS]
     torchrun(SCRIPT, str(directory), *map(":".join, pairs), ranks=2, timeout=500)
     return directory

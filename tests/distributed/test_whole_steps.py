@@ -15,10 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from launch.testbed.batches import make_batch
+from launch.testbed.tiny_families import deepseek_v3, randomized
 from megatron_rl.models.families import read_shape
-from megatron_rl.rollouts.files import read_rollouts, write_rollouts
-from tests.mcore.tiny_families import deepseek_v3, randomized
-from tests.support.batches import make_batch
 from tests.support.float64_model import Float64Model, write_checkpoint
 from tests.support.float64_steps import Float64Trainer, advantages_of, entropy_advantages_of
 from tests.support.judged_batches import judged_groups
@@ -38,6 +37,7 @@ from tests.support.layouts import (
     LayoutCase,
     cases_of,
 )
+from tests.support.recordings import read_rollouts, write_rollouts
 from tests.support.torchrun import torchrun
 
 SCRIPT = Path(__file__).with_name("whole_steps.py")
@@ -82,10 +82,10 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for model, changes in MODELS.items():
         write_checkpoint(made / model, **changes)
         _, rollouts, _ = make_batch(read_shape(made / model), BATCHES * BATCH)
-        write_rollouts(made / model / "rollouts.bin", rollouts)
+        write_rollouts(made / model / "rollouts", rollouts)
     randomized(deepseek_v3()).save_pretrained(made / "deepseek")
     _, rollouts, _ = make_batch(read_shape(made / "deepseek"), BATCHES * BATCH)
-    write_rollouts(made / "deepseek" / "rollouts.bin", rollouts)
+    write_rollouts(made / "deepseek" / "rollouts", rollouts)
     return made
 
 
@@ -130,7 +130,7 @@ def expected(directory: Path) -> Iterator[Callable[[LayoutCase, list[list[list[s
 
 
 def replay(directory: Path, case: LayoutCase, steps: list[list[list[str]]]) -> Expected:
-    rollouts = read_rollouts(directory / case.model / "rollouts.bin")
+    rollouts = read_rollouts(directory / case.model / "rollouts")
     model = Float64Model.read(directory / case.model)
     start = {name: weight.detach().clone() for name, weight in model.weights.items()}
     trainer = Float64Trainer(model, ALGORITHMS[case.algorithm], OPTIMIZER, TOTAL_STEPS, TEMPERATURE)

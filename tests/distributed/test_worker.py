@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.rollouts.files import read_rollouts
+from tests.support.recordings import read_rollouts
 from tests.support.torchrun import torchrun
 
 SCRIPT = Path(__file__).with_name("worker_steps.py")

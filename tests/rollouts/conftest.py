@@ -2,19 +2,19 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_rl.rollouts.hub import Hub
+from megatron_rl.rollouts.hub import CollectorHub
 from tests.support.collectors import Peer
 
 
 @pytest.fixture
-def hub() -> Iterator[Hub]:
-    hub = Hub("127.0.0.1")
+def hub() -> Iterator[CollectorHub]:
+    hub = CollectorHub("127.0.0.1")
     yield hub
     hub.close()
 
 
 @pytest.fixture
-def peer(hub: Hub) -> Iterator[Peer]:
+def peer(hub: CollectorHub) -> Iterator[Peer]:
     """The connected collector of node 0."""
     peer = Peer(hub, 0)
     hub.wait_for(1, 5)

@@ -6,7 +6,7 @@ from megatron_rl.contracts.group import Group, Verdict
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.rollouts import evaluation
-from megatron_rl.rollouts.evaluation import Accuracy, LostEvaluation
+from megatron_rl.rollouts.evaluation import Accuracy, EvaluationFailed
 from megatron_rl.rollouts.rejections import UserClassFailed
 from tests.support.rollouts import make_rollout
 
@@ -73,10 +73,10 @@ def test_an_evaluation_that_lost_too_many_responses_is_no_accuracy(reason: str) 
     """With NaN weights every response is rejected: that is an error, not 0.000 ± 0.000."""
     accuracy_of([group(RIGHT)] * 9 + [lost(1, reason)], 1, 0.1)
     with pytest.raises(
-        LostEvaluation, match=rf"1 of 9 .*\(1 {reason} .*eval\.max_rejected_share=0\.1 "
+        EvaluationFailed, match=rf"1 of 9 .*\(1 {reason} .*eval\.max_rejected_share=0\.1 "
     ):
         accuracy_of([group(RIGHT)] * 8 + [lost(1, reason)], 1, 0.1)
-    with pytest.raises(LostEvaluation, match="4 of 4"):
+    with pytest.raises(EvaluationFailed, match="4 of 4"):
         accuracy_of([lost(2, reason), lost(2, reason)], 2, 1.0)
 
 

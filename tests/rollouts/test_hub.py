@@ -6,20 +6,20 @@ import pytest
 import zmq
 
 from launch.testbed.rollout_refs import make_ref
-from megatron_rl.rollouts.hub import CollectorLost, Hub
+from megatron_rl.rollouts.hub import CollectorHub, CollectorLost
 from megatron_rl.rollouts.messages import MAX_MESSAGE_BYTES, Alive, Failed, Stop
 from tests.support.collectors import Peer, done
 from tests.support.rollouts import make_rollout
 
 
 @pytest.fixture
-def hub() -> Iterator[Hub]:
-    hub = Hub("127.0.0.1", silence_seconds=1.0)
+def hub() -> Iterator[CollectorHub]:
+    hub = CollectorHub("127.0.0.1", silence_seconds=1.0)
     yield hub
     hub.close()
 
 
-def heard(hub: Hub, seconds: float = 5) -> object:
+def heard(hub: CollectorHub, seconds: float = 5) -> object:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if (received := hub.poll(0.1)) is not None:
@@ -27,7 +27,7 @@ def heard(hub: Hub, seconds: float = 5) -> object:
     return None
 
 
-def test_messages_go_both_ways(hub: Hub, peer: Peer) -> None:
+def test_messages_go_both_ways(hub: CollectorHub, peer: Peer) -> None:
     assert hub.nodes == [0]
     hub.send(0, Stop())
     assert peer.hear(1) == [Stop()]
@@ -35,7 +35,7 @@ def test_messages_go_both_ways(hub: Hub, peer: Peer) -> None:
     assert heard(hub) == (0, Failed("x"))
 
 
-def test_only_holders_of_the_run_key_are_heard(hub: Hub) -> None:
+def test_only_holders_of_the_run_key_are_heard(hub: CollectorHub) -> None:
     public, secret = (key.decode() for key in zmq.curve_keypair())
     strangers = [
         Peer(hub, 0, run_key=hub.run_key[:40] + secret),
@@ -56,7 +56,7 @@ def test_only_holders_of_the_run_key_are_heard(hub: Hub) -> None:
         peer.hang_up()
 
 
-def test_a_silent_collector_is_lost_by_name(hub: Hub, peer: Peer) -> None:
+def test_a_silent_collector_is_lost_by_name(hub: CollectorHub, peer: Peer) -> None:
     start = time.monotonic()
     with pytest.raises(CollectorLost, match=r"node 0 was not heard .* logs/collector-0\.log"):
         while True:
@@ -64,7 +64,7 @@ def test_a_silent_collector_is_lost_by_name(hub: Hub, peer: Peer) -> None:
     assert 0.9 < time.monotonic() - start < 4
 
 
-def test_a_collector_that_speaks_is_kept(hub: Hub, peer: Peer) -> None:
+def test_a_collector_that_speaks_is_kept(hub: CollectorHub, peer: Peer) -> None:
     other = Peer(hub, 1)
     deadline = time.monotonic() + 4
     with pytest.raises(CollectorLost, match="node 1"):
@@ -74,7 +74,7 @@ def test_a_collector_that_speaks_is_kept(hub: Hub, peer: Peer) -> None:
     other.hang_up()
 
 
-def test_a_hub_that_does_not_listen_blames_nobody(hub: Hub, peer: Peer) -> None:
+def test_a_hub_that_does_not_listen_blames_nobody(hub: CollectorHub, peer: Peer) -> None:
     """Rank 0 trains for minutes between two batches; what was said meanwhile is heard first."""
     time.sleep(1.5)
     peer.say(Failed("x"))
@@ -82,13 +82,13 @@ def test_a_hub_that_does_not_listen_blames_nobody(hub: Hub, peer: Peer) -> None:
 
 
 @pytest.mark.parametrize("junk", [b"abc", b"", b"\x81\xa4type\xa7unknown"])
-def test_garbage_from_a_known_collector_ends_the_run(hub: Hub, peer: Peer, junk: bytes) -> None:
+def test_garbage_from_a_known_collector_ends_the_run(hub: CollectorHub, peer: Peer, junk: bytes) -> None:
     peer.say_raw(junk)
     with pytest.raises(CollectorLost, match="node 0 sent a message that is not one"):
         heard(hub)
 
 
-def test_large_messages_arrive_whole_and_oversized_ones_never(hub: Hub, peer: Peer) -> None:
+def test_large_messages_arrive_whole_and_oversized_ones_never(hub: CollectorHub, peer: Peer) -> None:
     message = done("a", (make_ref(make_rollout(3, 4)),) * 2000)
     peer.say(message)
     assert heard(hub) == (0, message)
@@ -97,7 +97,7 @@ def test_large_messages_arrive_whole_and_oversized_ones_never(hub: Hub, peer: Pe
         heard(hub)
 
 
-def test_sending_to_a_collector_that_is_gone_is_noticed(hub: Hub, peer: Peer) -> None:
+def test_sending_to_a_collector_that_is_gone_is_noticed(hub: CollectorHub, peer: Peer) -> None:
     peer.hang_up()
     deadline = time.monotonic() + 5
     with pytest.raises(CollectorLost, match="node 0 is gone"):

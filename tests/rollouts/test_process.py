@@ -14,9 +14,9 @@ from launch.testbed.selectors import FixedPrompts
 from megatron_rl.config.schema import EnvironmentSettings, EvalSettings, RolloutSettings
 from megatron_rl.rollouts.__main__ import RUN_KEY_VARIABLE
 from megatron_rl.rollouts.evaluation import Accuracy, Evaluation
-from megatron_rl.rollouts.hub import CollectorLost, Hub
+from megatron_rl.rollouts.hub import CollectorHub, CollectorLost
 from megatron_rl.rollouts.queue import CollectorFailed, RolloutQueue
-from megatron_rl.rollouts.rollout_batch import RolloutBatch, RolloutStage
+from megatron_rl.rollouts.rollout_batch import RolloutBatch, RolloutSampler
 from tests.support.fake_engine import configuration, fake_engine, reply
 from tests.support.scripted_model import EOS, PROMPT
 
@@ -45,7 +45,7 @@ ResumePoint = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture
-def start(hub: Hub, tmp_path: Path) -> Iterator[ResumePoint]:
+def start(hub: CollectorHub, tmp_path: Path) -> Iterator[ResumePoint]:
     """Starts the collector of node 0 with a folder of the user's own on its path."""
     processes = []
     (tmp_path / "second_chance.py").write_text(ENVIRONMENT)
@@ -68,7 +68,7 @@ def start(hub: Hub, tmp_path: Path) -> Iterator[ResumePoint]:
         process.communicate()
 
 
-def draw(hub: Hub, environment: EnvironmentSettings) -> tuple[RolloutBatch, Accuracy]:
+def draw(hub: CollectorHub, environment: EnvironmentSettings) -> tuple[RolloutBatch, Accuracy]:
     """A batch and an evaluation from the collector process, through a queue as rank 0 uses it."""
     rollout, asked = (
         RolloutSettings(max_new_tokens=16, samples_per_prompt=2),
@@ -80,7 +80,7 @@ def draw(hub: Hub, environment: EnvironmentSettings) -> tuple[RolloutBatch, Accu
         hub.wait_for(1, 20)
         queue.configure({0: configuration(url, environment=environment)})
         queue.set_version(3)
-        batch = RolloutStage(queue, rollout, FixedPrompts([PROMPT, PROMPT], 2), (EOS,), lambda: None).draw(
+        batch = RolloutSampler(queue, rollout, FixedPrompts([PROMPT, PROMPT], 2), (EOS,), lambda: None).draw(
             1
         )
         queue.release(batch.delivered)
@@ -98,7 +98,7 @@ def draw(hub: Hub, environment: EnvironmentSettings) -> tuple[RolloutBatch, Accu
 
 
 def test_a_batch_and_an_evaluation_in_an_environment_of_ones_own(
-    hub: Hub, start: ResumePoint
+    hub: CollectorHub, start: ResumePoint
 ) -> None:
     process = start()
     batch, accuracy = draw(hub, EnvironmentSettings(name="second_chance:SecondChance"))
@@ -114,14 +114,14 @@ def test_a_batch_and_an_evaluation_in_an_environment_of_ones_own(
 
 
 def test_an_environment_that_cannot_be_opened_ends_the_run_by_name(
-    hub: Hub, start: ResumePoint
+    hub: CollectorHub, start: ResumePoint
 ) -> None:
     start()
     with pytest.raises(CollectorFailed, match=r"environment\.name=second_chance:Nothing"):
         draw(hub, EnvironmentSettings(name="second_chance:Nothing"))
 
 
-def test_a_stalled_collector_is_lost(hub: Hub, start: ResumePoint) -> None:
+def test_a_stalled_collector_is_lost(hub: CollectorHub, start: ResumePoint) -> None:
     hub._silence_seconds = 3.0
     process = start()
     hub.wait_for(1, 20)
@@ -134,7 +134,7 @@ def test_a_stalled_collector_is_lost(hub: Hub, start: ResumePoint) -> None:
             hub.poll(0.5)
 
 
-def test_an_environment_that_blocks_the_collector_is_noticed(hub: Hub, start: ResumePoint) -> None:
+def test_an_environment_that_blocks_the_collector_is_noticed(hub: CollectorHub, start: ResumePoint) -> None:
     hub._silence_seconds = 2.0
     start()
     with pytest.raises(
@@ -144,14 +144,14 @@ def test_an_environment_that_blocks_the_collector_is_noticed(hub: Hub, start: Re
         draw(hub, EnvironmentSettings(name="second_chance:Blocks"))
 
 
-def test_an_environment_may_take_long_to_open(hub: Hub, start: ResumePoint) -> None:
+def test_an_environment_may_take_long_to_open(hub: CollectorHub, start: ResumePoint) -> None:
     hub._silence_seconds = 3.0  # it takes four
     start()
     batch, _ = draw(hub, EnvironmentSettings(name="second_chance:LoadsForLong"))
     assert batch.metrics()["rollout/samples"] == 4.0
 
 
-def test_a_collector_ends_with_the_hub(hub: Hub, start: ResumePoint) -> None:
+def test_a_collector_ends_with_the_hub(hub: CollectorHub, start: ResumePoint) -> None:
     process = start()
     hub.wait_for(1, 20)
     hub._socket.close(0)
@@ -159,15 +159,15 @@ def test_a_collector_ends_with_the_hub(hub: Hub, start: ResumePoint) -> None:
     assert process.returncode == 1 and "the connection to rank 0 ended" in output
 
 
-def test_a_collector_with_another_key_ends_and_says_why(hub: Hub, start: ResumePoint) -> None:
-    other = Hub("127.0.0.1")
+def test_a_collector_with_another_key_ends_and_says_why(hub: CollectorHub, start: ResumePoint) -> None:
+    other = CollectorHub("127.0.0.1")
     process = start(hub.run_key[:40] + other.run_key[40:])
     other.close()
     output, _ = process.communicate(timeout=20)
     assert process.returncode == 1 and "does not know this collector's key" in output
 
 
-def test_the_key_is_not_on_the_command_line(hub: Hub, start: ResumePoint) -> None:
+def test_the_key_is_not_on_the_command_line(hub: CollectorHub, start: ResumePoint) -> None:
     process = start()
     hub.wait_for(1, 20)
     command = Path(f"/proc/{process.pid}/cmdline").read_bytes()

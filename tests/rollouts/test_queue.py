@@ -14,7 +14,7 @@ from megatron_rl.config.schema import (
     RolloutSettings,
 )
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
-from megatron_rl.rollouts.hub import CollectorLost, Hub
+from megatron_rl.rollouts.hub import CollectorHub, CollectorLost
 from megatron_rl.rollouts.messages import (
     AbortRequest,
     Alive,
@@ -33,7 +33,7 @@ from tests.support.rollouts import VERSION, make_rollout
 
 
 @pytest.fixture
-def queue(hub: Hub, peer: Peer) -> Iterator[RolloutQueue]:
+def queue(hub: CollectorHub, peer: Peer) -> Iterator[RolloutQueue]:
     yield RolloutQueue(hub, RolloutSettings(max_new_tokens=4, max_staleness=1))
 
 
@@ -67,7 +67,7 @@ def test_an_evaluated_group_has_nothing_to_release(queue: RolloutQueue, peer: Pe
     assert not any(isinstance(message, Release) for message in peer.hear(2))
 
 
-def test_work_is_spread_by_outstanding_samples(hub: Hub, queue: RolloutQueue, peer: Peer) -> None:
+def test_work_is_spread_by_outstanding_samples(hub: CollectorHub, queue: RolloutQueue, peer: Peer) -> None:
     other = Peer(hub, 1)
     hub.wait_for(2, 5)
     queue.submit([request("big", 5), request("x"), request("y"), request("z")])
@@ -76,7 +76,7 @@ def test_work_is_spread_by_outstanding_samples(hub: Hub, queue: RolloutQueue, pe
 
 
 def test_what_is_still_outstanding_counts_where_more_is_asked_for(
-    hub: Hub, queue: RolloutQueue, peer: Peer
+    hub: CollectorHub, queue: RolloutQueue, peer: Peer
 ) -> None:
     other = Peer(hub, 1)
     hub.wait_for(2, 5)
@@ -93,7 +93,7 @@ def test_what_is_still_outstanding_counts_where_more_is_asked_for(
 
 
 def test_rollouts_of_the_start_checkpoint_are_fresh_before_the_first_sync(
-    hub: Hub, peer: Peer
+    hub: CollectorHub, peer: Peer
 ) -> None:
     queue = RolloutQueue(hub, RolloutSettings(max_new_tokens=4, max_staleness=0))
     queue.submit([request("a")])
@@ -164,7 +164,7 @@ DATED = [
 
 @pytest.mark.parametrize(("version", "staleness", "evaluation", "reason"), DATED)
 def test_rollouts_of_weights_too_old_or_never_sent_are_counted_not_delivered(
-    hub: Hub, peer: Peer, version: int, staleness: int, evaluation: bool, reason: str | None
+    hub: CollectorHub, peer: Peer, version: int, staleness: int, evaluation: bool, reason: str | None
 ) -> None:
     queue = RolloutQueue(hub, RolloutSettings(max_new_tokens=4, max_staleness=staleness))
     queue.set_version(version)
@@ -191,7 +191,7 @@ def test_one_token_of_a_version_that_was_never_sent_is_enough(
     assert group.rejections == {"version_never_sent": 1}
 
 
-def test_what_happens_to_engines_is_said_and_known(hub: Hub, peer: Peer) -> None:
+def test_what_happens_to_engines_is_said_and_known(hub: CollectorHub, peer: Peer) -> None:
     said: list[str] = []
     queue = RolloutQueue(hub, RolloutSettings(max_new_tokens=4), say=said.append)
     for message, left_out in (
@@ -209,7 +209,7 @@ def test_what_happens_to_engines_is_said_and_known(hub: Hub, peer: Peer) -> None
     ]
 
 
-def test_an_expired_request_is_aborted_and_nobody_waits_for_that(hub: Hub, peer: Peer) -> None:
+def test_an_expired_request_is_aborted_and_nobody_waits_for_that(hub: CollectorHub, peer: Peer) -> None:
     """The engine may be stopped: asking it takes as long as a connection waits."""
     told, hang = queue_module.Queue[tuple[str, str]](), threading.Event()
 
@@ -257,7 +257,7 @@ def test_failures_are_named(queue: RolloutQueue, peer: Peer) -> None:
 
 @pytest.mark.parametrize("refused", [True, False])
 def test_what_a_collector_said_before_it_left_is_told_although_nobody_had_listened(
-    hub: Hub, queue: RolloutQueue, peer: Peer, refused: bool
+    hub: CollectorHub, queue: RolloutQueue, peer: Peer, refused: bool
 ) -> None:
     """Rank 0 was busy between the configuration and the first request."""
     peer.say(Failed("environment.name=mine:Nothing", refused=refused))
@@ -282,7 +282,7 @@ def submit_until_it_is_gone(queue: RolloutQueue) -> None:
 
 
 def test_every_collector_gets_its_own_configuration_and_is_told_to_end(
-    hub: Hub, queue: RolloutQueue, peer: Peer
+    hub: CollectorHub, queue: RolloutQueue, peer: Peer
 ) -> None:
     other = Peer(hub, 1)
     hub.wait_for(2, 5)

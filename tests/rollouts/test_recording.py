@@ -1,4 +1,4 @@
-"""Recorded rollouts come back as they were, and can be read without this project."""
+"""Recorded rollouts: writing, reading, and training on them."""
 
 import dataclasses
 import json
@@ -15,15 +15,10 @@ from launch.testbed.policies import TWO_DIGIT_ADDITION
 from megatron_rl.contracts.routes import RouteShape
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.shape import ModelShape
+from megatron_rl.rollouts.recording.format import BatchRecord, batch_directory
+from megatron_rl.rollouts.recording.reader import RecordingUnreadable, read_groups
 from megatron_rl.rollouts.recording.recorded_rollouts import BadRecording, RecordedRollouts
-from megatron_rl.rollouts.recording.writer import (
-    BatchRecord,
-    RecordingUnreadable,
-    batch_directory,
-    read_groups,
-    write_batch,
-    write_parts,
-)
+from megatron_rl.rollouts.recording.writer import write_batch, write_parts
 from megatron_rl.rollouts.store import read_rollout
 from tests.support.judged_batches import judged_groups
 from tests.support.recordings import write_recording
@@ -32,41 +27,43 @@ from tests.support.rollouts import assert_equal
 SHAPE = read_shape(TWO_DIGIT_ADDITION)
 
 
-def test_groups_come_back_as_they_were_over_several_parts_and_nodes(tmp_path: Path) -> None:
-    _, made, _ = make_batch(SHAPE, 16)
+def test_groups_of_several_parts_and_nodes_are_read_unchanged(tmp_path: Path) -> None:
+    _, batch, _ = make_batch(SHAPE, 16)
     rollouts = [
         dataclasses.replace(rollout, prompt_id=f"g{place // 4}")
-        for place, rollout in enumerate(made)
+        for place, rollout in enumerate(batch)
     ]
     groups = judged_groups(rollouts)
-    measured = tuple(
+    refs = tuple(
         msgspec.structs.replace(r, num_generated=9, repetition=0.25) for r in groups[1].rollouts
     )
-    groups[1] = msgspec.structs.replace(groups[1], rollouts=measured, weight=1.27)
-    held = [(i, group, rollouts[4 * i : 4 * i + 4]) for i, group in enumerate(groups)]
-    empty = msgspec.structs.replace(
+    groups[1] = msgspec.structs.replace(groups[1], rollouts=refs, weight=1.27)
+    triples = [(i, group, rollouts[4 * i : 4 * i + 4]) for i, group in enumerate(groups)]
+    empty_group = msgspec.structs.replace(
         groups[0],
         group_id="empty",
         rollouts=(),
         rejections={"engine": 4},
         rejected_tokens={"engine": 7},
     )
-    parts = write_parts(tmp_path, 0, [held[0], held[2], (4, empty, [])], part_bytes=1000)
-    parts += write_parts(tmp_path, 1, [held[1], held[3]])
+    parts = write_parts(
+        tmp_path, 0, [triples[0], triples[2], (4, empty_group, [])], part_bytes=1000
+    )
+    parts += write_parts(tmp_path, 1, [triples[1], triples[3]])
     assert parts == ["node-0-00000", "node-0-00001", "node-0-00002", "node-1-00000"]
     write_batch(
         tmp_path,
         BatchRecord(step=7, groups=5, generated_tokens=9, engines_left_out=0, parts=tuple(parts)),
     )
-    found = read_groups(tmp_path)
-    assert [group for group, _ in found] == [*groups, empty]
-    for (_, got), (_, _, wanted) in zip(found, held, strict=False):
-        for a, b in zip(got, wanted, strict=True):
-            assert_equal(a, b)
+    pairs = read_groups(tmp_path)
+    assert [group for group, _ in pairs] == [*groups, empty_group]
+    for (_, rollouts_read), (_, _, rollouts_written) in zip(pairs, triples, strict=False):
+        for rollout_read, rollout_written in zip(rollouts_read, rollouts_written, strict=True):
+            assert_equal(rollout_read, rollout_written)
 
 
 def test_a_reader_of_json_and_safetensors_finds_every_token(tmp_path: Path) -> None:
-    """What docs/rollouts.md shows."""
+    """The example in docs/rollouts.md."""
     write_recording(tmp_path, SHAPE, steps=1)
     directory = batch_directory(tmp_path, 1)
     part = json.loads((directory / "batch.json").read_text())["parts"][0]
@@ -76,16 +73,14 @@ def test_a_reader_of_json_and_safetensors_finds_every_token(tmp_path: Path) -> N
     start, stop = rollout["tokens"]
     assert sum(segment["tokens"] for segment in rollout["segments"]) == stop - start
     first = rollout["segments"][0]
-    assert (
-        first["role"] == "prompt"
-        and np.isnan(arrays["logprobs"][start : start + first["tokens"]]).all()
-    )
+    assert first["role"] == "prompt" and not first["has_logprobs"]
+    assert np.isnan(arrays["logprobs"][start : start + first["tokens"]]).all()
     assert np.isfinite(arrays["logprobs"][stop - 1])
     rows = slice(*rollout["routes"])
     assert arrays["routes"][rows].shape == (stop - start - 1, len(SHAPE.moe_layers), SHAPE.topk)
 
 
-def test_a_damaged_recording_is_named(tmp_path: Path) -> None:
+def test_a_damaged_recording_is_refused(tmp_path: Path) -> None:
     write_recording(tmp_path, SHAPE, steps=2)
     lines = batch_directory(tmp_path, 1) / "node-0-00000.jsonl"
     lines.write_bytes(b"".join(lines.read_bytes().splitlines(keepends=True)[:-1]))
@@ -96,8 +91,16 @@ def test_a_damaged_recording_is_named(tmp_path: Path) -> None:
         read_groups(batch_directory(tmp_path, 2))
 
 
-def opened(
-    directory: Path, batches: int, shape: ModelShape = SHAPE, *, replayed: bool = True
+def test_a_recording_of_another_format_version_is_refused(tmp_path: Path) -> None:
+    write_recording(tmp_path, SHAPE, steps=1)
+    file = batch_directory(tmp_path, 1) / "batch.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"version": 2}))
+    with pytest.raises(BadRecording, match=r"batch\.json.*version 2.*reads.*version 3"):
+        open_recording(tmp_path, 1).sample(1)
+
+
+def open_recording(
+    directory: Path, batches: int, shape: ModelShape = SHAPE, *, has_replay: bool = True
 ) -> RecordedRollouts:
     routes = RouteShape(
         moe_layers=shape.moe_layers,
@@ -105,60 +108,70 @@ def opened(
         num_experts=shape.num_experts,
         topk=shape.topk,
     )
-    wanted = routes if replayed else None
     return RecordedRollouts(
-        directory, node=0, batches=batches, routes=wanted, vocab_size=shape.vocab_size
+        directory,
+        node=0,
+        batches=batches,
+        routes=routes if has_replay else None,
+        vocab_size=shape.vocab_size,
     )
 
 
 @pytest.mark.parametrize(
-    ("of_the_model", "said"),
+    ("changes", "rule"),
     [
-        ({"num_experts": SHAPE.num_experts // 2}, "an expert id outside"),
+        ({"num_experts": SHAPE.num_experts // 2}, "an expert id"),
         ({"topk": SHAPE.topk + 1}, "routes of shape"),
         ({"moe_layers": SHAPE.moe_layers[1:]}, "routes of shape"),
-        ({"vocab_size": SHAPE.vocab_size // 2}, "a token id outside"),
+        ({"vocab_size": SHAPE.vocab_size // 2}, "a token id"),
     ],
 )
-def test_what_another_model_recorded_is_refused_before_a_rank_computes_with_it(
-    tmp_path: Path, of_the_model: dict[str, Any], said: str
+def test_a_recording_of_another_model_is_refused(
+    tmp_path: Path, changes: dict[str, Any], rule: str
 ) -> None:
-    """In a rank it would be an index out of range, or wrong experts without a word."""
+    """A rank would fail on an index out of range, or train the wrong experts silently."""
     write_recording(tmp_path, SHAPE, steps=1)
     with pytest.raises(
-        BadRecording, match=rf"rollout\.recorded.*step-0000001.*t0.*{said}.*another model"
+        BadRecording, match=rf"rollout\.recording.*step-0000001.*t0.*{rule}.*model\.path"
     ):
-        opened(tmp_path, 1, dataclasses.replace(SHAPE, **of_the_model)).draw(1)
+        open_recording(tmp_path, 1, dataclasses.replace(SHAPE, **changes)).sample(1)
 
 
-def test_a_recording_without_routes_trains_only_where_none_are_replayed(tmp_path: Path) -> None:
-    write_recording(
-        tmp_path, dataclasses.replace(SHAPE, moe_layers=()), steps=1
-    )  # made without routes
+def test_a_recording_without_routes_trains_only_without_replay(tmp_path: Path) -> None:
+    write_recording(tmp_path, dataclasses.replace(SHAPE, moe_layers=()), steps=1)
     with pytest.raises(BadRecording, match=r"t0.*no routes.*train\.replay=trainer or off"):
-        opened(tmp_path, 1).draw(1)
-    assert len(opened(tmp_path, 1, replayed=False).draw(1).groups) == 4
+        open_recording(tmp_path, 1).sample(1)
+    assert len(open_recording(tmp_path, 1, has_replay=False).sample(1).groups) == 4
 
 
-def test_routes_that_are_not_replayed_do_not_travel(tmp_path: Path) -> None:
+def test_routes_that_are_not_replayed_are_dropped(tmp_path: Path) -> None:
     write_recording(tmp_path, SHAPE, steps=1)
-    (ref, *_) = opened(tmp_path, 1, replayed=False).draw(1).groups[0].rollouts
+    (ref, *_) = open_recording(tmp_path, 1, has_replay=False).sample(1).groups[0].rollouts
     assert read_rollout(ref).routes is None
 
 
-def test_recorded_batches_are_drawn_in_order_and_gone_on_with(tmp_path: Path) -> None:
+def test_recorded_batches_come_in_order_and_after_a_resume(tmp_path: Path) -> None:
     write_recording(tmp_path / "recorded", SHAPE, steps=3)
-    source = opened(tmp_path, 3)
-    first = source.draw(1)
-    assert first.generated_tokens == 500 and first.groups[0].group_id == "step-1-0"
-    ref = first.groups[1].rollouts[2]
+    rollouts = open_recording(tmp_path, 3)
+    batch = rollouts.sample(1)
+    assert batch.generated_tokens == 500 and batch.groups[0].group_id == "step-1-0"
+    ref = batch.groups[1].rollouts[2]
     assert read_rollout(ref).rollout_id == ref.rollout_id
-    again = opened(tmp_path, 3)
-    again.restore(source.state())
-    assert again.draw(2).groups[0].group_id == "step-2-0"
-    source.release(first.delivered)
-    with pytest.raises(BadRecording, match=r"train\.total_steps=4, and 3 whole batches"):
-        opened(tmp_path, 4)
+    resumed = open_recording(tmp_path, 3)
+    resumed.restore(rollouts.state())
+    assert resumed.sample(2).groups[0].group_id == "step-2-0"
+    rollouts.release(batch.delivered_ids)
+
+
+def test_too_few_batches_are_refused(tmp_path: Path) -> None:
+    write_recording(tmp_path / "recorded", SHAPE, steps=3)
+    with pytest.raises(BadRecording, match=r"train\.total_steps=4.* 3 complete batches"):
+        open_recording(tmp_path, 4)
+
+
+def test_a_resume_with_another_recording_is_refused(tmp_path: Path) -> None:
+    write_recording(tmp_path / "recorded", SHAPE, steps=3)
     write_recording(tmp_path / "other", SHAPE, steps=2)
+    state = open_recording(tmp_path, 3).state()
     with pytest.raises(BadRecording, match="other batches"):
-        opened(tmp_path / "other", 2).restore(source.state())
+        open_recording(tmp_path / "other", 2).restore(state)

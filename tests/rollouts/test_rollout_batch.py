@@ -14,13 +14,12 @@ from megatron_rl.contracts.group import Group, RolloutLocation, Verdict
 from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.prompts.selection.selector import RolloutRequest, SelectionResult
-from megatron_rl.prompts.selection.uniform import UniformStep
-from megatron_rl.rollouts.evaluation import Evaluation, LostEvaluation
-from megatron_rl.rollouts.hub import Hub
+from megatron_rl.rollouts.evaluation import Evaluation, EvaluationFailed
+from megatron_rl.rollouts.hub import CollectorHub
 from megatron_rl.rollouts.messages import EngineLeftOut, GroupDone, GroupRequest
 from megatron_rl.rollouts.queue import RolloutQueue
 from megatron_rl.rollouts.rejections import UserClassFailed
-from megatron_rl.rollouts.rollout_batch import RolloutBatch, RolloutStage, TooManyRejected
+from megatron_rl.rollouts.rollout_batch import RolloutBatch, RolloutSampler, TooManyRejected
 from tests.support.collectors import Peer, done
 from tests.support.rollouts import VERSION, make_rollout
 
@@ -28,7 +27,7 @@ PROMPTS = [Prompt(id=name, token_ids=(1, 2), answer="3", task="t") for name in "
 SETTINGS = RolloutSettings(max_new_tokens=8, samples_per_prompt=2, temperature=0.7)
 
 
-def synced(hub: Hub, settings: RolloutSettings = SETTINGS) -> RolloutQueue:
+def synced(hub: CollectorHub, settings: RolloutSettings = SETTINGS) -> RolloutQueue:
     """A queue whose engines have the weights that `make_rollout`'s responses are drawn with."""
     queue = RolloutQueue(hub, settings)
     queue.set_version(VERSION)
@@ -49,7 +48,7 @@ def answering(
     return idle
 
 
-def test_groups_come_in_the_order_of_their_prompts_and_are_counted(hub: Hub, peer: Peer) -> None:
+def test_groups_come_in_the_order_of_their_prompts_and_are_counted(hub: CollectorHub, peer: Peer) -> None:
     def answer(request: GroupRequest) -> GroupDone:
         right, wrong = make_ref(make_rollout(2, 3)), make_ref(make_rollout(2, 5), reward=0.0)
         samples = (right,) if request.group_id == "step-4-1" else (right, wrong)
@@ -57,7 +56,7 @@ def test_groups_come_in_the_order_of_their_prompts_and_are_counted(hub: Hub, pee
         return done(request.group_id, samples, rejections=rejected, generated_at=2.0, scored_at=2.5)
 
     asked: list[GroupRequest] = []
-    stage = RolloutStage(
+    stage = RolloutSampler(
         synced(hub), SETTINGS, FixedPrompts(PROMPTS, 2), (1,), answering(peer, answer, asked)
     )
     batch = stage.draw(4)
@@ -95,11 +94,11 @@ def test_truncated_responses_are_a_share() -> None:
 
 
 def draw(
-    hub: Hub, peer: Peer, answer: Callable[[GroupRequest], GroupDone], share: float = 0.5
+    hub: CollectorHub, peer: Peer, answer: Callable[[GroupRequest], GroupDone], share: float = 0.5
 ) -> RolloutBatch:
     settings = replace(SETTINGS, max_rejected_share=share)
     given = FixedPrompts(PROMPTS, 2)
-    return RolloutStage(
+    return RolloutSampler(
         synced(hub, settings), settings, given, (1,), answering(peer, answer, [])
     ).draw(4)
 
@@ -115,7 +114,7 @@ def losing(count: int, reason: str = "engine") -> Callable[[GroupRequest], Group
     return answer
 
 
-def test_a_batch_that_lost_too_many_rollouts_ends_the_run_by_reason(hub: Hub, peer: Peer) -> None:
+def test_a_batch_that_lost_too_many_rollouts_ends_the_run_by_reason(hub: CollectorHub, peer: Peer) -> None:
     assert draw(hub, peer, losing(2), share=1 / 3).rejected == {"engine": 2}  # 2 of 6
     with pytest.raises(TooManyRejected) as caught:
         draw(hub, peer, losing(2), share=0.33)
@@ -125,7 +124,7 @@ def test_a_batch_that_lost_too_many_rollouts_ends_the_run_by_reason(hub: Hub, pe
 
 
 def test_a_batch_of_which_nothing_came_back_ends_the_run_whatever_may_be_lost(
-    hub: Hub, peer: Peer
+    hub: CollectorHub, peer: Peer
 ) -> None:
     with pytest.raises(
         TooManyRejected, match=r"6 of 6 rollouts cannot be used \(6 logprobs_nonfinite \(.* NaN"
@@ -138,7 +137,7 @@ def test_a_batch_of_which_nothing_came_back_ends_the_run_whatever_may_be_lost(
         )
 
 
-def test_engines_that_are_left_out_are_a_metric(hub: Hub, peer: Peer) -> None:
+def test_engines_that_are_left_out_are_a_metric(hub: CollectorHub, peer: Peer) -> None:
     def answer(request: GroupRequest) -> GroupDone:
         peer.say(EngineLeftOut("http://e", "500"))
         return done(request.group_id, (make_ref(make_rollout(2, 3)),) * 2)
@@ -146,7 +145,7 @@ def test_engines_that_are_left_out_are_a_metric(hub: Hub, peer: Peer) -> None:
     assert draw(hub, peer, answer).metrics()["rollout/engines_left_out"] == 1.0
 
 
-def test_a_rollout_without_a_verdict_cannot_be_used_either(hub: Hub, peer: Peer) -> None:
+def test_a_rollout_without_a_verdict_cannot_be_used_either(hub: CollectorHub, peer: Peer) -> None:
     none = Verdict(reward=None, correctness=None, reason="timeout")
     unjudged = msgspec.structs.replace(make_ref(make_rollout(2, 3)), verdict=none)
     with pytest.raises(
@@ -155,7 +154,7 @@ def test_a_rollout_without_a_verdict_cannot_be_used_either(hub: Hub, peer: Peer)
         draw(hub, peer, lambda request: done(request.group_id, (unjudged, unjudged)))
 
 
-def test_judging_is_timed_by_the_clock_of_each_node(hub: Hub, peer: Peer) -> None:
+def test_judging_is_timed_by_the_clock_of_each_node(hub: CollectorHub, peer: Peer) -> None:
     """Monotonic clocks start when a machine does: between nodes they differ by weeks."""
 
     def on_node(node: int, generated: float, judged: float) -> Group:
@@ -169,7 +168,7 @@ def test_judging_is_timed_by_the_clock_of_each_node(hub: Hub, peer: Peer) -> Non
     assert RolloutBatch((lost,), 1).reward_exposed == 0.0
 
 
-def test_an_evaluation_draws_as_training_does_unless_told_otherwise(hub: Hub, peer: Peer) -> None:
+def test_an_evaluation_draws_as_training_does_unless_told_otherwise(hub: CollectorHub, peer: Peer) -> None:
     asked: list[GroupRequest] = []
     idle = answering(peer, lambda r: done(r.group_id, (make_ref(make_rollout(2, 3)),)), asked)
     queue = synced(hub)
@@ -185,13 +184,13 @@ def test_an_evaluation_draws_as_training_does_unless_told_otherwise(hub: Hub, pe
 
 @pytest.mark.parametrize(("share", "lost"), [(0.5, False), (0.3, True)])
 def test_an_evaluation_may_lose_what_its_key_allows(
-    hub: Hub, peer: Peer, share: float, lost: bool
+    hub: CollectorHub, peer: Peer, share: float, lost: bool
 ) -> None:
     queue, settings = synced(hub), EvalSettings(samples_per_prompt=2, max_rejected_share=share)
     evaluation = Evaluation(
         queue, PROMPTS, settings, SETTINGS, (1,), answering(peer, half_lost, [])
     )
-    with pytest.raises(LostEvaluation) if lost else contextlib.nullcontext():
+    with pytest.raises(EvaluationFailed) if lost else contextlib.nullcontext():
         assert evaluation.measure("4").rejected == 3
 
 
@@ -208,17 +207,17 @@ class Probing:
     heard: list[tuple[int, int]] = field(default_factory=list)
     later: list[RolloutRequest] = field(default_factory=lambda: [RolloutRequest(2, PROMPTS[2], 1)])
 
-    def begin(self) -> list[RolloutRequest]:
+    def first_round(self) -> list[RolloutRequest]:
         return [RolloutRequest(0, PROMPTS[0], 2), RolloutRequest(1, PROMPTS[1], 2)]
 
-    def answered(self, index: int, group: Group) -> RolloutRequest | None:
+    def handle_group(self, index: int, group: Group) -> RolloutRequest | None:
         self.heard.append((index, len(group.rollouts)))
         self.groups = {**self.__dict__.get("groups", {}), index: group}
         return (
             RolloutRequest(0, PROMPTS[0], 2, first_sample=2) if self.heard[-1] == (0, 2) else None
         )
 
-    def more(self) -> list[RolloutRequest]:
+    def next_round(self) -> list[RolloutRequest]:
         later, self.later = self.later, []
         return later
 
@@ -232,7 +231,7 @@ class Probing:
 
 
 def test_a_group_that_is_extended_is_one_group_and_a_further_round_is_asked(
-    hub: Hub, peer: Peer
+    hub: CollectorHub, peer: Peer
 ) -> None:
     def answer(request: GroupRequest) -> GroupDone:
         refs = tuple(
@@ -246,7 +245,7 @@ def test_a_group_that_is_extended_is_one_group_and_a_further_round_is_asked(
     asked: list[GroupRequest] = []
     probing = Probing()
     selector = SimpleNamespace(select=lambda step: probing)
-    stage = RolloutStage(synced(hub), SETTINGS, selector, (1,), answering(peer, answer, asked))  # type: ignore[arg-type]
+    stage = RolloutSampler(synced(hub), SETTINGS, selector, (1,), answering(peer, answer, asked))  # type: ignore[arg-type]
     batch = stage.draw(4)
     assert sorted(probing.heard) == [(0, 2), (0, 4), (1, 2), (2, 1)]
     assert [r.group_id for r in asked] == ["step-4-0", "step-4-1", "step-4-0+2", "step-4-2"]
@@ -264,34 +263,3 @@ def test_a_group_that_is_extended_is_one_group_and_a_further_round_is_asked(
         1.0,
         2.0,
     )
-
-
-@dataclass
-class Keeping(UniformStep):
-    """Keeps its last group for the next step, in which it is the first."""
-
-    kept: tuple[Group, ...] = ()
-
-    def result(self) -> SelectionResult:
-        *groups, self.left = super().result().groups
-        return SelectionResult(groups=(*self.kept, *groups))
-
-
-def test_a_group_that_is_kept_for_the_next_step_is_released_there_and_its_tokens_are_told(
-    hub: Hub, peer: Peer
-) -> None:
-    def answer(request: GroupRequest) -> GroupDone:
-        ref = msgspec.structs.replace(make_ref(make_rollout(2, 3)), num_generated=3)
-        return done(request.group_id, (ref,), rejected_tokens={"engine": 2})
-
-    steps = [Keeping(PROMPTS, 2)]
-    steps.append(Keeping(PROMPTS, 2))
-    selector = SimpleNamespace(select=lambda step: steps[step])
-    stage = RolloutStage(synced(hub), SETTINGS, selector, (1,), answering(peer, answer, []))  # type: ignore[arg-type]
-    first = stage.draw(0)
-    assert first.delivered == ("step-0-0", "step-0-1")
-    assert (first.carried_in, first.carried_out) == (0, 5)
-    steps[1].kept = (steps[0].left,)
-    second = stage.draw(1)
-    assert second.delivered == ("step-0-2", "step-1-0", "step-1-1")
-    assert (second.carried_in, second.carried_out) == (5, 5)

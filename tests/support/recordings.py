@@ -1,29 +1,67 @@
-"""A recording of made-up rollouts, as mode=rollout_only leaves one."""
+"""Recordings of artificial rollouts, in the format that mode=rollout_only writes."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
+from launch.testbed.batches import make_batch
+from launch.testbed.rollout_refs import make_ref
+from megatron_rl.contracts.group import Group
+from megatron_rl.contracts.prompt import Prompt
+from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.rollouts.recording import BatchRecord, batch_directory, write_batch, write_parts
-from tests.support.batches import make_batch
+from megatron_rl.rollouts.recording.format import BatchRecord, batch_directory
+from megatron_rl.rollouts.recording.reader import read_groups
+from megatron_rl.rollouts.recording.writer import write_batch, write_parts
 from tests.support.judged_batches import GROUP, judged_groups
 
 GROUPS = 4
 
 
-def write_recording(recorded: Path, shape: ModelShape, *, steps: int) -> None:
-    """`steps` whole batches of four groups, all different."""
+def write_recording(root: Path, shape: ModelShape, *, steps: int) -> None:
+    """Write `steps` complete batches of four groups, all different."""
     for step in range(1, steps + 1):
         _, rollouts, _ = make_batch(shape, GROUPS * GROUP, seed=step)
-        held = [rollouts[place * GROUP : (place + 1) * GROUP] for place in range(GROUPS)]
         groups = [
-            msgspec.structs.replace(group, group_id=f"step-{step}-{place}")
-            for place, group in enumerate(judged_groups(rollouts))
+            msgspec.structs.replace(group, group_id=f"step-{step}-{index}")
+            for index, group in enumerate(judged_groups(rollouts))
         ]
-        directory = batch_directory(recorded, step)
-        parts = write_parts(directory, 0, zip(range(GROUPS), groups, held, strict=True))
-        record = BatchRecord(
-            step=step, groups=GROUPS, generated_tokens=500, engines_left_out=0, parts=tuple(parts)
+        rollouts_by_group = [
+            rollouts[index * GROUP : (index + 1) * GROUP] for index in range(GROUPS)
+        ]
+        _write(batch_directory(root, step), step, groups, rollouts_by_group)
+
+
+def write_rollouts(directory: Path, rollouts: Sequence[Rollout]) -> None:
+    """Write rollouts as a batch in which each is a group of its own."""
+    groups = []
+    for rollout in rollouts:
+        prompt = Prompt(id=rollout.prompt_id, token_ids=(1,), answer="1", task="t")
+        groups.append(
+            Group(group_id=rollout.rollout_id, prompt=prompt, rollouts=(make_ref(rollout),))
         )
-        write_batch(directory, record)
+    _write(directory, 1, groups, [[rollout] for rollout in rollouts])
+
+
+def read_rollouts(directory: Path) -> list[Rollout]:
+    """Read all rollouts of a batch in order."""
+    return [rollout for _, rollouts in read_groups(directory) for rollout in rollouts]
+
+
+def _write(
+    directory: Path,
+    step: int,
+    groups: Sequence[Group],
+    rollouts_by_group: Sequence[Sequence[Rollout]],
+) -> None:
+    triples = zip(range(len(groups)), groups, rollouts_by_group, strict=True)
+    parts = write_parts(directory, 0, triples)
+    record = BatchRecord(
+        step=step,
+        groups=len(groups),
+        generated_tokens=500,
+        engines_left_out=0,
+        parts=tuple(parts),
+    )
+    write_batch(directory, record)

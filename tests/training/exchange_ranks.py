@@ -14,8 +14,8 @@ from test_exchange import made, plan_of, read
 from megatron_rl.contracts.group import RolloutRef
 from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.rollouts import codec
-from megatron_rl.training.exchange import ExchangeFailed, exchange_rollouts
-from megatron_rl.training.transfer_plan import Receiver, rollouts_of
+from megatron_rl.training.exchange.rollout_exchange import ExchangeFailed, exchange_rollouts
+from megatron_rl.training.exchange.transfer_plan import Receiver, rollout_indices
 from tests.support.rollouts import assert_equal
 
 
@@ -33,7 +33,7 @@ receivers = [
     Receiver(dp_rank=node, node=node, moe_rows=(2, 0)) for node in (0, 1, 1)
 ]  # the last two share tensors
 rollouts = exchange_rollouts(plan, receivers, rank, group, read)
-assert sorted(rollouts) == rollouts_of(plan, receivers[rank].dp_rank)
+assert sorted(rollouts) == rollout_indices(plan, receivers[rank].dp_rank)
 for index, rollout in rollouts.items():
     assert_equal(rollout, codec.select_layers(made(index), (2, 0)))
 try:

@@ -12,15 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from launch.testbed.rollout_refs import make_ref
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.group import RolloutLocation, RolloutRef
 from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.contracts.step_plan import Denominators, OptimizerStep, StepPlan
 from megatron_rl.rollouts import codec
-from megatron_rl.training import exchange
-from megatron_rl.training.exchange import ExchangeFailed, exchange_rollouts
-from megatron_rl.training.transfer_plan import Receiver, TransferPlan, rollouts_of
-from tests.support.rollouts import assert_equal, make_ref, make_rollout
+from megatron_rl.training.exchange import rollout_exchange as exchange
+from megatron_rl.training.exchange.rollout_exchange import ExchangeFailed, exchange_rollouts
+from megatron_rl.training.exchange.transfer_plan import Receiver, TransferPlan, rollout_indices
+from tests.support.rollouts import assert_equal, make_rollout
 from tests.support.torchrun import torchrun
 
 LAYERS = 3
@@ -65,7 +66,7 @@ def ranks_of(
 
 
 def parcels(plan: StepPlan, receivers: list[Receiver]) -> list[TransferPlan]:
-    return [TransferPlan.of(plan, receivers, rank) for rank in range(len(receivers))]
+    return [TransferPlan.for_rank(plan, receivers, rank) for rank in range(len(receivers))]
 
 
 @pytest.mark.parametrize(
@@ -82,7 +83,7 @@ def test_every_rank_gets_each_of_its_rollouts_once(
         got = Counter(
             [*mine.own, *(i for indices in (*mine.incoming, *mine.handed_over) for i in indices)]
         )
-        assert got == Counter(rollouts_of(plan, receivers[rank].dp_rank))
+        assert got == Counter(rollout_indices(plan, receivers[rank].dp_rank))
         assert all(plan.rollouts[i].location.node == receivers[rank].node for i in mine.own)
         for other, theirs in enumerate(everyone):
             assert mine.outgoing[other] == theirs.incoming[rank]
@@ -103,7 +104,7 @@ def test_tensor_parallel_ranks_of_a_node_get_one_copy_over_the_network() -> None
         i for mine in parcels(plan, receivers) for indices in mine.outgoing for i in indices
     )
     assert crossing == Counter(
-        i for dp in (2, 3) for i in rollouts_of(plan, dp)
+        i for dp in (2, 3) for i in rollout_indices(plan, dp)
     )  # those of node 1, once
 
 
@@ -130,14 +131,14 @@ def test_what_lies_on_this_node_crosses_nothing() -> None:
 
 def test_a_rollout_on_a_node_without_ranks_is_named() -> None:
     with pytest.raises(ValueError, match="rollout 1 lies on node 7, where no rank runs"):
-        TransferPlan.of(plan_of([0, 7], dp_size=1), ranks_of(1, 1, 1), 0)
+        TransferPlan.for_rank(plan_of([0, 7], dp_size=1), ranks_of(1, 1, 1), 0)
 
 
 def test_a_thousand_ranks_take_no_second() -> None:
     plan = plan_of([i % 128 for i in range(2048)], dp_size=128)
     receivers = ranks_of(128, 8, 8)
     start = time.process_time()
-    TransferPlan.of(plan, receivers, 77)
+    TransferPlan.for_rank(plan, receivers, 77)
     assert time.process_time() - start < 0.3, (
         "0.87 s when each rollout's sender was looked for among all ranks"
     )
@@ -211,7 +212,7 @@ def test_each_rank_holds_its_rollouts_with_its_layers(
     receivers = ranks_of(2, 2, 2, rows=(2, 0))
     results, _ = exchanged(plan, receivers, read)
     for receiver, rollouts in zip(receivers, results, strict=True):
-        assert sorted(rollouts) == rollouts_of(plan, receiver.dp_rank)
+        assert sorted(rollouts) == rollout_indices(plan, receiver.dp_rank)
         for index, rollout in rollouts.items():
             assert_equal(rollout, codec.select_layers(made(index), (2, 0)))
 

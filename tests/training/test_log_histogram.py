@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.training.log_histogram import RESOLUTION, log_counts, quantile
+from megatron_rl.training.replay.log_histogram import RESOLUTION, log_counts, quantile
 
 
 @settings(max_examples=100, deadline=None)

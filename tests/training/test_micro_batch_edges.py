@@ -11,13 +11,13 @@ from tests.training.test_micro_batches import FIVE, SHAPE, THREE, WHOLE, pack
 def test_tensors_are_on_the_device_that_was_asked_for() -> None:
     batch = Batcher(WHOLE, SHAPE, torch.device("meta")).pack([FIVE], [0.5])
     tensors = [
-        batch.packed.input_ids,
-        batch.packed.position_ids,
-        batch.packed.cu_seqlens,
-        batch.packed.routes,
+        batch.inputs.input_ids,
+        batch.inputs.position_ids,
+        batch.inputs.cu_seqlens,
+        batch.inputs.routes,
     ]
     tensors += [
-        batch.packed.real_rows,
+        batch.inputs.real_rows,
         batch.rows,
         batch.targets,
         batch.rollout_logprobs,

@@ -51,10 +51,10 @@ FIVE, THREE = answered([1, 2, 3], [4, 5, 6]), answered([7, 8], [9, 10])  # five 
 
 def test_one_rollout() -> None:
     batch = pack([FIVE], [0.5])
-    assert batch.packed.input_ids.tolist() == [[1, 2, 3, 4, 5]]
-    assert batch.packed.position_ids.tolist() == [[0, 1, 2, 3, 4]]
-    assert batch.packed.cu_seqlens.tolist() == [0, 5]
-    assert batch.packed.max_seqlen == 5
+    assert batch.inputs.input_ids.tolist() == [[1, 2, 3, 4, 5]]
+    assert batch.inputs.position_ids.tolist() == [[0, 1, 2, 3, 4]]
+    assert batch.inputs.cu_seqlens.tolist() == [0, 5]
+    assert batch.inputs.max_seqlen == 5
     assert batch.rows.tolist() == [2, 3, 4], (
         "the last prompt token predicts the first of the response"
     )
@@ -66,18 +66,18 @@ def test_one_rollout() -> None:
 
 def test_dtypes() -> None:
     batch = pack([FIVE], [0.5])
-    assert batch.packed.input_ids.dtype == batch.packed.position_ids.dtype == torch.int64
+    assert batch.inputs.input_ids.dtype == batch.inputs.position_ids.dtype == torch.int64
     assert batch.rows.dtype == batch.targets.dtype == torch.int64
     assert batch.rollout_logprobs.dtype == batch.advantages.dtype == torch.float32
-    assert batch.packed.cu_seqlens.dtype == batch.cu_seqlens.dtype == torch.int32
-    assert batch.packed.routes is not None and batch.packed.routes.dtype == torch.uint8
+    assert batch.inputs.cu_seqlens.dtype == batch.cu_seqlens.dtype == torch.int32
+    assert batch.inputs.routes is not None and batch.inputs.routes.dtype == torch.uint8
 
 
 def test_sequences_follow_each_other() -> None:
     batch = pack([FIVE, THREE], [0.5, -1.0])
-    assert batch.packed.input_ids.tolist() == [[1, 2, 3, 4, 5, 7, 8, 9]]
-    assert batch.packed.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2]]
-    assert batch.packed.cu_seqlens.tolist() == [0, 5, 8]
+    assert batch.inputs.input_ids.tolist() == [[1, 2, 3, 4, 5, 7, 8, 9]]
+    assert batch.inputs.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2]]
+    assert batch.inputs.cu_seqlens.tolist() == [0, 5, 8]
     assert batch.rows.tolist() == [2, 3, 4, 6, 7]
     assert batch.targets.tolist() == [4, 5, 6, 9, 10]
     assert batch.advantages.tolist() == [0.5] * 3 + [-1.0] * 2
@@ -92,7 +92,7 @@ def test_what_a_tool_wrote_is_read_and_not_trained() -> None:
         (Role.RESPONSE, [8, 9], True, [-0.8, -0.9]),
     )
     batch = pack([turns], [1.0])
-    assert batch.packed.input_ids.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8]]
+    assert batch.inputs.input_ids.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8]]
     assert batch.rows.tolist() == [1, 2, 6, 7]
     assert batch.targets.tolist() == [3, 4, 8, 9]
     assert batch.rollout_logprobs.tolist() == pytest.approx([-0.3, -0.4, -0.8, -0.9])
@@ -139,13 +139,13 @@ def test_every_sequence_is_padded_to_the_row_multiple(
     for rank in range(view.cp_size):
         mine = replace(view, cp_rank=rank)
         batch = pack([FIVE, THREE], [0.5, -1.0], mine)
-        assert batch.packed.cu_seqlens.tolist() == [0, first, first + second]
-        assert batch.packed.max_seqlen == max(padded)
+        assert batch.inputs.cu_seqlens.tolist() == [0, first, first + second]
+        assert batch.inputs.max_seqlen == max(padded)
         held = mine.context_rows(np.array([0, first, first + second], np.int32))
-        assert len(held) == (first + second) // view.cp_size == batch.packed.num_tokens
+        assert len(held) == (first + second) // view.cp_size == batch.inputs.num_tokens
         for at, row in enumerate(held):
-            inputs[row] = int(batch.packed.input_ids[0, at])
-            positions[row] = int(batch.packed.position_ids[0, at])
+            inputs[row] = int(batch.inputs.input_ids[0, at])
+            positions[row] = int(batch.inputs.position_ids[0, at])
         assert torch.equal(batch.targets, plain.targets[batch.places])
         for row, place in zip(batch.rows.tolist(), batch.places.tolist(), strict=True):
             trained[held[row]] = place
@@ -206,7 +206,7 @@ def test_padding_goes_round_robin_over_all_experts() -> None:
 def test_a_pipeline_stage_has_the_routes_of_its_own_layers() -> None:
     stage = RankView(layers=((2,),))
     batch = pack([rollout(*parts(FIVE), layers=1)], [1.0], stage)
-    assert batch.packed.routes is not None and batch.packed.routes.shape == (5, 1, TOPK)
+    assert batch.inputs.routes is not None and batch.inputs.routes.shape == (5, 1, TOPK)
     filler = pack([], [], stage).packed.routes
     assert filler is not None and filler.shape == (2, 1, TOPK)
 
@@ -249,14 +249,14 @@ def test_without_replay_routes_are_neither_needed_nor_packed() -> None:
 def test_a_filler_has_tokens_for_the_model_and_none_to_train(view: RankView, rows: int) -> None:
     batch = pack([], [], view)
     assert (
-        batch.packed.input_ids.shape == batch.packed.position_ids.shape == (1, rows // view.cp_size)
+        batch.inputs.input_ids.shape == batch.inputs.position_ids.shape == (1, rows // view.cp_size)
     )
-    assert batch.packed.cu_seqlens.tolist() == [0, rows]
-    assert batch.packed.max_seqlen == rows
+    assert batch.inputs.cu_seqlens.tolist() == [0, rows]
+    assert batch.inputs.max_seqlen == rows
     held = rows // (view.cp_size * view.sp_size)
-    assert batch.packed.routes is not None and batch.packed.routes.shape == (held, 2, TOPK)
-    assert (batch.packed.routes.sort(-1).values.diff(dim=-1) > 0).all()
-    assert batch.packed.real_rows is not None and batch.packed.real_rows.tolist() == [False] * held
+    assert batch.inputs.routes is not None and batch.inputs.routes.shape == (held, 2, TOPK)
+    assert (batch.inputs.routes.sort(-1).values.diff(dim=-1) > 0).all()
+    assert batch.inputs.real_rows is not None and batch.inputs.real_rows.tolist() == [False] * held
     for name in ("rows", "targets", "places", "rollout_logprobs", "advantages"):
         assert getattr(batch, name).shape == (0,), name
     assert batch.cu_seqlens.tolist() == [0]
@@ -290,8 +290,8 @@ def test_the_last_sequence_is_padded_to_what_fp8_products_take(view: RankView) -
     batcher = Batcher(view, SHAPE, torch.device("cpu"), multiple=16)
     batch = batcher.pack([FIVE, THREE], [0.5, 0.25])
     rows = 16 * view.row_multiple
-    assert batch.packed.num_tokens == rows
-    assert batch.packed.cu_seqlens.tolist() == [0, 5 + 5 % view.row_multiple, rows]
-    assert batch.packed.real_rows is not None and int(batch.packed.real_rows.sum()) == 8
+    assert batch.inputs.num_tokens == rows
+    assert batch.inputs.cu_seqlens.tolist() == [0, 5 + 5 % view.row_multiple, rows]
+    assert batch.inputs.real_rows is not None and int(batch.inputs.real_rows.sum()) == 8
     assert batch.targets.tolist() == [4, 5, 6, 9, 10]
     assert batcher.pack([], []).packed.num_tokens == rows, "a filler too"

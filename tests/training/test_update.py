@@ -24,7 +24,7 @@ from megatron_rl.losses.grpo import Grpo
 from megatron_rl.mcore.optimizer import StepResult
 from megatron_rl.training import old_policy, update
 from megatron_rl.training.metric_sums import MetricSums
-from megatron_rl.training.old_policy import Prepared, compute_old_policy
+from megatron_rl.training.old_policy import BatchObjective, compute_old_policy
 from megatron_rl.training.policy import Policy
 from megatron_rl.training.update import update_policy
 
@@ -105,7 +105,7 @@ def policy(monkeypatch: pytest.MonkeyPatch) -> Policy:
 def train(
     policy: Policy,
     batches: list[Any],
-    objectives: Sequence[Prepared],
+    objectives: Sequence[BatchObjective],
     metrics: MetricSums,
     **how: Any,
 ) -> None:

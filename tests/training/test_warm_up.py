@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from launch.testbed.policies import TWO_DIGIT_ADDITION, train_settings
 from megatron_rl.config.algorithms import AlgoSettings, EspoSettings, GspoSettings, SftSettings
 from megatron_rl.config.schema import ModelSettings, ParallelSettings, RolloutSettings
 from megatron_rl.contracts.step_plan import Denominators
@@ -15,7 +16,6 @@ from megatron_rl.planning.rank_view import RankView
 from megatron_rl.training.logprobs import ResponseLogprobs
 from megatron_rl.training.micro_batches import Batcher
 from megatron_rl.training.warm_up import warm_up
-from tests.support.policies import TWO_DIGIT_ADDITION, train_settings
 
 
 class Loss:
@@ -45,7 +45,7 @@ def test_kernels_run_forward_and_backward_without_the_model(algo: AlgoSettings) 
     model.output_layer = torch.nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
     model.forward = None  # type: ignore[method-assign,assignment]  # nobody calls it
     before = model.output_layer.weight.detach().clone()
-    view = RankView.of(shape.num_layers, ParallelSettings(), pp_rank=0, cp_rank=0, tp_rank=0)
+    view = RankView.for_rank(shape.num_layers, ParallelSettings(), pp_rank=0, cp_rank=0, tp_rank=0)
     rollout, loss = RolloutSettings(max_new_tokens=4), Loss(open_loss(algo, shape))
     logprobs = ResponseLogprobs(
         train_settings(), rollout, vocab_size=shape.vocab_size, tp_group=None

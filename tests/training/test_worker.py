@@ -58,7 +58,7 @@ class Passes:
         monkeypatch.setattr(module, "exchange_rollouts", lambda *_: {})
         monkeypatch.setattr(module, "gather_bytes", lambda data, group: [data])
         monkeypatch.setattr(module, "compute_old_policy", self._old_policy)
-        monkeypatch.setattr(module, "routes_of_update", lambda steps, *_: steps)
+        monkeypatch.setattr(module, "with_update_routes", lambda steps, *_: steps)
         monkeypatch.setattr(module, "update_policy", self._update)
 
     def _old_policy(self, policy: Any, batches: Sequence[str], metrics: MetricSums) -> list[str]:

@@ -1,6 +1,4 @@
-"""Recorded batches in the place of engines: the same prompts, rollouts and verdicts, in the same
-order.
-"""
+"""Training on recorded batches instead of engines: the same rollouts and verdicts in order."""
 
 from __future__ import annotations
 
@@ -12,18 +10,22 @@ from pathlib import Path
 import msgspec
 
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
-from megatron_rl.contracts.group import Group
+from megatron_rl.contracts.group import Group, RolloutLocation
 from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.contracts.routes import RouteError, RouteShape, validate_stored_routes
 from megatron_rl.contracts.run_state import PromptCursor, SelectorState
-from megatron_rl.rollouts.recording.writer import (
-    BATCH,
+from megatron_rl.rollouts.recording.format import BATCH_FILE
+from megatron_rl.rollouts.recording.reader import (
     RecordingUnreadable,
     read_batch_record,
     read_groups,
 )
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.rollouts.store import RolloutStore
+
+_OTHER_MODEL = (
+    "model.path is not the model that recorded it. Give the model of the recording, or record again"
+)
 
 
 class BadRecording(Failure):
@@ -36,43 +38,37 @@ class UnfitRollout(ValueError):
     """A recorded rollout cannot be trained on by this model."""
 
 
-def fitting(rollout: Rollout, routes: RouteShape | None, vocab_size: int) -> Rollout:
-    """A recorded rollout as a model can train on it; see `RecordedRollouts`. Raises `UnfitRollout`.
+def fit_rollout(rollout: Rollout, routes: RouteShape | None, vocab_size: int) -> Rollout:
+    """Check a recorded rollout against a model and return it as that model trains on it.
 
-    Behind this nobody looks at tokens and routes again: a rank would meet an index out of range, or
-    train the wrong experts.
+    This is the only check of recorded tokens and routes: later a rank would fail on an index out of
+    range, or train the wrong experts.
+
+    routes, vocab_size: of the model; routes None: drop the recorded routes.
+    Raises `UnfitRollout`.
     """
-    other = (
-        "model.path is another model than the one that recorded it: give that one, or record again"
-    )
-    tokens = [segment.tokens for segment in rollout.segments if len(segment.tokens)]
-    if tokens and not (
-        min(t.min() for t in tokens) >= 0 and max(t.max() for t in tokens) < vocab_size
-    ):
-        raise UnfitRollout(
-            f"rollout {rollout.rollout_id}: a token id outside 0..{vocab_size - 1}; {other}"
-        )
+    name = f"rollout {rollout.rollout_id}"
+    if not _is_in_vocabulary(rollout, vocab_size):
+        raise UnfitRollout(f"{name}: a token id is outside 0..{vocab_size - 1}; {_OTHER_MODEL}")
     if routes is None:
         return replace(rollout, routes=None)
     if rollout.routes is None:
-        raise UnfitRollout(
-            f"rollout {rollout.rollout_id}: no routes were recorded. Use train.replay=trainer or off"
-        )
+        raise UnfitRollout(f"{name}: no routes were recorded. Use train.replay=trainer or off")
     try:
-        return replace(
-            rollout, routes=validate_stored_routes(rollout.routes, routes, rollout.num_tokens - 1)
-        )
+        kept_routes = validate_stored_routes(rollout.routes, routes, rollout.num_tokens - 1)
     except RouteError as error:
-        raise UnfitRollout(f"rollout {rollout.rollout_id}: {error}; {other}") from error
+        raise UnfitRollout(f"{name}: {error}; {_OTHER_MODEL}") from error
+    return replace(rollout, routes=kept_routes)
 
 
 class RecordedRollouts:
-    """Prompts, rollouts and queue of a run with mode=train_only, on rank 0. node: where this
-    process runs.
+    """Prompts, rollouts and queue of a run with mode=train_only, on rank 0.
 
-    directory: of a run with mode=rollout_only, or its `recorded/`. routes, vocab_size: of the model
-    that is trained; routes None: they are not replayed. Raises `BadRecording` when it has not
-    `batches` whole batches.
+    directory: of a run with mode=rollout_only, or its `recorded/`.
+    node: the node of this process.
+    batches: number of complete batches that the run needs.
+    routes, vocab_size: of the model that is trained; routes None: routes are not replayed.
+    Raises `BadRecording` when there are fewer than `batches` complete batches.
     """
 
     def __init__(
@@ -84,84 +80,99 @@ class RecordedRollouts:
         routes: RouteShape | None,
         vocab_size: int,
     ) -> None:
-        given = Path(directory).expanduser().resolve()
-        self._root = given / "recorded" if (given / "recorded").is_dir() else given
-        self._batches = sorted(path.parent for path in self._root.glob(f"step-*/{BATCH}"))
+        path = Path(directory).expanduser().resolve()
+        self._root = path / "recorded" if (path / "recorded").is_dir() else path
+        self._batches = sorted(file.parent for file in self._root.glob(f"step-*/{BATCH_FILE}"))
         if len(self._batches) < batches:
             raise BadRecording(
-                f"rollout.recording={str(directory)!r}: train.total_steps={batches}, and {len(self._batches)} whole "
-                f"batches (step-*/{BATCH}) lie in {self._root}. Train fewer steps, or record more: mode=rollout_only"
+                f"rollout.recording={str(directory)!r}: train.total_steps={batches}, but "
+                f"{self._root} holds {len(self._batches)} complete batches (step-*/{BATCH_FILE}). "
+                "Train fewer steps, or record more with mode=rollout_only"
             )
         self._store = RolloutStore(node)
-        self._routes, self._vocab_size = routes, vocab_size
+        self._routes = routes
+        self._vocab_size = vocab_size
         self._position = 0
         self._digest = hashlib.sha256(
-            b"".join((path / BATCH).read_bytes() for path in self._batches)
+            b"".join((path / BATCH_FILE).read_bytes() for path in self._batches)
         ).hexdigest()
 
     def state(self) -> SelectorState:
-        return SelectorState(
-            prompts=PromptCursor(epoch=0, position=self._position, digest=self._digest)
-        )
+        """Return the position in the recording."""
+        cursor = PromptCursor(epoch=0, position=self._position, digest=self._digest)
+        return SelectorState(prompts=cursor)
 
     def restore(self, state: SelectorState) -> None:
-        """Go on behind the batches that a run before trained on.
+        """Continue after the batches that an earlier run trained on.
 
-        Raises `BadRecording` where those were others.
+        Raises `BadRecording` if that run trained on another recording.
         """
         if state.prompts.digest != self._digest:
             raise BadRecording(
-                f"run.resume: the checkpoint's run trained on other batches than those in {self._root}"
+                "run.resume: the checkpoint's run trained on other batches than those in "
+                f"{self._root}"
             )
         self._position = state.prompts.position
 
-    def widen(self) -> None:
-        """Nothing is believed of them."""
+    def inflate_variance(self) -> None:
+        """Do nothing: recorded prompts are not selected by beliefs."""
 
-    def draw(self, step: int) -> RolloutBatch:
-        """The next batch, readable by the ranks of all nodes. Raises `BadRecording`."""
+    def sample(self, step: int) -> RolloutBatch:
+        """Return the next batch, readable by the ranks of all nodes. Raises `BadRecording`."""
         directory = self._batches[self._position]
         try:
-            record, pairs = read_batch_record(directory), read_groups(directory)
+            record = read_batch_record(directory)
+            recorded_groups = read_groups(directory)
         except RecordingUnreadable as error:
             raise BadRecording(f"rollout.recording: {error}") from error
-        checked = [
-            (group, [self._fitting(rollout, directory) for rollout in rollouts])
-            for group, rollouts in pairs
+        rollouts_by_group = [
+            [self._fit(rollout, directory) for rollout in rollouts]
+            for _, rollouts in recorded_groups
         ]
         self._position += 1
-        drawn = tuple(
-            self._place(group, self._store.put(group.group_id, rollouts))
-            for group, rollouts in checked
+        groups = tuple(
+            _with_locations(group, self._store.put(group.group_id, rollouts))
+            for (group, _), rollouts in zip(recorded_groups, rollouts_by_group, strict=True)
         )
-        credited, kept = len(drawn) - record.stopped - record.surplus, len(drawn) - record.surplus
+        surplus_start = len(groups) - record.num_surplus
+        stopped_start = surplus_start - record.num_stopped
         return RolloutBatch(
-            groups=drawn[:credited],
-            stopped=drawn[credited:kept],
-            surplus=drawn[kept:],
+            groups=groups[:stopped_start],
+            stopped_groups=groups[stopped_start:surplus_start],
+            surplus_groups=groups[surplus_start:],
             generated_tokens=record.generated_tokens,
             engines_left_out=record.engines_left_out,
-            delivered=tuple(group.group_id for group in drawn),
+            delivered_ids=tuple(group.group_id for group in groups),
         )
 
     def release(self, group_ids: Sequence[str]) -> None:
+        """Free the memory of groups."""
         self._store.release(group_ids)
 
     def set_version(self, version: int) -> None:
-        """Nobody samples from the weights."""
+        """Do nothing: no engine samples from the weights."""
 
     def stop(self) -> None:
-        """Nothing runs."""
+        """Do nothing: no process runs."""
 
-    def _fitting(self, rollout: Rollout, directory: Path) -> Rollout:
+    def _fit(self, rollout: Rollout, directory: Path) -> Rollout:
         try:
-            return fitting(rollout, self._routes, self._vocab_size)
+            return fit_rollout(rollout, self._routes, self._vocab_size)
         except UnfitRollout as error:
             raise BadRecording(f"rollout.recording: {directory}, {error}") from error
 
-    def _place(self, group: Group, locations: Sequence[object]) -> Group:
-        rollouts = zip(group.rollouts, locations, strict=True)
-        return msgspec.structs.replace(
-            group,
-            rollouts=tuple(msgspec.structs.replace(ref, location=where) for ref, where in rollouts),
-        )
+
+def _is_in_vocabulary(rollout: Rollout, vocab_size: int) -> bool:
+    return all(
+        segment.tokens.min() >= 0 and segment.tokens.max() < vocab_size
+        for segment in rollout.segments
+        if len(segment.tokens)
+    )
+
+
+def _with_locations(group: Group, locations: Sequence[RolloutLocation]) -> Group:
+    refs = [
+        msgspec.structs.replace(ref, location=location)
+        for ref, location in zip(group.rollouts, locations, strict=True)
+    ]
+    return msgspec.structs.replace(group, rollouts=tuple(refs))

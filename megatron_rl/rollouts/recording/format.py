@@ -1,0 +1,98 @@
+"""File format of recorded batches, described in docs/rollouts.md.
+
+A batch is a directory of parts and one `batch.json`. Each part is a JSON Lines file with one prompt
+and its rollouts a line, and a safetensors file with their arrays. A batch is complete once its
+`batch.json` exists.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from megatron_rl.contracts.group import Verdict
+from megatron_rl.contracts.prompt import Prompt
+from megatron_rl.contracts.rollout import FinishReason, Role
+from megatron_rl.contracts.wire_types import Count
+
+BATCH_FILE = "batch.json"
+FORMAT = "megatron_rl rollouts"
+VERSION = 3
+
+
+class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Contents of `batch.json`.
+
+    groups: number of groups in all parts.
+    num_stopped, num_surplus: the last groups of the batch were stopped or surplus (see
+    `RolloutBatch`): first `num_stopped` stopped ones, then `num_surplus` surplus ones.
+    generated_tokens: tokens that engines sampled for the batch.
+    parts: names of the parts without file extensions.
+    """
+
+    step: Count
+    groups: Count
+    num_stopped: Count = 0
+    num_surplus: Count = 0
+    generated_tokens: Count
+    engines_left_out: Count
+    parts: tuple[str, ...]
+    format: str = FORMAT
+    version: int = VERSION
+
+
+class SegmentRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A run of tokens of one rollout; see `Segment`.
+
+    tokens: number of tokens.
+    has_logprobs: True for sampled tokens.
+    """
+
+    tokens: Count
+    role: Role
+    trainable: bool
+    has_logprobs: bool
+    route_rows: tuple[Count, Count]
+    version: int
+
+
+class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One rollout.
+
+    num_generated, repetition: as in `RolloutRef`.
+    tokens: range [start, stop) of its rows in the part's `tokens` and `logprobs`.
+    routes: range [start, stop) of its rows in the part's `routes`, None without routes.
+    """
+
+    rollout_id: str
+    sample_index: Count
+    finish_reason: FinishReason
+    num_generated: Count
+    verdict: Verdict
+    tokens: tuple[Count, Count]
+    routes: tuple[Count, Count] | None
+    segments: tuple[SegmentRecord, ...]
+    repetition: float = 0.0
+
+
+class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of a part: a prompt with its rollouts.
+
+    index: the group's place in the batch.
+    """
+
+    index: Count
+    group_id: str
+    prompt: Prompt
+    rejections: dict[str, int]
+    rejected_tokens: dict[str, int]
+    weight: float
+    generated_at: float
+    scored_at: float
+    rollouts: tuple[RolloutRecord, ...]
+
+
+def batch_directory(root: Path, step: int) -> Path:
+    """Return the directory of a step's batch below `root`."""
+    return root / f"step-{step:07d}"

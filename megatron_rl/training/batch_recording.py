@@ -1,0 +1,102 @@
+"""Records groups of rollouts on all nodes, and the batch of a planned step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import torch.distributed as dist
+
+from megatron_rl.contracts.group import Group, RolloutRef
+from megatron_rl.contracts.prompt import Prompt
+from megatron_rl.contracts.rollout import Role, Rollout
+from megatron_rl.contracts.step_plan import StepPlan
+from megatron_rl.rollouts.recording.format import BatchRecord
+from megatron_rl.rollouts.recording.writer import write_batch, write_parts
+from megatron_rl.rollouts.store import read_rollout
+from megatron_rl.training.collectives import gather_bytes
+from megatron_rl.training.exchange.transfer_plan import Receiver
+
+
+def record_groups(
+    directory: Path,
+    groups: Iterable[tuple[int, Group]],
+    node: int,
+    *,
+    is_writer: bool,
+    group: dist.ProcessGroup | None,
+) -> list[str]:
+    """Write groups that are stored on this node (a collective) and return the parts of all nodes.
+
+    groups: (place in the batch, group), those of this node.
+    is_writer: True on one rank of each node.
+    """
+    names: list[str] = []
+    if is_writer:
+        pairs = (
+            (index, stored_group, [read_rollout(ref) for ref in stored_group.rollouts])
+            for index, stored_group in groups
+        )
+        names = write_parts(directory, node, pairs)
+    names_by_rank = gather_bytes(msgspec.msgpack.encode(names), group)
+    return [name for data in names_by_rank for name in msgspec.msgpack.decode(data, type=list[str])]
+
+
+def record_planned_batch(
+    directory: Path,
+    plan: StepPlan,
+    receivers: Sequence[Receiver],
+    rank: int,
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Record the rollouts of a planned step in the format of docs/rollouts.md (a collective).
+
+    The plan has no prompts: those of the recording have an id and tokens, but no answer and no
+    task. A group holds the rollouts of one prompt that are stored on one node, by sample index.
+    """
+    node = receivers[rank].node
+    writer = min(other for other, receiver in enumerate(receivers) if receiver.node == node)
+    refs_by_prompt = _refs_by_prompt(plan)
+    names = record_groups(
+        directory,
+        _groups_of_node(plan, refs_by_prompt, node),
+        node,
+        is_writer=rank == writer,
+        group=group,
+    )
+    if rank == 0:
+        record = BatchRecord(
+            step=plan.step,
+            groups=len(refs_by_prompt),
+            generated_tokens=sum(ref.num_generated for ref in plan.rollouts),
+            engines_left_out=0,
+            parts=tuple(names),
+        )
+        write_batch(directory, record)
+    # Wait for rank 0: if another rank ended now, its launcher could kill rank 0 as well
+    gather_bytes(b"", group)
+
+
+def _refs_by_prompt(plan: StepPlan) -> list[list[RolloutRef]]:
+    """Return the references of each prompt on each node."""
+    refs: dict[tuple[str, int], list[RolloutRef]] = {}
+    for ref in plan.rollouts:
+        refs.setdefault((ref.prompt_id, ref.location.node), []).append(ref)
+    return [sorted(group, key=lambda ref: ref.sample_index) for group in refs.values()]
+
+
+def _groups_of_node(
+    plan: StepPlan, refs_by_prompt: Sequence[Sequence[RolloutRef]], node: int
+) -> Iterator[tuple[int, Group]]:
+    for index, refs in enumerate(refs_by_prompt):
+        if refs[0].location.node == node:
+            group_id = f"step-{plan.step}-{index}"
+            prompt = _prompt_of(read_rollout(refs[0]))
+            yield index, Group(group_id=group_id, prompt=prompt, rollouts=tuple(refs))
+
+
+def _prompt_of(rollout: Rollout) -> Prompt:
+    prompt_tokens = [s.tokens for s in rollout.segments if s.role is Role.PROMPT]
+    token_ids = tuple(int(token) for tokens in prompt_tokens[:1] for token in tokens)
+    return Prompt(id=rollout.prompt_id, token_ids=token_ids, answer="", task="")

@@ -1,0 +1,1 @@
+"""Exchange of rollouts between ranks: the transfer plan and its execution."""

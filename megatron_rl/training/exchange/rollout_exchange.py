@@ -1,0 +1,175 @@
+"""Exchange of encoded rollouts: each moves once, to the ranks that train on it.
+
+A rank gets the routes of its pipeline stage only. If the rollout is stored on the rank's node, the
+rank reads shared memory itself. Rollouts cross nodes in one all-to-all on the CPU, to one of the
+ranks of a node that need the same. A second all-to-all relays them to the others of the node.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from megatron_rl.contracts.exit_codes import ExitCode, Failure
+from megatron_rl.contracts.group import RolloutRef
+from megatron_rl.contracts.rollout import Rollout
+from megatron_rl.contracts.step_plan import StepPlan
+from megatron_rl.rollouts import codec
+from megatron_rl.training.collectives import gather_bytes
+from megatron_rl.training.exchange.transfer_plan import Receiver, TransferPlan
+
+_MAX_PROBLEMS_IN_MESSAGE = 4
+
+
+class ExchangeFailed(Failure):
+    """Some rank could not read its rollouts. Every rank raises this, so that none waits."""
+
+    exit_code = ExitCode.ENGINE_FAILED
+
+
+def exchange_rollouts(
+    plan: StepPlan,
+    receivers: Sequence[Receiver],
+    rank: int,
+    group: dist.ProcessGroup,
+    read: Callable[[RolloutRef], Rollout],
+) -> dict[int, Rollout]:
+    """Return this rank's rollouts by index in the plan. Collective over `group`.
+
+    receivers: all ranks in order.
+    read: reads a rollout that is stored on this node.
+    Raises `ExchangeFailed` on all ranks.
+    """
+    buffer = _ExchangeBuffer(plan, receivers[rank].moe_rows)
+    transfers = TransferPlan.for_rank(plan, receivers, rank)
+    for index in transfers.local:
+        buffer.add(index, lambda ref: codec.select_layers(read(ref), buffer.moe_rows))
+    parts: dict[int, memoryview] = {}
+    if transfers.has_transfers:
+        outgoing = [
+            buffer.encode(indices, receivers[receiver].moe_rows, read)
+            for receiver, indices in enumerate(transfers.outgoing)
+        ]
+        parts |= _swap(outgoing, transfers.incoming, group)
+    if transfers.has_relays:
+        relays = [[parts[index] for index in indices] for indices in transfers.relay_outgoing]
+        parts |= _swap(relays, transfers.relay_incoming, group)
+    for index, data in parts.items():
+        if data:  # empty if the sender could not read it, which the sender reports
+            buffer.add(index, partial(_decode, data))
+    _raise_problems(plan.step, buffer.problems, group)
+    return buffer.rollouts
+
+
+class _ExchangeBuffer:
+    """Collects a rank's rollouts, and the problems with them for the message on all ranks."""
+
+    def __init__(self, plan: StepPlan, moe_rows: tuple[int, ...]) -> None:
+        self._plan = plan
+        self.moe_rows = moe_rows
+        self.rollouts: dict[int, Rollout] = {}
+        self.problems: list[str] = []
+
+    def add(self, index: int, get: Callable[[RolloutRef], Rollout]) -> None:
+        """Get a rollout, check it and add it."""
+        ref = self._plan.rollouts[index]
+        try:
+            rollout = get(ref)
+            _check(rollout, ref, len(self.moe_rows))
+        # Any exception: a rank that raises alone would leave the others waiting
+        except Exception as error:
+            self.problems.append(f"rollout {ref.rollout_id}: {error}")
+        else:
+            self.rollouts[index] = rollout
+
+    def encode(
+        self,
+        indices: Iterable[int],
+        moe_rows: tuple[int, ...],
+        read: Callable[[RolloutRef], Rollout],
+    ) -> list[bytes]:
+        """Encode rollouts for another rank. A rollout that cannot be read becomes empty."""
+        parts = []
+        for index in indices:
+            ref = self._plan.rollouts[index]
+            try:
+                parts.append(codec.encode(codec.select_layers(read(ref), moe_rows)))
+            except Exception as error:
+                self.problems.append(f"rollout {ref.rollout_id}: {error}")
+                parts.append(b"")
+        return parts
+
+
+def _decode(data: memoryview, ref: RolloutRef) -> Rollout:
+    return codec.decode(data)
+
+
+def _check(rollout: Rollout, ref: RolloutRef, num_moe_rows: int) -> None:
+    """Raise ValueError if a rollout is not the one that was planned with."""
+    num_trainable = sum(len(segment.tokens) for segment in rollout.segments if segment.trainable)
+    if (rollout.num_tokens - 1, num_trainable) != (ref.num_inputs, ref.num_trainable):
+        raise ValueError(
+            f"it has {rollout.num_tokens} tokens, {num_trainable} of them trained, but the plan "
+            f"has {ref.num_inputs + 1} and {ref.num_trainable}"
+        )
+    if rollout.routes is not None and rollout.routes.shape[:2] != (ref.num_inputs, num_moe_rows):
+        raise ValueError(
+            f"it has routes of shape {rollout.routes.shape} for {ref.num_inputs} inputs and "
+            f"{num_moe_rows} layers"
+        )
+
+
+def _swap(
+    outgoing: Sequence[Sequence[bytes | memoryview]],
+    incoming: Sequence[Sequence[int]],
+    group: dist.ProcessGroup,
+) -> dict[int, memoryview]:
+    """Run one all-to-all and return the received parts by index in the plan.
+
+    outgoing: the parts for each rank.
+    incoming: the indices that each rank sends here, in order.
+    """
+    messages = _all_to_all([msgspec.msgpack.encode(parts) for parts in outgoing], group)
+    received_parts: dict[int, memoryview] = {}
+    for data, indices in zip(messages, incoming, strict=True):
+        parts = msgspec.msgpack.decode(data, type=list[memoryview])
+        received_parts.update(zip(indices, parts, strict=True))
+    return received_parts
+
+
+def _all_to_all(outgoing: Sequence[bytes], group: dist.ProcessGroup) -> list[memoryview]:
+    """Send one message to each rank and return those of each rank."""
+    send_sizes = torch.tensor([len(data) for data in outgoing])
+    receive_sizes = torch.empty_like(send_sizes)
+    dist.all_to_all_single(receive_sizes, send_sizes, group=group)
+    send_buffer = torch.frombuffer(bytearray(b"".join(outgoing)), dtype=torch.uint8)
+    receive_buffer = torch.empty(int(receive_sizes.sum()), dtype=torch.uint8)
+    dist.all_to_all_single(
+        receive_buffer, send_buffer, receive_sizes.tolist(), send_sizes.tolist(), group=group
+    )
+    view = memoryview(receive_buffer.numpy().data)
+    offsets = [0, *receive_sizes.cumsum(0).tolist()]
+    return [view[start:stop] for start, stop in itertools.pairwise(offsets)]
+
+
+def _raise_problems(step: int, problems: Sequence[str], group: dist.ProcessGroup) -> None:
+    """Raise `ExchangeFailed` on every rank if any rank has a problem (a collective)."""
+    problems_of_ranks = [
+        msgspec.msgpack.decode(data, type=list[str])
+        for data in gather_bytes(msgspec.msgpack.encode(problems), group)
+    ]
+    texts = [
+        f"rank {rank}: {problem}"
+        for rank, rank_problems in enumerate(problems_of_ranks)
+        for problem in rank_problems
+    ]
+    if texts:
+        num_more = len(texts) - _MAX_PROBLEMS_IN_MESSAGE
+        more = f"; and {num_more} more" if num_more > 0 else ""
+        first = "; ".join(texts[:_MAX_PROBLEMS_IN_MESSAGE])
+        raise ExchangeFailed(f"step {step}: rollouts cannot be trained on: {first}{more}")

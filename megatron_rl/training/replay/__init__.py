@@ -1,0 +1,1 @@
+"""Replayed routes in a training step: their choice, their cost and their effect."""
