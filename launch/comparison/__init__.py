@@ -1,3 +1,4 @@
-"""Many runs side by side: what is asked for, how it is trained, and which settings a search finds
-best.
+"""Comparison of training runs: several variants over several seeds, in one table and one plot.
+
+Run it with `python -m launch.comparison --help` in the root of the repository.
 """

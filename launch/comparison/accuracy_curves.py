@@ -1,4 +1,4 @@
-"""What complete runs learnt: their evaluations as a table and as a plot."""
+"""Held-out accuracy of complete runs over rollout tokens, as a table and as a plot."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from megatron_rl.records.past_run import Record, RunUnreadable, read_metrics
 
 @dataclass(frozen=True)
 class Curve:
-    """points: each evaluation as (rollout tokens so far, accuracy).
+    """Accuracy of one run.
 
-    half_width: of the last accuracy's 95 % interval. parseable: share of the first evaluation's
-    answers. seconds: of all steps and evaluations. clipped: share of the tokens that had no
-    gradient because their ratio was clipped, the mean of all steps; 0 without any.
+    points: each evaluation as (rollout tokens so far, accuracy).
+    half_width: half the width of the last accuracy's 95 % interval.
+    parseable: share of answers in the first evaluation that can be parsed.
+    seconds: duration of all steps and evaluations.
+    clipped_share: share of the tokens whose ratio was clipped, so that they had no gradient; the
+        mean over steps, 0 without any step.
     """
 
     seed: int
@@ -27,20 +30,23 @@ class Curve:
     half_width: float
     parseable: float
     seconds: float
-    clipped: float = 0.0
+    clipped_share: float = 0.0
 
     @property
     def gain(self) -> float:
+        """The last accuracy minus the first."""
         return self.points[-1][1] - self.points[0][1]
 
 
 def read_curve(directory: Path, seed: int) -> Curve:
-    """What the run of a directory learnt. Raises `RunUnreadable`."""
+    """Read the evaluations of a run. Raises `RunUnreadable`."""
     records = read_metrics(directory)
-    tokens, points = 0.0, []
+    tokens = 0.0
+    points = []
     for record in records:
         tokens += record.get("rollout/tokens") or 0.0
-        if (accuracy := record.get("eval/accuracy")) is not None:
+        accuracy = record.get("eval/accuracy")
+        if accuracy is not None:
             points.append((tokens, accuracy))
     if not points:
         raise RunUnreadable(
@@ -52,17 +58,18 @@ def read_curve(directory: Path, seed: int) -> Curve:
         half_width=_first(record.get("eval/accuracy_ci95") for record in reversed(records)),
         parseable=_first(record.get("eval/parseable") for record in records),
         seconds=sum((r.get("time/step") or 0.0) + (r.get("time/eval") or 0.0) for r in records),
-        clipped=clipped_share(records),
+        clipped_share=mean_clipped_share(records),
     )
 
 
-def clipped_share(records: Iterable[Record]) -> float:
-    """The share of clipped tokens, the mean of the steps that say one; 0 where none does."""
-    pairs = [
-        [record.get(f"policy/clip_fraction_{side}") for side in ("low", "high")]
-        for record in records
-    ]
-    shares = [low + high for low, high in pairs if low is not None and high is not None]
+def mean_clipped_share(records: Iterable[Record]) -> float:
+    """The share of clipped tokens: the mean over the steps that report it, or 0."""
+    shares = []
+    for record in records:
+        low = record.get("policy/clip_fraction_low")
+        high = record.get("policy/clip_fraction_high")
+        if low is not None and high is not None:
+            shares.append(low + high)
     return mean(shares) if shares else 0.0
 
 
@@ -71,22 +78,26 @@ def _first(values: Iterable[float | None]) -> float:
 
 
 def table(results: Mapping[str, Sequence[Curve]]) -> Iterator[str]:
-    """The lines of a Markdown table: each run, and the mean of each variant."""
+    """Yield the lines of a Markdown table: each run, and the mean of each variant."""
     yield "| variant | seed | start | end (95 % CI) | gain, points | rollout tokens | seconds |"
     yield "|---|---|---|---|---|---|---|"
     for name, curves in results.items():
         for curve in curves:
-            start, (tokens, end) = curve.points[0][1], curve.points[-1]
+            start = curve.points[0][1]
+            tokens, end = curve.points[-1]
             yield (
-                f"| {name} | {curve.seed} | {start:.3f} | {end:.3f} ± {curve.half_width:.3f} | {100 * curve.gain:+.1f} "
-                f"| {tokens:,.0f} | {curve.seconds:.0f} |"
+                f"| {name} | {curve.seed} | {start:.3f} | {end:.3f} ± {curve.half_width:.3f} "
+                f"| {100 * curve.gain:+.1f} | {tokens:,.0f} | {curve.seconds:.0f} |"
             )
         gains = [100 * curve.gain for curve in curves]
-        yield f"| **{name}** | mean | | | **{mean(gains):+.1f}** ({min(gains):+.1f} to {max(gains):+.1f}) | | |"
+        yield (
+            f"| **{name}** | mean | | | **{mean(gains):+.1f}** "
+            f"({min(gains):+.1f} to {max(gains):+.1f}) | | |"
+        )
 
 
 def plot(results: Mapping[str, Sequence[Curve]], file: Path) -> None:
-    """Mean accuracy of each variant over rollout tokens, with the range of its seeds."""
+    """Plot the mean accuracy of each variant over rollout tokens, with the range of its seeds."""
     with accuracy_over_tokens(file) as axes:
         for index, (name, curves) in enumerate(results.items()):
             points = [curve.points for curve in curves]
@@ -95,7 +106,7 @@ def plot(results: Mapping[str, Sequence[Curve]], file: Path) -> None:
 
 @contextlib.contextmanager
 def accuracy_over_tokens(file: Path) -> Iterator[Any]:
-    """Axes of held-out accuracy over rollout tokens, written to a PNG file at the end of the block."""
+    """Axes of held-out accuracy over rollout tokens, written to a PNG file at the end."""
     with drawing(file) as (axes,):
         axes.set_xlabel("rollout tokens")
         axes.set_ylabel("held-out accuracy (sampled pass@1)")

@@ -1,4 +1,4 @@
-"""The command line of a comparison."""
+"""Command line of a comparison."""
 
 from __future__ import annotations
 
@@ -9,30 +9,47 @@ from pathlib import Path
 from launch.comparison.variants import read_seeds
 
 
-def parser(documentation: str) -> argparse.ArgumentParser:
-    """documentation: its first paragraph describes the script, the rest follows the arguments in
-    --help.
+def make_parser(documentation: str) -> argparse.ArgumentParser:
+    """Make the parser of the command line.
+
+    documentation: the first paragraph becomes the description, and the rest follows the options.
     """
     description, _, epilog = documentation.partition("\n\n")
     parser = argparse.ArgumentParser(
+        prog="python -m launch.comparison",
         description=description,
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    _add_runs(parser)
+    _add_speed(parser.add_argument_group("several runs at a time"))
+    _add_search(parser.add_argument_group("search of settings"))
+    _add_tokens(parser.add_argument_group("tokens to equal accuracy"))
+    parser.add_argument_group("other metrics").add_argument(
+        "--metric",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="also report this metric over the steps, such as mismatch/k3_kl; repeat for each",
+    )
+    return parser
+
+
+def _add_runs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--out", required=True, type=_directory, help="directory of the runs; made where it is not"
+        "--out", required=True, type=_directory, help="directory of the runs and of the results"
     )
     parser.add_argument(
         "--seeds",
         default="0,1,2",
         type=_seeds,
-        help="of variants without their own (default: 0,1,2)",
+        help="seeds of variants without their own (default: 0,1,2)",
     )
     parser.add_argument(
         "--experiment",
         default="quickstart",
-        help="what every run starts from (default: %(default)s)",
+        help="experiment that every run starts from (default: %(default)s)",
     )
     parser.add_argument(
         "--nproc",
@@ -49,19 +66,8 @@ def parser(documentation: str) -> argparse.ArgumentParser:
         nargs="+",
         required=True,
         metavar=("NAME:", "key=value"),
-        help="a variant and its overrides; NAME@SEEDS: gives it its own seeds. Repeat it for each variant",
+        help="a variant and its overrides; repeat for each. NAME@SEEDS: gives it its own seeds",
     )
-    _add_speed(parser.add_argument_group("many runs"))
-    _add_search(parser.add_argument_group("a fair contest"))
-    _add_tokens(parser.add_argument_group("tokens to equal accuracy"))
-    parser.add_argument_group("other metrics").add_argument(
-        "--metric",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="also report this one, such as mismatch/k3_kl, over the steps; repeat it for each",
-    )
-    return parser
 
 
 def _add_speed(group: argparse._ArgumentGroup) -> None:
@@ -70,12 +76,12 @@ def _add_speed(group: argparse._ArgumentGroup) -> None:
         default=1,
         type=_runs,
         metavar="N",
-        help="runs at a time; with more than one, each one's output goes to logs/ beside it (default: 1)",
+        help="number of runs at a time; with more than one, outputs go to OUT/logs (default: 1)",
     )
     group.add_argument(
         "--shared-engines",
         action="store_true",
-        help="start an engine for each of the N once, and let all runs use them in turn (CPU only)",
+        help="start N engines once, and let all runs use them one after another (CPU only)",
     )
 
 
@@ -86,12 +92,12 @@ def _add_search(group: argparse._ArgumentGroup) -> None:
         nargs="+",
         default=[],
         metavar=("[NAME:]", "key=v1,v2"),
-        help="try every combination with each variant, or with NAME, and report the best ones and the best ones at the "
-        "given clip widths. The key clip_scale multiplies all clip widths of a variant's algorithm. Every variant must "
-        "have the same number of combinations",
+        help="try every combination with each variant, or with NAME alone, and report the best "
+        "one and the best one at the configured clip range. The key clip_scale multiplies the "
+        "clip range of a variant's algorithm. All variants need equally many combinations",
     )
     group.add_argument(
-        "--search-seeds", default="100", type=_seeds, help="of the trials (default: 100)"
+        "--search-seeds", default="100", type=_seeds, help="seeds of the trials (default: 100)"
     )
     group.add_argument(
         "--search-common",
@@ -109,13 +115,13 @@ def _add_tokens(group: argparse._ArgumentGroup) -> None:
         const="highest",
         type=_level,
         metavar="LEVEL",
-        help="also report the rollout tokens that each run used until this held-out accuracy; without a value, until "
-        "the highest that all runs reach",
+        help="also report the rollout tokens of each run until this held-out accuracy (without a "
+        "value: the highest that all runs reach)",
     )
     group.add_argument(
         "--against",
         metavar="NAME",
-        help="the variant that the tokens of the others are compared with",
+        help="variant whose tokens are divided by those of the others",
     )
 
 
@@ -126,16 +132,16 @@ def _directory(text: str) -> Path:
 
 
 def _ranks(text: str) -> int:
-    return _whole(text, "a number of ranks")
+    return _positive_number(text, "a number of ranks")
 
 
 def _runs(text: str) -> int:
-    return _whole(text, "a number of runs")
+    return _positive_number(text, "a number of runs")
 
 
-def _whole(text: str, what: str) -> int:
+def _positive_number(text: str, meaning: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {what}: give a whole number from 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not {meaning}: give a whole number from 1")
     return int(text)
 
 
@@ -148,7 +154,7 @@ def _level(text: str) -> float | str:
         level = 0.0
     if not 0 < level < 1:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not an accuracy: give a number between 0 and 1, or none"
+            f"{text!r} is not an accuracy: give a number between 0 and 1, or no value"
         )
     return level
 

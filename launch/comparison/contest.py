@@ -1,5 +1,7 @@
-"""A fair contest: each variant's trials, then the reported runs at its best settings and at its
-given clip widths.
+"""Search and final runs: trials of every variant, then the final runs at the best settings.
+
+Each variant has a final run at its best settings, and one at its best settings with the
+configured clip range.
 """
 
 from __future__ import annotations
@@ -9,101 +11,128 @@ from dataclasses import dataclass, replace
 from statistics import mean
 
 from launch.comparison.accuracy_curves import read_curve
-from launch.comparison.search import Point, Trial, at_given_widths, best, read_grids
+from launch.comparison.search import (
+    Point,
+    Trial,
+    best_trial,
+    has_configured_clip_range,
+    read_grids,
+)
 from launch.comparison.variants import ComparisonRefused, Run, RunPlanner, Variant, has_diverged
 from megatron_rl.config.algorithms import AlgoSettings
 
-BEST, GIVEN, BOTH = "best", "best at given widths", "best, and at given widths"
+BEST = "best"
+BEST_AT_CONFIGURED_CLIP = "best at the configured clip range"
+BOTH = "best, and at the configured clip range"
 
 
 @dataclass(frozen=True)
 class Contest:
-    """planner: of the reported runs. trials: of the search's. grids: every variant's points, as
-    many for each.
+    """Trials and final runs of all variants.
+
+    grids: the points to try for each variant, equally many for each.
+    trial_seeds: seeds of the trials.
+    planner: planner of the final runs.
+    trial_planner: planner of the trials.
+    algos: algorithm settings of each variant.
+    trial_overrides: overrides of the trials alone, after all others.
     """
 
     variants: tuple[Variant, ...]
     grids: Mapping[str, list[Point]]
-    seeds: tuple[int, ...]
+    trial_seeds: tuple[int, ...]
     planner: RunPlanner
-    trials: RunPlanner
+    trial_planner: RunPlanner
     algos: Mapping[str, AlgoSettings]
-    last: tuple[str, ...] = ()
+    trial_overrides: tuple[str, ...] = ()
 
     @classmethod
     def read(
         cls,
         variants: Sequence[Variant],
-        searched: Sequence[Sequence[str]],
+        searches: Sequence[Sequence[str]],
         seeds: Sequence[int],
         planner: RunPlanner,
-        last: Sequence[str],
+        trial_overrides: Sequence[str],
     ) -> Contest:
-        """seeds: of the trials. last: overrides of trials alone, after all others. Raises
-        `ComparisonRefused`.
+        """Read the words of every `--search`. Raises `ComparisonRefused`.
+
+        seeds: seeds of the trials.
+        planner: planner of the final runs.
         """
         for variant in variants:
-            if both := sorted({*seeds} & {*variant.seeds}):
+            common_seeds = sorted({*seeds} & {*variant.seeds})
+            if common_seeds:
                 raise ComparisonRefused(
-                    f"--search-seeds {','.join(map(str, both))}: --variant {variant.name} is reported on the same, and "
-                    "what was chosen on a seed looks better there. Give others"
+                    f"--search-seeds {','.join(map(str, common_seeds))}: --variant {variant.name} "
+                    "is reported on the same seeds. Settings that were chosen on a seed look "
+                    "better on that seed. Give other seeds"
                 )
-        grids = read_grids(searched, variants)
         algos = {
             v.name: planner.run(v.name, v.overrides, v.seeds[0], label=v.name).configuration.algo
             for v in variants
         }
-        trials = replace(planner, root=planner.root / "search", trial=True)
-        return cls(tuple(variants), grids, tuple(seeds), planner, trials, algos, tuple(last))
+        return cls(
+            variants=tuple(variants),
+            grids=read_grids(searches, variants),
+            trial_seeds=tuple(seeds),
+            planner=planner,
+            trial_planner=replace(planner, root=planner.root / "search", is_trial=True),
+            algos=algos,
+            trial_overrides=tuple(trial_overrides),
+        )
 
-    def searched(self) -> dict[tuple[str, Point], list[Run]]:
+    def trial_runs(self) -> dict[tuple[str, Point], list[Run]]:
         """The runs of every trial. Raises `ComparisonRefused`."""
         return {
-            (variant.name, point): [
-                self._run(self.trials, variant, point, seed, self.last) for seed in self.seeds
-            ]
+            (variant.name, point): [self._trial_run(variant, point, s) for s in self.trial_seeds]
             for variant in self.variants
             for point in self.grids[variant.name]
         }
 
-    def chosen(self, trials: Mapping[str, Sequence[Trial]]) -> dict[str, dict[str, Trial]]:
-        """Of each variant, by what it was chosen as: its best trial, and its best one at the given
-        clip widths, which may be the same. Raises `NoUsableTrial`."""
-        found = {}
-        for name, own in trials.items():
-            top = best(name, own)
-            same = at_given_widths(top.point)
-            found[name] = (
-                {BOTH: top} if same else {BEST: top, GIVEN: best(name, own, at_given_widths)}
-            )
-        return found
+    def choose(self, trials: Mapping[str, Sequence[Trial]]) -> dict[str, dict[str, Trial]]:
+        """Choose trials of each variant, by the reason of the choice.
 
-    def reported(
-        self, chosen: Mapping[str, Mapping[str, Trial]]
-    ) -> dict[tuple[str, str], list[Run]]:
-        """The reported runs by variant and what their settings were chosen as.
-
-        Raises `ComparisonRefused`.
+        The best trial and the best one at the configured clip range may be the same trial. Raises
+        `NoUsableTrial`.
         """
+        choices = {}
+        for name, candidates in trials.items():
+            best = best_trial(name, candidates)
+            if has_configured_clip_range(best.point):
+                choices[name] = {BOTH: best}
+            else:
+                second = best_trial(name, candidates, has_configured_clip_range)
+                choices[name] = {BEST: best, BEST_AT_CONFIGURED_CLIP: second}
+        return choices
+
+    def final_runs(
+        self, choices: Mapping[str, Mapping[str, Trial]]
+    ) -> dict[tuple[str, str], list[Run]]:
+        """The final runs, by variant and reason of the choice. Raises `ComparisonRefused`."""
         return {
-            (variant.name, how): [
+            (variant.name, reason): [
                 self._run(self.planner, variant, trial.point, seed) for seed in variant.seeds
             ]
             for variant in self.variants
-            for how, trial in chosen[variant.name].items()
+            for reason, trial in choices[variant.name].items()
         }
 
-    def budget(self, trials: Mapping[tuple[str, Point], Sequence[Run]]) -> str:
-        """What the search may use for each variant, for people."""
-        count, seeds = len(self.grids[self.variants[0].name]), ", ".join(map(str, self.seeds))
-        lengths = sorted(
-            {run.configuration.train.total_steps for runs in trials.values() for run in runs}
-        )
+    def budget(self, trial_runs: Mapping[tuple[str, Point], Sequence[Run]]) -> str:
+        """Describe in one sentence what the search spends on each variant."""
+        count = len(self.grids[self.variants[0].name])
+        seeds = ", ".join(map(str, self.trial_seeds))
+        runs = [run for group in trial_runs.values() for run in group]
+        lengths = sorted({run.configuration.train.total_steps for run in runs})
         steps = " or ".join(map(str, lengths))
         return (
-            f"Search: {count} trials of each variant, on each seed of {seeds} for {steps} steps; "
-            "the highest mean held-out accuracy at the end is taken, of equal ones that with fewer clipped tokens."
+            f"Search: {count} trials of each variant, on each seed of {seeds} for {steps} steps. "
+            "The trial with the highest mean held-out accuracy at the end is chosen, or with "
+            "fewer clipped tokens where two are equal."
         )
+
+    def _trial_run(self, variant: Variant, point: Point, seed: int) -> Run:
+        return self._run(self.trial_planner, variant, point, seed, self.trial_overrides)
 
     def _run(
         self,
@@ -111,22 +140,22 @@ class Contest:
         variant: Variant,
         point: Point,
         seed: int,
-        last: tuple[str, ...] = (),
+        last_overrides: tuple[str, ...] = (),
     ) -> Run:
-        overrides = (*variant.overrides, *point.overrides(self.algos[variant.name]), *last)
+        point_overrides = point.overrides(self.algos[variant.name])
+        overrides = (*variant.overrides, *point_overrides, *last_overrides)
         return planner.run(variant.name, overrides, seed, label=f"{variant.name}-{point.label}")
 
 
-def judge(searched: Mapping[tuple[str, Point], Sequence[Run]]) -> dict[str, list[Trial]]:
-    """The trials of each variant from their complete runs. Raises `RunUnreadable`."""
+def read_trials(trial_runs: Mapping[tuple[str, Point], Sequence[Run]]) -> dict[str, list[Trial]]:
+    """Read the trials of each variant from their complete runs. Raises `RunUnreadable`."""
     trials: dict[str, list[Trial]] = {}
-    for (name, point), runs in searched.items():
+    for (name, point), runs in trial_runs.items():
         curves = [
             None if has_diverged(run) else read_curve(run.directory, run.seed) for run in runs
         ]
-        clipped = [curve.clipped for curve in curves if curve is not None]
+        shares = [curve.clipped_share for curve in curves if curve is not None]
         accuracies = tuple(None if curve is None else curve.points[-1][1] for curve in curves)
-        trials.setdefault(name, []).append(
-            Trial(point, accuracies, mean(clipped) if clipped else 0.0)
-        )
+        trial = Trial(point, accuracies, mean(shares) if shares else 0.0)
+        trials.setdefault(name, []).append(trial)
     return trials

@@ -1,4 +1,4 @@
-"""What a contest found: the reported runs, all trials, and all of it for programs."""
+"""Results of a search: tables of the final runs and of all trials, and a JSON record."""
 
 from __future__ import annotations
 
@@ -8,66 +8,73 @@ from statistics import mean
 from typing import Any
 
 from launch.comparison.accuracy_curves import Curve
-from launch.comparison.search import Point, Trial, clip_widths
+from launch.comparison.search import Point, Trial, clip_range
 from launch.comparison.variants import ComparisonRefused, Run
 from megatron_rl.config.algorithms import AlgoSettings
 
 
 def contest_table(
-    reported: Mapping[tuple[str, str], Sequence[Run]],
+    runs: Mapping[tuple[str, str], Sequence[Run]],
     curves: Mapping[tuple[str, str], Sequence[Curve]],
-    chosen: Mapping[str, Mapping[str, Trial]],
+    choices: Mapping[str, Mapping[str, Trial]],
 ) -> Iterator[str]:
-    """The lines of a Markdown table: each variant at its best and at its given widths, on the
-    reported seeds.
-    """
-    yield "| variant | settings | chosen | clip widths | tokens clipped | end | gain, points (range) | seeds |"
+    """Yield the lines of a Markdown table of the final runs, by variant and reason."""
+    yield (
+        "| variant | settings | chosen values | clip range | tokens clipped | end "
+        "| gain, points (range) | seeds |"
+    )
     yield "|---|---|---|---|---|---|---|---|"
-    for (name, how), own in curves.items():
-        runs = reported[name, how]
-        gains, end = [100 * curve.gain for curve in own], mean(curve.points[-1][1] for curve in own)
+    for (name, reason), group in curves.items():
+        gains = [100 * curve.gain for curve in group]
+        end = mean(curve.points[-1][1] for curve in group)
+        algo = runs[name, reason][0].configuration.algo
         yield (
-            f"| {name} | {how} | {_settings(chosen[name][how].point)} | {_widths(runs[0].configuration.algo)} "
-            f"| {mean(curve.clipped for curve in own):.1%} | {end:.3f} "
+            f"| {name} | {reason} | {_settings(choices[name][reason].point)} | {_clip_text(algo)} "
+            f"| {mean(curve.clipped_share for curve in group):.1%} | {end:.3f} "
             f"| **{mean(gains):+.1f}** ({min(gains):+.1f} to {max(gains):+.1f}) "
-            f"| {', '.join(str(curve.seed) for curve in own)} |"
+            f"| {', '.join(str(curve.seed) for curve in group)} |"
         )
 
 
 def trial_table(
-    trials: Mapping[str, Sequence[Trial]], chosen: Mapping[str, Mapping[str, Trial]]
+    trials: Mapping[str, Sequence[Trial]], choices: Mapping[str, Mapping[str, Trial]]
 ) -> Iterator[str]:
-    """The lines of a Markdown table: all trials, and what each was chosen for."""
+    """Yield the lines of a Markdown table of all trials, with the reason of each choice."""
     yield "| variant | trial | end, mean | tokens clipped | chosen as |"
     yield "|---|---|---|---|---|"
-    for name, own in trials.items():
-        for trial in own:
+    for name, group in trials.items():
+        for trial in group:
             end = "diverged" if trial.accuracy is None else f"{trial.accuracy:.3f}"
-            taken = ", ".join(how for how, best_one in chosen[name].items() if best_one is trial)
-            yield f"| {name} | {_settings(trial.point)} | {end} | {trial.clipped:.1%} | {taken} |"
+            reasons = [reason for reason, choice in choices[name].items() if choice is trial]
+            yield (
+                f"| {name} | {_settings(trial.point)} | {end} | {trial.clipped_share:.1%} "
+                f"| {', '.join(reasons)} |"
+            )
 
 
 def contest_record(
     budget: str,
     trials: Mapping[str, Sequence[Trial]],
-    chosen: Mapping[str, Mapping[str, Trial]],
-    reported: Mapping[tuple[str, str], Sequence[Run]],
+    choices: Mapping[str, Mapping[str, Trial]],
+    runs: Mapping[tuple[str, str], Sequence[Run]],
     curves: Mapping[tuple[str, str], Sequence[Curve]],
 ) -> dict[str, Any]:
-    """All of it, for programs."""
+    """Everything in the tables, for programs."""
     return {
         "budget": budget,
-        "trials": {name: [_trial_record(trial) for trial in own] for name, own in trials.items()},
+        "trials": {
+            name: [_trial_record(trial) for trial in group] for name, group in trials.items()
+        },
         "reported": [
             {
                 "variant": name,
-                "settings": how,
-                "chosen": dict(chosen[name][how].point.values),
-                "clip_widths": _widths_or_none(runs[0].configuration.algo),
-                "runs": [run.directory.name for run in runs],
-                "curves": [asdict(curve) for curve in curves[name, how]],
+                "settings": reason,
+                "chosen": dict(choices[name][reason].point.values),
+                "clip_range": _clip_range_or_none(group[0].configuration.algo),
+                "runs": [run.directory.name for run in group],
+                "curves": [asdict(curve) for curve in curves[name, reason]],
             }
-            for (name, how), runs in reported.items()
+            for (name, reason), group in runs.items()
         ],
     }
 
@@ -77,22 +84,20 @@ def _trial_record(trial: Trial) -> dict[str, Any]:
         "settings": dict(trial.point.values),
         "accuracies": trial.accuracies,
         "accuracy": trial.accuracy,
-        "clipped": trial.clipped,
+        "clipped_share": trial.clipped_share,
     }
 
 
-def _widths_or_none(algo: AlgoSettings) -> dict[str, float] | None:
+def _clip_range_or_none(algo: AlgoSettings) -> dict[str, float] | None:
     try:
-        return clip_widths(algo)
+        return clip_range(algo)
     except ComparisonRefused:
         return None
 
 
-def _widths(algo: AlgoSettings) -> str:
-    return (
-        ", ".join(f"{name}={width:g}" for name, width in (_widths_or_none(algo) or {}).items())
-        or "-"
-    )
+def _clip_text(algo: AlgoSettings) -> str:
+    values = _clip_range_or_none(algo) or {}
+    return ", ".join(f"{name}={value:g}" for name, value in values.items()) or "-"
 
 
 def _settings(point: Point) -> str:

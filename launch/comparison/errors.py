@@ -1,4 +1,4 @@
-"""How a command ends that goes on where it was when it is called again."""
+"""Exit codes and messages of commands that continue when they are run again."""
 
 from __future__ import annotations
 
@@ -9,20 +9,23 @@ from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from sglang_bridge.errors import EngineError
 
 
-def ended(work: Callable[[], int]) -> int:
-    """The exit code of `work`, or of what it raised, which is told on stderr without a traceback."""
+def exit_code_of(work: Callable[[], int]) -> int:
+    """Run `work` and return its exit code.
+
+    Expected errors are printed to standard error without a traceback.
+    """
     try:
         return work()
-    except (Failure, EngineError) as refused:
-        print(refused, file=sys.stderr)
-        return refused.exit_code
+    except (Failure, EngineError) as failure:
+        print(failure, file=sys.stderr)
+        return failure.exit_code
     except OSError as error:
-        file = error.filename or "a file in --out"  # a full disk names none
+        file = error.filename or "a file in --out"  # A full disk names no file.
         print(
-            f"{file} cannot be written: {error.strerror}. The same command goes on here",
+            f"{file} cannot be written: {error.strerror}. Run the same command again to continue",
             file=sys.stderr,
         )
         return ExitCode.CANNOT_WRITE
     except KeyboardInterrupt:
-        print("\ninterrupted. The same command goes on here", file=sys.stderr)
+        print("\ninterrupted. Run the same command again to continue", file=sys.stderr)
         return ExitCode.INTERRUPTED

@@ -1,6 +1,4 @@
-"""What metrics did over the steps of complete runs, as a table and as a plot below held-out
-accuracy.
-"""
+"""Metrics of complete runs over the steps, as a table and as a plot below held-out accuracy."""
 
 from __future__ import annotations
 
@@ -18,78 +16,90 @@ ACCURACY = "eval/accuracy"
 
 
 class MetricRefused(Failure):
-    """A metric that a run does not have."""
+    """A run has no value of the metric."""
 
     exit_code = ExitCode.REFUSED
 
 
 @dataclass(frozen=True)
 class MetricCurves:
-    """What one run's metrics did: each one's name to its values as (step, value), at least one."""
+    """Metrics of one run.
+
+    values: the values of each metric as (step, value), at least one.
+    """
 
     seed: int
     values: Mapping[str, Sequence[tuple[int, float]]]
 
 
 def read_metric_curves(directory: Path, seed: int, metrics: Sequence[str]) -> MetricCurves:
-    """Raises `RunUnreadable` and `MetricRefused`."""
+    """Read metrics and held-out accuracy of a run. Raises `RunUnreadable` and `MetricRefused`."""
     records = read_metrics(directory)
-    return MetricCurves(
-        seed, {name: _metric_curve(records, name, directory) for name in (ACCURACY, *metrics)}
-    )
+    names = (ACCURACY, *metrics)
+    return MetricCurves(seed, {name: _metric_curve(records, name, directory) for name in names})
 
 
 def _metric_curve(records: Sequence[Record], name: str, directory: Path) -> list[tuple[int, float]]:
-    found = [
-        (int(record["step"] or 0), value)
-        for record in records
-        if (value := record.get(name)) is not None
-    ]
-    if not found:
-        close = get_close_matches(name, sorted({key for record in records for key in record}), n=3)
-        other = (
-            f"Like it are {', '.join(close)}"
-            if close
-            else f"{directory / 'metrics.jsonl'} has all names"
+    points = []
+    for record in records:
+        value = record.get(name)
+        if value is not None:
+            points.append((int(record["step"] or 0), value))
+    if not points:
+        raise MetricRefused(
+            f"--metric {name}: the run {directory} has no value of this metric. "
+            f"{_suggestion(records, name, directory)}"
         )
-        raise MetricRefused(f"--metric {name}: the run {directory} has no value of it. {other}")
-    return found
+    return points
+
+
+def _suggestion(records: Sequence[Record], name: str, directory: Path) -> str:
+    names = sorted({key for record in records for key in record})
+    close = get_close_matches(name, names, n=3)
+    if close:
+        return f"Similar names are {', '.join(close)}"
+    return f"{directory / 'metrics.jsonl'} has all names"
 
 
 def metric_table(results: Mapping[str, Sequence[MetricCurves]]) -> Iterator[str]:
-    """The lines of a Markdown table: of each variant the accuracy at its end, and of each metric
-    the mean over a run's steps and its largest value; each as the mean of the runs, with their
-    range."""
+    """Yield the lines of a Markdown table, one for each variant.
+
+    It has the accuracy at the end, and of each metric the mean over the steps and the largest
+    value. Each cell is the mean of the runs, with their range.
+    """
     metrics = [name for name in next(iter(results.values()))[0].values if name != ACCURACY]
-    yield "| variant | runs | held-out accuracy, end |" + "".join(
-        f" {name}, mean | largest |" for name in metrics
-    )
+    columns = "".join(f" {name}, mean | largest |" for name in metrics)
+    yield f"| variant | runs | held-out accuracy, end |{columns}"
     yield "|---|---|---|" + "---|---|" * len(metrics)
     for variant, runs in results.items():
-        cells = [_spread([run.values[ACCURACY][-1][1] for run in runs], ".3f")]
+        cells = [_mean_and_range([run.values[ACCURACY][-1][1] for run in runs], ".3f")]
         for name in metrics:
-            each = [[value for _, value in run.values[name]] for run in runs]
-            cells += [_spread(list(map(mean, each)), ".2e"), _spread(list(map(max, each)), ".2e")]
+            values = [[value for _, value in run.values[name]] for run in runs]
+            cells.append(_mean_and_range(list(map(mean, values)), ".2e"))
+            cells.append(_mean_and_range(list(map(max, values)), ".2e"))
         yield f"| {variant} | {len(runs)} | {' | '.join(cells)} |"
 
 
-def _spread(values: Sequence[float], form: str) -> str:
+def _mean_and_range(values: Sequence[float], form: str) -> str:
     return f"{mean(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
 
 def plot_metrics(results: Mapping[str, Sequence[MetricCurves]], file: Path) -> None:
-    """One panel for each metric over the steps, accuracy first: the mean of each variant's runs,
-    and their range.
+    """Plot one panel for each metric over the steps, accuracy first.
+
+    A panel shows the mean and the range of each variant's runs.
     """
     names = list(next(iter(results.values()))[0].values)
     with drawing(file, panels=len(names)) as panels:
         for axes, name in zip(panels, names, strict=True):
             for index, (variant, runs) in enumerate(results.items()):
                 draw_range(axes, [run.values[name] for run in runs], index=index, label=variant)
-            lowest = min(
-                value for runs in results.values() for run in runs for _, value in run.values[name]
-            )
-            if name != ACCURACY and lowest > 0:
+            if name != ACCURACY and _smallest(results, name) > 0:
                 axes.set_yscale("log")
             axes.set_ylabel("held-out accuracy" if name == ACCURACY else name)
         panels[-1].set_xlabel("step")
+
+
+def _smallest(results: Mapping[str, Sequence[MetricCurves]], name: str) -> float:
+    curves = [run.values[name] for runs in results.values() for run in runs]
+    return min(value for curve in curves for _, value in curve)

@@ -1,4 +1,4 @@
-"""Trains runs one after another, or several at a time, and ends them with this process."""
+"""Training of runs, one after another or several at a time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,132 +17,153 @@ from launch.comparison.variants import Run, has_diverged, is_complete
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.records.exit_record import read_exit_record
 
-_LOOK_SECONDS = 0.5
-_CLOSING_SECONDS = 60.0  # twice what torchrun gives its ranks
+_POLL_SECONDS = 0.5
+_SHUTDOWN_SECONDS = 60.0  # twice what torchrun gives its ranks
 
-Place = tuple[
-    str, ...
-]  # overrides that lead a run to an engine of its own; none: the run starts one
+# Overrides that connect a run to a shared engine. Without any, the run starts an engine.
+EngineOverrides = tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class _Job:
     run: Run
-    place: Place
+    engine: EngineOverrides
     process: subprocess.Popen[bytes]
+
+
+@dataclass
+class _Queue:
+    """Runs that wait for a free engine, and jobs that are running.
+
+    code: exit code of the first run that failed, or 0.
+    """
+
+    runs: deque[Run]
+    engines: deque[EngineOverrides]
+    jobs: list[_Job] = field(default_factory=list)
+    code: int = 0
+
+    @property
+    def can_start(self) -> bool:
+        """True if a run may start: one waits, an engine is free, and no run has failed."""
+        return bool(self.runs and self.engines) and not self.code
 
 
 def train_all(
     runs: Sequence[Run],
     script: Path,
-    places: Sequence[Place],
+    engines: Sequence[EngineOverrides],
     ranks: int,
-    finished: Callable[[Run], None],
+    on_complete: Callable[[Run], None],
 ) -> int:
-    """Train each run to its end, in place of what did not complete, as many at a time as there are
-    places.
+    """Train each run to its end, one for each of the engines at a time.
 
-    With several places a run's output goes to ROOT/logs/NAME.log. After one that fails no other is
-    started, and those under way go on to their end. Returns the exit code of the first that failed,
-    or 0.
+    A run replaces what an incomplete run left. With several engines the output of a run goes to
+    ROOT/logs/NAME.log. After a failure no run is started, and running ones continue to their end.
+    Returns the exit code of the first run that failed, or 0.
+
+    script: `launch/train_rl.py`.
+    on_complete: called with each complete run.
     """
-    waiting, free, jobs, code = deque(runs), deque(places), list[_Job](), 0
-    with ended_by_sigterm(), _ending_with_us(jobs):
-        while jobs or (waiting and not code):
-            while waiting and free and not code:
-                jobs.append(
-                    _start(waiting.popleft(), free.popleft(), script, ranks, apart=len(places) > 1)
-                )
-            job = _first_to_end(jobs)
-            jobs.remove(job)
-            free.append(job.place)
-            if failed := _exit_code(job):
-                code = code or failed
+    queue = _Queue(deque(runs), deque(engines))
+    with exit_on_sigterm(), _stop_at_exit(queue.jobs):
+        while queue.jobs or (queue.runs and not queue.code):
+            while queue.can_start:
+                run = queue.runs.popleft()
+                engine = queue.engines.popleft()
+                queue.jobs.append(_start(run, engine, script, ranks, to_log=len(engines) > 1))
+            job = _wait_for_one(queue.jobs)
+            queue.jobs.remove(job)
+            queue.engines.append(job.engine)
+            code = _exit_code(job)
+            if code:
+                queue.code = queue.code or code
             else:
-                finished(job.run)
-    return code
+                on_complete(job.run)
+    return queue.code
 
 
-def _start(run: Run, place: Place, script: Path, ranks: int, *, apart: bool) -> _Job:
-    launcher = (
-        []
-        if ranks == 1
-        else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    )
-    command = [sys.executable, *launcher, str(script), *run.overrides, *place]
-    if not apart:
+def _start(run: Run, engine: EngineOverrides, script: Path, ranks: int, *, to_log: bool) -> _Job:
+    launcher = []
+    if ranks > 1:
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [sys.executable, *launcher, str(script), *run.overrides, *engine]
+    if not to_log:
         print(shlex.join(command), flush=True)
-        return _Job(run, place, subprocess.Popen(command))
-    logs = run.directory.parent / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    print(f"{run.directory.name}: started; its output is in {_log_of(run)}", flush=True)
-    with _log_of(run).open("wb") as log:
+        return _Job(run, engine, subprocess.Popen(command))
+    file = _log_file(run)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    print(f"{run.directory.name}: started; its output is in {file}", flush=True)
+    with file.open("wb") as log:
         log.write(f"{shlex.join(command)}\n".encode())
         log.flush()
-        return _Job(run, place, subprocess.Popen(command, stdout=log, stderr=log))
+        return _Job(run, engine, subprocess.Popen(command, stdout=log, stderr=log))
 
 
-def _log_of(run: Run) -> Path:
+def _log_file(run: Run) -> Path:
     return run.directory.parent / "logs" / f"{run.directory.name}.log"
 
 
-def _first_to_end(jobs: Sequence[_Job]) -> _Job:
+def _wait_for_one(jobs: Sequence[_Job]) -> _Job:
     while True:
         for job in jobs:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                job.process.wait(_LOOK_SECONDS / len(jobs))
+                job.process.wait(_POLL_SECONDS / len(jobs))
                 return job
 
 
 def _exit_code(job: _Job) -> int:
-    """0 for a complete run, and for a trial that diverged; otherwise why it failed is told."""
-    returned, run = job.process.returncode, job.run
-    if (returned == 0 or has_diverged(run)) and is_complete(run):
-        print(
-            f"{run.directory.name}: {'diverged' if has_diverged(run) else 'complete'}", flush=True
-        )
+    """Return 0 for a complete run and for a trial that diverged. Report any other end."""
+    run = job.run
+    status = job.process.returncode
+    is_divergent = has_diverged(run)
+    if (status == 0 or is_divergent) and is_complete(run):
+        print(f"{run.directory.name}: {'diverged' if is_divergent else 'complete'}", flush=True)
         return ExitCode.OK
-    ended = read_exit_record(run.directory)
-    signalled = 128 - returned if returned < 0 else returned
-    code, reason = (
-        (ended.code, ended.reason) if ended is not None else (signalled, "it left no exit.json")
-    )
-    where = f"; its output is in {_log_of(run)}" if _log_of(run).exists() else ""
-    print(f"\n{run.directory.name} failed (exit code {code}): {reason}{where}", file=sys.stderr)
-    print("The same command goes on here", file=sys.stderr)
+    record = read_exit_record(run.directory)
+    if record is not None:
+        code = record.code
+        reason = record.reason
+    else:
+        code = 128 - status if status < 0 else status
+        reason = "it left no exit.json"
+    file = _log_file(run)
+    location = f"; its output is in {file}" if file.exists() else ""
+    print(f"\n{run.directory.name} failed (exit code {code}): {reason}{location}", file=sys.stderr)
+    print("Run the same command again to continue", file=sys.stderr)
     return code or 1
 
 
 @contextlib.contextmanager
-def ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM leaves the block by `SystemExit`, so that whatever it opened is closed."""
+def exit_on_sigterm() -> Iterator[None]:
+    """Leave the block with `SystemExit` at SIGTERM, so that everything opened in it is closed."""
 
-    def terminated(number: int, frame: object) -> NoReturn:
+    def leave(number: int, frame: object) -> NoReturn:
         raise SystemExit(ExitCode.TERMINATED)
 
-    before = signal.signal(signal.SIGTERM, terminated)
+    previous = signal.signal(signal.SIGTERM, leave)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous)
 
 
 @contextlib.contextmanager
-def _ending_with_us(jobs: Sequence[_Job]) -> Iterator[None]:
-    """However the block is left, the processes have ended.
+def _stop_at_exit(jobs: Sequence[_Job]) -> Iterator[None]:
+    """Stop all processes when the block ends in any way.
 
-    Ctrl-C reaches them without us, SIGTERM does not.
+    Ctrl-C reaches the processes directly, SIGTERM does not.
     """
     try:
         yield
     except KeyboardInterrupt:
         for job in jobs:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                job.process.wait(_CLOSING_SECONDS)
+                job.process.wait(_SHUTDOWN_SECONDS)
         raise
     finally:
-        left = [job.process for job in jobs if job.process.poll() is None]
-        for process in left:
+        processes = [job.process for job in jobs if job.process.poll() is None]
+        for process in processes:
             process.terminate()
-        for process in left:
+        for process in processes:
             process.wait()

@@ -1,4 +1,4 @@
-"""A search of the same size for every variant: grids of settings, and the settings that did best."""
+"""Search of settings, equally large for every variant: grids of points, and the best trials."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from launch.comparison.variants import ComparisonRefused, Variant, check_overrid
 from megatron_rl.config.algorithms import AlgoSettings, EspoSettings, GrpoSettings, GspoSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 
-CLIP_SCALE = "clip_scale"  # not a key: every clip width of the variant's algorithm, times this
+# Not a key: it multiplies the clip range of the variant's algorithm.
+CLIP_SCALE = "clip_scale"
 
 
 class NoUsableTrial(Failure):
@@ -23,57 +24,60 @@ class NoUsableTrial(Failure):
 
 @dataclass(frozen=True)
 class Point:
-    """Settings to try, as (key, value) in the order in which they were given."""
+    """Settings to try, as (key, value) in the order of the command line."""
 
     values: tuple[tuple[str, str], ...]
 
     @property
     def label(self) -> str:
-        """For a directory's name: lr1e-3-clip_scale10."""
-        return "-".join(
-            re.sub(r"[^\w.-]", "_", f"{key.rpartition('.')[2]}{value}")
-            for key, value in self.values
-        )
+        """Part of a directory's name, such as lr1e-3-clip_scale10."""
+        parts = [f"{key.rpartition('.')[2]}{value}" for key, value in self.values]
+        return "-".join(re.sub(r"[^\w.-]", "_", part) for part in parts)
 
     @property
     def scale(self) -> float:
-        """What the clip widths are multiplied by."""
+        """Factor of the clip range."""
         return float(dict(self.values).get(CLIP_SCALE, "1"))
 
     def overrides(self, algo: AlgoSettings) -> tuple[str, ...]:
-        """For the command line.
+        """Overrides for the command line.
 
-        algo: the variant's own. Raises `ComparisonRefused` for a loss without known widths.
+        algo: settings of the variant's algorithm. Raises `ComparisonRefused` for an algorithm
+        whose clip range is not known.
         """
-        plain = tuple(f"{key}={value}" for key, value in self.values if key != CLIP_SCALE)
+        settings = tuple(f"{key}={value}" for key, value in self.values if key != CLIP_SCALE)
         if self.scale == 1:
-            return plain
-        return plain + tuple(
-            f"algo.{name}={width * self.scale:.6g}" for name, width in clip_widths(algo).items()
+            return settings
+        return settings + tuple(
+            f"algo.{name}={value * self.scale:.6g}" for name, value in clip_range(algo).items()
         )
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A point's runs on the search's seeds. accuracies: of each, at its end; None where it
-    diverged. clipped: the share of clipped tokens, the mean of all."""
+    """The runs of a point on the seeds of the search.
+
+    accuracies: accuracy of each run at its end, None where it diverged.
+    clipped_share: share of clipped tokens, the mean of all runs.
+    """
 
     point: Point
     accuracies: tuple[float | None, ...]
-    clipped: float
+    clipped_share: float
 
     @property
     def accuracy(self) -> float | None:
-        """The mean; None where any run diverged."""
-        reached = [accuracy for accuracy in self.accuracies if accuracy is not None]
-        return sum(reached) / len(reached) if len(reached) == len(self.accuracies) else None
+        """The mean accuracy, None if any run diverged."""
+        finite = [accuracy for accuracy in self.accuracies if accuracy is not None]
+        return sum(finite) / len(finite) if len(finite) == len(self.accuracies) else None
 
 
-def clip_widths(algo: AlgoSettings) -> dict[str, float]:
-    """The widths of an algorithm's trust region, by key below `algo`.
+def clip_range(algo: AlgoSettings) -> dict[str, float]:
+    """The keys below `algo` that set the clip range of an algorithm, with their values.
 
-    ESPO: alpha times a group's normalised entropy, and the least width, so that the scale
-    multiplies every group's. Raises `ComparisonRefused` for a loss of which they are not known.
+    For ESPO these are alpha, which multiplies a group's normalised entropy, and the smallest
+    range, so that a scale multiplies the range of every group. Raises `ComparisonRefused` for an
+    algorithm whose clip range is not known.
     """
     if isinstance(algo, GrpoSettings | GspoSettings):
         return {"clip_low": algo.clip_low, "clip_high": algo.clip_high}
@@ -82,110 +86,125 @@ def clip_widths(algo: AlgoSettings) -> dict[str, float]:
             return {"fixed_clip": algo.fixed_clip}
         return {"alpha": algo.alpha, "min_clip": algo.min_clip}
     raise ComparisonRefused(
-        f"--search {CLIP_SCALE}: it multiplies the widths of grpo, gspo and espo, and algo.name={algo.name} is none of "
-        "them. Search its own keys"
+        f"--search {CLIP_SCALE}: it multiplies the clip ranges of grpo, gspo and espo, and "
+        f"algo.name={algo.name} is another algorithm. Search its keys instead"
     )
 
 
 def read_grids(
-    given: Sequence[Sequence[str]], variants: Sequence[Variant]
+    searches: Sequence[Sequence[str]], variants: Sequence[Variant]
 ) -> dict[str, list[Point]]:
-    """Points of every variant from `--search [NAME:] key=v1,v2 ...`, as many for each.
+    """Read the points of every variant from `--search [NAME:] key=v1,v2 ...`.
 
-    Raises `ComparisonRefused`.
+    Raises `ComparisonRefused`, also where variants would have different numbers of points.
     """
-    common: list[str] = []
-    own: dict[str, list[str]] = {}
     names = [variant.name for variant in variants]
-    for words in given:
-        name = (
-            words[0].removesuffix(":") if words[0].endswith(":") and "=" not in words[0] else None
-        )
-        if name is None:
-            common.extend(words)
-        elif name not in names:
-            raise ComparisonRefused(
-                f"--search {name}: there is no such variant. Name one of {', '.join(names)}"
-            )
-        elif name in own:
-            raise ComparisonRefused(f"--search {name}: given twice. Put its keys together")
-        else:
-            own[name] = list(words[1:])
-    if left := [name for name in names if not (own.get(name) or common)]:
+    common_words, words_by_name = _sort_words(searches, names)
+    missing = [name for name in names if not (words_by_name.get(name) or common_words)]
+    if missing:
         raise ComparisonRefused(
-            f"--search: {', '.join(left)} would not be searched. Give --search key=v1,v2 without a name, for all"
+            f"--search: {', '.join(missing)} would have no trials. Give --search key=v1,v2 "
+            "without a name, which is for all variants"
         )
-    grids = {name: list(_points(own.get(name) or common, name)) for name in names}
+    grids = {name: list(_points(words_by_name.get(name) or common_words, name)) for name in names}
     if len({len(points) for points in grids.values()}) > 1:
-        told = ", ".join(f"{len(points)} of {name}" for name, points in grids.items())
+        counts = ", ".join(f"{len(points)} for {name}" for name, points in grids.items())
         raise ComparisonRefused(
-            f"--search: every variant has the same number of trials, not {told}. Even them out"
+            f"--search: all variants need the same number of trials, not {counts}. Give each "
+            "variant as many combinations"
         )
     return grids
 
 
+def _sort_words(
+    searches: Sequence[Sequence[str]], names: Sequence[str]
+) -> tuple[list[str], dict[str, list[str]]]:
+    """Separate the words for all variants from those for single ones."""
+    common_words: list[str] = []
+    words_by_name: dict[str, list[str]] = {}
+    for words in searches:
+        head = words[0]
+        if not head.endswith(":") or "=" in head:
+            common_words.extend(words)
+            continue
+        name = head.removesuffix(":")
+        if name not in names:
+            raise ComparisonRefused(
+                f"--search {name}: there is no such variant. Name one of {', '.join(names)}"
+            )
+        if name in words_by_name:
+            raise ComparisonRefused(
+                f"--search {name}: this option is there twice. Put its keys together"
+            )
+        words_by_name[name] = list(words[1:])
+    return common_words, words_by_name
+
+
 def _points(words: Sequence[str], name: str) -> Iterator[Point]:
-    said_by = f"--search, for {name}"
-    check_overrides(words, said_by)
+    option = f"--search, for {name}"
+    check_overrides(words, option)
     axes: dict[str, list[str]] = {}
     for word in words:
-        key, _, text = word.partition("=")
-        values = text.split(",")
-        if not re.fullmatch(r"[\w.]+", key) or not all(
-            re.fullmatch(r"[\w.+-]+", value) for value in values
-        ):
-            raise ComparisonRefused(
-                f"{said_by}: {word}: give key=v1,v2 with plain words or numbers"
-            )
-        if key in axes or len(set(values)) < len(values):
-            raise ComparisonRefused(
-                f"{said_by}: {word}: a key or a value comes twice. Give each once"
-            )
+        key, values = _read_axis(word, option)
+        if key in axes:
+            raise ComparisonRefused(f"{option}: {word}: the key {key} is there twice. Give it once")
         axes[key] = values
     if CLIP_SCALE in axes:
-        _check_scales(axes[CLIP_SCALE], said_by)
+        _check_scales(axes[CLIP_SCALE], option)
     for combination in product(*axes.values()):
         yield Point(tuple(zip(axes, combination, strict=True)))
 
 
-def _check_scales(values: Sequence[str], said_by: str) -> None:
-    given = f"{said_by}: {CLIP_SCALE}={','.join(values)}"
+def _read_axis(word: str, option: str) -> tuple[str, list[str]]:
+    """Read the key and the values of `key=v1,v2`."""
+    key, _, text = word.partition("=")
+    values = text.split(",")
+    is_key = re.fullmatch(r"[\w.]+", key)
+    if not is_key or not all(re.fullmatch(r"[\w.+-]+", value) for value in values):
+        raise ComparisonRefused(f"{option}: {word}: give key=v1,v2 with plain words or numbers")
+    if len(set(values)) < len(values):
+        raise ComparisonRefused(f"{option}: {word}: a value is there twice. Give each value once")
+    return key, values
+
+
+def _check_scales(values: Sequence[str], option: str) -> None:
+    subject = f"{option}: {CLIP_SCALE}={','.join(values)}"
     try:
         scales = [float(value) for value in values]
     except ValueError:
         scales = []
-    if (
-        not scales
-        or not all(0 < scale < math.inf for scale in scales)
-        or len(set(scales)) < len(scales)
-    ):
+    are_positive = all(0 < scale < math.inf for scale in scales)
+    if not scales or not are_positive or len(set(scales)) < len(scales):
         raise ComparisonRefused(
-            f"{given}: widths are multiplied by it. Give different numbers above 0"
+            f"{subject}: it multiplies the clip range. Give different numbers above 0"
         )
     if 1 not in scales:
         raise ComparisonRefused(
-            f"{given}: the widths as given are reported too, and need trials. Add 1"
+            f"{subject}: the configured clip range is reported too and needs trials. Add 1"
         )
 
 
-def best(
-    variant: str, trials: Sequence[Trial], allowed: Callable[[Point], bool] = lambda point: True
+def best_trial(
+    variant: str,
+    trials: Sequence[Trial],
+    is_allowed: Callable[[Point], bool] = lambda point: True,
 ) -> Trial:
-    """The highest mean accuracy; of equal ones the one that clips fewer tokens. Raises
-    `NoUsableTrial`.
+    """Return the trial with the highest mean accuracy, or of equal ones with fewer clipped tokens.
+
+    Raises `NoUsableTrial`.
     """
-    finished = [
+    candidates = [
         (trial.accuracy, trial)
         for trial in trials
-        if allowed(trial.point) and trial.accuracy is not None
+        if is_allowed(trial.point) and trial.accuracy is not None
     ]
-    if not finished:
+    if not candidates:
         raise NoUsableTrial(
             f"{variant}: every trial diverged. Search smaller learning rates, with another --out"
         )
-    return max(finished, key=lambda pair: (pair[0], -pair[1].clipped))[1]
+    return max(candidates, key=lambda pair: (pair[0], -pair[1].clipped_share))[1]
 
 
-def at_given_widths(point: Point) -> bool:
-    """Whether a point leaves the clip widths as they are."""
+def has_configured_clip_range(point: Point) -> bool:
+    """True for a point that leaves the clip range as it is."""
     return point.scale == 1

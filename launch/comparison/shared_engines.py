@@ -1,4 +1,4 @@
-"""Servers that many runs use one after another, so that none of them waits for one to load."""
+"""Engines that many runs use one after another, so that no run waits for one to load."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from launch.comparison.runner import Place
+from launch.comparison.runner import EngineOverrides
 from launch.comparison.variants import ComparisonRefused, Run
 from megatron_rl.config.schema import Configuration, EngineSettings
 from megatron_rl.contracts.launch_facts import LaunchFacts
@@ -20,8 +20,8 @@ from sglang_bridge.keys import RunKeys, create_keys
 from sglang_bridge.settings import ServerPlace
 
 _REMEDY = "or leave --shared-engines out"
-# What a run beside external engines may not set; a server started here has the default
-_OF_THE_SERVER = (
+# Settings that a run with external engines may not change; a shared engine has the defaults
+_SERVER_SETTINGS = (
     "mode",
     "urls",
     "key_file",
@@ -34,36 +34,48 @@ _OF_THE_SERVER = (
 
 
 def check_shareable(runs: Sequence[Run], facts: LaunchFacts) -> None:
-    """Raise `ComparisonRefused` where one server cannot serve all of the runs."""
+    """Raise `ComparisonRefused` if one engine cannot serve all of the runs."""
     if facts.num_gpus:
         raise ComparisonRefused(
-            f"--shared-engines: {facts.num_gpus} GPU(s) are visible, and it is built for CPUs. Leave it out"
+            f"--shared-engines: {facts.num_gpus} GPU(s) are visible, and shared engines run on "
+            "CPUs only. Leave it out"
         )
-    default = EngineSettings()
     for run in runs:
-        for name in _OF_THE_SERVER:
-            value = _key(run.configuration.engine, name)
-            if value != _key(default, name):
-                raise ComparisonRefused(
-                    f"--shared-engines: {run.directory.name} has engine.{name}={value}, and a shared server is started "
-                    f"with the default. Leave that key out, {_REMEDY}"
-                )
-        for key, value in _served(run.configuration).items():
-            if value != (first := _served(runs[0].configuration)[key]):
-                raise ComparisonRefused(
-                    f"--shared-engines: {run.directory.name} has {key}={value} and {runs[0].directory.name} {first}, "
-                    f"which one server cannot be both. Compare them apart, {_REMEDY}"
-                )
+        _require_default_server(run)
+        _require_same_server(run, runs[0])
 
 
-def _key(settings: EngineSettings, name: str) -> Any:
+def _require_default_server(run: Run) -> None:
+    default = EngineSettings()
+    for name in _SERVER_SETTINGS:
+        value = _setting(run.configuration.engine, name)
+        if value != _setting(default, name):
+            raise ComparisonRefused(
+                f"--shared-engines: {run.directory.name} has engine.{name}={value}, and a shared "
+                f"engine is started with the default. Leave that key out, {_REMEDY}"
+            )
+
+
+def _require_same_server(run: Run, first: Run) -> None:
+    first_settings = _server_settings(first.configuration)
+    for key, value in _server_settings(run.configuration).items():
+        if value != first_settings[key]:
+            raise ComparisonRefused(
+                f"--shared-engines: {run.directory.name} has {key}={value}, and "
+                f"{first.directory.name} has {first_settings[key]}. One engine cannot have both. "
+                f"Compare them separately, {_REMEDY}"
+            )
+
+
+def _setting(settings: EngineSettings, name: str) -> Any:
     return msgspec.to_builtins(settings)[name]
 
 
-def _served(c: Configuration) -> dict[str, Any]:
-    """What a server is started with.
+def _server_settings(c: Configuration) -> dict[str, Any]:
+    """The settings that a server is started with.
 
-    It records routes for whoever asks, and takes weights rounded in any way.
+    Routes are recorded for each request, and fake quantization happens before weights are sent,
+    so neither is a setting of the server.
     """
     engine = {
         f"engine.{name}": value
@@ -74,20 +86,21 @@ def _served(c: Configuration) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def shared_engines(c: Configuration, count: int, directory: Path) -> Iterator[list[Place]]:
-    """`count` servers for runs of this configuration, each with overrides that lead a run to it;
-    ended with the block.
+def shared_engines(
+    c: Configuration, count: int, directory: Path
+) -> Iterator[list[EngineOverrides]]:
+    """Start `count` engines for runs of this configuration, and stop them at the end.
 
-    Every run sends its own weights before its first rollout, as to an engine that it started. A run
-    that fails may leave a server in the middle of that: no other run may use it then.
+    Yields the overrides that connect a run to each engine. Every run sends its weights before its
+    first rollout, as it does to an engine of its own. A run that fails may leave an engine in the
+    middle of that, and no other run may use it then.
     """
-    from megatron_rl.engines.node_processes import (
-        NodeProcesses,  # brings torch, which refusals need not wait for
-    )
+    # This import brings torch, which refusals need not wait for.
+    from megatron_rl.engines.node_processes import NodeProcesses
 
     keys = create_keys()
     directory.mkdir(parents=True, exist_ok=True)
-    services = NodeProcesses(node=0, log_directory=directory)
+    processes = NodeProcesses(node=0, log_directory=directory)
     key_file = directory / "keys.json"
     try:
         _write_keys(keys, key_file)
@@ -97,21 +110,22 @@ def shared_engines(c: Configuration, count: int, directory: Path) -> Iterator[li
             return_routes=bool(read_shape(c.model.path).moe_layers),
             load_format="dummy" if c.model.init == "random" else None,
         )
-        services.start_engines(
-            c.engine, [replace(place, seed=index) for index in range(count)], keys
-        )
+        places = [replace(place, seed=index) for index in range(count)]
+        processes.start_engines(c.engine, places, keys)
         print(f"starting {count} engine(s) for all runs; their logs are in {directory}", flush=True)
-        engines = services.wait_healthy(c.engine.start_timeout_s)
+        engines = processes.wait_healthy(c.engine.start_timeout_s)
         yield [
             ("engine.mode=external", f"engine.urls=['{engine.url}']", f"engine.key_file={key_file}")
             for engine in engines
         ]
     finally:
-        services.stop()
+        processes.stop()
         key_file.unlink(missing_ok=True)
 
 
 def _write_keys(keys: RunKeys, file: Path) -> None:
+    """Write a key file that only its owner can read."""
     file.unlink(missing_ok=True)
-    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as opened:
-        opened.write(msgspec.json.encode(keys))
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as stream:
+        stream.write(msgspec.json.encode(keys))

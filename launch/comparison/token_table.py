@@ -8,107 +8,137 @@ from pathlib import Path
 from statistics import mean
 
 from launch.comparison.accuracy_curves import Curve, accuracy_over_tokens
-from launch.comparison.tokens_to_accuracy import common_level, rising, tokens_at
+from launch.comparison.tokens_to_accuracy import (
+    highest_common_level,
+    rising_curve,
+    tokens_to_reach,
+)
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 
 
 class LevelRefused(Failure):
-    """No level, or not this one, that runs can be compared at."""
+    """The runs cannot be compared at this accuracy."""
 
     exit_code = ExitCode.REFUSED
 
 
 @dataclass(frozen=True)
 class TokensToLevel:
-    """tokens: of each variant's runs, in their order, until `level`."""
+    """Rollout tokens of every run until an accuracy.
+
+    level: the accuracy.
+    tokens: of each variant's runs, in their order.
+    """
 
     level: float
     tokens: dict[str, list[float]]
 
 
-def at_level(results: Mapping[str, Sequence[Curve]], level: float | None) -> TokensToLevel:
-    """level: None takes the highest that all runs reach. Raises `LevelRefused` where one begins
-    above or ends below.
+def tokens_at_level(
+    results: Mapping[str, Sequence[Curve]], requested_level: float | None
+) -> TokensToLevel:
+    """Measure the tokens of every run until a level.
+
+    requested_level: None takes the highest level that all runs reach. Raises `LevelRefused` for a
+    run that starts above the level or ends below it.
     """
     runs = [(name, curve) for name, curves in results.items() for curve in curves]
-    given, level = (
-        level,
-        common_level(curve.points for _, curve in runs) if level is None else level,
-    )
+    if requested_level is None:
+        level = highest_common_level(curve.points for _, curve in runs)
+        origin = "which is the highest that all runs reach"
+    else:
+        level = requested_level
+        origin = "which was requested"
     tokens: dict[str, list[float]] = {}
     for name, curve in runs:
-        ends = rising(curve.points)
-        reached = tokens_at(curve.points, level)
-        said = f"--equal-accuracy: {name}, seed {curve.seed}, goes from {ends[0][1]:.3f} to {ends[-1][1]:.3f}"
-        if reached is None:
-            raise LevelRefused(
-                f"{said}, below {level:g}. Give a lower level, none to have one chosen, or train longer"
-            )
-        if not reached:
-            why = "was given" if given is not None else "is the highest that all runs reach"
-            raise LevelRefused(
-                f"{said}, and {level:g}, which {why}, is not above its start. Leave out the variant that does not "
-                "learn, train longer, or give a higher level"
-            )
-        tokens.setdefault(name, []).append(reached)
+        tokens.setdefault(name, []).append(_tokens_of(name, curve, level, origin))
     return TokensToLevel(level, tokens)
 
 
-def token_table(
-    results: Mapping[str, Sequence[Curve]], reached: TokensToLevel, against: str | None
-) -> Iterator[str]:
-    """The lines of a Markdown table.
+def _tokens_of(name: str, curve: Curve, level: float, origin: str) -> float:
+    ends = rising_curve(curve.points)
+    subject = (
+        f"--equal-accuracy: {name}, seed {curve.seed}, goes from {ends[0][1]:.3f} to "
+        f"{ends[-1][1]:.3f}"
+    )
+    count = tokens_to_reach(curve.points, level)
+    if count is None:
+        raise LevelRefused(
+            f"{subject}, below {level:g}. Give a lower level, no level to have one chosen, or "
+            "train longer"
+        )
+    if count == 0:
+        raise LevelRefused(
+            f"{subject}, and {level:g}, {origin}, is not above its start. Leave out the variant "
+            "that does not learn, train longer, or give a higher level"
+        )
+    return count
 
-    against: the variant whose tokens are divided by the others'.
+
+def token_table(
+    results: Mapping[str, Sequence[Curve]], tokens: TokensToLevel, against: str | None
+) -> Iterator[str]:
+    """Yield a sentence and the lines of a Markdown table.
+
+    against: the variant whose tokens are divided by those of the others.
     """
-    yield f"Held-out accuracy {reached.level:.3f}, which all runs reach; evaluations' tokens are not counted."
+    yield (
+        f"Held-out accuracy {tokens.level:.3f}, which all runs reach. Tokens of evaluations are "
+        "not counted."
+    )
     yield ""
-    yield f"| variant | seed | start | end | rollout tokens to {reached.level:.3f} | in all |" + (
-        f" fewer than {against} |" if against else ""
+    ratio_title = f" fewer than {against} |" if against else ""
+    yield (
+        f"| variant | seed | start | end | rollout tokens to {tokens.level:.3f} | total |"
+        f"{ratio_title}"
     )
     yield "|---|---|---|---|---|---|" + ("---|" if against else "")
     blank = " |" if against else ""
     for name, curves in results.items():
-        counts = reached.tokens[name]
+        counts = tokens.tokens[name]
         for curve, count in zip(curves, counts, strict=True):
-            start, (total, end) = curve.points[0][1], curve.points[-1]
-            yield f"| {name} | {curve.seed} | {start:.3f} | {end:.3f} | {count:,.0f} | {total:,.0f} |{blank}"
-        line = f"| **{name}** | mean | | | **{mean(counts):,.0f}** ({min(counts):,.0f} to {max(counts):,.0f}) | |"
-        yield line + (f" {_times(reached.tokens[against], counts)} |" if against else "")
+            start = curve.points[0][1]
+            total, end = curve.points[-1]
+            yield (
+                f"| {name} | {curve.seed} | {start:.3f} | {end:.3f} | {count:,.0f} "
+                f"| {total:,.0f} |{blank}"
+            )
+        ratio = f" {_ratio(tokens.tokens[against], counts)} |" if against else ""
+        yield (
+            f"| **{name}** | mean | | | **{mean(counts):,.0f}** "
+            f"({min(counts):,.0f} to {max(counts):,.0f}) | |{ratio}"
+        )
 
 
-def _times(others: Sequence[float], own: Sequence[float]) -> str:
-    """The ratio of the means, and the furthest that single runs are apart."""
-    return f"**{mean(others) / mean(own):.2f}×** ({min(others) / max(own):.2f} to {max(others) / min(own):.2f})"
+def _ratio(others: Sequence[float], counts: Sequence[float]) -> str:
+    """The ratio of the means, and the smallest and largest ratio of single runs."""
+    smallest = min(others) / max(counts)
+    largest = max(others) / min(counts)
+    return f"**{mean(others) / mean(counts):.2f}×** ({smallest:.2f} to {largest:.2f})"
 
 
-def plot_tokens(results: Mapping[str, Sequence[Curve]], reached: TokensToLevel, file: Path) -> None:
-    """Each run as a thin line, each variant's rising mean as a thick one, and where it crosses the
-    level.
+def plot_tokens(results: Mapping[str, Sequence[Curve]], tokens: TokensToLevel, file: Path) -> None:
+    """Plot each run as a thin line, and the rising mean of each variant as a thick one.
+
+    A dot marks where the mean crosses the level.
     """
     with accuracy_over_tokens(file) as axes:
         for index, (name, curves) in enumerate(results.items()):
-            colour = f"C{index}"
+            color = f"C{index}"
             for curve in curves:
-                axes.plot(*zip(*curve.points, strict=True), color=colour, linewidth=0.7, alpha=0.45)
-            evaluations = list(
-                zip(*(curve.points for curve in curves), strict=False)
-            )  # to the end of the shortest
-            points = [
-                (mean(tokens for tokens, _ in p), mean(accuracy for _, accuracy in p))
-                for p in evaluations
-            ]
-            axes.plot(
-                *zip(*rising(points), strict=True),
-                color=colour,
-                linewidth=2,
-                label=f"{name} ({len(curves)})",
-            )
-            axes.plot(
-                [mean(reached.tokens[name])],
-                [reached.level],
-                color=colour,
-                marker="o",
-                markersize=6,
-            )
-        axes.axhline(reached.level, color="0.5", linewidth=0.8, linestyle="--")
+                axes.plot(*zip(*curve.points, strict=True), color=color, linewidth=0.7, alpha=0.45)
+            mean_points = rising_curve(_mean_points(curves))
+            label = f"{name} ({len(curves)})"
+            axes.plot(*zip(*mean_points, strict=True), color=color, linewidth=2, label=label)
+            count = mean(tokens.tokens[name])
+            axes.plot([count], [tokens.level], color=color, marker="o", markersize=6)
+        axes.axhline(tokens.level, color="0.5", linewidth=0.8, linestyle="--")
+
+
+def _mean_points(curves: Sequence[Curve]) -> list[tuple[float, float]]:
+    """The mean of the curves' points, up to the end of the shortest."""
+    evaluations = zip(*(curve.points for curve in curves), strict=False)
+    return [
+        (mean(tokens for tokens, _ in points), mean(accuracy for _, accuracy in points))
+        for points in evaluations
+    ]

@@ -69,7 +69,7 @@ def train(setting: Setting, report: Report) -> None:
     live = dataclasses.replace(
         worker,
         policy=dataclasses.replace(worker.policy, replay=None),
-        batcher=Batcher(RankView.of(shape.num_layers, c.parallel), None, worker.layout.device),
+        batcher=Batcher(RankView.for_rank(shape.num_layers, c.parallel), None, worker.layout.device),
     )
     for name, one in (("replayed", worker), ("live", live)):
         _measure(name, one, plan, tokens, report)

@@ -105,7 +105,7 @@ def evaluate(policy: Policy, batches: Sequence[MicroBatch], routing: Routing) ->
     def keep(logits: torch.Tensor, index: int) -> tuple[None, torch.Tensor]:
         return None, policy.logprobs(logits, batches[index])[0].detach()
 
-    packed = [batch.packed for batch in batches]
+    packed = [batch.inputs for batch in batches]
     measured = policy.replay is not None and routing == "replay"
     found = run_schedule(
         policy.models,

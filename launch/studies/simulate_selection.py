@@ -39,7 +39,7 @@ from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.group import Group, RolloutLocation, RolloutRef, Verdict
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import FinishReason
-from megatron_rl.credit.group_kinds import Kind, kind_of
+from megatron_rl.credit.group_kinds import GroupKind, kind_of
 from megatron_rl.prompts.selection.factory import open_selector
 from megatron_rl.prompts.selection.selector import RolloutRequest, SelectionResult, StepSelection
 from megatron_rl.prompts.source import PromptSource
@@ -169,21 +169,21 @@ class Tally:
         for group in groups:
             self.rollouts += len(group.rollouts)
             self.tokens += sum(rollout.num_generated for rollout in group.rollouts)
-        self.mixed += sum(kind_of(group) is Kind.MIXED for group in chosen.groups)
+        self.mixed += sum(kind_of(group) is GroupKind.MIXED for group in chosen.groups)
         self.rounds, self.steps = self.rounds + rounds, self.steps + 1
 
 
 def play(selection: StepSelection, world: World, step: int) -> tuple[dict[int, Group], int]:
     """Answer all that a step asks. Returns its groups and how often it waited."""
     groups: dict[int, Group] = {}
-    asks, rounds = selection.begin(), 0
+    asks, rounds = selection.first_round(), 0
     while asks:
         rounds += 1
         for ask in (waiting := list(asks)):
             groups[ask.index] = world.answer(ask, groups.get(ask.index), step)
-            if (extension := selection.answered(ask.index, groups[ask.index])) is not None:
+            if (extension := selection.handle_group(ask.index, groups[ask.index])) is not None:
                 waiting.append(extension)
-        asks = selection.more()
+        asks = selection.next_round()
     return groups, rounds
 
 

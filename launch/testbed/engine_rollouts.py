@@ -13,7 +13,7 @@ from megatron_rl.engines.engines import open_engines
 from megatron_rl.mcore.parallel import RankLayout
 from megatron_rl.models.families import read_shape
 from megatron_rl.records.run_directory import RunDirectory
-from megatron_rl.rollouts.rollout_batch import RolloutStage
+from megatron_rl.rollouts.rollout_batch import RolloutSampler
 from megatron_rl.rollouts.store import read_rollout
 
 ONLY_RANK = RankLayout(
@@ -36,7 +36,7 @@ ONLY_RANK = RankLayout(
 )
 
 
-def draw_rollouts(
+def sample_rollouts(
     configuration: Configuration, prompts: Sequence[Prompt], directory: Path
 ) -> list[Rollout]:
     """One batch, drawn and judged as a run would: engines, collector and queue; its weights are the
@@ -49,11 +49,11 @@ def draw_rollouts(
     with open_engines(configuration, shape, ONLY_RANK, RunDirectory(directory)) as engines:
         connected = engines.connect()
         assert connected is not None
-        stage = RolloutStage(
+        sampler = RolloutSampler(
             connected.queue,
             configuration.rollout,
             FixedPrompts(prompts, configuration.rollout.samples_per_prompt),
             shape.eos_token_ids,
             engines.check,
         )
-        return [read_rollout(ref) for group in stage.draw(1).groups for ref in group.rollouts]
+        return [read_rollout(ref) for group in sampler.sample(1).groups for ref in group.rollouts]

@@ -73,7 +73,7 @@ def make_policy(
 
 
 def make_view(shape: ModelShape, parallel: ParallelSettings, layout: RankLayout) -> RankView:
-    return RankView.of(shape.num_layers, parallel, **layout.ranks)
+    return RankView.for_rank(shape.num_layers, parallel, **layout.ranks)
 
 
 def make_batcher(

@@ -27,5 +27,5 @@ class FixedPrompts:
     def restore(self, state: SelectorState) -> None:
         """Do nothing: there is no state to restore."""
 
-    def widen(self) -> None:
+    def inflate_variance(self) -> None:
         """Do nothing: there are no estimates."""

@@ -53,8 +53,8 @@ def test_two_models_become_one(models: Path, arguments: list[str], change: float
     result = load_file(models / "results/merged/model.safetensors")
     assert result.keys() == start.keys()
     for name, tensor in start.items():
-        expected = tensor + change * (name == "model.norm.weight")
-        torch.testing.assert_close(result[name], expected, rtol=0, atol=1e-6)
+        target = tensor + change * (name == "model.norm.weight")
+        torch.testing.assert_close(result[name], target, rtol=0, atol=1e-6)
     for file in ("config.json", "tokenizer.json"):
         original = (models / "a" / file).read_bytes()
         assert (models / "results/merged" / file).read_bytes() == original
@@ -178,9 +178,8 @@ def swap_ids(file: Path) -> None:
     file.write_text(json.dumps(tokenizer))
 
 
-@pytest.mark.slow
-def test_a_merged_quickstart_checkpoint_trains(tmp_path: Path) -> None:
-    """Two steps from recorded rollouts; the parents are further away than training moves it."""
+def write_parents(tmp_path: Path) -> None:
+    """Write checkpoints `a` and `b`: column addition with random changes of its weights."""
     start = load_file(COLUMN_ADDITION / "model.safetensors")
     generator = torch.Generator().manual_seed(0)
     for name in ("a", "b"):
@@ -190,16 +189,27 @@ def test_a_merged_quickstart_checkpoint_trains(tmp_path: Path) -> None:
             for n, t in start.items()
         }
         save_file(weights, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
+
+
+def largest_change(weights: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> float:
+    assert weights.keys() == others.keys()
+    return max(float((weights[name] - others[name].float()).abs().max()) for name in others)
+
+
+@pytest.mark.slow
+def test_a_merged_quickstart_checkpoint_trains(tmp_path: Path) -> None:
+    """Two steps from recorded rollouts; the parents are further away than training moves it."""
+    write_parents(tmp_path)
     parents = ["--models", str(tmp_path / "a"), str(tmp_path / "b"), "--dtype", "float32"]
-    merged = tmp_path / "merged"
+    out = tmp_path / "merged"
     base = ["--base", str(COLUMN_ADDITION), "--density", "0.5"]
-    assert merge("ties", *base, *parents, out=str(merged)) == ExitCode.OK
-    write_recording(tmp_path / "rollouts/recorded", read_shape(merged), steps=2)
+    assert merge("ties", *base, *parents, out=str(out)) == ExitCode.OK
+    write_recording(tmp_path / "rollouts/recorded", read_shape(out), steps=2)
     job = start_job(
         tmp_path,
         "mode=train_only",
         f"rollout.recording={tmp_path}/rollouts",
-        f"model.path={merged}",
+        f"model.path={out}",
         "train.total_steps=2",
         "train.max_route_disagreement=1",
         "run.save_weights=true",
@@ -211,11 +221,6 @@ def test_a_merged_quickstart_checkpoint_trains(tmp_path: Path) -> None:
     assert last["step"] == 2 and last["train/optimizer_steps"] > 0
     assert math.isfinite(last["train/grad_norm"])
     result = load_file(tmp_path / "job/checkpoints/step-2/model.safetensors")
-    before = load_file(merged / "model.safetensors")
-    assert result.keys() == before.keys() == start.keys()
-    changes = [float((result[name] - before[name]).abs().max()) for name in before]
-    assert 1e-5 < max(changes) < 0.02
+    assert 1e-5 < largest_change(result, load_file(out / "model.safetensors")) < 0.02
     for parent in (COLUMN_ADDITION, tmp_path / "a", tmp_path / "b"):
-        other = load_file(parent / "model.safetensors")
-        distances = [float((result[name] - other[name].float()).abs().max()) for name in other]
-        assert max(distances) > 0.1
+        assert largest_change(result, load_file(parent / "model.safetensors")) > 0.1

@@ -1,4 +1,4 @@
-"""Stands for the runs of a comparison: what they would leave, without a run."""
+"""Replaces the runs of a comparison by the directories that they would leave."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from tests.support.past_runs import write_run
 
 
 class Launcher:
-    """In place of `subprocess.Popen`: leaves the directory of a run of the overrides it is given,
-    ended with `code`.
+    """Replaces `subprocess.Popen`: writes the directory of a run that ended with `code`.
+
+    commands, streams: the arguments of every start.
+    extra_overrides: overrides that the run has beyond those of its command line.
+    during: called while the run is waited for.
+    outcome: further arguments of `write_run` for a run with the given overrides.
     """
 
     def __init__(self) -> None:
         self.commands: list[list[str]] = []
         self.streams: list[dict[str, Any]] = []
         self.code: int | None = 0
-        self.other: list[str] = []  # what the run is made of instead of what was asked for
+        self.extra_overrides: list[str] = []
         self.during: Callable[[], Any] = lambda: None
-        self.outcome: Callable[[Sequence[str]], dict[str, Any]] = (
-            lambda overrides: {}
-        )  # arguments of `write_run`
+        self.outcome: Callable[[Sequence[str]], dict[str, Any]] = lambda overrides: {}
 
     def __call__(self, command: list[str], **streams: Any) -> Launcher:
         self.commands.append(command)
         self.streams.append(streams)
         script = next(index for index, word in enumerate(command) if word.endswith("train_rl.py"))
-        ranks = [
-            int(word.partition("=")[2]) for word in command if word.startswith("--nproc-per-node=")
-        ]
-        overrides = [*command[script + 1 :], *self.other]
-        left = {"code": self.code, "ranks": (ranks or [1])[0]} | self.outcome(overrides)
-        write_run(overrides, **left)
-        self.returncode = 0 if left["code"] == 0 else 1
+        ranks = value_of(command, "--nproc-per-node") or "1"
+        overrides = [*command[script + 1 :], *self.extra_overrides]
+        options = {"code": self.code, "ranks": int(ranks)} | self.outcome(overrides)
+        write_run(overrides, **options)
+        self.returncode = 0 if options["code"] == 0 else 1
         return self
 
     def wait(self, timeout: float | None = None) -> int:
@@ -46,19 +46,19 @@ class Launcher:
 
     @property
     def names(self) -> list[str]:
-        """Of the runs, in the order of their start."""
+        """Names of the runs in the order of their start."""
         return [value_of(command, "run.name") for command in self.commands]
 
 
 def value_of(overrides: Sequence[str], key: str) -> str:
-    """The last value that a key is given; '' for none."""
+    """The last value of a key, or an empty string."""
     values = [word.partition("=")[2] for word in overrides if word.startswith(f"{key}=")]
     return values[-1] if values else ""
 
 
-def complete(
-    tmp_path: Path, name: str, *overrides: str, experiment: str = "quickstart", **kind: Any
+def write_existing_run(
+    tmp_path: Path, name: str, *overrides: str, experiment: str = "quickstart", **options: Any
 ) -> Path:
-    """A run that the comparison in tmp_path/out has made already."""
-    place = (f"run.root={tmp_path / 'out'}", f"run.name={name}")
-    return write_run([f"experiment={experiment}", *place, *overrides], **kind)
+    """Write a run that a comparison in tmp_path/out has trained before, complete by default."""
+    location = (f"run.root={tmp_path / 'out'}", f"run.name={name}")
+    return write_run([f"experiment={experiment}", *location, *overrides], **options)

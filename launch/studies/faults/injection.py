@@ -258,9 +258,9 @@ def _nan_weights(directory: Path, stack: contextlib.ExitStack) -> list[str]:
 
 _KILL, _STOP = signal.SIGKILL, signal.SIGSTOP
 FAULTS = [
-    Fault("Ctrl-C", "the run was told to stop .SIGINT", 130, _signal_launcher(signal.SIGINT)),
-    Fault("SIGTERM", "the run was told to stop .SIGTERM", 143, _signal_launcher(signal.SIGTERM)),
-    Fault("SIGHUP", "the run was told to stop .SIGHUP", 129, _signal_launcher(signal.SIGHUP)),
+    Fault("Ctrl-C", "the run was stopped .SIGINT", 130, _signal_launcher(signal.SIGINT)),
+    Fault("SIGTERM", "the run was stopped .SIGTERM", 143, _signal_launcher(signal.SIGTERM)),
+    Fault("SIGHUP", "the run was stopped .SIGHUP", 129, _signal_launcher(signal.SIGHUP)),
     Fault(
         "SIGKILL engine",
         "engine .* ended by itself",
@@ -281,13 +281,13 @@ FAULTS = [
     ),
     Fault(
         "SIGKILL rank 0",
-        "rank 0 .* without a word",
+        "rank 0 .* without a report",
         ExitCode.PEER_FAILED,
         _signal(_KILL, lambda s: [s.rank(0)]),
     ),
     Fault(
         "SIGKILL rank 1",
-        "rank 1 .* without a word",
+        "rank 1 .* without a report",
         ExitCode.PEER_FAILED,
         _signal(_KILL, lambda s: [s.rank(1)]),
     ),

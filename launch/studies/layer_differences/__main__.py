@@ -25,7 +25,7 @@ import torch
 
 from launch.studies.layer_differences.engine_layers import arguments
 from launch.studies.layer_differences.megatron_layers import watch
-from launch.testbed.engine_rollouts import draw_rollouts
+from launch.testbed.engine_rollouts import sample_rollouts
 from launch.testbed.policies import make_batcher, make_planner, make_policy
 from launch.testbed.rollout_refs import make_ref
 from megatron_rl.config.algorithms import GrpoSettings
@@ -61,7 +61,7 @@ def draw(task: str, prompts: int, samples: int, directory: Path) -> list[Rollout
     watched = arguments(directory / "passes", read_shape(configuration.model.path).num_layers)
     engine = replace(configuration.engine, extra_args=["--weight-version=0", *watched])
     source = open_prompts(configuration.data, Tokenizer.from_directory(configuration.model.path))
-    return draw_rollouts(replace(configuration, engine=engine), source.train, directory)
+    return sample_rollouts(replace(configuration, engine=engine), source.train, directory)
 
 
 def engine_rows(passes: Path) -> dict[tuple[int, ...], Rows]:
@@ -113,12 +113,12 @@ def trainer_rows(
         with watch(policy.models[0], shape) as seen:
             ((logprobs, _),) = run_schedule(
                 policy.models,
-                [batch.packed],
+                [batch.inputs],
                 lambda logits, index, batch=batch: (None, policy.logprobs(logits, batch)),
                 forward_only=True,
                 replay=policy.replay,
             )
-        starts = batch.packed.cu_seqlens.tolist()
+        starts = batch.inputs.cu_seqlens.tolist()
         at = dict(zip(batch.rows.tolist(), logprobs, strict=True))
         for index, start in zip(planned, starts, strict=False):
             count = len(tokens_of(own[index]))

@@ -1,6 +1,4 @@
-"""`compare_runs.py --equal-accuracy`: the rollout tokens of each variant until a level that all
-reach.
-"""
+"""`launch.comparison --equal-accuracy` reports the rollout tokens until a common accuracy."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -16,36 +14,34 @@ TWO = ("--seeds", "0,1", "--variant", "slow:", "algo=grpo", "--variant", "fast:"
 
 
 @pytest.fixture
-def measured(launcher: Launcher) -> Launcher:
-    """slow gains 0.1 a step of 1,000 tokens; fast twice as much, its second seed with more tokens a
-    step.
+def results(launcher: Launcher) -> Launcher:
+    """`slow` gains 0.1 a step of 1,000 tokens, and `fast` twice as much.
+
+    The second seed of `fast` has more tokens a step.
     """
 
     def outcome(overrides: Sequence[str]) -> dict[str, Any]:
         if "algo=grpo" in overrides:
             return {"accuracies": (0.2, 0.3, 0.4, 0.5, 0.6)}
-        return {
-            "accuracies": (0.2, 0.4, 0.6, 0.8),
-            "tokens": 1000.0 if value_of(overrides, "seed") == "0" else 1500.0,
-        }
+        tokens = 1000.0 if value_of(overrides, "seed") == "0" else 1500.0
+        return {"accuracies": (0.2, 0.4, 0.6, 0.8), "tokens": tokens}
 
     launcher.outcome = outcome
     return launcher
 
 
-def test_tokens_until_the_highest_level_that_all_reach(
+def test_tokens_until_the_highest_common_accuracy(
     compare: Callable[..., int],
-    measured: Launcher,
+    results: Launcher,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert compare(*TWO, "--equal-accuracy", "--against", "slow") == ExitCode.OK
     text = (tmp_path / "out" / "tokens.md").read_text()
     assert text in capsys.readouterr().out
-    assert text.splitlines() == [
-        "Held-out accuracy 0.600, which all runs reach; evaluations' tokens are not counted.",
-        "",
-        "| variant | seed | start | end | rollout tokens to 0.600 | in all | fewer than slow |",
+    assert text.startswith("Held-out accuracy 0.600, which all runs reach.")
+    assert text.splitlines()[2:] == [
+        "| variant | seed | start | end | rollout tokens to 0.600 | total | fewer than slow |",
         "|---|---|---|---|---|---|---|",
         "| slow | 0 | 0.200 | 0.600 | 4,000 | 4,000 | |",
         "| slow | 1 | 0.200 | 0.600 | 4,000 | 4,000 | |",
@@ -56,34 +52,35 @@ def test_tokens_until_the_highest_level_that_all_reach(
     ]
     assert json.loads((tmp_path / "out" / "tokens.json").read_text())["level"] == 0.6
     assert (tmp_path / "out" / "tokens.png").read_bytes().startswith(b"\x89PNG")
-    measured.commands.clear()
+
+
+def test_another_level_needs_no_run(
+    compare: Callable[..., int], results: Launcher, tmp_path: Path
+) -> None:
+    assert compare(*TWO) == ExitCode.OK
+    results.commands.clear()
     assert compare(*TWO, "--equal-accuracy", "0.5") == ExitCode.OK
-    assert measured.commands == [], "another level needs no run"
-    assert (
-        "| **slow** | mean | | | **3,000** (3,000 to 3,000) | |\n"
-        in (tmp_path / "out" / "tokens.md").read_text()
-    )
+    assert results.commands == []
+    text = (tmp_path / "out" / "tokens.md").read_text()
+    assert "| **slow** | mean | | | **3,000** (3,000 to 3,000) | |\n" in text
 
 
 @pytest.mark.parametrize(
-    ("level", "told"),
+    ("level", "reason"),
     [
-        ("0.7", "slow, seed 0, goes from 0.200 to 0.600, below 0.7. Give a lower level"),
-        (
-            "0.1",
-            "slow, seed 0, goes from 0.200 to 0.600, and 0.1, which was given, is not above its start",
-        ),
+        ("0.7", "slow, seed 0, goes from 0.200 to 0.600, below 0.7"),
+        ("0.1", "slow, seed 0, goes from 0.200 to 0.600, and 0.1, which was requested"),
     ],
 )
-def test_a_level_that_compares_nothing_is_refused(
+def test_a_level_outside_a_curve_is_refused(
     compare: Callable[..., int],
-    measured: Launcher,
+    results: Launcher,
     capsys: pytest.CaptureFixture[str],
     level: str,
-    told: str,
+    reason: str,
 ) -> None:
     assert compare(*TWO, "--equal-accuracy", level) == ExitCode.REFUSED
-    assert told in capsys.readouterr().err
+    assert reason in capsys.readouterr().err
 
 
 def test_a_variant_that_learns_nothing_is_named(
@@ -92,44 +89,30 @@ def test_a_variant_that_learns_nothing_is_named(
     launcher.outcome = lambda overrides: {
         "accuracies": (0.3, 0.3) if "optimizer.lr=0" in overrides else (0.2, 0.9)
     }
-    asked = (
-        "--seeds",
-        "0",
-        "--variant",
-        "a:",
-        "--variant",
-        "frozen:",
-        "optimizer.lr=0",
-        "--equal-accuracy",
-    )
-    assert compare(*asked) == ExitCode.REFUSED
-    assert (
-        "frozen, seed 0, goes from 0.300 to 0.300, and 0.3, which is the highest"
-        in capsys.readouterr().err
-    )
+    variants = ("--variant", "a:", "--variant", "frozen:", "optimizer.lr=0")
+    assert compare("--seeds", "0", *variants, "--equal-accuracy") == ExitCode.REFUSED
+    reason = "frozen, seed 0, goes from 0.300 to 0.300, and 0.3, which is the highest"
+    assert reason in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("arguments", "reason"),
     [
-        (["--against", "slow"], "--against slow: it goes with --equal-accuracy. Give that too"),
-        (
-            ["--equal-accuracy", "--against", "other"],
-            "the variants are slow, fast. Name one of them",
-        ),
+        (["--against", "slow"], "--against slow: it needs --equal-accuracy"),
+        (["--equal-accuracy", "--against", "other"], "the variants are slow, fast"),
         (
             ["--equal-accuracy", "--against", "slow", "--search", "optimizer.lr=1,2"],
             "reports each variant twice",
         ),
     ],
 )
-def test_what_cannot_be_compared_is_refused_before_anything_starts(
+def test_an_invalid_reference_variant_is_refused_before_anything_starts(
     compare: Callable[..., int],
     launcher: Launcher,
     capsys: pytest.CaptureFixture[str],
-    asked: list[str],
-    told: str,
+    arguments: list[str],
+    reason: str,
 ) -> None:
-    assert compare(*TWO, *asked) == ExitCode.REFUSED
-    assert told in capsys.readouterr().err
+    assert compare(*TWO, *arguments) == ExitCode.REFUSED
+    assert reason in capsys.readouterr().err
     assert launcher.commands == []

@@ -1,4 +1,4 @@
-"""`compare_runs.py --metric`: what other metrics did over the steps."""
+"""`launch.comparison --metric` reports other metrics over the steps."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ TWO = ("--seeds", "0,1", "--variant", "slow:", "algo=grpo", "--variant", "fast:"
 
 
 @pytest.fixture
-def measured(launcher: Launcher) -> Launcher:
+def results(launcher: Launcher) -> Launcher:
     def outcome(overrides: Sequence[str]) -> dict[str, Any]:
         seed = int(value_of(overrides, "seed"))
         if "algo=grpo" in overrides:
@@ -26,20 +26,22 @@ def measured(launcher: Launcher) -> Launcher:
     return launcher
 
 
-def test_each_variants_mean_and_range_over_its_seeds(
+def test_mean_and_range_of_each_variant_over_its_seeds(
     compare: Callable[..., int],
-    measured: Launcher,
+    results: Launcher,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert compare(*TWO, "--metric", "policy/clip_fraction_low") == ExitCode.OK
     text = (tmp_path / "out" / "metrics.md").read_text()
     assert text in capsys.readouterr().out
+    slow = "1.25e-01 (1.25e-01 to 1.25e-01)"
+    fast = "3.75e-01 (2.50e-01 to 5.00e-01)"
     assert text.splitlines() == [
         "| variant | runs | held-out accuracy, end | policy/clip_fraction_low, mean | largest |",
         "|---|---|---|---|---|",
-        "| slow | 2 | 0.350 (0.300 to 0.400) | 1.25e-01 (1.25e-01 to 1.25e-01) | 1.25e-01 (1.25e-01 to 1.25e-01) |",
-        "| fast | 2 | 0.800 (0.800 to 0.800) | 3.75e-01 (2.50e-01 to 5.00e-01) | 3.75e-01 (2.50e-01 to 5.00e-01) |",
+        f"| slow | 2 | 0.350 (0.300 to 0.400) | {slow} | {slow} |",
+        f"| fast | 2 | 0.800 (0.800 to 0.800) | {fast} | {fast} |",
     ]
     second = json.loads((tmp_path / "out" / "metrics.json").read_text())["fast"][1]
     assert second["values"]["policy/clip_fraction_low"] == [[1, 0.5], [2, 0.5]]
@@ -47,26 +49,24 @@ def test_each_variants_mean_and_range_over_its_seeds(
     assert (tmp_path / "out" / "metrics.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_largest_value_is_of_single_steps_and_the_mean_of_all() -> None:
+def test_mean_and_largest_value_are_over_the_steps() -> None:
     runs = [MetricCurves(0, {"eval/accuracy": [(0, 0.5)], "x": [(1, 1.0), (2, 3.0)]})]
     *_, mean, largest = list(metric_table({"a": runs}))[-1].split(" | ")
     assert mean.startswith("2.00e+00") and largest.startswith("3.00e+00")
 
 
-def test_a_metric_that_no_run_has_is_refused_with_names_like_it(
-    compare: Callable[..., int], measured: Launcher, capsys: pytest.CaptureFixture[str]
+def test_a_metric_that_no_run_has_is_refused_with_similar_names(
+    compare: Callable[..., int], results: Launcher, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert compare(*TWO, "--metric", "policy/clip_fraction") == ExitCode.REFUSED
-    told = capsys.readouterr().err
-    assert (
-        "--metric policy/clip_fraction: the run" in told
-        and "Like it are policy/clip_fraction_" in told
-    )
+    message = capsys.readouterr().err
+    assert "--metric policy/clip_fraction: the run" in message
+    assert "Similar names are policy/clip_fraction_" in message
 
 
-def test_a_search_reports_accuracy_alone(
-    compare: Callable[..., int], measured: Launcher, capsys: pytest.CaptureFixture[str]
+def test_a_search_reports_accuracy_only(
+    compare: Callable[..., int], results: Launcher, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert compare(*TWO, "--metric", "a", "--search", "optimizer.lr=1e-3,1e-4") == ExitCode.REFUSED
-    assert "--metric a: a search reports accuracy alone" in capsys.readouterr().err
-    assert measured.commands == []
+    assert "--metric a: a search reports accuracy only" in capsys.readouterr().err
+    assert results.commands == []

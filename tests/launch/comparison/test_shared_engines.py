@@ -1,6 +1,4 @@
-"""Engines that the runs of a comparison use in turn: their keys are private, and nothing of them is
-left.
-"""
+"""Shared engines of a comparison: their keys are private, and nothing is left of them."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,19 +16,20 @@ from sglang_bridge.keys import RunKeys, read_keys
 from sglang_bridge.settings import ServerPlace
 
 
-class Services:
-    """In place of a node's processes."""
+class FakeProcesses:
+    """Replaces the processes of a node."""
 
-    said: list[str]
+    calls: list[str]
     places: list[ServerPlace]
     keys: RunKeys
     healthy = True
 
     def __init__(self, *, node: int, log_directory: Path) -> None:
-        Services.said = []
+        FakeProcesses.calls = []
 
     def start_engines(self, settings: Any, places: Iterable[ServerPlace], keys: RunKeys) -> None:
-        Services.places, Services.keys = list(places), keys
+        FakeProcesses.places = list(places)
+        FakeProcesses.keys = keys
 
     def wait_healthy(self, deadline_seconds: float) -> list[Engine]:
         if not self.healthy:
@@ -38,39 +37,36 @@ class Services:
         return [Engine(url=f"http://127.0.0.1:{9000 + index}") for index in range(len(self.places))]
 
     def stop(self) -> None:
-        Services.said.append("stopped")
+        FakeProcesses.calls.append("stop")
 
 
 @pytest.fixture(autouse=True)
-def services(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_rl.engines.node_processes.NodeServices", Services)
+def fake_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_rl.engines.node_processes.NodeProcesses", FakeProcesses)
 
 
-def test_each_place_is_a_run_beside_one_engine(tmp_path: Path) -> None:
+def test_runs_connect_to_one_engine_each_with_a_private_key_file(tmp_path: Path) -> None:
     configuration = compose(["experiment=smoke"])
-    with shared_engines(configuration, 2, tmp_path / "engines") as places:
-        composed = [compose(["experiment=smoke", *place]).engine for place in places]
-        assert [engine.urls for engine in composed] == [
-            ["http://127.0.0.1:9000"],
-            ["http://127.0.0.1:9001"],
-        ]
-        key_file = composed[0].key_file
-        assert key_file is not None and read_keys(Path(key_file)) == Services.keys, (
-            "a file that only its owner reads"
-        )
-        assert [
-            (place.model_path, place.return_routes, place.seed) for place in Services.places
-        ] == [(configuration.model.path, True, 0), (configuration.model.path, True, 1)]
-    assert Services.said == ["stopped"] and not Path(key_file).exists()
+    with shared_engines(configuration, 2, tmp_path / "engines") as overrides:
+        engines = [compose(["experiment=smoke", *words]).engine for words in overrides]
+        urls = [engine.urls for engine in engines]
+        assert urls == [["http://127.0.0.1:9000"], ["http://127.0.0.1:9001"]]
+        assert engines[0].key_file is not None
+        key_file = Path(engines[0].key_file)
+        assert read_keys(key_file) == FakeProcesses.keys
+        path = configuration.model.path
+        places = [(p.model_path, p.return_routes, p.seed) for p in FakeProcesses.places]
+        assert places == [(path, True, 0), (path, True, 1)]
+    assert FakeProcesses.calls == ["stop"] and not key_file.exists()
 
 
 def test_engines_that_do_not_start_leave_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Services, "healthy", False)
+    monkeypatch.setattr(FakeProcesses, "healthy", False)
     with pytest.raises(EngineUnhealthy), shared_engines(compose(["experiment=smoke"]), 1, tmp_path):
         pass
-    assert Services.said == ["stopped"] and list(tmp_path.iterdir()) == []
+    assert FakeProcesses.calls == ["stop"] and list(tmp_path.iterdir()) == []
 
 
 def test_machines_with_gpus_are_refused() -> None:

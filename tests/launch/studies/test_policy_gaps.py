@@ -19,9 +19,9 @@ GRID = ParallelSettings(timeout_s=60)
 def measured(checkpoint: Path, layout: Any, *, lr: float) -> tuple[Any, dict[str, torch.Tensor]]:
     """The gaps, and what the old policy gives live and replayed."""
     from launch.studies.policy_gaps import evaluate, measure_gaps
+    from launch.testbed.batches import make_batch
+    from launch.testbed.policies import make_batcher, make_planner, make_policy
     from megatron_rl.mcore.optimizer import DistributedAdam
-    from tests.support.batches import make_batch
-    from tests.support.policies import make_batcher, make_planner, make_policy
 
     shape, policy = make_policy(checkpoint, GRID, GrpoSettings())
     refs, rollouts, advantages = make_batch(shape, 9)
@@ -48,7 +48,7 @@ def test_the_tail_is_what_999_of_1000_do_not_exceed(
     megatron: Any, tokens: int, exceeding: int
 ) -> None:
     from launch.studies.policy_gaps import Gap
-    from megatron_rl.training.log_histogram import RESOLUTION, log_counts, quantile
+    from megatron_rl.training.replay.log_histogram import RESOLUTION, log_counts, quantile
 
     size = torch.linspace(1.0, 2.0, tokens, dtype=torch.float64)
     found = Gap.between(

@@ -1,0 +1,102 @@
+"""`launch/report.py` prints step times, draws heat maps and refuses directories without them."""
+
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from launch import report
+from megatron_rl.contracts.exit_codes import ExitCode
+from tests.support.scripts import start_script
+
+STEP = {
+    "time/rollout": 2.0,
+    "time/old_policy": 1.0,
+    "time/train": 1.0,
+    "time/step": 4.0,
+    "time/reward_exposed": 0.002,
+}
+MEASURED_STEPS: list[dict[str, float | None]] = [
+    {"step": 0, "eval/accuracy": 0.1},
+    {"step": 2, "routes/disagreement/layer_10": 0.2, "routes/disagreement/layer_3": 0.1},
+    {"step": 4, "routes/disagreement/layer_10": None, "routes/disagreement/layer_3": 0.4},
+    {"step": 6, "routes/load/layer_3/expert_0": 0.7, "routes/load/layer_3/expert_1": 0.3},
+]
+
+
+def write_metrics(directory: Path, *records: dict[str, float | None]) -> None:
+    lines = [json.dumps(record) + "\n" for record in records]
+    (directory / "metrics.jsonl").write_text("".join(lines))
+
+
+def test_later_steps_are_averaged_and_the_first_is_separate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = STEP | {"time/train": 9.0, "time/step": 12.0}
+    last = STEP | {"time/rollout": 4.0, "time/step": 6.0}
+    write_metrics(tmp_path, {"step": 0, "time/eval": 3.0}, first, STEP, last | {"time/eval": 5.0})
+    assert report.main(["steps", str(tmp_path)]) == ExitCode.OK
+    lines = capsys.readouterr().out.splitlines()
+    assert "| rollout | 2.00 | 3.00 | 60% |" in lines
+    assert "| train | 9.00 | 1.00 | 20% |" in lines
+    assert "| sync | 0.00 | 0.00 | 0% |" in lines
+    assert "| whole step | 12.00 | 5.00 | |" in lines
+    assert lines[-1] == "2 evaluations of 4.0 s each; reward time exposed 0.002 s a step"
+
+
+def test_one_complete_step_without_evaluations(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    incomplete = {"step": 2, "time/rollout": 1.0, "time/train": None}
+    write_metrics(tmp_path, STEP, incomplete)
+    assert report.main(["steps", str(tmp_path)]) == ExitCode.OK
+    assert capsys.readouterr().out.endswith("| whole step | 4.00 | 4.00 | |\n")
+
+
+def test_heat_maps_are_png_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_metrics(tmp_path, *MEASURED_STEPS)
+    assert report.main(["heat-maps", str(tmp_path)]) == ExitCode.OK
+    files = [Path(line) for line in capsys.readouterr().out.splitlines()]
+    assert [file.name for file in files] == ["routes_disagreement.png", "routes_load.png"]
+    assert all(Image.open(file).size > (300, 200) for file in files)
+
+
+@pytest.mark.parametrize(
+    ("command", "content", "reason"),
+    [
+        ("steps", None, "holds no metrics.jsonl"),
+        ("steps", "", "no step is complete"),
+        ("steps", '{"step": 0}\n', "no step is complete"),
+        ("steps", '{"time/step": 0}\n', "no step is complete"),
+        ("steps", '{"time/step": 1.0}\nnonsense\n{}\n', "metrics.jsonl line 2"),
+        ("steps", '{"time/step": "fast"}\n', "metrics.jsonl line 1"),
+        ("heat-maps", None, "metrics.jsonl"),
+        ("heat-maps", '{"step": 1}\n', "no step measured its routes"),
+    ],
+)
+def test_a_directory_without_measurements_is_refused(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    content: str | None,
+    reason: str,
+) -> None:
+    if content is not None:
+        (tmp_path / "metrics.jsonl").write_text(content)
+    assert report.main([command, str(tmp_path)]) == ExitCode.REFUSED
+    output = capsys.readouterr()
+    assert reason in output.err and str(tmp_path) in output.err
+    assert output.out == ""
+
+
+def test_help_and_refusals_of_the_command(tmp_path: Path) -> None:
+    for arguments in (("--help",), ("steps", "--help"), ("heat-maps", "--help")):
+        result = start_script("report", *arguments, cwd=tmp_path)
+        assert result.returncode == ExitCode.OK
+        assert "python launch/report.py" in result.stdout and "Output" in result.stdout
+    for arguments in ((), ("steps",), ("steps", "a", "b"), ("maps", "a"), ("steps", "nowhere")):
+        result = start_script("report", *arguments, cwd=tmp_path)
+        assert result.returncode == ExitCode.REFUSED
+        assert result.stderr and "Traceback" not in result.stderr
+    assert "nowhere: there is no such directory" in result.stderr
