@@ -32,7 +32,7 @@ def test_one_node_needs_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     assert node_address(1) == node_address(2) == "127.0.0.1"
 
 
-def test_an_engines_url_passes() -> None:
+def test_engine_url_passes() -> None:
     assert url_refusal("http://127.0.0.1:30000") is None
     assert url_refusal("http://localhost:30000/") is None
 
@@ -54,7 +54,7 @@ def test_an_engines_url_passes() -> None:
         ("http://8.8.8.8:30000", "not a loopback or private address"),
     ],
 )
-def test_what_is_no_engines_url_is_told(url: str, rule: str) -> None:
+def test_invalid_engine_urls_are_refused(url: str, rule: str) -> None:
     refusal = url_refusal(url)
     assert refusal is not None
     assert (refusal.key, refusal.value) == ("engine.urls", url)
@@ -62,8 +62,11 @@ def test_what_is_no_engines_url_is_told(url: str, rule: str) -> None:
     assert str(refusal).startswith(f"engine.urls={url}: ")
 
 
-def test_one_server_under_two_names_is_told() -> None:
-    (refusal,) = repeated_url_refusals(["http://127.0.0.1:3", "http://localhost:3", "http://127.0.0.1:4"])
+def test_one_server_under_two_names_is_refused() -> None:
+    (refusal,) = repeated_url_refusals(
+        ["http://127.0.0.1:3", "http://localhost:3", "http://127.0.0.1:4"]
+    )
     assert refusal.value == "http://localhost:3"
     assert "named twice: this is http://127.0.0.1:3" in refusal.rule
-    assert list(repeated_url_refusals(["http://127.0.0.1:3", "http://127.0.0.1:4", "not a url"])) == []
+    distinct_urls = ["http://127.0.0.1:3", "http://127.0.0.1:4", "not a url"]
+    assert list(repeated_url_refusals(distinct_urls)) == []

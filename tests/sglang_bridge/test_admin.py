@@ -36,7 +36,8 @@ def client(url: str) -> AdminClient:
 class _Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        self.server.seen.append((self.path, self.headers.get("Authorization"), body))  # type: ignore[attr-defined]
+        request = (self.path, self.headers.get("Authorization"), body)
+        self.server.requests.append(request)  # type: ignore[attr-defined]
         status, answer = ANSWERS[self.path]
         self.send_response(status)
         self.send_header("Content-Length", str(len(answer)))
@@ -52,7 +53,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def server() -> Iterator[http.server.ThreadingHTTPServer]:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as running:
-        running.seen = []  # type: ignore[attr-defined]
+        running.requests = []  # type: ignore[attr-defined]
         threading.Thread(target=running.serve_forever, daemon=True).start()
         yield running
         running.shutdown()
@@ -63,12 +64,12 @@ def admin(server: http.server.ThreadingHTTPServer) -> AdminClient:
     return client(f"http://127.0.0.1:{server.server_port}")
 
 
-def test_control_requests_use_the_admin_key_and_reading_the_other(
+def test_control_requests_use_the_admin_key(
     admin: AdminClient, server: http.server.ThreadingHTTPServer
 ) -> None:
     admin.pause()
     assert admin.server_info() == {"tp_size": 1}
-    (first, second) = server.seen  # type: ignore[attr-defined]
+    (first, second) = server.requests  # type: ignore[attr-defined]
     assert (first[0], first[1], json.loads(first[2])) == (
         "/pause_generation",
         "Bearer boss",
@@ -77,7 +78,7 @@ def test_control_requests_use_the_admin_key_and_reading_the_other(
     assert second[:2] == ("/server_info", "Bearer user")
 
 
-def test_readiness_is_a_question_not_an_error(admin: AdminClient) -> None:
+def test_is_ready_is_false_without_a_server(admin: AdminClient) -> None:
     assert admin.is_ready()
     assert not client("http://127.0.0.1:9").is_ready()
 
@@ -86,11 +87,11 @@ def test_text_answers_count_as_success(admin: AdminClient) -> None:
     admin.resume()
 
 
-def test_a_directory_is_loaded_whatever_the_server_started_with(
+def test_disk_update_overrides_the_load_format(
     admin: AdminClient, server: http.server.ThreadingHTTPServer
 ) -> None:
     admin.update_weights_from_disk("/d", weight_version="3", timeout=5)
-    (path, _, body) = server.seen[0]  # type: ignore[attr-defined]
+    (path, _, body) = server.requests[0]  # type: ignore[attr-defined]
     assert path == "/update_weights_from_disk"
     assert json.loads(body) == {
         "model_path": "/d",
@@ -112,12 +113,12 @@ def test_checksums_are_typed(admin: AdminClient) -> None:
         ("end_weight_update", "failed: none was open"),
     ],
 )
-def test_failures_carry_the_engines_words(admin: AdminClient, method: str, words: str) -> None:
+def test_failures_contain_the_engine_message(admin: AdminClient, method: str, words: str) -> None:
     with pytest.raises(RequestFailed, match=words):
         getattr(admin, method)()
 
 
-def test_no_answer_names_the_url() -> None:
+def test_missing_answer_names_the_url() -> None:
     with pytest.raises(RequestFailed, match=r"127\.0\.0\.1:9/pause_generation: no answer"):
         client("http://127.0.0.1:9").pause()
 

@@ -1,4 +1,4 @@
-"""The generating client against a small HTTP server that answers as scripted."""
+"""The generation client against a small HTTP server that answers as scripted."""
 
 import asyncio
 import base64
@@ -43,11 +43,11 @@ async def serving(handler: Handler, *, path: str = "/generate") -> AsyncIterator
         await runner.cleanup()
 
 
-def test_a_request_asks_for_the_untruncated_distribution() -> None:
-    seen: list[tuple[dict, str]] = []
+def test_request_samples_the_untruncated_distribution() -> None:
+    requests: list[tuple[dict, str]] = []
 
     async def generate(request: web.Request) -> web.Response:
-        seen.append((await request.json(), request.headers["Authorization"]))
+        requests.append((await request.json(), request.headers["Authorization"]))
         return good_reply()
 
     async def scenario() -> None:
@@ -60,7 +60,7 @@ def test_a_request_asks_for_the_untruncated_distribution() -> None:
             assert generation.routes is not None and generation.routes.shape == (3, 1, 1)
 
     asyncio.run(scenario())
-    body, key = seen[0]
+    body, key = requests[0]
     assert key == "Bearer k"
     assert body["input_ids"] == [1, 2, 3]
     sampling = body["sampling_params"]
@@ -70,11 +70,11 @@ def test_a_request_asks_for_the_untruncated_distribution() -> None:
     assert body["return_logprob"] and body["return_routed_experts"]
 
 
-def test_a_request_carries_its_seed() -> None:
-    seen: list[dict] = []
+def test_request_carries_its_seed() -> None:
+    requests: list[dict] = []
 
     async def generate(request: web.Request) -> web.Response:
-        seen.append((await request.json())["sampling_params"])
+        requests.append((await request.json())["sampling_params"])
         return good_reply()
 
     async def scenario() -> None:
@@ -83,13 +83,11 @@ def test_a_request_carries_its_seed() -> None:
                 await client.generate([1, 2, 3], SAMPLING, rid="a", seed=seed)
 
     asyncio.run(scenario())
-    assert "sampling_seed" not in seen[0] and seen[1]["sampling_seed"] == 2**63 - 1
+    assert "sampling_seed" not in requests[0] and requests[1]["sampling_seed"] == 2**63 - 1
 
 
-def test_no_two_requests_have_names_of_which_one_starts_as_the_other() -> None:
-    """The engine refuses a name twice, and aborts every request whose name starts as the one it is
-    given.
-    """
+def test_no_request_name_is_a_prefix_of_another() -> None:
+    """An abort ends every request whose name starts with the given one."""
     names: list[str] = []
 
     async def generate(request: web.Request) -> web.StreamResponse:
@@ -111,30 +109,31 @@ def test_no_two_requests_have_names_of_which_one_starts_as_the_other() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "elsewhere"), [(500, True), (503, True), (401, True), (400, False), (413, False)]
+    ("status", "may_succeed"), [(500, True), (503, True), (401, True), (400, False), (413, False)]
 )
-def test_a_refusal_says_whether_another_engine_might_answer(status: int, elsewhere: bool) -> None:
+def test_status_decides_if_another_engine_may_answer(status: int, may_succeed: bool) -> None:
     async def generate(request: web.Request) -> web.Response:
         return web.Response(status=status, text="no and no")
 
     async def scenario() -> None:
         async with serving(generate) as url, GenerateClient(url) as client:
-            with pytest.raises(RequestFailed, match=f"{status}: no and no") as caught:
+            with pytest.raises(RequestFailed, match=f"{status}: no and no") as error_info:
                 await client.generate([1], SAMPLING, rid="a", return_routes=False)
-            assert may_succeed_elsewhere(caught.value) is elsewhere
+            assert may_succeed_elsewhere(error_info.value) is may_succeed
 
     asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("how", ["deadline", "cancel"])
-def test_what_is_given_up_closes_its_connection(how: str) -> None:
-    asked, closed = asyncio.Event(), asyncio.Event()
+def test_abandoned_request_closes_its_connection(how: str) -> None:
+    request_started = asyncio.Event()
+    connection_closed = asyncio.Event()
 
     async def generate(request: web.Request) -> web.Response:
-        asked.set()
+        request_started.set()
         while request.transport is not None and not request.transport.is_closing():
             await asyncio.sleep(0.01)
-        closed.set()
+        connection_closed.set()
         return good_reply()
 
     async def scenario() -> None:
@@ -146,23 +145,21 @@ def test_what_is_given_up_closes_its_connection(how: str) -> None:
             task = asyncio.create_task(client.generate([1], SAMPLING, rid="a", return_routes=False))
             if how == "deadline":
                 with pytest.raises(
-                    RequestExpired, match=r"nothing was answered for 1 s .* engine\.token_timeout_s"
+                    RequestExpired, match=r"answered no request for 1 s .* engine\.token_timeout_s"
                 ):
                     await task
             else:
-                await asked.wait()
+                await request_started.wait()
                 task.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await task
-            await asyncio.wait_for(closed.wait(), 5)
+            await asyncio.wait_for(connection_closed.wait(), 5)
 
     asyncio.run(scenario())
 
 
-def test_a_request_waits_for_as_long_as_its_engine_answers_others() -> None:
-    """However long the engine's queue is: a deadline from the start of the request would drop the
-    longest responses.
-    """
+def test_request_waits_while_its_engine_answers_others() -> None:
+    """A deadline from the start of a request would drop the longest responses."""
 
     async def generate(request: web.Request) -> web.Response:
         await asyncio.sleep(2.0 if "long" in (await request.json())["rid"] else 0.01)
@@ -178,26 +175,28 @@ def test_a_request_waits_for_as_long_as_its_engine_answers_others() -> None:
                 await client.generate([1, 2, 3], SAMPLING, rid="short")
                 await asyncio.sleep(0.05)
             assert (await long).output_ids.tolist() == [5]
-            with pytest.raises(RequestExpired):  # alone it would have been given up
+            with pytest.raises(RequestExpired):  # without other requests it expires
                 await client.generate([1, 2, 3], SAMPLING, rid="long")
 
     asyncio.run(scenario())
 
 
-def cut_off(
+def answer_abort_with(
     ids: list[int], *, routes: bool = True
 ) -> tuple[Generation | str, list[tuple[str, str]]]:
-    """What becomes of a request that is aborted at its deadline after `ids` were drawn, and who was
-    told to abort.
+    """Abort a request at its deadline after the engine sampled `ids`.
+
+    Returns the generation or the error's text, and the calls of `abort`.
     """
-    aborted, told = asyncio.Event(), list[tuple[str, str]]()
+    abort_event = asyncio.Event()
+    aborts = list[tuple[str, str]]()
 
     async def abort(url: str, rid: str) -> None:
-        told.append((url, rid))
-        aborted.set()
+        aborts.append((url, rid))
+        abort_event.set()
 
     async def generate(request: web.Request) -> web.Response:
-        await aborted.wait()
+        await abort_event.wait()
         rows = base64.b64encode(np.zeros((2 + len(ids), 1, 1), "<i4").tobytes()).decode()
         meta = {
             "finish_reason": {"type": "abort", "message": "Aborted"},
@@ -218,29 +217,29 @@ def cut_off(
             except RequestExpired as error:
                 return str(error)
 
-    return asyncio.run(scenario()), told
+    return asyncio.run(scenario()), aborts
 
 
-def test_what_an_expired_request_had_drawn_is_kept_as_truncated_with_its_routes() -> None:
-    result, told = cut_off([5, 6, 7])
+def test_expired_request_becomes_a_truncated_response_with_routes() -> None:
+    result, aborts = answer_abort_with([5, 6, 7])
     assert isinstance(result, Generation)
     assert (result.output_ids.tolist(), result.finish_reason) == ([5, 6, 7], FinishReason.LENGTH)
     assert result.routes is not None and result.routes.shape == (5, 1, 1)
-    assert [rid for _, rid in told] == ["a#0;"]
+    assert [rid for _, rid in aborts] == ["a#0;"]
 
 
-def test_a_response_that_had_just_ended_when_it_was_aborted_is_not_truncated() -> None:
-    result, _ = cut_off([5, *SAMPLING.stop_token_ids])
+def test_response_that_ended_before_its_abort_is_not_truncated() -> None:
+    result, _ = answer_abort_with([5, *SAMPLING.stop_token_ids])
     assert isinstance(result, Generation) and result.finish_reason is FinishReason.STOP
 
 
-@pytest.mark.parametrize("given", [{"ids": []}, {"ids": [5], "routes": False}])
-def test_an_expired_request_of_which_nothing_can_be_kept_failed(given: dict) -> None:
-    result, _ = cut_off(**given)
-    assert isinstance(result, str) and "nothing was answered" in result
+@pytest.mark.parametrize("case", [{"ids": []}, {"ids": [5], "routes": False}])
+def test_expired_request_without_usable_tokens_fails(case: dict) -> None:
+    result, _ = answer_abort_with(**case)
+    assert isinstance(result, str) and "answered no request" in result
 
 
-def test_an_abort_that_nobody_asked_for_is_not_taken_for_a_truncated_response() -> None:
+def test_unrequested_abort_is_not_a_truncated_response() -> None:
     async def generate(request: web.Request) -> web.Response:
         meta = {
             "finish_reason": {"type": "abort"},
@@ -257,7 +256,7 @@ def test_an_abort_that_nobody_asked_for_is_not_taken_for_a_truncated_response() 
     asyncio.run(scenario())
 
 
-def test_an_engine_is_up_when_its_health_is() -> None:
+def test_engine_is_up_when_its_health_is() -> None:
     async def health(request: web.Request) -> web.Response:
         return web.Response(status=status)
 
@@ -270,17 +269,17 @@ def test_an_engine_is_up_when_its_health_is() -> None:
     assert asyncio.run(GenerateClient("http://127.0.0.1:9").is_up()) is False
 
 
-def test_nobody_listening_is_a_failure_that_may_pass() -> None:
+def test_refused_connection_may_succeed_elsewhere() -> None:
     async def scenario() -> None:
         async with GenerateClient("http://127.0.0.1:9") as client:
-            with pytest.raises(RequestFailed, match="lost its connection") as caught:
+            with pytest.raises(RequestFailed, match="lost its connection") as error_info:
                 await client.generate([1], SAMPLING, rid="a", return_routes=False)
-            assert may_succeed_elsewhere(caught.value)
+            assert may_succeed_elsewhere(error_info.value)
 
     asyncio.run(scenario())
 
 
-def test_a_bad_reply_is_rejected_and_routes_need_a_shape() -> None:
+def test_malformed_reply_is_rejected_and_routes_need_a_shape() -> None:
     async def generate(request: web.Request) -> web.Response:
         return web.Response(text="<html>")
 

@@ -1,4 +1,4 @@
-"""An engine's address and shape."""
+"""An engine's address and parallel sizes."""
 
 import msgspec
 import pytest
@@ -6,12 +6,12 @@ import pytest
 from sglang_bridge.engine import Engine
 
 
-def test_an_engine_survives_the_wire() -> None:
+def test_engine_survives_serialization() -> None:
     engine = Engine(url="http://127.0.0.1:1", node=1, tp=2, ep=2, quantization="fp8")
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(engine), type=Engine) == engine
 
 
-@pytest.mark.parametrize("wrong", [{"tp": 0}, {"ep": 0}, {"tp": 2, "ep": 3}, {"tp": 3, "ep": 2}])
-def test_impossible_shapes_are_refused(wrong: dict) -> None:
+@pytest.mark.parametrize("sizes", [{"tp": 0}, {"ep": 0}, {"tp": 2, "ep": 3}, {"tp": 3, "ep": 2}])
+def test_invalid_parallel_sizes_are_refused(sizes: dict) -> None:
     with pytest.raises(ValueError, match=r"engine\.ep=.* with engine\.tp="):
-        Engine(url="http://127.0.0.1:1", **wrong)
+        Engine(url="http://127.0.0.1:1", **sizes)

@@ -1,4 +1,4 @@
-"""A server that ends at once because of what a user gave it says so in the first line."""
+"""A server that ends because of a user's setting: the error's first line names the reason."""
 
 import contextlib
 import time
@@ -29,10 +29,10 @@ TRACE = "raise OSError('no model there')"
         (TRACE, [], "engine http://127.0.0.1:"),
     ],
 )
-def test_the_reason_is_the_first_line(
+def test_reason_of_an_engine_exit_is_the_first_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, extra: list[str], first_line: str
 ) -> None:
-    monkeypatch.setattr(server, "build_argv", lambda *given, **named: ["python", "-c", code])
+    monkeypatch.setattr(server, "build_argv", lambda *arguments, **options: ["python", "-c", code])
     with contextlib.closing(Lifeline()) as lifeline:
         engine = ManagedEngine.start(
             ServerSettings(extra_args=extra),
@@ -41,20 +41,20 @@ def test_the_reason_is_the_first_line(
             log_path=tmp_path / "engine.log",
             lifeline=lifeline,
         )
-        with pytest.raises(EngineDied) as died:
+        with pytest.raises(EngineDied) as error_info:
             for _ in range(200):
                 engine.check_alive()
                 time.sleep(0.1)
         engine.stop()
-    lines = str(died.value).splitlines()
+    lines = str(error_info.value).splitlines()
     assert lines[0].startswith(first_line)
     assert len(lines) == 1 if extra else "ended by itself: OSError: no model there" in lines[0]
 
 
-def test_an_engine_that_takes_too_long_says_how_long_it_was_waited_for(
+def test_start_timeout_error_gives_the_elapsed_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "build_argv", lambda *given, **named: ["sleep", "60"])
+    monkeypatch.setattr(server, "build_argv", lambda *arguments, **options: ["sleep", "60"])
     place = ServerPlace(model_path="/model", device="cpu")
     with contextlib.closing(Lifeline()) as lifeline:
         engine = ManagedEngine.start(
@@ -69,5 +69,5 @@ def test_an_engine_that_takes_too_long_says_how_long_it_was_waited_for(
             EngineUnhealthy,
             match=r"not healthy [1-9]\d* s after its start; raise engine\.start_timeout_s",
         ):
-            engine.wait_healthy(0.0)  # as whoever waits for several does in the end
+            engine.wait_healthy(0.0)  # as in a wait for several engines, whose time is used up
         engine.stop()

@@ -1,4 +1,4 @@
-"""What people read when an engine's process ends."""
+"""Errors of engine processes that ended."""
 
 import pytest
 
@@ -16,6 +16,6 @@ from sglang_bridge.errors import EngineDied, describe_exit
         (255, "exit code 255"),
     ],
 )
-def test_an_end_by_a_signal_is_named(returncode: int, words: str) -> None:
+def test_exit_by_a_signal_is_named(returncode: int, words: str) -> None:
     assert describe_exit(returncode).startswith(words)
     assert str(EngineDied("gone", returncode=returncode)).startswith(f"gone ({words}")

@@ -1,4 +1,4 @@
-"""Engine replies: what is decoded, and what is rejected by name."""
+"""Engine replies: decoded values, and rejections by name."""
 
 import base64
 import json
@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from sglang_bridge.generation import Generation, GenerationRejected, VersionSpan, decode_generation
 
-PROMPT, LAYERS, TOPK = 3, 2, 2
+PROMPT = 3
+LAYERS = 2
+TOPK = 2
 
 
 def reply(response: int = 2, **meta: Any) -> dict[str, Any]:
@@ -40,18 +42,18 @@ def decode(
 
 
 def rejection(content: Any, **rules: Any) -> str:
-    with pytest.raises(GenerationRejected) as caught:
+    with pytest.raises(GenerationRejected) as error_info:
         decode(content, **rules)
-    return caught.value.reason
+    return error_info.value.reason
 
 
-def drawn(*ids: int) -> dict[str, Any]:
-    """A reply with these output tokens, consistent in all else."""
+def reply_with(*ids: int) -> dict[str, Any]:
+    """A reply with these output tokens that is otherwise consistent."""
     content = reply(len(ids), output_token_logprobs=[[-0.5, token, None] for token in ids])
     return content | {"output_ids": list(ids)}
 
 
-def test_a_consistent_reply() -> None:
+def test_consistent_reply_is_decoded() -> None:
     generation = decode(reply())
     assert generation.output_ids.tolist() == [10, 11]
     assert generation.logprobs.dtype == np.float32
@@ -66,39 +68,42 @@ def test_a_consistent_reply() -> None:
     assert generation.version_spans == (VersionSpan("7", 0, 2),)
 
 
-def test_routes_not_asked_for_are_not_decoded() -> None:
+def test_unrequested_routes_are_not_decoded() -> None:
     assert decode(reply(routed_experts=None), shape=None).routes is None
 
 
-def test_versions_of_a_sample_that_spans_an_update() -> None:
+def test_versions_of_a_response_that_spans_an_update() -> None:
     spans = [{"version": "6", "start": 0, "end": 1}, {"version": "7", "start": 1, "end": 2}]
     assert decode(reply(weight_versions=spans)).weight_versions == ("6", "7")
 
 
-def test_an_aborted_reply_has_what_the_engine_still_gave() -> None:
-    """Aborted while it ran: all tokens and their routes; while it waited: nothing, and no routes."""
+def test_aborted_reply_keeps_the_sampled_tokens() -> None:
+    """An aborted running request has tokens and routes.
+
+    A waiting one has neither.
+    """
     abort = {"type": "abort", "message": "m"}
-    ran = decode(reply(2, finish_reason=abort))
-    assert (ran.finish_reason, ran.output_ids.tolist()) == ("abort", [10, 11])
-    assert ran.routes is not None and ran.routes.shape == (4, LAYERS, TOPK)
-    waited = decode(reply(0, finish_reason=abort, routed_experts=None))
-    assert (waited.finish_reason, waited.routes, len(waited.output_ids)) == ("abort", None, 0)
+    running = decode(reply(2, finish_reason=abort))
+    assert (running.finish_reason, running.output_ids.tolist()) == ("abort", [10, 11])
+    assert running.routes is not None and running.routes.shape == (4, LAYERS, TOPK)
+    idle = decode(reply(0, finish_reason=abort, routed_experts=None))
+    assert (idle.finish_reason, idle.routes, len(idle.output_ids)) == ("abort", None, 0)
     assert rejection(reply(2, finish_reason=abort, routed_experts="AAAA")) == "routes_length"
 
 
 @pytest.mark.parametrize("token", [-5, 100, 10**6, 2**31, 2**40, 2**70])
-def test_a_token_outside_the_vocabulary_is_rejected(token: int) -> None:
-    assert decode(drawn(0, 99)).output_ids.tolist() == [0, 99]
-    assert rejection(drawn(11, token)) == "token_range"
+def test_token_outside_the_vocabulary_is_rejected(token: int) -> None:
+    assert decode(reply_with(0, 99)).output_ids.tolist() == [0, 99]
+    assert rejection(reply_with(11, token)) == "token_range"
 
 
-def test_what_is_no_token_anywhere_is_rejected_without_a_known_vocabulary_too() -> None:
-    assert decode(drawn(10**6), vocab_size=None).output_ids.tolist() == [10**6]
+def test_invalid_token_is_rejected_without_a_known_vocabulary() -> None:
+    assert decode(reply_with(10**6), vocab_size=None).output_ids.tolist() == [10**6]
     for token in (-1, 2**31, 2**70):
-        assert rejection(drawn(token), vocab_size=None) == "token_range"
+        assert rejection(reply_with(token), vocab_size=None) == "token_range"
 
 
-def test_a_positive_log_probability_is_rejected_but_for_rounding() -> None:
+def test_positive_log_probability_is_rejected_except_for_rounding() -> None:
     def entries(value: float) -> list[list[Any]]:
         return [[-0.5, 10, None], [value, 11, None]]
 
@@ -107,7 +112,7 @@ def test_a_positive_log_probability_is_rejected_but_for_rounding() -> None:
         assert rejection(reply(output_token_logprobs=entries(value))) == "logprobs_positive"
 
 
-def test_routes_written_with_white_space_and_in_any_place_are_found() -> None:
+def test_routes_are_found_anywhere_and_with_white_space() -> None:
     content = reply()
     routes = content["meta_info"].pop("routed_experts")
     first = content | {"meta_info": {"routed_experts": routes} | content["meta_info"]}
@@ -162,12 +167,12 @@ def test_inconsistent_replies_are_rejected_by_name(meta: dict, reason: str) -> N
 
 
 @pytest.mark.parametrize("content", [{}, [], {"error": "x"}, {"output_ids": "abc"}])
-def test_what_is_no_reply_is_malformed(content: Any) -> None:
+def test_other_json_is_malformed(content: Any) -> None:
     assert rejection(content) == "malformed"
 
 
 @given(st.binary(max_size=200))
-def test_bytes_of_any_kind_are_rejected_not_raised_through(body: bytes) -> None:
+def test_arbitrary_bytes_are_rejected(body: bytes) -> None:
     with pytest.raises(GenerationRejected):
         decode_generation(body, num_prompt_tokens=PROMPT)
 
@@ -186,7 +191,7 @@ JUNK = st.one_of(
 
 
 @st.composite
-def mutilated(draw: st.DrawFn) -> dict[str, Any]:
+def corrupted_replies(draw: st.DrawFn) -> dict[str, Any]:
     """A consistent reply with junk in up to three places, at any depth."""
     content = reply(draw(st.integers(0, 3)), weight_versions=draw(st.none() | st.just([])))
     for _ in range(draw(st.integers(1, 3))):
@@ -204,8 +209,8 @@ def mutilated(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @settings(max_examples=500)
-@given(mutilated())
-def test_a_mutilated_reply_is_rejected_or_consistent_never_raised_through(
+@given(corrupted_replies())
+def test_corrupted_reply_is_rejected_or_consistent(
     content: dict[str, Any],
 ) -> None:
     try:
@@ -217,8 +222,8 @@ def test_a_mutilated_reply_is_rejected_or_consistent_never_raised_through(
         (generation.output_ids >= 0).all()
     )
     assert generation.output_ids.max(initial=0) < 100
-    given = [value for value, _, _ in content["meta_info"]["output_token_logprobs"]]
-    assert generation.logprobs.tolist() == [np.float32(value) for value in given]
+    values = [value for value, _, _ in content["meta_info"]["output_token_logprobs"]]
+    assert generation.logprobs.tolist() == [np.float32(value) for value in values]
     assert (generation.logprobs <= 1e-3).all()
     assert generation.routes is None or generation.routes.shape == (
         PROMPT + count - 1,
@@ -233,8 +238,10 @@ def test_a_mutilated_reply_is_rejected_or_consistent_never_raised_through(
 
 
 @given(st.integers(1, 30), st.integers(1, 5), st.integers(1, 4), st.integers(0, 2**31 - 1))
-def test_routes_arrive_as_they_were_sent(response: int, layers: int, topk: int, seed: int) -> None:
+def test_decoded_routes_equal_the_sent_ones(
+    response: int, layers: int, topk: int, seed: int
+) -> None:
     rows = PROMPT + response - 1
-    sent = np.random.default_rng(seed).integers(0, 128, (rows, layers, topk)).astype("<i4")
-    content = reply(response, routed_experts=base64.b64encode(sent.tobytes()).decode())
-    assert np.array_equal(decode(content, (layers, topk)).routes, sent)
+    routes = np.random.default_rng(seed).integers(0, 128, (rows, layers, topk)).astype("<i4")
+    content = reply(response, routed_experts=base64.b64encode(routes.tobytes()).decode())
+    assert np.array_equal(decode(content, (layers, topk)).routes, routes)

@@ -1,6 +1,4 @@
-"""What the collector and the configuration import must start fast: no torch, no SGLang, no
-transformers.
-"""
+"""Modules that the collector and the configuration import do not load torch or SGLang."""
 
 import subprocess
 import sys
@@ -35,8 +33,12 @@ def test_module_imports_nothing_heavy(module: str) -> None:
     assert result.stdout.strip() == "[]"
 
 
-def test_the_supervisor_needs_only_the_standard_library() -> None:
-    code = "import sys, sglang_bridge.server.supervise; print([n for n in ('numpy', 'msgspec', 'aiohttp') if n in sys.modules])"
+def test_supervisor_imports_stay_light() -> None:
+    heavy = ("numpy", "msgspec", "aiohttp")
+    code = (
+        "import sys, sglang_bridge.server.supervise\n"
+        f"print([name for name in {heavy} if name in sys.modules])"
+    )
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )

@@ -1,17 +1,19 @@
-"""A tiny random Qwen3-MoE checkpoint in Hugging Face format, the kind of model every test here
-serves.
-"""
+"""A tiny random Qwen3-MoE checkpoint in Hugging Face format, which the tests here serve."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-LAYERS, EXPERTS, TOP_K, VOCAB = 4, 8, 2, 200
+LAYERS = 4
+EXPERTS = 8
+TOP_K = 2
+VOCAB = 200
 
 
 def write_tiny_model(directory: Path, *, seed: int = 0) -> Path:
-    """Write random float32 weights, wide enough that logits and routers are not degenerate (about
-    2.5 MB).
+    """Write random float32 weights (about 2.5 MB).
+
+    Their spread is wide enough that logits and routers are not degenerate.
     """
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM

@@ -25,9 +25,9 @@ def argv_of(place: ServerPlace = PLACE, **settings: Any) -> list[str]:
 
 
 def environment_of(
-    inherited: dict[str, str], place: ServerPlace = PLACE, **settings: Any
+    parent: dict[str, str], place: ServerPlace = PLACE, **settings: Any
 ) -> dict[str, str]:
-    return build_environment(ServerSettings(**settings), place, inherited)
+    return build_environment(ServerSettings(**settings), place, parent)
 
 
 def test_dtype_device_and_address_are_always_explicit() -> None:
@@ -37,25 +37,23 @@ def test_dtype_device_and_address_are_always_explicit() -> None:
     assert {"--skip-tokenizer-init", "--enable-return-routed-experts"} <= set(argv)
 
 
-def test_extra_arguments_come_last_so_that_they_win() -> None:
+def test_extra_arguments_come_last_and_override() -> None:
     argv = argv_of(extra_args=["--random-seed=3"])
     assert argv[-1] == "--random-seed=3"
 
 
-def test_routes_can_be_left_out() -> None:
+def test_routes_can_be_disabled() -> None:
     argv = argv_of(replace(PLACE, return_routes=False))
     assert "--enable-return-routed-experts" not in argv
 
 
-def test_weights_come_from_the_checkpoint_or_are_random_until_the_first_sync() -> None:
+def test_load_format_is_the_checkpoint_or_dummy() -> None:
     assert not any(argument.startswith("--load-format") for argument in argv_of())
     assert "--load-format=dummy" in argv_of(replace(PLACE, load_format="dummy"))
 
 
-def test_a_start_checkpoint_answers_as_version_0_and_random_weights_as_none() -> None:
-    """Where nothing is synced, as in mode=eval, rollouts of a version that is no number would all
-    be rejected.
-    """
+def test_start_checkpoint_has_weight_version_0() -> None:
+    """Without weight updates, as in mode=eval, rollouts need a version that is a number."""
     assert "--weight-version=0" in argv_of()
     assert not any(
         argument.startswith("--weight-version")
@@ -75,36 +73,37 @@ def test_only_cpu_engines_get_the_shim() -> None:
 
 
 def test_torchrun_variables_do_not_reach_the_engine() -> None:
-    inherited = {
+    parent = {
         "RANK": "0",
         "WORLD_SIZE": "2",
         "MASTER_PORT": "1",
         "TORCHELASTIC_RUN_ID": "x",
         "HOME": "/h",
     }
-    environment = environment_of(inherited, threads=2)
+    environment = environment_of(parent, threads=2)
     assert not {"RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"} & environment.keys()
     assert environment["HOME"] == "/h"
     assert environment["OMP_NUM_THREADS"] == "2"
 
 
-def test_engine_gpus_count_within_what_the_scheduler_gave() -> None:
+def test_engine_gpus_are_indices_into_visible_devices() -> None:
     gpu = replace(PLACE, device="cuda", gpus=(1, 2))
     assert environment_of({"CUDA_VISIBLE_DEVICES": "4,5,7"}, gpu)["CUDA_VISIBLE_DEVICES"] == "5,7"
     with pytest.raises(ValueError, match="lists only 2"):
         environment_of({"CUDA_VISIBLE_DEVICES": "4,5"}, gpu)
 
 
-def test_a_gpus_memory_is_sglangs_to_divide() -> None:
+def test_kv_cache_size_is_fixed_on_cpus_and_left_to_sglang_on_gpus() -> None:
     assert "--max-total-tokens=16384" in argv_of()
     assert not any("--max-total-tokens" in argument for argument in argv_of(GPU, dtype="bfloat16"))
     for place in (PLACE, GPU):
         assert "--max-total-tokens=4096" in argv_of(place, max_total_tokens=4096)
 
 
-def test_where_routes_are_replayed_experts_run_in_kernels_that_record_them() -> None:
-    """SGLang's default on the newest GPUs, flashinfer_trtllm, routes inside its kernel: it would
-    record zeros.
+def test_replay_on_gpus_selects_kernels_that_record_routes() -> None:
+    """SGLang's default on the newest GPUs, flashinfer_trtllm, routes inside its kernel.
+
+    It would record zeros.
     """
     assert "--moe-runner-backend=triton" in argv_of(GPU)
     assert not any(
@@ -114,19 +113,18 @@ def test_where_routes_are_replayed_experts_run_in_kernels_that_record_them() -> 
     assert not any("--moe-runner-backend" in argument for argument in argv_of(PLACE))
 
 
-def test_the_runs_seed_reaches_the_engine() -> None:
+def test_seed_reaches_the_engine() -> None:
     assert "--random-seed=7" in argv_of(replace(PLACE, seed=7))
     assert not any("--random-seed" in argument for argument in argv_of())
 
 
-def test_nccl_is_set_alike_on_both_sides_of_the_weight_group() -> None:
-    """NCCL waits forever when one side uses cuMem or NVLS buffers and the other does not; SGLang
-    switches both off.
-    """
+def test_nccl_environment_is_equal_on_both_sides_of_the_weight_group() -> None:
+    """NCCL waits forever when one side uses cuMem or NVLS buffers and the other does not."""
     assert nccl_environment({}) == {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
-    chosen = {"NCCL_CUMEM_ENABLE": "1", "HOME": "/h"}
-    assert nccl_environment(chosen) == {"NCCL_CUMEM_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}, (
-        "a user's choice holds"
-    )
-    for inherited in ({}, chosen):
-        assert nccl_environment(inherited).items() <= environment_of(inherited, GPU).items()
+    user_environment = {"NCCL_CUMEM_ENABLE": "1", "HOME": "/h"}
+    assert nccl_environment(user_environment) == {
+        "NCCL_CUMEM_ENABLE": "1",
+        "NCCL_NVLS_ENABLE": "0",
+    }, "a user's choice holds"
+    for parent in ({}, user_environment):
+        assert nccl_environment(parent).items() <= environment_of(parent, GPU).items()

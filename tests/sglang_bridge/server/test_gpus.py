@@ -1,4 +1,4 @@
-"""Whether the installed torch can use GPUs, read from its files."""
+"""CUDA support of the installed torch, read from its files."""
 
 from pathlib import Path
 
@@ -6,15 +6,19 @@ import pytest
 
 from sglang_bridge.server.gpus import torch_uses_cuda
 
-CUDA_TORCH = "from typing import Optional\n\n__version__ = '2.14.1'\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n"
+CUDA_TORCH = (
+    "from typing import Optional\n\n__version__ = '2.14.1'\n"
+    "cuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n"
+)
 CPU_TORCH = (
     "from typing import Optional\n\n__version__ = '2.14.1+cpu'\ncuda: Optional[str] = None\n"
 )
 
 
 def install_torch(directory: Path, version: str, text: str | None) -> list[str]:
-    """A folder of packages that holds torch in this version; text: of its version.py, None for no
-    such file.
+    """Make a folder of packages with torch in this version.
+
+    text: the content of torch/version.py. None means no such file.
     """
     metadata = directory / f"torch-{version}.dist-info"
     metadata.mkdir(parents=True)
@@ -39,17 +43,17 @@ def install_torch(directory: Path, version: str, text: str | None) -> list[str]:
         ("2.14.1", None, False),
     ],
 )
-def test_whether_torch_can_use_gpus_is_read_from_its_files(
+def test_cuda_support_is_read_from_torch_files(
     tmp_path: Path, version: str, text: str | None, usable: bool
 ) -> None:
     assert torch_uses_cuda(install_torch(tmp_path, version, text)) is usable
 
 
-def test_without_torch_nothing_is_usable(tmp_path: Path) -> None:
+def test_without_torch_there_is_no_cuda_support(tmp_path: Path) -> None:
     assert torch_uses_cuda([str(tmp_path)]) is False
 
 
-def test_the_installed_torch_agrees() -> None:
+def test_cuda_support_matches_the_installed_torch() -> None:
     import torch
 
     assert torch_uses_cuda() is (torch.version.cuda is not None)

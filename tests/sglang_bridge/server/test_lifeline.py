@@ -22,7 +22,8 @@ children = [
     subprocess.Popen([sys.executable, "-c", ignore]),
     subprocess.Popen([sys.executable, "-c", ignore], start_new_session=True),
 ]
-open(sys.argv[1] + ".part", "w").write(" ".join(str(p) for p in [os.getpid(), *(c.pid for c in children)]))
+pids = [os.getpid(), *(child.pid for child in children)]
+open(sys.argv[1] + ".part", "w").write(" ".join(map(str, pids)))
 os.rename(sys.argv[1] + ".part", sys.argv[1])
 time.sleep(300)
 """
@@ -38,7 +39,7 @@ if len(sys.argv) > 3 and os.fork() == 0:
     os._exit(0)
 time.sleep(300)
 """
-# A process of the tree ends and leaves a named semaphore: nobody has it mapped, and the tracker
+# A process of the tree ends and leaves a named semaphore, which no process has mapped. The tracker
 # removes it.
 SEMAPHORE = """
 import multiprocessing, os, sys, time
@@ -94,7 +95,8 @@ def test_killing_the_holder_ends_the_whole_tree(tmp_path: Path, extra: list[str]
 
 
 def test_closing_the_lifeline_ends_the_whole_tree(tmp_path: Path) -> None:
-    lifeline, path = Lifeline(), tmp_path / "pids"
+    lifeline = Lifeline()
+    path = tmp_path / "pids"
     process = start_tree(path, lifeline)
     pids = tree_pids(path)
     lifeline.close()
@@ -103,7 +105,8 @@ def test_closing_the_lifeline_ends_the_whole_tree(tmp_path: Path) -> None:
 
 
 def test_terminating_the_supervisor_ends_the_whole_tree(tmp_path: Path) -> None:
-    lifeline, path = Lifeline(), tmp_path / "pids"
+    lifeline = Lifeline()
+    path = tmp_path / "pids"
     process = start_tree(path, lifeline)
     pids = tree_pids(path)
     process.terminate()
@@ -113,7 +116,8 @@ def test_terminating_the_supervisor_ends_the_whole_tree(tmp_path: Path) -> None:
 
 
 def test_killing_the_supervisor_kills_the_command(tmp_path: Path) -> None:
-    lifeline, path = Lifeline(), tmp_path / "pids"
+    lifeline = Lifeline()
+    path = tmp_path / "pids"
     process = start_tree(path, lifeline)
     pids = tree_pids(path)
     process.kill()
@@ -127,19 +131,20 @@ def test_killing_the_supervisor_kills_the_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "expected"), [("raise SystemExit(7)", 7), ("import os; os.abort()", 134)]
+    ("code", "exit_code"), [("raise SystemExit(7)", 7), ("import os; os.abort()", 134)]
 )
-def test_the_exit_code_is_the_commands(code: str, expected: int) -> None:
+def test_supervisor_returns_the_exit_code_of_its_command(code: str, exit_code: int) -> None:
     lifeline = Lifeline()
     process = start_supervised(
         [sys.executable, "-c", code], lifeline=lifeline, environment=os.environ
     )
-    assert process.wait(20) == expected
+    assert process.wait(20) == exit_code
     lifeline.close()
 
 
-def test_what_a_command_leaves_behind_ends_with_it(tmp_path: Path) -> None:
-    lifeline, path = Lifeline(), tmp_path / "pids"
+def test_processes_that_a_command_leaves_behind_are_ended(tmp_path: Path) -> None:
+    lifeline = Lifeline()
+    path = tmp_path / "pids"
     code = TREE.rsplit("time.sleep(300)", 1)[0]
     command = [sys.executable, "-c", code, str(path)]
     process = start_supervised(
@@ -151,7 +156,8 @@ def test_what_a_command_leaves_behind_ends_with_it(tmp_path: Path) -> None:
 
 
 def test_semaphores_of_a_process_that_was_killed_are_removed(tmp_path: Path) -> None:
-    lifeline, path = Lifeline(), tmp_path / "name"
+    lifeline = Lifeline()
+    path = tmp_path / "name"
     command = [sys.executable, "-c", SEMAPHORE, str(path)]
     process = start_supervised(command, lifeline=lifeline, environment=os.environ, grace_seconds=0)
     assert wait_for(path.exists, 20)
@@ -163,7 +169,8 @@ def test_semaphores_of_a_process_that_was_killed_are_removed(tmp_path: Path) -> 
 
 
 def test_output_goes_to_the_log(tmp_path: Path) -> None:
-    lifeline, log = Lifeline(), tmp_path / "log"
+    lifeline = Lifeline()
+    log = tmp_path / "log"
     with log.open("wb") as file:
         code = "import sys; print('out', flush=True); print('err', file=sys.stderr)"
         process = start_supervised(

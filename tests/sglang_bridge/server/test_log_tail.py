@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from sglang_bridge.server.log_tail import last_exception, last_lines, argument_error
+from sglang_bridge.server.log_tail import argument_error, last_exception, last_lines
 
 
 def test_last_lines_without_secrets(tmp_path: Path) -> None:
@@ -14,7 +14,7 @@ def test_last_lines_without_secrets(tmp_path: Path) -> None:
     )
 
 
-def test_long_lines_are_cut_and_bad_bytes_survive(tmp_path: Path) -> None:
+def test_long_lines_are_shortened_and_invalid_bytes_replaced(tmp_path: Path) -> None:
     log = tmp_path / "engine.log"
     log.write_bytes(b"x" * 10_000 + b"\n\xff\xfe end")
     first, last = last_lines(log).splitlines()
@@ -22,13 +22,19 @@ def test_long_lines_are_cut_and_bad_bytes_survive(tmp_path: Path) -> None:
     assert last.endswith(" end")
 
 
-def test_a_missing_log_is_empty(tmp_path: Path) -> None:
+def test_missing_log_is_empty(tmp_path: Path) -> None:
     assert last_lines(tmp_path / "none.log") == ""
 
 
-def test_the_reason_in_a_log_is_found() -> None:
-    usage = "usage: launch_server.py [-h]\n  [--tp TP]\nsglang serve: error: unrecognized arguments: --nope\n"
-    trace = "Traceback (most recent call last):\n  File x\nKeyError: 1\ntorch.OutOfMemoryError: no room\n  at\n"
+def test_parser_errors_and_exceptions_are_found_in_a_log() -> None:
+    usage = (
+        "usage: launch_server.py [-h]\n  [--tp TP]\n"
+        "sglang serve: error: unrecognized arguments: --nope\n"
+    )
+    trace = (
+        "Traceback (most recent call last):\n  File x\nKeyError: 1\n"
+        "torch.OutOfMemoryError: no room\n  at\n"
+    )
     assert (argument_error(usage), last_exception(usage)) == (
         "unrecognized arguments: --nope",
         None,

@@ -1,4 +1,4 @@
-"""What is asked of a server that somebody else started."""
+"""Checks of a server that somebody else started."""
 
 import http.server
 import json
@@ -45,31 +45,31 @@ def server() -> Iterator[http.server.ThreadingHTTPServer]:
 
 def check(port: int, *, return_routes: bool = True, tp: int = 1, **settings: Any) -> None:
     engines = [Engine(url=f"http://127.0.0.1:{port}", tp=tp)]
-    declared = ServerSettings(tp=tp, **{"start_timeout_s": 0.6, **settings})
-    require_external_engines(engines, create_keys(), declared, return_routes=return_routes)
+    server_settings = ServerSettings(tp=tp, **{"start_timeout_s": 0.6, **settings})
+    require_external_engines(engines, create_keys(), server_settings, return_routes=return_routes)
 
 
-def test_a_server_that_fits_passes(server: Any) -> None:
+def test_matching_server_passes(server: Any) -> None:
     check(server.server_port)
 
 
-def test_a_server_without_routes_passes_where_none_are_replayed(server: Any) -> None:
+def test_server_without_routes_passes_without_replay(server: Any) -> None:
     server.answer = (200, {"enable_return_routed_experts": False, "tp_size": 1})
     check(server.server_port, return_routes=False)
     with pytest.raises(EngineUnhealthy, match="--enable-return-routed-experts"):
         check(server.server_port)
 
 
-def test_nothing_listens() -> None:
+def test_address_on_which_nothing_listens_is_refused() -> None:
     start = time.monotonic()
     with pytest.raises(
         EngineUnhealthy, match=r"nothing listens there \(connection refused\); .*start_timeout_s"
     ):
         check(choose_port("127.0.0.1", None), start_timeout_s=12.0)
-    assert 2.0 <= time.monotonic() - start < 9.0, "a sixth of the time that a server gets"
+    assert 2.0 <= time.monotonic() - start < 9.0, "a sixth of the timeout"
 
 
-def test_a_name_that_nobody_has_is_told_soon() -> None:
+def test_unknown_host_name_is_refused_early() -> None:
     with pytest.raises(EngineUnhealthy, match=r"no-such-host\.invalid:1: its name is not known"):
         require_external_engines(
             [Engine(url="http://no-such-host.invalid:1")],
@@ -79,19 +79,19 @@ def test_a_name_that_nobody_has_is_told_soon() -> None:
         )
 
 
-def test_a_server_that_hangs_gets_all_of_its_time() -> None:
-    told = pytest.raises(EngineUnhealthy, match=r"did not answer within 1 s; start that server")
-    with socket.create_server(("127.0.0.1", 0)) as silent, told:
+def test_hanging_server_gets_the_whole_timeout() -> None:
+    refusal = pytest.raises(EngineUnhealthy, match=r"did not answer within 1 s; start that server")
+    with socket.create_server(("127.0.0.1", 0)) as silent, refusal:
         check(silent.getsockname()[1])
 
 
-def test_other_keys_are_named(server: Any) -> None:
+def test_incorrect_keys_are_refused(server: Any) -> None:
     server.answer = (401, {})
     with pytest.raises(EngineUnhealthy, match=r"engine.key_file"):
         check(server.server_port)
 
 
-def test_the_declared_tensor_parallel_size_must_be_the_running_one(server: Any) -> None:
+def test_tensor_parallel_size_must_match_the_server(server: Any) -> None:
     with pytest.raises(EngineUnhealthy, match=r"engine\.tp=2: http.* runs with tp_size=1"):
         check(server.server_port, tp=2)
     server.answer = (200, {**INFO, "tp_size": 2, "pp_size": 1, "dp_size": 1})
@@ -99,20 +99,18 @@ def test_the_declared_tensor_parallel_size_must_be_the_running_one(server: Any) 
 
 
 @pytest.mark.parametrize("key", ["pp_size", "dp_size"])
-def test_pipeline_and_plain_data_parallelism_are_named_before_the_first_sync(
-    server: Any, key: str
-) -> None:
+def test_pipeline_and_data_parallel_servers_are_refused(server: Any, key: str) -> None:
     server.answer = (200, {**INFO, key: 2})
     with pytest.raises(EngineUnhealthy, match=rf"127\.0\.0\.1.*{key}=2.*start it with 1"):
         check(server.server_port)
 
 
-def test_another_precision_is_named(server: Any) -> None:
+def test_dtype_must_match_the_server(server: Any) -> None:
     with pytest.raises(EngineUnhealthy, match=r"engine.dtype=bfloat16.*runs in float32"):
         check(server.server_port, dtype="bfloat16")
 
 
-def test_a_quantized_server_is_named_before_it_is_given_unscaled_weights(server: Any) -> None:
+def test_quantized_server_is_refused(server: Any) -> None:
     server.answer = (200, {**INFO, "quantization": "fp8"})
     with pytest.raises(
         EngineUnhealthy, match=r"engine\.quantization.*127\.0\.0\.1.*quantization=fp8.*without"
@@ -122,8 +120,8 @@ def test_a_quantized_server_is_named_before_it_is_given_unscaled_weights(server:
     check(server.server_port)
 
 
-def test_a_server_of_a_quantized_checkpoint_is_named_too(server: Any, tmp_path: Path) -> None:
-    """SGLang takes the checkpoint's own quantization without saying so in its settings."""
+def test_server_of_a_quantized_checkpoint_is_refused(server: Any, tmp_path: Path) -> None:
+    """SGLang uses the checkpoint's quantization without showing it in its settings."""
     server.answer = (200, {**INFO, "quantization": None, "model_path": str(tmp_path)})
     (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
     with pytest.raises(
@@ -140,7 +138,7 @@ def test_a_server_of_a_quantized_checkpoint_is_named_too(server: Any, tmp_path: 
 @pytest.mark.parametrize(
     "backend", ["flashinfer_trtllm", "experimental_sgl_trtllm", "triton_kernel"]
 )
-def test_a_server_whose_kernels_record_no_routes_is_named(server: Any, backend: str) -> None:
+def test_server_whose_kernels_record_no_routes_is_refused(server: Any, backend: str) -> None:
     server.answer = (200, {**INFO, "moe_runner_backend": backend})
     with pytest.raises(
         EngineUnhealthy,
@@ -151,6 +149,6 @@ def test_a_server_whose_kernels_record_no_routes_is_named(server: Any, backend: 
 
 
 @pytest.mark.parametrize("backend", ["auto", "triton", "deep_gemm", "flashinfer_trtllm_routed"])
-def test_a_server_whose_kernels_record_routes_passes(server: Any, backend: str) -> None:
+def test_server_whose_kernels_record_routes_passes(server: Any, backend: str) -> None:
     server.answer = (200, {**INFO, "moe_runner_backend": backend})
     check(server.server_port)

@@ -1,4 +1,4 @@
-"""The engine's side of a weight group in a process of its own, joined with the calls SGLang makes."""
+"""The engine's side of a weight group, in its own process and with the calls that SGLang makes."""
 
 from __future__ import annotations
 
@@ -20,33 +20,34 @@ class PeerAdmin(AdminClient):
         super().__init__(Engine(url=url), create_keys())
         self._pipe = pipe
         self._lock = threading.Lock()
-        self.received: list[tuple[list[float], str | None]] = []
+        self.buckets: list[tuple[list[float], str | None]] = []
         self.refuse = False
 
     def init_weights_update_group(self, **request: Any) -> None:
-        self._ask(("init", request))
+        self._call(("init", request))
 
     def update_weights_from_distributed(self, **request: Any) -> None:
         if self.refuse:
             raise RequestFailed("no session is open")
-        self.received.append((self._ask(("update", request)), request["weight_version"]))
+        self.buckets.append((self._call(("update", request)), request["weight_version"]))
 
     def destroy_weights_update_group(self, name: str) -> None:
         pass
 
-    def _ask(self, question: tuple[str, dict[str, Any]]) -> Any:
+    def _call(self, request_tuple: tuple[str, dict[str, Any]]) -> Any:
         assert self._pipe is not None
         with self._lock:
             try:
-                self._pipe.send(question)
+                self._pipe.send(request_tuple)
                 return self._pipe.recv()
             except (EOFError, OSError) as error:
                 raise RequestFailed("the peer is gone") from error
 
 
 def serve_peer(pipe: Connection) -> None:
-    """Join the group and receive buckets, as `init_custom_process_group` and the weight updater of
-    SGLang do.
+    """Join the group and receive buckets, as SGLang does.
+
+    See its `init_custom_process_group` and its weight updater.
     """
     import torch
     import torch.distributed as dist
@@ -61,7 +62,9 @@ def serve_peer(pipe: Connection) -> None:
     pipe.send("imported")
     _, request = pipe.recv()
     url = f"tcp://{request['address']}:{request['port']}"
-    rank, size, name = request["rank_offset"], request["world_size"], request["name"]
+    rank = request["rank_offset"]
+    size = request["world_size"]
+    name = request["name"]
     store, _, _ = next(iter(rendezvous(url, rank, size, timeout=datetime.timedelta(seconds=20))))
     group, _ = _new_process_group_helper(
         size,
@@ -76,7 +79,8 @@ def serve_peer(pipe: Connection) -> None:
     pipe.send(None)
     while True:
         _, request = pipe.recv()
-        (shape,), (dtype,) = request["shapes"], request["dtypes"]
+        (shape,) = request["shapes"]
+        (dtype,) = request["dtypes"]
         element = getattr(torch, dtype)
         flat = torch.empty(shape[0] * element.itemsize, dtype=torch.uint8)
         dist.broadcast(flat, src=0, group=group)

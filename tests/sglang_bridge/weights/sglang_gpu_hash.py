@@ -1,5 +1,4 @@
-"""SGLang's own kernel for hashing a GPU tensor, run by Triton's interpreter: prints the hash of
-each tensor of a file.
+"""Print the hash of each tensor of a file, by SGLang's own GPU kernel in Triton's interpreter.
 
 TRITON_INTERPRET=1 python sglang_gpu_hash.py TENSORS.pt
 """
@@ -13,7 +12,7 @@ import torch
 
 
 def load_kernel():
-    """The module alone: importing the package around it takes seconds."""
+    """Load the module alone. To import its package takes seconds."""
     path = importlib.metadata.distribution("sglang").locate_file(
         "sglang/kernels/ops/memory/gpu_tensor_hash.py"
     )
@@ -24,7 +23,7 @@ def load_kernel():
 
 
 class OnGpu(torch.Tensor):
-    """A tensor that says it is on a GPU, as the function around the kernel wants."""
+    """A tensor that claims to be on a GPU, as the function around the kernel requires."""
 
     is_cuda = True
 

@@ -1,4 +1,4 @@
-"""Audits by value, with an engine that holds what the test says."""
+"""Audits by value, with a fake engine."""
 
 from typing import Any, Literal
 
@@ -14,19 +14,19 @@ from sglang_bridge.weights.digests import CpuDigest, Digest, GpuDigest
 from sglang_bridge.weights.expectation import WeightExpectation
 
 QKV = tuple(f"model.layers.0.self_attn.{kind}_proj.weight" for kind in "qkv")
-FUSED, NORM = "model.layers.0.self_attn.qkv_proj.weight", "model.norm.weight"
+FUSED = "model.layers.0.self_attn.qkv_proj.weight"
+NORM = "model.norm.weight"
 
 
-class HoldingAdmin(AdminClient):
-    """Holds these tensors on each of its ranks, by the engine's parameter names, in an engine of
-    this shape.
-    """
+class FakeAdmin(AdminClient):
+    """An engine that holds these tensors on its ranks, by the engine's parameter names."""
 
     def __init__(
         self, *ranks: dict[str, torch.Tensor], info: dict[str, Any] | None = None, **shape: Any
     ) -> None:
         super().__init__(Engine(url="http://127.0.0.1:1", **shape), create_keys())
-        self._ranks, self._info = ranks, info or {"device": "cpu"}
+        self._ranks = ranks
+        self._info = info or {"device": "cpu"}
 
     def server_info(self) -> dict[str, Any]:
         return self._info
@@ -34,8 +34,8 @@ class HoldingAdmin(AdminClient):
     def checksums(self, *, timeout: float = 300.0) -> list[dict[str, str]]:
         digest = GpuDigest if self._info["device"] == "cuda" else CpuDigest
         return [
-            {name: checksum(digest(), tensor) for name, tensor in held.items()}
-            for held in self._ranks
+            {name: checksum(digest(), tensor) for name, tensor in parameters.items()}
+            for parameters in self._ranks
         ]
 
 
@@ -44,75 +44,79 @@ def checksum(digest: Digest, tensor: torch.Tensor) -> str:
     return digest.hexdigest()
 
 
-def sent_and_held() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """What a correct engine holds once these tensors were sent."""
-    sent = {name: torch.full((2, 2), float(index)) for index, name in enumerate(QKV)} | {
+def correct_weights() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Weights to send, and the parameters of an engine that received them."""
+    weights = {name: torch.full((2, 2), float(index)) for index, name in enumerate(QKV)} | {
         NORM: torch.ones(2)
     }
-    return sent, {FUSED: torch.cat([sent[name] for name in QKV]), NORM: torch.ones(2)}
+    return weights, {FUSED: torch.cat([weights[name] for name in QKV]), NORM: torch.ones(2)}
 
 
-def expected(
-    sent: dict[str, torch.Tensor], device: Literal["cpu", "cuda"] = "cpu"
+def expectation_of(
+    weights: dict[str, torch.Tensor], device: Literal["cpu", "cuda"] = "cpu"
 ) -> WeightExpectation:
     expectation = WeightExpectation(dtype=torch.float32, num_experts=1, device=device)
-    for name, tensor in sent.items():
+    for name, tensor in weights.items():
         expectation.add(name, tensor)
     return expectation
 
 
-def test_an_engine_that_holds_what_was_sent_passes() -> None:
-    sent, held = sent_and_held()
-    report = audit_engine(HoldingAdmin(held), expected(sent))
+def test_engine_with_the_sent_weights_passes() -> None:
+    weights, parameters = correct_weights()
+    report = audit_engine(FakeAdmin(parameters), expectation_of(weights))
     assert (report.url, report.num_compared, report.mismatches) == ("http://127.0.0.1:1", 2, ())
     report.raise_on_mismatch(3)
 
 
-def test_one_bit_is_found_and_named_with_the_tensors_fused_in_its_parameter() -> None:
-    sent, held = sent_and_held()
-    held[FUSED].view(torch.int32)[5, 1] ^= 1
-    report = audit_engine(HoldingAdmin(held), expected(sent))
+def test_one_flipped_bit_is_reported_with_the_fused_tensors() -> None:
+    weights, parameters = correct_weights()
+    parameters[FUSED].view(torch.int32)[5, 1] ^= 1
+    report = audit_engine(FakeAdmin(parameters), expectation_of(weights))
     (mismatch,) = report.mismatches
     assert (mismatch.parameter, mismatch.tensors) == (FUSED, QKV)
     assert mismatch.reason.startswith("sent ")
     with pytest.raises(
         WeightMismatch, match=r"version 3: 1 parameter\(s\) differ: .*qkv_proj.*k_proj"
-    ) as caught:
+    ) as error_info:
         report.raise_on_mismatch(3)
-    assert (caught.value.exit_code, EngineError.exit_code) == (6, 4)
+    assert (error_info.value.exit_code, EngineError.exit_code) == (6, 4)
 
 
-def test_a_parameter_that_nothing_was_sent_for_is_found() -> None:
-    sent, held = sent_and_held()
-    report = audit_engine(HoldingAdmin({**held, "model.extra": torch.ones(1)}), expected(sent))
+def test_parameter_without_a_sent_tensor_is_reported() -> None:
+    weights, parameters = correct_weights()
+    report = audit_engine(
+        FakeAdmin({**parameters, "model.extra": torch.ones(1)}), expectation_of(weights)
+    )
     assert report.mismatches == (Mismatch("model.extra", (), "nothing was sent for it"),)
     assert report.num_compared == 3
 
 
-def test_a_sent_tensor_that_the_engine_lacks_is_found() -> None:
-    sent, held = sent_and_held()
-    del held[FUSED]
-    report = audit_engine(HoldingAdmin(held), expected(sent))
+def test_sent_tensor_that_the_engine_lacks_is_reported() -> None:
+    weights, parameters = correct_weights()
+    del parameters[FUSED]
+    report = audit_engine(FakeAdmin(parameters), expectation_of(weights))
     assert report.mismatches == (Mismatch(FUSED, QKV, "the engine has no such parameter"),)
     assert report.num_compared == 2
 
 
-def test_a_tensor_missing_from_a_fused_parameter_is_an_error_of_the_export() -> None:
-    sent, held = sent_and_held()
-    del sent[QKV[1]]
+def test_incomplete_fused_parameter_raises() -> None:
+    weights, parameters = correct_weights()
+    del weights[QKV[1]]
     with pytest.raises(ValueError, match=r"qkv_proj\.weight has 2 of 3 tensors"):
-        audit_engine(HoldingAdmin(held), expected(sent))
+        audit_engine(FakeAdmin(parameters), expectation_of(weights))
 
 
 GPU = {"device": "cuda", "moe_runner_backend": "triton"}
 
 
-def test_an_engine_on_a_gpu_is_compared_by_value_too() -> None:
-    sent, held = sent_and_held()
-    report = audit_engine(HoldingAdmin(held, info=GPU), expected(sent, "cuda"))
+def test_engine_on_a_gpu_is_compared_by_value() -> None:
+    weights, parameters = correct_weights()
+    report = audit_engine(FakeAdmin(parameters, info=GPU), expectation_of(weights, "cuda"))
     assert (report.num_compared, report.mismatches) == (2, ())
-    held[FUSED].view(torch.int32)[5, 1] ^= 1
-    (mismatch,) = audit_engine(HoldingAdmin(held, info=GPU), expected(sent, "cuda")).mismatches
+    parameters[FUSED].view(torch.int32)[5, 1] ^= 1
+    (mismatch,) = audit_engine(
+        FakeAdmin(parameters, info=GPU), expectation_of(weights, "cuda")
+    ).mismatches
     assert (mismatch.parameter, mismatch.tensors) == (FUSED, QKV)
 
 
@@ -134,25 +138,29 @@ def test_an_engine_on_a_gpu_is_compared_by_value_too() -> None:
 def test_engines_whose_checksums_cannot_be_predicted_are_compared_by_name(
     device: Literal["cpu", "cuda"], info: dict[str, Any], shape: dict[str, Any], words: str
 ) -> None:
-    sent, held = sent_and_held()
-    ranks = [held] * shape.get("tp", 1)
+    weights, parameters = correct_weights()
+    ranks = [parameters] * shape.get("tp", 1)
     with pytest.raises(
         AuditUnsupported, match=rf"every parameter that was sent, by name; .*{words}"
     ):
-        audit_engine(HoldingAdmin(*ranks, info=info, **shape), expected(sent, device))
-    odd = {**held, "model.extra": torch.ones(1)}
-    report = audit_engine(HoldingAdmin(*ranks[1:], odd, info=info, **shape), expected(sent, device))
+        audit_engine(FakeAdmin(*ranks, info=info, **shape), expectation_of(weights, device))
+    odd = {**parameters, "model.extra": torch.ones(1)}
+    report = audit_engine(
+        FakeAdmin(*ranks[1:], odd, info=info, **shape), expectation_of(weights, device)
+    )
     assert report.mismatches == (Mismatch("model.extra", (), "nothing was sent for it"),)
     del odd["model.extra"], odd[NORM]
-    report = audit_engine(HoldingAdmin(*ranks[1:], odd, info=info, **shape), expected(sent, device))
+    report = audit_engine(
+        FakeAdmin(*ranks[1:], odd, info=info, **shape), expectation_of(weights, device)
+    )
     assert report.mismatches == (Mismatch(NORM, (NORM,), "the engine has no such parameter"),)
 
 
-def test_a_name_that_the_engine_does_not_know_is_an_error_and_not_skipped() -> None:
-    """SGLang's own loader drops such tensors in silence."""
-    sent, held = sent_and_held()
+def test_unknown_name_is_reported_as_a_mismatch() -> None:
+    """SGLang's loader drops such tensors silently."""
+    weights, parameters = correct_weights()
     report = audit_engine(
-        HoldingAdmin(held), expected({**sent, "model.nrom.weight": torch.ones(2)})
+        FakeAdmin(parameters), expectation_of({**weights, "model.nrom.weight": torch.ones(2)})
     )
     with pytest.raises(
         WeightMismatch, match=r"model\.nrom\.weight \(the engine has no such parameter\)"
@@ -160,7 +168,7 @@ def test_a_name_that_the_engine_does_not_know_is_an_error_and_not_skipped() -> N
         report.raise_on_mismatch(0)
 
 
-def test_the_text_of_many_differences_stays_short() -> None:
+def test_text_of_many_differences_is_abridged() -> None:
     expert = Mismatch(
         "w13_weight", tuple(f"expert-{index}" for index in range(100)), "sent a, held b"
     )

@@ -1,13 +1,11 @@
-"""Audits at their edges: how long a text gets, one kind of sharding alone, and a server that names
-no MoE runner.
-"""
+"""Edge cases of audits: length of a text, tensor parallelism alone, no MoE runner."""
 
 import pytest
 
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import AuditUnsupported
 from sglang_bridge.weights.audit import Mismatch, audit_engine, require_auditable
-from tests.sglang_bridge.weights.test_audit import HoldingAdmin, expected, sent_and_held
+from tests.sglang_bridge.weights.test_audit import FakeAdmin, correct_weights, expectation_of
 
 
 @pytest.mark.parametrize(
@@ -20,12 +18,14 @@ def test_up_to_sixteen_fused_tensors_are_named(count: int, end: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [{"tp": 2}, {"tp": 3}, {"tp": 2, "ep": 2}])
-def test_a_sharded_engine_is_not_compared_by_value(shape: dict[str, int]) -> None:
+def test_sharded_engine_is_not_compared_by_value(shape: dict[str, int]) -> None:
     with pytest.raises(AuditUnsupported, match=f"tp={shape['tp']} "):
         require_auditable(Engine(url="http://127.0.0.1:1", **shape), {"device": "cpu"}, "cpu")
 
 
-def test_a_server_that_names_no_moe_runner_has_the_plain_one() -> None:
-    sent, held = sent_and_held()
-    report = audit_engine(HoldingAdmin(held, info={"device": "cuda"}), expected(sent, "cuda"))
+def test_missing_moe_runner_counts_as_the_plain_one() -> None:
+    weights, parameters = correct_weights()
+    report = audit_engine(
+        FakeAdmin(parameters, info={"device": "cuda"}), expectation_of(weights, "cuda")
+    )
     assert (report.num_compared, report.mismatches) == (2, ())

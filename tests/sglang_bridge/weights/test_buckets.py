@@ -10,65 +10,65 @@ from sglang_bridge.weights.buckets import Bucket, iterate_buckets
 CPU = torch.device("cpu")
 
 
-def copies(named: list[tuple[str, torch.Tensor]], bucket_bytes: int) -> list[Bucket]:
-    """The buckets, each with a copy of its bytes: the next one overwrites them."""
+def copies(tensors: list[tuple[str, torch.Tensor]], bucket_bytes: int) -> list[Bucket]:
+    """Copy the buckets, because the next one overwrites the bytes of the previous."""
     buckets = []
-    for bucket in iterate_buckets(iter(named), bucket_bytes=bucket_bytes, device=CPU):
+    for bucket in iterate_buckets(iter(tensors), bucket_bytes=bucket_bytes, device=CPU):
         bucket.flat = bucket.flat.clone()
         buckets.append(bucket)
     return buckets
 
 
-def test_buckets_are_filled_in_order_and_the_last_one_says_so() -> None:
-    named = [
+def test_buckets_are_filled_in_order_and_the_last_is_marked() -> None:
+    tensors = [
         (name, torch.full((2,), value)) for name, value in (("a", 1.0), ("b", 2.0), ("c", 3.0))
     ]  # 8 bytes each
-    first, second = copies(named, 16)
+    first, second = copies(tensors, 16)
     assert (first.names, first.last) == (["a", "b"], False)
     assert (second.names, second.last) == (["c"], True)
     assert first.flat.view(torch.float32).tolist() == [1, 1, 2, 2]
 
 
 def test_a_tensor_larger_than_a_bucket_gets_its_own() -> None:
-    named = [("a", torch.ones(1)), ("big", torch.arange(5.0)), ("c", torch.ones(1))]
-    buckets = copies(named, 8)
+    tensors = [("a", torch.ones(1)), ("big", torch.arange(5.0)), ("c", torch.ones(1))]
+    buckets = copies(tensors, 8)
     assert [bucket.names for bucket in buckets] == [["a"], ["big"], ["c"]]
     assert dict(buckets[1].tensors())["big"].tolist() == [0, 1, 2, 3, 4]
 
 
 def test_unaligned_tensors_start_a_new_bucket() -> None:
-    named = [
+    tensors = [
         ("half", torch.ones(1, dtype=torch.bfloat16)),
         ("full", torch.ones(1)),
         ("byte", torch.ones(1).to(torch.uint8)),
     ]
-    assert [bucket.names for bucket in copies(named, 64)] == [["half"], ["full", "byte"]]
+    assert [bucket.names for bucket in copies(tensors, 64)] == [["half"], ["full", "byte"]]
 
 
-def test_only_one_bucket_ahead_of_the_consumer() -> None:
-    drawn = []
+def test_stream_is_read_one_bucket_ahead() -> None:
+    reads = []
 
     def lazy() -> object:
         for index in range(100):
-            drawn.append(index)
+            reads.append(index)
             yield str(index), torch.ones(4)
 
     buckets = iterate_buckets(lazy(), bucket_bytes=64, device=CPU)  # type: ignore[arg-type]
     next(buckets)
-    assert len(drawn) == 5  # four that fill the bucket, and the one that did not fit
+    assert len(reads) == 5  # four fill the bucket, and the fifth does not fit
 
 
 @pytest.mark.parametrize(
-    ("named", "words"),
+    ("tensors", "words"),
     [
         ([], "no weights"),
         ([("a", torch.ones(1)), ("a", torch.ones(1))], "a: sent twice"),
         ([("a", torch.ones(0))], "a: has no elements"),
     ],
 )
-def test_streams_that_cannot_be_sent(named: list, words: str) -> None:
+def test_invalid_streams_are_refused(tensors: list, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        copies(named, 64)
+        copies(tensors, 64)
 
 
 @given(
@@ -84,18 +84,18 @@ def test_streams_that_cannot_be_sent(named: list, words: str) -> None:
 )
 def test_every_tensor_arrives_once_unchanged_and_aligned(kinds: list, bucket_bytes: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    named = [
+    tensors = [
         (f"t{index}", torch.randint(0, 200, shape, generator=generator).to(dtype))
         for index, (dtype, shape) in enumerate(kinds)
     ]
-    buckets = copies(named, bucket_bytes)
-    received = {}
+    buckets = copies(tensors, bucket_bytes)
+    arrivals = {}
     for bucket in buckets:
-        received |= dict(bucket.tensors())  # a view of an unaligned tensor raises
+        arrivals |= dict(bucket.tensors())  # a view of an unaligned tensor raises
         assert bucket.flat.numel() <= bucket_bytes or len(bucket.names) == 1
-    assert list(received) == [name for name, _ in named]
+    assert list(arrivals) == [name for name, _ in tensors]
     assert all(
-        torch.equal(received[name], tensor) and received[name].dtype == tensor.dtype
-        for name, tensor in named
+        torch.equal(arrivals[name], tensor) and arrivals[name].dtype == tensor.dtype
+        for name, tensor in tensors
     )
     assert [bucket.last for bucket in buckets] == [False] * (len(buckets) - 1) + [True]

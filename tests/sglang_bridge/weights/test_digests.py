@@ -1,4 +1,4 @@
-"""Checksums of parameters whose parts stream by are those that SGLang takes of the whole."""
+"""Streamed checksums equal SGLang's checksums of whole parameters."""
 
 import hashlib
 import json
@@ -22,16 +22,14 @@ def digest_of(kind: type[CpuDigest] | type[GpuDigest], tensor: torch.Tensor, par
     return digest.hexdigest()
 
 
-def test_on_cpus_it_is_the_beginning_of_sha256() -> None:
+def test_cpu_digest_is_the_beginning_of_sha256() -> None:
     tensor = torch.randn(33)
     assert digest_of(CpuDigest, tensor) == hashlib.sha256(tensor.numpy().tobytes()).hexdigest()[:16]
     assert digest_of(CpuDigest, tensor, 7) == digest_of(CpuDigest, tensor)
 
 
-def test_on_gpus_it_is_what_sglangs_kernel_computes(tmp_path: Path) -> None:
-    """The kernel itself, interpreted: whole tiles, a part of one, odd numbers of bytes, more than
-    one tile.
-    """
+def test_gpu_digest_equals_the_sglang_kernel(tmp_path: Path) -> None:
+    """Whole tiles, a part of one, odd numbers of bytes, and more than one tile."""
     generator = torch.Generator().manual_seed(0)
     tensors = [
         torch.randn(1, generator=generator),
@@ -43,19 +41,19 @@ def test_on_gpus_it_is_what_sglangs_kernel_computes(tmp_path: Path) -> None:
     ]
     torch.save(tensors, tmp_path / "tensors.pt")
     script = Path(__file__).with_name("sglang_gpu_hash.py")
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, str(script), str(tmp_path / "tensors.pt")],
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    assert [digest_of(GpuDigest, tensor) for tensor in tensors] == json.loads(done.stdout)
+    assert result.returncode == 0, result.stderr
+    assert [digest_of(GpuDigest, tensor) for tensor in tensors] == json.loads(result.stdout)
 
 
 @pytest.mark.parametrize("kind", [CpuDigest, GpuDigest])
-def test_parts_of_any_size_make_the_same_digest(kind: type[CpuDigest] | type[GpuDigest]) -> None:
+def test_digest_does_not_depend_on_part_sizes(kind: type[CpuDigest] | type[GpuDigest]) -> None:
     tensor = torch.randn(2 * TILE_WORDS + 77).bfloat16()
     assert {digest_of(kind, tensor, parts) for parts in (1, 2, 3, 5, 1000)} == {
         digest_of(kind, tensor)
@@ -63,7 +61,7 @@ def test_parts_of_any_size_make_the_same_digest(kind: type[CpuDigest] | type[Gpu
 
 
 @pytest.mark.parametrize("kind", [CpuDigest, GpuDigest])
-def test_one_bit_and_the_order_of_parts_change_it(kind: type[CpuDigest] | type[GpuDigest]) -> None:
+def test_digest_depends_on_every_bit_and_the_order(kind: type[CpuDigest] | type[GpuDigest]) -> None:
     tensor = torch.randn(TILE_WORDS + 5)
     before = digest_of(kind, tensor)
     other = tensor.clone()

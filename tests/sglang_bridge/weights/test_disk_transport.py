@@ -1,4 +1,4 @@
-"""Weights written as a checkpoint that engines load."""
+"""Weights that engines load from a checkpoint on disk."""
 
 from pathlib import Path
 
@@ -14,11 +14,11 @@ from sglang_bridge.weights.disk import DiskTransport
 
 
 class LoadingAdmin(AdminClient):
-    """Loads what it is told to, as an engine would."""
+    """Loads the files, as an engine would."""
 
     def __init__(self) -> None:
         super().__init__(Engine(url="http://127.0.0.1:1"), create_keys())
-        self.held: dict[str, torch.Tensor] = {}
+        self.weights: dict[str, torch.Tensor] = {}
         self.version = ""
 
     def update_weights_from_disk(
@@ -27,7 +27,7 @@ class LoadingAdmin(AdminClient):
         if not (Path(model_path) / "config.json").exists():
             raise RequestFailed("no config")
         for file in sorted(Path(model_path).glob("*.safetensors")):
-            self.held |= load_file(file)
+            self.weights |= load_file(file)
         self.version = weight_version
 
 
@@ -41,7 +41,7 @@ def push(
     assert transport.end([admin], version) == {}
 
 
-def test_a_version_is_loaded_complete_and_replaces_the_one_before(tmp_path: Path) -> None:
+def test_version_is_complete_and_replaces_the_previous_one(tmp_path: Path) -> None:
     (tmp_path / "start").mkdir()
     (tmp_path / "start" / "config.json").write_text("{}")
     admin = LoadingAdmin()
@@ -52,7 +52,7 @@ def test_a_version_is_loaded_complete_and_replaces_the_one_before(tmp_path: Path
         weights = {name: torch.randn(3, 2) for name in "abc"}
         push(transport, admin, weights, version)
         assert admin.version == str(version)
-        assert all(torch.equal(admin.held[name], weights[name]) for name in "abc")
+        assert all(torch.equal(admin.weights[name], weights[name]) for name in "abc")
         assert [path.name for path in (tmp_path / "sync").iterdir()] == [f"version-{version}"]
     transport.close()
     assert list((tmp_path / "sync").iterdir()) == []

@@ -1,4 +1,4 @@
-"""What an engine must hold, digest by digest."""
+"""Expected digests of an engine's parameters."""
 
 import hashlib
 
@@ -43,11 +43,11 @@ LAYER = "model.layers.3"
         ("lm_head.weight", Slot("lm_head.weight", 0, 1)),
     ],
 )
-def test_places_of_checkpoint_tensors(name: str, slot: Slot) -> None:
+def test_slots_of_checkpoint_tensors(name: str, slot: Slot) -> None:
     assert locate_slot(name, num_experts=8) == slot
 
 
-def test_an_expert_the_model_does_not_have_is_refused() -> None:
+def test_expert_outside_the_model_is_refused() -> None:
     with pytest.raises(ValueError, match="experts 0 to 7"):
         locate_slot(f"{LAYER}.mlp.experts.8.up_proj.weight", num_experts=8)
 
@@ -80,7 +80,7 @@ def test_fused_digests_do_not_depend_on_the_order_of_arrival(order: list[int]) -
     assert expectation.tensors_of(f"{LAYER}.mlp.experts.w13_weight") == tuple(names)
 
 
-def test_values_are_those_of_the_engines_dtype_with_the_vocabulary_padded() -> None:
+def test_digest_covers_the_engine_dtype_and_vocabulary_padding() -> None:
     weight = torch.randn(63, 4)
     expectation = WeightExpectation(dtype=torch.bfloat16, num_experts=1)
     expectation.add("lm_head.weight", weight)
@@ -89,14 +89,14 @@ def test_values_are_those_of_the_engines_dtype_with_the_vocabulary_padded() -> N
     }
 
 
-def test_a_routers_bias_keeps_every_bit() -> None:
+def test_router_bias_stays_in_float32() -> None:
     bias = torch.randn(8)
     expectation = WeightExpectation(dtype=torch.bfloat16, num_experts=8)
     expectation.add(f"{LAYER}.mlp.gate.e_score_correction_bias", bias)
     assert expectation.checksums() == {f"{LAYER}.mlp.gate.e_score_correction_bias": sha(bias)}
 
 
-def test_observing_passes_the_stream_on_lazily() -> None:
+def test_observe_passes_the_stream_on_lazily() -> None:
     expectation = WeightExpectation(dtype=torch.float32, num_experts=1)
     tensor = torch.ones(2)
     stream = expectation.observe(iter([("a", tensor), ("b", tensor)]))
@@ -119,5 +119,5 @@ def test_incomplete_and_repeated_tensors_are_refused() -> None:
     expectation.add(f"{LAYER}.self_attn.k_proj.weight", torch.ones(1))
     with pytest.raises(ValueError, match=r"qkv_proj\.weight has 1 of 3 tensors"):
         expectation.checksums()
-    with pytest.raises(ValueError, match="already taken"):
+    with pytest.raises(ValueError, match="already holds"):
         expectation.add(f"{LAYER}.self_attn.k_proj.weight", torch.ones(1))

@@ -1,5 +1,6 @@
-"""A process group with another process that joins it the way SGLang does, without a default group
-on this side.
+"""A process group with another process that joins it as SGLang does.
+
+This side has no default group.
 """
 
 import multiprocessing
@@ -27,7 +28,7 @@ URL = "http://127.0.0.1:1"
 
 @pytest.fixture
 def peer() -> Iterator[tuple["PeerAdmin", BaseProcess]]:
-    """A process with one end of a pipe; the admin that speaks to it."""
+    """A process with one end of a pipe, and the admin that sends to it."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=serve_peer, args=(theirs,), daemon=True)
@@ -53,19 +54,19 @@ def test_buckets_arrive_and_no_default_group_appears(peer: tuple[PeerAdmin, Base
     assert sender.connect([peer[0]]) == {}
     assert sender.send(bucket_of(1.0, 2.0, last=False), [peer[0]], 7) == {}
     assert sender.send(bucket_of(3.0), [peer[0]], 7) == {}
-    assert peer[0].received == [([1.0, 2.0], None), ([3.0], "7")]
+    assert peer[0].buckets == [([1.0, 2.0], None), ([3.0], "7")]
     assert dist.is_initialized() == had_default_group
     sender.close()
 
 
 @pytest.mark.parametrize("how", ["dies", "hangs", "refuses"])
-def test_a_peer_that_fails_is_reported_within_the_timeout(
+def test_failed_peer_is_reported_within_the_timeout(
     peer: tuple[PeerAdmin, BaseProcess], how: str
 ) -> None:
     admin, process = peer
     sender = transport()
     assert sender.connect([admin]) == {}
-    sender._timeout = 3.0  # from here: to form the group may take longer
+    sender._timeout = 3.0  # set here, because the group may take longer to form
     assert process.pid is not None
     if how == "dies":
         process.kill()
@@ -89,10 +90,10 @@ def test_a_peer_that_fails_is_reported_within_the_timeout(
     sender.close()
 
 
-def test_an_engine_that_failed_is_let_go_without_waiting_for_its_broadcast(
+def test_failed_engine_is_dropped_without_waiting_for_its_broadcast(
     peer: tuple[PeerAdmin, BaseProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even if the thread that leaves the group is through with it before this one is."""
+    """Also when the thread that leaves the group finishes first."""
     left = threading.Event()
 
     def leave_first(group: dist.ProcessGroup) -> None:
@@ -123,7 +124,7 @@ def test_an_engine_that_failed_is_let_go_without_waiting_for_its_broadcast(
     assert time.monotonic() - start < 12.0  # the broadcast waits for twenty
 
 
-def test_nobody_comes() -> None:
+def test_engine_that_never_joins_is_reported() -> None:
     class Absent(PeerAdmin):
         def init_weights_update_group(self, **request: object) -> None:
             time.sleep(60)
@@ -142,31 +143,27 @@ def test_an_engine_that_refuses_to_join_is_reported_at_once() -> None:
     assert time.monotonic() - start < 5.0
 
 
-def test_each_engine_gets_the_address_that_it_can_reach(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A local engine and one on another machine: what the one calls this process leads the other
-    nowhere.
-    """
-    routes = {
-        "127.0.0.1": "127.0.0.1",
-        "10.0.0.7": "127.0.0.2",
-    }  # which of its addresses faces which host
+def test_each_engine_gets_an_address_that_it_can_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A local engine and one on another machine need different addresses of this process."""
+    # This process's address on the route to each host.
+    routes = {"127.0.0.1": "127.0.0.1", "10.0.0.7": "127.0.0.2"}
     monkeypatch.setattr(weight_group, "address_towards", lambda host, port: routes[host])
-    told = {}
+    addresses = {}
 
     class Absent(PeerAdmin):
         def init_weights_update_group(self, **request: object) -> None:
-            told[self.url] = request["address"]
-            raise RequestFailed("seen enough")
+            addresses[self.url] = request["address"]
+            raise RequestFailed("enough")
 
     urls = ("http://10.0.0.7:5", "http://127.0.0.1:6")
     assert set(transport().connect([Absent(url, None) for url in urls])) == set(urls)
-    assert told == {urls[0]: "127.0.0.2", urls[1]: "127.0.0.1"}
+    assert addresses == {urls[0]: "127.0.0.2", urls[1]: "127.0.0.1"}
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    "options",
     [{"backend": "mpi"}, {"backend": "nccl"}, {"backend": "gloo", "device": torch.device("cuda")}],
 )
-def test_backends_that_cannot_work_are_refused(wrong: dict) -> None:
+def test_unusable_backends_are_refused(options: dict) -> None:
     with pytest.raises(ValueError, match="backend"):
-        DistributedTransport(timeout_seconds=1.0, **wrong)
+        DistributedTransport(timeout_seconds=1.0, **options)

@@ -1,6 +1,4 @@
-"""The order of a weight update, and what happens when engines fail, with engines and transport that
-record calls.
-"""
+"""Order and failures of a weight update, with engines and a transport that record calls."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -15,19 +13,21 @@ from sglang_bridge.weights.buckets import Bucket
 from sglang_bridge.weights.calls import Failures
 from sglang_bridge.weights.updater import WeightUpdater
 
-A, B = "http://127.0.0.1:1", "http://127.0.0.1:2"
+A = "http://127.0.0.1:1"
+B = "http://127.0.0.1:2"
 
 
 class RecordingAdmin(AdminClient):
-    """Writes down control calls; `fails` names those that fail."""
+    """Records control calls. failing_calls: the names of calls that fail."""
 
-    def __init__(self, url: str, log: list[str], fails: set[str]) -> None:
+    def __init__(self, url: str, log: list[str], failing_calls: set[str]) -> None:
         super().__init__(Engine(url=url), create_keys())
-        self._log, self._fails = log, fails
+        self._log = log
+        self._failing_calls = failing_calls
 
     def _call(self, name: str) -> None:
         self._log.append(f"{name} {self.url[-1]}")
-        if name in self._fails:
+        if name in self._failing_calls:
             raise RequestFailed(f"{name} refused")
 
     def pause(self) -> None:
@@ -44,28 +44,31 @@ class RecordingAdmin(AdminClient):
 
 
 class RecordingTransport:
-    """Writes down what it is asked to do; `script` may add failures."""
+    """Records its calls. `script` may add failures."""
 
     device = torch.device("cpu")
 
     def __init__(self, log: list[str], script: Callable[[str], Failures]) -> None:
-        self._log, self._script = log, script
+        self._log = log
+        self._script = script
 
-    def _note(self, what: str, admins: Sequence[AdminClient]) -> Failures:
+    def _record(self, what: str, admins: Sequence[AdminClient]) -> Failures:
         self._log.append(f"{what} {''.join(admin.url[-1] for admin in admins)}")
         return self._script(what)
 
     def connect(self, admins: Sequence[AdminClient]) -> Failures:
-        return self._note("connect", admins)
+        return self._record("connect", admins)
 
     def begin(self, admins: Sequence[AdminClient], version: int) -> Failures:
-        return self._note("begin", admins)
+        return self._record("begin", admins)
 
     def send(self, bucket: Bucket, admins: Sequence[AdminClient], version: int) -> Failures:
-        return self._note(f"send {','.join(bucket.names)}{' last' if bucket.last else ''}", admins)
+        return self._record(
+            f"send {','.join(bucket.names)}{' last' if bucket.last else ''}", admins
+        )
 
     def end(self, admins: Sequence[AdminClient], version: int) -> Failures:
-        return self._note("end", admins)
+        return self._record("end", admins)
 
     def forget(self, admin: AdminClient) -> None:
         self._log.append(f"forget {admin.url[-1]}")
@@ -80,11 +83,13 @@ class Setup:
     def __init__(
         self,
         script: Callable[[str], Failures] = lambda _: {},
-        fails: dict[str, set[str]] | None = None,
+        failing_calls: dict[str, set[str]] | None = None,
     ) -> None:
         self.log: list[str] = []
-        self.fails = fails or {}
-        admins = [RecordingAdmin(url, self.log, self.fails.get(url, set())) for url in (A, B)]
+        self.failing_calls = failing_calls or {}
+        admins = [
+            RecordingAdmin(url, self.log, self.failing_calls.get(url, set())) for url in (A, B)
+        ]
         self.updater = WeightUpdater(
             admins, transport=RecordingTransport(self.log, script), bucket_bytes=4
         )
@@ -95,14 +100,14 @@ class Setup:
         return log
 
 
-def weights(count: int = 2, seen: list[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+def weights(count: int = 2, reads: list[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     for index in range(count):
-        if seen is not None:
-            seen.append(str(index))
+        if reads is not None:
+            reads.append(str(index))
         yield str(index), torch.ones(1)
 
 
-def test_the_order_of_an_update() -> None:
+def test_order_of_calls_in_an_update() -> None:
     setup = Setup()
     setup.updater.push(weights(), 1)
     log = setup.take_log()
@@ -113,16 +118,16 @@ def test_the_order_of_an_update() -> None:
     assert (set(log[7:9]), set(log[9:])) == ({"flush 1", "flush 2"}, {"resume 1", "resume 2"})
 
 
-def test_an_engine_that_fails_is_left_paused_and_the_other_served() -> None:
+def test_failed_engine_stays_paused_and_others_are_updated() -> None:
     setup = Setup(lambda what: {A: "it died"} if what.startswith("send 0") else {})
-    seen: list[str] = []
+    reads: list[str] = []
     with pytest.raises(
         WeightUpdateFailed, match=r"1 engine\(s\): http://127.0.0.1:1: it died"
-    ) as caught:
-        setup.updater.push(weights(3, seen), 5)
-    assert seen == ["0", "1", "2"]
-    assert caught.value.failures == {A: "it died"}
-    assert caught.value.updated_urls == (B,)
+    ) as error_info:
+        setup.updater.push(weights(3, reads), 5)
+    assert reads == ["0", "1", "2"]
+    assert error_info.value.failures == {A: "it died"}
+    assert error_info.value.updated_urls == (B,)
     log = setup.take_log()
     assert log[6:] == [
         "send 0 12",
@@ -137,10 +142,10 @@ def test_an_engine_that_fails_is_left_paused_and_the_other_served() -> None:
 
 def test_the_stream_is_exhausted_even_when_every_engine_fails() -> None:
     setup = Setup(lambda what: {A: "x", B: "x"} if what == "begin" else {})
-    seen: list[str] = []
+    reads: list[str] = []
     with pytest.raises(WeightUpdateFailed):
-        setup.updater.push(weights(4, seen), 1)
-    assert len(seen) == 4
+        setup.updater.push(weights(4, reads), 1)
+    assert len(reads) == 4
     assert not any(entry.startswith(("send", "resume")) for entry in setup.log)
 
 
@@ -148,27 +153,28 @@ def test_the_stream_is_exhausted_even_when_the_transport_breaks() -> None:
     def script(what: str) -> Failures:
         raise RuntimeError("no such interface")
 
-    seen: list[str] = []
+    reads: list[str] = []
     setup = Setup(script)
     with pytest.raises(RuntimeError, match="no such interface"):
-        setup.updater.push(weights(4, seen), 1)
-    assert len(seen) == 4
+        setup.updater.push(weights(4, reads), 1)
+    assert len(reads) == 4
 
 
-def test_an_error_of_the_export_itself_comes_through_and_leaves_engines_paused() -> None:
-    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+def test_export_error_is_raised_and_engines_stay_paused() -> None:
+    def failing_export() -> Iterator[tuple[str, torch.Tensor]]:
         yield from weights(2)
         raise FloatingPointError("NaN in the export")
 
     setup = Setup()
     with pytest.raises(FloatingPointError):
-        setup.updater.push(broken(), 1)
+        setup.updater.push(failing_export(), 1)
     assert not any(entry.startswith("resume") for entry in setup.log)
 
 
 def test_a_run_closes_the_session_that_a_dead_trainer_left_open() -> None:
-    """An engine refuses to begin an update while one is open; one without any refuses to end it,
-    which is fine.
+    """An engine refuses a new session while one is open, and an end without one.
+
+    The updater ignores the latter.
     """
     sessions = {A: True, B: False}
 
@@ -195,7 +201,7 @@ def test_a_run_closes_the_session_that_a_dead_trainer_left_open() -> None:
     assert {"resume 1", "resume 2"} <= set(log)
 
 
-def test_a_session_is_closed_once_and_not_before_every_update() -> None:
+def test_old_sessions_are_closed_only_before_the_first_update() -> None:
     setup = Setup()
     setup.updater.push(weights(), 0)
     setup.take_log()
@@ -216,14 +222,14 @@ def test_after_a_failure_the_old_session_is_closed_first() -> None:
     assert log.index("end-old 1") < log.index("begin 12")
 
 
-def test_control_calls_that_fail_count() -> None:
-    setup = Setup(fails={B: {"flush"}})
-    with pytest.raises(WeightUpdateFailed) as caught:
+def test_failed_control_calls_fail_the_update() -> None:
+    setup = Setup(failing_calls={B: {"flush"}})
+    with pytest.raises(WeightUpdateFailed) as error_info:
         setup.updater.push(weights(), 1)
-    assert caught.value.failures == {B: "flush refused"}
+    assert error_info.value.failures == {B: "flush refused"}
     assert "resume 2" not in setup.log
 
 
-def test_buckets_hold_something() -> None:
+def test_bucket_size_must_be_positive() -> None:
     with pytest.raises(ValueError, match=r"sync\.bucket_mb"):
         WeightUpdater([], transport=RecordingTransport([], lambda _: {}), bucket_bytes=0)
