@@ -1,4 +1,4 @@
-"""Directories of runs as a run leaves them, without a run."""
+"""Writes directories as runs leave them, without a run."""
 
 from __future__ import annotations
 
@@ -24,11 +24,20 @@ def write_run(
     clipped: float = 0.0,
     tokens: float = 1000.0,
 ) -> Path:
-    """The directory of a run of these overrides, one step before each accuracy but the first. code:
-    None leaves no exit record, as a killed run does. clipped: share of each step's tokens, on
-    either side half. tokens: of a step."""
+    """Write the directory of a run with these overrides, and return its path.
+
+    accuracies: one for step 0 and one after each step. code: of exit.json; None writes none, as
+    for a killed run. clipped: the share of clipped tokens, half of it on either side. tokens: the
+    tokens of a step.
+    """
     directory = RunDirectory.create(compose(overrides), datetime.datetime(2025, 1, 2), ranks=ranks)
-    with MetricsLog(directory, SETTINGS) as log:
+    step_values = {
+        "rollout/tokens": tokens,
+        "time/step": 5.0,
+        "policy/clip_fraction_low": clipped / 2,
+        "policy/clip_fraction_high": clipped / 2,
+    }
+    with MetricsLog(directory, SETTINGS) as metrics:
         for step, accuracy in enumerate(accuracies):
             values = {
                 "eval/accuracy": accuracy,
@@ -36,13 +45,8 @@ def write_run(
                 "eval/parseable": 1.0,
                 "time/eval": 2.0,
             }
-            sides = {f"policy/clip_fraction_{side}": clipped / 2 for side in ("low", "high")}
-            log.write(
-                step,
-                values | ({"rollout/tokens": tokens, "time/step": 5.0} | sides if step else {}),
-            )
+            metrics.write(step, values | step_values if step else values)
     if code is not None:
-        write_exit_record(
-            directory.path, code, "the run is complete" if code == 0 else "an engine died"
-        )
+        reason = "the run is complete" if code == 0 else "an engine died"
+        write_exit_record(directory.path, code, reason)
     return directory.path

@@ -1,1 +1,1 @@
-"""Checkpoints of a run: saving, keeping and resuming."""
+"""Checkpoints of a run: saving, storing, resuming, exporting and merging them."""

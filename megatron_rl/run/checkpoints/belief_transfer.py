@@ -1,7 +1,8 @@
-"""What another run believed of its prompts, read from its checkpoint: `selection.beliefs_from`."""
+"""Reads another run's beliefs about its prompts from a checkpoint (`selection.beliefs_from`)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rl.config.schema import Configuration
@@ -10,60 +11,62 @@ from megatron_rl.contracts.run_state import RunState
 from megatron_rl.prompts.selection.transferred_beliefs import TransferredBeliefs
 from megatron_rl.run.checkpoints.manifest import changed_files, read_manifest
 from megatron_rl.run.checkpoints.resume import checkpoints_at
-from megatron_rl.run.checkpoints.state_file import NAME, read_state
+from megatron_rl.run.checkpoints.state_file import STATE_NAME, read_state
 
 
 class BeliefsUnavailable(Failure):
-    """selection.beliefs_from names no checkpoint of a run that had some."""
+    """selection.beliefs_from names no checkpoint with beliefs."""
 
     exit_code = ExitCode.BAD_DATA
 
 
-def read_transferred_beliefs(c: Configuration, own: RunState | None = None) -> TransferredBeliefs | None:
-    """Those that a run begins with, from the newest whole checkpoint; None where it has its own, or
-    is told of none.
+def read_transferred_beliefs(
+    c: Configuration, resume_state: RunState | None = None
+) -> TransferredBeliefs | None:
+    """Read the beliefs of another run from its newest complete checkpoint. Weights are not read.
 
-    own: what the run goes on from. Weights are not read. Raises `BeliefsUnavailable`.
+    Returns None when selection.beliefs_from is not set, and when the run resumes with its own
+    beliefs. resume_state: the state that the run resumes from. Raises `BeliefsUnavailable`.
     """
-    given = c.selection.beliefs_from
-    if (
-        given is None
-        or c.selection.name != "belief"
-        or (own is not None and own.position.selection.beliefs is not None)
-    ):
+    source = c.selection.beliefs_from
+    if source is None or c.selection.name != "belief":
         return None
-    damaged: list[str] = []
-    for checkpoint in checkpoints_at(Path(given)):
+    if resume_state is not None and resume_state.position.selection.beliefs is not None:
+        return None
+    key = f"selection.beliefs_from={source}"
+    problems: list[str] = []
+    for checkpoint in checkpoints_at(Path(source)):
         try:
-            state = _whole_state(checkpoint)
+            state = _read_undamaged_state(checkpoint)
         except ValueError as error:
-            damaged.append(f"{checkpoint}: {error}")
+            problems.append(f"{checkpoint}: {error}")
             continue
-        return _inherited(f"selection.beliefs_from={given}", checkpoint, state, damaged)
+        return _transferred_beliefs(key, checkpoint, state, problems)
     raise BeliefsUnavailable(
-        f"selection.beliefs_from={given}: no whole checkpoint is there ({' | '.join(damaged)}). Give the directory of a run "
-        "with selection=belief and run.checkpoint_every, or of one of its checkpoints"
+        f"{key}: there is no complete checkpoint ({' | '.join(problems)}). Give the directory of "
+        "a run with selection=belief and run.checkpoint_every, or one of its checkpoints"
     )
 
 
-def _whole_state(checkpoint: Path) -> RunState:
-    """Raises ValueError, and its kind `DamagedCheckpoint`."""
-    if problems := changed_files(checkpoint, read_manifest(checkpoint), [NAME]):
+def _read_undamaged_state(checkpoint: Path) -> RunState:
+    """Raises ValueError, or its subclass `DamagedCheckpoint`."""
+    problems = changed_files(checkpoint, read_manifest(checkpoint), [STATE_NAME])
+    if problems:
         raise ValueError("; ".join(problems))
     return read_state(checkpoint)
 
 
-def _inherited(
-    told: str, checkpoint: Path, state: RunState, damaged: list[str]
+def _transferred_beliefs(
+    key: str, checkpoint: Path, state: RunState, problems: Sequence[str]
 ) -> TransferredBeliefs:
+    """problems: the newer checkpoints that are damaged."""
     selection = state.position.selection
     if selection.beliefs is None:
         name = state.settings.get("selection.name", "uniform")
         raise BeliefsUnavailable(
-            f"{told}: the run that saved {checkpoint} had selection.name={name} and believed nothing of its prompts. "
-            "Give one with selection=belief, or leave it null"
+            f"{key}: the run that saved {checkpoint} had selection.name={name}, which has no "
+            "beliefs. Give a run with selection=belief, or leave selection.beliefs_from null"
         )
-    passed = tuple(f"a damaged checkpoint is passed over: {one}" for one in damaged)
-    return TransferredBeliefs(
-        f"{told} ({checkpoint.name})", selection.prompts.digest, selection.beliefs, passed
-    )
+    warnings = tuple(f"skipping a damaged checkpoint: {problem}" for problem in problems)
+    source = f"{key} ({checkpoint.name})"
+    return TransferredBeliefs(source, selection.prompts.digest, selection.beliefs, warnings)

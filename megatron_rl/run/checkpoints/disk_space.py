@@ -1,7 +1,8 @@
-"""Room on the disk for what a run will write, asked for before it starts."""
+"""Computes the disk space that a run may need, and requires it before the run starts."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from megatron_rl.config.schema import Configuration
@@ -10,44 +11,106 @@ from megatron_rl.models.parameter_count import num_parameters
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.planning.memory import BYTES
 from megatron_rl.records.write_errors import free_bytes
+from megatron_rl.run.checkpoints.store import CheckpointStore
 
-_RECORDS_BYTES = 32 * 2**20  # metrics, logs, TensorBoard
 _MIB = 2**20
+# Metrics, logs and TensorBoard
+_RECORDS_BYTES = 32 * _MIB
+_MODES_THAT_TRAIN = ("train", "train_only")
+_MODES_THAT_MEASURE = ("eval", "profile")
+# One int32 id and one float32 log-probability
+_TOKEN_BYTES = 8
+_MAX_UINT8_EXPERTS = 256
 
 
 class NotEnoughDiskSpace(Failure):
-    """What the run will write does not fit on its disk."""
+    """The disk of run.root has less free space than the run may need."""
 
     exit_code = ExitCode.CANNOT_WRITE
 
 
 def checkpoint_bytes(c: Configuration, shape: ModelShape) -> int:
-    """What one checkpoint takes: the weights, and in float32 the optimizer's weights and two
-    moments.
+    """The size of one checkpoint: the weights, and three float32 numbers for each parameter.
+
+    These are the optimizer's copy of the weight and its two moments.
     """
     return num_parameters(shape) * (BYTES[c.model.dtype] + 3 * BYTES["float32"])
 
 
-def required_bytes(c: Configuration, shape: ModelShape) -> dict[str, int]:
-    """What a run writes at most at one time, by the key that asks for it."""
+def required_bytes(
+    c: Configuration, shape: ModelShape, *, reusable_checkpoints: int = 0
+) -> dict[str, int]:
+    """The largest number of bytes that a run writes and keeps at one time, by configuration key.
+
+    reusable_checkpoints: the checkpoints on the disk that a resumed run will replace.
+    """
     parameters = num_parameters(shape)
-    needed = {"run.root (metrics and logs)": _RECORDS_BYTES}
-    if c.run.save_weights:  # twice: a checkpoint is replaced only once the new one is whole
-        needed["run.save_weights=true"] = 2 * parameters * BYTES[c.run.save_dtype or c.model.dtype]
-    if c.run.checkpoint_every:  # a new one is whole before the oldest is removed
-        needed["run.checkpoint_every"] = (c.run.keep_checkpoints + 1) * checkpoint_bytes(c, shape)
-    if c.sync.transport == "disk":
-        needed["sync.transport=disk"] = parameters * BYTES[c.engine.dtype]
-    return needed
+    sizes = {"run.root (metrics and logs)": _RECORDS_BYTES}
+    if c.mode in _MODES_THAT_TRAIN:
+        if c.run.save_weights:
+            # Twice: existing weights are replaced once the new ones are complete
+            weight_bytes = parameters * BYTES[c.run.save_dtype or c.model.dtype]
+            sizes["run.save_weights=true"] = 2 * weight_bytes
+        if c.run.checkpoint_every:
+            # The oldest checkpoint is removed once the new one is complete
+            num_new = max(1, c.run.keep_checkpoints + 1 - reusable_checkpoints)
+            sizes["run.checkpoint_every"] = num_new * checkpoint_bytes(c, shape)
+    if c.mode == "rollout_only":
+        sizes["mode=rollout_only"] = _recording_bytes(c, shape)
+    if c.sync.transport == "disk" and _sends_weights(c):
+        sizes["sync.transport=disk"] = parameters * BYTES[c.engine.dtype]
+    return sizes
 
 
-def require_disk_space(c: Configuration, shape: ModelShape) -> None:
-    """Raises `NotEnoughDiskSpace` when the disk of `run.root` has less room than the run will need."""
-    free, needed = free_bytes(Path(c.run.root).expanduser().resolve()), required_bytes(c, shape)
-    if free >= sum(needed.values()):
+def require_disk_space(c: Configuration, shape: ModelShape, checkpoint: Path | None = None) -> None:
+    """Raise `NotEnoughDiskSpace` when the disk of run.root has too little free space.
+
+    checkpoint: the checkpoint that the run resumes from.
+    """
+    root = Path(c.run.root).expanduser().resolve()
+    free = free_bytes(root)
+    reusable = _reusable_checkpoints(c, checkpoint)
+    sizes = required_bytes(c, shape, reusable_checkpoints=reusable)
+    if free >= sum(sizes.values()):
         return
-    parts = ", ".join(f"{size / _MIB:,.0f} MiB for {key}" for key, size in needed.items())
+    parts = ", ".join(f"{size / _MIB:,.0f} MiB for {key}" for key, size in sizes.items())
     raise NotEnoughDiskSpace(
-        f"run.root={c.run.root!r}: {free / _MIB:,.0f} MiB are free on its disk, and the run may need {parts}; make "
-        "room, give another run.root, or use run.save_weights=false"
+        f"run.root={c.run.root!r}: its disk has {free / _MIB:,.0f} MiB of free space, and the run "
+        f"may need {parts}. Free some space, choose another run.root, or {_remedy(c)}"
     )
+
+
+def _sends_weights(c: Configuration) -> bool:
+    """True when the run sends weights to engines: a measurement of model.path sends none."""
+    if c.mode in _MODES_THAT_MEASURE:
+        return c.run.resume != "never"
+    return c.mode != "train_only"
+
+
+def _recording_bytes(c: Configuration, shape: ModelShape) -> int:
+    """The size of all recordings of mode=rollout_only, if every response is as long as possible."""
+    rollouts = c.rollout.prompts_per_step * c.rollout.samples_per_prompt
+    budget = 1.0 if c.selection.name == "uniform" else c.selection.budget
+    rollouts_per_step = math.ceil(rollouts * budget)
+    tokens = c.data.max_prompt_tokens + c.rollout.max_new_tokens
+    token_bytes = _TOKEN_BYTES
+    if c.train.replay == "rollout":
+        route_bytes = 1 if shape.num_experts <= _MAX_UINT8_EXPERTS else 2
+        token_bytes += len(shape.moe_layers) * shape.topk * route_bytes
+    return c.train.total_steps * rollouts_per_step * tokens * token_bytes
+
+
+def _reusable_checkpoints(c: Configuration, checkpoint: Path | None) -> int:
+    """The number of checkpoints that a resumed run keeps until newer ones replace them."""
+    if checkpoint is None or c.run.resume != "auto":
+        return 0
+    checkpoints = CheckpointStore(checkpoint.parent).checkpoints()
+    return sum(path.name <= checkpoint.name for path in checkpoints)
+
+
+def _remedy(c: Configuration) -> str:
+    if c.mode == "rollout_only":
+        return "lower train.total_steps"
+    if c.mode in _MODES_THAT_MEASURE:
+        return "use sync.transport=distributed"
+    return "set run.save_weights=false"

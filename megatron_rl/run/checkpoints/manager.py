@@ -1,4 +1,4 @@
-"""When a run saves what it needs to go on, and how it ends when it was told to stop."""
+"""Decides when a run saves checkpoints, and ends a run that was asked to stop."""
 
 from __future__ import annotations
 
@@ -23,119 +23,129 @@ _MIB = 2**20
 
 
 class CheckpointNotSaved(Failure):
-    """A checkpoint cannot be written, and run.on_failed_save says that the run shall end then."""
+    """A checkpoint cannot be saved, and run.on_failed_save=stop or a stop request ends the run."""
 
     exit_code = ExitCode.CANNOT_WRITE
 
 
 class StoppedAfterSave(Failure):
-    """The run was told to stop, and goes on from a checkpoint when it is started again."""
+    """The run was asked to stop and has saved a checkpoint, from which it can resume."""
 
     exit_code = ExitCode.REQUEUE
 
 
 @dataclass
 class CheckpointManager:
-    """Rank 0's. facts: every key of the run; optimizer_steps: counts them; saved: the step of the
-    newest checkpoint.
+    """Rank 0's part in saving checkpoints.
 
-    request: a file whose existence asks the run to stop, as SIGUSR1 does.
+    configuration: every key of the configuration with its value. optimizer_steps: returns the
+    number of optimizer steps so far. stop: the request of a signal. stop_file: a file that asks
+    the run to stop when it exists. last_saved_step: the step of the newest checkpoint.
     """
 
     settings: RunSettings
-    facts: dict[str, Any]
+    configuration: dict[str, Any]
     world_size: int
     optimizer_steps: Callable[[], int]
     dispatcher: Dispatcher
     progress: Progress
     stop: StopRequest
-    request: Path
-    saved: int | None = None
-    _writing: bool = False
+    stop_file: Path
+    last_saved_step: int | None = None
+    _is_saving: bool = False
 
     @property
     def stop_requested(self) -> bool:
-        return self.settings.checkpoint_every > 0 and bool(self._asked)
+        """True once the run was asked to stop, if it saves checkpoints."""
+        return self.settings.checkpoint_every > 0 and bool(self._stop_source)
 
-    def due(self, step: int, *, last: bool) -> bool:
-        """Whether to save after a step."""
+    def is_due(self, step: int, *, last: bool) -> bool:
+        """True when a checkpoint must be saved after `step`. last: it is the last step."""
         every = self.settings.checkpoint_every
         if last or self.stop_requested:
-            self.settle()
-        return every > 0 and step != self.saved and (last or step % every == 0 or self.stop_requested)
+            self.wait_for_save()
+        if every == 0 or step == self.last_saved_step:
+            return False
+        return last or step % every == 0 or self.stop_requested
 
     def save(self, position: LoopState, *, last: bool = True) -> dict[str, float]:
-        """Save a checkpoint; returns its metrics. Raises `CheckpointNotSaved`. last: nothing will
-        be done meanwhile.
+        """Save a checkpoint; returns its metrics. Raises `CheckpointNotSaved`.
+
+        last: no step follows, so the save does not run in the background.
         """
         state = RunState(
             position=position,
             optimizer_steps=self.optimizer_steps(),
             world_size=self.world_size,
-            settings=self.facts,
+            settings=self.configuration,
         )
-        watch, background = (
-            Stopwatch(),
-            self.settings.background_saves and not last and not self.stop_requested,
-        )
-        with (
-            watch.section("checkpoint"),
-            self.progress.task(f"saving the checkpoint of step {state.step}"),
-        ):
-            values = self.settle()
-            command = Checkpoint(state.step, encode_state(state), background)
-            outcome: SaveResult | None = self.dispatcher.run(command)
-        self._writing = background
-        return watch.seconds | values | (self._tell(outcome) if outcome is not None else {})
+        in_background = self.settings.background_saves and not last and not self.stop_requested
+        watch = Stopwatch()
+        task = f"saving the checkpoint of step {state.step}"
+        with watch.section("checkpoint"), self.progress.task(task):
+            values = self.wait_for_save()
+            command = Checkpoint(state.step, encode_state(state), in_background)
+            result: SaveResult | None = self.dispatcher.run(command)
+        self._is_saving = in_background
+        values = watch.seconds | values
+        if result is not None:
+            values |= self._report(result)
+        return values
 
-    def settle(self) -> dict[str, float]:
-        """Wait for a checkpoint that is being written; returns its metrics. Raises
-        `CheckpointNotSaved`.
+    def wait_for_save(self) -> dict[str, float]:
+        """Wait for the save in the background, if there is one; returns its metrics.
+
+        Raises `CheckpointNotSaved`.
         """
-        if not self._writing:
+        if not self._is_saving:
             return {}
-        self._writing = False
-        outcome: SaveResult = self.dispatcher.run(WaitForSave())
-        return self._tell(outcome)
-
-    def _tell(self, outcome: SaveResult) -> dict[str, float]:
-        """Say what became of a save."""
-        if outcome.problem:
-            self._explain(outcome.step, outcome.problem)
-            return {"checkpoint/failed": 1.0}
-        self.saved = outcome.step
-        self.progress.log(f"checkpoint of step {outcome.step}: {outcome.nbytes / _MIB:,.1f} MiB")
-        return {}
+        self._is_saving = False
+        result: SaveResult = self.dispatcher.run(WaitForSave())
+        return self._report(result)
 
     def raise_if_stop_requested(self) -> None:
-        """Raises `StoppedAfterSave` once a run that was told to stop has saved."""
-        if self.stop_requested and self.saved is not None:
+        """Raise `StoppedAfterSave` when the run was asked to stop and has a checkpoint."""
+        if self.stop_requested and self.last_saved_step is not None:
             raise StoppedAfterSave(
-                f"the run was told to stop ({self._asked}) and has saved a checkpoint after step {self.saved}; "
-                "start it again with run.resume=auto"
+                f"the run was asked to stop ({self._stop_source}) and has saved a checkpoint "
+                f"after step {self.last_saved_step}. Start it again with run.resume=auto"
             )
 
     @contextlib.contextmanager
-    def nothing_trained(self) -> Iterator[None]:
-        """Within it a step may be given up: rollouts are awaited."""
-        self.stop.nothing_trained = True
+    def abortable_step(self) -> Iterator[None]:
+        """Allow a stop request to abort the step: it waits for rollouts and has trained nothing."""
+        self.stop.is_step_abortable = True
         try:
             yield
         finally:
-            self.stop.nothing_trained = False
+            self.stop.is_step_abortable = False
 
     @property
-    def _asked(self) -> str:
-        """How the run was told to stop; empty where nobody did."""
-        return self.stop.asked or (f"the file {self.request.name}" if self.request.exists() else "")
+    def _stop_source(self) -> str:
+        """The signal or the file that asks the run to stop; empty without a request."""
+        if self.stop.signal_name is not None:
+            return self.stop.signal_name
+        return f"the file {self.stop_file.name}" if self.stop_file.exists() else ""
 
-    def _explain(self, step: int, problem: str) -> None:
-        before = (
-            "there is none before it"
-            if self.saved is None
-            else f"that of step {self.saved} is still whole"
+    def _report(self, result: SaveResult) -> dict[str, float]:
+        """Log the result of a save; returns its metrics. Raises `CheckpointNotSaved`."""
+        if result.problem:
+            self._report_problem(result)
+            return {"checkpoint/failed": 1.0}
+        self.last_saved_step = result.step
+        self.progress.log(f"checkpoint of step {result.step}: {result.nbytes / _MIB:,.1f} MiB")
+        return {}
+
+    def _report_problem(self, result: SaveResult) -> None:
+        if self.last_saved_step is None:
+            remainder = "there is no earlier checkpoint"
+        else:
+            remainder = f"the checkpoint of step {self.last_saved_step} is still complete"
+        problem = (
+            f"the checkpoint of step {result.step} cannot be saved: {result.problem}; {remainder}"
         )
-        said = f"the checkpoint of step {step} cannot be saved: {problem}; {before}"
         if self.settings.on_failed_save == "stop" or self.stop_requested:
-            raise CheckpointNotSaved(f"{said}. Make room, and start again with run.resume=auto")
-        self.progress.log(f"warning: {said}; the run goes on (run.on_failed_save=continue)")
+            raise CheckpointNotSaved(
+                f"{problem}. Free some space, and start again with run.resume=auto"
+            )
+        self.progress.log(f"warning: {problem}. The run continues (run.on_failed_save=continue)")

@@ -1,10 +1,10 @@
-"""Where a run begins: at its start checkpoint, or at the newest whole checkpoint of a run."""
+"""Finds the checkpoint that a run resumes from, and loads it."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,11 +15,10 @@ from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.run_state import RunState
 from megatron_rl.mcore.job import Job
-from megatron_rl.prompts.selection.transferred_beliefs import TransferredBeliefs
 from megatron_rl.records.past_run import flat_settings
 from megatron_rl.records.run_directory import RunDirectory, run_directory_path, to_yaml
-from megatron_rl.run.checkpoints.manifest import NAME as MANIFEST
 from megatron_rl.run.checkpoints.manifest import (
+    MANIFEST_NAME,
     DamagedCheckpoint,
     Manifest,
     changed_files,
@@ -33,17 +32,8 @@ from megatron_rl.training.collectives import broadcast_bytes, gather_bytes
 if TYPE_CHECKING:
     from megatron_rl.training.worker import Worker
 
-# What a checkpoint's numbers mean follows from these. Of the others a run that goes on takes the
-# new values.
-_MODEL = ("model.path", "model.init")
-_PATHS = (
-    "model.path",
-    "rollout.recording",
-    "data.train_path",
-    "data.eval_path",
-    "selection.beliefs_from",
-)
-_FIXED = (
+# These keys give the saved state its meaning, so a resumed run cannot change them
+_FIXED_KEYS = (
     "model.path",
     "model.init",
     "seed",
@@ -53,193 +43,223 @@ _FIXED = (
     "rollout.recording",
     "curriculum",
 )
+# mode=eval and mode=profile load the weights only
+_FIXED_KEYS_OF_MEASUREMENTS = ("model.path", "model.init")
+_PATH_KEYS = (
+    "model.path",
+    "rollout.recording",
+    "data.train_path",
+    "data.eval_path",
+    "selection.beliefs_from",
+)
 
 
 class NoCompleteCheckpoint(Failure):
-    """There are checkpoints, and none of them can be gone on from."""
+    """None of the checkpoints is complete."""
 
     exit_code = ExitCode.BAD_DATA
 
 
 class CheckpointUnusable(Failure):
-    """A checkpoint is as it was saved, and cannot be loaded: it is of another model, or of another
-    version.
-    """
+    """An undamaged checkpoint cannot be loaded: it has another model or another version."""
 
     exit_code = ExitCode.BAD_DATA
 
 
 class CheckpointOfOtherRun(Failure):
-    """The checkpoint is of a run whose settings do not fit those given."""
+    """The settings of the run do not match those of the checkpoint."""
 
     exit_code = ExitCode.REFUSED
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """checkpoint, state: what the run goes on from, None for a new one. damaged: newer checkpoints,
-    and why.
+    """The checkpoint that a run resumes from.
 
-    beliefs: of another run, which rank 0 begins with.
+    checkpoint, state: None for a new run. damaged_checkpoints: the newer checkpoints that cannot
+    be used, each with the reason.
     """
 
     checkpoint: Path | None = None
     state: RunState | None = None
-    damaged: tuple[str, ...] = ()
-    beliefs: TransferredBeliefs | None = None
+    damaged_checkpoints: tuple[str, ...] = ()
 
     def load(self, worker: Worker) -> str:
-        """Every rank's tensors and random numbers (a collective). Returns what does not go on as it
-        was.
+        """Load the tensors and random numbers of every rank (a collective).
 
-        Raises `CheckpointUnusable`.
+        Returns a warning about the part that cannot be restored, or an empty text. Raises
+        `CheckpointUnusable`.
         """
         if self.checkpoint is None or self.state is None:
             return ""
         from megatron_rl.mcore.checkpoint import load_random_state, load_tensors, random_state_file
 
-        steps, world_size = self.state.optimizer_steps, worker.layout.world_size
-        with loading(self.checkpoint):
+        world_size = worker.layout.world_size
+        with explained_load_errors(self.checkpoint):
             load_tensors(
-                worker.policy.models, worker.optimizer, self.checkpoint, optimizer_steps=steps
+                worker.policy.models,
+                worker.optimizer,
+                self.checkpoint,
+                optimizer_steps=self.state.optimizer_steps,
             )
             if world_size != self.state.world_size:
-                return f"{self.state.world_size} ranks saved it: random numbers (dropout) start anew on {world_size}"
+                return (
+                    f"the checkpoint has random numbers (dropout) for {self.state.world_size} "
+                    f"ranks: they start anew on {world_size} ranks"
+                )
             load_random_state(random_state_file(self.checkpoint, worker.layout.rank))
         return ""
 
-    def changed(self, c: Configuration) -> list[str]:
-        """Settings that are not those of the checkpoint, as `key: old -> new`. Raises
-        `CheckpointOfOtherRun`.
+    def changed_settings(self, c: Configuration) -> list[str]:
+        """The settings that differ from the checkpoint, as `key: old -> new`.
+
+        Settings under `run.` are not listed. Raises `CheckpointOfOtherRun` when a setting differs
+        that cannot change.
         """
         if self.state is None:
             return []
-        now, before = flat_configuration(c), self.state.settings
-        different = [key for key in now if not _same(key, now[key], before.get(key, now[key]))]
-        told = {key: f"{key}: {before[key]!r} -> {now[key]!r}" for key in different}
         measures = c.mode in ("eval", "profile")
-        kept = _MODEL if measures else _FIXED
-        if fixed := [told[key] for key in different if key.startswith(kept)]:
+        changes = _changes(self.state.settings, flat_configuration(c))
+        fixed_keys = _FIXED_KEYS_OF_MEASUREMENTS if measures else _FIXED_KEYS
+        refusals = [text for key, text in changes.items() if key.startswith(fixed_keys)]
+        if refusals:
             raise CheckpointOfOtherRun(
-                f"run.resume={c.run.resume!r}: {self.checkpoint} is of a run with other settings ({'; '.join(fixed)}). "
-                "Give the old ones, or start another run"
+                f"run.resume={c.run.resume!r}: {self.checkpoint} belongs to a run with other "
+                f"settings ({'; '.join(refusals)}). Use the old settings, or start another run"
             )
-        return [told[key] for key in different if not key.startswith("run.") and not measures]
-
-
-def _same(key: str, now: Any, before: Any) -> bool:
-    """Whether two values mean the same: a path may be written in several ways."""
-    if key in _PATHS and isinstance(now, str) and isinstance(before, str):
-        return (
-            now == before or Path(now).expanduser().resolve() == Path(before).expanduser().resolve()
-        )
-    return bool(now == before)
+        if measures:
+            return []
+        return [text for key, text in changes.items() if not key.startswith("run.")]
 
 
 @contextlib.contextmanager
-def loading(checkpoint: Path) -> Iterator[None]:
-    """Raises `CheckpointUnusable` for whatever its files are found to be."""
+def explained_load_errors(checkpoint: Path) -> Iterator[None]:
+    """Turn errors in the files of a checkpoint into `CheckpointUnusable`."""
     try:
         yield
     except (ValueError, OSError) as error:
         raise CheckpointUnusable(
-            f"{checkpoint} cannot be loaded: {error}. Give the model and the version that saved it, or another "
-            "checkpoint: run.resume=PATH under another run.name"
+            f"{checkpoint} cannot be loaded: {error}. Use the model and the version that saved it, "
+            "or another checkpoint: run.resume=PATH under another run.name"
         ) from error
 
 
 def flat_configuration(c: Configuration) -> dict[str, Any]:
-    """Every key as a checkpoint keeps it."""
+    """Every key of a configuration with its value, as checkpoints store it."""
     return flat_settings(to_yaml(c))
 
 
 def find_resume_point(c: Configuration, job: Job) -> ResumePoint:
-    """The newest whole checkpoint that run.resume speaks of (a collective).
+    """Find the newest complete checkpoint that run.resume names (a collective).
 
     Raises `NoCompleteCheckpoint` on all ranks.
     """
     if c.run.resume == "never":
         return ResumePoint()
-    checkpoint, damaged = newest_complete(_candidates(c) if job.rank == 0 else (), job)
+    candidates = _candidates(c) if job.rank == 0 else []
+    checkpoint, problems = newest_complete(candidates, job)
     if checkpoint is not None:
-        return ResumePoint(checkpoint, read_state(checkpoint), damaged)
-    if damaged or c.run.resume != "auto":
+        return ResumePoint(checkpoint, read_state(checkpoint), problems)
+    if problems or c.run.resume != "auto":
+        reasons = " | ".join(problems) or "there is none at all"
         raise NoCompleteCheckpoint(
-            f"run.resume={c.run.resume!r}: no whole checkpoint is there ({' | '.join(damaged) or 'none at all'}). "
-            "Give another one, or start anew with run.resume=never"
+            f"run.resume={c.run.resume!r}: there is no complete checkpoint ({reasons}). Give "
+            "another one, or start a new run with run.resume=never"
         )
     return ResumePoint()
 
 
 def newest_complete(candidates: Sequence[Path], job: Job) -> tuple[Path | None, tuple[str, ...]]:
-    """The first checkpoint that is as it was saved, and those before it with what is wrong with
-    them (a collective).
+    """Find the first checkpoint that is complete and undamaged (a collective).
 
-    candidates: rank 0's count.
+    candidates: the checkpoints, newest first; those of rank 0 count. Returns the checkpoint, and
+    the earlier candidates with their problems.
     """
-    named = msgspec.msgpack.encode([str(path) for path in candidates]) if job.rank == 0 else None
-    damaged: list[str] = []
-    for candidate in map(
-        Path, msgspec.msgpack.decode(broadcast_bytes(named, job.control_group), type=list[str])
-    ):
-        problems = _problems(candidate, job)
-        if not problems:
-            return candidate, tuple(damaged)
-        damaged.append(f"{candidate}: {'; '.join(problems)}")
-    return None, tuple(damaged)
+    message = None
+    if job.rank == 0:
+        message = msgspec.msgpack.encode([str(path) for path in candidates])
+    names = msgspec.msgpack.decode(broadcast_bytes(message, job.control_group), type=list[str])
+    problems: list[str] = []
+    for name in names:
+        defects = _defects(Path(name), job)
+        if not defects:
+            return Path(name), tuple(problems)
+        problems.append(f"{name}: {'; '.join(defects)}")
+    return None, tuple(problems)
 
 
-def open_run_directory(c: Configuration, start: ResumePoint, *, ranks: int = 1) -> RunDirectory:
-    """The run's directory: a new one, or the claimed one of the run that goes on. Rank 0 only.
+def open_run_directory(
+    c: Configuration, resume_point: ResumePoint, *, ranks: int = 1
+) -> RunDirectory:
+    """Make the directory of a new run, or reopen that of a resumed run. Rank 0 only.
 
-    Raises `RunDirectoryTaken`.
+    `claim_directory` must have claimed the directory of a resumed run. Raises `RunDirectoryTaken`.
     """
     now = datetime.datetime.now()
     directory = RunDirectory(run_directory_path(c.run, now))
     if c.run.resume != "auto" or not directory.path.exists():
         return RunDirectory.create(c, now, ranks=ranks)
-    reopen_directory(c, start.state.position if start.state is not None else None)
-    shelf = CheckpointStore(directory.checkpoints)
-    for newer in shelf.saved():
-        if start.checkpoint is not None and newer.name > start.checkpoint.name:
-            shelf.set_aside(newer)
+    state = resume_point.state
+    reopen_directory(c, None if state is None else state.position)
+    if resume_point.checkpoint is not None:
+        store = CheckpointStore(directory.checkpoints)
+        for checkpoint in store.checkpoints():
+            if checkpoint.name > resume_point.checkpoint.name:
+                store.set_aside(checkpoint)
     return directory
 
 
-def _candidates(c: Configuration) -> Sequence[Path]:
+def checkpoints_at(path: Path) -> list[Path]:
+    """The checkpoints of a run, newest first, or the one checkpoint that the path names."""
+    path = path.expanduser().resolve()
+    if (path / MANIFEST_NAME).exists() or not path.is_dir():
+        return [path]
+    for folder in (path / "checkpoints", path):
+        checkpoints = CheckpointStore(folder).checkpoints()
+        if checkpoints:
+            return checkpoints
+    return [path]
+
+
+def _changes(saved_settings: dict[str, Any], settings: dict[str, Any]) -> dict[str, str]:
+    """The differences as `key: old -> new`, by key. Keys that the checkpoint lacks are equal."""
+    changes = {}
+    for key, value in settings.items():
+        saved_value = saved_settings.get(key, value)
+        if not _is_same(key, value, saved_value):
+            changes[key] = f"{key}: {saved_value!r} -> {value!r}"
+    return changes
+
+
+def _is_same(key: str, value: Any, saved_value: Any) -> bool:
+    """True for values with the same meaning: a path can be written in several ways."""
+    if value == saved_value:
+        return True
+    if key not in _PATH_KEYS or not isinstance(value, str) or not isinstance(saved_value, str):
+        return False
+    return Path(value).expanduser().resolve() == Path(saved_value).expanduser().resolve()
+
+
+def _candidates(c: Configuration) -> list[Path]:
     if c.run.resume == "auto":
-        return CheckpointStore(_directory(c).checkpoints).saved()
+        directory = RunDirectory(run_directory_path(c.run, datetime.datetime.now()))
+        return CheckpointStore(directory.checkpoints).checkpoints()
     return checkpoints_at(Path(c.run.resume))
 
 
-def checkpoints_at(path: Path) -> Sequence[Path]:
-    """The checkpoints of a run, newest first; or the one that the path names."""
-    given = path.expanduser().resolve()
-    if (given / MANIFEST).exists() or not given.is_dir():
-        return [given]
-    return (
-        CheckpointStore(given / "checkpoints").saved() or CheckpointStore(given).saved() or [given]
-    )
-
-
-def _directory(c: Configuration) -> RunDirectory:
-    return RunDirectory(run_directory_path(c.run, datetime.datetime.now()))
-
-
-def _problems(checkpoint: Path, job: Job) -> list[str]:
-    """What is wrong with a checkpoint; every rank reads its share of the files (a collective)."""
+def _defects(checkpoint: Path, job: Job) -> list[str]:
+    """The defects of a checkpoint. Every rank reads a share of its files (a collective)."""
     manifest: Manifest | None = None
-    problems: list[str] = []
+    defects: list[str] = []
     try:
         manifest = read_manifest(checkpoint)
         read_state(checkpoint)
     except (DamagedCheckpoint, ValueError) as error:
-        problems = [str(error)]
-    names: Mapping[str, object] = manifest.files if manifest is not None else {}
-    if manifest is not None and not problems:
-        problems = changed_files(checkpoint, manifest, list(names)[job.rank :: job.world_size])
-    everyones = gather_bytes(msgspec.msgpack.encode(problems), job.control_group)
-    found = [
-        problem for data in everyones for problem in msgspec.msgpack.decode(data, type=list[str])
-    ]
-    return list(dict.fromkeys(found))
+        defects = [str(error)]
+    if manifest is not None and not defects:
+        share = list(manifest.files)[job.rank :: job.world_size]
+        defects = changed_files(checkpoint, manifest, share)
+    all_defects: list[str] = []
+    for data in gather_bytes(msgspec.msgpack.encode(defects), job.control_group):
+        all_defects += msgspec.msgpack.decode(data, type=list[str])
+    return list(dict.fromkeys(all_defects))

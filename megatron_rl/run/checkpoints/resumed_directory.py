@@ -1,5 +1,7 @@
-"""The directory of a run that goes on: what it wrote after its checkpoint is kept aside, and
-nothing stands twice.
+"""Claims and reopens the directory of a run that resumes.
+
+Everything that the run wrote after its checkpoint moves to a folder of its own, so that no step is
+recorded twice.
 """
 
 from __future__ import annotations
@@ -22,15 +24,17 @@ from megatron_rl.records.run_directory import (
     STOP_FILE,
     RunDirectory,
     RunDirectoryTaken,
+    is_run_directory,
     run_directory_path,
     to_yaml,
 )
 from megatron_rl.records.run_lock import claim_run
-from megatron_rl.run.stopping import ended_by
+from megatron_rl.run.stopping import ending_key
 
 _PATIENCE_SECONDS = 30.0
-_ASIDE = "resumed"  # one folder in it for each time a run went on
-_MOVED = ("exit.json", "left_out.txt", STOP_FILE)
+# The folder that holds one folder for each time that the run was resumed
+_ARCHIVE = "resumed"
+_FILES_TO_ARCHIVE = ("exit.json", "left_out.txt", STOP_FILE)
 
 
 class _Step(msgspec.Struct):
@@ -38,100 +42,121 @@ class _Step(msgspec.Struct):
 
 
 def claim_directory(configuration: Configuration) -> IO[bytes] | None:
-    """Wait until no process of the run to go on with lives, and mark it as this one's; None where
-    there is no run.
+    """Wait until no process of the run is alive, and mark the run as alive. Rank 0 only.
 
-    Whoever dies may still save and prune: look for its checkpoints after this. One that was killed
-    a moment ago takes seconds to end. Rank 0 only. Raises `RunDirectoryTaken`.
+    Look for its checkpoints after this: a dying process may still save one and remove others.
+    Returns the open lock file; None when there is no run to resume. Raises `RunDirectoryTaken`
+    when a process is still alive after 30 seconds.
     """
     path = run_directory_path(configuration.run, datetime.datetime.now())
     if not path.exists():
         return None
-    if not all((path / name).is_file() for name in ("config.yaml", "versions.json")):
-        raise _taken(path, "it is not the directory of a run; choose another run.name")
+    if not is_run_directory(path):
+        raise _cannot_resume(path, "it is not the directory of a run. Choose another run.name")
     deadline = time.monotonic() + _PATIENCE_SECONDS
-    while (lock := claim_run(path)) is None:
+    lock = claim_run(path)
+    while lock is None:
         if time.monotonic() > deadline:
-            raise _taken(path, "a process of its run is still alive; end it first")
+            raise _cannot_resume(path, "a process of its run is still alive. End it first")
         time.sleep(0.5)
+        lock = claim_run(path)
     return lock
 
 
-def reopen_directory(configuration: Configuration, after: LoopState | None) -> RunDirectory:
-    """Go on in a claimed run's directory behind a position, None: from the beginning. Rank 0 only.
+def reopen_directory(configuration: Configuration, position: LoopState | None) -> RunDirectory:
+    """Prepare the claimed directory of a run that resumes. Rank 0 only.
 
-    RunRecords of later steps, exit.json and a changed config.yaml move to `resumed/N/`. Raises
-    `RunDirectoryTaken`.
+    position: the state to resume from, None to start from the beginning. Records of later steps,
+    exit.json and a changed config.yaml move to `resumed/N/`. Raises `RunDirectoryTaken` when the
+    run is complete.
     """
     path = run_directory_path(configuration.run, datetime.datetime.now())
-    step = after.step if after is not None else None
-    if after is not None:
-        _require_unfinished(
-            path, ended_by(after.step, after.accuracies, configuration.train, configuration.eval)
-        )
-    folder = _next_folder(path / _ASIDE)
-    truncate_metrics(path / "metrics.jsonl", folder / "metrics.jsonl", step)
-    for name in _MOVED:
-        if (path / name).exists():
-            (path / name).rename(folder / name)
-    if step is None and (path / "tensorboard").exists():
-        (path / "tensorboard").rename(folder / "tensorboard")
-    settings = to_yaml(configuration)
-    if (path / "config.yaml").read_text() != settings:
-        shutil.copyfile(path / "config.yaml", folder / "config.yaml")
-        write_synced(partial := path / "config.yaml.partial", settings.encode())
-        os.replace(partial, path / "config.yaml")
-    if not any(folder.iterdir()):
-        folder.rmdir()
-    for name in ("logs", "rollouts", "checkpoints"):
-        (path / name).mkdir(exist_ok=True)
+    step = None
+    if position is not None:
+        step = position.step
+        key = ending_key(step, position.accuracies, configuration.train, configuration.eval)
+        _require_incomplete(path, key)
+    archive = _next_folder(path / _ARCHIVE)
+    truncate_metrics(path / "metrics.jsonl", archive / "metrics.jsonl", step)
+    for name in _FILES_TO_ARCHIVE:
+        _move(path / name, archive)
+    if step is None:
+        _move(path / "tensorboard", archive)
+    _replace_settings(path / "config.yaml", to_yaml(configuration), archive)
+    if not any(archive.iterdir()):
+        archive.rmdir()
+    directory = RunDirectory(path)
+    directory.make_folders()
     reserve_exit_record(path)
-    return RunDirectory(path)
+    return directory
 
 
-def truncate_metrics(file: Path, aside: Path, step: int | None) -> None:
-    """Keep the records up to `step`; later ones, and half a line at the end, go to a file of their
-    own.
+def truncate_metrics(file: Path, archive_file: Path, step: int | None) -> None:
+    """Move the records after `step`, and an incomplete last line, to `archive_file`.
+
+    step: None moves all records.
     """
     if not file.exists():
         return
-    kept: list[bytes] = []
-    cut: list[bytes] = []
+    kept_lines: list[bytes] = []
+    moved_lines: list[bytes] = []
     for line in file.read_bytes().splitlines(keepends=True):
-        try:
-            whole = (
-                line.endswith(b"\n")
-                and step is not None
-                and msgspec.json.decode(line, type=_Step).step <= step
-            )
-        except msgspec.MsgspecError:
-            whole = False
-        (kept if whole else cut).append(line)
-    if not cut:
+        lines = kept_lines if _is_until(line, step) else moved_lines
+        lines.append(line)
+    if not moved_lines:
         return
-    write_synced(aside, b"".join(cut))
-    write_synced(partial := file.with_name(file.name + ".partial"), b"".join(kept))
+    write_synced(archive_file, b"".join(moved_lines))
+    _replace(file, b"".join(kept_lines))
+
+
+def _is_until(line: bytes, step: int | None) -> bool:
+    """True for a complete record of `step` or an earlier step."""
+    if step is None or not line.endswith(b"\n"):
+        return False
+    try:
+        return msgspec.json.decode(line, type=_Step).step <= step
+    except msgspec.MsgspecError:
+        return False
+
+
+def _require_incomplete(path: Path, key: str) -> None:
+    """Raise `RunDirectoryTaken` for a complete run.
+
+    key: the setting that ends the run at its checkpoint; empty when there are steps left. A run
+    that was killed just before its end is resumed, so that it can end.
+    """
+    exit_record = read_exit_record(path)
+    if key and exit_record is not None and exit_record.code == ExitCode.OK:
+        raise _cannot_resume(path, f"its run is complete. Raise {key} to train further")
+
+
+def _replace_settings(file: Path, settings: str, archive: Path) -> None:
+    """Replace config.yaml when the settings have changed, and keep a copy of the old one."""
+    if file.read_text() != settings:
+        shutil.copyfile(file, archive / file.name)
+        _replace(file, settings.encode())
+
+
+def _replace(file: Path, data: bytes) -> None:
+    """Replace a file at once, so that it is complete even after a power failure."""
+    partial = file.with_name(file.name + ".partial")
+    write_synced(partial, data)
     os.replace(partial, file)
 
 
-def _require_unfinished(path: Path, key: str) -> None:
-    """key: what leaves the run nothing to train. One that was killed before its very end has an end
-    to make.
-    """
-    ended = read_exit_record(path)
-    if key and ended is not None and ended.code == ExitCode.OK:
-        raise _taken(path, f"its run is complete; raise {key} to train it further")
+def _move(file: Path, folder: Path) -> None:
+    if file.exists():
+        file.rename(folder / file.name)
 
 
-def _taken(path: Path, why: str) -> RunDirectoryTaken:
-    return RunDirectoryTaken(f"run.resume=auto: {path} cannot be gone on with: {why}")
+def _cannot_resume(path: Path, reason: str) -> RunDirectoryTaken:
+    return RunDirectoryTaken(f"run.resume=auto: {path} cannot be resumed: {reason}")
 
 
 def _next_folder(parent: Path) -> Path:
-    number = 1 + max(
-        (int(old.name) for old in parent.glob("[0-9]*") if old.name.isdigit()), default=0
-    )
-    folder = parent / f"{number:03d}"
+    """Make the next numbered folder."""
+    numbers = [int(old.name) for old in parent.glob("[0-9]*") if old.name.isdigit()]
+    folder = parent / f"{1 + max(numbers, default=0):03d}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     return folder

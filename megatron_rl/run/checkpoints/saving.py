@@ -1,15 +1,15 @@
-"""How a checkpoint is saved by all ranks together: staged, hashed, committed by one rename, or
-nothing at all.
+"""Saves a checkpoint on all ranks together.
+
+The files are staged, hashed and committed by one rename. If any rank fails, no checkpoint is made.
 """
 
 from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -28,27 +28,25 @@ from megatron_rl.records.write_errors import write_problem
 from megatron_rl.run.checkpoints.manifest import (
     FileRecord,
     Manifest,
-    list_files,
     hash_file,
+    list_files,
     write_manifest,
 )
-from megatron_rl.run.checkpoints.state_file import NAME as STATE
+from megatron_rl.run.checkpoints.state_file import STATE_NAME
 from megatron_rl.run.checkpoints.store import CheckpointStore
 from megatron_rl.training.collectives import broadcast_bytes, gather_bytes
 from megatron_rl.training.worker import Worker
 
 _MIB = 2**20
-_WRITER_WORDS = (
-    "PytorchStreamWriter",
-    "inline_container.cc",
-)  # torch's writer of zip files hides the cause
+# Words in the errors of torch's writer of zip files, which hides their cause
+_WRITER_WORDS = ("PytorchStreamWriter", "inline_container.cc")
 
 
 @dataclass(frozen=True)
 class SaveResult:
-    """What became of a save.
+    """The result of a save.
 
-    problem: why there is no checkpoint; empty where there is one, of `nbytes`.
+    problem: the reason why there is no checkpoint; empty after a success. nbytes: its size.
     """
 
     step: int
@@ -58,159 +56,190 @@ class SaveResult:
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """A rank's part of a checkpoint, in memory."""
+    """One rank's part of a checkpoint, in memory."""
 
     step: int
     state: bytes
     tensors: dict[str, Any]
-    random: bytes
+    random_state: bytes
 
 
-class _NotSaved(Exception):
-    """Some rank cannot write; every rank raises it."""
+class _SaveFailed(Exception):
+    """A rank cannot write its part. Every rank raises this."""
 
 
 class CheckpointWriter:
-    """One rank's part in saving. nbytes: what a checkpoint is expected to take; keep: how many
-    stay.
+    """One rank's part in saving checkpoints.
 
-    background: a process group over all ranks, on the CPU, for what is written while others are in
-    use.
+    nbytes: the expected size of a checkpoint. keep: the number of checkpoints to keep. background:
+    a CPU process group of all ranks for saves in the background, None without such saves.
     """
 
     def __init__(
         self,
         worker: Worker,
-        shelf: CheckpointStore,
+        store: CheckpointStore,
         *,
         nbytes: int,
         keep: int,
         background: dist.ProcessGroup | None = None,
     ) -> None:
-        self._worker, self._shelf = worker, shelf
-        self._nbytes, self._keep = nbytes, keep
+        self._worker = worker
+        self._store = store
+        self._nbytes = nbytes
+        self._keep = keep
         self._background = background
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._going_on: Future[SaveResult] | None = None
+        self._pending_save: Future[SaveResult] | None = None
 
     def save(self, command: Checkpoint) -> SaveResult | None:
-        """Collective, with the same outcome on all ranks; None: it is written in the background,
-        `settle` tells.
+        """Save a checkpoint (a collective). All ranks return the same result.
 
-        A failure to write leaves the checkpoints as they were. Whatever was going on must be
-        settled before.
+        Returns None when the save runs in the background; `wait_for_save` returns its result. The
+        previous background save must have been waited for. A failed save leaves the earlier
+        checkpoints unchanged.
         """
-        worker, layout = self._worker, self._worker.layout
+        worker = self._worker
         tensors = gather_tensors(worker.policy.models, worker.optimizer, copy=command.background)
         snapshot = _Snapshot(command.step, command.state, tensors, random_state())
         if not command.background:
-            return self._write(snapshot, layout.control_group)
-        assert self._background is not None and self._going_on is None
-        self._going_on = self._thread.submit(self._write, snapshot, self._background)
+            return self._write(snapshot, worker.layout.control_group)
+        assert self._background is not None
+        assert self._pending_save is None
+        self._pending_save = self._thread.submit(self._write, snapshot, self._background)
         return None
 
-    def settle(self, command: WaitForSave) -> SaveResult | None:
-        """What became of the save in the background, if there is one; it is over when this returns
-        (a collective).
+    def wait_for_save(self, command: WaitForSave) -> SaveResult | None:
+        """Wait for the save in the background; returns its result (a collective).
+
+        Returns None when there is no such save.
         """
-        going_on, self._going_on = self._going_on, None
-        return going_on.result() if going_on is not None else None
+        pending_save = self._pending_save
+        self._pending_save = None
+        return None if pending_save is None else pending_save.result()
 
     def _write(self, snapshot: _Snapshot, group: dist.ProcessGroup) -> SaveResult:
-        rank, step = self._worker.layout.rank, snapshot.step
-        staged = self._shelf.staged(step)
-        try:
-            _together(group, "", lambda: self._make_room(step) if rank == 0 else None)
-            _together(group, "tensors", lambda: write_tensors(snapshot.tensors, staged, group))
-            _together(
-                group,
-                "random numbers",
-                lambda: _write_file(random_state_file(staged, rank), snapshot.random),
-            )
-            _together(
-                group,
-                STATE,
-                lambda: write_synced(staged / STATE, snapshot.state) if rank == 0 else None,
-            )
-            return SaveResult(step, nbytes=self._commit(step, group))
-        except _NotSaved as problem:
+        rank = self._worker.layout.rank
+        step = snapshot.step
+        staging = self._store.staging_path(step)
+
+        def make_staging() -> None:
             if rank == 0:
-                self._shelf.discard(step)
+                self._make_staging(step)
+
+        def write_tensor_files() -> None:
+            write_tensors(snapshot.tensors, staging, group)
+
+        def write_random_state() -> None:
+            file = random_state_file(staging, rank)
+            file.parent.mkdir(exist_ok=True)
+            write_synced(file, snapshot.random_state)
+
+        def write_state() -> None:
+            if rank == 0:
+                write_synced(staging / STATE_NAME, snapshot.state)
+
+        try:
+            _run_on_all_ranks(group, "", make_staging)
+            _run_on_all_ranks(group, "tensors", write_tensor_files)
+            _run_on_all_ranks(group, "random numbers", write_random_state)
+            _run_on_all_ranks(group, STATE_NAME, write_state)
+            return SaveResult(step, nbytes=self._commit(step, group))
+        except _SaveFailed as problem:
+            if rank == 0:
+                self._store.discard_staging(step)
             return SaveResult(step, str(problem))
 
     def _commit(self, step: int, group: dist.ProcessGroup) -> int:
-        """Hash what was written, each rank its share of the files, and give it its name.
-
-        Returns its size in bytes.
-        """
-        layout, staged = self._worker.layout, self._shelf.staged(step)
-        mine = msgspec.msgpack.encode(list_files(staged)) if layout.rank == 0 else None
-        names = msgspec.msgpack.decode(broadcast_bytes(mine, group), type=list[str])
-        found: dict[str, FileRecord] = {}
-        share = names[layout.rank :: layout.world_size]
-        _together(
-            group,
-            "hashes",
-            lambda: found.update({name: hash_file(staged / name) for name in share}),
-        )
-        everyones = gather_bytes(msgspec.msgpack.encode(found), group)
-        parts = [msgspec.msgpack.decode(data, type=dict[str, FileRecord]) for data in everyones]
-        files = dict(sorted((name, record) for part in parts for name, record in part.items()))
-        manifest = Manifest(step=step, files=files)
+        """Hash the staged files and commit them. Returns the size of the checkpoint in bytes."""
+        manifest = Manifest(step=step, files=self._hash_staged_files(step, group))
 
         def commit() -> None:
-            write_manifest(staged, manifest)
-            self._shelf.commit(step)
-            with contextlib.suppress(
-                OSError
-            ):  # an old one that cannot be removed takes nothing from the new one
-                self._shelf.prune(self._keep)
+            if self._worker.layout.rank != 0:
+                return
+            write_manifest(self._store.staging_path(step), manifest)
+            self._store.commit(step)
+            # An old checkpoint that cannot be removed does not harm the new one
+            with contextlib.suppress(OSError):
+                self._store.prune(self._keep)
 
-        _together(group, "manifest", lambda: commit() if layout.rank == 0 else None)
+        _run_on_all_ranks(group, "manifest", commit)
         return manifest.nbytes
 
-    def _make_room(self, step: int) -> None:
-        self._shelf.stage(step)
-        if (free := shutil.disk_usage(self._shelf.folder).free) < self._nbytes:
+    def _hash_staged_files(self, step: int, group: dist.ProcessGroup) -> dict[str, FileRecord]:
+        """Hash all staged files, a share of them on each rank. Returns all on every rank."""
+        layout = self._worker.layout
+        staging = self._store.staging_path(step)
+        message = msgspec.msgpack.encode(list_files(staging)) if layout.rank == 0 else None
+        names = msgspec.msgpack.decode(broadcast_bytes(message, group), type=list[str])
+        records: dict[str, FileRecord] = {}
+
+        def hash_share() -> None:
+            for name in names[layout.rank :: layout.world_size]:
+                records[name] = hash_file(staging / name)
+
+        _run_on_all_ranks(group, "hashes", hash_share)
+        all_records: dict[str, FileRecord] = {}
+        for data in gather_bytes(msgspec.msgpack.encode(records), group):
+            all_records |= msgspec.msgpack.decode(data, type=dict[str, FileRecord])
+        return dict(sorted(all_records.items()))
+
+    def _make_staging(self, step: int) -> None:
+        self._store.create_staging(step)
+        free = shutil.disk_usage(self._store.folder).free
+        if free < self._nbytes:
             raise OSError(
-                f"{free / _MIB:,.0f} MiB are free, and a checkpoint takes {self._nbytes / _MIB:,.0f} MiB"
+                f"{free / _MIB:,.0f} MiB are free, and a checkpoint takes "
+                f"{self._nbytes / _MIB:,.0f} MiB"
             )
 
 
-def _write_file(file: Path, data: bytes) -> None:
-    file.parent.mkdir(exist_ok=True)
-    write_synced(file, data)
+def _run_on_all_ranks(group: dist.ProcessGroup, task: str, action: Callable[[], None]) -> None:
+    """Run an action on every rank and exchange its errors (a collective).
 
-
-def _together(group: dist.ProcessGroup, what: str, action: Callable[[], None]) -> None:
-    """Let every rank act, and learn of each other's failures. Raises `_NotSaved` on all."""
+    Raises `_SaveFailed` on all ranks when one of them cannot write.
+    """
     problem = ""
     try:
         action()
     except (Exception, CheckpointException) as error:
-        problem = _problem(error)
+        problem = _describe_problem(error)
         if not problem:
             raise
-    everyones = [data.decode() for data in gather_bytes(problem.encode(), group)]
-    said = "; ".join(dict.fromkeys(filter(None, everyones)))
-    if said:
-        raise _NotSaved(f"{what}: {said}" if what else said)
+    problems = [data.decode() for data in gather_bytes(problem.encode(), group)]
+    text = _join_unique(problems)
+    if text:
+        raise _SaveFailed(f"{task}: {text}" if task else text)
 
 
-def _problem(error: BaseException) -> str:
-    """What keeps a rank from writing; empty for a mistake of the program, and for the end of
-    another rank.
+def _describe_problem(error: BaseException) -> str:
+    """The reason why a rank cannot write.
+
+    Empty for errors that have another cause: a bug, or the end of another rank.
     """
     if isinstance(error, CheckpointException):
-        found = [
-            _problem(inner) or f"{type(inner).__name__}: {inner}"
-            for inner, _ in error.failures.values()
-        ]
-        return "; ".join(dict.fromkeys(found))
-    if (known := write_problem(error)) is not None:
-        return known
+        return _describe_rank_errors(error.failures)
+    problem = write_problem(error)
+    if problem is not None:
+        return problem
     if isinstance(error, OSError):
         return str(error)
     if any(word in str(error) for word in _WRITER_WORDS):
-        return f"the disk is full, over quota or does not work: torch could not write all of a file ({error})"
+        return (
+            "the disk is full, over quota or defective: torch could not write a complete file "
+            f"({error})"
+        )
     return ""
+
+
+def _describe_rank_errors(failures: Mapping[int, Any]) -> str:
+    """failures: by rank, the exception and its traceback, as torch's `CheckpointException` has."""
+    problems = []
+    for error, _ in failures.values():
+        problems.append(_describe_problem(error) or f"{type(error).__name__}: {error}")
+    return _join_unique(problems)
+
+
+def _join_unique(problems: list[str]) -> str:
+    """Join the problems that are not empty, without repeats."""
+    return "; ".join(dict.fromkeys(filter(None, problems)))

@@ -1,7 +1,8 @@
-"""The checkpoints of one run: each is staged beside the others and committed by one rename.
+"""Stores the checkpoints of one run.
 
-Invariant: whenever a save is cut short, the newest checkpoint before it is still whole
-(tests/run/checkpoints/test_store.py::test_a_kill_at_any_point_of_a_save_leaves_a_whole_checkpoint).
+All ranks write the files of a new checkpoint into a staging folder. Rank 0 commits it with one
+rename. Invariant: if a save is interrupted, the previous checkpoint is still complete
+(tests/run/checkpoints/test_store.py::test_a_kill_during_a_save_leaves_a_complete_checkpoint).
 """
 
 from __future__ import annotations
@@ -12,75 +13,83 @@ from pathlib import Path
 
 from megatron_rl.records.durable_files import sync_folder
 
-_NAME = re.compile(r"iter_(\d{7,})")  # Megatron's name for a checkpoint
-_STAGED, _LEAVING, _DAMAGED = ".staged", ".leaving", ".damaged"
+# Megatron's name for a checkpoint
+_NAME = re.compile(r"iter_(\d{7,})")
+_STAGING_SUFFIX = ".staged"
+_REMOVAL_SUFFIX = ".leaving"
+_DAMAGE_SUFFIX = ".damaged"
 
 
 def step_of(checkpoint: Path) -> int | None:
-    """The step after which a checkpoint was saved; None for anything else."""
+    """The step after which a checkpoint was saved; None for other files."""
     match = _NAME.fullmatch(checkpoint.name)
     return int(match[1]) if match else None
 
 
 class CheckpointStore:
-    """The folder `checkpoints/` of a run. Rank 0 alone changes it."""
+    """The folder `checkpoints/` of a run.
+
+    Rank 0 alone creates, commits and removes checkpoints. Every rank writes its files into the
+    staging folder.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def path(self, step: int) -> Path:
+        """The path of the checkpoint after `step`."""
         return self.folder / f"iter_{step:07d}"
 
-    def staged(self, step: int) -> Path:
-        """Where a checkpoint lies until it is whole."""
-        return self.path(step).with_suffix(_STAGED)
+    def staging_path(self, step: int) -> Path:
+        """The path of a checkpoint until it is committed."""
+        return self.path(step).with_suffix(_STAGING_SUFFIX)
 
-    def saved(self) -> list[Path]:
-        """Everything that was committed, newest first, whole or damaged since."""
-        steps = (
-            {path: step_of(path) for path in self.folder.iterdir()} if self.folder.is_dir() else {}
-        )
-        return sorted(
-            (path for path in steps if steps[path] is not None),
-            key=lambda path: -(steps[path] or 0),
-        )
+    def checkpoints(self) -> list[Path]:
+        """All committed checkpoints, the newest first. Some may have been damaged since."""
+        if not self.folder.is_dir():
+            return []
+        path_by_step = {step_of(path): path for path in self.folder.iterdir()}
+        steps = [step for step in path_by_step if step is not None]
+        return [path_by_step[step] for step in sorted(steps, reverse=True)]
 
-    def stage(self, step: int) -> Path:
-        """An empty folder for the files of a checkpoint.
+    def create_staging(self, step: int) -> Path:
+        """Make an empty folder for the files of a checkpoint.
 
-        What a save that was cut short has left is removed.
+        Remains of an interrupted save are removed.
         """
         self.folder.mkdir(exist_ok=True)
-        for left in (*self.folder.glob(f"iter_*{_STAGED}"), *self.folder.glob(f"iter_*{_LEAVING}")):
-            shutil.rmtree(left)
-        staged = self.staged(step)
-        staged.mkdir()
-        return staged
+        for suffix in (_STAGING_SUFFIX, _REMOVAL_SUFFIX):
+            for remains in list(self.folder.glob(f"iter_*{suffix}")):
+                shutil.rmtree(remains)
+        staging = self.staging_path(step)
+        staging.mkdir()
+        return staging
 
-    def discard(self, step: int) -> None:
-        """Remove what was staged and will not be committed."""
-        shutil.rmtree(self.staged(step), ignore_errors=True)
+    def discard_staging(self, step: int) -> None:
+        """Remove the staging folder of a checkpoint that will not be committed."""
+        shutil.rmtree(self.staging_path(step), ignore_errors=True)
 
     def commit(self, step: int) -> Path:
-        """Give the staged files their name: from now on they are the newest checkpoint."""
-        target = self.path(step)
-        target.with_suffix(_STAGED).rename(target)
+        """Rename the staging folder. From then on it is the newest checkpoint."""
+        checkpoint = self.path(step)
+        self.staging_path(step).rename(checkpoint)
         sync_folder(self.folder)
-        return target
+        return checkpoint
 
     def prune(self, keep: int) -> None:
-        """Remove all but the newest `keep`; half of one never stands under the name of a whole one."""
-        for old in self.saved()[keep:]:
-            leaving = old.with_suffix(_LEAVING)
-            old.rename(leaving)
-            shutil.rmtree(leaving)
+        """Remove all checkpoints except the newest `keep`.
+
+        A checkpoint is renamed first, so that a partial one never has the name of a complete one.
+        """
+        for checkpoint in self.checkpoints()[keep:]:
+            trash = checkpoint.with_suffix(_REMOVAL_SUFFIX)
+            checkpoint.rename(trash)
+            shutil.rmtree(trash)
 
     def set_aside(self, checkpoint: Path) -> Path:
-        """Take a checkpoint that cannot be used out of the way of the next one with its name;
-        nothing is deleted.
-        """
+        """Rename a checkpoint that cannot be used, so that its name is free. Nothing is deleted."""
         for number in range(1, 10_000):
-            aside = checkpoint.with_suffix(f"{_DAMAGED}-{number}")
-            if not aside.exists():
-                return checkpoint.rename(aside)
+            target = checkpoint.with_suffix(f"{_DAMAGE_SUFFIX}-{number}")
+            if not target.exists():
+                return checkpoint.rename(target)
         raise FileExistsError(f"{self.folder} holds thousands of damaged checkpoints")

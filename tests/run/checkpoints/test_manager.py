@@ -1,4 +1,4 @@
-"""When a run saves, what it says of a save that fails, and how it ends when it is told to stop."""
+"""Saving checkpoints, reporting failed saves, and ending a run on a stop request."""
 
 import io
 import signal
@@ -24,231 +24,261 @@ from tests.support.checkpoints import make_state
 from tests.support.leaders import ScriptedParts, lead
 
 
-class Ranks:
-    """Remembers what was saved; `problems`: what becomes of each save in turn."""
+class FakeRanks:
+    """Collects the states that are saved. problems: the problem of each save in turn."""
 
     def __init__(self, *problems: str) -> None:
-        self.saved: list[RunState] = []
+        self.states: list[RunState] = []
         self.calls: list[str] = []
         self._problems = iter(problems)
 
+    @property
+    def steps(self) -> list[int]:
+        return [state.step for state in self.states]
+
     def run(self, command: Command) -> SaveResult | None:
         if isinstance(command, Checkpoint):
-            self.saved.append(msgspec.json.decode(command.state, type=RunState))
+            self.states.append(msgspec.json.decode(command.state, type=RunState))
             self.calls.append(f"{'begin' if command.background else 'save'} {command.step}")
             if command.background:
                 return None
         else:
-            self.calls.append("settle")
-        return SaveResult(self.saved[-1].step, next(self._problems, ""), 2**20)
+            self.calls.append("wait")
+        return SaveResult(self.steps[-1], next(self._problems, ""), 2**20)
 
 
-def keeper(
-    ranks: Ranks,
-    stop: StopRequest,
+def make_manager(
+    ranks: FakeRanks,
+    stop: StopRequest | None = None,
     *,
     stream: Any = None,
-    request: Path = Path("/nowhere"),
+    stop_file: Path = Path("/nowhere"),
     **run: Any,
 ) -> CheckpointManager:
+    settings: dict[str, Any] = {"checkpoint_every": 2} | run
     return CheckpointManager(
-        settings=RunSettings(**({"checkpoint_every": 2} | run)),
-        facts={"seed": 0},
+        settings=RunSettings(**settings),
+        configuration={"seed": 0},
         world_size=1,
         optimizer_steps=lambda: 7,
         dispatcher=ranks,  # type: ignore[arg-type]
         progress=Progress(9, enabled=stream is not None, stream=stream),
-        stop=stop,
-        request=request,
+        stop=stop or make_stop_request(),
+        stop_file=stop_file,
     )
 
 
-def stop_request(*, clock: Any = None) -> StopRequest:
+def make_stop_request(*, clock: Any = None) -> StopRequest:
     stop = StopRequest(10.0, clock=clock) if clock else StopRequest(10.0)
-    stop.accept()
+    stop.accept_sigterm()
     return stop
 
 
-def test_checkpoints_come_every_few_steps_and_at_the_end(tmp_path: Path) -> None:
-    ranks = Ranks()
-    parts = lead(ScriptedParts(), tmp_path, steps=5, checkpoints=keeper(ranks, stop_request()))
-    assert [state.step for state in ranks.saved] == [2, 4, 5]
-    assert [state.position.version for state in ranks.saved] == [2, 4, 5] and ranks.saved[
-        0
-    ].optimizer_steps == 7
-    assert [state.position.selection.prompts.position for state in ranks.saved] == [2, 4, 5], (
-        "prompts that were taken"
-    )
-    assert "time/checkpoint" in parts.metrics[3] and "time/checkpoint" not in parts.metrics[2]
+def stop_at_step(stop: StopRequest, last_step: int) -> Any:
+    def on_train(step: int) -> None:
+        if step == last_step:
+            stop.handle_signal(signal.SIGUSR1)
+
+    return on_train
+
+
+def test_checkpoints_are_saved_every_few_steps_and_at_the_end(tmp_path: Path) -> None:
+    ranks = FakeRanks()
+    parts = lead(ScriptedParts(), tmp_path, steps=5, checkpoints=make_manager(ranks))
+    assert ranks.steps == [2, 4, 5]
+    assert [state.position.version for state in ranks.states] == [2, 4, 5]
+    assert ranks.states[0].optimizer_steps == 7
+    # The number of prompts taken so far
+    assert [state.position.selection.prompts.position for state in ranks.states] == [2, 4, 5]
+    assert "time/checkpoint" in parts.metrics[3]
+    assert "time/checkpoint" not in parts.metrics[2]
     assert parts.calls[-1] == "stop"
 
 
-def test_a_run_that_is_told_to_stop_ends_its_step_saves_and_asks_to_be_started_again(
-    tmp_path: Path,
-) -> None:
-    ranks, stop = Ranks(), stop_request()
-    parts = ScriptedParts(on_train=lambda step: stop.take(signal.SIGUSR1) if step == 3 else None)
+def test_a_stop_request_ends_the_step_saves_and_asks_for_a_restart(tmp_path: Path) -> None:
+    ranks = FakeRanks()
+    stop = make_stop_request()
+    parts = ScriptedParts(on_train=stop_at_step(stop, 3))
     with pytest.raises(
-        StoppedAfterSave, match=r"SIGUSR1.*after step 3; start it again with run\.resume=auto"
-    ) as told:
-        lead(parts, tmp_path, steps=9, checkpoints=keeper(ranks, stop))
-    assert told.value.exit_code is ExitCode.REQUEUE == 75
-    assert [state.step for state in ranks.saved] == [2, 3]
+        StoppedAfterSave, match=r"SIGUSR1.*after step 3.*run\.resume=auto"
+    ) as failure:
+        lead(parts, tmp_path, steps=9, checkpoints=make_manager(ranks, stop))
+    assert failure.value.exit_code is ExitCode.REQUEUE
+    assert ExitCode.REQUEUE == 75
+    assert ranks.steps == [2, 3]
     assert "train 4" not in parts.calls
 
 
-def test_a_step_that_has_trained_nothing_is_given_up_when_time_runs_out(tmp_path: Path) -> None:
+def test_a_step_that_waits_for_rollouts_is_aborted_when_time_is_short(tmp_path: Path) -> None:
     now = [0.0]
-    ranks, stop = Ranks(), stop_request(clock=lambda: now[0])
+    ranks = FakeRanks()
+    stop = make_stop_request(clock=lambda: now[0])
 
     def on_sample(step: int) -> None:
         if step == 4:
-            stop.take(signal.SIGTERM)
-            stop.check_deadline()  # half of the limit is left
+            stop.handle_signal(signal.SIGTERM)
+            stop.check_deadline()  # more than half of the time is left
             now[0] = 5.5
             stop.check_deadline()
 
+    parts = ScriptedParts(on_sample=on_sample)
     with pytest.raises(StoppedAfterSave):
-        lead(ScriptedParts(on_sample=on_sample), tmp_path, steps=9, checkpoints=keeper(ranks, stop))
-    assert [state.step for state in ranks.saved] == [2, 3]
-    assert ranks.saved[-1].position.selection.prompts.position == 3, (
-        "the prompts of step 4 are drawn again"
-    )
+        lead(parts, tmp_path, steps=9, checkpoints=make_manager(ranks, stop))
+    assert ranks.steps == [2, 3]
+    # The prompts of step 4 will be taken again
+    assert ranks.states[-1].position.selection.prompts.position == 3
 
 
-def test_a_file_asks_as_a_signal_does(tmp_path: Path) -> None:
-    ranks, request = Ranks(), tmp_path / "stop"
-    parts = ScriptedParts(on_train=lambda step: request.touch() if step == 1 else None)
+def test_a_file_requests_a_stop_like_a_signal(tmp_path: Path) -> None:
+    ranks = FakeRanks()
+    stop_file = tmp_path / "stop"
+    parts = ScriptedParts(on_train=lambda step: stop_file.touch() if step == 1 else None)
+    manager = make_manager(ranks, StopRequest(10.0), stop_file=stop_file)
     with pytest.raises(StoppedAfterSave, match=r"the file stop.*after step 1"):
-        lead(parts, tmp_path, steps=9, checkpoints=keeper(ranks, StopRequest(10.0), request=request))
-    assert [state.step for state in ranks.saved] == [1]
+        lead(parts, tmp_path, steps=9, checkpoints=manager)
+    assert ranks.steps == [1]
 
 
-def test_a_step_that_trains_is_never_given_up() -> None:
+def test_a_step_that_trains_is_never_aborted() -> None:
     now = [0.0]
-    stop = stop_request(clock=lambda: now[0])
-    stop.take(signal.SIGTERM)
+    stop = make_stop_request(clock=lambda: now[0])
+    stop.handle_signal(signal.SIGTERM)
     now[0] = 9.0
     stop.check_deadline()
-    stop.nothing_trained = True
+    stop.is_step_abortable = True
     with pytest.raises(StepAborted):
         stop.check_deadline()
-    assert not stop.expired
+    assert not stop.has_expired
     now[0] = 10.5
-    assert stop.expired
+    assert stop.has_expired
 
 
-def test_a_save_that_fails_ends_the_run_or_is_told(tmp_path: Path) -> None:
+def test_a_failed_save_ends_the_run_by_default(tmp_path: Path) -> None:
+    manager = make_manager(FakeRanks("", "disk full"))
     with pytest.raises(
-        CheckpointNotSaved,
-        match=r"step 4 cannot be saved: disk full; that of step 2 is still whole",
+        CheckpointNotSaved, match=r"step 4 cannot be saved: disk full; .*step 2 is still complete"
     ):
-        lead(ScriptedParts(), tmp_path, steps=5, checkpoints=keeper(Ranks("", "disk full"), stop_request()))
-    said, ranks = io.StringIO(), Ranks("disk full")
-    parts = lead(
-        ScriptedParts(),
-        tmp_path,
-        steps=5,
-        checkpoints=keeper(ranks, stop_request(), stream=said, on_failed_save="continue"),
-    )
-    assert (
-        "warning: the checkpoint of step 2 cannot be saved: disk full; there is none before it"
-        in said.getvalue()
-    )
-    assert parts.metrics[3]["checkpoint/failed"] == 1.0 and [
-        state.step for state in ranks.saved
-    ] == [2, 4, 5]
+        lead(ScriptedParts(), tmp_path, steps=5, checkpoints=manager)
 
 
-def test_saves_in_the_background_are_settled_before_the_next_and_at_the_end(tmp_path: Path) -> None:
-    ranks = Ranks()
-    lead(ScriptedParts(), tmp_path, steps=5, checkpoints=keeper(ranks, stop_request(), background_saves=True))
-    assert ranks.calls == ["begin 2", "settle", "begin 4", "settle", "save 5"]
+def test_a_failed_save_is_logged_with_on_failed_save_continue(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    ranks = FakeRanks("disk full")
+    manager = make_manager(ranks, stream=stream, on_failed_save="continue")
+    parts = lead(ScriptedParts(), tmp_path, steps=5, checkpoints=manager)
+    warning = "warning: the checkpoint of step 2 cannot be saved: disk full; there is no earlier"
+    assert warning in stream.getvalue()
+    assert parts.metrics[3]["checkpoint/failed"] == 1.0
+    assert ranks.steps == [2, 4, 5]
+
+
+def test_background_saves_are_waited_for_before_the_next_and_at_the_end(tmp_path: Path) -> None:
+    ranks = FakeRanks()
+    manager = make_manager(ranks, background_saves=True)
+    lead(ScriptedParts(), tmp_path, steps=5, checkpoints=manager)
+    assert ranks.calls == ["begin 2", "wait", "begin 4", "wait", "save 5"]
+
+
+def test_a_failed_background_save_ends_the_run(tmp_path: Path) -> None:
+    manager = make_manager(FakeRanks("disk full"), background_saves=True)
     with pytest.raises(CheckpointNotSaved, match=r"step 2 cannot be saved: disk full"):
-        lead(
-            ScriptedParts(),
-            tmp_path,
-            steps=5,
-            checkpoints=keeper(Ranks("disk full"), stop_request(), background_saves=True),
-        )
+        lead(ScriptedParts(), tmp_path, steps=5, checkpoints=manager)
 
 
-def test_a_run_that_is_told_during_a_background_save_ends_with_that_checkpoint(
+def test_a_stop_request_during_a_background_save_ends_with_that_checkpoint(
     tmp_path: Path,
 ) -> None:
-    stop = stop_request()
+    stop = make_stop_request()
 
-    class ScoredRollouts(Ranks):
+    class StoppingRanks(FakeRanks):
         def run(self, command: Command) -> SaveResult | None:
             if isinstance(command, Checkpoint) and command.step == 4:
-                stop.take(signal.SIGUSR1)
+                stop.handle_signal(signal.SIGUSR1)
             return super().run(command)
 
-    ranks = ScoredRollouts()
+    ranks = StoppingRanks()
+    manager = make_manager(ranks, stop, background_saves=True)
     with pytest.raises(StoppedAfterSave, match="after step 4"):
-        lead(ScriptedParts(), tmp_path, steps=9, checkpoints=keeper(ranks, stop, background_saves=True))
-    assert ranks.calls == ["begin 2", "settle", "begin 4", "settle"]
+        lead(ScriptedParts(), tmp_path, steps=9, checkpoints=manager)
+    assert ranks.calls == ["begin 2", "wait", "begin 4", "wait"]
 
 
-def test_a_run_that_is_told_to_stop_evaluates_no_more(tmp_path: Path) -> None:
-    stop = stop_request()
-    parts = ScriptedParts(on_train=lambda step: stop.take(signal.SIGUSR1) if step == 3 else None)
+def test_there_is_no_evaluation_after_a_stop_request(tmp_path: Path) -> None:
+    stop = make_stop_request()
+    parts = ScriptedParts(on_train=stop_at_step(stop, 3))
+    manager = make_manager(FakeRanks(), stop)
     with pytest.raises(StoppedAfterSave):
-        lead(parts, tmp_path, steps=9, evals={"every": 1}, checkpoints=keeper(Ranks(), stop))
-    assert "eval/accuracy" in parts.metrics[2] and "eval/accuracy" not in parts.metrics[3]
+        lead(parts, tmp_path, steps=9, evals={"every": 1}, checkpoints=manager)
+    assert "eval/accuracy" in parts.metrics[2]
+    assert "eval/accuracy" not in parts.metrics[3]
 
 
-def test_a_run_that_goes_on_at_its_start_is_not_evaluated_twice(tmp_path: Path) -> None:
-    position = make_state(
-        0, version=1, selection=SelectorState(prompts=PromptCursor(epoch=0, position=0, digest="d"))
-    ).position
-    parts = lead(ScriptedParts(), tmp_path, steps=2, evals={"every": 1}, resume_state=position)
+def test_a_run_that_resumes_at_step_0_is_not_evaluated_twice(tmp_path: Path) -> None:
+    cursor = PromptCursor(epoch=0, position=0, digest="d")
+    state = make_state(0, version=1, selection=SelectorState(prompts=cursor)).position
+    parts = lead(ScriptedParts(), tmp_path, steps=2, evals={"every": 1}, resume_state=state)
     assert sorted(parts.metrics) == [1, 2]
 
 
-def test_signals_are_requests_once_there_is_something_to_save() -> None:
+def test_sigterm_is_a_stop_request_once_the_run_can_save() -> None:
     stop = StopRequest(10.0)
-    assert not stop.take(signal.SIGTERM) and stop.asked is None
-    stop.accept()
-    assert stop.take(signal.SIGTERM) and stop.take(signal.SIGTERM), (
-        "Slurm and torchrun both send it"
-    )
-    assert stop.asked == "SIGTERM" and not stop.take(signal.SIGINT)
+    assert not stop.handle_signal(signal.SIGTERM)
+    assert stop.signal_name is None
+    stop.accept_sigterm()
+    # Slurm and torchrun both send it
+    assert stop.handle_signal(signal.SIGTERM)
+    assert stop.handle_signal(signal.SIGTERM)
+    assert stop.signal_name == "SIGTERM"
+    assert not stop.handle_signal(signal.SIGINT)
 
 
-def test_a_warning_while_the_run_is_set_up_ends_it_before_its_first_step(tmp_path: Path) -> None:
-    stop, ranks, stage = StopRequest(10.0), Ranks(), ScriptedParts()
-    assert stop.take(signal.SIGUSR1)
-    stop.accept()
+def test_sigusr1_during_setup_ends_the_run_before_its_first_step(tmp_path: Path) -> None:
+    stop = StopRequest(10.0)
+    ranks = FakeRanks()
+    parts = ScriptedParts()
+    assert stop.handle_signal(signal.SIGUSR1)
+    stop.accept_sigterm()
+    manager = make_manager(ranks, stop)
     with pytest.raises(StoppedAfterSave, match=r"SIGUSR1.*after step 0"):
-        lead(parts, tmp_path, steps=9, evals={"every": 1}, checkpoints=keeper(ranks, stop))
-    assert ranks.calls == ["save 0"] and parts.calls == ["sync 0"]
+        lead(parts, tmp_path, steps=9, evals={"every": 1}, checkpoints=manager)
+    assert ranks.calls == ["save 0"]
+    assert parts.calls == ["sync 0"]
 
 
-def test_a_run_that_its_accuracy_ended_trains_no_more_when_it_goes_on(tmp_path: Path) -> None:
-    position, said = make_state(3, accuracies=(0.1, 0.5, 0.7)).position, io.StringIO()
+def test_a_run_that_reached_its_accuracy_trains_no_more_after_a_resume(tmp_path: Path) -> None:
+    state = make_state(3, accuracies=(0.1, 0.5, 0.7)).position
+    stream = io.StringIO()
     evals = {"every": 1, "stop_at": 0.6}
-    parts = lead(ScriptedParts(), tmp_path, steps=9, evals=evals, resume_state=position, stream=said)
-    assert parts.calls == ["save step-3", "finish", "stop"], "what it was killed before"
-    assert (
-        "nothing is left to train after step 3: raise eval.stop_at to train further"
-        in said.getvalue()
-    )
-    raised = lead(ScriptedParts(), tmp_path, steps=4, evals=evals | {"stop_at": 0.9}, resume_state=position)
-    assert "train 4" in raised.calls
-    said = io.StringIO()
-    assert "train 4" not in lead(ScriptedParts(), tmp_path, steps=3, resume_state=position, stream=said).calls
-    assert "nothing is left to train after step 3: raise train.total_steps" in said.getvalue()
+    parts = lead(ScriptedParts(), tmp_path, steps=9, evals=evals, resume_state=state, stream=stream)
+    # The run was killed before these
+    assert parts.calls == ["save step-3", "finish", "stop"]
+    assert "nothing is left to train after step 3: raise eval.stop_at" in stream.getvalue()
+    evals["stop_at"] = 0.9
+    parts = lead(ScriptedParts(), tmp_path, steps=4, evals=evals, resume_state=state)
+    assert "train 4" in parts.calls
 
 
-def test_a_run_goes_on_behind_its_checkpoint(tmp_path: Path) -> None:
+def test_a_run_without_steps_left_trains_no_more_after_a_resume(tmp_path: Path) -> None:
+    state = make_state(3, accuracies=(0.1, 0.5, 0.7)).position
+    stream = io.StringIO()
+    parts = lead(ScriptedParts(), tmp_path, steps=3, resume_state=state, stream=stream)
+    assert "train 4" not in parts.calls
+    assert "nothing is left to train after step 3: raise train.total_steps" in stream.getvalue()
+
+
+def test_a_run_resumes_after_its_checkpoint(tmp_path: Path) -> None:
     cursor = PromptCursor(epoch=0, position=3, digest="d")
-    position = make_state(
-        3, version=3, selection=SelectorState(prompts=cursor), accuracies=(0.4,), nonfinite=1
-    ).position
-    parts = lead(ScriptedParts(finite=[False]), tmp_path, steps=5, resume_state=position, max_nonfinite_steps=3)
-    assert parts.calls[:3] == ["sync 3", "sample step-4", "train 4"], (
-        "the engines get the checkpoint's weights first"
+    selection = SelectorState(prompts=cursor)
+    run_state = make_state(3, version=3, selection=selection, accuracies=(0.4,), nonfinite=1)
+    parts = lead(
+        ScriptedParts(finite=[False]),
+        tmp_path,
+        steps=5,
+        resume_state=run_state.position,
+        max_nonfinite_steps=3,
     )
-    assert sorted(parts.metrics) == [4, 5] and stage.cursor.position == 5
-    assert stage.version == 5
+    # The engines receive the weights of the checkpoint first
+    assert parts.calls[:3] == ["sync 3", "sample step-4", "train 4"]
+    assert sorted(parts.metrics) == [4, 5]
+    assert parts.cursor.position == 5
+    assert parts.version == 5

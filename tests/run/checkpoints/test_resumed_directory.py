@@ -1,5 +1,6 @@
-"""A run that goes on has every step once, in metrics.jsonl and in TensorBoard."""
+"""A resumed run has one record of each step, in metrics.jsonl and in TensorBoard."""
 
+import datetime
 import json
 from pathlib import Path
 from typing import Any
@@ -19,97 +20,110 @@ from megatron_rl.run.checkpoints.resumed_directory import claim_directory, reope
 from tests.support.checkpoints import make_state
 
 
-def configured(root: Path, *overrides: str) -> Configuration:
+def make_configuration(root: Path, *overrides: str) -> Configuration:
     return compose(
         ["experiment=smoke", f"run.root={root}", "run.name=job", "run.resume=auto", *overrides]
     )
 
 
-def after(step: int, **position: Any) -> LoopState:
+def position_after(step: int, **position: Any) -> LoopState:
     return make_state(step, **position).position
 
 
-def run_of_steps(root: Path, steps: int, *, tensorboard: bool = False) -> RunDirectory:
-    import datetime
-
-    directory = RunDirectory.create(configured(root), datetime.datetime.now())
-    with MetricsLog(directory, LoggerSettings(tensorboard=tensorboard)) as log:
+def write_steps(root: Path, steps: int, *, tensorboard: bool = False) -> RunDirectory:
+    """The directory of a run that was killed after `steps`."""
+    directory = RunDirectory.create(make_configuration(root), datetime.datetime.now())
+    with MetricsLog(directory, LoggerSettings(tensorboard=tensorboard)) as metrics:
         for step in range(steps + 1):
-            log.write(step, {"train/loss": float(step)})
+            metrics.write(step, {"train/loss": float(step)})
     return directory
 
 
-def test_steps_after_the_checkpoint_are_cut_and_kept_aside(tmp_path: Path) -> None:
-    directory = run_of_steps(tmp_path, 5)
+def test_records_after_the_checkpoint_are_moved(tmp_path: Path) -> None:
+    directory = write_steps(tmp_path, 5)
     with directory.metrics_file.open("ab") as file:
-        file.write(b'{"step": 6, "tr')  # killed while it wrote
-    write_exit_record(directory.path, 143, "told to stop")
-    reopen_directory(configured(tmp_path, "optimizer.lr=0.5"), after(3))
+        file.write(b'{"step": 6, "tr')  # the run was killed while it wrote this
+    write_exit_record(directory.path, 143, "the run was stopped")
+    c = make_configuration(tmp_path, "optimizer.lr=0.5")
+    reopen_directory(c, position_after(3))
     assert [record["step"] for record in read_metrics(directory.path)] == [0, 1, 2, 3]
-    aside = (directory.path / "resumed/001/metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in aside[:2]] == [4, 5] and aside[2:] == [
-        '{"step": 6, "tr'
-    ]
+    lines = (directory.path / "resumed/001/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines[:2]] == [4, 5]
+    assert lines[2:] == ['{"step": 6, "tr']
     assert read_exit_record(directory.path) is None
+
+
+def test_changed_settings_replace_config_yaml_and_the_old_file_is_kept(tmp_path: Path) -> None:
+    directory = write_steps(tmp_path, 5)
+    c = make_configuration(tmp_path, "optimizer.lr=0.5")
+    reopen_directory(c, position_after(3))
     assert read_settings(directory.path)["optimizer.lr"] == 0.5
     assert read_settings(directory.path / "resumed/001")["optimizer.lr"] != 0.5
-    reopen_directory(configured(tmp_path, "optimizer.lr=0.5"), after(3))
-    assert [path.name for path in (directory.path / "resumed").iterdir()] == ["001"], (
-        "there was nothing to keep aside"
-    )
+    # The second time there is nothing to move
+    reopen_directory(c, position_after(3))
+    assert [path.name for path in (directory.path / "resumed").iterdir()] == ["001"]
 
 
-def test_tensorboard_hides_the_steps_that_are_done_again(tmp_path: Path) -> None:
+def test_tensorboard_hides_the_steps_that_run_again(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    directory = run_of_steps(tmp_path, 5, tensorboard=True)
-    with MetricsLog(directory, LoggerSettings(tensorboard=True), first_step=4) as log:
-        log.write(4, {"train/loss": 40.0})
+    directory = write_steps(tmp_path, 5, tensorboard=True)
+    with MetricsLog(directory, LoggerSettings(tensorboard=True), first_step=4) as metrics:
+        metrics.write(4, {"train/loss": 40.0})
     events = EventAccumulator(str(directory.tensorboard))
     events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [
-        (0, 0),
-        (1, 1),
-        (2, 2),
-        (3, 3),
-        (4, 40),
-    ]
+    points = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    assert points == [(0, 0), (1, 1), (2, 2), (3, 3), (4, 40)]
 
 
-def test_a_run_without_a_checkpoint_begins_again_in_its_directory(tmp_path: Path) -> None:
-    directory = run_of_steps(tmp_path, 2, tensorboard=True)
-    reopen_directory(configured(tmp_path), None)
-    assert read_metrics(directory.path) == [] and not directory.tensorboard.exists()
+def test_a_run_without_a_checkpoint_starts_again_in_its_directory(tmp_path: Path) -> None:
+    directory = write_steps(tmp_path, 2, tensorboard=True)
+    reopen_directory(make_configuration(tmp_path), None)
+    assert read_metrics(directory.path) == []
+    assert not directory.tensorboard.exists()
     assert (directory.path / "resumed/001/tensorboard").is_dir()
 
 
-def test_a_living_run_is_waited_for_and_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    directory, c = run_of_steps(tmp_path, 5), configured(tmp_path)
+def test_a_living_run_cannot_be_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = write_steps(tmp_path, 5)
+    c = make_configuration(tmp_path)
     monkeypatch.setattr("megatron_rl.run.checkpoints.resumed_directory._PATIENCE_SECONDS", 0.1)
     with mark_run_alive(directory.path), pytest.raises(RunDirectoryTaken, match="still alive"):
         claim_directory(c)
-    claimed = claim_directory(c)
-    assert claimed is not None
-    with claimed, pytest.raises(RunDirectoryTaken, match="still alive"):
-        claim_directory(c)  # two starts at the same time: one of them goes on
-    assert claim_directory(configured(tmp_path, "run.name=new")) is None
+    lock = claim_directory(c)
+    assert lock is not None
+    # Of two processes that resume a run at the same time, one is refused
+    with lock, pytest.raises(RunDirectoryTaken, match="still alive"):
+        claim_directory(c)
 
 
-def test_a_complete_run_is_refused_until_it_is_given_more_to_do(tmp_path: Path) -> None:
-    directory = run_of_steps(tmp_path, 5)
-    reopen_directory(configured(tmp_path), after(5))  # it was killed before its very end
+def test_there_is_nothing_to_claim_for_a_new_run(tmp_path: Path) -> None:
+    assert claim_directory(make_configuration(tmp_path)) is None
+
+
+def test_a_directory_of_something_else_cannot_be_claimed(tmp_path: Path) -> None:
+    (tmp_path / "job").mkdir()
+    with pytest.raises(RunDirectoryTaken, match="not the directory of a run"):
+        claim_directory(make_configuration(tmp_path))
+    assert (tmp_path / "job").exists()
+
+
+def test_a_complete_run_cannot_be_resumed_without_more_steps(tmp_path: Path) -> None:
+    directory = write_steps(tmp_path, 5)
+    # Without exit.json, the run was killed just before its end
+    reopen_directory(make_configuration(tmp_path), position_after(5))
     write_exit_record(directory.path, ExitCode.OK, "complete")
-    with pytest.raises(RunDirectoryTaken, match=r"complete; raise train\.total_steps"):
-        reopen_directory(configured(tmp_path), after(5))
-    reopen_directory(configured(tmp_path, "train.total_steps=9"), after(5))
+    with pytest.raises(RunDirectoryTaken, match=r"complete.*train\.total_steps"):
+        reopen_directory(make_configuration(tmp_path), position_after(5))
+    reopen_directory(make_configuration(tmp_path, "train.total_steps=9"), position_after(5))
 
 
-def test_a_run_that_an_accuracy_ended_is_complete_until_more_is_asked_of_it(tmp_path: Path) -> None:
-    directory = run_of_steps(tmp_path, 3)
+def test_a_run_that_reached_its_accuracy_cannot_be_resumed_without_a_higher_one(
+    tmp_path: Path,
+) -> None:
+    directory = write_steps(tmp_path, 3)
     write_exit_record(directory.path, ExitCode.OK, "complete")
-    position = after(3, accuracies=(0.1, 0.5, 0.6))
-    with pytest.raises(RunDirectoryTaken, match=r"complete; raise eval\.stop_at"):
-        reopen_directory(configured(tmp_path, "eval.stop_at=0.5"), position)
-    reopen_directory(configured(tmp_path, "eval.stop_at=0.6"), position)
+    position = position_after(3, accuracies=(0.1, 0.5, 0.6))
+    with pytest.raises(RunDirectoryTaken, match=r"complete.*eval\.stop_at"):
+        reopen_directory(make_configuration(tmp_path, "eval.stop_at=0.5"), position)
+    reopen_directory(make_configuration(tmp_path, "eval.stop_at=0.6"), position)
