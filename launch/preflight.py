@@ -1,11 +1,13 @@
-"""Says whether this machine can run a configuration; nothing is started.
+"""Check whether this machine can run a configuration. Nothing is started.
+
+Examples, with the settings and the ranks of launch/train_rl.py:
 
     python launch/preflight.py experiment=quickstart key=value ...
-    torchrun --nproc-per-node 2 launch/preflight.py parallel=ep2 key=value ...
+    torchrun --nproc-per-node 2 launch/preflight.py experiment=quickstart parallel=ep2
 
-It takes what launch/train_rl.py takes, with the same ranks. What that refuses is refused, and what
-a run opens before its first step is opened. One line a check, from one rank of each node; exit code
-0, or 2 when a run must not start.
+It applies every rule of the configuration, and opens the data and the user-defined classes that a
+run opens before its first step. Output: one line for each check (ok, warn or FAIL), from one rank
+of each node. Exit code: 0, or 2 if a run must not start.
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
 import psutil
 
@@ -41,75 +42,75 @@ from sglang_bridge.keys import create_keys, read_keys
 from sglang_bridge.server.readiness import require_external_engines
 
 ROOT = Path(__file__).resolve().parents[1]
-T = TypeVar("T")
 GIB = 1024**3
 # Resident memory of a tiny model's processes; larger models need their weights on top.
-ENGINE_BYTES, RANK_BYTES = 2 * GIB, GIB // 2
+ENGINE_BYTES = 2 * GIB
+RANK_BYTES = GIB // 2
 ANSWER_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report. remedy: what to do when it failed, empty where `found` says it.
-    required: whether a run cannot do without it."""
+    """One line of the report.
+
+    passes: False for a failure or a warning.
+    finding: what was measured.
+    remedy: what to do after a failure, or an empty string if `finding` names it.
+    is_required: True if a run cannot start without it.
+    """
 
     name: str
-    passed: bool
-    found: str
+    passes: bool
+    finding: str
     remedy: str
-    required: bool = True
+    is_required: bool = True
 
     @property
     def refuses(self) -> bool:
-        """Whether a run must not start."""
-        return self.required and not self.passed
+        """True if a run must not start."""
+        return self.is_required and not self.passes
 
     def __str__(self) -> str:
-        verdict = "ok  " if self.passed else "FAIL" if self.required else "warn"
-        return f"{verdict}  {self.name}: {self.found}" + (
-            "" if self.passed or not self.remedy else f". {self.remedy}."
-        )
+        result = "ok  " if self.passes else "FAIL" if self.is_required else "warn"
+        line = f"{result}  {self.name}: {self.finding}"
+        if not self.passes and self.remedy:
+            line += f". {self.remedy}."
+        return line
 
 
 def check_versions(constraints: str) -> Iterator[Check]:
-    """Installed versions against the pinned ones.
+    """Compare the installed versions with the pinned ones.
 
     constraints: the text of requirements/constraints.txt.
     """
-    pinned = dict(re.findall(r"^([\w.-]+)==(\S+)$", constraints, flags=re.MULTILINE))
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", constraints, flags=re.MULTILINE))
     for name in PACKAGES:
         try:
-            found = importlib.metadata.version(name)
+            version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             yield Check(name, False, "not installed", "Run make install")
             continue
-        same = found.partition("+")[0] == pinned[name]
-        yield Check(
-            name,
-            same,
-            f"{found}, pinned {pinned[name]}",
-            "Run make install, or expect what was not tested",
-        )
+        finding = f"{version}, pinned {pins[name]}"
+        remedy = "Run make install. Other versions are not tested"
+        yield Check(name, version.partition("+")[0] == pins[name], finding, remedy)
 
 
 def check_devices(facts: LaunchFacts) -> Iterator[Check]:
-    """GPUs that the configuration's rules count, against what torch can use."""
+    """Compare the GPUs that the rules count with those that torch can use."""
     import torch
 
     usable = torch.cuda.device_count()
-    found = f"{facts.num_gpus} for torch, which can use {usable}"
-    yield Check(
-        "GPUs", usable == facts.num_gpus, found, "Install a torch build and a driver that match"
-    )
+    finding = f"{facts.num_gpus} for torch, which can use {usable}"
+    remedy = "Install a torch build and a driver that match"
+    yield Check("GPUs", usable == facts.num_gpus, finding, remedy)
     if facts.idle_gpus:
-        found = f"{facts.idle_gpus} stay idle: the installed torch is built for CPUs"
-        yield Check(
-            "idle GPUs", False, found, "Install a CUDA build of torch (Dockerfile)", required=False
-        )
+        finding = f"{facts.idle_gpus} stay idle: the installed torch is built for CPUs"
+        remedy = "Install a CUDA build of torch (Dockerfile)"
+        yield Check("idle GPUs", False, finding, remedy, is_required=False)
 
 
 def device_bytes(facts: LaunchFacts) -> int:
-    """Memory of a GPU, or each rank's share of the host's that is free."""
+    """The memory of a GPU, or the share of each rank in the free memory of the host, in bytes."""
     import torch
 
     if facts.num_gpus:
@@ -118,70 +119,79 @@ def device_bytes(facts: LaunchFacts) -> int:
 
 
 def check_memory(engine: EngineSettings, facts: LaunchFacts) -> Check:
-    """Host memory for this node's ranks and managed engines, without their weights."""
+    """Check the host memory for this node's ranks and managed engines, without their weights."""
     engines = engine.count if engine.mode == "managed" else 0
-    needed = facts.local_world_size * RANK_BYTES + engines * ENGINE_BYTES
+    minimum = facts.local_world_size * RANK_BYTES + engines * ENGINE_BYTES
     available = psutil.virtual_memory().available
-    found = f"{available / GIB:.1f} GiB available, at least {needed / GIB:.1f} needed"
-    return Check(
-        "host memory", available >= needed, found, "Free memory, or start fewer ranks or engines"
-    )
+    finding = f"{available / GIB:.1f} GiB available, at least {minimum / GIB:.1f} needed"
+    remedy = "Free memory, or start fewer ranks or engines"
+    return Check("host memory", available >= minimum, finding, remedy)
 
 
 def check_rank_memory(
     c: Configuration, shape: ModelShape, facts: LaunchFacts, device_bytes: int
 ) -> Iterator[Check]:
-    """What the settings need of a rank's device and of an engine's.
+    """Check the memory that a rank and an engine need of their devices.
 
-    device_bytes: of a GPU, or a process's share.
+    device_bytes: memory of a GPU, or of a rank's share of the host.
     """
-    where = "of a GPU" if facts.num_gpus else "for each rank"
-    worst = max(
-        (
-            rank_memory(c, shape, world_size=facts.world_size, stage=stage)
-            for stage in range(c.parallel.pp)
-        ),
-        key=lambda memory: memory.total,
+    memories = [
+        rank_memory(c, shape, world_size=facts.world_size, stage=stage)
+        for stage in range(c.parallel.pp)
+    ]
+    largest = max(memories, key=lambda memory: memory.total)
+    parts = ", ".join(f"{name} {_gib(size)}" for name, size in largest.parts.items())
+    place = "of a GPU" if facts.num_gpus else "for each rank"
+    finding = (
+        f"{parts}: {_gib(largest.total)} of {_gib(device_bytes)} GiB {place}, at most, on "
+        f"pipeline stage {largest.stage}"
     )
-    parts = ", ".join(f"{name} {_gib(size)}" for name, size in worst.parts.items())
-    found = f"{parts}: {_gib(worst.total)} of {_gib(device_bytes)} GiB {where}, at most, on stage {worst.stage}"
-    remedy = "More ranks or parallel.ep, .pp, .tp, model.recompute=full or a smaller train.tokens_per_micro_batch"
-    yield Check("rank memory", worst.total <= device_bytes, found, remedy)
+    remedy = (
+        "More ranks or parallel.ep, .pp, .tp, model.recompute=full or a smaller "
+        "train.tokens_per_micro_batch"
+    )
+    yield Check("rank memory", largest.total <= device_bytes, finding, remedy)
+    yield from _check_engine_memory(c, shape, device_bytes)
+
+
+def _check_engine_memory(c: Configuration, shape: ModelShape, device_bytes: int) -> Iterator[Check]:
     engine = engine_memory(c, shape)
-    found = (
+    # The devices of external engines are not known here.
+    is_managed = c.engine.mode == "managed"
+    fits = not is_managed or engine.parameters <= device_bytes
+    finding = (
         f"parameters {_gib(engine.parameters)}, KV cache {_gib(engine.kv_cache)} GiB on each device"
     )
-    managed = c.engine.mode == "managed"  # of the others' devices nothing is known here
-    yield Check(
-        "engine memory", not managed or engine.parameters <= device_bytes, found, "Raise engine.tp"
-    )
-    if managed and engine.parameters <= device_bytes < engine.total:
-        found, remedy = (
-            "requests will wait for one another",
-            "Raise engine.tp, or lower engine.max_running_requests",
-        )
-        yield Check("KV cache", False, found, remedy, required=False)
+    yield Check("engine memory", fits, finding, "Raise engine.tp")
+    if is_managed and engine.parameters <= device_bytes < engine.total:
+        finding = "requests will wait for one another"
+        remedy = "Raise engine.tp, or lower engine.max_running_requests"
+        yield Check("KV cache", False, finding, remedy, is_required=False)
 
 
 def check_save_memory(
     c: Configuration, shape: ModelShape, facts: LaunchFacts, available: int
 ) -> Iterator[Check]:
-    """What saving a checkpoint needs of a node's memory; without GPUs the ranks train in it.
-    available: in bytes.
+    """Check the memory of a node while a checkpoint is saved.
+
+    Without GPUs the ranks train in the same memory. available: bytes of the node.
     """
     if not c.run.checkpoint_every:
         return
-    stages = [
+    memories = [
         rank_memory(c, shape, world_size=facts.world_size, stage=stage)
         for stage in range(c.parallel.pp)
     ]
-    saving = max(memory.host_save for memory in stages)
-    training = 0 if facts.num_gpus else max(memory.total for memory in stages)
-    needed = facts.local_world_size * (saving + training)
+    saving = max(memory.host_save for memory in memories)
+    training = 0 if facts.num_gpus else max(memory.total for memory in memories)
+    total = facts.local_world_size * (saving + training)
     beside = f" beside the {_gib(training)} it trains in" if training else ""
-    found = f"{_gib(saving)} GiB for each rank{beside}, {facts.local_world_size} of them; {_gib(available)} available"
+    finding = (
+        f"{_gib(saving)} GiB for each rank{beside}, {facts.local_world_size} of them; "
+        f"{_gib(available)} available"
+    )
     remedy = "More nodes with more parallel.ep, .pp or .tp; run.background_saves=false saves a copy"
-    yield Check("memory of a save", needed <= available, found, remedy)
+    yield Check("memory of a save", total <= available, finding, remedy)
 
 
 def _gib(size: int) -> str:
@@ -189,43 +199,43 @@ def _gib(size: int) -> str:
 
 
 def check_shared_memory(directory: str = "/dev/shm") -> Check:
-    """NCCL and engines with several ranks pass data between processes through it; rollouts do not
-    need it.
+    """Check the shared memory through which NCCL and engines of several ranks pass data.
+
+    Rollouts do not need it.
     """
     free = shutil.disk_usage(directory).free if os.path.isdir(directory) else 0
-    found = f"{free / GIB:.1f} GiB free in {directory}"
-    remedy = (
-        "NCCL, and SGLang with engine.tp > 1, need some; in a container give it more: --shm-size 8g"
-    )
-    return Check("shared memory", free >= GIB, found, remedy, required=False)
+    finding = f"{free / GIB:.1f} GiB free in {directory}"
+    remedy = "NCCL, and SGLang with engine.tp > 1, need some; give a container more: --shm-size 8g"
+    return Check("shared memory", free >= GIB, finding, remedy, is_required=False)
 
 
 def check_run_root(root: str) -> Check:
-    """The run directory can be made."""
+    """Check that the run directory can be created."""
     path = Path(root).expanduser().resolve()
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
     try:
         with tempfile.NamedTemporaryFile(dir=existing):
             return Check("run.root", True, f"{existing} is writable", "")
     except OSError as error:
-        return Check(
-            "run.root", False, f"{existing}: {error.strerror}", "Choose another place: run.root=..."
-        )
+        remedy = "Choose another place: run.root=..."
+        return Check("run.root", False, f"{existing}: {error.strerror}", remedy)
 
 
 def check_addresses(facts: LaunchFacts) -> Iterator[Check]:
-    """Nodes reach one another in a private network."""
-    if (nodes := facts.world_size // facts.local_world_size) > 1:
-        try:
-            host = node_address(nodes)
-            require_private_address(host)
-            yield Check("address", True, host, "")
-        except (ValueError, OSError, KeyError) as error:
-            yield Check("address", False, str(error), "Start with torchrun on every node")
+    """Check that nodes reach one another in a private network."""
+    nodes = facts.world_size // facts.local_world_size
+    if nodes == 1:
+        return
+    try:
+        host = node_address(nodes)
+        require_private_address(host)
+        yield Check("address", True, host, "")
+    except (ValueError, OSError, KeyError) as error:
+        yield Check("address", False, str(error), "Start with torchrun on every node")
 
 
 def check_external_engines(c: Configuration) -> Iterator[Check]:
-    """Every server answers, and is what the configuration says."""
+    """Check that every server answers and fits the configuration."""
     engine = replace(c.engine, start_timeout_s=ANSWER_SECONDS)
     keys = read_keys(Path(engine.key_file)) if engine.key_file is not None else create_keys()
     for url in engine.urls:
@@ -239,12 +249,13 @@ def check_external_engines(c: Configuration) -> Iterator[Check]:
         except EngineError as error:
             yield Check(url, False, str(error), "")
         else:
-            yield Check(url, True, "answers as it should", "")
+            yield Check(url, True, "answers, and fits the configuration", "")
 
 
 def check_opening(c: Configuration) -> Iterator[Check]:
-    """What ranks open before the first step: their imports, classes of the user's own, prompts,
-    room on the disk.
+    """Open what ranks open before the first step.
+
+    These are imports, user-defined classes, prompts and the space on the disk.
     """
     from megatron_rl.mcore import compat
 
@@ -259,58 +270,61 @@ def check_opening(c: Configuration) -> Iterator[Check]:
         yield Check("trainer", False, f"cannot be imported ({error})", "Run make install")
         return
     shape = read_shape(c.model.path)
-    yield _opened("algo", lambda: open_loss(c.algo, shape), lambda _: c.algo.name)
-    yield _opened(
-        "environment", lambda: open_environment(c.environment), lambda opened: type(opened).__name__
-    )
-    yield _opened(
-        "prompts",
-        lambda: build_prompts(c, read_transferred_beliefs(c) if c.run.resume == "never" else None),
-        lambda p: (
-            f"{len(p.train)} to train, {len(p.held_out)} held out; "
-            + "; ".join(filter(None, p.told()))
-        ),
-    )
-    yield _opened(
-        "disk space", lambda: require_disk_space(c, shape), lambda _: "enough for what the run writes"
-    )
+
+    def open_prompts() -> str:
+        beliefs = read_transferred_beliefs(c) if c.run.resume == "never" else None
+        prompts = build_prompts(c, beliefs)
+        counts = f"{len(prompts.train)} to train, {len(prompts.held_out)} held out"
+        return "; ".join([counts, *filter(None, prompts.told())])
+
+    def open_algo() -> str:
+        open_loss(c.algo, shape)
+        return c.algo.name
+
+    def check_space() -> str:
+        require_disk_space(c, shape)
+        return "enough for what the run writes"
+
+    yield _check_opening("algo", open_algo)
+    yield _check_opening("environment", lambda: type(open_environment(c.environment)).__name__)
+    yield _check_opening("prompts", open_prompts)
+    yield _check_opening("disk space", check_space)
 
 
-def _opened(name: str, open_it: Callable[[], T], told: Callable[[T], str]) -> Check:
+def _check_opening(name: str, open_part: Callable[[], str]) -> Check:
     try:
-        return Check(name, True, told(open_it()), "")
+        return Check(name, True, open_part(), "")
     except Failure as failure:
         return Check(name, False, str(failure), "")
-    except Exception as error:  # classes of the user's own may raise anything
+    except Exception as error:  # user-defined classes may raise anything
         return Check(name, False, f"{type(error).__name__}: {error}", "Correct it there")
 
 
 def preflight(config: Configuration) -> int:
-    """Print every check of an accepted configuration, on one rank of each node, and return the exit
-    code.
+    """Print every check of an accepted configuration and return the exit code.
+
+    One rank of each node prints.
     """
     facts = LaunchFacts.from_environment(os.environ)
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return ExitCode.OK
+    shape = read_shape(config.model.path)
+    available = psutil.virtual_memory().available
     checks = [
         *check_versions((ROOT / "requirements" / "constraints.txt").read_text()),
         *check_devices(facts),
         check_memory(config.engine, facts),
-        *check_rank_memory(
-            sized_for_all_phases(config), read_shape(config.model.path), facts, device_bytes(facts)
-        ),
-        *check_save_memory(
-            config, read_shape(config.model.path), facts, psutil.virtual_memory().available
-        ),
+        *check_rank_memory(sized_for_all_phases(config), shape, facts, device_bytes(facts)),
+        *check_save_memory(config, shape, facts, available),
         check_shared_memory(),
         check_run_root(config.run.root),
         *check_addresses(facts),
         *check_external_engines(config),
         *check_opening(config),
     ]
-    where = f"{socket.gethostname()}: " if facts.world_size > facts.local_world_size else ""
-    for line in ("ok    configuration: every rule is kept", *checks):
-        print(f"{where}{line}")
+    host = f"{socket.gethostname()}: " if facts.world_size > facts.local_world_size else ""
+    for line in ("ok    configuration: follows every rule", *checks):
+        print(f"{host}{line}")
     return ExitCode.OK if not any(check.refuses for check in checks) else ExitCode.REFUSED
 
 

@@ -1,6 +1,12 @@
-"""The main job: torchrun launch/train_rl.py experiment=quickstart key=value ...
+"""Train a model: the main job.
 
-A bad configuration is refused (exit code 2) before torch is imported. Exit codes:
+Examples:
+
+    python launch/train_rl.py experiment=smoke
+    torchrun --nproc-per-node 2 launch/train_rl.py experiment=quickstart parallel=ep2 key=value ...
+
+Output: the directory runs/NAME with metrics, logs, checkpoints and exit.json. A configuration
+that breaks a rule is refused with code 2 before torch is imported. All exit codes are in
 megatron_rl/contracts/exit_codes.py.
 """
 
@@ -17,16 +23,16 @@ if TYPE_CHECKING:
 
 
 def train(configuration: Configuration) -> int:
-    """Run the checked configuration. The import is late: it brings torch and Megatron."""
+    """Run the checked configuration. The import is late because it brings torch and Megatron."""
     from megatron_rl.run.main import run
 
     return run(configuration)
 
 
 def start() -> int:
-    """From the command line to the exit code.
+    """Run the command line and return the exit code.
 
-    The import takes most of a second, in which Ctrl-C is heard.
+    The import takes most of a second, and Ctrl-C is handled before it.
     """
     exit_on_interrupt()
     from megatron_rl.config.cli import main

@@ -1,11 +1,9 @@
-"""`launch/preflight.py` passes nothing that training refuses, and says what is wrong with a
-machine.
-"""
+"""`launch/preflight.py` refuses what training refuses, and names problems of a machine."""
 
 import json
 import threading
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -14,106 +12,96 @@ from typing import Any
 
 import pytest
 
+from launch import preflight as preflight_module
 from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import EngineSettings, ParallelSettings
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.launch_facts import LaunchFacts
 from megatron_rl.models.families import read_shape
-from tests.support.scripts import LAUNCH, load_script, start_script
+from tests.support.scripts import ROOT, start_script
 
+PUBLISHED = ROOT / "tests/support/published"
 ROWS = [{"prompt": f"{a}+{b}=", "answer": a + b} for a in range(10, 20) for b in range(10, 15)]
 SMALL = ("experiment=smoke", "data=jsonl", "data.num_eval=8", "data.train_path=sums.jsonl")
 
 
 @pytest.fixture
 def preflight(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
-    """In a directory with a file of sums."""
+    """The script, in a working directory with a file of sums."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    module = load_script("preflight")
-    monkeypatch.setattr(module, "ANSWER_SECONDS", 0.1)
-    return module
+    monkeypatch.setattr(preflight_module, "ANSWER_SECONDS", 0.1)
+    return preflight_module
+
+
+def failures(checks: Iterable[Any]) -> list[str]:
+    return [check.name for check in checks if not check.passes]
 
 
 def test_pinned_environment_passes_and_another_version_fails(preflight: ModuleType) -> None:
-    constraints = (LAUNCH.parent / "requirements" / "constraints.txt").read_text()
-    assert [check.name for check in preflight.check_versions(constraints) if not check.passed] == []
+    constraints = (ROOT / "requirements" / "constraints.txt").read_text()
+    assert failures(preflight.check_versions(constraints)) == []
     other = constraints.replace("\ntorch==2.13.0\n", "\ntorch==2.0.0\n")
-    assert [check.name for check in preflight.check_versions(other) if not check.passed] == [
-        "torch"
-    ]
+    assert failures(preflight.check_versions(other)) == ["torch"]
 
 
-def test_memory_and_places(preflight: ModuleType, tmp_path: Path) -> None:
-    assert preflight.check_memory(EngineSettings(), LaunchFacts()).passed
-    assert not preflight.check_memory(EngineSettings(count=10_000), LaunchFacts()).passed
-    assert preflight.check_memory(
-        EngineSettings(mode="external", count=10_000), LaunchFacts()
-    ).passed
-    assert preflight.check_run_root(str(tmp_path / "not" / "yet")).passed
+def test_host_memory_and_run_root(preflight: ModuleType, tmp_path: Path) -> None:
+    many = EngineSettings(count=10_000)
+    external = EngineSettings(mode="external", count=10_000)
+    assert preflight.check_memory(EngineSettings(), LaunchFacts()).passes
+    assert not preflight.check_memory(many, LaunchFacts()).passes
+    assert preflight.check_memory(external, LaunchFacts()).passes
+    assert preflight.check_run_root(str(tmp_path / "not" / "yet")).passes
     assert preflight.check_run_root("/proc/nowhere").refuses
     assert [path.name for path in tmp_path.iterdir()] == ["sums.jsonl"]
 
 
-def test_what_does_not_fit_is_said_part_by_part(preflight: ModuleType) -> None:
-    shape = read_shape(Path(__file__).parents[1] / "support" / "published" / "qwen3_30b_a3b")
-    c = replace(
-        compose(["experiment=smoke", "model.recompute=full"]), parallel=ParallelSettings(ep=8)
-    )
+def test_rank_memory_is_reported_part_by_part(preflight: ModuleType) -> None:
+    shape = read_shape(PUBLISHED / "qwen3_30b_a3b")
+    settings = compose(["experiment=smoke", "model.recompute=full"])
+    c = replace(settings, parallel=ParallelSettings(ep=8))
     facts = LaunchFacts(world_size=8, local_world_size=8, num_gpus=8)
     rank, engine = preflight.check_rank_memory(c, shape, facts, 80 * 2**30)
     # float32, experts over eight ranks: (1,541,093,376 + 28,991,029,248 / 8) x (4 + 4), and 8 / 8
-    # and 8 bytes of Adam's
+    # and 8 bytes for Adam
     assert rank.refuses and engine.refuses
     parts = "parameters 19.2, gradients 19.2, optimizer 28.4, activations"
-    assert str(rank).startswith(f"FAIL  rank memory: {parts}") and "of 80.0 GiB of a GPU" in str(
-        rank
-    )
-    assert "model.recompute=full" in str(rank)
-    assert (
-        str(engine)
-        == "FAIL  engine memory: parameters 113.7, KV cache 0.656 GiB on each device. Raise engine.tp."
-    )
-    fits, served, waits = preflight.check_rank_memory(c, shape, facts, 114 * 2**30)
-    assert fits.passed and served.passed and (waits.passed, waits.refuses) == (False, False)
-    elsewhere = replace(c, engine=replace(c.engine, mode="external"))
-    assert list(preflight.check_rank_memory(elsewhere, shape, facts, 80 * 2**30))[1].passed
+    assert str(rank).startswith(f"FAIL  rank memory: {parts}")
+    assert "of 80.0 GiB of a GPU" in str(rank) and "model.recompute=full" in str(rank)
+    assert str(engine).startswith("FAIL  engine memory: parameters 113.7, KV cache 0.656 GiB")
+    assert "engine.tp" in str(engine)
+    rank, engine, cache = preflight.check_rank_memory(c, shape, facts, 114 * 2**30)
+    assert rank.passes and engine.passes
+    assert (cache.passes, cache.refuses) == (False, False)
+    external = replace(c, engine=replace(c.engine, mode="external"))
+    assert list(preflight.check_rank_memory(external, shape, facts, 80 * 2**30))[1].passes
 
 
-def test_a_node_without_the_memory_of_a_save_is_told_before_the_first_one(
-    preflight: ModuleType,
-) -> None:
-    shape = read_shape(Path(__file__).parents[1] / "support" / "published" / "qwen3_30b_a3b")
+def test_a_node_without_the_memory_of_a_save_is_refused(preflight: ModuleType) -> None:
+    shape = read_shape(PUBLISHED / "qwen3_30b_a3b")
     facts = LaunchFacts(world_size=8, local_world_size=8, num_gpus=8)
-    c = replace(
-        compose(["experiment=smoke", "run.checkpoint_every=1"]), parallel=ParallelSettings(ep=8)
-    )
+    settings = compose(["experiment=smoke", "run.checkpoint_every=1"])
+    c = replace(settings, parallel=ParallelSettings(ep=8))
     (check,) = preflight.check_save_memory(c, shape, facts, 400 * 2**30)
     # (1,541,093,376 + 28,991,029,248 / 8) x 12 bytes, on each of eight ranks
     assert check.refuses and "57.7 GiB for each rank, 8 of them; 400.0 available" in str(check)
-    assert next(preflight.check_save_memory(c, shape, facts, 500 * 2**30)).passed
-    alone = LaunchFacts(world_size=1, local_world_size=1)
-    (check,) = preflight.check_save_memory(
-        replace(c, parallel=ParallelSettings()), shape, alone, 2**30
-    )
+    assert next(preflight.check_save_memory(c, shape, facts, 500 * 2**30)).passes
+    single = replace(c, parallel=ParallelSettings())
+    one_rank = LaunchFacts(world_size=1, local_world_size=1)
+    (check,) = preflight.check_save_memory(single, shape, one_rank, 2**30)
     assert check.refuses and "beside the" in str(check), "without GPUs it trains in the same memory"
     assert list(preflight.check_save_memory(compose(["experiment=smoke"]), shape, facts, 0)) == []
 
 
-def test_little_shared_memory_warns_and_does_not_refuse(
-    preflight: ModuleType, tmp_path: Path
-) -> None:
+def test_little_shared_memory_is_a_warning(preflight: ModuleType, tmp_path: Path) -> None:
     check = preflight.check_shared_memory(str(tmp_path / "missing"))
-    assert (check.passed, check.refuses) == (False, False)
+    assert (check.passes, check.refuses) == (False, False)
     assert str(check).startswith("warn  shared memory: 0.0 GiB free") and "--shm-size" in str(check)
-    assert preflight.check_memory(EngineSettings(count=10_000), LaunchFacts()).refuses
 
 
-def test_gpus_that_torch_cannot_use_are_said(preflight: ModuleType) -> None:
+def test_gpus_that_torch_cannot_use_are_named(preflight: ModuleType) -> None:
     idle = list(preflight.check_devices(LaunchFacts(idle_gpus=2)))[-1]
-    assert str(idle).startswith(
-        "warn  idle GPUs: 2 stay idle: the installed torch is built for CPUs"
-    )
+    assert str(idle).startswith("warn  idle GPUs: 2 stay idle")
     (usable,) = preflight.check_devices(LaunchFacts(num_gpus=99))
     assert usable.refuses
 
@@ -123,11 +111,11 @@ INFO = {"enable_return_routed_experts": True, "tp_size": 1, "dtype": "float32"}
 
 @pytest.fixture
 def server() -> Iterator[ThreadingHTTPServer]:
-    """Answers /ready, and /server_info with what `info` says."""
+    """A server that answers every request with its attribute `info`."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            body = json.dumps(running.info).encode()  # type: ignore[attr-defined]
+            body = json.dumps(fake.info).encode()  # type: ignore[attr-defined]
             self.send_response(200)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
@@ -135,88 +123,80 @@ def server() -> Iterator[ThreadingHTTPServer]:
 
         def log_message(self, *_: Any) -> None: ...
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
-        running.info = dict(INFO)  # type: ignore[attr-defined]
-        thread = threading.Thread(target=running.serve_forever)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as fake:
+        fake.info = dict(INFO)  # type: ignore[attr-defined]
+        thread = threading.Thread(target=fake.serve_forever)
         thread.start()
-        yield running
-        running.shutdown()
+        yield fake
+        fake.shutdown()
         thread.join()
 
 
-def test_engines_are_asked_what_training_asks_them(preflight: ModuleType, server: Any) -> None:
+def test_external_engines_are_checked_as_training_checks_them(
+    preflight: ModuleType, server: Any
+) -> None:
     url = f"http://127.0.0.1:{server.server_address[1]}"
     config = compose(["experiment=smoke", "engine=external", f"engine.urls=[{url}]"])
     (check,) = preflight.check_external_engines(config)
-    assert check.passed and url in str(check)
+    assert check.passes and url in str(check)
     server.info["tp_size"] = 2
     (check,) = preflight.check_external_engines(config)
-    assert check.refuses and "declare engine.tp=2" in str(check)
+    assert check.refuses and "engine.tp=2" in str(check)
     server.info |= INFO | {"enable_return_routed_experts": False}
     (check,) = preflight.check_external_engines(config)
-    assert check.refuses and "start it with --enable-return-routed-experts" in str(check)
+    assert check.refuses and "--enable-return-routed-experts" in str(check)
 
 
 def test_engines_that_do_not_answer_are_named(preflight: ModuleType) -> None:
     config = compose(["experiment=smoke", "engine=external", "engine.urls=[http://127.0.0.1:9]"])
     (check,) = preflight.check_external_engines(config)
-    assert (
-        check.refuses
-        and "http://127.0.0.1:9: nothing listens there" in str(check)
-        and "start that server" in str(check)
-    )
+    assert check.refuses and "http://127.0.0.1:9: " in str(check)
 
 
 def opening(preflight: ModuleType, *overrides: str) -> dict[str, Any]:
     return {check.name: check for check in preflight.check_opening(compose(overrides))}
 
 
-def test_what_a_run_opens_first_is_opened(preflight: ModuleType) -> None:
+def test_data_and_classes_are_opened(preflight: ModuleType) -> None:
     checks = opening(preflight, *SMALL)
     assert [name for name, check in checks.items() if check.refuses] == []
-    assert str(checks["prompts"]).startswith(
-        "ok    prompts: 42 to train, 8 held out; left out: 0 bad rows"
-    )
+    assert "42 to train, 8 held out; " in str(checks["prompts"])
 
 
 @pytest.mark.parametrize(
-    ("row", "overrides", "told"),
+    ("row", "overrides", "reason"),
     [
-        ('{"prompt": "1+1="}', [], "sums.jsonl line 51: `answer` is missing"),
+        ('{"prompt": "1+1="}', [], "sums.jsonl line 51: `answer`"),
         ('{"prompt": "1+1=", "answer": "two"}', [], "sums.jsonl line 51: "),
-        ('{"prompt": "1Ω1=", "answer": 1}', [], "the tokenizer has no token for 'Ω'"),
-        (
-            "",
-            ["data.num_eval=50"],
-            "data.num_eval=50: holding that many out of 50 usable questions leaves none",
-        ),
-        ("", ["rollout.prompts_per_step=43"], "rollout.prompts_per_step=43: there are only 42"),
+        ('{"prompt": "1Ω1=", "answer": 1}', [], "'Ω'"),
+        ("", ["data.num_eval=50"], "data.num_eval=50: "),
+        ("", ["rollout.prompts_per_step=43"], "rollout.prompts_per_step=43: "),
     ],
 )
-def test_data_that_training_refuses_does_not_pass(
-    preflight: ModuleType, tmp_path: Path, row: str, overrides: list[str], told: str
+def test_data_that_training_refuses_fails(
+    preflight: ModuleType, tmp_path: Path, row: str, overrides: list[str], reason: str
 ) -> None:
     with (tmp_path / "sums.jsonl").open("a") as file:
         file.write(row)
     check = opening(preflight, *SMALL, *overrides)["prompts"]
-    assert check.refuses and told in str(check)
+    assert check.refuses and reason in str(check)
 
 
-def test_classes_of_the_users_own_are_opened(
+def test_user_defined_classes_are_opened(
     preflight: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "own_things.py").write_text(
+    (tmp_path / "user_plugins.py").write_text(
         "class Loss:\n    def __init__(self): raise KeyError('oops')\nclass Play: ..."
     )
     monkeypatch.syspath_prepend(tmp_path)
-    algo = ("algo=custom", "algo.name=own_things:Loss")
-    environment = ("environment=custom", "environment.name=own_things:Play")
+    algo = ("algo=custom", "algo.name=user_plugins:Loss")
+    environment = ("environment=custom", "environment.name=user_plugins:Play")
     checks = opening(preflight, *SMALL, *algo, *environment)
     assert checks["algo"].refuses and "KeyError: 'oops'" in str(checks["algo"])
-    assert checks["environment"].refuses and "it has no method `play`" in str(checks["environment"])
+    assert checks["environment"].refuses and "`play`" in str(checks["environment"])
 
 
-def test_a_disk_that_is_too_small_does_not_pass(
+def test_a_disk_that_is_too_small_fails(
     preflight: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = namedtuple("usage", "total used free")(2**30, 2**30, 1000)
@@ -224,13 +204,13 @@ def test_a_disk_that_is_too_small_does_not_pass(
     assert opening(preflight, *SMALL)["disk space"].refuses
 
 
-def test_a_missing_library_is_told(preflight: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_fails(preflight: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(preflight.sys.modules, "megatron_rl.run.prompts", None)
     (check,) = opening(preflight, *SMALL).values()
     assert check.refuses and "cannot be imported" in str(check) and "make install" in str(check)
 
 
-def test_one_rank_of_a_node_speaks(
+def test_one_rank_of_a_node_prints(
     preflight: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(preflight, "check_opening", lambda _: [])
@@ -252,7 +232,7 @@ def test_one_rank_of_a_node_speaks(
     assert any("address: 127.0.0.1" in line for line in lines)
 
 
-def test_nodes_without_a_master_are_told(
+def test_nodes_without_a_master_are_refused(
     preflight: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MASTER_ADDR", raising=False)
@@ -262,28 +242,25 @@ def test_nodes_without_a_master_are_told(
 
 
 def test_help_and_refused_settings(tmp_path: Path) -> None:
-    helped = start_script("preflight", "--help", cwd=tmp_path)
-    assert (
-        helped.returncode == ExitCode.OK
-        and "launch/preflight.py experiment=quickstart" in helped.stdout
-    )
-    refused = start_script("preflight", "experiment=smoke", "optimizer.lr=fast", cwd=tmp_path)
-    assert (refused.returncode, refused.stdout) == (ExitCode.REFUSED, "")
-    assert (
-        "optimizer.lr=fast: Must be a number" in refused.stderr
-        and "Traceback" not in refused.stderr
-    )
+    result = start_script("preflight", "--help", cwd=tmp_path)
+    assert result.returncode == ExitCode.OK
+    assert "launch/preflight.py experiment=quickstart" in result.stdout
+    assert "Output" in result.stdout
+    refusal = start_script("preflight", "experiment=smoke", "optimizer.lr=fast", cwd=tmp_path)
+    assert (refusal.returncode, refusal.stdout) == (ExitCode.REFUSED, "")
+    assert "optimizer.lr=fast: " in refusal.stderr and "Traceback" not in refusal.stderr
 
 
 @pytest.mark.slow
 def test_script_reports_every_check(preflight: ModuleType, tmp_path: Path) -> None:
-    good = start_script("preflight", *SMALL, cwd=tmp_path)
-    lines = good.stdout.splitlines()
-    assert lines[0] == "ok    configuration: every rule is kept", good.stderr
-    assert {"host memory", "run.root", "algo", "environment", "prompts", "disk space"} < {
-        line[6:].partition(":")[0] for line in lines
-    }
-    assert good.returncode == (ExitCode.REFUSED if "FAIL" in good.stdout else ExitCode.OK)
-    bad = start_script("preflight", *SMALL, "data.num_eval=500", cwd=tmp_path)
-    assert bad.returncode == ExitCode.REFUSED
-    assert "FAIL  prompts: data.num_eval=500" in bad.stdout and "Traceback" not in bad.stderr
+    result = start_script("preflight", *SMALL, cwd=tmp_path)
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("ok    configuration: "), result.stderr
+    names = {line[6:].partition(":")[0] for line in lines}
+    assert {"host memory", "run.root", "algo", "environment", "prompts", "disk space"} < names
+    has_failure = "FAIL" in result.stdout
+    assert result.returncode == (ExitCode.REFUSED if has_failure else ExitCode.OK)
+    result = start_script("preflight", *SMALL, "data.num_eval=500", cwd=tmp_path)
+    assert result.returncode == ExitCode.REFUSED
+    assert "FAIL  prompts: data.num_eval=500" in result.stdout
+    assert "Traceback" not in result.stderr
