@@ -106,7 +106,7 @@ def _experts(shape: ModelShape) -> dict[str, Any]:
         "num_moe_experts": shape.num_experts,
         "moe_layer_freq": [int(i in shape.moe_layers) for i in range(shape.num_layers)],
         "moe_router_topk": shape.topk,
-        "moe_router_pre_softmax": not router.normalized,
+        "moe_router_pre_softmax": not router.normalizes_weights,
         "moe_router_score_function": router.score,
         "moe_router_topk_scaling_factor": None if router.scaling == 1 else router.scaling,
         "moe_router_num_groups": router.groups if router.groups > 1 else None,

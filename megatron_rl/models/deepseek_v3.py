@@ -1,4 +1,4 @@
-"""DeepSeek-V3: latent attention, shared experts, and a sigmoid router with groups and a frozen bias.
+"""DeepSeek-V3: latent attention, shared experts, and a sigmoid router with groups and a bias.
 
 The first layers have no experts. The norms inside the attention use `rms_norm_eps`, as in SGLang.
 transformers uses 1e-6 there, which equals `rms_norm_eps` in DeepSeek's published checkpoints.

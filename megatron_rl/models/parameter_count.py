@@ -20,22 +20,25 @@ class ParameterCount(NamedTuple):
 
 def attention_parameters(shape: ModelShape) -> ParameterCount:
     """Count the attention of one layer, including its input norm."""
-    hidden = shape.hidden_size
+    hidden_size = shape.hidden_size
     heads = shape.num_attention_heads
     dim = shape.head_dim
     latent = shape.latent
     if latent is None:
         norms = 2 * dim if shape.qk_norm else 0
         return ParameterCount(
-            hidden * dim * 2 * (heads + shape.num_key_value_heads), norms + hidden
+            hidden_size * dim * 2 * (heads + shape.num_key_value_heads), norms + hidden_size
         )
     query = heads * dim
-    queries = hidden * query if latent.q_rank is None else latent.q_rank * (hidden + query)
-    keys = hidden * (latent.kv_rank + latent.rotary_dim)
+    if latent.q_rank is None:
+        queries = hidden_size * query
+    else:
+        queries = latent.q_rank * (hidden_size + query)
+    keys = hidden_size * (latent.kv_rank + latent.rotary_dim)
     values = latent.kv_rank * heads * (latent.plain_dim + latent.value_dim)
-    output = heads * latent.value_dim * hidden
+    output = heads * latent.value_dim * hidden_size
     norms = (latent.q_rank or 0) + latent.kv_rank
-    return ParameterCount(queries + keys + values + output, norms + hidden)
+    return ParameterCount(queries + keys + values + output, norms + hidden_size)
 
 
 def dense_mlp_parameters(shape: ModelShape) -> ParameterCount:

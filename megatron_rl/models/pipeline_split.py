@@ -1,4 +1,4 @@
-"""Decoder layers of each pipeline stage, computed as Megatron does, with uneven first and last stages."""
+"""Decoder layers of each pipeline stage, computed as Megatron does."""
 
 from __future__ import annotations
 

@@ -73,7 +73,8 @@ def shape(raw: dict[str, Any]) -> ModelShape:
     dense = config.mlp_only_layers
     if max(dense, default=0) > last:
         raise ValueError(
-            f"mlp_only_layers={format_json(list(dense))}: expected layers from 0 to {last}; {REMEDY}"
+            f"mlp_only_layers={format_json(list(dense))}: expected layers from 0 to {last}; "
+            f"{REMEDY}"
         )
     if not config.moe_layers:
         raise ValueError(
@@ -89,6 +90,6 @@ def shape(raw: dict[str, Any]) -> ModelShape:
         num_experts=experts,
         topk=config.num_experts_per_tok,
         moe_ffn_hidden_size=config.moe_intermediate_size,
-        router=Router(normalized=config.norm_topk_prob),
+        router=Router(normalizes_weights=config.norm_topk_prob),
         **common,
     )

@@ -1,4 +1,4 @@
-"""The shape of a model: what trainer, engines and rollouts must agree on."""
+"""Shape of a model. Trainer, engines and rollouts must agree on it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from megatron_rl.contracts.exit_codes import ExitCode, Failure
 
 
 class ModelConfigError(Failure, ValueError):
-    """A checkpoint's config.json is missing, unreadable or describes a model that is not supported."""
+    """A config.json is missing or unreadable, or describes an unsupported model."""
 
     exit_code = ExitCode.BAD_DATA
 
 
 @dataclass(frozen=True)
 class Yarn:
-    """A rotary embedding for sequences `factor` times as long as `positions` (YaRN, arXiv
-    2309.00071).
-    """
+    """Rotary embedding for sequences up to `factor` times `positions` (YaRN, arXiv 2309.00071)."""
 
     factor: float
     positions: int
@@ -30,11 +28,15 @@ class Yarn:
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values come out of one
-    small vector.
+    """Multi-head latent attention, with keys and values from one small vector.
 
-    q_rank None: queries are projected directly. A head's query and key are `plain_dim` +
-    `rotary_dim` wide. yarn None: the default rotary embedding.
+    DeepSeek-V2, arXiv 2405.04434.
+
+    q_rank: width of the compressed query, None if queries are not compressed.
+    kv_rank: width of the small vector.
+    plain_dim, rotary_dim: widths of the two parts of a head's query and key.
+    value_dim: width of a head's value.
+    yarn: None for the default rotary embedding.
     """
 
     q_rank: int | None
@@ -47,15 +49,16 @@ class LatentAttention:
 
 @dataclass(frozen=True)
 class Router:
-    """How a token's experts are chosen and weighed.
+    """Selection and weights of a token's experts.
 
-    normalized: the weights of the chosen experts add up to `scaling`. group_topk of groups: where a
-    token may go; 1 of 1 is everywhere. bias: a frozen number for each expert that counts in the
-    choice and not in the weights.
+    normalizes_weights: whether the weights of the selected experts are normalised.
+    scaling: factor of the weights. Normalised weights add up to it.
+    groups, group_topk: number of expert groups, and of those in which a token's experts may be.
+    bias: whether each expert has a frozen number that counts for the selection only.
     """
 
     score: Literal["softmax", "sigmoid"] = "softmax"
-    normalized: bool = True
+    normalizes_weights: bool = True
     scaling: float = 1.0
     groups: int = 1
     group_topk: int = 1
@@ -64,13 +67,16 @@ class Router:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder. architecture: its family, as config.json names it. moe_layers: 0-based layers with
-    experts.
+    """Shape of a decoder.
 
-    A model without experts has none of them, 0 experts and top-0. head_dim: of queries and keys.
-    shared_ffn_hidden_size: of the expert that every token passes, 0 without one. eos_token_ids:
-    tokens that end a response. initializer_range: standard deviation of fresh weights; it matters
-    to a model trained from scratch.
+    architecture: model family, as config.json names it.
+    head_dim: width of a head's queries and keys.
+    initializer_range: standard deviation of random weights.
+    eos_token_ids: tokens that end a response.
+    latent: None for ordinary attention.
+    moe_layers: 0-based layers with experts, empty for a model without experts.
+    num_experts, topk: routed experts of a layer and of a token, 0 without experts.
+    shared_ffn_hidden_size: width of the expert that processes every token, 0 without one.
     """
 
     architecture: str

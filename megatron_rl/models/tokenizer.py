@@ -1,4 +1,4 @@
-"""Text to token ids and back, without transformers or torch."""
+"""Encodes and decodes text, without transformers or torch."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from megatron_rl.contracts.exit_codes import ExitCode, Failure
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _REMEDY = "take the file published with the model, or save it again with save_pretrained"
+_OTHER_MODEL = "They belong to different models: use the tokenizer that the model was trained with"
 
 
 class TokenizerError(Failure, ValueError):
@@ -23,14 +24,14 @@ class TokenizerError(Failure, ValueError):
 
 
 class UnknownText(ValueError):
-    """A text holds characters that the tokenizer has no token for."""
+    """A text contains characters without a token."""
 
 
 class Tokenizer:
     """A `tokenizer.json` with its end-of-sequence ids.
 
-    eos_ids: ids that end a response, ascending; empty when the files name none
-    (`check_matches_model` refuses that).
+    eos_ids: ids that end a response, ascending. Empty if the files name none, which
+    `check_matches_model` refuses.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, eos_ids: Iterable[int]) -> None:
@@ -43,78 +44,74 @@ class Tokenizer:
     def from_directory(cls, path: str | Path) -> Tokenizer:
         """Load a directory in Hugging Face format.
 
-        Raises `TokenizerError` when its files are missing or broken.
+        Raises `TokenizerError` if its files are missing or broken.
         """
         directory = Path(path)
         file = directory / "tokenizer.json"
         if not file.is_file():
             raise TokenizerError(
-                f"{directory} holds no tokenizer.json. A tokenizer in the fast format is needed: save it once with "
-                "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+                f"{directory} holds no tokenizer.json. The fast tokenizer format is required. "
+                "Save it with AutoTokenizer.from_pretrained(...).save_pretrained(...)"
             )
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
-        except (
-            Exception
-        ) as error:  # the library raises plain Exception for whatever is wrong with the file
+        except Exception as error:  # the library raises plain Exception for any broken file
             raise TokenizerError(f"{file} cannot be read: {error}; {_REMEDY}") from error
         return cls(backend, _eos_ids(directory, backend))
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id, special tokens included."""
+        """One more than the largest id, including special tokens."""
         return max(self._vocabulary, default=-1) + 1
 
     @property
     def longest_token(self) -> int:
-        """Characters of the longest token, special tokens included."""
+        """Number of characters of the longest token, including special tokens."""
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=0)
 
     def has_same_ids(self, other: Tokenizer) -> bool:
-        """Whether both give every token the same id."""
+        """Return whether both tokenizers give every token the same id."""
         return bool(self._backend.get_vocab(True) == other._backend.get_vocab(True))
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of a text, no special tokens added.
+        """Return the token ids of a text, without adding special tokens.
 
         Raises `UnknownText` naming characters without a token.
         """
         try:
             encoding = self._backend.encode(text, add_special_tokens=False)
-        except (
-            Exception
-        ) as error:  # a word-level model without an unknown token raises plain Exception
+        except Exception as error:  # a word-level model without an unknown token raises it
             raise UnknownText(f"the tokenizer cannot encode {text[:80]!r}: {error}") from error
         ids: list[int] = encoding.ids
-        covered = sum(end - start for start, end in encoding.offsets)
-        if covered < len(text) or self._unknown_id in ids:
+        num_covered = sum(end - start for start, end in encoding.offsets)
+        if num_covered < len(text) or self._unknown_id in ids:
             unknown = self._unknown_characters(text)
             if unknown:
-                raise UnknownText(
-                    f"the tokenizer has no token for {', '.join(map(repr, unknown[:8]))}"
-                )
+                names = ", ".join(map(repr, unknown[:8]))
+                raise UnknownText(f"the tokenizer has no token for {names}")
         return tuple(ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids, without end-of-sequence tokens at its end; an id without a token reads
-        as U+FFFD.
+        """Return the text of token ids without final end-of-sequence tokens.
+
+        An id without a token becomes U+FFFD.
         """
         end = len(ids)
         while end and ids[end - 1] in self.eos_ids:
             end -= 1
         parts = []
-        for known, run in groupby(ids[:end], key=self._vocabulary.__contains__):
-            members = list(run)
-            parts.append(
-                self._backend.decode(members, skip_special_tokens=False)
-                if known
-                else REPLACEMENT * len(members)
-            )
+        for is_token, run in groupby(ids[:end], key=self._vocabulary.__contains__):
+            run_ids = list(run)
+            if is_token:
+                parts.append(self._backend.decode(run_ids, skip_special_tokens=False))
+            else:
+                parts.append(REPLACEMENT * len(run_ids))
         return "".join(parts)
 
     def _unknown_characters(self, text: str) -> list[str]:
-        """Characters that, encoded alone, give the unknown token or nothing; white space may give
-        nothing.
+        """Return characters that give the unknown token, or no token, when encoded alone.
+
+        White space without a token is not unknown.
         """
         unknown = []
         for character in sorted(set(text)):
@@ -129,32 +126,32 @@ def check_matches_model(
 ) -> None:
     """Raise `TokenizerError` unless the tokenizer fits a model.
 
-    vocab_size: rows of the model's embedding; a tokenizer may have fewer ids (models pad), never
-    more. eos_ids: the end-of-sequence ids that the model's config.json names, empty when it names
-    none.
+    vocab_size: rows of the model's embedding. It may exceed the tokenizer's ids, because models
+    pad the embedding.
+    eos_ids: end-of-sequence ids in the model's config.json, empty if there are none.
     """
     if tokenizer.vocab_size > vocab_size:
         raise TokenizerError(
-            f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, the model's vocabulary ends at "
-            f"{vocab_size - 1}. They belong to different models: use the tokenizer the model was trained with"
+            f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, "
+            f"the model's vocabulary ends at {vocab_size - 1}. {_OTHER_MODEL}"
         )
     if not tokenizer.eos_ids:
         raise TokenizerError(
-            "the tokenizer has no end-of-sequence token, so no response would ever end. Name one as "
+            "the tokenizer has no end-of-sequence token, so no response would end. Name one as "
             "eos_token in tokenizer_config.json or as eos_token_id in generation_config.json"
         )
-    expected = set(eos_ids)
-    if expected and expected.isdisjoint(tokenizer.eos_ids):
+    model_eos_ids = set(eos_ids)
+    if model_eos_ids and model_eos_ids.isdisjoint(tokenizer.eos_ids):
         raise TokenizerError(
-            f"config.json ends sequences with {sorted(expected)}, the tokenizer with "
-            f"{list(tokenizer.eos_ids)}. They belong to different models: use the tokenizer the model was trained with"
+            f"config.json ends sequences with {sorted(model_eos_ids)}, the tokenizer with "
+            f"{list(tokenizer.eos_ids)}. {_OTHER_MODEL}"
         )
 
 
 def _unknown_id(backend: tokenizers.Tokenizer) -> int | None:
     model = json.loads(backend.to_str())["model"]
     token = model.get("unk_token")
-    if token is None and isinstance(model.get("unk_id"), int):  # unigram models name the id
+    if token is None and isinstance(model.get("unk_id"), int):  # unigram models give the id instead
         return int(model["unk_id"])
     return backend.token_to_id(token) if isinstance(token, str) else None
 
@@ -163,38 +160,37 @@ class _AddedToken(msgspec.Struct):
     content: str
 
 
-class _Ends(msgspec.Struct):
+class _EosSettings(msgspec.Struct):
     eos_token: str | _AddedToken | None = None  # tokenizer_config.json
     eos_token_id: int | list[int] | None = None  # generation_config.json
 
 
 def _eos_ids(directory: Path, backend: tokenizers.Tokenizer) -> set[int]:
-    """Ids that tokenizer_config.json (one token) and generation_config.json (one id or several) end
-    a response with.
+    """Read the end-of-sequence ids.
+
+    tokenizer_config.json names one token, and generation_config.json one or several ids.
     """
-    found: set[int] = set()
+    eos_ids: set[int] = set()
     for file in (directory / "tokenizer_config.json", directory / "generation_config.json"):
-        ends = _read_ends(file)
-        found.update(
-            [ends.eos_token_id] if isinstance(ends.eos_token_id, int) else ends.eos_token_id or ()
-        )
-        if ends.eos_token is not None:
-            text = (
-                ends.eos_token.content
-                if isinstance(ends.eos_token, _AddedToken)
-                else ends.eos_token
-            )
+        settings = _read_eos_settings(file)
+        ids = settings.eos_token_id
+        eos_ids.update([ids] if isinstance(ids, int) else ids or ())
+        token = settings.eos_token
+        if token is not None:
+            text = token.content if isinstance(token, _AddedToken) else token
             token_id = backend.token_to_id(text)
             if token_id is None:
                 raise TokenizerError(
                     f"{file}: eos_token={text!r} is not in the vocabulary; {_REMEDY}"
                 )
-            found.add(token_id)
-    return found
+            eos_ids.add(token_id)
+    return eos_ids
 
 
-def _read_ends(file: Path) -> _Ends:
+def _read_eos_settings(file: Path) -> _EosSettings:
+    if not file.is_file():
+        return _EosSettings()
     try:
-        return msgspec.convert(json.loads(file.read_bytes()), _Ends) if file.is_file() else _Ends()
+        return msgspec.convert(json.loads(file.read_bytes()), _EosSettings)
     except (OSError, ValueError, RecursionError) as error:
         raise TokenizerError(f"{file} cannot be read: {error}; {_REMEDY}") from error

@@ -33,8 +33,8 @@ def test_missing_directory_and_file(tmp_path: Path) -> None:
     [
         ({"num_experts": None}, "num_experts is missing"),
         ({"architectures": ["GptOssForCausalLM"]}, "not supported"),
-        ({"eos_token_id": None}, "no response would ever end"),
-        ({"mlp_only_layers": [0, 1, 2, 3]}, "not an MoE model"),
+        ({"eos_token_id": None}, "no response would end"),
+        ({"mlp_only_layers": [0, 1, 2, 3]}, "no layer has experts"),
         ({"num_experts_per_tok": 9}, "exceeds num_experts=8"),
         ({"quantization_config": {"quant_method": "fp8"}}, "use the bf16 checkpoint"),
         ({"vocab_size": 40}, "They belong to different models"),

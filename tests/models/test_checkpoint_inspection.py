@@ -1,3 +1,5 @@
+"""Inspection of start checkpoints: shape, weight files and tokenizer."""
+
 import json
 from pathlib import Path
 from typing import Any
@@ -5,7 +7,7 @@ from typing import Any
 import pytest
 
 from launch.testbed.character_tokenizer import write_character_tokenizer
-from megatron_rl.models.hf_checkpoint.inspection import Defect, inspect_checkpoint
+from megatron_rl.models.hf_checkpoint.inspection import inspect_checkpoint
 from megatron_rl.models.hf_checkpoint.weight_files import (
     DamagedWeights,
     check_weight_files,
@@ -28,14 +30,14 @@ CONFIG: dict[str, Any] = {
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A directory with everything but weights."""
+    """Return a directory with everything but weights."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     write_character_tokenizer(tmp_path)
     return tmp_path
 
 
-def weights(path: Path, *names: str, cut: int = 0) -> None:
-    """A safetensors file of one-element float32 tensors, without its last `cut` bytes."""
+def write_weights(path: Path, *names: str, cut: int = 0) -> None:
+    """Write a safetensors file of one-element float32 tensors, without its last `cut` bytes."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for i, name in enumerate(names):
         header[name] = {"dtype": "F32", "shape": [1], "data_offsets": [4 * i, 4 * i + 4]}
@@ -44,41 +46,42 @@ def weights(path: Path, *names: str, cut: int = 0) -> None:
     path.write_bytes(content[: len(content) - cut])
 
 
-def test_a_whole_checkpoint_has_no_problems(checkpoint: Path) -> None:
-    weights(checkpoint / "model.safetensors", "a", "b")
-    shape, problems = inspect_checkpoint(str(checkpoint))
-    assert problems == []
+def test_complete_checkpoint_has_no_defects(checkpoint: Path) -> None:
+    write_weights(checkpoint / "model.safetensors", "a", "b")
+    shape, defects = inspect_checkpoint(str(checkpoint))
+    assert defects == []
     assert shape is not None and shape.num_experts == 8
 
 
-def test_random_weights_need_no_weight_files(checkpoint: Path) -> None:
-    _, (problem,) = inspect_checkpoint(str(checkpoint))
-    assert "no model.safetensors" in problem.rule and "save_pretrained" in problem.remedy
+def test_random_weights_require_no_weight_files(checkpoint: Path) -> None:
+    _, (defect,) = inspect_checkpoint(str(checkpoint))
+    assert "no model.safetensors" in defect.rule
+    assert "save_pretrained" in defect.remedy
     assert inspect_checkpoint(str(checkpoint), weights=False)[1] == []
 
 
-def test_weights_and_tokenizer_are_both_named(checkpoint: Path) -> None:
+def test_weights_and_tokenizer_are_both_reported(checkpoint: Path) -> None:
     (checkpoint / "tokenizer.json").unlink()
-    shape, problems = inspect_checkpoint(str(checkpoint))
+    shape, defects = inspect_checkpoint(str(checkpoint))
     assert shape is not None
-    assert [
-        "safetensors" in problems[0].rule,
-        "tokenizer.json" in problems[1].rule,
-        len(problems),
-    ] == [True, True, 2]
+    weights, tokenizer = defects
+    assert "safetensors" in weights.rule
+    assert "tokenizer.json" in tokenizer.rule
 
 
-def test_no_directory_and_no_shape(checkpoint: Path) -> None:
-    nowhere = inspect_checkpoint(str(checkpoint / "nowhere"))
-    assert nowhere == (None, [Defect("There is no such directory", nowhere[1][0].remedy)])
+def test_missing_directory_and_unsupported_model(checkpoint: Path) -> None:
+    shape, (defect,) = inspect_checkpoint(str(checkpoint / "nowhere"))
+    assert shape is None
+    assert defect.rule == "There is no such directory"
+    assert "local directory" in defect.remedy
     assert "not a directory" in inspect_checkpoint(str(checkpoint / "config.json"))[1][0].rule
     (checkpoint / "config.json").write_text("{}")
     assert "not supported" in inspect_checkpoint(str(checkpoint))[1][0].rule
 
 
 @pytest.mark.parametrize("cut", [1, 5, 9, 10_000])
-def test_cut_weights(tmp_path: Path, cut: int) -> None:
-    weights(tmp_path / "model.safetensors", "a", "b", cut=cut)
+def test_truncated_weights(tmp_path: Path, cut: int) -> None:
+    write_weights(tmp_path / "model.safetensors", "a", "b", cut=cut)
     with pytest.raises(DamagedWeights, match=r"model\.safetensors has "):
         check_weight_files(tmp_path)
 
@@ -96,7 +99,7 @@ def test_cut_weights(tmp_path: Path, cut: int) -> None:
         (b"[" * 100_000, "no safetensors header"),
     ],
 )
-def test_broken_headers(tmp_path: Path, header: bytes, rule: str) -> None:
+def test_invalid_headers(tmp_path: Path, header: bytes, rule: str) -> None:
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     with pytest.raises(DamagedWeights, match=rule):
         check_weight_files(tmp_path)
@@ -109,12 +112,12 @@ def test_files_of_another_kind(tmp_path: Path, content: bytes) -> None:
         check_weight_files(tmp_path)
 
 
-def test_an_index_places_every_tensor(tmp_path: Path) -> None:
-    weights(tmp_path / "1.safetensors", "a")
-    weights(tmp_path / "2.safetensors", "b", "c")
-    placed = {"a": "1.safetensors", "b": "2.safetensors", "c": "2.safetensors"}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
-    assert weight_map(tmp_path) == placed
+def test_index_lists_the_file_of_every_tensor(tmp_path: Path) -> None:
+    write_weights(tmp_path / "1.safetensors", "a")
+    write_weights(tmp_path / "2.safetensors", "b", "c")
+    files = {"a": "1.safetensors", "b": "2.safetensors", "c": "2.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    assert weight_map(tmp_path) == files
     check_weight_files(tmp_path)
 
 
@@ -126,15 +129,15 @@ def test_an_index_places_every_tensor(tmp_path: Path) -> None:
         ("{}", "weight_map"),
         ('{"weight_map": {}}', "weight_map"),
         ('{"weight_map": {"a": 5}}', "weight_map"),
-        ('{"weight_map": {"a": "absent.safetensors"}}', "absent.safetensors, which is not there"),
+        ('{"weight_map": {"a": "absent.safetensors"}}', "absent.safetensors, which is missing"),
         (
             '{"weight_map": {"a": "1.safetensors", "z": "1.safetensors"}}',
             "1.safetensors does not hold z",
         ),
     ],
 )
-def test_broken_index(tmp_path: Path, index: str, rule: str) -> None:
-    weights(tmp_path / "1.safetensors", "a")
+def test_invalid_index(tmp_path: Path, index: str, rule: str) -> None:
+    write_weights(tmp_path / "1.safetensors", "a")
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(DamagedWeights, match=rule):
         check_weight_files(tmp_path)

@@ -1,7 +1,8 @@
-"""Merging of checkpoints: tensors by hand, directories by their files."""
+"""Merging of checkpoints: tensors and directories."""
 
 import json
 import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -24,92 +25,88 @@ def test_linear_is_the_weighted_mean() -> None:
 
 
 @pytest.mark.parametrize(
-    ("weights", "scale", "expected"),
+    ("weights", "scale", "changes"),
     [
-        # the larger half of each change: (4, 0, 2, 0) and (-3, 2, 0, 0)
-        ([1, 1], 1.0, [4, 2, 2, 0]),  # signs of (1, 2, 2, 0); at 0 only the first model is positive
-        (
-            [1, 2],
-            1.0,
-            [-3, 2, 2, 0],
-        ),  # signs of (-2, 4, 2, 0); where one model has the sign, its weight cancels
+        # The larger half of each change is (4, 0, 2, 0) and (-3, 2, 0, 0).
+        # The signs are those of (1, 2, 2, 0). At index 0, only the first model is positive.
+        ([1, 1], 1.0, [4, 2, 2, 0]),
+        # The signs are those of (-2, 4, 2, 0). If one model has the sign, its weight cancels.
+        ([1, 2], 1.0, [-3, 2, 2, 0]),
         ([1, 1], 0.5, [2, 1, 1, 0]),
     ],
 )
-def test_ties_by_hand(weights: list[float], scale: float, expected: list[float]) -> None:
+def test_ties_of_two_models(weights: list[float], scale: float, changes: list[float]) -> None:
     base = t(10, 20, 30, 40)
     models = [base + t(4, -1, 2, 0.5), base + t(-3, 2, 1, -0.25)]
-    assert (ties(base, models, weights, density=0.5, scale=scale) - base).tolist() == expected
+    assert (ties(base, models, weights, density=0.5, scale=scale) - base).tolist() == changes
 
 
-def test_ties_averages_by_weight_those_that_agree() -> None:
+def test_ties_averages_values_with_the_elected_sign_by_weight() -> None:
     models = [t(4, 0), t(1, 0), t(-2, 0)]
     assert ties(t(0, 0), models, [1, 3, 1], density=0.5, scale=1.0).tolist() == [(4 + 3) / 4, 0]
 
 
-def test_of_equal_changes_at_the_border_the_first_are_kept() -> None:
-    assert ties(t(0, 0, 0, 0), [t(1, -1, 1, 2)], [1], density=0.5, scale=1.0).tolist() == [
-        1,
-        0,
-        0,
-        2,
-    ]
+def test_ties_keeps_the_first_of_equal_changes() -> None:
+    result = ties(t(0, 0, 0, 0), [t(1, -1, 1, 2)], [1], density=0.5, scale=1.0)
+    assert result.tolist() == [1, 0, 0, 2]
 
 
 @given(st.lists(st.floats(-9, 9, width=32), min_size=1, max_size=20), st.floats(0.01, 1))
-def test_ties_of_one_model_moves_its_largest_changes_alone(
-    changes: list[float], density: float
-) -> None:
+def test_ties_of_one_model_keeps_its_largest_changes(changes: list[float], density: float) -> None:
     change = torch.tensor(changes)
-    moved = ties(torch.zeros(len(changes)), [change], [2.0], density=density, scale=1.0)
-    kept = moved != 0
-    assert torch.equal(moved[kept], change[kept]) and kept.sum() <= max(
-        1, round(density * len(changes))
-    )
-    assert (change[~kept].abs().max() if (~kept).any() else 0) <= (
-        change[kept].abs().min() if kept.any() else 0
-    )
+    result = ties(torch.zeros(len(changes)), [change], [2.0], density=density, scale=1.0)
+    mask = result != 0
+    assert torch.equal(result[mask], change[mask])
+    assert mask.sum() <= max(1, round(density * len(changes)))
+    largest_dropped = change[~mask].abs().max() if (~mask).any() else 0
+    smallest_kept = change[mask].abs().min() if mask.any() else 0
+    assert largest_dropped <= smallest_kept
 
 
 @pytest.fixture
 def sources(tmp_path: Path) -> list[Path]:
-    """The start checkpoint, and one whose every value is 1 more."""
+    """Return a checkpoint, and one whose values are all 1 greater."""
     shutil.copytree(TWO_DIGIT_ADDITION, tmp_path / "a")
     shutil.copytree(TWO_DIGIT_ADDITION, tmp_path / "b")
-    change(
-        tmp_path / "b",
-        {name: tensor + 1 for name, tensor in load_file(tmp_path / "a/model.safetensors").items()},
-    )
+    tensors = load_file(tmp_path / "a/model.safetensors")
+    write_tensors(tmp_path / "b", {name: tensor + 1 for name, tensor in tensors.items()})
     return [tmp_path / "a", tmp_path / "b"]
 
 
-def change(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
+def write_tensors(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-def mean(tensors: list[torch.Tensor]) -> torch.Tensor:
+def mean(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return linear(tensors, [1, 1])
 
 
-def test_a_merged_checkpoint_is_whole_in_shards_too(sources: list[Path], tmp_path: Path) -> None:
-    merge_checkpoints(sources, tmp_path / "out", mean, dtype=torch.bfloat16, shard_bytes=100_000)  # type: ignore[arg-type]
+def test_merged_checkpoint_in_shards_is_complete(sources: list[Path], tmp_path: Path) -> None:
+    merge_checkpoints(
+        sources,
+        tmp_path / "out",
+        mean,
+        dtype=torch.bfloat16,
+        shard_bytes=100_000,
+    )
     a, b = (load_file(source / "model.safetensors") for source in sources)
-    expected = {
+    means = {
         name: ((tensor.float() + b[name].float()) / 2).bfloat16() for name, tensor in a.items()
     }
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())["weight_map"]
-    assert index.keys() == expected.keys() and len(set(index.values())) > 1
+    assert index.keys() == means.keys()
+    assert len(set(index.values())) > 1
     for name, file in index.items():
-        assert torch.equal(load_file(tmp_path / "out" / file)[name], expected[name])
+        assert torch.equal(load_file(tmp_path / "out" / file)[name], means[name])
     assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "bfloat16"
     from transformers import AutoModelForCausalLM
 
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert torch.equal(loaded.lm_head.weight, expected["lm_head.weight"])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(model.lm_head.weight, means["lm_head.weight"])
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("modify", "message"),
     [
         (lambda w: w.pop("model.norm.weight"), "a holds model.norm.weight and .*b does not"),
         (lambda w: w.update(more=torch.ones(1)), "b holds more and .*a does not"),
@@ -127,12 +124,15 @@ def test_a_merged_checkpoint_is_whole_in_shards_too(sources: list[Path], tmp_pat
         ),
     ],
 )
-def test_what_cannot_be_merged_is_named_and_leaves_nothing(
-    sources: list[Path], tmp_path: Path, spoil: object, message: str
+def test_failed_merge_is_explained_and_leaves_no_files(
+    sources: list[Path],
+    tmp_path: Path,
+    modify: Callable[[dict[str, torch.Tensor]], object],
+    message: str,
 ) -> None:
     weights = load_file(sources[1] / "model.safetensors")
-    spoil(weights)  # type: ignore[operator]
-    change(sources[1], weights)
+    modify(weights)
+    write_tensors(sources[1], weights)
     with pytest.raises(CheckpointError, match=message):
-        merge_checkpoints(sources, tmp_path / "out", mean, dtype=torch.float16)  # type: ignore[arg-type]
+        merge_checkpoints(sources, tmp_path / "out", mean, dtype=torch.float16)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]

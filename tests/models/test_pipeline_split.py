@@ -1,4 +1,4 @@
-"""Layers over pipeline stages: by hand, and as Megatron places them."""
+"""Splits of layers over pipeline stages equal Megatron's."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from megatron_rl.models.pipeline_split import PipelineSplit
 compat.install()
 
 
-def test_by_hand() -> None:
+def test_known_splits() -> None:
     assert PipelineSplit(8, 2).layers() == (((0, 1, 2, 3),), ((4, 5, 6, 7),))
     assert PipelineSplit(8, 2, 2).layers() == (((0, 1), (4, 5)), ((2, 3), (6, 7)))
     assert PipelineSplit(8, 3, first=2, last=2).layers() == (((0, 1),), ((2, 3, 4, 5),), ((6, 7),))
@@ -25,7 +25,7 @@ def test_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("split", "said"),
+    ("split", "problem"),
     [
         (PipelineSplit(6, 4), "the 6 layers do not divide over 4 stage"),
         (PipelineSplit(6, 2, 2), "of 2 chunks each"),
@@ -36,32 +36,31 @@ def test_by_hand() -> None:
         (PipelineSplit(6, 2, first=2, last=3), "the 1 layers"),
         (PipelineSplit(6, 3, first=7), "the -1 layers"),
         (PipelineSplit(7, 2, 2, first=3), "3 layers do not divide into 2 chunks"),
-        (PipelineSplit(4, 2, 2, first=2, last=2), "take one of first and last, not both"),
+        (PipelineSplit(4, 2, 2, first=2, last=2), "accept only one of the first and last"),
         (PipelineSplit(6, 1, last=6), "a single pipeline stage holds every layer"),
     ],
 )
-def test_what_does_not_divide_is_named(split: PipelineSplit, said: str) -> None:
-    assert said in split.problem()
+def test_impossible_splits_are_named(split: PipelineSplit, problem: str) -> None:
+    assert problem in split.problem()
     with pytest.raises(ValueError, match=r"parallel\.pp="):
         split.layers()
 
 
 @st.composite
 def splits(draw: st.DrawFn) -> PipelineSplit:
-    """Those without a problem."""
+    """Draw a possible split."""
     stages = draw(st.integers(1, 4))
     chunks = draw(st.integers(1, 3)) if stages > 1 else 1
     share = st.integers(1, 3).map(lambda layers: layers * chunks)
     first, last = (draw(st.none() | share) if stages > 1 else None for _ in range(2))
-    given = [size for size in (first, last) if size is not None]
-    assume(chunks == 1 or len(given) < stages)
-    return PipelineSplit(
-        sum(given) + (stages - len(given)) * draw(share), stages, chunks, first, last
-    )
+    sizes = [size for size in (first, last) if size is not None]
+    assume(chunks == 1 or len(sizes) < stages)
+    num_layers = sum(sizes) + (stages - len(sizes)) * draw(share)
+    return PipelineSplit(num_layers, stages, chunks, first, last)
 
 
 @given(split=splits())
-def test_megatron_places_them_so(split: PipelineSplit) -> None:
+def test_megatron_splits_layers_in_the_same_way(split: PipelineSplit) -> None:
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -78,8 +77,8 @@ def test_megatron_places_them_so(split: PipelineSplit) -> None:
         num_layers_in_first_pipeline_stage=split.first,
         num_layers_in_last_pipeline_stage=split.last,
     )
-    for stage, held in enumerate(split.layers()):
-        for chunk, layers in enumerate(held):
+    for stage, chunks_of_stage in enumerate(split.layers()):
+        for chunk, layers in enumerate(chunks_of_stage):
             virtual = chunk if chunks > 1 else None
             start = get_transformer_layer_offset(config, vp_stage=virtual, pp_rank=stage)
             size = get_num_layers_to_build(config, vp_stage=virtual, pp_rank=stage)

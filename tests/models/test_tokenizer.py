@@ -1,3 +1,5 @@
+"""Tokenizers: encoding, decoding, end-of-sequence ids and errors."""
+
 import json
 import subprocess
 import sys
@@ -33,8 +35,8 @@ def tokenizer(directory: Path) -> Tokenizer:
     return Tokenizer.from_directory(directory)
 
 
-def byte_level(path: Path, eos: str | None = None) -> Path:
-    """A byte-level BPE tokenizer without merges: 256 tokens, no unknown token."""
+def write_byte_level_tokenizer(path: Path, eos: str | None = None) -> Path:
+    """Write a byte-level BPE tokenizer without merges: 256 tokens, no unknown token."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     backend = tokenizers.Tokenizer(
         tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, [])
@@ -46,20 +48,20 @@ def byte_level(path: Path, eos: str | None = None) -> Path:
     return path
 
 
-def test_ids_by_hand(tokenizer: Tokenizer) -> None:
-    # 0, 1 and 2 are special, "0" is 3, "a" is 13, "+" 39, "=" 43
+def test_known_ids(tokenizer: Tokenizer) -> None:
+    # Ids 0 to 2 are special tokens. "0" is 3, "a" is 13, "+" is 39 and "=" is 43.
     assert tokenizer.encode("a38+=") == (13, 6, 11, 39, 43)
     assert tokenizer.vocab_size == 48
     assert tokenizer.eos_ids == (1,)
 
 
-def test_the_longest_token_bounds_what_ids_can_say(tokenizer: Tokenizer) -> None:
+def test_longest_token_counts_special_tokens(tokenizer: Tokenizer) -> None:
     assert tokenizer.longest_token == max(len(tokenizer.decode([i])) for i in (0, 2, 3))
 
 
 @settings(max_examples=100, deadline=None)
 @given(text=st.text(CHARACTERS, max_size=60))
-def test_text_survives_both_ways(tokenizer: Tokenizer, text: str) -> None:
+def test_encoded_text_decodes_to_itself(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text)
     assert len(ids) == len(text)
     assert tokenizer.decode([*ids, 1]) == text
@@ -67,52 +69,55 @@ def test_text_survives_both_ways(tokenizer: Tokenizer, text: str) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(ids=st.lists(st.integers(0, 60), max_size=40))
-def test_any_ids_decode_and_none_vanishes(tokenizer: Tokenizer, ids: list[int]) -> None:
-    trained = list(ids)
-    while trained and trained[-1] == 1:
-        trained.pop()
+def test_all_ids_decode_to_some_text(tokenizer: Tokenizer, ids: list[int]) -> None:
+    text_ids = list(ids)
+    while text_ids and text_ids[-1] == 1:
+        text_ids.pop()
     names = {0: "<pad>", 1: "<eos>", 2: "<unk>"}
-    expected = [names.get(i) or (CHARACTERS[i - 3] if i < 48 else REPLACEMENT) for i in trained]
-    assert tokenizer.decode(ids) == "".join(expected)
+    texts = [names.get(i) or (CHARACTERS[i - 3] if i < 48 else REPLACEMENT) for i in text_ids]
+    assert tokenizer.decode(ids) == "".join(texts)
 
 
-def test_what_has_no_text_cannot_join_digits(tokenizer: Tokenizer) -> None:
+def test_special_and_unknown_ids_do_not_join_digits(tokenizer: Tokenizer) -> None:
     one, two = tokenizer.encode("12")
     for between in (0, 1, 2, 48, 1000):
         assert tokenizer.decode([one, between, two]) != "12"
 
 
 @pytest.mark.parametrize(
-    ("text", "named"), [("1\n2", r"'\\n'"), ("Ab", "'A'"), ("1\x002", r"'\\x00'"), ("１", "'１'")]
+    ("text", "character"),
+    [("1\n2", r"'\\n'"), ("Ab", "'A'"), ("1\x002", r"'\\x00'"), ("１", "'１'")],
 )
-def test_characters_without_a_token_are_named(tokenizer: Tokenizer, text: str, named: str) -> None:
-    with pytest.raises(UnknownText, match=named):
+def test_characters_without_a_token_are_named(
+    tokenizer: Tokenizer, text: str, character: str
+) -> None:
+    with pytest.raises(UnknownText, match=character):
         tokenizer.encode(text)
 
 
-def test_a_tokenizer_that_drops_what_it_does_not_know_is_not_trusted(tmp_path: Path) -> None:
+def test_characters_that_the_tokenizer_drops_are_unknown(tmp_path: Path) -> None:
     backend = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1}, []))
     backend.save(str(tmp_path / "tokenizer.json"))
-    loaded = Tokenizer.from_directory(tmp_path)
-    assert loaded.encode("ab") == (0, 1)
+    tokenizer = Tokenizer.from_directory(tmp_path)
+    assert tokenizer.encode("ab") == (0, 1)
     with pytest.raises(UnknownText, match="'x'"):
-        loaded.encode("axb")
+        tokenizer.encode("axb")
 
 
-def test_byte_level_tokenizers_take_any_text(tmp_path: Path) -> None:
-    loaded = Tokenizer.from_directory(byte_level(tmp_path))
+def test_byte_level_tokenizers_encode_any_text(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_directory(write_byte_level_tokenizer(tmp_path))
     for text in ("Übung macht ½ 🎉\n\x00", ""):
-        assert loaded.decode(loaded.encode(text)) == text
-    assert loaded.decode([*loaded.encode("1"), 300, *loaded.encode("2")]) == f"1{REPLACEMENT}2"
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    ids = [*tokenizer.encode("1"), 300, *tokenizer.encode("2")]
+    assert tokenizer.decode(ids) == f"1{REPLACEMENT}2"
 
 
 def test_end_of_sequence_ids_come_from_both_files(tmp_path: Path) -> None:
-    byte_level(tmp_path, eos="A")
+    write_byte_level_tokenizer(tmp_path, eos="A")
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
     backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    assert Tokenizer.from_directory(tmp_path).eos_ids == tuple(
-        sorted({backend.token_to_id("A"), 7, 9})
-    )
+    eos_ids = {backend.token_to_id("A"), 7, 9}
+    assert Tokenizer.from_directory(tmp_path).eos_ids == tuple(sorted(eos_ids))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "A"}}')
     assert backend.token_to_id("A") in Tokenizer.from_directory(tmp_path).eos_ids
 
@@ -143,7 +148,7 @@ def test_end_of_sequence_ids_come_from_both_files(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_broken_files_are_named(
+def test_invalid_files_are_named(
     tmp_path: Path, name: str, content: str | None, message: str
 ) -> None:
     write_character_tokenizer(tmp_path)
@@ -151,17 +156,17 @@ def test_broken_files_are_named(
         (tmp_path / name).unlink()
     else:
         (tmp_path / name).write_text(content)
-    with pytest.raises(TokenizerError, match=message) as refused:
+    with pytest.raises(TokenizerError, match=message) as error:
         Tokenizer.from_directory(tmp_path)
-    assert refused.value.exit_code is ExitCode.BAD_DATA
+    assert error.value.exit_code is ExitCode.BAD_DATA
 
 
-def test_a_tokenizer_that_fits_is_accepted(tokenizer: Tokenizer) -> None:
+def test_matching_tokenizer_is_accepted(tokenizer: Tokenizer) -> None:
     check_matches_model(tokenizer, vocab_size=48, eos_ids=[1])
     check_matches_model(tokenizer, vocab_size=64)
 
 
-def test_a_tokenizer_of_another_model_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_tokenizer_of_another_model_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match=r"ids up to 47, the model's vocabulary ends at 39"):
         check_matches_model(tokenizer, vocab_size=40)
     with pytest.raises(
@@ -169,10 +174,12 @@ def test_a_tokenizer_of_another_model_is_refused(tokenizer: Tokenizer, tmp_path:
     ):
         check_matches_model(tokenizer, vocab_size=48, eos_ids=[2])
     with pytest.raises(TokenizerError, match="no end-of-sequence token"):
-        check_matches_model(Tokenizer.from_directory(byte_level(tmp_path)), vocab_size=256)
+        check_matches_model(
+            Tokenizer.from_directory(write_byte_level_tokenizer(tmp_path)), vocab_size=256
+        )
 
 
-def test_characters_must_be_different(tmp_path: Path) -> None:
+def test_characters_must_be_distinct(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="once"):
         write_character_tokenizer(tmp_path, "00")
 
@@ -180,8 +187,8 @@ def test_characters_must_be_different(tmp_path: Path) -> None:
 def test_prompts_rewards_and_tokenizer_load_without_torch() -> None:
     code = """if True:
         import sys
-        import megatron_rl.credit.advantages, megatron_rl.prompts, megatron_rl.rewards, megatron_rl.models.tokenizer
-        import megatron_rl.credit.group_kinds
+        import megatron_rl.credit.advantages, megatron_rl.credit.group_kinds
+        import megatron_rl.models.tokenizer, megatron_rl.prompts, megatron_rl.rewards
         print(*{"torch", "transformers", "hydra", "reasoning_gym"} & set(sys.modules))
     """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
@@ -190,8 +197,8 @@ def test_prompts_rewards_and_tokenizer_load_without_torch() -> None:
 
 def test_transformers_loads_the_same_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
     transformers = pytest.importorskip("transformers")
-    loaded = transformers.AutoTokenizer.from_pretrained(directory)
+    reference = transformers.AutoTokenizer.from_pretrained(directory)
     text = "a38b13=> .,x"
-    assert tuple(loaded(text)["input_ids"]) == tokenizer.encode(text)
-    assert loaded.decode(tokenizer.encode(text)) == text
-    assert (loaded.eos_token_id, loaded.pad_token_id, len(loaded)) == (1, 0, 48)
+    assert tuple(reference(text)["input_ids"]) == tokenizer.encode(text)
+    assert reference.decode(tokenizer.encode(text)) == text
+    assert (reference.eos_token_id, reference.pad_token_id, len(reference)) == (1, 0, 48)

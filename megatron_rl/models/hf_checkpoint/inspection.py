@@ -1,4 +1,4 @@
-"""The start checkpoint: a supported model, whole weight files and a tokenizer that belongs to it."""
+"""Checks a start checkpoint: its model, weight files and tokenizer."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from megatron_rl.models.tokenizer import Tokenizer, TokenizerError, check_matche
 
 @dataclass(frozen=True)
 class Defect:
-    """What is wrong with a checkpoint.
+    """A defect of a checkpoint.
 
-    remedy may be empty when the rule's text already holds it.
+    remedy: empty if the rule contains it.
     """
 
     rule: str
@@ -27,28 +27,24 @@ class Defect:
 def inspect_checkpoint(
     path: str, *, weights: bool = True
 ) -> tuple[ModelShape | None, list[Defect]]:
-    """The model's shape, None when it cannot be read, and what is wrong with the checkpoint.
+    """Return the model's shape, None if it cannot be read, and the checkpoint's defects.
 
-    weights False: the model starts from random weights; config.json and the tokenizer are enough.
+    weights: False for a model with random weights, which requires no weight files.
     """
     directory = Path(path)
     if (rule := path_problem(path, folder=True)) is not None:
-        return None, [
-            Defect(
-                rule,
-                "Give a local directory in Hugging Face format; nothing is downloaded from a hub",
-            )
-        ]
+        remedy = "Give a local directory in Hugging Face format; nothing is downloaded from a hub"
+        return None, [Defect(rule, remedy)]
     try:
         shape = read_shape(directory)
     except ModelConfigError as error:
         return None, [Defect(str(error))]
-    problems = _check_tokenizer(directory, shape)
-    return shape, [*(_check_weights(directory) if weights else ()), *problems]
+    defects = list(_check_weights(directory)) if weights else []
+    return shape, [*defects, *_check_tokenizer(directory, shape)]
 
 
 def _check_weights(directory: Path) -> Iterator[Defect]:
-    """At most one problem: a copy that broke off has many damaged files, and one says it."""
+    """Yield at most one defect, because an incomplete copy has many with the same cause."""
     try:
         check_weight_files(directory)
     except DamagedWeights as error:

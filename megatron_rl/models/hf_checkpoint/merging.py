@@ -1,4 +1,4 @@
-"""One checkpoint out of several of the same model, tensor by tensor."""
+"""Merges checkpoints of the same model into one, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -17,18 +17,23 @@ from megatron_rl.models.hf_checkpoint.writer import (
     discard_checkpoint,
 )
 
-# in its own dtype: a router's bias that is rounded chooses other experts
-_KEPT = ".e_score_correction_bias"
+# Tensors with this suffix keep their dtype, because rounding the router's bias would change the
+# selected experts.
+_KEEPS_DTYPE = ".e_score_correction_bias"
 
 Merge = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
 
 def linear(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """Σ wᵢ θᵢ / Σ wᵢ, float32. tensors: of one shape; weights: as many, with a sum above 0."""
-    merged = torch.zeros(tensors[0].shape)
+    """Return the weighted mean Σ wᵢ θᵢ / Σ wᵢ in float32.
+
+    tensors: θ, all of one shape.
+    weights: w, one for each tensor, with a positive sum.
+    """
+    weighted_sum = torch.zeros(tensors[0].shape)
     for tensor, weight in zip(tensors, weights, strict=True):
-        merged.add_(tensor.float(), alpha=weight)
-    return merged / sum(weights)
+        weighted_sum.add_(tensor.float(), alpha=weight)
+    return weighted_sum / sum(weights)
 
 
 def ties(
@@ -39,25 +44,27 @@ def ties(
     density: float,
     scale: float,
 ) -> torch.Tensor:
-    """TIES (Yadav et al., arXiv 2306.01708, algorithm 1), float32: trim, elect a sign, average what
-    has it.
+    """Merge with TIES in float32 (Yadav et al., arXiv 2306.01708, algorithm 1).
 
-    τᵢ = θᵢ − θ_base keeps the share `density` of its values with the largest magnitudes, at least
-    one; γ = sgn Σ wᵢ τᵢ; θ = θ_base + scale · Σ wᵢ τᵢ / Σ wᵢ over the i with sgn τᵢ = γ. density is
-    of each tensor, not of the whole model.
+    Trim each difference τᵢ = θᵢ − θ_base to its share `density` of the largest magnitudes, at least
+    one value. Elect a sign γ = sgn Σ wᵢ τᵢ. Average the values with this sign:
+    θ = θ_base + scale · Σ wᵢ τᵢ / Σ wᵢ over the i with sgn τᵢ = γ.
+
+    density: share of each tensor, not of the whole model.
     """
     start = base.float()
-    trimmed = [_trim(tensor.float() - start, density) for tensor in tensors]
-    elected = torch.zeros_like(start)
-    for task, weight in zip(trimmed, weights, strict=True):
-        elected.add_(task, alpha=weight)
-    elected.sign_()
-    merged, total = torch.zeros_like(start), torch.zeros_like(start)
-    for task, weight in zip(trimmed, weights, strict=True):
-        agrees = (task.sign() == elected) & (task != 0)
-        merged.add_(task * agrees, alpha=weight)
-        total.add_(agrees, alpha=weight)
-    return start + scale * merged / total.masked_fill_(total == 0, 1.0)
+    tasks = [_trim(tensor.float() - start, density) for tensor in tensors]
+    sign = torch.zeros_like(start)
+    for task, weight in zip(tasks, weights, strict=True):
+        sign.add_(task, alpha=weight)
+    sign.sign_()
+    weighted_sum = torch.zeros_like(start)
+    total_weight = torch.zeros_like(start)
+    for task, weight in zip(tasks, weights, strict=True):
+        agrees = (task.sign() == sign) & (task != 0)
+        weighted_sum.add_(task * agrees, alpha=weight)
+        total_weight.add_(agrees, alpha=weight)
+    return start + scale * weighted_sum / total_weight.masked_fill_(total_weight == 0, 1.0)
 
 
 def merge_checkpoints(
@@ -68,11 +75,13 @@ def merge_checkpoints(
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write what `merge` makes of the sources' tensors, one after the other, as a checkpoint like
-    the first.
+    """Merge the sources' tensors, one after the other, and write the result as a checkpoint.
 
-    dtype: of the result; None: the first's. Raises `CheckpointError` before anything is written if
-    their tensors' names or shapes differ, and leaves nothing behind when it fails.
+    merge: function from one tensor of every source to the merged tensor.
+    dtype: dtype of the result. None: that of the first source.
+
+    Configuration and tokenizer are those of the first source. Raises `CheckpointError` before
+    writing if the names or shapes of the tensors differ. Removes partial files after a failure.
     """
     with ExitStack() as stack:
         files = [stack.enter_context(CheckpointReader(source, "checkpoint")) for source in sources]
@@ -82,38 +91,44 @@ def merge_checkpoints(
         writer = ShardWriter(target, shard_bytes=shard_bytes)
         for name in files[0].names:
             tensors = [file.read(name) for file in files]
-            own = dtype is None or name.endswith(_KEPT)
-            merged = merge(tensors).to(tensors[0].dtype if own else dtype)
-            if not merged.isfinite().all():
+            keeps_dtype = dtype is None or name.endswith(_KEEPS_DTYPE)
+            tensor = merge(tensors).to(tensors[0].dtype if keeps_dtype else dtype)
+            if not tensor.isfinite().all():
                 raise CheckpointError(
-                    f"{name} would hold NaN or Inf in {merged.dtype}. Choose other weights, or a dtype with more range"
+                    f"{name} would hold NaN or Inf in {tensor.dtype}. "
+                    "Choose other weights, or a dtype with more range"
                 )
-            writer.add(name, merged)
+            writer.add(name, tensor)
         writer.close()
         commit_checkpoint(target, source=sources[0], dtype=dtype)
 
 
 def _require_same_tensors(sources: Sequence[Path], files: Sequence[CheckpointReader]) -> None:
-    first, expected = sources[0], files[0].shapes()
+    first = sources[0]
+    first_shapes = files[0].shapes()
     for source, file in zip(sources[1:], files[1:], strict=True):
         shapes = file.shapes()
-        if one_sided := sorted(expected.keys() ^ shapes.keys()):
-            holder, lacker = (first, source) if one_sided[0] in expected else (source, first)
+        differences = sorted(first_shapes.keys() ^ shapes.keys())
+        if differences:
+            name = differences[0]
+            holder, other = (first, source) if name in first_shapes else (source, first)
             raise CheckpointError(
-                f"{holder} holds {one_sided[0]} and {lacker} does not: they are not of one model"
+                f"{holder} holds {name} and {other} does not: they are not of one model"
             )
-        for name, shape in expected.items():
+        for name, shape in first_shapes.items():
             if shapes[name] != shape:
                 raise CheckpointError(
-                    f"{name} has the shape {shape} in {first} and {shapes[name]} in {source}: they are not of one model"
+                    f"{name} has the shape {shape} in {first} and {shapes[name]} in {source}: "
+                    "they are not of one model"
                 )
 
 
 def _trim(task: torch.Tensor, density: float) -> torch.Tensor:
-    """Zero all but the largest magnitudes; of equal ones at the border the first are kept."""
+    """Set all values but the largest magnitudes to 0. Of equal magnitudes, the first remain."""
     magnitude = task.abs().flatten()
-    keep = max(1, round(density * magnitude.numel()))
-    border = magnitude.kthvalue(magnitude.numel() - keep + 1).values
-    kept, equal = magnitude > border, magnitude == border
-    kept |= equal & (equal.cumsum(0) <= keep - kept.sum())
-    return task * kept.view_as(task)
+    count = max(1, round(density * magnitude.numel()))
+    threshold = magnitude.kthvalue(magnitude.numel() - count + 1).values
+    mask = magnitude > threshold
+    is_equal = magnitude == threshold
+    mask |= is_equal & (is_equal.cumsum(0) <= count - mask.sum())
+    return task * mask.view_as(task)

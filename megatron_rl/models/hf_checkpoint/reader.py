@@ -12,33 +12,29 @@ from safetensors import SafetensorError, safe_open
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.models.hf_checkpoint.weight_files import DamagedWeights, weight_map
 
-_DTYPES = (
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-)  # all others need scales, which are not read
+# Other dtypes need scales, which are not read.
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class CheckpointError(Failure, RuntimeError):
-    """A tensor of a checkpoint is missing, cannot be read, has a wrong shape or dtype, or is not
-    finite.
-    """
+    """A tensor is missing, unreadable or not finite, or has another shape or dtype."""
 
     exit_code = ExitCode.BAD_DATA
 
 
 class CheckpointReader:
-    """The safetensors files of a checkpoint directory: a context, within which each is opened once
-    and read lazily.
+    """Reads tensors of a checkpoint directory. A context manager that keeps its files open.
 
-    key: the setting that named the directory, for messages. Raises `CheckpointError`.
+    key: setting that names the directory, for messages.
+
+    Raises `CheckpointError`.
     """
 
     def __init__(self, directory: Path, key: str = "model.path") -> None:
         self._directory = directory
         self._name = f"{key}={str(directory)!r}"
         self._stack = contextlib.ExitStack()
-        self._open: dict[str, Any] = {}
+        self._files: dict[str, Any] = {}
         try:
             self._file_of = weight_map(directory)
         except DamagedWeights as error:
@@ -46,12 +42,14 @@ class CheckpointReader:
 
     @property
     def names(self) -> list[str]:
-        """Of its tensors, in the order of their files."""
+        """Names of all tensors, in the order of their files."""
         return sorted(self._file_of, key=lambda name: (self._file_of[name], name))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of its tensors, by name; reads no tensor."""
-        return {name: tuple(self._holding(name).get_slice(name).get_shape()) for name in self.names}
+        """Return the shapes of all tensors by name, without reading a tensor."""
+        return {
+            name: tuple(self._open_file(name).get_slice(name).get_shape()) for name in self.names
+        }
 
     def __enter__(self) -> CheckpointReader:
         return self
@@ -60,36 +58,36 @@ class CheckpointReader:
         self._stack.close()
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor, in the checkpoint's dtype; all its values are finite."""
-        holding = self._holding(name)
+        """Return one tensor in the checkpoint's dtype, after checking that it is finite."""
+        file = self._open_file(name)
         try:
-            tensor = holding.get_tensor(name)
+            tensor = file.get_tensor(name)
         except (OSError, ValueError, SafetensorError) as error:
             raise self._unreadable(name, error) from error
         if tensor.dtype not in _DTYPES:
             raise CheckpointError(
                 f"{self._name}: tensor {name} is {tensor.dtype}; weights must be float32, "
-                "bfloat16 or float16, because scales of quantized ones are not read. Use the bf16 checkpoint"
+                "bfloat16 or float16, because scales of quantized weights are not read. "
+                "Use the bf16 checkpoint"
             )
-        if (
-            tensor.numel() and not torch.stack(torch.aminmax(tensor)).isfinite().all()
-        ):  # NaN is both of them
+        # If a value is NaN, minimum and maximum are both NaN.
+        if tensor.numel() and not torch.stack(torch.aminmax(tensor)).isfinite().all():
             raise self._unusable(f"tensor {name} of {self._file_of[name]} holds NaN or Inf")
         return tensor
 
-    def _holding(self, name: str) -> Any:
-        """The open file with a tensor."""
+    def _open_file(self, name: str) -> Any:
+        """Open the file of a tensor, unless it is open."""
         if name not in self._file_of:
             raise self._unusable(f"tensor {name} is missing")
         file = self._file_of[name]
         try:
-            if file not in self._open:
-                self._open[file] = self._stack.enter_context(
+            if file not in self._files:
+                self._files[file] = self._stack.enter_context(
                     safe_open(self._directory / file, framework="pt")
                 )
         except (OSError, ValueError, SafetensorError) as error:
             raise self._unreadable(name, error) from error
-        return self._open[file]
+        return self._files[file]
 
     def _unreadable(self, name: str, error: Exception) -> CheckpointError:
         return self._unusable(f"tensor {name} of {self._file_of[name]} cannot be read ({error})")

@@ -1,6 +1,4 @@
-"""The safetensors files of a checkpoint directory: which holds what, and whether they are whole.
-Reads no tensor.
-"""
+"""Checks the safetensors files of a checkpoint directory by their headers. Reads no tensor."""
 
 from __future__ import annotations
 
@@ -12,9 +10,13 @@ from msgspec import Meta
 
 Offset = Annotated[int, Meta(ge=0)]
 
+_INDEX = "model.safetensors.index.json"
+_SINGLE_FILE = "model.safetensors"
+_LENGTH_BYTES = 8  # of the header's length, at the start of a safetensors file
+
 
 class DamagedWeights(ValueError):
-    """A file of the weights is missing, cut or something else; the message names the file."""
+    """A weight file is missing, truncated or no safetensors file. The message names it."""
 
 
 class _Index(msgspec.Struct):
@@ -22,9 +24,12 @@ class _Index(msgspec.Struct):
 
 
 class _Tensor(msgspec.Struct):
-    data_offsets: tuple[
-        Offset, Offset
-    ]  # of its first byte and behind its last, from the end of the header
+    """Entry of a header.
+
+    data_offsets: first byte of the tensor and end of its bytes, counted from the header's end.
+    """
+
+    data_offsets: tuple[Offset, Offset]
 
     def __post_init__(self) -> None:
         if self.data_offsets[0] > self.data_offsets[1]:
@@ -32,47 +37,49 @@ class _Tensor(msgspec.Struct):
 
 
 def weight_map(directory: Path) -> dict[str, str]:
-    """The file of every tensor by its name. Raises `DamagedWeights`."""
-    index, whole = directory / "model.safetensors.index.json", directory / "model.safetensors"
+    """Return the file name of every tensor. Raises `DamagedWeights`."""
+    index = directory / _INDEX
+    single_file = directory / _SINGLE_FILE
     if not index.is_file():
-        if not whole.is_file():
-            raise DamagedWeights(f"The directory holds no {whole.name} and no {index.name}")
-        return dict.fromkeys(tensor_names(whole), whole.name)
+        if not single_file.is_file():
+            raise DamagedWeights(f"The directory holds no {_SINGLE_FILE} and no {_INDEX}")
+        return dict.fromkeys(tensor_names(single_file), _SINGLE_FILE)
     try:
         return msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
     except (OSError, ValueError, RecursionError) as error:
         raise DamagedWeights(
-            f"{index.name} is not JSON with a weight_map from tensors to files ({error})"
+            f"{_INDEX} is not JSON with a weight_map from tensors to files ({error})"
         ) from error
 
 
 def check_weight_files(directory: Path) -> None:
     """Compare index, headers and sizes of the files.
 
-    Raises `DamagedWeights` for the first that does not fit.
+    Raises `DamagedWeights` for the first mismatch.
     """
     names_by_file: dict[str, set[str]] = {}
     for name, file in weight_map(directory).items():
         names_by_file.setdefault(file, set()).add(name)
     for file, names in sorted(names_by_file.items()):
         if not (directory / file).is_file():
-            raise DamagedWeights(f"model.safetensors.index.json names {file}, which is not there")
+            raise DamagedWeights(f"{_INDEX} names {file}, which is missing")
         missing = names - tensor_names(directory / file)
         if missing:
-            raise DamagedWeights(
-                f"{file} does not hold {min(missing)}, which model.safetensors.index.json places there"
-            )
+            raise DamagedWeights(f"{file} does not hold {min(missing)}, although {_INDEX} says so")
 
 
 def tensor_names(file: Path) -> set[str]:
-    """The tensors of a safetensors file: 8 bytes with the header's length, a JSON header, then the
-    tensors' bytes.
+    """Return the names of a safetensors file's tensors, after checking the file's size.
+
+    The file holds 8 bytes with the header's length, a JSON header and the tensors' bytes.
+    Raises `DamagedWeights`.
     """
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if length > size - 8:  # also of a file of another kind: do not read it whole
+            length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+            # In a file of another kind these bytes are a huge number. Do not read so much.
+            if length > size - _LENGTH_BYTES:
                 raise DamagedWeights(
                     f"{file.name} has {size} bytes, and no safetensors header fits"
                 )
@@ -83,7 +90,10 @@ def tensor_names(file: Path) -> set[str]:
         raise
     except (OSError, ValueError, RecursionError) as error:
         raise DamagedWeights(f"{file.name} has no safetensors header ({error})") from error
-    expected = 8 + length + max((tensor.data_offsets[1] for tensor in tensors.values()), default=0)
-    if size != expected:
-        raise DamagedWeights(f"{file.name} has {size} bytes, and its header describes {expected}")
+    end = max((tensor.data_offsets[1] for tensor in tensors.values()), default=0)
+    header_size = _LENGTH_BYTES + length + end
+    if size != header_size:
+        raise DamagedWeights(
+            f"{file.name} has {size} bytes, and its header describes {header_size}"
+        )
     return set(tensors)

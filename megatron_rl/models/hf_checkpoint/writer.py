@@ -1,4 +1,7 @@
-"""Writes a checkpoint in Hugging Face format: beside its place, and put there when it is whole."""
+"""Writes a checkpoint in Hugging Face format.
+
+All files are written to a partial directory, which takes the target's name when it is complete.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from safetensors.torch import save_file
 from megatron_rl.models.hf_checkpoint.weight_files import tensor_names
 
 SHARD_BYTES = 4 << 30
-_COMPANIONS = (
+_COMPANION_FILES = (
     "config.json",
     "generation_config.json",
     "tokenizer.json",
@@ -27,22 +30,22 @@ _COMPANIONS = (
 
 
 def begin_checkpoint(target: Path) -> None:
-    """Make room for a checkpoint that will be `target`."""
+    """Create an empty partial directory for the checkpoint `target`."""
     partial = _partial(target)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
 
 
 def discard_checkpoint(target: Path) -> None:
-    """Remove what was written of a checkpoint that will not be complete."""
+    """Remove the partial directory of a checkpoint that will not be completed."""
     shutil.rmtree(_partial(target), ignore_errors=True)
 
 
 def commit_checkpoint(target: Path, *, source: Path, dtype: torch.dtype | None) -> None:
-    """Make what was written `target`, with the tokenizer and configuration of `source`; what was
-    there goes.
+    """Complete the checkpoint and replace `target` with it.
 
-    dtype: what the configuration shall name; None: what it names.
+    source: checkpoint whose configuration and tokenizer are copied.
+    dtype: dtype to write into the configuration. None: keep the one in the configuration.
     """
     partial = _partial(target)
     _write_index(partial)
@@ -52,31 +55,34 @@ def commit_checkpoint(target: Path, *, source: Path, dtype: torch.dtype | None) 
 
 
 class ShardWriter:
-    """Collects tensors of a checkpoint that was begun, and writes shards. prefix: of its files,
-    each writer's own.
+    """Collects tensors of a checkpoint and writes them into shards, after `begin_checkpoint`.
 
-    shard_bytes: of the tensors that it holds at most, or one tensor.
+    prefix: start of the shards' names, different for each writer of a checkpoint.
+    shard_bytes: size limit of a shard in bytes. A larger tensor gets its own shard.
     """
 
     def __init__(self, target: Path, prefix: str = "model", shard_bytes: int = SHARD_BYTES) -> None:
-        self._most = shard_bytes
+        self._max_bytes = shard_bytes
         self._path = f"{_partial(target)}/{prefix}"
         self._tensors: dict[str, torch.Tensor] = {}
         self._bytes = 0
         self._count = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        if self._bytes and self._bytes + tensor.nbytes > self._most:
+        """Copy a tensor to the CPU, and write a shard first if the tensor does not fit into it."""
+        if self._bytes and self._bytes + tensor.nbytes > self._max_bytes:
             self.close()
         self._tensors[name] = tensor.cpu().clone()
         self._bytes += tensor.nbytes
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the collected tensors as a shard."""
         save_file(
             self._tensors, f"{self._path}-{self._count:05d}.safetensors", metadata={"format": "pt"}
         )
-        self._tensors, self._bytes, self._count = {}, 0, self._count + 1
+        self._tensors = {}
+        self._bytes = 0
+        self._count += 1
 
 
 def _partial(target: Path) -> Path:
@@ -115,7 +121,7 @@ def _write_index(directory: Path) -> None:
 
 
 def _copy_companions(source: Path, target: Path, dtype: torch.dtype | None) -> None:
-    for name in _COMPANIONS:
+    for name in _COMPANION_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
     if dtype is None:
