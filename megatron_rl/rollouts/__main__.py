@@ -12,8 +12,7 @@ import sys
 
 from megatron_rl.rollouts.collector import serve
 from megatron_rl.rollouts.link import CollectorLink, LinkLost
-
-RUN_KEY_VARIABLE = "MEGATRON_RL_RUN_KEY"
+from megatron_rl.rollouts.messages import RUN_KEY_VARIABLE
 
 
 async def _main(host: str, port: int, node: int, run_key: str) -> None:

@@ -18,6 +18,8 @@ from megatron_rl.contracts.wire_types import Count
 from sglang_bridge.engine import Engine
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+# The environment variable that passes the run's key to a collector
+RUN_KEY_VARIABLE = "MEGATRON_RL_RUN_KEY"
 # Reasons in `Group.rejections`
 ENGINE_FAILURE = "engine"  # no engine answered the request
 EXPIRED = "expired"  # the engine sent nothing usable before the deadline

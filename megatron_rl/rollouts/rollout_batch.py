@@ -133,7 +133,7 @@ class RolloutSampler:
         selection = self.selector.select(step)
         groups = self._collect(label, selection)
         result = selection.result()
-        sampled_groups = result.groups + result.stopped + result.surplus
+        sampled_groups = result.groups + result.stopped_groups + result.surplus_groups
         ids_by_group = {
             group.group_id: self._request_ids.pop(group.group_id) for group in sampled_groups
         }
@@ -141,8 +141,8 @@ class RolloutSampler:
         carried_out = [group for group in groups if group.group_id not in ids_by_group]
         batch = RolloutBatch(
             groups=result.groups,
-            stopped_groups=result.stopped,
-            surplus_groups=result.surplus,
+            stopped_groups=result.stopped_groups,
+            surplus_groups=result.surplus_groups,
             generated_tokens=self.queue.generated_tokens - tokens_before,
             engines_left_out=len(self.queue.engines_left_out),
             carried_in=sum(sampled_tokens(group) for group in carried_in),

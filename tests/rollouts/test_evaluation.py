@@ -40,7 +40,7 @@ def test_by_hand() -> None:
     assert result.accuracy == pytest.approx(0.5)
     assert result.half_width == pytest.approx(0.565793, abs=1e-6)
     assert result.parseable == pytest.approx(5 / 6)
-    assert result.finished == 1.0
+    assert result.ended_share == 1.0
 
 
 def test_missing_samples_and_missing_verdicts_count_as_wrong() -> None:
@@ -60,7 +60,7 @@ def test_no_question_is_an_error() -> None:
 def test_an_expired_response_is_wrong_and_not_finished() -> None:
     """One response that an engine did not answer in time ends no run."""
     result = accuracy_of([group(RIGHT)] * 9 + [lost(1)], 1, 0.1)
-    assert (result.accuracy, result.finished, result.parseable, result.rejected) == (
+    assert (result.accuracy, result.ended_share, result.parseable, result.num_rejected) == (
         0.9,
         0.9,
         0.9,
@@ -83,7 +83,7 @@ def test_an_evaluation_that_lost_too_many_responses_is_no_accuracy(reason: str) 
 def test_an_evaluation_whose_scorer_fails_is_no_accuracy() -> None:
     with pytest.raises(UserClassFailed, match=r"2 of 2 .*\(2 no_verdict \(the scorer failed"):
         accuracy_of([group(NONE), group(NONE)], 1, 0.1)
-    assert accuracy_of([group(RIGHT)] * 9 + [group(NONE)], 1, 0.1).rejected == 1
+    assert accuracy_of([group(RIGHT)] * 9 + [group(NONE)], 1, 0.1).num_rejected == 1
 
 
 def test_an_accuracy_is_told_and_recorded_with_all_it_was_measured_on() -> None:

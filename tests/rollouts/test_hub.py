@@ -84,7 +84,7 @@ def test_a_hub_that_does_not_listen_blames_nobody(hub: CollectorHub, peer: Peer)
 @pytest.mark.parametrize("junk", [b"abc", b"", b"\x81\xa4type\xa7unknown"])
 def test_garbage_from_a_known_collector_ends_the_run(hub: CollectorHub, peer: Peer, junk: bytes) -> None:
     peer.say_raw(junk)
-    with pytest.raises(CollectorLost, match="node 0 sent a message that is not one"):
+    with pytest.raises(CollectorLost, match="node 0 sent an invalid message"):
         heard(hub)
 
 

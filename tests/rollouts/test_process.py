@@ -12,7 +12,6 @@ import pytest
 
 from launch.testbed.selectors import FixedPrompts
 from megatron_rl.config.schema import EnvironmentSettings, EvalSettings, RolloutSettings
-from megatron_rl.rollouts.__main__ import RUN_KEY_VARIABLE
 from megatron_rl.rollouts.evaluation import Accuracy, Evaluation
 from megatron_rl.rollouts.hub import CollectorHub, CollectorLost
 from megatron_rl.rollouts.queue import CollectorFailed, RolloutQueue
@@ -80,10 +79,10 @@ def draw(hub: CollectorHub, environment: EnvironmentSettings) -> tuple[RolloutBa
         hub.wait_for(1, 20)
         queue.configure({0: configuration(url, environment=environment)})
         queue.set_version(3)
-        batch = RolloutSampler(queue, rollout, FixedPrompts([PROMPT, PROMPT], 2), (EOS,), lambda: None).draw(
+        batch = RolloutSampler(queue, rollout, FixedPrompts([PROMPT, PROMPT], 2), (EOS,), lambda: None).sample(
             1
         )
-        queue.release(batch.delivered)
+        queue.release(batch.delivered_ids)
         accuracy = Evaluation(queue, [PROMPT], asked, rollout, (EOS,), lambda: None).measure("1")
         queue.stop()
         return batch, accuracy
@@ -102,7 +101,7 @@ def test_a_batch_and_an_evaluation_in_an_environment_of_ones_own(
 ) -> None:
     process = start()
     batch, accuracy = draw(hub, EnvironmentSettings(name="second_chance:SecondChance"))
-    assert sorted(batch.delivered) == ["step-1-0", "step-1-1"]
+    assert sorted(batch.delivered_ids) == ["step-1-0", "step-1-1"]
     metrics = batch.metrics()
     assert (metrics["rollout/samples"], metrics["rollout/tokens"], metrics["reward/mean"]) == (
         4.0,

@@ -193,7 +193,7 @@ def test_one_token_of_a_version_that_was_never_sent_is_enough(
 
 def test_what_happens_to_engines_is_said_and_known(hub: CollectorHub, peer: Peer) -> None:
     said: list[str] = []
-    queue = RolloutQueue(hub, RolloutSettings(max_new_tokens=4), say=said.append)
+    queue = RolloutQueue(hub, RolloutSettings(max_new_tokens=4), log=said.append)
     for message, left_out in (
         (EngineLeftOut("http://e", "500: broken"), {"http://e"}),
         (EngineBack("http://e"), set()),
@@ -260,7 +260,7 @@ def test_what_a_collector_said_before_it_left_is_told_although_nobody_had_listen
     hub: CollectorHub, queue: RolloutQueue, peer: Peer, refused: bool
 ) -> None:
     """Rank 0 was busy between the configuration and the first request."""
-    peer.say(Failed("environment.name=mine:Nothing", refused=refused))
+    peer.say(Failed("environment.name=mine:Nothing", is_refusal=refused))
     peer.hang_up(linger_seconds=5)
     code = ExitCode.REFUSED if refused else ExitCode.ENGINE_FAILED
     with pytest.raises(CollectorFailed, match=r"node 0 failed: .*mine:Nothing") as caught:

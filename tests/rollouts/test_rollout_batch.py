@@ -56,11 +56,11 @@ def test_groups_come_in_the_order_of_their_prompts_and_are_counted(hub: Collecto
         return done(request.group_id, samples, rejections=rejected, generated_at=2.0, scored_at=2.5)
 
     asked: list[GroupRequest] = []
-    stage = RolloutSampler(
+    sampler = RolloutSampler(
         synced(hub), SETTINGS, FixedPrompts(PROMPTS, 2), (1,), answering(peer, answer, asked)
     )
-    batch = stage.draw(4)
-    assert list(batch.delivered) == ["step-4-0", "step-4-1", "step-4-2"]
+    batch = sampler.sample(4)
+    assert list(batch.delivered_ids) == ["step-4-0", "step-4-1", "step-4-2"]
     assert (
         [g.group_id for g in batch.groups]
         == [r.group_id for r in asked]
@@ -81,7 +81,7 @@ def test_groups_come_in_the_order_of_their_prompts_and_are_counted(hub: Collecto
         "reward/no_verdict": 0.0,
         "time/reward_exposed": 0.5,
     }
-    assert stage.draw(5).generated_tokens == 15  # of this batch, not of all
+    assert sampler.sample(5).generated_tokens == 15  # of this batch, not of all
 
 
 def test_truncated_responses_are_a_share() -> None:
@@ -100,7 +100,7 @@ def draw(
     given = FixedPrompts(PROMPTS, 2)
     return RolloutSampler(
         synced(hub, settings), settings, given, (1,), answering(peer, answer, [])
-    ).draw(4)
+    ).sample(4)
 
 
 def losing(count: int, reason: str = "engine") -> Callable[[GroupRequest], GroupDone]:
@@ -115,7 +115,7 @@ def losing(count: int, reason: str = "engine") -> Callable[[GroupRequest], Group
 
 
 def test_a_batch_that_lost_too_many_rollouts_ends_the_run_by_reason(hub: CollectorHub, peer: Peer) -> None:
-    assert draw(hub, peer, losing(2), share=1 / 3).rejected == {"engine": 2}  # 2 of 6
+    assert draw(hub, peer, losing(2), share=1 / 3).rejections == {"engine": 2}  # 2 of 6
     with pytest.raises(TooManyRejected) as caught:
         draw(hub, peer, losing(2), share=0.33)
     words = "batch step-4: 2 of 6 rollouts cannot be used (2 engine (no engine answered)); rollout.max_rejected_share=0.33"
@@ -191,7 +191,7 @@ def test_an_evaluation_may_lose_what_its_key_allows(
         queue, PROMPTS, settings, SETTINGS, (1,), answering(peer, half_lost, [])
     )
     with pytest.raises(EvaluationFailed) if lost else contextlib.nullcontext():
-        assert evaluation.measure("4").rejected == 3
+        assert evaluation.measure("4").num_rejected == 3
 
 
 def half_lost(request: GroupRequest) -> GroupDone:
@@ -245,18 +245,18 @@ def test_a_group_that_is_extended_is_one_group_and_a_further_round_is_asked(
     asked: list[GroupRequest] = []
     probing = Probing()
     selector = SimpleNamespace(select=lambda step: probing)
-    stage = RolloutSampler(synced(hub), SETTINGS, selector, (1,), answering(peer, answer, asked))  # type: ignore[arg-type]
-    batch = stage.draw(4)
+    sampler = RolloutSampler(synced(hub), SETTINGS, selector, (1,), answering(peer, answer, asked))  # type: ignore[arg-type]
+    batch = sampler.sample(4)
     assert sorted(probing.heard) == [(0, 2), (0, 4), (1, 2), (2, 1)]
     assert [r.group_id for r in asked] == ["step-4-0", "step-4-1", "step-4-0+2", "step-4-2"]
-    assert sorted(batch.delivered) == ["step-4-0", "step-4-0+2", "step-4-1", "step-4-2"]
+    assert sorted(batch.delivered_ids) == ["step-4-0", "step-4-0+2", "step-4-1", "step-4-2"]
     (whole,) = batch.groups
     assert (whole.group_id, [r.sample_index for r in whole.rollouts], whole.rejections) == (
         "step-4-0",
         [0, 1, 2, 3],
         {"engine": 1},
     )
-    assert [g.group_id for g in batch.stopped + batch.surplus] == ["step-4-1", "step-4-2"]
+    assert [g.group_id for g in batch.stopped_groups + batch.surplus_groups] == ["step-4-1", "step-4-2"]
     metrics = batch.metrics()
     assert (metrics["rollout/samples"], metrics["rollout/rejected"], metrics["select/rounds"]) == (
         7.0,

@@ -1,5 +1,6 @@
-"""Under torchrun: three ranks on two pretended nodes exchange rollouts over gloo; then one of these
-cannot be read.
+"""Script for torchrun: three ranks on two simulated nodes exchange rollouts over gloo.
+
+In a second exchange one of the rollouts cannot be read.
 """
 
 import sys
@@ -9,7 +10,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from test_exchange import made, plan_of, read
+from test_exchange import plan_of, read, rollout_of
 
 from megatron_rl.contracts.group import RolloutRef
 from megatron_rl.contracts.rollout import Rollout
@@ -26,22 +27,22 @@ def unreadable(ref: RolloutRef) -> Rollout:
 
 
 dist.init_process_group("gloo")
-rank, group = dist.get_rank(), dist.group.WORLD
+rank = dist.get_rank()
+group = dist.group.WORLD
 assert group is not None
 plan = plan_of([i // 3 % 2 for i in range(17)], dp_size=2)
-receivers = [
-    Receiver(dp_rank=node, node=node, moe_rows=(2, 0)) for node in (0, 1, 1)
-]  # the last two share tensors
+# The last two ranks are tensor-parallel
+receivers = [Receiver(dp_rank=node, node=node, moe_rows=(2, 0)) for node in (0, 1, 1)]
 rollouts = exchange_rollouts(plan, receivers, rank, group, read)
 assert sorted(rollouts) == rollout_indices(plan, receivers[rank].dp_rank)
 for index, rollout in rollouts.items():
-    assert_equal(rollout, codec.select_layers(made(index), (2, 0)))
+    assert_equal(rollout, codec.select_layers(rollout_of(index), (2, 0)))
 try:
     exchange_rollouts(plan, receivers, rank, group, unreadable)
 except ExchangeFailed as error:
     assert "rollout r3: gone" in str(error)
 else:
-    raise AssertionError(f"rank {rank} was told nothing")
+    raise AssertionError(f"rank {rank} raised nothing")
 dist.barrier()
 if rank == 0:
     print(f"exchanged on {dist.get_world_size()} ranks", flush=True)

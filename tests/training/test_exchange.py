@@ -1,10 +1,11 @@
-"""Who hands which rollout to whom, as arithmetic and with all ranks as threads of this process."""
+"""Exchange of rollouts: the transfer plan, and its execution with one thread for each rank."""
 
 import functools
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,30 +28,35 @@ from tests.support.torchrun import torchrun
 LAYERS = 3
 
 
-def on(node: int) -> RolloutLocation:
+def location_on(node: int) -> RolloutLocation:
     return RolloutLocation(node=node, pid=1, fd=1, offset=0, nbytes=0)
 
 
-shape_of = functools.cache(make_rollout)
+cached_rollout = functools.cache(make_rollout)
 
 
-def made(index: int) -> Rollout:
-    rollout = shape_of(2 + index % 5, 3 + index % 3, layers=LAYERS)
+def rollout_of(index: int) -> Rollout:
+    rollout = cached_rollout(2 + index % 5, 3 + index % 3, layers=LAYERS)
     return Rollout(f"r{index}", "p", 0, rollout.finish_reason, rollout.segments, rollout.routes)
 
 
 def plan_of(nodes: list[int], dp_size: int, *, optimizer_steps: int = 2) -> StepPlan:
-    """Rollout i lies on nodes[i] and is trained by data-parallel rank i mod dp_size."""
-    refs = tuple(make_ref(made(index), on(node)) for index, node in enumerate(nodes))
-    half = [range(s, len(nodes), optimizer_steps) for s in range(optimizer_steps)]
+    """Plan a step.
+
+    Rollout i is stored on nodes[i] and trained by data-parallel rank i mod dp_size.
+    """
+
+    def micro_batches(step: int, dp_rank: int) -> tuple[tuple[int, ...], ...]:
+        indices = range(step, len(nodes), optimizer_steps)
+        return tuple(i for i in indices if i % dp_size == dp_rank), ()
+
+    refs = tuple(make_ref(rollout_of(index), location_on(node)) for index, node in enumerate(nodes))
     steps = tuple(
         OptimizerStep(
-            micro_batches=tuple(
-                (tuple(i for i in some if i % dp_size == dp), ()) for dp in range(dp_size)
-            ),
+            micro_batches=tuple(micro_batches(step, dp_rank) for dp_rank in range(dp_size)),
             denominators=Denominators(sequences=1, tokens=1),
         )
-        for some in half
+        for step in range(optimizer_steps)
     )
     return StepPlan(step=5, rollouts=refs, advantages=(1.0,) * len(nodes), optimizer_steps=steps)
 
@@ -58,15 +64,19 @@ def plan_of(nodes: list[int], dp_size: int, *, optimizer_steps: int = 2) -> Step
 def ranks_of(
     dp_size: int, tp: int, ranks_per_node: int, rows: tuple[int, ...] = (0, 1, 2)
 ) -> list[Receiver]:
-    """Tensor-parallel ranks are neighbours, as in Megatron."""
+    """Return the receivers of all ranks. Tensor-parallel ranks are neighbours, as in Megatron."""
     return [
         Receiver(dp_rank=rank // tp, node=rank // ranks_per_node, moe_rows=rows)
         for rank in range(dp_size * tp)
     ]
 
 
-def parcels(plan: StepPlan, receivers: list[Receiver]) -> list[TransferPlan]:
+def plan_for_all(plan: StepPlan, receivers: list[Receiver]) -> list[TransferPlan]:
     return [TransferPlan.for_rank(plan, receivers, rank) for rank in range(len(receivers))]
+
+
+def flatten(lists: Iterable[list[int]]) -> list[int]:
+    return [index for indices in lists for index in indices]
 
 
 @pytest.mark.parametrize(
@@ -78,158 +88,151 @@ def test_every_rank_gets_each_of_its_rollouts_once(
 ) -> None:
     plan = plan_of([i // 3 % nodes for i in range(23)], dp_size)
     receivers = ranks_of(dp_size, tp, ranks_per_node)
-    everyone = parcels(plan, receivers)
-    for rank, mine in enumerate(everyone):
-        got = Counter(
-            [*mine.own, *(i for indices in (*mine.incoming, *mine.handed_over) for i in indices)]
-        )
-        assert got == Counter(rollout_indices(plan, receivers[rank].dp_rank))
-        assert all(plan.rollouts[i].location.node == receivers[rank].node for i in mine.own)
-        for other, theirs in enumerate(everyone):
+    transfers = plan_for_all(plan, receivers)
+    node_of_rollout = [ref.location.node for ref in plan.rollouts]
+    for rank, mine in enumerate(transfers):
+        counts = Counter(mine.local + flatten(mine.incoming) + flatten(mine.relay_incoming))
+        assert counts == Counter(rollout_indices(plan, receivers[rank].dp_rank))
+        node_rollouts = {
+            i for i, node in enumerate(node_of_rollout) if node == receivers[rank].node
+        }
+        assert node_rollouts.issuperset(mine.local + flatten(mine.outgoing))
+        for other, theirs in enumerate(transfers):
             assert mine.outgoing[other] == theirs.incoming[rank]
-            assert mine.handed_on[other] == theirs.handed_over[rank]
-            assert all(
-                plan.rollouts[i].location.node == receivers[rank].node for i in mine.outgoing[other]
-            )
-            assert not mine.handed_on[other] or receivers[other] == receivers[rank]
-            assert set(mine.handed_on[other]) <= {i for indices in mine.incoming for i in indices}
-    assert len({(p.crosses, p.hands_on) for p in everyone}) == 1
-    assert everyone[0].crosses and everyone[0].hands_on == (tp > 1)
+            assert mine.relay_outgoing[other] == theirs.relay_incoming[rank]
+            assert not mine.relay_outgoing[other] or receivers[other] == receivers[rank]
+        assert set(flatten(mine.relay_outgoing)) <= set(flatten(mine.incoming))
+    assert {(t.has_transfers, t.has_relays) for t in transfers} == {(True, tp > 1)}
 
 
 def test_tensor_parallel_ranks_of_a_node_get_one_copy_over_the_network() -> None:
     plan = plan_of([0] * 24, dp_size=4)
-    receivers = ranks_of(4, 2, 4)
-    crossing = Counter(
-        i for mine in parcels(plan, receivers) for indices in mine.outgoing for i in indices
-    )
-    assert crossing == Counter(
-        i for dp in (2, 3) for i in rollout_indices(plan, dp)
-    )  # those of node 1, once
+    transfers = plan_for_all(plan, ranks_of(4, 2, 4))
+    crossings = Counter(index for mine in transfers for index in flatten(mine.outgoing))
+    rollouts_of_node_1 = rollout_indices(plan, 2) + rollout_indices(plan, 3)
+    assert crossings == Counter(rollouts_of_node_1)
 
 
-def test_pipeline_stages_of_a_node_need_different_layers_and_hand_nothing_on() -> None:
+def test_pipeline_stages_of_a_node_relay_nothing() -> None:
+    """Pipeline stages need the routes of different layers."""
     plan = plan_of([0] * 4, dp_size=1)
     receivers = [
+        Receiver(dp_rank=0, node=0, moe_rows=(0,)),
         Receiver(dp_rank=0, node=1, moe_rows=(0,)),
         Receiver(dp_rank=0, node=1, moe_rows=(1,)),
     ]
-    everyone = parcels(plan, [Receiver(dp_rank=0, node=0, moe_rows=(0,)), *receivers])
-    assert everyone[0].outgoing == [[], [0, 1, 2, 3], [0, 1, 2, 3]] and not everyone[0].hands_on
+    first = plan_for_all(plan, receivers)[0]
+    assert first.outgoing == [[], [0, 1, 2, 3], [0, 1, 2, 3]] and not first.has_relays
 
 
 def test_the_ranks_of_a_node_take_turns_at_sending() -> None:
     plan = plan_of([0] * 40, dp_size=4)
-    counts = [sum(map(len, mine.outgoing)) for mine in parcels(plan, ranks_of(4, 1, 2))]
+    counts = [len(flatten(mine.outgoing)) for mine in plan_for_all(plan, ranks_of(4, 1, 2))]
     assert counts == [10, 10, 0, 0]
 
 
-def test_what_lies_on_this_node_crosses_nothing() -> None:
-    for mine in parcels(plan_of([0] * 6, dp_size=2), ranks_of(2, 2, 4)):
-        assert not mine.crosses and not mine.hands_on
+def test_rollouts_of_the_own_node_are_not_transferred() -> None:
+    for mine in plan_for_all(plan_of([0] * 6, dp_size=2), ranks_of(2, 2, 4)):
+        assert not mine.has_transfers and not mine.has_relays
 
 
-def test_a_rollout_on_a_node_without_ranks_is_named() -> None:
-    with pytest.raises(ValueError, match="rollout 1 lies on node 7, where no rank runs"):
+def test_a_rollout_on_a_node_without_ranks_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"rollout 1 .* node 7, where no rank runs"):
         TransferPlan.for_rank(plan_of([0, 7], dp_size=1), ranks_of(1, 1, 1), 0)
 
 
-def test_a_thousand_ranks_take_no_second() -> None:
+def test_a_plan_for_a_thousand_ranks_takes_less_than_a_second() -> None:
     plan = plan_of([i % 128 for i in range(2048)], dp_size=128)
     receivers = ranks_of(128, 8, 8)
     start = time.process_time()
     TransferPlan.for_rank(plan, receivers, 77)
-    assert time.process_time() - start < 0.3, (
-        "0.87 s when each rollout's sender was looked for among all ranks"
-    )
+    assert time.process_time() - start < 0.3
 
 
 @dataclass
 class Mail:
-    """What all ranks of a pretended job put in and take out together; stands for a process group."""
+    """Shared memory of all ranks of a simulated job, in place of a process group."""
 
     size: int
-    shared: list[Any] = field(default_factory=list)
+    values: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.shared = [None] * self.size
+        self.values = [None] * self.size
         self.barrier = threading.Barrier(self.size, timeout=10)
 
-    def everyones(self, rank: int, mine: Any) -> list[Any]:
+    def gather(self, rank: int, value: Any) -> list[Any]:
+        """Return the values of all ranks."""
         self.barrier.wait()
-        self.shared[rank] = mine
+        self.values[rank] = value
         self.barrier.wait()
-        return list(self.shared)
+        return list(self.values)
+
+
+Exchange = Callable[..., list[Any]]
 
 
 @pytest.fixture
-def exchanged(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[Any], int]]:
-    """Exchanges on as many threads as there are ranks: what each got or raised, and the bytes that
-    were swapped.
-    """
-    swapped = 0
+def run_exchange(monkeypatch: pytest.MonkeyPatch) -> Exchange:
+    """Run an exchange with a thread for each rank, and return each rank's result or error."""
 
     def all_to_all(outgoing: list[bytes], group: tuple[Mail, int]) -> list[memoryview]:
-        nonlocal swapped
         mail, rank = group
-        swapped += sum(map(len, outgoing))
-        return [memoryview(row[rank]) for row in mail.everyones(rank, outgoing)]
+        return [memoryview(row[rank]) for row in mail.gather(rank, outgoing)]
+
+    def gather_bytes(data: bytes, group: tuple[Mail, int]) -> list[bytes]:
+        mail, rank = group
+        return mail.gather(rank, data)
 
     monkeypatch.setattr(exchange, "_all_to_all", all_to_all)
-    monkeypatch.setattr(
-        exchange, "gather_bytes", lambda data, group: group[0].everyones(group[1], data)
-    )
+    monkeypatch.setattr(exchange, "gather_bytes", gather_bytes)
 
     def run(
         plan: StepPlan, receivers: list[Receiver], read: Callable[[RolloutRef], Rollout]
-    ) -> tuple[list[Any], int]:
-        mail, results = Mail(len(receivers)), [None] * len(receivers)
+    ) -> list[Any]:
+        mail = Mail(len(receivers))
 
-        def work(rank: int) -> None:
+        def work(rank: int) -> Any:
+            group: Any = (mail, rank)
             try:
-                results[rank] = exchange_rollouts(plan, receivers, rank, (mail, rank), read)  # type: ignore[arg-type, call-overload]
+                return exchange_rollouts(plan, receivers, rank, group, read)
             except Exception as error:
-                results[rank] = error
+                return error
 
-        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(receivers))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-        return results, swapped
+        with ThreadPoolExecutor(len(receivers)) as threads:
+            return list(threads.map(work, range(len(receivers)), timeout=30))
 
     return run
 
 
 def read(ref: RolloutRef) -> Rollout:
-    return made(int(ref.rollout_id[1:]))
+    return rollout_of(int(ref.rollout_id[1:]))
 
 
-def test_each_rank_holds_its_rollouts_with_its_layers(
-    exchanged: Callable[..., tuple[list[Any], int]],
+def test_each_rank_gets_its_rollouts_with_its_layers(
+    run_exchange: Exchange,
 ) -> None:
     plan = plan_of([i % 2 for i in range(9)], dp_size=2)
     receivers = ranks_of(2, 2, 2, rows=(2, 0))
-    results, _ = exchanged(plan, receivers, read)
+    results = run_exchange(plan, receivers, read)
     for receiver, rollouts in zip(receivers, results, strict=True):
         assert sorted(rollouts) == rollout_indices(plan, receiver.dp_rank)
         for index, rollout in rollouts.items():
-            assert_equal(rollout, codec.select_layers(made(index), (2, 0)))
+            assert_equal(rollout, codec.select_layers(rollout_of(index), (2, 0)))
 
 
-@pytest.mark.parametrize("where", [0, 1])
-def test_what_one_rank_cannot_read_every_rank_is_told(
-    exchanged: Callable[..., tuple[list[Any], int]], where: int
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_rollout_that_one_rank_cannot_read_is_an_error_on_all(
+    run_exchange: Exchange, node: int
 ) -> None:
-    """Rollout 1 is trained on node 1; it lies there, or on the other node."""
+    """Rollout 1 is trained on node 1 and stored there or on the other node."""
 
-    def broken(ref: RolloutRef) -> Rollout:
+    def read_all_but_one(ref: RolloutRef) -> Rollout:
         if ref.rollout_id == "r1":
             raise OSError("no such file descriptor")
         return read(ref)
 
-    plan = plan_of([0, where, 0, 1], dp_size=2)
-    results, _ = exchanged(plan, ranks_of(2, 2, 2), broken)
+    plan = plan_of([0, node, 0, 1], dp_size=2)
+    results = run_exchange(plan, ranks_of(2, 2, 2), read_all_but_one)
     assert {str(error) for error in results} == {str(results[0])}
     assert all(
         isinstance(error, ExchangeFailed) and error.exit_code is ExitCode.ENGINE_FAILED
@@ -239,13 +242,13 @@ def test_what_one_rank_cannot_read_every_rank_is_told(
     assert "rollout r1: no such file descriptor" in str(results[0])
 
 
-def shortened(rollout: Rollout) -> Rollout:
+def shorten(rollout: Rollout) -> Rollout:
     return Rollout(
         rollout.rollout_id, "p", 0, rollout.finish_reason, rollout.segments[:1], rollout.routes
     )
 
 
-def without_a_row(rollout: Rollout) -> Rollout:
+def drop_route_row(rollout: Rollout) -> Rollout:
     assert rollout.routes is not None
     return Rollout(
         rollout.rollout_id,
@@ -257,15 +260,15 @@ def without_a_row(rollout: Rollout) -> Rollout:
     )
 
 
-@pytest.mark.parametrize("damage", [shortened, without_a_row])
-@pytest.mark.parametrize("where", [0, 1])
-def test_a_rollout_that_is_not_what_was_planned_with_every_rank_is_told(
-    exchanged: Callable[..., tuple[list[Any], int]],
+@pytest.mark.parametrize("damage", [shorten, drop_route_row])
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_rollout_that_differs_from_the_plan_is_an_error_on_all_ranks(
+    run_exchange: Exchange,
     damage: Callable[[Rollout], Rollout],
-    where: int,
+    node: int,
 ) -> None:
-    plan = plan_of([0, where, 0, 1], dp_size=2)
-    results, _ = exchanged(
+    plan = plan_of([0, node, 0, 1], dp_size=2)
+    results = run_exchange(
         plan,
         ranks_of(2, 1, 1),
         lambda ref: damage(read(ref)) if ref.rollout_id == "r1" else read(ref),
@@ -276,15 +279,15 @@ def test_a_rollout_that_is_not_what_was_planned_with_every_rank_is_told(
     )
 
 
-def test_many_problems_are_counted(exchanged: Callable[..., tuple[list[Any], int]]) -> None:
-    def gone(ref: RolloutRef) -> Rollout:
+def test_the_message_lists_few_problems_and_counts_the_others(run_exchange: Exchange) -> None:
+    def fail(ref: RolloutRef) -> Rollout:
         raise OSError("gone")
 
-    results, _ = exchanged(plan_of([0] * 12, dp_size=2), ranks_of(2, 1, 2), gone)
+    results = run_exchange(plan_of([0] * 12, dp_size=2), ranks_of(2, 1, 2), fail)
     assert str(results[0]).endswith("; and 8 more")
 
 
 @pytest.mark.distributed
 @pytest.mark.timeout(240)
-def test_real_ranks_on_two_pretended_nodes() -> None:
+def test_an_exchange_between_processes_on_two_simulated_nodes() -> None:
     assert "exchanged on 3 ranks" in torchrun(Path(__file__).parent / "exchange_ranks.py", ranks=3)

@@ -35,6 +35,6 @@ def test_every_rollout_needs_its_advantage(advantages: list[float]) -> None:
 
 
 def test_real_rows_are_a_mask_and_not_indices() -> None:
-    real = pack([FIVE], [1.0], RankView(layers=((0, 1, 2),), sp_rank=1, sp_size=2)).packed.real_rows
+    real = pack([FIVE], [1.0], RankView(layers=((0, 1, 2),), sp_rank=1, sp_size=2)).inputs.real_rows
     assert real is not None and real.dtype == torch.bool
     assert real.tolist() == [True, True, False]

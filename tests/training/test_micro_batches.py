@@ -160,10 +160,10 @@ def test_every_sequence_is_padded_to_the_row_multiple(
 
 
 def test_routes_are_those_of_the_rollouts() -> None:
-    packed = pack([FIVE, THREE], [0.5, -1.0]).packed
-    assert FIVE.routes is not None and THREE.routes is not None and packed.routes is not None
-    assert np.array_equal(packed.routes.numpy(), np.concatenate([FIVE.routes, THREE.routes]))
-    assert packed.real_rows is not None and packed.real_rows.tolist() == [True] * 8
+    inputs = pack([FIVE, THREE], [0.5, -1.0]).inputs
+    assert FIVE.routes is not None and THREE.routes is not None and inputs.routes is not None
+    assert np.array_equal(inputs.routes.numpy(), np.concatenate([FIVE.routes, THREE.routes]))
+    assert inputs.real_rows is not None and inputs.real_rows.tolist() == [True] * 8
 
 
 @pytest.mark.parametrize(
@@ -180,21 +180,21 @@ def test_routes_are_those_of_the_rollouts() -> None:
     ],
 )
 def test_a_rank_s_routers_get_their_rows_of_routes(view: RankView, rows: list[int]) -> None:
-    packed = pack([FIVE, THREE], [0.5, -1.0], view).packed
-    assert packed.routes is not None and packed.real_rows is not None
-    second = int(packed.cu_seqlens[1])
+    inputs = pack([FIVE, THREE], [0.5, -1.0], view).inputs
+    assert inputs.routes is not None and inputs.real_rows is not None
+    second = int(inputs.cu_seqlens[1])
     real = {row: FIVE.routes[row] for row in range(5)} | {
         second + row: THREE.routes[row] for row in range(3)
     }
-    assert packed.real_rows.tolist() == [row in real for row in rows]
-    for row, routes in zip(rows, packed.routes.numpy(), strict=True):
+    assert inputs.real_rows.tolist() == [row in real for row in rows]
+    for row, routes in zip(rows, inputs.routes.numpy(), strict=True):
         if row in real:
             assert np.array_equal(routes, real[row])
 
 
 def test_padding_goes_round_robin_over_all_experts() -> None:
     views = [RankView(layers=((0, 1, 2),), sp_rank=rank, sp_size=16) for rank in range(16)]
-    routes = [pack([FIVE], [1.0], view).packed.routes for view in views]
+    routes = [pack([FIVE], [1.0], view).inputs.routes for view in views]
     padding = torch.cat([part for part in routes if part is not None])[5:]
     assert padding.shape == (11, len(MOE_LAYERS), TOPK)
     assert (padding.sort(-1).values.diff(dim=-1) > 0).all(), "an expert twice in a row"
@@ -207,7 +207,7 @@ def test_a_pipeline_stage_has_the_routes_of_its_own_layers() -> None:
     stage = RankView(layers=((2,),))
     batch = pack([rollout(*parts(FIVE), layers=1)], [1.0], stage)
     assert batch.inputs.routes is not None and batch.inputs.routes.shape == (5, 1, TOPK)
-    filler = pack([], [], stage).packed.routes
+    filler = pack([], [], stage).inputs.routes
     assert filler is not None and filler.shape == (2, 1, TOPK)
 
 
@@ -229,16 +229,16 @@ def test_more_than_256_experts_need_wider_routes() -> None:
     assert many.routes is not None
     wide = many.routes.astype(np.uint16) + 256
     many = Rollout("r1", "p1", 0, FinishReason.STOP, many.segments, wide)
-    routes = Batcher(WHOLE, shape, torch.device("cpu")).pack([many], [1.0]).packed.routes
+    routes = Batcher(WHOLE, shape, torch.device("cpu")).pack([many], [1.0]).inputs.routes
     assert routes is not None and np.array_equal(routes.numpy(), wide)
 
 
 def test_without_replay_routes_are_neither_needed_nor_packed() -> None:
     bare = rollout(*parts(FIVE), routed=False)
     batcher = Batcher(WHOLE, None, torch.device("cpu"))
-    assert batcher.pack([bare, FIVE], [1.0, 1.0]).packed.routes is None
+    assert batcher.pack([bare, FIVE], [1.0, 1.0]).inputs.routes is None
     with pytest.raises(
-        ValueError, match=r"rollout r1 has no routes to replay: set train\.replay=trainer or off"
+        ValueError, match=r"rollout r1 has no routes to replay\. Set train\.replay=trainer or off"
     ):
         pack([bare], [1.0])
 
@@ -294,4 +294,4 @@ def test_the_last_sequence_is_padded_to_what_fp8_products_take(view: RankView) -
     assert batch.inputs.cu_seqlens.tolist() == [0, 5 + 5 % view.row_multiple, rows]
     assert batch.inputs.real_rows is not None and int(batch.inputs.real_rows.sum()) == 8
     assert batch.targets.tolist() == [4, 5, 6, 9, 10]
-    assert batcher.pack([], []).packed.num_tokens == rows, "a filler too"
+    assert batcher.pack([], []).inputs.num_tokens == rows, "a filler too"

@@ -74,7 +74,7 @@ def make_batches(count: int) -> list[Any]:
     generator = torch.Generator().manual_seed(count)
     return [
         SimpleNamespace(
-            packed=None,
+            inputs=None,
             logprobs=torch.randn(TOKENS, generator=generator).as_subclass(OnDevice),
             rollout_logprobs=torch.randn(TOKENS, generator=generator).as_subclass(OnDevice),
             advantages=torch.ones(TOKENS).as_subclass(OnDevice),
@@ -151,7 +151,7 @@ def test_later_optimizer_steps_do_not_say_it(policy: Policy) -> None:
 def test_a_filler_has_no_ratio(policy: Policy) -> None:
     (batch,), metrics = make_batches(1), MetricSums()
     empty = {name: getattr(batch, name)[:0] for name in FIELDS}
-    filler = SimpleNamespace(packed=None, cu_seqlens=torch.tensor([0], dtype=torch.int32), **empty)
+    filler = SimpleNamespace(inputs=None, cu_seqlens=torch.tensor([0], dtype=torch.int32), **empty)
     objectives = compute_old_policy(policy, [filler], metrics)  # type: ignore[list-item]
     train(policy, [filler], objectives, metrics, first_step=True)
     assert "policy/first_ratio_deviation" not in metrics.values()

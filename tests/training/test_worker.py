@@ -1,20 +1,22 @@
-"""What a rank does with a planned step, with its passes, its collectives and its neighbours made
-up.
-"""
+"""`Worker.train` with artificial passes, collectives and neighbours."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from megatron_rl.mcore import compat
 
 compat.install()
 
+from launch.testbed.batches import make_batch
+from launch.testbed.policies import TWO_DIGIT_ADDITION
 from megatron_rl.config.schema import (
     EngineSettings,
     LoggerSettings,
@@ -23,38 +25,55 @@ from megatron_rl.config.schema import (
     TrainSettings,
 )
 from megatron_rl.contracts.exit_codes import ExitCode
+from megatron_rl.contracts.group import RolloutRef
+from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.contracts.step_plan import Denominators, OptimizerStep, StepPlan
 from megatron_rl.mcore.optimizer import StepResult
 from megatron_rl.mcore.router_target import ReplayError
+from megatron_rl.models.families import read_shape
+from megatron_rl.rollouts.recording.format import batch_directory
+from megatron_rl.rollouts.recording.reader import read_batch_record, read_groups
+from megatron_rl.rollouts.recording.recorded_rollouts import RecordedRollouts
+from megatron_rl.rollouts.store import RolloutStore
 from megatron_rl.training import worker as module
+from megatron_rl.training.exchange.transfer_plan import Receiver
 from megatron_rl.training.metric_sums import MetricSums
 from megatron_rl.training.worker import RoutesDisagree, Worker
+from tests.support.rollouts import assert_equal
+
+SHAPE = read_shape(TWO_DIGIT_ADDITION)
 
 
-def plan(*steps: int) -> StepPlan:
-    """A step of so many micro-batches for each of its optimizer steps."""
+def make_plan(*num_batches: int, rollouts: Sequence[RolloutRef] = ()) -> StepPlan:
+    """Plan a step. num_batches: micro-batches of each optimizer step."""
+    optimizer_steps = tuple(
+        OptimizerStep(
+            micro_batches=(((),) * count,),
+            denominators=Denominators(sequences=index + 1, tokens=9),
+        )
+        for index, count in enumerate(num_batches)
+    )
     return StepPlan(
         step=3,
-        rollouts=(),
-        advantages=(),
-        optimizer_steps=tuple(
-            OptimizerStep(
-                micro_batches=(((),) * count,),
-                denominators=Denominators(sequences=index + 1, tokens=9),
-            )
-            for index, count in enumerate(steps)
-        ),
+        rollouts=tuple(rollouts),
+        advantages=(1.0,) * len(rollouts),
+        optimizer_steps=optimizer_steps,
     )
 
 
 class Passes:
-    """Stands in for both passes and remembers the updates."""
+    """Replaces both passes and records the updates.
+
+    differing: percentage of rows where the trainer's routers choose other experts.
+    bad_step: index of the optimizer step that is not applied.
+    """
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, *, differing: int = 0, bad_step: int | None = None
     ) -> None:
         self.updates: list[tuple[list[str], list[str], int, bool]] = []
-        self._differing, self._bad_step = differing, bad_step
+        self._differing = differing
+        self._bad_step = bad_step
         monkeypatch.setattr(module, "exchange_rollouts", lambda *_: {})
         monkeypatch.setattr(module, "gather_bytes", lambda data, group: [data])
         monkeypatch.setattr(module, "compute_old_policy", self._old_policy)
@@ -78,107 +97,172 @@ class Passes:
         metrics: MetricSums,
     ) -> StepResult:
         self.updates.append((batches, objectives, denominators.sequences, first_step))
-        stepped = len(self.updates) - 1 != self._bad_step
-        return StepResult(stepped, grad_norm=1.0, lr=len(self.updates) / 8 if stepped else 0.0)
+        is_applied = len(self.updates) - 1 != self._bad_step
+        lr = len(self.updates) / 8 if is_applied else 0.0
+        return StepResult(is_applied, grad_norm=1.0, lr=lr)
 
 
-def make_worker(directory: Path, train: TrainSettings | None = None, replay: Any = None) -> Worker:
-    def optimizer_steps(planned: StepPlan, rank: int, rollouts: Any) -> list[list[str]]:
+def make_worker(
+    directory: Path,
+    train: TrainSettings | None = None,
+    replay: Any = None,
+    logger: LoggerSettings | None = None,
+) -> Worker:
+    def optimizer_steps(plan: StepPlan, rank: int, rollouts: Any) -> list[list[str]]:
         return [
             [f"{index}.{batch}" for batch in range(len(step.micro_batches[rank]))]
-            for index, step in enumerate(planned.optimizer_steps)
+            for index, step in enumerate(plan.optimizer_steps)
         ]
 
-    made_up: dict[str, Any] = {name: SimpleNamespace() for name in ("shape", "optimizer")}
+    layout: Any = SimpleNamespace(rank=0, dp_rank=0, dp_size=1, control_group=None)
+    batcher: Any = SimpleNamespace(optimizer_steps=optimizer_steps)
+    policy: Any = SimpleNamespace(replay=replay)
+    nothing: Any = SimpleNamespace()
     return Worker(
-        layout=SimpleNamespace(rank=0, dp_rank=0, dp_size=1, control_group=None),  # type: ignore[arg-type]
-        receivers=[],
-        batcher=SimpleNamespace(optimizer_steps=optimizer_steps),  # type: ignore[arg-type]
+        layout=layout,
+        receivers=[Receiver(dp_rank=0, node=0, moe_rows=())],
+        shape=nothing,
+        policy=policy,
+        optimizer=nothing,
+        batcher=batcher,
         model=ModelSettings(path="/m"),
         engine=EngineSettings(),
         run=RunSettings(),
-        logger=LoggerSettings(),
-        rollouts_directory=directory,
+        logger=logger or LoggerSettings(),
         settings=train or TrainSettings(total_steps=1),
-        policy=SimpleNamespace(replay=replay),  # type: ignore[arg-type]
-        **made_up,
+        rollouts_directory=directory,
     )
+
+
+def folders(directory: Path) -> list[str]:
+    return [path.name for path in directory.iterdir()]
 
 
 def test_each_optimizer_step_trains_its_own_micro_batches(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     passes = Passes(monkeypatch)
-    outcome = make_worker(tmp_path).train(plan(2, 1))
+    outcome = make_worker(tmp_path).train(make_plan(2, 1))
     assert passes.updates == [
         (["0.0", "0.1"], ["objective of 0.0", "objective of 0.1"], 1, True),
         (["1.0"], ["objective of 1.0"], 2, False),
     ]
     assert (outcome.finite, outcome.optimizer_steps) == (True, 2)
     assert outcome.metrics.values()["train/lr"] == 2 / 8
-    assert list(tmp_path.iterdir()) == []
+    assert folders(tmp_path) == []
 
 
-def test_after_a_step_that_is_not_finite_the_rest_is_left_out(
+def test_a_nonfinite_optimizer_step_ends_the_training_step(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     passes = Passes(monkeypatch, bad_step=1)
-    outcome = make_worker(tmp_path).train(plan(1, 1, 1))
+    outcome = make_worker(tmp_path).train(make_plan(1, 1, 1))
     assert len(passes.updates) == 2
     assert (outcome.finite, outcome.optimizer_steps) == (False, 1)
-    assert outcome.metrics.values()["train/lr"] == 1 / 8, "the rate of the step that was made"
-    assert [path.name for path in tmp_path.iterdir()] == ["nonfinite-step-3"]
+    assert outcome.metrics.values()["train/lr"] == 1 / 8  # of the step that was applied
+    assert folders(tmp_path) == ["nonfinite-step-3"]
+
+
+def store_batch(store: RolloutStore, count: int = 6) -> tuple[list[RolloutRef], list[Rollout]]:
+    """Store rollouts of two prompts and return their references."""
+    refs, rollouts, _ = make_batch(SHAPE, count)
+    rollouts = [
+        dataclasses.replace(rollout, prompt_id=f"p{index % 2}", sample_index=index // 2)
+        for index, rollout in enumerate(rollouts)
+    ]
+    locations = store.put("group", rollouts)
+    refs = [
+        msgspec.structs.replace(
+            ref,
+            location=location,
+            prompt_id=rollout.prompt_id,
+            sample_index=rollout.sample_index,
+            num_generated=3,
+        )
+        for ref, rollout, location in zip(refs, rollouts, locations, strict=True)
+    ]
+    return refs, rollouts
+
+
+def test_the_batch_of_a_nonfinite_step_is_recorded_in_the_documented_format(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    Passes(monkeypatch, bad_step=0)
+    store = RolloutStore(node=0)
+    refs, rollouts = store_batch(store)
+    order = [5, 0, 3, 2, 1, 4]  # a plan is shuffled
+    make_worker(tmp_path).train(make_plan(1, rollouts=[refs[i] for i in order]))
+    pairs = read_groups(tmp_path / "nonfinite-step-3")
+    assert [group.prompt.id for group, _ in pairs] == ["p1", "p0"]
+    for (group, rollouts_read), prompt in zip(pairs, (1, 0), strict=True):
+        for rollout_read, rollout in zip(rollouts_read, rollouts[prompt::2], strict=True):
+            assert_equal(rollout_read, rollout)
+        assert group.prompt.token_ids == tuple(rollouts[prompt].segments[0].tokens.tolist())
+        assert [ref.verdict for ref in group.rollouts] == [ref.verdict for ref in refs[prompt::2]]
+    record = read_batch_record(tmp_path / "nonfinite-step-3")
+    assert (record.step, record.generated_tokens) == (3, 18)
+
+
+@pytest.mark.parametrize(("every", "is_due"), [(0, False), (2, False), (3, True)])
+def test_requested_batches_are_recorded_and_can_be_trained_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, every: int, is_due: bool
+) -> None:
+    Passes(monkeypatch)
+    store = RolloutStore(node=0)
+    refs, _ = store_batch(store)
+    worker = make_worker(tmp_path, logger=LoggerSettings(save_rollouts_every=every))
+    worker.train(make_plan(1, rollouts=refs))
+    assert folders(tmp_path) == ([batch_directory(tmp_path, 3).name] if is_due else [])
+    if is_due:
+        recording = RecordedRollouts(
+            tmp_path, node=0, batches=1, routes=None, vocab_size=SHAPE.vocab_size
+        )
+        assert [len(group.rollouts) for group in recording.sample(1).groups] == [3, 3]
 
 
 def test_a_step_without_rollouts_runs_no_pass(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     passes = Passes(monkeypatch)
-    outcome = make_worker(tmp_path).train(plan())
+    outcome = make_worker(tmp_path).train(make_plan())
     assert (passes.updates, outcome.finite, outcome.optimizer_steps) == ([], True, 0)
 
 
 @pytest.mark.parametrize(("differing", "limit"), [(96, 0.5), (51, 0.5), (11, 0.1)])
-def test_routes_that_are_not_the_models_own_stop_the_run(
+def test_implausible_routes_end_the_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, differing: int, limit: float
 ) -> None:
-    """Rows that are shifted, zero or of other weights: the trainer's routers would choose others
-    nearly everywhere.
-    """
+    """Shifted or zero rows, or routes of other weights, differ nearly everywhere."""
     Passes(monkeypatch, differing=differing)
     train = TrainSettings(total_steps=1, max_route_disagreement=limit)
-    with pytest.raises(
-        RoutesDisagree, match=rf"step 3: .*{differing}\.0%.*train\.max_route_disagreement={limit}"
-    ) as e:
-        make_worker(tmp_path, train).train(plan(1))
-    assert e.value.exit_code == ExitCode.SYNC_MISMATCH
-    assert [path.name for path in tmp_path.iterdir()] == ["disagreeing-step-3"], (
-        "the batch is kept to look at"
-    )
+    with pytest.raises(RoutesDisagree) as error:
+        make_worker(tmp_path, train).train(make_plan(1))
+    message = str(error.value)
+    assert f"{differing}.0%" in message and f"train.max_route_disagreement={limit}" in message
+    assert str(tmp_path / "disagreeing-step-3") in message
+    assert error.value.exit_code == ExitCode.SYNC_MISMATCH
+    assert folders(tmp_path) == ["disagreeing-step-3"]
 
 
-def test_routes_that_another_rank_did_not_replay_as_recorded_stop_this_one_too(
+def test_a_replay_fault_of_another_rank_ends_this_rank_too(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     Passes(monkeypatch, bad_step=0)
     faults = [b"", b"layer 3, micro-batch 1: its router ran 2 times in one forward pass, not once"]
-    everyones = {b"nothing wrong here": faults}
-    monkeypatch.setattr(module, "gather_bytes", lambda data, group: everyones.get(data, [data]))
-    replay = SimpleNamespace(source="rollout", take_faults=lambda: "nothing wrong here")
-    with pytest.raises(
-        ReplayError,
-        match=r"step 3: .*rank 1: layer 3, micro-batch 1: .* 2 times.*applied on no rank",
-    ):
-        make_worker(tmp_path, replay=replay).train(plan(1))
-    assert [path.name for path in tmp_path.iterdir()] == ["unreplayed-step-3"], (
-        "the batch is kept to look at"
+    values_of_ranks = {b"no fault here": faults}
+    monkeypatch.setattr(
+        module, "gather_bytes", lambda data, group: values_of_ranks.get(data, [data])
     )
+    replay = SimpleNamespace(source="rollout", take_faults=lambda: "no fault here")
+    with pytest.raises(ReplayError, match=r"step 3: .*rank 1: layer 3, micro-batch 1: .* 2 times"):
+        make_worker(tmp_path, replay=replay).train(make_plan(1))
+    assert folders(tmp_path) == ["unreplayed-step-3"]
 
 
 @pytest.mark.parametrize(("differing", "limit"), [(0, 0.5), (50, 0.5), (100, 1.0)])
-def test_routes_that_differ_by_rounding_do_not(
+def test_routes_that_differ_by_rounding_are_accepted(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, differing: int, limit: float
 ) -> None:
     Passes(monkeypatch, differing=differing)
     train = TrainSettings(total_steps=1, max_route_disagreement=limit)
-    assert make_worker(tmp_path, train).train(plan(1)).finite
+    assert make_worker(tmp_path, train).train(make_plan(1)).finite
