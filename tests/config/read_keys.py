@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 
 from megatron_rl.config.algorithms import ALGORITHMS
-from megatron_rl.config.keys import INNER, SECTIONS, declared_keys
+from megatron_rl.config.keys import INNER_SECTIONS, SECTIONS, declared_keys
 from megatron_rl.config.schema import Configuration
 from sglang_bridge.settings import ServerSettings
 
@@ -31,7 +31,9 @@ def unread_keys(sources: Mapping[str, str]) -> list[str]:
     for _ in range(3):  # what a class holds may be known only once another class is
         for module in modules:
             reader.read(module)
-    sections = {key.partition(".")[0] for key in declared_keys() if "." in key} | set(INNER)
+    sections = {key.partition(".")[0] for key in declared_keys() if "." in key} | set(
+        INNER_SECTIONS
+    )
     return [key for key in declared_keys() if key not in reader.found and key not in sections]
 
 
@@ -43,7 +45,7 @@ class _Reader:
     def __init__(self, own: set[str]) -> None:
         self._own = own
         sections = {cls.__name__: name for name, cls in SECTIONS.items()}
-        sections |= {cls.__name__: name for name, cls in INNER.items()}
+        sections |= {cls.__name__: name for name, cls in INNER_SECTIONS.items()}
         sections |= {cls.__name__: "algo" for cls in ALGORITHMS.values()} | {
             ServerSettings.__name__: "engine"
         }

@@ -4,7 +4,7 @@ promise nobody keeps.
 
 from pathlib import Path
 
-from megatron_rl.config.keys import INNER, declared_keys
+from megatron_rl.config.keys import INNER_SECTIONS, declared_keys
 from tests.config.read_keys import unread_keys
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,7 +25,7 @@ def test_a_key_that_only_the_build_function_copies_is_reported() -> None:
     )
     adam = "class Adam:\n    def __init__(self, lr: float, eps: float):\n        self.lr, self.eps = lr, eps\n"
     found = unread_keys({"megatron_rl/run/build.py": build, "megatron_rl/mcore/adam.py": adam})
-    keys = [key for key in declared_keys() if key not in INNER]
+    keys = [key for key in declared_keys() if key not in INNER_SECTIONS]
     assert found == [key for key in keys if "." in key or key in ("seed", "mode", "curriculum")]
 
 

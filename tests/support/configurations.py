@@ -8,7 +8,7 @@ import pytest
 from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.launch_facts import LaunchFacts
-from megatron_rl.contracts.refusal import ConfigurationRefused, Refusal
+from megatron_rl.contracts.refusal import ConfigurationRefused, Refusal, format_value
 
 # The type of the fixture `make_checkpoint`.
 MakeCheckpoint = Callable[..., Path]
@@ -31,3 +31,21 @@ def refusals(
     with pytest.raises(ConfigurationRefused) as refused:
         compose([f"model.path={checkpoint}", *overrides], facts=facts)
     return refused.value.refusals
+
+
+def assert_refused(
+    checkpoint: Path, overrides: str | list[str], setting: str, fragment: str
+) -> None:
+    """Assert that some refusal names a setting, with a rule or remedy that has a fragment.
+
+    overrides: separated by spaces, or a list where one of them has spaces itself. setting: key and
+    value as the refusal shows them.
+    """
+    words = overrides.split(" ") if isinstance(overrides, str) else overrides
+    found = refusals(checkpoint, *words)
+    assert any(
+        f"{refusal.key}={format_value(refusal.value)}" == setting
+        and fragment in f"{refusal.rule} {refusal.remedy}"
+        and refusal.remedy
+        for refusal in found
+    ), [str(refusal) for refusal in found]

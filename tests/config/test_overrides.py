@@ -1,0 +1,50 @@
+"""Overrides of the command line as Hydra reads them."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config.overrides import quote_text, split_override
+from tests.support.configurations import accept
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "value"),
+    [
+        ("seed=1", "seed", "1"),
+        ("+seed=1", "seed", "1"),
+        ("++seed=1", "seed", "1"),
+        ("~seed", "seed", ""),
+        ("model.path='a=b'", "model.path", "'a=b'"),
+        ("+engine@other=managed", "engine@other", "managed"),
+        ("hydra/job_logging=none", "hydra/job_logging", "none"),
+        ("model.path=/a b/c=d", "model.path", "/a b/c=d"),
+        ("+no value", "no value", ""),
+    ],
+)
+def test_an_override_is_split_into_key_and_value(text: str, key: str, value: str) -> None:
+    assert split_override(text) == (key, value)
+
+
+@pytest.mark.parametrize(
+    ("text", "quoted"),
+    [
+        ("run.name=2026_11_21", "run.name='2026_11_21'"),
+        ("run.name=1e3", "run.name='1e3'"),
+        ("++run.name=true", "++run.name='true'"),
+        ("run.name=null", "run.name=null"),
+        ("run.name='7'", "run.name='7'"),
+        ("run.name=a,b", "run.name=a,b"),
+        ("seed=7", "seed=7"),
+        ("run.name=${", "run.name=${"),
+        ("~run.name", "~run.name"),
+    ],
+)
+def test_numbers_are_quoted_where_text_is_expected(text: str, quoted: str) -> None:
+    assert quote_text(text) == quoted
+
+
+def test_a_name_of_digits_stays_as_it_was_typed(checkpoint: Path) -> None:
+    assert accept(checkpoint, "run.name=2026_11_21").run.name == "2026_11_21"
+    assert accept(checkpoint, "run.name=1e3").run.name == "1e3"
+    assert accept(checkpoint, "run.name=null").run.name is None

@@ -1,0 +1,236 @@
+"""Refusals by rules across keys.
+
+Each case pins the setting and a fragment of the sentence, so that a better sentence costs one edit.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.configurations import assert_refused
+
+INDIVISIBLE_JOB = "does not divide the 1 rank"
+COLLECTIVE = "collective"
+NO_EFFECT = "no effect"
+NOT_READ = "does not read"
+NO_WEIGHTS = "no weights"
+NOT_A_PAIR = "low at most high"
+UNKNOWN_RATES = "not known"
+
+# overrides, the setting as the refusal shows it, a fragment of the refusal
+PARALLEL = [
+    ("parallel.ep=3", "parallel.ep=3", INDIVISIBLE_JOB),
+    ("parallel.ep=3", "parallel.ep=3", "--nproc-per-node 3"),
+    ("parallel.ep=3", "parallel.ep=3", "8 experts"),
+    ("parallel=tp2_ep2", "parallel.tp=2", INDIVISIBLE_JOB),
+    ("parallel.pp=2", "parallel.pp=2", INDIVISIBLE_JOB),
+    ("parallel.cp=2", "parallel.cp=2", INDIVISIBLE_JOB),
+    ("parallel.sequence_parallel=true", "parallel.sequence_parallel=true", "Use false"),
+    ("parallel.pp=3", "parallel.pp=3", "4 layers"),
+    ("parallel.vpp=2", "parallel.vpp=2", "only one"),
+    ("parallel.first_stage_layers=2", "parallel.first_stage_layers=2", "every layer"),
+    ("parallel.timeout_s=180", "engine.start_timeout_s=180.0", "parallel.timeout_s=180"),
+    ("engine.start_timeout_s=601", "engine.start_timeout_s=601.0", COLLECTIVE),
+    ("sync.timeout_s=600", "sync.timeout_s=600.0", COLLECTIVE),
+]
+ENGINES = [
+    ("engine=external", "engine.urls=[]", "addresses"),
+    ("engine.urls=[http://127.0.0.1:3]", "engine.urls=['http://127.0.0.1:3']", "managed"),
+    ("engine.ep=2", "engine.ep=2", "engine.tp=1"),
+    ("engine.device=cuda", "engine.device=cuda", "CUDA"),
+    ("engine.quantization=fp8", "engine.quantization=fp8", "unquantized"),
+    ("engine.max_total_tokens=32", "engine.max_total_tokens=32", "66 slots"),
+    ("data.max_prompt_tokens=300", "rollout.max_new_tokens=32", "256 positions"),
+    ("engine.extra_args=['']", "engine.extra_args=['']", "empty"),
+    ("engine.extra_args=['--port=1']", "engine.extra_args=['--port=1']", "--port"),
+    (
+        "engine.extra_args=['--quantization=fp8']",
+        "engine.extra_args=['--quantization=fp8']",
+        "--quantization",
+    ),
+    (
+        "engine.extra_args=['--dp-size=2']",
+        "engine.extra_args=['--dp-size=2']",
+        "Remove --dp-size",
+    ),
+    (
+        "engine.extra_args=['--load-format=dummy']",
+        "engine.extra_args=['--load-format=dummy']",
+        "Remove --load-format",
+    ),
+    ("mode=eval engine.fake_quant=bf16", "engine.fake_quant=bf16", NO_WEIGHTS),
+    (
+        "mode=profile data.pass_rates=r.jsonl engine.fake_quant=bf16",
+        "engine.fake_quant=bf16",
+        NO_WEIGHTS,
+    ),
+    (
+        "model.dtype=bfloat16 engine.dtype=bfloat16 engine.fake_quant=bf16",
+        "engine.fake_quant=bf16",
+        NO_EFFECT,
+    ),
+]
+DATA = [
+    ("data=jsonl", "data.train_path=null", "file of questions"),
+    ("data.source=jsonl", "data.train_path=null", "file of questions"),
+    ("data.train_path=a.jsonl", "data.train_path=a.jsonl", NOT_READ),
+    ("data.task=chain_sum", "data.task=chain_sum", NOT_READ),
+    ("data.source=reasoning_gym", "data.task=null", "generator"),
+    ("data.num_train=10", "rollout.prompts_per_step=64", "data.num_train=10"),
+    ("data.options.a=1", "data.options={'a': 1}", "user-defined"),
+    ("data.pass_rates=nowhere", "data.pass_rates=nowhere", "no such file"),
+    ("mode=profile", "data.pass_rates=null", "mode=profile writes"),
+    ("mode=profile data.pass_rates=/dev/null", "data.pass_rates=/dev/null", "exists"),
+    ("mode=profile data.pass_rates=/dev/null/a", "data.pass_rates=/dev/null/a", "is a file"),
+    ("data.pass_rate_range=[0.1,0.9]", "data.pass_rate_range=[0.1, 0.9]", UNKNOWN_RATES),
+    (
+        "mode=profile data.pass_rates=a data.pass_rate_range=[0,1]",
+        "data.pass_rate_range=[0.0, 1.0]",
+        UNKNOWN_RATES,
+    ),
+    (
+        "data.pass_rates=/dev/null data.pass_rate_range=[0.9,0.1]",
+        "data.pass_rate_range=[0.9, 0.1]",
+        NOT_A_PAIR,
+    ),
+    (
+        "data.pass_rates=/dev/null data.pass_rate_range=[0.9]",
+        "data.pass_rate_range=[0.9]",
+        NOT_A_PAIR,
+    ),
+]
+METHOD = [
+    ("rollout.max_staleness=1", "rollout.max_staleness=1", "Asynchronous"),
+    ("rollout.samples_per_prompt=1", "rollout.samples_per_prompt=1", "group"),
+    (
+        "train.optimizer_steps_per_batch=513",
+        "train.optimizer_steps_per_batch=513",
+        "512 samples",
+    ),
+    ("algo.fractions=[0.6,0.6]", "algo.fractions=[0.6, 0.6]", "add up"),
+    ("reward.options.weight=2", "reward.options={'weight': 2}", "exact_match"),
+    ("reward.name=json:X reward.answer=boxed", "reward.answer=boxed", "exact_match"),
+    ("environment=demonstration", "algo.advantages=group", "compared"),
+    ("environment=demonstration", "train.replay=rollout", "routes"),
+    ("algo=sft", "algo.name=sft", "correct or incorrect"),
+    ("algo=sft algo.advantages=group", "algo.advantages=group", "no advantages"),
+    ("algo=sft algo.correction.kind=tis", "algo.correction.kind=tis", "responses"),
+    (
+        "algo.advantages=one algo.permute_rewards=true",
+        "algo.permute_rewards=true",
+        "no reward",
+    ),
+    ("algo.correction.high=3", "algo.correction.high=3.0", NO_EFFECT),
+    (
+        "algo.correction.kind=tis algo.correction.low=0.5",
+        "algo.correction.low=0.5",
+        "upper bound",
+    ),
+    (
+        "algo.correction.kind=icepop algo.correction.level=sequence",
+        "algo.correction.level=sequence",
+        "tokens",
+    ),
+    (
+        "algo.correction.kind=mis algo.correction.level=token",
+        "algo.correction.level=token",
+        "sequences",
+    ),
+    (
+        "train.replay_measure_every=2 train.replay=off",
+        "train.replay_measure_every=2",
+        "recorded",
+    ),
+    ("sync.when=evaluation", "sync.when=evaluation", "every step"),
+    ("model.embedding_std=0.1", "model.embedding_std=0.1", "random"),
+    ("model.hidden_dropout=0.1", "model.hidden_dropout=0.1", "another policy"),
+    ("model.hidden_dropout=0.1", "model.hidden_dropout=0.1", "random"),
+]
+MODES = [
+    ("run.root=''", "run.root=''", "names no directory"),
+    ("mode=train_only", "rollout.recording=null", "recorded"),
+    ("mode=train_only rollout.recording=nowhere", "rollout.recording=nowhere", "directory"),
+    ("rollout.recording=x", "rollout.recording=x", "mode=train "),
+    ("mode=train_only eval.stop_at=0.5", "eval.stop_at=0.5", "mode=train_only"),
+    ("mode=eval eval.stop_at=0.5", "eval.stop_at=0.5", "mode=eval"),
+    ("eval.sets={a:x}", "eval.sets={'a': 'x'}", "mode=eval"),
+    ("mode=eval eval.sets={a:x}", "eval.sets={'a': 'x'}", "no such file"),
+    ("mode=eval environment=demonstration", "mode=eval", "samples no responses"),
+    ("mode=eval run.checkpoint_every=2", "run.checkpoint_every=2", NO_WEIGHTS),
+    ("mode=rollout_only run.checkpoint_every=2", "run.checkpoint_every=2", NO_WEIGHTS),
+    (
+        "mode=profile data.pass_rates=a run.checkpoint_every=1",
+        "run.checkpoint_every=1",
+        NO_WEIGHTS,
+    ),
+    ("run.resume=nowhere", "run.resume=nowhere", "directory"),
+    ("run.resume=auto", "run.name=null", "found again"),
+    (
+        "run.resume=auto run.name=a run.on_existing=overwrite_failed",
+        "run.on_existing=overwrite_failed",
+        "remove",
+    ),
+    ("mode=eval run.resume=auto run.name=a", "run.resume=auto", "mode=eval"),
+    ("mode=rollout_only run.resume=auto run.name=a", "run.resume=auto", "start checkpoint"),
+]
+CREDIT = [
+    ("credit.zvp_alpha=0.2", "credit.zvp_alpha=0.2", NO_EFFECT),
+    ("credit.zvp_alpha=0.2", "credit.zvp_alpha=0.2", "credit.all_correct=zvp"),
+    ("credit.tied_scale=0.05", "credit.tied_scale=0.05", NO_EFFECT),
+    ("credit.length_buffer=4", "credit.length_buffer=4", NO_EFFECT),
+    ("credit.length_excess=2", "credit.length_excess=2.0", NO_EFFECT),
+    ("credit.tied_correct=shape", "credit.tied_correct=shape", NO_EFFECT),
+    ("credit.tied_incorrect=shape", "credit.tied_incorrect=shape", "repetition_ngram=40"),
+    ("credit.length=excess credit.shaping=0", "credit.length=excess", NO_EFFECT),
+    (
+        "credit.repetition_ngram=4 credit.shaping=0",
+        "credit.repetition_ngram=4",
+        "credit.shaping above 0",
+    ),
+    (
+        "credit.length=buffer credit.length_buffer=33",
+        "credit.length_buffer=33",
+        "at most 32",
+    ),
+    ("credit.repetition_ngram=32", "credit.repetition_ngram=32", "at most 31"),
+    (
+        "algo.advantages=one credit.all_correct=zvp",
+        "credit.all_correct=zvp",
+        "algo.advantages=one",
+    ),
+]
+SELECTION = [
+    ("selection.probe_samples=2", "selection.probe_samples=2", NOT_READ),
+    ("selection.expert.min_filled=1", "selection.expert.min_filled=1.0", NOT_READ),
+    ("selection.budget=2", "selection.budget=2.0", "selection=oversample or selection=belief"),
+    ("selection.beliefs_from=.", "selection.beliefs_from=.", NOT_READ),
+    (
+        "selection=oversample selection.beliefs_from=.",
+        "selection.beliefs_from=.",
+        "selection.name=oversample",
+    ),
+    (
+        "selection=belief selection.beliefs_from=no",
+        "selection.beliefs_from=no",
+        "no such directory",
+    ),
+    ("selection=belief selection.probe_samples=8", "selection.probe_samples=8", "2 to 7"),
+    ("selection=belief selection.probe_samples=1", "selection.probe_samples=1", "2 to 7"),
+    (
+        "selection=belief rollout.samples_per_prompt=2",
+        "selection.probe_samples=4",
+        "Use 0",
+    ),
+    ("selection=belief algo.advantages=one", "selection.name=belief", "algo.advantages=one"),
+    ("selection=belief mode=eval", "selection.name=belief", "mode=eval"),
+]
+CASES = PARALLEL + ENGINES + DATA + METHOD + MODES + CREDIT + SELECTION
+
+
+@pytest.mark.parametrize(
+    ("overrides", "setting", "fragment"), CASES, ids=[f"{case[0]}-{case[2]}" for case in CASES]
+)
+def test_a_combination_is_refused_with_rule_and_remedy(
+    checkpoint: Path, overrides: str, setting: str, fragment: str
+) -> None:
+    assert_refused(checkpoint, overrides, setting, fragment)

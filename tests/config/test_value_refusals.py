@@ -1,0 +1,206 @@
+"""Refusals of single settings: unknown keys, types, limits, and what Hydra cannot take.
+
+Each case pins the setting and a fragment of the sentence, so that a better sentence costs one edit.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.configurations import assert_refused
+
+NO_KEY = "no such key"
+NO_FILE = "no such file"
+NO_DELETION = "deleted"
+HYDRA_SETTING = "Hydra's own settings"
+WHOLE = "whole number"
+NUMBER = "a number"
+NOT_NULL = "null"
+ONE_OF = "Must be one of"
+FINITE = "finite"
+
+# overrides, the setting as the refusal shows it, a fragment of the refusal
+UNKNOWN_KEYS = [
+    ("foo=1", "foo=1", NO_KEY),
+    ("+foo=1", "foo=1", NO_KEY),
+    ("++foo.bar=1", "foo={'bar': 1}", NO_KEY),
+    ("++foo.bar.baz=1", "foo={'bar': {'baz': 1}}", NO_KEY),
+    ("foo.bar.baz=1", "foo.bar.baz=1", NO_KEY),
+    ("mode.x=1", "mode.x=1", NO_KEY),
+    ("algo.zero_variance=drop", "algo.zero_variance=drop", NO_KEY),
+    ("algo.correction.cap=2", "algo.correction.cap=2", NO_KEY),
+    (["+engine.server={a: 1}"], "engine.server={'a': 1}", NO_KEY),
+    ("+logger.reward=nope", "logger.reward=nope", NO_KEY),
+    ("TRAIN.total_steps=3", "TRAIN.total_steps=3", NO_KEY),
+]
+# overrides, the setting, the suggestion
+SUGGESTIONS = [
+    ("+train.total_step=1", "train.total_step=1", "train.total_steps"),
+    ("++rollout.max_new_token=1", "rollout.max_new_token=1", "rollout.max_new_tokens"),
+    ("+train.replay_routes=false", "train.replay_routes=false", "train.replay"),
+    ("selection.expert.min_fill=1", "selection.expert.min_fill=1", "selection.expert.min_filled"),
+    ("selection.floor=1", "selection.floor=1", "name, budget, skip"),
+    ("+lr=1", "lr=1", "optimizer.lr"),
+    ("trian.total_steps=3", "trian.total_steps=3", "train.total_steps"),
+    ("Experiment=smoke", "Experiment=smoke", "experiment"),
+    ("algo.clip_low=1", "algo.clip_low=1", "algo=grpo or algo=gspo"),
+    ("+algo.clip_low=1", "algo.clip_low=1", "algo=grpo or algo=gspo"),
+    ("optimizer.learning_rate=1", "optimizer.learning_rate=1", "lr, warmup_steps"),
+    ("algo.correction.cap=2", "algo.correction.cap=2", "kind, level, low, high"),
+    ("foo=1", "foo=1", "model, algo"),
+    ("foo.bar.baz=1", "foo.bar.baz=1", "--cfg job"),
+    ("algo=ppo", "algo=ppo", "custom, espo, espo_wide, grpo, gspo, gspo_wide, sft"),
+    ("experiment=nope", "experiment=nope", "quickstart"),
+    ("+engine=nope", "engine=nope", "external, managed"),
+    ("algo.name=ppo", "algo.name=ppo", "algo=grpo|gspo|espo|sft|custom"),
+    ("run.name=a,b", "run.name=a,b", "'run.name=\"a,b\"'"),
+    (["model.path=/a b/c=d"], "model.path=/a b/c=d", "'model.path=\"/a b/c=d\"'"),
+    (
+        "engine.extra_args=[--x=y]",
+        "engine.extra_args=[--x=y]",
+        "\"engine.extra_args=['--x=y']\"",
+    ),
+    ("--train.total_steps=3", "--train.total_steps=3", "Write train.total_steps=3"),
+    ("--config-dir=x", "--config-dir=x", "hydra.searchpath"),
+    ("optimizer.lr=nan", "optimizer.lr=nan", "default 0.0003"),
+    ("eval.temperature=-1", "eval.temperature=-1", "default null"),
+]
+COMPOSITION = [
+    ("algo=ppo", "algo=ppo", NO_FILE),
+    ("algo=", "algo=''", NO_FILE),
+    ("experiment=nope", "experiment=nope", NO_FILE),
+    ("+engine=nope", "engine=nope", NO_FILE),
+    ("optimizer.lr=1 +engine=nope seed=2", "engine=nope", NO_FILE),
+    ("+experiment=smoke", "experiment=smoke", "choice"),
+    ("+algo=grpo", "algo=grpo", "choice"),
+    ("+train.total_steps=3", "train.total_steps=3", "value already"),
+    ("seed=2 +train.total_steps=3", "train.total_steps=3", "value already"),
+    ("algo.name=ppo", "algo.name=ppo", "algo=espo"),
+    ("algo.name=grpo", "algo.name=grpo", "algo=espo"),
+    ("algo=gspo_wide algo.name=grpo", "algo.name=grpo", "algo=gspo"),
+    ("~optimizer", "optimizer=''", NO_DELETION),
+    ("~seed", "seed=''", NO_DELETION),
+    ("~optimizer.lr", "optimizer.lr=''", NO_DELETION),
+    ("hydra.mode=MULTIRUN", "hydra.mode=MULTIRUN", HYDRA_SETTING),
+    ("+hydra.foo=1", "hydra.foo=1", HYDRA_SETTING),
+    ("hydra/job_logging=none", "hydra/job_logging=none", HYDRA_SETTING),
+    ("hydra.searchpath=[/tmp]", "hydra.searchpath=[/tmp]", "no directory /tmp"),
+    (
+        "hydra.searchpath=[file:///nowhere]",
+        "hydra.searchpath=[file:///nowhere]",
+        "no directory file:///nowhere",
+    ),
+    ("--config-dir=x", "--config-dir=x", "torchrun"),
+    ("--package=algo", "--package=algo", "torchrun"),
+    ("--train.total_steps=3", "--train.total_steps=3", "torchrun"),
+    (["a b"], "a b=''", "spaces"),
+    ("engine.extra_args=[--x=y]", "engine.extra_args=[--x=y]", "parse"),
+    (["model.path=/a b/c=d"], "model.path=/a b/c=d", "parse"),
+    ("run.name=a,b", "run.name=a,b", "several values"),
+    ("seed=choice(1,2)", "seed=choice(1,2)", "several values"),
+    ("run.name=${nope}", "run.name=${nope}", "'nope' not found"),
+    ("model=5", "model=5", "options"),
+    ("experiment=null", "experiment=null", "options"),
+    ("model.path=???", "model.path=???", "default"),
+]
+TYPES = [
+    ("optimizer.lr=abc", "optimizer.lr=abc", NUMBER),
+    ("optimizer.lr=true", "optimizer.lr=true", NUMBER),
+    ("optimizer.lr.x=1", "optimizer.lr={'x': 1}", NUMBER),
+    ("train.total_steps=2.5", "train.total_steps=2.5", WHOLE),
+    ("train.total_steps=true", "train.total_steps=true", WHOLE),
+    ("train.total_steps=", "train.total_steps=''", WHOLE),
+    ("seed=false", "seed=false", WHOLE),
+    ("run.root=[a]", "run.root=['a']", "text"),
+    ("train.total_steps=null", "train.total_steps=null", NOT_NULL),
+    ("engine.urls=[a,null]", "engine.urls[1]=null", NOT_NULL),
+    ("optimizer=null", "optimizer=null", NOT_NULL),
+    ("engine.urls=abc", "engine.urls=abc", "list"),
+    ("data.shuffle=maybe", "data.shuffle=maybe", "true or false"),
+    ("rollout=x", "rollout=x", "group of keys"),
+    ("algo.correction=tis", "algo.correction=tis", "group of keys"),
+    ("run.name=a..b", "run.name=a..b", "'..'"),
+    ("run.name=a/b", "run.name=a/b", "letters"),
+    ("run.name=''", "run.name=''", "letters"),
+    ("train.replay=none", "train.replay=none", ONE_OF),
+    ("optimizer.decay=step", "optimizer.decay=step", ONE_OF),
+    ("data.on_bad_row=ignore", "data.on_bad_row=ignore", ONE_OF),
+    ("data.source=web", "data.source=web", "package.module"),
+    ("environment.name=a:b:c", "environment.name=a:b:c", "package.module"),
+    ("reward.answer=first", "reward.answer=first", ONE_OF),
+    ("model.dtype=float16", "model.dtype=float16", ONE_OF),
+    ("sync.transport=ipc", "sync.transport=ipc", ONE_OF),
+    ("engine.mode=remote", "engine.mode=remote", ONE_OF),
+    ("engine.fake_quant=fp8", "engine.fake_quant=fp8", ONE_OF),
+    ("algo.correction.kind=yes", "algo.correction.kind=yes", ONE_OF),
+    ("mode=eval_only", "mode=eval_only", ONE_OF),
+    ("credit.all_correct=shape", "credit.all_correct=shape", ONE_OF),
+    ("credit.tied_correct=zvp", "credit.tied_correct=zvp", ONE_OF),
+    ("selection.name=best", "selection.name=best", ONE_OF),
+    ("selection.skip=solved", "selection.skip=solved", ONE_OF),
+]
+LIMITS = [
+    ("optimizer.lr=-1e-4", "optimizer.lr=-0.0001", "at least 0"),
+    ("optimizer.lr=nan", "optimizer.lr=nan", FINITE),
+    ("optimizer.lr=inf", "optimizer.lr=inf", FINITE),
+    ("optimizer.beta2=1", "optimizer.beta2=1", "less than 1"),
+    ("optimizer.min_lr_ratio=2", "optimizer.min_lr_ratio=2", "at most 1"),
+    ("rollout.temperature=0", "rollout.temperature=0", "at least 0.01"),
+    ("rollout.temperature=1e300", "rollout.temperature=1e+300", "at most 100"),
+    ("sync.bucket_mb=1e-9", "sync.bucket_mb=1e-09", "at least 0.001"),
+    ("seed=4294967296", "seed=4294967296", "at most 4294967295"),
+    ("seed=-1", "seed=-1", "at least 0"),
+    ("rollout.max_new_tokens=0", "rollout.max_new_tokens=0", "at least 1"),
+    ("eval.every=-1", "eval.every=-1", "at least 0"),
+    ("eval.temperature=-1", "eval.temperature=-1", "at least 0"),
+    ("algo.fractions=[0.2,2]", "algo.fractions[1]=2", "at most 1"),
+    ("algo.min_clip=1", "algo.min_clip=1", "less than 1"),
+    ("algo.correction.low=1.5", "algo.correction.low=1.5", "less than 1"),
+    ("algo.correction.high=0.5", "algo.correction.high=0.5", "greater than 1"),
+    ("parallel.ep=0", "parallel.ep=0", "at least 1"),
+    ("data.num_eval=0", "data.num_eval=0", "at least 1"),
+    (
+        "data.pass_rates=/dev/null data.pass_rate_range=[0.9,2]",
+        "data.pass_rate_range[1]=2",
+        "at most 1",
+    ),
+    ("parallel.timeout_s=1e300", "parallel.timeout_s=1e+300", "at most 1000000"),
+    ("engine.start_timeout_s=1e9", "engine.start_timeout_s=1000000000.0", "at most 1000000"),
+    ("train.total_steps=1" + 20 * "0", "train.total_steps=1" + 20 * "0", "at most 2147"),
+    ("engine.count=5000", "engine.count=5000", "at most 1024"),
+    (
+        "rollout.samples_per_prompt=100000000",
+        "rollout.samples_per_prompt=100000000",
+        "at most 10000000",
+    ),
+    ("credit.shaping=0.6", "credit.shaping=0.6", "at most 0.5"),
+    ("credit.shaping=-0.1", "credit.shaping=-0.1", "at least 0"),
+    ("credit.tied_scale=0.2", "credit.tied_scale=0.2", "at most 0.1"),
+    ("credit.zvp_alpha=nan", "credit.zvp_alpha=nan", FINITE),
+    ("credit.length_excess=0.5", "credit.length_excess=0.5", "at least 1"),
+    ("credit.repetition_ngram=1", "credit.repetition_ngram=1", "at least 2"),
+    ("selection.budget=0.5", "selection.budget=0.5", "at least 1"),
+    ("selection.expert.min_acceptance=0", "selection.expert.min_acceptance=0", "greater than 0"),
+    ("selection.expert.max_age_steps=0", "selection.expert.max_age_steps=0", "at least 1"),
+    ("selection.expert.min_filled=nan", "selection.expert.min_filled=nan", FINITE),
+    (
+        "selection.expert.acceptance_target=1.5",
+        "selection.expert.acceptance_target=1.5",
+        "at most 1",
+    ),
+    (
+        "selection.expert.acceptance_exponent=-1",
+        "selection.expert.acceptance_exponent=-1",
+        "at least 0",
+    ),
+]
+CASES = UNKNOWN_KEYS + SUGGESTIONS + COMPOSITION + TYPES + LIMITS
+
+
+@pytest.mark.parametrize(
+    ("overrides", "setting", "fragment"), CASES, ids=[f"{case[0]}-{case[2]}" for case in CASES]
+)
+def test_a_setting_is_refused_with_rule_and_remedy(
+    checkpoint: Path, overrides: str | list[str], setting: str, fragment: str
+) -> None:
+    assert_refused(checkpoint, overrides, setting, fragment)
