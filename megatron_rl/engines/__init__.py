@@ -1,1 +1,1 @@
-"""The engines of a run: their processes, and the weights they are sent."""
+"""The engines of a run: their processes, and the weights that they receive."""

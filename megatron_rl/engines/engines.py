@@ -1,24 +1,23 @@
-"""One way to open engines: servers, collectors, the rollout queue and weight sync, ended together."""
+"""Opens the engines of a run: servers, collectors, the rollout queue and weight sync."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-import torch
 
-from megatron_rl.config.schema import Configuration
+from megatron_rl.config.schema import Configuration, EngineSettings
 from megatron_rl.engines.node_processes import NodeProcesses
-from megatron_rl.engines.open_weight_sync import open_weight_sync
-from megatron_rl.engines.weight_sync import WeightSync
+from megatron_rl.engines.server_places import server_places
+from megatron_rl.engines.weight_sync import WeightSync, open_weight_sync
 from megatron_rl.mcore.job import Job
 from megatron_rl.models.route_shape import route_shape
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.records.run_directory import RunDirectory
-from megatron_rl.rollouts.hub import Hub
+from megatron_rl.rollouts.hub import CollectorHub
 from megatron_rl.rollouts.messages import Configure
 from megatron_rl.rollouts.queue import RolloutQueue
 from megatron_rl.training.collectives import broadcast_bytes, gather_bytes
@@ -27,182 +26,138 @@ from sglang_bridge.admin import AdminClient
 from sglang_bridge.engine import Engine
 from sglang_bridge.keys import RunKeys, create_keys, read_keys
 from sglang_bridge.server.readiness import require_external_engines
-from sglang_bridge.settings import ServerPlace, device_of
 
 _HUB_SECONDS = 60.0
 _ABORT_SECONDS = 5.0
-_ABANDON_SECONDS = 2.5
+_KILL_SECONDS = 2.5
+
+WeightSyncOpener = Callable[[Sequence[Engine]], WeightSync]
 
 
 @dataclass(frozen=True)
 class EngineConnections:
-    """Rank 0's hold on the engines: where rollouts are asked for, and where weights are sent."""
+    """Rank 0's connections: `queue` takes requests for rollouts, `weights` sends weights."""
 
     queue: RolloutQueue
     weights: WeightSync
 
 
 class Engines:
-    """The engines of a run as one rank sees them. Open them with `open_engines`."""
+    """The engines of a run as one rank sees them. `open_engines` makes it.
+
+    processes: the processes of this node, None on ranks that own none. template: the configuration
+    of every collector, without its engines. open_sync: opens weight sync to all engines. stack:
+    closes the connections.
+    """
 
     def __init__(
         self,
-        configuration: Configuration,
-        shape: ModelShape,
         job: Job,
-        directory: RunDirectory,
+        keys: RunKeys,
+        processes: NodeProcesses | None,
+        template: Configure,
+        open_sync: WeightSyncOpener,
         stack: contextlib.ExitStack,
     ) -> None:
-        self._configuration = configuration
-        self._shape = shape
         self._job = job
-        self._directory = directory
+        self._keys = keys
+        self._processes = processes
+        self._template = template
+        self._settings = template.engine
+        self._open_sync = open_sync
         self._stack = stack
-        self._record_routes = configuration.train.replay == "rollout"
-        self._keys = self._share_keys()
-        self._services: NodeProcesses | None = None
-        if job.local_rank == 0:
-            self._services = NodeProcesses(node=job.node, log_directory=directory.logs)
-            stack.callback(self._services.stop)
-            if configuration.engine.mode == "managed":
-                self._services.start_engines(configuration.engine, self._places(), self._keys)
 
-    def connect(self, say: Callable[[str], None] | None = None) -> EngineConnections | None:
-        """Wait until every engine answers and connect rank 0 to all (a collective); None on the
-        other ranks.
+    def connect(self, log: Callable[[str], None] | None = None) -> EngineConnections | None:
+        """Wait until every engine answers, and connect rank 0 to all of them (a collective).
 
-        say: tells a person what happens to engines later.
+        log: writes a line about an engine for people. Returns None on the other ranks.
         """
-        own = self._own_engines()
-        gathered = gather_bytes(msgspec.msgpack.encode(own), self._job.control_group)
-        engines = [e for data in gathered for e in msgspec.msgpack.decode(data, type=list[Engine])]
-        hub = self._open_hub(start_collector=bool(own))
+        node_engines = self._wait_for_node_engines()
+        engines = self._gather_engines(node_engines)
+        hub = self._open_hub(start_collector=bool(node_engines))
         if hub is None:
             return None
-        configuration = self._configuration
-        hub.wait_for(len({engine.node for engine in engines}), _HUB_SECONDS)
-        queue = RolloutQueue(hub, configuration.rollout, abort=self._abort_request, say=say)
-        queue.configure(
-            {node: self._configure(engines, node) for node in {engine.node for engine in engines}}
-        )
-        weights = open_weight_sync(
-            engines,
-            self._keys,
-            configuration.sync,
-            configuration.engine,
-            self._shape,
-            directory=self._directory.path / "sync",
-            model_path=Path(configuration.model.path),
-            device=self._job.device,
-        )
+        nodes = sorted({engine.node for engine in engines})
+        hub.wait_for(len(nodes), _HUB_SECONDS)
+        queue = RolloutQueue(hub, self._template.rollout, abort=self._abort_request, log=log)
+        queue.configure({node: self._collector_configuration(engines, node) for node in nodes})
+        weights = self._open_sync(engines)
         self._stack.callback(weights.close)
         return EngineConnections(queue, weights)
 
     @property
-    def starting(self) -> str:
-        """What this node waits for, for people."""
-        settings = self._configuration.engine
-        if settings.mode == "external":
-            return f"connecting to {', '.join(settings.urls)}"
-        return f"starting {settings.count} engine(s) a node"
+    def description(self) -> str:
+        """Describes how this node gets its engines, for progress lines."""
+        if self._settings.mode == "external":
+            return f"connecting to {', '.join(self._settings.urls)}"
+        return f"starting {self._settings.count} engine(s) a node"
 
     def check(self) -> None:
-        """Raise an error if an engine or the collector of this node ended, or was stopped."""
-        if self._services is not None:
-            self._services.check()
+        """Raise an error if a process of this node has ended or was stopped."""
+        if self._processes is not None:
+            self._processes.check()
 
-    def abandon(self) -> None:
-        """End this node's processes now; nothing that they hold is needed any more."""
-        if self._services is not None:
-            self._services.stop(_ABANDON_SECONDS)
+    def kill_processes(self) -> None:
+        """End the processes of this node quickly: nothing that they hold is needed any more."""
+        if self._processes is not None:
+            self._processes.stop(_KILL_SECONDS)
 
-    def _share_keys(self) -> RunKeys:
-        """The run's engine keys, the same on every rank: random, or the external engines' own (a
-        collective).
-        """
-        data = None
-        if self._job.rank == 0:
-            file = self._configuration.engine.key_file
-            data = msgspec.msgpack.encode(
-                read_keys(Path(file)) if file is not None else create_keys()
-            )
-        return msgspec.msgpack.decode(broadcast_bytes(data, self._job.control_group), type=RunKeys)
-
-    def _places(self) -> list[ServerPlace]:
-        """One place per managed engine of this node; with GPUs each gets `tp` devices of its own
-        behind the ranks'.
-        """
-        engine, model, job = self._configuration.engine, self._configuration.model, self._job
-        device = device_of(engine, torch.cuda.device_count())
-        starts = [job.local_world_size + index * engine.tp for index in range(engine.count)]
-        return [
-            ServerPlace(
-                model_path=model.path,
-                device=device,
-                node=job.node,
-                host=node_address(job.num_nodes),
-                gpus=tuple(range(start, start + engine.tp)) if device == "cuda" else (),
-                return_routes=self._record_routes,
-                load_format="dummy" if model.init == "random" else None,
-                seed=(self._configuration.seed + job.node * engine.count + index) % 2**32,
-            )
-            for index, start in enumerate(starts)
-        ]
-
-    def _own_engines(self) -> list[Engine]:
-        """This node's engines, once they answer; none where another rank of the node has them."""
-        settings, job = self._configuration.engine, self._job
-        if self._services is None:
+    def _wait_for_node_engines(self) -> list[Engine]:
+        """The engines of this node, once they answer. Empty on ranks that own none."""
+        settings = self._settings
+        job = self._job
+        if self._processes is None:
             return []
         if settings.mode == "managed":
-            return self._services.wait_healthy(settings.start_timeout_s)
-        engines = [
-            Engine(
+            return self._processes.wait_healthy(settings.start_timeout_s)
+        engines = []
+        for url in settings.urls[job.node :: job.num_nodes]:
+            engine = Engine(
                 url=url,
                 node=job.node,
                 tp=settings.tp,
                 ep=settings.ep,
                 quantization=settings.quantization,
             )
-            for url in settings.urls[job.node :: job.num_nodes]
-        ]
-        require_external_engines(engines, self._keys, settings, return_routes=self._record_routes)
+            engines.append(engine)
+        return_routes = self._template.routes is not None
+        require_external_engines(engines, self._keys, settings, return_routes=return_routes)
         return engines
 
-    def _open_hub(self, *, start_collector: bool) -> Hub | None:
-        """Rank 0 listens; every node with engines starts its collector (a collective)."""
-        hub, mine = None, None
+    def _gather_engines(self, node_engines: Sequence[Engine]) -> list[Engine]:
+        """The engines of all nodes (a collective)."""
+        engines: list[Engine] = []
+        data = msgspec.msgpack.encode(node_engines)
+        for part in gather_bytes(data, self._job.control_group):
+            engines += msgspec.msgpack.decode(part, type=list[Engine])
+        return engines
+
+    def _open_hub(self, *, start_collector: bool) -> CollectorHub | None:
+        """Open the hub on rank 0, and start a collector on every node with engines (a collective).
+
+        Returns None on the other ranks.
+        """
+        hub = None
+        message = None
         if self._job.rank == 0:
             host = node_address(self._job.num_nodes)
             require_private_address(host)
-            hub = Hub(host)
+            hub = CollectorHub(host)
             self._stack.callback(hub.close)
-            mine = msgspec.msgpack.encode((hub.address, hub.run_key))
-        address, key = msgspec.msgpack.decode(
-            broadcast_bytes(mine, self._job.control_group), type=tuple[tuple[str, int], str]
+            message = msgspec.msgpack.encode((hub.address, hub.run_key))
+        address, run_key = msgspec.msgpack.decode(
+            broadcast_bytes(message, self._job.control_group), type=tuple[tuple[str, int], str]
         )
-        if self._services is not None and start_collector:
-            self._services.start_collector(address, key)
+        if self._processes is not None and start_collector:
+            self._processes.start_collector(address, run_key)
         return hub
 
-    def _configure(self, engines: list[Engine], node: int) -> Configure:
-        configuration = self._configuration
-        return Configure(
-            engines=tuple(engine for engine in engines if engine.node == node),
-            api_key=self._keys.api_key,
-            model_path=configuration.model.path,
-            routes=route_shape(self._shape) if self._record_routes else None,
-            engine=configuration.engine,
-            rollout=configuration.rollout,
-            reward=configuration.reward,
-            environment=configuration.environment,
-            credit=configuration.credit,
-            vocab_size=self._shape.vocab_size,
-            seed=configuration.seed,
-        )
+    def _collector_configuration(self, engines: Sequence[Engine], node: int) -> Configure:
+        node_engines = tuple(engine for engine in engines if engine.node == node)
+        return msgspec.structs.replace(self._template, engines=node_engines)
 
     def _abort_request(self, url: str, rid: str) -> None:
-        """End one request; collectors do not hold the key for it."""
+        """Abort one request. Collectors do not hold the key for this."""
         AdminClient(Engine(url=url), self._keys, timeout=_ABORT_SECONDS).abort(rid)
 
 
@@ -210,10 +165,70 @@ class Engines:
 def open_engines(
     configuration: Configuration, shape: ModelShape, job: Job, directory: RunDirectory
 ) -> Iterator[Engines]:
-    """Start this node's servers, which load meanwhile; `connect` waits for them. All end with the
-    block.
+    """Start the servers of this node; `Engines.connect` waits for them (a collective).
 
-    A collective: every rank of the run enters it.
+    All processes and connections end with this context.
     """
+    keys = _share_keys(configuration.engine, job)
+    template = collector_template(configuration, shape, keys)
     with contextlib.ExitStack() as stack:
-        yield Engines(configuration, shape, job, directory, stack)
+        processes = None
+        if job.local_rank == 0:
+            processes = NodeProcesses(node=job.node, log_directory=directory.logs)
+            stack.callback(processes.stop)
+        if processes is not None and configuration.engine.mode == "managed":
+            places = server_places(
+                configuration.engine,
+                configuration.model,
+                job,
+                seed=configuration.seed,
+                return_routes=template.routes is not None,
+            )
+            processes.start_engines(configuration.engine, places, keys)
+
+        def open_sync(engines: Sequence[Engine]) -> WeightSync:
+            return open_weight_sync(
+                engines,
+                keys,
+                configuration.sync,
+                configuration.engine,
+                shape,
+                directory=directory.path / "sync",
+                model_path=Path(configuration.model.path),
+                device=job.device,
+            )
+
+        yield Engines(job, keys, processes, template, open_sync, stack)
+
+
+def collector_template(configuration: Configuration, shape: ModelShape, keys: RunKeys) -> Configure:
+    """The configuration of every collector, without its engines.
+
+    Routes are requested only for train.replay=rollout.
+    """
+    records_routes = configuration.train.replay == "rollout"
+    return Configure(
+        engines=(),
+        api_key=keys.api_key,
+        model_path=configuration.model.path,
+        routes=route_shape(shape) if records_routes else None,
+        engine=configuration.engine,
+        rollout=configuration.rollout,
+        reward=configuration.reward,
+        environment=configuration.environment,
+        credit=configuration.credit,
+        vocab_size=shape.vocab_size,
+        seed=configuration.seed,
+    )
+
+
+def _share_keys(engine: EngineSettings, job: Job) -> RunKeys:
+    """The engine keys of the run, the same on every rank (a collective).
+
+    They are random, or those of the external engines in engine.key_file.
+    """
+    message = None
+    if job.rank == 0:
+        keys = create_keys() if engine.key_file is None else read_keys(Path(engine.key_file))
+        message = msgspec.msgpack.encode(keys)
+    return msgspec.msgpack.decode(broadcast_bytes(message, job.control_group), type=RunKeys)

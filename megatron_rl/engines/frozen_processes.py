@@ -1,52 +1,55 @@
-"""Processes that were stopped and are not continued: they live, and will never answer."""
+"""Detects processes that are stopped (SIGSTOP): they are alive and never answer."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from sglang_bridge.server.process_table import descendants, is_stopped
 
-_SECONDS = 7.0
-_MOST_SECONDS_A_LOOK = 2.0
+_LIMIT_SECONDS = 7.0
+_MAX_SECONDS_PER_CHECK = 2.0
 
 
-class ProcessStopped(Failure):
-    """A process of an engine or a collector was stopped from outside."""
+class ProcessFrozen(Failure):
+    """A process of an engine or a collector was stopped and not continued."""
 
     exit_code = ExitCode.ENGINE_FAILED
 
 
 class FrozenProcesses:
-    """Counts how long processes have been stopped, over repeated looks. `seconds`: when they are
-    given up.
+    """Measures how long processes have been stopped, over repeated checks.
 
-    Time in which nobody looked does not count: a whole job that was suspended goes on when it is
-    continued.
+    Each check counts two seconds at most. So a whole job that was suspended survives.
+
+    limit_seconds: the time after which a stopped process is an error.
     """
 
     def __init__(
-        self, seconds: float = _SECONDS, *, clock: Callable[[], float] = time.monotonic
+        self,
+        limit_seconds: float = _LIMIT_SECONDS,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._seconds = seconds
+        self._limit_seconds = limit_seconds
         self._clock = clock
-        self._last = clock()
-        self._stopped: dict[str, float] = {}
+        self._last_check = clock()
+        self._seconds: dict[str, float] = {}
 
-    def look(self, roots: Mapping[str, int]) -> None:
-        """roots: the topmost process of each thing by its name. Raises `ProcessStopped`."""
+    def check(self, roots: Mapping[str, int]) -> None:
+        """Look for stopped processes. Raises `ProcessFrozen`.
+
+        roots: by name, the process id of each root; its descendants are checked too.
+        """
         now = self._clock()
-        elapsed, self._last = min(now - self._last, _MOST_SECONDS_A_LOOK), now
+        interval = min(now - self._last_check, _MAX_SECONDS_PER_CHECK)
+        self._last_check = now
         for name, root in roots.items():
-            stopped = _stopped([root, *descendants(root)])
-            self._stopped[name] = self._stopped.get(name, 0.0) + elapsed if stopped else 0.0
-            if self._stopped[name] > self._seconds:
-                raise ProcessStopped(
-                    f"{name} was stopped (SIGSTOP) and not continued for {self._seconds:.0f} s: "
-                    f"process {', '.join(map(str, stopped))}"
+            pids = [pid for pid in (root, *descendants(root)) if is_stopped(pid)]
+            self._seconds[name] = self._seconds.get(name, 0.0) + interval if pids else 0.0
+            if self._seconds[name] > self._limit_seconds:
+                raise ProcessFrozen(
+                    f"{name} was stopped (SIGSTOP) and not continued for "
+                    f"{self._limit_seconds:.0f} s: process {', '.join(map(str, pids))}"
                 )
-
-
-def _stopped(pids: Iterable[int]) -> list[int]:
-    return [pid for pid in pids if is_stopped(pid)]

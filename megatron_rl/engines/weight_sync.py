@@ -1,25 +1,34 @@
-"""The trainer's side of versioned weight sync."""
+"""Sends weights to the engines under increasing versions, and audits what the engines hold."""
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from megatron_rl.config.schema import SyncSettings
+from megatron_rl.config.schema import EngineSettings, SyncSettings
 from megatron_rl.contracts.commands import Sync
+from megatron_rl.mcore.dtypes import torch_dtype
+from megatron_rl.models.shape import ModelShape
+from sglang_bridge.admin import AdminClient
+from sglang_bridge.engine import Engine
 from sglang_bridge.errors import AuditUnsupported
+from sglang_bridge.keys import RunKeys
 from sglang_bridge.weights.audit import audit_engine
+from sglang_bridge.weights.disk import DiskTransport
+from sglang_bridge.weights.distributed import DistributedTransport
 from sglang_bridge.weights.expectation import WeightExpectation
+from sglang_bridge.weights.transport import WeightTransport
 from sglang_bridge.weights.updater import WeightUpdater
 
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
 
 
 class Sender(Protocol):
-    """What a rank does with its part of a collective export: every rank exhausts it."""
+    """A rank's part in a collective export of the weights. Every rank consumes the export."""
 
     def send(self, command: Sync, weights: NamedTensors) -> dict[str, float]:
         """Consume the export; returns metrics."""
@@ -27,20 +36,23 @@ class Sender(Protocol):
 
 
 class FollowerSync:
-    """Every rank but 0: takes part in the export and sends nothing."""
+    """Takes part in the export on all ranks but rank 0, and sends nothing."""
 
     def send(self, command: Sync, weights: NamedTensors) -> dict[str, float]:
+        """Consume the export without keeping a tensor. Returns no metrics."""
         collections.deque(weights, maxlen=0)
         return {}
 
 
 class WeightSync:
-    """Rank 0's. Versions count up by one from 0, the start checkpoint, which every engine gets
-    before its first prompt.
+    """Sends the weights from rank 0 to every engine.
 
-    expect: a fresh record of what engines must hold, for an audit; audits follow
-    `sync.audit_every`. audit_obstacle: why the first audit compared names only; as these never
-    change, none follows it then.
+    Versions count up by one from 0, the start checkpoint, which every engine receives before its
+    first prompt.
+
+    make_expectation: makes an empty record of the weights that engines must hold, for one audit.
+    audit_obstacle: the reason why the first audit compared names only. The reason stays the same,
+    so no further audits are made then.
     """
 
     def __init__(
@@ -48,57 +60,114 @@ class WeightSync:
         updater: WeightUpdater,
         settings: SyncSettings,
         *,
-        expect: Callable[[], WeightExpectation],
+        make_expectation: Callable[[], WeightExpectation],
     ) -> None:
         self._updater = updater
         self._settings = settings
-        self._expect = expect
+        self._make_expectation = make_expectation
         self._next_version = 0
-        self._first = True
+        self._is_first = True
         self.audit_obstacle = ""
 
     @property
     def version(self) -> int | None:
-        """The last one sent; None before the first."""
+        """The last version that was sent; None before the first."""
         return self._next_version - 1 if self._next_version else None
 
     def resume_from(self, version: int | None, *, synced: bool) -> None:
-        """Count on from a run before, whose engines got `version` last; synced: these weights are
-        sent once more.
+        """Continue the versions of a run that is resumed.
+
+        version: the last version that its engines received. synced: the weights of the checkpoint
+        have this version, so they are sent under it again.
         """
-        self._next_version = 0 if version is None else version if synced else version + 1
+        if version is None:
+            self._next_version = 0
+        else:
+            self._next_version = version if synced else version + 1
 
     def next_command(self) -> Sync:
-        """What to tell every rank next. The first sync is always audited."""
-        version, every = self._next_version, self._settings.audit_every
+        """The next command for all ranks. The first sync is always audited."""
+        version = self._next_version
+        every = self._settings.audit_every
+        is_first = self._is_first
         self._next_version += 1
-        first, self._first = self._first, False
-        return Sync(version=version, audit=first or (every > 0 and version % every == 0))
+        self._is_first = False
+        return Sync(version=version, audit=is_first or (every > 0 and version % every == 0))
 
     def send(self, command: Sync, weights: NamedTensors) -> dict[str, float]:
-        """Send one export to every engine and audit it if told to.
+        """Send one export to every engine, and audit it if the command says so.
 
-        Raises `WeightUpdateFailed`, `WeightMismatch`.
+        Returns metrics. Raises `WeightUpdateFailed` and `WeightMismatch`.
         """
         values = {"sync/version": float(command.version)}
         if not command.audit or self.audit_obstacle:
             self._updater.push(weights, command.version)
             return values
-        expectation = self._expect()
+        expectation = self._make_expectation()
         self._updater.push(expectation.observe(weights), command.version)
-        compared = 0
+        num_compared = self._audit(expectation, command.version)
+        if not self.audit_obstacle:
+            values["sync/audit_mismatches"] = 0.0
+            values["sync/audit_compared"] = float(num_compared)
+        return values
+
+    def close(self) -> None:
+        """Disconnect from every engine."""
+        self._updater.close()
+
+    def _audit(self, expectation: WeightExpectation, version: int) -> int:
+        """Audit every engine; returns the number of parameters that were compared.
+
+        Raises `WeightMismatch`.
+        """
+        num_compared = 0
         for admin in self._updater.admins:
             try:
                 report = audit_engine(admin, expectation)
             except AuditUnsupported as obstacle:
                 self.audit_obstacle = str(obstacle)
             else:
-                report.raise_on_mismatch(command.version)
-                compared += report.compared
-        if self.audit_obstacle:
-            return values
-        return values | {"sync/audit_mismatches": 0.0, "sync/audit_compared": float(compared)}
+                report.raise_on_mismatch(version)
+                num_compared += report.num_compared
+        return num_compared
 
-    def close(self) -> None:
-        """Leave every engine."""
-        self._updater.close()
+
+def open_weight_sync(
+    engines: Sequence[Engine],
+    keys: RunKeys,
+    settings: SyncSettings,
+    engine_settings: EngineSettings,
+    shape: ModelShape,
+    *,
+    directory: Path,
+    model_path: Path,
+    device: torch.device,
+) -> WeightSync:
+    """Open weight sync from this process to `engines`, over the transport of `sync.transport`.
+
+    directory: for the disk transport, on a file system that the engines share. device: the device
+    of this rank.
+    """
+    admins = [AdminClient(engine, keys, timeout=settings.timeout_s) for engine in engines]
+    on_gpu = device.type == "cuda"
+    if settings.transport == "disk":
+        transport: WeightTransport = DiskTransport(
+            directory=directory, config_from=model_path, timeout_seconds=settings.timeout_s
+        )
+    else:
+        transport = DistributedTransport(
+            backend="nccl" if on_gpu else "gloo",
+            timeout_seconds=settings.timeout_s,
+            device=device if on_gpu else None,
+        )
+    bucket_bytes = int(settings.bucket_mb * 2**20)
+    updater = WeightUpdater(admins, transport=transport, bucket_bytes=bucket_bytes)
+
+    def make_expectation() -> WeightExpectation:
+        return WeightExpectation(
+            dtype=torch_dtype(engine_settings.dtype),
+            num_experts=shape.num_experts,
+            device="cuda" if on_gpu else "cpu",
+        )
+
+    return WeightSync(updater, settings, make_expectation=make_expectation)

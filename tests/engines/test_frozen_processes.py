@@ -1,4 +1,4 @@
-"""A process that was stopped and is not continued is noticed; one that goes on is not."""
+"""Stopped processes are detected; processes that were continued are not."""
 
 import os
 import signal
@@ -6,10 +6,19 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
-from megatron_rl.engines.frozen_processes import FrozenProcesses, ProcessStopped
-from sglang_bridge.server.process_table import is_alive, is_stopped, kill, process_tree
+from megatron_rl.engines.frozen_processes import FrozenProcesses, ProcessFrozen
+from sglang_bridge.server.process_table import kill, process_tree
+
+_PARENT = """
+import subprocess
+child = subprocess.Popen(["sleep", "60"])
+print(child.pid, flush=True)
+child.wait()
+"""
+_NO_PROCESS = 2**22 + 1
 
 
 class Clock:
@@ -21,8 +30,7 @@ class Clock:
 
 @pytest.fixture
 def parent() -> Iterator[subprocess.Popen[str]]:
-    code = "import subprocess, sys\nc = subprocess.Popen(['sleep', '60'])\nprint(c.pid, flush=True)\nc.wait()\n"
-    job = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    job = subprocess.Popen([sys.executable, "-c", _PARENT], stdout=subprocess.PIPE, text=True)
     yield job
     kill(process_tree(job.pid))
     job.communicate()
@@ -33,45 +41,48 @@ def child_of(parent: subprocess.Popen[str]) -> int:
     return int(parent.stdout.readline())
 
 
-def send(pid: int, number: signal.Signals) -> None:
-    """Stop or continue a process and wait until the kernel shows it."""
+def send_signal(pid: int, number: signal.Signals, status: str) -> None:
+    """Send a signal and wait for its effect."""
     os.kill(pid, number)
-    while is_stopped(pid) != (number == signal.SIGSTOP):
+    while psutil.Process(pid).status() != status:
         pass
 
 
-def test_a_stopped_process_anywhere_below_is_named_after_a_while(
+def test_a_stopped_descendant_is_an_error_after_the_limit(
     parent: subprocess.Popen[str],
 ) -> None:
-    child, clock = child_of(parent), Clock()
-    pulse = FrozenProcesses(5.0, clock=clock)
-    send(child, signal.SIGSTOP)
+    child = child_of(parent)
+    clock = Clock()
+    processes = FrozenProcesses(5.0, clock=clock)
+    send_signal(child, signal.SIGSTOP, psutil.STATUS_STOPPED)
     for clock.now in range(1, 6):
-        pulse.look({"engine http://e": parent.pid})
+        processes.check({"engine http://e": parent.pid})
     clock.now = 6
     with pytest.raises(
-        ProcessStopped, match=rf"engine http://e was stopped \(SIGSTOP\).*5 s: process {child}"
+        ProcessFrozen, match=rf"engine http://e was stopped \(SIGSTOP\).*5 s: process {child}"
     ):
-        pulse.look({"engine http://e": parent.pid})
+        processes.check({"engine http://e": parent.pid})
 
 
-def test_a_process_that_is_continued_starts_anew_and_time_nobody_looked_does_not_count(
+def test_time_without_checks_and_time_before_a_continue_do_not_count(
     parent: subprocess.Popen[str],
 ) -> None:
-    child, clock = child_of(parent), Clock()
-    pulse = FrozenProcesses(5.0, clock=clock)
-    send(child, signal.SIGSTOP)
-    clock.now = 1000.0  # the trainer itself was suspended: this counts two seconds
-    pulse.look({"e": parent.pid})
+    child = child_of(parent)
+    clock = Clock()
+    processes = FrozenProcesses(5.0, clock=clock)
+    roots = {"e": parent.pid}
+    send_signal(child, signal.SIGSTOP, psutil.STATUS_STOPPED)
+    # The trainer itself was suspended: this counts two seconds
+    clock.now = 1000.0
+    processes.check(roots)
     clock.now = 1002.0
-    pulse.look({"e": parent.pid})
-    send(child, signal.SIGCONT)
-    pulse.look({"e": parent.pid})
-    send(child, signal.SIGSTOP)
+    processes.check(roots)
+    send_signal(child, signal.SIGCONT, psutil.STATUS_SLEEPING)
+    processes.check(roots)
+    send_signal(child, signal.SIGSTOP, psutil.STATUS_STOPPED)
     for clock.now in (1004.0, 1006.0):
-        pulse.look({"e": parent.pid})
+        processes.check(roots)
 
 
-def test_a_process_that_has_ended_is_nobody() -> None:
-    assert not is_alive(2**22 + 1)
-    FrozenProcesses(0.0).look({"gone": 2**22 + 1})
+def test_a_process_that_has_ended_is_not_stopped() -> None:
+    FrozenProcesses(0.0).check({"e": _NO_PROCESS})

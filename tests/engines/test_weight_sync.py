@@ -1,13 +1,14 @@
-"""Versions, audits and what happens when an engine holds other weights than were sent."""
+"""Versions of weights, audits, and the error when an engine holds other weights."""
 
+import weakref
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from megatron_rl.config.schema import SyncSettings
+from megatron_rl.contracts.commands import Sync
 from megatron_rl.engines.weight_sync import FollowerSync, WeightSync
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import WeightMismatch
@@ -17,56 +18,71 @@ WEIGHTS = {
     "model.norm.weight": torch.arange(8.0),
     "model.layers.0.self_attn.o_proj.weight": torch.eye(4),
 }
-HELD = Callable[[dict[str, str]], dict[str, str]]
+NORM = "model.norm.weight"
+Checksums = dict[str, str]
+Change = Callable[[Checksums], Checksums]
 
 
 class FakeAdmin:
-    """An engine that holds what it was sent, changed by `held`."""
+    """An engine that holds the weights it received, after `change`."""
 
-    def __init__(self, held: HELD, *, device: str = "cpu") -> None:
+    def __init__(self, change: Change, *, device: str = "cpu") -> None:
         self.engine = Engine(url="http://127.0.0.1:1")
         self.url = self.engine.url
-        self._held = held
+        self.sent_checksums: Checksums = {}
+        self._change = change
         self._device = device
-        self.expected: dict[str, str] = {}
 
     def server_info(self) -> dict[str, Any]:
         return {"device": self._device}
 
-    def checksums(self) -> list[dict[str, str]]:
-        return [self._held(self.expected)]
+    def checksums(self) -> list[Checksums]:
+        return [self._change(self.sent_checksums)]
 
 
 class FakeUpdater:
-    """Takes every push and remembers it."""
+    """Accepts every push and remembers its version and names."""
 
     def __init__(self, admin: FakeAdmin) -> None:
         self.admins = [admin]
-        self.pushed: list[tuple[int, list[str]]] = []
+        self.pushes: list[tuple[int, list[str]]] = []
 
     def push(self, named_tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
-        self.pushed.append((version, [name for name, _ in named_tensors]))
+        self.pushes.append((version, [name for name, _ in named_tensors]))
 
 
-def truth(expected: dict[str, str]) -> dict[str, str]:
-    return expected
+def no_change(checksums: Checksums) -> Checksums:
+    return checksums
+
+
+def with_other_norm(checksums: Checksums) -> Checksums:
+    return checksums | {NORM: "0" * 16}
+
+
+def without_norm(checksums: Checksums) -> Checksums:
+    return {name: value for name, value in checksums.items() if name != NORM}
+
+
+def with_extra_bias(checksums: Checksums) -> Checksums:
+    return checksums | {"model.layers.0.bias": "1" * 16}
 
 
 def make_sync(
-    held: HELD = truth, *, device: str = "cpu", audit_every: int = 3
+    change: Change = no_change, *, device: str = "cpu", audit_every: int = 3
 ) -> tuple[WeightSync, FakeUpdater]:
-    updater = FakeUpdater(FakeAdmin(held, device=device))
+    updater = FakeUpdater(FakeAdmin(change, device=device))
 
-    def expect() -> WeightExpectation:
-        whole = WeightExpectation(dtype=torch.float32, num_experts=2)
+    def make_expectation() -> WeightExpectation:
+        complete = WeightExpectation(dtype=torch.float32, num_experts=2)
         for name, tensor in WEIGHTS.items():
-            whole.add(name, tensor)
+            complete.add(name, tensor)
         for admin in updater.admins:
-            admin.expected = whole.checksums()
+            admin.sent_checksums = complete.checksums()
         return WeightExpectation(dtype=torch.float32, num_experts=2)
 
     settings = SyncSettings(audit_every=audit_every)
-    return WeightSync(updater, settings, expect=expect), updater  # type: ignore[arg-type]
+    fake_updater: Any = updater
+    return WeightSync(fake_updater, settings, make_expectation=make_expectation), updater
 
 
 def send(sync: WeightSync) -> dict[str, float]:
@@ -75,17 +91,20 @@ def send(sync: WeightSync) -> dict[str, float]:
 
 def test_versions_count_up_and_the_first_sync_is_audited() -> None:
     sync, updater = make_sync(audit_every=3)
-    audited = ["sync/audit_mismatches" in send(sync) for _ in range(7)]
-    assert audited == [True, False, False, True, False, False, True]
-    assert updater.pushed == [(version, list(WEIGHTS)) for version in range(7)]
+    is_audited = ["sync/audit_mismatches" in send(sync) for _ in range(7)]
+    assert is_audited == [True, False, False, True, False, False, True]
+    assert updater.pushes == [(version, list(WEIGHTS)) for version in range(7)]
 
 
-def test_without_further_audits_the_first_sync_is_still_audited() -> None:
-    sync, _ = make_sync(audit_every=0)
-    assert [sync.next_command().audit for _ in range(4)] == [True, False, False, False]
+@pytest.mark.parametrize(
+    ("audit_every", "audits"), [(0, [True, False, False]), (1, [True, True, True])]
+)
+def test_the_first_sync_is_audited_for_every_interval(audit_every: int, audits: list[bool]) -> None:
+    sync, _ = make_sync(audit_every=audit_every)
+    assert [sync.next_command().audit for _ in range(3)] == audits
 
 
-def test_an_audit_says_how_much_it_compared() -> None:
+def test_an_audit_counts_the_compared_parameters() -> None:
     sync, _ = make_sync()
     assert send(sync) == {
         "sync/version": 0.0,
@@ -94,53 +113,90 @@ def test_an_audit_says_how_much_it_compared() -> None:
     }
 
 
+def test_an_audit_counts_the_parameters_of_all_engines() -> None:
+    sync, updater = make_sync()
+    updater.admins.append(FakeAdmin(no_change))
+    assert sync.audit_obstacle == ""
+    assert send(sync)["sync/audit_compared"] == 4.0
+
+
 @pytest.mark.parametrize(
-    ("held", "named"),
+    ("change", "name"),
     [
-        (lambda e: e | {"model.norm.weight": "0" * 16}, "model.norm.weight"),
-        (lambda e: {k: v for k, v in e.items() if k != "model.norm.weight"}, "model.norm.weight"),
-        (lambda e: e | {"model.layers.0.bias": "1" * 16}, "model.layers.0.bias"),
+        (with_other_norm, NORM),
+        (without_norm, NORM),
+        (with_extra_bias, "model.layers.0.bias"),
     ],
-    ids=["another value", "the engine lacks it", "nothing was sent for it"],
+    ids=["other value", "missing in the engine", "never sent"],
 )
-def test_a_difference_ends_the_run_and_names_the_tensor(held: HELD, named: str) -> None:
-    sync, updater = make_sync(held)
-    with pytest.raises(WeightMismatch, match=named) as caught:
+def test_a_difference_is_an_error_that_names_the_tensor(change: Change, name: str) -> None:
+    sync, updater = make_sync(change)
+    with pytest.raises(WeightMismatch, match=name) as failure:
         send(sync)
-    assert caught.value.exit_code == 6
-    assert updater.pushed == [(0, list(WEIGHTS))]
+    assert failure.value.exit_code == 6
+    assert updater.pushes == [(0, list(WEIGHTS))]
 
 
-def test_engines_that_cannot_be_audited_by_value_are_compared_by_name_and_said_so_once() -> None:
+def test_a_difference_names_the_version() -> None:
+    sync, _ = make_sync(with_other_norm, audit_every=2)
+    for _ in range(2):
+        sync.next_command()
+    with pytest.raises(WeightMismatch) as failure:
+        send(sync)
+    assert failure.value.version == 2
+
+
+def test_engines_that_cannot_be_audited_by_value_are_compared_by_name_once() -> None:
     sync, updater = make_sync(device="cuda", audit_every=1)
     assert send(sync) == {"sync/version": 0.0}
     assert "device=cuda" in sync.audit_obstacle
-    assert send(sync) == {"sync/version": 1.0} and len(updater.pushed) == 2
-    unknown, _ = make_sync(
-        lambda e: {k: v for k, v in e.items() if k != "model.norm.weight"}, device="cuda"
-    )
-    with pytest.raises(
-        WeightMismatch, match=r"model\.norm\.weight \(the engine has no such parameter\)"
-    ):
-        send(unknown)
+    assert send(sync) == {"sync/version": 1.0}
+    assert len(updater.pushes) == 2
+
+
+def test_a_missing_name_is_an_error_without_an_audit_by_value() -> None:
+    sync, _ = make_sync(without_norm, device="cuda")
+    with pytest.raises(WeightMismatch, match=r"model\.norm\.weight \(the engine has no such"):
+        send(sync)
 
 
 def test_every_engine_is_audited() -> None:
     sync, updater = make_sync()
-    updater.admins.append(FakeAdmin(lambda e: e | {"model.norm.weight": "0" * 16}))
-    with pytest.raises(WeightMismatch, match=r"model\.norm\.weight \(sent .*, held 0000"):
+    updater.admins.append(FakeAdmin(with_other_norm))
+    with pytest.raises(WeightMismatch, match=r"model\.norm\.weight .*0000"):
         send(sync)
 
 
-def test_a_bystander_exhausts_the_export() -> None:
-    seen = []
+def test_a_resumed_run_continues_the_versions() -> None:
+    for version, synced, next_version in ((None, False, 0), (4, True, 4), (4, False, 5)):
+        sync, _ = make_sync()
+        sync.resume_from(version, synced=synced)
+        assert sync.next_command().version == next_version
+
+
+def test_a_follower_consumes_the_export_and_sends_nothing() -> None:
+    names = []
 
     def export() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in WEIGHTS.items():
-            seen.append(name)
+            names.append(name)
             yield name, tensor
 
-    sync, _ = make_sync()
-    assert FollowerSync().send(SimpleNamespace(version=0), export()) == {}  # type: ignore[arg-type]
-    assert seen == list(WEIGHTS)
-    assert sync.next_command().version == 0
+    assert FollowerSync().send(Sync(version=0), export()) == {}
+    assert names == list(WEIGHTS)
+
+
+def test_a_follower_keeps_no_tensor() -> None:
+    references: list[weakref.ref[torch.Tensor]] = []
+    num_alive: list[int] = []
+
+    def export() -> Iterator[tuple[str, torch.Tensor]]:
+        for _ in range(3):
+            tensor = torch.ones(4)
+            references.append(weakref.ref(tensor))
+            yield "weight", tensor
+            del tensor
+            num_alive.append(sum(reference() is not None for reference in references))
+
+    FollowerSync().send(Sync(version=0, audit=True), export())
+    assert num_alive == [0, 0, 0]

@@ -14,6 +14,7 @@ from launch.testbed.selectors import FixedPrompts
 from megatron_rl.config.schema import EnvironmentSettings, EvalSettings, RolloutSettings
 from megatron_rl.rollouts.evaluation import Accuracy, Evaluation
 from megatron_rl.rollouts.hub import CollectorHub, CollectorLost
+from megatron_rl.rollouts.messages import RUN_KEY_VARIABLE
 from megatron_rl.rollouts.queue import CollectorFailed, RolloutQueue
 from megatron_rl.rollouts.rollout_batch import RolloutBatch, RolloutSampler
 from tests.support.fake_engine import configuration, fake_engine, reply

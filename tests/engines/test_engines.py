@@ -1,0 +1,31 @@
+"""The configuration of collectors, and the places of engines."""
+
+import dataclasses
+
+import pytest
+
+from launch.testbed.engine_rollouts import ONLY_RANK
+from megatron_rl.config.cli import compose
+from megatron_rl.engines.engines import collector_template
+from megatron_rl.engines.server_places import server_places
+from megatron_rl.models.families import read_shape
+from sglang_bridge.keys import create_keys
+
+
+@pytest.mark.parametrize(
+    ("replay", "has_routes"), [("rollout", True), ("trainer", False), ("off", False)]
+)
+def test_routes_are_requested_only_for_replay_of_rollouts(replay: str, has_routes: bool) -> None:
+    c = compose(["experiment=smoke", f"train.replay={replay}"])
+    template = collector_template(c, read_shape(c.model.path), create_keys())
+    assert (template.routes is not None) == has_routes
+
+
+def test_engines_get_the_gpus_behind_the_ranks_and_seeds_of_their_own() -> None:
+    c = compose(["experiment=smoke"])
+    engine = dataclasses.replace(c.engine, count=2, tp=2, device="cuda")
+    job = dataclasses.replace(ONLY_RANK, local_world_size=4, node=1, num_nodes=1)
+    places = server_places(engine, c.model, job, seed=7, return_routes=True)
+    assert [place.gpus for place in places] == [(4, 5), (6, 7)]
+    assert [place.seed for place in places] == [9, 10]
+    assert all(place.node == 1 for place in places)
