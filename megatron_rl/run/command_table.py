@@ -26,7 +26,7 @@ from megatron_rl.run.checkpoints.saving import CheckpointWriter
 from megatron_rl.run.curriculum import apply_phase
 from megatron_rl.run.modes.record import record_rollouts
 from megatron_rl.run.supervision.stop_request import StopRequest
-from megatron_rl.training.dispatcher import Table
+from megatron_rl.training.dispatcher import CommandTable as Table
 from megatron_rl.training.worker import Worker
 
 Export = Callable[[], NamedTensors]
