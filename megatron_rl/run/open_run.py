@@ -106,7 +106,7 @@ def _open_directory(
 
     def open_on_rank_zero() -> str:
         resume_point.changed_settings(c)
-        require_disk_space(c, shape)
+        require_disk_space(c, shape, resume_point.checkpoint)
         other_beliefs = read_transferred_beliefs(c, resume_point.state)
         if other_beliefs is not None:
             beliefs.append(other_beliefs)
