@@ -1,3 +1,1 @@
-"""Where prompts come from: JSONL files, embedded tasks and reasoning-gym's generators behind one
-interface.
-"""
+"""Sources of prompts: JSONL files, embedded tasks and reasoning-gym's generators."""

@@ -1,8 +1,8 @@
-"""Column addition with its working written out: the embedded task of the quickstart.
+"""Column addition with all steps written out: the embedded task of the quickstart.
 
-Two numbers of n digits (n = 4, 5 or 6) are given by columns from the right, each column under a
-letter. The response writes each column's sum with the carry into it, in two digits, then the total
-with n + 1 digits:
+A question gives two numbers of n digits (n = 4, 5 or 6) by columns, from the right, each column
+after a letter. The response writes each column's sum, including the carry, with two digits, then
+the total with n + 1 digits:
 
     a38b13c65d18e97=   ->   a11b05c11d10e17>170151        (91613 + 78538 = 170151)
 """
@@ -20,8 +20,9 @@ NUM_DIGITS = (4, 5, 6)
 
 
 def questions(seed: int) -> Iterator[Question]:
-    """An endless stream; the number of digits is drawn uniformly, then the digits (the leading ones
-    from 1 to 9).
+    """Yield questions endlessly.
+
+    The number of digits is sampled uniformly, then the digits, the leading ones from 1 to 9.
     """
     rng = random.Random(f"{NAME}/{seed}")
     digits = range(10)
@@ -34,23 +35,29 @@ def questions(seed: int) -> Iterator[Question]:
 
 
 def question(columns: Sequence[tuple[int, int]]) -> Question:
-    """The question for digit pairs given from the right, with its answer and its worked response."""
-    text = (
-        "".join(f"{letter}{a}{b}" for letter, (a, b) in zip(LETTERS, columns, strict=False)) + "="
-    )
-    working, total, carry = [], [], 0
+    """Make a question of digit pairs, with its answer and its demonstration.
+
+    columns: digit pairs from the right.
+    """
+    terms = []
+    sums = []
+    total_digits = []
+    carry = 0
     for letter, (a, b) in zip(LETTERS, columns, strict=False):
         column_sum = a + b + carry
-        working.append(f"{letter}{column_sum:02d}")
-        total.append(str(column_sum % 10))
+        terms.append(f"{letter}{a}{b}")
+        sums.append(f"{letter}{column_sum:02d}")
+        total_digits.append(str(column_sum % 10))
         carry = column_sum // 10
-    answer = str(carry) + "".join(reversed(total))
+    text = "".join(terms) + "="
+    answer = str(carry) + "".join(reversed(total_digits))
+    sorted_columns = sorted((min(column), max(column)) for column in columns)
     return Question(
         id=f"{NAME}/{text}",
         text=text,
         answer=answer,
         task=NAME,
-        identity=f"{NAME}/{sorted((min(c), max(c)) for c in columns)}",
+        identity=f"{NAME}/{sorted_columns}",
         difficulty=f"{len(columns)}_digits",
-        demonstration=f"{''.join(working)}>{answer}",
+        demonstration=f"{''.join(sums)}>{answer}",
     )

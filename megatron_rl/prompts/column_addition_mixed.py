@@ -1,13 +1,13 @@
-"""Column addition of three difficulties in equal parts: what a start policy can do, can do
-sometimes, and cannot do.
+"""Column addition with three difficulties in equal parts.
 
-    easy    4 digits with every column worked in the question, so that only the total is left
+    easy    4 digits, with all column sums in the question, so that only the total is missing
     middle  5 digits, all of them from 1 to 6
-    hard    6 digits, every column carries, and three columns with a carry into them are 9 + 9
+    hard    6 digits. Every column carries, and three columns with an incoming carry are 9 + 9
 
-The shipped checkpoint of column addition solves a question of them at least 95 %, 20 to 70 % and at
-most 2 % of the time (docs/data.md; tests/prompts/test_column_addition_mixed.py). A question that is
-held out here is held out of `column_addition` too: they share identities.
+The shipped checkpoint of column addition solves an easy question at least 95 %, a middle one 20 to
+70 % and a hard one at most 2 % of the time (docs/data.md;
+tests/prompts/test_column_addition_mixed.py). Both tasks share identities, so a question that is
+held out here is held out of `column_addition`, too.
 """
 
 from __future__ import annotations
@@ -24,35 +24,38 @@ Columns = list[tuple[int, int]]
 
 
 def questions(seed: int) -> Iterator[Question]:
-    """An endless stream in threes, one of each difficulty in a drawn order."""
+    """Yield questions endlessly in threes, one of each difficulty in random order."""
     rng = random.Random(f"{NAME}/{seed}")
-    kinds = [_easy, _middle, _hard]
+    generators = [_easy, _middle, _hard]
     while True:
-        rng.shuffle(kinds)
-        for kind in kinds:
-            yield kind(rng)
+        rng.shuffle(generators)
+        for generate in generators:
+            yield generate(rng)
 
 
-def question(columns: Columns, *, worked_columns: int = 0) -> Question:
-    """The question for digit pairs given from the right, the first `worked_columns` of them worked
-    in its text.
+def question(columns: Columns, *, num_sums: int = 0) -> Question:
+    """Make a question of digit pairs.
+
+    columns: digit pairs from the right.
+    num_sums: number of columns, from the right, whose sums are part of the question.
     """
     plain = column_addition.question(columns)
-    shown = plain.demonstration[: 3 * worked_columns]  # a letter and two digits of each
-    text = plain.text + shown
+    sums = plain.demonstration[: 3 * num_sums]  # a letter and two digits for each column
+    text = plain.text + sums
     return replace(
         plain,
         id=f"{NAME}/{text}",
         text=text,
         task=NAME,
         difficulty=f"{len(columns)}_digits_{_carries(columns)}_carries",
-        demonstration=plain.demonstration.removeprefix(shown),
+        demonstration=plain.demonstration.removeprefix(sums),
     )
 
 
 def _easy(rng: random.Random) -> Question:
     columns = [(rng.randint(0, 9), rng.randint(0, 9)) for _ in range(3)]
-    return question([*columns, (rng.randint(1, 9), rng.randint(1, 9))], worked_columns=4)
+    columns.append((rng.randint(1, 9), rng.randint(1, 9)))
+    return question(columns, num_sums=4)
 
 
 def _middle(rng: random.Random) -> Question:
@@ -60,16 +63,15 @@ def _middle(rng: random.Random) -> Question:
 
 
 def _hard(rng: random.Random) -> Question:
-    columns = [_with_a_carry(rng) for _ in range(6)]
-    for place in rng.sample(range(1, 6), k=3):
-        columns[place] = (9, 9)
+    columns = [_carrying_column(rng) for _ in range(6)]
+    for index in rng.sample(range(1, 6), k=3):
+        columns[index] = (9, 9)
     return question(columns)
 
 
-def _with_a_carry(rng: random.Random) -> tuple[int, int]:
-    first = rng.choices(range(1, 10), weights=range(1, 10))[
-        0
-    ]  # evenly among the 45 pairs that add up to 10 or more
+def _carrying_column(rng: random.Random) -> tuple[int, int]:
+    """Sample one of the 45 pairs whose sum is 10 or more, all equally likely."""
+    first = rng.choices(range(1, 10), weights=range(1, 10))[0]
     return first, rng.randint(10 - first, 9)
 
 

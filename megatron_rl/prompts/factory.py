@@ -1,9 +1,9 @@
-"""From the data settings to prompts."""
+"""Opens the prompts that the data settings name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 
 from megatron_rl.config.schema import DataSettings
 from megatron_rl.contracts.plugins import load_plugin, user_code
@@ -12,17 +12,19 @@ from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.prompts import column_addition, column_addition_mixed, two_digit_addition
 from megatron_rl.prompts.gym import ReasoningGym
 from megatron_rl.prompts.jsonl import Render, read_jsonl, refuse_messages
-from megatron_rl.prompts.pass_rates import read_pass_rates
+from megatron_rl.prompts.pass_rates import PassRate, read_pass_rates
 from megatron_rl.prompts.question import BadRows, PromptDataError, Question, Source
-from megatron_rl.prompts.source import Excluded, PromptSource
-from megatron_rl.prompts.split import Split, draw_split, hold_out, keep_apart
+from megatron_rl.prompts.source import ExcludedRows, PromptSource
+from megatron_rl.prompts.split import Split, hold_out, keep_apart, split_generator
 
 EMBEDDED: Mapping[str, Source] = {
     task.NAME: task for task in (column_addition, column_addition_mixed, two_digit_addition)
 }
 CheckAnswer = Callable[[str], None]
-_MOST_CHARACTERS = 65_536  # of an id or a reference answer
-_FIELDS = tuple(field.name for field in fields(Question))
+"""Raises ValueError for a reference answer that responses cannot be compared with."""
+
+_MAX_CHARACTERS = 65_536  # of an id or a reference answer
+_QUESTION_FIELDS = tuple(field.name for field in fields(Question))
 
 
 def open_prompts(
@@ -33,46 +35,37 @@ def open_prompts(
     render: Render = refuse_messages,
     demonstration: bool = False,
 ) -> PromptSource:
-    """Open a source by name. Raises `PromptDataError` naming the key, or the file and line, and the
-    remedy.
+    """Open the source of prompts.
 
-    Of a JSONL file all rows are used, and data.num_eval of them held out unless data.eval_path
-    names others; other sources write data.num_train and data.num_eval questions. The seed never
-    moves a question across the split. check_answer: raises ValueError for a reference answer that
-    responses cannot be judged by (`Scorer.check_answer`), which makes the row a bad one. render: of
-    rows with messages. worked: training questions without a worked response are bad ones too.
-    Raises `PluginError` where a source of the user's own cannot be opened.
+    A JSONL file gives all of its rows, and data.num_eval of them are held out unless data.eval_path
+    names others. Other sources generate data.num_train and data.num_eval questions. The seed never
+    moves a question from one side of the split to the other.
+
+    check_answer: rows whose answer it refuses are bad rows (`Scorer.check_answer`).
+    render: renders rows with messages.
+    demonstration: training rows without a demonstration are bad rows.
+
+    Raises `PromptDataError`, which names the key, or the file and line, and the remedy. Raises
+    `PluginError` if a user-defined source cannot be loaded.
     """
     bad_rows = BadRows(settings.on_bad_row)
-    if settings.source == "jsonl":
-        split = _split_files(settings, render, bad_rows)
-    else:
-        split = draw_split(draw_questions(settings), settings.num_train, settings.num_eval)
-    questions = _with_responses(split.train, bad_rows) if demonstration else split.train
-    train = list(_usable(questions, tokenizer, settings.max_prompt_tokens, check_answer, bad_rows))
-    held_out = list(
-        _usable(split.held_out, tokenizer, settings.max_prompt_tokens, check_answer, bad_rows)
+    split = _split_questions(settings, render, bad_rows)
+    builder = _PromptBuilder(tokenizer, settings.max_prompt_tokens, check_answer, bad_rows)
+    train = builder.build(
+        _with_demonstration(split.train, bad_rows) if demonstration else split.train
     )
-    named, examples = tuple(bad_rows.named), tuple(bad_rows.examples)
-    excluded = Excluded(bad_rows.count, split.duplicates, split.overlapping, examples, named)
+    held_out = builder.build(split.held_out)
+    excluded_rows = _excluded_rows(bad_rows, split)
     if not train:
-        key = (
-            f"data.train_path={settings.train_path}"
-            if settings.train_path
-            else f"data.source={settings.source}"
-        )
-        raise _nothing_left(key, "training", excluded)
+        key = _name_key(settings, "train_path", "source")
+        raise _no_prompt_left(key, "training", excluded_rows)
     if not held_out:
-        key = (
-            f"data.eval_path={settings.eval_path}"
-            if settings.eval_path
-            else f"data.num_eval={settings.num_eval}"
-        )
-        raise _nothing_left(key, "held-out", excluded)
-    rates = (
-        read_pass_rates(settings.pass_rates, settings) if settings.pass_rates is not None else {}
-    )
-    return PromptSource(train, held_out, settings, excluded, rates)
+        key = _name_key(settings, "eval_path", "num_eval")
+        raise _no_prompt_left(key, "held-out", excluded_rows)
+    rates: dict[str, PassRate] = {}
+    if settings.pass_rates is not None:
+        rates = read_pass_rates(settings.pass_rates, settings)
+    return PromptSource(train, held_out, settings, excluded_rows, rates)
 
 
 def open_set(
@@ -84,24 +77,26 @@ def open_set(
     *,
     render: Render = refuse_messages,
 ) -> list[Prompt]:
-    """The questions of one of eval.sets, each once; bad rows are as in `open_prompts`. Raises
-    `PromptDataError`.
+    """Open one of eval.sets, each question once.
+
+    Bad rows are the same as in `open_prompts`. Raises `PromptDataError`.
     """
-    key, bad_rows = f"eval.sets.{name}", BadRows(settings.on_bad_row)
-    split = keep_apart([], read_jsonl(path, bad_rows, key=key, render=render), bad_rows)
-    prompts = list(
-        _usable(split.held_out, tokenizer, settings.max_prompt_tokens, check_answer, bad_rows)
-    )
+    key = f"eval.sets.{name}"
+    bad_rows = BadRows(settings.on_bad_row)
+    questions = read_jsonl(path, bad_rows, key=key, render=render)
+    split = keep_apart([], questions, bad_rows)
+    builder = _PromptBuilder(tokenizer, settings.max_prompt_tokens, check_answer, bad_rows)
+    prompts = builder.build(split.held_out)
     if not prompts:
-        excluded = Excluded(
-            bad_rows.count, split.duplicates, 0, tuple(bad_rows.examples), tuple(bad_rows.named)
-        )
-        raise _nothing_left(f"{key}={path}", "held-out", excluded)
+        raise _no_prompt_left(f"{key}={path}", "held-out", _excluded_rows(bad_rows, split))
     return prompts
 
 
 def open_source(settings: DataSettings) -> Source:
-    """The source that writes the questions: any but `jsonl`, whose questions are in files."""
+    """Open the source that generates questions. `jsonl` is none: its questions are in files.
+
+    Raises `PromptDataError`, or `PluginError` if a user-defined source cannot be loaded.
+    """
     if settings.source in EMBEDDED:
         return EMBEDDED[settings.source]
     if settings.source == "reasoning_gym":
@@ -111,124 +106,156 @@ def open_source(settings: DataSettings) -> Source:
     return source
 
 
-def draw_questions(settings: DataSettings) -> Iterator[Question]:
-    """The questions of a source, checked: what a user's own yields may be anything. Raises
-    `PromptDataError`.
+def generate_questions(settings: DataSettings) -> Iterator[Question]:
+    """Yield the questions of a source after checks: a user-defined source may yield anything.
+
+    Raises `PromptDataError`, or `PluginError` if a user-defined source cannot be loaded.
     """
-    source, opened = settings.source, open_source(settings)
-    text_of_id: dict[str, str] = {}
-    for question in _drawn(source, opened, settings.seed):
+    key = f"data.source={settings.source}"
+    source = open_source(settings)
+    text_by_id: dict[str, str] = {}
+    for question in _call_questions(key, source, settings.seed):
         if not isinstance(question, Question):
             raise PromptDataError(
-                f"data.source={source}: it yields {type(question).__name__}, not a Question"
+                f"{key}: it yields {type(question).__name__}, not a Question. Yield Questions"
             )
-        for name in _FIELDS:
-            if not isinstance(value := getattr(question, name), str):
-                raise PromptDataError(
-                    f"data.source={source}: Question.{name}={value!r}: it must be a str"
-                )
-        first = text_of_id.setdefault(question.id, question.text)
-        if first != question.text:
+        _check_fields(key, question)
+        first_text = text_by_id.setdefault(question.id, question.text)
+        if first_text != question.text:
             raise PromptDataError(
-                f"data.source={source}: id {question.id!r} names {first!r} and {question.text!r}. "
-                "Give every question an id of its own"
+                f"{key}: id {question.id!r} stands for {first_text!r} and {question.text!r}. Give "
+                "every question a unique id"
             )
         yield question
 
 
-def _drawn(name: str, source: Source, seed: int) -> Iterator[object]:
-    """What `questions` yields.
+def _check_fields(key: str, question: Question) -> None:
+    for name in _QUESTION_FIELDS:
+        value = getattr(question, name)
+        if not isinstance(value, str):
+            raise PromptDataError(
+                f"{key}: Question.{name}={value!r}: it must be a str. Convert it with str()"
+            )
 
-    The embedded ones and generators tell for themselves what is wrong.
+
+def _call_questions(key: str, source: Source, seed: int) -> Iterator[object]:
+    """Yield from `questions` and convert exceptions of user-defined code.
+
+    The project's own sources raise `PromptDataError` themselves.
     """
-    called = f"data.source={name}: questions({seed})"
-    with user_code(called, propagate=(PromptDataError,), failure=PromptDataError):
+    call = f"{key}: questions({seed})"
+    with user_code(call, propagate=(PromptDataError,), failure=PromptDataError):
         questions = source.questions(seed)
     if not isinstance(questions, Iterable):
-        kind = type(questions).__name__
         raise PromptDataError(
-            f"{called} returns {kind}, not an iterator. Write a generator that yields Questions"
+            f"{call} returns {type(questions).__name__}, not an iterator. Write a generator that "
+            "yields Questions"
         )
-    with user_code(called, propagate=(PromptDataError,), failure=PromptDataError):
+    with user_code(call, propagate=(PromptDataError,), failure=PromptDataError):
         yield from questions
 
 
-def _split_files(settings: DataSettings, render: Render, bad_rows: BadRows) -> Split:
-    assert settings.train_path is not None, "the rules of the configuration ask for it"
+def _split_questions(settings: DataSettings, render: Render, bad_rows: BadRows) -> Split:
+    if settings.source != "jsonl":
+        questions = generate_questions(settings)
+        return split_generator(questions, settings.num_train, settings.num_eval)
+    assert settings.train_path is not None, "the configuration's rules require it"
     train = read_jsonl(settings.train_path, bad_rows, key="data.train_path", render=render)
     if settings.eval_path is None:
         return hold_out(train, settings.num_eval, bad_rows)
-    return keep_apart(
-        train,
-        read_jsonl(settings.eval_path, bad_rows, key="data.eval_path", render=render),
-        bad_rows,
-    )
+    held_out = read_jsonl(settings.eval_path, bad_rows, key="data.eval_path", render=render)
+    return keep_apart(train, held_out, bad_rows)
 
 
-def _with_responses(questions: Iterable[Question], bad_rows: BadRows) -> Iterator[Question]:
+def _with_demonstration(questions: Iterable[Question], bad_rows: BadRows) -> Iterator[Question]:
     for question in questions:
         if question.demonstration:
             yield question
         else:
             bad_rows.report(
                 question.origin,
-                "it shows no response, which environment=demonstration is to learn from",
+                "it has no response, and environment=demonstration needs one to learn from",
             )
 
 
-def _usable(
-    questions: Iterable[Question],
-    tokenizer: Tokenizer,
-    max_tokens: int,
-    check_answer: CheckAnswer | None,
-    bad_rows: BadRows,
-) -> Iterator[Prompt]:
-    most_characters = max_tokens * tokenizer.longest_token
-    for question in questions:
-        try:
-            _check_lengths(question, max_tokens, most_characters)
-            if check_answer is not None:
-                check_answer(question.answer)
-            prompt = _prompt(question, tokenizer.encode(question.text), max_tokens)
-        except ValueError as error:
-            bad_rows.report(question.origin, str(error))
-        else:
-            yield prompt
+@dataclass(frozen=True)
+class _PromptBuilder:
+    """Tokenizes questions and reports those that cannot be used.
 
-
-def _check_lengths(question: Question, max_tokens: int, most_characters: int) -> None:
-    """Before anything reads the texts: encoding megabytes takes minutes in which no signal is
-    heard.
+    max_tokens: limit of a prompt's tokens.
     """
-    if len(question.text) > most_characters:
-        raise ValueError(
-            f"{len(question.text)} characters; data.max_prompt_tokens={max_tokens} of the longest token are "
-            f"{most_characters}"
-        )
-    for name, value in (("id", question.id), ("answer", question.answer)):
-        if len(value) > _MOST_CHARACTERS:
+
+    tokenizer: Tokenizer
+    max_tokens: int
+    check_answer: CheckAnswer | None
+    bad_rows: BadRows
+
+    def build(self, questions: Iterable[Question]) -> list[Prompt]:
+        """Return the prompts of all usable questions."""
+        max_characters = self.max_tokens * self.tokenizer.longest_token
+        prompts = []
+        for question in questions:
+            try:
+                self._check_lengths(question, max_characters)
+                if self.check_answer is not None:
+                    self.check_answer(question.answer)
+                prompts.append(self._tokenize(question))
+            except ValueError as error:
+                self.bad_rows.report(question.origin, str(error))
+        return prompts
+
+    def _check_lengths(self, question: Question, max_characters: int) -> None:
+        """Check lengths first: encoding megabytes takes minutes in which no signal is handled."""
+        if len(question.text) > max_characters:
             raise ValueError(
-                f"`{name}` has {len(value)} characters; at most {_MOST_CHARACTERS} are taken"
+                f"the prompt has {len(question.text)} characters, but "
+                f"data.max_prompt_tokens={self.max_tokens} of the longest token are "
+                f"{max_characters}"
             )
+        for name, value in (("id", question.id), ("answer", question.answer)):
+            if len(value) > _MAX_CHARACTERS:
+                raise ValueError(
+                    f"`{name}` has {len(value)} characters; at most {_MAX_CHARACTERS} are allowed"
+                )
+
+    def _tokenize(self, question: Question) -> Prompt:
+        token_ids = self.tokenizer.encode(question.text)
+        if not 0 < len(token_ids) <= self.max_tokens:
+            raise ValueError(
+                f"the prompt has {len(token_ids)} tokens; data.max_prompt_tokens allows 1 to "
+                f"{self.max_tokens}"
+            )
+        return Prompt(
+            id=question.id,
+            token_ids=token_ids,
+            answer=question.answer,
+            task=question.task,
+            difficulty=question.difficulty,
+            demonstration=question.demonstration,
+        )
 
 
-def _prompt(question: Question, ids: tuple[int, ...], max_tokens: int) -> Prompt:
-    if not 0 < len(ids) <= max_tokens:
-        raise ValueError(f"{len(ids)} tokens; data.max_prompt_tokens allows 1 to {max_tokens}")
-    return Prompt(
-        id=question.id,
-        token_ids=ids,
-        answer=question.answer,
-        task=question.task,
-        difficulty=question.difficulty,
-        demonstration=question.demonstration,
+def _excluded_rows(bad_rows: BadRows, split: Split) -> ExcludedRows:
+    return ExcludedRows(
+        bad=bad_rows.count,
+        duplicates=split.duplicates,
+        overlapping=split.overlapping,
+        examples=tuple(bad_rows.examples),
+        messages=tuple(bad_rows.messages),
     )
 
 
-def _nothing_left(key: str, side: str, excluded: Excluded) -> PromptDataError:
+def _name_key(settings: DataSettings, path_key: str, other_key: str) -> str:
+    """Return `key=value` of a path, or of another key if the path is not set."""
+    key = path_key if getattr(settings, path_key) else other_key
+    return f"data.{key}={getattr(settings, key)}"
+
+
+def _no_prompt_left(key: str, side: str, excluded_rows: ExcludedRows) -> PromptDataError:
+    examples = "".join(f"\n  {example}" for example in excluded_rows.examples[:3])
     return PromptDataError(
-        f"{key}: no usable {side} prompt is left: {excluded.bad} bad row(s), {excluded.duplicates} repeated "
-        f"question(s) and {excluded.overlapping} training row(s) that are held out too were left out. Correct the rows "
-        "(data.on_bad_row=fail names the first bad one), or give other data"
-        + "".join(f"\n  {example}" for example in excluded.examples[:3])
+        f"{key}: no usable {side} prompt is left. {excluded_rows.bad} bad row(s), "
+        f"{excluded_rows.duplicates} repeated question(s) and {excluded_rows.overlapping} "
+        "training row(s) that are held out too were left out. Correct the rows, or give other "
+        f"data. data.on_bad_row=fail names the first bad row{examples}"
     )

@@ -1,7 +1,7 @@
 """Questions from reasoning-gym's generators, an optional dependency.
 
-Tasks with several right answers (`countdown`) can be drawn, but only the reference answer is judged
-right.
+A task may have several correct answers (`countdown`), but only the reference answer counts as
+correct.
 """
 
 from __future__ import annotations
@@ -15,47 +15,52 @@ from megatron_rl.prompts.question import PromptDataError, Question
 
 SUPPORTED = "0.1.25"
 _CHUNK = 1000
-_SEED_STRIDE = 1_000_003  # prime: the streams of two seeds do not meet
+_SEED_STRIDE = 1_000_003  # a prime, so that the streams of two seeds do not overlap
 
 
 class ReasoningGym:
-    """One generator. settings: its own configuration, without its `seed` and `size`.
+    """One generator of reasoning-gym.
 
-    Raises `PromptDataError` for a task or setting it does not know.
+    settings: settings of the generator, without `seed` and `size`.
+
+    Raises `PromptDataError` for an unknown task, and for `seed` or `size`.
     """
 
     def __init__(self, task: str | None, settings: Mapping[str, Any]) -> None:
-        reserved = {"seed", "size"} & set(settings)
-        if reserved:
+        reserved_names = {"seed", "size"} & set(settings)
+        if reserved_names:
             raise PromptDataError(
-                f"data.task_config: {sorted(reserved)} follow from data.seed, num_train and num_eval; leave them out"
+                f"data.task_config: {sorted(reserved_names)} follow from data.seed, data.num_train "
+                "and data.num_eval. Leave them out"
             )
         self._factory = _factory()
         if task not in self._factory.DATASETS:
-            known = ", ".join(sorted(self._factory.DATASETS))
+            names = ", ".join(sorted(self._factory.DATASETS))
             raise PromptDataError(
-                f"data.task={task}: reasoning-gym has no generator of that name. It has: {known}"
+                f"data.task={task}: reasoning-gym has no generator of that name. Choose one of: "
+                f"{names}"
             )
-        self._task, self._settings = str(task), dict(settings)
+        self._task = str(task)
+        self._settings = dict(settings)
 
     def questions(self, seed: int) -> Iterator[Question]:
-        """An endless stream.
+        """Yield questions endlessly.
 
-        Raises `PromptDataError` where the generator fails or gives no reference answer.
+        Raises `PromptDataError` if the generator fails or has no reference answer.
         """
         for chunk in itertools.count():
-            # Item i of a data set is seeded with seed + i: chunks continue one another.
+            # Item i of a data set is seeded with seed + i, so chunks continue one another.
             dataset = self._dataset((seed * _SEED_STRIDE + chunk * _CHUNK) % 2**31)
             try:
                 for item in dataset:
                     yield _question(self._task, item)
             except PromptDataError:
                 raise
-            except Exception as error:  # a generator of many authors: it may raise anything
+            except Exception as error:  # third-party generators may raise anything
                 raise PromptDataError(
                     f"data.task={self._task}: the generator fails with data.seed={seed}, "
-                    f"data.task_config={self._settings} ({type(error).__name__}: {error}). Choose another seed, other "
-                    "settings or another task"
+                    f"data.task_config={self._settings} ({type(error).__name__}: {error}). Choose "
+                    "another seed, other settings or another task"
                 ) from error
 
     def _dataset(self, seed: int) -> Iterable[Mapping[str, Any]]:
@@ -65,7 +70,8 @@ class ReasoningGym:
             )
         except (TypeError, ValueError, AssertionError) as error:
             raise PromptDataError(
-                f"data.task_config={self._settings}: the generator {self._task} refuses it: {error}"
+                f"data.task_config={self._settings}: the generator {self._task} refuses these "
+                f"settings: {error}. Correct them"
             ) from error
         return dataset
 
@@ -74,8 +80,8 @@ def _question(task: str, item: Mapping[str, Any]) -> Question:
     text = str(item["question"])
     if item["answer"] is None:
         raise PromptDataError(
-            f"data.task={task}: the generator gives no reference answer, because many answers are right. "
-            "Choose a task with one"
+            f"data.task={task}: the generator has no reference answer, because many answers are "
+            "correct. Choose a task with a reference answer"
         )
     difficulty = item.get("metadata", {}).get("difficulty", "")
     if isinstance(difficulty, Mapping):
@@ -96,6 +102,6 @@ def _factory() -> Any:
         return importlib.import_module("reasoning_gym.factory")
     except ImportError as error:
         raise PromptDataError(
-            f"data.source=reasoning_gym: cannot be imported ({error}). Install it with `make extras`, or with "
-            f"`pip install reasoning-gym=={SUPPORTED}`"
+            f"data.source=reasoning_gym: the package cannot be imported ({error}). Install it with "
+            f"`make extras`, or with `pip install reasoning-gym=={SUPPORTED}`"
         ) from error

@@ -1,5 +1,6 @@
-"""Questions from JSONL files: one object per line with `prompt` or `messages`, `answer`, `response`
-and labels.
+"""Questions from JSONL files.
+
+Each line is an object with `prompt` or `messages`, `answer`, `response` and labels.
 """
 
 from __future__ import annotations
@@ -8,30 +9,37 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from megatron_rl.prompts.question import BadRows, PromptDataError, Question
 
-_MOST_BYTES = (
-    16 * 2**20
-)  # of a line; no model reads so long a prompt, and a file without line ends fills no memory
-_MOST_EXPONENT = 999  # of an answer; 1e999999999 would fill the memory with zeros
+# No model reads so long a prompt. A file without line ends must not fill the memory.
+_MAX_LINE_BYTES = 16 * 2**20
+# A number such as 1e999999999 would fill the memory with zeros.
+_MAX_EXPONENT = 999
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_EXAMPLE_ROW = '{"prompt": "2+2=", "answer": "4"}'
 
 
 Render = Callable[[Sequence[Mapping[str, str]]], str]
-"""The text of messages up to where the assistant's next one begins. Raises ValueError."""
+"""Renders messages up to the beginning of the assistant's next message. Raises ValueError."""
 
 
 def refuse_messages(messages: Sequence[Mapping[str, str]]) -> str:
-    """The `Render` of whoever has no chat template."""
-    raise ValueError("it holds `messages`, and there is no chat template here")
+    """Raise ValueError: the `Render` for a model without a chat template."""
+    raise ValueError(
+        "`messages` need a chat template, and the model has no such template. Write the text to "
+        "`prompt`"
+    )
 
 
-def is_line(prompt_id: str) -> bool:
-    """Whether a training row without an `id` is called so: by its line, which means nothing in
-    another file.
+def is_line_id(prompt_id: str) -> bool:
+    """Return True if the id was derived from a line number, because the row has no `id`.
+
+    Such an id means another row in another file.
     """
     key, _, number = prompt_id.partition(":")
     return key == "data.train_path" and number.isdecimal()
@@ -55,73 +63,86 @@ class _Row(msgspec.Struct):
 def read_jsonl(
     path: str | Path, bad_rows: BadRows, *, key: str, render: Render = refuse_messages
 ) -> list[Question]:
-    """All questions of a file. key: the configuration key that names the file (`data.train_path`),
-    for messages.
+    """Read all questions of a file.
 
-    render: of rows with `messages`. Raises `PromptDataError` when the file cannot be read or holds
-    no usable row.
+    key: configuration key that names the file (`data.train_path`), for messages.
+    render: renders rows with `messages`.
+
+    Raises `PromptDataError` if the file cannot be read or has no usable row.
     """
     questions: list[Question] = []
-    line_of_id: dict[str, int] = {}
-    for number, line in _lines(path, key):
+    line_by_id: dict[str, int] = {}
+    for number, line in _read_lines(path, key):
         origin = f"{path} line {number}"
-        if len(line) > _MOST_BYTES:
-            bad_rows.report(origin, f"is longer than {_MOST_BYTES} bytes")
-            continue
         try:
-            question = _question(line, origin, render, default_id=f"{key}:{number}")
+            question = _parse_question(line, origin, render, default_id=f"{key}:{number}")
+            _check_unique(question, number, line_by_id)
         except ValueError as error:
             bad_rows.report(origin, str(error))
-            continue
         except RecursionError:
             bad_rows.report(origin, "its arrays or objects are nested too deeply")
-            continue
-        first = line_of_id.setdefault(question.id, number)
-        if first == number:
-            questions.append(question)
         else:
-            bad_rows.report(origin, f"id {question.id!r} is already used in line {first}")
+            questions.append(question)
     if not questions:
+        examples = "".join(f"\n  {example}" for example in bad_rows.examples[:3])
         raise PromptDataError(
-            f"{key}={path}: no usable row among {bad_rows.count} bad ones. Each line must be an object such as "
-            '{"prompt": "2+2=", "answer": "4"}'
-            + "".join(f"\n  {example}" for example in bad_rows.examples[:3])
+            f"{key}={path}: the file has no usable row and {bad_rows.count} bad rows. Each line "
+            f"must be an object such as {_EXAMPLE_ROW}{examples}"
         )
     return questions
 
 
-def _lines(path: str | Path, key: str) -> Iterator[tuple[int, bytes]]:
-    """Lines that are not empty, with their numbers; of one that is too long only so much that this
-    can be seen.
-    """
+def _check_unique(question: Question, number: int, line_by_id: dict[str, int]) -> None:
+    first_number = line_by_id.setdefault(question.id, number)
+    if first_number != number:
+        raise ValueError(
+            f"id {question.id!r} is already used in line {first_number}. Ids must be unique"
+        )
+
+
+def _read_lines(path: str | Path, key: str) -> Iterator[tuple[int, bytes]]:
+    """Yield non-empty lines with their numbers. Lines that are too long are truncated."""
     try:
         with Path(path).open("rb") as file:
             for number in itertools.count(1):
-                line = file.readline(_MOST_BYTES + 1)
+                line = file.readline(_MAX_LINE_BYTES + 1)
                 if not line:
                     return
-                piece = line
-                while len(piece) > _MOST_BYTES and not piece.endswith(b"\n"):
-                    piece = file.readline(_MOST_BYTES + 1)
-                content = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-                if len(line) > _MOST_BYTES or content.strip():
+                if len(line) > _MAX_LINE_BYTES:
+                    _skip_rest_of_line(file, line)
+                content = line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
+                if len(line) > _MAX_LINE_BYTES or content.strip():
                     yield number, content
     except OSError as error:
         raise PromptDataError(
-            f"{key}={path}: cannot be read ({error.strerror}). Name a JSONL file, or choose an embedded task with "
-            "data=column_addition"
+            f"{key}={path}: the file cannot be read ({error.strerror}). Name a JSONL file, or "
+            "choose an embedded task with data=column_addition"
         ) from error
 
 
-def _question(line: bytes, origin: str, render: Render, default_id: str) -> Question:
+def _skip_rest_of_line(file: BinaryIO, piece: bytes) -> None:
+    while len(piece) > _MAX_LINE_BYTES and not piece.endswith(b"\n"):
+        piece = file.readline(_MAX_LINE_BYTES + 1)
+
+
+def _parse_question(line: bytes, origin: str, render: Render, default_id: str) -> Question:
+    """Parse one row. Raises ValueError with the rule and the remedy."""
+    if len(line) > _MAX_LINE_BYTES:
+        raise ValueError(f"the line has more than {_MAX_LINE_BYTES} bytes, which is the limit")
     row = msgspec.json.decode(line, type=_Row)
-    text, response = _conversation(row, render)
-    if isinstance(row.answer, UnsetType) and not response:
-        raise ValueError("`answer` is missing, and there is no response in which it could be found")
+    text, response = _parse_conversation(row, render)
+    if not isinstance(row.answer, UnsetType):
+        answer = _parse_answer(bytes(row.answer))
+    elif response:
+        answer = response
+    else:
+        raise ValueError(
+            "`answer` is missing. A row needs an `answer`, or a response that contains it"
+        )
     return Question(
         id=default_id if row.id is None else str(row.id),
         text=text,
-        answer=response if isinstance(row.answer, UnsetType) else _answer(bytes(row.answer)),
+        answer=answer,
         task=row.task,
         origin=origin,
         difficulty=str(row.difficulty),
@@ -129,30 +150,44 @@ def _question(line: bytes, origin: str, render: Render, default_id: str) -> Ques
     )
 
 
-def _conversation(row: _Row, render: Render) -> tuple[str, str]:
-    """What the model reads, and the response that the row shows, if any."""
+def _parse_conversation(row: _Row, render: Render) -> tuple[str, str]:
+    """Return the model's input and the row's response, "" without a response."""
     if (row.prompt is UNSET) == (row.messages is UNSET):
-        raise ValueError("`prompt` or `messages` is needed, one of them")
-    if row.response is not UNSET and not row.response.strip():
-        raise ValueError("`response` is empty")
-    if row.prompt is not UNSET and not row.prompt.strip():
-        raise ValueError("`prompt` is empty")
+        raise ValueError("a row needs either `prompt` or `messages`, not both")
     response = "" if row.response is UNSET else row.response
-    if row.messages is UNSET:
-        return str(row.prompt), response
-    messages = [{"role": message.role, "content": message.content} for message in row.messages]
-    if messages and messages[-1]["role"] == "assistant":
-        if response:
-            raise ValueError("`response` is given, and `messages` end with one of the assistant")
-        response = messages.pop()["content"]
+    if row.response is not UNSET and not response.strip():
+        raise ValueError("`response` is empty. Leave it out or give a text")
+    if isinstance(row.messages, UnsetType):
+        prompt = str(row.prompt)
+        if not prompt.strip():
+            raise ValueError("`prompt` is empty. Give the text that the model reads")
+        return prompt, response
+    messages, last_message = _split_messages(row.messages)
+    if last_message and response:
+        raise ValueError(
+            "the row has two responses: `response`, and the assistant's message at the end of "
+            "`messages`. Leave one of them out"
+        )
+    return render(messages), last_message or response
+
+
+def _split_messages(messages: Sequence[_Message]) -> tuple[list[dict[str, str]], str]:
+    """Split off the assistant's message at the end, "" if there is none."""
+    dialogue = [{"role": message.role, "content": message.content} for message in messages]
+    response = ""
+    if dialogue and dialogue[-1]["role"] == "assistant":
+        response = dialogue.pop()["content"]
         if not response.strip():
-            raise ValueError("the assistant's last message is empty")
-    if not messages or messages[-1]["role"] == "assistant":
-        raise ValueError("`messages` hold nothing that the assistant could answer")
-    return render(messages), response
+            raise ValueError("the assistant's last message is empty. Leave it out or give a text")
+    if not dialogue or dialogue[-1]["role"] == "assistant":
+        raise ValueError(
+            "`messages` has no message for the assistant to answer. End it with a message of the "
+            "user"
+        )
+    return dialogue, response
 
 
-def _answer(raw: bytes) -> str:
+def _parse_answer(raw: bytes) -> str:
     first = raw[:1]
     if first == b'"':
         answer = msgspec.json.decode(raw, type=str)
@@ -163,17 +198,17 @@ def _answer(raw: bytes) -> str:
             f"`answer` must be a string or a number, got {raw[:40].decode('utf-8', 'replace')}"
         )
     if not answer.strip():
-        raise ValueError("`answer` is empty")
+        raise ValueError("`answer` is empty. Give the reference answer")
     return answer
 
 
 def _plain_digits(number: str) -> str:
-    """A JSON number without its exponent, exactly."""
+    """Return a JSON number without its exponent, exactly."""
     _, _, exponent = number.lower().partition("e")
     if not exponent:
         return number
-    if len(exponent.lstrip("+-0")) > len(str(_MOST_EXPONENT)):
+    if len(exponent.lstrip("+-0")) > len(str(_MAX_EXPONENT)):
         raise ValueError(
-            f"`answer`: the exponent of {number[:40]} exceeds {_MOST_EXPONENT}; write the digits out"
+            f"`answer`: the exponent of {number[:40]} exceeds {_MAX_EXPONENT}. Write the digits out"
         )
     return format(Decimal(number), "f")

@@ -1,16 +1,17 @@
-"""Estimated pass rates of a data set's prompts, in a file beside it: a header, then a line for each
-prompt.
+"""Estimated pass rates of a data set's prompts, in a JSONL file.
 
-{"data": {"source": "jsonl", "sha256": "..."}, "model": "...", "samples": 16, "temperature": 1.0,
-...} {"id": "train:1", "right": 3, "samples": 16}
+The first line is a header. Each further line is the rate of one prompt:
+
+    {"data": {"source": "jsonl", "sha256": "..."}, "model": "...", "samples": 16, ...}
+    {"id": "train:1", "correct": 3, "samples": 16}
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -19,12 +20,16 @@ from megatron_rl.contracts.wire_types import Count
 from megatron_rl.prompts.question import PromptDataError
 
 _FORMAT = 1
-_REMEDY = "Write it anew with python launch/profile_prompts.py"
+_REMEDY = "Write the file again with python launch/profile_prompts.py"
+_T = TypeVar("_T")
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """data: which data set, as `identity_of` says; samples: asked of each prompt; date: ISO, of the
-    beginning.
+    """Header of a file of pass rates.
+
+    data: identity of the data set, see `identity_of`.
+    samples: number of responses sampled for each prompt.
+    date: ISO date of the start.
     """
 
     data: dict[str, Any]
@@ -38,144 +43,161 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PassRate(msgspec.Struct, frozen=True, kw_only=True):
-    """right of `samples` judged responses had correctness 1.
+    """Pass rate of one prompt: `correct` of `samples` judged responses have correctness 1.
 
-    samples may be fewer than were asked, or none.
+    `samples` is less than the number of sampled responses if some have no verdict. It may be 0.
     """
 
     id: str
-    right: Count
+    correct: Count
     samples: Count
 
     def __post_init__(self) -> None:
-        if self.right > self.samples:
-            raise ValueError(f"right={self.right} of samples={self.samples}")
+        if self.correct > self.samples:
+            raise ValueError(f"correct={self.correct} must not exceed samples={self.samples}")
 
     def within(self, low: float, high: float) -> bool:
-        """Whether the rate lies in a band; one without samples lies in none."""
-        return self.samples > 0 and low <= self.right / self.samples <= high
+        """Return True if the rate lies in [low, high]. A prompt without samples has no rate."""
+        return self.samples > 0 and low <= self.correct / self.samples <= high
 
 
 def identity_of(settings: DataSettings) -> dict[str, Any]:
-    """Which data set the settings name: a file by its contents, a source that writes questions by
-    what it takes.
+    """Return the identity of the data set that the settings name.
 
-    How many of its questions are taken, and how many held out, makes it no other data set.
+    A file is identified by its contents, a source that generates questions by its settings. The
+    numbers of training and held-out questions are not part of it.
+
+    Raises `PromptDataError` if the file cannot be read.
     """
     if settings.source == "jsonl":
-        assert settings.train_path is not None, "the rules of the configuration ask for it"
-        try:
-            with open(settings.train_path, "rb") as file:
-                return {
-                    "source": "jsonl",
-                    "sha256": hashlib.file_digest(file, "sha256").hexdigest(),
-                }
-        except OSError as error:
-            raise PromptDataError(
-                f"data.train_path={settings.train_path}: it cannot be read ({error})"
-            ) from error
-    told: dict[str, Any] = {"source": settings.source, "seed": settings.seed}
-    optional = {
+        assert settings.train_path is not None, "the configuration's rules require it"
+        return {"source": "jsonl", "sha256": _file_digest(settings.train_path)}
+    identity: dict[str, Any] = {"source": settings.source, "seed": settings.seed}
+    options = {
         "task": settings.task,
         "task_config": settings.task_config,
         "options": settings.options,
     }
-    return told | {name: value for name, value in optional.items() if value}
+    return identity | {name: value for name, value in options.items() if value}
 
 
 def read_pass_rates(path: str | Path, settings: DataSettings) -> dict[str, PassRate]:
-    """Pass rates by prompt id: `right` of `samples`, which a belief can start from.
+    """Read pass rates by prompt id.
 
-    Raises `PromptDataError` for a file that cannot be read, or that is of another data set than the
-    settings name.
+    Raises `PromptDataError` if the file cannot be read, or if it belongs to another data set than
+    the settings name.
     """
-    key = f"data.pass_rates={path}"
     header, rates = read_file(path)
-    told, now = header.data, msgspec.to_builtins(identity_of(settings))
-    if told != now:
-        other = [
-            f"{name}: {told.get(name)!r} there, {now.get(name)!r} here"
-            for name in sorted(told | now)
-            if told.get(name) != now.get(name)
+    identity = msgspec.to_builtins(identity_of(settings))
+    if header.data != identity:
+        differences = [
+            f"{name}: {header.data.get(name)!r} in the file, {identity.get(name)!r} in this run"
+            for name in sorted(header.data | identity)
+            if header.data.get(name) != identity.get(name)
         ]
         raise PromptDataError(
-            f"{key}: it is of another data set ({'; '.join(other)}). {_REMEDY} for this one"
+            f"data.pass_rates={path}: the file belongs to another data set "
+            f"({'; '.join(differences)}). {_REMEDY} for this data set"
         )
     return {rate.id: rate for rate in rates}
 
 
 def read_file(path: str | Path) -> tuple[Header, list[PassRate]]:
-    """Raises `PromptDataError` naming the line."""
-    key, rates, seen = f"data.pass_rates={path}", list[PassRate](), set[str]()
+    """Read the header and the rates. Raises `PromptDataError`, which names the line."""
+    key = f"data.pass_rates={path}"
     try:
         lines = Path(path).read_bytes().splitlines()
     except OSError as error:
-        raise PromptDataError(f"{key}: it cannot be read ({error.strerror}). {_REMEDY}") from error
-    header = _decoded(lines[0] if lines else b"", Header, f"{key} line 1")
+        raise PromptDataError(
+            f"{key}: the file cannot be read ({error.strerror}). {_REMEDY}"
+        ) from error
+    header = _decode(lines[0] if lines else b"", Header, f"{key} line 1")
     if header.format != _FORMAT:
         raise PromptDataError(
-            f"{key}: it is of format {header.format}, and this version reads {_FORMAT}. {_REMEDY}"
+            f"{key}: the file has format {header.format}, but this version reads format {_FORMAT}. "
+            f"{_REMEDY}"
         )
+    rates: dict[str, PassRate] = {}
     for number, line in enumerate(lines[1:], 2):
-        rate = _decoded(line, PassRate, f"{key} line {number}")
-        if rate.id in seen:
+        rate = _decode(line, PassRate, f"{key} line {number}")
+        if rate.id in rates:
             raise PromptDataError(
-                f"{key} line {number}: prompt {rate.id[:80]!r} has a rate already. {_REMEDY}"
+                f"{key} line {number}: prompt {rate.id[:80]!r} already has a rate, and may have "
+                f"only one. {_REMEDY}"
             )
-        seen.add(rate.id)
-        rates.append(rate)
-    return header, rates
+        rates[rate.id] = rate
+    return header, list(rates.values())
 
 
 class PassRateFile:
-    """Written beside its place as `NAME.part`, and moved there when it is whole: `finish`.
+    """Writes pass rates to `NAME.part`, which `finish` renames to NAME.
 
-    What an earlier attempt with the same header (but for its date) left is kept: `done` has its
-    prompts. Raises `PromptDataError` for one of another header.
+    If an interrupted attempt with the same header (apart from the date) left a part, its rates are
+    kept.
+
+    rates: rates that are in the file, by prompt id.
+
+    Raises `PromptDataError` if the part has another header.
     """
 
     def __init__(self, path: Path, header: Header) -> None:
-        self._path, self._part = path, path.with_name(f"{path.name}.part")
-        self.done: dict[str, PassRate] = {}
+        self._path = path
+        self._part = path.with_name(f"{path.name}.part")
+        self.rates: dict[str, PassRate] = {}
         if self._part.exists():
-            self._take_over(header)
+            self._resume(header)
             return
         self._part.parent.mkdir(parents=True, exist_ok=True)
         self._part.write_bytes(msgspec.json.encode(header) + b"\n")
 
     def add(self, rates: Sequence[PassRate]) -> None:
-        """Append, so that nothing of it is lost when the program ends here."""
+        """Append rates. They are in the file even if the process ends right after."""
         with self._part.open("ab") as file:
             file.write(b"".join(msgspec.json.encode(rate) + b"\n" for rate in rates))
-        self.done |= {rate.id: rate for rate in rates}
+        self.rates |= {rate.id: rate for rate in rates}
 
     def finish(self) -> None:
+        """Give the complete file its name."""
         self._part.rename(self._path)
 
-    def _take_over(self, header: Header) -> None:
-        whole = (
-            self._part.read_bytes().rpartition(b"\n")[0] + b"\n"
-        )  # a line that was cut off is asked again
-        self._part.write_bytes(whole)
-        before, rates = read_file(self._part)
-        if msgspec.structs.replace(before, date=header.date) != header:
-            different = [name for name, value in _differences(before, header)]
+    def _resume(self, header: Header) -> None:
+        # The last line may be incomplete. Its prompt is sampled again.
+        complete_lines = self._part.read_bytes().rpartition(b"\n")[0] + b"\n"
+        self._part.write_bytes(complete_lines)
+        part_header, rates = read_file(self._part)
+        if differences := _differences(part_header, header):
             raise PromptDataError(
-                f"data.pass_rates={self._path}: {self._part} is what an attempt with other settings left "
-                f"({', '.join(different)}). Remove it, or give another name"
+                f"data.pass_rates={self._path}: {self._part} belongs to an interrupted attempt "
+                f"with other settings ({', '.join(differences)}). Remove it, or give another name"
             )
-        self.done = {rate.id: rate for rate in rates}
+        self.rates = {rate.id: rate for rate in rates}
 
 
-def _differences(one: Header, other: Header) -> Iterator[tuple[str, Any]]:
-    ones: Mapping[str, Any] = msgspec.structs.asdict(one)
-    for name, value in msgspec.structs.asdict(other).items():
-        if name != "date" and ones[name] != value:
-            yield name, value
+def _differences(first: Header, second: Header) -> list[str]:
+    """Return the names of the fields that differ, apart from the date."""
+    first_fields: Mapping[str, Any] = msgspec.structs.asdict(first)
+    second_fields: Mapping[str, Any] = msgspec.structs.asdict(second)
+    return [
+        name
+        for name, value in second_fields.items()
+        if name != "date" and first_fields[name] != value
+    ]
 
 
-def _decoded(line: bytes, kind: Any, where: str) -> Any:
+def _file_digest(path: str) -> str:
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise PromptDataError(
+            f"data.train_path={path}: the file cannot be read ({error.strerror}). Name a JSONL "
+            "file that can be read"
+        ) from error
+
+
+def _decode(line: bytes, kind: type[_T], location: str) -> _T:
     try:
         return msgspec.json.decode(line, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise PromptDataError(f"{where}: it is no such line ({error}). {_REMEDY}") from error
+        name = "header" if kind is Header else "pass rate"
+        raise PromptDataError(f"{location}: it is no valid {name} ({error}). {_REMEDY}") from error

@@ -1,6 +1,4 @@
-"""What every source of prompts yields before tokenization, and what happens to rows that cannot be
-used.
-"""
+"""Questions before tokenization, and the collection of rows that cannot be used."""
 
 from __future__ import annotations
 
@@ -10,14 +8,15 @@ from typing import Literal, Protocol
 
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 
-_EXAMPLES_KEPT = 20
-_MOST_NAMED = 10_000
-_LONGEST_REASON = 300  # characters: what a row holds may be megabytes
+_MAX_EXAMPLES = 20
+_MAX_MESSAGES = 10_000
+_MAX_MESSAGE_CHARACTERS = 300  # a row may have megabytes
 
 
 class PromptDataError(Failure, ValueError):
-    """Prompt data that cannot be used; names the key, or the file and line, the rule and the
-    remedy.
+    """Prompt data cannot be used.
+
+    The message names the key, or the file and line, the rule and the remedy.
     """
 
     exit_code = ExitCode.BAD_DATA
@@ -25,13 +24,15 @@ class PromptDataError(Failure, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One question in text.
+    """One question as text.
 
-    id: unique within a run's data. task, difficulty: free labels that metrics group by. identity:
-    questions of equal identity are the same question in disguise and never fall on both sides of
-    the train/held-out split; "" stands for the text but for case and white space. origin: where it
-    came from, for messages (`train.jsonl line 3`); "" stands for the id. worked: a worked response,
-    without the end-of-sequence token, where the source can write one.
+    id: unique within a run's data.
+    task, difficulty: free labels, by which metrics are grouped.
+    identity: questions with the same identity are variants of one question and never fall on both
+    sides of the train/held-out split. "" stands for the text without case and white space.
+    origin: where the question comes from, for messages (`train.jsonl line 3`). "" stands for the
+    id.
+    demonstration: a correct response without the end-of-sequence token, "" if the source has none.
     """
 
     id: str
@@ -51,51 +52,58 @@ class Question:
 
 
 class Source(Protocol):
-    """Writes questions: an embedded task, a generator, or the user's own behind
+    """Generates questions.
+
+    A source is an embedded task, a generator of reasoning-gym, or a user-defined class behind
     `data.source=package.module:Name`.
     """
 
     def questions(self, seed: int) -> Iterator[Question]:
-        """A stream that depends on the seed alone, endless or not. Equal texts are used once."""
+        """Yield questions that depend on the seed alone, endlessly or not.
+
+        Questions with equal texts are used once.
+        """
         ...
 
 
 @dataclass
 class BadRows:
-    """Collects rows that are not used. policy: whether a bad row ends the run or is left out and
-    counted.
+    """Collects rows that are not used.
 
-    count: how many bad ones. examples: the first of them, as `origin: reason`. named: the first
-    10,000 of all rows that are left out, repeated ones too.
+    policy: `fail` ends the run at the first bad row, `skip` leaves bad rows out and counts them.
+    count: number of bad rows.
+    examples: the first bad rows, as `origin: reason`.
+    messages: the first 10,000 rows that are left out, including repeated ones, as `origin: reason`.
     """
 
     policy: Literal["fail", "skip"]
     count: int = 0
     examples: list[str] = field(default_factory=list)
-    named: list[str] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
 
     def report(self, origin: str, reason: str) -> None:
-        """Count a bad row, or raise `PromptDataError` when bad rows are fatal."""
-        message = _shortened(f"{origin}: {reason}")
+        """Count a bad row. Raises `PromptDataError` if the policy is `fail`."""
+        message = _shorten(f"{origin}: {reason}")
         if self.policy == "fail":
             raise PromptDataError(
-                f"{message}. Correct it, or leave such rows out with data.on_bad_row=skip"
+                f"{message}. Correct the row, or leave such rows out with data.on_bad_row=skip"
             )
         self.count += 1
-        if len(self.examples) < _EXAMPLES_KEPT:
+        if len(self.examples) < _MAX_EXAMPLES:
             self.examples.append(message)
-        self._name(message)
+        self._add_message(message)
 
     def leave_out(self, origin: str, reason: str) -> None:
-        """Name a row that is not used though nothing is wrong with it."""
-        self._name(_shortened(f"{origin}: {reason}"))
+        """Record a row that is valid but not used."""
+        self._add_message(_shorten(f"{origin}: {reason}"))
 
-    def _name(self, message: str) -> None:
-        if len(self.named) < _MOST_NAMED:
-            self.named.append(message)
+    def _add_message(self, message: str) -> None:
+        if len(self.messages) < _MAX_MESSAGES:
+            self.messages.append(message)
 
 
-def _shortened(text: str) -> str:
-    """One line of bounded length."""
-    text = text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]}…"
+def _shorten(text: str) -> str:
+    """Return one line of limited length."""
+    if len(text) > _MAX_MESSAGE_CHARACTERS:
+        text = f"{text[:_MAX_MESSAGE_CHARACTERS]}…"
     return " ".join(text.split())

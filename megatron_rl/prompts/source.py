@@ -1,4 +1,4 @@
-"""An endless, seeded stream of training prompts, beside a fixed tuple of held-out prompts."""
+"""Endless, seeded stream of training prompts, with a fixed tuple of held-out prompts."""
 
 from __future__ import annotations
 
@@ -18,38 +18,52 @@ from megatron_rl.prompts.question import PromptDataError
 
 
 @dataclass(frozen=True)
-class Excluded:
-    """Rows that are not used. bad: malformed or unusable; examples: the first of them. duplicates:
-    repeated questions. overlapping: training rows that are also held out. named: the first of all
-    these, as `origin: reason`."""
+class ExcludedRows:
+    """Rows that are not used.
+
+    bad: number of malformed or unusable rows.
+    duplicates: number of repeated questions.
+    overlapping: number of training rows whose question is held out.
+    examples: the first bad rows, as `origin: reason`.
+    messages: the first of all these rows, as `origin: reason`.
+    """
 
     bad: int = 0
     duplicates: int = 0
     overlapping: int = 0
     examples: tuple[str, ...] = ()
-    named: tuple[str, ...] = ()
+    messages: tuple[str, ...] = ()
+
+    @property
+    def count(self) -> int:
+        return self.bad + self.duplicates + self.overlapping
 
     def __str__(self) -> str:
-        return f"left out: {self.bad} bad rows, {self.duplicates} duplicates, {self.overlapping} that are also held out"
+        return (
+            f"left out: {self.bad} bad rows, {self.duplicates} duplicates, {self.overlapping} that "
+            "are also held out"
+        )
 
     def report(self) -> str:
-        """The text of a file that names what was left out, a line each; empty when there is nothing
-        to name.
-        """
-        if not self.named:
+        """Return a text with one line for each row, "" without such rows."""
+        if not self.messages:
             return ""
-        more = self.bad + self.duplicates + self.overlapping - len(self.named)
-        rest = [f"... and {more} more"] if more > 0 else []
-        return "\n".join([str(self), *self.named, *rest]) + "\n"
+        lines = [str(self), *self.messages]
+        num_more = self.count - len(self.messages)
+        if num_more > 0:
+            lines.append(f"... and {num_more} more")
+        return "\n".join(lines) + "\n"
 
 
 class PromptSource:
-    """train, held_out: the prompts of each side; excluded: what was left out of both.
+    """Stream of training prompts, each once per epoch.
 
-    rates: estimated pass rates by prompt id. A band of them leaves out of `take` what is not in it;
-    `train`, the order and the cursor are those of all prompts, so that a band may change between
-    two steps. beliefs: that a new run begins with, where another had some (see
-    `TransferredBeliefs`).
+    train, held_out: all prompts of each side.
+    excluded_rows: rows that are in neither side.
+    rates: estimated pass rates by prompt id. A pass-rate range excludes prompts from `take` and
+    `offer`. It changes neither `train` nor the order nor the cursor, so it may change between two
+    steps.
+    initial_beliefs: beliefs of another run from which a new run starts, see `TransferredBeliefs`.
     """
 
     def __init__(
@@ -57,158 +71,183 @@ class PromptSource:
         train: Sequence[Prompt],
         held_out: Sequence[Prompt],
         settings: DataSettings,
-        excluded: Excluded | None = None,
+        excluded_rows: ExcludedRows | None = None,
         rates: Mapping[str, PassRate] | None = None,
     ) -> None:
         self.train = tuple(train)
         self.held_out = tuple(held_out)
-        self.excluded = excluded or Excluded()
+        self.excluded_rows = excluded_rows or ExcludedRows()
+        self.rates: Mapping[str, PassRate] = rates or {}
+        self.initial_beliefs: BeliefState | None = None
         self._settings = settings
         self._epoch = 0
         self._position = 0
-        self._order = self._epoch_order()
-        self._put_off: deque[int] = deque()
-        self._repeated: dict[int, None] = {}  # each once: a step may go through many epochs
-        self.rates: Mapping[str, PassRate] = rates or {}
-        self.beliefs: BeliefState | None = None
-        self._band: Sequence[float] | None = None
-        self._outside: frozenset[int] = frozenset()
-        self.choose(settings.pass_rate_range)
+        self._order = self._shuffle_epoch()
+        self._postponed_indices: deque[int] = deque()
+        # Prompts that the current step cannot take twice, as an ordered set: a step may go through
+        # many epochs.
+        self._repeated_indices: dict[int, None] = {}
+        self._pass_rate_range: Sequence[float] | None = None
+        self._indices_out_of_range: frozenset[int] = frozenset()
+        self.set_pass_rate_range(settings.pass_rate_range)
 
     @property
     def num_available(self) -> int:
-        """How many training prompts there are to take: those in the band."""
-        return len(self.train) - len(self._outside)
+        """Number of training prompts in the pass-rate range."""
+        return len(self.train) - len(self._indices_out_of_range)
 
-    def choose(self, band: Sequence[float] | None) -> None:
-        """From now on take only prompts whose rate lies in [low, high]; None: all."""
-        self._band, self._outside = band, frozenset[int]()
-        if band is not None:
-            low, high = band
-            inside = {prompt_id for prompt_id, rate in self.rates.items() if rate.within(low, high)}
-            self._outside = frozenset(
-                i for i, prompt in enumerate(self.train) if prompt.id not in inside
-            )
+    def set_pass_rate_range(self, pass_rate_range: Sequence[float] | None) -> None:
+        """Offer only prompts whose pass rate lies in [low, high] from now on. None: all prompts."""
+        self._pass_rate_range = pass_rate_range
+        self._indices_out_of_range = frozenset()
+        if pass_rate_range is None:
+            return
+        low, high = pass_rate_range
+        ids_in_range = {id_ for id_, rate in self.rates.items() if rate.within(low, high)}
+        self._indices_out_of_range = frozenset(
+            index for index, prompt in enumerate(self.train) if prompt.id not in ids_in_range
+        )
 
-    def told(self) -> tuple[str, str, str]:
-        """What was left out, and what is known of pass rates and believed of them, for people."""
-        return str(self.excluded), self.report_rates(), self._report_beliefs()
+    def notes(self) -> tuple[str, str, str]:
+        """Return notes for the log about excluded rows, pass rates and initial beliefs.
 
-    def report_rates(self) -> str:
-        """How many prompts of each side of the file and of the band there are, for people; empty
-        without rates.
+        A note is "" if there are no rates or no beliefs.
         """
-        if not self.rates:
-            return ""
-        known = {prompt.id for prompt in self.train}
-        rated = sum(
-            bool((rate := self.rates.get(prompt.id)) and rate.samples) for prompt in self.train
-        )
-        inside = (
-            "" if self._band is None else f"; {self.num_available} in data.pass_rate_range={list(self._band)}"
-        )
-        strangers = sum(prompt_id not in known for prompt_id in self.rates)
-        return f"pass rates: of {rated} of {len(known)} training prompts, and of {strangers} unknown ids{inside}"
-
-    def _report_beliefs(self) -> str:
-        """How many prompts a run that begins with another's beliefs knows; empty for any other."""
-        if self.beliefs is None:
-            return ""
-        known = len({prompt.id for prompt in self.train} & set(self.beliefs.prompts))
-        few = "; fewer than half are known, and the others begin as their stratum does"
-        others = len(self.beliefs.prompts) - known
-        told = f"beliefs: of {known} of {len(self.train)} training prompts, and of {others} others"
-        return told + (few if 2 * known < len(self.train) else "")
+        return str(self.excluded_rows), self._rates_note(), self._beliefs_note()
 
     def take(self, n: int) -> list[Prompt]:
-        """The next `n` training prompts, all different, across the ends of epochs."""
+        """Return the next `n` training prompts, all different, across the ends of epochs.
+
+        Raises `PromptDataError` if there are not as many.
+        """
         self.require(n)
         self.begin_step()
-        taken: dict[str, Prompt] = {}
-        while len(taken) < n:
-            offered = self.offer(taken)
-            assert offered is not None, "there are n different ones"
-            taken[offered[0].id] = offered[0]
-        return list(taken.values())
+        prompts: dict[str, Prompt] = {}
+        while len(prompts) < n:
+            offer = self.offer(prompts)
+            assert offer is not None, "`require` has counted the prompts"
+            prompt, _ = offer
+            prompts[prompt.id] = prompt
+        return list(prompts.values())
 
     def begin_step(self) -> None:
-        """What the step before could not ask twice comes first."""
-        self._put_off.extendleft(reversed(self._repeated))
-        self._repeated = {}
+        """Begin a step. Prompts that the previous step could not take twice come first."""
+        self._postponed_indices.extendleft(reversed(self._repeated_indices))
+        self._repeated_indices = {}
 
-    def offer(self, asked: Collection[str]) -> tuple[Prompt, int] | None:
-        """The next training prompt, and its epoch: each is offered once per epoch, across the ends
-        of epochs.
+    def offer(self, ids_of_step: Collection[str]) -> tuple[Prompt, int] | None:
+        """Return the next training prompt and its epoch, or None if the step has all prompts.
 
-        asked: ids that this step has asked; their prompts are put off to the next step, each once.
-        None: it has asked all.
+        Each prompt is offered once per epoch, across the ends of epochs.
+
+        ids_of_step: ids that the step has already. Their prompts are postponed to the next step,
+        each once.
         """
-        if len(asked) >= self.num_available:
+        if len(ids_of_step) >= self.num_available:
             return None
-        while self.train[index := self._next_index()].id in asked:
-            self._repeated[index] = None
+        index = self._next_index()
+        while self.train[index].id in ids_of_step:
+            self._repeated_indices[index] = None
+            index = self._next_index()
         return self.train[index], self._epoch
 
     @property
     def cursor(self) -> PromptCursor:
-        """What was offered so far."""
-        postponed_indices = (*self._repeated, *self._put_off)
+        """Position in the stream, which `seek` takes."""
         return PromptCursor(
-            epoch=self._epoch, position=self._position, postponed_indices=postponed_indices, digest=self._digest
+            epoch=self._epoch,
+            position=self._position,
+            postponed_indices=(*self._repeated_indices, *self._postponed_indices),
+            digest=self._digest,
         )
 
     def seek(self, cursor: PromptCursor) -> None:
-        """Go on behind what a run before had taken.
+        """Continue after the prompts that an earlier run has taken.
 
-        Raises `PromptDataError` where that run had other prompts.
+        Raises `PromptDataError` if that run had other prompts.
         """
         if cursor.digest != self._digest:
             raise PromptDataError(
-                f"run.resume: the checkpoint's run had other training prompts than the {len(self.train)} here. Give it "
-                "the same data.* and the same files, or start another run"
+                f"run.resume: the checkpoint's run had other training prompts than the "
+                f"{len(self.train)} here. Give it the same data.* and the same files, or start "
+                "another run"
             )
-        self._epoch, self._position = cursor.epoch, cursor.position
-        self._put_off, self._repeated = deque(cursor.postponed_indices), {}
-        self._order = self._epoch_order()
+        self._epoch = cursor.epoch
+        self._position = cursor.position
+        self._postponed_indices = deque(cursor.postponed_indices)
+        self._repeated_indices = {}
+        self._order = self._shuffle_epoch()
 
     def require(self, n: int) -> None:
-        """Raise `PromptDataError` unless n prompts can be taken at once."""
-        if self._band is not None and n > self.num_available:
+        """Raise `PromptDataError` unless there are `n` different prompts for a step."""
+        if self._pass_rate_range is not None and n > self.num_available:
             raise PromptDataError(
-                f"data.pass_rate_range={list(self._band)}: it leaves {self.num_available} prompts, and "
-                f"rollout.prompts_per_step={n} different ones are taken in a step ({self.report_rates()}). Widen the "
-                "band, lower rollout.prompts_per_step, or give more training data"
+                f"data.pass_rate_range={list(self._pass_rate_range)}: it leaves "
+                f"{self.num_available} prompts, but a step needs rollout.prompts_per_step={n} "
+                f"different ones ({self._rates_note()}). Widen the range, lower "
+                "rollout.prompts_per_step, or give more training data"
             )
         if n > len(self.train):
             raise PromptDataError(
-                f"rollout.prompts_per_step={n}: there are only {len(self.train)} usable training prompts, and no "
-                "question is drawn twice in a step. Lower it, or give more training data"
+                f"rollout.prompts_per_step={n}: there are only {len(self.train)} usable training "
+                "prompts, and a step samples no prompt twice. Lower it, or give more training data"
             )
 
+    def _rates_note(self) -> str:
+        if not self.rates:
+            return ""
+        ids = {prompt.id for prompt in self.train}
+        rates = [self.rates.get(prompt.id) for prompt in self.train]
+        num_known = sum(rate is not None and rate.samples > 0 for rate in rates)
+        num_unknown_ids = sum(prompt_id not in ids for prompt_id in self.rates)
+        note = (
+            f"pass rates: of {num_known} of {len(ids)} training prompts, and of {num_unknown_ids} "
+            "unknown ids"
+        )
+        if self._pass_rate_range is None:
+            return note
+        pass_rate_range = list(self._pass_rate_range)
+        return f"{note}; {self.num_available} in data.pass_rate_range={pass_rate_range}"
+
+    def _beliefs_note(self) -> str:
+        if self.initial_beliefs is None:
+            return ""
+        ids = {prompt.id for prompt in self.train}
+        num_known = len(ids & set(self.initial_beliefs.prompts))
+        num_others = len(self.initial_beliefs.prompts) - num_known
+        note = (
+            f"beliefs: about {num_known} of {len(self.train)} training prompts, and about "
+            f"{num_others} others"
+        )
+        if 2 * num_known < len(self.train):
+            note += "; fewer than half are known, and the others start from their stratum"
+        return note
+
     def _next_index(self) -> int:
-        while (index := self._next_of_all()) in self._outside:
-            pass
+        index = self._next_index_of_all()
+        while index in self._indices_out_of_range:
+            index = self._next_index_of_all()
         return index
 
-    def _next_of_all(self) -> int:
-        if self._put_off:
-            return self._put_off.popleft()
+    def _next_index_of_all(self) -> int:
+        if self._postponed_indices:
+            return self._postponed_indices.popleft()
         if self._position == len(self._order):
             self._epoch += 1
             self._position = 0
-            self._order = self._epoch_order()
+            self._order = self._shuffle_epoch()
         self._position += 1
         return self._order[self._position - 1]
 
     @cached_property
     def _digest(self) -> str:
-        """Of which prompts in which order a cursor speaks."""
-        named = "\n".join(f"{prompt.id}\t{prompt.token_ids}" for prompt in self.train)
-        return hashlib.sha256(
-            f"{self._settings.seed}/{self._settings.shuffle}\n{named}".encode()
-        ).hexdigest()
+        """Digest of the prompts and their order, to which a cursor belongs."""
+        settings = self._settings
+        prompts = "\n".join(f"{prompt.id}\t{prompt.token_ids}" for prompt in self.train)
+        text = f"{settings.seed}/{settings.shuffle}\n{prompts}"
+        return hashlib.sha256(text.encode()).hexdigest()
 
-    def _epoch_order(self) -> list[int]:
+    def _shuffle_epoch(self) -> list[int]:
         order = list(range(len(self.train)))
         if self._settings.shuffle:
             random.Random(f"{self._settings.seed}/{self._epoch}").shuffle(order)

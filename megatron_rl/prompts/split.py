@@ -1,4 +1,4 @@
-"""Train and held-out questions."""
+"""Split of questions into training and held-out questions."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ from dataclasses import dataclass
 
 from megatron_rl.prompts.question import BadRows, PromptDataError, Question
 
-_HELD_OUT_ONE_IN = 8
-_PATIENCE = 20_000
+# One identity in so many belongs to the held-out side of a generator.
+_HELD_OUT_DIVISOR = 8
+# A generator that yields more unusable questions in a row is exhausted.
+_MAX_UNUSABLE = 20_000
 
 
 @dataclass(frozen=True)
 class Split:
-    """duplicates: rows left out because they repeat a question; overlapping: because they were held
-    out.
+    """Questions of both sides.
+
+    duplicates: number of rows left out because they repeat a question.
+    overlapping: number of training rows left out because their question is held out.
     """
 
     train: list[Question]
@@ -24,107 +28,119 @@ class Split:
     overlapping: int = 0
 
 
-def draw_split(questions: Iterable[Question], num_train: int, num_eval: int) -> Split:
-    """Fill both sides from a generator: one identity in eight belongs to the held-out side.
+def split_generator(questions: Iterable[Question], num_train: int, num_eval: int) -> Split:
+    """Fill both sides from a generator. One identity in eight belongs to the held-out side.
 
-    Repeated texts are drawn again. Raises `PromptDataError` when the generator ends, or gives
-    20,000 questions in a row that neither side can use, before both sides are full.
+    A question with a repeated text is skipped.
+
+    Raises `PromptDataError` if the generator ends, or yields 20,000 unusable questions in a row,
+    before both sides are full.
     """
-    sides: tuple[list[Question], list[Question]] = ([], [])
-    wanted = (num_train, num_eval)
-    seen: set[str] = set()
-    unused_in_a_row = duplicates = 0
+    train: list[Question] = []
+    held_out: list[Question] = []
+    texts: set[str] = set()
+    num_unusable = 0
+    duplicates = 0
     for question in questions:
-        side = int(_rank(question.identity) % _HELD_OUT_ONE_IN == 0)
-        if question.text in seen:
-            duplicates += 1
-            unused_in_a_row += 1
-        elif len(sides[side]) < wanted[side]:
-            seen.add(question.text)
-            sides[side].append(question)
-            unused_in_a_row = 0
+        is_held_out = _rank(question.identity) % _HELD_OUT_DIVISOR == 0
+        side = held_out if is_held_out else train
+        limit = num_eval if is_held_out else num_train
+        is_duplicate = question.text in texts
+        duplicates += is_duplicate
+        if is_duplicate or len(side) == limit:
+            num_unusable += 1
         else:
-            unused_in_a_row += 1
-        if len(sides[0]) == num_train and len(sides[1]) == num_eval:
-            return Split(*sides, duplicates=duplicates)
-        if unused_in_a_row > _PATIENCE:
+            texts.add(question.text)
+            side.append(question)
+            num_unusable = 0
+        if len(train) == num_train and len(held_out) == num_eval:
+            return Split(train, held_out, duplicates=duplicates)
+        if num_unusable > _MAX_UNUSABLE:
             break
     raise PromptDataError(
-        f"data.num_train={num_train}, data.num_eval={num_eval}: the task gave only {len(sides[0])} training and "
-        f"{len(sides[1])} held-out questions. Ask for fewer, or widen the task's settings"
+        f"data.num_train={num_train}, data.num_eval={num_eval}: the source has only {len(train)} "
+        f"training and {len(held_out)} held-out questions. Lower these keys, or change the "
+        "source's settings so that it has more questions"
     )
 
 
 def hold_out(questions: Sequence[Question], num_eval: int, bad_rows: BadRows) -> Split:
-    """Hold `num_eval` questions out of a finite set: those whose identities have the smallest
-    hashes.
+    """Hold `num_eval` questions out of a file: those whose identities have the smallest hashes.
 
-    A repeated question is used once; repeated with another answer it is a bad row.
+    A repeated question is used once. If it is repeated with another answer, it is a bad row.
+
+    Raises `PromptDataError` if no question is left to train on.
     """
-    unique, duplicates = _without_repeats(questions, bad_rows)
+    unique, duplicates = _drop_duplicates(questions, bad_rows)
     if num_eval >= len(unique):
         raise PromptDataError(
-            f"data.num_eval={num_eval}: holding that many out of {len(unique)} usable questions leaves none to train "
-            "on. Lower data.num_eval, or name a file of held-out questions in data.eval_path"
+            f"data.num_eval={num_eval}: there are only {len(unique)} usable questions, so none is "
+            "left to train on. Lower data.num_eval, or name a file of held-out questions in "
+            "data.eval_path"
         )
-    held = {
-        q.identity for q in sorted(unique, key=lambda q: (_rank(q.identity), q.identity))[:num_eval]
-    }
+    by_rank = sorted(unique, key=lambda question: (_rank(question.identity), question.identity))
+    held_out_identities = {question.identity for question in by_rank[:num_eval]}
     return Split(
-        train=[q for q in unique if q.identity not in held],
-        held_out=[q for q in unique if q.identity in held],
+        train=[question for question in unique if question.identity not in held_out_identities],
+        held_out=[question for question in unique if question.identity in held_out_identities],
         duplicates=duplicates,
     )
 
 
 def keep_apart(train: Sequence[Question], held_out: Sequence[Question], bad_rows: BadRows) -> Split:
-    """Two given sets: what is in the held-out set is left out of the training set, and counted.
+    """Split two files: questions that are held out are left out of the training questions.
 
-    An id that is left on both sides names two different questions: the held-out one is a bad row.
+    An id on both sides that names two different questions makes the held-out one a bad row.
     """
-    unique_train, repeated = _without_repeats(train, bad_rows)
-    unique_held, repeated_held = _without_repeats(held_out, bad_rows)
-    held = {q.identity for q in unique_held}
-    kept = []
+    unique_train, train_duplicates = _drop_duplicates(train, bad_rows)
+    unique_held_out, held_out_duplicates = _drop_duplicates(held_out, bad_rows)
+    held_out_identities = {question.identity for question in unique_held_out}
+    distinct_train = []
     for question in unique_train:
-        if question.identity in held:
-            bad_rows.leave_out(question.origin, "is held out too")
+        if question.identity in held_out_identities:
+            bad_rows.leave_out(question.origin, "the question is held out, too")
         else:
-            kept.append(question)
-    origin_of_id = {q.id: q.origin for q in kept}
-    distinct_held = []
-    for question in unique_held:
-        if question.id in origin_of_id:
+            distinct_train.append(question)
+    origin_by_id = {question.id: question.origin for question in distinct_train}
+    distinct_held_out = []
+    for question in unique_held_out:
+        if question.id in origin_by_id:
             bad_rows.report(
                 question.origin,
-                f"id {question.id!r} is already used in {origin_of_id[question.id]}",
+                f"id {question.id!r} is already used in {origin_by_id[question.id]}. Ids must be "
+                "unique",
             )
         else:
-            distinct_held.append(question)
-    return Split(kept, distinct_held, repeated + repeated_held, len(unique_train) - len(kept))
+            distinct_held_out.append(question)
+    return Split(
+        distinct_train,
+        distinct_held_out,
+        duplicates=train_duplicates + held_out_duplicates,
+        overlapping=len(unique_train) - len(distinct_train),
+    )
 
 
-def _without_repeats(
+def _drop_duplicates(
     questions: Sequence[Question], bad_rows: BadRows
 ) -> tuple[list[Question], int]:
-    first: dict[str, Question] = {}
+    """Return the first question of each identity, and the number of duplicates."""
+    first_by_identity: dict[str, Question] = {}
     duplicates = 0
     for question in questions:
-        known = first.setdefault(question.identity, question)
-        if known is question:
+        first = first_by_identity.setdefault(question.identity, question)
+        if first is question:
             continue
-        if known.answer == question.answer:
+        if first.answer == question.answer:
             duplicates += 1
-            bad_rows.leave_out(question.origin, f"repeats the question of {known.origin}")
+            bad_rows.leave_out(question.origin, f"repeats the question of {first.origin}")
         else:
             bad_rows.report(
                 question.origin,
-                f"repeats the question of {known.origin} with another answer ({question.answer!r})",
+                f"repeats the question of {first.origin} with another answer ({question.answer!r})",
             )
-    return list(first.values()), duplicates
+    return list(first_by_identity.values()), duplicates
 
 
 def _rank(identity: str) -> int:
-    return int.from_bytes(
-        hashlib.blake2b(identity.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big"
-    )
+    key = identity.encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big")

@@ -1,1 +1,1 @@
-"""Which prompts a step asks, and how many rollouts of each."""
+"""Prompt selection: which prompts a step samples, and how many rollouts of each."""

@@ -1,27 +1,38 @@
-"""Which of the prompts that are offered a step takes."""
+"""Random acceptance of the prompts that are offered to a step."""
 
 from __future__ import annotations
 
 import hashlib
 
-from megatron_rl.config.schema import SelectionSettings
+from megatron_rl.config.schema import SelectionExpertSettings
 
-_OLD = 0.5  # at least, of what was not seen for selection.expert.max_age_steps steps
+# Smallest acceptance probability of a prompt after selection.expert.max_age_steps steps
+_MIN_ACCEPTANCE_AFTER_MAX_AGE = 0.5
 
 
 def coin(seed: int, epoch: int, prompt_id: str) -> float:
-    """In [0, 1), the same whenever it is thrown: no generator is shared, so that a resumed run
-    throws the same.
+    """Return a random number in [0, 1) that depends on the arguments alone.
+
+    A resumed run therefore gets the same numbers, without a generator's state.
     """
-    named = f"{seed}/{epoch}/{prompt_id}".encode("utf-8", "surrogatepass")
-    return int.from_bytes(hashlib.blake2b(named, digest_size=8).digest(), "big") / 2**64
+    key = f"{seed}/{epoch}/{prompt_id}".encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") / 2**64
 
 
-def acceptance(chance: float, unseen: int, settings: SelectionSettings) -> float:
-    """The probability that an offered prompt is taken; never 0. unseen: for how many steps.
+def acceptance_probability(
+    probability: float, steps_since_group: int, settings: SelectionExpertSettings
+) -> float:
+    """Return the probability with which a step accepts an offered prompt. It is never 0.
 
-    max(floor, min(1, (chance / target)^power)), and at least 1/2 once unseen for `age` steps.
-    chance: of a group that `selection.skip` does not name.
+    max(min_acceptance, min(1, (probability / acceptance_target)^acceptance_exponent))
+
+    It is at least 1/2 once the prompt has had no group for `max_age_steps` steps.
+
+    probability: probability of a group that `selection.skip` does not name.
+    steps_since_group: steps since the prompt's last group.
     """
-    taken = max(settings.expert.min_acceptance, min(1.0, (chance / settings.expert.acceptance_target) ** settings.expert.acceptance_exponent))
-    return max(taken, _OLD) if unseen >= settings.expert.max_age_steps else taken
+    ratio = probability / settings.acceptance_target
+    acceptance = max(settings.min_acceptance, min(1.0, ratio**settings.acceptance_exponent))
+    if steps_since_group >= settings.max_age_steps:
+        return max(acceptance, _MIN_ACCEPTANCE_AFTER_MAX_AGE)
+    return acceptance

@@ -1,7 +1,7 @@
-"""What is believed of a pass rate p, as a Gaussian of ψ = arcsin √p: there the noise of counting
-does not depend on p.
+"""Kalman filter of pass rates p, in the variable ψ = arcsin √p.
 
-All functions are pure and work on arrays; variances are those of ψ, in rad².
+A belief is a Gaussian of ψ. In this variable the observation noise does not depend on p. All
+functions are pure and work on arrays. Variances are those of ψ, in rad².
 """
 
 from __future__ import annotations
@@ -10,60 +10,77 @@ import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
 
-HIGHEST = np.pi / 2  # ψ of p = 1
-WIDEST = 0.25  # nothing is known
+MAX_ANGLE = np.pi / 2  # ψ of p = 1
+MAX_VARIANCE = 0.25  # variance of an uninformative belief
 
 
-def predicted(
-    mean: Floats, variance: Floats, steps: Floats, drift: float, growth: Floats | float
+def predict(
+    mean: Floats, variance: Floats, steps: Floats, drift: float, process_noise: Floats | float
 ) -> tuple[Floats, Floats]:
-    """The belief `steps` steps later: μ + v Δt sin 2μ within [0, π/2], V + q Δt up to 0.25.
+    """Predict a belief `steps` steps later.
 
-    growth: q, see `ProcessNoise`. drift: v, a quarter of what the logit of every pass rate gains
-    per step (dψ/dt = sin 2ψ / 4 · d logit p / dt).
+    The mean becomes μ + v Δt sin 2μ within [0, π/2], the variance V + q Δt up to 0.25.
+
+    drift: v, a quarter of the change per step of every pass rate's logit
+    (dψ/dt = sin 2ψ / 4 · d logit p / dt).
+    process_noise: q in rad² per step, see `ProcessNoise`.
     """
-    moved = np.clip(mean + drift * steps * np.sin(2 * mean), 0.0, HIGHEST)
-    return moved, np.maximum(variance, np.minimum(variance + growth * steps, WIDEST))
+    new_mean = np.clip(mean + drift * steps * np.sin(2 * mean), 0.0, MAX_ANGLE)
+    new_variance = np.minimum(variance + process_noise * steps, MAX_VARIANCE)
+    return new_mean, np.maximum(variance, new_variance)
 
 
-def observation(
-    right: Floats, samples: Floats, mixed: npt.NDArray[np.bool_]
-) -> tuple[Floats, Floats]:
-    """What a judged group says of ψ, and the variance of that.
+def observation(correct: Floats, samples: Floats, is_mixed: Mask) -> tuple[Floats, Floats]:
+    """Return the observed ψ of judged groups and its noise variance.
 
-    right: the sum of the raw correctness of its `samples` verdicts, each within [0, 1]. A mixed
-    group says z = arcsin √((k + 3/8) / (n + 3/4)), R = 1 / (4n + 2); a flat one z = 0 or π/2,
-    whichever is nearer, R = 1 / (2n).
+    A mixed group gives z = arcsin √((k + 3/8) / (n + 3/4)) and R = 1 / (4n + 2). Another group
+    gives z = 0 or π/2, whichever is nearer, and R = 1 / (2n).
+
+    correct: k, sum of the group's raw correctness, each within [0, 1].
+    samples: n, number of the group's verdicts.
     """
-    share = (right + 0.375) / (samples + 0.75)
-    seen = np.where(mixed, np.arcsin(np.sqrt(share)), np.where(2 * right < samples, 0.0, HIGHEST))
-    return seen, np.where(mixed, 1 / (4 * samples + 2), 1 / (2 * samples))
+    share = (correct + 0.375) / (samples + 0.75)
+    mixed_angle = np.arcsin(np.sqrt(share))
+    end_angle = np.where(2 * correct < samples, 0.0, MAX_ANGLE)
+    angle = np.where(is_mixed, mixed_angle, end_angle)
+    noise = np.where(is_mixed, 1 / (4 * samples + 2), 1 / (2 * samples))
+    return angle, noise
 
 
-def updated(mean: Floats, variance: Floats, seen: Floats, noise: Floats) -> tuple[Floats, Floats]:
-    """The belief after an observation: K = V / (V + R), μ + K (z − μ) within [0, π/2], (1 − K) V."""
+def update(mean: Floats, variance: Floats, angle: Floats, noise: Floats) -> tuple[Floats, Floats]:
+    """Update a belief by an observation.
+
+    With the gain K = V / (V + R), the mean becomes μ + K (z - μ) within [0, π/2], the variance
+    (1 - K) V.
+
+    angle, noise: z and R, see `observation`.
+    """
     gain = variance / (variance + noise)
-    return np.clip(mean + gain * (seen - mean), 0.0, HIGHEST), (1 - gain) * variance
+    return np.clip(mean + gain * (angle - mean), 0.0, MAX_ANGLE), (1 - gain) * variance
 
 
-def chance_of_all_right(mean: Floats, variance: Floats, samples: int) -> Floats:
-    """The probability that `samples` rollouts are all right: exp(−N (π/2 − μ)² / a) / √a, a = 1 + 2
-    N V.
+def all_correct_probability(mean: Floats, variance: Floats, samples: int) -> Floats:
+    """Return the probability that N rollouts are all correct.
 
-    The mean of exp(−N (π/2 − ψ)²), which is close to p^N, over the belief.
+    exp(-N (π/2 - μ)² / a) / √a with a = 1 + 2 N V. This is the mean of exp(-N (π/2 - ψ)²), which
+    is close to p^N, over the belief.
     """
     spread = 1 + 2 * samples * variance
-    away = HIGHEST - mean
-    return np.clip(np.exp(-samples * away * away / spread) / np.sqrt(spread), 0.0, 1.0)
+    distance = MAX_ANGLE - mean
+    probability = np.exp(-samples * distance * distance / spread) / np.sqrt(spread)
+    return np.clip(probability, 0.0, 1.0)
 
 
-def chance_of_mixed(mean: Floats, variance: Floats, samples: int) -> Floats:
-    """The probability that `samples` rollouts are neither all right nor all wrong.
+def mixed_probability(mean: Floats, variance: Floats, samples: int) -> Floats:
+    """Return the probability that N rollouts are neither all correct nor all incorrect.
 
-    u = 1 − [exp(−N μ² / a) + exp(−N (π/2 − μ)² / a)] / √a, a = 1 + 2 N V: the mean of 1 − exp(−N
-    ψ²) − exp(−N (π/2 − ψ)²), which is close to 1 − (1 − p)^N − p^N, over the belief.
+    u = 1 - [exp(-N μ² / a) + exp(-N (π/2 - μ)² / a)] / √a with a = 1 + 2 N V. This is the mean of
+    1 - exp(-N ψ²) - exp(-N (π/2 - ψ)²), which is close to 1 - (1 - p)^N - p^N, over the belief.
     """
     spread = 1 + 2 * samples * variance
-    wrong, right = (np.exp(-samples * d * d / spread) for d in (mean, HIGHEST - mean))
-    return np.clip(1 - (wrong + right) / np.sqrt(spread), 0.0, 1.0)
+    distance = MAX_ANGLE - mean
+    incorrect = np.exp(-samples * mean * mean / spread)
+    correct = np.exp(-samples * distance * distance / spread)
+    return np.clip(1 - (incorrect + correct) / np.sqrt(spread), 0.0, 1.0)

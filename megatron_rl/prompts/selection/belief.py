@@ -1,327 +1,351 @@
-"""What a run believes of each prompt's pass rate, by prompt id.
+"""Beliefs about each prompt's pass rate: a Kalman filter with a row for each prompt.
 
-Invariant: beliefs that were saved and restored go on bit for bit
-(tests/prompts/selection/test_belief.py::test_restored_beliefs_go_on_bit_for_bit).
+Saved and restored beliefs continue bit for bit
+(tests/prompts/selection/test_belief.py::test_restored_beliefs_continue_bit_for_bit).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_rl.contracts.belief_state import BEFORE_FIRST_STEP, NEVER_SAMPLED, BeliefState
+from megatron_rl.contracts.belief_state import BEFORE_FIRST_STEP, BeliefState
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Prompt
-from megatron_rl.credit.group_kinds import Kind, ScoredRollouts, kind_of
+from megatron_rl.credit.group_kinds import GroupKind, ScoredRollouts, kind_of
 from megatron_rl.prompts.pass_rates import PassRate
 from megatron_rl.prompts.question import PromptDataError
 from megatron_rl.prompts.selection.arcsine import (
-    WIDEST,
+    MAX_VARIANCE,
     Floats,
-    chance_of_all_right,
-    chance_of_mixed,
+    Mask,
     observation,
-    predicted,
-    updated,
+    predict,
+    update,
 )
+from megatron_rl.prompts.selection.belief_table import BeliefTable
+from megatron_rl.prompts.selection.drift import SharedDrift
 from megatron_rl.prompts.selection.pass_rate_prior import PassRatePrior
-from megatron_rl.prompts.selection.process_noise import ProcessNoise, surprise
+from megatron_rl.prompts.selection.process_noise import ProcessNoise, excess_variance
 from megatron_rl.prompts.selection.strata import Strata, Stratum, stratum_of
 
-_KEPT = 0.98  # of the weight, per step, of what the shared drift was learnt from
-_NO_DRIFT = 2.5e5  # the weight of there being none: a deviation of 0.002 rad a step
-_FASTEST = 0.02  # rad a step
+# With fewer verdicts a group is no observation.
+_MIN_VERDICTS = 2
+
+_Estimate = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class _Predictions:
+    """Beliefs about the prompts of a step's groups, before the groups are observed. All are [n].
+
+    strata: strata of the prompts.
+    rows: rows in the table.
+    is_first: True for prompts without an earlier group in this run.
+    old_means, old_variances: belief as of the previous group, or the initial belief.
+    steps: steps since the previous group, 0 for first groups.
+    means, variances: belief in the step.
+    """
+
+    strata: Sequence[Stratum]
+    rows: npt.NDArray[np.intp]
+    is_first: Mask
+    old_means: Floats
+    old_variances: Floats
+    steps: Floats
+    means: Floats
+    variances: Floats
+
+
+@dataclass(frozen=True)
+class _Observations:
+    """Observed ψ of a step's groups. All are [n].
+
+    is_informative: True for groups with raw correctness and enough verdicts.
+    is_mixed: True for mixed groups.
+    angles, noise: observed ψ and its noise variance.
+    """
+
+    is_informative: Mask
+    is_mixed: Mask
+    angles: Floats
+    noise: Floats
 
 
 class Beliefs:
-    """A row for each prompt that was ever offered; one that was never drawn is believed to be as
-    its given pass rate says, or like its stratum.
+    """Belief about the pass rate of each prompt that was ever offered.
 
-    How many are right is the sum of the scores, each cut to [0, 1]: half of the tests passed is
-    half a right answer. Which groups are mixed, `kind_of` says. A group with fewer than two
-    verdicts says nothing, but was seen; so does one of a judge's rewards, which are no pass rate.
-    pool: ids that can be offered; rows of others are kept for when they come back. rates: given, by
-    prompt id, of the time before the first step.
+    The number of correct rollouts is the sum of the raw correctness, each clipped to [0, 1], so
+    half of the tests passed counts as half a correct answer. `kind_of` decides which groups are
+    mixed. A group with fewer than two verdicts, or without any correctness, is no observation, but
+    it counts as a group of its prompt.
+
+    A prompt without a group starts from its given pass rate, or from its stratum.
+
+    pool: ids of the prompts that can be offered. Beliefs about other prompts are kept for later
+    runs.
+    rates: given pass rates by prompt id, from before the first step.
     """
 
     def __init__(
         self, pool: Collection[str] = (), rates: Mapping[str, PassRate] | None = None
     ) -> None:
-        self._pool = frozenset(pool)
-        self._rows: dict[str, int] = {}
-        self._named = tuple[
-            str, ...
-        ]()  # their ids as of the last `state`, which every step asks for
-        self._means = np.zeros(0, np.float32)
-        self._variances = np.zeros(0, np.float32)
-        self._seen = np.zeros(
-            0, np.int32
-        )  # step of the last group, NEVER_SAMPLED before the first; BEFORE_FIRST_STEP: another run's
-        self._since = np.zeros(
-            0, np.int32
-        )  # step of the last group; before the first, of the first offer
-        self._aside = np.zeros(0, np.bool_)  # of no prompt of the pool
+        self._table = BeliefTable(pool)
         self._strata = Strata()
-        self._wander = ProcessNoise()
-        self._rated = PassRatePrior(rates or {})
-        self._learnt = (
-            0.0,
-            0.0,
-        )  # Σ h e / S and Σ h² / S, discounted: what the shared drift is the quotient of
-        self._clock = 0
+        self._drift = SharedDrift()
+        self._process_noise = ProcessNoise()
+        self._pass_rate_prior = PassRatePrior(rates or {})
+        self._clock = 0  # last observed step
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._table)
 
     @property
     def drift(self) -> float:
-        """v, in rad a step: the weighted regression of z − μ on h = Δt sin 2μ, with weights 1 / (V
-        + R).
-        """
-        moved, weight = self._learnt
-        return float(np.clip(moved / (weight + _NO_DRIFT), -_FASTEST, _FASTEST))
+        """Drift v that all prompts share, in rad per step."""
+        return self._drift.rate
+
+    @property
+    def process_noise(self) -> float:
+        """Process noise q of all strata together, in rad² per step."""
+        return self._process_noise.shared_rate
+
+    def stratum_process_noise(self, stratum: Stratum) -> float:
+        """Return the process noise q of a stratum, in rad² per step."""
+        return self._process_noise.rate(stratum)
+
+    @property
+    def num_outside_pool(self) -> int:
+        """Number of beliefs about prompts that are not in the pool."""
+        return self._table.num_outside_pool
 
     def row(self, prompt: Prompt, step: int) -> int:
-        """Its row; a prompt without one gets one, offered first in `step`."""
-        row = self._rows.get(prompt.id)
-        if row is None:
-            row = self._rows[prompt.id] = len(self._rows)
-            if row == len(self._means):
-                self._grow(max(64, 2 * row))
-            self._seen[row], self._since[row], self._aside[row] = NEVER_SAMPLED, step, False
-        return row
+        """Return the row of a prompt. A new prompt gets a row, first offered in `step`."""
+        return self._table.find_or_add(prompt.id, step)
 
-    def unseen_for(self, row: int, step: int) -> int:
-        """Steps since its last group, or since its first offer."""
-        return step - int(self._since[row])
+    def steps_since_group(self, row: int, step: int) -> int:
+        """Return the steps since a prompt's last group, or since its first offer."""
+        return step - int(self._table.last_update_steps[row])
 
-    def oldest(self, step: int) -> int:
-        """`unseen_for` of the prompt of the pool that has waited longest."""
-        since = self._since[: len(self)][~self._aside[: len(self)]]
-        return step - int(since.min()) if len(since) else 0
+    def max_steps_since_group(self, step: int) -> int:
+        """Return the largest `steps_since_group` of the pool."""
+        return self._table.max_steps_since_update(step)
 
-    @property
-    def aside(self) -> int:
-        """How many rows are of prompts that are not in the pool."""
-        return int(self._aside[: len(self)].sum())
+    def has_group(self) -> Mask:
+        """Return which rows had a group in this run, bool [capacity of the table]."""
+        return self._table.last_group_steps > BEFORE_FIRST_STEP
 
-    def outlook(self, step: int, counts: Sequence[int]) -> MixedProbability:
-        """What to expect of groups of so many rollouts in `step`."""
-        return MixedProbability(self, step, self._seen > BEFORE_FIRST_STEP, tuple(counts))
+    def predict_all(self, step: int, process_noise: float) -> tuple[Floats, Floats]:
+        """Return means and variances of ψ in `step`, float64 [capacity of the table]."""
+        table = self._table
+        steps = np.maximum(step - table.last_group_steps, 0).astype(np.float64)
+        means = table.means.astype(np.float64)
+        variances = table.variances.astype(np.float64)
+        return predict(means, variances, steps, self.drift, process_noise)
 
-    def chances(self, step: int, counts: Sequence[int], growth: float) -> Floats:
-        """Of mixed groups of so many rollouts, and last of whole groups that are not all right:
-        [counts + 1, rows].
-
-        growth: of the variance per step.
-        """
-        steps = np.maximum(step - self._seen, 0).astype(np.float64)
-        means, variances = self._means.astype(np.float64), self._variances.astype(np.float64)
-        now = predicted(means, variances, steps, self.drift, growth)
-        return mixed_probability_of(*now, counts)
-
-    def growth(self, stratum: Stratum) -> float:
-        """q: by how much the variance of a belief of the stratum grows per step."""
-        return self._wander.of(stratum)
-
-    @property
-    def wander(self) -> float:
-        """q of all strata."""
-        return self._wander.shared
-
-    def prior(self, stratum: Stratum) -> tuple[float, float]:
-        """Mean and variance of ψ of what was never drawn and has no rate."""
+    def stratum_prior(self, stratum: Stratum) -> _Estimate:
+        """Return the mean and the variance of ψ of a prompt without a group and without a rate."""
         return self._strata.prior(stratum)
 
-    def rated(self, prompt: Prompt, step: int) -> tuple[float, float] | None:
-        """Mean and variance of ψ in `step` by another run's belief or its given rate, if that were
-        this policy's; None without either."""
-        row = self._rows.get(prompt.id)
-        if row is not None and self._seen[row] == BEFORE_FIRST_STEP:
-            given = float(self._means[row]), float(self._variances[row])
-        elif (rate := self._rated.of(prompt.id)) is not None:
-            given = rate
+    def external_estimate(self, prompt: Prompt, step: int) -> _Estimate | None:
+        """Return an estimate from outside of this run, or None without one.
+
+        It is the belief of another run or the given pass rate, predicted for `step` as if it
+        belonged to this policy. The result is the mean and the variance of ψ.
+        """
+        row = self._table.find(prompt.id)
+        estimate: _Estimate | None
+        if row is not None and self._table.last_group_steps[row] == BEFORE_FIRST_STEP:
+            estimate = (float(self._table.means[row]), float(self._table.variances[row]))
         else:
+            estimate = self._pass_rate_prior.estimate(prompt.id)
+        if estimate is None:
             return None
-        steps, growth = np.array([float(step)]), self.growth(stratum_of(prompt))
-        mean, variance = predicted(
-            np.array([given[0]]), np.array([given[1]]), steps, self.drift, growth
+        mean, variance = predict(
+            np.array([estimate[0]]),
+            np.array([estimate[1]]),
+            np.array([float(step)]),
+            self.drift,
+            self.stratum_process_noise(stratum_of(prompt)),
         )
         return float(mean[0]), float(variance[0])
 
-    def start(self, prompt: Prompt, step: int) -> tuple[float, float]:
-        """Mean and variance of ψ in `step` of a prompt that was never drawn."""
-        if (rated := self.rated(prompt, step)) is None:
-            return self.prior(stratum_of(prompt))
-        return rated[0], max(rated[1], min(rated[1] + self._rated.doubt, WIDEST))
+    def initial_belief(self, prompt: Prompt, step: int) -> _Estimate:
+        """Return the mean and the variance of ψ in `step` of a prompt without a group."""
+        estimate = self.external_estimate(prompt, step)
+        if estimate is None:
+            return self.stratum_prior(stratum_of(prompt))
+        mean, variance = estimate
+        inflated_variance = min(variance + self._pass_rate_prior.extra_variance, MAX_VARIANCE)
+        return mean, max(variance, inflated_variance)
 
     def observe(self, step: int, groups: Sequence[Group]) -> None:
-        """Learn from a step's groups, at most one of each prompt, in an order that no arrival
-        decides.
+        """Learn from a step's groups, at most one of each prompt.
+
+        Their order must not depend on their arrival.
         """
-        rows = np.array([self.row(group.prompt, step) for group in groups], np.intp)
-        first = self._seen[rows] <= BEFORE_FIRST_STEP  # in this run
-        before = np.stack([self._means[rows], self._variances[rows]]).astype(np.float64)
-        strata = [stratum_of(group.prompt) for group in groups]
-        for place in np.flatnonzero(first).tolist():
-            before[:, place] = self.start(groups[place].prompt, step)
-        steps = np.where(first, 0, step - self._seen[rows]).astype(np.float64)
-        growth = np.array([self.growth(stratum) for stratum in strata])
-        means, variances = predicted(before[0], before[1], steps, self.drift, growth)
-        kinds, found = (
-            [kind_of(group) for group in groups],
-            [ScoredRollouts.of(group) for group in groups],
-        )
-        told = np.array([each.has_truth and len(each.rollouts) >= 2 for each in found], np.bool_)
-        scores = [np.clip(each.scores, 0.0, 1.0) for each in found]
-        right, samples = (np.array([f(s) for s in scores], np.float64) for f in (np.sum, len))
-        mixed = np.array([kind is Kind.MIXED for kind in kinds], np.bool_)
-        seen, noise = observation(right, np.maximum(samples, 1), mixed)
-        rated = {
-            place: self.rated(groups[place].prompt, step)
-            for place in np.flatnonzero(first & told).tolist()
+        predictions = self._predict(step, groups)
+        observations = _observe(groups)
+        is_first = predictions.is_first & observations.is_informative
+        # Estimates by the parameters before this step
+        external_estimates = {
+            index: self.external_estimate(groups[index].prompt, step)
+            for index in np.flatnonzero(is_first).tolist()
         }
-        self._learn_drift(step, told & ~first, before[0], steps, seen, variances + noise)
-        for learner in (self._strata, self._wander, self._rated):
-            learner.fade(step - self._clock)
-        more = surprise(seen - means, before[1] + noise, mixed)
-        self._wander.learn(strata, np.where(told, steps, 0.0), more, variances + noise)
-        for place, given in rated.items():
-            self._strata.add(strata[place], float(seen[place]), float(noise[place]))
-            if given is not None:
-                self._rated.learn(
-                    float(surprise(seen[place] - given[0], given[1] + noise[place], mixed[place]))
-                )
-        after = updated(means, variances, seen, noise)
-        self._means[rows] = np.where(told, after[0], means)
-        self._variances[rows] = np.where(told, after[1], variances)
-        self._seen[rows] = self._since[rows] = step
+        self._decay(step)
+        self._learn_dynamics(predictions, observations)
+        for index, estimate in external_estimates.items():
+            self._learn_initial_beliefs(predictions.strata[index], observations, index, estimate)
+        self._update_rows(step, predictions, observations)
         self._clock = step
 
-    def widen(self) -> None:
-        """All lose their certainty; what was given before the first step, by the doubt in it."""
-        self._variances[self._seen > BEFORE_FIRST_STEP] = WIDEST
-        self._rated.widen()
+    def inflate_variance(self) -> None:
+        """Make beliefs uninformative, and external estimates until first groups confirm them."""
+        self._table.variances[self.has_group()] = MAX_VARIANCE
+        self._pass_rate_prior.inflate_variance()
 
-    def handed_on(self) -> tuple[Floats, Floats]:
-        """Means and variances of ψ after the last step, row by row, as another run may begin with
-        them.
+    def current_estimates(self) -> tuple[Floats, Floats]:
+        """Return means and variances of ψ after the last step, in the order of the rows.
+
+        Another run can start from them.
         """
         count = len(self)
-        steps = np.maximum(self._clock - self._seen[:count], 0).astype(np.float64)
-        means, variances = (
-            array[:count].astype(np.float64) for array in (self._means, self._variances)
-        )
-        means, variances = predicted(means, variances, steps, self.drift, self.wander)
-        doubted = np.where(
-            self._seen[:count] == BEFORE_FIRST_STEP,
-            np.minimum(variances + self._rated.doubt, WIDEST),
+        means, variances = self.predict_all(self._clock, self.process_noise)
+        means = means[:count]
+        variances = variances[:count]
+        inflated_variances = np.where(
+            self._table.last_group_steps[:count] == BEFORE_FIRST_STEP,
+            np.minimum(variances + self._pass_rate_prior.extra_variance, MAX_VARIANCE),
             variances,
         )
-        return means, np.maximum(doubted, variances)
+        return means, np.maximum(inflated_variances, variances)
 
     def state(self, window: Sequence[tuple[float, float, float]] = ()) -> BeliefState:
+        """Return the state that `restore` takes. window: see `Calibration`."""
+        table = self._table
         count = len(self)
-        arrays = (self._means, self._variances, self._seen, self._since)
-        means, variances, seen, since = (array[:count].tobytes() for array in arrays)
-        if len(self._named) != count:  # rows are only added
-            self._named = tuple(self._rows)
         return BeliefState(
-            prompts=self._named,
-            means=means,
-            variances=variances,
-            last_group_steps=seen,
-            last_update_steps=since,
+            prompts=table.ids,
+            means=table.means[:count].tobytes(),
+            variances=table.variances[:count].tobytes(),
+            last_group_steps=table.last_group_steps[:count].tobytes(),
+            last_update_steps=table.last_update_steps[:count].tobytes(),
             strata=self._strata.state(),
-            drift=self._learnt,
+            drift=self._drift.state(),
             clock=self._clock,
             window=tuple(window),
-            process_noise=self._wander.state(),
-            pass_rate_prior=self._rated.state(),
+            process_noise=self._process_noise.state(),
+            pass_rate_prior=self._pass_rate_prior.state(),
         )
 
     def restore(self, state: BeliefState) -> None:
-        """Forget all, and believe what was saved.
-
-        Raises `PromptDataError` where that is damaged.
-        """
+        """Replace all beliefs by saved ones. Raises `PromptDataError` if they are damaged."""
         if problem := state.problem():
             raise PromptDataError(
-                f"run.resume: the checkpoint's beliefs are damaged ({problem}). Give another checkpoint"
+                f"run.resume: the checkpoint's beliefs are damaged ({problem}). Give another "
+                "checkpoint"
             )
-        self._rows, self._named = (
-            {prompt: row for row, prompt in enumerate(state.prompts)},
+        self._table.restore(
             state.prompts,
+            state.means,
+            state.variances,
+            state.last_group_steps,
+            state.last_update_steps,
         )
-        self._means, self._variances = (
-            np.frombuffer(a, np.float32).copy() for a in (state.means, state.variances)
-        )
-        self._seen, self._since = (
-            np.frombuffer(array, np.int32).copy() for array in (state.last_group_steps, state.last_update_steps)
-        )
-        self._aside = np.array([prompt not in self._pool for prompt in state.prompts], np.bool_)
         self._strata.restore(state.strata)
-        self._wander.restore(state.process_noise)
-        self._rated.restore(state.pass_rate_prior)
-        self._learnt, self._clock = state.drift, state.clock
+        self._drift.restore(state.drift)
+        self._process_noise.restore(state.process_noise)
+        self._pass_rate_prior.restore(state.pass_rate_prior)
+        self._clock = state.clock
 
-    def _grow(self, size: int) -> None:
-        more = size - len(self._means)
-        self._means, self._variances = (
-            np.pad(array, (0, more)) for array in (self._means, self._variances)
+    def _predict(self, step: int, groups: Sequence[Group]) -> _Predictions:
+        table = self._table
+        rows = np.array([self.row(group.prompt, step) for group in groups], np.intp)
+        is_first = table.last_group_steps[rows] <= BEFORE_FIRST_STEP
+        old_means = table.means[rows].astype(np.float64)
+        old_variances = table.variances[rows].astype(np.float64)
+        for index in np.flatnonzero(is_first).tolist():
+            mean, variance = self.initial_belief(groups[index].prompt, step)
+            old_means[index] = mean
+            old_variances[index] = variance
+        steps = np.where(is_first, 0, step - table.last_group_steps[rows]).astype(np.float64)
+        strata = [stratum_of(group.prompt) for group in groups]
+        process_noise = np.array([self.stratum_process_noise(stratum) for stratum in strata])
+        means, variances = predict(old_means, old_variances, steps, self.drift, process_noise)
+        return _Predictions(
+            strata, rows, is_first, old_means, old_variances, steps, means, variances
         )
-        self._seen = np.pad(self._seen, (0, more), constant_values=NEVER_SAMPLED)
-        self._since, self._aside = np.pad(self._since, (0, more)), np.pad(self._aside, (0, more))
 
-    def _learn_drift(
+    def _decay(self, step: int) -> None:
+        """Reduce the weight of what all learned parameters were estimated from."""
+        steps = step - self._clock
+        self._drift.decay(steps)
+        self._strata.decay(steps)
+        self._process_noise.decay(steps)
+        self._pass_rate_prior.decay(steps)
+
+    def _learn_dynamics(self, predictions: _Predictions, observations: _Observations) -> None:
+        """Estimate drift and process noise from prompts with an earlier group in this run."""
+        variances = predictions.variances + observations.noise
+        self._drift.learn(
+            observations.is_informative & ~predictions.is_first,
+            predictions.old_means,
+            predictions.steps,
+            observations.angles,
+            variances,
+        )
+        excess = excess_variance(
+            observations.angles - predictions.means,
+            predictions.old_variances + observations.noise,
+            observations.is_mixed,
+        )
+        steps = np.where(observations.is_informative, predictions.steps, 0.0)
+        self._process_noise.learn(predictions.strata, steps, excess, variances)
+
+    def _learn_initial_beliefs(
         self,
-        step: int,
-        again: npt.NDArray[np.bool_],
-        means: Floats,
-        steps: Floats,
-        seen: Floats,
-        variances: Floats,
+        stratum: Stratum,
+        observations: _Observations,
+        index: int,
+        external_estimate: _Estimate | None,
     ) -> None:
-        """again: which were seen before; means: of that time; variances: of what is seen, V + R."""
-        kept = _KEPT ** (step - self._clock)
-        slope = np.where(again, steps * np.sin(2 * means), 0.0)
-        moved, weight = self._learnt
-        moved = kept * moved + float(np.sum(slope * (seen - means) / variances))
-        self._learnt = (moved, kept * weight + float(np.sum(slope * slope / variances)))
+        """Estimate the stratum's prior, and how reliable external estimates are."""
+        angle = observations.angles[index]
+        noise = observations.noise[index]
+        self._strata.add(stratum, float(angle), float(noise))
+        if external_estimate is None:
+            return
+        mean, variance = external_estimate
+        excess = excess_variance(angle - mean, variance + noise, observations.is_mixed[index])
+        self._pass_rate_prior.learn(float(excess))
 
-
-def mixed_probability_of(means: Floats, variances: Floats, counts: Sequence[int]) -> Floats:
-    """See `Beliefs.chances`; the first of the counts is that of a whole group."""
-    mixed = [chance_of_mixed(means, variances, count) for count in counts]
-    return np.stack([*mixed, 1 - chance_of_all_right(means, variances, counts[0])])
-
-
-class MixedProbability:
-    """Of one step: the chances of a prompt, those of `mixed_probability_of`."""
-
-    def __init__(
-        self, beliefs: Beliefs, step: int, known: npt.NDArray[np.bool_], counts: tuple[int, ...]
+    def _update_rows(
+        self, step: int, predictions: _Predictions, observations: _Observations
     ) -> None:
-        self._beliefs, self._step, self._known, self._counts = beliefs, step, known, counts
-        self._of_known: dict[Stratum, Floats] = {}
-        self._of_stratum: dict[Stratum, tuple[float, ...]] = {}
+        table = self._table
+        rows = predictions.rows
+        means, variances = update(
+            predictions.means, predictions.variances, observations.angles, observations.noise
+        )
+        is_informative = observations.is_informative
+        table.means[rows] = np.where(is_informative, means, predictions.means)
+        table.variances[rows] = np.where(is_informative, variances, predictions.variances)
+        table.last_group_steps[rows] = step
+        table.last_update_steps[rows] = step
 
-    def of(self, prompt: Prompt, row: int) -> tuple[float, ...]:
-        """One for each number of rollouts, and that of a whole group that is not all right."""
-        stratum = stratum_of(prompt)
-        if row < len(self._known) and self._known[row]:
-            if stratum not in self._of_known:
-                growth = self._beliefs.growth(stratum)
-                self._of_known[stratum] = self._beliefs.chances(self._step, self._counts, growth)
-            return tuple(self._of_known[stratum][:, row].tolist())
-        if self._beliefs.rated(prompt, self._step) is not None:
-            return self._expected(self._beliefs.start(prompt, self._step))
-        if stratum not in self._of_stratum:
-            self._of_stratum[stratum] = self._expected(self._beliefs.prior(stratum))
-        return self._of_stratum[stratum]
 
-    def _expected(self, belief: tuple[float, float]) -> tuple[float, ...]:
-        mean, variance = (np.array([number]) for number in belief)
-        return tuple(mixed_probability_of(mean, variance, self._counts)[:, 0].tolist())
+def _observe(groups: Sequence[Group]) -> _Observations:
+    scored_groups = [ScoredRollouts.from_group(group) for group in groups]
+    is_informative = [
+        scored_rollouts.has_correctness and len(scored_rollouts.rollouts) >= _MIN_VERDICTS
+        for scored_rollouts in scored_groups
+    ]
+    scores = [np.clip(scored_rollouts.scores, 0.0, 1.0) for scored_rollouts in scored_groups]
+    correct = np.array([np.sum(group_scores) for group_scores in scores], np.float64)
+    samples = np.array([len(group_scores) for group_scores in scores], np.float64)
+    is_mixed = np.array([kind_of(group) is GroupKind.MIXED for group in groups], np.bool_)
+    angles, noise = observation(correct, np.maximum(samples, 1), is_mixed)
+    return _Observations(np.array(is_informative, np.bool_), is_mixed, angles, noise)

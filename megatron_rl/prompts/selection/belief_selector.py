@@ -1,5 +1,7 @@
-"""Asks seldom what is believed to teach nothing, and probes it first: what is solved, or with
-skip=zero_variance hopeless too.
+"""Selection by beliefs: prompts that probably teach nothing are sampled rarely, and probed first.
+
+These are prompts whose responses are probably all correct, and with skip=zero_variance also those
+whose responses are probably all incorrect.
 
 No choice depends on the order in which groups arrive
 (tests/prompts/selection/test_belief_selector.py).
@@ -16,48 +18,59 @@ from megatron_rl.config.schema import RolloutSettings, SelectionSettings
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.run_state import SelectorState
-from megatron_rl.credit.group_kinds import Kind, kind_of
-from megatron_rl.prompts.selection.acceptance import acceptance, coin
+from megatron_rl.credit.group_kinds import GroupKind, kind_of
+from megatron_rl.prompts.selection.acceptance import acceptance_probability, coin
 from megatron_rl.prompts.selection.belief import Beliefs
 from megatron_rl.prompts.selection.calibration import Calibration
 from megatron_rl.prompts.selection.importance_weights import effective_share, extension_weight
+from megatron_rl.prompts.selection.mixed_probability import MixedProbability
 from megatron_rl.prompts.selection.selector import RolloutRequest, SelectionResult
 from megatron_rl.prompts.source import PromptSource
 
-_PASSES = 8  # over all prompts in one step: one that cannot be filled ends
+# A step that cannot be filled ends after this many passes over all prompts.
+_MAX_PASSES = 8
 
 
 @dataclass
 class _Candidate:
-    """One prompt of a step.
+    """Prompt that a step samples.
 
-    first: rollouts asked of it first; chance: that those are mixed; samples: asked so far.
+    first_samples: number of rollouts in its first request.
+    mixed_probability: predicted probability that those rollouts are mixed.
+    num_samples: number of rollouts requested so far.
+    group: all rollouts that have arrived.
+    first_kind: kind of the rollouts of the first request.
+    kind: kind of the group.
     """
 
     prompt: Prompt
-    first: int
-    chance: float
-    samples: int
-    rescued: bool = False
+    first_samples: int
+    mixed_probability: float
+    num_samples: int
     group: Group | None = None
-    opening: Kind | None = None  # of what was asked first
-    kind: Kind | None = None
+    first_kind: GroupKind | None = None
+    kind: GroupKind | None = None
 
     @property
-    def mixed(self) -> bool:
-        return self.kind is Kind.MIXED
+    def is_mixed(self) -> bool:
+        return self.kind is GroupKind.MIXED
 
 
-def first_counts(settings: SelectionSettings, full: int) -> tuple[int, int, int]:
-    """Rollouts asked first: of a prompt that is believed to teach something, may do so, and hardly
-    does.
+def first_counts(settings: SelectionSettings, group_size: int) -> tuple[int, int, int]:
+    """Return the numbers of rollouts in a first request.
+
+    They are those for a prompt that is likely, possibly and hardly useful.
     """
-    probe = settings.probe_samples or full
-    return full, probe, max(2, probe // 2) if probe < full else full
+    probe = settings.probe_samples or group_size
+    small_probe = max(2, probe // 2) if probe < group_size else group_size
+    return group_size, probe, small_probe
 
 
 class BeliefSelector:
-    """See `Selector` and docs/selection.md. seed: of the coins."""
+    """Selects prompts by beliefs about their pass rates. See `Selector` and docs/selection.md.
+
+    seed: seed of the random acceptance.
+    """
 
     def __init__(
         self,
@@ -67,10 +80,13 @@ class BeliefSelector:
         *,
         seed: int,
     ) -> None:
-        self.source, self.rollout, self.settings, self.seed = source, rollout, settings, seed
+        self.source = source
+        self.rollout = rollout
+        self.settings = settings
+        self.seed = seed
         self.beliefs = Beliefs([prompt.id for prompt in source.train], source.rates)
-        if source.beliefs is not None:
-            self.beliefs.restore(source.beliefs)
+        if source.initial_beliefs is not None:
+            self.beliefs.restore(source.initial_beliefs)
         self.calibration = Calibration()
 
     def select(self, step: int) -> BeliefStep:
@@ -83,167 +99,214 @@ class BeliefSelector:
         )
 
     def restore(self, state: SelectorState) -> None:
-        """After a run that had no beliefs those that this one begins with stay."""
+        """Restore a state. The state of a run without beliefs leaves the initial beliefs."""
         self.source.seek(state.prompts)
         if state.beliefs is not None:
             self.beliefs.restore(state.beliefs)
             self.calibration = Calibration(deque(state.beliefs.window))
 
-    def widen(self) -> None:
-        """All beliefs lose their certainty: what pass rates were learnt from is no longer what is
-        asked.
-        """
-        self.beliefs.widen()
+    def inflate_variance(self) -> None:
+        self.beliefs.inflate_variance()
 
 
 @dataclass
 class BeliefStep:
-    """The choices of one step; see `StepSelection`."""
+    """Selection of one step. See `StepSelection`."""
 
     selector: BeliefSelector
     step: int
-    _asked: list[_Candidate] = field(default_factory=list)
-    _ids: set[str] = field(default_factory=set)
-    _offered: int = 0
-    _accepted: float = 0.0  # sum of the probabilities with which prompts were taken
-    _rounds: int = 0
+    _candidates: list[_Candidate] = field(default_factory=list)
+    _prompt_ids: set[str] = field(default_factory=set)
+    _num_offers: int = 0
+    _acceptance_sum: float = 0.0  # of the acceptance probabilities of the candidates
+    _num_rounds: int = 0
     _metrics: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        settings, rollout = self.selector.settings, self.selector.rollout
-        self._full = rollout.samples_per_prompt
-        self._wanted = rollout.prompts_per_step
-        self._counts = first_counts(settings, self._full)
-        self._outlook = self.selector.beliefs.outlook(self.step, self._counts)
+        rollout = self.selector.rollout
+        self._group_size = rollout.samples_per_prompt
+        self._prompts_per_step = rollout.prompts_per_step
+        self._first_counts = first_counts(self.selector.settings, self._group_size)
+        self._probabilities = MixedProbability(self.selector.beliefs, self.step, self._first_counts)
 
-    def begin(self) -> list[RolloutRequest]:
-        asks = self._round(self._wanted)
-        if not asks and (offered := self.selector.source.offer(self._ids)) is not None:
-            self._ask(
-                _Candidate(offered[0], self._full, 0.0, self._full)
-            )  # a step asks something, whatever is believed
-            return [RolloutRequest(0, offered[0], self._full)]
-        return asks
-
-    def answered(self, index: int, group: Group) -> RolloutRequest | None:
-        asked = self._asked[index]
-        asked.group, asked.kind = group, kind_of(group)
-        asked.opening = asked.opening or asked.kind
-        goes_on = asked.mixed or (
-            asked.kind is Kind.ALL_INCORRECT and self.selector.settings.skip == "all_correct"
-        )
-        return self._extension(index) if asked.samples < self._full and goes_on else None
-
-    def more(self) -> list[RolloutRequest]:
-        mixed = sum(asked.mixed for asked in self._asked)
-        if mixed >= self.selector.settings.expert.min_filled * self._wanted:
+    def first_round(self) -> list[RolloutRequest]:
+        """Return the requests of the first round, at least one if there is a prompt."""
+        requests = self._round(self._prompts_per_step)
+        if requests:
+            return requests
+        offer = self.selector.source.offer(self._prompt_ids)
+        if offer is None:
             return []
-        return self._round(self._wanted - mixed)
+        prompt, _ = offer
+        self._add(_Candidate(prompt, self._group_size, 0.0, self._group_size))
+        return [RolloutRequest(0, prompt, self._group_size)]
+
+    def handle_group(self, index: int, group: Group) -> RolloutRequest | None:
+        candidate = self._candidates[index]
+        candidate.group = group
+        candidate.kind = kind_of(group)
+        candidate.first_kind = candidate.first_kind or candidate.kind
+        if candidate.num_samples == self._group_size or not self._is_useful(candidate):
+            return None
+        first_sample = candidate.num_samples
+        candidate.num_samples = self._group_size
+        num_missing = self._group_size - first_sample
+        return RolloutRequest(index, candidate.prompt, num_missing, first_sample)
+
+    def next_round(self) -> list[RolloutRequest]:
+        num_mixed = sum(candidate.is_mixed for candidate in self._candidates)
+        if num_mixed >= self.selector.settings.expert.min_filled * self._prompts_per_step:
+            return []
+        return self._round(self._prompts_per_step - num_mixed)
 
     def result(self) -> SelectionResult:
-        done = [(asked, asked.group) for asked in self._asked if asked.group is not None]
-        self.selector.beliefs.observe(self.step, [group for _, group in done])
-        stopped = tuple(group for asked, group in done if asked.samples < self._full)
-        groups = tuple(
-            self._weighed(asked, group) for asked, group in done if asked.samples == self._full
-        )
-        self._note(groups)
-        return SelectionResult(groups, stopped)
+        pairs = [
+            (candidate, candidate.group)
+            for candidate in self._candidates
+            if candidate.group is not None
+        ]
+        self.selector.beliefs.observe(self.step, [group for _, group in pairs])
+        stopped_groups = [
+            group for candidate, group in pairs if candidate.num_samples < self._group_size
+        ]
+        groups = [
+            self._apply_weight(candidate, group)
+            for candidate, group in pairs
+            if candidate.num_samples == self._group_size
+        ]
+        self._set_metrics(groups)
+        return SelectionResult(tuple(groups), tuple(stopped_groups))
 
     def metrics(self) -> dict[str, float]:
         return self._metrics
 
-    def _round(self, wanted: float) -> list[RolloutRequest]:
-        """Prompts until so many mixed groups are expected, probes first: an extension is a second
-        wait.
+    def _round(self, num_mixed: float) -> list[RolloutRequest]:
+        """Accept prompts until so many mixed groups are expected, and return their requests.
 
-        A probe counts in full until it is answered, so that the budget holds whatever comes back.
+        Probes come first, because an extension takes a second wait. A probe counts in full, so the
+        budget holds even if all probes are extended.
         """
-        source, first, expected = self.selector.source, len(self._asked), 0.0
-        left = self._left()
-        while (
-            expected < wanted and left >= self._full and self._offered < _PASSES * len(source.train)
-        ):
-            offered = source.offer(self._ids)
-            if offered is None:
-                break
-            self._offered += 1
-            if (asked := self._considered(*offered)) is not None:
-                self._ask(asked)
-                expected += asked.chance
-                left -= self._full
-        asks = [
-            RolloutRequest(i, asked.prompt, asked.samples)
-            for i, asked in enumerate(self._asked[first:], first)
+        first_index = len(self._candidates)
+        self._accept_prompts(num_mixed)
+        requests = [
+            RolloutRequest(index, candidate.prompt, candidate.num_samples)
+            for index, candidate in enumerate(self._candidates[first_index:], first_index)
         ]
-        self._rounds += bool(asks)
-        return sorted(asks, key=lambda ask: ask.samples)
+        self._num_rounds += bool(requests)
+        return sorted(requests, key=lambda request: request.samples)
 
-    def _left(self) -> float:
-        """Rollouts that the step's budget still has."""
-        asked = sum(asked.samples for asked in self._asked)
-        return self.selector.settings.budget * self._wanted * self._full - asked
+    def _accept_prompts(self, num_mixed: float) -> None:
+        source = self.selector.source
+        max_offers = _MAX_PASSES * len(source.train)
+        budget = self._remaining_budget()
+        expected_mixed = 0.0
+        while (
+            expected_mixed < num_mixed
+            and budget >= self._group_size
+            and self._num_offers < max_offers
+        ):
+            offer = source.offer(self._prompt_ids)
+            if offer is None:
+                break
+            self._num_offers += 1
+            prompt, epoch = offer
+            candidate = self._consider(prompt, epoch)
+            if candidate is not None:
+                self._add(candidate)
+                expected_mixed += candidate.mixed_probability
+                budget -= self._group_size
 
-    def _ask(self, asked: _Candidate) -> None:
-        self._ids.add(asked.prompt.id)
-        self._asked.append(asked)
+    def _remaining_budget(self) -> float:
+        """Return the number of rollouts that the step may still request."""
+        num_requested = sum(candidate.num_samples for candidate in self._candidates)
+        budget = self.selector.settings.budget * self._prompts_per_step * self._group_size
+        return budget - num_requested
 
-    def _considered(self, prompt: Prompt, epoch: int) -> _Candidate | None:
-        """What to ask of an offered prompt, if anything."""
-        selector = self.selector
-        row = selector.beliefs.row(prompt, self.step)
-        chances = self._outlook.of(prompt, row)
-        worth = chances[0] if selector.settings.skip == "zero_variance" else chances[-1]
-        taken = acceptance(worth, selector.beliefs.unseen_for(row, self.step), selector.settings)
-        if coin(selector.seed, epoch, prompt.id) >= taken:
+    def _add(self, candidate: _Candidate) -> None:
+        self._prompt_ids.add(candidate.prompt.id)
+        self._candidates.append(candidate)
+
+    def _consider(self, prompt: Prompt, epoch: int) -> _Candidate | None:
+        """Accept or decline an offered prompt at random."""
+        beliefs = self.selector.beliefs
+        settings = self.selector.settings
+        row = beliefs.row(prompt, self.step)
+        probabilities = self._probabilities.for_prompt(prompt, row)
+        usefulness = probabilities[0] if settings.skip == "zero_variance" else probabilities[-1]
+        acceptance = acceptance_probability(
+            usefulness, beliefs.steps_since_group(row, self.step), settings.expert
+        )
+        if coin(self.selector.seed, epoch, prompt.id) >= acceptance:
             return None
-        self._accepted += taken
-        target = selector.settings.expert.acceptance_target
-        which = 0 if worth >= target else 1 if worth >= target / 2 else 2
-        return _Candidate(prompt, self._counts[which], chances[which], self._counts[which])
+        self._acceptance_sum += acceptance
+        index = self._count_index(usefulness)
+        count = self._first_counts[index]
+        return _Candidate(prompt, count, probabilities[index], count)
 
-    def _extension(self, index: int) -> RolloutRequest:
-        asked = self._asked[index]
-        have, asked.samples = asked.samples, self._full
-        return RolloutRequest(index, asked.prompt, self._full - have, have)
+    def _count_index(self, usefulness: float) -> int:
+        """Return which of `first_counts` applies."""
+        target = self.selector.settings.expert.acceptance_target
+        if usefulness >= target:
+            return 0
+        return 1 if usefulness >= target / 2 else 2
 
-    def _weighed(self, asked: _Candidate, group: Group) -> Group:
-        if asked.first == self._full or asked.rescued or not asked.mixed:
+    def _is_useful(self, candidate: _Candidate) -> bool:
+        """Return True if the rollouts of a probe call for the whole group."""
+        if self.selector.settings.skip == "all_correct":
+            return candidate.kind in (GroupKind.MIXED, GroupKind.ALL_INCORRECT)
+        return candidate.is_mixed
+
+    def _apply_weight(self, candidate: _Candidate, group: Group) -> Group:
+        """Give an extended group its importance weight."""
+        if candidate.first_samples == self._group_size or not candidate.is_mixed:
             return group
-        return msgspec.structs.replace(
-            group, weight=extension_weight(group, asked.first, skip=self.selector.settings.skip)
-        )
+        skip = self.selector.settings.skip
+        weight = extension_weight(group, candidate.first_samples, skip=skip)
+        return msgspec.structs.replace(group, weight=weight)
 
-    def _note(self, groups: tuple[Group, ...]) -> None:
-        """groups: those to be credited."""
-        # An extension turns a probe into something else: it counts as what it was.
-        told = [a for a in self._asked if a.opening not in (None, Kind.TOO_FEW_VERDICTS)]
-        seen = sum(asked.opening is Kind.MIXED for asked in told)
-        self.selector.calibration.add(sum(asked.chance for asked in told), seen, len(told))
-        mixed, probes = (
-            [g for g in groups if kind_of(g) is Kind.MIXED],
-            [a for a in self._asked if a.first < self._full],
-        )
-        beliefs, count = self.selector.beliefs, max(len(self._asked), 1)
-        missing = self._wanted - len(mixed)
+    def _set_metrics(self, groups: list[Group]) -> None:
+        """Set the metrics of the step.
+
+        groups: groups to be credited.
+        """
+        self._update_calibration()
+        beliefs = self.selector.beliefs
+        probes = [c for c in self._candidates if c.first_samples < self._group_size]
+        num_extended = sum(probe.num_samples == self._group_size for probe in probes)
+        num_candidates = len(self._candidates)
+        weights = [group.weight for group in groups if kind_of(group) is GroupKind.MIXED]
+        num_rollouts = sum(candidate.num_samples for candidate in self._candidates)
         self._metrics = self.selector.calibration.metrics() | {
-            "select/accept_rate": len(self._asked) / max(self._offered, 1),
-            "select/acceptance": self._accepted / count,
-            "select/age_max": float(beliefs.oldest(self.step)),
-            "select/weight_ess": effective_share([group.weight for group in mixed]),
-            "select/prompts": float(len(self._asked)),
-            "select/rollouts": float(sum(asked.samples for asked in self._asked)),
-            "select/mixed": float(len(mixed)),
-            "select/unfilled": float(missing)
-            if missing > (1 - self.selector.settings.expert.min_filled) * self._wanted
-            else 0.0,
+            "select/accept_rate": num_candidates / max(self._num_offers, 1),
+            "select/acceptance": self._acceptance_sum / max(num_candidates, 1),
+            "select/age_max": float(beliefs.max_steps_since_group(self.step)),
+            "select/weight_ess": effective_share(weights),
+            "select/prompts": float(num_candidates),
+            "select/rollouts": float(num_rollouts),
+            "select/mixed": float(len(weights)),
+            "select/unfilled": self._num_unfilled(len(weights)),
             "select/probes": float(len(probes)),
-            "select/probes_extended": float(
-                sum(a.samples == self._full and not a.rescued for a in probes)
-            ),
-            "select/rescued": float(sum(asked.rescued for asked in probes)),
-            "select/rounds": float(self._rounds),
+            "select/probes_extended": float(num_extended),
+            "select/rounds": float(self._num_rounds),
             "select/drift": beliefs.drift,
-            "select/wander": beliefs.wander,
-            "select/beliefs_aside": float(beliefs.aside),
+            "select/process_noise": beliefs.process_noise,
+            "select/unused_beliefs": float(beliefs.num_outside_pool),
         }
+
+    def _update_calibration(self) -> None:
+        """Compare predictions with the rollouts that they were made for, before an extension."""
+        candidates = [
+            candidate
+            for candidate in self._candidates
+            if candidate.first_kind not in (None, GroupKind.TOO_FEW_VERDICTS)
+        ]
+        predicted_mixed = sum(candidate.mixed_probability for candidate in candidates)
+        observed_mixed = sum(candidate.first_kind is GroupKind.MIXED for candidate in candidates)
+        self.selector.calibration.add(predicted_mixed, observed_mixed, len(candidates))
+
+    def _num_unfilled(self, num_mixed: int) -> float:
+        """Return the number of missing mixed groups, 0 if the step has enough of them."""
+        num_missing = self._prompts_per_step - num_mixed
+        min_filled = self.selector.settings.expert.min_filled
+        is_unfilled = num_missing > (1 - min_filled) * self._prompts_per_step
+        return float(num_missing) if is_unfilled else 0.0

@@ -1,4 +1,4 @@
-"""From the settings to a selector."""
+"""Opens the prompt selector that the settings name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from megatron_rl.prompts.source import PromptSource
 def open_selector(
     source: PromptSource, rollout: RolloutSettings, settings: SelectionSettings, *, seed: int
 ) -> Selector:
-    """The selector of `selection.name`. seed: the run's."""
+    """Open the selector of `selection.name`.
+
+    seed: the run's seed.
+    """
     if settings.name == "belief":
         return BeliefSelector(source, rollout, settings, seed=seed)
     if settings.name == "oversample":

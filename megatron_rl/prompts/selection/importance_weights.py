@@ -1,4 +1,4 @@
-"""What makes up for groups that were stopped after a probe."""
+"""Importance weights of extended groups, which compensate for groups stopped after a probe."""
 
 from __future__ import annotations
 
@@ -7,66 +7,73 @@ from collections.abc import Sequence
 from math import comb
 
 from megatron_rl.contracts.group import Group
-from megatron_rl.credit.group_kinds import RIGHT, ScoredRollouts
+from megatron_rl.credit.group_kinds import CORRECT_THRESHOLD, ScoredRollouts
 
 
 def pilot_mixed_probability(scores: Sequence[float], pilot: int) -> float:
-    """The probability that `pilot` of a group's judged `scores`, chosen blindly, are not all equal.
+    """Return the probability that `pilot` scores of a group, chosen at random, are not all equal.
 
-    P = 1 - Σ_v C(c_v, n0) / C(N, n0)           c_v: how many of the N scores are v; n0 = pilot
+    P = 1 - Σ_v C(c_v, n0) / C(N, n0)           c_v: number of the N scores that are v; n0 = pilot
 
-    With scores of 0 and 1: 1 - [C(N - k, n0) + C(k, n0)] / C(N, n0). Raises ValueError unless 2 <=
-    pilot <= N.
+    With scores of 0 and 1 this is 1 - [C(N - k, n0) + C(k, n0)] / C(N, n0).
+
+    Raises ValueError unless 2 <= pilot <= N.
     """
-    drawn = len(scores)
-    if not 2 <= pilot <= drawn:
-        raise ValueError(f"pilot={pilot} of {drawn} scores: 2 <= pilot <= scores")
-    return 1.0 - sum(comb(count, pilot) for count in Counter(scores).values()) / comb(drawn, pilot)
+    count = len(scores)
+    if not 2 <= pilot <= count:
+        raise ValueError(f"pilot={pilot} of {count} scores: 2 <= pilot <= scores must hold")
+    equal_pilots = sum(comb(score_count, pilot) for score_count in Counter(scores).values())
+    return 1.0 - equal_pilots / comb(count, pilot)
 
 
-def pilot_unsolved_probability(scores: Sequence[float], pilot: int) -> float:
-    """The probability that `pilot` of a group's judged `scores`, chosen blindly, are not all right
-    and equal.
+def pilot_not_all_correct_probability(scores: Sequence[float], pilot: int) -> float:
+    """Return the probability that `pilot` random scores are not all correct and equal.
 
-    P = 1 - Σ_(v >= 1/2) C(c_v, n0) / C(N, n0): as above, of the values that are right. Raises
-    ValueError as above.
+    P = 1 - Σ_(v >= 1/2) C(c_v, n0) / C(N, n0), as above, over scores that count as correct.
+
+    Raises ValueError unless 1 <= pilot <= N.
     """
-    drawn = len(scores)
-    if not 1 <= pilot <= drawn:
-        raise ValueError(f"pilot={pilot} of {drawn} scores: 1 <= pilot <= scores")
-    right = (count for score, count in Counter(scores).items() if score >= RIGHT)
-    return 1.0 - sum(comb(count, pilot) for count in right) / comb(drawn, pilot)
+    count = len(scores)
+    if not 1 <= pilot <= count:
+        raise ValueError(f"pilot={pilot} of {count} scores: 1 <= pilot <= scores must hold")
+    correct_pilots = sum(
+        comb(score_count, pilot)
+        for score, score_count in Counter(scores).items()
+        if score >= CORRECT_THRESHOLD
+    )
+    return 1.0 - correct_pilots / comb(count, pilot)
 
 
 def extension_weight(group: Group, probe: int, *, skip: str) -> float:
-    """What an extended group's advantages are multiplied by: 1 / P(pilot extended | its scores), at
-    most N / n0.
+    """Return the factor of an extended group's advantages, 1 / P(pilot is extended | scores).
 
-    skip: what is not extended: `flat`, all but mixed pilots; `solved`, those that are all right.
+    The expected gradient over all probes of a prompt is then that of whole groups, for every
+    advantage that vanishes if all scores are equal: the order of rollouts is independent of their
+    scores, so every choice of a pilot is equally likely. The factor is at most N / n0.
 
-    Where no truth is known nothing is right, and ties of a judge are not extended either way.
+    Only rollouts with a verdict count. If `probe` rollouts gave fewer verdicts, the pilot has as
+    many. The factor is 1 if the pilot has fewer than two of the verdicts, because its scorer found
+    a correctness only later.
 
-    Of the verdicts alone: where `probe` rollouts gave fewer of them, the pilot is those. The order
-    of rollouts says nothing of their scores, so every choice of a pilot was as likely as this one,
-    and the expected gradient over all probes of a prompt is that of full groups, for every
-    advantage that vanishes where all scores are equal. 1 where the pilot has fewer than two of the
-    verdicts, because its scorer found the truth only later.
+    probe: number of rollouts before the extension.
+    skip: pilots that are not extended. `zero_variance`: all but mixed pilots. `all_correct`: those
+    whose scores are all correct. Without any correctness, pilots with equal rewards are never
+    extended.
     """
-    told = ScoredRollouts.of(group)
-    pilot = sum(r.sample_index < probe for r in told.rollouts)
+    scored_rollouts = ScoredRollouts.from_group(group)
+    pilot = sum(rollout.sample_index < probe for rollout in scored_rollouts.rollouts)
     if pilot < 2:
         return 1.0
-    probability = (
-        pilot_unsolved_probability
-        if skip == "all_correct" and told.has_truth
-        else pilot_mixed_probability
-    )
-    return 1.0 / probability(told.scores.tolist(), pilot)
+    scores = scored_rollouts.scores.tolist()
+    if skip == "all_correct" and scored_rollouts.has_correctness:
+        return 1.0 / pilot_not_all_correct_probability(scores, pilot)
+    return 1.0 / pilot_mixed_probability(scores, pilot)
 
 
 def effective_share(weights: Sequence[float]) -> float:
-    """The effective sample size of weights, as a share of their number: 1 where all are equal, and
-    without any.
+    """Return the effective sample size of weights as a share of their number.
+
+    It is 1 if all weights are equal, and without any weight.
     """
-    squares = sum(w * w for w in weights)
+    squares = sum(weight * weight for weight in weights)
     return sum(weights) ** 2 / (len(weights) * squares) if squares else 1.0

@@ -1,6 +1,4 @@
-"""Dynamic sampling (DAPO, arXiv 2503.14476, 3.2): full groups of every prompt in turn until enough
-are mixed.
-"""
+"""Dynamic sampling (DAPO, arXiv 2503.14476, 3.2): whole groups until enough of them are mixed."""
 
 from __future__ import annotations
 
@@ -10,28 +8,25 @@ from megatron_rl.config.schema import RolloutSettings, SelectionSettings
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.run_state import SelectorState
-from megatron_rl.credit.group_kinds import Kind, kind_of
+from megatron_rl.credit.group_kinds import GroupKind, kind_of
 from megatron_rl.prompts.selection.selector import RolloutRequest, SelectionResult
 from megatron_rl.prompts.source import PromptSource
 
 
-@dataclass
+@dataclass(frozen=True)
 class Oversample:
-    """Rounds of `rollout.prompts_per_step` prompts, each awaited as a whole: see `Selector`.
+    """Samples rounds of `rollout.prompts_per_step` prompts, in the source's order.
 
-    kept: mixed groups that the step before had too many of; they come first in the next one, with
-    the weights they were drawn with, and are in no list of the step that drew them. A checkpoint
-    does not hold them.
+    A round begins after all groups of the previous round have arrived. See `Selector`.
     """
 
     source: PromptSource
     rollout: RolloutSettings
     settings: SelectionSettings
-    kept: list[Group] = field(default_factory=list)
 
     def select(self, step: int) -> OversampleStep:
         self.source.begin_step()
-        return OversampleStep(self, tuple(self.kept))
+        return OversampleStep(self)
 
     def state(self) -> SelectorState:
         return SelectorState(prompts=self.source.cursor)
@@ -39,84 +34,84 @@ class Oversample:
     def restore(self, state: SelectorState) -> None:
         self.source.seek(state.prompts)
 
-    def widen(self) -> None:
-        """There is nothing to forget."""
+    def inflate_variance(self) -> None:
+        """Do nothing: there are no beliefs."""
 
 
 @dataclass
 class OversampleStep:
-    """The choices of one step; see `StepSelection`. kept: groups of the step before."""
+    """Selection of one step. See `StepSelection`."""
 
     selector: Oversample
-    kept: tuple[Group, ...]
     _prompts: list[Prompt] = field(default_factory=list)
     _groups: dict[int, Group] = field(default_factory=dict)
-    _rounds: int = 0
+    _num_rounds: int = 0
     _metrics: dict[str, float] = field(default_factory=dict)
 
-    def begin(self) -> list[RolloutRequest]:
-        return self.more()
+    def first_round(self) -> list[RolloutRequest]:
+        return self.next_round()
 
-    def answered(self, index: int, group: Group) -> RolloutRequest | None:
+    def handle_group(self, index: int, group: Group) -> RolloutRequest | None:
         self._groups[index] = group
         return None
 
-    def more(self) -> list[RolloutRequest]:
-        wanted, samples = (
-            self.selector.rollout.prompts_per_step,
-            self.selector.rollout.samples_per_prompt,
-        )
-        first = len(self._prompts)
-        if self._mixed() >= wanted or first + wanted > self.selector.settings.budget * wanted:
+    def next_round(self) -> list[RolloutRequest]:
+        num_mixed = sum(kind_of(group) is GroupKind.MIXED for group in self._groups.values())
+        if num_mixed >= self._prompts_per_step or not self._has_budget():
             return []
-        ids = {prompt.id for prompt in self._prompts} | {group.prompt.id for group in self.kept}
-        for _ in range(wanted):
-            offered = self.selector.source.offer(ids)
-            if offered is None:
-                break
-            self._prompts.append(offered[0])
-            ids.add(offered[0].id)
-        asks = [
-            RolloutRequest(index, prompt, samples)
-            for index, prompt in enumerate(self._prompts[first:], first)
+        first_index = len(self._prompts)
+        self._offer_prompts()
+        requests = [
+            RolloutRequest(index, prompt, self.selector.rollout.samples_per_prompt)
+            for index, prompt in enumerate(self._prompts[first_index:], first_index)
         ]
-        self._rounds += bool(asks)
-        return asks
+        self._num_rounds += bool(requests)
+        return requests
 
     def result(self) -> SelectionResult:
-        wanted, keep = (
-            self.selector.rollout.prompts_per_step,
-            False,
-        )
         groups = [self._groups[index] for index in sorted(self._groups)]
-        mixed = [*self.kept, *(group for group in groups if kind_of(group) is Kind.MIXED)]
-        beyond = {group.group_id for group in mixed[wanted:]}
-        surplus = tuple(mixed[wanted:])
-        self.selector.kept = list(surplus) if keep else []
-        self._note(groups, min(len(mixed), wanted), len(surplus))
-        used = tuple(group for group in (*self.kept, *groups) if group.group_id not in beyond)
-        return SelectionResult(used, surplus=() if keep else surplus)
+        mixed_groups = [group for group in groups if kind_of(group) is GroupKind.MIXED]
+        surplus_groups = tuple(mixed_groups[self._prompts_per_step :])
+        surplus_ids = {group.group_id for group in surplus_groups}
+        self._set_metrics(groups, len(mixed_groups) - len(surplus_groups), len(surplus_groups))
+        return SelectionResult(
+            tuple(group for group in groups if group.group_id not in surplus_ids),
+            surplus_groups=surplus_groups,
+        )
 
     def metrics(self) -> dict[str, float]:
         return self._metrics
 
-    def _mixed(self) -> int:
-        return len(self.kept) + sum(kind_of(group) is Kind.MIXED for group in self._groups.values())
+    @property
+    def _prompts_per_step(self) -> int:
+        return self.selector.rollout.prompts_per_step
 
-    def _note(self, groups: list[Group], used: int, surplus: int) -> None:
-        told = [group for group in groups if kind_of(group) is not Kind.TOO_FEW_VERDICTS]
-        mixed = sum(kind_of(group) is Kind.MIXED for group in told)
-        wanted, samples = (
-            self.selector.rollout.prompts_per_step,
-            self.selector.rollout.samples_per_prompt,
-        )
+    def _has_budget(self) -> bool:
+        budget = self.selector.settings.budget * self._prompts_per_step
+        return len(self._prompts) + self._prompts_per_step <= budget
+
+    def _offer_prompts(self) -> None:
+        """Add the prompts of a round, fewer if the step has sampled all prompts."""
+        ids = {prompt.id for prompt in self._prompts}
+        for _ in range(self._prompts_per_step):
+            offer = self.selector.source.offer(ids)
+            if offer is None:
+                break
+            prompt, _ = offer
+            self._prompts.append(prompt)
+            ids.add(prompt.id)
+
+    def _set_metrics(self, groups: list[Group], num_used: int, num_surplus: int) -> None:
+        kinds = [kind_of(group) for group in groups]
+        num_with_verdicts = sum(kind is not GroupKind.TOO_FEW_VERDICTS for kind in kinds)
+        num_mixed = sum(kind is GroupKind.MIXED for kind in kinds)
+        num_rollouts = self.selector.rollout.samples_per_prompt * len(groups)
         self._metrics = {
-            "select/observed_mixed": mixed / max(len(told), 1),
+            "select/observed_mixed": num_mixed / max(num_with_verdicts, 1),
             "select/prompts": float(len(groups)),
-            "select/rollouts": float(samples * len(groups)),
-            "select/mixed": float(used),
-            "select/unfilled": float(wanted - used),
-            "select/surplus": float(surplus),
-            "select/kept": float(len(self.kept)),
-            "select/rounds": float(self._rounds),
+            "select/rollouts": float(num_rollouts),
+            "select/mixed": float(num_used),
+            "select/unfilled": float(self._prompts_per_step - num_used),
+            "select/surplus": float(num_surplus),
+            "select/rounds": float(self._num_rounds),
         }

@@ -1,6 +1,4 @@
-"""What given pass rates say of prompts that were never drawn, and how far that, or another run's
-belief, is trusted.
-"""
+"""Initial beliefs from given pass rates, and the extra variance that reflects their reliability."""
 
 from __future__ import annotations
 
@@ -10,67 +8,76 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_rl.prompts.pass_rates import PassRate
-from megatron_rl.prompts.selection.arcsine import HIGHEST, WIDEST, observation, updated
+from megatron_rl.prompts.selection.arcsine import MAX_ANGLE, MAX_VARIANCE, observation, update
 
-_KEPT = 0.99  # of the weight, per step, of what the doubt was learnt from
-_ASSUMED = 8.0  # groups' worth of rates that are right
-_WIDENED = 100.0  # groups' worth of knowing nothing
+_DECAY = 0.99  # factor per step of the weight of past observations
+_ZERO_WEIGHT = 8.0  # weight of the prior that the rates need no extra variance, in groups
+_INFLATED_WEIGHT = 100.0  # weight of an uninformative prior after `inflate_variance`, in groups
 
 
 @dataclass
 class PassRatePrior:
-    """rates: by prompt id; those without samples say nothing.
+    """Initial beliefs from given pass rates.
 
-    The doubt is a variance, in rad², by which the rates, and beliefs of another run, are further
-    from what is drawn than counting explains: they may be another model's. It is the discounted
-    mean of e² - V - R over the first groups of such prompts.
+    The rates, and beliefs of another run, may be those of another model. Their variance therefore
+    grows by an extra variance, in rad²: by how much first groups miss them beyond the expected
+    variance. It is the mean of e² - V - R over the first groups of such prompts, with an
+    exponential decay of 1 % per step.
+
+    rates: pass rates by prompt id. Those without samples are ignored.
     """
 
     rates: Mapping[str, PassRate] = field(default_factory=dict)
-    _learnt: tuple[float, float] = (0.0, 0.0)  # the sum of that, and how many
+    _excess_sum: float = 0.0
+    _weight: float = 0.0
 
-    def of(self, prompt_id: str) -> tuple[float, float] | None:
-        """Mean and variance of ψ as after one group of so many samples, of which nothing was known;
-        None: no rate.
+    def estimate(self, prompt_id: str) -> tuple[float, float] | None:
+        """Return the mean and the variance of ψ by a prompt's rate, or None without a rate.
+
+        They are those of an uninformative belief after one group of as many samples.
         """
         rate = self.rates.get(prompt_id)
         if rate is None or not rate.samples:
             return None
-        right, samples = np.array([float(rate.right)]), np.array([float(rate.samples)])
-        seen = observation(right, samples, (right > 0) & (right < samples))
-        mean, variance = updated(np.array([HIGHEST / 2]), np.array([WIDEST]), *seen)
+        correct = np.array([float(rate.correct)])
+        samples = np.array([float(rate.samples)])
+        angle, noise = observation(correct, samples, (correct > 0) & (correct < samples))
+        mean, variance = update(np.array([MAX_ANGLE / 2]), np.array([MAX_VARIANCE]), angle, noise)
         return float(mean[0]), float(variance[0])
 
     @property
-    def doubt(self) -> float:
-        """What their variances grow by, in rad²."""
-        total, count = self._learnt
-        return min(max(total / (count + _ASSUMED), 0.0), WIDEST)
+    def extra_variance(self) -> float:
+        """Variance that is added to given estimates, in rad²."""
+        return min(max(self._excess_sum / (self._weight + _ZERO_WEIGHT), 0.0), MAX_VARIANCE)
 
-    def learn(self, more: float) -> None:
-        """more: e² - V - R of the first group of a rated prompt (see `surprise`), V without the
-        doubt.
+    def learn(self, excess: float) -> None:
+        """Add the first group of a prompt with a given estimate.
+
+        excess: e² - V - R (see `excess_variance`), with V without the extra variance.
         """
-        self._learnt = self._learnt[0] + more, self._learnt[1] + 1
+        self._excess_sum += excess
+        self._weight += 1
 
-    def fade(self, steps: int) -> None:
-        """What was learnt before weighs less: 0.99 for each step."""
-        kept = _KEPT**steps
-        self._learnt = kept * self._learnt[0], kept * self._learnt[1]
+    def decay(self, steps: int) -> None:
+        """Reduce the weight of past observations by `steps` steps."""
+        factor = _DECAY**steps
+        self._excess_sum *= factor
+        self._weight *= factor
 
-    def widen(self) -> None:
-        """They lose their certainty, until first groups show that they have it."""
-        self._learnt = weak_prior(_WIDENED)
+    def inflate_variance(self) -> None:
+        """Make given estimates uninformative until first groups confirm them."""
+        self.restore(uninformative_state(_INFLATED_WEIGHT))
 
     def state(self) -> tuple[float, float]:
-        return self._learnt
+        return self._excess_sum, self._weight
 
     def restore(self, state: tuple[float, float]) -> None:
-        self._learnt = state
+        self._excess_sum, self._weight = state
 
 
-def weak_prior(groups: float) -> tuple[float, float]:
-    """The state in which nothing that was given is believed, until about so many first groups bear
-    it out.
+def uninformative_state(weight: float) -> tuple[float, float]:
+    """Return a state in which given estimates are uninformative.
+
+    weight: number of first groups that outweigh it.
     """
-    return (groups + _ASSUMED) * WIDEST, groups
+    return (weight + _ZERO_WEIGHT) * MAX_VARIANCE, weight

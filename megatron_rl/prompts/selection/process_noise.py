@@ -1,6 +1,4 @@
-"""How far pass rates wander by themselves: by how much the variance of a belief grows per step, in
-rad².
-"""
+"""Process noise: the growth of a belief's variance per step, in rad²."""
 
 from __future__ import annotations
 
@@ -8,82 +6,98 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
-from megatron_rl.prompts.selection.arcsine import Floats
+from megatron_rl.prompts.selection.arcsine import Floats, Mask
 from megatron_rl.prompts.selection.strata import Stratum
 
-WanderState = tuple[tuple[str, str, tuple[float, float]], ...]
-SLOWEST = 2e-4
-FASTEST = 0.02
-_KEPT = 0.98  # of the weight, per step, of what it was learnt from
-_ASSUMED = 2e6  # the weight of SLOWEST in that of all strata: a deviation of 0.001
-_BORROWED = 1e6  # the weight of that of all strata in that of one
+ProcessNoiseState = tuple[tuple[str, str, tuple[float, float]], ...]
+_Sums = tuple[float, float]
+
+MIN_RATE = 2e-4
+MAX_RATE = 0.02
+_DECAY = 0.98  # factor per step of the weight of past observations
+_MIN_RATE_WEIGHT = 2e6  # weight of MIN_RATE in the shared rate: a deviation of 0.001
+_SHARED_WEIGHT = 1e6  # weight of the shared rate in the rate of a stratum
 
 
-def surprise(missed: Floats, expected: Floats, mixed: npt.NDArray[np.bool_]) -> Floats:
-    """e² - V - R, where e is what was missed; a flat group that surprises nobody says nothing: it
-    cannot miss by R.
+def excess_variance(errors: Floats, expected_variances: Floats, is_mixed: Mask) -> Floats:
+    """Return e² - V - R, by how much squared errors exceed their expectation.
+
+    A group that is not mixed cannot miss by its nominal noise R. If its error is smaller than
+    expected, it tells nothing and the excess is 0.
     """
-    more = missed * missed - expected
-    return np.where(mixed, more, np.maximum(more, 0.0))
+    excess = errors * errors - expected_variances
+    return np.where(is_mixed, excess, np.maximum(excess, 0.0))
 
 
 @dataclass
 class ProcessNoise:
-    """q, learnt from prompts that were seen before: the regression of e² - V - R on Δt, weighted by
-    1 / (V + qΔt + R)².
+    """Estimate of the process noise q of each stratum, by weighted regression.
 
-    Kept for every stratum and for all together: Σ Δt (e² - V - R) / S² and Σ Δt² / S², discounted.
+    The regression is that of e² - V - R on Δt with weights 1 / S², S = V + q Δt + R, over prompts
+    with earlier groups. The sums are Σ Δt (e² - V - R) / S² and Σ Δt² / S², for each stratum and
+    for all together, with an exponential decay of 2 % per step.
     """
 
-    _of: dict[Stratum, tuple[float, float]] = field(default_factory=dict)
-    _all: tuple[float, float] = (0.0, 0.0)
+    _sums_by_stratum: dict[Stratum, _Sums] = field(default_factory=dict)
+    _shared_sums: _Sums = (0.0, 0.0)
 
-    def of(self, stratum: Stratum) -> float:
-        """q, in rad² a step, with a weight of that of all strata mixed in."""
-        moved, weight = self._of.get(stratum, (0.0, 0.0))
-        return _within((moved + _BORROWED * self.shared) / (weight + _BORROWED))
+    def rate(self, stratum: Stratum) -> float:
+        """Return q of a stratum, in rad² per step, shrunk towards the shared rate."""
+        products, squares = self._sums_by_stratum.get(stratum, (0.0, 0.0))
+        products += _SHARED_WEIGHT * self.shared_rate
+        return _clip_rate(products / (squares + _SHARED_WEIGHT))
 
     @property
-    def shared(self) -> float:
-        """q of all strata."""
-        moved, weight = self._all
-        return _within((moved + _ASSUMED * SLOWEST) / (weight + _ASSUMED))
+    def shared_rate(self) -> float:
+        """q of all strata together, shrunk towards the smallest rate."""
+        products, squares = self._shared_sums
+        products += _MIN_RATE_WEIGHT * MIN_RATE
+        return _clip_rate(products / (squares + _MIN_RATE_WEIGHT))
 
     def learn(
-        self, strata: Sequence[Stratum], steps: Floats, more: Floats, variances: Floats
+        self, strata: Sequence[Stratum], steps: Floats, excess: Floats, variances: Floats
     ) -> None:
-        """more: e² - V - R of each (see `surprise`); variances: V + qΔt + R as it was expected."""
-        moved, weight = steps * more / variances**2, (steps / variances) ** 2
-        for place, stratum in enumerate(strata):
-            one = float(moved[place]), float(weight[place])
-            self._all, self._of[stratum] = (
-                _sum(self._all, one),
-                _sum(self._of.get(stratum, (0.0, 0.0)), one),
-            )
+        """Add observations.
 
-    def fade(self, steps: int) -> None:
-        """What was learnt before weighs less: 0.98 for each step."""
-        kept = _KEPT**steps
-        self._all = kept * self._all[0], kept * self._all[1]
-        self._of = {
-            stratum: (kept * moved, kept * weight) for stratum, (moved, weight) in self._of.items()
+        steps: Δt, steps since each prompt's previous group. 0 if the observation tells nothing.
+        excess: e² - V - R, see `excess_variance`.
+        variances: S = V + q Δt + R, as predicted.
+        """
+        products = steps * excess / variances**2
+        squares = (steps / variances) ** 2
+        for index, stratum in enumerate(strata):
+            sums = (float(products[index]), float(squares[index]))
+            stratum_sums = self._sums_by_stratum.get(stratum, (0.0, 0.0))
+            self._shared_sums = _add(self._shared_sums, sums)
+            self._sums_by_stratum[stratum] = _add(stratum_sums, sums)
+
+    def decay(self, steps: int) -> None:
+        """Reduce the weight of past observations by `steps` steps."""
+        factor = _DECAY**steps
+        self._shared_sums = _scale(self._shared_sums, factor)
+        self._sums_by_stratum = {
+            stratum: _scale(sums, factor) for stratum, sums in self._sums_by_stratum.items()
         }
 
-    def state(self) -> WanderState:
-        """Those of all together first."""
-        return (("", "", self._all), *((task, tag, sums) for (task, tag), sums in self._of.items()))
+    def state(self) -> ProcessNoiseState:
+        """Return the sums, those of all strata together first."""
+        by_stratum = ((task, tag, sums) for (task, tag), sums in self._sums_by_stratum.items())
+        return (("", "", self._shared_sums), *by_stratum)
 
-    def restore(self, state: WanderState) -> None:
-        """An empty state is of a run that learnt none."""
-        self._all = state[0][2] if state else (0.0, 0.0)
-        self._of = {(task, tag): sums for task, tag, sums in state[1:]}
-
-
-def _within(growth: float) -> float:
-    return min(max(growth, SLOWEST), FASTEST)
+    def restore(self, state: ProcessNoiseState) -> None:
+        """Restore sums. An empty state belongs to a run that learned none."""
+        self._shared_sums = state[0][2] if state else (0.0, 0.0)
+        self._sums_by_stratum = {(task, tag): sums for task, tag, sums in state[1:]}
 
 
-def _sum(one: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:
-    return one[0] + other[0], one[1] + other[1]
+def _clip_rate(rate: float) -> float:
+    return min(max(rate, MIN_RATE), MAX_RATE)
+
+
+def _add(first: _Sums, second: _Sums) -> _Sums:
+    return first[0] + second[0], first[1] + second[1]
+
+
+def _scale(sums: _Sums, factor: float) -> _Sums:
+    return factor * sums[0], factor * sums[1]

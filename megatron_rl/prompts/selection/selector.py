@@ -1,8 +1,7 @@
-"""The interface of everything that chooses a step's prompts, and how many rollouts each of them
-gets.
+"""Interface of prompt selectors, which choose the prompts of a step and the rollouts of each.
 
-No choice depends on the order in which groups arrive: a run that is resumed chooses as one that was
-never stopped (tests/prompts/selection/test_uniform.py).
+No choice depends on the order in which groups arrive. A resumed run therefore makes the same
+choices as an uninterrupted one (tests/prompts/selection/test_uniform.py).
 """
 
 from __future__ import annotations
@@ -17,9 +16,10 @@ from megatron_rl.contracts.run_state import SelectorState
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """Draw `samples` rollouts of a prompt.
+    """Request for `samples` rollouts of a prompt.
 
-    index: which of the step's groups. first_sample: how many it has already.
+    index: number of the group in the step.
+    first_sample: number of rollouts that the group already has.
     """
 
     index: int
@@ -30,58 +30,58 @@ class RolloutRequest:
 
 @dataclass(frozen=True)
 class SelectionResult:
-    """What becomes of a step's groups, each in the order of their indices.
+    """Groups of a step by their use, each in the order of their indices.
 
-    groups: to be credited. stopped: flat ones that were not extended. surplus: more than the step
-    wanted.
+    groups: groups to be credited.
+    stopped_groups: groups that were not extended after a probe.
+    surplus_groups: mixed groups beyond those that the step needed.
     """
 
     groups: tuple[Group, ...]
-    stopped: tuple[Group, ...] = ()
-    surplus: tuple[Group, ...] = ()
+    stopped_groups: tuple[Group, ...] = ()
+    surplus_groups: tuple[Group, ...] = ()
 
 
 class StepSelection(Protocol):
-    """The choices of one step."""
+    """Selection of one step."""
 
-    def begin(self) -> list[RolloutRequest]:
-        """The first round."""
+    def first_round(self) -> list[RolloutRequest]:
+        """Return the requests of the first round."""
         ...
 
-    def answered(self, index: int, group: Group) -> RolloutRequest | None:
-        """Hear of a group with all its rollouts so far; what is returned extends it."""
+    def handle_group(self, index: int, group: Group) -> RolloutRequest | None:
+        """Take a group with all rollouts requested so far. A returned request extends the group."""
         ...
 
-    def more(self) -> list[RolloutRequest]:
-        """A further round, once nothing is outstanding; none: the step has what it wants, or may
-        have.
+    def next_round(self) -> list[RolloutRequest]:
+        """Return the requests of a further round, after all groups of the round have arrived.
+
+        An empty list ends the step.
         """
         ...
 
     def result(self) -> SelectionResult:
-        """What became of the groups; called once, at the end."""
+        """Return all groups. Called once, at the end of the step."""
         ...
 
     def metrics(self) -> dict[str, float]:
-        """Under `select/`; after `result`."""
+        """Return the metrics under `select/`. Called after `result`."""
         ...
 
 
 class Selector(Protocol):
-    """Chooses, step after step."""
+    """Selects prompts, one step after the other."""
 
     def select(self, step: int) -> StepSelection: ...
 
     def state(self) -> SelectorState:
-        """Between two steps: all that `restore` needs to go on."""
+        """Return the state between two steps, which `restore` takes."""
         ...
 
     def restore(self, state: SelectorState) -> None:
-        """Raises `PromptDataError` where the state is that of other prompts."""
+        """Restore a state. Raises `PromptDataError` if it belongs to other prompts."""
         ...
 
-    def widen(self) -> None:
-        """What is believed of prompts loses its certainty, because something else is asked of them
-        now.
-        """
+    def inflate_variance(self) -> None:
+        """Make the beliefs about prompts uninformative, because the task has changed."""
         ...

@@ -1,5 +1,6 @@
-"""What is believed of a prompt that was never asked: how those of its source and tag did at their
-first time.
+"""Strata of prompts: the initial belief of a prompt that was never sampled.
+
+It follows from the first groups of other prompts with the same source and tag.
 """
 
 from __future__ import annotations
@@ -7,77 +8,95 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megatron_rl.contracts.prompt import Prompt
-from megatron_rl.prompts.selection.arcsine import HIGHEST, WIDEST
+from megatron_rl.prompts.selection.arcsine import MAX_ANGLE, MAX_VARIANCE
 
 Stratum = tuple[str, str]
-StrataState = tuple[tuple[str, str, tuple[float, float, float, float]], ...]
-_KEPT = 0.99  # of the weight of what was seen a step before
-_NARROWEST = 0.02
-_BORROWED = 4.0  # groups' worth of all strata in the belief of one
-_ASSUMED = 2.0  # groups' worth of knowing nothing in the belief of all
+_MomentSums = tuple[float, float, float, float]
+StrataState = tuple[tuple[str, str, _MomentSums], ...]
+
+_DECAY = 0.99  # factor per step of the weight of past groups
+_MIN_VARIANCE = 0.02
+_SHARED_WEIGHT = 4.0  # weight of the shared prior in that of a stratum, in groups
+_UNINFORMATIVE_WEIGHT = 2.0  # weight of the uninformative belief in the shared prior, in groups
 
 
 def stratum_of(prompt: Prompt) -> Stratum:
-    """Its source and its tag."""
+    """Return the source and the tag of a prompt."""
     return prompt.task, prompt.difficulty
 
 
 @dataclass
 class Moments:
-    """Discounted sums over first groups: of 1, z, z² and R (see `observation`)."""
+    """Sums over first groups, with exponential decay: of 1, z, z² and R (see `observation`)."""
 
     count: float = 0.0
-    total: float = 0.0
+    angles: float = 0.0
     squares: float = 0.0
     noise: float = 0.0
 
-    def numbers(self) -> tuple[float, float, float, float]:
-        return self.count, self.total, self.squares, self.noise
+    def sums(self) -> _MomentSums:
+        return self.count, self.angles, self.squares, self.noise
 
-    def add(self, seen: float, noise: float) -> None:
+    def add(self, angle: float, noise: float) -> None:
+        """Add a first group."""
         self.count += 1
-        self.total += seen
-        self.squares += seen * seen
+        self.angles += angle
+        self.squares += angle * angle
         self.noise += noise
 
-    def blended(self, mean: float, variance: float, worth: float) -> tuple[float, float]:
-        """Mean and variance of ψ, with `worth` groups' worth of the given ones mixed in."""
-        count = self.count + worth
-        own = (self.total + worth * mean) / count
-        second = (self.squares - self.noise + worth * (variance + mean * mean)) / count
-        return own, min(max(second - own * own, _NARROWEST), WIDEST)
+    def decay(self, factor: float) -> None:
+        """Multiply all sums by a factor."""
+        self.count *= factor
+        self.angles *= factor
+        self.squares *= factor
+        self.noise *= factor
+
+    def shrink_towards(self, mean: float, variance: float, weight: float) -> tuple[float, float]:
+        """Return the mean and the variance of ψ, shrunk towards a prior.
+
+        weight: weight of the prior, in groups.
+        """
+        count = self.count + weight
+        new_mean = (self.angles + weight * mean) / count
+        second_moment = self.squares - self.noise + weight * (variance + mean * mean)
+        new_variance = second_moment / count - new_mean * new_mean
+        return new_mean, min(max(new_variance, _MIN_VARIANCE), MAX_VARIANCE)
 
 
 @dataclass
 class Strata:
-    """Moments of every stratum and of all together."""
+    """Moments of every stratum and of all strata together."""
 
-    _of: dict[Stratum, Moments] = field(default_factory=dict)
-    _all: Moments = field(default_factory=Moments)
+    _moments_by_stratum: dict[Stratum, Moments] = field(default_factory=dict)
+    _shared_moments: Moments = field(default_factory=Moments)
 
     def prior(self, stratum: Stratum) -> tuple[float, float]:
-        """Mean and variance of ψ of a prompt that was never asked."""
-        everywhere = self._all.blended(HIGHEST / 2, WIDEST, _ASSUMED)
-        return self._of.get(stratum, Moments()).blended(*everywhere, _BORROWED)
+        """Return the mean and the variance of ψ of a prompt that was never sampled."""
+        mean, variance = self._shared_moments.shrink_towards(
+            MAX_ANGLE / 2, MAX_VARIANCE, _UNINFORMATIVE_WEIGHT
+        )
+        moments = self._moments_by_stratum.get(stratum, Moments())
+        return moments.shrink_towards(mean, variance, _SHARED_WEIGHT)
 
-    def add(self, stratum: Stratum, seen: float, noise: float) -> None:
-        """A first group."""
-        for moments in (self._of.setdefault(stratum, Moments()), self._all):
-            moments.add(seen, noise)
+    def add(self, stratum: Stratum, angle: float, noise: float) -> None:
+        """Add the first group of a prompt."""
+        self._moments_by_stratum.setdefault(stratum, Moments()).add(angle, noise)
+        self._shared_moments.add(angle, noise)
 
-    def fade(self, steps: int) -> None:
-        """What was seen before weighs less: 0.99 for each step."""
-        kept = _KEPT**steps
-        for moments in (self._all, *self._of.values()):
-            moments.count, moments.total, moments.squares, moments.noise = (
-                kept * n for n in moments.numbers()
-            )
+    def decay(self, steps: int) -> None:
+        """Reduce the weight of past groups by `steps` steps."""
+        factor = _DECAY**steps
+        self._shared_moments.decay(factor)
+        for moments in self._moments_by_stratum.values():
+            moments.decay(factor)
 
     def state(self) -> StrataState:
-        """Those of all together first."""
-        named = ((task, tag, moments.numbers()) for (task, tag), moments in self._of.items())
-        return (("", "", self._all.numbers()), *named)
+        """Return the sums, those of all strata together first."""
+        by_stratum = (
+            (task, tag, moments.sums()) for (task, tag), moments in self._moments_by_stratum.items()
+        )
+        return (("", "", self._shared_moments.sums()), *by_stratum)
 
     def restore(self, state: StrataState) -> None:
-        self._all = Moments(*state[0][2])
-        self._of = {(task, tag): Moments(*numbers) for task, tag, numbers in state[1:]}
+        self._shared_moments = Moments(*state[0][2])
+        self._moments_by_stratum = {(task, tag): Moments(*sums) for task, tag, sums in state[1:]}

@@ -1,4 +1,4 @@
-"""Every prompt in turn, with as many rollouts as every other."""
+"""Uniform selection: all prompts in turn, with the same number of rollouts."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from megatron_rl.prompts.source import PromptSource
 
 @dataclass
 class UniformStep:
-    """One round of `prompts`, and all their groups."""
+    """One round of `prompts`, `samples` rollouts of each. All groups are credited."""
 
     prompts: Sequence[Prompt]
     samples: int
     _groups: dict[int, Group] = field(default_factory=dict)
 
-    def begin(self) -> list[RolloutRequest]:
+    def first_round(self) -> list[RolloutRequest]:
         return [
             RolloutRequest(index, prompt, self.samples) for index, prompt in enumerate(self.prompts)
         ]
 
-    def answered(self, index: int, group: Group) -> RolloutRequest | None:
+    def handle_group(self, index: int, group: Group) -> RolloutRequest | None:
         self._groups[index] = group
         return None
 
-    def more(self) -> list[RolloutRequest]:
+    def next_round(self) -> list[RolloutRequest]:
         return []
 
     def result(self) -> SelectionResult:
@@ -42,15 +42,14 @@ class UniformStep:
 
 @dataclass(frozen=True)
 class Uniform:
-    """`rollout.prompts_per_step` prompts a step, in the source's order; see `Selector`."""
+    """Selects `rollout.prompts_per_step` prompts a step, in the source's order. See `Selector`."""
 
     source: PromptSource
     settings: RolloutSettings
 
     def select(self, step: int) -> UniformStep:
-        return UniformStep(
-            self.source.take(self.settings.prompts_per_step), self.settings.samples_per_prompt
-        )
+        prompts = self.source.take(self.settings.prompts_per_step)
+        return UniformStep(prompts, self.settings.samples_per_prompt)
 
     def state(self) -> SelectorState:
         return SelectorState(prompts=self.source.cursor)
@@ -58,5 +57,5 @@ class Uniform:
     def restore(self, state: SelectorState) -> None:
         self.source.seek(state.prompts)
 
-    def widen(self) -> None:
-        """There is nothing to forget."""
+    def inflate_variance(self) -> None:
+        """Do nothing: there are no beliefs."""
