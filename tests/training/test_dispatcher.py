@@ -1,4 +1,4 @@
-"""Every rank executes the same commands through the same table."""
+"""The dispatcher: every rank executes the commands of rank 0."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Quantiles from counts that add up over ranks."""
+"""Quantiles from histograms that add up over ranks."""
 
 import math
 
@@ -18,11 +18,11 @@ from megatron_rl.training.replay.log_histogram import RESOLUTION, log_counts, qu
 def test_a_quantile_is_one_of_the_values_within_the_resolution(
     values: list[float], share: float
 ) -> None:
-    found = quantile(log_counts(torch.tensor(values)), share)
+    estimate = quantile(log_counts(torch.tensor(values)), share)
     exact = sorted(abs(float(torch.tensor(x))) for x in values)[
         max(0, math.ceil(share * len(values) - 1e-6) - 1)
     ]
-    assert found == pytest.approx(exact, rel=RESOLUTION * 1.01 + 1e-6)
+    assert estimate == pytest.approx(exact, rel=RESOLUTION * 1.01 + 1e-6)
 
 
 @settings(max_examples=50, deadline=None)
@@ -38,9 +38,9 @@ def test_the_tail_of_a_thousand() -> None:
     assert quantile(log_counts(values), 0.9991) == pytest.approx(3.0, rel=RESOLUTION)
 
 
-def test_the_ends() -> None:
+def test_values_outside_of_the_range() -> None:
     assert quantile(log_counts(torch.zeros(3)), 0.999) == 0.0
     assert quantile(log_counts(torch.tensor([1.0, 1e6])), 0.999) == math.inf
     assert math.isnan(quantile(log_counts(torch.tensor([])), 0.5))
-    for odd in (math.nan, math.inf):
-        assert math.isnan(quantile(log_counts(torch.tensor([1.0, odd])), 0.5))
+    for value in (math.nan, math.inf):
+        assert math.isnan(quantile(log_counts(torch.tensor([1.0, value])), 0.5))

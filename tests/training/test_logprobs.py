@@ -1,4 +1,4 @@
-"""Log-probabilities of a micro-batch's trained tokens, and what NaN in the logits becomes."""
+"""Log-probabilities of a micro-batch's trained tokens, also with NaN in the logits."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -19,11 +19,13 @@ from megatron_rl.losses import ResponseTokens, open_loss
 from megatron_rl.training.logprobs import ResponseLogprobs
 from tests.losses.shapes import shape_of
 
-ROWS, VOCABULARY, PADDED = 37, 11, 12
+ROWS = 37
+VOCABULARY = 11
+PADDED_VOCABULARY = 12
 
 
 def micro_batch(count: int, seed: int = 0) -> Any:
-    """Only what `ResponseLogprobs` reads of a `MicroBatch`."""
+    """Make the fields of a `MicroBatch` that `ResponseLogprobs` reads."""
     rng = torch.Generator().manual_seed(seed)
     rows = torch.randperm(ROWS, generator=rng)[:count].sort().values
     return SimpleNamespace(rows=rows, targets=torch.randint(VOCABULARY, (count,), generator=rng))
@@ -31,7 +33,7 @@ def micro_batch(count: int, seed: int = 0) -> Any:
 
 def logits(seed: int = 1) -> torch.Tensor:
     return (
-        torch.randn(ROWS, PADDED, generator=torch.Generator().manual_seed(seed))
+        torch.randn(ROWS, PADDED_VOCABULARY, generator=torch.Generator().manual_seed(seed))
         .mul_(4)
         .requires_grad_()
     )
@@ -45,52 +47,57 @@ def response_logprobs(chunk_tokens: int, temperature: float = 0.7) -> ResponseLo
 
 @pytest.mark.parametrize("chunk_tokens", [1, 5, 64])
 def test_any_chunk_size_gives_the_softmax_and_its_gradient(chunk_tokens: int) -> None:
-    batch, mine, plain = micro_batch(23), logits(), logits()
-    untouched = mine.detach().clone()
-    logprob, entropy = response_logprobs(chunk_tokens)(mine, batch)
-    log_p = (plain[batch.rows, :VOCABULARY] / 0.7).log_softmax(-1)
-    expected = log_p.gather(1, batch.targets[:, None])[:, 0]
-    torch.testing.assert_close(logprob, expected)
+    batch = micro_batch(23)
+    tensor = logits()
+    reference_tensor = logits()
+    original = tensor.detach().clone()
+    logprob, entropy = response_logprobs(chunk_tokens)(tensor, batch)
+    log_p = (reference_tensor[batch.rows, :VOCABULARY] / 0.7).log_softmax(-1)
+    reference = log_p.gather(1, batch.targets[:, None])[:, 0]
+    torch.testing.assert_close(logprob, reference)
     torch.testing.assert_close(entropy, -(log_p.exp() * log_p).sum(-1).detach())
     weight = torch.linspace(-1, 1, len(logprob))
     (weight @ logprob).backward()
-    (weight @ expected).backward()
-    torch.testing.assert_close(mine.grad, plain.grad)
-    assert torch.equal(mine, untouched)
+    (weight @ reference).backward()
+    torch.testing.assert_close(tensor.grad, reference_tensor.grad)
+    assert torch.equal(tensor, original)
 
 
 def test_a_batch_without_trained_tokens_keeps_the_graph() -> None:
-    mine = logits()
-    logprob, entropy = response_logprobs(8)(mine, micro_batch(0))
+    tensor = logits()
+    logprob, entropy = response_logprobs(8)(tensor, micro_batch(0))
     assert logprob.shape == entropy.shape == (0,)
     logprob.sum().backward()
-    assert mine.grad is not None and not mine.grad.any()
+    assert tensor.grad is not None and not tensor.grad.any()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_row_that_is_not_finite_makes_its_token_nan(value: float) -> None:
-    """And with it the loss; the other tokens keep what they have."""
-    mine, batch = logits(), micro_batch(9)
-    clean = response_logprobs(4)(mine.detach().clone(), batch)
+    """The values of the other tokens do not change."""
+    tensor = logits()
+    batch = micro_batch(9)
+    clean = response_logprobs(4)(tensor.detach().clone(), batch)
     with torch.no_grad():
-        mine[batch.rows[5], 2] = value
+        tensor[batch.rows[5], 2] = value
     bad = torch.arange(9) == 5
-    found = response_logprobs(4)(mine, batch)
-    for result, expected in zip(found, clean, strict=True):
+    results = response_logprobs(4)(tensor, batch)
+    for result, reference in zip(results, clean, strict=True):
         assert torch.equal(result.isnan(), bad)
-        assert torch.equal(result[~bad], expected[~bad])
-    found[0].sum().backward()
-    assert mine.grad is not None
-    assert mine.grad[batch.rows[5], :VOCABULARY].isnan().all()
+        assert torch.equal(result[~bad], reference[~bad])
+    results[0].sum().backward()
+    assert tensor.grad is not None
+    assert tensor.grad[batch.rows[5], :VOCABULARY].isnan().all()
 
 
 @pytest.mark.parametrize("algo", [GrpoSettings(), GspoSettings(), EspoSettings(), SftSettings()])
 @pytest.mark.parametrize("when", ["old policy", "update"])
-def test_a_nan_logit_makes_every_loss_nan_and_raises_nowhere(algo: AlgoSettings, when: str) -> None:
-    batch, mine, broken = micro_batch(9), logits(), logits()
+def test_a_nan_logit_makes_every_loss_nan_without_an_error(algo: AlgoSettings, when: str) -> None:
+    batch = micro_batch(9)
+    tensor = logits()
+    nan_tensor = logits()
     with torch.no_grad():
-        broken[batch.rows[5], 2] = torch.nan
-    old = response_logprobs(4)(broken if when == "old policy" else mine, batch)
+        nan_tensor[batch.rows[5], 2] = torch.nan
+    old = response_logprobs(4)(nan_tensor if when == "old policy" else tensor, batch)
     response = ResponseTokens(
         *(tensor.detach() for tensor in old),
         rollout_logprobs=old[0].detach(),
@@ -98,8 +105,8 @@ def test_a_nan_logit_makes_every_loss_nan_and_raises_nowhere(algo: AlgoSettings,
         cu_seqlens=torch.tensor([0, 4, 9], dtype=torch.int32),
     )
     objective = open_loss(algo, shape_of(VOCABULARY)).prepare(response)
-    current, _ = response_logprobs(4)(broken if when == "update" else mine, batch)
+    current, _ = response_logprobs(4)(nan_tensor if when == "update" else tensor, batch)
     loss = objective(current, Denominators(sequences=2, tokens=9)).loss
     loss.backward()
-    depends = when == "update" or not isinstance(algo, SftSettings)
-    assert bool(loss.isnan()) == depends
+    is_affected = when == "update" or not isinstance(algo, SftSettings)
+    assert bool(loss.isnan()) == is_affected

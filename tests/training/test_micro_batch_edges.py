@@ -1,4 +1,4 @@
-"""Batches at their edges: the device, rows that are real, and advantages that do not match."""
+"""Edge cases of micro-batches: the device, real rows, and a wrong number of advantages."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from megatron_rl.training.micro_batches import Batcher
 from tests.training.test_micro_batches import FIVE, SHAPE, THREE, WHOLE, pack
 
 
-def test_tensors_are_on_the_device_that_was_asked_for() -> None:
+def test_tensors_are_on_the_requested_device() -> None:
     batch = Batcher(WHOLE, SHAPE, torch.device("meta")).pack([FIVE], [0.5])
     tensors = [
         batch.inputs.input_ids,
@@ -35,6 +35,8 @@ def test_every_rollout_needs_its_advantage(advantages: list[float]) -> None:
 
 
 def test_real_rows_are_a_mask_and_not_indices() -> None:
-    real = pack([FIVE], [1.0], RankView(layers=((0, 1, 2),), sp_rank=1, sp_size=2)).inputs.real_rows
-    assert real is not None and real.dtype == torch.bool
-    assert real.tolist() == [True, True, False]
+    real_rows = pack(
+        [FIVE], [1.0], RankView(layers=((0, 1, 2),), sp_rank=1, sp_size=2)
+    ).inputs.real_rows
+    assert real_rows is not None and real_rows.dtype == torch.bool
+    assert real_rows.tolist() == [True, True, False]

@@ -1,6 +1,4 @@
-"""Old-policy pass and update over made-up logits: what they compare, what they measure and what
-they never wait for.
-"""
+"""Old-policy pass and update with artificial logits: ratios, metrics, waits for the device."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ WAITS = ("tolist", "item", "__float__", "__int__", "__bool__", "cpu", "numpy")
 
 
 class OnDevice(torch.Tensor):
-    """Counts what would make the host wait for a GPU, on itself and all that is computed from it."""
+    """Records operations that would make the host wait for a GPU, also on derived tensors."""
 
     waits: ClassVar[list[str]] = []
 
@@ -55,18 +53,20 @@ def waits() -> Iterator[list[str]]:
 
 
 class Weights:
-    """The `model` and its `optimizer`: log-probabilities are those of a batch, moved by `shift` at
-    each step.
+    """A model that is its own optimizer.
+
+    Log-probabilities are those of the batch, plus `shift` for each step.
     """
 
     def __init__(self, shift: float = 0.0) -> None:
-        self.moved, self.shift = 0.0, shift
+        self.offset = 0.0
+        self.shift = shift
 
     def zero_grad(self) -> None:
         pass
 
     def step(self, *, loss_is_finite: bool) -> StepResult:
-        self.moved += self.shift
+        self.offset += self.shift
         return StepResult(is_applied=loss_is_finite, grad_norm=1.0, lr=0.1)
 
 
@@ -87,7 +87,7 @@ def make_batches(count: int) -> list[Any]:
 
 @pytest.fixture
 def policy(monkeypatch: pytest.MonkeyPatch) -> Policy:
-    """Micro-batches run one after the other; logits do not matter."""
+    """A policy whose micro-batches run one after the other, with logits that do not matter."""
 
     def schedule(models: Any, batches: Sequence[Any], on_logits: Any, **_: Any) -> list[Any]:
         return [on_logits(torch.zeros(1), index)[1] for index in range(len(batches))]
@@ -97,9 +97,11 @@ def policy(monkeypatch: pytest.MonkeyPatch) -> Policy:
     monkeypatch.setattr(update, "run_schedule", schedule)
 
     def logprobs(logits: torch.Tensor, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return batch.logprobs + weights.moved, torch.full_like(batch.logprobs, 0.5)
+        return batch.logprobs + weights.offset, torch.full_like(batch.logprobs, 0.5)
 
-    return Policy(models=[weights], logprobs=logprobs, loss=Grpo(GrpoSettings()), replay=None)  # type: ignore[arg-type,list-item]
+    models: Any = [weights]
+    functions: Any = logprobs
+    return Policy(models, functions, loss=Grpo(GrpoSettings()), replay=None)
 
 
 def train(
@@ -107,26 +109,24 @@ def train(
     batches: list[Any],
     objectives: Sequence[BatchObjective],
     metrics: MetricSums,
-    **how: Any,
+    **options: Any,
 ) -> None:
     counts = Denominators(sequences=len(batches), tokens=TOKENS * len(batches))
     update_policy(
-        policy, policy.models[0], batches, objectives, counts, dp_size=1, metrics=metrics, **how
+        policy, policy.models[0], batches, objectives, counts, dp_size=1, metrics=metrics, **options
     )  # type: ignore[arg-type]
 
 
-def test_the_first_optimizer_step_says_how_far_its_ratios_are_from_one(policy: Policy) -> None:
-    """Both passes run the same weights: what is not 1 there is noise of the arithmetic, which the
-    clip width meets.
-    """
-    batches, metrics = make_batches(3), MetricSums()
+def test_the_first_optimizer_step_measures_the_noise_of_its_ratios(policy: Policy) -> None:
+    """Both passes use the same weights, so ratios other than 1 are arithmetic noise."""
+    batches = make_batches(3)
+    metrics = MetricSums()
     objectives = compute_old_policy(policy, batches, metrics)
     train(policy, batches, objectives, metrics, first_step=True)
     assert metrics.values()["policy/first_ratio_deviation"] == 0.0
     noisy = MetricSums()
-    batches[1].logprobs[2] -= (
-        1e-3 + 0.25
-    )  # the weights moved by 0.25; one token of one micro-batch by a little more
+    # Undo the shift of 0.25 of the first step, for one token by a little more
+    batches[1].logprobs[2] -= 1e-3 + 0.25
     batches[1].logprobs[[0, 1, 3, 4]] -= 0.25
     for batch in (batches[0], batches[2]):
         batch.logprobs -= 0.25
@@ -136,8 +136,9 @@ def test_the_first_optimizer_step_says_how_far_its_ratios_are_from_one(policy: P
     )
 
 
-def test_later_optimizer_steps_do_not_say_it(policy: Policy) -> None:
-    batches, metrics = make_batches(2), MetricSums()
+def test_later_optimizer_steps_do_not_measure_the_noise(policy: Policy) -> None:
+    batches = make_batches(2)
+    metrics = MetricSums()
     objectives = compute_old_policy(policy, batches, metrics)
     train(policy, batches, objectives, metrics, first_step=True)
     train(policy, batches, objectives, metrics, first_step=False)
@@ -148,8 +149,9 @@ def test_later_optimizer_steps_do_not_say_it(policy: Policy) -> None:
     )
 
 
-def test_a_filler_has_no_ratio(policy: Policy) -> None:
-    (batch,), metrics = make_batches(1), MetricSums()
+def test_a_filler_has_no_ratios(policy: Policy) -> None:
+    (batch,) = make_batches(1)
+    metrics = MetricSums()
     empty = {name: getattr(batch, name)[:0] for name in FIELDS}
     filler = SimpleNamespace(inputs=None, cu_seqlens=torch.tensor([0], dtype=torch.int32), **empty)
     objectives = compute_old_policy(policy, [filler], metrics)  # type: ignore[list-item]
@@ -157,13 +159,14 @@ def test_a_filler_has_no_ratio(policy: Policy) -> None:
     assert "policy/first_ratio_deviation" not in metrics.values()
 
 
-def test_metrics_make_no_micro_batch_wait_for_the_gpu(policy: Policy, waits: list[str]) -> None:
-    """However many micro-batches there are, the host asks for the loss of an optimizer step and for
-    all metrics.
-    """
+def test_metrics_do_not_wait_for_the_gpu_in_each_micro_batch(
+    policy: Policy, waits: list[str]
+) -> None:
+    """The host waits twice for an optimizer step: for the loss, and for all metrics together."""
     counts = {}
     for count in (2, 7):
-        batches, metrics = make_batches(count), MetricSums()
+        batches = make_batches(count)
+        metrics = MetricSums()
         waits.clear()
         objectives = compute_old_policy(policy, batches, metrics)
         assert waits == []
@@ -173,8 +176,9 @@ def test_metrics_make_no_micro_batch_wait_for_the_gpu(policy: Policy, waits: lis
     assert counts[2] == counts[7] <= 2
 
 
-def test_metrics_are_the_same_however_they_were_summed(policy: Policy) -> None:
-    batches, metrics = make_batches(4), MetricSums()
+def test_metrics_of_micro_batches_are_those_of_all_tokens(policy: Policy) -> None:
+    batches = make_batches(4)
+    metrics = MetricSums()
     compute_old_policy(policy, batches, metrics)
     differences = torch.cat([(b.logprobs - b.rollout_logprobs) for b in batches]).as_subclass(
         torch.Tensor
@@ -184,26 +188,33 @@ def test_metrics_are_the_same_however_they_were_summed(policy: Policy) -> None:
     assert values["policy/entropy"] == pytest.approx(0.5)
 
 
-def test_the_weights_of_a_correction_reach_the_loss_and_are_reported_with_and_without_it(
+def test_correction_weights_reach_the_loss_and_are_always_reported(
     policy: Policy,
 ) -> None:
     batches = make_batches(2)
     ratio = torch.cat([(b.logprobs - b.rollout_logprobs).exp() for b in batches]).as_subclass(
         torch.Tensor
     )
-    capped, reported = ratio.clamp(max=2.0), {}
+    capped_ratio = ratio.clamp(max=2.0)
+    metrics_of = {}
     for kind in ("off", "tis"):
-        prepared: list[ResponseTokens] = []
-        loss = SimpleNamespace(prepare=prepared.append)
-        correction, metrics = Correction(CorrectionSettings(kind=kind)), MetricSums()  # type: ignore[arg-type]
-        compute_old_policy(replace(policy, loss=loss, correction=correction), batches, metrics)  # type: ignore[arg-type]
-        advantages = torch.cat([p.advantages for p in prepared]).as_subclass(torch.Tensor)
-        torch.testing.assert_close(advantages, capped if kind == "tis" else torch.ones(2 * TOKENS))
-        reported[kind] = metrics.values()
-    assert reported["off"] == reported["tis"]
-    assert reported["off"]["mismatch/tis_weight_mean"] == pytest.approx(float(capped.mean()))
+        responses: list[ResponseTokens] = []
+        loss = SimpleNamespace(prepare=responses.append)
+        settings: Any = CorrectionSettings(kind=kind)  # type: ignore[arg-type]
+        metrics = MetricSums()
+        changes: dict[str, Any] = {"loss": loss, "correction": Correction(settings)}
+        compute_old_policy(replace(policy, **changes), batches, metrics)
+        advantages = torch.cat([p.advantages for p in responses]).as_subclass(torch.Tensor)
+        torch.testing.assert_close(
+            advantages, capped_ratio if kind == "tis" else torch.ones(2 * TOKENS)
+        )
+        metrics_of[kind] = metrics.values()
+    assert metrics_of["off"] == metrics_of["tis"]
+    assert metrics_of["off"]["mismatch/tis_weight_mean"] == pytest.approx(
+        float(capped_ratio.mean())
+    )
     assert (
         0
-        < reported["off"]["mismatch/tis_truncated"]
+        < metrics_of["off"]["mismatch/tis_truncated"]
         == pytest.approx(float((ratio > 2).float().mean()))
     )

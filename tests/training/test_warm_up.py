@@ -1,4 +1,4 @@
-"""The kernels are compiled before the first step, by the objects and for the dtypes of the run."""
+"""Warm-up compiles the kernels with the objects and dtypes of the run."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -19,21 +19,21 @@ from megatron_rl.training.warm_up import warm_up
 
 
 class Loss:
-    """Hands on, and notes what it was called with."""
+    """Wraps a loss and records its log-probabilities and their gradient."""
 
     def __init__(self, loss: Any) -> None:
         self._loss = loss
-        self.seen: list[torch.Tensor] = []
+        self.tensors: list[torch.Tensor] = []
 
     def prepare(self, response: ResponseTokens) -> Objective:
         objective = self._loss.prepare(response)
 
-        def noted(logprobs: torch.Tensor, denominators: Denominators) -> Any:
-            self.seen.append(logprobs)
-            logprobs.register_hook(self.seen.append)
+        def record(logprobs: torch.Tensor, denominators: Denominators) -> Any:
+            self.tensors.append(logprobs)
+            logprobs.register_hook(self.tensors.append)
             return objective(logprobs, denominators)
 
-        return noted
+        return record
 
 
 @pytest.mark.parametrize(
@@ -43,10 +43,11 @@ def test_kernels_run_forward_and_backward_without_the_model(algo: AlgoSettings) 
     shape = read_shape(TWO_DIGIT_ADDITION)
     model = torch.nn.Module()
     model.output_layer = torch.nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
-    model.forward = None  # type: ignore[method-assign,assignment]  # nobody calls it
+    model.forward = None  # type: ignore[method-assign,assignment]  # it is not called
     before = model.output_layer.weight.detach().clone()
     view = RankView.for_rank(shape.num_layers, ParallelSettings(), pp_rank=0, cp_rank=0, tp_rank=0)
-    rollout, loss = RolloutSettings(max_new_tokens=4), Loss(open_loss(algo, shape))
+    rollout = RolloutSettings(max_new_tokens=4)
+    loss = Loss(open_loss(algo, shape))
     logprobs = ResponseLogprobs(
         train_settings(), rollout, vocab_size=shape.vocab_size, tp_group=None
     )
@@ -57,7 +58,7 @@ def test_kernels_run_forward_and_backward_without_the_model(algo: AlgoSettings) 
         model=ModelSettings(path=str(TWO_DIGIT_ADDITION)),
     )
     warm_up(worker)
-    value, gradient = loss.seen
+    value, gradient = loss.tensors
     assert (
         torch.isfinite(value).all() and torch.isfinite(gradient).all() and gradient.abs().sum() > 0
     )

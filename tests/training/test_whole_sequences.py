@@ -1,6 +1,4 @@
-"""What context-parallel ranks computed of the same sequences, put together; a second rank's part is
-made up.
-"""
+"""Gathering values from context-parallel ranks. The values of the second rank are artificial."""
 
 import pytest
 import torch
@@ -9,7 +7,7 @@ from megatron_rl.training import whole_sequences
 from megatron_rl.training.whole_sequences import WholeSequences
 
 
-def test_every_rank_has_the_whole_and_the_gradient_of_its_own_tokens(
+def test_ranks_get_all_values_and_the_gradient_of_their_own_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     others = torch.tensor([[0.0, 8.0, 0.0, 0.0], [0.0, 5.0, 0.0, 0.0]])
@@ -19,18 +17,18 @@ def test_every_rank_has_the_whole_and_the_gradient_of_its_own_tokens(
         whole += others
 
     monkeypatch.setattr(whole_sequences.dist, "all_reduce", all_reduce)
-    held = torch.tensor([[1.0, 2.0, 3.0], [4.0, 6.0, 7.0]], requires_grad=True)
-    whole = WholeSequences.apply(held, torch.tensor([0, 2, 3]), 4, "context")
+    local_values = torch.tensor([[1.0, 2.0, 3.0], [4.0, 6.0, 7.0]], requires_grad=True)
+    whole = WholeSequences.apply(local_values, torch.tensor([0, 2, 3]), 4, "context")
     assert whole.tolist() == [[1, 8, 2, 3], [4, 5, 6, 7]]
     (whole[0] * torch.tensor([10.0, 20.0, 30.0, 40.0])).sum().backward()
-    assert held.grad is not None and held.grad.tolist() == [[10, 30, 40], [0, 0, 0]]
+    assert local_values.grad is not None and local_values.grad.tolist() == [[10, 30, 40], [0, 0, 0]]
 
 
 def test_a_rank_without_trained_tokens_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(whole_sequences.dist, "all_reduce", lambda whole, group: whole.fill_(2.0))
     graph = torch.ones(3, requires_grad=True)
-    held = torch.stack([(graph.sum() * 0).expand(0), torch.zeros(0)])
-    whole = WholeSequences.apply(held, torch.zeros(0, dtype=torch.int64), 2, None)
+    local_values = torch.stack([(graph.sum() * 0).expand(0), torch.zeros(0)])
+    whole = WholeSequences.apply(local_values, torch.zeros(0, dtype=torch.int64), 2, None)
     whole.sum().backward()
     assert whole.tolist() == [[2, 2], [2, 2]]
     assert graph.grad is not None and not graph.grad.any()
