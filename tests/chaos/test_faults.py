@@ -1,6 +1,6 @@
-"""What a run with two ranks says and leaves when something happens to it.
+"""Faults in a run with two ranks: the reported cause, the exit codes, and the remains.
 
-The whole table: launch/studies/faults/__main__.py.
+`python -m launch.studies.faults` prints the table of all faults.
 """
 
 import json
@@ -21,35 +21,35 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 FAULTS = ["SIGKILL rank 1", "SIGSTOP engine"]
+# Torchrun's own report begins with one of these
+_TORCHRUN_REPORT = re.compile(r"torch\.distributed\.elastic|torch/distributed/")
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_the_cause_is_the_first_line_and_nothing_is_left(name: str, tmp_path: Path) -> None:
+def test_the_cause_is_the_first_line_and_no_process_is_left(name: str, tmp_path: Path) -> None:
     fault = by_name(name)
     outcome = suffer(fault, tmp_path / "job")
     assert re.match(fault.says, outcome.first_line), outcome.errors
     assert outcome.code == fault.code, outcome.errors
     assert outcome.seconds <= MOST_SECONDS
-    assert (outcome.left, outcome.shared_memory) == ([], [])
-    if (
-        outcome.root_cause is not None and outcome.root_cause >= 0
-    ):  # a rank that was killed has no code of ours
+    assert outcome.left == []
+    assert outcome.shared_memory == []
+    # A rank that was killed has no exit code of its own
+    if outcome.root_cause is not None and outcome.root_cause >= 0:
         assert outcome.root_cause == fault.code
-    of_ranks = outcome.errors.partition("torch.distributed.elastic")[0].partition(
-        "torch/distributed/"
-    )[0]
-    assert "Traceback" not in of_ranks
+    rank_errors = _TORCHRUN_REPORT.split(outcome.errors, maxsplit=1)[0]
+    assert "Traceback" not in rank_errors
 
 
-def test_plain_python_ends_with_the_documented_code(tmp_path: Path) -> None:
-    job = start_job(tmp_path, "train.total_steps=500", errors=tmp_path / "errors.txt")
+def test_a_run_without_torchrun_ends_with_the_documented_code(tmp_path: Path) -> None:
+    errors = tmp_path / "errors.txt"
+    job = start_job(tmp_path, "train.total_steps=500", errors=errors)
     wait_for_step(tmp_path / "job", 1, job)
     processes = family(job)
     job.send_signal(signal.SIGTERM)
     job.communicate(timeout=60)
     assert job.returncode == ExitCode.TERMINATED
-    assert json.loads((tmp_path / "job/exit.json").read_text())["code"] == ExitCode.TERMINATED
-    assert (tmp_path / "errors.txt").read_text().split("\n")[
-        1
-    ] == "the run was stopped (SIGTERM)"
+    record = json.loads((tmp_path / "job/exit.json").read_text())
+    assert record["code"] == ExitCode.TERMINATED
+    assert errors.read_text().splitlines()[1] == "the run was stopped (SIGTERM)"
     assert survivors(processes, 5) == []
