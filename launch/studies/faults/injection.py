@@ -313,7 +313,7 @@ FAULTS = [
         _fill_disk,
         _small_disk("48m"),
     ),
-    Fault("full disk before the run", "run.root=.*MiB are free on its disk", None, None, _no_space),
+    Fault("full disk before the run", "run.root=.*MiB of free space", None, None, _no_space),
     Fault("read-only run.root", "run.root=.* is not writable", None, None, _read_only),
     Fault("stolen port", "", ExitCode.OK, _steal_port, recovers=True, steps=2),
     Fault(
