@@ -1,11 +1,14 @@
-"""Under torchrun: train a batch, save, train another; then load what was saved, in this layout and
-in others.
+"""Trains a batch, saves, and trains another batch; then loads the checkpoint in several layouts.
 
-Usage: checkpoint_layouts.py DIRECTORY SAVED:LOADED...; both are LAYOUTs of `support.layouts`, all
-of this job's ranks. DIRECTORY holds the checkpoint `plain` and `rollouts`. Rank 0 saves what
-each pair did in SAVED:LOADED.pt, in SAVED:.pt what the run did that was never stopped, and in
-SAVED-model.pt what the model was that was saved; exported-SAVED is what was exported of it by all
-ranks, which share neither vocabulary nor experts then.
+Runs under torchrun. Usage: checkpoint_layouts.py DIRECTORY SAVED:LOADED...
+
+SAVED and LOADED are names of LAYOUTS in `tests.support.layouts`, for all ranks of this job.
+DIRECTORY holds the checkpoint `plain` and the recording `rollouts`. Results:
+
+SAVED:LOADED.pt: the second batch after loading the checkpoint of layout SAVED in layout LOADED.
+SAVED:.pt: the second batch without a stop, in layout SAVED.
+SAVED-model.pt: the model when it was saved.
+exported-SAVED: the export of the checkpoint by all ranks, without model parallelism.
 """
 
 import sys
@@ -49,25 +52,29 @@ BUCKET = 40_000  # bytes; the model has 300,000
 def train(
     worker: Worker, case: LayoutCase, layout: RankLayout, directory: Path, batch: int
 ) -> dict[str, float]:
+    """Train one batch of the recording and return its metrics."""
     store = RolloutStore(node=0)
-    mine = read_rollouts(directory / "rollouts")[batch * BATCH : (batch + 1) * BATCH]
-    credit = Credit(ALGORITHMS[case.algorithm], seed=0)
-    credited = credit.assign(batch, judged_groups(mine, locate(layout, store, mine, batch)))
+    rollouts = read_rollouts(directory / "rollouts")[batch * BATCH : (batch + 1) * BATCH]
+    groups = judged_groups(rollouts, locate(layout, store, rollouts, batch))
+    batch_credit = Credit(ALGORITHMS[case.algorithm], seed=0).assign(batch, groups)
     planner = make_planner(
         LAYOUTS[case.layout].parallel,
         layout,
         optimizer_steps_per_batch=STEPS_PER_BATCH,
         tokens_per_micro_batch=40,
     )
-    outcome = worker.train(planner.plan(batch, credited.rollouts, credited.advantages))
+    plan = planner.plan(batch, batch_credit.rollouts, batch_credit.advantages)
+    outcome = worker.train(plan)
     assert outcome.finite and outcome.optimizer_steps == STEPS_PER_BATCH
     return outcome.metrics.values()
 
 
-def note(worker: Worker, metrics: dict[str, float], file: Path, adam_steps: set[int]) -> None:
+def save_result(worker: Worker, metrics: dict[str, float], file: Path) -> None:
+    """Save metrics, weights and Adam's counts of steps on rank 0. Collective."""
     weights = {name: tensor.clone() for name, tensor in worker.export()}
     if worker.layout.rank == 0:
-        torch.save({"metrics": metrics, "weights": weights, "adam_steps": sorted(adam_steps)}, file)
+        result = {"metrics": metrics, "weights": weights, "adam_steps": sorted(adam_steps(worker))}
+        torch.save(result, file)
 
 
 def adam_steps(worker: Worker) -> set[int]:
@@ -75,28 +82,31 @@ def adam_steps(worker: Worker) -> set[int]:
 
 
 def save(case: LayoutCase, directory: Path) -> None:
+    """Train a batch, save a checkpoint, and train another batch."""
     layout = parallel.initialize(LAYOUTS[case.layout].parallel, seed=0)
     worker, adam, _ = build(case, layout, directory)
     train(worker, case, layout, directory, 0)
-    target = directory / f"saved-{case.layout}"
+    checkpoint = directory / f"saved-{case.layout}"
     if layout.rank == 0:
-        (target / "rng").mkdir(parents=True)
+        (checkpoint / "rng").mkdir(parents=True)
     dist.barrier()
-    write_tensors(gather_tensors(worker.policy.models, adam), target, layout.control_group)
-    (target / "rng" / f"{layout.rank}.safetensors").write_bytes(random_state())
-    note_model(worker, case, directory / f"{case.layout}-model.pt")
-    drawn = torch.rand(3)
-    load_random_state(target / "rng" / f"{layout.rank}.safetensors")
-    assert torch.rand(3).equal(drawn)
+    write_tensors(gather_tensors(worker.policy.models, adam), checkpoint, layout.control_group)
+    random_file = checkpoint / "rng" / f"{layout.rank}.safetensors"
+    random_file.write_bytes(random_state())
+    save_model(worker, case, directory / f"{case.layout}-model.pt")
+    samples = torch.rand(3)
+    load_random_state(random_file)
+    assert torch.rand(3).equal(samples)
     metrics = train(worker, case, layout, directory, 1)
-    note(worker, metrics, directory / f"{case.layout}:.pt", adam_steps(worker))
+    save_result(worker, metrics, directory / f"{case.layout}:.pt")
     parallel_state.destroy_model_parallel()
 
 
-def note_model(worker: Worker, case: LayoutCase, file: Path) -> None:
-    """The weights, and the logits of some sequences where every rank computes all of them."""
+def save_model(worker: Worker, case: LayoutCase, file: Path) -> None:
+    """Save the weights on rank 0, and logits if every rank computes all of them. Collective."""
     weights = {name: tensor.clone() for name, tensor in worker.export()}
-    batch, logits = pack(SEQUENCES), None
+    batch = pack(SEQUENCES)
+    logits = None
     if LAYOUTS[case.layout].kind.axes <= {"ep"}:
         with torch.no_grad():
             logits = worker.policy.models[0](
@@ -110,38 +120,39 @@ def note_model(worker: Worker, case: LayoutCase, file: Path) -> None:
 
 
 def export(directory: Path, names: list[str]) -> None:
-    """Both ranks write what each layout saved."""
+    """Export the checkpoint of each layout. The ranks share the buckets."""
     parallel.initialize(ParallelSettings(), seed=0)
-    source, dtype = directory / "plain", torch.float32
+    source = directory / "plain"
+    shape = read_shape(source)
+    model = ModelSettings(path=str(source))
     for name in names:
-        model = ModelSettings(path=str(source))
-        saved = SavedWeights(
-            directory / f"saved-{name}", read_shape(source), model, bucket_bytes=BUCKET
-        )
-        write_hf(saved, directory / f"exported-{name}", source=source, dtype=dtype)
+        weights = SavedWeights(directory / f"saved-{name}", shape, model, bucket_bytes=BUCKET)
+        target = directory / f"exported-{name}"
+        write_hf(weights, target, source=source, dtype=torch.float32)
     parallel_state.destroy_model_parallel()
 
 
-def load(case: LayoutCase, directory: Path, saved: str) -> None:
+def load(case: LayoutCase, directory: Path, saved_layout: str) -> None:
+    """Load the checkpoint of another layout and train the second batch."""
     layout = parallel.initialize(LAYOUTS[case.layout].parallel, seed=7)
     worker, adam, _ = build(case, layout, directory)
-    load_tensors(
-        worker.policy.models, adam, directory / f"saved-{saved}", optimizer_steps=STEPS_PER_BATCH
-    )
+    checkpoint = directory / f"saved-{saved_layout}"
+    load_tensors(worker.policy.models, adam, checkpoint, optimizer_steps=STEPS_PER_BATCH)
     assert adam_steps(worker) == {STEPS_PER_BATCH}
     metrics = train(worker, case, layout, directory, 1)
-    note(worker, metrics, directory / f"{saved}:{case.layout}.pt", adam_steps(worker))
+    save_result(worker, metrics, directory / f"{saved_layout}:{case.layout}.pt")
     parallel_state.destroy_model_parallel()
 
 
 def main() -> None:
-    directory, pairs = Path(sys.argv[1]), [pair.split(":") for pair in sys.argv[2:]]
-    names = list(dict.fromkeys(saved for saved, _ in pairs))
-    for saved in names:
-        save(LayoutCase(saved, "grpo"), directory)
+    directory = Path(sys.argv[1])
+    pairs = [pair.split(":") for pair in sys.argv[2:]]
+    names = list(dict.fromkeys(saved_layout for saved_layout, _ in pairs))
+    for name in names:
+        save(LayoutCase(name, "grpo"), directory)
     export(directory, names)
-    for saved, loaded in pairs:
-        load(LayoutCase(loaded, "grpo"), directory, saved)
+    for saved_layout, layout in pairs:
+        load(LayoutCase(layout, "grpo"), directory, saved_layout)
     parallel.shutdown()
 
 

@@ -1,6 +1,4 @@
-"""Tokens to their experts and back: Megatron's own results and gradients, whatever order a GPU
-would add in.
-"""
+"""Moves of tokens to their experts and back: Megatron's results without atomic additions."""
 
 from __future__ import annotations
 
@@ -9,44 +7,47 @@ from typing import Any
 import pytest
 import torch
 
-TOKENS, EXPERTS, TOPK, HIDDEN = 7, 6, 3, 5
+TOKENS = 7
+EXPERTS = 6
+TOPK = 3
+HIDDEN = 5
+ATOMIC_OPERATIONS = ("scatter_add", "index_add", "index_put")
 
 
-def routing() -> tuple[torch.Tensor, torch.Tensor]:
+def make_routing() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a routing map and its probabilities, both [tokens, experts]."""
     scores = torch.rand(
         TOKENS, EXPERTS, generator=torch.Generator().manual_seed(0), dtype=torch.float64
     )
-    chosen = torch.zeros(TOKENS, EXPERTS, dtype=torch.bool).scatter_(
-        1, scores.topk(TOPK).indices, True
-    )
-    return chosen, scores.masked_fill(~chosen, 0.0)
+    routing_map = torch.zeros(TOKENS, EXPERTS, dtype=torch.bool)
+    routing_map.scatter_(1, scores.topk(TOPK).indices, True)
+    return routing_map, scores.masked_fill(~routing_map, 0.0)
 
 
-def there_and_back(permute: Any, unpermute: Any) -> tuple[torch.Tensor, ...]:
-    """The result, and the gradients of tokens and probabilities."""
-    chosen, scores = routing()
+def permute_and_unpermute(permute: Any, unpermute: Any) -> tuple[torch.Tensor, ...]:
+    """Return the sums, and the gradients of tokens and probabilities."""
+    routing_map, scores = make_routing()
     tokens = torch.randn(
         TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1), dtype=torch.float64
     )
-    tokens, scores = tokens.requires_grad_(), scores.requires_grad_()
+    tokens.requires_grad_()
+    scores.requires_grad_()
     rows, probs, sources = permute(
-        tokens, chosen, probs=scores, num_out_tokens=TOKENS * TOPK, fused=False
+        tokens, routing_map, probs=scores, num_out_tokens=TOKENS * TOPK, fused=False
     )
-    expert = torch.arange(len(rows), dtype=torch.float64)[
-        :, None
-    ]  # every row is changed by something of its own
+    factors = torch.arange(len(rows), dtype=torch.float64)[:, None]  # another one for each row
     out = unpermute(
-        (rows * expert).sin() * probs[:, None],
+        (rows * factors).sin() * probs[:, None],
         sources,
         tokens.shape,
-        routing_map=chosen,
+        routing_map=routing_map,
         fused=False,
     )
     seed = torch.randn(out.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     return (out.detach(), *torch.autograd.grad(out, (tokens, scores), seed))
 
 
-def test_results_and_gradients_are_megatron_s(megatron: Any) -> None:
+def test_results_and_gradients_match_megatron(megatron: Any) -> None:
     from megatron.core.transformer.moe.moe_utils import permute, unpermute
 
     from megatron_rl.mcore.layers.deterministic_permute import (
@@ -54,15 +55,17 @@ def test_results_and_gradients_are_megatron_s(megatron: Any) -> None:
         deterministic_unpermute,
     )
 
-    expected = there_and_back(permute, unpermute)
-    actual = there_and_back(deterministic_permute(permute), deterministic_unpermute(unpermute))
-    assert all(float(t.abs().max()) > 0 for t in expected)
-    for ours, theirs in zip(actual, expected, strict=True):
+    megatron_results = permute_and_unpermute(permute, unpermute)
+    results = permute_and_unpermute(
+        deterministic_permute(permute), deterministic_unpermute(unpermute)
+    )
+    assert all(float(t.abs().max()) > 0 for t in megatron_results)
+    for ours, theirs in zip(results, megatron_results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
 
 
-def test_no_atomic_addition_is_left(megatron: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every operation that adds rows into a shared place is made to fail."""
+def test_no_atomic_addition_is_called(megatron: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operations that add rows into a shared place fail in this test."""
     from megatron.core.transformer.moe.moe_utils import permute, unpermute
 
     from megatron_rl.mcore.layers.deterministic_permute import (
@@ -74,18 +77,17 @@ def test_no_atomic_addition_is_left(megatron: Any, monkeypatch: pytest.MonkeyPat
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            assert not any(
-                part in func._schema.name for part in ("scatter_add", "index_add", "index_put")
-            ), func
+            name = func._schema.name
+            assert not any(part in name for part in ATOMIC_OPERATIONS), name
             return func(*args, **(kwargs or {}))
 
     with NoScatter():
-        there_and_back(deterministic_permute(permute), deterministic_unpermute(unpermute))
+        permute_and_unpermute(deterministic_permute(permute), deterministic_unpermute(unpermute))
     with pytest.raises(AssertionError, match="add"), NoScatter():
-        there_and_back(permute, unpermute)
+        permute_and_unpermute(permute, unpermute)
 
 
-def test_no_token_and_dropped_tokens_are_left_to_megatron(megatron: Any) -> None:
+def test_empty_input_uses_the_functions_of_megatron(megatron: Any) -> None:
     from megatron.core.transformer.moe.moe_utils import permute, unpermute
 
     from megatron_rl.mcore.layers.deterministic_permute import (
@@ -93,12 +95,10 @@ def test_no_token_and_dropped_tokens_are_left_to_megatron(megatron: Any) -> None
         deterministic_unpermute,
     )
 
-    chosen, scores = routing()
-    none, _, sources = deterministic_permute(permute)(
-        torch.zeros(0, HIDDEN), chosen[:0], probs=scores[:0]
+    routing_map, scores = make_routing()
+    rows, _, sources = deterministic_permute(permute)(
+        torch.zeros(0, HIDDEN), routing_map[:0], probs=scores[:0]
     )
-    assert none.shape == (0, HIDDEN)
-    assert deterministic_unpermute(unpermute)(none, sources, torch.Size((0, HIDDEN))).shape == (
-        0,
-        HIDDEN,
-    )
+    assert rows.shape == (0, HIDDEN)
+    tokens = deterministic_unpermute(unpermute)(rows, sources, torch.Size((0, HIDDEN)))
+    assert tokens.shape == (0, HIDDEN)

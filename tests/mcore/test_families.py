@@ -1,6 +1,4 @@
-"""Every family: Megatron's model computes what transformers' does, forward and backward, and keeps
-every bit.
-"""
+"""Megatron's model of every family computes what transformers computes, and keeps every bit."""
 
 from __future__ import annotations
 
@@ -17,14 +15,16 @@ from safetensors.torch import load_file
 from launch.testbed.packed_sequences import pack, routes_of, sequence, targets_of
 from launch.testbed.tiny_families import FAMILIES, force, gates, randomized
 from megatron_rl.config.schema import ModelSettings, ParallelSettings
-from megatron_rl.models.families import FAMILIES as KNOWN
+from megatron_rl.models.families import FAMILIES as SUPPORTED_FAMILIES
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.shape import ModelShape
 
 INDICES = tuple(range(12))
 
 
-class Tiny(NamedTuple):
+class TinyModel(NamedTuple):
+    """A transformers model, its checkpoint and its shape."""
+
     hf: Any
     checkpoint: Path
     shape: ModelShape
@@ -40,9 +40,9 @@ class Tiny(NamedTuple):
         return models
 
     def batch(self, indices: tuple[int, ...]) -> Any:
-        """A pack with random routes, None without experts."""
-        batch, layers = pack(indices), len(self.shape.moe_layers)
-        return replace(batch, routes=self.routes(indices) if layers else None)
+        """Pack sequences with random routes; without experts there are none."""
+        routes = self.routes(indices) if self.shape.moe_layers else None
+        return replace(pack(indices), routes=routes)
 
     def routes(self, indices: tuple[int, ...]) -> torch.Tensor:
         shape = self.shape
@@ -52,16 +52,16 @@ class Tiny(NamedTuple):
 
 
 @pytest.fixture(scope="module", params=list(FAMILIES))
-def tiny(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+def tiny(request: Any, tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     hf = randomized(FAMILIES[request.param]())
     checkpoint = tmp_path_factory.mktemp("family") / "checkpoint"
     hf.save_pretrained(checkpoint)
-    return Tiny(hf, checkpoint, read_shape(checkpoint))
+    return TinyModel(hf, checkpoint, read_shape(checkpoint))
 
 
 @pytest.fixture(scope="module")
 def exact_gradients(
-    tiny: Tiny, tmp_path_factory: pytest.TempPathFactory
+    tiny: TinyModel, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, torch.Tensor]:
     return hf_gradients(tiny, tmp_path_factory.mktemp("gradients"))
 
@@ -81,7 +81,7 @@ def logits_of(models: list[Any], batch: Any, replay: Any = None) -> torch.Tensor
 
 
 def hf_logits(
-    tiny: Tiny, routes: Callable[[tuple[int, ...]], torch.Tensor] | None = None
+    tiny: TinyModel, routes: Callable[[tuple[int, ...]], torch.Tensor] | None = None
 ) -> torch.Tensor:
     rows = []
     for index in INDICES:
@@ -91,63 +91,60 @@ def hf_logits(
     return torch.cat(rows)
 
 
-def test_every_family_is_here() -> None:
-    assert {
-        architecture for make in FAMILIES.values() for architecture in [type(make()).__name__]
-    } == set(KNOWN)
+def test_every_supported_family_has_a_tiny_model() -> None:
+    assert {type(make()).__name__ for make in FAMILIES.values()} == set(SUPPORTED_FAMILIES)
 
 
-def test_packed_logits_are_those_of_transformers(megatron: Any, tiny: Tiny) -> None:
+def test_packed_logits_match_transformers(megatron: Any, tiny: TinyModel) -> None:
     with torch.no_grad():
-        expected = hf_logits(tiny)
-    actual = logits_of(tiny.megatron(), pack(INDICES))
-    print(f"worst of {expected.numel()} logits: {(actual - expected).abs().max():.1e}")
-    assert expected.abs().max() > 1
-    torch.testing.assert_close(actual, expected, rtol=0, atol=2e-5)
+        expected_logits = hf_logits(tiny)
+    logits = logits_of(tiny.megatron(), pack(INDICES))
+    error = float((logits - expected_logits).abs().max())
+    print(f"largest error of {logits.numel()} logits: {error:.1e}")
+    assert expected_logits.abs().max() > 1
+    torch.testing.assert_close(logits, expected_logits, rtol=0, atol=2e-5)
 
 
-def test_replayed_logits_are_those_of_transformers_with_the_same_experts(
-    megatron: Any, tiny: Tiny
+def test_replayed_logits_match_transformers_with_the_same_experts(
+    megatron: Any, tiny: TinyModel
 ) -> None:
     from megatron_rl.mcore.replay import RouteReplay
 
     if not tiny.shape.moe_layers:
-        pytest.skip("nothing is routed")
+        pytest.skip("this family has no experts")
     with torch.no_grad():
-        expected, live = hf_logits(tiny, tiny.routes), hf_logits(tiny)
+        replayed_logits = hf_logits(tiny, tiny.routes)
+        live_logits = hf_logits(tiny)
     models = tiny.megatron()
-    actual = logits_of(models, tiny.batch(INDICES), RouteReplay(models))
-    print(f"worst of {expected.numel()} logits: {(actual - expected).abs().max():.1e}")
-    assert (expected - live).abs().max() > 0.1
-    torch.testing.assert_close(actual, expected, rtol=0, atol=2e-5)
+    logits = logits_of(models, tiny.batch(INDICES), RouteReplay(models))
+    error = float((logits - replayed_logits).abs().max())
+    print(f"largest error of {logits.numel()} logits: {error:.1e}")
+    assert (replayed_logits - live_logits).abs().max() > 0.1
+    torch.testing.assert_close(logits, replayed_logits, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_gradients_are_those_of_transformers_in_float64(
-    megatron: Any, tiny: Tiny, exact_gradients: dict[str, torch.Tensor], recompute: str
+def test_gradients_match_transformers_in_float64(
+    megatron: Any, tiny: TinyModel, exact_gradients: dict[str, torch.Tensor], recompute: str
 ) -> None:
-    """With the same forced experts; every weight's gradient, under its Hugging Face name."""
-    expected = exact_gradients
-    actual = megatron_gradients(tiny, recompute)
-    assert actual.keys() == expected.keys()
+    """Both use the same routes. Gradients are compared by Hugging Face name."""
+    gradients = megatron_gradients(tiny, recompute)
+    assert gradients.keys() == exact_gradients.keys()
     errors = {
-        name: float((actual[name] - g).norm() / g.norm())
-        for name, g in expected.items()
-        if g.norm() > 0
+        name: float((gradients[name] - gradient).norm() / gradient.norm())
+        for name, gradient in exact_gradients.items()
+        if gradient.norm() > 0
     }
-    worst = max(errors, key=lambda name: errors[name])
-    print(f"worst of {len(errors)} gradients: {worst} {errors[worst]:.1e}")
-    assert all(float(actual[name].norm()) == 0 for name in expected.keys() - errors.keys())
-    assert len(errors) >= len(expected) - len(gates(tiny.hf)), (
-        "all but the routers' biases move the loss"
-    )
-    assert errors[worst] < 1e-5
+    largest = max(errors, key=lambda name: errors[name])
+    print(f"largest error of {len(errors)} gradients: {largest} {errors[largest]:.1e}")
+    zero_names = exact_gradients.keys() - errors.keys()
+    assert all(float(gradients[name].norm()) == 0 for name in zero_names)
+    assert len(zero_names) <= len(gates(tiny.hf)), "only routers' biases have no gradient"
+    assert errors[largest] < 1e-5
 
 
-def hf_gradients(tiny: Tiny, directory: Path) -> dict[str, torch.Tensor]:
-    """float64, as transformers would save them: fused experts come apart under their checkpoint
-    names.
-    """
+def hf_gradients(tiny: TinyModel, directory: Path) -> dict[str, torch.Tensor]:
+    """Return float64 gradients under the names of transformers' checkpoints."""
     model = type(tiny.hf)(tiny.hf.config).double().eval()
     model.load_state_dict(tiny.hf.state_dict())
     if tiny.shape.moe_layers:
@@ -168,7 +165,7 @@ def hf_gradients(tiny: Tiny, directory: Path) -> dict[str, torch.Tensor]:
     return load_file(directory / "model.safetensors")
 
 
-def megatron_gradients(tiny: Tiny, recompute: str) -> dict[str, torch.Tensor]:
+def megatron_gradients(tiny: TinyModel, recompute: str) -> dict[str, torch.Tensor]:
     from megatron_rl.mcore.optimizer import wrap_data_parallel
     from megatron_rl.mcore.replay import RouteReplay
     from megatron_rl.mcore.schedule import run_schedule
@@ -198,53 +195,55 @@ def megatron_gradients(tiny: Tiny, recompute: str) -> dict[str, torch.Tensor]:
     return {name: tensor.double() for name, tensor in iterate_hf_weights(models, tiny.shape)}
 
 
-def test_every_parameter_is_counted(megatron: Any, tiny: Tiny) -> None:
+def test_parameter_count_matches_the_model(megatron: Any, tiny: TinyModel) -> None:
     from megatron_rl.models.parameter_count import num_parameters
     from megatron_rl.planning.memory import rank_parameters
 
-    held, experts = (
-        {name: weight.numel() for name, weight in tiny.megatron()[0].named_parameters()},
-        ".experts.",
-    )
-    assert num_parameters(tiny.shape) == sum(held.values())
-    counted = rank_parameters(tiny.shape, ParallelSettings(), 0)
-    assert counted.experts == sum(count for name, count in held.items() if experts in name)
-    assert counted.total == sum(held.values())
+    sizes = {name: weight.numel() for name, weight in tiny.megatron()[0].named_parameters()}
+    assert num_parameters(tiny.shape) == sum(sizes.values())
+    parameters = rank_parameters(tiny.shape, ParallelSettings(), 0)
+    expert_sizes = [size for name, size in sizes.items() if ".experts." in name]
+    assert parameters.experts == sum(expert_sizes)
+    assert parameters.total == sum(sizes.values())
 
 
-def test_load_then_export_then_load_is_bit_exact(megatron: Any, tiny: Tiny, tmp_path: Path) -> None:
+def test_repeated_load_and_export_is_bit_exact(
+    megatron: Any, tiny: TinyModel, tmp_path: Path
+) -> None:
     from megatron_rl.mcore.weights import save_hf_weights
 
     original = load_file(tiny.checkpoint / "model.safetensors")
-    first, again = tmp_path / "first", tmp_path / "again"
+    first = tmp_path / "first"
+    second = tmp_path / "second"
     save_hf_weights(
         tiny.megatron(), tiny.shape, source=tiny.checkpoint, target=first, dtype=torch.float32
     )
-    once = tiny._replace(checkpoint=first)
-    save_hf_weights(once.megatron(), tiny.shape, source=first, target=again, dtype=torch.float32)
-    for saved in (first, again):
-        exported = load_file(saved / "model.safetensors")
-        assert exported.keys() == original.keys()
-        assert all(torch.equal(exported[name], original[name]) for name in original)
-    loaded = type(tiny.hf).from_pretrained(again).state_dict()
-    assert all(torch.equal(loaded[name], weight) for name, weight in tiny.hf.state_dict().items())
+    reloaded_model = tiny._replace(checkpoint=first)
+    save_hf_weights(
+        reloaded_model.megatron(), tiny.shape, source=first, target=second, dtype=torch.float32
+    )
+    for directory in (first, second):
+        export = load_file(directory / "model.safetensors")
+        assert export.keys() == original.keys()
+        assert all(torch.equal(export[name], original[name]) for name in original)
+    hf_state = type(tiny.hf).from_pretrained(second).state_dict()
+    assert all(torch.equal(hf_state[name], weight) for name, weight in tiny.hf.state_dict().items())
 
 
-def test_a_bfloat16_model_keeps_the_routers_biases_whole(megatron: Any, tiny: Tiny) -> None:
-    """Rounded to bfloat16, other experts would be chosen than the engine's."""
+def test_bfloat16_model_keeps_expert_biases_in_float32(megatron: Any, tiny: TinyModel) -> None:
+    """A bias rounded to bfloat16 would choose other experts than the engine's."""
     from megatron_rl.mcore.weights import iterate_hf_weights
 
     original = load_file(tiny.checkpoint / "model.safetensors")
     models = tiny.megatron(dtype="bfloat16")
-    exported = dict(iterate_hf_weights(models, tiny.shape, torch.bfloat16))
-    assert {name for name, tensor in exported.items() if tensor.dtype is torch.float32} == {
-        name for name in original if name.endswith("e_score_correction_bias")
-    }
-    for name, tensor in exported.items():
+    export = dict(iterate_hf_weights(models, tiny.shape, torch.bfloat16))
+    float32_names = {name for name, tensor in export.items() if tensor.dtype is torch.float32}
+    assert float32_names == {name for name in original if name.endswith("e_score_correction_bias")}
+    for name, tensor in export.items():
         assert torch.equal(tensor, original[name].to(tensor.dtype)), name
 
 
-def test_a_bias_that_would_move_is_refused(megatron: Any, tiny: Tiny) -> None:
+def test_moving_expert_bias_is_refused(megatron: Any, tiny: TinyModel) -> None:
     from megatron_rl.mcore.replay import RouteReplay
     from megatron_rl.mcore.router_target import ReplayError
 

@@ -1,4 +1,4 @@
-"""The model that whole steps are compared with is transformers' Qwen3-MoE."""
+"""The float64 model, with which whole steps are compared, equals the one of transformers."""
 
 import sys
 from pathlib import Path
@@ -14,7 +14,7 @@ SUPPORT = Path(__file__).parents[1] / "support"
 
 
 @pytest.mark.parametrize("name", ["float64_model", "float64_steps"])
-def test_the_replica_shares_settings_and_contracts_with_the_trainer_and_no_code(name: str) -> None:
+def test_float64_replica_shares_no_code_with_the_trainer(name: str) -> None:
     source = (SUPPORT / f"{name}.py").read_text()
     assert set(room_imports(source)) <= {"config", "contracts"}
     assert set(imports_of(source)) <= {
@@ -22,22 +22,22 @@ def test_the_replica_shares_settings_and_contracts_with_the_trainer_and_no_code(
         "torch",
         "safetensors",
         "megatron_rl",
-        "support",
+        "tests",
     }
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_the_replica_is_transformers_model(tmp_path: Path, model: str) -> None:
-    """transformers computes norms, rotations and routers in float32, whatever the weights are."""
+def test_float64_replica_matches_transformers(tmp_path: Path, model: str) -> None:
+    """transformers computes norms, rotations and routers in float32 for any weights."""
     from transformers import AutoModelForCausalLM
 
     checkpoint = write_checkpoint(tmp_path, **MODELS[model])
-    theirs = AutoModelForCausalLM.from_pretrained(
+    hf_model = AutoModelForCausalLM.from_pretrained(
         checkpoint, dtype=torch.float64, experts_implementation="eager"
     )
     tokens = torch.randint(0, 51, (40,), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        expected = theirs(tokens[None]).logits[0]
-        logits, differing = Float64Model.read(checkpoint).logits(tokens, None)
-    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
-    assert differing == 0
+        hf_logits = hf_model(tokens[None]).logits[0]
+        logits, num_differing = Float64Model.read(checkpoint).logits(tokens, None)
+    torch.testing.assert_close(logits, hf_logits, rtol=0, atol=1e-5)
+    assert num_differing == 0

@@ -1,5 +1,6 @@
-"""Groups of a rank share one gloo device, whose thread wakes up a hundred times a second whether or
-not it has work.
+"""All groups of a rank share one gloo device.
+
+Each device has a thread that wakes up a hundred times a second, even without work.
 """
 
 import os
@@ -20,10 +21,10 @@ from megatron_rl.config.schema import ParallelSettings
 from megatron_rl.mcore.job import join, leave
 from sglang_bridge.server.ports import choose_port
 
-first = choose_port("127.0.0.1")  # after the imports, which take seconds
+first = choose_port("127.0.0.1")  # chosen after the imports, which take seconds
 second = choose_port("127.0.0.1", first + 1)
 os.environ["RANK"] = str(int(os.fork() == 0))
-for port in (first, second):  # the store of the last round may still answer
+for port in (first, second):  # the store of the previous round may still answer
     os.environ["MASTER_PORT"] = str(port)
     rank = join(ParallelSettings(timeout_s=10)).rank
     groups = [dist.new_group() for _ in range(8)]
@@ -33,20 +34,21 @@ for port in (first, second):  # the store of the last round may still answer
         distributed_c10d._set_pg_timeout(timedelta(seconds=9), group)
         assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=9)
     if rank == 0:
-        print([file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")].count("gloo_tcp_loop"))
+        threads = [file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")]
+        print(threads.count("gloo_tcp_loop"))
     leave()
 if rank == 0:
     assert os.wait()[1] == 0
 """
 
 
-@pytest.mark.parametrize(("late", "threads"), [(None, ["1", "1"]), ("1", ["10", "10"])])
-def test_all_groups_of_a_rank_have_one_thread_that_polls_unless_they_connect_late(
-    late: str | None, threads: list[str]
+@pytest.mark.parametrize(("lazy_init", "threads"), [(None, ["1", "1"]), ("1", ["10", "10"])])
+def test_groups_share_one_polling_thread_unless_connections_are_lazy(
+    lazy_init: str | None, threads: list[str]
 ) -> None:
     """With TORCH_GLOO_LAZY_INIT a second group on a device never connects.
 
-    torch can give any other timeouts.
+    torch can still change the timeouts of each group.
     """
     place = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2"}
     environment = {
@@ -58,7 +60,7 @@ def test_all_groups_of_a_rank_have_one_thread_that_polls_unless_they_connect_lat
         "PYTHONPATH": f"{TESTS.parent}:{TESTS.parent / 'kernels'}",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    environment |= {"TORCH_GLOO_LAZY_INIT": late} if late else {}
+    environment |= {"TORCH_GLOO_LAZY_INIT": lazy_init} if lazy_init else {}
     result = subprocess.run(
         [sys.executable, "-c", TWO_RANKS],
         env=environment,

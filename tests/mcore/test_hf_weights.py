@@ -1,3 +1,5 @@
+"""Loading and saving of Hugging Face checkpoints on one rank."""
+
 from __future__ import annotations
 
 import json
@@ -39,15 +41,13 @@ def logits_of(models: list[Any], indices: list[int]) -> torch.Tensor:
         )[0]
 
 
-def test_packed_logits_are_those_of_transformers(
-    megatron: Any, hf_model: Any, checkpoint: Path
-) -> None:
+def test_packed_logits_match_transformers(megatron: Any, hf_model: Any, checkpoint: Path) -> None:
     indices = list(range(12))
     with torch.no_grad():
-        expected = torch.cat([hf_model(input_ids=sequence(i)[None]).logits[0] for i in indices])
-    actual = logits_of(build(checkpoint)[0], indices)
-    assert expected.abs().max() > 1
-    torch.testing.assert_close(actual, expected, rtol=0, atol=2e-5)
+        hf_logits = torch.cat([hf_model(input_ids=sequence(i)[None]).logits[0] for i in indices])
+    logits = logits_of(build(checkpoint)[0], indices)
+    assert hf_logits.abs().max() > 1
+    torch.testing.assert_close(logits, hf_logits, rtol=0, atol=2e-5)
 
 
 def test_load_then_export_is_bit_exact(megatron: Any, checkpoint: Path) -> None:
@@ -55,12 +55,12 @@ def test_load_then_export_is_bit_exact(megatron: Any, checkpoint: Path) -> None:
 
     models, shape = build(checkpoint)
     original = load_file(checkpoint / "model.safetensors")
-    exported = {name: tensor.clone() for name, tensor in iterate_hf_weights(models, shape)}
-    assert exported.keys() == original.keys()
-    assert all(torch.equal(exported[name], original[name]) for name in original)
+    export = {name: tensor.clone() for name, tensor in iterate_hf_weights(models, shape)}
+    assert export.keys() == original.keys()
+    assert all(torch.equal(export[name], original[name]) for name in original)
 
 
-def test_saved_checkpoint_is_whole_and_loads_in_transformers(
+def test_saved_checkpoint_loads_in_transformers(
     megatron: Any, hf_model: Any, checkpoint: Path, tmp_path: Path
 ) -> None:
     from megatron_rl.mcore.weights import save_hf_weights
@@ -68,13 +68,13 @@ def test_saved_checkpoint_is_whole_and_loads_in_transformers(
     models, shape = build(checkpoint)
     target = tmp_path / "saved"
     save_hf_weights(models, shape, source=checkpoint, target=target, dtype=torch.float32)
-    loaded = type(hf_model).from_pretrained(target)
+    hf_export = type(hf_model).from_pretrained(target)
     for name, weight in hf_model.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], weight), name
+        assert torch.equal(hf_export.state_dict()[name], weight), name
     assert sorted(p.name for p in tmp_path.iterdir()) == ["saved"]
 
 
-def test_a_model_from_scratch_exports_a_checkpoint_that_computes_the_same(
+def test_export_of_a_model_from_scratch_computes_the_same_logits(
     megatron: Any, hf_model: Any, checkpoint: Path, tmp_path: Path
 ) -> None:
     from megatron_rl.mcore.weights import save_hf_weights
@@ -83,80 +83,81 @@ def test_a_model_from_scratch_exports_a_checkpoint_that_computes_the_same(
     save_hf_weights(
         models, shape, source=checkpoint, target=tmp_path / "scratch", dtype=torch.float32
     )
-    loaded = type(hf_model).from_pretrained(tmp_path / "scratch").float().eval()
+    hf_export = type(hf_model).from_pretrained(tmp_path / "scratch").float().eval()
     with torch.no_grad():
-        expected = loaded(input_ids=sequence(0)[None]).logits[0]
-    torch.testing.assert_close(logits_of(models, [0]), expected, rtol=0, atol=1e-5)
+        hf_logits = hf_export(input_ids=sequence(0)[None]).logits[0]
+    torch.testing.assert_close(logits_of(models, [0]), hf_logits, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        (
-            "model.layers.2.mlp.experts.5.up_proj.weight",
-            lambda t: None,
-            "model.layers.2.mlp.experts.5.up_proj.weight",
-        ),
-        (
-            "model.layers.0.mlp.gate.weight",
-            lambda t: t[:-1].clone(),
-            "model.layers.0.mlp.gate.weight",
-        ),
-        ("model.layers.0.self_attn.k_proj.weight", lambda t: t[:-16].clone(), "k_proj"),
-        ("model.embed_tokens.weight", lambda t: t[:-3].clone(), "model.embed_tokens.weight"),
-        ("lm_head.weight", lambda t: torch.cat([t, t[:1]]), "lm_head.weight"),
-        ("lm_head.weight", lambda t: t[0].clone(), "lm_head.weight has the shape"),
-        ("model.norm.weight", lambda t: t.sum(), "model.norm.weight has the shape"),
-        (
-            "model.layers.0.self_attn.v_proj.weight",
-            lambda t: t[:, 1:].clone(),
-            "v_proj.weight has 32 rows and 31 columns",
-        ),
-        (
-            "model.layers.0.mlp.experts.3.up_proj.weight",
-            lambda t: t[1:].clone(),
-            "up_proj.weight has 23 rows",
-        ),
-        (
-            "model.layers.1.mlp.gate_proj.weight",
-            lambda t: t[1:].clone(),
-            "gate_proj.weight has 47 rows",
-        ),
-        (
-            "model.norm.weight",
-            lambda t: (-t.abs()).sqrt(),
-            "model.norm.weight of model.safetensors holds NaN or Inf",
-        ),
-        (
-            "lm_head.weight",
-            lambda t: t / 0.0,
-            "lm_head.weight of model.safetensors holds NaN or Inf",
-        ),
-        (
-            "lm_head.weight",
-            lambda t: t.abs() / -0.0,
-            "lm_head.weight of model.safetensors holds NaN or Inf",
-        ),
-    ],
-)
-def test_tensors_that_are_missing_misshapen_or_not_finite_are_named(
+# Name of a tensor, change of it (None removes it), and words of the error.
+INVALID_TENSORS: list[tuple[str, Any, str]] = [
+    (
+        "model.layers.2.mlp.experts.5.up_proj.weight",
+        lambda t: None,
+        "model.layers.2.mlp.experts.5.up_proj.weight",
+    ),
+    (
+        "model.layers.0.mlp.gate.weight",
+        lambda t: t[:-1].clone(),
+        "model.layers.0.mlp.gate.weight",
+    ),
+    ("model.layers.0.self_attn.k_proj.weight", lambda t: t[:-16].clone(), "k_proj"),
+    ("model.embed_tokens.weight", lambda t: t[:-3].clone(), "model.embed_tokens.weight"),
+    ("lm_head.weight", lambda t: torch.cat([t, t[:1]]), "lm_head.weight"),
+    ("lm_head.weight", lambda t: t[0].clone(), "lm_head.weight has the shape"),
+    ("model.norm.weight", lambda t: t.sum(), "model.norm.weight has the shape"),
+    (
+        "model.layers.0.self_attn.v_proj.weight",
+        lambda t: t[:, 1:].clone(),
+        "v_proj.weight has 32 rows and 31 columns",
+    ),
+    (
+        "model.layers.0.mlp.experts.3.up_proj.weight",
+        lambda t: t[1:].clone(),
+        "up_proj.weight has 23 rows",
+    ),
+    (
+        "model.layers.1.mlp.gate_proj.weight",
+        lambda t: t[1:].clone(),
+        "gate_proj.weight has 47 rows",
+    ),
+    (
+        "model.norm.weight",
+        lambda t: (-t.abs()).sqrt(),
+        "model.norm.weight of model.safetensors holds NaN or Inf",
+    ),
+    (
+        "lm_head.weight",
+        lambda t: t / 0.0,
+        "lm_head.weight of model.safetensors holds NaN or Inf",
+    ),
+    (
+        "lm_head.weight",
+        lambda t: t.abs() / -0.0,
+        "lm_head.weight of model.safetensors holds NaN or Inf",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "message"), INVALID_TENSORS)
+def test_missing_misshapen_and_non_finite_tensors_are_refused_by_name(
     megatron: Any, checkpoint: Path, tmp_path: Path, name: str, change: Any, message: str
 ) -> None:
     from megatron_rl.mcore.weights.load import CheckpointError
 
     shutil.copytree(checkpoint, tmp_path / "bad")
     tensors = load_file(checkpoint / "model.safetensors")
-    changed = change(tensors.pop(name))
-    if changed is not None:
-        tensors[name] = changed
+    tensor = change(tensors.pop(name))
+    if tensor is not None:
+        tensors[name] = tensor
     save_file(tensors, tmp_path / "bad" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=message) as refused:
+    with pytest.raises(CheckpointError, match=message) as refusal:
         build(tmp_path / "bad")
-    assert refused.value.exit_code is ExitCode.BAD_DATA
+    assert refusal.value.exit_code is ExitCode.BAD_DATA
 
 
 def test_quantized_tensors_are_refused(megatron: Any, checkpoint: Path, tmp_path: Path) -> None:
-    """An FP8 tensor without its scales would be copied as if it were a weight."""
+    """An FP8 tensor without its scales would otherwise be copied as if it were a weight."""
     from megatron_rl.mcore.weights.load import CheckpointError
 
     shutil.copytree(checkpoint, tmp_path / "fp8")
@@ -183,7 +184,7 @@ def test_quantized_tensors_are_refused(megatron: Any, checkpoint: Path, tmp_path
         ),
     ],
 )
-def test_files_that_break_on_the_way_are_named(
+def test_damaged_files_are_refused_by_name(
     megatron: Any,
     checkpoint: Path,
     tmp_path: Path,
@@ -205,7 +206,7 @@ def test_files_that_break_on_the_way_are_named(
         build(tmp_path)
 
 
-def test_a_sharded_checkpoint_is_read_through_its_index(
+def test_sharded_checkpoint_is_read_through_its_index(
     megatron: Any, checkpoint: Path, tmp_path: Path
 ) -> None:
     from megatron_rl.mcore.weights import iterate_hf_weights

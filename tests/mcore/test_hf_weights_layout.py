@@ -1,3 +1,5 @@
+"""Names and shapes of Megatron parameters in Hugging Face checkpoints."""
+
 from __future__ import annotations
 
 from types import SimpleNamespace
@@ -59,7 +61,7 @@ def test_names_follow_the_layer_and_expert_offsets(
 @pytest.mark.parametrize(
     "name", ["decoder.layers.0.mlp.router.expert_bias", "something.else", "decoder.layers.x.y"]
 )
-def test_a_parameter_without_a_counterpart_is_named(name: str) -> None:
+def test_error_names_a_parameter_without_a_counterpart(name: str) -> None:
     with pytest.raises(KeyError, match=name):
         layout_of(name, NAMES, layer_offset=0, expert_offset=0)
 
@@ -67,35 +69,26 @@ def test_a_parameter_without_a_counterpart_is_named(name: str) -> None:
 def test_query_groups_are_interleaved() -> None:
     model: Any = SimpleNamespace(num_key_value_heads=2, num_attention_heads=4, head_dim=1)
     q, k, v = (torch.tensor([[float(x)] for x in rows]) for rows in ((1, 2, 3, 4), (5, 6), (7, 8)))
-    fused = join(Fusion.QKV, [q, k, v], model)
-    assert fused.flatten().tolist() == [
-        1,
-        2,
-        5,
-        7,
-        3,
-        4,
-        6,
-        8,
-    ]  # group 0: q q k v, group 1: q q k v
-    assert all(
-        torch.equal(a, b) for a, b in zip(split(Fusion.QKV, fused, model), (q, k, v), strict=True)
-    )
+    weight = join(Fusion.QKV, [q, k, v], model)
+    # Group 0 is q q k v, and so is group 1.
+    assert weight.flatten().tolist() == [1, 2, 5, 7, 3, 4, 6, 8]
+    parts = split(Fusion.QKV, weight, model)
+    assert all(torch.equal(a, b) for a, b in zip(parts, (q, k, v), strict=True))
 
 
-def test_a_gated_shard_holds_its_part_of_gate_and_up() -> None:
-    fused = torch.tensor([[1.0], [2.0], [3.0], [4.0]])  # gate 1 2, up 3 4
-    assert shard(Fusion.GATED, fused, 0, 2).flatten().tolist() == [1, 3]
-    assert shard(Fusion.GATED, fused, 1, 2).flatten().tolist() == [2, 4]
+def test_gated_shard_holds_its_part_of_gate_and_up() -> None:
+    weight = torch.tensor([[1.0], [2.0], [3.0], [4.0]])  # gate 1 2, up 3 4
+    assert shard(Fusion.GATED, weight, 0, 2).flatten().tolist() == [1, 3]
+    assert shard(Fusion.GATED, weight, 1, 2).flatten().tolist() == [2, 4]
 
 
 @settings(max_examples=25, deadline=None)
 @given(
     fusion=st.sampled_from(list(Fusion)),
     size=st.sampled_from([1, 2, 4]),
-    hidden=st.sampled_from([4, 8]),
+    hidden_size=st.sampled_from([4, 8]),
 )
-def test_shards_join_to_the_whole(fusion: Fusion, size: int, hidden: int) -> None:
-    whole = torch.arange(16 * hidden, dtype=torch.float32).reshape(16, hidden)
+def test_shards_join_to_the_whole_parameter(fusion: Fusion, size: int, hidden_size: int) -> None:
+    whole = torch.arange(16 * hidden_size, dtype=torch.float32).reshape(16, hidden_size)
     shards = [shard(fusion, whole, rank, size) for rank in range(size)]
     assert torch.equal(join_shards(fusion, shards), whole)

@@ -1,6 +1,4 @@
-"""One table of names for both specs: a layer of Transformer Engine's modules and one of ours hold
-the same tensors.
-"""
+"""Names of parameters with both specs: both hold the same tensors of a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,8 +11,8 @@ _SHARED = (
     "self_attention.q_layernorm.weight",
     "self_attention.k_layernorm.weight",
 )
-# What megatron-core 0.16.1 names the parameters of a dense and of a MoE layer, two experts a rank,
-# with each spec
+# The names of megatron-core 0.16.1 for the parameters of a dense layer (0) and of a MoE layer (1)
+# with two experts on each rank, by spec.
 LOCAL = {
     0: (
         "input_layernorm.weight",
@@ -59,17 +57,15 @@ HF_SHARED = (
 
 
 def hf_names(spec: dict[int, tuple[str, ...]]) -> list[str]:
-    """The Hugging Face names of both layers, as expert-parallel rank 1 of a model with two experts
-    a rank has them.
+    """Return the Hugging Face names of both layers on expert-parallel rank 1.
+
+    Each rank has two experts.
     """
     names = [
         f"decoder.layers.{layer}.{inner}" for layer in spec for inner in (*_SHARED, *spec[layer])
     ]
-    return sorted(
-        hf
-        for name in names
-        for hf in layout_of(name, NAMES, layer_offset=5, expert_offset=2).hf_names
-    )
+    layouts = [layout_of(name, NAMES, layer_offset=5, expert_offset=2) for name in names]
+    return sorted(hf_name for layout in layouts for hf_name in layout.hf_names)
 
 
 def test_both_specs_hold_the_tensors_of_the_checkpoint() -> None:
@@ -77,16 +73,16 @@ def test_both_specs_hold_the_tensors_of_the_checkpoint() -> None:
         layer: (*HF_SHARED, "self_attn.q_norm", "self_attn.k_norm", *HF_LAYER[layer])
         for layer in HF_LAYER
     }
-    expected = sorted(
+    checkpoint_names = sorted(
         f"model.layers.{layer + 5}.{name}.weight"
         for layer, names in inner.items()
         for name in names
     )
-    assert hf_names(TE) == hf_names(LOCAL) == expected
+    assert hf_names(TE) == hf_names(LOCAL) == checkpoint_names
 
 
-def test_fusions_and_local_experts_are_those_of_either_spec() -> None:
-    """The order in which a layer's tensors are sent may differ; how each is cut and joined may not."""
+def test_both_specs_have_the_same_fusions_and_local_experts() -> None:
+    """Only the order of a layer's tensors may differ between the specs."""
     for ours, theirs in (
         ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
         ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),

@@ -1,6 +1,4 @@
-"""Which modules a model is made of, and what decides it; Transformer Engine's own are only chosen
-here, never built.
-"""
+"""Choice of a model's modules. Transformer Engine's modules are chosen here, but never built."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from tests.mcore.test_hf_weights import build
 
 
 @pytest.mark.parametrize(
-    ("cuda", "installed", "settings", "expected"),
+    ("has_cuda", "has_te", "settings", "spec"),
     [
         (True, True, {"dtype": "bfloat16"}, "te"),
         (True, True, {"dtype": "float32"}, "local"),
@@ -27,19 +25,19 @@ from tests.mcore.test_hf_weights import build
         (False, False, {"dtype": "bfloat16", "spec": "te"}, "te"),
     ],
 )
-def test_null_is_transformer_engine_where_it_can_run(
+def test_null_spec_is_transformer_engine_where_it_runs(
     megatron: Any,
     monkeypatch: pytest.MonkeyPatch,
-    cuda: bool,
-    installed: bool,
+    has_cuda: bool,
+    has_te: bool,
     settings: Any,
-    expected: str,
+    spec: str,
 ) -> None:
     from megatron_rl.mcore import layer_spec
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
-    monkeypatch.setattr(layer_spec, "has_transformer_engine", lambda: installed)
-    assert layer_spec.resolve_spec(ModelSettings(path="x", **settings)) == expected
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
+    monkeypatch.setattr(layer_spec, "has_transformer_engine", lambda: has_te)
+    assert layer_spec.resolve_spec(ModelSettings(path="x", **settings)) == spec
 
 
 def test_only_transformer_engine_has_grouped_experts_and_fp8(megatron: Any) -> None:
@@ -65,7 +63,7 @@ def test_only_transformer_engine_has_grouped_experts_and_fp8(megatron: Any) -> N
     assert pack_multiple(te(None)) == 1
 
 
-def test_a_local_model_holds_no_fused_module(megatron: Any, checkpoint: Path) -> None:
+def test_local_model_has_no_fused_module(megatron: Any, checkpoint: Path) -> None:
     (model,), _ = build(checkpoint, spec="local")
     kinds = {type(module).__name__ for module in model.modules()}
     assert {"PackedAttention", "RmsNorm", "SequentialMLP"} <= kinds
@@ -79,7 +77,7 @@ def test_a_local_model_holds_no_fused_module(megatron: Any, checkpoint: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("family", "expected"),
+    ("family", "expected_norms"),
     [
         ("qwen3_moe", {"self_attention.linear_qkv.layer_norm_weight"}),
         (
@@ -91,10 +89,10 @@ def test_a_local_model_holds_no_fused_module(megatron: Any, checkpoint: Path) ->
         ),
     ],
 )
-def test_checkpoints_name_norms_as_transformer_engine_does(
-    megatron: Any, tmp_path: Path, family: str, expected: set[str]
+def test_checkpoints_use_the_norm_names_of_transformer_engine(
+    megatron: Any, tmp_path: Path, family: str, expected_norms: set[str]
 ) -> None:
-    """It fuses each with the product behind it, but for the one before experts."""
+    """Transformer Engine fuses each norm into the layer behind it, except before experts."""
     from megatron_rl.mcore.model import build_models
 
     FAMILIES[family]().save_pretrained(tmp_path)
@@ -109,10 +107,10 @@ def test_checkpoints_name_norms_as_transformer_engine_does(
         norms = {
             name.removeprefix(start) for name in names if name.startswith(start) and "norm" in name
         }
-        of_heads = {f"self_attention.{x}_layernorm.weight" for x in "qk"}
-        last = (
+        qk_norms = {f"self_attention.{x}_layernorm.weight" for x in "qk"}
+        last_norm = (
             "pre_mlp_layernorm.weight"
             if layer in shape.moe_layers
             else "mlp.linear_fc1.layer_norm_weight"
         )
-        assert norms - of_heads == expected | {last}
+        assert norms - qk_norms == expected_norms | {last_norm}

@@ -1,3 +1,5 @@
+"""Models built from settings, and the fusions that a GPU uses."""
+
 from __future__ import annotations
 
 import subprocess
@@ -11,7 +13,7 @@ import torch
 from tests.mcore.test_hf_weights import build
 
 
-def test_settings_of_a_model_from_scratch_take_effect(megatron: Any, checkpoint: Path) -> None:
+def test_settings_of_random_initialization_take_effect(megatron: Any, checkpoint: Path) -> None:
     (model,), _ = build(checkpoint, load=False, embedding_std=0.5, hidden_dropout=0.25)
     assert model.embedding.word_embeddings.weight.std().item() == pytest.approx(0.5, rel=0.1)
     assert model.decoder.layers[0].mlp.router.weight.std().item() == pytest.approx(0.02, rel=0.2)
@@ -26,10 +28,8 @@ def test_parameters_have_the_dtype_of_the_settings(
     assert {p.dtype for p in model.parameters()} == {getattr(torch, dtype)}
 
 
-def test_a_rank_on_a_cpu_loads_no_compiler_for_what_it_does_not_compile() -> None:
-    """Two to three seconds in every rank of every job; the C++ compiler that it would call may be
-    missing.
-    """
+def test_cpu_rank_does_not_import_the_compiler_of_torch() -> None:
+    """The import takes two to three seconds in every rank, and a C++ compiler may be missing."""
     code = (
         "import sys, torch\n"
         "from megatron_rl.mcore import compat\n"
@@ -37,18 +37,21 @@ def test_a_rank_on_a_cpu_loads_no_compiler_for_what_it_does_not_compile() -> Non
         "from megatron.core.transformer.moe.router import TopKRouter\n"
         "from megatron_rl.mcore.layers.varlen_attention import VarlenAttention\n"
         "assert not VarlenAttention().supports(*[torch.ones(4, 2, 8)] * 3)\n"
-        "assert torch.compile.__module__ == 'torch', 'for those who call it themselves'\n"
+        "assert torch.compile.__module__ == 'torch', 'restored after the import'\n"
         "assert not hasattr(TopKRouter._apply_expert_bias, '_torchdynamo_orig_callable')\n"
-        "print([name for name in ('torch._inductor.compile_fx', 'torch._dynamo') if name in sys.modules])\n"
+        "compiler = {'torch._inductor.compile_fx', 'torch._dynamo'}\n"
+        "print(sorted(compiler & set(sys.modules)))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.splitlines()[-1] == "[]"
 
 
-def test_a_gpu_adds_up_experts_in_a_fixed_order_and_fuses_what_replay_allows(
+def test_gpu_uses_the_fusions_that_replay_allows(
     megatron: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Megatron itself accepts these settings, with the kernels that Transformer Engine brings."""
+    """Megatron accepts these settings if it finds the kernels of Transformer Engine."""
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.transformer.moe import moe_utils
 
@@ -80,4 +83,6 @@ def test_a_gpu_adds_up_experts_in_a_fixed_order_and_fuses_what_replay_allows(
         "bias_activation_fusion",
         "bias_dropout_fusion",
     }
-    assert fusions("local") == set(), "tests/mcore/test_deterministic_permute.py holds its order"
+    assert fusions("local") == set(), (
+        "tests/mcore/test_deterministic_permute.py tests its order of additions"
+    )

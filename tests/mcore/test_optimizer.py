@@ -1,3 +1,5 @@
+"""Steps of the distributed optimizer and its learning-rate schedule on one rank."""
+
 from __future__ import annotations
 
 import math
@@ -9,7 +11,7 @@ import torch
 
 from launch.testbed.packed_sequences import pack
 from megatron_rl.config.schema import OptimizerSettings
-from tests.mcore.test_replay import build, train_pass
+from tests.mcore.replayed_models import build, train_pass
 
 
 def adam(models: list[Any], total_steps: int = 10, **changes: Any) -> Any:
@@ -26,7 +28,7 @@ def snapshot(models: list[Any]) -> dict[str, torch.Tensor]:
 def step_with_gradient(
     models: list[Any], optimizer: Any, gradient: float
 ) -> tuple[float, dict[str, torch.Tensor]]:
-    """The reported rate, and how far each parameter moved under the same gradient everywhere."""
+    """Step with one gradient everywhere; returns the reported rate and the changes by name."""
     before = snapshot(models)
     optimizer.zero_grad()
     for parameter in models[0].parameters():
@@ -37,7 +39,7 @@ def step_with_gradient(
 
 
 @pytest.mark.parametrize(
-    ("decay", "warmup", "total", "expected"),
+    ("decay", "warmup", "total", "rates"),
     [
         ("constant", 2, 6, [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
         ("constant", 0, 2, [1.0, 1.0, 1.0]),
@@ -60,35 +62,35 @@ def step_with_gradient(
         ),
     ],
 )
-def test_the_reported_rate_is_the_one_applied(
-    megatron: Any, checkpoint: Path, decay: str, warmup: int, total: int, expected: list[float]
+def test_reported_learning_rate_is_the_applied_one(
+    megatron: Any, checkpoint: Path, decay: str, warmup: int, total: int, rates: list[float]
 ) -> None:
-    """AdamW moves every parameter by the rate when all its gradients have been the same."""
+    """AdamW moves a parameter by the learning rate if all its gradients were the same."""
     models, _ = build(checkpoint)
     optimizer = adam(
         models, total, lr=0.1, warmup_steps=warmup, decay=decay, min_lr_ratio=0.1, eps=1e-30
     )
-    for rate in expected:
-        reported, moved = step_with_gradient(models, optimizer, 1.0)
-        assert reported == pytest.approx(0.1 * rate)
-        for name, distance in moved.items():
-            assert distance.mean().item() == pytest.approx(-reported, rel=1e-4), name
+    for rate in rates:
+        lr, changes = step_with_gradient(models, optimizer, 1.0)
+        assert lr == pytest.approx(0.1 * rate)
+        for name, change in changes.items():
+            assert change.mean().item() == pytest.approx(-lr, rel=1e-4), name
 
 
-def test_weight_decay_scales_with_the_rate_and_spares_norms(
+def test_weight_decay_scales_with_the_learning_rate_and_skips_norms(
     megatron: Any, checkpoint: Path
 ) -> None:
     models, _ = build(checkpoint)
     optimizer = adam(models, lr=0.1, warmup_steps=2, weight_decay=0.5)
     for rate in (0.05, 0.1):
         before = snapshot(models)
-        _, moved = step_with_gradient(models, optimizer, 0.0)
-        for name, distance in moved.items():
-            shrunk = before[name] * (rate * 0.5 if before[name].ndim > 1 else 0.0)
-            torch.testing.assert_close(distance, -shrunk, rtol=1e-3, atol=1e-6)
+        _, changes = step_with_gradient(models, optimizer, 0.0)
+        for name, change in changes.items():
+            decay = before[name] * (rate * 0.5 if before[name].ndim > 1 else 0.0)
+            torch.testing.assert_close(change, -decay, rtol=1e-3, atol=1e-6)
 
 
-def test_the_schedule_goes_on_from_its_checkpoint(megatron: Any, checkpoint: Path) -> None:
+def test_schedule_resumes_from_its_state(megatron: Any, checkpoint: Path) -> None:
     models, _ = build(checkpoint)
     first, second = (adam(models, 6, warmup_steps=2, decay="linear") for _ in range(2))
     for _ in range(3):
@@ -97,29 +99,28 @@ def test_the_schedule_goes_on_from_its_checkpoint(megatron: Any, checkpoint: Pat
     assert step_with_gradient(models, second, 1.0)[0] == step_with_gradient(models, first, 1.0)[0]
 
 
-def test_another_rate_keeps_warm_up_decay_and_moments(megatron: Any, checkpoint: Path) -> None:
-    """As an optimizer that had this rate all along, but for where the parameters are by now."""
+def test_new_peak_rate_keeps_warmup_decay_and_moments(megatron: Any, checkpoint: Path) -> None:
+    """The rates are those of an optimizer that had this peak rate from the start."""
     models, _ = build(checkpoint)
     optimizer = adam(models, 6, lr=0.1, warmup_steps=2, decay="linear", min_lr_ratio=0.1, eps=1e-30)
     rates = []
     for step in range(6):
         if step in (1, 4):
             optimizer.set_peak_lr(0.02 if step == 1 else 0.2)
-        reported, moved = step_with_gradient(models, optimizer, 1.0)
-        rates.append(reported)
-        assert all(d.mean().item() == pytest.approx(-reported, rel=1e-3) for d in moved.values())
+        lr, changes = step_with_gradient(models, optimizer, 1.0)
+        rates.append(lr)
+        assert all(c.mean().item() == pytest.approx(-lr, rel=1e-3) for c in changes.values())
     shares = [0.5, 1.0, 0.775, 0.55, 0.325, 0.1]
     assert rates == pytest.approx(
         [0.1 * 0.5, *(0.02 * share for share in shares[1:4]), 0.2 * 0.325, 0.2 * 0.1]
     )
-    optimizer.load(
-        optimizer._optimizer.state_dict(), 4
-    )  # a run that goes on is told its stage afterwards
+    # A resumed run sets the peak rate of its phase after it loaded the state.
+    optimizer.load(optimizer._optimizer.state_dict(), 4)
     optimizer.set_peak_lr(0.2)
     assert step_with_gradient(models, optimizer, 1.0)[0] == pytest.approx(0.2 * 0.325)
 
 
-def test_adam_is_torchs_adamw(megatron: Any) -> None:
+def test_adam_equals_adamw_of_torch(megatron: Any) -> None:
     from megatron_rl.mcore.adam import FusedLayoutAdam
 
     generator = torch.Generator().manual_seed(0)
@@ -137,9 +138,7 @@ def test_adam_is_torchs_adamw(megatron: Any) -> None:
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
-def test_a_step_moves_parameters_and_reports_the_norm_before_clipping(
-    megatron: Any, checkpoint: Path
-) -> None:
+def test_step_reports_the_gradient_norm_before_clipping(megatron: Any, checkpoint: Path) -> None:
     models, replay = build(checkpoint)
     optimizer = adam(models, clip_grad=1e-3)
     before = snapshot(models)
@@ -160,56 +159,57 @@ def test_learning_rate_zero_changes_nothing(megatron: Any, checkpoint: Path) -> 
     assert all(torch.equal(p, before[name]) for name, p in snapshot(models).items())
 
 
-@pytest.mark.parametrize("poison", ["loss", "nan", "inf", "-inf"])
-def test_nothing_changes_after_a_non_finite_loss_or_gradient(
-    megatron: Any, checkpoint: Path, poison: str
+@pytest.mark.parametrize("culprit", ["loss", "nan", "inf", "-inf"])
+def test_non_finite_loss_or_gradient_skips_the_step(
+    megatron: Any, checkpoint: Path, culprit: str
 ) -> None:
     models, replay = build(checkpoint)
     optimizer = adam(models, warmup_steps=5)
     before = snapshot(models)
     train_pass(models, replay)
-    if poison != "loss":
-        next(iter(models[0].parameters())).main_grad[0] = float(poison)
-    result = optimizer.step(loss_is_finite=poison != "loss")
+    if culprit != "loss":
+        next(iter(models[0].parameters())).main_grad[0] = float(culprit)
+    result = optimizer.step(loss_is_finite=culprit != "loss")
     assert (result.is_applied, result.lr, optimizer.scheduler.num_steps) == (False, 0.0, 0)
     assert all(torch.equal(p, before[name]) for name, p in snapshot(models).items())
     optimizer.zero_grad()
     train_pass(models, replay)
     result = optimizer.step(loss_is_finite=True)
-    assert (result.is_applied, result.lr) == (
-        True,
-        pytest.approx(1e-2 / 5),
-    )  # neither optimizer nor schedule was poisoned
+    assert result.is_applied
+    assert result.lr == pytest.approx(1e-2 / 5), "the schedule did not advance before"
     assert all(p.isfinite().all() for p in snapshot(models).values())
 
 
-def test_each_setting_reaches_the_step(megatron: Any, checkpoint: Path) -> None:
-    """Two steps of AdamW (arXiv 1711.05101) with clipping, worked out beside it; all gradients of a
-    step are alike.
+def test_step_uses_every_setting(megatron: Any, checkpoint: Path) -> None:
+    """Compare two steps with AdamW (arXiv 1711.05101) with clipping, written out here.
+
+    All gradients of a step are equal.
     """
     models, _ = build(checkpoint)
-    beta1, beta2, eps, clip, rate = 0.5, 0.6, 1e-3, 2.0, 0.1
+    beta1 = 0.5
+    beta2 = 0.6
+    eps = 1e-3
+    clip = 2.0
+    rate = 0.1
     optimizer = adam(models, lr=rate, beta1=beta1, beta2=beta2, eps=eps, clip_grad=clip)
     count = sum(parameter.numel() for parameter in models[0].parameters())
     mean = square = 0.0
     for step, gradient in ((1, 1.0), (2, -0.002)):  # the second is not clipped
-        clipped = gradient * min(1.0, clip / (abs(gradient) * math.sqrt(count) + 1e-6))
-        mean, square = (
-            beta1 * mean + (1 - beta1) * clipped,
-            beta2 * square + (1 - beta2) * clipped**2,
-        )
-        expected = (
-            -rate * (mean / (1 - beta1**step)) / (math.sqrt(square / (1 - beta2**step)) + eps)
-        )
-        _, moved = step_with_gradient(models, optimizer, gradient)
-        for name, distance in moved.items():
-            assert distance.mean().item() == pytest.approx(expected, rel=1e-3), name
+        norm = abs(gradient) * math.sqrt(count)
+        clipped_gradient = gradient * min(1.0, clip / (norm + 1e-6))
+        mean = beta1 * mean + (1 - beta1) * clipped_gradient
+        square = beta2 * square + (1 - beta2) * clipped_gradient**2
+        deviation = math.sqrt(square / (1 - beta2**step)) + eps
+        expected_change = -rate * (mean / (1 - beta1**step)) / deviation
+        _, changes = step_with_gradient(models, optimizer, gradient)
+        for name, change in changes.items():
+            assert change.mean().item() == pytest.approx(expected_change, rel=1e-3), name
 
 
 def test_gradients_of_bfloat16_weights_are_summed_and_applied_in_float32(
     megatron: Any, checkpoint: Path
 ) -> None:
-    """Each step moves a weight of 1 by less than bfloat16 can hold, several together by more."""
+    """One step changes a weight of 1 by less than bfloat16 resolves, several steps by more."""
     models, _ = build(checkpoint, dtype="bfloat16")
     assert {parameter.main_grad.dtype for parameter in models[0].parameters()} == {torch.float32}
     optimizer = adam(models, lr=1e-3)
@@ -226,9 +226,7 @@ def test_gradients_of_bfloat16_weights_are_summed_and_applied_in_float32(
     assert (norm < 1).all()
 
 
-def test_every_part_of_the_optimizer_is_sharded_over_the_ranks(
-    megatron: Any, checkpoint: Path
-) -> None:
+def test_every_part_of_the_optimizer_is_sharded(megatron: Any, checkpoint: Path) -> None:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     models, _ = build(checkpoint)
@@ -249,8 +247,8 @@ def test_gradients_are_reduced_once_a_step(
     assert calls == [1]
 
 
-def test_a_nan_in_a_gradient_raises_on_no_rank(megatron: Any, checkpoint: Path) -> None:
-    """The others would wait for it; the step that follows agrees to leave it out."""
+def test_nan_gradient_does_not_raise(megatron: Any, checkpoint: Path) -> None:
+    """Other ranks would wait for a rank that raised. All ranks agree to skip the step instead."""
     from megatron_rl.mcore.schedule import run_schedule
 
     models, replay = build(checkpoint)
@@ -265,17 +263,17 @@ def test_a_nan_in_a_gradient_raises_on_no_rank(megatron: Any, checkpoint: Path) 
     assert not result.is_applied and math.isnan(result.grad_norm)
 
 
-def test_another_ranks_nan_stops_this_one(
+def test_nan_on_another_rank_skips_the_step(
     megatron: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from megatron_rl.mcore import optimizer as module
 
-    def with_a_rank_that_says_no(fine: torch.Tensor, op: Any = module.dist.ReduceOp.SUM) -> None:
+    def reduce_with_failed_rank(flag: torch.Tensor, op: Any = module.dist.ReduceOp.SUM) -> None:
         if op == module.dist.ReduceOp.MIN:
-            fine.zero_()
+            flag.zero_()
 
     models, replay = build(checkpoint)
     optimizer = adam(models)
     train_pass(models, replay)
-    monkeypatch.setattr(module.dist, "all_reduce", with_a_rank_that_says_no)
+    monkeypatch.setattr(module.dist, "all_reduce", reduce_with_failed_rank)
     assert not optimizer.step(loss_is_finite=True).is_applied

@@ -43,9 +43,9 @@ def read(out: Path, kind: str = "") -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", PARITY)
 def test_export_of_two_ranks_is_bit_exact(two_ranks: Path, checkpoint: Path, name: str) -> None:
     original = read(checkpoint)
-    exported = read(two_ranks / name / "export")
-    assert exported.keys() == original.keys()
-    assert all(torch.equal(exported[tensor], original[tensor]) for tensor in original)
+    export = read(two_ranks / name / "export")
+    assert export.keys() == original.keys()
+    assert all(torch.equal(export[tensor], original[tensor]) for tensor in original)
 
 
 @pytest.mark.parametrize("name", PARITY)
@@ -57,12 +57,12 @@ def test_losses_and_gradients_of_two_ranks_match_one_rank(
     assert losses.keys() == expected_losses.keys()
     for batch, loss in expected_losses.items():
         torch.testing.assert_close(losses[batch], loss, rtol=0, atol=1e-5)
-    expected = read(one_rank, "gradients")
+    expected_tensors = read(one_rank, "gradients")
     gradients = read(two_ranks / name, "gradients")
-    assert gradients.keys() == expected.keys()
+    assert gradients.keys() == expected_tensors.keys()
     errors = {
         name: float((gradients[name] - gradient).norm() / gradient.norm().clamp(min=1e-12))
-        for name, gradient in expected.items()
+        for name, gradient in expected_tensors.items()
     }
     # Tensor parallelism adds partial products in another order.
     limit = 5e-6 if "tp2" in name else 1e-6
@@ -74,10 +74,12 @@ def test_losses_and_gradients_of_two_ranks_match_one_rank(
 def test_random_initialization_is_the_same_in_every_layout(
     one_rank: Path, two_ranks: Path, name: str
 ) -> None:
-    expected = read(one_rank / "random")
+    expected_tensors = read(one_rank / "random")
     weights = read(two_ranks / name / "random")
-    assert weights.keys() == expected.keys()
-    assert all(torch.equal(weights[tensor], expected[tensor]) for tensor in expected)
+    assert weights.keys() == expected_tensors.keys()
+    assert all(
+        torch.equal(weights[tensor], expected_tensors[tensor]) for tensor in expected_tensors
+    )
 
 
 def test_random_initialization_repeats_no_expert_and_no_layer(one_rank: Path) -> None:

@@ -53,7 +53,7 @@ def record_module_calls(models: list[Any], endings: tuple[str, ...]) -> Iterator
 @pytest.mark.parametrize(
     ("modules", "endings", "router_runs"), MODULES, ids=["+".join(case[0]) for case in MODULES]
 )
-def test_recomputed_modules_use_the_same_routes_and_give_the_same_gradients(
+def test_recomputed_modules_use_the_same_routes_and_gradients_match(
     megatron: Any,
     checkpoint: Path,
     gradients_without_recomputation: dict[str, torch.Tensor],

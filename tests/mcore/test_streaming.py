@@ -1,4 +1,4 @@
-"""A checkpoint that is exported without its model in memory."""
+"""Exports of a checkpoint without the whole model in memory."""
 
 import gc
 import json
@@ -16,12 +16,15 @@ from megatron_rl.models.families import read_shape
 from megatron_rl.models.hf_checkpoint.reader import CheckpointError
 from tests.mcore.test_hf_weights import build
 
-BUCKET = 30_000  # bytes; the largest parameter of the model has 6,400 and the whole model 250,000
+# Bytes. The largest parameter of the model has 6,400, and the whole model 250,000.
+BUCKET = 30_000
 
 
 @pytest.fixture(scope="module")
-def saved(megatron: Any, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoint, as a run of one rank saves it."""
+def run_checkpoint(
+    megatron: Any, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A checkpoint that a run of one rank saved."""
     return save(build(checkpoint)[0], tmp_path_factory.mktemp("saved"))
 
 
@@ -35,15 +38,15 @@ def save(chunks: list[Any], directory: Path) -> Path:
     return directory
 
 
-def opened(saved: Path, checkpoint: Path, bucket_bytes: int = BUCKET) -> Any:
+def open_weights(run_checkpoint: Path, checkpoint: Path, bucket_bytes: int = BUCKET) -> Any:
     from megatron_rl.mcore.checkpoint import SavedWeights
 
     model = ModelSettings(path=str(checkpoint))
-    return SavedWeights(saved, read_shape(checkpoint), model, bucket_bytes=bucket_bytes)
+    return SavedWeights(run_checkpoint, read_shape(checkpoint), model, bucket_bytes=bucket_bytes)
 
 
 def live_bytes() -> int:
-    """Of all tensors in memory, each storage once."""
+    """Return the bytes of all CPU tensors in memory, counting each storage once."""
     gc.collect()
     tensors = [
         t for t in gc.get_objects() if isinstance(t, torch.Tensor) and t.device.type == "cpu"
@@ -53,31 +56,36 @@ def live_bytes() -> int:
     )
 
 
-def test_an_exported_checkpoint_is_bit_for_bit_what_was_saved(
-    saved: Path, hf_model: Any, checkpoint: Path, tmp_path: Path
+def test_export_is_bit_exact(
+    run_checkpoint: Path, hf_model: Any, checkpoint: Path, tmp_path: Path
 ) -> None:
     from megatron_rl.mcore.checkpoint import write_hf
 
-    write_hf(opened(saved, checkpoint), tmp_path / "out", source=checkpoint, dtype=torch.float32)
+    write_hf(
+        open_weights(run_checkpoint, checkpoint),
+        tmp_path / "out",
+        source=checkpoint,
+        dtype=torch.float32,
+    )
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())["weight_map"]
     original = load_file(checkpoint / "model.safetensors")
     assert index.keys() == original.keys() and len(set(index.values())) > 4
     for name, tensor in original.items():
         assert torch.equal(load_file(tmp_path / "out" / index[name])[name], tensor), name
-    loaded = type(hf_model).from_pretrained(tmp_path / "out")
+    hf_export = type(hf_model).from_pretrained(tmp_path / "out")
     assert all(
-        torch.equal(loaded.state_dict()[name], weight)
+        torch.equal(hf_export.state_dict()[name], weight)
         for name, weight in hf_model.state_dict().items()
     )
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_an_export_holds_one_bucket_at_a_time(
-    saved: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_export_holds_one_bucket_at_a_time(
+    run_checkpoint: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from megatron_rl.mcore.checkpoint import streaming, write_hf
 
-    weights = opened(saved, checkpoint)
+    weights = open_weights(run_checkpoint, checkpoint)
     parameters = [parameter for bucket in weights.buckets for parameter in bucket]
     nbytes = {
         name: parameter.weight.nbytes
@@ -85,41 +93,47 @@ def test_an_export_holds_one_bucket_at_a_time(
         for name in parameter.layout(0).hf_names
     }
     gc.collect()
-    gc.freeze()  # what other tests left is not looked through for each tensor
-    before, add, over, held = live_bytes(), streaming.ShardWriter.add, list[int](), list[int]()
+    gc.freeze()  # objects of other tests need not be searched for each tensor
+    bytes_before = live_bytes()
+    add = streaming.ShardWriter.add
+    memory: list[int] = []
+    excess: list[int] = []
 
-    def watched(writer: Any, name: str, tensor: torch.Tensor) -> None:
+    def add_and_measure(writer: Any, name: str, tensor: torch.Tensor) -> None:
         add(writer, name, tensor)
-        held.append(live_bytes() - before)
-        over.append(held[-1] - BUCKET - 2 * nbytes[name])
+        memory.append(live_bytes() - bytes_before)
+        excess.append(memory[-1] - BUCKET - 2 * nbytes[name])
 
-    monkeypatch.setattr(streaming.ShardWriter, "add", watched)
+    monkeypatch.setattr(streaming.ShardWriter, "add", add_and_measure)
     try:
         write_hf(weights, tmp_path / "out", source=checkpoint, dtype=torch.float32)
     finally:
         gc.unfreeze()
-    assert max(over) <= 0, "a parameter is there whole, in parts, and in the shard"
-    assert max(held) > BUCKET / 2, "it is the weights that were counted"
+    assert max(excess) <= 0, "memory holds a parameter whole, in parts, and in the shard"
+    assert max(memory) > BUCKET / 2, "the weights were counted"
 
 
-def test_an_export_that_is_interrupted_leaves_nothing(
-    saved: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_interrupted_export_leaves_nothing(
+    run_checkpoint: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from megatron_rl.mcore.checkpoint import streaming, write_hf
 
-    def interrupted(writer: Any, name: str, tensor: torch.Tensor) -> None:
+    def interrupt(writer: Any, name: str, tensor: torch.Tensor) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(streaming.ShardWriter, "add", interrupted)
+    monkeypatch.setattr(streaming.ShardWriter, "add", interrupt)
     with pytest.raises(KeyboardInterrupt):
         write_hf(
-            opened(saved, checkpoint), tmp_path / "out", source=checkpoint, dtype=torch.float32
+            open_weights(run_checkpoint, checkpoint),
+            tmp_path / "out",
+            source=checkpoint,
+            dtype=torch.float32,
         )
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_checkpoint_of_another_model_is_refused(
-    saved: Path, checkpoint: Path, tmp_path: Path
+def test_checkpoint_of_another_model_is_refused(
+    run_checkpoint: Path, checkpoint: Path, tmp_path: Path
 ) -> None:
     config = json.loads((checkpoint / "config.json").read_text())
     for change, message in (
@@ -128,35 +142,34 @@ def test_a_checkpoint_of_another_model_is_refused(
     ):
         (tmp_path / "config.json").write_text(json.dumps(config | change))
         with pytest.raises(ValueError, match=f"is of another model: .*{message}"):
-            list(opened(saved, tmp_path).all(torch.float32))
+            list(open_weights(run_checkpoint, tmp_path).all(torch.float32))
 
 
-@pytest.mark.parametrize(("spoil", "dtype"), [(math.nan, torch.float32), (1e38, torch.float16)])
-def test_an_export_that_would_hold_nan_is_refused_and_leaves_nothing(
-    megatron: Any, checkpoint: Path, tmp_path: Path, spoil: float, dtype: torch.dtype
+@pytest.mark.parametrize(("value", "dtype"), [(math.nan, torch.float32), (1e38, torch.float16)])
+def test_export_of_nan_is_refused_and_leaves_nothing(
+    megatron: Any, checkpoint: Path, tmp_path: Path, value: float, dtype: torch.dtype
 ) -> None:
     from megatron_rl.mcore.checkpoint import write_hf
 
     chunks, _ = build(checkpoint)
-    chunks[0].decoder.final_layernorm.weight.data[3] = spoil
+    chunks[0].decoder.final_layernorm.weight.data[3] = value
     (tmp_path / "saved").mkdir()
-    weights = opened(save(chunks, tmp_path / "saved"), checkpoint)
+    weights = open_weights(save(chunks, tmp_path / "saved"), checkpoint)
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight holds NaN or Inf"):
         write_hf(weights, tmp_path / "out", source=checkpoint, dtype=dtype)
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
-def test_every_family_is_exported_bit_for_bit(megatron: Any, tmp_path: Path, family: str) -> None:
+def test_export_of_every_family_is_bit_exact(megatron: Any, tmp_path: Path, family: str) -> None:
     randomized(FAMILIES[family]()).save_pretrained(tmp_path / "start")
     (tmp_path / "saved").mkdir()
     save(build(tmp_path / "start")[0], tmp_path / "saved")
-    exported = {
+    export = {
         name: tensor.clone()
-        for name, tensor in opened(tmp_path / "saved", tmp_path / "start").all(torch.float32)
+        for name, tensor in open_weights(tmp_path / "saved", tmp_path / "start").all(torch.float32)
     }
     original = load_file(tmp_path / "start" / "model.safetensors")
-    assert exported.keys() == original.keys()
-    assert [
-        name for name, tensor in original.items() if not torch.equal(exported[name], tensor)
-    ] == []
+    assert export.keys() == original.keys()
+    different = [name for name, tensor in original.items() if not export[name].equal(tensor)]
+    assert different == []

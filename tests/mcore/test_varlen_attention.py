@@ -1,5 +1,6 @@
-"""torch's variable-length attention under each signature it has had; the function itself is written
-out here.
+"""Variable-length attention with the signature of each torch version.
+
+The attention functions themselves are written out here.
 """
 
 from __future__ import annotations
@@ -88,26 +89,27 @@ def torch_2_12(
 @pytest.mark.parametrize("scale", [None, 0.3])
 @pytest.mark.parametrize("groups", [4, 2])
 @pytest.mark.parametrize("function", [torch_2_10, torch_2_11, torch_2_12])
-def test_every_signature_gives_each_sequence_alone(
+def test_every_signature_attends_within_each_sequence(
     function: Any, groups: int, scale: float | None
 ) -> None:
     torch.manual_seed(0)
     query, key, value = (torch.randn(sum(LENGTHS), heads, 8) for heads in (4, groups, groups))
-    expected = each_alone(query, key, value, BOUNDS, scale, True)
-    actual = VarlenAttention(function)(
+    expected_output = each_alone(query, key, value, BOUNDS, scale, True)
+    output = VarlenAttention(function)(
         query, key, value, cu_seqlens=BOUNDS, max_seqlen=40, scale=scale
     )
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(output, expected_output, rtol=1e-5, atol=1e-6)
 
 
-def test_this_torch_has_it_and_it_is_for_cuda_alone() -> None:
-    attention, x = VarlenAttention(), torch.zeros(3, 4, 8, dtype=torch.bfloat16)
+def test_installed_torch_has_it_for_cuda_only() -> None:
+    attention = VarlenAttention()
+    x = torch.zeros(3, 4, 8, dtype=torch.bfloat16)
     assert attention.is_available
     assert not attention.supports(x, x, x), "on a CPU"
 
 
 @pytest.mark.parametrize(
-    ("dtype", "dims", "fits"),
+    ("dtype", "dims", "is_supported"),
     [
         (torch.bfloat16, (64, 64, 64), True),
         (torch.float16, (256, 256, 256), True),
@@ -117,11 +119,11 @@ def test_this_torch_has_it_and_it_is_for_cuda_alone() -> None:
         (torch.bfloat16, (264, 264, 264), False),
     ],
 )
-def test_what_does_not_fit_goes_to_padded_batches(
-    dtype: torch.dtype, dims: tuple[int, ...], fits: bool
+def test_unsupported_dtypes_and_head_sizes_are_rejected(
+    dtype: torch.dtype, dims: tuple[int, ...], is_supported: bool
 ) -> None:
     class OnCuda(torch.Tensor):
         is_cuda = True
 
     inputs = [torch.zeros(3, 4, dim, dtype=dtype).as_subclass(OnCuda) for dim in dims]
-    assert VarlenAttention(torch_2_12).supports(*inputs) is fits
+    assert VarlenAttention(torch_2_12).supports(*inputs) is is_supported

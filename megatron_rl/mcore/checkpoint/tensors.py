@@ -101,11 +101,11 @@ def load_tensors(
     """
     check_metadata(directory)
     state = _sharded_state(models, optimizer, loading=True)
-    _, unsharded = extract_sharded_base(state)
+    _, plain_state = extract_sharded_base(state)
     tensors = _read(state, directory)
     for index, model in enumerate(models):
         _load_weights(model.module, tensors[_chunk_name(index)])
-    merge(tensors, {"optimizer": unsharded["optimizer"]})
+    merge(tensors, {"optimizer": plain_state["optimizer"]})
     optimizer.load(tensors["optimizer"], optimizer_steps)
 
 
