@@ -1,6 +1,4 @@
-"""Configurations over a checkpoint as the rules see one: shape, tokenizer and a weights file, no
-real weights.
-"""
+"""Checkpoints for the rules: a config.json, a tokenizer, and a weights file without tensors."""
 
 import json
 from pathlib import Path
@@ -31,8 +29,9 @@ SHAPE = {
 
 @pytest.fixture
 def make_checkpoint(tmp_path: Path) -> MakeCheckpoint:
-    """Writes a checkpoint whose config.json has some keys changed (a value of None removes the
-    key).
+    """A function that writes a checkpoint.
+
+    Its arguments change keys of config.json; None removes one.
     """
 
     def make(**changes: Any) -> Path:
@@ -40,9 +39,8 @@ def make_checkpoint(tmp_path: Path) -> MakeCheckpoint:
         directory.mkdir(exist_ok=True)
         shape = {key: value for key, value in (SHAPE | changes).items() if value is not None}
         (directory / "config.json").write_text(json.dumps(shape))
-        (directory / "model.safetensors").write_bytes(
-            (2).to_bytes(8, "little") + b"{}"
-        )  # a header of no tensor
+        header_without_tensors = (2).to_bytes(8, "little") + b"{}"
+        (directory / "model.safetensors").write_bytes(header_without_tensors)
         write_character_tokenizer(directory)
         return directory
 

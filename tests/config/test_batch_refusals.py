@@ -1,31 +1,24 @@
-"""Counts of questions that an embedded task does not have."""
+"""Refusals of more questions than a finite task has."""
 
 from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.cli import compose
-from megatron_rl.contracts.refusal import ConfigurationRefused
+from tests.support.configurations import accept, refusals
 
 
 @pytest.mark.parametrize(
-    ("override", "side", "most"),
-    [("data.num_train=20000", "training", 8785), ("data.num_eval=3000", "held-out", 1215)],
+    ("override", "capacity"), [("data.num_train=20000", 8785), ("data.num_eval=3000", 1215)]
 )
-def test_more_questions_than_a_finite_task_has(
-    checkpoint: Path, override: str, side: str, most: int
+def test_more_questions_than_a_finite_task_has_are_refused(
+    checkpoint: Path, override: str, capacity: int
 ) -> None:
-    key, _, value = override.partition("=")
-    with pytest.raises(ConfigurationRefused) as refused:
-        compose([f"model.path={checkpoint}", "experiment=smoke", override])
-    (refusal,) = refused.value.refusals
-    assert str(refusal).startswith(f"{key}={value}: two_digit_addition has {most} {side} questions")
-    assert f"{key}={most}" in refusal.remedy
-    config = compose([f"model.path={checkpoint}", "experiment=smoke", f"{key}={most}"])
-    assert config.data.source == "two_digit_addition"
+    (refusal,) = refusals(checkpoint, "experiment=smoke", override)
+    assert f"{refusal.key}={refusal.value}" == override
+    assert f"only {capacity}" in refusal.rule and f"{refusal.key}={capacity}" in refusal.remedy
+    c = accept(checkpoint, "experiment=smoke", f"{refusal.key}={capacity}")
+    assert c.data.source == "two_digit_addition"
 
 
-def test_a_task_without_end_has_no_limit(checkpoint: Path) -> None:
-    assert (
-        compose([f"model.path={checkpoint}", "data.num_train=1000000"]).data.num_train == 1_000_000
-    )
+def test_an_endless_task_has_no_limit_of_questions(checkpoint: Path) -> None:
+    assert accept(checkpoint, "data.num_train=1000000").data.num_train == 1_000_000

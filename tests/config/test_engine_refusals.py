@@ -1,6 +1,4 @@
-"""Engines that must be refused: addresses, keys, and settings for starting a server that runs
-already.
-"""
+"""Refusals of engines: addresses, keys, and start settings of a running server."""
 
 from pathlib import Path
 
@@ -49,14 +47,12 @@ EXTERNAL = ("engine=external", "engine.urls=['http://127.0.0.1:3']")
 @pytest.mark.parametrize(
     ("override", "value"), SERVER_SETTINGS, ids=[case[0] for case in SERVER_SETTINGS]
 )
-def test_running_server_takes_no_start_settings(
+def test_a_running_server_takes_no_start_settings(
     checkpoint: Path, override: str, value: str
 ) -> None:
     (refusal,) = refusals(checkpoint, *EXTERNAL, override)
-    assert str(refusal).startswith(
-        f"{override.partition('=')[0]}={value}: It is for starting a server"
-    )
-    assert "where the server is started" in refusal.remedy
+    assert str(refusal).startswith(f"{override.partition('=')[0]}={value}: ")
+    assert "starting a server" in refusal.rule and "engine=managed" in refusal.remedy
 
 
 @pytest.mark.parametrize(
@@ -67,16 +63,16 @@ def test_running_server_takes_no_start_settings(
         "engine.retries=0",
         "engine.dtype=bfloat16",
         "engine.tp=2",
-        "engine.start_timeout_s=60",  # for which it is waited for
+        "engine.start_timeout_s=60",  # how long the trainer waits for it
     ],
 )
-def test_what_the_trainer_uses_itself_is_said_of_a_running_server_too(
+def test_a_running_server_takes_settings_that_the_trainer_uses(
     checkpoint: Path, override: str
 ) -> None:
     assert accept(checkpoint, *EXTERNAL, override).engine.mode == "external"
 
 
-def test_engine_named_twice(checkpoint: Path) -> None:
+def test_an_engine_named_twice_is_refused(checkpoint: Path) -> None:
     for other in ("http://127.0.0.1:3", "http://127.0.0.1:3/", "http://localhost:3"):
         urls = f"engine.urls=['http://127.0.0.1:3','{other}']"
         assert "named twice" in str(refusals(checkpoint, "engine=external", urls)[0])
@@ -84,7 +80,7 @@ def test_engine_named_twice(checkpoint: Path) -> None:
     assert len(accept(checkpoint, "engine=external", urls).engine.urls) == 2
 
 
-def test_key_file_must_exist_and_be_private(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_key_file_must_exist_and_be_private(checkpoint: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys.json"
     assert "no such file" in str(refusals(checkpoint, *EXTERNAL, f"engine.key_file={keys}")[0])
     keys.touch(mode=0o644)

@@ -1,4 +1,4 @@
-"""What is refused on machines with GPUs, and what a user is told to do there."""
+"""Refusals on machines with GPUs, and their remedies."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ def machine(ranks: int, gpus: int) -> LaunchFacts:
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 8])
-def test_gpus_that_a_cpu_torch_cannot_use_do_not_stop_a_run(checkpoint: Path, gpus: int) -> None:
+def test_a_cpu_torch_runs_on_a_machine_with_gpus(checkpoint: Path, gpus: int) -> None:
     """`make train` on a workstation with a graphics card and the torch of `make install`."""
     facts = LaunchFacts(world_size=2, local_world_size=2, idle_gpus=gpus)
     assert accept(checkpoint, "parallel=ep2", facts=facts).engine.dtype == "float32"
@@ -22,32 +22,25 @@ def test_gpus_that_a_cpu_torch_cannot_use_do_not_stop_a_run(checkpoint: Path, gp
         for r in refusals(checkpoint, "engine.device=cuda", facts=facts)
         if r.key == "engine.device"
     )
-    assert f"The installed torch is built for CPUs and cannot use the {gpus} GPU(s) here" in str(
-        refusal
-    )
+    assert f"{gpus} GPU(s)" in refusal.rule
     assert "engine.device=auto" in refusal.remedy and "CUDA build of torch" in refusal.remedy
     assert accept(checkpoint, "parallel=ep2", BF16, facts=facts).engine.dtype == "bfloat16"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_one_gpu_says_what_it_can_do(checkpoint: Path, ranks: int) -> None:
+def test_the_remedy_for_a_single_gpu(checkpoint: Path, ranks: int) -> None:
     (refusal,) = refusals(checkpoint, BF16, facts=machine(ranks, 1))
     assert refusal.key == "engine.count"
-    assert (
-        f"{ranks} trainer rank(s) and 1 engine process(es) of a node need a GPU each, and 1 are"
-        in str(refusal)
-    )
-    assert 'CUDA_VISIBLE_DEVICES=""' in refusal.remedy, "all of it runs on the CPU"
-    assert "engine=external" in refusal.remedy, "or the engine is somewhere else"
-    assert "--nproc-per-node" not in refusal.remedy, "there is no number of ranks that would help"
+    assert f"{ranks} trainer rank(s) and 1 engine process(es)" in refusal.rule
+    assert 'CUDA_VISIBLE_DEVICES=""' in refusal.remedy, "everything runs on the CPU"
+    assert "engine=external" in refusal.remedy, "or the engine runs elsewhere"
+    assert "--nproc-per-node" not in refusal.remedy, "no number of ranks would help"
 
 
-def test_the_remedy_says_how_many_ranks_fit(checkpoint: Path) -> None:
+def test_the_remedy_names_the_number_of_ranks_that_fit(checkpoint: Path) -> None:
     (refusal,) = refusals(checkpoint, BF16, facts=machine(2, 2))
-    assert "2 trainer rank(s) and 1 engine process(es) of a node need a GPU each, and 2 are" in str(
-        refusal
-    )
-    assert "Start at most 1 rank(s) (torchrun --nproc-per-node 1)" in refusal.remedy
+    assert "2 trainer rank(s) and 1 engine process(es)" in refusal.rule
+    assert "at most 1 rank(s) (torchrun --nproc-per-node 1)" in refusal.remedy
     (refusal,) = refusals(checkpoint, BF16, "engine.tp=2", "engine.count=2", facts=machine(8, 8))
     assert "8 trainer rank(s) and 4 engine process(es)" in str(refusal)
     assert "at most 4 rank(s)" in refusal.remedy
@@ -56,19 +49,17 @@ def test_the_remedy_says_how_many_ranks_fit(checkpoint: Path) -> None:
     assert accept(checkpoint, BF16, facts=machine(1, 2)).engine.count == 1
 
 
-def test_each_rank_has_a_gpu_of_its_own_beside_external_engines_too(checkpoint: Path) -> None:
+def test_each_rank_needs_its_own_gpu_beside_external_engines(checkpoint: Path) -> None:
     external = ("engine=external", "engine.urls=['http://127.0.0.1:3']", BF16)
     (refusal,) = refusals(checkpoint, *external, facts=machine(2, 1))
-    assert refusal.key == "engine.mode" and "need a GPU each, and 1 are visible" in str(refusal)
+    assert refusal.key == "engine.mode" and "1 are visible" in refusal.rule
     assert "Start at most 1 rank(s)" in refusal.remedy
     assert accept(checkpoint, *external, facts=machine(1, 1)).engine.mode == "external"
 
 
 def test_float32_engines_have_no_kernels_on_gpus(checkpoint: Path) -> None:
     (refusal,) = refusals(checkpoint, facts=NODE)
-    assert str(refusal).startswith(
-        "engine.dtype=float32: SGLang's attention and norm kernels for GPUs"
-    )
+    assert (refusal.key, refusal.value) == ("engine.dtype", "float32")
     assert "model.dtype=bfloat16" in refusal.remedy and 'CUDA_VISIBLE_DEVICES=""' in refusal.remedy
     assert accept(checkpoint, "engine.dtype=bfloat16", facts=NODE).model.dtype == "float32"
     assert accept(checkpoint).engine.dtype == "float32"
@@ -76,58 +67,53 @@ def test_float32_engines_have_no_kernels_on_gpus(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("facts", [LaunchFacts(), NODE])
 @pytest.mark.parametrize("mode", [(), ("engine=external", "engine.urls=['http://127.0.0.1:3']")])
-def test_quantized_engines_wait_for_a_sync_that_quantizes(
+def test_quantized_engines_are_refused(
     checkpoint: Path, facts: LaunchFacts, mode: tuple[str, ...]
 ) -> None:
-    found = refusals(
+    results = refusals(
         checkpoint, *mode, "engine.dtype=bfloat16", "engine.quantization=fp8", facts=facts
     )
-    (refusal,) = [refusal for refusal in found if refusal.key == "engine.quantization"]
-    assert "Weights are sent unquantized" in str(refusal) and "Use null" in refusal.remedy
+    (refusal,) = [refusal for refusal in results if refusal.key == "engine.quantization"]
+    assert "unquantized" in refusal.rule and "null" in refusal.remedy
 
 
 def test_the_key_value_cache_of_a_gpu_is_sized_by_sglang(checkpoint: Path) -> None:
-    """16,384 slots would starve a large GPU; on CPUs they are what fits."""
+    """The default of 16,384 slots for CPUs would be too few for a large GPU."""
     longer = ("rollout.max_new_tokens=20000", "data.max_prompt_tokens=16")
     assert accept(checkpoint, BF16, facts=NODE).engine.max_total_tokens is None
-    found = refusals(checkpoint, *longer)
-    assert any(r.key == "engine.max_total_tokens" and "20018 slots" in str(r) for r in found)
+    results = refusals(checkpoint, *longer)
+    assert any(r.key == "engine.max_total_tokens" and "20018 slots" in str(r) for r in results)
     assert not any(
         r.key == "engine.max_total_tokens" for r in refusals(checkpoint, BF16, *longer, facts=NODE)
     )
-    found = refusals(checkpoint, BF16, *longer, "engine.max_total_tokens=16384", facts=NODE)
-    assert any(r.key == "engine.max_total_tokens" for r in found)
+    results = refusals(checkpoint, BF16, *longer, "engine.max_total_tokens=16384", facts=NODE)
+    assert any(r.key == "engine.max_total_tokens" for r in results)
 
 
-def test_transformer_engine_is_refused_where_it_cannot_run(checkpoint: Path) -> None:
+def test_transformer_engine_is_refused_if_it_cannot_run(checkpoint: Path) -> None:
     with_te = LaunchFacts(world_size=8, local_world_size=8, num_gpus=16, transformer_engine=True)
     assert accept(checkpoint, "model.spec=te", BF16, facts=with_te).model.spec == "te"
     assert accept(checkpoint, "model.spec=local", BF16, facts=with_te).model.spec == "local"
-    assert accept(checkpoint, facts=LaunchFacts()).model.spec is None, "null is always right"
-    for facts, why in (
-        (LaunchFacts(), "No CUDA device is visible here"),
-        (NODE, "It is not installed here"),
-    ):
+    assert accept(checkpoint, facts=LaunchFacts()).model.spec is None, "null fits every machine"
+    for facts, reason in ((LaunchFacts(), "No CUDA device"), (NODE, "not installed")):
         (refusal,) = [
             r
             for r in refusals(checkpoint, "model.spec=te", BF16, facts=facts)
             if r.key == "model.spec"
         ]
-        assert why in str(refusal) and refusal.remedy == "Use model.spec=local"
-    found = refusals(checkpoint, "model.spec=te", "engine.dtype=bfloat16", facts=with_te)
-    assert [r.key for r in found] == ["model.spec"] and "in float32" in str(found[0])
+        assert reason in refusal.rule and "model.spec=local" in refusal.remedy
+    results = refusals(checkpoint, "model.spec=te", "engine.dtype=bfloat16", facts=with_te)
+    assert [r.key for r in results] == ["model.spec"] and "in float32" in str(results[0])
 
 
 def test_fp8_training_is_refused_without_transformer_engine(checkpoint: Path) -> None:
     with_te = LaunchFacts(world_size=8, local_world_size=8, num_gpus=16, transformer_engine=True)
     assert accept(checkpoint, "model.fp8=blockwise", BF16, facts=with_te).model.fp8 == "blockwise"
-    for facts, overrides, why in (
-        (LaunchFacts(), (), "No CUDA device is visible here"),
-        (NODE, (BF16,), "It is not installed here"),
-        (with_te, (BF16, "model.spec=local"), "Here model.spec is local"),
+    for facts, overrides, reason in (
+        (LaunchFacts(), (), "No CUDA device"),
+        (NODE, (BF16,), "not installed"),
+        (with_te, (BF16, "model.spec=local"), "model.spec is local"),
     ):
-        found = refusals(checkpoint, "model.fp8=blockwise", *overrides, facts=facts)
-        (refusal,) = [r for r in found if r.key == "model.fp8"]
-        assert "FP8 matrix products are those of model.spec=te" in str(refusal) and why in str(
-            refusal
-        )
+        results = refusals(checkpoint, "model.fp8=blockwise", *overrides, facts=facts)
+        (refusal,) = [r for r in results if r.key == "model.fp8"]
+        assert "model.spec=te" in refusal.rule and reason in refusal.rule

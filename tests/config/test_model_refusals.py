@@ -1,4 +1,4 @@
-"""Checkpoints that must be refused before anything starts."""
+"""Refusals of checkpoints before anything starts."""
 
 import json
 from pathlib import Path
@@ -12,15 +12,16 @@ from tests.support.configurations import MakeCheckpoint
 
 
 def refusal_of(path: Path) -> str:
-    with pytest.raises(ConfigurationRefused) as refused:
+    """The text of the only refusal of a checkpoint."""
+    with pytest.raises(ConfigurationRefused) as error:
         compose([f"model.path={path}"])
-    (refusal,) = refused.value.refusals
+    (refusal,) = error.value.refusals
     text = str(refusal)
     assert text.startswith(f"model.path={path}: ")
     return text
 
 
-def test_missing_directory_and_file(tmp_path: Path) -> None:
+def test_a_missing_directory_or_file_is_refused(tmp_path: Path) -> None:
     assert "no such directory" in refusal_of(tmp_path / "nowhere")
     (tmp_path / "file").touch()
     assert "It is a file" in refusal_of(tmp_path / "file")
@@ -41,20 +42,20 @@ def test_missing_directory_and_file(tmp_path: Path) -> None:
         ({"eos_token_id": 7}, "They belong to different models"),
     ],
 )
-def test_unusable_shape_or_tokenizer(
+def test_an_unusable_shape_or_tokenizer_is_refused(
     make_checkpoint: MakeCheckpoint, changes: dict[str, Any], rule: str
 ) -> None:
     assert rule in refusal_of(make_checkpoint(**changes))
 
 
-def test_broken_files(checkpoint: Path) -> None:
+def test_a_broken_tokenizer_is_refused(checkpoint: Path) -> None:
     (checkpoint / "tokenizer.json").write_text("{")
     assert "tokenizer.json cannot be read" in refusal_of(checkpoint)
     (checkpoint / "tokenizer.json").unlink()
     assert "no tokenizer.json" in refusal_of(checkpoint)
 
 
-def test_no_weights(checkpoint: Path) -> None:
+def test_missing_weights_are_refused(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").unlink()
     assert "no model.safetensors" in refusal_of(checkpoint)
     assert compose([f"model.path={checkpoint}", "model.init=random"]).model.init == "random"
@@ -71,7 +72,7 @@ def shard(path: Path, *names: str, cut: int = 0) -> None:
     path.write_bytes(content[: len(content) - cut])
 
 
-def test_whole_weights_are_accepted(checkpoint: Path) -> None:
+def test_complete_weights_are_accepted(checkpoint: Path) -> None:
     shard(checkpoint / "model.safetensors", "a", "b")
     assert compose([f"model.path={checkpoint}"]).model.path == str(checkpoint)
     (checkpoint / "model.safetensors").unlink()
@@ -83,7 +84,7 @@ def test_whole_weights_are_accepted(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 5, 9, 10_000])
-def test_cut_weights(checkpoint: Path, cut: int) -> None:
+def test_truncated_weights_are_refused(checkpoint: Path, cut: int) -> None:
     shard(checkpoint / "model.safetensors", "a", "b", cut=cut)
     text = refusal_of(checkpoint)
     assert "model.safetensors" in text
@@ -103,7 +104,9 @@ def test_cut_weights(checkpoint: Path, cut: int) -> None:
         ((100_000).to_bytes(8, "little") + b"[" * 100_000, "no safetensors header"),
     ],
 )
-def test_weights_that_are_something_else(checkpoint: Path, content: bytes, rule: str) -> None:
+def test_files_that_are_not_safetensors_are_refused(
+    checkpoint: Path, content: bytes, rule: str
+) -> None:
     (checkpoint / "model.safetensors").write_bytes(content)
     assert rule in refusal_of(checkpoint)
 
@@ -124,14 +127,14 @@ def test_weights_that_are_something_else(checkpoint: Path, content: bytes, rule:
         ),
     ],
 )
-def test_broken_index(checkpoint: Path, index: str, rule: str) -> None:
+def test_a_broken_index_is_refused(checkpoint: Path, index: str, rule: str) -> None:
     (checkpoint / "model.safetensors").unlink()
     shard(checkpoint / "1.safetensors", "a")
     (checkpoint / "model.safetensors.index.json").write_text(index)
     assert rule in refusal_of(checkpoint)
 
 
-def test_config_json_is_not_json(checkpoint: Path) -> None:
+def test_a_config_json_that_is_not_json_is_refused(checkpoint: Path) -> None:
     (checkpoint / "config.json").write_text("{")
     assert "is not JSON" in refusal_of(checkpoint)
     (checkpoint / "config.json").write_text(json.dumps([1]))

@@ -27,7 +27,7 @@ def test_an_override_is_split_into_key_and_value(text: str, key: str, value: str
 
 
 @pytest.mark.parametrize(
-    ("text", "quoted"),
+    ("text", "result"),
     [
         ("run.name=2026_11_21", "run.name='2026_11_21'"),
         ("run.name=1e3", "run.name='1e3'"),
@@ -40,8 +40,8 @@ def test_an_override_is_split_into_key_and_value(text: str, key: str, value: str
         ("~run.name", "~run.name"),
     ],
 )
-def test_numbers_are_quoted_where_text_is_expected(text: str, quoted: str) -> None:
-    assert quote_text(text) == quoted
+def test_numbers_are_quoted_where_text_is_expected(text: str, result: str) -> None:
+    assert quote_text(text) == result
 
 
 def test_a_name_of_digits_stays_as_it_was_typed(checkpoint: Path) -> None:

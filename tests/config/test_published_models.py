@@ -1,6 +1,4 @@
-"""The published Qwen3-MoE models with their cluster layouts pass every rule; the weights are not
-here.
-"""
+"""Published Qwen3-MoE models with their cluster layouts pass every rule, without their weights."""
 
 import shutil
 from dataclasses import replace
@@ -29,9 +27,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path, name: str) -> Path:
-    """Its config.json, a tokenizer whose end of sequence it has, and a weights file without
-    tensors.
-    """
+    """The config.json, a tokenizer with its end of sequence, and a weights file without tensors."""
     write_character_tokenizer(tmp_path)
     text = (PUBLISHED / name / "config.json").read_text()
     (tmp_path / "config.json").write_text(
@@ -41,27 +37,24 @@ def checkpoint(tmp_path: Path, name: str) -> Path:
     return tmp_path
 
 
-def composed(checkpoint: Path, name: str, *overrides: str) -> Configuration:
+def configuration(checkpoint: Path, name: str, *overrides: str) -> Configuration:
     layout, ranks = LAYOUTS[name]
     facts = LaunchFacts(world_size=ranks, local_world_size=8, num_gpus=8)
-    given = [
-        f"model={name}",
-        f"model.path={checkpoint}",
-        f"parallel={layout}",
-        *ENGINES,
-        *overrides,
-    ]
-    return compose(["experiment=smoke", *given], facts=facts)
+    model = (f"model={name}", f"model.path={checkpoint}", f"parallel={layout}")
+    return compose(["experiment=smoke", *model, *ENGINES, *overrides], facts=facts)
 
 
-def test_its_cluster_layout_passes_every_rule(checkpoint: Path, name: str) -> None:
-    c = composed(checkpoint, name)
+def test_the_cluster_layout_passes_every_rule(checkpoint: Path, name: str) -> None:
+    c = configuration(checkpoint, name)
     assert (c.model.dtype, c.engine.dtype, c.model.recompute) == ("bfloat16", "bfloat16", "full")
 
 
 def test_it_fits_on_gpus_of_80_gb_with_long_responses(checkpoint: Path, name: str) -> None:
-    c = composed(checkpoint, name, "rollout.max_new_tokens=8192", "rollout.prompts_per_step=128")
-    shape, ranks = read_shape(checkpoint), LAYOUTS[name][1]
+    c = configuration(
+        checkpoint, name, "rollout.max_new_tokens=8192", "rollout.prompts_per_step=128"
+    )
+    shape = read_shape(checkpoint)
+    ranks = LAYOUTS[name][1]
     for stage in range(c.parallel.pp):
         memory = rank_memory(c, shape, world_size=ranks, stage=stage)
         print(name, stage, {part: round(size / GIB, 2) for part, size in memory.parts.items()})
@@ -78,8 +71,8 @@ def test_it_fits_on_gpus_of_80_gb_with_long_responses(checkpoint: Path, name: st
 
 def test_layers_that_do_not_divide_are_refused(checkpoint: Path, name: str) -> None:
     facts = LaunchFacts(world_size=128, local_world_size=8, num_gpus=8)
-    given = (f"model={name}", "parallel.pp=4", "parallel.first_stage_layers=5", *ENGINES)
-    assert [r.key for r in refusals(checkpoint, *given, facts=facts)] == [
+    uneven = (f"model={name}", "parallel.pp=4", "parallel.first_stage_layers=5", *ENGINES)
+    assert [r.key for r in refusals(checkpoint, *uneven, facts=facts)] == [
         "parallel.first_stage_layers"
     ]
 

@@ -93,8 +93,8 @@ def test_trainer_and_engine_use_the_same_kind_of_device(checkpoint: Path) -> Non
 def test_a_split_of_the_model_is_refused(
     checkpoint: Path, overrides: tuple[str, ...], key: str, fragment: str
 ) -> None:
-    found = refusals(checkpoint, *overrides, facts=NODE)
-    assert any(refusal.key == key and fragment in str(refusal) for refusal in found), found
+    results = refusals(checkpoint, *overrides, facts=NODE)
+    assert any(r.key == key and fragment in str(r) for r in results), results
 
 
 @pytest.mark.parametrize(
@@ -115,10 +115,10 @@ def test_engine_dtype_follows_the_model_and_is_never_wider(checkpoint: Path) -> 
 
 
 def test_all_refusals_are_reported_together_in_the_order_of_sections(checkpoint: Path) -> None:
-    found = refusals(checkpoint, "run.root=''", "data.train_path=x", "rollout.max_staleness=2")
+    results = refusals(checkpoint, "run.root=''", "data.train_path=x", "rollout.max_staleness=2")
     keys = ["data.train_path", "rollout.max_staleness", "run.root"]
-    assert [refusal.key for refusal in found] == keys
-    *lines, summary = str(ConfigurationRefused(found)).splitlines()
+    assert [refusal.key for refusal in results] == keys
+    *lines, summary = str(ConfigurationRefused(results)).splitlines()
     assert [line.partition("=")[0] for line in lines] == keys
     assert summary == "3 settings are refused; nothing was started."
 

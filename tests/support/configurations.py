@@ -28,9 +28,9 @@ def refusals(
     checkpoint: Path, *overrides: str, facts: LaunchFacts | None = None
 ) -> tuple[Refusal, ...]:
     """Return the refusals of a configuration that must not be accepted."""
-    with pytest.raises(ConfigurationRefused) as refused:
+    with pytest.raises(ConfigurationRefused) as error:
         compose([f"model.path={checkpoint}", *overrides], facts=facts)
-    return refused.value.refusals
+    return error.value.refusals
 
 
 def assert_refused(
@@ -42,10 +42,10 @@ def assert_refused(
     value as the refusal shows them.
     """
     words = overrides.split(" ") if isinstance(overrides, str) else overrides
-    found = refusals(checkpoint, *words)
+    results = refusals(checkpoint, *words)
     assert any(
         f"{refusal.key}={format_value(refusal.value)}" == setting
         and fragment in f"{refusal.rule} {refusal.remedy}"
         and refusal.remedy
-        for refusal in found
-    ), [str(refusal) for refusal in found]
+        for refusal in results
+    ), [str(refusal) for refusal in results]
