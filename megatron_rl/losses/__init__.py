@@ -1,4 +1,4 @@
-"""Objectives as pure functions of log-probabilities, chosen by `algo=`."""
+"""Losses: pure functions of log-probabilities, selected by `algo=`."""
 
 from megatron_rl.losses.corrections import Correction
 from megatron_rl.losses.interface import LossResult, Objective, PolicyLoss, ResponseTokens, mean_of

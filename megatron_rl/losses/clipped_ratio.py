@@ -1,4 +1,4 @@
-"""The clipped surrogate that GRPO and GSPO share."""
+"""Clipped surrogate objective of GRPO and GSPO."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ MAX_LOG_RATIO = 10.0
 
 
 class Surrogate(NamedTuple):
-    """objective[T], to be maximised; clipped_low[T], clipped_high[T] bool: tokens without gradient,
-    by side.
+    """Surrogate objective of T tokens.
+
+    objective: [T], to be maximised.
+    clipped_low, clipped_high: bool [T], tokens without a gradient because of the lower or upper
+    bound.
     """
 
     objective: torch.Tensor
@@ -22,25 +25,25 @@ class Surrogate(NamedTuple):
 
 
 def ratio_through_tokens(log_ratio: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
-    """s_t = sg[exp(log_ratio_t)] · π_θ(y_t) / sg[π_θ(y_t)], [T].
+    """Return s_t = sg[exp(log_ratio_t)] · π_θ(y_t) / sg[π_θ(y_t)], [T].
 
-    GSPO-token (arXiv 2507.18071), Eq. 14: the value of the given ratio, the gradient of the token's own probability.
-    |log_ratio| is limited to 10 in the value only, so a token far out keeps its gradient. Infinite log-ratios give NaN.
+    GSPO-token (arXiv 2507.18071), Eq. 14: the value is the given ratio, and the gradient is that of
+    the token's probability. |log_ratio| is limited to 10 in the value only, so that tokens with
+    large ratios keep their gradient. Infinite log-ratios give NaN.
     """
     log_ratio = log_ratio.detach()
-    value = (
-        log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() + log_ratio * 0
-    )  # 0 · inf: no limit hides an infinity
+    # 0 · inf is NaN, so the clamp does not hide an infinity.
+    value = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() + log_ratio * 0
     return value * torch.exp(logprobs - logprobs.detach())
 
 
 def clipped_surrogate(
     ratio: torch.Tensor, advantages: torch.Tensor, *, low: float, high: float
 ) -> Surrogate:
-    """min(s A, clip(s, 1 - low, 1 + high) A) per token, [T].
+    """Return min(s A, clip(s, 1 - low, 1 + high) A) per token, [T].
 
     PPO (arXiv 1707.06347), Eq. 7, with the separate bounds of DAPO (arXiv 2503.14476), Eq. 10. The
-    minimum is the clipped branch if and only if A > 0 and s > 1 + high, or A < 0 and s < 1 - low.
+    minimum is the clipped term if and only if A > 0 and s > 1 + high, or A < 0 and s < 1 - low.
     """
     clipped_high = (advantages > 0) & (ratio > 1 + high)
     clipped_low = (advantages < 0) & (ratio < 1 - low)
@@ -52,11 +55,11 @@ def clipped_surrogate(
 def ratio_metrics(
     ratio: torch.Tensor, surrogate: Surrogate
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Sums and maxima of what happened to the tokens' ratios.
+    """Return sums and maxima for `LossResult`.
 
-    policy/clip_fraction_low, _high: share of all tokens whose gradient was cut. policy/ratio_mean:
-    1 for an unchanged policy. policy/ratio_max, policy/inverse_ratio_max: the largest ratio, and
-    one over the smallest.
+    policy/clip_fraction_low, policy/clip_fraction_high: share of tokens without a gradient.
+    policy/ratio_mean: mean ratio, 1 for an unchanged policy.
+    policy/ratio_max, policy/inverse_ratio_max: the largest ratio, and 1 / the smallest.
     """
     sums = {
         "policy/clip_fraction_low": mean_of(surrogate.clipped_low),

@@ -1,4 +1,4 @@
-"""ESPO: one ratio and one clip width per entropy group, from the fused kernels."""
+"""ESPO: one ratio and one clip range for each entropy group, with fused kernels."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ from megatron_rl.losses.interface import (
 
 
 class Espo:
-    """The objective of arXiv 2512.00499 v2, Eq. 7 to 11; the formulas are those of
-    `espo_kernels.espo_policy_loss`.
+    """Objective of arXiv 2512.00499 v2, Eq. 7 to 11.
 
-    vocab_size: |V|, the true vocabulary without padding. Raises ValueError for fractions that make
-    no groups.
+    `espo_kernels.espo_policy_loss` gives the formulas.
+
+    vocab_size: |V|, size of the vocabulary without padding.
+
+    Raises ValueError for invalid fractions.
     """
 
     def __init__(self, settings: EspoSettings, *, vocab_size: int) -> None:
@@ -35,15 +37,15 @@ class Espo:
             "min_clip": settings.min_clip,
             "fixed_clip": settings.fixed_clip,
         }
-        group_settings(**self._grouping)  # refuses before anything runs
+        group_settings(**self._grouping)  # raises for invalid settings before the run starts
 
     def prepare(self, response: ResponseTokens) -> Objective:
         """See `PolicyLoss`.
 
-        The entropy groups are fixed here: grouping anew at each update would move them.
+        The entropy groups are computed once, so that all updates use the same ones.
         """
-        # An exception on one rank would leave the others waiting; a loss of NaN lets all agree to
-        # skip the step.
+        # Do not check values: an exception on one rank would leave the others waiting, and a NaN
+        # loss lets all ranks skip the step together.
         groups = espo_groups(
             response.old_entropies, response.cu_seqlens, check_values=False, **self._grouping
         )

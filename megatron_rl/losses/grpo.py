@@ -1,4 +1,4 @@
-"""GRPO with clip-higher: token ratios, averaged over all tokens of the step."""
+"""GRPO with clip-higher: token ratios, averaged over all tokens of the optimizer step."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ from megatron_rl.losses.interface import (
 
 
 class Grpo:
-    """L = -1/N Σ_t min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t),  r_t = π_θ(y_t) /
-    π_old(y_t)
+    """L = -1/N Σ_t min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)
+
+        r_t = π_θ(y_t) / π_old(y_t)
 
     GRPO (arXiv 2402.03300) with DAPO's token-level mean and decoupled clipping (arXiv 2503.14476),
     Eq. 8 to 12; N = denominators.tokens.
     """
 
     def __init__(self, settings: GrpoSettings) -> None:
-        self._low, self._high = settings.clip_low, settings.clip_high
+        self._low = settings.clip_low
+        self._high = settings.clip_high
 
     def prepare(self, response: ResponseTokens) -> Objective:
         """See `PolicyLoss`."""

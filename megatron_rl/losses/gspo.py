@@ -28,7 +28,8 @@ class Gspo:
     """
 
     def __init__(self, settings: GspoSettings) -> None:
-        self._low, self._high = settings.clip_low, settings.clip_high
+        self._low = settings.clip_low
+        self._high = settings.clip_high
 
     def prepare(self, response: ResponseTokens) -> Objective:
         """See `PolicyLoss`."""

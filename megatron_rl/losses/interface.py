@@ -1,4 +1,4 @@
-"""What every loss takes and gives."""
+"""Interface of losses: their inputs and results."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from megatron_rl.contracts.step_plan import Denominators
 
 @dataclass(frozen=True)
 class ResponseTokens:
-    """The trained tokens of one micro-batch, packed: T tokens of B sequences.
+    """Trained tokens of one micro-batch: T packed tokens of B sequences.
 
     old_logprobs, old_entropies: float32 [T], nats, of the trainer's policy at step start.
-    rollout_logprobs: float32 [T], nats, of the policy that sampled the tokens, NaN where nobody
-    did. advantages: float32 [T]. cu_seqlens: int32 [B + 1], sequence i holds tokens cu_seqlens[i]
-    to cu_seqlens[i + 1]; it may be empty. The zero-loss filler has T = 0 and B = 0.
+    rollout_logprobs: float32 [T], nats, of the policy that sampled the tokens. NaN for tokens that
+    were not sampled.
+    advantages: float32 [T].
+    cu_seqlens: int32 [B + 1]. Sequence i consists of tokens cu_seqlens[i] to cu_seqlens[i + 1] and
+    may be empty. The zero-loss filler has T = 0 and B = 0.
     """
 
     old_logprobs: torch.Tensor
@@ -30,11 +32,13 @@ class ResponseTokens:
 
 @dataclass(frozen=True)
 class LossResult:
-    """loss: scalar to be minimised, local numerator / global denominator, attached to the
-    log-probabilities' graph.
+    """Loss and metrics of one micro-batch.
 
-    sums: float32 [2] tensors (weighted sum, weight); their quotient after summation is the metric.
-    maxima: scalars. Both are detached.
+    loss: scalar to be minimised, attached to the graph of the log-probabilities. It is the
+    micro-batch's sum divided by a global denominator.
+    sums: detached float32 [2] tensors (weighted sum, weight). A metric is their quotient after
+    summation over micro-batches and ranks.
+    maxima: detached scalars. A metric is their maximum.
     """
 
     loss: torch.Tensor
@@ -43,19 +47,22 @@ class LossResult:
 
 
 Objective = Callable[[torch.Tensor, Denominators], LossResult]
-"""The loss of the current policy's log-probabilities, float32 [T], nats. NaN in, NaN out."""
+"""Function from the current policy's log-probabilities, float32 [T] in nats, to the loss.
+
+NaN inputs give a NaN loss.
+"""
 
 
 class PolicyLoss(Protocol):
-    """An objective over packed response tokens."""
+    """A loss of packed response tokens. A user-defined loss needs the method `prepare`."""
 
     def prepare(self, response: ResponseTokens) -> Objective:
-        """What the updates of one micro-batch call; called once, before the first of them."""
+        """Return the objective of one micro-batch. Called once, before its first update."""
         ...
 
 
 def mean_of(values: torch.Tensor) -> torch.Tensor:
-    """float32 [2]: the values' sum and their number, as `LossResult.sums` takes them."""
+    """Return the sum and number of values, float32 [2], for `LossResult.sums`."""
     total = values.detach().float().sum()
     return torch.stack([total, torch.full_like(total, values.numel())])
 
@@ -63,7 +70,7 @@ def mean_of(values: torch.Tensor) -> torch.Tensor:
 def require_packed(logprobs: torch.Tensor, response: ResponseTokens) -> None:
     """Raise ValueError unless all tensors are [T] and cu_seqlens is [B + 1].
 
-    Looks at shapes only.
+    Checks shapes only, because reading values would wait for the device.
     """
     if logprobs.ndim != 1:
         raise ValueError(
@@ -73,7 +80,8 @@ def require_packed(logprobs: torch.Tensor, response: ResponseTokens) -> None:
         shape = getattr(response, name).shape
         if shape != logprobs.shape:
             raise ValueError(
-                f"{name} has shape {tuple(shape)}, logprobs {tuple(logprobs.shape)}; they must agree"
+                f"{name} has shape {tuple(shape)}, logprobs {tuple(logprobs.shape)}; "
+                "they must be equal"
             )
     if response.cu_seqlens.ndim != 1 or response.cu_seqlens.numel() < 1:
         raise ValueError(
@@ -82,9 +90,10 @@ def require_packed(logprobs: torch.Tensor, response: ResponseTokens) -> None:
 
 
 def require_denominator(name: str, value: int, num_tokens: int) -> int:
-    """A plan's denominator. Raises ValueError when tokens are to be trained and it is zero."""
+    """Return a plan's denominator, at least 1. Raises ValueError for 0 with tokens to train."""
     if value < 1 and num_tokens > 0:
         raise ValueError(
-            f"denominators.{name}={value} with {num_tokens} tokens to train: the plan counts at least one"
+            f"denominators.{name}={value} with {num_tokens} tokens to train: "
+            "the plan must count at least one"
         )
     return max(value, 1)

@@ -1,4 +1,4 @@
-"""Losses by name."""
+"""Opens the loss that the configuration names."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from megatron_rl.models.shape import ModelShape
 
 
 def open_loss(algo: AlgoSettings, shape: ModelShape) -> PolicyLoss:
-    """The loss that `algo.name` chooses.
+    """Open the loss that `algo.name` selects.
 
-    Raises `PluginError` for a class of the user's own that cannot be opened.
+    Raises `PluginError` for an invalid user-defined loss.
     """
     match algo:
         case GrpoSettings():
@@ -32,16 +32,12 @@ def open_loss(algo: AlgoSettings, shape: ModelShape) -> PolicyLoss:
         case SftSettings():
             return Sft()
         case EspoSettings():
-            from megatron_rl.losses.espo import (
-                Espo,  # loads the kernels, which the other losses do without
-            )
+            # Importing the kernels takes time, and no other loss needs them.
+            from megatron_rl.losses.espo import Espo
 
             return Espo(algo, vocab_size=shape.vocab_size)
         case CustomAlgoSettings():
-            return UserLoss(
-                algo.name,
-                load_plugin(
-                    "algo.name", algo.name, algo.options, methods={"prepare": ("response",)}
-                ),
-            )
+            methods = {"prepare": ("response",)}
+            loss = load_plugin("algo.name", algo.name, algo.options, methods=methods)
+            return UserLoss(algo.name, loss)
     raise TypeError(f"{type(algo).__name__}: there is no loss for these settings")

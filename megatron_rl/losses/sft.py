@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on worked responses: the likelihood of their tokens."""
+"""Supervised fine-tuning: the negative log-likelihood of demonstrations."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from megatron_rl.losses.interface import (
 
 
 class Sft:
-    """L = -1/N Σ_t log π_θ(y_t);  N = denominators.tokens. Advantages and the old policy have no
-    part in it.
+    """L = -1/N Σ_t log π_θ(y_t);  N = denominators.tokens.
+
+    Advantages and the old policy have no effect.
     """
 
     def prepare(self, response: ResponseTokens) -> Objective:
-        """See `PolicyLoss`. policy/nll: nats per trained token."""
+        """See `PolicyLoss`. The metric policy/nll is in nats per trained token."""
 
         def objective(logprobs: torch.Tensor, denominators: Denominators) -> LossResult:
             require_packed(logprobs, response)

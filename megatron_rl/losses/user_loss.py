@@ -1,4 +1,4 @@
-"""A loss of the user's own, and what it returns looked at before anything goes on with it."""
+"""A user-defined loss, with checks of its results."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from megatron_rl.losses.interface import LossResult, Objective, PolicyLoss, Resp
 
 
 class UserLoss:
-    """A loss behind `algo.name`.
+    """A user-defined loss that `algo.name` selects.
 
-    Whatever it raises, and results that are none, are `PluginError`s that name it.
+    Its exceptions and invalid results become a `PluginError` that names it.
     """
 
     def __init__(self, name: str, loss: PolicyLoss) -> None:
@@ -22,24 +22,25 @@ class UserLoss:
     def prepare(self, response: ResponseTokens) -> Objective:
         """See `PolicyLoss`."""
         with user_code(f"{self._key}: prepare"):
-            prepared = self.loss.prepare(response)
-        if not callable(prepared):
+            user_objective = self.loss.prepare(response)
+        if not callable(user_objective):
             raise PluginError(
-                f"{self._key}: prepare returns {type(prepared).__name__}. Return a function, the objective"
+                f"{self._key}: prepare returns {type(user_objective).__name__}. "
+                "Return a function, the objective"
             )
 
         def objective(logprobs: torch.Tensor, denominators: Denominators) -> LossResult:
             with user_code(f"{self._key}: the objective that prepare returned"):
-                result = prepared(logprobs, denominators)
-            if wrong := _wrong(result, logprobs):
-                raise PluginError(f"{self._key}: the objective that prepare returned {wrong}")
+                result = user_objective(logprobs, denominators)
+            if problem := _problem(result, logprobs):
+                raise PluginError(f"{self._key}: the objective that prepare returned {problem}")
             return result
 
         return objective
 
 
-def _wrong(result: object, logprobs: torch.Tensor) -> str | None:
-    """What a result lacks of a `LossResult`, or None. Looks at types and shapes only."""
+def _problem(result: object, logprobs: torch.Tensor) -> str | None:
+    """Return why a result is no valid `LossResult`, or None. Checks types and shapes only."""
     if not isinstance(result, LossResult):
         return f"gives {type(result).__name__}. Return a LossResult"
     loss = result.loss
@@ -50,5 +51,8 @@ def _wrong(result: object, logprobs: torch.Tensor) -> str | None:
         return "gives a loss without a gradient. Compute it from logprobs, and do not detach them"
     for name, pair in result.sums.items():
         if not isinstance(pair, torch.Tensor) or pair.shape != (2,):
-            return f"gives sums[{name!r}] that are no tensor of a sum and a weight. Use mean_of(values)"
+            return (
+                f"gives sums[{name!r}] that is not a tensor of a sum and a weight. "
+                "Use mean_of(values)"
+            )
     return None

@@ -62,7 +62,7 @@ def compute_old_policy(
     ]
     _add_metrics(policy, batches, responses, metrics)
     objectives = []
-    for response in map(policy.correction.corrected, responses):
+    for response in map(policy.correction.apply, responses):
         objectives.append(BatchObjective(policy.loss.prepare(response), response.old_logprobs))
     return objectives
 

@@ -1,3 +1,5 @@
+"""Random inputs of losses."""
+
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -7,8 +9,8 @@ from megatron_rl.losses import ResponseTokens
 
 
 @pytest.fixture
-def packed() -> Callable[..., tuple[torch.Tensor, ResponseTokens]]:
-    """Build (logprobs, response) from sequence lengths, seeded; float64 unless told otherwise."""
+def make_response() -> Callable[..., tuple[torch.Tensor, ResponseTokens]]:
+    """Return a function that makes (logprobs, response) of sequences from a seed."""
 
     def build(
         lengths: Sequence[int],
@@ -23,15 +25,15 @@ def packed() -> Callable[..., tuple[torch.Tensor, ResponseTokens]]:
         def normal(scale: float) -> torch.Tensor:
             return (torch.randn(total, generator=generator, dtype=torch.float64) * scale).to(dtype)
 
-        per_sequence = torch.randn(len(lengths), generator=generator, dtype=torch.float64)
+        advantages = torch.randn(len(lengths), generator=generator, dtype=torch.float64)
         old = -normal(1.0).abs()
         response = ResponseTokens(
             old_logprobs=old,
             old_entropies=normal(1.0).abs(),
             rollout_logprobs=old + normal(0.05),
-            advantages=torch.repeat_interleave(
-                per_sequence, torch.tensor(lengths, dtype=torch.int64)
-            ).to(dtype),
+            advantages=advantages.repeat_interleave(torch.tensor(lengths, dtype=torch.int64)).to(
+                dtype
+            ),
             cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).int(),
         )
         return (old + normal(spread)).requires_grad_(), response

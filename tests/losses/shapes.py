@@ -1,4 +1,4 @@
-"""The model shape that losses read their vocabulary from."""
+"""Model shapes with a given vocabulary."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""Metrics of the difference between the sampling policy and the trainer's."""
+
 import math
 
 import pytest
@@ -14,9 +16,10 @@ def means(old: list[float], rollout: list[float]) -> dict[str, float]:
     return {key: float(pair[0] / pair[1]) for key, pair in sums.items()}
 
 
-def test_by_hand() -> None:
-    # log w = 0.1, -0.2: |.| mean 0.15; k3 = e^0.1 - 1.1 and e^-0.2 - 0.8: mean (0.00517092 +
-    # 0.01873075) / 2; ess = 2 / (e^0.2 + e^-0.4) = 2 / (1.22140276 + 0.67032005)
+def test_known_values() -> None:
+    # log w is 0.1 and -0.2, so the mean of |log w| is 0.15.
+    # k3 is e^0.1 - 1.1 and e^-0.2 - 0.8, so its mean is (0.00517092 + 0.01873075) / 2.
+    # ess is 2 / (e^0.2 + e^-0.4) = 2 / (1.22140276 + 0.67032005).
     result = means([-1.0, -1.2], [-1.1, -1.0])
     assert result["mismatch/logprob_abs_mean"] == pytest.approx(0.15, rel=1e-5)
     assert result["mismatch/k3_kl"] == pytest.approx(0.01195084, rel=1e-4)
@@ -36,45 +39,42 @@ def test_equal_policies() -> None:
     st.lists(st.tuples(st.floats(-12, 0), st.floats(-12, 0)), min_size=2, max_size=30),
     st.integers(1, 29),
 )
-def test_parts_add_up_to_the_whole(pairs: list[tuple[float, float]], cut: int) -> None:
+def test_sums_of_parts_add_up(pairs: list[tuple[float, float]], cut: int) -> None:
     old, rollout = torch.tensor(pairs).T
     whole = rollout_mismatch(old, rollout)
-    first, second = (
-        rollout_mismatch(old[:cut], rollout[:cut]),
-        rollout_mismatch(old[cut:], rollout[cut:]),
-    )
+    first = rollout_mismatch(old[:cut], rollout[:cut])
+    second = rollout_mismatch(old[cut:], rollout[cut:])
     for key, pair in whole.items():
         torch.testing.assert_close(first[key] + second[key], pair, rtol=1e-4, atol=1e-4)
         assert pair[0] >= 0
 
 
 def test_k3_estimates_the_divergence() -> None:
-    # p = (0.7, 0.3), q = (0.4, 0.6): KL(p || q) = 0.7 ln(0.7 / 0.4) + 0.3 ln(0.3 / 0.6) =
-    # 0.18378689
-    p, q = torch.tensor([0.7, 0.3]), torch.tensor([0.4, 0.6])
+    # KL(p || q) = 0.7 ln(0.7 / 0.4) + 0.3 ln(0.3 / 0.6) = 0.18378689
+    p = torch.tensor([0.7, 0.3])
+    q = torch.tensor([0.4, 0.6])
     assert float((p * k3((q / p).log())).sum()) == pytest.approx(0.18378689, rel=1e-5)
 
 
-def test_weights_of_a_known_spread_give_kong_s_size() -> None:
-    # w = 1/2 with probability 2/3 and 2 with 1/3: E w = 1, E w^2 = 3/2, so the effective share is
-    # 2/3
-    assert means([-math.log(2.0), -math.log(2.0), math.log(2.0)], [0.0] * 3)[
-        "mismatch/ess"
-    ] == pytest.approx(2 / 3)
+def test_effective_sample_size_of_known_weights() -> None:
+    # w is 1/2 with probability 2/3 and 2 with probability 1/3. E w = 1 and E w^2 = 3/2, so the
+    # effective share is 2/3.
+    result = means([-math.log(2.0), -math.log(2.0), math.log(2.0)], [0.0] * 3)
+    assert result["mismatch/ess"] == pytest.approx(2 / 3)
 
 
-def test_nan_comes_out_and_empty_counts_nothing() -> None:
+def test_nan_is_propagated_and_empty_batches_count_nothing() -> None:
     assert all(math.isnan(value) for value in means([math.nan, -1.0], [-1.0, -1.0]).values())
-    nobody_sampled = means([-1.0, -1.0], [-1.0, math.nan])
-    assert all(math.isnan(value) for value in nobody_sampled.values())
+    not_sampled = means([-1.0, -1.0], [-1.0, math.nan])
+    assert all(math.isnan(value) for value in not_sampled.values())
     empty = rollout_mismatch(torch.zeros(0), torch.zeros(0))
     assert all(pair.tolist() == [0.0, 0.0] for pair in empty.values())
 
 
-def test_extremes_stay_finite() -> None:
+def test_extreme_ratios_stay_finite() -> None:
     assert all(math.isfinite(value) for value in means([0.0, -1e4], [-1e4, 0.0]).values())
 
 
-def test_shapes_must_agree() -> None:
+def test_different_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match=r"must be \[T\]"):
         rollout_mismatch(torch.zeros(2), torch.zeros(3))

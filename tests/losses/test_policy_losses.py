@@ -1,8 +1,9 @@
-"""Every loss against a plain loop over tokens in float64, and what all losses have in common."""
+"""Every loss equals a loop over tokens in float64. Properties that all losses share."""
 
 import math
 from collections.abc import Callable
 from itertools import pairwise
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -20,9 +21,11 @@ from megatron_rl.contracts.step_plan import Denominators
 from megatron_rl.losses import LossResult, PolicyLoss, ResponseTokens, open_loss
 from tests.losses.shapes import shape_of
 
-Packed = Callable[..., tuple[torch.Tensor, ResponseTokens]]
-GRPO, GSPO = GrpoSettings(clip_low=0.2, clip_high=0.28), GspoSettings(clip_low=0.05, clip_high=0.08)
-ESPO, VOCABULARY = EspoSettings(alpha=0.2, min_clip=0.01), 48
+ResponseMaker = Callable[..., tuple[torch.Tensor, ResponseTokens]]
+GRPO = GrpoSettings(clip_low=0.2, clip_high=0.28)
+GSPO = GspoSettings(clip_low=0.05, clip_high=0.08)
+ESPO = EspoSettings(alpha=0.2, min_clip=0.01)
+VOCABULARY = 48
 SETTINGS: dict[str, AlgoSettings] = {"grpo": GRPO, "gspo": GSPO, "espo": ESPO, "sft": SftSettings()}
 ALL = list(SETTINGS)
 RATIOS = ["grpo", "gspo", "espo"]
@@ -46,118 +49,152 @@ def counts(response: ResponseTokens) -> Denominators:
     return Denominators(sequences=len(response.cu_seqlens) - 1, tokens=len(response.advantages))
 
 
+class Sequence(NamedTuple):
+    """Values of one sequence's tokens."""
+
+    logprobs: list[float]
+    log_ratios: list[float]
+    advantages: list[float]
+    entropies: list[float]
+
+
 def surrogate(ratio: float, advantage: float, low: float, high: float) -> float:
     return min(ratio * advantage, max(1 - low, min(1 + high, ratio)) * advantage)
 
 
 def token_groups(entropies: list[float]) -> list[list[int]]:
-    """ESPO: the ceil(0.2 n) most uncertain tokens, ties by position, and the rest."""
+    """ESPO: the ceil(0.2 n) tokens with the highest entropy, ties by position, and the rest."""
     order = sorted(range(len(entropies)), key=lambda t: (-entropies[t], t))
     k = max(1, math.ceil(0.2 * len(order)))
     return [g for g in (order[:k], order[k:]) if g]
 
 
+def grpo_sum(response: Sequence) -> float:
+    pairs = zip(response.log_ratios, response.advantages, strict=True)
+    return sum(surrogate(math.exp(x), a, GRPO.clip_low, GRPO.clip_high) for x, a in pairs)
+
+
+def gspo_sum(response: Sequence) -> float:
+    length = len(response.log_ratios)
+    ratio = math.exp(sum(response.log_ratios) / length)
+    values = [surrogate(ratio, a, GSPO.clip_low, GSPO.clip_high) for a in response.advantages]
+    return sum(values) / length
+
+
+def espo_sum(response: Sequence) -> float:
+    total = 0.0
+    groups = token_groups(response.entropies)
+    for group in groups:
+        ratio = math.exp(sum(response.log_ratios[t] for t in group) / len(group))
+        mean_entropy = sum(response.entropies[t] for t in group) / len(group)
+        clip = max(ESPO.min_clip, ESPO.alpha * mean_entropy / math.log(VOCABULARY))
+        values = [surrogate(ratio, response.advantages[t], clip, clip) for t in group]
+        total += sum(values) / len(group) / len(groups)
+    return total
+
+
+SUMS: dict[str, Callable[[Sequence], float]] = {
+    "grpo": grpo_sum,
+    "gspo": gspo_sum,
+    "espo": espo_sum,
+    "sft": lambda response: sum(response.logprobs),
+}
+
+
 def loop(
     name: str, logprobs: torch.Tensor, response: ResponseTokens, denominators: Denominators
 ) -> float:
-    """The loss as its paper writes it, one token at a time, with Python floats."""
+    """Compute the loss as its paper defines it, one token at a time, with Python floats."""
     total = 0.0
     for start, end in pairwise(response.cu_seqlens.tolist()):
-        log_ratio = (logprobs - response.old_logprobs)[start:end].tolist()
-        advantage = response.advantages[start:end].tolist()
-        n = end - start
-        if n == 0:
+        if start == end:
             continue
-        if name == "sft":
-            total += sum(logprobs[start:end].tolist())
-        elif name == "grpo":
-            pairs = zip(log_ratio, advantage, strict=True)
-            total += sum(surrogate(math.exp(x), a, GRPO.clip_low, GRPO.clip_high) for x, a in pairs)
-        elif name == "gspo":
-            s = math.exp(sum(log_ratio) / n)
-            total += sum(surrogate(s, a, GSPO.clip_low, GSPO.clip_high) for a in advantage) / n
-        else:
-            entropy = response.old_entropies[start:end].tolist()
-            members = token_groups(entropy)
-            for group in members:
-                s = math.exp(sum(log_ratio[t] for t in group) / len(group))
-                mean_entropy = sum(entropy[t] for t in group) / len(group)
-                clip = max(ESPO.min_clip, ESPO.alpha * mean_entropy / math.log(VOCABULARY))
-                total += (
-                    sum(surrogate(s, advantage[t], clip, clip) for t in group)
-                    / len(group)
-                    / len(members)
-                )
+        window = slice(start, end)
+        sequence = Sequence(
+            logprobs=logprobs[window].tolist(),
+            log_ratios=(logprobs - response.old_logprobs)[window].tolist(),
+            advantages=response.advantages[window].tolist(),
+            entropies=response.old_entropies[window].tolist(),
+        )
+        total += SUMS[name](sequence)
     return -total / (denominators.tokens if name in ("grpo", "sft") else denominators.sequences)
 
 
 @pytest.mark.parametrize("name", ALL)
 @GENERATED
 @given(lengths=LENGTHS, seed=st.integers(0, 10_000), spread=st.sampled_from([0.0, 0.05, 0.3, 2.0]))
-def test_the_loss_is_what_a_loop_over_tokens_gives(
-    packed: Packed, name: str, lengths: list[int], seed: int, spread: float
+def test_loss_equals_a_loop_over_tokens(
+    make_response: ResponseMaker, name: str, lengths: list[int], seed: int, spread: float
 ) -> None:
-    logprobs, response = packed(lengths, seed, spread=spread)
+    logprobs, response = make_response(lengths, seed, spread=spread)
     denominators = Denominators(sequences=7, tokens=31)
     result = run(name, logprobs, response, denominators)
-    assert result.loss.item() == pytest.approx(
-        loop(name, logprobs, response, denominators), rel=1e-9, abs=1e-12
-    )
+    value = loop(name, logprobs, response, denominators)
+    assert result.loss.item() == pytest.approx(value, rel=1e-9, abs=1e-12)
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_gradients_are_those_of_the_value(packed: Packed, name: str) -> None:
-    # With one advantage per sequence, the gradient through the tokens is the plain derivative of
-    # the value.
-    logprobs, response = packed([3, 1, 6], seed=4, spread=0.02)
+def test_gradients_are_derivatives_of_the_value(make_response: ResponseMaker, name: str) -> None:
+    # This holds for one advantage per sequence.
+    logprobs, response = make_response([3, 1, 6], seed=4, spread=0.02)
     objective = build(name).prepare(response)
     assert torch.autograd.gradcheck(lambda x: objective(x, counts(response)).loss, (logprobs,))
+
+
+def assert_parts_add_up(parts: list[LossResult], whole: LossResult) -> None:
+    total = sum(part.loss.item() for part in parts)
+    assert total == pytest.approx(whole.loss.item(), rel=1e-9, abs=1e-12)
+    for key, pair in whole.sums.items():
+        total_pair = torch.stack([part.sums[key].double() for part in parts]).sum(0)
+        torch.testing.assert_close(total_pair, pair.double(), rtol=1e-5, atol=1e-5, msg=key)
+    for key, value in whole.maxima.items():
+        maximum = max(part.maxima[key].item() for part in parts if key in part.maxima)
+        assert maximum == pytest.approx(value.item())
+
+
+def select_sequences(
+    response: ResponseTokens, sequences: list[int]
+) -> tuple[torch.Tensor, ResponseTokens]:
+    """Return the indices of these sequences' tokens, and a batch of these sequences."""
+    offsets = response.cu_seqlens.tolist()
+    token_ranges = [range(offsets[i], offsets[i + 1]) for i in sequences]
+    index = torch.tensor([t for tokens in token_ranges for t in tokens], dtype=torch.int64)
+    part = ResponseTokens(
+        response.old_logprobs[index],
+        response.old_entropies[index],
+        response.rollout_logprobs[index],
+        response.advantages[index],
+        torch.tensor([0, *map(len, token_ranges)]).cumsum(0).int(),
+    )
+    return index, part
 
 
 @pytest.mark.parametrize("name", ALL)
 @GENERATED
 @given(lengths=LENGTHS, seed=st.integers(0, 10_000), data=st.data())
-def test_splitting_and_reordering_change_nothing(
-    packed: Packed, name: str, lengths: list[int], seed: int, data: st.DataObject
+def test_splitting_and_reordering_do_not_change_the_result(
+    make_response: ResponseMaker, name: str, lengths: list[int], seed: int, data: st.DataObject
 ) -> None:
-    logprobs, response = packed(lengths, seed)
+    logprobs, response = make_response(lengths, seed)
     denominators = counts(response)
     whole = run(name, logprobs, response, denominators)
     (gradient,) = torch.autograd.grad(whole.loss, logprobs)
     order = data.draw(st.permutations(range(len(lengths))))
     cut = data.draw(st.integers(0, len(order)))
-    offsets = response.cu_seqlens.tolist()
-    total, sums = 0.0, {key: torch.zeros(2, dtype=torch.float64) for key in whole.sums}
-    maxima: dict[str, float] = {}
-    for part in (order[:cut], order[cut:]):
-        index = torch.tensor(
-            [t for i in part for t in range(offsets[i], offsets[i + 1])], dtype=torch.int64
-        )
-        piece = ResponseTokens(
-            response.old_logprobs[index],
-            response.old_entropies[index],
-            response.rollout_logprobs[index],
-            response.advantages[index],
-            torch.tensor([0, *(lengths[i] for i in part)]).cumsum(0).int(),
-        )
+    results = []
+    for sequences in (order[:cut], order[cut:]):
+        index, part = select_sequences(response, sequences)
         leaf = logprobs.detach()[index].requires_grad_()
-        result = run(name, leaf, piece, denominators)
-        (piece_gradient,) = torch.autograd.grad(result.loss, leaf)
-        torch.testing.assert_close(piece_gradient, gradient[index], rtol=1e-9, atol=1e-12)
-        total += result.loss.item()
-        for key, pair in result.sums.items():
-            sums[key] += pair
-        for key, value in result.maxima.items():
-            maxima[key] = max(maxima.get(key, 0.0), value.item())
-    assert total == pytest.approx(whole.loss.item(), rel=1e-9, abs=1e-12)
-    for key, pair in whole.sums.items():
-        torch.testing.assert_close(sums[key], pair.double(), rtol=1e-5, atol=1e-5, msg=key)
-    assert maxima == pytest.approx({key: value.item() for key, value in whole.maxima.items()})
+        result = run(name, leaf, part, denominators)
+        (part_gradient,) = torch.autograd.grad(result.loss, leaf)
+        torch.testing.assert_close(part_gradient, gradient[index], rtol=1e-9, atol=1e-12)
+        results.append(result)
+    assert_parts_add_up(results, whole)
 
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("offsets", [[0], [0, 0, 0]])
-def test_the_filler_gives_zero_that_is_still_in_the_graph(name: str, offsets: list[int]) -> None:
+def test_zero_loss_filler_has_a_graph(name: str, offsets: list[int]) -> None:
     empty = torch.zeros(0)
     response = ResponseTokens(empty, empty, empty, empty, torch.tensor(offsets, dtype=torch.int32))
     weight = torch.tensor(2.0, requires_grad=True)
@@ -178,10 +215,10 @@ def test_the_filler_gives_zero_that_is_still_in_the_graph(name: str, offsets: li
     ],
 )
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_never_looks_plausible(
-    packed: Packed, name: str, field: str, value: float
+def test_non_finite_inputs_give_a_non_finite_result(
+    make_response: ResponseMaker, name: str, field: str, value: float
 ) -> None:
-    logprobs, response = packed([3, 4], dtype=torch.float32)
+    logprobs, response = make_response([3, 4], dtype=torch.float32)
     target = logprobs.detach().clone() if field == "logprobs" else getattr(response, field)
     target[2] = value
     if field == "logprobs":
@@ -192,80 +229,79 @@ def test_what_is_not_finite_never_looks_plausible(
     assert not (torch.isfinite(result.loss) and torch.isfinite(logprobs.grad).all())
 
 
-def test_entropies_that_are_not_finite_make_espo_s_loss_nan(packed: Packed) -> None:
-    logprobs, response = packed([3, 4], dtype=torch.float32)
+def test_nan_entropies_give_a_nan_espo_loss(make_response: ResponseMaker) -> None:
+    logprobs, response = make_response([3, 4], dtype=torch.float32)
     response.old_entropies[1] = math.nan
     assert math.isnan(run("espo", logprobs, response, counts(response)).loss.item())
 
 
 @pytest.mark.parametrize("name", RATIOS)
-def test_huge_ratios_stay_finite_and_keep_their_gradient(packed: Packed, name: str) -> None:
-    logprobs, response = packed([3, 4], dtype=torch.float32)
-    far = (logprobs.detach() + 300).requires_grad_()
+def test_huge_ratios_stay_finite_and_keep_their_gradient(
+    make_response: ResponseMaker, name: str
+) -> None:
+    logprobs, response = make_response([3, 4], dtype=torch.float32)
+    distant = (logprobs.detach() + 300).requires_grad_()
     response.advantages.fill_(-1.0)
-    result = run(name, far, response, counts(response))
+    result = run(name, distant, response, counts(response))
     result.loss.backward()
-    assert far.grad is not None
+    assert distant.grad is not None
     assert torch.isfinite(result.loss)
-    assert (far.grad > 0).all(), "a negative advantage still lowers the probability"
+    assert (distant.grad > 0).all(), "a negative advantage lowers the probability"
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_float32_agrees_with_float64(packed: Packed, name: str) -> None:
-    exact_logprobs, exact = packed([5] * 40, seed=1)
-    logprobs, response = packed([5] * 40, seed=1, dtype=torch.float32)
-    expected = run(name, exact_logprobs, exact, counts(exact)).loss.item()
-    assert run(name, logprobs, response, counts(response)).loss.item() == pytest.approx(
-        expected, rel=1e-5, abs=1e-6
-    )
+def test_float32_agrees_with_float64(make_response: ResponseMaker, name: str) -> None:
+    logprobs64, response64 = make_response([5] * 40, seed=1)
+    logprobs, response = make_response([5] * 40, seed=1, dtype=torch.float32)
+    loss64 = run(name, logprobs64, response64, counts(response64)).loss.item()
+    loss = run(name, logprobs, response, counts(response)).loss.item()
+    assert loss == pytest.approx(loss64, rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", RATIOS)
-def test_an_unchanged_policy_gives_the_plain_policy_gradient(packed: Packed, name: str) -> None:
-    _, response = packed([3, 5])
+def test_gradient_of_an_unchanged_policy(make_response: ResponseMaker, name: str) -> None:
+    _, response = make_response([3, 5])
     logprobs = response.old_logprobs.clone().requires_grad_()
     result = run(name, logprobs, response, counts(response))
     result.loss.backward()
-    lengths = response.cu_seqlens.diff().tolist()
     assert logprobs.grad is not None
-    if name == "grpo":
-        expected = -response.advantages / 8
-    elif name == "gspo":
-        expected = (
-            -response.advantages / 2 / torch.tensor([3.0] * 3 + [5.0] * 5, dtype=torch.float64)
-        )
-    else:  # each group's tokens share 1/2 of their sequence: one token and the rest
-        sizes = [
-            1
-            if t == max(range(n), key=lambda t: response.old_entropies[start + t].item())
-            else n - 1
-            for start, n in zip(response.cu_seqlens.tolist(), lengths, strict=False)
-            for t in range(n)
-        ]
-        expected = -response.advantages / 2 / 2 / torch.tensor(sizes, dtype=torch.float64)
-    torch.testing.assert_close(logprobs.grad, expected)
-    assert all(
-        float(result.sums[f"policy/clip_fraction_{side}"][0]) == 0.0 for side in ("low", "high")
-    )
+    gradient = -response.advantages / denominators_of_tokens(name, response)
+    torch.testing.assert_close(logprobs.grad, gradient)
+    for side in ("low", "high"):
+        assert float(result.sums[f"policy/clip_fraction_{side}"][0]) == 0.0
 
 
-def test_gspo_is_its_sequence_form_when_advantages_are_per_sequence(packed: Packed) -> None:
-    logprobs, response = packed([4, 2], spread=0.02)
-    (gradient,) = torch.autograd.grad(
-        run("gspo", logprobs, response, counts(response)).loss, logprobs
-    )
+def denominators_of_tokens(name: str, response: ResponseTokens) -> torch.Tensor:
+    """Return what each token's gradient is divided by, in a batch of two sequences."""
+    denominators = torch.zeros_like(response.advantages)
+    for start, end in pairwise(response.cu_seqlens.tolist()):
+        if name == "grpo":
+            denominators[start:end] = len(denominators)
+        elif name == "gspo":
+            denominators[start:end] = 2 * (end - start)
+        else:
+            groups = token_groups(response.old_entropies[start:end].tolist())
+            for group in groups:
+                denominators[[start + t for t in group]] = 2 * len(groups) * len(group)
+    return denominators
+
+
+def test_gspo_equals_its_sequence_form(make_response: ResponseMaker) -> None:
+    logprobs, response = make_response([4, 2], spread=0.02)
+    loss = run("gspo", logprobs, response, counts(response)).loss
+    (gradient,) = torch.autograd.grad(loss, logprobs)
     objective = torch.zeros((), dtype=torch.float64)
     for start, end in pairwise(response.cu_seqlens.tolist()):
         s = (logprobs - response.old_logprobs)[start:end].mean().exp()
         a = response.advantages[start]
         objective = objective + torch.minimum(s * a, s.clamp(0.95, 1.08) * a)
-    (expected,) = torch.autograd.grad(-objective / 2, logprobs)
-    torch.testing.assert_close(gradient, expected)
+    (sequence_gradient,) = torch.autograd.grad(-objective / 2, logprobs)
+    torch.testing.assert_close(gradient, sequence_gradient)
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_shapes_and_denominators_are_checked(packed: Packed, name: str) -> None:
-    logprobs, response = packed([3, 4])
+def test_shapes_and_denominators_are_checked(make_response: ResponseMaker, name: str) -> None:
+    logprobs, response = make_response([3, 4])
     objective = build(name).prepare(response)
     with pytest.raises(ValueError, match=r"old_logprobs has shape \(7,\), logprobs \(6,\)"):
         objective(logprobs[:6], counts(response))
@@ -277,23 +313,19 @@ def test_shapes_and_denominators_are_checked(packed: Packed, name: str) -> None:
 
 @GENERATED
 @given(lengths=LENGTHS, seed=st.integers(0, 10_000), spread=st.sampled_from([0.05, 2.0]))
-def test_espo_s_effective_sample_size_is_a_share(
-    packed: Packed, lengths: list[int], seed: int, spread: float
+def test_effective_sample_size_of_espo_is_a_share(
+    make_response: ResponseMaker, lengths: list[int], seed: int, spread: float
 ) -> None:
-    logprobs, response = packed(lengths, seed, spread=spread)
+    logprobs, response = make_response(lengths, seed, spread=spread)
     sums = run("espo", logprobs, response, counts(response)).sums
-    mean, square = (
-        float(pair[0] / pair[1])
-        for pair in (sums["policy/ratio_mean"], sums["policy/ratio_square_mean"])
-    )
+    mean = float(sums["policy/ratio_mean"][0] / sums["policy/ratio_mean"][1])
+    square = float(sums["policy/ratio_square_mean"][0] / sums["policy/ratio_square_mean"][1])
     assert 0 < mean**2 / square <= 1 + 1e-12
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_espo_groups_what_it_is_prepared_with_and_never_again(
-    packed: Packed, dtype: torch.dtype
-) -> None:
-    logprobs, response = packed([3, 4], dtype=dtype)
+def test_espo_groups_tokens_once(make_response: ResponseMaker, dtype: torch.dtype) -> None:
+    logprobs, response = make_response([3, 4], dtype=dtype)
     objective = build("espo").prepare(response)
     before = objective(logprobs, counts(response)).loss.item()
     response.old_entropies.copy_(response.old_entropies.flip(0))
@@ -301,9 +333,9 @@ def test_espo_groups_what_it_is_prepared_with_and_never_again(
     assert run("espo", logprobs, response, counts(response)).loss.item() != before
 
 
-def test_sft_is_the_mean_negative_log_likelihood(packed: Packed) -> None:
-    # (1 + 2 + 0.5) / 7 tokens of the step; 3.5 / 3 nats per token of this micro-batch
-    _, response = packed([2, 1])
+def test_sft_is_the_mean_negative_log_likelihood(make_response: ResponseMaker) -> None:
+    # The loss is (1 + 2 + 0.5) / 7 tokens of the step. The metric is 3.5 / 3 nats per token.
+    _, response = make_response([2, 1])
     logprobs = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64, requires_grad=True)
     result = run("sft", logprobs, response, Denominators(sequences=5, tokens=7))
     result.loss.backward()
@@ -314,11 +346,11 @@ def test_sft_is_the_mean_negative_log_likelihood(packed: Packed) -> None:
     assert result.maxima == {}
 
 
-def test_fractions_that_make_no_groups_are_refused_when_the_loss_is_opened() -> None:
+def test_invalid_espo_fractions_are_refused_on_opening() -> None:
     with pytest.raises(ValueError, match=r"fractions=\(0\.5, 0\.7\): their sum"):
         open_loss(EspoSettings(fractions=[0.5, 0.7]), shape_of(VOCABULARY))
 
 
-def test_settings_of_no_loss_are_refused() -> None:
+def test_unknown_algorithm_is_refused() -> None:
     with pytest.raises(TypeError, match="AlgoSettings: there is no loss"):
         open_loss(AlgoSettings(name="ppo"), shape_of(VOCABULARY))
