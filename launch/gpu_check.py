@@ -1,11 +1,16 @@
-"""All that one GPU can prove about this trainer, in at most nine minutes: a table, and JSON beside
-it.
+"""Check on one GPU what this trainer needs of it, in at most nine minutes.
+
+Examples:
 
     python launch/gpu_check.py            every stage on the first GPU
     python launch/gpu_check.py --small    every stage small, on the CPU
+    python launch/gpu_check.py --small --only kernels
 
-A stage is a process with a time limit; the others go on when one fails. Needs no network, engine or
-compiled library of the trainer: docs/gpu.md says what it needs.
+A stage is a process with a time limit, and the others run when one fails. It needs no network,
+engine or compiled library of the trainer: docs/gpu.md lists its requirements.
+
+Outputs: a table of the stages and their measurements, and a JSON file in launch/results/gpu_check.
+Exit code: 0, or 1 if a stage failed.
 """
 
 from __future__ import annotations
@@ -28,11 +33,11 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "launch" / "results" / "gpu_check"
-MARK = "GPU-CHECK "  # of the line in which a stage reports: launch/gpu_stages/stage.py
+MARK = "GPU-CHECK "  # begins the report line of a stage, as in launch/gpu_stages/stage.py
 BUDGET_S = 540.0
 TAIL_LINES = 40
-# Stages in the order of what they tell, with the seconds each may take: later ones get what is left
-# of the budget.
+# Limits in seconds. The most informative stages come first, and later ones get the rest of the
+# budget.
 STAGES = {
     "machine": 60,
     "attention": 60,
@@ -51,8 +56,12 @@ STAGES = {
 
 @dataclass
 class Outcome:
-    """One stage: passed, failed, skipped or not started; why; what it measured; its last lines when
-    it failed.
+    """Result of one stage.
+
+    status: passed, failed, skipped or not started.
+    reason: the reason of any status but passed.
+    values: measurements.
+    tail: the last lines of the output of a failed stage.
     """
 
     stage: str
@@ -64,57 +73,52 @@ class Outcome:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the stages, print the table, write the record. Returns 1 when a stage failed."""
-    options = parse(arguments)
-    started, outcomes = time.monotonic(), []
+    """Run the stages, print the table, write the JSON file. Returns 1 if a stage failed."""
+    options = parse_arguments(arguments)
+    start = time.monotonic()
+    outcomes = []
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as scratch:
         for stage in options.only or STAGES:
-            left = options.budget - (time.monotonic() - started)
+            remaining = options.budget - (time.monotonic() - start)
             print(f"{stage} ...", end=" ", flush=True)
-            outcomes.append(
-                run_stage(
-                    stage, min(STAGES[stage], left), Path(scratch) / stage, small=options.small
-                )
-            )
-            print(
-                f"{outcomes[-1].status} after {outcomes[-1].seconds:.0f} s {outcomes[-1].reason}",
-                flush=True,
-            )
+            limit = min(STAGES[stage], remaining)
+            outcome = run_stage(stage, limit, Path(scratch) / stage, small=options.small)
+            outcomes.append(outcome)
+            print(f"{outcome.status} after {outcome.seconds:.0f} s {outcome.reason}", flush=True)
     print("\n".join(table(outcomes)))
     file = write_record(outcomes, options)
     print(f"written: {file}")
     return int(any(outcome.status == "failed" for outcome in outcomes))
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line. A mistake ends the program with code 2."""
     parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition("\n")[0], allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--small", action="store_true", help="run small stages on the CPU")
+    parser.add_argument("--only", nargs="+", choices=list(STAGES), help="run these stages only")
+    parser.add_argument(
+        "--budget", type=float, default=BUDGET_S, help="seconds for all stages (default: 540)"
     )
     parser.add_argument(
-        "--small", action="store_true", help="seconds on the CPU, to see that the program works"
+        "--out", type=Path, help="JSON file (default: a new file in launch/results/gpu_check)"
     )
-    parser.add_argument("--only", nargs="+", choices=list(STAGES), help="these stages alone")
-    parser.add_argument(
-        "--budget", type=float, default=BUDGET_S, help="seconds for all stages (default 540)"
-    )
-    parser.add_argument("--out", type=Path, help="JSON file; default in launch/results/gpu_check")
     return parser.parse_args(arguments)
 
 
 def run_stage(stage: str, limit: float, scratch: Path, *, small: bool) -> Outcome:
-    """One stage in a process group of its own, which is ended at its limit with all it started."""
+    """Run one stage in its own process group, which is killed at the limit in seconds."""
     if limit <= 0:
         return Outcome(stage, "not started", "the budget is spent")
     scratch.mkdir(parents=True)
-    command = [
-        sys.executable,
-        "-m",
-        f"tests.gpu.{stage}",
-        "--scratch",
-        str(scratch),
-        *(["--small"] if small else []),
-    ]
-    log, start = scratch / "log.txt", time.monotonic()
+    options = ["--scratch", str(scratch), *(["--small"] if small else [])]
+    command = [sys.executable, "-m", f"launch.gpu_stages.{stage}", *options]
+    log = scratch / "log.txt"
+    start = time.monotonic()
+    is_late = False
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
@@ -126,24 +130,28 @@ def run_stage(stage: str, limit: float, scratch: Path, *, small: bool) -> Outcom
         )
         try:
             process.wait(limit)
-            late = False
         except subprocess.TimeoutExpired:
-            late = True
-        with contextlib.suppress(ProcessLookupError):  # what a stage left behind ends with it
+            is_late = True
+        # Processes that the stage started end with it.
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     outcome = read_outcome(stage, log.read_text(errors="replace").splitlines(), process.returncode)
-    if late:
-        outcome.status, outcome.reason = "failed", f"it ran past its limit of {limit:.0f} s"
+    if is_late:
+        outcome.status = "failed"
+        outcome.reason = f"it exceeded its limit of {limit:.0f} s"
     outcome.seconds = round(time.monotonic() - start, 1)
     return outcome
 
 
 def read_outcome(stage: str, lines: list[str], code: int) -> Outcome:
-    """What the process said of itself in its last report; without one it failed."""
-    said = [line.removeprefix(MARK) for line in lines if line.startswith(MARK)]
-    if said:
-        outcome = Outcome(stage, **json.loads(said[-1]))
+    """Read the last report of a stage. Without a report it failed.
+
+    lines: output of the process. code: exit code of the process.
+    """
+    reports = [line.removeprefix(MARK) for line in lines if line.startswith(MARK)]
+    if reports:
+        outcome = Outcome(stage, **json.loads(reports[-1]))
     else:
         outcome = Outcome(stage, "failed", f"it ended with code {code} and without a report")
     if outcome.status == "failed":
@@ -152,36 +160,34 @@ def read_outcome(stage: str, lines: list[str], code: int) -> Outcome:
 
 
 def environment(small: bool) -> dict[str, str]:
-    """This tree first on the path, one GPU (small: none), and no network."""
+    """Environment of a stage: this tree first on the path, at most one GPU, and no network."""
     paths = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
     first = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").partition(",")[0]
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         "CUDA_VISIBLE_DEVICES": "" if small else first,
         "HF_HUB_OFFLINE": "1",
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # for the stages that ask for deterministic products
+        # Stages with deterministic algorithms need it.
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "PYTHONWARNINGS": "ignore",
         **({"OMP_NUM_THREADS": "1"} if small else {}),
     }
 
 
 def table(outcomes: Sequence[Outcome]) -> list[str]:
-    """A line for each stage, and what it measured below it."""
+    """Lines of the table: one for each stage, and its measurements below it."""
     lines = [f"{'stage':<12}{'result':<13}{'seconds':>8}  "]
     for outcome in outcomes:
-        lines.append(
-            f"{outcome.stage:<12}{outcome.status:<13}{outcome.seconds:>8.1f}  {outcome.reason}".rstrip()
-        )
-        lines += [
-            f"{'':<12}{name} = {value}"
-            for name, value in outcome.values.items()
-            if not isinstance(value, list)
-        ]
+        columns = f"{outcome.stage:<12}{outcome.status:<13}{outcome.seconds:>8.1f}"
+        lines.append(f"{columns}  {outcome.reason}".rstrip())
+        for name, value in outcome.values.items():
+            if not isinstance(value, list):
+                lines.append(f"{'':<12}{name} = {value}")
     return lines
 
 
 def write_record(outcomes: Sequence[Outcome], options: argparse.Namespace) -> Path:
-    """The JSON file: date, device and versions, then every stage."""
+    """Write the JSON file: date, device and versions, then every stage. Returns its path."""
     now = datetime.now(UTC)
     machine: dict[str, Any] = next(
         (outcome.values for outcome in outcomes if outcome.stage == "machine"), {}

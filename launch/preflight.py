@@ -275,7 +275,7 @@ def check_opening(c: Configuration) -> Iterator[Check]:
         beliefs = read_transferred_beliefs(c) if c.run.resume == "never" else None
         prompts = build_prompts(c, beliefs)
         counts = f"{len(prompts.train)} to train, {len(prompts.held_out)} held out"
-        return "; ".join([counts, *filter(None, prompts.told())])
+        return "; ".join([counts, *filter(None, prompts.notes())])
 
     def open_algo() -> str:
         open_loss(c.algo, shape)

@@ -1,6 +1,4 @@
-"""Attention over packed sequences: torch's variable-length kernel against padded batches in higher
-precision.
-"""
+"""Attention over packed sequences in bfloat16, compared with padded batches in float32."""
 
 from __future__ import annotations
 
@@ -18,49 +16,47 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from launch.gpu_stages.stage import Report, Setting, run
 from megatron_rl.mcore.layers.attention import PackedAttention
 
-_HEADS, _GROUPS, _DIM = 16, 4, 128
-MOST_ERROR = 0.02  # of values of size 1 in bfloat16, whose rounding is 0.004
+_HEADS = 16
+_GROUPS = 4
+_DIM = 128
+# For values of size 1 in bfloat16, whose rounding error is 0.004
+MAX_ERROR = 0.02
 
 
 def attention(setting: Setting, report: Report) -> None:
     """Compare output and gradients of one packed batch, then time a large one."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     lengths = [7, 64, 33, 1] if setting.small else [700, 3000, 128, 1, 2048, 2315]
-    half, exact = (_gradients(lengths, device, dtype) for dtype in (torch.bfloat16, torch.float32))
-    for name, ours, theirs in zip(
-        ("output", "query_grad", "key_grad", "value_grad"), half, exact, strict=True
-    ):
-        report.at_most(
-            f"{name}_error",
-            float((ours.float() - theirs).abs().max() / theirs.abs().max()),
-            MOST_ERROR,
-        )
+    results = _output_and_gradients(lengths, device, torch.bfloat16)
+    references = _output_and_gradients(lengths, device, torch.float32)
+    names = ("output", "query_grad", "key_grad", "value_grad")
+    for name, result, reference in zip(names, results, references, strict=True):
+        error = (result.float() - reference).abs().max() / reference.abs().max()
+        report.require_at_most(f"{name}_error", float(error), MAX_ERROR)
     module = _module()
     report.note("varlen_available", module._varlen.available)
     probe = torch.zeros(1, 1, _DIM, device=device, dtype=torch.bfloat16)
-    report.holds(
-        "varlen_used_where_it_should",
-        module._varlen.supports(probe, probe, probe) == (device.type == "cuda"),
-    )
+    is_used = module._varlen.fits(probe, probe, probe)
+    report.require("varlen_used_where_it_should", is_used == (device.type == "cuda"))
     if device.type == "cuda":
         report.note("16k_tokens_ms", _milliseconds([4096] * 4, device))
 
 
 def _module() -> Any:
-    return PackedAttention(SimpleNamespace(context_parallel_size=1), 1, None, "self")  # type: ignore[arg-type]
+    config: Any = SimpleNamespace(context_parallel_size=1)
+    return PackedAttention(config, 1, None, "self")
 
 
 def _inputs(
     lengths: list[int], device: torch.device, dtype: torch.dtype
 ) -> tuple[list[torch.Tensor], PackedSeqParams]:
+    """Make query, key and value, whose numbers are the same in both precisions."""
     generator = torch.Generator().manual_seed(0)
-    drawn = [
+    values = [
         torch.randn(sum(lengths), heads, _DIM, generator=generator)
         for heads in (_HEADS, _GROUPS, _GROUPS)
     ]
-    inputs = [
-        t.bfloat16().to(device, dtype).requires_grad_() for t in drawn
-    ]  # both precisions get the same numbers
+    inputs = [value.bfloat16().to(device, dtype).requires_grad_() for value in values]
     bounds = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
     params = PackedSeqParams(
         qkv_format="thd",
@@ -72,21 +68,21 @@ def _inputs(
     return inputs, params
 
 
-def _gradients(lengths: list[int], device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
+def _output_and_gradients(
+    lengths: list[int], device: torch.device, dtype: torch.dtype
+) -> list[torch.Tensor]:
     inputs, params = _inputs(lengths, device, dtype)
     out = _module()(*inputs, None, packed_seq_params=params)
-    seed = (
-        torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
-        .bfloat16()
-        .to(device, dtype)
-    )
-    return [out.detach(), *torch.autograd.grad(out, inputs, seed)]
+    noise = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    output_grad = noise.bfloat16().to(device, dtype)
+    return [out.detach(), *torch.autograd.grad(out, inputs, output_grad)]
 
 
 def _milliseconds(lengths: list[int], device: torch.device) -> float:
-    """Forward and backward, the best of five."""
+    """Time forward and backward, the best of five after a first one."""
     inputs, params = _inputs(lengths, device, torch.bfloat16)
-    module, best = _module(), float("inf")
+    module = _module()
+    best = float("inf")
     for _ in range(6):
         torch.cuda.synchronize()
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The kernels' bench table: time, and the share of a copy's bandwidth."""
+"""Benchmark of the kernels: times, and the share of the bandwidth of a copy."""
 
 from __future__ import annotations
 
@@ -14,20 +14,14 @@ _SMALL = ("--device", "cpu", "--operations", "objective", "--repeats", "1")
 
 
 def bench(setting: Setting, report: Report) -> None:
-    """Run `python -m bench` and keep its rows."""
+    """Run `python -m bench` and note its rows."""
     output = setting.scratch / "bench.json"
-    command = [
-        sys.executable,
-        "-m",
-        "bench",
-        "--output",
-        str(output),
-        *(_SMALL if setting.small else ()),
-    ]
-    done = subprocess.run(command, cwd=KERNELS, capture_output=True, text=True)
-    print(done.stdout, done.stderr[-4_000:])
-    report.holds("bench_succeeded", done.returncode == 0)
-    if done.returncode:
+    options = _SMALL if setting.small else ()
+    command = [sys.executable, "-m", "bench", "--output", str(output), *options]
+    process = subprocess.run(command, cwd=KERNELS, capture_output=True, text=True)
+    print(process.stdout, process.stderr[-4_000:])
+    report.require("bench_succeeded", process.returncode == 0)
+    if process.returncode:
         return
     record = json.loads(output.read_text())
     report.note("copy_gb_s", round(record["copy_gb_s"], 1))

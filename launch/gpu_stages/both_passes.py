@@ -1,13 +1,14 @@
-"""Under torchrun: old-policy pass and first update of one batch; prints how far their
-log-probabilities are apart.
+"""Log-probabilities of the old-policy pass and of the first update of one batch.
 
-Usage: both_passes.py DIRECTORY DTYPE. Eight experts add up in each token: the order of two would
-not show.
+Run it under torchrun: `both_passes.py DIRECTORY DTYPE` prints how much they differ. A token has
+eight experts, because with two experts every order of summation gives the same sum.
 """
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.mcore import compat
 
@@ -38,14 +39,17 @@ REPEATS = 4
 
 
 def write_model(directory: Path) -> None:
+    """Write config.json of a tiny model with eight experts a token."""
     config = json.loads((ASSETS / "qwen3_moe_tiny_blank" / "config.json").read_text())
     config |= {"num_experts": 16, "num_experts_per_tok": 8}
     (directory / "config.json").write_text(json.dumps(config))
 
 
 def build(directory: Path, dtype: str) -> tuple[ModelShape, Policy]:
+    """Build the policy with random weights."""
     shape = read_shape(directory)
-    settings = ModelSettings(path=str(directory), init="random", dtype=dtype)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"init": "random", "dtype": dtype}
+    settings = ModelSettings(path=str(directory), **options)
     models = wrap_data_parallel(build_models(shape, settings, GRID))
     logprobs = ResponseLogprobs(
         train_settings(),
@@ -53,50 +57,57 @@ def build(directory: Path, dtype: str) -> tuple[ModelShape, Policy]:
         vocab_size=shape.vocab_size,
         tp_group=None,
     )
-    return shape, Policy(
-        models=models, logprobs=logprobs, loss=Grpo(GrpoSettings()), replay=RouteReplay(models)
-    )
+    loss = Grpo(GrpoSettings())
+    return shape, Policy(models=models, logprobs=logprobs, loss=loss, replay=RouteReplay(models))
 
 
 def run(layout: RankLayout, directory: Path, dtype: str) -> dict[str, float | bool]:
+    """Repeat the old-policy pass, then apply two updates.
+
+    Returns whether all old-policy passes were equal (`same`), the largest deviation of a first
+    ratio from 1 (`deviation`), the largest ratio of the second update minus 1 (`ratio_change`),
+    and the number of micro-batches (`batches`).
+    """
     shape, policy = build(directory, dtype)
     refs, rollouts, advantages = make_batch(shape, 24)
     by_id = {rollout.rollout_id: rollout for rollout in rollouts}
     plan = make_planner(GRID, layout, tokens_per_micro_batch=256).plan(0, refs, advantages)
-    own = {i: by_id[ref.rollout_id] for i, ref in enumerate(plan.rollouts)}
-    (batches,) = make_batcher(shape, GRID, layout).optimizer_steps(plan, 0, own)
+    by_index = {i: by_id[ref.rollout_id] for i, ref in enumerate(plan.rollouts)}
+    (batches,) = make_batcher(shape, GRID, layout).optimizer_steps(plan, 0, by_index)
     passes = [compute_old_policy(policy, batches, MetricSums()) for _ in range(REPEATS)]
-    same = all(
-        torch.equal(first.old_logprobs, other.old_logprobs)
-        for again in passes[1:]
-        for first, other in zip(passes[0], again, strict=True)
-    )
-    metrics, optimizer = MetricSums(), DistributedAdam(policy.models, ADAM, total_steps=10)
+    is_same = all(_are_equal(passes[0], repeat) for repeat in passes[1:])
+    metrics = MetricSums()
+    optimizer = DistributedAdam(policy.models, ADAM, total_steps=10)
     for first_step in (True, False):
-        counts = plan.optimizer_steps[0].denominators
         update_policy(
             policy,
             optimizer,
             batches,
             passes[0],
-            counts,
+            plan.optimizer_steps[0].denominators,
             dp_size=1,
             first_step=first_step,
             metrics=metrics,
         )
     values = metrics.values()
-    moved = values["policy/ratio_max"] - 1  # of the second step: the weights have changed
     return {
-        "same": same,
+        "same": is_same,
         "deviation": values["policy/first_ratio_deviation"],
-        "moved": moved,
+        "ratio_change": values["policy/ratio_max"] - 1,
         "batches": len(batches),
     }
 
 
+def _are_equal(objectives: Sequence[Any], others: Sequence[Any]) -> bool:
+    return all(
+        torch.equal(objective.old_logprobs, other.old_logprobs)
+        for objective, other in zip(objectives, others, strict=True)
+    )
+
+
 if __name__ == "__main__":
-    where = Path(sys.argv[1])
-    write_model(where)
-    result = run(parallel.initialize(GRID, seed=0), where, sys.argv[2])
+    scratch = Path(sys.argv[1])
+    write_model(scratch)
+    result = run(parallel.initialize(GRID, seed=0), scratch, sys.argv[2])
     print(f"RESULT {json.dumps(result)}", flush=True)
     parallel.shutdown()

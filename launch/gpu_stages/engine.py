@@ -1,11 +1,13 @@
-"""A real engine beside the trainer: it is given weights and draws, the trainer recomputes what it
-drew, and again.
+"""A real engine beside the trainer: it gets weights and generates, and the trainer recomputes.
+
+This happens twice, the second time with trained weights.
 """
 
 from __future__ import annotations
 
 import asyncio
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rl.mcore import compat
@@ -15,14 +17,13 @@ compat.install()
 import numpy as np
 import torch
 
-from launch.gpu_stages.stage import Report, Setting, Skipped, run
+from launch.gpu_stages.stage import Report, Setting, StageSkipped, run
 from launch.gpu_stages.workers import configure, open_worker, write_model
 from launch.testbed.rollout_refs import make_ref
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.contracts.rollout import FinishReason, Rollout
-from megatron_rl.engines.open_weight_sync import open_weight_sync
-from megatron_rl.engines.weight_sync import WeightSync
+from megatron_rl.engines.weight_sync import WeightSync, open_weight_sync
 from megatron_rl.environments.rollout_builder import RolloutBuilder
 from megatron_rl.mcore import parallel
 from megatron_rl.models.route_shape import route_shape
@@ -31,26 +32,28 @@ from megatron_rl.planning.step_planner import StepPlanner
 from megatron_rl.rollouts.store import RolloutStore
 from megatron_rl.training.worker import Worker
 from sglang_bridge.client import GenerateClient
+from sglang_bridge.generation import Generation
 from sglang_bridge.keys import create_keys
 from sglang_bridge.server.lifeline import Lifeline
 from sglang_bridge.server.managed_engine import ManagedEngine
 from sglang_bridge.settings import ServerPlace, ServerSettings
 
-_LIMIT = {"float32": 5e-5, "bfloat16": 0.05}  # nats, the mean
-_MOST_DISAGREEMENT = {
-    "float32": 0.01,
-    "bfloat16": 0.5,
-}  # routers with random weights are easily tipped
-PROMPTS, TOKENS = 16, 32
+# Largest mean difference of log-probabilities, in nats
+_MAX_LOGPROB_DIFFERENCE = {"float32": 5e-5, "bfloat16": 0.05}
+# Routers with random weights have close scores, so that rounding changes many choices.
+_MAX_ROUTE_DISAGREEMENT = {"float32": 0.01, "bfloat16": 0.5}
+PROMPTS = 16
+TOKENS = 32
 
 
 def engine(setting: Setting, report: Report) -> None:
-    """Sync, draw, train; twice, so that the second draw is from trained weights."""
+    """Send weights, generate and train, twice."""
     if importlib.util.find_spec("sglang") is None:
-        raise Skipped("sglang is not installed")
-    shape = write_model(setting.scratch / "model", small=setting.small, layers=2, vocabulary=512)
+        raise StageSkipped("sglang is not installed")
+    model = setting.scratch / "model"
+    shape = write_model(model, small=setting.small, layers=2, vocabulary=512)
     c = configure(
-        setting.scratch / "model",
+        model,
         setting.scratch,
         "sync.transport=disk",
         "train.optimizer_steps_per_batch=1",
@@ -75,7 +78,8 @@ def engine(setting: Setting, report: Report) -> None:
             device=worker.layout.device,
         )
         for step in (0, 1):
-            _step(step, worker, server, sync, c, shape, report)
+            _send_weights(step, worker, sync, report)
+            _train(step, worker, server, c, report)
         sync.close()
     finally:
         server.stop()
@@ -98,60 +102,65 @@ def _start(c: Configuration, scratch: Path, lifeline: Lifeline) -> ManagedEngine
     )
 
 
-def _step(
-    step: int,
-    worker: Worker,
-    server: ManagedEngine,
-    sync: WeightSync,
-    c: Configuration,
-    shape: ModelShape,
-    report: Report,
+def _send_weights(step: int, worker: Worker, sync: WeightSync, report: Report) -> None:
+    metrics = sync.send(sync.next_command(), worker.export())
+    comparisons = metrics.get("sync/audit_compared", sync.audit_obstacle or 0)
+    report.note(f"step {step} audited", comparisons)
+
+
+def _train(
+    step: int, worker: Worker, server: ManagedEngine, c: Configuration, report: Report
 ) -> None:
-    said = sync.send(sync.next_command(), worker.export())
-    report.note(f"step {step} audited", said.get("sync/audit_compared", sync.audit_obstacle or 0))
-    rollouts = draw(server, shape, step)
+    """Train on responses of the engine, and compare its log-probabilities and routes with ours."""
+    rollouts = generate_rollouts(server, worker.shape, step)
     store = RolloutStore(node=0)
+    locations = store.put("batch", rollouts)
     refs = [
-        make_ref(r, where) for r, where in zip(rollouts, store.put("drawn", rollouts), strict=True)
+        make_ref(rollout, location) for rollout, location in zip(rollouts, locations, strict=True)
     ]
-    plan = StepPlanner(c.train, c.parallel, dp_size=1, seed=0).plan(
-        step, refs, [(-1.0) ** i for i in range(len(refs))]
-    )
+    advantages = [(-1.0) ** i for i in range(len(refs))]
+    plan = StepPlanner(c.train, c.parallel, dp_size=1, seed=0).plan(step, refs, advantages)
     values = worker.train(plan).metrics.values()
-    mean = values["mismatch/logprob_abs_mean"]
-    report.at_most(f"step {step} logprob_abs_mean", mean, _LIMIT[worker.model.dtype])
-    report.at_most(
-        f"step {step} route_disagreement",
-        values["mismatch/route_disagreement"],
-        _MOST_DISAGREEMENT[worker.model.dtype],
+    dtype = worker.model.dtype
+    difference = values["mismatch/logprob_abs_mean"]
+    disagreement = values["mismatch/route_disagreement"]
+    report.require_at_most(
+        f"step {step} logprob_abs_mean", difference, _MAX_LOGPROB_DIFFERENCE[dtype]
     )
-    report.holds(f"step {step} learns", values["train/grad_norm"] > 0)
+    report.require_at_most(
+        f"step {step} route_disagreement", disagreement, _MAX_ROUTE_DISAGREEMENT[dtype]
+    )
+    report.require(f"step {step} learns", values["train/grad_norm"] > 0)
 
 
-def draw(server: ManagedEngine, shape: ModelShape, seed: int) -> list[Rollout]:
-    """A response to each of some random prompts, with its routes."""
+def generate_rollouts(server: ManagedEngine, shape: ModelShape, seed: int) -> list[Rollout]:
+    """Generate a response with its routes to each of `PROMPTS` random prompts."""
     rng = np.random.default_rng(seed)
     prompts = [tuple(int(t) for t in rng.integers(2, shape.vocab_size, 12)) for _ in range(PROMPTS)]
+    generations = asyncio.run(_generate(server, shape, prompts, seed))
+    rollouts = []
+    for index, (ids, generation) in enumerate(zip(prompts, generations, strict=True)):
+        prompt = Prompt(id=f"p{index}", token_ids=ids, answer="", task="t")
+        builder = RolloutBuilder(f"{seed}-{index}", prompt, 0, route_shape(shape))
+        builder.sample(generation)
+        rollouts.append(builder.rollout(FinishReason.STOP, trainable=True))
+    return rollouts
+
+
+async def _generate(
+    server: ManagedEngine, shape: ModelShape, prompts: Sequence[tuple[int, ...]], seed: int
+) -> list[Generation]:
     sampling = Sampling(max_new_tokens=TOKENS, temperature=1.0)
-
-    async def all_of_them() -> list[Rollout]:
-        layers = (shape.num_layers, shape.topk)
-        async with GenerateClient(
-            server.url, api_key=server.keys.api_key, deadline_seconds=120, route_shape=layers
-        ) as client:
-            requests = [
-                client.generate(ids, sampling, rid=f"{seed}-{i}") for i, ids in enumerate(prompts)
-            ]
-            generations = await asyncio.gather(*requests)
-        drawn = []
-        for index, (ids, generation) in enumerate(zip(prompts, generations, strict=True)):
-            prompt = Prompt(id=f"p{index}", token_ids=ids, answer="", task="t")
-            draft = RolloutBuilder(f"{seed}-{index}", prompt, 0, route_shape(shape))
-            draft.sample(generation)
-            drawn.append(draft.rollout(FinishReason.STOP, trainable=True))
-        return drawn
-
-    return asyncio.run(all_of_them())
+    async with GenerateClient(
+        server.url,
+        api_key=server.keys.api_key,
+        deadline_seconds=120,
+        route_shape=(shape.num_layers, shape.topk),
+    ) as client:
+        requests = [
+            client.generate(ids, sampling, rid=f"{seed}-{i}") for i, ids in enumerate(prompts)
+        ]
+        return await asyncio.gather(*requests)
 
 
 if __name__ == "__main__":

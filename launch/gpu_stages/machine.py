@@ -1,4 +1,4 @@
-"""What the machine is: device, versions, and which of the optional libraries import."""
+"""Description of the machine: device, versions, and the optional libraries that import."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OPTIONAL = ("sglang", "transformer_engine.pytorch", "apex")
 
 
 def machine(setting: Setting, report: Report) -> None:
-    """Device, versions, optional libraries."""
+    """Note the device, the versions and the optional libraries."""
     report.note("python", platform.python_version())
     for name in _VERSIONS:
         try:
@@ -35,14 +35,13 @@ def machine(setting: Setting, report: Report) -> None:
             report.note(name, None)
     report.note("cuda", torch.version.cuda)
     report.note("cores", os.cpu_count())
-    report.note(
-        "compiler", shutil.which(os.environ.get("CC", "cc")) is not None
-    )  # Triton compiles its launchers
+    # Triton compiles its launchers.
+    report.note("compiler", shutil.which(os.environ.get("CC", "cc")) is not None)
     report.note("imports", [name for name in _OPTIONAL if _imports(name)])
     if setting.small:
         report.note("device", platform.processor() or platform.machine())
         return
-    report.holds("cuda_available", torch.cuda.is_available())
+    report.require("cuda_available", torch.cuda.is_available())
     properties = torch.cuda.get_device_properties(0)
     report.note("device", properties.name)
     report.note("capability", f"{properties.major}.{properties.minor}")
@@ -52,7 +51,7 @@ def machine(setting: Setting, report: Report) -> None:
 def _imports(name: str) -> bool:
     try:
         importlib.import_module(name)
-    except Exception:  # a library that is there and broken counts as missing, whatever it raises
+    except Exception:  # A broken library may raise anything, and counts as missing.
         return False
     return True
 

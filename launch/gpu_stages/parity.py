@@ -1,9 +1,8 @@
-"""Every family's logits are those of transformers, with every spec that runs here, and its export
-keeps every bit.
-"""
+"""Logits of every model family compared with transformers, and the exported weights bit for bit."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from launch.gpu_stages.stage import Report, Setting, run
-from launch.testbed.packed_sequences import pack, sequence
+from launch.testbed.packed_sequences import pack, sequence, to_device
 from launch.testbed.tiny_families import FAMILIES, randomized
 from megatron_rl.config.schema import ModelSettings, ParallelSettings
 from megatron_rl.mcore import parallel
@@ -25,63 +24,62 @@ from megatron_rl.mcore.weights import iterate_hf_weights, load_hf_weights
 from megatron_rl.models.families import read_shape
 
 INDICES = range(12)
-FLOAT32 = 1e-4  # of logits of size 1 to 10; on GPUs sums have another order than transformers'
-BFLOAT16 = (
-    0.05  # the mean: where rounding changes a token's experts its logits differ as far as they can
-)
+# Of logits of size 1 to 10; on GPUs sums have another order than in transformers
+MAX_ERROR_FLOAT32 = 1e-4
+# The mean: where rounding changes the experts of a token, its logits differ as far as they can
+MAX_MEAN_ERROR_BFLOAT16 = 0.05
 
 
 def parity(setting: Setting, report: Report) -> None:
-    """Each family in float32 and, on a GPU, in bfloat16, with `local` and, where it imports, `te`."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """Compare each family in float32 and bfloat16, with every layer spec that runs here."""
     parallel.initialize(ParallelSettings(timeout_s=60), seed=1)
     specs = [spec for spec in get_args(Spec) if spec == "local" or _transformer_engine_runs()]
     report.note("specs", ", ".join(specs))
     for family, make in FAMILIES.items():
-        hf = randomized(make())
-        directory = setting.scratch / family
-        hf.save_pretrained(directory)
-        with torch.no_grad():
-            expected = torch.cat([hf(input_ids=sequence(i)[None]).logits[0] for i in INDICES])
-        scale = float(expected.abs().max())
-        report.holds(f"{family} logits_far_from_0", scale > 1)
-        error = (
-            logits(directory, device, report, family, dtype="float32", spec="local") - expected
-        ).abs()
-        report.at_most(f"{family} local float32 max", float(error.max()) / scale, FLOAT32)
-        for spec in specs:
-            error = (
-                logits(directory, device, report, family, dtype="bfloat16", spec=spec) - expected
-            ).abs()
-            report.at_most(f"{family} {spec} bfloat16 mean", float(error.mean()) / scale, BFLOAT16)
+        _compare_family(family, make, specs, setting, report)
     parallel.shutdown()
 
 
-def logits(
-    directory: Path, device: torch.device, report: Report, family: str, **settings: Any
-) -> torch.Tensor:
-    """Of the packed sequences, float32; and the loaded model exports what it was given."""
+def _compare_family(
+    family: str, make: Callable[[], Any], specs: Sequence[str], setting: Setting, report: Report
+) -> None:
+    hf = randomized(make())
+    directory = setting.scratch / family
+    hf.save_pretrained(directory)
+    with torch.no_grad():
+        reference = torch.cat([hf(input_ids=sequence(i)[None]).logits[0] for i in INDICES])
+    scale = float(reference.abs().max())
+    report.require(f"{family} logits_far_from_0", scale > 1)
+    logits = _logits(directory, family, report, dtype="float32", spec="local")
+    error = float((logits - reference).abs().max()) / scale
+    report.require_at_most(f"{family} local float32 max", error, MAX_ERROR_FLOAT32)
+    for spec in specs:
+        logits = _logits(directory, family, report, dtype="bfloat16", spec=spec)
+        error = float((logits - reference).abs().mean()) / scale
+        report.require_at_most(f"{family} {spec} bfloat16 mean", error, MAX_MEAN_ERROR_BFLOAT16)
+
+
+def _logits(directory: Path, family: str, report: Report, **settings: Any) -> torch.Tensor:
+    """Logits of the packed sequences in float32. Also checks that the export keeps the weights."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shape = read_shape(directory)
     models = build_models(shape, ModelSettings(path=str(directory), **settings), ParallelSettings())
     load_hf_weights(models, shape, directory)
-    batch = pack(list(INDICES))
-    bounds = batch.cu_seqlens.to(device)
-    packed = type(batch)(
-        batch.input_ids.to(device), batch.position_ids.to(device), bounds, batch.max_seqlen
-    )
+    batch = to_device(pack(list(INDICES)), device)
     with torch.no_grad():
-        out = models[0](
-            input_ids=packed.input_ids,
-            position_ids=packed.position_ids,
+        logits = models[0](
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
             attention_mask=None,
-            packed_seq_params=packed.packed_seq_params(),
+            packed_seq_params=batch.packed_seq_params(),
         )
     original = load_file(directory / "model.safetensors")
-    exported = {name: tensor.cpu() for name, tensor in iterate_hf_weights(models, shape)}
-    same = exported.keys() == original.keys()
-    same = same and all(torch.equal(t, original[name].to(t.dtype)) for name, t in exported.items())
-    report.holds(f"{family} {settings['spec']} {settings['dtype']} exports_its_bits", same)
-    return out[0].float().cpu()
+    export = {name: tensor.cpu() for name, tensor in iterate_hf_weights(models, shape)}
+    is_same = export.keys() == original.keys() and all(
+        torch.equal(tensor, original[name].to(tensor.dtype)) for name, tensor in export.items()
+    )
+    report.require(f"{family} {settings['spec']} {settings['dtype']} exports_its_bits", is_same)
+    return logits[0].float().cpu()
 
 
 def _transformer_engine_runs() -> bool:
@@ -89,7 +87,7 @@ def _transformer_engine_runs() -> bool:
         return False
     try:
         import transformer_engine.pytorch  # noqa: F401
-    except Exception:  # installed and broken is as good as missing
+    except Exception:  # A broken installation may raise anything, and counts as missing.
         return False
     return True
 

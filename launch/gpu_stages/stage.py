@@ -1,6 +1,4 @@
-"""What the stages of `launch/gpu_check.py` share: their arguments, and the one line in which each
-reports.
-"""
+"""Shared parts of the stages of `launch/gpu_check.py`: the command line and the report line."""
 
 from __future__ import annotations
 
@@ -14,16 +12,19 @@ from pathlib import Path
 from typing import Any
 
 MARK = "GPU-CHECK "
+_MAX_REASON_LENGTH = 300
 
 
-class Skipped(Exception):
-    """What a stage is about is not on this machine; the text says what."""
+class StageSkipped(Exception):
+    """The machine lacks what the stage checks. The text names it."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """small: seconds on a CPU instead of what a GPU can hold. scratch: a directory of the stage's
-    own.
+    """Setting of a stage.
+
+    small: True for seconds on a CPU, False for the size of a GPU.
+    scratch: an empty directory of this stage.
     """
 
     small: bool
@@ -32,46 +33,50 @@ class Setting:
 
 @dataclass
 class Report:
-    """What a stage measured, and what of it is wrong."""
+    """Measurements of a stage, and the problems among them."""
 
     values: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
     def note(self, name: str, value: Any) -> None:
+        """Record a measurement."""
         self.values[name] = value
 
-    def at_most(self, name: str, value: float, limit: float) -> None:
-        """Note a number that is wrong above `limit`, or when it is not finite."""
+    def require_at_most(self, name: str, value: float, limit: float) -> None:
+        """Record a number, which must be finite and at most `limit`."""
         self.note(name, value)
         if not (math.isfinite(value) and value <= limit):
-            self.problems.append(f"{name} is {value:.3g}, at most {limit:.3g} is right")
+            self.problems.append(f"{name} is {value:.3g}, the limit is {limit:.3g}")
 
-    def holds(self, name: str, value: bool) -> None:
-        """Note what has to be true."""
+    def require(self, name: str, value: bool) -> None:
+        """Record a condition, which must be true."""
         self.note(name, value)
         if not value:
             self.problems.append(f"{name} is false")
 
 
 def run(stage: Callable[[Setting, Report], None]) -> None:
-    """A stage's process: run it, print its report as the last line and exit with 1 when something
-    is wrong.
-    """
+    """Run a stage as a program and exit, with 1 after a failure. The report is the last line."""
     parser = argparse.ArgumentParser(description=stage.__doc__)
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--scratch", type=Path, required=True)
-    arguments = parser.parse_args()
-    report, status, reason = Report(), "passed", ""
+    parser.add_argument("--small", action="store_true", help="seconds on a CPU")
+    parser.add_argument("--scratch", type=Path, required=True, help="an empty directory")
+    options = parser.parse_args()
+    report = Report()
+    status = "passed"
+    reason = ""
     try:
-        stage(Setting(arguments.small, arguments.scratch), report)
+        stage(Setting(options.small, options.scratch), report)
         if report.problems:
-            status, reason = "failed", "; ".join(report.problems)
-    except Skipped as skipped:
-        status, reason = "skipped", str(skipped)
+            status = "failed"
+            reason = "; ".join(report.problems)
+    except StageSkipped as skip:
+        status = "skipped"
+        reason = str(skip)
     except Exception as error:
         traceback.print_exc()
-        status, reason = "failed", f"{type(error).__name__}: {error}".partition("\n")[0][:300]
-    print(
-        MARK + json.dumps({"status": status, "reason": reason, "values": report.values}), flush=True
-    )
+        status = "failed"
+        first_line = f"{type(error).__name__}: {error}".partition("\n")[0]
+        reason = first_line[:_MAX_REASON_LENGTH]
+    record = {"status": status, "reason": reason, "values": report.values}
+    print(MARK + json.dumps(record), flush=True)
     raise SystemExit(status == "failed")

@@ -1,5 +1,6 @@
-"""Training steps of a real worker over made-up rollouts, with replay and without: seconds, tokens a
-second, memory.
+"""Training steps of a real worker over made-up rollouts, with replay and without.
+
+It measures seconds, tokens a second and memory.
 """
 
 from __future__ import annotations
@@ -16,93 +17,128 @@ import torch
 
 from launch.gpu_stages.stage import Report, Setting, run
 from launch.gpu_stages.workers import (
-    ROUTES_OF_NOBODY,
+    ALLOW_RANDOM_ROUTES,
     configure,
     make_rollouts,
     open_worker,
     write_model,
 )
+from megatron_rl.contracts.step_plan import StepPlan
 from megatron_rl.mcore import parallel
+from megatron_rl.models.shape import ModelShape
 from megatron_rl.planning.rank_view import RankView
 from megatron_rl.planning.step_planner import StepPlanner
 from megatron_rl.training.micro_batches import Batcher
-from megatron_rl.training.worker import Worker
+from megatron_rl.training.worker import TrainOutcome, Worker
 
-_ENOUGH_BYTES = (
-    100 * 2**30
-)  # of GPU memory for the large model, its gradients and its optimizer's state
+# GPU memory for the large model, its gradients and its optimizer state
+_BYTES_OF_LARGE_MODEL = 100 * 2**30
 STEPS = 4
 
 
+@dataclasses.dataclass(frozen=True)
+class _Batch:
+    """Size of the batch, in tokens but for `count`."""
+
+    micro_batch: int
+    count: int
+    prompt: int
+    response: int
+
+
+_SMALL_BATCH = _Batch(micro_batch=64, count=4, prompt=15, response=49)
+_LARGE_BATCH = _Batch(micro_batch=8192, count=16, prompt=256, response=769)
+
+
 def train(setting: Setting, report: Report) -> None:
-    """A few steps of 16,384 tokens through 2.4 billion parameters (small: 252 tokens through some
-    thousand).
+    """Train a few steps of 16,384 tokens through 2.4 billion parameters.
+
+    The small stage trains 252 tokens through some thousand parameters.
     """
-    small, cuda = setting.small, torch.cuda.is_available()
-    fits = cuda and torch.cuda.get_device_properties(0).total_memory > _ENOUGH_BYTES
-    shape = write_model(setting.scratch / "model", small=small, layers=None if small or fits else 3)
-    micro_batch, count, prompt, response = (64, 4, 15, 49) if small else (8192, 16, 256, 769)
+    shape = _write_model(setting)
+    batch = _SMALL_BATCH if setting.small else _LARGE_BATCH
     c = configure(
         setting.scratch / "model",
         setting.scratch,
-        f"train.tokens_per_micro_batch={micro_batch}",
+        f"train.tokens_per_micro_batch={batch.micro_batch}",
         "train.optimizer_steps_per_batch=1",
-        ROUTES_OF_NOBODY,
-        f"rollout.max_new_tokens={response}",
-        f"data.max_prompt_tokens={prompt}",
+        ALLOW_RANDOM_ROUTES,
+        f"rollout.max_new_tokens={batch.response}",
+        f"data.max_prompt_tokens={batch.prompt}",
     )
     worker = open_worker(c, setting.scratch)
-    report.note(
-        "parameters", sum(p.numel() for model in worker.policy.models for p in model.parameters())
+    _note_model(worker, report)
+    _store, refs, advantages = make_rollouts(
+        shape, batch.count, prompt=batch.prompt, response=batch.response, seed=0
     )
-    report.note("dtype", c.model.dtype)
-    report.note(
-        "spec",
-        "te"
-        if any("TE" in type(m).__name__ for m in worker.policy.models[0].modules())
-        else "local",
-    )
-    _store, refs, advantages = make_rollouts(shape, count, prompt=prompt, response=response, seed=0)
     plan = StepPlanner(c.train, c.parallel, dp_size=1, seed=0).plan(0, refs, advantages)
     tokens = sum(ref.num_inputs for ref in plan.rollouts)
     report.note("tokens", tokens)
-    live = dataclasses.replace(
+    view = RankView.for_rank(shape.num_layers, c.parallel)
+    live_worker = dataclasses.replace(
         worker,
         policy=dataclasses.replace(worker.policy, replay=None),
-        batcher=Batcher(RankView.for_rank(shape.num_layers, c.parallel), None, worker.layout.device),
+        batcher=Batcher(view, None, worker.layout.device),
     )
-    for name, one in (("replayed", worker), ("live", live)):
-        _measure(name, one, plan, tokens, report)
-    report.note(
-        "replay_cost", round(report.values["replayed_step_s"] / report.values["live_step_s"] - 1, 4)
-    )
+    _measure("replayed", worker, plan, tokens, report)
+    _measure("live", live_worker, plan, tokens, report)
+    ratio = report.values["replayed_step_s"] / report.values["live_step_s"]
+    report.note("replay_cost", round(ratio - 1, 4))
     parallel.shutdown()
 
 
-def _measure(name: str, worker: Worker, plan: object, tokens: int, report: Report) -> None:
+def _write_model(setting: Setting) -> ModelShape:
+    """Write the small model, or the largest one whose training fits this GPU."""
+    layers = None
+    if not setting.small:
+        cuda = torch.cuda.is_available()
+        memory = torch.cuda.get_device_properties(0).total_memory if cuda else 0
+        if memory <= _BYTES_OF_LARGE_MODEL:
+            layers = 3
+    return write_model(setting.scratch / "model", small=setting.small, layers=layers)
+
+
+def _note_model(worker: Worker, report: Report) -> None:
+    models = worker.policy.models
+    parameters = sum(p.numel() for model in models for p in model.parameters())
+    has_te = any("TE" in type(module).__name__ for module in models[0].modules())
+    report.note("parameters", parameters)
+    report.note("dtype", worker.model.dtype)
+    report.note("spec", "te" if has_te else "local")
+
+
+def _measure(name: str, worker: Worker, plan: StepPlan, tokens: int, report: Report) -> None:
+    """Train `STEPS` steps and note their times and metrics."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    seconds, stages = [], []
+    seconds = []
     for step in range(STEPS):
         start = time.perf_counter()
-        outcome = worker.train(plan)  # type: ignore[arg-type]
+        outcome = worker.train(plan)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-        stages.append(outcome.seconds)
-        values = outcome.metrics.values()
-        report.holds(f"{name}_finite", outcome.finite)
+        report.require(f"{name}_finite", outcome.finite)
         if step == 0:
-            report.at_most(
-                f"{name}_first_ratio_deviation", values["policy/first_ratio_deviation"], 0.0
-            )
-    best = statistics.median(seconds[1:])  # the first compiles kernels
-    report.note(f"{name}_step_s", round(best, 4))
-    report.note(f"{name}_tokens_s", round(tokens / best))
-    report.note(f"{name}_stages_s", {key: round(value, 4) for key, value in stages[-1].items()})
+            deviation = outcome.metrics.values()["policy/first_ratio_deviation"]
+            report.require_at_most(f"{name}_first_ratio_deviation", deviation, 0.0)
+    _note_times(name, seconds, tokens, report)
+    _note_outcome(name, outcome, report)
+
+
+def _note_times(name: str, seconds: list[float], tokens: int, report: Report) -> None:
+    typical = statistics.median(seconds[1:])  # The first step compiles kernels.
+    report.note(f"{name}_step_s", round(typical, 4))
+    report.note(f"{name}_tokens_s", round(tokens / typical))
     report.note(f"{name}_peak_gib", round(torch.cuda.max_memory_allocated() / 2**30, 2))
-    report.note(f"{name}_grad_norm", values["train/grad_norm"])
-    report.holds(f"{name}_learns", values["train/grad_norm"] > 0)
+
+
+def _note_outcome(name: str, outcome: TrainOutcome, report: Report) -> None:
+    sections = {key: round(value, 4) for key, value in outcome.seconds.items()}
+    grad_norm = outcome.metrics.values()["train/grad_norm"]
+    report.note(f"{name}_stages_s", sections)
+    report.note(f"{name}_grad_norm", grad_norm)
+    report.require(f"{name}_learns", grad_norm > 0)
 
 
 if __name__ == "__main__":

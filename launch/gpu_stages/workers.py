@@ -1,6 +1,4 @@
-"""A worker as a run builds it, over a model with random weights, and rollouts that were never
-drawn.
-"""
+"""A worker as a run builds it, over a model with random weights, and made-up rollouts."""
 
 from __future__ import annotations
 
@@ -24,10 +22,11 @@ from megatron_rl.mcore import parallel
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.rollouts.store import RolloutStore
-from megatron_rl.run.build import build_worker
+from megatron_rl.run.build_worker import build_worker
 from megatron_rl.training.worker import Worker
 
-ROUTES_OF_NOBODY = "train.max_route_disagreement=1"  # random ones are not what the routers choose
+# Random routes are not what the routers choose.
+ALLOW_RANDOM_ROUTES = "train.max_route_disagreement=1"
 _COMMON = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -64,8 +63,9 @@ _LARGE = {
 def write_model(
     directory: Path, *, small: bool, layers: int | None = None, vocabulary: int | None = None
 ) -> ModelShape:
-    """config.json and a tokenizer of a Qwen3-MoE: 2.4 billion parameters with 12 layers, or some
-    thousand.
+    """Write config.json and the tokenizer of a Qwen3-MoE.
+
+    It has 2.4 billion parameters with 12 layers, or some thousand if `small`.
     """
     config: dict[str, Any] = dict(_COMMON)
     config |= _TINY if small else _LARGE
@@ -79,26 +79,24 @@ def write_model(
 
 
 def configure(model: Path, scratch: Path, *overrides: str) -> Configuration:
-    """The configuration of a run over `model` whose engines are never spoken to."""
+    """Compose the configuration of a run over `model` that sends nothing to its engines."""
     dtype = "bfloat16" if torch.cuda.is_available() else "float32"
-    given = [
+    settings = [
         f"model.path={model}",
         "model.init=random",
         f"model.dtype={dtype}",
         "parallel=single",
         "algo=espo",
-    ]
-    given += [
         "engine=external",
         "engine.urls=['http://127.0.0.1:3']",
         f"run.root={scratch}",
         *overrides,
     ]
-    return compose(given, facts=LaunchFacts.from_environment(os.environ))
+    return compose(settings, facts=LaunchFacts.from_environment(os.environ))
 
 
 def open_worker(c: Configuration, scratch: Path) -> Worker:
-    """The one rank's worker, as `launch/train_rl.py` builds it."""
+    """Build the worker of the only rank, as `launch/train_rl.py` builds it."""
     shape = read_shape(c.model.path)
     layout = parallel.initialize(c.parallel, seed=c.seed)
     return build_worker(c, shape, open_loss(c.algo, shape), layout, scratch / "rollouts")
@@ -107,24 +105,31 @@ def open_worker(c: Configuration, scratch: Path) -> Worker:
 def make_rollouts(
     shape: ModelShape, count: int, *, prompt: int, response: int, seed: int
 ) -> tuple[RolloutStore, list[RolloutRef], list[float]]:
-    """Rollouts of random tokens and routes in shared memory, where they lie, and advantages of both
-    signs.
+    """Make rollouts of random tokens and routes in shared memory.
 
-    The store has to outlive their use.
+    Returns the store, which must outlive their use, their references, and advantages of both
+    signs. prompt, response: numbers of tokens.
     """
-    rng, rollouts = np.random.default_rng(seed), []
-    for index in range(count):
-        tokens = rng.integers(2, shape.vocab_size, prompt + response).astype(np.int32)
-        inputs = len(tokens) - 1
-        scores = rng.random((inputs, len(shape.moe_layers), shape.num_experts), dtype=np.float32)
-        routes = np.argpartition(scores, -shape.topk, axis=-1)[..., -shape.topk :].astype(np.uint8)
-        logprobs = (-rng.exponential(size=response)).astype(np.float32)
-        segments = (
-            Segment(tokens[:prompt], Role.PROMPT, False, None, (0, prompt), 0),
-            Segment(tokens[prompt:], Role.RESPONSE, True, logprobs, (prompt, inputs), 0),
-        )
-        rollouts.append(Rollout(f"r{index}", f"p{index}", 0, FinishReason.STOP, segments, routes))
+    rng = np.random.default_rng(seed)
+    rollouts = [_make_rollout(shape, index, prompt, response, rng) for index in range(count)]
     store = RolloutStore(node=0)
-    where = store.put("batch", rollouts)
-    refs = [make_ref(rollout, location) for rollout, location in zip(rollouts, where, strict=True)]
+    locations = store.put("batch", rollouts)
+    refs = [
+        make_ref(rollout, location) for rollout, location in zip(rollouts, locations, strict=True)
+    ]
     return store, refs, [1.0 if index % 2 else -1.0 for index in range(count)]
+
+
+def _make_rollout(
+    shape: ModelShape, index: int, prompt: int, response: int, rng: np.random.Generator
+) -> Rollout:
+    tokens = rng.integers(2, shape.vocab_size, prompt + response).astype(np.int32)
+    inputs = len(tokens) - 1
+    scores = rng.random((inputs, len(shape.moe_layers), shape.num_experts), dtype=np.float32)
+    routes = np.argpartition(scores, -shape.topk, axis=-1)[..., -shape.topk :].astype(np.uint8)
+    logprobs = (-rng.exponential(size=response)).astype(np.float32)
+    segments = (
+        Segment(tokens[:prompt], Role.PROMPT, False, None, (0, prompt), 0),
+        Segment(tokens[prompt:], Role.RESPONSE, True, logprobs, (prompt, inputs), 0),
+    )
+    return Rollout(f"r{index}", f"p{index}", 0, FinishReason.STOP, segments, routes)

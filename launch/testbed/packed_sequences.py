@@ -49,3 +49,13 @@ def pack(
 def targets_of(indices: Sequence[int]) -> torch.Tensor:
     """A target for every row of `pack(indices)`: the sequence rolled by one."""
     return torch.cat([sequence(i).roll(-1) for i in indices])
+
+
+def to_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
+    """Copy a batch without routes to a device."""
+    return PackedBatch(
+        input_ids=batch.input_ids.to(device),
+        position_ids=batch.position_ids.to(device),
+        cu_seqlens=batch.cu_seqlens.to(device),
+        max_seqlen=batch.max_seqlen,
+    )

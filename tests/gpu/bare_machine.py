@@ -1,6 +1,4 @@
-"""A machine that has torch and transformers, what those bring, and the bundle: nothing else can be
-imported there.
-"""
+"""A machine with torch, transformers, their requirements and the bundle, and nothing else."""
 
 from __future__ import annotations
 
@@ -13,10 +11,10 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
 TYPICAL = ("torch", "triton", "transformers", "numpy", "setuptools", "pip")
-_BLOCKER = '''"""Made by a test: these top-level modules are not there."""
+_BLOCKER = '''"""Written by a test: these top-level modules cannot be imported."""
 import sys
 
-BLOCKED = frozenset({blocked!r})
+BLOCKED = frozenset({names!r})
 
 class Without:
     def __init__(self, finder):
@@ -34,58 +32,54 @@ sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
 '''
 
 
-def normal(name: str) -> str:
-    """A distribution's name as they are compared."""
+def normalize(name: str) -> str:
+    """The normalized name of a distribution, by which names are compared."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def bundled() -> list[str]:
+def bundle_names() -> list[str]:
+    """Distributions in the bundle."""
     lines = (ROOT / "requirements" / "gpu-bundle.txt").read_text().splitlines()
     return [line for line in lines if line and not line.startswith("#")]
 
 
 def closure(names: Iterable[str]) -> set[str]:
-    """Distributions with what they require, as far as it is installed; no extras."""
-    found: set[str] = set()
-    waiting = [normal(name) for name in names]
-    while waiting:
-        name = waiting.pop()
-        if name in found:
+    """Distributions and everything they require that is installed, without extras."""
+    members: set[str] = set()
+    queue = [normalize(name) for name in names]
+    while queue:
+        name = queue.pop()
+        if name in members:
             continue
         try:
-            required = importlib.metadata.requires(name) or []
+            lines = importlib.metadata.requires(name) or []
         except importlib.metadata.PackageNotFoundError:
             continue
-        found.add(name)
-        requirements = [Requirement(line) for line in required]
-        waiting += [
-            normal(r.name)
-            for r in requirements
-            if r.marker is None or r.marker.evaluate({"extra": ""})
+        members.add(name)
+        requirements = [Requirement(line) for line in lines]
+        queue += [
+            normalize(requirement.name)
+            for requirement in requirements
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
         ]
-    return found
+    return members
 
 
-def write_blocker(directory: Path, also: Iterable[str] = ()) -> None:
-    """A `sitecustomize` that makes this interpreter a bare machine's.
+def write_blocker(directory: Path, extra: Iterable[str] = ()) -> None:
+    """Write a `sitecustomize` that makes this interpreter one of a bare machine.
 
-    also: distributions that it shall have too.
+    extra: further distributions of the machine.
     """
-    own = {"espo-megatron-rl"}
-    allowed = (
-        closure(TYPICAL)
-        | {normal(name) for name in bundled()}
-        | {normal(name) for name in also}
-        | own
-    )
-    by_module = importlib.metadata.packages_distributions()
-    blocked = {
-        top for top, names in by_module.items() if not {normal(name) for name in names} & allowed
+    others = {normalize(name) for name in (*bundle_names(), *extra, "espo-megatron-rl")}
+    present = closure(TYPICAL) | others
+    modules = importlib.metadata.packages_distributions()
+    names = {
+        module
+        for module, owners in modules.items()
+        if not {normalize(owner) for owner in owners} & present
     }
+    # setuptools brings these along.
     folder = importlib.metadata.distribution("setuptools").locate_file("setuptools/_vendor")
-    blocked -= {
-        file.name.removesuffix(".py") for file in Path(str(folder)).iterdir()
-    }  # it brings these along
+    names -= {file.name.removesuffix(".py") for file in Path(str(folder)).iterdir()}
     directory.mkdir(parents=True, exist_ok=True)
-    text = _BLOCKER.format(blocked=sorted(blocked))
-    (directory / "sitecustomize.py").write_text(text)
+    (directory / "sitecustomize.py").write_text(_BLOCKER.format(names=sorted(names)))

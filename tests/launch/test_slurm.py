@@ -1,6 +1,4 @@
-"""The Slurm script's command line, with Slurm's own commands replaced by ones that show what they
-were given.
-"""
+"""Command line of the Slurm script, with the commands of Slurm replaced by scripts."""
 
 import os
 import subprocess
@@ -44,12 +42,12 @@ def submit(
 
 
 def words_of(directory: Path, *overrides: str, **environment: str) -> list[str]:
-    done = submit(directory, *overrides, **environment)
-    assert done.returncode == 0 and "show hostnames node-[7-8]" in done.stderr
-    return done.stdout.splitlines()
+    result = submit(directory, *overrides, **environment)
+    assert result.returncode == 0 and "show hostnames node-[7-8]" in result.stderr
+    return result.stdout.splitlines()
 
 
-def test_every_node_meets_at_the_first_one(tmp_path: Path) -> None:
+def test_all_nodes_rendezvous_at_the_first_one(tmp_path: Path) -> None:
     words = words_of(tmp_path, "parallel=ep8", "run.name=a b")
     assert words[:2] == ["--kill-on-bad-exit=1", TORCHRUN]
     assert {
@@ -66,13 +64,11 @@ def test_ranks_and_environment_can_be_chosen(tmp_path: Path) -> None:
     assert words[1] == "/only/in/the/container" and "--nproc-per-node=6" in words
 
 
-@pytest.mark.parametrize(("code", "requeued"), [(75, True), (0, False), (143, False)])
-def test_a_job_that_saved_before_its_limit_is_queued_again(
-    tmp_path: Path, code: int, requeued: bool
+@pytest.mark.parametrize(("code", "requeues"), [(75, True), (0, False), (143, False)])
+def test_a_job_that_saved_before_its_limit_is_requeued(
+    tmp_path: Path, code: int, requeues: bool
 ) -> None:
-    """The warning comes while the run goes on, and the run ends while it is passed on; what the run
-    leaves decides.
-    """
+    """The signal arrives during the run, and the run ends while the request is written."""
     run = tmp_path / "runs/long"
     run.mkdir(parents=True)
     slow = tmp_path / "touch"
@@ -82,56 +78,54 @@ def test_a_job_that_saved_before_its_limit_is_queued_again(
         for _ in $(seq 200); do [ -e {run}/stop ] && break; sleep 0.05; done
         echo '{{"code":{code},"reason":"r"}}' > {run}/exit.json; exit {int(code != 0)}"""
     overrides = ("run.root=~/runs", "run.name=long", "run.resume=auto", "run.checkpoint_every=5")
-    done = submit(tmp_path, *overrides, srun=srun, HOME=str(tmp_path))
-    assert (run / "stop").exists() and ("requeue 123456" in done.stderr) == requeued
-    assert done.returncode == (0 if requeued else int(code != 0))
+    result = submit(tmp_path, *overrides, srun=srun, HOME=str(tmp_path))
+    assert (run / "stop").exists() and ("requeue 123456" in result.stderr) == requeues
+    assert result.returncode == (0 if requeues else int(code != 0))
 
 
-def test_a_run_that_cannot_go_on_is_not_asked_to_stop(tmp_path: Path) -> None:
+def test_a_run_without_resume_gets_no_stop_request(tmp_path: Path) -> None:
     (tmp_path / "runs/short").mkdir(parents=True)
-    done = submit(
+    result = submit(
         tmp_path,
         f"run.root={tmp_path}/runs",
         "run.name=short",
         srun="kill -USR1 $PPID; sleep 0.3; exit 3",
     )
-    assert done.returncode == 3 and list((tmp_path / "runs/short").iterdir()) == []
+    assert result.returncode == 3 and list((tmp_path / "runs/short").iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    ("environment", "told"),
+    ("environment", "reason"),
     [
-        (
-            {"SLURM_SUBMIT_DIR": "/"},
-            "/ holds no launch/train_rl.py. Submit the job from the repository's root",
-        ),
+        ({"SLURM_SUBMIT_DIR": "/"}, "/ holds no launch/train_rl.py"),
         ({"NPROC": "all"}, "NPROC=all is not a number of ranks"),
     ],
 )
-def test_a_job_that_cannot_run_says_why_before_any_node_starts(
-    tmp_path: Path, environment: dict[str, str], told: str
+def test_a_job_that_cannot_run_is_refused_before_any_node_starts(
+    tmp_path: Path, environment: dict[str, str], reason: str
 ) -> None:
-    done = submit(tmp_path, **environment)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert told in done.stderr
+    result = submit(tmp_path, **environment)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert reason in result.stderr
 
 
-def test_a_checkout_without_an_environment_says_how_to_make_one(tmp_path: Path) -> None:
+def test_a_checkout_without_an_environment_is_refused(tmp_path: Path) -> None:
     (tmp_path / "launch").mkdir()
     (tmp_path / "launch" / "train_rl.py").touch()
-    done = submit(tmp_path, SLURM_SUBMIT_DIR=str(tmp_path), TORCHRUN="")
+    result = submit(tmp_path, SLURM_SUBMIT_DIR=str(tmp_path), TORCHRUN="")
     assert (
-        done.returncode == 2 and "There is no .venv/bin/torchrun. Run make install" in done.stderr
+        result.returncode == 2
+        and "There is no .venv/bin/torchrun. Run make install" in result.stderr
     )
 
 
-def test_outside_of_slurm_it_says_how_it_is_submitted(tmp_path: Path) -> None:
-    helped = start(tmp_path, "--help")
-    assert helped.returncode == 0
-    assert "sbatch --nodes=2 launch/slurm/train_rl.sbatch experiment=quickstart" in helped.stdout
-    done = start(tmp_path, "experiment=quickstart")
+def test_outside_of_slurm_it_prints_how_to_submit_it(tmp_path: Path) -> None:
+    usage = start(tmp_path, "--help")
+    assert usage.returncode == 0
+    assert "sbatch --nodes=2 launch/slurm/train_rl.sbatch experiment=quickstart" in usage.stdout
+    result = start(tmp_path, "experiment=quickstart")
     assert (
-        done.returncode == 2
-        and "This is no Slurm job" in done.stderr
-        and "unbound" not in done.stderr
+        result.returncode == 2
+        and "not a Slurm job" in result.stderr
+        and "unbound" not in result.stderr
     )
