@@ -156,4 +156,4 @@ def apply_phase(worker: Worker, c: Configuration) -> None:
         loss = open_loss(c.algo, worker.shape)
     vocab_size = worker.shape.vocab_size
     logprobs = ResponseLogprobs(c.train, c.rollout, vocab_size=vocab_size, **worker.layout.groups)
-    worker.change(loss, logprobs, c.optimizer.lr)
+    worker.set_objective(loss, logprobs, c.optimizer.lr)

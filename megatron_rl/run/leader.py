@@ -102,7 +102,7 @@ class Leader:
         return LoopState(
             step=step,
             version=None if self.weights is None else self.weights.version,
-            synced=self._is_synced,
+            weights_synced=self._is_synced,
             selection=self.parts.rollouts.state(),
             nonfinite=self._guard.count,
             accuracies=tuple(self._accuracies),
@@ -168,7 +168,7 @@ class Leader:
         if self.curriculum is not None and state.phase is not None:
             self.curriculum.restore(state.phase)
         if self.weights is not None:
-            is_synced = state.synced and self.sync.when == "step"
+            is_synced = state.weights_synced and self.sync.when == "step"
             self.weights.resume_from(state.version, synced=is_synced)
 
     def _run_step(self, step: int) -> None:

@@ -30,10 +30,10 @@ def build_prompts(c: Configuration, beliefs: TransferredBeliefs | None = None) -
     )
     # Every phase must have enough prompts. The run's own range comes last, and stays.
     for configuration in (*(phase.configuration for phase in phases_of(c)), c):
-        prompts.choose(configuration.data.pass_rate_range)
+        prompts.set_pass_rate_range(configuration.data.pass_rate_range)
         prompts.require(c.rollout.prompts_per_step)
     if beliefs is not None:
-        beliefs.give(prompts)
+        beliefs.apply_to(prompts)
     return prompts
 
 

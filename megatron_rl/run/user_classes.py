@@ -7,7 +7,7 @@ from megatron_rl.config.schema import Configuration
 from megatron_rl.environments.environment import open_environment
 from megatron_rl.losses import open_loss
 from megatron_rl.models.families import read_shape
-from megatron_rl.prompts.factory import draw_questions
+from megatron_rl.prompts.factory import generate_questions
 from megatron_rl.rewards import open_scorer
 
 
@@ -29,4 +29,4 @@ def require_user_classes(c: Configuration) -> None:
     if isinstance(c.algo, CustomAlgoSettings):
         open_loss(c.algo, read_shape(c.model.path))
     if ":" in c.data.source:
-        next(draw_questions(c.data), None)
+        next(generate_questions(c.data), None)

@@ -70,9 +70,9 @@ class PassRateProfile:
         prompts = self.evaluation.prompts
         try:
             values |= send_first(self.weights, self.dispatcher, self.queue)
-            self._sample([prompt for prompt in prompts if prompt.id not in self.file.done])
+            self._sample([prompt for prompt in prompts if prompt.id not in self.file.rates])
             self.file.finish()
-            rates = [self.file.done[prompt.id] for prompt in prompts]
+            rates = [self.file.rates[prompt.id] for prompt in prompts]
             values |= metrics(rates)
         finally:
             self.records.metrics.write(0, values)
@@ -85,7 +85,7 @@ class PassRateProfile:
         """Raises `EvaluationFailed` when more than eval.max_rejected_share of a chunk is lost."""
         settings = self.evaluation.settings
         progress = self.records.progress
-        num_known = len(self.file.done)
+        num_known = len(self.file.rates)
         if num_known:
             total = num_known + len(prompts)
             progress.log(f"{num_known} of {total} prompts have rates from an earlier attempt")

@@ -5,17 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
 from megatron_rl.contracts.commands import Record
 from megatron_rl.contracts.group import Group
 from megatron_rl.mcore.job import Job
 from megatron_rl.records.stopwatch import Stopwatch
 from megatron_rl.rollouts.recording.format import BatchRecord, batch_directory
 from megatron_rl.rollouts.recording.writer import write_batch
-from megatron_rl.rollouts.store import read_rollout
 from megatron_rl.run.leader import Leader
-from megatron_rl.training.collectives import gather_bytes
+from megatron_rl.training.batch_recording import record_groups
 
 
 @dataclass
@@ -53,20 +50,20 @@ class RecordingLeader(Leader):
 
 
 def record_rollouts(command: Record, job: Job) -> list[str]:
-    """Write the groups that lie in this node's memory (a collective).
+    """Write the groups that are stored on this node (a collective).
 
     Local rank 0 of each node writes. Returns the names of the parts of all nodes.
     """
-    names: list[str] = []
-    if job.local_rank == 0:
-        local_groups = (
-            (index, group, [read_rollout(rollout) for rollout in group.rollouts])
-            for index, group in enumerate(command.groups)
-            if _node_of(group) == job.node
-        )
-        names = write_parts(Path(command.path), job.node, local_groups)
-    encoded_names = gather_bytes(msgspec.msgpack.encode(names), job.control_group)
-    return [name for data in encoded_names for name in msgspec.msgpack.decode(data, type=list[str])]
+    local_groups = (
+        (index, group) for index, group in enumerate(command.groups) if _node_of(group) == job.node
+    )
+    return record_groups(
+        Path(command.path),
+        local_groups,
+        job.node,
+        is_writer=job.local_rank == 0,
+        group=job.control_group,
+    )
 
 
 def _node_of(group: Group) -> int:

@@ -75,9 +75,9 @@ class TrainingMode:
     def _log_prompts(self) -> None:
         prompts = self.prompts
         counts = f"{len(prompts.train)} training prompts, {len(prompts.held_out)} held out"
-        notes = [note for note in (counts, *prompts.told()) if note]
+        notes = [note for note in (counts, *prompts.notes()) if note]
         self.setup.progress.log("; ".join(notes))
-        report = prompts.excluded.report()
+        report = prompts.excluded_rows.report()
         if report:
             file = self.setup.directory.path / _EXCLUDED_FILE
             file.write_text(report + "\n", encoding="utf-8", errors="replace")
@@ -87,7 +87,7 @@ class TrainingMode:
         assert parts.connections is not None
         queue = parts.connections.queue
         stop_token_ids = self.setup.shape.eos_token_ids
-        self.prompts.choose(c.data.pass_rate_range)
+        self.prompts.set_pass_rate_range(c.data.pass_rate_range)
         selector = open_selector(self.prompts, c.rollout, c.selection, seed=c.seed)
         return StepParts(
             rollouts=RolloutSampler(queue, c.rollout, selector, stop_token_ids, parts.idle),
@@ -115,7 +115,7 @@ def checkpoint_manager(setup: RunSetup, parts: LoopParts) -> CheckpointManager:
         optimizer_steps=lambda: optimizer.steps,
         dispatcher=parts.dispatcher,
         progress=setup.progress,
-        stop_request=parts.stop,
+        stop=parts.stop,
         stop_file=setup.directory.path / STOP_FILE,
         last_saved_step=saved_step,
     )
