@@ -55,7 +55,7 @@ class LoopState(msgspec.Struct, frozen=True, kw_only=True):
     """State of rank 0's training loop after `step`.
 
     version: weight version sent to the engines last, None before the first.
-    synced: whether the engines have the current weights.
+    weights_synced: whether the engines have the current weights.
     nonfinite: number of most recent consecutive steps with NaN or Inf.
     accuracies: all evaluations so far.
     phase: None without the key `curriculum`.
@@ -66,7 +66,7 @@ class LoopState(msgspec.Struct, frozen=True, kw_only=True):
 
     step: Count
     version: Count | None
-    synced: bool
+    weights_synced: bool
     selection: SelectorState
     nonfinite: Count = 0
     accuracies: tuple[float, ...] = ()

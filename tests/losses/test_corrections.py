@@ -208,7 +208,7 @@ def test_each_tokens_loss_and_gradient_are_multiplied_by_its_weight(
     noise = torch.randn(15, generator=torch.Generator().manual_seed(1))
     scale = 0.6 if kind == "mis" else 1.2
     response = replace(response, rollout_logprobs=response.old_logprobs + noise * scale)
-    correction = Correction(CorrectionSettings(kind=kind))
+    correction = correction_of(kind, None)
     weight = correction.weights(kind, response)
     assert (weight != 1).any()
     assert kind == "tis" or 0 < int((weight == 0).sum()) < 15

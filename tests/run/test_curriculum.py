@@ -128,7 +128,7 @@ def test_resumed_run_goes_through_the_same_phases(tmp_path: Path, last_step: int
     state = LoopState(
         step=last_step,
         version=0,
-        synced=True,
+        weights_synced=True,
         selection=SelectorState(prompts=whole_run.cursor),
         phase=schedule.state,
     )

@@ -1,4 +1,4 @@
-"""Answers what a step's selection asks, without engines."""
+"""Answers the requests of a step's prompt selection, without engines."""
 
 from __future__ import annotations
 
@@ -17,59 +17,66 @@ from megatron_rl.prompts.selection.selector import (
 )
 from tests.support.groups import group
 
+# Score of a prompt's i-th rollout, None for no verdict
 Scores = Callable[[Prompt, int], float | None]
 
 
 def make_pool(n: int, tags: int = 2) -> list[Prompt]:
-    """Prompts p0, p1, ... with tags in turn."""
+    """Return prompts p0, p1, ... with alternating tags."""
     return [
         Prompt(id=f"p{i}", token_ids=(i,), answer="1", task="t", difficulty=str(i % tags))
         for i in range(n)
     ]
 
 
-def answer(ask: RolloutRequest, scores: Scores, before: Group | None = None) -> Group:
-    """The asked rollouts behind those that the group has; scores: of a prompt's i-th rollout, None:
-    no verdict.
-    """
-    samples = range(ask.first_sample, ask.first_sample + ask.samples)
-    drawn = group(*(scores(ask.prompt, sample) for sample in samples), name=f"g{ask.index}")
+def answer(request: RolloutRequest, scores: Scores, previous: Group | None = None) -> Group:
+    """Return the requested rollouts, after those of the previous group."""
+    samples = range(request.first_sample, request.first_sample + request.samples)
+    verdicts = [scores(request.prompt, sample) for sample in samples]
+    new_group = group(*verdicts, name=f"g{request.index}")
     rollouts = tuple(
-        msgspec.structs.replace(r, sample_index=i, prompt_id=ask.prompt.id)
-        for i, r in zip(samples, drawn.rollouts, strict=True)
+        msgspec.structs.replace(rollout, sample_index=sample, prompt_id=request.prompt.id)
+        for sample, rollout in zip(samples, new_group.rollouts, strict=True)
     )
-    earlier = () if before is None else before.rollouts
-    return msgspec.structs.replace(drawn, prompt=ask.prompt, rollouts=earlier + rollouts)
+    previous_rollouts = () if previous is None else previous.rollouts
+    return msgspec.structs.replace(
+        new_group, prompt=request.prompt, rollouts=previous_rollouts + rollouts
+    )
 
 
 def play(
     selection: StepSelection, scores: Scores, *, order: int = 0
 ) -> tuple[list[list[RolloutRequest]], SelectionResult]:
-    """One step to its end: what was asked, round by round with extensions, and what was chosen.
+    """Play one step. Returns the requests of each round, with extensions, and the result.
 
     order: seed of the order in which groups arrive.
     """
-    rng, groups, rounds = random.Random(order), dict[int, Group](), list[list[RolloutRequest]]()
-    asks: Sequence[RolloutRequest] = selection.begin()
-    while asks:
-        rounds.append(list(asks))
-        waiting = list(asks)
+    rng = random.Random(order)
+    groups: dict[int, Group] = {}
+    rounds: list[list[RolloutRequest]] = []
+    requests: Sequence[RolloutRequest] = selection.first_round()
+    while requests:
+        rounds.append(list(requests))
+        waiting = list(requests)
         while waiting:
-            ask = waiting.pop(rng.randrange(len(waiting)))
-            groups[ask.index] = answer(ask, scores, groups.get(ask.index))
-            if (extension := selection.answered(ask.index, groups[ask.index])) is not None:
+            request = waiting.pop(rng.randrange(len(waiting)))
+            index = request.index
+            groups[index] = answer(request, scores, groups.get(index))
+            extension = selection.handle_group(index, groups[index])
+            if extension is not None:
                 waiting.append(extension)
                 rounds[-1].append(extension)
-        asks = selection.more()
+        requests = selection.next_round()
     return rounds, selection.result()
 
 
 def play_steps(
     selector: Selector, steps: Sequence[int], scores: Scores, *, order: int = 0
 ) -> list[object]:
-    """What each step chose, with its metrics."""
-    told: list[object] = []
+    """Play several steps. Returns each step's result and metrics."""
+    results: list[object] = []
     for step in steps:
         selection = selector.select(step)
-        told.append((play(selection, scores, order=order + step)[1], selection.metrics()))
-    return told
+        _, result = play(selection, scores, order=order + step)
+        results.append((result, selection.metrics()))
+    return results

@@ -21,7 +21,7 @@ def make_state(step: int, settings: dict[str, Any] | None = None, **position: An
     defaults = {
         "step": step,
         "version": step,
-        "synced": True,
+        "weights_synced": True,
         "selection": SelectorState(prompts=cursor),
     }
     return RunState(

@@ -1,4 +1,4 @@
-"""Groups of judged rollouts with made-up contents."""
+"""Groups of scored rollouts with artificial contents."""
 
 from collections.abc import Sequence
 
@@ -10,6 +10,7 @@ NOWHERE = RolloutLocation(node=0, pid=0, fd=0, offset=0, nbytes=0)
 
 
 def verdict(correctness: float | None, reward: float | None = None) -> Verdict:
+    """Return a verdict. correctness None: scoring failed. reward None: equal to the correctness."""
     if correctness is None:
         return Verdict(reward=None, correctness=None, reason="timeout")
     return Verdict(reward=correctness if reward is None else reward, correctness=correctness)
@@ -22,21 +23,22 @@ def group(
     repetition: Sequence[float] | None = None,
     weight: float = 1.0,
 ) -> Group:
-    """A group with one rollout for each verdict; a number stands for a verdict of that reward and
-    correctness.
+    """Return a group with one rollout for each verdict.
 
-    num_generated: tokens of each, four where not given; all of them are trainable.
+    verdicts: a number stands for a verdict with this reward and correctness.
+    num_generated: number of tokens of each rollout, by default 4. All of them are trainable.
     """
-    tokens, repeated = num_generated or [4] * len(verdicts), repetition or [0.0] * len(verdicts)
+    num_tokens = num_generated or [4] * len(verdicts)
+    repetitions = repetition or [0.0] * len(verdicts)
     rollouts = tuple(
         RolloutRef(
             rollout_id=f"{name}/{i}",
             prompt_id=name,
             sample_index=i,
-            num_inputs=5 + tokens[i],
-            num_trainable=tokens[i],
-            num_generated=tokens[i],
-            repetition=repeated[i],
+            num_inputs=5 + num_tokens[i],
+            num_trainable=num_tokens[i],
+            num_generated=num_tokens[i],
+            repetition=repetitions[i],
             finish_reason=FinishReason.STOP,
             versions=(0,),
             verdict=v if isinstance(v, Verdict) else verdict(v),

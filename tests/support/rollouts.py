@@ -1,10 +1,10 @@
-"""Rollouts and sample references with made-up but well-formed contents."""
+"""Valid rollouts with artificial contents."""
 
 import numpy as np
 
 from megatron_rl.contracts.rollout import FinishReason, Role, Rollout, Segment
 
-VERSION = 5  # of the weights that `make_rollout`'s response is drawn with
+VERSION = 5  # weight version of the responses of `make_rollout`
 
 
 def make_rollout(
