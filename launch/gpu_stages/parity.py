@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from launch.gpu_stages.stage import Report, Setting, run
 from launch.testbed.packed_sequences import pack, sequence, to_device
-from launch.testbed.tiny_families import FAMILIES, randomized
+from launch.testbed.tiny_families import FAMILIES, randomize_weights
 from megatron_rl.config.schema import ModelSettings, ParallelSettings
 from megatron_rl.mcore import parallel
 from megatron_rl.mcore.layer_spec import Spec
@@ -43,7 +43,7 @@ def parity(setting: Setting, report: Report) -> None:
 def _compare_family(
     family: str, make: Callable[[], Any], specs: Sequence[str], setting: Setting, report: Report
 ) -> None:
-    hf = randomized(make())
+    hf = randomize_weights(make())
     directory = setting.scratch / family
     hf.save_pretrained(directory)
     with torch.no_grad():

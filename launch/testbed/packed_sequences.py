@@ -10,14 +10,14 @@ from megatron_rl.mcore.packed_batch import PackedBatch
 
 
 def sequence(index: int, vocab_size: int = 50) -> torch.Tensor:
-    """Sequence `index` of the test corpus: int64 tokens, 5 to 16 of them."""
+    """Return sequence `index` of the test corpus: 5 to 16 int64 tokens."""
     generator = torch.Generator().manual_seed(1000 + index)
     length = int(torch.randint(5, 17, (1,), generator=generator))
     return torch.randint(0, vocab_size, (length,), generator=generator)
 
 
 def routes_of(index: int, layers: int, experts: int = 8, topk: int = 2) -> torch.Tensor:
-    """Random distinct experts for every token of sequence `index`: uint8 [tokens, layers, topk]."""
+    """Return distinct random experts of sequence `index`: uint8 [tokens, layers, topk]."""
     generator = torch.Generator().manual_seed(2000 + index)
     scores = torch.rand(len(sequence(index)), layers, experts, generator=generator)
     return scores.argsort(-1)[..., :topk].to(torch.uint8)
@@ -26,9 +26,10 @@ def routes_of(index: int, layers: int, experts: int = 8, topk: int = 2) -> torch
 def pack(
     indices: Sequence[int], layers: Sequence[int] | None = None, moe_layers: int = 3
 ) -> PackedBatch:
-    """Pack sequences.
+    """Pack sequences into one micro-batch.
 
-    layers: positions on the MoE-layer axis this rank replays; None packs no routes.
+    layers: the places of this rank's layers among the MoE layers; None packs no routes.
+    moe_layers: the number of MoE layers of the model.
     """
     tokens = [sequence(i) for i in indices]
     bounds = torch.tensor([0, *(len(t) for t in tokens)]).cumsum(0).to(torch.int32)
@@ -47,7 +48,7 @@ def pack(
 
 
 def targets_of(indices: Sequence[int]) -> torch.Tensor:
-    """A target for every row of `pack(indices)`: the sequence rolled by one."""
+    """Return a target for every row of `pack(indices)`: each sequence rolled by one."""
     return torch.cat([sequence(i).roll(-1) for i in indices])
 
 

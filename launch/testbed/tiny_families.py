@@ -1,6 +1,4 @@
-"""A tiny random transformers model of every family, and its routers made to choose what a test
-says.
-"""
+"""A tiny random transformers model of every family, whose routers can use given routes."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ _COMMON: dict[str, Any] = {
 
 
 def qwen3_moe() -> Any:
-    """A dense layer among those with experts."""
+    """Build a model with one dense layer and three with experts."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     experts = {
@@ -61,8 +59,11 @@ YARN |= {"beta_fast": 2, "beta_slow": 0.5, "mscale": 0.7, "mscale_all_dim": 1.3}
 
 
 def deepseek_v3(q_rank: int | None = 20, n_group: int = 4, **more: Any) -> Any:
-    """One dense layer; two of four groups for a token; two shared experts; value heads narrower
-    than keys.
+    """Build a model with one dense layer, two shared experts and values narrower than keys.
+
+    q_rank: the rank of the queries; None for queries of full rank.
+    n_group: groups of experts; a token uses half of them.
+    more: further arguments of the configuration.
     """
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
@@ -93,9 +94,10 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 }
 
 
-def randomized(model: Any) -> Any:
-    """The model in float32, its weights far from their initial values; a router's bias moves many
-    choices.
+def randomize_weights(model: Any) -> Any:
+    """Move float32 weights far from their initial values, and return the model.
+
+    Routers' biases then change many choices.
     """
     generator = torch.Generator().manual_seed(3)
     model = model.float().eval()
@@ -109,38 +111,40 @@ def randomized(model: Any) -> Any:
 
 
 def gates(model: Any) -> list[Any]:
-    """The routers, by layer."""
+    """Return the routers by layer."""
     return [
         layer.mlp.gate for layer in model.model.layers if "gate" in dict(layer.mlp.named_children())
     ]
 
 
-def force(model: Any, routes: torch.Tensor | None) -> None:
-    """Every router chooses `routes` [rows, MoE layers, topk]; None: its own choice again. Weights
-    come from its scores.
+def force_routes(model: Any, routes: torch.Tensor | None) -> None:
+    """Make every router use `routes` [rows, MoE layers, topk]; None restores its own choice.
 
-    Written from the papers, not from either implementation.
+    The weights come from the router's scores. They follow the papers, independent of the
+    implementations in transformers and in Megatron.
     """
     for layer, gate in enumerate(gates(model)):
         if routes is None:
             gate.__dict__.pop("forward", None)
         else:
-            gate.forward = _Forced(gate, routes[:, layer].long(), model.config)
+            gate.forward = _FixedRoutes(gate, routes[:, layer].long(), model.config)
 
 
-class _Forced:
+class _FixedRoutes:
+    """The forward method of a router with fixed experts int64 [rows, topk]."""
+
     def __init__(self, gate: Any, experts: torch.Tensor, config: Any) -> None:
-        self._gate, self._experts, self._config = gate, experts, config
+        self._gate = gate
+        self._experts = experts
+        self._config = config
 
-    def __call__(self, hidden: torch.Tensor) -> Sequence[torch.Tensor]:
-        hidden = hidden.reshape(-1, hidden.shape[-1])
-        logits = hidden @ self._gate.weight.T
-        sigmoid = self._config.model_type == "deepseek_v3"
-        scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
+    def __call__(self, states: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return logits [rows, experts], and weights and experts, both [rows, topk]."""
+        rows = states.reshape(-1, states.shape[-1])
+        logits = rows @ self._gate.weight.T
+        has_sigmoid = self._config.model_type == "deepseek_v3"
+        scores = logits.sigmoid() if has_sigmoid else logits.softmax(-1)
         weights = scores.gather(1, self._experts)
         weights = weights / weights.sum(1, keepdim=True)
-        return (
-            logits,
-            weights * (self._config.routed_scaling_factor if sigmoid else 1.0),
-            self._experts,
-        )
+        scaling = self._config.routed_scaling_factor if has_sigmoid else 1.0
+        return logits, weights * scaling, self._experts

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from launch.testbed.packed_sequences import pack, routes_of, sequence, targets_of
-from launch.testbed.tiny_families import FAMILIES, force, gates, randomized
+from launch.testbed.tiny_families import FAMILIES, force_routes, gates, randomize_weights
 from megatron_rl.config.schema import ModelSettings, ParallelSettings
 from megatron_rl.models.families import FAMILIES as SUPPORTED_FAMILIES
 from megatron_rl.models.families import read_shape
@@ -53,7 +53,7 @@ class TinyModel(NamedTuple):
 
 @pytest.fixture(scope="module", params=list(FAMILIES))
 def tiny(request: Any, tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    hf = randomized(FAMILIES[request.param]())
+    hf = randomize_weights(FAMILIES[request.param]())
     checkpoint = tmp_path_factory.mktemp("family") / "checkpoint"
     hf.save_pretrained(checkpoint)
     return TinyModel(hf, checkpoint, read_shape(checkpoint))
@@ -85,9 +85,9 @@ def hf_logits(
 ) -> torch.Tensor:
     rows = []
     for index in INDICES:
-        force(tiny.hf, None if routes is None else routes((index,)))
+        force_routes(tiny.hf, None if routes is None else routes((index,)))
         rows.append(tiny.hf(input_ids=sequence(index)[None]).logits[0])
-    force(tiny.hf, None)
+    force_routes(tiny.hf, None)
     return torch.cat(rows)
 
 
@@ -151,10 +151,10 @@ def hf_gradients(tiny: TinyModel, directory: Path) -> dict[str, torch.Tensor]:
         model.set_experts_implementation("eager")  # grouped kernels take no float64
     for index in INDICES:
         if tiny.shape.moe_layers:
-            force(model, tiny.routes((index,)))
+            force_routes(model, tiny.routes((index,)))
         logits = model(input_ids=sequence(index)[None]).logits[0]
         torch.nn.functional.cross_entropy(logits, targets_of((index,)), reduction="sum").backward()
-    force(model, None)
+    force_routes(model, None)
     with torch.no_grad():
         for weight in model.parameters():
             weight.copy_(weight.grad)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from launch.testbed.packed_sequences import pack
-from launch.testbed.tiny_families import deepseek_v3, randomized
+from launch.testbed.tiny_families import deepseek_v3, randomize_weights
 from tests.mcore.replayed_models import (
     MICRO_BATCHES,
     build,
@@ -37,7 +37,7 @@ def gradients_without_recomputation(megatron: Any, checkpoint: Path) -> dict[str
 def shared_experts_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose layers have shared experts, behind a dense layer."""
     path = tmp_path_factory.mktemp("shared") / "checkpoint"
-    randomized(deepseek_v3(n_group=1, num_experts_per_tok=2)).save_pretrained(path)
+    randomize_weights(deepseek_v3(n_group=1, num_experts_per_tok=2)).save_pretrained(path)
     return path
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from launch.testbed.tiny_families import FAMILIES, randomized
+from launch.testbed.tiny_families import FAMILIES, randomize_weights
 from megatron_rl.config.schema import ModelSettings, OptimizerSettings
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.hf_checkpoint.reader import CheckpointError
@@ -162,7 +162,7 @@ def test_export_of_nan_is_refused_and_leaves_nothing(
 
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_export_of_every_family_is_bit_exact(megatron: Any, tmp_path: Path, family: str) -> None:
-    randomized(FAMILIES[family]()).save_pretrained(tmp_path / "start")
+    randomize_weights(FAMILIES[family]()).save_pretrained(tmp_path / "start")
     (tmp_path / "saved").mkdir()
     save(build(tmp_path / "start")[0], tmp_path / "saved")
     export = {
