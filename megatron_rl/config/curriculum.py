@@ -1,4 +1,4 @@
-"""The curriculum of a run: phases that change a few keys until a step, a token budget or an accuracy."""
+"""The curriculum of a run: phases that change keys until a step, a token budget or an accuracy."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-import yaml
+import yaml  # type: ignore[import-untyped]
 from hydra.core.override_parser.types import Override
 from hydra.errors import MissingConfigException
 from omegaconf.errors import (

@@ -78,10 +78,15 @@ def _defaults(section: Any) -> dict[str, Any]:
     for field in fields(section):
         if field.default_factory is not MISSING:
             value = field.default_factory()
-            defaults[field.name] = asdict(value) if is_dataclass(value) else value
+            defaults[field.name] = _as_tree(value)
         else:
             defaults[field.name] = "???" if field.default is MISSING else field.default
     return defaults
+
+
+def _as_tree(value: Any) -> Any:
+    is_section = is_dataclass(value) and not isinstance(value, type)
+    return asdict(value) if is_section else value
 
 
 def unknown_key(key: str, value: Any) -> Refusal:

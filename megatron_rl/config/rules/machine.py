@@ -127,8 +127,10 @@ def _check_external(engine: EngineSettings) -> Iterator[BrokenRule]:
         yield BrokenRule(refusal.key, f"{refusal.rule} ({refusal.value})", refusal.remedy)
     for refusal in quantization_refusals(engine.quantization):
         yield _from_refusal(refusal)
-    if engine.key_file is not None and (refusal := key_file_refusal(Path(engine.key_file))):
-        yield _from_refusal(refusal)
+    if engine.key_file is not None:
+        problem = key_file_refusal(Path(engine.key_file))
+        if problem is not None:
+            yield _from_refusal(problem)
     for name in _START_SETTINGS:
         if getattr(engine, name) != getattr(EngineSettings(), name):
             rule = "This is for starting a server, and external servers are already running"

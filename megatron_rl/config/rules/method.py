@@ -60,7 +60,9 @@ def check_data(c: Configuration, keys: Collection[str]) -> Iterator[BrokenRule]:
 
 
 def _is_same_file(path: str | None, other: str | None) -> bool:
-    return bool(path and other) and os.path.realpath(path) == os.path.realpath(other)
+    if not path or not other:
+        return False
+    return os.path.realpath(path) == os.path.realpath(other)
 
 
 def _check_generator(data: DataSettings) -> Iterator[BrokenRule]:
