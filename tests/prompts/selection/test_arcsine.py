@@ -1,4 +1,4 @@
-"""The belief's arithmetic: numbers worked by hand, and what must hold for any."""
+"""Arithmetic of the Kalman filter: numbers by hand, and invariants."""
 
 import numpy as np
 import pytest
@@ -6,94 +6,132 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.prompts.selection.arcsine import (
-    HIGHEST,
-    chance_of_mixed,
+    MAX_ANGLE,
+    all_correct_probability,
+    mixed_probability,
     observation,
-    predicted,
-    updated,
+    predict,
+    update,
 )
 
 
-def one(*numbers: float) -> tuple[np.ndarray, ...]:
+def arrays(*numbers: float) -> tuple[np.ndarray, ...]:
     return tuple(np.array([number], np.float64) for number in numbers)
 
 
-def seen(right: float, samples: float, mixed: bool) -> tuple[float, float]:
-    z, noise = observation(*one(right, samples), np.array([mixed]))
-    return float(z[0]), float(noise[0])
+def observe(correct: float, samples: float, *, is_mixed: bool) -> tuple[float, float]:
+    angle, noise = observation(*arrays(correct, samples), np.array([is_mixed]))
+    return float(angle[0]), float(noise[0])
 
 
-def test_what_a_group_says() -> None:
-    # 3 of 8: arcsin sqrt(3.375 / 8.75) = arcsin 0.621059; R = 1/34. Flat ones: 0 or pi/2, R = 1/16
-    # of 8, 1/8 of 4.
-    assert seen(3, 8, True) == pytest.approx((0.670093, 1 / 34), abs=1e-6)
-    assert seen(0, 8, False) == (0.0, 1 / 16) and seen(4, 4, False) == (HIGHEST, 1 / 8)
-    # Half of the tests each: no rollout differs from another, and the group is as flat as kind_of
-    # says, on the right
-    assert seen(4.0, 8, False) == (HIGHEST, 1 / 16) and seen(3.2, 8, False) == (0.0, 1 / 16)
-    assert seen(4, 8, True)[0] == pytest.approx(np.pi / 4)
+def test_observation_of_a_mixed_group() -> None:
+    # 3 of 8: arcsin sqrt(3.375 / 8.75) = arcsin 0.621059; R = 1/34
+    assert observe(3, 8, is_mixed=True) == pytest.approx((0.670093, 1 / 34), abs=1e-6)
+    assert observe(4, 8, is_mixed=True)[0] == pytest.approx(np.pi / 4)
 
 
-def test_a_belief_moves_towards_what_was_seen() -> None:
-    # V = 1/4 and R = 1/16: K = 4/5, so pi/4 moves to pi/20, and V to 1/20
-    mean, variance = updated(*one(np.pi / 4, 0.25, 0.0, 1 / 16))
-    assert mean[0] == pytest.approx(np.pi / 20) and variance[0] == pytest.approx(0.05)
-
-
-def test_a_belief_drifts_and_grows_wider() -> None:
-    # sin 2 pi/4 = 1: ten steps of 0.001; 10 x 2e-4. At the ends nothing drifts
-    mean, variance = predicted(*one(np.pi / 4, 0.05, 10), 0.001, 2e-4)
-    assert mean[0] == pytest.approx(np.pi / 4 + 0.01) and variance[0] == pytest.approx(0.052)
-    assert predicted(*one(HIGHEST, 0.01, 100), 0.01, 2e-4)[0][0] == pytest.approx(HIGHEST)
-    assert predicted(*one(0.3, 0.01, 10_000), 0.0, 2e-4)[1][0] == 0.25
-    assert predicted(*one(0.3, 0.01, 0), 0.01, 0.02) == one(0.3, 0.01)
-
-
-def test_the_chance_of_a_mixed_group() -> None:
-    # pi^2/16 = 0.616850: V = 0 gives 1 - 2 exp(-4.934802); V = 1/4 gives a = 5, 1 - 2
-    # exp(-0.986960) / sqrt 5
-    assert chance_of_mixed(*one(np.pi / 4, 0), 8)[0] == pytest.approx(1 - 2 * 0.0071918, abs=1e-6)
-    assert chance_of_mixed(*one(np.pi / 4, 0.25), 8)[0] == pytest.approx(
-        1 - 2 * 0.372707 / 2.236068, abs=1e-5
-    )
-    assert chance_of_mixed(*one(0, 0), 8)[0] == pytest.approx(0, abs=1e-6)
-
-
-def test_the_chance_is_close_to_that_of_a_known_pass_rate() -> None:
-    rates = np.linspace(0.01, 0.99, 99)
-    for samples in (4, 8, 16):
-        exact = 1 - (1 - rates) ** samples - rates**samples
-        found = chance_of_mixed(np.arcsin(np.sqrt(rates)), np.zeros(99), samples)
-        assert np.abs(found - exact).max() < 0.06
-
-
-@given(
-    mean=st.floats(0, HIGHEST),
-    variance=st.floats(1e-6, 0.25),
-    steps=st.integers(0, 10_000),
-    drift=st.floats(-0.02, 0.02),
-    growth=st.floats(2e-4, 0.02),
-    samples=st.integers(2, 64),
-    share=st.floats(0, 1),
-    mixed=st.booleans(),
+@pytest.mark.parametrize(
+    ("correct", "samples", "angle"),
+    [
+        (0, 8, 0.0),
+        (4, 4, MAX_ANGLE),
+        # Equal scores of 0.5 each count as correct, as in `kind_of`.
+        (4.0, 8, MAX_ANGLE),
+        (3.2, 8, 0.0),
+    ],
 )
-def test_beliefs_stay_beliefs(
-    mean: float,
-    variance: float,
-    steps: int,
-    drift: float,
-    growth: float,
-    samples: int,
-    share: float,
-    mixed: bool,
+def test_observation_of_a_group_that_is_not_mixed(
+    correct: float, samples: int, angle: float
 ) -> None:
-    m, v = predicted(*one(mean, variance, steps), drift, growth)
-    assert 0 <= m[0] <= HIGHEST and variance <= v[0] <= max(variance, 0.25)
-    z, noise = observation(*one(share * samples, samples), np.array([mixed]))
-    assert 0 <= z[0] <= HIGHEST and 0 < noise[0] <= 0.25
-    after, narrower = updated(m, v, z, noise)
-    assert 0 < narrower[0] < v[0]
-    assert min(m[0], z[0]) - 1e-12 <= after[0] <= max(m[0], z[0]) + 1e-12
-    chances = [chance_of_mixed(after, narrower, n)[0] for n in (2, samples, 2 * samples)]
-    assert all(0 <= chance <= 1 for chance in chances) and chances[1] <= chances[2] + 1e-12
-    assert chance_of_mixed(HIGHEST - after, narrower, samples)[0] == pytest.approx(chances[1])
+    assert observe(correct, samples, is_mixed=False) == (angle, 1 / (2 * samples))
+
+
+def test_update_by_hand() -> None:
+    # V = 1/4 and R = 1/16: K = 4/5, so pi/4 moves to pi/20, and V to 1/20.
+    mean, variance = update(*arrays(np.pi / 4, 0.25, 0.0, 1 / 16))
+    assert mean[0] == pytest.approx(np.pi / 20)
+    assert variance[0] == pytest.approx(0.05)
+
+
+def test_predict_by_hand() -> None:
+    # sin 2 pi/4 = 1: ten steps of 0.001, and 10 x 2e-4
+    mean, variance = predict(*arrays(np.pi / 4, 0.05, 10), 0.001, 2e-4)
+    assert mean[0] == pytest.approx(np.pi / 4 + 0.01)
+    assert variance[0] == pytest.approx(0.052)
+
+
+def test_predict_has_limits() -> None:
+    mean, _ = predict(*arrays(MAX_ANGLE, 0.01, 100), 0.01, 2e-4)
+    assert mean[0] == pytest.approx(MAX_ANGLE), "no drift at the ends"
+    _, variance = predict(*arrays(0.3, 0.01, 10_000), 0.0, 2e-4)
+    assert variance[0] == 0.25
+
+
+def test_predict_over_no_steps_changes_nothing() -> None:
+    assert predict(*arrays(0.3, 0.01, 0), 0.01, 0.02) == arrays(0.3, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("mean", "variance", "probability"),
+    [
+        # pi^2/16 = 0.616850: 1 - 2 exp(-4.934802)
+        (np.pi / 4, 0.0, 1 - 2 * 0.0071918),
+        # a = 5: 1 - 2 exp(-0.986960) / sqrt 5
+        (np.pi / 4, 0.25, 1 - 2 * 0.372707 / 2.236068),
+        (0.0, 0.0, 0.0),
+    ],
+)
+def test_mixed_probability_by_hand(mean: float, variance: float, probability: float) -> None:
+    result = mixed_probability(*arrays(mean, variance), 8)
+    assert result[0] == pytest.approx(probability, abs=1e-5)
+
+
+def test_all_correct_probability_by_hand() -> None:
+    assert all_correct_probability(*arrays(np.pi / 4, 0.0), 8)[0] == pytest.approx(
+        0.0071918, abs=1e-6
+    )
+    assert all_correct_probability(*arrays(MAX_ANGLE, 0.0), 8)[0] == 1.0
+
+
+@pytest.mark.parametrize("samples", [4, 8, 16])
+def test_mixed_probability_is_close_to_that_of_a_known_pass_rate(samples: int) -> None:
+    rates = np.linspace(0.01, 0.99, 99)
+    exact = 1 - (1 - rates) ** samples - rates**samples
+    approximation = mixed_probability(np.arcsin(np.sqrt(rates)), np.zeros(99), samples)
+    assert np.abs(approximation - exact).max() < 0.06
+
+
+MEANS = st.floats(0, MAX_ANGLE)
+VARIANCES = st.floats(1e-6, 0.25)
+
+
+@given(MEANS, VARIANCES, st.integers(0, 10_000), st.floats(-0.02, 0.02), st.floats(2e-4, 0.02))
+def test_predictions_stay_in_range(
+    mean: float, variance: float, steps: int, drift: float, process_noise: float
+) -> None:
+    new_mean, new_variance = predict(*arrays(mean, variance, steps), drift, process_noise)
+    assert 0 <= new_mean[0] <= MAX_ANGLE
+    assert variance <= new_variance[0] <= max(variance, 0.25)
+
+
+@given(MEANS, VARIANCES, st.integers(2, 64), st.floats(0, 1), st.booleans())
+def test_updates_stay_between_belief_and_observation(
+    mean: float, variance: float, samples: int, share: float, is_mixed: bool
+) -> None:
+    angle, noise = observe(share * samples, samples, is_mixed=is_mixed)
+    assert 0 <= angle <= MAX_ANGLE
+    assert 0 < noise <= 0.25
+    new_mean, new_variance = update(*arrays(mean, variance, angle, noise))
+    assert 0 < new_variance[0] < variance
+    assert min(mean, angle) - 1e-12 <= new_mean[0] <= max(mean, angle) + 1e-12
+
+
+@given(MEANS, VARIANCES, st.integers(2, 64))
+def test_mixed_probability_grows_with_samples_and_is_symmetric(
+    mean: float, variance: float, samples: int
+) -> None:
+    probability = mixed_probability(*arrays(mean, variance), samples)[0]
+    with_more_samples = mixed_probability(*arrays(mean, variance), 2 * samples)[0]
+    assert 0 <= probability <= with_more_samples + 1e-12 <= 1 + 1e-12
+    mirror = mixed_probability(*arrays(MAX_ANGLE - mean, variance), samples)[0]
+    assert mirror == pytest.approx(probability)

@@ -1,265 +1,323 @@
-"""Steps of the belief selector against made-up correctness: no engines."""
+"""Steps of the belief selector against simulated correctness, without engines."""
 
 import random
-from collections.abc import Callable
 from dataclasses import fields
 from itertools import pairwise
+from typing import Any
 
 import msgspec
 import pytest
 
-from megatron_rl.config.schema import DataSettings, RolloutSettings, SelectionExpertSettings, SelectionSettings
+from megatron_rl.config.schema import (
+    DataSettings,
+    RolloutSettings,
+    SelectionExpertSettings,
+    SelectionSettings,
+)
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.run_state import SelectorState
-from megatron_rl.credit.group_kinds import Kind, kind_of
+from megatron_rl.credit.group_kinds import GroupKind, kind_of
 from megatron_rl.prompts.question import PromptDataError
 from megatron_rl.prompts.selection.belief_selector import BeliefSelector
 from megatron_rl.prompts.selection.importance_weights import extension_weight
+from megatron_rl.prompts.selection.selector import RolloutRequest
 from megatron_rl.prompts.selection.uniform import Uniform
 from megatron_rl.prompts.source import PromptSource
 from tests.support.answers import make_pool, play, play_steps
 
 POOL = make_pool(400, tags=4)
-WANTED, N = 12, 8
-ROLLOUT = RolloutSettings(max_new_tokens=8, prompts_per_step=WANTED, samples_per_prompt=N)
+PROMPTS_PER_STEP = 12
+N = 8
+ROLLOUT = RolloutSettings(max_new_tokens=8, prompts_per_step=PROMPTS_PER_STEP, samples_per_prompt=N)
 DATA = DataSettings(source="column_addition")
+EXPERT_KEYS = {field.name for field in fields(SelectionExpertSettings)}
+ALWAYS_ACCEPT = {"acceptance_exponent": 0}
+ALWAYS_PROBE = {"acceptance_exponent": 0, "acceptance_target": 1.0}
 
 
-def selector(pool: list[Prompt] = POOL, *, seed: int = 0, **settings: object) -> BeliefSelector:
-    names = {field.name for field in fields(SelectionExpertSettings)} & set(settings)
-    expert = SelectionExpertSettings(**{name: settings.pop(name) for name in names})  # type: ignore[arg-type]
-    defaults = {"name": "belief", "skip": "zero_variance", "expert": expert}
-    chosen = SelectionSettings(**(defaults | settings))  # type: ignore[arg-type]
-    return BeliefSelector(PromptSource(pool, pool[:1], DATA), ROLLOUT, chosen, seed=seed)
-
-
-def graded(seed: int = 0) -> Callable[[Prompt, int], float]:
-    """Tags 0 and 1 are never right and always right, 2 and 3 sometimes."""
-    share = {"0": 0.0, "1": 1.0, "2": 0.15, "3": 0.6}
-    return lambda prompt, i: float(
-        random.Random(f"{seed}/{prompt.id}/{i}").random() < share[prompt.difficulty]
+def make_selector(pool: list[Prompt] = POOL, *, seed: int = 0, **settings: Any) -> BeliefSelector:
+    expert = {name: value for name, value in settings.items() if name in EXPERT_KEYS}
+    others = {name: value for name, value in settings.items() if name not in EXPERT_KEYS}
+    selection = SelectionSettings(
+        **{"name": "belief", "skip": "zero_variance"} | others,
+        expert=SelectionExpertSettings(**expert),
     )
+    return BeliefSelector(PromptSource(pool, pool[:1], DATA), ROLLOUT, selection, seed=seed)
 
 
-def right(prompt: Prompt, sample: int) -> float:
+PASS_RATES = {"0": 0.0, "1": 1.0, "2": 0.15, "3": 0.6}
+
+
+def by_tag(prompt: Prompt, sample: int) -> float:
+    """Scores with a pass rate by tag."""
+    rng = random.Random(f"0/{prompt.id}/{sample}")
+    return float(rng.random() < PASS_RATES[prompt.difficulty])
+
+
+def all_correct(prompt: Prompt, sample: int) -> float:
     return 1.0
 
 
-def test_steps_come_to_ask_what_gives_mixed_groups() -> None:
-    told = play_steps(selector(), range(1, 31), graded())
-    rates = [metrics["select/mixed"] / metrics["select/rollouts"] for _, metrics in told]
-    assert sum(rates[15:]) > 1.4 * 15 * 0.125 * 0.43, "of uniform's: 43 % of groups are mixed"
-    chosen, metrics = told[-1]
-    assert (
-        sum(kind_of(group) is Kind.MIXED for group in chosen.groups)
-        == metrics["select/mixed"]
-        >= 0.9 * WANTED
-    )
-    assert metrics["select/unfilled"] == 0 and metrics["select/miscalibrated"] == 0
-    assert not {group.group_id for group in chosen.groups} & {
-        group.group_id for group in chosen.stopped
-    }
-    assert all(
-        kind_of(group) is not Kind.MIXED and len(group.rollouts) < N for group in chosen.stopped
-    )
-    assert all(len(group.rollouts) == N for group in chosen.groups)
+def all_incorrect(prompt: Prompt, sample: int) -> float:
+    return 0.0
 
 
-def test_choices_do_not_depend_on_the_order_in_which_groups_arrive() -> None:
-    one, other = selector(), selector()
-    assert play_steps(one, range(1, 13), graded(), order=0) == play_steps(
-        other, range(1, 13), graded(), order=99
-    )
-    assert one.state() == other.state()
-    assert play_steps(selector(seed=1), range(1, 13), graded()) != play_steps(
-        selector(), range(1, 13), graded()
-    )
+def first_requests(rounds: list[list[RolloutRequest]]) -> list[RolloutRequest]:
+    return [request for requests in rounds for request in requests if not request.first_sample]
 
 
-def test_a_resumed_run_chooses_as_one_that_was_never_stopped() -> None:
-    whole, first, resumed = selector(), selector(), selector()
-    play_steps(whole, range(1, 9), graded()), play_steps(first, range(1, 9), graded())
-    saved = msgspec.json.encode(first.state())
-    resumed.restore(msgspec.json.decode(saved, type=SelectorState))
-    assert play_steps(resumed, range(9, 25), graded()) == play_steps(whole, range(9, 25), graded())
-    assert resumed.state() == whole.state()
+def extensions(rounds: list[list[RolloutRequest]]) -> list[RolloutRequest]:
+    return [request for requests in rounds for request in requests if request.first_sample]
 
 
-def test_a_run_that_had_no_beliefs_begins_with_none() -> None:
+def num_rollouts(rounds: list[list[RolloutRequest]]) -> int:
+    return sum(request.samples for requests in rounds for request in requests)
+
+
+def test_mixed_groups_become_more_frequent() -> None:
+    results = play_steps(make_selector(), range(1, 31), by_tag)
+    rates = [metrics["select/mixed"] / metrics["select/rollouts"] for _, metrics in results[15:]]
+    uniform_rate = 0.125 * 0.43  # 43 % of the groups of uniform selection are mixed
+    assert sum(rates) > 1.4 * 15 * uniform_rate
+
+
+def test_result_and_metrics_of_a_later_step() -> None:
+    result, metrics = play_steps(make_selector(), range(1, 31), by_tag)[-1]
+    num_mixed = sum(kind_of(group) is GroupKind.MIXED for group in result.groups)
+    assert num_mixed == metrics["select/mixed"] >= 0.9 * PROMPTS_PER_STEP
+    assert metrics["select/unfilled"] == 0
+    assert metrics["select/miscalibrated"] == 0
+    assert all(len(group.rollouts) == N for group in result.groups)
+    for group in result.stopped_groups:
+        assert kind_of(group) is not GroupKind.MIXED
+        assert len(group.rollouts) < N
+    stopped_ids = {group.group_id for group in result.stopped_groups}
+    assert stopped_ids.isdisjoint(group.group_id for group in result.groups)
+
+
+def test_choices_do_not_depend_on_the_order_of_arrival() -> None:
+    selector = make_selector()
+    other_selector = make_selector()
+    results = play_steps(selector, range(1, 13), by_tag, order=0)
+    assert play_steps(other_selector, range(1, 13), by_tag, order=99) == results
+    assert other_selector.state() == selector.state()
+
+
+def test_choices_depend_on_the_seed() -> None:
+    results = play_steps(make_selector(), range(1, 13), by_tag)
+    assert play_steps(make_selector(seed=1), range(1, 13), by_tag) != results
+
+
+def test_a_resumed_run_makes_the_same_choices() -> None:
+    selector = make_selector()
+    play_steps(selector, range(1, 9), by_tag)
+    state = msgspec.json.decode(msgspec.json.encode(selector.state()), type=SelectorState)
+    resumed_selector = make_selector()
+    resumed_selector.restore(state)
+    results = play_steps(selector, range(9, 25), by_tag)
+    assert play_steps(resumed_selector, range(9, 25), by_tag) == results
+    assert resumed_selector.state() == selector.state()
+
+
+def test_a_state_without_beliefs_restores_the_cursor_alone() -> None:
     uniform = Uniform(PromptSource(POOL, POOL[:1], DATA), ROLLOUT)
     uniform.select(1)
-    begun = selector()
-    begun.restore(uniform.state())
-    assert len(begun.beliefs) == 0 and begun.source.cursor == uniform.source.cursor
+    selector = make_selector()
+    selector.restore(uniform.state())
+    assert len(selector.beliefs) == 0
+    assert selector.source.cursor == uniform.source.cursor
+
+
+def test_a_state_of_other_prompts_is_refused() -> None:
+    state = make_selector().state()
     with pytest.raises(PromptDataError, match="other training prompts"):
-        selector(make_pool(7)).restore(uniform.state())
+        make_selector(make_pool(7)).restore(state)
 
 
-def test_probes_come_first_and_are_extended_where_they_are_mixed() -> None:
-    asked = selector(acceptance_target=0.8)
-    rounds, chosen = play(asked.select(1), graded())
-    for asks in rounds:
-        begun = [ask.samples for ask in asks if ask.first_sample == 0]
-        assert begun == sorted(begun)
-    extended = {ask.index: ask for asks in rounds for ask in asks if ask.first_sample}
-    assert extended and all(ask.first_sample + ask.samples == N for ask in extended.values())
-    groups = {group.group_id: group for group in chosen.groups}
-    for index, ask in extended.items():
-        group = groups[f"g{index}"]
-        assert [r.sample_index for r in group.rollouts] == list(range(N))
-        assert group.weight == extension_weight(group, ask.first_sample, skip="zero_variance") > 1
-    assert all(group.weight == 1 for name, group in groups.items() if int(name[1:]) not in extended)
+def test_probes_come_first_in_a_round() -> None:
+    rounds, _ = play(make_selector(acceptance_target=0.8).select(1), by_tag)
+    for requests in rounds:
+        sizes = [request.samples for request in first_requests([requests])]
+        assert sizes == sorted(sizes)
 
 
-def test_what_is_hard_is_asked_as_ever_where_only_what_is_solved_is_skipped() -> None:
-    asked = selector(skip="all_correct", min_acceptance=0.02, max_age_steps=1000)
-    play_steps(asked, range(1, 40), graded())
-    drawn: dict[str, list[int]] = {tag: [] for tag in "0123"}
+def test_mixed_probes_are_extended_with_a_weight() -> None:
+    rounds, result = play(make_selector(acceptance_target=0.8).select(1), by_tag)
+    extension_by_id = {f"g{request.index}": request for request in extensions(rounds)}
+    assert extension_by_id
+    for group in result.groups:
+        extension = extension_by_id.get(group.group_id)
+        if extension is None:
+            assert group.weight == 1
+            continue
+        assert extension.first_sample + extension.samples == N
+        assert [rollout.sample_index for rollout in group.rollouts] == list(range(N))
+        weight = extension_weight(group, extension.first_sample, skip="zero_variance")
+        assert group.weight == weight > 1
+
+
+def test_skip_all_correct_samples_hopeless_prompts_in_full() -> None:
+    selector = make_selector(skip="all_correct", min_acceptance=0.02, max_age_steps=1000)
+    play_steps(selector, range(1, 40), by_tag)
+    sizes: dict[str, list[int]] = {tag: [] for tag in "0123"}
     for step in range(40, 60):
-        for ask in play(asked.select(step), graded())[0][0]:
-            drawn[ask.prompt.difficulty].append(ask.samples)
-    assert set(drawn["0"]) == {N}, "never right: all rollouts at once"
-    assert len(drawn["1"]) < 0.2 * len(drawn["0"]) and N not in drawn["1"], (
-        "always right: probed, and seldom"
-    )
+        rounds, _ = play(selector.select(step), by_tag)
+        for request in rounds[0]:
+            sizes[request.prompt.difficulty].append(request.samples)
+    assert set(sizes["0"]) == {N}
+    assert len(sizes["1"]) < 0.2 * len(sizes["0"])
+    assert N not in sizes["1"]
 
 
-def test_a_probe_goes_on_unless_it_is_all_right_where_only_what_is_solved_is_skipped() -> None:
-    asked = selector(skip="all_correct", acceptance_target=1.0, acceptance_exponent=0)
-    rounds, chosen = play(asked.select(1), graded())
-    extended = {ask.prompt.difficulty for asks in rounds for ask in asks if ask.first_sample}
-    assert "0" in extended and "1" not in extended
-    assert chosen.stopped and all(kind_of(group) is Kind.ALL_CORRECT for group in chosen.stopped)
-    assert all(group.weight == 1 for group in chosen.groups if kind_of(group) is not Kind.MIXED)
+def test_skip_all_correct_stops_only_all_correct_probes() -> None:
+    rounds, result = play(make_selector(skip="all_correct", **ALWAYS_PROBE).select(1), by_tag)
+    tags = {request.prompt.difficulty for request in extensions(rounds)}
+    assert "0" in tags
+    assert "1" not in tags
+    assert {kind_of(group) for group in result.stopped_groups} == {GroupKind.ALL_CORRECT}
+    for group in result.groups:
+        assert group.weight == 1 or kind_of(group) is GroupKind.MIXED
 
 
-def test_probes_are_compared_with_what_was_predicted_of_them_not_with_what_they_became() -> None:
-    asked = selector(skip="all_correct", acceptance_target=1.0, acceptance_exponent=0)
-    selection = asked.select(1)
-    _, chosen = play(selection, lambda prompt, i: float(i >= 4))
-    assert any(kind_of(group) is Kind.MIXED for group in chosen.groups), "extended ones"
-    assert (
-        selection.metrics()["select/observed_mixed"]
-        == 0.0
-        < selection.metrics()["select/predicted_mixed"]
-    )
+def test_calibration_compares_probes_before_their_extension() -> None:
+    selection = make_selector(skip="all_correct", **ALWAYS_PROBE).select(1)
+    _, result = play(selection, lambda prompt, sample: float(sample >= 4))
+    assert any(kind_of(group) is GroupKind.MIXED for group in result.groups)
+    assert selection.metrics()["select/observed_mixed"] == 0.0
+    assert selection.metrics()["select/predicted_mixed"] > 0.0
 
 
-def test_a_prompt_that_hardly_gives_a_mixed_group_gets_half_a_probe() -> None:
-    asked = selector(max_age_steps=5)
-    play_steps(asked, range(1, 40), graded())
-    sizes = {
-        ask.samples
-        for step in range(40, 60)
-        for ask in play(asked.select(step), graded())[0][0]
-        if ask.first_sample == 0
-    }
+def test_hardly_useful_prompts_get_half_a_probe() -> None:
+    selector = make_selector(max_age_steps=5)
+    play_steps(selector, range(1, 40), by_tag)
+    sizes = set()
+    for step in range(40, 60):
+        rounds, _ = play(selector.select(step), by_tag)
+        sizes |= {request.samples for request in first_requests(rounds[:1])}
     assert sizes == {2, 4, 8}
 
 
-def test_probes_shrink_by_half_below_half_of_the_target() -> None:
-    asked = selector(make_pool(24), probe_samples=6, acceptance_target=1.0, acceptance_exponent=0)
-    first, second = (play(asked.select(step), lambda prompt, i: 0.0)[0] for step in (1, 2))
-    assert {ask.samples for asks in first for ask in asks} == {6}, "u = 0.67"
-    assert {ask.samples for asks in second for ask in asks} == {3}, "u = 0.39 after six wrong ones"
+def test_probes_are_halved_below_half_of_the_target() -> None:
+    selector = make_selector(make_pool(24), probe_samples=6, **ALWAYS_PROBE)
+    first_rounds, _ = play(selector.select(1), all_incorrect)
+    second_rounds, _ = play(selector.select(2), all_incorrect)
+    assert {request.samples for request in first_requests(first_rounds)} == {6}, "u = 0.67"
+    assert {request.samples for request in first_requests(second_rounds)} == {3}, "u = 0.39"
 
 
-def a_third(prompt: Prompt, sample: int) -> float:
-    """Every third prompt is right half of the time."""
+def one_third_mixed(prompt: Prompt, sample: int) -> float:
     return float(prompt.token_ids[0] % 3 == 0 and sample % 2)
 
 
-def test_a_further_round_asks_for_what_is_missing_unless_there_is_enough() -> None:
-    rounds, _ = play(selector(probe_samples=0, acceptance_exponent=0).select(1), a_third)
-    assert len(rounds) > 1 and len(rounds[1]) < 0.8 * len(rounds[0]), "a third was mixed"
-    assert len(play(selector(probe_samples=0, acceptance_exponent=0, min_filled=0.25).select(1), a_third)[0]) == 1
+def test_a_further_round_requests_the_missing_groups() -> None:
+    selection = make_selector(probe_samples=0, **ALWAYS_ACCEPT).select(1)
+    rounds, _ = play(selection, one_third_mixed)
+    assert len(rounds) > 1
+    assert len(rounds[1]) < 0.8 * len(rounds[0])
 
 
-def test_a_budget_holds_when_every_probe_is_extended() -> None:
-    selection = selector(budget=1.0, acceptance_target=1.0, acceptance_exponent=0).select(1)
-    rounds, _ = play(selection, lambda prompt, i: float(i % 2))
-    assert sum(ask.samples for asks in rounds for ask in asks) == WANTED * N
-    assert selection.metrics()["select/probes_extended"] == WANTED
+def test_no_further_round_if_the_step_is_filled() -> None:
+    selection = make_selector(probe_samples=0, min_filled=0.25, **ALWAYS_ACCEPT).select(1)
+    rounds, _ = play(selection, one_third_mixed)
+    assert len(rounds) == 1
+
+
+def test_the_budget_holds_if_every_probe_is_extended() -> None:
+    selection = make_selector(budget=1.0, **ALWAYS_PROBE).select(1)
+    rounds, _ = play(selection, lambda prompt, sample: float(sample % 2))
+    assert num_rollouts(rounds) == PROMPTS_PER_STEP * N
+    assert selection.metrics()["select/probes_extended"] == PROMPTS_PER_STEP
 
 
 def test_without_probes_every_group_is_whole() -> None:
-    rounds, chosen = play(selector(probe_samples=0).select(1), graded())
-    assert {ask.samples for ask in rounds[0]} == {N} and chosen.stopped == ()
-    assert {group.weight for group in chosen.groups} == {1.0}
+    rounds, result = play(make_selector(probe_samples=0).select(1), by_tag)
+    assert {request.samples for request in rounds[0]} == {N}
+    assert result.stopped_groups == ()
+    assert {group.weight for group in result.groups} == {1.0}
 
 
-def test_no_question_is_asked_twice_in_a_step() -> None:
-    asked = selector(make_pool(30, tags=4), min_acceptance=1.0)
+def test_a_step_samples_no_prompt_twice() -> None:
+    selector = make_selector(make_pool(30, tags=4), min_acceptance=1.0)
     for step in range(1, 8):
-        rounds, _ = play(asked.select(step), graded())
-        ids = [ask.prompt.id for asks in rounds for ask in asks if ask.first_sample == 0]
+        rounds, _ = play(selector.select(step), by_tag)
+        ids = [request.prompt.id for request in first_requests(rounds)]
         assert len(ids) == len(set(ids))
 
 
-@pytest.mark.parametrize("skip", ["all_correct", "zero_variance"])
-@pytest.mark.parametrize(("floor", "age"), [(0.1, 10**6), (1e-9, 20)])
-def test_no_stratum_is_starved_whatever_is_believed_of_it(
-    skip: str, floor: float, age: int
-) -> None:
-    """The floor alone gives each stratum its share of every pass over the data; the age alone each
-    of its prompts.
-    """
-    pool, steps = make_pool(64, tags=4), 100
-    asked = selector(pool, skip=skip, min_acceptance=floor, max_age_steps=age)
-    drawn: dict[str, list[int]] = {prompt.id: [] for prompt in pool}
+def steps_by_prompt(selector: BeliefSelector, steps: int) -> dict[str, list[int]]:
+    """Steps in which each prompt was sampled."""
+    steps_by_id: dict[str, list[int]] = {prompt.id: [] for prompt in selector.source.train}
     for step in range(1, steps + 1):
-        for asks in play(asked.select(step), graded())[0]:
-            for ask in asks:
-                drawn[ask.prompt.id] += [step] * (ask.first_sample == 0)
+        rounds, _ = play(selector.select(step), by_tag)
+        for request in first_requests(rounds):
+            steps_by_id[request.prompt.id].append(step)
+    return steps_by_id
+
+
+@pytest.mark.parametrize("skip", ["all_correct", "zero_variance"])
+@pytest.mark.parametrize(
+    ("min_acceptance", "max_age_steps"), [(0.1, 10**6), (1e-9, 20)], ids=["minimum", "age"]
+)
+def test_every_stratum_is_sampled(skip: str, min_acceptance: float, max_age_steps: int) -> None:
+    """Either setting alone gives each stratum a share of every pass over the data."""
+    pool = make_pool(64, tags=4)
+    selector = make_selector(
+        pool, skip=skip, min_acceptance=min_acceptance, max_age_steps=max_age_steps
+    )
+    steps_by_id = steps_by_prompt(selector, 100)
     for tag in "0123":
-        own = [drawn[prompt.id] for prompt in pool if prompt.difficulty == tag]
-        assert sum(map(len, own)) >= 0.08 * len(own) * asked.source.cursor.epoch, tag
-    if age < steps:
-        waits = [
-            after - before
-            for each in drawn.values()
-            for before, after in pairwise([0, *each, steps])
-        ]
-        assert max(waits) <= 2.5 * age, "half of the offers after `age` steps are taken"
+        counts = [len(steps_by_id[prompt.id]) for prompt in pool if prompt.difficulty == tag]
+        assert sum(counts) >= 0.08 * len(counts) * selector.source.cursor.epoch, tag
+
+
+@pytest.mark.parametrize("skip", ["all_correct", "zero_variance"])
+def test_max_age_limits_the_wait_of_every_prompt(skip: str) -> None:
+    """Half of the offers after `max_age_steps` steps are accepted."""
+    selector = make_selector(
+        make_pool(64, tags=4), skip=skip, min_acceptance=1e-9, max_age_steps=20
+    )
+    for steps in steps_by_prompt(selector, 100).values():
+        waits = [later - earlier for earlier, later in pairwise([0, *steps, 100])]
+        assert max(waits) <= 2.5 * 20
 
 
 @pytest.mark.parametrize("budget", [1.0, 1.5, 4.0])
-def test_a_step_that_cannot_be_filled_trains_on_what_it_has(budget: float) -> None:
-    asked = selector(budget=budget)
+def test_a_step_that_cannot_be_filled_ends_within_its_budget(budget: float) -> None:
+    selector = make_selector(budget=budget)
     for step in range(1, 6):
-        selection = asked.select(step)
-        rounds, chosen = play(selection, lambda prompt, i: float(prompt.id == "p3" and i == 0))
-        drawn = sum(ask.samples for asks in rounds for ask in asks)
+        selection = selector.select(step)
+        rounds, result = play(
+            selection, lambda prompt, sample: float(prompt.id == "p3" and sample == 0)
+        )
         metrics = selection.metrics()
-        assert drawn == metrics["select/rollouts"] <= budget * WANTED * N and drawn > 0
-        assert metrics["select/unfilled"] >= WANTED - 1
-        assert len(chosen.groups) + len(chosen.stopped) == metrics["select/prompts"]
+        assert num_rollouts(rounds) == metrics["select/rollouts"]
+        assert 0 < metrics["select/rollouts"] <= budget * PROMPTS_PER_STEP * N
+        assert metrics["select/unfilled"] >= PROMPTS_PER_STEP - 1
+        assert len(result.groups) + len(result.stopped_groups) == metrics["select/prompts"]
 
 
-def test_a_hopeless_pool_is_asked_all_the_same() -> None:
-    asked = selector(make_pool(3), min_acceptance=1e-9, acceptance_exponent=100.0)
+def test_every_step_samples_something() -> None:
+    selector = make_selector(make_pool(3), min_acceptance=1e-9, acceptance_exponent=100.0)
     for step in range(1, 30):
-        rounds, chosen = play(asked.select(step), right)
-        assert rounds and chosen.groups + chosen.stopped
+        rounds, result = play(selector.select(step), all_correct)
+        assert rounds
+        assert result.groups + result.stopped_groups
 
 
-def test_missing_verdicts_stall_nothing() -> None:
-    def lost(prompt: Prompt, i: int) -> float | None:
-        return None if i % 2 or prompt.difficulty == "0" else graded()(prompt, i)
+def test_missing_verdicts_do_not_stall_selection() -> None:
+    def with_gaps(prompt: Prompt, sample: int) -> float | None:
+        return None if sample % 2 or prompt.difficulty == "0" else by_tag(prompt, sample)
 
-    asked = selector()
+    selector = make_selector()
     for step in range(1, 15):
-        selection = asked.select(step)
-        _, chosen = play(selection, lost)
-        assert all(1 <= group.weight <= N / 2 for group in chosen.groups)
+        selection = selector.select(step)
+        _, result = play(selection, with_gaps)
+        assert all(1 <= group.weight <= N / 2 for group in result.groups)
         assert 0 <= selection.metrics()["select/observed_mixed"] <= 1
 
 
-def test_wrong_predictions_are_told() -> None:
-    asked, told = selector(), 0.0
-    play_steps(asked, range(1, 20), graded())
-    for step in range(20, 30):
-        selection = asked.select(step)
-        play(selection, right)  # whatever was learnt no longer holds
-        told = max(told, selection.metrics()["select/miscalibrated"])
-    assert told > 0.1
+def test_a_sudden_change_is_reported_as_miscalibration() -> None:
+    selector = make_selector()
+    play_steps(selector, range(1, 20), by_tag)
+    results = play_steps(selector, range(20, 30), all_correct)
+    assert max(metrics["select/miscalibrated"] for _, metrics in results) > 0.1

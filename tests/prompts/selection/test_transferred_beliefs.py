@@ -1,4 +1,4 @@
-"""A run that begins with what another run believed: `selection.beliefs_from`."""
+"""Runs that start from the beliefs of another run: `selection.beliefs_from`."""
 
 import functools
 from typing import Any
@@ -8,248 +8,310 @@ import numpy as np
 import pytest
 
 from megatron_rl.config.schema import DataSettings, RolloutSettings, SelectionSettings
+from megatron_rl.contracts.belief_state import BeliefState
+from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.run_state import SelectorState
 from megatron_rl.prompts.pass_rates import PassRate
 from megatron_rl.prompts.question import PromptDataError
+from megatron_rl.prompts.selection.belief import Beliefs
 from megatron_rl.prompts.selection.belief_selector import BeliefSelector
 from megatron_rl.prompts.selection.factory import open_selector
 from megatron_rl.prompts.selection.transferred_beliefs import TransferredBeliefs
 from megatron_rl.prompts.source import PromptSource
-from tests.prompts.selection.test_belief import chance, of
+from tests.prompts.selection.test_belief import group_of, probability
 from tests.support.answers import make_pool, play_steps
 
 POOL = make_pool(400, tags=4)
+OTHER_PROMPTS = make_pool(600, tags=4)[500:]
 ROLLOUT = RolloutSettings(max_new_tokens=8, prompts_per_step=12, samples_per_prompt=8)
-BELIEF = SelectionSettings(name="belief", beliefs_from="runs/before")
+SELECTION = SelectionSettings(name="belief", beliefs_from="runs/before")
+ORIGIN = "selection.beliefs_from=runs/before"
 
 
-def source(
+def make_source(
     pool: list[Prompt], rates: dict[str, PassRate] | None = None, *, seed: int = 0
 ) -> PromptSource:
-    return PromptSource(
-        pool, pool[:1], DataSettings(source="column_addition", seed=seed), rates=rates
-    )
+    data = DataSettings(source="column_addition", seed=seed)
+    return PromptSource(pool, pool[:1], data, rates=rates)
 
 
-def opened(prompts: PromptSource) -> BeliefSelector:
-    selector = open_selector(prompts, ROLLOUT, BELIEF, seed=0)
+def make_selector(source: PromptSource) -> BeliefSelector:
+    selector = open_selector(source, ROLLOUT, SELECTION, seed=0)
     assert isinstance(selector, BeliefSelector)
     return selector
 
 
-def two_solved(prompt: Prompt, sample: int) -> float:
-    """Tags 0 and 1 are solved."""
+def two_tags_solved(prompt: Prompt, sample: int) -> float:
+    """Prompts with the tags 0 and 1 are all correct, others half of the time."""
     return float(prompt.difficulty in "01" or (sample + prompt.token_ids[0]) % 2)
 
 
-@functools.cache
-def of_all() -> SelectorState:
-    return before(POOL)
+def make_group(prompt: Prompt) -> Group:
+    return group_of(prompt, *[two_tags_solved(prompt, sample) for sample in range(8)])
 
 
-def before(pool: list[Prompt]) -> SelectorState:
-    """What a run left in a checkpoint: each prompt was offered, three of four were drawn, twice or
-    so.
-    """
-    selector, prompts = opened(source(pool)), [p for i, p in enumerate(pool) if i % 16 < 12]
-    for prompt in pool:
-        selector.beliefs.row(prompt, 1)
-    for step in range(1, 13):
-        selector.beliefs.observe(
-            step, [of(p, *(two_solved(p, i) for i in range(8))) for p in prompts[step % 6 :: 6]]
-        )
+def opposite_group(prompt: Prompt) -> Group:
+    return group_of(prompt, *[1 - two_tags_solved(prompt, sample) for sample in range(8)])
+
+
+def saved_state(selector: BeliefSelector) -> SelectorState:
     return msgspec.json.decode(msgspec.json.encode(selector.state()), type=SelectorState)
 
 
-def begun(state: SelectorState, prompts: PromptSource) -> BeliefSelector:
+def state_of_earlier_run(pool: list[Prompt]) -> SelectorState:
+    """State of a run that was offered all prompts and sampled three of four, each about twice."""
+    selector = make_selector(make_source(pool))
+    for prompt in pool:
+        selector.beliefs.row(prompt, 1)
+    prompts = [prompt for i, prompt in enumerate(pool) if i % 16 < 12]
+    for step in range(1, 13):
+        selector.beliefs.observe(step, [make_group(prompt) for prompt in prompts[step % 6 :: 6]])
+    return saved_state(selector)
+
+
+@functools.cache
+def earlier_state() -> SelectorState:
+    return state_of_earlier_run(POOL)
+
+
+def beliefs_of(state: SelectorState) -> BeliefState:
     assert state.beliefs is not None
-    TransferredBeliefs("selection.beliefs_from=runs/before", state.prompts.digest, state.beliefs).give(
-        prompts
-    )
-    return opened(prompts)
+    return state.beliefs
 
 
-def drawn(state: SelectorState) -> dict[str, float]:
-    """Mean by prompt id, of those that were ever drawn."""
-    beliefs: Any = state.beliefs
-    means, seen = np.frombuffer(beliefs.means, np.float32), np.frombuffer(beliefs.last_group_steps, np.int32)
-    return {
-        name: float(m) for name, m, s in zip(beliefs.prompts, means, seen, strict=True) if s >= 0
-    }
+def transfer(state: SelectorState, source: PromptSource) -> BeliefSelector:
+    """Start a run from the beliefs of another run."""
+    TransferredBeliefs(ORIGIN, state.prompts.digest, beliefs_of(state)).apply_to(source)
+    return make_selector(source)
 
 
-def test_a_new_run_begins_with_what_another_believed_and_with_nothing_else_of_it() -> None:
-    state = of_all()
-    selector = begun(state, source(POOL))
-    now, old = selector.state(), state.beliefs
-    assert now.beliefs is not None and old is not None
-    assert (
-        set(now.beliefs.prompts) == set(drawn(state)) < set(old.prompts)
-        and len(drawn(state)) == 300
-    )
-    assert drawn(now) == pytest.approx(drawn(state), abs=0.02), "as of its last step"
-    assert now.beliefs.drift == old.drift and now.beliefs.wander == old.wander
-    assert old.strata[0][2][0] > 50 and now.beliefs.strata[0][2][0] == pytest.approx(8), (
-        "first groups' worth"
-    )
-    assert selector.beliefs.prior(("t", "0"))[0] > 1.1 > selector.beliefs.prior(("t", "2"))[0]
-    assert (now.prompts.epoch, now.prompts.position, now.prompts.postponed_indices) == (
-        0,
-        0,
-        (),
-    ) and now.beliefs.window == ()
-    assert now.beliefs.clock == 0 and selector.beliefs.oldest(1) == 1, (
-        "as if all had been drawn just before the run"
-    )
+def means_of(state: SelectorState) -> dict[str, float]:
+    """Mean by prompt id, of the prompts that were ever sampled."""
+    beliefs = beliefs_of(state)
+    means = np.frombuffer(beliefs.means, np.float32).tolist()
+    steps = np.frombuffer(beliefs.last_group_steps, np.int32).tolist()
+    rows = zip(beliefs.prompts, means, steps, strict=True)
+    return {name: mean for name, mean, step in rows if step >= 0}
 
 
-def test_nothing_is_believed_of_another_policy_until_first_groups_bear_it_out() -> None:
-    same, other = (begun(of_all(), source(POOL)).beliefs for _ in range(2))
-    assert {same.start(prompt, 1)[1] for prompt in POOL[:4]} == {0.25}
-    known, left = drawn(of_all()), POOL[352]
+def test_beliefs_about_sampled_prompts_are_transferred() -> None:
+    state = earlier_state()
+    selector = transfer(state, make_source(POOL))
+    new_state = selector.state()
+    sampled_ids = set(means_of(state))
+    assert len(sampled_ids) == 300
+    assert set(beliefs_of(new_state).prompts) == sampled_ids < set(beliefs_of(state).prompts)
+    assert means_of(new_state) == pytest.approx(means_of(state), abs=0.02)
+
+
+def test_drift_process_noise_and_strata_are_transferred() -> None:
+    state = earlier_state()
+    selector = transfer(state, make_source(POOL))
+    new_beliefs = beliefs_of(selector.state())
+    assert new_beliefs.drift == beliefs_of(state).drift
+    assert new_beliefs.process_noise == beliefs_of(state).process_noise
+    solved_prior = selector.beliefs.stratum_prior(("t", "0"))[0]
+    assert solved_prior > 1.1 > selector.beliefs.stratum_prior(("t", "2"))[0]
+
+
+def test_weight_of_strata_is_limited() -> None:
+    state = earlier_state()
+    new_beliefs = beliefs_of(transfer(state, make_source(POOL)).state())
+    assert beliefs_of(state).strata[0][2][0] > 50
+    assert new_beliefs.strata[0][2][0] == pytest.approx(8)
+
+
+def test_position_and_calibration_are_not_transferred() -> None:
+    selector = transfer(earlier_state(), make_source(POOL))
+    state = selector.state()
+    assert (state.prompts.epoch, state.prompts.position) == (0, 0)
+    assert state.prompts.postponed_indices == ()
+    assert beliefs_of(state).window == ()
+    assert beliefs_of(state).clock == 0
+    assert selector.beliefs.max_steps_since_group(1) == 1
+
+
+def observe_some(beliefs: Beliefs, *, confirm: bool) -> None:
+    """Observe first groups of some sampled prompts, which confirm or contradict the beliefs."""
+    sampled_ids = means_of(earlier_state())
+    prompts = [prompt for prompt in POOL if prompt.id in sampled_ids]
     for step in (1, 2):
-        some = [p for p in POOL if p.id in known][step * 32 : step * 32 + 32]
-        same.observe(step, [of(p, *(two_solved(p, i) for i in range(8))) for p in some])
-        other.observe(step, [of(p, *(1 - two_solved(p, i) for i in range(8))) for p in some])
-    assert same.start(left, 3)[1] < 0.1 and chance(same, left, 3) < 0.45, (
-        "it is solved, as the other run saw"
-    )
-    assert other.start(left, 3)[1] > 0.24 and chance(other, left, 3) > 0.5, "another model"
-    sure = chance(same, left, 3)
-    same.widen()
-    assert same.start(left, 3)[1] == 0.25 and chance(same, left, 3) > 0.5 > sure, (
-        "a stage may ask for that again"
-    )
+        some_prompts = prompts[step * 32 : step * 32 + 32]
+        make = make_group if confirm else opposite_group
+        beliefs.observe(step, [make(prompt) for prompt in some_prompts])
 
 
-def test_a_changed_pool_keeps_what_it_can_and_the_rest_aside() -> None:
-    state = of_all()
-    known = drawn(state)
-    rate = {
-        "p500": PassRate(id="p500", right=16, samples=16),
-        "p1": PassRate(id="p1", right=0, samples=16),
+def test_transferred_beliefs_are_uninformative_at_first() -> None:
+    beliefs = transfer(earlier_state(), make_source(POOL)).beliefs
+    assert {beliefs.initial_belief(prompt, 1)[1] for prompt in POOL[:4]} == {0.25}
+
+
+def test_first_groups_confirm_transferred_beliefs() -> None:
+    beliefs = transfer(earlier_state(), make_source(POOL)).beliefs
+    observe_some(beliefs, confirm=True)
+    solved_prompt = POOL[352]
+    assert beliefs.initial_belief(solved_prompt, 3)[1] < 0.1
+    assert probability(beliefs, solved_prompt, 3) < 0.45
+    beliefs.inflate_variance()
+    assert beliefs.initial_belief(solved_prompt, 3)[1] == 0.25
+    assert probability(beliefs, solved_prompt, 3) > 0.5
+
+
+def test_first_groups_contradict_transferred_beliefs() -> None:
+    beliefs = transfer(earlier_state(), make_source(POOL)).beliefs
+    observe_some(beliefs, confirm=False)
+    assert beliefs.initial_belief(POOL[352], 3)[1] > 0.24
+    assert probability(beliefs, POOL[352], 3) > 0.5
+
+
+CHANGED_POOL = [*POOL[:100], *OTHER_PROMPTS]
+
+
+def prompt_by_id(prompt_id: str) -> Prompt:
+    return next(prompt for prompt in CHANGED_POOL if prompt.id == prompt_id)
+
+
+def test_beliefs_about_other_prompts_are_kept_and_counted() -> None:
+    state = earlier_state()
+    source = make_source(CHANGED_POOL)
+    selector = transfer(state, source)
+    sampled_ids = set(means_of(state))
+    num_known = sum(prompt.id in sampled_ids for prompt in CHANGED_POOL)
+    num_others = len(sampled_ids) - num_known
+    assert selector.beliefs.num_outside_pool == num_others > 0
+    note = source.notes()[2]
+    assert f"about {num_known} of 200 training prompts" in note
+    assert f"about {num_others} others" in note
+
+
+def test_beliefs_about_other_prompts_are_in_the_new_checkpoints() -> None:
+    state = earlier_state()
+    selector = transfer(state, make_source(CHANGED_POOL))
+    play_steps(selector, range(1, 4), two_tags_solved)
+    new_state = saved_state(selector)
+    assert set(means_of(state)) <= set(beliefs_of(new_state).prompts)
+    next_selector = transfer(new_state, make_source(POOL))
+    other_ids = set(means_of(new_state)) - {prompt.id for prompt in POOL}
+    assert next_selector.beliefs.num_outside_pool == len(other_ids)
+
+
+def test_unknown_prompts_start_from_their_stratum() -> None:
+    selector = transfer(earlier_state(), make_source(CHANGED_POOL))
+    prompt = prompt_by_id("p502")
+    expectation = selector.beliefs.stratum_prior((prompt.task, prompt.difficulty))
+    assert selector.beliefs.initial_belief(prompt, 1) == expectation
+
+
+def test_rates_apply_to_unknown_prompts_only() -> None:
+    rates = {
+        "p500": PassRate(id="p500", correct=16, samples=16),
+        "p1": PassRate(id="p1", correct=0, samples=16),
     }
-    pool = [*POOL[:100], *make_pool(600, tags=4)[500:]]
-    prompts = source(pool, rate)
-    selector = begun(state, prompts)
-    here = sum(prompt.id in known for prompt in pool)
-    assert prompts.told()[
-        2
-    ] == f"beliefs: of {here} of 200 training prompts, and of {len(known) - here} others" + (
-        "; fewer than half are known, and the others begin as their stratum does"
-        if here < 100
-        else ""
-    )
-    assert selector.beliefs.aside == len(known) - here > 0
-    new, rated, solved = (next(p for p in pool if p.id == name) for name in ("p502", "p500", "p1"))
-    assert chance(selector.beliefs, new, 1) == chance(opened_prior(selector), new, 1), (
-        "like its stratum"
-    )
-    assert selector.beliefs.start(rated, 0)[0] > 1.4, "like its rate"
-    assert selector.beliefs.start(solved, 0)[0] == drawn(selector.state())["p1"] > 1.3
-    assert chance(selector.beliefs, solved, 1) == pytest.approx(0.56, abs=0.02), (
-        "a belief wins over a rate"
-    )
-    play_steps(selector, range(1, 4), two_solved)
-    saved = msgspec.json.decode(msgspec.json.encode(selector.state()), type=SelectorState)
-    assert set(known) <= set(saved.beliefs.prompts if saved.beliefs else ()), (
-        "they are in the run's own checkpoints"
-    )
-    assert begun(saved, source(POOL)).beliefs.aside == len(
-        set(drawn(saved)) - {prompt.id for prompt in POOL}
-    )
+    selector = transfer(earlier_state(), make_source(CHANGED_POOL, rates))
+    assert selector.beliefs.initial_belief(prompt_by_id("p500"), 0)[0] > 1.4
+    known_mean = selector.beliefs.initial_belief(prompt_by_id("p1"), 0)[0]
+    assert known_mean == means_of(selector.state())["p1"] > 1.3
 
 
-def opened_prior(selector: BeliefSelector) -> Any:
-    """Beliefs with the same strata that know no prompt."""
-    state: Any = selector.state().beliefs
-    alone = opened(source(POOL))
-    empty = msgspec.structs.replace(
-        state, prompts=(), means=b"", variances=b"", last_group_steps=b"", last_update_steps=b""
-    )
-    alone.beliefs.restore(empty)
-    return alone.beliefs
+def test_few_known_prompts_are_noted() -> None:
+    source = make_source([*POOL[:3], *OTHER_PROMPTS])
+    transfer(earlier_state(), source)
+    note = source.notes()[2]
+    assert "about 3 of 103 training prompts" in note
+    assert "fewer than half" in note
 
 
-def test_few_known_prompts_are_counted_not_refused() -> None:
-    prompts = source([*POOL[:3], *make_pool(600)[500:]])
-    begun(of_all(), prompts)
-    assert (
-        "of 3 of 103 training prompts" in prompts.told()[2]
-        and "fewer than half" in prompts.told()[2]
-    )
-    assert source(POOL).told()[2] == ""
+def test_no_note_without_transferred_beliefs() -> None:
+    assert make_source(POOL).notes()[2] == ""
 
 
-def test_beliefs_of_another_data_set_are_refused_with_counts() -> None:
-    state = of_all()
-    told = rf"selection\.beliefs=runs/before: .*of {len(drawn(state))} prompts, .*100 training prompts.*Give"
-    with pytest.raises(PromptDataError, match=told):
-        begun(state, source(make_pool(600)[500:]))
+def test_beliefs_of_another_data_set_are_refused() -> None:
+    state = earlier_state()
+    words = rf"{ORIGIN}: .*{len(means_of(state))} prompts.*100 training prompts.*Give"
+    with pytest.raises(PromptDataError, match=words):
+        transfer(state, make_source(OTHER_PROMPTS))
 
 
-def test_a_line_is_no_name_in_another_file() -> None:
-    by_line = [msgspec.structs.replace(p, id=f"data.train_path:{i}") for i, p in enumerate(POOL, 1)]
-    other = [msgspec.structs.replace(p, token_ids=(i + 1,)) for i, p in enumerate(by_line)]
-    state = before(by_line)
-    same = begun(state, source(by_line))
-    assert same.beliefs.aside == 0 and len(same.beliefs) == len(drawn(state))
-    with pytest.raises(PromptDataError, match=r"called by the line.*rows an `id`"):
-        begun(state, source(other))
-    named = [*other[:10], *POOL]
-    assert state.beliefs is not None
-    some = begun(before([*by_line[:100], *POOL[100:]]), source(named))
-    assert some.beliefs.aside == 0 and not any(":" in name for name in drawn(some.state()))
+LINE_POOL = [
+    msgspec.structs.replace(prompt, id=f"data.train_path:{line}")
+    for line, prompt in enumerate(POOL, 1)
+]
+OTHER_LINE_POOL = [
+    msgspec.structs.replace(prompt, token_ids=(i + 1,)) for i, prompt in enumerate(LINE_POOL)
+]
 
 
-def test_the_gap_between_two_models_is_neither_drift_nor_wandering() -> None:
-    selector = begun(of_all(), source(POOL))
-    v, q, prior = (
-        selector.beliefs.drift,
-        selector.beliefs.wander,
-        selector.beliefs.prior(("t", "0"))[0],
-    )
-    solved = [p for p in POOL if p.difficulty == "0" and p.id in drawn(selector.state())][:20]
-    selector.beliefs.observe(30, [of(prompt, *[0.0] * 8) for prompt in solved])
-    assert abs(selector.beliefs.drift) <= abs(v) and selector.beliefs.wander <= q
-    assert selector.beliefs.prior(("t", "0"))[0] < prior - 0.2, (
-        "but it shows how this model does at first"
-    )
-    selector.beliefs.observe(60, [of(prompt, *[1.0] * 8) for prompt in solved])
-    assert selector.beliefs.drift > v, "what follows is this run's own"
+def test_line_ids_are_known_in_the_same_file() -> None:
+    state = state_of_earlier_run(LINE_POOL)
+    selector = transfer(state, make_source(LINE_POOL))
+    assert selector.beliefs.num_outside_pool == 0
+    assert len(selector.beliefs) == len(means_of(state))
 
 
-def test_a_resumed_run_goes_on_with_its_own() -> None:
-    state = of_all()
-    whole, first, resumed = (begun(state, source(POOL, seed=1)) for _ in range(3))
-    play_steps(whole, range(1, 9), two_solved), play_steps(first, range(1, 5), two_solved)
-    resumed.restore(msgspec.json.decode(msgspec.json.encode(first.state()), type=SelectorState))
-    play_steps(resumed, range(5, 9), two_solved)
-    assert resumed.state() == whole.state()
+def test_line_ids_are_unknown_in_another_file() -> None:
+    state = state_of_earlier_run(LINE_POOL)
+    with pytest.raises(PromptDataError, match=r"line of their file.*rows an `id`"):
+        transfer(state, make_source(OTHER_LINE_POOL))
+
+
+def test_line_ids_are_dropped_beside_other_ids() -> None:
+    state = state_of_earlier_run([*LINE_POOL[:100], *POOL[100:]])
+    selector = transfer(state, make_source([*OTHER_LINE_POOL[:10], *POOL]))
+    assert selector.beliefs.num_outside_pool == 0
+    assert not any(":" in name for name in means_of(selector.state()))
+
+
+def test_errors_of_transferred_beliefs_change_only_the_stratum() -> None:
+    selector = transfer(earlier_state(), make_source(POOL))
+    beliefs = selector.beliefs
+    drift = beliefs.drift
+    process_noise = beliefs.process_noise
+    prior = beliefs.stratum_prior(("t", "0"))[0]
+    sampled_ids = means_of(selector.state())
+    prompts = [p for p in POOL if p.difficulty == "0" and p.id in sampled_ids][:20]
+    beliefs.observe(30, [group_of(prompt, *[0.0] * 8) for prompt in prompts])
+    assert abs(beliefs.drift) <= abs(drift)
+    assert beliefs.process_noise <= process_noise
+    assert beliefs.stratum_prior(("t", "0"))[0] < prior - 0.2
+    beliefs.observe(60, [group_of(prompt, *[1.0] * 8) for prompt in prompts])
+    assert beliefs.drift > drift, "later groups are compared with this run's own"
+
+
+def test_a_resumed_run_continues_with_its_own_beliefs() -> None:
+    selector = transfer(earlier_state(), make_source(POOL, seed=1))
+    play_steps(selector, range(1, 5), two_tags_solved)
+    resumed_selector = transfer(earlier_state(), make_source(POOL, seed=1))
+    resumed_selector.restore(saved_state(selector))
+    results = play_steps(selector, range(5, 9), two_tags_solved)
+    assert play_steps(resumed_selector, range(5, 9), two_tags_solved) == results
+    assert resumed_selector.state() == selector.state()
+
+
+def numbers(state: BeliefState, value: float, dtype: Any = np.float32) -> bytes:
+    return np.full(len(state.prompts), value, dtype).tobytes()
 
 
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda s: {"last_update_steps": s.last_update_steps[:-1]},
-        lambda s: {"strata": ()},
-        lambda s: {"prompts": (s.prompts[1], *s.prompts[1:])},
-        lambda s: {"means": np.full(len(s.prompts), np.nan, np.float32).tobytes()},
-        lambda s: {"means": np.full(len(s.prompts), 2.0, np.float32).tobytes()},
-        lambda s: {"variances": np.full(len(s.prompts), -1.0, np.float32).tobytes()},
-        lambda s: {"seen": np.full(len(s.prompts), -7, np.int32).tobytes()},
+        lambda state: {"last_update_steps": state.last_update_steps[:-1]},
+        lambda state: {"strata": ()},
+        lambda state: {"prompts": (state.prompts[1], *state.prompts[1:])},
+        lambda state: {"means": numbers(state, np.nan)},
+        lambda state: {"means": numbers(state, 2.0)},
+        lambda state: {"variances": numbers(state, -1.0)},
+        lambda state: {"last_group_steps": numbers(state, -7, np.int32)},
     ],
-    ids=["short", "no_strata", "twice", "nan", "beyond", "negative", "never"],
+    ids=["short", "no_strata", "twice", "nan", "large_mean", "negative_variance", "step"],
 )
 def test_damaged_beliefs_are_refused(damage: Any) -> None:
-    state = of_all()
-    spoilt = msgspec.structs.replace(
-        state, beliefs=msgspec.structs.replace(state.beliefs, **damage(state.beliefs))
+    state = earlier_state()
+    beliefs = beliefs_of(state)
+    damaged_state = msgspec.structs.replace(
+        state, beliefs=msgspec.structs.replace(beliefs, **damage(beliefs))
     )
-    with pytest.raises(
-        PromptDataError, match=r"selection\.beliefs=runs/before: .*damaged .*Give another"
-    ):
-        begun(spoilt, source(POOL))
+    with pytest.raises(PromptDataError, match=rf"{ORIGIN}: .*damaged .*Give another"):
+        transfer(damaged_state, make_source(POOL))
     with pytest.raises(PromptDataError, match=r"run\.resume: .*damaged .*Give another"):
-        opened(source(POOL)).restore(spoilt)
+        make_selector(make_source(POOL)).restore(damaged_state)
