@@ -9,15 +9,15 @@ from megatron_rl.run.alarms import (
 TRAINED = {"train/samples": 8.0}
 
 
-def advantages(zero_variance: float, mixed: float = 1.0, samples: float = 3.0) -> dict[str, float]:
+def advantages(zero_variance: float, others: float = 1.0, samples: float = 3.0) -> dict[str, float]:
     return {
         "policy/advantage_flat": zero_variance,
-        "policy/advantage_mixed": mixed,
+        "policy/advantage_mixed": others,
         "train/zero_variance_samples": samples,
     }
 
 
-def untrained(kind: str, count: float = 4.0) -> dict[str, float]:
+def untrained_step(kind: str, count: float = 4.0) -> dict[str, float]:
     return {"train/samples": 0.0, f"rollout/groups/{kind}": count}
 
 
@@ -33,7 +33,7 @@ def test_zero_variance_balance_warns_once_when_the_ratio_leaves_its_range() -> N
 
 def test_zero_variance_balance_needs_both_kinds_of_groups() -> None:
     assert ZeroVarianceBalanceAlarm().observe(advantages(9.0, samples=0.0)) is None
-    assert ZeroVarianceBalanceAlarm().observe(advantages(9.0, mixed=0.0)) is None
+    assert ZeroVarianceBalanceAlarm().observe(advantages(9.0, others=0.0)) is None
     assert ZeroVarianceBalanceAlarm().observe({}) is None
 
 
@@ -45,7 +45,7 @@ def test_unchanged_weights_is_silent_when_every_step_trains() -> None:
 
 def test_unchanged_weights_warns_after_3_6_and_12_steps_with_a_remedy() -> None:
     alarm = UnchangedWeightsAlarm()
-    warnings = [alarm.observe(untrained("all_incorrect")) for _ in range(13)]
+    warnings = [alarm.observe(untrained_step("all_incorrect")) for _ in range(13)]
     assert [step + 1 for step, text in enumerate(warnings) if text] == [3, 6, 12]
     assert str(warnings[2]).startswith("warning: 3 consecutive steps trained nothing")
     assert "rollout.samples_per_prompt" in str(warnings[2])
@@ -53,15 +53,15 @@ def test_unchanged_weights_warns_after_3_6_and_12_steps_with_a_remedy() -> None:
 
 def test_unchanged_weights_counts_anew_after_a_step_that_trains() -> None:
     alarm = UnchangedWeightsAlarm()
-    correct = untrained("all_correct")
+    correct = untrained_step("all_correct")
     steps = [correct, correct, TRAINED, correct, correct]
     assert [alarm.observe(step) for step in steps] == [None] * 5
 
 
 def test_unchanged_weights_summary_names_the_most_frequent_kind_of_group() -> None:
     alarm = UnchangedWeightsAlarm()
-    failures = [untrained("too_few_verdicts", 9.0)] * 2
-    for step in [TRAINED, untrained("all_correct"), TRAINED, *failures]:
+    failures = [untrained_step("too_few_verdicts", 9.0)] * 2
+    for step in [TRAINED, untrained_step("all_correct"), TRAINED, *failures]:
         alarm.observe(step)
     assert str(alarm.summary()).startswith("3 of 5 steps trained nothing: the reward fails")
 
@@ -83,7 +83,7 @@ def test_selection_warns_when_a_problem_begins_and_not_while_it_lasts() -> None:
 
 def test_selection_warns_again_when_a_problem_returns() -> None:
     alarm = SelectionAlarm()
-    unfilled = {"select/unfilled": 1.0}
-    assert alarm.observe(unfilled) is not None
+    shortage = {"select/unfilled": 1.0}
+    assert alarm.observe(shortage) is not None
     assert alarm.observe({}) is None
-    assert "selection.budget" in str(alarm.observe(unfilled))
+    assert "selection.budget" in str(alarm.observe(shortage))

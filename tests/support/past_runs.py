@@ -21,21 +21,21 @@ def write_run(
     accuracies: Sequence[float] = (0.25, 0.5),
     code: int | None = 0,
     ranks: int = 1,
-    clipped: float = 0.0,
+    clipped_share: float = 0.0,
     tokens: float = 1000.0,
 ) -> Path:
     """Write the directory of a run with these overrides, and return its path.
 
     accuracies: one for step 0 and one after each step. code: of exit.json; None writes none, as
-    for a killed run. clipped: the share of clipped tokens, half of it on either side. tokens: the
-    tokens of a step.
+    for a killed run. clipped_share: the share of clipped tokens, half of it on either side.
+    tokens: the tokens of a step.
     """
     directory = RunDirectory.create(compose(overrides), datetime.datetime(2025, 1, 2), ranks=ranks)
     step_values = {
         "rollout/tokens": tokens,
         "time/step": 5.0,
-        "policy/clip_fraction_low": clipped / 2,
-        "policy/clip_fraction_high": clipped / 2,
+        "policy/clip_fraction_low": clipped_share / 2,
+        "policy/clip_fraction_high": clipped_share / 2,
     }
     with MetricsLog(directory, SETTINGS) as metrics:
         for step, accuracy in enumerate(accuracies):

@@ -12,7 +12,7 @@ from tests.support.past_runs import write_run
 
 def write(tmp_path: Path, name: str, *accuracies: float, clipped_share: float = 0.0) -> Path:
     overrides = [f"run.root={tmp_path}", f"run.name={name}"]
-    return write_run(overrides, accuracies=accuracies, clipped=clipped_share)
+    return write_run(overrides, accuracies=accuracies, clipped_share=clipped_share)
 
 
 def test_accuracy_over_rollout_tokens(tmp_path: Path) -> None:

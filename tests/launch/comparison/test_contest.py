@@ -51,10 +51,10 @@ def results(launcher: Launcher) -> Launcher:
         is_fast = value_of(overrides, "optimizer.lr") == "1e-3"
         is_wide = value_of(overrides, "algo.alpha") != ""
         if "algo=grpo" in overrides:
-            return {"code": 5} if is_fast else {"accuracies": (0.25, 0.75), "clipped": 0.005}
+            return {"code": 5} if is_fast else {"accuracies": (0.25, 0.75), "clipped_share": 0.005}
         if is_wide:
-            return {"accuracies": (0.25, 0.75 if is_fast else 0.625), "clipped": 0.01}
-        return {"accuracies": (0.25, 0.5), "clipped": 0.25 if is_fast else 0.5}
+            return {"accuracies": (0.25, 0.75 if is_fast else 0.625), "clipped_share": 0.01}
+        return {"accuracies": (0.25, 0.5), "clipped_share": 0.25 if is_fast else 0.5}
 
     launcher.outcome = outcome
     return launcher

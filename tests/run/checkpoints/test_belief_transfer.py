@@ -67,7 +67,7 @@ def test_a_run_starts_with_the_beliefs_of_the_newest_checkpoint(store: Checkpoin
         last_group_steps = np.frombuffer(state.last_group_steps, np.int32)
         assert len(selector.beliefs) == np.count_nonzero(last_group_steps != NEVER_SAMPLED)
         assert selector.source.cursor.position == 0
-        assert selector.beliefs.oldest(1) == 1
+        assert selector.beliefs.max_steps_since_group(1) == 1
 
 
 def test_a_damaged_checkpoint_is_skipped_with_a_warning(
@@ -162,16 +162,16 @@ def test_beliefs_about_missing_prompts_are_in_the_checkpoints_of_the_new_run(
 ) -> None:
     source = f"selection.beliefs_from={store.folder.parent}"
     selector = open_belief_selector(make_configuration(source, "data.num_train=100"))
-    aside = selector.beliefs.aside
+    aside = selector.beliefs.num_outside_pool
     assert aside > 0
     new_store = CheckpointStore(tmp_path / "checkpoints")
     save_checkpoint(new_store, 1, selection=selector.state())
     next_selector = open_belief_selector(
         make_configuration(f"selection.beliefs_from={tmp_path}", "data.num_train=200")
     )
-    assert next_selector.beliefs.aside == 0
+    assert next_selector.beliefs.num_outside_pool == 0
     assert len(next_selector.beliefs) == len(selector.beliefs)
     state = msgspec.json.decode(msgspec.json.encode(selector.state()), type=type(selector.state()))
     resumed_selector = open_belief_selector(make_configuration("data.num_train=100"))
     resumed_selector.restore(state)
-    assert resumed_selector.beliefs.aside == aside
+    assert resumed_selector.beliefs.num_outside_pool == aside
