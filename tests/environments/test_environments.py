@@ -79,7 +79,7 @@ def test_user_defined_environment(module: str) -> None:
         model = ScriptedModel([Turn.saying(first), Turn.saying("046")])
         episode = open_episode(model)
         asyncio.run(environment.play(episode))
-        assert len(model.asked) == turns
+        assert len(model.requests) == turns
         assert [s.role for s in episode.rollout().segments].count(Role.TOOL) == turns - 1
 
 

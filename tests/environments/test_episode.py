@@ -77,7 +77,7 @@ def test_one_turn() -> None:
     assert rollout.routes is not None and rollout.routes.dtype == np.uint8
     assert (episode.text, episode.sampled_tokens) == ("046", 4)
     assert rollout.finish_reason is episode.finish_reason is FinishReason.STOP
-    assert model.asked == [(PROMPT.token_ids, 32)]
+    assert model.requests == [(PROMPT.token_ids, 32)]
 
 
 def test_two_turns_with_an_observation_between() -> None:
@@ -87,7 +87,7 @@ def test_two_turns_with_an_observation_between() -> None:
     turns = [Turn.saying("4", version="3"), Turn.saying("046", version="5")]
     rollout, episode, model = play_turns(turns, "no,")
     second_request = (*PROMPT.token_ids, *first, *observation)
-    assert model.asked == [(PROMPT.token_ids, 32), (second_request, 32 - 2 - 3)]
+    assert model.requests == [(PROMPT.token_ids, 32), (second_request, 32 - 2 - 3)]
     assert tokens_of(rollout) == [*second_request, *second]
     assert (episode.text, episode.sampled_tokens) == ("046", 6)
 
@@ -129,7 +129,7 @@ def test_input_of_a_retracted_request_has_its_last_version() -> None:
 
 def test_budget_limits_sampled_and_observed_tokens() -> None:
     rollout, episode, model = play_turns([Turn.saying("4")], "0123", budget=6)
-    assert len(model.asked) == 1  # 2 sampled and 4 observed tokens use up the budget
+    assert len(model.requests) == 1  # 2 sampled and 4 observed tokens use up the budget
     # The rollout leaves out the observation, because no response follows it.
     assert tokens_of(rollout) == [*PROMPT.token_ids, *TOKENIZER.encode("4"), EOS]
     assert len(rollout.routes) == len(tokens_of(rollout)) - 1  # type: ignore[arg-type]
@@ -141,7 +141,7 @@ def test_truncated_response_is_the_last() -> None:
     _, episode, model = play_turns(
         [Turn(TOKENIZER.encode("04"), (("3", 2),), FinishReason.LENGTH)], "no"
     )
-    assert len(model.asked) == 1
+    assert len(model.requests) == 1
     assert asyncio.run(episode.respond()) == Response("", FinishReason.LENGTH)
 
 

@@ -46,7 +46,7 @@ async def _respond(episode: Episode) -> None:
 def test_one_token_of_budget_is_requested() -> None:
     cut = Turn(TOKENIZER.encode("0"), (("3", 1),), FinishReason.LENGTH)
     _, _, model = play_turns([cut], budget=1)
-    assert model.asked == [(PROMPT.token_ids, 1)]
+    assert model.requests == [(PROMPT.token_ids, 1)]
 
 
 def test_retracted_request_reads_with_the_last_of_three_versions() -> None:

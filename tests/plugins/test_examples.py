@@ -120,7 +120,7 @@ def play(*answers: str) -> tuple[list[str], Episode]:
     model = ScriptedModel([Turn.saying(answer) for answer in answers])
     episode = open_episode(model, prompt=PROMPT)
     asyncio.run(environment.play(episode))
-    return [TOKENIZER.decode(tokens) for tokens, _ in model.asked], episode
+    return [TOKENIZER.decode(tokens) for tokens, _ in model.requests], episode
 
 
 def test_my_environment_retries_after_an_incorrect_answer() -> None:

@@ -15,7 +15,7 @@ from megatron_rl.contracts.plugins import PluginError, load_plugin
 from megatron_rl.contracts.step_plan import Denominators
 from megatron_rl.environments.environment import open_environment
 from megatron_rl.losses import ResponseTokens, open_loss
-from megatron_rl.prompts.factory import draw_questions
+from megatron_rl.prompts.factory import generate_questions
 from megatron_rl.prompts.question import PromptDataError
 from megatron_rl.rewards import open_answer_check, open_scorer
 from tests.losses.shapes import shape_of
@@ -146,7 +146,7 @@ def test_failing_check_answer_is_a_plugin_error() -> None:
 )
 def test_failing_source_is_bad_data(name: str, message: str) -> None:
     with pytest.raises(PromptDataError, match=message) as error:
-        list(draw_questions(DataSettings(source=f"plugin_classes:{name}")))
+        list(generate_questions(DataSettings(source=f"plugin_classes:{name}")))
     assert error.value.exit_code is ExitCode.BAD_DATA
 
 
@@ -155,7 +155,7 @@ def test_methods_with_other_arguments_are_refused() -> None:
         PluginError,
         match=r"data\.source=.*`questions` is called with \(seed\), .* is \(\)",
     ):
-        next(draw_questions(DataSettings(source="plugin_classes:NoSeed")))
+        next(generate_questions(DataSettings(source="plugin_classes:NoSeed")))
     with pytest.raises(PluginError, match=r"environment\.name=.*`play` is called with \(episode\)"):
         open_environment(EnvironmentSettings(name="plugin_classes:Environment"))
     with pytest.raises(PluginError, match=r"algo\.name=.*`prepare` is called with \(response\)"):

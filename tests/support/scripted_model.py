@@ -1,6 +1,4 @@
-"""A model that answers by a script, for environments: what it is asked is recorded, what it answers
-is known.
-"""
+"""A model with scripted responses, for tests of environments. It records its requests."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,9 +29,9 @@ PROMPT = Prompt(
 
 @dataclass(frozen=True)
 class Turn:
-    """One answer.
+    """One response.
 
-    spans: (weight version, tokens drawn with it); their lengths add up to that of `ids`.
+    spans: (weight version, number of tokens sampled with it). The numbers add up to `len(ids)`.
     """
 
     ids: tuple[int, ...]
@@ -44,26 +42,29 @@ class Turn:
 
     @classmethod
     def saying(cls, text: str, *, version: str = "3", **changes: object) -> "Turn":
-        """A text and its end of sequence, drawn with one version."""
+        """Return a text and its end of sequence, sampled with one version."""
         ids = (*TOKENIZER.encode(text), EOS)
         return cls(ids, ((version, len(ids)),), **changes)  # type: ignore[arg-type]
 
 
 @dataclass
 class ScriptedModel:
-    """`generate` of an episode. asked: the tokens and the budget of every request."""
+    """Implements `generate` of an episode.
+
+    requests: tokens and budget of every request.
+    """
 
     turns: list[Turn]
-    asked: list[tuple[tuple[int, ...], int]] = field(default_factory=list)
+    requests: list[tuple[tuple[int, ...], int]] = field(default_factory=list)
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Generation:
-        turn = self.turns[len(self.asked)]
-        self.asked.append((tuple(token_ids), sampling.max_new_tokens))
+        turn = self.turns[len(self.requests)]
+        self.requests.append((tuple(token_ids), sampling.max_new_tokens))
         ends = np.cumsum([count for _, count in turn.spans])
         return Generation(
             output_ids=np.array(turn.ids, np.int32),
             logprobs=logprobs(turn.ids),
-            routes=wire_rows(len(self.asked), len(token_ids) + len(turn.ids) - 1)
+            routes=wire_rows(len(self.requests), len(token_ids) + len(turn.ids) - 1)
             if turn.routes
             else None,
             finish_reason=turn.finish,
@@ -77,14 +78,12 @@ class ScriptedModel:
 
 
 def logprobs(ids: Sequence[int]) -> np.ndarray:
-    """Known log-probabilities: each tells its token."""
+    """Return distinct log-probabilities for each token id."""
     return (-np.array(ids) / 64).astype(np.float32)
 
 
 def wire_rows(call: int, num_inputs: int) -> np.ndarray:
-    """Routes [num_inputs, 3, 2] that tell which call and which input position they were recorded
-    for.
-    """
+    """Return routes, [num_inputs, 3, 2], that depend on the call and the input position."""
     first = (np.arange(num_inputs)[:, None] + call + np.arange(3)[None]) % 8
     return np.stack([first, (first + call) % 8], axis=-1).astype(np.int32)
 
