@@ -19,4 +19,4 @@ def peer(hub: CollectorHub) -> Iterator[Peer]:
     peer = Peer(hub, 0)
     hub.wait_for(1, 5)
     yield peer
-    peer.hang_up()
+    peer.close()

@@ -1,4 +1,4 @@
-"""The collector against a small HTTP server that answers as an engine does."""
+"""The collector with a small HTTP server in place of an engine."""
 
 import asyncio
 import sys
@@ -42,22 +42,22 @@ def request(num_samples: int, *, evaluation: bool = False) -> GroupRequest:
 
 def collect(
     answer: Answer,
-    asked: GroupRequest,
+    group_request: GroupRequest,
     check: Callable[[FromCollector, Collector], Awaitable[None] | None],
     environment: EnvironmentSettings | None = None,
     seconds: float = 0.01,
     **changes: object,
 ) -> None:
-    """Ask a collector for one group, and look at its message while the rollouts are there."""
+    """Request one group from a collector, and check its message while the rollouts are stored."""
 
     async def run() -> None:
         async with fake_engine(answer, seconds=seconds) as url:
             outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
-            configured: Configure = msgspec.structs.replace(
+            settings: Configure = msgspec.structs.replace(
                 configuration(url, environment=environment), **changes
             )
-            collector = Collector(0, configured, outbox.put)
-            assert await collector.handle(asked)
+            collector = Collector(0, settings, outbox.put)
+            assert await collector.handle(group_request)
             pending = check(await asyncio.wait_for(outbox.get(), 5), collector)
             if pending is not None:
                 await pending
@@ -66,10 +66,10 @@ def collect(
     asyncio.run(run())
 
 
-def test_samples_are_judged_and_kept_until_released() -> None:
-    async def check(done: FromCollector, collector: Collector) -> None:
-        assert isinstance(done, GroupDone) and done.generated_tokens == 8
-        samples = done.group.rollouts
+def test_rollouts_are_scored_and_kept_until_they_are_released() -> None:
+    async def check(message: FromCollector, collector: Collector) -> None:
+        assert isinstance(message, GroupDone) and message.generated_tokens == 8
+        samples = message.group.rollouts
         assert sorted(s.verdict.reward or 0.0 for s in samples) == [0.0, 1.0]
         assert all(s.versions == (3,) and s.finish_reason is FinishReason.STOP for s in samples)
         rollout = read_rollout(samples[0])
@@ -79,169 +79,167 @@ def test_samples_are_judged_and_kept_until_released() -> None:
         with pytest.raises(RolloutGone):
             read_rollout(samples[0])
 
-    collect(lambda n, asked: reply(asked, "046" if n else "047"), request(2), check)
+    collect(lambda n, body: reply(body, "046" if n else "047"), request(2), check)
 
 
 @pytest.mark.parametrize(("ngram", "share"), [(2, 7 / 9 - 0.02), (9, 0.0), (None, 0.0)])
-def test_what_repeats_itself_is_measured_where_it_is_asked_for(
-    ngram: int | None, share: float
-) -> None:
-    def check(done: FromCollector, collector: Collector) -> None:
-        assert isinstance(done, GroupDone)
-        assert [sample.repetition for sample in done.group.rollouts] == [pytest.approx(share)]
+def test_repetition_is_measured_if_configured(ngram: int | None, share: float) -> None:
+    def check(message: FromCollector, collector: Collector) -> None:
+        assert isinstance(message, GroupDone)
+        assert [sample.repetition for sample in message.group.rollouts] == [pytest.approx(share)]
 
     settings = CreditSettings(repetition_ngram=ngram)
     collect(
-        lambda n, asked: reply(asked, "44444444"), request(1), check, credit=settings
+        lambda n, body: reply(body, "44444444"), request(1), check, credit=settings
     )  # and its end: 9 tokens
 
 
-def test_bad_samples_are_counted_and_the_others_live() -> None:
-    def broken(n: int, asked: Reply) -> Reply | int:
+def test_invalid_replies_are_counted_and_valid_ones_are_kept() -> None:
+    def answer(n: int, body: Reply) -> Reply | int:
         changes: list[dict[str, object]] = [
             {},
             {"routed_experts": "AAAA"},
-            {"routed_experts": routes(asked, 4, experts=(0, 0))},
+            {"routed_experts": routes(body, 4, experts=(0, 0))},
             {"weight_version": "default"},
             {"finish_reason": {"type": "abort"}},
         ]
-        return reply(asked, "046", **changes[n]) if n < 5 else 503
+        return reply(body, "046", **changes[n]) if n < 5 else 503
 
-    def check(done: FromCollector, collector: Collector) -> None:
-        assert isinstance(done, GroupDone) and len(done.group.rollouts) == 1
+    def check(message: FromCollector, collector: Collector) -> None:
+        assert isinstance(message, GroupDone) and len(message.group.rollouts) == 1
         reasons = ("routes_length", "routes_duplicate", "version", "aborted", "engine")
-        assert done.group.rejections == dict.fromkeys(reasons, 1)
-        assert (
-            done.generated_tokens == 4 * 4
-        )  # what was generated and then rejected counts: 046 and its end
+        assert message.group.rejections == dict.fromkeys(reasons, 1)
+        # Rejected tokens count: 046 and its end
+        assert message.generated_tokens == 4 * 4
 
-    collect(broken, request(6), check)
+    collect(answer, request(6), check)
 
 
 @pytest.mark.parametrize("version", ["9" * 5000, "1" + "0" * 30, "-1", "1.5", ""])
-def test_a_weight_version_that_is_no_number_of_syncs_is_counted(version: str) -> None:
-    def check(done: FromCollector, collector: Collector) -> None:
-        assert isinstance(done, GroupDone) and done.group.rejections == {"version": 2}
-        msgspec.msgpack.encode(done)
+def test_an_invalid_weight_version_is_a_rejection(version: str) -> None:
+    def check(message: FromCollector, collector: Collector) -> None:
+        assert isinstance(message, GroupDone) and message.group.rejections == {"version": 2}
+        msgspec.msgpack.encode(message)
 
-    collect(lambda n, asked: reply(asked, "046", weight_version=version), request(2), check)
+    collect(lambda n, body: reply(body, "046", weight_version=version), request(2), check)
 
 
-def test_a_token_outside_the_vocabulary_is_counted_not_raised() -> None:
-    def strange(n: int, asked: Reply) -> Reply:
+def test_a_token_outside_of_the_vocabulary_is_a_rejection() -> None:
+    def strange(n: int, body: Reply) -> Reply:
         token = (-5, 48, 2**40)[n]
-        changed = reply(asked, "046", output_token_logprobs=[(-0.5, t, None) for t in (token, EOS)])
-        return changed | {"output_ids": [token, EOS]}
+        altered_reply = reply(
+            body, "046", output_token_logprobs=[(-0.5, t, None) for t in (token, EOS)]
+        )
+        return altered_reply | {"output_ids": [token, EOS]}
 
-    def check(done: FromCollector, collector: Collector) -> None:
-        assert isinstance(done, GroupDone) and done.group.rejections == {"token_range": 3}
+    def check(message: FromCollector, collector: Collector) -> None:
+        assert isinstance(message, GroupDone) and message.group.rejections == {"token_range": 3}
 
     collect(strange, request(3), check)
 
 
 def seeds(run_seed: int) -> list[int]:
-    """What two samples of a group were drawn by, in a run with this seed."""
-    drawn: dict[str, int] = {}
+    """Return the seeds of two rollouts of a group, in a run with this seed."""
+    seeds_by_rid: dict[str, int] = {}
 
-    def answer(n: int, asked: Reply) -> Reply:
-        drawn[asked["rid"].partition("#")[0]] = asked["sampling_params"]["sampling_seed"]
-        return reply(asked, "046")
+    def answer(n: int, body: Reply) -> Reply:
+        seeds_by_rid[body["rid"].partition("#")[0]] = body["sampling_params"]["sampling_seed"]
+        return reply(body, "046")
 
-    collect(answer, request(2), lambda done, collector: None, seed=run_seed)
-    return [drawn["g/0"], drawn["g/1"]]
+    collect(answer, request(2), lambda message, collector: None, seed=run_seed)
+    return [seeds_by_rid["g/0"], seeds_by_rid["g/1"]]
 
 
-def test_every_request_s_seed_follows_from_the_run_s() -> None:
-    first, other = seeds(7), seeds(8)
+def test_seeds_of_requests_are_derived_from_the_seed_of_the_run() -> None:
+    first = seeds(7)
+    other = seeds(8)
     assert first == seeds(7) and len({*first, *other}) == 4
-    assert all(0 <= seed < 2**63 for seed in first)  # the engine takes no more
+    assert all(0 <= seed < 2**63 for seed in first)  # the range of the engine
 
 
-def test_every_turn_has_a_seed_of_its_own(own: str) -> None:
-    drawn: list[int] = []
+def test_every_turn_has_another_seed(own_module: str) -> None:
+    turn_seeds: list[int] = []
 
-    def answer(n: int, asked: Reply) -> Reply:
-        drawn.append(asked["sampling_params"]["sampling_seed"])
-        return reply(asked, "046" if n else "047")
+    def answer(n: int, body: Reply) -> Reply:
+        turn_seeds.append(body["sampling_params"]["sampling_seed"])
+        return reply(body, "046" if n else "047")
 
-    environment = EnvironmentSettings(name=f"{own}:SecondChance")
-    collect(answer, request(1), lambda done, collector: None, environment)
-    assert len(set(drawn)) == 2
+    environment = EnvironmentSettings(name=f"{own_module}:SecondChance")
+    collect(answer, request(1), lambda message, collector: None, environment)
+    assert len(set(turn_seeds)) == 2
 
 
-def test_replies_are_read_checked_and_stored_beside_the_event_loop(
+def test_replies_are_decoded_checked_and_stored_in_threads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A long response is tens of megabytes: on the loop it would hold up every other request, and
-    the heartbeat.
-    """
-    where: dict[str, str] = {}
-    works = (
+    """A long response has tens of megabytes. On the event loop it would delay the heartbeat."""
+    thread_names: dict[str, str] = {}
+    functions = (
         "sglang_bridge.client.decode_generation",
         "megatron_rl.environments.rollout_builder.validate_routes",
     )
-    for name in (*works, "megatron_rl.rollouts.codec.encode"):
+    for name in (*functions, "megatron_rl.rollouts.codec.encode"):
         module, _, function = name.rpartition(".")
         original = getattr(sys.modules[module], function)
 
-        def noted(
+        def record_thread(
             *args: object,
             name: str = name,
             original: Callable[..., object] = original,
             **rest: object,
         ) -> object:
-            where[name] = threading.current_thread().name
+            thread_names[name] = threading.current_thread().name
             return original(*args, **rest)
 
-        monkeypatch.setattr(name, noted)
-    collect(lambda n, asked: reply(asked, "046"), request(1), lambda done, collector: None)
-    assert len(where) == 3 and all(thread.startswith("replies") for thread in where.values())
+        monkeypatch.setattr(name, record_thread)
+    collect(lambda n, body: reply(body, "046"), request(1), lambda message, collector: None)
+    assert len(thread_names) == 3
+    assert all(name.startswith("replies") for name in thread_names.values())
 
 
-def test_a_silent_engine_s_samples_are_counted_as_expired(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_of_a_silent_engine_expire(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sglang_bridge.client._ABORT_SECONDS", 0.05)
-    told: list[FromCollector] = []
+    messages: list[FromCollector] = []
 
     async def run() -> None:
-        async with fake_engine(lambda n, asked: None) as url:
+        async with fake_engine(lambda n, body: None) as url:
             outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
-            impatient = EngineSettings(request_timeout_s=0.1, token_timeout_s=0.01, retries=0)
+            settings = EngineSettings(request_timeout_s=0.1, token_timeout_s=0.01, retries=0)
             collector = Collector(
-                0, msgspec.structs.replace(configuration(url), engine=impatient), outbox.put
+                0, msgspec.structs.replace(configuration(url), engine=settings), outbox.put
             )
             await collector.handle(request(2))
-            told.extend([await asyncio.wait_for(outbox.get(), 5) for _ in range(3)])
+            messages.extend([await asyncio.wait_for(outbox.get(), 5) for _ in range(3)])
             await collector.close()
 
     asyncio.run(run())
-    *aborts, done = told
+    *aborts, message = messages
     assert sorted(m.rid for m in aborts if isinstance(m, AbortRequest)) == ["g/0#0;", "g/1#1;"]
-    assert isinstance(done, GroupDone) and done.group.rejections == {"expired": 2}
+    assert isinstance(message, GroupDone) and message.group.rejections == {"expired": 2}
 
 
-def test_an_evaluation_asks_for_no_routes_and_keeps_nothing() -> None:
-    def answer(n: int, asked: Reply) -> Reply:
-        assert asked["return_routed_experts"] is False
-        return reply(asked, "046")
+def test_an_evaluation_requests_no_routes_and_keeps_no_rollouts() -> None:
+    def answer(n: int, body: Reply) -> Reply:
+        assert body["return_routed_experts"] is False
+        return reply(body, "046")
 
-    def check(done: FromCollector, collector: Collector) -> None:
-        assert isinstance(done, GroupDone)
-        (sample,) = done.group.rollouts
+    def check(message: FromCollector, collector: Collector) -> None:
+        assert isinstance(message, GroupDone)
+        (sample,) = message.group.rollouts
         assert sample.verdict.correctness == 1.0 and sample.location.nbytes == 0
         with pytest.raises(RolloutGone):
             read_rollout(sample)
 
-    for name in (
-        "single_turn",
-        "demonstration",
-    ):  # worked responses are for training: here the model answers
-        collect(answer, request(1, evaluation=True), check, EnvironmentSettings(name=name))  # type: ignore[arg-type]
+    # Demonstrations are for training: in an evaluation the model answers
+    for name in ("single_turn", "demonstration"):
+        environment = EnvironmentSettings(name=name)  # type: ignore[arg-type]
+        collect(answer, request(1, evaluation=True), check, environment)
 
 
-def test_worked_responses_need_no_engine() -> None:
-    def check(done: FromCollector, collector: Collector) -> None:
-        assert isinstance(done, GroupDone) and done.generated_tokens == 0
-        (sample,) = done.group.rollouts
+def test_demonstrations_need_no_engine() -> None:
+    def check(message: FromCollector, collector: Collector) -> None:
+        assert isinstance(message, GroupDone) and message.generated_tokens == 0
+        (sample,) = message.group.rollouts
         assert (
             sample.versions == ()
             and sample.num_trainable == 4
@@ -250,7 +248,7 @@ def test_worked_responses_need_no_engine() -> None:
         assert read_rollout(sample).routes is None
 
     collect(
-        lambda n, asked: 503,
+        lambda n, body: 503,
         request(1),
         check,
         EnvironmentSettings(name="demonstration"),
@@ -281,17 +279,17 @@ class Broken:
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    (tmp_path / "own_environments.py").write_text(ENVIRONMENTS)
+def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "user_environments.py").write_text(ENVIRONMENTS)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "own_environments", raising=False)
-    return "own_environments"
+    monkeypatch.delitem(sys.modules, "user_environments", raising=False)
+    return "user_environments"
 
 
-def test_an_environment_of_ones_own_has_two_turns(own: str) -> None:
-    def check(done: FromCollector, collector: Collector) -> None:
-        assert isinstance(done, GroupDone) and done.group.rejections == {}
-        (sample,) = done.group.rollouts
+def test_a_user_defined_environment_with_two_turns(own_module: str) -> None:
+    def check(message: FromCollector, collector: Collector) -> None:
+        assert isinstance(message, GroupDone) and message.group.rejections == {}
+        (sample,) = message.group.rollouts
         rollout = read_rollout(sample)
         assert [s.role for s in rollout.segments] == [
             Role.PROMPT,
@@ -303,55 +301,55 @@ def test_an_environment_of_ones_own_has_two_turns(own: str) -> None:
             rollout.routes is not None
             and len(rollout.routes) == rollout.num_tokens - 1 == sample.num_inputs
         )
-        assert sample.num_trainable == done.generated_tokens == 8
+        assert sample.num_trainable == message.generated_tokens == 8
         assert sample.verdict.reward == 1.0
 
     collect(
-        lambda n, asked: reply(asked, "047" if n == 0 else "046"),
+        lambda n, body: reply(body, "047" if n == 0 else "046"),
         request(1),
         check,
-        EnvironmentSettings(name=f"{own}:SecondChance"),
+        EnvironmentSettings(name=f"{own_module}:SecondChance"),
     )
 
 
 def test_an_exception_of_an_environment_rejects_its_rollout(
-    own: str, caplog: pytest.LogCaptureFixture
+    own_module: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def check(done: FromCollector, collector: Collector) -> None:
-        assert isinstance(done, GroupDone) and done.group.rejections == {"environment": 2}
-        assert done.generated_tokens == 8
-        assert caplog.text.count("KeyError: 'the tool'") == 1  # its traceback, once
+    def check(message: FromCollector, collector: Collector) -> None:
+        assert isinstance(message, GroupDone) and message.group.rejections == {"environment": 2}
+        assert message.generated_tokens == 8
+        assert caplog.text.count("KeyError: 'the tool'") == 1  # one traceback
 
     collect(
-        lambda n, asked: reply(asked, "046"),
+        lambda n, body: reply(body, "046"),
         request(2),
         check,
-        EnvironmentSettings(name=f"{own}:Broken"),
+        EnvironmentSettings(name=f"{own_module}:Broken"),
     )
 
 
-def test_an_environment_that_never_ends_is_ended(
-    own: str, caplog: pytest.LogCaptureFixture
+def test_an_environment_is_ended_by_its_timeout(
+    own_module: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def check(done: FromCollector, collector: Collector) -> None:
-        assert isinstance(done, GroupDone) and done.group.rejections == {"environment": 2}
+    def check(message: FromCollector, collector: Collector) -> None:
+        assert isinstance(message, GroupDone) and message.group.rejections == {"environment": 2}
         assert "the environment took longer than environment.timeout_s=0.2" in caplog.text
 
-    environment = EnvironmentSettings(name=f"{own}:Forgetful", timeout_s=0.2)
-    collect(lambda n, asked: reply(asked, "046"), request(2), check, environment)
+    environment = EnvironmentSettings(name=f"{own_module}:Forgetful", timeout_s=0.2)
+    collect(lambda n, body: reply(body, "046"), request(2), check, environment)
 
 
-def test_waiting_for_a_response_is_not_the_environment_s_time(own: str) -> None:
-    def check(done: FromCollector, collector: Collector) -> None:
+def test_waiting_for_responses_does_not_count_for_the_timeout(own_module: str) -> None:
+    def check(message: FromCollector, collector: Collector) -> None:
         assert (
-            isinstance(done, GroupDone)
-            and done.group.rejections == {}
-            and len(done.group.rollouts) == 1
+            isinstance(message, GroupDone)
+            and message.group.rejections == {}
+            and len(message.group.rollouts) == 1
         )
 
-    environment = EnvironmentSettings(name=f"{own}:SecondChance", timeout_s=0.5)
+    environment = EnvironmentSettings(name=f"{own_module}:SecondChance", timeout_s=0.5)
     collect(
-        lambda n, asked: reply(asked, "046" if n else "047"),
+        lambda n, body: reply(body, "046" if n else "047"),
         request(1),
         check,
         environment,
@@ -367,4 +365,4 @@ def test_a_group_that_cannot_be_stored_is_reported(monkeypatch: pytest.MonkeyPat
         assert isinstance(message, Failed) and "Too many open files" in message.reason
 
     monkeypatch.setattr("os.memfd_create", no_descriptors)
-    collect(lambda n, asked: reply(asked, "046"), request(1), check)
+    collect(lambda n, body: reply(body, "046"), request(1), check)

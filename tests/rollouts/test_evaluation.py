@@ -1,3 +1,5 @@
+"""Accuracy of evaluations."""
+
 import msgspec
 import pytest
 
@@ -23,43 +25,45 @@ def accuracy_of(groups: list[Group], samples_per_prompt: int, share: float = 1.0
     return evaluation.accuracy_of(groups, samples_per_prompt, max_rejected_share=share)
 
 
-def lost(count: int, reason: str = "expired") -> Group:
+def group_with_losses(count: int, reason: str = "expired") -> Group:
     return msgspec.structs.replace(group(), rejections={reason: count})
 
 
-RIGHT = Verdict(reward=1.0, correctness=1.0, answer="12")
-WRONG = Verdict(reward=0.0, correctness=0.0, answer="13")
-UNPARSED = Verdict(reward=0.0, correctness=0.0)
-NONE = Verdict(reward=None, correctness=None, reason="timeout")
+CORRECT = Verdict(reward=1.0, correctness=1.0, answer="12")
+INCORRECT = Verdict(reward=0.0, correctness=0.0, answer="13")
+UNPARSEABLE = Verdict(reward=0.0, correctness=0.0)
+NO_VERDICT = Verdict(reward=None, correctness=None, reason="timeout")
 
 
-def test_by_hand() -> None:
-    # question means 1, 1/2 and 0: mean 1/2, variance 1/4, half width 1.959964 * sqrt(1/12) =
-    # 0.565793
-    result = accuracy_of([group(RIGHT, RIGHT), group(RIGHT, WRONG), group(WRONG, UNPARSED)], 2)
+def test_accuracy_computed_by_hand() -> None:
+    # Question means 1, 1/2 and 0: mean 1/2, variance 1/4,
+    # half width 1.959964 * sqrt(1/12) = 0.565793
+    result = accuracy_of(
+        [group(CORRECT, CORRECT), group(CORRECT, INCORRECT), group(INCORRECT, UNPARSEABLE)], 2
+    )
     assert result.accuracy == pytest.approx(0.5)
     assert result.half_width == pytest.approx(0.565793, abs=1e-6)
     assert result.parseable == pytest.approx(5 / 6)
     assert result.ended_share == 1.0
 
 
-def test_missing_samples_and_missing_verdicts_count_as_wrong() -> None:
-    result = accuracy_of([group(RIGHT), group(RIGHT, NONE)], 2)
+def test_missing_rollouts_and_verdicts_count_as_incorrect() -> None:
+    result = accuracy_of([group(CORRECT), group(CORRECT, NO_VERDICT)], 2)
     assert result.accuracy == pytest.approx(0.5)
 
 
 def test_a_truncated_response_is_not_parseable() -> None:
-    assert accuracy_of([group(RIGHT, finish=FinishReason.LENGTH)], 1).parseable == 0.0
+    assert accuracy_of([group(CORRECT, finish=FinishReason.LENGTH)], 1).parseable == 0.0
 
 
-def test_no_question_is_an_error() -> None:
+def test_an_evaluation_without_questions_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"data\.num_eval"):
         accuracy_of([], 1)
 
 
-def test_an_expired_response_is_wrong_and_not_finished() -> None:
-    """One response that an engine did not answer in time ends no run."""
-    result = accuracy_of([group(RIGHT)] * 9 + [lost(1)], 1, 0.1)
+def test_an_expired_response_counts_as_incorrect_and_not_ended() -> None:
+    """A run continues after one expired response."""
+    result = accuracy_of([group(CORRECT)] * 9 + [group_with_losses(1)], 1, 0.1)
     assert (result.accuracy, result.ended_share, result.parseable, result.num_rejected) == (
         0.9,
         0.9,
@@ -69,34 +73,34 @@ def test_an_expired_response_is_wrong_and_not_finished() -> None:
 
 
 @pytest.mark.parametrize("reason", ["expired", "engine", "logprobs_nonfinite"])
-def test_an_evaluation_that_lost_too_many_responses_is_no_accuracy(reason: str) -> None:
-    """With NaN weights every response is rejected: that is an error, not 0.000 ± 0.000."""
-    accuracy_of([group(RIGHT)] * 9 + [lost(1, reason)], 1, 0.1)
+def test_an_evaluation_with_too_many_losses_fails(reason: str) -> None:
+    """With NaN weights every response is rejected. That is an error, not 0.000 ± 0.000."""
+    accuracy_of([group(CORRECT)] * 9 + [group_with_losses(1, reason)], 1, 0.1)
     with pytest.raises(
         EvaluationFailed, match=rf"1 of 9 .*\(1 {reason} .*eval\.max_rejected_share=0\.1 "
     ):
-        accuracy_of([group(RIGHT)] * 8 + [lost(1, reason)], 1, 0.1)
+        accuracy_of([group(CORRECT)] * 8 + [group_with_losses(1, reason)], 1, 0.1)
     with pytest.raises(EvaluationFailed, match="4 of 4"):
-        accuracy_of([lost(2, reason), lost(2, reason)], 2, 1.0)
+        accuracy_of([group_with_losses(2, reason), group_with_losses(2, reason)], 2, 1.0)
 
 
-def test_an_evaluation_whose_scorer_fails_is_no_accuracy() -> None:
+def test_an_evaluation_whose_scorer_fails_is_refused() -> None:
     with pytest.raises(UserClassFailed, match=r"2 of 2 .*\(2 no_verdict \(the scorer failed"):
-        accuracy_of([group(NONE), group(NONE)], 1, 0.1)
-    assert accuracy_of([group(RIGHT)] * 9 + [group(NONE)], 1, 0.1).num_rejected == 1
+        accuracy_of([group(NO_VERDICT), group(NO_VERDICT)], 1, 0.1)
+    assert accuracy_of([group(CORRECT)] * 9 + [group(NO_VERDICT)], 1, 0.1).num_rejected == 1
 
 
-def test_an_accuracy_is_told_and_recorded_with_all_it_was_measured_on() -> None:
+def test_text_and_metrics_of_an_accuracy() -> None:
     result = accuracy_of(
         [
-            group(RIGHT, RIGHT, WRONG, UNPARSED),
-            msgspec.structs.replace(group(RIGHT), rejections={"a": 3}),
+            group(CORRECT, CORRECT, INCORRECT, UNPARSEABLE),
+            msgspec.structs.replace(group(CORRECT), rejections={"a": 3}),
         ],
         4,
     )
     assert str(result) == "0.375 ± 0.245 (2 questions x 4, 50.0% parseable, 3 lost)"
     assert (
-        str(accuracy_of([group(RIGHT, WRONG)], 2))
+        str(accuracy_of([group(CORRECT, INCORRECT)], 2))
         == "0.500 ± 0.000 (1 questions x 2, 100.0% parseable)"
     )
     assert result.metrics() == {

@@ -1,8 +1,7 @@
-"""Whatever an engine answers becomes a rollout that says what it said, or a rejection with a
-counted reason.
+"""Every reply of an engine becomes a rollout with its contents, or a rejection with a reason.
 
-What a reply says is read a second time here, by the standard library alone, and compared with the
-rollout.
+These tests read each reply a second time, with the standard library alone, and compare the result
+with the rollout.
 """
 
 import asyncio
@@ -35,7 +34,9 @@ from sglang_bridge.generation import Generation, GenerationRejected, decode_gene
 from tests.support.fake_engine import LAYERS, TOPK, configuration, fake_engine
 from tests.support.scripted_model import EOS, PROMPT, TOKENIZER
 
-VOCABULARY, EXPERTS, BUDGET = 48, 8, 16
+VOCABULARY = 48
+EXPERTS = 8
+BUDGET = 16
 SHAPE = RouteShape(
     moe_layers=(0, 1, 2, 3), num_hidden_layers=LAYERS, num_experts=EXPERTS, topk=TOPK
 )
@@ -44,73 +45,98 @@ Reply = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Said:
-    """What a reply says of its output tokens: (token, log-probability, version), and the rows of
-    its routes.
+class ReplyContents:
+    """Output of a reply.
+
+    tokens: (token, log-probability, version) of each output token.
+    rows: routes of each input token.
     """
 
     tokens: list[tuple[int, float, int]]
     rows: list[list[tuple[int, ...]]]
 
 
-def reading(body: bytes, num_prompt: int, budget: int) -> Said | None:
-    """None for a reply that cannot be trained on."""
+_UNREADABLE = (
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    struct.error,
+    RecursionError,
+)
+
+
+def read_reply(body: bytes, num_prompt: int, budget: int) -> ReplyContents | None:
+    """Read a reply with the standard library alone. None if it cannot be trained on."""
     try:
         reply = json.loads(body, parse_constant=lambda name: 1 / 0)
-        meta, ids = reply["meta_info"], reply["output_ids"]
+        meta = reply["meta_info"]
+        ids = reply["output_ids"]
         logprobs = [(float32(value), token) for value, token, _ in meta["output_token_logprobs"]]
-        spans = meta.get("weight_versions") or [
-            {"version": meta["weight_version"], "start": 0, "end": len(ids)}
-        ]
-        versions = [
-            int(span["version"].encode("ascii"))
-            for span in spans
-            for _ in range(span["start"], span["end"])
-        ]
-        raw = base64.b64decode(meta["routed_experts"], validate=True)
-        experts = struct.unpack(f"<{len(raw) // 4}i", raw)
-        usable = (
-            meta["finish_reason"]["type"] in ("stop", "length")
-            and 0 < len(ids) <= budget
-            and [token for _, token in logprobs] == ids
-            and all(0 <= token < VOCABULARY for token in ids)
-            and all(-1e4 <= value <= 1e-3 for value, _ in logprobs)
-            and [(s["start"], s["end"]) for s in spans]
-            == list(zip([0, *(s["end"] for s in spans)], [s["end"] for s in spans], strict=False))
-            and all(s["start"] < s["end"] for s in spans)
-            and isinstance(meta["weight_version"], str)
-            and versions == sorted(versions)
-            and min(versions) >= 0
-            and meta.get("num_retractions", 0) >= 0
-            and meta.get("cached_tokens", 0) >= 0
-            and len(versions) == len(ids)
-            and (meta.get("num_retractions", 0) == 0 or len(set(versions)) == 1)
-            and len(experts) == (num_prompt + len(ids) - 1) * LAYERS * TOPK
-            and all(0 <= expert < EXPERTS for expert in experts)
-        )
-        choices = [experts[i : i + TOPK] for i in range(0, len(experts), TOPK)]
-        if not usable or any(len(set(choice)) < TOPK for choice in choices):
+        versions = read_versions(meta, len(ids))
+        rows = read_routes(meta, num_prompt + len(ids) - 1)
+        if versions is None or rows is None or not is_valid_output(meta, ids, logprobs, budget):
             return None
-        rows = [choices[i : i + LAYERS] for i in range(0, len(choices), LAYERS)]
-        return Said([(t, v, n) for t, (v, _), n in zip(ids, logprobs, versions, strict=True)], rows)
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        ArithmeticError,
-        struct.error,
-        RecursionError,
-    ):
+        values = [value for value, _ in logprobs]
+        return ReplyContents(list(zip(ids, values, versions, strict=True)), rows)
+    except _UNREADABLE:
         return None
+
+
+def read_versions(meta: Reply, num_tokens: int) -> list[int] | None:
+    """Return the version of each output token, None if the versions are invalid."""
+    default = [{"version": meta["weight_version"], "start": 0, "end": num_tokens}]
+    spans = meta.get("weight_versions") or default
+    versions: list[int] = []
+    for span in spans:
+        version = int(span["version"].encode("ascii"))
+        versions += [version] * len(range(span["start"], span["end"]))
+    starts = [span["start"] for span in spans]
+    ends = [span["end"] for span in spans]
+    is_contiguous = starts == [0, *ends[:-1]] and len(versions) == num_tokens
+    has_empty_span = any(span["start"] >= span["end"] for span in spans)
+    is_ascending = versions == sorted(versions) and min(versions) >= 0
+    is_rewritten = meta.get("num_retractions", 0) != 0 and len(set(versions)) != 1
+    if not is_contiguous or has_empty_span or not is_ascending or is_rewritten:
+        return None
+    return versions if isinstance(meta["weight_version"], str) else None
+
+
+def read_routes(meta: Reply, num_rows: int) -> list[list[tuple[int, ...]]] | None:
+    """Return the routes of each input token, None if they are invalid."""
+    raw = base64.b64decode(meta["routed_experts"], validate=True)
+    experts = struct.unpack(f"<{len(raw) // 4}i", raw)
+    if len(experts) != num_rows * LAYERS * TOPK:
+        return None
+    if any(expert not in range(EXPERTS) for expert in experts):
+        return None
+    choices = [experts[i : i + TOPK] for i in range(0, len(experts), TOPK)]
+    if any(len(set(choice)) < TOPK for choice in choices):
+        return None
+    return [choices[i : i + LAYERS] for i in range(0, len(choices), LAYERS)]
+
+
+def is_valid_output(
+    meta: Reply, ids: list[int], logprobs: list[tuple[float, int]], budget: int
+) -> bool:
+    return (
+        meta["finish_reason"]["type"] in ("stop", "length")
+        and 0 < len(ids) <= budget
+        and [token for _, token in logprobs] == ids
+        and all(0 <= token < VOCABULARY for token in ids)
+        and all(-1e4 <= value <= 1e-3 for value, _ in logprobs)
+        and meta.get("num_retractions", 0) >= 0
+        and meta.get("cached_tokens", 0) >= 0
+    )
 
 
 def float32(value: float) -> float:
     return float(struct.unpack("<f", struct.pack("<f", value))[0])
 
 
-def said_by(rollout: Rollout) -> Said:
-    """The same of a rollout, whose prompt must be the one that was asked for; rows of all tokens."""
+def contents_of(rollout: Rollout) -> ReplyContents:
+    """Return the output of a rollout."""
     assert rollout.segments[0].role is Role.PROMPT
     tokens = [
         (int(token), float(logprob), segment.version)
@@ -119,21 +145,26 @@ def said_by(rollout: Rollout) -> Said:
         for token, logprob in zip(segment.tokens, segment.logprobs, strict=True)
     ]
     assert rollout.routes is not None
-    at = 0
+    position = 0
     for segment in rollout.segments:
-        assert segment.route_rows == (at, min(at + len(segment.tokens), len(rollout.routes)))
-        at += len(segment.tokens)
-    assert at == len(rollout.routes) + 1
-    return Said(tokens, [[tuple(choice) for choice in row] for row in rollout.routes.tolist()])
+        assert segment.route_rows == (
+            position,
+            min(position + len(segment.tokens), len(rollout.routes)),
+        )
+        position += len(segment.tokens)
+    assert position == len(rollout.routes) + 1
+    return ReplyContents(
+        tokens, [[tuple(choice) for choice in row] for row in rollout.routes.tolist()]
+    )
 
 
-def encoded(rows: list[list[tuple[int, int]]], form: str = "i") -> str:
+def encode_routes(rows: list[list[tuple[int, int]]], form: str = "i") -> str:
     flat = [expert for row in rows for choice in row for expert in choice]
     return base64.b64encode(struct.pack(f"<{len(flat)}{form}", *flat)).decode()
 
 
-def recorded(draw: st.DrawFn, count: int) -> list[list[tuple[int, int]]]:
-    """Rows of distinct experts."""
+def draw_routes(draw: st.DrawFn, count: int) -> list[list[tuple[int, int]]]:
+    """Draw rows of distinct experts."""
     seed = draw(st.integers(0, 2**20))
     pairs = [
         (first, second) for first in range(EXPERTS) for second in range(EXPERTS) if first != second
@@ -145,189 +176,202 @@ def recorded(draw: st.DrawFn, count: int) -> list[list[tuple[int, int]]]:
 
 
 @st.composite
-def sound(draw: st.DrawFn, num_prompt: int, budget: int = BUDGET) -> Reply:
-    """What an engine may answer: any length, versions, retractions, cached prefix."""
+def valid_reply(draw: st.DrawFn, num_prompt: int, budget: int = BUDGET) -> Reply:
+    """Draw a valid reply of any length, with versions, retractions and a cached prefix."""
     count = draw(st.integers(1, budget))
     ids = draw(st.lists(st.integers(2, VOCABULARY - 1), min_size=count, max_size=count))
     cut = draw(st.integers(1, count))
     split = [("3", 0, cut), ("4", cut, count)] if cut < count else [("3", 0, count)]
-    meta: Reply = {
+    set_meta: Reply = {
         "finish_reason": {"type": draw(st.sampled_from(["stop", "length"]))},
         "weight_version": "3",
         "output_token_logprobs": [[draw(st.floats(-20, 0)), token, None] for token in ids],
-        "routed_experts": encoded(recorded(draw, num_prompt + count - 1)),
+        "routed_experts": encode_routes(draw_routes(draw, num_prompt + count - 1)),
         "cached_tokens": draw(st.integers(0, num_prompt)),
         "num_retractions": draw(st.integers(0, 2)) if cut == count else 0,
     }
     if draw(st.booleans()):
-        meta["weight_versions"] = [{"version": v, "start": a, "end": b} for v, a, b in split]
-    return {"output_ids": ids, "meta_info": meta}
+        set_meta["weight_versions"] = [{"version": v, "start": a, "end": b} for v, a, b in split]
+    return {"output_ids": ids, "meta_info": set_meta}
 
 
-def sound_routes(rows: int) -> str:
-    return encoded([[(1, 2)] * LAYERS] * rows)
+def valid_routes(rows: int) -> str:
+    return encode_routes([[(1, 2)] * LAYERS] * rows)
 
 
-def other_routes(
+def change_routes(
     change: Callable[[list[list[tuple[int, int]]]], Any], form: str = "i"
 ) -> Callable[[Reply], None]:
-    def spoil(reply: Reply) -> None:
+    def damage(reply: Reply) -> None:
         raw = base64.b64decode(reply["meta_info"]["routed_experts"])
         flat = struct.unpack(f"<{len(raw) // 4}i", raw)
         choices = list(zip(flat[::TOPK], flat[1::TOPK], strict=True))
         rows = [choices[i : i + LAYERS] for i in range(0, len(choices), LAYERS)]
-        reply["meta_info"]["routed_experts"] = encoded(change(rows) or rows, form)
+        reply["meta_info"]["routed_experts"] = encode_routes(change(rows) or rows, form)
 
-    return spoil
+    return damage
 
 
-def meta(key: str, value: Any) -> Callable[[Reply], None]:
-    """value: what the key becomes; of a function, what it makes of the reply; None drops the key."""
+def set_meta(key: str, value: Any) -> Callable[[Reply], None]:
+    """Set a key of `meta_info`.
 
-    def spoil(reply: Reply) -> None:
-        made = value(reply) if callable(value) else value
-        if made is None:
+    value: the new value, None to remove the key, or a function from the reply to one of these.
+    """
+
+    def damage(reply: Reply) -> None:
+        new_value = value(reply) if callable(value) else value
+        if new_value is None:
             reply["meta_info"].pop(key, None)
         else:
-            reply["meta_info"][key] = made
+            reply["meta_info"][key] = new_value
 
-    return spoil
+    return damage
 
 
-def entries(change: Callable[[list[list[Any]]], Any]) -> Callable[[Reply], None]:
+def change_logprobs(change: Callable[[list[list[Any]]], Any]) -> Callable[[Reply], None]:
     return lambda reply: change(reply["meta_info"]["output_token_logprobs"])
 
 
-def spans(*parts: tuple[str, float, float]) -> Callable[[Reply], None]:
-    """Versions of shares of the output tokens."""
+def set_versions(*parts: tuple[str, float, float]) -> Callable[[Reply], None]:
+    """Set versions. parts: (version, start, end) as shares of the output tokens."""
 
-    def made(reply: Reply) -> list[Reply]:
+    def new_value(reply: Reply) -> list[Reply]:
         n = len(reply["output_ids"])
         return [{"version": v, "start": round(a * n), "end": round(b * n)} for v, a, b in parts]
 
-    return meta("weight_versions", made)
+    return set_meta("weight_versions", new_value)
 
 
-def first_choice(value: tuple[int, int]) -> Callable[[Reply], None]:
-    return other_routes(lambda rows: [[value, *rows[0][1:]], *rows[1:]])
+def set_first_choice(value: tuple[int, int]) -> Callable[[Reply], None]:
+    return change_routes(lambda rows: [[value, *rows[0][1:]], *rows[1:]])
 
 
-# Each makes a sound reply one that must not be trained on; by the reason that is counted.
-SPOILT: dict[str, tuple[Callable[[Reply], None], str]] = {
-    "a row too few": (other_routes(lambda rows: rows[:-1]), "routes_length"),
-    "a row too many": (other_routes(lambda rows: [*rows, rows[-1]]), "routes_length"),
-    "no rows": (other_routes(lambda rows: rows.clear()), "routes_length"),
-    "a layer too few": (other_routes(lambda rows: [row[:-1] for row in rows]), "routes_length"),
+# Damages after which a valid reply must not be trained on, with the reason of the rejection
+DAMAGES: dict[str, tuple[Callable[[Reply], None], str]] = {
+    "a row too few": (change_routes(lambda rows: rows[:-1]), "routes_length"),
+    "a row too many": (change_routes(lambda rows: [*rows, rows[-1]]), "routes_length"),
+    "no rows": (change_routes(lambda rows: rows.clear()), "routes_length"),
+    "a layer too few": (change_routes(lambda rows: [row[:-1] for row in rows]), "routes_length"),
     "an expert too few": (
-        other_routes(lambda rows: [[(a,) for a, _ in row] for row in rows]),
+        change_routes(lambda rows: [[(a,) for a, _ in row] for row in rows]),
         "routes_length",
     ),
-    "16 bits": (other_routes(lambda rows: None, "h"), "routes_length"),
-    "64 bits": (other_routes(lambda rows: None, "q"), "routes_length"),
-    "floats": (other_routes(lambda rows: [[(1, 2)] * LAYERS for _ in rows], "f"), "routes_range"),
-    "an expert that is not there": (first_choice((0, EXPERTS)), "routes_range"),
-    "a negative expert": (first_choice((-1, 2)), "routes_range"),
-    "an expert that is one in its lowest byte": (first_choice((256, 1)), "routes_range"),
-    "an expert twice": (first_choice((5, 5)), "routes_duplicate"),
+    "16 bits": (change_routes(lambda rows: None, "h"), "routes_length"),
+    "64 bits": (change_routes(lambda rows: None, "q"), "routes_length"),
+    "floats": (change_routes(lambda rows: [[(1, 2)] * LAYERS for _ in rows], "f"), "routes_range"),
+    "an expert that is not there": (set_first_choice((0, EXPERTS)), "routes_range"),
+    "a negative expert": (set_first_choice((-1, 2)), "routes_range"),
+    "an expert that is one in its lowest byte": (set_first_choice((256, 1)), "routes_range"),
+    "an expert twice": (set_first_choice((5, 5)), "routes_duplicate"),
     "nothing recorded": (
-        other_routes(lambda rows: [[(0, 0)] * LAYERS for _ in rows]),
+        change_routes(lambda rows: [[(0, 0)] * LAYERS for _ in rows]),
         "routes_duplicate",
     ),
     "not base64": (
-        meta("routed_experts", lambda r: "%" + r["meta_info"]["routed_experts"][1:]),
+        set_meta("routed_experts", lambda r: "%" + r["meta_info"]["routed_experts"][1:]),
         "routes_encoding",
     ),
     "cut base64": (
-        meta("routed_experts", lambda r: r["meta_info"]["routed_experts"][:-1]),
+        set_meta("routed_experts", lambda r: r["meta_info"]["routed_experts"][:-1]),
         "routes_encoding",
     ),
-    "no routes": (meta("routed_experts", None), "routes_missing"),
-    "a list of routes": (meta("routed_experts", [1, 2]), "malformed"),
-    "no log-probabilities": (meta("output_token_logprobs", None), "logprobs_length"),
-    "one fewer": (entries(lambda given: given.pop()), "logprobs_length"),
-    "one more": (entries(lambda given: given.append(given[-1])), "logprobs_length"),
-    "of other tokens": (entries(lambda given: given[0].__setitem__(1, 1)), "logprobs_length"),
-    "null": (entries(lambda given: given[-1].__setitem__(0, None)), "logprobs_nonfinite"),
-    "NaN": (entries(lambda given: given[-1].__setitem__(0, float("nan"))), "malformed"),
-    "minus infinity": (entries(lambda given: given[-1].__setitem__(0, float("-inf"))), "malformed"),
+    "no routes": (set_meta("routed_experts", None), "routes_missing"),
+    "a list of routes": (set_meta("routed_experts", [1, 2]), "malformed"),
+    "no log-probabilities": (set_meta("output_token_logprobs", None), "logprobs_length"),
+    "one fewer": (change_logprobs(lambda items: items.pop()), "logprobs_length"),
+    "one more": (change_logprobs(lambda items: items.append(items[-1])), "logprobs_length"),
+    "of other tokens": (
+        change_logprobs(lambda items: items[0].__setitem__(1, 1)),
+        "logprobs_length",
+    ),
+    "null": (change_logprobs(lambda items: items[-1].__setitem__(0, None)), "logprobs_nonfinite"),
+    "NaN": (change_logprobs(lambda items: items[-1].__setitem__(0, float("nan"))), "malformed"),
+    "minus infinity": (
+        change_logprobs(lambda items: items[-1].__setitem__(0, float("-inf"))),
+        "malformed",
+    ),
     "beyond float32": (
-        entries(lambda given: given[-1].__setitem__(0, -1e300)),
+        change_logprobs(lambda items: items[-1].__setitem__(0, -1e300)),
         "logprobs_nonfinite",
     ),
     "float32's lowest": (
-        entries(lambda given: given[-1].__setitem__(0, -3.4028234663852886e38)),
+        change_logprobs(lambda items: items[-1].__setitem__(0, -3.4028234663852886e38)),
         "logprobs_tiny",
     ),
-    "positive": (entries(lambda given: given[0].__setitem__(0, 0.5)), "logprobs_positive"),
-    "words": (entries(lambda given: given[0].__setitem__(0, "x")), "malformed"),
-    "no version": (meta("weight_version", None), "malformed"),
+    "positive": (change_logprobs(lambda items: items[0].__setitem__(0, 0.5)), "logprobs_positive"),
+    "words": (change_logprobs(lambda items: items[0].__setitem__(0, "x")), "malformed"),
+    "no version": (set_meta("weight_version", None), "malformed"),
     "a version that is a word": (
-        meta(
+        set_meta(
             "weight_versions",
             lambda r: [{"version": "default", "start": 0, "end": len(r["output_ids"])}],
         ),
         "version",
     ),
-    "a version in other digits": (spans(("٣", 0, 1)), "version"),
-    "a version below zero": (spans(("-1", 0, 1)), "version"),
-    "versions that end early": (spans(("3", 0, 0.4)), "versions"),
-    "versions that start late": (spans(("3", 0.6, 1)), "versions"),
-    "an empty span": (spans(("3", 0, 0), ("4", 0, 1)), "versions"),
-    "aborted": (meta("finish_reason", {"type": "abort"}), "aborted"),
-    "an unknown end": (meta("finish_reason", {"type": "tired"}), "finish_reason"),
-    "no end": (meta("finish_reason", None), "malformed"),
+    "a version in other digits": (set_versions(("٣", 0, 1)), "version"),
+    "a version below zero": (set_versions(("-1", 0, 1)), "version"),
+    "versions that end early": (set_versions(("3", 0, 0.4)), "versions"),
+    "versions that start late": (set_versions(("3", 0.6, 1)), "versions"),
+    "an empty span": (set_versions(("3", 0, 0), ("4", 0, 1)), "versions"),
+    "aborted": (set_meta("finish_reason", {"type": "abort"}), "aborted"),
+    "an unknown end": (set_meta("finish_reason", {"type": "tired"}), "finish_reason"),
+    "no end": (set_meta("finish_reason", None), "malformed"),
     "a token beyond the vocabulary": (
         lambda reply: reply["output_ids"].__setitem__(0, VOCABULARY),
         "token_range",
     ),
     "no tokens": (lambda reply: reply.update(output_ids=[]), "routes_length"),
-    "retractions below zero": (meta("num_retractions", -1), "malformed"),
+    "retractions below zero": (set_meta("num_retractions", -1), "malformed"),
 }
 
 
-def older_later(reply: Reply) -> None:
-    spans(("4", 0, 0.5), ("3", 0.5, 1))(reply)
+def order_versions_backwards(reply: Reply) -> None:
+    set_versions(("4", 0, 0.5), ("3", 0.5, 1))(reply)
 
 
-def retracted_into_new_weights(reply: Reply) -> None:
-    """Its old tokens' rows are those of the new weights."""
-    spans(("3", 0, 0.5), ("4", 0.5, 1))(reply)
+def retract_into_new_weights(reply: Reply) -> None:
+    """Make the routes of the old tokens those of the new weights."""
+    set_versions(("3", 0, 0.5), ("4", 0.5, 1))(reply)
     reply["meta_info"]["num_retractions"] = 1
 
 
-OF_TWO_TOKENS = {  # and more
-    "an older version later": (older_later, "versions"),
-    "retracted into new weights": (retracted_into_new_weights, "routes_rewritten"),
+DAMAGES_OF_TWO_TOKENS = {  # or more
+    "an older version later": (order_versions_backwards, "versions"),
+    "retracted into new weights": (retract_into_new_weights, "routes_rewritten"),
 }
 
 
-class Lab:
-    """A collector before an engine whose next reply is ours."""
+class TestBench:
+    """A collector with an engine whose replies are given by the test."""
 
     def __init__(self) -> None:
-        self.body, self.count = b"", 0
+        self.body = b""
+        self.count = 0
         self._loop = asyncio.new_event_loop()
         self._outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
         self._engine = fake_engine(lambda n, request: self.body, seconds=0.0)
         url = self._loop.run_until_complete(self._engine.__aenter__())
         self._collector = Collector(0, configuration(url), self._outbox.put)
 
-    def ask(self, body: bytes) -> Rollout | str:
-        """The rollout that comes of a reply, or the reason why there is none."""
-        self.body, self.count = body, self.count + 1
-        return self._loop.run_until_complete(self._ask(f"g{self.count}"))
+    def submit(self, body: bytes) -> Rollout | str:
+        """Return the rollout of a reply, or the reason why there is none."""
+        self.body = body
+        self.count += 1
+        return self._loop.run_until_complete(self._submit(f"g{self.count}"))
 
-    async def _ask(self, name: str) -> Rollout | str:
+    async def _submit(self, name: str) -> Rollout | str:
         await self._collector.handle(
             GroupRequest(group_id=name, prompt=PROMPT, num_samples=1, sampling=SAMPLING)
         )
-        done = await asyncio.wait_for(self._outbox.get(), 30)
-        assert isinstance(done, GroupDone), done
-        kept = [read_rollout(ref) for ref in done.group.rollouts]
-        reasons = [reason for reason, count in done.group.rejections.items() for _ in range(count)]
-        assert len(kept) + len(reasons) == 1, "neither a rollout nor a counted reason"
+        message = await asyncio.wait_for(self._outbox.get(), 30)
+        assert isinstance(message, GroupDone), message
+        rollouts = [read_rollout(ref) for ref in message.group.rollouts]
+        reasons = [
+            reason for reason, count in message.group.rejections.items() for _ in range(count)
+        ]
+        assert len(rollouts) + len(reasons) == 1
         await self._collector.handle(Release((name,)))
-        return kept[0] if kept else reasons[0]
+        return rollouts[0] if rollouts else reasons[0]
 
     def close(self) -> None:
         self._loop.run_until_complete(self._collector.close())
@@ -336,69 +380,72 @@ class Lab:
 
 
 @pytest.fixture(scope="module")
-def lab() -> Iterator[Lab]:
-    opened = Lab()
-    yield opened
-    opened.close()
+def bench() -> Iterator[TestBench]:
+    test_bench = TestBench()
+    yield test_bench
+    test_bench.close()
 
 
 N = len(PROMPT.token_ids)
 quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-def check(lab: Lab, body: bytes) -> Rollout | str:
-    found, expected = lab.ask(body), reading(body, N, BUDGET)
-    if isinstance(found, str):
-        assert found != ENVIRONMENT_FAILURE, "the engine's fault is blamed on the environment"
+def check(bench: TestBench, body: bytes) -> Rollout | str:
+    result = bench.submit(body)
+    contents = read_reply(body, N, BUDGET)
+    if isinstance(result, str):
+        assert result != ENVIRONMENT_FAILURE
     else:
-        assert expected is not None, "trained on what cannot be"
-        assert said_by(found) == expected
-        assert found.segments[0].tokens.tolist() == list(PROMPT.token_ids)
-    return found
+        assert contents is not None
+        assert contents_of(result) == contents
+        assert result.segments[0].tokens.tolist() == list(PROMPT.token_ids)
+    return result
 
 
 @quick
 @given(st.data())
-def test_a_sound_reply_becomes_the_rollout_that_it_says(lab: Lab, data: st.DataObject) -> None:
-    assert isinstance(check(lab, json.dumps(data.draw(sound(N))).encode()), Rollout)
+def test_a_valid_reply_becomes_a_rollout_with_its_contents(
+    bench: TestBench, data: st.DataObject
+) -> None:
+    assert isinstance(check(bench, json.dumps(data.draw(valid_reply(N))).encode()), Rollout)
 
 
-@pytest.mark.parametrize("name", [*SPOILT, *OF_TWO_TOKENS])
+@pytest.mark.parametrize("name", [*DAMAGES, *DAMAGES_OF_TWO_TOKENS])
 @settings(max_examples=3, deadline=None)
 @given(st.data())
-def test_a_spoilt_reply_is_rejected_for_its_reason(
-    lab: Lab, name: str, data: st.DataObject
+def test_a_damaged_reply_is_rejected_with_its_reason(
+    bench: TestBench, name: str, data: st.DataObject
 ) -> None:
-    spoil, reason = (SPOILT | OF_TWO_TOKENS)[name]
-    reply = data.draw(sound(N).filter(lambda r: len(r["output_ids"]) > 1))
-    spoil(reply)
+    damage, reason = (DAMAGES | DAMAGES_OF_TWO_TOKENS)[name]
+    reply = data.draw(valid_reply(N).filter(lambda r: len(r["output_ids"]) > 1))
+    damage(reply)
     body = json.dumps(reply).encode()
-    assert reading(body, N, BUDGET) is None
-    assert check(lab, body) == reason
+    assert read_reply(body, N, BUDGET) is None
+    assert check(bench, body) == reason
 
 
 @quick
 @given(st.data())
-def test_several_faults_at_once_are_one_rejection_unless_they_cancel(
-    lab: Lab, data: st.DataObject
+def test_several_damages_are_one_rejection_unless_they_cancel(
+    bench: TestBench, data: st.DataObject
 ) -> None:
-    reply = data.draw(sound(N))
+    reply = data.draw(valid_reply(N))
     for name in data.draw(
-        st.lists(st.sampled_from(list(SPOILT)), min_size=2, max_size=3, unique=True)
+        st.lists(st.sampled_from(list(DAMAGES)), min_size=2, max_size=3, unique=True)
     ):
         try:
-            SPOILT[name][0](reply)
+            DAMAGES[name][0](reply)
         except (LookupError, TypeError, ValueError, struct.error):
-            continue  # nothing left to spoil
-    check(lab, json.dumps(reply).encode())
+            continue  # nothing left to damage
+    check(bench, json.dumps(reply).encode())
 
 
 @settings(quick, max_examples=150)
 @given(st.data())
-def test_bytes_that_were_changed_on_their_way_are_rejected_or_read_as_they_are(
-    lab: Lab, data: st.DataObject
+def test_replies_with_changed_bytes_are_rejected_or_read_as_they_are(
+    bench: TestBench, data: st.DataObject
 ) -> None:
-    body = bytearray(json.dumps(data.draw(sound(N))).encode())
+    body = bytearray(json.dumps(data.draw(valid_reply(N))).encode())
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(0, len(body) - 1))
         if data.draw(st.booleans()):
@@ -406,50 +453,62 @@ def test_bytes_that_were_changed_on_their_way_are_rejected_or_read_as_they_are(
         else:
             del body[at : at + data.draw(st.integers(1, 40))]
             body = body or bytearray(b"{")
-    check(lab, bytes(body))
+    check(bench, bytes(body))
 
 
-def test_what_breaks_a_parser_is_a_malformed_reply(lab: Lab) -> None:
+def test_input_that_breaks_parsers_is_malformed(bench: TestBench) -> None:
     for body in (
         b'{"x":' + b"[" * 200_000,
         b"",
         b"\xff\xfe",
         b'{"output_ids":[1],"meta_info":{"weight_version":"\xff"',
-        b'{"output_ids":[2],"meta_info":{"finish_reason":{"type":"stop"},"weight_version":"3","\x80":0,'
+        b'{"output_ids":[2],"meta_info":{"finish_reason":{"type":"stop"},'
+        b'"weight_version":"3","\x80":0,'
         b'"output_token_logprobs":[[-0.5,2,null]],"routed_experts":"%s"}}'
-        % sound_routes(N).encode(),
+        % valid_routes(N).encode(),
     ):
-        assert check(lab, body) == "malformed"
+        assert check(bench, body) == "malformed"
 
 
-def test_an_engine_that_draws_more_than_it_was_asked_for_is_not_believed(lab: Lab) -> None:
+def test_a_reply_with_too_many_tokens_is_rejected(bench: TestBench) -> None:
     reply = {
         "output_ids": [5] * (BUDGET + 1),
         "meta_info": {
             "finish_reason": {"type": "length"},
             "weight_version": "3",
             "output_token_logprobs": [[-0.5, 5, None]] * (BUDGET + 1),
-            "routed_experts": encoded([[(1, 2)] * LAYERS] * (N + BUDGET)),
+            "routed_experts": encode_routes([[(1, 2)] * LAYERS] * (N + BUDGET)),
         },
     }
-    assert check(lab, json.dumps(reply).encode()) == "too_long"
+    assert check(bench, json.dumps(reply).encode()) == "too_long"
 
 
-@quick
-@given(st.data())
-def test_a_second_turn_keeps_the_rows_of_when_a_token_was_first_read(data: st.DataObject) -> None:
-    """And what the second reply says of tokens that were read before, right or wrong, is not looked
-    at.
+Rejection = GenerationRejected | RolloutRejected | RouteError
+
+
+async def play_two_turns(episode: Episode) -> None:
+    await episode.respond()
+    episode.observe("12")
+    await episode.respond()
+
+
+def two_turns(
+    data: st.DataObject,
+) -> tuple[Episode, list[tuple[bytes, int, int]], Rejection | None]:
+    """Run an episode of two turns with drawn replies, the second of which may be damaged.
+
+    Returns the episode, its replies with the numbers of prompt tokens and of tokens that were
+    allowed, and the error.
     """
     replies: list[tuple[bytes, int, int]] = []
 
     async def generate(tokens: Any, sampling: Sampling) -> Generation:
-        reply = data.draw(sound(len(tokens), sampling.max_new_tokens))
+        reply = data.draw(valid_reply(len(tokens), sampling.max_new_tokens))
         if not replies:
-            reply = data.draw(sound(len(tokens), 4))
+            reply = data.draw(valid_reply(len(tokens), 4))
             reply["meta_info"]["finish_reason"] = {"type": "stop"}
         elif data.draw(st.booleans()):
-            SPOILT[data.draw(st.sampled_from(list(SPOILT)))][0](reply)
+            DAMAGES[data.draw(st.sampled_from(list(DAMAGES)))][0](reply)
         body = json.dumps(reply).encode()
         replies.append((body, len(tokens), sampling.max_new_tokens))
         return decode_generation(
@@ -459,22 +518,27 @@ def test_a_second_turn_keeps_the_rows_of_when_a_token_was_first_read(data: st.Da
     rules = EpisodeRules(sampling=SAMPLING, routes=SHAPE, train_truncated=True)
     episode = Episode(PROMPT, generate, TOKENIZER, rules, rollout_id="g/0")
 
-    async def play() -> None:
-        await episode.respond()
-        episode.observe("12")
-        await episode.respond()
-
     try:
-        asyncio.run(play())
+        asyncio.run(play_two_turns(episode))
     except (GenerationRejected, RolloutRejected, RouteError) as error:
+        return episode, replies, error
+    return episode, replies, None
+
+
+@quick
+@given(st.data())
+def test_a_second_turn_keeps_the_routes_of_the_first(data: st.DataObject) -> None:
+    """The routes of tokens that were read before are ignored in the second reply, valid or not."""
+    episode, replies, error = two_turns(data)
+    if error is not None:
         assert error.reason
         return
-    found = said_by(episode.rollout())
-    first, second = (reading(*reply) for reply in replies)
-    known = N + len(first.tokens) - 1 if first is not None else 0
+    contents = contents_of(episode.rollout())
+    first, second = (read_reply(*reply) for reply in replies)
     assert first is not None
-    assert found.tokens[: len(first.tokens)] == first.tokens
-    assert found.rows[:known] == first.rows
+    num_known_rows = N + len(first.tokens) - 1
+    assert contents.tokens[: len(first.tokens)] == first.tokens
+    assert contents.rows[:num_known_rows] == first.rows
     if second is not None:
-        assert found.tokens[len(first.tokens) :] == second.tokens
-        assert found.rows[known:] == second.rows[known:]
+        assert contents.tokens[len(first.tokens) :] == second.tokens
+        assert contents.rows[num_known_rows:] == second.rows[num_known_rows:]

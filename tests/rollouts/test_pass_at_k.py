@@ -1,4 +1,4 @@
-"""pass@k by hand, and against every way to draw k responses."""
+"""pass@k computed by hand, and by enumerating every choice of k responses."""
 
 from itertools import combinations
 
@@ -25,24 +25,26 @@ def group(*correct: float) -> Group:
     )
 
 
-def test_by_hand() -> None:
-    # 4 responses, 1 right: of the 6 pairs 3 hold it; of the 4 triples 3 do
+def test_pass_at_k_computed_by_hand() -> None:
+    # 4 responses, 1 correct: 3 of the 6 pairs and 3 of the 4 triples hold it
     assert [pass_at_k(4, 1, k) for k in (1, 2, 3, 4)] == pytest.approx([1 / 4, 1 / 2, 3 / 4, 1])
-    # 5 responses, 2 right: C(3, 2) / C(5, 2) = 3 / 10 of the pairs are wrong
+    # 5 responses, 2 correct: C(3, 2) / C(5, 2) = 3 / 10 of the pairs hold no correct one
     assert pass_at_k(5, 2, 2) == pytest.approx(0.7)
     assert pass_at_k(8, 0, 4) == 0 and pass_at_k(8, 8, 1) == 1
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=9), st.data())
-def test_it_is_the_share_of_all_draws_that_hold_a_right_one(
-    right: list[bool], data: st.DataObject
+def test_pass_at_k_is_the_share_of_choices_with_a_correct_response(
+    is_correct: list[bool], data: st.DataObject
 ) -> None:
-    k = data.draw(st.integers(1, len(right)))
-    draws = list(combinations(right, k))
-    assert pass_at_k(len(right), sum(right), k) == pytest.approx(sum(map(any, draws)) / len(draws))
+    k = data.draw(st.integers(1, len(is_correct)))
+    choices = list(combinations(is_correct, k))
+    assert pass_at_k(len(is_correct), sum(is_correct), k) == pytest.approx(
+        sum(map(any, choices)) / len(choices)
+    )
 
 
-def test_powers_as_far_as_the_samples_go() -> None:
+def test_powers_of_two_up_to_the_number_of_samples() -> None:
     assert [powers_up_to(n) for n in (1, 2, 3, 4, 9)] == [
         [1],
         [1, 2],
@@ -58,8 +60,8 @@ def test_intervals_are_over_questions() -> None:
     assert mean_ci95([0.25]) == (0.25, 0.0)
 
 
-def test_rates_of_groups_count_lost_and_half_right_responses_as_wrong() -> None:
-    # two responses were asked for: both right; one right; one right and one lost; one half right
+def test_pass_rates_count_lost_and_half_correct_responses_as_failures() -> None:
+    # 2 responses requested of each: both correct; one correct; one lost; one half correct
     rates = pass_rates([group(1, 1), group(1, 0), group(1), group(0.5, 0)], 2)
     assert rates.keys() == {1, 2}
     assert rates[1][0] == pytest.approx((1 + 0.5 + 0.5 + 0) / 4) and rates[2][0] == pytest.approx(

@@ -1,4 +1,4 @@
-"""The collector as the process that a run starts."""
+"""The collector as a process of its own, as a run starts it."""
 
 import asyncio
 import os
@@ -41,12 +41,12 @@ class Blocks:
 """
 
 
-ResumePoint = Callable[..., subprocess.Popen[str]]
+Start = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture
-def start(hub: CollectorHub, tmp_path: Path) -> Iterator[ResumePoint]:
-    """Starts the collector of node 0 with a folder of the user's own on its path."""
+def start(hub: CollectorHub, tmp_path: Path) -> Iterator[Start]:
+    """Starts the collector of node 0 with a folder of user-defined classes on its path."""
     processes = []
     (tmp_path / "second_chance.py").write_text(ENVIRONMENT)
 
@@ -68,40 +68,44 @@ def start(hub: CollectorHub, tmp_path: Path) -> Iterator[ResumePoint]:
         process.communicate()
 
 
-def draw(hub: CollectorHub, environment: EnvironmentSettings) -> tuple[RolloutBatch, Accuracy]:
-    """A batch and an evaluation from the collector process, through a queue as rank 0 uses it."""
-    rollout, asked = (
-        RolloutSettings(max_new_tokens=16, samples_per_prompt=2),
-        EvalSettings(samples_per_prompt=2),
-    )
+def sample_batch(
+    hub: CollectorHub, environment: EnvironmentSettings
+) -> tuple[RolloutBatch, Accuracy]:
+    """Sample a batch and run an evaluation through a queue, as rank 0 does."""
+    rollout = RolloutSettings(max_new_tokens=16, samples_per_prompt=2)
+    evaluation_settings = EvalSettings(samples_per_prompt=2)
     queue = RolloutQueue(hub, rollout)
 
     def work(url: str) -> tuple[RolloutBatch, Accuracy]:
         hub.wait_for(1, 20)
         queue.configure({0: configuration(url, environment=environment)})
         queue.set_version(3)
-        batch = RolloutSampler(queue, rollout, FixedPrompts([PROMPT, PROMPT], 2), (EOS,), lambda: None).sample(
-            1
-        )
+        batch = RolloutSampler(
+            queue, rollout, FixedPrompts([PROMPT, PROMPT], 2), (EOS,), lambda: None
+        ).sample(1)
         queue.release(batch.delivered_ids)
-        accuracy = Evaluation(queue, [PROMPT], asked, rollout, (EOS,), lambda: None).measure("1")
+        accuracy = Evaluation(
+            queue, [PROMPT], evaluation_settings, rollout, (EOS,), lambda: None
+        ).measure("1")
         queue.stop()
         return batch, accuracy
 
     async def run() -> tuple[RolloutBatch, Accuracy]:
         async with fake_engine(
-            lambda n, asked: reply(asked, "046" if len(asked["input_ids"]) > 8 else "047")
+            lambda n, evaluation_settings: reply(
+                evaluation_settings, "046" if len(evaluation_settings["input_ids"]) > 8 else "047"
+            )
         ) as url:
             return await asyncio.to_thread(work, url)
 
     return asyncio.run(run())
 
 
-def test_a_batch_and_an_evaluation_in_an_environment_of_ones_own(
-    hub: CollectorHub, start: ResumePoint
+def test_a_batch_and_an_evaluation_in_a_user_defined_environment(
+    hub: CollectorHub, start: Start
 ) -> None:
     process = start()
-    batch, accuracy = draw(hub, EnvironmentSettings(name="second_chance:SecondChance"))
+    batch, accuracy = sample_batch(hub, EnvironmentSettings(name="second_chance:SecondChance"))
     assert sorted(batch.delivered_ids) == ["step-1-0", "step-1-1"]
     metrics = batch.metrics()
     assert (metrics["rollout/samples"], metrics["rollout/tokens"], metrics["reward/mean"]) == (
@@ -110,23 +114,21 @@ def test_a_batch_and_an_evaluation_in_an_environment_of_ones_own(
         1.0,
     )
     assert (accuracy.accuracy, accuracy.samples) == (1.0, 2)
-    assert process.wait(30) == 0  # it was told to stop
+    assert process.wait(30) == 0  # it received `Stop`
 
 
-def test_an_environment_that_cannot_be_opened_ends_the_run_by_name(
-    hub: CollectorHub, start: ResumePoint
-) -> None:
+def test_an_environment_that_cannot_be_loaded_ends_the_run(hub: CollectorHub, start: Start) -> None:
     start()
     with pytest.raises(CollectorFailed, match=r"environment\.name=second_chance:Nothing"):
-        draw(hub, EnvironmentSettings(name="second_chance:Nothing"))
+        sample_batch(hub, EnvironmentSettings(name="second_chance:Nothing"))
 
 
-def test_a_stalled_collector_is_lost(hub: CollectorHub, start: ResumePoint) -> None:
+def test_a_stalled_collector_is_lost(hub: CollectorHub, start: Start) -> None:
     hub._silence_seconds = 3.0
     process = start()
     hub.wait_for(1, 20)
     for _ in range(35):
-        assert hub.poll(0.1) is None  # for longer than it may be silent: it is not
+        assert hub.poll(0.1) is None  # longer than the limit, but it sends heartbeats
     hub._silence_seconds = 1.5
     process.send_signal(signal.SIGSTOP)
     with pytest.raises(CollectorLost, match="node 0 was not heard"):
@@ -134,24 +136,26 @@ def test_a_stalled_collector_is_lost(hub: CollectorHub, start: ResumePoint) -> N
             hub.poll(0.5)
 
 
-def test_an_environment_that_blocks_the_collector_is_noticed(hub: CollectorHub, start: ResumePoint) -> None:
+def test_an_environment_that_blocks_the_collector_ends_the_run(
+    hub: CollectorHub, start: Start
+) -> None:
     hub._silence_seconds = 2.0
     start()
     with pytest.raises(
         CollectorLost,
         match=r"node 0 was not heard for \d s: .* its scorer or environment blocks it",
     ):
-        draw(hub, EnvironmentSettings(name="second_chance:Blocks"))
+        sample_batch(hub, EnvironmentSettings(name="second_chance:Blocks"))
 
 
-def test_an_environment_may_take_long_to_open(hub: CollectorHub, start: ResumePoint) -> None:
+def test_an_environment_may_take_long_to_load(hub: CollectorHub, start: Start) -> None:
     hub._silence_seconds = 3.0  # it takes four
     start()
-    batch, _ = draw(hub, EnvironmentSettings(name="second_chance:LoadsForLong"))
+    batch, _ = sample_batch(hub, EnvironmentSettings(name="second_chance:LoadsForLong"))
     assert batch.metrics()["rollout/samples"] == 4.0
 
 
-def test_a_collector_ends_with_the_hub(hub: CollectorHub, start: ResumePoint) -> None:
+def test_a_collector_ends_with_the_hub(hub: CollectorHub, start: Start) -> None:
     process = start()
     hub.wait_for(1, 20)
     hub._socket.close(0)
@@ -159,7 +163,7 @@ def test_a_collector_ends_with_the_hub(hub: CollectorHub, start: ResumePoint) ->
     assert process.returncode == 1 and "the connection to rank 0 ended" in output
 
 
-def test_a_collector_with_another_key_ends_and_says_why(hub: CollectorHub, start: ResumePoint) -> None:
+def test_a_collector_with_another_key_ends_with_the_reason(hub: CollectorHub, start: Start) -> None:
     other = CollectorHub("127.0.0.1")
     process = start(hub.run_key[:40] + other.run_key[40:])
     other.close()
@@ -167,7 +171,7 @@ def test_a_collector_with_another_key_ends_and_says_why(hub: CollectorHub, start
     assert process.returncode == 1 and "does not know this collector's key" in output
 
 
-def test_the_key_is_not_on_the_command_line(hub: CollectorHub, start: ResumePoint) -> None:
+def test_the_key_is_not_on_the_command_line(hub: CollectorHub, start: Start) -> None:
     process = start()
     hub.wait_for(1, 20)
     command = Path(f"/proc/{process.pid}/cmdline").read_bytes()

@@ -1,6 +1,7 @@
-"""What a collector asks of engines, asked of a real one: seeds, and aborts at a deadline."""
+"""Requests of a collector to a real engine: seeds, and aborts at a deadline."""
 
 import asyncio
+import dataclasses
 import json
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -30,7 +31,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ManagedEngine]:
         yield running
 
 
-def admin(engine: ManagedEngine, path: str, body: dict) -> None:
+def call_admin(engine: ManagedEngine, path: str, body: dict) -> None:
     headers = {
         "Content-Type": "application/json",
         "Authorization": f"Bearer {engine.keys.admin_api_key}",
@@ -40,100 +41,114 @@ def admin(engine: ManagedEngine, path: str, body: dict) -> None:
     )
 
 
-def test_a_seed_draws_the_same_response_whatever_is_drawn_beside_it(engine: ManagedEngine) -> None:
-    """Tokens, log-probabilities and routes: of 300 at a time, then of 7 in another order, with
-    cached prompts.
+async def sample_with_seeds(
+    engine: ManagedEngine, prompts: Sequence[list[int]], order: Sequence[int], at_a_time: int
+) -> dict[int, tuple[bytes, bytes, bytes]]:
+    """Sample one response to each prompt, whose seed follows from its index.
+
+    Returns tokens, log-probabilities and routes by index.
     """
-    prompts = [TOKENIZER.encode(f"{10 + i % 80}+{99 - i % 37}=") for i in range(200)]
+    slots = asyncio.Semaphore(at_a_time)
+    responses: dict[int, tuple[bytes, bytes, bytes]] = {}
+    shape = (SHAPE.num_layers, SHAPE.topk)
+    client = GenerateClient(engine.url, api_key=engine.keys.api_key, route_shape=shape)
 
-    async def draw(order: Sequence[int], at_a_time: int) -> dict[int, tuple[bytes, bytes, bytes]]:
-        slots, drawn = asyncio.Semaphore(at_a_time), {}
-        shape = (SHAPE.num_layers, SHAPE.topk)
-        async with GenerateClient(
-            engine.url, api_key=engine.keys.api_key, route_shape=shape
-        ) as client:
-
-            async def one(i: int) -> None:
-                async with slots:
-                    sampling = Sampling(max_new_tokens=(20, 20, 20, 300)[i % 4], temperature=10.0)
-                    done = await client.generate(
-                        prompts[i], sampling, rid=f"s{i}", return_routes=True, seed=i << 40
-                    )
-                assert done.routes is not None
-                drawn[i] = done.output_ids.tobytes(), done.logprobs.tobytes(), done.routes.tobytes()
-
-            await asyncio.gather(*(one(i) for i in order))
-        return drawn
-
-    order = list(range(len(prompts)))
-    together = asyncio.run(draw(order, 300))
-    assert len({ids for ids, _, _ in together.values()}) > 150
-    other = asyncio.run(draw(order[::-1], 7))
-    different = [i for i in order if together[i] != other[i]]
-    assert not different if EXACT else sum(together[i][0] != other[i][0] for i in different) <= 2
-
-
-def test_what_runs_at_its_deadline_is_kept_with_its_routes_and_the_engine_goes_on(
-    engine: ManagedEngine,
-) -> None:
-    """The engine is paused while it generates: it falls silent, every request expires, is aborted
-    and answered.
-    """
-    aborted: list[str] = []
-    requests: list[asyncio.Task[Generation]] = []
-    went_on = False
-
-    async def tell(message: FromCollector) -> None:
-        nonlocal went_on
-        if isinstance(message, AbortRequest):
-            await asyncio.to_thread(admin, engine, "/abort_request", {"rid": message.rid})
-            aborted.append(message.rid)
-            # Going on before the last is aborted would let the others end by themselves.
-            if not went_on and len(aborted) >= sum(not request.done() for request in requests):
-                went_on = True
-                await asyncio.to_thread(admin, engine, "/continue_generation", {})
-
-    async def run() -> list[Generation | BaseException]:
-        form = RequestForm(
-            api_key=engine.keys.api_key,
-            longest_response=1,
-            route_shape=(SHAPE.num_layers, SHAPE.topk),
-            vocab_size=SHAPE.vocab_size,
-        )
-        settings = EngineSettings(request_timeout_s=4.0, token_timeout_s=0.0, retries=0)
-        pool = EnginePool([Engine(url=engine.url)], settings, form, tell)
-        sampling = Sampling(max_new_tokens=100, temperature=5.0)
-        requests.extend(
-            asyncio.create_task(
-                pool.generate(
-                    PROMPT.token_ids, sampling, rid=f"r{i}", return_routes=True, seed=2**63 - 1 - i
-                )
+    async def sample_one(index: int) -> None:
+        max_new_tokens = (20, 20, 20, 300)[index % 4]
+        sampling = Sampling(max_new_tokens=max_new_tokens, temperature=10.0)
+        async with slots:
+            generation = await client.generate(
+                prompts[index], sampling, rid=f"s{index}", return_routes=True, seed=index << 40
             )
-            for i in range(48)
-        )
-        answers = asyncio.as_completed(requests)
-        for _ in range(6):  # of 48: by then others are in the middle of theirs
-            await next(answers)
-        await asyncio.to_thread(admin, engine, "/pause_generation", {"mode": "in_place"})
-        results = await asyncio.gather(*requests, return_exceptions=True)
+        assert generation.routes is not None
+        arrays = (generation.output_ids, generation.logprobs, generation.routes)
+        tokens, logprobs, routes = (array.tobytes() for array in arrays)
+        responses[index] = tokens, logprobs, routes
+
+    async with client:
+        await asyncio.gather(*(sample_one(index) for index in order))
+    return responses
+
+
+def test_a_seed_gives_the_same_response_whatever_else_is_running(engine: ManagedEngine) -> None:
+    """300 requests at a time, then 7 in another order with cached prompts."""
+    prompts = [TOKENIZER.encode(f"{10 + i % 80}+{99 - i % 37}=") for i in range(200)]
+    order = list(range(len(prompts)))
+    first = asyncio.run(sample_with_seeds(engine, prompts, order, 300))
+    assert len({tokens for tokens, _, _ in first.values()}) > 150
+    second = asyncio.run(sample_with_seeds(engine, prompts, order[::-1], 7))
+    different = [i for i in order if first[i] != second[i]]
+    if EXACT:
+        assert not different
+    else:
+        assert sum(first[i][0] != second[i][0] for i in different) <= 2
+
+
+@dataclasses.dataclass
+class PausedEngine:
+    """Reports of a pool to an engine that is paused until all running requests are aborted."""
+
+    engine: ManagedEngine
+    aborts: list[str] = dataclasses.field(default_factory=list)
+    requests: list[asyncio.Task[Generation]] = dataclasses.field(default_factory=list)
+    is_resumed: bool = False
+
+    async def handle(self, message: FromCollector) -> None:
+        if not isinstance(message, AbortRequest):
+            return
+        await asyncio.to_thread(call_admin, self.engine, "/abort_request", {"rid": message.rid})
+        self.aborts.append(message.rid)
+        # If the engine resumed before the last abort, the other requests would end by themselves
+        num_running = sum(not request.done() for request in self.requests)
+        if not self.is_resumed and len(self.aborts) >= num_running:
+            self.is_resumed = True
+            await asyncio.to_thread(call_admin, self.engine, "/continue_generation", {})
+
+    async def run(self, pool: EnginePool) -> list[Generation | BaseException]:
+        """Run 48 requests, pause the engine during them, and run one more after that."""
+        sampling = Sampling(max_new_tokens=100, temperature=5.0)
+        for index in range(48):
+            seed = 2**63 - 1 - index
+            request = pool.generate(
+                PROMPT.token_ids, sampling, rid=f"r{index}", return_routes=True, seed=seed
+            )
+            self.requests.append(asyncio.create_task(request))
+        completions = asyncio.as_completed(self.requests)
+        for _ in range(6):  # of 48, so that others are still running
+            await next(completions)
+        await asyncio.to_thread(call_admin, self.engine, "/pause_generation", {"mode": "in_place"})
+        results = await asyncio.gather(*self.requests, return_exceptions=True)
         results.append(
             await pool.generate(PROMPT.token_ids, sampling, rid="after", return_routes=True)
         )
         await pool.close()
         return results
 
+
+def test_requests_at_their_deadline_keep_tokens_and_routes(engine: ManagedEngine) -> None:
+    """A paused engine is silent, so that every request expires and is aborted and answered."""
+    paused_engine = PausedEngine(engine)
+    form = RequestForm(
+        api_key=engine.keys.api_key,
+        longest_response=1,
+        route_shape=(SHAPE.num_layers, SHAPE.topk),
+        vocab_size=SHAPE.vocab_size,
+    )
+    settings = EngineSettings(request_timeout_s=4.0, token_timeout_s=0.0, retries=0)
+
+    async def run() -> list[Generation | BaseException]:
+        pool = EnginePool([Engine(url=engine.url)], settings, form, paused_engine.handle)
+        return await paused_engine.run(pool)
+
     results = asyncio.run(run())
-    assert aborted, "no request was running when the engine was paused"
+    assert paused_engine.aborts, "no request was running when the engine was paused"
     generations = [result for result in results if isinstance(result, Generation)]
-    expired = [
-        result for result in results if isinstance(result, RequestExpired)
-    ]  # nothing of them was drawn yet
-    assert len(generations) + len(expired) == len(results), results
+    # These requests had no token yet
+    num_expired = sum(isinstance(result, RequestExpired) for result in results)
+    assert len(generations) + num_expired == len(results), results
     for generation in generations:
         assert generation.routes is not None
         assert len(generation.routes) == len(PROMPT.token_ids) + len(generation.output_ids) - 1
         assert generation.finish_reason is not FinishReason.ABORT
-    cut = [
-        generation for generation in generations if generation.finish_reason is FinishReason.LENGTH
-    ]
-    assert any(0 < len(generation.output_ids) < 100 for generation in cut)
+    lengths = [len(g.output_ids) for g in generations if g.finish_reason is FinishReason.LENGTH]
+    assert any(0 < length < 100 for length in lengths)

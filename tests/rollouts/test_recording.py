@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 
 from launch.testbed.batches import make_batch
 from launch.testbed.policies import TWO_DIGIT_ADDITION
+from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.routes import RouteShape
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.shape import ModelShape
@@ -27,39 +28,46 @@ from tests.support.rollouts import assert_equal
 SHAPE = read_shape(TWO_DIGIT_ADDITION)
 
 
-def test_groups_of_several_parts_and_nodes_are_read_unchanged(tmp_path: Path) -> None:
-    _, batch, _ = make_batch(SHAPE, 16)
-    rollouts = [
-        dataclasses.replace(rollout, prompt_id=f"g{place // 4}")
-        for place, rollout in enumerate(batch)
-    ]
-    groups = judged_groups(rollouts)
-    refs = tuple(
-        msgspec.structs.replace(r, num_generated=9, repetition=0.25) for r in groups[1].rollouts
-    )
-    groups[1] = msgspec.structs.replace(groups[1], rollouts=refs, weight=1.27)
-    triples = [(i, group, rollouts[4 * i : 4 * i + 4]) for i, group in enumerate(groups)]
-    empty_group = msgspec.structs.replace(
-        groups[0],
+def empty_copy(group: Group) -> Group:
+    return msgspec.structs.replace(
+        group,
         group_id="empty",
         rollouts=(),
         rejections={"engine": 4},
         rejected_tokens={"engine": 7},
     )
-    parts = write_parts(
-        tmp_path, 0, [triples[0], triples[2], (4, empty_group, [])], part_bytes=1000
+
+
+def write_record(directory: Path, num_groups: int, parts: list[str]) -> None:
+    record = BatchRecord(
+        step=7,
+        groups=num_groups,
+        generated_tokens=9,
+        engines_left_out=0,
+        parts=tuple(parts),
     )
+    write_batch(directory, record)
+
+
+def test_groups_of_several_parts_and_nodes_are_read_unchanged(tmp_path: Path) -> None:
+    _, batch, _ = make_batch(SHAPE, 16)
+    rollouts = [dataclasses.replace(r, prompt_id=f"g{i // 4}") for i, r in enumerate(batch)]
+    groups = judged_groups(rollouts)
+    refs = tuple(
+        msgspec.structs.replace(r, num_generated=9, repetition=0.25) for r in groups[1].rollouts
+    )
+    groups[1] = msgspec.structs.replace(groups[1], rollouts=refs, weight=1.27)
+    groups.append(empty_copy(groups[0]))
+    triples = [(i, group, rollouts[4 * i : 4 * i + 4]) for i, group in enumerate(groups)]
+    parts = write_parts(tmp_path, 0, [triples[0], triples[2], triples[4]], part_bytes=1000)
     parts += write_parts(tmp_path, 1, [triples[1], triples[3]])
     assert parts == ["node-0-00000", "node-0-00001", "node-0-00002", "node-1-00000"]
-    write_batch(
-        tmp_path,
-        BatchRecord(step=7, groups=5, generated_tokens=9, engines_left_out=0, parts=tuple(parts)),
-    )
+    write_record(tmp_path, 5, parts)
     pairs = read_groups(tmp_path)
-    assert [group for group, _ in pairs] == [*groups, empty_group]
-    for (_, rollouts_read), (_, _, rollouts_written) in zip(pairs, triples, strict=False):
-        for rollout_read, rollout_written in zip(rollouts_read, rollouts_written, strict=True):
-            assert_equal(rollout_read, rollout_written)
+    assert [group for group, _ in pairs] == groups
+    rollouts_read = [rollout for _, group_rollouts in pairs for rollout in group_rollouts]
+    for rollout_read, rollout in zip(rollouts_read, rollouts, strict=True):
+        assert_equal(rollout_read, rollout)
 
 
 def test_a_reader_of_json_and_safetensors_finds_every_token(tmp_path: Path) -> None:
@@ -157,9 +165,9 @@ def test_recorded_batches_come_in_order_and_after_a_resume(tmp_path: Path) -> No
     assert batch.generated_tokens == 500 and batch.groups[0].group_id == "step-1-0"
     ref = batch.groups[1].rollouts[2]
     assert read_rollout(ref).rollout_id == ref.rollout_id
-    resumed = open_recording(tmp_path, 3)
-    resumed.restore(rollouts.state())
-    assert resumed.sample(2).groups[0].group_id == "step-2-0"
+    continuation = open_recording(tmp_path, 3)
+    continuation.restore(rollouts.state())
+    assert continuation.sample(2).groups[0].group_id == "step-2-0"
     rollouts.release(batch.delivered_ids)
 
 

@@ -1,7 +1,10 @@
+"""Rollout batches and evaluations, with a simulated collector."""
+
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -20,56 +23,63 @@ from megatron_rl.rollouts.messages import EngineLeftOut, GroupDone, GroupRequest
 from megatron_rl.rollouts.queue import RolloutQueue
 from megatron_rl.rollouts.rejections import UserClassFailed
 from megatron_rl.rollouts.rollout_batch import RolloutBatch, RolloutSampler, TooManyRejected
-from tests.support.collectors import Peer, done
+from tests.support.collectors import Peer, group_done
 from tests.support.rollouts import VERSION, make_rollout
 
 PROMPTS = [Prompt(id=name, token_ids=(1, 2), answer="3", task="t") for name in "abc"]
 SETTINGS = RolloutSettings(max_new_tokens=8, samples_per_prompt=2, temperature=0.7)
 
 
-def synced(hub: CollectorHub, settings: RolloutSettings = SETTINGS) -> RolloutQueue:
-    """A queue whose engines have the weights that `make_rollout`'s responses are drawn with."""
+def synced_queue(hub: CollectorHub, settings: RolloutSettings = SETTINGS) -> RolloutQueue:
+    """A queue whose engines have the weights that sampled the responses of `make_rollout`."""
     queue = RolloutQueue(hub, settings)
     queue.set_version(VERSION)
     return queue
 
 
-def answering(
-    peer: Peer, answer: Callable[[GroupRequest], GroupDone], asked: list[GroupRequest]
+def answer_requests(
+    peer: Peer, answer: Callable[[GroupRequest], GroupDone], requests: list[GroupRequest]
 ) -> Callable[[], None]:
-    """An `idle` in which the collector answers what it was asked, the last question first."""
+    """Make an `idle` in which the collector answers its requests, the last one first."""
 
     def idle() -> None:
-        requests = [message for message in peer.hear() if isinstance(message, GroupRequest)]
-        asked.extend(requests)
-        for request in reversed(requests):
-            peer.say(answer(request))
+        new_requests = [m for m in peer.receive() if isinstance(m, GroupRequest)]
+        requests.extend(new_requests)
+        for request in reversed(new_requests):
+            peer.send(answer(request))
 
     return idle
 
 
-def test_groups_come_in_the_order_of_their_prompts_and_are_counted(hub: CollectorHub, peer: Peer) -> None:
-    def answer(request: GroupRequest) -> GroupDone:
-        right, wrong = make_ref(make_rollout(2, 3)), make_ref(make_rollout(2, 5), reward=0.0)
-        samples = (right,) if request.group_id == "step-4-1" else (right, wrong)
-        rejected = {"engine": 1} if len(samples) == 1 else {}
-        return done(request.group_id, samples, rejections=rejected, generated_at=2.0, scored_at=2.5)
+def answer_with_one_rejection(request: GroupRequest) -> GroupDone:
+    """Answer with a correct and an incorrect rollout. The second one of prompt 1 is rejected."""
+    correct = make_ref(make_rollout(2, 3))
+    incorrect = make_ref(make_rollout(2, 5), reward=0.0)
+    refs = (correct,) if request.group_id == "step-4-1" else (correct, incorrect)
+    rejections = {"engine": 1} if len(refs) == 1 else {}
+    return group_done(
+        request.group_id, refs, rejections=rejections, generated_at=2.0, scored_at=2.5
+    )
 
-    asked: list[GroupRequest] = []
-    sampler = RolloutSampler(
-        synced(hub), SETTINGS, FixedPrompts(PROMPTS, 2), (1,), answering(peer, answer, asked)
-    )
+
+def test_groups_come_in_the_order_of_their_prompts(hub: CollectorHub, peer: Peer) -> None:
+    requests: list[GroupRequest] = []
+    idle = answer_requests(peer, answer_with_one_rejection, requests)
+    sampler = RolloutSampler(synced_queue(hub), SETTINGS, FixedPrompts(PROMPTS, 2), (1,), idle)
     batch = sampler.sample(4)
-    assert list(batch.delivered_ids) == ["step-4-0", "step-4-1", "step-4-2"]
-    assert (
-        [g.group_id for g in batch.groups]
-        == [r.group_id for r in asked]
-        == ["step-4-0", "step-4-1", "step-4-2"]
-    )
-    assert [r.prompt for r in asked] == PROMPTS
-    assert all(r.num_samples == 2 and not r.evaluation for r in asked)
-    assert asked[0].sampling == Sampling(max_new_tokens=8, temperature=0.7, stop_token_ids=(1,))
-    assert batch.metrics() == {
+    ids = ["step-4-0", "step-4-1", "step-4-2"]
+    assert list(batch.delivered_ids) == ids
+    assert [group.group_id for group in batch.groups] == ids
+    assert [request.group_id for request in requests] == ids
+    assert [request.prompt for request in requests] == PROMPTS
+    assert all(request.num_samples == 2 and not request.evaluation for request in requests)
+    assert requests[0].sampling == Sampling(max_new_tokens=8, temperature=0.7, stop_token_ids=(1,))
+
+
+def test_metrics_of_a_batch(hub: CollectorHub, peer: Peer) -> None:
+    idle = answer_requests(peer, answer_with_one_rejection, [])
+    sampler = RolloutSampler(synced_queue(hub), SETTINGS, FixedPrompts(PROMPTS, 2), (1,), idle)
+    assert sampler.sample(4).metrics() == {
         "rollout/tokens": 15.0,
         "rollout/samples": 5.0,
         "rollout/rejected": 1.0,
@@ -81,145 +91,162 @@ def test_groups_come_in_the_order_of_their_prompts_and_are_counted(hub: Collecto
         "reward/no_verdict": 0.0,
         "time/reward_exposed": 0.5,
     }
-    assert sampler.sample(5).generated_tokens == 15  # of this batch, not of all
+    assert sampler.sample(5).generated_tokens == 15  # of this batch alone
 
 
 def test_truncated_responses_are_a_share() -> None:
     ref = make_ref(make_rollout(2, 3))
     cut = msgspec.structs.replace(ref, finish_reason=FinishReason.LENGTH)
     assert (
-        RolloutBatch((done("a", (ref, cut, cut, cut)).group,), 1).metrics()["rollout/truncated"]
+        RolloutBatch((group_done("a", (ref, cut, cut, cut)).group,), 1).metrics()[
+            "rollout/truncated"
+        ]
         == 0.75
     )
 
 
-def draw(
+def sample_batch(
     hub: CollectorHub, peer: Peer, answer: Callable[[GroupRequest], GroupDone], share: float = 0.5
 ) -> RolloutBatch:
     settings = replace(SETTINGS, max_rejected_share=share)
-    given = FixedPrompts(PROMPTS, 2)
+    prompts = FixedPrompts(PROMPTS, 2)
     return RolloutSampler(
-        synced(hub, settings), settings, given, (1,), answering(peer, answer, [])
+        synced_queue(hub, settings), settings, prompts, (1,), answer_requests(peer, answer, [])
     ).sample(4)
 
 
-def losing(count: int, reason: str = "engine") -> Callable[[GroupRequest], GroupDone]:
-    """Of the first group's two rollouts `count` are rejected, of the others' none."""
-    kept = (make_ref(make_rollout(2, 3)),) * 2
+def answer_with_losses(count: int, reason: str = "engine") -> Callable[[GroupRequest], GroupDone]:
+    """Make an answer in which `count` of the first group's two rollouts are rejected."""
+    refs = (make_ref(make_rollout(2, 3)),) * 2
 
     def answer(request: GroupRequest) -> GroupDone:
-        lost = count if request.group_id == "step-4-0" else 0
-        return done(request.group_id, kept[lost:], rejections={reason: lost} if lost else {})
+        num_lost = count if request.group_id == "step-4-0" else 0
+        return group_done(
+            request.group_id, refs[num_lost:], rejections={reason: num_lost} if num_lost else {}
+        )
 
     return answer
 
 
-def test_a_batch_that_lost_too_many_rollouts_ends_the_run_by_reason(hub: CollectorHub, peer: Peer) -> None:
-    assert draw(hub, peer, losing(2), share=1 / 3).rejections == {"engine": 2}  # 2 of 6
-    with pytest.raises(TooManyRejected) as caught:
-        draw(hub, peer, losing(2), share=0.33)
-    words = "batch step-4: 2 of 6 rollouts cannot be used (2 engine (no engine answered)); rollout.max_rejected_share=0.33"
-    assert str(caught.value).startswith(words) and "logs/collector-*.log" in str(caught.value)
-    assert isinstance(caught.value, Failure) and caught.value.exit_code is ExitCode.ENGINE_FAILED
+def test_a_batch_with_too_many_losses_ends_the_run(hub: CollectorHub, peer: Peer) -> None:
+    assert sample_batch(hub, peer, answer_with_losses(2), share=1 / 3).rejections == {
+        "engine": 2
+    }  # 2 of 6
+    with pytest.raises(TooManyRejected) as error:
+        sample_batch(hub, peer, answer_with_losses(2), share=0.33)
+    message = str(error.value)
+    assert message.startswith("batch step-4: 2 of 6") and "2 engine" in message
+    assert "rollout.max_rejected_share=0.33" in message and "logs/collector-*.log" in message
+    assert isinstance(error.value, Failure) and error.value.exit_code is ExitCode.ENGINE_FAILED
 
 
-def test_a_batch_of_which_nothing_came_back_ends_the_run_whatever_may_be_lost(
+def test_a_batch_without_usable_rollouts_ends_the_run_at_any_limit(
     hub: CollectorHub, peer: Peer
 ) -> None:
     with pytest.raises(
         TooManyRejected, match=r"6 of 6 rollouts cannot be used \(6 logprobs_nonfinite \(.* NaN"
     ):
-        draw(
+        sample_batch(
             hub,
             peer,
-            lambda request: done(request.group_id, rejections={"logprobs_nonfinite": 2}),
+            lambda request: group_done(request.group_id, rejections={"logprobs_nonfinite": 2}),
             share=1.0,
         )
 
 
 def test_engines_that_are_left_out_are_a_metric(hub: CollectorHub, peer: Peer) -> None:
     def answer(request: GroupRequest) -> GroupDone:
-        peer.say(EngineLeftOut("http://e", "500"))
-        return done(request.group_id, (make_ref(make_rollout(2, 3)),) * 2)
+        peer.send(EngineLeftOut("http://e", "500"))
+        return group_done(request.group_id, (make_ref(make_rollout(2, 3)),) * 2)
 
-    assert draw(hub, peer, answer).metrics()["rollout/engines_left_out"] == 1.0
+    assert sample_batch(hub, peer, answer).metrics()["rollout/engines_left_out"] == 1.0
 
 
-def test_a_rollout_without_a_verdict_cannot_be_used_either(hub: CollectorHub, peer: Peer) -> None:
+def test_rollouts_without_a_verdict_are_unusable(hub: CollectorHub, peer: Peer) -> None:
     none = Verdict(reward=None, correctness=None, reason="timeout")
-    unjudged = msgspec.structs.replace(make_ref(make_rollout(2, 3)), verdict=none)
+    without_verdict = msgspec.structs.replace(make_ref(make_rollout(2, 3)), verdict=none)
     with pytest.raises(
         UserClassFailed, match=r"6 of 6 .* \(6 no_verdict \(the scorer failed, .*reward\.timeout_s"
     ):
-        draw(hub, peer, lambda request: done(request.group_id, (unjudged, unjudged)))
+        sample_batch(
+            hub,
+            peer,
+            lambda request: group_done(request.group_id, (without_verdict, without_verdict)),
+        )
 
 
-def test_judging_is_timed_by_the_clock_of_each_node(hub: CollectorHub, peer: Peer) -> None:
-    """Monotonic clocks start when a machine does: between nodes they differ by weeks."""
+def test_scoring_is_timed_by_the_clock_of_each_node(hub: CollectorHub, peer: Peer) -> None:
+    """Monotonic clocks start with the machine, so those of two nodes differ by weeks."""
 
-    def on_node(node: int, generated: float, judged: float) -> Group:
+    def group_on(node: int, generated_at: float, scored_at: float) -> Group:
         where = RolloutLocation(node=node, pid=1, fd=1, offset=0, nbytes=0)
         ref = make_ref(make_rollout(2, 3), where)
-        return done("a", (ref,), generated_at=generated, scored_at=judged).group
+        return group_done("a", (ref,), generated_at=generated_at, scored_at=scored_at).group
 
-    lost = msgspec.structs.replace(on_node(1, 9e9, 9e9), rollouts=())
-    groups = (on_node(0, 10.0, 10.5), on_node(0, 10.2, 11.0), on_node(1, 5e6, 5e6 + 0.25), lost)
+    empty = msgspec.structs.replace(group_on(1, 9e9, 9e9), rollouts=())
+    groups = (group_on(0, 10.0, 10.5), group_on(0, 10.2, 11.0), group_on(1, 5e6, 5e6 + 0.25), empty)
     assert RolloutBatch(groups, 1).reward_exposed == pytest.approx(0.8)
-    assert RolloutBatch((lost,), 1).reward_exposed == 0.0
+    assert RolloutBatch((empty,), 1).reward_exposed == 0.0
 
 
-def test_an_evaluation_draws_as_training_does_unless_told_otherwise(hub: CollectorHub, peer: Peer) -> None:
-    asked: list[GroupRequest] = []
-    idle = answering(peer, lambda r: done(r.group_id, (make_ref(make_rollout(2, 3)),)), asked)
-    queue = synced(hub)
+def test_an_evaluation_samples_as_training_does_by_default(hub: CollectorHub, peer: Peer) -> None:
+    requests: list[GroupRequest] = []
+    idle = answer_requests(
+        peer, lambda r: group_done(r.group_id, (make_ref(make_rollout(2, 3)),)), requests
+    )
+    queue = synced_queue(hub)
     for temperature in (None, 0.0):
         settings = EvalSettings(samples_per_prompt=1, temperature=temperature)
         accuracy = Evaluation(queue, PROMPTS, settings, SETTINGS, (1,), idle).measure("4")
         assert (accuracy.accuracy, accuracy.questions) == (1.0, 3)
-    assert [r.group_id for r in asked[:3]] == ["eval-4-0", "eval-4-1", "eval-4-2"]
-    assert all(r.evaluation for r in asked)
-    assert {(r.sampling.max_new_tokens, r.sampling.stop_token_ids) for r in asked} == {(8, (1,))}
-    assert [r.sampling.temperature for r in asked] == [0.7] * 3 + [0.0] * 3
+    assert [r.group_id for r in requests[:3]] == ["eval-4-0", "eval-4-1", "eval-4-2"]
+    assert all(r.evaluation for r in requests)
+    assert {(r.sampling.max_new_tokens, r.sampling.stop_token_ids) for r in requests} == {(8, (1,))}
+    assert [r.sampling.temperature for r in requests] == [0.7] * 3 + [0.0] * 3
 
 
-@pytest.mark.parametrize(("share", "lost"), [(0.5, False), (0.3, True)])
-def test_an_evaluation_may_lose_what_its_key_allows(
-    hub: CollectorHub, peer: Peer, share: float, lost: bool
+@pytest.mark.parametrize(("share", "is_error"), [(0.5, False), (0.3, True)])
+def test_an_evaluation_may_lose_the_share_of_its_key(
+    hub: CollectorHub, peer: Peer, share: float, is_error: bool
 ) -> None:
-    queue, settings = synced(hub), EvalSettings(samples_per_prompt=2, max_rejected_share=share)
+    queue = synced_queue(hub)
+    settings = EvalSettings(samples_per_prompt=2, max_rejected_share=share)
     evaluation = Evaluation(
-        queue, PROMPTS, settings, SETTINGS, (1,), answering(peer, half_lost, [])
+        queue, PROMPTS, settings, SETTINGS, (1,), answer_requests(peer, lose_half, [])
     )
-    with pytest.raises(EvaluationFailed) if lost else contextlib.nullcontext():
+    with pytest.raises(EvaluationFailed) if is_error else contextlib.nullcontext():
         assert evaluation.measure("4").num_rejected == 3
 
 
-def half_lost(request: GroupRequest) -> GroupDone:
-    return done(request.group_id, (make_ref(make_rollout(2, 3)),), rejections={"expired": 1})
+def lose_half(request: GroupRequest) -> GroupDone:
+    return group_done(request.group_id, (make_ref(make_rollout(2, 3)),), rejections={"expired": 1})
 
 
 @dataclass
-class Probing:
-    """Asks two rollouts of each prompt, two more of the first, and another prompt once these are
-    there.
-    """
+class Probe:
+    """Requests two rollouts of two prompts, two more of the first, then one of another prompt."""
 
-    heard: list[tuple[int, int]] = field(default_factory=list)
-    later: list[RolloutRequest] = field(default_factory=lambda: [RolloutRequest(2, PROMPTS[2], 1)])
+    groups_handled: list[tuple[int, int]] = field(default_factory=list)
+    remaining_requests: list[RolloutRequest] = field(
+        default_factory=lambda: [RolloutRequest(2, PROMPTS[2], 1)]
+    )
 
     def first_round(self) -> list[RolloutRequest]:
         return [RolloutRequest(0, PROMPTS[0], 2), RolloutRequest(1, PROMPTS[1], 2)]
 
     def handle_group(self, index: int, group: Group) -> RolloutRequest | None:
-        self.heard.append((index, len(group.rollouts)))
+        self.groups_handled.append((index, len(group.rollouts)))
         self.groups = {**self.__dict__.get("groups", {}), index: group}
         return (
-            RolloutRequest(0, PROMPTS[0], 2, first_sample=2) if self.heard[-1] == (0, 2) else None
+            RolloutRequest(0, PROMPTS[0], 2, first_sample=2)
+            if self.groups_handled[-1] == (0, 2)
+            else None
         )
 
     def next_round(self) -> list[RolloutRequest]:
-        later, self.later = self.later, []
-        return later
+        requests = self.remaining_requests
+        self.remaining_requests = []
+        return requests
 
     def result(self) -> SelectionResult:
         return SelectionResult(
@@ -230,36 +257,34 @@ class Probing:
         return {"select/rounds": 2.0}
 
 
-def test_a_group_that_is_extended_is_one_group_and_a_further_round_is_asked(
-    hub: CollectorHub, peer: Peer
-) -> None:
-    def answer(request: GroupRequest) -> GroupDone:
-        refs = tuple(
-            msgspec.structs.replace(
-                make_ref(make_rollout(2, 3)), sample_index=request.first_sample + i, num_generated=3
-            )
-            for i in range(request.num_samples)
-        )
-        return done(request.group_id, refs, rejections={"engine": 1} if request.first_sample else {})
+def answer_by_sample_index(request: GroupRequest) -> GroupDone:
+    """Answer with all rollouts, and one more rejection for an extension."""
+    ref = msgspec.structs.replace(make_ref(make_rollout(2, 3)), num_generated=3)
+    refs = tuple(
+        msgspec.structs.replace(ref, sample_index=request.first_sample + i)
+        for i in range(request.num_samples)
+    )
+    rejections = {"engine": 1} if request.first_sample else {}
+    return group_done(request.group_id, refs, rejections=rejections)
 
-    asked: list[GroupRequest] = []
-    probing = Probing()
-    selector = SimpleNamespace(select=lambda step: probing)
-    sampler = RolloutSampler(synced(hub), SETTINGS, selector, (1,), answering(peer, answer, asked))  # type: ignore[arg-type]
+
+def test_an_extended_group_is_one_group(hub: CollectorHub, peer: Peer) -> None:
+    requests: list[GroupRequest] = []
+    probe = Probe()
+    selector: Any = SimpleNamespace(select=lambda step: probe)
+    idle = answer_requests(peer, answer_by_sample_index, requests)
+    sampler = RolloutSampler(synced_queue(hub), SETTINGS, selector, (1,), idle)
     batch = sampler.sample(4)
-    assert sorted(probing.heard) == [(0, 2), (0, 4), (1, 2), (2, 1)]
-    assert [r.group_id for r in asked] == ["step-4-0", "step-4-1", "step-4-0+2", "step-4-2"]
+    assert sorted(probe.groups_handled) == [(0, 2), (0, 4), (1, 2), (2, 1)]
+    assert [r.group_id for r in requests] == ["step-4-0", "step-4-1", "step-4-0+2", "step-4-2"]
     assert sorted(batch.delivered_ids) == ["step-4-0", "step-4-0+2", "step-4-1", "step-4-2"]
-    (whole,) = batch.groups
-    assert (whole.group_id, [r.sample_index for r in whole.rollouts], whole.rejections) == (
-        "step-4-0",
-        [0, 1, 2, 3],
-        {"engine": 1},
-    )
-    assert [g.group_id for g in batch.stopped_groups + batch.surplus_groups] == ["step-4-1", "step-4-2"]
+    (extended_group,) = batch.groups
+    assert extended_group.group_id == "step-4-0"
+    assert [r.sample_index for r in extended_group.rollouts] == [0, 1, 2, 3]
+    assert extended_group.rejections == {"engine": 1}
+    left_out = batch.stopped_groups + batch.surplus_groups
+    assert [group.group_id for group in left_out] == ["step-4-1", "step-4-2"]
     metrics = batch.metrics()
-    assert (metrics["rollout/samples"], metrics["rollout/rejected"], metrics["select/rounds"]) == (
-        7.0,
-        1.0,
-        2.0,
-    )
+    assert metrics["rollout/samples"] == 7.0
+    assert metrics["rollout/rejected"] == 1.0
+    assert metrics["select/rounds"] == 2.0

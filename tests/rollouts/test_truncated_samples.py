@@ -1,4 +1,4 @@
-"""What the setting for cut responses does on its way from the configuration to a sample."""
+"""Truncated responses are trained on if rollout.train_truncated is true."""
 
 import asyncio
 
@@ -14,14 +14,14 @@ from tests.support.fake_engine import Reply, configuration, fake_engine, reply
 from tests.support.scripted_model import EOS, PROMPT
 
 
-def cut_then_whole(n: int, asked: Reply) -> Reply:
-    return reply(asked, "046", finish_reason={"type": "length" if n == 0 else "stop"})
+def truncated_then_complete(n: int, body: Reply) -> Reply:
+    return reply(body, "046", finish_reason={"type": "length" if n == 0 else "stop"})
 
 
 @pytest.mark.parametrize("train_truncated", [True, False])
-def test_a_cut_sample_is_trained_only_if_the_run_says_so(train_truncated: bool) -> None:
+def test_a_truncated_response_is_trained_only_if_configured(train_truncated: bool) -> None:
     async def run() -> FromCollector:
-        async with fake_engine(cut_then_whole) as url:
+        async with fake_engine(truncated_then_complete) as url:
             outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
             rollout = RolloutSettings(max_new_tokens=16, train_truncated=train_truncated)
             collector = Collector(
@@ -31,12 +31,12 @@ def test_a_cut_sample_is_trained_only_if_the_run_says_so(train_truncated: bool) 
             await collector.handle(
                 GroupRequest(group_id="g", prompt=PROMPT, num_samples=2, sampling=sampling)
             )
-            done = await asyncio.wait_for(outbox.get(), 10)
+            message = await asyncio.wait_for(outbox.get(), 10)
             await collector.close()
-            return done
+            return message
 
-    done = asyncio.run(run())
-    assert isinstance(done, GroupDone)
-    trained = {ref.finish_reason: ref.num_trainable for ref in done.group.rollouts}
-    assert trained[FinishReason.STOP] > 0
-    assert (trained[FinishReason.LENGTH] > 0) == train_truncated
+    message = asyncio.run(run())
+    assert isinstance(message, GroupDone)
+    num_trainable = {ref.finish_reason: ref.num_trainable for ref in message.group.rollouts}
+    assert num_trainable[FinishReason.STOP] > 0
+    assert (num_trainable[FinishReason.LENGTH] > 0) == train_truncated

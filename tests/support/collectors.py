@@ -1,44 +1,53 @@
-"""A collector's end of the wire, driven by a test."""
+"""A collector's connection to the hub, driven by a test."""
 
 import msgspec
 import zmq
 
 from megatron_rl.contracts.group import Group, RolloutRef
 from megatron_rl.contracts.prompt import Prompt, Sampling
-from megatron_rl.rollouts.hub import Hub
+from megatron_rl.rollouts.hub import CollectorHub
 from megatron_rl.rollouts.link import present_run_key
 from megatron_rl.rollouts.messages import Alive, FromCollector, GroupDone, GroupRequest, ToCollector
 
 
 class Peer:
-    """Speaks to a hub as the collector of `node`, or with another key as a stranger."""
+    """Connects to a hub as the collector of `node`.
 
-    def __init__(self, hub: Hub, node: int, *, run_key: str | None = None) -> None:
+    run_key: None for the key of the hub.
+    """
+
+    def __init__(self, hub: CollectorHub, node: int, *, run_key: str | None = None) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         present_run_key(self._socket, run_key or hub.run_key)
         self._socket.routing_id = str(node).encode()
         self._socket.linger = 0
         self._socket.connect("tcp://{}:{}".format(*hub.address))
-        self.say(Alive())
+        self.send(Alive())
 
-    def say(self, message: FromCollector) -> None:
+    def send(self, message: FromCollector) -> None:
         self._socket.send(msgspec.msgpack.encode(message))
 
-    def say_raw(self, data: bytes) -> None:
+    def send_raw(self, data: bytes) -> None:
         self._socket.send(data)
 
-    def hear(self, at_least: int = 0) -> list[ToCollector]:
-        """So many messages, and all that arrives until half a second passes without one, or less
-        after the first.
-        """
-        heard, decoder = [], msgspec.msgpack.Decoder(ToCollector)
-        while self._socket.poll(5000 if len(heard) < at_least else 100 if heard else 500):
-            heard.append(decoder.decode(self._socket.recv()))
-        return heard
+    def receive(self, at_least: int = 0) -> list[ToCollector]:
+        """Return `at_least` messages, and those that arrive until none comes for a while.
 
-    def hang_up(self, *, linger_seconds: float = 0) -> None:
-        """linger_seconds: how long to try to deliver what was said."""
+        It waits half a second for the first message and a tenth of a second after another one.
+        """
+        messages: list[ToCollector] = []
+        decoder = msgspec.msgpack.Decoder(ToCollector)
+        while True:
+            milliseconds = 100 if messages else 500
+            if len(messages) < at_least:
+                milliseconds = 5000
+            if not self._socket.poll(milliseconds):
+                return messages
+            messages.append(decoder.decode(self._socket.recv()))
+
+    def close(self, *, linger_seconds: float = 0) -> None:
+        """Disconnect. linger_seconds: time to deliver pending messages."""
         self._context.destroy(int(linger_seconds * 1000))
 
 
@@ -52,6 +61,6 @@ def request(name: str, num_samples: int = 2, *, evaluation: bool = False) -> Gro
     )
 
 
-def done(name: str, samples: tuple[RolloutRef, ...] = (), **changes: object) -> GroupDone:
+def group_done(name: str, samples: tuple[RolloutRef, ...] = (), **changes: object) -> GroupDone:
     group = Group(group_id=name, prompt=request(name).prompt, rollouts=samples)
     return GroupDone(group=msgspec.structs.replace(group, **changes), generated_tokens=5)
