@@ -60,7 +60,7 @@ def run_case(case: LayoutCase, layout: RankLayout, checkpoint: Path, out: Path) 
     shape = read_shape(checkpoint)
     models = load_models(case, shape, checkpoint)
     optimizer = DistributedAdam(models, OptimizerSettings(), total_steps=10)
-    view = RankView.of(
+    view = RankView.for_rank(
         shape.num_layers, case.parallel, pp_rank=layout.pp_rank, tp_rank=layout.tp_rank
     )
     optimizer.zero_grad()
