@@ -1,5 +1,7 @@
 """Speed and memory of the kernels beside the peers that are installed.
 
-python -m bench                      from `kernels/`: a table on the terminal, a JSON file under
-bench/results/ python -m bench --device cuda        the sizes of a GPU
+Run it from `kernels/`. It prints a table and writes a JSON file under bench/results/.
+
+    python -m bench
+    python -m bench --device cuda    # with the sizes of a GPU
 """

@@ -54,32 +54,24 @@ def rows_of(
     case: BenchmarkCase, device: torch.device, repeats: int
 ) -> tuple[list[report.Row], float]:
     """(a row per implementation, the copy bandwidth in bytes per second measured among them)."""
-    expected = [tensor.double().cpu() for tensor in case.implementations[0].run()]
-    differences = {
-        one.name: largest_difference(one, expected) for one in case.implementations if one.compare
-    }
-    peaks = {one.name: measure.extra_peak_bytes(one.run, device) for one in case.implementations}
-    copy, copied_bytes = measure.copy_run(device, case.input_bytes)
+    differences = _differences(case)
+    peaks = {one.name: _peak_ratio(case, one, device) for one in case.implementations}
     runs = {one.name: one.run for one in case.implementations}
+    copy, copy_bytes = measure.copy_run(device, case.input_bytes)
     timings = measure.seconds({**runs, "copy": copy}, device, repeats)
-    copy_bytes_s = copied_bytes / timings["copy"].best
+    copy_bytes_s = copy_bytes / timings["copy"].best
     ours = timings[case.implementations[0].name].best
     rows = []
     for one in case.implementations:
         best, median = timings[one.name]
-        peak = peaks[one.name]
         rows.append(
             report.Row(
-                operation=case.operation,
-                part=case.part,
-                shape=case.shape,
-                dtype=case.dtype,
-                implementation=one.name,
+                **_labels(case, one),
                 best_ms=round(best * 1e3, 4),
                 median_ms=round(median * 1e3, 4),
                 bytes_moved=case.bytes_moved,
                 share_of_copy=round(case.bytes_moved / best / copy_bytes_s, 4),
-                extra_peak_ratio=None if peak is None else round(peak / case.input_bytes, 3),
+                extra_peak_ratio=peaks[one.name],
                 times_ours=round(best / ours, 3),
                 max_difference=differences.get(one.name),
                 note=one.note,
@@ -88,10 +80,31 @@ def rows_of(
     return rows, copy_bytes_s
 
 
-def largest_difference(one: Implementation, expected: list[torch.Tensor]) -> float:
-    pairs = zip(one.run(), expected, strict=True)
+def _labels(case: BenchmarkCase, one: Implementation) -> dict[str, str]:
+    return {
+        "operation": case.operation,
+        "part": case.part,
+        "shape": case.shape,
+        "dtype": case.dtype,
+        "implementation": one.name,
+    }
+
+
+def _peak_ratio(case: BenchmarkCase, one: Implementation, device: torch.device) -> float | None:
+    peak = measure.extra_peak_bytes(one.run, device)
+    return None if peak is None else round(peak / case.input_bytes, 3)
+
+
+def _differences(case: BenchmarkCase) -> dict[str, float]:
+    """The largest difference of each implementation's results to ours, by name."""
+    ours = [tensor.double().cpu() for tensor in case.implementations[0].run()]
+    return {one.name: _largest_difference(one, ours) for one in case.implementations if one.compare}
+
+
+def _largest_difference(one: Implementation, ours: list[torch.Tensor]) -> float:
+    pairs = zip(one.run(), ours, strict=True)
     return max(
-        (float((mine.double().cpu() - theirs).abs().max()) for mine, theirs in pairs), default=0.0
+        (float((theirs.double().cpu() - our).abs().max()) for theirs, our in pairs), default=0.0
     )
 
 
@@ -102,15 +115,15 @@ def main() -> None:
     absent: dict[str, str] = {}
     copies: list[float] = []
     for case in cases(arguments):
-        measured, copy_bytes_s = rows_of(case, device, arguments.repeats)
-        rows += measured
+        case_rows, copy_bytes_s = rows_of(case, device, arguments.repeats)
+        rows += case_rows
         copies.append(copy_bytes_s / 1e9)
         absent |= case.absent
     print(f"copy: {max(copies):.1f} GB/s (read + written)\n{report.table(rows)}")
     for name, reason in absent.items():
         print(f"not measured: {name} ({reason})")
-    described = report.machine(device)
-    default = Path(__file__).parent / "results" / f"{device.type}-{described['date']}.json"
+    facts = report.machine(device)
+    default = Path(__file__).parent / "results" / f"{device.type}-{facts['date']}.json"
     path = arguments.output or default
     report.write(path, device, max(copies), rows, absent)
     print(f"written: {path}")

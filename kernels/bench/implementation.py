@@ -1,4 +1,4 @@
-"""What is measured: a case with the implementations that compete in it."""
+"""A benchmark case with the implementations that compete in it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Run = Callable[[], Sequence[torch.Tensor]]
 
 @dataclass(frozen=True)
 class Implementation:
-    """run: computes once and returns its results, to be compared with the first implementation's.
+    """One competitor.
 
-    compare: False where the results are of another kind. note: what the reader must know about the
-    comparison.
+    run: computes once and returns its results, to be compared with the first implementation's.
+    compare: False if the results are of another kind. note: what limits the comparison.
     """
 
     name: str
@@ -26,7 +26,9 @@ class Implementation:
 
 @dataclass(frozen=True)
 class BenchmarkCase:
-    """implementations: ours first. bytes_moved: read and written by a perfect implementation.
+    """One operation on one input.
+
+    implementations: ours first. bytes_moved: read and written by a perfect implementation.
 
     input_bytes: size of the largest input, the unit of `extra peak / input`. absent: peers not
     measured, with reasons.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from bench.implementation import BenchmarkCase, Implementation, Run
-from bench.peers import compiled, liger_cross_entropy, trl_pair, verl_pair
+from bench.peers import Peer, liger_cross_entropy, torch_compile, trl_pair, verl_pair
 from espo_kernels import token_logprob_entropy
 
 Pair = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -25,7 +25,7 @@ def logprob_cases(
     device: torch.device, rows: int, vocabulary: int, dtypes: list[torch.dtype]
 ) -> Iterator[BenchmarkCase]:
     """Forward, and forward with the gradient of the logprobs, for each dtype."""
-    peers = [compiled(eager_pair, device), trl_pair(), verl_pair()]
+    peers = [torch_compile(eager_pair, device), trl_pair(), verl_pair()]
     liger = liger_cross_entropy(device)
     pairs: dict[str, Pair] = {"espo_kernels": token_logprob_entropy, "eager": eager_pair}
     pairs |= {peer.name: peer.function for peer in peers if peer.function is not None}
@@ -40,31 +40,42 @@ def logprob_cases(
             "input_bytes": logits.nbytes,
             "absent": absent,
         }
-        forward = [
-            Implementation(name, _forward(pair, logits, targets)) for name, pair in pairs.items()
-        ]
         yield BenchmarkCase(
-            part="forward", bytes_moved=logits.nbytes, implementations=tuple(forward), **common
+            part="forward",
+            bytes_moved=logits.nbytes,
+            implementations=_forward_implementations(pairs, logits, targets),
+            **common,
         )
         leaf = logits.requires_grad_()
-        both = [
-            Implementation(name, _with_gradient(pair, leaf, targets))
-            for name, pair in pairs.items()
-        ]
-        both.insert(
-            1, Implementation("espo_kernels, in place", _in_place(leaf, targets), compare=False)
-        )
-        if liger.function is not None:
-            run = _liger(liger.function, leaf, targets)
-            both.append(
-                Implementation(liger.name, run, compare=False, note="no entropy; gradient in place")
-            )
         yield BenchmarkCase(
             part="forward + backward",
             bytes_moved=3 * logits.nbytes,
-            implementations=tuple(both),
+            implementations=tuple(_gradient_implementations(pairs, liger, leaf, targets)),
             **common,
         )
+
+
+def _forward_implementations(
+    pairs: dict[str, Pair], logits: torch.Tensor, targets: torch.Tensor
+) -> tuple[Implementation, ...]:
+    return tuple(
+        Implementation(name, _forward(pair, logits, targets)) for name, pair in pairs.items()
+    )
+
+
+def _gradient_implementations(
+    pairs: dict[str, Pair], liger: Peer, leaf: torch.Tensor, targets: torch.Tensor
+) -> list[Implementation]:
+    implementations = [
+        Implementation(name, _with_gradient(pair, leaf, targets)) for name, pair in pairs.items()
+    ]
+    in_place = Implementation("espo_kernels, in place", _in_place(leaf, targets), compare=False)
+    implementations.insert(1, in_place)
+    if liger.function is not None:
+        run = _liger(liger.function, leaf, targets)
+        note = "no entropy; gradient in place"
+        implementations.append(Implementation(liger.name, run, compare=False, note=note))
+    return implementations
 
 
 def _forward(pair: Pair, logits: torch.Tensor, targets: torch.Tensor) -> Run:
@@ -86,7 +97,7 @@ def _with_gradient(pair: Pair, logits: torch.Tensor, targets: torch.Tensor) -> R
 
 
 def _in_place(logits: torch.Tensor, targets: torch.Tensor) -> Run:
-    """Repeated in place the logits shrink towards 0: the time is that of any other logits."""
+    """Run in place. Repeated runs shrink the logits towards 0, which does not change the time."""
     scratch = logits.detach().clone()
     ones = torch.ones(len(targets), device=targets.device)
 

@@ -15,7 +15,7 @@ import torch
 
 from bench.implementation import Run
 
-# OpenMP's threads keep turning for a while after a parallel region, at the cost of who comes next
+# OpenMP's threads spin for a while after a parallel region, at the cost of the next run.
 _QUIET_SECONDS = 0.1
 
 
@@ -52,8 +52,9 @@ def copy_run(device: torch.device, num_bytes: int) -> tuple[Run, int]:
 
 
 def extra_peak_bytes(run: Run, device: torch.device) -> int | None:
-    """Peak memory during one run beyond what was held before it; None where the system does not
-    tell.
+    """Peak memory of one run beyond the memory in use before it.
+
+    None if the system does not report it.
     """
     _give_back_free_memory()
     if device.type == "cuda":
@@ -73,7 +74,7 @@ def extra_peak_bytes(run: Run, device: torch.device) -> int | None:
 
 
 def _give_back_free_memory() -> None:
-    """Garbage, and free memory that malloc keeps, would hide what a run allocates."""
+    """Return free memory to the system: garbage and malloc's reserves would hide a run's peak."""
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):  # glibc only
         ctypes.CDLL(None).malloc_trim(0)
@@ -91,17 +92,15 @@ def _cpu_clock(run: Run) -> Callable[[], float]:
 
     def clock() -> float:
         time.sleep(_QUIET_SECONDS)
-        started = time.perf_counter()
+        start = time.perf_counter()
         run()
-        return time.perf_counter() - started
+        return time.perf_counter() - start
 
     return clock
 
 
 def _cuda_clock(run: Run) -> Callable[[], float]:
-    """Kernel time: replays of a CUDA graph where the run can be captured, else the stream's own
-    time.
-    """
+    """Kernel time: replays of a CUDA graph, or the stream's time if the run cannot be captured."""
     for _ in range(3):
         run()
     torch.cuda.synchronize()
@@ -115,7 +114,8 @@ def _cuda_clock(run: Run) -> Callable[[], float]:
         torch.cuda.synchronize()
 
     def clock(iterations: int = 5) -> float:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         start.record()
         for _ in range(iterations):
             replay()

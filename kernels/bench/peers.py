@@ -27,9 +27,9 @@ def trl_pair() -> Peer:
         return Peer(name, None, f"{type(error).__name__}: {error}")
 
     def pair(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        fused = getattr(utils, "selective_log_softmax_and_entropy", None)
-        if fused is not None:
-            return fused(logits, targets, entropy_requires_grad=False)
+        kernel = getattr(utils, "selective_log_softmax_and_entropy", None)
+        if kernel is not None:
+            return kernel(logits, targets, entropy_requires_grad=False)
         with torch.no_grad():
             entropy = utils.entropy_from_logits(logits)
         return utils.selective_log_softmax(logits, targets), entropy
@@ -54,7 +54,7 @@ def verl_pair() -> Peer:
     return Peer(name, pair)
 
 
-def compiled(function: Callable[..., Any], device: torch.device) -> Peer:
+def torch_compile(function: Callable[..., Any], device: torch.device) -> Peer:
     """torch.compile of plain torch code."""
     name = "torch.compile"
     if device.type == "cpu" and shutil.which("g++") is None:
@@ -77,7 +77,8 @@ def torchao_quantizer() -> Peer:
     name = "torchao"
     try:
         primitives = import_module("torchao.quantization.quant_primitives")
-        choose, quantize = primitives._choose_scale_float8, primitives._quantize_affine_float8
+        choose = primitives._choose_scale_float8
+        quantize = primitives._quantize_affine_float8
     except Exception as error:
         return Peer(name, None, f"{type(error).__name__}: {error}")
 
@@ -90,11 +91,11 @@ def torchao_quantizer() -> Peer:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what took part, and of what they run on."""
-    found = {}
+    """Versions of the implementations and of the libraries they run on."""
+    by_package = {}
     for package in ("torch", "triton", "numba", "trl", "verl", "liger-kernel", "torchao"):
         try:
-            found[package] = metadata.version(package)
+            by_package[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return by_package

@@ -1,4 +1,4 @@
-"""quantize_fp8_blockwise on the expert matrices of Qwen3-30B-A3B, beside torchao and eager torch."""
+"""quantize_fp8_blockwise on expert matrices of Qwen3-30B-A3B, beside torchao and eager torch."""
 
 from __future__ import annotations
 

@@ -17,11 +17,11 @@ from bench.peers import versions
 
 @dataclass(frozen=True)
 class Row:
-    """One implementation in one case. share_of_copy: of the bandwidth of a copy timed in
-    alternation, counting the bytes a perfect one moves.
+    """Results of one implementation in one case.
 
-    extra_peak_ratio: peak memory beyond the inputs over the size of the largest. max_difference: to
-    our result.
+    share_of_copy: bandwidth as a share of a copy's, timed in alternation; it counts the bytes that
+    a perfect implementation moves. extra_peak_ratio: peak memory beyond the inputs, divided by the
+    size of the largest input. max_difference: to our result.
     """
 
     operation: str
@@ -72,8 +72,8 @@ def table(rows: list[Row]) -> str:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What the numbers depend on."""
-    described: dict[str, Any] = {
+    """The machine and the library versions of a measurement."""
+    facts: dict[str, Any] = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "device": _cpu_name(),
         "cores": os.cpu_count(),
@@ -82,10 +82,10 @@ def machine(device: torch.device) -> dict[str, Any]:
         "versions": {"python": platform.python_version(), **versions()},
     }
     if device.type == "cuda":
-        described["device"] = torch.cuda.get_device_name(device)
-        described["cuda"] = torch.version.cuda
-        described["driver"] = _driver()
-    return described
+        facts["device"] = torch.cuda.get_device_name(device)
+        facts["cuda"] = torch.version.cuda
+        facts["driver"] = _driver()
+    return facts
 
 
 def write(

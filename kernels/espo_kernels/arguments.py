@@ -28,8 +28,8 @@ def require_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...], like:
 def require_one_device(**tensors: torch.Tensor | None) -> None:
     devices = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
     if len(set(devices.values())) > 1:
-        listed = ", ".join(f"{name} on {device}" for name, device in devices.items())
-        raise ValueError(f"arguments are on different devices ({listed}): move them to one")
+        locations = ", ".join(f"{name} on {device}" for name, device in devices.items())
+        raise ValueError(f"arguments are on different devices ({locations}): move them to one")
 
 
 def require_packed(tokens_name: str, tokens: torch.Tensor, cu_seqlens: torch.Tensor) -> None:
@@ -45,7 +45,8 @@ def require_packed(tokens_name: str, tokens: torch.Tensor, cu_seqlens: torch.Ten
         )
     if cu_seqlens.numel() == 1 and tokens.numel():
         raise ValueError(
-            f"cu_seqlens has shape (1,): names no sequence for the {tokens.numel()} tokens of {tokens_name}"
+            f"cu_seqlens has shape (1,): names no sequence for the {tokens.numel()} tokens of "
+            f"{tokens_name}"
         )
 
 
@@ -61,7 +62,8 @@ def require_mask(loss_mask: torch.Tensor | None, num_tokens: int, like: str) -> 
 
 def require_cu_seqlens_values(cu_seqlens: torch.Tensor, num_tokens: int) -> None:
     """cu_seqlens rises from 0 to T without decreasing. Reads values."""
-    first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
+    first = int(cu_seqlens[0])
+    last = int(cu_seqlens[-1])
     if first != 0 or last != num_tokens:
         raise ValueError(
             f"cu_seqlens runs from {first} to {last}: must run from 0 to {num_tokens}, the tokens"
@@ -70,7 +72,8 @@ def require_cu_seqlens_values(cu_seqlens: torch.Tensor, num_tokens: int) -> None
     if falls.numel():
         at = int(falls[0]) + 1
         raise ValueError(
-            f"cu_seqlens[{at}] = {int(cu_seqlens[at])} is below the entry before it: must not decrease"
+            f"cu_seqlens[{at}] = {int(cu_seqlens[at])} is below the entry before it: "
+            "must not decrease"
         )
 
 

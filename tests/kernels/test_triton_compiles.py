@@ -25,7 +25,7 @@ from espo_kernels.token_logprob_entropy import triton_kernels as logprob
 TYPES = dict(
     targets="*i64", cu_seqlens="*i64", group_id="*u8", mask="*i1", loss_mask="*i1", count="*i32", fp8="*u8",
     metrics="*fp64", M="i32", N="i32", tokens="i32", columns="i32", first="i32", valid="i32", num_sequences="i32",
-    inverse_temperature="fp32", scale="fp32", min_clip="fp32", fixed_clip="fp32", given_value="fp32",
+    inverse_temperature="fp32", scale="fp32", min_clip="fp32", fixed_clip="fp32", denominator_value="fp32",
     group_share="fp32",
 )
 
@@ -58,8 +58,8 @@ for bounds in ((), (1, 5)):
 stacks["group sums"] = spilled(loss.espo_group_sums_kernel, 16, shape)
 for old in (False, True):
     stacks[f"loss {old}"] = spilled(loss.espo_sequence_kernel, 16, dict(OLD_DENOMINATOR=old, SHARED=old, **shape))
-for given in ("counted", "value", "tensor"):
-    stacks[f"reduction {given}"] = spilled(loss.espo_reduction_kernel, 4, dict(GIVEN=given, K=2, BLOCK=128))
+for source in ("counted", "value", "tensor"):
+    stacks[f"reduction {source}"] = spilled(loss.espo_reduction_kernel, 4, dict(DENOMINATOR=source, K=2, BLOCK=128))
 stacks["scale"] = spilled(loss.scale_gradient_kernel, 4, dict(BLOCK=1024), out="*bf16")
 for power in (False, True):
     stacks[f"quantize {power}"] = spilled(

@@ -20,7 +20,8 @@ def groups_cpu(
     """(group_id[T] uint8, clip[B, K] float32, count[B, K] int32) for CPU tensors."""
     shape = (cu_seqlens.numel() - 1, settings.num_groups)
     group_id = torch.full(old_entropies.shape, MASKED, dtype=torch.uint8)
-    sums, count = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.int32)
+    sums = torch.zeros(shape, dtype=torch.float64)
+    count = torch.zeros(shape, dtype=torch.int32)
     entropies = old_entropies.float()
     assign_groups(
         # NaN sorts above all in the other backends and makes its group's width NaN, and so does

@@ -20,25 +20,30 @@ def groups_reference(
     float32.
     """
     e = old_entropies if old_entropies.dtype == torch.float64 else old_entropies.float()
-    num_sequences, K = cu_seqlens.numel() - 1, settings.num_groups
+    num_sequences = cu_seqlens.numel() - 1
+    K = settings.num_groups
     group_id = torch.full(e.shape, MASKED, dtype=torch.uint8, device=e.device)
     clip = torch.zeros(num_sequences, K, dtype=e.dtype, device=e.device)
     count = torch.zeros(num_sequences, K, dtype=torch.int32, device=e.device)
     offsets = cu_seqlens.tolist()
     for i, (start, end) in enumerate(pairwise(offsets)):
-        tokens = start + mask[start:end].nonzero().flatten()
-        n = tokens.numel()
-        by_entropy = tokens[
-            e[tokens].sort(descending=True, stable=True).indices
-        ]  # ties keep their positions
-        ranks = [0, *settings.first_ranks(n), n]
-        for tau in range(K):
-            members = by_entropy[ranks[tau] : ranks[tau + 1]]
+        for tau, members in enumerate(_groups_of(e, start, mask[start:end], settings)):
             group_id[members] = tau
             count[i, tau] = members.numel()
             if members.numel():
                 clip[i, tau] = clip_width(e[members].mean(), settings)
     return group_id, clip, count
+
+
+def _groups_of(
+    e: torch.Tensor, start: int, mask: torch.Tensor, settings: GroupSettings
+) -> list[torch.Tensor]:
+    """Token indices of each group of the sequence that begins at `start`."""
+    tokens = start + mask.nonzero().flatten()
+    n = tokens.numel()
+    order = e[tokens].sort(descending=True, stable=True).indices  # ties keep their positions
+    ranks = [0, *settings.first_ranks(n), n]
+    return [tokens[order][first:last] for first, last in pairwise(ranks)]
 
 
 def clip_width(mean_entropy: torch.Tensor, settings: GroupSettings) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What defines entropy groups, validated once and passed on as plain numbers."""
+"""Settings of entropy groups, validated once and passed on as plain numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ MAX_DENOMINATOR = 1_000_000
 
 @dataclass(frozen=True)
 class GroupSettings:
-    """bounds: cumulative fractions as (numerator, denominator); group j ends before rank ceil(n ·
+    """Settings of `espo_groups` as plain numbers.
+
+    bounds: cumulative fractions as (numerator, denominator); group j ends before rank ceil(n ·
     bounds[j]).
 
     scale: α / log|V|, from mean entropy in nats to clip width. fixed_clip: replaces the
@@ -32,9 +34,7 @@ class GroupSettings:
         return len(self.bounds) + 1
 
     def first_ranks(self, num_tokens: int) -> list[int]:
-        """For each bound, how many of `num_tokens` tokens lie before it: ceil(n · q), at least 1 if
-        n > 0.
-        """
+        """The number of tokens before each bound: ceil(n · q), at least 1 if n > 0."""
         return [
             (num_tokens * numerator + denominator - 1) // denominator
             for numerator, denominator in self.bounds
@@ -54,7 +54,8 @@ def group_settings(
     """
     if not isinstance(vocab_size, Integral) or vocab_size < 2:
         raise ValueError(
-            f"vocab_size={vocab_size}: must be an integer of at least 2 (log|V| divides the entropy)"
+            f"vocab_size={vocab_size}: must be an integer of at least 2 "
+            "(log|V| divides the entropy)"
         )
     for name, value in (("alpha", alpha), ("min_clip", min_clip), ("fixed_clip", fixed_clip)):
         if value is not None and not (math.isfinite(value) and value >= 0):
@@ -74,7 +75,8 @@ def _bounds(fractions: Sequence[float]) -> tuple[tuple[int, int], ...]:
         )
     if any(not 1 / MAX_DENOMINATOR <= share <= 1 - 1 / MAX_DENOMINATOR for share in shares):
         raise ValueError(
-            f"fractions={shares}: each must lie between 1e-6 and 1 - 1e-6, their sum must not exceed 1"
+            f"fractions={shares}: each must lie between 1e-6 and 1 - 1e-6, "
+            "their sum must not exceed 1"
         )
     # A float such as 0.2 stands for the short fraction the user wrote, not for its binary
     # neighbour. Sums of unrelated fractions have long denominators, and are shortened too.

@@ -26,35 +26,47 @@ def _descending_key(e):
 def _load_tokens(entropies, mask, start, end, begin, MASK: tl.constexpr, BLOCK: tl.constexpr):
     token = start + begin + tl.arange(0, BLOCK)
     inside = token < end
-    kept = inside
+    keep = inside
     if MASK:
-        kept = inside & (tl.load(mask + token, mask=inside, other=0) != 0)
-    e = tl.load(entropies + token, mask=kept, other=0.0).to(tl.float32)
-    return token, inside, kept, e
+        keep = inside & (tl.load(mask + token, mask=inside, other=0) != 0)
+    e = tl.load(entropies + token, mask=keep, other=0.0).to(tl.float32)
+    return token, inside, keep, e
+
+
+@triton.jit
+def _digit_histogram(
+    entropies, mask, start, end, shift, prefix, fixed_bits, MASK: tl.constexpr, BLOCK: tl.constexpr
+):
+    """[256] counts of the key's byte at `shift`, over the tokens whose keys have the prefix."""
+    histogram = tl.zeros([256], dtype=tl.int32)
+    for begin in range(0, end - start, BLOCK):
+        _token, _inside, keep, e = _load_tokens(entropies, mask, start, end, begin, MASK, BLOCK)
+        key = _descending_key(e)
+        digits = ((key >> shift) & 0xFF).to(tl.int32)
+        histogram += tl.histogram(digits, 256, mask=keep & ((key & fixed_bits) == prefix))
+    return histogram
 
 
 @triton.jit
 def _edge(entropies, mask, start, end, rank, MASK: tl.constexpr, BLOCK: tl.constexpr):
-    """(key of the rank-th highest entropy, counted from 1; how many tokens of just that key belong
-    before the edge).
+    """(key of the rank-th highest entropy, the number of tokens with that key before the edge).
+
+    Ranks count from 1.
     """
     prefix = tl.zeros([], dtype=tl.uint32)
-    known = tl.zeros([], dtype=tl.uint32)  # bits of the key that the prefix fixes
+    fixed_bits = tl.zeros([], dtype=tl.uint32)  # the key's bits that the prefix fixes
     remaining = rank
     position = tl.full([], 24, dtype=tl.int32)
     for _level in range(4):
         shift = position.to(tl.uint32)
-        histogram = tl.zeros([256], dtype=tl.int32)
-        for begin in range(0, end - start, BLOCK):
-            _token, _inside, kept, e = _load_tokens(entropies, mask, start, end, begin, MASK, BLOCK)
-            key = _descending_key(e)
-            digits = ((key >> shift) & 0xFF).to(tl.int32)
-            histogram += tl.histogram(digits, 256, mask=kept & ((key & known) == prefix))
+        histogram = _digit_histogram(
+            entropies, mask, start, end, shift, prefix, fixed_bits, MASK, BLOCK
+        )
         at_least = tl.sum(histogram, axis=0) - tl.cumsum(histogram, axis=0) + histogram
         digit = tl.sum((at_least >= remaining).to(tl.int32), axis=0) - 1
         remaining -= tl.sum(tl.where(tl.arange(0, 256) > digit, histogram, 0), axis=0)
         prefix = prefix | (digit.to(tl.uint32) << shift)
-        known = known | (tl.full([], 0xFF, dtype=tl.uint32) << shift)
+        fixed_bits = fixed_bits | (tl.full([], 0xFF, dtype=tl.uint32) << shift)
         position -= 8
     return prefix, remaining
 
@@ -74,8 +86,8 @@ def _edges(
     """[PADDED] of each bound: `_edge` at its rank among the sequence's kept tokens."""
     n = tl.zeros([], dtype=tl.int64)
     for begin in range(0, end - start, BLOCK):
-        _token, _inside, counted, _e = _load_tokens(entropies, mask, start, end, begin, MASK, BLOCK)
-        n += tl.sum(counted.to(tl.int32), axis=0)
+        _token, _inside, keep, _e = _load_tokens(entropies, mask, start, end, begin, MASK, BLOCK)
+        n += tl.sum(keep.to(tl.int32), axis=0)
     group = tl.arange(0, PADDED)
     edge_key = tl.zeros([PADDED], dtype=tl.uint32)
     edge_ties = tl.zeros([PADDED], dtype=tl.int32)
@@ -89,26 +101,27 @@ def _edges(
 
 @triton.jit
 def _first_groups(
-    key, kept, edge_key, edge_ties, seen_ties, NUM_BOUNDS: tl.constexpr, PADDED: tl.constexpr
+    key, keep, edge_key, edge_ties, seen_ties, NUM_BOUNDS: tl.constexpr, PADDED: tl.constexpr
 ):
-    """(group of each token of a block, the ties seen at each edge so far, this block's included)."""
+    """(group of each token of a block, ties at each edge up to the end of this block)."""
     group = tl.arange(0, PADDED)
     tau = tl.zeros_like(key).to(tl.int32)
     for j in tl.static_range(NUM_BOUNDS):
         edge = tl.max(tl.where(group == j, edge_key, 0), axis=0)
-        tied = (kept & (key == edge)).to(tl.int32)
-        position = tl.sum(tl.where(group == j, seen_ties, 0), axis=0) + tl.cumsum(tied, axis=0)
+        is_tie = (keep & (key == edge)).to(tl.int32)
+        position = tl.sum(tl.where(group == j, seen_ties, 0), axis=0) + tl.cumsum(is_tie, axis=0)
         ties = tl.sum(tl.where(group == j, edge_ties, 0), axis=0)
-        before = (key > edge) | ((tied == 1) & (position <= ties))
+        before = (key > edge) | ((is_tie == 1) & (position <= ties))
         tau += tl.where(before, 0, 1)
-        seen_ties += tl.where(group == j, tl.sum(tied, axis=0), 0)
+        seen_ties += tl.where(group == j, tl.sum(is_tie, axis=0), 0)
     return tau, seen_ties
 
 
 @triton.jit
 def _clip_width(sums, members, scale, min_clip, fixed_clip, FIXED: tl.constexpr):
-    """See `reference.clip_width`; NaN for infinite entropies, and comparisons keep it where a
-    maximum might drop it.
+    """See `reference.clip_width`. NaN for infinite entropies.
+
+    Comparisons keep a NaN that a maximum might drop.
     """
     mean = sums / tl.maximum(members, 1).to(tl.float32)
     mean = mean + (mean - mean)
@@ -117,6 +130,63 @@ def _clip_width(sums, members, scale, min_clip, fixed_clip, FIXED: tl.constexpr)
     if FIXED:
         width = tl.where(mean == mean, fixed_clip, mean)
     return tl.where(members > 0, width, 0.0)
+
+
+@triton.jit
+def _add_members(sums, members, e, tau, keep, NUM_BOUNDS: tl.constexpr, PADDED: tl.constexpr):
+    """Add a block's entropies and counts to its groups."""
+    group = tl.arange(0, PADDED)
+    for k in tl.static_range(NUM_BOUNDS + 1):
+        mine = keep & (tau == k)
+        sums += tl.where(group == k, tl.sum(tl.where(mine, e, 0.0), axis=0), 0.0)
+        members += tl.where(group == k, tl.sum(mine.to(tl.int32), axis=0), 0)
+    return sums, members
+
+
+@triton.jit
+def _assign_groups(
+    entropies,
+    mask,
+    group_id,
+    start,
+    end,
+    edge_key,
+    edge_ties,
+    NUM_BOUNDS: tl.constexpr,
+    PADDED: tl.constexpr,
+    MASK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write group_id of a sequence; ([PADDED] sums of entropies, [PADDED] counts)."""
+    seen_ties = tl.zeros([PADDED], dtype=tl.int32)
+    sums = tl.zeros([PADDED], dtype=tl.float32)
+    members = tl.zeros([PADDED], dtype=tl.int32)
+    for begin in range(0, end - start, BLOCK):
+        token, inside, keep, e = _load_tokens(entropies, mask, start, end, begin, MASK, BLOCK)
+        key = _descending_key(e)
+        tau, seen_ties = _first_groups(
+            key, keep, edge_key, edge_ties, seen_ties, NUM_BOUNDS, PADDED
+        )
+        sums, members = _add_members(sums, members, e, tau, keep, NUM_BOUNDS, PADDED)
+        tl.store(group_id + token, tl.where(keep, tau, 255).to(tl.uint8), mask=inside)
+    return sums, members
+
+
+@triton.jit
+def _store_widths(
+    clip,
+    count,
+    sequence,
+    width,
+    members,
+    NUM_BOUNDS: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """Write a sequence's row of clip[B, K] and count[B, K]."""
+    group = tl.arange(0, PADDED)
+    row = sequence * (NUM_BOUNDS + 1) + group
+    tl.store(clip + row, width, mask=group <= NUM_BOUNDS)
+    tl.store(count + row, members, mask=group <= NUM_BOUNDS)
 
 
 @triton.jit
@@ -139,36 +209,32 @@ def espo_groups_kernel(
     MASK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """BOUNDS: numerator, denominator of each group's end. PADDED: length of vectors with an entry
-    per group.
+    """Program of one sequence.
+
+    BOUNDS: numerator, denominator of each group's end. PADDED: length of vectors with an entry per
+    group.
     """
     sequence = tl.program_id(0)
     start, end, valid = sequence_span(cu_seqlens, sequence, num_sequences, tokens)
     edge_key, edge_ties = _edges(
         entropies, mask, start, end, BOUNDS, NUM_BOUNDS, PADDED, MASK, BLOCK
     )
-    group = tl.arange(0, PADDED)
-    seen_ties = tl.zeros([PADDED], dtype=tl.int32)
-    sums = tl.zeros([PADDED], dtype=tl.float32)
-    members = tl.zeros([PADDED], dtype=tl.int32)
-    for begin in range(0, end - start, BLOCK):
-        token, inside, kept, e = _load_tokens(entropies, mask, start, end, begin, MASK, BLOCK)
-        key = _descending_key(e)
-        tau, seen_ties = _first_groups(
-            key, kept, edge_key, edge_ties, seen_ties, NUM_BOUNDS, PADDED
-        )
-        for k in tl.static_range(NUM_BOUNDS + 1):
-            mine = kept & (tau == k)
-            sums += tl.where(group == k, tl.sum(tl.where(mine, e, 0.0), axis=0), 0.0)
-            members += tl.where(group == k, tl.sum(mine.to(tl.int32), axis=0), 0)
-        tl.store(group_id + token, tl.where(kept, tau, 255).to(tl.uint8), mask=inside)
-
-    width = tl.where(
-        valid, _clip_width(sums, members, scale, min_clip, fixed_clip, FIXED), float("nan")
+    sums, members = _assign_groups(
+        entropies,
+        mask,
+        group_id,
+        start,
+        end,
+        edge_key,
+        edge_ties,
+        NUM_BOUNDS,
+        PADDED,
+        MASK,
+        BLOCK,
     )
-    row = sequence * (NUM_BOUNDS + 1) + group
-    tl.store(clip + row, width, mask=group <= NUM_BOUNDS)
-    tl.store(count + row, members, mask=group <= NUM_BOUNDS)
+    width = _clip_width(sums, members, scale, min_clip, fixed_clip, FIXED)
+    width = tl.where(valid, width, float("nan"))
+    _store_widths(clip, count, sequence, width, members, NUM_BOUNDS, PADDED)
 
 
 def groups_triton(
@@ -178,11 +244,9 @@ def groups_triton(
     settings: GroupSettings,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(group_id[T] uint8, clip[B, K] float32, count[B, K] int32)."""
-    device, tokens, num_sequences = (
-        old_entropies.device,
-        old_entropies.numel(),
-        cu_seqlens.numel() - 1,
-    )
+    device = old_entropies.device
+    tokens = old_entropies.numel()
+    num_sequences = cu_seqlens.numel() - 1
     K = settings.num_groups
     group_id = torch.full((tokens,), MASKED, dtype=torch.uint8, device=device)
     clip = torch.empty(num_sequences, K, dtype=torch.float32, device=device)

@@ -29,10 +29,14 @@ def loss_cpu(
 
     gradient = torch.zeros(logprobs.numel(), dtype=torch.float32)
     statistics = torch.zeros(9, K, dtype=torch.float64)
-    clip = inputs.clip.double().numpy()
-    old_denominator = inputs.ratio_denominator == "old"
     objective = token_terms(
-        *tokens, *layout, clip, sums.numpy(), old_denominator, gradient.numpy(), statistics.numpy()
+        *tokens,
+        *layout,
+        inputs.clip.double().numpy(),
+        sums.numpy(),
+        inputs.ratio_denominator == "old",
+        gradient.numpy(),
+        statistics.numpy(),
     )
     if not inputs.counts_groups:
         statistics[[GROUPS, EPSILON_SUM]] = 0

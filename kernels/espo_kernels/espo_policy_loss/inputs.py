@@ -1,4 +1,4 @@
-"""What every backend of the loss receives, already checked."""
+"""Inputs of every backend of the loss, already checked."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from espo_kernels.segments import MASKED, offsets_in_bounds, without_infinities
 RatioDenominator = Literal["current", "old"]
 
 MAX_LOG_RATIO = 10.0
-"""|log s| is clamped here before exp: a value far outside any clip range, kept finite. The gradient still flows."""
+"""|log s| is clamped here before exp: a value far outside any clip range, kept finite.
+
+The gradient still flows.
+"""
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class LossInputs:
 
     @property
     def counts_groups(self) -> bool:
-        """Whether this rank counts whole groups in the metrics: once per context-parallel group."""
+        """True on the rank of a context-parallel group that counts whole groups in the metrics."""
         return self.cp_group is None or dist.get_rank(self.cp_group) == 0
 
     def members(self) -> torch.Tensor:

@@ -3,10 +3,11 @@
     s_τ = exp(mean_{t∈τ} (log π_θ − log π_old))        s_t = sg[s_τ] · π_θ(y_t) / sg[π_θ(y_t)]
     J   = 1/B Σ_i 1/K_i Σ_τ 1/|τ| Σ_{t∈τ} min(s_t A_t, clip(s_t, 1 − ε_τ, 1 + ε_τ) A_t)
 
-|log s| is clamped at 10 (the value, not the gradient). K_i counts the non-empty groups of sequence i; a sequence
-without unmasked tokens contributes nothing. The gradient of an unmasked token with A ≠ 0 is zero exactly where
-(A > 0 and s > 1 + ε) or (A < 0 and s < 1 − ε), and −s_t A_t / (B K_i |τ|) elsewhere. One group with a fixed clip is
-GSPO-token; one-token groups are PPO-clip averaged over tokens, then sequences.
+|log s| is clamped at 10 (the value, not the gradient). K_i counts the non-empty groups of sequence
+i; a sequence without unmasked tokens contributes nothing. The gradient of an unmasked token with
+A ≠ 0 is zero exactly where (A > 0 and s > 1 + ε) or (A < 0 and s < 1 − ε), and
+−s_t A_t / (B K_i |τ|) elsewhere. One group with a fixed clip is GSPO-token; one-token groups are
+PPO-clip averaged over tokens, then sequences.
 """
 
 from __future__ import annotations
@@ -65,20 +66,25 @@ def espo_policy_loss(
     this module).
 
     Args:
-        logprobs, old_logprobs, advantages: [T] float, log π_θ(y_t) and log π_old(y_t) in nats, A_t. Gradient flows
-            through the first.
+        logprobs, old_logprobs, advantages: [T] float, log π_θ(y_t) and log π_old(y_t) in nats, A_t.
+            Gradient flows through the first.
         cu_seqlens: [B + 1] integers, from 0 to T, not decreasing.
         groups: of `espo_groups`, for these tokens and sequences.
-        num_sequences: B, a constant of the global batch when this call is one micro-batch of it. None: the sequences
-            of this call with a non-zero advantage on an unmasked token. A number, or a tensor of one element.
-        ratio_denominator: "current" as above; "old" is Eq. 9 as printed, s_t = sg[s_τ] · π_θ(y_t) / sg[π_old(y_t)].
-        loss_mask: [T] bool. Tokens masked here or in `groups` belong to no group, |τ| counts those that remain.
-        cp_group: ranks that hold other tokens of the same B sequences. The loss is the sum of what they return.
+        num_sequences: B, a constant of the global batch when this call is one micro-batch of it.
+            None: the sequences of this call with a non-zero advantage on an unmasked token. A
+            number, or a tensor of one element.
+        ratio_denominator: "current" as above; "old" is Eq. 9 as printed, s_t = sg[s_τ] · π_θ(y_t) /
+            sg[π_old(y_t)].
+        loss_mask: [T] bool. Tokens masked here or in `groups` belong to no group, |τ| counts those
+            that remain.
+        cp_group: ranks that hold other tokens of the same B sequences. The loss is the sum of what
+            they return.
         check_values, backend: see `espo_kernels`.
 
     Raises:
-        ValueError or TypeError naming the argument. NaN or infinite inputs on unmasked tokens, a wrong cu_seqlens and
-        a num_sequences tensor that is not positive raise where values are checked; otherwise the loss is NaN.
+        ValueError or TypeError naming the argument. NaN or infinite inputs on unmasked tokens, a
+        invalid cu_seqlens and a num_sequences tensor that is not positive raise where values are
+        checked; otherwise the loss is NaN.
     """
     inputs = LossInputs(
         old_logprobs=old_logprobs.detach().contiguous(),
@@ -92,10 +98,10 @@ def espo_policy_loss(
         cp_group=cp_group,
     )
     _check(logprobs, inputs)
-    chosen = resolve_backend(backend, logprobs, cpu_needs_numba=True)
-    if checks_values(logprobs, chosen, check_values):
+    selected_backend = resolve_backend(backend, logprobs, cpu_needs_numba=True)
+    if checks_values(logprobs, selected_backend, check_values):
         _check_values(logprobs, inputs)
-    return _loss(chosen, logprobs, inputs)
+    return _loss(selected_backend, logprobs, inputs)
 
 
 def _loss(backend: Backend, logprobs: torch.Tensor, inputs: LossInputs) -> EspoResult:
@@ -136,7 +142,8 @@ class _WithGradient(torch.autograd.Function):
         scale: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor],
     ) -> torch.Tensor:
         ctx.save_for_backward(gradient, inverse_B)
-        ctx.dtype, ctx.scale = logprobs.dtype, scale
+        ctx.dtype = logprobs.dtype
+        ctx.scale = scale
         return loss.view_as(loss)
 
     @staticmethod
@@ -148,14 +155,15 @@ class _WithGradient(torch.autograd.Function):
 
 def _check(logprobs: torch.Tensor, inputs: LossInputs) -> None:
     require_packed("logprobs", logprobs, inputs.cu_seqlens)
-    named = _token_inputs(logprobs, inputs)
-    for name, tensor in named.items():
+    tensors = _token_inputs(logprobs, inputs)
+    for name, tensor in tensors.items():
         require_floating(name, tensor)
         require_shape(name, tensor, (logprobs.numel(),), "logprobs")
     require_shape("groups.group_id", inputs.group_id, (logprobs.numel(),), "logprobs")
     if inputs.group_id.dtype != torch.uint8:
         raise TypeError(
-            f"groups.group_id has dtype {inputs.group_id.dtype}: must be uint8, as espo_groups returns it"
+            f"groups.group_id has dtype {inputs.group_id.dtype}: must be uint8, "
+            "as espo_groups returns it"
         )
     if (
         inputs.clip.dim() != 2
@@ -168,7 +176,7 @@ def _check(logprobs: torch.Tensor, inputs: LossInputs) -> None:
         )
     require_mask(inputs.loss_mask, logprobs.numel(), "logprobs")
     require_one_device(
-        **named,
+        **tensors,
         cu_seqlens=inputs.cu_seqlens,
         group_id=inputs.group_id,
         clip=inputs.clip,
@@ -192,11 +200,12 @@ def _token_inputs(logprobs: torch.Tensor, inputs: LossInputs) -> dict[str, torch
 
 
 def _scalar_count(num_sequences: float | torch.Tensor | None) -> float | torch.Tensor | None:
-    """`num_sequences` with a tensor's one element as a scalar; of a tensor the value is not read."""
+    """`num_sequences`, a one-element tensor as a scalar tensor whose value is not read."""
     if isinstance(num_sequences, torch.Tensor):
         if num_sequences.dtype not in (*FLOATS, *INTEGERS):
             raise TypeError(
-                f"num_sequences has dtype {num_sequences.dtype}: must be a floating or integer dtype"
+                f"num_sequences has dtype {num_sequences.dtype}: "
+                "must be a floating or integer dtype"
             )
         if num_sequences.numel() != 1:
             raise ValueError(
@@ -213,7 +222,8 @@ def _scalar_count(num_sequences: float | torch.Tensor | None) -> float | torch.T
 def _require_positive(num_sequences: float) -> None:
     if not (math.isfinite(num_sequences) and num_sequences > 0):
         raise ValueError(
-            f"num_sequences={num_sequences}: must be positive and finite (skip a step without sequences)"
+            f"num_sequences={num_sequences}: must be positive and finite "
+            "(skip a step without sequences)"
         )
 
 
@@ -224,7 +234,8 @@ def _check_values(logprobs: torch.Tensor, inputs: LossInputs) -> None:
     if strays.numel():
         at = int(strays[0])
         raise ValueError(
-            f"groups.group_id[{at}] is {int(members[at])}: must be below {inputs.num_groups}, the groups of groups.clip"
+            f"groups.group_id[{at}] is {int(members[at])}: must be below {inputs.num_groups}, "
+            "the groups of groups.clip"
         )
     for name, tensor in _token_inputs(logprobs, inputs).items():
         require_finite(name, tensor, members != MASKED)

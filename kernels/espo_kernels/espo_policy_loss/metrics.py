@@ -1,4 +1,4 @@
-"""Diagnostics of the loss, kept as sums so that they reduce exactly over micro-batches and ranks."""
+"""Diagnostics of the loss, as sums that reduce exactly over micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ class EspoMetrics:
             "ratio_square_mean": (self.ratio_square_sum, self.tokens),
             "epsilon_mean": (self.epsilon_sum, self.groups),
         }
-        named = {}
+        sums = {}
         for name, (total, weight) in pairs.items():
             by_group = torch.stack((total, weight), dim=1)
-            named[name] = by_group.sum(0)
-            named |= {f"{name}/group{k}": row for k, row in enumerate(by_group)}
-        return named
+            sums[name] = by_group.sum(0)
+            sums |= {f"{name}/group{k}": row for k, row in enumerate(by_group)}
+        return sums
 
     def maxima(self) -> dict[str, torch.Tensor]:
         """Scalars whose maximum over parts is that of the whole: `ratio_max` and
@@ -78,22 +78,16 @@ def metrics_from_tokens(
     elsewhere.
     """
     num_groups = clip.shape[1]
-    kept = (group_id != MASKED).nonzero().flatten()
-    k, s, eps, A = (
-        group_id[kept].long(),
-        s_t[kept].double(),
-        eps_t[kept].double(),
-        advantages[kept].double(),
-    )
+    indices = (group_id != MASKED).nonzero().flatten()
+    k = group_id[indices].long()
+    s = s_t[indices].double()
+    eps = eps_t[indices].double()
+    A = advantages[indices].double()
 
     def by_group(values: torch.Tensor) -> torch.Tensor:
         return segment_sums(values, k, num_groups)
 
-    def extreme(sign: float) -> torch.Tensor:
-        start = s.new_full((num_groups,), -torch.inf)
-        return sign * start.scatter_reduce(0, k, sign * s, reduce="amax")
-
-    share = 1.0 if counts_groups else 0.0
+    share = float(counts_groups)
     return EspoMetrics(
         tokens=by_group(torch.ones_like(s)),
         clipped_low=by_group((A < 0) & (s < 1 - eps)),
@@ -102,6 +96,12 @@ def metrics_from_tokens(
         ratio_square_sum=by_group(s * s),
         groups=nonempty.double().sum(0) * share,
         epsilon_sum=torch.where(nonempty, clip.double(), 0.0).sum(0) * share,
-        ratio_min=extreme(-1.0),
-        ratio_max=extreme(1.0),
+        ratio_min=-_maxima(-s, k, num_groups),
+        ratio_max=_maxima(s, k, num_groups),
     )
+
+
+def _maxima(values: torch.Tensor, k: torch.Tensor, num_groups: int) -> torch.Tensor:
+    """[K] maxima of the values by group, −inf without values."""
+    start = values.new_full((num_groups,), -torch.inf)
+    return start.scatter_reduce(0, k, values, reduce="amax")

@@ -57,6 +57,16 @@ def _load_delta(logprobs, old_logprobs, token, member):
 
 
 @triton.jit
+def _add_block_sums(sums, A, delta, member, tau, K: tl.constexpr, PADDED: tl.constexpr):
+    sums = add_to_row(sums, LOG_RATIO, by_group(delta, tau, K, PADDED))
+    sums = add_to_row(sums, SIZE, by_group(tl.where(member, 1.0, 0.0), tau, K, PADDED))
+    sums = add_to_row(sums, POSITIVE, by_group(tl.where(A < 0, 0.0, A), tau, K, PADDED))
+    sums = add_to_row(sums, NEGATIVE, by_group(tl.where(A < 0, A, 0.0), tau, K, PADDED))
+    sums = add_to_row(sums, NUM_POSITIVE, by_group(tl.where(A > 0, 1.0, 0.0), tau, K, PADDED))
+    return add_to_row(sums, NUM_NEGATIVE, by_group(tl.where(A < 0, 1.0, 0.0), tau, K, PADDED))
+
+
+@triton.jit
 def _sequence_sums(
     logprobs,
     old_logprobs,
@@ -70,7 +80,7 @@ def _sequence_sums(
     MASK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """([PADDED_SUMS, PADDED] sums of one sequence, whether a token has an advantage)."""
+    """([PADDED_SUMS, PADDED] sums of one sequence, 1.0 if a token has an advantage)."""
     sums = tl.zeros([PADDED_SUMS, PADDED], dtype=tl.float32)
     strays = tl.zeros([], dtype=tl.float32)
     for begin in range(0, end - start, BLOCK):
@@ -79,16 +89,11 @@ def _sequence_sums(
         strays += tl.sum(tl.where(member & (tau >= K), 1.0, 0.0), axis=0)
         A = _load_finite(advantages, token, member)
         delta = _load_delta(logprobs, old_logprobs, token, member)
-        sums = add_to_row(sums, LOG_RATIO, by_group(delta, tau, K, PADDED))
-        sums = add_to_row(sums, SIZE, by_group(tl.where(member, 1.0, 0.0), tau, K, PADDED))
-        sums = add_to_row(sums, POSITIVE, by_group(tl.where(A < 0, 0.0, A), tau, K, PADDED))
-        sums = add_to_row(sums, NEGATIVE, by_group(tl.where(A < 0, A, 0.0), tau, K, PADDED))
-        sums = add_to_row(sums, NUM_POSITIVE, by_group(tl.where(A > 0, 1.0, 0.0), tau, K, PADDED))
-        sums = add_to_row(sums, NUM_NEGATIVE, by_group(tl.where(A < 0, 1.0, 0.0), tau, K, PADDED))
+        sums = _add_block_sums(sums, A, delta, member, tau, K, PADDED)
     if strays > 0:
         sums += float("nan")
-    signed = tl.sum(tile_row(sums, NUM_POSITIVE) + tile_row(sums, NUM_NEGATIVE), axis=0)
-    return sums, tl.where(signed > 0, 1.0, 0.0)
+    num_advantages = tl.sum(tile_row(sums, NUM_POSITIVE) + tile_row(sums, NUM_NEGATIVE), axis=0)
+    return sums, tl.where(num_advantages > 0, 1.0, 0.0)
 
 
 @triton.jit
@@ -108,17 +113,20 @@ def _means(log_ratio, size):
 
 
 @triton.jit
-def _token_gradient(s, eps, A, scaled, tau):
-    """B · ∂loss/∂logprob; 0 for clipped and masked tokens. scaled: A times the token's weight."""
-    clipped = ((A < 0) & (s < 1.0 - eps)) | ((A > 0) & (s > 1.0 + eps))
-    return tl.where(clipped | (tau == MASKED), 0.0, -s * scaled)
+def _token_gradient(s, eps, A, weighted_advantage, tau):
+    """B · ∂loss/∂logprob; 0 for clipped and masked tokens.
+
+    weighted_advantage: A times the token's weight."""
+    is_clipped = ((A < 0) & (s < 1.0 - eps)) | ((A > 0) & (s > 1.0 + eps))
+    return tl.where(is_clipped | (tau == MASKED), 0.0, -s * weighted_advantage)
 
 
 @triton.jit
 def _shared_ratio_statistics(sums, s, eps, weight, PADDED: tl.constexpr):
     """[PADDED_STATISTICS, PADDED] without the group rows, when all tokens of a group share s."""
     size = tile_row(sums, SIZE)
-    high, low = s > 1.0 + eps, s < 1.0 - eps
+    high = s > 1.0 + eps
+    low = s < 1.0 - eps
     positive = tile_row(sums, POSITIVE) * tl.where(high, 1.0 + eps, s)
     negative = tile_row(sums, NEGATIVE) * tl.where(low, 1.0 - eps, s)
     statistics = tl.zeros([PADDED_STATISTICS, PADDED], dtype=tl.float32)
@@ -142,13 +150,15 @@ def _no_statistics(PADDED: tl.constexpr):
 
 @triton.jit
 def _add_token_statistics(
-    statistics, s, eps, scaled, A, tau, K: tl.constexpr, PADDED: tl.constexpr
+    statistics, s, eps, weighted_advantage, A, tau, K: tl.constexpr, PADDED: tl.constexpr
 ):
-    """Adds a block whose tokens have ratios of their own. scaled: A times the token's weight."""
+    """Add a block whose tokens have different ratios.
+
+    weighted_advantage: A times the token's weight."""
     low = (A < 0) & (s < 1.0 - eps)
     high = (A > 0) & (s > 1.0 + eps)
     value = tl.where(low, 1.0 - eps, tl.where(high, 1.0 + eps, s))
-    statistics = add_to_row(statistics, 0, by_group(value * scaled, tau, K, PADDED))
+    statistics = add_to_row(statistics, 0, by_group(value * weighted_advantage, tau, K, PADDED))
     statistics = add_to_row(
         statistics, 1, by_group(tl.full(tau.shape, 1.0, tl.float32), tau, K, PADDED)
     )
@@ -156,7 +166,13 @@ def _add_token_statistics(
     statistics = add_to_row(statistics, 3, by_group(tl.where(high, 1.0, 0.0), tau, K, PADDED))
     statistics = add_to_row(statistics, 4, by_group(s, tau, K, PADDED))
     statistics = add_to_row(statistics, 5, by_group(s * s, tau, K, PADDED))
-    row, group = tl.arange(0, PADDED_STATISTICS)[:, None], tl.arange(0, PADDED)[None, :]
+    return _add_extremes(statistics, s, tau, K, PADDED)
+
+
+@triton.jit
+def _add_extremes(statistics, s, tau, K: tl.constexpr, PADDED: tl.constexpr):
+    row = tl.arange(0, PADDED_STATISTICS)[:, None]
+    group = tl.arange(0, PADDED)[None, :]
     for k in tl.static_range(K):
         smallest = tl.min(tl.where(tau == k, s, float("inf")), axis=0)
         largest = tl.max(tl.where(tau == k, s, -float("inf")), axis=0)
@@ -187,18 +203,18 @@ def espo_group_sums_kernel(
 ):
     """Sequence program.
 
-    partial[B, 2K + 1]: Σ log ratio and tokens by group, and whether a token has an advantage.
+    partial[B, 2K + 1]: Σ log ratio by group, tokens by group, 1.0 if a token has an advantage.
     """
     sequence = tl.program_id(0)
     start, end, valid = sequence_span(cu_seqlens, sequence, num_sequences, tokens)
-    sums, signed = _sequence_sums(
+    sums, has_advantage = _sequence_sums(
         logprobs, old_logprobs, advantages, group_id, loss_mask, start, end, K, PADDED, MASK, BLOCK
     )
     group = tl.arange(0, PADDED)
     row = partial + sequence * (2 * K + 1)
     tl.store(row + group, tl.where(valid, tile_row(sums, LOG_RATIO), float("nan")), mask=group < K)
     tl.store(row + K + group, tile_row(sums, SIZE), mask=group < K)
-    tl.store(row + 2 * K, signed)
+    tl.store(row + 2 * K, has_advantage)
 
 
 @triton.jit
@@ -210,19 +226,20 @@ def _load_row(row, K: tl.constexpr, PADDED: tl.constexpr):
 
 @triton.jit
 def _load_shared(row, K: tl.constexpr, PADDED: tl.constexpr):
-    """A sequence's sums over all ranks: log-ratios and sizes by group, and whether one holds an
-    advantage of it.
+    """A sequence's sums over all ranks: log ratios by group, sizes by group, 1.0 if a token has an
+    advantage.
     """
-    signed = tl.where(tl.load(row + 2 * K) > 0, 1.0, 0.0)
-    return _load_row(row, K, PADDED), _load_row(row + K, K, PADDED), signed
+    has_advantage = tl.where(tl.load(row + 2 * K) > 0, 1.0, 0.0)
+    return _load_row(row, K, PADDED), _load_row(row + K, K, PADDED), has_advantage
 
 
 @triton.jit
 def _store_statistics(
     out, statistics, nonempty, epsilon, valid, num_sequences, K: tl.constexpr, PADDED: tl.constexpr
 ):
-    """Write [statistic, group] of one sequence with its group rows, sequences innermost; NaN unless
-    valid.
+    """Write [statistic, group] of one sequence with its group rows, sequences innermost.
+
+    NaN unless valid.
     """
     statistics = add_to_row(statistics, 6, nonempty)
     statistics = add_to_row(statistics, 7, nonempty * epsilon)
@@ -231,6 +248,101 @@ def _store_statistics(
     row = tl.arange(0, PADDED_STATISTICS)[:, None]
     at = (row * K + group[None, :]) * num_sequences
     tl.store(out + at, statistics, mask=(row < NUM_STATISTICS) & (group[None, :] < K))
+
+
+@triton.jit
+def _token_terms(
+    logprobs,
+    old_logprobs,
+    advantages,
+    token,
+    tau,
+    log_s,
+    epsilon,
+    weight,
+    OLD_DENOMINATOR: tl.constexpr,
+    K: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """(A, s, ε, A times the token's weight) of a block."""
+    A = _load_finite(advantages, token, tau != MASKED)
+    log_value = to_tokens(log_s, tau, K, PADDED)
+    if OLD_DENOMINATOR:
+        log_value += _load_delta(logprobs, old_logprobs, token, tau != MASKED)
+    eps = to_tokens(epsilon, tau, K, PADDED)
+    s = _ratio(log_value, eps)
+    return A, s, eps, A * to_tokens(weight, tau, K, PADDED)
+
+
+@triton.jit
+def _group_terms(
+    sums,
+    has_advantage,
+    partial_row,
+    clip_row,
+    OLD_DENOMINATOR: tl.constexpr,
+    SHARED: tl.constexpr,
+    K: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """(mean log ratio, ε, 1 if non-empty, token weight) by group; first statistics; has_advantage.
+
+    SHARED: `partial_row` holds the sums over ranks that replace this rank's.
+    """
+    log_ratio = tile_row(sums, LOG_RATIO)
+    size = tile_row(sums, SIZE)
+    if SHARED:
+        log_ratio, size, has_advantage = _load_shared(partial_row, K, PADDED)
+    epsilon = _load_row(clip_row, K, PADDED)
+    log_s, nonempty, weight = _means(log_ratio, size)
+    statistics = _shared_ratio_statistics(sums, _ratio(log_s, epsilon), epsilon, weight, PADDED)
+    if OLD_DENOMINATOR:
+        statistics = _no_statistics(PADDED)
+    return log_s, epsilon, nonempty, weight, statistics, has_advantage
+
+
+@triton.jit
+def _write_gradient(
+    logprobs,
+    old_logprobs,
+    advantages,
+    group_id,
+    loss_mask,
+    gradient,
+    start,
+    end,
+    log_s,
+    epsilon,
+    weight,
+    statistics,
+    OLD_DENOMINATOR: tl.constexpr,
+    K: tl.constexpr,
+    PADDED: tl.constexpr,
+    MASK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write the gradient of a sequence; with OLD_DENOMINATOR, add its tokens to the statistics."""
+    for begin in range(0, end - start, BLOCK):
+        token, inside, tau = _load_groups(group_id, loss_mask, start, end, begin, MASK, BLOCK)
+        A, s, eps, weighted_advantage = _token_terms(
+            logprobs,
+            old_logprobs,
+            advantages,
+            token,
+            tau,
+            log_s,
+            epsilon,
+            weight,
+            OLD_DENOMINATOR,
+            K,
+            PADDED,
+        )
+        tl.store(gradient + token, _token_gradient(s, eps, A, weighted_advantage, tau), mask=inside)
+        if OLD_DENOMINATOR:
+            statistics = _add_token_statistics(
+                statistics, s, eps, weighted_advantage, A, tau, K, PADDED
+            )
+    return statistics
 
 
 @triton.jit
@@ -245,7 +357,7 @@ def espo_sequence_kernel(
     partial,
     gradient,
     statistics_out,
-    signed_out,
+    has_advantage_out,
     tokens,
     num_sequences,
     OLD_DENOMINATOR: tl.constexpr,
@@ -255,107 +367,140 @@ def espo_sequence_kernel(
     MASK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One sequence: B · ∂loss/∂logprob of its tokens, and statistics. SHARED: its sums over ranks
-    are in `partial`.
+    """Program of one sequence: B · ∂loss/∂logprob of its tokens, and statistics.
+
+    SHARED: `partial` holds the sequence's sums over ranks.
     """
     sequence = tl.program_id(0)
     start, end, valid = sequence_span(cu_seqlens, sequence, num_sequences, tokens)
-    sums, signed = _sequence_sums(
+    sums, has_advantage = _sequence_sums(
         logprobs, old_logprobs, advantages, group_id, loss_mask, start, end, K, PADDED, MASK, BLOCK
     )
-    log_ratio, size = tile_row(sums, LOG_RATIO), tile_row(sums, SIZE)
-    if SHARED:
-        log_ratio, size, signed = _load_shared(partial + sequence * (2 * K + 1), K, PADDED)
-    epsilon = _load_row(clip + sequence * K, K, PADDED)
-    log_s, nonempty, weight = _means(log_ratio, size)
-    statistics = _shared_ratio_statistics(sums, _ratio(log_s, epsilon), epsilon, weight, PADDED)
-    if OLD_DENOMINATOR:
-        statistics = _no_statistics(PADDED)
-    for begin in range(0, end - start, BLOCK):
-        token, inside, tau = _load_groups(group_id, loss_mask, start, end, begin, MASK, BLOCK)
-        A = _load_finite(advantages, token, tau != MASKED)
-        log_value = to_tokens(log_s, tau, K, PADDED)
-        if OLD_DENOMINATOR:
-            log_value += _load_delta(logprobs, old_logprobs, token, tau != MASKED)
-        eps = to_tokens(epsilon, tau, K, PADDED)
-        s = _ratio(log_value, eps)
-        scaled = A * to_tokens(weight, tau, K, PADDED)
-        tl.store(gradient + token, _token_gradient(s, eps, A, scaled, tau), mask=inside)
-        if OLD_DENOMINATOR:
-            statistics = _add_token_statistics(statistics, s, eps, scaled, A, tau, K, PADDED)
+    partial_row = partial + sequence * (2 * K + 1)
+    clip_row = clip + sequence * K
+    log_s, epsilon, nonempty, weight, statistics, has_advantage = _group_terms(
+        sums, has_advantage, partial_row, clip_row, OLD_DENOMINATOR, SHARED, K, PADDED
+    )
+    statistics = _write_gradient(
+        logprobs,
+        old_logprobs,
+        advantages,
+        group_id,
+        loss_mask,
+        gradient,
+        start,
+        end,
+        log_s,
+        epsilon,
+        weight,
+        statistics,
+        OLD_DENOMINATOR,
+        K,
+        PADDED,
+        MASK,
+        BLOCK,
+    )
     _store_statistics(
         statistics_out + sequence, statistics, nonempty, epsilon, valid, num_sequences, K, PADDED
     )
-    tl.store(signed_out + sequence, signed)
+    tl.store(has_advantage_out + sequence, has_advantage)
 
 
 @triton.jit
-def _denominator(counted, given, given_value, GIVEN: tl.constexpr):
+def _denominator(count, denominator_tensor, denominator_value, DENOMINATOR: tl.constexpr):
     """B, NaN for a tensor that is not positive and finite."""
-    B = tl.maximum(counted, 1.0)
-    if GIVEN == "value":
-        B = tl.full([], 1.0, dtype=tl.float64) * given_value
-    if GIVEN == "tensor":
-        B = tl.load(given).to(tl.float64)
+    B = tl.maximum(count, 1.0)
+    if DENOMINATOR == "value":
+        B = tl.full([], 1.0, dtype=tl.float64) * denominator_value
+    if DENOMINATOR == "tensor":
+        B = tl.load(denominator_tensor).to(tl.float64)
         B = tl.where(B > 0, B, float("nan")) + (B - B)
     return B
 
 
 @triton.jit
+def _count_sequences(has_advantage, num_sequences, BLOCK: tl.constexpr):
+    """The number of sequences in which a token has an advantage, float64."""
+    lane = tl.arange(0, BLOCK)
+    count = tl.zeros([], dtype=tl.float64)
+    for begin in range(0, num_sequences, BLOCK):
+        inside = begin + lane < num_sequences
+        count += tl.sum(
+            tl.load(has_advantage + begin + lane, mask=inside, other=0.0).to(tl.float64), axis=0
+        )
+    return count
+
+
+@triton.jit
+def _reduce_statistic(
+    statistics, num_sequences, row: tl.constexpr, k, K: tl.constexpr, BLOCK: tl.constexpr
+):
+    """([BLOCK] sums, [BLOCK] minima) of one statistic; of the last extreme, minima of −x."""
+    lane = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], dtype=tl.float64)
+    smallest = tl.full([BLOCK], float("inf"), dtype=tl.float64)
+    for begin in range(0, num_sequences, BLOCK):
+        inside = begin + lane < num_sequences
+        at = statistics + (row * K + k) * num_sequences + begin + lane
+        values = tl.load(at, mask=inside, other=0.0).to(tl.float64)
+        total += values
+        sign = -1.0 if row == FIRST_EXTREME + 1 else 1.0
+        smallest = tl.minimum(smallest, tl.where(inside, values * sign, float("inf")))
+    return total, smallest
+
+
+@triton.jit
+def _metric(total, smallest, group_share, row: tl.constexpr):
+    """A metric of the batch from a statistic's sums and minima."""
+    if row == FIRST_EXTREME:
+        value = tl.min(smallest, axis=0)
+    elif row > FIRST_EXTREME:
+        value = -tl.min(smallest, axis=0)
+    elif row >= 6:
+        value = tl.sum(total, axis=0) * group_share
+    else:
+        value = tl.sum(total, axis=0)
+    return value
+
+
+@triton.jit
 def espo_reduction_kernel(
     statistics,
-    signed,
-    given,
-    given_value,
+    has_advantage,
+    denominator_tensor,
+    denominator_value,
     loss,
     inverse_B,
     metrics,
     num_sequences,
     group_share,
-    GIVEN: tl.constexpr,
+    DENOMINATOR: tl.constexpr,
     K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program: loss, 1/B and metrics[9, K] of the batch. GIVEN: B is a "value", a "tensor", or
-    "counted" here.
+    """One program: loss, 1/B and metrics[9, K] of the batch.
+
+    DENOMINATOR: B is a "value", a "tensor", or "counted" here.
     """
-    lane = tl.arange(0, BLOCK)
     objective = tl.zeros([], dtype=tl.float64)
-    counted = tl.zeros([], dtype=tl.float64)
-    for begin in range(0, num_sequences, BLOCK):
-        inside = begin + lane < num_sequences
-        counted += tl.sum(
-            tl.load(signed + begin + lane, mask=inside, other=0.0).to(tl.float64), axis=0
-        )
+    count = _count_sequences(has_advantage, num_sequences, BLOCK)
     for row in tl.static_range(NUM_STATISTICS):
         for k in tl.static_range(K):
-            total = tl.zeros([BLOCK], dtype=tl.float64)
-            smallest = tl.full([BLOCK], float("inf"), dtype=tl.float64)
-            for begin in range(0, num_sequences, BLOCK):
-                inside = begin + lane < num_sequences
-                at = statistics + (row * K + k) * num_sequences + begin + lane
-                values = tl.load(at, mask=inside, other=0.0).to(tl.float64)
-                total += values
-                sign = -1.0 if row == FIRST_EXTREME + 1 else 1.0
-                smallest = tl.minimum(smallest, tl.where(inside, values * sign, float("inf")))
+            total, smallest = _reduce_statistic(statistics, num_sequences, row, k, K, BLOCK)
             if row == 0:
                 objective += tl.sum(total, axis=0)
-            elif row < 6:
-                tl.store(metrics + (row - 1) * K + k, tl.sum(total, axis=0))
-            elif row < FIRST_EXTREME:
-                tl.store(metrics + (row - 1) * K + k, tl.sum(total, axis=0) * group_share)
-            elif row == FIRST_EXTREME:
-                tl.store(metrics + (row - 1) * K + k, tl.min(smallest, axis=0))
             else:
-                tl.store(metrics + (row - 1) * K + k, -tl.min(smallest, axis=0))
-    B = _denominator(counted, given, given_value, GIVEN)
+                value = _metric(total, smallest, group_share, row)
+                tl.store(metrics + (row - 1) * K + k, value)
+    B = _denominator(count, denominator_tensor, denominator_value, DENOMINATOR)
     tl.store(loss, (-objective / B).to(tl.float32))
     tl.store(inverse_B, (1.0 / B).to(tl.float32))
 
 
 @triton.jit
 def scale_gradient_kernel(gradient, grad_loss, inverse_B, out, tokens, BLOCK: tl.constexpr):
+    """out[T] = gradient · grad_loss / B."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     factor = tl.load(grad_loss).to(tl.float32) * tl.load(inverse_B)
-    scaled = tl.load(gradient + token, mask=token < tokens, other=0.0) * factor
-    tl.store(out + token, scaled.to(out.dtype.element_ty), mask=token < tokens)
+    values = tl.load(gradient + token, mask=token < tokens, other=0.0) * factor
+    tl.store(out + token, values.to(out.dtype.element_ty), mask=token < tokens)

@@ -15,57 +15,85 @@ from espo_kernels.espo_policy_loss.triton_kernels import (
 )
 
 _WIDEST_BLOCK = 4096
-_STATISTICS, _METRICS = 10, 9
+_STATISTICS = 10
+_METRICS = 9
 
 
 def loss_triton(
     logprobs: torch.Tensor, inputs: LossInputs
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, EspoMetrics]:
     """(loss, B · ∂loss/∂logprobs [T] float32, 1/B, metrics)."""
-    device, tokens, (num_sequences, K) = logprobs.device, logprobs.numel(), inputs.clip.shape
+    device = logprobs.device
+    tokens = logprobs.numel()
+    num_sequences, K = inputs.clip.shape
     gradient = torch.zeros(tokens, dtype=torch.float32, device=device)
     statistics = torch.empty(_STATISTICS, K, num_sequences, dtype=torch.float32, device=device)
-    signed = torch.empty(num_sequences, dtype=torch.float32, device=device)
+    has_advantage = torch.empty(num_sequences, dtype=torch.float32, device=device)
     scalars = torch.empty(2, dtype=torch.float32, device=device)
     metrics = torch.empty(_METRICS, K, dtype=torch.float64, device=device)
-    masked = inputs.loss_mask is not None
-    block = min(_WIDEST_BLOCK, max(128, triton.next_power_of_2(tokens)))
-    options = {
-        "K": K,
-        "PADDED": triton.next_power_of_2(K),
-        "MASK": masked,
-        "BLOCK": block,
-        "num_warps": max(4, block // 256),
-    }
-    tensors = (logprobs, inputs.old_logprobs, inputs.advantages, inputs.cu_seqlens, inputs.group_id)
-    mask = inputs.loss_mask if inputs.loss_mask is not None else inputs.group_id
-    grid, partial = (num_sequences,), signed
-    if num_sequences and inputs.cp_group is not None:
-        partial = torch.empty(num_sequences, 2 * K + 1, dtype=torch.float32, device=device)
-        espo_group_sums_kernel[grid](*tensors, mask, partial, tokens, num_sequences, **options)
-        partial = inputs.all_reduced(partial)
     if num_sequences:
-        espo_sequence_kernel[grid](
+        tensors = _kernel_tensors(logprobs, inputs)
+        options = _launch_options(tokens, K, has_mask=inputs.loss_mask is not None)
+        partial = has_advantage
+        if inputs.cp_group is not None:
+            partial = _reduced_group_sums(tensors, inputs, options)
+        espo_sequence_kernel[(num_sequences,)](
             *tensors,
-            mask,
             inputs.clip,
             partial,
             gradient,
             statistics,
-            signed,
+            has_advantage,
             tokens,
             num_sequences,
             OLD_DENOMINATOR=inputs.ratio_denominator == "old",
             SHARED=inputs.cp_group is not None,
             **options,
         )
-    _reduce(statistics, signed, scalars, metrics, inputs)
+    _reduce(statistics, has_advantage, scalars, metrics, inputs)
     return scalars[0], gradient, scalars[1], EspoMetrics(*metrics)
+
+
+def _kernel_tensors(logprobs: torch.Tensor, inputs: LossInputs) -> tuple[torch.Tensor, ...]:
+    """The first arguments of both sequence kernels; the mask is unread without MASK."""
+    mask = inputs.loss_mask if inputs.loss_mask is not None else inputs.group_id
+    return (
+        logprobs,
+        inputs.old_logprobs,
+        inputs.advantages,
+        inputs.cu_seqlens,
+        inputs.group_id,
+        mask,
+    )
+
+
+def _launch_options(tokens: int, K: int, *, has_mask: bool) -> dict[str, int | bool]:
+    block = min(_WIDEST_BLOCK, max(128, triton.next_power_of_2(tokens)))
+    return {
+        "K": K,
+        "PADDED": triton.next_power_of_2(K),
+        "MASK": has_mask,
+        "BLOCK": block,
+        "num_warps": max(4, block // 256),
+    }
+
+
+def _reduced_group_sums(
+    tensors: tuple[torch.Tensor, ...], inputs: LossInputs, options: dict[str, int | bool]
+) -> torch.Tensor:
+    """[B, 2K + 1] sums of each sequence over the context-parallel ranks."""
+    logprobs = tensors[0]
+    num_sequences, K = inputs.clip.shape
+    partial = torch.empty(num_sequences, 2 * K + 1, dtype=torch.float32, device=logprobs.device)
+    espo_group_sums_kernel[(num_sequences,)](
+        *tensors, partial, logprobs.numel(), num_sequences, **options
+    )
+    return inputs.all_reduced(partial)
 
 
 def _reduce(
     statistics: torch.Tensor,
-    signed: torch.Tensor,
+    has_advantage: torch.Tensor,
     scalars: torch.Tensor,
     metrics: torch.Tensor,
     inputs: LossInputs,
@@ -73,17 +101,20 @@ def _reduce(
     _, K, num_sequences = statistics.shape
     B = inputs.num_sequences
     is_tensor = isinstance(B, torch.Tensor)
+    source = "counted"
+    if B is not None:
+        source = "tensor" if is_tensor else "value"
     espo_reduction_kernel[(1,)](
         statistics,
-        signed,
-        B if is_tensor else signed,
+        has_advantage,
+        B if is_tensor else has_advantage,
         1.0 if B is None or is_tensor else float(B),
         scalars,
         scalars[1:],
         metrics,
         num_sequences,
         1.0 if inputs.counts_groups else 0.0,
-        GIVEN="counted" if B is None else "tensor" if is_tensor else "value",
+        DENOMINATOR=source,
         K=K,
         BLOCK=128,
     )

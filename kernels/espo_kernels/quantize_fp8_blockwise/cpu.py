@@ -12,7 +12,8 @@ def quantize_cpu(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `quantize_reference`."""
     *stack, M, N = weight.shape
-    rows, columns = -(-M // block), -(-N // block)
+    rows = -(-M // block)
+    columns = -(-N // block)
     fp8 = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
     scale_inv = torch.empty(*stack, rows, columns, dtype=torch.float32)
     if weight.numel() == 0:  # nothing to view as matrices

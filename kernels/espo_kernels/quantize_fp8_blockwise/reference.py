@@ -16,18 +16,20 @@ def quantize_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(fp8[..., M, N] float8_e4m3fn, scale_inv[..., ⌈M/block⌉, ⌈N/block⌉] float32)."""
     *stack, M, N = weight.shape
-    rows, columns = -(-M // block), -(-N // block)
-    padded = pad(weight.float(), (0, columns * block - N, 0, rows * block - M))
-    blocks = padded.view(*stack, rows, block, columns, block)
+    rows = -(-M // block)
+    columns = -(-N // block)
+    padded_weight = pad(weight.float(), (0, columns * block - N, 0, rows * block - M))
+    blocks = padded_weight.view(*stack, rows, block, columns, block)
     scale_inv = block_scale(blocks.abs().amax(dim=(-3, -1)), power_of_two_scales)
-    scaled = blocks * scale_inv.reciprocal()[..., :, None, :, None]
-    fp8 = scaled.to(torch.float8_e4m3fn).view(*stack, rows * block, columns * block)
+    quotients = blocks * scale_inv.reciprocal()[..., :, None, :, None]
+    fp8 = quotients.to(torch.float8_e4m3fn).view(*stack, rows * block, columns * block)
     return fp8[..., :M, :N].contiguous(), scale_inv
 
 
 def block_scale(amax: torch.Tensor, power_of_two_scales: bool) -> torch.Tensor:
-    """amax / 448, rounded up to a power of two if asked; 1 for a block of zeros; NaN where amax is
-    not finite.
+    """amax / 448, with `power_of_two_scales` rounded up to a power of two.
+
+    1 for a block of zeros; NaN where amax is not finite.
     """
     scale = (amax / FP8_MAX).clamp_min(SMALLEST_SCALE)
     if power_of_two_scales:

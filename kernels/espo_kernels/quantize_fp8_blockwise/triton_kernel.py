@@ -12,20 +12,43 @@ SMALLEST_SCALE = tl.constexpr(2.0**-126)
 
 @triton.jit
 def _e4m3_bits(x):
-    """e4m3 bits of a float32, |x| ≤ 464, in integer arithmetic: the interpreter's cast loses
-    rounding carries.
+    """e4m3 bits of a float32, |x| ≤ 464, in integer arithmetic.
+
+    The interpreter's cast loses rounding carries.
     """
     bits = x.to(tl.uint32, bitcast=True)
     sign = (bits >> 24) & 0x80
     magnitude = bits & 0x7FFFFFFF
-    rounded = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20
-    normal = rounded - (120 << 3)  # exponent bias 127 → 7
+    rounded_bits = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20
+    normal = rounded_bits - (120 << 3)  # exponent bias 127 → 7
     # Below 2^-6 the step is 2^-9: adding 2^23 units of it lets float32 addition round to nearest
     # even.
     steps = (tl.abs(x) * 512.0 + 8388608.0).to(tl.uint32, bitcast=True) & 0xF
     code = tl.where(tl.abs(x) < 0.015625, steps, normal)
     code = tl.where(x == x, code, 0x7F)
     return (code | sign).to(tl.uint8)
+
+
+@triton.jit
+def _block_scale(w, POWER_OF_TWO: tl.constexpr):
+    """See `reference.block_scale`; NaN if the block has a value that is not finite."""
+    amax = tl.max(tl.max(tl.abs(w), axis=1), axis=0)
+    scale = tl.div_rn(amax, FP8_MAX)
+    scale = tl.where(scale < SMALLEST_SCALE, SMALLEST_SCALE, scale)
+    if POWER_OF_TWO:
+        up = (scale.to(tl.uint32, bitcast=True) + 0x7FFFFF) & 0xFF800000
+        scale = up.to(tl.float32, bitcast=True)
+    scale = tl.where(amax == 0, 1.0, scale)
+    # NaN may be lost in a maximum but not in a sum; w − w is NaN for infinities too.
+    return scale + tl.sum(tl.sum(w - w, axis=1), axis=0)
+
+
+@triton.jit
+def _store_fp8(pointers, y, inside, EMULATE: tl.constexpr):
+    if EMULATE:
+        tl.store(pointers, _e4m3_bits(y), mask=inside)
+    else:
+        tl.store(pointers, y.to(tl.float8e4nv).to(tl.uint8, bitcast=True), mask=inside)
 
 
 @triton.jit
@@ -44,27 +67,14 @@ def quantize_fp8_blockwise_kernel(
     m = tl.arange(0, BLOCK)[:, None]
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = (m < M - tl.program_id(1) * BLOCK) & (n < N)
-    first = (
-        matrix * M + tl.program_id(1) * BLOCK
-    ) * N  # 64 bits here, so that 32 are enough within the block's rows
+    # 64 bits here, so that 32 are enough within the block's rows.
+    first = (matrix * M + tl.program_id(1) * BLOCK) * N
     weight += first
     fp8 += first
     at = m * N + n
     w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-    amax = tl.max(tl.max(tl.abs(w), axis=1), axis=0)
-    scale = tl.div_rn(amax, FP8_MAX)
-    scale = tl.where(scale < SMALLEST_SCALE, SMALLEST_SCALE, scale)
-    if POWER_OF_TWO:
-        up = (scale.to(tl.uint32, bitcast=True) + 0x7FFFFF) & 0xFF800000
-        scale = up.to(tl.float32, bitcast=True)
-    scale = tl.where(amax == 0, 1.0, scale)
-    # NaN may be lost in a maximum but not in a sum; w − w is NaN for infinities too.
-    scale = scale + tl.sum(tl.sum(w - w, axis=1), axis=0)
-    y = w * tl.div_rn(1.0, scale)
-    if EMULATE:
-        tl.store(fp8 + at, _e4m3_bits(y), mask=inside)
-    else:
-        tl.store(fp8 + at, y.to(tl.float8e4nv).to(tl.uint8, bitcast=True), mask=inside)
+    scale = _block_scale(w, POWER_OF_TWO)
+    _store_fp8(fp8 + at, w * tl.div_rn(1.0, scale), inside, EMULATE)
     row = matrix * tl.num_programs(1) + tl.program_id(1)
     tl.store(scale_inv + row * tl.num_programs(0) + tl.program_id(0), scale)
 
@@ -74,11 +84,9 @@ def quantize_triton(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(fp8, scale_inv) of a contiguous [..., M, N] weight."""
     *stack, M, N = weight.shape
-    rows, columns, matrices = (
-        triton.cdiv(M, block),
-        triton.cdiv(N, block),
-        weight[..., 0, 0].numel() if M and N else 0,
-    )
+    rows = triton.cdiv(M, block)
+    columns = triton.cdiv(N, block)
+    matrices = weight[..., 0, 0].numel() if M and N else 0
     fp8 = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
     scale_inv = torch.empty(*stack, rows, columns, dtype=torch.float32, device=weight.device)
     if matrices:

@@ -24,7 +24,9 @@ def forward(logits: torch.Tensor, targets: torch.Tensor, shard: VocabularyShard)
     """See `BackendKernels`."""
     tokens, columns = logits.shape
     partial = torch.empty(4, tokens, dtype=torch.float32)
-    bits, ids, out = as_bits(logits), targets.long().numpy(), partial.numpy()
+    bits = as_bits(logits)
+    ids = targets.long().numpy()
+    out = partial.numpy()
     inverse_temperature = np.float32(shard.inverse_temperature)
 
     def rows(start: int, end: int) -> None:
@@ -53,7 +55,9 @@ def backward(
     per_token = torch.stack(
         (statistics.anchor, statistics.log_sum, statistics.entropy, grad_logprob, grad_entropy)
     ).numpy()
-    bits, ids, result = as_bits(logits), targets.long().numpy(), as_bits(out)
+    bits = as_bits(logits)
+    ids = targets.long().numpy()
+    result = as_bits(out)
     inverse_temperature = np.float32(shard.inverse_temperature)
 
     def rows(start: int, end: int) -> None:

@@ -43,41 +43,51 @@ def token_logprob_entropy(
     this module.
 
     Args:
-        logits: [T, V] float16, bfloat16 or float32; accumulation is float32. With a tp_group, [T, V / ranks]: this
-            rank's columns of the padded vocabulary, in rank order, equally many on each. −inf is probability 0.
-        targets: [T] integers in [0, vocab_size), ids of the whole vocabulary, the same on every rank.
+        logits: [T, V] float16, bfloat16 or float32; accumulation is float32. With a tp_group, [T, V
+            / ranks]: this rank's columns of the padded vocabulary, in rank order, equally many on
+            each. −inf is probability 0.
+        targets: [T] integers in [0, vocab_size), ids of the whole vocabulary, the same on every
+            rank.
         temperature: τ > 0; 1 / τ is a normal float32.
         vocab_size: true vocabulary; later columns are padding. None: all columns.
-        tp_group: ranks that share the vocabulary. One all-gather of [4, T] in forward, none in backward; results are
-            bit-equal on all ranks, and backward expects the same upstream gradient on all.
+        tp_group: ranks that share the vocabulary. One all-gather of [4, T] in forward, none in
+            backward; results are bit-equal on all ranks, and backward expects the same upstream
+            gradient on all.
         entropy_grad: whether gradient flows through the entropy too.
-        inplace_backward: write the gradient over the logits (2 bytes per bfloat16 logit instead of 4). The logits are
-            lost; autograd refuses to use them again. Ignored by backend="reference".
+        inplace_backward: write the gradient over the logits (2 bytes per bfloat16 logit instead of
+            4). The logits are lost; autograd refuses to use them again. Ignored by
+            backend="reference".
         check_values, backend: see `espo_kernels`.
 
     Returns:
         (logprob[T], entropy[T]) float32 (float64 for float64 logits, which take the reference).
 
     Raises:
-        ValueError or TypeError naming the argument. NaN or +inf logits, rows without a finite logit and targets outside
-        the vocabulary raise where values are checked; otherwise they come out as NaN.
+        ValueError or TypeError naming the argument. NaN or +inf logits, rows without a finite logit
+        and targets outside the vocabulary raise where values are checked; otherwise they come out
+        as NaN.
     """
     _check(logits, targets, temperature)
     shard = vocabulary_shard(logits.shape[1], vocab_size, temperature, tp_group)
     size = vocab_size or logits.shape[1] * (
         1 if tp_group is None else dist.get_world_size(tp_group)
     )
-    chosen = resolve_backend(backend, logits, cpu_needs_numba=True)
-    checked = checks_values(logits, chosen, check_values)
-    if checked:
+    selected_backend = resolve_backend(backend, logits, cpu_needs_numba=True)
+    check = checks_values(logits, selected_backend, check_values)
+    if check:
         _require_targets(targets, size)
-    if chosen == "reference":
+    if selected_backend == "reference":
         logprob, entropy = logprob_entropy_reference(logits, targets, size, shard, entropy_grad)
     else:
         logprob, entropy = RecomputedLogprobEntropy.apply(
-            logits, targets.contiguous(), shard, _kernels(chosen), entropy_grad, inplace_backward
+            logits,
+            targets.contiguous(),
+            shard,
+            _kernels(selected_backend),
+            entropy_grad,
+            inplace_backward,
         )
-    if checked:
+    if check:
         _require_finite_logits(entropy)
     return logprob, entropy
 
@@ -91,7 +101,8 @@ def _check(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> N
     require_one_device(logits=logits, targets=targets)
     if not (temperature > 0 and FLOAT32.tiny <= 1 / temperature <= FLOAT32.max):
         raise ValueError(
-            f"temperature={temperature}: must be finite and positive, with 1 / temperature within float32"
+            f"temperature={temperature}: must be finite and positive, "
+            "with 1 / temperature within float32"
         )
 
 
@@ -111,7 +122,8 @@ def _require_targets(targets: torch.Tensor, vocab_size: int) -> None:
     if bad.numel():
         at = int(bad[0])
         raise ValueError(
-            f"targets[{at}] is {int(targets[at])}: must be in [0, {vocab_size}), the true vocabulary"
+            f"targets[{at}] is {int(targets[at])}: must be in [0, {vocab_size}), "
+            "the true vocabulary"
         )
 
 
@@ -120,6 +132,6 @@ def _require_finite_logits(entropy: torch.Tensor) -> None:
     bad = (~torch.isfinite(entropy)).nonzero()
     if bad.numel():
         raise ValueError(
-            f"logits[{int(bad[0])}] has NaN or +inf, or no finite entry, in its true vocabulary: the model "
-            "has diverged, skip the step"
+            f"logits[{int(bad[0])}] has NaN or +inf, or no finite entry, in its true vocabulary: "
+            "the model has diverged, skip the step"
         )

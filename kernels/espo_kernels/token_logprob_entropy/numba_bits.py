@@ -1,4 +1,7 @@
-"""Logits as raw bits, for compiled loops: numpy has no bfloat16 and numba no 16-bit floats on CPU."""
+"""Logits as raw bits for compiled loops.
+
+numpy has no bfloat16, and numba no 16-bit floats on CPU.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,10 @@ def store(typing_context: Any, value: Any, like: Any) -> Any:
 
 @intrinsic
 def nearest_integer(typing_context: Any, value: Any) -> Any:
-    """The nearest integer as float32; numba's own rounding calls a library and does not vectorise."""
+    """The nearest integer as float32.
+
+    numba's own rounding calls a library and does not vectorise.
+    """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         rint = builder.module.declare_intrinsic("llvm.rint", [ir.FloatType()])
@@ -64,13 +70,12 @@ def nearest_integer(typing_context: Any, value: Any) -> Any:
 
 @intrinsic
 def prefetch(typing_context: Any, array: Any, index: Any) -> Any:
-    """Asks for the cache line of array[index], towards the second-level cache, without waiting for
-    it.
-    """
+    """Prefetch the cache line of array[index] into the second-level cache."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         data = context.make_array(array)(context, builder, args[0]).data
-        pointer, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+        pointer = ir.IntType(8).as_pointer()
+        word = ir.IntType(32)
         address = builder.bitcast(builder.gep(data, [args[1]]), pointer)
         kind = ir.FunctionType(ir.VoidType(), [pointer, word, word, word])
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
@@ -83,9 +88,7 @@ def prefetch(typing_context: Any, array: Any, index: Any) -> Any:
 
 @intrinsic
 def prefer_wide_vectors(typing_context: Any) -> Any:
-    """Lets the calling function use 512-bit vectors: by default LLVM stays at 256 bits where both
-    exist.
-    """
+    """Let the calling function use 512-bit vectors. By default, LLVM prefers 256 bits."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         # llvmlite accepts only the attributes it knows by name, and this one is a string attribute.
@@ -101,16 +104,17 @@ def power_of_two(typing_context: Any, exponent: Any) -> Any:
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         word = ir.IntType(32)
-        biased = builder.add(args[0], ir.Constant(word, 127))
-        return builder.bitcast(builder.shl(biased, ir.Constant(word, 23)), ir.FloatType())
+        biased_exponent = builder.add(args[0], ir.Constant(word, 127))
+        return builder.bitcast(builder.shl(biased_exponent, ir.Constant(word, 23)), ir.FloatType())
 
     return types.float32(types.int32), generate
 
 
 @intrinsic
-def ordered(typing_context: Any, value: Any) -> Any:
-    """An int32 that compares as the float32 does (positive NaN above +inf); its own inverse through
-    `from_ordered`.
+def to_ordered(typing_context: Any, value: Any) -> Any:
+    """An int32 that compares as the float32 does (positive NaN above +inf).
+
+    `from_ordered` is its inverse.
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
@@ -134,13 +138,14 @@ def _flip_negative(builder: ir.IRBuilder, bits: ir.Value) -> ir.Value:
 
 
 def _round_to_bfloat16(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    word, half = ir.IntType(32), ir.IntType(16)
+    word = ir.IntType(32)
+    half = ir.IntType(16)
     bits = builder.bitcast(value, word)
     odd = builder.and_(builder.lshr(bits, ir.Constant(word, 16)), ir.Constant(word, 1))
-    rounded = builder.lshr(
+    rounded_bits = builder.lshr(
         builder.add(builder.add(bits, ir.Constant(word, 0x7FFF)), odd), ir.Constant(word, 16)
     )
     is_nan = builder.fcmp_unordered(
         "uno", value, value
     )  # adding to a NaN's bits could wrap it into a number
-    return builder.select(is_nan, ir.Constant(half, 0x7FC0), builder.trunc(rounded, half))
+    return builder.select(is_nan, ir.Constant(half, 0x7FC0), builder.trunc(rounded_bits, half))

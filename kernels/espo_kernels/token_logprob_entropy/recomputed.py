@@ -53,12 +53,10 @@ class RecomputedLogprobEntropy(torch.autograd.Function):
         # A contiguous copy is ours alone: keep the caller's tensor, whose version autograd watches,
         # and copy again.
         ctx.save_for_backward(logits, targets, *statistics)
-        ctx.shard, ctx.kernels, ctx.entropy_grad, ctx.inplace = (
-            shard,
-            kernels,
-            entropy_grad,
-            inplace,
-        )
+        ctx.shard = shard
+        ctx.kernels = kernels
+        ctx.entropy_grad = entropy_grad
+        ctx.inplace = inplace
         if not entropy_grad:
             ctx.mark_non_differentiable(statistics.entropy)
         return statistics.logprob, statistics.entropy

@@ -24,9 +24,9 @@ def logprob_entropy_reference(
     z = (x if x.dtype == torch.float64 else x.float()) * shard.inverse_temperature
     log_p = z.log_softmax(dim=-1)
     ids = targets.long()
-    known = (ids >= 0) & (ids < x.shape[1])
+    is_valid = (ids >= 0) & (ids < x.shape[1])
     at_target = log_p.gather(1, ids.clamp(0, x.shape[1] - 1).unsqueeze(1)).squeeze(1)
-    logprob = torch.where(known, at_target, torch.nan)
+    logprob = torch.where(is_valid, at_target, torch.nan)
     entropy = -(log_p.exp() * log_p.clamp_min(LOWEST)).sum(-1)
     return logprob, entropy if entropy_grad else entropy.detach()
 
@@ -35,7 +35,7 @@ def _all_columns(logits: torch.Tensor, shard: VocabularyShard) -> torch.Tensor:
     """The logits of all ranks side by side; only this rank's carry a gradient."""
     if shard.group is None:
         return logits
-    gathered = [torch.empty_like(logits) for _ in range(dist.get_world_size(shard.group))]
-    dist.all_gather(gathered, logits.detach().contiguous(), group=shard.group)
-    gathered[dist.get_rank(shard.group)] = logits
-    return torch.cat(gathered, dim=1)
+    shards = [torch.empty_like(logits) for _ in range(dist.get_world_size(shard.group))]
+    dist.all_gather(shards, logits.detach().contiguous(), group=shard.group)
+    shards[dist.get_rank(shard.group)] = logits
+    return torch.cat(shards, dim=1)

@@ -11,17 +11,17 @@ LOWEST = tl.constexpr(-126.0)
 
 
 @triton.jit
-def _accumulate(x, maximum, total, weighted, log2_scale):
-    """One block into the running sums of 2^t and t 2^t, t = (x − maximum) log2(e) / τ, kept per
-    lane.
+def _accumulate(x, maximum, total, weighted_total, log2_scale):
+    """Add one block to the running sums of 2^t and t 2^t, t = (x − maximum) log2(e) / τ.
+
+    The sums are kept per lane.
     """
     highest = tl.max(x, axis=0)
-    if (
-        highest > maximum
-    ):  # seldom after the first blocks, so the rescaling costs nothing on average
+    # Seldom true after the first blocks, so the rescaling costs nothing on average.
+    if highest > maximum:
         shift = tl.maximum((maximum - highest) * log2_scale, LOWEST)
         scale = tl.exp2(shift)
-        weighted = (weighted + shift * total) * scale
+        weighted_total = (weighted_total + shift * total) * scale
         total = total * scale
         maximum = highest
     # A block without a finite logit leaves the maximum at −inf, and −inf − −inf is NaN.
@@ -29,15 +29,48 @@ def _accumulate(x, maximum, total, weighted, log2_scale):
     t = (x - base) * log2_scale
     p = tl.exp2(t)
     total += p
-    weighted += p * tl.maximum(t, LOWEST)
-    return maximum, total, weighted
+    weighted_total += p * tl.maximum(t, LOWEST)
+    return maximum, total, weighted_total
 
 
 @triton.jit
 def _target_logit(base, target, valid):
     """NaN for a target that is not among the row's valid columns."""
-    held = (target >= 0) & (target < valid)
-    return tl.where(held, tl.load(base + target, mask=held, other=0.0).to(tl.float32), float("nan"))
+    is_held = (target >= 0) & (target < valid)
+    return tl.where(
+        is_held, tl.load(base + target, mask=is_held, other=0.0).to(tl.float32), float("nan")
+    )
+
+
+@triton.jit
+def _row_sums(base, columns, valid, inverse_temperature, BLOCK: tl.constexpr):
+    """(maximum, Σ 2^t, Σ t 2^t) of a row's valid columns."""
+    log2_scale = inverse_temperature * LOG2_E
+    lanes = tl.arange(0, BLOCK)
+    maximum = -float("inf")
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    weighted_total = tl.zeros([BLOCK], dtype=tl.float32)
+    # Whole blocks are loaded without a mask: a true vocabulary is often odd, and an odd mask would
+    # split the loads.
+    whole = (valid // BLOCK) * BLOCK
+    for begin in range(0, whole, BLOCK):
+        x = tl.load(base + begin + lanes).to(tl.float32)
+        maximum, total, weighted_total = _accumulate(x, maximum, total, weighted_total, log2_scale)
+    if whole < valid:
+        inside = whole + lanes < columns
+        x = tl.load(base + whole + lanes, mask=inside, other=-float("inf")).to(tl.float32)
+        x = tl.where(whole + lanes < valid, x, -float("inf"))
+        maximum, total, weighted_total = _accumulate(x, maximum, total, weighted_total, log2_scale)
+    return maximum, tl.sum(total, axis=0), tl.sum(weighted_total, axis=0)
+
+
+@triton.jit
+def _store_column(out, tokens, first, second, third, fourth):
+    """Write a token's column of out[4, T]."""
+    tl.store(out, first)
+    tl.store(out + tokens, second)
+    tl.store(out + 2 * tokens, third)
+    tl.store(out + 3 * tokens, fourth)
 
 
 @triton.jit
@@ -53,44 +86,36 @@ def logprob_entropy_kernel(
     PARTIAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Row program. out[4, T]: logprob, entropy, maximum, log-sum.
+    """Program of one row. out[4, T]: logprob, entropy, maximum, log-sum.
 
-    PARTIAL: of one shard, the rows that `merge_shards` takes.
+    PARTIAL: the rows of one shard that `merge_shards` takes.
     """
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * columns
-    log2_scale = inverse_temperature * LOG2_E
-    lanes = tl.arange(0, BLOCK)
-    maximum = -float("inf")
-    total = tl.zeros([BLOCK], dtype=tl.float32)
-    weighted = tl.zeros([BLOCK], dtype=tl.float32)
-    # Whole blocks are loaded without a mask: a true vocabulary is often odd, and an odd mask would
-    # split the loads.
-    whole = (valid // BLOCK) * BLOCK
-    for begin in range(0, whole, BLOCK):
-        x = tl.load(base + begin + lanes).to(tl.float32)
-        maximum, total, weighted = _accumulate(x, maximum, total, weighted, log2_scale)
-    if whole < valid:
-        x = tl.load(base + whole + lanes, mask=whole + lanes < columns, other=-float("inf")).to(
-            tl.float32
-        )
-        x = tl.where(whole + lanes < valid, x, -float("inf"))
-        maximum, total, weighted = _accumulate(x, maximum, total, weighted, log2_scale)
-
-    sum_exp = tl.sum(total, axis=0)
-    sum_weighted = tl.sum(weighted, axis=0) * LN_2
-    target_logit = _target_logit(base, tl.load(targets + row).to(tl.int64) - first, valid)
+    maximum, sum_exp, sum_t_exp = _row_sums(base, columns, valid, inverse_temperature, BLOCK)
+    sum_weighted = sum_t_exp * LN_2
+    target = tl.load(targets + row).to(tl.int64) - first
+    target_logit = _target_logit(base, target, valid)
     if PARTIAL:
-        tl.store(out + row, maximum)
-        tl.store(out + tokens + row, sum_exp)
-        tl.store(out + 2 * tokens + row, sum_weighted)
-        tl.store(out + 3 * tokens + row, target_logit)
+        _store_column(out + row, tokens, maximum, sum_exp, sum_weighted, target_logit)
     else:
         log_sum = tl.log(sum_exp) + (maximum - maximum)  # NaN for a row without a finite logit
-        tl.store(out + row, (target_logit - maximum) * inverse_temperature - log_sum)
-        tl.store(out + tokens + row, log_sum - sum_weighted / sum_exp)
-        tl.store(out + 2 * tokens + row, maximum)
-        tl.store(out + 3 * tokens + row, log_sum)
+        logprob = (target_logit - maximum) * inverse_temperature - log_sum
+        entropy = log_sum - sum_weighted / sum_exp
+        _store_column(out + row, tokens, logprob, entropy, maximum, log_sum)
+
+
+@triton.jit
+def _log2_probability(x, maximum, log_sum, inverse_temperature):
+    """log2 p of a row's logits, with pointers to the row's maximum and log-sum."""
+    distance = (x - tl.load(maximum)) * (inverse_temperature * LOG2_E)
+    return distance - tl.load(log_sum) * LOG2_E
+
+
+@triton.jit
+def _entropy_pull(log2_p, entropy, grad_entropy):
+    """∂entropy (log p_v + H), with pointers to the row's entropy and its gradient."""
+    return tl.load(grad_entropy) * (tl.maximum(log2_p, LOWEST) * LN_2 + tl.load(entropy))
 
 
 @triton.jit
@@ -120,15 +145,11 @@ def logits_gradient_kernel(
     x = tl.load(logits + row * columns + column, mask=inside, other=-float("inf")).to(tl.float32)
     target = tl.load(targets + row).to(tl.int64) - first
     upstream = tl.load(grad_logprob + row)
-    log2_p = (x - tl.load(maximum + row)) * (inverse_temperature * LOG2_E) - tl.load(
-        log_sum + row
-    ) * LOG2_E
+    log2_p = _log2_probability(x, maximum + row, log_sum + row, inverse_temperature)
     p = tl.exp2(log2_p)
     pull = upstream
     if ENTROPY_GRAD:
-        pull += tl.load(grad_entropy + row) * (
-            tl.maximum(log2_p, LOWEST) * LN_2 + tl.load(entropy + row)
-        )
+        pull += _entropy_pull(log2_p, entropy + row, grad_entropy + row)
     gradient = (tl.where(column == target, upstream, 0.0) - p * pull) * inverse_temperature
     gradient = tl.where(column < valid, gradient, 0.0)
     tl.store(out + row * columns + column, gradient.to(out.dtype.element_ty), mask=inside)

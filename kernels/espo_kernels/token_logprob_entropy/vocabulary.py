@@ -1,4 +1,4 @@
-"""Which columns of the vocabulary a rank holds, and how the ranks' partial sums become one softmax."""
+"""Vocabulary columns of each rank, and the softmax of the ranks' partial sums."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import torch
 import torch.distributed as dist
 
 LOWEST = -1e30
-"""Stands for −inf in exponents that are multiplied: exp gives 0 and 0 · LOWEST is 0, where 0 · −inf would be NaN."""
+"""Stands for −inf in exponents that are multiplied.
+
+exp gives 0 and 0 · LOWEST is 0, where 0 · −inf would be NaN.
+"""
 
 
 @dataclass(frozen=True)
@@ -40,15 +43,18 @@ class TokenStatistics(NamedTuple):
 def vocabulary_shard(
     columns: int, vocab_size: int | None, temperature: float, group: dist.ProcessGroup | None
 ) -> VocabularyShard:
-    """This rank's shard; ranks hold equally many columns, in rank order. ValueError for a
-    vocab_size that cannot be.
+    """This rank's shard. Ranks hold equally many columns, in rank order.
+
+    Raises ValueError for a vocab_size outside the columns.
     """
-    rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-    held = columns * ranks
-    size = held if vocab_size is None else vocab_size
-    if not isinstance(size, Integral) or not 0 < size <= held:
+    rank = 0 if group is None else dist.get_rank(group)
+    ranks = 1 if group is None else dist.get_world_size(group)
+    num_columns = columns * ranks
+    size = num_columns if vocab_size is None else vocab_size
+    if not isinstance(size, Integral) or not 0 < size <= num_columns:
         raise ValueError(
-            f"vocab_size={vocab_size}: must be an integer from 1 to {held}, the columns of logits on {ranks} ranks"
+            f"vocab_size={vocab_size}: must be an integer from 1 to {num_columns}, "
+            f"the columns of logits on {ranks} ranks"
         )
     first = rank * columns
     return VocabularyShard(first, min(max(size - first, 0), columns), 1.0 / temperature, group)
@@ -58,9 +64,9 @@ def gather_shards(partial: torch.Tensor, shard: VocabularyShard) -> list[torch.T
     """Every rank's partial sums, in rank order: one all-gather, or none without a group."""
     if shard.group is None:
         return [partial]
-    gathered = [torch.empty_like(partial) for _ in range(dist.get_world_size(shard.group))]
-    dist.all_gather(gathered, partial, group=shard.group)
-    return gathered
+    partials = [torch.empty_like(partial) for _ in range(dist.get_world_size(shard.group))]
+    dist.all_gather(partials, partial, group=shard.group)
+    return partials
 
 
 def merge_shards(
@@ -69,8 +75,8 @@ def merge_shards(
     """The softmax of all shards.
 
     Args:
-        partials: by rank, [4, T] float32: anchor, Σ exp(d), Σ d · exp(d) with d = (x − anchor) / τ, and the target's
-            logit (NaN where another rank holds it).
+        partials: by rank, [4, T] float32: anchor, Σ exp(d), Σ d · exp(d) with d = (x − anchor) / τ,
+            and the target's logit (NaN where another rank holds it).
         columns: logits per rank.
     """
     shards = torch.stack(partials)
@@ -78,13 +84,13 @@ def merge_shards(
     shift = ((shards[:, 0] - anchor) * inverse_temperature).clamp_min(LOWEST)
     scale = shift.exp()
     total = (scale * shards[:, 1]).sum(0)
-    weighted = (scale * (shards[:, 2] + shift * shards[:, 1])).sum(0)
+    weighted_total = (scale * (shards[:, 2] + shift * shards[:, 1])).sum(0)
     owner = torch.div(targets.long(), columns, rounding_mode="floor").clamp(0, len(partials) - 1)
     target_logit = shards[:, 3].gather(0, owner.unsqueeze(0)).squeeze(0)
     log_sum = total.log()
     return TokenStatistics(
         logprob=(target_logit - anchor) * inverse_temperature - log_sum,
-        entropy=log_sum - weighted / total,
+        entropy=log_sum - weighted_total / total,
         anchor=anchor,
         log_sum=log_sum,
     )
