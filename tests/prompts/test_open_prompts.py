@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 
@@ -26,233 +27,241 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.from_directory(directory)
 
 
+CHECK_ANSWER = ExactMatch("last_number").check_answer
+
+
 def write(path: Path, *lines: str) -> str:
     path.write_text("\n".join(lines), encoding="utf-8")
     return str(path)
 
 
-def opened(source: str, tokenizer: Tokenizer, **settings: object) -> PromptSource:
+def write_rows(path: Path, *texts: str, answer: str = "2") -> str:
+    return write(path, *[json.dumps({"prompt": text, "answer": answer}) for text in texts])
+
+
+def open_source(source: str, tokenizer: Tokenizer, **settings: Any) -> PromptSource:
     return open_prompts(DataSettings(source=source, **settings), tokenizer)
 
 
-def test_the_quickstart_data_by_default(tokenizer: Tokenizer) -> None:
+@pytest.fixture
+def held_out_file(tmp_path: Path) -> str:
+    return write(tmp_path / "e.jsonl", '{"prompt": "3+1=", "answer": 4}')
+
+
+def test_default_data_of_the_quickstart(tokenizer: Tokenizer) -> None:
     start = time.process_time()
-    source = opened("column_addition", tokenizer)
+    source = open_source("column_addition", tokenizer)
     assert time.process_time() - start < 5, "goal: 2 s on an idle core"
     assert len(source.train) == 24_000
     assert len(source.held_out) == 512
-    ids = [p.id for p in (*source.train, *source.held_out)]
+    ids = [prompt.id for prompt in (*source.train, *source.held_out)]
     assert len(set(ids)) == len(ids)
-    assert {p.difficulty for p in source.held_out} == {"4_digits", "5_digits", "6_digits"}
+    difficulties = {prompt.difficulty for prompt in source.held_out}
+    assert difficulties == {"4_digits", "5_digits", "6_digits"}
     prompt = source.train[0]
     assert prompt.id == f"column_addition/{tokenizer.decode(prompt.token_ids)}"
 
 
-def test_the_smoke_data_can_be_as_large_as_its_recipe_says(tokenizer: Tokenizer) -> None:
-    source = opened("two_digit_addition", tokenizer, num_train=8000)
+def test_smoke_data_have_the_size_of_their_recipe(tokenizer: Tokenizer) -> None:
+    source = open_source("two_digit_addition", tokenizer, num_train=8000)
     assert (len(source.train), len(source.held_out)) == (8000, 512)
     with pytest.raises(PromptDataError, match=r"data\.num_train=24000"):
-        opened("two_digit_addition", tokenizer, num_train=24_000)
+        open_source("two_digit_addition", tokenizer, num_train=24_000)
 
 
-def test_files_in_their_own_order(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    train = write(
-        tmp_path / "t.jsonl", *(f'{{"prompt": "{i}+1=", "answer": {i + 1}}}' for i in range(6))
+def numbered_rows(path: Path) -> str:
+    rows = [{"prompt": f"{i}+1=", "answer": i + 1} for i in range(6)]
+    return write(path / "t.jsonl", *map(json.dumps, rows))
+
+
+def test_files_keep_their_order(tokenizer: Tokenizer, tmp_path: Path, held_out_file: str) -> None:
+    train = numbered_rows(tmp_path)
+    source = open_source(
+        "jsonl", tokenizer, train_path=train, eval_path=held_out_file, shuffle=False
     )
-    held = write(tmp_path / "e.jsonl", '{"prompt": "3+1=", "answer": 4}')
-    source = opened("jsonl", tokenizer, train_path=train, eval_path=held, shuffle=False)
-    assert [p.answer for p in source.take(4) + source.take(2)] == ["1", "2", "3", "5", "6", "1"]
-    assert [p.answer for p in source.held_out] == ["4"]
-    assert source.excluded.overlapping == 1
-    split = opened("jsonl", tokenizer, train_path=train, num_eval=2)
-    assert (len(split.train), len(split.held_out)) == (4, 2)
+    prompts = source.take(4) + source.take(2)
+    assert [prompt.answer for prompt in prompts] == ["1", "2", "3", "5", "6", "1"]
+    assert [prompt.answer for prompt in source.held_out] == ["4"]
+    assert source.excluded_rows.overlapping == 1
+
+
+def test_one_file_is_split(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    source = open_source("jsonl", tokenizer, train_path=numbered_rows(tmp_path), num_eval=2)
+    assert (len(source.train), len(source.held_out)) == (4, 2)
 
 
 @pytest.mark.parametrize(
     ("prompt", "reason"),
     [("Übung", "no token for 'Ü'"), ("1" * 41, "41 tokens; data.max_prompt_tokens allows 1 to 40")],
 )
-def test_prompts_the_model_cannot_take_are_bad_rows(
-    tokenizer: Tokenizer, tmp_path: Path, prompt: str, reason: str
+def test_prompts_that_the_model_cannot_read_are_bad_rows(
+    tokenizer: Tokenizer, tmp_path: Path, held_out_file: str, prompt: str, reason: str
 ) -> None:
-    rows = (f'{{"prompt": "{text}", "answer": "2"}}' for text in ("1+1=", prompt, "2"))
-    held = write(tmp_path / "e.jsonl", '{"prompt": "3+1=", "answer": 4}')
-    path = write(tmp_path / "t.jsonl", *rows)
-    options = {"train_path": path, "eval_path": held, "max_prompt_tokens": 40}
+    path = write_rows(tmp_path / "t.jsonl", "1+1=", prompt, "2")
+    options = {"train_path": path, "eval_path": held_out_file, "max_prompt_tokens": 40}
     with pytest.raises(PromptDataError, match=rf"t\.jsonl line 2: .*({reason})"):
-        opened("jsonl", tokenizer, **options)
-    source = opened("jsonl", tokenizer, on_bad_row="skip", **options)
+        open_source("jsonl", tokenizer, **options)
+    source = open_source("jsonl", tokenizer, on_bad_row="skip", **options)
     assert len(source.train) == 2
-    assert source.excluded.bad == 1
-    assert "line 2" in source.excluded.examples[0]
+    assert source.excluded_rows.bad == 1
+    assert "line 2" in source.excluded_rows.examples[0]
 
 
-def test_every_row_that_is_left_out_is_named_with_its_reason(
-    tokenizer: Tokenizer, tmp_path: Path
+def test_every_excluded_row_is_reported_with_its_reason(
+    tokenizer: Tokenizer, tmp_path: Path, held_out_file: str
 ) -> None:
-    rows = ("1+1=", "Übung", "1+1=", "2+2=", "3+1=")
-    held = write(tmp_path / "e.jsonl", '{"prompt": "3+1=", "answer": 4}')
-    path = write(tmp_path / "t.jsonl", *(f'{{"prompt": "{text}", "answer": "2"}}' for text in rows))
-    source = opened("jsonl", tokenizer, on_bad_row="skip", train_path=path, eval_path=held)
-    first, *named = source.excluded.report().splitlines()
+    path = write_rows(tmp_path / "t.jsonl", "1+1=", "Übung", "1+1=", "2+2=", "3+1=")
+    source = open_source(
+        "jsonl", tokenizer, on_bad_row="skip", train_path=path, eval_path=held_out_file
+    )
+    first, *messages = source.excluded_rows.report().splitlines()
     assert first == "left out: 1 bad rows, 1 duplicates, 1 that are also held out"
-    assert sorted(named) == [
+    assert sorted(messages) == [
         f"{path} line 2: the tokenizer has no token for 'Ü'",
         f"{path} line 3: repeats the question of {path} line 1",
-        f"{path} line 5: is held out too",
+        f"{path} line 5: the question is held out, too",
     ]
 
 
-def test_ten_thousand_of_them_are_named_and_the_others_counted(
-    tokenizer: Tokenizer, tmp_path: Path
+def test_the_report_names_ten_thousand_rows_and_counts_others(
+    tokenizer: Tokenizer, tmp_path: Path, held_out_file: str
 ) -> None:
-    bad = [f'{{"prompt": "Ü{i}", "answer": "{i}"}}' for i in range(10_003)]
-    path = write(tmp_path / "t.jsonl", '{"prompt": "1+1=", "answer": 2}', *bad)
-    held = write(tmp_path / "e.jsonl", '{"prompt": "3+1=", "answer": 4}')
-    lines = (
-        opened("jsonl", tokenizer, on_bad_row="skip", train_path=path, eval_path=held)
-        .excluded.report()
-        .splitlines()
+    path = write_rows(tmp_path / "t.jsonl", "1+1=", *[f"Ü{i}" for i in range(10_003)])
+    source = open_source(
+        "jsonl", tokenizer, on_bad_row="skip", train_path=path, eval_path=held_out_file
     )
-    assert len(lines) == 1 + 10_000 + 1 and lines[-1] == "... and 3 more"
+    lines = source.excluded_rows.report().splitlines()
+    assert len(lines) == 1 + 10_000 + 1
+    assert lines[-1] == "... and 3 more"
 
 
-def test_nothing_left_out_is_nothing_to_report(tokenizer: Tokenizer) -> None:
-    assert opened("column_addition", tokenizer, num_train=100, num_eval=10).excluded.report() == ""
+def test_without_excluded_rows_the_report_is_empty(tokenizer: Tokenizer) -> None:
+    source = open_source("column_addition", tokenizer, num_train=100, num_eval=10)
+    assert source.excluded_rows.report() == ""
 
 
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        (
-            {"prompt": "1" * 5_000_000, "answer": "2"},
-            "5000000 characters; data.max_prompt_tokens=40 of .* are 200",
-        ),
-        (
-            {"prompt": "1", "answer": "2" * 5_000_000},
-            "`answer` has 5000000 characters; at most 65536 are taken",
-        ),
+        ({"prompt": "1" * 5_000_000, "answer": "2"}, "5000000 characters, .*=40 .* are 200"),
+        ({"prompt": "1", "answer": "2" * 5_000_000}, "`answer` has 5000000 .* at most 65536"),
         ({"prompt": "1", "answer": "2", "id": "2" * 5_000_000}, "`id` has 5000000 characters"),
         (
             {"prompt": "1+1=", "answer": "2 3 " * 1_000_000},
             "repeats the question of .* with another answer .*…$",
         ),
     ],
+    ids=["prompt", "answer", "id", "repetition"],
 )
-def test_a_row_of_megabytes_is_refused_before_anything_reads_it(
-    tokenizer: Tokenizer, tmp_path: Path, row: dict[str, str], reason: str
+def test_rows_of_megabytes_are_refused_quickly(
+    tokenizer: Tokenizer, tmp_path: Path, held_out_file: str, row: dict[str, str], reason: str
 ) -> None:
-    """Encoding one takes minutes in which nobody could stop the run."""
-    held = write(tmp_path / "e.jsonl", '{"prompt": "3+1=", "answer": 4}')
-    path = write(tmp_path / "t.jsonl", '{"prompt": "1+1=", "answer": 2}', json.dumps(row))
+    """Encoding such a row takes minutes in which no signal is handled."""
     settings = DataSettings(
         source="jsonl",
-        train_path=path,
-        eval_path=held,
+        train_path=write(tmp_path / "t.jsonl", '{"prompt": "1+1=", "answer": 2}', json.dumps(row)),
+        eval_path=held_out_file,
         max_prompt_tokens=40,
         on_bad_row="skip",
         num_eval=1,
     )
     start = time.process_time()
-    excluded = open_prompts(settings, tokenizer, ExactMatch("last_number").check_answer).excluded
+    excluded_rows = open_prompts(settings, tokenizer, CHECK_ANSWER).excluded_rows
     assert time.process_time() - start < 3
-    assert excluded.bad == 1 and re.search(f"line 2: {reason}", excluded.examples[0])
-    assert len(excluded.examples[0]) < 400
+    assert excluded_rows.bad == 1
+    (message,) = excluded_rows.examples
+    assert re.search(f"line 2: .*{reason}", message)
+    assert len(message) < 400
 
 
-def test_answers_that_cannot_be_judged_by_are_bad_rows(
-    tokenizer: Tokenizer, tmp_path: Path
+def test_answers_that_the_scorer_refuses_are_bad_rows(
+    tokenizer: Tokenizer, tmp_path: Path, held_out_file: str
 ) -> None:
     path = write(
         tmp_path / "t.jsonl", '{"prompt": "a", "answer": "paris"}', '{"prompt": "b", "answer": 3}'
     )
-    held = write(tmp_path / "e.jsonl", '{"prompt": "3+1=", "answer": 4}')
-    settings = DataSettings(source="jsonl", train_path=path, eval_path=held)
-    check = ExactMatch("last_number").check_answer
-    with pytest.raises(
-        PromptDataError, match=r"t\.jsonl line 1: reward\.answer=last_number: .*'paris' holds no answer"
-    ):
-        open_prompts(settings, tokenizer, check)
-    skipping = replace(settings, on_bad_row="skip")
-    assert [p.answer for p in open_prompts(skipping, tokenizer, check).train] == ["3"]
+    settings = DataSettings(source="jsonl", train_path=path, eval_path=held_out_file)
+    with pytest.raises(PromptDataError, match=r"t\.jsonl line 1: .*last_number: .*'paris'"):
+        open_prompts(settings, tokenizer, CHECK_ANSWER)
+    with_skip = replace(settings, on_bad_row="skip")
+    prompts = open_prompts(with_skip, tokenizer, CHECK_ANSWER).train
+    assert [prompt.answer for prompt in prompts] == ["3"]
 
 
 @pytest.mark.parametrize(
-    ("train", "held_out", "options", "message"),
+    ("train", "held_out", "num_eval", "words"),
     [
-        (
-            ["1", "2"],
-            ["x"],
-            {},
-            r"data\.eval_path=.*e\.jsonl: no usable held-out prompt is left: 1 bad row.*on_bad_row=fail.*x' holds no answer",
-        ),
-        (
-            ["x"],
-            ["1"],
-            {},
-            r"data\.train_path=.*t\.jsonl: no usable training prompt is left: 1 bad row.*x' holds no answer",
-        ),
-        (
-            ["1"],
-            ["1"],
-            {},
-            r"data\.train_path=.*: no usable training prompt .* 1 training row\(s\) .* held out too",
-        ),
-        (
-            ["1", "x", "2"],
-            None,
-            {"num_eval": 1},
-            r"data\.num_eval=1: no usable held-out prompt is left: 1 bad row",
-        ),
+        (["1", "2"], ["x"], 512, r"data\.eval_path=.*e\.jsonl: .*held-out prompt.* 1 bad row.*x'"),
+        (["x"], ["1"], 512, r"data\.train_path=.*t\.jsonl: .*training prompt.* 1 bad row.*x'"),
+        (["1"], ["1"], 512, r"data\.train_path=.*training prompt.* 1 training row.* held out too"),
+        (["1", "x", "2"], None, 1, r"data\.num_eval=1: .*held-out prompt.* 1 bad row"),
     ],
 )
-def test_a_side_without_a_usable_prompt_is_named(
+def test_a_side_without_usable_prompt_is_named(
     tokenizer: Tokenizer,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     train: list[str],
     held_out: list[str] | None,
-    options: dict[str, int],
-    message: str,
+    num_eval: int,
+    words: str,
 ) -> None:
-    # The smallest hash is held out: make it that of the row whose answer cannot be judged by.
+    # The smallest rank is held out: give it to the row whose answer the scorer refuses.
     monkeypatch.setattr("megatron_rl.prompts.split._rank", lambda identity: int(identity != "x+0="))
-    rows = [f'{{"prompt": "{i}+0=", "answer": "{i}"}}' for i in train]
-    paths = {"train_path": write(tmp_path / "t.jsonl", *rows)}
-    if held_out is not None:
-        rows = [f'{{"prompt": "{i}+0=", "answer": "{i}"}}' for i in held_out]
-        paths["eval_path"] = write(tmp_path / "e.jsonl", *rows)
-    settings = DataSettings(source="jsonl", on_bad_row="skip", **paths, **options)
-    with pytest.raises(PromptDataError, match=rf"(?s){message}"):
-        open_prompts(settings, tokenizer, ExactMatch("last_number").check_answer)
+
+    def write_answers(path: Path, answers: list[str]) -> str:
+        rows = [{"prompt": f"{answer}+0=", "answer": answer} for answer in answers]
+        return write(path, *map(json.dumps, rows))
+
+    settings = DataSettings(
+        source="jsonl",
+        on_bad_row="skip",
+        num_eval=num_eval,
+        train_path=write_answers(tmp_path / "t.jsonl", train),
+        eval_path=None if held_out is None else write_answers(tmp_path / "e.jsonl", held_out),
+    )
+    with pytest.raises(PromptDataError, match=rf"(?s){words}"):
+        open_prompts(settings, tokenizer, CHECK_ANSWER)
 
 
-def test_a_tokenizer_without_the_task_s_characters_is_named(tmp_path: Path) -> None:
+def test_a_tokenizer_without_the_characters_of_a_task_is_named(tmp_path: Path) -> None:
     write_character_tokenizer(tmp_path, "0123456789+=")
-    digits_only = Tokenizer.from_directory(tmp_path)
+    tokenizer = Tokenizer.from_directory(tmp_path)
+    options = {"num_train": 10, "num_eval": 2}
     with pytest.raises(PromptDataError, match=r"column_addition/a.*no token for 'a'"):
-        opened("column_addition", digits_only, num_train=10, num_eval=2)
+        open_source("column_addition", tokenizer, **options)
     with pytest.raises(PromptDataError, match="no usable training prompt"):
-        opened("column_addition", digits_only, num_train=10, num_eval=2, on_bad_row="skip")
+        open_source("column_addition", tokenizer, on_bad_row="skip", **options)
 
 
-def test_worked_responses_come_with_their_prompts(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    source = opened("column_addition", tokenizer, num_train=100, num_eval=10)
+def test_embedded_tasks_have_demonstrations(tokenizer: Tokenizer) -> None:
+    source = open_source("column_addition", tokenizer, num_train=100, num_eval=10)
     for prompt in (*source.train, *source.held_out):
         assert prompt.demonstration.endswith(f">{prompt.answer}")
-    path = write(
-        tmp_path / "t.jsonl", '{"prompt": "a", "answer": 1}', '{"prompt": "b", "answer": 3}'
-    )
-    assert opened("jsonl", tokenizer, train_path=path, num_eval=1).train[0].demonstration == ""
 
 
-class Yields:
-    """A source of a user's own that yields what it is told to, by name."""
+def test_rows_without_response_have_no_demonstration(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "t.jsonl", "a", "b")
+    source = open_source("jsonl", tokenizer, train_path=path, num_eval=1)
+    assert source.train[0].demonstration == ""
 
-    GIVEN = MappingProxyType(
+
+def test_rows_without_response_are_bad_rows_if_demonstrations_are_needed(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    path = write_rows(tmp_path / "t.jsonl", "a", "b")
+    settings = DataSettings(source="jsonl", train_path=path, num_eval=1)
+    with pytest.raises(PromptDataError, match=r"t\.jsonl line \d: .*environment=demonstration"):
+        open_prompts(settings, tokenizer, demonstration=True)
+
+
+class FixedQuestions:
+    """User-defined source that yields fixed values."""
+
+    VALUES = MappingProxyType(
         {
             "text": ["1+1="],
-            "number": [Question(id="1", text="1+1=", answer=2, task="t")],
+            "number": [Question(id="1", text="1+1=", answer=2, task="t")],  # type: ignore[arg-type]
             "one_id": [
                 Question(id="1", text=text, answer="2", task="t") for text in ("1+1=", "2+0=")
             ],
@@ -260,55 +269,59 @@ class Yields:
         }
     )
 
-    def __init__(self, what: str) -> None:
-        self.what = what
+    def __init__(self, name: str) -> None:
+        self.name = name
 
-    def questions(self, seed: int) -> Iterator[Question]:
-        return iter(self.GIVEN[self.what])
+    def questions(self, seed: int) -> Iterator[Any]:
+        return iter(self.VALUES[self.name])
 
 
 @pytest.mark.parametrize(
-    ("what", "message"),
+    ("name", "words"),
     [
-        ("text", r"data\.source=.*:Yields: it yields str, not a Question"),
-        ("number", r"data\.source=.*:Yields: Question\.answer=2: it must be a str"),
-        (
-            "one_id",
-            r"data\.source=.*:Yields: id '1' names '1\+1=' and '2\+0='\. Give every question an id of its own",
-        ),
-        ("few", r"data\.num_train=24000, data\.num_eval=512: the task gave only \d training"),
+        ("text", r"data\.source=.*:FixedQuestions: it yields str, not a Question"),
+        ("number", r"data\.source=.*:FixedQuestions: Question\.answer=2: it must be a str"),
+        ("one_id", r"data\.source=.*:FixedQuestions: id '1' .*'1\+1=' and '2\+0='.*unique id"),
+        ("few", r"data\.num_train=24000, data\.num_eval=512: .* only \d training"),
     ],
 )
-def test_what_a_source_of_ones_own_does_wrong_is_named(
-    tokenizer: Tokenizer, what: str, message: str
+def test_mistakes_of_a_user_defined_source_are_named(
+    tokenizer: Tokenizer, name: str, words: str
 ) -> None:
-    with pytest.raises(PromptDataError, match=message) as caught:
-        opened(f"{__name__}:Yields", tokenizer, options={"what": what})
-    assert caught.value.exit_code is ExitCode.BAD_DATA
+    with pytest.raises(PromptDataError, match=words) as error:
+        open_source(f"{__name__}:FixedQuestions", tokenizer, options={"name": name})
+    assert error.value.exit_code is ExitCode.BAD_DATA
 
 
-def test_options_that_a_source_does_not_take_are_refused(tokenizer: Tokenizer) -> None:
-    with pytest.raises(
-        PluginError, match=r"data\.options\.whta: .*:Yields\(what\).*Did you mean what\?"
-    ):
-        opened(f"{__name__}:Yields", tokenizer, options={"whta": "few"})
+def test_unknown_options_of_a_user_defined_source_are_refused(tokenizer: Tokenizer) -> None:
+    words = r"data\.options\.nmae: .*:FixedQuestions\(name\).*Did you mean name\?"
+    with pytest.raises(PluginError, match=words):
+        open_source(f"{__name__}:FixedQuestions", tokenizer, options={"nmae": "few"})
 
 
-def test_a_set_of_questions_is_read_without_repeats_and_bad_rows_are_named(
-    tokenizer: Tokenizer, tmp_path: Path
+SET_SETTINGS = DataSettings(source="jsonl", on_bad_row="skip", max_prompt_tokens=64)
+
+
+def test_an_evaluation_set_has_each_question_once(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "sums.jsonl", "2+2=", "1+3=", "2+2=", "9" * 600, answer="4")
+    prompts = open_set("sums", file, SET_SETTINGS, tokenizer)
+    assert [prompt.answer for prompt in prompts] == ["4", "4"]
+    with pytest.raises(PromptDataError, match=r"sums\.jsonl line 4.*characters"):
+        open_set("sums", file, replace(SET_SETTINGS, on_bad_row="fail"), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("texts", "words"),
+    [
+        (None, r"eval\.sets\.s=.*cannot be read"),
+        (["9" * 600], r"eval\.sets\.s=.*no usable held-out"),
+    ],
+)
+def test_evaluation_sets_without_usable_question_are_named(
+    tokenizer: Tokenizer, tmp_path: Path, texts: list[str] | None, words: str
 ) -> None:
-    rows = [
-        json.dumps({"prompt": text, "answer": "4"}) for text in ("2+2=", "1+3=", "2+2=", "9" * 600)
-    ]
-    file, settings = (
-        write(tmp_path / "sums.jsonl", *rows),
-        DataSettings(source="jsonl", on_bad_row="skip", max_prompt_tokens=64),
-    )
-    assert [prompt.answer for prompt in open_set("sums", file, settings, tokenizer)] == ["4", "4"]
-    with pytest.raises(PromptDataError, match=r"sums\.jsonl line 4.*tokens"):
-        open_set("sums", file, replace(settings, on_bad_row="fail"), tokenizer)
-    with pytest.raises(PromptDataError, match=r"eval\.sets\.gone=.*cannot be read"):
-        open_set("gone", str(tmp_path / "gone.jsonl"), settings, tokenizer)
-    only_long = write(tmp_path / "long.jsonl", rows[3])
-    with pytest.raises(PromptDataError, match=r"eval\.sets\.long=.*no usable held-out"):
-        open_set("long", only_long, settings, tokenizer)
+    file = tmp_path / "s.jsonl"
+    if texts is not None:
+        write_rows(file, *texts)
+    with pytest.raises(PromptDataError, match=words):
+        open_set("s", str(file), SET_SETTINGS, tokenizer)

@@ -26,115 +26,116 @@ HEADER = Header(
     reward="r",
     date="2026-11-22",
 )
-RIGHT_OF_FOUR = {"p0": 0, "p1": 1, "p2": 2, "p3": 3, "p4": 4}
+RATES = [PassRate(id=f"p{correct}", correct=correct, samples=4) for correct in range(5)]
+LINE = '{"id": "p0", "correct": 1, "samples": 4}'
 
 
-def rates(right: dict[str, int] = RIGHT_OF_FOUR) -> list[PassRate]:
-    return [PassRate(id=name, right=count, samples=4) for name, count in right.items()]
-
-
-def written(path: Path, header: Header = HEADER) -> Path:
+def write_rates(path: Path, header: Header = HEADER) -> Path:
     file = PassRateFile(path, header)
-    file.add(rates())
+    file.add(RATES)
     file.finish()
     return path
 
 
-def source(
-    n: int = 5, *, band: list[float] | None, known: list[PassRate] | None = None
+def make_source(
+    n: int = 5, *, pass_rate_range: list[float] | None, rates: list[PassRate] = RATES
 ) -> PromptSource:
     prompts = [Prompt(id=f"p{i}", token_ids=(i,), answer="1", task="t") for i in range(n)]
-    settings = DataSettings(source="column_addition", pass_rate_range=band)
-    return PromptSource(
-        prompts,
-        prompts[:1],
-        settings,
-        rates={r.id: r for r in (rates() if known is None else known)},
-    )
+    settings = DataSettings(source="column_addition", pass_rate_range=pass_rate_range)
+    return PromptSource(prompts, prompts[:1], settings, rates={rate.id: rate for rate in rates})
 
 
-def test_what_was_written_is_read(tmp_path: Path) -> None:
-    path = written(tmp_path / "rates.jsonl")
-    assert list(read_pass_rates(path, SETTINGS).values()) == rates()
-    assert [json.loads(line) for line in path.read_text().splitlines()][1] == {
-        "id": "p0",
-        "right": 0,
-        "samples": 4,
-    }
+def ids_of(prompts: list[Prompt]) -> list[str]:
+    return [prompt.id for prompt in prompts]
+
+
+def test_rates_are_read_as_written(tmp_path: Path) -> None:
+    path = write_rates(tmp_path / "rates.jsonl")
+    assert list(read_pass_rates(path, SETTINGS).values()) == RATES
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines[1] == {"id": "p0", "correct": 0, "samples": 4}
     assert not (tmp_path / "rates.jsonl.part").exists()
 
 
-def test_rates_of_another_data_set_are_refused(tmp_path: Path) -> None:
-    path = written(tmp_path / "rates.jsonl")
-    with pytest.raises(
-        PromptDataError, match=r"data\.pass_rates=.*another data set \(seed: 0 there, 1 here\)"
-    ):
+def test_rates_of_another_seed_are_refused(tmp_path: Path) -> None:
+    path = write_rates(tmp_path / "rates.jsonl")
+    words = r"data\.pass_rates=.*another data set \(seed: 0 .*, 1 .*profile_prompts"
+    with pytest.raises(PromptDataError, match=words):
         read_pass_rates(path, DataSettings(source="column_addition", seed=1))
-    read_pass_rates(
-        path, DataSettings(source="column_addition", num_train=7, num_eval=9, shuffle=False)
-    )
+
+
+def test_the_size_and_order_of_a_data_set_may_change(tmp_path: Path) -> None:
+    path = write_rates(tmp_path / "rates.jsonl")
+    settings = DataSettings(source="column_addition", num_train=7, num_eval=9, shuffle=False)
+    assert list(read_pass_rates(path, settings).values()) == RATES
+
+
+def test_rates_of_another_file_are_refused(tmp_path: Path) -> None:
     questions = tmp_path / "train.jsonl"
     questions.write_text('{"prompt": "1+1=", "answer": 2}\n')
-    of_file = DataSettings(source="jsonl", train_path=str(questions))
-    path = written(
-        tmp_path / "others.jsonl", msgspec.structs.replace(HEADER, data=identity_of(of_file))
-    )
-    assert read_pass_rates(path, of_file)
+    settings = DataSettings(source="jsonl", train_path=str(questions))
+    header = msgspec.structs.replace(HEADER, data=identity_of(settings))
+    path = write_rates(tmp_path / "rates.jsonl", header)
+    assert read_pass_rates(path, settings)
     questions.write_text('{"prompt": "1+2=", "answer": 3}\n')
     with pytest.raises(PromptDataError, match=r"another data set \(sha256: .*profile_prompts"):
-        read_pass_rates(path, of_file)
+        read_pass_rates(path, settings)
+
+
+def test_a_data_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    settings = DataSettings(source="jsonl", train_path=str(tmp_path / "absent.jsonl"))
+    with pytest.raises(PromptDataError, match=r"data\.train_path=.*absent.*No such file"):
+        identity_of(settings)
+
+
+def test_a_file_of_rates_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(PromptDataError, match=r"data\.pass_rates=.*No such file.*profile_prompts"):
+        read_pass_rates(tmp_path / "absent.jsonl", SETTINGS)
 
 
 @pytest.mark.parametrize(
-    ("lines", "told"),
+    ("lines", "words"),
     [
-        ([], "line 1: it is no such line"),
+        ([], "line 1: .*no valid header"),
         (["{}"], "line 1: .*missing required field `data`"),
-        (["HEADER", '{"id": "p0", "right": 5, "samples": 4}'], "line 2: .*right=5 of samples=4"),
-        (["HEADER", '{"id": "p0", "right": -1, "samples": 4}'], "line 2: "),
-        (
-            [
-                "HEADER",
-                '{"id": "p0", "right": 1, "samples": 4}',
-                '{"id": "p0", "right": 1, "samples": 4}',
-            ],
-            "line 3: .*p0",
-        ),
-        (["HEADER", '{"id": "p0", "ri'], "line 2: it is no such line"),
-        (["FORMAT"], "format 9, and this version reads 1"),
+        (["HEADER", LINE.replace("1,", "5,")], "line 2: .*correct=5 .* exceed samples=4"),
+        (["HEADER", LINE.replace("1,", "-1,")], "line 2: .*no valid pass rate"),
+        (["HEADER", LINE, LINE], "line 3: .*'p0' already has a rate"),
+        (["HEADER", LINE[:20]], "line 2: .*no valid pass rate"),
+        (["FORMAT"], "format 9, .* reads format 1"),
     ],
 )
-def test_a_file_that_is_no_such_file_is_refused_by_line(
-    tmp_path: Path, lines: list[str], told: str
-) -> None:
+def test_invalid_lines_are_named(tmp_path: Path, lines: list[str], words: str) -> None:
     header = msgspec.json.encode(HEADER).decode()
-    other = msgspec.json.encode(msgspec.structs.replace(HEADER, format=9)).decode()
+    other_format = msgspec.json.encode(msgspec.structs.replace(HEADER, format=9)).decode()
     path = tmp_path / "rates.jsonl"
-    path.write_text("\n".join(lines).replace("HEADER", header).replace("FORMAT", other))
-    with pytest.raises(PromptDataError, match=f"data.pass_rates=.*{told}"):
+    text = "\n".join(lines).replace("HEADER", header).replace("FORMAT", other_format)
+    path.write_text(text)
+    with pytest.raises(PromptDataError, match=f"data.pass_rates=.*{words}.*profile_prompts"):
         read_pass_rates(path, SETTINGS)
 
 
-def test_an_interrupted_profile_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_an_interrupted_profile_continues(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "rates.jsonl"
-    PassRateFile(path, HEADER).add(rates()[:2])
+    PassRateFile(path, HEADER).add(RATES[:2])
     with path.with_name("rates.jsonl.part").open("a") as file:
-        file.write('{"id": "p2", "ri')  # it was killed in the middle of a line
-    again = PassRateFile(path, msgspec.structs.replace(HEADER, date="2026-11-23"))
-    assert list(again.done) == ["p0", "p1"]
-    again.add(rates()[2:])
-    again.finish()
-    assert list(read_pass_rates(path, SETTINGS).values()) == rates()
+        file.write(LINE[:20])  # killed while it wrote a line
+    file = PassRateFile(path, msgspec.structs.replace(HEADER, date="2026-11-23"))
+    assert list(file.rates) == ["p0", "p1"]
+    file.add(RATES[2:])
+    file.finish()
+    assert list(read_pass_rates(path, SETTINGS).values()) == RATES
 
 
-def test_what_an_attempt_with_other_settings_left_is_not_mixed_in(tmp_path: Path) -> None:
-    PassRateFile(tmp_path / "rates.jsonl", HEADER)
-    with pytest.raises(PromptDataError, match=r"other settings left \(temperature\)\. Remove it"):
-        PassRateFile(tmp_path / "rates.jsonl", msgspec.structs.replace(HEADER, temperature=0.5))
+def test_an_interrupted_profile_with_other_settings_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rates.jsonl"
+    PassRateFile(path, HEADER)
+    with pytest.raises(PromptDataError, match=r"other settings \(temperature\)\. Remove it"):
+        PassRateFile(path, msgspec.structs.replace(HEADER, temperature=0.5))
 
 
 @pytest.mark.parametrize(
-    ("band", "inside"),
+    ("pass_rate_range", "ids"),
     [
         (None, "p0 p1 p2 p3 p4 p5"),
         ([0.25, 0.75], "p1 p2 p3"),
@@ -142,41 +143,44 @@ def test_what_an_attempt_with_other_settings_left_is_not_mixed_in(tmp_path: Path
         ([0.3, 1.0], "p2 p3 p4"),  # p5 has no rate
     ],
 )
-def test_only_prompts_in_the_band_are_taken(band: list[float] | None, inside: str) -> None:
-    running, wanted = source(6, band=band), set(inside.split())
-    assert running.num_available == len(wanted)
+def test_only_prompts_in_the_range_are_taken(pass_rate_range: list[float] | None, ids: str) -> None:
+    source = make_source(6, pass_rate_range=pass_rate_range)
+    ids_in_range = set(ids.split())
+    assert source.num_available == len(ids_in_range)
     for _ in range(3):
-        assert {prompt.id for prompt in running.take(len(wanted))} == wanted
+        assert set(ids_of(source.take(len(ids_in_range)))) == ids_in_range
 
 
-def test_a_band_that_leaves_too_few_prompts_is_refused_with_what_there_is() -> None:
-    known = [
-        *rates(),
-        PassRate(id="stranger", right=1, samples=4),
-        PassRate(id="p5", right=0, samples=0),
+def test_a_range_with_too_few_prompts_is_refused() -> None:
+    rates = [
+        *RATES,
+        PassRate(id="unknown", correct=1, samples=4),
+        PassRate(id="p5", correct=0, samples=0),
     ]
-    running = source(7, band=[0.25, 0.75], known=known)
-    with pytest.raises(PromptDataError) as refused:
-        running.require(4)
-    assert str(refused.value).startswith(
-        "data.pass_rate_range=[0.25, 0.75]: it leaves 3 prompts, and rollout.prompts_per_step=4"
-    )
-    assert "pass rates: of 5 of 7 training prompts, and of 1 unknown ids; 3 in data.pass_rate_range" in str(
-        refused.value
-    )
-    with pytest.raises(PromptDataError, match=r"data\.band"):
-        running.take(4)
+    source = make_source(7, pass_rate_range=[0.25, 0.75], rates=rates)
+    with pytest.raises(PromptDataError) as error:
+        source.require(4)
+    message = str(error.value)
+    assert message.startswith("data.pass_rate_range=[0.25, 0.75]: it leaves 3 prompts")
+    assert "rollout.prompts_per_step=4" in message
+    assert "pass rates: of 5 of 7 training prompts, and of 1 unknown ids; 3 in" in message
+    with pytest.raises(PromptDataError, match=r"data\.pass_rate_range"):
+        source.take(4)
 
 
-def test_a_band_that_changes_keeps_the_place_in_the_epoch() -> None:
-    running, other = source(5, band=[0.0, 1.0]), source(5, band=None)
-    first = [prompt.id for prompt in running.take(2)]
-    assert first == [prompt.id for prompt in other.take(2)]
-    running.choose([0.5, 1.0])
-    later = [prompt.id for prompt in running.take(3)]
-    assert set(later) == {"p2", "p3", "p4"}
-    went_on = source(5, band=[0.5, 1.0])
-    running.choose(None)
-    went_on.choose(None)
-    went_on.seek(running.cursor)
-    assert [p.id for p in went_on.take(4)] == [p.id for p in running.take(4)]
+def test_a_change_of_the_range_keeps_the_position_in_the_epoch() -> None:
+    source = make_source(5, pass_rate_range=[0.0, 1.0])
+    without_range = make_source(5, pass_rate_range=None)
+    assert ids_of(source.take(2)) == ids_of(without_range.take(2))
+    source.set_pass_rate_range([0.5, 1.0])
+    assert set(ids_of(source.take(3))) == {"p2", "p3", "p4"}
+
+
+def test_a_cursor_does_not_depend_on_the_range() -> None:
+    source = make_source(5, pass_rate_range=[0.0, 1.0])
+    source.take(2)
+    source.set_pass_rate_range(None)
+    copy = make_source(5, pass_rate_range=[0.5, 1.0])
+    copy.set_pass_rate_range(None)
+    copy.seek(source.cursor)
+    assert ids_of(copy.take(4)) == ids_of(source.take(4))

@@ -1,104 +1,123 @@
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count, cycle, islice
 
 import pytest
 
 from megatron_rl.prompts import column_addition, two_digit_addition
 from megatron_rl.prompts.question import BadRows, PromptDataError, Question
-from megatron_rl.prompts.split import draw_split, hold_out, keep_apart
+from megatron_rl.prompts.split import hold_out, keep_apart, split_generator
 
 
-def ask(text: str, answer: str = "1", origin: str = "", id: str = "") -> Question:
+def make_question(text: str, answer: str = "1", origin: str = "", id: str = "") -> Question:
     return Question(id=id or text, text=text, answer=answer, task="t", origin=origin)
 
 
-def endless() -> Iterator[Question]:
-    return (ask(f"question {i}") for i in count())
+def endless_questions() -> Iterator[Question]:
+    return (make_question(f"question {i}") for i in count())
 
 
-def failing() -> BadRows:
-    return BadRows("fail")
+def texts_of(questions: list[Question]) -> list[str]:
+    return [question.text for question in questions]
 
 
-@pytest.mark.parametrize("questions", [column_addition.questions, two_digit_addition.questions])
-def test_no_seed_trains_on_what_another_holds_out(questions) -> None:
-    splits = [draw_split(questions(seed), 2000, 300) for seed in range(3)]
-    trained = {q.identity for split in splits for q in split.train}
-    held_out = {q.identity for split in splits for q in split.held_out}
-    assert trained.isdisjoint(held_out)
-    assert all(len(s.train) == 2000 and len(s.held_out) == 300 for s in splits)
+@pytest.mark.parametrize("generator", [column_addition.questions, two_digit_addition.questions])
+def test_no_seed_trains_on_held_out_questions_of_another(
+    generator: Callable[[int], Iterator[Question]],
+) -> None:
+    splits = [split_generator(generator(seed), 2000, 300) for seed in range(3)]
+    train_identities = {q.identity for split in splits for q in split.train}
+    held_out_identities = {q.identity for split in splits for q in split.held_out}
+    assert train_identities.isdisjoint(held_out_identities)
+    assert all(len(split.train) == 2000 for split in splits)
+    assert all(len(split.held_out) == 300 for split in splits)
 
 
-def test_the_split_does_not_depend_on_how_much_is_asked_for() -> None:
-    small, large = draw_split(endless(), 10, 5), draw_split(endless(), 100, 20)
+def test_a_larger_split_extends_a_smaller_one() -> None:
+    small = split_generator(endless_questions(), 10, 5)
+    large = split_generator(endless_questions(), 100, 20)
     assert large.train[:10] == small.train
     assert large.held_out[:5] == small.held_out
 
 
 def test_repeated_texts_are_used_once() -> None:
-    doubled = (q for q in endless() for _ in range(2))
-    split = draw_split(doubled, 20, 4)
-    assert len({q.text for q in split.train}) == 20
+    twice = (question for question in endless_questions() for _ in range(2))
+    split = split_generator(twice, 20, 4)
+    assert len(set(texts_of(split.train))) == 20
     assert split.duplicates > 0
 
 
-@pytest.mark.parametrize("wanted", [(50, 0), (5, 50), (0, 50)])
-def test_a_task_with_too_few_questions_says_how_many_it_has(wanted: tuple[int, int]) -> None:
-    finite = list(islice(endless(), 40))
-    for questions in (finite, cycle(finite)):
-        with pytest.raises(
-            PromptDataError, match=r"data\.num_train=.* gave only \d+ training and \d+ held-out"
-        ):
-            draw_split(questions, *wanted)
+FINITE = list(islice(endless_questions(), 40))
 
 
-def test_holding_out_of_a_file_is_a_partition_that_order_does_not_change() -> None:
-    questions = list(islice(endless(), 50))
-    split = hold_out(questions, 8, failing())
+@pytest.mark.parametrize("repeat", [iter, cycle])
+@pytest.mark.parametrize(("num_train", "num_eval"), [(50, 0), (5, 50), (0, 50)])
+def test_too_few_questions_are_refused(
+    repeat: Callable[[list[Question]], Iterator[Question]], num_train: int, num_eval: int
+) -> None:
+    words = rf"data\.num_train={num_train}, .* only \d+ training and \d+ held-out"
+    with pytest.raises(PromptDataError, match=words):
+        split_generator(repeat(FINITE), num_train, num_eval)
+
+
+def test_hold_out_is_a_partition_that_order_does_not_change() -> None:
+    questions = list(islice(endless_questions(), 50))
+    split = hold_out(questions, 8, BadRows("fail"))
     assert len(split.held_out) == 8
-    assert sorted(q.text for q in split.train + split.held_out) == sorted(q.text for q in questions)
-    again = hold_out(questions[::-1], 8, failing())
-    assert {q.text for q in again.held_out} == {q.text for q in split.held_out}
+    assert sorted(texts_of(split.train + split.held_out)) == sorted(texts_of(questions))
+    reverse_split = hold_out(questions[::-1], 8, BadRows("fail"))
+    assert set(texts_of(reverse_split.held_out)) == set(texts_of(split.held_out))
 
 
-def test_holding_out_everything_is_refused() -> None:
-    with pytest.raises(
-        PromptDataError, match=r"data\.num_eval=2: .* 2 usable questions .*data\.eval_path"
-    ):
-        hold_out([ask("a"), ask("b")], 2, failing())
+def test_holding_out_all_questions_is_refused() -> None:
+    questions = [make_question("a"), make_question("b")]
+    with pytest.raises(PromptDataError, match=r"data\.num_eval=2: .* 2 usable .*data\.eval_path"):
+        hold_out(questions, 2, BadRows("fail"))
 
 
-def test_a_repeated_question_is_used_once_and_a_contradiction_is_a_bad_row() -> None:
-    rows = [
-        ask("2+2=", "4", "f line 1"),
-        ask("2 + 2 =", "4"),
-        ask("1+1=", "2"),
-        ask("2+2=", "4", "f line 4"),
+def test_repeated_questions_are_used_once() -> None:
+    questions = [
+        make_question("2+2=", "4", "f line 1"),
+        make_question("2 + 2 =", "4"),
+        make_question("1+1=", "2"),
+        make_question("2+2=", "4", "f line 4"),
     ]
-    split = hold_out(rows, 1, failing())
-    assert split.duplicates == 1
-    rows.append(ask("2+2=", "5", "f line 5"))
-    with pytest.raises(
-        PromptDataError, match=r"f line 5: repeats the question of f line 1 with .* \('5'\)"
-    ):
-        hold_out(rows, 1, failing())
-    bad = BadRows("skip")
-    assert len(hold_out(rows, 1, bad).train) == 2
-    assert bad.count == 1
+    assert hold_out(questions, 1, BadRows("fail")).duplicates == 1
+
+
+def test_a_repeated_question_with_another_answer_is_a_bad_row() -> None:
+    questions = [
+        make_question("2+2=", "4", "f line 1"),
+        make_question("1+1=", "2"),
+        make_question("1+2=", "3"),
+        make_question("2+2=", "5", "f line 5"),
+    ]
+    words = r"f line 5: repeats the question of f line 1 .* \('5'\)"
+    with pytest.raises(PromptDataError, match=words):
+        hold_out(questions, 1, BadRows("fail"))
+    bad_rows = BadRows("skip")
+    assert len(hold_out(questions, 1, bad_rows).train) == 2
+    assert bad_rows.count == 1
 
 
 def test_held_out_questions_leave_the_training_file() -> None:
-    split = keep_apart([ask("What is  x?"), ask("b")], [ask("what is x?"), ask("c")], failing())
-    assert [q.text for q in split.train] == ["b"]
+    train = [make_question("What is  x?"), make_question("b")]
+    held_out = [make_question("what is x?"), make_question("c")]
+    split = keep_apart(train, held_out, BadRows("fail"))
+    assert texts_of(split.train) == ["b"]
     assert split.overlapping == 1
 
 
-def test_an_id_of_both_files_is_a_bad_row_unless_it_is_the_same_question() -> None:
-    train = [ask("a", id="1", origin="t line 1"), ask("b", id="2", origin="t line 2")]
-    held_out = [ask("a", id="1", origin="e line 1"), ask("c", id="2", origin="e line 2")]
-    with pytest.raises(PromptDataError, match="e line 2: id '2' is already used in t line 2"):
-        keep_apart(train, held_out, failing())
-    bad = BadRows("skip")
-    split = keep_apart(train, held_out, bad)
-    assert ([q.text for q in split.train], [q.text for q in split.held_out]) == (["b"], ["a"])
-    assert (split.overlapping, bad.count) == (1, 1)
+def test_an_id_of_two_questions_in_both_files_is_a_bad_row() -> None:
+    train = [
+        make_question(text, id=id_, origin=f"t {id_}") for text, id_ in (("a", "1"), ("b", "2"))
+    ]
+    held_out = [
+        make_question(text, id=id_, origin=f"e {id_}") for text, id_ in (("a", "1"), ("c", "2"))
+    ]
+    with pytest.raises(PromptDataError, match="e 2: id '2' is already used in t 2"):
+        keep_apart(train, held_out, BadRows("fail"))
+    bad_rows = BadRows("skip")
+    split = keep_apart(train, held_out, bad_rows)
+    assert texts_of(split.train) == ["b"]
+    assert texts_of(split.held_out) == ["a"]
+    assert (split.overlapping, bad_rows.count) == (1, 1)

@@ -1,17 +1,18 @@
-"""Groups of judged rollouts with every kind of verdict, the same wherever they are made."""
+"""Groups of judged rollouts with every kind of verdict, the same on every rank."""
 
 from collections.abc import Sequence
 
 import msgspec
 
+from launch.testbed.rollout_refs import NOWHERE, make_ref
 from megatron_rl.contracts.group import Group, RolloutLocation, RolloutRef, Verdict
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import Rollout
-from tests.support.rollouts import NOWHERE, make_ref
 
 GROUP = 4
-# Correctness and shaped reward of each group's rollouts: three mixed ones, one of them with a
-# rollout that nobody could judge, and an all-right and an all-wrong one whose rewards differ.
+# (correctness, shaped reward) of each group's rollouts. Three groups are mixed, one of them with a
+# rollout without a verdict. The third is all correct and the last all incorrect, with different
+# rewards.
 _VERDICTS = (
     ((1.0, 1.0), (0.0, 0.0), (1.0, 0.7), (0.0, -0.1)),
     ((1.0, 0.9), (None, None), (0.0, 0.0), (0.0, -0.2)),
@@ -24,27 +25,26 @@ _VERDICTS = (
 def judged_groups(
     rollouts: Sequence[Rollout], locations: Sequence[RolloutLocation] | None = None
 ) -> list[Group]:
-    """Groups of four rollouts each, in their order.
+    """Make groups of four rollouts each, in their order.
 
-    locations: where the rollouts lie; None: nowhere.
+    locations: locations of the rollouts in shared memory, if they have any.
     """
-    placed = zip(rollouts, locations or [NOWHERE] * len(rollouts), strict=True)
-    refs = [make_ref(rollout, location) for rollout, location in placed]
+    pairs = zip(rollouts, locations or [NOWHERE] * len(rollouts), strict=True)
+    refs = [make_ref(rollout, location) for rollout, location in pairs]
     return [
-        _group(index, refs[index * GROUP : (index + 1) * GROUP])
+        _make_group(index, refs[index * GROUP : (index + 1) * GROUP])
         for index in range(len(refs) // GROUP)
     ]
 
 
-def _group(index: int, refs: Sequence[RolloutRef]) -> Group:
-    """No two groups have the same rewards."""
-    judged = []
-    for place, (ref, (correctness, reward)) in enumerate(
-        zip(refs, _VERDICTS[index % len(_VERDICTS)], strict=True)
-    ):
-        own = None if reward is None else reward - 0.01 * index * (place + 1)
-        judged.append(
-            msgspec.structs.replace(ref, verdict=Verdict(reward=own, correctness=correctness))
-        )
+def _make_group(index: int, refs: Sequence[RolloutRef]) -> Group:
+    """Make one group. No two groups have the same rewards."""
+    rollouts = []
+    verdicts = _VERDICTS[index % len(_VERDICTS)]
+    for position, (ref, (correctness, reward)) in enumerate(zip(refs, verdicts, strict=True)):
+        if reward is not None:
+            reward -= 0.01 * index * (position + 1)
+        verdict = Verdict(reward=reward, correctness=correctness)
+        rollouts.append(msgspec.structs.replace(ref, verdict=verdict))
     prompt = Prompt(id=f"g{index}", token_ids=(1,), answer="1", task="t")
-    return Group(group_id=f"g{index}", prompt=prompt, rollouts=tuple(judged))
+    return Group(group_id=f"g{index}", prompt=prompt, rollouts=tuple(rollouts))
