@@ -10,7 +10,7 @@ import msgspec
 
 from megatron_rl.config.schema import RolloutSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
-from megatron_rl.contracts.group import Group, RolloutRef, sampled_tokens
+from megatron_rl.contracts.group import Group, RolloutRef
 from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.contracts.run_state import SelectorState
 from megatron_rl.prompts.selection.selector import RolloutRequest, Selector, StepSelection
@@ -32,8 +32,6 @@ class RolloutBatch:
     groups: to be credited, in the order of their prompts.
     stopped_groups, surplus_groups: sampled and left out (see `SelectionResult`).
     generated_tokens: tokens that engines sampled during this step.
-    carried_in: tokens of groups that the previous step sampled for this one.
-    carried_out: tokens of groups that this step sampled for the next one.
     engines_left_out: number of engines that are left out at the end, because they failed.
     delivered_ids: ids under which the rollouts have to be released.
     selection_metrics: of the prompt selection.
@@ -44,8 +42,6 @@ class RolloutBatch:
     engines_left_out: int = 0
     stopped_groups: tuple[Group, ...] = ()
     surplus_groups: tuple[Group, ...] = ()
-    carried_in: int = 0
-    carried_out: int = 0
     delivered_ids: tuple[str, ...] = ()
     selection_metrics: Mapping[str, float] = field(default_factory=dict)
 
@@ -122,32 +118,22 @@ class RolloutSampler:
     selector: Selector
     stop_token_ids: tuple[int, ...]
     idle: Callable[[], None]
-    # For each group that is not used yet, the ids of the requests whose rollouts it consists of
-    _request_ids: dict[str, list[str]] = field(default_factory=dict)
 
     def sample(self, step: int) -> RolloutBatch:
         """Sample and score one batch. Raises `TooManyRejected` or `UserClassFailed`."""
         label = f"step-{step}"
         tokens_before = self.queue.generated_tokens
-        earlier_group_ids = set(self._request_ids)
         selection = self.selector.select(step)
-        groups = self._collect(label, selection)
+        request_ids = self._collect(label, selection)
         result = selection.result()
-        sampled_groups = result.groups + result.stopped_groups + result.surplus_groups
-        ids_by_group = {
-            group.group_id: self._request_ids.pop(group.group_id) for group in sampled_groups
-        }
-        carried_in = [group for group in sampled_groups if group.group_id in earlier_group_ids]
-        carried_out = [group for group in groups if group.group_id not in ids_by_group]
+        all_groups = result.groups + result.stopped_groups + result.surplus_groups
         batch = RolloutBatch(
             groups=result.groups,
             stopped_groups=result.stopped_groups,
             surplus_groups=result.surplus_groups,
             generated_tokens=self.queue.generated_tokens - tokens_before,
             engines_left_out=len(self.queue.engines_left_out),
-            carried_in=sum(sampled_tokens(group) for group in carried_in),
-            carried_out=sum(sampled_tokens(group) for group in carried_out),
-            delivered_ids=tuple(part for parts in ids_by_group.values() for part in parts),
+            delivered_ids=tuple(id_ for group in all_groups for id_ in request_ids[group.group_id]),
             selection_metrics=selection.metrics(),
         )
         batch.require(label, self.settings.max_rejected_share)
@@ -165,9 +151,13 @@ class RolloutSampler:
         """Make the selector's beliefs less certain."""
         self.selector.inflate_variance()
 
-    def _collect(self, label: str, selection: StepSelection) -> list[Group]:
-        """Request groups until the selection has enough of them, and return all of them."""
+    def _collect(self, label: str, selection: StepSelection) -> dict[str, list[str]]:
+        """Request groups until the selection has enough of them.
+
+        Returns the ids of the requests of each group, by group id.
+        """
         groups: dict[int, Group] = {}
+        request_ids: dict[str, list[str]] = {}
         requests = selection.first_round()
         while requests:
             outstanding = self._submit(label, requests)
@@ -175,11 +165,11 @@ class RolloutSampler:
                 index = outstanding.pop(part.group_id).index
                 group = merge_groups(groups[index], part) if index in groups else part
                 groups[index] = group
-                self._request_ids.setdefault(group.group_id, []).append(part.group_id)
+                request_ids.setdefault(group.group_id, []).append(part.group_id)
                 if (extension := selection.handle_group(index, group)) is not None:
                     outstanding |= self._submit(label, [extension])
             requests = selection.next_round()
-        return list(groups.values())
+        return request_ids
 
     def _submit(self, label: str, requests: Sequence[RolloutRequest]) -> dict[str, RolloutRequest]:
         """Submit requests and return them by group id.

@@ -250,7 +250,9 @@ class Probe:
 
     def result(self) -> SelectionResult:
         return SelectionResult(
-            groups=(self.groups[0],), stopped=(self.groups[1],), surplus=(self.groups[2],)
+            groups=(self.groups[0],),
+            stopped_groups=(self.groups[1],),
+            surplus_groups=(self.groups[2],),
         )
 
     def metrics(self) -> dict[str, float]:
