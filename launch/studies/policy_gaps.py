@@ -1,4 +1,4 @@
-"""How far engine, old and current policy are apart over one batch, with each way to replay routes."""
+"""Differences of engine, old and current policy over one batch, with each way to replay routes."""
 
 from __future__ import annotations
 
@@ -11,24 +11,28 @@ import torch
 from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.contracts.step_plan import StepPlan
 from megatron_rl.losses import rollout_mismatch
+from megatron_rl.mcore.replay import RouteReplay
 from megatron_rl.mcore.router_target import ReplayError, Routing
 from megatron_rl.mcore.schedule import run_schedule
 from megatron_rl.training.metric_sums import MetricSums
 from megatron_rl.training.micro_batches import MicroBatch
 from megatron_rl.training.old_policy import compute_old_policy
 from megatron_rl.training.policy import Policy
-from megatron_rl.training.update import update_policy
 from megatron_rl.training.replay.update_routes import with_routes
+from megatron_rl.training.update import update_policy
 from megatron_rl.training.worker import Worker
 
 _TAIL = 0.999
-_ROUNDING = 1e-6  # of a share times a count that is a whole number
+# Rounding error of a share times a count that is a whole number
+_ROUNDING = 1e-6
 
 
 class Gap(msgspec.Struct, frozen=True):
-    """Of |log π_a(y_t) - log π_b(y_t)|, nats: the mean and the value that 99.9 % do not exceed;
-    KL(π_b ‖ π_a) by k3.
+    """Difference of two policies a and b over the tokens of a batch, in nats.
 
+    mean: mean of |log π_a(y_t) - log π_b(y_t)|.
+    tail: the value that 99.9 % of them do not exceed.
+    k3: estimate of KL(π_b ‖ π_a) by k3 = r - 1 - log r with r = π_a / π_b.
     extreme: share of the tokens whose probabilities differ by more than a factor of 2.
     """
 
@@ -39,24 +43,28 @@ class Gap(msgspec.Struct, frozen=True):
 
     @classmethod
     def between(cls, a: torch.Tensor, b: torch.Tensor) -> Gap:
-        """a, b: log-probabilities [T] of the same tokens, T at least 1."""
-        size = (a - b).abs().sort().values
+        """Measure log-probabilities a and b [T] of the same tokens, at least one."""
+        sizes = (a - b).abs().sort().values
         total, count = rollout_mismatch(a, b)["mismatch/k3_kl"].tolist()
-        place = math.ceil(_TAIL * len(size) - _ROUNDING) - 1
+        index = math.ceil(_TAIL * len(sizes) - _ROUNDING) - 1
         return cls(
-            float(size.mean()),
-            float(size[place]),
-            total / count,
-            float((size > math.log(2)).double().mean()),
+            mean=float(sizes.mean()),
+            tail=float(sizes[index]),
+            k3=total / count,
+            extreme=float((sizes > math.log(2)).double().mean()),
         )
 
 
 class Gaps(msgspec.Struct, frozen=True):
-    """By replay, "off", "trainer" and "rollout"; only "off" of a model without experts. tokens:
-    that were compared.
+    """Gaps of one batch, by the way of replay: "off", "trainer" or "rollout".
 
-    disagreement: share of rows and layers where the trainer's router would have chosen otherwise
-    than the engine's.
+    A model without experts has "off" only.
+
+    tokens: number of tokens that were compared.
+    engine_old: gaps between engine and old policy.
+    old_current: gaps between old and current policy.
+    disagreement: share of rows and layers where the trainer's router would have chosen other
+        experts than the engine's. None for a model without experts.
     """
 
     tokens: int
@@ -66,75 +74,91 @@ class Gaps(msgspec.Struct, frozen=True):
 
 
 def measure_gaps(worker: Worker, plan: StepPlan, rollouts: Mapping[int, Rollout]) -> Gaps:
-    """Trains a worker of one rank by one plan, and compares policies before and after with the same
-    weights.
+    """Train a worker of one rank by one plan, and compare the policies before and after.
 
-    The old policy is that of the plan's start; the current one that of its end, after all its
-    optimizer steps. These replay the engines' routes, in every row of the table: the rows differ by
-    how both policies are evaluated alone. rollouts: by their index in the plan.
+    The old policy has the weights before all optimizer steps, and the current policy those after
+    them. The steps replay the routes of the engine in every case, so the cases have the same
+    weights and differ only in how both policies are evaluated.
+
+    rollouts: rollouts by their index in the plan.
     """
-    policy, replay = worker.policy, worker.policy.replay
+    policy = worker.policy
     steps = worker.batcher.optimizer_steps(plan, 0, rollouts)
-    flat = [batch for step in steps for batch in step]
-    sampled = torch.cat([batch.rollout_logprobs for batch in flat])
-    old, own, disagreement = {"off": evaluate(policy, flat, "record")}, flat, None
-    if replay is not None:
-        own = list(with_routes([flat], replay.take_recorded_routes(len(flat)))[0])
+    batches = [batch for step in steps for batch in step]
+    engine_logprobs = torch.cat([batch.rollout_logprobs for batch in batches])
+    old = {"off": evaluate(policy, batches, "record")}
+    trainer_batches = batches
+    disagreement = None
+    if policy.replay is not None:
+        routes = policy.replay.take_recorded_routes(len(batches))
+        trainer_batches = list(with_routes([batches], routes)[0])
         old["trainer"] = old["off"]
-        old["rollout"] = evaluate(policy, flat, "replay")
-        differing, rows = replay.disagreement()
-        disagreement = differing / rows
-    _update(worker, plan, steps, flat)
-    current = {"off": evaluate(policy, flat, "live")}
-    if replay is not None:
-        current["trainer"] = evaluate(policy, own, "replay")
-        current["rollout"] = evaluate(policy, flat, "replay")
-        if faults := replay.take_faults():
-            raise ReplayError(f"the measurement is void: {faults}")
+        old["rollout"] = evaluate(policy, batches, "replay")
+        disagreement = _disagreement(policy.replay)
+    _update(worker, plan, steps, batches)
+    current = {"off": evaluate(policy, batches, "live")}
+    if policy.replay is not None:
+        current["trainer"] = evaluate(policy, trainer_batches, "replay")
+        current["rollout"] = evaluate(policy, batches, "replay")
+        _require_no_faults(policy.replay)
     return Gaps(
-        tokens=len(sampled),
-        engine_old={name: Gap.between(old[name], sampled) for name in old},
-        old_current={name: Gap.between(current[name], old[name]) for name in current},
+        tokens=len(engine_logprobs),
+        engine_old=_gaps(old, dict.fromkeys(old, engine_logprobs)),
+        old_current=_gaps(current, old),
         disagreement=disagreement,
     )
 
 
-def evaluate(policy: Policy, batches: Sequence[MicroBatch], routing: Routing) -> torch.Tensor:
-    """The batches' log-probabilities [T] in one forward-only pass."""
+def _gaps(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> dict[str, Gap]:
+    """The gaps between log-probabilities of the same name."""
+    return {name: Gap.between(logprobs, b[name]) for name, logprobs in a.items()}
 
-    def keep(logits: torch.Tensor, index: int) -> tuple[None, torch.Tensor]:
+
+def _disagreement(replay: RouteReplay) -> float:
+    differences, rows = replay.disagreement()
+    return differences / rows
+
+
+def _require_no_faults(replay: RouteReplay) -> None:
+    faults = replay.take_faults()
+    if faults:
+        raise ReplayError(f"the measurement is invalid: {faults}")
+
+
+def evaluate(policy: Policy, batches: Sequence[MicroBatch], routing: Routing) -> torch.Tensor:
+    """Log-probabilities [T] of the batches in one forward-only pass."""
+
+    def logprobs_of(logits: torch.Tensor, index: int) -> tuple[None, torch.Tensor]:
         return None, policy.logprobs(logits, batches[index])[0].detach()
 
-    packed = [batch.inputs for batch in batches]
-    measured = policy.replay is not None and routing == "replay"
-    found = run_schedule(
+    logprobs = run_schedule(
         policy.models,
-        packed,
-        keep,
+        [batch.inputs for batch in batches],
+        logprobs_of,
         forward_only=True,
         replay=policy.replay,
         routing=routing,
-        measure_routes=measured,
+        measure_routes=policy.replay is not None and routing == "replay",
     )
-    return torch.cat(found)
+    return torch.cat(logprobs)
 
 
 def _update(
     worker: Worker,
     plan: StepPlan,
     steps: Sequence[Sequence[MicroBatch]],
-    flat: Sequence[MicroBatch],
+    batches: Sequence[MicroBatch],
 ) -> None:
+    """Apply all optimizer steps of the plan."""
     metrics = MetricSums()
-    objectives = iter(compute_old_policy(worker.policy, flat, metrics))
-    for planned, batches in zip(plan.optimizer_steps, steps, strict=True):
-        prepared, counts = [next(objectives) for _ in batches], planned.denominators
+    objectives = iter(compute_old_policy(worker.policy, batches, metrics))
+    for optimizer_step, step_batches in zip(plan.optimizer_steps, steps, strict=True):
         update_policy(
             worker.policy,
             worker.optimizer,
-            batches,
-            prepared,
-            counts,
+            step_batches,
+            [next(objectives) for _ in step_batches],
+            optimizer_step.denominators,
             dp_size=1,
             first_step=False,
             metrics=metrics,

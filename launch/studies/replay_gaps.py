@@ -1,14 +1,18 @@
-"""How far engine and trainer are apart, with each way to replay routes, for several models and
-kinds of rollouts.
+"""Measure how much engine and trainer differ, with each way to replay routes.
 
-    python launch/studies/replay_gaps.py --out runs/gaps --model moe=PATH --model dense=PATH \\
-        --rollouts bfloat16: engine.dtype=bfloat16 --rollouts fp8: engine.fake_quant=fp8_blockwise \\
+It compares several models and several kinds of rollouts. Start it in the root of the repository:
+
+    python -m launch.studies.replay_gaps --out runs/gaps --model moe=PATH --model dense=PATH \\
+        --rollouts bfloat16: engine.dtype=bfloat16 \\
+        --rollouts fp8: engine.fake_quant=fp8_blockwise \\
         --common experiment=quickstart rollout.prompts_per_step=400
 
-For each model and kind of rollouts one batch is drawn from real engines (a run with
-mode=rollout_only, kept in OUT/MODEL-ROLLOUTS and not repeated), and measured by one rank in
-float32: engine to old policy before an update, old to current policy after one, by
-train.optimizer_steps_per_batch steps. Written to OUT: table.md and a JSON file for each.
+For each model and kind of rollouts, real engines generate one batch (a run with
+mode=rollout_only, kept in OUT/MODEL-ROLLOUTS and not repeated). One rank then measures it in
+float32: engine and old policy before an update, old and current policy after one update of
+train.optimizer_steps_per_batch steps. To continue an interrupted study, run the same command again.
+
+Outputs: OUT/table.md, and OUT/MODEL-ROLLOUTS.json for each.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from launch.comparison.errors import ended
+from launch.comparison.errors import exit_code_of
 from megatron_rl.config.cli import compose
 from megatron_rl.config.overrides import split_override
 from megatron_rl.config.schema import Configuration
@@ -38,15 +42,32 @@ from megatron_rl.models.hf_checkpoint.inspection import inspect_checkpoint
 from megatron_rl.records.exit_record import read_exit_record
 
 if TYPE_CHECKING:
-    from launch.studies.policy_gaps import Gaps
+    from launch.studies.policy_gaps import Gap, Gaps
+    from megatron_rl.contracts.rollout import Rollout
+    from megatron_rl.models.shape import ModelShape
 
-SCRIPT = Path(__file__).resolve()
-_NAMES = {"off": "off", "trainer": "R2 (trainer)", "rollout": "R3 (rollout)"}
+MAIN_JOB = Path(__file__).resolve().parents[1] / "train_rl.py"
+_REPLAY_NAMES = {"off": "off", "trainer": "R2 (trainer)", "rollout": "R3 (rollout)"}
 _FLOAT32 = ("model.dtype=float32", "train.total_steps=1")
+_COLUMNS = (
+    "model",
+    "rollouts",
+    "tokens",
+    "routes disagree",
+    "replay",
+    "engine to old: mean",
+    "p99.9",
+    "KL (k3)",
+    "beyond 2x",
+    "old to current: mean",
+    "p99.9",
+    "KL (k3)",
+    "beyond 2x",
+)
 
 
 class GapsRefused(Failure):
-    """What was asked for cannot be measured."""
+    """The gaps cannot be measured."""
 
     exit_code = ExitCode.REFUSED
 
@@ -55,7 +76,8 @@ class GapsRefused(Failure):
 class GapCase:
     """One model with one kind of rollouts.
 
-    overrides: of the run that draws; those of engines are its alone.
+    name: "MODEL | ROLLOUTS", two cells of the table.
+    overrides: overrides of the run that generates. Those of engines do not concern the measurement.
     """
 
     name: str
@@ -64,103 +86,125 @@ class GapCase:
 
     @property
     def result(self) -> Path:
+        """The JSON file of the gaps."""
         return self.directory.with_suffix(".json")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: that of what failed, or 0."""
+    """Return the exit code: that of the first failure, or 0."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if words[:1] == ["--measure"]:
-        return ended(lambda: measure(Path(words[1]), words[2:]))
-    given = _parser().parse_args(words)
-    return ended(lambda: compare(given))
+        return exit_code_of(lambda: measure(Path(words[1]), words[2:]))
+    options = make_parser().parse_args(words)
+    return exit_code_of(lambda: compare(options))
 
 
-def compare(given: argparse.Namespace) -> int:
-    """Draw and measure what was not, and write the table. Returns the exit code."""
-    cases = list(plan(given))
-    given.out.mkdir(parents=True, exist_ok=True)
+def compare(options: argparse.Namespace) -> int:
+    """Generate and measure the cases without a result, and write the table."""
+    cases = list(plan_cases(options))
+    options.out.mkdir(parents=True, exist_ok=True)
     for case in cases:
-        if code := draw(case) or call(SCRIPT, "--measure", str(case.directory), *measured(case)):
+        code = generate(case) or _measure_in_process(case)
+        if code:
             return code
     text = "\n".join(table(cases))
-    (given.out / "table.md").write_text(text + "\n")
+    (options.out / "table.md").write_text(text + "\n")
     print(text)
     return ExitCode.OK
 
 
-def plan(given: argparse.Namespace) -> Iterator[GapCase]:
-    """Every case, its configuration checked. Raises `GapsRefused`."""
-    for model in given.model:
-        name, _, path = model.partition("=")
-        shape, problems = inspect_checkpoint(path)
-        if shape is None or problems or not re.fullmatch(NAME_PATTERN, name):
-            told = (
-                "; ".join(problem.rule for problem in problems)
-                or "a name has letters, digits, '-' and '_'"
-            )
-            raise GapsRefused(
-                f"--model {model}: {told}. Give NAME=PATH of a checkpoint in Hugging Face format"
-            )
-        replay = "train.replay=rollout" if shape.moe_layers else "train.replay=off"
-        for head, *overrides in given.rollouts:
-            if not head.endswith(":") or not re.fullmatch(NAME_PATTERN, head[:-1]):
-                raise GapsRefused(
-                    f"--rollouts {head}: begin with a name and a colon: --rollouts fp8: key=value ..."
-                )
-            directory = given.out / f"{name}-{head[:-1]}"
+def plan_cases(options: argparse.Namespace) -> Iterator[GapCase]:
+    """Plan every case and check its configuration. Raises `GapsRefused`."""
+    for model in options.model:
+        name, path, replay = _read_model(model)
+        for head, *overrides in options.rollouts:
+            kind = _read_kind(head)
             case = GapCase(
-                name=f"{name} | {head[:-1]}",
-                directory=directory,
-                overrides=(*given.common, *overrides, f"model.path={path}", replay, *_FLOAT32),
+                name=f"{name} | {kind}",
+                directory=options.out / f"{name}-{kind}",
+                overrides=(
+                    *options.common,
+                    *overrides,
+                    f"model.path={path}",
+                    f"train.replay={replay}",
+                    *_FLOAT32,
+                ),
             )
             try:
-                compose(drawn(case))
-            except ConfigurationRefused as refused:
-                raise GapsRefused(f"{directory.name}: {refused}") from refused
+                compose(generation_overrides(case))
+            except ConfigurationRefused as refusal:
+                raise GapsRefused(f"{case.directory.name}: {refusal}") from refusal
             yield case
 
 
-def drawn(case: GapCase) -> tuple[str, ...]:
-    """The overrides of the run that draws a case's rollouts."""
-    where = (
+def _read_model(text: str) -> tuple[str, str, str]:
+    """Read NAME=PATH. Returns name, path and the way of replay that the model needs."""
+    name, _, path = text.partition("=")
+    shape, defects = inspect_checkpoint(path)
+    reasons = [defect.rule for defect in defects]
+    if not re.fullmatch(NAME_PATTERN, name):
+        reasons.append("a name has letters, digits, '-' and '_'")
+    if shape is None or reasons:
+        raise GapsRefused(
+            f"--model {text}: {'; '.join(reasons)}. Give NAME=PATH of a checkpoint in Hugging Face "
+            "format"
+        )
+    return name, path, "rollout" if shape.moe_layers else "off"
+
+
+def _read_kind(head: str) -> str:
+    """Read the name of a kind of rollouts from `NAME:`."""
+    if not head.endswith(":") or not re.fullmatch(NAME_PATTERN, head[:-1]):
+        raise GapsRefused(
+            f"--rollouts {head}: begin with a name and a colon: --rollouts fp8: key=value ..."
+        )
+    return head[:-1]
+
+
+def generation_overrides(case: GapCase) -> tuple[str, ...]:
+    """The overrides of the run that generates the rollouts of a case."""
+    return (
+        *case.overrides,
+        "mode=rollout_only",
         f"run.root={case.directory.parent}",
         f"run.name={case.directory.name}",
         "run.on_existing=overwrite_failed",
     )
-    return (*case.overrides, "mode=rollout_only", *where)
 
 
-def measured(case: GapCase) -> tuple[str, ...]:
-    """The overrides of a case's measurement, which has no engines."""
-    keys = (split_override(text)[0] for text in case.overrides)
-    kept = [
-        text
-        for key, text in zip(keys, case.overrides, strict=True)
-        if key.split(".")[0] != "engine"
+def measurement_overrides(case: GapCase) -> tuple[str, ...]:
+    """The overrides of the measurement of a case, which has no engines."""
+    overrides = [
+        override
+        for override in case.overrides
+        if split_override(override)[0].partition(".")[0] != "engine"
     ]
-    return (*kept, "mode=train_only", f"rollout.recording={case.directory}")
+    return (*overrides, "mode=train_only", f"rollout.recording={case.directory}")
 
 
-def draw(case: GapCase) -> int:
-    """Draw the rollouts unless that was done. Returns the exit code."""
+def generate(case: GapCase) -> int:
+    """Generate the rollouts unless they are complete. Returns the exit code."""
     record = read_exit_record(case.directory)
     if record is not None and record.code == ExitCode.OK:
         return ExitCode.OK
-    return call(SCRIPT.with_name("train_rl.py"), *drawn(case))
+    return _call(str(MAIN_JOB), *generation_overrides(case))
 
 
-def call(script: Path, *arguments: str) -> int:
-    command = [sys.executable, str(script), *arguments]
+def _measure_in_process(case: GapCase) -> int:
+    """Measure a case in a process of its own. Returns the exit code."""
+    options = ("--measure", str(case.directory), *measurement_overrides(case))
+    return _call("-m", "launch.studies.replay_gaps", *options)
+
+
+def _call(*arguments: str) -> int:
+    command = [sys.executable, *arguments]
     print(shlex.join(command), flush=True)
     return subprocess.run(command, check=False).returncode
 
 
 def measure(directory: Path, overrides: Sequence[str]) -> int:
-    """In this process: one rank, a batch that was drawn before. Writes DIRECTORY.json and returns
-    the exit code.
-    """
+    """Measure generated rollouts on one rank, write DIRECTORY.json and return the exit code."""
     configuration = compose(overrides)
     from megatron_rl.mcore import compat
 
@@ -169,78 +213,80 @@ def measure(directory: Path, overrides: Sequence[str]) -> int:
 
     layout = parallel.initialize(configuration.parallel, seed=configuration.seed)
     try:
-        gaps = _gaps(configuration, layout, directory)
+        gaps = _measure(configuration, layout, directory)
     finally:
         parallel.shutdown()
     directory.with_suffix(".json").write_bytes(msgspec.json.encode(gaps))
     return ExitCode.OK
 
 
-def _gaps(c: Configuration, layout: Any, directory: Path) -> Gaps:
+def _measure(c: Configuration, layout: Any, directory: Path) -> Gaps:
     from launch.studies.policy_gaps import measure_gaps
     from megatron_rl.credit.assign import Credit
     from megatron_rl.losses import open_loss
-    from megatron_rl.models.route_shape import route_shape
     from megatron_rl.planning.step_planner import StepPlanner
     from megatron_rl.rollouts.recording.format import batch_directory
     from megatron_rl.rollouts.recording.reader import read_groups
-    from megatron_rl.rollouts.recording.recorded_rollouts import UnfitRollout, fit_rollout
-    from megatron_rl.run.build import build_worker
+    from megatron_rl.run.build_worker import build_worker
 
     shape = read_shape(c.model.path)
     worker = build_worker(c, shape, open_loss(c.algo, shape), layout, directory / "rollouts")
     pairs = read_groups(batch_directory(directory / "recorded", 1))
-    credited = Credit(c.algo, seed=c.seed).assign(1, [group for group, _ in pairs])
-    plan = StepPlanner(c.train, c.parallel, dp_size=1, seed=c.seed).plan(
-        1, credited.rollouts, credited.advantages
-    )
+    credit = Credit(c.algo, seed=c.seed).assign(1, [group for group, _ in pairs])
+    planner = StepPlanner(c.train, c.parallel, dp_size=1, seed=c.seed)
+    plan = planner.plan(1, credit.rollouts, credit.advantages)
     if not plan.rollouts:
         raise GapsRefused(
-            f"{directory}: no group has both right and wrong responses. Draw more prompts"
+            f"{directory}: no group has both correct and incorrect responses. Generate more "
+            "prompts: --common rollout.prompts_per_step=..."
         )
-    routes = route_shape(shape) if c.train.replay == "rollout" else None
+    rollouts = [rollout for _, group_rollouts in pairs for rollout in group_rollouts]
+    by_id = _fit_rollouts(rollouts, shape, c.train.replay == "rollout", directory)
+    by_index = {i: by_id[ref.rollout_id] for i, ref in enumerate(plan.rollouts)}
+    return measure_gaps(worker, plan, by_index)
+
+
+def _fit_rollouts(
+    rollouts: Sequence[Rollout], shape: ModelShape, has_routes: bool, directory: Path
+) -> dict[str, Rollout]:
+    """Fit recorded rollouts to the model, by their id. Raises `GapsRefused`."""
+    from megatron_rl.models.route_shape import route_shape
+    from megatron_rl.rollouts.recording.recorded_rollouts import UnfitRollout, fit_rollout
+
+    routes = route_shape(shape) if has_routes else None
     try:
-        kept = [
-            fit_rollout(rollout, routes, shape.vocab_size)
-            for _, rollouts in pairs
-            for rollout in rollouts
-        ]
+        fits = [fit_rollout(rollout, routes, shape.vocab_size) for rollout in rollouts]
     except UnfitRollout as unfit:
         raise GapsRefused(f"{directory}: {unfit}") from unfit
-    by_id = {rollout.rollout_id: rollout for rollout in kept}
-    return measure_gaps(
-        worker, plan, {i: by_id[ref.rollout_id] for i, ref in enumerate(plan.rollouts)}
-    )
+    return {rollout.rollout_id: rollout for rollout in fits}
 
 
 def table(cases: Sequence[GapCase]) -> Iterator[str]:
-    """The lines of a Markdown table; all gaps in nats."""
+    """Yield the lines of a Markdown table. All gaps are in nats."""
     from launch.studies.policy_gaps import Gaps
 
-    yield (
-        "| model | rollouts | tokens | routes disagree | replay | engine to old: mean | p99.9 | KL (k3) | beyond 2x "
-        "| old to current: mean | p99.9 | KL (k3) | beyond 2x |"
-    )
-    yield "|---|---|---|---|---|---|---|---|---|---|---|---|---|"
+    yield f"| {' | '.join(_COLUMNS)} |"
+    yield "|---" * len(_COLUMNS) + "|"
     for case in cases:
         gaps = msgspec.json.decode(case.result.read_bytes(), type=Gaps)
-        differ = "" if gaps.disagreement is None else f"{gaps.disagreement:.2%}"
+        disagreement = "" if gaps.disagreement is None else f"{gaps.disagreement:.2%}"
         for replay, before in gaps.engine_old.items():
-            after = gaps.old_current[replay]
-            numbers = [
-                f"{g:.2e}"
-                for gap in (before, after)
-                for g in (gap.mean, gap.tail, gap.k3, gap.extreme)
-            ]
-            said = _NAMES[replay] if gaps.disagreement is not None else "no experts"
-            yield f"| {case.name} | {gaps.tokens:,} | {differ} | {said} | {' | '.join(numbers)} |"
+            name = _REPLAY_NAMES[replay] if gaps.disagreement is not None else "no experts"
+            cells = [*_gap_cells(before), *_gap_cells(gaps.old_current[replay])]
+            yield (
+                f"| {case.name} | {gaps.tokens:,} | {disagreement} | {name} | {' | '.join(cells)} |"
+            )
 
 
-def _parser() -> argparse.ArgumentParser:
-    description, _, epilog = (__doc__ or "").partition("\n\n")
+def _gap_cells(gap: Gap) -> list[str]:
+    return [f"{value:.2e}" for value in (gap.mean, gap.tail, gap.k3, gap.extreme)]
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Make the parser of the command line."""
     parser = argparse.ArgumentParser(
-        description=description,
-        epilog=epilog,
+        prog="python -m launch.studies.replay_gaps",
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -248,14 +294,10 @@ def _parser() -> argparse.ArgumentParser:
         "--out",
         required=True,
         type=lambda text: Path(text).expanduser().resolve(),
-        help="a directory",
+        help="directory of the runs and of the results",
     )
     parser.add_argument(
-        "--model",
-        action="append",
-        required=True,
-        metavar="NAME=PATH",
-        help="repeat it for each model",
+        "--model", action="append", required=True, metavar="NAME=PATH", help="repeat for each model"
     )
     parser.add_argument(
         "--rollouts",
@@ -263,7 +305,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         required=True,
         metavar=("NAME:", "key=value"),
-        help="what engines are, such as engine.dtype=bfloat16; repeat it for each kind",
+        help="overrides of the engines, such as engine.dtype=bfloat16; repeat for each kind",
     )
     parser.add_argument(
         "--common", nargs="*", default=[], metavar="key=value", help="overrides of every case"

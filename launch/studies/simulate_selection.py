@@ -1,22 +1,34 @@
-"""What each way of choosing prompts costs, without engines: the selectors of a run against
-simulated correctness.
+"""Simulate the cost of each way to select prompts, without engines.
 
-    python launch/studies/simulate_selection.py            # the table of docs/selection.md
-    python launch/studies/simulate_selection.py --drift 2
-    python launch/studies/simulate_selection.py --generalise
-    python launch/studies/simulate_selection.py --small    # seconds
+The selectors are those of a run, and correctness is simulated. Start it in the root of the
+repository:
 
-6,000 prompts in five tags have logits of their pass rates around -5, -2.5, 0, 2.5 and 5 (standard
-deviation 2.5). They drift by 0.004 +- 0.03 a step whatever is trained, or twice that with --drift
-2. A step wants 128 mixed groups of 8; a right response has 3,000 tokens, a wrong one 7,000. 300
-steps, four seeds; all but "first 100" and "unseen > 150" is from after step 100. Newly seen: of the
-prompts that began at 2 % at most and passed 10 %, those drawn within 60 steps. Unseen > 150: the
-share of prompts that were not drawn for more than 150 steps. Of uniform, of cut: tokens per mixed
-group as a share of theirs.
+    python -m launch.studies.simulate_selection            # the table of docs/selection.md
+    python -m launch.studies.simulate_selection --drift 2
+    python -m launch.studies.simulate_selection --generalise
+    python -m launch.studies.simulate_selection --small    # seconds
 
---generalise: 1,536 prompts, 32 groups a step, 80 steps, and what the policy learns elsewhere opens
-the hardest tag: from step 20 to 34 its logits rise by 4. Steps 21 to 80 count, and the opened are
-drawn within 30 steps or not.
+The logits of the pass rates of 6,000 prompts in five strata are around -5, -2.5, 0, 2.5 and 5
+(standard deviation 2.5). In every step they drift by 0.004 +- 0.03, whatever is trained, or twice
+that with --drift 2. A step needs 128 mixed groups of 8. A correct response has 3,000 tokens and an
+incorrect one 7,000. There are 300 steps and four seeds.
+
+With --generalise there are 1,536 prompts, 32 groups a step and 80 steps, and training on other
+prompts makes the hardest stratum solvable: from step 20 to 34 its logits rise by 4.
+
+Output: a Markdown table of these columns. All but "first 100" and "unseen > 150" leave out the
+first 100 steps, or the first 20 with --generalise.
+
+    rollouts/mixed        rollouts for each mixed group
+    ktok/mixed            thousands of generated tokens for each mixed group
+    of uniform            ktok/mixed as a share of that of uniform
+    of oversampling       ktok/mixed as a share of that of oversample
+    first 100             rollouts for each mixed group in the first steps
+    newly solvable, seen  share of the prompts that rise from at most 2 % above 10 % and are sampled
+                          within 60 steps (30 with --generalise)
+    unseen > 150          share of the prompts that were not sampled for more than 150 steps
+    rounds                rounds of requests in a step
+    weight ESS            effective sample size of the importance weights, as a share
 """
 
 from __future__ import annotations
@@ -41,18 +53,23 @@ from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.credit.group_kinds import GroupKind, kind_of
 from megatron_rl.prompts.selection.factory import open_selector
-from megatron_rl.prompts.selection.selector import RolloutRequest, SelectionResult, StepSelection
+from megatron_rl.prompts.selection.selector import (
+    RolloutRequest,
+    SelectionResult,
+    Selector,
+    StepSelection,
+)
 from megatron_rl.prompts.source import PromptSource
 
 VARIANTS: Mapping[str, SelectionSettings] = {
     "uniform": SelectionSettings(),
     "oversample": SelectionSettings(name="oversample"),
     "belief": SelectionSettings(name="belief"),
-    "belief, flat skipped": SelectionSettings(name="belief", skip="zero_variance"),
-    "belief, flat skipped, no probe": SelectionSettings(
+    "belief, skip=zero_variance": SelectionSettings(name="belief", skip="zero_variance"),
+    "belief, skip=zero_variance, no probe": SelectionSettings(
         name="belief", skip="zero_variance", probe_samples=0
     ),
-    "belief, flat skipped, sharp": SelectionSettings(
+    "belief_sharp": SelectionSettings(
         name="belief",
         skip="zero_variance",
         expert=SelectionExpertSettings(
@@ -64,189 +81,238 @@ COLUMNS = (
     "rollouts/mixed",
     "ktok/mixed",
     "of uniform",
-    "of cut",
+    "of oversampling",
     "first 100",
-    "newly seen",
+    "newly solvable, seen",
     "unseen > 150",
     "rounds",
     "weight ESS",
 )
-UNIFORM, CUT = "uniform", "oversample"
-TAGS = (-5.0, -2.5, 0.0, 2.5, 5.0)
-TOKENS = {True: 3000, False: 7000}
-LONG = 150
-OPENED = range(20, 35)  # steps in which the hardest tag becomes solvable
+UNIFORM = "uniform"
+OVERSAMPLE = "oversample"
+STRATUM_LOGITS = (-5.0, -2.5, 0.0, 2.5, 5.0)
+CORRECT_TOKENS = 3000
+INCORRECT_TOKENS = 7000
+LONG_TIME = 150
+# Steps in which the hardest stratum becomes solvable
+OPENING_STEPS = range(20, 35)
 
 
 @dataclass(frozen=True)
 class Size:
-    """warm: steps that most columns leave out. soon: in which an opened prompt should be drawn.
-    rise: of logits.
+    """Size of a simulation.
+
+    prompts_per_step: mixed groups that a step needs.
+    first_steps: steps that most columns leave out.
+    soon: number of steps within which a newly solvable prompt should be sampled.
+    rise: rise of the logits of the hardest stratum.
     """
 
     prompts: int = 6000
-    wanted: int = 128
+    prompts_per_step: int = 128
     samples: int = 8
     steps: int = 300
-    warm: int = 100
+    first_steps: int = 100
     seeds: int = 4
     soon: int = 60
     rise: float = 0.0
 
 
-SMALL = Size(prompts=2400, wanted=48, steps=200, warm=100, seeds=1)
-GENERALISE = Size(prompts=1536, wanted=32, steps=80, warm=20, soon=30, rise=4.0)
+SMALL = Size(prompts=2400, prompts_per_step=48, steps=200, first_steps=100, seeds=1)
+GENERALISE = Size(prompts=1536, prompts_per_step=32, steps=80, first_steps=20, soon=30, rise=4.0)
 
 
 class World:
     """Prompts whose pass rates drift.
 
-    rates: float64 [prompts]; last: the step that drew each last.
+    rates: float64 [prompts].
+    solvable_since: step in which a hopeless prompt became solvable, or -1.
+    was_sampled_soon: True for a prompt that was sampled soon after it became solvable.
+    last_samples: step in which each prompt was last sampled.
     """
 
     def __init__(self, size: Size, seed: int, drift: float) -> None:
-        self.size, self.drift = size, drift
+        self.size = size
+        self.drift = drift
         self.rng = np.random.default_rng([seed, 7])
-        self.tags = tags = self.rng.integers(len(TAGS), size=size.prompts)
-        self.logits = self.rng.normal(np.array(TAGS)[tags], 2.5)
+        self.strata = self.rng.integers(len(STRATUM_LOGITS), size=size.prompts)
+        self.logits = self.rng.normal(np.array(STRATUM_LOGITS)[self.strata], 2.5)
         self.prompts = [
-            Prompt(id=str(i), token_ids=(1,), answer="", task="sim", difficulty=str(tag))
-            for i, tag in enumerate(tags)
+            Prompt(id=str(i), token_ids=(1,), answer="", task="sim", difficulty=str(stratum))
+            for i, stratum in enumerate(self.strata)
         ]
         self.rates = 1 / (1 + np.exp(-self.logits))
-        self.hopeless = self.rates <= 0.02
-        self.solvable_at = np.full(size.prompts, -1)
-        self.met_soon = np.zeros(size.prompts, np.bool_)
-        self.last = np.zeros(size.prompts, np.int64)
+        self.was_hopeless = self.rates <= 0.02
+        self.solvable_since = np.full(size.prompts, -1)
+        self.was_sampled_soon = np.zeros(size.prompts, np.bool_)
+        self.last_samples = np.zeros(size.prompts, np.int64)
 
-    def resume_from(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
+        """Let the pass rates drift."""
         self.logits += self.drift * self.rng.normal(0.004, 0.03, self.size.prompts)
-        if step in OPENED:
-            self.logits[self.tags == 0] += self.size.rise / len(OPENED)
+        if step in OPENING_STEPS:
+            self.logits[self.strata == 0] += self.size.rise / len(OPENING_STEPS)
         self.rates = 1 / (1 + np.exp(-self.logits))
-        self.solvable_at[self.hopeless & (self.rates > 0.1) & (self.solvable_at < 0)] = step
+        is_new = self.was_hopeless & (self.rates > 0.1) & (self.solvable_since < 0)
+        self.solvable_since[is_new] = step
 
-    def answer(self, ask: RolloutRequest, before: Group | None, step: int) -> Group:
-        """The group with `ask.samples` more rollouts."""
-        index = int(ask.prompt.id)
-        self.last[index] = step
-        self.met_soon[index] |= 0 <= self.solvable_at[index] >= step - self.size.soon
-        right = self.rng.random(ask.samples) < self.rates[index]
-        drawn = tuple(ROLLOUTS[bool(r)][ask.first_sample + i] for i, r in enumerate(right))
-        earlier = () if before is None else before.rollouts
-        return Group(group_id=f"{step}-{ask.index}", prompt=ask.prompt, rollouts=earlier + drawn)
+    def respond(self, request: RolloutRequest, group: Group | None, step: int) -> Group:
+        """Return the group with `request.samples` more rollouts."""
+        index = int(request.prompt.id)
+        self.last_samples[index] = step
+        self.was_sampled_soon[index] |= 0 <= self.solvable_since[index] >= step - self.size.soon
+        is_correct = self.rng.random(request.samples) < self.rates[index]
+        responses = tuple(
+            ROLLOUTS[bool(correct)][request.first_sample + i]
+            for i, correct in enumerate(is_correct)
+        )
+        previous = () if group is None else group.rollouts
+        return Group(
+            group_id=f"{step}-{request.index}",
+            prompt=request.prompt,
+            rollouts=previous + responses,
+        )
 
 
-def _rollout(sample: int, right: bool) -> RolloutRef:
+def _rollout(sample: int, correct: bool) -> RolloutRef:
+    tokens = CORRECT_TOKENS if correct else INCORRECT_TOKENS
     return RolloutRef(
         rollout_id="",
         prompt_id="",
         sample_index=sample,
-        num_inputs=TOKENS[right],
-        num_trainable=TOKENS[right],
-        num_generated=TOKENS[right],
+        num_inputs=tokens,
+        num_trainable=tokens,
+        num_generated=tokens,
         finish_reason=FinishReason.STOP,
         versions=(0,),
-        verdict=Verdict(reward=float(right), correctness=float(right)),
+        verdict=Verdict(reward=float(correct), correctness=float(correct)),
         location=RolloutLocation(node=0, pid=0, fd=0, offset=0, nbytes=0),
     )
 
 
-ROLLOUTS = {right: [_rollout(sample, right) for sample in range(64)] for right in (True, False)}
+# By correctness and sample index
+ROLLOUTS = {
+    correct: [_rollout(sample, correct) for sample in range(64)] for correct in (True, False)
+}
 
 
 @dataclass
 class Tally:
-    """What some steps drew, and the mixed groups among what they would have trained on."""
+    """Totals over some steps.
+
+    mixed_groups: mixed groups among those that would be trained.
+    """
 
     rollouts: int = 0
     tokens: int = 0
-    mixed: int = 0
+    mixed_groups: int = 0
     rounds: int = 0
     steps: int = 0
 
-    def note(self, groups: Sequence[Group], chosen: SelectionResult, rounds: int) -> None:
+    def add(self, groups: Sequence[Group], result: SelectionResult, rounds: int) -> None:
+        """Add one step."""
         for group in groups:
             self.rollouts += len(group.rollouts)
             self.tokens += sum(rollout.num_generated for rollout in group.rollouts)
-        self.mixed += sum(kind_of(group) is GroupKind.MIXED for group in chosen.groups)
-        self.rounds, self.steps = self.rounds + rounds, self.steps + 1
+        self.mixed_groups += sum(kind_of(group) is GroupKind.MIXED for group in result.groups)
+        self.rounds += rounds
+        self.steps += 1
 
 
 def play(selection: StepSelection, world: World, step: int) -> tuple[dict[int, Group], int]:
-    """Answer all that a step asks. Returns its groups and how often it waited."""
+    """Respond to all requests of a step. Returns its groups and the number of rounds."""
     groups: dict[int, Group] = {}
-    asks, rounds = selection.first_round(), 0
-    while asks:
+    requests = selection.first_round()
+    rounds = 0
+    while requests:
         rounds += 1
-        for ask in (waiting := list(asks)):
-            groups[ask.index] = world.answer(ask, groups.get(ask.index), step)
-            if (extension := selection.handle_group(ask.index, groups[ask.index])) is not None:
-                waiting.append(extension)
-        asks = selection.next_round()
+        queue = list(requests)
+        for request in queue:
+            group = world.respond(request, groups.get(request.index), step)
+            groups[request.index] = group
+            extension = selection.handle_group(request.index, group)
+            if extension is not None:
+                queue.append(extension)
+        requests = selection.next_round()
     return groups, rounds
 
 
 def simulate(settings: SelectionSettings, size: Size, seed: int, drift: float) -> dict[str, float]:
-    """One run of one variant."""
+    """Simulate one run of one variant and return its columns."""
     world = World(size, seed, drift)
-    source = PromptSource(
-        world.prompts, world.prompts[:1], DataSettings(source="column_addition", seed=seed)
-    )
-    rollout = RolloutSettings(
-        max_new_tokens=8192, prompts_per_step=size.wanted, samples_per_prompt=size.samples
-    )
-    selector = open_selector(source, rollout, settings, seed=seed)
-    early, late, unseen, weights = Tally(), Tally(), list[float](), list[float]()
+    selector = _open_selector(settings, world, seed)
+    early = Tally()
+    late = Tally()
+    unseen_shares = []
+    weights = []
     for step in range(1, size.steps + 1):
-        world.resume_from(step)
+        world.begin_step(step)
         selection = selector.select(step)
         groups, rounds = play(selection, world, step)
-        (early if step <= size.warm else late).note(
-            list(groups.values()), selection.result(), rounds
-        )
+        tally = early if step <= size.first_steps else late
+        tally.add(list(groups.values()), selection.result(), rounds)
         weights.append(selection.metrics().get("select/weight_ess", 1.0))
-        if step > LONG:
-            unseen.append(float(np.mean(step - world.last > LONG)))
-    told = (world.solvable_at > size.warm) & (world.solvable_at <= size.steps - size.soon)
+        if step > LONG_TIME:
+            unseen_shares.append(float(np.mean(step - world.last_samples > LONG_TIME)))
     return {
-        "rollouts/mixed": late.rollouts / late.mixed,
-        "ktok/mixed": late.tokens / late.mixed / 1000,
-        "first 100": early.rollouts / early.mixed,
-        "newly seen": float(world.met_soon[told].mean()) if told.any() else float("nan"),
-        "unseen > 150": mean(unseen) if unseen else float("nan"),
+        "rollouts/mixed": late.rollouts / late.mixed_groups,
+        "ktok/mixed": late.tokens / late.mixed_groups / 1000,
+        "first 100": early.rollouts / early.mixed_groups,
+        "newly solvable, seen": _share_sampled_soon(world),
+        "unseen > 150": mean(unseen_shares) if unseen_shares else float("nan"),
         "rounds": late.rounds / late.steps,
-        "weight ESS": mean(weights[size.warm :]),
+        "weight ESS": mean(weights[size.first_steps :]),
     }
+
+
+def _open_selector(settings: SelectionSettings, world: World, seed: int) -> Selector:
+    """Open the selector of a run over the prompts of the world."""
+    data = DataSettings(source="column_addition", seed=seed)
+    source = PromptSource(world.prompts, world.prompts[:1], data)
+    rollout = RolloutSettings(
+        max_new_tokens=8192,
+        prompts_per_step=world.size.prompts_per_step,
+        samples_per_prompt=world.size.samples,
+    )
+    return open_selector(source, rollout, settings, seed=seed)
+
+
+def _share_sampled_soon(world: World) -> float:
+    """The share of newly solvable prompts that were sampled soon, or NaN without any."""
+    last = world.size.steps - world.size.soon
+    counts = (world.solvable_since > world.size.first_steps) & (world.solvable_since <= last)
+    return float(world.was_sampled_soon[counts].mean()) if counts.any() else float("nan")
 
 
 def compare(
     size: Size, drift: float, variants: Sequence[str] = tuple(VARIANTS)
 ) -> dict[str, dict[str, float]]:
-    """The columns of every variant: means over the seeds, and its tokens as a share of uniform's
-    and of cutting's.
+    """Simulate variants, and return the means of their columns over the seeds.
+
+    variants: names of variants; `UNIFORM` and `OVERSAMPLE` must be among them.
     """
     results: dict[str, dict[str, float]] = {}
     for name in variants:
         runs = [simulate(VARIANTS[name], size, seed, drift) for seed in range(size.seeds)]
         results[name] = {column: mean(run[column] for run in runs) for column in runs[0]}
     for result in results.values():
-        for column, other in (("of uniform", UNIFORM), ("of cut", CUT)):
+        for column, other in (("of uniform", UNIFORM), ("of oversampling", OVERSAMPLE)):
             result[column] = result["ktok/mixed"] / results[other]["ktok/mixed"]
     return results
 
 
 def table(results: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
-    """The lines of a Markdown table."""
+    """Yield the lines of a Markdown table."""
     yield "| | " + " | ".join(COLUMNS) + " |"
     yield "|---" * (len(COLUMNS) + 1) + "|"
     for name, result in results.items():
         yield f"| {name} | " + " | ".join(f"{result[column]:.3g}" for column in COLUMNS) + " |"
 
 
-def parser() -> argparse.ArgumentParser:
-    """Of the command line."""
+def make_parser() -> argparse.ArgumentParser:
+    """Make the parser of the command line."""
     parser = argparse.ArgumentParser(
+        prog="python -m launch.studies.simulate_selection",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -255,21 +321,22 @@ def parser() -> argparse.ArgumentParser:
         "--small", action="store_true", help="2,400 prompts, 48 groups a step, 200 steps, one seed"
     )
     parser.add_argument(
-        "--generalise", action="store_true", help="the hardest tag becomes solvable; see above"
+        "--generalise", action="store_true", help="make the hardest stratum solvable; see above"
     )
     parser.add_argument(
-        "--drift", type=float, default=1.0, help="how fast pass rates change; 1: as above"
+        "--drift", type=float, default=1.0, help="factor of the drift of pass rates (default: 1)"
     )
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table and return the exit code."""
-    asked = parser().parse_args(arguments)
-    size = GENERALISE if asked.generalise else SMALL if asked.small else Size()
-    if not 0 <= asked.drift <= 100:
-        parser().error("--drift must be from 0 to 100")
-    print("\n".join(table(compare(size, asked.drift))))
+    parser = make_parser()
+    options = parser.parse_args(arguments)
+    if not 0 <= options.drift <= 100:
+        parser.error(f"--drift={options.drift:g}: it must be from 0 to 100")
+    size = GENERALISE if options.generalise else SMALL if options.small else Size()
+    print("\n".join(table(compare(size, options.drift))))
     return ExitCode.OK
 
 

@@ -1,4 +1,4 @@
-"""Real runs of the main job, as a user starts them."""
+"""Real runs of the main job, started as a user starts them."""
 
 import contextlib
 import json
@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
-QUICK = ["data.num_eval=16", "logger=quiet", "run.save_weights=false"]
+# Overrides that make a run short
+SHORT_RUN = ["data.num_eval=16", "logger=quiet", "run.save_weights=false"]
 
 
 def start_job(
@@ -23,37 +24,29 @@ def start_job(
     python: tuple[str, ...] = (),
     experiment: str = "smoke",
 ) -> subprocess.Popen[str]:
-    """Start an experiment: plain python for one rank, torchrun for more. Its run is `run_root/job`.
+    """Start an experiment, whose run is `run_root/job`. More than one rank starts with torchrun.
 
-    errors: a file for standard error, which otherwise comes with the output. python: a command that
-    runs the launcher.
+    errors: file for standard error, which otherwise comes with the output.
+    python: command that runs Python.
     """
-    launcher = (
-        []
-        if ranks == 1
-        else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    )
-    command = [
-        *python,
-        sys.executable,
-        *launcher,
-        str(ROOT / "launch/train_rl.py"),
-        f"experiment={experiment}",
-        *QUICK,
-    ]
-    command += [f"run.root={run_root}", "run.name=job", *overrides]
-    stderr = errors.open("w") if errors is not None else None
-    job = subprocess.Popen(
-        command,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-        stdout=subprocess.PIPE,
-        stderr=stderr if stderr is not None else subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    if stderr is not None:
-        stderr.close()
-    return job
+    launcher = []
+    if ranks > 1:
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    script = str(ROOT / "launch/train_rl.py")
+    settings = [f"experiment={experiment}", *SHORT_RUN, f"run.root={run_root}", "run.name=job"]
+    command = [*python, sys.executable, *launcher, script, *settings, *overrides]
+    with contextlib.ExitStack() as stack:
+        stderr = subprocess.STDOUT
+        if errors is not None:
+            stderr = stack.enter_context(errors.open("w"))
+        return subprocess.Popen(
+            command,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            start_new_session=True,
+        )
 
 
 def wait_for_step(
@@ -62,10 +55,7 @@ def wait_for_step(
     """Wait until metrics.jsonl holds `step`."""
     deadline = time.monotonic() + deadline_seconds
     while time.monotonic() < deadline:
-        file = run / "metrics.jsonl"
-        if file.exists() and any(
-            json.loads(line)["step"] >= step for line in file.read_text().splitlines()
-        ):
+        if _last_step(run / "metrics.jsonl") >= step:
             return
         assert job.poll() is None, (
             f"the job ended with {job.returncode}:\n{job.communicate()[0][-4000:]}"
@@ -74,44 +64,51 @@ def wait_for_step(
     raise AssertionError(f"step {step} was not reached in {deadline_seconds} s")
 
 
-def family(job: subprocess.Popen[str]) -> list[psutil.Process]:
-    """The job's process and all its descendants."""
+def _last_step(metrics: Path) -> int:
+    """The largest step of metrics.jsonl, or -1."""
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    return max((json.loads(line)["step"] for line in lines), default=-1)
+
+
+def process_tree(job: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The process of the job and all its descendants."""
     parent = psutil.Process(job.pid)
     return [parent, *parent.children(recursive=True)]
 
 
-def kill(job: subprocess.Popen[str], known: list[psutil.Process]) -> None:
-    """All processes at once, as a node that loses its power: those that are `known` stand still
-    while it looks.
+def kill(job: subprocess.Popen[str], processes: list[psutil.Process]) -> None:
+    """Kill all processes at once, as a power failure of the node does.
+
+    processes: processes to suspend first, so that the run starts no others meanwhile.
     """
-    for process in reversed(known):  # the ranks before their launcher
+    for process in reversed(processes):  # the ranks before their launcher
         with contextlib.suppress(psutil.NoSuchProcess):
             process.suspend()
-    processes = family(job)
-    for process in processes:
+    tree = process_tree(job)
+    for process in tree:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)
     job.communicate(timeout=60)
-    assert survivors(processes, 10) == []
+    assert survivors(tree, 10) == []
 
 
-def named(processes: list[psutil.Process], part: str) -> list[psutil.Process]:
-    """Those with `part` in their command line."""
-    return [p for p in processes if part in command_line(p)]
+def processes_named(processes: list[psutil.Process], part: str) -> list[psutil.Process]:
+    """The processes with `part` in their command line."""
+    return [process for process in processes if part in command_line(process)]
 
 
 def survivors(processes: list[psutil.Process], seconds: float) -> list[str]:
-    """What is still alive after waiting up to `seconds`; zombies count as dead."""
+    """The processes that are alive after waiting up to `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
-        alive = [p for p in processes if lives(p)]
+        alive = [process for process in processes if is_alive(process)]
         if not alive or time.monotonic() > deadline:
-            return [f"{p.pid} {command_line(p)[:120]}" for p in alive]
+            return [f"{process.pid} {command_line(process)[:120]}" for process in alive]
         time.sleep(0.2)
 
 
-def lives(process: psutil.Process) -> bool:
-    """Whether it runs or could; a zombie does not."""
+def is_alive(process: psutil.Process) -> bool:
+    """True for a process that has not ended. A zombie has ended."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
@@ -119,7 +116,7 @@ def lives(process: psutil.Process) -> bool:
 
 
 def command_line(process: psutil.Process) -> str:
-    """Empty for a process that has ended, zombies included."""
+    """The command line of a process, or an empty string for one that has ended."""
     try:
         return " ".join(process.cmdline())
     except psutil.Error:

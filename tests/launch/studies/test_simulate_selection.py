@@ -1,10 +1,12 @@
+"""Simulated costs of the ways to select prompts."""
+
 from dataclasses import replace
 
 import pytest
 
 from launch.studies.simulate_selection import (
-    CUT,
     GENERALISE,
+    OVERSAMPLE,
     SMALL,
     UNIFORM,
     VARIANTS,
@@ -14,43 +16,39 @@ from launch.studies.simulate_selection import (
     table,
 )
 
-FLAT, SHARP = "belief, flat skipped", "belief, flat skipped, sharp"
+SKIP = "belief, skip=zero_variance"
+SHARP = "belief_sharp"
 
 
-def test_sharp_beliefs_spend_half_the_tokens_of_uniform_and_less_than_half_of_oversampling() -> (
-    None
-):
-    results = compare(SMALL, 1.0, (UNIFORM, CUT, "belief", FLAT, SHARP))
-    belief, gentle = results[SHARP], results[FLAT]
-    assert belief["of uniform"] <= 0.5 and belief["of cut"] <= 0.45
-    assert belief["unseen > 150"] <= 0.02 and belief["weight ESS"] > 0.85
-    assert gentle["of uniform"] <= 0.55 and gentle["of cut"] <= 0.47, (
-        "what a run does unasked costs a little more"
-    )
-    assert gentle["unseen > 150"] <= 0.02
-    spares = results["belief"]
-    assert 0.6 < spares["of uniform"] < 0.95, "hard prompts are asked as ever"
-    assert results[UNIFORM]["rollouts/mixed"] == pytest.approx(20, rel=0.1), (
-        "the world is that of the full size"
-    )
-    assert next(line for line in table(results) if "sharp" in line).startswith(
-        "| belief, flat skipped, sharp | 9."
-    )
+def test_beliefs_halve_the_tokens_of_uniform_and_of_oversampling() -> None:
+    results = compare(SMALL, 1.0, (UNIFORM, OVERSAMPLE, "belief", SKIP, SHARP))
+    uniform = results[UNIFORM]
+    default = results["belief"]
+    skip = results[SKIP]
+    sharp = results[SHARP]
+    assert uniform["rollouts/mixed"] == pytest.approx(20, rel=0.1), "as in the full size"
+    assert sharp["of uniform"] <= 0.5 and sharp["of oversampling"] <= 0.45
+    assert sharp["unseen > 150"] <= 0.02 and sharp["weight ESS"] > 0.85
+    assert skip["of uniform"] <= 0.55 and skip["of oversampling"] <= 0.47
+    assert skip["unseen > 150"] <= 0.02
+    assert 0.6 < default["of uniform"] < 0.95, "by default hard prompts are sampled as before"
+    assert any(line.startswith("| belief_sharp | 9.") for line in table(results))
 
 
-def test_prompts_that_become_solvable_are_met_soon() -> None:
-    assert simulate(VARIANTS[FLAT], SMALL, 0, 4.0)["newly seen"] >= 0.55
+def test_prompts_that_become_solvable_are_sampled_soon() -> None:
+    assert simulate(VARIANTS[SKIP], SMALL, 0, 4.0)["newly solvable, seen"] >= 0.55
 
 
-def test_what_the_policy_generalises_to_is_met_sooner_than_when_asking_all_in_turn() -> None:
+def test_generalisation_is_noticed_sooner_than_with_uniform_selection() -> None:
     size = replace(GENERALISE, seeds=1)
-    results = {name: simulate(VARIANTS[name], size, 0, 1.0) for name in (UNIFORM, FLAT, SHARP)}
-    assert results[FLAT]["newly seen"] >= 0.75 > results[UNIFORM]["newly seen"]
-    assert results[SHARP]["newly seen"] < 0.4, "the price of being sharp"
-    assert results[FLAT]["ktok/mixed"] <= 0.75 * results[UNIFORM]["ktok/mixed"]
+    results = {name: simulate(VARIANTS[name], size, 0, 1.0) for name in (UNIFORM, SKIP, SHARP)}
+    shares = {name: result["newly solvable, seen"] for name, result in results.items()}
+    assert shares[SKIP] >= 0.75 > shares[UNIFORM]
+    assert shares[SHARP] < 0.4, "belief_sharp trades this for fewer tokens"
+    assert results[SKIP]["ktok/mixed"] <= 0.75 * results[UNIFORM]["ktok/mixed"]
 
 
 def test_bad_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--drift=-1"])
-    assert "--drift must be from 0 to 100" in capsys.readouterr().err
+    assert "--drift=-1: it must be from 0 to 100" in capsys.readouterr().err
