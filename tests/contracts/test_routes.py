@@ -68,9 +68,7 @@ def test_stored_routes_keep_their_values_and_get_the_narrow_dtype() -> None:
         (np.where(STORED == 2, 1, STORED), "routes_duplicate"),
     ],
 )
-def test_stored_routes_of_another_model_are_rejected(
-    routes: np.ndarray, reason: str
-) -> None:
+def test_stored_routes_of_another_model_are_rejected(routes: np.ndarray, reason: str) -> None:
     with pytest.raises(RouteError) as error:
         validate_stored_routes(routes, SHAPE, 2)
     assert error.value.reason == reason
