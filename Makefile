@@ -1,4 +1,4 @@
-# make train | make check | make test | make lint | make install | make extras | make peers | make mutants
+# make train | make check | make test | make test-all | make lint | make install | make extras | make peers | make mutants
 # make gpu-check | make gpu-bundle
 PYTHON ?= python3.11
 VENV   := .venv
@@ -11,10 +11,10 @@ export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 TARGET_PYTHON ?= 3.12
-.PHONY: help install extras peers mutants bench gpu-check gpu-bundle train check test lint clean
+.PHONY: help install extras peers mutants bench gpu-check gpu-bundle train check test test-all lint clean
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 HEAVY  := engine or distributed or chaos or slow
-QUICK  := not gpu and not ($(HEAVY))
+QUICK  := not gpu and not nightly and not ($(HEAVY))
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -47,7 +47,7 @@ $(VENV)/mutants: requirements/mutants.txt requirements/constraints.txt | install
 	$(BIN)/python -m pip install --quiet --no-deps --constraint requirements/constraints.txt --target $@ -r requirements/mutants.txt
 
 mutants: $(VENV)/mutants ## change the code and see whether a unit test notices: make mutants ARGS="pure --only 'megatron_rl.credit*'"
-	PYTHONPATH=$(CURDIR)/$(VENV)/mutants $(BIN)/python tests/mutants/run.py $(ARGS)
+	PYTHONPATH=$(CURDIR)/$(VENV)/mutants $(BIN)/python launch/studies/mutants/__main__.py $(ARGS)
 
 bench: peers ## the kernels beside their peers: make bench ARGS="--device cpu"
 	cd kernels && env -u OMP_NUM_THREADS PYTHONPATH=$(CURDIR)/$(VENV)/peers $(CURDIR)/$(BIN)/python -m bench $(ARGS)
@@ -64,9 +64,12 @@ train: install ## the quickstart on this machine: make train ARGS="seed=1" NPROC
 check: lint ## linters and the quick tests: what to run while working
 	$(PYTEST) -q -m "$(QUICK)" $(TESTS)
 
-test: install ## every test that needs no GPU: make test TESTS=tests/config
+test: install ## every test that needs no GPU but the long grids: make test TESTS=tests/config
 	$(PYTEST) -q -m "$(QUICK)" --durations=5 $(TESTS) || [ $$? = 5 ]
-	$(PYTEST) -m "not gpu and ($(HEAVY))" --durations=10 $(TESTS) || [ $$? = 5 ]
+	$(PYTEST) -m "not gpu and not nightly and ($(HEAVY))" --durations=10 $(TESTS) || [ $$? = 5 ]
+
+test-all: install ## every test that needs no GPU, with the long grids of the nightly run
+	$(PYTEST) -m "not gpu" --durations=20 $(TESTS) || [ $$? = 5 ]
 
 lint: install ## ruff and mypy
 	$(BIN)/ruff check .

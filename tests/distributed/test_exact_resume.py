@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launch.testbed.jobs import family, kill, start_job, wait_for_step
+from launch.testbed.jobs import kill, process_tree, start_job, wait_for_step
 from launch.testbed.policies import TWO_DIGIT_ADDITION
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.models.families import read_shape
@@ -51,7 +51,7 @@ def wait_for_its_second_save(checkpoints: Path, job: subprocess.Popen[str]) -> l
     """Returns the processes of the job: to find them may take as long as a save."""
     first = checkpoints / f"iter_{EVERY:07d}"
     wait_until(first.exists, job)
-    processes = family(job)
+    processes = process_tree(job)
     wait_until(lambda: any(checkpoints.glob("*.staged/*.distcp")), job)
     return processes
 

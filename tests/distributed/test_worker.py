@@ -1,5 +1,6 @@
-"""One training step of two real ranks: exchange across nodes, agreement on NaN, skipped steps,
-replay of own routes.
+"""One training step of two real ranks.
+
+Covered: the exchange across nodes, agreement on NaN, skipped steps, and replay of own routes.
 """
 
 import json
@@ -30,16 +31,23 @@ pytestmark = pytest.mark.distributed
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("worker")
 
 
 @pytest.fixture(scope="module")
-def results(saved: Path) -> dict[str, dict[str, Any]]:
-    """Every scenario, played in one job."""
-    output = torchrun(SCRIPT, str(saved), *SCENARIOS, ranks=2)
+def results(directory: Path) -> dict[str, dict[str, Any]]:
+    """Results of every scenario, run in one job."""
+    output = torchrun(SCRIPT, str(directory), *SCENARIOS, ranks=2)
     lines = [line.split(" ", 2) for line in output.splitlines() if line.startswith("RESULT ")]
     return {scenario: json.loads(text) for _, scenario, text in lines}
+
+
+def rollout_ids(directory: Path) -> list[str]:
+    return sorted(rollout.rollout_id for rollout in read_rollouts(directory))
+
+
+ALL_IDS = [f"t{index}" for index in range(9)]
 
 
 @pytest.mark.parametrize("scenario", ["finite", "pipeline_finite"])
@@ -54,72 +62,67 @@ def test_rollouts_cross_nodes_and_the_step_trains(
 
 
 @pytest.mark.parametrize("scenario", ["finite", "pipeline_finite"])
-def test_what_replay_changes_is_known_of_the_layers_and_tokens_of_all_ranks(
+def test_the_effect_of_replay_is_measured_over_all_ranks(
     results: dict[str, dict[str, Any]], scenario: str
 ) -> None:
-    """Each rank has half of the rows, or of the layers."""
+    """Each rank has half of the rows, or half of the layers."""
     metrics = results[scenario]["metrics"]
-    by_layer = [metrics[f"routes/disagreement/layer_{layer}"] for layer in range(4)]
-    assert sum(by_layer) / 4 == pytest.approx(metrics["mismatch/route_disagreement"])
-    assert metrics["routes/live_disagreement/layer_0"] == by_layer[0], (
-        "no layer is before the first one"
-    )
+    disagreement = [metrics[f"routes/disagreement/layer_{layer}"] for layer in range(4)]
+    assert sum(disagreement) / 4 == pytest.approx(metrics["mismatch/route_disagreement"])
+    # The first layer has no layers before it that could be live
+    assert metrics["routes/live_disagreement/layer_0"] == disagreement[0]
     shares = [metrics[f"routes/load/layer_3/expert_{expert}"] for expert in range(8)]
-    assert sum(shares) == pytest.approx(1) and metrics[
-        "routes/load_imbalance/layer_3"
-    ] == pytest.approx(8 * max(shares))
-    assert metrics["mismatch/replayed/logprob_abs_mean"] == pytest.approx(
-        metrics["mismatch/logprob_abs_mean"]
-    )
-    assert metrics["mismatch/live/k3_kl"] != pytest.approx(
-        metrics["mismatch/replayed/k3_kl"], rel=1e-3
-    )
+    assert sum(shares) == pytest.approx(1)
+    assert metrics["routes/load_imbalance/layer_3"] == pytest.approx(8 * max(shares))
+    # Top-2 with one byte each in every layer of the rank
+    num_layers = 4 if scenario == "finite" else 2
+    assert metrics["replay/bytes_per_token"] == 2 * num_layers
+
+
+@pytest.mark.parametrize("scenario", ["finite", "pipeline_finite"])
+def test_replayed_and_live_routing_have_different_mismatches(
+    results: dict[str, dict[str, Any]], scenario: str
+) -> None:
+    metrics = results[scenario]["metrics"]
+    replayed_mean = metrics["mismatch/replayed/logprob_abs_mean"]
+    assert replayed_mean == pytest.approx(metrics["mismatch/logprob_abs_mean"])
+    replayed_kl = metrics["mismatch/replayed/k3_kl"]
+    assert metrics["mismatch/live/k3_kl"] != pytest.approx(replayed_kl, rel=1e-3)
     for kind in ("live", "replayed"):
-        assert (
-            metrics[f"mismatch/{kind}/logprob_abs_p99.9"]
-            > metrics[f"mismatch/{kind}/logprob_abs_mean"]
-        )
-    other = results["pipeline_finite" if scenario == "finite" else "finite"]["metrics"]
-    measured = {key for key in metrics if key.startswith(("routes/", "mismatch/"))}
-    assert {key: metrics[key] for key in measured} == pytest.approx(
-        {key: other[key] for key in measured}, rel=2e-2
-    )
-    assert metrics["replay/bytes_per_token"] == 2 * (4 if scenario == "finite" else 2), (
-        "top-2, one byte each, a layer"
-    )
+        tail = metrics[f"mismatch/{kind}/logprob_abs_p99.9"]
+        assert tail > metrics[f"mismatch/{kind}/logprob_abs_mean"]
 
 
-@pytest.mark.parametrize("scenario", ["nan_on_rank_1", "nan_logits_on_rank_1"])
-def test_a_nan_on_one_rank_stops_every_rank_and_the_batch_is_saved(
-    results: dict[str, dict[str, Any]], saved: Path, scenario: str
+def test_routes_and_mismatches_do_not_depend_on_the_layout(
+    results: dict[str, dict[str, Any]],
 ) -> None:
-    assert not results[scenario]["finite"] and results[scenario]["optimizer_steps"] == 0
-    parts = [
-        read_rollouts(saved / scenario / "nonfinite-step-3" / f"rank-{rank}.bin") for rank in (0, 1)
-    ]
-    assert sorted(r.rollout_id for part in parts for r in part) == [f"t{i}" for i in range(9)]
+    metrics, pipeline_metrics = (
+        {
+            key: value
+            for key, value in results[scenario]["metrics"].items()
+            if key.startswith(("routes/", "mismatch/"))
+        }
+        for scenario in ("finite", "pipeline_finite")
+    )
+    assert metrics == pytest.approx(pipeline_metrics, rel=2e-2)
 
 
-def test_a_nan_on_the_last_stage_stops_the_first_too(
-    results: dict[str, dict[str, Any]], saved: Path
+@pytest.mark.parametrize(
+    "scenario", ["nan_on_rank_1", "nan_logits_on_rank_1", "pipeline_nan_logits_on_rank_1"]
+)
+def test_a_nan_on_one_rank_stops_all_and_the_batch_is_recorded(
+    results: dict[str, dict[str, Any]], directory: Path, scenario: str
 ) -> None:
-    """Only the last stage has logits and a loss.
-
-    Each keeps all rollouts, with the routes of its own layers.
-    """
-    scenario = "pipeline_nan_logits_on_rank_1"
+    """The recording holds the routes of all layers, also with pipeline stages."""
     assert not results[scenario]["finite"] and results[scenario]["optimizer_steps"] == 0
-    parts = [
-        read_rollouts(saved / scenario / "nonfinite-step-3" / f"rank-{rank}.bin") for rank in (0, 1)
-    ]
-    assert [sorted(r.rollout_id for r in part) for part in parts] == [
-        [f"t{i}" for i in range(9)]
-    ] * 2
-    assert all(r.routes is not None and r.routes.shape[1] == 2 for part in parts for r in part)
+    recording = directory / scenario / "nonfinite-step-3"
+    assert rollout_ids(recording) == ALL_IDS
+    for rollout in read_rollouts(recording):
+        assert rollout.routes is not None and rollout.routes.shape[1] == 4
 
 
 @pytest.mark.parametrize("scenario", ["skipped", "pipeline_skipped"])
-def test_nothing_to_train_is_skipped_by_all(
+def test_a_step_without_trained_rollouts_is_skipped_by_all(
     results: dict[str, dict[str, Any]], scenario: str
 ) -> None:
     assert results[scenario]["finite"]
@@ -129,21 +132,14 @@ def test_nothing_to_train_is_skipped_by_all(
 def test_every_pass_of_an_update_uses_the_routes_of_the_old_policy(
     results: dict[str, dict[str, Any]], scenario: str
 ) -> None:
-    """With full recomputation, several micro-batches: the ranks compare each router's calls with
-    what was recorded.
-    """
+    """With full recomputation and several micro-batches. The ranks check each router's calls."""
     assert results[scenario]["compared"] > 2 and results[scenario]["would_differ"] > 0.1
 
 
-def test_a_rank_that_replays_otherwise_stops_all_together_before_a_weight_moves(
-    results: dict[str, dict[str, Any]], saved: Path
+def test_a_replay_fault_on_one_rank_stops_all_before_a_weight_changes(
+    results: dict[str, dict[str, Any]], directory: Path
 ) -> None:
-    said = results["fault_on_rank_1"]["error"]
-    assert said.startswith(
-        "step 3: routes were not replayed as recorded: rank 1: layer 0, micro-batch 0: "
-    )
-    assert "its router ran 2 times in one forward pass, not once" in said
-    assert {path.name for path in (saved / "fault_on_rank_1" / "unreplayed-step-3").iterdir()} == {
-        "rank-0.bin",
-        "rank-1.bin",
-    }
+    message = results["fault_on_rank_1"]["error"]
+    assert message.startswith("step 3: ") and "rank 1: layer 0, micro-batch 0: " in message
+    assert "its router ran 2 times" in message
+    assert rollout_ids(directory / "fault_on_rank_1" / "unreplayed-step-3") == ALL_IDS

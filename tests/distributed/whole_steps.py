@@ -1,13 +1,13 @@
-"""Under torchrun: whole steps of a real `Worker` in several layouts, one after the other; rank 0
-saves what each did.
+"""Script for torchrun: whole steps of a real `Worker` in several layouts, one after the other.
 
 Usage: whole_steps.py DIRECTORY CASE...; a case is LAYOUT:ALGORITHM:MODEL of `support.layouts`.
-DIRECTORY holds a checkpoint for each model, with its `rollouts`.
+DIRECTORY holds a checkpoint for each model, with its `rollouts`. Rank 0 writes the results of each
+case to `DIRECTORY/CASE.pt`.
 """
 
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,52 +57,52 @@ from tests.support.router_calls import RouterCalls
 
 
 class RecordingBatcher(Batcher):
-    """Keeps the micro-batches that it packed last."""
+    """Keeps the micro-batches of the last step."""
 
-    packed: list[list[MicroBatch]]
+    last_steps: list[list[MicroBatch]]
 
     def optimizer_steps(self, *args: Any) -> list[list[MicroBatch]]:
-        self.packed = super().optimizer_steps(*args)
-        return self.packed
+        self.last_steps = super().optimizer_steps(*args)
+        return self.last_steps
 
 
 class RecordingAdam(DistributedAdam):
-    """Keeps what every step says of itself, and the smallest gradient of a router."""
+    """Keeps the result of every step and the gradients of the routers."""
 
     def __init__(self, models: Sequence[Any], *args: Any, **kwargs: Any) -> None:
         super().__init__(models, *args, **kwargs)
-        self.taken: list[StepResult] = []
+        self.results: list[StepResult] = []
         self.routers = RouterCalls(models)
         self.router_gradients: list[float] = []
 
     def step(self, *, loss_is_finite: bool) -> StepResult:
         self.router_gradients += self.routers.gradients()
-        self.taken.append(super().step(loss_is_finite=loss_is_finite))
-        return self.taken[-1]
+        self.results.append(super().step(loss_is_finite=loss_is_finite))
+        return self.results[-1]
 
 
 def build(
     case: LayoutCase, layout: RankLayout, directory: Path
 ) -> tuple[Worker, RecordingAdam, RecordingBatcher]:
-    chosen, checkpoint = LAYOUTS[case.layout], directory / case.model
-    grid = chosen.parallel
+    case_layout = LAYOUTS[case.layout]
+    grid = case_layout.parallel
+    checkpoint = directory / case.model
     shape, policy = make_policy(
         checkpoint,
         grid,
         ALGORITHMS[case.algorithm],
-        recompute=chosen.recompute,
-        dtype=chosen.dtype,
+        recompute=case_layout.recompute,
+        dtype=case_layout.dtype,
         temperature=TEMPERATURE,
         **layout.groups,
     )
     adam = RecordingAdam(policy.models, OPTIMIZER, total_steps=TOTAL_STEPS)
     batcher = make_batcher(shape, grid, layout, RecordingBatcher)
     assert isinstance(batcher, RecordingBatcher)
+    moe_rows = make_view(shape, grid, layout).moe_rows(shape.moe_layers)
     worker = Worker(
         layout=layout,
-        receivers=gather_receivers(
-            layout, make_view(shape, grid, layout).moe_rows(shape.moe_layers)
-        ),
+        receivers=gather_receivers(layout, moe_rows),
         shape=shape,
         policy=policy,
         optimizer=adam,
@@ -111,85 +111,110 @@ def build(
         engine=EngineSettings(dtype="float32"),
         run=RunSettings(),
         logger=LoggerSettings(),
-        settings=TrainSettings(total_steps=1, max_route_disagreement=1),  # their routes are random
+        # The routes are random, so that all of them differ from the routers' choices
+        settings=TrainSettings(total_steps=1, max_route_disagreement=1),
         rollouts_directory=directory,
     )
     return worker, adam, batcher
 
 
-def locate(
+def store_on_rank_0(
     layout: RankLayout, store: RolloutStore, rollouts: Sequence[Rollout], batch: int
 ) -> list[RolloutLocation]:
-    """Every rollout lies in rank 0's memory; all ranks learn where."""
+    """Store rollouts in rank 0's memory and return their locations on all ranks."""
     data = msgspec.msgpack.encode(store.put(str(batch), rollouts)) if layout.rank == 0 else None
     return msgspec.msgpack.decode(
         broadcast_bytes(data, layout.control_group), type=list[RolloutLocation]
     )
 
 
-def planned(plan: StepPlan) -> list[list[str]]:
-    """The rollouts of each optimizer step."""
-    return [
-        sorted(
-            plan.rollouts[i].rollout_id
-            for rank in step.micro_batches
-            for batch in rank
-            for i in batch
-        )
+def ids_by_step(plan: StepPlan) -> list[list[str]]:
+    """Return the ids of the rollouts of each optimizer step."""
+    ids = [ref.rollout_id for ref in plan.rollouts]
+    indices_by_step = [
+        [index for rank_batches in step.micro_batches for batch in rank_batches for index in batch]
         for step in plan.optimizer_steps
     ]
+    return [sorted(ids[index] for index in indices) for indices in indices_by_step]
 
 
-def play(case: LayoutCase, layout: RankLayout, directory: Path) -> None:
-    worker, adam, batcher = build(case, layout, directory)
-    calls = 0
-    store, credit, said = (
-        RolloutStore(node=0),
-        Credit(ALGORITHMS[case.algorithm], CREDIT, seed=0),
-        [],
-    )
-    grid, tokens = LAYOUTS[case.layout].parallel, 80 if layout.dp_size == 1 else 40
+def advantages_by_id(plan: StepPlan) -> dict[str, tuple[float, float]]:
+    """Return the (advantage, entropy advantage) of each rollout."""
+    pairs = zip(plan.advantages, plan.entropy_advantages, strict=True)
+    return {ref.rollout_id: pair for ref, pair in zip(plan.rollouts, pairs, strict=True)}
+
+
+def plan_batches(
+    case: LayoutCase, layout: RankLayout, directory: Path, store: RolloutStore
+) -> Iterator[StepPlan]:
+    """Plan the batches one after the other. The rollouts are stored in rank 0's memory."""
+    credit = Credit(ALGORITHMS[case.algorithm], CREDIT, seed=0)
     planner = make_planner(
-        grid, layout, optimizer_steps_per_batch=STEPS_PER_BATCH, tokens_per_micro_batch=tokens
+        LAYOUTS[case.layout].parallel,
+        layout,
+        optimizer_steps_per_batch=STEPS_PER_BATCH,
+        tokens_per_micro_batch=80 if layout.dp_size == 1 else 40,
     )
-    rollouts = read_rollouts(directory / case.model / "rollouts")
+    all_rollouts = read_rollouts(directory / case.model / "rollouts")
     for batch in range(BATCHES):
-        mine = rollouts[batch * BATCH : (batch + 1) * BATCH]
-        credited = credit.assign(batch, judged_groups(mine, locate(layout, store, mine, batch)))
-        plan = planner.plan(batch, credited.rollouts, credited.advantages, credited.extra_rollouts)
+        rollouts = all_rollouts[batch * BATCH : (batch + 1) * BATCH]
+        locations = store_on_rank_0(layout, store, rollouts, batch)
+        batch_credit = credit.assign(batch, judged_groups(rollouts, locations))
+        yield planner.plan(
+            batch, batch_credit.rollouts, batch_credit.advantages, batch_credit.extra_rollouts
+        )
+
+
+def train(
+    case: LayoutCase, layout: RankLayout, directory: Path, worker: Worker, batcher: RecordingBatcher
+) -> tuple[list[dict[str, Any]], int]:
+    """Train all batches. Returns the results of each, and the number of router calls."""
+    adam = worker.optimizer
+    assert isinstance(adam, RecordingAdam)
+    with_recomputation = LAYOUTS[case.layout].recompute == "full"
+    # Several micro-batches are in flight in a pipeline
+    min_batches = 3 if LAYOUTS[case.layout].parallel.pp > 1 else 2
+    num_calls = 0
+    results = []
+    for plan in plan_batches(case, layout, directory, RolloutStore(node=0)):
+        assert all(len(step.micro_batches[0]) >= min_batches for step in plan.optimizer_steps)
         outcome = worker.train(plan)
         assert outcome.finite and outcome.optimizer_steps == STEPS_PER_BATCH
-        calls += adam.routers.check(
-            batcher.packed, with_recomputation=LAYOUTS[case.layout].recompute == "full"
-        )
-        fewest = 3 if grid.pp > 1 else 2  # several in flight in a pipeline
-        assert all(len(step.micro_batches[0]) >= fewest for step in plan.optimizer_steps)
-        names, metrics = [ref.rollout_id for ref in plan.rollouts], outcome.metrics.values()
-        given = dict(
-            zip(names, zip(plan.advantages, plan.entropy_advantages, strict=True), strict=True)
-        )
-        said.append({"steps": planned(plan), "advantages": given, "metrics": metrics})
+        num_calls += adam.routers.check(batcher.last_steps, with_recomputation=with_recomputation)
+        result = {
+            "steps": ids_by_step(plan),
+            "advantages": advantages_by_id(plan),
+            "metrics": outcome.metrics.values(),
+        }
+        results.append(result)
+    return results, num_calls
+
+
+def run_case(case: LayoutCase, layout: RankLayout, directory: Path) -> None:
+    worker, adam, batcher = build(case, layout, directory)
+    batches, num_calls = train(case, layout, directory, worker, batcher)
     weights = {name: tensor.clone() for name, tensor in worker.export()}
     routers: list[Any] = [None] * layout.world_size
-    dist.all_gather_object(routers, (calls, min(adam.router_gradients, default=None)))
+    dist.all_gather_object(routers, (num_calls, min(adam.router_gradients, default=None)))
     if layout.rank == 0:
-        steps = {
-            "grad_norms": [s.grad_norm for s in adam.taken],
-            "rates": [s.lr for s in adam.taken],
+        result = {
+            "batches": batches,
+            "weights": weights,
+            "routers": routers,
+            "grad_norms": [step.grad_norm for step in adam.results],
+            "rates": [step.lr for step in adam.results],
         }
-        torch.save(
-            {"batches": said, "weights": weights, "routers": routers, **steps},
-            directory / f"{case}.pt",
-        )
+        torch.save(result, directory / f"{case}.pt")
     dist.barrier()
 
 
 def main() -> None:
-    directory, cases = Path(sys.argv[1]), [LayoutCase.parse(name) for name in sys.argv[2:]]
+    directory = Path(sys.argv[1])
+    cases = [LayoutCase.parse(name) for name in sys.argv[2:]]
     for settings, same_grid in itertools.groupby(cases, lambda case: LAYOUTS[case.layout].parallel):
         layout = parallel.initialize(settings, seed=0)
         for case in same_grid:
-            play(case, layout, directory)
+            run_case(case, layout, directory)
         parallel_state.destroy_model_parallel()
     parallel.shutdown()
 

@@ -1,10 +1,11 @@
-"""Under torchrun: a real `Worker` trains one step, with rollouts exchanged across two pretended
-nodes.
+"""Script for torchrun: a real `Worker` trains one step.
+
+The rollouts are exchanged across two simulated nodes.
 
 Usage: worker_steps.py OUT SCENARIO...; a scenario is `finite`, `nan_on_rank_1`,
-`nan_logits_on_rank_1`, `skipped` or `fault_on_rank_1`: with expert parallelism, or behind
-`pipeline_` with two stages; and `recorded` behind a name of `GRIDS`, where the trainer's own routes
-are replayed. Each rank checks itself and rank 0 prints what happened as JSON.
+`nan_logits_on_rank_1`, `skipped` or `fault_on_rank_1`, with expert parallelism or, after
+`pipeline_`, with two pipeline stages. `recorded` may follow each name of `GRIDS`: it replays the
+trainer's own routes. Rank 0 prints each result as JSON.
 """
 
 import contextlib
@@ -71,37 +72,38 @@ def settings_of(scenario: str) -> ParallelSettings:
 
 
 def build(layout: RankLayout, rollouts: Path, settings: ParallelSettings, scenario: str) -> Worker:
-    own = scenario == "recorded"
+    is_recorded = scenario == "recorded"
     shape, policy = make_policy(
         COLUMN_ADDITION,
         settings,
         GrpoSettings(),
-        recompute="full" if own else "none",
-        source="trainer" if own else "rollout",
+        recompute="full" if is_recorded else "none",
+        source="trainer" if is_recorded else "rollout",
         **layout.groups,
     )
-    held = make_view(shape, settings, layout).moe_rows(shape.moe_layers)
-    receivers = gather_receivers(dataclasses.replace(layout, node=layout.rank), held)
+    moe_rows = make_view(shape, settings, layout).moe_rows(shape.moe_layers)
+    receivers = gather_receivers(dataclasses.replace(layout, node=layout.rank), moe_rows)
     return Worker(
         layout=layout,
         receivers=receivers,
         shape=shape,
         policy=policy,
         optimizer=DistributedAdam(policy.models, ADAM, total_steps=10),
-        batcher=make_batcher(shape, settings, layout, replayed=not own),
+        batcher=make_batcher(shape, settings, layout, replayed=not is_recorded),
         model=ModelSettings(path=str(COLUMN_ADDITION)),
         engine=EngineSettings(),
         run=RunSettings(),
         logger=LoggerSettings(),
-        settings=TrainSettings(  # their routes are random
-            total_steps=1, max_route_disagreement=1, replay_measure_every=0 if own else 3
+        # The routes are random, so that all of them differ from the routers' choices
+        settings=TrainSettings(
+            total_steps=1, max_route_disagreement=1, replay_measure_every=0 if is_recorded else 3
         ),
         rollouts_directory=rollouts,
     )
 
 
 def store_rollouts(worker: Worker, count: int) -> tuple[RolloutStore, list[RolloutRef]]:
-    """Every rollout lies on node 0, in rank 0's memory; all ranks learn where."""
+    """Store rollouts in rank 0's memory, on node 0, and return references on all ranks."""
     refs, rollouts, _ = make_batch(worker.shape, count)
     store = RolloutStore(node=0)
     data = None
@@ -121,113 +123,137 @@ def weights(worker: Worker) -> torch.Tensor:
     )
 
 
-def play(layout: RankLayout, out: Path, name: str) -> None:
+def run_scenario(layout: RankLayout, out: Path, name: str) -> None:
     settings = settings_of(name)
     scenario = name if settings is GRIDS[""] else name.partition("_")[2]
     worker = build(layout, out, settings, scenario)
-    _store, refs = store_rollouts(worker, 9)
-    advantages = [0.0 if scenario == "skipped" else (-1.0) ** i for i in range(len(refs))]
-    planner = make_planner(settings, layout, optimizer_steps_per_batch=2, tokens_per_micro_batch=64)
-    plan = planner.plan(3, refs, advantages)
-    if scenario == "nan_on_rank_1":
-        poisoned = plan.optimizer_steps[0].micro_batches[1][0][0]
-        broken = tuple(float("nan") if i == poisoned else a for i, a in enumerate(plan.advantages))
-        plan = msgspec.structs.replace(plan, advantages=broken)
+    store, refs = store_rollouts(worker, 9)
+    plan = make_plan(worker, settings, scenario, refs)
     if scenario == "nan_logits_on_rank_1" and layout.rank == 1:
-        with torch.no_grad():
-            next(
-                p for n, p in worker.policy.models[-1].named_parameters() if "final_layernorm" in n
-            ).fill_(torch.nan)
-    before = weights(worker)
+        fill_final_norm_with_nan(worker)
     if scenario == "recorded":
-        described = train_recorded(worker, plan)
-        if layout.rank == 0:
-            print(f"RESULT {name} {json.dumps(described)}", flush=True)
-    if scenario == "fault_on_rank_1":
-        fail_to_replay(layout, worker, plan, before, name)
-    if scenario in ("recorded", "fault_on_rank_1"):
-        return
-    outcome = worker.train(plan)
-    unchanged = torch.equal(torch.nan_to_num(before), torch.nan_to_num(weights(worker)))
-    assert unchanged == (scenario != "finite"), (
-        f"rank {layout.rank}: weights unchanged is {unchanged}"
-    )
+        print_result(layout, name, train_with_recorded_routes(worker, plan))
+    elif scenario == "fault_on_rank_1":
+        print_result(layout, name, fail_to_replay(layout, worker, plan))
+    else:
+        print_result(layout, name, train(layout, worker, plan, scenario))
+        torch.distributed.barrier()
+    store.release(["group"])
+
+
+def print_result(layout: RankLayout, name: str, result: dict[str, Any]) -> None:
     if layout.rank == 0:
-        steps = outcome.optimizer_steps
-        described = {
-            "finite": outcome.finite,
-            "optimizer_steps": steps,
-            "metrics": outcome.metrics.values(),
-        }
-        print(f"RESULT {name} {json.dumps(described)}", flush=True)
-    torch.distributed.barrier()
+        print(f"RESULT {name} {json.dumps(result)}", flush=True)
 
 
-def train_recorded(worker: Worker, plan: StepPlan) -> dict[str, float]:
-    """The weights move after the old-policy pass; the update's passes use the routes of that one,
-    over both steps.
+def make_plan(
+    worker: Worker, settings: ParallelSettings, scenario: str, refs: Sequence[RolloutRef]
+) -> StepPlan:
+    advantages = [0.0 if scenario == "skipped" else (-1.0) ** i for i in range(len(refs))]
+    planner = make_planner(
+        settings, worker.layout, optimizer_steps_per_batch=2, tokens_per_micro_batch=64
+    )
+    plan = planner.plan(3, refs, advantages)
+    if scenario != "nan_on_rank_1":
+        return plan
+    nan_index = plan.optimizer_steps[0].micro_batches[1][0][0]
+    plan_advantages = list(plan.advantages)
+    plan_advantages[nan_index] = float("nan")
+    return msgspec.structs.replace(plan, advantages=tuple(plan_advantages))
+
+
+def fill_final_norm_with_nan(worker: Worker) -> None:
+    with torch.no_grad():
+        for name, weight in worker.policy.models[-1].named_parameters():
+            if "final_layernorm" in name:
+                weight.fill_(torch.nan)
+                return
+
+
+def train(layout: RankLayout, worker: Worker, plan: StepPlan, scenario: str) -> dict[str, Any]:
+    """Train the step and check that weights change only if it is finite."""
+    before = weights(worker)
+    outcome = worker.train(plan)
+    is_unchanged = torch.equal(torch.nan_to_num(before), torch.nan_to_num(weights(worker)))
+    assert is_unchanged == (scenario != "finite"), (
+        f"rank {layout.rank}: weights unchanged is {is_unchanged}"
+    )
+    return {
+        "finite": outcome.finite,
+        "optimizer_steps": outcome.optimizer_steps,
+        "metrics": outcome.metrics.values(),
+    }
+
+
+def train_with_recorded_routes(worker: Worker, plan: StepPlan) -> dict[str, Any]:
+    """Train a step whose weights are changed after the old-policy pass.
+
+    The passes of both optimizer steps must use the routes of the old-policy pass.
     """
-    updated: list[MicroBatch] = []
-    with_routes, updates = update_routes.with_routes, contextlib.ExitStack()
+    batches: list[MicroBatch] = []
+    with_routes = update_routes.with_routes
+    router_checks = contextlib.ExitStack()
 
-    def moved(steps: Any, recorded: Any) -> Any:
-        assert not updated
-        generator = torch.Generator().manual_seed(1)
-        with torch.no_grad():
-            for model in worker.policy.models:
-                for weight in model.parameters():
-                    weight.add_(torch.randn(weight.shape, generator=generator) * 0.2)
-        steps = with_routes(steps, recorded)
-        updated.extend(batch for step in steps for batch in step)
-        packed = [batch.inputs for batch in updated]
-        updates.enter_context(check_routers(worker.policy.models, packed, with_recomputation=True))
+    def change_weights_and_check_routers(steps: Any, routes: Any) -> Any:
+        assert not batches
+        add_noise(worker)
+        steps = with_routes(steps, routes)
+        batches.extend(batch for step in steps for batch in step)
+        inputs = [batch.inputs for batch in batches]
+        router_checks.enter_context(
+            check_routers(worker.policy.models, inputs, with_recomputation=True)
+        )
         return steps
 
-    update_routes.with_routes = moved
-    with updates:
+    update_routes.with_routes = change_weights_and_check_routers
+    with router_checks:
         assert worker.train(plan).finite
     update_routes.with_routes = with_routes
-    assert len(updated) > 2 and all(batch.inputs.routes is not None for batch in updated)
-    live = routes_chosen(worker, updated)  # after the weights have moved
-    forced = [
-        batch.inputs.routes.long().sort(-1).values
-        for batch in updated
-        if batch.inputs.routes is not None
-    ]
-    differing = torch.cat(
-        [(a.long().sort(-1).values != b).any(-1) for a, b in zip(live, forced, strict=True)]
-    )
-    return {"compared": len(updated), "would_differ": float(differing.float().mean())}
+    assert len(batches) > 2
+    return {"compared": len(batches), "would_differ": share_of_other_routes(worker, batches)}
 
 
-def routes_chosen(worker: Worker, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+def add_noise(worker: Worker) -> None:
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for model in worker.policy.models:
+            for weight in model.parameters():
+                weight.add_(torch.randn(weight.shape, generator=generator) * 0.2)
+
+
+def share_of_other_routes(worker: Worker, batches: Sequence[MicroBatch]) -> float:
+    """Return the share of rows for which the routers now choose other experts."""
+    differences = []
+    for batch, live_routes in zip(batches, live_routes_of(worker, batches), strict=True):
+        assert batch.inputs.routes is not None
+        replayed_routes = batch.inputs.routes.long().sort(-1).values
+        differences.append((live_routes.long().sort(-1).values != replayed_routes).any(-1))
+    return float(torch.cat(differences).float().mean())
+
+
+def live_routes_of(worker: Worker, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
     assert worker.policy.replay is not None
-    packed = [batch.inputs for batch in batches]
     run_schedule(
         worker.policy.models,
-        packed,
+        [batch.inputs for batch in batches],
         lambda *_: (None, None),
         forward_only=True,
         replay=worker.policy.replay,
         routing="record",
     )
-    found = worker.policy.replay.take_recorded_routes(len(packed))
-    return [routes for routes in found if routes is not None]
+    recordings = worker.policy.replay.take_recorded_routes(len(batches))
+    return [routes for routes in recordings if routes is not None]
 
 
-def fail_to_replay(
-    layout: RankLayout, worker: Worker, plan: StepPlan, before: torch.Tensor, name: str
-) -> None:
-    """Rank 1's first router runs twice: every rank ends the step with the same words, and no weight
-    has moved.
+def fail_to_replay(layout: RankLayout, worker: Worker, plan: StepPlan) -> dict[str, Any]:
+    """Run rank 1's first router twice.
+
+    Every rank must end the step with the same message, and no weight may change.
     """
+    before = weights(worker)
     if layout.rank == 1:
-        router = next(
-            m
-            for model in worker.policy.models
-            for m in model.modules()
-            if isinstance(m, TopKRouter)
-        )
+        modules = [m for model in worker.policy.models for m in model.modules()]
+        router = next(module for module in modules if isinstance(module, TopKRouter))
         router.register_forward_pre_hook(
             lambda module, inputs: module.routing(module.gating(inputs[0])) and None
         )
@@ -235,12 +261,10 @@ def fail_to_replay(
         worker.train(plan)
     except ReplayError as error:
         assert torch.equal(before, weights(worker))
-        said = gather_bytes(str(error).encode(), layout.control_group)
-        assert len(set(said)) == 1
-        if layout.rank == 0:
-            print(f"RESULT {name} {json.dumps({'error': said[1].decode()})}", flush=True)
-    else:
-        raise AssertionError(f"rank {layout.rank} went on")
+        messages = gather_bytes(str(error).encode(), layout.control_group)
+        assert len(set(messages)) == 1
+        return {"error": messages[1].decode()}
+    raise AssertionError(f"rank {layout.rank} raised nothing")
 
 
 def main() -> None:
@@ -248,7 +272,7 @@ def main() -> None:
     for settings, same_grid in itertools.groupby(scenarios, settings_of):
         layout = parallel.initialize(settings, seed=0)
         for scenario in same_grid:
-            play(layout, Path(out) / scenario, scenario)
+            run_scenario(layout, Path(out) / scenario, scenario)
         parallel_state.destroy_model_parallel()
     parallel.shutdown()
 
