@@ -1,1 +1,1 @@
-"""Made-up models, rollouts and batches, and real runs to measure: shared by studies, GPU stages and tests."""
+"""Made-up models, rollouts and batches, and real runs, for studies, GPU stages and tests."""

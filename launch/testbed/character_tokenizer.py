@@ -9,7 +9,9 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz+-*/=>,. "
-_PAD, _EOS, _UNKNOWN = "<pad>", "<eos>", "<unk>"
+_PAD = "<pad>"
+_EOS = "<eos>"
+_UNKNOWN = "<unk>"
 _SETTINGS = {
     "tokenizer_class": "PreTrainedTokenizerFast",
     "pad_token": _PAD,

@@ -39,18 +39,18 @@ ONLY_RANK = RankLayout(
 def sample_rollouts(
     configuration: Configuration, prompts: Sequence[Prompt], directory: Path
 ) -> list[Rollout]:
-    """One batch, drawn and judged as a run would: engines, collector and queue; its weights are the
-    checkpoint's.
+    """Generate and score one batch as a run does, with engines, collector and queue.
 
-    Needs `engine.extra_args=[--weight-version=0]`, as nothing is synced.
+    The weights are those of the checkpoint. As none are sent, the configuration needs
+    `engine.extra_args=[--weight-version=0]`.
     """
     shape = read_shape(configuration.model.path)
     (directory / "logs").mkdir(parents=True)
     with open_engines(configuration, shape, ONLY_RANK, RunDirectory(directory)) as engines:
-        connected = engines.connect()
-        assert connected is not None
+        connections = engines.connect()
+        assert connections is not None
         sampler = RolloutSampler(
-            connected.queue,
+            connections.queue,
             configuration.rollout,
             FixedPrompts(prompts, configuration.rollout.samples_per_prompt),
             shape.eos_token_ids,

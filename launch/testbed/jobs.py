@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import TextIO
 
 import psutil
 
@@ -36,7 +37,7 @@ def start_job(
     settings = [f"experiment={experiment}", *SHORT_RUN, f"run.root={run_root}", "run.name=job"]
     command = [*python, sys.executable, *launcher, script, *settings, *overrides]
     with contextlib.ExitStack() as stack:
-        stderr = subprocess.STDOUT
+        stderr: int | TextIO = subprocess.STDOUT
         if errors is not None:
             stderr = stack.enter_context(errors.open("w"))
         return subprocess.Popen(

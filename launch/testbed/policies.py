@@ -1,7 +1,7 @@
-"""A rank's policy over a shipped checkpoint, for scripts that run under torchrun."""
+"""The policy, the planner and the batcher of a rank, over a small checkpoint."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
 
@@ -35,10 +35,10 @@ TWO_DIGIT_ADDITION = ASSETS / "qwen3_moe_tiny_two_digit_addition"
 ADAM = OptimizerSettings(lr=1e-3, warmup_steps=1, decay="constant")
 
 
-def train_settings(**changes: int) -> TrainSettings:
-    return TrainSettings(
-        **({"total_steps": 1, "optimizer_steps_per_batch": 1, "logit_chunk_tokens": 64} | changes)
-    )
+def train_settings(**changes: Any) -> TrainSettings:
+    """Settings of one optimizer step over small chunks of logits, with changes."""
+    defaults = {"total_steps": 1, "optimizer_steps_per_batch": 1, "logit_chunk_tokens": 64}
+    return TrainSettings(**(defaults | changes))
 
 
 def make_policy(
@@ -53,13 +53,13 @@ def make_policy(
     tp_group: dist.ProcessGroup | None = None,
     cp_group: dist.ProcessGroup | None = None,
 ) -> tuple[ModelShape, Policy]:
-    """The checkpoint's weights in Megatron's model with replay, wrapped for data parallelism (a
-    collective).
+    """Load a checkpoint into Megatron's model with replay, for data parallelism. Collective.
 
-    tp_group, cp_group: over which vocabulary and sequences are shared, as the rank's layout tells.
+    tp_group, cp_group: groups that share the vocabulary and the sequences, from the rank's layout.
     """
     shape = read_shape(checkpoint)
-    settings = ModelSettings(path=str(checkpoint), recompute=recompute, dtype=dtype)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"recompute": recompute, "dtype": dtype}
+    settings = ModelSettings(path=str(checkpoint), **options)
     chunks = build_models(shape, settings, parallel)
     load_hf_weights(chunks, shape, checkpoint)
     models = wrap_data_parallel(chunks)
@@ -73,6 +73,7 @@ def make_policy(
 
 
 def make_view(shape: ModelShape, parallel: ParallelSettings, layout: RankLayout) -> RankView:
+    """The part of the model on this rank."""
     return RankView.for_rank(shape.num_layers, parallel, **layout.ranks)
 
 
@@ -82,14 +83,15 @@ def make_batcher(
     layout: RankLayout,
     kind: type[Batcher] = Batcher,
     *,
-    replayed: bool = True,
+    replay: bool = True,
 ) -> Batcher:
-    """replayed: the rollouts' own routes."""
-    routes = route_shape(shape) if shape.moe_layers and replayed else None
+    """Make the batcher of a rank. replay: True to replay the routes of rollouts."""
+    routes = route_shape(shape) if shape.moe_layers and replay else None
     return kind(make_view(shape, parallel, layout), routes, layout.device)
 
 
 def make_planner(
-    parallel: ParallelSettings, layout: RankLayout, *, seed: int = 0, **train: int
+    parallel: ParallelSettings, layout: RankLayout, *, seed: int = 0, **train: Any
 ) -> StepPlanner:
+    """Make the planner of a layout. train: changes of `train_settings`."""
     return StepPlanner(train_settings(**train), parallel, dp_size=layout.dp_size, seed=seed)

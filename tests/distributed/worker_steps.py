@@ -89,7 +89,7 @@ def build(layout: RankLayout, rollouts: Path, settings: ParallelSettings, scenar
         shape=shape,
         policy=policy,
         optimizer=DistributedAdam(policy.models, ADAM, total_steps=10),
-        batcher=make_batcher(shape, settings, layout, replayed=not is_recorded),
+        batcher=make_batcher(shape, settings, layout, replay=not is_recorded),
         model=ModelSettings(path=str(COLUMN_ADDITION)),
         engine=EngineSettings(),
         run=RunSettings(),
