@@ -1,4 +1,17 @@
-"""Token account of a step: every token that engines sampled belongs to exactly one class."""
+"""Token account of a step: every token that engines sampled belongs to exactly one class.
+
+The classes are
+
+- trained/mixed, trained/tied, trained/flat: in gradients that were applied.
+- not_applied: planned, but a NaN or Inf occurred before.
+- zero_variance_dropped, tied_dropped, tied_reward, too_few_verdicts: in groups without a learning
+  signal, or in more of them than may train beside the mixed groups.
+- at_the_mean: with advantage 0 in a mixed group.
+- truncated_masked: excluded from the loss.
+- no_verdict: in rollouts without a verdict.
+- probe_stopped, surplus_cut: in groups that the selection stopped after a probe or did not need.
+- rejected/REASON, stale: in rollouts that could not be used.
+"""
 
 from __future__ import annotations
 
@@ -44,18 +57,6 @@ def account(
     generated_tokens: number of tokens that engines sampled during the step.
     stopped_groups: groups that were not extended after a probe.
     surplus_groups: mixed groups beyond those that the step needed.
-
-    The classes are
-
-    - trained/mixed, trained/tied, trained/flat: in gradients that were applied.
-    - not_applied: planned, but a NaN or Inf occurred before.
-    - zero_variance_dropped, tied_dropped, tied_reward, too_few_verdicts: in groups without a
-      learning signal, or in more of them than may train beside the mixed groups.
-    - at_the_mean: with advantage 0 in a mixed group.
-    - truncated_masked: excluded from the loss.
-    - no_verdict: in rollouts without a verdict.
-    - probe_stopped, surplus_cut: in such groups.
-    - rejected/REASON, stale: in rollouts that could not be used.
 
     An empty class is omitted, except `trained/...` and `zero_variance_dropped`. `generated` is the
     number of all tokens. The caller adds the tokens of evaluations to it and to a class of their

@@ -15,25 +15,21 @@ import numpy.typing as npt
 from megatron_rl.contracts.belief_state import BEFORE_FIRST_STEP, BeliefState
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Prompt
-from megatron_rl.credit.group_kinds import GroupKind, ScoredRollouts, kind_of
 from megatron_rl.prompts.pass_rates import PassRate
 from megatron_rl.prompts.question import PromptDataError
 from megatron_rl.prompts.selection.arcsine import (
     MAX_VARIANCE,
     Floats,
     Mask,
-    observation,
     predict,
     update,
 )
 from megatron_rl.prompts.selection.belief_table import BeliefTable
 from megatron_rl.prompts.selection.drift import SharedDrift
+from megatron_rl.prompts.selection.observations import Observations, observe_groups
 from megatron_rl.prompts.selection.pass_rate_prior import PassRatePrior
 from megatron_rl.prompts.selection.process_noise import ProcessNoise, excess_variance
 from megatron_rl.prompts.selection.strata import Strata, Stratum, stratum_of
-
-# With fewer verdicts a group is no observation.
-_MIN_VERDICTS = 2
 
 _Estimate = tuple[float, float]
 
@@ -58,21 +54,6 @@ class _Predictions:
     steps: Floats
     means: Floats
     variances: Floats
-
-
-@dataclass(frozen=True)
-class _Observations:
-    """Observed ψ of a step's groups. All are [n].
-
-    is_informative: True for groups with raw correctness and enough verdicts.
-    is_mixed: True for mixed groups.
-    angles, noise: observed ψ and its noise variance.
-    """
-
-    is_informative: Mask
-    is_mixed: Mask
-    angles: Floats
-    noise: Floats
 
 
 class Beliefs:
@@ -188,7 +169,7 @@ class Beliefs:
         Their order must not depend on their arrival.
         """
         predictions = self._predict(step, groups)
-        observations = _observe(groups)
+        observations = observe_groups(groups)
         is_first = predictions.is_first & observations.is_informative
         # Estimates by the parameters before this step
         external_estimates = {
@@ -287,7 +268,7 @@ class Beliefs:
         self._process_noise.decay(steps)
         self._pass_rate_prior.decay(steps)
 
-    def _learn_dynamics(self, predictions: _Predictions, observations: _Observations) -> None:
+    def _learn_dynamics(self, predictions: _Predictions, observations: Observations) -> None:
         """Estimate drift and process noise from prompts with an earlier group in this run."""
         variances = predictions.variances + observations.noise
         self._drift.learn(
@@ -308,7 +289,7 @@ class Beliefs:
     def _learn_initial_beliefs(
         self,
         stratum: Stratum,
-        observations: _Observations,
+        observations: Observations,
         index: int,
         external_estimate: _Estimate | None,
     ) -> None:
@@ -323,7 +304,7 @@ class Beliefs:
         self._pass_rate_prior.learn(float(excess))
 
     def _update_rows(
-        self, step: int, predictions: _Predictions, observations: _Observations
+        self, step: int, predictions: _Predictions, observations: Observations
     ) -> None:
         table = self._table
         rows = predictions.rows
@@ -335,17 +316,3 @@ class Beliefs:
         table.variances[rows] = np.where(is_informative, variances, predictions.variances)
         table.last_group_steps[rows] = step
         table.last_update_steps[rows] = step
-
-
-def _observe(groups: Sequence[Group]) -> _Observations:
-    scored_groups = [ScoredRollouts.from_group(group) for group in groups]
-    is_informative = [
-        scored_rollouts.has_correctness and len(scored_rollouts.rollouts) >= _MIN_VERDICTS
-        for scored_rollouts in scored_groups
-    ]
-    scores = [np.clip(scored_rollouts.scores, 0.0, 1.0) for scored_rollouts in scored_groups]
-    correct = np.array([np.sum(group_scores) for group_scores in scores], np.float64)
-    samples = np.array([len(group_scores) for group_scores in scores], np.float64)
-    is_mixed = np.array([kind_of(group) is GroupKind.MIXED for group in groups], np.bool_)
-    angles, noise = observation(correct, np.maximum(samples, 1), is_mixed)
-    return _Observations(np.array(is_informative, np.bool_), is_mixed, angles, noise)

@@ -27,7 +27,7 @@ class BeliefTable:
     def __init__(self, pool: Collection[str] = ()) -> None:
         self._pool = frozenset(pool)
         self._row_by_id: dict[str, int] = {}
-        # Each step asks for the ids. They are built anew only if rows were added.
+        # Every step needs the ids. They are rebuilt only if rows were added.
         self._ids: tuple[str, ...] = ()
         self.means: npt.NDArray[np.float32] = np.zeros(0, np.float32)
         self.variances: npt.NDArray[np.float32] = np.zeros(0, np.float32)

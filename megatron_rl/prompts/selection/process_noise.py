@@ -24,7 +24,7 @@ def excess_variance(errors: Floats, expected_variances: Floats, is_mixed: Mask) 
     """Return e² - V - R, by how much squared errors exceed their expectation.
 
     A group that is not mixed cannot miss by its nominal noise R. If its error is smaller than
-    expected, it tells nothing and the excess is 0.
+    expected, it carries no information and the excess is 0.
     """
     excess = errors * errors - expected_variances
     return np.where(is_mixed, excess, np.maximum(excess, 0.0))
@@ -60,7 +60,7 @@ class ProcessNoise:
     ) -> None:
         """Add observations.
 
-        steps: Δt, steps since each prompt's previous group. 0 if the observation tells nothing.
+        steps: Δt, steps since each prompt's previous group. 0 for observations to ignore.
         excess: e² - V - R, see `excess_variance`.
         variances: S = V + q Δt + R, as predicted.
         """
