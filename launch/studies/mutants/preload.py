@@ -1,5 +1,6 @@
-"""What a process that tries mutants of `mcore` needs imported before it forks: seconds once instead
-of every time.
+"""Imports that a process needs before it forks to try mutants of `mcore`.
+
+They take seconds, which are spent once instead of for each mutant.
 """
 
 from megatron_rl.mcore import compat
