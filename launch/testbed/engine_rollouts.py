@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,6 +17,8 @@ from megatron_rl.records.run_directory import RunDirectory
 from megatron_rl.rollouts.rollout_batch import RolloutSampler
 from megatron_rl.rollouts.store import read_rollout
 
+# One rank needs no groups.
+_NO_GROUP: Any = None
 ONLY_RANK = RankLayout(
     rank=0,
     world_size=1,
@@ -30,7 +33,7 @@ ONLY_RANK = RankLayout(
     cp_rank=0,
     ep_rank=0,
     device=torch.device("cpu"),
-    control_group=None,
+    control_group=_NO_GROUP,
     tp_group=None,
     cp_group=None,
 )
