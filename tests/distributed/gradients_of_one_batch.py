@@ -1,7 +1,7 @@
-"""Under torchrun: the gradient of one fixed global batch, for several ways to split it; rank 0
-saves each.
+"""Script for torchrun: the gradient of one global batch, for several ways to split it.
 
-Every call of every router is checked against the routes of its micro-batch on the way.
+Rank 0 saves each gradient. Every call of every router is checked against the routes of its
+micro-batch.
 
 Usage: gradients_of_one_batch.py OUT CASE...; a case is
 LOSS:GRID:RECOMPUTE:TOKENS_PER_MICRO_BATCH:SEED.
@@ -60,10 +60,11 @@ def gradient(
     shape: ModelShape,
     layout: RankLayout,
     *,
-    recomputed: bool,
+    with_recomputation: bool,
 ) -> dict[str, torch.Tensor]:
-    """The reduced gradient under Hugging Face names, on rank 0 (a collective); it takes the place
-    of the weights.
+    """Return the reduced gradient under Hugging Face names, on rank 0 (a collective).
+
+    The gradient replaces the weights of the model.
     """
     for chunk in policy.models:
         chunk.zero_grad_buffer()
@@ -71,29 +72,33 @@ def gradient(
 
     def loss(logits: torch.Tensor, index: int) -> tuple[torch.Tensor, None]:
         logprob, _ = policy.logprobs(logits, batches[index])
-        # away from the old policy, or every ratio is one and clipping never matters
-        moved = logprob + 0.3 * torch.sin(logprob.detach())
-        return objectives[index](moved, denominators).loss, None
+        # Away from the old policy, because otherwise every ratio is 1 and nothing is clipped
+        shifted_logprob = logprob + 0.3 * torch.sin(logprob.detach())
+        return objectives[index](shifted_logprob, denominators).loss, None
 
-    packed = [batch.inputs for batch in batches]
-    with check_routers(policy.models, packed, with_recomputation=recomputed):
-        run_schedule(policy.models, packed, loss, forward_only=False, replay=policy.replay)
+    inputs = [batch.inputs for batch in batches]
+    with check_routers(policy.models, inputs, with_recomputation=with_recomputation):
+        run_schedule(policy.models, inputs, loss, forward_only=False, replay=policy.replay)
     for chunk in policy.models:
-        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-            group = buffer.data_parallel_group
-            for bucket in buffer.buckets:
-                shards = bucket.grad_data.chunk(dist.get_world_size(group))
-                for rank, shard in enumerate(shards):
-                    if rank != dist.get_rank(group):
-                        # only the own shard of a reduce-scattered gradient is meaningful
-                        shard.zero_()
-                dist.all_reduce(bucket.grad_data, group=group)
+        gather_gradients(chunk)
         for weight in chunk.parameters():
             weight.data = weight.main_grad.clone()
     stages = iterate_all_stages(
         iterate_hf_weights(policy.models, shape), layout, bucket_bytes=1 << 20
     )
     return {name: tensor.clone() for name, tensor in stages}
+
+
+def gather_gradients(chunk: Any) -> None:
+    """Make every rank's gradient buffers whole. Each rank holds one shard of the reduced sum."""
+    for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+        group = buffer.data_parallel_group
+        for bucket in buffer.buckets:
+            shards = bucket.grad_data.chunk(dist.get_world_size(group))
+            for rank, shard in enumerate(shards):
+                if rank != dist.get_rank(group):
+                    shard.zero_()
+            dist.all_reduce(bucket.grad_data, group=group)
 
 
 def one_case(case: str, layout: RankLayout, settings: ParallelSettings) -> dict[str, torch.Tensor]:
@@ -110,9 +115,13 @@ def one_case(case: str, layout: RankLayout, settings: ParallelSettings) -> dict[
     by_id = {rollout.rollout_id: rollout for rollout in rollouts}
     planner = make_planner(settings, layout, seed=int(seed), tokens_per_micro_batch=int(tokens))
     plan = planner.plan(0, refs, advantages)
-    held = make_view(shape, settings, layout).moe_rows(shape.moe_layers)
-    own = {i: select_layers(by_id[ref.rollout_id], held) for i, ref in enumerate(plan.rollouts)}
-    (batches,) = make_batcher(shape, settings, layout).optimizer_steps(plan, layout.dp_rank, own)
+    moe_rows = make_view(shape, settings, layout).moe_rows(shape.moe_layers)
+    local_rollouts = {
+        i: select_layers(by_id[ref.rollout_id], moe_rows) for i, ref in enumerate(plan.rollouts)
+    }
+    (batches,) = make_batcher(shape, settings, layout).optimizer_steps(
+        plan, layout.dp_rank, local_rollouts
+    )
     if layout.rank == 0:
         print(f"{case}: {len(batches)} micro-batches per rank", flush=True)
     return gradient(
@@ -121,7 +130,7 @@ def one_case(case: str, layout: RankLayout, settings: ParallelSettings) -> dict[
         plan.optimizer_steps[0].denominators,
         shape,
         layout,
-        recomputed=recompute == "full",
+        with_recomputation=recompute == "full",
     )
 
 

@@ -1,10 +1,11 @@
-"""A run that is killed and goes on ends bit for bit where one ends that was never killed."""
+"""A killed and resumed run ends bit for bit like an uninterrupted one."""
 
 import signal
 import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -19,7 +20,9 @@ from megatron_rl.run.checkpoints.state_file import read_state
 from tests.support.comparable import assert_same_weights, metrics_of
 from tests.support.recordings import write_recording
 
-STEPS, EVERY = 6, 2
+STEPS = 6
+EVERY = 2
+TENSOR_FILES = (".distcp", ".safetensors")
 
 pytestmark = [pytest.mark.distributed, pytest.mark.chaos, pytest.mark.timeout(600)]
 
@@ -47,8 +50,11 @@ def end_of(job: subprocess.Popen[str]) -> str:
     return output
 
 
-def wait_for_its_second_save(checkpoints: Path, job: subprocess.Popen[str]) -> list[psutil.Process]:
-    """Returns the processes of the job: to find them may take as long as a save."""
+def wait_for_second_save(checkpoints: Path, job: subprocess.Popen[str]) -> list[psutil.Process]:
+    """Wait for the second save and return the processes of the job.
+
+    They are listed before that save, because it may take as long as the save.
+    """
     first = checkpoints / f"iter_{EVERY:07d}"
     wait_until(first.exists, job)
     processes = process_tree(job)
@@ -62,46 +68,53 @@ def wait_until(condition: Callable[[], bool], job: subprocess.Popen[str]) -> Non
         time.sleep(0.002)
 
 
+def state_files(root: Path) -> dict[str, Any]:
+    """Return the manifest's records of the tensor files of the last checkpoint."""
+    files = read_manifest(root / f"job/checkpoints/iter_{STEPS:07d}").files
+    return {name: record for name, record in files.items() if name.endswith(TENSOR_FILES)}
+
+
 @pytest.mark.parametrize("layout", ["ep2", "pp2", "cp2"])
-def test_killed_and_resumed_equals_never_killed(tmp_path: Path, layout: str) -> None:
-    write_recording(tmp_path / "rollouts/recorded", read_shape(TWO_DIGIT_ADDITION), steps=STEPS)
-    never, killed = tmp_path / "never", tmp_path / "killed"
-    end_of(train_only(never, tmp_path / "rollouts", f"parallel={layout}"))
-    again = (killed, tmp_path / "rollouts", f"parallel={layout}", "run.background_saves=true")
-    job = train_only(*again)
-    kill(job, wait_for_its_second_save(killed / "job/checkpoints", job))
-    assert list((killed / "job/checkpoints").glob("*.staged")), "it was killed while it saved"
-    saved = sorted(path.name for path in (killed / "job/checkpoints").glob("iter_???????"))
-    assert saved and saved[-1] < f"iter_{STEPS:07d}", "it was killed before its end"
-    output = end_of(train_only(*again, "run.resume=auto"))
-    assert f"going on after step {int(saved[-1][5:])}" in output
-    assert [record["step"] for record in metrics_of(killed / "job")] == list(range(STEPS + 1))
-    assert metrics_of(killed / "job") == metrics_of(never / "job")
-    assert_same_weights(killed / "job", never / "job", STEPS)
-    manifests = [
-        read_manifest(root / f"job/checkpoints/iter_{STEPS:07d}").files for root in (never, killed)
-    ]
-    states = [
-        {n: r for n, r in files.items() if n.endswith((".distcp", ".safetensors"))}
-        for files in manifests
-    ]
-    assert len(states[0]) >= 4 and states[0] == states[1], (
-        "the optimizer's state and random numbers too"
+def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, layout: str) -> None:
+    recording = tmp_path / "rollouts"
+    write_recording(recording / "recorded", read_shape(TWO_DIGIT_ADDITION), steps=STEPS)
+    reference_root = tmp_path / "reference"
+    root = tmp_path / "killed"
+    grid = f"parallel={layout}"
+    end_of(train_only(reference_root, recording, grid))
+    job = train_only(root, recording, grid, "run.background_saves=true")
+    checkpoints = root / "job/checkpoints"
+    kill(job, wait_for_second_save(checkpoints, job))
+    assert list(checkpoints.glob("*.staged")), "the job was killed during a save"
+    last_checkpoint = max(path.name for path in checkpoints.glob("iter_???????"))
+    assert last_checkpoint < f"iter_{STEPS:07d}", "the job was killed before its end"
+    output = end_of(
+        train_only(root, recording, grid, "run.background_saves=true", "run.resume=auto")
     )
+    assert f"after step {int(last_checkpoint[5:])}" in output
+    metrics = metrics_of(root / "job")
+    assert [record["step"] for record in metrics] == list(range(STEPS + 1))
+    assert metrics == metrics_of(reference_root / "job")
+    assert_same_weights(root / "job", reference_root / "job", STEPS)
+    # With the state of the optimizer and of the random generators
+    files = state_files(root)
+    assert len(files) >= 4 and files == state_files(reference_root)
 
 
-def test_a_run_that_is_told_to_stop_saves_and_ends_with_its_own_code(tmp_path: Path) -> None:
-    many = 20 * STEPS  # it is told long before their end
+def test_a_stopped_run_saves_a_checkpoint_and_requests_a_requeue(tmp_path: Path) -> None:
+    many = 20 * STEPS  # the signal comes long before the end
     write_recording(tmp_path / "rollouts/recorded", read_shape(TWO_DIGIT_ADDITION), steps=many)
     settings = (f"train.total_steps={many}", "run.checkpoint_every=1000", "run.keep_checkpoints=9")
     job = train_only(tmp_path, tmp_path / "rollouts", *settings, ranks=1)
     wait_for_step(tmp_path / "job", 1, job)
     job.send_signal(signal.SIGTERM)
     output, _ = job.communicate(timeout=120)
-    ended = read_exit_record(tmp_path / "job")
+    exit_record = read_exit_record(tmp_path / "job")
     assert (
-        job.returncode == ExitCode.REQUEUE and ended is not None and ended.code == ExitCode.REQUEUE
+        job.returncode == ExitCode.REQUEUE
+        and exit_record is not None
+        and exit_record.code == ExitCode.REQUEUE
     ), output[-4000:]
-    (saved,) = (tmp_path / "job/checkpoints").iterdir()
+    (checkpoint,) = (tmp_path / "job/checkpoints").iterdir()
     steps = [record["step"] for record in metrics_of(tmp_path / "job")]
-    assert read_state(saved).step == steps[-1] < many and f"after step {steps[-1]}" in output
+    assert read_state(checkpoint).step == steps[-1] < many and f"after step {steps[-1]}" in output

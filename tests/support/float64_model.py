@@ -1,8 +1,7 @@
-"""Qwen3-MoE, dense Qwen3 and Mixtral in float64 and plain torch: a sequence at a time, experts
-forced.
+"""Qwen3-MoE, dense Qwen3 and Mixtral in float64 and plain torch, one sequence at a time.
 
-It shares no code with the trainer's model, its losses or its training: whole steps are compared
-with it.
+The module shares no code with the trainer's model, losses or training, so that whole steps can be
+compared with it.
 """
 
 import json
@@ -13,8 +12,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-# A dense layer among those with experts, an odd vocabulary, four key-value heads: every layout pads
-# or cuts something.
+# A dense layer among those with experts, an odd vocabulary and four key-value heads, so that every
+# layout pads or splits something.
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -36,7 +35,7 @@ CONFIG: dict[str, Any] = {
     "tie_word_embeddings": False,
     "eos_token_id": 1,
 }
-# What differs in the other families.
+# Keys that differ in the other families
 DENSE: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -53,7 +52,10 @@ MIXTRAL: dict[str, Any] = {
 
 
 def write_checkpoint(directory: Path, **changes: Any) -> Path:
-    """A checkpoint of `CONFIG`, some keys changed, with random float32 weights that all matter."""
+    """Write a checkpoint with random float32 weights.
+
+    changes: keys of `CONFIG` with other values.
+    """
     config = CONFIG | changes
     generator = torch.Generator().manual_seed(11)
     weights = {name: _random(shape, generator) for name, shape in _shapes(config).items()}
@@ -69,79 +71,116 @@ def _random(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
 
 
 def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    hidden, dim, vocabulary = config["hidden_size"], config["head_dim"], config["vocab_size"]
-    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
-    mixtral, (gate, up, down) = config["model_type"] == "mixtral", _mlp_names(config)
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
+    """Return the shape of each weight, in the order in which they are generated."""
+    embedding_shape = (config["vocab_size"], config["hidden_size"])
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": embedding_shape}
     for layer in range(config["num_hidden_layers"]):
-        at, dense = f"model.layers.{layer}.", layer in config["mlp_only_layers"]
-        shapes |= {
-            f"{at}{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")
-        }
-        shapes |= {f"{at}self_attn.{x}_norm.weight": (dim,) for x in ("" if mixtral else "qk")}
-        shapes[f"{at}self_attn.q_proj.weight"] = (heads * dim, hidden)
-        shapes |= {f"{at}self_attn.{x}_proj.weight": (groups * dim, hidden) for x in "kv"}
-        shapes[f"{at}self_attn.o_proj.weight"] = (hidden, heads * dim)
-        at += "block_sparse_moe." if mixtral else "mlp."
-        if not dense:
-            shapes[f"{at}gate.weight"] = (config["num_experts"], hidden)
-        wide = config["intermediate_size" if dense or mixtral else "moe_intermediate_size"]
-        for expert in [""] if dense else [f"experts.{e}." for e in range(config["num_experts"])]:
-            shapes |= {f"{at}{expert}{x}.weight": (wide, hidden) for x in (gate, up)}
-            shapes[f"{at}{expert}{down}.weight"] = (hidden, wide)
-    shapes["model.norm.weight"] = (hidden,)
-    return (
-        shapes
-        if config["tie_word_embeddings"]
-        else shapes | {"lm_head.weight": (vocabulary, hidden)}
-    )
+        shapes |= _attention_shapes(config, f"model.layers.{layer}.")
+        shapes |= _mlp_shapes(config, layer)
+    shapes["model.norm.weight"] = (config["hidden_size"],)
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = embedding_shape
+    return shapes
+
+
+def _attention_shapes(config: dict[str, Any], prefix: str) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a layer's norms and attention."""
+    hidden_size = config["hidden_size"]
+    head_dim = config["head_dim"]
+    q_size = config["num_attention_heads"] * head_dim
+    kv_size = config["num_key_value_heads"] * head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{prefix}input_layernorm.weight": (hidden_size,),
+        f"{prefix}post_attention_layernorm.weight": (hidden_size,),
+    }
+    if config["model_type"] != "mixtral":
+        shapes[f"{prefix}self_attn.q_norm.weight"] = (head_dim,)
+        shapes[f"{prefix}self_attn.k_norm.weight"] = (head_dim,)
+    shapes[f"{prefix}self_attn.q_proj.weight"] = (q_size, hidden_size)
+    shapes[f"{prefix}self_attn.k_proj.weight"] = (kv_size, hidden_size)
+    shapes[f"{prefix}self_attn.v_proj.weight"] = (kv_size, hidden_size)
+    shapes[f"{prefix}self_attn.o_proj.weight"] = (hidden_size, q_size)
+    return shapes
+
+
+def _mlp_shapes(config: dict[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a layer's dense MLP, or of its router and experts."""
+    hidden_size = config["hidden_size"]
+    is_dense = layer in config["mlp_only_layers"]
+    is_mixtral = config["model_type"] == "mixtral"
+    gate, up, down = _mlp_names(config)
+    prefix = _mlp_prefix(config, layer)
+    shapes: dict[str, tuple[int, ...]] = {}
+    experts = [""]
+    if not is_dense:
+        shapes[f"{prefix}gate.weight"] = (config["num_experts"], hidden_size)
+        experts = [f"experts.{expert}." for expert in range(config["num_experts"])]
+    size = config["intermediate_size" if is_dense or is_mixtral else "moe_intermediate_size"]
+    for expert in experts:
+        shapes[f"{prefix}{expert}{gate}.weight"] = (size, hidden_size)
+        shapes[f"{prefix}{expert}{up}.weight"] = (size, hidden_size)
+        shapes[f"{prefix}{expert}{down}.weight"] = (hidden_size, size)
+    return shapes
+
+
+def _mlp_prefix(config: dict[str, Any], layer: int) -> str:
+    name = "block_sparse_moe" if config["model_type"] == "mixtral" else "mlp"
+    return f"model.layers.{layer}.{name}."
 
 
 def _mlp_names(config: dict[str, Any]) -> tuple[str, str, str]:
-    """What gate, up and down are called."""
-    return (
-        ("w1", "w3", "w2")
-        if config["model_type"] == "mixtral"
-        else ("gate_proj", "up_proj", "down_proj")
-    )
+    """Return the names of gate, up and down."""
+    if config["model_type"] == "mixtral":
+        return "w1", "w3", "w2"
+    return "gate_proj", "up_proj", "down_proj"
 
 
 @dataclass(frozen=True)
 class Float64Model:
-    """weights: float64 leaves under Hugging Face names."""
+    """A model in float64.
+
+    weights: leaves under Hugging Face names.
+    """
 
     config: dict[str, Any]
     weights: dict[str, torch.Tensor]
 
     @classmethod
     def read(cls, checkpoint: Path) -> "Float64Model":
+        """Read a checkpoint."""
         tensors = load_file(checkpoint / "model.safetensors")
         weights = {name: tensor.double().requires_grad_() for name, tensor in tensors.items()}
         return cls(json.loads((checkpoint / "config.json").read_text()), weights)
 
     def logits(self, tokens: torch.Tensor, routes: torch.Tensor | None) -> tuple[torch.Tensor, int]:
-        """Logits [n, vocabulary] of tokens [n], and in how many rows of MoE layers the live choice
-        is not `routes`.
+        """Return the logits [n, vocabulary] of tokens [n].
 
-        routes [n, MoE layers, top-k]: the experts to use; None: the live choice.
+        routes: [n, MoE layers, top-k], the experts to use; None for the router's choice.
+
+        Also returns the number of rows of MoE layers in which the router's choice differs from
+        `routes`.
         """
-        x, differing, moe_layer = self.weights["model.embed_tokens.weight"][tokens], 0, 0
+        x = self.weights["model.embed_tokens.weight"][tokens]
+        num_different = 0
+        moe_layer = 0
         for layer in range(self.config["num_hidden_layers"]):
-            at = f"model.layers.{layer}."
-            x = x + self._attention(at + "self_attn.", self._norm(x, at + "input_layernorm"))
-            normed = self._norm(x, at + "post_attention_layernorm")
-            at += "block_sparse_moe." if self.config["model_type"] == "mixtral" else "mlp."
+            prefix = f"model.layers.{layer}."
+            norm_output = self._norm(x, f"{prefix}input_layernorm")
+            x = x + self._attention(f"{prefix}self_attn.", norm_output)
+            norm_output = self._norm(x, f"{prefix}post_attention_layernorm")
+            mlp_prefix = _mlp_prefix(self.config, layer)
             if layer in self.config["mlp_only_layers"]:
-                x = x + self._mlp(at, normed)
+                x = x + self._mlp(mlp_prefix, norm_output)
             else:
-                out, changed = self._experts(
-                    at, normed, None if routes is None else routes[:, moe_layer]
-                )
-                x, differing, moe_layer = x + out, differing + changed, moe_layer + 1
-        head = (
-            "model.embed_tokens.weight" if self.config["tie_word_embeddings"] else "lm_head.weight"
-        )
-        return self._norm(x, "model.norm") @ self.weights[head].T, differing
+                layer_routes = None if routes is None else routes[:, moe_layer]
+                output, layer_different = self._experts(mlp_prefix, norm_output, layer_routes)
+                x = x + output
+                num_different += layer_different
+                moe_layer += 1
+        head = "lm_head.weight"
+        if self.config["tie_word_embeddings"]:
+            head = "model.embed_tokens.weight"
+        return self._norm(x, "model.norm") @ self.weights[head].T, num_different
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         size = (x.square().mean(-1, keepdim=True) + self.config["rms_norm_eps"]).sqrt()
@@ -150,48 +189,60 @@ class Float64Model:
     def _linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return x @ self.weights[f"{name}.weight"].T
 
-    def _mlp(self, at: str, x: torch.Tensor) -> torch.Tensor:
+    def _mlp(self, prefix: str, x: torch.Tensor) -> torch.Tensor:
         gate_name, up, down = _mlp_names(self.config)
-        gate = self._linear(x, at + gate_name)
-        return self._linear(gate * torch.sigmoid(gate) * self._linear(x, at + up), at + down)
+        gate = self._linear(x, prefix + gate_name)
+        product = gate * torch.sigmoid(gate) * self._linear(x, prefix + up)
+        return self._linear(product, prefix + down)
 
     def _experts(
-        self, at: str, x: torch.Tensor, forced: torch.Tensor | None
+        self, prefix: str, x: torch.Tensor, routes: torch.Tensor | None
     ) -> tuple[torch.Tensor, int]:
-        probabilities = self._linear(x, at + "gate").softmax(-1)
-        live = probabilities.topk(self.config["num_experts_per_tok"], dim=-1).indices
-        chosen = live if forced is None else forced
-        share = probabilities.gather(-1, chosen)
+        """Return the output, and the number of rows in which the router's choice differs."""
+        probabilities = self._linear(x, prefix + "gate").softmax(-1)
+        live_routes = probabilities.topk(self.config["num_experts_per_tok"], dim=-1).indices
+        routes = live_routes if routes is None else routes
+        shares = probabilities.gather(-1, routes)
         if self.config["norm_topk_prob"]:
-            share = share / share.sum(-1, keepdim=True)
-        out = torch.zeros_like(x)
+            shares = shares / shares.sum(-1, keepdim=True)
+        output = torch.zeros_like(x)
         for expert in range(self.config["num_experts"]):
-            rows, place = (chosen == expert).nonzero(as_tuple=True)
-            out = out.index_add(
-                0, rows, share[rows, place, None] * self._mlp(f"{at}experts.{expert}.", x[rows])
-            )
-        return out, int((live.sort(-1).values != chosen.sort(-1).values).any(-1).sum())
+            rows, place = (routes == expert).nonzero(as_tuple=True)
+            expert_output = self._mlp(f"{prefix}experts.{expert}.", x[rows])
+            output = output.index_add(0, rows, shares[rows, place, None] * expert_output)
+        is_different = (live_routes.sort(-1).values != routes.sort(-1).values).any(-1)
+        return output, int(is_different.sum())
 
-    def _attention(self, at: str, x: torch.Tensor) -> torch.Tensor:
-        n, dim = len(x), self.config["head_dim"]
+    def _attention(self, prefix: str, x: torch.Tensor) -> torch.Tensor:
+        n = len(x)
+        head_dim = self.config["head_dim"]
         q, k, v = (
-            self._linear(x, f"{at}{name}_proj").view(n, -1, dim).transpose(0, 1) for name in "qkv"
+            self._linear(x, f"{prefix}{name}_proj").view(n, -1, head_dim).transpose(0, 1)
+            for name in "qkv"
         )
         if self.config["model_type"] != "mixtral":
-            q, k = self._norm(q, at + "q_norm"), self._norm(k, at + "k_norm")
-        q, k = self._rotated(q), self._rotated(k)
-        k, v = (t.repeat_interleave(len(q) // len(t), dim=0) for t in (k, v))
-        scores = (q @ k.transpose(1, 2) / dim**0.5).masked_fill(
-            torch.ones(n, n).triu(1).bool(), -torch.inf
-        )
-        return self._linear((scores.softmax(-1) @ v).transpose(0, 1).reshape(n, -1), at + "o_proj")
+            q = self._norm(q, prefix + "q_norm")
+            k = self._norm(k, prefix + "k_norm")
+        q = self._rotate(q)
+        k = self._rotate(k)
+        k = k.repeat_interleave(len(q) // len(k), dim=0)
+        v = v.repeat_interleave(len(q) // len(v), dim=0)
+        is_future = torch.ones(n, n).triu(1).bool()
+        scores = (q @ k.transpose(1, 2) / head_dim**0.5).masked_fill(is_future, -torch.inf)
+        output = (scores.softmax(-1) @ v).transpose(0, 1).reshape(n, -1)
+        return self._linear(output, prefix + "o_proj")
 
-    def _rotated(self, x: torch.Tensor) -> torch.Tensor:
-        """Rotary embedding of [heads, n, dim]: dimension i turns with i + dim / 2."""
+    def _rotate(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply the rotary embedding to [heads, n, dim]: dimension i turns with i + dim / 2."""
         half = x.shape[-1] // 2
         speed = self.config["rope_theta"] ** (-torch.arange(half, dtype=torch.float64) / half)
         angle = torch.arange(x.shape[1], dtype=torch.float64)[:, None] * speed
-        a, b = x[..., :half], x[..., half:]
+        first = x[..., :half]
+        second = x[..., half:]
         return torch.cat(
-            [a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1
+            [
+                first * angle.cos() - second * angle.sin(),
+                second * angle.cos() + first * angle.sin(),
+            ],
+            dim=-1,
         )

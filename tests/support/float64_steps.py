@@ -1,5 +1,6 @@
-"""Whole training steps in float64, written from the formulas: advantages, GRPO, ESPO, clipping,
-schedule, AdamW.
+"""Whole training steps in float64, written from the formulas.
+
+Advantages, GRPO, ESPO, clipping, learning-rate schedule, AdamW.
 """
 
 import math
@@ -14,99 +15,105 @@ from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.rollout import Rollout
 from tests.support.float64_model import Float64Model
 
-_NO_DECAY_BELOW = 2  # dimensions: the weights of norms are not decayed
+_MIN_DIMENSIONS_TO_DECAY = 2  # the weights of norms are not decayed
 
 
 def advantages_of(groups: Sequence[Group]) -> dict[str, float]:
-    """A = (c - mean) / (std + 1e-6) by rollout, c its correctness of 0 or 1, std over n - 1; with x
-    = clip(c - reward): A (1 - x / 2) where c is 1, A (1 + x / 2) where it is 0. Without a verdict
-    or a difference in correctness: none.
+    """Return the advantages of rollouts of mixed groups, by id.
+
+    A = (c - mean) / (std + 1e-6), with c the correctness of 0 or 1 and std over n - 1. Shaping by
+    x = clip(c - reward) gives A (1 - x / 2) where c is 1, and A (1 + x / 2) where it is 0. Rollouts
+    without a verdict do not count.
     """
-    found: dict[str, float] = {}
+    advantages: dict[str, float] = {}
     for group in groups:
-        judged = [r for r in group.rollouts if r.verdict.reward is not None]
-        if len({r.verdict.correctness for r in judged}) > 1:
-            scores = torch.tensor([r.verdict.correctness for r in judged], dtype=torch.float64)
-            below = (
-                scores - torch.tensor([r.verdict.reward for r in judged], dtype=torch.float64)
-            ).clamp(0, 1)
-            centred = scores - scores.mean()
-            std = (centred.square().sum() / (len(judged) - 1)).sqrt()
-            factors = 1 + torch.where(scores == 1, -0.5, 0.5) * below
-            found |= dict(
-                zip(
-                    [r.rollout_id for r in judged],
-                    (factors * centred / (std + 1e-6)).tolist(),
-                    strict=True,
-                )
-            )
-    return found
+        refs = [r for r in group.rollouts if r.verdict.reward is not None]
+        scores = torch.tensor([r.verdict.correctness for r in refs], dtype=torch.float64)
+        rewards = torch.tensor([r.verdict.reward for r in refs], dtype=torch.float64)
+        if len(scores.unique()) < 2:
+            continue
+        penalties = (scores - rewards).clamp(0, 1)
+        differences = scores - scores.mean()
+        std = (differences.square().sum() / (len(refs) - 1)).sqrt()
+        factors = 1 + torch.where(scores == 1, -0.5, 0.5) * penalties
+        values = (factors * differences / (std + 1e-6)).tolist()
+        advantages |= dict(zip([r.rollout_id for r in refs], values, strict=True))
+    return advantages
 
 
 def entropy_advantages_of(groups: Sequence[Group], alpha: float) -> dict[str, float]:
-    """α by rollout of an all-right group, -α of an all-wrong one; all have a verdict."""
-    found: dict[str, float] = {}
+    """Return α for rollouts of all-correct groups and -α for those of all-incorrect ones, by id.
+
+    All rollouts of such a group have a verdict.
+    """
+    alphas: dict[str, float] = {}
     for group in groups:
         scores = {r.verdict.correctness for r in group.rollouts}
         if len(scores) == 1:
-            found |= dict.fromkeys(
-                [r.rollout_id for r in group.rollouts], alpha if scores == {1.0} else -alpha
-            )
-    return found
+            group_alpha = alpha if scores == {1.0} else -alpha
+            alphas |= dict.fromkeys([r.rollout_id for r in group.rollouts], group_alpha)
+    return alphas
 
 
 @dataclass(frozen=True)
 class Sequence64:
-    """One rollout as the model reads it: inputs [n], routes [n, layers, top-k]; `rows` are trained
-    on `targets`.
+    """One rollout as the model reads it.
+
+    inputs: [n]. routes: [n, layers, top-k].
+    rows: rows of `inputs` whose next token, in `targets`, is trained.
+    rollout_logprobs: log-probabilities of the targets when they were sampled.
     """
 
     inputs: torch.Tensor
     routes: torch.Tensor | None
     rows: torch.Tensor
     targets: torch.Tensor
-    sampled: torch.Tensor
+    rollout_logprobs: torch.Tensor
 
     @classmethod
-    def of(cls, rollout: Rollout) -> "Sequence64":
-        tokens, trained, sampled = [], [], []
+    def from_rollout(cls, rollout: Rollout) -> "Sequence64":
+        tokens: list[int] = []
+        trainable: list[bool] = []
+        logprobs: list[float] = []
         for segment in rollout.segments:
+            count = len(segment.tokens)
             tokens += segment.tokens.tolist()
-            trained += [segment.trainable] * len(segment.tokens)
-            sampled += (
-                [0.0] * len(segment.tokens)
-                if segment.logprobs is None
-                else segment.logprobs.tolist()
-            )
-        rows = [i - 1 for i in range(1, len(tokens)) if trained[i]]
+            trainable += [segment.trainable] * count
+            logprobs += [0.0] * count if segment.logprobs is None else segment.logprobs.tolist()
+        rows = [i - 1 for i in range(1, len(tokens)) if trainable[i]]
         return cls(
             inputs=torch.tensor(tokens[:-1]),
             routes=None if rollout.routes is None else torch.tensor(rollout.routes.tolist()),
             rows=torch.tensor(rows),
             targets=torch.tensor([tokens[i + 1] for i in rows]),
-            sampled=torch.tensor([sampled[i + 1] for i in rows], dtype=torch.float64),
+            rollout_logprobs=torch.tensor([logprobs[i + 1] for i in rows], dtype=torch.float64),
         )
 
 
 @dataclass
 class Means:
-    """Sums and weights of what the trainer reports as means."""
+    """Sums and weights of the metrics that the trainer reports as means."""
 
     totals: dict[str, list[float]] = field(default_factory=dict)
 
     def add(self, name: str, values: torch.Tensor | float, weight: float | None = None) -> None:
+        """Add the sum of values. weight: None for their number."""
         values = torch.as_tensor(values, dtype=torch.float64)
         pair = self.totals.setdefault(name, [0.0, 0.0])
         pair[0] += float(values.sum())
         pair[1] += values.numel() if weight is None else weight
 
     def values(self) -> dict[str, float]:
+        """Return the means."""
         return {name: total / weight for name, (total, weight) in self.totals.items()}
 
 
 @dataclass
 class Float64Trainer:
-    """Trains a model step by step. grad_norms, rates: of every optimizer step so far."""
+    """Trains a model step by step.
+
+    grad_norms, rates: of every optimizer step so far.
+    """
 
     model: Float64Model
     algo: AlgoSettings
@@ -118,8 +125,8 @@ class Float64Trainer:
 
     def __post_init__(self) -> None:
         self._moments = {
-            name: (torch.zeros_like(w), torch.zeros_like(w))
-            for name, w in self.model.weights.items()
+            name: (torch.zeros_like(weight), torch.zeros_like(weight))
+            for name, weight in self.model.weights.items()
         }
 
     def train(
@@ -128,128 +135,152 @@ class Float64Trainer:
         rollouts: Mapping[str, Rollout],
         advantages: Mapping[str, tuple[float, float]],
     ) -> dict[str, float]:
-        """One rollout batch: the old policy once, then an optimizer step for each list of rollouts.
-        Returns metrics.
+        """Train one rollout batch and return its metrics.
 
-        advantages: of mixed groups (A, 0), of flat ones (0, ±α), which are in no denominator.
+        The old policy is computed once, then there is an optimizer step for each list of ids.
+
+        advantages: (A, 0) of mixed groups, (0, ±α) of zero-variance groups, which do not count in
+        the denominators.
         """
         means = Means()
-        sequences = {name: Sequence64.of(rollouts[name]) for step in steps for name in step}
+        sequences = {
+            name: Sequence64.from_rollout(rollouts[name]) for step in steps for name in step
+        }
         with torch.no_grad():
-            old = {name: self._old(sequence, means) for name, sequence in sequences.items()}
+            old_values = {
+                name: self._old_values(sequence, means) for name, sequence in sequences.items()
+            }
         for step in steps:
-            counted = [name for name in step if advantages[name][1] == 0]
-            tokens = sum(len(sequences[name].rows) for name in counted)
-            total = torch.zeros((), dtype=torch.float64)
-            for name in step:
-                logprob, _ = self._logprobs(sequences[name])
-                each = _per_token(*advantages[name], old[name][1])
-                means.add(f"policy/advantage_{'mixed' if name in counted else 'flat'}", each.abs())
-                objective = self._objective(logprob, *old[name], each, means)
-                per_token = isinstance(self.algo, GrpoSettings)
-                total = total - (
-                    objective.sum() / tokens if per_token else objective / len(counted)
-                )
-            means.add("train/loss", total.detach())
-            self._update(
-                torch.autograd.grad(
-                    total, list(self.model.weights.values()), materialize_grads=True
-                )
-            )
+            loss = self._loss(step, sequences, old_values, advantages, means)
+            means.add("train/loss", loss.detach())
+            weights = list(self.model.weights.values())
+            self._update(torch.autograd.grad(loss, weights, materialize_grads=True))
             means.add("train/grad_norm", self.grad_norms[-1])
         return means.values() | {"train/lr": self.rates[-1]}
+
+    def _loss(
+        self,
+        step: Sequence[str],
+        sequences: Mapping[str, Sequence64],
+        old_values: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
+        advantages: Mapping[str, tuple[float, float]],
+        means: Means,
+    ) -> torch.Tensor:
+        """Return the loss of an optimizer step. old_values: of the old policy."""
+        mixed_ids = [name for name in step if advantages[name][1] == 0]
+        num_tokens = sum(len(sequences[name].rows) for name in mixed_ids)
+        loss = torch.zeros((), dtype=torch.float64)
+        for name in step:
+            logprob, _ = self._logprobs(sequences[name])
+            old_logprob, entropy = old_values[name]
+            token_advantages = _token_advantages(*advantages[name], entropy)
+            kind = "mixed" if name in mixed_ids else "flat"
+            means.add(f"policy/advantage_{kind}", token_advantages.abs())
+            objective = self._objective(logprob, old_logprob, entropy, token_advantages, means)
+            if isinstance(self.algo, GrpoSettings):
+                loss = loss - objective.sum() / num_tokens
+            else:
+                loss = loss - objective / len(mixed_ids)
+        return loss
 
     def _logprobs(
         self, sequence: Sequence64, means: Means | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        logits, differing = self.model.logits(sequence.inputs, sequence.routes)
+        """Return (logprob, entropy) of the trained tokens."""
+        logits, num_different = self.model.logits(sequence.inputs, sequence.routes)
         logp = (logits[sequence.rows] / self.temperature).log_softmax(-1)
         if means is not None and sequence.routes is not None:
-            means.add(
-                "mismatch/route_disagreement", float(differing), sequence.routes[..., 0].numel()
-            )
+            num_rows = sequence.routes[..., 0].numel()
+            means.add("mismatch/route_disagreement", float(num_different), num_rows)
         return logp.gather(-1, sequence.targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
-    def _old(self, sequence: Sequence64, means: Means) -> tuple[torch.Tensor, torch.Tensor]:
+    def _old_values(self, sequence: Sequence64, means: Means) -> tuple[torch.Tensor, torch.Tensor]:
         logprob, entropy = self._logprobs(sequence, means)
-        log_w = logprob - sequence.sampled
+        log_w = logprob - sequence.rollout_logprobs
+        limited_log_w = log_w.clamp(-10, 10)
         means.add("policy/entropy", entropy)
         means.add("mismatch/logprob_abs_mean", log_w.abs())
-        means.add("mismatch/k3_kl", log_w.clamp(-10, 10).exp() - 1 - log_w.clamp(-10, 10))
+        means.add("mismatch/k3_kl", limited_log_w.exp() - 1 - limited_log_w)
         return logprob, entropy
 
     def _objective(
         self,
         logprob: torch.Tensor,
-        old: torch.Tensor,
+        old_logprob: torch.Tensor,
         entropy: torch.Tensor,
         advantages: torch.Tensor,
         means: Means,
     ) -> torch.Tensor:
-        """GRPO: of each token. ESPO: of the sequence."""
+        """Return the objective of each token for GRPO, and of the sequence for ESPO."""
         if isinstance(self.algo, GrpoSettings):
-            ratio = (logprob - old).exp()
-            return _clipped(ratio, advantages, self.algo.clip_low, self.algo.clip_high, means)
+            ratio = (logprob - old_logprob).exp()
+            return _clip(ratio, advantages, self.algo.clip_low, self.algo.clip_high, means)
         assert isinstance(self.algo, EspoSettings)
-        count = max(1, math.ceil(self.algo.fractions[0] * len(old)))
-        by_entropy = sorted(range(len(old)), key=lambda t: (-float(entropy[t]), t))
-        groups = [sorted(g) for g in (by_entropy[:count], by_entropy[count:]) if g]
         parts = []
-        for group in groups:
-            width = (
-                self.algo.alpha
-                * float(entropy[group].mean())
-                / math.log(self.model.config["vocab_size"])
-            )
+        for group in _entropy_groups(entropy, self.algo.fractions[0]):
+            max_entropy = math.log(self.model.config["vocab_size"])
+            width = self.algo.alpha * float(entropy[group].mean()) / max_entropy
             width = max(self.algo.min_clip, width)
-            ratio = (logprob - old)[group].mean().exp().detach() * (
-                logprob[group] - logprob[group].detach()
-            ).exp()
-            parts.append(_clipped(ratio, advantages[group], width, width, means).mean())
+            group_ratio = (logprob - old_logprob)[group].mean().exp().detach()
+            ratio = group_ratio * (logprob[group] - logprob[group].detach()).exp()
+            parts.append(_clip(ratio, advantages[group], width, width, means).mean())
             means.add("policy/epsilon_mean", width)
         return torch.stack(parts).mean()
 
     def _update(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Global-norm clipping and AdamW."""
-        settings, step = self.optimizer, len(self.rates) + 1
-        norm = math.sqrt(sum(float(g.square().sum()) for g in gradients))
-        rate, scale = self._rate(step), min(1.0, settings.clip_grad / (norm + 1e-6))
+        """Clip by the global norm and apply AdamW."""
+        step = len(self.rates) + 1
+        rate = self._rate(step)
+        norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients))
+        scale = min(1.0, self.optimizer.clip_grad / (norm + 1e-6))
         self.grad_norms.append(norm)
         self.rates.append(rate)
-        for (name, weight), gradient in zip(self.model.weights.items(), gradients, strict=True):
-            mean, square = self._moments[name]
-            mean.mul_(settings.beta1).add_((1 - settings.beta1) * scale * gradient)
-            square.mul_(settings.beta2).add_((1 - settings.beta2) * (scale * gradient) ** 2)
-            direction = mean / (1 - settings.beta1**step)
-            direction = direction / ((square / (1 - settings.beta2**step)).sqrt() + settings.eps)
-            with torch.no_grad():
-                decay = settings.weight_decay if weight.ndim >= _NO_DECAY_BELOW else 0.0
-                weight.sub_(rate * (direction + decay * weight))
+        for name, gradient in zip(self.model.weights, gradients, strict=True):
+            self._update_weight(name, scale * gradient, rate, step)
+
+    def _update_weight(self, name: str, gradient: torch.Tensor, rate: float, step: int) -> None:
+        settings = self.optimizer
+        weight = self.model.weights[name]
+        mean, square = self._moments[name]
+        mean.mul_(settings.beta1).add_((1 - settings.beta1) * gradient)
+        square.mul_(settings.beta2).add_((1 - settings.beta2) * gradient**2)
+        direction = mean / (1 - settings.beta1**step)
+        direction = direction / ((square / (1 - settings.beta2**step)).sqrt() + settings.eps)
+        decay = settings.weight_decay if weight.ndim >= _MIN_DIMENSIONS_TO_DECAY else 0.0
+        with torch.no_grad():
+            weight.sub_(rate * (direction + decay * weight))
 
     def _rate(self, step: int) -> float:
-        """Linear warm-up from 0, then linear decay to min_lr_ratio at `total_steps`."""
+        """Return the rate: linear warm-up from 0, then linear decay until `total_steps`."""
         settings = self.optimizer
         if step <= settings.warmup_steps:
             return settings.lr * step / settings.warmup_steps
-        left = (self.total_steps - step) / (self.total_steps - settings.warmup_steps)
-        return settings.lr * (settings.min_lr_ratio + (1 - settings.min_lr_ratio) * left)
+        remaining = (self.total_steps - step) / (self.total_steps - settings.warmup_steps)
+        return settings.lr * (settings.min_lr_ratio + (1 - settings.min_lr_ratio) * remaining)
 
 
-def _per_token(advantage: float, alpha: float, entropies: torch.Tensor) -> torch.Tensor:
-    """[T]: A for all tokens, or α H_t, or -|α| (max H - H_t); the latter two at most 1."""
+def _entropy_groups(entropy: torch.Tensor, fraction: float) -> list[list[int]]:
+    """Return the tokens of the highest entropies, and the other tokens."""
+    count = max(1, math.ceil(fraction * len(entropy)))
+    by_entropy = sorted(range(len(entropy)), key=lambda t: (-float(entropy[t]), t))
+    return [sorted(group) for group in (by_entropy[:count], by_entropy[count:]) if group]
+
+
+def _token_advantages(advantage: float, alpha: float, entropies: torch.Tensor) -> torch.Tensor:
+    """Return A for all tokens, or α H_t, or -|α| (max H - H_t), [T]; the latter two at most 1."""
     if alpha == 0:
         return torch.full_like(entropies, advantage)
-    return (alpha * entropies if alpha > 0 else alpha * (entropies.max() - entropies)).clamp(-1, 1)
+    values = alpha * entropies if alpha > 0 else alpha * (entropies.max() - entropies)
+    return values.clamp(-1, 1)
 
 
-def _clipped(
+def _clip(
     ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float, means: Means
 ) -> torch.Tensor:
-    """min(r A, clip(r, 1 - low, 1 + high) A) of each token."""
-    for name, cut in (
-        ("low", (ratio < 1 - low) & (advantages < 0)),
-        ("high", (ratio > 1 + high) & (advantages > 0)),
-    ):
-        means.add(f"policy/clip_fraction_{name}", cut.double())
+    """Return min(r A, clip(r, 1 - low, 1 + high) A) of each token."""
+    is_clipped_low = (ratio < 1 - low) & (advantages < 0)
+    is_clipped_high = (ratio > 1 + high) & (advantages > 0)
+    means.add("policy/clip_fraction_low", is_clipped_low.double())
+    means.add("policy/clip_fraction_high", is_clipped_high.double())
     means.add("policy/ratio_mean", ratio.detach())
     return torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
