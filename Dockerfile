@@ -1,4 +1,4 @@
-# CUDA image. Versions come from requirements/ and from these arguments. CONTRIBUTING.md says what is tested of it.
+# CUDA image. Versions come from requirements/ and from these arguments. CONTRIBUTING.md lists what is tested of it.
 ARG CUDA_IMAGE=nvidia/cuda:13.0.1-cudnn-devel-ubuntu24.04
 FROM ${CUDA_IMAGE}
 
@@ -26,11 +26,11 @@ COPY requirements requirements
 RUN python requirements/merge_constraints.py requirements/constraints.txt requirements/gpu-constraints.txt \
     > requirements/merged.txt
 
-# torch and what builds against it come first: Transformer Engine and Apex compile with the torch that is installed.
+# torch comes first, because Transformer Engine and Apex compile against the installed torch.
 RUN pip install --constraint requirements/merged.txt torch setuptools ninja packaging numpy wheel
 RUN MAX_JOBS=${BUILD_JOBS} NVTE_FRAMEWORK=pytorch pip install --no-build-isolation --constraint requirements/merged.txt \
     --requirement requirements/gpu.txt --requirement requirements/runtime.txt
-# The `apex` of the package index is an unrelated project; NVIDIA's comes from source.
+# NVIDIA's Apex comes from source. The `apex` of the package index is an unrelated project.
 RUN APEX_CPP_EXT=1 APEX_CUDA_EXT=1 APEX_PARALLEL_BUILD=${BUILD_JOBS} NVCC_APPEND_FLAGS="--threads 4" \
     pip install --no-build-isolation --no-deps "apex @ git+https://github.com/NVIDIA/apex.git@${APEX_REF}"
 RUN pip install --constraint requirements/merged.txt --requirement requirements/dev.txt

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Fill the virtual environment VENV with the pinned packages, in the two steps that SGLang needs.
+# Install the pinned packages into the virtual environment VENV, in the two steps that SGLang needs.
+#
 # usage: requirements/install.sh VENV
 set -euo pipefail
 
@@ -9,16 +10,16 @@ install=("${pip[@]}" install --quiet --no-warn-conflicts --constraint "$here/con
 
 echo "Installing pinned packages into $1 (about 3 GB, a few minutes) ..."
 if ! "${install[@]}" -r "$here/runtime.txt" -r "$here/dev.txt"; then
-    echo "Installation failed. If pip names cuda-toolkit or an nvidia-*-cu* package above, the index it uses offers only" >&2
-    echo "the CUDA build of torch: point pip at PyTorch's CPU wheels (--extra-index-url in pip.conf or PIP_EXTRA_INDEX_URL)." >&2
+    echo "Installation failed. If pip names cuda-toolkit or an nvidia-*-cu* package above, the index has only the" >&2
+    echo "CUDA build of torch. Add PyTorch's CPU wheels: --extra-index-url in pip.conf, or PIP_EXTRA_INDEX_URL." >&2
     exit 1
 fi
 "${install[@]}" --no-deps -r "$here/nodeps.txt"
-# transformers imports a torchvision that it finds, and one built for CUDA cannot be imported beside a CPU torch.
+# transformers imports torchvision if it is installed, and a CUDA build cannot be imported with a CPU torch.
 "$1/bin/python" -c 'import torchvision' 2>/dev/null || "${pip[@]}" uninstall -qq --yes torchvision
 
 cuda=$("${pip[@]}" list --format=freeze | grep -iE '^(cuda-toolkit|nvidia-(cu|nccl|nvjitlink|nvshmem|nvtx))' || true)
 if [ -n "$cuda" ]; then
-    printf 'CUDA packages were installed on a CPU machine; remove %s and run make install again:\n%s\n' "$1" "$cuda" >&2
+    printf 'CUDA packages were installed on a CPU machine. Remove %s, and run make install again:\n%s\n' "$1" "$cuda" >&2
     exit 1
 fi

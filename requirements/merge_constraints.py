@@ -1,5 +1,6 @@
-"""Prints constraints.txt with the versions that other files give instead: merge_constraints.py BASE
-OVERRIDE...
+"""Print constraints.txt with the versions of other files in place of its own.
+
+Usage: merge_constraints.py BASE OVERRIDE...
 """
 
 import re
@@ -8,17 +9,17 @@ from pathlib import Path
 
 
 def merge(texts: list[str]) -> list[str]:
-    """Lines such as `torch==2.13.0`, later texts before earlier ones, sorted by name.
+    """Merge lines such as `torch==2.13.0`, sorted by name. Later texts replace earlier ones.
 
     Comments are dropped.
     """
-    chosen: dict[str, str] = {}
+    lines_by_name: dict[str, str] = {}
     for text in texts:
-        for line in (line.strip() for line in text.splitlines()):
+        for line in map(str.strip, text.splitlines()):
             if line and not line.startswith("#"):
                 name = re.split(r"[<>=!~\[; ]", line, maxsplit=1)[0]
-                chosen[re.sub(r"[-_.]+", "-", name).lower()] = line
-    return [chosen[name] for name in sorted(chosen)]
+                lines_by_name[re.sub(r"[-_.]+", "-", name).lower()] = line
+    return [lines_by_name[name] for name in sorted(lines_by_name)]
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Run the tests of router replay, and whole training steps in every grid, on a newer Megatron-Core, in a virtual
-# environment of its own.
-# usage: requirements/replay_on_newer_megatron.sh [VERSION [VENV]]      PYTHON=... chooses the interpreter
+# Run the tests of router replay and whole training steps with a newer Megatron-Core, in a separate virtual environment.
 #
-# CUDA=1 accepts a CUDA build of torch (gigabytes; it runs without a GPU) where the index has no other for that Python.
+# usage: requirements/replay_on_newer_megatron.sh [VERSION [VENV]]
+#
+# PYTHON=... chooses the interpreter. CUDA=1 accepts a CUDA build of torch, which takes gigabytes and runs without a GPU,
+# if the index has no CPU build for that Python.
 set -euo pipefail
 
 version=${1:-0.19.2} venv=${2:-.venv-megatron-$version}
@@ -15,17 +16,18 @@ for python in ${PYTHON:-python3.12 python3.13 python3}; do
     python=
 done
 if [ -z "$python" ]; then
-    echo "Megatron-Core $version needs Python 3.12 or newer, and ${PYTHON:-python3.12, python3.13 and python3} here is none: install one, or name it with PYTHON=/path/to/python3.12" >&2
+    echo "Megatron-Core $version needs Python 3.12 or newer, which ${PYTHON:-python3.12, python3.13 and python3} is not." >&2
+    echo "Install it, or name it: PYTHON=/path/to/python3.12" >&2
     exit 2
 fi
 
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 pip=("$venv/bin/python" -m pip --disable-pip-version-check)
 install=("${pip[@]}" install --quiet --no-warn-conflicts --constraint "$here/constraints.txt")
-if [ "${CUDA:-0}" = 1 ]; then  # with the triton and the libraries that it names itself
+if [ "${CUDA:-0}" = 1 ]; then # with the versions of triton and CUDA that torch declares
     "${pip[@]}" install --quiet "$(grep -i '^torch==' "$here/constraints.txt")"
 elif ! "${install[@]}" --constraint "$here/no-cuda.txt" torch; then
-    echo "The index offers no CPU build of torch for $("$python" --version): add one that does, or accept the CUDA build with CUDA=1" >&2
+    echo "The index has no CPU build of torch for $("$python" --version). Add an index that has one, or set CUDA=1" >&2
     exit 1
 fi
 "${install[@]}" aiohttp annotated-types hydra-core llvmlite msgspec numba numpy omegaconf psutil pybase64 pyzmq safetensors \
@@ -35,7 +37,7 @@ fi
 cd "$here/.."
 "$venv/bin/python" -c 'import megatron.core, platform, torch
 print("Megatron-Core", megatron.core.__version__, "torch", torch.__version__, "Python", platform.python_version())' 2>/dev/null
-export CUDA_VISIBLE_DEVICES= PYTHONPATH=$PWD:$PWD/kernels:$PWD/tests OMP_NUM_THREADS=1
+export CUDA_VISIBLE_DEVICES= PYTHONPATH=$PWD:$PWD/kernels OMP_NUM_THREADS=1
 exec "$venv/bin/python" -m pytest -q tests/mcore/test_replay.py tests/mcore/test_router_target.py \
     tests/mcore/test_replay_recompute.py tests/mcore/test_replay_sources.py tests/mcore/test_layer_spec.py \
     tests/mcore/test_same_sums.py tests/contracts/test_routes.py \

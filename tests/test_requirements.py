@@ -1,4 +1,4 @@
-"""The pinned versions keep what the packages that need them declare."""
+"""Pinned versions are in the ranges that the packages which need them declare."""
 
 import importlib.metadata
 import re
@@ -12,27 +12,29 @@ REQUIREMENTS = Path(__file__).resolve().parents[1] / "requirements"
 
 
 def pins(name: str) -> dict[str, str]:
+    """Pinned versions of a file, by canonical name."""
     lines = (REQUIREMENTS / name).read_text().splitlines()
-    found = [
-        re.fullmatch(r"([\w.-]+)==(\S+)", line)
-        for line in lines
-        if line and not line.startswith("#")
-    ]
-    return {canonicalize_name(match[1]): match[2] for match in found if match is not None}
+    matches = [re.fullmatch(r"([\w.-]+)==(\S+)", line) for line in lines]
+    return {canonicalize_name(match[1]): match[2] for match in matches if match is not None}
 
 
-@pytest.mark.parametrize("needs", ["megatron-core", "sglang"])
-def test_the_gpu_image_takes_versions_that_these_packages_declare(needs: str) -> None:
-    """Among them Transformer Engine: Megatron's layers call its internals, and a newer one may have
-    moved them.
+@pytest.mark.parametrize("package", ["megatron-core", "sglang"])
+def test_versions_of_the_gpu_image_are_in_declared_ranges(package: str) -> None:
+    """Transformer Engine is one of them: Megatron's layers call its internals.
+
+    A newer Transformer Engine may have moved them.
     """
-    installed, chosen = importlib.metadata.requires(needs), pins("gpu-constraints.txt")
-    declared = [Requirement(text) for text in installed or ()]
-    ranges = [(r.name, r.specifier) for r in declared if canonicalize_name(r.name) in chosen]
-    assert ranges, "one of the versions is there because of this package"
+    versions = pins("gpu-constraints.txt")
+    requirements = [Requirement(text) for text in importlib.metadata.requires(package) or ()]
+    ranges = {
+        canonicalize_name(requirement.name): requirement.specifier
+        for requirement in requirements
+        if canonicalize_name(requirement.name) in versions
+    }
+    assert ranges, f"no version in gpu-constraints.txt is there because of {package}"
     outside = {
-        name: str(allowed)
-        for name, allowed in ranges
-        if chosen[canonicalize_name(name)] not in allowed
+        name: str(specifier)
+        for name, specifier in ranges.items()
+        if versions[name] not in specifier
     }
     assert outside == {}
