@@ -57,31 +57,35 @@ class StepPlanner:
             ExtraRollout(rollout, advantage)
             for rollout, advantage in zip(rollouts, advantages, strict=True)
         ]
+        sections = self._sections(step, mixed_rollouts, extra_rollouts)
+        plan_rollouts = list(itertools.chain.from_iterable(sections))
+        entropy_advantages = tuple(rollout.entropy_advantage for rollout in plan_rollouts)
+        return StepPlan(
+            step=step,
+            rollouts=tuple(rollout.rollout for rollout in plan_rollouts),
+            advantages=tuple(rollout.advantage for rollout in plan_rollouts),
+            optimizer_steps=self._optimizer_steps(sections, denominator_only),
+            entropy_advantages=entropy_advantages if any(entropy_advantages) else (),
+        )
+
+    def _sections(
+        self,
+        step: int,
+        mixed_rollouts: Sequence[ExtraRollout],
+        extra_rollouts: Sequence[ExtraRollout],
+    ) -> list[list[ExtraRollout]]:
+        """Shuffle the rollouts of each kind. Only the first section counts in the denominators."""
         tied_rollouts = [extra for extra in extra_rollouts if extra.entropy_advantage == 0.0]
         zero_variance_rollouts = [
             extra for extra in extra_rollouts if extra.entropy_advantage != 0.0
         ]
-        mixed_rollouts = self._shuffle_usable(f"{step}", mixed_rollouts)
-        tied_rollouts = self._shuffle_usable(f"{step}/tied", tied_rollouts)
-        zero_variance_rollouts = self._shuffle_usable(f"{step}/flat", zero_variance_rollouts)
-        if mixed_rollouts:
-            # Only the first section counts in the denominators.
-            limit = len(mixed_rollouts)
-            sections = [mixed_rollouts, tied_rollouts[:limit], zero_variance_rollouts[:limit]]
-        else:
-            sections = [tied_rollouts + zero_variance_rollouts]
-        planned_rollouts = list(itertools.chain.from_iterable(sections))
-        return StepPlan(
-            step=step,
-            rollouts=tuple(planned_rollout.rollout for planned_rollout in planned_rollouts),
-            advantages=tuple(planned_rollout.advantage for planned_rollout in planned_rollouts),
-            optimizer_steps=self._optimizer_steps(sections, denominator_only),
-            entropy_advantages=(
-                tuple(planned_rollout.entropy_advantage for planned_rollout in planned_rollouts)
-                if zero_variance_rollouts
-                else ()
-            ),
-        )
+        mixed_section = self._shuffle_usable(f"{step}", mixed_rollouts)
+        tied_section = self._shuffle_usable(f"{step}/tied", tied_rollouts)
+        zero_variance_section = self._shuffle_usable(f"{step}/flat", zero_variance_rollouts)
+        if not mixed_section:
+            return [tied_section + zero_variance_section]
+        limit = len(mixed_section)
+        return [mixed_section, tied_section[:limit], zero_variance_section[:limit]]
 
     def _shuffle_usable(
         self, seed_suffix: str, rollouts: Sequence[ExtraRollout]
@@ -103,9 +107,7 @@ class StepPlanner:
 
         sections: rollouts of the plan, in its order. The first section counts in the denominators.
         """
-        rollouts = [
-            planned_rollout.rollout for planned_rollout in itertools.chain.from_iterable(sections)
-        ]
+        rollouts = [extra.rollout for extra in itertools.chain.from_iterable(sections)]
         bounds = [0, *itertools.accumulate(len(section) for section in sections)]
         only_in_denominators = [ref for ref in denominator_only if ref.num_trainable > 0]
         num_steps = min(self._num_optimizer_steps, len(sections[0]))
