@@ -59,6 +59,8 @@ class LoopState(msgspec.Struct, frozen=True, kw_only=True):
     nonfinite: number of most recent consecutive steps with NaN or Inf.
     accuracies: all evaluations so far.
     phase: None without the key `curriculum`.
+    unevaluated_metrics: the metrics of `step` when its evaluation is still to be done, because a
+    stop request or a failure prevented it; None otherwise.
 
     No rollout is running between two steps, and every requested rollout was used, because
     rollout.max_staleness is 0.
@@ -71,6 +73,7 @@ class LoopState(msgspec.Struct, frozen=True, kw_only=True):
     nonfinite: Count = 0
     accuracies: tuple[float, ...] = ()
     phase: PhaseState | None = None
+    unevaluated_metrics: dict[str, float] | None = None
 
 
 class RunState(msgspec.Struct, frozen=True, kw_only=True):

@@ -123,9 +123,12 @@ def describe_update(values: Mapping[str, float]) -> list[str]:
     """The optimizer's view of a step, or the reason why nothing was trained."""
     if not values.get("train/samples", 1.0):
         return [f"nothing trained: {describe_untrained_groups(values)}"]
+    zero_variance = f"zero-variance {values.get('rollout/zero_variance_rate', 0.0):.0%}"
+    if "train/nonfinite" not in values:
+        return [zero_variance]  # mode=rollout_only has no update
     grad_norm = values.get("train/grad_norm", math.nan)
     return [
-        f"zero-variance {values.get('rollout/zero_variance_rate', 0.0):.0%}",
+        zero_variance,
         f"entropy {values.get('policy/entropy', math.nan):.3f}",
         f"grad {grad_norm:.2f}" if math.isfinite(grad_norm) else "no update: NaN or Inf",
     ]

@@ -10,6 +10,7 @@ from statistics import fmean
 
 from megatron_rl.config.schema import EvalSettings, RunSettings, SyncSettings, TrainSettings
 from megatron_rl.contracts.commands import Save, Train
+from megatron_rl.contracts.exit_codes import Failure
 from megatron_rl.contracts.run_state import LoopState
 from megatron_rl.contracts.step_plan import StepPlan
 from megatron_rl.credit.account import account, account_warning, usage
@@ -56,6 +57,7 @@ class Leader:
     _pending_metrics: dict[str, float] = field(default_factory=dict)
     _accuracies: deque[float] = field(default_factory=deque)
     _is_synced: bool = False
+    _unevaluated_metrics: dict[str, float] | None = None
     _audit_obstacle_logged: bool = False
     _unchanged_weights: UnchangedWeightsAlarm = field(default_factory=UnchangedWeightsAlarm)
     _balance: ZeroVarianceBalanceAlarm = field(default_factory=ZeroVarianceBalanceAlarm)
@@ -74,18 +76,19 @@ class Leader:
         """Train to the end, save the weights if `run.save_weights` is set, and end every rank."""
         step = self._first_step - 1
         key = self._ending_key(step)
-        if key:
+        if key and self._unevaluated_metrics is None:
             self.records.progress.log(
                 f"nothing is left to train after step {step}: raise {key} to train further"
             )
         else:
             self._enter_phase(self._first_step)
-            self._begin()
+            self._begin(step)
             self._exit_if_requested(step)
         while not self._ending_key(step):
             step += 1
             self._run_step(step)
             self._save_checkpoint(step, last=bool(self._ending_key(step)))
+        self._guard.require_update(step)
         self.save_weights(step)
         self.dispatcher.finish()
         self.holder.stop()
@@ -107,6 +110,7 @@ class Leader:
             nonfinite=self._guard.count,
             accuracies=tuple(self._accuracies),
             phase=None if self.curriculum is None else self.curriculum.state,
+            unevaluated_metrics=self._unevaluated_metrics,
         )
 
     def train_step(self, step: int, values: dict[str, float]) -> None:
@@ -146,8 +150,8 @@ class Leader:
         self._is_synced = True
 
     def evaluate(self, step: int, values: dict[str, float]) -> None:
-        """Measure held-out pass@1 when it is due, and add it to `values`."""
-        if self.parts.evaluation is None or not self._is_evaluation_due(step):
+        """Measure held-out pass@1, and add it to `values`."""
+        if self.parts.evaluation is None:
             return
         self.send_weights(values)
         watch = Stopwatch()
@@ -164,6 +168,7 @@ class Leader:
         self._is_resumed = True
         self._guard.count = state.nonfinite
         self._accuracies = deque(state.accuracies)
+        self._unevaluated_metrics = state.unevaluated_metrics
         self.parts.rollouts.restore(state.selection)
         if self.curriculum is not None and state.phase is not None:
             self.curriculum.restore(state.phase)
@@ -175,25 +180,59 @@ class Leader:
         with self._stop_in_time(step), self._record(step) as values:
             self._enter_phase(step)
             self.train_step(step, values)
-            self.evaluate(step, values)
+            is_due = self._is_evaluation_due(step)
+            # After a stop request, the remaining time belongs to the checkpoint
+            is_last = step == self.train.total_steps
+            is_postponed = is_due and not is_last and self._is_stop_requested()
+            if is_due and not is_postponed:
+                self._evaluate_or_save(step, values)
             if self.curriculum is not None:
                 values |= self.curriculum.update(values)
+            self._unevaluated_metrics = dict(values) if is_postponed else None
+
+    def _evaluate_or_save(self, step: int, values: dict[str, float]) -> None:
+        """Evaluate a step. If that fails, first save what the step has trained."""
+        try:
+            self.evaluate(step, values)
+        except Failure:
+            self._unevaluated_metrics = dict(values)
+            if self.checkpoints is not None and self.checkpoints.settings.checkpoint_every:
+                self.checkpoints.save(self.state(step))
+            elif self._ending_key(step):
+                self.save_weights(step)
+            raise
 
     def _enter_phase(self, step: int) -> None:
         if self.curriculum is not None:
             self.parts = self.curriculum.enter(step, self.parts)
 
-    def _begin(self) -> None:
+    def _begin(self, step: int) -> None:
         """Send the engines the weights that the run begins with.
 
-        A new run is evaluated too, and has a record of step 0.
+        A new run is evaluated too, and has a record of step 0. A resumed run makes up for an
+        evaluation of `step` that it owes, and writes the record of that step again.
         """
         if not self._is_resumed:
             with self._record(0) as values:
                 self.send_weights(values)
-                self.evaluate(0, values)
-        elif self.sync.when == "step":
+                if self._is_evaluation_due(0) and not self._is_stop_requested():
+                    self.evaluate(0, values)
+            return
+        if self.sync.when == "step":
             self.send_weights(self._pending_metrics)
+        if self._unevaluated_metrics is not None:
+            self._make_up_evaluation(step, self._unevaluated_metrics)
+
+    def _make_up_evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        values = dict(metrics)
+        try:
+            self.evaluate(step, values)
+            if self.curriculum is not None:
+                tokens = {"rollout/tokens": 0.0}  # the checkpoint has counted them
+                values |= self.curriculum.update(values | tokens)
+            self._unevaluated_metrics = None
+        finally:
+            self.records.metrics.write(step, values)
 
     def _training_metrics(
         self, batch: RolloutBatch, credit: BatchCredit, plan: StepPlan, outcome: TrainOutcome
@@ -277,10 +316,11 @@ class Leader:
     def _is_evaluation_due(self, step: int) -> bool:
         if step == self.train.total_steps:
             return True
-        if self.checkpoints is not None and self.checkpoints.stop_requested:
-            return False  # the remaining time belongs to the checkpoint
         every = self.eval.every if step else 1
         return step >= self.eval.start_step and every > 0 and step % every == 0
+
+    def _is_stop_requested(self) -> bool:
+        return self.checkpoints is not None and self.checkpoints.stop_requested
 
     def _ending_key(self, step: int) -> str:
         """Return the key that ends the run with this step, or an empty string."""

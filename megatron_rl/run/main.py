@@ -32,13 +32,14 @@ def run(configuration: Configuration) -> int:
     With any other code the process exits here, within seconds and after it has reported why.
     """
     ranks = LocalRanks.from_environment(os.environ)
-    reporter = ExitReporter(ranks)
+    saves_checkpoints = configuration.run.checkpoint_every > 0
+    is_resumable = saves_checkpoints and configuration.run.resume == "auto"
+    reporter = ExitReporter(ranks, is_resumable=is_resumable)
     is_leader = ranks.rank == 0
     progress = Progress(
         configuration.train.total_steps, enabled=configuration.logger.progress and is_leader
     )
     stop = StopRequest(configuration.run.stop_within_s + (0.0 if is_leader else _FOLLOW_SECONDS))
-    saves_checkpoints = configuration.run.checkpoint_every > 0
     parts = OpenParts()
     threading.excepthook = hide_write_errors
     # torch warns when peers end; the exit reporter says why they did

@@ -54,7 +54,7 @@ def open_loop(
         ),
     )
     if worker is not None:
-        supervision.stop.accept_sigterm()
+        supervision.stop.accept_signals()
     if mode is None:
         return dispatcher.follow
     parts = LoopParts(
@@ -137,5 +137,7 @@ def _open_records(setup: RunSetup, supervision: Supervision) -> RunRecords:
     first_step = None
     if state is not None and setup.configuration.mode not in _MODES_WITHOUT_MODEL:
         first_step = state.step + 1
+        if state.position.unevaluated_metrics is not None:
+            first_step = state.step
     metrics = MetricsLog(setup.directory, setup.configuration.logger, first_step)
     return RunRecords(setup.directory, supervision.parts.enter(metrics), setup.progress)

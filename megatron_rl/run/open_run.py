@@ -6,7 +6,8 @@ Engines take the longest to load. They are started first, and Megatron is import
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import datetime
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megatron_rl.config.curriculum import sized_for_all_phases
@@ -18,16 +19,19 @@ from megatron_rl.models.families import read_shape
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.prompts.selection.transferred_beliefs import TransferredBeliefs
 from megatron_rl.records.progress import Progress
-from megatron_rl.records.run_directory import RunDirectory
+from megatron_rl.records.run_directory import RunDirectory, run_directory_path
 from megatron_rl.records.run_lock import mark_run_alive
 from megatron_rl.run.checkpoints.belief_transfer import read_transferred_beliefs
 from megatron_rl.run.checkpoints.disk_space import require_disk_space
 from megatron_rl.run.checkpoints.resume import ResumePoint, find_resume_point, open_run_directory
-from megatron_rl.run.checkpoints.resumed_directory import claim_directory
+from megatron_rl.run.checkpoints.resumed_directory import RunComplete, claim_directory
 from megatron_rl.run.setup import RunSetup
 from megatron_rl.run.supervision.open_parts import OpenParts
 from megatron_rl.run.supervision.supervision import Supervision
 from megatron_rl.training.collectives import broadcast_bytes
+
+# Rank 0 sends it before the path of a run that is complete
+_COMPLETE = "complete:"
 
 
 class RankZeroFailed(Failure):
@@ -50,6 +54,9 @@ def open_run(c: Configuration, supervision: Supervision) -> tuple[RunDirectory, 
     parts.callback(leave)
     resume_point = _find_resume_point(c, job, progress, parts)
     setup = _open_directory(c, shape, job, resume_point, supervision)
+    if setup.is_complete:
+        progress.log(f"the run in {setup.directory.path} is complete: nothing is left to do")
+        return setup.directory, _do_nothing
     progress.log(
         f"{job.world_size} rank(s) on {job.num_nodes} node(s); run directory {setup.directory.path}"
     )
@@ -102,29 +109,57 @@ def _open_directory(
     supervision: Supervision,
 ) -> RunSetup:
     """Rank 0 makes or reopens the directory, and all ranks mark the run as alive."""
+    path = run_directory_path(c.run, datetime.datetime.now())
+    warnings: list[str] = []
     beliefs: list[TransferredBeliefs] = []
 
     def open_on_rank_zero() -> str:
         resume_point.changed_settings(c)
-        require_disk_space(c, shape, resume_point.checkpoint)
-        other_beliefs = read_transferred_beliefs(c, resume_point.state)
-        if other_beliefs is not None:
-            beliefs.append(other_beliefs)
-        return str(open_run_directory(c, resume_point, ranks=job.world_size).path)
+        require_disk_space(c, shape)
+        transferred_beliefs = read_transferred_beliefs(c, resume_point.state)
+        if transferred_beliefs is not None:
+            beliefs.append(transferred_beliefs)
+            warnings.extend(transferred_beliefs.warnings)
+        if c.run.resume == "auto":
+            warnings.extend(_warn_of_restart(path, resume_point))
+        try:
+            return str(open_run_directory(c, resume_point, ranks=job.world_size).path)
+        except RunComplete as complete:
+            progress = supervision.progress
+            progress.log(str(complete))
+            return f"{_COMPLETE}{path}"
 
-    path = Path(_run_on_rank_zero(job, open_on_rank_zero))
-    supervision.reporter.directory = path
+    text = _run_on_rank_zero(job, open_on_rank_zero)
+    is_complete = text.startswith(_COMPLETE)
+    directory = RunDirectory(Path(text.removeprefix(_COMPLETE)))
+    supervision.reporter.directory = directory.path
     with contextlib.suppress(OSError):  # a file system without locks
-        supervision.parts.enter(mark_run_alive(path))
+        supervision.parts.enter(mark_run_alive(directory.path))
     return RunSetup(
         configuration=c,
         shape=shape,
         job=job,
         resume_point=resume_point,
-        directory=RunDirectory(path),
+        directory=directory,
         beliefs=beliefs[0] if beliefs else None,
+        warnings=tuple(warnings),
+        is_complete=is_complete,
         progress=supervision.progress,
     )
+
+
+def _do_nothing() -> None:
+    """Serve as the loop of a run that is complete."""
+
+
+def _warn_of_restart(path: Path, resume_point: ResumePoint) -> Iterator[str]:
+    """Warn when a run that has records starts again, because no checkpoint is left of it."""
+    metrics = RunDirectory(path).metrics_file
+    if resume_point.state is None and metrics.exists() and metrics.stat().st_size:
+        yield (
+            f"{path} has records but no checkpoint. The run starts again from step 0, and its "
+            "earlier records move to resumed/"
+        )
 
 
 def _log_resume_point(setup: RunSetup) -> None:
@@ -139,7 +174,7 @@ def _log_resume_point(setup: RunSetup) -> None:
         )
     for checkpoint in resume_point.damaged_checkpoints:
         log(f"warning: skipping a damaged checkpoint: {checkpoint}")
-    for warning in setup.beliefs.warnings if setup.beliefs is not None else ():
+    for warning in setup.warnings:
         log(f"warning: {warning}")
     if resume_point.state is not None:
         log(f"resuming after step {resume_point.state.step}, from {resume_point.checkpoint}")

@@ -17,7 +17,8 @@ from megatron_rl.run.checkpoints.resume import ResumePoint
 class RunSetup:
     """Everything that a rank knows before Megatron is imported.
 
-    beliefs: beliefs transferred from another run; rank 0 only.
+    beliefs: beliefs transferred from another run. warnings: lines for the user. Both are known to
+    rank 0 alone. is_complete: the run was resumed, and nothing is left to do.
     """
 
     configuration: Configuration
@@ -27,3 +28,5 @@ class RunSetup:
     directory: RunDirectory
     beliefs: TransferredBeliefs | None
     progress: Progress
+    warnings: tuple[str, ...] = ()
+    is_complete: bool = False

@@ -31,6 +31,7 @@ STEP = {
     "policy/entropy": 1.25,
     "train/grad_norm": 0.75,
     "train/samples": 256.0,
+    "train/nonfinite": 0.0,
 }
 
 
@@ -110,7 +111,7 @@ def test_tied_groups_have_zero_variance_too() -> None:
 
 
 def test_a_step_that_was_not_applied_is_marked() -> None:
-    assert describe_update({"train/samples": 8.0})[-1] == "no update: NaN or Inf"
+    assert describe_update({"train/samples": 8.0, "train/nonfinite": 1.0})[-1] == "no update: NaN or Inf"
 
 
 def test_rejected_rollouts_are_in_the_line_with_their_reasons() -> None:
@@ -181,3 +182,8 @@ def test_a_full_disk_under_standard_output_does_not_end_the_run() -> None:
     with open("/dev/full", "w") as full:
         assert print_line("x", full) is False
         assert print_line("x", full) is True  # the stream is /dev/null by now
+
+
+def test_a_recorded_step_has_no_update_to_report() -> None:
+    values = {"rollout/zero_variance_rate": 0.25}
+    assert describe_update(values) == ["zero-variance 25%"]

@@ -1,17 +1,18 @@
 """The order of the calls of a run: when it evaluates, syncs and stops."""
 
 import io
-from typing import Any
+from pathlib import Path
 
 import pytest
 
 from megatron_rl.config.schema import CreditSettings
-from megatron_rl.run.leader import NonFiniteRun
+from megatron_rl.rollouts.evaluation import EvaluationFailed
+from megatron_rl.run.nonfinite_guard import NonFiniteRun
 from tests.support.groups import group
 from tests.support.leaders import ScriptedParts, lead
 
 
-def test_order_of_calls_in_a_run(tmp_path: Any) -> None:
+def test_order_of_calls_in_a_run(tmp_path: Path) -> None:
     parts = lead(ScriptedParts(), tmp_path)
     assert parts.calls == [
         "sync 0",
@@ -31,7 +32,7 @@ def test_order_of_calls_in_a_run(tmp_path: Any) -> None:
     assert parts.metrics[1]["sync/version"] == 1 and parts.metrics[2]["eval/accuracy"] == 0.5
 
 
-def test_evaluations_follow_every_and_start_step(tmp_path: Any) -> None:
+def test_evaluations_follow_every_and_start_step(tmp_path: Path) -> None:
     def evaluated_steps(**evals: int) -> list[str]:
         calls = lead(ScriptedParts(), tmp_path, steps=7, evals=evals).calls
         return [text.split()[1] for text in calls if text.startswith("evaluate")]
@@ -41,7 +42,7 @@ def test_evaluations_follow_every_and_start_step(tmp_path: Any) -> None:
     assert evaluated_steps(every=0) == ["0", "7"]
 
 
-def test_sync_when_evaluation_sends_weights_before_evaluations_only(tmp_path: Any) -> None:
+def test_sync_when_evaluation_sends_weights_before_evaluations_only(tmp_path: Path) -> None:
     parts = lead(
         ScriptedParts(), tmp_path, steps=4, evals={"every": 2, "start_step": 1}, when="evaluation"
     )
@@ -55,7 +56,7 @@ def test_sync_when_evaluation_sends_weights_before_evaluations_only(tmp_path: An
     ]
 
 
-def test_run_stops_when_the_mean_accuracy_reaches_stop_at(tmp_path: Any) -> None:
+def test_run_stops_when_the_mean_accuracy_reaches_stop_at(tmp_path: Path) -> None:
     evals = {"every": 1, "stop_at": 0.5, "stop_average": 2}
     parts = lead(
         ScriptedParts(accuracies=[0.1, 0.6, 0.3, 0.8, 0.9]), tmp_path, steps=9, evals=evals
@@ -68,7 +69,7 @@ def test_run_stops_when_the_mean_accuracy_reaches_stop_at(tmp_path: Any) -> None
     assert parts.calls[-3:] == ["save step-3", "finish", "stop"]
 
 
-def test_warning_when_stop_at_was_not_reached(tmp_path: Any) -> None:
+def test_warning_when_stop_at_was_not_reached(tmp_path: Path) -> None:
     evals = {"every": 1, "stop_at": 0.5, "stop_average": 2}
     screen = io.StringIO()
     lead(ScriptedParts(accuracies=[0.1, 0.2, 0.6]), tmp_path, evals=evals, stream=screen)
@@ -80,7 +81,7 @@ def test_warning_when_stop_at_was_not_reached(tmp_path: Any) -> None:
     assert "eval.stop_at" not in screen.getvalue()
 
 
-def test_evaluation_line_counts_lost_responses(tmp_path: Any) -> None:
+def test_evaluation_line_counts_lost_responses(tmp_path: Path) -> None:
     screen = io.StringIO()
     lead(ScriptedParts(num_lost=3), tmp_path, stream=screen)
     assert (
@@ -92,7 +93,7 @@ def test_evaluation_line_counts_lost_responses(tmp_path: Any) -> None:
     assert "lost" not in screen.getvalue()
 
 
-def test_audit_obstacle_is_logged_once(tmp_path: Any) -> None:
+def test_audit_obstacle_is_logged_once(tmp_path: Path) -> None:
     parts = ScriptedParts()
     screen = io.StringIO()
     parts.audit_obstacle = "this SGLang has no checksums"
@@ -103,7 +104,7 @@ def test_audit_obstacle_is_logged_once(tmp_path: Any) -> None:
     )
 
 
-def test_consecutive_nonfinite_steps_end_the_run_and_are_recorded(tmp_path: Any) -> None:
+def test_consecutive_nonfinite_steps_end_the_run_and_are_recorded(tmp_path: Path) -> None:
     parts = ScriptedParts(finite=[False, True, False, False])
     with pytest.raises(NonFiniteRun, match=r"2 consecutive steps .*train\.max_nonfinite_steps=2"):
         lead(parts, tmp_path, steps=9, max_nonfinite_steps=2)
@@ -116,7 +117,7 @@ def test_consecutive_nonfinite_steps_end_the_run_and_are_recorded(tmp_path: Any)
     assert [parts.metrics[step]["train/nonfinite"] for step in (1, 2, 3, 4)] == [1, 0, 1, 1]
 
 
-def test_step_without_rollouts_counts_as_neither_finite_nor_nonfinite(tmp_path: Any) -> None:
+def test_step_without_rollouts_counts_as_neither_finite_nor_nonfinite(tmp_path: Path) -> None:
     parts = ScriptedParts(finite=[True] * 3, groups=[group(1.0, 1.0, name="uniform")])
     lead(parts, tmp_path, steps=3)
     assert parts.metrics[1]["train/optimizer_steps"] == 0
@@ -124,14 +125,14 @@ def test_step_without_rollouts_counts_as_neither_finite_nor_nonfinite(tmp_path: 
     assert parts.metrics[1]["rollout/wasted_token_fraction"] == 1.0
 
 
-def test_trained_tokens_are_not_wasted(tmp_path: Any) -> None:
+def test_trained_tokens_are_not_wasted(tmp_path: Path) -> None:
     parts = lead(ScriptedParts(), tmp_path)  # two rollouts of four trained tokens, eight generated
     assert parts.metrics[1]["rollout/wasted_token_fraction"] == 0.0
     assert parts.metrics[1]["train/samples"] == 2
 
 
 def test_run_that_trains_nothing_warns_in_every_step_and_at_the_end(
-    tmp_path: Any,
+    tmp_path: Path,
 ) -> None:
     screen = io.StringIO()
     lead(ScriptedParts(groups=[group(0.0, 0.0, name="uniform")]), tmp_path, steps=4, stream=screen)
@@ -147,13 +148,13 @@ def test_run_that_trains_nothing_warns_in_every_step_and_at_the_end(
     assert "4 of 4 steps trained nothing: every answer is incorrect" in lines[-1]
 
 
-def test_run_that_trains_does_not_warn(tmp_path: Any) -> None:
+def test_run_that_trains_does_not_warn(tmp_path: Path) -> None:
     screen = io.StringIO()
     lead(ScriptedParts(), tmp_path, steps=4, stream=screen)
     assert "trained nothing" not in screen.getvalue() and "warning" not in screen.getvalue()
 
 
-def test_every_token_is_accounted_in_one_class(tmp_path: Any) -> None:
+def test_every_token_is_accounted_in_one_class(tmp_path: Path) -> None:
     parts = ScriptedParts(finite=[True, False])
     screen = io.StringIO()
     lead(parts, tmp_path, stream=screen)
@@ -170,7 +171,7 @@ def test_every_token_is_accounted_in_one_class(tmp_path: Any) -> None:
     assert "| tokens: 100% mixed |" in screen.getvalue() and "unaccounted" not in screen.getvalue()
 
 
-def test_unbalanced_account_warns_and_the_run_continues(tmp_path: Any) -> None:
+def test_unbalanced_account_warns_and_the_run_continues(tmp_path: Path) -> None:
     screen = io.StringIO()
     parts = lead(
         ScriptedParts(groups=[group(1.0, 0.0, num_generated=[4, 5])]), tmp_path, stream=screen
@@ -185,7 +186,7 @@ def test_unbalanced_account_warns_and_the_run_continues(tmp_path: Any) -> None:
     assert parts.calls[-1] == "stop"
 
 
-def test_zero_variance_groups_train_beside_mixed_ones_with_zvp(tmp_path: Any) -> None:
+def test_zero_variance_groups_train_beside_mixed_ones_with_zvp(tmp_path: Path) -> None:
     groups = [group(1.0, 0.0, name="m"), group(1.0, 1.0, name="f")]
     assert (
         lead(ScriptedParts(groups=groups), tmp_path).metrics[1]["train/zero_variance_samples"] == 0
@@ -193,3 +194,22 @@ def test_zero_variance_groups_train_beside_mixed_ones_with_zvp(tmp_path: Any) ->
     zvp = lead(ScriptedParts(groups=groups), tmp_path, credit=CreditSettings(all_correct="zvp"))
     assert zvp.metrics[1]["train/zero_variance_samples"] == 2
     assert zvp.metrics[1]["account/trained/flat"] == 8
+
+
+def test_a_run_without_any_update_fails(tmp_path: Path) -> None:
+    parts = ScriptedParts(finite=[False, False])
+    with pytest.raises(NonFiniteRun, match="every step had NaN or Inf"):
+        lead(parts, tmp_path, steps=2, max_nonfinite_steps=3)
+
+
+def test_a_failed_last_evaluation_keeps_the_trained_weights(tmp_path: Path) -> None:
+    parts = ScriptedParts()
+
+    def fail(label: str) -> None:
+        if label == "2":
+            raise EvaluationFailed("too many responses are lost")
+
+    parts.on_measure = fail
+    with pytest.raises(EvaluationFailed):
+        lead(parts, tmp_path, steps=2)
+    assert "save step-2" in parts.calls

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.plugins import PluginError
-from megatron_rl.rollouts.collector import _failure
+from megatron_rl.rollouts.collector import _failure_report
 from megatron_rl.rollouts.rejections import UserClassFailed, is_lost_by_user_class
 from tests.support.scripts import start_script
 
@@ -53,9 +53,9 @@ def test_broken_user_class_starts_nothing(
 
 
 def test_class_that_fails_in_the_collector_is_not_an_engine_fault() -> None:
-    failure = _failure(PluginError("reward.name=mine:Scorer: no"))
-    assert (failure.reason, failure.refused) == ("reward.name=mine:Scorer: no", True)
-    assert not _failure(ValueError("x")).refused
+    failure = _failure_report(PluginError("reward.name=mine:Scorer: no"))
+    assert (failure.reason, failure.is_refusal) == ("reward.name=mine:Scorer: no", True)
+    assert not _failure_report(ValueError("x")).is_refusal
 
 
 def test_rollouts_lost_by_a_scorer_are_not_an_engine_fault() -> None:

@@ -60,6 +60,7 @@ class ScriptedParts:
         self.metrics: dict[int, dict[str, float]] = {}
         self.released_groups: list[str] = []
         self.version = -1
+        self.on_measure: Callable[[str], object] = lambda label: None
         self.audit_obstacle = ""
         self._num_lost = num_lost
         self._on_sample = on_sample
@@ -90,6 +91,7 @@ class ScriptedParts:
         return RolloutBatch(self._groups, 8, delivered_ids=group_ids)
 
     def measure(self, label: str) -> Accuracy:
+        self.on_measure(label)
         self.calls.append(f"evaluate {label} at version {self.version}")
         return Accuracy(
             accuracy=next(self._accuracies, 0.5),

@@ -32,13 +32,13 @@ from megatron_rl.training.collectives import broadcast_bytes, gather_bytes
 if TYPE_CHECKING:
     from megatron_rl.training.worker import Worker
 
-# These keys give the saved state its meaning, so a resumed run cannot change them
+# These keys and sections give the saved state its meaning, so a resumed run cannot change them
 _FIXED_KEYS = (
     "model.path",
     "model.init",
     "seed",
     "mode",
-    "data.",
+    "data",
     "rollout.prompts_per_step",
     "rollout.recording",
     "curriculum",
@@ -121,7 +121,7 @@ class ResumePoint:
         measures = c.mode in ("eval", "profile")
         changes = _changes(self.state.settings, flat_configuration(c))
         fixed_keys = _FIXED_KEYS_OF_MEASUREMENTS if measures else _FIXED_KEYS
-        refusals = [text for key, text in changes.items() if key.startswith(fixed_keys)]
+        refusals = [text for key, text in changes.items() if _is_fixed(key, fixed_keys)]
         if refusals:
             raise CheckpointOfOtherRun(
                 f"run.resume={c.run.resume!r}: {self.checkpoint} belongs to a run with other "
@@ -229,6 +229,11 @@ def _changes(saved_settings: dict[str, Any], settings: dict[str, Any]) -> dict[s
         if not _is_same(key, value, saved_value):
             changes[key] = f"{key}: {saved_value!r} -> {value!r}"
     return changes
+
+
+def _is_fixed(key: str, fixed_keys: Sequence[str]) -> bool:
+    """True for a fixed key, and for a key of a fixed section."""
+    return any(key == fixed or key.startswith(f"{fixed}.") for fixed in fixed_keys)
 
 
 def _is_same(key: str, value: Any, saved_value: Any) -> bool:

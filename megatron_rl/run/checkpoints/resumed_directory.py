@@ -37,6 +37,10 @@ _ARCHIVE = "resumed"
 _FILES_TO_ARCHIVE = ("exit.json", "left_out.txt", STOP_FILE)
 
 
+class RunComplete(Exception):
+    """The run to resume is complete: nothing is left to do."""
+
+
 class _Step(msgspec.Struct):
     step: int
 
@@ -67,8 +71,7 @@ def reopen_directory(configuration: Configuration, position: LoopState | None) -
     """Prepare the claimed directory of a run that resumes. Rank 0 only.
 
     position: the state to resume from, None to start from the beginning. Records of later steps,
-    exit.json and a changed config.yaml move to `resumed/N/`. Raises `RunDirectoryTaken` when the
-    run is complete.
+    exit.json and a changed config.yaml move to `resumed/N/`. Raises `RunComplete`.
     """
     path = run_directory_path(configuration.run, datetime.datetime.now())
     step = None
@@ -76,6 +79,8 @@ def reopen_directory(configuration: Configuration, position: LoopState | None) -
         step = position.step
         key = ending_key(step, position.accuracies, configuration.train, configuration.eval)
         _require_incomplete(path, key)
+        if position.unevaluated_metrics is not None:
+            step -= 1  # the resumed run evaluates this step, and writes its record again
     archive = _next_folder(path / _ARCHIVE)
     truncate_metrics(path / "metrics.jsonl", archive / "metrics.jsonl", step)
     for name in _FILES_TO_ARCHIVE:
@@ -120,14 +125,14 @@ def _is_until(line: bytes, step: int | None) -> bool:
 
 
 def _require_incomplete(path: Path, key: str) -> None:
-    """Raise `RunDirectoryTaken` for a complete run.
+    """Raise `RunComplete` for a complete run.
 
     key: the setting that ends the run at its checkpoint; empty when there are steps left. A run
     that was killed just before its end is resumed, so that it can end.
     """
     exit_record = read_exit_record(path)
     if key and exit_record is not None and exit_record.code == ExitCode.OK:
-        raise _cannot_resume(path, f"its run is complete. Raise {key} to train further")
+        raise RunComplete(f"the run in {path} is complete. Raise {key} to train further")
 
 
 def _replace_settings(file: Path, settings: str, archive: Path) -> None:

@@ -34,13 +34,21 @@ class ExitReporter:
     `report_cause`, `report_consequence` and `report_signal`, the first call decides. Any thread may
     call them.
 
-    patience_seconds: the time that a rank waits for the report of another one. directory: the run
-    directory, None until there is one. exit_code: the code that this process will end with, None
-    while it runs. has_reported: True once this rank has reported the cause.
+    is_resumable: the run resumes when its command is run again, so that a SIGTERM ends it with the
+    code for that. patience_seconds: the time that a rank waits for the report of another one.
+    directory: the run directory, None until there is one. exit_code: the code that this process
+    will end with, None while it runs. has_reported: True once this rank has reported the cause.
     """
 
-    def __init__(self, ranks: LocalRanks, *, patience_seconds: float = _PATIENCE_SECONDS) -> None:
+    def __init__(
+        self,
+        ranks: LocalRanks,
+        *,
+        is_resumable: bool = False,
+        patience_seconds: float = _PATIENCE_SECONDS,
+    ) -> None:
         self._ranks = ranks
+        self._is_resumable = is_resumable
         self._patience = patience_seconds
         self._lock = threading.Lock()
         self.directory: Path | None = None
@@ -102,7 +110,11 @@ class ExitReporter:
         if self._ranks.rank != 0:
             # Rank 0 received the signal too, and knows as much as this rank
             self._wait_for_report()
-        return self._report(code, f"the run was stopped ({number.name})")
+        reason = f"the run was stopped ({number.name})"
+        if self._is_resumable and number == signal.SIGTERM:
+            code = ExitCode.REQUEUE
+            reason += ". Start it again with run.resume=auto"
+        return self._report(code, reason)
 
     def _explain_orphan(self, code: int) -> int:
         """Torchrun is gone: the first rank of the node reports that."""

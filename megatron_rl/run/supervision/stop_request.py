@@ -1,6 +1,7 @@
 """Handles signals that ask a run to save a checkpoint and end.
 
-SIGTERM sets a time limit. SIGUSR1, which Slurm sends as a warning, sets none.
+SIGTERM and the first SIGINT (Ctrl-C) set a time limit. A second SIGINT ends the run at once.
+SIGUSR1, which Slurm sends as a warning, sets no limit.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import threading
 import time
 from collections.abc import Callable
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+# Torchrun forwards a Ctrl-C that its ranks have received already
+_FORWARDED_SECONDS = 2.0
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class StepAborted(Exception):
@@ -20,10 +23,10 @@ class StepAborted(Exception):
 class StopRequest:
     """Remembers the first request to stop.
 
-    A SIGTERM counts as a request only after `accept_sigterm`: before, there is nothing to save. A
-    SIGUSR1 is always remembered, and handled as soon as there is something to save.
+    SIGTERM and SIGINT count as requests only after `accept_signals`: before, there is nothing to
+    save. A SIGUSR1 is always remembered, and handled as soon as there is something to save.
 
-    seconds: the time limit after a SIGTERM. signal_name: the first signal, None before it.
+    seconds: the time limit after a SIGTERM or SIGINT. signal_name: the first signal, or None.
     is_step_abortable: True while the current step has trained nothing.
     """
 
@@ -31,14 +34,15 @@ class StopRequest:
         self._seconds = seconds
         self._clock = clock
         self._lock = threading.Lock()
-        self._accepts_sigterm = False
+        self._accepts_signals = False
+        self._interrupt_time: float | None = None
         self._deadline: float | None = None
         self.signal_name: str | None = None
         self.is_step_abortable = False
 
-    def accept_sigterm(self) -> None:
-        """Treat SIGTERM as a request from now on: the run can save."""
-        self._accepts_sigterm = True
+    def accept_signals(self) -> None:
+        """Treat SIGTERM and SIGINT as requests from now on: the run can save."""
+        self._accepts_signals = True
 
     def handle_signal(self, number: int) -> bool:
         """Remember a signal as a request. Returns False when it must end the run at once."""
@@ -46,7 +50,9 @@ class StopRequest:
             if number == signal.SIGUSR1:
                 self._remember(number)
                 return True
-            if number != signal.SIGTERM or not self._accepts_sigterm:
+            if number not in STOP_SIGNALS or not self._accepts_signals:
+                return False
+            if number == signal.SIGINT and not self._is_first_interrupt():
                 return False
             # Slurm and torchrun both send SIGTERM: the second one does not extend the limit
             if self._deadline is None:
@@ -65,6 +71,13 @@ class StopRequest:
             return
         if self._clock() > self._deadline - self._seconds / 2:
             raise StepAborted
+
+    def _is_first_interrupt(self) -> bool:
+        """True for the first SIGINT and its copies. False when it follows another request."""
+        now = self._clock()
+        if self._interrupt_time is None and self.signal_name is None:
+            self._interrupt_time = now
+        return self._interrupt_time is not None and now - self._interrupt_time < _FORWARDED_SECONDS
 
     def _remember(self, number: int) -> None:
         self.signal_name = self.signal_name or signal.Signals(number).name

@@ -91,6 +91,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(
         directory=RunDirectory(tmp_path),
         beliefs=beliefs,
         progress=Progress(1, enabled=True, stream=stream),
+        warnings=tuple(beliefs.warnings),
     )
     open_run._log_resume_point(setup)
     assert "warning: skipping a damaged checkpoint" in stream.getvalue()

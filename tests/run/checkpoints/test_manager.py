@@ -70,7 +70,7 @@ def make_manager(
 
 def make_stop_request(*, clock: Any = None) -> StopRequest:
     stop = StopRequest(10.0, clock=clock) if clock else StopRequest(10.0)
-    stop.accept_sigterm()
+    stop.accept_signals()
     return stop
 
 
@@ -203,14 +203,21 @@ def test_a_stop_request_during_a_background_save_ends_with_that_checkpoint(
     assert ranks.calls == ["begin 2", "wait", "begin 4", "wait"]
 
 
-def test_there_is_no_evaluation_after_a_stop_request(tmp_path: Path) -> None:
+def test_an_evaluation_after_a_stop_request_is_made_up_for(tmp_path: Path) -> None:
     stop = make_stop_request()
-    parts = ScriptedParts(on_train=stop_at_step(stop, 3))
-    manager = make_manager(FakeRanks(), stop)
+    ranks = FakeRanks()
+    accuracies = [0.1, 0.2, 0.3, 0.4, 0.5]
+    parts = ScriptedParts(accuracies=accuracies, on_train=stop_at_step(stop, 3))
     with pytest.raises(StoppedAfterSave):
-        lead(parts, tmp_path, steps=9, evals={"every": 1}, checkpoints=manager)
+        lead(parts, tmp_path, steps=4, evals={"every": 1}, checkpoints=make_manager(ranks, stop))
     assert "eval/accuracy" in parts.metrics[2]
     assert "eval/accuracy" not in parts.metrics[3]
+    state = ranks.states[-1].position
+    resumed_parts = ScriptedParts(accuracies=accuracies[3:])
+    lead(resumed_parts, tmp_path, steps=4, evals={"every": 1}, resume_state=state)
+    assert resumed_parts.metrics[3]["eval/accuracy"] == 0.4
+    assert resumed_parts.metrics[3]["train/samples"] == parts.metrics[3]["train/samples"]
+    assert resumed_parts.metrics[4]["eval/accuracy"] == 0.5
 
 
 def test_a_run_that_resumes_at_step_0_is_not_evaluated_twice(tmp_path: Path) -> None:
@@ -224,7 +231,7 @@ def test_sigterm_is_a_stop_request_once_the_run_can_save() -> None:
     stop = StopRequest(10.0)
     assert not stop.handle_signal(signal.SIGTERM)
     assert stop.signal_name is None
-    stop.accept_sigterm()
+    stop.accept_signals()
     # Slurm and torchrun both send it
     assert stop.handle_signal(signal.SIGTERM)
     assert stop.handle_signal(signal.SIGTERM)
@@ -237,7 +244,7 @@ def test_sigusr1_during_setup_ends_the_run_before_its_first_step(tmp_path: Path)
     ranks = FakeRanks()
     parts = ScriptedParts()
     assert stop.handle_signal(signal.SIGUSR1)
-    stop.accept_sigterm()
+    stop.accept_signals()
     manager = make_manager(ranks, stop)
     with pytest.raises(StoppedAfterSave, match=r"SIGUSR1.*after step 0"):
         lead(parts, tmp_path, steps=9, evals={"every": 1}, checkpoints=manager)

@@ -170,3 +170,23 @@ def test_two_spellings_of_a_path_are_the_same_setting(
         assert resume_point.changed_settings(c) == []
     with pytest.raises(CheckpointOfOtherRun, match=r"rollout\.recording: '.*rollouts' -> '.'"):
         resume_point.changed_settings(make_configuration(tmp_path, *mode, "rollout.recording=."))
+
+
+@pytest.mark.parametrize(
+    "override", ["model.recompute=full", "model.dtype=bfloat16", "model.spec=local"]
+)
+def test_settings_of_the_model_can_change(tmp_path: Path, override: str) -> None:
+    settings = flat_configuration(make_configuration(tmp_path))
+    resume_point = ResumePoint(tmp_path, make_state(5, settings))
+    (change,) = resume_point.changed_settings(make_configuration(tmp_path, override))
+    assert change.startswith(override.partition("=")[0])
+
+
+@pytest.mark.parametrize("override", ["data.num_eval=7", "seed=7", "model.init=random"])
+def test_settings_that_give_the_state_its_meaning_cannot_change(
+    tmp_path: Path, override: str
+) -> None:
+    settings = flat_configuration(make_configuration(tmp_path))
+    resume_point = ResumePoint(tmp_path, make_state(5, settings))
+    with pytest.raises(CheckpointOfOtherRun, match=override.partition("=")[0]):
+        resume_point.changed_settings(make_configuration(tmp_path, override))

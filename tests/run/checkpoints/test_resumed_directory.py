@@ -16,7 +16,11 @@ from megatron_rl.records.metrics_log import MetricsLog
 from megatron_rl.records.past_run import read_metrics, read_settings
 from megatron_rl.records.run_directory import RunDirectory, RunDirectoryTaken
 from megatron_rl.records.run_lock import mark_run_alive
-from megatron_rl.run.checkpoints.resumed_directory import claim_directory, reopen_directory
+from megatron_rl.run.checkpoints.resumed_directory import (
+    RunComplete,
+    claim_directory,
+    reopen_directory,
+)
 from tests.support.checkpoints import make_state
 
 
@@ -113,7 +117,7 @@ def test_a_complete_run_cannot_be_resumed_without_more_steps(tmp_path: Path) -> 
     # Without exit.json, the run was killed just before its end
     reopen_directory(make_configuration(tmp_path), position_after(5))
     write_exit_record(directory.path, ExitCode.OK, "complete")
-    with pytest.raises(RunDirectoryTaken, match=r"complete.*train\.total_steps"):
+    with pytest.raises(RunComplete, match=r"complete.*train\.total_steps"):
         reopen_directory(make_configuration(tmp_path), position_after(5))
     reopen_directory(make_configuration(tmp_path, "train.total_steps=9"), position_after(5))
 
@@ -124,6 +128,6 @@ def test_a_run_that_reached_its_accuracy_cannot_be_resumed_without_a_higher_one(
     directory = write_steps(tmp_path, 3)
     write_exit_record(directory.path, ExitCode.OK, "complete")
     position = position_after(3, accuracies=(0.1, 0.5, 0.6))
-    with pytest.raises(RunDirectoryTaken, match=r"complete.*eval\.stop_at"):
+    with pytest.raises(RunComplete, match=r"complete.*eval\.stop_at"):
         reopen_directory(make_configuration(tmp_path, "eval.stop_at=0.5"), position)
     reopen_directory(make_configuration(tmp_path, "eval.stop_at=0.6"), position)

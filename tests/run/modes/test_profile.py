@@ -1,4 +1,4 @@
-"""mode=profile: what is asked, written and shown. Stand-ins draw the answers."""
+"""mode=profile: the rates that are written and shown, over a scripted evaluation."""
 
 import io
 from dataclasses import dataclass
@@ -34,66 +34,69 @@ CORRECTNESS: dict[str, tuple[float | None, ...]] = {
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """An evaluation that answers with `CORRECTNESS`; fails: what it cannot ask."""
+class ScriptedEvaluation:
+    """Returns groups with `CORRECTNESS`. failing_id: a prompt whose responses are lost."""
 
     prompts: list[Prompt]
-    asked: list[str]
-    fails: str = ""
+    requests: list[str]
+    failing_id: str = ""
     settings: EvalSettings = SETTINGS
 
     def sample(self, label: str) -> list[Group]:
-        self.asked.extend(prompt.id for prompt in self.prompts)
-        made = [
-            msgspec.structs.replace(group(*CORRECTNESS[p.id], name=p.id), prompt=p)
-            for p in self.prompts
-        ]
-        return [
-            msgspec.structs.replace(g, rollouts=(), rejections={"expired": 2})
-            if g.prompt.id == self.fails
-            else g
-            for g in made
-        ]
+        self.requests.extend(prompt.id for prompt in self.prompts)
+        return [self._group(prompt) for prompt in self.prompts]
+
+    def _group(self, prompt: Prompt) -> Group:
+        if prompt.id == self.failing_id:
+            lost_group = group(name=prompt.id)
+            return msgspec.structs.replace(
+                lost_group, prompt=prompt, rollouts=(), rejections={"expired": 2}
+            )
+        full_group = group(*CORRECTNESS[prompt.id], name=prompt.id)
+        return msgspec.structs.replace(full_group, prompt=prompt)
 
 
-def run(path: Path, *, fails: str = "") -> tuple[list[str], dict[str, float], str]:
-    asked: list[str] = []
-    screen, logged = io.StringIO(), dict[str, float]()
-    log = SimpleNamespace(write=lambda step, values: logged.update(values))
-    records: Any = SimpleNamespace(log=log, progress=Progress(0, enabled=True, stream=screen))
-    end: Any = SimpleNamespace(finish=lambda: None, stop=lambda: None)
-    evaluation: Any = Drawn(PROMPTS, asked, fails)
-    profile.PassRateProfile(evaluation, PassRateFile(path, HEADER), None, end, end, records).lead()
-    return asked, logged, screen.getvalue()
+def run(path: Path, *, failing_id: str = "") -> tuple[list[str], dict[str, float], str]:
+    """Profile the prompts; returns the requested prompts, the metrics and the screen."""
+    requests: list[str] = []
+    screen = io.StringIO()
+    values: dict[str, float] = {}
+    metrics = SimpleNamespace(write=lambda step, written: values.update(written))
+    progress = Progress(0, enabled=True, stream=screen)
+    records: Any = SimpleNamespace(metrics=metrics, progress=progress)
+    parts: Any = SimpleNamespace(finish=lambda: None, stop=lambda: None)
+    evaluation: Any = ScriptedEvaluation(PROMPTS, requests, failing_id)
+    file = PassRateFile(path, HEADER)
+    profile.PassRateProfile(evaluation, file, None, parts, parts, records).lead()
+    return requests, values, screen.getvalue()
 
 
-def test_every_prompt_gets_a_rate_and_labels_are_told_of(tmp_path: Path) -> None:
-    asked, logged, screen = run(tmp_path / "rates.jsonl")
-    assert asked == ["a", "b", "c"]
+def test_every_prompt_gets_a_rate(tmp_path: Path) -> None:
+    requests, values, _ = run(tmp_path / "rates.jsonl")
+    assert requests == ["a", "b", "c"]
     _, rates = read_file(tmp_path / "rates.jsonl")
-    assert [(rate.id, rate.right, rate.samples) for rate in rates] == [
-        ("a", 2, 2),
-        ("b", 1, 2),
-        ("c", 0, 1),
-    ]
-    assert logged["profile/pass_rate"] == pytest.approx(0.5) and logged[
-        "profile/mixed"
-    ] == pytest.approx(1 / 3)
-    assert logged["profile/all_right"] == logged["profile/all_wrong"] == pytest.approx(1 / 3)
+    counts = [(rate.id, rate.correct, rate.samples) for rate in rates]
+    assert counts == [("a", 2, 2), ("b", 1, 2), ("c", 0, 1)]
+    assert values["profile/pass_rate"] == pytest.approx(0.5)
+    for kind in ("mixed", "all_correct", "all_incorrect"):
+        assert values[f"profile/{kind}"] == pytest.approx(1 / 3)
+
+
+def test_table_has_a_line_for_each_label(tmp_path: Path) -> None:
+    _, _, screen = run(tmp_path / "rates.jsonl")
     lines = [" ".join(line.split("] ", 1)[1].split()) for line in screen.splitlines()[-4:]]
-    assert lines[0] == "difficulty prompts pass rate all wrong mixed all right"
-    assert lines[2] == "easy 2 0.750 0.0% 50.0% 50.0%" and lines[3].startswith(
-        "hard 1 0.000 100.0%"
-    )
+    assert lines[0] == "difficulty prompts pass rate all incorrect mixed all correct"
+    assert lines[2] == "easy 2 0.750 0.0% 50.0% 50.0%"
+    assert lines[3].startswith("hard 1 0.000 100.0%")
 
 
-def test_a_profile_that_failed_asks_only_what_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(profile, "_AT_A_TIME", 1)
+def test_an_interrupted_profile_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile, "_CHUNK", 1)
+    file = tmp_path / "rates.jsonl"
     with pytest.raises(EvaluationFailed):
-        run(tmp_path / "rates.jsonl", fails="b")
-    assert not (tmp_path / "rates.jsonl").exists()
-    asked, _, screen = run(tmp_path / "rates.jsonl")
-    assert asked == ["b", "c"] and "1 of 3 prompts have rates from an earlier attempt" in screen
-    assert len(read_file(tmp_path / "rates.jsonl")[1]) == 3
+        run(file, failing_id="b")
+    assert not file.exists()
+    requests, _, screen = run(file)
+    assert requests == ["b", "c"]
+    assert "1 of 3 prompts have rates from an earlier attempt" in screen
+    assert len(read_file(file)[1]) == 3

@@ -194,3 +194,14 @@ def test_a_complete_run_is_recorded_by_rank_0_alone(tmp_path: Path, capsys: Capt
     make_reporter(0, tmp_path).report_success()
     assert recorded_code(tmp_path) == 0
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_resumable_run_asks_for_a_requeue_after_sigterm(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    ranks = FakeLocalRanks(0)
+    reporter = ExitReporter(ranks, is_resumable=True, patience_seconds=0.3)
+    reporter.directory = tmp_path
+    reporter.report_signal(number)
+    assert recorded_code(tmp_path) == code

@@ -5,6 +5,9 @@ Each case is a process of its own.
 
 import signal
 
+import pytest
+
+from megatron_rl.run.supervision.stop_request import StepAborted, StopRequest
 from tests.run.supervision.test_watchdog import run_process
 
 REQUEST = """
@@ -12,7 +15,7 @@ from megatron_rl.run.supervision.stop_request import StopRequest
 
 def run_with_request(seconds, work):
     stop = StopRequest(seconds)
-    stop.accept_sigterm()
+    stop.accept_signals()
     reporter = ExitReporter(LocalRanks(), patience_seconds=0.3)
     with Watchdog(reporter, shutdown_seconds=2.0, stop=stop) as watchdog:
         try:
@@ -56,3 +59,25 @@ def test_ctrl_c_does_not_wait_for_the_time_limit() -> None:
     assert code == 130
     assert "stopped (SIGINT)" in errors
     assert seconds < 8
+
+
+def test_ctrl_c_saves_and_a_second_one_ends_the_run() -> None:
+    now = [0.0]
+    stop = StopRequest(20.0, clock=lambda: now[0])
+    assert not stop.handle_signal(signal.SIGINT), "nothing can be saved yet"
+    stop.accept_signals()
+    assert stop.handle_signal(signal.SIGINT)
+    now[0] = 0.5
+    assert stop.handle_signal(signal.SIGINT), "torchrun forwards the first one"
+    assert stop.signal_name == "SIGINT"
+    stop.is_step_abortable = True
+    now[0] = 11.0
+    with pytest.raises(StepAborted):
+        stop.check_deadline()
+    assert not stop.handle_signal(signal.SIGINT)
+
+
+def test_a_run_saves_after_ctrl_c() -> None:
+    code, errors, _ = run_process(REQUEST + "run_with_request(9.0, save)", signal.SIGINT)
+    assert code == 75
+    assert "saved after SIGINT" in errors
