@@ -9,7 +9,7 @@ import msgspec
 
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import FinishReason
-from megatron_rl.contracts.wire_types import Count
+from megatron_rl.contracts.wire_types import Count, Fraction
 
 # Reasons in `Group.rejections`
 STALE = "stale"  # the rollout's weights are older than rollout.max_staleness allows
@@ -23,6 +23,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     group's statistics. It does not count as a reward of zero.
     correctness: raw score without shaping terms, used to find zero-variance groups. None for every
     rollout of a prompt without a known answer, such as with a reward model.
+    penalty: flaw of the response from 0 to 1, apart from its correctness. It shapes the advantages
+    of groups with correctness (`credit.shaping`). It is not subtracted from the reward.
     answer: final answer in the response, None if there is none.
     seconds: scoring time.
     reason: why scoring gave no reward.
@@ -30,6 +32,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
     reward: float | None
     correctness: float | None
+    penalty: Fraction = 0.0
     answer: str | None = None
     seconds: float = 0.0
     reason: str = ""

@@ -51,14 +51,5 @@ class Penalties:
 
 
 def scorer_penalties(rollouts: Sequence[RolloutRef]) -> Floats:
-    """Compute by how much each reward is below the raw correctness, float64 [n], in [0, 1].
-
-    A reward above the correctness gives 0.
-    """
-    return np.clip([_reward_deficit(rollout) for rollout in rollouts], 0.0, 1.0)
-
-
-def _reward_deficit(rollout: RolloutRef) -> float:
-    correctness = rollout.verdict.correctness
-    reward = rollout.verdict.reward
-    return 0.0 if correctness is None or reward is None else correctness - reward
+    """Return the penalties that the scorer gave (`Verdict.penalty`), float64 [n], in [0, 1]."""
+    return np.array([rollout.verdict.penalty for rollout in rollouts], np.float64)

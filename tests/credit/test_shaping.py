@@ -34,14 +34,17 @@ CORRECTNESS = st.one_of(
     st.floats(-2, 3, allow_subnormal=False),
 )
 ROLLOUTS = st.lists(
-    st.tuples(CORRECTNESS, st.floats(-3, 3), st.integers(1, 100), st.floats(0, 0.98)), min_size=2
+    st.tuples(CORRECTNESS, st.floats(0, 1), st.integers(1, 100), st.floats(0, 0.98)), min_size=2
 )
 
 
 def make_group(rollouts: list[tuple[float, float, int, float]], weight: float) -> Group:
-    """Group of rollouts given as (correctness, reward, generated tokens, repetition)."""
+    """Group of rollouts given as (correctness, penalty, generated tokens, repetition)."""
     return group(
-        *[Verdict(reward=reward, correctness=score) for score, reward, _, _ in rollouts],
+        *[
+            Verdict(reward=score, correctness=score, penalty=penalty)
+            for score, penalty, _, _ in rollouts
+        ],
         num_generated=[tokens for _, _, tokens, _ in rollouts],
         repetition=[repetition for _, _, _, repetition in rollouts],
         weight=weight,
@@ -99,20 +102,25 @@ def test_advantages_without_penalties_are_bit_identical_to_group_relative() -> N
     assert list(assign(group(*scores)).advantages) == group_relative(np.array(scores)).tolist()
 
 
-def test_rewards_above_correctness_change_nothing() -> None:
-    generous = group(verdict(1.0, reward=3.0), verdict(0.0, reward=0.9), verdict(0.0))
-    assert assign(generous).advantages == assign(group(1.0, 0.0, 0.0)).advantages
+@pytest.mark.parametrize("rewards", [(1.0, -1.0, -1.0), (3.0, 0.9, 0.0), (1.0, -0.5, -0.5)])
+def test_the_scale_of_rewards_is_no_penalty(rewards: tuple[float, float, float]) -> None:
+    """DAPO's rewards of 1 and -1 train like 1 and 0."""
+    scores = (1.0, 0.0, 0.0)
+    scaled = group(*[verdict(c, reward=reward) for c, reward in zip(scores, rewards, strict=True)])
+    credit = assign(scaled)
+    assert credit.advantages == assign(group(*scores)).advantages
+    assert credit.metrics()["reward/shaping_share"] == 0.0
 
 
-def test_rewards_below_correctness_are_penalties() -> None:
+def test_penalties_of_the_scorer_shape_advantages() -> None:
     plain = assign(group(1.0, 1.0, 0.0, 0.0))
-    low_rewards = group(verdict(1.0, reward=0.6), 1.0, verdict(0.0, reward=-9.0), 0.0)
+    penalised = group(verdict(1.0, penalty=0.4), 1.0, verdict(0.0, penalty=1.0), 0.0)
     factors = [1 - 0.5 * 0.4, 1.0, 1 + 0.5 * 1.0, 1.0]
     expected_advantages = [a * factor for a, factor in zip(plain.advantages, factors, strict=True)]
-    assert assign(low_rewards).advantages == pytest.approx(expected_advantages)
-    assert assign(low_rewards, shaping=0.0).advantages == plain.advantages
+    assert assign(penalised).advantages == pytest.approx(expected_advantages)
+    assert assign(penalised, shaping=0.0).advantages == plain.advantages
     # In units of one advantage: changes of 0.2 and 0.5, and sizes of 1, 1, 1.5 and 1
-    share = assign(low_rewards).metrics()["reward/shaping_share"]
+    share = assign(penalised).metrics()["reward/shaping_share"]
     assert share == pytest.approx(0.7 / 4.5)
     assert plain.metrics()["reward/shaping_share"] == 0.0
 

@@ -55,15 +55,15 @@ def test_my_reward_scores_texts() -> None:
 
     def score(
         text: str, finish: FinishReason = FinishReason.STOP
-    ) -> tuple[float | None, float | None, str | None]:
+    ) -> tuple[float | None, float | None, float, str | None]:
         verdict = asyncio.run(runner.score(prompt, text, finish))
-        return verdict.reward, verdict.correctness, verdict.answer
+        return verdict.reward, verdict.correctness, verdict.penalty, verdict.answer
 
-    assert score("46") == (1.0, 1.0, "46")
-    assert score("0 = 46") == (0.75, 1.0, "46")  # 50 % beyond the limit: half of the penalty
-    assert score("it is surely 46") == (0.5, 1.0, "46")
-    assert score("it is surely 47") == (0.0, 0.0, "47")
-    assert score("46", FinishReason.LENGTH) == (0.0, 0.0, None)
+    assert score("46") == (1.0, 1.0, 0.0, "46")
+    assert score("0 = 46") == (0.75, 1.0, 0.25, "46")  # 50 % beyond the limit: half the penalty
+    assert score("it is surely 46") == (0.5, 1.0, 0.5, "46")
+    assert score("it is surely 47") == (0.0, 0.0, 0.0, "47")
+    assert score("46", FinishReason.LENGTH) == (0.0, 0.0, 0.0, None)
     with pytest.raises(ValueError, match="holds no number"):
         scorer.check_answer("Paris")
     message = r"reward\.options: my_reward:CorrectAndShort\(limit=0\) refuses: limit must"

@@ -1,6 +1,7 @@
 """The reward runner: failing, slow and invalid scorers give no reward, with a reason."""
 
 import asyncio
+import math
 import time
 from types import MappingProxyType
 
@@ -27,6 +28,9 @@ class ScriptedScorer:
             "truth": Verdict(reward=1.0, correctness=True),
             "answer": Verdict(reward=1.0, correctness=1.0, answer=5),
             "numpy": Verdict(reward=np.float32(1), correctness=1.0),
+            "negative_penalty": Verdict(reward=1.0, correctness=1.0, penalty=-0.5),
+            "large_penalty": Verdict(reward=1.0, correctness=1.0, penalty=2.0),
+            "nan_penalty": Verdict(reward=1.0, correctness=1.0, penalty=math.nan),
         }
     )
 
@@ -118,6 +122,9 @@ def test_non_finite_reward_counts_as_none(value: str) -> None:
         ("truth", "ValidationError: Expected `float | null`, got `bool` - at `$.correctness`"),
         ("answer", "ValidationError: Expected `str | null`, got `int` - at `$.answer`"),
         ("numpy", "ValidationError: Expected `float | null`, got `numpy.float32` - at `$.reward`"),
+        ("negative_penalty", "ValidationError: Expected `float` >= 0.0 - at `$.penalty`"),
+        ("large_penalty", "ValidationError: Expected `float` <= 1.0 - at `$.penalty`"),
+        ("nan_penalty", "ValidationError: Expected `float` >= 0.0 - at `$.penalty`"),
     ],
 )
 def test_invalid_results_give_no_reward_with_a_reason(name: str, reason: str) -> None:

@@ -22,7 +22,7 @@ from megatron_rl.rollouts.recording.recorded_rollouts import BadRecording, Recor
 from megatron_rl.rollouts.recording.writer import write_batch, write_parts
 from megatron_rl.rollouts.store import read_rollout
 from tests.support.judged_batches import judged_groups
-from tests.support.recordings import write_recording
+from tests.support.recordings import read_rollouts, write_recording
 from tests.support.rollouts import assert_equal
 
 SHAPE = read_shape(TWO_DIGIT_ADDITION)
@@ -63,10 +63,8 @@ def test_groups_of_several_parts_and_nodes_are_read_unchanged(tmp_path: Path) ->
     parts += write_parts(tmp_path, 1, [triples[1], triples[3]])
     assert parts == ["node-0-00000", "node-0-00001", "node-0-00002", "node-1-00000"]
     write_record(tmp_path, 5, parts)
-    pairs = read_groups(tmp_path)
-    assert [group for group, _ in pairs] == groups
-    rollouts_read = [rollout for _, group_rollouts in pairs for rollout in group_rollouts]
-    for rollout_read, rollout in zip(rollouts_read, rollouts, strict=True):
+    assert [group for group, _ in read_groups(tmp_path)] == groups
+    for rollout_read, rollout in zip(read_rollouts(tmp_path), rollouts, strict=True):
         assert_equal(rollout_read, rollout)
 
 
@@ -103,7 +101,7 @@ def test_a_recording_of_another_format_version_is_refused(tmp_path: Path) -> Non
     write_recording(tmp_path, SHAPE, steps=1)
     file = batch_directory(tmp_path, 1) / "batch.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"version": 2}))
-    with pytest.raises(BadRecording, match=r"batch\.json.*version 2.*reads.*version 3"):
+    with pytest.raises(BadRecording, match=r"batch\.json.*version 2.*reads.*version 4"):
         open_recording(tmp_path, 1).sample(1)
 
 

@@ -9,11 +9,15 @@ from megatron_rl.contracts.rollout import FinishReason
 NOWHERE = RolloutLocation(node=0, pid=0, fd=0, offset=0, nbytes=0)
 
 
-def verdict(correctness: float | None, reward: float | None = None) -> Verdict:
+def verdict(
+    correctness: float | None, reward: float | None = None, penalty: float = 0.0
+) -> Verdict:
     """Return a verdict. correctness None: scoring failed. reward None: equal to the correctness."""
     if correctness is None:
         return Verdict(reward=None, correctness=None, reason="timeout")
-    return Verdict(reward=correctness if reward is None else reward, correctness=correctness)
+    return Verdict(
+        reward=correctness if reward is None else reward, correctness=correctness, penalty=penalty
+    )
 
 
 def group(

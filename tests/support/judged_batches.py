@@ -42,9 +42,11 @@ def _make_group(index: int, refs: Sequence[RolloutRef]) -> Group:
     rollouts = []
     verdicts = _VERDICTS[index % len(_VERDICTS)]
     for position, (ref, (correctness, reward)) in enumerate(zip(refs, verdicts, strict=True)):
-        if reward is not None:
+        penalty = 0.0
+        if reward is not None and correctness is not None:
             reward -= 0.01 * index * (position + 1)
-        verdict = Verdict(reward=reward, correctness=correctness)
+            penalty = min(max(correctness - reward, 0.0), 1.0)
+        verdict = Verdict(reward=reward, correctness=correctness, penalty=penalty)
         rollouts.append(msgspec.structs.replace(ref, verdict=verdict))
     prompt = Prompt(id=f"g{index}", token_ids=(1,), answer="1", task="t")
     return Group(group_id=f"g{index}", prompt=prompt, rollouts=tuple(rollouts))

@@ -18,7 +18,7 @@ from megatron_rl.contracts.wire_types import Count
 
 BATCH_FILE = "batch.json"
 FORMAT = "megatron_rl rollouts"
-VERSION = 3
+VERSION = 4
 
 
 class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,9 +14,9 @@ class CorrectAndShort(Scorer):
     """Rewards a correct last number with 1, minus a penalty for its length.
 
     The penalty grows from 0 at `limit` characters to `penalty` at twice as many. Advantages are
-    computed from `correctness`, and the penalty lowers them by at most half (`credit.shaping`): a
+    computed from `correctness`, and `penalty` lowers them by at most half (`credit.shaping`): a
     long correct answer stays above an incorrect one. Groups that differ only in length do not
-    train.
+    train. Metrics show `reward`.
     """
 
     def __init__(self, limit: int, penalty: float = 0.5) -> None:
@@ -34,4 +34,5 @@ class CorrectAndShort(Scorer):
         if answer is None or canonical(answer) != canonical(prompt.answer):
             return Verdict(reward=0.0, correctness=0.0, answer=answer)
         excess = min(max(len(text) / self.limit - 1, 0.0), 1.0)
-        return Verdict(reward=1.0 - self.penalty * excess, correctness=1.0, answer=answer)
+        penalty = self.penalty * excess
+        return Verdict(reward=1.0 - penalty, correctness=1.0, penalty=penalty, answer=answer)
