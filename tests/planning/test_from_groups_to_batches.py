@@ -47,13 +47,13 @@ def check_rollout(
     start = micro_batch.inputs.cu_seqlens.tolist()[position]
     bounds = list(itertools.pairwise(micro_batch.cu_seqlens.tolist()))
     first, last = bounds[position]
-    expectation = Sequence64.of(rollout)
+    expectation = Sequence64.from_rollout(rollout)
     inputs = micro_batch.inputs.input_ids[0, start : start + len(expectation.inputs)]
     assert inputs.equal(expectation.inputs)
     assert micro_batch.targets[first:last].equal(expectation.targets)
     assert micro_batch.rows[first:last].equal(start + expectation.rows)
     logprobs = micro_batch.rollout_logprobs[first:last].double()
-    torch.testing.assert_close(logprobs, expectation.sampled)
+    torch.testing.assert_close(logprobs, expectation.rollout_logprobs)
     advantages = micro_batch.advantages[first:last].tolist()
     assert advantages == pytest.approx([advantage] * (last - first))
 

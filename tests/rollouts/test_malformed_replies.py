@@ -98,9 +98,9 @@ def read_versions(meta: Reply, num_tokens: int) -> list[int] | None:
     has_empty_span = any(span["start"] >= span["end"] for span in spans)
     is_ascending = versions == sorted(versions) and min(versions) >= 0
     is_rewritten = meta.get("num_retractions", 0) != 0 and len(set(versions)) != 1
-    if not is_contiguous or has_empty_span or not is_ascending or is_rewritten:
-        return None
-    return versions if isinstance(meta["weight_version"], str) else None
+    has_text = isinstance(meta["weight_version"], str)
+    is_valid = all([is_contiguous, not has_empty_span, is_ascending, not is_rewritten, has_text])
+    return versions if is_valid else None
 
 
 def read_routes(meta: Reply, num_rows: int) -> list[list[tuple[int, ...]]] | None:

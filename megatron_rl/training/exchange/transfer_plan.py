@@ -47,32 +47,39 @@ class TransferPlan:
 
         Raises ValueError when a rollout is stored on a node where no rank runs.
         """
-        result = cls([], *(_empty_lists(len(receivers)) for _ in range(4)))
+        count = len(receivers)
+        result = cls(
+            local=[],
+            outgoing=_empty_lists(count),
+            incoming=_empty_lists(count),
+            relay_outgoing=_empty_lists(count),
+            relay_incoming=_empty_lists(count),
+        )
         for transfer in _all_transfers(plan, receivers):
             if transfer.sender is None:
                 if transfer.receiver == rank:
-                    result.local.append(transfer.index)
+                    result.local.append(transfer.rollout)
                 continue
             result.has_transfers = True
             result.has_relays |= transfer.is_relay
             outgoing = result.relay_outgoing if transfer.is_relay else result.outgoing
             incoming = result.relay_incoming if transfer.is_relay else result.incoming
             if transfer.sender == rank:
-                outgoing[transfer.receiver].append(transfer.index)
+                outgoing[transfer.receiver].append(transfer.rollout)
             if transfer.receiver == rank:
-                incoming[transfer.sender].append(transfer.index)
+                incoming[transfer.sender].append(transfer.rollout)
         return result
 
 
 class _Transfer(NamedTuple):
     """One rollout on its way to one rank.
 
-    index: of the rollout in the step plan.
+    rollout: its index in the step plan.
     sender: None if the receiver reads the rollout from its own node's memory.
     is_relay: True if the sender has received it from another node.
     """
 
-    index: int
+    rollout: int
     sender: int | None
     receiver: int
     is_relay: bool
