@@ -2,11 +2,11 @@
 
 The classes are
 
-- trained/mixed, trained/tied, trained/flat: in gradients that were applied.
+- trained/mixed, trained/tied, trained/zero_variance: in gradients that were applied.
 - not_applied: planned, but a NaN or Inf occurred before.
 - zero_variance_dropped, tied_dropped, tied_reward, too_few_verdicts: in groups without a learning
   signal, or in more of them than may train beside the mixed groups.
-- at_the_mean: with advantage 0 in a mixed group.
+- zero_advantage: with advantage 0 in a mixed group.
 - truncated_masked: excluded from the loss.
 - no_verdict: in rollouts without a verdict.
 - probe_stopped, surplus_cut: in groups that the selection stopped after a probe or did not need.
@@ -27,17 +27,22 @@ _CLASS_BY_KIND = {
     GroupKind.MIXED: "mixed",
     GroupKind.TIED_CORRECT: "tied",
     GroupKind.TIED_INCORRECT: "tied",
-    GroupKind.ALL_CORRECT: "flat",
-    GroupKind.ALL_INCORRECT: "flat",
+    GroupKind.ALL_CORRECT: "zero_variance",
+    GroupKind.ALL_INCORRECT: "zero_variance",
 }
 # Classes of rollouts that could have trained and are not in the plan
 _CLASS_IF_UNPLANNED = {
-    "mixed": "at_the_mean",
+    "mixed": "zero_advantage",
     "tied": "tied_dropped",
-    "flat": "zero_variance_dropped",
+    "zero_variance": "zero_variance_dropped",
 }
 # Classes that are reported even if they are empty
-_ALWAYS_REPORTED = ("trained/mixed", "trained/tied", "trained/flat", "zero_variance_dropped")
+_ALWAYS_REPORTED = (
+    "trained/mixed",
+    "trained/tied",
+    "trained/zero_variance",
+    "zero_variance_dropped",
+)
 
 
 def account(

@@ -38,7 +38,7 @@ class ZeroVarianceBalanceAlarm:
 
         Returns a warning when the ratio leaves [0.02, 0.5], and None while it stays outside.
         """
-        zero_variance = values.get("policy/advantage_flat", 0.0)
+        zero_variance = values.get("policy/advantage_zero_variance", 0.0)
         others = values.get("policy/advantage_mixed", 0.0)
         if not values.get("train/zero_variance_samples") or not others:
             return None
@@ -53,7 +53,7 @@ class ZeroVarianceBalanceAlarm:
             advice = "They change the policy a lot: lower credit.zvp_alpha"
         return (
             f"warning: the advantages in zero-variance groups are {ratio:.3g} times those in "
-            f"other groups (policy/advantage_flat {zero_variance:.3g}, policy/advantage_mixed "
+            f"other groups (policy/advantage_zero_variance {zero_variance:.3g}, policy/advantage_mixed "
             f"{others:.3g}). {advice}"
         )
 

@@ -43,7 +43,7 @@ def advantage_sizes(batch: MicroBatch, advantages: torch.Tensor) -> dict[str, to
     """Return (sum, weight), float32 [2], of |A_t| over tokens of zero-variance and other groups."""
     is_zero_variance = (batch.entropy_advantages != 0).float()
     weights = {
-        "policy/advantage_flat": is_zero_variance,
+        "policy/advantage_zero_variance": is_zero_variance,
         "policy/advantage_mixed": 1.0 - is_zero_variance,
     }
     return {

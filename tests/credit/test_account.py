@@ -15,7 +15,7 @@ from megatron_rl.planning.step_planner import StepPlanner
 from tests.support.groups import group, verdict
 
 DENOMINATORS = Denominators(sequences=1, tokens=1)
-TRAINED_CLASSES = ("trained/mixed", "trained/tied", "trained/flat")
+TRAINED_CLASSES = ("trained/mixed", "trained/tied", "trained/zero_variance")
 
 
 def three_rollout_plan() -> StepPlan:
@@ -127,10 +127,10 @@ def test_every_class_by_hand() -> None:
     assert values == {
         "account/trained/mixed": 10 + 20 + 30 + 1 + 8 + 3 + 5,
         "account/trained/tied": 0,
-        "account/trained/flat": 0,
+        "account/trained/zero_variance": 0,
         "account/truncated_masked": 50,
         "account/no_verdict": 40 + 2 + 4,
-        "account/at_the_mean": 4,
+        "account/zero_advantage": 4,
         "account/tied_dropped": 120,
         "account/zero_variance_dropped": 11,
         "account/too_few_verdicts": 7,
@@ -174,7 +174,7 @@ def test_class_follows_kind_with_constant_advantages() -> None:
     batch = [group(1.0, 1.0, name="a"), group(1.0, None, name="b")]
     credit, plan = sft_credit_and_plan(batch)
     values = account(batch, credit, plan, len(plan.optimizer_steps), generated_tokens=16)
-    assert values["account/trained/flat"] == 8
+    assert values["account/trained/zero_variance"] == 8
     assert values["account/trained/too_few_verdicts"] == 4
     assert values["account/no_verdict"] == 4
     assert values["account/unaccounted"] == 0

@@ -13,7 +13,14 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from launch.testbed.jobs import ROOT, family, named, start_job, survivors, wait_for_step
+from launch.testbed.jobs import (
+    ROOT,
+    process_tree,
+    processes_named,
+    start_job,
+    survivors,
+    wait_for_step,
+)
 from launch.testbed.policies import TWO_DIGIT_ADDITION
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.models.families import read_shape
@@ -31,7 +38,7 @@ NAMES = {
     "account/evaluation",
     "account/zero_variance_dropped",
     "account/generated",
-    "account/trained/flat",
+    "account/trained/zero_variance",
     "account/trained/mixed",
     "account/trained/tied",
     "account/unaccounted",
@@ -131,7 +138,7 @@ def classes_of(record: dict[str, float]) -> float:
 
 def complete(job: subprocess.Popen[str], run: Path) -> Done:
     wait_for_step(run, 1, job)
-    processes = family(job)
+    processes = process_tree(job)
     output, _ = job.communicate(timeout=360)
     assert job.returncode == 0, output[-4000:]
     return Done(run, output, processes)
@@ -154,7 +161,8 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> Done:
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]]:
     """Overrides for runs that share one engine."""
-    directory, keys = tmp_path_factory.mktemp("engine"), create_keys()
+    directory = tmp_path_factory.mktemp("engine")
+    keys = create_keys()
     (directory / "keys.json").touch(mode=0o600)
     (directory / "keys.json").write_bytes(msgspec.json.encode(keys))
     with running_engine(TWO_DIGIT_ADDITION, directory, keys=keys) as server:
@@ -165,8 +173,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]
         )
 
 
-def test_two_interleaved_pipeline_stages_train_and_leave_a_complete_run(smoke: Done) -> None:
-    run, records = smoke.run, smoke.records
+def test_interleaved_pipeline_run_is_complete(smoke: Done) -> None:
+    run = smoke.run
+    records = smoke.records
     assert [record["step"] for record in records] == [0, 1, 2, 3]
     assert {name for record in records for name in record} == NAMES
     assert [record.get("sync/version") for record in records[1:]] == [1, 2, 3]
@@ -189,7 +198,7 @@ def test_two_interleaved_pipeline_stages_train_and_leave_a_complete_run(smoke: D
     assert survivors(smoke.processes, 10) == []
 
 
-def test_its_second_stage_draws_and_trains_with_other_settings(smoke: Done) -> None:
+def test_second_curriculum_phase_uses_its_own_settings(smoke: Done) -> None:
     first, second, third = smoke.records[1:]
     assert [record["stage/index"] for record in (first, second, third)] == [0, 1, 1]
     assert [record["rollout/samples"] for record in (first, second, third)] == [128, 64, 64]
@@ -203,7 +212,7 @@ def test_its_second_stage_draws_and_trains_with_other_settings(smoke: Done) -> N
     )
 
 
-def test_another_layout_goes_on_with_the_prompts_versions_and_weights(
+def test_another_layout_resumes_prompts_versions_and_weights(
     smoke: Done, engine: tuple[str, ...], tmp_path: Path
 ) -> None:
     """The checkpoint of two interleaved pipeline stages after step 2, on one rank and with another
@@ -243,7 +252,8 @@ def test_recorded_rollouts_are_trained_on_without_an_engine(
     """And what the engine held was rounded as FP8: the trainer, which is not, is as far from it as
     the rounding.
     """
-    steps, rounded = "train.total_steps=2", "engine.fake_quant=fp8_blockwise"
+    steps = "train.total_steps=2"
+    rounded = "engine.fake_quant=fp8_blockwise"
     rolled_out = complete(
         start_job(tmp_path / "rollouts", *engine, steps, rounded, "mode=rollout_only"),
         tmp_path / "rollouts/job",
@@ -251,10 +261,8 @@ def test_recorded_rollouts_are_trained_on_without_an_engine(
     audited = rolled_out.records[0]
     assert audited["sync/audit_mismatches"] == 0 and audited["sync/audit_compared"] > 0
     recorded = rolled_out.run / "recorded"
-    shape, drawn = (
-        read_shape(TWO_DIGIT_ADDITION),
-        [read_groups(batch_directory(recorded, step)) for step in (1, 2)],
-    )
+    shape = read_shape(TWO_DIGIT_ADDITION)
+    drawn = [read_groups(batch_directory(recorded, step)) for step in (1, 2)]
     assert [len(groups) for groups in drawn] == [16, 16]
     assert len({group.prompt.id for groups in drawn for group, _ in groups}) == 32, (
         "no prompt twice"
@@ -268,7 +276,7 @@ def test_recorded_rollouts_are_trained_on_without_an_engine(
     )
     overrides = ("mode=train_only", f"rollout.recording={rolled_out.run}", steps)
     trained = complete(start_job(tmp_path / "trained", *overrides), tmp_path / "trained/job")
-    assert named(trained.processes, "sglang") == []
+    assert processes_named(trained.processes, "sglang") == []
     assert [record["account/unaccounted"] for record in trained.records[1:]] == [0.0, 0.0]
     first = trained.records[1]
     assert 1e-3 < first["mismatch/logprob_abs_mean"] < 0.2, "rounded weights, and their own rows"
@@ -279,7 +287,7 @@ def test_recorded_rollouts_are_trained_on_without_an_engine(
         ], name
 
 
-def test_a_model_from_scratch_learns_a_users_own_task(
+def test_model_from_scratch_learns_a_user_defined_task(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The cold start of a checkpoint, with a prompt source and a reward from outside the project."""
@@ -312,7 +320,7 @@ def test_a_model_from_scratch_learns_a_users_own_task(
     assert not experts[0].equal(experts[1])
 
 
-def test_a_second_run_in_the_same_directory_is_refused(tmp_path: Path) -> None:
+def test_second_run_in_the_same_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / "precious").write_text("data")
     job = start_job(tmp_path)

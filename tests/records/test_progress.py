@@ -94,7 +94,7 @@ def test_the_step_line_shows_the_largest_classes_of_tokens() -> None:
         "probe_stopped": 9.0,
         "trained/tied": 5.0,
         "no_verdict": 3.0,
-        "trained/flat": 0.0,
+        "trained/zero_variance": 0.0,
         "unaccounted": 0.0,
         "generated": 100.0,
     }
@@ -111,7 +111,10 @@ def test_tied_groups_have_zero_variance_too() -> None:
 
 
 def test_a_step_that_was_not_applied_is_marked() -> None:
-    assert describe_update({"train/samples": 8.0, "train/nonfinite": 1.0})[-1] == "no update: NaN or Inf"
+    assert (
+        describe_update({"train/samples": 8.0, "train/nonfinite": 1.0})[-1]
+        == "no update: NaN or Inf"
+    )
 
 
 def test_rejected_rollouts_are_in_the_line_with_their_reasons() -> None:

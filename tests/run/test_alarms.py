@@ -11,7 +11,7 @@ TRAINED = {"train/samples": 8.0}
 
 def advantages(zero_variance: float, others: float = 1.0, samples: float = 3.0) -> dict[str, float]:
     return {
-        "policy/advantage_flat": zero_variance,
+        "policy/advantage_zero_variance": zero_variance,
         "policy/advantage_mixed": others,
         "train/zero_variance_samples": samples,
     }

@@ -193,7 +193,7 @@ def test_zero_variance_groups_train_beside_mixed_ones_with_zvp(tmp_path: Path) -
     )
     zvp = lead(ScriptedParts(groups=groups), tmp_path, credit=CreditSettings(all_correct="zvp"))
     assert zvp.metrics[1]["train/zero_variance_samples"] == 2
-    assert zvp.metrics[1]["account/trained/flat"] == 8
+    assert zvp.metrics[1]["account/trained/zero_variance"] == 8
 
 
 def test_a_run_without_any_update_fails(tmp_path: Path) -> None:

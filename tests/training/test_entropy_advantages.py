@@ -35,7 +35,7 @@ def test_advantages_computed_by_hand() -> None:
     advantages = [-0.7, -0.7, 0.0, 0.2, 0.05, -0.2, 0.0, -0.15, 1.0, 0.5]
     assert token_advantages(batch, entropies).tolist() == pytest.approx(advantages)
     sizes = advantage_sizes(batch, torch.tensor(advantages))
-    assert sizes["policy/advantage_flat"].tolist() == pytest.approx(
+    assert sizes["policy/advantage_zero_variance"].tolist() == pytest.approx(
         [0.2 + 0.05 + 0.2 + 0.15 + 1.0 + 0.5, 8.0]
     )
     assert sizes["policy/advantage_mixed"].tolist() == pytest.approx([1.4, 2.0])
