@@ -53,8 +53,8 @@ class ZeroVarianceBalanceAlarm:
             advice = "They change the policy a lot: lower credit.zvp_alpha"
         return (
             f"warning: the advantages in zero-variance groups are {ratio:.3g} times those in "
-            f"other groups (policy/advantage_zero_variance {zero_variance:.3g}, policy/advantage_mixed "
-            f"{others:.3g}). {advice}"
+            f"other groups (policy/advantage_zero_variance {zero_variance:.3g}, "
+            f"policy/advantage_mixed {others:.3g}). {advice}"
         )
 
 

@@ -174,7 +174,7 @@ class Float64Trainer:
             logprob, _ = self._logprobs(sequences[name])
             old_logprob, entropy = old_values[name]
             token_advantages = _token_advantages(*advantages[name], entropy)
-            kind = "mixed" if name in mixed_ids else "flat"
+            kind = "mixed" if name in mixed_ids else "zero_variance"
             means.add(f"policy/advantage_{kind}", token_advantages.abs())
             objective = self._objective(logprob, old_logprob, entropy, token_advantages, means)
             if isinstance(self.algo, GrpoSettings):
