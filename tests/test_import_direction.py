@@ -1,10 +1,11 @@
-"""Imports point one way: launch -> megatron_rl -> {sglang_bridge, espo_kernels}, and one way among
-the rooms.
+"""Imports point one way, without cycles.
+
+launch -> megatron_rl -> {sglang_bridge, espo_kernels}, and one way among the rooms of megatron_rl.
 """
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,9 @@ PACKAGES = {
     "sglang_bridge": ROOT / "sglang_bridge",
     "espo_kernels": ROOT / "kernels" / "espo_kernels",
 }
+# Packages that each package must not import
 FORBIDDEN = {
-    "launch": set(),
+    "launch": {"tests"},
     "megatron_rl": {"launch", "tests"},
     "sglang_bridge": {
         "launch",
@@ -44,88 +46,217 @@ ROOMS = (
     "planning",
     "mcore",
     "training",
-    "sync",
+    "engines",
     "run",
 )
-# What the kernels may import besides the standard library: everything else would bind them to this
-# trainer.
+# Modules of run/ that its wings must not import: those that open a run, and the loop of rank 0.
+_OPENING = frozenset({"main", "open_run", "open_loop"})
+WING_FORBIDDEN = {
+    "checkpoints": _OPENING | {"leader"},
+    "supervision": _OPENING | {"leader"},
+    "modes": _OPENING,
+}
+# The kernels may import these besides the standard library. More would bind them to this trainer.
 KERNELS_MAY_IMPORT = {"espo_kernels", "torch", "triton", "numpy", "numba", "llvmlite"}
+
+Graph = Mapping[str, set[str]]
 
 
 def imports_of(source: str) -> Iterator[str]:
-    """The top-level name of every absolute import, also inside functions and `if TYPE_CHECKING`."""
+    """Yield the dotted name of every absolute import, such as `a.b.c` for `from a.b import c`.
+
+    Imports inside functions and `if TYPE_CHECKING` are included.
+    """
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module is not None:
-            yield node.module.partition(".")[0]
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def room_imports(source: str) -> Iterator[str]:
-    """The room of megatron_rl that each import leads to."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0 and node.module is not None, (
-                "a relative import hides where it leads"
-            )
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        else:
-            continue
-        yield from (name.split(".")[1] for name in names if name.startswith("megatron_rl."))
+def has_relative_import(source: str) -> bool:
+    nodes = ast.walk(ast.parse(source))
+    return any(isinstance(node, ast.ImportFrom) and node.level > 0 for node in nodes)
 
 
-def imports_by_file(package: str) -> list[tuple[str, str]]:
-    files = sorted(PACKAGES[package].rglob("*.py"))
-    return [
-        (str(file.relative_to(ROOT)), name)
-        for file in files
-        for name in imports_of(file.read_text())
+def read_modules(package: str) -> dict[str, str]:
+    """The source of every module of a package, by its dotted name."""
+    folder = PACKAGES[package]
+    modules = {}
+    for file in sorted(folder.rglob("*.py")):
+        path = file.relative_to(folder.parent).with_suffix("")
+        parts = path.parts[:-1] if path.name == "__init__" else path.parts
+        modules[".".join(parts)] = file.read_text()
+    return modules
+
+
+def packages_imported_by(package: str) -> list[tuple[str, str]]:
+    """(module, imported top-level package) of every import in a package."""
+    pairs = [
+        (module, name.partition(".")[0])
+        for module, source in read_modules(package).items()
+        for name in imports_of(source)
     ]
+    assert pairs, f"{package} has no imports: is the path correct?"
+    return pairs
 
 
 @pytest.mark.parametrize("package", sorted(FORBIDDEN))
-def test_no_import_points_back(package: str) -> None:
-    found = imports_by_file(package)
-    assert found, f"{package} has no imports: is the path right?"
-    assert [(file, name) for file, name in found if name in FORBIDDEN[package]] == []
+def test_no_package_imports_one_above_it(package: str) -> None:
+    imports = packages_imported_by(package)
+    assert [pair for pair in imports if pair[1] in FORBIDDEN[package]] == []
+
+
+@pytest.mark.parametrize("package", sorted(PACKAGES))
+def test_imports_are_absolute(package: str) -> None:
+    """Relative imports would hide their target from these tests."""
+    modules = read_modules(package)
+    assert [name for name, source in modules.items() if has_relative_import(source)] == []
+
+
+def backward_imports(modules: Mapping[str, str], rooms: Sequence[str]) -> list[str]:
+    """Imports of megatron_rl that lead to a room above the importing module's room."""
+    backward = []
+    for module, source in modules.items():
+        _, _, inner = module.partition(".")
+        if not inner:
+            continue
+        room = inner.partition(".")[0]
+        for name in imports_of(source):
+            package, *parts = name.split(".")
+            is_backward = package == "megatron_rl" and rooms.index(parts[0]) > rooms.index(room)
+            if is_backward:
+                backward.append(f"{module} imports {name}")
+    return backward
 
 
 def test_rooms_import_only_rooms_before_them() -> None:
     package = PACKAGES["megatron_rl"]
-    assert {path.name for path in package.iterdir() if path.is_dir()} - {"__pycache__"} == set(
-        ROOMS
-    )
-    backward = [
-        f"{file.relative_to(package)} imports {target}"
-        for room in ROOMS
-        for file in sorted((package / room).rglob("*.py"))
-        for target in room_imports(file.read_text())
-        if ROOMS.index(target) > ROOMS.index(room)
-    ]
-    assert backward == []
-    assert list(
-        room_imports("from megatron_rl.run.rank import Rank\nimport megatron_rl.engines as s\n")
-    ) == [
-        "run",
-        "sync",
-    ]
+    folders = {path.name for path in package.iterdir() if path.is_dir()}
+    assert folders - {"__pycache__"} == set(ROOMS)
+    assert backward_imports(read_modules("megatron_rl"), ROOMS) == []
+
+
+def wing_violations(modules: Mapping[str, str]) -> list[str]:
+    """Imports of a wing of run/ that lead to a module which it must not import."""
+    violations = []
+    for module, source in modules.items():
+        parts = module.split(".")
+        forbidden = WING_FORBIDDEN.get(parts[2], frozenset()) if len(parts) > 3 else frozenset()
+        for name in imports_of(source):
+            target = name.split(".")
+            if target[:2] == ["megatron_rl", "run"] and target[2] in forbidden:
+                violations.append(f"{module} imports {name}")
+    return violations
+
+
+def test_wings_of_run_do_not_import_what_opens_them() -> None:
+    modules = read_modules("megatron_rl")
+    names = {name for names in WING_FORBIDDEN.values() for name in names}
+    assert [name for name in names if f"megatron_rl.run.{name}" not in modules] == []
+    run = {name: source for name, source in modules.items() if name.startswith("megatron_rl.run.")}
+    assert wing_violations(run) == []
 
 
 def test_megatron_is_imported_behind_mcore_alone() -> None:
-    found = {file for file, name in imports_by_file("megatron_rl") if name == "megatron"}
-    assert found, "nothing imports megatron.core: is the path right?"
-    assert {file for file in found if "/mcore/" not in file} == set()
+    importers = {
+        module for module, name in packages_imported_by("megatron_rl") if name == "megatron"
+    }
+    assert importers, "nothing imports megatron.core: is the path correct?"
+    assert {name for name in importers if not name.startswith("megatron_rl.mcore.")} == set()
 
 
 def test_kernels_stand_alone() -> None:
-    allowed = KERNELS_MAY_IMPORT | set(sys.stdlib_module_names)
-    found = imports_by_file("espo_kernels")
-    assert found, "espo_kernels has no imports: is the path right?"
-    assert [(file, name) for file, name in found if name not in allowed] == []
+    allowed_names = KERNELS_MAY_IMPORT | set(sys.stdlib_module_names)
+    imports = packages_imported_by("espo_kernels")
+    assert [pair for pair in imports if pair[1] not in allowed_names] == []
 
 
-def test_a_backward_import_would_be_found() -> None:
-    source = "def f():\n    from megatron_rl.config import schema\n    import torch.nn as nn\n    from . import x\n"
-    assert list(imports_of(source)) == ["megatron_rl", "torch"]
+def import_graph(modules: Mapping[str, str]) -> dict[str, set[str]]:
+    """The modules that each module imports, late and type-only imports included."""
+    graph: dict[str, set[str]] = {}
+    for module, source in modules.items():
+        graph[module] = set()
+        for name in imports_of(source):
+            # `from a.b import c` imports the module a.b.c, or a name of the module a.b.
+            target = name if name in modules else name.rpartition(".")[0]
+            if target in modules and target != module:
+                graph[module].add(target)
+    return graph
+
+
+def reachable(graph: Graph, start: str) -> set[str]:
+    """All modules that a module imports, also through others."""
+    members: set[str] = set()
+    stack = [start]
+    while stack:
+        new = graph[stack.pop()] - members
+        members |= new
+        stack += new
+    return members
+
+
+def cycles(graph: Graph) -> list[list[str]]:
+    """Groups of modules that import each other, also through others."""
+    targets = {module: reachable(graph, module) for module in graph}
+    groups = {
+        tuple(sorted(other for other in targets[module] if module in targets[other]))
+        for module in graph
+    }
+    return sorted(list(group) for group in groups if group)
+
+
+def test_no_modules_import_each_other() -> None:
+    modules = {
+        name: source
+        for package in ("launch", "megatron_rl", "sglang_bridge")
+        for name, source in read_modules(package).items()
+    }
+    assert len(modules) > 300
+    assert cycles(import_graph(modules)) == []
+
+
+def test_late_and_type_only_imports_are_seen() -> None:
+    source = """
+from typing import TYPE_CHECKING
+if TYPE_CHECKING:
+    from megatron_rl.config import schema
+def f():
+    import torch.nn as nn
+"""
+    names = ["typing.TYPE_CHECKING", "megatron_rl.config.schema", "torch.nn"]
+    assert list(imports_of(source)) == names
+    assert has_relative_import("from . import x") and not has_relative_import(source)
+
+
+def test_backward_imports_are_found() -> None:
+    modules = {
+        "megatron_rl": "",
+        "megatron_rl.config.schema": "from megatron_rl.run.leader import Leader",
+        "megatron_rl.run.leader": "import megatron_rl.config.schema",
+    }
+    violation = "megatron_rl.config.schema imports megatron_rl.run.leader.Leader"
+    assert backward_imports(modules, ROOMS) == [violation]
+
+
+def test_imports_of_what_opens_a_wing_are_found() -> None:
+    source = "from megatron_rl.run.leader import Leader\nfrom megatron_rl.run.main import run\n"
+    modules = {f"megatron_rl.run.{wing}.a": source for wing in ("checkpoints", "modes")}
+    assert wing_violations(modules) == [
+        "megatron_rl.run.checkpoints.a imports megatron_rl.run.leader.Leader",
+        "megatron_rl.run.checkpoints.a imports megatron_rl.run.main.run",
+        "megatron_rl.run.modes.a imports megatron_rl.run.main.run",
+    ]
+    assert wing_violations({"megatron_rl.run.leader": source}) == []
+
+
+def test_import_cycles_are_found() -> None:
+    modules = {
+        "a": "from b import c",
+        "b": "",
+        "b.c": "def f():\n    from d import g",
+        "d": "if TYPE_CHECKING:\n    import a",
+        "e": "import a",
+    }
+    assert cycles(import_graph(modules)) == [["a", "b.c", "d"]]
+    assert cycles(import_graph(modules | {"d": ""})) == []

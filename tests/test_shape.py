@@ -1,117 +1,186 @@
-"""The code keeps its shape: rooms with names, small files, short functions, docstrings that say
-what files are for.
-"""
+"""Shape of the code: rooms of a size that can be read, and no dense code or private names."""
 
 import ast
 import re
-import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.support.style import (
+    MAX_PARTICIPLES_PER_1000,
+    functions_of,
+    has_docstring,
+    participles_per_1000,
+    problems_of,
+)
+
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("launch", "megatron_rl", "sglang_bridge", "kernels")
-MOST_ENTRIES, MEDIAN_LINES, MOST_LINES, MOST_FUNCTION_LINES = 16, 80, 350, 50
+SOURCE_FOLDERS = ("launch", "megatron_rl", "sglang_bridge", "kernels")
+MAX_MODULES = 16
+MAX_ROOMS = 16
 
 
-def source_files() -> dict[str, str]:
-    paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+def read_files(*folders: str) -> dict[str, str]:
+    """The text of every Python file, by its path from the root."""
+    paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
     return {str(path.relative_to(ROOT)): path.read_text() for path in paths}
 
 
-def functions_of(source: str) -> Iterator[tuple[str, int]]:
-    """Every function's name and its lines, decorators and docstring included."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-            yield node.name, (node.end_lineno or first) - first + 1
+@pytest.fixture(scope="module")
+def files() -> dict[str, str]:
+    return read_files(*SOURCE_FOLDERS)
+
+
+@pytest.fixture(scope="module")
+def test_files() -> dict[str, str]:
+    return read_files("tests")
+
+
+def list_problems(files: dict[str, str]) -> list[str]:
+    return [
+        f"{name}:{problem.line}: {problem.text}"
+        for name, text in files.items()
+        for problem in problems_of(text)
+    ]
+
+
+def test_source_follows_the_style(files: dict[str, str]) -> None:
+    assert len(files) > 300, "are the folders right?"
+    assert list_problems(files) == []
+
+
+def test_tests_follow_the_style(test_files: dict[str, str]) -> None:
+    assert len(test_files) > 200, "is the folder right?"
+    assert list_problems(test_files) == []
+
+
+def test_bare_participles_are_rare(files: dict[str, str], test_files: dict[str, str]) -> None:
+    assert participles_per_1000(files.values()) <= MAX_PARTICIPLES_PER_1000
+    assert participles_per_1000(test_files.values()) <= MAX_PARTICIPLES_PER_1000
+
+
+def test_every_module_has_a_docstring(files: dict[str, str]) -> None:
+    assert [name for name, text in files.items() if not has_docstring(text)] == []
+    assert not has_docstring("a = 1\n")
+    assert has_docstring('"""A module."""\n') and has_docstring("")
+
+
+def crowded_folders(names: list[str]) -> dict[str, int]:
+    """Folders with too many modules. `__init__.py` does not count."""
+    counts: dict[str, int] = {}
+    for name in names:
+        path = Path(name)
+        if path.name != "__init__.py":
+            counts[str(path.parent)] = counts.get(str(path.parent), 0) + 1
+    return {folder: count for folder, count in counts.items() if count > MAX_MODULES}
+
+
+def test_a_folder_has_few_modules(files: dict[str, str]) -> None:
+    assert crowded_folders(list(files)) == {}
+
+
+def test_the_trainer_consists_of_few_rooms() -> None:
+    entries = [path for path in (ROOT / "megatron_rl").iterdir() if path.name != "__pycache__"]
+    assert len(entries) <= MAX_ROOMS + 1
+    modules = [path.name for path in entries if path.suffix == ".py"]
+    assert modules == ["__init__.py"]
+
+
+def invariants(docstring: str) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """Yield each invariant with the tests that it names, as (file, function or "")."""
+    for paragraph in docstring.split("\n\n"):
+        if "Invariant:" in paragraph:
+            yield paragraph, re.findall(r"(tests/[\w/]+\.py)(?:::(\w+))?", paragraph)
 
 
 def unproven(docstring: str, tests: dict[str, set[str]]) -> list[str]:
     """Invariants that name no test, or one that does not exist.
 
-    tests: functions by file, from the root.
+    tests: the functions of each test file.
     """
-    broken = []
-    for paragraph in docstring.split("\n\n"):
-        if "Invariant:" in paragraph:
-            named = re.findall(r"(tests/[\w/]+\.py)(?:::(\w+))?", paragraph)
-            if not named or any(
-                file not in tests or (name and name not in tests[file]) for file, name in named
-            ):
-                broken.append(paragraph)
-    return broken
-
-
-@pytest.fixture(scope="module")
-def files() -> dict[str, str]:
-    return source_files()
-
-
-def test_the_rooms_can_be_seen_at_a_glance() -> None:
-    entries = [path for path in (ROOT / "megatron_rl").iterdir() if path.name != "__pycache__"]
-    assert len(entries) <= MOST_ENTRIES
-    assert [path.name for path in entries if path.is_file() and path.suffix == ".py"] == [
-        "__init__.py"
+    return [
+        paragraph
+        for paragraph, names in invariants(docstring)
+        if not names
+        or any(file not in tests or (name and name not in tests[file]) for file, name in names)
     ]
 
 
-def test_files_are_small(files: dict[str, str]) -> None:
-    lines = {
-        name: len(text.splitlines())
-        for name, text in files.items()
-        if not name.endswith("__init__.py")
-    }
-    assert len(lines) > 30
-    assert {name: count for name, count in lines.items() if count > MOST_LINES} == {}
-    assert statistics.median(lines.values()) <= MEDIAN_LINES
-    assert lines["megatron_rl/run/build.py"] <= 100
-
-
-def test_functions_are_short(files: dict[str, str]) -> None:
-    long = [
-        f"{name}: {function} has {count} lines"
-        for name, text in files.items()
-        for function, count in functions_of(text)
-        if count > MOST_FUNCTION_LINES
-    ]
-    assert long == []
-
-
-def test_every_file_says_what_it_does(files: dict[str, str]) -> None:
-    silent = [
-        name
-        for name, text in files.items()
-        if text.strip() and not ast.get_docstring(ast.parse(text))
-    ]
-    assert silent == []
-
-
-def test_an_invariant_names_the_test_that_enforces_it(files: dict[str, str]) -> None:
+def test_an_invariant_names_the_test_that_enforces_it(
+    files: dict[str, str], test_files: dict[str, str]
+) -> None:
     tests = {
-        str(path.relative_to(ROOT)): {name for name, _ in functions_of(path.read_text())}
-        for path in (ROOT / "tests").rglob("*.py")
+        name: {function.name for function in functions_of(ast.parse(text))}
+        for name, text in test_files.items()
     }
     claims = [f"{name}: {claim}" for name, text in files.items() for claim in unproven(text, tests)]
     assert claims == []
-    known = {"tests/a.py": {"test_b"}}
-    assert unproven("What.\n\nInvariant: it holds (tests/a.py::test_b).", known) == []
-    assert (
-        len(
-            unproven("What.\n\nInvariant: it holds.\n\nInvariant: too (tests/a.py::test_c).", known)
-        )
-        == 2
-    )
 
 
 def test_kernels_folder_is_no_package() -> None:
-    """SGLang depends on a distribution whose top-level package is called `kernels`; ours would
-    shadow it.
-    """
+    """SGLang depends on a package called `kernels`, which ours would hide."""
     assert not (ROOT / "kernels" / "__init__.py").exists()
 
 
-def test_function_lengths_are_measured() -> None:
-    source = "@decorator\ndef f():\n    pass\n\nclass A:\n    async def g(self):\n        x = 1\n        return x\n"
-    assert list(functions_of(source)) == [("f", 3), ("g", 3)]
+BRANCHES = "\n".join(f"    if x == {i}:\n        return {i}" for i in range(12))
+NODES = "\n".join(f"    x = x + {i}" for i in range(60))
+OFFENDERS = {
+    "syntax nodes": f"def f(x):\n{NODES}\n",
+    "complexity": f"def f(x):\n{BRANCHES}\n",
+    "levels of comprehensions": "def f(x):\n    return [[[c for c in b] for b in a] for a in x]\n",
+    "parallel assignment": "a, b = 1, 2\n",
+    "vague opening": 'def f():\n    """What it returns."""\n',
+    "columns": f"a = '{'x' * 100}'\n",
+}
+CORRECT = '''"""A module."""
+
+def f(x, y):
+    """Swap and sum."""
+    x, y = y, x
+    return [[b for b in a] for a in (x, y)]
+'''
+
+
+@pytest.mark.parametrize("problem", OFFENDERS)
+def test_each_rule_finds_a_planted_offender(problem: str) -> None:
+    texts = [offender.text for offender in problems_of(OFFENDERS[problem])]
+    assert len(texts) == 1 and problem in texts[0]
+
+
+def test_correct_code_has_no_problem() -> None:
+    assert list(problems_of(CORRECT)) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "found = 1",
+        "x.told = 1",
+        "def f(given): ...",
+        "def wanted(): ...",
+        "class own: ...",
+        "try: ...\nexcept OSError as refused: ...",
+        "import x as used",
+        "[kept for kept in y]",
+    ],
+)
+def test_each_kind_of_bound_name_is_measured(source: str) -> None:
+    assert participles_per_1000([source]) > 0
+
+
+def test_nouns_and_longer_names_are_no_participles() -> None:
+    assert participles_per_1000(["seed = speed = found_files = is_used = 1"]) == 0
+
+
+def test_a_crowded_folder_is_found() -> None:
+    names = [f"a/m{i}.py" for i in range(16)]
+    assert crowded_folders([*names, "a/__init__.py", "a/b/c.py"]) == {}
+    assert crowded_folders([*names, "a/m16.py"]) == {"a": 17}
+
+
+def test_an_invariant_without_a_test_is_found() -> None:
+    tests = {"tests/a.py": {"test_b"}}
+    assert unproven("A.\n\nInvariant: it holds (tests/a.py::test_b).", tests) == []
+    for claim in ("it holds.", "it holds (tests/a.py::test_c).", "it holds (tests/b.py)."):
+        assert len(unproven(f"A.\n\nInvariant: {claim}", tests)) == 1
