@@ -1,4 +1,4 @@
-"""Ragged batches for the tests of the objective, drawn by hypothesis."""
+"""Ragged batches for the tests of the objective, sampled by hypothesis."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def response_batch(
     seed: int,
     *,
     drift: float = 0.1,
-    tied: bool = False,
-    masked: float = 0.2,
+    coarse_entropies: bool = False,
+    mask_share: float = 0.2,
     one_advantage: bool = False,
 ) -> ResponseBatch:
-    """float64 batch. drift: spread of the log ratios. tied: entropies on a coarse grid. masked:
-    share masked.
+    """Make a float64 batch.
 
-    Of odd seeds every token has an advantage of its own, as in flat groups, unless one_advantage;
-    some are 0.
+    drift: spread of the log ratios. coarse_entropies: put entropies on a coarse grid, so that they
+    tie. mask_share: share of masked tokens. With odd seeds, every token has its own advantage, some
+    of them 0, unless one_advantage.
     """
     rng = torch.Generator().manual_seed(seed)
     tokens = sum(lengths)
@@ -47,20 +47,20 @@ def response_batch(
 
     old = -normal().abs()
     entropies = normal().abs() ** 2  # many near zero, a few large
-    if tied:
+    if coarse_entropies:
         entropies = (entropies * 2).round() / 2
     sequence_level = torch.randn(len(lengths), generator=rng, dtype=torch.float64)
     advantages = sequence_level.repeat_interleave(torch.tensor(lengths, dtype=torch.long))
     if seed % 2 and not one_advantage:
-        own = torch.Generator().manual_seed(seed)
-        advantages = torch.randn(tokens, generator=own, dtype=torch.float64).round(decimals=1)
+        token_rng = torch.Generator().manual_seed(seed)
+        advantages = torch.randn(tokens, generator=token_rng, dtype=torch.float64).round(decimals=1)
     return ResponseBatch(
         logprobs=old + drift * normal(),
         old_logprobs=old,
         advantages=advantages,
         entropies=entropies,
         cu_seqlens=torch.tensor([0, *lengths]).cumsum(0),
-        loss_mask=torch.rand(tokens, generator=rng) >= masked,
+        loss_mask=torch.rand(tokens, generator=rng) >= mask_share,
     )
 
 
@@ -77,7 +77,7 @@ class Group(NamedTuple):
 
     @property
     def distance(self) -> torch.Tensor:
-        """Of each ratio from the nearer of 1 - ε and 1 + ε, where the loss has a kink."""
+        """Distance of each ratio to the nearer of 1 - ε and 1 + ε, where the loss has a kink."""
         return ((self.ratios - 1).abs() - self.clip).abs()
 
 
@@ -94,7 +94,7 @@ def each_group(batch: ResponseBatch, groups: EspoGroups, denominator: str) -> It
 
 
 def is_close_to_a_bound(batch: ResponseBatch, groups: EspoGroups, denominator: str) -> bool:
-    """Whether rounding decides what is clipped."""
+    """True if rounding decides which tokens are clipped."""
     return any(
         bool((group.distance < 1e-5).any()) for group in each_group(batch, groups, denominator)
     )

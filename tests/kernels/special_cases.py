@@ -10,7 +10,7 @@ from tests.kernels.batches import ResponseBatch
 Result = tuple[torch.Tensor, torch.Tensor]
 
 
-def padded(values: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+def pad_tokens(values: torch.Tensor, lengths: list[int]) -> torch.Tensor:
     """[T] -> [B, longest], zeros behind each sequence."""
     return torch.nn.utils.rnn.pad_sequence(values.split(lengths), batch_first=True)
 
@@ -22,18 +22,19 @@ def one_group_per_sequence(batch: ResponseBatch, lengths: list[int], clip: float
 
 
 def one_group_per_token(batch: ResponseBatch, lengths: list[int], clip: float) -> Result:
-    """PPO-clip: every token a sequence of its own, with the weight 1/n of its true sequence in the
-    advantage.
+    """PPO-clip: every token is its own sequence.
+
+    The weight 1/n of its true sequence is in the advantage.
     """
     alone = torch.arange(batch.loss_mask.numel() + 1)
     groups = _one_group(batch, alone, clip)
     assert groups.count.max() <= 1
-    kept = torch.tensor([int(mask.sum()) for mask in batch.loss_mask.split(lengths)])
-    weight = kept.clamp(min=1).double().repeat_interleave(torch.tensor(lengths))
-    scaled = ResponseBatch(
+    token_counts = torch.tensor([int(mask.sum()) for mask in batch.loss_mask.split(lengths)])
+    weight = token_counts.clamp(min=1).double().repeat_interleave(torch.tensor(lengths))
+    weighted_batch = ResponseBatch(
         **{**vars(batch), "advantages": batch.advantages / weight, "cu_seqlens": alone}
     )
-    return loss_and_gradient(scaled, groups, alone, int((kept > 0).sum()))
+    return loss_and_gradient(weighted_batch, groups, alone, int((token_counts > 0).sum()))
 
 
 def loss_and_gradient(

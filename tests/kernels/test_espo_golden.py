@@ -1,4 +1,4 @@
-"""Every intermediate value of `tests/golden/espo_objective.md`, from each backend that runs on CPU."""
+"""Every intermediate value of `tests/golden/espo_objective.md`, from each CPU backend."""
 
 import json
 from pathlib import Path
@@ -6,18 +6,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from espo_kernels import espo_groups, espo_policy_loss
-from tests.kernels.finished import finished
+from espo_kernels import EspoGroups, EspoResult, espo_groups, espo_policy_loss
+from tests.kernels.metric_values import metric_values
 
 GOLDEN = json.loads((Path(__file__).parent.parent / "golden" / "espo_objective.json").read_text())
 SEQUENCES = GOLDEN["sequences"]
 
 
-def packed(name: str, dtype: torch.dtype) -> torch.Tensor:
+def pack(name: str, dtype: torch.dtype) -> torch.Tensor:
     return torch.tensor([value for sequence in SEQUENCES for value in sequence[name]], dtype=dtype)
 
 
-@pytest.mark.parametrize(
+BACKENDS = pytest.mark.parametrize(
     ("backend", "dtype", "rtol"),
     [
         ("reference", torch.float64, 1e-9),
@@ -25,61 +25,89 @@ def packed(name: str, dtype: torch.dtype) -> torch.Tensor:
         ("cpu", torch.float32, 1e-5),
     ],
 )
-def test_twelve_tokens(backend: str, dtype: torch.dtype, rtol: float) -> None:
-    lengths = [len(sequence["entropies"]) for sequence in SEQUENCES]
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
-    groups = espo_groups(
-        packed("entropies", dtype),
-        cu_seqlens,
+LENGTHS = [len(sequence["entropies"]) for sequence in SEQUENCES]
+CU_SEQLENS = torch.tensor([0, *LENGTHS]).cumsum(0)
+TOKENS = [token for sequence in SEQUENCES for token in sequence["tokens"]]
+
+
+def golden_groups(backend: str, dtype: torch.dtype) -> EspoGroups:
+    return espo_groups(
+        pack("entropies", dtype),
+        CU_SEQLENS,
         vocab_size=GOLDEN["inputs"]["vocab_size"],
         alpha=GOLDEN["inputs"]["alpha"],
         fractions=GOLDEN["inputs"]["fractions"],
-        loss_mask=packed("loss_mask", torch.bool),
+        loss_mask=pack("loss_mask", torch.bool),
         backend=backend,
     )
-    tokens = [token for sequence in SEQUENCES for token in sequence["tokens"]]
-    assert groups.group_id.tolist() == [token["group"] for token in tokens]
-    assert groups.count.tolist() == [
-        [group["size"] for group in sequence["groups"]] for sequence in SEQUENCES
-    ]
-    widths = torch.tensor(
-        [[group["epsilon"] for group in sequence["groups"]] for sequence in SEQUENCES], dtype=dtype
-    )
-    torch.testing.assert_close(groups.clip, widths, rtol=rtol, atol=0)
 
-    logprobs = packed("logprobs", dtype).requires_grad_()
-    advantages = torch.tensor([s["advantage"] for s in SEQUENCES], dtype=dtype).repeat_interleave(
-        torch.tensor(lengths)
-    )
-    loss, metrics = espo_policy_loss(
+
+def golden_loss(backend: str, dtype: torch.dtype) -> tuple[EspoResult, torch.Tensor]:
+    """The loss, and the gradient of the log-probabilities."""
+    logprobs = pack("logprobs", dtype).requires_grad_()
+    advantages = torch.tensor([sequence["advantage"] for sequence in SEQUENCES], dtype=dtype)
+    result = espo_policy_loss(
         logprobs,
-        packed("old_logprobs", dtype),
-        advantages,
-        cu_seqlens,
-        groups,
+        pack("old_logprobs", dtype),
+        advantages.repeat_interleave(torch.tensor(LENGTHS)),
+        CU_SEQLENS,
+        golden_groups(backend, dtype),
         num_sequences=GOLDEN["inputs"]["num_sequences"],
         backend=backend,
     )
-    loss.backward()
-    torch.testing.assert_close(loss.item(), GOLDEN["loss"], rtol=rtol, atol=0)
-    gradient = torch.tensor([token["loss_gradient"] for token in tokens], dtype=dtype)
-    torch.testing.assert_close(logprobs.grad, gradient, rtol=10 * rtol, atol=1e-11)
+    result.loss.backward()
+    return result, logprobs.grad
 
-    high, low = ([sequence["groups"][tau] for sequence in SEQUENCES] for tau in (0, 1))
+
+@BACKENDS
+def test_groups_of_twelve_tokens_match_the_golden_values(
+    backend: str, dtype: torch.dtype, rtol: float
+) -> None:
+    groups = golden_groups(backend, dtype)
+    assert groups.group_id.tolist() == [token["group"] for token in TOKENS]
+    assert groups.count.tolist() == [
+        [group["size"] for group in sequence["groups"]] for sequence in SEQUENCES
+    ]
+    widths = [[group["epsilon"] for group in sequence["groups"]] for sequence in SEQUENCES]
+    torch.testing.assert_close(groups.clip, torch.tensor(widths, dtype=dtype), rtol=rtol, atol=0)
+
+
+@BACKENDS
+def test_loss_and_gradient_of_twelve_tokens_match_the_golden_values(
+    backend: str, dtype: torch.dtype, rtol: float
+) -> None:
+    result, gradient = golden_loss(backend, dtype)
+    torch.testing.assert_close(result.loss.item(), GOLDEN["loss"], rtol=rtol, atol=0)
+    golden_gradient = torch.tensor([token["loss_gradient"] for token in TOKENS], dtype=dtype)
+    torch.testing.assert_close(gradient, golden_gradient, rtol=10 * rtol, atol=1e-11)
+
+
+@BACKENDS
+def test_metric_sums_of_twelve_tokens_match_the_golden_values(
+    backend: str, dtype: torch.dtype, rtol: float
+) -> None:
+    metrics = golden_loss(backend, dtype)[0].metrics
     assert metrics.tokens.tolist() == [3, 8]
     assert metrics.clipped_high.tolist() == [2, 0]
     assert metrics.clipped_low.tolist() == [1, 0]
-    ess, values = GOLDEN["effective_sample_size"], finished(metrics)
+    ess = GOLDEN["effective_sample_size"]
+    values = metric_values(metrics)
     assert metrics.ratio_sum.tolist() == pytest.approx(ess["ratio_sum"], rel=rtol)
     assert metrics.ratio_square_sum.tolist() == pytest.approx(ess["ratio_square_sum"], rel=rtol)
-    assert [values[f"ess/group{tau}"].item() for tau in (0, 1)] == pytest.approx(
-        ess["by_group"], rel=rtol
-    )
+    by_group = [values[f"ess/group{tau}"].item() for tau in (0, 1)]
+    assert by_group == pytest.approx(ess["by_group"], rel=rtol)
     assert values["ess"].item() == pytest.approx(ess["whole"], rel=rtol)
-    for tau, groups_of in enumerate((high, low)):
-        ratios = [group["s"] for group in groups_of]
-        assert metrics.ratio_min[tau].item() == pytest.approx(min(ratios), rel=rtol)
-        assert metrics.ratio_max[tau].item() == pytest.approx(max(ratios), rel=rtol)
-        assert metrics.epsilon_sum[tau].item() == pytest.approx(
-            sum(group["epsilon"] for group in groups_of), rel=rtol
-        )
+
+
+@BACKENDS
+@pytest.mark.parametrize("tau", [0, 1])
+def test_metric_extremes_of_twelve_tokens_match_the_golden_values(
+    backend: str, dtype: torch.dtype, rtol: float, tau: int
+) -> None:
+    metrics = golden_loss(backend, dtype)[0].metrics
+    groups = [sequence["groups"][tau] for sequence in SEQUENCES]
+    ratios = [group["s"] for group in groups]
+    widths = [group["epsilon"] for group in groups]
+    assert metrics.ratio_min[tau].item() == pytest.approx(min(ratios), rel=rtol)
+    assert metrics.ratio_max[tau].item() == pytest.approx(max(ratios), rel=rtol)
+    assert metrics.epsilon_sum[tau].item() == pytest.approx(sum(widths), rel=rtol)

@@ -47,7 +47,7 @@ def test_group_size_is_exact(backend: str, n: int, fraction: float, k: int) -> N
 def test_arbitrary_fractions_cut_at_their_sums(
     backend: str, fractions: list[float], n: int
 ) -> None:
-    """Sums of unrelated fractions have long denominators: products with them would leave 64 bits."""
+    """Sums of unrelated fractions have long denominators, whose products exceed 64 bits."""
     groups = espo_groups(
         *one_sequence([1.0] * n), vocab_size=9, fractions=fractions, backend=backend
     )
@@ -62,7 +62,7 @@ def test_arbitrary_fractions_cut_at_their_sums(
     assert ends[-1] == n
 
 
-def test_shares_that_make_a_whole_leave_no_rest() -> None:
+def test_fractions_that_sum_to_one_leave_no_rest_group() -> None:
     """Normalised shares rarely add up to just 1 in binary."""
     shares = [math.exp(-x) for x in (0.3, 1.1, 2.7)]
     fractions = [share / sum(shares) for share in shares]
@@ -88,15 +88,15 @@ def test_clip_width_follows_the_entropy(backend: str) -> None:
     entropies, cu_seqlens = one_sequence([3.0, 1.0, 0.0, 0.0, 0.0])
     options = {"vocab_size": 100, "alpha": 0.02, "backend": backend}
     adaptive = espo_groups(entropies, cu_seqlens, **options)
-    expected = [[0.02 * 3.0 / math.log(100), 0.02 * 0.25 / math.log(100)]]
-    torch.testing.assert_close(adaptive.clip, torch.tensor(expected))
-    floored = espo_groups(entropies, cu_seqlens, min_clip=0.01, **options)
-    torch.testing.assert_close(floored.clip, torch.tensor([[expected[0][0], 0.01]]))
-    fixed = espo_groups(entropies, cu_seqlens, fixed_clip=0.2, **options)
-    torch.testing.assert_close(fixed.clip, torch.full((1, 2), 0.2))
-    ungrouped = espo_groups(entropies, cu_seqlens, fractions=(), **options)
-    torch.testing.assert_close(ungrouped.clip, torch.tensor([[0.02 * 0.8 / math.log(100)]]))
-    assert not ungrouped.group_id.any()
+    reference = [[0.02 * 3.0 / math.log(100), 0.02 * 0.25 / math.log(100)]]
+    torch.testing.assert_close(adaptive.clip, torch.tensor(reference))
+    with_floor = espo_groups(entropies, cu_seqlens, min_clip=0.01, **options)
+    torch.testing.assert_close(with_floor.clip, torch.tensor([[reference[0][0], 0.01]]))
+    with_fixed_clip = espo_groups(entropies, cu_seqlens, fixed_clip=0.2, **options)
+    torch.testing.assert_close(with_fixed_clip.clip, torch.full((1, 2), 0.2))
+    one_group = espo_groups(entropies, cu_seqlens, fractions=(), **options)
+    torch.testing.assert_close(one_group.clip, torch.tensor([[0.02 * 0.8 / math.log(100)]]))
+    assert not one_group.group_id.any()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -120,9 +120,13 @@ def test_empty_and_masked_sequences_have_no_groups(backend: str) -> None:
 @settings(max_examples=25, deadline=None)
 @given(ragged_lengths, seeds, fraction_lists, st.booleans())
 def test_groups_partition_the_unmasked_tokens_by_entropy(
-    backend: str, lengths: list[int], seed: int, fractions: tuple[float, ...], tied: bool
+    backend: str,
+    lengths: list[int],
+    seed: int,
+    fractions: tuple[float, ...],
+    coarse_entropies: bool,
 ) -> None:
-    batch = response_batch(lengths, seed, tied=tied)
+    batch = response_batch(lengths, seed, coarse_entropies=coarse_entropies)
     entropies = batch.entropies.float()
     groups = espo_groups(
         entropies,
@@ -133,20 +137,23 @@ def test_groups_partition_the_unmasked_tokens_by_entropy(
         backend=backend,
     )
     assert torch.equal(groups.group_id == 255, ~batch.loss_mask)
-    offsets = batch.cu_seqlens.tolist()
-    for i, (start, end) in enumerate(pairwise(offsets)):
-        ids, e = groups.group_id[start:end], entropies[start:end]
+    for i, (start, end) in enumerate(pairwise(batch.cu_seqlens.tolist())):
         n = int(batch.loss_mask[start:end].sum())
         shares = [Fraction(q).limit_denominator(1_000_000) for q in fractions]
         ranks = [math.ceil(n * total) for total in accumulate(shares)]
-        assert groups.count[i].tolist() == [
-            b - a for a, b in zip([0, *ranks], [*ranks, n], strict=True)
-        ]
+        assert groups.count[i].tolist() == [b - a for a, b in pairwise([0, *ranks, n])]
         for tau in range(len(fractions)):
-            higher, lower = ids == tau, (ids > tau) & (ids != 255)
-            if higher.any() and lower.any():
-                edge = e[higher].min()
-                assert edge >= e[lower].max()
-                tied_lower = (lower & (e == edge)).nonzero()
-                if tied_lower.numel():
-                    assert (higher & (e == edge)).nonzero().max() < tied_lower.min()
+            assert_ordered(groups.group_id[start:end], entropies[start:end], tau)
+
+
+def assert_ordered(ids: torch.Tensor, e: torch.Tensor, tau: int) -> None:
+    """Group `tau` has higher entropies than the later groups, and the earlier ties."""
+    higher = ids == tau
+    lower = (ids > tau) & (ids != 255)
+    if not (higher.any() and lower.any()):
+        return
+    edge = e[higher].min()
+    assert edge >= e[lower].max()
+    lower_ties = (lower & (e == edge)).nonzero()
+    if lower_ties.numel():
+        assert (higher & (e == edge)).nonzero().max() < lower_ties.min()

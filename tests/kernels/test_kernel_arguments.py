@@ -18,25 +18,26 @@ from espo_kernels import (
 from espo_kernels.backends import checks_values, resolve_backend
 
 BACKENDS = ["reference", "cpu"]
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
+INF = float("inf")
 
 
-def call_logprob(backend: str, **changed: Any) -> None:
+def call_logprob(backend: str, **changes: Any) -> None:
     arguments = {
         "logits": torch.zeros(3, 8),
         "targets": torch.tensor([0, 3, 7]),
         "backend": backend,
-        **changed,
+        **changes,
     }
     token_logprob_entropy(arguments.pop("logits"), arguments.pop("targets"), **arguments)
 
 
-def call_groups(backend: str, **changed: Any) -> None:
+def call_groups(backend: str, **changes: Any) -> None:
     arguments = {
         "old_entropies": torch.ones(5),
         "cu_seqlens": torch.tensor([0, 2, 5]),
         "vocab_size": 8,
-        **changed,
+        **changes,
     }
     espo_groups(
         arguments.pop("old_entropies"), arguments.pop("cu_seqlens"), backend=backend, **arguments
@@ -50,14 +51,14 @@ GROUPS = EspoGroups(
 )
 
 
-def call_loss(backend: str, **changed: Any) -> None:
+def call_loss(backend: str, **changes: Any) -> None:
     arguments: dict[str, Any] = {
         "logprobs": -torch.ones(5),
         "old_logprobs": -torch.ones(5),
         "advantages": torch.ones(5),
         "cu_seqlens": torch.tensor([0, 2, 5]),
         "groups": GROUPS,
-        **changed,
+        **changes,
     }
     espo_policy_loss(backend=backend, **arguments)
 
@@ -197,17 +198,17 @@ REFUSED: list[tuple[Callable[..., None], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("call", "changed", "message"), REFUSED)
-def test_refused_by_name(
-    backend: str, call: Callable[..., None], changed: dict[str, Any], message: str
+@pytest.mark.parametrize(("call", "changes", "message"), REFUSED)
+def test_invalid_arguments_are_refused_by_name(
+    backend: str, call: Callable[..., None], changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
-        call(backend, **changed)
+        call(backend, **changes)
 
 
 @pytest.mark.parametrize("call", [call_logprob, call_groups, call_loss])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_unchanged_calls_are_accepted(backend: str, call: Callable[..., None]) -> None:
+def test_valid_calls_are_accepted(backend: str, call: Callable[..., None]) -> None:
     call(backend)
 
 
@@ -232,7 +233,7 @@ def test_the_unchanged_calls_are_accepted(backend: str, call: Callable[..., None
         (torch.tensor([[1.0, INF]]), {}, "weight has NaN or infinite"),
     ],
 )
-def test_weights_refused_by_name(
+def test_invalid_weights_are_refused_by_name(
     weight: torch.Tensor, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
@@ -262,7 +263,7 @@ def test_debug_switch_is_read_at_each_call(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    ("call", "changed"),
+    ("call", "changes"),
     [
         (call_logprob, {"targets": torch.tensor([0, 8, 1])}),
         (call_logprob, {"logits": torch.full((3, 8), NAN, dtype=torch.float64)}),
@@ -274,11 +275,9 @@ def test_debug_switch_is_read_at_each_call(monkeypatch: pytest.MonkeyPatch) -> N
     ],
 )
 def test_the_reference_checks_values_on_any_device(
-    monkeypatch: pytest.MonkeyPatch, call: Callable[..., None], changed: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, call: Callable[..., None], changes: dict[str, Any]
 ) -> None:
-    """As float64 tensors on a GPU, which "auto" gives to the reference: there the device asks for
-    no checks.
-    """
+    """float64 tensors on a GPU go to the reference, where the device alone requires no checks."""
     elsewhere = torch.zeros(1, device="meta")
     monkeypatch.delenv("ESPO_KERNELS_DEBUG", raising=False)
     for name in ("token_logprob_entropy.logprob", "espo_groups.groups", "espo_policy_loss.loss"):
@@ -286,7 +285,7 @@ def test_the_reference_checks_values_on_any_device(
         monkeypatch.setattr(
             module,
             "checks_values",
-            lambda tensor, backend, wanted: checks_values(elsewhere, backend),
+            lambda tensor, backend, override: checks_values(elsewhere, backend),
         )
     name, width = {
         call_logprob: ("logits", (3, 8)),
@@ -294,12 +293,12 @@ def test_the_reference_checks_values_on_any_device(
         call_loss: ("logprobs", 5),
     }[call]
     with pytest.raises(ValueError, match=r"must|has diverged"):
-        call("auto", **{name: -torch.ones(width, dtype=torch.float64), **changed})
+        call("auto", **{name: -torch.ones(width, dtype=torch.float64), **changes})
 
 
 @pytest.mark.parametrize("call", [call_groups, call_loss])
 def test_tokens_without_sequences_are_refused_by_shape(call: Callable[..., None]) -> None:
-    """Without a look at values, which the meta device does not have."""
+    """The check reads no values, which the meta device does not have."""
     name = "old_entropies" if call is call_groups else "logprobs"
     with pytest.raises(
         ValueError, match=r"cu_seqlens has shape \(1,\): names no sequence for the 5 tokens"
@@ -323,12 +322,12 @@ def test_num_sequences_as_a_tensor_is_the_number(
         torch.ones(5),
         torch.tensor([0, 2, 5]),
     )
-    expected = espo_policy_loss(*tokens, GROUPS, num_sequences=3, backend=backend).loss
-    given = torch.full(shape, 3, dtype=dtype)
-    loss = espo_policy_loss(*tokens, GROUPS, num_sequences=given, backend=backend).loss
+    reference = espo_policy_loss(*tokens, GROUPS, num_sequences=3, backend=backend).loss
+    count_tensor = torch.full(shape, 3, dtype=dtype)
+    loss = espo_policy_loss(*tokens, GROUPS, num_sequences=count_tensor, backend=backend).loss
     assert loss.dtype == torch.float32
     assert loss.shape == ()
-    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(loss, reference)
 
 
 @pytest.mark.parametrize(
@@ -339,8 +338,9 @@ def test_num_sequences_as_a_tensor_is_the_number(
 def test_narrow_targets_are_compared_as_wide_numbers(
     backend: str, dtype: torch.dtype, vocabulary: int
 ) -> None:
-    logits, targets = torch.randn(2, vocabulary), torch.tensor([5, torch.iinfo(dtype).max])
-    expected = token_logprob_entropy(logits, targets, backend=backend)[0]
+    logits = torch.randn(2, vocabulary)
+    targets = torch.tensor([5, torch.iinfo(dtype).max])
+    reference = token_logprob_entropy(logits, targets, backend=backend)[0]
     assert torch.equal(
-        token_logprob_entropy(logits, targets.to(dtype), backend=backend)[0], expected
+        token_logprob_entropy(logits, targets.to(dtype), backend=backend)[0], reference
     )

@@ -1,4 +1,4 @@
-"""The benchmark's one command, at its smallest."""
+"""The benchmark command with its smallest inputs."""
 
 import json
 import subprocess
@@ -11,9 +11,9 @@ import pytest
 from tests.kernels.processes import ROOT, importable
 
 
-def measured(output: Path, *arguments: str) -> tuple[str, dict[str, Any]]:
-    """What `python -m bench` prints, and the record it writes."""
-    done = subprocess.run(
+def run_bench(output: Path, *arguments: str) -> tuple[str, dict[str, Any]]:
+    """Run `python -m bench`; its output, and the record that it writes."""
+    process = subprocess.run(
         [
             sys.executable,
             "-m",
@@ -32,16 +32,16 @@ def measured(output: Path, *arguments: str) -> tuple[str, dict[str, Any]]:
         timeout=240,
         env=importable(),
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
     record = json.loads(output.read_text())
     assert record["copy_gb_s"] > 0
     assert all(row["best_ms"] > 0 for row in record["rows"])
-    return done.stdout, record
+    return process.stdout, record
 
 
 def test_one_command_prints_a_table_and_writes_json(tmp_path: Path) -> None:
-    printed, record = measured(tmp_path / "result.json", "--operations", "objective")
-    assert "loss + gradient" in printed
+    output, record = run_bench(tmp_path / "result.json", "--operations", "objective")
+    assert "loss + gradient" in output
     assert [(row["part"], row["implementation"]) for row in record["rows"]] == [
         ("grouping", "espo_kernels"),
         ("grouping", "reference"),
@@ -52,10 +52,10 @@ def test_one_command_prints_a_table_and_writes_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_logprobs_are_measured_beside_those_of_eager_torch(tmp_path: Path) -> None:
+def test_bench_compares_logprobs_with_eager_torch(tmp_path: Path) -> None:
     arguments = ["--operations", "logprob", "--rows", "4", "--vocabulary", "1000"]
-    printed, record = measured(tmp_path / "result.json", *arguments)
-    assert "espo_kernels, in place" in printed
+    output, record = run_bench(tmp_path / "result.json", *arguments)
+    assert "espo_kernels, in place" in output
     parts = {
         (row["part"], row["dtype"])
         for row in record["rows"]

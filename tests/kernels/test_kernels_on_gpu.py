@@ -1,4 +1,4 @@
-"""What only a GPU can show: no host synchronisation, few launches, CUDA graphs, the debug switch.
+"""Tests on a GPU: no host synchronisation, few launches, CUDA graphs, the debug switch.
 
 The values themselves are checked by `triton/`, which runs compiled where there is a GPU.
 """
@@ -28,7 +28,8 @@ def objective_step() -> Callable[[], torch.Tensor]:
     lengths = torch.tensor([3000, 1, 500])
     cu_seqlens = torch.tensor([0, 3000, 3001, 3501], device="cuda")
     tokens = int(lengths.sum())
-    entropies, old = torch.rand(tokens, device="cuda"), -torch.rand(tokens, device="cuda")
+    entropies = torch.rand(tokens, device="cuda")
+    old = -torch.rand(tokens, device="cuda")
     new = (old + 0.01 * torch.randn(tokens, device="cuda")).requires_grad_()
     advantages = torch.randn(3, device="cuda").repeat_interleave(lengths.cuda())
 
@@ -83,16 +84,16 @@ def test_no_synchronisation_and_few_launches(
 @pytest.mark.parametrize("make", [objective_step, logprob_step, quantize_step])
 def test_a_cuda_graph_replays_the_step(make: Callable[[], Callable[[], torch.Tensor]]) -> None:
     step = make()
-    expected = step()
+    reference = step()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = step()
+        replay_output = step()
     graph.replay()
-    assert torch.equal(captured, expected)
+    assert torch.equal(replay_output, reference)
 
 
 def test_values_are_checked_only_behind_the_debug_switch(monkeypatch: pytest.MonkeyPatch) -> None:

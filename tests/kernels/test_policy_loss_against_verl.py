@@ -1,9 +1,7 @@
-"""Special cases of ESPO against verl's own functions, to 1e-8 in float64; `make peers` installs
-verl.
+"""Special cases of ESPO against verl's functions, to 1e-8 in float64. `make peers` installs verl.
 
-verl divides a sequence's sum by its tokens plus 1e-8, which is what the comparison allows for. Its
-dual clip (a ratio above 3 with a negative advantage) is no part of PPO-clip; the drift here stays
-below it.
+verl divides a sequence's sum by its tokens plus 1e-8, hence the tolerance. Its dual clip (a ratio
+above 3 with a negative advantage) is not part of PPO-clip. The drift here stays below it.
 """
 
 import importlib.util
@@ -14,12 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.kernels.batches import response_batch
+from tests.kernels.batches import ResponseBatch, response_batch
 from tests.kernels.processes import ROOT, importable
-from tests.kernels.special_cases import one_group_per_sequence, one_group_per_token, padded
+from tests.kernels.special_cases import one_group_per_sequence, one_group_per_token, pad_tokens
 
 PEERS = Path(sys.prefix) / "peers"
 INSTALLED = (PEERS / "verl").is_dir() or importlib.util.find_spec("verl") is not None
+CLIPS = {"gspo": 0.05, "vanilla": 0.2}
 LENGTHS = [[1, 7, 40], [5], [1, 1, 1, 2], [33, 2, 0, 18, 64, 9], [12, 12, 12, 12]]
 
 
@@ -30,7 +29,7 @@ def verl_results(
     script = Path(__file__).with_name("verl_losses.py")
     environment = importable(PYTHONWARNINGS="ignore")
     environment["PYTHONPATH"] += f":{PEERS}"
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, str(script), str(directory / "batches.pt"), str(directory / "out.pt")],
         cwd=ROOT,
         env=environment,
@@ -38,46 +37,49 @@ def verl_results(
         text=True,
         timeout=240,
     )
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert process.returncode == 0, process.stderr[-2000:]
     return torch.load(directory / "out.pt", weights_only=True)
+
+
+def verl_batch(objective: str, lengths: list[int], batch: ResponseBatch) -> dict[str, object]:
+    return {
+        "logprobs": pad_tokens(batch.logprobs, lengths),
+        "old_logprobs": pad_tokens(batch.old_logprobs, lengths),
+        "advantages": pad_tokens(batch.advantages, lengths),
+        "mask": pad_tokens(batch.loss_mask.double(), lengths),
+        "clip": CLIPS[objective],
+        "objective": objective,
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not INSTALLED, reason="verl is not installed: make peers")
 @pytest.mark.timeout(300)
-def test_special_cases_are_what_verl_computes(tmp_path: Path) -> None:
+def test_special_cases_equal_verl(tmp_path: Path) -> None:
     cases = {
         f"{objective} {i} {seed}": (objective, lengths, response_batch(lengths, seed, drift=0.3))
         for objective in ("gspo", "vanilla")
         for i, lengths in enumerate(LENGTHS)
         for seed in range(4)
     }
-    clips = {"gspo": 0.05, "vanilla": 0.2}
-    expected = verl_results(
+    reference = verl_results(
         {
-            name: {
-                "logprobs": padded(batch.logprobs, lengths),
-                "old_logprobs": padded(batch.old_logprobs, lengths),
-                "advantages": padded(batch.advantages, lengths),
-                "mask": padded(batch.loss_mask.double(), lengths),
-                "clip": clips[objective],
-                "objective": objective,
-            }
+            name: verl_batch(objective, lengths, batch)
             for name, (objective, lengths, batch) in cases.items()
             if batch.loss_mask.any()
         },
         tmp_path,
     )
-    assert len(expected) > 30
+    assert len(reference) > 30
     ours = {"gspo": one_group_per_sequence, "vanilla": one_group_per_token}
-    for name, result in expected.items():
+    for name, result in reference.items():
         objective, lengths, batch = cases[name]
-        loss, gradient = ours[objective](batch, lengths, clips[objective])
+        loss, gradient = ours[objective](batch, lengths, CLIPS[objective])
         torch.testing.assert_close(
             loss, result["loss"], rtol=1e-8, atol=1e-8, msg=lambda m, n=name: f"{n}: {m}"
         )
         torch.testing.assert_close(
-            padded(gradient, lengths),
+            pad_tokens(gradient, lengths),
             result["gradient"],
             rtol=1e-8,
             atol=1e-8,

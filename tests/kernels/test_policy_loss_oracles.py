@@ -16,7 +16,7 @@ from tests.kernels.special_cases import (
     loss_and_gradient,
     one_group_per_sequence,
     one_group_per_token,
-    padded,
+    pad_tokens,
 )
 
 
@@ -51,7 +51,7 @@ def oracle_result(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     logprobs = batch.logprobs.clone().requires_grad_()
     tensors = (logprobs, batch.old_logprobs, batch.advantages, batch.loss_mask.double())
-    loss = oracle(*(padded(tensor, lengths) for tensor in tensors), clip)
+    loss = oracle(*(pad_tokens(tensor, lengths) for tensor in tensors), clip)
     loss.backward()
     return loss.detach(), logprobs.grad
 
@@ -83,7 +83,7 @@ def test_one_token_groups_with_a_fixed_clip_are_ppo_clip(lengths: list[int], see
 def test_one_token_groups_inside_sequences_are_ppo_clip() -> None:
     """The same through the list of fractions: as many groups as tokens."""
     lengths = [4, 4, 4]
-    batch = response_batch(lengths, 3, drift=0.3, masked=0.0)
+    batch = response_batch(lengths, 3, drift=0.3, mask_share=0.0)
     groups = espo_groups(
         batch.entropies, batch.cu_seqlens, vocab_size=9, fractions=(0.25,) * 3, fixed_clip=0.2
     )

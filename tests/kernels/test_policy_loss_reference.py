@@ -4,8 +4,10 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from espo_kernels import espo_groups, espo_policy_loss
+from espo_kernels import EspoGroups, EspoResult, espo_groups, espo_policy_loss
 from tests.kernels.batches import (
+    Group,
+    ResponseBatch,
     each_group,
     fraction_lists,
     is_close_to_a_bound,
@@ -13,7 +15,7 @@ from tests.kernels.batches import (
     response_batch,
     seeds,
 )
-from tests.kernels.finished import finished
+from tests.kernels.metric_values import metric_values
 
 denominators = st.sampled_from(["current", "old"])
 
@@ -23,7 +25,7 @@ denominators = st.sampled_from(["current", "old"])
 def test_gradcheck_where_the_stop_gradient_is_the_derivative(
     lengths: list[int], seed: int, fractions: tuple[float, ...]
 ) -> None:
-    """With one advantage per sequence, Σ_t sg[s] ∂log π_t A / |τ| is the derivative of s A itself."""
+    """With one advantage a sequence, Σ_t sg[s] ∂log π_t A / |τ| is the derivative of s A."""
     batch = response_batch(lengths, seed, drift=0.01, one_advantage=True)
     groups = espo_groups(
         batch.entropies,
@@ -45,6 +47,16 @@ def test_gradcheck_where_the_stop_gradient_is_the_derivative(
         ).loss
 
     assert torch.autograd.gradcheck(loss, (batch.logprobs.clone().requires_grad_(),))
+
+
+def objective_slope(group: Group, A: torch.Tensor) -> torch.Tensor:
+    """Central difference of each token's term, as a function of its log-probability."""
+
+    def term(h: float) -> torch.Tensor:
+        s = group.ratios * torch.tensor(h, dtype=torch.float64).exp()
+        return torch.minimum(s * A, s.clamp(1 - group.clip, 1 + group.clip) * A)
+
+    return (term(1e-6) - term(-1e-6)) / 2e-6
 
 
 @settings(max_examples=15, deadline=None)
@@ -72,19 +84,12 @@ def test_gradient_is_the_slope_with_the_group_ratio_held_fixed(
         num_sequences=3,
     ).loss.backward()
     for group in each_group(batch, groups, denominator):
-        row, A, eps = groups.count[group.response], batch.advantages[group.tokens], group.clip
-
-        def objective(
-            h: float, s: torch.Tensor = group.ratios, A: torch.Tensor = A, eps: torch.Tensor = eps
-        ) -> torch.Tensor:
-            moved = s * torch.tensor(h, dtype=torch.float64).exp()
-            return torch.minimum(moved * A, moved.clamp(1 - eps, 1 + eps) * A)
-
-        slope = (objective(1e-6) - objective(-1e-6)) / 2e-6
-        expected = -slope / (3 * (row > 0).sum() * row[group.tau])
+        row = groups.count[group.response]
+        slope = objective_slope(group, batch.advantages[group.tokens])
+        gradient = -slope / (3 * (row > 0).sum() * row[group.tau])
         smooth = group.distance > 1e-5
         torch.testing.assert_close(
-            logprobs.grad[group.tokens][smooth], expected[smooth], rtol=1e-6, atol=1e-10
+            logprobs.grad[group.tokens][smooth], gradient[smooth], rtol=1e-6, atol=1e-10
         )
     assert not logprobs.grad[~batch.loss_mask].any()
 
@@ -92,40 +97,49 @@ def test_gradient_is_the_slope_with_the_group_ratio_held_fixed(
 @settings(max_examples=30, deadline=None)
 @given(ragged_lengths, seeds, fraction_lists, denominators, st.booleans())
 def test_cpu_path_equals_the_reference(
-    lengths: list[int], seed: int, fractions: tuple[float, ...], denominator: str, tied: bool
+    lengths: list[int],
+    seed: int,
+    fractions: tuple[float, ...],
+    denominator: str,
+    coarse_entropies: bool,
 ) -> None:
-    batch = response_batch(lengths, seed, tied=tied)
-    results = []
-    for backend in ("reference", "cpu"):
-        groups = espo_groups(
-            batch.entropies.float(),
-            batch.cu_seqlens,
-            vocab_size=50,
-            alpha=0.5,
-            fractions=fractions,
-            loss_mask=batch.loss_mask,
-            backend=backend,
-        )
-        logprobs = batch.logprobs.float().requires_grad_()
-        result = espo_policy_loss(
-            logprobs,
-            batch.old_logprobs.float(),
-            batch.advantages.float(),
-            batch.cu_seqlens,
-            groups,
-            ratio_denominator=denominator,
-            backend=backend,
-        )
-        (result.loss * 3).backward()
-        results.append((groups, result, logprobs.grad))
-    (groups_r, result_r, grad_r), (groups_c, result_c, grad_c) = results
+    batch = response_batch(lengths, seed, coarse_entropies=coarse_entropies)
+    groups_r, result_r, grad_r = run_backend(batch, fractions, denominator, "reference")
+    groups_c, result_c, grad_c = run_backend(batch, fractions, denominator, "cpu")
     assume(not is_close_to_a_bound(batch, groups_r, denominator))  # one of them computes in float64
     assert torch.equal(groups_r.group_id, groups_c.group_id)
     assert torch.equal(groups_r.count, groups_c.count)
     torch.testing.assert_close(groups_r.clip, groups_c.clip, rtol=1e-6, atol=1e-8)
     torch.testing.assert_close(result_r.loss, result_c.loss, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(grad_r, grad_c, rtol=1e-5, atol=1e-7)
-    for name, value in finished(result_r.metrics).items():
+    for name, value in metric_values(result_r.metrics).items():
         torch.testing.assert_close(
-            value, finished(result_c.metrics)[name], rtol=1e-5, atol=1e-7, equal_nan=True
+            value, metric_values(result_c.metrics)[name], rtol=1e-5, atol=1e-7, equal_nan=True
         )
+
+
+def run_backend(
+    batch: ResponseBatch, fractions: tuple[float, ...], denominator: str, backend: str
+) -> tuple[EspoGroups, EspoResult, torch.Tensor]:
+    """Groups, loss, and three times the gradient, in float32."""
+    groups = espo_groups(
+        batch.entropies.float(),
+        batch.cu_seqlens,
+        vocab_size=50,
+        alpha=0.5,
+        fractions=fractions,
+        loss_mask=batch.loss_mask,
+        backend=backend,
+    )
+    logprobs = batch.logprobs.float().requires_grad_()
+    result = espo_policy_loss(
+        logprobs,
+        batch.old_logprobs.float(),
+        batch.advantages.float(),
+        batch.cu_seqlens,
+        groups,
+        ratio_denominator=denominator,
+        backend=backend,
+    )
+    (result.loss * 3).backward()
+    return groups, result, logprobs.grad

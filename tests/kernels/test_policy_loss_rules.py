@@ -8,7 +8,7 @@ from hypothesis import given, settings
 
 from espo_kernels import EspoGroups, EspoResult, espo_groups, espo_policy_loss
 from tests.kernels.batches import ResponseBatch, ragged_lengths, response_batch, seeds
-from tests.kernels.finished import finished, merged
+from tests.kernels.metric_values import add_metrics, metric_values
 
 BACKENDS = ["reference", "cpu"]
 
@@ -43,7 +43,8 @@ def run(
 def part(batch: ResponseBatch, sequences: slice) -> ResponseBatch:
     """Some sequences of a batch, packed."""
     offsets = batch.cu_seqlens.tolist()
-    first, last = offsets[sequences.start], offsets[sequences.stop]
+    first = offsets[sequences.start]
+    last = offsets[sequences.stop]
     tokens = slice(first, last)
     return ResponseBatch(
         batch.logprobs[tokens],
@@ -74,7 +75,7 @@ def test_gradient_is_zero_exactly_where_the_clip_binds(
     binds = (advantage > 0 and log_ratio > 0) or (advantage < 0 and log_ratio < 0)
     assert bool((gradient == 0).all()) == binds
     assert bool((gradient != 0).all()) != binds
-    metrics = finished(result.metrics)
+    metrics = metric_values(result.metrics)
     assert metrics["clip_fraction_high"].item() == float(binds and advantage > 0)
     assert metrics["clip_fraction_low"].item() == float(binds and advantage < 0)
 
@@ -93,9 +94,9 @@ def test_extreme_ratios_are_clamped_in_value_but_keep_their_gradient(
         loss_mask=torch.ones(1, dtype=torch.bool),
     )
     result, gradient = run(batch, backend)
-    clamped = math.exp(math.copysign(10.0, log_ratio))
-    assert result.metrics.ratio_max.max().item() == pytest.approx(clamped, rel=1e-6)
-    assert gradient.item() == pytest.approx(-clamped * advantage, rel=1e-6)
+    limit = math.exp(math.copysign(10.0, log_ratio))
+    assert result.metrics.ratio_max.max().item() == pytest.approx(limit, rel=1e-6)
+    assert gradient.item() == pytest.approx(-limit * advantage, rel=1e-6)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -114,14 +115,14 @@ def test_micro_batches_add_up_to_the_batch(backend: str, lengths: list[int], see
         whole.loss, torch.stack([r.loss for r, _ in pieces]).sum(), **tolerance
     )
     torch.testing.assert_close(gradient, torch.cat([g for _, g in pieces]), **tolerance)
-    together = finished(merged(*(result.metrics for result, _ in pieces)))
-    for name, value in finished(whole.metrics).items():
+    together = metric_values(add_metrics(*(result.metrics for result, _ in pieces)))
+    for name, value in metric_values(whole.metrics).items():
         torch.testing.assert_close(value, together[name], equal_nan=True, **tolerance)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_default_denominator_counts_sequences_with_an_unmasked_advantage(backend: str) -> None:
-    batch = response_batch([4, 4, 4, 0], 1, masked=0.0)
+    batch = response_batch([4, 4, 4, 0], 1, mask_share=0.0)
     batch.advantages[:4] = 0.0
     batch.loss_mask[4:8] = False
     whole, gradient = run(batch, backend)
@@ -134,7 +135,7 @@ def test_default_denominator_counts_sequences_with_an_unmasked_advantage(backend
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_masked_values_do_not_matter(backend: str) -> None:
-    batch = response_batch([6, 5], 2, masked=0.4)
+    batch = response_batch([6, 5], 2, mask_share=0.4)
     result, gradient = run(batch, backend)
     for tensor in (batch.logprobs, batch.old_logprobs, batch.advantages, batch.entropies):
         tensor[~batch.loss_mask] = torch.nan
@@ -147,7 +148,7 @@ def test_masked_values_do_not_matter(backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_further_mask_shrinks_the_groups(backend: str) -> None:
     """Tokens masked only in the loss leave |τ| and the mean; ε stays that of the groups."""
-    batch = response_batch([8], 4, masked=0.0)
+    batch = response_batch([8], 4, mask_share=0.0)
     groups = espo_groups(
         batch.entropies, batch.cu_seqlens, vocab_size=50, fractions=(), fixed_clip=0.5
     )
@@ -161,18 +162,20 @@ def test_a_further_mask_shrinks_the_groups(backend: str) -> None:
     smaller_groups = espo_groups(
         smaller.entropies, smaller.cu_seqlens, vocab_size=50, fractions=(), fixed_clip=0.5
     )
-    expected, expected_gradient = run(smaller, backend, smaller_groups)
-    torch.testing.assert_close(result.loss, expected.loss)
+    reference, expected_gradient = run(smaller, backend, smaller_groups)
+    torch.testing.assert_close(result.loss, reference.loss)
     torch.testing.assert_close(gradient[keep], expected_gradient)
     assert not gradient[~keep].any()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    ("lengths", "masked"), [([], 0.0), ([0], 0.0), ([0, 0], 0.0), ([3, 2], 1.1)]
+    ("lengths", "mask_share"), [([], 0.0), ([0], 0.0), ([0, 0], 0.0), ([3, 2], 1.1)]
 )
-def test_nothing_to_learn_is_a_zero_loss(backend: str, lengths: list[int], masked: float) -> None:
-    batch = response_batch(lengths, 5, masked=masked)
+def test_batch_without_signal_has_zero_loss(
+    backend: str, lengths: list[int], mask_share: float
+) -> None:
+    batch = response_batch(lengths, 5, mask_share=mask_share)
     result, gradient = run(batch, backend)
     assert result.loss.item() == 0
     assert not gradient.any()
@@ -183,7 +186,7 @@ def test_nothing_to_learn_is_a_zero_loss(backend: str, lengths: list[int], maske
 def test_metrics_count_the_unmasked_tokens_and_bound_their_mean(backend: str) -> None:
     batch = response_batch([7, 9], 6)
     result, _ = run(batch, backend, ratio_denominator="old")
-    values = finished(result.metrics)
+    values = metric_values(result.metrics)
     assert 0 < values["ess"] <= 1 + 1e-9
     sums = {name: pair.tolist() for name, pair in result.metrics.means().items()}
     assert sums["ratio_mean"][1] == int(batch.loss_mask.sum())
@@ -192,11 +195,13 @@ def test_metrics_count_the_unmasked_tokens_and_bound_their_mean(backend: str) ->
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_strided_inputs_are_read_right(backend: str) -> None:
+def test_strided_inputs_are_read_correctly(backend: str) -> None:
     batch = response_batch([6, 5], 8)
-    expected, gradient = run(batch, backend)
-    strided = ResponseBatch(*(torch.stack([t, t], dim=-1)[..., 0] for t in vars(batch).values()))
-    assert not strided.logprobs.is_contiguous()
-    result, strided_gradient = run(strided, backend)
-    assert torch.equal(result.loss, expected.loss)
+    reference, gradient = run(batch, backend)
+    strided_batch = ResponseBatch(
+        *(torch.stack([t, t], dim=-1)[..., 0] for t in vars(batch).values())
+    )
+    assert not strided_batch.logprobs.is_contiguous()
+    result, strided_gradient = run(strided_batch, backend)
+    assert torch.equal(result.loss, reference.loss)
     assert torch.equal(strided_gradient, gradient)

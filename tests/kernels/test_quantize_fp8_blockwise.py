@@ -11,9 +11,18 @@ E4M3_ERROR = 2**-4  # half a step of three mantissa bits, relative to the value
 SUBNORMAL_STEP = 2**-9
 
 
-def dequantized(fp8: torch.Tensor, scale_inv: torch.Tensor, block: int) -> torch.Tensor:
+def dequantize(fp8: torch.Tensor, scale_inv: torch.Tensor, block: int) -> torch.Tensor:
     rows = scale_inv.repeat_interleave(block, dim=-2)[..., : fp8.shape[-2], :]
     return fp8.float() * rows.repeat_interleave(block, dim=-1)[..., : fp8.shape[-1]]
+
+
+def random_weight(
+    shape: tuple[int, ...], dtype: torch.dtype, size: float, seed: int
+) -> torch.Tensor:
+    rng = torch.Generator().manual_seed(seed)
+    limit = torch.finfo(dtype).max / 8
+    weight = torch.randn(*shape, generator=rng) * min(size, limit)
+    return weight.clamp(-limit, limit).to(dtype)
 
 
 @settings(max_examples=25, deadline=None)
@@ -26,23 +35,19 @@ def dequantized(fp8: torch.Tensor, scale_inv: torch.Tensor, block: int) -> torch
     st.booleans(),
     st.integers(0, 2**31 - 1),
 )
-def test_values_survive_within_half_a_step(
+def test_quantization_error_is_at_most_half_a_step(
     stack: list[int], M: int, N: int, dtype: torch.dtype, size: float, power_of_two: bool, seed: int
 ) -> None:
-    rng = torch.Generator().manual_seed(seed)
-    limit = torch.finfo(dtype).max / 8
-    weight = (
-        (torch.randn(*stack, M, N, generator=rng) * min(size, limit)).clamp(-limit, limit).to(dtype)
-    )
+    weight = random_weight((*stack, M, N), dtype, size, seed)
     fp8, scale_inv = quantize_fp8_blockwise(weight, block=32, power_of_two_scales=power_of_two)
     assert fp8.shape == weight.shape
     assert fp8.dtype == torch.float8_e4m3fn
     assert scale_inv.shape == (*stack, -(-M // 32), -(-N // 32))
     if power_of_two:
-        assert torch.equal(torch.frexp(scale_inv).mantissa, torch.full_like(scale_inv, 0.5))
-    step = dequantized(torch.ones_like(weight), scale_inv, 32) * SUBNORMAL_STEP
+        assert (torch.frexp(scale_inv).mantissa == 0.5).all()
+    step = dequantize(torch.ones_like(weight), scale_inv, 32) * SUBNORMAL_STEP
     bound = torch.maximum(weight.float().abs() * E4M3_ERROR * 1.0001, step)
-    assert ((dequantized(fp8, scale_inv, 32) - weight.float()).abs() <= bound).all()
+    assert ((dequantize(fp8, scale_inv, 32) - weight.float()).abs() <= bound).all()
 
 
 def test_largest_value_of_a_block_uses_the_whole_range() -> None:
@@ -86,10 +91,10 @@ def test_stacked_experts_are_quantised_alone() -> None:
         alone = quantize_fp8_blockwise(expert)
         assert torch.equal(alone[0].view(torch.uint8), its_fp8.view(torch.uint8))
         assert torch.equal(alone[1], its_scale)
-    transposed = experts.transpose(-1, -2)
+    transpose = experts.transpose(-1, -2)
     assert torch.equal(
-        quantize_fp8_blockwise(transposed)[0].float(),
-        quantize_fp8_blockwise(transposed.contiguous())[0].float(),
+        quantize_fp8_blockwise(transpose)[0].float(),
+        quantize_fp8_blockwise(transpose.contiguous())[0].float(),
     )
 
 
@@ -123,7 +128,7 @@ def test_modelopt_reads_and_writes_the_same_format() -> None:
     # other one.
     assert difference.abs().max() <= 1
     assert (difference != 0).float().mean() < 1e-2
-    restored = fp8_tensor.FP8QTensor(weight.shape, torch.float32, fp8).dequantize(
+    values = fp8_tensor.FP8QTensor(weight.shape, torch.float32, fp8).dequantize(
         torch.float32, scale=scale_inv, block_sizes={-1: 128, -2: 128}
     )
-    torch.testing.assert_close(restored, dequantized(fp8, scale_inv, 128))
+    torch.testing.assert_close(values, dequantize(fp8, scale_inv, 128))

@@ -7,6 +7,7 @@ upstream gradient plus the rounding of the logits' own dtype.
 
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -58,7 +59,7 @@ def test_reference_passes_gradcheck(
     assert torch.autograd.gradcheck(function, (logits,))
 
 
-def test_reference_is_the_definition() -> None:
+def test_reference_equals_the_definition() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0, 99.0]], dtype=torch.float64)
     p = torch.tensor([1.0, torch.e**0.5, torch.e], dtype=torch.float64)
     p /= p.sum()
@@ -67,6 +68,15 @@ def test_reference_is_the_definition() -> None:
     )
     torch.testing.assert_close(logprob, p[1:2].log())
     torch.testing.assert_close(entropy, -(p * p.log()).sum().unsqueeze(0))
+
+
+def assert_results_close(
+    results: Sequence[torch.Tensor], reference: Sequence[torch.Tensor], rounding: float
+) -> None:
+    """Compare (logprob, entropy, gradient). rounding: relative error of the gradient's dtype."""
+    tolerances = (4e-6, 4e-6, rounding + 2e-5)
+    for values, exact, rtol in zip(results, reference, tolerances, strict=True):
+        torch.testing.assert_close(values.double(), exact, rtol=rtol, atol=4e-6)
 
 
 @settings(max_examples=40, deadline=None)
@@ -95,15 +105,11 @@ def test_cpu_path_equals_the_reference(
     logits = (torch.randn(tokens, vocabulary + padding, generator=rng) * spread + offset).to(dtype)
     targets = torch.randint(vocabulary, (tokens,), generator=rng)
     options = {"temperature": temperature, "vocab_size": vocabulary}
-    logprob, entropy, gradient = both(logits, targets, "cpu", **options)
-    expected_logprob, expected_entropy, expected_gradient = both(
-        logits.double(), targets, "reference", **options
-    )
-    torch.testing.assert_close(logprob.double(), expected_logprob, rtol=4e-6, atol=4e-6)
-    torch.testing.assert_close(entropy.double(), expected_entropy, rtol=4e-6, atol=4e-6)
+    results = both(logits, targets, "cpu", **options)
+    reference = both(logits.double(), targets, "reference", **options)
+    gradient = results[2]
     assert gradient.dtype == dtype
-    tolerance = {"rtol": ROUNDING[dtype] + 2e-5, "atol": 4e-6}
-    torch.testing.assert_close(gradient.double(), expected_gradient, **tolerance)
+    assert_results_close(results, reference, ROUNDING[dtype])
     assert not gradient[:, vocabulary:].any()
 
 
@@ -113,14 +119,14 @@ def test_minus_infinity_is_probability_zero(backend: str) -> None:
     logits[:, :4500] = -torch.inf
     targets = torch.tensor([4600, 4700, 4999])
     logprob, entropy, gradient = both(logits, targets, backend)
-    expected = both(logits[:, 4500:].double(), targets - 4500, "reference")
-    torch.testing.assert_close(logprob.double(), expected[0], rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(entropy.double(), expected[1], rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(gradient[:, 4500:].double(), expected[2], rtol=1e-5, atol=1e-6)
+    reference = both(logits[:, 4500:].double(), targets - 4500, "reference")
+    torch.testing.assert_close(logprob.double(), reference[0], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(entropy.double(), reference[1], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(gradient[:, 4500:].double(), reference[2], rtol=1e-5, atol=1e-6)
     assert gradient[:, :4500].abs().max() < 1e-30
 
 
-def test_entropy_carries_no_gradient_unless_asked() -> None:
+def test_entropy_has_no_gradient_by_default() -> None:
     logits = torch.randn(2, 9, requires_grad=True)
     for backend in ("reference", "cpu"):
         _, entropy = token_logprob_entropy(logits, torch.tensor([1, 2]), backend=backend)
@@ -131,21 +137,21 @@ def test_entropy_carries_no_gradient_unless_asked() -> None:
 def test_gradient_can_overwrite_the_logits_once(dtype: torch.dtype) -> None:
     leaf = torch.randn(4, 300, dtype=dtype)
     targets = torch.arange(4)
-    _, _, expected = both(leaf, targets)
-    hidden = leaf.clone().requires_grad_()
-    logits = hidden * 1.0
+    _, _, reference = both(leaf, targets)
+    leaf_logits = leaf.clone().requires_grad_()
+    logits = leaf_logits * 1.0
     storage = logits.data_ptr()
     rng = torch.Generator().manual_seed(0)
     logprob, entropy = token_logprob_entropy(
         logits, targets, entropy_grad=True, inplace_backward=True
     )
     weights = torch.randn(2, 4, generator=rng, dtype=torch.float64).float()
-    received: list[int] = []
-    logits.register_hook(lambda gradient: received.append(gradient.data_ptr()))
+    pointers: list[int] = []
+    logits.register_hook(lambda gradient: pointers.append(gradient.data_ptr()))
     loss = weights[0] @ logprob + weights[1] @ entropy
     loss.backward(retain_graph=True)
-    assert received == [storage]
-    assert torch.equal(hidden.grad, expected)
+    assert pointers == [storage]
+    assert torch.equal(leaf_logits.grad, reference)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -154,8 +160,8 @@ def test_strided_logits_are_copied_not_misread() -> None:
     wide = torch.randn(6, 40)
     targets = torch.arange(6)
     for view in (wide[:, :20], wide[:, ::2], wide.t()[:6, :6]):
-        expected = both(view.contiguous(), targets)
-        for mine, theirs in zip(both(view, targets, inplace_backward=True), expected, strict=True):
+        reference = both(view.contiguous(), targets)
+        for mine, theirs in zip(both(view, targets, inplace_backward=True), reference, strict=True):
             assert torch.equal(mine, theirs)
 
 
@@ -194,7 +200,7 @@ print("unknown" if peak is None else peak / logits.nbytes)
 
 def test_forward_and_backward_need_little_more_than_the_gradient() -> None:
     """Peak memory beyond the logits, as a multiple of them: the gradient is 1.0."""
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", PEAK],
         capture_output=True,
         text=True,
@@ -202,6 +208,6 @@ def test_forward_and_backward_need_little_more_than_the_gradient() -> None:
         timeout=120,
         env=importable(),
     )
-    if done.stdout.strip() == "unknown":
-        pytest.skip("the system does not tell a process's peak memory")
-    assert 0.9 <= float(done.stdout) <= 1.2
+    if process.stdout.strip() == "unknown":
+        pytest.skip("the system does not report a process's peak memory")
+    assert 0.9 <= float(process.stdout) <= 1.2

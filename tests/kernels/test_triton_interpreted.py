@@ -17,7 +17,7 @@ from tests.kernels.processes import ROOT, importable
 def test_triton_kernels_under_the_interpreter() -> None:
     pytest.importorskip("triton")
     tests = [str(Path(__file__).with_name(name)) for name in ("triton", "test_unchecked_values.py")]
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "triton", *tests],
         cwd=ROOT,
         capture_output=True,
@@ -25,6 +25,6 @@ def test_triton_kernels_under_the_interpreter() -> None:
         timeout=280,
         env=importable(TRITON_INTERPRET="1"),
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout
-    assert "skipped" not in done.stdout
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert " passed" in process.stdout
+    assert "skipped" not in process.stdout

@@ -1,5 +1,4 @@
-"""`check_values=False`: bad values come out as NaN, the same from every backend, and nothing raises
-or leaves memory.
+"""`check_values=False`: bad values give NaN from every backend, without errors or stray accesses.
 
 `test_triton_interpreted.py` runs this file once more, for the Triton kernels.
 """
@@ -25,7 +24,8 @@ ON_GPU = torch.cuda.is_available()
 BACKENDS = ["reference", "cpu"] + (
     ["triton"] if ON_GPU or os.environ.get("TRITON_INTERPRET") == "1" else []
 )
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
+INF = float("inf")
 LENGTHS = [4, 0, 3]
 
 pytestmark = pytest.mark.parametrize("backend", BACKENDS)
@@ -56,20 +56,20 @@ def logprob(
     return [tensor.detach().cpu() for tensor in (*results, leaf.grad)]
 
 
-def groups_of(backend: str, batch: ResponseBatch, **changed: Any) -> EspoGroups:
-    given = {
+def groups_of(backend: str, batch: ResponseBatch, **changes: Any) -> EspoGroups:
+    arguments = {
         "entropies": batch.entropies,
         "cu_seqlens": batch.cu_seqlens,
         "loss_mask": batch.loss_mask,
-    } | changed
+    } | changes
     entropies, cu_seqlens, mask = place(
-        backend, given["entropies"], given["cu_seqlens"], given["loss_mask"]
+        backend, arguments["entropies"], arguments["cu_seqlens"], arguments["loss_mask"]
     )
-    options = {"vocab_size": 50, "min_clip": 0.01, "fixed_clip": changed.get("fixed_clip")}
-    found = espo_groups(
+    options = {"vocab_size": 50, "min_clip": 0.01, "fixed_clip": changes.get("fixed_clip")}
+    outcome = espo_groups(
         entropies, cu_seqlens, loss_mask=mask, backend=backend, check_values=False, **options
     )
-    return EspoGroups(*(tensor.cpu() for tensor in vars(found).values()))
+    return EspoGroups(*(tensor.cpu() for tensor in vars(outcome).values()))
 
 
 def loss_of(
@@ -106,14 +106,14 @@ def loss_of(
     return result, leaf.grad.cpu()
 
 
-def batch_of(**changed: torch.Tensor) -> ResponseBatch:
-    return replace(response_batch(LENGTHS, 2, masked=0.0), **changed)
+def batch_of(**changes: torch.Tensor) -> ResponseBatch:
+    return replace(response_batch(LENGTHS, 2, mask_share=0.0), **changes)
 
 
 def with_value(tensor: torch.Tensor, at: int, value: float) -> torch.Tensor:
-    changed = tensor.clone()
-    changed[at] = value
-    return changed
+    changes = tensor.clone()
+    changes[at] = value
+    return changes
 
 
 def same(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -126,7 +126,8 @@ def same(left: torch.Tensor, right: torch.Tensor) -> bool:
 def test_a_bad_logit_makes_its_row_nan(
     backend: str, value: float, column: int, dtype: torch.dtype
 ) -> None:
-    logits, targets = torch.randn(3, 4500).to(dtype), torch.tensor([3, 700, 4499])
+    logits = torch.randn(3, 4500).to(dtype)
+    targets = torch.tensor([3, 700, 4499])
     clean = logprob(backend, logits, targets)
     logits[1, column] = value
     for mine, theirs in zip(logprob(backend, logits, targets), clean, strict=True):
@@ -135,8 +136,8 @@ def test_a_bad_logit_makes_its_row_nan(
 
 
 def test_a_row_without_a_finite_logit_is_nan(backend: str) -> None:
-    found = logprob(backend, torch.full((1, 40), -INF), torch.tensor([0]))
-    assert found[0].isnan().all() and found[1].isnan().all()
+    outcome = logprob(backend, torch.full((1, 40), -INF), torch.tensor([0]))
+    assert outcome[0].isnan().all() and outcome[1].isnan().all()
 
 
 def test_a_row_of_one_bad_logit_has_no_finite_gradient(backend: str) -> None:
@@ -148,12 +149,12 @@ def test_a_target_outside_the_vocabulary_has_no_logprob(backend: str, bad: int) 
     """36 to 39 are padding columns."""
     logits = torch.randn(3, 40)
     clean = logprob(backend, logits, torch.tensor([0, 9, 35]), vocab_size=36)
-    found = logprob(backend, logits, torch.tensor([0, bad, 35]), vocab_size=36)
-    assert found[0][1].isnan()
-    assert same(found[0][[0, 2]], clean[0][[0, 2]])
-    assert same(found[1], clean[1])
-    assert same(found[2][[0, 2]], clean[2][[0, 2]])
-    assert not found[2][1, 36:].any()
+    outcome = logprob(backend, logits, torch.tensor([0, bad, 35]), vocab_size=36)
+    assert outcome[0][1].isnan()
+    assert same(outcome[0][[0, 2]], clean[0][[0, 2]])
+    assert same(outcome[1], clean[1])
+    assert same(outcome[2][[0, 2]], clean[2][[0, 2]])
+    assert not outcome[2][1, 36:].any()
 
 
 @pytest.mark.parametrize("fixed_clip", [None, 0.2])
@@ -164,36 +165,38 @@ def test_a_bad_entropy_makes_its_group_s_width_nan(
 ) -> None:
     clean = groups_of(backend, batch_of(), fixed_clip=fixed_clip)
     bad = batch_of(entropies=with_value(batch_of().entropies, at, value))
-    found = groups_of(backend, bad, fixed_clip=fixed_clip)
+    outcome = groups_of(backend, bad, fixed_clip=fixed_clip)
     lowest = int(value == -INF)
-    assert found.clip[0].isnan().tolist() == [not lowest, bool(lowest)], (
+    assert outcome.clip[0].isnan().tolist() == [not lowest, bool(lowest)], (
         "where it sorts to: NaN above all"
     )
-    assert found.group_id[at] == lowest
-    assert same(found.clip[1:], clean.clip[1:])
-    assert same(found.count, clean.count)
+    assert outcome.group_id[at] == lowest
+    assert same(outcome.clip[1:], clean.clip[1:])
+    assert same(outcome.count, clean.count)
     again = groups_of(backend, bad, fixed_clip=fixed_clip)
-    assert torch.equal(again.group_id, found.group_id)
+    assert torch.equal(again.group_id, outcome.group_id)
 
 
-def test_many_bad_entropies_still_make_groups_of_the_right_size(backend: str) -> None:
+def test_many_bad_entropies_still_make_groups_of_the_correct_size(backend: str) -> None:
     entropies = torch.where(torch.arange(7) % 3 == 2, 0.5, torch.nan)
-    found = groups_of(backend, batch_of(entropies=entropies))
-    assert found.count.tolist() == [[1, 3], [0, 0], [1, 2]]
-    assert sorted(found.group_id.tolist()) == [0, 0, 1, 1, 1, 1, 1]
+    outcome = groups_of(backend, batch_of(entropies=entropies))
+    assert outcome.count.tolist() == [[1, 3], [0, 0], [1, 2]]
+    assert sorted(outcome.group_id.tolist()) == [0, 0, 1, 1, 1, 1, 1]
 
 
-def test_what_is_masked_may_be_anything(backend: str) -> None:
+def test_masked_values_may_be_anything(backend: str) -> None:
     mask = torch.tensor([True, False, True, True, True, True, True])
-    clean, bad = batch_of(loss_mask=mask), batch_of(loss_mask=mask)
+    clean = batch_of(loss_mask=mask)
+    bad = batch_of(loss_mask=mask)
     for name in ("entropies", "logprobs", "old_logprobs", "advantages"):
         bad = replace(bad, **{name: with_value(getattr(bad, name), 1, NAN)})
-    expected, found = groups_of(backend, clean), groups_of(backend, bad)
+    reference = groups_of(backend, clean)
+    outcome = groups_of(backend, bad)
     assert all(
         same(mine, theirs)
-        for mine, theirs in zip(vars(found).values(), vars(expected).values(), strict=True)
+        for mine, theirs in zip(vars(outcome).values(), vars(reference).values(), strict=True)
     )
-    losses = [loss_of(backend, batch, expected, "current") for batch in (clean, bad)]
+    losses = [loss_of(backend, batch, reference, "current") for batch in (clean, bad)]
     assert same(losses[0][0].loss.detach(), losses[1][0].loss.detach())
     assert same(losses[0][1], losses[1][1])
 
@@ -202,9 +205,9 @@ def test_what_is_masked_may_be_anything(backend: str) -> None:
     "offsets", [[0, 4, 4, 6], [1, 4, 4, 7], [0, 9, 4, 7], [0, -3, 4, 7], [0, 4, 4, 10**9]]
 )
 def test_offsets_that_do_not_rise_to_the_tokens_give_nan(backend: str, offsets: list[int]) -> None:
-    broken = batch_of(cu_seqlens=torch.tensor(offsets))
-    assert groups_of(backend, broken).clip.isnan().any()
-    result, gradient = loss_of(backend, broken, groups_of(backend, batch_of()), "current")
+    bad_groups = batch_of(cu_seqlens=torch.tensor(offsets))
+    assert groups_of(backend, bad_groups).clip.isnan().any()
+    result, gradient = loss_of(backend, bad_groups, groups_of(backend, batch_of()), "current")
     assert result.loss.isnan()
     assert gradient.shape == (7,)
 
@@ -247,12 +250,13 @@ def test_a_bad_denominator_makes_the_loss_nan(backend: str, value: float) -> Non
     assert loss_of(backend, batch_of(), groups, "current", torch.tensor([value]))[0].loss.isnan()
 
 
-def test_checking_can_be_demanded_and_refused(
+def test_value_checks_can_be_enabled_and_disabled(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the environment says."""
     monkeypatch.setenv("ESPO_KERNELS_DEBUG", "1")
-    logits, targets = torch.full((1, 4), NAN), torch.tensor([0])
+    logits = torch.full((1, 4), NAN)
+    targets = torch.tensor([0])
     assert logprob(backend, logits, targets)[0].isnan()
     monkeypatch.delenv("ESPO_KERNELS_DEBUG")
     with pytest.raises(ValueError, match="has NaN"):

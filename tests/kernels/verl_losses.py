@@ -1,4 +1,4 @@
-"""In a process of its own: verl's published losses of padded batches, with their gradients.
+"""Compute verl's published losses of padded batches, with their gradients, in a separate process.
 
 Usage: verl_losses.py BATCHES OUT. Both files hold dictionaries that `torch.load(weights_only=True)`
 reads: BATCHES {name: {logprobs, old_logprobs, advantages, mask: [B, L] float64, clip: float,

@@ -44,11 +44,12 @@ def _block_scale(w, POWER_OF_TWO: tl.constexpr):
 
 
 @triton.jit
-def _store_fp8(pointers, y, inside, EMULATE: tl.constexpr):
+def _to_fp8(y, EMULATE: tl.constexpr):
     if EMULATE:
-        tl.store(pointers, _e4m3_bits(y), mask=inside)
+        bits = _e4m3_bits(y)
     else:
-        tl.store(pointers, y.to(tl.float8e4nv).to(tl.uint8, bitcast=True), mask=inside)
+        bits = y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    return bits
 
 
 @triton.jit
@@ -74,7 +75,8 @@ def quantize_fp8_blockwise_kernel(
     at = m * N + n
     w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
     scale = _block_scale(w, POWER_OF_TWO)
-    _store_fp8(fp8 + at, w * tl.div_rn(1.0, scale), inside, EMULATE)
+    y = w * tl.div_rn(1.0, scale)
+    tl.store(fp8 + at, _to_fp8(y, EMULATE), mask=inside)
     row = matrix * tl.num_programs(1) + tl.program_id(1)
     tl.store(scale_inv + row * tl.num_programs(0) + tl.program_id(0), scale)
 

@@ -1,6 +1,4 @@
-"""Context parallelism of the Triton loss: two ranks whose partial sums are really added, without
-processes.
-"""
+"""Context parallelism of the Triton loss: the partial sums of two ranks, without processes."""
 
 from collections.abc import Callable
 
@@ -8,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from espo_kernels import EspoGroups, EspoResult, espo_groups, espo_policy_loss
+from espo_kernels import EspoGroups, EspoMetrics, EspoResult, espo_groups, espo_policy_loss
 from tests.kernels.batches import ResponseBatch, response_batch
-from tests.kernels.finished import finished, merged
+from tests.kernels.metric_values import add_metrics, metric_values
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LENGTHS = [7, 1, 12, 0, 4]
@@ -40,21 +38,35 @@ def on_device(batch: ResponseBatch) -> ResponseBatch:
 def as_two_ranks(
     monkeypatch: pytest.MonkeyPatch, parts: list[Part]
 ) -> list[tuple[EspoResult, torch.Tensor]]:
-    """Each rank's results. A first run of each only collects what it would send."""
-    sent: list[torch.Tensor] = []
-    monkeypatch.setattr(dist, "all_reduce", lambda sums, group: sent.append(sums.clone()))
+    """Each rank's results. A first run of each part only collects the sums it would send."""
+    messages: list[torch.Tensor] = []
+    monkeypatch.setattr(dist, "all_reduce", lambda sums, group: messages.append(sums.clone()))
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
     for part in parts:
         part()
-    assert len(sent) == 2, "one all-reduce on each rank"
+    assert len(messages) == 2, "one all-reduce on each rank"
     results = []
     for rank, part in enumerate(parts):
         monkeypatch.setattr(
-            dist, "all_reduce", lambda sums, group, other=sent[1 - rank]: sums.add_(other)
+            dist, "all_reduce", lambda sums, group, other=messages[1 - rank]: sums.add_(other)
         )
         monkeypatch.setattr(dist, "get_rank", lambda group, rank=rank: rank)
         results.append(part())
     return results
+
+
+def part_of(
+    batch: ResponseBatch, groups: EspoGroups, mine: torch.Tensor, **options: object
+) -> Part:
+    """The loss of one rank's tokens. mine: [T] bool."""
+    counts = [int(part.sum()) for part in mine.split(LENGTHS)]
+    cu_seqlens = torch.tensor([0, *counts], device=DEVICE).cumsum(0)
+    fields = (batch.logprobs, batch.old_logprobs, batch.advantages, batch.entropies)
+    part = ResponseBatch(*(field[mine] for field in fields), cu_seqlens, batch.loss_mask[mine])
+    part_groups = EspoGroups(groups.group_id[mine], groups.clip, groups.count)
+    return lambda: loss_and_gradient(
+        part, part_groups, backend="triton", cp_group=object(), **options
+    )
 
 
 @pytest.mark.parametrize("denominator", ["current", "old"])
@@ -62,8 +74,9 @@ def as_two_ranks(
 def test_two_ranks_add_up_to_the_whole(
     monkeypatch: pytest.MonkeyPatch, num_sequences: float | None, denominator: str
 ) -> None:
-    """Every other token of each sequence is on the other rank; a sequence without an advantage is
-    not counted in B.
+    """Each rank holds every other token of each sequence.
+
+    A sequence without an advantage does not count in B.
     """
     batch = on_device(response_batch(LENGTHS, 5))
     batch.advantages[7] = 0.0
@@ -78,25 +91,16 @@ def test_two_ranks_add_up_to_the_whole(
     options = {"num_sequences": num_sequences, "ratio_denominator": denominator}
     whole, gradient = loss_and_gradient(batch, groups, backend="reference", **options)
     owner = torch.cat([torch.arange(n) % 2 for n in LENGTHS]).to(DEVICE)
-    parts = []
-    for rank in range(2):
-        mine = owner == rank
-        held = torch.tensor(
-            [0, *[int(part.sum()) for part in mine.split(LENGTHS)]], device=DEVICE
-        ).cumsum(0)
-        fields = (batch.logprobs, batch.old_logprobs, batch.advantages, batch.entropies)
-        part = ResponseBatch(*(field[mine] for field in fields), held, batch.loss_mask[mine])
-        its_groups = EspoGroups(groups.group_id[mine], groups.clip, groups.count)
-        parts.append(
-            lambda part=part, its_groups=its_groups: loss_and_gradient(
-                part, its_groups, backend="triton", cp_group=object(), **options
-            )
-        )
+    parts = [part_of(batch, groups, owner == rank, **options) for rank in range(2)]
     results = as_two_ranks(monkeypatch, parts)
     total = sum(result.loss.detach() for result, _ in results)
     torch.testing.assert_close(total, whole.loss.detach(), rtol=1e-5, atol=1e-6)
     for rank, (_, its_gradient) in enumerate(results):
         torch.testing.assert_close(its_gradient, gradient[owner == rank], rtol=1e-5, atol=1e-6)
-    together = finished(merged(*(result.metrics for result, _ in results)))
-    for name, value in finished(whole.metrics).items():
-        torch.testing.assert_close(together[name], value, rtol=1e-5, atol=1e-6, equal_nan=True)
+    assert_metrics_close(add_metrics(*(result.metrics for result, _ in results)), whole.metrics)
+
+
+def assert_metrics_close(metrics: EspoMetrics, reference: EspoMetrics) -> None:
+    values = metric_values(metrics)
+    for name, exact in metric_values(reference).items():
+        torch.testing.assert_close(values[name], exact, rtol=1e-5, atol=1e-6, equal_nan=True)

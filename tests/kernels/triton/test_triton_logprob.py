@@ -1,5 +1,7 @@
 """The Triton kernels of `token_logprob_entropy` against the reference in float64."""
 
+from collections.abc import Sequence
+
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -29,6 +31,15 @@ def both(
     return logprob.detach(), entropy.detach(), logits.grad
 
 
+def assert_results_close(
+    results: Sequence[torch.Tensor], reference: Sequence[torch.Tensor], rounding: float
+) -> None:
+    """Compare (logprob, entropy, gradient). rounding: relative error of the gradient's dtype."""
+    tolerances = (4e-6, 4e-6, rounding + 2e-5)
+    for values, exact, rtol in zip(results, reference, tolerances, strict=True):
+        torch.testing.assert_close(values.double(), exact, rtol=rtol, atol=4e-6)
+
+
 @settings(max_examples=12, deadline=None, phases=NO_SHRINKING)
 @given(
     st.integers(1, 3),
@@ -56,22 +67,20 @@ def test_equals_the_reference(
     )
     targets = torch.randint(vocabulary, (tokens,), generator=rng).to(DEVICE)
     options = {"temperature": 0.7, "vocab_size": vocabulary, "entropy_grad": entropy_grad}
-    logprob, entropy, gradient = both(logits, targets, "triton", **options)
-    expected = both(logits.double(), targets, "reference", **options)
-    torch.testing.assert_close(logprob.double(), expected[0], rtol=4e-6, atol=4e-6)
-    torch.testing.assert_close(entropy.double(), expected[1], rtol=4e-6, atol=4e-6)
+    results = both(logits, targets, "triton", **options)
+    reference = both(logits.double(), targets, "reference", **options)
+    gradient = results[2]
     assert gradient.dtype == dtype
-    torch.testing.assert_close(
-        gradient.double(), expected[2], rtol=ROUNDING[dtype] + 2e-5, atol=4e-6
-    )
+    assert_results_close(results, reference, ROUNDING[dtype])
     assert not gradient[:, vocabulary:].any()
 
 
-def test_narrow_targets_are_read_right() -> None:
-    logits, targets = torch.randn(2, 300, device=DEVICE), torch.tensor([5, 127], device=DEVICE)
-    expected = token_logprob_entropy(logits, targets, backend="triton")[0]
+def test_narrow_targets_are_read_correctly() -> None:
+    logits = torch.randn(2, 300, device=DEVICE)
+    targets = torch.tensor([5, 127], device=DEVICE)
+    reference = token_logprob_entropy(logits, targets, backend="triton")[0]
     assert torch.equal(
-        token_logprob_entropy(logits, targets.to(torch.int8), backend="triton")[0], expected
+        token_logprob_entropy(logits, targets.to(torch.int8), backend="triton")[0], reference
     )
 
 
@@ -80,30 +89,30 @@ def test_minus_infinity_is_probability_zero() -> None:
     logits[:, :4500] = -torch.inf
     targets = torch.tensor([4600, 4999], device=DEVICE)
     result = both(logits, targets, "triton")
-    expected = both(logits[:, 4500:].double(), targets - 4500, "reference")
-    torch.testing.assert_close(result[0].double(), expected[0], rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(result[1].double(), expected[1], rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(result[2][:, 4500:].double(), expected[2], rtol=1e-5, atol=1e-6)
+    reference = both(logits[:, 4500:].double(), targets - 4500, "reference")
+    torch.testing.assert_close(result[0].double(), reference[0], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(result[1].double(), reference[1], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(result[2][:, 4500:].double(), reference[2], rtol=1e-5, atol=1e-6)
 
 
 def test_gradient_can_overwrite_the_logits() -> None:
     leaf = torch.randn(2, 5000, device=DEVICE)
     targets = torch.tensor([3, 4999], device=DEVICE)
-    hidden = leaf.clone().requires_grad_()
-    logits = hidden * 1.0
+    leaf_logits = leaf.clone().requires_grad_()
+    logits = leaf_logits * 1.0
     logprob, _ = token_logprob_entropy(logits, targets, inplace_backward=True, backend="triton")
-    received: list[int] = []
-    logits.register_hook(lambda gradient: received.append(gradient.data_ptr()))
+    pointers: list[int] = []
+    logits.register_hook(lambda gradient: pointers.append(gradient.data_ptr()))
     storage = logits.data_ptr()
     logprob.sum().backward()
-    assert received == [storage]
-    expected = leaf.double().requires_grad_()
-    token_logprob_entropy(expected, targets)[0].sum().backward()
-    torch.testing.assert_close(hidden.grad.double(), expected.grad, rtol=1e-5, atol=1e-6)
+    assert pointers == [storage]
+    reference = leaf.double().requires_grad_()
+    token_logprob_entropy(reference, targets)[0].sum().backward()
+    torch.testing.assert_close(leaf_logits.grad.double(), reference.grad, rtol=1e-5, atol=1e-6)
 
 
 def test_shards_merge_into_the_whole() -> None:
-    """Two shards through the kernel and the merge, without processes: what each rank would gather."""
+    """Two shards pass through the kernel and the merge, without processes."""
     from espo_kernels.token_logprob_entropy import triton_kernels
     from espo_kernels.token_logprob_entropy.vocabulary import merge_shards
 
@@ -117,7 +126,7 @@ def test_shards_merge_into_the_whole() -> None:
             columns, targets, out, 3, 6, 6 * rank, 6 - 2 * rank, 1.25, PARTIAL=True, BLOCK=8
         )
         partials.append(out)
-    merged = merge_shards(partials, targets, 6, 1.25)
-    expected = token_logprob_entropy(logits.double(), targets, temperature=0.8, vocab_size=10)
-    torch.testing.assert_close(merged.logprob.double(), expected[0], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(merged.entropy.double(), expected[1], rtol=1e-5, atol=1e-6)
+    merged_softmax = merge_shards(partials, targets, 6, 1.25)
+    reference = token_logprob_entropy(logits.double(), targets, temperature=0.8, vocab_size=10)
+    torch.testing.assert_close(merged_softmax.logprob.double(), reference[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(merged_softmax.entropy.double(), reference[1], rtol=1e-5, atol=1e-6)

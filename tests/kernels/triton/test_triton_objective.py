@@ -14,7 +14,7 @@ from tests.kernels.batches import (
     response_batch,
     seeds,
 )
-from tests.kernels.finished import finished
+from tests.kernels.metric_values import metric_values
 
 NO_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)  # the interpreter is too slow for it
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -66,18 +66,22 @@ def assert_equal(
     torch.testing.assert_close(mine[0].clip, theirs[0].clip, rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(mine[1].loss, theirs[1].loss, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(mine[2], theirs[2], rtol=1e-5, atol=1e-6)
-    for name, value in finished(theirs[1].metrics).items():
+    for name, value in metric_values(theirs[1].metrics).items():
         torch.testing.assert_close(
-            finished(mine[1].metrics)[name], value, rtol=1e-5, atol=1e-6, equal_nan=True
+            metric_values(mine[1].metrics)[name], value, rtol=1e-5, atol=1e-6, equal_nan=True
         )
 
 
 @settings(max_examples=8, deadline=None, phases=NO_SHRINKING)
 @given(ragged_lengths, seeds, fraction_lists, st.sampled_from(["current", "old"]), st.booleans())
 def test_equals_the_reference(
-    lengths: list[int], seed: int, fractions: tuple[float, ...], denominator: str, tied: bool
+    lengths: list[int],
+    seed: int,
+    fractions: tuple[float, ...],
+    denominator: str,
+    coarse_entropies: bool,
 ) -> None:
-    batch = response_batch(lengths[:3], seed, tied=tied)
+    batch = response_batch(lengths[:3], seed, coarse_entropies=coarse_entropies)
     reference = run(batch, "reference", fractions, denominator)
     assume(not is_close_to_a_bound(batch, reference[0], denominator))
     assert_equal(run(batch, "triton", fractions, denominator), reference)
@@ -87,7 +91,7 @@ def test_equals_the_reference(
 @given(st.lists(st.floats(0.01, 0.24), min_size=3, max_size=4), seeds)
 def test_arbitrary_fractions_make_the_same_groups(fractions: list[float], seed: int) -> None:
     batch = response_batch([40, 7], seed)
-    made = [
+    outputs = [
         espo_groups(
             batch.entropies.float().to(DEVICE),
             batch.cu_seqlens.to(DEVICE),
@@ -97,13 +101,13 @@ def test_arbitrary_fractions_make_the_same_groups(fractions: list[float], seed: 
         )
         for backend in ("triton", "reference")
     ]
-    assert torch.equal(made[0].group_id, made[1].group_id)
+    assert torch.equal(outputs[0].group_id, outputs[1].group_id)
 
 
 @pytest.mark.parametrize("num_sequences", [None, 7, "tensor"])
 def test_several_blocks_and_each_kind_of_denominator(num_sequences: object) -> None:
     """9,000 tokens are three blocks, with ties at the edge in all of them."""
-    batch = response_batch([9000, 0, 3], 1, tied=True)
+    batch = response_batch([9000, 0, 3], 1, coarse_entropies=True)
     options = {
         "num_sequences": torch.tensor([5], device=DEVICE)
         if num_sequences == "tensor"
@@ -117,16 +121,18 @@ def test_several_blocks_and_each_kind_of_denominator(num_sequences: object) -> N
 
 
 @pytest.mark.parametrize("lengths", [[], [0, 0]])
-def test_nothing_to_learn_is_a_zero_loss(lengths: list[int]) -> None:
+def test_batch_without_signal_has_zero_loss(lengths: list[int]) -> None:
     batch = response_batch(lengths, 0)
     _, result, gradient = run(batch, "triton", (0.2,), "current")
     assert result.loss.item() == 0
     assert gradient.numel() == 0
 
 
-def test_strided_inputs_are_read_right() -> None:
+def test_strided_inputs_are_read_correctly() -> None:
     batch = response_batch([6, 5], 8)
-    strided = ResponseBatch(*(torch.stack([t, t], dim=-1)[..., 0] for t in vars(batch).values()))
+    strided_batch = ResponseBatch(
+        *(torch.stack([t, t], dim=-1)[..., 0] for t in vars(batch).values())
+    )
     assert_equal(
-        run(strided, "triton", (0.2,), "current"), run(batch, "reference", (0.2,), "current")
+        run(strided_batch, "triton", (0.2,), "current"), run(batch, "reference", (0.2,), "current")
     )

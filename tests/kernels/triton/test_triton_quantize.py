@@ -25,7 +25,7 @@ def test_same_bits_as_the_reference(dtype: torch.dtype, power_of_two: bool) -> N
 
 
 def test_every_rounding_case_of_the_format() -> None:
-    """All float32 midpoints between neighbouring e4m3 values, and their neighbours, with scale 1."""
+    """All float32 midpoints between adjacent e4m3 values, and their neighbours, with scale 1."""
     codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     midpoints = (codes[:-1] + codes[1:]) / 2
     near = torch.cat([codes, midpoints, midpoints * (1 + 2**-22), midpoints * (1 - 2**-22)])
