@@ -132,9 +132,7 @@ def _open_directory(
     text = _run_on_rank_zero(job, open_on_rank_zero)
     is_complete = text.startswith(_COMPLETE)
     directory = RunDirectory(Path(text.removeprefix(_COMPLETE)))
-    supervision.reporter.directory = directory.path
-    with contextlib.suppress(OSError):  # a file system without locks
-        supervision.parts.enter(mark_run_alive(directory.path))
+    _accompany(directory, supervision)
     return RunSetup(
         configuration=c,
         shape=shape,
@@ -146,6 +144,13 @@ def _open_directory(
         is_complete=is_complete,
         progress=supervision.progress,
     )
+
+
+def _accompany(directory: RunDirectory, supervision: Supervision) -> None:
+    """Report to the directory of the run from now on, and mark the run as alive."""
+    supervision.reporter.directory = directory.path
+    with contextlib.suppress(OSError):  # a file system without locks
+        supervision.parts.enter(mark_run_alive(directory.path))
 
 
 def _do_nothing() -> None:

@@ -61,7 +61,7 @@ def run(path: Path, *, failing_id: str = "") -> tuple[list[str], dict[str, float
     requests: list[str] = []
     screen = io.StringIO()
     values: dict[str, float] = {}
-    metrics = SimpleNamespace(write=lambda step, written: values.update(written))
+    metrics = SimpleNamespace(write=lambda step, metrics: values.update(metrics))
     progress = Progress(0, enabled=True, stream=screen)
     records: Any = SimpleNamespace(metrics=metrics, progress=progress)
     parts: Any = SimpleNamespace(finish=lambda: None, stop=lambda: None)
