@@ -78,8 +78,8 @@ class DataSettings(Section):
     )
     # source=jsonl only: the file of training questions.
     train_path: str | None = None
-    # source=jsonl only: the file of held-out questions. null: hold num_eval questions of train_path
-    # out.
+    # source=jsonl only: the file of held-out questions. null: train_path reserves one question in
+    # eight, and num_eval of these are held out.
     eval_path: str | None = None
     # source=reasoning_gym only: the generator's name.
     task: str | None = None

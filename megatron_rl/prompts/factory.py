@@ -37,8 +37,8 @@ def open_prompts(
 ) -> PromptSource:
     """Open the source of prompts.
 
-    A JSONL file gives all of its rows, and data.num_eval of them are held out unless data.eval_path
-    names others. Other sources generate data.num_train and data.num_eval questions. The seed never
+    A JSONL file gives all of its rows. One in eight is reserved for evaluation, of which
+    data.num_eval are held out, unless data.eval_path names others. Other sources generate data.num_train and data.num_eval questions. The seed never
     moves a question from one side of the split to the other.
 
     check_answer: rows whose answer it refuses are bad rows (`Scorer.check_answer`).
@@ -240,6 +240,7 @@ def _excluded_rows(bad_rows: BadRows, split: Split) -> ExcludedRows:
         bad=bad_rows.count,
         duplicates=split.duplicates,
         overlapping=split.overlapping,
+        reserved=split.reserved,
         examples=tuple(bad_rows.examples),
         messages=tuple(bad_rows.messages),
     )

@@ -24,6 +24,7 @@ class ExcludedRows:
     bad: number of malformed or unusable rows.
     duplicates: number of repeated questions.
     overlapping: number of training rows whose question is held out.
+    reserved: number of questions that another data.num_eval holds out. They are not in `messages`.
     examples: the first bad rows, as `origin: reason`.
     messages: the first of all these rows, as `origin: reason`.
     """
@@ -31,6 +32,7 @@ class ExcludedRows:
     bad: int = 0
     duplicates: int = 0
     overlapping: int = 0
+    reserved: int = 0
     examples: tuple[str, ...] = ()
     messages: tuple[str, ...] = ()
 
@@ -39,9 +41,10 @@ class ExcludedRows:
         return self.bad + self.duplicates + self.overlapping
 
     def __str__(self) -> str:
+        reserved = f", {self.reserved} reserved for evaluation" if self.reserved else ""
         return (
             f"left out: {self.bad} bad rows, {self.duplicates} duplicates, {self.overlapping} that "
-            "are also held out"
+            f"are also held out{reserved}"
         )
 
     def report(self) -> str:

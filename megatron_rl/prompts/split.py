@@ -8,8 +8,12 @@ from dataclasses import dataclass
 
 from megatron_rl.prompts.question import BadRows, PromptDataError, Question
 
-# One identity in so many belongs to the held-out side of a generator.
+# One identity in so many belongs to the held-out side.
 _HELD_OUT_DIVISOR = 8
+# A small file reserves one question in four, and at most so many.
+_SMALL_FILE_DIVISOR = 4
+_MAX_SMALL_RESERVE = 64
+_HASH_RANGE = 1 << 64
 # A generator that yields more unusable questions in a row is exhausted.
 _MAX_UNUSABLE = 20_000
 
@@ -20,12 +24,15 @@ class Split:
 
     duplicates: number of rows left out because they repeat a question.
     overlapping: number of training rows left out because their question is held out.
+    reserved: number of questions that are in neither side, because another data.num_eval holds
+    them out.
     """
 
     train: list[Question]
     held_out: list[Question]
     duplicates: int = 0
     overlapping: int = 0
+    reserved: int = 0
 
 
 def split_generator(questions: Iterable[Question], num_train: int, num_eval: int) -> Split:
@@ -65,26 +72,55 @@ def split_generator(questions: Iterable[Question], num_train: int, num_eval: int
 
 
 def hold_out(questions: Sequence[Question], num_eval: int, bad_rows: BadRows) -> Split:
-    """Hold `num_eval` questions out of a file: those whose identities have the smallest hashes.
+    """Reserve questions of a file for evaluation, and hold `num_eval` of them out.
+
+    The file alone decides which questions are reserved: those whose identities have the smallest
+    hashes, one in eight, or one in four of a small file. They never train, so runs with different
+    `num_eval` on one file do not train on each other's held-out questions.
 
     A repeated question is used once. If it is repeated with another answer, it is a bad row.
 
-    Raises `PromptDataError` if no question is left to train on.
+    Raises `PromptDataError` if fewer than `num_eval` questions are reserved, or if the file has a
+    single question.
     """
     unique, duplicates = _drop_duplicates(questions, bad_rows)
-    if num_eval >= len(unique):
+    if len(unique) < 2:
         raise PromptDataError(
-            f"data.num_eval={num_eval}: there are only {len(unique)} usable questions, so none is "
-            "left to train on. Lower data.num_eval, or name a file of held-out questions in "
+            f"data.num_eval={num_eval}: the file has only {len(unique)} usable question, so none "
+            "is left to train on. Add questions, or name a file of held-out questions in "
             "data.eval_path"
         )
     by_rank = sorted(unique, key=lambda question: (_rank(question.identity), question.identity))
-    held_out_identities = {question.identity for question in by_rank[:num_eval]}
+    reserve = by_rank[: _reserve_size(by_rank)]
+    if num_eval > len(reserve):
+        raise PromptDataError(
+            f"data.num_eval={num_eval}: the file reserves {len(reserve)} of its {len(unique)} "
+            "questions for evaluation, so that no run trains on questions that another run holds "
+            f"out. Set at most data.num_eval={len(reserve)}, or name a file of held-out questions "
+            "in data.eval_path"
+        )
+    reserved_identities = {question.identity for question in reserve}
+    held_out_identities = {question.identity for question in reserve[:num_eval]}
     return Split(
-        train=[question for question in unique if question.identity not in held_out_identities],
+        train=[question for question in unique if question.identity not in reserved_identities],
         held_out=[question for question in unique if question.identity in held_out_identities],
         duplicates=duplicates,
+        reserved=len(reserve) - num_eval,
     )
+
+
+def _reserve_size(by_rank: Sequence[Question]) -> int:
+    """Return the number of questions that a file reserves: at least one, and not all.
+
+    by_rank: at least two questions in the order of their hashes.
+
+    With 64 questions or more below the threshold, each question's hash alone decides. Rows that are
+    added to such a file move no question to the other side.
+    """
+    threshold = _HASH_RANGE // _HELD_OUT_DIVISOR
+    below_threshold = sum(_rank(question.identity) < threshold for question in by_rank)
+    small_reserve = min(len(by_rank) // _SMALL_FILE_DIVISOR, _MAX_SMALL_RESERVE)
+    return min(max(below_threshold, small_reserve, 1), len(by_rank) - 1)
 
 
 def keep_apart(train: Sequence[Question], held_out: Sequence[Question], bad_rows: BadRows) -> Split:

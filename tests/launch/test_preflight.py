@@ -160,7 +160,7 @@ def opening(preflight: ModuleType, *overrides: str) -> dict[str, Any]:
 def test_data_and_classes_are_opened(preflight: ModuleType) -> None:
     checks = opening(preflight, *SMALL)
     assert [name for name, check in checks.items() if check.refuses] == []
-    assert "42 to train, 8 held out; " in str(checks["prompts"])
+    assert "38 to train, 8 held out; " in str(checks["prompts"])
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_data_and_classes_are_opened(preflight: ModuleType) -> None:
         ('{"prompt": "1+1=", "answer": "two"}', [], "sums.jsonl line 51: "),
         ('{"prompt": "1Ω1=", "answer": 1}', [], "'Ω'"),
         ("", ["data.num_eval=50"], "data.num_eval=50: "),
-        ("", ["rollout.prompts_per_step=43"], "rollout.prompts_per_step=43: "),
+        ("", ["rollout.prompts_per_step=39"], "rollout.prompts_per_step=39: "),
     ],
 )
 def test_data_that_training_refuses_fails(

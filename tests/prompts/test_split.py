@@ -2,6 +2,8 @@ from collections.abc import Callable, Iterator
 from itertools import count, cycle, islice
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_rl.prompts import column_addition, two_digit_addition
 from megatron_rl.prompts.question import BadRows, PromptDataError, Question
@@ -59,19 +61,66 @@ def test_too_few_questions_are_refused(
         split_generator(repeat(FINITE), num_train, num_eval)
 
 
-def test_hold_out_is_a_partition_that_order_does_not_change() -> None:
+def hold_out_texts(size: int, num_eval: int) -> tuple[set[str], set[str]] | None:
+    """Return the texts of both sides, None if the split is refused."""
+    questions = list(islice(endless_questions(), size))
+    try:
+        split = hold_out(questions, num_eval, BadRows("fail"))
+    except PromptDataError as error:
+        assert "data.eval_path" in str(error)
+        return None
+    assert len(split.held_out) == num_eval
+    assert len(split.train) + len(split.held_out) + split.reserved == size
+    return set(texts_of(split.train)), set(texts_of(split.held_out))
+
+
+@settings(max_examples=100, deadline=None)
+@given(size=st.integers(2, 700), num_eval=st.integers(1, 120), other_num_eval=st.integers(1, 120))
+def test_no_num_eval_trains_on_questions_that_another_holds_out(
+    size: int, num_eval: int, other_num_eval: int
+) -> None:
+    first_sides = hold_out_texts(size, num_eval)
+    second_sides = hold_out_texts(size, other_num_eval)
+    if first_sides is None or second_sides is None:
+        return
+    (first_train, first_held_out), (second_train, second_held_out) = first_sides, second_sides
+    assert first_train == second_train
+    assert first_train.isdisjoint(first_held_out | second_held_out)
+    smaller_set, larger_set = sorted((first_held_out, second_held_out), key=len)
+    assert smaller_set <= larger_set
+
+
+@pytest.mark.parametrize(("size", "limit"), [(2, 1), (7, 1), (50, 12), (300, 64)])
+def test_a_small_file_reserves_a_quarter_and_at_most_64_questions(size: int, limit: int) -> None:
+    assert hold_out_texts(size, limit) is not None
+    assert hold_out_texts(size, limit + 1) is None
+
+
+def test_a_large_file_reserves_one_question_in_eight_and_rows_added_later_move_none() -> None:
+    questions = list(islice(endless_questions(), 4000))
+    small_split = hold_out(questions[:2000], 200, BadRows("fail"))
+    large_split = hold_out(questions, 200, BadRows("fail"))
+    assert len(small_split.train) == pytest.approx(2000 * 7 / 8, rel=0.02)
+    assert set(texts_of(small_split.train)) <= set(texts_of(large_split.train))
+
+
+def test_order_does_not_change_the_held_out_questions() -> None:
     questions = list(islice(endless_questions(), 50))
     split = hold_out(questions, 8, BadRows("fail"))
-    assert len(split.held_out) == 8
-    assert sorted(texts_of(split.train + split.held_out)) == sorted(texts_of(questions))
     reverse_split = hold_out(questions[::-1], 8, BadRows("fail"))
     assert set(texts_of(reverse_split.held_out)) == set(texts_of(split.held_out))
 
 
-def test_holding_out_all_questions_is_refused() -> None:
+def test_holding_out_more_than_the_reserve_is_refused() -> None:
     questions = [make_question("a"), make_question("b")]
-    with pytest.raises(PromptDataError, match=r"data\.num_eval=2: .* 2 usable .*data\.eval_path"):
+    words = r"data\.num_eval=2: .*1 of its 2 .*data\.num_eval=1, .*data\.eval_path"
+    with pytest.raises(PromptDataError, match=words):
         hold_out(questions, 2, BadRows("fail"))
+
+
+def test_a_single_question_cannot_be_split() -> None:
+    with pytest.raises(PromptDataError, match=r"1 usable question, .*data\.eval_path"):
+        hold_out([make_question("a")], 1, BadRows("fail"))
 
 
 def test_repeated_questions_are_used_once() -> None:
