@@ -1,8 +1,9 @@
-"""Under torchrun: Megatron's log-probabilities of recorded rollouts, packed, routes replayed; rank
-0 saves them.
+"""Compute Megatron's log-probabilities of recorded rollouts under torchrun, and save them.
 
-Usage: megatron_logprobs.py CASE...; a case is
-LAYOUT:CHECKPOINT:ROLLOUTS:TOKENS_PER_MICRO_BATCH:OUT, the layout one of `support.layouts`.
+The rollouts are packed and their routes replayed.
+
+Usage: megatron_logprobs.py CASE... A case is
+LAYOUT:CHECKPOINT:ROLLOUTS:TOKENS_PER_MICRO_BATCH:OUT, with a layout of `tests.support.layouts`.
 """
 
 import dataclasses
@@ -22,24 +23,25 @@ from launch.testbed.policies import make_batcher, make_planner, make_policy, mak
 from launch.testbed.rollout_refs import make_ref
 from megatron_rl.config.algorithms import GrpoSettings
 from megatron_rl.config.schema import ParallelSettings
+from megatron_rl.contracts.step_plan import StepPlan
 from megatron_rl.losses import LossResult, Objective, ResponseTokens
 from megatron_rl.mcore import parallel
 from megatron_rl.mcore.parallel import RankLayout
 from megatron_rl.rollouts.codec import select_layers
-from megatron_rl.rollouts.files import read_rollouts
 from megatron_rl.training.metric_sums import MetricSums
 from megatron_rl.training.old_policy import compute_old_policy
 from tests.support.layouts import LAYOUTS
+from tests.support.recordings import read_rollouts
 
 
 class Recorder:
-    """A loss that keeps what it is prepared with."""
+    """A loss that records the responses it is prepared with."""
 
     def __init__(self) -> None:
-        self.seen: list[ResponseTokens] = []
+        self.responses: list[ResponseTokens] = []
 
     def prepare(self, response: ResponseTokens) -> Objective:
-        self.seen.append(response)
+        self.responses.append(response)
 
         def objective(logprobs: torch.Tensor, denominators: object) -> LossResult:
             raise AssertionError("nothing is trained here")
@@ -47,7 +49,7 @@ class Recorder:
         return objective
 
 
-def one_case(case: str, settings: ParallelSettings, layout: RankLayout) -> None:
+def run_case(case: str, settings: ParallelSettings, layout: RankLayout) -> None:
     _, checkpoint, rollouts_file, tokens, out = case.split(":")
     shape, policy = make_policy(Path(checkpoint), settings, GrpoSettings(), **layout.groups)
     recorder = Recorder()
@@ -56,22 +58,39 @@ def one_case(case: str, settings: ParallelSettings, layout: RankLayout) -> None:
     planner = make_planner(settings, layout, tokens_per_micro_batch=int(tokens))
     plan = planner.plan(0, [make_ref(rollout) for rollout in rollouts], [1.0] * len(rollouts))
     by_id = {rollout.rollout_id: rollout for rollout in rollouts}
-    held = make_view(shape, settings, layout).moe_rows(shape.moe_layers)
-    own = {i: select_layers(by_id[ref.rollout_id], held) for i, ref in enumerate(plan.rollouts)}
-    (batches,) = make_batcher(shape, settings, layout).optimizer_steps(plan, layout.dp_rank, own)
+    layer_rows = make_view(shape, settings, layout).moe_rows(shape.moe_layers)
+    routes = {
+        i: select_layers(by_id[ref.rollout_id], layer_rows) for i, ref in enumerate(plan.rollouts)
+    }
+    batcher = make_batcher(shape, settings, layout)
+    (batches,) = batcher.optimizer_steps(plan, layout.dp_rank, routes)
     metrics = MetricSums()
     compute_old_policy(policy, batches, metrics)
-    mine = {}
-    planned = plan.optimizer_steps[0].micro_batches[layout.dp_rank]
-    for indices, response in zip(planned, recorder.seen, strict=layout.pp_rank == settings.pp - 1):
+    is_last_stage = layout.pp_rank == settings.pp - 1
+    save_logprobs(old_logprobs(plan, layout, recorder, is_last_stage), layout, out)
+    if layout.rank == 0:
+        print(metrics.values(), flush=True)
+
+
+def old_logprobs(
+    plan: StepPlan, layout: RankLayout, recorder: Recorder, is_last_stage: bool
+) -> dict[str, torch.Tensor]:
+    """This rank's log-probabilities, by rollout; empty before the last pipeline stage."""
+    logprobs = {}
+    micro_batches = plan.optimizer_steps[0].micro_batches[layout.dp_rank]
+    for indices, response in zip(micro_batches, recorder.responses, strict=is_last_stage):
         bounds = response.cu_seqlens.tolist()
         for i, start, stop in zip(indices, bounds, bounds[1:], strict=False):
-            mine[plan.rollouts[i].rollout_id] = response.old_logprobs[start:stop].clone()
-    everyone: list[dict[str, torch.Tensor]] = [{} for _ in range(layout.world_size)]
-    dist.all_gather_object(everyone, mine)
+            logprobs[plan.rollouts[i].rollout_id] = response.old_logprobs[start:stop].clone()
+    return logprobs
+
+
+def save_logprobs(logprobs: dict[str, torch.Tensor], layout: RankLayout, out: str) -> None:
+    """Gather all ranks' log-probabilities; rank 0 writes them."""
+    parts: list[dict[str, torch.Tensor]] = [{} for _ in range(layout.world_size)]
+    dist.all_gather_object(parts, logprobs)
     if layout.rank == 0:
-        torch.save({name: value for part in everyone for name, value in part.items()}, out)
-        print(metrics.values(), flush=True)
+        torch.save({name: value for part in parts for name, value in part.items()}, out)
 
 
 def main() -> None:
@@ -79,7 +98,7 @@ def main() -> None:
         settings = LAYOUTS[name].parallel
         layout = parallel.initialize(settings, seed=0)
         for case in cases:
-            one_case(case, settings, layout)
+            run_case(case, settings, layout)
         parallel_state.destroy_model_parallel()
     parallel.shutdown()
 

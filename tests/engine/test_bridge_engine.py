@@ -1,6 +1,4 @@
-"""The bridge against one real engine: keys, samples with routes, versions, weight updates and their
-audit.
-"""
+"""The bridge against one real engine: keys, routes, versions, weight updates and their audit."""
 
 import asyncio
 import stat
@@ -82,18 +80,20 @@ def client_of(engine: ManagedEngine) -> GenerateClient:
     )
 
 
-def draw(engine: ManagedEngine, prompts: Sequence[Sequence[int]], tokens: int) -> list[Generation]:
-    async def all_of_them() -> list[Generation]:
+def sample(
+    engine: ManagedEngine, prompts: Sequence[Sequence[int]], tokens: int
+) -> list[Generation]:
+    async def sample_all() -> list[Generation]:
         async with client_of(engine) as client:
             requests = [
                 client.generate(ids, sampling(tokens), rid=f"s{i}") for i, ids in enumerate(prompts)
             ]
             return list(await asyncio.gather(*requests))
 
-    return asyncio.run(all_of_them())
+    return asyncio.run(sample_all())
 
 
-def test_a_server_that_somebody_else_started_is_checked(engine: ManagedEngine) -> None:
+def test_external_server_is_checked(engine: ManagedEngine) -> None:
     def check(keys: RunKeys = engine.keys, *, tp: int = 1, dtype: str = "float32") -> None:
         settings = ServerSettings(tp=tp, dtype=dtype, start_timeout_s=5.0)  # type: ignore[arg-type]
         require_external_engines(
@@ -109,9 +109,9 @@ def test_a_server_that_somebody_else_started_is_checked(engine: ManagedEngine) -
         check(dtype="bfloat16")
 
 
-def test_samples_come_with_logprobs_routes_and_a_version(engine: ManagedEngine) -> None:
+def test_responses_have_logprobs_routes_and_a_version(engine: ManagedEngine) -> None:
     prompts = [[5, 6, 7, 8], list(range(20, 40)), [9]]
-    for prompt, generation in zip(prompts, draw(engine, prompts, 12), strict=True):
+    for prompt, generation in zip(prompts, sample(engine, prompts, 12), strict=True):
         response = len(generation.output_ids)
         assert 1 <= response <= 12
         assert (generation.finish_reason == "stop") == (
@@ -127,19 +127,19 @@ def test_samples_come_with_logprobs_routes_and_a_version(engine: ManagedEngine) 
 
 def test_cached_prefixes_still_have_their_routes(engine: ManagedEngine) -> None:
     prompt = list(range(50, 90))
-    first, second = (draw(engine, [prompt], 4)[0] for _ in range(2))
+    first, second = (sample(engine, [prompt], 4)[0] for _ in range(2))
     assert second.cached_tokens > 0
     assert first.routes is not None and second.routes is not None
     assert np.array_equal(first.routes[: len(prompt)], second.routes[: len(prompt)])
 
 
-def test_keys_are_needed_and_never_shown(engine: ManagedEngine) -> None:
-    with pytest.raises(RequestFailed) as refused:
+def test_keys_are_required_and_never_printed(engine: ManagedEngine) -> None:
+    with pytest.raises(RequestFailed) as error_info:
         AdminClient(engine.engine, RunKeys(engine.keys.api_key, engine.keys.api_key)).pause()
-    assert refused.value.status == 401
-    with pytest.raises(RequestFailed) as refused:
+    assert error_info.value.status == 401
+    with pytest.raises(RequestFailed) as error_info:
         AdminClient(engine.engine, create_keys()).server_info()
-    assert refused.value.status == 401
+    assert error_info.value.status == 401
     arguments = subprocess.run(
         ["ps", "-eo", "args"], capture_output=True, text=True, check=True
     ).stdout
@@ -150,7 +150,7 @@ def test_keys_are_needed_and_never_shown(engine: ManagedEngine) -> None:
     assert engine.keys.api_key not in engine.log_tail(10_000)
 
 
-def test_a_cancelled_request_is_aborted(engine: ManagedEngine) -> None:
+def test_cancelled_request_is_aborted(engine: ManagedEngine) -> None:
     async def cancel_one() -> None:
         async with client_of(engine) as client:
             task = asyncio.create_task(
@@ -162,7 +162,7 @@ def test_a_cancelled_request_is_aborted(engine: ManagedEngine) -> None:
                 await task
 
     asyncio.run(cancel_one())
-    deadline = time.monotonic() + 10  # the engine looks for closed connections every four seconds
+    deadline = time.monotonic() + 10  # the engine checks for closed connections every four seconds
     while True:
         try:
             engine.admin().flush_cache()  # refused while a request runs
@@ -172,19 +172,19 @@ def test_a_cancelled_request_is_aborted(engine: ManagedEngine) -> None:
             time.sleep(0.1)
 
 
-def test_new_weights_arrive_by_value_and_samples_carry_their_version(
+def test_new_weights_arrive_and_responses_carry_their_version(
     engine: ManagedEngine, updater: WeightUpdater, weights: tuple[Weights, Weights]
 ) -> None:
     for version, content in ((11, weights[1]), (12, weights[0])):
         expectation = WeightExpectation(dtype=torch.float32, num_experts=EXPERTS)
         updater.push(expectation.observe(iter(content.items())), version)
         report = audit_engine(engine.admin(), expectation)
-        assert report.compared == 3 + 9 * LAYERS
+        assert report.num_compared == 3 + 9 * LAYERS
         report.raise_on_mismatch(version)
-        assert draw(engine, [[5, 6, 7]], 3)[0].weight_versions == (str(version),)
+        assert sample(engine, [[5, 6, 7]], 3)[0].weight_versions == (str(version),)
 
 
-def test_the_start_weights_are_what_the_checkpoint_says(
+def test_start_weights_equal_the_checkpoint(
     engine: ManagedEngine, updater: WeightUpdater, weights: tuple[Weights, Weights]
 ) -> None:
     updater.push(iter(weights[0].items()), 20)
@@ -193,25 +193,25 @@ def test_the_start_weights_are_what_the_checkpoint_says(
         expectation.add(name, tensor)
     report = audit_engine(engine.admin(), expectation)
     norms = sum("norm" in name for name in weights[0])  # all ones in both models
-    assert len(report.mismatches) == report.compared - norms
+    assert len(report.mismatches) == report.num_compared - norms
 
 
-def test_a_run_can_use_an_engine_whose_last_trainer_died_in_the_middle_of_an_update(
+def test_engine_whose_trainer_died_during_an_update_is_usable(
     engine: ManagedEngine, updater: WeightUpdater, weights: tuple[Weights, Weights]
 ) -> None:
     engine.admin().pause()
-    engine.admin().begin_weight_update()  # and nobody who would end it
+    engine.admin().begin_weight_update()  # and no trainer ends it
     updater.push(iter(weights[0].items()), 25)
-    assert draw(engine, [[5, 6, 7]], 2)[0].weight_versions == ("25",)
+    assert sample(engine, [[5, 6, 7]], 2)[0].weight_versions == ("25",)
 
 
-def test_a_weight_that_the_engine_does_not_know_is_found(
+def test_weight_unknown_to_the_engine_is_reported(
     engine: ManagedEngine, updater: WeightUpdater, weights: tuple[Weights, Weights]
 ) -> None:
-    """The engine itself drops it without a word and says that the update succeeded."""
+    """The engine drops it silently and reports that the update succeeded."""
     expectation = WeightExpectation(dtype=torch.float32, num_experts=EXPERTS)
-    misnamed = {**weights[0], "model.layers.0.self_attn.qq_norm.weight": torch.ones(4)}
-    updater.push(expectation.observe(iter(misnamed.items())), 26)
+    unknown_weights = {**weights[0], "model.layers.0.self_attn.qq_norm.weight": torch.ones(4)}
+    updater.push(expectation.observe(iter(unknown_weights.items())), 26)
     with pytest.raises(
         WeightMismatch, match=r"qq_norm\.weight \(the engine has no such parameter\)"
     ):
@@ -239,7 +239,7 @@ class FlippingTransport(DistributedTransport):
         "model.layers.3.mlp.experts.6.up_proj.weight",
     ],
 )
-def test_one_flipped_bit_is_found_and_named(
+def test_one_flipped_bit_is_reported(
     engine: ManagedEngine, weights: tuple[Weights, Weights], victim: str
 ) -> None:
     transport = FlippingTransport(backend="gloo", timeout_seconds=60)
@@ -259,7 +259,7 @@ def test_one_flipped_bit_is_found_and_named(
     updater.close()
 
 
-def test_a_sample_that_spans_an_update_says_so(
+def test_response_that_spans_an_update_has_two_versions(
     engine: ManagedEngine, updater: WeightUpdater, weights: tuple[Weights, Weights]
 ) -> None:
     updater.push(iter(weights[0].items()), 41)
@@ -283,7 +283,7 @@ def test_a_sample_that_spans_an_update_says_so(
     assert generation.routes is not None
 
 
-def test_weights_from_disk(
+def test_weights_are_loaded_from_disk(
     engine: ManagedEngine,
     models: tuple[Path, Path],
     weights: tuple[Weights, Weights],
@@ -295,5 +295,5 @@ def test_weights_from_disk(
         expectation = WeightExpectation(dtype=torch.float32, num_experts=EXPERTS)
         updater.push(expectation.observe(iter(content.items())), version)
         audit_engine(engine.admin(), expectation).raise_on_mismatch(version)
-        assert draw(engine, [[5, 6, 7]], 2)[0].weight_versions == (str(version),)
+        assert sample(engine, [[5, 6, 7]], 2)[0].weight_versions == (str(version),)
     updater.close()

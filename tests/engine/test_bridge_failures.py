@@ -1,8 +1,6 @@
 """Real engines that never start, lose their port, die during an update, or lose their trainer."""
 
 import asyncio
-import contextlib
-import os
 import signal
 import socket
 import subprocess
@@ -22,7 +20,7 @@ from sglang_bridge.keys import create_keys
 from sglang_bridge.server import managed_engine as server
 from sglang_bridge.server.lifeline import Lifeline
 from sglang_bridge.server.managed_engine import ManagedEngine
-from sglang_bridge.server.process_table import descendants
+from sglang_bridge.server.process_table import descendants, is_alive, kill, process_tree
 from sglang_bridge.settings import ServerPlace, ServerSettings
 from sglang_bridge.weights.distributed import DistributedTransport
 from sglang_bridge.weights.updater import WeightUpdater
@@ -30,7 +28,7 @@ from tests.sglang_bridge.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.engine
 
-# A trainer that starts an engine and is then left alone with it.
+# A trainer that starts an engine and waits.
 TRAINER = """
 import sys, time
 from pathlib import Path
@@ -41,7 +39,9 @@ from sglang_bridge.settings import ServerPlace, ServerSettings
 lifeline = Lifeline()
 settings = ServerSettings(max_running_requests=8, max_total_tokens=1024)
 place = ServerPlace(model_path=sys.argv[1], device="cpu")
-engine = ManagedEngine.start(settings, place, keys=create_keys(), log_path=Path(sys.argv[2]), lifeline=lifeline)
+engine = ManagedEngine.start(
+    settings, place, keys=create_keys(), log_path=Path(sys.argv[2]), lifeline=lifeline
+)
 engine.wait_healthy(240)
 print(engine.pid, flush=True)
 time.sleep(600)
@@ -55,8 +55,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start(model: Path, tmp_path: Path) -> Iterator[Callable[..., ManagedEngine]]:
-    """Starts engines that end with the test."""
-    lifeline, running = Lifeline(), []
+    """Start engines that end with the test."""
+    lifeline = Lifeline()
+    running = []
 
     def start_one(model_path: Path = model) -> ManagedEngine:
         settings = ServerSettings(max_running_requests=8, max_total_tokens=1024)
@@ -75,32 +76,25 @@ def start(model: Path, tmp_path: Path) -> Iterator[Callable[..., ManagedEngine]]
     lifeline.close()
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def wait_until_dead(engine: ManagedEngine) -> EngineDied:
-    with pytest.raises(EngineDied) as caught:
+    with pytest.raises(EngineDied) as error_info:
         for _ in range(200):
             engine.check_alive()
             time.sleep(0.1)
-    return caught.value
+    return error_info.value
 
 
-def test_an_engine_without_a_model_dies_with_its_reason(
+def test_engine_without_a_model_reports_the_reason(
     start: Callable[..., ManagedEngine], tmp_path: Path
 ) -> None:
     engine = start(tmp_path / "nothing")
-    with pytest.raises(EngineDied) as caught:
+    with pytest.raises(EngineDied) as error_info:
         engine.wait_healthy(120)
-    assert caught.value.returncode != 0
-    assert "nothing" in caught.value.log_tail
+    assert error_info.value.returncode != 0
+    assert "nothing" in error_info.value.log_tail
 
 
-def test_an_engine_that_is_not_healthy_in_time_is_given_up(
+def test_engine_that_is_not_healthy_in_time_raises(
     start: Callable[..., ManagedEngine],
 ) -> None:
     engine = start()
@@ -112,67 +106,72 @@ def test_an_engine_that_is_not_healthy_in_time_is_given_up(
     assert not any(map(is_alive, tree))
 
 
-def test_a_port_lost_between_choice_and_start_is_replaced(
+def test_port_taken_before_the_start_is_replaced(
     start: Callable[..., ManagedEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         choose = server.choose_port
-        answers = iter([taken.getsockname()[1]])  # as if it had been free a moment ago
+        answers = iter([listener.getsockname()[1]])  # as if it had been free before
         monkeypatch.setattr(
             server, "choose_port", lambda host, port: next(answers, None) or choose(host, port)
         )
         engine = start()
-        lost = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        assert engine.url == lost
+        initial_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        assert engine.url == initial_url
         engine.wait_healthy(240)
-        assert engine.url != lost
+        assert engine.url != initial_url
 
 
-def test_an_engine_that_dies_during_an_update_takes_nothing_with_it(
+def updater_of(*engines: ManagedEngine) -> WeightUpdater:
+    return WeightUpdater(
+        [engine.admin() for engine in engines],
+        transport=DistributedTransport(backend="gloo", timeout_seconds=20),
+        bucket_bytes=256 * 1024,
+    )
+
+
+def test_engine_death_during_an_update_spares_the_others(
     start: Callable[..., ManagedEngine], model: Path
 ) -> None:
     engines = [start(), start()]
     for engine in engines:
         engine.wait_healthy(240)
     victim, survivor = engines
-    updater = WeightUpdater(
-        [engine.admin() for engine in engines],
-        transport=DistributedTransport(backend="gloo", timeout_seconds=20),
-        bucket_bytes=256 * 1024,
-    )
+    updater = updater_of(*engines)
     weights = load_file(model / "model.safetensors")
     updater.push(iter(weights.items()), 1)
-    seen: list[str] = []
+    names: list[str] = []
 
     def export_while_one_dies() -> Iterator[tuple[str, torch.Tensor]]:
         for index, (name, tensor) in enumerate(weights.items()):
             if index == len(weights) // 2:
-                for pid in descendants(victim.pid):
-                    with contextlib.suppress(ProcessLookupError):  # it ended with its parent
-                        os.kill(pid, signal.SIGKILL)
-            seen.append(name)
+                kill(process_tree(victim.pid)[1:])
+            names.append(name)
             yield name, tensor
 
-    began = time.monotonic()
-    with pytest.raises(WeightUpdateFailed) as caught:
+    deadline = time.monotonic() + 30
+    with pytest.raises(WeightUpdateFailed) as error_info:
         updater.push(export_while_one_dies(), 2)
-    assert time.monotonic() - began < 30
-    assert (set(caught.value.failed), caught.value.updated) == ({victim.url}, (survivor.url,))
-    assert seen == list(weights)
+    assert time.monotonic() < deadline
+    assert set(error_info.value.failures) == {victim.url}
+    assert error_info.value.updated_urls == (survivor.url,)
+    assert names == list(weights)
     assert wait_until_dead(victim).returncode == 128 + signal.SIGKILL
 
     updater.close()
-    alone = WeightUpdater(
-        [survivor.admin()],
-        transport=DistributedTransport(backend="gloo", timeout_seconds=20),
-        bucket_bytes=256 * 1024,
-    )
-    alone.push(iter(weights.items()), 3)
-    assert asyncio.run(_draw_one(survivor)) == ("3",)
-    alone.close()
+    assert_takes_weights(survivor, weights, 3)
 
 
-async def _draw_one(engine: ManagedEngine) -> tuple[str, ...]:
+def assert_takes_weights(
+    engine: ManagedEngine, weights: dict[str, torch.Tensor], version: int
+) -> None:
+    updater = updater_of(engine)
+    updater.push(iter(weights.items()), version)
+    assert asyncio.run(_sample_one(engine)) == (str(version),)
+    updater.close()
+
+
+async def _sample_one(engine: ManagedEngine) -> tuple[str, ...]:
     async with GenerateClient(engine.url, api_key=engine.keys.api_key) as client:
         short = SimpleNamespace(max_new_tokens=2, temperature=1.0, stop_token_ids=())
         return (
@@ -180,7 +179,7 @@ async def _draw_one(engine: ManagedEngine) -> tuple[str, ...]:
         ).weight_versions
 
 
-def test_no_engine_outlives_a_trainer_killed_outright(model: Path, tmp_path: Path) -> None:
+def test_no_engine_outlives_a_killed_trainer(model: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", TRAINER, str(model), str(tmp_path / "engine.log")]
     trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert trainer.stdout is not None
@@ -190,6 +189,7 @@ def test_no_engine_outlives_a_trainer_killed_outright(model: Path, tmp_path: Pat
     trainer.kill()
     trainer.wait()
     deadline = time.monotonic() + 15
-    while left := [pid for pid in tree if is_alive(pid)]:
-        assert time.monotonic() < deadline, f"{left} live 15 s after the trainer's death"
+    while any(map(is_alive, tree)):
+        living = [pid for pid in tree if is_alive(pid)]
+        assert time.monotonic() < deadline, f"{living} live 15 s after the trainer's death"
         time.sleep(0.1)

@@ -1,16 +1,14 @@
-"""Runs with real engines that are killed, or whose engines work in another way, end with the same
-bits.
-"""
+"""Runs with real engines are bit-identical after a kill and with other engines."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from launch.testbed.jobs import kill, process_tree, start_job, wait_for_step
 from megatron_rl.run.checkpoints.state_file import read_state
 from tests.support.comparable import assert_same_weights, metrics_of
 from tests.support.exactness import EXACT
-from tests.support.jobs import family, kill, start_job, wait_for_step
 
 STEPS = 6
 
@@ -26,16 +24,17 @@ pytestmark = [
 
 
 def shared_metrics(run: Path) -> list[dict[str, Any]]:
-    """All but the one that counts what each engine was asked for."""
+    """All metrics except the one that counts each engine's audit."""
     return [
         {k: v for k, v in record.items() if k != "sync/audit_compared"}
         for record in metrics_of(run)
     ]
 
 
-def test_a_run_that_is_killed_goes_on_as_one_that_is_not(tmp_path: Path) -> None:
-    """It chooses the same prompts by the same beliefs and draws the same tokens, with one engine
-    for two.
+def test_killed_run_resumes_bit_for_bit(tmp_path: Path) -> None:
+    """The resumed run selects the same prompts and samples the same tokens.
+
+    It has one engine instead of two.
     """
     settings = (
         "selection=belief",
@@ -44,27 +43,27 @@ def test_a_run_that_is_killed_goes_on_as_one_that_is_not(tmp_path: Path) -> None
         "run.save_weights=true",
         "eval.every=3",
     )
-    never, killed = tmp_path / "never", tmp_path / "killed"
-    job = start_job(never, *settings, "engine.count=2")
+    reference_root = tmp_path / "uninterrupted"
+    resumed_root = tmp_path / "resumed"
+    job = start_job(reference_root, *settings, "engine.count=2")
     output, _ = job.communicate(timeout=300)
     assert job.returncode == 0, output[-4000:]
-    job = start_job(killed, *settings, "engine.max_running_requests=5")
-    wait_for_step(killed / "job", 3, job)
-    kill(job, family(job))
+    job = start_job(resumed_root, *settings, "engine.max_running_requests=5")
+    wait_for_step(resumed_root / "job", 3, job)
+    kill(job, process_tree(job))
     job = start_job(
-        killed,
+        resumed_root,
         *settings,
         "engine.max_running_requests=5",
         "run.resume=auto",
         "logger.progress=true",
     )
     output, _ = job.communicate(timeout=300)
-    assert job.returncode == 0 and "going on after step" in output, output[-4000:]
-    assert shared_metrics(killed / "job") == shared_metrics(never / "job")
-    assert_same_weights(killed / "job", never / "job", STEPS)
-    never_killed, gone_on = (
-        read_state(root / f"job/checkpoints/iter_{STEPS:07d}") for root in (never, killed)
-    )
-    assert (
-        gone_on.position == never_killed.position and gone_on.position.selection.beliefs is not None
-    )
+    assert job.returncode == 0 and "resuming after step" in output, output[-4000:]
+    assert shared_metrics(resumed_root / "job") == shared_metrics(reference_root / "job")
+    assert_same_weights(resumed_root / "job", reference_root / "job", STEPS)
+    checkpoint = f"job/checkpoints/iter_{STEPS:07d}"
+    uninterrupted_state = read_state(reference_root / checkpoint)
+    resumed_state = read_state(resumed_root / checkpoint)
+    assert resumed_state.position == uninterrupted_state.position
+    assert resumed_state.position.selection.beliefs is not None

@@ -1,6 +1,4 @@
-"""The smoke experiment, start to end, as a user runs it; and then from its checkpoint, and in two
-halves.
-"""
+"""The smoke experiment as a user runs it, resumed from its checkpoint, and in two halves."""
 
 import json
 import subprocess
@@ -32,8 +30,7 @@ from tests.support.comparable import weights_of
 from tests.support.engines import running_engine
 
 pytestmark = [pytest.mark.engine, pytest.mark.distributed, pytest.mark.timeout(420)]
-# Every metric of the run: people and dashboards read them, so a name that is new, gone or changed
-# is a decision.
+# Every metric of the run. Dashboards read them, so this test holds their names.
 NAMES = {
     "account/evaluation",
     "account/zero_variance_dropped",
@@ -84,8 +81,8 @@ NAMES = {
     "rollout/truncated",
     "rollout/wasted_token_fraction",
     "rollout/zero_variance_rate",
-    "stage/index",
-    "stage/tokens",
+    "phase/index",
+    "phase/tokens",
     "step",
     "sync/audit_compared",
     "sync/audit_mismatches",
@@ -109,15 +106,15 @@ NAMES = {
     "train/optimizer_steps",
     "train/samples",
 }
-STAGES = (
+CURRICULUM = (
     "curriculum=[{name: first, until: {steps: 1}},"
-    "{name: second, rollout.samples_per_prompt: 4, rollout.max_new_tokens: 5, rollout.temperature: 0.8,"
-    "optimizer.lr: 1e-5}]"
+    "{name: second, rollout.samples_per_prompt: 4, rollout.max_new_tokens: 5,"
+    "rollout.temperature: 0.8,optimizer.lr: 1e-5}]"
 )
 
 
-class Done(NamedTuple):
-    """A run that is complete, its output, and what was alive in its middle."""
+class CompleteRun(NamedTuple):
+    """A finished run, its output, and the processes that lived during it."""
 
     run: Path
     output: str
@@ -128,31 +125,31 @@ class Done(NamedTuple):
         return [json.loads(line) for line in (self.run / "metrics.jsonl").read_text().splitlines()]
 
 
-def classes_of(record: dict[str, float]) -> float:
-    """All tokens of a step by what became of them, added up."""
-    beside = ("account/generated", "account/unaccounted")
+def token_total(record: dict[str, float]) -> float:
+    """Sum of a step's token counts over all outcomes."""
+    other_metrics = ("account/generated", "account/unaccounted")
     return sum(
-        n for name, n in record.items() if name.startswith("account/") and name not in beside
+        n for name, n in record.items() if name.startswith("account/") and name not in other_metrics
     )
 
 
-def complete(job: subprocess.Popen[str], run: Path) -> Done:
+def complete(job: subprocess.Popen[str], run: Path) -> CompleteRun:
     wait_for_step(run, 1, job)
     processes = process_tree(job)
     output, _ = job.communicate(timeout=360)
     assert job.returncode == 0, output[-4000:]
-    return Done(run, output, processes)
+    return CompleteRun(run, output, processes)
 
 
 @pytest.fixture(scope="module")
-def smoke(tmp_path_factory: pytest.TempPathFactory) -> Done:
+def smoke(tmp_path_factory: pytest.TempPathFactory) -> CompleteRun:
     root = tmp_path_factory.mktemp("smoke")
     overrides = (
         "parallel=pp2_vpp2",
         "train.total_steps=3",
         "run.save_weights=true",
         "logger.progress=true",
-        STAGES,
+        CURRICULUM,
     )
     checkpoints = ("run.checkpoint_every=1", "run.keep_checkpoints=3")
     return complete(start_job(root, *overrides, *checkpoints, ranks=2), root / "job")
@@ -173,7 +170,17 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]
         )
 
 
-def test_interleaved_pipeline_run_is_complete(smoke: Done) -> None:
+def assert_weights_changed(run: Path) -> None:
+    """The weights after step 3 have the names of the start checkpoint, and other values."""
+    before = load_file(TWO_DIGIT_ADDITION / "model.safetensors")
+    files = [*(run / "checkpoints/step-3").glob("*.safetensors")]
+    assert len(files) == 2, "each stage writes its own layers"
+    after = weights_of(run, 3)
+    assert before.keys() == after.keys()
+    assert any(not before[name].equal(after[name]) for name in before)
+
+
+def test_interleaved_pipeline_run_is_complete(smoke: CompleteRun) -> None:
     run = smoke.run
     records = smoke.records
     assert [record["step"] for record in records] == [0, 1, 2, 3]
@@ -181,51 +188,41 @@ def test_interleaved_pipeline_run_is_complete(smoke: Done) -> None:
     assert [record.get("sync/version") for record in records[1:]] == [1, 2, 3]
     assert records[-1]["sync/audit_mismatches"] == 0
     assert [record["account/unaccounted"] for record in records[1:]] == [0.0, 0.0, 0.0]
-    assert all(classes_of(record) == record["account/generated"] > 0 for record in records)
+    assert all(token_total(record) == record["account/generated"] > 0 for record in records)
     assert records[-1]["mismatch/logprob_abs_mean"] < 1e-4
     assert json.loads((run / "exit.json").read_text())["code"] == 0
     assert str(run) in smoke.output.splitlines()[-1]
-    before = load_file(
-        ROOT / "megatron_rl/models/assets/qwen3_moe_tiny_two_digit_addition/model.safetensors"
-    )
-    assert len([*(run / "checkpoints/step-3").glob("*.safetensors")]) == 2, (
-        "each stage writes its own layers"
-    )
-    after = weights_of(run, 3)
-    assert before.keys() == after.keys()
+    assert_weights_changed(run)
     assert records[-1]["sync/audit_compared"] == records[0]["sync/audit_compared"] > 0
-    assert any(not before[name].equal(after[name]) for name in before)
     assert survivors(smoke.processes, 10) == []
 
 
-def test_second_curriculum_phase_uses_its_own_settings(smoke: Done) -> None:
+def test_second_curriculum_phase_uses_its_own_settings(smoke: CompleteRun) -> None:
     first, second, third = smoke.records[1:]
-    assert [record["stage/index"] for record in (first, second, third)] == [0, 1, 1]
+    assert [record["phase/index"] for record in (first, second, third)] == [0, 1, 1]
     assert [record["rollout/samples"] for record in (first, second, third)] == [128, 64, 64]
-    assert second["stage/tokens"] == first["rollout/tokens"] + second["rollout/tokens"]
+    assert second["phase/tokens"] == first["rollout/tokens"] + second["rollout/tokens"]
     assert first["train/lr"] > 1e-4 > 1e-5 >= second["train/lr"] > third["train/lr"]
-    # what engines drew at another temperature has these log-probabilities at that temperature alone
+    # The log-probabilities match only at the temperature at which the engines sampled.
     assert max(record["mismatch/logprob_abs_mean"] for record in (first, second, third)) < 1e-4
-    assert (
-        "stage second (2 of 2) begins with step 2: rollout.samples_per_prompt=4, rollout.max_new_tok"
-        in smoke.output
-    )
+    assert "phase second (2 of 2) begins with step 2: rollout.samples_per_prompt=4" in smoke.output
 
 
 def test_another_layout_resumes_prompts_versions_and_weights(
-    smoke: Done, engine: tuple[str, ...], tmp_path: Path
+    smoke: CompleteRun, engine: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """The checkpoint of two interleaved pipeline stages after step 2, on one rank and with another
-    engine.
+    """Two interleaved pipeline stages saved it after step 2; one rank resumes it.
+
+    The engine is another one too.
     """
     resume = f"run.resume={smoke.run}/checkpoints/iter_0000002"
-    done = complete(
+    resumed_run = complete(
         start_job(
-            tmp_path, *engine, resume, "train.total_steps=3", "run.checkpoint_every=1", STAGES
+            tmp_path, *engine, resume, "train.total_steps=3", "run.checkpoint_every=1", CURRICULUM
         ),
         tmp_path / "job",
     )
-    (record,) = done.records
+    (record,) = resumed_run.records
     assert record["step"] == 3 and record["sync/version"] == 3
     assert record["mismatch/logprob_abs_mean"] < 1e-4, (
         "the engine sampled from the checkpoint's weights"
@@ -233,7 +230,9 @@ def test_another_layout_resumes_prompts_versions_and_weights(
     assert (
         record["sync/audit_mismatches"] == 0 and record["train/lr"] == smoke.records[3]["train/lr"]
     )
-    here, there = (read_state(run / "checkpoints/iter_0000003") for run in (done.run, smoke.run))
+    here, there = (
+        read_state(run / "checkpoints/iter_0000003") for run in (resumed_run.run, smoke.run)
+    )
     assert here.position.selection == there.position.selection
     assert here.position.phase is not None and (
         here.position.phase.index,
@@ -246,43 +245,45 @@ def test_another_layout_resumes_prompts_versions_and_weights(
     )
 
 
+def assert_recording_is_complete(recording: Path) -> None:
+    """Two batches of 16 groups without a repeated prompt, and routes of every rollout."""
+    batches = [read_groups(batch_directory(recording, step)) for step in (1, 2)]
+    assert [len(groups) for groups in batches] == [16, 16]
+    groups = [group for batch in batches for group in batch]
+    assert len({group.prompt.id for group, _ in groups}) == 32, "no prompt is repeated"
+    shape = read_shape(TWO_DIGIT_ADDITION)
+    for _, rollouts in groups:
+        for rollout in rollouts:
+            assert rollout.routes is not None
+            assert rollout.routes.shape[1:] == (len(shape.moe_layers), shape.topk)
+
+
 def test_recorded_rollouts_are_trained_on_without_an_engine(
     engine: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """And what the engine held was rounded as FP8: the trainer, which is not, is as far from it as
-    the rounding.
+    """The engine's weights are rounded as FP8, and the trainer's are not.
+
+    Their log-probabilities differ accordingly.
     """
     steps = "train.total_steps=2"
-    rounded = "engine.fake_quant=fp8_blockwise"
+    fake_quant = "engine.fake_quant=fp8_blockwise"
     rolled_out = complete(
-        start_job(tmp_path / "rollouts", *engine, steps, rounded, "mode=rollout_only"),
+        start_job(tmp_path / "rollouts", *engine, steps, fake_quant, "mode=rollout_only"),
         tmp_path / "rollouts/job",
     )
-    audited = rolled_out.records[0]
-    assert audited["sync/audit_mismatches"] == 0 and audited["sync/audit_compared"] > 0
-    recorded = rolled_out.run / "recorded"
-    shape = read_shape(TWO_DIGIT_ADDITION)
-    drawn = [read_groups(batch_directory(recorded, step)) for step in (1, 2)]
-    assert [len(groups) for groups in drawn] == [16, 16]
-    assert len({group.prompt.id for groups in drawn for group, _ in groups}) == 32, (
-        "no prompt twice"
-    )
-    assert all(
-        rollout.routes is not None
-        and rollout.routes.shape[1:] == (len(shape.moe_layers), shape.topk)
-        for groups in drawn
-        for _, rollouts in groups
-        for rollout in rollouts
-    )
+    first_record = rolled_out.records[0]
+    assert first_record["sync/audit_mismatches"] == 0 and first_record["sync/audit_compared"] > 0
+    recording = rolled_out.run / "recorded"
+    assert_recording_is_complete(recording)
     overrides = ("mode=train_only", f"rollout.recording={rolled_out.run}", steps)
-    trained = complete(start_job(tmp_path / "trained", *overrides), tmp_path / "trained/job")
-    assert processes_named(trained.processes, "sglang") == []
-    assert [record["account/unaccounted"] for record in trained.records[1:]] == [0.0, 0.0]
-    first = trained.records[1]
-    assert 1e-3 < first["mismatch/logprob_abs_mean"] < 0.2, "rounded weights, and their own rows"
+    train_only = complete(start_job(tmp_path / "trained", *overrides), tmp_path / "trained/job")
+    assert processes_named(train_only.processes, "sglang") == []
+    assert [record["account/unaccounted"] for record in train_only.records[1:]] == [0.0, 0.0]
+    first = train_only.records[1]
+    assert 1e-3 < first["mismatch/logprob_abs_mean"] < 0.2, "rounded weights"
     assert 0 < first["mismatch/route_disagreement"] < 0.2 and first["train/samples"] > 0
     for name in ("reward/mean", "rollout/tokens", "rollout/zero_variance_rate"):
-        assert [r[name] for r in trained.records[1:]] == [
+        assert [r[name] for r in train_only.records[1:]] == [
             r[name] for r in rolled_out.records[1:]
         ], name
 
@@ -290,7 +291,7 @@ def test_recorded_rollouts_are_trained_on_without_an_engine(
 def test_model_from_scratch_learns_a_user_defined_task(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The cold start of a checkpoint, with a prompt source and a reward from outside the project."""
+    """Cold start of a checkpoint, with a user-defined prompt source and reward."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests/doors/examples"), prepend=":")
     job = start_job(
         tmp_path,

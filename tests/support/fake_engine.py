@@ -21,7 +21,8 @@ from megatron_rl.rollouts.messages import Configure
 from sglang_bridge.engine import Engine
 from tests.support.scripted_model import CHECKPOINT, EOS, TOKENIZER
 
-LAYERS, TOPK = 4, 2
+LAYERS = 4
+TOPK = 2
 
 Reply = dict[str, Any]
 Answer = Callable[[int, Reply], Reply | bytes | int | None]
@@ -81,7 +82,7 @@ async def fake_engine(
 
 
 def configuration(*urls: str, environment: EnvironmentSettings | None = None) -> Configure:
-    """What a collector is told to use engines at these addresses."""
+    """A collector's configuration for engines at these addresses."""
     return Configure(
         engines=tuple(Engine(url=url) for url in urls),
         api_key="secret",
