@@ -37,9 +37,10 @@ def open_prompts(
 ) -> PromptSource:
     """Open the source of prompts.
 
-    A JSONL file gives all of its rows. One in eight is reserved for evaluation, of which
-    data.num_eval are held out, unless data.eval_path names others. Other sources generate data.num_train and data.num_eval questions. The seed never
-    moves a question from one side of the split to the other.
+    A JSONL file gives all of its rows. Unless data.eval_path names held-out rows, one row in eight
+    is reserved for evaluation, and data.num_eval of these are held out. Other sources generate
+    data.num_train and data.num_eval questions. The seed never moves a question from one side of
+    the split to the other.
 
     check_answer: rows whose answer it refuses are bad rows (`Scorer.check_answer`).
     render: renders rows with messages.

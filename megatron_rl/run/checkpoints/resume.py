@@ -113,8 +113,9 @@ class ResumePoint:
     def changed_settings(self, c: Configuration) -> list[str]:
         """The settings that differ from the checkpoint, as `key: old -> new`.
 
-        Settings under `run.` are not listed. Raises `CheckpointOfOtherRun` when a setting differs
-        that cannot change.
+        Settings under `run.` are not listed. mode=eval and mode=profile list `data.` alone: with
+        other data they may measure on questions that the run trained on. Raises
+        `CheckpointOfOtherRun` when a setting differs that cannot change.
         """
         if self.state is None:
             return []
@@ -128,7 +129,7 @@ class ResumePoint:
                 f"settings ({'; '.join(refusals)}). Use the old settings, or start another run"
             )
         if measures:
-            return []
+            return [text for key, text in changes.items() if key.startswith("data.")]
         return [text for key, text in changes.items() if not key.startswith("run.")]
 
 

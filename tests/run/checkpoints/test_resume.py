@@ -182,6 +182,15 @@ def test_settings_of_the_model_can_change(tmp_path: Path, override: str) -> None
     assert change.startswith(override.partition("=")[0])
 
 
+@pytest.mark.parametrize("mode", ["eval", "profile"])
+def test_a_measurement_lists_changed_data_alone(tmp_path: Path, mode: str) -> None:
+    settings = flat_configuration(make_configuration(tmp_path))
+    resume_point = ResumePoint(tmp_path, make_state(5, settings))
+    overrides = ("data.num_eval=7", "optimizer.lr=0.7")
+    c = make_configuration(tmp_path, f"mode={mode}", "run.resume=auto", *overrides)
+    assert resume_point.changed_settings(c) == ["data.num_eval: 128 -> 7"]
+
+
 @pytest.mark.parametrize("override", ["data.num_eval=7", "seed=7", "model.init=random"])
 def test_settings_that_give_the_state_its_meaning_cannot_change(
     tmp_path: Path, override: str
