@@ -53,8 +53,8 @@ class _Attempts:
     """Attempts of one request.
 
     members: engines that failed in this round.
-    silent: engines that did not answer before their deadline. They are not asked again, because
-    that could take another deadline.
+    silent: engines that did not answer before their deadline. They get no further attempt, because
+    it could take another deadline.
     unusable: number of responses that could not be used.
     """
 

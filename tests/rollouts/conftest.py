@@ -1,3 +1,5 @@
+"""A hub with one connected collector."""
+
 from collections.abc import Iterator
 
 import pytest

@@ -1,3 +1,5 @@
+"""Weighted means and maxima of metrics."""
+
 import torch
 
 from megatron_rl.training.metric_sums import MetricSums

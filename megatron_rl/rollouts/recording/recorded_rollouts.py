@@ -42,7 +42,7 @@ def fit_rollout(rollout: Rollout, routes: RouteShape | None, vocab_size: int) ->
     """Check a recorded rollout against a model and return it as that model trains on it.
 
     This is the only check of recorded tokens and routes: later a rank would fail on an index out of
-    range, or train the wrong experts.
+    range, or train other experts.
 
     routes, vocab_size: of the model; routes None: drop the recorded routes.
     Raises `UnfitRollout`.
