@@ -5,10 +5,23 @@ It serves CPUs, and GPUs without Transformer Engine and Apex.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
+
+# The temporary tensors of an update have at most this many elements. A multiple of the width of
+# vector instructions, because the elements after the last full vector may be rounded differently.
+_CHUNK_ELEMENTS = 2**24
+
+
+class _Piece(NamedTuple):
+    """A part of a parameter with its gradient and moments."""
+
+    param: torch.Tensor
+    grad: torch.Tensor
+    mean: torch.Tensor
+    square: torch.Tensor
 
 
 class FusedLayoutAdam(torch.optim.Optimizer):
@@ -60,20 +73,34 @@ class FusedLayoutAdam(torch.optim.Optimizer):
             )
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
-            params = [p for p in group["params"] if p.grad is not None]
-            for param in params:
-                self.initialize_state(param)
-            if params:
-                self._update(group, params)
+            pieces = [
+                piece
+                for param in group["params"]
+                if param.grad is not None
+                for piece in self._pieces(param, param.grad)
+            ]
+            for chunk in _chunks(pieces):
+                self._update(group, chunk)
 
-    def _update(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
+    def _pieces(self, param: torch.Tensor, grad: torch.Tensor) -> Iterable[_Piece]:
+        """Split a parameter of contiguous tensors into pieces of at most a chunk's elements."""
+        self.initialize_state(param)
+        state = self.state[param]
+        whole = _Piece(param, grad, state["exp_avg"], state["exp_avg_sq"])
+        if param.numel() <= _CHUNK_ELEMENTS or not all(t.is_contiguous() for t in whole):
+            return [whole]
+        parts = [tensor.detach().view(-1).split(_CHUNK_ELEMENTS) for tensor in whole]
+        return map(_Piece, *parts)
+
+    def _update(self, group: dict[str, Any], pieces: Sequence[_Piece]) -> None:
         beta1, beta2 = group["betas"]
         lr = group["lr"]
         weight_decay = group["weight_decay"]
         step = group["step"]
-        grads = [p.grad.float() for p in params if p.grad is not None]
-        mean = [self.state[p]["exp_avg"] for p in params]
-        square = [self.state[p]["exp_avg_sq"] for p in params]
+        params = [piece.param for piece in pieces]
+        grads = [piece.grad.float() for piece in pieces]
+        mean = [piece.mean for piece in pieces]
+        square = [piece.square for piece in pieces]
         if weight_decay and self.adam_w_mode:
             torch._foreach_mul_(params, 1 - lr * weight_decay)
         elif weight_decay:
@@ -85,3 +112,18 @@ class FusedLayoutAdam(torch.optim.Optimizer):
         torch._foreach_sqrt_(denominator)
         torch._foreach_add_(denominator, group["eps"])
         torch._foreach_addcdiv_(params, mean, denominator, -lr / (1 - beta1**step))
+
+
+def _chunks(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
+    """Group pieces in their order into chunks of at most `_CHUNK_ELEMENTS`, or of one piece."""
+    chunk: list[_Piece] = []
+    size = 0
+    for piece in pieces:
+        if chunk and size + piece.param.numel() > _CHUNK_ELEMENTS:
+            yield chunk
+            chunk = []
+            size = 0
+        chunk.append(piece)
+        size += piece.param.numel()
+    if chunk:
+        yield chunk

@@ -54,7 +54,7 @@ def wrap_data_parallel(models: Sequence[torch.nn.Module]) -> list[DistributedDat
 class StepResult:
     """The result of one optimizer step.
 
-    is_applied: False if some rank had a NaN or Inf. Nothing changed on any rank then, grad_norm is
+    is_applied: False if some rank had a NaN or Inf, or gradients too large. Nothing changed on any rank then, grad_norm is
         NaN and lr is 0.
     grad_norm: the norm of all gradients before clipping.
     lr: the learning rate of this update.
@@ -109,11 +109,13 @@ class DistributedAdam:
     def step(self, *, loss_is_finite: bool) -> StepResult:
         """Clip and apply the reduced gradients. Collective over all ranks.
 
-        Nothing changes on any rank if the loss or a gradient of one rank is not finite.
+        Nothing changes on any rank if the loss or a gradient of one rank is not finite, or if the
+        square of the gradients' norm exceeds float32: clipping would make all gradients 0, and
+        without clipping second moments would be infinite from then on.
 
         loss_is_finite: False if this rank's loss is NaN or Inf.
         """
-        if not self._all_finite(loss_is_finite):
+        if not (self._all_finite(loss_is_finite) and self._has_finite_squares()):
             return StepResult(is_applied=False, grad_norm=float("nan"), lr=0.0)
         self.scheduler.step(1)
         _, grad_norm, _ = self._optimizer.step()
@@ -167,9 +169,28 @@ class DistributedAdam:
         for model in self._models:
             for buffer in (*model.buffers, *model.expert_parallel_buffers):
                 extremes += torch.aminmax(buffer.grad_data)
-        is_finite = (torch.stack(extremes).isfinite().all() & loss_is_finite).int()
-        dist.all_reduce(is_finite, op=dist.ReduceOp.MIN)
-        return bool(is_finite)
+        is_finite = torch.stack(extremes).isfinite().all() & loss_is_finite
+        return _true_on_all_ranks(is_finite)
+
+    def _has_finite_squares(self) -> bool:
+        """True if the square of the gradients' norm fits into float32 on all ranks. Collective.
+
+        The gradients must be finite. No gradient's square exceeds the square of the norm.
+        """
+        self._optimizer.prepare_grads()
+        norm = torch.as_tensor(
+            self._optimizer.get_grad_norm(),
+            dtype=torch.float32,
+            device=self._models[0].buffers[0].grad_data.device,
+        )
+        return _true_on_all_ranks(norm.square().isfinite())
+
+
+def _true_on_all_ranks(flag: torch.Tensor) -> bool:
+    """True if the flag of every rank is true. Collective."""
+    number = flag.int()
+    dist.all_reduce(number, op=dist.ReduceOp.MIN)
+    return bool(number)
 
 
 def _add_moments(state: dict[str, torch.Tensor], param: torch.Tensor) -> None:

@@ -180,6 +180,112 @@ def test_non_finite_loss_or_gradient_skips_the_step(
     assert all(p.isfinite().all() for p in snapshot(models).values())
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("clip_grad", "gradient", "num_entries"),
+    [(1.0, 3e19, None), (0.0, 3e19, None), (0.0, 1e21, 1), (1.0, 1e21, 1)],
+)
+def test_finite_gradients_with_infinite_squares_skip_the_step(
+    megatron: Any,
+    checkpoint: Path,
+    dtype: str,
+    clip_grad: float,
+    gradient: float,
+    num_entries: int | None,
+) -> None:
+    """Clipping by an infinite norm would make all gradients 0, and moments would be infinite.
+
+    num_entries: the number of large entries in a parameter; None for all entries of all.
+    """
+    models, _ = build(checkpoint, dtype=dtype)
+    optimizer = adam(models, clip_grad=clip_grad, weight_decay=0.1)
+    step_with_gradient(models, optimizer, 1.0)
+    before = snapshot(models)
+    optimizer.zero_grad()
+    if num_entries is None:
+        for parameter in models[0].parameters():
+            parameter.main_grad.fill_(gradient)
+    else:
+        next(iter(models[0].parameters())).main_grad.view(-1)[:num_entries] = gradient
+    result = optimizer.step(loss_is_finite=True)
+    assert (result.is_applied, result.lr, optimizer.steps) == (False, 0.0, 1)
+    assert math.isnan(result.grad_norm)
+    assert all(torch.equal(p, before[name]) for name, p in snapshot(models).items())
+    _, changes = step_with_gradient(models, optimizer, 1.0)
+    assert all(change.any() for change in changes.values())
+
+
+def test_large_gradients_with_finite_squares_are_clipped(megatron: Any, checkpoint: Path) -> None:
+    models, _ = build(checkpoint)
+    _, changes = step_with_gradient(models, adam(models, clip_grad=1.0), 1e15)
+    assert all(change.any() for change in changes.values())
+
+
+def test_infinite_norm_on_another_rank_skips_the_step(
+    megatron: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every rank joins both agreements, on entries and on the norm."""
+    from megatron_rl.mcore import optimizer as module
+
+    flags: list[int] = []
+
+    def fail_the_second(flag: torch.Tensor, op: Any = module.dist.ReduceOp.SUM, **_: Any) -> None:
+        if op == module.dist.ReduceOp.MIN:
+            flags.append(int(flag))
+            flag.fill_(len(flags) == 1)
+
+    models, replay = build(checkpoint)
+    optimizer = adam(models)
+    before = snapshot(models)
+    train_pass(models, replay)
+    monkeypatch.setattr(module.dist, "all_reduce", fail_the_second)
+    assert not optimizer.step(loss_is_finite=True).is_applied
+    assert flags == [1, 1]
+    assert all(torch.equal(p, before[name]) for name, p in snapshot(models).items())
+
+
+@pytest.mark.parametrize("adam_w_mode", [True, False])
+def test_adam_in_chunks_is_bit_exact(
+    megatron: Any, monkeypatch: pytest.MonkeyPatch, adam_w_mode: bool
+) -> None:
+    """The temporary tensors of a step have the size of a chunk."""
+    from megatron_rl.mcore import adam as module
+
+    def train(chunk: int) -> tuple[list[torch.Tensor], list[dict[str, torch.Tensor]], int]:
+        monkeypatch.setattr(module, "_CHUNK_ELEMENTS", chunk)
+        largest = 0
+        divide = torch._foreach_div
+
+        def measure_and_divide(tensors: list[torch.Tensor], divisor: float) -> Any:
+            nonlocal largest
+            largest = max(largest, sum(tensor.numel() for tensor in tensors))
+            return divide(tensors, divisor)
+
+        monkeypatch.setattr(torch, "_foreach_div", measure_and_divide)
+        generator = torch.Generator().manual_seed(0)
+        shapes = ((40, 33), (7,), (1000,), (3, 3))
+        params = [torch.randn(s, generator=generator).requires_grad_() for s in shapes]
+        params.append(torch.randn(100, generator=generator).bfloat16().requires_grad_())
+        optimizer = module.FusedLayoutAdam(
+            params, lr=0.01, weight_decay=0.1, adam_w_mode=adam_w_mode
+        )
+        for _ in range(3):
+            for param in params:
+                gradient = torch.randn(param.shape, generator=generator)
+                param.grad = gradient.to(param.dtype)
+            optimizer.step()
+        monkeypatch.undo()
+        return params, [optimizer.state[param] for param in params], largest
+
+    params, state, _ = train(10**9)
+    chunked_params, chunked_state, largest = train(64)
+    assert largest <= 64
+    for a, b in zip(params, chunked_params, strict=True):
+        assert torch.equal(a, b)
+    for whole, chunked in zip(state, chunked_state, strict=True):
+        assert all(torch.equal(whole[name], chunked[name]) for name in whole)
+
+
 def test_step_uses_every_setting(megatron: Any, checkpoint: Path) -> None:
     """Compare two steps with AdamW (arXiv 1711.05101) with clipping, written out here.
 
