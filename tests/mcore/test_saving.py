@@ -3,6 +3,7 @@
 import os
 import pickle
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,16 @@ from megatron_rl.mcore import compat
 
 compat.install()
 
+import torch.distributed as dist
+from megatron.core.dist_checkpointing import validation
 from megatron.core.dist_checkpointing.strategies.checkpointable import CheckpointableShardedTensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+)
 
 from launch.testbed.policies import ADAM, TWO_DIGIT_ADDITION, make_policy
 from megatron_rl.config.algorithms import GrpoSettings
@@ -24,7 +34,8 @@ from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import ModelSettings, ParallelSettings
 from megatron_rl.contracts.commands import Checkpoint, WaitForSave
 from megatron_rl.contracts.exit_codes import ExitCode
-from megatron_rl.mcore.checkpoint import gather_tensors, load_tensors
+from megatron_rl.mcore.checkpoint import gather_tensors, load_tensors, write_tensors
+from megatron_rl.mcore.checkpoint.tensor_reader import TensorReader
 from megatron_rl.mcore.model import build_models
 from megatron_rl.mcore.optimizer import DistributedAdam, wrap_data_parallel
 from megatron_rl.models.families import read_shape
@@ -120,6 +131,88 @@ def test_code_in_checkpoint_metadata_is_not_run(worker: Any, tmp_path: Path) -> 
         with pytest.raises(ValueError, match=r"\.metadata is not the metadata of tensors"):
             load_tensors(worker.policy.models, worker.optimizer, checkpoint, optimizer_steps=0)
     assert not (tmp_path / "harm").exists()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_step_after_a_resume_is_bit_exact(megatron: Any, tmp_path: Path, dtype: str) -> None:
+    def random_models(seed: int) -> tuple[Any, DistributedAdam]:
+        torch.manual_seed(seed)
+        _, policy = make_policy(TWO_DIGIT_ADDITION, ParallelSettings(), GrpoSettings(), dtype=dtype)
+        return policy.models, DistributedAdam(policy.models, ADAM, total_steps=9)
+
+    def step(models: Any, optimizer: DistributedAdam, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        optimizer.zero_grad()
+        for parameter in models[0].parameters():
+            parameter.main_grad.copy_(torch.randn(parameter.shape, generator=generator))
+        assert optimizer.step(loss_is_finite=True).is_applied
+
+    models, optimizer = random_models(1)
+    step(models, optimizer, 1)
+    write_tensors(gather_tensors(models, optimizer), tmp_path, dist.group.WORLD)
+    step(models, optimizer, 2)
+    resumed_models, resumed_optimizer = random_models(2)
+    load_tensors(resumed_models, resumed_optimizer, tmp_path, optimizer_steps=1)
+    step(resumed_models, resumed_optimizer, 2)
+    weights = dict(models[0].named_parameters())
+    for name, weight in resumed_models[0].named_parameters():
+        assert weight.dtype == getattr(torch, dtype) and weight.equal(weights[name]), name
+
+
+def test_code_under_a_tensor_name_is_not_run(worker: Any, tmp_path: Path) -> None:
+    """A metadata entry of bytes would make torch unpickle the data of a tensor."""
+    group = worker.layout.control_group
+    write_tensors(gather_tensors(worker.policy.models, worker.optimizer), tmp_path, group)
+    metadata = FileSystemReader(tmp_path).read_metadata()
+    name, tensor = next(iter(metadata.state_dict_metadata.items()))
+    entry = BytesStorageMetadata()
+    vars(entry)["size"] = tensor.size  # as Megatron's check of shapes reads it
+    metadata.state_dict_metadata[name] = entry
+
+    class Harm:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "harm"),)
+
+    torch.save(Harm(), tmp_path / "payload")
+    length = (tmp_path / "payload").stat().st_size
+    metadata.storage_data[MetadataIndex(name)] = _StorageInfo("payload", 0, length)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match=r"\.metadata is not the metadata of tensors"):
+        load_tensors(worker.policy.models, worker.optimizer, tmp_path, optimizer_steps=0)
+    with pytest.raises(ValueError, match=r"\.metadata is not the metadata of tensors"):
+        TensorReader(tmp_path)
+    assert not (tmp_path / "harm").exists()
+
+
+def test_metadata_of_another_kind_is_refused(tmp_path: Path) -> None:
+    for value in ({}, Metadata({"weight": torch.Size([1])})):
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(value))
+        with pytest.raises(ValueError, match=r"\.metadata is not the metadata of tensors"):
+            TensorReader(tmp_path)
+
+
+def test_places_of_tensors_are_checked_in_the_first_save_alone(
+    worker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check gathers the description of every tensor from every rank."""
+    num_gathers = 0
+    gather = validation.torch.distributed.all_gather_object
+
+    def count_and_gather(*arguments: Any, **options: Any) -> None:
+        nonlocal num_gathers
+        names = {sys._getframe(depth).f_code.co_name for depth in range(1, 4)}
+        num_gathers += "determine_global_metadata" in names
+        gather(*arguments, **options)
+
+    monkeypatch.setattr(validation.torch.distributed, "all_gather_object", count_and_gather)
+    store = CheckpointStore(tmp_path / "checkpoints")
+    checkpoints = CheckpointWriter(worker, store, nbytes=0, keep=3)
+    assert checkpoints.save(Checkpoint(1, b"{}")).problem == ""
+    assert num_gathers > 0
+    num_gathers = 0
+    assert checkpoints.save(Checkpoint(2, b"{}")).problem == ""
+    load_tensors(worker.policy.models, worker.optimizer, store.path(2), optimizer_steps=0)
+    assert num_gathers == 0
 
 
 def test_checkpoint_of_another_model_is_refused_by_name(

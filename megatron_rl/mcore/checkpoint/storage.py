@@ -20,11 +20,12 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+# torch unpickles the data of an entry of `BytesStorageMetadata`, so that this class is not allowed.
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 _METADATA_CLASSES = (
     "Metadata",
-    "BytesStorageMetadata",
     "ChunkStorageMetadata",
     "TensorStorageMetadata",
     "TensorProperties",
@@ -76,10 +77,20 @@ class _SafeUnpickler(pickle.Unpickler):
 
 
 def check_metadata(checkpoint: Path) -> None:
-    """Raise ValueError unless `.metadata`, which torch unpickles, holds nothing but metadata."""
+    """Raise ValueError unless `.metadata`, which torch unpickles, describes tensors alone."""
     file = checkpoint / ".metadata"
     try:
         with file.open("rb") as stream:
-            _SafeUnpickler(stream).load()
+            metadata = _SafeUnpickler(stream).load()
+        _require_tensors(metadata)
     except Exception as error:  # a damaged pickle may raise anything
         raise ValueError(f"{file} is not the metadata of tensors: {error}") from error
+
+
+def _require_tensors(metadata: Any) -> None:
+    """Raise TypeError unless every entry is a tensor, because torch unpickles all other data."""
+    if type(metadata) is not Metadata:
+        raise TypeError(f"it holds a {type(metadata).__name__}")
+    for name, entry in metadata.state_dict_metadata.items():
+        if type(entry) is not TensorStorageMetadata:
+            raise TypeError(f"its entry {name} is a {type(entry).__name__}, not a tensor")

@@ -36,36 +36,52 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
-    FullyParallelSaveStrategyWrapper,
+    determine_main_replica_uniform_distribution,
+    distribute_main_replicas_with_precomputed_distribution,
 )
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
+from megatron.core.dist_checkpointing.validation import (
+    determine_global_metadata,
+    validate_sharding_integrity,
+)
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt import GPTModel
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.mcore.checkpoint.storage import check_metadata, to_torch_state, write_state
 from megatron_rl.mcore.optimizer import DistributedAdam
+from megatron_rl.mcore.weights.parameters import unwrap
 
 _CONTENT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 
 def gather_tensors(
-    models: Sequence[DistributedDataParallel], optimizer: DistributedAdam, *, copy: bool = False
+    models: Sequence[DistributedDataParallel],
+    optimizer: DistributedAdam,
+    *,
+    copy: bool = False,
+    check_places: bool = True,
 ) -> dict[str, Any]:
     """Return this rank's share of all weights and the optimizer's state. Collective.
 
     The data-parallel ranks share the work of writing.
 
     copy: copy the tensors to the CPU, so that the model may be trained while they are written.
+    check_places: check that the ranks together hold every part of every tensor once. The check
+        gathers a description of all tensors on each rank. The places do not change during a run,
+        so that one check is enough.
 
     Returns the argument of `write_tensors`.
     """
     state, _ = save_preprocess(
-        _sharded_state(models, optimizer, loading=False), validate_access_integrity=True
+        _sharded_state(models, optimizer, loading=False), validate_access_integrity=check_places
     )
     ranks = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
-    FullyParallelSaveStrategyWrapper(strategy, ranks).apply_saving_parallelization(state)
+    distribute_main_replicas_with_precomputed_distribution(
+        state, ranks, determine_main_replica_uniform_distribution(state, ranks)
+    )
+    if check_places:
+        validate_sharding_integrity(determine_global_metadata(state)[1])
     if copy:
         dict_list_map_inplace(_copy_to_cpu, state)
     return to_torch_state(state)
@@ -104,15 +120,22 @@ def load_tensors(
     _, plain_state = extract_sharded_base(state)
     tensors = _read(state, directory)
     for index, model in enumerate(models):
-        _load_weights(model.module, tensors[_chunk_name(index)])
+        _load_weights(unwrap(model), tensors[_chunk_name(index)])
     merge(tensors, {"optimizer": plain_state["optimizer"]})
     optimizer.load(tensors["optimizer"], optimizer_steps)
 
 
 def _read(state: ShardedStateDict, directory: Path) -> dict[str, Any]:
-    """Read a state. Raises ValueError with the errors of all ranks. Collective."""
+    """Read a state. Raises ValueError with the errors of all ranks. Collective.
+
+    Every rank reads all parts that it holds. Megatron's `FullyParallelLoadStrategyWrapper` would
+    share the reading, but it gathers every part on a CUDA device, which must have room for the
+    whole state of the optimizer.
+    """
     try:
-        tensors: dict[str, Any] = dist_checkpointing.load(state, str(directory))
+        tensors: dict[str, Any] = dist_checkpointing.load(
+            state, str(directory), validate_access_integrity=False
+        )
     except CheckpointException as error:
         # Its own text is a traceback of each rank. The first lines name the causes.
         causes = (str(inner).partition("\n")[0] for inner, _ in error.failures.values())
@@ -144,8 +167,12 @@ def _copy_to_cpu(value: Any) -> Any:
     return value
 
 
-def _load_weights(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
-    """Load the weights of a chunk. Raises ValueError if some are missing or unexpected."""
+def _load_weights(model: GPTModel, weights: dict[str, torch.Tensor]) -> None:
+    """Load the weights of a chunk. Raises ValueError if some are missing or unexpected.
+
+    model: the model inside Megatron's wrappers, because `Float16Module.load_state_dict` does not
+        return the mismatch.
+    """
     mismatch = model.load_state_dict(weights, strict=False)
     missing = [name for name in mismatch.missing_keys if not name.endswith("_extra_state")]
     if missing or mismatch.unexpected_keys:

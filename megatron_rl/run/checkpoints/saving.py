@@ -90,6 +90,7 @@ class CheckpointWriter:
         self._keep = keep
         self._background = background
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._is_first = True
         self._pending_save: Future[SaveResult] | None = None
 
     def save(self, command: Checkpoint) -> SaveResult | None:
@@ -100,7 +101,13 @@ class CheckpointWriter:
         checkpoints unchanged.
         """
         worker = self._worker
-        tensors = gather_tensors(worker.policy.models, worker.optimizer, copy=command.background)
+        tensors = gather_tensors(
+            worker.policy.models,
+            worker.optimizer,
+            copy=command.background,
+            check_places=self._is_first,
+        )
+        self._is_first = False
         snapshot = _Snapshot(command.step, command.state, tensors, random_state())
         if not command.background:
             return self._write(snapshot, worker.layout.control_group)
