@@ -129,3 +129,19 @@ def test_outside_of_slurm_it_prints_how_to_submit_it(tmp_path: Path) -> None:
         and "not a Slurm job" in result.stderr
         and "unbound" not in result.stderr
     )
+
+
+@pytest.mark.parametrize("code", [4, 7])
+@pytest.mark.parametrize("has_new_checkpoint", [True, False])
+def test_a_job_whose_engine_or_rank_died_is_requeued_after_a_checkpoint(
+    tmp_path: Path, code: int, has_new_checkpoint: bool
+) -> None:
+    run = tmp_path / "runs/long"
+    (run / "checkpoints/iter_0000005").mkdir(parents=True)
+    os.utime(run / "checkpoints/iter_0000005", (1, 1))
+    save = f"mkdir {run}/checkpoints/iter_0000010;" if has_new_checkpoint else ""
+    record = f'{{"code":{code},"reason":"r"}}'
+    srun = f"sleep 0.05; {save} echo '{record}' > {run}/exit.json; exit 1"
+    overrides = (f"run.root={tmp_path}/runs", "run.name=long", "run.resume=auto")
+    result = submit(tmp_path, *overrides, srun=srun)
+    assert ("requeue 123456" in result.stderr) == has_new_checkpoint
