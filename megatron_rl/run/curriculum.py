@@ -95,6 +95,15 @@ class Curriculum:
         """The phase and its progress, for a checkpoint."""
         return self._schedule.state
 
+    @property
+    def ending_by_accuracy(self) -> str:
+        """The setting of the first phase from the current one on that ends by accuracy, or ""."""
+        for phase in self._phases[self.state.index :]:
+            end = phase.settings.until
+            if end is not None and end.accuracy is not None:
+                return f"curriculum[{phase.settings.name}].until.accuracy={end.accuracy:g}"
+        return ""
+
     def restore(self, state: PhaseState) -> None:
         """Resume within a phase that an earlier process has begun."""
         self._schedule.state = state

@@ -24,7 +24,7 @@ from megatron_rl.run.checkpoints.manager import CheckpointManager
 from megatron_rl.run.curriculum import Curriculum
 from megatron_rl.run.nonfinite_guard import NonFiniteGuard
 from megatron_rl.run.step_parts import RolloutHolder, StepParts
-from megatron_rl.run.stopping import ending_key, is_accuracy_reached
+from megatron_rl.run.stopping import AccuracyUnknown, ending_key, is_accuracy_reached
 from megatron_rl.run.supervision.stop_request import StepAborted
 from megatron_rl.training.dispatcher import Dispatcher
 from megatron_rl.training.worker import TrainOutcome
@@ -157,11 +157,22 @@ class Leader:
         watch = Stopwatch()
         with watch.section("eval"), self.records.progress.task(f"evaluating after step {step}"):
             accuracy = self.parts.evaluation.measure(str(step))
-        self._accuracies.append(accuracy.accuracy)
         values |= accuracy.metrics() | watch.seconds
         values["account/evaluation"] = float(accuracy.tokens)
         values["account/generated"] = values.get("account/generated", 0.0) + accuracy.tokens
         self.records.progress.log(f"step {step}: held-out accuracy {accuracy}")
+        if accuracy.accuracy is None:
+            self._refuse_endings_by_accuracy()
+        else:
+            self._accuracies.append(accuracy.accuracy)
+
+    def _refuse_endings_by_accuracy(self) -> None:
+        """Raise `AccuracyUnknown` if the run, or a phase that is not over, ends by accuracy."""
+        if self.eval.stop_at is not None:
+            raise AccuracyUnknown(f"eval.stop_at={self.eval.stop_at:g}")
+        setting = "" if self.curriculum is None else self.curriculum.ending_by_accuracy
+        if setting:
+            raise AccuracyUnknown(setting)
 
     def _restore(self, state: LoopState) -> None:
         self._first_step = state.step + 1

@@ -20,10 +20,10 @@ from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.run_state import SelectorState
 from megatron_rl.credit.group_kinds import GroupKind, kind_of
 from megatron_rl.prompts.selection.acceptance import acceptance_probability, coin
-from megatron_rl.prompts.selection.belief import Beliefs
-from megatron_rl.prompts.selection.calibration import Calibration
+from megatron_rl.prompts.selection.beliefs.beliefs import Beliefs
+from megatron_rl.prompts.selection.beliefs.calibration import Calibration
+from megatron_rl.prompts.selection.beliefs.mixed_probability import MixedProbability
 from megatron_rl.prompts.selection.importance_weights import effective_share, extension_weight
-from megatron_rl.prompts.selection.mixed_probability import MixedProbability
 from megatron_rl.prompts.selection.selector import RolloutRequest, SelectionResult
 from megatron_rl.prompts.source import PromptSource
 

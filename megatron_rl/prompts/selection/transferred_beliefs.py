@@ -17,9 +17,9 @@ import numpy as np
 from megatron_rl.contracts.belief_state import BEFORE_FIRST_STEP, NEVER_SAMPLED, BeliefState
 from megatron_rl.prompts.jsonl import is_line_id
 from megatron_rl.prompts.question import PromptDataError
-from megatron_rl.prompts.selection.arcsine import Mask
-from megatron_rl.prompts.selection.belief import Beliefs
-from megatron_rl.prompts.selection.pass_rate_prior import uninformative_state
+from megatron_rl.prompts.selection.beliefs.arcsine import Mask
+from megatron_rl.prompts.selection.beliefs.beliefs import Beliefs
+from megatron_rl.prompts.selection.beliefs.pass_rate_prior import uninformative_state
 from megatron_rl.prompts.source import PromptSource
 
 # Largest weight of a stratum's moments, in groups. First groups of the new run soon outweigh them.

@@ -18,7 +18,12 @@ from megatron_rl.mcore.weights import fake_quantize
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.records.run_records import RunRecords
 from megatron_rl.records.stopwatch import Stopwatch
-from megatron_rl.rollouts.evaluation import Accuracy, Evaluation, accuracy_of
+from megatron_rl.rollouts.evaluation import (
+    Accuracy,
+    Evaluation,
+    accuracy_of,
+    split_by_correctness,
+)
 from megatron_rl.rollouts.pass_at_k import pass_rates
 from megatron_rl.rollouts.queue import RolloutQueue
 from megatron_rl.run.checkpoints.resume import explained_load_errors
@@ -57,7 +62,10 @@ class EvaluationMode:
 
 @dataclass(frozen=True)
 class SetResult:
-    """The result of one set. passes: pass@k with half the width of its interval, by k."""
+    """The result of one set.
+
+    passes: pass@k with half the width of its interval, by k. Empty without correctness.
+    """
 
     name: str
     accuracy: Accuracy
@@ -105,7 +113,8 @@ class EvaluationRun:
         with watch.section(f"eval/{name}"), self.records.progress.task(f"measuring {name}"):
             groups = evaluation.sample(name)
         accuracy = accuracy_of(groups, samples, max_rejected_share=settings.max_rejected_share)
-        result = SetResult(name, accuracy, pass_rates(groups, samples))
+        graded_groups, _ = split_by_correctness(groups)
+        result = SetResult(name, accuracy, pass_rates(graded_groups, samples))
         values |= result.metrics() | watch.seconds
         return result
 
@@ -150,15 +159,19 @@ def send_first(
 def table(results: list[SetResult]) -> list[str]:
     """Return a heading and a line for each set.
 
-    ± is half of a 95 % interval, clustered by question.
+    ± is half of a 95 % interval, clustered by question. A dash stands for an unknown value. The
+    column of rewards is left out where every set has a correctness.
     """
-    first = results[0]
-    samples = first.accuracy.samples // first.accuracy.questions
-    rows = [["set", "questions", f"avg@{samples}"]]
-    rows[0] += [f"pass@{k}" for k in first.passes]
-    rows[0] += ["parseable", "lost"]
-    rows += [_cells(result) for result in results]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    accuracy = results[0].accuracy
+    samples = accuracy.samples // accuracy.questions
+    ks = sorted({k for result in results for k in result.passes})
+    has_reward = any(result.accuracy.reward is not None for result in results)
+    heading = ["set", "questions", f"avg@{samples}"]
+    heading += [f"pass@{k}" for k in ks]
+    heading += ["reward"] if has_reward else []
+    heading += ["parseable", "lost"]
+    rows = [heading, *(_cells(result, ks, has_reward=has_reward) for result in results)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(heading))]
     lines = []
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
@@ -166,10 +179,12 @@ def table(results: list[SetResult]) -> list[str]:
     return lines
 
 
-def _cells(result: SetResult) -> list[str]:
+def _cells(result: SetResult, ks: list[int], *, has_reward: bool) -> list[str]:
     accuracy = result.accuracy
-    rates = [(accuracy.accuracy, accuracy.half_width), *result.passes.values()]
-    cells = [f"{rate:.3f} ± {half_width:.3f}" for rate, half_width in rates]
+    cells = [_mean_cell(accuracy.accuracy, accuracy.half_width)]
+    cells += [_mean_cell(*result.passes.get(k, (None, 0.0))) for k in ks]
+    if has_reward:
+        cells.append(_mean_cell(accuracy.reward, accuracy.reward_half_width))
     return [
         result.name,
         str(accuracy.questions),
@@ -177,6 +192,10 @@ def _cells(result: SetResult) -> list[str]:
         f"{accuracy.parseable:.1%}",
         str(accuracy.num_rejected),
     ]
+
+
+def _mean_cell(mean: float | None, half_width: float) -> str:
+    return "-" if mean is None else f"{mean:.3f} ± {half_width:.3f}"
 
 
 def checkpoint_weights(

@@ -3,7 +3,7 @@ import pytest
 
 from megatron_rl.config.schema import SelectionExpertSettings
 from megatron_rl.prompts.selection.acceptance import acceptance_probability, coin
-from megatron_rl.prompts.selection.arcsine import mixed_probability
+from megatron_rl.prompts.selection.beliefs.arcsine import mixed_probability
 
 SETTINGS = SelectionExpertSettings(
     acceptance_target=0.75, acceptance_exponent=6, min_acceptance=0.02

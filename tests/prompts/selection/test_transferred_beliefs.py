@@ -14,12 +14,12 @@ from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.run_state import SelectorState
 from megatron_rl.prompts.pass_rates import PassRate
 from megatron_rl.prompts.question import PromptDataError
-from megatron_rl.prompts.selection.belief import Beliefs
 from megatron_rl.prompts.selection.belief_selector import BeliefSelector
+from megatron_rl.prompts.selection.beliefs.beliefs import Beliefs
 from megatron_rl.prompts.selection.factory import open_selector
 from megatron_rl.prompts.selection.transferred_beliefs import TransferredBeliefs
 from megatron_rl.prompts.source import PromptSource
-from tests.prompts.selection.test_belief import group_of, probability
+from tests.prompts.selection.beliefs.test_beliefs import group_of, probability
 from tests.support.answers import make_pool, play_steps
 
 POOL = make_pool(400, tags=4)

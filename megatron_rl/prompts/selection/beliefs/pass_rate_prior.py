@@ -8,7 +8,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_rl.prompts.pass_rates import PassRate
-from megatron_rl.prompts.selection.arcsine import MAX_ANGLE, MAX_VARIANCE, observation, update
+from megatron_rl.prompts.selection.beliefs.arcsine import (
+    MAX_ANGLE,
+    MAX_VARIANCE,
+    observation,
+    update,
+)
 
 _DECAY = 0.99  # factor per step of the weight of past observations
 _ZERO_WEIGHT = 8.0  # weight of the prior that the rates need no extra variance, in groups

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megatron_rl.contracts.prompt import Prompt
-from megatron_rl.prompts.selection.arcsine import MAX_ANGLE, MAX_VARIANCE
+from megatron_rl.prompts.selection.beliefs.arcsine import MAX_ANGLE, MAX_VARIANCE
 
 Stratum = tuple[str, str]
 _MomentSums = tuple[float, float, float, float]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_rl.prompts.selection.arcsine import Floats, Mask
+from megatron_rl.prompts.selection.beliefs.arcsine import Floats, Mask
 
 _DECAY = 0.98  # factor per step of the weight of past observations
 _ZERO_WEIGHT = 2.5e5  # weight of the prior: no drift, with a deviation of 0.002 rad per step

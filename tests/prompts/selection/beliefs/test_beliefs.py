@@ -9,8 +9,8 @@ from megatron_rl.contracts.belief_state import BeliefState
 from megatron_rl.contracts.group import Group, Verdict
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.prompts.question import PromptDataError
-from megatron_rl.prompts.selection.belief import Beliefs
-from megatron_rl.prompts.selection.mixed_probability import MixedProbability
+from megatron_rl.prompts.selection.beliefs.beliefs import Beliefs
+from megatron_rl.prompts.selection.beliefs.mixed_probability import MixedProbability
 from tests.support.answers import make_pool
 from tests.support.groups import group
 

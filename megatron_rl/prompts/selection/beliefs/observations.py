@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_rl.contracts.group import Group
 from megatron_rl.credit.group_kinds import GroupKind, ScoredRollouts, kind_of
-from megatron_rl.prompts.selection.arcsine import Floats, Mask, observation
+from megatron_rl.prompts.selection.beliefs.arcsine import Floats, Mask, observation
 
 # With fewer verdicts a group is no observation.
 _MIN_VERDICTS = 2

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_rl.prompts.selection.arcsine import Floats, Mask
-from megatron_rl.prompts.selection.strata import Stratum
+from megatron_rl.prompts.selection.beliefs.arcsine import Floats, Mask
+from megatron_rl.prompts.selection.beliefs.strata import Stratum
 
 ProcessNoiseState = tuple[tuple[str, str, tuple[float, float]], ...]
 _Sums = tuple[float, float]

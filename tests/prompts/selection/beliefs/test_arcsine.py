@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.prompts.selection.arcsine import (
+from megatron_rl.prompts.selection.beliefs.arcsine import (
     MAX_ANGLE,
     all_correct_probability,
     mixed_probability,

@@ -1,7 +1,7 @@
 """Beliefs about each prompt's pass rate: a Kalman filter with a row for each prompt.
 
 Saved and restored beliefs continue bit for bit
-(tests/prompts/selection/test_belief.py::test_restored_beliefs_continue_bit_for_bit).
+(tests/prompts/selection/beliefs/test_beliefs.py::test_restored_beliefs_continue_bit_for_bit).
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.prompts.pass_rates import PassRate
 from megatron_rl.prompts.question import PromptDataError
-from megatron_rl.prompts.selection.arcsine import (
+from megatron_rl.prompts.selection.beliefs.arcsine import (
     MAX_VARIANCE,
     Floats,
     Mask,
     predict,
     update,
 )
-from megatron_rl.prompts.selection.belief_table import BeliefTable
-from megatron_rl.prompts.selection.drift import SharedDrift
-from megatron_rl.prompts.selection.observations import Observations, observe_groups
-from megatron_rl.prompts.selection.pass_rate_prior import PassRatePrior
-from megatron_rl.prompts.selection.process_noise import ProcessNoise, excess_variance
-from megatron_rl.prompts.selection.strata import Strata, Stratum, stratum_of
+from megatron_rl.prompts.selection.beliefs.belief_table import BeliefTable
+from megatron_rl.prompts.selection.beliefs.drift import SharedDrift
+from megatron_rl.prompts.selection.beliefs.observations import Observations, observe_groups
+from megatron_rl.prompts.selection.beliefs.pass_rate_prior import PassRatePrior
+from megatron_rl.prompts.selection.beliefs.process_noise import ProcessNoise, excess_variance
+from megatron_rl.prompts.selection.beliefs.strata import Strata, Stratum, stratum_of
 
 _Estimate = tuple[float, float]
 

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_rl.contracts.prompt import Prompt
-from megatron_rl.prompts.selection.arcsine import (
+from megatron_rl.prompts.selection.beliefs.arcsine import (
     Floats,
     all_correct_probability,
     mixed_probability,
 )
-from megatron_rl.prompts.selection.belief import Beliefs
-from megatron_rl.prompts.selection.strata import Stratum, stratum_of
+from megatron_rl.prompts.selection.beliefs.beliefs import Beliefs
+from megatron_rl.prompts.selection.beliefs.strata import Stratum, stratum_of
 
 
 class MixedProbability:

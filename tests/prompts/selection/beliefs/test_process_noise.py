@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron_rl.prompts.selection.process_noise import (
+from megatron_rl.prompts.selection.beliefs.process_noise import (
     MAX_RATE,
     MIN_RATE,
     ProcessNoise,

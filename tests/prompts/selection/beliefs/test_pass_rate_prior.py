@@ -9,11 +9,11 @@ from megatron_rl.contracts.belief_state import BeliefState
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.run_state import SelectorState
 from megatron_rl.prompts.pass_rates import PassRate
-from megatron_rl.prompts.selection.belief import Beliefs
 from megatron_rl.prompts.selection.belief_selector import BeliefSelector
-from megatron_rl.prompts.selection.mixed_probability import MixedProbability
+from megatron_rl.prompts.selection.beliefs.beliefs import Beliefs
+from megatron_rl.prompts.selection.beliefs.mixed_probability import MixedProbability
 from megatron_rl.prompts.source import PromptSource
-from tests.prompts.selection.test_belief import group_of
+from tests.prompts.selection.beliefs.test_beliefs import group_of
 from tests.support.answers import make_pool, play, play_steps
 
 POOL = make_pool(40, tags=2)

@@ -1,0 +1,1 @@
+"""Beliefs about the pass rates of prompts: one Kalman filter a prompt."""
