@@ -10,7 +10,7 @@ packages += find_packages(where="kernels", include=["espo_kernels*"])
 setup(
     name="espo-megatron-rl",
     version="0.1.0",
-    description="Reinforcement learning for Mixture-of-Experts language models on Megatron-Core and SGLang",
+    description="Reinforcement learning for MoE language models on Megatron-Core and SGLang",
     python_requires=">=3.11",
     packages=packages,
     package_dir={"espo_kernels": "kernels/espo_kernels"},
