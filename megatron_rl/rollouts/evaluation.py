@@ -26,7 +26,7 @@ class EvaluationFailed(Failure):
 class Accuracy:
     """Result of an evaluation.
 
-    accuracy: mean over questions.
+    accuracy: mean over questions. None if no response has a correctness, as with a reward model.
     half_width: of its 95 % confidence interval (normal, clustered by question).
     parseable: share of responses that end and hold a final answer.
     ended_share: share of responses that end before the token limit.
@@ -34,9 +34,11 @@ class Accuracy:
     questions: number of questions.
     samples: number of responses to all questions.
     tokens: number of tokens that engines sampled for all of it.
+    reward: mean reward over the questions without correctness, None without such questions.
+    reward_half_width: of its 95 % confidence interval.
     """
 
-    accuracy: float
+    accuracy: float | None
     half_width: float
     parseable: float
     ended_share: float
@@ -44,23 +46,38 @@ class Accuracy:
     questions: int
     samples: int
     tokens: int = 0
+    reward: float | None = None
+    reward_half_width: float = 0.0
 
     def __str__(self) -> str:
         losses = f", {self.num_rejected} lost" if self.num_rejected else ""
         size = f"{self.questions} questions x {self.samples // self.questions}"
         parseable = f"{self.parseable:.1%} parseable"
-        return f"{self.accuracy:.3f} ± {self.half_width:.3f} ({size}, {parseable}{losses})"
+        return f"{self._means()} ({size}, {parseable}{losses})"
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics under `eval/`."""
-        return {
-            "eval/accuracy": self.accuracy,
-            "eval/accuracy_ci95": self.half_width,
+        """Return the metrics under `eval/`. An unknown accuracy or reward is left out."""
+        means: dict[str, float] = {}
+        if self.accuracy is not None:
+            means["eval/accuracy"] = self.accuracy
+            means["eval/accuracy_ci95"] = self.half_width
+        if self.reward is not None:
+            means["eval/reward"] = self.reward
+            means["eval/reward_ci95"] = self.reward_half_width
+        return means | {
             "eval/parseable": self.parseable,
             "eval/finished": self.ended_share,
             "eval/rejected": float(self.num_rejected),
             "eval/questions": float(self.questions),
         }
+
+    def _means(self) -> str:
+        accuracy = "unknown"
+        if self.accuracy is not None:
+            accuracy = f"{self.accuracy:.3f} ± {self.half_width:.3f}"
+        if self.reward is None:
+            return accuracy
+        return f"{accuracy}, reward {self.reward:.3f} ± {self.reward_half_width:.3f}"
 
 
 @dataclass(frozen=True)
@@ -93,7 +110,11 @@ class Evaluation:
         )
 
     def sample(self, label: str) -> list[Group]:
-        """Sample responses to every prompt; the groups come in the order of their completion."""
+        """Sample responses to every prompt and return the groups in the order of the prompts.
+
+        Sums over groups depend on the order of their terms, so the order of completion must not
+        decide it.
+        """
         temperature = self.settings.temperature
         if temperature is None:
             temperature = self.rollout.temperature
@@ -113,7 +134,9 @@ class Evaluation:
             for index, prompt in enumerate(self.prompts)
         ]
         self.queue.submit(requests)
-        return list(self.queue.as_completed(self.idle))
+        index_by_id = {request.group_id: index for index, request in enumerate(requests)}
+        groups = self.queue.as_completed(self.idle)
+        return sorted(groups, key=lambda group: index_by_id[group.group_id])
 
 
 def accuracy_of(
@@ -121,13 +144,16 @@ def accuracy_of(
 ) -> Accuracy:
     """Compute the accuracy of groups of `samples_per_prompt` requested rollouts each.
 
+    Groups without correctness count in the mean reward, and not in the accuracy.
+
     Raises `EvaluationFailed` or `UserClassFailed` when more than `max_rejected_share` of the
     rollouts could not be used, and ValueError without groups.
     """
     if not groups:
         raise ValueError("no question to evaluate on: data.num_eval must be at least 1")
-    means = [_correctness(group) / samples_per_prompt for group in groups]
-    mean, half_width = mean_ci95(means)
+    graded_groups, judged_groups = split_by_correctness(groups)
+    accuracy = _mean_correctness(graded_groups, samples_per_prompt)
+    reward = _mean_reward(judged_groups)
     num_samples = len(groups) * samples_per_prompt
     losses = require_usable(
         groups,
@@ -140,15 +166,53 @@ def accuracy_of(
     endings = [rollout for group in groups for rollout in group.rollouts if _is_ended(rollout)]
     num_parseable = sum(rollout.verdict.answer is not None for rollout in endings)
     return Accuracy(
-        accuracy=mean,
-        half_width=half_width,
+        accuracy=accuracy[0] if accuracy else None,
+        half_width=accuracy[1] if accuracy else 0.0,
         parseable=num_parseable / num_samples,
         ended_share=len(endings) / num_samples,
         num_rejected=losses.total(),
         questions=len(groups),
         samples=num_samples,
         tokens=sum(sampled_tokens(group) for group in groups),
+        reward=reward[0] if reward else None,
+        reward_half_width=reward[1] if reward else 0.0,
     )
+
+
+def split_by_correctness(groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
+    """Return the groups with a correctness, and those whose scorer gave rewards alone.
+
+    A group without any verdict is among the first. If every group with a verdict is among the
+    second, it is among them too.
+    """
+    judged_groups = [group for group in groups if _is_judged(group)]
+    graded_groups = [group for group in groups if not _is_judged(group)]
+    if judged_groups and not any(group.rollouts_with_verdict for group in graded_groups):
+        return [], list(groups)
+    return graded_groups, judged_groups
+
+
+def _is_judged(group: Group) -> bool:
+    """Return True for a group with rewards of which none has a correctness."""
+    verdicts = [rollout.verdict for rollout in group.rollouts_with_verdict]
+    return bool(verdicts) and all(verdict.correctness is None for verdict in verdicts)
+
+
+def _mean_correctness(groups: Sequence[Group], samples: int) -> tuple[float, float] | None:
+    """Return the mean and half width, None without groups. Missing rollouts are incorrect."""
+    if not groups:
+        return None
+    return mean_ci95([_correctness(group) / samples for group in groups])
+
+
+def _mean_reward(groups: Sequence[Group]) -> tuple[float, float] | None:
+    """Return the mean and half width, None without rewards. Missing rollouts are left out."""
+    means = []
+    for group in groups:
+        rollouts = group.rollouts_with_verdict
+        if rollouts:
+            means.append(sum(rollout.verdict.reward or 0.0 for rollout in rollouts) / len(rollouts))
+    return mean_ci95(means) if means else None
 
 
 def _correctness(group: Group) -> float:

@@ -40,8 +40,11 @@ def mean_ci95(values: Sequence[float]) -> tuple[float, float]:
 def pass_rates(groups: Sequence[Group], samples: int) -> dict[int, tuple[float, float]]:
     """Return pass@k and its half width for every power of two k.
 
-    A response passes if its correctness is 1. A rejected response does not pass.
+    A response passes if its correctness is 1. A rejected response does not pass. Without groups
+    there are no rates.
     """
+    if not groups:
+        return {}
     correct_counts = [
         sum(rollout.verdict.correctness == 1.0 for rollout in group.rollouts) for group in groups
     ]

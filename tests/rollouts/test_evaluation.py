@@ -1,14 +1,19 @@
 """Accuracy of evaluations."""
 
+import random
+from typing import Any
+
 import msgspec
 import pytest
 
 from launch.testbed.rollout_refs import make_ref
+from megatron_rl.config.schema import EvalSettings, RolloutSettings
 from megatron_rl.contracts.group import Group, Verdict
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.rollouts import evaluation
-from megatron_rl.rollouts.evaluation import Accuracy, EvaluationFailed
+from megatron_rl.rollouts.evaluation import Accuracy, Evaluation, EvaluationFailed
+from megatron_rl.rollouts.messages import GroupRequest
 from megatron_rl.rollouts.rejections import UserClassFailed
 from tests.support.rollouts import make_rollout
 
@@ -54,6 +59,57 @@ def test_missing_rollouts_and_verdicts_count_as_incorrect() -> None:
 
 def test_a_truncated_response_is_not_parseable() -> None:
     assert accuracy_of([group(CORRECT, finish=FinishReason.LENGTH)], 1).parseable == 0.0
+
+
+def judged(*rewards: float) -> Group:
+    """Group whose scorer knows no correct answer."""
+    return group(*[Verdict(reward=reward, correctness=None) for reward in rewards])
+
+
+def test_rewards_without_correctness_have_a_mean_reward_and_no_accuracy() -> None:
+    # Question means 0.8 and 0.6: mean 0.7, half width 1.959964 * sqrt(0.02 / 2) = 0.195996
+    result = accuracy_of([judged(0.9, 0.7), judged(0.6)], 2)
+    assert (result.accuracy, result.half_width) == (None, 0.0)
+    assert result.reward == pytest.approx(0.7)
+    metrics = result.metrics()
+    assert metrics["eval/reward"] == pytest.approx(0.7)
+    assert metrics["eval/reward_ci95"] == pytest.approx(0.195996, abs=1e-6)
+    assert {"eval/accuracy", "eval/accuracy_ci95"}.isdisjoint(metrics)
+    assert str(result).startswith("unknown, reward 0.700 ± 0.196 (2 questions x 2, ")
+
+
+def test_judged_groups_do_not_lower_the_accuracy_of_others() -> None:
+    result = accuracy_of([group(CORRECT), judged(0.5), group_with_losses(1)], 1)
+    assert result.accuracy == pytest.approx(0.5)
+    assert result.reward == pytest.approx(0.5)
+    assert accuracy_of([group(CORRECT)], 1).reward is None
+
+
+def test_order_of_completion_does_not_change_the_accuracy() -> None:
+    """Sums of thirds depend on the order of their terms."""
+    groups = [group(*[CORRECT] * (i % 4), *[INCORRECT] * (3 - i % 4)) for i in range(512)]
+    requests = []
+
+    class ShuffledQueue:
+        def submit(self, new_requests: list[GroupRequest]) -> None:
+            requests[:] = new_requests
+
+        def as_completed(self, idle: object) -> list[Group]:
+            results = [
+                msgspec.structs.replace(result, group_id=request.group_id)
+                for request, result in zip(requests, groups, strict=True)
+            ]
+            random.Random(len(results)).shuffle(results)
+            return results
+
+    queue: Any = ShuffledQueue()
+    prompts = [base.prompt for base in groups]
+    evals = EvalSettings(samples_per_prompt=3)
+    measured = Evaluation(
+        queue, prompts, evals, RolloutSettings(max_new_tokens=8), (0,), lambda: None
+    )
+    assert measured.measure("1").accuracy == accuracy_of(groups, 3).accuracy
+    assert [g.group_id for g in measured.sample("2")] == [f"eval-2-{i}" for i in range(512)]
 
 
 def test_an_evaluation_without_questions_is_an_error() -> None:

@@ -13,6 +13,7 @@ from megatron_rl.config.cli import compose
 from megatron_rl.config.curriculum import Phase, PhaseEnd, phases_of
 from megatron_rl.contracts.run_state import LoopState, PhaseState, SelectorState
 from megatron_rl.run.curriculum import PhaseSchedule
+from megatron_rl.run.stopping import AccuracyUnknown
 from tests.support.leaders import ScriptedParts, lead
 
 SHORT = "{name: short, rollout.max_new_tokens: 24, until: {steps: 2}}"
@@ -89,6 +90,14 @@ def test_accuracy_of_an_earlier_phase_does_not_end_the_next(tmp_path: Path) -> N
         phases=phases_from(SHORT, LONG, LAST),
     )
     assert [parts.metrics[step]["phase/index"] for step in range(1, 5)] == [0, 0, 1, 1]
+
+
+def test_phase_that_ends_by_accuracy_is_refused_when_rewards_have_no_correctness(
+    tmp_path: Path,
+) -> None:
+    phases = phases_from(SHORT, LONG, LAST)
+    with pytest.raises(AccuracyUnknown, match=r"curriculum\[long\]\.until\.accuracy=0\.6"):
+        lead(ScriptedParts(accuracies=[None]), tmp_path, evals={"every": 1}, phases=phases)
 
 
 def test_phase_whose_token_budget_is_exhausted_is_skipped(tmp_path: Path) -> None:

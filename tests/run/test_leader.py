@@ -8,6 +8,7 @@ import pytest
 from megatron_rl.config.schema import CreditSettings
 from megatron_rl.rollouts.evaluation import EvaluationFailed
 from megatron_rl.run.nonfinite_guard import NonFiniteRun
+from megatron_rl.run.stopping import AccuracyUnknown
 from tests.support.groups import group
 from tests.support.leaders import ScriptedParts, lead
 
@@ -79,6 +80,16 @@ def test_warning_when_stop_at_was_not_reached(tmp_path: Path) -> None:
     screen = io.StringIO()
     lead(ScriptedParts(accuracies=[0.1, 0.2, 0.9]), tmp_path, evals=evals, stream=screen)
     assert "eval.stop_at" not in screen.getvalue()
+
+
+def test_stop_at_is_refused_when_rewards_have_no_correctness(tmp_path: Path) -> None:
+    evals = {"every": 1, "stop_at": 0.5}
+    parts = ScriptedParts(accuracies=[None])
+    with pytest.raises(AccuracyUnknown, match=r"eval\.stop_at=0\.5: .* no correctness"):
+        lead(parts, tmp_path, evals=evals)
+    assert not any(call.startswith("train") for call in parts.calls)
+    parts = lead(ScriptedParts(accuracies=[None, None, None]), tmp_path, evals={"every": 1})
+    assert "eval/accuracy" not in parts.metrics[2]
 
 
 def test_evaluation_line_counts_lost_responses(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ class ScriptedParts:
         self,
         *,
         finite: Sequence[bool] = (),
-        accuracies: Sequence[float] = (),
+        accuracies: Sequence[float | None] = (),
         groups: Sequence[Group] = (),
         num_lost: int = 0,
         on_sample: Callable[[int], object] = lambda step: None,

@@ -182,13 +182,15 @@ def test_settings_of_the_model_can_change(tmp_path: Path, override: str) -> None
     assert change.startswith(override.partition("=")[0])
 
 
-@pytest.mark.parametrize("mode", ["eval", "profile"])
-def test_a_measurement_lists_changed_data_alone(tmp_path: Path, mode: str) -> None:
+@pytest.mark.parametrize("mode", [["mode=eval"], ["mode=profile", "data.pass_rates=rates.jsonl"]])
+def test_a_measurement_lists_changed_data_alone(tmp_path: Path, mode: list[str]) -> None:
     settings = flat_configuration(make_configuration(tmp_path))
     resume_point = ResumePoint(tmp_path, make_state(5, settings))
     overrides = ("data.num_eval=7", "optimizer.lr=0.7")
-    c = make_configuration(tmp_path, f"mode={mode}", "run.resume=auto", *overrides)
-    assert resume_point.changed_settings(c) == ["data.num_eval: 128 -> 7"]
+    c = make_configuration(tmp_path, *mode, f"run.resume={tmp_path}", *overrides)
+    changes = resume_point.changed_settings(c)
+    assert "data.num_eval: 128 -> 7" in changes
+    assert all(change.startswith("data.") for change in changes)
 
 
 @pytest.mark.parametrize("override", ["data.num_eval=7", "seed=7", "model.init=random"])

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_rl.config.schema import EvalSettings
 from megatron_rl.contracts.commands import Sync
-from megatron_rl.contracts.group import Group
+from megatron_rl.contracts.group import Group, Verdict
 from megatron_rl.records.progress import Progress
 from megatron_rl.rollouts.evaluation import EvaluationFailed
 from megatron_rl.run.modes.evaluate import EvaluationRun
@@ -95,6 +95,18 @@ def test_table_of_every_set() -> None:
     assert heading.split()[:5] == ["set", "questions", "avg@2", "pass@1", "pass@2"]
     assert "0.750 ± 0.490" in easy
     assert "0.250 ± 0.490" in hard
+
+
+def test_a_set_of_judged_rewards_has_no_accuracy_and_no_pass_rates() -> None:
+    engines = ScriptedEngines()
+    judged = group(*[Verdict(reward=reward, correctness=None) for reward in (0.2, 0.6)])
+    screen = measure(engines, {"essays": [judged], "easy": SETS["easy"]}, with_checkpoint=False)
+    assert engines.metrics[0]["eval/essays/reward"] == pytest.approx(0.4)
+    assert {"eval/essays/accuracy", "eval/essays/pass@1"}.isdisjoint(engines.metrics[0])
+    heading, essays, easy = (line.split("] ")[1] for line in screen.splitlines())
+    assert heading.split()[:6] == ["set", "questions", "avg@2", "pass@1", "pass@2", "reward"]
+    assert essays.split()[:6] == ["essays", "1", "-", "-", "-", "0.400"]
+    assert easy.split()[:4] == ["easy", "2", "0.750", "±"]
 
 
 def test_results_before_a_failure_are_written() -> None:
