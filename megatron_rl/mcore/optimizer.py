@@ -54,8 +54,8 @@ def wrap_data_parallel(models: Sequence[torch.nn.Module]) -> list[DistributedDat
 class StepResult:
     """The result of one optimizer step.
 
-    is_applied: False if some rank had a NaN or Inf, or gradients too large. Nothing changed on any rank then, grad_norm is
-        NaN and lr is 0.
+    is_applied: False if some rank had a NaN or Inf, or the gradients were too large. Nothing
+        changed on any rank then, grad_norm is NaN and lr is 0.
     grad_norm: the norm of all gradients before clipping.
     lr: the learning rate of this update.
     """
@@ -178,11 +178,8 @@ class DistributedAdam:
         The gradients must be finite. No gradient's square exceeds the square of the norm.
         """
         self._optimizer.prepare_grads()
-        norm = torch.as_tensor(
-            self._optimizer.get_grad_norm(),
-            dtype=torch.float32,
-            device=self._models[0].buffers[0].grad_data.device,
-        )
+        device = self._models[0].buffers[0].grad_data.device
+        norm = torch.tensor(self._optimizer.get_grad_norm(), dtype=torch.float32, device=device)
         return _true_on_all_ranks(norm.square().isfinite())
 
 
