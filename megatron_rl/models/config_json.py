@@ -26,6 +26,7 @@ class RopeConfig(msgspec.Struct):
     rope_type: str | None = None
     type: str | None = None
     rope_theta: Theta | None = None
+    partial_rotary_factor: float | None = None
     factor: Theta | None = None
     original_max_position_embeddings: Count | None = None
     beta_fast: NotNegative = 32.0
@@ -49,6 +50,7 @@ class DecoderConfig(msgspec.Struct, kw_only=True):
     intermediate_size: Count
     vocab_size: Count
     rope_theta: Theta = 10000.0  # transformers 4, with rope_scaling
+    partial_rotary_factor: float = 1.0
     rope_scaling: RopeConfig | None = None
     rope_parameters: RopeConfig | None = None  # transformers 5
     rms_norm_eps: NotNegative = 1e-6
@@ -63,6 +65,17 @@ class DecoderConfig(msgspec.Struct, kw_only=True):
     @property
     def rope(self) -> RopeConfig:
         return self.rope_parameters or self.rope_scaling or RopeConfig()
+
+    @property
+    def theta(self) -> float:
+        """The base of the rotary embedding."""
+        return self.rope.rope_theta or self.rope_theta
+
+    @property
+    def rotary_share(self) -> float:
+        """The share of a head's dimensions that is rotated."""
+        share = self.rope.partial_rotary_factor
+        return self.partial_rotary_factor if share is None else share
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -111,6 +124,14 @@ def refuse_unsupported(
             kind not in ropes,
             f"only {' and '.join(ropes)} rotary embeddings are",
         ),
+        f"rope_theta={config.theta!r}": (
+            not config.theta.is_integer(),
+            "the trainer takes a whole number, and engines would rotate by another angle",
+        ),
+        f"partial_rotary_factor={config.rotary_share!r}": (
+            config.rotary_share != 1,
+            "the trainer rotates every dimension of a head",
+        ),
     }
     for key, rule in rules.items():
         checks[f"{key}={format_json(getattr(config, key))}"] = rule
@@ -141,7 +162,7 @@ def common_shape(config: DecoderConfig) -> dict[str, Any]:
         "head_dim": config.head_dim or max(1, config.hidden_size // heads),
         "ffn_hidden_size": config.intermediate_size,
         "vocab_size": config.vocab_size,
-        "rope_theta": config.rope.rope_theta or config.rope_theta,
+        "rope_theta": config.theta,
         "rms_norm_eps": config.rms_norm_eps,
         "initializer_range": config.initializer_range,
         "tie_word_embeddings": config.tie_word_embeddings,

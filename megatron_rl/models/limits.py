@@ -21,11 +21,12 @@ _CPU_MULTIPLE = 32
 
 
 def model_limits(
-    shape: ModelShape, settings: Mapping[str, Any], *, engine_on_cpu: bool
+    shape: ModelShape, settings: Mapping[str, Any], *, has_engines: bool, engine_on_cpu: bool
 ) -> Iterator[tuple[str, str, str]]:
     """Yield key, rule and remedy of each setting that the model does not support.
 
-    settings: values of `LIMITED_KEYS`.
+    settings: values of `LIMITED_KEYS`. has_engines: True if engines serve the model.
+    engine_on_cpu: True if they run on CPUs.
     """
     if not shape.moe_layers:
         yield from _limits_without_experts(shape, settings)
@@ -38,6 +39,8 @@ def model_limits(
                     "parallelism: no step has been compared with an exact one"
                 )
                 yield key, rule, "Use parallel.ep or parallel.pp"
+    if has_engines:
+        yield from _limits_of_engines(shape)
     if engine_on_cpu:
         yield from _limits_without_gpu(shape, settings["engine.tp"])
 
@@ -53,10 +56,24 @@ def _limits_without_experts(
             yield key, f"{rule} to spread over ranks", "Use 1"
 
 
-def _limits_without_gpu(shape: ModelShape, engine_tp: int) -> Iterator[tuple[str, str, str]]:
+def _limits_of_engines(shape: ModelShape) -> Iterator[tuple[str, str, str]]:
     if shape.latent is not None:
-        rule = f"SGLang cannot serve the attention of {shape.architecture} on CPUs"
-        yield "engine.device", rule, "Use engines on GPUs"
+        # SGLang fuses q_a_proj and kv_a_proj_with_mqa while it loads one bucket of weights. It
+        # drops both without an error if they come in different buckets.
+        rule = (
+            f"{shape.architecture}: weights of latent attention cannot be sent to engines, because "
+            "SGLang fuses its projections and keeps old ones if only one of them arrives"
+        )
+        yield "model.path", rule, "Use mode=train_only, or another family"
+    elif shape.tie_word_embeddings and shape.moe_layers:
+        rule = (
+            f"tie_word_embeddings=true: SGLang's {shape.architecture} keeps an output layer of its "
+            "own, which tied weights would never reach"
+        )
+        yield "model.path", rule, "Choose a checkpoint without tied embeddings"
+
+
+def _limits_without_gpu(shape: ModelShape, engine_tp: int) -> Iterator[tuple[str, str, str]]:
     widths = []
     if shape.moe_layers:
         widths.append(shape.moe_ffn_hidden_size)

@@ -56,6 +56,10 @@ def shape(raw: dict[str, Any]) -> ModelShape:
             config.router_jitter_noise > 0,
             "noise would make the trained policy differ from the sampled one",
         ),
+        num_experts_per_tok=(
+            config.num_experts_per_tok == 1,
+            "the weight of a single expert is always 1, and the router would have no gradient",
+        ),
         head_dim=(
             has_other_head_dim,
             "SGLang requires head_dim = hidden_size / num_attention_heads",

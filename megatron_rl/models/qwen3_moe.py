@@ -63,7 +63,13 @@ def shape(raw: dict[str, Any]) -> ModelShape:
     """
     config = parse_config(raw, _Config)
     refuse_unsupported(
-        config, use_sliding_window=(config.use_sliding_window, "attention is full and causal")
+        config,
+        use_sliding_window=(config.use_sliding_window, "attention is full and causal"),
+        norm_topk_prob=(
+            config.norm_topk_prob and config.num_experts_per_tok == 1,
+            "with num_experts_per_tok=1 the normalized weight is always 1, and the router would "
+            "have no gradient",
+        ),
     )
     common = common_shape(config)
     experts = config.num_experts or config.num_local_experts

@@ -1,5 +1,6 @@
 """Refusals of settings by model family."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,31 +53,59 @@ def test_mixtral_is_trained_in_every_layout(make_checkpoint: MakeCheckpoint) -> 
     accept(checkpoint, "parallel=cp2", facts=TWO)
 
 
+@pytest.fixture
+def train_only(tmp_path: Path) -> list[str]:
+    """Overrides of training on recorded rollouts, without engines."""
+    return ["mode=train_only", f"rollout.recording={tmp_path}"]
+
+
 @pytest.mark.parametrize(
     ("layout", "key"),
     [("tp2_ep2", "parallel.tp"), ("tp2_pp2", "parallel.tp"), ("cp2", "parallel.cp")],
 )
 def test_latent_attention_is_not_split_over_ranks(
-    make_checkpoint: MakeCheckpoint, layout: str, key: str
+    make_checkpoint: MakeCheckpoint, train_only: list[str], layout: str, key: str
 ) -> None:
     four = LaunchFacts(world_size=4, local_world_size=4, num_gpus=8)
-    messages = keys(make_checkpoint(**DEEPSEEK), f"parallel={layout}", BF16, facts=four)
+    overrides = (f"parallel={layout}", BF16, *train_only)
+    messages = keys(make_checkpoint(**DEEPSEEK), *overrides, facts=four)
     assert list(messages) == [key]
     assert "latent attention" in messages[key]
 
 
 @pytest.mark.parametrize("layout", ["ep2", "pp2"])
 def test_latent_attention_in_experts_and_stages(
-    make_checkpoint: MakeCheckpoint, layout: str
+    make_checkpoint: MakeCheckpoint, train_only: list[str], layout: str
 ) -> None:
     gpus = LaunchFacts(world_size=2, local_world_size=2, num_gpus=4)
-    accept(make_checkpoint(**DEEPSEEK), f"parallel={layout}", BF16, facts=gpus)
+    overrides = (f"parallel={layout}", BF16, *train_only)
+    accept(make_checkpoint(**DEEPSEEK), *overrides, facts=gpus)
 
 
-def test_engines_on_cpus_serve_no_latent_attention(make_checkpoint: MakeCheckpoint) -> None:
-    messages = keys(make_checkpoint(**DEEPSEEK))
-    assert list(messages) == ["engine.device"]
-    assert "DeepseekV3ForCausalLM" in messages["engine.device"]
+@pytest.mark.parametrize("mode", ["train", "eval", "profile"])
+@pytest.mark.parametrize("facts", [None, NODE])
+def test_engines_serve_no_latent_attention(
+    make_checkpoint: MakeCheckpoint, mode: str, facts: LaunchFacts | None
+) -> None:
+    messages = keys(make_checkpoint(**DEEPSEEK), BF16, f"mode={mode}", facts=facts)
+    assert "DeepseekV3ForCausalLM" in messages["model.path"]
+    assert "mode=train_only" in messages["model.path"]
+
+
+@pytest.mark.parametrize("family", [{}, MIXTRAL])
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_tied_embeddings_of_experts_are_refused_with_engines(
+    make_checkpoint: MakeCheckpoint, train_only: list[str], family: dict[str, Any], mode: str
+) -> None:
+    checkpoint = make_checkpoint(tie_word_embeddings=True, **family)
+    messages = keys(checkpoint, f"mode={mode}")
+    assert list(messages) == ["model.path"]
+    assert "tie_word_embeddings=true" in messages["model.path"]
+    accept(checkpoint, *train_only)
+
+
+def test_tied_embeddings_without_experts_are_accepted(make_checkpoint: MakeCheckpoint) -> None:
+    accept(make_checkpoint(tie_word_embeddings=True, **DENSE), "train.replay=off")
 
 
 def test_widths_that_engines_on_cpus_would_pad_are_refused(make_checkpoint: MakeCheckpoint) -> None:
@@ -152,7 +181,9 @@ def test_modules_that_cannot_be_recomputed_are_refused(
     assert fragment in messages["model.recompute_modules"]
 
 
-def test_modules_that_can_be_recomputed_are_accepted(make_checkpoint: MakeCheckpoint) -> None:
+def test_modules_that_can_be_recomputed_are_accepted(
+    make_checkpoint: MakeCheckpoint, train_only: list[str]
+) -> None:
     modules = "model.recompute_modules=[moe,core_attn]"
     assert accept(make_checkpoint(), SELECTIVE, modules).model.recompute_modules == [
         "moe",
@@ -161,4 +192,5 @@ def test_modules_that_can_be_recomputed_are_accepted(make_checkpoint: MakeCheckp
     modules = "model.recompute_modules=[moe_act,layernorm]"
     accept(make_checkpoint(), SELECTIVE, modules, BF16, facts=TE)
     modules = "model.recompute_modules=[mla_up_proj,mlp,shared_experts]"
-    accept(make_checkpoint(**DEEPSEEK, n_shared_experts=1), SELECTIVE, modules, BF16, facts=TE)
+    checkpoint = make_checkpoint(**DEEPSEEK, n_shared_experts=1)
+    accept(checkpoint, SELECTIVE, modules, BF16, *train_only, facts=TE)

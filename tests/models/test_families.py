@@ -18,6 +18,12 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": 1,
 }
 QWEN3 = _COMMON | {"architectures": ["Qwen3ForCausalLM"]}
+QWEN3_MOE = _COMMON | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+}
 MIXTRAL = _COMMON | {
     "architectures": ["MixtralForCausalLM"],
     "num_local_experts": 8,
@@ -92,6 +98,10 @@ def test_router_without_a_group_limit_has_no_groups(tmp_path: Path) -> None:
         ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope type 'linear'"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope type 'llama3'"),
+        ({"rope_theta": 12345.6}, "rope_theta=12345.6 .*whole"),
+        ({"rope_parameters": {"rope_theta": 12345.6}}, "rope_theta=12345.6 .*whole"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 .*every"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 .*every"),
         ({"attention_bias": True}, "attention_bias=true"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"quantization_config": {"quant_method": "fp8"}}, "use the bf16 checkpoint"),
@@ -115,6 +125,8 @@ def test_settings_that_no_family_supports_are_refused(
         (MIXTRAL, {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
         (MIXTRAL, {"head_dim": 32}, "head_dim=32"),
         (MIXTRAL, {"num_experts_per_tok": 9}, "exceeds num_local_experts=8"),
+        (MIXTRAL, {"num_experts_per_tok": 1}, "num_experts_per_tok=1 .*router"),
+        (QWEN3_MOE, {"num_experts_per_tok": 1, "norm_topk_prob": True}, "norm_topk_prob=true"),
         (DEEPSEEK, {"num_key_value_heads": 2}, "num_key_value_heads=2"),
         (DEEPSEEK, {"scoring_func": "softmax"}, "scoring_func='softmax'"),
         (DEEPSEEK, {"topk_method": "greedy"}, "topk_method='greedy'"),
@@ -135,6 +147,15 @@ def test_settings_that_a_family_does_not_support_are_refused(
 ) -> None:
     with pytest.raises(ModelConfigError, match=rf"config\.json: .*{message}"):
         read_shape(write(tmp_path, raw | changes))
+
+
+def test_one_expert_for_each_token_without_normalized_weights(tmp_path: Path) -> None:
+    assert read_shape(write(tmp_path, QWEN3_MOE | {"num_experts_per_tok": 1})).topk == 1
+
+
+def test_whole_rotary_settings_are_accepted(tmp_path: Path) -> None:
+    rope = {"rope_theta": 12345.0, "partial_rotary_factor": 1.0}
+    assert read_shape(write(tmp_path, QWEN3 | {"rope_parameters": rope})).rope_theta == 12345
 
 
 def test_families_are_listed_by_architecture() -> None:

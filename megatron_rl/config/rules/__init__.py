@@ -84,7 +84,9 @@ def _check_model(
     yield from check_split(c.parallel, c.engine, shape)
     yield from check_sequence_length(c, shape, facts)
     yield from check_recomputed_modules(c.model, shape)
-    has_cpu_engine = c.mode != "train_only" and server_device(c.engine, facts.num_gpus) == "cpu"
+    has_engines = c.mode != "train_only"
+    has_cpu_engine = has_engines and server_device(c.engine, facts.num_gpus) == "cpu"
     settings = {key: attrgetter(key)(c) for key in LIMITED_KEYS}
-    for limit in model_limits(shape, settings, engine_on_cpu=has_cpu_engine):
+    limits = model_limits(shape, settings, has_engines=has_engines, engine_on_cpu=has_cpu_engine)
+    for limit in limits:
         yield BrokenRule(*limit)
