@@ -63,8 +63,9 @@ class ResponseLogprobs:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (logprob, entropy) [R] of the trained tokens whose logits are on this rank."""
         if len(batch.rows) == 0:
-            # Attached to the graph, because a filler takes part in the backward collectives
-            empty = logits.float().sum() * 0.0
+            # Attached to the graph, because this rank takes part in the backward collectives. A
+            # slice without rows needs no copy of the logits.
+            empty = logits[:0].float().sum()
             return empty.expand(0), logits.new_zeros(0, dtype=torch.float32)
         chunks = _GatherRows.apply(logits, *batch.rows.split(self._chunk_tokens))
         logprobs: list[torch.Tensor] = []

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl.config.algorithms import (
     AlgoSettings,
@@ -63,10 +64,30 @@ def test_any_chunk_size_gives_the_softmax_and_its_gradient(chunk_tokens: int) ->
     assert torch.equal(tensor, original)
 
 
-def test_a_batch_without_trained_tokens_keeps_the_graph() -> None:
-    tensor = logits()
-    logprob, entropy = response_logprobs(8)(tensor, micro_batch(0))
+class LargestFloat32(TorchDispatchMode):
+    """Records the elements of the largest float32 tensor that an operation returns."""
+
+    num_elements = 0
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = operation(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.dtype == torch.float32:
+            self.num_elements = max(self.num_elements, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_batch_without_trained_tokens_keeps_the_graph(dtype: torch.dtype) -> None:
+    """A rank whose rows are all of prompts makes no float32 copy of its logits."""
+    tensor = logits().detach().to(dtype).requires_grad_()
+    with LargestFloat32() as largest:
+        logprob, entropy = response_logprobs(8)(tensor * 1, micro_batch(0))
     assert logprob.shape == entropy.shape == (0,)
+    assert (logprob.dtype, entropy.dtype) == (torch.float32, torch.float32)
+    if dtype is torch.bfloat16:
+        assert largest.num_elements <= 1
     logprob.sum().backward()
     assert tensor.grad is not None and not tensor.grad.any()
 
