@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import re
 
-# A number. A minus sign belongs to it only where it cannot be a subtraction, and commas only where
+# A number. A minus sign, an ASCII hyphen or U+2212, belongs to it only where it cannot be a subtraction, and commas only where
 # they separate thousands. Exponents do not: in `e17` the number is 17. A dot before the digits is
 # a decimal point where it cannot end a sentence or a section's number.
 _NUMBER = re.compile(
-    r"(?:(?<![0-9A-Za-z)\]}])-)?"
+    r"(?:(?<![0-9A-Za-z)\]}])[-\u2212])?"
     r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9A-Za-z.)\]}])\.[0-9]+)"
 )
 # Text after which digits are part of a longer number: an exponent, a fraction, a separator, or a
-# minus sign that is no ASCII hyphen or that `_NUMBER` takes for a subtraction. Numbers do not
-# continue across lines.
+# minus sign that `_NUMBER` takes for a subtraction, or another dash. Numbers do not continue across
+# lines.
 _CONTINUATION = re.compile(
     r"(?:[0-9]\.?[eE][+-]?|[0-9][.,:^'’_]|[0-9)\]}][^\S\n]*[/⁄][^\S\n]*|\}\{|[-−–][^\S\n]*)\Z"
 )
@@ -32,7 +32,7 @@ def partial_number(text: str) -> str | None:
     """Return the last number if it is only part of a longer one, or None.
 
     Examples: `5` of `1e5`, `2` of `1/2` and `000` of `1 000`. Such a reference answer is ambiguous
-    and must be refused.
+    and must be refused. Such a response has no answer.
     """
     match = _last_match(text)
     if match is None:
@@ -87,7 +87,7 @@ def canonical(answer: str) -> str:
     text = "".join(answer.split()).removeprefix("$").removesuffix("$")
     if _NUMBER.fullmatch(text.removeprefix("+")) is None:
         return text
-    number = text.removeprefix("+").replace(",", "")
+    number = text.removeprefix("+").replace(",", "").replace("\u2212", "-")
     negative = number.startswith("-")
     digits, _, decimals = number.removeprefix("-").partition(".")
     whole = digits.lstrip("0") or "0"

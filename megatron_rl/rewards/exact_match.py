@@ -39,14 +39,21 @@ class ExactMatch:
     async def score(self, prompt: Prompt, text: str, finish_reason: FinishReason) -> Verdict:
         """Score a response. Only a response that ended by itself can be correct.
 
+        Under `last_number`, a response whose last number is part of a longer one has no answer.
+
         Raises ValueError for an unusable reference and for an aborted response.
         """
         if finish_reason is FinishReason.ABORT:
             raise ValueError("the response was aborted")
         reference = self._reference(prompt.answer)
-        answer = self._extract(text) if finish_reason is FinishReason.STOP else None
+        answer = self._response_answer(text) if finish_reason is FinishReason.STOP else None
         correctness = float(answer is not None and canonical(answer) == reference)
         return Verdict(reward=correctness, correctness=correctness, answer=answer)
+
+    def _response_answer(self, text: str) -> str | None:
+        if self._rule == "last_number" and partial_number(text) is not None:
+            return None
+        return self._extract(text)
 
     def _reference(self, text: str) -> str:
         """Return the canonical reference answer. It may be bare or written like a response."""

@@ -86,6 +86,28 @@ def test_reference_with_an_ambiguous_number_is_refused(answer: str, number: str)
     ExactMatch("boxed").check_answer(answer)
 
 
-def test_ambiguous_numbers_are_accepted_in_responses() -> None:
-    assert score("so x/2 = 10/5", "5").reward == 1.0
+@pytest.mark.parametrize(
+    ("text", "reference"),
+    [
+        ("1/2", "2"),
+        (r"so it is \frac{1}{2}", "2"),
+        ("1e5", "5"),
+        ("10^2", "2"),
+        ("12 000", "0"),
+        ("12-5", "5"),
+        ("x\u22125", "5"),
+    ],
+)
+def test_a_part_of_a_number_in_a_response_is_no_answer(text: str, reference: str) -> None:
+    verdict = score(text, reference)
+    assert (verdict.reward, verdict.correctness, verdict.answer) == (0.0, 0.0, None)
+
+
+def test_a_unicode_minus_is_a_minus() -> None:
+    assert score("it is \u22125", "5").reward == 0.0
+    assert score("it is \u22125", "-5").reward == score("it is -5", "\u22125").reward == 1.0
+
+
+def test_only_the_last_number_must_be_whole() -> None:
+    assert score("so x/2 = 10/2 = 5", "5").reward == 1.0
     assert score("it is .5", "0.5").reward == score("it is 0.50", ".5").reward == 1.0
