@@ -1,4 +1,4 @@
-"""What a user does with a run's weights, in the environment that `make install` makes."""
+"""transformers loads the weights of a run in the environment that `make install` makes."""
 
 import subprocess
 import sys
@@ -19,9 +19,9 @@ print(tuple(logits.shape[:2]), bool(logits.isfinite().all()))
 
 @pytest.mark.slow
 def test_transformers_loads_a_checkpoint_in_a_plain_process(tmp_path: Path) -> None:
-    """Nothing of this project is imported first."""
+    """No module of this project is imported first."""
     command = [sys.executable, "-c", LOAD, str(SHIPPED)]
-    done = subprocess.run(
+    process = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
     )
-    assert done.stdout == "(1, 6) True\n", done.stderr
+    assert process.stdout == "(1, 6) True\n", process.stderr

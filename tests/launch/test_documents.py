@@ -1,17 +1,20 @@
 """The documentation: its commands are accepted, its links exist, and its tables are complete."""
 
-import importlib
+import importlib.util
 import re
 import shlex
 from argparse import Namespace
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from launch import checkpoint
 from launch.comparison.__main__ import check_options, plan_runs, read_contest
 from launch.comparison.arguments import make_parser
 from launch.profile_prompts import settings_of
+from launch.studies import replay_gaps, simulate_selection
 from megatron_rl.config.cli import compose
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.launch_facts import LaunchFacts
@@ -111,6 +114,23 @@ def test_every_profile_command_composes(workspace: Path) -> None:
     for _, arguments in pairs:
         (workspace / arguments[arguments.index("--out") + 1]).unlink()
         compose(settings_of(arguments), facts=LaunchFacts(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("program", "parse"),
+    [
+        ("launch/checkpoint.py", checkpoint.parse_arguments),
+        ("launch.studies.replay_gaps", replay_gaps.make_parser().parse_args),
+        ("launch.studies.simulate_selection", simulate_selection.make_parser().parse_args),
+    ],
+)
+def test_arguments_of_other_commands_are_accepted(
+    program: str, parse: Callable[[list[str]], Namespace]
+) -> None:
+    pairs = script_commands(program)
+    assert pairs
+    for _, arguments in pairs:
+        parse(arguments)
 
 
 def test_every_module_exists() -> None:

@@ -1,6 +1,4 @@
-"""A stranger's own questions by README alone, with a typo at each step: every one is refused with
-what to write.
-"""
+"""A new user's command with one typo: the refusal contains the correction."""
 
 from pathlib import Path
 
@@ -27,14 +25,14 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def refused(*overrides: str) -> str:
-    with pytest.raises(ConfigurationRefused) as error:
+def refusal_of(*overrides: str) -> str:
+    with pytest.raises(ConfigurationRefused) as refusal:
         compose(overrides)
-    return str(error.value)
+    return str(refusal.value)
 
 
 @pytest.mark.parametrize(
-    ("right", "typed", "told"),
+    ("word", "typo", "reason"),
     [
         (
             "experiment=smoke",
@@ -47,7 +45,7 @@ def refused(*overrides: str) -> str:
             "experiment='': A setting is key=value, without spaces. Write exper",
         ),
         ("experiment=smoke", "experiments=smoke", "experiments=smoke: There is no such key"),
-        ("experiment=smoke", "--experiment=smoke", "it takes key=value"),
+        ("experiment=smoke", "--experiment=smoke", "takes key=value"),
         (
             "data=jsonl",
             "data=json",
@@ -83,24 +81,24 @@ def refused(*overrides: str) -> str:
         ),
         ("train.total_steps=2", "model=hf", "model.path=???: It has no default and was not given"),
         ("train.total_steps=2", "parallel=ep2", "torchrun --nproc-per-node 2"),
-        ("train.total_steps=2", "run.name=my/run", "run.root says where"),
+        ("train.total_steps=2", "run.name=my/run", "run.root"),
     ],
 )
-def test_a_typo_is_refused_with_what_to_write(right: str, typed: str, told: str) -> None:
-    assert told in refused(*(typed if word == right else word for word in COMMAND))
+def test_a_typo_is_refused_with_a_correction(word: str, typo: str, reason: str) -> None:
+    assert reason in refusal_of(*(typo if other == word else other for other in COMMAND))
 
 
-def test_a_model_of_a_hub_is_not_looked_for() -> None:
-    told = refused(*COMMAND, "model=hf", "model.path=Qwen/Qwen3-30B-A3B", "model.dtype=float32")
-    assert "There is no such directory" in told and "nothing is downloaded" in told
+def test_a_model_name_of_a_hub_is_refused() -> None:
+    text = refusal_of(*COMMAND, "model=hf", "model.path=Qwen/Qwen3-30B-A3B", "model.dtype=float32")
+    assert "There is no such directory" in text and "downloaded" in text
 
 
 def test_the_command_without_a_typo_is_accepted() -> None:
     assert compose(COMMAND).data.train_path == "sums.jsonl"
 
 
-def test_a_typo_in_a_process_leaves_no_traceback_and_no_files(directory: Path) -> None:
-    done = start_script("train_rl", *COMMAND, "train.total_step=2", cwd=directory)
-    assert (done.returncode, done.stdout) == (ExitCode.REFUSED, "")
-    assert "Did you mean train.total_steps?" in done.stderr and "Traceback" not in done.stderr
+def test_a_refused_process_leaves_no_traceback_and_no_files(directory: Path) -> None:
+    result = start_script("train_rl", *COMMAND, "train.total_step=2", cwd=directory)
+    assert (result.returncode, result.stdout) == (ExitCode.REFUSED, "")
+    assert "Did you mean train.total_steps?" in result.stderr and "Traceback" not in result.stderr
     assert [path.name for path in directory.iterdir()] == ["sums.jsonl"]
