@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -17,7 +17,7 @@ from sglang_bridge.admin import AdminClient
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import AuditUnsupported
 from sglang_bridge.keys import RunKeys
-from sglang_bridge.weights.audit import audit_engine
+from sglang_bridge.weights.audit import audit_engine, value_obstacles
 from sglang_bridge.weights.disk import DiskTransport
 from sglang_bridge.weights.distributed import DistributedTransport
 from sglang_bridge.weights.expectation import WeightExpectation
@@ -33,6 +33,12 @@ class Sender(Protocol):
     def send(self, command: Sync, weights: NamedTensors) -> dict[str, float]:
         """Consume the export; returns metrics."""
         ...
+
+
+class MakeExpectation(Protocol):
+    """Makes an empty record of the weights that engines must hold."""
+
+    def __call__(self, *, compares_values: bool) -> WeightExpectation: ...
 
 
 class FollowerSync:
@@ -51,8 +57,9 @@ class WeightSync:
     first prompt.
 
     make_expectation: makes an empty record of the weights that engines must hold, for one audit.
-    audit_obstacle: the reason why the first audit compared names only. The reason stays the same,
-    so no further audits are made then.
+        Its argument is False if names alone are compared.
+    audit_obstacle: the reason why an audit compared names only. The reason stays the same, so that
+        all further audits compare names only.
     """
 
     def __init__(
@@ -60,7 +67,7 @@ class WeightSync:
         updater: WeightUpdater,
         settings: SyncSettings,
         *,
-        make_expectation: Callable[[], WeightExpectation],
+        make_expectation: MakeExpectation,
     ) -> None:
         self._updater = updater
         self._settings = settings
@@ -100,10 +107,10 @@ class WeightSync:
         Returns metrics. Raises `WeightUpdateFailed` and `WeightMismatch`.
         """
         values = {"sync/version": float(command.version)}
-        if not command.audit or self.audit_obstacle:
+        if not command.audit:
             self._updater.push(weights, command.version)
             return values
-        expectation = self._make_expectation()
+        expectation = self._make_expectation(compares_values=self._can_compare_values())
         self._updater.push(expectation.observe(weights), command.version)
         num_compared = self._audit(expectation, command.version)
         if not self.audit_obstacle:
@@ -114,6 +121,11 @@ class WeightSync:
     def close(self) -> None:
         """Disconnect from every engine."""
         self._updater.close()
+
+    def _can_compare_values(self) -> bool:
+        """False if an engine, or an earlier audit, rules out that values are compared."""
+        engines = (admin.engine for admin in self._updater.admins)
+        return not self.audit_obstacle and not any(map(value_obstacles, engines))
 
     def _audit(self, expectation: WeightExpectation, version: int) -> int:
         """Audit every engine; returns the number of parameters that were compared.
@@ -163,11 +175,12 @@ def open_weight_sync(
     bucket_bytes = int(settings.bucket_mb * 2**20)
     updater = WeightUpdater(admins, transport=transport, bucket_bytes=bucket_bytes)
 
-    def make_expectation() -> WeightExpectation:
+    def make_expectation(*, compares_values: bool) -> WeightExpectation:
         return WeightExpectation(
             dtype=torch_dtype(engine_settings.dtype),
             num_experts=shape.num_experts,
             device="cuda" if on_gpu else "cpu",
+            compares_values=compares_values,
         )
 
     return WeightSync(updater, settings, make_expectation=make_expectation)

@@ -73,6 +73,7 @@ def audit_engine(admin: AdminClient, expectation: WeightExpectation) -> AuditRep
     reasons |= dict.fromkeys(names - expectations.keys(), "nothing was sent for it")
     if not reasons:
         require_auditable(admin.engine, admin.server_info(), expectation.device)
+    if not reasons and expectation.compares_values:
         (checksums,) = ranks
         reasons = {
             name: f"sent {checksum}, held {checksums[name]}"
@@ -86,16 +87,22 @@ def audit_engine(admin: AdminClient, expectation: WeightExpectation) -> AuditRep
     return AuditReport(admin.url, len(expectations.keys() | names), tuple(mismatches))
 
 
-def require_auditable(engine: Engine, info: Mapping[str, Any], device: str) -> None:
-    """Raise `AuditUnsupported` for an engine whose checksums cannot be predicted.
-
-    info: the engine's `/server_info`. device: the device whose checksums are predicted.
-    """
+def value_obstacles(engine: Engine) -> list[str]:
+    """Return the settings of an engine for which its checksums cannot be predicted."""
     obstacles = []
     if engine.tp > 1 or engine.ep > 1:
         obstacles.append(f"tp={engine.tp} ep={engine.ep} (each rank holds a shard)")
     if engine.quantization is not None:
         obstacles.append(f"quantization={engine.quantization} (SGLang hashes dequantized values)")
+    return obstacles
+
+
+def require_auditable(engine: Engine, info: Mapping[str, Any], device: str) -> None:
+    """Raise `AuditUnsupported` for an engine whose checksums cannot be predicted.
+
+    info: the engine's `/server_info`. device: the device whose checksums are predicted.
+    """
+    obstacles = value_obstacles(engine)
     engine_device = info.get("device")
     runner = info.get("moe_runner_backend", "auto")
     if engine_device != device:

@@ -15,18 +15,24 @@ from sglang_bridge.weights.fused_layout import Slot, engine_dtype, locate_slot, 
 
 @dataclass
 class _Parameter:
-    """An engine parameter: its tensors are hashed in slot order, early ones are buffered."""
+    """An engine parameter: its tensors are hashed in slot order, early ones are buffered.
+
+    digest: None if only names are kept.
+    """
 
     count: int
-    digest: Digest
+    digest: Digest | None
     names: dict[int, str] = field(default_factory=dict)
     early_tensors: dict[int, torch.Tensor] = field(default_factory=dict)
     next_slot: int = 0
 
-    def add(self, index: int, name: str, data: torch.Tensor) -> None:
+    def add_name(self, index: int, name: str) -> None:
         if index in self.names:
             raise ValueError(f"weight {name}: its place already holds {self.names[index]}")
         self.names[index] = name
+
+    def add_data(self, index: int, data: torch.Tensor) -> None:
+        assert self.digest is not None
         if index != self.next_slot:
             self.early_tensors[index] = data.clone()
             return
@@ -43,13 +49,20 @@ class WeightExpectation:
     A checksum covers the raw bytes in the engine's dtype.
 
     dtype: the engine's. num_experts: in each MoE layer. device: the engines' device, which selects
-    the kind of checksum.
+    the kind of checksum. compares_values: False to keep names alone, without checksums. With
+    checksums a tensor that arrives before an earlier part of its parameter is copied.
     """
 
     def __init__(
-        self, *, dtype: torch.dtype, num_experts: int, device: Literal["cpu", "cuda"] = "cpu"
+        self,
+        *,
+        dtype: torch.dtype,
+        num_experts: int,
+        device: Literal["cpu", "cuda"] = "cpu",
+        compares_values: bool = True,
     ) -> None:
         self.device = device
+        self.compares_values = compares_values
         self._dtype = dtype
         self._num_experts = num_experts
         self._parameters: dict[str, _Parameter] = {}
@@ -63,25 +76,43 @@ class WeightExpectation:
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Account for one tensor under its Hugging Face name."""
         slot = locate_slot(name, num_experts=self._num_experts)
+        parameter = self._parameter(slot)
+        parameter.add_name(slot.index, name)
+        if not self.compares_values:
+            return
         data = tensor.detach().to(engine_dtype(name, self._dtype)).contiguous()
         extra = padding_rows(name, data.shape[0])
         if extra:
             data = torch.cat([data, data.new_zeros(extra, *data.shape[1:])])
-        self._parameter(slot).add(slot.index, name, data.view(-1).view(torch.uint8))
+        parameter.add_data(slot.index, data.view(-1).view(torch.uint8))
 
     def checksums(self) -> dict[str, str]:
         """The 16 hexadecimal digits that SGLang reports, by engine parameter.
+
+        Empty texts if only names are kept.
 
         Raises `ValueError` if a tensor is missing.
         """
         gaps = [
             f"{name} has {len(parameter.names)} of {parameter.count} tensors"
             for name, parameter in self._parameters.items()
-            if parameter.next_slot < parameter.count
+            if len(parameter.names) < parameter.count
         ]
         if gaps:
             raise ValueError(f"the weights sent are incomplete: {', '.join(gaps)}")
-        return {name: parameter.digest.hexdigest() for name, parameter in self._parameters.items()}
+        return {
+            name: "" if parameter.digest is None else parameter.digest.hexdigest()
+            for name, parameter in self._parameters.items()
+        }
+
+    @property
+    def held_bytes(self) -> int:
+        """The bytes of tensors that wait for an earlier part of their parameter."""
+        return sum(
+            tensor.nbytes
+            for parameter in self._parameters.values()
+            for tensor in parameter.early_tensors.values()
+        )
 
     def tensors_of(self, parameter: str) -> tuple[str, ...]:
         """The Hugging Face names that make up an engine parameter, in its order."""
@@ -90,6 +121,10 @@ class WeightExpectation:
 
     def _parameter(self, slot: Slot) -> _Parameter:
         if slot.parameter not in self._parameters:
-            digest = GpuDigest() if self.device == "cuda" else CpuDigest()
-            self._parameters[slot.parameter] = _Parameter(slot.count, digest)
+            self._parameters[slot.parameter] = _Parameter(slot.count, self._make_digest())
         return self._parameters[slot.parameter]
+
+    def _make_digest(self) -> Digest | None:
+        if not self.compares_values:
+            return None
+        return GpuDigest() if self.device == "cuda" else CpuDigest()

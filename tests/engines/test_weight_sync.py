@@ -46,6 +46,7 @@ class FakeUpdater:
     def __init__(self, admin: FakeAdmin) -> None:
         self.admins = [admin]
         self.pushes: list[tuple[int, list[str]]] = []
+        self.compares_values: list[bool] = []  # of each audit
 
     def push(self, named_tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
         self.pushes.append((version, [name for name, _ in named_tensors]))
@@ -72,13 +73,16 @@ def make_sync(
 ) -> tuple[WeightSync, FakeUpdater]:
     updater = FakeUpdater(FakeAdmin(change, device=device))
 
-    def make_expectation() -> WeightExpectation:
+    def make_expectation(*, compares_values: bool) -> WeightExpectation:
+        updater.compares_values.append(compares_values)
         complete = WeightExpectation(dtype=torch.float32, num_experts=2)
         for name, tensor in WEIGHTS.items():
             complete.add(name, tensor)
         for admin in updater.admins:
             admin.sent_checksums = complete.checksums()
-        return WeightExpectation(dtype=torch.float32, num_experts=2)
+        return WeightExpectation(
+            dtype=torch.float32, num_experts=2, compares_values=compares_values
+        )
 
     settings = SyncSettings(audit_every=audit_every)
     fake_updater: Any = updater
@@ -152,6 +156,26 @@ def test_engines_that_cannot_be_audited_by_value_are_compared_by_name_once() -> 
     assert "device=cuda" in sync.audit_obstacle
     assert send(sync) == {"sync/version": 1.0}
     assert len(updater.pushes) == 2
+
+
+def test_names_are_audited_again_where_values_cannot_be_compared() -> None:
+    sync, updater = make_sync(device="cuda", audit_every=1)
+    send(sync)
+    updater.admins.append(FakeAdmin(without_norm, device="cuda"))
+    with pytest.raises(WeightMismatch, match=r"model\.norm\.weight \(the engine has no such"):
+        send(sync)
+
+
+def test_values_are_not_hashed_where_they_cannot_be_compared() -> None:
+    sync, updater = make_sync(device="cuda", audit_every=1)
+    for _ in range(2):
+        send(sync)
+    sharded_sync, sharded_updater = make_sync()
+    sharded_updater.admins[0].engine = Engine(url="http://127.0.0.1:1", tp=2)
+    send(sharded_sync)
+    assert "tp=2" in sharded_sync.audit_obstacle
+    assert updater.compares_values == [True, False]
+    assert sharded_updater.compares_values == [False]
 
 
 def test_a_missing_name_is_an_error_without_an_audit_by_value() -> None:

@@ -80,6 +80,24 @@ def test_fused_digests_do_not_depend_on_the_order_of_arrival(order: list[int]) -
     assert expectation.tensors_of(f"{LAYER}.mlp.experts.w13_weight") == tuple(names)
 
 
+def test_names_alone_hold_no_tensors() -> None:
+    """Experts arrive in turn from the expert-parallel ranks, and most of them come early."""
+
+    def held_bytes(*, compares_values: bool) -> list[int]:
+        expectation = WeightExpectation(
+            dtype=torch.float32, num_experts=4, compares_values=compares_values
+        )
+        sizes = []
+        for expert in (0, 2, 1, 3):
+            expectation.add(f"{LAYER}.mlp.experts.{expert}.down_proj.weight", torch.ones(2, 3))
+            sizes.append(expectation.held_bytes)
+        assert [*expectation.checksums()] == [f"{LAYER}.mlp.experts.w2_weight"]
+        return sizes
+
+    assert held_bytes(compares_values=True) == [0, 24, 0, 0]
+    assert held_bytes(compares_values=False) == [0, 0, 0, 0]
+
+
 def test_digest_covers_the_engine_dtype_and_vocabulary_padding() -> None:
     weight = torch.randn(63, 4)
     expectation = WeightExpectation(dtype=torch.bfloat16, num_experts=1)
