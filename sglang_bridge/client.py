@@ -39,8 +39,8 @@ class GenerateClient:
     working engine does not exceed the time of one response, however long its queue is.
 
     abort: called with the URL and the name of a request whose deadline has passed. The tokens
-    sampled until then become a truncated response. Without `abort`, and when a call is cancelled,
-    the client closes the connection, and the engine aborts the request within seconds.
+    sampled until then come back with the finish reason ABORT. Without `abort`, and when a call is
+    cancelled, the client closes the connection, and the engine aborts the request within seconds.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class GenerateClient:
         )
         if in_time:
             return generation
-        return self._as_truncated(generation, sampling, name, return_routes)
+        return self._after_abort(generation, sampling, name, return_routes)
 
     async def is_up(self) -> bool:
         """True if the engine answers and, as far as it knows, generates."""
@@ -155,22 +155,22 @@ class GenerateClient:
                 return
         raise self._expiry(name)
 
-    def _as_truncated(
+    def _after_abort(
         self, generation: Generation, sampling: SamplingLike, name: str, return_routes: bool
     ) -> Generation:
-        """Turn the answer to an aborted request into a truncated response.
+        """Return the answer to an aborted request. Raises `RequestExpired` without a token.
 
         If the last token is a stop token, the response is complete: an engine that aborts does not
-        check this.
+        check this. Any other response stays aborted. It is not truncated at its token limit.
         """
         if generation.finish_reason is not FinishReason.ABORT:
             return generation
-        if not len(generation.output_ids) or (return_routes and generation.routes is None):
+        if not len(generation.output_ids):
             raise self._expiry(name)
-        is_complete = int(generation.output_ids[-1]) in sampling.stop_token_ids
-        return replace(
-            generation, finish_reason=FinishReason.STOP if is_complete else FinishReason.LENGTH
-        )
+        has_routes = generation.routes is not None or not return_routes
+        if has_routes and int(generation.output_ids[-1]) in sampling.stop_token_ids:
+            return replace(generation, finish_reason=FinishReason.STOP)
+        return generation
 
     def _expiry(self, name: str) -> RequestExpired:
         return RequestExpired(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 
-# A number. A minus sign, an ASCII hyphen or U+2212, belongs to it only where it cannot be a subtraction, and commas only where
-# they separate thousands. Exponents do not: in `e17` the number is 17. A dot before the digits is
-# a decimal point where it cannot end a sentence or a section's number.
+# A number. A minus sign (an ASCII hyphen or U+2212) belongs to it only where it cannot be a
+# subtraction, and commas only where they separate thousands. Exponents do not: in `e17` the number
+# is 17. A dot before the digits is a decimal point where it cannot end a sentence or a section's
+# number.
 _NUMBER = re.compile(
     r"(?:(?<![0-9A-Za-z)\]}])[-\u2212])?"
     r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9A-Za-z.)\]}])\.[0-9]+)"

@@ -7,12 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.group import NEVER_SENT, STALE, Group
-from megatron_rl.rollouts.messages import ENGINE_FAILURE, ENVIRONMENT_FAILURE, EXPIRED
+from megatron_rl.rollouts.messages import ABORTED, ENGINE_FAILURE, ENVIRONMENT_FAILURE, EXPIRED
 
 NO_VERDICT = "no_verdict"
 _MEANINGS = {
     ENGINE_FAILURE: "no engine answered",
     EXPIRED: "an engine fell silent or is too slow; raise engine.token_timeout_s if it is slow",
+    ABORTED: "an engine fell silent or is too slow and cut responses off; raise "
+    "engine.token_timeout_s if it is slow",
     ENVIRONMENT_FAILURE: "the environment raised an exception",
     "logprobs_nonfinite": "log-probabilities are NaN or infinite, as the weights may be",
     NO_VERDICT: "the scorer failed, or took longer than reward.timeout_s",

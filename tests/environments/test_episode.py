@@ -190,6 +190,13 @@ def test_unusable_replies_are_rejected_by_name() -> None:
     assert error.value.reason == "empty"
 
 
+def test_tokens_of_an_aborted_response_are_counted() -> None:
+    episode = open_episode(ScriptedModel([Turn.saying("046", finish=FinishReason.ABORT)]))
+    with pytest.raises(RolloutRejected):
+        asyncio.run(episode.respond())
+    assert episode.sampled_tokens == 4
+
+
 def test_routes_are_checked_only_if_recorded() -> None:
     few_experts = msgspec.structs.replace(ROUTES, num_experts=2)
     with pytest.raises(RouteError) as error:

@@ -128,7 +128,7 @@ def test_an_expired_response_counts_as_incorrect_and_not_ended() -> None:
     )
 
 
-@pytest.mark.parametrize("reason", ["expired", "engine", "logprobs_nonfinite"])
+@pytest.mark.parametrize("reason", ["expired", "aborted", "engine", "logprobs_nonfinite"])
 def test_an_evaluation_with_too_many_losses_fails(reason: str) -> None:
     """With NaN weights every response is rejected. That is an error, not 0.000 ± 0.000."""
     accuracy_of([group(CORRECT)] * 9 + [group_with_losses(1, reason)], 1, 0.1)
@@ -138,6 +138,11 @@ def test_an_evaluation_with_too_many_losses_fails(reason: str) -> None:
         accuracy_of([group(CORRECT)] * 8 + [group_with_losses(1, reason)], 1, 0.1)
     with pytest.raises(EvaluationFailed, match="4 of 4"):
         accuracy_of([group_with_losses(2, reason), group_with_losses(2, reason)], 2, 1.0)
+
+
+def test_the_message_about_aborted_responses_names_the_key() -> None:
+    with pytest.raises(EvaluationFailed, match=r"1 aborted \(.*engine\.token_timeout_s"):
+        accuracy_of([group_with_losses(1, "aborted")], 1)
 
 
 def test_an_evaluation_whose_scorer_fails_is_refused() -> None:

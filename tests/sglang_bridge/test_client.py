@@ -220,26 +220,31 @@ def answer_abort_with(
     return asyncio.run(scenario()), aborts
 
 
-def test_expired_request_becomes_a_truncated_response_with_routes() -> None:
-    result, aborts = answer_abort_with([5, 6, 7])
+@pytest.mark.parametrize("routes", [True, False])
+def test_an_expired_request_is_an_aborted_response_with_its_tokens(routes: bool) -> None:
+    """It did not reach its token limit, so it is no truncated response."""
+    result, aborts = answer_abort_with([5, 6, 7], routes=routes)
     assert isinstance(result, Generation)
-    assert (result.output_ids.tolist(), result.finish_reason) == ([5, 6, 7], FinishReason.LENGTH)
-    assert result.routes is not None and result.routes.shape == (5, 1, 1)
+    assert (result.output_ids.tolist(), result.finish_reason) == ([5, 6, 7], FinishReason.ABORT)
     assert [rid for _, rid in aborts] == ["a#0;"]
 
 
-def test_response_that_ended_before_its_abort_is_not_truncated() -> None:
+def test_response_that_ended_before_its_abort_is_complete() -> None:
     result, _ = answer_abort_with([5, *SAMPLING.stop_token_ids])
     assert isinstance(result, Generation) and result.finish_reason is FinishReason.STOP
 
 
-@pytest.mark.parametrize("case", [{"ids": []}, {"ids": [5], "routes": False}])
-def test_expired_request_without_usable_tokens_fails(case: dict) -> None:
-    result, _ = answer_abort_with(**case)
+def test_expired_request_without_tokens_fails() -> None:
+    result, _ = answer_abort_with([])
     assert isinstance(result, str) and "answered no request" in result
 
 
-def test_unrequested_abort_is_not_a_truncated_response() -> None:
+def test_complete_response_without_its_routes_stays_aborted() -> None:
+    result, _ = answer_abort_with([5, *SAMPLING.stop_token_ids], routes=False)
+    assert isinstance(result, Generation) and result.finish_reason is FinishReason.ABORT
+
+
+def test_unrequested_abort_is_an_aborted_response() -> None:
     async def generate(request: web.Request) -> web.Response:
         meta = {
             "finish_reason": {"type": "abort"},
