@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from annotated_types import Gt, Le
+from annotated_types import Ge, Gt, Le
 from pydantic import TypeAdapter
 
 from megatron_rl.config.values import (
@@ -76,8 +76,9 @@ class EspoSettings(AlgoSettings):
     name: Literal["espo"] = "espo"
     # The clip range per unit of normalized entropy.
     alpha: NotNegative = 0.02
-    # The shares of a response's tokens, by entropy, that form groups. []: no grouping.
-    fractions: list[Annotated[float, Gt(0), Le(1)]] = field(default_factory=lambda: [0.2])
+    # The shares of a response's tokens, by entropy, that form groups. []: no grouping. The limits
+    # are those of the kernel.
+    fractions: list[Annotated[float, Ge(1e-6), Le(1 - 1e-6)]] = field(default_factory=lambda: [0.2])
     # The smallest clip range.
     min_clip: BelowOne = 3e-4
     # For ablations: one clip range in place of the adaptive ones.

@@ -99,6 +99,7 @@ DATA = [
         NOT_A_PAIR,
     ),
 ]
+SIXTEEN = ",".join(["0.01"] * 16)
 METHOD = [
     ("rollout.max_staleness=1", "rollout.max_staleness=1", "Asynchronous"),
     ("rollout.samples_per_prompt=1", "rollout.samples_per_prompt=1", "group"),
@@ -108,6 +109,7 @@ METHOD = [
         "512 samples",
     ),
     ("algo.fractions=[0.6,0.6]", "algo.fractions=[0.6, 0.6]", "add up"),
+    (f"algo.fractions=[{SIXTEEN}]", f"algo.fractions={[0.01] * 16}", "at most 15"),
     ("reward.options.weight=2", "reward.options={'weight': 2}", "exact_match"),
     ("reward.name=json:X reward.answer=boxed", "reward.answer=boxed", "exact_match"),
     ("environment=demonstration", "algo.advantages=group", "compared"),

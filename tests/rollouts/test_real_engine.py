@@ -125,7 +125,7 @@ class PausedEngine:
         return results
 
 
-def test_requests_at_their_deadline_are_aborted_and_keep_their_tokens(
+def test_requests_at_their_deadline_are_aborted_with_their_tokens(
     engine: ManagedEngine,
 ) -> None:
     """A paused engine is silent, so that every request expires and is aborted and answered."""

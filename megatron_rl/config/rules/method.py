@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
+from fractions import Fraction
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
@@ -28,7 +29,9 @@ _OWNERS = {
     "task": "reasoning_gym",
     "task_config": "reasoning_gym",
 }
-_MAX_FRACTIONS = 254
+# Limits of espo_kernels' entropy groups. Importing them from there would import torch.
+_MAX_FRACTIONS = 15
+_MAX_DENOMINATOR = 1_000_000
 _PROFILE_TOOL = "python launch/profile_prompts.py writes one"
 
 
@@ -181,12 +184,17 @@ def _check_algorithm(c: Configuration) -> Iterator[BrokenRule]:
         remedy = "Remove it, or use algo.advantages=group"
         yield BrokenRule("algo.permute_rewards", rule, remedy)
     fractions = c.algo.fractions if isinstance(c.algo, EspoSettings) else []
-    if sum(fractions) > 1 or len(fractions) > _MAX_FRACTIONS:
+    if _exact_sum(fractions) > 1 or len(fractions) > _MAX_FRACTIONS:
         rule = (
-            f"Fractions must not add up to more than 1, and there can be at most {_MAX_FRACTIONS}, "
-            "because groups are numbered in uint8"
+            f"Fractions must not add up to more than 1, and there can be at most {_MAX_FRACTIONS}"
         )
         yield BrokenRule("algo.fractions", rule, "Use [0.2] for two groups, or [] for one")
+
+
+def _exact_sum(fractions: Sequence[float]) -> Fraction:
+    """Add fractions as they are written, without the rounding of floats."""
+    shares = (Fraction(fraction).limit_denominator(_MAX_DENOMINATOR) for fraction in fractions)
+    return sum(shares, Fraction(0))
 
 
 def check_environment(c: Configuration) -> Iterator[BrokenRule]:
