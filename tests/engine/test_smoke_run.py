@@ -292,7 +292,7 @@ def test_model_from_scratch_learns_a_user_defined_task(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cold start of a checkpoint, with a user-defined prompt source and reward."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests/doors/examples"), prepend=":")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests/plugins/examples"), prepend=":")
     job = start_job(
         tmp_path,
         "data=custom",

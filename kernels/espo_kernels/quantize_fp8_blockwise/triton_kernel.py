@@ -45,11 +45,7 @@ def _block_scale(w, POWER_OF_TWO: tl.constexpr):
 
 @triton.jit
 def _to_fp8(y, EMULATE: tl.constexpr):
-    if EMULATE:
-        bits = _e4m3_bits(y)
-    else:
-        bits = y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    return bits
+    return _e4m3_bits(y) if EMULATE else y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
 
 
 @triton.jit
