@@ -172,11 +172,11 @@ def _check_engine_memory(c: Configuration, shape: ModelShape, device_bytes: int)
 def check_save_memory(
     c: Configuration, shape: ModelShape, facts: LaunchFacts, available: int
 ) -> Iterator[Check]:
-    """Check the memory of a node while a checkpoint is saved.
+    """Check the memory of a node while a checkpoint is saved or loaded.
 
     Without GPUs the ranks train in the same memory. available: bytes of the node.
     """
-    if not c.run.checkpoint_every:
+    if not c.run.checkpoint_every and c.run.resume == "never":
         return
     memories = [
         rank_memory(c, shape, world_size=facts.world_size, stage=stage)

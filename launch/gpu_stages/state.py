@@ -63,7 +63,7 @@ def _save(worker: Worker, checkpoint: Path, report: Report) -> None:
 
 
 def _load(c: Configuration, scratch: Path, checkpoint: Path, report: Report) -> Worker:
-    """Open a worker whose weights are drawn with another seed, and load the checkpoint."""
+    """Open a worker with weights of another seed, and load the checkpoint."""
     worker = open_worker(dataclasses.replace(c, seed=7), scratch)
     start = time.perf_counter()
     load_tensors(worker.policy.models, worker.optimizer, checkpoint, optimizer_steps=1)

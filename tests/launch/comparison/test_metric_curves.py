@@ -19,8 +19,8 @@ def results(launcher: Launcher) -> Launcher:
     def outcome(overrides: Sequence[str]) -> dict[str, Any]:
         seed = int(value_of(overrides, "seed"))
         if "algo=grpo" in overrides:
-            return {"accuracies": (0.2, 0.3 + 0.1 * seed), "clipped": 0.25}
-        return {"accuracies": (0.2, 0.4, 0.8), "clipped": 0.5 + 0.5 * seed}
+            return {"accuracies": (0.2, 0.3 + 0.1 * seed), "clipped_share": 0.25}
+        return {"accuracies": (0.2, 0.4, 0.8), "clipped_share": 0.5 + 0.5 * seed}
 
     launcher.outcome = outcome
     return launcher
