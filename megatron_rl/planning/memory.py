@@ -26,9 +26,10 @@ _GRADIENT_BYTES = 4
 # Adam has two moments in float32. A bfloat16 model has a float32 copy of the weights besides.
 _MOMENT_BYTES = 8
 _FLOAT32_COPY_BYTES = 4
-# A checkpoint holds float32 weights and both moments. Megatron gathers them on every rank
-# (`fully_reshardable`).
+# A checkpoint holds float32 weights and both moments. Megatron gathers them in the host's memory of
+# every rank (`fully_reshardable`), and copies parts of them meanwhile.
 _CHECKPOINT_BYTES = 12
+_GATHERING_BYTES = 8
 # Expert indices fit into one byte up to this number of experts, else they take two.
 _MAX_ONE_BYTE_EXPERTS = 256
 _ON_HOST = ("host_routes", "host_save")
@@ -38,8 +39,10 @@ _ON_HOST = ("host_routes", "host_save")
 class RankMemory:
     """Bytes that a rank of pipeline stage `stage` needs on its device.
 
+    save: bytes that a save needs on the device beyond the activations and logits, which are freed
+    before it.
     host_routes, host_save: bytes in the host's memory, for the routes of a batch and while a
-    checkpoint is saved. All other fields are on the device.
+    checkpoint is saved or loaded. All other fields are on the device.
     """
 
     stage: int
@@ -49,6 +52,7 @@ class RankMemory:
     activations: int
     logits: int
     routes: int
+    save: int
     host_routes: int
     host_save: int
 
@@ -148,29 +152,49 @@ def rank_memory(c: Configuration, shape: ModelShape, *, world_size: int, stage: 
     if c.model.dtype == "bfloat16":
         optimizer_bytes += _FLOAT32_COPY_BYTES
     routes, host_routes = _route_bytes(c, shape, world_size=world_size, stage=stage)
+    activations = _activations(c, shape, rows, stage)
+    # The logits, a copy of them, and their gradient
+    logits = 3 * logits_rows * math.ceil(shape.vocab_size / p.tp) * size
+    device_save = 0
+    if c.run.checkpoint_every:
+        device_save = _gather_bytes(parameters, dense_copies, expert_copies)
     return RankMemory(
         stage=stage,
         parameters=size * parameters.total,
         gradients=_GRADIENT_BYTES * parameters.total,
         optimizer=optimizer_bytes * optimizer_share,
-        activations=_activations(c, shape, rows, stage),
-        # The logits, a copy of them, and their gradient
-        logits=3 * logits_rows * math.ceil(shape.vocab_size / p.tp) * size,
+        activations=activations,
+        logits=logits,
         routes=routes,
+        save=max(0, device_save - activations - logits),
         host_routes=host_routes,
         host_save=_save_bytes(c, parameters, optimizer_share),
     )
 
 
 def _save_bytes(c: Configuration, parameters: RankParameters, optimizer_share: int) -> int:
-    """Count the bytes in the host's memory while a checkpoint is saved."""
+    """Count the bytes in the host's memory while a checkpoint is saved or loaded."""
     if not c.run.checkpoint_every:
-        return 0
-    gathered_bytes = _CHECKPOINT_BYTES * parameters.total
+        return 0 if c.run.resume == "never" else _CHECKPOINT_BYTES * parameters.total
+    gathered_bytes = (_CHECKPOINT_BYTES + _GATHERING_BYTES) * parameters.total
     if not c.run.background_saves:
         return gathered_bytes
     # The rank copies the part that it writes.
     return gathered_bytes + (BYTES[c.model.dtype] + _CHECKPOINT_BYTES) * optimizer_share
+
+
+def _gather_bytes(parameters: RankParameters, dense_copies: int, expert_copies: int) -> int:
+    """Count the bytes on the device while Megatron gathers a buffer of the optimizer's state.
+
+    It gathers one of weights and moments at a time, in float32, and sends a copy of its share.
+    """
+    return max(
+        4 * (count + math.ceil(count / copies))
+        for count, copies in (
+            (parameters.dense, dense_copies),
+            (parameters.experts, expert_copies),
+        )
+    )
 
 
 def _route_bytes(

@@ -108,18 +108,38 @@ def test_ranks_with_equal_weights_share_the_optimizer() -> None:
 def test_a_save_gathers_weights_and_moments_in_host_memory() -> None:
     c = make_settings(ep=2)
     parameters = rank_parameters(SMALL, ParallelSettings(ep=2), 0)
-    assert memory_of(c).host_save == 0
+    assert (memory_of(c).host_save, memory_of(c).save) == (0, 0)
     with_checkpoints = replace(c, run=replace(c.run, checkpoint_every=1))
-    assert memory_of(with_checkpoints).host_save == 12 * parameters.total
+    assert memory_of(with_checkpoints).host_save == 20 * parameters.total
+
+
+def test_a_resume_takes_host_memory_without_saves() -> None:
+    c = make_settings(ep=2)
+    parameters = rank_parameters(SMALL, ParallelSettings(ep=2), 0)
+    resumed = replace(c, run=replace(c.run, resume="auto"))
+    assert memory_of(resumed).host_save == 12 * parameters.total
+    assert memory_of(resumed).save == 0
 
 
 def test_a_background_save_also_copies_the_share_that_a_rank_writes() -> None:
     c = make_settings(ep=2)
     parameters = rank_parameters(SMALL, ParallelSettings(ep=2), 0)
-    in_background = replace(c, run=replace(c.run, checkpoint_every=1, background_saves=True))
+    saving = replace(c, run=replace(c.run, checkpoint_every=1))
+    in_background = replace(saving, run=replace(saving.run, background_saves=True))
     share = parameters.dense // 4 + parameters.experts // 2
-    assert memory_of(in_background).host_save == 12 * parameters.total + 16 * share
-    assert memory_of(in_background).total == memory_of(c).total, "the device needs nothing more"
+    assert memory_of(in_background).host_save == 20 * parameters.total + 16 * share
+    assert memory_of(in_background).total == memory_of(saving).total, "nothing more on the device"
+
+
+def test_a_save_gathers_the_largest_buffer_on_the_device() -> None:
+    """Activations and logits are freed before."""
+    c = make_settings(ep=2)
+    wide = replace(SMALL, moe_ffn_hidden_size=4096)
+    saving = replace(c, run=replace(c.run, checkpoint_every=1))
+    tokens = replace(saving, train=replace(saving.train, tokens_per_micro_batch=1))
+    memory = rank_memory(tokens, wide, world_size=4, stage=0)
+    experts = rank_parameters(wide, ParallelSettings(ep=2), 0).experts
+    assert memory.save == 4 * experts + 4 * experts // 2 - memory.activations - memory.logits > 0
 
 
 def test_last_stage_has_the_logits() -> None:
