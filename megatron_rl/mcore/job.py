@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config.schema import ParallelSettings
+from megatron_rl.contracts.open_files import raise_open_file_limit
 from megatron_rl.mcore.gloo_device import share_gloo_device
 
 
@@ -41,6 +42,7 @@ class Job:
 
 def join(parallel: ParallelSettings) -> Job:
     """Join the job that torchrun started, or start one of a single process. Collective."""
+    raise_open_file_limit()
     timeout = datetime.timedelta(seconds=parallel.timeout_s)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-import resource
 import sys
 
+from megatron_rl.contracts.open_files import raise_open_file_limit
 from megatron_rl.rollouts.collector import serve
 from megatron_rl.rollouts.link import CollectorLink, LinkLost
 from megatron_rl.rollouts.messages import RUN_KEY_VARIABLE
@@ -25,13 +25,7 @@ async def _main(host: str, port: int, node: int, run_key: str) -> None:
         link.close()
 
 
-def _allow_many_connections() -> None:
-    """Raise the limit of open files to the hard limit, because each request is a connection."""
-    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
-
-
 if __name__ == "__main__":
-    _allow_many_connections()
+    raise_open_file_limit()
     key = os.environ.pop(RUN_KEY_VARIABLE)
     asyncio.run(_main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), key))
