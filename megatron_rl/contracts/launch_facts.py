@@ -1,10 +1,15 @@
-"""Number of ranks and GPUs, found without importing torch."""
+"""Number of ranks and GPUs, found without importing torch, and the state of Transformer Engine.
+
+Only an installed Transformer Engine is imported, and it imports torch.
+"""
 
 from __future__ import annotations
 
-import importlib.util
+import functools
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_rl.contracts.refusal import ConfigurationRefused, Refusal
@@ -19,7 +24,8 @@ class LaunchFacts:
     local_world_size: number of these on this node.
     num_gpus: number of CUDA devices that this process can use.
     idle_gpus: number of CUDA devices that it cannot use because torch is built for CPUs.
-    transformer_engine: whether Transformer Engine is installed.
+    transformer_engine: whether Transformer Engine is installed and can be imported.
+    transformer_engine_error: why an installed Transformer Engine cannot be imported, else empty.
     """
 
     world_size: int = 1
@@ -27,6 +33,7 @@ class LaunchFacts:
     num_gpus: int = 0
     idle_gpus: int = 0
     transformer_engine: bool = False
+    transformer_engine_error: str = ""
 
     @classmethod
     def from_environment(
@@ -52,12 +59,29 @@ class LaunchFacts:
             num_gpus=gpus if can_use_gpus else 0,
             idle_gpus=0 if can_use_gpus else gpus,
             transformer_engine=has_transformer_engine(),
+            transformer_engine_error=transformer_engine_error(),
         )
 
 
 def has_transformer_engine() -> bool:
-    """Return whether Transformer Engine is installed, without importing it."""
-    return importlib.util.find_spec("transformer_engine") is not None
+    """Return whether Transformer Engine is installed and can be imported."""
+    return find_spec("transformer_engine") is not None and not transformer_engine_error()
+
+
+@functools.cache
+def transformer_engine_error() -> str:
+    """Return why an installed Transformer Engine cannot be imported; empty if it can, or is missing.
+
+    An engine that was built for another torch is installed, and its import ends with an undefined
+    symbol.
+    """
+    if find_spec("transformer_engine") is None:
+        return ""
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except Exception as error:  # a broken binary may raise anything
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def _number_of_ranks(environment: Mapping[str, str], name: str) -> int:

@@ -117,3 +117,12 @@ def test_fp8_training_is_refused_without_transformer_engine(checkpoint: Path) ->
         results = refusals(checkpoint, "model.fp8=blockwise", *overrides, facts=facts)
         (refusal,) = [r for r in results if r.key == "model.fp8"]
         assert "model.spec=te" in refusal.rule and reason in refusal.rule
+
+
+def test_a_broken_transformer_engine_is_refused(checkpoint: Path) -> None:
+    error = "ImportError: undefined symbol: _ZN3c10"
+    broken = LaunchFacts(num_gpus=2, transformer_engine_error=error)
+    (refusal,) = refusals(checkpoint, BF16, facts=broken)
+    assert refusal.key == "model.spec"
+    assert error in refusal.rule and "model.spec=local" in refusal.remedy
+    accept(checkpoint, BF16, "model.spec=local", facts=broken)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.contracts import launch_facts
 from megatron_rl.contracts.launch_facts import LaunchFacts
 from megatron_rl.contracts.refusal import ConfigurationRefused
 
@@ -30,3 +31,33 @@ def test_gpus_are_counted_without_torch(tmp_path: Path, visible: str | None, gpu
 def test_invalid_world_size_is_refused(name: str, value: str) -> None:
     with pytest.raises(ConfigurationRefused, match=f"{name}=.*unset {name}"):
         LaunchFacts.from_environment({name: value}, uses_cuda=False)
+
+
+@pytest.mark.parametrize("error", ["ImportError", "OSError"])
+def test_a_broken_transformer_engine_is_reported_with_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str
+) -> None:
+    """An engine built for another torch is found, but cannot be imported."""
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "pytorch.py").write_text(f"raise {error}('undefined symbol: _ZN3c10')")
+    monkeypatch.syspath_prepend(tmp_path)
+    launch_facts.transformer_engine_error.cache_clear()
+    try:
+        facts = LaunchFacts.from_environment({}, tmp_path, uses_cuda=True)
+        assert not launch_facts.has_transformer_engine()
+        assert not facts.transformer_engine
+        assert "undefined symbol: _ZN3c10" in facts.transformer_engine_error
+    finally:
+        launch_facts.transformer_engine_error.cache_clear()
+
+
+def test_a_missing_transformer_engine_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_facts, "find_spec", lambda name: None)
+    launch_facts.transformer_engine_error.cache_clear()
+    try:
+        assert not launch_facts.has_transformer_engine()
+        assert launch_facts.transformer_engine_error() == ""
+    finally:
+        launch_facts.transformer_engine_error.cache_clear()

@@ -57,6 +57,11 @@ def check_formats_and_timeouts(c: Configuration) -> Iterator[BrokenRule]:
 
 def check_layer_spec(model: ModelSettings, facts: LaunchFacts) -> Iterator[BrokenRule]:
     """Yield broken rules about Transformer Engine's modules and its FP8."""
+    error = facts.transformer_engine_error
+    if facts.num_gpus and error and model.spec is None and model.dtype != "float32":
+        rule = f"Transformer Engine is installed here and cannot be imported: {error}"
+        remedy = "Install one that is built for this torch, or use model.spec=local"
+        yield BrokenRule("model.spec", rule, remedy)
     obstacle = _transformer_engine_obstacle(facts)
     if model.spec == "te" and obstacle:
         rule = f"Transformer Engine's modules run only on CUDA devices. {obstacle}"
@@ -74,6 +79,8 @@ def _transformer_engine_obstacle(facts: LaunchFacts) -> str:
     """Return why Transformer Engine cannot run here; empty if it can."""
     if facts.num_gpus == 0:
         return _no_gpu_reason(facts)
+    if facts.transformer_engine_error:
+        return f"It cannot be imported here: {facts.transformer_engine_error}"
     return "" if facts.transformer_engine else "It is not installed here"
 
 
