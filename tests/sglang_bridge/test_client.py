@@ -222,7 +222,7 @@ def answer_abort_with(
 
 @pytest.mark.parametrize("routes", [True, False])
 def test_an_expired_request_is_an_aborted_response_with_its_tokens(routes: bool) -> None:
-    """It did not reach its token limit, so it is no truncated response."""
+    """The response did not reach its token limit, so it is not a truncated one."""
     result, aborts = answer_abort_with([5, 6, 7], routes=routes)
     assert isinstance(result, Generation)
     assert (result.output_ids.tolist(), result.finish_reason) == ([5, 6, 7], FinishReason.ABORT)
