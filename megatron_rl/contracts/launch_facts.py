@@ -70,7 +70,7 @@ def has_transformer_engine() -> bool:
 
 @functools.cache
 def transformer_engine_error() -> str:
-    """Return why an installed Transformer Engine cannot be imported; empty if it can, or is missing.
+    """Return why an installed Transformer Engine cannot be imported, else an empty text.
 
     An engine that was built for another torch is installed, and its import ends with an undefined
     symbol.

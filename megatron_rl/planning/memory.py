@@ -148,21 +148,16 @@ def rank_memory(c: Configuration, shape: ModelShape, *, world_size: int, stage: 
     optimizer_share = math.ceil(parameters.dense / dense_copies) + math.ceil(
         parameters.experts / expert_copies
     )
-    optimizer_bytes = _MOMENT_BYTES
-    if c.model.dtype == "bfloat16":
-        optimizer_bytes += _FLOAT32_COPY_BYTES
     routes, host_routes = _route_bytes(c, shape, world_size=world_size, stage=stage)
     activations = _activations(c, shape, rows, stage)
     # The logits, a copy of them, and their gradient
     logits = 3 * logits_rows * math.ceil(shape.vocab_size / p.tp) * size
-    device_save = 0
-    if c.run.checkpoint_every:
-        device_save = _gather_bytes(parameters, dense_copies, expert_copies)
+    device_save = _gather_bytes(c, parameters, dense_copies, expert_copies)
     return RankMemory(
         stage=stage,
         parameters=size * parameters.total,
         gradients=_GRADIENT_BYTES * parameters.total,
-        optimizer=optimizer_bytes * optimizer_share,
+        optimizer=_optimizer_bytes(c.model.dtype) * optimizer_share,
         activations=activations,
         logits=logits,
         routes=routes,
@@ -170,6 +165,11 @@ def rank_memory(c: Configuration, shape: ModelShape, *, world_size: int, stage: 
         host_routes=host_routes,
         host_save=_save_bytes(c, parameters, optimizer_share),
     )
+
+
+def _optimizer_bytes(dtype: Dtype) -> int:
+    """Return the bytes of the optimizer's state for each parameter."""
+    return _MOMENT_BYTES + (_FLOAT32_COPY_BYTES if dtype == "bfloat16" else 0)
 
 
 def _save_bytes(c: Configuration, parameters: RankParameters, optimizer_share: int) -> int:
@@ -183,11 +183,15 @@ def _save_bytes(c: Configuration, parameters: RankParameters, optimizer_share: i
     return gathered_bytes + (BYTES[c.model.dtype] + _CHECKPOINT_BYTES) * optimizer_share
 
 
-def _gather_bytes(parameters: RankParameters, dense_copies: int, expert_copies: int) -> int:
+def _gather_bytes(
+    c: Configuration, parameters: RankParameters, dense_copies: int, expert_copies: int
+) -> int:
     """Count the bytes on the device while Megatron gathers a buffer of the optimizer's state.
 
     It gathers one of weights and moments at a time, in float32, and sends a copy of its share.
     """
+    if not c.run.checkpoint_every:
+        return 0
     return max(
         4 * (count + math.ceil(count / copies))
         for count, copies in (

@@ -57,11 +57,7 @@ def check_formats_and_timeouts(c: Configuration) -> Iterator[BrokenRule]:
 
 def check_layer_spec(model: ModelSettings, facts: LaunchFacts) -> Iterator[BrokenRule]:
     """Yield broken rules about Transformer Engine's modules and its FP8."""
-    error = facts.transformer_engine_error
-    if facts.num_gpus and error and model.spec is None and model.dtype != "float32":
-        rule = f"Transformer Engine is installed here and cannot be imported: {error}"
-        remedy = "Install one that is built for this torch, or use model.spec=local"
-        yield BrokenRule("model.spec", rule, remedy)
+    yield from _check_transformer_engine(model, facts)
     obstacle = _transformer_engine_obstacle(facts)
     if model.spec == "te" and obstacle:
         rule = f"Transformer Engine's modules run only on CUDA devices. {obstacle}"
@@ -73,6 +69,15 @@ def check_layer_spec(model: ModelSettings, facts: LaunchFacts) -> Iterator[Broke
         reason = obstacle or "Here model.spec is local"
         rule = f"FP8 matrix products need model.spec=te and model.dtype=bfloat16. {reason}"
         yield BrokenRule("model.fp8", rule, "Leave it null, which trains in model.dtype")
+
+
+def _check_transformer_engine(model: ModelSettings, facts: LaunchFacts) -> Iterator[BrokenRule]:
+    """Yield a broken rule if the default spec would be Transformer Engine's and it is broken."""
+    error = facts.transformer_engine_error
+    if facts.num_gpus and error and model.spec is None and model.dtype != "float32":
+        rule = f"Transformer Engine is installed here and cannot be imported: {error}"
+        remedy = "Install one that is built for this torch, or use model.spec=local"
+        yield BrokenRule("model.spec", rule, remedy)
 
 
 def _transformer_engine_obstacle(facts: LaunchFacts) -> str:
