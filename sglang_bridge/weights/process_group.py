@@ -51,3 +51,16 @@ def join_as_source(
 def leave(group: dist.ProcessGroup) -> None:
     """Destroy this process's side of a group."""
     dist.destroy_process_group(group)
+
+
+def abort(group: dist.ProcessGroup) -> None:
+    """Destroy this process's side of a group after a failure.
+
+    NCCL's watchdog ends the process when a transfer that is still pending reaches the group's
+    timeout, so pending transfers are aborted. torch has no public function that aborts one group.
+    Other backends end pending transfers at the timeout, and this function waits for it.
+    """
+    if dist.get_backend(group) == dist.Backend.NCCL:
+        c10d._abort_process_group(group)
+    else:
+        leave(group)

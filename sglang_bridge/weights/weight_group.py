@@ -15,7 +15,7 @@ from sglang_bridge.admin import AdminClient
 from sglang_bridge.errors import EngineError, RequestFailed
 from sglang_bridge.weights.buckets import Bucket
 from sglang_bridge.weights.calls import start_call
-from sglang_bridge.weights.process_group import join_as_source, leave, open_store
+from sglang_bridge.weights.process_group import abort, join_as_source, leave, open_store
 
 _POLL_SECONDS = 0.02
 _SHORT_POLL_SECONDS = 0.002
@@ -93,12 +93,12 @@ class WeightGroup:
     def abandon(self) -> None:
         """Drop the group after a failure, without waiting.
 
-        A pending broadcast ends at the group's timeout, in a thread.
+        A thread aborts a pending broadcast of NCCL. One of gloo ends there at the group's timeout.
         """
         # Dropping the last reference waits for the broadcast, so the thread must hold it.
         references = [self._group]
         del self._group
-        start_call(lambda: leave(references.pop()))
+        start_call(lambda: abort(references.pop()))
 
     def close(self) -> None:
         """Leave the group in order, the engine first."""

@@ -10,13 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from sglang_bridge.errors import RequestFailed
-from sglang_bridge.weights import weight_group
+from sglang_bridge.weights import process_group, weight_group
 from sglang_bridge.weights.buckets import Bucket
 from sglang_bridge.weights.calls import start_call
 from sglang_bridge.weights.distributed import DistributedTransport
@@ -117,7 +118,7 @@ def test_failed_engine_is_dropped_without_waiting_for_its_broadcast(
         [torch.Size([32 * 2**20])],
     )
     assert sender.send(big, [admin], 1) == {URL: "no session is open"}
-    monkeypatch.setattr(weight_group, "leave", leave_first)
+    monkeypatch.setattr(weight_group, "abort", leave_first)
     monkeypatch.setattr(weight_group, "start_call", start_and_wait)
     start = time.monotonic()
     sender.forget(admin)
@@ -167,3 +168,19 @@ def test_each_engine_gets_an_address_that_it_can_reach(monkeypatch: pytest.Monke
 def test_unusable_backends_are_refused(options: dict) -> None:
     with pytest.raises(ValueError, match="backend"):
         DistributedTransport(timeout_seconds=1.0, **options)
+
+
+@pytest.mark.parametrize(("backend", "calls"), [("nccl", ["abort"]), ("gloo", ["leave"])])
+def test_abandoned_groups_of_nccl_are_aborted(
+    monkeypatch: pytest.MonkeyPatch, backend: str, calls: list[str]
+) -> None:
+    """NCCL's watchdog would end the trainer at the timeout of a pending broadcast."""
+    results: list[str] = []
+    monkeypatch.setattr(process_group.dist, "get_backend", lambda group: backend)
+    monkeypatch.setattr(
+        process_group.c10d, "_abort_process_group", lambda group: results.append("abort")
+    )
+    monkeypatch.setattr(process_group, "leave", lambda group: results.append("leave"))
+    group: Any = object()
+    process_group.abort(group)
+    assert results == calls
