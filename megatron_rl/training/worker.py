@@ -141,7 +141,12 @@ class Worker:
         """Write the weights with the start checkpoint's tokenizer and configuration."""
         dtype = torch_dtype(self.run.save_dtype or self.model.dtype)
         save_hf_weights(
-            self.policy.models, self.shape, source=Path(self.model.path), target=target, dtype=dtype
+            self.policy.models,
+            self.shape,
+            source=Path(self.model.path),
+            target=target,
+            dtype=dtype,
+            group=self.layout.control_group,
         )
 
     def _run(

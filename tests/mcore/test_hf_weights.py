@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import shutil
 from pathlib import Path
@@ -72,6 +73,35 @@ def test_saved_checkpoint_loads_in_transformers(
     for name, weight in hf_model.state_dict().items():
         assert torch.equal(hf_export.state_dict()[name], weight), name
     assert sorted(p.name for p in tmp_path.iterdir()) == ["saved"]
+
+
+def test_ranks_wait_for_the_writers_on_the_control_group(
+    megatron: Any, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writing may take longer than the limit of the model's collectives."""
+    from megatron_rl.mcore.weights import save
+
+    models, shape = build(checkpoint)
+    groups = []
+
+    def record(group: Any, timeout: datetime.timedelta) -> None:
+        assert timeout >= datetime.timedelta(hours=1)
+        groups.append(group)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a barrier with the limit of the model's collectives")
+
+    monkeypatch.setattr(save.dist, "monitored_barrier", record)
+    monkeypatch.setattr(save.dist, "barrier", refuse)
+    save.save_hf_weights(
+        models,
+        shape,
+        source=checkpoint,
+        target=tmp_path / "saved",
+        dtype=torch.float32,
+        group=megatron.control_group,
+    )
+    assert groups == [megatron.control_group] * 3
 
 
 def test_export_of_a_model_from_scratch_computes_the_same_logits(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +19,9 @@ from megatron_rl.models.hf_checkpoint.writer import (
 )
 from megatron_rl.models.shape import ModelShape
 
+# Writers may need hours for a large model on a slow file system.
+_WRITE_TIMEOUT = datetime.timedelta(hours=6)
+
 
 def save_hf_weights(
     models: Sequence[torch.nn.Module],
@@ -26,6 +30,7 @@ def save_hf_weights(
     source: Path,
     target: Path,
     dtype: torch.dtype,
+    group: dist.ProcessGroup | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write the weights to `target`, with the tokenizer and configuration of `source`. Collective.
@@ -34,11 +39,13 @@ def save_hf_weights(
     shard and one whole parameter, gathered from the ranks that share it.
 
     dtype: the dtype of the files; frozen weights keep their own.
+    group: a gloo group of all ranks, in which they wait for the writers. The groups of the model
+        have shorter limits. None for the default group, where that uses gloo.
     shard_bytes: the largest size of a shard; a larger tensor is a shard of its own.
     """
     if dist.get_rank() == 0:
         begin_checkpoint(target)
-    dist.barrier()
+    _wait(group)
     replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     is_writer = replica == 0 and parallel_state.get_tensor_model_parallel_rank() == 0
     stage = parallel_state.get_pipeline_model_parallel_rank()
@@ -48,7 +55,12 @@ def save_hf_weights(
             writer.add(name, tensor)
     if writer is not None:
         writer.close()
-    dist.barrier()
+    _wait(group)
     if dist.get_rank() == 0:
         commit_checkpoint(target, source=source, dtype=dtype)
-    dist.barrier()
+    _wait(group)
+
+
+def _wait(group: dist.ProcessGroup | None) -> None:
+    """Wait for all ranks. Collective."""
+    dist.monitored_barrier(group=group, timeout=_WRITE_TIMEOUT)
