@@ -13,7 +13,7 @@ from megatron_rl.config.schema import ModelSettings, ParallelSettings
 from megatron_rl.mcore.dtypes import torch_dtype
 from megatron_rl.mcore.layer_spec import resolve_spec, spec_options
 from megatron_rl.mcore.parallel import expert_tensor_size
-from megatron_rl.models.shape import ModelShape, Yarn
+from megatron_rl.models.shape import LatentAttention, ModelShape, Yarn
 
 
 def transformer_config(
@@ -161,6 +161,20 @@ def _parallelism(parallel: ParallelSettings) -> dict[str, Any]:
     }
 
 
+def fuses_rotary_embedding(latent: LatentAttention | None) -> bool:
+    """Return whether Megatron has a fused rotary embedding for an attention.
+
+    For latent attention it fuses the one with YaRN only, in Triton kernels whose ranges must be
+    powers of two.
+
+    latent: None for ordinary attention.
+    """
+    if latent is None:
+        return True
+    sizes = (latent.plain_dim, latent.rotary_dim, latent.value_dim)
+    return latent.yarn is not None and all(size.bit_count() == 1 for size in sizes)
+
+
 def _machine(shape: ModelShape, *, on_gpu: bool, uses_te: bool) -> dict[str, Any]:
     """Return the settings of kernels.
 
@@ -174,16 +188,14 @@ def _machine(shape: ModelShape, *, on_gpu: bool, uses_te: bool) -> dict[str, Any
 
     The fused router ignores replay and stays off.
     """
-    has_yarn = shape.latent is not None and shape.latent.yarn is not None
     has_apex_accumulation = find_spec("fused_weight_gradient_mlp_cuda") is not None
     return {
         "use_cpu_initialization": not on_gpu,
         "cuda_graph_scope": [],
         "moe_permute_fusion": uses_te,
         "moe_router_fusion": False,
-        # The unfused rotary embedding also waits for the sequences' lengths in each layer. For
-        # latent attention Megatron fuses the one with YaRN only.
-        "apply_rope_fusion": uses_te and (shape.latent is None or has_yarn),
+        # The unfused rotary embedding also waits for the sequences' lengths in each layer.
+        "apply_rope_fusion": uses_te and fuses_rotary_embedding(shape.latent),
         "bias_activation_fusion": uses_te,
         "bias_dropout_fusion": uses_te,
         "gradient_accumulation_fusion": uses_te and has_apex_accumulation,

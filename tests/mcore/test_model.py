@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_rl.models.shape import LatentAttention, Yarn
 from tests.mcore.test_hf_weights import build
 
 
@@ -86,3 +88,20 @@ def test_gpu_uses_the_fusions_that_replay_allows(
     assert fusions("local") == set(), (
         "tests/mcore/test_deterministic_permute.py tests its order of additions"
     )
+
+
+@pytest.mark.parametrize(
+    ("plain_dim", "rotary_dim", "value_dim", "is_fused"),
+    [(128, 64, 128, True), (12, 8, 10, False), (128, 64, 192, False), (128, 48, 128, False)],
+)
+def test_latent_rotary_embedding_is_fused_for_powers_of_two_alone(
+    plain_dim: int, rotary_dim: int, value_dim: int, is_fused: bool
+) -> None:
+    """The ranges of Megatron's Triton kernels must be powers of two."""
+    from megatron_rl.mcore.transformer_config import fuses_rotary_embedding
+
+    yarn = Yarn(4.0, 4096, 32.0, 1.0, 1.0, 1.0)
+    latent = LatentAttention(None, 16, plain_dim, rotary_dim, value_dim, yarn)
+    assert fuses_rotary_embedding(latent) is is_fused
+    assert not fuses_rotary_embedding(replace(latent, yarn=None))
+    assert fuses_rotary_embedding(None)
