@@ -23,6 +23,7 @@ from megatron_rl.config.rules import broken_rules
 from megatron_rl.config.schema import Configuration
 from megatron_rl.config.values import NAME_PATTERN, PLUGIN_PATTERN
 from megatron_rl.contracts.launch_facts import LaunchFacts
+from megatron_rl.contracts.plugin_options import keep_variables
 from megatron_rl.contracts.refusal import ConfigurationRefused, Refusal, format_value
 
 _CONFIGURATION = TypeAdapter(Configuration)
@@ -95,12 +96,26 @@ def check_configuration(
 def _resolve(tree: DictConfig, choices: Mapping[str, str | None], overrides: Sequence[str]) -> Any:
     """Return the values of a tree with its interpolations resolved and the experiment named."""
     try:
-        values: Any = OmegaConf.to_container(tree, resolve=True)
+        values = resolve_tree(tree)
     except OmegaConfBaseException as error:
         raise ConfigurationRefused([resolution_refusal(error, overrides)]) from error
     run = values["run"]
     if isinstance(run, dict) and run["experiment"] is None:
         run["experiment"] = choices.get("experiment") or "custom"
+    return values
+
+
+def resolve_tree(tree: DictConfig) -> Any:
+    """Return the values of a tree with its interpolations resolved.
+
+    Options of user-defined classes keep the names of environment variables, which may hold keys.
+    Raises `OmegaConfBaseException`, also if one of these variables is not set.
+    """
+    values: Any = OmegaConf.to_container(tree, resolve=True)
+    texts: Any = OmegaConf.to_container(tree)
+    for name, section in values.items():
+        if isinstance(section, dict) and "options" in section:
+            section["options"] = keep_variables(section["options"], texts[name]["options"])
     return values
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from megatron_rl.config.check import check_configuration
+from megatron_rl.config.check import check_configuration, resolve_tree
 from megatron_rl.config.hydra_errors import (
     composition_refusal,
     forbidden_arguments,
@@ -84,7 +84,7 @@ def _answer(arguments: Sequence[str], config_dir: Path) -> int:
     except ConfigurationRefused:
         print(OmegaConf.to_yaml(tree), end="", flush=True)
         raise
-    print(OmegaConf.to_yaml(tree, resolve=True), end="")
+    print(OmegaConf.to_yaml(resolve_tree(tree)), end="")
     return ExitCode.OK
 
 

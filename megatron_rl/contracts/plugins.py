@@ -14,7 +14,10 @@ from importlib.machinery import PathFinder
 from types import ModuleType
 from typing import Any
 
+from omegaconf.errors import OmegaConfBaseException
+
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
+from megatron_rl.contracts.plugin_options import hide_values, resolve_variables
 
 PYTHONPATH_REMEDY = (
     "Put the folder that holds it on PYTHONPATH "
@@ -96,6 +99,8 @@ def load_plugin(
     methods: Mapping[str, Sequence[str]] | None = None,
 ) -> Any:
     """Import `package.module:Name` and call it with the options as keyword arguments.
+
+    Options that name environment variables get their values here. Messages do not contain them.
 
     key: configuration key that holds the name, such as `reward.name`. The key of the options
     follows from it (`reward.options`).
@@ -203,10 +208,33 @@ def _check_options(key: str, name: str, target: Any, options: Mapping[str, Any])
 
 def _call(target: Any, context: str, key: str, name: str, options: Mapping[str, Any]) -> Any:
     """Call the target. A TypeError or ValueError counts as a refusal of the options."""
+    try:
+        arguments = resolve_variables(dict(options))
+    except OmegaConfBaseException as error:
+        first_line = str(error).partition("\n")[0]
+        raise PluginError(f"{key}: {first_line}. Set the variable on every node") from error
+    try:
+        return _call_with(arguments, target, context, key, name, options)
+    except PluginError as error:
+        message = hide_values(str(error), dict(options))
+        if message == str(error):
+            raise
+        # The original exception contains the value, so it must not be shown as the cause.
+        raise PluginError(message) from None
+
+
+def _call_with(
+    arguments: Mapping[str, Any],
+    target: Any,
+    context: str,
+    key: str,
+    name: str,
+    options: Mapping[str, Any],
+) -> Any:
     call = f"{name}({', '.join(f'{option}={value!r}' for option, value in options.items())})"
     try:
         with user_code(f"{context}: {call}", propagate=(TypeError, ValueError)):
-            return target(**options)
+            return target(**arguments)
     except (TypeError, ValueError) as error:
         if isinstance(error, PluginError):
             raise
