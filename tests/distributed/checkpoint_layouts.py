@@ -5,6 +5,7 @@ Runs under torchrun. Usage: checkpoint_layouts.py DIRECTORY SAVED:LOADED...
 SAVED and LOADED are names of LAYOUTS in `tests.support.layouts`, for all ranks of this job.
 DIRECTORY holds the checkpoint `plain` and the recording `rollouts`. Results:
 
+SAVED:LOADED-loaded.pt: the weights after loading the checkpoint of layout SAVED in layout LOADED.
 SAVED:LOADED.pt: the second batch after loading the checkpoint of layout SAVED in layout LOADED.
 SAVED:.pt: the second batch without a stop, in layout SAVED.
 SAVED-model.pt: the model when it was saved.
@@ -40,7 +41,7 @@ from megatron_rl.mcore.parallel import RankLayout
 from megatron_rl.models.families import read_shape
 from megatron_rl.rollouts.store import RolloutStore
 from megatron_rl.training.worker import Worker
-from tests.distributed.whole_steps import build, locate
+from tests.distributed.whole_steps import build, store_on_rank_0
 from tests.support.judged_batches import judged_groups
 from tests.support.layouts import ALGORITHMS, BATCH, LAYOUTS, STEPS_PER_BATCH, LayoutCase
 from tests.support.recordings import read_rollouts
@@ -55,7 +56,7 @@ def train(
     """Train one batch of the recording and return its metrics."""
     store = RolloutStore(node=0)
     rollouts = read_rollouts(directory / "rollouts")[batch * BATCH : (batch + 1) * BATCH]
-    groups = judged_groups(rollouts, locate(layout, store, rollouts, batch))
+    groups = judged_groups(rollouts, store_on_rank_0(layout, store, rollouts, batch))
     batch_credit = Credit(ALGORITHMS[case.algorithm], seed=0).assign(batch, groups)
     planner = make_planner(
         LAYOUTS[case.layout].parallel,
@@ -139,6 +140,9 @@ def load(case: LayoutCase, directory: Path, saved_layout: str) -> None:
     checkpoint = directory / f"saved-{saved_layout}"
     load_tensors(worker.policy.models, adam, checkpoint, optimizer_steps=STEPS_PER_BATCH)
     assert adam_steps(worker) == {STEPS_PER_BATCH}
+    weights = {name: tensor.clone() for name, tensor in worker.export()}
+    if layout.rank == 0:
+        torch.save({"weights": weights}, directory / f"{saved_layout}:{case.layout}-loaded.pt")
     metrics = train(worker, case, layout, directory, 1)
     save_result(worker, metrics, directory / f"{saved_layout}:{case.layout}.pt")
     parallel_state.destroy_model_parallel()
