@@ -150,8 +150,7 @@ def rank_memory(c: Configuration, shape: ModelShape, *, world_size: int, stage: 
     )
     routes, host_routes = _route_bytes(c, shape, world_size=world_size, stage=stage)
     activations = _activations(c, shape, rows, stage)
-    # The logits, a copy of them, and their gradient
-    logits = 3 * logits_rows * math.ceil(shape.vocab_size / p.tp) * size
+    logits = _logit_bytes(c, shape, logits_rows)
     device_save = _gather_bytes(c, parameters, dense_copies, expert_copies)
     return RankMemory(
         stage=stage,
@@ -165,6 +164,11 @@ def rank_memory(c: Configuration, shape: ModelShape, *, world_size: int, stage: 
         host_routes=host_routes,
         host_save=_save_bytes(c, parameters, optimizer_share),
     )
+
+
+def _logit_bytes(c: Configuration, shape: ModelShape, rows: int) -> int:
+    """Count the bytes of the logits, a copy of them, and their gradient."""
+    return 3 * rows * math.ceil(shape.vocab_size / c.parallel.tp) * BYTES[c.model.dtype]
 
 
 def _optimizer_bytes(dtype: Dtype) -> int:
