@@ -2,7 +2,7 @@
 
 The first line is a header. Each further line is the rate of one prompt:
 
-    {"data": {"source": "jsonl", "sha256": "..."}, "model": "...", "samples": 16, ...}
+    {"data": {"source": "jsonl", "sha256": "..."}, "model": "...", "reward": {...}, ...}
     {"id": "train:1", "correct": 3, "samples": 16}
 """
 
@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from megatron_rl.config.schema import DataSettings
+from megatron_rl.config.schema import DataSettings, EnvironmentSettings, RewardSettings
 from megatron_rl.contracts.wire_types import Count
 from megatron_rl.prompts.question import PromptDataError
 
-_FORMAT = 1
+_FORMAT = 2
 _REMEDY = "Write the file again with python launch/profile_prompts.py"
 _T = TypeVar("_T")
 
@@ -29,6 +29,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
 
     data: identity of the data set, see `identity_of`.
     samples: number of responses sampled for each prompt.
+    reward, environment: settings that decide which responses are correct, see `judge_of`.
     date: ISO date of the start.
     """
 
@@ -37,7 +38,8 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     samples: Count
     temperature: float
     max_new_tokens: Count
-    reward: str
+    reward: dict[str, Any]
+    environment: dict[str, Any]
     date: str
     format: int = _FORMAT
 
@@ -79,6 +81,16 @@ def identity_of(settings: DataSettings) -> dict[str, Any]:
         "options": settings.options,
     }
     return identity | {name: value for name, value in options.items() if value}
+
+
+def judge_of(settings: RewardSettings | EnvironmentSettings) -> dict[str, Any]:
+    """Return the settings that decide a response's correctness, as they are after JSON.
+
+    Timeouts are not part of it.
+    """
+    values: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(settings))
+    del values["timeout_s"]
+    return values
 
 
 def read_pass_rates(path: str | Path, settings: DataSettings) -> dict[str, PassRate]:

@@ -23,7 +23,8 @@ HEADER = Header(
     samples=4,
     temperature=1.0,
     max_new_tokens=8,
-    reward="r",
+    reward={"name": "r"},
+    environment={},
     date="2026-11-22",
 )
 RATES = [PassRate(id=f"p{correct}", correct=correct, samples=4) for correct in range(5)]
@@ -102,7 +103,7 @@ def test_a_file_of_rates_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         (["HEADER", LINE.replace("1,", "-1,")], "line 2: .*no valid pass rate"),
         (["HEADER", LINE, LINE], "line 3: .*'p0' already has a rate"),
         (["HEADER", LINE[:20]], "line 2: .*no valid pass rate"),
-        (["FORMAT"], "format 9, .* reads format 1"),
+        (["FORMAT"], "format 9, .* reads format 2"),
     ],
 )
 def test_invalid_lines_are_named(tmp_path: Path, lines: list[str], words: str) -> None:

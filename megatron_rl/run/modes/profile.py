@@ -12,7 +12,7 @@ from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.engines.weight_sync import WeightSync
-from megatron_rl.prompts.pass_rates import Header, PassRate, PassRateFile, identity_of
+from megatron_rl.prompts.pass_rates import Header, PassRate, PassRateFile, identity_of, judge_of
 from megatron_rl.records.run_records import RunRecords
 from megatron_rl.rollouts.evaluation import Evaluation, accuracy_of
 from megatron_rl.rollouts.queue import RolloutQueue
@@ -114,7 +114,8 @@ def open_rates(c: Configuration) -> PassRateFile:
         samples=c.eval.samples_per_prompt,
         temperature=temperature,
         max_new_tokens=c.rollout.max_new_tokens,
-        reward=c.reward.name,
+        reward=judge_of(c.reward),
+        environment=judge_of(c.environment),
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )
     return PassRateFile(Path(c.data.pass_rates), header)

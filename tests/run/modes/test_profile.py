@@ -9,10 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import EvalSettings
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.prompts.pass_rates import Header, PassRateFile, read_file
+from megatron_rl.prompts.question import PromptDataError
 from megatron_rl.records.progress import Progress
 from megatron_rl.rollouts.evaluation import EvaluationFailed
 from megatron_rl.run.modes import profile
@@ -20,7 +22,14 @@ from tests.support.groups import group
 
 SETTINGS = EvalSettings(samples_per_prompt=2, max_rejected_share=0.5)
 HEADER = Header(
-    data={}, model="m", samples=2, temperature=1.0, max_new_tokens=8, reward="r", date="d"
+    data={},
+    model="m",
+    samples=2,
+    temperature=1.0,
+    max_new_tokens=8,
+    reward={"name": "r"},
+    environment={},
+    date="d",
 )
 PROMPTS = [
     Prompt(id=name, token_ids=(1,), answer="1", task="t", difficulty=label)
@@ -69,6 +78,24 @@ def run(path: Path, *, failing_id: str = "") -> tuple[list[str], dict[str, float
     file = PassRateFile(path, HEADER)
     profile.PassRateProfile(evaluation, file, None, parts, parts, records).lead()
     return requests, values, screen.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("override", "section"),
+    [
+        ("reward.answer=last_line", "reward"),
+        ("reward=custom reward.name=json:JSONDecoder reward.options.strict=true", "reward"),
+        ("environment.name=json:JSONDecoder environment.options.strict=true", "environment"),
+    ],
+)
+def test_an_interrupted_profile_does_not_continue_under_another_judge(
+    tmp_path: Path, override: str, section: str
+) -> None:
+    base = ["experiment=smoke", "mode=profile", f"data.pass_rates={tmp_path}/rates.jsonl"]
+    profile.open_rates(compose(base))
+    profile.open_rates(compose([*base, "reward.timeout_s=7"]))
+    with pytest.raises(PromptDataError, match=rf"other settings \({section}\)"):
+        profile.open_rates(compose([*base, *override.split()]))
 
 
 def test_every_prompt_gets_a_rate(tmp_path: Path) -> None:
