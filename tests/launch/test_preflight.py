@@ -83,9 +83,9 @@ def test_a_node_without_the_memory_of_a_save_is_refused(preflight: ModuleType) -
     settings = compose(["experiment=smoke", "run.checkpoint_every=1"])
     c = replace(settings, parallel=ParallelSettings(ep=8))
     (check,) = preflight.check_save_memory(c, shape, facts, 400 * 2**30)
-    # (1,541,093,376 + 28,991,029,248 / 8) x 12 bytes, on each of eight ranks
-    assert check.refuses and "57.7 GiB for each rank, 8 of them; 400.0 available" in str(check)
-    assert next(preflight.check_save_memory(c, shape, facts, 500 * 2**30)).passes
+    # (1,541,093,376 + 28,991,029,248 / 8) x 20 bytes, on each of eight ranks
+    assert check.refuses and "96.2 GiB for each rank, 8 of them; 400.0 available" in str(check)
+    assert next(preflight.check_save_memory(c, shape, facts, 800 * 2**30)).passes
     single = replace(c, parallel=ParallelSettings())
     one_rank = LaunchFacts(world_size=1, local_world_size=1)
     (check,) = preflight.check_save_memory(single, shape, one_rank, 2**30)
