@@ -12,6 +12,8 @@ from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.contracts.wire_types import Count, Fraction
 
 # Reasons in `Group.rejections`
+ABORTED = "aborted"  # the engine stopped a response before its end, such as at its deadline
+NO_RESPONSE = "no_response"  # the environment requested no response
 STALE = "stale"  # the rollout's weights are older than rollout.max_staleness allows
 NEVER_SENT = "version_never_sent"  # the trainer has not sent this weight version to any engine
 
@@ -81,6 +83,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     engines sampled for them, by reason.
     weight: factor of the group's advantages. A factor other than 1 compensates for groups of the
     same prompt that were stopped early.
+    environment_error: description of the first error of the environment, "" without one.
     generated_at, scored_at: times of the last response and of the last verdict, in seconds of the
     collector's monotonic clock.
     """
@@ -91,6 +94,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     rejections: dict[str, int] = {}
     rejected_tokens: dict[str, int] = {}
     weight: float = 1.0
+    environment_error: str = ""
     generated_at: float = 0.0
     scored_at: float = 0.0
 

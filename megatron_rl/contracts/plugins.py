@@ -110,18 +110,22 @@ def load_plugin(
     fit the signature, if the call fails, or if a method is missing or takes other arguments.
     """
     target = _import_target(key, name)
+    # A method of a protocol that a class inherits from, but does not define, is abstract
+    for method in sorted(getattr(target, "__abstractmethods__", ())):
+        raise PluginError(_missing_method(f"{key}={name}", method, methods or {}))
     options_key = f"{key.rpartition('.')[0]}.options"
     _check_options(options_key, name, target, options)
     plugin = _call(target, f"{key}={name}", options_key, name, options)
     for method, arguments in (methods or {}).items():
         with user_code(f"{key}={name}: `{method}`", propagate=(PluginError,)):
             if not hasattr(plugin, method):
-                raise PluginError(
-                    f"{key}={name}: it has no method `{method}`. "
-                    f"Define these methods: {', '.join(methods or ())}"
-                )
+                raise PluginError(_missing_method(f"{key}={name}", method, methods or {}))
             _check_method(f"{key}={name}: `{method}`", getattr(plugin, method), arguments)
     return plugin
+
+
+def _missing_method(context: str, method: str, methods: Mapping[str, Sequence[str]]) -> str:
+    return f"{context}: it has no method `{method}`. Define these methods: {', '.join(methods)}"
 
 
 def missing_module(name: str) -> str | None:

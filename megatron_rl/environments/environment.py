@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from abc import abstractmethod
 from typing import Protocol
 
 from megatron_rl.config.schema import EnvironmentSettings
@@ -20,6 +21,7 @@ class Environment(Protocol):
     process.
     """
 
+    @abstractmethod
     async def play(self, episode: Episode) -> None:
         """Play one episode to its end.
 

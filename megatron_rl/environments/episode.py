@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from megatron_rl.contracts.group import NO_RESPONSE
 from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.contracts.rollout import FinishReason, Rollout
 from megatron_rl.contracts.routes import RouteShape
@@ -138,7 +139,7 @@ class Episode:
         """Return the rollout up to its last response. Raises `RolloutRejected`."""
         if self.finish_reason is None:
             raise RolloutRejected(
-                "empty", f"prompt {self.prompt.id}: the environment requested no response"
+                NO_RESPONSE, f"prompt {self.prompt.id}: the environment requested no response"
             )
         trainable = self._rules.train_truncated or self.finish_reason is FinishReason.STOP
         return self._builder.rollout(self.finish_reason, trainable=trainable)

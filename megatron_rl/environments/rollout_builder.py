@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from megatron_rl.contracts.group import ABORTED
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import FinishReason, Role, Rollout, Segment
 from megatron_rl.contracts.routes import Routes, RouteShape, validate_routes
@@ -75,7 +76,7 @@ class RolloutBuilder:
         if not len(generation.output_ids):
             raise self._rejection("empty", "the engine returned no token")
         if generation.finish_reason is FinishReason.ABORT:
-            raise self._rejection("aborted", "the engine aborted it")
+            raise self._rejection(ABORTED, "the engine aborted it")
         versions = [self._version_number(span.version) for span in generation.version_spans]
         if versions != sorted(versions):
             raise self._rejection("versions", f"weight versions {versions} decrease")

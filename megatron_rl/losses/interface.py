@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -56,6 +57,7 @@ NaN inputs give a NaN loss.
 class PolicyLoss(Protocol):
     """A loss of packed response tokens. A user-defined loss needs the method `prepare`."""
 
+    @abstractmethod
     def prepare(self, response: ResponseTokens) -> Objective:
         """Return the objective of one micro-batch. Called once, before its first update."""
         ...

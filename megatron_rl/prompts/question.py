@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -58,6 +59,7 @@ class Source(Protocol):
     `data.source=package.module:Name`.
     """
 
+    @abstractmethod
     def questions(self, seed: int) -> Iterator[Question]:
         """Yield questions that depend on the seed alone, endlessly or not.
 

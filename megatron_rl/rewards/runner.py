@@ -15,7 +15,7 @@ from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.rewards.scorer import Scorer
 
-_MAX_REASON_LENGTH = 200
+MAX_REASON_LENGTH = 200
 _MAX_ANSWER_LENGTH = 1000
 # Limit of a reward's or correctness' magnitude. Larger values leave means and deviations without
 # meaning.
@@ -43,7 +43,7 @@ class RewardRunner:
                 verdict = _check(await self._scorer.score(prompt, text, finish_reason))
         except Exception as error:
             timed_out = isinstance(error, TimeoutError) and deadline.expired()
-            verdict = _no_reward("timeout" if timed_out else _describe(error))
+            verdict = _no_reward("timeout" if timed_out else describe_failure(error))
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():
@@ -73,17 +73,17 @@ def _check(verdict: Verdict) -> Verdict:
     answer = verdict.answer
     return msgspec.structs.replace(
         verdict,
-        answer=None if answer is None else _encodable(answer, _MAX_ANSWER_LENGTH),
-        reason=_encodable(verdict.reason, _MAX_REASON_LENGTH),
+        answer=None if answer is None else make_encodable(answer, _MAX_ANSWER_LENGTH),
+        reason=make_encodable(verdict.reason, MAX_REASON_LENGTH),
     )
 
 
 def _no_reward(reason: str) -> Verdict:
-    return Verdict(reward=None, correctness=None, reason=_encodable(reason, _MAX_REASON_LENGTH))
+    return Verdict(reward=None, correctness=None, reason=make_encodable(reason, MAX_REASON_LENGTH))
 
 
-def _describe(error: Exception) -> str:
-    """Describe an error. The scorer's line comes first, because the message may be long."""
+def describe_failure(error: Exception) -> str:
+    """Describe an error of user-defined code. Its line comes first: the message may be long."""
     location = error_location(error)
     message = f"{type(error).__name__}: {error}"
     if location is None or location.startswith(__file__):
@@ -91,7 +91,7 @@ def _describe(error: Exception) -> str:
     return f"{Path(location).name}: {message}"
 
 
-def _encodable(text: str, length: int) -> str:
+def make_encodable(text: str, length: int) -> str:
     """Return the first characters of a text, with unpaired surrogates replaced.
 
     A message to rank 0 cannot encode unpaired surrogates, and should not hold megabytes.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Protocol
 
@@ -30,6 +31,7 @@ class Scorer(Protocol):
         answer.
         """
 
+    @abstractmethod
     async def score(self, prompt: Prompt, text: str, finish_reason: FinishReason) -> Verdict:
         """Score the decoded response `text`: a reward and the raw correctness.
 

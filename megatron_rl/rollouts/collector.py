@@ -92,6 +92,7 @@ class Collector:
             rollouts=tuple(await self._refs(request, results)),
             rejections=dict(Counter(rejection.reason for rejection in rejections)),
             rejected_tokens=_tokens_by_reason(rejections),
+            environment_error=_first_environment_error(rejections),
             generated_at=max((result.generated_at for result in results), default=0.0),
             scored_at=scored_at if results else 0.0,
         )
@@ -137,6 +138,11 @@ class Collector:
                 )
             )
         return refs
+
+
+def _first_environment_error(rejections: Sequence[RejectedRollout]) -> str:
+    errors = (rejection.environment_error for rejection in rejections)
+    return next((error for error in errors if error), "")
 
 
 def _tokens_by_reason(rejections: Sequence[RejectedRollout]) -> dict[str, int]:

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from megatron_rl.contracts.group import Verdict
+from megatron_rl.contracts.group import NO_RESPONSE, Verdict
 from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.contracts.routes import RouteError
@@ -20,6 +20,7 @@ from megatron_rl.environments.episode import Episode, EpisodeRules
 from megatron_rl.environments.rollout_builder import RolloutRejected
 from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.rewards import RewardRunner, open_scorer
+from megatron_rl.rewards.runner import MAX_REASON_LENGTH, describe_failure, make_encodable
 from megatron_rl.rollouts.engine_pool import EnginePool, RequestForm
 from megatron_rl.rollouts.messages import (
     ENGINE_FAILURE,
@@ -56,10 +57,12 @@ class RejectedRollout:
     """The reason why there is no rollout.
 
     num_generated: tokens that engines sampled for it nevertheless.
+    environment_error: description of the environment's error, "" for other reasons.
     """
 
     reason: str
     num_generated: int
+    environment_error: str = ""
 
 
 class EpisodeRunner:
@@ -113,17 +116,21 @@ class EpisodeRunner:
                 await environment.play(episode)
             rollout = episode.rollout()
         except (RolloutRejected, RouteError, GenerationRejected) as error:
-            return self._reject(episode, error.reason, error)
+            is_silent = error.reason == NO_RESPONSE
+            description = str(error) if is_silent else ""
+            return self._reject(episode, error.reason, error, description)
         except RequestExpired as error:
             return self._reject(episode, EXPIRED, error)
         except EngineError as error:
             return self._reject(episode, ENGINE_FAILURE, error)
         except Exception as error:  # a user-defined environment may raise anything
+            description = describe_failure(error)
             if clock.expired():
-                error.add_note(
+                description = (
                     f"the environment took longer than environment.timeout_s={timeout_s:g}"
                 )
-            return self._reject(episode, ENVIRONMENT_FAILURE, error)
+                error.add_note(description)
+            return self._reject(episode, ENVIRONMENT_FAILURE, error, description)
         generated_at = time.monotonic()
         verdict = await self._rewards.score(request.prompt, episode.text, rollout.finish_reason)
         if verdict.reward is None:
@@ -172,9 +179,12 @@ class EpisodeRunner:
             threads=self._threads,
         )
 
-    def _reject(self, episode: Episode, reason: str, error: Exception) -> RejectedRollout:
+    def _reject(
+        self, episode: Episode, reason: str, error: Exception, environment_error: str = ""
+    ) -> RejectedRollout:
         self._log_first(reason, f"first rollout rejected for the reason {reason!r}", error)
-        return RejectedRollout(reason, episode.sampled_tokens)
+        description = make_encodable(environment_error, MAX_REASON_LENGTH)
+        return RejectedRollout(reason, episode.sampled_tokens, description)
 
     def _log_first(self, reason: str, text: str, error: Exception | None = None) -> None:
         if reason not in self._logged_reasons:

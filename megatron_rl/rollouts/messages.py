@@ -22,7 +22,6 @@ MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 RUN_KEY_VARIABLE = "MEGATRON_RL_RUN_KEY"
 # Reasons in `Group.rejections`
 ENGINE_FAILURE = "engine"  # no engine answered the request
-ABORTED = "aborted"  # the engine stopped a response before its end, such as at its deadline
 EXPIRED = "expired"  # the engine sent nothing usable before the deadline
 ENVIRONMENT_FAILURE = "environment"  # the environment raised an exception
 

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
-from megatron_rl.contracts.group import NEVER_SENT, STALE, Group
-from megatron_rl.rollouts.messages import ABORTED, ENGINE_FAILURE, ENVIRONMENT_FAILURE, EXPIRED
+from megatron_rl.contracts.group import ABORTED, NEVER_SENT, NO_RESPONSE, STALE, Group
+from megatron_rl.rollouts.messages import ENGINE_FAILURE, ENVIRONMENT_FAILURE, EXPIRED
 
 NO_VERDICT = "no_verdict"
 _MEANINGS = {
@@ -17,6 +17,7 @@ _MEANINGS = {
     "engine.token_timeout_s if it is slow",
     ENVIRONMENT_FAILURE: "the environment raised an exception",
     "logprobs_nonfinite": "log-probabilities are NaN or infinite, as the weights may be",
+    NO_RESPONSE: "the environment ended without requesting a response",
     NO_VERDICT: "the scorer failed, or took longer than reward.timeout_s",
     STALE: "sampled with weights older than rollout.max_staleness allows, or older than those that "
     "are evaluated",
@@ -49,7 +50,8 @@ def require_usable(
     """
     losses = count_unusable(groups)
     if losses.total() > limit * num_requested or losses.total() == num_requested:
-        text = _message(subject, losses, num_requested, key, limit, first_scorer_reason(groups))
+        first_error = first_user_class_error(groups, losses)
+        text = _message(subject, losses, num_requested, key, limit, first_error)
         raise UserClassFailed(text) if is_lost_by_user_class(losses) else failure(text)
     return losses
 
@@ -67,14 +69,27 @@ def count_unusable(groups: Iterable[Group]) -> Counter[str]:
 
 def is_lost_by_user_class(losses: Mapping[str, int]) -> bool:
     """Return True if the scorer and the environment lost more rollouts than everything else."""
-    by_user_class = losses.get(NO_VERDICT, 0) + losses.get(ENVIRONMENT_FAILURE, 0)
+    by_user_class = losses.get(NO_VERDICT, 0) + _num_lost_by_environment(losses)
     return 2 * by_user_class > sum(losses.values())
 
 
-def first_scorer_reason(groups: Iterable[Group]) -> str:
-    """Return the scorer's first reason for giving no verdict, or an empty string."""
+def first_user_class_error(groups: Sequence[Group], losses: Mapping[str, int]) -> str:
+    """Return the first error of the scorer or the environment, or an empty string.
+
+    The class that lost more rollouts comes first.
+    """
     rollouts = (rollout for group in groups for rollout in group.rollouts)
-    return next((r.verdict.reason for r in rollouts if r.verdict.reward is None), "")
+    scorer_reasons = (r.verdict.reason for r in rollouts if r.verdict.reward is None)
+    scorer_error = next(scorer_reasons, "")
+    environment_errors = (group.environment_error for group in groups if group.environment_error)
+    environment_error = next(environment_errors, "")
+    if _num_lost_by_environment(losses) > losses.get(NO_VERDICT, 0):
+        return environment_error or scorer_error
+    return scorer_error or environment_error
+
+
+def _num_lost_by_environment(losses: Mapping[str, int]) -> int:
+    return losses.get(ENVIRONMENT_FAILURE, 0) + losses.get(NO_RESPONSE, 0)
 
 
 def _message(
@@ -83,11 +98,11 @@ def _message(
     num_requested: int,
     key: str,
     limit: float,
-    first_reason: str,
+    first_error: str,
 ) -> str:
     by_count = sorted(losses.items(), key=lambda item: (-item[1], item[0]))
     reasons = ", ".join(f"{count} {reason}{_meaning(reason)}" for reason, count in by_count)
-    first = f", first: {first_reason}" if first_reason else ""
+    first = f", first: {first_error}" if first_error else ""
     return (
         f"{subject}: {sum(losses.values())} of {num_requested} rollouts cannot be used "
         f"({reasons}){first}; {key}={limit:g} is the largest share that may be lost. "

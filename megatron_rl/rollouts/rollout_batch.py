@@ -204,6 +204,7 @@ def merge_groups(first: Group, rest: Group) -> Group:
         rollouts=first.rollouts + rest.rollouts,
         rejections=dict(Counter(first.rejections) + Counter(rest.rejections)),
         rejected_tokens=dict(Counter(first.rejected_tokens) + Counter(rest.rejected_tokens)),
+        environment_error=first.environment_error or rest.environment_error,
         generated_at=max(first.generated_at, rest.generated_at),
         scored_at=max(first.scored_at, rest.scored_at),
     )

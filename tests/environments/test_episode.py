@@ -187,7 +187,7 @@ def test_unusable_replies_are_rejected_by_name() -> None:
     assert rejection_of(Turn.saying("046", routes=False)) == "routes_missing"
     with pytest.raises(RolloutRejected) as error:
         open_episode(ScriptedModel([])).rollout()
-    assert error.value.reason == "empty"
+    assert error.value.reason == "no_response"
 
 
 def test_tokens_of_an_aborted_response_are_counted() -> None:

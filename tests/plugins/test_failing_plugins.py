@@ -72,6 +72,14 @@ class Loss:
                 "sums": LossResult(logprobs.sum(), {"a": logprobs.sum()}),
                 "valid": LossResult(logprobs.sum(), {}), "scalar": logprobs.sum()}[self.gives]
 
+from megatron_rl.environments.environment import Environment as EnvironmentProtocol
+from megatron_rl.losses.interface import PolicyLoss
+from megatron_rl.prompts.question import Source
+
+class EmptyEnvironment(EnvironmentProtocol): pass
+class EmptyLoss(PolicyLoss): pass
+class EmptySource(Source): pass
+
 class LossWithoutArguments:
     def prepare(self): pass
 """
@@ -160,6 +168,15 @@ def test_methods_with_other_arguments_are_refused() -> None:
         open_environment(EnvironmentSettings(name="plugin_classes:Environment"))
     with pytest.raises(PluginError, match=r"algo\.name=.*`prepare` is called with \(response\)"):
         open_loss(CustomAlgoSettings(name="plugin_classes:LossWithoutArguments"), shape_of(48))
+
+
+def test_an_empty_method_of_a_protocol_is_no_method() -> None:
+    with pytest.raises(PluginError, match=r"data\.source=.*no method `questions`\. Define"):
+        next(generate_questions(DataSettings(source="plugin_classes:EmptySource")))
+    with pytest.raises(PluginError, match=r"environment\.name=.*no method `play`\. Define"):
+        open_environment(EnvironmentSettings(name="plugin_classes:EmptyEnvironment"))
+    with pytest.raises(PluginError, match=r"algo\.name=.*no method `prepare`\. Define"):
+        open_loss(CustomAlgoSettings(name="plugin_classes:EmptyLoss"), shape_of(48))
 
 
 def objective_of(**options: object) -> None:

@@ -31,6 +31,10 @@ class Blocks(Scorer):
         return Verdict(reward=1.0, correctness=1.0)
 
 
+class Empty(Scorer):
+    """Inherits the protocol's empty method `score`."""
+
+
 def settings_of(cls: type, **options: object) -> RewardSettings:
     return RewardSettings(name=f"{__name__}:{cls.__name__}", options=options)
 
@@ -52,6 +56,10 @@ def test_inherited_check_accepts_every_reference() -> None:
     ("settings", "message"),
     [
         (settings_of(OnlyScores), r"reward\.name=.*:OnlyScores: it has no method `check_answer`"),
+        (
+            settings_of(Empty),
+            r"reward\.name=.*:Empty: it has no method `score`\. Define",
+        ),
         (
             settings_of(Blocks),
             r"reward\.name=.*:Blocks: `score` is not asynchronous\. Write `async def score`",

@@ -271,6 +271,10 @@ class Forgetful:
         await episode.respond()
         await asyncio.sleep(3600)
 
+class Silent:
+    async def play(self, episode):
+        pass
+
 class Broken:
     async def play(self, episode):
         await episode.respond()
@@ -319,6 +323,8 @@ def test_an_exception_of_an_environment_rejects_its_rollout(
         assert isinstance(message, GroupDone) and message.group.rejections == {"environment": 2}
         assert message.generated_tokens == 8
         assert caplog.text.count("KeyError: 'the tool'") == 1  # one traceback
+        error = message.group.environment_error
+        assert error.startswith("user_environments.py:") and error.endswith("KeyError: 'the tool'")
 
     collect(
         lambda n, body: reply(body, "046"),
@@ -334,8 +340,18 @@ def test_an_environment_is_ended_by_its_timeout(
     def check(message: FromCollector, collector: Collector) -> None:
         assert isinstance(message, GroupDone) and message.group.rejections == {"environment": 2}
         assert "the environment took longer than environment.timeout_s=0.2" in caplog.text
+        assert "environment.timeout_s=0.2" in message.group.environment_error
 
     environment = EnvironmentSettings(name=f"{own_module}:Forgetful", timeout_s=0.2)
+    collect(lambda n, body: reply(body, "046"), request(2), check, environment)
+
+
+def test_an_environment_that_requests_no_response_is_named(own_module: str) -> None:
+    def check(message: FromCollector, collector: Collector) -> None:
+        assert isinstance(message, GroupDone) and message.group.rejections == {"no_response": 2}
+        assert "requested no response" in message.group.environment_error
+
+    environment = EnvironmentSettings(name=f"{own_module}:Silent")
     collect(lambda n, body: reply(body, "046"), request(2), check, environment)
 
 

@@ -140,6 +140,16 @@ def test_an_evaluation_with_too_many_losses_fails(reason: str) -> None:
         accuracy_of([group_with_losses(2, reason), group_with_losses(2, reason)], 2, 1.0)
 
 
+@pytest.mark.parametrize("reason", ["environment", "no_response"])
+def test_a_failing_environment_is_refused_with_its_error(reason: str) -> None:
+    lost_group = msgspec.structs.replace(
+        group_with_losses(1, reason), environment_error="mine.py:3, in play: KeyError: 'x'"
+    )
+    words = rf"1 {reason} \(the environment .*first: mine\.py:3, in play: KeyError"
+    with pytest.raises(UserClassFailed, match=words):
+        accuracy_of([lost_group], 1)
+
+
 def test_the_message_about_aborted_responses_names_the_key() -> None:
     with pytest.raises(EvaluationFailed, match=r"1 aborted \(.*engine\.token_timeout_s"):
         accuracy_of([group_with_losses(1, "aborted")], 1)
