@@ -209,9 +209,9 @@ class _PromptBuilder:
         """Check lengths first: encoding megabytes takes minutes in which no signal is handled."""
         if len(question.text) > max_characters:
             raise ValueError(
-                f"the prompt has {len(question.text)} characters, but "
-                f"data.max_prompt_tokens={self.max_tokens} of the longest token are "
-                f"{max_characters}"
+                f"the prompt has {len(question.text)} characters. "
+                f"data.max_prompt_tokens={self.max_tokens} allows at most {max_characters}, "
+                f"because the longest token has {self.tokenizer.longest_token}"
             )
         for name, value in (("id", question.id), ("answer", question.answer)):
             if len(value) > _MAX_CHARACTERS:

@@ -6,7 +6,9 @@ Each line is an object with `prompt` or `messages`, `answer`, `response` and lab
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
 from typing import BinaryIO
@@ -14,7 +16,7 @@ from typing import BinaryIO
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from megatron_rl.prompts.question import BadRows, PromptDataError, Question
+from megatron_rl.prompts.question import BadRows, PromptDataError, Question, shorten
 
 # No model reads so long a prompt. A file without line ends must not fill the memory.
 _MAX_LINE_BYTES = 16 * 2**20
@@ -22,6 +24,10 @@ _MAX_LINE_BYTES = 16 * 2**20
 _MAX_EXPONENT = 999
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _EXAMPLE_ROW = '{"prompt": "2+2=", "answer": "4"}'
+_MAX_EXAMPLES = 3  # bad rows that a message quotes
+_FORMAT_REMEDY = f"Write one JSON object a line, such as {_EXAMPLE_ROW}"
+_UTF_16_BEGINNINGS = (b"\xff\xfe", b"\xfe\xff", b"{\x00", b"\x00{")
+_ARRAY_BEGINNING = re.compile(rb"\s*\[\s*(?:\{|$)")
 
 
 Render = Callable[[Sequence[Mapping[str, str]]], str]
@@ -68,28 +74,88 @@ def read_jsonl(
     key: configuration key that names the file (`data.train_path`), for messages.
     render: renders rows with `messages`.
 
-    Raises `PromptDataError` if the file cannot be read or has no usable row.
+    Raises `PromptDataError` if the file cannot be read or has no usable row. A bad row is reported
+    to `bad_rows` only if the file has a usable one.
     """
-    questions: list[Question] = []
-    line_by_id: dict[str, int] = {}
+    rows = _Rows(f"{key}={path}", bad_rows)
     for number, line in _read_lines(path, key):
+        if number == 1:
+            _check_format(line, rows.name)
         origin = f"{path} line {number}"
         try:
             question = _parse_question(line, origin, render, default_id=f"{key}:{number}")
-            _check_unique(question, number, line_by_id)
+            _check_unique(question, number, rows.line_by_id)
         except ValueError as error:
-            bad_rows.report(origin, str(error))
+            rows.add_bad(origin, str(error), line)
         except RecursionError:
-            bad_rows.report(origin, "its arrays or objects are nested too deeply")
+            rows.add_bad(origin, "its arrays or objects are nested too deeply", line)
         else:
-            questions.append(question)
-    if not questions:
-        examples = "".join(f"\n  {example}" for example in bad_rows.examples[:3])
-        raise PromptDataError(
-            f"{key}={path}: the file has no usable row and {bad_rows.count} bad rows. Each line "
-            f"must be an object such as {_EXAMPLE_ROW}{examples}"
+            rows.add(question)
+    rows.require_usable()
+    return rows.questions
+
+
+@dataclass
+class _Rows:
+    """Collects the usable rows of a file and its first bad rows.
+
+    name: `key=path` of the file, for messages.
+    """
+
+    name: str
+    bad_rows: BadRows
+    questions: list[Question] = field(default_factory=list)
+    line_by_id: dict[str, int] = field(default_factory=dict)
+    _first_line: bytes = b""
+    _num_bad: int = 0
+    _first_bad_rows: list[tuple[str, str]] = field(default_factory=list)
+
+    def add(self, question: Question) -> None:
+        """Add a usable row. Raises `PromptDataError` as `BadRows` does for the rows before it."""
+        if not self.questions and self._first_bad_rows and self.bad_rows.policy == "fail":
+            self.bad_rows.report(*self._first_bad_rows[0])
+        self.questions.append(question)
+
+    def add_bad(self, origin: str, reason: str, line: bytes) -> None:
+        """Add a bad row. After a usable row, this raises as `BadRows.report` does."""
+        if self.questions or self.bad_rows.policy == "skip":
+            self.bad_rows.report(origin, reason)
+        self._first_line = self._first_line or line
+        self._num_bad += 1
+        if len(self._first_bad_rows) < _MAX_EXAMPLES:
+            self._first_bad_rows.append((origin, reason))
+
+    def require_usable(self) -> None:
+        """Raise `PromptDataError` without a usable row."""
+        if self.questions:
+            return
+        if not self._num_bad:
+            raise PromptDataError(
+                f"{self.name}: the file is empty. Each line must be an object such as "
+                f"{_EXAMPLE_ROW}"
+            )
+        if _is_csv(self._first_line):
+            raise PromptDataError(f"{self.name}: the file seems to be CSV. {_FORMAT_REMEDY}")
+        examples = "".join(
+            f"\n  {shorten(f'{origin}: {reason}')}" for origin, reason in self._first_bad_rows
         )
-    return questions
+        raise PromptDataError(
+            f"{self.name}: none of its {self._num_bad} rows is usable. Each line must be an object "
+            f"such as {_EXAMPLE_ROW}{examples}"
+        )
+
+
+def _check_format(first_line: bytes, name: str) -> None:
+    """Raise `PromptDataError` for UTF-16 text and for a JSON array."""
+    if first_line.startswith(_UTF_16_BEGINNINGS):
+        raise PromptDataError(f"{name}: the file is UTF-16 text. Save it as UTF-8")
+    if _ARRAY_BEGINNING.match(first_line):
+        raise PromptDataError(f"{name}: the file is a JSON array. {_FORMAT_REMEDY}")
+
+
+def _is_csv(line: bytes) -> bool:
+    is_json = line.lstrip()[:1] in (b"{", b"[")
+    return not is_json and any(separator in line for separator in (b",", b";", b"\t"))
 
 
 def _check_unique(question: Question, number: int, line_by_id: dict[str, int]) -> None:
@@ -130,6 +196,9 @@ def _parse_question(line: bytes, origin: str, render: Render, default_id: str) -
     if len(line) > _MAX_LINE_BYTES:
         raise ValueError(f"the line has more than {_MAX_LINE_BYTES} bytes, which is the limit")
     row = msgspec.json.decode(line, type=_Row)
+    if row.prompt is UNSET and row.messages is UNSET:
+        keys = ", ".join(msgspec.json.decode(line, type=dict[str, msgspec.Raw])) or "no keys"
+        raise ValueError(f"the row has neither `prompt` nor `messages`. It has: {keys}")
     text, response = _parse_conversation(row, render)
     if not isinstance(row.answer, UnsetType):
         answer = _parse_answer(bytes(row.answer))
@@ -152,8 +221,8 @@ def _parse_question(line: bytes, origin: str, render: Render, default_id: str) -
 
 def _parse_conversation(row: _Row, render: Render) -> tuple[str, str]:
     """Return the model's input and the row's response, "" without a response."""
-    if (row.prompt is UNSET) == (row.messages is UNSET):
-        raise ValueError("a row needs either `prompt` or `messages`, not both")
+    if row.prompt is not UNSET and row.messages is not UNSET:
+        raise ValueError("the row has both `prompt` and `messages`. Leave one of them out")
     response = "" if row.response is UNSET else row.response
     if row.response is not UNSET and not response.strip():
         raise ValueError("`response` is empty. Leave it out or give a text")

@@ -85,7 +85,7 @@ class BadRows:
 
     def report(self, origin: str, reason: str) -> None:
         """Count a bad row. Raises `PromptDataError` if the policy is `fail`."""
-        message = _shorten(f"{origin}: {reason}")
+        message = shorten(f"{origin}: {reason}")
         if self.policy == "fail":
             raise PromptDataError(
                 f"{message}. Correct the row, or leave such rows out with data.on_bad_row=skip"
@@ -97,14 +97,14 @@ class BadRows:
 
     def leave_out(self, origin: str, reason: str) -> None:
         """Record a row that is valid but not used."""
-        self._add_message(_shorten(f"{origin}: {reason}"))
+        self._add_message(shorten(f"{origin}: {reason}"))
 
     def _add_message(self, message: str) -> None:
         if len(self.messages) < _MAX_MESSAGES:
             self.messages.append(message)
 
 
-def _shorten(text: str) -> str:
+def shorten(text: str) -> str:
     """Return one line of limited length."""
     if len(text) > _MAX_MESSAGE_CHARACTERS:
         text = f"{text[:_MAX_MESSAGE_CHARACTERS]}…"

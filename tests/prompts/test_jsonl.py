@@ -1,6 +1,7 @@
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -104,11 +105,12 @@ DEEP_ROW = b'{"prompt": "p", "answer": "4", "x": ' + b"[" * 100_000 + b"]" * 100
     [
         (b'{"prompt": "2+2=", "answer": ', "truncated"),
         (b"[1, 2]", "Expected `object`"),
-        (b'{"answer": "4"}', "either `prompt` or `messages`"),
         (
-            b'{"prompt": "p", "messages": [], "answer": 4}',
-            "`prompt` or `messages`, not both",
+            b'{"question": "2+2=", "answer": "4"}',
+            "neither `prompt` nor `messages`. It has: question, answer",
         ),
+        (b"{}", "neither `prompt` nor `messages`. It has: no keys"),
+        (b'{"prompt": "p", "messages": [], "answer": 4}', "both `prompt` and `messages`"),
         (b'{"prompt": "2+2="}', "`answer` is missing. A row needs"),
         (b'{"prompt": "p", "response": " "}', "`response` is empty. Leave it out"),
         (b'{"prompt": 5, "answer": "4"}', "Expected `str`"),
@@ -189,10 +191,35 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         read_jsonl(tmp_path, BadRows("skip"), key="data.eval_path")
 
 
+WRONG_KEY = b'{"question": "2+2=", "answer": "4"}'
+
+
+@pytest.mark.parametrize("policy", ["fail", "skip"])
 @pytest.mark.parametrize(
-    ("line", "words"), [(b"", "no usable row and 0 bad"), (b"{", r"and 1 bad rows.*\n.*line 1")]
+    ("content", "words"),
+    [
+        (b"\n", "the file is empty"),
+        (b"{\n", r"none of its 1 rows is usable.*\n.*line 1"),
+        (b"\n".join([WRONG_KEY] * 3), r"none of its 3 rows is usable.*\n.*It has: question"),
+        (GOOD_ROW.decode().encode("utf-16"), "UTF-16.* UTF-8"),
+        (GOOD_ROW.decode().encode("utf-16-le"), "UTF-16.* UTF-8"),
+        (b"prompt,answer\n2+2=,4\n", "CSV.*one JSON object a line"),
+        (b"[" + GOOD_ROW + b"]", "JSON array.*one JSON object a line"),
+        (b"[\n" + GOOD_ROW + b",\n" + GOOD_ROW + b"\n]", "JSON array"),
+    ],
 )
-def test_files_without_usable_row_are_named(tmp_path: Path, line: bytes, words: str) -> None:
-    file = write(tmp_path / "t.jsonl", line)
-    with pytest.raises(PromptDataError, match=rf"data\.train_path=.*{words}"):
-        read_jsonl(file, BadRows("skip"), key="data.train_path")
+def test_files_without_usable_row_are_named(
+    tmp_path: Path, policy: Literal["fail", "skip"], content: bytes, words: str
+) -> None:
+    """Leaving the bad rows out would leave nothing."""
+    file = tmp_path / "t.jsonl"
+    file.write_bytes(content)
+    with pytest.raises(PromptDataError, match=rf"(?s)data\.train_path=.*{words}") as error:
+        read_jsonl(file, BadRows(policy), key="data.train_path")
+    assert "on_bad_row" not in str(error.value)
+
+
+def test_the_first_bad_row_is_named_when_a_later_one_is_usable(tmp_path: Path) -> None:
+    file = write(tmp_path / "t.jsonl", WRONG_KEY, b"{", GOOD_ROW)
+    with pytest.raises(PromptDataError, match=r"t\.jsonl line 1: .*data\.on_bad_row=skip"):
+        read_jsonl(file, BadRows("fail"), key="data.train_path")

@@ -143,7 +143,7 @@ def test_without_excluded_rows_the_report_is_empty(tokenizer: Tokenizer) -> None
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"prompt": "1" * 5_000_000, "answer": "2"}, "5000000 characters, .*=40 .* are 200"),
+        ({"prompt": "1" * 5_000_000, "answer": "2"}, "5000000 characters.*=40 allows at most 200"),
         ({"prompt": "1", "answer": "2" * 5_000_000}, "`answer` has 5000000 .* at most 65536"),
         ({"prompt": "1", "answer": "2", "id": "2" * 5_000_000}, "`id` has 5000000 characters"),
         (
