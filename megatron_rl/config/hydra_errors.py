@@ -193,6 +193,8 @@ def resolution_refusal(error: OmegaConfBaseException, overrides: Sequence[str]) 
     remedy = _COMPOSE_REMEDY
     if isinstance(error, InterpolationResolutionError | GrammarParseError):
         remedy = "Name an existing key in ${...}, or quote it for the shell"
+    if "Environment variable" in str(error):
+        remedy = "Set the variable on every node"
     return Refusal(key, value, _first_line(error), remedy)
 
 

@@ -241,7 +241,7 @@ def _excluded_rows(bad_rows: BadRows, split: Split) -> ExcludedRows:
         bad=bad_rows.count,
         duplicates=split.duplicates,
         overlapping=split.overlapping,
-        reserved=split.reserved,
+        num_reserved=split.num_reserved,
         examples=tuple(bad_rows.examples),
         messages=tuple(bad_rows.messages),
     )

@@ -24,7 +24,7 @@ class ExcludedRows:
     bad: number of malformed or unusable rows.
     duplicates: number of repeated questions.
     overlapping: number of training rows whose question is held out.
-    reserved: number of questions that another data.num_eval holds out. They are not in `messages`.
+    num_reserved: number of questions that another data.num_eval holds out. They are not in `messages`.
     examples: the first bad rows, as `origin: reason`.
     messages: the first of all these rows, as `origin: reason`.
     """
@@ -32,7 +32,7 @@ class ExcludedRows:
     bad: int = 0
     duplicates: int = 0
     overlapping: int = 0
-    reserved: int = 0
+    num_reserved: int = 0
     examples: tuple[str, ...] = ()
     messages: tuple[str, ...] = ()
 
@@ -41,10 +41,10 @@ class ExcludedRows:
         return self.bad + self.duplicates + self.overlapping
 
     def __str__(self) -> str:
-        reserved = f", {self.reserved} reserved for evaluation" if self.reserved else ""
+        reserve = f", {self.num_reserved} reserved for evaluation" if self.num_reserved else ""
         return (
             f"left out: {self.bad} bad rows, {self.duplicates} duplicates, {self.overlapping} that "
-            f"are also held out{reserved}"
+            f"are also held out{reserve}"
         )
 
     def report(self) -> str:

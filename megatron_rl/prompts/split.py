@@ -24,7 +24,7 @@ class Split:
 
     duplicates: number of rows left out because they repeat a question.
     overlapping: number of training rows left out because their question is held out.
-    reserved: number of questions that are in neither side, because another data.num_eval holds
+    num_reserved: number of questions that are in neither side, because another data.num_eval holds
     them out.
     """
 
@@ -32,7 +32,7 @@ class Split:
     held_out: list[Question]
     duplicates: int = 0
     overlapping: int = 0
-    reserved: int = 0
+    num_reserved: int = 0
 
 
 def split_generator(questions: Iterable[Question], num_train: int, num_eval: int) -> Split:
@@ -105,7 +105,7 @@ def hold_out(questions: Sequence[Question], num_eval: int, bad_rows: BadRows) ->
         train=[question for question in unique if question.identity not in reserved_identities],
         held_out=[question for question in unique if question.identity in held_out_identities],
         duplicates=duplicates,
-        reserved=len(reserve) - num_eval,
+        num_reserved=len(reserve) - num_eval,
     )
 
 

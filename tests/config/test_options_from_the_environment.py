@@ -14,16 +14,18 @@ from megatron_rl.records.run_directory import to_yaml
 from megatron_rl.rewards import Scorer, open_scorer
 
 SECRET = "sk-not-to-be-written"
-OPTIONS = "{api_key: ${oc.env:JUDGE_KEY}, nested: {header: 'Bearer ${oc.env:JUDGE_KEY}'}, limit: 3}"
+OPTIONS = (
+    "{api_key: ${oc.env:JUDGE_KEY}, headers: {header: 'Bearer ${oc.env:JUDGE_KEY}'}, limit: 3}"
+)
 OVERRIDES = ["experiment=smoke", "reward=custom", f"reward.name={__name__}:Judge"]
 
 
 class Judge(Scorer):
-    def __init__(self, api_key: str, nested: dict[str, str], limit: int) -> None:
+    def __init__(self, api_key: str, headers: dict[str, str], limit: int) -> None:
         if limit < 1:
             raise ValueError(f"limit={limit} with the key {api_key}")
         self.api_key = api_key
-        self.nested = nested
+        self.headers = headers
         self.limit = limit
 
     async def score(self, prompt, text, finish_reason):  # type: ignore[no-untyped-def]
@@ -52,7 +54,7 @@ def test_the_class_receives_the_value() -> None:
     scorer = open_scorer(make_configuration().reward)
     assert isinstance(scorer, Judge)
     assert (scorer.api_key, scorer.limit) == (SECRET, 3)
-    assert scorer.nested == {"header": f"Bearer {SECRET}"}
+    assert scorer.headers == {"header": f"Bearer {SECRET}"}
 
 
 def test_errors_leave_the_value_out() -> None:
@@ -64,11 +66,11 @@ def test_errors_leave_the_value_out() -> None:
 
 def test_a_missing_variable_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JUDGE_KEY")
-    with pytest.raises(ConfigurationRefused, match="JUDGE_KEY"):
+    with pytest.raises(ConfigurationRefused, match="'JUDGE_KEY' not found.*Set the variable"):
         make_configuration()
     settings = RewardSettings(
         name=f"{__name__}:Judge",
-        options=dict.fromkeys(("api_key", "nested", "limit"), "${oc.env:JUDGE_KEY}"),
+        options=dict.fromkeys(("api_key", "headers", "limit"), "${oc.env:JUDGE_KEY}"),
     )
     with pytest.raises(PluginError, match=r"reward\.options: .*JUDGE_KEY"):
         open_scorer(settings)

@@ -70,7 +70,7 @@ def hold_out_texts(size: int, num_eval: int) -> tuple[set[str], set[str]] | None
         assert "data.eval_path" in str(error)
         return None
     assert len(split.held_out) == num_eval
-    assert len(split.train) + len(split.held_out) + split.reserved == size
+    assert len(split.train) + len(split.held_out) + split.num_reserved == size
     return set(texts_of(split.train)), set(texts_of(split.held_out))
 
 
@@ -83,7 +83,8 @@ def test_no_num_eval_trains_on_questions_that_another_holds_out(
     second_sides = hold_out_texts(size, other_num_eval)
     if first_sides is None or second_sides is None:
         return
-    (first_train, first_held_out), (second_train, second_held_out) = first_sides, second_sides
+    first_train, first_held_out = first_sides
+    second_train, second_held_out = second_sides
     assert first_train == second_train
     assert first_train.isdisjoint(first_held_out | second_held_out)
     smaller_set, larger_set = sorted((first_held_out, second_held_out), key=len)

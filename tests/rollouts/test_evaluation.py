@@ -61,14 +61,14 @@ def test_a_truncated_response_is_not_parseable() -> None:
     assert accuracy_of([group(CORRECT, finish=FinishReason.LENGTH)], 1).parseable == 0.0
 
 
-def judged(*rewards: float) -> Group:
+def judged_group(*rewards: float) -> Group:
     """Group whose scorer knows no correct answer."""
     return group(*[Verdict(reward=reward, correctness=None) for reward in rewards])
 
 
 def test_rewards_without_correctness_have_a_mean_reward_and_no_accuracy() -> None:
     # Question means 0.8 and 0.6: mean 0.7, half width 1.959964 * sqrt(0.02 / 2) = 0.195996
-    result = accuracy_of([judged(0.9, 0.7), judged(0.6)], 2)
+    result = accuracy_of([judged_group(0.9, 0.7), judged_group(0.6)], 2)
     assert (result.accuracy, result.half_width) == (None, 0.0)
     assert result.reward == pytest.approx(0.7)
     metrics = result.metrics()
@@ -79,7 +79,7 @@ def test_rewards_without_correctness_have_a_mean_reward_and_no_accuracy() -> Non
 
 
 def test_judged_groups_do_not_lower_the_accuracy_of_others() -> None:
-    result = accuracy_of([group(CORRECT), judged(0.5), group_with_losses(1)], 1)
+    result = accuracy_of([group(CORRECT), judged_group(0.5), group_with_losses(1)], 1)
     assert result.accuracy == pytest.approx(0.5)
     assert result.reward == pytest.approx(0.5)
     assert accuracy_of([group(CORRECT)], 1).reward is None
@@ -105,11 +105,11 @@ def test_order_of_completion_does_not_change_the_accuracy() -> None:
     queue: Any = ShuffledQueue()
     prompts = [base.prompt for base in groups]
     evals = EvalSettings(samples_per_prompt=3)
-    measured = Evaluation(
+    measurement = Evaluation(
         queue, prompts, evals, RolloutSettings(max_new_tokens=8), (0,), lambda: None
     )
-    assert measured.measure("1").accuracy == accuracy_of(groups, 3).accuracy
-    assert [g.group_id for g in measured.sample("2")] == [f"eval-2-{i}" for i in range(512)]
+    assert measurement.measure("1").accuracy == accuracy_of(groups, 3).accuracy
+    assert [g.group_id for g in measurement.sample("2")] == [f"eval-2-{i}" for i in range(512)]
 
 
 def test_an_evaluation_without_questions_is_an_error() -> None:
