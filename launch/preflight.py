@@ -78,10 +78,18 @@ class Check:
         return line
 
 
-def check_versions(constraints: str) -> Iterator[Check]:
-    """Compare the installed versions with the pinned ones.
+def read_constraints(*, with_gpus: bool) -> str:
+    """Read the pinned versions. with_gpus: those of the CUDA image replace the others."""
+    names = ["constraints.txt"]
+    if with_gpus:
+        names.append("gpu-constraints.txt")
+    return "\n".join((ROOT / "requirements" / name).read_text() for name in names)
 
-    constraints: the text of requirements/constraints.txt.
+
+def check_versions(constraints: str) -> Iterator[Check]:
+    """Compare the installed versions with the pinned ones. Another version is a warning.
+
+    constraints: the text of constraint files. Later pins replace earlier ones.
     """
     pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", constraints, flags=re.MULTILINE))
     for name in PACKAGES:
@@ -92,7 +100,8 @@ def check_versions(constraints: str) -> Iterator[Check]:
             continue
         finding = f"{version}, pinned {pins[name]}"
         remedy = "Run make install. Other versions are not tested"
-        yield Check(name, version.partition("+")[0] == pins[name], finding, remedy)
+        is_pinned = version.partition("+")[0] == pins[name]
+        yield Check(name, is_pinned, finding, remedy, is_required=False)
 
 
 def check_devices(facts: LaunchFacts) -> Iterator[Check]:
@@ -311,7 +320,7 @@ def preflight(config: Configuration) -> int:
     shape = read_shape(config.model.path)
     available = psutil.virtual_memory().available
     checks = [
-        *check_versions((ROOT / "requirements" / "constraints.txt").read_text()),
+        *check_versions(read_constraints(with_gpus=facts.num_gpus > 0)),
         *check_devices(facts),
         check_memory(config.engine, facts),
         *check_rank_memory(sized_for_all_phases(config), shape, facts, device_bytes(facts)),

@@ -38,3 +38,10 @@ def test_versions_of_the_gpu_image_are_in_declared_ranges(package: str) -> None:
         if versions[name] not in specifier
     }
     assert outside == {}
+
+
+def test_triton_of_the_gpu_image_is_what_its_torch_declares() -> None:
+    """Torch 2.14.1 for CUDA declares triton~=3.8.0, which pip enforces in the image."""
+    versions = pins("gpu-constraints.txt")
+    assert versions["torch"] == "2.14.1"
+    assert versions["triton"].startswith("3.8.")

@@ -1,5 +1,6 @@
 """`launch/preflight.py` refuses what training refuses, and names problems of a machine."""
 
+import importlib.metadata
 import json
 import threading
 from collections import namedtuple
@@ -43,6 +44,23 @@ def test_pinned_environment_passes_and_another_version_fails(preflight: ModuleTy
     assert failures(preflight.check_versions(constraints)) == []
     other = constraints.replace("\ntorch==2.13.0\n", "\ntorch==2.0.0\n")
     assert failures(preflight.check_versions(other)) == ["torch"]
+    assert not any(check.refuses for check in preflight.check_versions(other))
+
+
+def test_versions_with_gpus_are_those_of_the_cuda_image(
+    preflight: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = {"torch": "2.14.1+cu130", "triton": "3.8.0"}
+    installed_version = importlib.metadata.version
+    monkeypatch.setattr(
+        preflight.importlib.metadata,
+        "version",
+        lambda name: versions.get(name) or installed_version(name),
+    )
+    assert "torch" in failures(
+        preflight.check_versions(preflight.read_constraints(with_gpus=False))
+    )
+    assert failures(preflight.check_versions(preflight.read_constraints(with_gpus=True))) == []
 
 
 def test_host_memory_and_run_root(preflight: ModuleType, tmp_path: Path) -> None:
