@@ -23,7 +23,7 @@ from megatron_rl.config.rules import broken_rules
 from megatron_rl.config.schema import Configuration
 from megatron_rl.config.values import NAME_PATTERN, PLUGIN_PATTERN
 from megatron_rl.contracts.launch_facts import LaunchFacts
-from megatron_rl.contracts.plugin_options import keep_variables
+from megatron_rl.contracts.plugins import keep_variables
 from megatron_rl.contracts.refusal import ConfigurationRefused, Refusal, format_value
 
 _CONFIGURATION = TypeAdapter(Configuration)

@@ -1,4 +1,9 @@
-"""Plugins: user-defined classes that the configuration names as `package.module:Name`."""
+"""Plugins: user-defined classes that the configuration names as `package.module:Name`.
+
+Options that name environment variables, such as `${oc.env:JUDGE_KEY}`, stay as they are in the
+configuration, in checkpoints and in messages. Each process reads the values when it constructs the
+plugin.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,8 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import os
+import re
 import sysconfig
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,10 +21,10 @@ from importlib.machinery import PathFinder
 from types import ModuleType
 from typing import Any
 
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
-from megatron_rl.contracts.plugin_options import hide_values, resolve_variables
 
 PYTHONPATH_REMEDY = (
     "Put the folder that holds it on PYTHONPATH "
@@ -27,6 +34,8 @@ PYTHONPATH_REMEDY = (
 _LIBRARIES = tuple(
     {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
+# An environment variable in an option, such as ${oc.env:JUDGE_KEY}
+_VARIABLE = re.compile(r"\$\{\s*oc\.env\s*:\s*([^},\s]+)")
 _MAX_MESSAGE_LENGTH = 300  # characters of an exception's message
 
 
@@ -124,6 +133,18 @@ def load_plugin(
     return plugin
 
 
+def keep_variables(values: Any, texts: Any) -> Any:
+    """Return resolved values with the texts that name environment variables left unresolved.
+
+    values, texts: the same tree of dicts and lists, resolved and as it was written.
+    """
+    if isinstance(values, dict) and isinstance(texts, dict):
+        return {key: keep_variables(value, texts.get(key)) for key, value in values.items()}
+    if isinstance(values, list) and isinstance(texts, list):
+        return [keep_variables(*pair) for pair in zip(values, texts, strict=True)]
+    return texts if _has_variable(texts) else values
+
+
 def _missing_method(context: str, method: str, methods: Mapping[str, Sequence[str]]) -> str:
     return f"{context}: it has no method `{method}`. Define these methods: {', '.join(methods)}"
 
@@ -213,14 +234,14 @@ def _check_options(key: str, name: str, target: Any, options: Mapping[str, Any])
 def _call(target: Any, context: str, key: str, name: str, options: Mapping[str, Any]) -> Any:
     """Call the target. A TypeError or ValueError counts as a refusal of the options."""
     try:
-        arguments = resolve_variables(dict(options))
+        arguments = _resolve_variables(dict(options))
     except OmegaConfBaseException as error:
         first_line = str(error).partition("\n")[0]
         raise PluginError(f"{key}: {first_line}. Set the variable on every node") from error
     try:
         return _call_with(arguments, target, context, key, name, options)
     except PluginError as error:
-        message = hide_values(str(error), dict(options))
+        message = _hide_values(str(error), dict(options))
         if message == str(error):
             raise
         # The original exception contains the value, so it must not be shown as the cause.
@@ -267,3 +288,39 @@ def _check_method(context: str, method: Any, arguments: Sequence[str]) -> None:
 def _suggestion(name: str, names: Sequence[str]) -> str:
     matches = difflib.get_close_matches(name, names, n=1)
     return f" Did you mean {matches[0]}?" if matches else f" It has: {', '.join(names) or 'none'}"
+
+
+def _has_variable(value: Any) -> bool:
+    """Return True for a text that names an environment variable."""
+    return isinstance(value, str) and _VARIABLE.search(value) is not None
+
+
+def _resolve_variables(value: Any) -> Any:
+    """Return options with the values of their environment variables.
+
+    Raises OmegaConf's `InterpolationResolutionError` for a variable that is not set.
+    """
+    if isinstance(value, dict):
+        return {key: _resolve_variables(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_resolve_variables(inner) for inner in value]
+    if not _has_variable(value):
+        return value
+    return OmegaConf.create({"value": value})["value"]
+
+
+def _hide_values(text: str, options: Any) -> str:
+    """Replace the values of the options' environment variables in a text by their names."""
+    for name in _variable_names(options):
+        value = os.environ.get(name)
+        if value:
+            text = text.replace(value, f"${{oc.env:{name}}}")
+    return text
+
+
+def _variable_names(options: Any) -> list[str]:
+    if isinstance(options, dict):
+        options = list(options.values())
+    if isinstance(options, list):
+        return [name for option in options for name in _variable_names(option)]
+    return _VARIABLE.findall(options) if isinstance(options, str) else []

@@ -24,7 +24,8 @@ class ExcludedRows:
     bad: number of malformed or unusable rows.
     duplicates: number of repeated questions.
     overlapping: number of training rows whose question is held out.
-    num_reserved: number of questions that another data.num_eval holds out. They are not in `messages`.
+    num_reserved: number of questions that another data.num_eval holds out. `messages` leaves them
+    out.
     examples: the first bad rows, as `origin: reason`.
     messages: the first of all these rows, as `origin: reason`.
     """

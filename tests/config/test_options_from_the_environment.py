@@ -14,9 +14,7 @@ from megatron_rl.records.run_directory import to_yaml
 from megatron_rl.rewards import Scorer, open_scorer
 
 SECRET = "sk-not-to-be-written"
-OPTIONS = (
-    "{api_key: ${oc.env:JUDGE_KEY}, headers: {header: 'Bearer ${oc.env:JUDGE_KEY}'}, limit: 3}"
-)
+OPTIONS = "{api_key: ${oc.env:JUDGE_KEY}, headers: {auth: 'Bearer ${oc.env:JUDGE_KEY}'}, limit: 3}"
 OVERRIDES = ["experiment=smoke", "reward=custom", f"reward.name={__name__}:Judge"]
 
 
@@ -54,7 +52,7 @@ def test_the_class_receives_the_value() -> None:
     scorer = open_scorer(make_configuration().reward)
     assert isinstance(scorer, Judge)
     assert (scorer.api_key, scorer.limit) == (SECRET, 3)
-    assert scorer.headers == {"header": f"Bearer {SECRET}"}
+    assert scorer.headers == {"auth": f"Bearer {SECRET}"}
 
 
 def test_errors_leave_the_value_out() -> None:
@@ -66,7 +64,7 @@ def test_errors_leave_the_value_out() -> None:
 
 def test_a_missing_variable_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JUDGE_KEY")
-    with pytest.raises(ConfigurationRefused, match="'JUDGE_KEY' not found.*Set the variable"):
+    with pytest.raises(ConfigurationRefused, match=r"'JUDGE_KEY' not found.*Set the variable"):
         make_configuration()
     settings = RewardSettings(
         name=f"{__name__}:Judge",
