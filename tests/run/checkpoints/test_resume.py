@@ -178,8 +178,9 @@ def test_two_spellings_of_a_path_are_the_same_setting(
 def test_settings_of_the_model_can_change(tmp_path: Path, override: str) -> None:
     settings = flat_configuration(make_configuration(tmp_path))
     resume_point = ResumePoint(tmp_path, make_state(5, settings))
-    (change,) = resume_point.changed_settings(make_configuration(tmp_path, override))
-    assert change.startswith(override.partition("=")[0])
+    changes = resume_point.changed_settings(make_configuration(tmp_path, override))
+    # engine.dtype follows model.dtype
+    assert any(change.startswith(override.partition("=")[0]) for change in changes)
 
 
 @pytest.mark.parametrize("mode", [["mode=eval"], ["mode=profile", "data.pass_rates=rates.jsonl"]])
