@@ -60,7 +60,7 @@ class LoopState(msgspec.Struct, frozen=True, kw_only=True):
     accuracies: all evaluations so far.
     phase: None without the key `curriculum`.
     unevaluated_metrics: the metrics of `step` when its evaluation is still to be done, because a
-    stop request or a failure prevented it; None otherwise.
+    stop request or a failure prevented it; None otherwise. NaN and Inf are stored as None.
 
     No rollout is running between two steps, and every requested rollout was used, because
     rollout.max_staleness is 0.
@@ -73,7 +73,7 @@ class LoopState(msgspec.Struct, frozen=True, kw_only=True):
     nonfinite: Count = 0
     accuracies: tuple[float, ...] = ()
     phase: PhaseState | None = None
-    unevaluated_metrics: dict[str, float] | None = None
+    unevaluated_metrics: dict[str, float | None] | None = None
 
 
 class RunState(msgspec.Struct, frozen=True, kw_only=True):

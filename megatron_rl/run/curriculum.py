@@ -110,13 +110,17 @@ class Curriculum:
         self._announced_index = state.index
 
     def enter(self, step: int, parts: StepParts) -> StepParts:
-        """Return the parts for a step: the present ones, or new ones that continue where they are.
-
-        Every rank enters a new phase too.
-        """
+        """Move to the phase of a step, and return its parts."""
         for index, reason in self._schedule.advance(step):
             name = self._phases[index].settings.name
             self._log(f"phase {name} ended before step {step}: {reason}")
+        return self.open_phase(step, parts)
+
+    def open_phase(self, step: int, parts: StepParts) -> StepParts:
+        """Return the parts of the current phase: the present ones, or new ones that continue.
+
+        Every rank enters a new phase too.
+        """
         index = self._schedule.state.index
         if index == self._entered_index:
             return parts

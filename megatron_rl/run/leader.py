@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import InitVar, dataclass, field
@@ -18,6 +19,7 @@ from megatron_rl.credit.assign import BatchCredit
 from megatron_rl.engines.weight_sync import WeightSync
 from megatron_rl.records.run_records import RunRecords
 from megatron_rl.records.stopwatch import Stopwatch
+from megatron_rl.rollouts.evaluation import Evaluation
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.run.alarms import SelectionAlarm, UnchangedWeightsAlarm, ZeroVarianceBalanceAlarm
 from megatron_rl.run.checkpoints.manager import CheckpointManager
@@ -28,6 +30,7 @@ from megatron_rl.run.stopping import AccuracyUnknown, ending_key, is_accuracy_re
 from megatron_rl.run.supervision.stop_request import StepAborted
 from megatron_rl.training.dispatcher import Dispatcher
 from megatron_rl.training.worker import TrainOutcome
+from sglang_bridge.errors import EngineError
 
 
 @dataclass
@@ -54,6 +57,7 @@ class Leader:
     resume_state: InitVar[LoopState | None] = None
     _first_step: int = 1
     _is_resumed: bool = False
+    _num_updates: int = 0
     _pending_metrics: dict[str, float] = field(default_factory=dict)
     _accuracies: deque[float] = field(default_factory=deque)
     _is_synced: bool = False
@@ -81,14 +85,15 @@ class Leader:
                 f"nothing is left to train after step {step}: raise {key} to train further"
             )
         else:
-            self._enter_phase(self._first_step)
+            self._enter_first_phase(step)
             self._begin(step)
             self._exit_if_requested(step)
         while not self._ending_key(step):
             step += 1
             self._run_step(step)
             self._save_checkpoint(step, last=bool(self._ending_key(step)))
-        self._guard.require_update(step)
+        if not self._is_resumed and not self._num_updates:
+            self._guard.require_update()
         self.save_weights(step)
         self.dispatcher.finish()
         self.holder.stop()
@@ -110,7 +115,7 @@ class Leader:
             nonfinite=self._guard.count,
             accuracies=tuple(self._accuracies),
             phase=None if self.curriculum is None else self.curriculum.state,
-            unevaluated_metrics=self._unevaluated_metrics,
+            unevaluated_metrics=_to_storable(self._unevaluated_metrics),
         )
 
     def train_step(self, step: int, values: dict[str, float]) -> None:
@@ -124,6 +129,7 @@ class Leader:
             step, credit.rollouts, credit.advantages, credit.extra_rollouts, credit.denominator_only
         )
         outcome: TrainOutcome = self.dispatcher.run(Train(plan))
+        self._num_updates += outcome.optimizer_steps
         values |= self._training_metrics(batch, credit, plan, outcome)
         self.holder.release(batch.delivered_ids)
         self._guard.check(plan, finite=outcome.finite)
@@ -150,13 +156,15 @@ class Leader:
         self._is_synced = True
 
     def evaluate(self, step: int, values: dict[str, float]) -> None:
-        """Measure held-out pass@1, and add it to `values`."""
-        if self.parts.evaluation is None:
-            return
-        self.send_weights(values)
+        """Send the weights, measure held-out pass@1, and add it to `values`."""
+        if self.parts.evaluation is not None:
+            self.send_weights(values)
+            self._measure(step, values, self.parts.evaluation)
+
+    def _measure(self, step: int, values: dict[str, float], evaluation: Evaluation) -> None:
         watch = Stopwatch()
         with watch.section("eval"), self.records.progress.task(f"evaluating after step {step}"):
-            accuracy = self.parts.evaluation.measure(str(step))
+            accuracy = evaluation.measure(str(step))
         values |= accuracy.metrics() | watch.seconds
         values["account/evaluation"] = float(accuracy.tokens)
         values["account/generated"] = values.get("account/generated", 0.0) + accuracy.tokens
@@ -179,7 +187,7 @@ class Leader:
         self._is_resumed = True
         self._guard.count = state.nonfinite
         self._accuracies = deque(state.accuracies)
-        self._unevaluated_metrics = state.unevaluated_metrics
+        self._unevaluated_metrics = _from_storable(state.unevaluated_metrics)
         self.parts.rollouts.restore(state.selection)
         if self.curriculum is not None and state.phase is not None:
             self.curriculum.restore(state.phase)
@@ -191,31 +199,55 @@ class Leader:
         with self._stop_in_time(step), self._record(step) as values:
             self._enter_phase(step)
             self.train_step(step, values)
-            is_due = self._is_evaluation_due(step)
-            # After a stop request, the remaining time belongs to the checkpoint
+            is_due = self.parts.evaluation is not None and self._is_evaluation_due(step)
             is_last = step == self.train.total_steps
+            # After a stop request, the remaining time belongs to the checkpoint
             is_postponed = is_due and not is_last and self._is_stop_requested()
             if is_due and not is_postponed:
                 self._evaluate_or_save(step, values)
             if self.curriculum is not None:
                 values |= self.curriculum.update(values)
+            if is_postponed and self._ending_key(step):
+                self._evaluate_again(step, values)
+                is_postponed = False
             self._unevaluated_metrics = dict(values) if is_postponed else None
 
     def _evaluate_or_save(self, step: int, values: dict[str, float]) -> None:
         """Evaluate a step. If that fails, first save what the step has trained."""
+        assert self.parts.evaluation is not None
+        self.send_weights(values)
+        metrics = dict(values)
         try:
-            self.evaluate(step, values)
-        except Failure:
-            self._unevaluated_metrics = dict(values)
+            self._measure(step, values, self.parts.evaluation)
+        except (Failure, EngineError):
+            self._save_unevaluated(step, metrics)
+            raise
+
+    def _save_unevaluated(self, step: int, metrics: dict[str, float]) -> None:
+        """Save a step whose evaluation failed. Log problems: they must not hide the cause."""
+        log = self.records.progress.log
+        log(f"the evaluation of step {step} failed: saving what the step has trained")
+        if self.curriculum is not None:
+            metrics |= self.curriculum.update(metrics)
+        self._unevaluated_metrics = metrics
+        try:
             if self.checkpoints is not None and self.checkpoints.settings.checkpoint_every:
                 self.checkpoints.save(self.state(step))
             elif self._ending_key(step):
                 self.save_weights(step)
-            raise
+        except Exception as error:
+            log(f"warning: step {step} cannot be saved: {type(error).__name__}: {error}")
 
     def _enter_phase(self, step: int) -> None:
         if self.curriculum is not None:
             self.parts = self.curriculum.enter(step, self.parts)
+
+    def _enter_first_phase(self, step: int) -> None:
+        """Enter the phase of the first step, or stay in that of `step` to evaluate it again."""
+        if self._unevaluated_metrics is None:
+            self._enter_phase(self._first_step)
+        elif self.curriculum is not None:
+            self.parts = self.curriculum.open_phase(step, self.parts)
 
     def _begin(self, step: int) -> None:
         """Send the engines the weights that the run begins with.
@@ -224,26 +256,33 @@ class Leader:
         evaluation of `step` that it owes, and writes the record of that step again.
         """
         if not self._is_resumed:
-            with self._record(0) as values:
-                self.send_weights(values)
-                if self._is_evaluation_due(0) and not self._is_stop_requested():
-                    self.evaluate(0, values)
+            self._begin_new_run()
             return
         if self.sync.when == "step":
             self.send_weights(self._pending_metrics)
-        if self._unevaluated_metrics is not None:
-            self._make_up_evaluation(step, self._unevaluated_metrics)
+        if self._unevaluated_metrics is not None and not self._is_stop_requested():
+            values = dict(self._unevaluated_metrics)
+            try:
+                self._evaluate_again(step, values)
+                self._unevaluated_metrics = None
+            finally:
+                self.records.metrics.write(step, values)
 
-    def _make_up_evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        values = dict(metrics)
-        try:
-            self.evaluate(step, values)
-            if self.curriculum is not None:
-                tokens = {"rollout/tokens": 0.0}  # the checkpoint has counted them
-                values |= self.curriculum.update(values | tokens)
-            self._unevaluated_metrics = None
-        finally:
-            self.records.metrics.write(step, values)
+    def _begin_new_run(self) -> None:
+        with self._record(0) as values:
+            self.send_weights(values)
+            if self.parts.evaluation is None or not self._is_evaluation_due(0):
+                return
+            if self._is_stop_requested():
+                self._unevaluated_metrics = dict(values)
+            else:
+                self.evaluate(0, values)
+
+    def _evaluate_again(self, step: int, values: dict[str, float]) -> None:
+        """Evaluate a step whose tokens the curriculum has counted."""
+        self.evaluate(step, values)
+        if self.curriculum is not None and step:
+            values |= self.curriculum.update(values | {"rollout/tokens": 0.0})
 
     def _training_metrics(
         self, batch: RolloutBatch, credit: BatchCredit, plan: StepPlan, outcome: TrainOutcome
@@ -349,3 +388,16 @@ class Leader:
             yield values
         finally:
             self.records.metrics.write(step, values)
+
+
+def _to_storable(metrics: dict[str, float] | None) -> dict[str, float | None] | None:
+    """Replace NaN and Inf, which JSON cannot hold, by None."""
+    if metrics is None:
+        return None
+    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+
+
+def _from_storable(metrics: dict[str, float | None] | None) -> dict[str, float] | None:
+    if metrics is None:
+        return None
+    return {name: math.nan if value is None else value for name, value in metrics.items()}

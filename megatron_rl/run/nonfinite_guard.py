@@ -48,10 +48,10 @@ class NonFiniteGuard:
                 f"(train.max_nonfinite_steps={self.max_steps}). The batches are in {self.rollouts}"
             )
 
-    def require_update(self, last_step: int) -> None:
-        """Raise `NonFiniteRun` when no step up to `last_step` was applied."""
-        if self.count and self.count >= last_step:
+    def require_update(self) -> None:
+        """Raise `NonFiniteRun` after a run without an update, if NaN or Inf is the cause."""
+        if self.count:
             raise NonFiniteRun(
-                f"every step had NaN or Inf in the loss or the gradients: the weights have not "
+                f"every update had NaN or Inf in the loss or the gradients: the weights have not "
                 f"changed. The batches are in {self.rollouts}. Try a lower optimizer.lr"
             )

@@ -24,7 +24,7 @@ from megatron_rl.records.run_lock import mark_run_alive
 from megatron_rl.run.checkpoints.belief_transfer import read_transferred_beliefs
 from megatron_rl.run.checkpoints.disk_space import require_disk_space
 from megatron_rl.run.checkpoints.resume import ResumePoint, find_resume_point, open_run_directory
-from megatron_rl.run.checkpoints.resumed_directory import RunComplete, claim_directory
+from megatron_rl.run.checkpoints.resumed_directory import claim_directory, is_complete
 from megatron_rl.run.setup import RunSetup
 from megatron_rl.run.supervision.open_parts import OpenParts
 from megatron_rl.run.supervision.supervision import Supervision
@@ -55,7 +55,10 @@ def open_run(c: Configuration, supervision: Supervision) -> tuple[RunDirectory, 
     resume_point = _find_resume_point(c, job, progress, parts)
     setup = _open_directory(c, shape, job, resume_point, supervision)
     if setup.is_complete:
-        progress.log(f"the run in {setup.directory.path} is complete: nothing is left to do")
+        progress.log(
+            f"the run in {setup.directory.path} is complete. To train further, raise "
+            "train.total_steps or eval.stop_at"
+        )
         return setup.directory, _do_nothing
     progress.log(
         f"{job.world_size} rank(s) on {job.num_nodes} node(s); run directory {setup.directory.path}"
@@ -115,22 +118,19 @@ def _open_directory(
 
     def open_on_rank_zero() -> str:
         resume_point.changed_settings(c)
-        require_disk_space(c, shape)
+        if _is_complete(c, path, resume_point):
+            return f"{_COMPLETE}{path}"
+        require_disk_space(c, shape, resume_point.checkpoint)
         transferred_beliefs = read_transferred_beliefs(c, resume_point.state)
         if transferred_beliefs is not None:
             beliefs.append(transferred_beliefs)
             warnings.extend(transferred_beliefs.warnings)
         if c.run.resume == "auto":
             warnings.extend(_warn_of_restart(path, resume_point))
-        try:
-            return str(open_run_directory(c, resume_point, ranks=job.world_size).path)
-        except RunComplete as complete:
-            progress = supervision.progress
-            progress.log(str(complete))
-            return f"{_COMPLETE}{path}"
+        return str(open_run_directory(c, resume_point, ranks=job.world_size).path)
 
     text = _run_on_rank_zero(job, open_on_rank_zero)
-    is_complete = text.startswith(_COMPLETE)
+    has_ended = text.startswith(_COMPLETE)
     directory = RunDirectory(Path(text.removeprefix(_COMPLETE)))
     _accompany(directory, supervision)
     return RunSetup(
@@ -141,7 +141,7 @@ def _open_directory(
         directory=directory,
         beliefs=beliefs[0] if beliefs else None,
         warnings=tuple(warnings),
-        is_complete=is_complete,
+        is_complete=has_ended,
         progress=supervision.progress,
     )
 
@@ -151,6 +151,13 @@ def _accompany(directory: RunDirectory, supervision: Supervision) -> None:
     supervision.reporter.directory = directory.path
     with contextlib.suppress(OSError):  # a file system without locks
         supervision.parts.enter(mark_run_alive(directory.path))
+
+
+def _is_complete(c: Configuration, path: Path, resume_point: ResumePoint) -> bool:
+    """True when nothing is left to do for the run to resume."""
+    if c.run.resume != "auto" or resume_point.state is None:
+        return False
+    return is_complete(c, path, resume_point.state.position)
 
 
 def _do_nothing() -> None:

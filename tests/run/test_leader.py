@@ -209,7 +209,7 @@ def test_zero_variance_groups_train_beside_mixed_ones_with_zvp(tmp_path: Path) -
 
 def test_a_run_without_any_update_fails(tmp_path: Path) -> None:
     parts = ScriptedParts(finite=[False, False])
-    with pytest.raises(NonFiniteRun, match="every step had NaN or Inf"):
+    with pytest.raises(NonFiniteRun, match="every update had NaN or Inf"):
         lead(parts, tmp_path, steps=2, max_nonfinite_steps=3)
 
 

@@ -37,10 +37,6 @@ _ARCHIVE = "resumed"
 _FILES_TO_ARCHIVE = ("exit.json", "left_out.txt", STOP_FILE)
 
 
-class RunComplete(Exception):
-    """The run to resume is complete: nothing is left to do."""
-
-
 class _Step(msgspec.Struct):
     step: int
 
@@ -67,18 +63,26 @@ def claim_directory(configuration: Configuration) -> IO[bytes] | None:
     return lock
 
 
+def is_complete(configuration: Configuration, path: Path, position: LoopState) -> bool:
+    """True for a run that ended well and whose settings leave nothing to train after `position`.
+
+    A run that was killed just before its end is not complete, so that it can end.
+    """
+    key = ending_key(position.step, position.accuracies, configuration.train, configuration.eval)
+    exit_record = read_exit_record(path)
+    return bool(key) and exit_record is not None and exit_record.code == ExitCode.OK
+
+
 def reopen_directory(configuration: Configuration, position: LoopState | None) -> RunDirectory:
     """Prepare the claimed directory of a run that resumes. Rank 0 only.
 
     position: the state to resume from, None to start from the beginning. Records of later steps,
-    exit.json and a changed config.yaml move to `resumed/N/`. Raises `RunComplete`.
+    exit.json and a changed config.yaml move to `resumed/N/`.
     """
     path = run_directory_path(configuration.run, datetime.datetime.now())
     step = None
     if position is not None:
         step = position.step
-        key = ending_key(step, position.accuracies, configuration.train, configuration.eval)
-        _require_incomplete(path, key)
         if position.unevaluated_metrics is not None:
             step -= 1  # the resumed run evaluates this step, and writes its record again
     archive = _next_folder(path / _ARCHIVE)
@@ -122,17 +126,6 @@ def _is_until(line: bytes, step: int | None) -> bool:
         return msgspec.json.decode(line, type=_Step).step <= step
     except msgspec.MsgspecError:
         return False
-
-
-def _require_incomplete(path: Path, key: str) -> None:
-    """Raise `RunComplete` for a complete run.
-
-    key: the setting that ends the run at its checkpoint; empty when there are steps left. A run
-    that was killed just before its end is resumed, so that it can end.
-    """
-    exit_record = read_exit_record(path)
-    if key and exit_record is not None and exit_record.code == ExitCode.OK:
-        raise RunComplete(f"the run in {path} is complete. Raise {key} to train further")
 
 
 def _replace_settings(file: Path, settings: str, archive: Path) -> None:

@@ -42,9 +42,6 @@ class RecordingLeader(Leader):
         values |= watch.values()
         self.records.progress.log_step(step, values)
 
-    def evaluate(self, step: int, values: dict[str, float]) -> None:
-        """Do nothing: the weights do not change."""
-
     def save_weights(self, step: int) -> None:
         """Do nothing: the weights are those of model.path."""
 

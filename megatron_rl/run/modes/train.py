@@ -88,14 +88,15 @@ class TrainingMode:
         queue = parts.connections.queue
         stop_token_ids = self.setup.shape.eos_token_ids
         self.prompts.set_pass_rate_range(c.data.pass_rate_range)
+        evaluation = Evaluation(
+            queue, self.prompts.held_out, c.eval, c.rollout, stop_token_ids, parts.idle
+        )
         selector = open_selector(self.prompts, c.rollout, c.selection, seed=c.seed)
         return StepParts(
             rollouts=RolloutSampler(queue, c.rollout, selector, stop_token_ids, parts.idle),
             credit=Credit(c.algo, c.credit, seed=c.seed, max_new_tokens=c.rollout.max_new_tokens),
             planner=StepPlanner(c.train, c.parallel, dp_size=dp_size, seed=c.seed),
-            evaluation=Evaluation(
-                queue, self.prompts.held_out, c.eval, c.rollout, stop_token_ids, parts.idle
-            ),
+            evaluation=None if c.mode == "rollout_only" else evaluation,
         )
 
 

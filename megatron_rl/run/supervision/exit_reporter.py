@@ -134,7 +134,8 @@ class ExitReporter:
         if wait:
             self._wait_for_report()
         if self._is_reported() or not self._record(code, reason):
-            return code if code in SIGNALS.values() else ExitCode.PEER_FAILED
+            is_signal = code in (*SIGNALS.values(), ExitCode.REQUEUE)
+            return code if is_signal else ExitCode.PEER_FAILED
         if code in set(ExitCode):
             meaning = ExitCode(code).name.lower()
         else:

@@ -11,8 +11,6 @@ import threading
 import time
 from collections.abc import Callable
 
-# Torchrun forwards a Ctrl-C that its ranks have received already
-_FORWARDED_SECONDS = 2.0
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
@@ -35,7 +33,6 @@ class StopRequest:
         self._clock = clock
         self._lock = threading.Lock()
         self._accepts_signals = False
-        self._interrupt_time: float | None = None
         self._deadline: float | None = None
         self.signal_name: str | None = None
         self.is_step_abortable = False
@@ -52,7 +49,8 @@ class StopRequest:
                 return True
             if number not in STOP_SIGNALS or not self._accepts_signals:
                 return False
-            if number == signal.SIGINT and not self._is_first_interrupt():
+            # A second Ctrl-C ends the run at once
+            if number == signal.SIGINT and self.signal_name is not None:
                 return False
             # Slurm and torchrun both send SIGTERM: the second one does not extend the limit
             if self._deadline is None:
@@ -71,13 +69,6 @@ class StopRequest:
             return
         if self._clock() > self._deadline - self._seconds / 2:
             raise StepAborted
-
-    def _is_first_interrupt(self) -> bool:
-        """True for the first SIGINT and its copies. False when it follows another request."""
-        now = self._clock()
-        if self._interrupt_time is None and self.signal_name is None:
-            self._interrupt_time = now
-        return self._interrupt_time is not None and now - self._interrupt_time < _FORWARDED_SECONDS
 
     def _remember(self, number: int) -> None:
         self.signal_name = self.signal_name or signal.Signals(number).name

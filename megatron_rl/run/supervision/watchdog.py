@@ -136,7 +136,8 @@ class Watchdog:
             for number in self._new_signals():
                 self._handle_signal(number)
             if self._stop is not None and self._stop.has_expired:
-                self._end_run(signal.SIGTERM)
+                is_interrupt = self._stop.signal_name == signal.SIGINT.name
+                self._end_run(signal.SIGINT if is_interrupt else signal.SIGTERM)
             if self._reporter.exit_code is not None:
                 self._enforce_deadline()
             elif self._check is not None and time.monotonic() >= next_check:

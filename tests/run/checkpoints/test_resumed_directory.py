@@ -17,8 +17,8 @@ from megatron_rl.records.past_run import read_metrics, read_settings
 from megatron_rl.records.run_directory import RunDirectory, RunDirectoryTaken
 from megatron_rl.records.run_lock import mark_run_alive
 from megatron_rl.run.checkpoints.resumed_directory import (
-    RunComplete,
     claim_directory,
+    is_complete,
     reopen_directory,
 )
 from tests.support.checkpoints import make_state
@@ -112,22 +112,21 @@ def test_a_directory_of_something_else_cannot_be_claimed(tmp_path: Path) -> None
     assert (tmp_path / "job").exists()
 
 
-def test_a_complete_run_cannot_be_resumed_without_more_steps(tmp_path: Path) -> None:
+def test_a_run_is_complete_until_it_has_more_steps(tmp_path: Path) -> None:
     directory = write_steps(tmp_path, 5)
-    # Without exit.json, the run was killed just before its end
-    reopen_directory(make_configuration(tmp_path), position_after(5))
+    c = make_configuration(tmp_path)
+    position = position_after(5)
+    assert not is_complete(c, directory.path, position), "it was killed just before its end"
     write_exit_record(directory.path, ExitCode.OK, "complete")
-    with pytest.raises(RunComplete, match=r"complete.*train\.total_steps"):
-        reopen_directory(make_configuration(tmp_path), position_after(5))
-    reopen_directory(make_configuration(tmp_path, "train.total_steps=9"), position_after(5))
+    assert is_complete(c, directory.path, position)
+    longer = make_configuration(tmp_path, "train.total_steps=9")
+    assert not is_complete(longer, directory.path, position)
 
 
-def test_a_run_that_reached_its_accuracy_cannot_be_resumed_without_a_higher_one(
-    tmp_path: Path,
-) -> None:
+def test_a_run_is_complete_at_its_accuracy(tmp_path: Path) -> None:
     directory = write_steps(tmp_path, 3)
     write_exit_record(directory.path, ExitCode.OK, "complete")
     position = position_after(3, accuracies=(0.1, 0.5, 0.6))
-    with pytest.raises(RunComplete, match=r"complete.*eval\.stop_at"):
-        reopen_directory(make_configuration(tmp_path, "eval.stop_at=0.5"), position)
-    reopen_directory(make_configuration(tmp_path, "eval.stop_at=0.6"), position)
+    for stop_at, is_end in ((0.5, True), (0.6, False)):
+        c = make_configuration(tmp_path, f"eval.stop_at={stop_at}")
+        assert is_complete(c, directory.path, position) == is_end
