@@ -60,6 +60,7 @@ class ScriptedParts:
         self.metrics: dict[int, dict[str, float]] = {}
         self.released_groups: list[str] = []
         self.version = -1
+        self.extra_metrics: dict[str, float] = {}
         self.on_measure: Callable[[str], object] = lambda label: None
         self.audit_obstacle = ""
         self._num_lost = num_lost
@@ -117,7 +118,7 @@ class ScriptedParts:
                 self._on_train(plan.step)
                 is_finite = next(self._finite, True)
                 steps = len(plan.optimizer_steps) if is_finite else 0
-                return TrainOutcome(is_finite, steps, MetricSums(), {})
+                return TrainOutcome(is_finite, steps, MetricSums(), self.extra_metrics)
             case EnterPhase(index):
                 self.calls.append(f"enter {index}")
             case Save(path):

@@ -1,6 +1,7 @@
 """Saving checkpoints, reporting failed saves, and ending a run on a stop request."""
 
 import io
+import math
 import signal
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from megatron_rl.config.cli import compose
+from megatron_rl.config.curriculum import phases_of
 from megatron_rl.config.schema import RunSettings
 from megatron_rl.contracts.commands import Checkpoint, Command
 from megatron_rl.contracts.exit_codes import ExitCode
@@ -289,3 +292,52 @@ def test_a_run_resumes_after_its_checkpoint(tmp_path: Path) -> None:
     assert sorted(parts.metrics) == [4, 5]
     assert parts.cursor.position == 5
     assert parts.version == 5
+
+
+@pytest.mark.parametrize("stop_step", [1, 2, 3, 4])
+def test_a_run_stopped_before_an_evaluation_goes_through_the_same_phases(
+    tmp_path: Path, stop_step: int
+) -> None:
+    short = "{name: short, until: {steps: 2}}"
+    long = "{name: long, until: {accuracy: 0.6}}"
+    overrides = ["selection=belief", "eval.every=1", f"curriculum=[{short},{long},{{name: last}}]"]
+    phases = phases_of(compose(overrides))
+    accuracies = [0.9, 0.9, 0.9, 0.7, 0.1, 0.1]
+    options: dict[str, Any] = {"steps": 5, "evals": {"every": 1}, "phases": phases}
+    whole_run = lead(ScriptedParts(accuracies=accuracies), tmp_path, **options)
+    stop = make_stop_request()
+    ranks = FakeRanks()
+    parts = ScriptedParts(accuracies=accuracies, on_train=stop_at_step(stop, stop_step))
+    with pytest.raises(StoppedAfterSave):
+        lead(parts, tmp_path, checkpoints=make_manager(ranks, stop), **options)
+    second_run = lead(
+        ScriptedParts(accuracies=accuracies[stop_step:]),
+        tmp_path,
+        resume_state=ranks.states[-1].position,
+        **options,
+    )
+    for step in range(stop_step, 6):
+        for name in ("phase/index", "phase/tokens", "eval/accuracy"):
+            assert second_run.metrics[step][name] == whole_run.metrics[step][name]
+
+
+def test_metrics_with_nan_survive_in_a_checkpoint(tmp_path: Path) -> None:
+    stop = make_stop_request()
+    ranks = FakeRanks()
+    parts = ScriptedParts(finite=[True, False], on_train=stop_at_step(stop, 2))
+    parts.extra_metrics = {"train/loss": float("nan")}
+    with pytest.raises(StoppedAfterSave):
+        lead(
+            parts,
+            tmp_path,
+            steps=9,
+            evals={"every": 1},
+            checkpoints=make_manager(ranks, stop),
+            max_nonfinite_steps=3,
+        )
+    state = ranks.states[-1].position
+    assert state.unevaluated_metrics is not None
+    assert state.unevaluated_metrics["train/loss"] is None
+    resumed_parts = ScriptedParts()
+    lead(resumed_parts, tmp_path, steps=3, evals={"every": 1}, resume_state=state)
+    assert math.isnan(resumed_parts.metrics[2]["train/loss"])
