@@ -34,10 +34,11 @@ def attention(setting: Setting, report: Report) -> None:
         error = (result.float() - reference).abs().max() / reference.abs().max()
         report.require_at_most(f"{name}_error", float(error), MAX_ERROR)
     module = _module()
-    report.note("varlen_available", module._varlen.available)
+    report.note("varlen_available", module._varlen.is_available)
     probe = torch.zeros(1, 1, _DIM, device=device, dtype=torch.bfloat16)
-    is_used = module._varlen.fits(probe, probe, probe)
-    report.require("varlen_used_where_it_should", is_used == (device.type == "cuda"))
+    is_used = module._varlen.supports(probe, probe, probe)
+    is_expected = device.type == "cuda" and bool(module._varlen.is_available)
+    report.require("varlen_used_where_it_should", is_used == is_expected)
     if device.type == "cuda":
         report.note("16k_tokens_ms", _milliseconds([4096] * 4, device))
 
