@@ -4,6 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 NPROC  ?= 2
 ARGS   ?=
+# Processes that run tests. Many quick tests wait, so there are more of them than cores.
+QUICK_WORKERS ?= 4
 WORKERS ?= 2
 TESTS  ?= tests
 export OMP_NUM_THREADS ?= 1
@@ -11,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 .DEFAULT_GOAL := help
 TARGET_PYTHON ?= 3.12
 .PHONY: help install extras peers mutants bench gpu-check gpu-bundle train check test test-all lint clean
-PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+PYTEST := $(BIN)/python -m pytest --dist loadfile
 HEAVY  := engine or distributed or chaos or slow
 QUICK  := not gpu and not nightly and not ($(HEAVY))
 
@@ -61,14 +63,14 @@ train: install ## train the quickstart on this machine: make train ARGS="seed=1"
 	$(BIN)/torchrun --standalone --nproc-per-node $(NPROC) launch/train_rl.py experiment=quickstart parallel=$(if $(filter 1,$(NPROC)),single,ep2) $(ARGS)
 
 check: lint ## run the linters and the quick tests
-	$(PYTEST) -q -m "$(QUICK)" $(TESTS)
+	$(PYTEST) --numprocesses $(QUICK_WORKERS) -q -m "$(QUICK)" $(TESTS)
 
 test: install ## run all tests that need no GPU, except the nightly ones: make test TESTS=tests/config
-	$(PYTEST) -q -m "$(QUICK)" --durations=5 $(TESTS) || [ $$? = 5 ]
-	$(PYTEST) -m "not gpu and not nightly and ($(HEAVY))" --durations=10 $(TESTS) || [ $$? = 5 ]
+	$(PYTEST) --numprocesses $(QUICK_WORKERS) -q -m "$(QUICK)" --durations=5 $(TESTS) || [ $$? = 5 ]
+	$(PYTEST) --numprocesses $(WORKERS) -m "not gpu and not nightly and ($(HEAVY))" --durations=10 $(TESTS) || [ $$? = 5 ]
 
 test-all: install ## run all tests that need no GPU, also the nightly ones
-	$(PYTEST) -m "not gpu" --durations=20 $(TESTS) || [ $$? = 5 ]
+	$(PYTEST) --numprocesses $(WORKERS) -m "not gpu" --durations=20 $(TESTS) || [ $$? = 5 ]
 
 lint: install ## check style and types with ruff and mypy
 	$(BIN)/ruff check .

@@ -114,7 +114,7 @@ def run_stage(stage: str, limit: float, scratch: Path, *, small: bool) -> Outcom
     if limit <= 0:
         return Outcome(stage, "not started", "the budget is spent")
     scratch.mkdir(parents=True)
-    options = ["--scratch", str(scratch), *(["--small"] if small else [])]
+    options = ["--scratch", str(scratch), "--limit", str(limit), *(["--small"] if small else [])]
     command = [sys.executable, "-m", f"launch.gpu_stages.{stage}", *options]
     log = scratch / "log.txt"
     start = time.monotonic()

@@ -4,6 +4,9 @@ Examples, with the settings and the ranks of launch/train_rl.py:
 
     python launch/preflight.py experiment=quickstart key=value ...
     torchrun --nproc-per-node 2 launch/preflight.py experiment=quickstart parallel=ep2
+    python launch/preflight.py --rehearse rank=17 ranks=128 model=qwen3_235b_a22b ...
+
+With --rehearse it builds one rank of a cluster without GPUs; see launch/rehearsal.
 
 It applies every rule of the configuration, and opens the data and the user-defined classes that a
 run opens before its first step. Output: one line for each check (ok, warn or FAIL), from one rank
@@ -35,6 +38,8 @@ from megatron_rl.models.families import read_shape
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.planning.memory import engine_memory, rank_memory
 from megatron_rl.records.run_directory import PACKAGES
+from megatron_rl.run.data import RunData, read_data
+from megatron_rl.run.prompts import build_prompts
 from sglang_bridge.addresses import node_address, require_private_address
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import EngineError
@@ -47,6 +52,7 @@ GIB = 1024**3
 ENGINE_BYTES = 2 * GIB
 RANK_BYTES = GIB // 2
 ANSWER_SECONDS = 5.0
+_REHEARSE = "--rehearse"
 
 
 @dataclass(frozen=True)
@@ -261,10 +267,30 @@ def check_external_engines(c: Configuration) -> Iterator[Check]:
             yield Check(url, True, "answers, and fits the configuration", "")
 
 
+def check_data(c: Configuration) -> Check:
+    """Read the data as rank 0 does, before torch is imported."""
+
+    def read() -> str:
+        return describe(read_data(c))
+
+    return _check_opening("data", read)
+
+
+def describe(data: RunData) -> str:
+    """Return the numbers of prompts, or of recorded batches, with notes about them."""
+    if data.recording is not None:
+        return f"{data.recording.num_batches} recorded batches"
+    if data.prompts is None:
+        return ", ".join(f"{len(prompts)} in {name}" for name, prompts in data.sets.items())
+    counts = f"{len(data.prompts.train)} to train, {len(data.prompts.held_out)} held out"
+    warnings = (f"warning: {warning}" for warning in data.warnings)
+    return "; ".join([counts, *filter(None, data.prompts.notes()), *warnings])
+
+
 def check_opening(c: Configuration) -> Iterator[Check]:
     """Open what ranks open before the first step.
 
-    These are imports, user-defined classes, prompts and the space on the disk.
+    These are imports, user-defined classes, another run's beliefs and the space on the disk.
     """
     from megatron_rl.mcore import compat
 
@@ -274,17 +300,18 @@ def check_opening(c: Configuration) -> Iterator[Check]:
         from megatron_rl.losses import open_loss
         from megatron_rl.run.checkpoints.belief_transfer import read_transferred_beliefs
         from megatron_rl.run.checkpoints.disk_space import require_disk_space
-        from megatron_rl.run.prompts import build_prompts
     except ImportError as error:
         yield Check("trainer", False, f"cannot be imported ({error})", "Run make install")
         return
     shape = read_shape(c.model.path)
 
-    def open_prompts() -> str:
-        beliefs = read_transferred_beliefs(c) if c.run.resume == "never" else None
-        prompts = build_prompts(c, beliefs)
-        counts = f"{len(prompts.train)} to train, {len(prompts.held_out)} held out"
-        return "; ".join([counts, *filter(None, prompts.notes())])
+    def open_beliefs() -> str:
+        beliefs = read_transferred_beliefs(c)
+        if beliefs is None:
+            return "none are used"
+        prompts = build_prompts(c)
+        beliefs.apply_to(prompts)
+        return "; ".join(filter(None, prompts.notes()))
 
     def open_algo() -> str:
         open_loss(c.algo, shape)
@@ -296,7 +323,8 @@ def check_opening(c: Configuration) -> Iterator[Check]:
 
     yield _check_opening("algo", open_algo)
     yield _check_opening("environment", lambda: type(open_environment(c.environment)).__name__)
-    yield _check_opening("prompts", open_prompts)
+    if c.selection.beliefs_from is not None and c.run.resume == "never":
+        yield _check_opening("beliefs", open_beliefs)
     yield _check_opening("disk space", check_space)
 
 
@@ -309,6 +337,22 @@ def _check_opening(name: str, open_part: Callable[[], str]) -> Check:
         return Check(name, False, f"{type(error).__name__}: {error}", "Correct it there")
 
 
+def check_all(c: Configuration, facts: LaunchFacts) -> Iterator[Check]:
+    """Yield every check. The data comes first, because it needs neither torch nor Megatron."""
+    shape = read_shape(c.model.path)
+    yield check_data(c)
+    yield from check_versions(read_constraints(with_gpus=facts.num_gpus > 0))
+    yield from check_devices(facts)
+    yield check_memory(c.engine, facts)
+    yield from check_rank_memory(sized_for_all_phases(c), shape, facts, device_bytes(facts))
+    yield from check_save_memory(c, shape, facts, psutil.virtual_memory().available)
+    yield check_shared_memory()
+    yield check_run_root(c.run.root)
+    yield from check_addresses(facts)
+    yield from check_external_engines(c)
+    yield from check_opening(c)
+
+
 def preflight(config: Configuration) -> int:
     """Print every check of an accepted configuration and return the exit code.
 
@@ -317,24 +361,14 @@ def preflight(config: Configuration) -> int:
     facts = LaunchFacts.from_environment(os.environ)
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return ExitCode.OK
-    shape = read_shape(config.model.path)
-    available = psutil.virtual_memory().available
-    checks = [
-        *check_versions(read_constraints(with_gpus=facts.num_gpus > 0)),
-        *check_devices(facts),
-        check_memory(config.engine, facts),
-        *check_rank_memory(sized_for_all_phases(config), shape, facts, device_bytes(facts)),
-        *check_save_memory(config, shape, facts, available),
-        check_shared_memory(),
-        check_run_root(config.run.root),
-        *check_addresses(facts),
-        *check_external_engines(config),
-        *check_opening(config),
-    ]
     host = f"{socket.gethostname()}: " if facts.world_size > facts.local_world_size else ""
-    for line in ("ok    configuration: follows every rule", *checks):
-        print(f"{host}{line}")
-    return ExitCode.OK if not any(check.refuses for check in checks) else ExitCode.REFUSED
+    print(f"{host}ok    configuration: follows every rule", flush=True)
+    exit_code = ExitCode.OK
+    for check in check_all(config, facts):
+        print(f"{host}{check}", flush=True)
+        if check.refuses:
+            exit_code = ExitCode.REFUSED
+    return exit_code
 
 
 if __name__ == "__main__":
@@ -342,4 +376,11 @@ if __name__ == "__main__":
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(__doc__)
         sys.exit(ExitCode.OK)
+    if _REHEARSE in sys.argv:
+        options = [argument for argument in sys.argv[1:] if argument != _REHEARSE]
+        # A new process, because the rehearsal changes torch before it is imported
+        paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        command = [sys.executable, "-m", "launch.rehearsal", *options]
+        os.execve(sys.executable, command, environment)
     sys.exit(main(preflight, ROOT / "hydra_conf"))

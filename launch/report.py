@@ -24,13 +24,26 @@ from megatron_rl.records.heat_maps import draw, heat_maps
 from megatron_rl.records.past_run import Record, RunUnreadable, read_metrics
 from megatron_rl.records.write_errors import write_problem
 
-SECTIONS = ("rollout", "exchange", "old_policy", "train", "sync")
+# The sections of a step, in their order. True: every step that trains has it.
+SECTIONS = {
+    "rollout": True,
+    "credit": False,
+    "exchange": True,
+    "old_policy": True,
+    "measure_replay": False,
+    "train": True,
+    "account": False,
+    "record": False,
+    "sync": True,
+}
+_OTHER = "other"
 _STEPS = """Print the seconds of each section of a step: of the first step, which compiles, and the
 mean of all later steps.
 
     python launch/report.py steps runs/NAME
 
-Output: a Markdown table, and one line about evaluations if there were any.
+Output: a Markdown table. "other" is the time of a step in no section. The lines below it are the
+seconds of all steps, evaluations and checkpoints.
 """
 _HEAT_MAPS = """Draw what a run measured of its expert routes, layer by layer.
 
@@ -88,13 +101,8 @@ def report_steps(run: Path) -> None:
             f"{run}: no step is complete. Wait for the first step, or give another run"
         )
     print("\n".join(step_table(steps)))
-    evaluations = [seconds for record in records if (seconds := _seconds(record, "eval")) > 0]
-    if evaluations:
-        reward_seconds = mean(_seconds(record, "reward_exposed") for record in _later(steps))
-        print(
-            f"\n{len(evaluations)} evaluations of {mean(evaluations):.1f} s each; "
-            f"reward time exposed {reward_seconds:.3f} s a step"
-        )
+    print()
+    print("\n".join(totals(records)))
 
 
 def step_table(steps: Sequence[Record]) -> Iterator[str]:
@@ -104,11 +112,49 @@ def step_table(steps: Sequence[Record]) -> Iterator[str]:
     whole = mean(_seconds(record, "step") for record in later)
     yield "| section | first step, s | later steps, s | share |"
     yield "|---|---|---|---|"
-    for section in SECTIONS:
+    for section in _sections_of(steps):
         seconds = mean(_seconds(record, section) for record in later)
-        share = seconds / whole
-        yield f"| {section} | {_seconds(first, section):.2f} | {seconds:.2f} | {share:.0%} |"
+        yield _row(section, _seconds(first, section), seconds, whole)
+    yield _row(_OTHER, _other_seconds(first), mean(map(_other_seconds, later)), whole)
     yield f"| whole step | {_seconds(first, 'step'):.2f} | {whole:.2f} | |"
+
+
+def totals(records: Sequence[Record]) -> Iterator[str]:
+    """Yield the seconds of all steps, evaluations and checkpoints of a run."""
+    steps = [record for record in records if _seconds(record, "step") > 0]
+    exposed = mean(_seconds(record, "reward_exposed") for record in _later(steps))
+    seconds = sum(_seconds(step, "step") for step in steps)
+    num_steps = _count(len(steps), "step")
+    yield f"{num_steps}: {seconds:.1f} s; reward time exposed {exposed:.3f} s a step"
+    together = seconds
+    for section, name in (("eval", "evaluation"), ("checkpoint", "checkpoint")):
+        durations = [_seconds(record, section) for record in records if _seconds(record, section)]
+        if durations:
+            each = f", {mean(durations):.1f} s each" if len(durations) > 1 else ""
+            yield f"{_count(len(durations), name)}: {sum(durations):.1f} s{each}"
+            together += sum(durations)
+    if together > seconds:
+        yield f"together: {together:.1f} s"
+
+
+def _sections_of(steps: Sequence[Record]) -> Iterator[str]:
+    """Yield the sections that every training step has, and the others that some step has."""
+    for section, is_in_every_step in SECTIONS.items():
+        if is_in_every_step or any(_seconds(step, section) for step in steps):
+            yield section
+
+
+def _other_seconds(step: Record) -> float:
+    """The seconds of a step that are in no section."""
+    return max(0.0, _seconds(step, "step") - sum(_seconds(step, name) for name in SECTIONS))
+
+
+def _row(section: str, first: float, later: float, whole: float) -> str:
+    return f"| {section} | {first:.2f} | {later:.2f} | {later / whole:.0%} |"
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number} {name}" if number == 1 else f"{number} {name}s"
 
 
 def _later(steps: Sequence[Record]) -> Sequence[Record]:

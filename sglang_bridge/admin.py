@@ -5,8 +5,11 @@ Each call blocks until the engine answers.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
+import re
 import urllib.parse
+from http import HTTPStatus
 from typing import Any
 
 import msgspec
@@ -19,6 +22,8 @@ from sglang_bridge.keys import RunKeys
 # "abort" would lose them. "in_place" would keep the cache that the old weights computed, and the
 # engine refuses to flush it while requests run.
 _PAUSE_MODE = "retract"
+# One line for each set of labels, in Prometheus' text format.
+_GENERATED_TOKENS = re.compile(rb"^sglang:generation_tokens_total(?:\{.*\})? (\S+)", re.MULTILINE)
 
 
 class _Rank(msgspec.Struct):
@@ -72,6 +77,23 @@ class AdminClient:
         status, body = self._exchange("GET", "/server_info", None, admin=False)
         self._require_ok("/server_info", status, body)
         return msgspec.json.decode(body, type=dict[str, Any])
+
+    def generated_tokens(self) -> int | None:
+        """The tokens of all requests that have ended since the server's start.
+
+        None where the server does not count them, because it runs without --enable-metrics, or has
+        served no request.
+        """
+        status, body = self._exchange("GET", "/metrics", None, admin=False)
+        if status == HTTPStatus.NOT_FOUND:
+            return None
+        self._require_ok("/metrics", status, body)
+        counts = [_count(match[1]) for match in _GENERATED_TOKENS.finditer(body)]
+        if any(count is None for count in counts):
+            raise RequestFailed(
+                f"{self.url}/metrics: sglang:generation_tokens_total is no count of tokens"
+            )
+        return sum(filter(None, counts)) if counts else None
 
     def pause(self) -> None:
         """Stop generating. Running requests are recomputed once the engine resumes."""
@@ -211,3 +233,11 @@ class AdminClient:
             ) from error
         finally:
             connection.close()
+
+
+def _count(text: bytes) -> int | None:
+    """Read a counter; None for a text that is none."""
+    with contextlib.suppress(ValueError, OverflowError):
+        count = int(float(text))  # not for NaN and infinity
+        return count if count >= 0 else None
+    return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import ClassVar
 
 _MAX_DIFFERENCES = 8  # in a message
@@ -35,17 +36,25 @@ class EngineUnhealthy(EngineError):
     """An engine did not become healthy before its deadline. log_tail: the last lines of its log."""
 
     def __init__(self, message: str, *, log_tail: str = "") -> None:
-        super().__init__(_with_log(message, log_tail))
+        super().__init__(message)
         self.log_tail = log_tail
+        _add_log(self, log_tail)
 
 
 class EngineDied(EngineError):
-    """An engine's process ended by itself. returncode: as in `describe_exit`."""
+    """An engine's process ended by itself.
 
-    def __init__(self, message: str, *, returncode: int, log_tail: str = "") -> None:
-        super().__init__(_with_log(f"{message} ({describe_exit(returncode)})", log_tail))
+    returncode: as in `describe_exit`. log_path: its log. log_tail: the last lines of it.
+    """
+
+    def __init__(
+        self, message: str, *, returncode: int, log_path: Path | None = None, log_tail: str = ""
+    ) -> None:
+        location = "" if log_path is None else f"; see {log_path}"
+        super().__init__(f"{message} ({describe_exit(returncode)}){location}")
         self.returncode = returncode
         self.log_tail = log_tail
+        _add_log(self, log_tail)
 
 
 class RequestFailed(EngineError):
@@ -104,8 +113,10 @@ class AuditUnsupported(EngineError):
     """
 
 
-def _with_log(message: str, log_tail: str) -> str:
-    return f"{message}; last lines of its log:\n{log_tail}" if log_tail else message
+def _add_log(error: EngineError, log_tail: str) -> None:
+    """Show the log in a traceback, but not in the message."""
+    if log_tail:
+        error.add_note(f"last lines of the log:\n{log_tail}")
 
 
 def _abridge(texts: Sequence[str]) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import binascii
+import contextlib
 import enum
 import re
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -61,11 +62,16 @@ class Generation:
 
 
 class GenerationRejected(ValueError):
-    """A reply that cannot be used. `reason` is a short name under which metrics count it."""
+    """A reply that cannot be used.
+
+    reason: a short name under which metrics count it. num_tokens: the tokens that the engine
+    sampled for it, 0 where the reply does not tell.
+    """
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(f"{reason}: {message}")
         self.reason = reason
+        self.num_tokens = 0
 
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -90,6 +96,18 @@ class _Reply(msgspec.Struct):
     meta_info: _MetaInfo
 
 
+class _CompletionCount(msgspec.Struct):
+    completion_tokens: _Count
+
+
+class _ReplyWithCount(msgspec.Struct):
+    meta_info: _CompletionCount
+
+
+class _ReplyWithTokens(msgspec.Struct):
+    output_ids: list[Any]
+
+
 _decoder = msgspec.json.Decoder(_Reply)
 
 
@@ -112,9 +130,23 @@ def decode_generation(
         # Decoded to str first, because msgspec does not check the bytes of keys that it skips.
         reply = _decoder.decode(text.decode())
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise GenerationRejected(
-            "malformed", f"{error}; the reply starts {body[:200]!r}"
-        ) from error
+        rejection = GenerationRejected("malformed", f"{error}; the reply starts {body[:200]!r}")
+        rejection.num_tokens = _count_tokens(text)
+        raise rejection from error
+    try:
+        return _check(reply, route_base64, num_prompt_tokens, route_shape, vocab_size)
+    except GenerationRejected as rejection:
+        rejection.num_tokens = len(reply.output_ids)
+        raise
+
+
+def _check(
+    reply: _Reply,
+    route_base64: memoryview,
+    num_prompt_tokens: int,
+    route_shape: tuple[int, int] | None,
+    vocab_size: int | None,
+) -> Generation:
     meta = reply.meta_info
     finish_reason = _finish_reason(meta)
     output_ids = _tokens(reply.output_ids, vocab_size)
@@ -132,6 +164,19 @@ def decode_generation(
         cached_tokens=meta.cached_tokens,
         retractions=meta.num_retractions,
     )
+
+
+def _count_tokens(text: bytes) -> int:
+    """Count the sampled tokens of a malformed reply as far as it tells.
+
+    A count beyond the reply's length is impossible: each token takes at least a byte.
+    """
+    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        count = msgspec.json.decode(text, type=_ReplyWithCount).meta_info.completion_tokens
+        return count if count <= len(text) else 0
+    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return len(msgspec.json.decode(text, type=_ReplyWithTokens).output_ids)
+    return 0
 
 
 def _split_routes(body: bytes) -> tuple[bytes, memoryview]:

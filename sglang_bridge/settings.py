@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from annotated_types import Ge, Gt, Le
 
@@ -30,6 +30,11 @@ _RESERVED = (
     "--max-running-requests",
     "--quantization",
 )
+_OTHER_NCCL = "it changes NCCL's settings on the engine's side only"
+# Routes keep the checkpoint's expert ids, but weights and their audit follow the physical places.
+_OTHER_PLACES = (
+    "it copies or moves experts, and weights sent under the checkpoint's ids do not follow them"
+)
 # Unsupported options, by the reason. They break what the bridge relies on: recorded routes, one
 # replica, private keys. The reasons hold for SGLang 0.5.23, which records routes before it maps
 # experts to physical places.
@@ -47,13 +52,11 @@ _UNSUPPORTED = {
         "--ssl-certfile",
         "--tokenizer-worker-num",  # SGLang refuses it together with keys
     ),
-    "it changes NCCL's settings on the engine's side only": (
+    _OTHER_NCCL: (
         "--enable-symm-mem",
         "--enable-nccl-nvls",
     ),
-    # Routes keep the checkpoint's expert ids, but weights and their audit follow the physical
-    # places.
-    "it copies or moves experts, and weights sent under the checkpoint's ids do not follow them": (
+    _OTHER_PLACES: (
         "--enable-eplb",
         "--ep-num-redundant-experts",
         "--init-expert-location",
@@ -96,6 +99,8 @@ _UNSUPPORTED = {
         "--model-impl",
     ),
 }
+# Values in `/server_info` that stand for an option that is not set, besides False.
+_UNSET = (None, 0, 1, "", "none", "null", "auto", "trivial", "sglang")
 _CPU_SLOTS = 16384
 
 
@@ -122,6 +127,8 @@ class ServerSettings:
     request_timeout_s: Annotated[float, Gt(0), Le(10**6)] = 120.0
     # of a failed request; each retry is a round over all engines of the node
     retries: Annotated[int, Ge(0), Le(100)] = 2
+    # managed only: count sampled tokens, to compare them with the account of tokens
+    count_tokens: bool = True
     extra_args: list[str] = field(default_factory=list)  # managed only
 
 
@@ -189,6 +196,36 @@ def server_refusals(settings: ServerSettings, device: Literal["cpu", "cuda"]) ->
         if refusal is not None:
             rule, remedy = refusal
             yield Refusal("engine.extra_args", settings.extra_args, rule, remedy)
+
+
+class RunningOption(NamedTuple):
+    """An unsupported option with which a server runs, such as `--enable-eplb`.
+
+    harms_routes: False if it harms the weights.
+    """
+
+    name: str
+    value: Any
+    reason: str
+    harms_routes: bool
+
+
+def unsupported_options(info: Mapping[str, Any]) -> Iterator[RunningOption]:
+    """Yield the unsupported options of a server that somebody else started.
+
+    Left out are options that concern its start, NCCL's settings, which may equal the trainer's, and
+    the runner of experts, of which some record routes.
+
+    info: the server's `/server_info`, which holds the value of every option.
+    """
+    for reason, names in _UNSUPPORTED.items():
+        if reason in ("", _OTHER_NCCL):
+            continue
+        for name in names:
+            value = info.get(name.removeprefix("--").replace("-", "_"))
+            is_set = value is True or (value is not False and value not in _UNSET)
+            if is_set and name != "--moe-runner-backend":
+                yield RunningOption(name, value, reason, harms_routes=reason != _OTHER_PLACES)
 
 
 def _option_refusal(option: str) -> tuple[str, str] | None:

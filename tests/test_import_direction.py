@@ -4,6 +4,7 @@ launch -> megatron_rl -> {sglang_bridge, espo_kernels}, and one way among the ro
 """
 
 import ast
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -58,6 +59,12 @@ WING_FORBIDDEN = {
 }
 # The kernels may import these besides the standard library. More would bind them to this trainer.
 KERNELS_MAY_IMPORT = {"espo_kernels", "torch", "triton", "numpy", "numba", "llvmlite"}
+
+# Imports and calls that unpickle data of a file or of another process
+UNPICKLING = re.compile(
+    r"import (pickle|shelve|dill|cloudpickle|joblib|marshal)|_object(_list)?\(|torch\.load\(|"
+    r"allow_pickle=True"
+)
 
 Graph = Mapping[str, set[str]]
 
@@ -214,6 +221,17 @@ def test_no_modules_import_each_other() -> None:
     }
     assert len(modules) > 300
     assert cycles(import_graph(modules)) == []
+
+
+def test_one_module_unpickles_and_it_looks_up_listed_classes() -> None:
+    """Everything else is decoded by type: JSON, MessagePack and tensors."""
+    modules = {
+        name: source
+        for package in ("megatron_rl", "sglang_bridge", "espo_kernels")
+        for name, source in read_modules(package).items()
+    }
+    unpickling = {name for name, source in modules.items() if UNPICKLING.search(source)}
+    assert unpickling == {"megatron_rl.mcore.checkpoint.storage"}
 
 
 def test_late_and_type_only_imports_are_seen() -> None:

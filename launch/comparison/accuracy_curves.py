@@ -91,9 +91,16 @@ def table(results: Mapping[str, Sequence[Curve]]) -> Iterator[str]:
             )
         gains = [100 * curve.gain for curve in curves]
         yield (
-            f"| **{name}** | mean | | | **{mean(gains):+.1f}** "
-            f"({min(gains):+.1f} to {max(gains):+.1f}) | | |"
+            f"| **{name}** | mean | | | "
+            f"{with_range(f'**{mean(gains):+.1f}**', gains, '+.1f')} | | |"
         )
+
+
+def with_range(text: str, values: Sequence[float], form: str) -> str:
+    """Append the range of the values to the text of their mean. One value has no range."""
+    if len(values) == 1:
+        return text
+    return f"{text} ({min(values):{form}} to {max(values):{form}})"
 
 
 def plot(results: Mapping[str, Sequence[Curve]], file: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from statistics import mean
 from typing import Any
 
-from launch.comparison.accuracy_curves import Curve
+from launch.comparison.accuracy_curves import Curve, with_range
 from launch.comparison.search import Point, Trial, clip_range
 from launch.comparison.variants import ComparisonRefused, Run
 from megatron_rl.config.algorithms import AlgoSettings
@@ -31,7 +31,7 @@ def contest_table(
         yield (
             f"| {name} | {reason} | {_settings(choices[name][reason].point)} | {_clip_text(algo)} "
             f"| {mean(curve.clipped_share for curve in group):.1%} | {end:.3f} "
-            f"| **{mean(gains):+.1f}** ({min(gains):+.1f} to {max(gains):+.1f}) "
+            f"| {with_range(f'**{mean(gains):+.1f}**', gains, '+.1f')} "
             f"| {', '.join(str(curve.seed) for curve in group)} |"
         )
 

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from statistics import mean
 
+from launch.comparison.accuracy_curves import with_range
 from launch.comparison.figure import draw_range, drawing
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.records.past_run import Record, read_metrics
@@ -81,7 +82,7 @@ def metric_table(results: Mapping[str, Sequence[MetricCurves]]) -> Iterator[str]
 
 
 def _mean_and_range(values: Sequence[float], form: str) -> str:
-    return f"{mean(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+    return with_range(f"{mean(values):{form}}", values, form)
 
 
 def plot_metrics(results: Mapping[str, Sequence[MetricCurves]], file: Path) -> None:

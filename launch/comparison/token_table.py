@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
-from launch.comparison.accuracy_curves import Curve, accuracy_over_tokens
+from launch.comparison.accuracy_curves import Curve, accuracy_over_tokens, with_range
 from launch.comparison.tokens_to_accuracy import (
     highest_common_level,
     rising_curve,
@@ -105,8 +105,8 @@ def token_table(
             )
         ratio = f" {_ratio(tokens.tokens[against], counts)} |" if against else ""
         yield (
-            f"| **{name}** | mean | | | **{mean(counts):,.0f}** "
-            f"({min(counts):,.0f} to {max(counts):,.0f}) | |{ratio}"
+            f"| **{name}** | mean | | | "
+            f"{with_range(f'**{mean(counts):,.0f}**', counts, ',.0f')} | |{ratio}"
         )
 
 

@@ -42,6 +42,8 @@ from sglang_bridge.settings import ServerPlace, ServerSettings
 _MAX_LOGPROB_DIFFERENCE = {"float32": 5e-5, "bfloat16": 0.05}
 # Routers with random weights have close scores, so that rounding changes many choices.
 _MAX_ROUTE_DISAGREEMENT = {"float32": 0.01, "bfloat16": 0.5}
+# For both steps, once the engine is healthy
+_STEP_SECONDS = 60.0
 PROMPTS = 16
 TOKENS = 32
 
@@ -56,6 +58,7 @@ def engine(setting: Setting, report: Report) -> None:
         model,
         setting.scratch,
         "sync.transport=disk",
+        f"sync.timeout_s={_STEP_SECONDS / 3:g}",
         "train.optimizer_steps_per_batch=1",
         f"rollout.max_new_tokens={TOKENS}",
         "optimizer.lr=1e-3",
@@ -66,7 +69,7 @@ def engine(setting: Setting, report: Report) -> None:
     lifeline = Lifeline()
     server = _start(c, setting.scratch, lifeline)
     try:
-        server.wait_healthy(c.engine.start_timeout_s)
+        server.wait_healthy(min(c.engine.start_timeout_s, setting.longest_wait(then=_STEP_SECONDS)))
         sync = open_weight_sync(
             [server.engine],
             server.keys,
@@ -154,7 +157,7 @@ async def _generate(
     async with GenerateClient(
         server.url,
         api_key=server.keys.api_key,
-        deadline_seconds=120,
+        deadline_seconds=_STEP_SECONDS / 3,
         route_shape=(shape.num_layers, shape.topk),
     ) as client:
         requests = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,10 +26,22 @@ class Setting:
 
     small: True for seconds on a CPU, False for the size of a GPU.
     scratch: an empty directory of this stage.
+    limit: seconds after which the stage is killed. start: time of its start, on the monotonic
+    clock.
     """
 
     small: bool
     scratch: Path
+    limit: float = math.inf
+    start: float = field(default_factory=time.monotonic)
+
+    def longest_wait(self, *, then: float) -> float:
+        """Return the seconds that one wait may take, so that its error comes before the limit.
+
+        then: seconds that the rest of the stage needs after it.
+        """
+        remaining_seconds = max(0.0, self.start + self.limit - time.monotonic())
+        return max(remaining_seconds / 2, remaining_seconds - then)
 
 
 @dataclass
@@ -60,12 +73,15 @@ def run(stage: Callable[[Setting, Report], None]) -> None:
     parser = argparse.ArgumentParser(description=stage.__doc__)
     parser.add_argument("--small", action="store_true", help="seconds on a CPU")
     parser.add_argument("--scratch", type=Path, required=True, help="an empty directory")
+    parser.add_argument(
+        "--limit", type=float, default=math.inf, help="seconds until the stage is killed"
+    )
     options = parser.parse_args()
     report = Report()
     status = "passed"
     reason = ""
     try:
-        stage(Setting(options.small, options.scratch), report)
+        stage(Setting(options.small, options.scratch, options.limit), report)
         if report.problems:
             status = "failed"
             reason = "; ".join(report.problems)

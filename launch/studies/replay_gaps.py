@@ -234,7 +234,7 @@ def _measure(c: Configuration, layout: Any, directory: Path) -> Gaps:
     pairs = read_groups(batch_directory(directory / "recorded", 1))
     credit = Credit(c.algo, seed=c.seed).assign(1, [group for group, _ in pairs])
     planner = StepPlanner(c.train, c.parallel, dp_size=1, seed=c.seed)
-    plan = planner.plan(1, credit.rollouts, credit.advantages)
+    plan = planner.plan(1, credit.rollouts, credit.advantages, weights=credit.weights)
     if not plan.rollouts:
         raise GapsRefused(
             f"{directory}: no group has both correct and incorrect responses. Generate more "

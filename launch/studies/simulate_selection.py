@@ -6,6 +6,7 @@ repository:
     python -m launch.studies.simulate_selection            # the table of docs/selection.md
     python -m launch.studies.simulate_selection --drift 2
     python -m launch.studies.simulate_selection --generalise
+    python -m launch.studies.simulate_selection --large-pool
     python -m launch.studies.simulate_selection --small    # seconds
 
 The logits of the pass rates of 6,000 prompts in five strata are around -5, -2.5, 0, 2.5 and 5
@@ -16,11 +17,16 @@ incorrect one 7,000. There are 300 steps and four seeds.
 With --generalise there are 1,536 prompts, 32 groups a step and 80 steps, and training on other
 prompts makes the hardest stratum solvable: from step 20 to 34 its logits rise by 4.
 
+With --large-pool there are 12,000 prompts, 32 groups a step, 600 steps and two seeds. One pass over
+the prompts takes more than 100 steps with `belief`, and 375 with `uniform`.
+
 Output: a Markdown table of these columns. All but "first 100" and "unseen > 150" leave out the
-first 100 steps, or the first 20 with --generalise.
+first 100 steps, the first 20 with --generalise, the first 400 with --large-pool.
 
     rollouts/mixed        rollouts for each mixed group
     ktok/mixed            thousands of generated tokens for each mixed group
+    accepted              share of the offered prompts that a step accepted
+    epoch                 steps in which all prompts were offered once
     of uniform            ktok/mixed as a share of that of uniform
     of oversampling       ktok/mixed as a share of that of oversample
     first 100             rollouts for each mixed group in the first steps
@@ -73,13 +79,15 @@ VARIANTS: Mapping[str, SelectionSettings] = {
         name="belief",
         skip="zero_variance",
         expert=SelectionExpertSettings(
-            acceptance_target=0.92, acceptance_exponent=14, min_acceptance=0.04
+            acceptance_target=0.92, acceptance_exponent=14, min_acceptance=0.04, max_age_epochs=25
         ),
     ),
 }
 COLUMNS = (
     "rollouts/mixed",
     "ktok/mixed",
+    "accepted",
+    "epoch",
     "of uniform",
     "of oversampling",
     "first 100",
@@ -119,7 +127,10 @@ class Size:
 
 
 SMALL = Size(prompts=2400, prompts_per_step=48, steps=200, first_steps=100, seeds=1)
+LARGE_POOL = Size(prompts=12000, prompts_per_step=32, steps=600, first_steps=400, seeds=2)
 GENERALISE = Size(prompts=1536, prompts_per_step=32, steps=80, first_steps=20, soon=30, rise=4.0)
+
+SIZES = {"full": Size(), "small": SMALL, "generalise": GENERALISE, "large-pool": LARGE_POOL}
 
 
 class World:
@@ -201,6 +212,8 @@ class Tally:
     """Totals over some steps.
 
     mixed_groups: mixed groups among those that would be trained.
+    offers: prompts that were offered, accepted or not.
+    weight_ess: sum over the steps.
     """
 
     rollouts: int = 0
@@ -208,15 +221,38 @@ class Tally:
     mixed_groups: int = 0
     rounds: int = 0
     steps: int = 0
+    prompts: int = 0
+    offers: float = 0.0
+    weight_ess: float = 0.0
 
-    def add(self, groups: Sequence[Group], result: SelectionResult, rounds: int) -> None:
-        """Add one step."""
+    def add(
+        self,
+        groups: Sequence[Group],
+        result: SelectionResult,
+        rounds: int,
+        metrics: Mapping[str, float],
+    ) -> None:
+        """Add one step. metrics: those of its selection."""
         for group in groups:
             self.rollouts += len(group.rollouts)
             self.tokens += sum(rollout.num_generated for rollout in group.rollouts)
         self.mixed_groups += sum(kind_of(group) is GroupKind.MIXED for group in result.groups)
         self.rounds += rounds
         self.steps += 1
+        self.prompts += len(groups)
+        self.offers += len(groups) / metrics.get("select/accept_rate", 1.0)
+        self.weight_ess += metrics.get("select/weight_ess", 1.0)
+
+    def columns(self, size: Size) -> dict[str, float]:
+        """Return the columns of the table that follow from the totals."""
+        return {
+            "rollouts/mixed": self.rollouts / self.mixed_groups,
+            "ktok/mixed": self.tokens / self.mixed_groups / 1000,
+            "accepted": self.prompts / self.offers,
+            "epoch": size.prompts * self.steps / self.offers,
+            "rounds": self.rounds / self.steps,
+            "weight ESS": self.weight_ess / self.steps,
+        }
 
 
 def play(selection: StepSelection, world: World, step: int) -> tuple[dict[int, Group], int]:
@@ -240,32 +276,27 @@ def play(selection: StepSelection, world: World, step: int) -> tuple[dict[int, G
 def simulate(settings: SelectionSettings, size: Size, seed: int, drift: float) -> dict[str, float]:
     """Simulate one run of one variant and return its columns."""
     world = World(size, seed, drift)
-    selector = _open_selector(settings, world, seed)
+    selector = open_world_selector(settings, world, seed)
     early = Tally()
     late = Tally()
     unseen_shares = []
-    weights = []
     for step in range(1, size.steps + 1):
         world.begin_step(step)
         selection = selector.select(step)
         groups, rounds = play(selection, world, step)
         tally = early if step <= size.first_steps else late
-        tally.add(list(groups.values()), selection.result(), rounds)
-        weights.append(selection.metrics().get("select/weight_ess", 1.0))
+        result = selection.result()
+        tally.add(list(groups.values()), result, rounds, selection.metrics())
         if step > LONG_TIME:
             unseen_shares.append(float(np.mean(step - world.last_samples > LONG_TIME)))
-    return {
-        "rollouts/mixed": late.rollouts / late.mixed_groups,
-        "ktok/mixed": late.tokens / late.mixed_groups / 1000,
+    return late.columns(size) | {
         "first 100": early.rollouts / early.mixed_groups,
         "newly solvable, seen": _share_sampled_soon(world),
         "unseen > 150": mean(unseen_shares) if unseen_shares else float("nan"),
-        "rounds": late.rounds / late.steps,
-        "weight ESS": mean(weights[size.first_steps :]),
     }
 
 
-def _open_selector(settings: SelectionSettings, world: World, seed: int) -> Selector:
+def open_world_selector(settings: SelectionSettings, world: World, seed: int) -> Selector:
     """Open the selector of a run over the prompts of the world."""
     data = DataSettings(source="column_addition", seed=seed)
     source = PromptSource(world.prompts, world.prompts[:1], data)
@@ -317,12 +348,15 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--small", action="store_true", help="2,400 prompts, 48 groups a step, 200 steps, one seed"
-    )
-    parser.add_argument(
-        "--generalise", action="store_true", help="make the hardest stratum solvable; see above"
-    )
+    sizes = parser.add_mutually_exclusive_group()
+    for size, text in (
+        ("small", "2,400 prompts, 48 groups a step, 200 steps, one seed"),
+        ("generalise", "make the hardest stratum solvable; see above"),
+        ("large-pool", "12,000 prompts, 32 groups a step; see above"),
+    ):
+        sizes.add_argument(
+            f"--{size}", dest="size", action="store_const", const=size, help=text, default="full"
+        )
     parser.add_argument(
         "--drift", type=float, default=1.0, help="factor of the drift of pass rates (default: 1)"
     )
@@ -335,8 +369,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not 0 <= options.drift <= 100:
         parser.error(f"--drift={options.drift:g}: it must be from 0 to 100")
-    size = GENERALISE if options.generalise else SMALL if options.small else Size()
-    print("\n".join(table(compare(size, options.drift))))
+    print("\n".join(table(compare(SIZES[options.size], options.drift))))
     return ExitCode.OK
 
 

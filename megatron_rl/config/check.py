@@ -5,8 +5,7 @@ rules across keys.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -26,7 +25,11 @@ from megatron_rl.contracts.launch_facts import LaunchFacts
 from megatron_rl.contracts.plugins import keep_variables
 from megatron_rl.contracts.refusal import ConfigurationRefused, Refusal, format_value
 
+Recompose = Callable[[Sequence[str]], DictConfig]
+"""Composes the tree of other overrides."""
+
 _CONFIGURATION = TypeAdapter(Configuration)
+_NO_VALUE = object()
 # Keys whose values are arguments of user-defined classes or generators.
 _FREE_KEYS = ("options", "task_config")
 _TYPE_REMEDY = "Give a value of that type"
@@ -60,12 +63,14 @@ def check_configuration(
     choices: Mapping[str, str | None],
     facts: LaunchFacts | None,
     overrides: Sequence[str] = (),
+    *,
+    recompose: Recompose,
 ) -> Configuration:
     """Return the configuration of a tree that Hydra composed.
 
     choices: the option chosen for each group of Hydra.
     facts: the machine to check the rules against. With None only types and limits are checked.
-    overrides: those of the command line.
+    overrides: those of the command line. recompose: called after a mistake, with some of them.
 
     Raises `ConfigurationRefused` with all violations of types and limits, or else with all broken
     rules.
@@ -80,11 +85,10 @@ def check_configuration(
     try:
         configuration = _CONFIGURATION.validate_python(_booleans_as_words(values))
     except ValidationError as error:
-        refusals += _pydantic_refusals(error, algorithm, {refusal.key for refusal in refusals})
+        new_refusals = _pydantic_refusals(error, {refusal.key for refusal in refusals})
+        refusals += _name_composed_values(new_refusals, overrides, recompose)
     if not refusals:
-        refusals += phase_refusals(
-            configuration, lambda error: _pydantic_refusals(error, algorithm, ())
-        )
+        refusals += phase_refusals(configuration, lambda error: _pydantic_refusals(error, ()))
     if not refusals and facts is not None:
         keys = {split_override(text)[0] for text in overrides}
         refusals += _rule_refusals(configuration, facts, keys)
@@ -170,9 +174,24 @@ def _booleans_as_words(value: Any) -> Any:
     return str(value).lower() if isinstance(value, bool) else value
 
 
-def _pydantic_refusals(
-    error: ValidationError, algorithm: str, known_keys: Collection[str]
+def _name_composed_values(
+    refusals: Iterable[Refusal], overrides: Sequence[str], recompose: Recompose
 ) -> Iterator[Refusal]:
+    """Add to the remedy of a number the value that holds without the command line's override."""
+    refusals = list(refusals)
+    keys = {split_override(text)[0] for text in overrides}
+    numbers = {refusal.key for refusal in refusals if refusal.remedy == _NUMBER_REMEDY} & keys
+    others = [text for text in overrides if split_override(text)[0] not in numbers]
+    tree = recompose(others) if numbers else OmegaConf.create()
+    for refusal in refusals:
+        value = OmegaConf.select(tree, refusal.key, default=_NO_VALUE)
+        if refusal.key in numbers and value is not _NO_VALUE:
+            remedy = f"{refusal.remedy}, or leave the key out, which gives {format_value(value)}"
+            refusal = refusal._replace(remedy=remedy)
+        yield refusal
+
+
+def _pydantic_refusals(error: ValidationError, known_keys: Collection[str]) -> Iterator[Refusal]:
     """Yield one refusal for each key of an error.
 
     known_keys: keys that are refused already. `algo.name` among them stands for its whole section.
@@ -183,7 +202,7 @@ def _pydantic_refusals(
     for key, errors in errors_by_key.items():
         is_known = key in known_keys or (key.startswith("algo.") and "algo.name" in known_keys)
         if not is_known:
-            yield _pydantic_refusal(key, errors, declared_keys(algorithm).get(key))
+            yield _pydantic_refusal(key, errors)
 
 
 def _key_of(location: Sequence[int | str]) -> str:
@@ -196,9 +215,7 @@ def _key_of(location: Sequence[int | str]) -> str:
     return ".".join(map(str, location[:depth])) + "".join(indices)
 
 
-def _pydantic_refusal(
-    key: str, errors: Sequence[ErrorDetails], field: Field[Any] | None
-) -> Refusal:
+def _pydantic_refusal(key: str, errors: Sequence[ErrorDetails]) -> Refusal:
     """Return the refusal of one key. errors: more than one for a value that may be of two types."""
     kind = errors[0]["type"]
     value = errors[0]["input"]
@@ -214,8 +231,6 @@ def _pydantic_refusal(
         return Refusal(key, value, _PATTERN_RULES[context["pattern"]], "Give such a name")
     rule, remedy = _rule_and_remedy(kind)
     rule = "Must not be null" if value is None else rule.format(**context)
-    if remedy is _NUMBER_REMEDY and field is not None and field.default is not MISSING:
-        remedy += f", or leave the key out for its default {format_value(field.default)}"
     return Refusal(key, value, rule, remedy)
 
 

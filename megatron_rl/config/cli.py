@@ -12,7 +12,7 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from megatron_rl.config.check import check_configuration, resolve_tree
+from megatron_rl.config.check import Recompose, check_configuration, resolve_tree
 from megatron_rl.config.hydra_errors import (
     composition_refusal,
     forbidden_arguments,
@@ -66,7 +66,9 @@ def compose(
     Raises `ConfigurationRefused`.
     """
     tree, choices = _compose(overrides, config_dir)
-    return check_configuration(tree, choices, facts or LaunchFacts(), overrides)
+    return check_configuration(
+        tree, choices, facts or LaunchFacts(), overrides, recompose=_recompose(config_dir)
+    )
 
 
 def _answer(arguments: Sequence[str], config_dir: Path) -> int:
@@ -80,7 +82,9 @@ def _answer(arguments: Sequence[str], config_dir: Path) -> int:
         hydra.main(str(config_dir), "train_rl", version_base="1.3")(lambda _: None)()
         return ExitCode.OK
     try:
-        check_configuration(tree, choices, None, overrides_of(arguments))
+        check_configuration(
+            tree, choices, None, overrides_of(arguments), recompose=_recompose(config_dir)
+        )
     except ConfigurationRefused:
         print(OmegaConf.to_yaml(tree), end="", flush=True)
         raise
@@ -108,6 +112,10 @@ def _compose(
     with open_dict(tree):
         del tree["hydra"]
     return tree, choices
+
+
+def _recompose(config_dir: Path) -> Recompose:
+    return lambda overrides: _compose(overrides, config_dir)[0]
 
 
 def _compose_tree(overrides: Sequence[str]) -> DictConfig:

@@ -226,6 +226,9 @@ class RolloutSettings(Section):
     max_staleness: Whole = 0
     # The run stops when a larger share of a batch's rollouts is unusable.
     max_rejected_share: Share = 0.5
+    # The run stops when more calls than this of the scorer, or of the environment, ignored their
+    # cancellation on one node and still run.
+    max_abandoned_calls: Whole = 100
     # mode=train_only: the directory of a run with mode=rollout_only.
     recording: str | None = None
 
@@ -241,8 +244,9 @@ class SelectionExpertSettings(Section):
     acceptance_target: Annotated[float, Gt(0), Le(1)] = 0.6
     # No prompt is accepted with a smaller probability than this.
     min_acceptance: Annotated[float, Gt(0), Le(1)] = 0.1
-    # A prompt that was not sampled for this many steps is accepted at least every other time.
-    max_age_steps: Positive = 100
+    # A prompt that was declined in this many successive epochs is accepted at least every other
+    # time.
+    max_age_epochs: Positive = 10
     # A step samples no further round once it has this share of rollout.prompts_per_step mixed
     # groups.
     min_filled: Annotated[float, Gt(0), Le(1)] = 0.9
@@ -262,6 +266,9 @@ class SelectionSettings(Section):
     # belief: rollouts that a prompt below expert.acceptance_target gets first. Its group is
     # completed unless `skip` names what they show. 0: sample whole groups at once.
     probe_samples: Whole = 4
+    # belief: the largest weight of prompts that are sampled less often. A group counts
+    # min(reweight, 1 / acceptance) times, so that all prompts count equally. null: no such weights.
+    reweight: Annotated[float, Ge(1), Le(10**4)] | None = None
     # belief: the directory of a run, or of one of its checkpoints. A new run starts with the
     # beliefs of that run.
     beliefs_from: str | None = None
@@ -416,3 +423,8 @@ class Configuration(Section):
     # docs/curriculum.md.
     curriculum: list[Options] | None = None
     seed: Seed = 0
+
+    @property
+    def is_measurement(self) -> bool:
+        """True for the modes in which no rank builds the model: the engines alone run it."""
+        return self.mode in ("eval", "profile")

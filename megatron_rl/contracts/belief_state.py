@@ -19,8 +19,8 @@ class BeliefState(msgspec.Struct, frozen=True, kw_only=True):
     means, variances: float32 [n], of the arcsine-transformed pass rate.
     last_group_steps: int32 [n], the step of a prompt's last group, or `NEVER_SAMPLED` or
     `BEFORE_FIRST_STEP`.
-    last_update_steps: int32 [n], the same step, but the step of the first offer for a prompt
-    without a group.
+    declines: int32 [n], how often a prompt was offered and declined since its last group. Empty in
+    states that did not count them: the counts then start at 0.
     strata: (source, tag, moments), the stratum of all prompts first.
     drift: the two sums whose quotient is the drift that all prompts share.
     clock: the last step.
@@ -34,10 +34,10 @@ class BeliefState(msgspec.Struct, frozen=True, kw_only=True):
     means: bytes
     variances: bytes
     last_group_steps: bytes
-    last_update_steps: bytes
     strata: tuple[tuple[str, str, tuple[float, float, float, float]], ...]
     drift: tuple[float, float]
     clock: int
+    declines: bytes = b""
     window: tuple[tuple[float, float, float], ...] = ()
     process_noise: tuple[tuple[str, str, tuple[float, float]], ...] = ()
     pass_rate_prior: tuple[float, float] = (0.0, 0.0)
@@ -45,7 +45,9 @@ class BeliefState(msgspec.Struct, frozen=True, kw_only=True):
     def problem(self) -> str:
         """Return why this state is damaged, or an empty string if it is valid."""
         count = len(self.prompts)
-        arrays = (self.means, self.variances, self.last_group_steps, self.last_update_steps)
+        arrays = [self.means, self.variances, self.last_group_steps]
+        if self.declines:
+            arrays.append(self.declines)
         if any(len(array) != 4 * count for array in arrays):
             return f"its arrays do not have {count} rows, one for each prompt"
         if not self.strata:
@@ -61,4 +63,6 @@ class BeliefState(msgspec.Struct, frozen=True, kw_only=True):
             return "it holds a mean or variance that is out of range"
         if (last_group_steps < NEVER_SAMPLED).any():
             return "it holds a step that is out of range"
+        if (np.frombuffer(self.declines, np.int32) < 0).any():
+            return "it holds a negative number of declines"
         return ""

@@ -14,6 +14,7 @@ from megatron_rl.contracts.wire_types import Count, Fraction
 # Reasons in `Group.rejections`
 ABORTED = "aborted"  # the engine stopped a response before its end, such as at its deadline
 NO_RESPONSE = "no_response"  # the environment requested no response
+ENDLESS = "endless"  # the environment requested responses without end
 STALE = "stale"  # the rollout's weights are older than rollout.max_staleness allows
 NEVER_SENT = "version_never_sent"  # the trainer has not sent this weight version to any engine
 
@@ -79,8 +80,9 @@ class RolloutRef(msgspec.Struct, frozen=True, kw_only=True):
 class Group(msgspec.Struct, frozen=True, kw_only=True):
     """Rollouts of one prompt, with verdicts.
 
-    rejections, rejected_tokens: numbers of rollouts dropped before scoring and of the tokens that
-    engines sampled for them, by reason.
+    rejections: number of rollouts that were dropped before scoring, by reason.
+    rejected_tokens: number of tokens that engines sampled for them, and for responses that were
+    sampled again, by reason.
     weight: factor of the group's advantages. A factor other than 1 compensates for groups of the
     same prompt that were stopped early.
     environment_error: description of the first error of the environment, "" without one.

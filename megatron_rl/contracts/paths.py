@@ -42,6 +42,8 @@ def new_directory_problem(path: str) -> str | None:
         return f"{existing} is a file"
     if not os.access(existing, os.W_OK | os.X_OK):
         return f"{existing} is not writable for this user"
+    if os.statvfs(existing).f_blocks == 0:
+        return f"{existing} is on a file system that stores no files"
     return None
 
 

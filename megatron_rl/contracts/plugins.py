@@ -51,23 +51,48 @@ def user_code(
     *,
     propagate: tuple[type[Exception], ...] = (),
     failure: type[Failure] = PluginError,
+    options: Mapping[str, Any] | None = None,
 ) -> Iterator[None]:
     """Convert exceptions of user-defined code into a `failure`.
 
     action: name of the call. The failure's message names it, the exception and the user's line.
     propagate: exceptions that are not converted, because the caller handles them.
+    options: those of the class. The message leaves the values of their environment variables out.
     """
     try:
         yield
     except propagate:
         raise
     except (Exception, SystemExit) as error:
-        raise failure(f"{action} fails: {describe_error(error)}") from error
+        text = hide_values(f"{action} fails: {describe_error(error, options)}", options)
+        # An exception that contains the value must not be shown as the cause.
+        raise failure(text) from (None if _shows_values(error, options) else error)
 
 
-def describe_error(error: BaseException) -> str:
-    """Return an exception of user-defined code and its location, on one line."""
-    message = " ".join(str(error).split())
+def hide_values(text: str, options: Any) -> str:
+    """Replace the values of the options' environment variables in a text by their names."""
+    for name in _variable_names(options):
+        value = os.environ.get(name)
+        if value:
+            text = text.replace(value, f"${{oc.env:{name}}}")
+    return text
+
+
+def error_text(error: BaseException) -> str:
+    """Return the message of an exception. A user-defined exception may fail to give one."""
+    try:
+        return str(error)
+    except Exception:
+        return "(its message cannot be read)"
+
+
+def describe_error(error: BaseException, options: Mapping[str, Any] | None = None) -> str:
+    """Return an exception of user-defined code and its location, on one line.
+
+    options: see `user_code`. The values are left out before a long message is cut off, which could
+    leave a part of a value.
+    """
+    message = " ".join(hide_values(error_text(error), options).split())
     if len(message) > _MAX_MESSAGE_LENGTH:
         message = f"{message[:_MAX_MESSAGE_LENGTH]}…"
     location = error_location(error)
@@ -143,6 +168,12 @@ def keep_variables(values: Any, texts: Any) -> Any:
     if isinstance(values, list) and isinstance(texts, list):
         return [keep_variables(*pair) for pair in zip(values, texts, strict=True)]
     return texts if _has_variable(texts) else values
+
+
+def _shows_values(error: BaseException, options: Mapping[str, Any] | None) -> bool:
+    """Return True if the trace of an exception contains a value that messages leave out."""
+    trace = "".join(traceback.format_exception(error))
+    return hide_values(trace, options) != trace
 
 
 def _missing_method(context: str, method: str, methods: Mapping[str, Sequence[str]]) -> str:
@@ -241,11 +272,10 @@ def _call(target: Any, context: str, key: str, name: str, options: Mapping[str, 
     try:
         return _call_with(arguments, target, context, key, name, options)
     except PluginError as error:
-        message = _hide_values(str(error), dict(options))
-        if message == str(error):
+        if not _shows_values(error, options):
             raise
         # The original exception contains the value, so it must not be shown as the cause.
-        raise PluginError(message) from None
+        raise PluginError(hide_values(str(error), options)) from None
 
 
 def _call_with(
@@ -258,7 +288,8 @@ def _call_with(
 ) -> Any:
     call = f"{name}({', '.join(f'{option}={value!r}' for option, value in options.items())})"
     try:
-        with user_code(f"{context}: {call}", propagate=(TypeError, ValueError)):
+        propagate = (TypeError, ValueError)
+        with user_code(f"{context}: {call}", propagate=propagate, options=options):
             return target(**arguments)
     except (TypeError, ValueError) as error:
         if isinstance(error, PluginError):
@@ -309,17 +340,8 @@ def _resolve_variables(value: Any) -> Any:
     return OmegaConf.create({"value": value})["value"]
 
 
-def _hide_values(text: str, options: Any) -> str:
-    """Replace the values of the options' environment variables in a text by their names."""
-    for name in _variable_names(options):
-        value = os.environ.get(name)
-        if value:
-            text = text.replace(value, f"${{oc.env:{name}}}")
-    return text
-
-
 def _variable_names(options: Any) -> list[str]:
-    if isinstance(options, dict):
+    if isinstance(options, Mapping):
         options = list(options.values())
     if isinstance(options, list):
         return [name for option in options for name in _variable_names(option)]

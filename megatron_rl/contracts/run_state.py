@@ -18,12 +18,18 @@ class PromptCursor(msgspec.Struct, frozen=True, kw_only=True):
     epoch, position: number of the pass and of the prompts taken in it.
     digest: hash of all prompts.
     postponed_indices: prompts left for a later step, because a step cannot take a prompt twice.
+    epoch_range: the pass-rate range with which the pass began, None: all prompts. The pass goes
+    through the prompts in that range.
+    range_digest: hash of the prompts of that pass. Empty for all prompts, and in states of older
+    versions.
     """
 
     epoch: Count
     position: Count
     digest: str
     postponed_indices: tuple[Count, ...] = ()
+    epoch_range: tuple[float, float] | None = None
+    range_digest: str = ""
 
 
 class SelectorState(msgspec.Struct, frozen=True, kw_only=True):

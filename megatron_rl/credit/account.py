@@ -10,6 +10,7 @@ The classes are
 - truncated_masked: excluded from the loss.
 - no_verdict: in rollouts without a verdict.
 - probe_stopped, surplus_cut: in groups that the selection stopped after a probe or did not need.
+  Stopped probes that train are in the classes of trained tokens.
 - rejected/REASON, stale: in rollouts that could not be used.
 """
 
@@ -66,7 +67,8 @@ def account(
     An empty class is omitted, except `trained/...` and `zero_variance_dropped`. `generated` is the
     number of all tokens. The caller adds the tokens of evaluations to it and to a class of their
     own. `unaccounted` is the number of tokens in no class. It is 0 unless a count is wrong
-    (tests/credit/test_account.py::test_classes_sum_to_generated_tokens).
+    (tests/credit/test_account.py::test_classes_sum_to_generated_tokens). The caller adds the tokens
+    that only engines have counted.
     """
     tokens_by_class = Counter[str](dict.fromkeys(_ALWAYS_REPORTED, 0))
     is_applied = _is_applied_by_rollout(plan, num_applied)
@@ -75,8 +77,8 @@ def account(
             tokens_by_class[name] += tokens
     for name, unused_groups in (("probe_stopped", stopped_groups), ("surplus_cut", surplus_groups)):
         for group in unused_groups:
-            tokens_by_class.update(_rejected_tokens_by_class(group))
-            tokens_by_class[name] += sum(rollout.num_generated for rollout in group.rollouts)
+            for class_name, tokens in _classify_unused_tokens(group, name, is_applied):
+                tokens_by_class[class_name] += tokens
     values = {
         f"account/{name}": float(count)
         for name, count in tokens_by_class.items()
@@ -88,17 +90,32 @@ def account(
     }
 
 
-def account_warning(values: Mapping[str, float]) -> str | None:
-    """Return a warning if the classes do not sum to the generated tokens, else None."""
-    missing = values["account/unaccounted"]
-    if not missing:
-        return None
-    mistake = "in no class" if missing > 0 else "counted twice"
-    return (
-        f"warning: {abs(missing):.0f} of {values['account/generated']:.0f} generated tokens are "
-        f"{mistake} (account/unaccounted): the token account of this step is wrong. "
-        "Training is not affected"
-    )
+def account_of_recording(groups: Sequence[Group], *, generated_tokens: int) -> dict[str, float]:
+    """Count the tokens of rollouts that are recorded and not trained, as metrics under `account/`.
+
+    groups: all groups of the batch. generated_tokens: as in `account`.
+    """
+    tokens_by_class = Counter[str](recorded=0)
+    for group in groups:
+        tokens_by_class.update(_rejected_tokens_by_class(group))
+        tokens_by_class["recorded"] += sum(rollout.num_generated for rollout in group.rollouts)
+    values = {f"account/{name}": float(count) for name, count in tokens_by_class.items()}
+    return values | {
+        "account/generated": float(generated_tokens),
+        "account/unaccounted": float(generated_tokens - tokens_by_class.total()),
+    }
+
+
+def demonstrations(plan: StepPlan, num_applied: int) -> dict[str, float]:
+    """Count the trained tokens that no engine sampled. Empty for a plan without such tokens.
+
+    They are in addition to the classes of generated tokens. num_applied: as in `account`.
+    """
+    counts = [max(0, ref.num_trainable - ref.num_generated) for ref in plan.rollouts]
+    if not any(counts):
+        return {}
+    applied_tokens = sum(counts[index] for index in _applied_indices(plan, num_applied))
+    return {"account/demonstrated": float(applied_tokens)}
 
 
 def usage(plan: StepPlan, num_applied: int, *, generated_tokens: int) -> dict[str, float]:
@@ -151,6 +168,23 @@ def _classify_tokens(
             yield _class_of(rollout, kind, is_applied), trainable
         else:
             yield "no_verdict", rollout.num_generated
+
+
+def _classify_unused_tokens(
+    group: Group, name: str, is_applied: Mapping[str, bool]
+) -> Iterator[tuple[str, int]]:
+    """Yield (class, number of tokens) pairs of a group that was stopped or not needed.
+
+    name: the class of tokens that do not train. Only stopped zero-variance groups train.
+    """
+    yield from _rejected_tokens_by_class(group).items()
+    for rollout in group.rollouts:
+        if rollout.rollout_id in is_applied:
+            trainable = min(rollout.num_trainable, rollout.num_generated)
+            yield "truncated_masked", rollout.num_generated - trainable
+            yield _class_of(rollout, GroupKind.ALL_CORRECT, is_applied), trainable
+        else:
+            yield name, rollout.num_generated
 
 
 def _class_of(rollout: RolloutRef, kind: GroupKind, is_applied: Mapping[str, bool]) -> str:

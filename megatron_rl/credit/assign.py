@@ -36,7 +36,8 @@ _ZERO_VARIANCE_KINDS = (
 class GroupCredit:
     """Training rollouts and advantages of one group, or of a batch of groups.
 
-    rollouts, advantages: rollouts of mixed groups, in the order of the groups. With
+    rollouts, advantages, weights: rollouts of mixed groups, in the order of the groups, with their
+    advantages and the weights of their groups, which are factors of the advantages already. With
     algo.advantages=one they are all rollouts with a verdict.
     extra_rollouts: rollouts of tied and zero-variance groups that train beside them.
     denominator_only: rollouts of zero-variance groups that do not train but count in the loss's
@@ -47,8 +48,9 @@ class GroupCredit:
 
     rollouts: tuple[RolloutRef, ...] = ()
     advantages: tuple[float, ...] = ()
+    weights: tuple[float, ...] = ()
     extra_rollouts: tuple[ExtraRollout, ...] = ()
-    denominator_only: tuple[RolloutRef, ...] = ()
+    denominator_only: tuple[ExtraRollout, ...] = ()
     shaping_change: float = 0.0
     advantage_size: float = 0.0
 
@@ -136,8 +138,14 @@ class Credit:
             GroupKind.ALL_INCORRECT: -settings.zvp_alpha,
         }
 
-    def assign(self, step: int, groups: Sequence[Group]) -> BatchCredit:
-        """Select the rollouts of one batch that train, and compute their advantages."""
+    def assign(
+        self, step: int, groups: Sequence[Group], stopped_groups: Sequence[Group] = ()
+    ) -> BatchCredit:
+        """Select the rollouts of one batch that train, and compute their advantages.
+
+        stopped_groups: probes that were not extended. They train, or count in denominators, where
+        whole groups that are all correct or all incorrect do. With permuted rewards they do not.
+        """
         if self._algo.permute_rewards:
             groups = permute_rewards(groups, seed=self._seed * 1_000_003 + step)
         scored_groups = [ScoredRollouts.from_group(group) for group in groups]
@@ -146,6 +154,8 @@ class Credit:
             self._credit_group(group, scored_rollouts, kind)
             for group, scored_rollouts, kind in zip(groups, scored_groups, kinds, strict=True)
         ]
+        if not self._algo.permute_rewards:
+            group_credits += [self._credit_stopped(group) for group in stopped_groups]
         num_with_verdict = sum(len(group.rollouts_with_verdict) for group in groups)
         num_scored = sum(len(scored_rollouts.rollouts) for scored_rollouts in scored_groups)
         return _merge_credits(
@@ -157,7 +167,8 @@ class Credit:
     ) -> GroupCredit:
         if self._algo.advantages == "one":
             rollouts = group.rollouts_with_verdict
-            return GroupCredit(rollouts=rollouts, advantages=(1.0,) * len(rollouts))
+            ones = (1.0,) * len(rollouts)
+            return GroupCredit(rollouts=rollouts, advantages=ones, weights=ones)
         if kind is GroupKind.MIXED:
             return self._credit_mixed(scored_rollouts, group.weight)
         match self._treatments.get(kind, "drop"):
@@ -166,12 +177,24 @@ class Credit:
             case "zvp":
                 alpha = self._entropy_advantages[kind]
                 extra_rollouts = (
-                    ExtraRollout(rollout, 0.0, alpha) for rollout in scored_rollouts.rollouts
+                    ExtraRollout(rollout, 0.0, alpha, group.weight)
+                    for rollout in scored_rollouts.rollouts
                 )
                 return GroupCredit(extra_rollouts=tuple(extra_rollouts))
             case "keep":
-                return GroupCredit(denominator_only=scored_rollouts.rollouts)
+                kept_rollouts = (
+                    ExtraRollout(rollout, 0.0, weight=group.weight)
+                    for rollout in scored_rollouts.rollouts
+                )
+                return GroupCredit(denominator_only=tuple(kept_rollouts))
         return GroupCredit()
+
+    def _credit_stopped(self, group: Group) -> GroupCredit:
+        """Credit a probe that was not extended, if it is all correct or all incorrect."""
+        kind = kind_of(group, self._penalties)
+        if kind not in self._entropy_advantages:
+            return GroupCredit()
+        return self._credit_group(group, ScoredRollouts.from_group(group), kind)
 
     def _credit_mixed(self, scored_rollouts: ScoredRollouts, weight: float) -> GroupCredit:
         """Compute advantages from raw scores, shape them by penalties, then apply the weight.
@@ -192,6 +215,7 @@ class Credit:
         return GroupCredit(
             rollouts=scored_rollouts.rollouts,
             advantages=tuple((weight * advantages).tolist()),
+            weights=(weight,) * len(scored_rollouts.rollouts),
             shaping_change=float(shaping_change),
             advantage_size=float(advantage_size),
         )
@@ -224,7 +248,9 @@ class Credit:
         size = float(np.abs(advantages).sum())
         pairs = zip(scored_rollouts.rollouts, (weight * advantages).tolist(), strict=True)
         return GroupCredit(
-            extra_rollouts=tuple(ExtraRollout(rollout, advantage) for rollout, advantage in pairs),
+            extra_rollouts=tuple(
+                ExtraRollout(rollout, advantage, weight=weight) for rollout, advantage in pairs
+            ),
             shaping_change=size,
             advantage_size=size,
         )
@@ -240,6 +266,7 @@ def _merge_credits(
     return BatchCredit(
         rollouts=tuple(chain(credit.rollouts for credit in group_credits)),
         advantages=tuple(chain(credit.advantages for credit in group_credits)),
+        weights=tuple(chain(credit.weights for credit in group_credits)),
         extra_rollouts=tuple(chain(credit.extra_rollouts for credit in group_credits)),
         denominator_only=tuple(chain(credit.denominator_only for credit in group_credits)),
         shaping_change=sum(credit.shaping_change for credit in group_credits),

@@ -12,6 +12,7 @@ import msgspec
 from megatron_rl.config.schema import Configuration, EngineSettings
 from megatron_rl.engines.node_processes import NodeProcesses
 from megatron_rl.engines.server_places import server_places
+from megatron_rl.engines.token_counter import TokenCounter
 from megatron_rl.engines.weight_sync import WeightSync, open_weight_sync
 from megatron_rl.mcore.job import Job
 from megatron_rl.models.route_shape import route_shape
@@ -30,16 +31,21 @@ from sglang_bridge.server.readiness import require_external_engines
 _HUB_SECONDS = 60.0
 _ABORT_SECONDS = 5.0
 _KILL_SECONDS = 2.5
+_COUNT_SECONDS = 5.0
 
 WeightSyncOpener = Callable[[Sequence[Engine]], WeightSync]
 
 
 @dataclass(frozen=True)
 class EngineConnections:
-    """Rank 0's connections: `queue` takes requests for rollouts, `weights` sends weights."""
+    """Rank 0's connections: `queue` takes requests for rollouts, `weights` sends weights.
+
+    token_counter: compares the engines' counts of tokens with the run's, None if they do not count.
+    """
 
     queue: RolloutQueue
     weights: WeightSync
+    token_counter: TokenCounter | None = None
 
 
 class Engines:
@@ -83,7 +89,7 @@ class Engines:
         queue.configure({node: self._collector_configuration(engines, node) for node in nodes})
         weights = self._open_sync(engines)
         self._stack.callback(weights.close)
-        return EngineConnections(queue, weights)
+        return EngineConnections(queue, weights, self._open_token_counter(engines, log))
 
     @property
     def description(self) -> str:
@@ -101,6 +107,14 @@ class Engines:
         """End the processes of this node quickly: nothing that they hold is needed any more."""
         if self._processes is not None:
             self._processes.stop(_KILL_SECONDS)
+
+    def _open_token_counter(
+        self, engines: Sequence[Engine], log: Callable[[str], None] | None
+    ) -> TokenCounter | None:
+        if not self._settings.count_tokens:
+            return None
+        admins = [AdminClient(engine, self._keys, timeout=_COUNT_SECONDS) for engine in engines]
+        return TokenCounter(admins, log or _write_nothing)
 
     def _wait_for_node_engines(self) -> list[Engine]:
         """The engines of this node, once they answer. Empty on ranks that own none."""
@@ -161,6 +175,10 @@ class Engines:
         AdminClient(Engine(url=url), self._keys, timeout=_ABORT_SECONDS).abort(rid)
 
 
+def _write_nothing(text: str) -> None:
+    """Drop a line for people: there is nowhere to write it."""
+
+
 @contextlib.contextmanager
 def open_engines(
     configuration: Configuration, shape: ModelShape, job: Job, directory: RunDirectory
@@ -219,6 +237,7 @@ def collector_template(configuration: Configuration, shape: ModelShape, keys: Ru
         credit=configuration.credit,
         vocab_size=shape.vocab_size,
         seed=configuration.seed,
+        open_timeout_s=configuration.parallel.timeout_s,
     )
 
 

@@ -33,9 +33,13 @@ _STOP_SECONDS = 15.0
 
 
 class CollectorDied(Failure):
-    """The collector's process ended by itself."""
+    """The collector's process ended by itself. log_tail: the last lines of its log."""
 
     exit_code = ExitCode.ENGINE_FAILED
+
+    def __init__(self, message: str, *, log_tail: str) -> None:
+        super().__init__(message)
+        self.log_tail = log_tail
 
 
 class NodeProcesses:
@@ -122,10 +126,10 @@ class NodeProcesses:
             return
         code = self._collector.poll()
         if code is not None:
-            tail = last_lines(self._collector_log, count=20)
             raise CollectorDied(
-                f"the collector of node {self._node} ended ({describe_exit(code)}); its log "
-                f"ends:\n{tail}"
+                f"the collector of node {self._node} ended ({describe_exit(code)}); see "
+                f"{self._collector_log}",
+                log_tail=last_lines(self._collector_log),
             )
 
     def _stop_collector(self, timeout_seconds: float) -> None:

@@ -19,6 +19,10 @@ class Environment(Protocol):
     It may inherit from this class. Many calls of `play` run at the same time in one event loop:
     keep the state of an episode in local variables, and move blocking work to a thread or a child
     process.
+
+    `environment.timeout_s` cancels a call that takes too long between two responses. Let it end
+    then: a call that goes on is abandoned, and too many of them end the run
+    (`rollout.max_abandoned_calls`).
     """
 
     @abstractmethod

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
 import msgspec
 
-from megatron_rl.contracts.group import NO_RESPONSE
+from megatron_rl.contracts.group import ENDLESS, NO_RESPONSE
 from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.contracts.rollout import FinishReason, Rollout
 from megatron_rl.contracts.routes import RouteShape
 from megatron_rl.environments.rollout_builder import RolloutBuilder, RolloutRejected
 from megatron_rl.models.tokenizer import Tokenizer
 from sglang_bridge.generation import Generation
+
+# Responses after the token budget is used up: an environment that requests more never ends
+_MAX_EMPTY_RESPONSES = 100
 
 Generate = Callable[[Sequence[int], Sampling], Awaitable[Generation]]
 
@@ -53,7 +57,9 @@ class Episode:
 
     text: last response. The scorer reads it.
     finish_reason: why the last response ended, None before the first.
-    sampled_tokens: number of tokens that the engine generated, including rejected ones.
+    sampled_tokens: number of tokens that engines generated and that were not sampled again.
+    rejected_tokens: number of tokens of responses that could not be used, by the reason. `generate`
+    counts them.
 
     generate: sends a request to an engine.
     threads: where replies are checked and decoded. None: the event loop's default executor.
@@ -68,12 +74,15 @@ class Episode:
         *,
         rollout_id: str,
         sample_index: int = 0,
+        rejected_tokens: Counter[str] | None = None,
         threads: Executor | None = None,
     ) -> None:
         self.prompt = prompt
         self.text = ""
         self.finish_reason: FinishReason | None = None
         self.sampled_tokens = 0
+        self.rejected_tokens = Counter[str]() if rejected_tokens is None else rejected_tokens
+        self._num_empty_responses = 0
         self._generate = generate
         self._tokenizer = tokenizer
         self._rules = rules
@@ -92,7 +101,7 @@ class Episode:
         """
         budget = self._budget
         if budget <= 0 or self.finish_reason is FinishReason.LENGTH:
-            return self._end_turn("", FinishReason.LENGTH)
+            return self._end_empty_turn()
         sampling = msgspec.structs.replace(self._rules.sampling, max_new_tokens=budget)
         generation = await self._generate(self._builder.tokens, sampling)
         num_generated = len(generation.output_ids)
@@ -153,6 +162,18 @@ class Episode:
         """Number of tokens that may follow."""
         num_tokens = len(self._builder.tokens) - len(self.prompt.token_ids)
         return self._rules.sampling.max_new_tokens - num_tokens
+
+    def _end_empty_turn(self) -> Response:
+        """Respond with nothing. Raises `RolloutRejected` for an environment that never ends."""
+        self._num_empty_responses += 1
+        if self._num_empty_responses > _MAX_EMPTY_RESPONSES:
+            raise RolloutRejected(
+                ENDLESS,
+                f"prompt {self.prompt.id}: the environment requested {_MAX_EMPTY_RESPONSES} "
+                "responses after its token budget was used up. End an episode when the "
+                "finish_reason of a response is LENGTH",
+            )
+        return self._end_turn("", FinishReason.LENGTH)
 
     def _end_turn(self, text: str, finish_reason: FinishReason) -> Response:
         self.text = text

@@ -91,11 +91,11 @@ def require_packed(logprobs: torch.Tensor, response: ResponseTokens) -> None:
         )
 
 
-def require_denominator(name: str, value: int, num_tokens: int) -> int:
-    """Return a plan's denominator, at least 1. Raises ValueError for 0 with tokens to train."""
-    if value < 1 and num_tokens > 0:
+def require_denominator(name: str, value: float, num_tokens: int) -> float:
+    """Return a plan's denominator, or 1 for 0. Raises ValueError for 0 with tokens to train."""
+    if value <= 0 and num_tokens > 0:
         raise ValueError(
-            f"denominators.{name}={value} with {num_tokens} tokens to train: "
+            f"denominators.{name}={value:g} with {num_tokens} tokens to train: "
             "the plan must count at least one"
         )
-    return max(value, 1)
+    return value if value > 0 else 1.0

@@ -39,5 +39,5 @@ def open_loss(algo: AlgoSettings, shape: ModelShape) -> PolicyLoss:
         case CustomAlgoSettings():
             methods = {"prepare": ("response",)}
             loss = load_plugin("algo.name", algo.name, algo.options, methods=methods)
-            return UserLoss(algo.name, loss)
+            return UserLoss(algo.name, loss, algo.options)
     raise TypeError(f"{type(algo).__name__}: there is no loss for these settings")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from megatron_rl.contracts.plugins import PluginError, user_code
@@ -13,15 +16,18 @@ class UserLoss:
     """A user-defined loss that `algo.name` selects.
 
     Its exceptions and invalid results become a `PluginError` that names it.
+
+    options: the loss was constructed with these.
     """
 
-    def __init__(self, name: str, loss: PolicyLoss) -> None:
+    def __init__(self, name: str, loss: PolicyLoss, options: Mapping[str, Any]) -> None:
         self._key = f"algo.name={name}"
+        self._options = options
         self.loss = loss
 
     def prepare(self, response: ResponseTokens) -> Objective:
         """See `PolicyLoss`."""
-        with user_code(f"{self._key}: prepare"):
+        with user_code(f"{self._key}: prepare", options=self._options):
             user_objective = self.loss.prepare(response)
         if not callable(user_objective):
             raise PluginError(
@@ -30,10 +36,11 @@ class UserLoss:
             )
 
         def objective(logprobs: torch.Tensor, denominators: Denominators) -> LossResult:
-            with user_code(f"{self._key}: the objective that prepare returned"):
+            call = f"{self._key}: the objective that prepare returned"
+            with user_code(call, options=self._options):
                 result = user_objective(logprobs, denominators)
             if problem := _problem(result, logprobs):
-                raise PluginError(f"{self._key}: the objective that prepare returned {problem}")
+                raise PluginError(f"{call} {problem}")
             return result
 
         return objective

@@ -21,13 +21,16 @@ _EXPECTED_WARNINGS = (
     # Megatron calls torch's collectives by their old names.
     ".*reduce_scatter_tensor.*is deprecated.*",
     ".*all_gather_into_tensor.*is deprecated.*",
+    # Megatron reads checkpoints through torch's earlier interface.
+    "`load_state_dict` is deprecated.*",
+    "Please use DTensor instead and we are deprecating ShardedTensor.*",
     # Megatron reads gradients of the distributed optimizer's shards.
     "The .grad attribute of a Tensor that is not a leaf.*",
 )
 
 
 def install() -> bool:
-    """Prepare torch and Megatron-Core for this machine. A second call does nothing on CPUs.
+    """Prepare torch and Megatron-Core for this machine. A second call changes nothing.
 
     Without CUDA it replaces parts of `torch.cuda`. Where Transformer Engine or Apex is missing it
     replaces what Megatron takes from them. On GPUs it makes the additions of the MoE permutation
@@ -110,7 +113,8 @@ def _replace_missing_libraries(*, replace_all: bool) -> None:
 
 
 def _make_permute_deterministic() -> None:
-    """Fix the order of additions on GPUs. On CPUs additions already have an order."""
+    """Fix the order of additions on GPUs, once. On CPUs additions already have an order."""
+    import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 
     from megatron_rl.mcore.layers.deterministic_permute import (
@@ -118,5 +122,7 @@ def _make_permute_deterministic() -> None:
         deterministic_unpermute,
     )
 
+    if token_dispatcher.permute is not moe_utils.permute:
+        return
     token_dispatcher.permute = deterministic_permute(token_dispatcher.permute)
     token_dispatcher.unpermute = deterministic_unpermute(token_dispatcher.unpermute)

@@ -137,7 +137,7 @@ class DistributedAdam:
         loading: True for a state that a checkpoint will fill.
         """
         if not loading:
-            self._initialize_moments()
+            self.initialize_moments()
         return self._optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=content)
 
     def load(self, state: Any, steps: int) -> None:
@@ -152,7 +152,7 @@ class DistributedAdam:
         self.scheduler.num_steps = 0
         self.scheduler.step(steps)
 
-    def _initialize_moments(self) -> None:
+    def initialize_moments(self) -> None:
         """Add zero moments for parameters without a step, because Megatron saves no others."""
         for optimizer in self._optimizer.chained_optimizers:
             state = optimizer.optimizer.state

@@ -86,4 +86,7 @@ def _limits_without_gpu(shape: ModelShape, engine_tp: int) -> Iterator[tuple[str
             f"Engines on CPUs pad MLPs of {padded_widths[0]} columns to multiples of {multiple}, "
             "and would hold other weights than the trainer"
         )
-        yield "model.path", rule, "Choose another checkpoint, or engines on GPUs"
+        if any(width % _CPU_MULTIPLE for width in widths):
+            yield "model.path", rule, "Choose another checkpoint, or engines on GPUs"
+        else:
+            yield "engine.tp", rule, "Lower it, or use engines on GPUs"

@@ -140,7 +140,7 @@ def rank_memory(c: Configuration, shape: ModelShape, *, world_size: int, stage: 
     p = c.parallel
     size = BYTES[c.model.dtype]
     parameters = rank_parameters(shape, p, stage)
-    rows = math.ceil(c.train.tokens_per_micro_batch / p.cp)
+    rows = math.ceil(_micro_batch_tokens(c) / p.cp)
     logits_rows = rows if stage == p.pp - 1 else 0
     # The distributed optimizer shares its state among the ranks with the same weights.
     dense_copies = world_size // (p.tp * p.pp)
@@ -164,6 +164,15 @@ def rank_memory(c: Configuration, shape: ModelShape, *, world_size: int, stage: 
         host_routes=host_routes,
         host_save=_save_bytes(c, parameters, optimizer_share),
     )
+
+
+def _micro_batch_tokens(c: Configuration) -> int:
+    """Return the input tokens of the largest micro-batch.
+
+    A rollout beyond the budget is a micro-batch of its own. Its last token is no input.
+    """
+    longest_rollout = c.data.max_prompt_tokens + c.rollout.max_new_tokens
+    return max(c.train.tokens_per_micro_batch, longest_rollout - 1)
 
 
 def _logit_bytes(c: Configuration, shape: ModelShape, rows: int) -> int:

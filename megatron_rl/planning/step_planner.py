@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Sequence
 
@@ -35,14 +36,16 @@ class StepPlanner:
         rollouts: Sequence[RolloutRef],
         advantages: Sequence[float],
         extra_rollouts: Sequence[ExtraRollout] = (),
-        denominator_only: Sequence[RolloutRef] = (),
+        denominator_only: Sequence[ExtraRollout] = (),
+        *,
+        weights: Sequence[float] = (),
     ) -> StepPlan:
         """Plan one training step.
 
-        Rollouts without a trainable token or with advantage zero give no gradient and are left
-        out. The others are shuffled and dealt to `train.optimizer_steps_per_batch` optimizer steps,
-        or to fewer if there are fewer rollouts. Within an optimizer step, rollouts go to
-        data-parallel ranks by token count and into micro-batches of at most
+        Rollouts without a trainable token, or with advantage or weight zero, give no gradient and
+        are left out. The others are shuffled and dealt to `train.optimizer_steps_per_batch`
+        optimizer steps, or to fewer if there are fewer rollouts. Within an optimizer step, rollouts
+        go to data-parallel ranks by token count and into micro-batches of at most
         `train.tokens_per_micro_batch` input tokens. A longer rollout gets its own micro-batch. If
         no rollout is usable, the plan has no optimizer steps and the step is skipped.
 
@@ -50,22 +53,29 @@ class StepPlanner:
         Of either kind every optimizer step gets at most as many as of `rollouts`, sampled by seed.
         If `rollouts` has no usable rollout, all extra rollouts train.
         denominator_only: rollouts that do not train but count in the loss's denominators.
+        weights: weights of the groups of `rollouts`, which are factors of `advantages` already.
+        Empty: all are 1.
 
-        Raises ValueError if `rollouts` and `advantages` differ in length.
+        Raises ValueError if `rollouts` and `advantages`, or weights, differ in length.
         """
         mixed_rollouts = [
-            ExtraRollout(rollout, advantage)
-            for rollout, advantage in zip(rollouts, advantages, strict=True)
+            ExtraRollout(rollout, advantage, weight=weight)
+            for rollout, advantage, weight in zip(
+                rollouts, advantages, weights or [1.0] * len(rollouts), strict=True
+            )
         ]
         sections = self._sections(step, mixed_rollouts, extra_rollouts)
         plan_rollouts = list(itertools.chain.from_iterable(sections))
         entropy_advantages = tuple(rollout.entropy_advantage for rollout in plan_rollouts)
+        plan_weights = tuple(rollout.weight for rollout in plan_rollouts)
+        has_weights = any(weight != 1.0 for weight in plan_weights)
         return StepPlan(
             step=step,
             rollouts=tuple(rollout.rollout for rollout in plan_rollouts),
             advantages=tuple(rollout.advantage for rollout in plan_rollouts),
             optimizer_steps=self._optimizer_steps(sections, denominator_only),
             entropy_advantages=entropy_advantages if any(entropy_advantages) else (),
+            weights=plan_weights if has_weights else (),
         )
 
     def _sections(
@@ -95,21 +105,24 @@ class StepPlanner:
             extra
             for extra in rollouts
             if (extra.advantage != 0.0 or extra.entropy_advantage != 0.0)
+            and extra.weight > 0.0
             and extra.rollout.num_trainable > 0
         ]
         random.Random(f"{self._seed}/{seed_suffix}").shuffle(usable)
         return usable
 
     def _optimizer_steps(
-        self, sections: Sequence[Sequence[ExtraRollout]], denominator_only: Sequence[RolloutRef]
+        self, sections: Sequence[Sequence[ExtraRollout]], denominator_only: Sequence[ExtraRollout]
     ) -> tuple[OptimizerStep, ...]:
         """Deal each section evenly to the optimizer steps.
 
         sections: rollouts of the plan, in its order. The first section counts in the denominators.
         """
-        rollouts = [extra.rollout for extra in itertools.chain.from_iterable(sections)]
+        rollouts = list(itertools.chain.from_iterable(sections))
         bounds = [0, *itertools.accumulate(len(section) for section in sections)]
-        only_in_denominators = [ref for ref in denominator_only if ref.num_trainable > 0]
+        only_in_denominators = [
+            extra for extra in denominator_only if extra.rollout.num_trainable > 0
+        ]
         num_steps = min(self._num_optimizer_steps, len(sections[0]))
         steps = []
         for offset in range(num_steps):
@@ -124,11 +137,11 @@ class StepPlanner:
 
     def _optimizer_step(
         self,
-        rollouts: Sequence[RolloutRef],
+        rollouts: Sequence[ExtraRollout],
         indices: Sequence[int],
-        in_denominators: Sequence[RolloutRef],
+        in_denominators: Sequence[ExtraRollout],
     ) -> OptimizerStep:
-        lengths = {i: rollouts[i].num_inputs for i in indices}
+        lengths = {i: rollouts[i].rollout.num_inputs for i in indices}
         bins_of_ranks = [
             _pack(share, lengths, self._token_budget) for share in _balance(lengths, self._dp_size)
         ]
@@ -138,8 +151,10 @@ class StepPlanner:
             tuple(bins) + ((),) * (num_micro_batches - len(bins)) for bins in bins_of_ranks
         )
         denominators = Denominators(
-            sequences=len(in_denominators),
-            tokens=sum(rollout.num_trainable for rollout in in_denominators),
+            sequences=math.fsum(extra.weight for extra in in_denominators),
+            tokens=math.fsum(
+                extra.weight * extra.rollout.num_trainable for extra in in_denominators
+            ),
         )
         return OptimizerStep(micro_batches=micro_batches, denominators=denominators)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 
 from megatron_rl.config.schema import DataSettings
 from megatron_rl.contracts.plugins import load_plugin, user_code
@@ -13,7 +14,7 @@ from megatron_rl.prompts import column_addition, column_addition_mixed, two_digi
 from megatron_rl.prompts.gym import ReasoningGym
 from megatron_rl.prompts.jsonl import Render, read_jsonl, refuse_messages
 from megatron_rl.prompts.pass_rates import PassRate, read_pass_rates
-from megatron_rl.prompts.question import BadRows, PromptDataError, Question, Source
+from megatron_rl.prompts.question import BadRows, CheckedRows, PromptDataError, Question, Source
 from megatron_rl.prompts.source import ExcludedRows, PromptSource
 from megatron_rl.prompts.split import Split, hold_out, keep_apart, split_generator
 
@@ -24,6 +25,7 @@ CheckAnswer = Callable[[str], None]
 """Raises ValueError for a reference answer that responses cannot be compared with."""
 
 _MAX_CHARACTERS = 65_536  # of an id or a reference answer
+_QUICK_CHARACTERS = 10_000  # a text of so many is encoded at once, to name its number of tokens
 _QUESTION_FIELDS = tuple(field.name for field in fields(Question))
 
 
@@ -51,18 +53,16 @@ def open_prompts(
     """
     bad_rows = BadRows(settings.on_bad_row)
     split = _split_questions(settings, render, bad_rows)
-    builder = _PromptBuilder(tokenizer, settings.max_prompt_tokens, check_answer, bad_rows)
+    builder = _PromptBuilder(tokenizer, settings.max_prompt_tokens, check_answer, bad_rows, split)
     train = builder.build(
-        _with_demonstration(split.train, bad_rows) if demonstration else split.train
+        split.train,
+        f"{_name_key(settings, 'train_path', 'source')}: no usable training prompt",
+        demonstration=demonstration,
     )
-    held_out = builder.build(split.held_out)
+    held_out = builder.build(
+        split.held_out, f"{_name_key(settings, 'eval_path', 'num_eval')}: no usable held-out prompt"
+    )
     excluded_rows = _excluded_rows(bad_rows, split)
-    if not train:
-        key = _name_key(settings, "train_path", "source")
-        raise _no_prompt_left(key, "training", excluded_rows)
-    if not held_out:
-        key = _name_key(settings, "eval_path", "num_eval")
-        raise _no_prompt_left(key, "held-out", excluded_rows)
     rates: dict[str, PassRate] = {}
     if settings.pass_rates is not None:
         rates = read_pass_rates(settings.pass_rates, settings)
@@ -86,11 +86,8 @@ def open_set(
     bad_rows = BadRows(settings.on_bad_row)
     questions = read_jsonl(path, bad_rows, key=key, render=render)
     split = keep_apart([], questions, bad_rows)
-    builder = _PromptBuilder(tokenizer, settings.max_prompt_tokens, check_answer, bad_rows)
-    prompts = builder.build(split.held_out)
-    if not prompts:
-        raise _no_prompt_left(f"{key}={path}", "held-out", _excluded_rows(bad_rows, split))
-    return prompts
+    builder = _PromptBuilder(tokenizer, settings.max_prompt_tokens, check_answer, bad_rows, split)
+    return builder.build(split.held_out, f"{key}={path}: no usable held-out prompt")
 
 
 def open_source(settings: DataSettings) -> Source:
@@ -115,7 +112,7 @@ def generate_questions(settings: DataSettings) -> Iterator[Question]:
     key = f"data.source={settings.source}"
     source = open_source(settings)
     text_by_id: dict[str, str] = {}
-    for question in _call_questions(key, source, settings.seed):
+    for question in _call_questions(key, source, settings):
         if not isinstance(question, Question):
             raise PromptDataError(
                 f"{key}: it yields {type(question).__name__}, not a Question. Yield Questions"
@@ -139,20 +136,27 @@ def _check_fields(key: str, question: Question) -> None:
             )
 
 
-def _call_questions(key: str, source: Source, seed: int) -> Iterator[object]:
+def _call_questions(key: str, source: Source, settings: DataSettings) -> Iterator[object]:
     """Yield from `questions` and convert exceptions of user-defined code.
 
     The project's own sources raise `PromptDataError` themselves.
     """
-    call = f"{key}: questions({seed})"
-    with user_code(call, propagate=(PromptDataError,), failure=PromptDataError):
-        questions = source.questions(seed)
+    call = f"{key}: questions({settings.seed})"
+    conversion = partial(
+        user_code,
+        call,
+        propagate=(PromptDataError,),
+        failure=PromptDataError,
+        options=settings.options,
+    )
+    with conversion():
+        questions = source.questions(settings.seed)
     if not isinstance(questions, Iterable):
         raise PromptDataError(
             f"{call} returns {type(questions).__name__}, not an iterator. Write a generator that "
             "yields Questions"
         )
-    with user_code(call, propagate=(PromptDataError,), failure=PromptDataError):
+    with conversion():
         yield from questions
 
 
@@ -168,46 +172,63 @@ def _split_questions(settings: DataSettings, render: Render, bad_rows: BadRows) 
     return keep_apart(train, held_out, bad_rows)
 
 
-def _with_demonstration(questions: Iterable[Question], bad_rows: BadRows) -> Iterator[Question]:
-    for question in questions:
-        if question.demonstration:
-            yield question
-        else:
-            bad_rows.report(
-                question.origin,
-                "it has no response, and environment=demonstration needs one to learn from",
-            )
-
-
 @dataclass(frozen=True)
 class _PromptBuilder:
     """Tokenizes questions and reports those that cannot be used.
 
-    max_tokens: limit of a prompt's tokens.
+    max_tokens: limit of a prompt's tokens. split: where the questions come from, for messages.
     """
 
     tokenizer: Tokenizer
     max_tokens: int
     check_answer: CheckAnswer | None
     bad_rows: BadRows
+    split: Split
 
-    def build(self, questions: Iterable[Question]) -> list[Prompt]:
-        """Return the prompts of all usable questions."""
+    def build(
+        self, questions: Iterable[Question], failure: str, *, demonstration: bool = False
+    ) -> list[Prompt]:
+        """Return the prompts of all usable questions.
+
+        failure: the beginning of the message if there are none. demonstration: questions without a
+        demonstration are bad rows. Raises `PromptDataError`.
+        """
         max_characters = self.max_tokens * self.tokenizer.longest_token
+        checked_rows = CheckedRows(self.bad_rows)
         prompts = []
         for question in questions:
             try:
+                if demonstration:
+                    _check_demonstration(question)
                 self._check_lengths(question, max_characters)
                 if self.check_answer is not None:
                     self.check_answer(question.answer)
-                prompts.append(self._tokenize(question))
+                prompt = self._tokenize(question)
             except ValueError as error:
-                self.bad_rows.report(question.origin, str(error))
+                checked_rows.add_bad(question.origin, str(error))
+            else:
+                checked_rows.add_usable()
+                prompts.append(prompt)
+        if not prompts:
+            raise self._no_prompt_left(failure, checked_rows)
         return prompts
+
+    def _no_prompt_left(self, failure: str, checked_rows: CheckedRows) -> PromptDataError:
+        numbers = {
+            "bad rows": self.bad_rows.count or checked_rows.num_bad,
+            "repeated questions": self.split.duplicates,
+            "training rows that are held out, too": self.split.overlapping,
+        }
+        counts = ", ".join(f"{name}: {number}" for name, number in numbers.items() if number)
+        examples = checked_rows.examples or "".join(
+            f"\n  {example}" for example in self.bad_rows.examples[:3]
+        )
+        failure += f" is left ({counts})" if counts else " is left"
+        return PromptDataError(f"{failure}. Correct the rows, or give other data{examples}")
 
     def _check_lengths(self, question: Question, max_characters: int) -> None:
         """Check lengths first: encoding megabytes takes minutes in which no signal is handled."""
-        if len(question.text) > max_characters:
+        if len(question.text) > max(max_characters, _QUICK_CHARACTERS):
             raise ValueError(
                 f"the prompt has {len(question.text)} characters. "
                 f"data.max_prompt_tokens={self.max_tokens} allows at most {max_characters}, "
@@ -236,6 +257,13 @@ class _PromptBuilder:
         )
 
 
+def _check_demonstration(question: Question) -> None:
+    if not question.demonstration:
+        raise ValueError(
+            "it has no response, and environment=demonstration needs one to learn from"
+        )
+
+
 def _excluded_rows(bad_rows: BadRows, split: Split) -> ExcludedRows:
     return ExcludedRows(
         bad=bad_rows.count,
@@ -251,13 +279,3 @@ def _name_key(settings: DataSettings, path_key: str, other_key: str) -> str:
     """Return `key=value` of a path, or of another key if the path is not set."""
     key = path_key if getattr(settings, path_key) else other_key
     return f"data.{key}={getattr(settings, key)}"
-
-
-def _no_prompt_left(key: str, side: str, excluded_rows: ExcludedRows) -> PromptDataError:
-    examples = "".join(f"\n  {example}" for example in excluded_rows.examples[:3])
-    return PromptDataError(
-        f"{key}: no usable {side} prompt is left. {excluded_rows.bad} bad row(s), "
-        f"{excluded_rows.duplicates} repeated question(s) and {excluded_rows.overlapping} "
-        "training row(s) that are held out too were left out. Correct the rows, or give other "
-        f"data. data.on_bad_row=fail names the first bad row{examples}"
-    )

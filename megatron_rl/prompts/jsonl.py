@@ -16,7 +16,7 @@ from typing import BinaryIO
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from megatron_rl.prompts.question import BadRows, PromptDataError, Question, shorten
+from megatron_rl.prompts.question import BadRows, CheckedRows, PromptDataError, Question
 
 # No model reads so long a prompt. A file without line ends must not fill the memory.
 _MAX_LINE_BYTES = 16 * 2**20
@@ -24,9 +24,14 @@ _MAX_LINE_BYTES = 16 * 2**20
 _MAX_EXPONENT = 999
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _EXAMPLE_ROW = '{"prompt": "2+2=", "answer": "4"}'
-_MAX_EXAMPLES = 3  # bad rows that a message quotes
 _FORMAT_REMEDY = f"Write one JSON object a line, such as {_EXAMPLE_ROW}"
 _UTF_16_BEGINNINGS = (b"\xff\xfe", b"\xfe\xff", b"{\x00", b"\x00{")
+_BINARY_FORMATS = {
+    b"\x1f\x8b": "compressed with gzip. Decompress it",
+    b"\x28\xb5\x2f\xfd": "compressed with Zstandard. Decompress it",
+    b"PK\x03\x04": "a ZIP archive. Extract the JSONL file from it",
+    b"PAR1": f"a Parquet file. {_FORMAT_REMEDY}",
+}
 _ARRAY_BEGINNING = re.compile(rb"\s*\[\s*(?:\{|$)")
 
 
@@ -74,10 +79,9 @@ def read_jsonl(
     key: configuration key that names the file (`data.train_path`), for messages.
     render: renders rows with `messages`.
 
-    Raises `PromptDataError` if the file cannot be read or has no usable row. A bad row is reported
-    to `bad_rows` only if the file has a usable one.
+    Raises `PromptDataError` if the file cannot be read or has no usable row.
     """
-    rows = _Rows(f"{key}={path}", bad_rows)
+    rows = _Rows(f"{key}={path}", CheckedRows(bad_rows))
     for number, line in _read_lines(path, key):
         if number == 1:
             _check_format(line, rows.name)
@@ -97,56 +101,54 @@ def read_jsonl(
 
 @dataclass
 class _Rows:
-    """Collects the usable rows of a file and its first bad rows.
+    """Collects the questions of a file.
 
     name: `key=path` of the file, for messages.
     """
 
     name: str
-    bad_rows: BadRows
+    checked_rows: CheckedRows
     questions: list[Question] = field(default_factory=list)
     line_by_id: dict[str, int] = field(default_factory=dict)
     _first_line: bytes = b""
-    _num_bad: int = 0
-    _first_bad_rows: list[tuple[str, str]] = field(default_factory=list)
 
     def add(self, question: Question) -> None:
-        """Add a usable row. Raises `PromptDataError` as `BadRows` does for the rows before it."""
-        if not self.questions and self._first_bad_rows and self.bad_rows.policy == "fail":
-            self.bad_rows.report(*self._first_bad_rows[0])
+        """Add a usable row. Raises as `CheckedRows.add_usable` does."""
+        self.checked_rows.add_usable()
         self.questions.append(question)
 
     def add_bad(self, origin: str, reason: str, line: bytes) -> None:
-        """Add a bad row. After a usable row, this raises as `BadRows.report` does."""
-        if self.questions or self.bad_rows.policy == "skip":
-            self.bad_rows.report(origin, reason)
+        """Add a bad row. Raises as `CheckedRows.add_bad` does."""
         self._first_line = self._first_line or line
-        self._num_bad += 1
-        if len(self._first_bad_rows) < _MAX_EXAMPLES:
-            self._first_bad_rows.append((origin, reason))
+        self.checked_rows.add_bad(origin, reason)
 
     def require_usable(self) -> None:
         """Raise `PromptDataError` without a usable row."""
         if self.questions:
             return
-        if not self._num_bad:
+        num_bad = self.checked_rows.num_bad
+        if not num_bad:
             raise PromptDataError(
                 f"{self.name}: the file is empty. Each line must be an object such as "
                 f"{_EXAMPLE_ROW}"
             )
         if _is_csv(self._first_line):
             raise PromptDataError(f"{self.name}: the file seems to be CSV. {_FORMAT_REMEDY}")
-        examples = "".join(
-            f"\n  {shorten(f'{origin}: {reason}')}" for origin, reason in self._first_bad_rows
-        )
+        if num_bad > 1 and self._first_line.strip() == b"{":
+            raise PromptDataError(
+                f"{self.name}: the file begins with an object of several lines. {_FORMAT_REMEDY}"
+            )
         raise PromptDataError(
-            f"{self.name}: none of its {self._num_bad} rows is usable. Each line must be an object "
-            f"such as {_EXAMPLE_ROW}{examples}"
+            f"{self.name}: none of its {num_bad} rows is usable. Each line must be an object such "
+            f"as {_EXAMPLE_ROW}{self.checked_rows.examples}"
         )
 
 
 def _check_format(first_line: bytes, name: str) -> None:
-    """Raise `PromptDataError` for UTF-16 text and for a JSON array."""
+    """Raise `PromptDataError` for other formats: binary files, UTF-16 text and a JSON array."""
+    for beginning, problem in _BINARY_FORMATS.items():
+        if first_line.startswith(beginning):
+            raise PromptDataError(f"{name}: the file is {problem}")
     if first_line.startswith(_UTF_16_BEGINNINGS):
         raise PromptDataError(f"{name}: the file is UTF-16 text. Save it as UTF-8")
     if _ARRAY_BEGINNING.match(first_line):

@@ -114,15 +114,47 @@ def read_pass_rates(path: str | Path, settings: DataSettings) -> dict[str, PassR
     return {rate.id: rate for rate in rates}
 
 
+def judge_differences(
+    path: str | Path, reward: RewardSettings, environment: EnvironmentSettings
+) -> list[str]:
+    """Return the settings under which a file's rates were measured and that differ from these.
+
+    A demonstration is evaluated as a single turn. Raises `PromptDataError`.
+    """
+    header, _ = read_file(path)
+    return [
+        f"{section}.{name}: {other.get(name)} in the file, {ours.get(name)} here"
+        for section, other, ours in (
+            ("reward", header.reward, judge_of(reward)),
+            ("environment", _evaluated(header.environment), _evaluated(judge_of(environment))),
+        )
+        for name in sorted(other | ours)
+        if other.get(name) != ours.get(name)
+    ]
+
+
+def _evaluated(environment: dict[str, Any]) -> dict[str, Any]:
+    is_demonstration = environment.get("name") == "demonstration"
+    return environment | {"name": "single_turn"} if is_demonstration else environment
+
+
 def read_file(path: str | Path) -> tuple[Header, list[PassRate]]:
     """Read the header and the rates. Raises `PromptDataError`, which names the line."""
     key = f"data.pass_rates={path}"
+    return _parse_file(_read_bytes(Path(path), key), key)
+
+
+def _read_bytes(path: Path, key: str) -> bytes:
     try:
-        lines = Path(path).read_bytes().splitlines()
+        return path.read_bytes()
     except OSError as error:
         raise PromptDataError(
             f"{key}: the file cannot be read ({error.strerror}). {_REMEDY}"
         ) from error
+
+
+def _parse_file(content: bytes, key: str) -> tuple[Header, list[PassRate]]:
+    lines = content.splitlines()
     header = _decode(lines[0] if lines else b"", Header, f"{key} line 1")
     if header.format != _FORMAT:
         raise PromptDataError(
@@ -154,10 +186,11 @@ class PassRateFile:
 
     def __init__(self, path: Path, header: Header) -> None:
         self._path = path
-        self._part = path.with_name(f"{path.name}.part")
-        self.rates: dict[str, PassRate] = {}
+        self._part = _part_of(path)
+        self.rates = read_part(path, header)
         if self._part.exists():
-            self._resume(header)
+            # The last line may be incomplete. Its prompt is sampled again.
+            self._part.write_bytes(_complete_lines(self._part.read_bytes()))
             return
         self._part.parent.mkdir(parents=True, exist_ok=True)
         self._part.write_bytes(msgspec.json.encode(header) + b"\n")
@@ -172,17 +205,32 @@ class PassRateFile:
         """Give the complete file its name."""
         self._part.rename(self._path)
 
-    def _resume(self, header: Header) -> None:
-        # The last line may be incomplete. Its prompt is sampled again.
-        complete_lines = self._part.read_bytes().rpartition(b"\n")[0] + b"\n"
-        self._part.write_bytes(complete_lines)
-        part_header, rates = read_file(self._part)
-        if differences := _differences(part_header, header):
-            raise PromptDataError(
-                f"data.pass_rates={self._path}: {self._part} belongs to an interrupted attempt "
-                f"with other settings ({', '.join(differences)}). Remove it, or give another name"
-            )
-        self.rates = {rate.id: rate for rate in rates}
+
+def read_part(path: Path, header: Header) -> dict[str, PassRate]:
+    """Return the rates that an interrupted attempt to write `path` has left, by prompt id.
+
+    Raises `PromptDataError` if that attempt had another header, apart from the date.
+    """
+    part = _part_of(path)
+    if not part.exists():
+        return {}
+    key = f"data.pass_rates={part}"
+    part_header, rates = _parse_file(_complete_lines(_read_bytes(part, key)), key)
+    if differences := _differences(part_header, header):
+        raise PromptDataError(
+            f"data.pass_rates={path}: {part} belongs to an interrupted attempt with other settings "
+            f"({', '.join(differences)}). Remove it, or give another name"
+        )
+    return {rate.id: rate for rate in rates}
+
+
+def _part_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.part")
+
+
+def _complete_lines(content: bytes) -> bytes:
+    """Return the lines of a file without an incomplete last one."""
+    return content.rpartition(b"\n")[0] + b"\n"
 
 
 def _differences(first: Header, second: Header) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 
 _MAX_EXAMPLES = 20
+_MAX_REASONS = 3  # that a message about a whole file names
 _MAX_MESSAGES = 10_000
 _MAX_MESSAGE_CHARACTERS = 300  # a row may have megabytes
 
@@ -102,6 +103,45 @@ class BadRows:
     def _add_message(self, message: str) -> None:
         if len(self.messages) < _MAX_MESSAGES:
             self.messages.append(message)
+
+
+@dataclass
+class CheckedRows:
+    """Counts the rows that a check refuses, and reports them to `bad_rows`.
+
+    Under `data.on_bad_row=fail`, a bad row before the first usable one is reported together with
+    that one. If no row is usable, leaving bad rows out is no remedy, and the caller says so.
+
+    num_bad: number of bad rows.
+    """
+
+    bad_rows: BadRows
+    num_bad: int = 0
+    _has_usable: bool = False
+    _first_bad: tuple[str, str] | None = None
+    _origin_by_reason: dict[str, str] = field(default_factory=dict)
+
+    def add_usable(self) -> None:
+        """Note a usable row. Raises `PromptDataError` for a bad row before it."""
+        self._has_usable = True
+        if self._first_bad is not None:
+            self.bad_rows.report(*self._first_bad)
+
+    def add_bad(self, origin: str, reason: str) -> None:
+        """Count a bad row. After a usable row, this raises as `BadRows.report` does."""
+        if self._has_usable or self.bad_rows.policy == "skip":
+            self.bad_rows.report(origin, reason)
+        elif self._first_bad is None:
+            self._first_bad = (origin, reason)
+        self.num_bad += 1
+        if len(self._origin_by_reason) < _MAX_REASONS:
+            self._origin_by_reason.setdefault(reason, origin)
+
+    @property
+    def examples(self) -> str:
+        """The first bad row for each of the first reasons, each on a line of its own."""
+        rows = self._origin_by_reason.items()
+        return "".join(f"\n  {shorten(f'{origin}: {reason}')}" for reason, origin in rows)
 
 
 def shorten(text: str) -> str:

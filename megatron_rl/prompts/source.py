@@ -16,6 +16,8 @@ from megatron_rl.contracts.run_state import PromptCursor
 from megatron_rl.prompts.pass_rates import PassRate
 from megatron_rl.prompts.question import PromptDataError
 
+_Range = tuple[float, float] | None
+
 
 @dataclass(frozen=True)
 class ExcludedRows:
@@ -65,8 +67,8 @@ class PromptSource:
     train, held_out: all prompts of each side.
     excluded_rows: rows that are in neither side.
     rates: estimated pass rates by prompt id. A pass-rate range excludes prompts from `take` and
-    `offer`. It changes neither `train` nor the order nor the cursor, so it may change between two
-    steps.
+    `offer`. It may change between two steps: the current epoch then leaves out what is outside of
+    it, and the next epoch goes through the prompts in the range alone.
     initial_beliefs: beliefs of another run from which a new run starts, see `TransferredBeliefs`.
     """
 
@@ -86,31 +88,31 @@ class PromptSource:
         self._settings = settings
         self._epoch = 0
         self._position = 0
-        self._order = self._shuffle_epoch()
+        self._order: Sequence[int] = ()
         self._postponed_indices: deque[int] = deque()
         # Prompts that the current step cannot take twice, as an ordered set: a step may go through
         # many epochs.
         self._repeated_indices: dict[int, None] = {}
-        self._pass_rate_range: Sequence[float] | None = None
-        self._indices_out_of_range: frozenset[int] = frozenset()
+        self._pass_rate_range: _Range = None
+        self._epoch_range: _Range = None
+        self._range_digest = ""
+        self._available_indices: Collection[int] = ()
         self.set_pass_rate_range(settings.pass_rate_range)
 
     @property
     def num_available(self) -> int:
         """Number of training prompts in the pass-rate range."""
-        return len(self.train) - len(self._indices_out_of_range)
+        return len(self._available_indices)
 
     def set_pass_rate_range(self, pass_rate_range: Sequence[float] | None) -> None:
         """Offer only prompts whose pass rate lies in [low, high] from now on. None: all prompts."""
-        self._pass_rate_range = pass_rate_range
-        self._indices_out_of_range = frozenset()
-        if pass_rate_range is None:
-            return
-        low, high = pass_rate_range
-        ids_in_range = {id_ for id_, rate in self.rates.items() if rate.within(low, high)}
-        self._indices_out_of_range = frozenset(
-            index for index, prompt in enumerate(self.train) if prompt.id not in ids_in_range
-        )
+        self._pass_rate_range = None
+        if pass_rate_range is not None:
+            low, high = pass_rate_range
+            self._pass_rate_range = (low, high)
+        self._available_indices = self._indices_in(self._pass_rate_range)
+        if self._position == 0:
+            self._begin_epoch(self._epoch)
 
     def notes(self) -> tuple[str, str, str]:
         """Return notes for the log about excluded rows, pass rates and initial beliefs.
@@ -163,12 +165,14 @@ class PromptSource:
             position=self._position,
             postponed_indices=(*self._repeated_indices, *self._postponed_indices),
             digest=self._digest,
+            epoch_range=self._epoch_range,
+            range_digest=self._range_digest,
         )
 
     def seek(self, cursor: PromptCursor) -> None:
         """Continue after the prompts that an earlier run has taken.
 
-        Raises `PromptDataError` if that run had other prompts.
+        Raises `PromptDataError` if that run had other prompts, or other ones in its range.
         """
         if cursor.digest != self._digest:
             raise PromptDataError(
@@ -176,11 +180,21 @@ class PromptSource:
                 f"{len(self.train)} here. Give it the same data.* and the same files, or start "
                 "another run"
             )
+        indices = self._indices_in(cursor.epoch_range)
+        range_digest = _digest_of_range(indices, cursor.epoch_range)
+        if cursor.range_digest and cursor.range_digest != range_digest:
+            raise PromptDataError(
+                "data.pass_rates: the file has other rates than in the checkpoint's run, so that "
+                f"the range {list(cursor.epoch_range or ())} holds other prompts. Give the old "
+                "file, or start another run"
+            )
         self._epoch = cursor.epoch
         self._position = cursor.position
         self._postponed_indices = deque(cursor.postponed_indices)
         self._repeated_indices = {}
-        self._order = self._shuffle_epoch()
+        self._epoch_range = cursor.epoch_range
+        self._range_digest = range_digest
+        self._order = self._shuffle_epoch(indices)
 
     def require(self, n: int) -> None:
         """Raise `PromptDataError` unless there are `n` different prompts for a step."""
@@ -229,17 +243,15 @@ class PromptSource:
 
     def _next_index(self) -> int:
         index = self._next_index_of_all()
-        while index in self._indices_out_of_range:
+        while index not in self._available_indices:
             index = self._next_index_of_all()
         return index
 
     def _next_index_of_all(self) -> int:
         if self._postponed_indices:
             return self._postponed_indices.popleft()
-        if self._position == len(self._order):
-            self._epoch += 1
-            self._position = 0
-            self._order = self._shuffle_epoch()
+        while self._position >= len(self._order):
+            self._begin_epoch(self._epoch + 1)
         self._position += 1
         return self._order[self._position - 1]
 
@@ -247,12 +259,36 @@ class PromptSource:
     def _digest(self) -> str:
         """Digest of the prompts and their order, to which a cursor belongs."""
         settings = self._settings
-        prompts = "\n".join(f"{prompt.id}\t{prompt.token_ids}" for prompt in self.train)
-        text = f"{settings.seed}/{settings.shuffle}\n{prompts}"
-        return hashlib.sha256(text.encode()).hexdigest()
+        digest = hashlib.sha256(f"{settings.seed}/{settings.shuffle}".encode())
+        for prompt in self.train:
+            digest.update(f"\n{prompt.id}\t{prompt.token_ids}".encode())
+        return digest.hexdigest()
 
-    def _shuffle_epoch(self) -> list[int]:
-        order = list(range(len(self.train)))
+    def _indices_in(self, pass_rate_range: _Range) -> Collection[int]:
+        """Return the ascending indices of the prompts in a range, with fast membership tests."""
+        if pass_rate_range is None:
+            return range(len(self.train))
+        low, high = pass_rate_range
+        ids = {id_ for id_, rate in self.rates.items() if rate.within(low, high)}
+        return {index: None for index, prompt in enumerate(self.train) if prompt.id in ids}
+
+    def _begin_epoch(self, epoch: int) -> None:
+        """Begin an epoch of the prompts in the pass-rate range."""
+        self._epoch = epoch
+        self._position = 0
+        self._epoch_range = self._pass_rate_range
+        self._range_digest = _digest_of_range(self._available_indices, self._epoch_range)
+        self._order = self._shuffle_epoch(self._available_indices)
+
+    def _shuffle_epoch(self, indices: Collection[int]) -> list[int]:
+        order = list(indices)
         if self._settings.shuffle:
             random.Random(f"{self._settings.seed}/{self._epoch}").shuffle(order)
         return order
+
+
+def _digest_of_range(indices: Collection[int], pass_rate_range: _Range) -> str:
+    """Return a digest of the prompts of a pass, "" for all prompts."""
+    if pass_rate_range is None:
+        return ""
+    return hashlib.sha256(str(list(indices)).encode()).hexdigest()

@@ -20,15 +20,17 @@ _RESERVE_BYTES = 64 * 1024
 _MAX_REASON_BYTES = _RESERVE_BYTES // 2
 
 
-class ExitRecord(msgspec.Struct, frozen=True):
+class ExitRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """The content of exit.json.
 
-    code: the exit code, 0 for a complete run. end_time: in UTC, written as `ended`.
+    code: the exit code, 0 for a complete run. reason: for people. end_time: in UTC, written as
+    `ended`. log_tail: the last lines of the log of the process that failed, left out if empty.
     """
 
     code: int
     reason: str
     end_time: str = msgspec.field(name="ended")
+    log_tail: str = ""
 
 
 def reserve_exit_record(directory: Path) -> None:
@@ -36,19 +38,20 @@ def reserve_exit_record(directory: Path) -> None:
     (directory / _RESERVE_NAME).write_bytes(bytes(_RESERVE_BYTES))
 
 
-def write_exit_record(directory: Path, code: int, reason: str) -> bool:
+def write_exit_record(directory: Path, code: int, reason: str, log_tail: str = "") -> bool:
     """Write the exit record unless there is one. Returns False when there is one already.
 
     Raises `OSError` when it cannot be written.
     """
     end_time = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     reason = reason.encode(errors="replace")[:_MAX_REASON_BYTES].decode(errors="ignore")
+    record = ExitRecord(code, reason, end_time)
     partial = directory / f"{_NAME}.{secrets.token_hex(4)}"
     # Another rank may have used the reserve already
     with contextlib.suppress(OSError):
         (directory / _RESERVE_NAME).rename(partial)
     try:
-        _overwrite(partial, msgspec.json.encode(ExitRecord(code, reason, end_time)) + b"\n")
+        _overwrite(partial, _encode(record, log_tail.encode(errors="replace").decode()))
         return _publish(partial, directory / _NAME)
     finally:
         partial.unlink(missing_ok=True)
@@ -63,6 +66,15 @@ def read_exit_record(directory: Path) -> ExitRecord | None:
         return msgspec.json.decode((directory / _NAME).read_bytes(), type=ExitRecord)
     except (OSError, msgspec.MsgspecError):
         return None
+
+
+def _encode(record: ExitRecord, log_tail: str) -> bytes:
+    """Encode a record with as much of the end of the log as fits into the reserve."""
+    while True:
+        data = msgspec.json.encode(msgspec.structs.replace(record, log_tail=log_tail)) + b"\n"
+        if len(data) <= _RESERVE_BYTES or not log_tail:
+            return data
+        log_tail = log_tail[len(log_tail) // 2 + 1 :]
 
 
 def _overwrite(file: Path, data: bytes) -> None:

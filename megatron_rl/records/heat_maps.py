@@ -11,7 +11,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+# Values by (layer, expert)
 Cells = dict[tuple[int, int], float]
+# The values of each layer by step
+_Columns = dict[int, dict[int, float]]
 
 # The metrics with one heat map over layers and steps each, with their meaning
 BY_STEP = {
@@ -23,7 +26,9 @@ BY_STEP = {
 BY_EXPERT = "routes/load"
 _BY_EXPERT_MEANING = "share of a layer's rows for each expert, in the last measured step"
 _EXPERT_SHARE = re.compile(rf"{BY_EXPERT}/layer_(\d+)/expert_(\d+)")
-_CELL_PIXELS = 12
+_MAX_CELL_PIXELS = 12
+_MIN_CELL_PIXELS = 2
+_WIDTH_PIXELS = 768
 _MISSING_GREY = 128.0
 # Viridis at equal distances, as red, green, blue
 _COLOURS = np.array(
@@ -44,39 +49,86 @@ class HeatMap:
     columns: list[int]
     values: npt.NDArray[np.float64]
 
+    @property
+    def limits(self) -> tuple[float, float]:
+        """The values of the darkest and of the brightest colour, which differ.
+
+        The scale of equal values begins with 0. That of zeros ends with 1.
+        """
+        present_values = self.values[np.isfinite(self.values)]
+        if not present_values.size:
+            return 0.0, 1.0
+        low = float(present_values.min())
+        high = float(present_values.max())
+        if low < high:
+            return low, high
+        return (0.0, high) if high > 0 else (low, low + 1.0)
+
     def image(self) -> npt.NDArray[np.uint8]:
         """The pixels as uint8 [3, height, width]. Small values are dark, missing ones grey."""
         is_present = np.isfinite(self.values)
-        low = 0.0
-        high = 0.0
-        if is_present.any():
-            low = float(self.values[is_present].min())
-            high = float(self.values[is_present].max())
-        share = np.nan_to_num((self.values - low) / max(high - low, 1e-12))
+        low, high = self.limits
+        share = np.nan_to_num((self.values - low) / (high - low))
         position = share * (len(_COLOURS) - 1)
         channels = [
             np.interp(position, np.arange(len(_COLOURS)), intensities) for intensities in _COLOURS.T
         ]
         colours = np.where(is_present, np.stack(channels), _MISSING_GREY)
         pixels = colours.round().astype(np.uint8)
-        return pixels.repeat(_CELL_PIXELS, axis=1).repeat(_CELL_PIXELS, axis=2)
+        cell_pixels = min(_WIDTH_PIXELS // max(1, len(self.columns)), _MAX_CELL_PIXELS)
+        cell_pixels = max(cell_pixels, _MIN_CELL_PIXELS)
+        return pixels.repeat(cell_pixels, axis=1).repeat(cell_pixels, axis=2)
+
+
+class HeatMaps:
+    """The heat maps of a run, to which one record after the other is added.
+
+    The heat map over experts shows the last measured step.
+
+    max_columns: the largest number of steps in a heat map, besides the last step. Beyond it, every
+    other step is left out. None: all steps are shown.
+    """
+
+    def __init__(self, max_columns: int | None = None) -> None:
+        self._max_columns = max_columns
+        self._by_step: dict[str, _Columns] = {name: {} for name in BY_STEP}
+        self._intervals = dict.fromkeys(BY_STEP, 1)
+        self._num_measured = dict.fromkeys(BY_STEP, 0)
+        self._last_columns: dict[str, tuple[int, dict[int, float]]] = {}
+        self._by_expert: Cells = {}
+
+    def add(self, record: Mapping[str, float | None]) -> None:
+        """Add the numbers of one record of a metrics.jsonl."""
+        step = int(record.get("step") or 0)
+        for name, values in _layer_values(record).items():
+            self._add_column(name, step, values)
+        self._by_expert = _expert_shares(record) or self._by_expert
+
+    def maps(self) -> Iterator[HeatMap]:
+        """Yield the heat maps that have a value."""
+        for name, columns in self._by_step.items():
+            if columns:
+                yield _step_map(name, columns | dict([self._last_columns[name]]))
+        if self._by_expert:
+            yield _expert_map(self._by_expert)
+
+    def _add_column(self, name: str, step: int, values: dict[int, float]) -> None:
+        self._last_columns[name] = (step, values)
+        columns = self._by_step[name]
+        if self._num_measured[name] % self._intervals[name] == 0:
+            columns[step] = values
+        self._num_measured[name] += 1
+        if self._max_columns is not None and len(columns) > self._max_columns:
+            self._intervals[name] *= 2
+            self._by_step[name] = dict(list(columns.items())[::2])
 
 
 def heat_maps(records: Iterable[Mapping[str, float | None]]) -> Iterator[HeatMap]:
-    """The heat maps of the records of a metrics.jsonl.
-
-    The heat map over experts shows the last measured step.
-    """
-    by_step: dict[str, Cells] = {name: {} for name in BY_STEP}
-    by_expert: Cells = {}
+    """The heat maps of the records of a metrics.jsonl, with every measured step."""
+    maps = HeatMaps()
     for record in records:
-        _add_step(record, by_step)
-        by_expert = _expert_shares(record) or by_expert
-    for name, cells in by_step.items():
-        if cells:
-            yield _heat_map(name, cells)
-    if by_expert:
-        yield _heat_map(BY_EXPERT, by_expert)
+        maps.add(record)
+    return maps.maps()
 
 
 def is_heat_map_metric(name: str) -> bool:
@@ -101,7 +153,15 @@ def draw(heat_map: HeatMap, file: Path) -> None:
     width = 3 + min(0.25 * num_columns, 12)
     height = 1.6 + min(0.25 * num_layers, 10)
     figure, axes = plt.subplots(figsize=(width, height), dpi=150)
-    image = axes.imshow(heat_map.values, aspect="auto", interpolation="nearest", cmap="viridis")
+    low, high = heat_map.limits
+    image = axes.imshow(
+        heat_map.values,
+        aspect="auto",
+        interpolation="nearest",
+        cmap="viridis",
+        vmin=low,
+        vmax=high,
+    )
     axes.set_yticks(range(num_layers), [str(layer) for layer in heat_map.layers])
     interval = max(1, num_columns // 12)
     labels = [str(column) for column in heat_map.columns[::interval]]
@@ -116,13 +176,15 @@ def draw(heat_map: HeatMap, file: Path) -> None:
     plt.close(figure)
 
 
-def _add_step(record: Mapping[str, float | None], by_step: dict[str, Cells]) -> None:
-    """Add the numbers of one record to the heat maps over steps, by (layer, step)."""
-    step = int(record.get("step") or 0)
+def _layer_values(record: Mapping[str, float | None]) -> dict[str, dict[int, float]]:
+    """The numbers of one record that belong to heat maps over steps, by map and layer."""
+    values_by_name: dict[str, dict[int, float]] = {}
     for key, value in record.items():
         name, _, layer = key.rpartition("/layer_")
-        if name in by_step and layer.isdecimal():
-            by_step[name][int(layer), step] = math.nan if value is None else value
+        if name in BY_STEP and layer.isdecimal():
+            values = values_by_name.setdefault(name, {})
+            values[int(layer)] = math.nan if value is None else value
+    return values_by_name
 
 
 def _expert_shares(record: Mapping[str, float | None]) -> Cells:
@@ -135,12 +197,15 @@ def _expert_shares(record: Mapping[str, float | None]) -> Cells:
     return shares
 
 
-def _heat_map(name: str, cells: Cells) -> HeatMap:
-    """cells: values by (layer, column)."""
-    layers = sorted({layer for layer, _ in cells})
-    columns = sorted({column for _, column in cells})
-    values = np.full((len(layers), len(columns)), np.nan)
-    for row, layer in enumerate(layers):
-        for place, column in enumerate(columns):
-            values[row, place] = cells.get((layer, column), np.nan)
-    return HeatMap(name, layers, columns, values)
+def _step_map(name: str, columns: _Columns) -> HeatMap:
+    layers = sorted({layer for values in columns.values() for layer in values})
+    steps = sorted(columns)
+    rows = [[columns[step].get(layer, math.nan) for step in steps] for layer in layers]
+    return HeatMap(name, layers, steps, np.array(rows, np.float64))
+
+
+def _expert_map(shares: Cells) -> HeatMap:
+    layers = sorted({layer for layer, _ in shares})
+    experts = sorted({expert for _, expert in shares})
+    rows = [[shares.get((layer, expert), math.nan) for expert in experts] for layer in layers]
+    return HeatMap(BY_EXPERT, layers, experts, np.array(rows, np.float64))

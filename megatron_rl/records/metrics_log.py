@@ -10,10 +10,13 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 
 from megatron_rl.config.schema import LoggerSettings
-from megatron_rl.records.heat_maps import heat_maps, is_expert_share, is_heat_map_metric
-from megatron_rl.records.past_run import RunUnreadable, read_metrics
+from megatron_rl.records.heat_maps import HeatMaps, is_expert_share, is_heat_map_metric
+from megatron_rl.records.past_run import RunUnreadable, iterate_metrics
 from megatron_rl.records.run_directory import RunDirectory
 from megatron_rl.records.write_errors import WriteFailed, write_problem
+
+# Steps in a heat map of TensorBoard, which stores each picture
+_MAX_COLUMNS = 256
 
 
 class MetricsLog:
@@ -29,6 +32,7 @@ class MetricsLog:
         self._path = directory.metrics_file
         with self._explained_write_errors():
             self._file = self._path.open("ab", buffering=0)
+        self._maps: HeatMaps | None = None
         self._writer = None
         if settings.tensorboard:
             # This import is slow, and TensorBoard is optional
@@ -43,7 +47,7 @@ class MetricsLog:
             record[name] = value if math.isfinite(value) else None
         with self._explained_write_errors():
             self._append(json.dumps(record).encode() + b"\n")
-            self._write_tensorboard(step, values)
+            self._write_tensorboard(step, values, record)
 
     def close(self) -> None:
         """Close both files. Errors of TensorBoard are ignored."""
@@ -64,18 +68,30 @@ class MetricsLog:
                 self._file.truncate(start)
             raise
 
-    def _write_tensorboard(self, step: int, values: Mapping[str, float]) -> None:
+    def _write_tensorboard(
+        self, step: int, values: Mapping[str, float], record: dict[str, float | None]
+    ) -> None:
         if self._writer is None:
             return
         for name, value in values.items():
             if not is_expert_share(name):
                 self._writer.add_scalar(name, value, step)
         if any(map(is_heat_map_metric, values)):
-            # A damaged line of an earlier step costs the pictures, not the run
-            with contextlib.suppress(RunUnreadable):
-                for heat_map in heat_maps(read_metrics(self._path.parent)):
-                    self._writer.add_image(heat_map.name, heat_map.image(), step)
+            for heat_map in self._maps_with(record).maps():
+                self._writer.add_image(heat_map.name, heat_map.image(), step)
         self._writer.flush()
+
+    def _maps_with(self, record: dict[str, float | None]) -> HeatMaps:
+        """The heat maps of all records up to this one, which was just written."""
+        if self._maps is None:
+            self._maps = HeatMaps(max_columns=_MAX_COLUMNS)
+            # A damaged line of an earlier step costs the columns after it, not the run
+            with contextlib.suppress(RunUnreadable):
+                for earlier_record in iterate_metrics(self._path.parent):
+                    self._maps.add(earlier_record)
+                return self._maps
+        self._maps.add(record)
+        return self._maps
 
     @contextlib.contextmanager
     def _explained_write_errors(self) -> Iterator[None]:

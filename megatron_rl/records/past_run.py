@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,23 +29,31 @@ class RunUnreadable(Failure):
 
 
 def read_metrics(directory: Path) -> list[Record]:
-    """Read the records of metrics.jsonl. None stands for a non-finite number.
+    """Read the records of metrics.jsonl, as `iterate_metrics` does."""
+    return list(iterate_metrics(directory))
+
+
+def iterate_metrics(directory: Path) -> Iterator[Record]:
+    """Yield the records of metrics.jsonl. None stands for a non-finite number.
 
     An incomplete last line is ignored: the run is writing it, or was killed while it did. Raises
     `RunUnreadable`.
     """
     file = directory / "metrics.jsonl"
-    *lines, _ = _read(file).split(b"\n")
-    records = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            records.append(_record_decoder.decode(line))
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise RunUnreadable(
-                f"{file} line {number} is damaged ({error}): a record is one JSON object of "
-                "numbers. Remove that line, or run again"
-            ) from error
-    return records
+    with _explained_read_errors(file), file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.endswith(b"\n"):
+                yield _decode_record(line, file, number)
+
+
+def _decode_record(line: bytes, file: Path, number: int) -> Record:
+    try:
+        return _record_decoder.decode(line)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise RunUnreadable(
+            f"{file} line {number} is damaged ({error}): a record is one JSON object of "
+            "numbers. Remove that line, or run again"
+        ) from error
 
 
 def read_settings(directory: Path) -> dict[str, Any]:
@@ -97,13 +107,20 @@ def _leaves(tree: dict[Any, Any], prefix: str) -> list[tuple[str, Any]]:
 
 
 def _read(file: Path) -> bytes:
+    with _explained_read_errors(file):
+        return file.read_bytes()
+
+
+@contextlib.contextmanager
+def _explained_read_errors(file: Path) -> Iterator[None]:
+    """Raise `RunUnreadable` for a file of a run that cannot be read."""
     directory = file.parent
     if not directory.is_dir():
         raise RunUnreadable(
             f"{directory}: there is no such directory. Give a run's directory, such as runs/NAME"
         )
     try:
-        return file.read_bytes()
+        yield
     except FileNotFoundError:
         if (directory / "versions.json").exists():
             reason = "the run ended before it wrote one"

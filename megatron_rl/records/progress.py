@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import sys
 import threading
@@ -11,7 +10,8 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import TextIO
 
-_REMINDER_SECONDS = 10.0
+from megatron_rl.records.reminder import FIRST_SECONDS, growing_intervals
+
 _GROUP_KINDS = {
     "all_incorrect": "all incorrect",
     "all_correct": "all correct",
@@ -43,13 +43,15 @@ class Progress:
             self._is_enabled = print_line(f"[{seconds:6.1f} s] {text}", self._stream)
 
     @contextlib.contextmanager
-    def task(self, name: str, *, every_seconds: float = _REMINDER_SECONDS) -> Iterator[None]:
-        """Log every few seconds how long the body has taken."""
+    def task(self, name: str, *, first_seconds: float = FIRST_SECONDS) -> Iterator[None]:
+        """Log how long the body has taken: after `first_seconds`, then at growing intervals."""
         end = threading.Event()
         start = time.monotonic()
 
         def remind() -> None:
-            while not end.wait(every_seconds):
+            for interval in growing_intervals(first_seconds):
+                if end.wait(interval):
+                    return
                 self.log(f"{name}: {time.monotonic() - start:.0f} s so far")
 
         reminder = threading.Thread(target=remind, daemon=True)
@@ -61,21 +63,16 @@ class Progress:
             # Without this, a reminder could be printed after the task
             reminder.join()
 
-    def log_step(self, step: int, values: Mapping[str, float]) -> None:
-        """Log the main metrics of one training step."""
-        rollout_seconds = values.get("time/rollout", 0.0)
-        tokens = values["rollout/tokens"]
-        tokens_per_second = tokens / rollout_seconds if rollout_seconds else 0.0
+    def log_step(self, step: int, values: Mapping[str, float], *, is_sampled: bool = True) -> None:
+        """Log the main metrics of one step. is_sampled: False for rollouts of a recording."""
         times = " ".join(
             f"{name} {values[f'time/{name}']:.1f}"
-            for name in ("rollout", "old_policy", "train", "sync")
+            for name in ("rollout", "old_policy", "train", "sync", "record")
             if f"time/{name}" in values
         )
-        reward = f"reward {values['reward/mean']:.3g}" if "reward/mean" in values else "no reward"
         parts = [
             f"step {step}/{self._total_steps}",
-            reward,
-            f"{tokens:.0f} tokens at {tokens_per_second:.0f}/s",
+            *describe_batch(values, is_sampled=is_sampled),
             *describe_losses(values),
             *describe_update(values),
             *describe_tokens(values),
@@ -103,6 +100,19 @@ def print_line(text: str, stream: TextIO | None = None) -> bool:
     return True
 
 
+def describe_batch(values: Mapping[str, float], *, is_sampled: bool) -> list[str]:
+    """The reward and the tokens of a step."""
+    if _is_supervised(values):
+        return [f"{values.get('account/demonstrated', 0.0):.0f} tokens of demonstrations"]
+    reward = f"reward {values['reward/mean']:.3g}" if "reward/mean" in values else "no reward"
+    tokens = values["rollout/tokens"]
+    if not is_sampled:
+        return [reward, f"{tokens:.0f} recorded tokens"]
+    rollout_seconds = values.get("time/rollout", 0.0)
+    tokens_per_second = tokens / rollout_seconds if rollout_seconds else 0.0
+    return [reward, f"{tokens:.0f} tokens at {tokens_per_second:.0f}/s"]
+
+
 def describe_losses(values: Mapping[str, float]) -> list[str]:
     """The rejected rollouts of a step with their reasons, and those without a verdict."""
     parts = []
@@ -123,15 +133,17 @@ def describe_update(values: Mapping[str, float]) -> list[str]:
     """The optimizer's view of a step, or the reason why nothing was trained."""
     if not values.get("train/samples", 1.0):
         return [f"nothing trained: {describe_untrained_groups(values)}"]
-    zero_variance = f"zero-variance {values.get('rollout/zero_variance_rate', 0.0):.0%}"
-    if "train/nonfinite" not in values:
-        return [zero_variance]  # mode=rollout_only has no update
-    grad_norm = values.get("train/grad_norm", math.nan)
-    return [
-        zero_variance,
-        f"entropy {values.get('policy/entropy', math.nan):.3f}",
-        f"grad {grad_norm:.2f}" if math.isfinite(grad_norm) else "no update: NaN or Inf",
-    ]
+    parts = []
+    if not _is_supervised(values):
+        parts.append(f"zero-variance {values.get('rollout/zero_variance_rate', 0.0):.0%}")
+    for name in ("nll", "entropy"):
+        if f"policy/{name}" in values:
+            parts.append(f"{name} {values[f'policy/{name}']:.3f}")
+    if values.get("train/nonfinite"):
+        parts.append("no update: NaN or Inf")
+    elif "train/grad_norm" in values:
+        parts.append(f"grad {values['train/grad_norm']:.2f}")
+    return parts
 
 
 def describe_tokens(values: Mapping[str, float]) -> list[str]:
@@ -140,7 +152,8 @@ def describe_tokens(values: Mapping[str, float]) -> list[str]:
     total = tokens.pop("generated", 0.0)
     if not total:
         return []
-    tokens.pop("evaluation", None)
+    for name in ("evaluation", "engine_tokens", "demonstrated"):
+        tokens.pop(name, None)
     by_count = sorted(tokens.items(), key=lambda item: (-item[1], item[0]))
     shares = []
     for name, count in by_count[:_MAX_TOKEN_CLASSES]:
@@ -149,12 +162,19 @@ def describe_tokens(values: Mapping[str, float]) -> list[str]:
     return [f"tokens: {', '.join(shares)}"]
 
 
+def _is_supervised(values: Mapping[str, float]) -> bool:
+    """True for a step whose rollouts are demonstrations: no engine sampled a token."""
+    return values.get("rollout/samples", 0.0) > 0 and not values.get("rollout/tokens")
+
+
 def describe_untrained_groups(values: Mapping[str, float]) -> str:
     """The groups of a step without an update, by kind."""
     counts = {kind: values.get(f"rollout/groups/{kind}", 0.0) for kind in _GROUP_KINDS}
     num_mixed = values.get("rollout/groups/mixed", 0.0)
     kinds = [f"{count:.0f} {_GROUP_KINDS[kind]}" for kind, count in counts.items() if count]
     total = num_mixed + sum(counts.values())
+    if not total:
+        return "the selection stopped all probes"
     # Mixed groups have no trainable token when every response was cut and train_truncated=false,
     # or when their rewards are equal
     if num_mixed:

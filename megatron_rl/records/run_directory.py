@@ -6,9 +6,11 @@ import contextlib
 import datetime
 import importlib.metadata
 import json
+import os
 import platform
 import secrets
 import shutil
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +24,8 @@ from megatron_rl.records.run_lock import run_is_alive
 
 # The run saves a checkpoint and ends when this file appears in its directory
 STOP_FILE = "stop"
+_SOURCE = Path(__file__).resolve().parents[1]
+_GIT_SECONDS = 5.0
 PACKAGES = ("torch", "megatron-core", "sglang", "triton", "transformers", "hydra-core", "numpy")
 _FOLDERS = ("logs", "rollouts", "checkpoints")
 
@@ -42,18 +46,14 @@ class RunDirectory:
 
     path: Path
 
-    @classmethod
-    def create(
-        cls, configuration: Configuration, now: datetime.datetime, *, ranks: int = 1
-    ) -> RunDirectory:
-        """Make the directory of a new run. Call this on rank 0 only: the clocks of ranks differ.
+    def create(self, configuration: Configuration, *, ranks: int = 1) -> None:
+        """Make the directory of a new run. Rank 0 only.
 
         run.on_existing=overwrite_failed removes the directory of a run that did not complete.
-        now: names a run without run.name. ranks: the number of ranks of the run. Raises
-        `RunDirectoryTaken` when the directory exists, and `RunDirectoryUnusable` when it cannot be
-        made.
+        ranks: the number of ranks of the run. Raises `RunDirectoryTaken` when the directory
+        exists, and `RunDirectoryUnusable` when it cannot be made.
         """
-        path = run_directory_path(configuration.run, now)
+        path = self.path
         if configuration.run.on_existing == "overwrite_failed":
             _remove_failed(path)
         try:
@@ -65,17 +65,15 @@ class RunDirectory:
                 f"run.root={str(path.parent)!r}: no directory can be made there ({error}). Choose "
                 "another run.root"
             ) from error
-        directory = cls(path)
         with contextlib.ExitStack() as undo:
             # An incomplete directory would only block its name
             undo.callback(shutil.rmtree, path, ignore_errors=True)
-            directory.make_folders()
+            self.make_folders()
             (path / "config.yaml").write_text(to_yaml(configuration))
             versions = _versions() | {"ranks": ranks}
             (path / "versions.json").write_text(json.dumps(versions, indent=2) + "\n")
             reserve_exit_record(path)
             undo.pop_all()
-        return directory
 
     def make_folders(self) -> None:
         """Make the folders of the directory that are missing."""
@@ -107,7 +105,8 @@ class RunDirectory:
 def run_directory_path(run: RunSettings, now: datetime.datetime) -> Path:
     """The absolute path of a run's directory.
 
-    A run without run.name is named after its experiment and `now`.
+    A run without run.name is named after its experiment and `now`. The clocks of ranks differ, so
+    rank 0 tells the others.
     """
     name = run.name if run.name is not None else f"{run.experiment}-{now:%Y%m%d-%H%M%S}"
     return Path(run.root).expanduser().resolve() / name
@@ -155,11 +154,35 @@ def _directory_taken(path: Path, reason: str) -> RunDirectoryTaken:
 
 
 def _versions() -> dict[str, str]:
-    """The versions of Python, the platform and the packages that influence a run's numbers."""
-    versions = {"python": platform.python_version(), "platform": platform.platform()}
+    """The versions of everything that influences a run's numbers."""
+    versions = {
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }
     for package in PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = "not installed"
     return versions
+
+
+def _commit() -> str:
+    """The commit of the trainer's source, "unknown" where it is in no repository."""
+    commit = _git("describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=, with changes")
+    is_tracked = bool(_git("ls-files", "--", "."))
+    return commit if commit and is_tracked else "unknown"
+
+
+def _git(*arguments: str) -> str:
+    """Return the output of a git command about the source, an empty text if it fails."""
+    # A caller that is a git hook would name its own repository
+    environment = {key: text for key, text in os.environ.items() if not key.startswith("GIT_")}
+    command = ["git", "-C", str(_SOURCE), *arguments]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        result = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=_GIT_SECONDS
+        )
+        return result.stdout.strip() if result.returncode == 0 else ""
+    return ""

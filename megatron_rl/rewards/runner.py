@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from megatron_rl.contracts.group import Verdict
-from megatron_rl.contracts.plugins import error_location
+from megatron_rl.contracts.plugins import error_location, error_text
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.rewards.scorer import Scorer
+from megatron_rl.rewards.user_calls import Ending, Outcome, TimeLimit, UserCalls
 
+# Reason of a verdict that is missing because its scorer ignored its cancellation
+ABANDONED = "timeout: the scorer ignored its cancellation"
 MAX_REASON_LENGTH = 200
 _MAX_ANSWER_LENGTH = 1000
 # Limit of a reward's or correctness' magnitude. Larger values leave means and deviations without
@@ -25,34 +29,64 @@ _MAX_MAGNITUDE = 1e6
 class RewardRunner:
     """Calls a scorer and checks its results.
 
+    calls: awaits the calls of the scorer.
     timeout_s: seconds for one response. A scorer that takes longer gives no reward.
+    hide_values: leaves secret values out of the reason for a missing reward.
     """
 
-    def __init__(self, scorer: Scorer, *, timeout_s: float) -> None:
+    def __init__(
+        self,
+        scorer: Scorer,
+        *,
+        calls: UserCalls,
+        timeout_s: float,
+        hide_values: Callable[[str], str] = str,
+    ) -> None:
         self._scorer = scorer
+        self._calls = calls
         self._timeout_s = timeout_s
+        self._hide_values = hide_values
 
-    async def score(self, prompt: Prompt, text: str, finish_reason: FinishReason) -> Verdict:
+    async def score(
+        self, prompt: Prompt, text: str, finish_reason: FinishReason, *, subject: str = ""
+    ) -> Verdict:
         """Score one response. A failing scorer gives a verdict without a reward, with the reason.
 
         Any number of calls may run at the same time. Cancelling a call cancels its scorer.
+
+        subject: names the response in warnings.
+        Raises `TooManyAbandoned`.
         """
         start = time.perf_counter()
-        try:
-            async with asyncio.timeout(self._timeout_s) as deadline:
-                verdict = _check(await self._scorer.score(prompt, text, finish_reason))
-        except Exception as error:
-            timed_out = isinstance(error, TimeoutError) and deadline.expired()
-            verdict = _no_reward("timeout" if timed_out else describe_failure(error))
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            verdict = _no_reward("the scorer cancelled itself")
-        return msgspec.structs.replace(verdict, seconds=time.perf_counter() - start)
+        outcome = await self._calls.run(
+            partial(self._scorer.score, prompt, text, finish_reason),
+            TimeLimit(self._timeout_s),
+            subject=subject,
+        )
+        verdict = _verdict(outcome)
+        # Before the reason is cut off, which could leave a part of a value
+        reason = make_encodable(self._hide_values(verdict.reason), MAX_REASON_LENGTH)
+        seconds = time.perf_counter() - start
+        return msgspec.structs.replace(verdict, reason=reason, seconds=seconds)
 
 
-def _check(verdict: Verdict) -> Verdict:
+def _verdict(outcome: Outcome[Verdict]) -> Verdict:
+    match outcome.ending:
+        case Ending.CANCELLED:
+            return _no_reward("the scorer cancelled itself")
+        case Ending.TIMED_OUT:
+            return _no_reward("timeout")
+        case Ending.ABANDONED:
+            return _no_reward(ABANDONED)
+    if outcome.error is not None:
+        return _no_reward(describe_failure(outcome.error))
+    try:
+        return _check(outcome.value)
+    except Exception as error:
+        return _no_reward(describe_failure(error))
+
+
+def _check(verdict: Verdict | None) -> Verdict:
     """Return the scorer's verdict after checking its types and numbers.
 
     Raises TypeError and `msgspec.ValidationError`.
@@ -74,18 +108,17 @@ def _check(verdict: Verdict) -> Verdict:
     return msgspec.structs.replace(
         verdict,
         answer=None if answer is None else make_encodable(answer, _MAX_ANSWER_LENGTH),
-        reason=make_encodable(verdict.reason, MAX_REASON_LENGTH),
     )
 
 
 def _no_reward(reason: str) -> Verdict:
-    return Verdict(reward=None, correctness=None, reason=make_encodable(reason, MAX_REASON_LENGTH))
+    return Verdict(reward=None, correctness=None, reason=reason)
 
 
-def describe_failure(error: Exception) -> str:
+def describe_failure(error: BaseException) -> str:
     """Describe an error of user-defined code. Its line comes first: the message may be long."""
     location = error_location(error)
-    message = f"{type(error).__name__}: {error}"
+    message = f"{type(error).__name__}: {error_text(error)}"
     if location is None or location.startswith(__file__):
         return message  # this module raised the error when it checked the verdict
     return f"{Path(location).name}: {message}"

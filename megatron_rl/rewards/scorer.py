@@ -9,7 +9,7 @@ from typing import Protocol
 
 from megatron_rl.config.schema import RewardSettings
 from megatron_rl.contracts.group import Verdict
-from megatron_rl.contracts.plugins import PluginError, load_plugin, user_code
+from megatron_rl.contracts.plugins import PluginError, hide_values, load_plugin, user_code
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.rewards.exact_match import ExactMatch
@@ -22,6 +22,10 @@ class Scorer(Protocol):
     A call may await anything that can be cancelled. Work that blocks the interpreter belongs in a
     child process that the scorer kills on cancellation: a thread cannot be stopped, and
     `reward.timeout_s` ends only calls that are awaiting.
+
+    Let a call end when it is cancelled: a bare `except:` would catch the cancellation. A call that
+    goes on is abandoned after some seconds, and too many of them end the run
+    (`rollout.max_abandoned_calls`).
     """
 
     def check_answer(self, answer: str) -> None:
@@ -70,8 +74,13 @@ def open_answer_check(settings: RewardSettings) -> Callable[[str], None]:
     scorer = open_scorer(settings)
 
     def check(answer: str) -> None:
-        call = f"check_answer({answer[:80]!r})"
-        with user_code(f"reward.name={settings.name}: {call}", propagate=(ValueError,)):
-            scorer.check_answer(answer)
+        call = f"reward.name={settings.name}: check_answer({answer[:80]!r})"
+        try:
+            with user_code(call, propagate=(ValueError,), options=settings.options):
+                scorer.check_answer(answer)
+        except ValueError as error:
+            if isinstance(error, PluginError):
+                raise
+            raise ValueError(hide_values(str(error), settings.options)) from None
 
     return check

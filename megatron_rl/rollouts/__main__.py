@@ -8,24 +8,57 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import threading
+import traceback
 
 from megatron_rl.contracts.open_files import raise_open_file_limit
 from megatron_rl.rollouts.collector import serve
 from megatron_rl.rollouts.link import CollectorLink, LinkLost
 from megatron_rl.rollouts.messages import RUN_KEY_VARIABLE
 
+_SHUTDOWN_SECONDS = 3.0
 
-async def _main(host: str, port: int, node: int, run_key: str) -> None:
+
+async def _serve(host: str, port: int, node: int, run_key: str) -> int:
+    """Run the collector to its end and return its exit code."""
     link = CollectorLink(host, port, node, run_key)
     try:
         await serve(link, node)
     except LinkLost as error:
-        sys.exit(f"{error}; the collector ends")
+        print(f"{error}; the collector ends", file=sys.stderr)
+        return 1
+    except Exception:
+        traceback.print_exc()
+        return 1
     finally:
         link.close()
+    return 0
+
+
+def _limit_shutdown(code: int) -> None:
+    """End the process in a few seconds with this code.
+
+    Python itself would wait for abandoned calls and for threads of user-defined classes.
+    """
+    sys.stderr.flush()
+    timer = threading.Timer(_SHUTDOWN_SECONDS, os._exit, [code])
+    timer.daemon = True
+    timer.start()
+
+
+def main(arguments: list[str]) -> int:
+    """Run a collector and return its exit code."""
+    raise_open_file_limit()
+    key = os.environ.pop(RUN_KEY_VARIABLE)
+    host, port, node = arguments
+    code = 1
+    with asyncio.Runner() as runner:
+        try:
+            code = runner.run(_serve(host, int(port), int(node), key))
+        finally:
+            _limit_shutdown(code)
+    return code
 
 
 if __name__ == "__main__":
-    raise_open_file_limit()
-    key = os.environ.pop(RUN_KEY_VARIABLE)
-    asyncio.run(_main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), key))
+    sys.exit(main(sys.argv[1:]))

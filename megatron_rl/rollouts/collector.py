@@ -91,14 +91,14 @@ class Collector:
             prompt=request.prompt,
             rollouts=tuple(await self._refs(request, results)),
             rejections=dict(Counter(rejection.reason for rejection in rejections)),
-            rejected_tokens=_tokens_by_reason(rejections),
+            rejected_tokens=_rejected_tokens(outcomes),
             environment_error=_first_environment_error(rejections),
             generated_at=max((result.generated_at for result in results), default=0.0),
             scored_at=scored_at if results else 0.0,
         )
-        return GroupDone(
-            group=group, generated_tokens=sum(outcome.num_generated for outcome in outcomes)
-        )
+        num_rejected = sum(sum(outcome.rejected_tokens.values()) for outcome in outcomes)
+        num_used = sum(result.num_generated for result in results)
+        return GroupDone(group=group, generated_tokens=num_used + num_rejected)
 
     async def _refs(
         self, request: GroupRequest, results: Sequence[ScoredRollout]
@@ -145,10 +145,10 @@ def _first_environment_error(rejections: Sequence[RejectedRollout]) -> str:
     return next((error for error in errors if error), "")
 
 
-def _tokens_by_reason(rejections: Sequence[RejectedRollout]) -> dict[str, int]:
+def _rejected_tokens(outcomes: Sequence[ScoredRollout | RejectedRollout]) -> dict[str, int]:
     tokens = Counter[str]()
-    for rejection in rejections:
-        tokens[rejection.reason] += rejection.num_generated
+    for outcome in outcomes:
+        tokens.update(outcome.rejected_tokens)
     return dict(tokens)
 
 
@@ -174,9 +174,7 @@ async def _work(link: CollectorLink, node: int) -> None:
     if not isinstance(configuration, Configure):
         raise ValueError(f"expected the configuration first, got {type(configuration).__name__}")
     try:
-        # In a thread: a user-defined scorer may load for minutes, and this process has to report
-        # to rank 0 that it is alive.
-        collector = await asyncio.to_thread(Collector, node, configuration, link.send)
+        collector = await _open(configuration, node, link)
     except Exception as error:
         await link.send(_failure_report(error))
         raise
@@ -185,6 +183,23 @@ async def _work(link: CollectorLink, node: int) -> None:
             pass
     finally:
         await collector.close()
+
+
+async def _open(configuration: Configure, node: int, link: CollectorLink) -> Collector:
+    """Open the collector. Raises `PluginError` after `configuration.open_timeout_s`.
+
+    In a thread: a user-defined class may load for minutes, and this process has to report to rank 0
+    that it is alive.
+    """
+    opening = asyncio.to_thread(Collector, node, configuration, link.send)
+    try:
+        return await asyncio.wait_for(opening, configuration.open_timeout_s)
+    except TimeoutError as error:
+        raise PluginError(
+            f"reward.name={configuration.reward.name}, environment.name="
+            f"{configuration.environment.name}: their constructors did not return within "
+            f"parallel.timeout_s={configuration.open_timeout_s:g}. Make them faster, or raise it"
+        ) from error
 
 
 async def _stay_alive(link: CollectorLink) -> None:

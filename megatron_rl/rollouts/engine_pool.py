@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -56,9 +57,11 @@ class _Attempts:
     silent: engines that did not answer before their deadline. They get no further attempt, because
     it could take another deadline.
     unusable: number of responses that could not be used.
+    rejected_tokens: receives the tokens of these responses, by the reason.
     """
 
     retries: int
+    rejected_tokens: Counter[str]
     members: set[_Member] = field(default_factory=set)
     silent: set[_Member] = field(default_factory=set)
     unusable: int = 0
@@ -69,6 +72,7 @@ class _Attempts:
             self.silent.add(member)
         if isinstance(failure, GenerationRejected):
             self.unusable += 1
+            self.rejected_tokens[failure.reason] += failure.num_tokens
 
     def start_next_round(self) -> None:
         self.retries -= 1
@@ -137,15 +141,19 @@ class EnginePool:
         *,
         rid: str,
         return_routes: bool,
+        rejected_tokens: Counter[str],
         seed: int | None = None,
     ) -> Generation:
         """Sample one response. Raises `EngineError` and `GenerationRejected`.
 
         A failed request goes to every other engine before it goes to the same one again. A response
         that cannot be used is sampled once more, by another engine.
+
+        rejected_tokens: receives the tokens of responses that cannot be used, by the reason. The
+        tokens of a request without a reply are unknown.
         """
         async with self._slots:
-            attempts = _Attempts(self._retries)
+            attempts = _Attempts(self._retries, rejected_tokens)
             backoff = _FIRST_BACKOFF_SECONDS
             while True:
                 member = self._choose(attempts.members)

@@ -7,11 +7,16 @@ import hashlib
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+import traceback
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-from megatron_rl.contracts.group import NO_RESPONSE, Verdict
+from megatron_rl.contracts.group import ENDLESS, NO_RESPONSE, Verdict
+from megatron_rl.contracts.plugins import hide_values
 from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.contracts.routes import RouteError
@@ -21,11 +26,14 @@ from megatron_rl.environments.rollout_builder import RolloutRejected
 from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.rewards import RewardRunner, open_scorer
 from megatron_rl.rewards.runner import MAX_REASON_LENGTH, describe_failure, make_encodable
+from megatron_rl.rewards.user_calls import Ending, Outcome, TimeLimit, UserCalls
 from megatron_rl.rollouts.engine_pool import EnginePool, RequestForm
 from megatron_rl.rollouts.messages import (
     ENGINE_FAILURE,
+    ENVIRONMENT_ABANDONED,
     ENVIRONMENT_FAILURE,
     EXPIRED,
+    CallAbandoned,
     Configure,
     FromCollector,
     GroupRequest,
@@ -42,13 +50,16 @@ _log = logging.getLogger(__name__)
 class ScoredRollout:
     """A rollout and its verdict.
 
-    num_generated: tokens that engines sampled for it.
+    num_generated: tokens that engines sampled and that are part of it.
+    rejected_tokens: tokens of its responses that could not be used and were sampled again, by the
+    reason.
     generated_at: time of its last response, on the monotonic clock.
     """
 
     rollout: Rollout
     verdict: Verdict
     num_generated: int
+    rejected_tokens: Mapping[str, int]
     generated_at: float
 
 
@@ -56,12 +67,13 @@ class ScoredRollout:
 class RejectedRollout:
     """The reason why there is no rollout.
 
-    num_generated: tokens that engines sampled for it nevertheless.
+    rejected_tokens: tokens that engines sampled for it nevertheless, by the reason why they are not
+    used.
     environment_error: description of the environment's error, "" for other reasons.
     """
 
     reason: str
-    num_generated: int
+    rejected_tokens: Mapping[str, int]
     environment_error: str = ""
 
 
@@ -81,11 +93,18 @@ class EpisodeRunner:
     ) -> None:
         routes = configuration.routes
         self._configuration = configuration
+        self._report = report
         self._threads = threads
         self._tokenizer = Tokenizer.from_directory(configuration.model_path)
         self._environment = open_environment(configuration.environment)
+        self._environment_calls = self._open_calls(
+            f"environment.name={configuration.environment.name}"
+        )
         self._rewards = RewardRunner(
-            open_scorer(configuration.reward), timeout_s=configuration.reward.timeout_s
+            open_scorer(configuration.reward),
+            calls=self._open_calls(f"reward.name={configuration.reward.name}"),
+            timeout_s=configuration.reward.timeout_s,
+            hide_values=self._hide_values,
         )
         self._engines = EnginePool(
             configuration.engines,
@@ -105,64 +124,70 @@ class EpisodeRunner:
         """Run one episode and return its rollout with a verdict, or why there is none.
 
         index: place of the rollout in its group.
+        Raises `TooManyAbandoned`.
         """
-        # The timeout covers the environment alone: responses have deadlines of their own.
-        timeout_s = self._configuration.environment.timeout_s
-        clock = asyncio.timeout(timeout_s)
-        episode = self._open_episode(request, index, clock)
+        # The limit covers the environment alone: responses have deadlines of their own.
+        limit = TimeLimit(self._configuration.environment.timeout_s)
+        episode = self._open_episode(request, index, limit)
         environment = for_evaluation(self._environment) if request.evaluation else self._environment
+        subject = f"group {request.group_id}, rollout {index}"
+        outcome = await self._environment_calls.run(
+            partial(environment.play, episode), limit, subject=subject
+        )
+        if outcome.ending is not Ending.RETURNED:
+            return self._reject(episode, *self._describe(outcome), outcome.error)
         try:
-            async with clock:
-                await environment.play(episode)
             rollout = episode.rollout()
-        except (RolloutRejected, RouteError, GenerationRejected) as error:
-            is_silent = error.reason == NO_RESPONSE
-            description = str(error) if is_silent else ""
-            return self._reject(episode, error.reason, error, description)
-        except RequestExpired as error:
-            return self._reject(episode, EXPIRED, error)
-        except EngineError as error:
-            return self._reject(episode, ENGINE_FAILURE, error)
-        except Exception as error:  # a user-defined environment may raise anything
-            description = describe_failure(error)
-            if clock.expired():
-                description = (
-                    f"the environment took longer than environment.timeout_s={timeout_s:g}"
-                )
-                error.add_note(description)
-            return self._reject(episode, ENVIRONMENT_FAILURE, error, description)
+        except RolloutRejected as error:
+            return self._reject(episode, *_describe_error(error), error)
         generated_at = time.monotonic()
-        verdict = await self._rewards.score(request.prompt, episode.text, rollout.finish_reason)
+        verdict = await self._rewards.score(
+            request.prompt, episode.text, rollout.finish_reason, subject=subject
+        )
         if verdict.reward is None:
             self._log_first(NO_VERDICT, f"{rollout.rollout_id} has no verdict: {verdict.reason}")
-        return ScoredRollout(rollout, verdict, episode.sampled_tokens, generated_at)
+        return ScoredRollout(
+            rollout, verdict, episode.sampled_tokens, episode.rejected_tokens, generated_at
+        )
 
     async def close(self) -> None:
         """Close the connections to the engines."""
         await self._engines.close()
 
-    def _open_episode(self, request: GroupRequest, index: int, clock: asyncio.Timeout) -> Episode:
+    def _open_calls(self, name: str) -> UserCalls:
+        async def warn(text: str) -> None:
+            await self._report(CallAbandoned(text))
+
+        limit = self._configuration.rollout.max_abandoned_calls
+        return UserCalls(name, max_abandoned=limit, report=warn)
+
+    def _open_episode(self, request: GroupRequest, index: int, limit: TimeLimit) -> Episode:
         """Open an episode.
 
-        clock: the timeout of the environment. It stops while a response is sampled.
+        limit: that of the environment. It pauses while a response is sampled.
         """
         routes = None if request.evaluation else self._configuration.routes
-        timeout_s = self._configuration.environment.timeout_s
         rollout_id = f"{request.group_id}/{index}"
         turns = itertools.count()
+        rejected_tokens = Counter[str]()
 
         async def generate(token_ids: Sequence[int], sampling: Sampling) -> Generation:
-            clock.reschedule(None)
+            if limit.has_expired:
+                # An environment that ignored its cancellation gets no further response. An
+                # exception could make it ask again and again, which would block the event loop.
+                await asyncio.get_running_loop().create_future()
+            limit.pause()
             try:
                 return await self._engines.generate(
                     token_ids,
                     sampling,
                     rid=rollout_id,
                     return_routes=routes is not None,
+                    rejected_tokens=rejected_tokens,
                     seed=_response_seed(self._configuration.seed, rollout_id, next(turns)),
                 )
             finally:
-                clock.reschedule(asyncio.get_running_loop().time() + timeout_s)
+                limit.restart()
 
         rules = EpisodeRules(
             sampling=request.sampling,
@@ -176,20 +201,63 @@ class EpisodeRunner:
             rules,
             rollout_id=rollout_id,
             sample_index=index,
+            rejected_tokens=rejected_tokens,
             threads=self._threads,
         )
 
-    def _reject(
-        self, episode: Episode, reason: str, error: Exception, environment_error: str = ""
-    ) -> RejectedRollout:
-        self._log_first(reason, f"first rollout rejected for the reason {reason!r}", error)
-        description = make_encodable(environment_error, MAX_REASON_LENGTH)
-        return RejectedRollout(reason, episode.sampled_tokens, description)
+    def _describe(self, outcome: Outcome[Any]) -> tuple[str, str]:
+        """Return why an episode failed, and the description of the environment's error."""
+        timeout = f"environment.timeout_s={self._configuration.environment.timeout_s:g}"
+        match outcome.ending:
+            case Ending.TIMED_OUT:
+                return ENVIRONMENT_FAILURE, f"the environment took longer than {timeout}"
+            case Ending.ABANDONED:
+                return ENVIRONMENT_ABANDONED, f"it ignored its cancellation after {timeout}"
+            case Ending.CANCELLED:
+                return ENVIRONMENT_FAILURE, "the environment cancelled itself"
+        assert outcome.error is not None
+        return _describe_error(outcome.error)
 
-    def _log_first(self, reason: str, text: str, error: Exception | None = None) -> None:
+    def _reject(
+        self, episode: Episode, reason: str, environment_error: str, error: BaseException | None
+    ) -> RejectedRollout:
+        """Log and return a rejection. environment_error: "" if the environment has none."""
+        text = f"first rollout rejected for the reason {reason!r}"
+        if not isinstance(error, Exception):  # a cancellation does not name its cause
+            text += f": {environment_error}"
+        self._log_first(reason, text, error)
+        description = make_encodable(self._hide_values(environment_error), MAX_REASON_LENGTH)
+        tokens = episode.rejected_tokens + Counter({reason: episode.sampled_tokens})
+        return RejectedRollout(reason, tokens, description)
+
+    def _log_first(self, reason: str, text: str, error: BaseException | None = None) -> None:
         if reason not in self._logged_reasons:
             self._logged_reasons.add(reason)
-            _log.warning("%s; others like it are only counted", text, exc_info=error)
+            trace = "".join(traceback.format_exception(error)) if error is not None else ""
+            _log.warning(
+                "%s; others like it are only counted\n%s",
+                self._hide_values(text),
+                self._hide_values(trace),
+            )
+
+    def _hide_values(self, text: str) -> str:
+        """Leave the values of environment variables in options out of a text that is reported."""
+        for settings in (self._configuration.reward, self._configuration.environment):
+            text = hide_values(text, settings.options)
+        return text
+
+
+def _describe_error(error: BaseException) -> tuple[str, str]:
+    """Return the reason for a rejection, and the description of the environment's error, if any."""
+    match error:
+        case RolloutRejected() | RouteError() | GenerationRejected():
+            is_at_fault = error.reason in (NO_RESPONSE, ENDLESS)
+            return error.reason, str(error) if is_at_fault else ""
+        case RequestExpired():
+            return EXPIRED, ""
+        case EngineError():
+            return ENGINE_FAILURE, ""
+    return ENVIRONMENT_FAILURE, describe_failure(error)
 
 
 def _response_seed(run_seed: int, rollout_id: str, turn: int) -> int:

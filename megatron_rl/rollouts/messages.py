@@ -24,6 +24,7 @@ RUN_KEY_VARIABLE = "MEGATRON_RL_RUN_KEY"
 ENGINE_FAILURE = "engine"  # no engine answered the request
 EXPIRED = "expired"  # the engine sent nothing usable before the deadline
 ENVIRONMENT_FAILURE = "environment"  # the environment raised an exception
+ENVIRONMENT_ABANDONED = "environment_abandoned"  # the environment ignored its cancellation
 
 
 class Configure(msgspec.Struct, frozen=True, kw_only=True, tag="configure"):
@@ -34,6 +35,7 @@ class Configure(msgspec.Struct, frozen=True, kw_only=True, tag="configure"):
     routes: None if routes are neither requested nor kept.
     vocab_size: of the model, the upper bound of sampled token ids.
     seed: of the run. The seed of each response is derived from it.
+    open_timeout_s: the longest time that the constructors of user-defined classes may take.
     """
 
     engines: tuple[Engine, ...]
@@ -47,6 +49,7 @@ class Configure(msgspec.Struct, frozen=True, kw_only=True, tag="configure"):
     credit: CreditSettings = CreditSettings()
     vocab_size: int | None = None
     seed: int = 0
+    open_timeout_s: float = 600.0
 
 
 class GroupRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
@@ -108,10 +111,16 @@ class EngineBack(msgspec.Struct, frozen=True, tag="engine_back"):
     url: str
 
 
+class CallAbandoned(msgspec.Struct, frozen=True, tag="call_abandoned"):
+    """Warning: a call of a user-defined class ignored its cancellation."""
+
+    text: str
+
+
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """The collector cannot continue.
 
-    is_refusal: a user-defined class could not be loaded.
+    is_refusal: a user-defined class could not be opened, or too many of its calls were abandoned.
     """
 
     reason: str
@@ -119,4 +128,6 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 ToCollector = Configure | GroupRequest | Release | Stop
-FromCollector = Alive | GroupDone | AbortRequest | EngineLeftOut | EngineBack | Failed
+FromCollector = (
+    Alive | GroupDone | AbortRequest | EngineLeftOut | EngineBack | CallAbandoned | Failed
+)

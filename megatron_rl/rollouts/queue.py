@@ -7,15 +7,18 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
 from megatron_rl.config.schema import RolloutSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.group import NEVER_SENT, STALE, Group, RolloutRef
+from megatron_rl.records.reminder import Reminder
 from megatron_rl.rollouts.hub import CollectorHub, CollectorLost
 from megatron_rl.rollouts.messages import (
     AbortRequest,
+    CallAbandoned,
     Configure,
     EngineBack,
     EngineLeftOut,
@@ -37,9 +40,18 @@ class CollectorFailed(Failure):
 
 
 class CollectorRefused(CollectorFailed):
-    """A user-defined class cannot be loaded in a collector's process."""
+    """A user-defined class cannot be opened by a collector, or too many calls were abandoned."""
 
     exit_code = ExitCode.REFUSED
+
+
+@dataclass(frozen=True)
+class _Outstanding:
+    """A request that a node's collector has not answered. since: on the monotonic clock."""
+
+    node: int
+    request: GroupRequest
+    since: float
 
 
 class RolloutQueue:
@@ -51,7 +63,7 @@ class RolloutQueue:
     engines_left_out: URLs of engines that collectors do not use, because they failed.
     abort: aborts a request, given an engine's URL and the request id. None: expired requests are
     not aborted.
-    log: writes a line about an engine for the user.
+    log: writes a line for the user.
     """
 
     def __init__(
@@ -68,7 +80,8 @@ class RolloutQueue:
         self.engines_left_out: set[str] = set()
         self._max_staleness = settings.max_staleness
         self._version = 0
-        self._outstanding: dict[str, tuple[int, GroupRequest]] = {}
+        self._outstanding: dict[str, _Outstanding] = {}
+        self._loads = Counter[int]()  # outstanding rollouts by node
         self._holders: dict[str, int] = {}  # node by id of a group that is not released yet
         self.generated_tokens = 0
 
@@ -87,17 +100,15 @@ class RolloutQueue:
         Raises ValueError for a group id that is outstanding, or delivered and not released. Like
         every method that sends, it raises `CollectorFailed` and `CollectorLost`.
         """
-        loads = dict.fromkeys(self._hub.nodes, 0)
-        for node, request in self._outstanding.values():
-            loads[node] += request.num_samples
+        nodes = self._hub.nodes
         for request in requests:
             if request.group_id in self._outstanding or request.group_id in self._holders:
                 raise ValueError(
                     f"group {request.group_id} was submitted already: a group is delivered once"
                 )
-            node = min(loads, key=lambda n: (loads[n], n))
-            loads[node] += request.num_samples
-            self._outstanding[request.group_id] = (node, request)
+            node = min(nodes, key=lambda n: (self._loads[n], n))
+            self._loads[node] += request.num_samples
+            self._outstanding[request.group_id] = _Outstanding(node, request, time.monotonic())
             self._send(node, request)
 
     def as_completed(
@@ -105,8 +116,11 @@ class RolloutQueue:
     ) -> Iterator[Group]:
         """Yield groups until none is outstanding. Call `idle` about every `idle_every_seconds`.
 
-        Raises `CollectorFailed` and `CollectorLost`.
+        A long wait is logged at growing intervals. It ends, because collectors limit the time of
+        every response, environment and scorer. Raises `CollectorFailed` and `CollectorLost`.
         """
+        reminder = Reminder()
+        num_arrived = 0
         due = time.monotonic() + idle_every_seconds
         while self._outstanding:
             # The hub may return nothing before the timeout: heartbeats of collectors wake it.
@@ -116,7 +130,10 @@ class RolloutQueue:
                 idle()
                 due = time.monotonic() + idle_every_seconds
             if group is not None:
+                num_arrived += 1
                 yield group
+            if self._outstanding and reminder.is_due():
+                self._write_log(self._describe_wait(num_arrived, reminder.seconds))
 
     def release(self, group_ids: Sequence[str]) -> None:
         """Free the rollouts of delivered groups."""
@@ -155,14 +172,16 @@ class RolloutQueue:
         """Process a message and return the group that it delivers, if any."""
         if isinstance(message, Failed):
             raise _failure(node, message)
-        if isinstance(message, AbortRequest | EngineLeftOut | EngineBack):
-            self._handle_engine_message(message)
+        if isinstance(message, AbortRequest | EngineLeftOut | EngineBack | CallAbandoned):
+            self._handle_news(message)
             return None
         if not isinstance(message, GroupDone) or message.group.group_id not in self._outstanding:
             raise CollectorFailed(
                 f"the collector of node {node} sent an unexpected {type(message).__name__}"
             )
-        _, request = self._outstanding.pop(message.group.group_id)
+        outstanding = self._outstanding.pop(message.group.group_id)
+        request = outstanding.request
+        self._loads[outstanding.node] -= request.num_samples
         if not request.evaluation:
             self._holders[message.group.group_id] = node
         self.generated_tokens += message.generated_tokens
@@ -170,7 +189,9 @@ class RolloutQueue:
         staleness = 0 if request.evaluation else self._max_staleness
         return _without_wrong_version(message.group, self._version - staleness, self._version)
 
-    def _handle_engine_message(self, message: AbortRequest | EngineLeftOut | EngineBack) -> None:
+    def _handle_news(
+        self, message: AbortRequest | EngineLeftOut | EngineBack | CallAbandoned
+    ) -> None:
         match message:
             case AbortRequest(url, rid):
                 # In a thread, because an engine that is stopped would block this process.
@@ -181,6 +202,18 @@ class RolloutQueue:
             case EngineBack(url):
                 self.engines_left_out.discard(url)
                 self._write_log(f"engine {url} is used again")
+            case CallAbandoned(text):
+                self._write_log(f"warning: {text}")
+
+    def _describe_wait(self, num_arrived: int, seconds: float) -> str:
+        oldest = next(iter(self._outstanding.values()))
+        left_out = len(self.engines_left_out)
+        return (
+            f"waiting for rollouts: {num_arrived} of {num_arrived + len(self._outstanding)} groups "
+            f"arrived in {seconds:.0f} s; group {oldest.request.group_id}, requested from node "
+            f"{oldest.node}, has taken {time.monotonic() - oldest.since:.0f} s"
+            + (f"; {left_out} engine(s) are left out" if left_out else "")
+        )
 
     def _write_log(self, text: str) -> None:
         if self._log is not None:

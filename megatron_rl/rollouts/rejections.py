@@ -6,19 +6,30 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
-from megatron_rl.contracts.group import ABORTED, NEVER_SENT, NO_RESPONSE, STALE, Group
-from megatron_rl.rollouts.messages import ENGINE_FAILURE, ENVIRONMENT_FAILURE, EXPIRED
+from megatron_rl.contracts.group import ABORTED, ENDLESS, NEVER_SENT, NO_RESPONSE, STALE, Group
+from megatron_rl.rewards.runner import ABANDONED
+from megatron_rl.rollouts.messages import (
+    ENGINE_FAILURE,
+    ENVIRONMENT_ABANDONED,
+    ENVIRONMENT_FAILURE,
+    EXPIRED,
+)
 
 NO_VERDICT = "no_verdict"
+SCORER_ABANDONED = "scorer_abandoned"
+_IGNORED = "and ignored its cancellation: let a call end when it is cancelled"
 _MEANINGS = {
     ENGINE_FAILURE: "no engine answered",
     EXPIRED: "an engine fell silent or is too slow; raise engine.token_timeout_s if it is slow",
     ABORTED: "an engine fell silent or is too slow and cut responses off; raise "
     "engine.token_timeout_s if it is slow",
     ENVIRONMENT_FAILURE: "the environment raised an exception",
+    ENVIRONMENT_ABANDONED: f"the environment took longer than environment.timeout_s {_IGNORED}",
     "logprobs_nonfinite": "log-probabilities are NaN or infinite, as the weights may be",
+    ENDLESS: "the environment requested responses without end",
     NO_RESPONSE: "the environment ended without requesting a response",
     NO_VERDICT: "the scorer failed, or took longer than reward.timeout_s",
+    SCORER_ABANDONED: f"the scorer took longer than reward.timeout_s {_IGNORED}",
     STALE: "sampled with weights older than rollout.max_staleness allows, or older than those that "
     "are evaluated",
     NEVER_SENT: "sampled with a weight version that this run never sent, so another run uses or "
@@ -61,15 +72,19 @@ def count_unusable(groups: Iterable[Group]) -> Counter[str]:
     counts = Counter[str]()
     for group in groups:
         counts.update(group.rejections)
-        num_without_verdict = len(group.rollouts) - len(group.rollouts_with_verdict)
-        if num_without_verdict:
-            counts[NO_VERDICT] += num_without_verdict
+        verdicts = [rollout.verdict for rollout in group.rollouts]
+        counts.update(_missing_reason(v.reason) for v in verdicts if v.reward is None)
     return counts
+
+
+def _missing_reason(reason: str) -> str:
+    """Return the class of a verdict without a reward."""
+    return SCORER_ABANDONED if reason == ABANDONED else NO_VERDICT
 
 
 def is_lost_by_user_class(losses: Mapping[str, int]) -> bool:
     """Return True if the scorer and the environment lost more rollouts than everything else."""
-    by_user_class = losses.get(NO_VERDICT, 0) + _num_lost_by_environment(losses)
+    by_user_class = _num_lost_by_scorer(losses) + _num_lost_by_environment(losses)
     return 2 * by_user_class > sum(losses.values())
 
 
@@ -83,13 +98,18 @@ def first_user_class_error(groups: Sequence[Group], losses: Mapping[str, int]) -
     scorer_error = next(scorer_reasons, "")
     environment_errors = (group.environment_error for group in groups if group.environment_error)
     environment_error = next(environment_errors, "")
-    if _num_lost_by_environment(losses) > losses.get(NO_VERDICT, 0):
+    if _num_lost_by_environment(losses) > _num_lost_by_scorer(losses):
         return environment_error or scorer_error
     return scorer_error or environment_error
 
 
+def _num_lost_by_scorer(losses: Mapping[str, int]) -> int:
+    return losses.get(NO_VERDICT, 0) + losses.get(SCORER_ABANDONED, 0)
+
+
 def _num_lost_by_environment(losses: Mapping[str, int]) -> int:
-    return losses.get(ENVIRONMENT_FAILURE, 0) + losses.get(NO_RESPONSE, 0)
+    reasons = (ENVIRONMENT_FAILURE, ENVIRONMENT_ABANDONED, NO_RESPONSE, ENDLESS)
+    return sum(losses.get(reason, 0) for reason in reasons)
 
 
 def _message(

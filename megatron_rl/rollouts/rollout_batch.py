@@ -14,6 +14,7 @@ from megatron_rl.contracts.group import Group, RolloutRef
 from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.contracts.run_state import SelectorState
 from megatron_rl.prompts.selection.selector import RolloutRequest, Selector, StepSelection
+from megatron_rl.rewards.runner import ABANDONED
 from megatron_rl.rollouts.messages import GroupRequest
 from megatron_rl.rollouts.queue import RolloutQueue
 from megatron_rl.rollouts.rejections import require_usable
@@ -218,6 +219,9 @@ def _group_id(label: str, request: RolloutRequest) -> str:
 def _reward_metrics(rollouts: Sequence[RolloutRef]) -> dict[str, float]:
     rewards = [r.verdict.reward for r in rollouts if r.verdict.reward is not None]
     values = {"reward/no_verdict": float(len(rollouts) - len(rewards))}
+    num_abandoned = sum(r.verdict.reason == ABANDONED for r in rollouts)
+    if num_abandoned:
+        values["reward/abandoned"] = float(num_abandoned)
     if rewards:
         values["reward/mean"] = sum(rewards) / len(rewards)
     return values

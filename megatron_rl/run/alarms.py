@@ -9,13 +9,19 @@ from collections.abc import Mapping
 _MIN_ADVANTAGE_RATIO = 0.02
 _MAX_ADVANTAGE_RATIO = 0.5
 _WARN_AFTER_STEPS = 3
+# A request that ends just after the counters were read belongs to the next step
+_MAX_UNACCOUNTED_SHARE = 0.01
+_SUPERVISED_START = (
+    "train on responses first with experiment=cold_start (docs/data.md, "
+    '"From rows to reinforcement learning")'
+)
 _REMEDIES = {
-    "all_incorrect": "every answer is incorrect: use easier questions, raise "
+    "all_incorrect": f"every answer is incorrect: {_SUPERVISED_START}, use easier questions, raise "
     "rollout.samples_per_prompt or rollout.max_new_tokens, start from a checkpoint that solves "
     "some questions, or check reward.answer",
     "all_correct": "every answer is correct: use harder questions",
-    "tied_incorrect": "every answer is incorrect, and some repeat themselves: use easier "
-    "questions, or set credit.tied_incorrect=shape",
+    "tied_incorrect": "every answer is incorrect, and some repeat themselves: "
+    f"{_SUPERVISED_START}, use easier questions, or set credit.tied_incorrect=shape",
     "tied_correct": "every answer is correct, with different lengths: use harder questions, or "
     "set credit.tied_correct=shape",
     "tied_reward": "all answers to a question have the same reward: check whether the reward "
@@ -25,6 +31,12 @@ _REMEDIES = {
     "mixed": "rewards differ within groups, but no token of them is trainable: raise "
     "rollout.max_new_tokens, or set rollout.train_truncated=true",
 }
+
+# The advice if no group of those steps was completed
+_STOPPED_REMEDY = (
+    "the selection stopped every probe, because the answers to each question are equally correct: "
+    "use harder questions, or easier ones if reward/mean is low"
+)
 
 
 class ZeroVarianceBalanceAlarm:
@@ -96,8 +108,8 @@ class UnchangedWeightsAlarm:
 
     def _remedy(self) -> str:
         """The advice for the most frequent kind of group in those steps."""
-        most_frequent, _ = self._group_kinds.most_common(1)[0]
-        return _REMEDIES[most_frequent]
+        most_frequent, count = self._group_kinds.most_common(1)[0]
+        return _REMEDIES[most_frequent] if count else _STOPPED_REMEDY
 
 
 class SelectionAlarm:
@@ -118,6 +130,55 @@ class SelectionAlarm:
         return f"warning: {' '.join(new_problems)}" if new_problems else None
 
 
+class AccountAlarm:
+    """Compares the token account with the counts of the engines, or of the collectors."""
+
+    def __init__(self) -> None:
+        self._is_active = False
+
+    def observe(self, values: Mapping[str, float]) -> str | None:
+        """Read the metrics of one step.
+
+        Returns a warning when more than a hundredth of the tokens that the engines counted is in no
+        class, and None while it stays so. Without the engines' counts, every token must be in one.
+        """
+        unaccounted_tokens = values.get("account/unaccounted", 0.0)
+        engine_tokens = values.get("account/engine_tokens")
+        if engine_tokens is None:
+            return _imbalance_warning(unaccounted_tokens, values.get("account/generated", 0.0))
+        was_active = self._is_active
+        self._is_active = abs(unaccounted_tokens) > _MAX_UNACCOUNTED_SHARE * engine_tokens
+        if was_active or not self._is_active:
+            return None
+        return _uncounted_warning(unaccounted_tokens, engine_tokens)
+
+
+def _imbalance_warning(unaccounted_tokens: float, generated_tokens: float) -> str | None:
+    if not unaccounted_tokens:
+        return None
+    mistake = "in no class" if unaccounted_tokens > 0 else "counted twice"
+    return (
+        f"warning: {abs(unaccounted_tokens):.0f} of {generated_tokens:.0f} generated tokens are "
+        f"{mistake} (account/unaccounted): the token account of this step is wrong. Training is "
+        "not affected"
+    )
+
+
+def _uncounted_warning(unaccounted_tokens: float, engine_tokens: float) -> str:
+    if unaccounted_tokens < 0:
+        return (
+            f"warning: the engines counted {-unaccounted_tokens:.0f} fewer tokens than the run "
+            f"(account/engine_tokens {engine_tokens:.0f}). An engine was started again, or does "
+            "not count every request. Training is not affected"
+        )
+    return (
+        f"warning: {unaccounted_tokens:.0f} of {engine_tokens:.0f} tokens that the engines sampled "
+        "are in no class (account/unaccounted). Requests ended without a reply: see "
+        "rollout/rejected, logs/collector-*.log and logs/engine-*.log. Or another program uses the "
+        "engines"
+    )
+
+
 def _is_doubling(steps: int) -> bool:
     """True for 3, 6, 12, 24, ... steps."""
     count, remainder = divmod(steps, _WARN_AFTER_STEPS)
@@ -128,8 +189,10 @@ def _miscalibration_warning(values: Mapping[str, float]) -> str:
     difference = values.get("select/miscalibrated", 0.0)
     if not difference:
         return ""
+    steps = values.get("select/calibration_steps", 1.0)
+    period = "in the last step" if steps == 1 else f"over the last {steps:.0f} steps"
     return (
-        f"over 20 steps the observed share of mixed groups differed by {difference:.2f} from the "
+        f"{period} the observed share of mixed groups differed by {difference:.2f} from the "
         "predicted share (select/predicted_mixed, select/observed_mixed). The beliefs do not fit "
         "these prompts: use data with difficulty labels, or selection=oversample."
     )

@@ -14,14 +14,23 @@ from megatron_rl.contracts.commands import Save, Train
 from megatron_rl.contracts.exit_codes import Failure
 from megatron_rl.contracts.run_state import LoopState
 from megatron_rl.contracts.step_plan import StepPlan
-from megatron_rl.credit.account import account, account_warning, usage
+from megatron_rl.credit.account import account, demonstrations, usage
 from megatron_rl.credit.assign import BatchCredit
+from megatron_rl.engines.token_counter import TokenCounter
 from megatron_rl.engines.weight_sync import WeightSync
 from megatron_rl.records.run_records import RunRecords
 from megatron_rl.records.stopwatch import Stopwatch
 from megatron_rl.rollouts.evaluation import Evaluation
-from megatron_rl.rollouts.rollout_batch import RolloutBatch
-from megatron_rl.run.alarms import SelectionAlarm, UnchangedWeightsAlarm, ZeroVarianceBalanceAlarm
+from megatron_rl.rollouts.queue import CollectorFailed
+from megatron_rl.rollouts.recording.recorded_rollouts import BadRecording
+from megatron_rl.rollouts.rejections import UserClassFailed
+from megatron_rl.rollouts.rollout_batch import RolloutBatch, TooManyRejected
+from megatron_rl.run.alarms import (
+    AccountAlarm,
+    SelectionAlarm,
+    UnchangedWeightsAlarm,
+    ZeroVarianceBalanceAlarm,
+)
 from megatron_rl.run.checkpoints.manager import CheckpointManager
 from megatron_rl.run.curriculum import Curriculum
 from megatron_rl.run.nonfinite_guard import NonFiniteGuard
@@ -32,13 +41,17 @@ from megatron_rl.training.dispatcher import Dispatcher
 from megatron_rl.training.worker import TrainOutcome
 from sglang_bridge.errors import EngineError
 
+# With these, all ranks are alive and wait for a command
+_ROLLOUT_FAILURES = (TooManyRejected, UserClassFailed, CollectorFailed, BadRecording)
+
 
 @dataclass
 class Leader:
     """Rank 0's loop. Everything collective is a command to `dispatcher`.
 
     parts: the parts of the current step; a curriculum replaces them when a phase begins.
-    holder: holds the payloads of sampled rollouts. weights: None without engines.
+    holder: holds the payloads of sampled rollouts. weights: None without engines. token_counter:
+    None where engines do not count tokens.
     checkpoints: None for loops that save none. resume_state: the state to resume from, None for a
     new run.
     """
@@ -52,6 +65,7 @@ class Leader:
     weights: WeightSync | None
     dispatcher: Dispatcher
     records: RunRecords
+    token_counter: TokenCounter | None = None
     checkpoints: CheckpointManager | None = None
     curriculum: Curriculum | None = None
     resume_state: InitVar[LoopState | None] = None
@@ -61,11 +75,13 @@ class Leader:
     _pending_metrics: dict[str, float] = field(default_factory=dict)
     _accuracies: deque[float] = field(default_factory=deque)
     _is_synced: bool = False
+    _is_untrained: bool = False  # the current step has trained nothing
     _unevaluated_metrics: dict[str, float] | None = None
     _audit_obstacle_logged: bool = False
     _unchanged_weights: UnchangedWeightsAlarm = field(default_factory=UnchangedWeightsAlarm)
     _balance: ZeroVarianceBalanceAlarm = field(default_factory=ZeroVarianceBalanceAlarm)
     _selection: SelectionAlarm = field(default_factory=SelectionAlarm)
+    _account: AccountAlarm = field(default_factory=AccountAlarm)
 
     def __post_init__(self, resume_state: LoopState | None) -> None:
         self._guard = NonFiniteGuard(
@@ -103,7 +119,8 @@ class Leader:
         """Write the weights in Hugging Face format, if `run.save_weights` is set."""
         if self.run.save_weights:
             target = self.records.directory.checkpoints / f"step-{step}"
-            self.dispatcher.run(Save(str(target)))
+            with self.records.progress.task(f"writing the weights to {target}"):
+                self.dispatcher.run(Save(str(target)))
 
     def state(self, step: int) -> LoopState:
         """Return everything that this loop needs to resume after `step`."""
@@ -123,14 +140,17 @@ class Leader:
         watch = Stopwatch()
         with watch.section("rollout"), self._abortable():
             batch = self.parts.rollouts.sample(step)
-        credit = self.parts.credit.assign(step, batch.groups)
-        values |= batch.metrics() | credit.metrics()
-        plan = self.parts.planner.plan(
-            step, credit.rollouts, credit.advantages, credit.extra_rollouts, credit.denominator_only
-        )
-        outcome: TrainOutcome = self.dispatcher.run(Train(plan))
+        with watch.section("credit"):
+            credit = self.parts.credit.assign(step, batch.groups, batch.stopped_groups)
+            values |= batch.metrics() | credit.metrics()
+            plan = self._plan(step, credit)
+        self._is_untrained = False
+        with self.records.progress.task(f"training on the batch of step {step}"):
+            outcome: TrainOutcome = self.dispatcher.run(Train(plan))
         self._num_updates += outcome.optimizer_steps
-        values |= self._training_metrics(batch, credit, plan, outcome)
+        with watch.section("account"):
+            values |= self._training_metrics(batch, credit, plan, outcome)
+            self.compare_with_engines(values, batch.generated_tokens)
         self.holder.release(batch.delivered_ids)
         self._guard.check(plan, finite=outcome.finite)
         self._is_synced = False
@@ -138,15 +158,26 @@ class Leader:
             if self.sync.when == "step":
                 self.send_weights(values)
         values |= watch.values()
-        self.records.progress.log_step(step, values)
+        self.records.progress.log_step(step, values, is_sampled=self.weights is not None)
         self._report_alarms(values)
+
+    def _plan(self, step: int, credit: BatchCredit) -> StepPlan:
+        return self.parts.planner.plan(
+            step,
+            credit.rollouts,
+            credit.advantages,
+            credit.extra_rollouts,
+            credit.denominator_only,
+            weights=credit.weights,
+        )
 
     def send_weights(self, values: dict[str, float]) -> None:
         """Send the weights to every engine under the next version, unless they hold them."""
         if self._is_synced or self.weights is None:
             return
         command = self.weights.next_command()
-        values |= self.dispatcher.run(command)
+        with self.records.progress.task("sending the weights to the engines"):
+            values |= self.dispatcher.run(command)
         if self.weights.audit_obstacle and not self._audit_obstacle_logged:
             self._audit_obstacle_logged = True
             self.records.progress.log(
@@ -163,11 +194,13 @@ class Leader:
 
     def _measure(self, step: int, values: dict[str, float], evaluation: Evaluation) -> None:
         watch = Stopwatch()
-        with watch.section("eval"), self.records.progress.task(f"evaluating after step {step}"):
+        with watch.section("eval"):
             accuracy = evaluation.measure(str(step))
         values |= accuracy.metrics() | watch.seconds
         values["account/evaluation"] = float(accuracy.tokens)
         values["account/generated"] = values.get("account/generated", 0.0) + accuracy.tokens
+        self.compare_with_engines(values, accuracy.tokens)
+        self.report_account(values)
         self.records.progress.log(f"step {step}: held-out accuracy {accuracy}")
         if accuracy.accuracy is None:
             self._refuse_endings_by_accuracy()
@@ -204,39 +237,67 @@ class Leader:
             # After a stop request, the remaining time belongs to the checkpoint
             is_postponed = is_due and not is_last and self._is_stop_requested()
             if is_due and not is_postponed:
-                self._evaluate_or_save(step, values)
+                self.send_weights(values)
+                with self._save_on_failure(step, values, is_counted=False):
+                    self.evaluate(step, values)
             if self.curriculum is not None:
                 values |= self.curriculum.update(values)
             if is_postponed and self._ending_key(step):
-                self._evaluate_again(step, values)
+                with self._save_on_failure(step, values, is_counted=True):
+                    self._evaluate_again(step, values)
                 is_postponed = False
             self._unevaluated_metrics = dict(values) if is_postponed else None
 
-    def _evaluate_or_save(self, step: int, values: dict[str, float]) -> None:
-        """Evaluate a step. If that fails, first save what the step has trained."""
-        assert self.parts.evaluation is not None
-        self.send_weights(values)
+    @contextlib.contextmanager
+    def _save_on_failure(
+        self, step: int, values: dict[str, float], *, is_counted: bool
+    ) -> Iterator[None]:
+        """Save what a step has trained if its evaluation fails.
+
+        values: the metrics of the step. is_counted: the curriculum has counted its tokens.
+        """
         metrics = dict(values)
         try:
-            self._measure(step, values, self.parts.evaluation)
+            yield
         except (Failure, EngineError):
+            if self.curriculum is not None and not is_counted:
+                metrics |= self.curriculum.update(metrics)
             self._save_unevaluated(step, metrics)
             raise
 
     def _save_unevaluated(self, step: int, metrics: dict[str, float]) -> None:
-        """Save a step whose evaluation failed. Log problems: they must not hide the cause."""
+        """Save a step whose evaluation failed."""
         log = self.records.progress.log
         log(f"the evaluation of step {step} failed: saving what the step has trained")
-        if self.curriculum is not None:
-            metrics |= self.curriculum.update(metrics)
         self._unevaluated_metrics = metrics
-        try:
+        with self._logged_save_problems(step):
             if self.checkpoints is not None and self.checkpoints.settings.checkpoint_every:
                 self.checkpoints.save(self.state(step))
             elif self._ending_key(step):
                 self.save_weights(step)
+
+    def _save_before_failure(self, state: LoopState, checkpoints: CheckpointManager) -> None:
+        """Save the state before a step whose rollouts failed, unless it is saved already."""
+        if not checkpoints.settings.checkpoint_every or not state.step:
+            return
+        with self._logged_save_problems(state.step):
+            checkpoints.wait_for_save()
+            if checkpoints.last_saved_step != state.step:
+                self.records.progress.log(
+                    f"the rollouts of step {state.step + 1} failed: saving what the run has "
+                    "trained before"
+                )
+                checkpoints.save(state)
+
+    @contextlib.contextmanager
+    def _logged_save_problems(self, step: int) -> Iterator[None]:
+        """Log problems of a save after a failure: they must not hide its cause."""
+        try:
+            yield
         except Exception as error:
-            log(f"warning: step {step} cannot be saved: {type(error).__name__}: {error}")
+            self.records.progress.log(
+                f"warning: step {step} cannot be saved: {type(error).__name__}: {error}"
+            )
 
     def _enter_phase(self, step: int) -> None:
         if self.curriculum is not None:
@@ -289,7 +350,7 @@ class Leader:
     ) -> dict[str, float]:
         steps = outcome.optimizer_steps
         tokens = batch.generated_tokens
-        values = usage(plan, steps, generated_tokens=tokens)
+        values = usage(plan, steps, generated_tokens=tokens) | demonstrations(plan, steps)
         values |= account(
             batch.groups,
             credit,
@@ -303,10 +364,32 @@ class Leader:
         values["train/nonfinite"] = float(not outcome.finite)
         return values
 
+    def compare_with_engines(self, values: dict[str, float], counted_tokens: int) -> None:
+        """Add the tokens that the engines counted since the last call, if they count.
+
+        counted_tokens: those that the run counted since then.
+        """
+        comparison = None
+        if self.token_counter is not None:
+            comparison = self.token_counter.compare(counted_tokens)
+        if comparison is not None:
+            tokens_by_name = {
+                "account/engine_tokens": comparison.engine_tokens,
+                "account/unaccounted": comparison.uncounted_tokens,
+            }
+            for name, tokens in tokens_by_name.items():
+                values[name] = values.get(name, 0.0) + tokens
+
     def _report_alarms(self, values: dict[str, float]) -> None:
-        alarms = (self._unchanged_weights, self._balance, self._selection)
-        warnings = [alarm.observe(values) for alarm in alarms]
-        for warning in (*warnings, account_warning(values)):
+        alarms = (self._unchanged_weights, self._balance, self._selection, self._account)
+        self._report_warnings(*(alarm.observe(values) for alarm in alarms))
+
+    def report_account(self, values: dict[str, float]) -> None:
+        """Warn when tokens are in no class."""
+        self._report_warnings(self._account.observe(values))
+
+    def _report_warnings(self, *warnings: str | None) -> None:
+        for warning in warnings:
             if warning:
                 self.records.progress.log(warning)
 
@@ -353,15 +436,20 @@ class Leader:
 
     @contextlib.contextmanager
     def _stop_in_time(self, step: int) -> Iterator[None]:
-        """Save the state before a step that a stop request aborts."""
+        """Save the state before a step that a stop request aborts, or whose rollouts fail."""
         if self.checkpoints is None:
             yield
             return
         before = self.state(step - 1)
+        self._is_untrained = True
         try:
             yield
         except StepAborted:
             self._exit_if_requested(before.step, before)
+        except _ROLLOUT_FAILURES:
+            if self._is_untrained:
+                self._save_before_failure(before, self.checkpoints)
+            raise
 
     def _is_evaluation_due(self, step: int) -> bool:
         if step == self.train.total_steps:
@@ -381,13 +469,20 @@ class Leader:
 
     @contextlib.contextmanager
     def _record(self, step: int) -> Iterator[dict[str, float]]:
-        """Write the metrics of a step, also when the step fails."""
-        values = self._pending_metrics
+        """Write the metrics of a step.
+
+        A step that fails has a record, too, if it got as far as its own metrics.
+        """
+        earlier_metrics = self._pending_metrics
         self._pending_metrics = {}
+        values = dict(earlier_metrics)
         try:
             yield values
-        finally:
-            self.records.metrics.write(step, values)
+        except BaseException:
+            if values != earlier_metrics:
+                self.records.metrics.write(step, values)
+            raise
+        self.records.metrics.write(step, values)
 
 
 def _to_storable(metrics: dict[str, float] | None) -> dict[str, float | None] | None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import threading
+from typing import TYPE_CHECKING
 
 from megatron_rl.config.schema import Configuration
-from megatron_rl.contracts.exit_codes import ExitCode
+from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.records.progress import Progress, print_line
 from megatron_rl.run.supervision.exit_reporter import ExitReporter
+from megatron_rl.run.supervision.frozen_ranks import FrozenRanks
 from megatron_rl.run.supervision.local_ranks import LocalRanks
 from megatron_rl.run.supervision.open_parts import OpenParts
 from megatron_rl.run.supervision.shutdown import (
     close_after_success,
     exit_process,
     hide_write_errors,
+    limit_exit,
     report_exception,
 )
 from megatron_rl.run.supervision.stop_request import StopRequest
@@ -22,8 +25,23 @@ from megatron_rl.run.supervision.supervision import Supervision
 from megatron_rl.run.supervision.watchdog import Watchdog, end_with_torchrun
 from sglang_bridge.server.command import nccl_environment
 
+if TYPE_CHECKING:
+    from megatron_rl.run.data import RunData
+
 _CLOSE_SECONDS = 30.0  # a complete run has this time to close its parts
 _FOLLOW_SECONDS = 5.0  # the other ranks end after rank 0, which saves
+
+
+class DataTimedOut(Failure):
+    """The data was not read in time. The other ranks wait no longer either."""
+
+    exit_code = ExitCode.BAD_DATA
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(
+            f"parallel.timeout_s={seconds:g}: reading the data takes longer. Raise it, or see "
+            "whether data.source or reward.name names a class that hangs"
+        )
 
 
 def run(configuration: Configuration) -> int:
@@ -45,6 +63,7 @@ def run(configuration: Configuration) -> int:
     # torch warns when peers end; the exit reporter says why they did
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with Watchdog(reporter, stop=stop if saves_checkpoints else None) as watchdog:
+        watchdog.add_check(FrozenRanks(ranks).check)
         try:
             with watchdog.interruptible():
                 end_with_torchrun(ranks)
@@ -58,26 +77,46 @@ def run(configuration: Configuration) -> int:
             exit_process(reporter, ranks, parts)
         watchdog.limit_shutdown(_CLOSE_SECONDS)
         close_after_success(parts)
+    limit_exit(ExitCode.OK, _CLOSE_SECONDS)
     return ExitCode.OK
 
 
 def _run_to_the_end(configuration: Configuration, supervision: Supervision) -> None:
     """Open the run and run the loop of this rank.
 
-    The import of torch takes seconds. It comes here, after signals are handled and progress is
-    reported.
+    The import of torch takes seconds. It comes here, after signals are handled, progress is
+    reported and the data has been read.
     """
     progress = supervision.progress
     os.environ.update(nccl_environment(os.environ))  # before torch can start NCCL
+    data = _read_data(configuration, supervision) if supervision.ranks.rank == 0 else None
     progress.log("importing torch")
     with progress.task("importing torch"):
         from megatron_rl.run.open_run import open_run
-    if supervision.ranks.rank == 0:
-        from megatron_rl.run.user_classes import require_user_classes, user_class_names
-
-        with progress.task(f"opening {', '.join(user_class_names(configuration))}"):
-            require_user_classes(configuration)
-    directory, loop = open_run(configuration, supervision)
+    directory, loop = open_run(configuration, data, supervision)
     loop()
     if supervision.ranks.rank == 0:
         print_line(f"done: metrics, logs and checkpoints are in {directory.path}")
+
+
+def _read_data(configuration: Configuration, supervision: Supervision) -> RunData | Exception:
+    """Read the data of the run.
+
+    Returns an error where ranks run on other nodes: they learn of it after they have joined, and
+    would otherwise wait for this rank until they time out. On a single node, torchrun ends them.
+    """
+    from megatron_rl.run.data import read_data
+
+    is_single_node = int(os.environ.get("WORLD_SIZE", "1")) == supervision.ranks.count
+    seconds = configuration.parallel.timeout_s
+    supervision.progress.log("reading the data")
+    try:
+        with (
+            supervision.watchdog.time_limit(seconds, DataTimedOut(seconds)),
+            supervision.progress.task("reading the data"),
+        ):
+            return read_data(configuration)
+    except Exception as error:
+        if is_single_node:
+            raise
+        return error

@@ -13,6 +13,7 @@ from megatron_rl.contracts.commands import Poll
 from megatron_rl.engines.engines import EngineConnections, Engines
 from megatron_rl.engines.weight_sync import FollowerSync
 from megatron_rl.records.metrics_log import MetricsLog
+from megatron_rl.records.progress import Progress
 from megatron_rl.records.run_records import RunRecords
 from megatron_rl.run.build_worker import open_worker
 from megatron_rl.run.checkpoints.disk_space import checkpoint_bytes
@@ -27,8 +28,6 @@ from megatron_rl.run.supervision.supervision import Supervision
 from megatron_rl.training.dispatcher import Dispatcher
 from megatron_rl.training.worker import Worker
 
-_MODES_WITHOUT_MODEL = ("eval", "profile")
-
 
 def open_loop(
     setup: RunSetup, engines: Engines | None, supervision: Supervision
@@ -39,9 +38,9 @@ def open_loop(
     """
     c = setup.configuration
     job = setup.job
-    mode = open_mode(setup) if job.rank == 0 else None  # reads the data first: it may be refused
+    mode = open_mode(setup) if job.rank == 0 else None
     worker = None
-    if c.mode not in _MODES_WITHOUT_MODEL:
+    if not c.is_measurement:
         worker = open_worker(setup, supervision.parts)
     connections = None
     if engines is not None:
@@ -63,9 +62,14 @@ def open_loop(
         worker=worker,
         records=_open_records(setup, supervision),
         stop=supervision.stop,
-        idle=partial(dispatcher.run, Poll()),
+        idle=partial(_poll, dispatcher, setup.progress),
     )
     return mode.open_leader(parts).lead
+
+
+def _poll(dispatcher: Dispatcher, progress: Progress) -> None:
+    with progress.task("waiting for the other ranks"):
+        dispatcher.run(Poll())
 
 
 def _connect(
@@ -80,7 +84,7 @@ def _connect(
     setup.progress.log(task)
     with setup.progress.task(task):
         connections = engines.connect(setup.progress.log)
-    supervision.watchdog.set_check(engines.check)
+    supervision.watchdog.add_check(engines.check)
     return connections
 
 
@@ -135,7 +139,7 @@ def _model_commands(setup: RunSetup, worker: Worker | None) -> ModelCommands | N
 def _open_records(setup: RunSetup, supervision: Supervision) -> RunRecords:
     state = setup.resume_point.state
     first_step = None
-    if state is not None and setup.configuration.mode not in _MODES_WITHOUT_MODEL:
+    if state is not None and not setup.configuration.is_measurement:
         first_step = state.step + 1
         if state.position.unevaluated_metrics is not None:
             first_step = state.step

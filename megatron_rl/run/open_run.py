@@ -7,31 +7,34 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_rl.config.curriculum import sized_for_all_phases
-from megatron_rl.config.schema import Configuration
+from megatron_rl.config.schema import Configuration, RunSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
+from megatron_rl.contracts.plugins import PluginError
 from megatron_rl.engines.engines import Engines, open_engines
 from megatron_rl.mcore.job import Job, join, leave
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.prompts.selection.transferred_beliefs import TransferredBeliefs
-from megatron_rl.records.progress import Progress
 from megatron_rl.records.run_directory import RunDirectory, run_directory_path
 from megatron_rl.records.run_lock import mark_run_alive
 from megatron_rl.run.checkpoints.belief_transfer import read_transferred_beliefs
 from megatron_rl.run.checkpoints.disk_space import require_disk_space
 from megatron_rl.run.checkpoints.resume import ResumePoint, find_resume_point, open_run_directory
 from megatron_rl.run.checkpoints.resumed_directory import claim_directory, is_complete
+from megatron_rl.run.data import RunData
 from megatron_rl.run.setup import RunSetup
-from megatron_rl.run.supervision.open_parts import OpenParts
 from megatron_rl.run.supervision.supervision import Supervision
+from megatron_rl.run.user_classes import require_user_classes, user_class_names
 from megatron_rl.training.collectives import broadcast_bytes
 
-# Rank 0 sends it before the path of a run that is complete
-_COMPLETE = "complete:"
+# What rank 0 tells the others about the run
+_OPEN = "open"
+_COMPLETE = "complete"
 
 
 class RankZeroFailed(Failure):
@@ -40,36 +43,60 @@ class RankZeroFailed(Failure):
     exit_code = ExitCode.PEER_FAILED
 
 
-def open_run(c: Configuration, supervision: Supervision) -> tuple[RunDirectory, Callable[[], None]]:
+@dataclass
+class _Opening:
+    """The result of opening the directory.
+
+    is_complete: the run was resumed, and nothing is left to do. log_lines: lines for the user, on
+    rank 0 alone.
+    """
+
+    is_complete: bool = False
+    log_lines: list[str] = field(default_factory=list)
+
+
+def open_run(
+    c: Configuration, read_data: RunData | Exception | None, supervision: Supervision
+) -> tuple[RunDirectory, Callable[[], None]]:
     """Open everything that this rank needs (a collective).
 
+    read_data: the data of the run, or the error of reading it; None on the other ranks.
+
     Returns the directory of the run and the loop of this rank, which runs to the end of the run.
-    Raises `RunDirectoryTaken`, `NotEnoughDiskSpace`, `BeliefsUnavailable` and
-    `CheckpointOfOtherRun` on rank 0, and `NoCompleteCheckpoint` on all ranks.
+    Raises the error of reading the data, `PluginError`, `RunDirectoryTaken`, `NotEnoughDiskSpace`,
+    `BeliefsUnavailable`, `PromptDataError`, `BadRecording` and `CheckpointOfOtherRun` on rank 0,
+    and `NoCompleteCheckpoint` on all ranks.
     """
     progress = supervision.progress
-    parts = supervision.parts
     shape = read_shape(c.model.path)
     job = join(c.parallel)
-    parts.callback(leave)
-    resume_point = _find_resume_point(c, job, progress, parts)
-    setup = _open_directory(c, shape, job, resume_point, supervision)
-    if setup.is_complete:
-        progress.log(
-            f"the run in {setup.directory.path} is complete. To train further, raise "
-            "train.total_steps or eval.stop_at"
-        )
-        return setup.directory, _do_nothing
-    progress.log(
-        f"{job.world_size} rank(s) on {job.num_nodes} node(s); run directory {setup.directory.path}"
-    )
-    _log_resume_point(setup)
+    supervision.parts.callback(leave)
+    data = _require_inputs(c, read_data, job, supervision)
+    directory = _agree_on_directory(c.run, job)
+    resume_point = _find_resume_point(c.run.resume, directory, job, supervision)
+    opening = _open_directory(c, data, shape, job, resume_point, directory)
+    _accompany(directory, supervision)
+    for line in opening.log_lines:
+        progress.log(line)
+    if opening.is_complete:
+        return directory, _do_nothing
     engines = None
     if c.mode != "train_only":
-        engines = parts.enter(open_engines(sized_for_all_phases(c), shape, job, setup.directory))
-        parts.kill_on_failure(engines.kill_processes)
+        engines = supervision.parts.enter(
+            open_engines(sized_for_all_phases(c), shape, job, directory)
+        )
+        supervision.parts.kill_on_failure(engines.kill_processes)
         progress.log(f"{engines.description}; importing Megatron meanwhile")
-    return setup.directory, _open_loop(setup, engines, supervision)
+    setup = RunSetup(
+        configuration=c,
+        shape=shape,
+        job=job,
+        resume_point=resume_point,
+        directory=directory,
+        data=data,
+        progress=progress,
+    )
+    return directory, _open_loop(setup, engines, supervision)
 
 
 def _open_loop(
@@ -83,67 +110,147 @@ def _open_loop(
     return open_loop(setup, engines, supervision)
 
 
+def _require_inputs(
+    c: Configuration, read_data: RunData | Exception | None, job: Job, supervision: Supervision
+) -> RunData | None:
+    """Return the data of the run once rank 0 has it and all user-defined classes (a collective)."""
+
+    def require() -> str:
+        if isinstance(read_data, Exception):
+            raise read_data
+        names = ", ".join(user_class_names(c))
+        failure = PluginError(
+            f"parallel.timeout_s={c.parallel.timeout_s:g}: {names} took longer to open. Make the "
+            "constructor faster, or raise it"
+        )
+        with (
+            supervision.watchdog.time_limit(c.parallel.timeout_s, failure),
+            supervision.progress.task(f"opening {names}"),
+        ):
+            require_user_classes(c)
+        return "read"
+
+    _run_on_rank_zero(job, require)
+    return None if isinstance(read_data, Exception) else read_data
+
+
+def _agree_on_directory(run: RunSettings, job: Job) -> RunDirectory:
+    """Return the directory that rank 0 names: the clocks of ranks differ (a collective)."""
+
+    def name_path() -> str:
+        return str(run_directory_path(run, datetime.datetime.now()))
+
+    return RunDirectory(Path(_run_on_rank_zero(job, name_path)))
+
+
 def _find_resume_point(
-    c: Configuration, job: Job, progress: Progress, parts: OpenParts
+    resume: str, directory: RunDirectory, job: Job, supervision: Supervision
 ) -> ResumePoint:
-    """Find the checkpoint to resume from, once no process of the run lives.
+    """Find the checkpoint to resume from, once no process of the run lives (a collective).
 
     A living one could still delete it.
     """
+    progress = supervision.progress
 
     def claim() -> str:
-        lock = claim_directory(c)
+        lock = claim_directory(directory.path)
         if lock is not None:
-            parts.enter(lock)
+            supervision.parts.enter(lock)
         return "claimed"
 
-    if c.run.resume == "auto":
+    if resume == "auto":
         with progress.task("waiting for the processes of the previous run to end"):
             _run_on_rank_zero(job, claim)
     with progress.task("comparing the checkpoint with its hashes"):
-        return find_resume_point(c, job)
+        return find_resume_point(resume, directory, job)
 
 
 def _open_directory(
     c: Configuration,
+    data: RunData | None,
     shape: ModelShape,
     job: Job,
     resume_point: ResumePoint,
-    supervision: Supervision,
-) -> RunSetup:
-    """Rank 0 makes or reopens the directory, and all ranks mark the run as alive."""
-    path = run_directory_path(c.run, datetime.datetime.now())
-    warnings: list[str] = []
-    beliefs: list[TransferredBeliefs] = []
+    directory: RunDirectory,
+) -> _Opening:
+    """Make or reopen the directory of the run on rank 0 (a collective)."""
+    opening = _Opening()
 
     def open_on_rank_zero() -> str:
-        resume_point.changed_settings(c)
-        if _is_complete(c, path, resume_point):
-            return f"{_COMPLETE}{path}"
+        changes = resume_point.changed_settings(c)
+        if c.run.resume == "auto" and resume_point.state is not None:
+            position = resume_point.state.position
+            opening.is_complete = is_complete(directory.path, position, c.train, c.eval)
+        if opening.is_complete:
+            opening.log_lines.append(
+                f"the run in {directory.path} is complete. To train further, raise "
+                "train.total_steps or eval.stop_at"
+            )
+            return _COMPLETE
         require_disk_space(c, shape, resume_point.checkpoint)
-        transferred_beliefs = read_transferred_beliefs(c, resume_point.state)
-        if transferred_beliefs is not None:
-            beliefs.append(transferred_beliefs)
-            warnings.extend(transferred_beliefs.warnings)
-        if c.run.resume == "auto":
-            warnings.extend(_warn_of_restart(path, resume_point))
-        return str(open_run_directory(c, resume_point, ranks=job.world_size).path)
+        assert data is not None, "rank 0 has read the data"
+        beliefs = _restore_data(c, data, resume_point)
+        opening.log_lines.append(
+            f"{job.world_size} rank(s) on {job.num_nodes} node(s); run directory {directory.path}"
+        )
+        opening.log_lines += (f"warning: {warning}" for warning in data.warnings)
+        opening.log_lines += _warnings(c.run, directory, resume_point, beliefs)
+        opening.log_lines += resume_lines(resume_point, changes, c.mode)
+        open_run_directory(directory, c, resume_point, ranks=job.world_size)
+        return _OPEN
 
-    text = _run_on_rank_zero(job, open_on_rank_zero)
-    has_ended = text.startswith(_COMPLETE)
-    directory = RunDirectory(Path(text.removeprefix(_COMPLETE)))
-    _accompany(directory, supervision)
-    return RunSetup(
-        configuration=c,
-        shape=shape,
-        job=job,
-        resume_point=resume_point,
-        directory=directory,
-        beliefs=beliefs[0] if beliefs else None,
-        warnings=tuple(warnings),
-        is_complete=has_ended,
-        progress=supervision.progress,
-    )
+    opening.is_complete = _run_on_rank_zero(job, open_on_rank_zero) == _COMPLETE
+    return opening
+
+
+def _restore_data(
+    c: Configuration, data: RunData, resume_point: ResumePoint
+) -> TransferredBeliefs | None:
+    """Move the data to the checkpoint's position, and apply the beliefs of another run.
+
+    Returns these beliefs. Raises `PromptDataError` or `BadRecording` if they, or the checkpoint,
+    belong to other data, and `BeliefsUnavailable`.
+    """
+    beliefs = read_transferred_beliefs(c, resume_point.state)
+    if resume_point.state is not None:
+        data.seek(resume_point.state.position.selection)
+    if beliefs is not None:
+        beliefs.apply_to(data.training_prompts)
+    return beliefs
+
+
+def resume_lines(resume_point: ResumePoint, changes: Iterable[str], mode: str) -> Iterator[str]:
+    """Yield where the run resumes, or what it measures, and the settings that have changed."""
+    if resume_point.state is not None:
+        verb = "measuring the weights" if mode in ("eval", "profile") else "resuming"
+        yield f"{verb} after step {resume_point.state.step}, from {resume_point.checkpoint}"
+    for change in changes:
+        yield f"changed since the checkpoint: {change}"
+
+
+def _warnings(
+    run: RunSettings,
+    directory: RunDirectory,
+    resume_point: ResumePoint,
+    beliefs: TransferredBeliefs | None,
+) -> Iterator[str]:
+    """Yield the warnings that the user should read at the start."""
+    if run.resume == "auto" and not run.checkpoint_every:
+        yield (
+            "warning: run.resume=auto resumes from checkpoints, and run.checkpoint_every=0 saves "
+            "none: if this run is stopped, its training is lost"
+        )
+    for checkpoint in resume_point.damaged_checkpoints:
+        yield f"warning: skipping a damaged checkpoint: {checkpoint}"
+    if beliefs is not None:
+        yield from (f"warning: {warning}" for warning in beliefs.warnings)
+    metrics = directory.metrics_file
+    starts_again = run.resume == "auto" and resume_point.state is None
+    if starts_again and metrics.exists() and metrics.stat().st_size:
+        yield (
+            f"warning: {directory.path} has records but no checkpoint. The run starts again from "
+            "step 0, and its earlier records move to resumed/"
+        )
 
 
 def _accompany(directory: RunDirectory, supervision: Supervision) -> None:
@@ -153,45 +260,8 @@ def _accompany(directory: RunDirectory, supervision: Supervision) -> None:
         supervision.parts.enter(mark_run_alive(directory.path))
 
 
-def _is_complete(c: Configuration, path: Path, resume_point: ResumePoint) -> bool:
-    """True when nothing is left to do for the run to resume."""
-    if c.run.resume != "auto" or resume_point.state is None:
-        return False
-    return is_complete(c, path, resume_point.state.position)
-
-
 def _do_nothing() -> None:
     """Serve as the loop of a run that is complete."""
-
-
-def _warn_of_restart(path: Path, resume_point: ResumePoint) -> Iterator[str]:
-    """Warn when a run that has records starts again, because no checkpoint is left of it."""
-    metrics = RunDirectory(path).metrics_file
-    if resume_point.state is None and metrics.exists() and metrics.stat().st_size:
-        yield (
-            f"{path} has records but no checkpoint. The run starts again from step 0, and its "
-            "earlier records move to resumed/"
-        )
-
-
-def _log_resume_point(setup: RunSetup) -> None:
-    """Log everything that the user should know about the start."""
-    log = setup.progress.log
-    run = setup.configuration.run
-    resume_point = setup.resume_point
-    if run.resume == "auto" and not run.checkpoint_every:
-        log(
-            "warning: run.resume=auto resumes from checkpoints, and run.checkpoint_every=0 saves "
-            "none: if this run is stopped, its training is lost"
-        )
-    for checkpoint in resume_point.damaged_checkpoints:
-        log(f"warning: skipping a damaged checkpoint: {checkpoint}")
-    for warning in setup.warnings:
-        log(f"warning: {warning}")
-    if resume_point.state is not None:
-        log(f"resuming after step {resume_point.state.step}, from {resume_point.checkpoint}")
-    for change in resume_point.changed_settings(setup.configuration):
-        log(f"changed since the checkpoint: {change}")
 
 
 def _run_on_rank_zero(job: Job, action: Callable[[], str]) -> str:

@@ -11,15 +11,14 @@ from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.models.chat_template import ChatTemplate
 from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.prompts.factory import open_prompts, open_set
-from megatron_rl.prompts.selection.transferred_beliefs import TransferredBeliefs
 from megatron_rl.prompts.source import PromptSource
 from megatron_rl.rewards import open_answer_check
 
 
-def build_prompts(c: Configuration, beliefs: TransferredBeliefs | None = None) -> PromptSource:
+def build_prompts(c: Configuration) -> PromptSource:
     """Read the training and held-out prompts, all of them readable and answerable.
 
-    beliefs: beliefs of another run to begin with. Raises `PromptDataError`.
+    Raises `PromptDataError`.
     """
     prompts = open_prompts(
         c.data,
@@ -32,8 +31,6 @@ def build_prompts(c: Configuration, beliefs: TransferredBeliefs | None = None) -
     for configuration in (*(phase.configuration for phase in phases_of(c)), c):
         prompts.set_pass_rate_range(configuration.data.pass_rate_range)
         prompts.require(c.rollout.prompts_per_step)
-    if beliefs is not None:
-        beliefs.apply_to(prompts)
     return prompts
 
 

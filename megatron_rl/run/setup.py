@@ -7,18 +7,17 @@ from dataclasses import dataclass
 from megatron_rl.config.schema import Configuration
 from megatron_rl.mcore.job import Job
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.prompts.selection.transferred_beliefs import TransferredBeliefs
 from megatron_rl.records.progress import Progress
 from megatron_rl.records.run_directory import RunDirectory
 from megatron_rl.run.checkpoints.resume import ResumePoint
+from megatron_rl.run.data import RunData
 
 
 @dataclass(frozen=True)
 class RunSetup:
     """Everything that a rank knows before Megatron is imported.
 
-    beliefs: beliefs transferred from another run. warnings: lines for the user. Both are known to
-    rank 0 alone. is_complete: the run was resumed, and nothing is left to do.
+    data: on rank 0 alone.
     """
 
     configuration: Configuration
@@ -26,7 +25,11 @@ class RunSetup:
     job: Job
     resume_point: ResumePoint
     directory: RunDirectory
-    beliefs: TransferredBeliefs | None
+    data: RunData | None
     progress: Progress
-    warnings: tuple[str, ...] = ()
-    is_complete: bool = False
+
+    @property
+    def run_data(self) -> RunData:
+        """The data of the run. Rank 0 only."""
+        assert self.data is not None
+        return self.data

@@ -34,7 +34,7 @@ class MicroBatch:
     advantages: float32 [T], of the token's sequence.
     cu_seqlens: int32 [B + 1], bounds of each sequence's trained tokens. A sequence without trained
     tokens is empty.
-    entropy_advantages: float32 [T], of the token's sequence; see `StepPlan`.
+    entropy_advantages, weights: float32 [T], of the token's sequence; see `StepPlan`.
     """
 
     inputs: PackedBatch
@@ -45,6 +45,7 @@ class MicroBatch:
     advantages: torch.Tensor
     cu_seqlens: torch.Tensor
     entropy_advantages: torch.Tensor
+    weights: torch.Tensor
 
 
 class Batcher:
@@ -80,12 +81,14 @@ class Batcher:
         rollouts: by index in the plan.
         """
         entropy_advantages = plan.entropy_advantages or (0.0,) * len(plan.advantages)
+        weights = plan.weights or (1.0,) * len(plan.advantages)
 
         def pack(indices: Sequence[int]) -> MicroBatch:
             return self.pack(
                 [rollouts[i] for i in indices],
                 [plan.advantages[i] for i in indices],
                 [entropy_advantages[i] for i in indices],
+                [weights[i] for i in indices],
             )
 
         return [
@@ -98,11 +101,12 @@ class Batcher:
         rollouts: Sequence[Rollout],
         advantages: Sequence[float],
         entropy_advantages: Sequence[float] = (),
+        weights: Sequence[float] = (),
     ) -> MicroBatch:
         """Pack rollouts, whose routes hold this rank's MoE layers only.
 
         rollouts: none for a filler without loss.
-        entropy_advantages: empty for 0 everywhere.
+        entropy_advantages: empty for 0 everywhere. weights: empty for 1 everywhere.
         """
         sequences = [
             _Sequence.from_rollout(rollout, advantage)
@@ -114,7 +118,6 @@ class Batcher:
         rows = _rows_of_trained_tokens(sequences, starts, local_rows)
         is_local = rows != _ON_OTHER_RANK
         num_trained = [len(sequence.trained_rows) for sequence in sequences]
-        alphas = np.array(entropy_advantages or [0.0] * len(sequences), np.float32)
         targets = _concatenate([s.targets for s in sequences], np.int64)
         return MicroBatch(
             inputs=self._pack_inputs(sequences, rollouts, padded_lengths, starts, local_rows),
@@ -124,8 +127,16 @@ class Batcher:
             rollout_logprobs=self._floats([s.logprobs for s in sequences]),
             advantages=self._floats([s.advantages for s in sequences]),
             cu_seqlens=self._tensor(_offsets(num_trained)),
-            entropy_advantages=self._tensor(alphas.repeat(num_trained)),
+            entropy_advantages=self._per_token(entropy_advantages, num_trained, default=0.0),
+            weights=self._per_token(weights, num_trained, default=1.0),
         )
+
+    def _per_token(
+        self, values: Sequence[float], num_trained: Sequence[int], *, default: float
+    ) -> torch.Tensor:
+        """Repeat each sequence's value for its trained tokens, float32 [T]. Empty: the default."""
+        array = np.array(values or [default] * len(num_trained), np.float32)
+        return self._tensor(array.repeat(num_trained))
 
     def _padded_lengths(self, sequences: Sequence[_Sequence]) -> list[int]:
         """Return the number of rows of each sequence with padding; one sequence for a filler."""

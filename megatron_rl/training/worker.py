@@ -146,7 +146,6 @@ class Worker:
             source=Path(self.model.path),
             target=target,
             dtype=dtype,
-            group=self.layout.control_group,
         )
 
     def _run(

@@ -49,6 +49,8 @@ def build_argv(
         argv.append(f"--max-total-tokens={slots}")
     if place.seed is not None:
         argv.append(f"--random-seed={place.seed}")
+    if settings.count_tokens:
+        argv.append("--enable-metrics")
     if settings.quantization is not None:
         argv.append(f"--quantization={settings.quantization}")
     if place.return_routes:

@@ -42,6 +42,7 @@ def start_supervised(
     environment: Mapping[str, str],
     log: IO[bytes] | int | None = None,
     grace_seconds: float = 5.0,
+    scratch_variable: str | None = None,
 ) -> subprocess.Popen[bytes]:
     """Run a command under a supervisor that ends its whole process tree when the lifeline breaks.
 
@@ -49,13 +50,17 @@ def start_supervised(
     code (128 + signal number if a signal ended it). SIGTERM to it ends the tree.
 
     log: receives stdout and stderr. grace_seconds: time between SIGTERM and SIGKILL.
+    scratch_variable: an environment variable that gives the command an empty directory. The
+    supervisor removes it at the end.
     """
+    scratch_option = [] if scratch_variable is None else [f"--scratch-variable={scratch_variable}"]
     supervisor = [
         sys.executable,
         "-m",
         "sglang_bridge.server.supervise",
         f"--lifeline={lifeline.read_end}",
         f"--grace-seconds={grace_seconds}",
+        *scratch_option,
         "--",
         *command,
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import time
@@ -23,6 +24,9 @@ _PORT_TAKEN = "address already in use"
 _PORT_ATTEMPTS = 3
 # A server has nothing to save, and SGLang takes five seconds for an orderly shutdown.
 _GRACE_SECONDS = 0.5
+_KILL_SECONDS = 10.0  # from SIGKILL to the end, unless the kernel blocks the process
+# Where a server's processes keep their counters. A server that is killed does not remove them.
+_COUNTERS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 
 
 class ManagedEngine:
@@ -140,7 +144,7 @@ class ManagedEngine:
             exception = last_exception(log)
             if exception is not None:
                 message = f"{message}: {exception}"
-        raise EngineDied(message, returncode=code, log_tail=log)
+        raise EngineDied(message, returncode=code, log_path=self.log_path, log_tail=log)
 
     def log_tail(self, count: int = 30) -> str:
         """The last lines of the server's log, with the keys blanked out."""
@@ -164,7 +168,8 @@ class ManagedEngine:
             except subprocess.TimeoutExpired:
                 # The supervisor itself hangs. The kernel kills its child with it.
                 self._process.kill()
-                self._process.wait()
+                with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel blocks it
+                    self._process.wait(_KILL_SECONDS)
 
     def _launch(self, preferred_port: int | None) -> None:
         self._starts += 1
@@ -182,6 +187,7 @@ class ManagedEngine:
                 environment=build_environment(self.settings, self.place, os.environ),
                 log=descriptor,
                 grace_seconds=_GRACE_SECONDS,
+                scratch_variable=_COUNTERS_VARIABLE,
             )
         finally:
             os.close(descriptor)

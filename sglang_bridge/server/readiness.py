@@ -15,7 +15,7 @@ from sglang_bridge.engine import Engine
 from sglang_bridge.errors import EngineUnhealthy, RequestFailed
 from sglang_bridge.keys import RunKeys
 from sglang_bridge.server.command import RECORDING_RUNNER
-from sglang_bridge.settings import ServerSettings
+from sglang_bridge.settings import ServerSettings, unsupported_options
 
 _POLL_SECONDS = 0.5
 # After this share of start_timeout_s, an address on which nothing listens counts as incorrect.
@@ -90,6 +90,7 @@ def _require_settings(
     """
     if return_routes:
         _require_routes(engine, info)
+    _require_supported_options(engine, info, return_routes=return_routes)
     for key in ("pp_size", "dp_size"):
         size = int(info.get(key) or 1)
         if size > 1:
@@ -123,6 +124,20 @@ def _require_routes(engine: Engine, info: dict[str, Any]) -> None:
             f"engine.urls: {engine.url} runs its experts with {runner}, which routes inside its "
             f"kernels and records nothing; start it with --moe-runner-backend {RECORDING_RUNNER}, "
             "or set train.replay=trainer or off"
+        )
+
+
+def _require_supported_options(
+    engine: Engine, info: dict[str, Any], *, return_routes: bool
+) -> None:
+    """Refuse options that no managed engine has either."""
+    for option in unsupported_options(info):
+        if option.harms_routes and not return_routes:
+            continue
+        other_remedy = ", or set train.replay=trainer or off" if option.harms_routes else ""
+        raise EngineUnhealthy(
+            f"engine.urls: {engine.url} runs with {option.name}={option.value}: {option.reason}; "
+            f"start it without {option.name}{other_remedy}"
         )
 
 

@@ -13,8 +13,9 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from sglang_bridge.server.process_table import command_line, descendants
 from sglang_bridge.server.shared_memory import mapped_shared_memory, remove_shared_memory
@@ -33,14 +34,40 @@ def main(arguments: list[str]) -> int:
     # clean-up.
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     parent = os.getppid()
-    child = subprocess.Popen(options.command, start_new_session=True, preexec_fn=_die_with_parent)
+    with _environment(options.scratch_variable) as environment:
+        child = subprocess.Popen(
+            options.command,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+        _wait_for_the_end(child, parent, options.lifeline, is_stop_requested)
+        code = end_tree(child, options.grace_seconds)
+    return 128 - code if code < 0 else code
+
+
+@contextlib.contextmanager
+def _environment(scratch_variable: str | None) -> Iterator[dict[str, str]]:
+    """The command's environment. The variable, if any, names a directory that is removed later."""
+    if scratch_variable is None:
+        yield dict(os.environ)
+        return
+    with tempfile.TemporaryDirectory(prefix="engine-", ignore_cleanup_errors=True) as scratch:
+        yield {**os.environ, scratch_variable: scratch}
+
+
+def _wait_for_the_end(
+    child: subprocess.Popen[bytes],
+    parent: int,
+    lifeline: int,
+    is_stop_requested: Callable[[], bool],
+) -> None:
+    """Wait until the child ends, or its tree has to."""
     while child.poll() is None:
         if is_stop_requested() or os.getppid() != parent:
             break
-        if _is_broken(options.lifeline, _CHECK_SECONDS):
+        if _is_broken(lifeline, _CHECK_SECONDS):
             break
-    code = end_tree(child, options.grace_seconds)
-    return 128 - code if code < 0 else code
 
 
 def end_tree(child: subprocess.Popen[bytes], grace_seconds: float) -> int:
@@ -93,6 +120,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--lifeline", type=int, required=True, help="read end of the pipe to watch")
     parser.add_argument(
         "--grace-seconds", type=float, default=5.0, help="between SIGTERM and SIGKILL"
+    )
+    parser.add_argument(
+        "--scratch-variable", help="names a directory for the command, removed at the end"
     )
     parser.add_argument("command", nargs="+")
     return parser.parse_args(arguments)

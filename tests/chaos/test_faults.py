@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.distributed,
     pytest.mark.timeout(300),
 ]
-FAULTS = ["SIGKILL rank 1", "SIGSTOP engine"]
+FAULTS = ["SIGKILL rank 1", "SIGSTOP rank 0", "SIGSTOP rank 1", "SIGSTOP engine"]
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -114,6 +114,14 @@ def test_widths_that_engines_on_cpus_would_pad_are_refused(make_checkpoint: Make
     accept(checkpoint, BF16, facts=NODE)
 
 
+def test_engines_on_cpus_that_split_mlps_too_far_are_refused_by_their_size(
+    make_checkpoint: MakeCheckpoint,
+) -> None:
+    checkpoint = make_checkpoint(moe_intermediate_size=64)
+    messages = keys(checkpoint, "engine.tp=4")
+    assert list(messages) == ["engine.tp"] and "multiples of 128" in messages["engine.tp"]
+
+
 SELECTIVE = "model.recompute=selective"
 TE = LaunchFacts(world_size=1, local_world_size=1, num_gpus=2, transformer_engine=True)
 HERE = LaunchFacts(world_size=1, local_world_size=1)

@@ -1,17 +1,38 @@
 """Options that name an environment variable: their values are written nowhere."""
 
+import asyncio
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from omegaconf import OmegaConf
 
+from megatron_rl.config.algorithms import CustomAlgoSettings
 from megatron_rl.config.cli import HYDRA_CONF, compose, main
-from megatron_rl.config.schema import Configuration, RewardSettings
+from megatron_rl.config.schema import (
+    Configuration,
+    DataSettings,
+    EnvironmentSettings,
+    RewardSettings,
+)
 from megatron_rl.contracts.plugins import PluginError
+from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.contracts.refusal import ConfigurationRefused
+from megatron_rl.environments.episode import Episode
+from megatron_rl.losses import open_loss
+from megatron_rl.losses.interface import Objective, ResponseTokens
+from megatron_rl.prompts.factory import generate_questions
+from megatron_rl.prompts.question import PromptDataError, Question
 from megatron_rl.records.past_run import flat_settings
 from megatron_rl.records.run_directory import to_yaml
-from megatron_rl.rewards import Scorer, open_scorer
+from megatron_rl.rewards import Scorer, open_answer_check, open_scorer
+from megatron_rl.rollouts.collector import Collector
+from megatron_rl.rollouts.messages import FromCollector, GroupRequest
+from tests.support.fake_engine import configuration, fake_engine, reply
+from tests.support.scripted_model import EOS, PROMPT
 
 SECRET = "sk-not-to-be-written"
 OPTIONS = "{api_key: ${oc.env:JUDGE_KEY}, headers: {auth: 'Bearer ${oc.env:JUDGE_KEY}'}, limit: 3}"
@@ -60,6 +81,111 @@ def test_errors_leave_the_value_out() -> None:
     with pytest.raises(PluginError, match=r"limit=0 with the key \$\{oc\.env:JUDGE_KEY\}") as error:
         open_scorer(make_configuration(options).reward)
     assert SECRET not in str(error.value)
+
+
+class Broken:
+    """Every method raises an exception whose message holds the key."""
+
+    def __init__(self, api_key: str, headers: dict[str, str], limit: int) -> None:
+        self.error = KeyError(f"401 for https://judge/?key={api_key}")
+
+    def check_answer(self, answer: str) -> None:
+        raise self.error
+
+    def questions(self, seed: int) -> Iterator[Question]:
+        raise self.error
+
+    def prepare(self, response: ResponseTokens) -> Objective:
+        raise self.error
+
+    async def score(self, prompt, text, finish_reason):  # type: ignore[no-untyped-def]
+        raise self.error
+
+    async def play(self, episode: Episode) -> None:
+        raise self.error
+
+
+class Verbose(Broken):
+    """The key is where messages are cut off, or behind that."""
+
+    def __init__(self, api_key: str, headers: dict[str, str], limit: int) -> None:
+        self.error = RuntimeError(f"{'x' * limit} {api_key}")
+
+
+class VerboseConstructor:
+    def __init__(self, api_key: str, headers: dict[str, str], limit: int) -> None:
+        raise RuntimeError(f"{'x' * limit} {api_key}")
+
+
+def broken_options() -> dict[str, Any]:
+    return {"name": f"{__name__}:Broken", "options": make_configuration().reward.options}
+
+
+def verbose_options(name: str, length: int) -> dict[str, Any]:
+    text = OPTIONS.replace("limit: 3", f"limit: {length}")
+    return {"name": f"{__name__}:{name}", "options": make_configuration(text).reward.options}
+
+
+def test_errors_of_reward_source_and_loss_leave_the_value_out() -> None:
+    check_answer = open_answer_check(RewardSettings(**broken_options()))
+    name, options = broken_options().values()
+    questions = generate_questions(DataSettings(source=name, options=options))
+    shape: Any = None
+    loss = open_loss(CustomAlgoSettings(name=name, options=options), shape)
+    response: Any = None
+    calls = (lambda: check_answer("4"), lambda: next(questions), lambda: loss.prepare(response))
+    for call in calls:
+        with pytest.raises((PluginError, PromptDataError)) as error:
+            call()
+        text = "".join(traceback.format_exception(error.value))
+        assert "key=${oc.env:JUDGE_KEY}" in text
+        assert SECRET not in text
+
+
+def test_reports_of_a_collector_leave_the_value_out(caplog: pytest.LogCaptureFixture) -> None:
+    reward = RewardSettings(**broken_options())
+    environment = EnvironmentSettings(**broken_options())
+    for settings in ({"reward": reward}, {"environment": environment}):
+        message = first_reply(settings)
+        text = str(message) + caplog.text
+        assert "key=${oc.env:JUDGE_KEY}" in text
+        assert SECRET not in text
+        caplog.clear()
+
+
+@pytest.mark.parametrize("length", [120, 285, 400])
+def test_messages_that_are_cut_off_hold_no_part_of_the_value(
+    length: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    reward = RewardSettings(**verbose_options("Verbose", length))
+    environment = EnvironmentSettings(**verbose_options("Verbose", length))
+    source = DataSettings(source=reward.name, options=verbose_options("Verbose", length)["options"])
+    text = "".join(str(first_reply(s)) for s in ({"reward": reward}, {"environment": environment}))
+    constructor = RewardSettings(**verbose_options("VerboseConstructor", length))
+    for call in (lambda: next(generate_questions(source)), lambda: open_scorer(constructor)):
+        with pytest.raises((PluginError, PromptDataError)) as error:
+            call()
+        text += "".join(traceback.format_exception(error.value))
+    assert SECRET[:8] not in text + caplog.text
+
+
+def first_reply(settings: dict[str, Any]) -> FromCollector:
+    """The reply of a collector to one request."""
+
+    async def run() -> FromCollector:
+        async with fake_engine(lambda n, body: reply(body, "046")) as url:
+            outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
+            configure = msgspec.structs.replace(configuration(url), **settings)
+            collector = Collector(0, configure, outbox.put)
+            sampling = Sampling(max_new_tokens=16, temperature=1.0, stop_token_ids=(EOS,))
+            await collector.handle(
+                GroupRequest(group_id="g", prompt=PROMPT, num_samples=1, sampling=sampling)
+            )
+            message = await asyncio.wait_for(outbox.get(), 8)
+            await collector.close()
+            return message
+
+    return asyncio.run(run())
 
 
 def test_a_missing_variable_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,6 +203,7 @@ CREDIT = [
 ]
 SELECTION = [
     ("selection.probe_samples=2", "selection.probe_samples=2", NOT_READ),
+    ("selection=oversample selection.reweight=10", "selection.reweight=10.0", NOT_READ),
     ("selection.expert.min_filled=1", "selection.expert.min_filled=1.0", NOT_READ),
     ("selection.budget=2", "selection.budget=2.0", "selection=oversample or selection=belief"),
     ("selection.beliefs_from=.", "selection.beliefs_from=.", NOT_READ),

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.configurations import assert_refused
+from megatron_rl.contracts.refusal import format_value
+from tests.support.configurations import assert_refused, refusals
 
 NO_KEY = "no such key"
 NO_FILE = "no such file"
@@ -62,8 +63,11 @@ SUGGESTIONS = [
     ),
     ("--train.total_steps=3", "--train.total_steps=3", "Write train.total_steps=3"),
     ("--config-dir=x", "--config-dir=x", "hydra.searchpath"),
-    ("optimizer.lr=nan", "optimizer.lr=nan", "default 0.0003"),
-    ("eval.temperature=-1", "eval.temperature=-1", "default null"),
+    ("optimizer.lr=nan", "optimizer.lr=nan", "leave the key out, which gives 0.0003"),
+    ("eval.temperature=-1", "eval.temperature=-1", "leave the key out, which gives null"),
+    ("experiment=smoke data.num_eval=1e9", "data.num_eval=1000000000.0", "which gives 128"),
+    ("experiment=smoke eval.every=-5 seed=-1", "eval.every=-5", "which gives 0"),
+    ("eval.every=-5 experiment=smoke seed=-1", "seed=-1", "which gives 0"),
 ]
 COMPOSITION = [
     ("algo=ppo", "algo=ppo", NO_FILE),
@@ -151,6 +155,7 @@ LIMITS = [
     ("seed=4294967296", "seed=4294967296", "at most 4294967295"),
     ("seed=-1", "seed=-1", "at least 0"),
     ("rollout.max_new_tokens=0", "rollout.max_new_tokens=0", "at least 1"),
+    ("rollout.max_abandoned_calls=-1", "rollout.max_abandoned_calls=-1", "at least 0"),
     ("eval.every=-1", "eval.every=-1", "at least 0"),
     ("eval.temperature=-1", "eval.temperature=-1", "at least 0"),
     ("algo.fractions=[0.2,2]", "algo.fractions[1]=2", "at most 0.999999"),
@@ -182,8 +187,10 @@ LIMITS = [
     ("credit.length_excess=0.5", "credit.length_excess=0.5", "at least 1"),
     ("credit.repetition_ngram=1", "credit.repetition_ngram=1", "at least 2"),
     ("selection.budget=0.5", "selection.budget=0.5", "at least 1"),
+    ("selection.reweight=0.5", "selection.reweight=0.5", "at least 1"),
+    ("selection.reweight=inf", "selection.reweight=inf", FINITE),
     ("selection.expert.min_acceptance=0", "selection.expert.min_acceptance=0", "greater than 0"),
-    ("selection.expert.max_age_steps=0", "selection.expert.max_age_steps=0", "at least 1"),
+    ("selection.expert.max_age_epochs=0", "selection.expert.max_age_epochs=0", "at least 1"),
     ("selection.expert.min_filled=nan", "selection.expert.min_filled=nan", FINITE),
     (
         "selection.expert.acceptance_target=1.5",
@@ -196,7 +203,7 @@ LIMITS = [
         "at least 0",
     ),
 ]
-CASES = UNKNOWN_KEYS + SUGGESTIONS + COMPOSITION + TYPES + LIMITS
+CASES = UNKNOWN_KEYS + SUGGESTIONS + COMPOSITION + TYPES
 
 
 @pytest.mark.parametrize(
@@ -206,3 +213,27 @@ def test_a_setting_is_refused_with_rule_and_remedy(
     checkpoint: Path, overrides: str | list[str], setting: str, fragment: str
 ) -> None:
     assert_refused(checkpoint, overrides, setting, fragment)
+
+
+def limits_without_repeated_keys() -> list[list[tuple[str, str, str]]]:
+    """The cases of `LIMITS` in as few lists as possible, none of which sets a key twice."""
+    batches: list[dict[str, tuple[str, str, str]]] = []
+    for case in LIMITS:
+        key = case[0].partition("=")[0]
+        batch = next((batch for batch in batches if key not in batch), None)
+        if batch is None:
+            batch = {}
+            batches.append(batch)
+        batch[key] = case
+    return [list(batch.values()) for batch in batches]
+
+
+@pytest.mark.parametrize("cases", limits_without_repeated_keys())
+def test_all_values_beyond_their_limits_are_refused_at_once(
+    checkpoint: Path, cases: list[tuple[str, str, str]]
+) -> None:
+    overrides = " ".join(case[0] for case in cases)
+    results = refusals(checkpoint, *overrides.split(" "))
+    texts = {f"{refusal.key}={format_value(refusal.value)}": refusal for refusal in results}
+    for _, setting, fragment in cases:
+        assert fragment in texts[setting].rule and texts[setting].remedy

@@ -45,6 +45,7 @@ def test_new_directory_problem(tmp_path: Path) -> None:
     assert new_directory_problem(str(tmp_path / "a" / "b")) is None
     assert new_directory_problem("") == "It names no directory"
     assert new_directory_problem(str(tmp_path / "file" / "b")) == f"{tmp_path / 'file'} is a file"
+    assert "stores no files" in (new_directory_problem("/proc/x/runs") or "")
     assert "File name too long" in (new_directory_problem("x" * 300) or "")
     assert "home directory" in (new_directory_problem("~nobody-99/runs") or "")
 

@@ -225,7 +225,7 @@ def test_zero_variance_groups_train_by_entropy() -> None:
 
 def test_zero_variance_groups_can_count_in_denominators_only() -> None:
     credit = assign(*ZERO_VARIANCE, MIXED, all_correct="keep", all_incorrect="zvp")
-    assert [rollout.prompt_id for rollout in credit.denominator_only] == ["c", "c"]
+    assert [extra.rollout.prompt_id for extra in credit.denominator_only] == ["c", "c"]
     assert {extra.rollout.prompt_id for extra in credit.extra_rollouts} == {"i"}
 
 

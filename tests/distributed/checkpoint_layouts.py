@@ -64,7 +64,9 @@ def train(
         optimizer_steps_per_batch=STEPS_PER_BATCH,
         tokens_per_micro_batch=40,
     )
-    plan = planner.plan(batch, batch_credit.rollouts, batch_credit.advantages)
+    plan = planner.plan(
+        batch, batch_credit.rollouts, batch_credit.advantages, weights=batch_credit.weights
+    )
     outcome = worker.train(plan)
     assert outcome.finite and outcome.optimizer_steps == STEPS_PER_BATCH
     return outcome.metrics.values()

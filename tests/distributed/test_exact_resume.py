@@ -22,6 +22,7 @@ from tests.support.recordings import write_recording
 
 STEPS = 6
 EVERY = 2
+LAYOUTS = ("ep2", "pp2", "cp2")
 TENSOR_FILES = (".distcp", ".safetensors")
 
 pytestmark = [pytest.mark.distributed, pytest.mark.chaos, pytest.mark.timeout(600)]
@@ -74,24 +75,38 @@ def state_files(root: Path) -> dict[str, Any]:
     return {name: record for name, record in files.items() if name.endswith(TENSOR_FILES)}
 
 
-@pytest.mark.parametrize("layout", ["ep2", "pp2", "cp2"])
-def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, layout: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [
+        ("ep2", "float32"),
+        ("ep2", "bfloat16"),
+        *(pytest.param(layout, "float32", marks=pytest.mark.nightly) for layout in LAYOUTS[1:]),
+        *(pytest.param(layout, "bfloat16", marks=pytest.mark.nightly) for layout in LAYOUTS[1:]),
+    ],
+)
+def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(
+    tmp_path: Path, layout: str, dtype: str
+) -> None:
     recording = tmp_path / "rollouts"
     write_recording(recording / "recorded", read_shape(TWO_DIGIT_ADDITION), steps=STEPS)
     reference_root = tmp_path / "reference"
     root = tmp_path / "killed"
-    grid = f"parallel={layout}"
-    end_of(train_only(reference_root, recording, grid))
-    job = train_only(root, recording, grid, "run.background_saves=true")
+    settings = (f"parallel={layout}", f"model.dtype={dtype}")
+    end_of(train_only(reference_root, recording, *settings))
+    job = train_only(root, recording, *settings, "run.background_saves=true")
     checkpoints = root / "job/checkpoints"
     kill(job, wait_for_second_save(checkpoints, job))
     assert list(checkpoints.glob("*.staged")), "the job was killed during a save"
     last_checkpoint = max(path.name for path in checkpoints.glob("iter_???????"))
     assert last_checkpoint < f"iter_{STEPS:07d}", "the job was killed before its end"
     output = end_of(
-        train_only(root, recording, grid, "run.background_saves=true", "run.resume=auto")
+        train_only(root, recording, *settings, "run.background_saves=true", "run.resume=auto")
     )
     assert f"after step {int(last_checkpoint[5:])}" in output
+    assert_same_run(root, reference_root)
+
+
+def assert_same_run(root: Path, reference_root: Path) -> None:
     metrics = metrics_of(root / "job")
     assert [record["step"] for record in metrics] == list(range(STEPS + 1))
     assert metrics == metrics_of(reference_root / "job")

@@ -21,7 +21,12 @@ from launch.testbed.batches import make_batch
 from launch.testbed.tiny_families import deepseek_v3, randomize_weights
 from megatron_rl.models.families import read_shape
 from tests.support.float64_model import Float64Model, write_checkpoint
-from tests.support.float64_steps import Float64Trainer, advantages_of, entropy_advantages_of
+from tests.support.float64_steps import (
+    Float64Trainer,
+    advantages_of,
+    entropy_advantages_of,
+    weights_of,
+)
 from tests.support.judged_batches import judged_groups
 from tests.support.layouts import (
     ALGORITHMS,
@@ -165,7 +170,8 @@ def train_replica(directory: Path, case: LayoutCase, steps: list[list[list[str]]
         batch_advantages = {name: (a, 0.0) for name, a in advantages_of(groups).items()}
         batch_advantages |= {name: (0.0, alpha) for name, alpha in alphas.items()}
         advantages.append(batch_advantages)
-        metrics.append(trainer.train(batch_steps, by_id, batch_advantages))
+        weights = weights_of(groups)
+        metrics.append(trainer.train(batch_steps, by_id, batch_advantages, weights))
     return Reference(trainer, start, advantages, metrics)
 
 

@@ -161,7 +161,11 @@ def plan_batches(
         locations = store_on_rank_0(layout, store, rollouts, batch)
         batch_credit = credit.assign(batch, judged_groups(rollouts, locations))
         yield planner.plan(
-            batch, batch_credit.rollouts, batch_credit.advantages, batch_credit.extra_rollouts
+            batch,
+            batch_credit.rollouts,
+            batch_credit.advantages,
+            batch_credit.extra_rollouts,
+            weights=batch_credit.weights,
         )
 
 

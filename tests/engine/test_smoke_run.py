@@ -32,6 +32,7 @@ from tests.support.engines import running_engine
 pytestmark = [pytest.mark.engine, pytest.mark.distributed, pytest.mark.timeout(420)]
 # Every metric of the run. Dashboards read them, so this test holds their names.
 NAMES = {
+    "account/engine_tokens",
     "account/evaluation",
     "account/zero_variance_dropped",
     "account/generated",
@@ -87,7 +88,9 @@ NAMES = {
     "sync/audit_compared",
     "sync/audit_mismatches",
     "sync/version",
+    "time/account",
     "time/checkpoint",
+    "time/credit",
     "time/eval",
     "time/exchange",
     "time/old_policy",
@@ -127,7 +130,7 @@ class CompleteRun(NamedTuple):
 
 def token_total(record: dict[str, float]) -> float:
     """Sum of a step's token counts over all outcomes."""
-    other_metrics = ("account/generated", "account/unaccounted")
+    other_metrics = ("account/engine_tokens", "account/generated", "account/unaccounted")
     return sum(
         n for name, n in record.items() if name.startswith("account/") and name not in other_metrics
     )
@@ -187,8 +190,9 @@ def test_interleaved_pipeline_run_is_complete(smoke: CompleteRun) -> None:
     assert {name for record in records for name in record} == NAMES
     assert [record.get("sync/version") for record in records[1:]] == [1, 2, 3]
     assert records[-1]["sync/audit_mismatches"] == 0
-    assert [record["account/unaccounted"] for record in records[1:]] == [0.0, 0.0, 0.0]
-    assert all(token_total(record) == record["account/generated"] > 0 for record in records)
+    assert [record["account/unaccounted"] for record in records] == [0.0, 0.0, 0.0, 0.0]
+    for name in ("account/generated", "account/engine_tokens"):
+        assert all(token_total(record) == record[name] > 0 for record in records)
     assert records[-1]["mismatch/logprob_abs_mean"] < 1e-4
     assert json.loads((run / "exit.json").read_text())["code"] == 0
     assert str(run) in smoke.output.splitlines()[-1]
@@ -273,6 +277,8 @@ def test_recorded_rollouts_are_trained_on_without_an_engine(
     )
     first_record = rolled_out.records[0]
     assert first_record["sync/audit_mismatches"] == 0 and first_record["sync/audit_compared"] > 0
+    for record in rolled_out.records[1:]:
+        assert record["account/recorded"] == record["account/engine_tokens"] > 0
     recording = rolled_out.run / "recorded"
     assert_recording_is_complete(recording)
     overrides = ("mode=train_only", f"rollout.recording={rolled_out.run}", steps)

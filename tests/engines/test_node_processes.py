@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.engines.frozen_processes import FrozenProcesses, ProcessFrozen
-from megatron_rl.engines.node_processes import NodeProcesses
+from megatron_rl.engines.node_processes import CollectorDied, NodeProcesses
 from sglang_bridge.engine import Engine
 from sglang_bridge.server.lifeline import Lifeline, start_supervised
 from sglang_bridge.server.process_table import is_alive, process_tree
@@ -105,6 +105,22 @@ def test_a_frozen_engine_is_an_error_after_a_while(processes: NodeProcesses) -> 
         for _ in range(100):
             processes.check()
             time.sleep(0.05)
+    processes.stop(1.0)
+
+
+@pytest.mark.parametrize("log", ["", "a scorer failed\n"])
+def test_a_collector_that_ended_names_its_log(
+    processes: NodeProcesses, tmp_path: Path, log: str
+) -> None:
+    (tmp_path / "collector-0.log").write_text(log)
+    processes._collector = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+    processes._collector.wait()
+    with pytest.raises(CollectorDied) as error_info:
+        processes.check()
+    assert error_info.value.log_tail == log.strip()
+    assert str(error_info.value) == (
+        f"the collector of node 0 ended (exit code 3); see {tmp_path}/collector-0.log"
+    )
     processes.stop(1.0)
 
 

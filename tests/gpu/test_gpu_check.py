@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from launch import gpu_check
+from launch.gpu_stages.stage import Setting
 from tests.gpu.bare_machine import bundle_names, closure, normalize, write_blocker
 from tests.support.scripts import ROOT, start_script
 
@@ -108,6 +110,28 @@ def test_other_stages_run_after_one_fails_hangs_or_dies(
     output = capsys.readouterr().out
     assert re.search(r"^last +passed +\d", output, flags=re.MULTILINE)
     assert "number = 1.5" in output
+
+
+def test_a_stage_knows_its_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    body = (
+        "import json, sys\nreport = {'status': 'passed', 'reason': '', 'values': {'a': sys.argv}}"
+    )
+    write_stage(tmp_path, "first", body + "\nprint('GPU-CHECK ' + json.dumps(report))\n")
+    monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
+    outcome = gpu_check.run_stage("first", 40.0, tmp_path / "scratch", small=True)
+    arguments = outcome.values["a"]
+    assert arguments[arguments.index("--limit") + 1] == "40.0"
+
+
+@pytest.mark.parametrize("limit", [180.0, 60.0, 10.0])
+def test_waits_of_a_stage_end_before_its_limit(tmp_path: Path, limit: float) -> None:
+    """Their errors name what was waited for. At its limit, a stage is killed without a word."""
+    setting = Setting(True, tmp_path, limit=limit)
+    longest = setting.longest_wait(then=45.0)
+    assert 0 < longest < limit - 4
+    assert limit < 100 or longest == pytest.approx(limit - 45, abs=1)
+    late = dataclasses.replace(setting, start=time.monotonic() - limit / 2)
+    assert late.longest_wait(then=45.0) <= limit / 2
 
 
 def test_stages_beyond_the_budget_are_not_started(

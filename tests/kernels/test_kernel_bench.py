@@ -10,6 +10,8 @@ import pytest
 
 from tests.kernels.processes import ROOT, importable
 
+pytestmark = pytest.mark.slow
+
 
 def run_bench(output: Path, *arguments: str) -> tuple[str, dict[str, Any]]:
     """Run `python -m bench`; its output, and the record that it writes."""

@@ -13,6 +13,8 @@ from safetensors import SafetensorError
 from launch import checkpoint
 from launch.testbed.policies import TWO_DIGIT_ADDITION
 from megatron_rl.contracts.exit_codes import ExitCode
+from megatron_rl.models.families import read_shape
+from megatron_rl.models.parameter_count import num_parameters
 from megatron_rl.records.progress import Progress
 from megatron_rl.run.checkpoints.export import (
     BadCheckpoint,
@@ -93,6 +95,28 @@ def test_a_disk_without_space_is_refused(run: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(ExportRefused, match="--out=out: 0 MiB are free"):
         plan("job")
+
+
+def test_an_export_has_the_dtype_that_the_run_saves(run: Path) -> None:
+    settings = SETTINGS | {"run.save_dtype": "float16"}
+    save_checkpoint(CheckpointStore(run / "checkpoints"), 15, settings)
+    assert plan("job").dtype == "float16"
+    assert plan("job").model.dtype == "bfloat16", "the weights of the checkpoint"
+    assert plan("job", dtype="float32").dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value_bytes"), [("bfloat16", 2), ("float16", 2), ("float32", 4)]
+)
+def test_an_export_needs_the_space_of_its_dtype(
+    run: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, value_bytes: int
+) -> None:
+    size = value_bytes * num_parameters(read_shape(TWO_DIGIT_ADDITION))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=size))
+    assert plan("job", dtype=dtype).dtype == dtype
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=size - 1))
+    with pytest.raises(ExportRefused, match="the result takes"):
+        plan("job", dtype=dtype)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from launch.testbed.jobs import start_job
 from launch.testbed.policies import COLUMN_ADDITION, TWO_DIGIT_ADDITION
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.models.families import read_shape
+from megatron_rl.run.checkpoints.merge import MergeRefused, MergeRequest
+from megatron_rl.run.checkpoints.merge import merge as run_merge
 from tests.support.recordings import write_recording
 
 OF_A_AND_B = ("linear", "--models", "a", "b")
@@ -84,6 +87,31 @@ def test_refusals_name_the_option(
     output = capsys.readouterr()
     assert message in output.err and "Traceback" not in output.err and not output.out
     assert not (models / "merged").exists()
+
+
+@pytest.mark.parametrize("lacking", ["a", "b"])
+def test_a_key_that_one_configuration_lacks_is_another_model(
+    models: Path, capsys: pytest.CaptureFixture[str], lacking: str
+) -> None:
+    file = models / lacking / "config.json"
+    config = json.loads(file.read_text())
+    del config["rope_theta"]
+    file.write_text(json.dumps(config))
+    assert merge(*OF_A_AND_B) == ExitCode.REFUSED
+    assert "b: rope_theta=" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("dtype", "growth"), [(None, 1), ("bfloat16", 1), ("float32", 2)])
+def test_a_merge_needs_the_space_of_its_result(
+    models: Path, monkeypatch: pytest.MonkeyPatch, dtype: str | None, growth: int
+) -> None:
+    size = growth * (models / "a/model.safetensors").stat().st_size
+    request = MergeRequest("linear", [Path("a"), Path("b")], Path("merged"), dtype=dtype)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=size - 1))
+    with pytest.raises(MergeRefused, match="the result may need"):
+        run_merge(request)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=size))
+    run_merge(request)
 
 
 def test_a_directory_that_exists_is_not_overwritten(

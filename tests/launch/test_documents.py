@@ -15,6 +15,7 @@ from launch.comparison.__main__ import check_options, plan_runs, read_contest
 from launch.comparison.arguments import make_parser
 from launch.profile_prompts import settings_of
 from launch.studies import replay_gaps, simulate_selection
+from launch.testbed.policies import TWO_DIGIT_ADDITION
 from megatron_rl.config.cli import compose
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.launch_facts import LaunchFacts
@@ -59,8 +60,12 @@ def comparisons(name: str) -> list[Namespace]:
 
 def make_directories(folder: Path, overrides: list[str]) -> None:
     for override in overrides:
+        path = folder / override.partition("=")[2]
         if override.startswith(DIRECTORY_OPTIONS):
-            (folder / override.partition("=")[2]).mkdir(parents=True, exist_ok=True)
+            path.mkdir(parents=True, exist_ok=True)
+        elif override.startswith("model.path=runs/") and not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.symlink_to(TWO_DIGIT_ADDITION)
 
 
 @pytest.fixture
@@ -68,7 +73,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty directory with the files that the commands read."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(ROOT / "tests/plugins/examples")
-    for name in ("sums.jsonl", "more.jsonl", "rates.jsonl"):
+    for name in ("sums.jsonl", "more.jsonl", "reverse.jsonl", "rates.jsonl"):
         (tmp_path / name).write_text('{"prompt": "1+1=", "answer": 2}\n')
     return tmp_path
 
@@ -134,9 +139,12 @@ def test_arguments_of_other_commands_are_accepted(
 
 
 def test_every_module_exists() -> None:
+    names = set()
     for file in DOCUMENTS:
-        for name in re.findall(r"python -m (launch\.[\w.]+)", file.read_text()):
-            assert importlib.util.find_spec(name) is not None, f"{file.name}: {name}"
+        names.update(re.findall(r"python -m (launch\.[\w.]+)", file.read_text()))
+    assert "launch.comparison" in names
+    missing_names = [name for name in names if importlib.util.find_spec(name) is None]
+    assert missing_names == []
 
 
 def test_the_comparison_behind_the_table_is_accepted(tmp_path: Path) -> None:
@@ -146,6 +154,7 @@ def test_the_comparison_behind_the_table_is_accepted(tmp_path: Path) -> None:
     assert counts == {"espo": 3, "grpo": 3, "gspo": 3, "frozen": 1, "permuted": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ["comparisons.md", "replay.md", "selection.md"])
 def test_every_comparison_is_accepted(tmp_path: Path, page: str) -> None:
     all_options = comparisons(page)

@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 
 from launch import preflight as preflight_module
+from launch.testbed.policies import TWO_DIGIT_ADDITION
 from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import EngineSettings, ParallelSettings
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.launch_facts import LaunchFacts
 from megatron_rl.models.families import read_shape
+from tests.support.recordings import write_recording
 from tests.support.scripts import ROOT, start_script
 
 PUBLISHED = ROOT / "tests/support/published"
@@ -178,7 +180,8 @@ def opening(preflight: ModuleType, *overrides: str) -> dict[str, Any]:
 def test_data_and_classes_are_opened(preflight: ModuleType) -> None:
     checks = opening(preflight, *SMALL)
     assert [name for name, check in checks.items() if check.refuses] == []
-    assert "38 to train, 8 held out; " in str(checks["prompts"])
+    data = preflight.check_data(compose(SMALL))
+    assert not data.refuses and "38 to train, 8 held out; " in str(data)
 
 
 @pytest.mark.parametrize(
@@ -196,8 +199,17 @@ def test_data_that_training_refuses_fails(
 ) -> None:
     with (tmp_path / "sums.jsonl").open("a") as file:
         file.write(row)
-    check = opening(preflight, *SMALL, *overrides)["prompts"]
+    check = preflight.check_data(compose([*SMALL, *overrides]))
     assert check.refuses and reason in str(check)
+
+
+def test_the_data_of_every_mode_is_read(preflight: ModuleType, tmp_path: Path) -> None:
+    sets = (*SMALL, "mode=eval", "eval.sets={sums: sums.jsonl}")
+    assert str(preflight.check_data(compose(sets))) == "ok    data: 50 in sums"
+    write_recording(tmp_path / "recorded", read_shape(TWO_DIGIT_ADDITION), steps=2)
+    recording = ("mode=train_only", f"rollout.recording={tmp_path}", "train.total_steps=2")
+    check = preflight.check_data(compose(["experiment=smoke", *recording]))
+    assert str(check) == "ok    data: 2 recorded batches"
 
 
 def test_user_defined_classes_are_opened(
@@ -223,7 +235,7 @@ def test_a_disk_that_is_too_small_fails(
 
 
 def test_a_missing_library_fails(preflight: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(preflight.sys.modules, "megatron_rl.run.prompts", None)
+    monkeypatch.setitem(preflight.sys.modules, "megatron_rl.losses", None)
     (check,) = opening(preflight, *SMALL).values()
     assert check.refuses and "cannot be imported" in str(check) and "make install" in str(check)
 
@@ -274,11 +286,12 @@ def test_script_reports_every_check(preflight: ModuleType, tmp_path: Path) -> No
     result = start_script("preflight", *SMALL, cwd=tmp_path)
     lines = result.stdout.splitlines()
     assert lines[0].startswith("ok    configuration: "), result.stderr
+    assert lines[1].startswith("ok    data: ")
     names = {line[6:].partition(":")[0] for line in lines}
-    assert {"host memory", "run.root", "algo", "environment", "prompts", "disk space"} < names
+    assert {"host memory", "run.root", "algo", "environment", "data", "disk space"} < names
     has_failure = "FAIL" in result.stdout
     assert result.returncode == (ExitCode.REFUSED if has_failure else ExitCode.OK)
     result = start_script("preflight", *SMALL, "data.num_eval=500", cwd=tmp_path)
     assert result.returncode == ExitCode.REFUSED
-    assert "FAIL  prompts: data.num_eval=500" in result.stdout
+    assert "FAIL  data: data.num_eval=500" in result.stdout
     assert "Traceback" not in result.stderr

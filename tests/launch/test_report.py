@@ -41,8 +41,32 @@ def test_later_steps_are_averaged_and_the_first_is_separate(
     assert "| rollout | 2.00 | 3.00 | 60% |" in lines
     assert "| train | 9.00 | 1.00 | 20% |" in lines
     assert "| sync | 0.00 | 0.00 | 0% |" in lines
+    assert "| other | 0.00 | 0.00 | 0% |" in lines
     assert "| whole step | 12.00 | 5.00 | |" in lines
-    assert lines[-1] == "2 evaluations of 4.0 s each; reward time exposed 0.002 s a step"
+    assert lines[-3:] == [
+        "3 steps: 22.0 s; reward time exposed 0.002 s a step",
+        "2 evaluations: 8.0 s, 4.0 s each",
+        "together: 30.0 s",
+    ]
+
+
+def test_the_table_holds_all_time_of_a_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two of 6 seconds are in no section. The checkpoint of a step is in the next record."""
+    step = STEP | {"time/credit": 0.25, "time/account": 0.125, "time/step": 6.0}
+    second = step | {"time/measure_replay": 0.625, "time/step": 6.625}
+    write_metrics(tmp_path, step, second, step | {"time/checkpoint": 1.5})
+    assert report.main(["steps", str(tmp_path)]) == ExitCode.OK
+    lines = capsys.readouterr().out.splitlines()
+    assert "| credit | 0.25 | 0.25 | 4% |" in lines
+    assert "| measure_replay | 0.00 | 0.31 | 5% |" in lines
+    assert "| account | 0.12 | 0.12 | 2% |" in lines
+    assert "| other | 1.62 | 1.62 | 26% |" in lines
+    assert "| whole step | 6.00 | 6.31 | |" in lines
+    assert lines[-2:] == ["1 checkpoint: 1.5 s", "together: 20.1 s"]
+    sections = [line.split("|")[1].strip() for line in lines if line.startswith("|")]
+    assert "record" not in sections
 
 
 def test_one_complete_step_without_evaluations(
@@ -51,7 +75,9 @@ def test_one_complete_step_without_evaluations(
     incomplete = {"step": 2, "time/rollout": 1.0, "time/train": None}
     write_metrics(tmp_path, STEP, incomplete)
     assert report.main(["steps", str(tmp_path)]) == ExitCode.OK
-    assert capsys.readouterr().out.endswith("| whole step | 4.00 | 4.00 | |\n")
+    lines = capsys.readouterr().out.splitlines()
+    assert "| whole step | 4.00 | 4.00 | |" in lines
+    assert lines[-1] == "1 step: 4.0 s; reward time exposed 0.002 s a step"
 
 
 def test_heat_maps_are_png_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,7 +40,8 @@ def test_class_without_prepare_is_refused() -> None:
 def test_denominators_are_positive_if_tokens_are_trained() -> None:
     with pytest.raises(ValueError, match=r"denominators\.tokens=0 with 1 tokens"):
         require_denominator("tokens", 0, 1)
-    assert [require_denominator("tokens", value, 0) for value in (0, 1, 2)] == [1, 1, 2]
+    assert [require_denominator("tokens", value, 0) for value in (0, 0.5, 1, 2)] == [1, 0.5, 1, 2]
+    assert require_denominator("tokens", 0.5, 3) == 0.5, "weights may be small"
 
 
 @pytest.mark.parametrize("offsets", [torch.zeros(1, 2), torch.zeros(0)])

@@ -133,6 +133,23 @@ def test_loss_equals_a_loop_over_tokens(
     assert result.loss.item() == pytest.approx(value, rel=1e-9, abs=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ALL)
+def test_sums_of_weights_of_one_give_the_same_bits_as_counts(
+    make_response: ResponseMaker, name: str, dtype: torch.dtype
+) -> None:
+    logprobs, response = make_response([3, 5, 2], seed=3, spread=0.3)
+    results = []
+    for sequences, tokens in ((7, 31), (7.0, 31.0)):
+        leaf = logprobs.detach().to(dtype).requires_grad_()
+        result = run(name, leaf, response, Denominators(sequences=sequences, tokens=tokens))
+        result.loss.backward()
+        assert leaf.grad is not None
+        results.append((result.loss.detach(), leaf.grad))
+    (loss, gradient), (other_loss, other_gradient) = results
+    assert loss.equal(other_loss) and gradient.equal(other_gradient)
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_gradients_are_derivatives_of_the_value(make_response: ResponseMaker, name: str) -> None:
     # This holds for one advantage per sequence.

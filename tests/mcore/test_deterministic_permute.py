@@ -102,3 +102,22 @@ def test_empty_input_uses_the_functions_of_megatron(megatron: Any) -> None:
     assert rows.shape == (0, HIDDEN)
     tokens = deterministic_unpermute(unpermute)(rows, sources, torch.Size((0, HIDDEN)))
     assert tokens.shape == (0, HIDDEN)
+
+
+def test_a_second_installation_wraps_nothing_twice(
+    megatron: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+
+    from megatron_rl.mcore import compat
+
+    for name in ("permute", "unpermute"):
+        monkeypatch.setattr(token_dispatcher, name, getattr(token_dispatcher, name))
+    originals = (token_dispatcher.permute, token_dispatcher.unpermute)
+    monkeypatch.setattr(compat, "is_patched", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    compat.install()
+    first = (token_dispatcher.permute, token_dispatcher.unpermute)
+    assert first[0] is not originals[0] and first[1] is not originals[1]
+    compat.install()
+    assert (token_dispatcher.permute, token_dispatcher.unpermute) == first

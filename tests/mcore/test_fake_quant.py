@@ -29,6 +29,13 @@ def test_fp8_rounds_linear_layers_and_nothing_else(family: str, tmp_path: Any) -
     assert linear and all(tensors[name].ndim == 2 for name in linear)
 
 
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.0.mlp.gate.weight"])
+def test_fp8_leaves_other_matrices_as_they_are(name: str) -> None:
+    weight = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+    ((_, result),) = fake_quantize(iter([(name, weight)]), "fp8_blockwise")
+    assert result is weight
+
+
 def test_fp8_rounds_to_e4m3_multiples_of_the_block_scale() -> None:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(200, 300, generator=generator)

@@ -75,33 +75,36 @@ def test_saved_checkpoint_loads_in_transformers(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["saved"]
 
 
-def test_ranks_wait_for_the_writers_on_the_control_group(
+def test_ranks_wait_for_the_writers_in_a_group_of_their_own(
     megatron: Any, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Writing may take longer than the limit of the model's collectives."""
+    """Writing may take longer than the limits of the other groups, which their barriers keep."""
     from megatron_rl.mcore.weights import save
 
     models, shape = build(checkpoint)
+    new_group = torch.distributed.new_group
+    wait = torch.distributed.monitored_barrier
     groups = []
+    waits = []
+
+    def make_group(*, backend: str, timeout: datetime.timedelta) -> Any:
+        assert backend == "gloo" and timeout >= datetime.timedelta(hours=1)
+        groups.append(new_group(backend=backend, timeout=timeout))
+        return groups[-1]
 
     def record(group: Any, timeout: datetime.timedelta) -> None:
-        assert timeout >= datetime.timedelta(hours=1)
-        groups.append(group)
+        waits.append(group)
+        wait(group, timeout)
 
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("a barrier with the limit of the model's collectives")
 
+    monkeypatch.setattr(save.dist, "new_group", make_group)
     monkeypatch.setattr(save.dist, "monitored_barrier", record)
     monkeypatch.setattr(save.dist, "barrier", refuse)
-    save.save_hf_weights(
-        models,
-        shape,
-        source=checkpoint,
-        target=tmp_path / "saved",
-        dtype=torch.float32,
-        group=megatron.control_group,
-    )
-    assert groups == [megatron.control_group] * 3
+    target = tmp_path / "saved"
+    save.save_hf_weights(models, shape, source=checkpoint, target=target, dtype=torch.float32)
+    assert waits == groups * 3
 
 
 def test_export_of_a_model_from_scratch_computes_the_same_logits(

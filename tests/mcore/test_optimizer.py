@@ -38,6 +38,14 @@ def step_with_gradient(
     return result.lr, {name: p - before[name] for name, p in snapshot(models).items()}
 
 
+def test_gradients_of_a_step_do_not_reach_the_next(megatron: Any, checkpoint: Path) -> None:
+    models = build(checkpoint)[0]
+    optimizer = adam(models)
+    step_with_gradient(models, optimizer, 0.5)
+    optimizer.zero_grad()
+    assert all(not parameter.main_grad.any() for parameter in models[0].parameters())
+
+
 @pytest.mark.parametrize(
     ("decay", "warmup", "total", "rates"),
     [

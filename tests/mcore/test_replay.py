@@ -117,7 +117,7 @@ def check_gates(router: Any, x: torch.Tensor, gates: torch.Tensor, experts: torc
     logits = x.double() @ router.weight.detach().double().T
     live_experts = logits.topk(2).indices
     differs = (live_experts.sort().values != experts.sort().values).any(1)
-    assert differs.float().mean() > 0.8
+    assert differs.float().mean() > 0.5, "too few rows tell live from replayed experts"
     weights = logits.gather(1, experts).exp()
     weights = weights / weights.sum(1, keepdim=True)
     expected_gates = torch.zeros_like(logits).scatter(1, experts, weights)

@@ -163,6 +163,12 @@ def test_missing_recomputation_is_a_fault_and_is_dropped_with_the_pass() -> None
     target.deactivate()
     assert target.faults == ["layer 4, micro-batch 2: its router was recomputed 0 times, not 1"]
     target.activate("replay", measure=False, forward_only=False)
+    other_routes = routes([0, 1], [0, 1], [0, 1])
+    target.begin_forward(0, other_routes, None)
+    with torch.no_grad():
+        call_router(target)
+    target.end_forward()
+    assert call_router(target)[1] == other_routes.tolist(), "not those of the pass before"
     target.deactivate()
     assert len(target.faults) == 1
 

@@ -4,6 +4,8 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -34,17 +36,27 @@ from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import ModelSettings, ParallelSettings
 from megatron_rl.contracts.commands import Checkpoint, WaitForSave
 from megatron_rl.contracts.exit_codes import ExitCode
-from megatron_rl.mcore.checkpoint import gather_tensors, load_tensors, write_tensors
+from megatron_rl.mcore.checkpoint import (
+    SavedWeights,
+    gather_tensors,
+    load_tensors,
+    tensors,
+    write_tensors,
+)
 from megatron_rl.mcore.checkpoint.tensor_reader import TensorReader
 from megatron_rl.mcore.model import build_models
 from megatron_rl.mcore.optimizer import DistributedAdam, wrap_data_parallel
+from megatron_rl.mcore.weights.export import iterate_hf_weights
 from megatron_rl.models.families import read_shape
+from megatron_rl.run.checkpoints import saving
+from megatron_rl.run.checkpoints.disk_space import checkpoint_bytes
 from megatron_rl.run.checkpoints.manifest import changed_files, read_manifest
 from megatron_rl.run.checkpoints.resume import CheckpointUnusable, ResumePoint
 from megatron_rl.run.checkpoints.saving import CheckpointWriter, SaveResult
 from megatron_rl.run.checkpoints.store import CheckpointStore
 from megatron_rl.run.modes.evaluate import checkpoint_weights
 from tests.support.checkpoints import make_state
+from tests.support.disk_log import DiskLog
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +116,28 @@ def test_programming_error_is_not_reported_as_a_full_disk(
         )
 
 
+def test_background_saves_use_the_gpu_of_their_rank(
+    worker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new thread has GPU 0, and torch's writer would make every rank allocate memory on it."""
+    devices = []
+
+    def record_device(device: torch.device) -> None:
+        devices.append((threading.current_thread().name, device))
+
+    monkeypatch.setattr(torch.cuda, "set_device", record_device)
+    layout = replace(worker.layout, device=torch.device("cuda", 3))
+    gpu_worker: Any = SimpleNamespace(
+        layout=layout, policy=worker.policy, optimizer=worker.optimizer
+    )
+    store = CheckpointStore(tmp_path / "checkpoints")
+    writer = CheckpointWriter(gpu_worker, store, nbytes=0, keep=2, background=layout.control_group)
+    assert writer.save(Checkpoint(1, b"{}", background=True)) is None
+    outcome = writer.wait_for_save(WaitForSave())
+    assert outcome is not None and outcome.problem == ""
+    assert devices == [("checkpoint_0", torch.device("cuda", 3))]
+
+
 def test_code_in_checkpoint_metadata_is_not_run(worker: Any, tmp_path: Path) -> None:
     checkpoints = CheckpointWriter(
         worker, CheckpointStore(tmp_path / "checkpoints"), nbytes=0, keep=2
@@ -133,30 +167,48 @@ def test_code_in_checkpoint_metadata_is_not_run(worker: Any, tmp_path: Path) -> 
     assert not (tmp_path / "harm").exists()
 
 
+def random_models(seed: int, dtype: str) -> tuple[Any, DistributedAdam]:
+    torch.manual_seed(seed)
+    _, policy = make_policy(TWO_DIGIT_ADDITION, ParallelSettings(), GrpoSettings(), dtype=dtype)
+    return policy.models, DistributedAdam(policy.models, ADAM, total_steps=9)
+
+
+def step(models: Any, optimizer: DistributedAdam, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    optimizer.zero_grad()
+    for parameter in models[0].parameters():
+        parameter.main_grad.copy_(torch.randn(parameter.shape, generator=generator))
+    assert optimizer.step(loss_is_finite=True).is_applied
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_step_after_a_resume_is_bit_exact(megatron: Any, tmp_path: Path, dtype: str) -> None:
-    def random_models(seed: int) -> tuple[Any, DistributedAdam]:
-        torch.manual_seed(seed)
-        _, policy = make_policy(TWO_DIGIT_ADDITION, ParallelSettings(), GrpoSettings(), dtype=dtype)
-        return policy.models, DistributedAdam(policy.models, ADAM, total_steps=9)
-
-    def step(models: Any, optimizer: DistributedAdam, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        optimizer.zero_grad()
-        for parameter in models[0].parameters():
-            parameter.main_grad.copy_(torch.randn(parameter.shape, generator=generator))
-        assert optimizer.step(loss_is_finite=True).is_applied
-
-    models, optimizer = random_models(1)
+    models, optimizer = random_models(1, dtype)
     step(models, optimizer, 1)
     write_tensors(gather_tensors(models, optimizer), tmp_path, dist.group.WORLD)
+    saved_weights = {name: weight.clone() for name, weight in models[0].named_parameters()}
     step(models, optimizer, 2)
-    resumed_models, resumed_optimizer = random_models(2)
+    resumed_models, resumed_optimizer = random_models(2, dtype)
     load_tensors(resumed_models, resumed_optimizer, tmp_path, optimizer_steps=1)
+    for name, weight in resumed_models[0].named_parameters():
+        assert weight.equal(saved_weights[name]), f"{name}, which engines are sent first"
     step(resumed_models, resumed_optimizer, 2)
     weights = dict(models[0].named_parameters())
     for name, weight in resumed_models[0].named_parameters():
         assert weight.dtype == getattr(torch, dtype) and weight.equal(weights[name]), name
+
+
+def test_reading_a_checkpoint_warns_of_nothing_that_needs_no_action(
+    worker: Any, tmp_path: Path
+) -> None:
+    """Every rank would print these warnings at every resume."""
+    models = worker.policy.models
+    write_tensors(gather_tensors(models, worker.optimizer), tmp_path, dist.group.WORLD)
+    with warnings.catch_warnings(record=True) as messages:
+        warnings.simplefilter("always")
+        compat._ignore_expected_warnings()
+        load_tensors(models, worker.optimizer, tmp_path, optimizer_steps=0)
+    assert [str(message.message) for message in messages] == []
 
 
 def test_code_under_a_tensor_name_is_not_run(worker: Any, tmp_path: Path) -> None:
@@ -248,23 +300,90 @@ def test_checkpoint_of_another_model_is_refused_by_name(
         resume_point.load(worker)
 
 
-def test_background_save_is_independent_of_further_training(worker: Any, tmp_path: Path) -> None:
+def test_weights_that_a_checkpoint_lacks_or_has_in_addition_are_refused() -> None:
+    model: Any = torch.nn.Linear(2, 2)
+    weights = dict(model.state_dict())
+    tensors._load_weights(model, weights)
+    with pytest.raises(ValueError, match=r"of another model: it lacks \['bias'\]"):
+        tensors._load_weights(model, {"weight": weights["weight"]})
+    with pytest.raises(ValueError, match=r"and has \['scale'\]"):
+        tensors._load_weights(model, weights | {"scale": torch.ones(1)})
+
+
+def test_background_save_is_independent_of_further_training(
+    worker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    are_weights_changed = threading.Event()
+
+    def write_later(*arguments: Any) -> None:
+        assert are_weights_changed.wait(10)
+        write_tensors(*arguments)
+
+    monkeypatch.setattr(saving, "write_tensors", write_later)
+    models = worker.policy.models
     store = CheckpointStore(tmp_path / "checkpoints")
     group = worker.layout.control_group
     checkpoints = CheckpointWriter(worker, store, nbytes=0, keep=2, background=group)
-    before = {name: weight.clone() for name, weight in worker.policy.models[0].named_parameters()}
+    before = copy_weights(models)
     assert checkpoints.save(Checkpoint(3, b"{}", background=True)) is None
     with torch.no_grad():
-        for weight in worker.policy.models[0].parameters():
+        for weight in models[0].parameters():
             weight.add_(1.0)
+    are_weights_changed.set()
     assert checkpoints.wait_for_save(WaitForSave()) == SaveResult(
         3, nbytes=read_manifest(store.path(3)).nbytes
     )
     assert is_complete(store.path(3)) and checkpoints.wait_for_save(WaitForSave()) is None
-    load_tensors(worker.policy.models, worker.optimizer, store.path(3), optimizer_steps=0)
-    assert all(
-        weight.equal(before[name]) for name, weight in worker.policy.models[0].named_parameters()
-    )
+    load_tensors(models, worker.optimizer, store.path(3), optimizer_steps=0)
+    # The optimizer has copies of the weights, which `load_tensors` prefers
+    for weights in (copy_weights(models), read_weights(store.path(3))):
+        assert all(weights[name].equal(tensor) for name, tensor in before.items())
+
+
+def copy_weights(models: Any) -> dict[str, torch.Tensor]:
+    """Copy the weights by their Hugging Face names."""
+    weights = iterate_hf_weights(models, read_shape(TWO_DIGIT_ADDITION))
+    return {name: tensor.clone() for name, tensor in weights}
+
+
+def read_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Read the weights of a checkpoint, without those in the optimizer's state."""
+    model = ModelSettings(path=str(TWO_DIGIT_ADDITION))
+    shape = read_shape(TWO_DIGIT_ADDITION)
+    return dict(SavedWeights(checkpoint, shape, model, bucket_bytes=2**30).all(torch.float32))
+
+
+def test_tensors_are_on_the_disk_when_they_are_written(
+    worker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = DiskLog(monkeypatch)
+    group = worker.layout.control_group
+    write_tensors(gather_tensors(worker.policy.models, worker.optimizer), tmp_path, group)
+    files = [*tmp_path.glob("*.distcp")]
+    assert files and all(log.is_in_order(("sync", file)) for file in files)
+
+
+def test_rank_0_alone_writes_the_description(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank in (0, 1):
+        directory = tmp_path / str(rank)
+        directory.mkdir()
+        monkeypatch.setattr(tensors, "write_state", lambda *_: None)
+        monkeypatch.setattr(tensors.dist, "get_rank", lambda rank=rank: rank)
+        write_tensors({}, directory, dist.group.WORLD)
+    assert (tmp_path / "0/common.pt").exists() and not [*(tmp_path / "1").iterdir()]
+
+
+def test_a_checkpoint_is_as_large_as_the_free_space_that_it_requires(
+    worker: Any, tmp_path: Path
+) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints")
+    result = CheckpointWriter(worker, store, nbytes=0, keep=1).save(Checkpoint(1, b"{}"))
+    c = compose(["experiment=smoke", f"model.path={TWO_DIGIT_ADDITION}", "model.dtype=float32"])
+    expected_bytes = checkpoint_bytes(c, read_shape(TWO_DIGIT_ADDITION))
+    # A small part does not grow with the model: random numbers, metadata
+    assert result is not None and 0 <= result.nbytes - expected_bytes < 2**20
 
 
 @pytest.mark.parametrize("copy", [False, True])

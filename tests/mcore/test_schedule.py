@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -106,3 +107,63 @@ def test_routes_are_measured_on_request_and_without_padding(
 
     assert measured_rows(measure_routes=True) == 5 * 3
     assert measured_rows() == 0
+
+
+@pytest.fixture
+def arguments(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The arguments of Megatron's schedule, which does nothing here, among three replicas."""
+    from megatron_rl.mcore import schedule
+
+    arguments: dict[str, Any] = {}
+
+    def run(**options: Any) -> list[Any]:
+        arguments.update(options)
+        return []
+
+    monkeypatch.setattr(schedule, "get_forward_backward_func", lambda: run)
+    monkeypatch.setattr(schedule.parallel_state, "get_data_parallel_world_size", lambda: 3)
+    return arguments
+
+
+def test_loss_cancels_the_means_of_megatron_over_micro_batches_and_replicas(
+    arguments: dict[str, Any],
+) -> None:
+    from megatron_rl.mcore.schedule import run_schedule
+
+    def loss(logits: torch.Tensor, index: int) -> tuple[torch.Tensor, int]:
+        return logits.sum(), index
+
+    batches = [pack((0, 1)), pack((2,))]
+    run_schedule([torch.nn.Linear(1, 1)], batches, loss, forward_only=False)
+    value, index = arguments["forward_step_func"]._loss(torch.full((1, 5), 1.0), 1)
+    assert (float(value), index) == (5 * 2 * 3, 1)
+
+
+def test_each_model_chunk_reads_every_micro_batch_with_its_own_routes(
+    arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_rl.mcore import schedule
+
+    class Replay:
+        """Notes the chunk and the micro-batch of each forward pass."""
+
+        calls: ClassVar[list[tuple[int, int]]] = []
+
+        def active(self, *_: Any, **__: Any) -> Any:
+            return contextlib.nullcontext()
+
+        def forward(self, chunk: int, batch: int, *_: Any) -> Any:
+            self.calls.append((chunk, batch))
+            return contextlib.nullcontext()
+
+    monkeypatch.setattr(schedule, "_model_inputs", lambda *_: {"input": torch.ones(1, 1)})
+    models = [torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)]
+    batches = [pack((0, 1)), pack((2,))]
+    replay: Any = Replay()
+    schedule.run_schedule(
+        models, batches, lambda *_: (None, None), forward_only=True, replay=replay
+    )
+    for indices, model in zip(arguments["data_iterator"], models, strict=True):
+        for _ in batches:
+            arguments["forward_step_func"](indices, model)
+    assert Replay.calls == [(0, 0), (0, 1), (1, 0), (1, 1)]

@@ -4,6 +4,7 @@ import gc
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from megatron_rl.config.schema import ModelSettings, OptimizerSettings
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.hf_checkpoint.reader import CheckpointError
 from tests.mcore.test_hf_weights import build
+from tests.support.torchrun import torchrun
 
 # Bytes. The largest parameter of the model has 6,400, and the whole model 250,000.
 BUCKET = 30_000
@@ -113,6 +115,12 @@ def test_export_holds_one_bucket_at_a_time(
     assert max(memory) > BUCKET / 2, "the weights were counted"
 
 
+@pytest.mark.distributed
+def test_ranks_wait_for_a_slow_disk_beyond_the_limit_of_their_groups(tmp_path: Path) -> None:
+    output = torchrun(Path(__file__).with_name("slow_commit.py"), str(tmp_path), ranks=2)
+    assert {f"RESULT rank {rank}" for rank in range(2)} <= set(output.splitlines())
+
+
 def test_interrupted_export_leaves_nothing(
     run_checkpoint: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,3 +181,17 @@ def test_export_of_every_family_is_bit_exact(megatron: Any, tmp_path: Path, fami
     assert export.keys() == original.keys()
     different = [name for name, tensor in original.items() if not export[name].equal(tensor)]
     assert different == []
+
+
+def test_buckets_are_filled_in_order_without_copies_of_tied_weights() -> None:
+    from megatron_rl.mcore.checkpoint.streaming import _fill_buckets
+
+    def parameter(name: str, nbytes: int, *, is_tied_copy: bool = False) -> Any:
+        weight = SimpleNamespace(nbytes=nbytes)
+        return SimpleNamespace(name=name, weight=weight, is_tied_copy=is_tied_copy)
+
+    sizes = {"a": 4, "b": 6, "c": 1, "d": 11, "e": 5, "f": 5}
+    parameters = [parameter(name, nbytes) for name, nbytes in sizes.items()]
+    parameters.append(parameter("copy of a", 4, is_tied_copy=True))
+    buckets = [[p.name for p in bucket] for bucket in _fill_buckets(iter(parameters), 10)]
+    assert buckets == [["a", "b"], ["c"], ["d"], ["e", "f"]]

@@ -32,7 +32,7 @@ def plan_with_extras(
         rollouts[:num_mixed],
         [1.0] * num_mixed,
         [*zero_variance_extras, *tied_extras],
-        rollouts[first_denominator_only:],
+        [ExtraRollout(rollout, 0.0) for rollout in rollouts[first_denominator_only:]],
     )
 
 
@@ -87,7 +87,7 @@ def test_each_step_has_at_most_as_many_extras_of_a_kind_as_mixed_rollouts(
 def test_extras_never_count_in_denominators(counts: tuple[int, int, int, int], steps: int) -> None:
     num_mixed, _, _, num_denominator_only = counts
     plan = plan_with_extras(*counts, steps=steps)
-    num_beyond_plan = 0
+    num_beyond_plan = 0.0
     for step, by_kind in zip(plan.optimizer_steps, members_by_kind(plan), strict=True):
         # Without mixed rollouts, all members count.
         countable = by_kind["mixed"] if num_mixed else members_of(step)

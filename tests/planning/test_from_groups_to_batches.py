@@ -19,7 +19,7 @@ from megatron_rl.models.shape import ModelShape
 from megatron_rl.planning.rank_view import RankView
 from megatron_rl.planning.step_planner import StepPlanner
 from megatron_rl.training.micro_batches import Batcher, MicroBatch
-from tests.support.float64_steps import Sequence64, advantages_of
+from tests.support.float64_steps import Sequence64, advantages_of, weights_of
 from tests.support.judged_batches import judged_groups
 
 
@@ -41,7 +41,7 @@ def planned_micro_batches(
 
 
 def check_rollout(
-    micro_batch: MicroBatch, position: int, rollout: Rollout, advantage: float
+    micro_batch: MicroBatch, position: int, rollout: Rollout, advantages: dict[str, float]
 ) -> None:
     """Compare a rollout of a micro-batch, the `position`-th, with the tokens that were sampled."""
     start = micro_batch.inputs.cu_seqlens.tolist()[position]
@@ -54,8 +54,8 @@ def check_rollout(
     assert micro_batch.rows[first:last].equal(start + expectation.rows)
     logprobs = micro_batch.rollout_logprobs[first:last].double()
     torch.testing.assert_close(logprobs, expectation.rollout_logprobs)
-    advantages = micro_batch.advantages[first:last].tolist()
-    assert advantages == pytest.approx([advantage] * (last - first))
+    token_advantages = micro_batch.advantages[first:last].tolist()
+    assert token_advantages == pytest.approx([advantages[rollout.rollout_id]] * (last - first))
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -70,7 +70,7 @@ def test_rollouts_keep_their_tokens_and_advantages(tp: int) -> None:
     parallel = ParallelSettings(tp=tp, sequence_parallel=tp > 1)
     train = TrainSettings(total_steps=1, optimizer_steps_per_batch=2, tokens_per_micro_batch=120)
     planner = StepPlanner(train, parallel, dp_size=2, seed=0)
-    plan = planner.plan(0, credit.rollouts, credit.advantages)
+    plan = planner.plan(0, credit.rollouts, credit.advantages, weights=credit.weights)
     rollouts_of_plan = {i: rollout_by_id[ref.rollout_id] for i, ref in enumerate(plan.rollouts)}
     batcher = make_batcher(shape, parallel)
     ids = []
@@ -79,5 +79,24 @@ def test_rollouts_keep_their_tokens_and_advantages(tp: int) -> None:
         for position, index in enumerate(indices):
             rollout = rollouts_of_plan[index]
             ids.append(rollout.rollout_id)
-            check_rollout(micro_batch, position, rollout, advantage_by_id[rollout.rollout_id])
+            check_rollout(micro_batch, position, rollout, advantage_by_id)
     assert sorted(ids) == sorted(advantage_by_id)
+
+
+def test_rollouts_keep_the_weights_of_their_groups() -> None:
+    shape = read_shape(COLUMN_ADDITION)
+    _, rollouts, _ = make_batch(shape, 24)
+    groups = judged_groups(rollouts)
+    rollout_by_id = {rollout.rollout_id: rollout for rollout in rollouts}
+    credit = Credit(GrpoSettings(), seed=0).assign(0, groups)
+    planner = StepPlanner(TrainSettings(total_steps=1), ParallelSettings(), dp_size=2, seed=0)
+    plan = planner.plan(0, credit.rollouts, credit.advantages, weights=credit.weights)
+    rollouts_of_plan = {i: rollout_by_id[ref.rollout_id] for i, ref in enumerate(plan.rollouts)}
+    batcher = make_batcher(shape, ParallelSettings())
+    weight_by_id = weights_of(groups)
+    assert len(set(weight_by_id.values())) > 2
+    for indices, micro_batch in planned_micro_batches(plan, batcher, rollouts_of_plan):
+        bounds = itertools.pairwise(micro_batch.cu_seqlens.tolist())
+        for index, (first, last) in zip(indices, bounds, strict=True):
+            weight = weight_by_id[plan.rollouts[index].rollout_id]
+            assert micro_batch.weights[first:last].tolist() == [weight] * (last - first)

@@ -136,8 +136,13 @@ def test_a_save_gathers_the_largest_buffer_on_the_device() -> None:
     c = make_settings(ep=2)
     wide = replace(SMALL, moe_ffn_hidden_size=4096)
     saving = replace(c, run=replace(c.run, checkpoint_every=1))
-    tokens = replace(saving, train=replace(saving.train, tokens_per_micro_batch=1))
-    memory = rank_memory(tokens, wide, world_size=4, stage=0)
+    saving = replace(saving, train=replace(saving.train, tokens_per_micro_batch=1))
+    short = replace(
+        saving,
+        rollout=replace(saving.rollout, max_new_tokens=1),
+        data=replace(saving.data, max_prompt_tokens=1),
+    )
+    memory = rank_memory(short, wide, world_size=4, stage=0)
     experts = rank_parameters(wide, ParallelSettings(ep=2), 0).experts
     assert memory.save == 4 * experts + 4 * experts // 2 - memory.activations - memory.logits > 0
 
@@ -146,6 +151,15 @@ def test_last_stage_has_the_logits() -> None:
     c = make_settings(pp=2)
     assert memory_of(c, world_size=2, stage=0).logits == 0
     assert memory_of(c, world_size=2, stage=1).logits == 3 * 100 * 10 * 4
+
+
+def test_a_rollout_beyond_the_budget_needs_the_memory_of_its_own_micro_batch() -> None:
+    c = make_settings()
+    # 8 tokens of the prompt and 12 of the response. The last one is no input.
+    small_budget = replace(c, train=replace(c.train, tokens_per_micro_batch=10))
+    fitting_budget = replace(c, train=replace(c.train, tokens_per_micro_batch=19))
+    assert memory_of(small_budget) == memory_of(fitting_budget)
+    assert memory_of(small_budget).logits == 3 * 19 * 10 * 4
 
 
 def test_stages_have_the_routes_of_their_layers() -> None:

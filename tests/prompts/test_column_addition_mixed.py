@@ -46,6 +46,7 @@ def test_both_sides_of_the_split_have_a_third_of_each_difficulty() -> None:
         assert len({question.id for question in side}) == len(side)
 
 
+@pytest.mark.slow
 def test_pass_rates_of_the_shipped_checkpoint_by_difficulty() -> None:
     policy = StartPolicy(seed=0)
     rates = {

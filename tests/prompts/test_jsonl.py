@@ -206,6 +206,10 @@ WRONG_KEY = b'{"question": "2+2=", "answer": "4"}'
         (b"prompt,answer\n2+2=,4\n", "CSV.*one JSON object a line"),
         (b"[" + GOOD_ROW + b"]", "JSON array.*one JSON object a line"),
         (b"[\n" + GOOD_ROW + b",\n" + GOOD_ROW + b"\n]", "JSON array"),
+        (b'{\n "prompt": "p",\n "answer": "4"\n}\n', "object of several lines.*one JSON object"),
+        (b"\x1f\x8b\x08\x00\x4f", "is compressed with gzip. Decompress it"),
+        (b"PAR1\x15\x04\x15\x10", "a Parquet file.*one JSON object a line"),
+        (b"PK\x03\x04\x00", "a ZIP archive. Extract"),
     ],
 )
 def test_files_without_usable_row_are_named(
@@ -223,3 +227,13 @@ def test_the_first_bad_row_is_named_when_a_later_one_is_usable(tmp_path: Path) -
     file = write(tmp_path / "t.jsonl", WRONG_KEY, b"{", GOOD_ROW)
     with pytest.raises(PromptDataError, match=r"t\.jsonl line 1: .*data\.on_bad_row=skip"):
         read_jsonl(file, BadRows("fail"), key="data.train_path")
+
+
+def test_reasons_that_rows_share_are_named_once(tmp_path: Path) -> None:
+    lines = [WRONG_KEY] * 40 + [b'{"prompt": "p"}'] * 40
+    file = write(tmp_path / "t.jsonl", *lines)
+    with pytest.raises(PromptDataError, match="none of its 80 rows") as error:
+        read_jsonl(file, BadRows("fail"), key="data.train_path")
+    _, first, second = str(error.value).splitlines()
+    assert "line 1: " in first and "question" in first
+    assert "line 41: `answer` is missing" in second

@@ -191,10 +191,10 @@ def test_answers_that_the_scorer_refuses_are_bad_rows(
 @pytest.mark.parametrize(
     ("train", "held_out", "num_eval", "words"),
     [
-        (["1", "2"], ["x"], 512, r"data\.eval_path=.*e\.jsonl: .*held-out prompt.* 1 bad row.*x'"),
-        (["x"], ["1"], 512, r"data\.train_path=.*t\.jsonl: .*training prompt.* 1 bad row.*x'"),
-        (["1"], ["1"], 512, r"data\.train_path=.*training prompt.* 1 training row.* held out too"),
-        (["1", "x", "2"], None, 1, r"data\.num_eval=1: .*held-out prompt.* 1 bad row"),
+        (["1", "2"], ["x"], 512, r"data\.eval_path=.*e\.jsonl: .*held-out prompt.*bad rows: 1.*x'"),
+        (["x"], ["1"], 512, r"data\.train_path=.*t\.jsonl: .*training prompt.*bad rows: 1.*x'"),
+        (["1"], ["1"], 512, r"data\.train_path=.*training prompt.*held out, too: 1\)"),
+        (["1", "x", "2"], None, 1, r"data\.num_eval=1: .*held-out prompt.*bad rows: 1"),
     ],
 )
 def test_a_side_without_usable_prompt_is_named(
@@ -224,14 +224,45 @@ def test_a_side_without_usable_prompt_is_named(
         open_prompts(settings, tokenizer, CHECK_ANSWER)
 
 
+@pytest.mark.parametrize("policy", ["fail", "skip"])
+@pytest.mark.parametrize(
+    ("answer", "options", "reason"),
+    [
+        ("2", {"max_prompt_tokens": 3}, "the prompt has 4 tokens"),
+        ("two", {}, "'two' holds no answer"),
+        ("2", {"demonstration": True}, "it has no response"),
+    ],
+)
+def test_a_file_whose_rows_are_all_bad_is_named_once(
+    tokenizer: Tokenizer, tmp_path: Path, policy: Any, answer: str, options: Any, reason: str
+) -> None:
+    """Leaving the bad rows out would leave nothing."""
+    path = write_rows(tmp_path / "t.jsonl", *[f"{i}+1=" for i in range(9)], answer=answer)
+    held_out = write(tmp_path / "e.jsonl", '{"prompt": "3=", "answer": 4, "response": "4"}')
+    settings = DataSettings(
+        source="jsonl",
+        on_bad_row=policy,
+        train_path=path,
+        eval_path=held_out,
+        max_prompt_tokens=options.get("max_prompt_tokens", 8),
+    )
+    demonstration = "demonstration" in options
+    words = rf"(?s)^data\.train_path=.*no usable training prompt.*bad rows: 9\).*line 1: .*{reason}"
+    with pytest.raises(PromptDataError, match=words) as error:
+        open_prompts(settings, tokenizer, CHECK_ANSWER, demonstration=demonstration)
+    message = str(error.value)
+    assert "on_bad_row" not in message and " 0 " not in message
+    assert message.count(reason) == 1
+
+
 def test_a_tokenizer_without_the_characters_of_a_task_is_named(tmp_path: Path) -> None:
     write_character_tokenizer(tmp_path, "0123456789+=")
     tokenizer = Tokenizer.from_directory(tmp_path)
     options = {"num_train": 10, "num_eval": 2}
-    with pytest.raises(PromptDataError, match=r"column_addition/a.*no token for 'a'"):
-        open_source("column_addition", tokenizer, **options)
-    with pytest.raises(PromptDataError, match="no usable training prompt"):
-        open_source("column_addition", tokenizer, on_bad_row="skip", **options)
+    for policy in ("fail", "skip"):
+        words = r"(?s)no usable training prompt.*column_addition/a.*no token for 'a'"
+        with pytest.raises(PromptDataError, match=words):
+            open_source("column_addition", tokenizer, on_bad_row=policy, **options)
 
 
 def test_embedded_tasks_have_demonstrations(tokenizer: Tokenizer) -> None:
@@ -249,9 +280,12 @@ def test_rows_without_response_have_no_demonstration(tokenizer: Tokenizer, tmp_p
 def test_rows_without_response_are_bad_rows_if_demonstrations_are_needed(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    path = write_rows(tmp_path / "t.jsonl", "a", "b")
+    row = {"prompt": "1+1=", "answer": "2", "response": "2"}
+    lines = [json.dumps(row | {"prompt": f"{i}+1="}) for i in range(4)]
+    path = write(tmp_path / "t.jsonl", *lines, '{"prompt": "5+1=", "answer": "6"}')
     settings = DataSettings(source="jsonl", train_path=path, num_eval=1)
-    with pytest.raises(PromptDataError, match=r"t\.jsonl line \d: .*environment=demonstration"):
+    words = r"t\.jsonl line 5: .*environment=demonstration.*data\.on_bad_row=skip"
+    with pytest.raises(PromptDataError, match=words):
         open_prompts(settings, tokenizer, demonstration=True)
 
 
@@ -306,7 +340,7 @@ def test_an_evaluation_set_has_each_question_once(tokenizer: Tokenizer, tmp_path
     file = write_rows(tmp_path / "sums.jsonl", "2+2=", "1+3=", "2+2=", "9" * 600, answer="4")
     prompts = open_set("sums", file, SET_SETTINGS, tokenizer)
     assert [prompt.answer for prompt in prompts] == ["4", "4"]
-    with pytest.raises(PromptDataError, match=r"sums\.jsonl line 4.*characters"):
+    with pytest.raises(PromptDataError, match=r"sums\.jsonl line 4: .* 600 tokens"):
         open_set("sums", file, replace(SET_SETTINGS, on_bad_row="fail"), tokenizer)
 
 

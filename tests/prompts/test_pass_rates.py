@@ -1,11 +1,14 @@
 import json
+import random
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from megatron_rl.config.schema import DataSettings
 from megatron_rl.contracts.prompt import Prompt
+from megatron_rl.contracts.run_state import PromptCursor
 from megatron_rl.prompts.pass_rates import (
     Header,
     PassRate,
@@ -177,6 +180,54 @@ def test_a_change_of_the_range_keeps_the_position_in_the_epoch() -> None:
     assert set(ids_of(source.take(3))) == {"p2", "p3", "p4"}
 
 
+def source_with_two_of(n: int, pass_rate_range: list[float] | None) -> PromptSource:
+    """Source of n prompts, of which p0 and p1 have a rate of 1/2 and the others of 0."""
+    rates = [PassRate(id=f"p{i}", correct=4 if i < 2 else 0, samples=8) for i in range(n)]
+    return make_source(n, pass_rate_range=pass_rate_range, rates=rates)
+
+
+def test_passes_over_a_range_shuffle_its_prompts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = source_with_two_of(300, [0.4, 0.6])
+    num_shuffled = []
+    shuffle = random.Random.shuffle
+
+    def count(rng: random.Random, items: list[Any]) -> None:
+        num_shuffled.append(len(items))
+        shuffle(rng, items)
+
+    monkeypatch.setattr(random.Random, "shuffle", count)
+    for _ in range(20):
+        assert set(ids_of(source.take(2))) == {"p0", "p1"}
+    assert num_shuffled == [2] * 19
+    assert source.cursor.epoch == 19
+
+
+def test_an_epoch_ends_with_the_range_that_it_began_with() -> None:
+    source = source_with_two_of(6, None)
+    source.take(1)
+    source.set_pass_rate_range([0.4, 0.6])
+    for _ in range(3):
+        assert set(ids_of(source.take(2))) == {"p0", "p1"}
+    source.set_pass_rate_range(None)
+    assert {prompt.id for _ in range(3) for prompt in source.take(3)} == {f"p{i}" for i in range(6)}
+
+
+@pytest.mark.parametrize("taken", [1, 2, 3, 4])
+def test_a_run_resumes_within_an_epoch_of_another_range(taken: int) -> None:
+    source = source_with_two_of(40, [0.0, 0.6])
+    for _ in range(taken):
+        source.take(9)
+    source.set_pass_rate_range([0.0, 0.3])
+    source.take(2)
+    cursor = msgspec.json.decode(msgspec.json.encode(source.cursor), type=PromptCursor)
+    copy = source_with_two_of(40, [0.4, 0.6])
+    copy.set_pass_rate_range([0.0, 0.3])
+    copy.seek(cursor)
+    for _ in range(8):
+        assert ids_of(copy.take(7)) == ids_of(source.take(7))
+    assert copy.cursor == source.cursor
+
+
 def test_a_cursor_does_not_depend_on_the_range() -> None:
     source = make_source(5, pass_rate_range=[0.0, 1.0])
     source.take(2)
@@ -185,3 +236,20 @@ def test_a_cursor_does_not_depend_on_the_range() -> None:
     copy.set_pass_rate_range(None)
     copy.seek(source.cursor)
     assert ids_of(copy.take(4)) == ids_of(source.take(4))
+
+
+def test_a_resumed_pass_over_a_range_needs_the_same_rates() -> None:
+    """Rates that were measured again would move prompts into and out of the pass."""
+    other_rates = [PassRate(id=f"p{index}", correct=4 - index, samples=4) for index in range(5)]
+    narrow = [0.25, 1.0]
+    source = make_source(5, pass_rate_range=narrow)
+    source.take(2)
+    cursor = msgspec.json.decode(msgspec.json.encode(source.cursor), type=PromptCursor)
+    make_source(5, pass_rate_range=[0.0, 1.0]).seek(cursor)
+    with pytest.raises(PromptDataError, match=r"data\.pass_rates: .* \[0\.25, 1\.0\]"):
+        make_source(5, pass_rate_range=narrow, rates=other_rates).seek(cursor)
+    of_older_version = msgspec.structs.replace(cursor, range_digest="")
+    make_source(5, pass_rate_range=narrow, rates=other_rates).seek(of_older_version)
+    whole = make_source(5, pass_rate_range=None)
+    whole.take(2)
+    make_source(5, pass_rate_range=None, rates=other_rates).seek(whole.cursor)

@@ -1,3 +1,5 @@
+import hashlib
+import tracemalloc
 from collections import Counter
 
 import pytest
@@ -122,6 +124,24 @@ def test_prompts_are_hashed_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert source.cursor.digest == cursor.digest
     source.seek(cursor)
     assert source.cursor == cursor
+
+
+def test_the_digest_is_that_of_seed_order_ids_and_tokens() -> None:
+    lines = "".join(f"\np{i}\t({i},)" for i in range(10))
+    expectation = hashlib.sha256(f"3/True{lines}".encode()).hexdigest()
+    assert make_source(10, seed=3).cursor.digest == expectation
+
+
+def test_the_digest_needs_no_memory_for_all_tokens() -> None:
+    prompts = [
+        Prompt(id=str(i), token_ids=tuple(range(300)), answer="", task="t") for i in range(1000)
+    ]
+    source = PromptSource(prompts, prompts[:1], DataSettings(source="column_addition"))
+    tracemalloc.start()
+    assert source.cursor.digest
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 200_000, "bytes; the text of all tokens has 1.4 MB"
 
 
 def test_a_cursor_of_other_prompts_is_refused() -> None:

@@ -21,6 +21,29 @@ def test_the_first_cause_stays(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["exit.json"]
 
 
+def test_a_log_is_a_field_of_its_own(tmp_path: Path) -> None:
+    for name, log_tail in (("with", "line 1\nline 2"), ("without", "")):
+        (tmp_path / name).mkdir()
+        assert write_exit_record(tmp_path / name, 4, "the engine died", log_tail)
+        record = read_exit_record(tmp_path / name)
+        assert record is not None and record.log_tail == log_tail
+    content = json.loads((tmp_path / "with/exit.json").read_text())
+    assert list(content) == ["code", "reason", "ended", "log_tail"]
+    assert "log_tail" not in json.loads((tmp_path / "without/exit.json").read_text())
+
+
+@pytest.mark.parametrize("character", ["x", '"', "\x1b", "ж"])
+def test_a_long_log_is_cut_before_the_reason_is(tmp_path: Path, character: str) -> None:
+    reserve_exit_record(tmp_path)
+    room = (tmp_path / ".exit-reserve").stat().st_size
+    log_tail = character * 100_000 + "the end"
+    assert write_exit_record(tmp_path, 4, "the engine died", log_tail)
+    assert (tmp_path / "exit.json").stat().st_size <= room
+    record = read_exit_record(tmp_path)
+    assert record is not None and record.reason == "the engine died"
+    assert record.log_tail.endswith("the end") and len(record.log_tail) > 2000
+
+
 def test_a_record_needs_neither_a_reserve_nor_hard_links(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

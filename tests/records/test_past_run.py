@@ -1,6 +1,5 @@
 """Reading the directory of a run, and errors that name the damage."""
 
-import datetime
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ from megatron_rl.config.schema import LoggerSettings
 from megatron_rl.records.metrics_log import MetricsLog
 from megatron_rl.records.past_run import RunUnreadable, flat_settings, read_metrics, read_settings
 from megatron_rl.records.run_directory import RunDirectory, to_yaml
+from tests.support.past_runs import make_run_directory
 
 QUIET = LoggerSettings(tensorboard=False, progress=False)
 
@@ -18,7 +18,7 @@ def test_metrics_and_settings_are_read_as_they_were_written(tmp_path: Path) -> N
     configuration = compose(
         ["experiment=smoke", "optimizer.lr=3e-5", f"run.root={tmp_path}", "run.name=a", "seed=7"]
     )
-    directory = RunDirectory.create(configuration, datetime.datetime.now())
+    directory = make_run_directory(configuration)
     with MetricsLog(directory, QUIET) as log:
         log.write(0, {"eval/accuracy": 0.25, "train/grad_norm": float("nan")})
         log.write(1, {})
@@ -30,6 +30,14 @@ def test_metrics_and_settings_are_read_as_they_were_written(tmp_path: Path) -> N
     assert settings == flat_settings(to_yaml(configuration))
     assert (settings["optimizer.lr"], settings["seed"], settings["data.seed"]) == (3e-5, 7, 7)
     assert (settings["engine.extra_args"], settings["data.task_config"]) == ([], {})
+
+
+def test_records_of_an_earlier_process_stay(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    for step in (1, 2):
+        with MetricsLog(directory, QUIET) as log:
+            log.write(step, {})
+    assert read_metrics(tmp_path) == [{"step": 1}, {"step": 2}]
 
 
 def test_an_incomplete_last_line_is_ignored(tmp_path: Path) -> None:

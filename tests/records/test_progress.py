@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -35,12 +36,31 @@ STEP = {
 }
 
 
-def line(**values: float) -> str:
+SUPERVISED_STEP = {
+    "rollout/tokens": 0.0,
+    "rollout/samples": 256.0,
+    "rollout/zero_variance_rate": 0.0,
+    "account/demonstrated": 2048.0,
+    "account/generated": 0.0,
+    "time/rollout": 0.5,
+    "time/step": 4.0,
+    "time/train": 1.5,
+    "reward/mean": 1.0,
+    "policy/nll": 1.875,
+    "train/grad_norm": 0.75,
+    "train/samples": 256.0,
+    "train/nonfinite": 0.0,
+}
+
+
+def line_of(values: Mapping[str, float], *, is_sampled: bool = True) -> str:
     stream = io.StringIO()
-    Progress(10, enabled=True, stream=stream).log_step(
-        3, STEP | {k.replace("__", "/"): v for k, v in values.items()}
-    )
+    Progress(10, enabled=True, stream=stream).log_step(3, values, is_sampled=is_sampled)
     return stream.getvalue()
+
+
+def line(**values: float) -> str:
+    return line_of(STEP | {k.replace("__", "/"): v for k, v in values.items()})
 
 
 def test_a_step_is_one_line() -> None:
@@ -55,6 +75,34 @@ def test_a_step_is_one_line() -> None:
     ):
         assert part in text
     assert "lost" not in text and "verdict" not in text and text.count("\n") == 1
+
+
+def test_a_supervised_step_shows_its_loss_and_demonstrations() -> None:
+    text = line_of(SUPERVISED_STEP)
+    assert text.endswith(
+        "] step 3/10 | 2048 tokens of demonstrations | nll 1.875 | grad 0.75 | "
+        "4.0 s (rollout 0.5 train 1.5)\n"
+    )
+    text = line_of({**SUPERVISED_STEP, "train/nonfinite": 1.0, "account/demonstrated": 0.0})
+    assert "| 0 tokens of demonstrations | nll 1.875 | no update: NaN or Inf |" in text
+
+
+def test_recorded_rollouts_were_not_sampled_in_the_step() -> None:
+    text = line_of(STEP, is_sampled=False)
+    assert "| 640 recorded tokens |" in text and "tokens at" not in text
+
+
+def test_a_step_shows_the_metrics_of_its_loss_alone() -> None:
+    values = {name: value for name, value in STEP.items() if name != "policy/entropy"}
+    assert "| zero-variance 50% | nll 0.500 | grad 0.75 |" in line_of(values | {"policy/nll": 0.5})
+    assert "| zero-variance 50% | grad 0.75 |" in line_of(values)
+
+
+def test_a_step_whose_probes_were_all_stopped_says_so() -> None:
+    groups = {f"rollout__groups__{kind}": 0.0 for kind in ("mixed", "all_correct", "all_incorrect")}
+    assert "nothing trained: the selection stopped all probes |" in line(
+        train__samples=0.0, **groups
+    )
 
 
 def test_a_step_without_an_update_gives_the_reason_instead_of_nan() -> None:
@@ -97,6 +145,7 @@ def test_the_step_line_shows_the_largest_classes_of_tokens() -> None:
         "trained/zero_variance": 0.0,
         "unaccounted": 0.0,
         "generated": 100.0,
+        "engine_tokens": 100.0,
     }
     text = line(**{f"account__{name}": n for name, n in account.items()})
     assert "| tokens: 61% mixed, 22% zero variance dropped, 9% probe stopped, 5% tied |" in text
@@ -135,13 +184,13 @@ def test_rejected_rollouts_are_in_the_line_with_their_reasons() -> None:
 def test_a_long_task_is_logged_repeatedly() -> None:
     stream = io.StringIO()
     deadline = time.monotonic() + 10
-    with Progress(1, enabled=True, stream=stream).task("loading the model", every_seconds=0.02):
+    with Progress(1, enabled=True, stream=stream).task("loading the model", first_seconds=0.02):
         while stream.getvalue().count("loading the model: ") < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
     text = stream.getvalue()
     assert "] loading the model: 0 s so far\n" in text
     assert text.count("loading the model: ") >= 2
-    time.sleep(0.1)
+    time.sleep(0.2)
     assert stream.getvalue() == text
 
 
@@ -156,7 +205,7 @@ def test_no_reminder_is_logged_after_the_task(monkeypatch: pytest.MonkeyPatch) -
         lines.append(text)
 
     monkeypatch.setattr(Progress, "log", log_slowly)
-    with Progress(1, enabled=True).task("loading the model", every_seconds=0.01):
+    with Progress(1, enabled=True).task("loading the model", first_seconds=0.01):
         assert is_logging.wait(10)
     assert lines
 
@@ -187,6 +236,12 @@ def test_a_full_disk_under_standard_output_does_not_end_the_run() -> None:
         assert print_line("x", full) is True  # the stream is /dev/null by now
 
 
-def test_a_recorded_step_has_no_update_to_report() -> None:
-    values = {"rollout/zero_variance_rate": 0.25}
-    assert describe_update(values) == ["zero-variance 25%"]
+def test_a_step_that_only_records_has_no_update_to_report() -> None:
+    recording = {name: value for name, value in STEP.items() if "train/" not in name}
+    recording.pop("policy/entropy")
+    recording |= {"account/recorded": 608.0, "account/rejected/version": 32.0}
+    text = line_of(recording | {"account/generated": 640.0, "time/record": 0.25})
+    assert text.endswith(
+        "] step 3/10 | reward 0.25 | 640 tokens at 320/s | zero-variance 50% | "
+        "tokens: 95% recorded, 5% rejected/version | 4.0 s (rollout 2.0 train 1.5 record 0.2)\n"
+    )

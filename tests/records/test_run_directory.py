@@ -3,6 +3,8 @@
 import dataclasses
 import datetime
 import fcntl
+import json
+import subprocess
 import threading
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +24,8 @@ from megatron_rl.records.run_directory import (
     run_directory_path,
     to_yaml,
 )
-from megatron_rl.records.run_lock import mark_run_alive, run_is_alive
+from megatron_rl.records.run_lock import claim_run, mark_run_alive, run_is_alive
+from tests.support.past_runs import make_run_directory
 
 
 def test_the_path_of_a_run_directory(tmp_path: Path) -> None:
@@ -49,9 +52,8 @@ def test_config_yaml_holds_every_key_and_reads_back() -> None:
 
 
 def test_a_directory_belongs_to_one_run(tmp_path: Path) -> None:
-    noon = datetime.datetime(2025, 1, 2, 12, 0, 5)
     config = compose([f"run.root={tmp_path}", "run.name=mine"])
-    directory = RunDirectory.create(config, noon)
+    directory = make_run_directory(config)
     assert directory.path == tmp_path / "mine"
     assert {path.name for path in directory.path.iterdir()} == {
         "logs",
@@ -62,15 +64,42 @@ def test_a_directory_belongs_to_one_run(tmp_path: Path) -> None:
         ".exit-reserve",
     }
     with pytest.raises(RunDirectoryTaken, match=r"run\.name='mine'.*another run\.name"):
-        RunDirectory.create(config, noon)
+        make_run_directory(config)
     inside_a_file = dataclasses.replace(
         config, run=dataclasses.replace(config.run, root=str(tmp_path / "mine/config.yaml"))
     )
     with pytest.raises(RunDirectoryUnusable, match=r"run\.root"):
-        RunDirectory.create(inside_a_file, noon)
+        make_run_directory(inside_a_file)
 
 
-NOON = datetime.datetime(2025, 1, 2, 12, 0, 5)
+def test_versions_hold_the_commit_of_the_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def commit_in(source: Path) -> str:
+        config = compose([f"run.root={tmp_path}/runs", f"run.name={source.name}"])
+        monkeypatch.setattr("megatron_rl.records.run_directory._SOURCE", source)
+        versions = make_run_directory(config).path / "versions.json"
+        commit: str = json.loads(versions.read_text())["commit"]
+        return commit
+
+    repository = tmp_path / "repository"
+    package = repository / "package"
+    package.mkdir(parents=True)
+    (package / "code.py").write_text("x = 1\n")
+    git = ["git", "-C", str(repository), "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, "init", "--quiet"], check=True)
+    subprocess.run([*git, "add", "."], check=True)
+    subprocess.run([*git, "commit", "--quiet", "-m", "x"], check=True)
+    head = subprocess.check_output([*git, "rev-parse", "HEAD"], text=True).strip()
+    assert commit_in(package) == head
+    (package / "code.py").write_text("x = 2\n")
+    assert commit_in(repository) == f"{head}, with changes"
+    outside = tmp_path / "installed"
+    outside.mkdir()
+    assert commit_in(outside) == "unknown"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "without_git").mkdir()
+    assert commit_in(tmp_path / "without_git") == "unknown"
 
 
 def create_again(
@@ -78,7 +107,7 @@ def create_again(
 ) -> RunDirectory:
     config = compose()
     run = dataclasses.replace(config.run, root=str(tmp_path), name="mine", on_existing=on_existing)
-    return RunDirectory.create(dataclasses.replace(config, run=run), NOON)
+    return make_run_directory(dataclasses.replace(config, run=run))
 
 
 @pytest.mark.parametrize("code", [4, None])
@@ -110,6 +139,32 @@ def test_a_run_that_is_still_alive_is_never_overwritten(tmp_path: Path) -> None:
             create_again(tmp_path)
         lock.close()
     create_again(tmp_path)
+
+
+def test_a_directory_that_cannot_be_removed_leaves_the_name_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = create_again(tmp_path)
+
+    def remove_half(path: Path) -> None:
+        (path / "config.yaml").unlink()
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("megatron_rl.records.run_directory.shutil.rmtree", remove_half)
+    with pytest.raises(RunDirectoryTaken, match=r"cannot be removed .*Permission denied"):
+        create_again(tmp_path)
+    assert not first.path.exists(), "half a directory must not have the name of a run"
+
+
+def test_the_other_ranks_join_the_process_that_claimed_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_rl.records.run_lock._TIMEOUT_SECONDS", 0.1)
+    directory = create_again(tmp_path).path
+    claim = claim_run(directory)
+    assert claim is not None
+    with claim, mark_run_alive(directory):
+        assert run_is_alive(directory)
 
 
 def test_a_rank_marks_its_run_while_another_process_checks_it(

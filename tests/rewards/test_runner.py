@@ -13,8 +13,14 @@ from megatron_rl.contracts.group import Verdict
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.rewards import RewardRunner
+from megatron_rl.rewards.user_calls import UserCalls
 
 PROMPT = Prompt(id="p", token_ids=(1,), answer="1", task="t")
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
 
 
 class ScriptedScorer:
@@ -54,6 +60,8 @@ class ScriptedScorer:
                     return Verdict(reward=None, correctness=None, reason=reason)
                 case ["raise_timeout"]:
                     raise TimeoutError("the grader is slow")
+                case ["raise_unprintable"]:
+                    raise Unprintable
                 case ["cancel"]:
                     raise asyncio.CancelledError
                 case ["surrogate", value]:
@@ -73,9 +81,14 @@ class ScriptedScorer:
         raise RuntimeError("defect " + "x" * 1000)
 
 
+def open_runner(scorer: ScriptedScorer, timeout_s: float) -> RewardRunner:
+    calls = UserCalls("reward.name=scripted", max_abandoned=1)
+    return RewardRunner(scorer, calls=calls, timeout_s=timeout_s)
+
+
 def score(*texts: str, timeout_s: float = 0.2) -> tuple[list[Verdict], ScriptedScorer]:
     scorer = ScriptedScorer()
-    runner = RewardRunner(scorer, timeout_s=timeout_s)
+    runner = open_runner(scorer, timeout_s=timeout_s)
 
     async def run() -> list[Verdict]:
         return await asyncio.gather(
@@ -97,6 +110,11 @@ def test_failures_and_timeouts_give_no_reward_and_affect_no_other() -> None:
     assert raising.reward is None
     assert raising.reason.endswith(", in score: TimeoutError: the grader is slow")
     assert scorer.cancellations == 1
+
+
+def test_an_exception_without_a_readable_message_gives_no_reward() -> None:
+    (verdict,), _ = score("raise_unprintable")
+    assert verdict.reason.endswith(", in score: Unprintable: (its message cannot be read)")
 
 
 def test_reward_without_correctness_must_be_finite() -> None:
@@ -146,7 +164,7 @@ def test_scorer_that_cancels_itself_gives_no_reward() -> None:
 
 def test_cancelling_a_call_cancels_its_scorer() -> None:
     scorer = ScriptedScorer()
-    runner = RewardRunner(scorer, timeout_s=10)
+    runner = open_runner(scorer, timeout_s=10)
 
     async def run() -> None:
         task = asyncio.create_task(runner.score(PROMPT, "sleep 30", FinishReason.STOP))

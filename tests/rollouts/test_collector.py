@@ -109,10 +109,55 @@ def test_invalid_replies_are_counted_and_valid_ones_are_kept() -> None:
         assert isinstance(message, GroupDone) and len(message.group.rollouts) == 1
         reasons = ("routes_length", "routes_duplicate", "version", "aborted", "engine")
         assert message.group.rejections == dict.fromkeys(reasons, 1)
-        # Rejected tokens count: 046 and its end
-        assert message.generated_tokens == 4 * 4
+        # 046 and its end, also of replies that the decoder rejects. An error has none
+        tokens = dict.fromkeys(("routes_length", "routes_duplicate", "version", "aborted"), 4)
+        assert message.group.rejected_tokens == tokens
+        assert message.generated_tokens == 5 * 4
 
     collect(answer, request(6), check)
+
+
+def test_tokens_of_a_reply_that_is_sampled_again_are_counted() -> None:
+    """A second engine serves the rollout, so that none is lost, but its first tokens are."""
+
+    def invalid(n: int, body: Reply) -> Reply:
+        return reply(body, "046046", output_token_logprobs=[])
+
+    messages: list[FromCollector] = []
+
+    async def run() -> None:
+        async with (
+            fake_engine(invalid) as bad_url,
+            fake_engine(lambda n, body: reply(body, "046")) as good_url,
+        ):
+            outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
+            collector = Collector(0, configuration(bad_url, good_url), outbox.put)
+            await collector.handle(request(1))
+            messages.append(await asyncio.wait_for(outbox.get(), 5))
+            await collector.close()
+
+    asyncio.run(run())
+    (message,) = messages
+    assert isinstance(message, GroupDone) and message.group.rejections == {}
+    (sample,) = message.group.rollouts
+    assert sample.num_generated == 4
+    assert message.group.rejected_tokens == {"logprobs_length": 7}
+    assert message.generated_tokens == 4 + 7
+
+
+def test_tokens_before_and_in_a_rejected_reply_are_counted(own_module: str) -> None:
+    """The first turn is valid, and both attempts of the second one are not."""
+
+    def answer(n: int, body: Reply) -> Reply:
+        return reply(body, "047", **({"routed_experts": "AAAA"} if n else {}))
+
+    def check(message: FromCollector, collector: Collector) -> None:
+        assert isinstance(message, GroupDone)
+        assert message.group.rejections == {"routes_length": 1}
+        assert message.group.rejected_tokens == {"routes_length": 8}
+        assert message.generated_tokens == 8
+
+    collect(answer, request(1), check, EnvironmentSettings(name=f"{own_module}:SecondChance"))
 
 
 @pytest.mark.parametrize("version", ["9" * 5000, "1" + "0" * 30, "-1", "1.5", ""])

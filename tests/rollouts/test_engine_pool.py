@@ -73,10 +73,22 @@ def quick_aborts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sglang_bridge.client._ABORT_SECONDS", 0.05)
 
 
-async def generate_many(pool: EnginePool, count: int) -> Counter[str]:
-    """Run requests at once and count their finish reasons and the names of their errors."""
+async def generate_many(
+    pool: EnginePool, count: int, rejected_tokens: Counter[str] | None = None
+) -> Counter[str]:
+    """Run requests at once and count their finish reasons and the names of their errors.
+
+    rejected_tokens: receives the tokens of responses that cannot be used.
+    """
+    tokens = Counter[str]() if rejected_tokens is None else rejected_tokens
     requests = [
-        pool.generate(PROMPT.token_ids, SAMPLING, rid=f"r{i}", return_routes=True)
+        pool.generate(
+            PROMPT.token_ids,
+            SAMPLING,
+            rid=f"r{i}",
+            return_routes=True,
+            rejected_tokens=tokens,
+        )
         for i in range(count)
     ]
     results = await asyncio.gather(*requests, return_exceptions=True)
@@ -141,10 +153,12 @@ def test_no_rollout_is_lost_while_one_of_two_engines_fails(
 def test_no_rollout_is_lost_while_one_of_two_engines_is_invalid() -> None:
     async def run() -> None:
         invalid = CountingEngine(lambda n, body: reply(body, "046", output_token_logprobs=[]))
+        tokens = Counter[str]()
         async with pool_of(invalid, good, max_running_requests=8) as (pool, messages, _):
             pool._members[0].pause = 60.0
-            assert await generate_many(pool, 128) == {"stop": 128}
+            assert await generate_many(pool, 128, tokens) == {"stop": 128}
             assert [type(m) for m in messages] == [EngineLeftOut] and invalid.calls <= 32
+        assert tokens == {"logprobs_length": 4 * invalid.calls}
 
     asyncio.run(run())
 
@@ -157,9 +171,11 @@ def test_invalid_responses_of_all_engines_are_sampled_twice_at_most() -> None:
             CountingEngine(lambda n, body: reply(body, "046", output_token_logprobs=[]))
             for _ in range(4)
         ]
+        tokens = Counter[str]()
         async with pool_of(*engines, retries=5) as (pool, _, _):
-            assert await generate_many(pool, 16) == {"GenerationRejected": 16}
+            assert await generate_many(pool, 16, tokens) == {"GenerationRejected": 16}
             assert sum(engine.calls for engine in engines) == 32
+        assert tokens == {"logprobs_length": 4 * 32}
 
     asyncio.run(run())
 

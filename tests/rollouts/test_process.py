@@ -8,20 +8,28 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from launch.testbed.selectors import FixedPrompts
-from megatron_rl.config.schema import EnvironmentSettings, EvalSettings, RolloutSettings
+from megatron_rl.config.schema import (
+    EnvironmentSettings,
+    EvalSettings,
+    RewardSettings,
+    RolloutSettings,
+)
 from megatron_rl.rollouts.evaluation import Accuracy, Evaluation
 from megatron_rl.rollouts.hub import CollectorHub, CollectorLost
-from megatron_rl.rollouts.messages import RUN_KEY_VARIABLE
-from megatron_rl.rollouts.queue import CollectorFailed, RolloutQueue
+from megatron_rl.rollouts.messages import RUN_KEY_VARIABLE, Stop
+from megatron_rl.rollouts.queue import CollectorFailed, CollectorRefused, RolloutQueue
+from megatron_rl.rollouts.rejections import UserClassFailed
 from megatron_rl.rollouts.rollout_batch import RolloutBatch, RolloutSampler
 from tests.support.fake_engine import configuration, fake_engine, reply
 from tests.support.scripted_model import EOS, PROMPT
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = """
+import asyncio
 import time
 
 class SecondChance:
@@ -38,6 +46,21 @@ class LoadsForLong(SecondChance):
 class Blocks:
     async def play(self, episode):
         time.sleep(60)
+
+class NeverLoads(SecondChance):
+    def __init__(self):
+        time.sleep(3600)
+
+class Retries:
+    def check_answer(self, answer):
+        pass
+
+    async def score(self, prompt, text, finish_reason):
+        while True:
+            try:
+                await asyncio.sleep(3600)
+            except BaseException:
+                await asyncio.sleep(0.01)
 """
 
 
@@ -69,16 +92,20 @@ def start(hub: CollectorHub, tmp_path: Path) -> Iterator[Start]:
 
 
 def sample_batch(
-    hub: CollectorHub, environment: EnvironmentSettings
+    hub: CollectorHub, environment: EnvironmentSettings, **changes: object
 ) -> tuple[RolloutBatch, Accuracy]:
-    """Sample a batch and run an evaluation through a queue, as rank 0 does."""
+    """Sample a batch and run an evaluation through a queue, as rank 0 does.
+
+    changes: of the collector's configuration.
+    """
     rollout = RolloutSettings(max_new_tokens=16, samples_per_prompt=2)
     evaluation_settings = EvalSettings(samples_per_prompt=2)
     queue = RolloutQueue(hub, rollout)
 
     def work(url: str) -> tuple[RolloutBatch, Accuracy]:
         hub.wait_for(1, 20)
-        queue.configure({0: configuration(url, environment=environment)})
+        settings = configuration(url, environment=environment)
+        queue.configure({0: msgspec.structs.replace(settings, **changes)})
         queue.set_version(3)
         batch = RolloutSampler(
             queue, rollout, FixedPrompts([PROMPT, PROMPT], 2), (EOS,), lambda: None
@@ -153,6 +180,29 @@ def test_an_environment_may_take_long_to_load(hub: CollectorHub, start: Start) -
     start()
     batch, _ = sample_batch(hub, EnvironmentSettings(name="second_chance:LoadsForLong"))
     assert batch.metrics()["rollout/samples"] == 4.0
+
+
+@pytest.mark.slow
+def test_an_environment_that_never_loads_ends_the_run_and_the_collector(
+    hub: CollectorHub, start: Start
+) -> None:
+    process = start()
+    message = r"environment\.name=second_chance:NeverLoads: .* parallel\.timeout_s=0\.5"
+    with pytest.raises(CollectorRefused, match=message):
+        sample_batch(hub, EnvironmentSettings(name="second_chance:NeverLoads"), open_timeout_s=0.5)
+    assert process.wait(15) == 1
+
+
+@pytest.mark.slow
+def test_abandoned_calls_do_not_keep_a_collector_from_ending(
+    hub: CollectorHub, start: Start
+) -> None:
+    process = start()
+    reward = RewardSettings(name="second_chance:Retries", timeout_s=0.1)
+    with pytest.raises(UserClassFailed, match=r"4 of 4 .*\(4 scorer_abandoned"):
+        sample_batch(hub, EnvironmentSettings(), reward=reward)
+    hub.send(0, Stop())
+    assert process.wait(15) == 0
 
 
 def test_a_collector_ends_with_the_hub(hub: CollectorHub, start: Start) -> None:

@@ -3,7 +3,9 @@
 import queue as queue_module
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, ValuesView
+from functools import partial
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,10 +18,12 @@ from megatron_rl.config.schema import (
     RolloutSettings,
 )
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
+from megatron_rl.records.reminder import Reminder
 from megatron_rl.rollouts.hub import CollectorHub, CollectorLost
 from megatron_rl.rollouts.messages import (
     AbortRequest,
     Alive,
+    CallAbandoned,
     Configure,
     EngineBack,
     EngineLeftOut,
@@ -101,6 +105,39 @@ def test_outstanding_rollouts_count_when_more_are_requested(
     other.close()
 
 
+class OutstandingGroups(dict[str, Any]):
+    """Counts how often all outstanding groups are visited."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.visits = 0
+
+    def values(self) -> ValuesView[Any]:
+        self.visits += 1
+        return super().values()
+
+
+def test_an_extension_goes_to_the_node_with_few_rollouts_without_a_visit_of_all_groups(
+    hub: CollectorHub, queue: RolloutQueue, peer: Peer
+) -> None:
+    """Thousands of groups may be outstanding, and each of them may be extended."""
+    other = Peer(hub, 1)
+    hub.wait_for(2, 5)
+    outstanding_groups = OutstandingGroups()
+    queue._outstanding = outstanding_groups
+    queue.submit([request("a", 5), request("b", 3), request("c", 4)])
+    assert [requested_ids(peer, 1), requested_ids(other, 2)] == [["a"], ["b", "c"]]
+    other.send(group_done("b"))
+    assert next(queue.as_completed(idle)).group_id == "b"
+    queue.submit([request("b+", 3)])
+    peer.send(group_done("a"))
+    assert next(queue.as_completed(idle)).group_id == "a"
+    queue.submit([request("a+", 2), request("d", 9)])
+    assert [requested_ids(peer, 2), requested_ids(other, 1)] == [["a+", "d"], ["b+"]]
+    assert outstanding_groups.visits == 0
+    other.close()
+
+
 def test_rollouts_of_the_start_checkpoint_are_fresh_before_the_first_sync(
     hub: CollectorHub, peer: Peer
 ) -> None:
@@ -153,6 +190,22 @@ def test_idle_is_not_called_for_each_heartbeat(queue: RolloutQueue, peer: Peer) 
     assert len(list(queue.as_completed(lambda: calls.append(1), idle_every_seconds=0.1))) == 1
     speaker.join()
     assert 2 <= len(calls) < 30
+
+
+def test_a_long_wait_says_what_it_waits_for_at_growing_intervals(
+    hub: CollectorHub, peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_rl.rollouts.queue.Reminder", partial(Reminder, 0.1))
+    lines: list[str] = []
+    queue = RolloutQueue(hub, RolloutSettings(max_new_tokens=4), log=lines.append)
+    queue.submit([request("a"), request("b"), request("c")])
+    peer.send(group_done("a"))
+    threading.Timer(0.8, lambda: [peer.send(group_done(name)) for name in "bc"]).start()
+    assert len(list(queue.as_completed(idle, idle_every_seconds=0.02))) == 3
+    assert len(lines) == 3  # after 0.1, 0.3 and 0.7 seconds
+    for line in lines:
+        assert line.startswith("waiting for rollouts: 1 of 3 groups arrived in ")
+        assert "; group b, requested from node 0, has taken " in line
 
 
 # The queue's version, max_staleness, evaluation, reason to reject a rollout of version 5
@@ -221,6 +274,16 @@ def test_engines_that_are_left_out_are_logged_and_listed(hub: CollectorHub, peer
         "engine http://e is left out until it is healthy again: 500: broken",
         "engine http://e is used again",
     ]
+
+
+def test_an_abandoned_call_is_a_warning(hub: CollectorHub, peer: Peer) -> None:
+    lines: list[str] = []
+    queue = RolloutQueue(hub, RolloutSettings(max_new_tokens=4), log=lines.append)
+    queue.submit([request("a")])
+    peer.send(CallAbandoned("reward.name=m:C: a call ignored its cancellation"))
+    peer.send(group_done("a"))
+    assert len(list(queue.as_completed(idle))) == 1
+    assert lines == ["warning: reward.name=m:C: a call ignored its cancellation"]
 
 
 def test_an_expired_request_is_aborted_in_the_background(hub: CollectorHub, peer: Peer) -> None:

@@ -4,12 +4,14 @@ import asyncio
 import dataclasses
 import json
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import pytest
 
 from megatron_rl.config.schema import EngineSettings
 from megatron_rl.contracts.prompt import Sampling
+from megatron_rl.engines.token_counter import TokenCounter
 from megatron_rl.models.families import read_shape
 from megatron_rl.rollouts.engine_pool import EnginePool, RequestForm
 from megatron_rl.rollouts.messages import AbortRequest, FromCollector
@@ -110,7 +112,12 @@ class PausedEngine:
         for index in range(48):
             seed = 2**63 - 1 - index
             request = pool.generate(
-                PROMPT.token_ids, sampling, rid=f"r{index}", return_routes=True, seed=seed
+                PROMPT.token_ids,
+                sampling,
+                rid=f"r{index}",
+                return_routes=True,
+                rejected_tokens=Counter(),
+                seed=seed,
             )
             self.requests.append(asyncio.create_task(request))
         completions = asyncio.as_completed(self.requests)
@@ -119,10 +126,56 @@ class PausedEngine:
         await asyncio.to_thread(call_admin, self.engine, "/pause_generation", {"mode": "in_place"})
         results = await asyncio.gather(*self.requests, return_exceptions=True)
         results.append(
-            await pool.generate(PROMPT.token_ids, sampling, rid="after", return_routes=True)
+            await pool.generate(
+                PROMPT.token_ids,
+                sampling,
+                rid="after",
+                return_routes=True,
+                rejected_tokens=Counter(),
+            )
         )
         await pool.close()
         return results
+
+
+def test_the_engine_counts_the_tokens_of_responses_that_are_rejected(
+    engine: ManagedEngine,
+) -> None:
+    """A vocabulary that is too small rejects many responses, and each is sampled twice."""
+    form = RequestForm(
+        api_key=engine.keys.api_key, longest_response=40, route_shape=None, vocab_size=40
+    )
+    sampling = Sampling(max_new_tokens=40, temperature=30.0)
+    rejected_tokens = Counter[str]()
+
+    async def ignore(message: FromCollector) -> None:
+        pass
+
+    pool = EnginePool([Engine(url=engine.url)] * 2, EngineSettings(), form, ignore)
+
+    async def run() -> list[Generation | BaseException]:
+        requests = [
+            pool.generate(
+                PROMPT.token_ids,
+                sampling,
+                rid=f"v{index}",
+                return_routes=False,
+                rejected_tokens=rejected_tokens,
+                seed=index,
+            )
+            for index in range(100)
+        ]
+        results = await asyncio.gather(*requests, return_exceptions=True)
+        await pool.close()
+        return results
+
+    counter = TokenCounter([engine.admin()], log=pytest.fail)
+    generations = [r for r in asyncio.run(run()) if isinstance(r, Generation)]
+    used_tokens = sum(len(generation.output_ids) for generation in generations)
+    assert 0 < len(generations) < 100 and rejected_tokens.keys() == {"token_range"}
+    comparison = counter.compare(used_tokens + rejected_tokens.total())
+    assert comparison is not None and comparison.uncounted_tokens == 0
+    assert comparison.engine_tokens > 2 * used_tokens
 
 
 def test_requests_at_their_deadline_are_aborted_with_their_tokens(
@@ -142,16 +195,27 @@ def test_requests_at_their_deadline_are_aborted_with_their_tokens(
         pool = EnginePool([Engine(url=engine.url)], settings, form, paused_engine.handle)
         return await paused_engine.run(pool)
 
+    counter = TokenCounter([engine.admin()], log=pytest.fail)
     results = asyncio.run(run())
+    comparison = counter.compare(
+        sum(len(result.output_ids) for result in results if isinstance(result, Generation))
+    )
+    assert comparison is not None and comparison.engine_tokens > 0
+    assert comparison.uncounted_tokens == 0, "tokens of aborted requests are counted, too"
     assert paused_engine.aborts, "no request was running when the engine was paused"
     generations = [result for result in results if isinstance(result, Generation)]
     # These requests had no token yet
     num_expired = sum(isinstance(result, RequestExpired) for result in results)
     assert len(generations) + num_expired == len(results), results
+    check_aborted_generations(generations)
+
+
+def check_aborted_generations(generations: Sequence[Generation]) -> None:
+    """Some were aborted with a part of their tokens. The others are whole, with their routes."""
+    assert any(generation.finish_reason is FinishReason.ABORT for generation in generations)
     for generation in generations:
         if generation.finish_reason is FinishReason.ABORT:
             assert 0 < len(generation.output_ids) < 100
         else:
             assert generation.routes is not None
             assert len(generation.routes) == len(PROMPT.token_ids) + len(generation.output_ids) - 1
-    assert any(generation.finish_reason is FinishReason.ABORT for generation in generations)

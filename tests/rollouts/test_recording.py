@@ -3,27 +3,41 @@
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from launch.testbed.batches import make_batch
 from launch.testbed.policies import TWO_DIGIT_ADDITION
+from megatron_rl.contracts.commands import Record
 from megatron_rl.contracts.group import Group
+from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.contracts.routes import RouteShape
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.rollouts.recording.format import BatchRecord, batch_directory
-from megatron_rl.rollouts.recording.reader import RecordingUnreadable, read_groups
-from megatron_rl.rollouts.recording.recorded_rollouts import BadRecording, RecordedRollouts
+from megatron_rl.rollouts.recording.reader import (
+    RecordingUnreadable,
+    read_batch_record,
+    read_groups,
+)
+from megatron_rl.rollouts.recording.recorded_rollouts import (
+    BadRecording,
+    RecordedRollouts,
+    UnfitRollout,
+    fit_rollout,
+)
 from megatron_rl.rollouts.recording.writer import write_batch, write_parts
-from megatron_rl.rollouts.store import read_rollout
+from megatron_rl.rollouts.store import RolloutStore, read_rollout
+from megatron_rl.run.modes.record import record_rollouts
+from tests.support.disk_log import DiskLog
 from tests.support.judged_batches import judged_groups
-from tests.support.recordings import read_rollouts, write_recording
-from tests.support.rollouts import assert_equal
+from tests.support.recordings import read_rollouts, write_recording, write_rollouts
+from tests.support.rollouts import VERSION, assert_equal, make_rollout
 
 SHAPE = read_shape(TWO_DIGIT_ADDITION)
 
@@ -68,6 +82,40 @@ def test_groups_of_several_parts_and_nodes_are_read_unchanged(tmp_path: Path) ->
         assert_equal(rollout_read, rollout)
 
 
+def store_on_two_nodes(group: Group, rollouts: list[Rollout]) -> Group:
+    """The group with its first rollouts on node 0 and the others on node 1, as after a probe."""
+    half = len(rollouts) // 2
+    locations = RolloutStore(0).put("probe", rollouts[:half])
+    locations += RolloutStore(1).put("extension", rollouts[half:])
+    refs = tuple(
+        msgspec.structs.replace(ref, location=location)
+        for ref, location in zip(group.rollouts, locations, strict=True)
+    )
+    return msgspec.structs.replace(group, rollouts=refs)
+
+
+def test_a_group_on_two_nodes_is_recorded_by_both(tmp_path: Path) -> None:
+    _, rollouts, _ = make_batch(SHAPE, 4)
+    rollouts = [
+        dataclasses.replace(rollout, prompt_id="g0", sample_index=index)
+        for index, rollout in enumerate(rollouts)
+    ]
+    (group,) = judged_groups(rollouts)
+    groups = (empty_copy(group), store_on_two_nodes(group, rollouts))
+    parts: list[str] = []
+    for node in (1, 0):
+        job: Any = SimpleNamespace(node=node, local_rank=0, control_group=None)
+        parts += record_rollouts(Record(str(tmp_path), groups), job)
+    assert parts == ["node-1-00000", "node-0-00000"]
+    write_record(tmp_path, 2, parts)
+    assert [group for group, _ in read_groups(tmp_path)] == [groups[0], group]
+    for rollout_read, rollout in zip(read_rollouts(tmp_path), rollouts, strict=True):
+        assert_equal(rollout_read, rollout)
+    write_record(tmp_path, 2, ["node-0-00000", "node-0-00000"])
+    with pytest.raises(RecordingUnreadable, match="group 1 has rollout 0 twice"):
+        read_groups(tmp_path)
+
+
 def test_a_reader_of_json_and_safetensors_finds_every_token(tmp_path: Path) -> None:
     """The example in docs/rollouts.md."""
     write_recording(tmp_path, SHAPE, steps=1)
@@ -100,8 +148,10 @@ def test_a_damaged_recording_is_refused(tmp_path: Path) -> None:
 def test_a_recording_of_another_format_version_is_refused(tmp_path: Path) -> None:
     write_recording(tmp_path, SHAPE, steps=1)
     file = batch_directory(tmp_path, 1) / "batch.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"version": 4}))
+    assert len(open_recording(tmp_path, 1).sample(1).groups) == 4
     file.write_text(json.dumps(json.loads(file.read_text()) | {"version": 2}))
-    with pytest.raises(BadRecording, match=r"batch\.json.*version 2.*reads.*version 4"):
+    with pytest.raises(BadRecording, match=r"batch\.json.*version 2.*reads.*version 5"):
         open_recording(tmp_path, 1).sample(1)
 
 
@@ -181,3 +231,77 @@ def test_a_resume_with_another_recording_is_refused(tmp_path: Path) -> None:
     state = open_recording(tmp_path, 3).state()
     with pytest.raises(BadRecording, match="other batches"):
         open_recording(tmp_path / "other", 2).restore(state)
+
+
+def test_a_resumed_position_follows_from_the_batches_taken(tmp_path: Path) -> None:
+    write_recording(tmp_path / "recorded", SHAPE, steps=3)
+    rollouts = open_recording(tmp_path, 3)
+    ids = [rollouts.sample(step).groups[0].group_id for step in (1, 2)]
+    assert ids == ["step-1-0", "step-2-0"]
+    continuation = open_recording(tmp_path, 3)
+    continuation.restore(rollouts.state())
+    assert continuation.state() == rollouts.state()
+    assert continuation.sample(3).groups[0].group_id == "step-3-0"
+
+
+def test_stopped_and_surplus_groups_are_the_last_and_are_freed_with_the_others(
+    tmp_path: Path,
+) -> None:
+    write_recording(tmp_path, SHAPE, steps=1)
+    directory = batch_directory(tmp_path, 1)
+    record = msgspec.structs.replace(
+        read_batch_record(directory), num_stopped=2, num_surplus=1, engines_left_out=3
+    )
+    write_batch(directory, record)
+    batch = open_recording(tmp_path, 1).sample(1)
+    names = [
+        [group.group_id for group in groups]
+        for groups in (batch.groups, batch.stopped_groups, batch.surplus_groups)
+    ]
+    assert names == [["step-1-0"], ["step-1-1", "step-1-2"], ["step-1-3"]]
+    assert batch.delivered_ids == ("step-1-0", "step-1-1", "step-1-2", "step-1-3")
+    assert batch.engines_left_out == 3
+
+
+@pytest.mark.parametrize("token", [-1, SHAPE.vocab_size])
+def test_a_token_just_outside_of_the_vocabulary_is_refused(token: int) -> None:
+    _, (rollout, *_), _ = make_batch(SHAPE, 1)
+    assert fit_rollout(rollout, None, SHAPE.vocab_size).num_tokens == rollout.num_tokens
+    prompt, *others = rollout.segments
+    tokens = prompt.tokens.copy()
+    for valid_token in (0, SHAPE.vocab_size - 1):
+        tokens[0] = valid_token
+        segments = (dataclasses.replace(prompt, tokens=tokens.copy()), *others)
+        fit_rollout(dataclasses.replace(rollout, segments=segments), None, SHAPE.vocab_size)
+    tokens[0] = token
+    segments = (dataclasses.replace(prompt, tokens=tokens), *others)
+    with pytest.raises(UnfitRollout, match="a token id is outside"):
+        fit_rollout(dataclasses.replace(rollout, segments=segments), None, SHAPE.vocab_size)
+
+
+def test_a_rollout_beyond_the_recorded_tokens_is_damage(tmp_path: Path) -> None:
+    write_recording(tmp_path, SHAPE, steps=1)
+    directory = batch_directory(tmp_path, 1)
+    file = directory / "node-0-00000.safetensors"
+    arrays = load_file(file)
+    save_file(arrays | {"tokens": arrays["tokens"][:-1]}, file)
+    with pytest.raises(RecordingUnreadable, match="its segments do not cover its tokens"):
+        read_groups(directory)
+
+
+def test_segments_keep_the_versions_of_their_weights(tmp_path: Path) -> None:
+    rollouts = [make_rollout(2, 3)]
+    write_rollouts(tmp_path, rollouts)
+    (rollout,) = read_rollouts(tmp_path)
+    assert [segment.version for segment in rollout.segments] == [4, VERSION]
+
+
+def test_a_batch_is_on_the_disk_before_batch_json_completes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = DiskLog(monkeypatch)
+    write_recording(tmp_path, SHAPE, steps=1)
+    directory = batch_directory(tmp_path, 1)
+    for suffix in ("safetensors", "jsonl"):
+        file = directory / f"node-0-00000.{suffix}"
+        assert log.is_in_order(("sync", file), ("sync", directory / "batch.json"))

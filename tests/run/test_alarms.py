@@ -1,11 +1,21 @@
 """Alarms warn once when a problem begins, and name a remedy."""
 
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config.algorithms import GrpoSettings
+from megatron_rl.credit.assign import Credit
 from megatron_rl.run.alarms import (
+    AccountAlarm,
     SelectionAlarm,
     UnchangedWeightsAlarm,
     ZeroVarianceBalanceAlarm,
 )
+from tests.support.groups import group
 
+ROOT = Path(__file__).resolve().parents[2]
 TRAINED = {"train/samples": 8.0}
 
 
@@ -37,6 +47,46 @@ def test_zero_variance_balance_needs_both_kinds_of_groups() -> None:
     assert ZeroVarianceBalanceAlarm().observe({}) is None
 
 
+def engine_account(engine_tokens: float, unaccounted_tokens: float) -> dict[str, float]:
+    return {
+        "account/generated": engine_tokens - unaccounted_tokens,
+        "account/engine_tokens": engine_tokens,
+        "account/unaccounted": unaccounted_tokens,
+    }
+
+
+@pytest.mark.parametrize(("share", "is_warned"), [(0.0, False), (0.01, False), (0.011, True)])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_small_share_of_unaccounted_tokens_is_no_warning(
+    share: float, sign: int, is_warned: bool
+) -> None:
+    warning = AccountAlarm().observe(engine_account(1e6, sign * share * 1e6))
+    assert (warning is not None) == is_warned
+
+
+def test_unaccounted_tokens_warn_once_until_they_end() -> None:
+    alarm = AccountAlarm()
+    losses = (0, 300, 300, 0, 400)
+    warnings = [alarm.observe(engine_account(1000.0, loss)) for loss in losses]
+    assert [text is not None for text in warnings] == [False, True, False, False, True]
+    assert "300 of 1000 tokens that the engines sampled are in no class" in str(warnings[1])
+    assert "another program" in str(warnings[1])
+    fewer = str(AccountAlarm().observe(engine_account(1000.0, -300.0)))
+    assert "300 fewer" in fewer
+
+
+@pytest.mark.parametrize(
+    ("missing", "words"), [(3.0, "3 of 180 .* in no class"), (-7.0, "7 of 180 .* counted twice")]
+)
+def test_without_counts_of_the_engines_every_token_must_be_in_one_class(
+    missing: float, words: str
+) -> None:
+    values = {"account/generated": 180.0, "account/unaccounted": missing}
+    assert re.search(words, str(AccountAlarm().observe(values)))
+    assert AccountAlarm().observe(values | {"account/unaccounted": 0.0}) is None
+    assert AccountAlarm().observe({}) is None
+
+
 def test_unchanged_weights_is_silent_when_every_step_trains() -> None:
     alarm = UnchangedWeightsAlarm()
     assert [alarm.observe(TRAINED) for _ in range(5)] == [None] * 5
@@ -49,6 +99,15 @@ def test_unchanged_weights_warns_after_3_6_and_12_steps_with_a_remedy() -> None:
     assert [step + 1 for step, text in enumerate(warnings) if text] == [3, 6, 12]
     assert str(warnings[2]).startswith("warning: 3 consecutive steps trained nothing")
     assert "rollout.samples_per_prompt" in str(warnings[2])
+
+
+@pytest.mark.parametrize("kind", ["all_incorrect", "tied_incorrect"])
+def test_where_every_answer_is_incorrect_the_warning_names_the_supervised_start(kind: str) -> None:
+    alarm = UnchangedWeightsAlarm()
+    warnings = [alarm.observe(untrained_step(kind)) for _ in range(3)]
+    page, heading = re.findall(r'\((docs/\w+\.md), "([^"]+)"\)', str(warnings[-1]))[0]
+    assert "experiment=cold_start" in str(warnings[-1])
+    assert f"## {heading}\n" in (ROOT / page).read_text()
 
 
 def test_unchanged_weights_counts_anew_after_a_step_that_trains() -> None:
@@ -66,12 +125,21 @@ def test_unchanged_weights_summary_names_the_most_frequent_kind_of_group() -> No
     assert str(alarm.summary()).startswith("3 of 5 steps trained nothing: the reward fails")
 
 
+def test_unchanged_weights_names_the_probes_where_the_selection_stopped_them_all() -> None:
+    stopped_probes = [group(1.0, 1.0), group(1.0, 1.0)]
+    metrics = Credit(GrpoSettings(), seed=0).assign(1, [], stopped_probes).metrics()
+    alarm = UnchangedWeightsAlarm()
+    warnings = [alarm.observe(metrics | {"train/samples": 0.0}) for _ in range(3)]
+    assert "the selection stopped every probe" in str(warnings[-1])
+    assert "incorrect:" not in str(warnings[-1])
+
+
 def test_selection_warns_when_a_problem_begins_and_not_while_it_lasts() -> None:
     alarm = SelectionAlarm()
     assert alarm.observe({}) is None
     assert alarm.observe({"select/miscalibrated": 0.0, "select/unfilled": 0.0}) is None
-    warning = str(alarm.observe({"select/miscalibrated": 0.125}))
-    assert warning.startswith("warning: over 20 steps")
+    warning = str(alarm.observe({"select/miscalibrated": 0.125, "select/calibration_steps": 5.0}))
+    assert warning.startswith("warning: over the last 5 steps")
     assert "0.12" in warning
     assert "missing" not in warning
     assert alarm.observe({"select/miscalibrated": 0.2}) is None

@@ -1,7 +1,9 @@
 """The phases of a run's curriculum, over scripted parts."""
 
+import dataclasses
 import io
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -9,10 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from launch.testbed.policies import TWO_DIGIT_ADDITION
+from megatron_rl.config.algorithms import CustomAlgoSettings
 from megatron_rl.config.cli import compose
 from megatron_rl.config.curriculum import Phase, PhaseEnd, phases_of
+from megatron_rl.contracts.commands import EnterPhase
 from megatron_rl.contracts.run_state import LoopState, PhaseState, SelectorState
-from megatron_rl.run.curriculum import PhaseSchedule
+from megatron_rl.models.families import read_shape
+from megatron_rl.run.curriculum import Curriculum, PhaseSchedule, apply_phase
 from megatron_rl.run.stopping import AccuracyUnknown
 from tests.support.leaders import ScriptedParts, lead
 
@@ -106,6 +112,100 @@ def test_phase_whose_token_budget_is_exhausted_is_skipped(tmp_path: Path) -> Non
         ScriptedParts(), tmp_path, steps=4, phases=phases_from(SHORT, exhausted_phase, LAST)
     )
     assert [line for line in parts.calls if "enter" in line] == ["enter 0", "enter 2"]
+
+
+def test_phase_ends_at_exactly_its_accuracy() -> None:
+    schedule = PhaseSchedule([PhaseEnd(accuracy=0.5), None])
+    schedule.update(8, 0.49)
+    assert schedule.advance(2) == []
+    schedule.update(0, None)
+    assert schedule.state.accuracy == 0.49, "the last evaluation of this phase"
+    schedule.update(8, 0.5)
+    assert schedule.advance(3) == [(0, "until.accuracy=0.5, and 0.500 was measured")]
+    assert schedule.state == PhaseState(index=1, first_step=3, tokens=16)
+
+
+def test_the_last_phase_ends_the_run_after_its_steps(tmp_path: Path) -> None:
+    phases = phases_from(SHORT, "{name: end, until: {steps: 4}}")
+    parts = lead(ScriptedParts(), tmp_path, steps=9, phases=phases)
+    assert max(parts.metrics) == 4
+
+
+def test_the_current_phase_is_refused_when_it_ends_by_an_accuracy_that_is_unknown(
+    tmp_path: Path,
+) -> None:
+    phases = phases_from("{name: only, until: {accuracy: 0.6}}")
+    with pytest.raises(AccuracyUnknown, match=r"curriculum\[only\]\.until\.accuracy"):
+        lead(ScriptedParts(accuracies=[None]), tmp_path, evals={"every": 1}, phases=phases)
+    phases = phases_from(SHORT, LONG, LAST)
+    parts = ScriptedParts(accuracies=[0.5, 0.5, 0.5, 0.9, None])
+    lead(parts, tmp_path, steps=5, evals={"every": 1}, phases=phases)
+    assert "evaluate 4 at version 4" in parts.calls, "no phase from here on ends by accuracy"
+
+
+def test_prompts_and_beliefs_continue_in_the_next_phase() -> None:
+    class Rollouts:
+        """state: what was restored last."""
+
+        def __init__(self, state: str) -> None:
+            self.state = lambda: state
+
+        def restore(self, state: str) -> None:
+            self.state = lambda: state
+
+        def inflate_variance(self) -> None:
+            raise AssertionError("reset_certainty is not set")
+
+    def open_parts(configuration: Any) -> Any:
+        return SimpleNamespace(rollouts=Rollouts("anew"))
+
+    commands: list[Any] = []
+    dispatcher: Any = SimpleNamespace(run=commands.append)
+    phases = phases_from("{name: first, until: {steps: 1}}", "{name: second}")
+    curriculum = Curriculum(phases, open_parts, dispatcher, log=lambda text: None)
+    parts: Any = SimpleNamespace(rollouts=Rollouts("restored from a checkpoint"))
+    parts = curriculum.enter(1, parts)
+    assert parts.rollouts.state() == "restored from a checkpoint"
+    parts.rollouts.restore("after step 1")
+    parts = curriculum.enter(2, parts)
+    assert parts.rollouts.state() == "after step 1"
+    assert commands == [EnterPhase(0), EnterPhase(1)]
+
+
+def test_a_phase_gives_every_rank_its_loss_temperature_and_learning_rate() -> None:
+    first, second = phases_from(
+        "{name: first, until: {steps: 1}}",
+        "{name: second, optimizer.lr: 1e-5, rollout.temperature: 0.5, algo.alpha: 0.7}",
+    )
+    calls: list[tuple[Any, Any, float]] = []
+    shape = read_shape(TWO_DIGIT_ADDITION)
+    worker: Any = SimpleNamespace(
+        policy=SimpleNamespace(loss="the loss of the phase before"),
+        shape=shape,
+        layout=SimpleNamespace(groups={"tp_group": None, "cp_group": None}),
+        set_objective=lambda *objective: calls.append(objective),
+    )
+    for phase in (first, second):
+        apply_phase(worker, phase.configuration)
+    (loss, logprobs, lr), (other_loss, other_logprobs, other_lr) = calls
+    assert (lr, other_lr) == (first.configuration.optimizer.lr, 1e-5)
+    assert type(loss) is type(other_loss) and vars(loss) != vars(other_loss)
+    assert vars(logprobs) != vars(other_logprobs)
+
+
+def test_a_phase_keeps_a_user_defined_loss() -> None:
+    (phase,) = phases_from("{name: only}")
+    c = phase.configuration
+    algo = CustomAlgoSettings(name="my_loss:Loss")
+    calls: list[Any] = []
+    worker: Any = SimpleNamespace(
+        policy=SimpleNamespace(loss="the user's"),
+        shape=read_shape(TWO_DIGIT_ADDITION),
+        layout=SimpleNamespace(groups={"tp_group": None, "cp_group": None}),
+        set_objective=lambda loss, *_: calls.append(loss),
+    )
+    apply_phase(worker, dataclasses.replace(c, algo=algo))
+    assert calls == ["the user's"]
 
 
 def test_run_ends_with_its_last_phase(tmp_path: Path) -> None:

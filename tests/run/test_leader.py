@@ -1,14 +1,24 @@
 """The order of the calls of a run: when it evaluates, syncs and stops."""
 
+import contextlib
+import dataclasses
 import io
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megatron_rl.config.schema import CreditSettings
+from megatron_rl.config.schema import CreditSettings, EvalSettings
+from megatron_rl.contracts.commands import Command
+from megatron_rl.contracts.run_state import PromptCursor, SelectorState
+from megatron_rl.engines.token_counter import TokenComparison
+from megatron_rl.records.progress import Progress
 from megatron_rl.rollouts.evaluation import EvaluationFailed
+from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.run.nonfinite_guard import NonFiniteRun
-from megatron_rl.run.stopping import AccuracyUnknown
+from megatron_rl.run.stopping import AccuracyUnknown, is_accuracy_reached
+from tests.support.checkpoints import make_state
 from tests.support.groups import group
 from tests.support.leaders import ScriptedParts, lead
 
@@ -31,6 +41,32 @@ def test_order_of_calls_in_a_run(tmp_path: Path) -> None:
     ]
     assert parts.released_groups == ["g", "g"]
     assert parts.metrics[1]["sync/version"] == 1 and parts.metrics[2]["eval/accuracy"] == 0.5
+
+
+def test_every_long_command_says_what_it_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    active_tasks: list[str] = []
+    tasks: dict[str, list[str]] = {}
+
+    @contextlib.contextmanager
+    def note(progress: Progress, name: str) -> Iterator[None]:
+        active_tasks.append(name)
+        yield
+        active_tasks.pop()
+
+    class Parts(ScriptedParts):
+        def run(self, command: Command) -> Any:
+            tasks[type(command).__name__] = list(active_tasks)
+            return super().run(command)
+
+    monkeypatch.setattr(Progress, "task", note)
+    lead(Parts(), tmp_path, steps=1)
+    assert tasks == {
+        "Sync": ["sending the weights to the engines"],
+        "Train": ["training on the batch of step 1"],
+        "Save": [f"writing the weights to {tmp_path / 'checkpoints' / 'step-1'}"],
+    }
 
 
 def test_evaluations_follow_every_and_start_step(tmp_path: Path) -> None:
@@ -68,6 +104,16 @@ def test_run_stops_when_the_mean_accuracy_reaches_stop_at(tmp_path: Path) -> Non
         "train 3",
     ]
     assert parts.calls[-3:] == ["save step-3", "finish", "stop"]
+
+
+def test_the_mean_of_the_last_evaluations_ends_a_run() -> None:
+    settings = EvalSettings(stop_at=0.5, stop_average=2)
+    assert not is_accuracy_reached([], settings)
+    assert not is_accuracy_reached([0.9], settings)
+    assert is_accuracy_reached([0.4, 0.6], settings)
+    assert is_accuracy_reached([0.0, 0.4, 0.6], settings)
+    assert not is_accuracy_reached([0.9, 0.9, 0.4, 0.4], settings)
+    assert not is_accuracy_reached([0.9, 0.9], EvalSettings(stop_at=None, stop_average=2))
 
 
 def test_warning_when_stop_at_was_not_reached(tmp_path: Path) -> None:
@@ -197,6 +243,28 @@ def test_unbalanced_account_warns_and_the_run_continues(tmp_path: Path) -> None:
     assert parts.calls[-1] == "stop"
 
 
+def test_tokens_that_only_the_engines_counted_are_unaccounted(tmp_path: Path) -> None:
+    """In step 1 a request was lost. Step 2 has an evaluation, too: 8 and 5 tokens are counted."""
+    parts = ScriptedParts()
+    parts.comparisons = [
+        TokenComparison(5, 0),
+        TokenComparison(24, 16),
+        TokenComparison(8, 0),
+        TokenComparison(5, 0),
+    ]
+    screen = io.StringIO()
+    lead(parts, tmp_path, stream=screen)
+    assert parts.counted_tokens == [5, 8, 8, 5]
+    counts = [
+        (parts.metrics[step]["account/engine_tokens"], parts.metrics[step]["account/unaccounted"])
+        for step in (0, 1, 2)
+    ]
+    assert counts == [(5, 0), (24, 16), (13, 0)]
+    warnings = [line for line in screen.getvalue().splitlines() if "warning" in line]
+    (warning,) = warnings
+    assert "16 of 24 tokens that the engines sampled are in no class" in warning
+
+
 def test_zero_variance_groups_train_beside_mixed_ones_with_zvp(tmp_path: Path) -> None:
     groups = [group(1.0, 0.0, name="m"), group(1.0, 1.0, name="f")]
     assert (
@@ -205,6 +273,24 @@ def test_zero_variance_groups_train_beside_mixed_ones_with_zvp(tmp_path: Path) -
     zvp = lead(ScriptedParts(groups=groups), tmp_path, credit=CreditSettings(all_correct="zvp"))
     assert zvp.metrics[1]["train/zero_variance_samples"] == 2
     assert zvp.metrics[1]["account/trained/zero_variance"] == 8
+
+
+def test_a_step_that_fails_before_it_has_metrics_leaves_no_record(tmp_path: Path) -> None:
+    def fail(step: int) -> None:
+        if step == 2:
+            raise EvaluationFailed("no engine answers")
+
+    parts = ScriptedParts(on_sample=fail)
+    with pytest.raises(EvaluationFailed):
+        lead(parts, tmp_path, steps=3)
+    assert list(parts.metrics) == [0, 1]
+
+
+def test_a_step_that_fails_after_its_update_leaves_its_record(tmp_path: Path) -> None:
+    parts = ScriptedParts(finite=[True, False, False])
+    with pytest.raises(NonFiniteRun):
+        lead(parts, tmp_path, steps=4, max_nonfinite_steps=2)
+    assert list(parts.metrics) == [0, 1, 2, 3]
 
 
 def test_a_run_without_any_update_fails(tmp_path: Path) -> None:
@@ -223,4 +309,24 @@ def test_a_failed_last_evaluation_keeps_the_trained_weights(tmp_path: Path) -> N
     parts.on_measure = fail
     with pytest.raises(EvaluationFailed):
         lead(parts, tmp_path, steps=2)
+    assert "save step-2" in parts.calls
+
+
+def test_all_delivered_groups_are_released(tmp_path: Path) -> None:
+    """Also those that were stopped or are surplus, which do not train."""
+
+    class Parts(ScriptedParts):
+        def sample(self, step: int) -> RolloutBatch:
+            return dataclasses.replace(super().sample(step), delivered_ids=("g", "surplus"))
+
+    parts = lead(Parts(), tmp_path, steps=1)
+    assert parts.released_groups == ["g", "surplus"]
+
+
+def test_a_resumed_run_may_end_without_an_update(tmp_path: Path) -> None:
+    """An earlier process may have updated the weights."""
+    cursor = PromptCursor(epoch=0, position=1, digest="d")
+    state = make_state(1, selection=SelectorState(prompts=cursor)).position
+    parts = ScriptedParts(finite=[False])
+    lead(parts, tmp_path, steps=2, resume_state=state, max_nonfinite_steps=3)
     assert "save step-2" in parts.calls

@@ -28,6 +28,14 @@ ANSWERS: dict[str, tuple[int, bytes]] = {
     ),
 }
 
+METRICS = b"""# HELP sglang:generation_tokens_total Number of generation tokens processed.
+# TYPE sglang:generation_tokens_total counter
+sglang:generation_tokens_total{engine_type="unified",is_streaming="false"} 2476.0
+sglang:generation_tokens_total{engine_type="unified",is_streaming="true"} 1e+06
+sglang:generation_tokens_histogram_sum{engine_type="unified"} 7.0
+sglang:prompt_tokens_total{engine_type="unified"} 9.0
+"""
+
 
 def client(url: str) -> AdminClient:
     return AdminClient(Engine(url=url), RunKeys("user", "boss"))
@@ -103,6 +111,31 @@ def test_disk_update_overrides_the_load_format(
 
 def test_checksums_are_typed(admin: AdminClient) -> None:
     assert admin.checksums() == [{"a": "1f"}]
+
+
+def test_generated_tokens_are_the_sum_of_the_engine_counter(
+    admin: AdminClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ANSWERS, "/metrics", (200, METRICS))
+    assert admin.generated_tokens() == 1_002_476
+
+
+@pytest.mark.parametrize("answer", [(404, b"Not Found"), (200, b""), (200, METRICS[:160])])
+def test_an_engine_without_the_counter_has_no_number(
+    answer: tuple[int, bytes], admin: AdminClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ANSWERS, "/metrics", answer)
+    assert admin.generated_tokens() is None
+
+
+@pytest.mark.parametrize("number", [b"NaN", b"-1.0", b"+Inf", b"many"])
+def test_an_invalid_counter_is_a_failed_request(
+    number: bytes, admin: AdminClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = b'sglang:generation_tokens_total{a="b"} ' + number + b"\n"
+    monkeypatch.setitem(ANSWERS, "/metrics", (200, answer))
+    with pytest.raises(RequestFailed, match="generation_tokens_total"):
+        admin.generated_tokens()
 
 
 @pytest.mark.parametrize(

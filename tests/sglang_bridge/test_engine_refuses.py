@@ -48,7 +48,9 @@ def test_reason_of_an_engine_exit_is_the_first_line(
         engine.stop()
     lines = str(error_info.value).splitlines()
     assert lines[0].startswith(first_line)
-    assert len(lines) == 1 if extra else "ended by itself: OSError: no model there" in lines[0]
+    assert len(lines) == 1 and f"; see {tmp_path}/engine.log" in lines[0]
+    assert extra or "ended by itself: OSError: no model there" in lines[0]
+    assert extra or "no model there" in error_info.value.log_tail
 
 
 def test_start_timeout_error_gives_the_elapsed_time(

@@ -1,8 +1,10 @@
 """Errors of engine processes that ended."""
 
+import traceback
+
 import pytest
 
-from sglang_bridge.errors import EngineDied, describe_exit
+from sglang_bridge.errors import EngineDied, EngineUnhealthy, describe_exit
 
 
 @pytest.mark.parametrize(
@@ -19,3 +21,15 @@ from sglang_bridge.errors import EngineDied, describe_exit
 def test_exit_by_a_signal_is_named(returncode: int, words: str) -> None:
     assert describe_exit(returncode).startswith(words)
     assert str(EngineDied("gone", returncode=returncode)).startswith(f"gone ({words}")
+
+
+def test_a_log_is_apart_from_the_message() -> None:
+    """A traceback shows it, because the run's own report does not reach a test or a script."""
+    log_tail = "first line\nlast line"
+    for error in (
+        EngineDied("gone", returncode=1, log_tail=log_tail),
+        EngineUnhealthy("silent", log_tail=log_tail),
+    ):
+        assert "\n" not in str(error) and error.log_tail == log_tail
+        assert "last line" in "".join(traceback.format_exception(error))
+    assert not hasattr(EngineUnhealthy("silent"), "__notes__")

@@ -166,6 +166,46 @@ def test_inconsistent_replies_are_rejected_by_name(meta: dict, reason: str) -> N
     assert rejection(reply(**meta)) == reason
 
 
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (reply(3, routed_experts="AAAA"), "routes_length"),
+        (reply(3, routed_experts=None), "routes_missing"),
+        (reply(3, output_token_logprobs=[[None, 10 + t, None] for t in range(3)]), None),
+        (reply(3, output_token_logprobs=[]), "logprobs_length"),
+        (reply(3, finish_reason={"type": "tired"}), "finish_reason"),
+        (reply(3, weight_versions=[{"version": "1", "start": 1, "end": 3}]), "versions"),
+        (reply_with(5, 6, 2**40), "token_range"),
+        (reply(3, cached_tokens=-1), "malformed"),
+        ({"output_ids": [1, 2, 3]}, "malformed"),
+        ({"output_ids": ["a"] * 9, "meta_info": {"completion_tokens": 3}}, "malformed"),
+    ],
+)
+def test_a_rejection_counts_the_tokens_that_the_engine_sampled(content: Any, reason: str) -> None:
+    with pytest.raises(GenerationRejected) as error_info:
+        decode(content)
+    assert error_info.value.reason == (reason or "logprobs_nonfinite")
+    assert error_info.value.num_tokens == 3
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {},
+        [],
+        "abc",
+        {"output_ids": 3},
+        {"output_ids": "abc", "meta_info": {"completion_tokens": "3"}},
+        {"output_ids": None, "meta_info": {"completion_tokens": -3}},
+        {"meta_info": {"completion_tokens": 10**9}},
+    ],
+)
+def test_an_unreadable_or_impossible_count_is_zero(content: Any) -> None:
+    with pytest.raises(GenerationRejected) as error_info:
+        decode(content)
+    assert error_info.value.num_tokens == 0
+
+
 @pytest.mark.parametrize("content", [{}, [], {"error": "x"}, {"output_ids": "abc"}])
 def test_other_json_is_malformed(content: Any) -> None:
     assert rejection(content) == "malformed"

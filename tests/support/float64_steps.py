@@ -22,8 +22,8 @@ def advantages_of(groups: Sequence[Group]) -> dict[str, float]:
     """Return the advantages of rollouts of mixed groups, by id.
 
     A = (c - mean) / (std + 1e-6), with c the correctness of 0 or 1 and std over n - 1. Shaping by
-    x = clip(c - reward) gives A (1 - x / 2) where c is 1, and A (1 + x / 2) where it is 0. Rollouts
-    without a verdict do not count.
+    x = clip(c - reward) gives A (1 - x / 2) where c is 1, and A (1 + x / 2) where it is 0. It is
+    multiplied by the weight of the group. Rollouts without a verdict do not count.
     """
     advantages: dict[str, float] = {}
     for group in groups:
@@ -36,7 +36,7 @@ def advantages_of(groups: Sequence[Group]) -> dict[str, float]:
         differences = scores - scores.mean()
         std = (differences.square().sum() / (len(refs) - 1)).sqrt()
         factors = 1 + torch.where(scores == 1, -0.5, 0.5) * penalties
-        values = (factors * differences / (std + 1e-6)).tolist()
+        values = (group.weight * factors * differences / (std + 1e-6)).tolist()
         advantages |= dict(zip([r.rollout_id for r in refs], values, strict=True))
     return advantages
 
@@ -53,6 +53,11 @@ def entropy_advantages_of(groups: Sequence[Group], alpha: float) -> dict[str, fl
             group_alpha = alpha if scores == {1.0} else -alpha
             alphas |= dict.fromkeys([r.rollout_id for r in group.rollouts], group_alpha)
     return alphas
+
+
+def weights_of(groups: Sequence[Group]) -> dict[str, float]:
+    """Return the weight of each rollout's group, by id."""
+    return {r.rollout_id: group.weight for group in groups for r in group.rollouts}
 
 
 @dataclass(frozen=True)
@@ -134,13 +139,15 @@ class Float64Trainer:
         steps: Sequence[Sequence[str]],
         rollouts: Mapping[str, Rollout],
         advantages: Mapping[str, tuple[float, float]],
+        weights: Mapping[str, float],
     ) -> dict[str, float]:
         """Train one rollout batch and return its metrics.
 
         The old policy is computed once, then there is an optimizer step for each list of ids.
 
-        advantages: (A, 0) of mixed groups, (0, ±α) of zero-variance groups, which do not count in
+        advantages: (w A, 0) of mixed groups, (0, ±α) of zero-variance groups, which do not count in
         the denominators.
+        weights: w of each rollout's group.
         """
         means = Means()
         sequences = {
@@ -151,10 +158,10 @@ class Float64Trainer:
                 name: self._old_values(sequence, means) for name, sequence in sequences.items()
             }
         for step in steps:
-            loss = self._loss(step, sequences, old_values, advantages, means)
+            loss = self._loss(step, sequences, old_values, advantages, weights, means)
             means.add("train/loss", loss.detach())
-            weights = list(self.model.weights.values())
-            self._update(torch.autograd.grad(loss, weights, materialize_grads=True))
+            tensors = list(self.model.weights.values())
+            self._update(torch.autograd.grad(loss, tensors, materialize_grads=True))
             means.add("train/grad_norm", self.grad_norms[-1])
         return means.values() | {"train/lr": self.rates[-1]}
 
@@ -164,24 +171,27 @@ class Float64Trainer:
         sequences: Mapping[str, Sequence64],
         old_values: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
         advantages: Mapping[str, tuple[float, float]],
+        weights: Mapping[str, float],
         means: Means,
     ) -> torch.Tensor:
         """Return the loss of an optimizer step. old_values: of the old policy."""
         mixed_ids = [name for name in step if advantages[name][1] == 0]
-        num_tokens = sum(len(sequences[name].rows) for name in mixed_ids)
+        denominator = sum(weights[name] * self._count(sequences[name].rows) for name in mixed_ids)
         loss = torch.zeros((), dtype=torch.float64)
         for name in step:
             logprob, _ = self._logprobs(sequences[name])
             old_logprob, entropy = old_values[name]
-            token_advantages = _token_advantages(*advantages[name], entropy)
+            token_advantages = _token_advantages(*advantages[name], entropy, weights[name])
             kind = "mixed" if name in mixed_ids else "zero_variance"
-            means.add(f"policy/advantage_{kind}", token_advantages.abs())
+            weight = weights[name] * len(entropy)
+            means.add(f"policy/advantage_{kind}", token_advantages.abs(), weight)
             objective = self._objective(logprob, old_logprob, entropy, token_advantages, means)
-            if isinstance(self.algo, GrpoSettings):
-                loss = loss - objective.sum() / num_tokens
-            else:
-                loss = loss - objective / len(mixed_ids)
+            loss = loss - objective.sum() / denominator
         return loss
+
+    def _count(self, tokens: torch.Tensor) -> int:
+        """Return what a sequence adds to the denominator: its tokens for GRPO, 1 for ESPO."""
+        return len(tokens) if isinstance(self.algo, GrpoSettings) else 1
 
     def _logprobs(
         self, sequence: Sequence64, means: Means | None = None
@@ -266,12 +276,17 @@ def _entropy_groups(entropy: torch.Tensor, fraction: float) -> list[list[int]]:
     return [sorted(group) for group in (by_entropy[:count], by_entropy[count:]) if group]
 
 
-def _token_advantages(advantage: float, alpha: float, entropies: torch.Tensor) -> torch.Tensor:
-    """Return A for all tokens, or α H_t, or -|α| (max H - H_t), [T]; the latter two at most 1."""
+def _token_advantages(
+    advantage: float, alpha: float, entropies: torch.Tensor, weight: float
+) -> torch.Tensor:
+    """Return w A for all tokens, or w α H_t, or -w |α| (max H - H_t), [T].
+
+    The latter two are at most w. advantage: w A.
+    """
     if alpha == 0:
         return torch.full_like(entropies, advantage)
     values = alpha * entropies if alpha > 0 else alpha * (entropies.max() - entropies)
-    return values.clamp(-1, 1)
+    return weight * values.clamp(-1, 1)
 
 
 def _clip(

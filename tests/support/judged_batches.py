@@ -1,4 +1,4 @@
-"""Groups of judged rollouts with every kind of verdict, the same on every rank."""
+"""Groups of judged rollouts with every kind of verdict and weight, the same on every rank."""
 
 from collections.abc import Sequence
 
@@ -20,6 +20,9 @@ _VERDICTS = (
     ((0.0, 0.3), (0.0, 0.0), (0.0, -0.4), (1.0, 1.0)),
     ((0.0, 0.0), (0.0, -0.3), (0.0, 0.0), (0.0, -0.2)),
 )
+
+# Weights of the groups, as prompt selection gives them
+_WEIGHTS = (1.0, 1.5, 2.0, 1.25, 0.75)
 
 
 def judged_groups(
@@ -49,4 +52,5 @@ def _make_group(index: int, refs: Sequence[RolloutRef]) -> Group:
         verdict = Verdict(reward=reward, correctness=correctness, penalty=penalty)
         rollouts.append(msgspec.structs.replace(ref, verdict=verdict))
     prompt = Prompt(id=f"g{index}", token_ids=(1,), answer="1", task="t")
-    return Group(group_id=f"g{index}", prompt=prompt, rollouts=tuple(rollouts))
+    weight = _WEIGHTS[index % len(_WEIGHTS)]
+    return Group(group_id=f"g{index}", prompt=prompt, rollouts=tuple(rollouts), weight=weight)

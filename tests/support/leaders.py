@@ -23,6 +23,7 @@ from megatron_rl.contracts.commands import Command, EnterPhase, Save, Sync, Trai
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.run_state import LoopState, PromptCursor, SelectorState
 from megatron_rl.credit.assign import Credit
+from megatron_rl.engines.token_counter import TokenComparison
 from megatron_rl.planning.step_planner import StepPlanner
 from megatron_rl.records.progress import Progress
 from megatron_rl.records.run_directory import RunDirectory
@@ -63,6 +64,8 @@ class ScriptedParts:
         self.extra_metrics: dict[str, float] = {}
         self.on_measure: Callable[[str], object] = lambda label: None
         self.audit_obstacle = ""
+        self.comparisons: list[TokenComparison | None] = []
+        self.counted_tokens: list[int] = []
         self._num_lost = num_lost
         self._on_sample = on_sample
         self._on_train = on_train
@@ -80,8 +83,8 @@ class ScriptedParts:
         self.calls.append("inflate_variance")
 
     def resume_from(self, version: int | None, *, synced: bool) -> None:
-        assert version is not None and synced
-        self.version = version - 1
+        assert version is not None
+        self.version = version - 1 if synced else version
 
     def sample(self, step: int) -> RolloutBatch:
         position = self.cursor.position + 1
@@ -104,6 +107,10 @@ class ScriptedParts:
             samples=8,
             tokens=5,
         )
+
+    def compare(self, counted_tokens: int) -> TokenComparison | None:
+        self.counted_tokens.append(counted_tokens)
+        return self.comparisons.pop(0) if self.comparisons else None
 
     def next_command(self) -> Sync:
         return Sync(version=self.version + 1)
@@ -178,6 +185,7 @@ def lead(
         parts=step_parts,
         holder=stand_in,
         weights=stand_in,
+        token_counter=stand_in,
         dispatcher=stand_in,
         records=RunRecords(RunDirectory(tmp_path), stand_in, progress),
         checkpoints=checkpoints,

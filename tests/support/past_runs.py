@@ -7,12 +7,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rl.config.cli import compose
-from megatron_rl.config.schema import LoggerSettings
+from megatron_rl.config.schema import Configuration, LoggerSettings
 from megatron_rl.records.exit_record import write_exit_record
 from megatron_rl.records.metrics_log import MetricsLog
-from megatron_rl.records.run_directory import RunDirectory
+from megatron_rl.records.run_directory import RunDirectory, run_directory_path
 
 SETTINGS = LoggerSettings(tensorboard=False, progress=False)
+
+
+def make_run_directory(configuration: Configuration, *, ranks: int = 1) -> RunDirectory:
+    """Make the directory of a new run, as rank 0 does."""
+    path = run_directory_path(configuration.run, datetime.datetime(2025, 1, 2))
+    directory = RunDirectory(path)
+    directory.create(configuration, ranks=ranks)
+    return directory
 
 
 def write_run(
@@ -30,7 +38,7 @@ def write_run(
     for a killed run. clipped_share: the share of clipped tokens, half of it on either side.
     tokens: the tokens of a step.
     """
-    directory = RunDirectory.create(compose(overrides), datetime.datetime(2025, 1, 2), ranks=ranks)
+    directory = make_run_directory(compose(overrides), ranks=ranks)
     step_values = {
         "rollout/tokens": tokens,
         "time/step": 5.0,

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
 def torchrun(script: Path, *arguments: str, ranks: int, timeout: float = 240) -> str:
@@ -19,15 +20,8 @@ def torchrun(script: Path, *arguments: str, ranks: int, timeout: float = 240) ->
         "PYTHONPATH": f"{TESTS.parent}:{TESTS.parent / 'kernels'}",
         "OMP_NUM_THREADS": "1",
     }
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={ranks}",
-    ]
     result = subprocess.run(
-        [*command, str(script), *arguments],
+        [*TORCHRUN, "--standalone", f"--nproc-per-node={ranks}", str(script), *arguments],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -41,6 +41,21 @@ def test_advantages_computed_by_hand() -> None:
     assert sizes["policy/advantage_mixed"].tolist() == pytest.approx([1.4, 2.0])
 
 
+def test_weights_multiply_clipped_advantages_and_count_in_their_means() -> None:
+    entropies = torch.tensor([9.0, 1.0, 0.0, 2.0, 3.0, 1.0])
+    batch = BATCHER.pack(
+        [make_rollout(3, n) for n in (1, 3, 2)], [-1.4, 0.0, 0.0], [0.0, -0.1, 0.5], [2.0, 3.0, 0.5]
+    )
+    # Clipped first: 0.5 x 3 nats gives 1. The advantage of a mixed group has its weight already.
+    advantages = [-1.4, 3 * -0.1, 3 * -0.2, 0.0, 0.5 * 1.0, 0.5 * 0.5]
+    assert token_advantages(batch, entropies).tolist() == pytest.approx(advantages)
+    sizes = advantage_sizes(batch, torch.tensor(advantages))
+    assert sizes["policy/advantage_zero_variance"].tolist() == pytest.approx(
+        [0.3 + 0.6 + 0.5 + 0.25, 3 * 3.0 + 2 * 0.5]
+    )
+    assert sizes["policy/advantage_mixed"].tolist() == pytest.approx([1.4, 2.0])
+
+
 def test_without_zero_variance_groups_advantages_stay_bit_for_bit() -> None:
     batch = BATCHER.pack([make_rollout(3, 4), make_rollout(2, 3)], [0.123456789, -1.3])
     entropies = torch.full((7,), torch.nan)

@@ -1,17 +1,16 @@
 """Exchange of rollouts: the transfer plan, and its execution with one thread for each rank."""
 
+import dataclasses
 import functools
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from launch.testbed.rollout_refs import make_ref
 from megatron_rl.contracts.exit_codes import ExitCode
@@ -23,6 +22,7 @@ from megatron_rl.training.exchange import rollout_exchange as exchange
 from megatron_rl.training.exchange.rollout_exchange import ExchangeFailed, exchange_rollouts
 from megatron_rl.training.exchange.transfer_plan import Receiver, TransferPlan, rollout_indices
 from tests.support.rollouts import assert_equal, make_rollout
+from tests.support.thread_ranks import Group, gather_bytes, run_on_ranks
 from tests.support.torchrun import torchrun
 
 LAYERS = 3
@@ -154,25 +154,6 @@ def test_a_plan_for_a_thousand_ranks_takes_less_than_a_second() -> None:
     assert time.process_time() - start < 0.3
 
 
-@dataclass
-class Mail:
-    """Shared memory of all ranks of a simulated job, in place of a process group."""
-
-    size: int
-    values: list[Any] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.values = [None] * self.size
-        self.barrier = threading.Barrier(self.size, timeout=10)
-
-    def gather(self, rank: int, value: Any) -> list[Any]:
-        """Return the values of all ranks."""
-        self.barrier.wait()
-        self.values[rank] = value
-        self.barrier.wait()
-        return list(self.values)
-
-
 Exchange = Callable[..., list[Any]]
 
 
@@ -180,31 +161,30 @@ Exchange = Callable[..., list[Any]]
 def run_exchange(monkeypatch: pytest.MonkeyPatch) -> Exchange:
     """Run an exchange with a thread for each rank, and return each rank's result or error."""
 
-    def all_to_all(outgoing: list[bytes], group: tuple[Mail, int]) -> list[memoryview]:
+    def all_to_all_single(
+        output: torch.Tensor,
+        data: torch.Tensor,
+        output_sizes: list[int] | None = None,
+        sizes: list[int] | None = None,
+        *,
+        group: Group,
+    ) -> None:
         mail, rank = group
-        return [memoryview(row[rank]) for row in mail.gather(rank, outgoing)]
+        rows = mail.gather(rank, data.split(sizes or [1] * mail.size))
+        parts = [row[rank] for row in rows]
+        assert [len(part) for part in parts] == (output_sizes or [1] * mail.size)
+        output.copy_(torch.cat(parts))
 
-    def gather_bytes(data: bytes, group: tuple[Mail, int]) -> list[bytes]:
-        mail, rank = group
-        return mail.gather(rank, data)
-
-    monkeypatch.setattr(exchange, "_all_to_all", all_to_all)
+    monkeypatch.setattr(exchange.dist, "all_to_all_single", all_to_all_single)
     monkeypatch.setattr(exchange, "gather_bytes", gather_bytes)
 
     def run(
         plan: StepPlan, receivers: list[Receiver], read: Callable[[RolloutRef], Rollout]
     ) -> list[Any]:
-        mail = Mail(len(receivers))
+        def work(group: Any) -> dict[int, Rollout]:
+            return exchange_rollouts(plan, receivers, group[1], group, read)
 
-        def work(rank: int) -> Any:
-            group: Any = (mail, rank)
-            try:
-                return exchange_rollouts(plan, receivers, rank, group, read)
-            except Exception as error:
-                return error
-
-        with ThreadPoolExecutor(len(receivers)) as threads:
-            return list(threads.map(work, range(len(receivers)), timeout=30))
+        return run_on_ranks(len(receivers), work)
 
     return run
 
@@ -223,6 +203,19 @@ def test_each_rank_gets_its_rollouts_with_its_layers(
         assert sorted(rollouts) == rollout_indices(plan, receiver.dp_rank)
         for index, rollout in rollouts.items():
             assert_equal(rollout, codec.select_layers(rollout_of(index), (2, 0)))
+
+
+def test_each_pipeline_stage_gets_its_own_layers_from_another_node(run_exchange: Exchange) -> None:
+    """Two stages of one data-parallel rank, on two nodes that hold half of the rollouts each."""
+    plan = plan_of([i % 2 for i in range(6)], dp_size=1)
+    rows = [(0, 2), (1,)]
+    receivers = [
+        Receiver(dp_rank=0, node=node, moe_rows=moe_rows) for node, moe_rows in enumerate(rows)
+    ]
+    for moe_rows, rollouts in zip(rows, run_exchange(plan, receivers, read), strict=True):
+        assert sorted(rollouts) == list(range(6))
+        for index, rollout in rollouts.items():
+            assert_equal(rollout, codec.select_layers(rollout_of(index), moe_rows))
 
 
 @pytest.mark.parametrize("node", [0, 1])
@@ -245,6 +238,8 @@ def test_a_rollout_that_one_rank_cannot_read_is_an_error_on_all(
     )
     assert "step 5: rollouts cannot be trained on: rank" in str(results[0])
     assert "rollout r1: no such file descriptor" in str(results[0])
+    # Both tensor-parallel ranks of node 1 read it there. Otherwise one rank of node 0 reads it
+    assert str(results[0]).count("r1") == 1 + node
 
 
 def shorten(rollout: Rollout) -> Rollout:
@@ -265,7 +260,19 @@ def drop_route_row(rollout: Rollout) -> Rollout:
     )
 
 
-@pytest.mark.parametrize("damage", [shorten, drop_route_row])
+def drop_layer(rollout: Rollout) -> Rollout:
+    assert rollout.routes is not None
+    routes = np.array(rollout.routes[:, 1:])
+    return Rollout(rollout.rollout_id, "p", 0, rollout.finish_reason, rollout.segments, routes)
+
+
+def unlearn_response(rollout: Rollout) -> Rollout:
+    prompt, response = rollout.segments
+    segments = (prompt, dataclasses.replace(response, trainable=False))
+    return Rollout(rollout.rollout_id, "p", 0, rollout.finish_reason, segments, rollout.routes)
+
+
+@pytest.mark.parametrize("damage", [shorten, drop_route_row, drop_layer, unlearn_response])
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_rollout_that_differs_from_the_plan_is_an_error_on_all_ranks(
     run_exchange: Exchange,
@@ -279,8 +286,7 @@ def test_a_rollout_that_differs_from_the_plan_is_an_error_on_all_ranks(
         lambda ref: damage(read(ref)) if ref.rollout_id == "r1" else read(ref),
     )
     assert all(
-        isinstance(error, ExchangeFailed) and "rank 1: rollout r1: " in str(error)
-        for error in results
+        isinstance(error, ExchangeFailed) and ": rollout r1: " in str(error) for error in results
     )
 
 

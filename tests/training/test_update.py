@@ -27,7 +27,7 @@ from megatron_rl.training.policy import Policy
 from megatron_rl.training.update import update_policy
 
 TOKENS = 5
-FIELDS = ("logprobs", "rollout_logprobs", "advantages", "entropy_advantages")
+FIELDS = ("logprobs", "rollout_logprobs", "advantages", "entropy_advantages", "weights")
 WAITS = ("tolist", "item", "__float__", "__int__", "__bool__", "cpu", "numpy")
 
 
@@ -79,6 +79,7 @@ def make_batches(count: int) -> list[Any]:
             rollout_logprobs=torch.randn(TOKENS, generator=generator).as_subclass(OnDevice),
             advantages=torch.ones(TOKENS).as_subclass(OnDevice),
             entropy_advantages=torch.zeros(TOKENS).as_subclass(OnDevice),
+            weights=torch.ones(TOKENS).as_subclass(OnDevice),
             cu_seqlens=torch.tensor([0, TOKENS], dtype=torch.int32),
         )
         for _ in range(count)

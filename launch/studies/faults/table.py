@@ -155,6 +155,18 @@ FAULTS = [
         "SIGKILL torchrun", "torchrun .* was killed", ExitCode.TERMINATED, signal_launcher(_KILL)
     ),
     Fault(
+        "SIGSTOP rank 0",
+        r"rank 0 of the training was stopped \(SIGSTOP\) .* process \d+",
+        ExitCode.PEER_FAILED,
+        signal_processes(_STOP, lambda scene: [scene.rank(0)]),
+    ),
+    Fault(
+        "SIGSTOP rank 1",
+        r"rank 1 of the training was stopped \(SIGSTOP\) .* process \d+",
+        ExitCode.PEER_FAILED,
+        signal_processes(_STOP, lambda scene: [scene.rank(1)]),
+    ),
+    Fault(
         "SIGSTOP engine",
         r"engine .* was stopped \(SIGSTOP",
         ExitCode.ENGINE_FAILED,

@@ -40,7 +40,7 @@ def check_formats_and_timeouts(c: Configuration) -> Iterator[BrokenRule]:
     if c.engine.fake_quant == "bf16" and c.engine.dtype == "bfloat16":
         rule = "This setting has no effect: engine.dtype=bfloat16 already rounds weights like this"
         yield BrokenRule("engine.fake_quant", rule, "Use off, or engine.dtype=float32")
-    if c.engine.fake_quant != "off" and c.mode in ("eval", "profile") and c.run.resume == "never":
+    if c.engine.fake_quant != "off" and c.is_measurement and c.run.resume == "never":
         rule = (
             f"Without a checkpoint mode={c.mode} sends no weights, and engines serve model.path "
             "unchanged"

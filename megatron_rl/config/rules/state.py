@@ -55,8 +55,8 @@ def check_mode(c: Configuration) -> Iterator[BrokenRule]:
     yield from _check_recording(c)
     yield from _check_checkpoints(c)
     yield from _check_evaluation(c)
-    samples = c.mode in ("rollout_only", "eval", "profile")
-    if samples and c.environment.name == "demonstration":
+    trains_nothing = c.is_measurement or c.mode == "rollout_only"
+    if trains_nothing and c.environment.name == "demonstration":
         rule = "environment.name=demonstration samples no responses"
         yield BrokenRule("mode", rule, "Use mode=train")
 
@@ -77,10 +77,10 @@ def _check_recording(c: Configuration) -> Iterator[BrokenRule]:
 
 
 def _check_checkpoints(c: Configuration) -> Iterator[BrokenRule]:
-    if c.mode in ("eval", "profile", "rollout_only") and c.run.checkpoint_every:
+    if (c.is_measurement or c.mode == "rollout_only") and c.run.checkpoint_every:
         rule = f"mode={c.mode} changes no weights that could be saved"
         yield BrokenRule("run.checkpoint_every", rule, "Use 0")
-    if c.mode in ("eval", "profile") and c.run.resume == "auto":
+    if c.is_measurement and c.run.resume == "auto":
         rule = f"mode={c.mode} cannot be resumed"
         yield BrokenRule("run.resume", rule, "Give the path of a checkpoint, or use never")
     if c.mode == "rollout_only" and c.run.resume != "never":

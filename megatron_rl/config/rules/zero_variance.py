@@ -27,7 +27,7 @@ def check_selection(c: Configuration, keys: Collection[str]) -> Iterator[BrokenR
     selection_keys = [key for key in keys if key.partition(".")[0] == "selection"]
     for key in selection_keys:
         yield from _check_selection_key(c, key)
-    if selection_keys and c.mode in ("train_only", "eval", "profile"):
+    if selection_keys and (c.is_measurement or c.mode == "train_only"):
         rule = f"mode={c.mode} selects no prompts"
         yield BrokenRule("selection.name", rule, "Remove it, or use mode=train")
     if c.selection.name != "uniform" and c.algo.advantages == "one":

@@ -21,6 +21,7 @@ from megatron_rl.mcore.checkpoint.tensor_reader import TensorReader
 from megatron_rl.mcore.model import build_models
 from megatron_rl.mcore.weights.export import NamedTensors, hf_tensors
 from megatron_rl.mcore.weights.parameters import PlacedParameter, placed_parameters
+from megatron_rl.mcore.weights.save import open_barrier
 from megatron_rl.models.hf_checkpoint.reader import CheckpointError
 from megatron_rl.models.hf_checkpoint.writer import (
     ShardWriter,
@@ -99,23 +100,29 @@ def write_hf(weights: SavedWeights, target: Path, *, source: Path, dtype: torch.
     """
     rank = dist.get_rank()
     try:
-        if rank == 0:
-            begin_checkpoint(target)
-        dist.barrier()
-        for number in range(rank, len(weights.buckets), dist.get_world_size()):
-            writer = ShardWriter(target, f"model-{number:05d}")
-            for name, tensor in weights.read(weights.buckets[number], dtype):
-                _require_finite(name, tensor, dtype)
-                writer.add(name, tensor)
-            writer.close()
-        dist.barrier()
-        if rank == 0:
-            commit_checkpoint(target, source=source, dtype=dtype)
-        dist.barrier()
+        with open_barrier() as wait_for_all:
+            if rank == 0:
+                begin_checkpoint(target)
+            wait_for_all()
+            for number in range(rank, len(weights.buckets), dist.get_world_size()):
+                _write_bucket(weights, number, target, dtype)
+            wait_for_all()
+            if rank == 0:
+                commit_checkpoint(target, source=source, dtype=dtype)
+            wait_for_all()
     except BaseException:
         if rank == 0:
             discard_checkpoint(target)
         raise
+
+
+def _write_bucket(weights: SavedWeights, number: int, target: Path, dtype: torch.dtype) -> None:
+    """Write a bucket as a file. Raises `CheckpointError` for NaN and Inf."""
+    writer = ShardWriter(target, f"model-{number:05d}")
+    for name, tensor in weights.read(weights.buckets[number], dtype):
+        _require_finite(name, tensor, dtype)
+        writer.add(name, tensor)
+    writer.close()
 
 
 def _require_finite(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:

@@ -12,14 +12,14 @@ import torch.utils._device
 
 _CPU = torch.device("cpu")
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn")
-_NO_OPERATIONS = (
+NO_OPERATIONS = (
     "set_device",
     "set_stream",
     "synchronize",
     "empty_cache",
     "reset_peak_memory_stats",
 )
-_MEMORY_COUNTERS = (
+MEMORY_COUNTERS = (
     "memory_allocated",
     "max_memory_allocated",
     "memory_reserved",
@@ -27,20 +27,18 @@ _MEMORY_COUNTERS = (
 )
 
 
-class CpuStream:
-    """Stands for `torch.cuda.Stream`. CPU work is synchronous, so waiting does nothing."""
-
-    device = _CPU
+class IdleStream:
+    """Stands for `torch.cuda.Stream` where nothing runs later, so that waiting does nothing."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
-    def __enter__(self) -> CpuStream:
+    def __enter__(self) -> IdleStream:
         return self
 
     def __exit__(self, *_: Any) -> None: ...
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, CpuStream)
+        return isinstance(other, IdleStream)
 
     def __hash__(self) -> int:
         return 0
@@ -56,6 +54,12 @@ class CpuStream:
     def wait_event(self, *_: Any) -> None: ...
 
     def wait_stream(self, *_: Any) -> None: ...
+
+
+class CpuStream(IdleStream):
+    """The stream of a CPU, whose work is synchronous."""
+
+    device = _CPU
 
 
 class CpuEvent:
@@ -91,9 +95,9 @@ def patch_torch_cuda() -> None:
     cuda.device_count = lambda: 0
     cuda.current_stream = cuda.default_stream = lambda *_, **__: stream
     cuda.stream = lambda *_: contextlib.nullcontext()
-    for name in _NO_OPERATIONS:
+    for name in NO_OPERATIONS:
         setattr(cuda, name, lambda *_, **__: None)
-    for name in _MEMORY_COUNTERS:
+    for name in MEMORY_COUNTERS:
         setattr(cuda, name, lambda *_, **__: 0)
     cuda.manual_seed = cuda.manual_seed_all = _seed_cpu
     cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()

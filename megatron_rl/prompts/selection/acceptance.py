@@ -6,7 +6,7 @@ import hashlib
 
 from megatron_rl.config.schema import SelectionExpertSettings
 
-# Smallest acceptance probability of a prompt after selection.expert.max_age_steps steps
+# Smallest acceptance probability of a prompt after selection.expert.max_age_epochs epochs
 _MIN_ACCEPTANCE_AFTER_MAX_AGE = 0.5
 
 
@@ -20,19 +20,19 @@ def coin(seed: int, epoch: int, prompt_id: str) -> float:
 
 
 def acceptance_probability(
-    probability: float, steps_since_group: int, settings: SelectionExpertSettings
+    probability: float, declines: int, settings: SelectionExpertSettings
 ) -> float:
     """Return the probability with which a step accepts an offered prompt. It is never 0.
 
     max(min_acceptance, min(1, (probability / acceptance_target)^acceptance_exponent))
 
-    It is at least 1/2 once the prompt has had no group for `max_age_steps` steps.
+    It is at least 1/2 once the prompt was declined in `max_age_epochs` successive epochs.
 
     probability: probability of a group that `selection.skip` does not name.
-    steps_since_group: steps since the prompt's last group.
+    declines: how often the prompt was declined since its last group. Each epoch offers it once.
     """
     ratio = probability / settings.acceptance_target
     acceptance = max(settings.min_acceptance, min(1.0, ratio**settings.acceptance_exponent))
-    if steps_since_group >= settings.max_age_steps:
+    if declines >= settings.max_age_epochs:
         return max(acceptance, _MIN_ACCEPTANCE_AFTER_MAX_AGE)
     return acceptance

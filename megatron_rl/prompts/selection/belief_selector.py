@@ -10,50 +10,29 @@ No choice depends on the order in which groups arrive
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 
 import msgspec
+import numpy as np
 
 from megatron_rl.config.schema import RolloutSettings, SelectionSettings
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.run_state import SelectorState
-from megatron_rl.credit.group_kinds import GroupKind, kind_of
+from megatron_rl.credit.group_kinds import GroupKind
 from megatron_rl.prompts.selection.acceptance import acceptance_probability, coin
 from megatron_rl.prompts.selection.beliefs.beliefs import Beliefs
 from megatron_rl.prompts.selection.beliefs.calibration import Calibration
-from megatron_rl.prompts.selection.beliefs.mixed_probability import MixedProbability
-from megatron_rl.prompts.selection.importance_weights import effective_share, extension_weight
+from megatron_rl.prompts.selection.beliefs.group_prediction import GroupPredictions
+from megatron_rl.prompts.selection.candidate import Candidate
+from megatron_rl.prompts.selection.importance_weights import effective_share
 from megatron_rl.prompts.selection.selector import RolloutRequest, SelectionResult
 from megatron_rl.prompts.source import PromptSource
 
-# A step that cannot be filled ends after this many passes over all prompts.
+# A step that cannot be filled ends after this many passes over the prompts that can be offered.
 _MAX_PASSES = 8
-
-
-@dataclass
-class _Candidate:
-    """Prompt that a step samples.
-
-    first_samples: number of rollouts in its first request.
-    mixed_probability: predicted probability that those rollouts are mixed.
-    num_samples: number of rollouts requested so far.
-    group: all rollouts that have arrived.
-    first_kind: kind of the rollouts of the first request.
-    kind: kind of the group.
-    """
-
-    prompt: Prompt
-    first_samples: int
-    mixed_probability: float
-    num_samples: int
-    group: Group | None = None
-    first_kind: GroupKind | None = None
-    kind: GroupKind | None = None
-
-    @property
-    def is_mixed(self) -> bool:
-        return self.kind is GroupKind.MIXED
 
 
 def first_counts(settings: SelectionSettings, group_size: int) -> tuple[int, int, int]:
@@ -115,10 +94,9 @@ class BeliefStep:
 
     selector: BeliefSelector
     step: int
-    _candidates: list[_Candidate] = field(default_factory=list)
+    _candidates: list[Candidate] = field(default_factory=list)
     _prompt_ids: set[str] = field(default_factory=set)
-    _num_offers: int = 0
-    _acceptance_sum: float = 0.0  # of the acceptance probabilities of the candidates
+    _acceptances: list[float] = field(default_factory=list)  # of all offered prompts
     _num_rounds: int = 0
     _metrics: dict[str, float] = field(default_factory=dict)
 
@@ -127,7 +105,7 @@ class BeliefStep:
         self._group_size = rollout.samples_per_prompt
         self._prompts_per_step = rollout.prompts_per_step
         self._first_counts = first_counts(self.selector.settings, self._group_size)
-        self._probabilities = MixedProbability(self.selector.beliefs, self.step, self._first_counts)
+        self._predictions = GroupPredictions(self.selector.beliefs, self.step, self._first_counts)
 
     def first_round(self) -> list[RolloutRequest]:
         """Return the requests of the first round, at least one if there is a prompt."""
@@ -138,15 +116,15 @@ class BeliefStep:
         if offer is None:
             return []
         prompt, _ = offer
-        self._add(_Candidate(prompt, self._group_size, 0.0, self._group_size))
-        return [RolloutRequest(0, prompt, self._group_size)]
+        whole_group = self._predictions.of(prompt, self.selector.beliefs.row(prompt))[0]
+        size = self._group_size
+        self._add(Candidate(prompt, 1.0, size, size, whole_group, whole_group))
+        return [RolloutRequest(0, prompt, size)]
 
     def handle_group(self, index: int, group: Group) -> RolloutRequest | None:
         candidate = self._candidates[index]
-        candidate.group = group
-        candidate.kind = kind_of(group)
-        candidate.first_kind = candidate.first_kind or candidate.kind
-        if candidate.num_samples == self._group_size or not self._is_useful(candidate):
+        candidate.add(group)
+        if candidate.is_whole or not self._is_useful(candidate):
             return None
         first_sample = candidate.num_samples
         candidate.num_samples = self._group_size
@@ -166,15 +144,13 @@ class BeliefStep:
             if candidate.group is not None
         ]
         self.selector.beliefs.observe(self.step, [group for _, group in pairs])
-        stopped_groups = [
-            group for candidate, group in pairs if candidate.num_samples < self._group_size
-        ]
-        groups = [
-            self._apply_weight(candidate, group)
-            for candidate, group in pairs
-            if candidate.num_samples == self._group_size
-        ]
-        self._set_metrics(groups)
+        groups: list[Group] = []
+        stopped_groups: list[Group] = []
+        for candidate, group in pairs:
+            weight = candidate.weight(self.selector.settings)
+            target = groups if candidate.is_whole else stopped_groups
+            target.append(msgspec.structs.replace(group, weight=weight))
+        self._set_metrics()
         return SelectionResult(tuple(groups), tuple(stopped_groups))
 
     def metrics(self) -> dict[str, float]:
@@ -197,23 +173,22 @@ class BeliefStep:
 
     def _accept_prompts(self, num_mixed: float) -> None:
         source = self.selector.source
-        max_offers = _MAX_PASSES * len(source.train)
+        max_offers = _MAX_PASSES * source.num_available
         budget = self._remaining_budget()
         expected_mixed = 0.0
         while (
             expected_mixed < num_mixed
             and budget >= self._group_size
-            and self._num_offers < max_offers
+            and len(self._acceptances) < max_offers
         ):
             offer = source.offer(self._prompt_ids)
             if offer is None:
                 break
-            self._num_offers += 1
             prompt, epoch = offer
             candidate = self._consider(prompt, epoch)
             if candidate is not None:
                 self._add(candidate)
-                expected_mixed += candidate.mixed_probability
+                expected_mixed += candidate.first_prediction.mixed
                 budget -= self._group_size
 
     def _remaining_budget(self) -> float:
@@ -222,26 +197,34 @@ class BeliefStep:
         budget = self.selector.settings.budget * self._prompts_per_step * self._group_size
         return budget - num_requested
 
-    def _add(self, candidate: _Candidate) -> None:
+    def _add(self, candidate: Candidate) -> None:
         self._prompt_ids.add(candidate.prompt.id)
         self._candidates.append(candidate)
 
-    def _consider(self, prompt: Prompt, epoch: int) -> _Candidate | None:
+    def _consider(self, prompt: Prompt, epoch: int) -> Candidate | None:
         """Accept or decline an offered prompt at random."""
         beliefs = self.selector.beliefs
         settings = self.selector.settings
-        row = beliefs.row(prompt, self.step)
-        probabilities = self._probabilities.for_prompt(prompt, row)
-        usefulness = probabilities[0] if settings.skip == "zero_variance" else probabilities[-1]
-        acceptance = acceptance_probability(
-            usefulness, beliefs.steps_since_group(row, self.step), settings.expert
-        )
+        row = beliefs.row(prompt)
+        predictions = self._predictions.of(prompt, row)
+        whole_group = predictions[0]
+        usefulness = 1.0 - whole_group.all_correct
+        if settings.skip == "zero_variance":
+            usefulness = whole_group.mixed
+        acceptance = acceptance_probability(usefulness, beliefs.declines(row), settings.expert)
+        self._acceptances.append(acceptance)
         if coin(self.selector.seed, epoch, prompt.id) >= acceptance:
+            beliefs.count_decline(row)
             return None
-        self._acceptance_sum += acceptance
         index = self._count_index(usefulness)
-        count = self._first_counts[index]
-        return _Candidate(prompt, count, probabilities[index], count)
+        return Candidate(
+            prompt=prompt,
+            acceptance=acceptance,
+            group_size=self._group_size,
+            first_samples=self._first_counts[index],
+            prediction=whole_group,
+            first_prediction=predictions[index],
+        )
 
     def _count_index(self, usefulness: float) -> int:
         """Return which of `first_counts` applies."""
@@ -250,37 +233,32 @@ class BeliefStep:
             return 0
         return 1 if usefulness >= target / 2 else 2
 
-    def _is_useful(self, candidate: _Candidate) -> bool:
+    def _is_useful(self, candidate: Candidate) -> bool:
         """Return True if the rollouts of a probe call for the whole group."""
         if self.selector.settings.skip == "all_correct":
             return candidate.kind in (GroupKind.MIXED, GroupKind.ALL_INCORRECT)
         return candidate.is_mixed
 
-    def _apply_weight(self, candidate: _Candidate, group: Group) -> Group:
-        """Give an extended group its importance weight."""
-        if candidate.first_samples == self._group_size or not candidate.is_mixed:
-            return group
-        skip = self.selector.settings.skip
-        weight = extension_weight(group, candidate.first_samples, skip=skip)
-        return msgspec.structs.replace(group, weight=weight)
-
-    def _set_metrics(self, groups: list[Group]) -> None:
-        """Set the metrics of the step.
-
-        groups: groups to be credited.
-        """
+    def _set_metrics(self) -> None:
         self._update_calibration()
         beliefs = self.selector.beliefs
-        probes = [c for c in self._candidates if c.first_samples < self._group_size]
-        num_extended = sum(probe.num_samples == self._group_size for probe in probes)
-        num_candidates = len(self._candidates)
-        weights = [group.weight for group in groups if kind_of(group) is GroupKind.MIXED]
+        probes = [candidate for candidate in self._candidates if candidate.is_probe]
+        num_extended = sum(probe.is_whole for probe in probes)
         num_rollouts = sum(candidate.num_samples for candidate in self._candidates)
+        num_candidates = len(self._candidates)
+        settings = self.selector.settings
+        weights = [
+            candidate.weight(settings)
+            for candidate in self._candidates
+            if candidate.is_whole and candidate.is_mixed
+        ]
         self._metrics = self.selector.calibration.metrics() | {
-            "select/accept_rate": num_candidates / max(self._num_offers, 1),
-            "select/acceptance": self._acceptance_sum / max(num_candidates, 1),
-            "select/age_max": float(beliefs.max_steps_since_group(self.step)),
-            "select/weight_ess": effective_share(weights),
+            **_acceptance_metrics(self._acceptances),
+            "select/accept_rate": num_candidates / max(len(self._acceptances), 1),
+            "select/acceptance": sum(c.acceptance for c in self._candidates)
+            / max(num_candidates, 1),
+            **_weight_metrics(weights),
+            "select/declines_max": float(beliefs.max_declines()),
             "select/prompts": float(num_candidates),
             "select/rollouts": float(num_rollouts),
             "select/mixed": float(len(weights)),
@@ -300,7 +278,7 @@ class BeliefStep:
             for candidate in self._candidates
             if candidate.first_kind not in (None, GroupKind.TOO_FEW_VERDICTS)
         ]
-        predicted_mixed = sum(candidate.mixed_probability for candidate in candidates)
+        predicted_mixed = sum(candidate.first_prediction.mixed for candidate in candidates)
         observed_mixed = sum(candidate.first_kind is GroupKind.MIXED for candidate in candidates)
         self.selector.calibration.add(predicted_mixed, observed_mixed, len(candidates))
 
@@ -310,3 +288,27 @@ class BeliefStep:
         min_filled = self.selector.settings.expert.min_filled
         is_unfilled = num_missing > (1 - min_filled) * self._prompts_per_step
         return float(num_missing) if is_unfilled else 0.0
+
+
+def _acceptance_metrics(acceptances: Sequence[float]) -> dict[str, float]:
+    """Return percentiles of the acceptance probabilities of the offered prompts."""
+    if not acceptances:
+        return {}
+    p10, p50, p90 = np.quantile(acceptances, [0.1, 0.5, 0.9]).tolist()
+    return {
+        "select/acceptance_p10": p10,
+        "select/acceptance_p50": p50,
+        "select/acceptance_p90": p90,
+    }
+
+
+def _weight_metrics(weights: Sequence[float]) -> dict[str, float]:
+    """Return metrics of the weights of the mixed groups that train."""
+    if not weights:
+        return {"select/weight_ess": 1.0}
+    return {
+        "select/weight_ess": effective_share(weights),
+        "select/weight_mean": fmean(weights),
+        "select/weight_p90": float(np.quantile(weights, 0.9)),
+        "select/weight_max": max(weights),
+    }

@@ -1,4 +1,4 @@
-"""Importance weights of extended groups, which compensate for groups stopped after a probe."""
+"""Importance weights, which compensate for prompts and groups that are sampled less often."""
 
 from __future__ import annotations
 
@@ -49,10 +49,11 @@ def extension_weight(group: Group, probe: int, *, skip: str) -> float:
 
     The expected gradient over all probes of a prompt is then that of whole groups, for every
     advantage that vanishes if all scores are equal: the order of rollouts is independent of their
-    scores, so every choice of a pilot is equally likely. The factor is at most N / n0.
+    scores, so every choice of a pilot is equally likely.
 
     Only rollouts with a verdict count. If `probe` rollouts gave fewer verdicts, the pilot has as
-    many. The factor is 1 if the pilot has fewer than two of the verdicts, because its scorer found
+    many. For a mixed group the factor is at most the number of its verdicts divided by that of the
+    pilot. The factor is 1 if the pilot has fewer than two of the verdicts, because its scorer found
     a correctness only later.
 
     probe: number of rollouts before the extension.
@@ -68,6 +69,23 @@ def extension_weight(group: Group, probe: int, *, skip: str) -> float:
     if skip == "all_correct" and scored_rollouts.has_correctness:
         return 1.0 / pilot_not_all_correct_probability(scores, pilot)
     return 1.0 / pilot_mixed_probability(scores, pilot)
+
+
+def stopped_weight(
+    probe_chance: float, group_chance: float, *, probe: int, group_size: int
+) -> float:
+    """Return the factor of a probe that was stopped because its rollouts are equally correct.
+
+    N / n0 · E[p^N] / E[p^n0]                                n0 = probe, N = group_size
+
+    Given the probe, a whole group would have been equally correct with the probability
+    E[p^N] / E[p^n0], and N of its rollouts would have been credited. The expectations are over the
+    belief about p before the probe. So the expected credit is that of whole groups as far as the
+    belief is right.
+
+    probe_chance, group_chance: E[p^n0] and E[p^N], or the same of 1 - p.
+    """
+    return group_size / probe * (group_chance / probe_chance) if probe_chance else 0.0
 
 
 def effective_share(weights: Sequence[float]) -> float:

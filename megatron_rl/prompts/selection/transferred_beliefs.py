@@ -96,13 +96,11 @@ def _initial_beliefs(state: BeliefState, is_usable: Mask) -> BeliefState:
     names = tuple(
         name for name, usable in zip(state.prompts, is_usable.tolist(), strict=True) if usable
     )
-    steps = np.full(len(names), BEFORE_FIRST_STEP, np.int32).tobytes()
     return BeliefState(
         prompts=names,
         means=means[is_usable].astype(np.float32).tobytes(),
         variances=variances[is_usable].astype(np.float32).tobytes(),
-        last_group_steps=steps,
-        last_update_steps=steps,
+        last_group_steps=np.full(len(names), BEFORE_FIRST_STEP, np.int32).tobytes(),
         strata=tuple((task, tag, _limit_weight(*sums)) for task, tag, sums in state.strata),
         drift=state.drift,
         clock=BEFORE_FIRST_STEP,

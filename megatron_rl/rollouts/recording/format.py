@@ -1,8 +1,8 @@
 """File format of recorded batches, described in docs/rollouts.md.
 
-A batch is a directory of parts and one `batch.json`. Each part is a JSON Lines file with one prompt
-and its rollouts a line, and a safetensors file with their arrays. A batch is complete once its
-`batch.json` exists.
+A batch is a directory of parts and one `batch.json`. Each part is a JSON Lines file with a group on
+each line, and a safetensors file with their arrays. A group whose rollouts are stored on several
+nodes has a line for each node. A batch is complete once its `batch.json` exists.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from megatron_rl.contracts.wire_types import Count
 
 BATCH_FILE = "batch.json"
 FORMAT = "megatron_rl rollouts"
-VERSION = 4
+VERSION = 5
+# In version 4 each group has one line
+READABLE_VERSIONS = (4, 5)
 
 
 class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,7 +79,7 @@ class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of a part: a prompt with its rollouts.
+    """One line of a part: a prompt with its rollouts on one node.
 
     index: the group's place in the batch.
     """

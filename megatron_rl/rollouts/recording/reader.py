@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import numpy as np
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file
 
 from megatron_rl.contracts.group import Group
@@ -15,6 +17,7 @@ from megatron_rl.contracts.rollout import Rollout, Segment
 from megatron_rl.rollouts.recording.format import (
     BATCH_FILE,
     FORMAT,
+    READABLE_VERSIONS,
     VERSION,
     BatchRecord,
     GroupRecord,
@@ -34,12 +37,26 @@ def read_batch_record(directory: Path) -> BatchRecord:
         record = msgspec.json.decode(file.read_bytes(), type=BatchRecord)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise RecordingUnreadable(f"{file} cannot be read ({error})") from error
-    if (record.format, record.version) != (FORMAT, VERSION):
+    if record.format != FORMAT or record.version not in READABLE_VERSIONS:
         raise RecordingUnreadable(
             f"{file} has format {record.format!r} version {record.version}; "
             f"this program reads {FORMAT!r} version {VERSION}"
         )
     return record
+
+
+def check_batch(directory: Path) -> None:
+    """Check that all files of a batch are there and complete, without reading their rollouts.
+
+    Raises `RecordingUnreadable`.
+    """
+    for part in read_batch_record(directory).parts:
+        try:
+            with safe_open((directory / part).with_suffix(".safetensors"), "np"):
+                pass
+            _check_last_line((directory / part).with_suffix(".jsonl"))
+        except (OSError, ValueError, SafetensorError) as error:
+            raise RecordingUnreadable(f"{directory} is damaged: {part}: {error}") from error
 
 
 def read_groups(directory: Path) -> list[tuple[Group, list[Rollout]]]:
@@ -50,14 +67,24 @@ def read_groups(directory: Path) -> list[tuple[Group, list[Rollout]]]:
     record = read_batch_record(directory)
     groups: dict[int, tuple[Group, list[Rollout]]] = {}
     try:
-        for part in record.parts:
-            for index, group, rollouts in _read_part(directory / part):
-                groups[index] = group, rollouts
+        for name in record.parts:
+            for index, group, rollouts in _read_part(directory / name):
+                other_part = groups.get(index)
+                part = (group, rollouts)
+                groups[index] = part if other_part is None else _merge(index, other_part, part)
     except (OSError, KeyError, ValueError, msgspec.MsgspecError, SafetensorError) as error:
         raise RecordingUnreadable(f"{directory} is damaged: {error}") from error
     if sorted(groups) != list(range(record.groups)):
         raise RecordingUnreadable(f"{directory} holds {len(groups)} of {record.groups} groups")
     return [groups[index] for index in range(record.groups)]
+
+
+def _check_last_line(file: Path) -> None:
+    with file.open("rb") as stream:
+        if stream.seek(0, os.SEEK_END):
+            stream.seek(-1, os.SEEK_END)
+        if stream.read(1) != b"\n":
+            raise ValueError(f"{file.name} has no complete last line")
 
 
 def _read_part(stem: Path) -> Iterator[tuple[int, Group, list[Rollout]]]:
@@ -85,6 +112,22 @@ def _read_part(stem: Path) -> Iterator[tuple[int, Group, list[Rollout]]]:
             scored_at=record.scored_at,
         )
         yield record.index, group, rollouts
+
+
+def _merge(
+    index: int, first: tuple[Group, list[Rollout]], second: tuple[Group, list[Rollout]]
+) -> tuple[Group, list[Rollout]]:
+    """Merge the parts of a group that two nodes have written, in the order of their samples."""
+    refs = first[0].rollouts + second[0].rollouts
+    pairs = sorted(
+        zip(refs, first[1] + second[1], strict=True), key=lambda pair: pair[0].sample_index
+    )
+    samples = [ref.sample_index for ref, _ in pairs]
+    for sample, following in itertools.pairwise(samples):
+        if sample == following:
+            raise ValueError(f"group {index} has rollout {sample} twice")
+    group = msgspec.structs.replace(first[0], rollouts=tuple(ref for ref, _ in pairs))
+    return group, [rollout for _, rollout in pairs]
 
 
 def _make_rollout(record: RolloutRecord, prompt_id: str, arrays: dict[str, np.ndarray]) -> Rollout:

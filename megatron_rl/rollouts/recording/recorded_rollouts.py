@@ -17,6 +17,7 @@ from megatron_rl.contracts.run_state import PromptCursor, SelectorState
 from megatron_rl.rollouts.recording.format import BATCH_FILE
 from megatron_rl.rollouts.recording.reader import (
     RecordingUnreadable,
+    check_batch,
     read_batch_record,
     read_groups,
 )
@@ -68,7 +69,8 @@ class RecordedRollouts:
     node: the node of this process.
     batches: number of complete batches that the run needs.
     routes, vocab_size: of the model that is trained; routes None: routes are not replayed.
-    Raises `BadRecording` when there are fewer than `batches` complete batches.
+    Raises `BadRecording` when there are fewer than `batches` complete batches, or when one of
+    their files is missing or truncated.
     """
 
     def __init__(
@@ -89,6 +91,11 @@ class RecordedRollouts:
                 f"{self._root} holds {len(self._batches)} complete batches (step-*/{BATCH_FILE}). "
                 "Train fewer steps, or record more with mode=rollout_only"
             )
+        try:
+            for batch in self._batches[:batches]:
+                check_batch(batch)
+        except RecordingUnreadable as error:
+            raise BadRecording(f"rollout.recording: {error}") from error
         self._store = RolloutStore(node)
         self._routes = routes
         self._vocab_size = vocab_size
@@ -96,6 +103,11 @@ class RecordedRollouts:
         self._digest = hashlib.sha256(
             b"".join((path / BATCH_FILE).read_bytes() for path in self._batches)
         ).hexdigest()
+
+    @property
+    def num_batches(self) -> int:
+        """Number of complete batches."""
+        return len(self._batches)
 
     def state(self) -> SelectorState:
         """Return the position in the recording."""

@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from megatron_rl.config.curriculum import sized_for_all_phases
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.models.parameter_count import num_parameters
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.planning.memory import BYTES
 from megatron_rl.records.write_errors import free_bytes
-from megatron_rl.run.checkpoints.store import CheckpointStore
+from megatron_rl.run.checkpoints.store import CheckpointStore, step_of
 
 _MIB = 2**20
 # Metrics, logs and TensorBoard
 _RECORDS_BYTES = 32 * _MIB
 _MODES_THAT_TRAIN = ("train", "train_only")
-_MODES_THAT_MEASURE = ("eval", "profile")
 # One int32 id and one float32 log-probability
 _TOKEN_BYTES = 8
 _MAX_UINT8_EXPERTS = 256
@@ -38,11 +38,12 @@ def checkpoint_bytes(c: Configuration, shape: ModelShape) -> int:
 
 
 def required_bytes(
-    c: Configuration, shape: ModelShape, *, reusable_checkpoints: int = 0
+    c: Configuration, shape: ModelShape, *, reusable_checkpoints: int = 0, steps_done: int = 0
 ) -> dict[str, int]:
     """The largest number of bytes that a run writes and keeps at one time, by configuration key.
 
     reusable_checkpoints: the checkpoints on the disk that a resumed run will replace.
+    steps_done: the steps before those of a resumed run.
     """
     parameters = num_parameters(shape)
     sizes = {"run.root (metrics and logs)": _RECORDS_BYTES}
@@ -55,6 +56,11 @@ def required_bytes(
             # The oldest checkpoint is removed once the new one is complete
             num_new = max(1, c.run.keep_checkpoints + 1 - reusable_checkpoints)
             sizes["run.checkpoint_every"] = num_new * checkpoint_bytes(c, shape)
+        if c.logger.save_rollouts_every:
+            every = c.logger.save_rollouts_every
+            num_saved = max(0, c.train.total_steps // every - steps_done // every)
+            largest = sized_for_all_phases(c)
+            sizes["logger.save_rollouts_every"] = num_saved * _batch_bytes(largest, shape)
     if c.mode == "rollout_only":
         sizes["mode=rollout_only"] = _recording_bytes(c, shape)
     if c.sync.transport == "disk" and _sends_weights(c):
@@ -70,7 +76,8 @@ def require_disk_space(c: Configuration, shape: ModelShape, checkpoint: Path | N
     root = Path(c.run.root).expanduser().resolve()
     free = free_bytes(root)
     reusable = _reusable_checkpoints(c, checkpoint)
-    sizes = required_bytes(c, shape, reusable_checkpoints=reusable)
+    steps_done = 0 if checkpoint is None else step_of(checkpoint) or 0
+    sizes = required_bytes(c, shape, reusable_checkpoints=reusable, steps_done=steps_done)
     if free >= sum(sizes.values()):
         return
     parts = ", ".join(f"{size / _MIB:,.0f} MiB for {key}" for key, size in sizes.items())
@@ -82,22 +89,29 @@ def require_disk_space(c: Configuration, shape: ModelShape, checkpoint: Path | N
 
 def _sends_weights(c: Configuration) -> bool:
     """True when the run sends weights to engines: a measurement of model.path sends none."""
-    if c.mode in _MODES_THAT_MEASURE:
+    if c.is_measurement:
         return c.run.resume != "never"
     return c.mode != "train_only"
 
 
 def _recording_bytes(c: Configuration, shape: ModelShape) -> int:
-    """The size of all recordings of mode=rollout_only, if every response is as long as possible."""
-    rollouts = c.rollout.prompts_per_step * c.rollout.samples_per_prompt
+    """The size of all recordings of mode=rollout_only, with stopped and surplus groups."""
     budget = 1.0 if c.selection.name == "uniform" else c.selection.budget
-    rollouts_per_step = math.ceil(rollouts * budget)
+    return c.train.total_steps * _batch_bytes(c, shape, budget=budget)
+
+
+def _batch_bytes(c: Configuration, shape: ModelShape, *, budget: float = 1.0) -> int:
+    """The size of a step's rollouts in a file, if every response is as long as possible.
+
+    budget: rollouts for each one of rollout.prompts_per_step and rollout.samples_per_prompt.
+    """
+    rollouts = math.ceil(c.rollout.prompts_per_step * c.rollout.samples_per_prompt * budget)
     tokens = c.data.max_prompt_tokens + c.rollout.max_new_tokens
     token_bytes = _TOKEN_BYTES
     if c.train.replay == "rollout":
         route_bytes = 1 if shape.num_experts <= _MAX_UINT8_EXPERTS else 2
         token_bytes += len(shape.moe_layers) * shape.topk * route_bytes
-    return c.train.total_steps * rollouts_per_step * tokens * token_bytes
+    return rollouts * tokens * token_bytes
 
 
 def _reusable_checkpoints(c: Configuration, checkpoint: Path | None) -> int:
@@ -111,6 +125,8 @@ def _reusable_checkpoints(c: Configuration, checkpoint: Path | None) -> int:
 def _remedy(c: Configuration) -> str:
     if c.mode == "rollout_only":
         return "lower train.total_steps"
-    if c.mode in _MODES_THAT_MEASURE:
+    if c.is_measurement:
         return "use sync.transport=distributed"
+    if c.logger.save_rollouts_every:
+        return "raise logger.save_rollouts_every"
     return "set run.save_weights=false"

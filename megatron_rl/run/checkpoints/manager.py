@@ -100,7 +100,8 @@ class CheckpointManager:
         if not self._is_saving:
             return {}
         self._is_saving = False
-        result: SaveResult = self.dispatcher.run(WaitForSave())
+        with self.progress.task("waiting for the checkpoint that is saved in the background"):
+            result: SaveResult = self.dispatcher.run(WaitForSave())
         return self._report(result)
 
     def raise_if_stop_requested(self) -> None:

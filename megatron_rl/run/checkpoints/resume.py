@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.run_state import RunState
 from megatron_rl.mcore.job import Job
 from megatron_rl.records.past_run import flat_settings
-from megatron_rl.records.run_directory import RunDirectory, run_directory_path, to_yaml
+from megatron_rl.records.run_directory import RunDirectory, to_yaml
 from megatron_rl.run.checkpoints.manifest import (
     MANIFEST_NAME,
     DamagedCheckpoint,
@@ -119,16 +118,15 @@ class ResumePoint:
         """
         if self.state is None:
             return []
-        measures = c.mode in ("eval", "profile")
         changes = _changes(self.state.settings, flat_configuration(c))
-        fixed_keys = _FIXED_KEYS_OF_MEASUREMENTS if measures else _FIXED_KEYS
+        fixed_keys = _FIXED_KEYS_OF_MEASUREMENTS if c.is_measurement else _FIXED_KEYS
         refusals = [text for key, text in changes.items() if _is_fixed(key, fixed_keys)]
         if refusals:
             raise CheckpointOfOtherRun(
                 f"run.resume={c.run.resume!r}: {self.checkpoint} belongs to a run with other "
                 f"settings ({'; '.join(refusals)}). Use the old settings, or start another run"
             )
-        if measures:
+        if c.is_measurement:
             return [text for key, text in changes.items() if key.startswith("data.")]
         return [text for key, text in changes.items() if not key.startswith("run.")]
 
@@ -150,21 +148,26 @@ def flat_configuration(c: Configuration) -> dict[str, Any]:
     return flat_settings(to_yaml(c))
 
 
-def find_resume_point(c: Configuration, job: Job) -> ResumePoint:
+def find_resume_point(resume: str, directory: RunDirectory, job: Job) -> ResumePoint:
     """Find the newest complete checkpoint that run.resume names (a collective).
 
+    resume: the value of run.resume. directory: the directory of this run, which `auto` means.
     Raises `NoCompleteCheckpoint` on all ranks.
     """
-    if c.run.resume == "never":
+    if resume == "never":
         return ResumePoint()
-    candidates = _candidates(c) if job.rank == 0 else []
+    candidates: list[Path] = []
+    if job.rank == 0 and resume == "auto":
+        candidates = CheckpointStore(directory.checkpoints).checkpoints()
+    elif job.rank == 0:
+        candidates = checkpoints_at(Path(resume))
     checkpoint, problems = newest_complete(candidates, job)
     if checkpoint is not None:
         return ResumePoint(checkpoint, read_state(checkpoint), problems)
-    if problems or c.run.resume != "auto":
+    if problems or resume != "auto":
         reasons = " | ".join(problems) or "there is none at all"
         raise NoCompleteCheckpoint(
-            f"run.resume={c.run.resume!r}: there is no complete checkpoint ({reasons}). Give "
+            f"run.resume={resume!r}: there is no complete checkpoint ({reasons}). Give "
             "another one, or start a new run with run.resume=never"
         )
     return ResumePoint()
@@ -190,24 +193,22 @@ def newest_complete(candidates: Sequence[Path], job: Job) -> tuple[Path | None, 
 
 
 def open_run_directory(
-    c: Configuration, resume_point: ResumePoint, *, ranks: int = 1
-) -> RunDirectory:
+    directory: RunDirectory, c: Configuration, resume_point: ResumePoint, *, ranks: int = 1
+) -> None:
     """Make the directory of a new run, or reopen that of a resumed run. Rank 0 only.
 
     `claim_directory` must have claimed the directory of a resumed run. Raises `RunDirectoryTaken`.
     """
-    now = datetime.datetime.now()
-    directory = RunDirectory(run_directory_path(c.run, now))
     if c.run.resume != "auto" or not directory.path.exists():
-        return RunDirectory.create(c, now, ranks=ranks)
+        directory.create(c, ranks=ranks)
+        return
     state = resume_point.state
-    reopen_directory(c, None if state is None else state.position)
+    reopen_directory(directory, to_yaml(c), None if state is None else state.position)
     if resume_point.checkpoint is not None:
         store = CheckpointStore(directory.checkpoints)
         for checkpoint in store.checkpoints():
             if checkpoint.name > resume_point.checkpoint.name:
                 store.set_aside(checkpoint)
-    return directory
 
 
 def checkpoints_at(path: Path) -> list[Path]:
@@ -244,13 +245,6 @@ def _is_same(key: str, value: Any, saved_value: Any) -> bool:
     if key not in _PATH_KEYS or not isinstance(value, str) or not isinstance(saved_value, str):
         return False
     return Path(value).expanduser().resolve() == Path(saved_value).expanduser().resolve()
-
-
-def _candidates(c: Configuration) -> list[Path]:
-    if c.run.resume == "auto":
-        directory = RunDirectory(run_directory_path(c.run, datetime.datetime.now()))
-        return CheckpointStore(directory.checkpoints).checkpoints()
-    return checkpoints_at(Path(c.run.resume))
 
 
 def _defects(checkpoint: Path, job: Job) -> list[str]:

@@ -6,7 +6,6 @@ recorded twice.
 
 from __future__ import annotations
 
-import datetime
 import os
 import shutil
 import time
@@ -15,18 +14,17 @@ from typing import IO
 
 import msgspec
 
-from megatron_rl.config.schema import Configuration
+from megatron_rl.config.schema import EvalSettings, TrainSettings
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.run_state import LoopState
 from megatron_rl.records.durable_files import write_synced
 from megatron_rl.records.exit_record import read_exit_record, reserve_exit_record
+from megatron_rl.records.past_run import RunUnreadable, read_metrics
 from megatron_rl.records.run_directory import (
     STOP_FILE,
     RunDirectory,
     RunDirectoryTaken,
     is_run_directory,
-    run_directory_path,
-    to_yaml,
 )
 from megatron_rl.records.run_lock import claim_run
 from megatron_rl.run.stopping import ending_key
@@ -41,14 +39,13 @@ class _Step(msgspec.Struct):
     step: int
 
 
-def claim_directory(configuration: Configuration) -> IO[bytes] | None:
+def claim_directory(path: Path) -> IO[bytes] | None:
     """Wait until no process of the run is alive, and mark the run as alive. Rank 0 only.
 
     Look for its checkpoints after this: a dying process may still save one and remove others.
     Returns the open lock file; None when there is no run to resume. Raises `RunDirectoryTaken`
     when a process is still alive after 30 seconds.
     """
-    path = run_directory_path(configuration.run, datetime.datetime.now())
     if not path.exists():
         return None
     if not is_run_directory(path):
@@ -63,41 +60,54 @@ def claim_directory(configuration: Configuration) -> IO[bytes] | None:
     return lock
 
 
-def is_complete(configuration: Configuration, path: Path, position: LoopState) -> bool:
+def is_complete(
+    path: Path, position: LoopState, train: TrainSettings, evaluation: EvalSettings
+) -> bool:
     """True for a run that ended well and whose settings leave nothing to train after `position`.
 
     A run that was killed just before its end is not complete, so that it can end.
     """
-    key = ending_key(position.step, position.accuracies, configuration.train, configuration.eval)
+    accuracies = position.accuracies
+    if position.unevaluated_metrics is not None:
+        accuracies += _recorded_accuracies(path, position.step)
+    key = ending_key(position.step, accuracies, train, evaluation)
     exit_record = read_exit_record(path)
     return bool(key) and exit_record is not None and exit_record.code == ExitCode.OK
 
 
-def reopen_directory(configuration: Configuration, position: LoopState | None) -> RunDirectory:
+def _recorded_accuracies(path: Path, step: int) -> tuple[float, ...]:
+    """Return the accuracy of a step whose evaluation was made up for after its checkpoint."""
+    try:
+        records = read_metrics(path)
+    except RunUnreadable:
+        return ()
+    accuracies = [record.get("eval/accuracy") for record in records if record["step"] == step]
+    return tuple(accuracy for accuracy in accuracies[-1:] if accuracy is not None)
+
+
+def reopen_directory(directory: RunDirectory, settings: str, position: LoopState | None) -> None:
     """Prepare the claimed directory of a run that resumes. Rank 0 only.
 
-    position: the state to resume from, None to start from the beginning. Records of later steps,
-    exit.json and a changed config.yaml move to `resumed/N/`.
+    settings: the new config.yaml. position: the state to resume from, None to start from the
+    beginning. Records of later steps, exit.json and a changed config.yaml move to `resumed/N/`.
     """
-    path = run_directory_path(configuration.run, datetime.datetime.now())
+    path = directory.path
     step = None
     if position is not None:
         step = position.step
         if position.unevaluated_metrics is not None:
             step -= 1  # the resumed run evaluates this step, and writes its record again
     archive = _next_folder(path / _ARCHIVE)
-    truncate_metrics(path / "metrics.jsonl", archive / "metrics.jsonl", step)
+    truncate_metrics(directory.metrics_file, archive / "metrics.jsonl", step)
     for name in _FILES_TO_ARCHIVE:
         _move(path / name, archive)
     if step is None:
-        _move(path / "tensorboard", archive)
-    _replace_settings(path / "config.yaml", to_yaml(configuration), archive)
+        _move(directory.tensorboard, archive)
+    _replace_settings(path / "config.yaml", settings, archive)
     if not any(archive.iterdir()):
         archive.rmdir()
-    directory = RunDirectory(path)
     directory.make_folders()
     reserve_exit_record(path)
-    return directory
 
 
 def truncate_metrics(file: Path, archive_file: Path, step: int | None) -> None:

@@ -10,9 +10,11 @@ import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -89,7 +91,10 @@ class CheckpointWriter:
         self._nbytes = nbytes
         self._keep = keep
         self._background = background
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        device = worker.layout.device
+        self._thread = ThreadPoolExecutor(
+            1, thread_name_prefix="checkpoint", initializer=partial(_select_device, device)
+        )
         self._is_first = True
         self._pending_save: Future[SaveResult] | None = None
 
@@ -199,6 +204,15 @@ class CheckpointWriter:
                 f"{free / _MIB:,.0f} MiB are free, and a checkpoint takes "
                 f"{self._nbytes / _MIB:,.0f} MiB"
             )
+
+
+def _select_device(device: torch.device) -> None:
+    """Select the GPU of this rank in this thread.
+
+    torch's writer waits for the thread's GPU, which allocates memory there. A new thread has GPU 0.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def _run_on_all_ranks(group: dist.ProcessGroup, task: str, action: Callable[[], None]) -> None:

@@ -28,22 +28,15 @@ from megatron_rl.rollouts.pass_at_k import pass_rates
 from megatron_rl.rollouts.queue import RolloutQueue
 from megatron_rl.run.checkpoints.resume import explained_load_errors
 from megatron_rl.run.modes.mode import LoopParts
-from megatron_rl.run.prompts import build_sets
 from megatron_rl.run.setup import RunSetup
 from megatron_rl.training.dispatcher import Dispatcher
 
 
 @dataclass(frozen=True)
 class EvaluationMode:
-    """Measures the engines on each set of questions, by name."""
+    """Measures the engines on each set of questions."""
 
     setup: RunSetup
-    sets: Mapping[str, tuple[Prompt, ...]]
-
-    @classmethod
-    def read(cls, setup: RunSetup) -> EvaluationMode:
-        """Read the sets. Raises `PromptDataError`."""
-        return cls(setup, build_sets(setup.configuration))
 
     def open_leader(self, parts: LoopParts) -> EvaluationRun:
         """Make the loop that measures all sets."""
@@ -51,7 +44,7 @@ class EvaluationMode:
         return EvaluationRun(
             sets={
                 name: open_evaluation(self.setup, prompts, parts)
-                for name, prompts in self.sets.items()
+                for name, prompts in self.setup.run_data.sets.items()
             },
             weights=weights_to_send(self.setup, parts),
             dispatcher=parts.dispatcher,
@@ -95,7 +88,8 @@ class EvaluationRun:
         """Measure every set, write the metrics and print a table; then end every rank."""
         values: dict[str, float] = {}
         try:
-            values |= send_first(self.weights, self.dispatcher, self.queue)
+            with self.records.progress.task("sending the weights to the engines"):
+                values |= send_first(self.weights, self.dispatcher, self.queue)
             results = [
                 self._measure(name, evaluation, values) for name, evaluation in self.sets.items()
             ]
@@ -110,7 +104,7 @@ class EvaluationRun:
         settings = evaluation.settings
         samples = settings.samples_per_prompt
         watch = Stopwatch()
-        with watch.section(f"eval/{name}"), self.records.progress.task(f"measuring {name}"):
+        with watch.section(f"eval/{name}"):
             groups = evaluation.sample(name)
         accuracy = accuracy_of(groups, samples, max_rejected_share=settings.max_rejected_share)
         graded_groups, _ = split_by_correctness(groups)

@@ -36,7 +36,7 @@ class RankZeroLoop(Protocol):
 
 
 class Mode(Protocol):
-    """A mode whose data rank 0 has read."""
+    """A mode on rank 0."""
 
     def open_leader(self, parts: LoopParts) -> RankZeroLoop:
         """Make the loop of rank 0."""

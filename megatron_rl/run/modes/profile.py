@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import datetime
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.engines.weight_sync import WeightSync
-from megatron_rl.prompts.pass_rates import Header, PassRate, PassRateFile, identity_of, judge_of
+from megatron_rl.prompts.pass_rates import PassRate, PassRateFile
 from megatron_rl.records.run_records import RunRecords
 from megatron_rl.rollouts.evaluation import Evaluation, accuracy_of
 from megatron_rl.rollouts.queue import RolloutQueue
+from megatron_rl.run.data import open_rates
 from megatron_rl.run.modes.evaluate import open_evaluation, send_first, weights_to_send
 from megatron_rl.run.modes.mode import LoopParts
-from megatron_rl.run.prompts import build_sets
 from megatron_rl.run.setup import RunSetup
 from megatron_rl.training.dispatcher import Dispatcher
 
@@ -35,10 +32,9 @@ class ProfileMode:
     file: PassRateFile
 
     @classmethod
-    def read(cls, setup: RunSetup) -> ProfileMode:
-        """Read the prompts and the file's rates so far. Raises `PromptDataError`."""
-        prompts = build_sets(setup.configuration)["train"]
-        return cls(setup, prompts, open_rates(setup.configuration))
+    def open(cls, setup: RunSetup) -> ProfileMode:
+        """Open the file, with its rates so far. Raises `PromptDataError`."""
+        return cls(setup, setup.run_data.sets["train"], open_rates(setup.configuration))
 
     def open_leader(self, parts: LoopParts) -> PassRateProfile:
         """Make the loop that profiles all prompts."""
@@ -69,7 +65,8 @@ class PassRateProfile:
         values: dict[str, float] = {}
         prompts = self.evaluation.prompts
         try:
-            values |= send_first(self.weights, self.dispatcher, self.queue)
+            with self.records.progress.task("sending the weights to the engines"):
+                values |= send_first(self.weights, self.dispatcher, self.queue)
             self._sample([prompt for prompt in prompts if prompt.id not in self.file.rates])
             self.file.finish()
             rates = [self.file.rates[prompt.id] for prompt in prompts]
@@ -92,9 +89,8 @@ class PassRateProfile:
         for first in range(0, len(prompts), _CHUNK):
             chunk = prompts[first : first + _CHUNK]
             last = first + len(chunk)
-            with progress.task(f"sampling prompts {first + 1} to {last} of {len(prompts)}"):
-                evaluation = replace(self.evaluation, prompts=chunk)
-                groups = evaluation.sample(f"profile-{num_known + first}")
+            evaluation = replace(self.evaluation, prompts=chunk)
+            groups = evaluation.sample(f"profile-{num_known + first}")
             accuracy = accuracy_of(
                 groups,
                 settings.samples_per_prompt,
@@ -102,23 +98,6 @@ class PassRateProfile:
             )
             self.file.add([rate_of(group) for group in groups])
             progress.log(f"{last} of {len(prompts)} prompts: {accuracy}")
-
-
-def open_rates(c: Configuration) -> PassRateFile:
-    """Open the file that mode=profile writes. Raises `PromptDataError`."""
-    assert c.data.pass_rates is not None, "the configuration's rules require it"
-    temperature = c.rollout.temperature if c.eval.temperature is None else c.eval.temperature
-    header = Header(
-        data=identity_of(c.data),
-        model=c.model.path if c.run.resume == "never" else c.run.resume,
-        samples=c.eval.samples_per_prompt,
-        temperature=temperature,
-        max_new_tokens=c.rollout.max_new_tokens,
-        reward=judge_of(c.reward),
-        environment=judge_of(c.environment),
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    )
-    return PassRateFile(Path(c.data.pass_rates), header)
 
 
 def rate_of(group: Group) -> PassRate:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from megatron_rl.contracts.commands import Record
 from megatron_rl.contracts.group import Group
+from megatron_rl.credit.account import account_of_recording
 from megatron_rl.mcore.job import Job
 from megatron_rl.records.stopwatch import Stopwatch
 from megatron_rl.rollouts.recording.format import BatchRecord, batch_directory
@@ -24,9 +27,14 @@ class RecordingLeader(Leader):
         watch = Stopwatch()
         with watch.section("rollout"):
             batch = self.parts.rollouts.sample(step)
-        values |= batch.metrics() | self.parts.credit.assign(step, batch.groups).metrics()
+        with watch.section("account"):
+            values |= batch.metrics() | self.parts.credit.assign(step, batch.groups).metrics()
+            values |= account_of_recording(
+                batch.all_groups, generated_tokens=batch.generated_tokens
+            )
+            self.compare_with_engines(values, batch.generated_tokens)
         directory = batch_directory(self.records.directory.path / "recorded", step)
-        with watch.section("record"):
+        with watch.section("record"), self.records.progress.task(f"writing {directory}"):
             names = self.dispatcher.run(Record(str(directory), batch.all_groups))
             record = BatchRecord(
                 step=step,
@@ -41,18 +49,21 @@ class RecordingLeader(Leader):
         self.holder.release(batch.delivered_ids)
         values |= watch.values()
         self.records.progress.log_step(step, values)
+        self.report_account(values)
 
     def save_weights(self, step: int) -> None:
         """Do nothing: the weights are those of model.path."""
 
 
 def record_rollouts(command: Record, job: Job) -> list[str]:
-    """Write the groups that are stored on this node (a collective).
+    """Write the rollouts that are stored on this node, by group (a collective).
 
     Local rank 0 of each node writes. Returns the names of the parts of all nodes.
     """
     local_groups = (
-        (index, group) for index, group in enumerate(command.groups) if _node_of(group) == job.node
+        (index, part)
+        for index, group in enumerate(command.groups)
+        if (part := _part_on(job.node, group)) is not None
     )
     return record_groups(
         Path(command.path),
@@ -63,5 +74,12 @@ def record_rollouts(command: Record, job: Job) -> list[str]:
     )
 
 
-def _node_of(group: Group) -> int:
-    return group.rollouts[0].location.node if group.rollouts else 0
+def _part_on(node: int, group: Group) -> Group | None:
+    """Return a group with its rollouts on a node. The first node has groups without rollouts.
+
+    An extension may be sampled on another node than the probe.
+    """
+    rollouts = tuple(ref for ref in group.rollouts if ref.location.node == node)
+    if not rollouts and (group.rollouts or node):
+        return None
+    return msgspec.structs.replace(group, rollouts=rollouts)

@@ -11,13 +11,13 @@ from megatron_rl.run.setup import RunSetup
 
 
 def open_mode(setup: RunSetup) -> Mode:
-    """Read the data of the mode. Rank 0 only. Raises `PromptDataError`, `BadRecording`."""
+    """Open the mode. Rank 0 only. Raises `PromptDataError`."""
     match setup.configuration.mode:
         case "eval":
-            return EvaluationMode.read(setup)
+            return EvaluationMode(setup)
         case "profile":
-            return ProfileMode.read(setup)
+            return ProfileMode.open(setup)
         case "train_only":
             return TrainOnlyMode(setup)
         case _:
-            return TrainingMode.read(setup)
+            return TrainingMode(setup)

@@ -8,8 +8,7 @@ from megatron_rl.config.curriculum import phases_of
 from megatron_rl.config.schema import Configuration
 from megatron_rl.credit.assign import Credit
 from megatron_rl.planning.step_planner import StepPlanner
-from megatron_rl.prompts.selection.factory import open_selector
-from megatron_rl.prompts.source import PromptSource
+from megatron_rl.prompts.selection.factory import credit_warning, open_selector
 from megatron_rl.records.run_directory import STOP_FILE
 from megatron_rl.rollouts.evaluation import Evaluation
 from megatron_rl.rollouts.rollout_batch import RolloutSampler
@@ -19,7 +18,6 @@ from megatron_rl.run.curriculum import Curriculum
 from megatron_rl.run.leader import Leader
 from megatron_rl.run.modes.mode import LoopParts
 from megatron_rl.run.modes.record import RecordingLeader
-from megatron_rl.run.prompts import build_prompts
 from megatron_rl.run.setup import RunSetup
 from megatron_rl.run.step_parts import StepParts
 
@@ -28,17 +26,9 @@ _EXCLUDED_FILE = "left_out.txt"
 
 @dataclass(frozen=True)
 class TrainingMode:
-    """Trains on rollouts that engines sample for `prompts`, or records them."""
+    """Trains on rollouts that engines sample for training prompts, or records them."""
 
     setup: RunSetup
-    prompts: PromptSource
-
-    @classmethod
-    def read(cls, setup: RunSetup) -> TrainingMode:
-        """Read the prompts. Raises `PromptDataError`."""
-        setup.progress.log("reading prompts")
-        with setup.progress.task("reading prompts"):
-            return cls(setup, build_prompts(setup.configuration, setup.beliefs))
 
     def open_leader(self, parts: LoopParts) -> Leader:
         """Make the training loop, where the resume point says."""
@@ -65,6 +55,7 @@ class TrainingMode:
             parts=open_parts(c),
             holder=parts.connections.queue,
             weights=parts.connections.weights,
+            token_counter=parts.connections.token_counter,
             dispatcher=parts.dispatcher,
             records=parts.records,
             checkpoints=checkpoint_manager(self.setup, parts),
@@ -73,10 +64,13 @@ class TrainingMode:
         )
 
     def _log_prompts(self) -> None:
-        prompts = self.prompts
+        prompts = self.setup.run_data.training_prompts
         counts = f"{len(prompts.train)} training prompts, {len(prompts.held_out)} held out"
         notes = [note for note in (counts, *prompts.notes()) if note]
         self.setup.progress.log("; ".join(notes))
+        c = self.setup.configuration
+        if warning := credit_warning(c.selection, c.credit):
+            self.setup.progress.log(warning)
         report = prompts.excluded_rows.report()
         if report:
             file = self.setup.directory.path / _EXCLUDED_FILE
@@ -87,11 +81,12 @@ class TrainingMode:
         assert parts.connections is not None
         queue = parts.connections.queue
         stop_token_ids = self.setup.shape.eos_token_ids
-        self.prompts.set_pass_rate_range(c.data.pass_rate_range)
+        prompts = self.setup.run_data.training_prompts
+        prompts.set_pass_rate_range(c.data.pass_rate_range)
         evaluation = Evaluation(
-            queue, self.prompts.held_out, c.eval, c.rollout, stop_token_ids, parts.idle
+            queue, prompts.held_out, c.eval, c.rollout, stop_token_ids, parts.idle
         )
-        selector = open_selector(self.prompts, c.rollout, c.selection, seed=c.seed)
+        selector = open_selector(prompts, c.rollout, c.selection, seed=c.seed)
         return StepParts(
             rollouts=RolloutSampler(queue, c.rollout, selector, stop_token_ids, parts.idle),
             credit=Credit(c.algo, c.credit, seed=c.seed, max_new_tokens=c.rollout.max_new_tokens),

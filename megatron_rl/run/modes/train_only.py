@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_rl.credit.assign import Credit
-from megatron_rl.models.route_shape import route_shape
 from megatron_rl.planning.step_planner import StepPlanner
-from megatron_rl.rollouts.recording.recorded_rollouts import RecordedRollouts
 from megatron_rl.run.leader import Leader
 from megatron_rl.run.modes.mode import LoopParts
 from megatron_rl.run.modes.train import checkpoint_manager
@@ -22,17 +20,11 @@ class TrainOnlyMode:
     setup: RunSetup
 
     def open_leader(self, parts: LoopParts) -> Leader:
-        """Open the recording and make the training loop. Raises `BadRecording`."""
+        """Make the training loop, where the resume point says."""
         assert parts.worker is not None
         c = self.setup.configuration
-        shape = self.setup.shape
-        recording = RecordedRollouts(
-            c.rollout.recording or "",
-            node=self.setup.job.node,
-            batches=c.train.total_steps,
-            routes=route_shape(shape) if c.train.replay == "rollout" else None,
-            vocab_size=shape.vocab_size,
-        )
+        recording = self.setup.run_data.recording
+        assert recording is not None
         dp_size = parts.worker.layout.dp_size
         step_parts = StepParts(
             rollouts=recording,

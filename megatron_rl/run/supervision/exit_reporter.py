@@ -20,6 +20,7 @@ from megatron_rl.run.supervision.local_ranks import LocalRanks
 
 _PATIENCE_SECONDS = 5.0
 _POLL_SECONDS = 0.05
+_MAX_LOG_LINES = 10  # on standard error; exit.json has more
 SIGNALS = {
     signal.SIGHUP: ExitCode.HUNG_UP,
     signal.SIGINT: ExitCode.INTERRUPTED,
@@ -63,11 +64,15 @@ class ExitReporter:
                 if self._ranks.rank == 0:
                     self._record(ExitCode.OK, "the run is complete")
 
-    def report_cause(self, code: int, reason: str, trace: str = "") -> None:
-        """This rank knows why the run ends. trace: a traceback to print after the reason."""
+    def report_cause(self, code: int, reason: str, trace: str = "", log_tail: str = "") -> None:
+        """This rank knows why the run ends.
+
+        trace: a traceback to print before the reason. log_tail: the last lines of the log of the
+        process that failed.
+        """
         # Without a directory, a rank cannot see whether another one has reported
         may_be_first = self.directory is not None or self._ranks.rank == 0
-        self._decide(lambda: self._report(code, reason, trace, wait=not may_be_first))
+        self._decide(lambda: self._report(code, reason, trace, log_tail, wait=not may_be_first))
 
     def report_consequence(self, code: int, reason: str) -> None:
         """This rank failed, perhaps only because another rank ended.
@@ -95,9 +100,8 @@ class ExitReporter:
             if dead_ranks and self._ranks.is_lowest_living():
                 return self._report(ExitCode.PEER_FAILED, _silent_death(dead_ranks))
             time.sleep(_POLL_SECONDS)
-        if not self._ranks.is_lowest_living():
-            return ExitCode.PEER_FAILED
-        return self._report(code, reason)
+        # The lowest rank reports first, unless it hangs
+        return self._report(code, reason, wait=not self._ranks.is_lowest_living())
 
     def _explain_signal(self, number: signal.Signals) -> int:
         code = SIGNALS[number]
@@ -126,14 +130,16 @@ class ExitReporter:
             code, f"torchrun (process {agent}) was killed, and its ranks end with it"
         )
 
-    def _report(self, code: int, reason: str, trace: str = "", *, wait: bool = False) -> int:
+    def _report(
+        self, code: int, reason: str, trace: str = "", log_tail: str = "", *, wait: bool = False
+    ) -> int:
         """Report unless another rank has. Returns `code`, or PEER_FAILED when another rank has.
 
         wait: give other ranks time to report first.
         """
         if wait:
             self._wait_for_report()
-        if self._is_reported() or not self._record(code, reason):
+        if self._is_reported() or not self._record(code, reason, log_tail):
             is_signal = code in (*SIGNALS.values(), ExitCode.REQUEUE)
             return code if is_signal else ExitCode.PEER_FAILED
         if code in set(ExitCode):
@@ -141,8 +147,11 @@ class ExitReporter:
         else:
             meaning = "unexpected error: please report it"
         with contextlib.suppress(OSError, ValueError):
-            text = f"\n{reason}\n(exit code {code}: {meaning})\n{trace}"
-            print(text, file=sys.stderr, flush=True)
+            lines = [f"  {line}" for line in log_tail.splitlines()[-_MAX_LOG_LINES:]]
+            lines += trace.splitlines()
+            blank = [""] if lines else []
+            lines = ["", *lines, *blank, reason, f"(exit code {code}: {meaning})"]
+            print("\n".join(lines), file=sys.stderr, flush=True)
         self.has_reported = True
         self._write_error_file(reason)
         return code
@@ -158,7 +167,7 @@ class ExitReporter:
         while time.monotonic() < deadline and not self._is_reported():
             time.sleep(_POLL_SECONDS)
 
-    def _record(self, code: int, reason: str) -> bool:
+    def _record(self, code: int, reason: str, log_tail: str = "") -> bool:
         """Write exit.json. Returns False when another rank has written it.
 
         Errors of the disk are ignored: they must not silence the report.
@@ -166,7 +175,7 @@ class ExitReporter:
         if self.directory is None:
             return True
         try:
-            return write_exit_record(self.directory, code, reason)
+            return write_exit_record(self.directory, code, reason, log_tail)
         except OSError:
             return True
 

@@ -67,6 +67,15 @@ class LocalRanks:
         ranks = [environment_variable(pid, "RANK") for pid in processes if is_alive(pid)]
         return {self.rank, *(int(rank) for rank in ranks if rank is not None)}
 
+    def other_pids(self) -> dict[int, int]:
+        """The process id of every other living rank of this node, by rank."""
+        pids: dict[int, int] = {}
+        for pid in children(self.agent) if self.agent else []:
+            rank = environment_variable(pid, "RANK")
+            if rank is not None and int(rank) != self.rank:
+                pids[int(rank)] = pid
+        return pids
+
     def dead_ranks(self) -> list[int]:
         """The ranks of this node that have ended. Empty once torchrun is gone."""
         if not self.agent or self.is_orphaned:

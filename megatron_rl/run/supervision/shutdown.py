@@ -13,6 +13,11 @@ from typing import NoReturn
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.records.write_errors import write_problem
 from megatron_rl.run.supervision.exit_reporter import ExitReporter
+from megatron_rl.run.supervision.failures import (
+    comes_from_engines,
+    describe_failure,
+    log_tail_of,
+)
 from megatron_rl.run.supervision.local_ranks import LocalRanks
 from megatron_rl.run.supervision.open_parts import OpenParts
 from megatron_rl.run.supervision.watchdog import SignalReceived, Watchdog
@@ -26,9 +31,6 @@ def report_exception(error: BaseException, reporter: ExitReporter, watchdog: Wat
     if isinstance(error, SignalReceived):
         reporter.report_signal(error.number)
         return
-    # These import torch
-    from megatron_rl.run.supervision.failures import comes_from_engines, describe_failure
-
     code, reason = describe_failure(error)
     if comes_from_engines(error):
         # The watchdog may find a dead engine, which explains more than this exception
@@ -38,7 +40,7 @@ def report_exception(error: BaseException, reporter: ExitReporter, watchdog: Wat
     elif code is ExitCode.PEER_FAILED:
         reporter.report_consequence(code, reason)
     else:
-        reporter.report_cause(code, reason)
+        reporter.report_cause(code, reason, log_tail=log_tail_of(error))
 
 
 def close_after_success(parts: OpenParts) -> None:
@@ -52,6 +54,16 @@ def close_after_success(parts: OpenParts) -> None:
                 file=sys.stderr,
                 flush=True,
             )
+
+
+def limit_exit(code: int, seconds: float) -> None:
+    """End this process with `code` in some seconds, whatever then still runs.
+
+    Python waits for the threads of user-defined classes before it ends.
+    """
+    timer = threading.Timer(seconds, os._exit, [code])
+    timer.daemon = True
+    timer.start()
 
 
 def exit_process(reporter: ExitReporter, ranks: LocalRanks, parts: OpenParts) -> NoReturn:

@@ -1,4 +1,4 @@
-"""A thread that handles signals, checks the engines, and ends the process in time."""
+"""A thread that handles signals, checks engines and ranks, and ends the process in time."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 
 from megatron_rl.run.supervision.exit_reporter import SIGNALS, ExitReporter
+from megatron_rl.run.supervision.failures import describe_failure, log_tail_of
+from megatron_rl.run.supervision.frozen_ranks import RankFrozen
 from megatron_rl.run.supervision.local_ranks import LocalRanks
 from megatron_rl.run.supervision.stop_request import STOP_SIGNALS, StopRequest
 from sglang_bridge.server.process_table import kill, process_tree
@@ -22,6 +24,7 @@ from sglang_bridge.server.process_table import kill, process_tree
 _CHECK_SECONDS = 1.0
 _POLL_SECONDS = 0.2
 _SHUTDOWN_SECONDS = 6.0
+_JOIN_SECONDS = 10.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -54,7 +57,7 @@ class Watchdog:
         self._reporter = reporter
         self._stop = stop
         self._shutdown_seconds = shutdown_seconds
-        self._check: Callable[[], None] | None = None
+        self._checks: list[Callable[[], None]] = []
         self._is_interruptible = False
         self._deadline: float | None = None
         self._end = threading.Event()
@@ -69,23 +72,35 @@ class Watchdog:
         finally:
             self._is_interruptible = False
 
-    def set_check(self, check: Callable[[], None]) -> None:
+    def add_check(self, check: Callable[[], None]) -> None:
         """Call `check` about every second. An exception that it raises ends the run."""
-        self._check = check
+        self._checks.append(check)
+
+    @contextlib.contextmanager
+    def time_limit(self, seconds: float, failure: Exception) -> Iterator[None]:
+        """End the run with `failure` if the body takes longer."""
+        deadline = time.monotonic() + seconds
+
+        def check() -> None:
+            if time.monotonic() > deadline:
+                raise failure
+
+        self.add_check(check)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(ValueError):  # `limit_shutdown` has removed it
+                self._checks.remove(check)
 
     def wait_for_check(self, seconds: float) -> None:
-        """Wait until the check has found the cause of a failure, for `seconds` at most."""
+        """Wait until a check has found the cause of a failure, for `seconds` at most."""
         deadline = time.monotonic() + seconds
-        while (
-            self._check is not None
-            and self._reporter.exit_code is None
-            and time.monotonic() < deadline
-        ):
+        while self._checks and self._reporter.exit_code is None and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
 
     def limit_shutdown(self, seconds: float) -> None:
         """Stop the checks, and end the process if it still runs after `seconds`."""
-        self._check = None
+        self._checks = []
         self._deadline = time.monotonic() + seconds
 
     def __enter__(self) -> Watchdog:
@@ -112,7 +127,7 @@ class Watchdog:
         trace: TracebackType | None,
     ) -> None:
         self._end.set()
-        self._thread.join()
+        self._thread.join(_JOIN_SECONDS)  # a check may read a process that the kernel blocks
         signal.set_wakeup_fd(self._previous_fd)
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
@@ -140,8 +155,8 @@ class Watchdog:
                 self._end_run(signal.SIGINT if is_interrupt else signal.SIGTERM)
             if self._reporter.exit_code is not None:
                 self._enforce_deadline()
-            elif self._check is not None and time.monotonic() >= next_check:
-                self._run_check(self._check)
+            elif time.monotonic() >= next_check:
+                self._run_checks()
                 next_check = time.monotonic() + _CHECK_SECONDS
 
     def _new_signals(self) -> list[int]:
@@ -164,15 +179,17 @@ class Watchdog:
         _wake_main_thread()
         self._reporter.report_signal(number)
 
-    def _run_check(self, check: Callable[[], None]) -> None:
-        # This imports torch, which the main thread imports while it is watched already
-        from megatron_rl.run.supervision.failures import describe_failure
-
+    def _run_checks(self) -> None:
         try:
-            check()
+            for check in list(self._checks):
+                check()
         except Exception as error:
             code, reason = describe_failure(error)
-            self._reporter.report_cause(1 if code is None else code, reason)
+            self._reporter.report_cause(
+                1 if code is None else code, reason, log_tail=log_tail_of(error)
+            )
+            if isinstance(error, RankFrozen):
+                error.kill_processes()
             _wake_main_thread()
 
     def _enforce_deadline(self) -> None:

@@ -56,6 +56,7 @@ def test_the_table_has_each_run_and_the_mean_of_a_variant(tmp_path: Path) -> Non
         "| espo | 1 | 0.250 | 0.625 ± 0.125 | +37.5 | 1,000 | 9 |",
         "| **espo** | mean | | | **+31.2** (+25.0 to +37.5) | | |",
     ]
+    assert list(table({"espo": curves[:1]}))[-1] == "| **espo** | mean | | | **+25.0** | | |"
     short = read_curve(write(tmp_path, "short", 0.5), 2)
     plot({"espo": [*curves, short]}, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")

@@ -19,6 +19,8 @@ from megatron_rl.records.run_lock import mark_run_alive
 from tests.support.comparisons import Launcher, write_existing_run
 from tests.support.scripts import ROOT, start_module
 
+pytestmark = pytest.mark.slow
+
 Compare = Callable[..., int]
 ONE_VARIANT = ("--seeds", "0", "--variant", "a:")
 

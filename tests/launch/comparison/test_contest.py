@@ -23,6 +23,8 @@ from megatron_rl.contracts.exit_codes import ExitCode
 from sglang_bridge.errors import EngineUnhealthy
 from tests.support.comparisons import Launcher, value_of
 
+pytestmark = pytest.mark.slow
+
 Compare = Callable[..., int]
 VARIANTS = ("--seeds", "0", "--variant", "espo:", "algo=espo", "--variant", "grpo:", "algo=grpo")
 GRID = (
@@ -88,7 +90,7 @@ def test_the_report_has_final_runs_and_all_trials(
     assert text.startswith("Search: 4 trials of each variant, on each seed of 7 for 2 steps.")
     for row in (
         "| espo | best | optimizer.lr=1e-3, clip_scale=10 | alpha=0.2, min_clip=0.003 | 1.0% "
-        "| 0.750 | **+50.0** (+50.0 to +50.0) | 0 |",
+        "| 0.750 | **+50.0** | 0 |",
         "| espo | best at the configured clip range | optimizer.lr=1e-3, clip_scale=1 "
         "| alpha=0.02, min_clip=0.0003 | 25.0% ",
         "| grpo | best, and at the configured clip range | optimizer.lr=1e-4, clip_scale=1 "

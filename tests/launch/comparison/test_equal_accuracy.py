@@ -10,6 +10,8 @@ import pytest
 from megatron_rl.contracts.exit_codes import ExitCode
 from tests.support.comparisons import Launcher, value_of
 
+pytestmark = pytest.mark.slow
+
 TWO = ("--seeds", "0,1", "--variant", "slow:", "algo=grpo", "--variant", "fast:", "algo=espo")
 
 

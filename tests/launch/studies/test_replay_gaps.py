@@ -11,6 +11,8 @@ from launch.testbed.policies import TWO_DIGIT_ADDITION
 from megatron_rl.config.cli import compose
 from tests.support.scripts import ROOT, start_module
 
+pytestmark = pytest.mark.slow
+
 MODEL = f"--model=moe={TWO_DIGIT_ADDITION}"
 KIND = ("--rollouts", "fp8:", "engine.fake_quant=fp8_blockwise")
 COMMON = ("--common", "experiment=smoke")

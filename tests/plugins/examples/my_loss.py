@@ -12,7 +12,8 @@ from megatron_rl.losses import LossResult, Objective, ResponseTokens, mean_of
 class Cispo:
     """L = -1/N Σ_t sg[min(r_t, 1 + clip_high)] A_t log π_θ(y_t),  r_t = π_θ(y_t) / π_old(y_t)
 
-    arXiv 2506.13585. N is the number of all trained tokens of the optimizer step.
+    arXiv 2506.13585. N is the number of all trained tokens of the optimizer step, each counted with
+    the weight of its group.
     """
 
     def __init__(self, clip_high: float = 4.0) -> None:
@@ -24,7 +25,7 @@ class Cispo:
         def objective(logprobs: torch.Tensor, denominators: Denominators) -> LossResult:
             ratio = (logprobs.detach() - response.old_logprobs).exp()
             weight = ratio.clamp(max=self.limit)
-            count = max(denominators.tokens, 1)
+            count = denominators.tokens or 1.0
             loss = -(weight * response.advantages * logprobs).sum() / count
             return LossResult(loss, sums={"policy/clip_fraction_high": mean_of(ratio > self.limit)})
 

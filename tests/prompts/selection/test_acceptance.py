@@ -1,9 +1,13 @@
-import numpy as np
+import math
+
 import pytest
 
 from megatron_rl.config.schema import SelectionExpertSettings
 from megatron_rl.prompts.selection.acceptance import acceptance_probability, coin
-from megatron_rl.prompts.selection.beliefs.arcsine import mixed_probability
+from megatron_rl.prompts.selection.beliefs.arcsine import (
+    all_correct_probability,
+    all_incorrect_probability,
+)
 
 SETTINGS = SelectionExpertSettings(
     acceptance_target=0.75, acceptance_exponent=6, min_acceptance=0.02
@@ -19,25 +23,27 @@ def test_acceptance_by_probability(probability: float, acceptance: float) -> Non
 
 
 def test_default_accepts_a_pass_rate_of_one_tenth_at_least_every_other_time() -> None:
-    variances = np.linspace(0, 0.25, 251)
-    means = np.full(251, np.arcsin(np.sqrt(0.1)))
-    acceptances = [
-        acceptance_probability(float(probability), 0, SelectionExpertSettings())
-        for probability in mixed_probability(means, variances, 8)
-    ]
+    mean = math.asin(math.sqrt(0.1))
+    acceptances = []
+    for index in range(251):
+        belief = (mean, index / 1000, 8)
+        mixed = 1 - all_correct_probability(*belief) - all_incorrect_probability(*belief)
+        acceptances.append(acceptance_probability(mixed, 0, SelectionExpertSettings()))
     # V = 0: exp(-8 x 0.103521) = 0.436837, so u = 0.563160. The minimum is near V = 0.04.
     assert acceptances[0] == pytest.approx((0.56316 / 0.6) ** 5, abs=1e-4)
     assert 0.5 < min(acceptances) < 0.56
 
 
-@pytest.mark.parametrize(("age", "acceptance"), [(99, 0.02), (100, 0.5), (10_000, 0.5)])
-def test_old_prompts_are_accepted_at_least_every_other_time(age: int, acceptance: float) -> None:
-    assert acceptance_probability(0.0, age, SETTINGS) == acceptance
+@pytest.mark.parametrize(("declines", "acceptance"), [(9, 0.02), (10, 0.5), (10_000, 0.5)])
+def test_prompts_that_were_declined_in_ten_epochs_are_accepted_at_least_every_other_time(
+    declines: int, acceptance: float
+) -> None:
+    assert acceptance_probability(0.0, declines, SETTINGS) == acceptance
 
 
 def test_age_never_lowers_acceptance() -> None:
     assert acceptance_probability(0.74, 100, SETTINGS) == pytest.approx((0.74 / 0.75) ** 6)
-    settings = SelectionExpertSettings(max_age_steps=7, min_acceptance=0.9)
+    settings = SelectionExpertSettings(max_age_epochs=7, min_acceptance=0.9)
     assert acceptance_probability(0.0, 7, settings) == 0.9
 
 

@@ -2,7 +2,6 @@
 
 import random
 from dataclasses import fields
-from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -17,6 +16,7 @@ from megatron_rl.config.schema import (
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.run_state import SelectorState
 from megatron_rl.credit.group_kinds import GroupKind, kind_of
+from megatron_rl.prompts.pass_rates import PassRate
 from megatron_rl.prompts.question import PromptDataError
 from megatron_rl.prompts.selection.belief_selector import BeliefSelector
 from megatron_rl.prompts.selection.importance_weights import extension_weight
@@ -35,14 +35,16 @@ ALWAYS_ACCEPT = {"acceptance_exponent": 0}
 ALWAYS_PROBE = {"acceptance_exponent": 0, "acceptance_target": 1.0}
 
 
-def make_selector(pool: list[Prompt] = POOL, *, seed: int = 0, **settings: Any) -> BeliefSelector:
+def make_selector(
+    pool: list[Prompt] = POOL, *, seed: int = 0, rollout: RolloutSettings = ROLLOUT, **settings: Any
+) -> BeliefSelector:
     expert = {name: value for name, value in settings.items() if name in EXPERT_KEYS}
     others = {name: value for name, value in settings.items() if name not in EXPERT_KEYS}
     selection = SelectionSettings(
         **{"name": "belief", "skip": "zero_variance"} | others,
         expert=SelectionExpertSettings(**expert),
     )
-    return BeliefSelector(PromptSource(pool, pool[:1], DATA), ROLLOUT, selection, seed=seed)
+    return BeliefSelector(PromptSource(pool, pool[:1], DATA), rollout, selection, seed=seed)
 
 
 PASS_RATES = {"0": 0.0, "1": 1.0, "2": 0.15, "3": 0.6}
@@ -157,7 +159,7 @@ def test_mixed_probes_are_extended_with_a_weight() -> None:
 
 
 def test_skip_all_correct_samples_hopeless_prompts_in_full() -> None:
-    selector = make_selector(skip="all_correct", min_acceptance=0.02, max_age_steps=1000)
+    selector = make_selector(skip="all_correct", min_acceptance=0.02, max_age_epochs=1000)
     play_steps(selector, range(1, 40), by_tag)
     sizes: dict[str, list[int]] = {tag: [] for tag in "0123"}
     for step in range(40, 60):
@@ -188,7 +190,7 @@ def test_calibration_compares_probes_before_their_extension() -> None:
 
 
 def test_hardly_useful_prompts_get_half_a_probe() -> None:
-    selector = make_selector(max_age_steps=5)
+    selector = make_selector(max_age_epochs=2)
     play_steps(selector, range(1, 40), by_tag)
     sizes = set()
     for step in range(40, 60):
@@ -256,13 +258,13 @@ def steps_by_prompt(selector: BeliefSelector, steps: int) -> dict[str, list[int]
 
 @pytest.mark.parametrize("skip", ["all_correct", "zero_variance"])
 @pytest.mark.parametrize(
-    ("min_acceptance", "max_age_steps"), [(0.1, 10**6), (1e-9, 20)], ids=["minimum", "age"]
+    ("min_acceptance", "max_age_epochs"), [(0.1, 10**6), (1e-9, 8)], ids=["minimum", "age"]
 )
-def test_every_stratum_is_sampled(skip: str, min_acceptance: float, max_age_steps: int) -> None:
+def test_every_stratum_is_sampled(skip: str, min_acceptance: float, max_age_epochs: int) -> None:
     """Either setting alone gives each stratum a share of every pass over the data."""
     pool = make_pool(64, tags=4)
     selector = make_selector(
-        pool, skip=skip, min_acceptance=min_acceptance, max_age_steps=max_age_steps
+        pool, skip=skip, min_acceptance=min_acceptance, max_age_epochs=max_age_epochs
     )
     steps_by_id = steps_by_prompt(selector, 100)
     for tag in "0123":
@@ -271,14 +273,38 @@ def test_every_stratum_is_sampled(skip: str, min_acceptance: float, max_age_step
 
 
 @pytest.mark.parametrize("skip", ["all_correct", "zero_variance"])
-def test_max_age_limits_the_wait_of_every_prompt(skip: str) -> None:
-    """Half of the offers after `max_age_steps` steps are accepted."""
+def test_max_age_limits_the_declines_of_every_prompt(skip: str) -> None:
+    """Half of the offers after `max_age_epochs` declines are accepted."""
     selector = make_selector(
-        make_pool(64, tags=4), skip=skip, min_acceptance=1e-9, max_age_steps=20
+        make_pool(64, tags=4), skip=skip, min_acceptance=1e-9, max_age_epochs=5
     )
-    for steps in steps_by_prompt(selector, 100).values():
-        waits = [later - earlier for earlier, later in pairwise([0, *steps, 100])]
-        assert max(waits) <= 2.5 * 20
+    largest = 0.0
+    for step in range(1, 101):
+        selection = selector.select(step)
+        play(selection, by_tag)
+        largest = max(largest, selection.metrics()["select/declines_max"])
+    assert 5 < largest <= 5 + 15
+
+
+def test_long_epochs_do_not_replace_the_filter() -> None:
+    """Solved prompts stay rare however many steps an epoch takes, here more than 150."""
+    pool = make_pool(1000, tags=2)
+    rollout = RolloutSettings(max_new_tokens=8, prompts_per_step=2, samples_per_prompt=N)
+    selector = make_selector(pool, skip="all_correct", rollout=rollout, min_acceptance=0.02)
+
+    def half_solved(prompt: Prompt, sample: int) -> float:
+        return 1.0 if prompt.difficulty == "1" else float(sample % 2)
+
+    counts = {"0": 0, "1": 0}
+    step = 0
+    while selector.source.cursor.epoch < 3:
+        step += 1
+        rounds, _ = play(selector.select(step), half_solved)
+        for request in first_requests(rounds):
+            counts[request.prompt.difficulty] += selector.source.cursor.epoch > 0
+    assert step > 3 * 150
+    assert counts["0"] > 900, "two epochs of 500 prompts"
+    assert counts["1"] < 0.1 * counts["0"]
 
 
 @pytest.mark.parametrize("budget", [1.0, 1.5, 4.0])
@@ -294,6 +320,22 @@ def test_a_step_that_cannot_be_filled_ends_within_its_budget(budget: float) -> N
         assert 0 < metrics["select/rollouts"] <= budget * PROMPTS_PER_STEP * N
         assert metrics["select/unfilled"] >= PROMPTS_PER_STEP - 1
         assert len(result.groups) + len(result.stopped_groups) == metrics["select/prompts"]
+
+
+def test_a_step_ends_after_eight_passes_over_the_pass_rate_range() -> None:
+    pool = make_pool(400)
+    rates = {p.id: PassRate(id=p.id, correct=8 * (i < 3), samples=8) for i, p in enumerate(pool)}
+    data = DataSettings(source="column_addition", pass_rate_range=[0.9, 1.0])
+    settings = SelectionSettings(
+        name="belief",
+        expert=SelectionExpertSettings(
+            min_acceptance=1e-9, acceptance_exponent=100.0, max_age_epochs=10**6
+        ),
+    )
+    source = PromptSource(pool, pool[:1], data, rates=rates)
+    selector = BeliefSelector(source, ROLLOUT, settings, seed=0)
+    play(selector.select(1), all_correct)
+    assert 7 <= source.cursor.epoch <= 8
 
 
 def test_every_step_samples_something() -> None:

@@ -13,6 +13,7 @@ from megatron_rl.prompts.selection.importance_weights import (
     extension_weight,
     pilot_mixed_probability,
     pilot_not_all_correct_probability,
+    stopped_weight,
 )
 from tests.support.groups import group
 
@@ -88,6 +89,38 @@ def test_weight_without_correctness_is_that_of_rewards(skip: str) -> None:
 def test_weight_is_one_if_correctness_is_known_only_after_the_pilot(skip: str) -> None:
     pilot = [reward_only(reward) for reward in (0.0, 1.0, 0.0, 1.0)]
     assert extension_weight(group(*pilot, 1.0, 0.0, 0.0, 0.0), 4, skip=skip) == 1
+
+
+@given(st.floats(0.05, 1), st.integers(1, 9), st.integers(0, 8))
+def test_stopped_probes_have_the_expected_credit_of_whole_groups(
+    pass_rate: float, probe: int, others: int
+) -> None:
+    """If the pass rate is known: P(probe) · n0 · w = P(group) · N."""
+    size = probe + others
+    weight = stopped_weight(pass_rate**probe, pass_rate**size, probe=probe, group_size=size)
+    assert pass_rate**probe * probe * weight == pytest.approx(pass_rate**size * size)
+
+
+def test_a_stopped_probe_that_was_believed_impossible_has_weight_zero() -> None:
+    assert stopped_weight(0.0, 0.0, probe=4, group_size=8) == 0
+
+
+@pytest.mark.parametrize("skip", ["zero_variance", "all_correct"])
+def test_lost_verdicts_raise_the_bound_of_the_weight(skip: str) -> None:
+    """The pilot of four has two verdicts, the group six: the weight is 3, more than 8 / 4."""
+    with_gaps = group(None, 1.0, None, 1.0, 0.0, 1.0, 1.0, 1.0)
+    assert extension_weight(with_gaps, 4, skip=skip) == pytest.approx(3)
+
+
+@given(st.lists(st.sampled_from([0.0, 0.6, 1.0]), min_size=2, max_size=9), st.integers(2, 9))
+def test_weights_of_mixed_groups_are_at_most_the_ratio_of_group_and_pilot(
+    scores: list[float], pilot: int
+) -> None:
+    pilot = min(pilot, len(scores))
+    if len(set(scores)) > 1:
+        bound = len(scores) / pilot + 1e-9
+        assert 1 <= 1 / pilot_mixed_probability(scores, pilot) <= bound
+        assert 1 <= 1 / pilot_not_all_correct_probability(scores, pilot) <= bound
 
 
 @pytest.mark.parametrize(

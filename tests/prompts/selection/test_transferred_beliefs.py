@@ -63,7 +63,7 @@ def state_of_earlier_run(pool: list[Prompt]) -> SelectorState:
     """State of a run that was offered all prompts and sampled three of four, each about twice."""
     selector = make_selector(make_source(pool))
     for prompt in pool:
-        selector.beliefs.row(prompt, 1)
+        selector.beliefs.row(prompt)
     prompts = [prompt for i, prompt in enumerate(pool) if i % 16 < 12]
     for step in range(1, 13):
         selector.beliefs.observe(step, [make_group(prompt) for prompt in prompts[step % 6 :: 6]])
@@ -129,7 +129,7 @@ def test_position_and_calibration_are_not_transferred() -> None:
     assert state.prompts.postponed_indices == ()
     assert beliefs_of(state).window == ()
     assert beliefs_of(state).clock == 0
-    assert selector.beliefs.max_steps_since_group(1) == 1
+    assert selector.beliefs.max_declines() == 0
 
 
 def observe_some(beliefs: Beliefs, *, confirm: bool) -> None:
@@ -295,7 +295,8 @@ def numbers(state: BeliefState, value: float, dtype: Any = np.float32) -> bytes:
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda state: {"last_update_steps": state.last_update_steps[:-1]},
+        lambda state: {"last_group_steps": state.last_group_steps[:-1]},
+        lambda state: {"declines": numbers(state, -1, np.int32)},
         lambda state: {"strata": ()},
         lambda state: {"prompts": (state.prompts[1], *state.prompts[1:])},
         lambda state: {"means": numbers(state, np.nan)},
@@ -303,7 +304,16 @@ def numbers(state: BeliefState, value: float, dtype: Any = np.float32) -> bytes:
         lambda state: {"variances": numbers(state, -1.0)},
         lambda state: {"last_group_steps": numbers(state, -7, np.int32)},
     ],
-    ids=["short", "no_strata", "twice", "nan", "large_mean", "negative_variance", "step"],
+    ids=[
+        "short",
+        "declines",
+        "no_strata",
+        "twice",
+        "nan",
+        "large_mean",
+        "negative_variance",
+        "step",
+    ],
 )
 def test_damaged_beliefs_are_refused(damage: Any) -> None:
     state = earlier_state()

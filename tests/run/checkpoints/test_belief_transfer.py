@@ -1,6 +1,5 @@
 """`selection.beliefs_from`: from the checkpoint of another run to the selector of a new run."""
 
-import io
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,6 @@ from megatron_rl.contracts.belief_state import NEVER_SAMPLED
 from megatron_rl.prompts.question import PromptDataError
 from megatron_rl.prompts.selection.belief_selector import BeliefSelector
 from megatron_rl.prompts.selection.factory import open_selector
-from megatron_rl.records.progress import Progress
 from megatron_rl.records.run_directory import RunDirectory
 from megatron_rl.run import open_run
 from megatron_rl.run.checkpoints.belief_transfer import (
@@ -25,8 +23,8 @@ from megatron_rl.run.checkpoints.belief_transfer import (
 from megatron_rl.run.checkpoints.resume import ResumePoint
 from megatron_rl.run.checkpoints.state_file import read_state
 from megatron_rl.run.checkpoints.store import CheckpointStore
+from megatron_rl.run.data import RunData, read_data
 from megatron_rl.run.prompts import build_prompts
-from megatron_rl.run.setup import RunSetup
 from tests.support.answers import play_steps
 from tests.support.checkpoints import make_state, save_checkpoint
 
@@ -41,7 +39,10 @@ def make_configuration(
 
 
 def open_belief_selector(c: Configuration) -> BeliefSelector:
-    prompts = build_prompts(c, read_transferred_beliefs(c))
+    prompts = build_prompts(c)
+    beliefs = read_transferred_beliefs(c)
+    if beliefs is not None:
+        beliefs.apply_to(prompts)
     selector = open_selector(prompts, c.rollout, c.selection, seed=c.seed)
     assert isinstance(selector, BeliefSelector)
     return selector
@@ -67,7 +68,7 @@ def test_a_run_starts_with_the_beliefs_of_the_newest_checkpoint(store: Checkpoin
         last_group_steps = np.frombuffer(state.last_group_steps, np.int32)
         assert len(selector.beliefs) == np.count_nonzero(last_group_steps != NEVER_SAMPLED)
         assert selector.source.cursor.position == 0
-        assert selector.beliefs.max_steps_since_group(1) == 1
+        assert selector.beliefs.max_declines() == 0
 
 
 def test_a_damaged_checkpoint_is_skipped_with_a_warning(
@@ -82,20 +83,9 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(
     c = make_configuration(f"selection.beliefs_from={tmp_path}")
     beliefs = read_transferred_beliefs(c)
     assert beliefs is not None
-    stream = io.StringIO()
-    setup = RunSetup(
-        configuration=c,
-        shape=NOTHING,
-        job=JOB,
-        resume_point=ResumePoint(),
-        directory=RunDirectory(tmp_path),
-        beliefs=beliefs,
-        progress=Progress(1, enabled=True, stream=stream),
-        warnings=tuple(beliefs.warnings),
-    )
-    open_run._log_resume_point(setup)
-    assert "warning: skipping a damaged checkpoint" in stream.getvalue()
-    assert "iter_0000002: state.json has changed" in stream.getvalue()
+    [warning] = open_run._warnings(c.run, RunDirectory(tmp_path), ResumePoint(), beliefs)
+    assert "warning: skipping a damaged checkpoint" in warning
+    assert "iter_0000002: state.json has changed" in warning
     with pytest.raises(
         BeliefsUnavailable, match=r"selection\.beliefs_from=.*complete checkpoint.*sha256"
     ):
@@ -131,8 +121,9 @@ def test_beliefs_about_another_data_set_are_refused(store: CheckpointStore, tmp_
         "rollout.prompts_per_step=8",
     )
     c = make_configuration(f"selection.beliefs_from={store.folder.parent}", data=data)
+    data = read_data(c)
     with pytest.raises(PromptDataError, match="another data set"):
-        open_belief_selector(c)
+        open_run._restore_data(c, data, ResumePoint())
 
 
 def test_a_run_that_resumes_keeps_its_own_beliefs(store: CheckpointStore, tmp_path: Path) -> None:
@@ -154,7 +145,9 @@ def test_no_directory_is_made_when_beliefs_cannot_be_read(
         f"selection.beliefs_from={tmp_path}", f"run.root={tmp_path}/runs", "run.name=a"
     )
     with pytest.raises(BeliefsUnavailable):
-        open_run._open_directory(c, NOTHING, JOB, ResumePoint(), NOTHING)
+        open_run._open_directory(
+            c, RunData(), NOTHING, JOB, ResumePoint(), RunDirectory(tmp_path / "runs/a")
+        )
     assert not (tmp_path / "runs").exists()
 
 

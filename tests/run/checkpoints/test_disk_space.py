@@ -135,6 +135,36 @@ def test_recordings_of_a_selector_count_its_whole_budget() -> None:
     assert oversample["mode=rollout_only"] == pytest.approx(2.5 * uniform, rel=1e-6)
 
 
+@pytest.mark.parametrize("mode", ["train", "train_only"])
+def test_rollouts_that_a_run_saves_count_for_every_step_that_saves_them(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every_step = with_mode("rollout_only", "train.total_steps=1")
+    shape = read_shape(every_step.model.path)
+    step_bytes = required_bytes(every_step, shape)["mode=rollout_only"]
+    overrides = ("train.total_steps=7", f"run.root={tmp_path}", "run.save_weights=false")
+    c = with_mode(mode, *overrides, "logger.save_rollouts_every=2")
+    sizes = required_bytes(c, shape)
+    assert sizes["logger.save_rollouts_every"] == 3 * step_bytes
+    assert "logger.save_rollouts_every" not in required_keys(with_mode(mode, *overrides))
+    resumed = required_bytes(c, shape, steps_done=5)
+    assert resumed["logger.save_rollouts_every"] == step_bytes
+    set_free_bytes(monkeypatch)(sum(sizes.values()) - 1)
+    with pytest.raises(NotEnoughDiskSpace, match=r"raise logger\.save_rollouts_every"):
+        require_disk_space(c, shape)
+
+
+def test_saved_rollouts_are_as_large_as_those_of_the_largest_phase() -> None:
+    curriculum = (
+        "curriculum=[{name: a, until: {steps: 2}}, {name: b, rollout.samples_per_prompt: 64}]"
+    )
+    overrides = ("logger.save_rollouts_every=1", "rollout.samples_per_prompt=8")
+    shape = read_shape(with_mode("train").model.path)
+    key = "logger.save_rollouts_every"
+    plain = required_bytes(with_mode("train", *overrides), shape)[key]
+    assert required_bytes(with_mode("train", *overrides, curriculum), shape)[key] == 8 * plain
+
+
 def test_a_resumed_run_needs_space_for_fewer_new_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,3 +183,7 @@ def test_a_resumed_run_needs_space_for_fewer_new_checkpoints(
         set_free(records + num_new * one_checkpoint - 1)
         with pytest.raises(NotEnoughDiskSpace, match=r"run\.checkpoint_every"):
             require_disk_space(c, shape, checkpoint)
+    other_run = dataclasses.replace(c, run=dataclasses.replace(c.run, resume=str(paths[2])))
+    set_free(records + 3 * one_checkpoint - 1)
+    with pytest.raises(NotEnoughDiskSpace, match=r"run\.checkpoint_every"):
+        require_disk_space(other_run, shape, paths[2])

@@ -11,78 +11,21 @@ import pytest
 
 from megatron_rl.config.cli import compose
 from megatron_rl.config.curriculum import phases_of
-from megatron_rl.config.schema import RunSettings
 from megatron_rl.contracts.commands import Checkpoint, Command
 from megatron_rl.contracts.exit_codes import ExitCode
-from megatron_rl.contracts.run_state import PromptCursor, RunState, SelectorState
-from megatron_rl.records.progress import Progress
-from megatron_rl.run.checkpoints.manager import (
-    CheckpointManager,
-    CheckpointNotSaved,
-    StoppedAfterSave,
-)
+from megatron_rl.contracts.run_state import PromptCursor, SelectorState
+from megatron_rl.run.checkpoints.manager import CheckpointNotSaved, StoppedAfterSave
 from megatron_rl.run.checkpoints.saving import SaveResult
+from megatron_rl.run.nonfinite_guard import NonFiniteRun
 from megatron_rl.run.supervision.stop_request import StepAborted, StopRequest
+from tests.support.checkpoint_managers import (
+    FakeRanks,
+    make_manager,
+    make_stop_request,
+    stop_at_step,
+)
 from tests.support.checkpoints import make_state
 from tests.support.leaders import ScriptedParts, lead
-
-
-class FakeRanks:
-    """Collects the states that are saved. problems: the problem of each save in turn."""
-
-    def __init__(self, *problems: str) -> None:
-        self.states: list[RunState] = []
-        self.calls: list[str] = []
-        self._problems = iter(problems)
-
-    @property
-    def steps(self) -> list[int]:
-        return [state.step for state in self.states]
-
-    def run(self, command: Command) -> SaveResult | None:
-        if isinstance(command, Checkpoint):
-            self.states.append(msgspec.json.decode(command.state, type=RunState))
-            self.calls.append(f"{'begin' if command.background else 'save'} {command.step}")
-            if command.background:
-                return None
-        else:
-            self.calls.append("wait")
-        return SaveResult(self.steps[-1], next(self._problems, ""), 2**20)
-
-
-def make_manager(
-    ranks: FakeRanks,
-    stop: StopRequest | None = None,
-    *,
-    stream: Any = None,
-    stop_file: Path = Path("/nowhere"),
-    **run: Any,
-) -> CheckpointManager:
-    settings: dict[str, Any] = {"checkpoint_every": 2} | run
-    return CheckpointManager(
-        settings=RunSettings(**settings),
-        configuration={"seed": 0},
-        world_size=1,
-        optimizer_steps=lambda: 7,
-        dispatcher=ranks,  # type: ignore[arg-type]
-        progress=Progress(9, enabled=stream is not None, stream=stream),
-        stop=stop or make_stop_request(),
-        stop_file=stop_file,
-    )
-
-
-def make_stop_request(*, clock: Any = None) -> StopRequest:
-    stop = StopRequest(10.0, clock=clock) if clock else StopRequest(10.0)
-    stop.accept_signals()
-    return stop
-
-
-def stop_at_step(stop: StopRequest, last_step: int) -> Any:
-    def on_train(step: int) -> None:
-        if step == last_step:
-            stop.handle_signal(signal.SIGUSR1)
-
-    return on_train
 
 
 def test_checkpoints_are_saved_every_few_steps_and_at_the_end(tmp_path: Path) -> None:
@@ -96,6 +39,91 @@ def test_checkpoints_are_saved_every_few_steps_and_at_the_end(tmp_path: Path) ->
     assert "time/checkpoint" in parts.metrics[3]
     assert "time/checkpoint" not in parts.metrics[2]
     assert parts.calls[-1] == "stop"
+
+
+def test_a_checkpoint_holds_the_position_of_the_loop(tmp_path: Path) -> None:
+    ranks = FakeRanks()
+    lead(
+        ScriptedParts(finite=[True, False, False], accuracies=[0.1, 0.2, 0.3, 0.4]),
+        tmp_path,
+        steps=3,
+        evals={"every": 1},
+        checkpoints=make_manager(ranks, checkpoint_every=1),
+        max_nonfinite_steps=9,
+    )
+    positions = [state.position for state in ranks.states]
+    assert [position.nonfinite for position in positions] == [0, 1, 2]
+    assert [position.accuracies for position in positions] == [
+        (0.1, 0.2),
+        (0.1, 0.2, 0.3),
+        (0.1, 0.2, 0.3, 0.4),
+    ]
+    assert all(position.weights_synced for position in positions)
+    assert {(state.world_size, state.optimizer_steps) for state in ranks.states} == {(1, 7)}
+    assert ranks.states[0].settings == {"seed": 0}
+
+
+def test_a_checkpoint_says_whether_engines_have_its_weights(tmp_path: Path) -> None:
+    ranks = FakeRanks()
+    manager = make_manager(ranks, checkpoint_every=1)
+    evals = {"every": 2}
+    lead(ScriptedParts(), tmp_path, steps=3, evals=evals, when="evaluation", checkpoints=manager)
+    positions = [state.position for state in ranks.states]
+    assert [(p.version, p.weights_synced) for p in positions] == [(0, False), (1, True), (2, True)]
+
+
+def test_a_step_is_saved_once(tmp_path: Path) -> None:
+    ranks = FakeRanks()
+    manager = make_manager(ranks)
+    assert manager.is_due(2, last=False)
+    manager.save(make_state(2).position)
+    assert not manager.is_due(2, last=True)
+    manager = make_manager(ranks, background_saves=True)
+    manager.save(make_state(4).position, last=False)
+    assert not manager.is_due(4, last=True), "the save in the background is of this step"
+
+
+def test_a_stop_request_makes_a_save_due_and_ends_the_run_after_it() -> None:
+    stop = make_stop_request()
+    manager = make_manager(FakeRanks(), stop)
+    assert not manager.is_due(3, last=False)
+    stop.handle_signal(signal.SIGUSR1)
+    assert manager.is_due(3, last=False)
+    manager.raise_if_stop_requested()  # there is no checkpoint to resume from
+    manager.save(make_state(3).position)
+    with pytest.raises(StoppedAfterSave, match="after step 3"):
+        manager.raise_if_stop_requested()
+
+
+def test_a_stop_request_is_saved_in_the_foreground(tmp_path: Path) -> None:
+    stop = make_stop_request()
+    ranks = FakeRanks()
+    parts = ScriptedParts(on_train=stop_at_step(stop, 2))
+    with pytest.raises(StoppedAfterSave, match="after step 2"):
+        manager = make_manager(ranks, stop, background_saves=True)
+        lead(parts, tmp_path, steps=9, checkpoints=manager)
+    assert ranks.calls == ["save 2"]
+
+
+def test_a_failed_save_after_a_stop_request_is_not_reported_as_saved(tmp_path: Path) -> None:
+    stop = make_stop_request()
+    ranks = FakeRanks("", "disk full")
+    manager = make_manager(ranks, stop, on_failed_save="continue")
+    parts = ScriptedParts(on_train=stop_at_step(stop, 3))
+    with pytest.raises(CheckpointNotSaved, match=r"step 3 cannot be saved: disk full"):
+        lead(parts, tmp_path, steps=9, checkpoints=manager)
+    assert ranks.steps == [2, 3]
+
+
+def test_a_run_without_checkpoints_does_not_stop_on_request(tmp_path: Path) -> None:
+    (tmp_path / "stop").touch()
+    ranks = FakeRanks()
+    manager = make_manager(
+        ranks, StopRequest(10.0), stop_file=tmp_path / "stop", checkpoint_every=0
+    )
+    parts = lead(ScriptedParts(), tmp_path, steps=3, evals={"every": 1}, checkpoints=manager)
+    assert "evaluate 3 at version 3" in parts.calls
+    assert ranks.calls == []
 
 
 def test_a_stop_request_ends_the_step_saves_and_asks_for_a_restart(tmp_path: Path) -> None:
@@ -128,6 +156,7 @@ def test_a_step_that_waits_for_rollouts_is_aborted_when_time_is_short(tmp_path: 
     with pytest.raises(StoppedAfterSave):
         lead(parts, tmp_path, steps=9, checkpoints=make_manager(ranks, stop))
     assert ranks.steps == [2, 3]
+    assert not stop.is_step_abortable, "the deadline must not abort the last save"
     # The prompts of step 4 will be taken again
     assert ranks.states[-1].position.selection.prompts.position == 3
 
@@ -186,6 +215,13 @@ def test_a_failed_background_save_ends_the_run(tmp_path: Path) -> None:
     manager = make_manager(FakeRanks("disk full"), background_saves=True)
     with pytest.raises(CheckpointNotSaved, match=r"step 2 cannot be saved: disk full"):
         lead(ScriptedParts(), tmp_path, steps=5, checkpoints=manager)
+
+
+def test_a_failed_background_save_is_in_the_metrics(tmp_path: Path) -> None:
+    manager = make_manager(FakeRanks("disk full"), background_saves=True, on_failed_save="continue")
+    parts = lead(ScriptedParts(), tmp_path, steps=5, checkpoints=manager)
+    failures = [step for step, values in parts.metrics.items() if "checkpoint/failed" in values]
+    assert failures == [5], "the save of step 2 was waited for before that of step 4"
 
 
 def test_a_stop_request_during_a_background_save_ends_with_that_checkpoint(
@@ -292,6 +328,39 @@ def test_a_run_resumes_after_its_checkpoint(tmp_path: Path) -> None:
     assert sorted(parts.metrics) == [4, 5]
     assert parts.cursor.position == 5
     assert parts.version == 5
+
+
+def test_steps_with_nan_before_a_resume_count(tmp_path: Path) -> None:
+    cursor = PromptCursor(epoch=0, position=3, digest="d")
+    state = make_state(3, nonfinite=2, selection=SelectorState(prompts=cursor)).position
+    with pytest.raises(NonFiniteRun, match="3 consecutive steps"):
+        lead(
+            ScriptedParts(finite=[False]),
+            tmp_path,
+            steps=9,
+            resume_state=state,
+            max_nonfinite_steps=3,
+        )
+
+
+def test_evaluations_before_a_resume_count(tmp_path: Path) -> None:
+    state = make_state(3, accuracies=(0.1, 0.5)).position
+    evals = {"every": 1, "stop_at": 0.6, "stop_average": 2}
+    parts = lead(
+        ScriptedParts(accuracies=[0.7]), tmp_path, steps=9, evals=evals, resume_state=state
+    )
+    assert sorted(parts.metrics) == [4]
+
+
+def test_other_weights_are_sent_under_another_version_after_a_resume(tmp_path: Path) -> None:
+    """With sync.when=evaluation, the first weights sent are those after further steps."""
+    state = make_state(2, version=1, weights_synced=True).position
+    options: dict[str, Any] = {"steps": 4, "evals": {"every": 2}, "resume_state": state}
+    parts = lead(ScriptedParts(), tmp_path, when="evaluation", **options)
+    assert [call for call in parts.calls if "sync" in call] == ["sync 2"]
+    state = msgspec.structs.replace(state, weights_synced=False)
+    parts = lead(ScriptedParts(), tmp_path, **(options | {"resume_state": state}))
+    assert [call for call in parts.calls if "sync" in call][:1] == ["sync 2"]
 
 
 @pytest.mark.parametrize("stop_step", [1, 2, 3, 4])

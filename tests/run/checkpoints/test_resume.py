@@ -1,44 +1,65 @@
 """Finding the newest complete checkpoint, and comparing its settings with those of the run."""
 
-import io
+import datetime
+import errno
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import Configuration
+from megatron_rl.mcore import checkpoint
+from megatron_rl.records.durable_files import write_synced
+from megatron_rl.records.past_run import read_metrics
 from megatron_rl.records.progress import Progress
-from megatron_rl.records.run_directory import RunDirectory
+from megatron_rl.records.run_directory import (
+    RunDirectory,
+    RunDirectoryTaken,
+    is_run_directory,
+    run_directory_path,
+)
 from megatron_rl.records.run_lock import claim_run, mark_run_alive
 from megatron_rl.run import open_run
+from megatron_rl.run.checkpoints import resume
+from megatron_rl.run.checkpoints.manifest import Manifest, hash_file, write_manifest
 from megatron_rl.run.checkpoints.resume import (
     CheckpointOfOtherRun,
+    CheckpointUnusable,
     NoCompleteCheckpoint,
     ResumePoint,
+    explained_load_errors,
     find_resume_point,
     flat_configuration,
+    newest_complete,
     open_run_directory,
 )
+from megatron_rl.run.checkpoints.state_file import read_state
 from megatron_rl.run.checkpoints.store import CheckpointStore
-from megatron_rl.run.setup import RunSetup
 from megatron_rl.run.supervision.open_parts import OpenParts
 from tests.support.checkpoints import flip_bit, make_state, save_checkpoint
+from tests.support.past_runs import make_run_directory
+from tests.support.thread_ranks import broadcast_bytes, gather_bytes, run_on_ranks
 
 JOB: Any = SimpleNamespace(rank=0, world_size=1, control_group=None)
-NO_SHAPE: Any = None
 
 
 def make_configuration(root: Path, *overrides: str) -> Configuration:
     return compose(["experiment=smoke", f"run.root={root}", "run.name=job", *overrides])
 
 
+def find_for(c: Configuration) -> ResumePoint:
+    path = run_directory_path(c.run, datetime.datetime(2025, 1, 2))
+    return find_resume_point(c.run.resume, RunDirectory(path), JOB)
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> CheckpointStore:
     """Three checkpoints of a run that was killed."""
-    directory = open_run_directory(make_configuration(tmp_path), ResumePoint())
+    directory = make_run_directory(make_configuration(tmp_path))
     store = CheckpointStore(directory.checkpoints)
     settings = flat_configuration(make_configuration(tmp_path, "run.resume=auto"))
     for step in (5, 10, 15):
@@ -49,8 +70,10 @@ def store(tmp_path: Path) -> CheckpointStore:
 @pytest.mark.parametrize("overrides", [(), ("run.resume=auto",)])
 def test_a_new_run_has_no_resume_point(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     c = make_configuration(tmp_path, *overrides)
-    assert find_resume_point(c, JOB) == ResumePoint()
-    assert open_run_directory(c, ResumePoint()).path == tmp_path / "job"
+    assert find_for(c) == ResumePoint()
+    directory = RunDirectory(tmp_path / "job")
+    open_run_directory(directory, c, ResumePoint())
+    assert is_run_directory(directory.path)
 
 
 def test_the_newest_complete_checkpoint_is_found_and_damaged_ones_are_reported(
@@ -59,16 +82,121 @@ def test_the_newest_complete_checkpoint_is_found_and_damaged_ones_are_reported(
     flip_bit(store.path(15) / "tensors")
     (store.path(10) / "tensors").unlink()
     c = make_configuration(tmp_path, "run.resume=auto")
-    resume_point = find_resume_point(c, JOB)
+    resume_point = find_for(c)
     assert resume_point.checkpoint == store.path(5)
     assert resume_point.state is not None
     assert resume_point.state.step == 5
     newest, middle = resume_point.damaged_checkpoints
     assert "iter_0000015: tensors has changed" in newest
     assert "iter_0000010: tensors is missing" in middle
-    open_run_directory(c, resume_point)
+    open_run_directory(RunDirectory(tmp_path / "job"), c, resume_point)
     assert [path.name for path in store.checkpoints()] == ["iter_0000005"]
     assert (store.folder / "iter_0000015.damaged-1/tensors").exists()
+
+
+def test_damage_that_one_rank_reads_is_known_to_all(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every rank reads a share of the files."""
+    monkeypatch.setattr(resume, "gather_bytes", gather_bytes)
+    monkeypatch.setattr(resume, "broadcast_bytes", broadcast_bytes)
+    changes = {
+        "tensors": (b"tensors", b"Tensors"),
+        "state.json": (b'"digest": "d"', b'"digest": "e"'),
+    }
+    for name, (old, new) in changes.items():
+        file = store.path(15) / name
+        data = file.read_bytes()
+        assert old in data
+        file.write_bytes(data.replace(old, new))
+
+        def find(group: Any) -> Any:
+            job: Any = SimpleNamespace(rank=group[1], world_size=2, control_group=group)
+            return newest_complete(store.checkpoints() if job.rank == 0 else [], job)
+
+        results = run_on_ranks(2, find)
+        assert results[0] == results[1]
+        newest, (problem,) = results[0]
+        assert newest == store.path(10)
+        assert f"iter_0000015: {name} has changed" in problem
+        file.write_bytes(data)
+
+
+def test_a_checkpoint_whose_state_cannot_be_read_is_skipped(store: CheckpointStore) -> None:
+    """Its files are as they were saved, but by another version."""
+    states = [
+        msgspec.json.encode(make_state(20)) + b"}",
+        msgspec.json.encode(msgspec.structs.replace(make_state(20), format=0)),
+        msgspec.json.encode(msgspec.structs.replace(make_state(20), format=2)),
+        b"\xff\xfe",
+    ]
+    for step, state in enumerate(states, 20):
+        staging = store.create_staging(step)
+        write_synced(staging / "state.json", state)
+        files = {"state.json": hash_file(staging / "state.json")}
+        write_manifest(staging, Manifest(step=step, files=files))
+        store.commit(step)
+    newest, problems = newest_complete(store.checkpoints(), JOB)
+    assert newest == store.path(15)
+    reasons = ["cannot be read", "has format 2", "has format 0", "cannot be read"]
+    for problem, reason in zip(problems, reasons, strict=True):
+        assert reason in problem
+
+
+@pytest.mark.parametrize(
+    "missing", ["weights_synced", "selection", "step", "version", "optimizer_steps", "world_size"]
+)
+def test_a_state_that_lacks_a_field_is_refused(tmp_path: Path, missing: str) -> None:
+    """A default would resume the run elsewhere."""
+    state = msgspec.to_builtins(make_state(5))
+    del (state if missing in state else state["position"])[missing]
+    (tmp_path / "state.json").write_bytes(msgspec.json.encode(state))
+    with pytest.raises(ValueError, match=f"missing required field `{missing}`"):
+        read_state(tmp_path)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_each_rank_loads_its_own_random_numbers_unless_the_number_of_ranks_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
+) -> None:
+    loaded: dict[str, Any] = {}
+    monkeypatch.setattr(
+        checkpoint, "load_tensors", lambda *_, optimizer_steps: loaded.update(steps=optimizer_steps)
+    )
+    monkeypatch.setattr(checkpoint, "load_random_state", lambda file: loaded.update(file=file))
+    state = msgspec.structs.replace(make_state(5), optimizer_steps=7, world_size=2)
+    worker: Any = SimpleNamespace(
+        layout=SimpleNamespace(rank=world_size - 1, world_size=world_size),
+        policy=SimpleNamespace(models=[]),
+        optimizer=None,
+    )
+    warning = ResumePoint(tmp_path, state).load(worker)
+    assert loaded.pop("steps") == 7
+    if world_size == 2:
+        assert loaded == {"file": checkpoint.random_state_file(tmp_path, 1)} and warning == ""
+    else:
+        assert loaded == {}
+        assert f"for 2 ranks: they start anew on {world_size} ranks" in warning
+
+
+def test_a_checkpoint_that_cannot_be_read_is_unusable(tmp_path: Path) -> None:
+    with (
+        pytest.raises(CheckpointUnusable, match=r"cannot be loaded: .*Stale file handle"),
+        explained_load_errors(tmp_path),
+    ):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+
+def test_the_records_of_a_resumed_run_end_at_its_checkpoint(
+    tmp_path: Path, store: CheckpointStore
+) -> None:
+    directory = RunDirectory(tmp_path / "job")
+    directory.metrics_file.write_text("".join(f'{{"step": {step}}}\n' for step in range(18)))
+    c = make_configuration(tmp_path, "run.resume=auto")
+    resume_point = find_for(c)
+    open_run_directory(directory, c, resume_point)
+    assert [record["step"] for record in read_metrics(directory.path)] == list(range(16))
+    assert len(store.checkpoints()) == 3, "the checkpoint that the run resumes from stays"
 
 
 def test_the_resume_point_is_found_after_the_previous_processes_ended(
@@ -86,7 +214,10 @@ def test_the_resume_point_is_found_after_the_previous_processes_ended(
     death = threading.Timer(0.5, die)
     death.start()
     parts = OpenParts()
-    resume_point = open_run._find_resume_point(c, JOB, Progress(1, enabled=False), parts)
+    supervision: Any = SimpleNamespace(progress=Progress(1, enabled=False), parts=parts)
+    resume_point = open_run._find_resume_point(
+        "auto", RunDirectory(tmp_path / "job"), JOB, supervision
+    )
     assert resume_point.checkpoint == store.path(20)
     death.join()
     # This process holds the claim now
@@ -100,19 +231,18 @@ def test_the_resume_point_is_found_after_the_previous_processes_ended(
 def test_resume_auto_without_checkpoints_is_warned_about(
     tmp_path: Path, overrides: tuple[str, ...], is_warned: bool
 ) -> None:
-    stream = io.StringIO()
     c = make_configuration(tmp_path, "run.resume=auto", *overrides)
-    setup = RunSetup(
-        configuration=c,
-        shape=NO_SHAPE,
-        job=JOB,
-        resume_point=ResumePoint(),
-        directory=RunDirectory(tmp_path / "job"),
-        beliefs=None,
-        progress=Progress(1, enabled=True, stream=stream),
-    )
-    open_run._log_resume_point(setup)
-    assert ("run.checkpoint_every=0" in stream.getvalue()) == is_warned
+    warnings = list(open_run._warnings(c.run, RunDirectory(tmp_path / "job"), ResumePoint(), None))
+    assert any("run.checkpoint_every=0" in warning for warning in warnings) == is_warned
+
+
+def test_records_without_checkpoints_are_warned_about(tmp_path: Path) -> None:
+    c = make_configuration(tmp_path, "run.resume=auto", "run.checkpoint_every=2")
+    directory = make_run_directory(c)
+    assert list(open_run._warnings(c.run, directory, ResumePoint(), None)) == []
+    directory.metrics_file.write_text('{"step": 1}')
+    [warning] = open_run._warnings(c.run, directory, ResumePoint(), None)
+    assert "starts again from step 0" in warning
 
 
 def test_a_run_without_any_complete_checkpoint_does_not_start_anew(
@@ -123,7 +253,7 @@ def test_a_run_without_any_complete_checkpoint_does_not_start_anew(
     with pytest.raises(
         NoCompleteCheckpoint, match=r"iter_0000015: manifest\.json cannot be read.*iter_0000005"
     ):
-        find_resume_point(make_configuration(tmp_path, "run.resume=auto"), JOB)
+        find_for(make_configuration(tmp_path, "run.resume=auto"))
 
 
 def test_another_run_starts_from_a_run_or_from_one_of_its_checkpoints(
@@ -131,17 +261,25 @@ def test_another_run_starts_from_a_run_or_from_one_of_its_checkpoints(
 ) -> None:
     for path, step in ((tmp_path / "job", 15), (store.folder, 15), (store.path(10), 10)):
         c = make_configuration(tmp_path, f"run.resume={path}", "run.name=other")
-        assert find_resume_point(c, JOB).checkpoint == store.path(step)
-    directory = open_run_directory(c, find_resume_point(c, JOB))
-    assert directory.path == tmp_path / "other"
+        assert find_for(c).checkpoint == store.path(step)
+    open_run_directory(RunDirectory(tmp_path / "other"), c, find_for(c))
+    assert is_run_directory(tmp_path / "other")
     assert len(store.checkpoints()) == 3
+
+
+def test_a_run_that_starts_from_another_does_not_write_into_an_existing_directory(
+    tmp_path: Path, store: CheckpointStore
+) -> None:
+    c = make_configuration(tmp_path, f"run.resume={store.path(10)}", "run.name=other")
+    with pytest.raises(RunDirectoryTaken, match=r"run\.name='job'"):
+        open_run_directory(RunDirectory(tmp_path / "job"), c, find_for(c))
 
 
 def test_a_directory_without_checkpoints_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     c = make_configuration(tmp_path, f"run.resume={tmp_path}/empty", "run.name=third")
     with pytest.raises(NoCompleteCheckpoint, match="empty"):
-        find_resume_point(c, JOB)
+        find_for(c)
 
 
 def test_changed_settings_are_listed_or_refused(tmp_path: Path) -> None:
@@ -194,7 +332,17 @@ def test_a_measurement_lists_changed_data_alone(tmp_path: Path, mode: list[str])
     assert all(change.startswith("data.") for change in changes)
 
 
-@pytest.mark.parametrize("override", ["data.num_eval=7", "seed=7", "model.init=random"])
+@pytest.mark.parametrize(
+    "override",
+    [
+        "data.num_eval=7",
+        "seed=7",
+        "model.init=random",
+        "mode=rollout_only",
+        "rollout.prompts_per_step=8",
+        "curriculum=[{name: short, until: {steps: 1}}, {name: last}]",
+    ],
+)
 def test_settings_that_give_the_state_its_meaning_cannot_change(
     tmp_path: Path, override: str
 ) -> None:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from megatron_rl.records.durable_files import write_synced
@@ -20,6 +21,7 @@ from megatron_rl.run.checkpoints.manifest import (
 )
 from megatron_rl.run.checkpoints.store import CheckpointStore, step_of
 from tests.support.checkpoints import flip_bit
+from tests.support.disk_log import DiskLog
 
 _CHANGES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
 
@@ -89,6 +91,43 @@ def test_a_kill_during_a_save_leaves_a_complete_checkpoint(tmp_path: Path) -> No
     assert newest_steps == {5, 10}
 
 
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power failure there is a complete checkpoint or none."""
+    store = CheckpointStore(tmp_path / "checkpoints")
+    staging = store.staging_path(5)
+    log = DiskLog(monkeypatch)
+    save(store, 5)
+    commit = [("rename", store.path(5)), ("sync", store.folder)]
+    for name in ("tensors", "rng/0", "state.json"):
+        files = [("sync", staging / name), ("sync", (staging / name).parent)]
+        assert log.is_in_order(*files, *commit)
+    assert log.is_in_order(("sync", staging / "manifest.json"), ("sync", staging), *commit)
+
+
+def test_every_file_is_flushed_when_it_is_hashed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tensors").write_bytes(b"tensors")
+    log = DiskLog(monkeypatch)
+    assert hash_file(tmp_path / "tensors").nbytes == 7
+    assert log.events == [("sync", tmp_path / "tensors")]
+
+
+def test_a_checkpoint_of_more_steps_than_seven_digits_is_the_newest(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints")
+    for step in (9_999_999, 10_000_000):
+        save(store, step, keep=2)
+    assert complete_steps(store) == [10_000_000, 9_999_999]
+
+
+def test_the_manifest_does_not_list_itself(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints")
+    save(store, 5)
+    assert list_files(store.path(5)) == ["rng/0", "state.json", "tensors"]
+
+
 def test_a_flipped_bit_is_detected(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints")
     save(store, 5)
@@ -109,9 +148,32 @@ def test_missing_short_and_unreadable_files_are_detected(tmp_path: Path) -> None
     (store.path(10) / "state.json").write_bytes(b"{}")
     with pytest.raises(DamagedCheckpoint, match=r"state\.json has 2 bytes instead of 21"):
         read_manifest(store.path(10))
+    with (store.path(10) / "state.json").open("wb") as file:
+        file.write(b"{" * 22)
+    with pytest.raises(DamagedCheckpoint, match=r"state\.json has 22 bytes instead of 21"):
+        read_manifest(store.path(10))
     (store.path(15) / "manifest.json").write_text("{")
     with pytest.raises(DamagedCheckpoint, match=r"manifest\.json cannot be read"):
         read_manifest(store.path(15))
+
+
+def test_a_file_that_cannot_be_read_has_changed(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints")
+    save(store, 5)
+    manifest = read_manifest(store.path(5))
+    (store.path(5) / "tensors").unlink()
+    (problem,) = changed_files(store.path(5), manifest, manifest.files)
+    assert problem.startswith("tensors cannot be read")
+
+
+@pytest.mark.parametrize("version", [0, 2])
+def test_a_manifest_of_another_format_is_refused(tmp_path: Path, version: int) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints")
+    save(store, 5)
+    manifest = msgspec.structs.replace(read_manifest(store.path(5)), format=version)
+    write_manifest(store.path(5), manifest)
+    with pytest.raises(DamagedCheckpoint, match=f"has format {version}, but this version reads 1"):
+        read_manifest(store.path(5))
 
 
 def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:

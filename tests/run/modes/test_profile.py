@@ -17,6 +17,7 @@ from megatron_rl.prompts.pass_rates import Header, PassRateFile, read_file
 from megatron_rl.prompts.question import PromptDataError
 from megatron_rl.records.progress import Progress
 from megatron_rl.rollouts.evaluation import EvaluationFailed
+from megatron_rl.run.data import open_rates
 from megatron_rl.run.modes import profile
 from tests.support.groups import group
 
@@ -92,10 +93,10 @@ def test_an_interrupted_profile_does_not_continue_under_another_judge(
     tmp_path: Path, override: str, section: str
 ) -> None:
     base = ["experiment=smoke", "mode=profile", f"data.pass_rates={tmp_path}/rates.jsonl"]
-    profile.open_rates(compose(base))
-    profile.open_rates(compose([*base, "reward.timeout_s=7"]))
+    open_rates(compose(base))
+    open_rates(compose([*base, "reward.timeout_s=7"]))
     with pytest.raises(PromptDataError, match=rf"other settings \({section}\)"):
-        profile.open_rates(compose([*base, *override.split()]))
+        open_rates(compose([*base, *override.split()]))
 
 
 def test_every_prompt_gets_a_rate(tmp_path: Path) -> None:

@@ -56,15 +56,36 @@ def test_the_first_cause_stays(tmp_path: Path, capsys: Capture) -> None:
     assert "second" not in capsys.readouterr().err
 
 
-def test_an_unexpected_error_has_its_traceback_after_the_reason(
+def test_an_unexpected_error_has_its_traceback_before_the_reason(
     tmp_path: Path, capsys: Capture
 ) -> None:
     trace = "Traceback ...\nValueError: bug\n"
     make_reporter(0, tmp_path).report_cause(1, "ValueError: bug", trace)
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert lines[0] == "ValueError: bug"
-    assert lines[1] == "(exit code 1: unexpected error: please report it)"
-    assert lines[2] == "Traceback ..."
+    assert capsys.readouterr().err.splitlines() == [
+        "",
+        *trace.splitlines(),
+        "",
+        "ValueError: bug",
+        "(exit code 1: unexpected error: please report it)",
+    ]
+
+
+def test_a_log_is_recorded_beside_the_reason_and_its_end_printed_before_it(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    log_tail = "\n".join(f"line {number}" for number in range(30))
+    reason = "the collector of node 0 ended (SIGKILL); see logs/collector-0.log"
+    make_reporter(0, tmp_path).report_cause(4, reason, log_tail=log_tail)
+    record = read_exit_record(tmp_path)
+    assert record is not None
+    assert (record.reason, record.log_tail) == (reason, log_tail)
+    assert capsys.readouterr().err.splitlines() == [
+        "",
+        *(f"  line {number}" for number in range(20, 30)),
+        "",
+        reason,
+        "(exit code 4: engine_failed)",
+    ]
 
 
 def test_the_same_cause_on_every_rank_is_reported_once(tmp_path: Path, capsys: Capture) -> None:
@@ -124,6 +145,15 @@ def test_the_lowest_living_rank_reports_that_rank_0_was_killed(
     assert "Connection closed" not in text
     assert recorded_code(tmp_path) == 7
     assert (second.has_reported, third.has_reported, third.exit_code) == (True, False, 7)
+
+
+def test_a_rank_reports_when_a_lower_one_is_alive_and_says_nothing(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    reporter = make_reporter(1, tmp_path, patience=0.1)  # rank 0 is alive, and hangs
+    reporter.report_consequence(7, "a collective timed out")
+    assert (reporter.exit_code, reporter.has_reported, recorded_code(tmp_path)) == (7, True, 7)
+    assert "a collective timed out" in capsys.readouterr().err
 
 
 def test_the_death_of_rank_1_takes_precedence_over_torchruns_signal(

@@ -41,6 +41,11 @@ class BadPrompts(Failure, ValueError):
             ExitCode.PEER_FAILED,
             "another rank ended",
         ),
+        (
+            RuntimeError("[/gloo/unbound_buffer.cc:129] Timed out waiting 50000ms for recv"),
+            ExitCode.PEER_FAILED,
+            "another rank did not answer within parallel.timeout_s",
+        ),
         (RuntimeError("shapes differ"), None, "RuntimeError: shapes differ"),
         (ValueError("bug"), None, "ValueError: bug"),
     ],

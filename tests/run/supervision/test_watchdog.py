@@ -11,12 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.run.supervision.exit_reporter import ExitReporter
+from megatron_rl.run.supervision.local_ranks import LocalRanks
 from megatron_rl.run.supervision.open_parts import OpenParts
 from megatron_rl.run.supervision.shutdown import close_after_success
+from megatron_rl.run.supervision.watchdog import Watchdog
 
 ROOT = Path(__file__).resolve().parents[3]
 HEAD = """
-import ctypes, os, signal, subprocess, sys, threading, time
+import contextlib, ctypes, os, signal, subprocess, sys, threading, time
 import megatron_rl.run.supervision.failures
 from pathlib import Path
 from megatron_rl.run.supervision.exit_reporter import ExitReporter
@@ -36,17 +39,18 @@ def sleep():
     print("ready", flush=True)
     time.sleep(60)
 
-def run(work, *, check=None, kill=None, shutdown_seconds=2.0):
+def run(work, *, check=None, kill=None, limit=None, shutdown_seconds=2.0):
     parts = OpenParts()
     if kill:
         parts.kill_on_failure(kill)
     reporter = ExitReporter(LocalRanks(), patience_seconds=0.3)
     with Watchdog(reporter, shutdown_seconds=shutdown_seconds) as watchdog:
         if check:
-            watchdog.set_check(check)
+            watchdog.add_check(check)
         try:
             with watchdog.interruptible():
-                work()
+                with watchdog.time_limit(*limit) if limit else contextlib.nullcontext():
+                    work()
                 reporter.report_success()
         except BaseException as error:
             report_exception(error, reporter, watchdog)
@@ -148,6 +152,38 @@ def test_a_dead_engine_is_noticed_while_the_main_thread_waits(work: str) -> None
     assert status == 4
     assert seconds < 8
     assert errors.strip().splitlines()[0].startswith("engine http://e ended by itself")
+
+
+@pytest.mark.parametrize("work", ["hang", "sleep"])
+def test_a_time_limit_ends_a_run_that_hangs_in_user_code(work: str) -> None:
+    limit = (
+        "from megatron_rl.contracts.plugins import PluginError\n"
+        "limit = (0.8, PluginError('the constructor does not return'))\n"
+    )
+    status, errors, seconds = run_process(limit + f"run({work}, limit=limit)")
+    assert status == 2
+    assert seconds < 8
+    assert errors.strip().splitlines()[0] == "the constructor does not return"
+
+
+def test_a_time_limit_ends_with_its_body() -> None:
+    watchdog = Watchdog(ExitReporter(LocalRanks()))
+    with watchdog.time_limit(60.0, RuntimeError("too late")):
+        assert len(watchdog._checks) == 1
+    assert watchdog._checks == []
+
+
+THREAD = """
+import threading, time
+from megatron_rl.run.supervision.shutdown import limit_exit
+threading.Thread(target=time.sleep, args=(60,)).start()
+limit_exit(0, 0.3)
+print("ready", flush=True)
+"""
+
+
+def test_threads_of_user_classes_do_not_keep_a_complete_run_from_ending() -> None:
+    assert run_process(THREAD)[0] == 0
 
 
 def test_a_signal_does_not_end_a_complete_run() -> None:

@@ -47,6 +47,11 @@ def test_routes_can_be_disabled() -> None:
     assert "--enable-return-routed-experts" not in argv
 
 
+def test_engines_count_their_tokens_unless_they_shall_not() -> None:
+    assert "--enable-metrics" in argv_of()
+    assert "--enable-metrics" not in argv_of(count_tokens=False)
+
+
 def test_load_format_is_the_checkpoint_or_dummy() -> None:
     assert not any(argument.startswith("--load-format") for argument in argv_of())
     assert "--load-format=dummy" in argv_of(replace(PLACE, load_format="dummy"))

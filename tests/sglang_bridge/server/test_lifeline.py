@@ -168,6 +168,34 @@ def test_semaphores_of_a_process_that_was_killed_are_removed(tmp_path: Path) -> 
     assert not file.exists()
 
 
+@pytest.mark.parametrize("ending", ["command", "lifeline"])
+def test_a_scratch_directory_lasts_as_long_as_the_command(tmp_path: Path, ending: str) -> None:
+    """A command that is killed removes nothing itself."""
+    lifeline = Lifeline()
+    path = tmp_path / "name"
+    code = (
+        "import os, pathlib, signal, sys, time\n"
+        "scratch = pathlib.Path(os.environ['SCRATCH'])\n"
+        "(scratch / 'file').write_text('x')\n"
+        "pathlib.Path(sys.argv[1] + '.part').write_text(str(scratch))\n"
+        "os.rename(sys.argv[1] + '.part', sys.argv[1])\n"
+        "os.kill(os.getpid(), signal.SIGKILL) if sys.argv[2] == 'command' else time.sleep(300)\n"
+    )
+    process = start_supervised(
+        [sys.executable, "-c", code, str(path), ending],
+        lifeline=lifeline,
+        environment={**os.environ, "TMPDIR": str(tmp_path)},
+        grace_seconds=0,
+        scratch_variable="SCRATCH",
+    )
+    assert wait_for(path.exists, 20)
+    scratch = Path(path.read_text())
+    assert scratch.parent == tmp_path and (ending == "command" or scratch.is_dir())
+    lifeline.close()
+    process.wait(20)
+    assert not scratch.exists()
+
+
 def test_output_goes_to_the_log(tmp_path: Path) -> None:
     lifeline = Lifeline()
     log = tmp_path / "log"

@@ -148,6 +148,71 @@ def test_server_whose_kernels_record_no_routes_is_refused(server: Any, backend: 
     check(server.server_port, return_routes=False)
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "reason"),
+    [
+        ("enable_eplb", True, "weights sent under the checkpoint's ids do not follow them"),
+        ("ep_num_redundant_experts", 2, "copies or moves experts"),
+        ("init_expert_location", "/tmp/location.json", "copies or moves experts"),
+    ],
+)
+def test_servers_that_would_hold_other_weights_are_refused(
+    server: Any, option: str, value: Any, reason: str
+) -> None:
+    server.answer = (200, {**INFO, option: value})
+    flag = option.replace("_", "-")
+    for return_routes in (True, False):
+        with pytest.raises(
+            EngineUnhealthy,
+            match=rf"127\.0\.0\.1.*--{flag}={value}: .*{reason}.*; start it without --{flag}$",
+        ):
+            check(server.server_port, return_routes=return_routes)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("enable_two_batch_overlap", True),
+        ("speculative_algorithm", "EAGLE"),
+        ("enable_hierarchical_cache", True),
+        ("disaggregation_mode", "prefill"),
+        ("moe_a2a_backend", "deepep"),
+        ("attn_cp_size", 2),
+        ("model_impl", "transformers"),
+    ],
+)
+def test_servers_that_record_other_routes_are_refused(server: Any, option: str, value: Any) -> None:
+    server.answer = (200, {**INFO, option: value})
+    flag = option.replace("_", "-")
+    with pytest.raises(
+        EngineUnhealthy,
+        match=rf"--{flag}={value}: .*without --{flag}, or set train\.replay=trainer or off",
+    ):
+        check(server.server_port)
+    check(server.server_port, return_routes=False)
+
+
+def test_server_with_other_options_passes(server: Any) -> None:
+    """SGLang 0.5.23 reports these values. NCCL's settings may equal the trainer's."""
+    defaults = {
+        "nnodes": 1,
+        "context_length": None,
+        "load_format": "auto",
+        "tokenizer_worker_num": 1,
+        "enable_symm_mem": True,
+        "ep_num_redundant_experts": 0,
+        "init_expert_location": "trivial",
+        "elastic_ep_backend": None,
+        "moe_a2a_backend": "none",
+        "attn_dp_size": 1,
+        "radix_cache_backend": None,
+        "disaggregation_mode": "null",
+        "model_impl": "auto",
+    }
+    server.answer = (200, {**INFO, **defaults})
+    check(server.server_port)
+
+
 @pytest.mark.parametrize("backend", ["auto", "triton", "deep_gemm", "flashinfer_trtllm_routed"])
 def test_server_whose_kernels_record_routes_passes(server: Any, backend: str) -> None:
     server.answer = (200, {**INFO, "moe_runner_backend": backend})

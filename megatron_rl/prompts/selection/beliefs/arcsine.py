@@ -1,10 +1,13 @@
 """Kalman filter of pass rates p, in the variable ψ = arcsin √p.
 
 A belief is a Gaussian of ψ. In this variable the observation noise does not depend on p. All
-functions are pure and work on arrays. Variances are those of ψ, in rad².
+functions are pure. Predictions are about one prompt, observations about those of a step. Variances
+are those of ψ, in rad².
 """
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import numpy.typing as npt
@@ -12,14 +15,14 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 
-MAX_ANGLE = np.pi / 2  # ψ of p = 1
+MAX_ANGLE = math.pi / 2  # ψ of p = 1
 MAX_VARIANCE = 0.25  # variance of an uninformative belief
 
 
 def predict(
-    mean: Floats, variance: Floats, steps: Floats, drift: float, process_noise: Floats | float
-) -> tuple[Floats, Floats]:
-    """Predict a belief `steps` steps later.
+    mean: float, variance: float, steps: float, drift: float, process_noise: float
+) -> tuple[float, float]:
+    """Predict the belief about one prompt `steps` steps later.
 
     The mean becomes μ + v Δt sin 2μ within [0, π/2], the variance V + q Δt up to 0.25.
 
@@ -27,9 +30,9 @@ def predict(
     (dψ/dt = sin 2ψ / 4 · d logit p / dt).
     process_noise: q in rad² per step, see `ProcessNoise`.
     """
-    new_mean = np.clip(mean + drift * steps * np.sin(2 * mean), 0.0, MAX_ANGLE)
-    new_variance = np.minimum(variance + process_noise * steps, MAX_VARIANCE)
-    return new_mean, np.maximum(variance, new_variance)
+    new_mean = min(max(mean + drift * steps * math.sin(2 * mean), 0.0), MAX_ANGLE)
+    new_variance = min(variance + process_noise * steps, MAX_VARIANCE)
+    return new_mean, max(variance, new_variance)
 
 
 def observation(correct: Floats, samples: Floats, is_mixed: Mask) -> tuple[Floats, Floats]:
@@ -61,26 +64,17 @@ def update(mean: Floats, variance: Floats, angle: Floats, noise: Floats) -> tupl
     return np.clip(mean + gain * (angle - mean), 0.0, MAX_ANGLE), (1 - gain) * variance
 
 
-def all_correct_probability(mean: Floats, variance: Floats, samples: int) -> Floats:
-    """Return the probability that N rollouts are all correct.
+def all_correct_probability(mean: float, variance: float, samples: int) -> float:
+    """Return the probability that N rollouts of one prompt are all correct.
 
     exp(-N (π/2 - μ)² / a) / √a with a = 1 + 2 N V. This is the mean of exp(-N (π/2 - ψ)²), which
     is close to p^N, over the belief.
     """
     spread = 1 + 2 * samples * variance
     distance = MAX_ANGLE - mean
-    probability = np.exp(-samples * distance * distance / spread) / np.sqrt(spread)
-    return np.clip(probability, 0.0, 1.0)
+    return math.exp(-samples * distance * distance / spread) / math.sqrt(spread)
 
 
-def mixed_probability(mean: Floats, variance: Floats, samples: int) -> Floats:
-    """Return the probability that N rollouts are neither all correct nor all incorrect.
-
-    u = 1 - [exp(-N μ² / a) + exp(-N (π/2 - μ)² / a)] / √a with a = 1 + 2 N V. This is the mean of
-    1 - exp(-N ψ²) - exp(-N (π/2 - ψ)²), which is close to 1 - (1 - p)^N - p^N, over the belief.
-    """
-    spread = 1 + 2 * samples * variance
-    distance = MAX_ANGLE - mean
-    incorrect = np.exp(-samples * mean * mean / spread)
-    correct = np.exp(-samples * distance * distance / spread)
-    return np.clip(1 - (incorrect + correct) / np.sqrt(spread), 0.0, 1.0)
+def all_incorrect_probability(mean: float, variance: float, samples: int) -> float:
+    """Return the probability that N rollouts of one prompt are all incorrect, as above."""
+    return all_correct_probability(MAX_ANGLE - mean, variance, samples)

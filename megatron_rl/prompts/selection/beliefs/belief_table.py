@@ -20,7 +20,7 @@ class BeliefTable:
     pool: ids of the prompts that can be offered. Rows of other prompts are kept for later runs.
 
     means, variances: float32, belief about ψ as of the prompt's last group.
-    last_group_steps, last_update_steps: int32, see `BeliefState`.
+    last_group_steps, declines: int32, see `BeliefState`.
     is_outside_pool: bool.
     """
 
@@ -32,7 +32,7 @@ class BeliefTable:
         self.means: npt.NDArray[np.float32] = np.zeros(0, np.float32)
         self.variances: npt.NDArray[np.float32] = np.zeros(0, np.float32)
         self.last_group_steps: npt.NDArray[np.int32] = np.zeros(0, np.int32)
-        self.last_update_steps: npt.NDArray[np.int32] = np.zeros(0, np.int32)
+        self.declines: npt.NDArray[np.int32] = np.zeros(0, np.int32)
         self.is_outside_pool: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
 
     def __len__(self) -> int:
@@ -53,8 +53,8 @@ class BeliefTable:
         """Return the row of a prompt, or None if it has none."""
         return self._row_by_id.get(prompt_id)
 
-    def find_or_add(self, prompt_id: str, step: int) -> int:
-        """Return the row of a prompt. A new prompt gets a row, with `step` as its first offer."""
+    def find_or_add(self, prompt_id: str) -> int:
+        """Return the row of a prompt. A new prompt gets a row."""
         row = self._row_by_id.get(prompt_id)
         if row is not None:
             return row
@@ -63,15 +63,15 @@ class BeliefTable:
         if row == len(self.means):
             self._grow(max(_MIN_CAPACITY, 2 * row))
         self.last_group_steps[row] = NEVER_SAMPLED
-        self.last_update_steps[row] = step
+        self.declines[row] = 0
         self.is_outside_pool[row] = False
         return row
 
-    def max_steps_since_update(self, step: int) -> int:
-        """Return the steps since the oldest update of a prompt in the pool, 0 without a prompt."""
+    def max_declines(self) -> int:
+        """Return the largest number of declines of a prompt in the pool, 0 without a prompt."""
         count = len(self)
-        update_steps = self.last_update_steps[:count][~self.is_outside_pool[:count]]
-        return step - int(update_steps.min()) if len(update_steps) else 0
+        declines = self.declines[:count][~self.is_outside_pool[:count]]
+        return int(declines.max(initial=0))
 
     def restore(
         self,
@@ -79,15 +79,17 @@ class BeliefTable:
         means: bytes,
         variances: bytes,
         last_group_steps: bytes,
-        last_update_steps: bytes,
+        declines: bytes,
     ) -> None:
-        """Replace all rows."""
+        """Replace all rows. declines: empty if all are 0."""
         self._row_by_id = {prompt_id: row for row, prompt_id in enumerate(ids)}
         self._ids = ids
         self.means = np.frombuffer(means, np.float32).copy()
         self.variances = np.frombuffer(variances, np.float32).copy()
         self.last_group_steps = np.frombuffer(last_group_steps, np.int32).copy()
-        self.last_update_steps = np.frombuffer(last_update_steps, np.int32).copy()
+        self.declines = np.zeros(len(ids), np.int32)
+        if declines:
+            self.declines[:] = np.frombuffer(declines, np.int32)
         is_outside_pool = [prompt_id not in self._pool for prompt_id in ids]
         self.is_outside_pool = np.array(is_outside_pool, np.bool_)
 
@@ -98,5 +100,5 @@ class BeliefTable:
         self.last_group_steps = np.pad(
             self.last_group_steps, padding, constant_values=NEVER_SAMPLED
         )
-        self.last_update_steps = np.pad(self.last_update_steps, padding)
+        self.declines = np.pad(self.declines, padding)
         self.is_outside_pool = np.pad(self.is_outside_pool, padding)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -103,29 +104,35 @@ class Beliefs:
         """Number of beliefs about prompts that are not in the pool."""
         return self._table.num_outside_pool
 
-    def row(self, prompt: Prompt, step: int) -> int:
-        """Return the row of a prompt. A new prompt gets a row, first offered in `step`."""
-        return self._table.find_or_add(prompt.id, step)
+    def row(self, prompt: Prompt) -> int:
+        """Return the row of a prompt. A new prompt gets a row."""
+        return self._table.find_or_add(prompt.id)
 
-    def steps_since_group(self, row: int, step: int) -> int:
-        """Return the steps since a prompt's last group, or since its first offer."""
-        return step - int(self._table.last_update_steps[row])
+    def declines(self, row: int) -> int:
+        """Return how often a prompt was offered and declined since its last group."""
+        return int(self._table.declines[row])
 
-    def max_steps_since_group(self, step: int) -> int:
-        """Return the largest `steps_since_group` of the pool."""
-        return self._table.max_steps_since_update(step)
+    def count_decline(self, row: int) -> None:
+        """Count an offer that a step has declined."""
+        self._table.declines[row] += 1
 
-    def has_group(self) -> Mask:
-        """Return which rows had a group in this run, bool [capacity of the table]."""
-        return self._table.last_group_steps > BEFORE_FIRST_STEP
+    def max_declines(self) -> int:
+        """Return the largest number of `declines` of the pool."""
+        return self._table.max_declines()
 
-    def predict_all(self, step: int, process_noise: float) -> tuple[Floats, Floats]:
-        """Return means and variances of ψ in `step`, float64 [capacity of the table]."""
+    def estimate(self, prompt: Prompt, row: int, step: int) -> _Estimate:
+        """Return the mean and the variance of ψ of a prompt in `step`."""
         table = self._table
-        steps = np.maximum(step - table.last_group_steps, 0).astype(np.float64)
-        means = table.means.astype(np.float64)
-        variances = table.variances.astype(np.float64)
-        return predict(means, variances, steps, self.drift, process_noise)
+        last_step = int(table.last_group_steps[row])
+        if last_step <= BEFORE_FIRST_STEP:
+            return self.initial_belief(prompt, step)
+        return predict(
+            float(table.means[row]),
+            float(table.variances[row]),
+            step - last_step,
+            self.drift,
+            self.stratum_process_noise(stratum_of(prompt)),
+        )
 
     def stratum_prior(self, stratum: Stratum) -> _Estimate:
         """Return the mean and the variance of ψ of a prompt without a group and without a rate."""
@@ -145,14 +152,8 @@ class Beliefs:
             estimate = self._pass_rate_prior.estimate(prompt.id)
         if estimate is None:
             return None
-        mean, variance = predict(
-            np.array([estimate[0]]),
-            np.array([estimate[1]]),
-            np.array([float(step)]),
-            self.drift,
-            self.stratum_process_noise(stratum_of(prompt)),
-        )
-        return float(mean[0]), float(variance[0])
+        process_noise = self.stratum_process_noise(stratum_of(prompt))
+        return predict(*estimate, step, self.drift, process_noise)
 
     def initial_belief(self, prompt: Prompt, step: int) -> _Estimate:
         """Return the mean and the variance of ψ in `step` of a prompt without a group."""
@@ -185,7 +186,8 @@ class Beliefs:
 
     def inflate_variance(self) -> None:
         """Make beliefs uninformative, and external estimates until first groups confirm them."""
-        self._table.variances[self.has_group()] = MAX_VARIANCE
+        has_group = self._table.last_group_steps > BEFORE_FIRST_STEP
+        self._table.variances[has_group] = MAX_VARIANCE
         self._pass_rate_prior.inflate_variance()
 
     def current_estimates(self) -> tuple[Floats, Floats]:
@@ -194,11 +196,15 @@ class Beliefs:
         Another run can start from them.
         """
         count = len(self)
-        means, variances = self.predict_all(self._clock, self.process_noise)
-        means = means[:count]
-        variances = variances[:count]
+        last_group_steps = self._table.last_group_steps[:count]
+        means, variances = self._predict_rows(
+            self._table.means[:count].astype(np.float64),
+            self._table.variances[:count].astype(np.float64),
+            np.maximum(self._clock - last_group_steps, 0),
+            np.full(count, self.process_noise),
+        )
         inflated_variances = np.where(
-            self._table.last_group_steps[:count] == BEFORE_FIRST_STEP,
+            last_group_steps == BEFORE_FIRST_STEP,
             np.minimum(variances + self._pass_rate_prior.extra_variance, MAX_VARIANCE),
             variances,
         )
@@ -213,7 +219,7 @@ class Beliefs:
             means=table.means[:count].tobytes(),
             variances=table.variances[:count].tobytes(),
             last_group_steps=table.last_group_steps[:count].tobytes(),
-            last_update_steps=table.last_update_steps[:count].tobytes(),
+            declines=table.declines[:count].tobytes(),
             strata=self._strata.state(),
             drift=self._drift.state(),
             clock=self._clock,
@@ -234,7 +240,7 @@ class Beliefs:
             state.means,
             state.variances,
             state.last_group_steps,
-            state.last_update_steps,
+            state.declines,
         )
         self._strata.restore(state.strata)
         self._drift.restore(state.drift)
@@ -244,7 +250,7 @@ class Beliefs:
 
     def _predict(self, step: int, groups: Sequence[Group]) -> _Predictions:
         table = self._table
-        rows = np.array([self.row(group.prompt, step) for group in groups], np.intp)
+        rows = np.array([self.row(group.prompt) for group in groups], np.intp)
         is_first = table.last_group_steps[rows] <= BEFORE_FIRST_STEP
         old_means = table.means[rows].astype(np.float64)
         old_variances = table.variances[rows].astype(np.float64)
@@ -255,10 +261,22 @@ class Beliefs:
         steps = np.where(is_first, 0, step - table.last_group_steps[rows]).astype(np.float64)
         strata = [stratum_of(group.prompt) for group in groups]
         process_noise = np.array([self.stratum_process_noise(stratum) for stratum in strata])
-        means, variances = predict(old_means, old_variances, steps, self.drift, process_noise)
+        means, variances = self._predict_rows(old_means, old_variances, steps, process_noise)
         return _Predictions(
             strata, rows, is_first, old_means, old_variances, steps, means, variances
         )
+
+    def _predict_rows(
+        self, means: Floats, variances: Floats, steps: npt.NDArray[Any], process_noise: Floats
+    ) -> tuple[Floats, Floats]:
+        """Predict beliefs. All arguments and results are [n]."""
+        columns = (means.tolist(), variances.tolist(), steps.tolist(), process_noise.tolist())
+        predictions = [
+            predict(mean, variance, count, self.drift, noise)
+            for mean, variance, count, noise in zip(*columns, strict=True)
+        ]
+        new_means, new_variances = np.array(predictions, np.float64).reshape(-1, 2).T
+        return new_means, new_variances
 
     def _decay(self, step: int) -> None:
         """Reduce the weight of what all learned parameters were estimated from."""
@@ -315,4 +333,4 @@ class Beliefs:
         table.means[rows] = np.where(is_informative, means, predictions.means)
         table.variances[rows] = np.where(is_informative, variances, predictions.variances)
         table.last_group_steps[rows] = step
-        table.last_update_steps[rows] = step
+        table.declines[rows] = 0

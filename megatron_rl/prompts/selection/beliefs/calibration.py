@@ -32,7 +32,7 @@ class Calibration:
         """Return the predicted and the observed share of mixed groups of the last step.
 
         select/miscalibrated is the difference of both shares over the window if it is large, else
-        0.
+        0. select/calibration_steps is the number of steps in the window.
         """
         predicted_mixed, observed_mixed, groups = self.window[-1]
         predicted_sum, observed_sum, group_sum = (
@@ -44,4 +44,5 @@ class Calibration:
             "select/predicted_mixed": predicted_mixed / max(groups, 1.0),
             "select/observed_mixed": observed_mixed / max(groups, 1.0),
             "select/miscalibrated": difference if is_miscalibrated else 0.0,
+            "select/calibration_steps": float(len(self.window)),
         }

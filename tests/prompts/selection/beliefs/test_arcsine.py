@@ -8,11 +8,19 @@ from hypothesis import strategies as st
 from megatron_rl.prompts.selection.beliefs.arcsine import (
     MAX_ANGLE,
     all_correct_probability,
-    mixed_probability,
+    all_incorrect_probability,
     observation,
     predict,
     update,
 )
+from megatron_rl.prompts.selection.beliefs.group_prediction import GroupPrediction
+
+
+def mixed_probability(mean: float, variance: float, samples: int) -> float:
+    return GroupPrediction(
+        all_correct_probability(mean, variance, samples),
+        all_incorrect_probability(mean, variance, samples),
+    ).mixed
 
 
 def arrays(*numbers: float) -> tuple[np.ndarray, ...]:
@@ -55,20 +63,19 @@ def test_update_by_hand() -> None:
 
 def test_predict_by_hand() -> None:
     # sin 2 pi/4 = 1: ten steps of 0.001, and 10 x 2e-4
-    mean, variance = predict(*arrays(np.pi / 4, 0.05, 10), 0.001, 2e-4)
-    assert mean[0] == pytest.approx(np.pi / 4 + 0.01)
-    assert variance[0] == pytest.approx(0.052)
+    prediction = predict(np.pi / 4, 0.05, 10, 0.001, 2e-4)
+    assert prediction == pytest.approx((np.pi / 4 + 0.01, 0.052))
 
 
 def test_predict_has_limits() -> None:
-    mean, _ = predict(*arrays(MAX_ANGLE, 0.01, 100), 0.01, 2e-4)
-    assert mean[0] == pytest.approx(MAX_ANGLE), "no drift at the ends"
-    _, variance = predict(*arrays(0.3, 0.01, 10_000), 0.0, 2e-4)
-    assert variance[0] == 0.25
+    mean, _ = predict(MAX_ANGLE, 0.01, 100, 0.01, 2e-4)
+    assert mean == pytest.approx(MAX_ANGLE), "no drift at the ends"
+    _, variance = predict(0.3, 0.01, 10_000, 0.0, 2e-4)
+    assert variance == 0.25
 
 
 def test_predict_over_no_steps_changes_nothing() -> None:
-    assert predict(*arrays(0.3, 0.01, 0), 0.01, 0.02) == arrays(0.3, 0.01)
+    assert predict(0.3, 0.01, 0, 0.01, 0.02) == (0.3, 0.01)
 
 
 @pytest.mark.parametrize(
@@ -82,22 +89,21 @@ def test_predict_over_no_steps_changes_nothing() -> None:
     ],
 )
 def test_mixed_probability_by_hand(mean: float, variance: float, probability: float) -> None:
-    result = mixed_probability(*arrays(mean, variance), 8)
-    assert result[0] == pytest.approx(probability, abs=1e-5)
+    assert mixed_probability(mean, variance, 8) == pytest.approx(probability, abs=1e-5)
 
 
 def test_all_correct_probability_by_hand() -> None:
-    assert all_correct_probability(*arrays(np.pi / 4, 0.0), 8)[0] == pytest.approx(
-        0.0071918, abs=1e-6
-    )
-    assert all_correct_probability(*arrays(MAX_ANGLE, 0.0), 8)[0] == 1.0
+    assert all_correct_probability(np.pi / 4, 0.0, 8) == pytest.approx(0.0071918, abs=1e-6)
+    assert all_correct_probability(MAX_ANGLE, 0.0, 8) == 1.0
+    assert all_incorrect_probability(0.0, 0.0, 8) == 1.0
 
 
 @pytest.mark.parametrize("samples", [4, 8, 16])
 def test_mixed_probability_is_close_to_that_of_a_known_pass_rate(samples: int) -> None:
     rates = np.linspace(0.01, 0.99, 99)
     exact = 1 - (1 - rates) ** samples - rates**samples
-    approximation = mixed_probability(np.arcsin(np.sqrt(rates)), np.zeros(99), samples)
+    angles = np.arcsin(np.sqrt(rates)).tolist()
+    approximation = np.array([mixed_probability(angle, 0.0, samples) for angle in angles])
     assert np.abs(approximation - exact).max() < 0.06
 
 
@@ -109,9 +115,9 @@ VARIANCES = st.floats(1e-6, 0.25)
 def test_predictions_stay_in_range(
     mean: float, variance: float, steps: int, drift: float, process_noise: float
 ) -> None:
-    new_mean, new_variance = predict(*arrays(mean, variance, steps), drift, process_noise)
-    assert 0 <= new_mean[0] <= MAX_ANGLE
-    assert variance <= new_variance[0] <= max(variance, 0.25)
+    new_mean, new_variance = predict(mean, variance, steps, drift, process_noise)
+    assert 0 <= new_mean <= MAX_ANGLE
+    assert variance <= new_variance <= max(variance, 0.25)
 
 
 @given(MEANS, VARIANCES, st.integers(2, 64), st.floats(0, 1), st.booleans())
@@ -130,8 +136,8 @@ def test_updates_stay_between_belief_and_observation(
 def test_mixed_probability_grows_with_samples_and_is_symmetric(
     mean: float, variance: float, samples: int
 ) -> None:
-    probability = mixed_probability(*arrays(mean, variance), samples)[0]
-    with_more_samples = mixed_probability(*arrays(mean, variance), 2 * samples)[0]
+    probability = mixed_probability(mean, variance, samples)
+    with_more_samples = mixed_probability(mean, variance, 2 * samples)
     assert 0 <= probability <= with_more_samples + 1e-12 <= 1 + 1e-12
-    mirror = mixed_probability(*arrays(MAX_ANGLE - mean, variance), samples)[0]
+    mirror = mixed_probability(MAX_ANGLE - mean, variance, samples)
     assert mirror == pytest.approx(probability)

@@ -9,8 +9,9 @@ from megatron_rl.contracts.belief_state import BeliefState
 from megatron_rl.contracts.group import Group, Verdict
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.prompts.question import PromptDataError
+from megatron_rl.prompts.selection.beliefs.arcsine import predict
 from megatron_rl.prompts.selection.beliefs.beliefs import Beliefs
-from megatron_rl.prompts.selection.beliefs.mixed_probability import MixedProbability
+from megatron_rl.prompts.selection.beliefs.group_prediction import GroupPredictions
 from tests.support.answers import make_pool
 from tests.support.groups import group
 
@@ -28,8 +29,8 @@ def group_of(prompt: Prompt, *scores: Verdict | float | None) -> Group:
 
 def probability(beliefs: Beliefs, prompt: Prompt, step: int, samples: int = 8) -> float:
     """Probability of a mixed group of `samples` rollouts."""
-    row = beliefs.row(prompt, step)
-    return MixedProbability(beliefs, step, (samples,)).for_prompt(prompt, row)[0]
+    (prediction,) = GroupPredictions(beliefs, step, (samples,)).of(prompt, beliefs.row(prompt))
+    return prediction.mixed
 
 
 def test_uninformative_probability_by_hand() -> None:
@@ -103,13 +104,19 @@ def test_equal_correctness_above_one_half_counts_as_all_correct() -> None:
     assert state_after(0.75, 0.75, 0.75, 0.75) == state_after(1.0, 1.0, 1.0, 1.0)
 
 
+def had_group(beliefs: Beliefs, prompt: Prompt) -> bool:
+    state = beliefs.state()
+    steps = dict(zip(state.prompts, np.frombuffer(state.last_group_steps, np.int32), strict=True))
+    return bool(steps.get(prompt.id, -1) > 0)
+
+
 def test_groups_with_too_few_verdicts_are_no_observation_but_count_as_groups() -> None:
     beliefs = Beliefs(IDS)
     beliefs.observe(1, [group_of(POOL[0], 1.0, 0.0)])
     before = probability(beliefs, POOL[0], 9)
     beliefs.observe(9, [group_of(POOL[0], None, 1.0), group_of(POOL[1], None, None)])
     assert probability(beliefs, POOL[0], 9) == pytest.approx(before, abs=1e-6)
-    assert beliefs.steps_since_group(beliefs.row(POOL[1], 9), 12) == 3
+    assert had_group(beliefs, POOL[1]) and not had_group(beliefs, POOL[3])
     without_group = probability(beliefs, POOL[3], 9)
     assert without_group == pytest.approx(probability(beliefs, POOL[1], 9), abs=0.01)
 
@@ -127,7 +134,7 @@ def test_groups_without_correctness_are_no_observation_but_count_as_groups() -> 
     assert beliefs.stratum_prior(("t", "0")) == prior == beliefs.stratum_prior(("t", "1"))
     without_group = probability(beliefs, POOL[3], 1)
     assert probability(beliefs, POOL[0], 1) == pytest.approx(without_group, abs=1e-6)
-    assert beliefs.steps_since_group(beliefs.row(POOL[1], 1), 3) == 2
+    assert had_group(beliefs, POOL[1])
 
 
 def test_correctness_that_is_not_finite_counts_as_missing() -> None:
@@ -140,17 +147,39 @@ def test_correctness_that_is_not_finite_counts_as_missing() -> None:
     assert states[0] == states[1]
 
 
-def test_steps_since_group_count_from_the_first_offer() -> None:
+def test_declines_count_from_the_last_group() -> None:
     beliefs = Beliefs(IDS)
-    row = beliefs.row(POOL[0], 5)
-    assert beliefs.row(POOL[0], 9) == row
-    assert beliefs.steps_since_group(row, 9) == 4 == beliefs.max_steps_since_group(9)
+    row = beliefs.row(POOL[0])
+    for _ in range(3):
+        beliefs.count_decline(row)
+    beliefs.count_decline(beliefs.row(POOL[1]))
+    assert beliefs.row(POOL[0]) == row
+    assert beliefs.declines(row) == 3 == beliefs.max_declines()
     beliefs.observe(9, [group_of(POOL[0], 1.0, 0.0)])
-    assert beliefs.steps_since_group(row, 9) == 0
+    assert beliefs.declines(row) == 0
+    assert beliefs.max_declines() == 1
 
 
-def test_max_steps_since_group_without_prompts_is_zero() -> None:
-    assert Beliefs(IDS).max_steps_since_group(9) == 0
+def test_without_prompts_there_are_no_declines() -> None:
+    assert Beliefs(IDS).max_declines() == 0
+
+
+def test_only_offered_prompts_are_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many prompts and strata there are."""
+    pool = make_pool(500, tags=100)
+    beliefs = Beliefs([prompt.id for prompt in pool])
+    beliefs.observe(1, [group_of(prompt, *HALF_CORRECT) for prompt in pool])
+    calls = []
+
+    def count(*arguments: float) -> tuple[float, float]:
+        calls.append(arguments)
+        return predict(*arguments)
+
+    monkeypatch.setattr("megatron_rl.prompts.selection.beliefs.beliefs.predict", count)
+    predictions = GroupPredictions(beliefs, 2, (8, 4))
+    for prompt in pool[:7]:
+        predictions.of(prompt, beliefs.row(prompt))
+    assert len(calls) == 7
 
 
 def test_drift_is_estimated_from_all_prompts() -> None:
@@ -258,7 +287,8 @@ def test_restored_beliefs_continue_bit_for_bit() -> None:
     copy = restored_beliefs(msgspec.json.decode(msgspec.json.encode(state), type=BeliefState))
     assert copy.state([(1.0, 2.0, 3.0)]) == state
     for each in (beliefs, copy):
-        each.row(NEW_PROMPT, 8)
+        each.count_decline(each.row(NEW_PROMPT))
+        each.count_decline(each.row(POOL[7]))
         each.observe(9, [group_of(POOL[3], 1.0, 0.0, 0.0), group_of(POOL[30], 0.0, 0.0)])
     assert copy.state() == beliefs.state()
     assert copy.drift == beliefs.drift
@@ -283,15 +313,26 @@ def test_beliefs_about_prompts_outside_of_the_pool_are_kept() -> None:
 
 
 def test_prompts_outside_of_the_pool_do_not_count_as_old() -> None:
-    state = beliefs_after_five_steps().state()
-    update_steps = np.frombuffer(state.last_update_steps, np.int32).tolist()
-    in_pool = [
-        step
-        for prompt_id, step in zip(state.prompts, update_steps, strict=True)
-        if prompt_id in IDS[:10]
-    ]
-    beliefs = restored_beliefs(state, IDS[:10])
-    assert beliefs.max_steps_since_group(1000) == 1000 - min(in_pool)
+    beliefs = beliefs_after_five_steps()
+    for prompt, count in ((POOL[3], 2), (POOL[30], 5)):
+        for _ in range(count):
+            beliefs.count_decline(beliefs.row(prompt))
+    assert beliefs.max_declines() == 5
+    assert restored_beliefs(beliefs.state(), IDS[:10]).max_declines() == 2
+
+
+def test_a_state_without_declines_starts_to_count_them() -> None:
+    beliefs = beliefs_after_five_steps()
+    beliefs.count_decline(beliefs.row(POOL[0]))
+    state = beliefs.state()
+    old_state = msgspec.json.decode(msgspec.json.encode(state))
+    del old_state["declines"]
+    old_state["last_update_steps"] = old_state["last_group_steps"]
+    copy = restored_beliefs(msgspec.convert(old_state, BeliefState))
+    assert copy.max_declines() == 0
+    assert probability(copy, POOL[3], 9) == probability(beliefs, POOL[3], 9)
+    copy.count_decline(copy.row(POOL[0]))
+    assert copy.state() == state
 
 
 def test_states_share_the_tuple_of_ids() -> None:
@@ -300,12 +341,12 @@ def test_states_share_the_tuple_of_ids() -> None:
     beliefs.observe(6, [group_of(POOL[IDS.index(state.prompts[0])], 1.0, 0.0)])
     assert beliefs.state().prompts is state.prompts
     assert restored_beliefs(state).state().prompts is state.prompts
-    beliefs.row(NEW_PROMPT, 7)
+    beliefs.row(NEW_PROMPT)
     assert beliefs.state().prompts == (*state.prompts, "new")
 
 
 def test_damaged_beliefs_are_refused() -> None:
     state = beliefs_after_five_steps().state()
-    damage = {"last_update_steps": state.last_update_steps[:-1]}
+    damage = {"declines": state.declines[:-1]}
     with pytest.raises(PromptDataError, match=r"run\.resume: .*damaged .*Give another"):
         Beliefs().restore(msgspec.structs.replace(state, **damage))

@@ -11,7 +11,7 @@ from megatron_rl.contracts.run_state import SelectorState
 from megatron_rl.prompts.pass_rates import PassRate
 from megatron_rl.prompts.selection.belief_selector import BeliefSelector
 from megatron_rl.prompts.selection.beliefs.beliefs import Beliefs
-from megatron_rl.prompts.selection.beliefs.mixed_probability import MixedProbability
+from megatron_rl.prompts.selection.beliefs.group_prediction import GroupPrediction, GroupPredictions
 from megatron_rl.prompts.source import PromptSource
 from tests.prompts.selection.beliefs.test_beliefs import group_of
 from tests.support.answers import make_pool, play, play_steps
@@ -94,9 +94,9 @@ def test_inflated_variance_makes_rates_uninformative() -> None:
     assert beliefs.initial_belief(POOL[0], 3)[1] == 0.25
 
 
-def probabilities_of(beliefs: Beliefs) -> list[tuple[float, ...]]:
-    probabilities = MixedProbability(beliefs, 2, (8,))
-    return [probabilities.for_prompt(prompt, beliefs.row(prompt, 2)) for prompt in POOL]
+def predictions_of(beliefs: Beliefs) -> list[tuple[GroupPrediction, ...]]:
+    predictions = GroupPredictions(beliefs, 2, (8,))
+    return [predictions.of(prompt, beliefs.row(prompt)) for prompt in POOL]
 
 
 def saved_state(beliefs: Beliefs) -> BeliefState:
@@ -114,7 +114,7 @@ def test_restored_beliefs_with_rates_continue_bit_for_bit() -> None:
     beliefs = beliefs_with_rates()
     copy = Beliefs(IDS, make_rates(*[(16, 16)] * 20))
     copy.restore(saved_state(beliefs))
-    assert probabilities_of(copy) == probabilities_of(beliefs)
+    assert predictions_of(copy) == predictions_of(beliefs)
     assert copy.state() == beliefs.state()
 
 
@@ -122,8 +122,8 @@ def test_a_checkpoint_overrides_the_rates_of_sampled_prompts_only() -> None:
     beliefs = beliefs_with_rates()
     with_other_rates = Beliefs(IDS, make_rates(*[(3, 16)] * 20))
     with_other_rates.restore(saved_state(beliefs))
-    before = probabilities_of(beliefs)
-    after = probabilities_of(with_other_rates)
+    before = predictions_of(beliefs)
+    after = predictions_of(with_other_rates)
     assert after[:2] == before[:2]
     assert after[2:20] != before[2:20]
     assert after[20:] == before[20:]

@@ -1,0 +1,1 @@
+"""Rehearses one rank of a GPU cluster on a machine without GPUs."""

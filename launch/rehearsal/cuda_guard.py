@@ -1,0 +1,71 @@
+"""Compiles and loads the library that lets torch's CPU build use CUDA tensors without data."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from megatron_rl.contracts.exit_codes import ExitCode, Failure
+
+_SOURCE = Path(__file__).with_name("cuda_guard.cpp")
+_TORCH_LIBRARIES = ("libc10.so", "libtorch_cpu.so")
+
+
+class RehearsalUnavailable(Failure):
+    """This machine or this configuration cannot be rehearsed."""
+
+    exit_code = ExitCode.REFUSED
+
+
+def load_cuda_guard() -> None:
+    """Load the library into this process, before torch is imported.
+
+    It is compiled once for each version of torch, in about two seconds. Raises
+    `RehearsalUnavailable` without a C++ compiler, or if torch was imported already.
+    """
+    if "torch" in sys.modules:
+        raise RehearsalUnavailable("torch was imported before the rehearsal began")
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise RehearsalUnavailable("torch is not installed. Run make install")
+    torch_directory = Path(spec.origin).parent
+    library = _library_path()
+    if not library.exists():
+        _compile(torch_directory, library)
+    for name in _TORCH_LIBRARIES:
+        ctypes.CDLL(str(torch_directory / "lib" / name), mode=ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(str(library))
+
+
+def _library_path() -> Path:
+    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
+    key = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:12]
+    version = importlib.metadata.version("torch")
+    return cache / "megatron_rl" / f"cuda_guard-{version}-{key}.so"
+
+
+def _compile(torch_directory: Path, library: Path) -> None:
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        raise RehearsalUnavailable(
+            "the rehearsal compiles launch/rehearsal/cuda_guard.cpp once, and no C++ compiler was "
+            "found. Install one (Debian: apt install g++), or set CXX=/path/to/compiler"
+        )
+    library.parent.mkdir(parents=True, exist_ok=True)
+    partial = library.with_name(f"{library.name}.{os.getpid()}")
+    command = [compiler, "-std=c++20", "-O0", "-shared", "-fPIC", str(_SOURCE)]
+    command += [f"-I{torch_directory / 'include'}", f"-L{torch_directory / 'lib'}"]
+    command += ["-lc10", "-ltorch_cpu", "-o", str(partial)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    if result.returncode:
+        raise RehearsalUnavailable(
+            f"{compiler} cannot compile {_SOURCE.name}: {result.stderr.strip()[-600:]}"
+        )
+    os.replace(partial, library)  # another process may compile it at the same time

@@ -1,0 +1,110 @@
+"""Compares the tokens that engines count with those that the run counts.
+
+The run knows the tokens of replies alone. An engine also counts what it sampled for requests whose
+reply was lost, or that expired.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+from sglang_bridge.errors import RequestFailed
+
+_MAX_THREADS = 16
+
+
+class CountingEngine(Protocol):
+    """The control client of an engine. `generated_tokens` raises `RequestFailed`."""
+
+    @property
+    def url(self) -> str: ...
+
+    def generated_tokens(self) -> int | None: ...
+
+
+@dataclass(frozen=True)
+class TokenComparison:
+    """The tokens between two readings.
+
+    engine_tokens: those that the engines count. uncounted_tokens: how many more these are than the
+    run counts. Negative: the run counts more.
+    """
+
+    engine_tokens: int
+    uncounted_tokens: int
+
+
+class TokenCounter:
+    """Reads the counters of all engines, from its creation on.
+
+    A comparison needs the counters of all engines. A reading without one is left out: the next
+    comparison covers its tokens too. A counter that went backwards belongs to a server that was
+    started again. Comparisons then begin anew.
+
+    log: writes a line for people. Each problem of an engine is written once.
+    """
+
+    def __init__(self, engines: Sequence[CountingEngine], log: Callable[[str], None]) -> None:
+        self._engines = engines
+        self._log = log
+        self._written_problems: set[tuple[str, str]] = set()
+        self._counted_tokens = 0
+        self._counts = self._read()
+
+    def compare(self, counted_tokens: int) -> TokenComparison | None:
+        """Compare the tokens since the last comparison. Returns None where a counter is missing.
+
+        counted_tokens: the tokens that the run has counted since the last call. No request may run
+        during the call: an engine counts a request when it ends.
+        """
+        self._counted_tokens += counted_tokens
+        counts = self._read()
+        if counts is None:
+            return None
+        comparison = self._comparison(counts)
+        self._counts = counts
+        self._counted_tokens = 0
+        return comparison
+
+    def _comparison(self, counts: dict[str, int]) -> TokenComparison | None:
+        earlier_counts = self._counts
+        if earlier_counts is None:
+            return None
+        restarted_urls = [url for url, count in counts.items() if count < earlier_counts[url]]
+        for url in restarted_urls:
+            self._log(f"engine {url} was started again: it counts its tokens from 0")
+        if restarted_urls:
+            return None
+        engine_tokens = sum(counts.values()) - sum(earlier_counts.values())
+        return TokenComparison(engine_tokens, engine_tokens - self._counted_tokens)
+
+    def _read(self) -> dict[str, int] | None:
+        """Read all counters at the same time. Returns None if one is missing."""
+        with ThreadPoolExecutor(min(_MAX_THREADS, len(self._engines))) as pool:
+            readings = list(pool.map(self._read_one, self._engines))
+        urls = [engine.url for engine in self._engines]
+        counts = dict(zip(urls, readings, strict=True))
+        complete_counts = {url: count for url, count in counts.items() if count is not None}
+        return complete_counts if len(complete_counts) == len(counts) else None
+
+    def _read_one(self, engine: CountingEngine) -> int | None:
+        try:
+            count = engine.generated_tokens()
+        except RequestFailed as error:
+            self._write_problem(engine.url, "failure", f"its counter cannot be read ({error})")
+            return None
+        if count is None:
+            self._write_problem(
+                engine.url,
+                "missing",
+                "it does not count tokens. Start it with --enable-metrics",
+            )
+        return count
+
+    def _write_problem(self, url: str, kind: str, text: str) -> None:
+        if (url, kind) not in self._written_problems:
+            self._written_problems.add((url, kind))
+            self._log(f"account/engine_tokens is missing for engine {url}: {text}")

@@ -1,0 +1,87 @@
+"""The tokens that engines count, compared with those that the run counts."""
+
+from megatron_rl.engines.token_counter import TokenCounter
+from sglang_bridge.errors import RequestFailed
+
+Reading = int | None | Exception
+
+
+class CountingEngine:
+    """An engine whose counter has this value."""
+
+    def __init__(self, url: str, reading: Reading = 0) -> None:
+        self.url = url
+        self.reading = reading
+
+    def generated_tokens(self) -> int | None:
+        if isinstance(self.reading, Exception):
+            raise self.reading
+        return self.reading
+
+
+def counter_of(*engines: CountingEngine) -> tuple[TokenCounter, list[str]]:
+    lines: list[str] = []
+    return TokenCounter(engines, lines.append), lines
+
+
+def test_tokens_since_the_last_comparison_are_counted() -> None:
+    """Tokens before the first one, such as those of a warm-up, belong to no step."""
+    first = CountingEngine("http://a", 7)
+    second = CountingEngine("http://b", 100)
+    counter, lines = counter_of(first, second)
+    first.reading = 17
+    second.reading = 130
+    comparison = counter.compare(40)
+    assert comparison is not None
+    assert (comparison.engine_tokens, comparison.uncounted_tokens) == (40, 0)
+    first.reading = 27
+    comparison = counter.compare(4)
+    assert comparison is not None
+    assert (comparison.engine_tokens, comparison.uncounted_tokens) == (10, 6)
+    assert lines == []
+
+
+def test_an_engine_without_a_counter_is_named_once() -> None:
+    with_counter = CountingEngine("http://a", 1)
+    without_counter = CountingEngine("http://b", None)
+    counter, lines = counter_of(with_counter, without_counter)
+    assert [counter.compare(5) for _ in range(3)] == [None, None, None]
+    (line,) = lines
+    assert "http://b" in line and "--enable-metrics" in line and "http://a" not in line
+
+
+def test_a_counter_that_does_not_answer_for_a_while_loses_nothing() -> None:
+    engine = CountingEngine("http://a", 10)
+    counter, lines = counter_of(engine)
+    for _ in range(2):
+        engine.reading = RequestFailed("http://a/metrics: no answer")
+        assert counter.compare(20) is None
+    engine.reading = 75
+    comparison = counter.compare(20)
+    assert comparison is not None
+    assert (comparison.engine_tokens, comparison.uncounted_tokens) == (65, 5)
+    assert len(lines) == 1 and "no answer" in lines[0]
+
+
+def test_a_counter_that_goes_backwards_starts_again() -> None:
+    engine = CountingEngine("http://a", 1000)
+    counter, lines = counter_of(engine)
+    engine.reading = 30  # it was started again during the step
+    assert counter.compare(50) is None
+    engine.reading = 70
+    comparison = counter.compare(40)
+    assert comparison is not None
+    assert (comparison.engine_tokens, comparison.uncounted_tokens) == (40, 0)
+    assert len(lines) == 1 and "http://a was started again" in lines[0]
+
+
+def test_comparisons_begin_with_the_first_reading_of_all_engines() -> None:
+    engine = CountingEngine("http://a", RequestFailed("busy"))
+    counter, lines = counter_of(engine)
+    engine.reading = 1000
+    assert counter.compare(5) is None
+    engine.reading = 1010
+    comparison = counter.compare(10)
+    assert comparison is not None
+    assert (comparison.engine_tokens, comparison.uncounted_tokens) == (10, 0)
+    assert len(lines) == 1

@@ -1,0 +1,40 @@
+"""Script for torchrun: rank 0 completes an export for longer than the limit of the ranks' groups.
+
+Usage: slow_commit.py DIRECTORY
+"""
+
+import datetime
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from megatron_rl.mcore import compat
+
+compat.install()
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.mcore.checkpoint import streaming
+
+LIMIT_SECONDS = 2
+
+
+def commit_slowly(*_: Any, **__: Any) -> None:
+    time.sleep(2 * LIMIT_SECONDS)
+
+
+def main() -> None:
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=LIMIT_SECONDS))
+    streaming.commit_checkpoint = commit_slowly
+    directory = Path(sys.argv[1])
+    weights: Any = SimpleNamespace(buckets=[])
+    streaming.write_hf(weights, directory / "out", source=directory, dtype=torch.float32)
+    print(f"RESULT rank {dist.get_rank()}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

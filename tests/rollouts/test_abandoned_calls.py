@@ -1,0 +1,201 @@
+"""A scorer or an environment that ignores its cancellation costs its rollout, not the run."""
+
+import asyncio
+import importlib
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from megatron_rl.config.schema import EnvironmentSettings, RewardSettings, RolloutSettings
+from megatron_rl.contracts.group import Group
+from megatron_rl.contracts.prompt import Sampling
+from megatron_rl.rewards.runner import ABANDONED
+from megatron_rl.rollouts.collector import Collector
+from megatron_rl.rollouts.messages import (
+    CallAbandoned,
+    Failed,
+    FromCollector,
+    GroupDone,
+    GroupRequest,
+)
+from megatron_rl.rollouts.rejections import UserClassFailed, count_unusable
+from megatron_rl.rollouts.rollout_batch import RolloutBatch
+from tests.support.fake_engine import configuration, fake_engine, reply
+from tests.support.scripted_model import EOS, PROMPT
+
+CLASSES = """
+import asyncio
+
+from megatron_rl.contracts.group import Verdict
+
+test_is_over = False
+
+
+class Retries:
+    def check_answer(self, answer):
+        pass
+
+    async def score(self, prompt, text, finish_reason):
+        if "047" in text:
+            return Verdict(reward=0.0, correctness=0.0)
+        while True:
+            try:
+                await asyncio.sleep(3600)
+            except:
+                if test_is_over:
+                    raise
+                await asyncio.sleep(0.01)
+
+
+class Stubborn:
+    async def play(self, episode):
+        await episode.respond()
+        while not test_is_over:
+            try:
+                await asyncio.sleep(3600)
+            except BaseException:
+                pass
+
+
+class RespondsAnyway:
+    async def play(self, episode):
+        while not test_is_over:
+            try:
+                await episode.respond()
+                await asyncio.sleep(3600)
+            except BaseException:
+                pass
+
+
+class RespondsForever:
+    async def play(self, episode):
+        while True:
+            await episode.respond()
+
+
+class CancelsItself:
+    async def play(self, episode):
+        await episode.respond()
+        task = asyncio.create_task(asyncio.sleep(3600))
+        task.cancel()
+        await task
+
+
+class Exits:
+    def check_answer(self, answer):
+        pass
+
+    async def score(self, prompt, text, finish_reason):
+        raise SystemExit(3)
+
+    async def play(self, episode):
+        raise SystemExit(3)
+"""
+SAMPLING = Sampling(max_new_tokens=16, temperature=1.0, stop_token_ids=(EOS,))
+
+
+@pytest.fixture(autouse=True)
+def user_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "stubborn.py").write_text(CLASSES)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "stubborn", raising=False)
+    monkeypatch.setattr("megatron_rl.rewards.user_calls._GRACE_SECONDS", 0.1)
+
+
+def collect(
+    num_samples: int, *, scorer: str = "", environment: str = "", max_abandoned: int = 100
+) -> list[FromCollector]:
+    """The messages of a collector until it has answered one request."""
+
+    async def run() -> list[FromCollector]:
+        async with fake_engine(lambda n, body: reply(body, "046" if n else "047")) as url:
+            outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
+            settings = msgspec.structs.replace(
+                configuration(url),
+                rollout=RolloutSettings(max_new_tokens=16, max_abandoned_calls=max_abandoned),
+                reward=RewardSettings(name=scorer or "exact_match", timeout_s=0.1),
+                environment=EnvironmentSettings(name=environment or "single_turn", timeout_s=0.1),
+            )
+            collector = Collector(0, settings, outbox.put)
+            request = GroupRequest(
+                group_id="g", prompt=PROMPT, num_samples=num_samples, sampling=SAMPLING
+            )
+            await collector.handle(request)
+            messages: list[FromCollector] = []
+            while not messages or isinstance(messages[-1], CallAbandoned):
+                messages.append(await asyncio.wait_for(outbox.get(), 8))
+            await collector.close()
+            importlib.import_module("stubborn").test_is_over = True  # type: ignore[attr-defined]
+            return messages
+
+    return asyncio.run(run())
+
+
+def group_of(messages: list[FromCollector]) -> Group:
+    message = messages[-1]
+    assert isinstance(message, GroupDone)
+    return message.group
+
+
+def warnings_of(messages: list[FromCollector]) -> list[str]:
+    return [message.text for message in messages if isinstance(message, CallAbandoned)]
+
+
+def test_a_scorer_that_ignores_its_cancellation_is_abandoned_and_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    messages = collect(4, scorer="stubborn:Retries")
+    group = group_of(messages)
+    reasons = [r.verdict.reason for r in group.rollouts if r.verdict.reward is None]
+    assert (len(group.rollouts), reasons) == (4, [ABANDONED] * 3)
+    assert count_unusable([group]) == {"scorer_abandoned": 3}
+    metrics = RolloutBatch(groups=(group,), generated_tokens=16).metrics()
+    assert (metrics["reward/no_verdict"], metrics["reward/abandoned"]) == (3.0, 3.0)
+    first, second = warnings_of(messages)  # those with the numbers 1 and 2
+    assert first.startswith("reward.name=stubborn:Retries: a call ignored its cancellation")
+    assert "group g, rollout " in first and "number 1" in first and "number 2" in second
+    assert caplog.text.count("was abandoned (group g, rollout ") == 3
+
+
+@pytest.mark.parametrize("name", ["Stubborn", "RespondsAnyway"])
+def test_an_environment_that_ignores_its_cancellation_is_abandoned_and_counted(name: str) -> None:
+    messages = collect(2, environment=f"stubborn:{name}")
+    group = group_of(messages)
+    assert group.rejections == {"environment_abandoned": 2}
+    assert "ignored its cancellation after environment.timeout_s=0.1" in group.environment_error
+    assert warnings_of(messages)[0].startswith(f"environment.name=stubborn:{name}: ")
+    with pytest.raises(UserClassFailed, match=r"2 of 2 .*environment took longer than .*ignored"):
+        RolloutBatch(groups=(group,), generated_tokens=8).require("step-1", 0.5)
+
+
+def test_more_abandoned_calls_than_the_limit_end_the_run_with_the_class_and_a_remedy() -> None:
+    message = collect(4, scorer="stubborn:Retries", max_abandoned=2)[-1]
+    assert isinstance(message, Failed) and message.is_refusal  # code 2
+    for part in ("reward.name=stubborn:Retries: 3 calls", "rollout.max_abandoned_calls=2", "catch"):
+        assert part in message.reason
+
+
+def test_an_environment_that_cancels_itself_is_rejected() -> None:
+    group = group_of(collect(2, environment="stubborn:CancelsItself"))
+    assert group.rejections == {"environment": 2}
+    assert group.environment_error == "the environment cancelled itself"
+
+
+@pytest.mark.timeout(10)
+def test_an_environment_that_requests_responses_forever_is_rejected() -> None:
+    group = group_of(collect(2, environment="stubborn:RespondsForever"))
+    assert group.rejections == {"endless": 2}
+    assert "requested 100 responses after its token budget was used up" in group.environment_error
+    with pytest.raises(UserClassFailed, match=r"2 of 2 .*\(2 endless \(the environment "):
+        RolloutBatch(groups=(group,), generated_tokens=8).require("step-1", 0.5)
+
+
+def test_system_exit_of_user_code_does_not_end_the_collector() -> None:
+    group = group_of(collect(2, environment="stubborn:Exits"))
+    assert group.rejections == {"environment": 2}
+    assert group.environment_error == "stubborn.py:67, in play: SystemExitCalled: sys.exit(3)"
+    group = group_of(collect(2, scorer="stubborn:Exits"))
+    assert count_unusable([group]) == {"no_verdict": 2}
+    assert group.rollouts[0].verdict.reason.endswith("in score: SystemExitCalled: sys.exit(3)")

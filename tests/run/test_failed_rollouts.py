@@ -1,0 +1,96 @@
+"""A step whose rollouts fail: what the run trained before it is saved."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.contracts.commands import Checkpoint, Command
+from megatron_rl.contracts.exit_codes import Failure
+from megatron_rl.rollouts.queue import CollectorRefused
+from megatron_rl.rollouts.recording.recorded_rollouts import BadRecording
+from megatron_rl.rollouts.rejections import UserClassFailed
+from megatron_rl.rollouts.rollout_batch import TooManyRejected
+from megatron_rl.run.checkpoints.saving import SaveResult
+from tests.support.checkpoint_managers import FakeRanks, make_manager
+from tests.support.leaders import ScriptedParts, lead
+
+
+def fail_at(step: int, failure: type[Failure] = TooManyRejected) -> Callable[[int], None]:
+    def on_sample(current_step: int) -> None:
+        if current_step == step:
+            raise failure("the judge is down")
+
+    return on_sample
+
+
+@pytest.mark.parametrize(
+    "failure", [TooManyRejected, UserClassFailed, CollectorRefused, BadRecording]
+)
+def test_what_was_trained_before_failed_rollouts_is_saved(
+    tmp_path: Path, failure: type[Failure]
+) -> None:
+    ranks = FakeRanks()
+    parts = ScriptedParts(on_sample=fail_at(4, failure))
+    with pytest.raises(failure):
+        lead(parts, tmp_path, steps=9, checkpoints=make_manager(ranks))
+    assert ranks.steps == [2, 3]
+    state = ranks.states[-1].position
+    assert state.selection.prompts.position == 3, "the prompts of step 4 are sampled again"
+    assert state.unevaluated_metrics is None
+    resumed_parts = lead(ScriptedParts(), tmp_path, steps=4, resume_state=state)
+    assert "sample step-4" in resumed_parts.calls
+    assert "sample step-3" not in resumed_parts.calls
+
+
+def test_a_save_in_the_background_ends_before_a_run_with_failed_rollouts(tmp_path: Path) -> None:
+    ranks = FakeRanks()
+    manager = make_manager(ranks, checkpoint_every=1, background_saves=True)
+    with pytest.raises(TooManyRejected):
+        lead(ScriptedParts(on_sample=fail_at(3)), tmp_path, steps=9, checkpoints=manager)
+    assert ranks.calls == ["begin 1", "wait", "begin 2", "wait"]
+
+
+@pytest.mark.parametrize(("step", "saved"), [(1, []), (3, [2])])
+def test_failed_rollouts_save_nothing_that_is_saved_or_untrained(
+    tmp_path: Path, step: int, saved: list[int]
+) -> None:
+    ranks = FakeRanks()
+    parts = ScriptedParts(on_sample=fail_at(step))
+    with pytest.raises(TooManyRejected):
+        lead(parts, tmp_path, steps=9, checkpoints=make_manager(ranks))
+    assert ranks.steps == saved
+
+
+def test_failed_rollouts_save_nothing_without_checkpoints(tmp_path: Path) -> None:
+    ranks = FakeRanks()
+    manager = make_manager(ranks, checkpoint_every=0)
+    with pytest.raises(TooManyRejected):
+        lead(ScriptedParts(on_sample=fail_at(3)), tmp_path, steps=9, checkpoints=manager)
+    assert not ranks.calls
+
+
+def test_an_error_of_the_save_does_not_hide_why_the_rollouts_failed(tmp_path: Path) -> None:
+    class BrokenRanks(FakeRanks):
+        def run(self, command: Command) -> SaveResult | None:
+            if isinstance(command, Checkpoint):
+                raise RuntimeError("a rank has ended")
+            return super().run(command)
+
+    manager = make_manager(BrokenRanks(), checkpoint_every=9)
+    with pytest.raises(TooManyRejected):
+        lead(ScriptedParts(on_sample=fail_at(3)), tmp_path, steps=9, checkpoints=manager)
+
+
+def test_a_failed_evaluation_does_not_save_the_step_before(tmp_path: Path) -> None:
+    ranks = FakeRanks()
+    parts = ScriptedParts()
+
+    def fail(label: str) -> None:
+        if label == "3":
+            raise UserClassFailed("the judge is down")
+
+    parts.on_measure = fail
+    with pytest.raises(UserClassFailed):
+        lead(parts, tmp_path, steps=9, evals={"every": 1}, checkpoints=make_manager(ranks))
+    assert ranks.steps == [2, 3]

@@ -1,0 +1,190 @@
+"""Evaluations that failed or were stopped: their step is saved, and a resumed run repeats them."""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_rl.config.cli import compose
+from megatron_rl.config.curriculum import phases_of
+from megatron_rl.contracts.commands import Checkpoint, Command
+from megatron_rl.contracts.run_state import LoopState
+from megatron_rl.rollouts.evaluation import EvaluationFailed
+from megatron_rl.run.checkpoints.manager import StoppedAfterSave
+from megatron_rl.run.checkpoints.saving import SaveResult
+from megatron_rl.run.stopping import AccuracyUnknown
+from tests.support.checkpoint_managers import (
+    FakeRanks,
+    make_manager,
+    make_stop_request,
+    stop_at_step,
+)
+from tests.support.leaders import ScriptedParts, lead
+
+EVERY_STEP = {"every": 1}
+
+
+def parts_whose_evaluation_fails(failing_step: int, **options: Any) -> ScriptedParts:
+    parts = ScriptedParts(**options)
+
+    def fail(label: str) -> None:
+        if label == str(failing_step):
+            raise EvaluationFailed("too many responses are lost")
+
+    parts.on_measure = fail
+    return parts
+
+
+def position_of_a_stopped_run(tmp_path: Path) -> LoopState:
+    """The position after step 3, whose evaluation a stop request prevented."""
+    stop = make_stop_request()
+    ranks = FakeRanks()
+    parts = ScriptedParts(on_train=stop_at_step(stop, 3))
+    manager = make_manager(ranks, stop)
+    with pytest.raises(StoppedAfterSave):
+        lead(parts, tmp_path, steps=9, evals=EVERY_STEP, checkpoints=manager)
+    return ranks.states[-1].position
+
+
+def test_a_step_whose_evaluation_fails_is_saved_with_what_it_trained(tmp_path: Path) -> None:
+    phases = phases_of(compose(["selection=belief", "eval.every=1", "curriculum=[{name: only}]"]))
+    ranks = FakeRanks()
+    options: dict[str, Any] = {"steps": 9, "evals": EVERY_STEP, "phases": phases}
+    parts = parts_whose_evaluation_fails(3)
+    with pytest.raises(EvaluationFailed):
+        lead(parts, tmp_path, checkpoints=make_manager(ranks), **options)
+    assert ranks.steps == [2, 3]
+    assert not any(call.startswith("save") for call in parts.calls), "the run has not ended"
+    state = ranks.states[-1].position
+    assert state.unevaluated_metrics is not None and state.phase is not None
+    assert state.phase.tokens == state.unevaluated_metrics["phase/tokens"] == 24
+    resumed_parts = lead(ScriptedParts(), tmp_path, resume_state=state, **(options | {"steps": 4}))
+    assert resumed_parts.metrics[3]["eval/accuracy"] == 0.5
+    assert resumed_parts.metrics[4]["phase/tokens"] == 32
+
+
+def test_a_failed_evaluation_without_checkpoints_saves_no_weights_before_the_end(
+    tmp_path: Path,
+) -> None:
+    parts = parts_whose_evaluation_fails(2)
+    with pytest.raises(EvaluationFailed):
+        lead(parts, tmp_path, steps=3, evals=EVERY_STEP)
+    assert not any(call.startswith("save") for call in parts.calls)
+
+
+def test_tokens_of_an_evaluation_that_is_refused_are_not_counted_twice(tmp_path: Path) -> None:
+    ranks = FakeRanks()
+    with pytest.raises(AccuracyUnknown):
+        lead(
+            ScriptedParts(accuracies=[0.1, None]),
+            tmp_path,
+            steps=3,
+            evals=EVERY_STEP | {"stop_at": 0.9},
+            checkpoints=make_manager(ranks, checkpoint_every=1),
+        )
+    metrics = ranks.states[-1].position.unevaluated_metrics
+    assert metrics is not None
+    assert "account/evaluation" not in metrics
+    assert metrics["account/generated"] == 8.0
+
+
+def test_an_error_of_the_save_does_not_hide_why_the_evaluation_failed(tmp_path: Path) -> None:
+    class BrokenRanks(FakeRanks):
+        def run(self, command: Command) -> SaveResult | None:
+            if isinstance(command, Checkpoint):
+                raise RuntimeError("a rank has ended")
+            return super().run(command)
+
+    parts = parts_whose_evaluation_fails(1)
+    with pytest.raises(EvaluationFailed):
+        lead(parts, tmp_path, steps=9, evals=EVERY_STEP, checkpoints=make_manager(BrokenRanks()))
+
+
+def test_an_owed_evaluation_that_fails_keeps_the_record_of_its_step(tmp_path: Path) -> None:
+    state = position_of_a_stopped_run(tmp_path)
+    parts = parts_whose_evaluation_fails(3)
+    with pytest.raises(EvaluationFailed):
+        lead(parts, tmp_path, steps=9, evals=EVERY_STEP, resume_state=state)
+    assert parts.metrics[3]["rollout/tokens"] == 8
+
+
+def test_an_owed_evaluation_has_the_settings_of_its_phase(tmp_path: Path) -> None:
+    first = "{name: first, rollout.max_new_tokens: 24, until: {steps: 2}}"
+    second = "{name: second, rollout.max_new_tokens: 28}"
+    curriculum = f"curriculum=[{first},{second}]"
+    phases = phases_of(compose(["selection=belief", "eval.every=1", curriculum]))
+    ranks = FakeRanks()
+    options: dict[str, Any] = {"steps": 9, "evals": EVERY_STEP, "phases": phases}
+    with pytest.raises(EvaluationFailed):
+        parts = parts_whose_evaluation_fails(3)
+        lead(parts, tmp_path, checkpoints=make_manager(ranks), **options)
+    state = ranks.states[-1].position
+    parts = lead(ScriptedParts(), tmp_path, resume_state=state, **(options | {"steps": 4}))
+    evaluation = parts.calls.index("evaluate 3 at version 3")
+    assert parts.calls.index("open parts for 28 tokens") < evaluation
+    assert parts.calls.index("enter 1") < evaluation
+    assert "enter 0" not in parts.calls
+
+
+def test_an_evaluation_that_was_made_up_for_is_not_owed_again(tmp_path: Path) -> None:
+    state = position_of_a_stopped_run(tmp_path)
+    now = [0.0]
+    ranks = FakeRanks()
+    stop = make_stop_request(clock=lambda: now[0])
+
+    def abort(step: int) -> None:
+        stop.handle_signal(signal.SIGTERM)
+        now[0] = 5.5
+        stop.check_deadline()
+
+    parts = ScriptedParts(on_sample=abort)
+    manager = make_manager(ranks, stop)
+    with pytest.raises(StoppedAfterSave, match="after step 3"):
+        lead(parts, tmp_path, steps=9, evals=EVERY_STEP, checkpoints=manager, resume_state=state)
+    assert parts.metrics[3]["eval/accuracy"] == 0.5
+    position = ranks.states[-1].position
+    assert position.unevaluated_metrics is None
+    assert position.accuracies == (*state.accuracies, 0.5)
+
+
+def test_a_resumed_run_that_must_stop_at_once_still_owes_the_evaluation(tmp_path: Path) -> None:
+    state = position_of_a_stopped_run(tmp_path)
+    stop = make_stop_request()
+    stop.handle_signal(signal.SIGUSR1)
+    ranks = FakeRanks()
+    parts = ScriptedParts()
+    manager = make_manager(ranks, stop)
+    with pytest.raises(StoppedAfterSave, match="after step 3"):
+        lead(parts, tmp_path, steps=9, evals=EVERY_STEP, checkpoints=manager, resume_state=state)
+    assert not any(call.startswith("evaluate") for call in parts.calls)
+    assert ranks.states[-1].position.unevaluated_metrics == state.unevaluated_metrics
+
+
+def test_the_last_step_is_saved_if_its_evaluation_fails_after_a_stop_request(
+    tmp_path: Path,
+) -> None:
+    stop = make_stop_request()
+    ranks = FakeRanks()
+    parts = parts_whose_evaluation_fails(3, on_train=stop_at_step(stop, 3))
+    manager = make_manager(ranks, stop)
+    with pytest.raises(EvaluationFailed):
+        lead(parts, tmp_path, steps=3, evals=EVERY_STEP, checkpoints=manager)
+    assert ranks.steps == [2, 3]
+
+
+def test_a_phase_that_ends_the_run_is_saved_if_its_evaluation_fails_after_a_stop_request(
+    tmp_path: Path,
+) -> None:
+    phase = "{name: only, until: {steps: 3}}"
+    phases = phases_of(compose(["selection=belief", "eval.every=1", f"curriculum=[{phase}]"]))
+    stop = make_stop_request()
+    ranks = FakeRanks()
+    parts = parts_whose_evaluation_fails(3, on_train=stop_at_step(stop, 3))
+    manager = make_manager(ranks, stop)
+    with pytest.raises(EvaluationFailed):
+        lead(parts, tmp_path, steps=9, evals=EVERY_STEP, phases=phases, checkpoints=manager)
+    assert ranks.steps == [2, 3]
+    position = ranks.states[-1].position
+    assert position.unevaluated_metrics is not None
+    assert position.phase is not None and position.phase.tokens == 24
