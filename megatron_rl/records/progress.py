@@ -82,14 +82,16 @@ class Progress:
 
 
 def print_line(text: str, stream: TextIO | None = None) -> bool:
-    """Print one line and flush it.
+    """Print one line and flush it. Lines of several processes are not mixed, also not when
+    PYTHONUNBUFFERED is set: the line and its end are one write.
 
     Returns False when the stream cannot be written, for example because its reader (`| head`) has
     ended. That must not end a run: later output goes to /dev/null.
     """
     stream = sys.stdout if stream is None else stream
     try:
-        print(text, file=stream, flush=True)
+        stream.write(f"{text}\n")
+        stream.flush()
     except (OSError, ValueError):
         # Python flushes the buffered text again at exit, which would fail again
         with contextlib.suppress(OSError, ValueError):

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.mcore.checkpoint import streaming
+from megatron_rl.records.progress import print_line
 
 LIMIT_SECONDS = 2
 
@@ -32,7 +33,7 @@ def main() -> None:
     directory = Path(sys.argv[1])
     weights: Any = SimpleNamespace(buckets=[])
     streaming.write_hf(weights, directory / "out", source=directory, dtype=torch.float32)
-    print(f"RESULT rank {dist.get_rank()}", flush=True)
+    print_line(f"RESULT rank {dist.get_rank()}")
     dist.destroy_process_group()
 
 

@@ -341,7 +341,7 @@ DAMAGES_OF_TWO_TOKENS = {  # or more
 }
 
 
-class TestBench:
+class CollectorBench:
     """A collector with an engine whose replies are given by the test."""
 
     def __init__(self) -> None:
@@ -380,8 +380,8 @@ class TestBench:
 
 
 @pytest.fixture(scope="module")
-def bench() -> Iterator[TestBench]:
-    test_bench = TestBench()
+def bench() -> Iterator[CollectorBench]:
+    test_bench = CollectorBench()
     yield test_bench
     test_bench.close()
 
@@ -390,7 +390,7 @@ N = len(PROMPT.token_ids)
 quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-def check(bench: TestBench, body: bytes) -> Rollout | str:
+def check(bench: CollectorBench, body: bytes) -> Rollout | str:
     result = bench.submit(body)
     contents = read_reply(body, N, BUDGET)
     if isinstance(result, str):
@@ -405,7 +405,7 @@ def check(bench: TestBench, body: bytes) -> Rollout | str:
 @quick
 @given(st.data())
 def test_a_valid_reply_becomes_a_rollout_with_its_contents(
-    bench: TestBench, data: st.DataObject
+    bench: CollectorBench, data: st.DataObject
 ) -> None:
     assert isinstance(check(bench, json.dumps(data.draw(valid_reply(N))).encode()), Rollout)
 
@@ -414,7 +414,7 @@ def test_a_valid_reply_becomes_a_rollout_with_its_contents(
 @settings(max_examples=3, deadline=None)
 @given(st.data())
 def test_a_damaged_reply_is_rejected_with_its_reason(
-    bench: TestBench, name: str, data: st.DataObject
+    bench: CollectorBench, name: str, data: st.DataObject
 ) -> None:
     damage, reason = (DAMAGES | DAMAGES_OF_TWO_TOKENS)[name]
     reply = data.draw(valid_reply(N).filter(lambda r: len(r["output_ids"]) > 1))
@@ -427,7 +427,7 @@ def test_a_damaged_reply_is_rejected_with_its_reason(
 @quick
 @given(st.data())
 def test_several_damages_are_one_rejection_unless_they_cancel(
-    bench: TestBench, data: st.DataObject
+    bench: CollectorBench, data: st.DataObject
 ) -> None:
     reply = data.draw(valid_reply(N))
     for name in data.draw(
@@ -443,7 +443,7 @@ def test_several_damages_are_one_rejection_unless_they_cancel(
 @settings(quick, max_examples=150)
 @given(st.data())
 def test_replies_with_changed_bytes_are_rejected_or_read_as_they_are(
-    bench: TestBench, data: st.DataObject
+    bench: CollectorBench, data: st.DataObject
 ) -> None:
     body = bytearray(json.dumps(data.draw(valid_reply(N))).encode())
     for _ in range(data.draw(st.integers(1, 3))):
@@ -456,7 +456,7 @@ def test_replies_with_changed_bytes_are_rejected_or_read_as_they_are(
     check(bench, bytes(body))
 
 
-def test_input_that_breaks_parsers_is_malformed(bench: TestBench) -> None:
+def test_input_that_breaks_parsers_is_malformed(bench: CollectorBench) -> None:
     for body in (
         b'{"x":' + b"[" * 200_000,
         b"",
@@ -470,7 +470,7 @@ def test_input_that_breaks_parsers_is_malformed(bench: TestBench) -> None:
         assert check(bench, body) == "malformed"
 
 
-def test_a_reply_with_too_many_tokens_is_rejected(bench: TestBench) -> None:
+def test_a_reply_with_too_many_tokens_is_rejected(bench: CollectorBench) -> None:
     reply = {
         "output_ids": [5] * (BUDGET + 1),
         "meta_info": {
