@@ -81,8 +81,8 @@ class AdminClient:
     def generated_tokens(self) -> int | None:
         """The tokens of all requests that have ended since the server's start.
 
-        None where the server does not count them, because it runs without --enable-metrics, or has
-        served no request.
+        0 before the first request has ended: the counter appears with it. None where the server
+        does not count, because it runs without --enable-metrics.
         """
         status, body = self._exchange("GET", "/metrics", None, admin=False)
         if status == HTTPStatus.NOT_FOUND:
@@ -93,7 +93,7 @@ class AdminClient:
             raise RequestFailed(
                 f"{self.url}/metrics: sglang:generation_tokens_total is no count of tokens"
             )
-        return sum(filter(None, counts)) if counts else None
+        return sum(filter(None, counts))
 
     def pause(self) -> None:
         """Stop generating. Running requests are recomputed once the engine resumes."""

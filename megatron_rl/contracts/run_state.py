@@ -46,13 +46,11 @@ class PhaseState(msgspec.Struct, frozen=True, kw_only=True):
     """Position in the curriculum.
 
     index: 0-based current phase.
-    first_step: first step of this phase.
     tokens: tokens that engines sampled in all steps so far.
     accuracy: the last evaluation of this phase, None before its first evaluation.
     """
 
     index: Count = 0
-    first_step: Count = 1
     tokens: Count = 0
     accuracy: float | None = None
 

@@ -60,12 +60,14 @@ class RolloutBatch:
     def reward_exposed(self) -> float:
         """Seconds of scoring after the last response, on the node where it took longest.
 
-        Each node has its own clock.
+        Each node has its own clock. A group whose samples come from several nodes has times of
+        both clocks, and is left out.
         """
         groups_by_node: dict[int, list[Group]] = {}
         for group in self.all_groups:
-            if group.rollouts:
-                groups_by_node.setdefault(group.rollouts[0].location.node, []).append(group)
+            nodes = {rollout.location.node for rollout in group.rollouts}
+            if len(nodes) == 1:
+                groups_by_node.setdefault(nodes.pop(), []).append(group)
         waits = (
             max(g.scored_at for g in groups) - max(g.generated_at for g in groups)
             for groups in groups_by_node.values()

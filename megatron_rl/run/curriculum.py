@@ -63,7 +63,7 @@ class PhaseSchedule:
                 break
             ended_phases.append((self.state.index, reason))
             self.state = msgspec.structs.replace(
-                self.state, index=self.state.index + 1, first_step=step, accuracy=None
+                self.state, index=self.state.index + 1, accuracy=None
             )
         return ended_phases
 

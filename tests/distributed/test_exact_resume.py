@@ -22,7 +22,8 @@ from tests.support.recordings import write_recording
 
 STEPS = 6
 EVERY = 2
-LAYOUTS = ("ep2", "pp2", "cp2")
+LAYOUTS = ("ep2", "pp2", "cp2", "tp2_ep2")
+DAILY = ("ep2", "bfloat16")
 TENSOR_FILES = (".distcp", ".safetensors")
 
 pytestmark = [pytest.mark.distributed, pytest.mark.chaos, pytest.mark.timeout(600)]
@@ -78,10 +79,13 @@ def state_files(root: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("layout", "dtype"),
     [
-        ("ep2", "float32"),
-        ("ep2", "bfloat16"),
-        *(pytest.param(layout, "float32", marks=pytest.mark.nightly) for layout in LAYOUTS[1:]),
-        *(pytest.param(layout, "bfloat16", marks=pytest.mark.nightly) for layout in LAYOUTS[1:]),
+        DAILY,
+        *(
+            pytest.param(layout, dtype, marks=pytest.mark.nightly)
+            for layout in LAYOUTS
+            for dtype in ("float32", "bfloat16")
+            if (layout, dtype) != DAILY
+        ),
     ],
 )
 def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(

@@ -108,6 +108,12 @@ def test_installed_torch_has_it_for_cuda_only() -> None:
     assert not attention.supports(x, x, x), "on a CPU"
 
 
+class OnCuda(torch.Tensor):
+    """A tensor on the CPU that says that it is on a GPU."""
+
+    is_cuda = True
+
+
 @pytest.mark.parametrize(
     ("dtype", "dims", "is_supported"),
     [
@@ -120,10 +126,17 @@ def test_installed_torch_has_it_for_cuda_only() -> None:
     ],
 )
 def test_unsupported_dtypes_and_head_sizes_are_rejected(
-    dtype: torch.dtype, dims: tuple[int, ...], is_supported: bool
+    dtype: torch.dtype, dims: tuple[int, ...], is_supported: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class OnCuda(torch.Tensor):
-        is_cuda = True
-
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     inputs = [torch.zeros(3, 4, dim, dtype=dtype).as_subclass(OnCuda) for dim in dims]
     assert VarlenAttention(torch_2_12).supports(*inputs) is is_supported
+
+
+@pytest.mark.parametrize(("capability", "is_supported"), [((7, 5), False), ((8, 0), True)])
+def test_gpus_before_ampere_have_no_flash_attention(
+    capability: tuple[int, int], is_supported: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    x = torch.zeros(3, 4, 64, dtype=torch.bfloat16).as_subclass(OnCuda)
+    assert VarlenAttention(torch_2_12).supports(x, x, x) is is_supported

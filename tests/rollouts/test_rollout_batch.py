@@ -187,6 +187,10 @@ def test_scoring_is_timed_by_the_clock_of_each_node(hub: CollectorHub, peer: Pee
     groups = (group_on(0, 10.0, 10.5), group_on(0, 10.2, 11.0), group_on(1, 5e6, 5e6 + 0.25), empty)
     assert RolloutBatch(groups, 1).reward_exposed == pytest.approx(0.8)
     assert RolloutBatch((empty,), 1).reward_exposed == 0.0
+    split = msgspec.structs.replace(
+        group_on(0, 10.0, 5e6), rollouts=groups[0].rollouts + groups[2].rollouts
+    )
+    assert RolloutBatch((*groups, split), 1).reward_exposed == pytest.approx(0.8)
 
 
 def test_an_evaluation_samples_as_training_does_by_default(hub: CollectorHub, peer: Peer) -> None:

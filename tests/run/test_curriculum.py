@@ -122,7 +122,7 @@ def test_phase_ends_at_exactly_its_accuracy() -> None:
     assert schedule.state.accuracy == 0.49, "the last evaluation of this phase"
     schedule.update(8, 0.5)
     assert schedule.advance(3) == [(0, "until.accuracy=0.5, and 0.500 was measured")]
-    assert schedule.state == PhaseState(index=1, first_step=3, tokens=16)
+    assert schedule.state == PhaseState(index=1, tokens=16)
 
 
 def test_the_last_phase_ends_the_run_after_its_steps(tmp_path: Path) -> None:

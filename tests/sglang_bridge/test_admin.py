@@ -120,12 +120,19 @@ def test_generated_tokens_are_the_sum_of_the_engine_counter(
     assert admin.generated_tokens() == 1_002_476
 
 
-@pytest.mark.parametrize("answer", [(404, b"Not Found"), (200, b""), (200, METRICS[:160])])
-def test_an_engine_without_the_counter_has_no_number(
-    answer: tuple[int, bytes], admin: AdminClient, monkeypatch: pytest.MonkeyPatch
+def test_an_engine_without_metrics_has_no_number_of_tokens(
+    admin: AdminClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(ANSWERS, "/metrics", answer)
+    monkeypatch.setitem(ANSWERS, "/metrics", (404, b"Not Found"))
     assert admin.generated_tokens() is None
+
+
+@pytest.mark.parametrize("metrics", [b"", METRICS[:160]])
+def test_an_engine_without_an_ended_request_has_generated_no_tokens(
+    metrics: bytes, admin: AdminClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ANSWERS, "/metrics", (200, metrics))
+    assert admin.generated_tokens() == 0
 
 
 @pytest.mark.parametrize("number", [b"NaN", b"-1.0", b"+Inf", b"many"])

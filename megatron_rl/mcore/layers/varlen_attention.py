@@ -13,6 +13,7 @@ import torch
 _HALF_PRECISION = (torch.bfloat16, torch.float16)
 # FlashAttention's limit on the size of a head.
 _MAX_HEAD_DIM = 256
+_AMPERE = (8, 0)  # FlashAttention's lowest compute capability
 
 
 class VarlenAttention:
@@ -54,12 +55,15 @@ class VarlenAttention:
         """True if FlashAttention takes these tensors and torch has it.
 
         They must be in half precision on CUDA and share one head size, a multiple of 8 up to 256.
+        The GPU must be of the Ampere generation or later.
         """
         dim = query.shape[-1]
         has_one_size = key.shape[-1] == value.shape[-1] == dim
         is_valid_size = has_one_size and dim % 8 == 0 and dim <= _MAX_HEAD_DIM
         is_half_on_cuda = query.is_cuda and query.dtype in _HALF_PRECISION
-        return is_half_on_cuda and is_valid_size and self.is_available
+        if not (is_half_on_cuda and is_valid_size):
+            return False
+        return torch.cuda.get_device_capability(query.device) >= _AMPERE and self.is_available
 
     def __call__(
         self,

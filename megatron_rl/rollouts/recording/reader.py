@@ -18,7 +18,6 @@ from megatron_rl.rollouts.recording.format import (
     BATCH_FILE,
     FORMAT,
     READABLE_VERSIONS,
-    VERSION,
     BatchRecord,
     GroupRecord,
     RolloutRecord,
@@ -38,9 +37,10 @@ def read_batch_record(directory: Path) -> BatchRecord:
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise RecordingUnreadable(f"{file} cannot be read ({error})") from error
     if record.format != FORMAT or record.version not in READABLE_VERSIONS:
+        versions = " and ".join(f"version {version}" for version in READABLE_VERSIONS)
         raise RecordingUnreadable(
             f"{file} has format {record.format!r} version {record.version}; "
-            f"this program reads {FORMAT!r} version {VERSION}"
+            f"this program reads {FORMAT!r} {versions}"
         )
     return record
 
