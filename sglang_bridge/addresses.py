@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import socket
@@ -11,6 +12,7 @@ from urllib.parse import SplitResult, urlsplit
 from sglang_bridge.refusal import Refusal
 
 LOOPBACK = "127.0.0.1"
+_PUBLIC_ADDRESS = ("192.0.2.1", 9)  # reserved for documentation: on no machine, nothing is sent
 _REMEDY = "Use http://HOST:PORT with a loopback or private address"
 
 
@@ -25,10 +27,17 @@ def node_address(num_nodes: int) -> str:
     """The address on which this node's engines listen, and on rank 0 the hub.
 
     With one node it is loopback, else this node's address on the route to torchrun's master.
+    Debian's /etc/hosts gives a machine's own name the loopback address 127.0.1.1. The master then
+    has the address of its default route, because other nodes cannot reach loopback.
     """
     if num_nodes == 1:
         return LOOPBACK
-    return address_towards(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    master = os.environ["MASTER_ADDR"]
+    address = address_towards(master, int(os.environ["MASTER_PORT"]))
+    if ipaddress.ip_address(address).is_loopback and master not in (LOOPBACK, "localhost"):
+        with contextlib.suppress(OSError):  # a machine without a route
+            return address_towards(*_PUBLIC_ADDRESS)
+    return address
 
 
 def require_private_address(host: str) -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from sglang_bridge import addresses
 from sglang_bridge.addresses import (
     node_address,
     repeated_url_refusals,
@@ -30,6 +31,35 @@ def test_one_node_needs_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", "29500")
     assert node_address(1) == node_address(2) == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("master", "address"),
+    [("head-node", "10.1.2.3"), ("127.0.0.1", "127.0.1.1"), ("localhost", "127.0.1.1")],
+)
+def test_a_master_whose_name_is_loopback_gives_others_its_own_address(
+    master: str, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", master)
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    monkeypatch.setattr(
+        addresses,
+        "address_towards",
+        lambda host, port: "10.1.2.3" if host == "192.0.2.1" else "127.0.1.1",
+    )
+    assert node_address(2) == address
+
+
+def test_a_master_without_a_route_stays_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def address_towards(host: str, port: int) -> str:
+        if host == "192.0.2.1":
+            raise OSError(101, "Network is unreachable")
+        return "127.0.1.1"
+
+    monkeypatch.setenv("MASTER_ADDR", "head-node")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    monkeypatch.setattr(addresses, "address_towards", address_towards)
+    assert node_address(2) == "127.0.1.1"
 
 
 def test_engine_url_passes() -> None:
