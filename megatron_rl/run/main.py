@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.records.progress import Progress, print_line
+from megatron_rl.records.run_summary import closing_lines
 from megatron_rl.run.supervision.exit_reporter import ExitReporter
 from megatron_rl.run.supervision.frozen_ranks import FrozenRanks
 from megatron_rl.run.supervision.local_ranks import LocalRanks
@@ -96,7 +97,8 @@ def _run_to_the_end(configuration: Configuration, supervision: Supervision) -> N
     directory, loop = open_run(configuration, data, supervision)
     loop()
     if supervision.ranks.rank == 0:
-        print_line(f"done: metrics, logs and checkpoints are in {directory.path}")
+        for line in closing_lines(directory.path):
+            print_line(line)
 
 
 def _read_data(configuration: Configuration, supervision: Supervision) -> RunData | Exception:
