@@ -186,6 +186,12 @@ def test_trained_tied_and_zero_variance_groups_have_own_classes() -> None:
     assert one_step["account/not_applied"] == 147 - trained_tokens > 0
 
 
+def test_credit_of_another_batch_has_no_account() -> None:
+    credit, plan = credit_and_plan(BATCH)
+    with pytest.raises(ValueError, match="zip"):
+        account(BATCH[:-1], credit, plan, 2, generated_tokens=TOKENS)
+
+
 def test_class_follows_kind_with_constant_advantages() -> None:
     batch = [group(1.0, 1.0, name="a"), group(1.0, None, name="b")]
     credit, plan = sft_credit_and_plan(batch)

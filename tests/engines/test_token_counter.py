@@ -60,7 +60,7 @@ def test_a_counter_that_does_not_answer_for_a_while_loses_nothing() -> None:
     comparison = counter.compare(20)
     assert comparison is not None
     assert (comparison.engine_tokens, comparison.uncounted_tokens) == (65, 5)
-    assert len(lines) == 1 and "no answer" in lines[0]
+    assert len(lines) == 1 and "engine http://a: " in lines[0] and "no answer" in lines[0]
 
 
 def test_a_counter_that_goes_backwards_starts_again() -> None:

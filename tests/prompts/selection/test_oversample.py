@@ -80,3 +80,23 @@ def test_a_resumed_run_makes_the_same_choices() -> None:
     resumed_selector.restore(selector.state())
     results = play_steps(selector, (4, 5, 6), scores)
     assert play_steps(resumed_selector, (4, 5, 6), scores) == results
+
+
+def test_a_step_is_filled_by_exactly_as_many_mixed_groups() -> None:
+    rounds, _ = play(make_selector().select(1), mixed_tags("0", "1", "2", "3"))
+    assert [len(requests) for requests in rounds] == [4]
+
+
+def test_a_budget_of_two_rounds_allows_two() -> None:
+    rounds, _ = play(make_selector(budget=2.0).select(1), mixed_tags())
+    assert [len(requests) for requests in rounds] == [4, 4]
+
+
+def test_a_single_group_with_verdicts_is_the_whole_share() -> None:
+    """Scorers failed on the other groups."""
+    selection = make_selector(budget=1.0).select(1)
+    play(
+        selection,
+        lambda prompt, sample: float(sample) if prompt.difficulty == "0" else None,
+    )
+    assert selection.metrics()["select/observed_mixed"] == 1.0

@@ -17,9 +17,12 @@ from megatron_rl.config.schema import (
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.credit.assign import Credit
 from megatron_rl.prompts.selection.belief_selector import BeliefSelector
+from megatron_rl.prompts.selection.beliefs.group_prediction import GroupPrediction
+from megatron_rl.prompts.selection.candidate import Candidate
 from megatron_rl.prompts.selection.selector import SelectionResult
 from megatron_rl.prompts.source import PromptSource
 from tests.support.answers import make_pool, play
+from tests.support.groups import group
 
 N = 8
 NUM_PROMPTS = 150
@@ -86,3 +89,30 @@ def test_without_reweight_solved_prompts_are_credited_as_seldom_as_they_are_samp
     correct, incorrect = credited_shares()
     assert 0.1 < correct < 0.5
     assert incorrect == pytest.approx(1, abs=0.2)
+
+
+def stopped_probe(*scores: float | None) -> Candidate:
+    """Probe of four rollouts that was not extended, with an acceptance of one half."""
+    whole = GroupPrediction(all_correct=0.2, all_incorrect=0.1)
+    first = GroupPrediction(all_correct=0.4, all_incorrect=0.3)
+    candidate = Candidate(make_pool(1)[0], 0.5, N, 4, whole, first)
+    candidate.add(group(*scores))
+    return candidate
+
+
+@pytest.mark.parametrize(
+    ("scores", "factor"),
+    [
+        ((1.0, 1.0, 1.0, 1.0), 8 / 4 * 0.2 / 0.4),
+        ((0.0, 0.0, 0.0, 0.0), 8 / 4 * 0.1 / 0.3),
+        ((1.0, 0.0, 0.0, 0.0), 1.0),
+        ((1.0, None, None, None), 1.0),
+    ],
+    ids=["all correct", "all incorrect", "mixed", "too few verdicts"],
+)
+def test_weight_of_a_stopped_probe_by_hand(scores: tuple[float | None, ...], factor: float) -> None:
+    candidate = stopped_probe(*scores)
+    without_reweight = SelectionSettings(name="belief")
+    assert candidate.weight(without_reweight) == pytest.approx(factor)
+    with_reweight = SelectionSettings(name="belief", reweight=10.0)
+    assert candidate.weight(with_reweight) == pytest.approx(2 * factor)

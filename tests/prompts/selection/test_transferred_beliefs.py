@@ -12,6 +12,7 @@ from megatron_rl.contracts.belief_state import BeliefState
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.run_state import SelectorState
+from megatron_rl.prompts.jsonl import is_line_id
 from megatron_rl.prompts.pass_rates import PassRate
 from megatron_rl.prompts.question import PromptDataError
 from megatron_rl.prompts.selection.belief_selector import BeliefSelector
@@ -325,3 +326,80 @@ def test_damaged_beliefs_are_refused(damage: Any) -> None:
         transfer(damaged_state, make_source(POOL))
     with pytest.raises(PromptDataError, match=r"run\.resume: .*damaged .*Give another"):
         make_selector(make_source(POOL)).restore(damaged_state)
+
+
+def test_beliefs_of_a_run_that_was_offered_nothing_are_refused() -> None:
+    selector = make_selector(make_source(POOL))
+    with pytest.raises(PromptDataError, match=r"beliefs about 0 prompts.*Give a run on this data"):
+        transfer(saved_state(selector), make_source(POOL))
+
+
+def test_only_sampled_lines_are_counted_in_the_remedy() -> None:
+    """Lines that were only offered do not count."""
+    state = state_of_earlier_run([*LINE_POOL[:200], *OTHER_PROMPTS[:100]])
+    num_lines = sum(is_line_id(name) for name in means_of(state))
+    assert 0 < num_lines < 200
+    with pytest.raises(PromptDataError, match=rf"run\. {num_lines} prompts are identified"):
+        transfer(state, make_source(POOL))
+
+
+def test_strata_with_few_groups_keep_their_moments() -> None:
+    earlier = make_selector(make_source(POOL))
+    for prompt in POOL[:5]:
+        earlier.beliefs.row(prompt)
+    earlier.beliefs.observe(1, [make_group(prompt) for prompt in POOL[:5]])
+    state = saved_state(earlier)
+    assert beliefs_of(state).strata[0][2][0] == 5
+    new_beliefs = beliefs_of(transfer(state, make_source(POOL)).state())
+    assert new_beliefs.strata == beliefs_of(state).strata
+
+
+def test_all_moments_of_a_stratum_are_scaled_alike() -> None:
+    state = earlier_state()
+    new_beliefs = beliefs_of(transfer(state, make_source(POOL)).state())
+    pairs = zip(beliefs_of(state).strata, new_beliefs.strata, strict=True)
+    for (*_, old_sums), (*_, new_sums) in pairs:
+        assert old_sums[0] > 8
+        assert new_sums == pytest.approx([8 / old_sums[0] * value for value in old_sums])
+
+
+def test_strata_without_a_group_are_transferred() -> None:
+    """The earlier run's scorer gave too few verdicts."""
+    earlier = make_selector(make_source(POOL))
+    earlier.beliefs.observe(1, [group_of(prompt, 1.0, None) for prompt in POOL[:5]])
+    state = saved_state(earlier)
+    assert beliefs_of(state).strata[0][2] == (0, 0, 0, 0)
+    assert beliefs_of(transfer(state, make_source(POOL)).state()).strata[0][2] == (0, 0, 0, 0)
+
+
+def test_inflated_variance_leaves_transferred_beliefs_to_be_confirmed() -> None:
+    """Their own variance remains. They are uninformative by the extra variance."""
+    selector = transfer(earlier_state(), make_source(POOL))
+    before = beliefs_of(selector.state())
+    sampled_prompt = next(prompt for prompt in POOL if prompt.id in before.prompts)
+    selector.beliefs.observe(1, [make_group(sampled_prompt)])
+    selector.beliefs.inflate_variance()
+    after = beliefs_of(selector.state())
+    row = after.prompts.index(sampled_prompt.id)
+    old_variances = np.frombuffer(before.variances, np.float32)
+    new_variances = np.frombuffer(after.variances, np.float32)
+    assert new_variances[row] == 0.25
+    assert np.delete(new_variances, row).tolist() == np.delete(old_variances, row).tolist()
+
+
+def test_current_estimates_of_transferred_beliefs_have_the_extra_variance() -> None:
+    """Another run that starts from this one does not believe them more than this one does."""
+    beliefs = transfer(earlier_state(), make_source(POOL)).beliefs
+    observe_some(beliefs, confirm=True)
+    state = beliefs.state()
+    steps = np.frombuffer(state.last_group_steps, np.int32)
+    _, variances = beliefs.current_estimates()
+    with_group = variances[steps == 2]
+    without_group = variances[steps == 0]
+    assert len(with_group) == 32
+    stored_variances = np.frombuffer(state.variances, np.float32)
+    assert with_group.tolist() == stored_variances[steps == 2].tolist()
+    prompt = next(p for p in POOL if p.id == state.prompts[int(np.flatnonzero(steps == 0)[0])])
+    _, initial_variance = beliefs.initial_belief(prompt, 2)
+    assert without_group[0] == pytest.approx(initial_variance, rel=0.02)
+    assert without_group[0] > 1.2 * stored_variances[steps == 0][0]

@@ -350,3 +350,22 @@ def test_damaged_beliefs_are_refused() -> None:
     damage = {"declines": state.declines[:-1]}
     with pytest.raises(PromptDataError, match=r"run\.resume: .*damaged .*Give another"):
         Beliefs().restore(msgspec.structs.replace(state, **damage))
+
+
+def test_a_state_from_before_the_first_offer_is_restored() -> None:
+    beliefs = restored_beliefs(Beliefs().state())
+    assert len(beliefs) == beliefs.max_declines() == beliefs.num_outside_pool == 0
+
+
+def test_current_estimates_are_predictions_for_the_last_step() -> None:
+    beliefs = Beliefs(IDS)
+    beliefs.observe(1, [group_of(POOL[0], *HALF_CORRECT)])
+    beliefs.observe(6, [group_of(POOL[1], 1.0, 0.0)])
+    state = beliefs.state()
+    stored_means = np.frombuffer(state.means, np.float32)
+    stored_variances = np.frombuffer(state.variances, np.float32)
+    means, variances = beliefs.current_estimates()
+    assert means.tolist() == pytest.approx(stored_means.tolist())
+    assert variances[1] == stored_variances[1], "it was observed in this step"
+    growth = 5 * beliefs.process_noise
+    assert variances[0] == pytest.approx(stored_variances[0] + growth, rel=1e-6)

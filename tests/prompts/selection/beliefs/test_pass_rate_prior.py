@@ -12,6 +12,7 @@ from megatron_rl.prompts.pass_rates import PassRate
 from megatron_rl.prompts.selection.belief_selector import BeliefSelector
 from megatron_rl.prompts.selection.beliefs.beliefs import Beliefs
 from megatron_rl.prompts.selection.beliefs.group_prediction import GroupPrediction, GroupPredictions
+from megatron_rl.prompts.selection.beliefs.pass_rate_prior import PassRatePrior
 from megatron_rl.prompts.source import PromptSource
 from tests.prompts.selection.beliefs.test_beliefs import group_of
 from tests.support.answers import make_pool, play, play_steps
@@ -86,6 +87,17 @@ def test_rates_that_first_groups_contradict_lose_certainty(
         beliefs.observe(step, [group_of(prompt, *[score] * 8) for prompt in prompts])
     after = beliefs.initial_belief(POOL[-1], 3)[1]
     assert after == (before if variance is None else variance)
+
+
+def test_extra_variance_by_hand() -> None:
+    """The sum of e² - V - R over the number of first groups and eight more, with a decay of 1 %."""
+    prior = PassRatePrior()
+    prior.learn(0.4)
+    prior.learn(0.3)
+    assert prior.extra_variance == pytest.approx(0.7 / 10)
+    prior.decay(3)
+    factor = 0.99**3
+    assert prior.extra_variance == pytest.approx(0.7 * factor / (2 * factor + 8))
 
 
 def test_inflated_variance_makes_rates_uninformative() -> None:
