@@ -4,4 +4,5 @@ Run it from `kernels/`. It prints a table and writes a JSON file under bench/res
 
     python -m bench
     python -m bench --device cuda    # with the sizes of a GPU
+    python -m bench --compiled       # the machine code for GPUs, without one
 """

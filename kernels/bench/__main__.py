@@ -22,6 +22,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
     )
+    parser.add_argument(
+        "--compiled",
+        action="store_true",
+        help="measure nothing: compile the Triton kernels at the sizes of a GPU, which needs none",
+    )
     parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=list(OPERATIONS))
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument(
@@ -108,8 +113,19 @@ def _largest_difference(one: Implementation, ours: list[torch.Tensor]) -> float:
     )
 
 
+def print_compiled() -> None:
+    """Print registers, occupancy and bytes of the compiled kernels."""
+    from bench.compiled import compile_cases
+    from bench.compiled_report import describe
+
+    print(describe({target: list(compile_cases(target)) for target in (90, 100)}))
+
+
 def main() -> None:
     arguments = parse()
+    if arguments.compiled:
+        print_compiled()
+        return
     device = torch.device(arguments.device)
     rows: list[report.Row] = []
     absent: dict[str, str] = {}

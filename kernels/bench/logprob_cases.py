@@ -22,11 +22,16 @@ def eager_pair(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tenso
 
 
 def logprob_cases(
-    device: torch.device, rows: int, vocabulary: int, dtypes: list[torch.dtype]
+    device: torch.device,
+    rows: int,
+    vocabulary: int,
+    dtypes: list[torch.dtype],
+    *,
+    with_peers: bool = True,
 ) -> Iterator[BenchmarkCase]:
     """Forward, and forward with the gradient of the logprobs, for each dtype."""
-    peers = [torch_compile(eager_pair, device), trl_pair(), verl_pair()]
-    liger = liger_cross_entropy(device)
+    peers = _peer_pairs(device) if with_peers else []
+    liger = liger_cross_entropy(device) if with_peers else Peer("Liger-Kernel", None)
     pairs: dict[str, Pair] = {"espo_kernels": token_logprob_entropy, "eager": eager_pair}
     pairs |= {peer.name: peer.function for peer in peers if peer.function is not None}
     absent = {peer.name: peer.reason for peer in (*peers, liger) if peer.function is None}
@@ -53,6 +58,10 @@ def logprob_cases(
             implementations=tuple(_gradient_implementations(pairs, liger, leaf, targets)),
             **common,
         )
+
+
+def _peer_pairs(device: torch.device) -> list[Peer]:
+    return [torch_compile(eager_pair, device), trl_pair(), verl_pair()]
 
 
 def _forward_implementations(

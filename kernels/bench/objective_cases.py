@@ -67,7 +67,7 @@ def _random_rollouts(device: torch.device, sequences: int, longest: int) -> _Rol
         old=old,
         new=(old + 0.01 * torch.randn(tokens, device=device)).requires_grad_(),
         entropies=torch.rand(tokens, device=device) ** 4,
-        advantages=torch.randn(sequences, device=device).repeat_interleave(lengths.to(device)),
+        advantages=torch.randn(sequences).repeat_interleave(lengths).to(device),
     )
 
 

@@ -8,16 +8,18 @@ from typing import Any
 import torch
 
 from bench.implementation import BenchmarkCase, Implementation, Run
-from bench.peers import torchao_quantizer
+from bench.peers import Peer, torchao_quantizer
 from espo_kernels import quantize_fp8_blockwise
 from espo_kernels.backends import Backend
 
 SHAPES = {"gate and up": (1536, 2048), "down": (2048, 768)}
 
 
-def quantize_cases(device: torch.device, experts: int) -> Iterator[BenchmarkCase]:
+def quantize_cases(
+    device: torch.device, experts: int, *, with_peers: bool = True
+) -> Iterator[BenchmarkCase]:
     """A stack of `experts` matrices of each shape, bfloat16."""
-    peer = torchao_quantizer()
+    peer = torchao_quantizer() if with_peers else Peer("torchao", None)
     for part, (M, N) in SHAPES.items():
         weight = torch.randn(experts, M, N, device=device, dtype=torch.bfloat16)
         implementations = [

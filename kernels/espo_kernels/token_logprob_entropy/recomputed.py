@@ -59,6 +59,7 @@ class RecomputedLogprobEntropy(torch.autograd.Function):
         ctx.inplace = inplace
         if not entropy_grad:
             ctx.mark_non_differentiable(statistics.entropy)
+            ctx.set_materialize_grads(False)  # zeros for the entropy would be one more launch
         return statistics.logprob, statistics.entropy
 
     @staticmethod
