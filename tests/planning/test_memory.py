@@ -183,6 +183,106 @@ def test_full_recomputation_saves_inputs_and_one_layer() -> None:
     assert without.activations == 4 * 100 * (4 * attention + 3 * experts + dense)
 
 
+def layer_values(tp: int) -> tuple[float, float]:
+    """Values that one row saves in a layer with experts and in a dense one.
+
+    Sequence parallelism splits the rows between the modules. The modules see all rows, each with a
+    share of their width.
+    """
+    attention = 2 * 8 + 2 * 8 * 4 + 4 * 4
+    experts = 2 * 8 + 2 * (2 * 8 + 3 * 16)
+    dense = 2 * 8 + 3 * 32
+    return (attention + experts) / tp, (attention + dense) / tp
+
+
+def test_tensor_parallelism_splits_all_activations() -> None:
+    c = make_settings(tp=2, sequence_parallel=True)
+    expert_layer, dense_layer = layer_values(tp=2)
+    without = memory_of(c, world_size=2)
+    assert without.activations == 4 * 100 * (3 * expert_layer + dense_layer)
+    full = memory_of(replace(c, model=replace(c.model, recompute="full")), world_size=2)
+    assert full.activations == 4 * 100 * (4 * 8 / 2 + max(expert_layer, dense_layer))
+
+
+def test_shared_experts_save_their_inner_values() -> None:
+    with_shared_expert = replace(SMALL, shared_ffn_hidden_size=24)
+    for tp in (1, 2):
+        c = make_settings(tp=tp, sequence_parallel=tp > 1)
+        difference = (
+            rank_memory(c, with_shared_expert, world_size=tp, stage=0).activations
+            - memory_of(c, world_size=tp).activations
+        )
+        assert difference == 4 * 3 * 100 * 3 * 24 / tp
+
+
+@pytest.mark.parametrize(("q_rank", "width"), [(None, 2 * 6), (5, 5 + 2 * 6)])
+def test_latent_attention_saves_its_small_vectors(q_rank: int | None, width: int) -> None:
+    c = make_settings()
+    latent = replace(SMALL, latent=LatentAttention(q_rank, 6, 2, 2, 4))
+    difference = (
+        rank_memory(c, latent, world_size=1, stage=0).activations
+        - memory_of(c, world_size=1).activations
+    )
+    assert difference == 4 * 4 * 100 * width
+
+
+def test_context_parallelism_splits_rows_and_not_the_routes_of_the_host() -> None:
+    one = memory_of(make_settings(), world_size=4)
+    two = memory_of(make_settings(cp=2), world_size=4)
+    assert two.activations == one.activations / 2
+    assert two.logits == one.logits / 2
+    assert two.host_routes == 2 * one.host_routes, "half as many ranks share the rollouts"
+    assert two.routes == one.routes
+
+
+@pytest.mark.parametrize(
+    ("replay", "on_device", "on_host"),
+    [("rollout", True, True), ("trainer", True, False), ("off", False, False)],
+)
+def test_only_recorded_routes_of_engines_are_on_the_host(
+    replay: str, on_device: bool, on_host: bool
+) -> None:
+    c = make_settings()
+    memory = memory_of(replace(c, train=replace(c.train, replay=replay)))
+    assert (memory.routes > 0, memory.host_routes > 0) == (on_device, on_host)
+
+
+def test_early_stages_hold_more_micro_batches() -> None:
+    """Stage 0 of 3 holds three, the last stage one."""
+    shape = replace(SMALL, num_layers=3, moe_layers=(0, 1, 2))
+    c = make_settings(pp=3)
+    expert_layer, _ = layer_values(tp=1)
+    activations = [
+        rank_memory(c, shape, world_size=3, stage=stage).activations for stage in range(3)
+    ]
+    assert activations == [4 * 100 * expert_layer * in_flight for in_flight in (3, 2, 1)]
+
+
+def test_interleaved_chunks_hold_more_micro_batches() -> None:
+    """The factor is 1 + (p - 1) / (p v) for p stages of v chunks."""
+    shape = replace(SMALL, num_layers=12, moe_layers=tuple(range(12)))
+    c = make_settings(pp=3, vpp=2)
+    expert_layer, _ = layer_values(tp=1)
+    for stage in range(3):
+        memory = rank_memory(c, shape, world_size=3, stage=stage)
+        assert memory.activations == pytest.approx(
+            4 * 100 * 4 * expert_layer * 3 * (1 + 2 / 6), abs=1
+        )
+
+
+def test_uneven_stages_have_their_own_layers() -> None:
+    parallel = ParallelSettings(pp=2, last_stage_layers=1)
+    assert rank_parameters(SMALL, parallel, 0).experts == 2 * 4 * EXPERT
+    assert rank_parameters(SMALL, parallel, 1).experts == 1 * 4 * EXPERT
+
+
+def test_all_sizes_are_whole_bytes() -> None:
+    c = make_settings(tp=2, ep=2, pp=2, sequence_parallel=True)
+    c = replace(c, run=replace(c.run, checkpoint_every=1, background_saves=True))
+    memory = memory_of(c, world_size=8)
+    assert {type(value) for value in vars(memory).values()} == {int}
+
+
 def test_engines_cache_keys_and_values_of_all_requests() -> None:
     c = make_settings()
     c = replace(c, engine=replace(c.engine, max_running_requests=5, tp=2, dtype="float32"))

@@ -13,6 +13,20 @@ def test_pipeline_layers_by_hand() -> None:
     assert view.layers == ((2, 3), (6, 7))
 
 
+def test_uneven_stages_have_their_own_layers() -> None:
+    parallel = ParallelSettings(pp=3, first_stage_layers=1, last_stage_layers=3)
+    layers = [RankView.for_rank(8, parallel, pp_rank=stage).layers for stage in range(3)]
+    assert layers == [((0,),), ((1, 2, 3, 4),), ((5, 6, 7),)]
+
+
+def test_sequences_are_padded_for_all_ranks_that_split_them() -> None:
+    parallel = ParallelSettings(cp=2, tp=3, sequence_parallel=True)
+    view = RankView.for_rank(8, parallel, cp_rank=1, tp_rank=2)
+    assert (view.cp_rank, view.cp_size, view.sp_rank, view.sp_size) == (1, 2, 2, 3)
+    assert view.row_multiple == 2 * 2 * 3
+    assert RankView.for_rank(8, ParallelSettings(tp=3, sequence_parallel=True)).row_multiple == 3
+
+
 @pytest.mark.parametrize(
     ("parallel", "words"),
     [
@@ -63,8 +77,10 @@ def test_ranks_partition_the_rows(lengths: list[int], cp: int, tp: int) -> None:
             view = RankView.for_rank(8, parallel, cp_rank=cp_rank, tp_rank=tp_rank)
             row_counts = [length * view.row_multiple for length in lengths]
             cu_seqlens = np.cumsum([0, *row_counts]).astype(np.int32)
-            rows += view.input_rows(cu_seqlens).tolist()
+            rows_of_rank = view.input_rows(cu_seqlens)
             num_rows = int(cu_seqlens[-1])
+            assert len(rows_of_rank) == num_rows / (cp * tp)
+            rows += rows_of_rank.tolist()
     assert sorted(rows) == list(range(num_rows))
 
 

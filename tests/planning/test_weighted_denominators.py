@@ -2,13 +2,14 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from megatron_rl.config.algorithms import AlgoSettings, EspoSettings, GrpoSettings, GspoSettings
 from megatron_rl.config.schema import CreditSettings, ParallelSettings, TrainSettings
 from megatron_rl.contracts.group import Group
-from megatron_rl.contracts.step_plan import Denominators, StepPlan
+from megatron_rl.contracts.step_plan import Denominators, ExtraRollout, StepPlan
 from megatron_rl.credit.assign import Credit
 from megatron_rl.losses import ResponseTokens, open_loss
 from megatron_rl.planning.step_planner import StepPlanner
@@ -144,3 +145,31 @@ def test_a_group_of_weight_two_counts_like_two_groups(
     assert weighted_loss == pytest.approx(loss, abs=tolerance)
     assert weighted_gradients == pytest.approx(gradients, rel=tolerance)
     assert min(map(abs, gradients.values())) > 0.01
+
+
+def test_only_a_plan_with_a_weight_other_than_one_holds_weights() -> None:
+    groups = [group(1.0, 0.0, name="a"), group(1.0, 0.0, name="b")]
+    assert plan_of(groups).weights == ()
+    heavy_groups = [group(1.0, 0.0, name="a", weight=2.0), group(1.0, 0.0, name="b", weight=2.0)]
+    assert plan_of(heavy_groups).weights == (2.0,) * 4
+
+
+def test_rollouts_of_weight_zero_are_left_out() -> None:
+    rollouts = group(1.0, 0.0, name="a").rollouts
+    planner = StepPlanner(TrainSettings(total_steps=1), ParallelSettings(), dp_size=1, seed=0)
+    plan = planner.plan(1, rollouts, [1.0, -1.0], weights=[0.0, 0.5])
+    assert plan.rollouts == rollouts[1:]
+
+
+def test_kept_rollouts_without_a_trainable_token_do_not_count() -> None:
+    trainable, other = group(1.0, 1.0, name="c", num_generated=[7, 8]).rollouts
+    untrainable = msgspec.structs.replace(other, num_trainable=0)
+    train = TrainSettings(total_steps=1, optimizer_steps_per_batch=1)
+    planner = StepPlanner(train, ParallelSettings(), dp_size=1, seed=0)
+    (step,) = planner.plan(
+        1,
+        group(1.0, 0.0, name="a").rollouts,
+        [1.0, -1.0],
+        denominator_only=[ExtraRollout(trainable, 0.0), ExtraRollout(untrainable, 0.0)],
+    ).optimizer_steps
+    assert step.denominators == Denominators(sequences=3, tokens=8 + 7)
