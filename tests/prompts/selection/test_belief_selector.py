@@ -363,3 +363,13 @@ def test_a_sudden_change_is_reported_as_miscalibration() -> None:
     play_steps(selector, range(1, 20), by_tag)
     results = play_steps(selector, range(20, 30), all_correct)
     assert max(metrics["select/miscalibrated"] for _, metrics in results) > 0.1
+
+
+def test_metrics_of_a_step_with_a_single_prompt() -> None:
+    selection = make_selector(make_pool(1), min_acceptance=1.0).select(1)
+    play(selection, lambda prompt, sample: float(sample % 2))
+    metrics = selection.metrics()
+    shares = ("acceptance", "accept_rate", "observed_mixed")
+    assert [metrics[f"select/{name}"] for name in shares] == [1, 1, 1]
+    assert metrics["select/predicted_mixed"] < 1
+    assert [metrics[f"select/{name}"] for name in ("prompts", "mixed", "rounds")] == [1, 1, 1]

@@ -369,3 +369,39 @@ def test_current_estimates_are_predictions_for_the_last_step() -> None:
     assert variances[1] == stored_variances[1], "it was observed in this step"
     growth = 5 * beliefs.process_noise
     assert variances[0] == pytest.approx(stored_variances[0] + growth, rel=1e-6)
+
+
+def observe_two_strata() -> Beliefs:
+    """Observe a stratum whose pass rates change, and one whose pass rates do not."""
+    beliefs = Beliefs(IDS)
+    observe_tag(beliefs, constant_rate, range(3, 41), tag="1")
+    observe_tag(beliefs, alternating_rate, range(41, 81))
+    return beliefs
+
+
+@pytest.mark.parametrize("prompt", POOL[:2], ids=["changing", "constant"])
+def test_a_group_updates_the_belief_that_was_predicted_for_its_step(prompt: Prompt) -> None:
+    """The prediction has the process noise of the prompt's own stratum."""
+    beliefs = observe_two_strata()
+    row = beliefs.row(prompt)
+    mean, variance = beliefs.estimate(prompt, row, 90)
+    beliefs.observe(90, [group_of(prompt, *HALF_CORRECT)])
+    gain = variance / (variance + 1 / 34)
+    state = beliefs.state()
+    new_mean = np.frombuffer(state.means, np.float32)[row]
+    new_variance = np.frombuffer(state.variances, np.float32)[row]
+    assert new_mean == pytest.approx(mean + gain * (np.pi / 4 - mean))
+    assert new_variance == pytest.approx((1 - gain) * variance)
+
+
+def test_groups_with_too_few_verdicts_estimate_no_dynamics() -> None:
+    """Their sums only decay."""
+    beliefs = Beliefs(IDS)
+    beliefs.observe(1, [group_of(POOL[0], *ALL_INCORRECT)])
+    beliefs.observe(5, [group_of(POOL[0], *HALF_CORRECT)])
+    before = beliefs.state()
+    beliefs.observe(8, [group_of(POOL[0], 1.0, None, None)])
+    after = beliefs.state()
+    assert after.drift == pytest.approx([0.98**3 * value for value in before.drift])
+    for (*_, old_sums), (*_, sums) in zip(before.process_noise, after.process_noise, strict=True):
+        assert sums == pytest.approx([0.98**3 * value for value in old_sums])
