@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron_rl.config.schema import ParallelSettings
 from megatron_rl.contracts.open_files import raise_open_file_limit
@@ -38,6 +39,10 @@ class Job:
     num_nodes: int
     device: torch.device
     control_group: dist.ProcessGroup
+
+    def store(self) -> dist.Store:
+        """Return a new connection to the key-value store of all ranks, for one thread."""
+        return _get_default_store().clone()  # type: ignore[attr-defined]
 
 
 def join(parallel: ParallelSettings) -> Job:

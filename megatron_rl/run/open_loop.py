@@ -24,7 +24,9 @@ from megatron_rl.run.modes.evaluate import checkpoint_weights
 from megatron_rl.run.modes.mode import LoopParts
 from megatron_rl.run.modes.table import open_mode
 from megatron_rl.run.setup import RunSetup
+from megatron_rl.run.supervision.stall_monitor import StallMonitor
 from megatron_rl.run.supervision.supervision import Supervision
+from megatron_rl.training.activity import Activity
 from megatron_rl.training.dispatcher import Dispatcher
 from megatron_rl.training.worker import Worker
 
@@ -45,12 +47,18 @@ def open_loop(
     connections = None
     if engines is not None:
         connections = _connect(setup, engines, supervision)
+    activity = Activity()
+    if job.world_size > 1:
+        log = setup.progress.log
+        monitor = StallMonitor(job.rank, job.world_size, activity, job.store(), log)
+        supervision.parts.enter(monitor)
     dispatcher = Dispatcher(
         job.control_group,
         command_table(
             _engine_commands(setup, engines, connections, worker, supervision),
             _model_commands(setup, worker),
         ),
+        activity,
     )
     if worker is not None:
         supervision.stop.accept_signals()

@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 
-from megatron_rl.contracts.commands import Command, Finish
+from megatron_rl.contracts.commands import Command, Finish, Train
+from megatron_rl.training.activity import Activity
 from megatron_rl.training.collectives import broadcast_bytes
 
 _decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
@@ -24,17 +25,22 @@ class Dispatcher:
 
     Ranks enter a collective only to execute a command that all of them received.
 
-    table: the function that a rank calls for each command.
+    table: the function that a rank calls for each command. activity: holds the command while it
+    runs.
     """
 
-    def __init__(self, group: dist.ProcessGroup, table: CommandTable) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, table: CommandTable, activity: Activity | None = None
+    ) -> None:
         self._group = group
         self._table = table
+        self._activity = activity or Activity()
 
     def run(self, command: Command) -> Any:
         """Let every rank execute a command and return this rank's result. Rank 0 only."""
-        self._broadcast(command)
-        return self._table[type(command)](command)
+        with self._activity.command(_describe(command)):
+            self._broadcast(command)
+            return self._table[type(command)](command)
 
     def follow(self) -> None:
         """Execute the commands of rank 0 until the run is complete. All ranks but rank 0.
@@ -45,7 +51,8 @@ class Dispatcher:
             command = _decoder.decode(broadcast_bytes(None, self._group))
             if isinstance(command, Finish):
                 return
-            self._table[type(command)](command)
+            with self._activity.command(_describe(command)):
+                self._table[type(command)](command)
 
     def finish(self) -> None:
         """End `follow` on the other ranks. Rank 0 only."""
@@ -53,3 +60,9 @@ class Dispatcher:
 
     def _broadcast(self, command: Command) -> None:
         broadcast_bytes(msgspec.msgpack.encode(command), self._group)
+
+
+def _describe(command: Command) -> str:
+    """Name a command for people."""
+    name = type(command).__name__
+    return f"{name}, step {command.plan.step}" if isinstance(command, Train) else name
