@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +14,10 @@ from safetensors.numpy import load_file, save_file
 
 from launch.testbed.batches import make_batch
 from launch.testbed.policies import TWO_DIGIT_ADDITION
+from launch.testbed.rollout_refs import make_ref
 from megatron_rl.contracts.commands import Record
 from megatron_rl.contracts.group import Group
+from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.contracts.routes import RouteShape
 from megatron_rl.models.families import read_shape
@@ -307,3 +310,57 @@ def test_a_batch_is_on_the_disk_before_batch_json_completes_it(
     for suffix in ("safetensors", "jsonl"):
         file = directory / f"node-0-00000.{suffix}"
         assert log.is_in_order(("sync", file), ("sync", directory / "batch.json"))
+
+
+def remove(file: Path) -> None:
+    file.unlink()
+
+
+def empty(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+def cut_one_byte(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "safetensors"])
+@pytest.mark.parametrize("damage", [remove, empty, cut_one_byte])
+def test_incomplete_files_are_refused_before_the_first_step(
+    tmp_path: Path, suffix: str, damage: Callable[[Path], None]
+) -> None:
+    write_recording(tmp_path, SHAPE, steps=3)
+    damage(batch_directory(tmp_path, 2) / f"node-0-00000.{suffix}")
+    with pytest.raises(
+        BadRecording, match=r"^rollout\.recording: .*step-0000002 is damaged: node-0-00000: "
+    ):
+        open_recording(tmp_path, 2)
+    assert open_recording(tmp_path, 1).num_batches == 3, "the run needs the first batch alone"
+
+
+def test_a_part_ends_with_the_group_that_fills_it(tmp_path: Path) -> None:
+    """Each group has 8 tokens of 8 bytes, and 7 rows of routes of 3 layers and 2 experts."""
+    rollout = make_rollout(4, 4)
+    prompt = Prompt(id="p", token_ids=(1,), answer="1", task="t")
+    group = Group(group_id="g", prompt=prompt, rollouts=(make_ref(rollout),))
+    triples = [(index, group, [rollout]) for index in range(3)]
+    nbytes = 8 * 8 + 7 * 3 * 2
+    assert len(write_parts(tmp_path / "a", 0, triples, part_bytes=nbytes)) == 3
+    assert len(write_parts(tmp_path / "b", 0, triples, part_bytes=nbytes + 1)) == 2
+    assert write_parts(tmp_path / "c", 0, []) == []
+
+
+def test_arrays_of_a_part_have_the_types_of_the_format(tmp_path: Path) -> None:
+    write_rollouts(tmp_path, [make_rollout(2, 3, dtype=np.uint16)])
+    arrays = load_file(tmp_path / "node-0-00000.safetensors")
+    types = {name: array.dtype.name for name, array in arrays.items()}
+    assert types == {"tokens": "int32", "logprobs": "float32", "routes": "uint16"}
+
+
+def test_a_part_without_rollouts_has_empty_arrays(tmp_path: Path) -> None:
+    _, rollouts, _ = make_batch(SHAPE, 4)
+    group = empty_copy(judged_groups(rollouts)[0])
+    assert write_parts(tmp_path, 0, [(0, group, [])]) == ["node-0-00000"]
+    arrays = load_file(tmp_path / "node-0-00000.safetensors")
+    types = {name: (array.dtype.name, len(array)) for name, array in arrays.items()}
+    assert types == {"tokens": ("int32", 0), "logprobs": ("float32", 0)}
