@@ -1,5 +1,7 @@
 """Encoding of rollouts as bytes."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -25,6 +27,41 @@ def test_a_damaged_buffer_raises_a_codec_error(cut: int, junk: bytes) -> None:
         codec.decode(data[: min(cut, len(data) - 8)])
     with pytest.raises(codec.CodecError):
         codec.decode(junk + b"\x00" + data)
+
+
+def test_tokens_and_logprobs_are_stored_with_32_bits() -> None:
+    rollout = make_rollout(3, 4)
+    segments = tuple(
+        replace(
+            segment,
+            tokens=segment.tokens.astype(np.int64),
+            logprobs=None if segment.logprobs is None else segment.logprobs.astype(np.float64),
+        )
+        for segment in rollout.segments
+    )
+    wide_rollout = replace(rollout, segments=segments)
+    assert codec.encode(wide_rollout) == codec.encode(rollout)
+
+
+def test_a_rollout_without_routes_stays_without_them() -> None:
+    rollout = replace(make_rollout(3, 4), routes=None)
+    rollout_read = codec.decode(codec.encode(rollout))
+    assert rollout_read.routes is None
+    assert rollout_read.segments[1].logprobs is not None
+    assert codec.select_layers(rollout, (1,)) is rollout
+
+
+def test_arrays_begin_at_multiples_of_eight_bytes() -> None:
+    """Shared memory is read in place, and the routes come last."""
+    for num_response in range(1, 9):
+        rollout = make_rollout(3, num_response, dtype=np.uint16)
+        data = codec.encode(rollout)
+        assert len(data) % 8 == 0
+        routes = rollout.routes
+        assert routes is not None
+        start = len(data) - (routes.nbytes + -routes.nbytes % 8)
+        assert start % 8 == 0
+        assert data[start : start + routes.nbytes] == routes.tobytes()
 
 
 def test_routes_of_another_dtype_are_refused() -> None:

@@ -208,6 +208,20 @@ def test_a_long_wait_says_what_it_waits_for_at_growing_intervals(
         assert "; group b, requested from node 0, has taken " in line
 
 
+def test_a_long_wait_names_the_number_of_engines_that_are_left_out(
+    hub: CollectorHub, peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_rl.rollouts.queue.Reminder", partial(Reminder, 0.2))
+    lines: list[str] = []
+    queue = RolloutQueue(hub, RolloutSettings(max_new_tokens=4), log=lines.append)
+    queue.submit([request("a")])
+    peer.send(EngineLeftOut("http://e", "500: broken"))
+    threading.Timer(0.5, lambda: peer.send(group_done("a"))).start()
+    assert len(list(queue.as_completed(idle, idle_every_seconds=0.02))) == 1
+    assert lines[1].startswith("waiting for rollouts: 0 of 1 groups arrived")
+    assert lines[1].endswith("; 1 engine(s) are left out")
+
+
 # The queue's version, max_staleness, evaluation, reason to reject a rollout of version 5
 VERSION_CASES = [
     (VERSION, 0, False, None),

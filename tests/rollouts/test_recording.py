@@ -73,7 +73,9 @@ def test_groups_of_several_parts_and_nodes_are_read_unchanged(tmp_path: Path) ->
     refs = tuple(
         msgspec.structs.replace(r, num_generated=9, repetition=0.25) for r in groups[1].rollouts
     )
-    groups[1] = msgspec.structs.replace(groups[1], rollouts=refs, weight=1.27)
+    groups[1] = msgspec.structs.replace(
+        groups[1], rollouts=refs, weight=1.27, generated_at=12.5, scored_at=13.25
+    )
     groups.append(empty_copy(groups[0]))
     triples = [(i, group, rollouts[4 * i : 4 * i + 4]) for i, group in enumerate(groups)]
     parts = write_parts(tmp_path, 0, [triples[0], triples[2], triples[4]], part_bytes=1000)
