@@ -1,4 +1,4 @@
-"""Writes metrics to metrics.jsonl and TensorBoard, under the same names."""
+"""Writes metrics to metrics.jsonl, TensorBoard and trackers, under the same names."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from megatron_rl.config.schema import LoggerSettings
 from megatron_rl.records.heat_maps import HeatMaps, is_expert_share, is_heat_map_metric
 from megatron_rl.records.past_run import RunUnreadable, iterate_metrics
 from megatron_rl.records.run_directory import RunDirectory
+from megatron_rl.records.trackers import Trackers
 from megatron_rl.records.write_errors import WriteFailed, write_problem
 
 # Steps in a heat map of TensorBoard, which stores each picture
@@ -23,16 +24,22 @@ class MetricsLog:
     """Appends one JSON object for each step. Non-finite numbers become null.
 
     first_step: the first step of a resumed run. TensorBoard then hides the older records of this
-    and later steps. Raises `WriteFailed` when a file cannot be written.
+    and later steps. trackers: receive the metrics, too. Raises `WriteFailed` when a file cannot be
+    written.
     """
 
     def __init__(
-        self, directory: RunDirectory, settings: LoggerSettings, first_step: int | None = None
+        self,
+        directory: RunDirectory,
+        settings: LoggerSettings,
+        first_step: int | None = None,
+        trackers: Trackers | None = None,
     ) -> None:
         self._path = directory.metrics_file
         with self._explained_write_errors():
             self._file = self._path.open("ab", buffering=0)
         self._maps: HeatMaps | None = None
+        self._trackers = trackers
         self._writer = None
         if settings.tensorboard:
             # This import is slow, and TensorBoard is optional
@@ -48,10 +55,14 @@ class MetricsLog:
         with self._explained_write_errors():
             self._append(json.dumps(record).encode() + b"\n")
             self._write_tensorboard(step, values, record)
+        if self._trackers is not None:
+            self._trackers.write(step, values)
 
     def close(self) -> None:
-        """Close both files. Errors of TensorBoard are ignored."""
+        """Close both files and the trackers. Errors of TensorBoard are ignored."""
         self._file.close()
+        if self._trackers is not None:
+            self._trackers.close()
         if self._writer is not None:
             with contextlib.suppress(OSError):
                 self._writer.close()

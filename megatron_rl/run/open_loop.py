@@ -15,6 +15,7 @@ from megatron_rl.engines.weight_sync import FollowerSync
 from megatron_rl.records.metrics_log import MetricsLog
 from megatron_rl.records.progress import Progress
 from megatron_rl.records.run_records import RunRecords
+from megatron_rl.records.trackers import open_trackers
 from megatron_rl.run.build_worker import open_worker
 from megatron_rl.run.checkpoints.disk_space import checkpoint_bytes
 from megatron_rl.run.checkpoints.saving import CheckpointWriter
@@ -24,6 +25,7 @@ from megatron_rl.run.modes.evaluate import checkpoint_weights
 from megatron_rl.run.modes.mode import LoopParts
 from megatron_rl.run.modes.table import open_mode
 from megatron_rl.run.setup import RunSetup
+from megatron_rl.run.step_profiler import StepProfiler
 from megatron_rl.run.supervision.stall_monitor import StallMonitor
 from megatron_rl.run.supervision.supervision import Supervision
 from megatron_rl.training.activity import Activity
@@ -141,7 +143,19 @@ def _model_commands(setup: RunSetup, worker: Worker | None) -> ModelCommands | N
         background=background,
     )
     phases = tuple(phase.configuration for phase in phases_of(c))
-    return ModelCommands(worker, writer, phases)
+    return ModelCommands(worker, writer, phases, _step_profiler(setup))
+
+
+def _step_profiler(setup: RunSetup) -> StepProfiler:
+    """Return the profiler of this rank, which may profile no step."""
+    settings = setup.configuration.logger
+    rank = setup.job.rank
+    return StepProfiler(
+        steps=frozenset(settings.profile_steps if rank in settings.profile_ranks else ()),
+        rank=rank,
+        directory=setup.directory.path / "profiles",
+        log=setup.progress.log,
+    )
 
 
 def _open_records(setup: RunSetup, supervision: Supervision) -> RunRecords:
@@ -151,5 +165,7 @@ def _open_records(setup: RunSetup, supervision: Supervision) -> RunRecords:
         first_step = state.step + 1
         if state.position.unevaluated_metrics is not None:
             first_step = state.step
-    metrics = MetricsLog(setup.directory, setup.configuration.logger, first_step)
+    settings = setup.configuration.logger
+    trackers = open_trackers(settings, setup.directory.path, setup.progress.log)
+    metrics = MetricsLog(setup.directory, settings, first_step, trackers)
     return RunRecords(setup.directory, supervision.parts.enter(metrics), setup.progress)

@@ -227,7 +227,17 @@ SELECTION = [
     ("selection=belief algo.advantages=one", "selection.name=belief", "algo.advantages=one"),
     ("selection=belief mode=eval", "selection.name=belief", "mode=eval"),
 ]
-CASES = PARALLEL + ENGINES + DATA + METHOD + MODES + CREDIT + SELECTION
+LOGGER = [
+    ("logger.wandb=project", "logger.wandb=project", "pip install wandb"),
+    (
+        "logger.profile_steps=[2] logger.profile_ranks=[1]",
+        "logger.profile_ranks=[1]",
+        "0 to 0",
+    ),
+    ("logger.profile_steps=[1,999]", "logger.profile_steps=[1, 999]", "train.total_steps"),
+    ("logger.profile_steps=[1] mode=eval", "logger.profile_steps=[1]", "mode=eval"),
+]
+CASES = PARALLEL + ENGINES + DATA + METHOD + MODES + CREDIT + SELECTION + LOGGER
 
 
 @pytest.mark.parametrize(

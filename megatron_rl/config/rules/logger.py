@@ -1,0 +1,31 @@
+"""Rules of the outputs of a run besides its metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+from megatron_rl.config.rules.broken_rule import BrokenRule
+from megatron_rl.config.schema import Configuration
+from megatron_rl.contracts.launch_facts import LaunchFacts
+
+
+def check_logger(c: Configuration, facts: LaunchFacts) -> Iterator[BrokenRule]:
+    """Yield broken rules about trackers and profiles."""
+    logger = c.logger
+    if logger.wandb is not None and find_spec("wandb") is None:
+        rule = "The package wandb is not installed"
+        yield BrokenRule(
+            "logger.wandb", rule, "Install it with pip install wandb, or remove the key"
+        )
+    last_rank = facts.world_size - 1
+    if logger.profile_steps and any(rank > last_rank for rank in logger.profile_ranks):
+        rule = f"The ranks of this run are 0 to {last_rank}"
+        yield BrokenRule("logger.profile_ranks", rule, "Name some of these")
+    last_step = c.train.total_steps
+    if any(step > last_step for step in logger.profile_steps):
+        rule = f"The run ends after train.total_steps={last_step}"
+        yield BrokenRule("logger.profile_steps", rule, "Name earlier steps")
+    if logger.profile_steps and (c.is_measurement or c.mode == "rollout_only"):
+        rule = f"mode={c.mode} has no training steps"
+        yield BrokenRule("logger.profile_steps", rule, "Remove it")

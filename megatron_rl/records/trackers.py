@@ -1,0 +1,172 @@
+"""Sends metrics to services outside of the run: Weights & Biases and Prometheus.
+
+A service that fails costs its metrics, not the run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from omegaconf import OmegaConf
+
+from megatron_rl.config.schema import LoggerSettings
+from megatron_rl.records.heat_maps import is_expert_share
+
+_INVALID_CHARACTERS = re.compile(r"[^a-zA-Z0-9_]")
+
+
+class Tracker(Protocol):
+    """Receives the metrics of each step. Its methods may raise anything."""
+
+    name: str
+
+    def write(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class WandbTracker:
+    """A run of Weights & Biases, which a resumed run continues.
+
+    project: its project. directory: of the run; its name is the name of the run there.
+    """
+
+    name = "logger.wandb"
+
+    def __init__(self, project: str, directory: Path) -> None:
+        wandb: Any = importlib.import_module("wandb")  # an extra
+        identity = hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[:16]
+        # config.yaml names the environment variables of secret values, and not these values
+        settings = OmegaConf.to_container(OmegaConf.load(directory / "config.yaml"))
+        self._run: Any = wandb.init(
+            project=project,
+            name=directory.name,
+            id=identity,
+            resume="allow",
+            dir=str(directory),
+            config=settings,
+        )
+        # W&B's own steps must grow, but a resumed run repeats some
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Send the metrics of one step."""
+        self._run.log({"step": step} | dict(values))
+
+    def close(self) -> None:
+        """Send what is left."""
+        self._run.finish()
+
+
+class PrometheusTracker:
+    """A server that Prometheus reads the latest metrics from.
+
+    The metric `train/grad_norm` is `megatron_rl_train_grad_norm` there. host, port: the address it
+    listens on; port 0 stands for any free one. Raises OSError if that is impossible.
+    """
+
+    name = "logger.prometheus_port"
+
+    def __init__(self, host: str, port: int, run: str) -> None:
+        import prometheus_client
+        from prometheus_client.core import CollectorRegistry, GaugeMetricFamily
+
+        self._latest: dict[str, float] = {}
+        tracker = self
+
+        class LatestMetrics(prometheus_client.registry.Collector):
+            def collect(self) -> Iterator[GaugeMetricFamily]:
+                for name, value in sorted(tracker._latest.items()):
+                    family = GaugeMetricFamily(prometheus_name(name), name, labels=["run"])
+                    family.add_metric([run], value)
+                    yield family
+
+        registry = CollectorRegistry()
+        registry.register(LatestMetrics())
+        self._server, self._thread = prometheus_client.start_http_server(
+            port, addr=host, registry=registry
+        )
+
+    @property
+    def port(self) -> int:
+        """The port that the server listens on."""
+        return int(self._server.server_port)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Replace the metrics. Those that this step has not measured keep their values."""
+        latest = self._latest | {"step": float(step)} | dict(values)
+        self._latest = {name: value for name, value in latest.items() if math.isfinite(value)}
+
+    def close(self) -> None:
+        """End the server."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class Trackers:
+    """Every tracker of a run. One that fails is named once and left out from then on.
+
+    log: writes a line for people.
+    """
+
+    def __init__(
+        self, trackers: Mapping[str, Callable[[], Tracker]], log: Callable[[str], None]
+    ) -> None:
+        self._log = log
+        self._trackers: list[Tracker] = []
+        for name, open_tracker in trackers.items():
+            try:
+                self._trackers.append(open_tracker())
+            except Exception as error:
+                self._report(name, error)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Send the metrics of one step, without those of single experts, which are many."""
+        sent_values = {name: value for name, value in values.items() if not is_expert_share(name)}
+        for tracker in list(self._trackers):
+            try:
+                tracker.write(step, sent_values)
+            except Exception as error:
+                self._report(tracker.name, error)
+                self._trackers.remove(tracker)
+
+    def close(self) -> None:
+        """Close every tracker."""
+        for tracker in self._trackers:
+            try:
+                tracker.close()
+            except Exception as error:
+                self._report(tracker.name, error)
+
+    def _report(self, name: str, error: Exception) -> None:
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        self._log(f"warning: {name}: {text[:300]}. The run continues without it")
+
+
+def open_trackers(
+    settings: LoggerSettings, directory: Path, log: Callable[[str], None]
+) -> Trackers:
+    """Open the trackers that the settings name. directory: of the run."""
+    trackers: dict[str, Callable[[], Tracker]] = {}
+    project = settings.wandb
+    if project is not None:
+        trackers[WandbTracker.name] = lambda: WandbTracker(project, directory)
+    port = settings.prometheus_port
+    if port is not None:
+        trackers[PrometheusTracker.name] = lambda: PrometheusTracker(
+            settings.prometheus_host, port, directory.name
+        )
+    return Trackers(trackers, log)
+
+
+def prometheus_name(name: str) -> str:
+    """Return the name of a metric in Prometheus, which allows letters, digits and `_`."""
+    return f"megatron_rl_{_INVALID_CHARACTERS.sub('_', name)}"

@@ -1,0 +1,148 @@
+"""Trackers: Prometheus over a real socket, W&B through a stand-in module, and failures."""
+
+import math
+import sys
+import urllib.request
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from megatron_rl.config.schema import LoggerSettings
+from megatron_rl.records.metrics_log import MetricsLog
+from megatron_rl.records.run_directory import RunDirectory
+from megatron_rl.records.trackers import PrometheusTracker, Trackers, open_trackers, prometheus_name
+
+
+class WandbRun:
+    """Records the calls of a run of Weights & Biases."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def define_metric(self, name: str, step_metric: str | None = None) -> None:
+        self.calls.append((name, step_metric))
+
+    def log(self, values: dict[str, float]) -> None:
+        if math.isnan(values.get("fails", 0.0)):
+            raise ConnectionError("no route\nto host")
+        self.calls.append(values)
+
+    def finish(self) -> None:
+        self.calls.append("finish")
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Install a module wandb that records. Returns the arguments of `init` and the run."""
+    module = ModuleType("wandb")
+    record: dict[str, Any] = {"run": WandbRun()}
+
+    def init(**arguments: Any) -> WandbRun:
+        record["init"] = arguments
+        run: WandbRun = record["run"]
+        return run
+
+    module.init = init  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return record
+
+
+def read(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
+        return str(response.read().decode())
+
+
+def test_prometheus_reads_the_latest_finite_values() -> None:
+    tracker = PrometheusTracker("127.0.0.1", 0, "my_run")
+    try:
+        assert "megatron_rl" not in read(tracker.port)
+        tracker.write(1, {"train/grad_norm": 0.5, "eval/accuracy": 0.25})
+        tracker.write(2, {"train/grad_norm": 1.5, "policy/kl": math.nan})
+        text = read(tracker.port)
+    finally:
+        tracker.close()
+    assert 'megatron_rl_train_grad_norm{run="my_run"} 1.5' in text
+    assert 'megatron_rl_eval_accuracy{run="my_run"} 0.25' in text, "of the step before"
+    assert 'megatron_rl_step{run="my_run"} 2.0' in text
+    assert "policy_kl" not in text
+
+
+def test_names_of_metrics_become_names_of_prometheus() -> None:
+    assert prometheus_name("eval/sums/pass@4") == "megatron_rl_eval_sums_pass_4"
+
+
+def test_a_port_that_is_taken_is_a_warning() -> None:
+    tracker = PrometheusTracker("127.0.0.1", 0, "first")
+    lines: list[str] = []
+    try:
+        settings = LoggerSettings(prometheus_port=tracker.port)
+        trackers = open_trackers(settings, Path("second"), lines.append)
+        trackers.write(1, {"a": 1.0})
+        trackers.close()
+    finally:
+        tracker.close()
+    (line,) = lines
+    assert line.startswith("warning: logger.prometheus_port: OSError")
+    assert line.endswith("The run continues without it")
+
+
+def test_wandb_gets_settings_steps_and_values(tmp_path: Path, wandb: dict[str, Any]) -> None:
+    directory = RunDirectory(tmp_path / "my_run")
+    directory.path.mkdir()
+    (directory.path / "config.yaml").write_text("optimizer: {lr: 0.5}\nkey: ${oc.env:SECRET}\n")
+    settings = LoggerSettings(tensorboard=False, wandb="project")
+    trackers = open_trackers(settings, directory.path, print)
+    with MetricsLog(directory, settings, trackers=trackers) as metrics:
+        metrics.write(3, {"reward/mean": 0.5, "moe/layer_00/expert_share/0": 0.1})
+    arguments = wandb["init"]
+    assert (arguments["project"], arguments["name"]) == ("project", "my_run")
+    assert arguments["resume"] == "allow" and len(arguments["id"]) == 16
+    assert arguments["config"] == {"optimizer": {"lr": 0.5}, "key": "${oc.env:SECRET}"}
+    calls = wandb["run"].calls
+    assert calls[:2] == [("step", None), ("*", "step")]
+    assert calls[2]["step"] == 3 and calls[2]["reward/mean"] == 0.5
+    assert calls[-1] == "finish"
+
+
+def test_a_resumed_run_continues_the_same_run_of_wandb(
+    tmp_path: Path, wandb: dict[str, Any]
+) -> None:
+    (tmp_path / "config.yaml").write_text("{}")
+    identities = []
+    for _ in range(2):
+        open_trackers(LoggerSettings(wandb="project"), tmp_path, print).close()
+        identities.append(wandb["init"]["id"])
+    assert identities[0] == identities[1]
+
+
+def test_a_tracker_that_fails_is_left_out_and_the_others_go_on() -> None:
+    class Failing:
+        name = "logger.wandb"
+
+        def write(self, step: int, values: dict[str, float]) -> None:
+            raise ConnectionError("no route\nto host")
+
+        def close(self) -> None:
+            raise AssertionError("it was left out")
+
+    steps: list[int] = []
+
+    class Working:
+        name = "working"
+
+        def write(self, step: int, values: dict[str, float]) -> None:
+            steps.append(step)
+
+        def close(self) -> None: ...
+
+    lines: list[str] = []
+    trackers = Trackers({"logger.wandb": Failing, "working": Working}, lines.append)
+    for step in (1, 2):
+        trackers.write(step, {"a": 1.0})
+    trackers.close()
+    assert steps == [1, 2]
+    assert lines == [
+        "warning: logger.wandb: ConnectionError: no route to host. The run continues without it"
+    ]
