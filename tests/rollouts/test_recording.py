@@ -349,7 +349,13 @@ def test_a_part_ends_with_the_group_that_fills_it(tmp_path: Path) -> None:
     nbytes = 8 * 8 + 7 * 3 * 2
     assert len(write_parts(tmp_path / "a", 0, triples, part_bytes=nbytes)) == 3
     assert len(write_parts(tmp_path / "b", 0, triples, part_bytes=nbytes + 1)) == 2
-    assert write_parts(tmp_path / "c", 0, []) == []
+
+
+def test_a_batch_without_groups_is_complete(tmp_path: Path) -> None:
+    directory = batch_directory(tmp_path / "recorded", 1)
+    write_record(directory, 0, [])
+    assert read_groups(directory) == []
+    assert write_parts(directory, 0, []) == []
 
 
 def test_arrays_of_a_part_have_the_types_of_the_format(tmp_path: Path) -> None:

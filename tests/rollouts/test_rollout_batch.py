@@ -17,12 +17,18 @@ from megatron_rl.contracts.group import Group, RolloutLocation, Verdict
 from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.prompts.selection.selector import RolloutRequest, SelectionResult
+from megatron_rl.rewards.runner import ABANDONED
 from megatron_rl.rollouts.evaluation import Evaluation, EvaluationFailed
 from megatron_rl.rollouts.hub import CollectorHub
 from megatron_rl.rollouts.messages import EngineLeftOut, GroupDone, GroupRequest
 from megatron_rl.rollouts.queue import RolloutQueue
 from megatron_rl.rollouts.rejections import UserClassFailed
-from megatron_rl.rollouts.rollout_batch import RolloutBatch, RolloutSampler, TooManyRejected
+from megatron_rl.rollouts.rollout_batch import (
+    RolloutBatch,
+    RolloutSampler,
+    TooManyRejected,
+    merge_groups,
+)
 from tests.support.collectors import Peer, group_done
 from tests.support.rollouts import VERSION, make_rollout
 
@@ -294,3 +300,45 @@ def test_an_extended_group_is_one_group(hub: CollectorHub, peer: Peer) -> None:
     assert metrics["rollout/samples"] == 7.0
     assert metrics["rollout/rejected"] == 1.0
     assert metrics["select/rounds"] == 2.0
+
+
+def test_parts_of_a_group_merge_all_that_they_count() -> None:
+    ref = make_ref(make_rollout(2, 3))
+    first, rest = (
+        msgspec.structs.replace(
+            group_done(name, (ref,) * count).group,
+            rejections=rejections,
+            rejected_tokens=tokens,
+            environment_error=error,
+            generated_at=generated_at,
+            scored_at=scored_at,
+        )
+        for name, count, rejections, tokens, error, generated_at, scored_at in (
+            ("a", 1, {"engine": 1}, {"engine": 5}, "", 4.0, 4.5),
+            ("a+1", 2, {"engine": 2, "expired": 1}, {"engine": 7, "stale": 2}, "no tool", 3.0, 5.5),
+        )
+    )
+    group = merge_groups(first, rest)
+    assert (group.group_id, len(group.rollouts)) == ("a", 3)
+    assert group.rejections == {"engine": 3, "expired": 1}
+    assert group.rejected_tokens == {"engine": 12, "stale": 2}
+    assert group.environment_error == merge_groups(rest, first).environment_error == "no tool"
+    assert (group.generated_at, group.scored_at) == (4.0, 5.5)
+
+
+def test_rewards_of_a_batch_by_hand() -> None:
+    """Rollouts without a verdict count apart, and the abandoned among them."""
+    ref = make_ref(make_rollout(2, 3))
+    verdicts = (
+        Verdict(reward=1.0, correctness=1.0),
+        Verdict(reward=0.5, correctness=1.0),
+        Verdict(reward=None, correctness=None, reason=ABANDONED),
+        Verdict(reward=None, correctness=None, reason="timeout"),
+    )
+    refs = tuple(msgspec.structs.replace(ref, verdict=verdict) for verdict in verdicts)
+    metrics = RolloutBatch((group_done("a", refs).group,), 1).metrics()
+    names = ("reward/mean", "reward/no_verdict", "reward/abandoned")
+    assert [metrics[name] for name in names] == [0.75, 2, 1]
+    metrics = RolloutBatch((group_done("a", refs[3:]).group,), 1).metrics()
+    assert "reward/mean" not in metrics
+    assert "reward/abandoned" not in metrics
