@@ -33,6 +33,7 @@ SECTIONS = {
     "measure_replay": False,
     "train": True,
     "account": False,
+    "samples": False,
     "record": False,
     "sync": True,
 }

@@ -365,6 +365,20 @@ class LoggerSettings(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SampleSettings(Section):
+    """The responses that a run keeps to look at, with the values of each token. See
+    docs/samples.md.
+    """
+
+    # Steps between kept samples. The first step keeps samples, too. 0: keep none.
+    every: Whole = 10
+    # Groups that a step keeps: those with an extreme response first, then random ones.
+    groups: Annotated[int, Ge(1), Le(10**4)] = 8
+    # The largest size of a step's file. Responses beyond it are left out and counted.
+    max_mb: Annotated[float, Ge(0.01), Le(1024)] = 4.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunSettings(Section):
     """The run directory `root/name`, its checkpoints, and the end of the run."""
 
@@ -415,6 +429,7 @@ class Configuration(Section):
     train: TrainSettings
     eval: EvalSettings = field(default_factory=EvalSettings)
     sync: SyncSettings = field(default_factory=SyncSettings)
+    samples: SampleSettings = field(default_factory=SampleSettings)
     run: RunSettings = field(default_factory=RunSettings)
     # train_only trains on rollouts that a run with rollout_only recorded. eval measures the
     # accuracy of a checkpoint. profile writes the file of data.pass_rates.

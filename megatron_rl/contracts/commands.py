@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from megatron_rl.contracts.group import Group
+from megatron_rl.contracts.group import Group, RolloutRef
 from megatron_rl.contracts.step_plan import StepPlan
 from megatron_rl.contracts.wire_types import Count
 
@@ -28,9 +28,29 @@ class Sync(msgspec.Struct, frozen=True, tag="sync"):
 
 
 class Train(msgspec.Struct, frozen=True, tag="train"):
-    """Run one training step."""
+    """Run one training step.
+
+    keep_values: hold the values of every trained token until `GatherSamples`.
+    """
 
     plan: StepPlan
+    keep_values: bool = False
+
+
+class SampleSource(msgspec.Struct, frozen=True):
+    """One rollout of the last training step that rank 0 keeps as a sample.
+
+    plan_index: its index in the plan of the step, None if it did not train.
+    """
+
+    rollout: RolloutRef
+    plan_index: Count | None = None
+
+
+class GatherSamples(msgspec.Struct, frozen=True, tag="gather_samples"):
+    """Send the tokens and values of a few rollouts of the last training step to rank 0."""
+
+    sources: tuple[SampleSource, ...]
 
 
 class EnterPhase(msgspec.Struct, frozen=True, tag="enter_phase"):
@@ -81,4 +101,15 @@ class Finish(msgspec.Struct, frozen=True, tag="finish"):
     """End the command loop, because the run is complete."""
 
 
-Command = Poll | Sync | Train | EnterPhase | Save | Checkpoint | WaitForSave | Record | Finish
+Command = (
+    Poll
+    | Sync
+    | Train
+    | GatherSamples
+    | EnterPhase
+    | Save
+    | Checkpoint
+    | WaitForSave
+    | Record
+    | Finish
+)

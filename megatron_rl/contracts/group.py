@@ -61,6 +61,8 @@ class RolloutRef(msgspec.Struct, frozen=True, kw_only=True):
     num_trainable: tokens that receive a loss.
     num_generated: tokens that engines sampled for the rollout.
     repetition: share of repeated n-grams from 0 to 1, 0 if it is not measured.
+    mean_logprob: mean log-probability of the sampled tokens under the policy that sampled them,
+    nats. None without sampled tokens.
     versions: weight versions of the sampled segments, ascending.
     """
 
@@ -71,6 +73,7 @@ class RolloutRef(msgspec.Struct, frozen=True, kw_only=True):
     num_trainable: Count
     num_generated: Count = 0
     repetition: float = 0.0
+    mean_logprob: float | None = None
     finish_reason: FinishReason
     versions: tuple[int, ...]
     verdict: Verdict

@@ -1,7 +1,14 @@
 """Losses: pure functions of log-probabilities, selected by `algo=`."""
 
 from megatron_rl.losses.corrections import Correction
-from megatron_rl.losses.interface import LossResult, Objective, PolicyLoss, ResponseTokens, mean_of
+from megatron_rl.losses.interface import (
+    LossResult,
+    Objective,
+    PolicyLoss,
+    ResponseTokens,
+    TokenRatios,
+    mean_of,
+)
 from megatron_rl.losses.mismatch import rollout_mismatch
 from megatron_rl.losses.registry import open_loss
 
@@ -11,6 +18,7 @@ __all__ = [
     "Objective",
     "PolicyLoss",
     "ResponseTokens",
+    "TokenRatios",
     "mean_of",
     "open_loss",
     "rollout_mismatch",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
-from megatron_rl.losses.interface import mean_of
+from megatron_rl.losses.interface import TokenRatios, mean_of
 
 MAX_LOG_RATIO = 10.0
 
@@ -31,10 +32,17 @@ def ratio_through_tokens(log_ratio: torch.Tensor, logprobs: torch.Tensor) -> tor
     the token's probability. |log_ratio| is limited to 10 in the value only, so that tokens with
     large ratios keep their gradient. Infinite log-ratios give NaN.
     """
+    return limited_ratio(log_ratio) * torch.exp(logprobs - logprobs.detach())
+
+
+def limited_ratio(log_ratio: torch.Tensor) -> torch.Tensor:
+    """Return exp(log_ratio) as a constant, with |log_ratio| limited to 10. Any shape.
+
+    Infinite log-ratios give NaN.
+    """
     log_ratio = log_ratio.detach()
     # 0 · inf is NaN, so the clamp does not hide an infinity.
-    value = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() + log_ratio * 0
-    return value * torch.exp(logprobs - logprobs.detach())
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() + log_ratio * 0
 
 
 def clipped_surrogate(
@@ -50,6 +58,17 @@ def clipped_surrogate(
     bound = ratio.detach().clamp(1 - low, 1 + high)
     objective = torch.where(clipped_high | clipped_low, bound, ratio) * advantages
     return Surrogate(objective, clipped_low, clipped_high)
+
+
+def token_ratios(ratio: torch.Tensor, surrogate: Surrogate) -> Callable[[], TokenRatios]:
+    """Return a function that computes the ratios for `LossResult`, without the graph."""
+    detached_ratio = ratio.detach()
+
+    def compute() -> TokenRatios:
+        clips = surrogate.clipped_high.to(torch.int8) - surrogate.clipped_low.to(torch.int8)
+        return TokenRatios(detached_ratio, clips)
+
+    return compute
 
 
 def ratio_metrics(

@@ -7,16 +7,20 @@ from typing import Any
 import torch
 
 from espo_kernels import espo_groups, espo_policy_loss
+from espo_kernels.espo_groups import EspoGroups
 from espo_kernels.espo_groups.settings import group_settings
 from megatron_rl.config.algorithms import EspoSettings
 from megatron_rl.contracts.step_plan import Denominators
+from megatron_rl.losses.clipped_ratio import MAX_LOG_RATIO
 from megatron_rl.losses.interface import (
     LossResult,
     Objective,
     ResponseTokens,
+    TokenRatios,
     require_denominator,
     require_packed,
 )
+from megatron_rl.losses.sequences import sequence_lengths, spread
 
 
 class Espo:
@@ -69,6 +73,30 @@ class Espo:
                 for name, value in result.metrics.maxima().items()
                 if logprobs.numel()
             }
-            return LossResult(result.loss, sums, maxima)
+            detached_logprobs = logprobs.detach()
+            return LossResult(
+                result.loss,
+                sums,
+                maxima,
+                lambda: _token_ratios(detached_logprobs, response, groups),
+            )
 
         return objective
+
+
+def _token_ratios(
+    logprobs: torch.Tensor, response: ResponseTokens, groups: EspoGroups
+) -> TokenRatios:
+    """Compute s_τ of every token and mark the clipped tokens, as the kernel does."""
+    num_groups = groups.clip.shape[1]
+    lengths = sequence_lengths(response.cu_seqlens)
+    sequences = torch.arange(len(lengths), device=logprobs.device)
+    index = spread(sequences, lengths, logprobs.numel()) * num_groups + groups.group_id.long()
+    sums = logprobs.new_zeros(len(lengths) * num_groups, dtype=torch.float64)
+    sums = sums.index_add(0, index, (logprobs - response.old_logprobs).double())
+    means = sums / groups.count.flatten().clamp(min=1)
+    ratios = means.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()[index]
+    widths = groups.clip.flatten().double()[index]
+    is_high = (response.advantages > 0) & (ratios > 1 + widths)
+    is_low = (response.advantages < 0) & (ratios < 1 - widths)
+    return TokenRatios(ratios.float(), is_high.to(torch.int8) - is_low.to(torch.int8))

@@ -6,7 +6,12 @@ import torch
 
 from megatron_rl.config.algorithms import GrpoSettings
 from megatron_rl.contracts.step_plan import Denominators
-from megatron_rl.losses.clipped_ratio import clipped_surrogate, ratio_metrics, ratio_through_tokens
+from megatron_rl.losses.clipped_ratio import (
+    clipped_surrogate,
+    ratio_metrics,
+    ratio_through_tokens,
+    token_ratios,
+)
 from megatron_rl.losses.interface import (
     LossResult,
     Objective,
@@ -40,6 +45,7 @@ class Grpo:
                 ratio, response.advantages, low=self._low, high=self._high
             )
             sums, maxima = ratio_metrics(ratio, surrogate)
-            return LossResult(-surrogate.objective.sum() / count, sums, maxima)
+            loss = -surrogate.objective.sum() / count
+            return LossResult(loss, sums, maxima, token_ratios(ratio, surrogate))
 
         return objective

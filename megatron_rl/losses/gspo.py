@@ -6,7 +6,12 @@ import torch
 
 from megatron_rl.config.algorithms import GspoSettings
 from megatron_rl.contracts.step_plan import Denominators
-from megatron_rl.losses.clipped_ratio import clipped_surrogate, ratio_metrics, ratio_through_tokens
+from megatron_rl.losses.clipped_ratio import (
+    clipped_surrogate,
+    ratio_metrics,
+    ratio_through_tokens,
+    token_ratios,
+)
 from megatron_rl.losses.interface import (
     LossResult,
     Objective,
@@ -46,6 +51,7 @@ class Gspo:
             )
             weight = 1.0 / spread(lengths.to(logprobs.dtype), lengths, logprobs.numel())
             sums, maxima = ratio_metrics(ratio, surrogate)
-            return LossResult(-(surrogate.objective * weight).sum() / count, sums, maxima)
+            loss = -(surrogate.objective * weight).sum() / count
+            return LossResult(loss, sums, maxima, token_ratios(ratio, surrogate))
 
         return objective

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -31,6 +31,18 @@ class ResponseTokens:
     cu_seqlens: torch.Tensor
 
 
+class TokenRatios(NamedTuple):
+    """Importance ratios of T tokens, for records. No gradient flows through them.
+
+    ratios: float32 [T], the ratio that the loss gives each token.
+    clips: int8 [T], tokens without a gradient: -1 because of the lower bound of the ratio, 1
+    because of the upper one, 0 for the others. None for a loss that does not say.
+    """
+
+    ratios: torch.Tensor
+    clips: torch.Tensor | None
+
+
 @dataclass(frozen=True)
 class LossResult:
     """Loss and metrics of one micro-batch.
@@ -40,11 +52,14 @@ class LossResult:
     sums: detached float32 [2] tensors (weighted sum, weight). A metric is their quotient after
     summation over micro-batches and ranks.
     maxima: detached scalars. A metric is their maximum.
+    token_ratios: computes the ratios for the samples that a run keeps. None: they are
+    π_θ(y_t) / π_old(y_t), and clipped tokens are not marked.
     """
 
     loss: torch.Tensor
     sums: dict[str, torch.Tensor]
     maxima: dict[str, torch.Tensor] = field(default_factory=dict)
+    token_ratios: Callable[[], TokenRatios] | None = None
 
 
 Objective = Callable[[torch.Tensor, Denominators], LossResult]

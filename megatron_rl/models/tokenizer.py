@@ -13,6 +13,7 @@ import tokenizers
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # stands for a space in SentencePiece's vocabularies
 _REMEDY = "take the file published with the model, or save it again with save_pretrained"
 _OTHER_MODEL = "They belong to different models: use the tokenizer that the model was trained with"
 
@@ -107,6 +108,18 @@ class Tokenizer:
             else:
                 parts.append(REPLACEMENT * len(run_ids))
         return "".join(parts)
+
+    def token_text(self, token: int) -> str:
+        """Return the text of one token, special tokens included.
+
+        An id without a token, and bytes that form no character, become U+FFFD.
+        """
+        if token not in self._vocabulary:
+            return REPLACEMENT
+        text: str = self._backend.decode([token], skip_special_tokens=False)
+        # Decoders of SentencePiece drop the space of the first token
+        is_after_space = (self._backend.id_to_token(token) or "").startswith(_SPACE)
+        return f" {text}" if is_after_space and not text.startswith(" ") else text
 
     def _unknown_characters(self, text: str) -> list[str]:
         """Return characters that give the unknown token, or no token, when encoded alone.

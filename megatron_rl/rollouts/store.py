@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
+import numpy as np
+
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.group import RolloutLocation, RolloutRef, Verdict
 from megatron_rl.contracts.rollout import Rollout
@@ -76,11 +78,18 @@ def make_rollout_ref(
         num_trainable=sum(len(s.tokens) for s in rollout.segments if s.trainable),
         num_generated=num_generated,
         repetition=repetition,
+        mean_logprob=_mean_logprob(rollout),
         finish_reason=rollout.finish_reason,
         versions=tuple(sorted({segment.version for segment in sampled_segments})),
         verdict=verdict,
         location=location,
     )
+
+
+def _mean_logprob(rollout: Rollout) -> float | None:
+    logprobs = [s.logprobs for s in rollout.segments if s.logprobs is not None]
+    num_sampled = sum(map(len, logprobs))
+    return float(sum(map(np.sum, logprobs))) / num_sampled if num_sampled else None
 
 
 def read_rollout(ref: RolloutRef) -> Rollout:

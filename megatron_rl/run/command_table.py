@@ -12,6 +12,7 @@ from megatron_rl.contracts.commands import (
     Checkpoint,
     Command,
     EnterPhase,
+    GatherSamples,
     Poll,
     Record,
     Save,
@@ -27,7 +28,7 @@ from megatron_rl.run.curriculum import apply_phase
 from megatron_rl.run.modes.record import record_rollouts
 from megatron_rl.run.supervision.stop_request import StopRequest
 from megatron_rl.training.dispatcher import CommandTable as Table
-from megatron_rl.training.worker import Worker
+from megatron_rl.training.worker import TrainOutcome, Worker
 
 Export = Callable[[], NamedTensors]
 
@@ -86,11 +87,16 @@ class ModelCommands:
         """Return the handlers of the commands that need a model."""
         return {
             EnterPhase: self.enter_phase,
-            Train: lambda command: self.worker.train(command.plan),
+            Train: self.train,
+            GatherSamples: self.worker.gather_samples,
             Save: lambda command: self.worker.save(Path(command.path)),
             Checkpoint: self.checkpoints.save,
             WaitForSave: self.checkpoints.wait_for_save,
         }
+
+    def train(self, command: Train) -> TrainOutcome:
+        """Train one step (a collective)."""
+        return self.worker.train(command.plan, keep_values=command.keep_values)
 
     def enter_phase(self, command: EnterPhase) -> None:
         """Train with the settings of a phase from the next step on."""

@@ -34,6 +34,7 @@ from megatron_rl.run.alarms import (
 from megatron_rl.run.checkpoints.manager import CheckpointManager
 from megatron_rl.run.curriculum import Curriculum
 from megatron_rl.run.nonfinite_guard import NonFiniteGuard
+from megatron_rl.run.samples.keeper import SampleKeeper
 from megatron_rl.run.step_parts import RolloutHolder, StepParts
 from megatron_rl.run.stopping import AccuracyUnknown, ending_key, is_accuracy_reached
 from megatron_rl.run.supervision.stop_request import StepAborted
@@ -52,8 +53,8 @@ class Leader:
     parts: the parts of the current step; a curriculum replaces them when a phase begins.
     holder: holds the payloads of sampled rollouts. weights: None without engines. token_counter:
     None where engines do not count tokens.
-    checkpoints: None for loops that save none. resume_state: the state to resume from, None for a
-    new run.
+    checkpoints: None for loops that save none. samples: None for loops that keep none.
+    resume_state: the state to resume from, None for a new run.
     """
 
     train: TrainSettings
@@ -68,6 +69,7 @@ class Leader:
     token_counter: TokenCounter | None = None
     checkpoints: CheckpointManager | None = None
     curriculum: Curriculum | None = None
+    samples: SampleKeeper | None = None
     resume_state: InitVar[LoopState | None] = None
     _first_step: int = 1
     _is_resumed: bool = False
@@ -145,12 +147,11 @@ class Leader:
             values |= batch.metrics() | credit.metrics()
             plan = self._plan(step, credit)
         self._is_untrained = False
-        with self.records.progress.task(f"training on the batch of step {step}"):
-            outcome: TrainOutcome = self.dispatcher.run(Train(plan))
-        self._num_updates += outcome.optimizer_steps
+        outcome = self._train(plan)
         with watch.section("account"):
             values |= self._training_metrics(batch, credit, plan, outcome)
             self.compare_with_engines(values, batch.generated_tokens)
+        values |= self._keep_samples(batch, credit, plan, outcome)
         self.holder.release(batch.delivered_ids)
         self._guard.check(plan, finite=outcome.finite)
         self._is_synced = False
@@ -160,6 +161,24 @@ class Leader:
         values |= watch.values()
         self.records.progress.log_step(step, values, is_sampled=self.weights is not None)
         self._report_alarms(values)
+
+    def _train(self, plan: StepPlan) -> TrainOutcome:
+        keep_values = self.samples is not None and self.samples.is_due(plan.step)
+        with self.records.progress.task(f"training on the batch of step {plan.step}"):
+            outcome: TrainOutcome = self.dispatcher.run(Train(plan, keep_values=keep_values))
+        self._num_updates += outcome.optimizer_steps
+        return outcome
+
+    def _keep_samples(
+        self, batch: RolloutBatch, credit: BatchCredit, plan: StepPlan, outcome: TrainOutcome
+    ) -> dict[str, float]:
+        """Keep samples of the step if they are due, and return metrics."""
+        if self.samples is None or not self.samples.is_due(plan.step):
+            return {}
+        watch = Stopwatch()
+        with watch.section("samples"), self.records.progress.task("keeping samples"):
+            values = self.samples.keep(batch, credit, plan, outcome.extremes)
+        return values | watch.seconds
 
     def _plan(self, step: int, credit: BatchCredit) -> StepPlan:
         return self.parts.planner.plan(

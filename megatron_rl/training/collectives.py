@@ -42,6 +42,28 @@ def gather_bytes(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
     return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
 
+def send_to_rank_zero(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
+    """Return every rank's bytes, in rank order, on rank 0, and an empty list on the others.
+
+    Only ranks with bytes send any, and no rank but rank 0 holds those of another.
+    """
+    if group is None:
+        return [data]
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([len(data)]), group=group)
+    if dist.get_rank(group):
+        if data:
+            dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), 0, group=group)
+        return []
+    parts = [data]
+    for rank, size in enumerate(map(int, sizes[1:]), start=1):
+        buffer = torch.empty(size, dtype=torch.uint8)
+        if size:
+            dist.recv(buffer, rank, group=group)
+        parts.append(buffer.numpy().tobytes())
+    return parts
+
+
 def sum_counts(counts: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Return the sum of an integer tensor on the CPU over all ranks, on every rank."""
     if group is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,15 +20,24 @@ from megatron_rl.training.policy import Policy
 class BatchObjective:
     """The objective of one micro-batch.
 
-    old_logprobs: float32 [T], the old policy's log-probabilities. The objective's ratios are
-    relative to them.
+    response: the trained tokens that the objective was prepared for.
+    observe: called with the current policy's log-probabilities and the result of each update.
     """
 
     objective: Objective
-    old_logprobs: torch.Tensor
+    response: ResponseTokens
+    observe: Callable[[torch.Tensor, LossResult], None] | None = None
+
+    @property
+    def old_logprobs(self) -> torch.Tensor:
+        """The old policy's log-probabilities, float32 [T]. The ratios are relative to them."""
+        return self.response.old_logprobs
 
     def __call__(self, logprobs: torch.Tensor, denominators: Denominators) -> LossResult:
-        return self.objective(logprobs, denominators)
+        result = self.objective(logprobs, denominators)
+        if self.observe is not None:
+            self.observe(logprobs.detach(), result)
+        return result
 
     def deviation(self, logprobs: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the largest |π_θ(y_t) / π_old(y_t) - 1| as a metric, or nothing without tokens.
@@ -63,7 +72,7 @@ def compute_old_policy(
     _add_metrics(policy, batches, responses, metrics)
     objectives = []
     for response in map(policy.correction.apply, responses):
-        objectives.append(BatchObjective(policy.loss.prepare(response), response.old_logprobs))
+        objectives.append(BatchObjective(policy.loss.prepare(response), response))
     return objectives
 
 

@@ -17,6 +17,7 @@ from megatron_rl.config.schema import (
     SyncSettings,
     TrainSettings,
 )
+from megatron_rl.contracts.commands import GatherSamples
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.step_plan import StepPlan
 from megatron_rl.losses import PolicyLoss
@@ -31,6 +32,8 @@ from megatron_rl.mcore.weights import (
     save_hf_weights,
 )
 from megatron_rl.models.shape import ModelShape
+from megatron_rl.records.samples.parts import SamplePart
+from megatron_rl.records.samples.sample import SampleKind
 from megatron_rl.records.stopwatch import Stopwatch
 from megatron_rl.rollouts.recording.format import batch_directory
 from megatron_rl.rollouts.store import read_rollout
@@ -45,6 +48,8 @@ from megatron_rl.training.old_policy import BatchObjective, compute_old_policy
 from megatron_rl.training.policy import Policy
 from megatron_rl.training.replay.replay_effect import measure_replay
 from megatron_rl.training.replay.update_routes import with_update_routes
+from megatron_rl.training.samples.gathering import gather_samples
+from megatron_rl.training.samples.token_values import TokenValues, merge_extremes
 from megatron_rl.training.update import update_policy
 
 
@@ -63,12 +68,14 @@ class TrainOutcome:
     optimizer_steps: number of optimizer steps that were applied.
     metrics: of all ranks.
     seconds: durations on this rank, by metric name.
+    extremes: indices in the plan of rollouts with extreme values, if values are kept.
     """
 
     finite: bool
     optimizer_steps: int
     metrics: MetricSums
     seconds: dict[str, float]
+    extremes: dict[SampleKind, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -93,22 +100,27 @@ class Worker:
     settings: TrainSettings
     rollouts_directory: Path
     sync: SyncSettings = field(default_factory=SyncSettings)
+    _token_values: TokenValues | None = field(default=None, init=False, repr=False)
 
-    def train(self, plan: StepPlan) -> TrainOutcome:
+    def train(self, plan: StepPlan, *, keep_values: bool = False) -> TrainOutcome:
         """Run one planned step. The metrics are merged over all ranks, on all ranks.
 
+        keep_values: hold the values of trained tokens for `gather_samples`.
         Raises on all ranks: `ReplayError` if one of them replayed routes other than the recorded
         ones, `RoutesDisagree` if the recorded routes are implausible.
         """
         stopwatch = Stopwatch()
         metrics = MetricSums()
+        self._token_values = None
         with stopwatch.section("exchange"):
             rollouts = exchange_rollouts(
                 plan, self.receivers, self.layout.rank, self.layout.control_group, read_rollout
             )
             steps = self.batcher.optimizer_steps(plan, self.layout.dp_rank, rollouts)
         global_metrics: dict[str, float] = {}
-        learning_rates = self._run(plan, steps, stopwatch, metrics, global_metrics)
+        learning_rates = self._run(
+            plan, steps, stopwatch, metrics, global_metrics, keep_values=keep_values
+        )
         if learning_rates:
             global_metrics["train/lr"] = learning_rates[-1]
         merged_metrics = self._merge(metrics, global_metrics)
@@ -119,7 +131,19 @@ class Worker:
             self._record(plan, self._fault_directory("nonfinite", plan))
         elif every and plan.step % every == 0:
             self._record(plan, batch_directory(self.rollouts_directory, plan.step))
-        return TrainOutcome(is_finite, len(learning_rates), merged_metrics, stopwatch.seconds)
+        extremes = self._merge_extremes() if keep_values else {}
+        seconds = stopwatch.seconds
+        return TrainOutcome(is_finite, len(learning_rates), merged_metrics, seconds, extremes)
+
+    def gather_samples(self, command: GatherSamples) -> list[SamplePart]:
+        """Send the samples of the last step to rank 0, and free its values (a collective)."""
+        values = self._token_values
+        self._token_values = None
+        layout = self.layout
+        # Ranks that share the vocabulary or the sequences hold the same values
+        if layout.tp_rank or layout.cp_rank:
+            values = None
+        return gather_samples(command, values, self.receivers, layout.rank, layout.control_group)
 
     def set_objective(self, loss: PolicyLoss, logprobs: ResponseLogprobs, lr: float) -> None:
         """Set the loss, the log-probabilities and the peak learning rate of the next steps."""
@@ -155,6 +179,8 @@ class Worker:
         stopwatch: Stopwatch,
         metrics: MetricSums,
         global_metrics: dict[str, float],
+        *,
+        keep_values: bool,
     ) -> list[float]:
         """Run the passes and return the learning rates of the optimizer steps that were applied.
 
@@ -166,6 +192,9 @@ class Worker:
             return []
         with stopwatch.section("old_policy"):
             objectives = compute_old_policy(self.policy, batches, metrics)
+        if keep_values:
+            self._token_values = TokenValues(plan, self.layout.dp_rank, objectives)
+            objectives = self._token_values.observed_objectives()
         steps = with_update_routes(steps, self.policy.replay, self.batcher, stopwatch, metrics)
         every = self.settings.replay_measure_every
         if every and plan.step % every == 0:
@@ -215,6 +244,12 @@ class Worker:
         for name, value in global_metrics.items():
             result.add_mean(name, value, 1.0)
         return result
+
+    def _merge_extremes(self) -> dict[SampleKind, int]:
+        """Find the rollouts with extreme values of all ranks (a collective)."""
+        values = self._token_values
+        extremes = {} if values is None else values.extremes()
+        return merge_extremes(extremes, self.layout.control_group)
 
     def _require_valid_routes(self, plan: StepPlan, metrics: MetricSums) -> None:
         """Record the batch and raise if routes were not replayed or are implausible.

@@ -15,13 +15,14 @@ _CHECKPOINT_KEYS = (
     "run.on_failed_save",
     "run.stop_within_s",
 )
+_SAMPLE_KEYS = ("samples.groups", "samples.max_mb")
 # Values that request nothing, such as eval.every=0.
 _EMPTY_VALUES: tuple[object, ...] = (None, False, 0, "", "off", [], {})
-_TRAINING_KEYS = ("eval.every", "eval.start_step", "run.save_weights")
+_TRAINING_KEYS = ("eval.every", "eval.start_step", "run.save_weights", "samples.")
 # The keys, or the beginnings of keys, that a mode does not read.
 _UNREAD_KEYS = {
     "train_only": ("engine.", "eval."),
-    "rollout_only": ("eval.", "run.save_weights"),
+    "rollout_only": ("eval.", "run.save_weights", "samples."),
     "eval": _TRAINING_KEYS,
     "profile": _TRAINING_KEYS,
 }
@@ -38,6 +39,9 @@ def check_unread_keys(c: Configuration, keys: Collection[str]) -> Iterator[Broke
         if key in _CHECKPOINT_KEYS and not c.run.checkpoint_every and _requests(c, key):
             rule = "With run.checkpoint_every=0 no checkpoint is saved"
             yield BrokenRule(key, rule, "Give run.checkpoint_every=N, or remove it")
+        elif key in _SAMPLE_KEYS and not c.samples.every:
+            rule = "With samples.every=0 no samples are kept"
+            yield BrokenRule(key, rule, "Give samples.every=N, or remove it")
         elif (
             key.startswith(_UNREAD_KEYS.get(c.mode, ()))
             and key not in _OTHER_RULES

@@ -18,6 +18,7 @@ from megatron_rl.run.curriculum import Curriculum
 from megatron_rl.run.leader import Leader
 from megatron_rl.run.modes.mode import LoopParts
 from megatron_rl.run.modes.record import RecordingLeader
+from megatron_rl.run.samples.keeper import open_samples
 from megatron_rl.run.setup import RunSetup
 from megatron_rl.run.step_parts import StepParts
 
@@ -60,6 +61,7 @@ class TrainingMode:
             records=parts.records,
             checkpoints=checkpoint_manager(self.setup, parts),
             curriculum=curriculum,
+            samples=None if c.mode == "rollout_only" else open_samples(self.setup, parts),
             resume_state=None if state is None else state.position,
         )
 

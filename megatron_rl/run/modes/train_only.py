@@ -9,6 +9,7 @@ from megatron_rl.planning.step_planner import StepPlanner
 from megatron_rl.run.leader import Leader
 from megatron_rl.run.modes.mode import LoopParts
 from megatron_rl.run.modes.train import checkpoint_manager
+from megatron_rl.run.samples.keeper import open_samples
 from megatron_rl.run.setup import RunSetup
 from megatron_rl.run.step_parts import StepParts
 
@@ -44,5 +45,6 @@ class TrainOnlyMode:
             dispatcher=parts.dispatcher,
             records=parts.records,
             checkpoints=checkpoint_manager(self.setup, parts),
+            samples=open_samples(self.setup, parts),
             resume_state=None if state is None else state.position,
         )

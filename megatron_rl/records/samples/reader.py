@@ -1,0 +1,56 @@
+"""Reads the samples of a run, which may be running.
+
+for sample in read_samples(Path("runs/NAME")):
+    print(sample.step, sample.text, sample.entropies.mean())
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_rl.contracts.exit_codes import ExitCode, Failure
+from megatron_rl.records.samples.columns import UnknownFormat, from_table
+from megatron_rl.records.samples.sample import Sample
+from megatron_rl.records.samples.writer import FOLDER, SUFFIX, samples_file
+
+
+class SamplesUnreadable(Failure):
+    """A file of samples is damaged, or another version wrote it."""
+
+    exit_code = ExitCode.REFUSED
+
+
+def sample_steps(run: Path) -> list[int]:
+    """Return the steps of a run that have samples, ascending."""
+    names = (file.name for file in (run / FOLDER).glob(f"step-*{SUFFIX}"))
+    matches = (re.fullmatch(rf"step-(\d+){re.escape(SUFFIX)}", name) for name in names)
+    return sorted(int(match[1]) for match in matches if match is not None)
+
+
+def read_samples(run: Path, step: int | None = None) -> Iterator[Sample]:
+    """Yield the samples of one step, or of all steps, by step, group and place in the group.
+
+    One file is in memory at a time. Raises `SamplesUnreadable`.
+    """
+    for kept_step in sample_steps(run) if step is None else [step]:
+        yield from read_file(samples_file(run, kept_step))
+
+
+def read_file(file: Path) -> Iterator[Sample]:
+    """Yield the samples of one file. Raises `SamplesUnreadable`."""
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    try:
+        yield from from_table(pa.parquet.read_table(file))
+    except FileNotFoundError:
+        raise SamplesUnreadable(
+            f"{file}: there is no such file. The step kept no samples"
+        ) from None
+    except (OSError, pa.ArrowException, UnknownFormat) as error:
+        reason = str(error).partition("\n")[0]
+        raise SamplesUnreadable(
+            f"{file} cannot be read: {reason}. Remove it, or use the version that wrote it"
+        ) from error

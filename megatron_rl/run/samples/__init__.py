@@ -1,0 +1,1 @@
+"""Choice of the responses that a run keeps, on rank 0."""

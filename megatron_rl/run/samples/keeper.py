@@ -1,0 +1,177 @@
+"""Keeps the samples of a run on rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_rl.config.schema import SampleSettings
+from megatron_rl.contracts.commands import GatherSamples, SampleSource
+from megatron_rl.contracts.group import Group, RolloutRef
+from megatron_rl.contracts.step_plan import StepPlan
+from megatron_rl.credit.assign import BatchCredit
+from megatron_rl.models.tokenizer import Tokenizer
+from megatron_rl.records.samples.parts import SamplePart, TokenPart, ValuePart
+from megatron_rl.records.samples.sample import Sample, SampleKind
+from megatron_rl.records.samples.writer import samples_file, write_samples
+from megatron_rl.records.write_errors import write_problem
+from megatron_rl.rollouts.rollout_batch import RolloutBatch
+from megatron_rl.run.modes.mode import LoopParts
+from megatron_rl.run.samples.assembly import SampleContext, SampleTexts, assemble
+from megatron_rl.run.samples.selection import Choice, choose_samples
+from megatron_rl.run.setup import RunSetup
+from megatron_rl.training.dispatcher import Dispatcher
+
+_STOPPED = "stopped"
+_SURPLUS = "surplus"
+
+
+@dataclass(frozen=True)
+class SampleKeeper:
+    """Chooses, gathers and writes the samples of every `samples.every`-th step.
+
+    directory: of the run. log: takes warnings.
+    """
+
+    settings: SampleSettings
+    seed: int
+    directory: Path
+    dispatcher: Dispatcher
+    texts: SampleTexts
+    log: Callable[[str], None]
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the step keeps samples: the first one, and every `samples.every`-th."""
+        every = self.settings.every
+        return every > 0 and (step == 1 or step % every == 0)
+
+    def keep(
+        self,
+        batch: RolloutBatch,
+        credit: BatchCredit,
+        plan: StepPlan,
+        extremes: dict[SampleKind, int],
+    ) -> dict[str, float]:
+        """Keep samples of the step that was just trained, and return metrics.
+
+        extremes: indices in the plan of rollouts with extreme values.
+
+        A file that cannot be written never ends the run: it costs a warning and a metric.
+        """
+        choices = choose_samples(
+            batch.all_groups,
+            {kind: plan.rollouts[index] for kind, index in extremes.items()},
+            self.settings,
+            f"{self.seed}/samples/{plan.step}",
+        )
+        contexts = list(_contexts(choices.choices, batch, credit, plan))
+        parts: list[SamplePart] = []
+        if contexts:
+            parts = self.dispatcher.run(_command(contexts, plan))
+        num_written = self._write(plan.step, contexts, parts)
+        num_left_out = choices.num_left_out + len(contexts) - (num_written or 0)
+        return {
+            "samples/kept": float(num_written or 0),
+            "samples/left_out": float(num_left_out),
+            "samples/failed": float(num_written is None),
+        }
+
+    def _write(
+        self, step: int, contexts: Sequence[SampleContext], parts: Sequence[SamplePart]
+    ) -> int | None:
+        """Write the samples and return their number, None if they cannot be written."""
+        file = samples_file(self.directory, step)
+        max_bytes = int(self.settings.max_mb * 2**20)
+        try:
+            samples = self._assemble(contexts, parts)
+            return write_samples(file, samples, max_bytes)
+        # Any exception: samples are for people, and no reason to lose a run
+        except Exception as error:
+            problem = write_problem(error, file)
+            reason = problem or f"{type(error).__name__}: {error}"
+            self.log(f"warning: step {step} keeps no samples: {reason}")
+            return None
+
+    def _assemble(
+        self, contexts: Sequence[SampleContext], parts: Sequence[SamplePart]
+    ) -> list[Sample]:
+        tokens: dict[int, TokenPart] = {}
+        values: dict[int, ValuePart] = {}
+        for part in parts:
+            if part.tokens is not None:
+                tokens[part.index] = part.tokens
+            if part.values is not None:
+                values[part.index] = part.values
+            if part.problem:
+                self.log(f"warning: a sample is lost: {part.problem}")
+        return [
+            assemble(context, tokens[index], values.get(index), self.texts)
+            for index, context in enumerate(contexts)
+            if index in tokens
+        ]
+
+
+def open_samples(setup: RunSetup, parts: LoopParts) -> SampleKeeper | None:
+    """Return the keeper of a run that trains, None with `samples.every=0`."""
+    c = setup.configuration
+    if not c.samples.every:
+        return None
+    return SampleKeeper(
+        settings=c.samples,
+        seed=c.seed,
+        directory=setup.directory.path,
+        dispatcher=parts.dispatcher,
+        texts=SampleTexts(Tokenizer.from_directory(c.model.path)),
+        log=setup.progress.log,
+    )
+
+
+def _command(contexts: Sequence[SampleContext], plan: StepPlan) -> GatherSamples:
+    plan_indices = {ref.rollout_id: index for index, ref in enumerate(plan.rollouts)}
+    rollouts = [context.choice.rollout for context in contexts]
+    return GatherSamples(
+        tuple(SampleSource(ref, plan_indices.get(ref.rollout_id)) for ref in rollouts)
+    )
+
+
+def _contexts(
+    choices: Sequence[Choice], batch: RolloutBatch, credit: BatchCredit, plan: StepPlan
+) -> Iterator[SampleContext]:
+    advantages = _advantages(credit)
+    trained_ids = {ref.rollout_id for ref in plan.rollouts}
+    kinds = _group_kinds(batch, credit)
+    for choice in choices:
+        group: Group = batch.all_groups[choice.group]
+        rollout_id = choice.rollout.rollout_id
+        yield SampleContext(
+            step=plan.step,
+            choice=choice,
+            prompt=group.prompt,
+            group_kind=kinds[choice.group],
+            is_trained=rollout_id in trained_ids,
+            advantage=advantages.get(rollout_id),
+            weight=group.weight,
+        )
+
+
+def _advantages(credit: BatchCredit) -> dict[str, float]:
+    """Return the advantages of responses by rollout id.
+
+    Responses that train by the entropies of their tokens have none.
+    """
+
+    def by_id(refs: Sequence[RolloutRef], values: Sequence[float]) -> dict[str, float]:
+        return {ref.rollout_id: value for ref, value in zip(refs, values, strict=True)}
+
+    extra_rollouts = [e for e in credit.extra_rollouts if e.entropy_advantage == 0.0]
+    return by_id(credit.rollouts, credit.advantages) | {
+        extra.rollout.rollout_id: extra.advantage for extra in extra_rollouts
+    }
+
+
+def _group_kinds(batch: RolloutBatch, credit: BatchCredit) -> list[str]:
+    """Return the kind of each of `batch.all_groups`."""
+    kinds = [str(kind) for kind in credit.kinds]
+    kinds += [_STOPPED] * len(batch.stopped_groups)
+    return kinds + [_SURPLUS] * len(batch.surplus_groups)
