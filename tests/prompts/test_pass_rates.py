@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from megatron_rl.config.schema import DataSettings
+from megatron_rl.config.schema import DataSettings, EnvironmentSettings, RewardSettings
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.run_state import PromptCursor
 from megatron_rl.prompts.pass_rates import (
@@ -14,6 +14,9 @@ from megatron_rl.prompts.pass_rates import (
     PassRate,
     PassRateFile,
     identity_of,
+    judge_differences,
+    judge_of,
+    read_part,
     read_pass_rates,
 )
 from megatron_rl.prompts.question import PromptDataError
@@ -253,3 +256,63 @@ def test_a_resumed_pass_over_a_range_needs_the_same_rates() -> None:
     whole = make_source(5, pass_rate_range=None)
     whole.take(2)
     make_source(5, pass_rate_range=None, rates=other_rates).seek(whole.cursor)
+
+
+def write_rates_judged_by(
+    path: Path, reward: RewardSettings, environment: EnvironmentSettings
+) -> Path:
+    header = msgspec.structs.replace(
+        HEADER, reward=judge_of(reward), environment=judge_of(environment)
+    )
+    return write_rates(path, header)
+
+
+def test_settings_that_judge_responses_otherwise_are_named_with_both_values(tmp_path: Path) -> None:
+    reward = RewardSettings(answer="boxed", timeout_s=1.0)
+    environment = EnvironmentSettings(timeout_s=2.0)
+    path = write_rates_judged_by(tmp_path / "rates.jsonl", reward, environment)
+    assert judge_differences(path, reward, environment) == []
+    assert judge_differences(path, RewardSettings(answer="boxed"), EnvironmentSettings()) == []
+    other_reward = RewardSettings(name="m:C", options={"limit": 3})
+    other_environment = EnvironmentSettings(name="m:E")
+    assert judge_differences(path, other_reward, other_environment) == [
+        "reward.answer: boxed in the file, last_number here",
+        "reward.name: exact_match in the file, m:C here",
+        "reward.options: {} in the file, {'limit': 3} here",
+        "environment.name: single_turn in the file, m:E here",
+    ]
+
+
+def test_demonstrations_are_judged_as_single_turns(tmp_path: Path) -> None:
+    demonstration = EnvironmentSettings(name="demonstration")
+    single_turn = EnvironmentSettings()
+    for number, (first, second) in enumerate(
+        ((demonstration, single_turn), (single_turn, demonstration))
+    ):
+        path = write_rates_judged_by(tmp_path / f"{number}.jsonl", RewardSettings(), first)
+        assert judge_differences(path, RewardSettings(), second) == []
+
+
+def test_a_setting_that_the_file_lacks_is_named(tmp_path: Path) -> None:
+    header = msgspec.structs.replace(HEADER, reward={}, environment=judge_of(EnvironmentSettings()))
+    path = write_rates(tmp_path / "rates.jsonl", header)
+    assert judge_differences(path, RewardSettings(), EnvironmentSettings()) == [
+        "reward.answer: None in the file, last_number here",
+        "reward.name: None in the file, exact_match here",
+        "reward.options: None in the file, {} here",
+    ]
+
+
+def test_a_part_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "rates.jsonl.part").mkdir()
+    with pytest.raises(
+        PromptDataError, match=r"data\.pass_rates=.*rates\.jsonl\.part: .*directory"
+    ):
+        read_part(tmp_path / "rates.jsonl", HEADER)
+
+
+def test_a_damaged_part_is_named(tmp_path: Path) -> None:
+    (tmp_path / "rates.jsonl.part").write_text("{}\n")
+    words = r"data\.pass_rates=.*rates\.jsonl\.part line 1: .*no valid header"
+    with pytest.raises(PromptDataError, match=words):
+        read_part(tmp_path / "rates.jsonl", HEADER)
