@@ -46,6 +46,43 @@ def test_both_sides_of_the_split_have_a_third_of_each_difficulty() -> None:
         assert len({question.id for question in side}) == len(side)
 
 
+def columns_of(num_digits: int) -> list[list[tuple[int, int]]]:
+    """Digit pairs, from the right, of the questions with so many digits among the first 9000."""
+    columns = []
+    for question in islice(column_addition_mixed.questions(seed=5), 9000):
+        terms = question.text.partition("=")[0]
+        pairs = [(int(a), int(b)) for a, b in re.findall(r"[a-f](\d)(\d)", terms)]
+        if len(pairs) == num_digits:
+            columns.append(pairs)
+    return columns
+
+
+def test_easy_and_middle_questions_have_all_their_digits() -> None:
+    for num_digits, digits, leading_digits in (
+        (4, set(range(10)), set(range(1, 10))),
+        (5, set(range(1, 7)), set(range(1, 7))),
+    ):
+        columns = columns_of(num_digits)
+        assert len(columns) == 3000
+        for side in (0, 1):
+            *others, leading = ({pairs[i][side] for pairs in columns} for i in range(num_digits))
+            assert leading == leading_digits
+            assert others == [digits] * (num_digits - 1)
+
+
+def test_hard_questions_have_three_columns_of_nines_after_the_first() -> None:
+    """Other columns are one of 45 pairs, all equally likely."""
+    columns = columns_of(6)
+    shares = [sum(pairs[i] == (9, 9) for pairs in columns) / 3000 for i in range(6)]
+    assert shares == pytest.approx([1 / 45, *[3 / 5 + 2 / 5 / 45] * 5], abs=0.03)
+    counts = Counter(pairs[0] for pairs in columns)
+    assert set(counts) == {(a, b) for a in range(1, 10) for b in range(10 - a, 10)}
+    first_digits = Counter(pairs[0][0] for pairs in columns)
+    assert [first_digits[a] / 3000 for a in range(1, 10)] == pytest.approx(
+        [a / 45 for a in range(1, 10)], abs=0.03
+    )
+
+
 @pytest.mark.slow
 def test_pass_rates_of_the_shipped_checkpoint_by_difficulty() -> None:
     policy = StartPolicy(seed=0)

@@ -333,6 +333,28 @@ def test_unknown_options_of_a_user_defined_source_are_refused(tokenizer: Tokeniz
         open_source(f"{__name__}:FixedQuestions", tokenizer, options={"nmae": "few"})
 
 
+class WithoutQuestions:
+    """Lacks the method `questions`."""
+
+
+def test_a_user_defined_source_without_questions_is_refused(tokenizer: Tokenizer) -> None:
+    words = r"data\.source=.*:WithoutQuestions: it has no method `questions`"
+    with pytest.raises(PluginError, match=words):
+        open_source(f"{__name__}:WithoutQuestions", tokenizer)
+
+
+def test_questions_that_another_num_eval_holds_out_are_counted(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    rows = [{"prompt": f"{i}+1=", "answer": i + 1} for i in range(40)]
+    path = write(tmp_path / "t.jsonl", *map(json.dumps, rows))
+    source = open_source("jsonl", tokenizer, train_path=path, num_eval=2)
+    num_reserved = 40 - len(source.train) - 2
+    assert num_reserved >= 8, "a quarter of a small file is reserved"
+    assert source.excluded_rows.num_reserved == num_reserved
+    assert source.notes()[0].endswith(f", {num_reserved} reserved for evaluation")
+
+
 SET_SETTINGS = DataSettings(source="jsonl", on_bad_row="skip", max_prompt_tokens=64)
 
 

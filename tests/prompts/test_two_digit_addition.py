@@ -8,6 +8,12 @@ def test_question_by_hand() -> None:
     assert two_digit_addition.question(5, 99).answer == "104"
 
 
+def test_the_difficulty_is_the_number_of_digits_of_the_sum() -> None:
+    sums = ((4, 5), (5, 5), (0, 99), (1, 99))
+    difficulties = [two_digit_addition.question(a, b).difficulty for a, b in sums]
+    assert difficulties == ["1_digit", "2_digits", "2_digits", "3_digits"]
+
+
 def test_both_orders_have_one_identity() -> None:
     question = two_digit_addition.question(7, 80)
     assert two_digit_addition.question(80, 7).identity == question.identity
